@@ -1,0 +1,143 @@
+//! The layer's configuration and its checks.
+
+use crate::Error;
+use candle::DType;
+
+/// Which statistic normalizes a training step after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Statistics {
+    /// The running quadratic mean, `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`: PN, Definition 3 of the paper. Its
+    /// backward is the paper's approximation, Eq. 12, with the running correction ν.
+    #[default]
+    Running,
+    /// The batch's own, `D = sqrt(ψ_B² + ε)`: PN-V, Definition 1 of the paper, a warm-up without
+    /// end. Its backward is the exact gradient, Eq. 6 (under [`Recipe::Paper`]).
+    Batch,
+}
+
+/// Which equations a training step runs where the paper and the authors' released code differ.
+///
+/// Symbols: ψ_B² the batch's mean square, `t` the step counted from 1, `T` the warm-up steps,
+/// `n` the kept rows out of `B`, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²`, `Λ = mean g X̂`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Recipe {
+    /// The paper's equations, and two guards that keep a bad batch from outliving its step.
+    ///
+    /// - `t ≤ T`: `D = sqrt(ψ_B² + ε)`, `∂L/∂X̃ = (g − Λ X̂)/D`, the exact gradient;
+    ///   `ψ² ← ψ²(t−1)/t + ψ_B²/t`.
+    /// - `t > T`: `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`, `∂L/∂X̃ = (g − ν₍ₜ₋₁₎ X̂)/D`;
+    ///   `ψ² ← α_f ψ² + (1−α_f) ψ_B²` (Eq. 8, 10, 12).
+    /// - always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ` (Eq. 13; the factor is clamped at 0, where
+    ///   Theorem 4's Assumption 10 no longer holds and the equation diverges).
+    /// - A channel whose new ψ² or ν is not finite keeps the old value for that step.
+    /// - Padded rows enter no sum, and their input gradient is 0.
+    #[default]
+    Paper,
+    /// What the authors released (`MaskPowerNorm` of sIncerass/powernorm), to continue from its
+    /// checkpoints. It departs from [`Recipe::Paper`] in this:
+    ///
+    /// - the backward always divides by the batch's `sqrt(ψ_B² + ε)`, whatever the forward used;
+    /// - ν corrects the gradient at every `t`, warm-up included;
+    /// - the cumulative mean is applied for `t < T`, and the moving average after it at every `t`;
+    /// - Γ, Λ, ∂L/∂γ and ∂L/∂β run over all `B` rows, and padded rows get an input gradient;
+    /// - there is no guard and no finite check.
+    Fairseq,
+}
+
+/// Configuration of a [`PowerNorm`](crate::PowerNorm) layer.
+///
+/// `From<f64>` sets `eps` alone, as candle's own layers do.
+///
+/// ```
+/// use candle_powernorm::PowerNormConfig;
+///
+/// let config = PowerNormConfig { warmup_steps: 4000, ..1e-6.into() };
+/// assert_eq!((config.eps, config.alpha_fwd), (1e-6, 0.9));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PowerNormConfig {
+    /// ε, added to a mean square inside the root. Positive and finite; default 1e-5.
+    pub eps: f64,
+    /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
+    /// In (0, 1); default 0.9.
+    pub alpha_fwd: f64,
+    /// α_b, the weight of the *old* ν in its moving average. In (0, 1); default 0.9.
+    pub alpha_bwd: f64,
+    /// T, the training forwards that use the batch's statistic before the running one takes over.
+    /// Default 100. The paper ties it to the learning rate's warm-up.
+    pub warmup_steps: usize,
+    /// The layer-scale: each row is first divided by the root mean square of each of this many
+    /// equal groups of channels (paper, appendix A; `GroupScaling1D` in the released code).
+    /// `None` for no layer-scale. Default `Some(1)`; attention models take the number of heads.
+    pub group_scaling: Option<usize>,
+    /// The statistic after the warm-up. Default [`Statistics::Running`].
+    pub statistics: Statistics,
+    /// The equations of a step. Default [`Recipe::Paper`].
+    pub recipe: Recipe,
+    /// Whether the layer has a weight γ and a bias β. Default `true`.
+    pub affine: bool,
+}
+
+impl Default for PowerNormConfig {
+    fn default() -> Self {
+        Self {
+            eps: 1e-5,
+            alpha_fwd: 0.9,
+            alpha_bwd: 0.9,
+            warmup_steps: 100,
+            group_scaling: Some(1),
+            statistics: Statistics::default(),
+            recipe: Recipe::default(),
+            affine: true,
+        }
+    }
+}
+
+impl From<f64> for PowerNormConfig {
+    fn from(eps: f64) -> Self {
+        Self {
+            eps,
+            ..Self::default()
+        }
+    }
+}
+
+impl PowerNormConfig {
+    /// Checks the values against a layer of `size` channels whose state is kept in `dtype`.
+    pub(crate) fn validate(&self, size: usize, dtype: DType) -> Result<(), Error> {
+        if size == 0 {
+            return Err(Error::Size);
+        }
+        // A value that is fine in f64 may be 0 or infinite where it is used.
+        let eps = match dtype {
+            DType::F64 => self.eps,
+            _ => f64::from(self.eps as f32),
+        };
+        if !(eps > 0. && eps.is_finite()) {
+            return Err(Error::Eps {
+                got: self.eps,
+                dtype,
+            });
+        }
+        for (name, got) in [("alpha_fwd", self.alpha_fwd), ("alpha_bwd", self.alpha_bwd)] {
+            if !(got > 0. && got < 1.) {
+                return Err(Error::Alpha { name, got });
+            }
+        }
+        match self.group_scaling {
+            Some(groups) if groups == 0 || size % groups != 0 => {
+                Err(Error::Groups { size, groups })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The statistic that normalizes training step `t`, counted from 1.
+    pub(crate) fn statistics_at(&self, t: usize) -> Statistics {
+        if t <= self.warmup_steps {
+            Statistics::Batch
+        } else {
+            self.statistics
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Why a layer could not be built or a call could not run.
+
+use candle::{DType, DeviceLocation, Shape};
+
+/// The reasons this crate refuses a configuration or an input.
+///
+/// Functions return [`candle::Result`]; these reasons arrive in it as
+/// [`candle::Error::Wrapped`], whose text is the one documented here. An error leaves the layer's
+/// state as it was.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The layer has no channel to normalize.
+    #[error("power_norm: expected a size of at least 1, got 0")]
+    Size,
+
+    /// `eps` is not positive and finite in the dtype of the layer's state.
+    #[error("power_norm: expected eps positive and finite in {dtype:?}, got {got}")]
+    Eps {
+        /// The value configured.
+        got: f64,
+        /// The dtype of the layer's sums and state.
+        dtype: DType,
+    },
+
+    /// A moving-average weight lies outside the open interval (0, 1).
+    #[error("power_norm: expected {name} between 0 and 1, both excluded, got {got}")]
+    Alpha {
+        /// `alpha_fwd` or `alpha_bwd`.
+        name: &'static str,
+        /// The value configured.
+        got: f64,
+    },
+
+    /// The groups of the layer-scale do not divide the channels evenly.
+    #[error("power_norm: expected group_scaling to divide the size {size}, got {groups}")]
+    Groups {
+        /// Channels of the layer.
+        size: usize,
+        /// Groups configured.
+        groups: usize,
+    },
+
+    /// The builder's dtype is not a floating-point type the layer computes in.
+    #[error("power_norm: expected a builder of dtype F32, F64, F16 or BF16, got {0:?}")]
+    BuilderDType(DType),
+
+    /// A buffer that came from the builder has a dtype other than the state's.
+    #[error("power_norm: expected {name} of dtype {expected:?}, got {got:?}")]
+    StateDType {
+        /// Name of the tensor.
+        name: &'static str,
+        /// What the layer keeps it in.
+        expected: DType,
+        /// What the builder holds.
+        got: DType,
+    },
+
+    /// A scalar has no last dimension to normalize.
+    #[error("power_norm: expected an input of rank 1 or more, got a scalar")]
+    Rank,
+
+    /// The input's last dimension is not the layer's size.
+    #[error("power_norm: expected a last dimension of {size}, got shape {got:?}")]
+    LastDim {
+        /// Channels of the layer.
+        size: usize,
+        /// Shape of the input.
+        got: Shape,
+    },
+
+    /// The input's dtype is not one the layer computes in.
+    #[error("power_norm: expected an input of dtype F32, F64, F16 or BF16, got {0:?}")]
+    InputDType(DType),
+
+    /// Weight and bias have neither the input's dtype nor `F32`.
+    #[error("power_norm: expected {name} of dtype {input:?} (as the input) or F32, got {got:?}")]
+    ParameterDType {
+        /// `weight` or `bias`.
+        name: &'static str,
+        /// Dtype of the input.
+        input: DType,
+        /// Dtype of the parameter.
+        got: DType,
+    },
+
+    /// The input, or the mask, lives on another device than the layer.
+    #[error("power_norm: expected {name} on the layer's device {expected:?}, got {got:?}")]
+    Device {
+        /// `xs` or `keep`.
+        name: &'static str,
+        /// Device of the layer.
+        expected: DeviceLocation,
+        /// Device of the argument.
+        got: DeviceLocation,
+    },
+
+    /// The mask is not a `U8` tensor.
+    #[error("power_norm: expected keep of dtype U8, got {0:?}")]
+    KeepDType(DType),
+
+    /// The mask does not have one entry for each row of the input.
+    #[error("power_norm: expected keep of shape {expected:?} (xs without its last dimension), got {got:?}")]
+    KeepShape {
+        /// Shape of the input without its last dimension.
+        expected: Shape,
+        /// Shape of the mask.
+        got: Shape,
+    },
+}
+
+impl From<Error> for candle::Error {
+    fn from(error: Error) -> Self {
+        candle::Error::wrap(error)
+    }
+}

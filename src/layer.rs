@@ -1,0 +1,322 @@
+//! The layer: construction, the forward passes, the accessors.
+
+use crate::state::State;
+use crate::{op, Error, Mode, PowerNormConfig};
+use candle::{DType, Device, Module, Result, Shape, Tensor};
+use candle_nn::{Init, ModuleT, VarBuilder};
+use std::sync::Arc;
+
+/// Builds a [`PowerNorm`] layer over `size` channels from the tensors of `vb`.
+///
+/// A call like `layer_norm(512, 1e-5, vb.pp("norm"))` becomes `power_norm(512, 1e-5, vb.pp("norm"))`.
+///
+/// # Tensors
+///
+/// | name | shape | dtype | fresh value |
+/// |---|---|---|---|
+/// | `weight` (γ) | `[size]` | the builder's | 1 |
+/// | `bias` (β) | `[size]` | the builder's | 0 |
+/// | `running_phi` (ψ²) | `[size]` or `[1, size, 1, 1]` | `F32` (`F64` for an `F64` builder) | 1 |
+/// | `ema_gz` (ν/(1−α_b)) | `[size]` or `[1, size, 1, 1]` | as `running_phi` | 0 |
+/// | `iters` (t) | `[1]` | `I64`, on the CPU | 0 |
+///
+/// With `affine: false` there is no `weight` and no `bias`. The buffers are in the `VarMap`, so they
+/// are saved and loaded with it; no gradient reaches them, so no optimizer moves them.
+///
+/// # State
+///
+/// A layer built on trainable variables (a `VarMap`) starts in training, one built on frozen tensors
+/// (a safetensors `VarBuilder`) in evaluation, with a state of its own that starts from those tensors.
+///
+/// # Errors
+///
+/// A configuration out of range, a builder whose dtype is not a float the layer computes in, a
+/// missing tensor or one of another shape, a buffer of another dtype.
+pub fn power_norm<C: Into<PowerNormConfig>>(
+    size: usize,
+    config: C,
+    vb: VarBuilder,
+) -> Result<PowerNorm> {
+    let config = config.into();
+    let state_dtype = match vb.dtype() {
+        DType::F64 => DType::F64,
+        DType::F32 | DType::F16 | DType::BF16 => DType::F32,
+        other => return Err(Error::BuilderDType(other).into()),
+    };
+    config.validate(size, state_dtype)?;
+    let (weight, bias) = if config.affine {
+        (
+            Some(vb.get_with_hints(size, "weight", Init::Const(1.))?),
+            Some(vb.get_with_hints(size, "bias", Init::Const(0.))?),
+        )
+    } else {
+        (None, None)
+    };
+    let (state, trainable) = State::new(size, config, state_dtype, vb)?;
+    Ok(PowerNorm {
+        size,
+        weight,
+        bias,
+        state: Arc::new(state),
+        mode: if trainable {
+            Mode::train()
+        } else {
+            Mode::eval()
+        },
+    })
+}
+
+/// PowerNorm: each channel divided by a running quadratic mean of its own past.
+///
+/// `Y = γ ⊙ X̃ / sqrt(ψ² + ε) + β` (Shen et al., "PowerNorm: Rethinking Batch Normalization in
+/// Transformers", ICML 2020, Eq. 8 and 9), where `X̃` is the input, divided row by row by its groups'
+/// root mean square if the layer has a layer-scale ([`PowerNormConfig::group_scaling`]), and ψ² is the
+/// running mean of `X̃²` over tokens. [`Recipe`](crate::Recipe) has the equations of a training step.
+///
+/// # Shapes
+///
+/// Input and output are `[.., size]`, of any rank from 1, any strides, zero-sized included; all
+/// dimensions but the last together are the rows (tokens) that statistics run over.
+///
+/// # Dtypes
+///
+/// Inputs are `F32`, `F64`, `F16` or `BF16`; weight and bias have the input's dtype or `F32`; the
+/// output has the input's. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on store.
+///
+/// # State
+///
+/// - A forward in training updates ψ² and counts a step, whether or not a backward follows. Two
+///   forwards before a backward (a layer used twice in a model) are two steps.
+/// - A backward through a training forward updates ν once for each time it runs: two calls of
+///   `backward()` on one graph are two updates. It uses the ν that stands when it runs, and the
+///   statistics of its own forward.
+/// - A forward without rows, or with every row masked, updates nothing: it is an evaluation.
+/// - Evaluation changes nothing, and a call that fails changes nothing.
+/// - Each update is atomic; concurrent forwards do not wait for each other's rows, each starts from the
+///   ψ² that stands when it begins.
+///
+/// # Gradients
+///
+/// Weight, bias and layer-scale gradients are exact in all modes. The input's gradient is exact in
+/// evaluation, and in training while the batch's statistic normalizes
+/// ([`Recipe::Paper`](crate::Recipe::Paper): warm-up, or
+/// [`Statistics::Batch`](crate::Statistics::Batch)); afterwards it is the paper's approximation, which
+/// replaces the batch mean Λ by its running estimate ν.
+///
+/// A clone shares parameters, state and mode.
+///
+/// # Example
+///
+/// ```
+/// use candle::{DType, Device, Module, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::power_norm;
+///
+/// # fn main() -> candle::Result<()> {
+/// let varmap = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+/// let norm = power_norm(4, 1e-5, vb.pp("norm"))?;
+///
+/// let xs = Tensor::randn(0f32, 1., (2, 3, 4), &Device::Cpu)?;
+/// let ys = norm.forward(&xs)?; // a training step: ψ² moves
+/// assert_eq!(ys.dims(), &[2, 3, 4]);
+/// assert_eq!(norm.steps()?, 1);
+///
+/// norm.mode().set_training(false);
+/// norm.forward(&xs)?; // an evaluation: nothing moves
+/// assert_eq!(norm.steps()?, 1);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct PowerNorm {
+    size: usize,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+    state: Arc<State>,
+    mode: Mode,
+}
+
+impl Module for PowerNorm {
+    /// Normalizes `xs`, `[.., size]`, in training or evaluation as the layer's [`Mode`] says.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.forward_t(xs, self.mode.is_training())
+    }
+}
+
+impl PowerNorm {
+    /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. The layer's
+    /// [`Mode`] is not consulted.
+    ///
+    /// On a `PowerNorm` this method is what `layer.forward_t(..)` calls. Generic code that takes a
+    /// [`ModuleT`] gets candle's blanket implementation instead, which drops `train`: hand it a
+    /// [`PowerNormT`].
+    ///
+    /// # Errors
+    ///
+    /// A scalar, a last dimension other than `size`, a dtype or device that does not fit: see
+    /// [`Error`]. The state is as it was then.
+    pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.check_input(xs)?;
+        op::power_norm(xs, self.affine(), None, &self.state, train)
+    }
+
+    /// Normalizes `xs` with padding: rows whose `keep` is 0 are outside the layer.
+    ///
+    /// `keep` is `U8`, shaped as `xs` without its last dimension; 1 marks a real token (the inverse
+    /// of fairseq's padding mask). Training or evaluation follows the layer's [`Mode`].
+    ///
+    /// A padded row's output is computed, but the row enters no statistic and no parameter gradient,
+    /// and its input gradient is 0: kept rows fare as if they had been gathered, normalized and
+    /// scattered back, whatever the padding holds, NaN included. Under
+    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask reaches ψ_B² alone.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`forward_t`](Self::forward_t), and a `keep` of another dtype, shape or device.
+    pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
+        self.check_input(xs)?;
+        let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
+        if keep.dtype() != DType::U8 {
+            return Err(Error::KeepDType(keep.dtype()).into());
+        }
+        if keep.shape() != &expected {
+            return Err(Error::KeepShape {
+                expected,
+                got: keep.shape().clone(),
+            }
+            .into());
+        }
+        self.check_device("keep", keep.device())?;
+        let train = self.mode.is_training();
+        op::power_norm(xs, self.affine(), Some(keep), &self.state, train)
+    }
+
+    /// The same layer, following `mode` from now on.
+    pub fn with_mode(self, mode: &Mode) -> Self {
+        Self {
+            mode: mode.clone(),
+            ..self
+        }
+    }
+
+    /// The switch that [`Module::forward`] and [`forward_masked`](Self::forward_masked) follow.
+    pub fn mode(&self) -> &Mode {
+        &self.mode
+    }
+
+    /// γ, `[size]`; `None` without `affine`.
+    pub fn weight(&self) -> Option<&Tensor> {
+        self.weight.as_ref()
+    }
+
+    /// β, `[size]`; `None` without `affine`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+
+    /// A copy of ψ², the running mean square of each channel, `[size]`.
+    pub fn running_phi(&self) -> Result<Tensor> {
+        self.state.running_phi()
+    }
+
+    /// A copy of ν, the running correction of each channel's gradient, `[size]`: (1−α_b) times the
+    /// checkpoint's `ema_gz`.
+    pub fn nu(&self) -> Result<Tensor> {
+        self.state.nu()
+    }
+
+    /// t, the training forwards that updated ψ² so far.
+    pub fn steps(&self) -> Result<usize> {
+        self.state.steps()
+    }
+
+    /// Sets ψ² to 1, ν and the step count to 0: the warm-up starts again.
+    pub fn reset_running_stats(&self) -> Result<()> {
+        self.state.reset()
+    }
+
+    /// What the layer was built with.
+    pub fn config(&self) -> &PowerNormConfig {
+        self.state.config()
+    }
+
+    fn affine(&self) -> Option<(&Tensor, &Tensor)> {
+        self.weight.as_ref().zip(self.bias.as_ref())
+    }
+
+    fn check_input(&self, xs: &Tensor) -> Result<()> {
+        match xs.dims().last() {
+            None => return Err(Error::Rank.into()),
+            Some(&last) if last != self.size => {
+                return Err(Error::LastDim {
+                    size: self.size,
+                    got: xs.shape().clone(),
+                }
+                .into())
+            }
+            Some(_) => {}
+        }
+        let input = xs.dtype();
+        if !matches!(input, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
+            return Err(Error::InputDType(input).into());
+        }
+        for (name, parameter) in [("weight", &self.weight), ("bias", &self.bias)] {
+            if let Some(parameter) = parameter {
+                let got = parameter.dtype();
+                if got != input && got != DType::F32 {
+                    return Err(Error::ParameterDType { name, input, got }.into());
+                }
+            }
+        }
+        self.check_device("xs", xs.device())
+    }
+
+    fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
+        let own = self.state.device();
+        if device.same_device(own) {
+            return Ok(());
+        }
+        Err(Error::Device {
+            name,
+            expected: own.location(),
+            got: device.location(),
+        }
+        .into())
+    }
+}
+
+/// A [`PowerNorm`] that honours `train` where generic code takes a [`ModuleT`].
+///
+/// candle implements [`ModuleT`] for every [`Module`] and drops `train` there, so one type cannot
+/// have both. The layer's [`Mode`] is not consulted.
+///
+/// ```
+/// use candle::{DType, Device, Result, Tensor};
+/// use candle_nn::{ModuleT, VarBuilder, VarMap};
+/// use candle_powernorm::{power_norm, PowerNormT};
+///
+/// fn step(layer: &impl ModuleT, xs: &Tensor, train: bool) -> Result<Tensor> {
+///     layer.forward_t(xs, train)
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let layer = PowerNormT(power_norm(4, 1e-5, vb)?);
+/// let xs = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+/// step(&layer, &xs, false)?;
+/// assert_eq!(layer.0.steps()?, 0);
+/// step(&layer, &xs, true)?;
+/// assert_eq!(layer.0.steps()?, 1);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct PowerNormT(
+    /// The layer.
+    pub PowerNorm,
+);
+
+impl ModuleT for PowerNormT {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.0.forward_t(xs, train)
+    }
+}

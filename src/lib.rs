@@ -1,0 +1,15 @@
+#![doc = include_str!("../README.md")]
+#![deny(missing_docs, unsafe_code)]
+
+mod config;
+mod cpu;
+mod error;
+mod layer;
+mod mode;
+mod op;
+mod state;
+
+pub use config::{PowerNormConfig, Recipe, Statistics};
+pub use error::Error;
+pub use layer::{power_norm, PowerNorm, PowerNormT};
+pub use mode::{EvalScope, Mode};

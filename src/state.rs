@@ -1,0 +1,204 @@
+//! ψ², ν and t: where they live, how they are read, how a step moves them.
+
+use crate::{Error, PowerNormConfig, Recipe};
+use candle::{DType, Device, Result, Tensor, Var, WithDType};
+use candle_nn::{Init, VarBuilder};
+use num_traits::Float;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The running statistics of a layer, in variables that a `VarMap` shares.
+///
+/// Nothing is cached outside the variables, so a `VarMap::load` after construction takes effect at
+/// the next call.
+#[derive(Debug)]
+pub(crate) struct State {
+    size: usize,
+    config: PowerNormConfig,
+    /// ψ², `[C]`, or `[1, C, 1, 1]` where the builder held it so.
+    running_phi: Var,
+    /// ν/(1−α_b), shaped as `running_phi`.
+    ema_gz: Var,
+    /// t, `[1]`, on the CPU: a step must not wait for a GPU to learn its number.
+    iters: Var,
+    /// Makes a read-modify-write of the variables whole. Held for channel-sized work only, never
+    /// while rows are processed: a rayon worker that waits for its rows may pick up another forward of
+    /// the same layer, which would then wait for a lock held further up its own stack.
+    lock: Mutex<()>,
+}
+
+/// The running statistics at the start of a step.
+pub(crate) struct Snapshot {
+    /// ψ², `[C]`, a copy.
+    pub phi: Tensor,
+    /// t, the steps taken before this one.
+    pub steps: usize,
+}
+
+impl State {
+    /// The state named by `vb`, and whether it is made of trainable variables.
+    pub fn new(
+        size: usize,
+        config: PowerNormConfig,
+        dtype: DType,
+        vb: VarBuilder,
+    ) -> Result<(Self, bool)> {
+        let buffer = |name: &'static str, fresh: f64| {
+            let get =
+                |shape: &[usize]| vb.get_with_hints_dtype(shape, name, Init::Const(fresh), dtype);
+            // Our shape first: a builder that makes what it lacks must make this one.
+            get(&[size]).or_else(|err| get(&[1, size, 1, 1]).map_err(|_| err))
+        };
+        let running_phi = buffer("running_phi", 1.)?;
+        let ema_gz = buffer("ema_gz", 0.)?;
+        let iters = vb.clone().set_device(Device::Cpu).get_with_hints_dtype(
+            1,
+            "iters",
+            Init::Const(0.),
+            DType::I64,
+        )?;
+        let trainable = running_phi.is_variable();
+        let state = Self {
+            size,
+            config,
+            running_phi: as_var("running_phi", &running_phi, dtype)?,
+            ema_gz: as_var("ema_gz", &ema_gz, dtype)?,
+            iters: as_var("iters", &iters, DType::I64)?,
+            lock: Mutex::new(()),
+        };
+        Ok((state, trainable))
+    }
+
+    pub fn config(&self) -> &PowerNormConfig {
+        &self.config
+    }
+
+    pub fn device(&self) -> &Device {
+        self.running_phi.device()
+    }
+
+    /// A copy of ψ², `[C]`.
+    pub fn running_phi(&self) -> Result<Tensor> {
+        let _guard = self.lock();
+        self.copy(&self.running_phi)
+    }
+
+    /// A copy of ν, `[C]`.
+    pub fn nu(&self) -> Result<Tensor> {
+        let _guard = self.lock();
+        self.copy(&self.ema_gz)?
+            .affine(1. - self.config.alpha_bwd, 0.)
+    }
+
+    pub fn steps(&self) -> Result<usize> {
+        let steps = self.iters.as_detached_tensor().to_vec1::<i64>()?[0];
+        Ok(usize::try_from(steps)?)
+    }
+
+    pub fn reset(&self) -> Result<()> {
+        let _guard = self.lock();
+        self.running_phi.set(&self.running_phi.ones_like()?)?;
+        self.ema_gz.set(&self.ema_gz.zeros_like()?)?;
+        self.iters.set(&self.iters.zeros_like()?)
+    }
+
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        let _guard = self.lock();
+        Ok(Snapshot {
+            phi: self.copy(&self.running_phi)?,
+            steps: self.steps()?,
+        })
+    }
+
+    /// A training forward's step: t counts up and ψ² takes in `batch_phi`, ψ_B² of shape `[C]`.
+    pub fn update_phi<A: Float + WithDType>(&self, batch_phi: &[A]) -> Result<()> {
+        let config = &self.config;
+        let _guard = self.lock();
+        let t = self.steps()? + 1;
+        let (cumulative, moving) = match config.recipe {
+            Recipe::Paper => (t <= config.warmup_steps, t > config.warmup_steps),
+            Recipe::Fairseq => (t < config.warmup_steps, true),
+        };
+        let old_share = A::from_f64((t - 1) as f64 / t as f64);
+        let new_share = A::from_f64(1. / t as f64);
+        let alpha = A::from_f64(config.alpha_fwd);
+        let beta = A::from_f64(1. - config.alpha_fwd);
+        let mut phi = read::<A>(&self.running_phi)?;
+        for (phi, &batch) in phi.iter_mut().zip(batch_phi) {
+            let mut new = *phi;
+            if cumulative {
+                new = new * old_share + batch * new_share;
+            }
+            if moving {
+                new = alpha * new + beta * batch;
+            }
+            if self.accepts(new) {
+                *phi = new;
+            }
+        }
+        write(&self.running_phi, phi)?;
+        self.iters.set(&Tensor::new(&[t as i64], &Device::Cpu)?)
+    }
+
+    /// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ, each `[C]`.
+    ///
+    /// Eq. 13 divided by 1−α_b, in the variable a checkpoint stores:
+    /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
+    pub fn update_nu<A: Float + WithDType>(&self, gamma: &[A], lambda: &[A]) -> Result<()> {
+        let beta = A::from_f64(1. - self.config.alpha_bwd);
+        let _guard = self.lock();
+        let mut ema_gz = read::<A>(&self.ema_gz)?;
+        for ((ema, &gamma), &lambda) in ema_gz.iter_mut().zip(gamma).zip(lambda) {
+            let mut decay = A::one() - beta * gamma;
+            if self.config.recipe == Recipe::Paper && decay < A::zero() {
+                decay = A::zero();
+            }
+            let new = decay * *ema + lambda;
+            // Γ too: the clamp would turn an infinite one into a finite factor.
+            if self.accepts(gamma) && self.accepts(new) {
+                *ema = new;
+            }
+        }
+        write(&self.ema_gz, ema_gz)
+    }
+
+    /// The finite check of recipe Paper: an overflowed batch must not outlive its step.
+    fn accepts(&self, new: impl Float) -> bool {
+        new.is_finite() || self.config.recipe == Recipe::Fairseq
+    }
+
+    fn copy(&self, var: &Var) -> Result<Tensor> {
+        var.as_detached_tensor().copy()?.reshape(self.size)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        // A panic elsewhere leaves the variables whole: each is set by one call.
+        self.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {
+    let got = tensor.dtype();
+    if got != expected {
+        return Err(Error::StateDType {
+            name,
+            expected,
+            got,
+        }
+        .into());
+    }
+    Var::from_tensor(tensor)
+}
+
+/// The values of a channel-sized CPU tensor of any float dtype.
+pub(crate) fn read<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
+    tensor
+        .detach()
+        .to_dtype(A::DTYPE)?
+        .flatten_all()?
+        .to_vec1::<A>()
+}
+
+fn write<A: WithDType>(var: &Var, values: Vec<A>) -> Result<()> {
+    let values = Tensor::from_vec(values, var.shape(), var.device())?;
+    var.set(&values.to_dtype(var.dtype())?)
+}
