@@ -1,5 +1,6 @@
 //! The element types of rows, and the arithmetic their sums are taken in.
 
+use super::uninit::Piece;
 use candle::WithDType;
 use half::{bf16, f16};
 use num_traits::Float;
@@ -29,24 +30,36 @@ impl Accumulator for f64 {
 pub(crate) trait Element: WithDType {
     type Acc: Accumulator;
 
-    /// Exact.
-    fn widen(self) -> Self::Acc;
-
     /// Rounds to nearest, ties to even.
     fn narrow(value: Self::Acc) -> Self;
+
+    /// The same values in the dtype of the sums, in `scratch` unless they are so already.
+    fn widened<'a>(values: &'a [Self], scratch: &'a mut Vec<Self::Acc>) -> &'a [Self::Acc];
+
+    /// The output itself, where values of the sums' dtype can go there unconverted.
+    fn direct<'p, 'a>(
+        piece: &'p mut Piece<'a, Self>,
+    ) -> Result<&'p mut Piece<'a, Self::Acc>, &'p mut Piece<'a, Self>>;
 }
 
 impl Element for f32 {
     type Acc = f32;
 
     #[inline(always)]
-    fn widen(self) -> f32 {
-        self
+    fn narrow(value: f32) -> f32 {
+        value
     }
 
     #[inline(always)]
-    fn narrow(value: f32) -> f32 {
-        value
+    fn widened<'a>(values: &'a [f32], _: &'a mut Vec<f32>) -> &'a [f32] {
+        values
+    }
+
+    #[inline(always)]
+    fn direct<'p, 'a>(
+        piece: &'p mut Piece<'a, f32>,
+    ) -> Result<&'p mut Piece<'a, f32>, &'p mut Piece<'a, f32>> {
+        Ok(piece)
     }
 }
 
@@ -54,13 +67,20 @@ impl Element for f64 {
     type Acc = f64;
 
     #[inline(always)]
-    fn widen(self) -> f64 {
-        self
+    fn narrow(value: f64) -> f64 {
+        value
     }
 
     #[inline(always)]
-    fn narrow(value: f64) -> f64 {
-        value
+    fn widened<'a>(values: &'a [f64], _: &'a mut Vec<f64>) -> &'a [f64] {
+        values
+    }
+
+    #[inline(always)]
+    fn direct<'p, 'a>(
+        piece: &'p mut Piece<'a, f64>,
+    ) -> Result<&'p mut Piece<'a, f64>, &'p mut Piece<'a, f64>> {
+        Ok(piece)
     }
 }
 
@@ -68,8 +88,19 @@ impl Element for bf16 {
     type Acc = f32;
 
     #[inline(always)]
-    fn widen(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
+    fn widened<'a>(values: &'a [bf16], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+        scratch.resize(values.len(), 0.);
+        for (wide, value) in scratch.iter_mut().zip(values) {
+            *wide = widen_bf16(*value);
+        }
+        scratch
+    }
+
+    #[inline(always)]
+    fn direct<'p, 'a>(
+        piece: &'p mut Piece<'a, bf16>,
+    ) -> Result<&'p mut Piece<'a, f32>, &'p mut Piece<'a, bf16>> {
+        Err(piece)
     }
 
     #[inline(always)]
@@ -89,23 +120,19 @@ impl Element for f16 {
     type Acc = f32;
 
     #[inline(always)]
-    fn widen(self) -> f32 {
-        let bits = u32::from(self.to_bits());
-        let sign = (bits & 0x8000) << 16;
-        let magnitude = (bits & 0x7fff) << 13;
-        let exponent = bits & 0x7c00;
-        // f32's exponents have a bias of 127, f16's of 15.
-        let normal = magnitude + (112 << 23);
-        let non_finite = magnitude | 0x7f80_0000;
-        // A subnormal m·2⁻²⁴ is the mantissa of 2⁻¹⁴ + m·2⁻²⁴.
-        let subnormal =
-            (f32::from_bits(F16_MIN_NORMAL.to_bits() | magnitude) - F16_MIN_NORMAL).to_bits();
-        let magnitude = match exponent {
-            0x7c00 => non_finite,
-            0 => subnormal,
-            _ => normal,
-        };
-        f32::from_bits(sign | magnitude)
+    fn widened<'a>(values: &'a [f16], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+        scratch.resize(values.len(), 0.);
+        for (wide, value) in scratch.iter_mut().zip(values) {
+            *wide = widen_f16(*value);
+        }
+        scratch
+    }
+
+    #[inline(always)]
+    fn direct<'p, 'a>(
+        piece: &'p mut Piece<'a, f16>,
+    ) -> Result<&'p mut Piece<'a, f32>, &'p mut Piece<'a, f16>> {
+        Err(piece)
     }
 
     #[inline(always)]
@@ -132,6 +159,31 @@ impl Element for f16 {
     }
 }
 
+#[inline(always)]
+fn widen_bf16(value: bf16) -> f32 {
+    f32::from_bits(u32::from(value.to_bits()) << 16)
+}
+
+#[inline(always)]
+fn widen_f16(value: f16) -> f32 {
+    let bits = u32::from(value.to_bits());
+    let sign = (bits & 0x8000) << 16;
+    let magnitude = (bits & 0x7fff) << 13;
+    let exponent = bits & 0x7c00;
+    // f32's exponents have a bias of 127, f16's of 15.
+    let normal = magnitude + (112 << 23);
+    let non_finite = magnitude | 0x7f80_0000;
+    // A subnormal m·2⁻²⁴ is the mantissa of 2⁻¹⁴ + m·2⁻²⁴.
+    let subnormal =
+        (f32::from_bits(F16_MIN_NORMAL.to_bits() | magnitude) - F16_MIN_NORMAL).to_bits();
+    let magnitude = match exponent {
+        0x7c00 => non_finite,
+        0 => subnormal,
+        _ => normal,
+    };
+    f32::from_bits(sign | magnitude)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -139,13 +191,16 @@ mod tests {
     #[test]
     fn widening_agrees_with_half_on_every_pattern() {
         for bits in 0..=u16::MAX {
-            let (ours, theirs) = (f16::from_bits(bits).widen(), f16::from_bits(bits).to_f32());
+            let (ours, theirs) = (
+                widen_f16(f16::from_bits(bits)),
+                f16::from_bits(bits).to_f32(),
+            );
             assert!(
                 ours == theirs || (ours.is_nan() && theirs.is_nan()),
                 "f16 {bits:#06x}"
             );
             let (ours, theirs) = (
-                bf16::from_bits(bits).widen(),
+                widen_bf16(bf16::from_bits(bits)),
                 bf16::from_bits(bits).to_f32(),
             );
             assert!(

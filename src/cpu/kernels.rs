@@ -5,12 +5,12 @@
 //! in order: the same bits whatever the number of threads.
 
 use super::element::{Accumulator, Element};
-use super::lanes::{each, reduce, sweep, Columns, Lanes, Reduction};
-use super::uninit::{written, Block, Piece};
+use super::lanes::{sum, sweep, Columns, Lanes, Terms};
+use super::uninit::{written, Piece, PieceRows};
 use candle::WithDType;
-use num_traits::Float;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Packed rows of `cols` channels, with their padding mask and layer-scale.
@@ -59,50 +59,16 @@ impl<T: Element> Rows<'_, T> {
         self.keep.is_none_or(|keep| keep[row] != 0)
     }
 
-    /// Channels of a group; all of them without a layer-scale.
-    #[inline(always)]
-    fn group_len(&self) -> usize {
-        self.cols / self.groups.map_or(1, |(groups, _)| groups)
-    }
-
-    /// Columns `start..start + n` of the `R` rows from `first`, out of a tensor shaped as these rows.
-    #[inline(always)]
-    fn block<'s, const R: usize>(
-        &self,
-        tensor: &'s [T],
-        first: usize,
-        start: usize,
-        n: usize,
-    ) -> [&'s [T]; R] {
-        each(&tensor[..0], |r| {
-            &tensor[(first + r) * self.cols..][start..][..n]
-        })
-    }
-
-    /// The factor from x to x̃ where a group's squares add up to `squares`.
-    #[inline(always)]
-    fn inv_rms(&self, squares: T::Acc) -> T::Acc {
-        match self.groups {
-            Some((_, eps)) => {
-                let mean = squares / T::Acc::from_count(self.group_len());
-                (mean + T::Acc::from_f64(eps)).sqrt().recip()
-            }
-            None => T::Acc::ONE,
-        }
-    }
-
-    /// The factors from x to x̃ of one group in each of `R` rows.
-    #[inline(always)]
-    fn inv_rms_of<const R: usize>(&self, x: &[&[T]; R]) -> [T::Acc; R] {
-        each(T::Acc::ONE, |r| match self.groups {
-            Some(_) => self.inv_rms(reduce(x[r].len(), Squares { x: x[r] })[0]),
-            None => T::Acc::ONE,
-        })
-    }
-
     /// Columns that the sums of squares take: kept rows first, then padded ones if asked for.
     fn square_sums_width(&self, with_padded: bool) -> usize {
         self.cols * (1 + usize::from(with_padded && self.keep.is_some()))
+    }
+
+    fn layer_scale(&self) -> LayerScale<T::Acc> {
+        LayerScale {
+            group_len: self.cols / self.groups.map_or(1, |(groups, _)| groups),
+            eps: self.groups.map(|(_, eps)| T::Acc::from_f64(eps)),
+        }
     }
 }
 
@@ -122,15 +88,22 @@ impl<A: Accumulator> GradSums<A> {
 
 /// Column sums of x̃².
 pub(super) fn square_sum_cols<T: Element>(rows: &Rows<T>, with_padded: bool) -> SquareSums<T::Acc> {
+    let kernel = SquareSumCols {
+        layer_scale: rows.layer_scale(),
+    };
     let width = rows.square_sums_width(with_padded);
-    let sums = run(&SquareSumCols { rows }, &mut [], width);
+    let sums = run(&kernel, rows, None, &mut [], width);
     SquareSums::split(sums, rows.cols)
 }
 
 /// `y = x̃ ⊙ scale + shift`.
 pub(super) fn normalize<T: Element>(rows: &Rows<T>, scale: &[T::Acc], shift: &[T::Acc]) -> Vec<T> {
-    let kernel = Normalize { rows, scale, shift };
-    write_and_sum(&kernel, 0).0
+    let kernel = Normalize {
+        layer_scale: rows.layer_scale(),
+        scale,
+        shift,
+    };
+    run_into_output(&kernel, rows, None, 0).0
 }
 
 /// [`normalize`], with the column sums of x̃² taken on the way.
@@ -140,15 +113,22 @@ pub(super) fn normalize_and_sum<T: Element>(
     shift: &[T::Acc],
     with_padded: bool,
 ) -> (Vec<T>, SquareSums<T::Acc>) {
-    let kernel = Normalize { rows, scale, shift };
+    let kernel = Normalize {
+        layer_scale: rows.layer_scale(),
+        scale,
+        shift,
+    };
     let width = rows.square_sums_width(with_padded);
-    let (y, sums) = write_and_sum(&kernel, width);
+    let (y, sums) = run_into_output(&kernel, rows, None, width);
     (y, SquareSums::split(sums, rows.cols))
 }
 
 /// Column sums of dy x̃ and dy over kept rows; `dy` is shaped as the rows.
 pub(super) fn grad_sum_cols<T: Element>(rows: &Rows<T>, dy: &[T]) -> GradSums<T::Acc> {
-    let sums = run(&GradSumCols { rows, dy }, &mut [], 2 * rows.cols);
+    let kernel = GradSumCols {
+        layer_scale: rows.layer_scale(),
+    };
+    let sums = run(&kernel, rows, Some(dy), &mut [], 2 * rows.cols);
     GradSums::split(sums, rows.cols)
 }
 
@@ -161,12 +141,11 @@ pub(super) fn normalize_bwd<T: Element>(
     decay: &[T::Acc],
 ) -> Vec<T> {
     let kernel = NormalizeBwd {
-        rows,
-        dy,
+        layer_scale: rows.layer_scale(),
         gain,
         decay,
     };
-    write_and_sum(&kernel, 0).0
+    run_into_output(&kernel, rows, Some(dy), 0).0
 }
 
 /// [`normalize_bwd`], with the sums of [`grad_sum_cols`] taken on the way.
@@ -177,12 +156,11 @@ pub(super) fn normalize_bwd_and_sum<T: Element>(
     decay: &[T::Acc],
 ) -> (Vec<T>, GradSums<T::Acc>) {
     let kernel = NormalizeBwd {
-        rows,
-        dy,
+        layer_scale: rows.layer_scale(),
         gain,
         decay,
     };
-    let (dx, sums) = write_and_sum(&kernel, 2 * rows.cols);
+    let (dx, sums) = run_into_output(&kernel, rows, Some(dy), 2 * rows.cols);
     (dx, GradSums::split(sums, rows.cols))
 }
 
@@ -196,45 +174,59 @@ const MAX_CHUNKS: usize = 256;
 /// Inputs up to this many elements run on the calling thread: waking another costs more.
 const SERIAL: usize = CHUNK;
 
+/// Rows worked on together, so that what a column needs is loaded once for all of them.
+const BLOCK: usize = 4;
+
 /// Rows of a chunk, from the shape alone.
 fn chunk_rows(rows: usize, cols: usize) -> usize {
     (CHUNK / cols).max(rows.div_ceil(MAX_CHUNKS)).max(1)
 }
 
-/// Rows worked on together, so that what a column needs is loaded once for all of them.
-const BLOCK: usize = 4;
-
-/// What is done to a block of rows.
-trait Kernel<T: Element>: Sync {
-    fn rows(&self) -> &Rows<'_, T>;
-
-    /// Works on the `R` rows from `first`, which are all kept or all padded: writes their output to
-    /// `out`, if the kernel has one, and adds to the chunk's `sums`, empty where none are wanted.
-    ///
-    /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
+/// What is done to a block of `R` adjacent rows, in the dtype of the sums.
+///
+/// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
+pub(super) trait Kernel<A>: Sync {
+    /// Works on rows `x` of the input and `dy` of its gradient (empty in a forward), which are all kept
+    /// or all padded, and adds to the chunk's `sums`, empty where none are wanted.
     fn block<const R: usize>(
         &self,
-        first: usize,
+        x: [&[A]; R],
+        dy: [&[A]; R],
         keeps: bool,
-        out: Option<&mut Piece<T>>,
-        sums: &mut [T::Acc],
+        out: &mut impl Sink<A, R>,
+        sums: &mut [A],
     );
 }
 
-/// Runs `kernel` into a fresh output shaped as its rows, and sums `width` columns on the way.
-fn write_and_sum<T: Element>(kernel: &impl Kernel<T>, width: usize) -> (Vec<T>, Vec<T::Acc>) {
-    let rows = kernel.rows();
+/// Where a block's output goes.
+pub(super) trait Sink<A, const R: usize> {
+    /// Writes the next `W` columns of each row.
+    fn put<const W: usize>(&mut self, values: [Lanes<A, W>; R]);
+}
+
+/// Runs `kernel` into a fresh output shaped as the rows, and sums `width` columns on the way.
+fn run_into_output<T: Element>(
+    kernel: &impl Kernel<T::Acc>,
+    rows: &Rows<T>,
+    dy: Option<&[T]>,
+    width: usize,
+) -> (Vec<T>, Vec<T::Acc>) {
     let mut sums = vec![];
     let piece = chunk_rows(rows.len(), rows.cols) * rows.cols;
     let out = written(rows.x.len(), piece, |pieces| {
-        sums = run(kernel, pieces, width);
+        sums = run(kernel, rows, dy, pieces, width);
     });
     (out, sums)
 }
 
 /// Runs `kernel` over all chunks and returns the sums of its `width` columns.
-fn run<T: Element, K: Kernel<T>>(kernel: &K, pieces: &mut [Piece<T>], width: usize) -> Vec<T::Acc> {
-    let rows = kernel.rows();
+fn run<T: Element, K: Kernel<T::Acc>>(
+    kernel: &K,
+    rows: &Rows<T>,
+    dy: Option<&[T]>,
+    pieces: &mut [Piece<T>],
+    width: usize,
+) -> Vec<T::Acc> {
     let chunk = chunk_rows(rows.len(), rows.cols);
     let count = rows.len().div_ceil(chunk);
     let mut partials = vec![T::Acc::ZERO; count * width];
@@ -243,7 +235,9 @@ fn run<T: Element, K: Kernel<T>>(kernel: &K, pieces: &mut [Piece<T>], width: usi
     let chunks: Vec<_> = (0..count)
         .map(|i| Chunk {
             kernel,
-            rows: i * chunk..rows.len().min((i + 1) * chunk),
+            rows,
+            dy,
+            range: i * chunk..rows.len().min((i + 1) * chunk),
             out: pieces.next(),
             sums: sums.next().unwrap_or_default(),
         })
@@ -271,360 +265,484 @@ fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
 }
 
 /// One chunk of a kernel's rows, to be run at a SIMD level.
-struct Chunk<'c, 'out, T, A, K> {
+struct Chunk<'c, 'out, T: Element, K> {
     kernel: &'c K,
-    rows: Range<usize>,
+    rows: &'c Rows<'c, T>,
+    dy: Option<&'c [T]>,
+    range: Range<usize>,
     out: Option<&'c mut Piece<'out, T>>,
-    sums: &'c mut [A],
+    sums: &'c mut [T::Acc],
 }
 
-impl<T: Element, K: Kernel<T>> WithSimd for Chunk<'_, '_, T, T::Acc, K> {
+impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, _: S) {
-        let rows = self.kernel.rows();
-        let mut first = self.rows.start;
-        while first < self.rows.end {
-            let keeps = rows.keeps(first);
-            let alike = (first..self.rows.end)
-                .take(BLOCK)
-                .take_while(|&row| rows.keeps(row) == keeps)
-                .count();
-            let out = self.out.as_deref_mut();
+        let mut scratch = Scratch {
+            x: vec![],
+            dy: vec![],
+            out: vec![],
+        };
+        let mut first = self.range.start;
+        while first < self.range.end {
+            let keeps = self.rows.keeps(first);
+            let mut alike = 1;
+            while alike < BLOCK
+                && first + alike < self.range.end
+                && self.rows.keeps(first + alike) == keeps
+            {
+                alike += 1;
+            }
             if alike == BLOCK {
-                self.kernel.block::<BLOCK>(first, keeps, out, self.sums);
+                self.block::<BLOCK>(first, keeps, &mut scratch);
                 first += BLOCK;
             } else {
-                self.kernel.block::<1>(first, keeps, out, self.sums);
+                self.block::<1>(first, keeps, &mut scratch);
                 first += 1;
             }
         }
     }
 }
 
-/// Σ x².
-struct Squares<'a, T> {
-    x: &'a [T],
+/// Room for a block's rows where they have to be converted.
+struct Scratch<A> {
+    x: Vec<A>,
+    dy: Vec<A>,
+    out: Vec<A>,
 }
 
-impl<T: Element> Reduction<T::Acc, 1> for Squares<'_, T> {
+impl<T: Element, K: Kernel<T::Acc>> Chunk<'_, '_, T, K> {
     #[inline(always)]
-    fn at<const W: usize>(&self, start: usize) -> [Lanes<T::Acc, W>; 1] {
+    fn block<const R: usize>(&mut self, first: usize, keeps: bool, scratch: &mut Scratch<T::Acc>) {
+        let cols = self.rows.cols;
+        let span = first * cols..(first + R) * cols;
+        let x = split::<_, R>(T::widened(&self.rows.x[span.clone()], &mut scratch.x), cols);
+        let dy = match self.dy {
+            Some(dy) => split::<_, R>(T::widened(&dy[span], &mut scratch.dy), cols),
+            None => [[].as_slice(); R],
+        };
+        match self.out.as_deref_mut() {
+            None => self.kernel.block(x, dy, keeps, &mut NoOutput, self.sums),
+            Some(piece) => match T::direct(piece) {
+                Ok(piece) => {
+                    let mut out = piece.rows::<R>(cols);
+                    self.kernel.block(x, dy, keeps, &mut out, self.sums);
+                }
+                Err(piece) => {
+                    scratch.out.resize(R * cols, T::Acc::ZERO);
+                    let mut out = ScratchRows {
+                        out: &mut scratch.out,
+                        cols,
+                        col: 0,
+                    };
+                    self.kernel.block(x, dy, keeps, &mut out, self.sums);
+                    piece.extend(&scratch.out, T::narrow);
+                }
+            },
+        }
+    }
+}
+
+/// The `R` rows of a block.
+#[inline(always)]
+fn split<A, const R: usize>(block: &[A], cols: usize) -> [&[A]; R] {
+    let mut rows = [&block[..0]; R];
+    for r in 0..R {
+        rows[r] = &block[r * cols..][..cols];
+    }
+    rows
+}
+
+/// The output of a kernel that only sums.
+struct NoOutput;
+
+impl<A, const R: usize> Sink<A, R> for NoOutput {
+    #[inline(always)]
+    fn put<const W: usize>(&mut self, _: [Lanes<A, W>; R]) {}
+}
+
+/// An output that is yet to be converted.
+struct ScratchRows<'s, A> {
+    out: &'s mut [A],
+    cols: usize,
+    col: usize,
+}
+
+impl<A: Accumulator, const R: usize> Sink<A, R> for ScratchRows<'_, A> {
+    #[inline(always)]
+    fn put<const W: usize>(&mut self, values: [Lanes<A, W>; R]) {
+        for r in 0..R {
+            values[r].store(&mut self.out[r * self.cols..][..self.cols], self.col);
+        }
+        self.col += W;
+    }
+}
+
+impl<A: Accumulator, const R: usize> Sink<A, R> for PieceRows<'_, '_, A, R> {
+    #[inline(always)]
+    fn put<const W: usize>(&mut self, values: [Lanes<A, W>; R]) {
+        let mut bare = [[A::ZERO; W]; R];
+        for r in 0..R {
+            bare[r] = values[r].0;
+        }
+        PieceRows::put(self, &bare);
+    }
+}
+
+/// The layer-scale of rows, or none.
+struct LayerScale<A> {
+    /// Channels of a group; all of them without a layer-scale.
+    group_len: usize,
+    eps: Option<A>,
+}
+
+/// Σ x² of a group.
+struct Squares<'a, A> {
+    x: &'a [A],
+}
+
+impl<A: Accumulator> Terms<A, 1> for Squares<'_, A> {
+    #[inline(always)]
+    fn at<const W: usize>(&self, start: usize) -> [Lanes<A, W>; 1] {
         let x = Lanes::load(self.x, start);
         [x * x]
     }
 }
 
-/// Where the squares of a row are added: nowhere (an empty slice) for a padded row, unless the sums have
-/// room for those too.
-#[inline(always)]
-fn square_slot<A>(sums: &mut [A], keeps: bool, cols: usize) -> &mut [A] {
-    let start = if keeps { 0 } else { cols };
-    sums.get_mut(start..start + cols).unwrap_or_default()
-}
-
-struct SquareSumCols<'a, T> {
-    rows: &'a Rows<'a, T>,
-}
-
-impl<T: Element> Kernel<T> for SquareSumCols<'_, T> {
-    fn rows(&self) -> &Rows<'_, T> {
-        self.rows
+impl<A: Accumulator> LayerScale<A> {
+    /// r, the factor from x to x̃, where a group's squares add up to `squares`.
+    #[inline(always)]
+    fn inv_rms(&self, squares: A, eps: A) -> A {
+        (squares / A::from_count(self.group_len) + eps)
+            .sqrt()
+            .recip()
     }
 
+    /// The factors of one group in each of `R` rows.
+    #[inline(always)]
+    fn factors<const R: usize>(&self, x: [&[A]; R]) -> [A; R] {
+        let mut factors = [A::ONE; R];
+        if let Some(eps) = self.eps {
+            for r in 0..R {
+                let [squares] = sum(x[r].len(), &Squares { x: x[r] });
+                factors[r] = self.inv_rms(squares, eps);
+            }
+        }
+        factors
+    }
+}
+
+/// Columns `start..start + n` of each row.
+#[inline(always)]
+fn columns<A, const R: usize>(rows: [&[A]; R], start: usize, n: usize) -> [&[A]; R] {
+    let mut columns = rows;
+    for r in 0..R {
+        columns[r] = &rows[r][start..][..n];
+    }
+    columns
+}
+
+/// Columns `start..start + n` of sums, or none of none.
+#[inline(always)]
+fn columns_mut<A>(sums: &mut [A], start: usize, n: usize) -> &mut [A] {
+    sums.get_mut(start..start + n).unwrap_or_default()
+}
+
+/// Where the squares of a row are added: nowhere for a padded row, unless the sums have room for it.
+#[inline(always)]
+fn square_slot<A>(sums: &mut [A], keeps: bool, cols: usize) -> &mut [A] {
+    columns_mut(sums, if keeps { 0 } else { cols }, cols)
+}
+
+struct SquareSumCols<A> {
+    layer_scale: LayerScale<A>,
+}
+
+impl<A: Accumulator> Kernel<A> for SquareSumCols<A> {
     #[inline(always)]
     fn block<const R: usize>(
         &self,
-        first: usize,
+        x: [&[A]; R],
+        _: [&[A]; R],
         keeps: bool,
-        _: Option<&mut Piece<T>>,
-        sums: &mut [T::Acc],
+        _: &mut impl Sink<A, R>,
+        sums: &mut [A],
     ) {
-        struct Step<'a, T: Element, const R: usize> {
-            x: [&'a [T]; R],
-            inv_rms: [T::Acc; R],
-            sums: &'a mut [T::Acc],
-        }
-        impl<T: Element, const R: usize> Columns for Step<'_, T, R> {
-            #[inline(always)]
-            fn step<const W: usize>(&mut self, start: usize) {
-                let mut sums = Lanes::<_, W>::load(self.sums, start);
-                for r in 0..R {
-                    let x = Lanes::load(self.x[r], start) * self.inv_rms[r];
-                    sums += x * x;
-                }
-                sums.store(self.sums, start);
-            }
-        }
-        let rows = self.rows;
-        let sums = square_slot(sums, keeps, rows.cols);
+        let cols = x[0].len();
+        let sums = square_slot(sums, keeps, cols);
         if sums.is_empty() {
             return;
         }
-        let n = rows.group_len();
-        for start in (0..rows.cols).step_by(n) {
-            let x = rows.block::<R>(rows.x, first, start, n);
-            let mut step = Step {
-                inv_rms: rows.inv_rms_of(&x),
+        let n = self.layer_scale.group_len;
+        for start in (0..cols).step_by(n) {
+            let x = columns(x, start, n);
+            let mut step = SquareSumStep {
+                factors: self.layer_scale.factors(x),
                 x,
-                sums: &mut sums[start..][..n],
+                sums: columns_mut(sums, start, n),
             };
             sweep(n, &mut step);
         }
     }
 }
 
-struct Normalize<'a, T: Element> {
-    rows: &'a Rows<'a, T>,
-    scale: &'a [T::Acc],
-    shift: &'a [T::Acc],
+struct SquareSumStep<'a, A, const R: usize> {
+    x: [&'a [A]; R],
+    factors: [A; R],
+    sums: &'a mut [A],
 }
 
-impl<T: Element> Kernel<T> for Normalize<'_, T> {
-    fn rows(&self) -> &Rows<'_, T> {
-        self.rows
+impl<A: Accumulator, const R: usize> Columns for SquareSumStep<'_, A, R> {
+    #[inline(always)]
+    fn step<const W: usize>(&mut self, start: usize) {
+        let mut sums = Lanes::<A, W>::load(self.sums, start);
+        for r in 0..R {
+            let x = Lanes::load(self.x[r], start) * self.factors[r];
+            sums += x * x;
+        }
+        sums.store(self.sums, start);
     }
+}
 
+struct Normalize<'a, A> {
+    layer_scale: LayerScale<A>,
+    scale: &'a [A],
+    shift: &'a [A],
+}
+
+impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
     #[inline(always)]
     fn block<const R: usize>(
         &self,
-        first: usize,
+        x: [&[A]; R],
+        _: [&[A]; R],
         keeps: bool,
-        out: Option<&mut Piece<T>>,
-        sums: &mut [T::Acc],
+        y: &mut impl Sink<A, R>,
+        sums: &mut [A],
     ) {
-        struct Step<'a, 'b, 'out, T: Element, const R: usize> {
-            x: [&'a [T]; R],
-            inv_rms: [T::Acc; R],
-            scale: &'a [T::Acc],
-            shift: &'a [T::Acc],
-            sums: &'a mut [T::Acc],
-            y: &'a mut Block<'b, 'out, T, R>,
-        }
-        impl<T: Element, const R: usize> Columns for Step<'_, '_, '_, T, R> {
-            #[inline(always)]
-            fn step<const W: usize>(&mut self, start: usize) {
-                let scale = Lanes::<_, W>::load(self.scale, start);
-                let shift = Lanes::load(self.shift, start);
-                let x: [_; R] = each(Lanes::ZERO, |r| {
-                    Lanes::load(self.x[r], start) * self.inv_rms[r]
-                });
-                if !self.sums.is_empty() {
-                    let mut sums = Lanes::load(self.sums, start);
-                    for x in x {
-                        sums += x * x;
-                    }
-                    sums.store(self.sums, start);
-                }
-                self.y
-                    .put(each([T::zero(); W], |r| (x[r] * scale + shift).narrow()));
-            }
-        }
-        let rows = self.rows;
-        let Some(out) = out else { return };
-        let mut y = out.block::<R>(rows.cols);
-        let sums = square_slot(sums, keeps, rows.cols);
-        let n = rows.group_len();
-        for start in (0..rows.cols).step_by(n) {
-            let x = rows.block::<R>(rows.x, first, start, n);
-            let mut step = Step {
-                inv_rms: rows.inv_rms_of(&x),
+        let cols = x[0].len();
+        let sums = square_slot(sums, keeps, cols);
+        let n = self.layer_scale.group_len;
+        for start in (0..cols).step_by(n) {
+            let x = columns(x, start, n);
+            let mut step = NormalizeStep {
+                factors: self.layer_scale.factors(x),
                 x,
                 scale: &self.scale[start..][..n],
                 shift: &self.shift[start..][..n],
-                sums: sums.get_mut(start..start + n).unwrap_or_default(),
-                y: &mut y,
+                sums: columns_mut(sums, start, n),
+                y,
             };
             sweep(n, &mut step);
         }
     }
 }
 
-struct GradSumCols<'a, T> {
-    rows: &'a Rows<'a, T>,
-    dy: &'a [T],
+struct NormalizeStep<'a, A, Y, const R: usize> {
+    x: [&'a [A]; R],
+    factors: [A; R],
+    scale: &'a [A],
+    shift: &'a [A],
+    sums: &'a mut [A],
+    y: &'a mut Y,
 }
 
-impl<T: Element> Kernel<T> for GradSumCols<'_, T> {
-    fn rows(&self) -> &Rows<'_, T> {
-        self.rows
+impl<A: Accumulator, Y: Sink<A, R>, const R: usize> Columns for NormalizeStep<'_, A, Y, R> {
+    #[inline(always)]
+    fn step<const W: usize>(&mut self, start: usize) {
+        let scale = Lanes::<A, W>::load(self.scale, start);
+        let shift = Lanes::load(self.shift, start);
+        let mut squares = Lanes::ZERO;
+        let mut y = [Lanes::ZERO; R];
+        for r in 0..R {
+            let x = Lanes::load(self.x[r], start) * self.factors[r];
+            squares += x * x;
+            y[r] = x * scale + shift;
+        }
+        if !self.sums.is_empty() {
+            (Lanes::load(self.sums, start) + squares).store(self.sums, start);
+        }
+        self.y.put(y);
     }
+}
 
+struct GradSumCols<A> {
+    layer_scale: LayerScale<A>,
+}
+
+impl<A: Accumulator> Kernel<A> for GradSumCols<A> {
     #[inline(always)]
     fn block<const R: usize>(
         &self,
-        first: usize,
+        x: [&[A]; R],
+        dy: [&[A]; R],
         keeps: bool,
-        _: Option<&mut Piece<T>>,
-        sums: &mut [T::Acc],
+        _: &mut impl Sink<A, R>,
+        sums: &mut [A],
     ) {
-        struct Step<'a, T: Element, const R: usize> {
-            x: [&'a [T]; R],
-            dy: [&'a [T]; R],
-            inv_rms: [T::Acc; R],
-            dy_x: &'a mut [T::Acc],
-            dy_sum: &'a mut [T::Acc],
-        }
-        impl<T: Element, const R: usize> Columns for Step<'_, T, R> {
-            #[inline(always)]
-            fn step<const W: usize>(&mut self, start: usize) {
-                let mut dy_x = Lanes::<_, W>::load(self.dy_x, start);
-                let mut dy_sum = Lanes::<_, W>::load(self.dy_sum, start);
-                for r in 0..R {
-                    let x = Lanes::load(self.x[r], start) * self.inv_rms[r];
-                    let dy = Lanes::load(self.dy[r], start);
-                    dy_x += dy * x;
-                    dy_sum += dy;
-                }
-                dy_x.store(self.dy_x, start);
-                dy_sum.store(self.dy_sum, start);
-            }
-        }
-        let rows = self.rows;
         if !keeps {
             return;
         }
-        let (dy_x, dy_sum) = sums.split_at_mut(rows.cols);
-        let n = rows.group_len();
-        for start in (0..rows.cols).step_by(n) {
-            let x = rows.block::<R>(rows.x, first, start, n);
-            let mut step = Step {
-                inv_rms: rows.inv_rms_of(&x),
+        let cols = x[0].len();
+        let (dy_x, dy_sum) = sums.split_at_mut(cols);
+        let n = self.layer_scale.group_len;
+        for start in (0..cols).step_by(n) {
+            let x = columns(x, start, n);
+            let mut step = GradSumStep {
+                factors: self.layer_scale.factors(x),
                 x,
-                dy: rows.block(self.dy, first, start, n),
-                dy_x: &mut dy_x[start..][..n],
-                dy_sum: &mut dy_sum[start..][..n],
+                dy: columns(dy, start, n),
+                dy_x: columns_mut(dy_x, start, n),
+                dy_sum: columns_mut(dy_sum, start, n),
             };
             sweep(n, &mut step);
         }
     }
 }
 
-struct NormalizeBwd<'a, T: Element> {
-    rows: &'a Rows<'a, T>,
-    dy: &'a [T],
-    gain: &'a [T::Acc],
-    decay: &'a [T::Acc],
+struct GradSumStep<'a, A, const R: usize> {
+    x: [&'a [A]; R],
+    dy: [&'a [A]; R],
+    factors: [A; R],
+    dy_x: &'a mut [A],
+    dy_sum: &'a mut [A],
 }
 
-/// What the layer-scale's backward needs of a row's group, in one pass: Σ x², Σ gain dy x, Σ decay x².
-struct GroupSums<'a, T: Element> {
-    x: &'a [T],
-    dy: &'a [T],
-    gain: &'a [T::Acc],
-    decay: &'a [T::Acc],
-}
-
-impl<T: Element> Reduction<T::Acc, 3> for GroupSums<'_, T> {
+impl<A: Accumulator, const R: usize> Columns for GradSumStep<'_, A, R> {
     #[inline(always)]
-    fn at<const W: usize>(&self, start: usize) -> [Lanes<T::Acc, W>; 3] {
-        let x = Lanes::load(self.x, start);
-        let g = Lanes::load(self.dy, start) * Lanes::load(self.gain, start);
-        let square = x * x;
-        [square, g * x, Lanes::load(self.decay, start) * square]
+    fn step<const W: usize>(&mut self, start: usize) {
+        let mut dy_x = Lanes::<A, W>::load(self.dy_x, start);
+        let mut dy_sum = Lanes::<A, W>::load(self.dy_sum, start);
+        for r in 0..R {
+            let x = Lanes::load(self.x[r], start) * self.factors[r];
+            let dy = Lanes::load(self.dy[r], start);
+            dy_x += dy * x;
+            dy_sum += dy;
+        }
+        dy_x.store(self.dy_x, start);
+        dy_sum.store(self.dy_sum, start);
     }
 }
 
-impl<T: Element> Kernel<T> for NormalizeBwd<'_, T> {
-    fn rows(&self) -> &Rows<'_, T> {
-        self.rows
-    }
+struct NormalizeBwd<'a, A> {
+    layer_scale: LayerScale<A>,
+    gain: &'a [A],
+    decay: &'a [A],
+}
 
+impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
     #[inline(always)]
     fn block<const R: usize>(
         &self,
-        first: usize,
+        x: [&[A]; R],
+        dy: [&[A]; R],
         keeps: bool,
-        out: Option<&mut Piece<T>>,
-        sums: &mut [T::Acc],
+        dx: &mut impl Sink<A, R>,
+        sums: &mut [A],
     ) {
-        struct Step<'a, 'b, 'out, T: Element, const R: usize> {
-            x: [&'a [T]; R],
-            dy: [&'a [T]; R],
-            inv_rms: [T::Acc; R],
-            mean: [T::Acc; R],
-            gain: &'a [T::Acc],
-            decay: &'a [T::Acc],
-            dy_x: &'a mut [T::Acc],
-            dy_sum: &'a mut [T::Acc],
-            dx: &'a mut Block<'b, 'out, T, R>,
-        }
-        impl<T: Element, const R: usize> Columns for Step<'_, '_, '_, T, R> {
-            #[inline(always)]
-            fn step<const W: usize>(&mut self, start: usize) {
-                let gain = Lanes::<_, W>::load(self.gain, start);
-                let decay = Lanes::load(self.decay, start);
-                let x: [_; R] = each(Lanes::ZERO, |r| {
-                    Lanes::load(self.x[r], start) * self.inv_rms[r]
-                });
-                let dy: [_; R] = each(Lanes::ZERO, |r| Lanes::load(self.dy[r], start));
-                if !self.dy_x.is_empty() {
-                    let mut dy_x = Lanes::load(self.dy_x, start);
-                    let mut dy_sum = Lanes::load(self.dy_sum, start);
-                    for r in 0..R {
-                        dy_x += dy[r] * x[r];
-                        dy_sum += dy[r];
-                    }
-                    dy_x.store(self.dy_x, start);
-                    dy_sum.store(self.dy_sum, start);
-                }
-                self.dx.put(each([T::zero(); W], |r| {
-                    let dx_scaled = gain * dy[r] - decay * x[r] - x[r] * self.mean[r];
-                    (dx_scaled * self.inv_rms[r]).narrow()
-                }));
-            }
-        }
-        /// Fills rows with zeros.
-        struct Zero<'a, 'b, 'out, T, const R: usize>(&'a mut Block<'b, 'out, T, R>);
-        impl<T: Element, const R: usize> Columns for Zero<'_, '_, '_, T, R> {
-            #[inline(always)]
-            fn step<const W: usize>(&mut self, _: usize) {
-                self.0.put([Lanes::<_, W>::ZERO.narrow(); R]);
-            }
-        }
-        let rows = self.rows;
-        let Some(out) = out else { return };
-        let mut dx = out.block::<R>(rows.cols);
+        let cols = x[0].len();
         if !keeps {
-            return sweep(rows.cols, &mut Zero(&mut dx));
+            return sweep(cols, &mut ZeroStep(dx, PhantomData));
         }
         let (dy_x, dy_sum) = sums.split_at_mut(sums.len() / 2);
-        let n = rows.group_len();
-        for start in (0..rows.cols).step_by(n) {
-            let x = rows.block::<R>(rows.x, first, start, n);
-            let dy = rows.block::<R>(self.dy, first, start, n);
+        let n = self.layer_scale.group_len;
+        for start in (0..cols).step_by(n) {
+            let x = columns(x, start, n);
+            let dy = columns(dy, start, n);
             let gain = &self.gain[start..][..n];
             let decay = &self.decay[start..][..n];
-            let mut inv_rms = [T::Acc::ONE; R];
-            let mut mean = [T::Acc::ZERO; R];
-            if rows.groups.is_some() {
-                // dx = r (dx̃ − x̃ · mean over the group of dx̃ x̃), with x̃ = r x.
+            // dx = r (dx̃ − x̃ · mean over the group of dx̃ x̃), with x̃ = r x.
+            let mut factors = [A::ONE; R];
+            let mut means = [A::ZERO; R];
+            if let Some(eps) = self.layer_scale.eps {
                 for r in 0..R {
-                    let group = GroupSums {
+                    let terms = GroupTerms {
                         x: x[r],
                         dy: dy[r],
                         gain,
                         decay,
                     };
-                    let [squares, gain_dy_x, decay_x2] = reduce(n, group);
-                    inv_rms[r] = rows.inv_rms(squares);
-                    mean[r] =
-                        inv_rms[r] * (gain_dy_x - inv_rms[r] * decay_x2) / T::Acc::from_count(n);
+                    let [squares, gain_dy_x, decay_x2] = sum(n, &terms);
+                    let factor = self.layer_scale.inv_rms(squares, eps);
+                    factors[r] = factor;
+                    means[r] = factor * (gain_dy_x - factor * decay_x2) / A::from_count(n);
                 }
             }
-            let mut step = Step {
+            let mut step = NormalizeBwdStep {
                 x,
                 dy,
-                inv_rms,
-                mean,
+                factors,
+                means,
                 gain,
                 decay,
-                dy_x: dy_x.get_mut(start..start + n).unwrap_or_default(),
-                dy_sum: dy_sum.get_mut(start..start + n).unwrap_or_default(),
-                dx: &mut dx,
+                dy_x: columns_mut(dy_x, start, n),
+                dy_sum: columns_mut(dy_sum, start, n),
+                dx,
             };
             sweep(n, &mut step);
         }
+    }
+}
+
+/// What the backward of a group's layer-scale needs, in one pass: Σ x², Σ gain dy x, Σ decay x².
+struct GroupTerms<'a, A> {
+    x: &'a [A],
+    dy: &'a [A],
+    gain: &'a [A],
+    decay: &'a [A],
+}
+
+impl<A: Accumulator> Terms<A, 3> for GroupTerms<'_, A> {
+    #[inline(always)]
+    fn at<const W: usize>(&self, start: usize) -> [Lanes<A, W>; 3] {
+        let x = Lanes::load(self.x, start);
+        let gain_dy = Lanes::load(self.gain, start) * Lanes::load(self.dy, start);
+        let square = x * x;
+        [square, gain_dy * x, Lanes::load(self.decay, start) * square]
+    }
+}
+
+struct NormalizeBwdStep<'a, A, D, const R: usize> {
+    x: [&'a [A]; R],
+    dy: [&'a [A]; R],
+    factors: [A; R],
+    means: [A; R],
+    gain: &'a [A],
+    decay: &'a [A],
+    dy_x: &'a mut [A],
+    dy_sum: &'a mut [A],
+    dx: &'a mut D,
+}
+
+impl<A: Accumulator, D: Sink<A, R>, const R: usize> Columns for NormalizeBwdStep<'_, A, D, R> {
+    #[inline(always)]
+    fn step<const W: usize>(&mut self, start: usize) {
+        let gain = Lanes::<A, W>::load(self.gain, start);
+        let decay = Lanes::load(self.decay, start);
+        let (mut dy_x, mut dy_sum) = (Lanes::ZERO, Lanes::ZERO);
+        let mut dx = [Lanes::ZERO; R];
+        for r in 0..R {
+            let x = Lanes::load(self.x[r], start) * self.factors[r];
+            let dy = Lanes::load(self.dy[r], start);
+            dy_x += dy * x;
+            dy_sum += dy;
+            dx[r] = (gain * dy - decay * x - x * self.means[r]) * self.factors[r];
+        }
+        if !self.dy_x.is_empty() {
+            (Lanes::load(self.dy_x, start) + dy_x).store(self.dy_x, start);
+            (Lanes::load(self.dy_sum, start) + dy_sum).store(self.dy_sum, start);
+        }
+        self.dx.put(dx);
+    }
+}
+
+/// Puts zeros.
+struct ZeroStep<'a, A, D, const R: usize>(&'a mut D, PhantomData<[A; R]>);
+
+impl<A: Accumulator, D: Sink<A, R>, const R: usize> Columns for ZeroStep<'_, A, D, R> {
+    #[inline(always)]
+    fn step<const W: usize>(&mut self, _: usize) {
+        self.0.put([Lanes::<A, W>::ZERO; R]);
     }
 }

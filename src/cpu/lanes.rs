@@ -1,7 +1,10 @@
 //! Short vectors of adjacent columns, written so that the compiler turns each operation into vector
 //! instructions of whatever level the calling code is compiled for.
+//!
+//! Plain loops throughout, no closures over rows and no `array::from_fn`: those become functions of
+//! their own, which the compiler leaves standing, and compiled for the lowest level.
 
-use super::element::{Accumulator, Element};
+use super::element::Accumulator;
 use std::ops::{Add, AddAssign, Mul, Sub};
 
 /// Columns worked on at once: one AVX-512 register of f32, two of AVX2, four of NEON.
@@ -9,26 +12,22 @@ pub(super) const LANES: usize = 16;
 
 /// `W` adjacent columns.
 #[derive(Clone, Copy)]
-pub(super) struct Lanes<A, const W: usize>([A; W]);
+pub(super) struct Lanes<A, const W: usize>(pub [A; W]);
 
 impl<A: Accumulator, const W: usize> Lanes<A, W> {
     pub const ZERO: Self = Self([A::ZERO; W]);
 
     /// Columns `start..start + W`.
     #[inline(always)]
-    pub fn load<T: Element<Acc = A>>(row: &[T], start: usize) -> Self {
-        let row: &[T] = &row[start..][..W];
-        Self(each(A::ZERO, |lane| row[lane].widen()))
+    pub fn load(row: &[A], start: usize) -> Self {
+        let mut lanes = Self::ZERO;
+        lanes.0.copy_from_slice(&row[start..][..W]);
+        lanes
     }
 
     #[inline(always)]
     pub fn store(self, row: &mut [A], start: usize) {
         row[start..][..W].copy_from_slice(&self.0);
-    }
-
-    #[inline(always)]
-    pub fn narrow<T: Element<Acc = A>>(self) -> [T; W] {
-        each(T::zero(), |lane| T::narrow(self.0[lane]))
     }
 
     /// The sum of all lanes, as a tree.
@@ -51,8 +50,11 @@ impl<A: Accumulator, const W: usize> Add for Lanes<A, W> {
     type Output = Self;
 
     #[inline(always)]
-    fn add(self, other: Self) -> Self {
-        Self(each(A::ZERO, |lane| self.0[lane] + other.0[lane]))
+    fn add(mut self, other: Self) -> Self {
+        for lane in 0..W {
+            self.0[lane] += other.0[lane];
+        }
+        self
     }
 }
 
@@ -67,8 +69,11 @@ impl<A: Accumulator, const W: usize> Sub for Lanes<A, W> {
     type Output = Self;
 
     #[inline(always)]
-    fn sub(self, other: Self) -> Self {
-        Self(each(A::ZERO, |lane| self.0[lane] - other.0[lane]))
+    fn sub(mut self, other: Self) -> Self {
+        for lane in 0..W {
+            self.0[lane] -= other.0[lane];
+        }
+        self
     }
 }
 
@@ -76,8 +81,11 @@ impl<A: Accumulator, const W: usize> Mul for Lanes<A, W> {
     type Output = Self;
 
     #[inline(always)]
-    fn mul(self, other: Self) -> Self {
-        Self(each(A::ZERO, |lane| self.0[lane] * other.0[lane]))
+    fn mul(mut self, other: Self) -> Self {
+        for lane in 0..W {
+            self.0[lane] *= other.0[lane];
+        }
+        self
     }
 }
 
@@ -85,25 +93,17 @@ impl<A: Accumulator, const W: usize> Mul<A> for Lanes<A, W> {
     type Output = Self;
 
     #[inline(always)]
-    fn mul(self, factor: A) -> Self {
-        Self(each(A::ZERO, |lane| self.0[lane] * factor))
+    fn mul(mut self, factor: A) -> Self {
+        for lane in 0..W {
+            self.0[lane] *= factor;
+        }
+        self
     }
 }
 
-/// `[value(0), value(1), …]`, as `array::from_fn`, whose calls the compiler leaves standing in code
-/// that is compiled for another SIMD level. `blank` is overwritten.
-#[inline(always)]
-pub(super) fn each<V: Copy, const N: usize>(blank: V, value: impl Fn(usize) -> V) -> [V; N] {
-    let mut values = [blank; N];
-    for (i, slot) in values.iter_mut().enumerate() {
-        *slot = value(i);
-    }
-    values
-}
-
-/// What is done to `W` adjacent columns of some rows.
+/// What is done to `W` adjacent columns. Implementations are `#[inline(always)]`.
 pub(super) trait Columns {
-    /// Works on columns `start..start + W`. Implementations are `#[inline(always)]`.
+    /// Works on columns `start..start + W`.
     fn step<const W: usize>(&mut self, start: usize);
 }
 
@@ -119,37 +119,48 @@ pub(super) fn sweep(n: usize, columns: &mut impl Columns) {
     }
 }
 
-/// The sums over columns `0..n` of `N` values that `value` computes together.
-#[inline(always)]
-pub(super) fn reduce<A: Accumulator, const N: usize>(
-    n: usize,
-    value: impl Reduction<A, N>,
-) -> [A; N] {
-    // Two sums in turn, for an addition takes several cycles and only waits for its own.
-    let mut even = [Lanes::<A, LANES>::ZERO; N];
-    let mut odd = even;
-    let whole = n - n % LANES;
-    let pairs = n - n % (2 * LANES);
-    for start in (0..pairs).step_by(2 * LANES) {
-        let values = value.at::<LANES>(start);
-        (0..N).for_each(|k| even[k] += values[k]);
-        let values = value.at::<LANES>(start + LANES);
-        (0..N).for_each(|k| odd[k] += values[k]);
-    }
-    if pairs < whole {
-        let values = value.at::<LANES>(pairs);
-        (0..N).for_each(|k| even[k] += values[k]);
-    }
-    let mut total: [A; N] = each(A::ZERO, |k| (even[k] + odd[k]).total());
-    for start in whole..n {
-        let values = value.at::<1>(start);
-        (0..N).for_each(|k| total[k] += values[k].total());
-    }
-    total
+/// `N` values of each column, to be summed. Implementations are `#[inline(always)]`.
+pub(super) trait Terms<A, const N: usize> {
+    /// The values at columns `start..start + W`.
+    fn at<const W: usize>(&self, start: usize) -> [Lanes<A, W>; N];
 }
 
-/// `N` values to be summed over columns.
-pub(super) trait Reduction<A, const N: usize> {
-    /// The values at columns `start..start + W`. Implementations are `#[inline(always)]`.
-    fn at<const W: usize>(&self, start: usize) -> [Lanes<A, W>; N];
+/// The sums of `terms` over columns `0..n`.
+#[inline(always)]
+pub(super) fn sum<A: Accumulator, const N: usize>(n: usize, terms: &impl Terms<A, N>) -> [A; N] {
+    // Two sums in turn: an addition takes several cycles, and waits only for its own predecessor.
+    let mut even = [Lanes::<A, LANES>::ZERO; N];
+    let mut odd = [Lanes::<A, LANES>::ZERO; N];
+    let whole = n - n % LANES;
+    let paired = n - n % (2 * LANES);
+    for start in (0..paired).step_by(2 * LANES) {
+        add(&mut even, terms.at::<LANES>(start));
+        add(&mut odd, terms.at::<LANES>(start + LANES));
+    }
+    if paired < whole {
+        add(&mut even, terms.at::<LANES>(paired));
+    }
+    add(&mut even, odd);
+    let mut total = [Lanes::<A, 1>::ZERO; N];
+    for k in 0..N {
+        total[k] = Lanes([even[k].total()]);
+    }
+    for start in whole..n {
+        add(&mut total, terms.at::<1>(start));
+    }
+    let mut sums = [A::ZERO; N];
+    for k in 0..N {
+        sums[k] = total[k].0[0];
+    }
+    sums
+}
+
+#[inline(always)]
+fn add<A: Accumulator, const W: usize, const N: usize>(
+    sums: &mut [Lanes<A, W>; N],
+    terms: [Lanes<A, W>; N],
+) {
+    for k in 0..N {
+        sums[k] += terms[k];
+    }
 }

@@ -3,8 +3,7 @@
 
 use std::mem::MaybeUninit;
 
-/// A fresh output of `len` elements, written in pieces of `piece` elements by whoever `fill` hands the
-/// pieces to.
+/// A fresh output of `len` elements in pieces of `piece` elements, which `fill` writes.
 ///
 /// # Panics
 ///
@@ -33,40 +32,51 @@ pub(super) fn written<T: Copy>(
 }
 
 /// A run of rows of an output, written from the front.
-pub(super) struct Piece<'a, T> {
+pub(crate) struct Piece<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
     /// How many of the slots hold a value, from the front.
     written: usize,
 }
 
 impl<'a, T: Copy> Piece<'a, T> {
-    /// The next `R` rows of `cols` elements.
+    /// The next `R` rows of `cols` elements, to be written side by side.
     #[inline(always)]
-    pub fn block<const R: usize>(&mut self, cols: usize) -> Block<'_, 'a, T, R> {
-        Block {
+    pub fn rows<const R: usize>(&mut self, cols: usize) -> PieceRows<'_, 'a, T, R> {
+        PieceRows {
             piece: self,
             cols,
             col: 0,
         }
     }
+
+    /// Writes the next elements, `value` of each of `sources`.
+    #[inline(always)]
+    pub fn extend<S: Copy>(&mut self, sources: &[S], value: impl Fn(S) -> T) {
+        let slots = &mut self.slots[self.written..][..sources.len()];
+        for (slot, &source) in slots.iter_mut().zip(sources) {
+            slot.write(value(source));
+        }
+        self.written += sources.len();
+    }
 }
 
-/// `R` rows of a [`Piece`], written side by side from their first column on.
-pub(super) struct Block<'b, 'a, T, const R: usize> {
-    piece: &'b mut Piece<'a, T>,
+/// The next rows of a [`Piece`], written from their first column on.
+pub(super) struct PieceRows<'p, 'a, T, const R: usize> {
+    piece: &'p mut Piece<'a, T>,
     cols: usize,
+    /// How many columns are written.
     col: usize,
 }
 
-impl<T: Copy, const R: usize> Block<'_, '_, T, R> {
+impl<T: Copy, const R: usize> PieceRows<'_, '_, T, R> {
     /// Writes the next `W` columns of each row.
     #[inline(always)]
-    pub fn put<const W: usize>(&mut self, values: [[T; W]; R]) {
+    pub fn put<const W: usize>(&mut self, values: &[[T; W]; R]) {
         let rows = &mut self.piece.slots[self.piece.written..][..R * self.cols];
-        for (r, values) in values.into_iter().enumerate() {
-            let row = &mut rows[r * self.cols..][..self.cols][self.col..][..W];
-            for (slot, value) in row.iter_mut().zip(values) {
-                slot.write(value);
+        for r in 0..R {
+            let slots = &mut rows[r * self.cols..][..self.cols][self.col..][..W];
+            for lane in 0..W {
+                slots[lane].write(values[r][lane]);
             }
         }
         self.col += W;
