@@ -161,9 +161,14 @@ impl State {
         write(&self.ema_gz, ema_gz)
     }
 
-    /// The finite check of recipe Paper: an overflowed batch must not outlive its step.
-    fn accepts(&self, new: impl Float) -> bool {
-        new.is_finite() || self.config.recipe == Recipe::Fairseq
+    /// The finite check of recipe Paper, in the state's dtype: an overflowed batch must not outlive its
+    /// step.
+    fn accepts(&self, new: impl WithDType) -> bool {
+        let finite = match self.running_phi.dtype() {
+            DType::F64 => new.to_f64().is_finite(),
+            _ => (new.to_f64() as f32).is_finite(),
+        };
+        finite || self.config.recipe == Recipe::Fairseq
     }
 
     fn copy(&self, var: &Var) -> Result<Tensor> {

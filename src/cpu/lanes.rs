@@ -5,6 +5,7 @@
 //! their own, which the compiler leaves standing, and compiled for the lowest level.
 
 use super::element::Accumulator;
+use std::hint::black_box;
 use std::ops::{Add, AddAssign, Mul, Sub};
 
 /// Columns worked on at once: one AVX-512 register of f32, two of AVX2, four of NEON.
@@ -141,6 +142,9 @@ pub(super) fn sum<A: Accumulator, const N: usize>(n: usize, terms: &impl Terms<A
         add(&mut even, terms.at::<LANES>(paired));
     }
     add(&mut even, odd);
+    // Seen together with the loop, the additions across lanes below make the compiler split the loop's
+    // registers into pairs of lanes: five times slower.
+    let even = black_box(even);
     let mut total = [Lanes::<A, 1>::ZERO; N];
     for k in 0..N {
         total[k] = Lanes([even[k].total()]);

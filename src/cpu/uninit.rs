@@ -61,7 +61,7 @@ impl<'a, T: Copy> Piece<'a, T> {
 }
 
 /// The next rows of a [`Piece`], written from their first column on.
-pub(super) struct PieceRows<'p, 'a, T, const R: usize> {
+pub(crate) struct PieceRows<'p, 'a, T, const R: usize> {
     piece: &'p mut Piece<'a, T>,
     cols: usize,
     /// How many columns are written.
