@@ -6,12 +6,13 @@
 
 use super::element::{Accumulator, Element};
 use super::lanes::{sum, sweep, Columns, Lanes, Terms};
-use super::uninit::{written, Piece, PieceRows};
+use super::uninit::{written, Piece};
 use candle::WithDType;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::LazyLock;
 
 /// Packed rows of `cols` channels, with their padding mask and layer-scale.
 pub(crate) struct Rows<'a, T> {
@@ -174,34 +175,28 @@ const MAX_CHUNKS: usize = 256;
 /// Inputs up to this many elements run on the calling thread: waking another costs more.
 const SERIAL: usize = CHUNK;
 
-/// Rows worked on together, so that what a column needs is loaded once for all of them.
-const BLOCK: usize = 4;
-
 /// Rows of a chunk, from the shape alone.
 fn chunk_rows(rows: usize, cols: usize) -> usize {
     (CHUNK / cols).max(rows.div_ceil(MAX_CHUNKS)).max(1)
 }
 
-/// What is done to a block of `R` adjacent rows, in the dtype of the sums.
+/// What is done to a row, in the dtype of the sums.
 ///
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
+//
+// Rows are taken one at a time: several together would share the loads of a channel's numbers, but where
+// C is a power of two their lines compete for the same places in the cache (measured at 4096x512 f32, AMD
+// EPYC: a backward of two or four rows together takes 1.4 times as long).
 pub(super) trait Kernel<A>: Sync {
-    /// Works on rows `x` of the input and `dy` of its gradient (empty in a forward), which are all kept
-    /// or all padded, and adds to the chunk's `sums`, empty where none are wanted.
-    fn block<const R: usize>(
-        &self,
-        x: [&[A]; R],
-        dy: [&[A]; R],
-        keeps: bool,
-        out: &mut impl Sink<A, R>,
-        sums: &mut [A],
-    );
+    /// Works on row `x` of the input and `dy` of its gradient (empty in a forward), puts all columns of
+    /// the output in order, and adds to the chunk's `sums`, empty where none are wanted.
+    fn row(&self, x: &[A], dy: &[A], keeps: bool, out: &mut impl Sink<A>, sums: &mut [A]);
 }
 
-/// Where a block's output goes.
-pub(super) trait Sink<A, const R: usize> {
-    /// Writes the next `W` columns of each row.
-    fn put<const W: usize>(&mut self, values: [Lanes<A, W>; R]);
+/// Where a row's output goes.
+pub(super) trait Sink<A> {
+    /// Writes the next `W` columns.
+    fn put<const W: usize>(&mut self, values: Lanes<A, W>);
 }
 
 /// Runs `kernel` into a fresh output shaped as the rows, and sums `width` columns on the way.
@@ -242,7 +237,7 @@ fn run<T: Element, K: Kernel<T::Acc>>(
             sums: sums.next().unwrap_or_default(),
         })
         .collect();
-    let arch = Arch::new();
+    let arch = *SIMD;
     if rows.x.len() <= SERIAL {
         chunks.into_iter().for_each(|chunk| arch.dispatch(chunk));
     } else {
@@ -252,6 +247,16 @@ fn run<T: Element, K: Kernel<T::Acc>>(
     }
     add_partials(&partials, width)
 }
+
+/// The vector instructions in use: the best of this processor, or those that the environment variable
+/// `CANDLE_POWERNORM_SIMD` names (`scalar` or `avx2`), so that each level can be tested on one machine.
+static SIMD: LazyLock<Arch> =
+    LazyLock::new(|| match std::env::var("CANDLE_POWERNORM_SIMD").as_deref() {
+        Ok("scalar") => Arch::Scalar,
+        #[cfg(target_arch = "x86_64")]
+        Ok("avx2") => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),
+        _ => Arch::new(),
+    });
 
 /// The sum of the rows of `partials`, first to last.
 fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
@@ -279,114 +284,61 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, _: S) {
-        let mut scratch = Scratch {
-            x: vec![],
-            dy: vec![],
-            out: vec![],
-        };
-        let mut first = self.range.start;
-        while first < self.range.end {
-            let keeps = self.rows.keeps(first);
-            let mut alike = 1;
-            while alike < BLOCK
-                && first + alike < self.range.end
-                && self.rows.keeps(first + alike) == keeps
-            {
-                alike += 1;
-            }
-            if alike == BLOCK {
-                self.block::<BLOCK>(first, keeps, &mut scratch);
-                first += BLOCK;
-            } else {
-                self.block::<1>(first, keeps, &mut scratch);
-                first += 1;
-            }
-        }
-    }
-}
-
-/// Room for a block's rows where they have to be converted.
-struct Scratch<A> {
-    x: Vec<A>,
-    dy: Vec<A>,
-    out: Vec<A>,
-}
-
-impl<T: Element, K: Kernel<T::Acc>> Chunk<'_, '_, T, K> {
-    #[inline(always)]
-    fn block<const R: usize>(&mut self, first: usize, keeps: bool, scratch: &mut Scratch<T::Acc>) {
         let cols = self.rows.cols;
-        let span = first * cols..(first + R) * cols;
-        let x = split::<_, R>(T::widened(&self.rows.x[span.clone()], &mut scratch.x), cols);
-        let dy = match self.dy {
-            Some(dy) => split::<_, R>(T::widened(&dy[span], &mut scratch.dy), cols),
-            None => [[].as_slice(); R],
-        };
-        match self.out.as_deref_mut() {
-            None => self.kernel.block(x, dy, keeps, &mut NoOutput, self.sums),
-            Some(piece) => match T::direct(piece) {
-                Ok(piece) => {
-                    let mut out = piece.rows::<R>(cols);
-                    self.kernel.block(x, dy, keeps, &mut out, self.sums);
-                }
-                Err(piece) => {
-                    scratch.out.resize(R * cols, T::Acc::ZERO);
-                    let mut out = ScratchRows {
-                        out: &mut scratch.out,
-                        cols,
+        let (mut x_scratch, mut dy_scratch, mut out_scratch) = (vec![], vec![], vec![]);
+        for row in self.range {
+            let keeps = self.rows.keeps(row);
+            let x = T::widened(&self.rows.x[row * cols..][..cols], &mut x_scratch);
+            let dy = match self.dy {
+                Some(dy) => T::widened(&dy[row * cols..][..cols], &mut dy_scratch),
+                None => &[],
+            };
+            let Some(out) = &mut self.out else {
+                self.kernel.row(x, dy, keeps, &mut NoOutput, self.sums);
+                continue;
+            };
+            match T::direct(out) {
+                Ok(out) => self.kernel.row(x, dy, keeps, out, self.sums),
+                Err(out) => {
+                    out_scratch.resize(cols, T::Acc::ZERO);
+                    let mut unconverted = Unconverted {
+                        row: &mut out_scratch,
                         col: 0,
                     };
-                    self.kernel.block(x, dy, keeps, &mut out, self.sums);
-                    piece.extend(&scratch.out, T::narrow);
+                    self.kernel.row(x, dy, keeps, &mut unconverted, self.sums);
+                    out.extend(&out_scratch, T::narrow);
                 }
-            },
+            }
         }
     }
-}
-
-/// The `R` rows of a block.
-#[inline(always)]
-fn split<A, const R: usize>(block: &[A], cols: usize) -> [&[A]; R] {
-    let mut rows = [&block[..0]; R];
-    for r in 0..R {
-        rows[r] = &block[r * cols..][..cols];
-    }
-    rows
 }
 
 /// The output of a kernel that only sums.
 struct NoOutput;
 
-impl<A, const R: usize> Sink<A, R> for NoOutput {
+impl<A> Sink<A> for NoOutput {
     #[inline(always)]
-    fn put<const W: usize>(&mut self, _: [Lanes<A, W>; R]) {}
+    fn put<const W: usize>(&mut self, _: Lanes<A, W>) {}
 }
 
-/// An output that is yet to be converted.
-struct ScratchRows<'s, A> {
-    out: &'s mut [A],
-    cols: usize,
+/// An output row that is yet to be converted.
+struct Unconverted<'a, A> {
+    row: &'a mut [A],
     col: usize,
 }
 
-impl<A: Accumulator, const R: usize> Sink<A, R> for ScratchRows<'_, A> {
+impl<A: Accumulator> Sink<A> for Unconverted<'_, A> {
     #[inline(always)]
-    fn put<const W: usize>(&mut self, values: [Lanes<A, W>; R]) {
-        for r in 0..R {
-            values[r].store(&mut self.out[r * self.cols..][..self.cols], self.col);
-        }
+    fn put<const W: usize>(&mut self, values: Lanes<A, W>) {
+        values.store(self.row, self.col);
         self.col += W;
     }
 }
 
-impl<A: Accumulator, const R: usize> Sink<A, R> for PieceRows<'_, '_, A, R> {
+impl<A: Accumulator> Sink<A> for Piece<'_, A> {
     #[inline(always)]
-    fn put<const W: usize>(&mut self, values: [Lanes<A, W>; R]) {
-        let mut bare = [[A::ZERO; W]; R];
-        for r in 0..R {
-            bare[r] = values[r].0;
-        }
-        PieceRows::put(self, &bare);
+    fn put<const W: usize>(&mut self, values: Lanes<A, W>) {
+        self.extend(&values.0, |value| value);
     }
 }
 
@@ -419,28 +371,17 @@ impl<A: Accumulator> LayerScale<A> {
             .recip()
     }
 
-    /// The factors of one group in each of `R` rows.
+    /// The factor from x to x̃ of one group.
     #[inline(always)]
-    fn factors<const R: usize>(&self, x: [&[A]; R]) -> [A; R] {
-        let mut factors = [A::ONE; R];
-        if let Some(eps) = self.eps {
-            for r in 0..R {
-                let [squares] = sum(x[r].len(), &Squares { x: x[r] });
-                factors[r] = self.inv_rms(squares, eps);
+    fn factor(&self, x: &[A]) -> A {
+        match self.eps {
+            Some(eps) => {
+                let [squares] = sum(x.len(), &Squares { x });
+                self.inv_rms(squares, eps)
             }
+            None => A::ONE,
         }
-        factors
     }
-}
-
-/// Columns `start..start + n` of each row.
-#[inline(always)]
-fn columns<A, const R: usize>(rows: [&[A]; R], start: usize, n: usize) -> [&[A]; R] {
-    let mut columns = rows;
-    for r in 0..R {
-        columns[r] = &rows[r][start..][..n];
-    }
-    columns
 }
 
 /// Columns `start..start + n` of sums, or none of none.
@@ -461,24 +402,16 @@ struct SquareSumCols<A> {
 
 impl<A: Accumulator> Kernel<A> for SquareSumCols<A> {
     #[inline(always)]
-    fn block<const R: usize>(
-        &self,
-        x: [&[A]; R],
-        _: [&[A]; R],
-        keeps: bool,
-        _: &mut impl Sink<A, R>,
-        sums: &mut [A],
-    ) {
-        let cols = x[0].len();
-        let sums = square_slot(sums, keeps, cols);
+    fn row(&self, x: &[A], _: &[A], keeps: bool, _: &mut impl Sink<A>, sums: &mut [A]) {
+        let sums = square_slot(sums, keeps, x.len());
         if sums.is_empty() {
             return;
         }
         let n = self.layer_scale.group_len;
-        for start in (0..cols).step_by(n) {
-            let x = columns(x, start, n);
+        for start in (0..x.len()).step_by(n) {
+            let x = &x[start..][..n];
             let mut step = SquareSumStep {
-                factors: self.layer_scale.factors(x),
+                factor: self.layer_scale.factor(x),
                 x,
                 sums: columns_mut(sums, start, n),
             };
@@ -487,21 +420,17 @@ impl<A: Accumulator> Kernel<A> for SquareSumCols<A> {
     }
 }
 
-struct SquareSumStep<'a, A, const R: usize> {
-    x: [&'a [A]; R],
-    factors: [A; R],
+struct SquareSumStep<'a, A> {
+    x: &'a [A],
+    factor: A,
     sums: &'a mut [A],
 }
 
-impl<A: Accumulator, const R: usize> Columns for SquareSumStep<'_, A, R> {
+impl<A: Accumulator> Columns for SquareSumStep<'_, A> {
     #[inline(always)]
     fn step<const W: usize>(&mut self, start: usize) {
-        let mut sums = Lanes::<A, W>::load(self.sums, start);
-        for r in 0..R {
-            let x = Lanes::load(self.x[r], start) * self.factors[r];
-            sums += x * x;
-        }
-        sums.store(self.sums, start);
+        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
+        (Lanes::load(self.sums, start) + x * x).store(self.sums, start);
     }
 }
 
@@ -513,21 +442,13 @@ struct Normalize<'a, A> {
 
 impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
     #[inline(always)]
-    fn block<const R: usize>(
-        &self,
-        x: [&[A]; R],
-        _: [&[A]; R],
-        keeps: bool,
-        y: &mut impl Sink<A, R>,
-        sums: &mut [A],
-    ) {
-        let cols = x[0].len();
-        let sums = square_slot(sums, keeps, cols);
+    fn row(&self, x: &[A], _: &[A], keeps: bool, y: &mut impl Sink<A>, sums: &mut [A]) {
+        let sums = square_slot(sums, keeps, x.len());
         let n = self.layer_scale.group_len;
-        for start in (0..cols).step_by(n) {
-            let x = columns(x, start, n);
+        for start in (0..x.len()).step_by(n) {
+            let x = &x[start..][..n];
             let mut step = NormalizeStep {
-                factors: self.layer_scale.factors(x),
+                factor: self.layer_scale.factor(x),
                 x,
                 scale: &self.scale[start..][..n],
                 shift: &self.shift[start..][..n],
@@ -539,31 +460,24 @@ impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
     }
 }
 
-struct NormalizeStep<'a, A, Y, const R: usize> {
-    x: [&'a [A]; R],
-    factors: [A; R],
+struct NormalizeStep<'a, A, Y> {
+    x: &'a [A],
+    factor: A,
     scale: &'a [A],
     shift: &'a [A],
     sums: &'a mut [A],
     y: &'a mut Y,
 }
 
-impl<A: Accumulator, Y: Sink<A, R>, const R: usize> Columns for NormalizeStep<'_, A, Y, R> {
+impl<A: Accumulator, Y: Sink<A>> Columns for NormalizeStep<'_, A, Y> {
     #[inline(always)]
     fn step<const W: usize>(&mut self, start: usize) {
-        let scale = Lanes::<A, W>::load(self.scale, start);
-        let shift = Lanes::load(self.shift, start);
-        let mut squares = Lanes::ZERO;
-        let mut y = [Lanes::ZERO; R];
-        for r in 0..R {
-            let x = Lanes::load(self.x[r], start) * self.factors[r];
-            squares += x * x;
-            y[r] = x * scale + shift;
-        }
+        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
         if !self.sums.is_empty() {
-            (Lanes::load(self.sums, start) + squares).store(self.sums, start);
+            (Lanes::load(self.sums, start) + x * x).store(self.sums, start);
         }
-        self.y.put(y);
+        self.y
+            .put(x * Lanes::load(self.scale, start) + Lanes::load(self.shift, start));
     }
 }
 
@@ -573,26 +487,18 @@ struct GradSumCols<A> {
 
 impl<A: Accumulator> Kernel<A> for GradSumCols<A> {
     #[inline(always)]
-    fn block<const R: usize>(
-        &self,
-        x: [&[A]; R],
-        dy: [&[A]; R],
-        keeps: bool,
-        _: &mut impl Sink<A, R>,
-        sums: &mut [A],
-    ) {
+    fn row(&self, x: &[A], dy: &[A], keeps: bool, _: &mut impl Sink<A>, sums: &mut [A]) {
         if !keeps {
             return;
         }
-        let cols = x[0].len();
-        let (dy_x, dy_sum) = sums.split_at_mut(cols);
+        let (dy_x, dy_sum) = sums.split_at_mut(x.len());
         let n = self.layer_scale.group_len;
-        for start in (0..cols).step_by(n) {
-            let x = columns(x, start, n);
+        for start in (0..x.len()).step_by(n) {
+            let x = &x[start..][..n];
             let mut step = GradSumStep {
-                factors: self.layer_scale.factors(x),
+                factor: self.layer_scale.factor(x),
                 x,
-                dy: columns(dy, start, n),
+                dy: &dy[start..][..n],
                 dy_x: columns_mut(dy_x, start, n),
                 dy_sum: columns_mut(dy_sum, start, n),
             };
@@ -601,27 +507,21 @@ impl<A: Accumulator> Kernel<A> for GradSumCols<A> {
     }
 }
 
-struct GradSumStep<'a, A, const R: usize> {
-    x: [&'a [A]; R],
-    dy: [&'a [A]; R],
-    factors: [A; R],
+struct GradSumStep<'a, A> {
+    x: &'a [A],
+    dy: &'a [A],
+    factor: A,
     dy_x: &'a mut [A],
     dy_sum: &'a mut [A],
 }
 
-impl<A: Accumulator, const R: usize> Columns for GradSumStep<'_, A, R> {
+impl<A: Accumulator> Columns for GradSumStep<'_, A> {
     #[inline(always)]
     fn step<const W: usize>(&mut self, start: usize) {
-        let mut dy_x = Lanes::<A, W>::load(self.dy_x, start);
-        let mut dy_sum = Lanes::<A, W>::load(self.dy_sum, start);
-        for r in 0..R {
-            let x = Lanes::load(self.x[r], start) * self.factors[r];
-            let dy = Lanes::load(self.dy[r], start);
-            dy_x += dy * x;
-            dy_sum += dy;
-        }
-        dy_x.store(self.dy_x, start);
-        dy_sum.store(self.dy_sum, start);
+        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
+        let dy = Lanes::load(self.dy, start);
+        (Lanes::load(self.dy_x, start) + dy * x).store(self.dy_x, start);
+        (Lanes::load(self.dy_sum, start) + dy).store(self.dy_sum, start);
     }
 }
 
@@ -633,47 +533,33 @@ struct NormalizeBwd<'a, A> {
 
 impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
     #[inline(always)]
-    fn block<const R: usize>(
-        &self,
-        x: [&[A]; R],
-        dy: [&[A]; R],
-        keeps: bool,
-        dx: &mut impl Sink<A, R>,
-        sums: &mut [A],
-    ) {
-        let cols = x[0].len();
+    fn row(&self, x: &[A], dy: &[A], keeps: bool, dx: &mut impl Sink<A>, sums: &mut [A]) {
         if !keeps {
-            return sweep(cols, &mut ZeroStep(dx, PhantomData));
+            return sweep(x.len(), &mut ZeroStep(dx, PhantomData));
         }
         let (dy_x, dy_sum) = sums.split_at_mut(sums.len() / 2);
         let n = self.layer_scale.group_len;
-        for start in (0..cols).step_by(n) {
-            let x = columns(x, start, n);
-            let dy = columns(dy, start, n);
+        for start in (0..x.len()).step_by(n) {
+            let x = &x[start..][..n];
+            let dy = &dy[start..][..n];
             let gain = &self.gain[start..][..n];
             let decay = &self.decay[start..][..n];
             // dx = r (dx̃ − x̃ · mean over the group of dx̃ x̃), with x̃ = r x.
-            let mut factors = [A::ONE; R];
-            let mut means = [A::ZERO; R];
-            if let Some(eps) = self.layer_scale.eps {
-                for r in 0..R {
-                    let terms = GroupTerms {
-                        x: x[r],
-                        dy: dy[r],
-                        gain,
-                        decay,
-                    };
+            let (factor, mean) = match self.layer_scale.eps {
+                Some(eps) => {
+                    let terms = GroupTerms { x, dy, gain, decay };
                     let [squares, gain_dy_x, decay_x2] = sum(n, &terms);
                     let factor = self.layer_scale.inv_rms(squares, eps);
-                    factors[r] = factor;
-                    means[r] = factor * (gain_dy_x - factor * decay_x2) / A::from_count(n);
+                    let mean = factor * (gain_dy_x - factor * decay_x2) / A::from_count(n);
+                    (factor, mean)
                 }
-            }
+                None => (A::ONE, A::ZERO),
+            };
             let mut step = NormalizeBwdStep {
                 x,
                 dy,
-                factors,
-                means,
+                factor,
+                mean,
                 gain,
                 decay,
                 dy_x: columns_mut(dy_x, start, n),
@@ -703,11 +589,11 @@ impl<A: Accumulator> Terms<A, 3> for GroupTerms<'_, A> {
     }
 }
 
-struct NormalizeBwdStep<'a, A, D, const R: usize> {
-    x: [&'a [A]; R],
-    dy: [&'a [A]; R],
-    factors: [A; R],
-    means: [A; R],
+struct NormalizeBwdStep<'a, A, D> {
+    x: &'a [A],
+    dy: &'a [A],
+    factor: A,
+    mean: A,
     gain: &'a [A],
     decay: &'a [A],
     dy_x: &'a mut [A],
@@ -715,34 +601,28 @@ struct NormalizeBwdStep<'a, A, D, const R: usize> {
     dx: &'a mut D,
 }
 
-impl<A: Accumulator, D: Sink<A, R>, const R: usize> Columns for NormalizeBwdStep<'_, A, D, R> {
+impl<A: Accumulator, D: Sink<A>> Columns for NormalizeBwdStep<'_, A, D> {
     #[inline(always)]
     fn step<const W: usize>(&mut self, start: usize) {
-        let gain = Lanes::<A, W>::load(self.gain, start);
-        let decay = Lanes::load(self.decay, start);
-        let (mut dy_x, mut dy_sum) = (Lanes::ZERO, Lanes::ZERO);
-        let mut dx = [Lanes::ZERO; R];
-        for r in 0..R {
-            let x = Lanes::load(self.x[r], start) * self.factors[r];
-            let dy = Lanes::load(self.dy[r], start);
-            dy_x += dy * x;
-            dy_sum += dy;
-            dx[r] = (gain * dy - decay * x - x * self.means[r]) * self.factors[r];
-        }
+        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
+        let dy = Lanes::load(self.dy, start);
         if !self.dy_x.is_empty() {
-            (Lanes::load(self.dy_x, start) + dy_x).store(self.dy_x, start);
-            (Lanes::load(self.dy_sum, start) + dy_sum).store(self.dy_sum, start);
+            (Lanes::load(self.dy_x, start) + dy * x).store(self.dy_x, start);
+            (Lanes::load(self.dy_sum, start) + dy).store(self.dy_sum, start);
         }
-        self.dx.put(dx);
+        let gain = Lanes::load(self.gain, start);
+        let decay = Lanes::load(self.decay, start);
+        self.dx
+            .put((gain * dy - decay * x - x * self.mean) * self.factor);
     }
 }
 
 /// Puts zeros.
-struct ZeroStep<'a, A, D, const R: usize>(&'a mut D, PhantomData<[A; R]>);
+struct ZeroStep<'a, A, D>(&'a mut D, PhantomData<A>);
 
-impl<A: Accumulator, D: Sink<A, R>, const R: usize> Columns for ZeroStep<'_, A, D, R> {
+impl<A: Accumulator, D: Sink<A>> Columns for ZeroStep<'_, A, D> {
     #[inline(always)]
     fn step<const W: usize>(&mut self, _: usize) {
-        self.0.put([Lanes::<A, W>::ZERO; R]);
+        self.0.put(Lanes::<A, W>::ZERO);
     }
 }

@@ -14,6 +14,7 @@ pub(super) fn written<T: Copy>(
     fill: impl FnOnce(&mut [Piece<T>]),
 ) -> Vec<T> {
     let mut out = Vec::with_capacity(len);
+    advise_huge_pages(out.spare_capacity_mut());
     let mut pieces: Vec<Piece<T>> = out.spare_capacity_mut()[..len]
         .chunks_mut(piece.max(1))
         .map(|slots| Piece { slots, written: 0 })
@@ -31,6 +32,30 @@ pub(super) fn written<T: Copy>(
     out
 }
 
+/// Outputs of at least this many bytes are worth huge pages: allocators take them from the system anew
+/// each time, and then a fault for each 4 KiB page costs more than the arithmetic that fills it.
+#[cfg(target_os = "linux")]
+const HUGE: usize = 4 << 20;
+
+/// Asks for huge pages under a large buffer.
+#[cfg(target_os = "linux")]
+fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
+    const PAGE: usize = 4096;
+    let bytes = size_of_val(buffer);
+    if bytes < HUGE {
+        return;
+    }
+    let start = buffer.as_mut_ptr() as usize;
+    let aligned = start.next_multiple_of(PAGE);
+    let len = (start + bytes - aligned) / PAGE * PAGE;
+    // SAFETY: the range lies within the buffer, which is ours alone, and the advice changes no contents.
+    // It is only advice: where the kernel has no huge pages, it fails without consequence.
+    unsafe { libc::madvise(aligned as *mut libc::c_void, len, libc::MADV_HUGEPAGE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
+
 /// A run of rows of an output, written from the front.
 pub(crate) struct Piece<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
@@ -38,18 +63,8 @@ pub(crate) struct Piece<'a, T> {
     written: usize,
 }
 
-impl<'a, T: Copy> Piece<'a, T> {
-    /// The next `R` rows of `cols` elements, to be written side by side.
-    #[inline(always)]
-    pub fn rows<const R: usize>(&mut self, cols: usize) -> PieceRows<'_, 'a, T, R> {
-        PieceRows {
-            piece: self,
-            cols,
-            col: 0,
-        }
-    }
-
-    /// Writes the next elements, `value` of each of `sources`.
+impl<T: Copy> Piece<'_, T> {
+    /// Writes the next elements: `value` of each of `sources`.
     #[inline(always)]
     pub fn extend<S: Copy>(&mut self, sources: &[S], value: impl Fn(S) -> T) {
         let slots = &mut self.slots[self.written..][..sources.len()];
@@ -57,32 +72,5 @@ impl<'a, T: Copy> Piece<'a, T> {
             slot.write(value(source));
         }
         self.written += sources.len();
-    }
-}
-
-/// The next rows of a [`Piece`], written from their first column on.
-pub(crate) struct PieceRows<'p, 'a, T, const R: usize> {
-    piece: &'p mut Piece<'a, T>,
-    cols: usize,
-    /// How many columns are written.
-    col: usize,
-}
-
-impl<T: Copy, const R: usize> PieceRows<'_, '_, T, R> {
-    /// Writes the next `W` columns of each row.
-    #[inline(always)]
-    pub fn put<const W: usize>(&mut self, values: &[[T; W]; R]) {
-        let rows = &mut self.piece.slots[self.piece.written..][..R * self.cols];
-        for r in 0..R {
-            let slots = &mut rows[r * self.cols..][..self.cols][self.col..][..W];
-            for lane in 0..W {
-                slots[lane].write(values[r][lane]);
-            }
-        }
-        self.col += W;
-        if self.col == self.cols {
-            self.piece.written += R * self.cols;
-            self.col = 0;
-        }
     }
 }
