@@ -141,13 +141,14 @@ impl<T: Element> PowerNormOp<T> {
             .input
             .map(|dx| Tensor::from_vec(dx, x.shape(), x.device()))
             .transpose()?;
-        let Some((affine, (dweight, dbias))) = affine.zip(gradients.params) else {
+        let Some(([weight, bias], (dweight, dbias))) = affine.zip(gradients.params) else {
             return Ok([dx, None, None]);
         };
-        let [dweight, dbias] = [(affine[0], dweight), (affine[1], dbias)].map(|(param, grad)| {
-            Tensor::from_vec(grad, param.shape(), param.device())?.to_dtype(param.dtype())
-        });
-        Ok([dx, Some(dweight?), Some(dbias?)])
+        Ok([
+            dx,
+            param_gradient(weight, dweight)?,
+            param_gradient(bias, dbias)?,
+        ])
     }
 
     fn rows<'a>(&self, x: &'a [T], shape: &Shape, keep: Option<&'a [u8]>) -> Result<Rows<'a, T>> {
@@ -203,6 +204,15 @@ impl<T: Element> CustomOp1 for PowerNormOp<T> {
         let [dx, _, _] = self.backward(x, None, dy)?;
         Ok(dx)
     }
+}
+
+/// A parameter's gradient in its own dtype; none for one that is not trained.
+fn param_gradient<A: WithDType>(param: &Tensor, gradient: Vec<A>) -> Result<Option<Tensor>> {
+    if !param.track_op() {
+        return Ok(None);
+    }
+    let gradient = Tensor::from_vec(gradient, param.shape(), param.device())?;
+    gradient.to_dtype(param.dtype()).map(Some)
 }
 
 /// The values of a `[C]` argument, whatever its stride and float dtype.
