@@ -1,0 +1,262 @@
+//! Trains a small transformer on the characters of a text with PowerNorm or with another
+//! normalization, and compares them.
+//!
+//! ```text
+//! cargo run --release --example char_lm -- --norm power
+//! cargo run --release --example char_lm -- --text shakespeare.txt --compare power,layer
+//! ```
+//!
+//! The setting is the smallest one of nanoGPT, made for a laptop's CPU: 4 layers, 4 heads, width
+//! 128, context 64, batch 12, AdamW, no dropout. Its linear layers have no bias; the
+//! normalizations keep theirs, as these layers have by default (RmsNorm has none).
+//!
+//! Progress and a sample of made-up text go to stderr, one line of JSON for each normalization to
+//! stdout, checkpoints and loss curves to the folder `--out`.
+
+mod data;
+mod model;
+mod norm;
+mod optim;
+mod plot;
+mod train;
+
+use anyhow::{ensure, Context, Result};
+use clap::{Parser, ValueEnum};
+use data::Corpus;
+use indicatif::{ProgressBar, ProgressStyle};
+use model::Size;
+use norm::{Norm, NormConfig};
+use plot::Curve;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use train::{Run, Settings};
+
+// Large blocks go back to the kernel at every free under glibc's allocator, and come back as page
+// faults: without this line they are a third of a step.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+const BATCH: usize = 12;
+const LAYERS: usize = 4;
+const HEADS: usize = 4;
+const WIDTH: usize = 128;
+const CONTEXT: usize = 64;
+
+/// Batches of an evaluation along the way, and of the final one.
+const EVAL_BATCHES: usize = 20;
+const FINAL_EVAL_BATCHES: usize = 200;
+
+const SAMPLE_CHARACTERS: usize = 400;
+const SAMPLE_TEMPERATURE: f64 = 0.8;
+
+/// What there is to read where no `--text` is given.
+const SOURCES: &str = concat!(
+    include_str!("../../src/lib.rs"),
+    include_str!("../../src/config.rs"),
+    include_str!("../../src/mode.rs"),
+    include_str!("../../src/layer.rs"),
+    include_str!("../../src/op.rs"),
+    include_str!("../../src/state.rs"),
+    include_str!("../../src/error.rs"),
+    include_str!("../../src/cpu/mod.rs"),
+    include_str!("../../src/cpu/element.rs"),
+    include_str!("../../src/cpu/kernels.rs"),
+);
+
+/// Trains a small transformer on the characters of a text, with PowerNorm or another normalization.
+#[derive(Debug, Parser)]
+#[command(name = "char_lm")]
+struct Args {
+    /// Normalization of the model
+    #[arg(long, value_enum, default_value_t = Norm::Power)]
+    norm: Norm,
+
+    /// Train a model with each of these normalizations, separated by commas (all, if none is
+    /// named), from the same seed, and draw their losses in one plot
+    #[arg(
+        long,
+        value_enum,
+        value_name = "NORMS",
+        value_delimiter = ',',
+        num_args = 0..,
+        hide_possible_values = true,
+        conflicts_with = "norm"
+    )]
+    compare: Option<Vec<Norm>>,
+
+    /// UTF-8 text to learn [default: the sources of this crate]
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+
+    /// Steps to train; the learning rate's cosine ends with them
+    #[arg(long, default_value_t = 2000, value_parser = positive)]
+    steps: usize,
+
+    /// Decides the initial weights, the batches and the sample
+    #[arg(long, default_value_t = 1337)]
+    seed: u64,
+
+    /// Channel groups of PowerNorm's layer-scale, a divisor of 128; 0 for no layer-scale
+    #[arg(long, default_value_t = HEADS, value_parser = groups)]
+    groups: usize,
+
+    /// Steps between two evaluations on the validation split; each also writes a checkpoint
+    #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = positive)]
+    eval_every: usize,
+
+    /// Folder of the checkpoints (NORM.safetensors) and plots (NORM.svg, compare.svg)
+    #[arg(long, value_name = "DIR", default_value = "target/char_lm")]
+    out: PathBuf,
+
+    /// Continue from the checkpoints in --out, as if training had never stopped. Without it
+    /// training starts afresh and replaces them
+    #[arg(long)]
+    resume: bool,
+}
+
+fn positive(arg: &str) -> Result<usize, String> {
+    match arg.parse() {
+        Ok(0) => Err("it must be at least 1".into()),
+        Ok(number) => Ok(number),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn groups(arg: &str) -> Result<usize, String> {
+    match arg.parse() {
+        Ok(groups) if groups != 0 && !WIDTH.is_multiple_of(groups) => Err(format!(
+            "the model's width, {WIDTH}, is not a multiple of it"
+        )),
+        Ok(groups) => Ok(groups),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let corpus = match &args.text {
+        Some(path) => Corpus::read(path, CONTEXT)?,
+        None => Corpus::new(SOURCES, CONTEXT)?,
+    };
+    let norms = match &args.compare {
+        None => vec![args.norm],
+        Some(norms) if norms.is_empty() => Norm::value_variants().to_vec(),
+        Some(norms) => norms.clone(),
+    };
+    let checkpoint = |norm: Norm| args.out.join(format!("{norm}.safetensors"));
+    ensure!(
+        !args.resume || norms.iter().any(|&norm| checkpoint(norm).exists()),
+        "there is no checkpoint to resume from in {}",
+        args.out.display(),
+    );
+    std::fs::create_dir_all(&args.out)
+        .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
+
+    let mut curves = Vec::new();
+    for norm in norms {
+        let checkpoint = checkpoint(norm);
+        let mut run = Run::new(settings(args, norm, &corpus), &corpus)?;
+        // Comparing may have stopped before this one began.
+        if args.resume && checkpoint.exists() {
+            run.load(&checkpoint)?;
+        }
+        train(&mut run, args, &corpus, norm, &checkpoint)
+            .with_context(|| format!("training with --norm {norm}"))?;
+        let val_loss = report(&run, args, &corpus, norm)?;
+        curves.push(Curve {
+            label: format!("{norm}: {val_loss:.3}"),
+            history: run.history,
+        });
+        let plot = args
+            .compare
+            .as_ref()
+            .map_or(norm.to_string(), |_| "compare".into());
+        plot::draw(&args.out.join(plot).with_extension("svg"), &curves)?;
+    }
+    eprintln!("\nCheckpoints and plots are in {}", args.out.display());
+    Ok(())
+}
+
+fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
+    Settings {
+        norm: NormConfig {
+            norm,
+            groups: (args.groups > 0).then_some(args.groups),
+            // The paper ties the layer's warm-up to that of the learning rate.
+            warmup_steps: optim::WARMUP_STEPS,
+        },
+        size: Size {
+            layers: LAYERS,
+            heads: HEADS,
+            width: WIDTH,
+            context: CONTEXT,
+            vocab: corpus.vocab.len(),
+        },
+        batch: BATCH,
+        steps: args.steps,
+        seed: args.seed,
+    }
+}
+
+/// Makes the steps that are left, with evaluations and checkpoints along the way.
+fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &Path) -> Result<()> {
+    let style = ProgressStyle::with_template("{prefix:8} {wide_bar} {pos}/{len} {msg} [{eta}]")?;
+    let bar = ProgressBar::new(args.steps as u64)
+        .with_style(style)
+        .with_prefix(norm.to_string())
+        .with_position(run.steps() as u64);
+    bar.reset_eta();
+    while run.steps() < args.steps {
+        let loss = run.step()?;
+        bar.set_message(format!("loss {loss:.3}, {:.0} tokens/s", run.speed()));
+        bar.inc(1);
+        let step = run.steps();
+        if step.is_multiple_of(args.eval_every) || step == args.steps {
+            let val_loss = run.evaluate(&corpus.val, EVAL_BATCHES)?;
+            run.history.val.push((step as u32, val_loss));
+            run.save(checkpoint)?;
+            bar.suspend(|| {
+                eprintln!("{norm:8} step {step:5}: loss {loss:.4}, validation loss {val_loss:.4}")
+            });
+        }
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// Prints the results of a finished run, and gives its validation loss.
+fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
+    let train_loss = run.evaluate(&corpus.train, FINAL_EVAL_BATCHES)?;
+    let val_loss = run.evaluate(&corpus.val, FINAL_EVAL_BATCHES)?;
+    let sample = run.sample(SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
+    eprintln!("{norm:8} training loss {train_loss:.4}, validation loss {val_loss:.4}. A sample:");
+    eprintln!("{}", sample.trim());
+    let powers = matches!(norm, Norm::Power | Norm::PowerV);
+    println!(
+        "{}",
+        json!({
+            "norm": norm.to_string(),
+            "text": args.text,
+            "groups": powers.then_some(args.groups),
+            "seed": args.seed,
+            "steps": run.steps(),
+            "parameters": run.parameters(),
+            "train_loss": train_loss,
+            "val_loss": val_loss,
+            "seconds": run.elapsed.as_secs_f64(),
+            "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
+            "tokens_per_second": run.speed(),
+        })
+    );
+    Ok(val_loss)
+}

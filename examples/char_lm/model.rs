@@ -1,0 +1,184 @@
+//! A decoder-only transformer over characters: pre-norm blocks, learned positions, no dropout, no
+//! bias in the linear layers, the embedding tied to the output.
+
+use crate::norm::{NormConfig, NormLayer};
+use candle::{Device, Module, Result, Tensor, Var, D};
+use candle_nn::{embedding, linear_no_bias, ops, Embedding, Linear, VarBuilder, VarMap};
+use candle_powernorm::Mode;
+use rand::{rngs::StdRng, Rng};
+use rand_distr::Normal;
+use std::collections::BTreeMap;
+
+/// The sizes of a model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Size {
+    pub layers: usize,
+    pub heads: usize,
+    pub width: usize,
+    pub context: usize,
+    pub vocab: usize,
+}
+
+/// The transformer. `forward` takes tokens `[batch, time]` and gives logits `[batch, time, vocab]`.
+pub struct Gpt {
+    tokens: Embedding,
+    positions: Tensor,
+    blocks: Vec<Block>,
+    norm: NormLayer,
+    mask: Tensor,
+    context: usize,
+}
+
+impl Gpt {
+    /// Every normalization of the model follows `mode`.
+    pub fn new(size: Size, norm: &NormConfig, mode: &Mode, vb: VarBuilder) -> Result<Self> {
+        let Size { width, context, .. } = size;
+        let blocks = (0..size.layers)
+            .map(|i| Block::new(&size, norm, mode, vb.pp(format!("blocks.{i}"))))
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            tokens: embedding(size.vocab, width, vb.pp("tokens"))?,
+            positions: vb.get((context, width), "positions.weight")?,
+            blocks,
+            norm: NormLayer::new(width, norm, mode, vb.pp("norm"))?,
+            mask: causal_mask(context, vb.device())?,
+            context,
+        })
+    }
+
+    pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+        let (_, time) = tokens.dims2()?;
+        if time > self.context {
+            candle::bail!("{time} tokens, the context is {}", self.context)
+        }
+        let mask = self.mask.narrow(0, 0, time)?.narrow(1, 0, time)?;
+        let positions = self.positions.narrow(0, 0, time)?;
+        let mut xs = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
+        for block in &self.blocks {
+            xs = block.forward(&xs, &mask)?;
+        }
+        let output = Linear::new(self.tokens.embeddings().clone(), None);
+        output.forward(&self.norm.forward(&xs)?)
+    }
+}
+
+/// 0 where a position may look, minus infinity where it would see the future.
+fn causal_mask(context: usize, device: &Device) -> Result<Tensor> {
+    let mask: Vec<f32> = (0..context * context)
+        .map(|i| {
+            if i % context > i / context {
+                f32::NEG_INFINITY
+            } else {
+                0.
+            }
+        })
+        .collect();
+    Tensor::from_vec(mask, (context, context), device)
+}
+
+struct Block {
+    norm_1: NormLayer,
+    attention: Attention,
+    norm_2: NormLayer,
+    expand: Linear,
+    project: Linear,
+}
+
+impl Block {
+    fn new(size: &Size, norm: &NormConfig, mode: &Mode, vb: VarBuilder) -> Result<Self> {
+        let width = size.width;
+        Ok(Self {
+            norm_1: NormLayer::new(width, norm, mode, vb.pp("norm_1"))?,
+            attention: Attention::new(width, size.heads, vb.pp("attention"))?,
+            norm_2: NormLayer::new(width, norm, mode, vb.pp("norm_2"))?,
+            expand: linear_no_bias(width, 4 * width, vb.pp("mlp.expand"))?,
+            project: linear_no_bias(4 * width, width, vb.pp("mlp.project"))?,
+        })
+    }
+
+    fn forward(&self, xs: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let xs = (xs + self.attention.forward(&self.norm_1.forward(xs)?, mask)?)?;
+        let hidden = self
+            .expand
+            .forward(&self.norm_2.forward(&xs)?)?
+            .gelu_erf()?;
+        xs + self.project.forward(&hidden)?
+    }
+}
+
+struct Attention {
+    query: Linear,
+    key: Linear,
+    value: Linear,
+    project: Linear,
+    heads: usize,
+}
+
+impl Attention {
+    fn new(width: usize, heads: usize, vb: VarBuilder) -> Result<Self> {
+        let linear = |name| linear_no_bias(width, width, vb.pp(name));
+        Ok(Self {
+            query: linear("query")?,
+            key: linear("key")?,
+            value: linear("value")?,
+            project: linear("project")?,
+            heads,
+        })
+    }
+
+    fn forward(&self, xs: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let (batch, time, width) = xs.dims3()?;
+        let head = width / self.heads;
+        let heads = |linear: &Linear| {
+            linear
+                .forward(xs)?
+                .reshape((batch, time, self.heads, head))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
+        // Scaling the query is the same as scaling the scores, which are more.
+        let query = (heads(&self.query)? * (head as f64).powf(-0.5))?;
+        let scores = query.matmul(&heads(&self.key)?.t()?)?.broadcast_add(mask)?;
+        // Not `softmax_last_dim`: it records no backward.
+        let weights = ops::softmax(&scores, D::Minus1)?;
+        let mixed = weights.matmul(&heads(&self.value)?)?;
+        self.project
+            .forward(&mixed.transpose(1, 2)?.reshape((batch, time, width))?)
+    }
+}
+
+/// Draws every matrix of `varmap` from `rng`: a normal distribution of standard deviation 0.02,
+/// divided by sqrt(2 · layers) where a matrix writes to the residual stream, as in GPT-2.
+///
+/// candle's own generator cannot be seeded on a CPU, so the values that the layers were built with
+/// are replaced. Matrices are visited by name, and normalizations have none: a seed means the same
+/// start whatever the normalization.
+pub fn init_weights(varmap: &VarMap, layers: usize, rng: &mut StdRng) -> Result<()> {
+    for (name, var) in variables(varmap) {
+        if var.rank() != 2 {
+            continue;
+        }
+        let residual = name.ends_with("project.weight");
+        let std = if residual {
+            0.02 / (2. * layers as f32).sqrt()
+        } else {
+            0.02
+        };
+        let normal = Normal::new(0f32, std).map_err(candle::Error::wrap)?;
+        let values: Vec<f32> = rng.sample_iter(normal).take(var.elem_count()).collect();
+        var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?;
+    }
+    Ok(())
+}
+
+/// The variables of `varmap`, by name.
+pub fn variables(varmap: &VarMap) -> BTreeMap<String, Var> {
+    // No code panics while it holds this lock.
+    let data = varmap
+        .data()
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    data.iter()
+        .map(|(name, var)| (name.clone(), var.clone()))
+        .collect()
+}

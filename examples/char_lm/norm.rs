@@ -1,0 +1,118 @@
+//! The normalization layers the example compares, behind one type.
+
+use candle::{Module, Result, Tensor};
+use candle_nn::{BatchNorm, Init, ModuleT, VarBuilder};
+use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Statistics};
+use std::fmt;
+
+const EPS: f64 = 1e-5;
+
+/// Variables that the layers keep for themselves. No gradient reaches them and no optimizer may
+/// move them.
+const BUFFERS: [&str; 5] = [
+    "running_phi",
+    "ema_gz",
+    "iters",
+    "running_mean",
+    "running_var",
+];
+
+/// Whether the variable called `name` is a layer's running statistic and not a parameter.
+pub fn is_buffer(name: &str) -> bool {
+    BUFFERS.contains(&name.rsplit('.').next().unwrap_or(name))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Norm {
+    /// PowerNorm, by its running quadratic mean
+    Power,
+    /// PN-V, PowerNorm by the batch's quadratic mean, with the exact gradient
+    PowerV,
+    /// Batch normalization over all tokens of a batch
+    Batch,
+    /// Layer normalization
+    Layer,
+    /// Root mean square normalization
+    Rms,
+}
+
+impl fmt::Display for Norm {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(match self {
+            Self::Power => "power",
+            Self::PowerV => "power-v",
+            Self::Batch => "batch",
+            Self::Layer => "layer",
+            Self::Rms => "rms",
+        })
+    }
+}
+
+/// What to build, the same for every normalization of a model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormConfig {
+    pub norm: Norm,
+    /// Channel groups of PowerNorm's layer-scale, `None` for no layer-scale.
+    pub groups: Option<usize>,
+    /// Steps before PowerNorm trusts its running statistic.
+    pub warmup_steps: usize,
+}
+
+/// One normalization layer over the last dimension.
+#[derive(Debug)]
+pub enum NormLayer {
+    Power(PowerNorm),
+    Batch { norm: BatchNorm, mode: Mode },
+    Layer { weight: Tensor, bias: Tensor },
+    Rms { weight: Tensor },
+}
+
+impl NormLayer {
+    pub fn new(size: usize, config: &NormConfig, mode: &Mode, vb: VarBuilder) -> Result<Self> {
+        let weight = || vb.get_with_hints(size, "weight", Init::Const(1.));
+        Ok(match config.norm {
+            Norm::Power | Norm::PowerV => {
+                let config = PowerNormConfig {
+                    eps: EPS,
+                    group_scaling: config.groups,
+                    warmup_steps: config.warmup_steps,
+                    statistics: match config.norm {
+                        Norm::PowerV => Statistics::Batch,
+                        _ => Statistics::Running,
+                    },
+                    ..Default::default()
+                };
+                Self::Power(power_norm(size, config, vb)?.with_mode(mode))
+            }
+            Norm::Batch => Self::Batch {
+                norm: candle_nn::batch_norm(size, EPS, vb)?,
+                mode: mode.clone(),
+            },
+            Norm::Layer => Self::Layer {
+                weight: weight()?,
+                bias: vb.get_with_hints(size, "bias", Init::Const(0.))?,
+            },
+            Norm::Rms => Self::Rms { weight: weight()? },
+        })
+    }
+}
+
+impl Module for NormLayer {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Power(norm) => norm.forward(xs),
+            // candle's BatchNorm wants channels second: the tokens become one long batch.
+            Self::Batch { norm, mode } => {
+                let rows = xs.flatten_to(xs.rank() - 2)?;
+                norm.forward_t(&rows, mode.is_training())?
+                    .reshape(xs.shape())
+            }
+            // The `_slow` functions, because `candle_nn::LayerNorm` and `RmsNorm` take a fused
+            // path that records no backward: all that lies upstream would silently stop training.
+            Self::Layer { weight, bias } => {
+                candle_nn::ops::layer_norm_slow(xs, weight, bias, EPS as f32)
+            }
+            Self::Rms { weight } => candle_nn::ops::rms_norm_slow(xs, weight, EPS as f32),
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The learning rate's schedule, and an AdamW whose moments can be saved.
+//!
+//! `candle_nn::AdamW` keeps its moments to itself, so a run that uses it cannot be continued as if
+//! it had never stopped. It also decays every variable, where only matrices should.
+
+use anyhow::{Context, Result};
+use candle::{backprop::GradStore, Tensor, Var};
+use std::f64::consts::PI;
+
+pub const WARMUP_STEPS: usize = 100;
+const MAX_RATE: f64 = 1e-3;
+const MIN_RATE: f64 = 1e-4;
+const BETA_1: f64 = 0.9;
+const BETA_2: f64 = 0.99;
+const EPS: f64 = 1e-8;
+const WEIGHT_DECAY: f64 = 0.1;
+const MAX_GRAD_NORM: f64 = 1.;
+
+/// The learning rate of `step`, counted from 0, in a run of `steps`: a linear rise, then half a
+/// cosine down.
+pub fn learning_rate(step: usize, steps: usize) -> f64 {
+    if step < WARMUP_STEPS {
+        return MAX_RATE * (step + 1) as f64 / (WARMUP_STEPS + 1) as f64;
+    }
+    if step >= steps {
+        return MIN_RATE;
+    }
+    let progress = (step - WARMUP_STEPS) as f64 / (steps - WARMUP_STEPS) as f64;
+    MIN_RATE + (MAX_RATE - MIN_RATE) * (1. + (PI * progress).cos()) / 2.
+}
+
+/// AdamW with gradients clipped to a global norm, and weight decay on matrices only: embeddings
+/// and linear layers, not the normalizations' weights and biases.
+pub struct AdamW {
+    pub slots: Vec<Slot>,
+    /// Updates made so far.
+    pub steps: usize,
+}
+
+/// A parameter and the running means of its gradient and of its gradient's square.
+pub struct Slot {
+    pub name: String,
+    pub var: Var,
+    pub mean: Tensor,
+    pub square: Tensor,
+}
+
+impl AdamW {
+    pub fn new(parameters: impl IntoIterator<Item = (String, Var)>) -> Result<Self> {
+        let slots = parameters
+            .into_iter()
+            .map(|(name, var)| {
+                let zeros = var.zeros_like()?.detach();
+                Ok(Slot {
+                    name,
+                    var,
+                    mean: zeros.clone(),
+                    square: zeros,
+                })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { slots, steps: 0 })
+    }
+
+    /// Moves every parameter. One without a gradient is an error: some operation upstream of the
+    /// loss recorded no backward, and training on would only look like training.
+    pub fn step(&mut self, grads: &GradStore, rate: f64) -> Result<()> {
+        let grads = self
+            .slots
+            .iter()
+            .map(|slot| {
+                grads
+                    .get(&slot.var)
+                    .with_context(|| format!("no gradient reaches {}", slot.name))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let clip = clip_factor(&grads)?;
+        self.steps += 1;
+        let mean_bias = 1. - BETA_1.powf(self.steps as f64);
+        let square_bias = 1. - BETA_2.powf(self.steps as f64);
+        for (slot, grad) in self.slots.iter_mut().zip(grads) {
+            let grad = grad.broadcast_mul(&clip)?;
+            slot.mean = ((&slot.mean * BETA_1)? + (&grad * (1. - BETA_1))?)?;
+            slot.square = ((&slot.square * BETA_2)? + (grad.sqr()? * (1. - BETA_2))?)?;
+            let root = ((&slot.square / square_bias)?.sqrt()? + EPS)?;
+            let update = ((&slot.mean * (rate / mean_bias))? / root)?;
+            let decay = if slot.var.rank() > 1 {
+                1. - rate * WEIGHT_DECAY
+            } else {
+                1.
+            };
+            let kept = (slot.var.as_detached_tensor() * decay)?;
+            slot.var.set(&(kept - update)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// What to multiply gradients by, so that their common norm is at most `MAX_GRAD_NORM`. A tensor,
+/// because reading it would make every step wait for the device.
+fn clip_factor(grads: &[&Tensor]) -> Result<Tensor> {
+    let squares = grads
+        .iter()
+        .map(|grad| grad.sqr()?.sum_all())
+        .collect::<candle::Result<Vec<_>>>()?;
+    let norm = Tensor::stack(&squares, 0)?.sum_all()?.sqrt()?;
+    Ok(((norm + 1e-6)?.recip()? * MAX_GRAD_NORM)?.minimum(1f64)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle::Device;
+    use candle_nn::Optimizer;
+
+    #[test]
+    fn the_rate_rises_for_the_warmup_then_falls() {
+        let rates: Vec<f64> = (0..2000).map(|step| learning_rate(step, 2000)).collect();
+        assert!(rates[0] > 0. && rates[..=WARMUP_STEPS].is_sorted());
+        assert!((rates[WARMUP_STEPS] - MAX_RATE).abs() < 1e-12);
+        assert!(rates[WARMUP_STEPS..].is_sorted_by(|a, b| a > b));
+        let middle = (MAX_RATE + MIN_RATE) / 2.;
+        assert!((rates[WARMUP_STEPS + 950] - middle).abs() < 1e-12);
+        assert!(rates[1999] < MIN_RATE * 1.001);
+        // A run shorter than the warm-up.
+        assert!(learning_rate(9, 10) < MAX_RATE);
+    }
+
+    /// Both from `values`, with `grad` as the gradient, for a few steps.
+    fn ours_and_candles(values: &Tensor, grad: &Tensor, decay: f64) -> Result<[Tensor; 2]> {
+        let (ours, candles) = (Var::from_tensor(values)?, Var::from_tensor(values)?);
+        let mut adam = AdamW::new([("w".to_string(), ours.clone())])?;
+        let mut candles_adam = candle_nn::AdamW::new(
+            vec![candles.clone()],
+            candle_nn::ParamsAdamW {
+                lr: 1e-2,
+                beta1: BETA_1,
+                beta2: BETA_2,
+                eps: EPS,
+                weight_decay: decay,
+            },
+        )?;
+        for step in 1..5 {
+            let grad = (grad * step as f64)?;
+            adam.step(&(ours.as_tensor() * &grad)?.sum_all()?.backward()?, 1e-2)?;
+            candles_adam.backward_step(&(candles.as_tensor() * &grad)?.sum_all()?)?;
+        }
+        Ok([ours, candles].map(|var| var.as_detached_tensor()))
+    }
+
+    fn worst_difference([a, b]: [Tensor; 2]) -> Result<f32> {
+        Ok((a - b)?.abs()?.flatten_all()?.max(0)?.to_scalar()?)
+    }
+
+    #[test]
+    fn is_candles_adamw_where_nothing_is_clipped() -> Result<()> {
+        // Values of about 1 after four steps of a few roundings each.
+        let bound = 32. * f32::EPSILON;
+        let grad = Tensor::new(&[[0.01f32, -0.02], [0.03, 0.]], &Device::Cpu)?;
+        let values = Tensor::new(&[[1f32, -1.], [0.5, 2.]], &Device::Cpu)?;
+        assert!(worst_difference(ours_and_candles(&values, &grad, WEIGHT_DECAY)?)? < bound);
+        // No decay of what is not a matrix.
+        let (values, grad) = (values.get(0)?, grad.get(0)?);
+        assert!(worst_difference(ours_and_candles(&values, &grad, 0.)?)? < bound);
+        Ok(())
+    }
+
+    #[test]
+    fn clips_the_norm_of_all_gradients() -> Result<()> {
+        let large = Tensor::new(&[3f32, 0.], &Device::Cpu)?;
+        let other = Tensor::new(&[[4f32]], &Device::Cpu)?;
+        let factor = clip_factor(&[&large, &other])?.to_scalar::<f32>()?;
+        assert!((factor - 0.2).abs() < 1e-6);
+        assert_eq!(clip_factor(&[&(large / 10.)?])?.to_scalar::<f32>()?, 1.);
+        Ok(())
+    }
+
+    #[test]
+    fn names_the_parameter_that_no_gradient_reaches() -> Result<()> {
+        let used = Var::ones(2, candle::DType::F32, &Device::Cpu)?;
+        let unused = Var::ones(2, candle::DType::F32, &Device::Cpu)?;
+        let slots = [("used".into(), used.clone()), ("unused".into(), unused)];
+        let mut adam = AdamW::new(slots)?;
+        let error = adam.step(&used.sum_all()?.backward()?, 1e-2).unwrap_err();
+        assert_eq!(error.to_string(), "no gradient reaches unused");
+        Ok(())
+    }
+}

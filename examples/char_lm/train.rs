@@ -1,0 +1,443 @@
+//! One training run: a step, an evaluation, a sample, and the checkpoint that continues it.
+
+use crate::data::{generator, Batch, Corpus, Use};
+use crate::model::{init_weights, variables, Gpt, Size};
+use crate::norm::{is_buffer, NormConfig};
+use crate::optim::{learning_rate, AdamW};
+use anyhow::{bail, ensure, Context, Result};
+use candle::{DType, Device, Tensor, D};
+use candle_nn::{loss::cross_entropy, ops, VarBuilder, VarMap};
+use candle_powernorm::Mode;
+use rand::distr::{weighted::WeightedIndex, Distribution};
+use serde_json::{json, Value};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// What decides a run: two runs of the same settings on the same text are the same run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Settings {
+    pub norm: NormConfig,
+    pub size: Size,
+    pub batch: usize,
+    pub steps: usize,
+    pub seed: u64,
+}
+
+/// The losses of a run so far.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct History {
+    /// Of every step.
+    pub train: Vec<f32>,
+    /// Steps made before an evaluation, and its loss.
+    pub val: Vec<(u32, f32)>,
+}
+
+pub struct Run<'a> {
+    settings: Settings,
+    corpus: &'a Corpus,
+    device: Device,
+    mode: Mode,
+    varmap: VarMap,
+    model: Gpt,
+    optimizer: AdamW,
+    pub history: History,
+    /// Time spent in steps, evaluations not included.
+    pub elapsed: Duration,
+}
+
+impl<'a> Run<'a> {
+    pub fn new(settings: Settings, corpus: &'a Corpus) -> Result<Self> {
+        let device = Device::Cpu;
+        let mode = Mode::train();
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, &device);
+        let model = Gpt::new(settings.size, &settings.norm, &mode, vb)?;
+        let mut rng = generator(settings.seed, Use::Weights, 0);
+        init_weights(&varmap, settings.size.layers, &mut rng)?;
+        let parameters = variables(&varmap)
+            .into_iter()
+            .filter(|(name, _)| !is_buffer(name));
+        let optimizer = AdamW::new(parameters)?;
+        Ok(Self {
+            settings,
+            corpus,
+            device,
+            mode,
+            varmap,
+            model,
+            optimizer,
+            history: History::default(),
+            elapsed: Duration::ZERO,
+        })
+    }
+
+    /// Steps made so far.
+    pub fn steps(&self) -> usize {
+        self.optimizer.steps
+    }
+
+    /// Numbers the optimizer moves.
+    pub fn parameters(&self) -> usize {
+        self.optimizer
+            .slots
+            .iter()
+            .map(|slot| slot.var.elem_count())
+            .sum()
+    }
+
+    /// Tokens trained on in a second, so far.
+    pub fn speed(&self) -> f64 {
+        let tokens = self.steps() * self.settings.batch * self.settings.size.context;
+        tokens as f64 / self.elapsed.as_secs_f64()
+    }
+
+    /// One update of the parameters. Gives the loss before it.
+    pub fn step(&mut self) -> Result<f32> {
+        let start = Instant::now();
+        let step = self.steps();
+        let Settings {
+            size,
+            batch,
+            steps,
+            seed,
+            ..
+        } = self.settings;
+        let mut rng = generator(seed, Use::Batch, step);
+        let batch = Batch::random(
+            &self.corpus.train,
+            batch,
+            size.context,
+            &mut rng,
+            &self.device,
+        )?;
+        let loss = self.loss(&batch)?;
+        let value = loss.to_scalar::<f32>()?;
+        ensure!(value.is_finite(), "the loss is {value} at step {step}");
+        self.optimizer
+            .step(&loss.backward()?, learning_rate(step, steps))?;
+        self.history.train.push(value);
+        self.elapsed += start.elapsed();
+        Ok(value)
+    }
+
+    /// The mean loss over `batches` batches spread over `tokens`, in evaluation mode.
+    pub fn evaluate(&self, tokens: &[u32], batches: usize) -> Result<f32> {
+        let _guard = self.mode.eval_scope();
+        let Settings { size, batch, .. } = self.settings;
+        let mut sum = 0.;
+        for batch in Batch::spread(tokens, batches, batch, size.context, &self.device) {
+            sum += f64::from(self.loss(&batch?)?.to_scalar::<f32>()?);
+        }
+        let mean = (sum / batches as f64) as f32;
+        let step = self.steps();
+        ensure!(
+            mean.is_finite(),
+            "the loss is {mean} in evaluation at step {step}"
+        );
+        Ok(mean)
+    }
+
+    fn loss(&self, batch: &Batch) -> Result<Tensor> {
+        let logits = self.model.forward(&batch.inputs)?.flatten_to(1)?;
+        Ok(cross_entropy(&logits, &batch.targets)?)
+    }
+
+    /// `length` characters that the model makes up, drawn at `temperature`.
+    pub fn sample(&self, length: usize, temperature: f64) -> Result<String> {
+        let _guard = self.mode.eval_scope();
+        let mut rng = generator(self.settings.seed, Use::Sample, self.steps());
+        let mut tokens = vec![self.corpus.val[0]];
+        for _ in 0..length {
+            let seen = &tokens[tokens.len().saturating_sub(self.settings.size.context)..];
+            let logits = self
+                .model
+                .forward(&Tensor::new(seen, &self.device)?.unsqueeze(0)?)?;
+            let last = (logits.get(0)?.get(seen.len() - 1)? / temperature)?;
+            let weights = ops::softmax(&last, D::Minus1)?.to_vec1::<f32>()?;
+            tokens.push(WeightedIndex::new(weights)?.sample(&mut rng) as u32);
+        }
+        Ok(self.corpus.decode(&tokens[1..]))
+    }
+
+    /// Writes everything the run's future depends on: variables, running statistics, moments,
+    /// losses, settings. The file is complete or not there: a crash leaves the one before.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let mut tensors = BTreeMap::new();
+        for (name, var) in variables(&self.varmap) {
+            tensors.insert(format!("model.{name}"), var.as_detached_tensor());
+        }
+        for slot in &self.optimizer.slots {
+            tensors.insert(format!("adam.mean.{}", slot.name), slot.mean.clone());
+            tensors.insert(format!("adam.square.{}", slot.name), slot.square.clone());
+        }
+        let (val_steps, val): (Vec<_>, Vec<_>) = self.history.val.iter().copied().unzip();
+        tensors.insert(
+            "history.train".into(),
+            Tensor::new(&*self.history.train, &Device::Cpu)?,
+        );
+        tensors.insert(
+            "history.val_steps".into(),
+            Tensor::new(val_steps, &Device::Cpu)?,
+        );
+        tensors.insert("history.val".into(), Tensor::new(val, &Device::Cpu)?);
+        let metadata = HashMap::from([
+            ("settings".to_string(), self.describe().to_string()),
+            ("steps".to_string(), self.steps().to_string()),
+            (
+                "seconds".to_string(),
+                self.elapsed.as_secs_f64().to_string(),
+            ),
+        ]);
+        let bytes = safetensors::serialize(&tensors, Some(metadata))?;
+        write_whole(path, &bytes).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Takes up the run that [`save`](Self::save) wrote to `path`.
+    pub fn load(&mut self, path: &Path) -> Result<()> {
+        self.try_load(path)
+            .with_context(|| format!("cannot resume from {}", path.display()))
+    }
+
+    fn try_load(&mut self, path: &Path) -> Result<()> {
+        let bytes = std::fs::read(path)?;
+        let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes)?;
+        let metadata = metadata.metadata().as_ref().context("no settings in it")?;
+        let entry = |key: &str| metadata.get(key).with_context(|| format!("no {key} in it"));
+        let theirs: Value = serde_json::from_str(entry("settings")?)?;
+        for (key, ours) in self.describe().as_object().into_iter().flatten() {
+            if theirs[key] != *ours {
+                bail!("its run has {key} {}, this one {ours}", theirs[key]);
+            }
+        }
+        let mut tensors = candle::safetensors::load_buffer(&bytes, &self.device)?;
+        let mut take = |name: String| {
+            let tensor = tensors.remove(&name);
+            tensor.with_context(|| format!("no {name} in it"))
+        };
+        for (name, var) in variables(&self.varmap) {
+            var.set(&take(format!("model.{name}"))?.to_device(var.device())?)?;
+        }
+        for slot in &mut self.optimizer.slots {
+            slot.mean = take(format!("adam.mean.{}", slot.name))?;
+            slot.square = take(format!("adam.square.{}", slot.name))?;
+        }
+        let val_steps = take("history.val_steps".into())?.to_vec1()?;
+        let val = take("history.val".into())?.to_vec1()?;
+        self.history = History {
+            train: take("history.train".into())?.to_vec1()?,
+            val: val_steps.into_iter().zip(val).collect(),
+        };
+        self.optimizer.steps = entry("steps")?.parse()?;
+        self.elapsed = Duration::try_from_secs_f64(entry("seconds")?.parse()?)?;
+        Ok(())
+    }
+
+    /// The settings and the text, as a checkpoint names them.
+    fn describe(&self) -> Value {
+        let Settings {
+            norm,
+            size,
+            batch,
+            steps,
+            seed,
+        } = self.settings;
+        json!({
+            "--norm": norm.norm.to_string(),
+            "--groups": norm.groups,
+            "--steps": steps,
+            "--seed": seed,
+            "PowerNorm warm-up": norm.warmup_steps,
+            "batch": batch,
+            "layers": size.layers,
+            "heads": size.heads,
+            "width": size.width,
+            "context": size.context,
+            "text (as a hash)": format!("{:016x}", self.corpus.fingerprint),
+        })
+    }
+}
+
+/// Writes beside `path` first, so that `path` is never half a file.
+fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let partial = path.with_extension("partial");
+    let mut file = File::create(&partial)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    std::fs::rename(&partial, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::norm::Norm;
+    use clap::ValueEnum;
+
+    /// A model small enough for a test; PowerNorm's warm-up ends before the run does.
+    fn settings(norm: Norm, corpus: &Corpus) -> Settings {
+        Settings {
+            norm: NormConfig {
+                norm,
+                groups: Some(2),
+                warmup_steps: 3,
+            },
+            size: Size {
+                layers: 2,
+                heads: 2,
+                width: 8,
+                context: 8,
+                vocab: corpus.vocab.len(),
+            },
+            batch: 3,
+            steps: 8,
+            seed: 1,
+        }
+    }
+
+    fn corpus() -> Corpus {
+        Corpus::new(include_str!("optim.rs"), 8).unwrap()
+    }
+
+    /// Every number the run's future depends on, as bits.
+    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
+        let vars = variables(&run.varmap);
+        let vars = vars
+            .into_iter()
+            .map(|(name, var)| (name, var.as_detached_tensor()));
+        let slots = run.optimizer.slots.iter();
+        let moments = slots.flat_map(|slot| {
+            [
+                ("mean".to_string(), slot.mean.clone()),
+                ("square".to_string(), slot.square.clone()),
+            ]
+        });
+        vars.chain(moments)
+            .map(|(name, tensor)| {
+                let values = tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
+                let values = values.to_vec1::<f64>().unwrap();
+                (name, values.into_iter().map(f64::to_bits).collect())
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_resumed_run_is_the_run_that_never_stopped() -> Result<()> {
+        let corpus = corpus();
+        let dir = tempfile::tempdir()?;
+        for &norm in Norm::value_variants() {
+            let path = dir.path().join("run.safetensors");
+            let settings = settings(norm, &corpus);
+            let mut whole = Run::new(settings, &corpus)?;
+            for step in 0..settings.steps {
+                if step == 5 {
+                    whole.history.val.push((5, whole.evaluate(&corpus.val, 2)?));
+                    whole.save(&path)?;
+                }
+                whole.step()?;
+            }
+            let mut resumed = Run::new(settings, &corpus)?;
+            resumed.load(&path)?;
+            assert_eq!(resumed.steps(), 5);
+            while resumed.steps() < settings.steps {
+                resumed.step()?;
+            }
+            assert_eq!(resumed.history, whole.history, "{norm}");
+            assert_eq!(bits(&resumed), bits(&whole), "{norm}");
+            assert_eq!(resumed.sample(20, 0.8)?, whole.sample(20, 0.8)?, "{norm}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_checkpoint_of_other_settings_is_refused() -> Result<()> {
+        let corpus = corpus();
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("run.safetensors");
+        let settings = settings(Norm::Rms, &corpus);
+        Run::new(settings, &corpus)?.save(&path)?;
+
+        let message = |settings, corpus| {
+            let error = Run::new(settings, corpus).unwrap().load(&path).unwrap_err();
+            format!("{:#}", error)
+        };
+        let error = message(
+            Settings {
+                seed: 2,
+                ..settings
+            },
+            &corpus,
+        );
+        assert!(
+            error.ends_with("its run has --seed 1, this one 2"),
+            "{error}"
+        );
+        let other = Corpus::new(include_str!("data.rs"), 8)?;
+        let error = message(settings, &other);
+        assert!(error.contains("text (as a hash)"), "{error}");
+        std::fs::write(&path, "no checkpoint")?;
+        assert!(Run::new(settings, &corpus)?.load(&path).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn a_seed_is_the_same_start_for_every_norm() -> Result<()> {
+        let corpus = corpus();
+        let matrices = |norm| -> Result<Vec<(String, Vec<u64>)>> {
+            let run = Run::new(settings(norm, &corpus), &corpus)?;
+            let mut bits = bits(&run);
+            bits.retain(|(name, _)| name.ends_with("weight") && !name.contains("norm"));
+            Ok(bits)
+        };
+        let power = matrices(Norm::Power)?;
+        // Two embeddings, and six matrices a layer.
+        assert_eq!(power.len(), 2 + 2 * 6);
+        for &norm in Norm::value_variants() {
+            assert_eq!(matrices(norm)?, power, "{norm}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn an_evaluation_changes_nothing() -> Result<()> {
+        let corpus = corpus();
+        for &norm in Norm::value_variants() {
+            let mut run = Run::new(settings(norm, &corpus), &corpus)?;
+            run.step()?;
+            let before = bits(&run);
+            let loss = run.evaluate(&corpus.val, 2)?;
+            assert_eq!(run.evaluate(&corpus.val, 2)?, loss, "{norm}");
+            assert_eq!(bits(&run), before, "{norm}");
+            assert!(run.mode.is_training());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn no_position_sees_its_future() -> Result<()> {
+        let corpus = corpus();
+        let run = Run::new(settings(Norm::Power, &corpus), &corpus)?;
+        let _guard = run.mode.eval_scope();
+        let logits = |tokens: [u32; 4]| -> Result<Vec<Vec<f32>>> {
+            let tokens = Tensor::new(&[tokens], &run.device)?;
+            Ok(run.model.forward(&tokens)?.get(0)?.to_vec2()?)
+        };
+        let (one, other) = (logits([1, 2, 3, 4])?, logits([1, 2, 5, 4])?);
+        assert_eq!(one[..2], other[..2]);
+        assert_ne!(one[2], other[2]);
+        assert_ne!(one[3], other[3]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_loss_that_is_no_number_stops_the_run() -> Result<()> {
+        let corpus = corpus();
+        let mut run = Run::new(settings(Norm::Layer, &corpus), &corpus)?;
+        let positions = &variables(&run.varmap)["positions.weight"];
+        positions.set(&(positions.ones_like()? * f64::NAN)?)?;
+        let error = run.step().unwrap_err();
+        assert_eq!(error.to_string(), "the loss is NaN at step 0");
+        Ok(())
+    }
+}

@@ -1,0 +1,190 @@
+//! Saving and loading: our own checkpoints, and those of the code that the paper's authors released.
+
+mod common;
+
+use candle::{DType, Module, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe};
+use common::{assert_same_bits, layer, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU};
+use std::collections::HashMap;
+use tempfile::NamedTempFile;
+
+const SIZE: usize = 12;
+
+/// A warm-up that ends while the tests run, so that t matters.
+fn config() -> PowerNormConfig {
+    PowerNormConfig {
+        warmup_steps: 4,
+        group_scaling: Some(3),
+        ..1e-5.into()
+    }
+}
+
+fn batches(seed: u64, dtype: DType, count: usize) -> Vec<Batch> {
+    let mut data = Data::new(seed);
+    (0..count)
+        .map(|_| Batch::random(&mut data, &[7, SIZE], dtype, true))
+        .collect()
+}
+
+fn save(varmap: &VarMap) -> NamedTempFile {
+    let file = NamedTempFile::new().unwrap();
+    varmap.save(file.path()).unwrap();
+    file
+}
+
+/// Both layers take the same steps from here on, bit for bit.
+#[track_caller]
+fn assert_same_future(a: &PowerNorm, b: &PowerNorm, dtype: DType) {
+    for batch in batches(2, dtype, 4) {
+        let (of_a, of_b) = (run(a, &batch, true), run(b, &batch, true));
+        for ((name, a), (_, b)) in of_a.tensors().into_iter().zip(of_b.tensors()) {
+            assert_same_bits(name, a, b);
+        }
+        assert_eq!(state(a), state(b));
+    }
+}
+
+#[test]
+fn a_loaded_layer_continues_as_if_never_stopped() {
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        // Stopped in the warm-up, at its last step, and after it.
+        for stop in [2, 4, 6] {
+            let twin = Twin::new(&mut Data::new(1), SIZE, config(), dtype);
+            for batch in batches(1, dtype, stop) {
+                run(&twin.layer, &batch, true);
+            }
+            let file = save(&twin.varmap);
+            let (loaded, mut varmap) = layer(SIZE, config(), dtype);
+            // After construction: what a layer was built with is not what counts.
+            varmap.load(file.path()).unwrap();
+            assert_eq!(state(&loaded), state(&twin.layer), "{dtype:?}, {stop}");
+            assert_same_future(&twin.layer, &loaded, dtype);
+        }
+    }
+}
+
+#[test]
+fn a_load_takes_effect_in_a_layer_at_work() {
+    let twin = Twin::new(&mut Data::new(1), SIZE, config(), DType::F32);
+    let file = save(&twin.varmap);
+    let fresh = state(&twin.layer);
+    for batch in batches(1, DType::F32, 5) {
+        run(&twin.layer, &batch, true);
+    }
+    twin.varmap.clone().load(file.path()).unwrap();
+    assert_eq!(state(&twin.layer), fresh);
+}
+
+/// A frozen layer starts from the file's state, at the precision of the file whatever the builder's
+/// dtype, and its training is its own affair.
+#[test]
+fn a_frozen_builder_keeps_the_state_s_precision() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let twin = Twin::new(&mut Data::new(1), SIZE, config(), dtype);
+        for batch in batches(1, dtype, 5) {
+            run(&twin.layer, &batch, true);
+        }
+        let phi = twin.layer.running_phi().unwrap();
+        let rounded = phi.to_dtype(DType::BF16).unwrap();
+        assert_ne!(to_f64(&phi), to_f64(&rounded), "nothing to lose");
+        let bytes = std::fs::read(save(&twin.varmap).path()).unwrap();
+        let vb = VarBuilder::from_buffered_safetensors(bytes, dtype, &CPU).unwrap();
+        let frozen = power_norm(SIZE, config(), vb).unwrap();
+        assert_eq!(state(&frozen), state(&twin.layer), "{dtype:?}");
+        assert_eq!(frozen.weight().unwrap().dtype(), dtype);
+
+        let before = state(&twin.layer);
+        frozen.mode().set_training(true);
+        let batch = &batches(3, dtype, 1)[0];
+        frozen.forward(&batch.xs).unwrap();
+        assert_eq!(frozen.steps().unwrap(), 6);
+        assert_eq!(state(&twin.layer), before);
+    }
+}
+
+/// Tensors as the released code stores them after five steps, with an oracle in the same state.
+fn released(dtype: DType) -> (HashMap<String, Tensor>, Twin) {
+    let mut data = Data::new(4);
+    let config = PowerNormConfig {
+        recipe: Recipe::Fairseq,
+        ..config()
+    };
+    let mut twin = Twin::new(&mut data, SIZE, config, dtype);
+    let set = |name: &str, values: &[f64], shape: &[usize], dtype| {
+        (name.to_string(), tensor(values, shape, dtype))
+    };
+    let (phi, ema_gz) = (data.uniform(SIZE, 0.5, 2.), data.uniform(SIZE, -0.5, 0.5));
+    let nchw = [1, SIZE, 1, 1];
+    let tensors = HashMap::from([
+        set("weight", &twin.oracle.weight, &[SIZE], dtype),
+        set("bias", &twin.oracle.bias, &[SIZE], dtype),
+        set("running_phi", &phi, &nchw, dtype),
+        set("ema_gz", &ema_gz, &nchw, dtype),
+        set("iters", &[5.], &[1], DType::I64),
+    ]);
+    twin.oracle.phi = to_f64(&tensors["running_phi"]);
+    let share = 1. - config.alpha_bwd;
+    twin.oracle.nu = to_f64(&tensors["ema_gz"])
+        .iter()
+        .map(|e| share * e)
+        .collect();
+    twin.oracle.steps = 5;
+    (tensors, twin)
+}
+
+#[test]
+fn released_checkpoints_load_from_safetensors() {
+    for dtype in [DType::F32, DType::F64] {
+        let (tensors, mut twin) = released(dtype);
+        let file = NamedTempFile::new().unwrap();
+        candle::safetensors::save(&tensors, file.path()).unwrap();
+        let bytes = std::fs::read(file.path()).unwrap();
+        let vb = VarBuilder::from_buffered_safetensors(bytes, dtype, &CPU).unwrap();
+        twin.layer = power_norm(SIZE, *twin.layer.config(), vb).unwrap();
+        for accessor in [twin.layer.running_phi(), twin.layer.nu()] {
+            assert_eq!(accessor.unwrap().dims(), [SIZE]);
+        }
+        let batch = &batches(5, dtype, 1)[0];
+        let y = twin.layer.forward(&batch.xs).unwrap();
+        let expected = twin.oracle.evaluate(&to_f64(&batch.xs), None).y;
+        let bound = common::Bound {
+            out: dtype,
+            sums: dtype,
+            n: SIZE,
+        };
+        common::assert_close("evaluation", &y, &expected, bound);
+    }
+}
+
+/// Variables of the released shapes: the layer trains in them, and they keep their shapes.
+#[test]
+fn training_continues_in_released_variables() {
+    for dtype in [DType::F32, DType::F64] {
+        let (tensors, mut twin) = released(dtype);
+        let varmap = VarMap::new();
+        for (name, tensor) in &tensors {
+            let var = Var::from_tensor(tensor).unwrap();
+            varmap.data().lock().unwrap().insert(name.clone(), var);
+        }
+        let vb = VarBuilder::from_varmap(&varmap, dtype, &CPU);
+        twin.layer = power_norm(SIZE, *twin.layer.config(), vb).unwrap();
+        assert!(twin.layer.mode().is_training());
+        for batch in batches(5, dtype, 4) {
+            twin.check(&format!("{dtype:?}"), &batch, true);
+        }
+        let phi = var(&varmap, "running_phi");
+        assert_eq!(phi.dims(), [1, SIZE, 1, 1]);
+        assert_eq!(var(&varmap, "ema_gz").dims(), [1, SIZE, 1, 1]);
+        assert_eq!(to_f64(&phi), to_f64(&twin.layer.running_phi().unwrap()));
+        assert_eq!(to_f64(&var(&varmap, "iters")), [9.]);
+
+        // And such a state is saved, loaded and reset like any other.
+        let file = save(&varmap);
+        let before = state(&twin.layer);
+        twin.layer.reset_running_stats().unwrap();
+        assert_eq!(to_f64(&phi), [1.; SIZE]);
+        varmap.clone().load(file.path()).unwrap();
+        assert_eq!(state(&twin.layer), before);
+    }
+}

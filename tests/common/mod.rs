@@ -1,0 +1,434 @@
+//! What the test files share: seeded data, comparisons with computed tolerances, a layer and its
+//! oracle stepped side by side.
+#![allow(dead_code)] // every test file uses its share
+
+pub mod reference;
+
+use candle::{DType, Device, Module, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use reference::{Oracle, Quantity, Spec};
+use std::sync::mpsc;
+use std::time::Duration;
+
+pub const CPU: Device = Device::Cpu;
+
+// Data
+
+/// A seeded source of test data.
+pub struct Data(StdRng);
+
+impl Data {
+    pub fn new(seed: u64) -> Self {
+        Self(StdRng::seed_from_u64(seed))
+    }
+
+    /// Standard normal values (Box-Muller).
+    pub fn normal(&mut self, len: usize) -> Vec<f64> {
+        let rng = &mut self.0;
+        let mut value = || {
+            let radius = (-2. * (1. - rng.random::<f64>()).ln()).sqrt();
+            radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
+        };
+        (0..len).map(|_| value()).collect()
+    }
+
+    /// Values in `[low, high)`.
+    pub fn uniform(&mut self, len: usize, low: f64, high: f64) -> Vec<f64> {
+        (0..len).map(|_| self.0.random_range(low..high)).collect()
+    }
+
+    /// A mask that keeps about two rows of three, and of two rows or more not all.
+    pub fn mask(&mut self, rows: usize) -> Vec<bool> {
+        (0..rows)
+            .map(|row| match row {
+                0 => true,
+                1 => false,
+                _ => self.0.random_bool(2. / 3.),
+            })
+            .collect()
+    }
+}
+
+/// `values` as a tensor of `dtype`, rounded once.
+pub fn tensor(values: &[f64], shape: &[usize], dtype: DType) -> Tensor {
+    let tensor = Tensor::from_slice(values, shape, &CPU).unwrap();
+    tensor.to_dtype(dtype).unwrap()
+}
+
+pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
+    let tensor = tensor.detach().to_dtype(DType::F64).unwrap();
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The values' bits. Every float dtype here, and a step count, is exact in `f64`.
+pub fn bits(tensor: &Tensor) -> Vec<u64> {
+    to_f64(tensor).iter().map(|value| value.to_bits()).collect()
+}
+
+// Comparisons
+
+/// The unit roundoff and the smallest normal number of a float dtype.
+pub fn precision(dtype: DType) -> (f64, f64) {
+    match dtype {
+        DType::F64 => (2f64.powi(-53), f64::MIN_POSITIVE),
+        DType::F32 => (2f64.powi(-24), 2f64.powi(-126)),
+        DType::F16 => (2f64.powi(-11), 2f64.powi(-14)),
+        DType::BF16 => (2f64.powi(-8), 2f64.powi(-126)),
+        other => panic!("no tolerance for {other:?}"),
+    }
+}
+
+/// How far a computed value may be from the exact one: `u(out)·|e| + 8·√n·u(sums)·magnitude`.
+///
+/// The first term is the rounding of the result (below the normal numbers a constant), the second
+/// what `n` roundings of partial sums add up to, with 8 for safety.
+#[derive(Clone, Copy, Debug)]
+pub struct Bound {
+    /// Dtype of the result.
+    pub out: DType,
+    /// Dtype of the least precise sum or state that enters.
+    pub sums: DType,
+    /// Terms added up, times the steps of a trajectory.
+    pub n: usize,
+}
+
+/// Checks `actual` against the exact values, which must not be trivial.
+#[track_caller]
+pub fn assert_close(what: &str, actual: &Tensor, expected: &Quantity, bound: Bound) {
+    assert_eq!(actual.dtype(), bound.out, "{what}: dtype");
+    let (u_out, min_normal) = precision(bound.out);
+    let sums = 8. * (bound.n as f64).sqrt() * precision(bound.sums).0 * expected.magnitude;
+    assert!(sums.is_finite(), "{what}: a bound of {sums}");
+    assert_within(what, &to_f64(actual), &expected.values, |e| {
+        u_out * e.abs().max(min_normal) + sums
+    });
+}
+
+/// Checks `actual` against values of which the largest sets the scale of the allowed error.
+#[track_caller]
+pub fn assert_relative(what: &str, actual: &Tensor, expected: &[f64], relative: f64) {
+    let largest = expected.iter().fold(0., |max: f64, e| max.max(e.abs()));
+    assert_within(what, &to_f64(actual), expected, |_| relative * largest);
+}
+
+#[track_caller]
+fn assert_within(what: &str, actual: &[f64], expected: &[f64], bound: impl Fn(f64) -> f64) {
+    assert_eq!(actual.len(), expected.len(), "{what}: length");
+    let trivial = !expected.iter().any(|e| e.abs() > 0.);
+    assert!(!trivial, "{what}: nothing but zeros expected");
+    // A NaN in either place is the worst there is.
+    let ratio = |k: usize| {
+        let ratio = (actual[k] - expected[k]).abs() / bound(expected[k]);
+        if ratio.is_nan() && actual[k] != expected[k] {
+            f64::INFINITY
+        } else {
+            ratio
+        }
+    };
+    let worst = (0..actual.len()).max_by(|&a, &b| ratio(a).total_cmp(&ratio(b)));
+    let worst = worst.expect("values to compare");
+    assert!(
+        ratio(worst) <= 1.,
+        "{what}[{worst}]: got {}, expected {}, {} times the bound of {:e}",
+        actual[worst],
+        expected[worst],
+        ratio(worst),
+        bound(expected[worst]),
+    );
+}
+
+#[track_caller]
+pub fn assert_zero(what: &str, actual: &Tensor) {
+    let values = to_f64(actual);
+    assert!(values.iter().all(|&v| v == 0.), "{what}: {values:?}");
+}
+
+#[track_caller]
+pub fn assert_finite(what: &str, actual: &Tensor) {
+    let values = to_f64(actual);
+    let stray = values.iter().position(|v| !v.is_finite());
+    assert!(stray.is_none(), "{what}: not finite at {stray:?}");
+}
+
+#[track_caller]
+pub fn assert_same_bits(what: &str, a: &Tensor, b: &Tensor) {
+    assert_eq!(a.dims(), b.dims(), "{what}: shape");
+    assert_eq!(a.dtype(), b.dtype(), "{what}: dtype");
+    let (a, b) = (bits(a), bits(b));
+    let first = (0..a.len()).find(|&k| a[k] != b[k]);
+    assert!(first.is_none(), "{what}: differs from {first:?} on");
+}
+
+/// The text of an error, without the backtrace that candle may have added.
+pub fn message<T>(result: candle::Result<T>) -> String {
+    let mut error = result.err().expect("an error");
+    while let candle::Error::WithBacktrace { inner, .. } = error {
+        error = *inner;
+    }
+    error.to_string()
+}
+
+/// Runs `work` in a thread of its own, and fails if it hangs.
+pub fn within_a_minute(work: impl FnOnce() + Send + 'static) {
+    let (done, finished) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        work();
+        done.send(()).ok();
+    });
+    match finished.recv_timeout(Duration::from_secs(60)) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("no end after a minute: a deadlock"),
+        // A sender dropped without a word is a panic, which `join` hands on.
+        _ => thread
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+    }
+}
+
+// Layers
+
+/// A layer on fresh variables of a new `VarMap`.
+pub fn layer(size: usize, config: PowerNormConfig, dtype: DType) -> (PowerNorm, VarMap) {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, dtype, &CPU);
+    (power_norm(size, config, vb).unwrap(), varmap)
+}
+
+/// The variable called `name`.
+pub fn var(varmap: &VarMap, name: &str) -> Var {
+    varmap.data().lock().unwrap()[name].clone()
+}
+
+fn coarser(a: DType, b: DType) -> DType {
+    if precision(a).0 > precision(b).0 {
+        a
+    } else {
+        b
+    }
+}
+
+/// The bits of ψ² and ν, and t.
+pub fn state(layer: &PowerNorm) -> (Vec<u64>, Vec<u64>, usize) {
+    let phi = layer.running_phi().unwrap();
+    let nu = layer.nu().unwrap();
+    (bits(&phi), bits(&nu), layer.steps().unwrap())
+}
+
+pub fn spec(config: &PowerNormConfig) -> Spec {
+    Spec {
+        eps: config.eps,
+        alpha_fwd: config.alpha_fwd,
+        alpha_bwd: config.alpha_bwd,
+        warmup_steps: config.warmup_steps,
+        groups: config.group_scaling,
+        batch_statistics: config.statistics == Statistics::Batch,
+        recipe: match config.recipe {
+            Recipe::Paper => reference::Recipe::Paper,
+            Recipe::Fairseq => reference::Recipe::Fairseq,
+        },
+    }
+}
+
+/// An input, the gradient of its output, and perhaps a mask.
+#[derive(Clone)]
+pub struct Batch {
+    pub xs: Tensor,
+    pub dy: Tensor,
+    pub keep: Option<Tensor>,
+}
+
+impl Batch {
+    /// Random values; channels differ in scale, so that a mix-up of columns shows.
+    pub fn random(data: &mut Data, shape: &[usize], dtype: DType, padded: bool) -> Self {
+        let len = shape.iter().product();
+        let size = *shape.last().unwrap();
+        let scales = data.uniform(size, 0.5, 2.);
+        let mut x = data.normal(len);
+        for row in x.chunks_mut(size) {
+            row.iter_mut().zip(&scales).for_each(|(x, s)| *x *= s);
+        }
+        let batch = Self {
+            xs: tensor(&x, shape, dtype),
+            dy: tensor(&data.normal(len), shape, dtype),
+            keep: None,
+        };
+        if padded {
+            let mask = data.mask(len / size);
+            batch.masked(&mask)
+        } else {
+            batch
+        }
+    }
+
+    /// The same batch with only these rows kept.
+    pub fn masked(self, mask: &[bool]) -> Self {
+        let mask: Vec<u8> = mask.iter().map(|&keep| keep.into()).collect();
+        let dims = self.xs.dims();
+        let keep = Tensor::from_vec(mask, &dims[..dims.len() - 1], &CPU).unwrap();
+        Self {
+            keep: Some(keep),
+            ..self
+        }
+    }
+
+    pub fn mask(&self) -> Option<Vec<bool>> {
+        let keep = self.keep.as_ref()?;
+        Some(to_f64(keep).iter().map(|&keep| keep != 0.).collect())
+    }
+}
+
+/// What a forward and a backward of a layer gave.
+pub struct Outcome {
+    pub y: Tensor,
+    pub dx: Tensor,
+    /// Absent without `affine`.
+    pub dweight: Option<Tensor>,
+    pub dbias: Option<Tensor>,
+}
+
+impl Outcome {
+    /// All there is, named.
+    pub fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
+        let affine = [("dweight", &self.dweight), ("dbias", &self.dbias)];
+        [("y", &self.y), ("dx", &self.dx)]
+            .into_iter()
+            .chain(
+                affine
+                    .into_iter()
+                    .filter_map(|(name, t)| Some((name, t.as_ref()?))),
+            )
+            .collect()
+    }
+}
+
+/// A forward of the batch, masked if it has a mask.
+pub fn forward(layer: &PowerNorm, xs: &Tensor, keep: Option<&Tensor>, train: bool) -> Tensor {
+    let mode = if train { Mode::train() } else { Mode::eval() };
+    let layer = layer.clone().with_mode(&mode);
+    match keep {
+        Some(keep) => layer.forward_masked(xs, keep).unwrap(),
+        None => layer.forward(xs).unwrap(),
+    }
+}
+
+/// A forward and a backward of the loss Σ y·dy.
+pub fn run(layer: &PowerNorm, batch: &Batch, train: bool) -> Outcome {
+    let xs = Var::from_tensor(&batch.xs).unwrap();
+    let y = forward(layer, &xs, batch.keep.as_ref(), train);
+    let loss = (&y * &batch.dy).unwrap().sum_all().unwrap();
+    let grads = loss.backward().unwrap();
+    let grad = |parameter: &Tensor| grads.get(parameter).unwrap().clone();
+    Outcome {
+        dx: grad(&xs),
+        dweight: layer.weight().map(grad),
+        dbias: layer.bias().map(grad),
+        y: y.detach(),
+    }
+}
+
+/// A layer and its oracle, with the same random weight and bias.
+pub struct Twin {
+    pub layer: PowerNorm,
+    pub varmap: VarMap,
+    pub oracle: Oracle,
+}
+
+impl Twin {
+    /// `dtype` is the builder's.
+    pub fn new(data: &mut Data, size: usize, config: PowerNormConfig, dtype: DType) -> Self {
+        let (layer, mut varmap) = layer(size, config, dtype);
+        let (mut weight, mut bias) = (vec![1.; size], vec![0.; size]);
+        if config.affine {
+            let values = data
+                .normal(size)
+                .iter()
+                .map(|w| 1. + 0.3 * w)
+                .collect::<Vec<_>>();
+            let set = [
+                ("weight", tensor(&values, &[size], dtype)),
+                ("bias", tensor(&data.normal(size), &[size], dtype)),
+            ];
+            varmap.set(set.iter().map(|(name, t)| (name, t))).unwrap();
+            (weight, bias) = (to_f64(&set[0].1), to_f64(&set[1].1));
+        }
+        Self {
+            layer,
+            varmap,
+            oracle: Oracle::new(spec(&config), weight, bias),
+        }
+    }
+
+    /// Runs `batch` through both, a forward and a backward, and compares all there is to see.
+    #[track_caller]
+    pub fn check(&mut self, what: &str, batch: &Batch, train: bool) {
+        let outcome = run(&self.layer, batch, train);
+        let (x, dy) = (to_f64(&batch.xs), to_f64(&batch.dy));
+        let mask = batch.mask();
+        let pass = if train {
+            self.oracle.train(&x, mask.as_deref())
+        } else {
+            self.oracle.evaluate(&x, mask.as_deref())
+        };
+        let grads = self.oracle.backward(&pass, &dy);
+
+        let what = |name| format!("{what}, step {}, {name}", self.oracle.steps);
+        let sums = match batch.xs.dtype() {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let phi = self.layer.running_phi().unwrap();
+        let state = coarser(sums, phi.dtype());
+        let spec = &self.oracle.spec;
+        let by_batch = train && (spec.batch_statistics || self.oracle.steps <= spec.warmup_steps);
+        let bound = |out: &Tensor, sums| Bound {
+            out: out.dtype(),
+            sums,
+            n: (x.len() / self.oracle.phi.len() + self.oracle.phi.len()) * self.oracle.steps.max(1),
+        };
+        // What the running statistics do not enter is as precise as the input.
+        let forward = if by_batch { sums } else { state };
+        let backward = match spec.recipe {
+            reference::Recipe::Paper => forward,
+            reference::Recipe::Fairseq => state,
+        };
+
+        assert_close(&what("y"), &outcome.y, &pass.y, bound(&outcome.y, forward));
+        assert_close(
+            &what("dx"),
+            &outcome.dx,
+            &grads.dx,
+            bound(&outcome.dx, backward),
+        );
+        if let (Some(dweight), Some(dbias)) = (&outcome.dweight, &outcome.dbias) {
+            assert_close(
+                &what("dweight"),
+                dweight,
+                &grads.dweight,
+                bound(dweight, forward),
+            );
+            assert_close(&what("dbias"), dbias, &grads.dbias, bound(dbias, sums));
+        }
+        self.check_state(&what("state"), bound(&phi, state));
+    }
+
+    /// Compares ψ², ν and t.
+    #[track_caller]
+    pub fn check_state(&self, what: &str, bound: Bound) {
+        assert_eq!(self.layer.steps().unwrap(), self.oracle.steps, "{what}: t");
+        let phi = self.layer.running_phi().unwrap();
+        assert_close(
+            &format!("{what}: ψ²"),
+            &phi,
+            &self.oracle.phi.clone().into(),
+            bound,
+        );
+        let nu = self.layer.nu().unwrap();
+        if self.oracle.nu.iter().all(|&nu| nu == 0.) {
+            assert_zero(&format!("{what}: ν"), &nu);
+        } else {
+            assert_close(&format!("{what}: ν"), &nu, &self.oracle.nu(), bound);
+        }
+    }
+}

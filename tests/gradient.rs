@@ -1,0 +1,426 @@
+//! The backward, in `f64`. Where the gradient is exact it is held against central differences and
+//! against candle's autograd on the composed formula. With running statistics the input's gradient is
+//! the paper's approximation by design: that one is held against the oracle, over many steps.
+//!
+//! The loss is Σ y·dy throughout, with random dy, weight and bias.
+
+mod common;
+
+use candle::{DType, Tensor, Var};
+use candle_nn::VarBuilder;
+use candle_powernorm::{power_norm, PowerNormConfig, Recipe, Statistics};
+use common::reference::{composed, Oracle, Quantity};
+use common::{
+    assert_close, assert_relative, assert_same_bits, assert_zero, forward, run, spec, tensor,
+    to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
+};
+
+struct Case {
+    shape: &'static [usize],
+    groups: Option<usize>,
+    padded: bool,
+    affine: bool,
+}
+
+#[rustfmt::skip]
+const CASES: [Case; 7] = [
+    Case { shape: &[5, 3, 8], groups: None, padded: false, affine: true },
+    Case { shape: &[4, 12], groups: Some(1), padded: false, affine: true },
+    Case { shape: &[2, 4, 12], groups: Some(3), padded: true, affine: true },
+    Case { shape: &[2, 3, 2, 6], groups: None, padded: true, affine: true },
+    Case { shape: &[7, 10], groups: Some(2), padded: true, affine: false },
+    Case { shape: &[9, 1], groups: None, padded: false, affine: false },
+    Case { shape: &[33, 33], groups: Some(1), padded: true, affine: true },
+];
+
+/// What normalizes, among the ways whose gradient is exact.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Way {
+    /// PN-V.
+    Batch,
+    WarmUp,
+    /// A running statistic while ν is 0: the correction is absent, and D does not depend on the input.
+    RunningWithoutCorrection,
+    Evaluation,
+}
+
+impl Way {
+    const ALL: [Self; 4] = [
+        Self::Batch,
+        Self::WarmUp,
+        Self::RunningWithoutCorrection,
+        Self::Evaluation,
+    ];
+
+    fn trains(self) -> bool {
+        self != Self::Evaluation
+    }
+
+    fn config(self, case: &Case) -> PowerNormConfig {
+        PowerNormConfig {
+            warmup_steps: if self == Self::WarmUp { 3 } else { 0 },
+            statistics: match self {
+                Self::Batch => Statistics::Batch,
+                _ => Statistics::Running,
+            },
+            group_scaling: case.groups,
+            affine: case.affine,
+            ..1e-5.into()
+        }
+    }
+
+    /// A twin with a ψ² of its own in each channel, ν = 0, and a batch for it.
+    fn twin(self, case: &Case, seed: u64) -> (Twin, Batch) {
+        let mut data = Data::new(seed);
+        let size = *case.shape.last().unwrap();
+        let mut twin = Twin::new(&mut data, size, self.config(case), DType::F64);
+        twin.oracle.phi = data.uniform(size, 0.5, 2.);
+        reset(&twin);
+        let batch = Batch::random(&mut data, case.shape, DType::F64, case.padded);
+        (twin, batch)
+    }
+}
+
+/// Puts the layer into the state of the oracle.
+fn reset(twin: &Twin) {
+    let Oracle {
+        phi,
+        nu,
+        steps,
+        spec,
+        ..
+    } = &twin.oracle;
+    let set = |name: &str, values: &[f64], dtype| {
+        let var = var(&twin.varmap, name);
+        var.set(&tensor(values, var.dims(), dtype)).unwrap();
+    };
+    let ema_gz: Vec<f64> = nu.iter().map(|nu| nu / (1. - spec.alpha_bwd)).collect();
+    set("running_phi", phi, DType::F64);
+    set("ema_gz", &ema_gz, DType::F64);
+    set("iters", &[*steps as f64], DType::I64);
+}
+
+/// The derivative of `loss` in each element of `at`.
+fn central_differences(at: &[f64], loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    // The cube root of the unit roundoff: truncation and rounding are about as large as each other.
+    const H: f64 = 6e-6;
+    let at_shifted = |k: usize, h: f64| {
+        let mut shifted = at.to_vec();
+        shifted[k] += h;
+        loss(&shifted)
+    };
+    (0..at.len())
+        .map(|k| (at_shifted(k, H) - at_shifted(k, -H)) / (2. * H))
+        .collect()
+}
+
+/// The loss of the layer's forward from the oracle's state. Padded rows are outside of it.
+fn loss(twin: &Twin, xs: &Tensor, batch: &Batch, train: bool) -> f64 {
+    reset(twin);
+    let y = to_f64(&forward(&twin.layer, xs, batch.keep.as_ref(), train));
+    let dy = to_f64(&dy_of_kept_rows(batch));
+    y.iter().zip(dy).map(|(y, dy)| y * dy).sum()
+}
+
+fn dy_of_kept_rows(batch: &Batch) -> Tensor {
+    match &batch.keep {
+        None => batch.dy.clone(),
+        Some(keep) => {
+            let keep = keep.to_dtype(batch.dy.dtype()).unwrap();
+            let keep = keep.unsqueeze(keep.rank()).unwrap();
+            batch.dy.broadcast_mul(&keep).unwrap()
+        }
+    }
+}
+
+#[test]
+fn exact_gradients_agree_with_central_differences() {
+    // The larger case is left to autograd: a forward for each element is many.
+    for (seed, case) in CASES[..CASES.len() - 1].iter().enumerate() {
+        for way in Way::ALL {
+            let (twin, batch) = way.twin(case, seed as u64);
+            let train = way.trains();
+            let outcome = run(&twin.layer, &batch, train);
+            let check = |what: &str, actual: &Tensor, expected: Vec<f64>| {
+                let what = format!("{way:?}, {:?}, {what}", case.shape);
+                assert_relative(&what, actual, &expected, 1e-8);
+            };
+            let dx = central_differences(&to_f64(&batch.xs), |x| {
+                loss(&twin, &tensor(x, case.shape, DType::F64), &batch, train)
+            });
+            check("dx", &outcome.dx, dx);
+            check_parameters(&twin, &batch, train, &outcome, check);
+        }
+    }
+}
+
+/// Central differences in weight and bias.
+fn check_parameters(
+    twin: &Twin,
+    batch: &Batch,
+    train: bool,
+    outcome: &Outcome,
+    check: impl Fn(&str, &Tensor, Vec<f64>),
+) {
+    let parameters = [
+        ("weight", twin.layer.weight(), &outcome.dweight),
+        ("bias", twin.layer.bias(), &outcome.dbias),
+    ];
+    for (name, parameter, actual) in parameters {
+        let (Some(parameter), Some(actual)) = (parameter, actual) else {
+            continue;
+        };
+        let at = to_f64(parameter);
+        let parameter = var(&twin.varmap, name);
+        let set = |values: &[f64]| {
+            let values = tensor(values, parameter.dims(), DType::F64);
+            parameter.set(&values).unwrap();
+        };
+        let expected = central_differences(&at, |values| {
+            set(values);
+            loss(twin, &batch.xs, batch, train)
+        });
+        set(&at);
+        check(&format!("d{name}"), actual, expected);
+    }
+}
+
+/// Weight and bias gradients are exact whatever ν is, though the input's is not.
+#[test]
+fn parameter_gradients_are_exact_under_running_statistics() {
+    for (seed, case) in CASES[..CASES.len() - 1].iter().enumerate() {
+        let way = Way::RunningWithoutCorrection;
+        let (mut twin, batch) = way.twin(case, 100 + seed as u64);
+        let size = twin.oracle.nu.len();
+        twin.oracle.nu = Data::new(seed as u64).uniform(size, -0.5, 0.5);
+        reset(&twin);
+        let outcome = run(&twin.layer, &batch, true);
+        check_parameters(&twin, &batch, true, &outcome, |what, actual, expected| {
+            assert_relative(
+                &format!("{:?}, {what}", case.shape),
+                actual,
+                &expected,
+                1e-8,
+            );
+        });
+    }
+}
+
+#[test]
+fn exact_gradients_agree_with_autograd() {
+    for (seed, case) in CASES.iter().enumerate() {
+        for way in Way::ALL {
+            let (mut twin, batch) = way.twin(case, seed as u64);
+            let size = twin.oracle.phi.len();
+            let phi = match way {
+                Way::Batch | Way::WarmUp => None,
+                _ => Some(tensor(&twin.oracle.phi, &[size], DType::F64)),
+            };
+            let xs = Var::from_tensor(&batch.xs).unwrap();
+            let weight = Var::from_tensor(&tensor(&twin.oracle.weight, &[size], DType::F64));
+            let bias = Var::from_tensor(&tensor(&twin.oracle.bias, &[size], DType::F64));
+            let (weight, bias) = (weight.unwrap(), bias.unwrap());
+            let y = composed(
+                &xs,
+                Some((&weight, &bias)),
+                batch.keep.as_ref(),
+                phi.as_ref(),
+                &spec(twin.layer.config()),
+            );
+            let loss = (y.unwrap() * dy_of_kept_rows(&batch)).unwrap();
+            let expected = loss.sum_all().unwrap().backward().unwrap();
+
+            // The oracle says how large the terms are that cancel in these gradients.
+            let (x, mask) = (to_f64(&batch.xs), batch.mask());
+            let pass = match way.trains() {
+                true => twin.oracle.train(&x, mask.as_deref()),
+                false => twin.oracle.evaluate(&x, mask.as_deref()),
+            };
+            let terms = twin.oracle.backward(&pass, &to_f64(&batch.dy));
+
+            let outcome = run(&twin.layer, &batch, way.trains());
+            let rows = x.len() / size;
+            let check = |what: &str, actual: &Option<Tensor>, of: &Var, terms: Quantity| {
+                let Some(actual) = actual else {
+                    return;
+                };
+                let expected = Quantity {
+                    values: to_f64(expected.get(of).unwrap()),
+                    ..terms
+                };
+                let bound = Bound {
+                    out: DType::F64,
+                    sums: DType::F64,
+                    n: rows + size,
+                };
+                let what = format!("{way:?}, {:?}, {what}", case.shape);
+                assert_close(&what, actual, &expected, bound);
+            };
+            check("dx", &Some(outcome.dx), &xs, terms.dx);
+            check("dweight", &outcome.dweight, &weight, terms.dweight);
+            check("dbias", &outcome.dbias, &bias, terms.dbias);
+        }
+    }
+}
+
+#[test]
+fn trajectories_agree_with_the_oracle() {
+    const STEPS: usize = 60;
+    for recipe in [Recipe::Paper, Recipe::Fairseq] {
+        for (seed, case) in CASES.iter().enumerate() {
+            let mut data = Data::new(200 + seed as u64);
+            let size = *case.shape.last().unwrap();
+            let config = PowerNormConfig {
+                recipe,
+                alpha_fwd: 0.8,
+                alpha_bwd: 0.95,
+                warmup_steps: 5,
+                ..Way::RunningWithoutCorrection.config(case)
+            };
+            let mut twin = Twin::new(&mut data, size, config, DType::F64);
+            for step in 0..STEPS {
+                let mut batch = Batch::random(&mut data, case.shape, DType::F64, case.padded);
+                // The scale of the data drifts, so that Γ is not 1.
+                let drift = 1. + 0.5 * (0.3 * step as f64).sin();
+                batch.xs = (batch.xs * drift).unwrap();
+                twin.check(&format!("{recipe:?}, {:?}", case.shape), &batch, true);
+                if step % 10 == 9 {
+                    twin.check("evaluation in between", &batch, false);
+                }
+            }
+        }
+    }
+}
+
+/// Views of a variable as input: the values and the gradient that reaches the variable through the
+/// view are those of a packed copy.
+#[test]
+fn strided_inputs_get_their_gradient() {
+    type View = fn(&Tensor) -> candle::Result<Tensor>;
+    let views: [(&str, &[usize], View); 4] = [
+        ("transposed", &[6, 5], |base| base.t()),
+        ("narrowed columns", &[5, 11], |base| base.narrow(1, 3, 6)),
+        ("narrowed rows", &[9, 6], |base| base.narrow(0, 2, 5)),
+        ("permuted", &[6, 5, 2], |base| base.permute((2, 1, 0))),
+    ];
+    for (seed, (name, base_shape, view)) in views.into_iter().enumerate() {
+        for way in [Way::Batch, Way::Evaluation] {
+            let mut data = Data::new(300 + seed as u64);
+            let len = base_shape.iter().product();
+            let base = tensor(&data.normal(len), base_shape, DType::F64);
+            let base = Var::from_tensor(&base).unwrap();
+            let xs = view(&base).unwrap();
+            let dy = tensor(&data.normal(xs.elem_count()), xs.dims(), DType::F64);
+
+            let case = Case {
+                shape: &[6],
+                groups: Some(2),
+                padded: false,
+                affine: true,
+            };
+            let (twin, _) = way.twin(&case, seed as u64);
+            let packed = Batch {
+                xs: xs.detach().force_contiguous().unwrap(),
+                dy: dy.clone(),
+                keep: None,
+            };
+            let expected = run(&twin.layer, &packed, way.trains());
+            reset(&twin);
+
+            let y = forward(&twin.layer, &xs, None, way.trains());
+            let loss = (&y * &dy).unwrap().sum_all().unwrap();
+            let grads = loss.backward().unwrap();
+            assert_same_bits(&format!("{name}, y"), &y, &expected.y);
+            let dbase = grads.get(&base).unwrap();
+            assert_same_bits(&format!("{name}, dx"), &view(dbase).unwrap(), &expected.dx);
+            let outside = dbase.abs().unwrap().sum_all().unwrap();
+            let inside = expected.dx.abs().unwrap().sum_all().unwrap();
+            assert_relative(
+                &format!("{name}, all of dx"),
+                &outside,
+                &to_f64(&inside),
+                1e-12,
+            );
+        }
+    }
+}
+
+/// A mask, weight and bias that are views count like packed copies of them.
+#[test]
+fn strided_masks_and_parameters_are_read_as_they_lie() {
+    let mut data = Data::new(350);
+    let size = 4;
+    let batch = Batch::random(&mut data, &[2, 3, size], DType::F64, false);
+    let mask = [true, false, true, true, true, false];
+    let parameter = |data: &mut Data| {
+        // The second column of a matrix.
+        let matrix = tensor(&data.normal(3 * size), &[size, 3], DType::F64);
+        matrix.narrow(1, 1, 1).unwrap().squeeze(1).unwrap()
+    };
+    let strided = [parameter(&mut data), parameter(&mut data)];
+    let packed = strided.clone().map(|t| t.force_contiguous().unwrap());
+    let keep = batch.clone().masked(&mask).keep.unwrap();
+    // The same mask, laid out the other way around.
+    let strided_keep = keep.t().unwrap().force_contiguous().unwrap().t().unwrap();
+    assert!(!strided_keep.is_contiguous() && !strided[0].is_contiguous());
+    let [actual, expected] = [(strided, strided_keep), (packed, keep)].map(|(affine, keep)| {
+        let [weight, bias] = affine;
+        let tensors = [
+            ("weight", weight),
+            ("bias", bias),
+            ("running_phi", Tensor::ones(size, DType::F64, &CPU).unwrap()),
+            ("ema_gz", Tensor::zeros(size, DType::F64, &CPU).unwrap()),
+            ("iters", Tensor::zeros(1, DType::I64, &CPU).unwrap()),
+        ];
+        let tensors = tensors.map(|(name, tensor)| (name.to_string(), tensor));
+        let vb = VarBuilder::from_tensors(tensors.into(), DType::F64, &CPU);
+        let layer = power_norm(size, 1e-5, vb).unwrap();
+        let xs = Var::from_tensor(&batch.xs).unwrap();
+        let y = forward(&layer, &xs, Some(&keep), true);
+        let loss = (&y * &batch.dy).unwrap().sum_all().unwrap();
+        let grads = loss.backward().unwrap();
+        [
+            y,
+            grads.get(&xs).unwrap().clone(),
+            layer.running_phi().unwrap(),
+        ]
+    });
+    for (k, name) in ["y", "dx", "ψ²"].into_iter().enumerate() {
+        assert_same_bits(name, &actual[k], &expected[k]);
+    }
+}
+
+/// The output used through a transposition: the gradient comes back through it.
+#[test]
+fn transposed_outputs_get_their_gradient() {
+    let (twin, batch) = Way::Batch.twin(&CASES[1], 400);
+    let expected = run(&twin.layer, &batch, true);
+    reset(&twin);
+    let xs = Var::from_tensor(&batch.xs).unwrap();
+    let y = forward(&twin.layer, &xs, None, true);
+    let loss = (y.t().unwrap() * batch.dy.t().unwrap()).unwrap();
+    let grads = loss.sum_all().unwrap().backward().unwrap();
+    assert_same_bits("dx", grads.get(&xs).unwrap(), &expected.dx);
+}
+
+/// A padded row gets no gradient, and a fully padded batch gives none to anything.
+#[test]
+fn padding_gets_no_gradient() {
+    for way in Way::ALL {
+        let (twin, batch) = way.twin(&CASES[2], 500);
+        let dx = run(&twin.layer, &batch, way.trains()).dx;
+        let dx = dx.flatten_to(1).unwrap();
+        for (row, kept) in batch.mask().unwrap().into_iter().enumerate() {
+            let dx = dx.get(row).unwrap();
+            if kept {
+                assert!(to_f64(&dx).iter().all(|&dx| dx != 0.), "{way:?}, row {row}");
+            } else {
+                assert_zero(&format!("{way:?}, row {row}"), &dx);
+            }
+        }
+        let batch = batch.masked(&[false; 8]);
+        for (name, gradient) in &run(&twin.layer, &batch, way.trains()).tensors()[1..] {
+            assert_zero(&format!("{way:?}, {name}"), gradient);
+        }
+    }
+}

@@ -1,0 +1,510 @@
+//! Construction, refusals, the mode switch and the accessors.
+
+mod common;
+
+use candle::{DType, Device, Module, Result, Shape, Tensor, Var};
+use candle_nn::{ModuleT, VarBuilder, VarMap};
+use candle_powernorm::{power_norm, Error, Mode, PowerNorm, PowerNormConfig, PowerNormT};
+use common::{assert_same_bits, layer, message, state, tensor, to_f64, var, Batch, Data, CPU};
+use std::collections::HashMap;
+
+fn build(size: usize, config: PowerNormConfig, dtype: DType) -> Result<PowerNorm> {
+    power_norm(
+        size,
+        config,
+        VarBuilder::from_varmap(&VarMap::new(), dtype, &CPU),
+    )
+}
+
+/// A layer that has a past: a few steps of training.
+fn trained(size: usize, dtype: DType) -> (PowerNorm, VarMap) {
+    let (layer, varmap) = layer(size, 1e-5.into(), dtype);
+    let mut data = Data::new(1);
+    for _ in 0..3 {
+        common::run(
+            &layer,
+            &Batch::random(&mut data, &[6, size], dtype, false),
+            true,
+        );
+    }
+    (layer, varmap)
+}
+
+fn input(size: usize) -> Tensor {
+    tensor(&Data::new(2).normal(5 * size), &[5, size], DType::F32)
+}
+
+// Construction
+
+#[test]
+fn configurations_out_of_range_are_refused() {
+    let default = PowerNormConfig::default();
+    let refused = |size, config, dtype, text: &str| {
+        assert_eq!(
+            message(build(size, config, dtype)),
+            format!("power_norm: expected {text}")
+        );
+    };
+    refused(0, default, DType::F32, "a size of at least 1, got 0");
+    for (eps, dtype, text) in [
+        (0., DType::F32, "F32, got 0"),
+        (-1e-5, DType::F32, "F32, got -0.00001"),
+        (f64::NAN, DType::F64, "F64, got NaN"),
+        (f64::INFINITY, DType::F64, "F64, got inf"),
+        // Fine in the configuration's dtype, 0 or infinite in the layer's.
+        (1e-60, DType::F32, &format!("F32, got {}", 1e-60)),
+        (
+            2f64.powi(200),
+            DType::BF16,
+            &format!("F32, got {}", 2f64.powi(200)),
+        ),
+    ] {
+        refused(
+            8,
+            eps.into(),
+            dtype,
+            &format!("eps positive and finite in {text}"),
+        );
+    }
+    assert_eq!(
+        build(8, 1e-60.into(), DType::F64).unwrap().config().eps,
+        1e-60
+    );
+    for alpha in [0., 1., -0.1, 1.1, f64::NAN] {
+        let range = format!("between 0 and 1, both excluded, got {alpha}");
+        let fwd = PowerNormConfig {
+            alpha_fwd: alpha,
+            ..default
+        };
+        refused(8, fwd, DType::F32, &format!("alpha_fwd {range}"));
+        let bwd = PowerNormConfig {
+            alpha_bwd: alpha,
+            ..default
+        };
+        refused(8, bwd, DType::F32, &format!("alpha_bwd {range}"));
+    }
+    for groups in [0, 3, 16] {
+        let config = PowerNormConfig {
+            group_scaling: Some(groups),
+            ..default
+        };
+        let text = format!("group_scaling to divide the size 8, got {groups}");
+        refused(8, config, DType::F32, &text);
+    }
+    for dtype in [DType::U8, DType::U32, DType::I64] {
+        let text = format!("a builder of dtype F32, F64, F16 or BF16, got {dtype:?}");
+        refused(8, default, dtype, &text);
+    }
+}
+
+#[test]
+fn refused_configurations_leave_no_variables_behind() {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+    power_norm(8, 0., vb).unwrap_err();
+    assert!(varmap.all_vars().is_empty());
+}
+
+#[test]
+fn buffers_of_another_dtype_are_refused() {
+    for (name, wrong, expected) in [
+        ("running_phi", DType::F16, DType::F32),
+        ("ema_gz", DType::F64, DType::F32),
+        ("iters", DType::F32, DType::I64),
+    ] {
+        let varmap = VarMap::new();
+        let shape = if name == "iters" { 1 } else { 8 };
+        let held = Var::ones(shape, wrong, &CPU).unwrap();
+        varmap.data().lock().unwrap().insert(name.into(), held);
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+        assert_eq!(
+            message(power_norm(8, 1e-5, vb)),
+            format!("power_norm: expected {name} of dtype {expected:?}, got {wrong:?}")
+        );
+    }
+}
+
+#[test]
+fn missing_and_misshapen_tensors_are_refused() {
+    let complete = |size: usize| {
+        let varmap = layer(size, 1e-5.into(), DType::F32).1;
+        let data = varmap.data().lock().unwrap();
+        let tensors = data
+            .iter()
+            .map(|(name, var)| (name.clone(), var.as_detached_tensor()));
+        tensors.collect::<HashMap<_, _>>()
+    };
+    let build = |tensors| power_norm(8, 1e-5, VarBuilder::from_tensors(tensors, DType::F32, &CPU));
+    assert!(build(complete(8)).is_ok());
+    for name in ["weight", "bias", "running_phi", "ema_gz", "iters"] {
+        let mut tensors = complete(8);
+        tensors.remove(name);
+        let text = message(build(tensors));
+        assert!(text.contains(name), "{name} is missing: {text}");
+        let mut tensors = complete(8);
+        tensors.insert(name.into(), Tensor::ones((2, 2), DType::F32, &CPU).unwrap());
+        let text = message(build(tensors));
+        assert!(text.contains(name), "{name} is 2x2: {text}");
+    }
+}
+
+#[test]
+fn fresh_layers_hold_the_documented_tensors() {
+    for (dtype, state_dtype) in [
+        (DType::F32, DType::F32),
+        (DType::F16, DType::F32),
+        (DType::BF16, DType::F32),
+        (DType::F64, DType::F64),
+    ] {
+        let (layer, varmap) = layer(8, 1e-5.into(), dtype);
+        let documented = [
+            ("weight", 8, dtype, 1.),
+            ("bias", 8, dtype, 0.),
+            ("running_phi", 8, state_dtype, 1.),
+            ("ema_gz", 8, state_dtype, 0.),
+            ("iters", 1, DType::I64, 0.),
+        ];
+        assert_eq!(varmap.all_vars().len(), documented.len());
+        for (name, len, dtype, fresh) in documented {
+            let var = var(&varmap, name);
+            assert_eq!((var.dims(), var.dtype()), (&[len][..], dtype), "{name}");
+            assert!(var.device().is_cpu());
+            assert_eq!(to_f64(&var), vec![fresh; len], "{name}");
+        }
+        for (accessor, fresh) in [
+            (layer.running_phi().unwrap(), 1.),
+            (layer.nu().unwrap(), 0.),
+        ] {
+            assert_eq!((accessor.dims(), accessor.dtype()), (&[8][..], state_dtype));
+            assert_eq!(to_f64(&accessor), [fresh; 8]);
+        }
+        assert_eq!(layer.steps().unwrap(), 0);
+        let weight = layer.weight().unwrap();
+        assert_eq!(weight.id(), var(&varmap, "weight").id());
+        assert_eq!(layer.bias().unwrap().id(), var(&varmap, "bias").id());
+    }
+    let config = PowerNormConfig {
+        affine: false,
+        ..1e-5.into()
+    };
+    let (layer, varmap) = layer(8, config, DType::F32);
+    assert!(layer.weight().is_none() && layer.bias().is_none());
+    assert_eq!(varmap.all_vars().len(), 3);
+}
+
+/// The accessors hand out copies of what stands, which later steps do not change.
+#[test]
+fn accessors_follow_the_state() {
+    let (layer, varmap) = trained(8, DType::F32);
+    let (phi, nu) = (layer.running_phi().unwrap(), layer.nu().unwrap());
+    assert_same_bits("ψ²", &phi, &var(&varmap, "running_phi"));
+    let ema_gz = to_f64(&var(&varmap, "ema_gz"));
+    // ν = (1−α_b)·ema_gz, in f32.
+    let share = 1. - layer.config().alpha_bwd;
+    let expected: Vec<f64> = ema_gz.iter().map(|ema_gz| share * ema_gz).collect();
+    common::assert_relative("ν", &nu, &expected, 2f64.powi(-22));
+    assert_eq!(to_f64(&var(&varmap, "iters")), [3.]);
+    let before = (to_f64(&phi), to_f64(&nu));
+    let batch = Batch::random(&mut Data::new(3), &[6, 8], DType::F32, false);
+    common::run(&layer, &batch, true);
+    assert_eq!((to_f64(&phi), to_f64(&nu)), before);
+    assert_ne!(to_f64(&layer.running_phi().unwrap()), before.0);
+    assert_ne!(to_f64(&layer.nu().unwrap()), before.1);
+}
+
+#[test]
+fn the_configuration_is_kept() {
+    let config = PowerNormConfig {
+        alpha_fwd: 0.5,
+        warmup_steps: 7,
+        ..1e-3.into()
+    };
+    assert_eq!(build(8, config, DType::F32).unwrap().config(), &config);
+    let eps_alone = PowerNormConfig {
+        eps: 1e-3,
+        ..PowerNormConfig::default()
+    };
+    assert_eq!(PowerNormConfig::from(1e-3), eps_alone);
+}
+
+#[test]
+fn reset_starts_the_warm_up_again() {
+    let (reset, varmap) = trained(8, DType::F32);
+    reset.reset_running_stats().unwrap();
+    let (fresh, _) = layer(8, 1e-5.into(), DType::F32);
+    assert_eq!(state(&reset), state(&fresh));
+    assert_eq!(to_f64(&var(&varmap, "iters")), [0.]);
+    // The next step is a first one again.
+    let batch = Batch::random(&mut Data::new(3), &[6, 8], DType::F32, false);
+    common::run(&reset, &batch, true);
+    common::run(&fresh, &batch, true);
+    assert_eq!(state(&reset), state(&fresh));
+}
+
+// Refused inputs
+
+/// Both forwards refuse `xs` in both modes with `text`, and the layer is as it was.
+#[track_caller]
+fn refuses(layer: &PowerNorm, xs: &Tensor, text: &str) {
+    let before = state(layer);
+    let keep = Tensor::ones(xs.elem_count() / 8, DType::U8, &CPU).unwrap();
+    for train in [true, false] {
+        assert_eq!(message(layer.forward_t(xs, train)), text);
+        layer.mode().set_training(train);
+        assert_eq!(message(layer.forward(xs)), text);
+        assert_eq!(message(layer.forward_masked(xs, &keep)), text);
+    }
+    assert_eq!(state(layer), before);
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_refused() {
+    let (layer, _) = trained(8, DType::F32);
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &CPU).unwrap();
+    let text = "power_norm: expected an input of rank 1 or more, got a scalar";
+    refuses(&layer, &zeros(&[], DType::F32), text);
+    let text = "power_norm: expected a last dimension of 8, got shape [8, 7]";
+    refuses(&layer, &zeros(&[8, 7], DType::F32), text);
+    let text = "power_norm: expected a last dimension of 8, got shape [16]";
+    refuses(&layer, &zeros(&[16], DType::F32), text);
+    for dtype in [DType::U8, DType::U32, DType::I64] {
+        let text =
+            format!("power_norm: expected an input of dtype F32, F64, F16 or BF16, got {dtype:?}");
+        refuses(&layer, &zeros(&[5, 8], dtype), &text);
+    }
+}
+
+#[test]
+fn parameters_that_do_not_fit_the_input_are_refused() {
+    for (parameters, input) in [
+        (DType::F16, DType::F32),
+        (DType::BF16, DType::F16),
+        (DType::F64, DType::F32),
+        (DType::F16, DType::F64),
+    ] {
+        let (layer, _) = trained(8, parameters);
+        let text = format!(
+            "power_norm: expected weight of dtype {input:?} (as the input) or F32, got {parameters:?}"
+        );
+        refuses(&layer, &Tensor::zeros((5, 8), input, &CPU).unwrap(), &text);
+    }
+    // A bias apart from its weight.
+    let varmap = VarMap::new();
+    let bias = Var::zeros(8, DType::F16, &CPU).unwrap();
+    varmap.data().lock().unwrap().insert("bias".into(), bias);
+    let layer = power_norm(8, 1e-5, VarBuilder::from_varmap(&varmap, DType::F32, &CPU));
+    let text = "power_norm: expected bias of dtype BF16 (as the input) or F32, got F16";
+    refuses(
+        &layer.unwrap(),
+        &Tensor::zeros((5, 8), DType::BF16, &CPU).unwrap(),
+        text,
+    );
+}
+
+#[test]
+fn masks_that_do_not_fit_are_refused() {
+    let (layer, _) = trained(8, DType::F32);
+    let xs = Tensor::zeros((2, 5, 8), DType::F32, &CPU).unwrap();
+    let before = state(&layer);
+    for train in [true, false] {
+        layer.mode().set_training(train);
+        for dtype in [DType::F32, DType::I64, DType::U32] {
+            let keep = Tensor::ones((2, 5), dtype, &CPU).unwrap();
+            let text = format!("power_norm: expected keep of dtype U8, got {dtype:?}");
+            assert_eq!(message(layer.forward_masked(&xs, &keep)), text);
+        }
+        for shape in [&[5, 2][..], &[10], &[2, 5, 1], &[2, 5, 8], &[]] {
+            let keep = Tensor::ones(shape, DType::U8, &CPU).unwrap();
+            let text = format!(
+                "power_norm: expected keep of shape [2, 5] (xs without its last dimension), got {shape:?}"
+            );
+            assert_eq!(message(layer.forward_masked(&xs, &keep)), text);
+        }
+    }
+    assert_eq!(state(&layer), before);
+}
+
+/// No second device is at hand on a CPU, so this one's text is asked of the reason itself.
+#[test]
+fn the_reason_for_a_wrong_device() {
+    let reason = Error::Device {
+        name: "xs",
+        expected: Device::Cpu.location(),
+        got: candle::DeviceLocation::Cuda { gpu_id: 1 },
+    };
+    let text = "power_norm: expected xs on the layer's device Cpu, got Cuda { gpu_id: 1 }";
+    assert_eq!(message::<()>(Err(reason.clone().into())), text);
+    assert_eq!(reason.to_string(), text);
+}
+
+/// The reason can be had back out of candle's error.
+#[test]
+fn reasons_arrive_wrapped() {
+    let (layer, _) = trained(8, DType::F32);
+    let error = layer.forward(&input(7)).unwrap_err();
+    let mut error = &error;
+    while let candle::Error::WithBacktrace { inner, .. } = error {
+        error = inner;
+    }
+    assert!(matches!(error, candle::Error::Wrapped(_)), "{error:?}");
+    let reason = Error::LastDim {
+        size: 8,
+        got: Shape::from((5, 7)),
+    };
+    assert_eq!(error.to_string(), reason.to_string());
+}
+
+// Mode
+
+#[test]
+fn a_mode_is_shared_by_its_clones() {
+    let mode = Mode::train();
+    let shared = mode.clone();
+    assert!(mode.is_training() && !Mode::eval().is_training());
+    shared.set_training(false);
+    assert!(!mode.is_training());
+    mode.set_training(true);
+    assert!(shared.is_training());
+}
+
+#[test]
+fn an_eval_scope_restores_what_stood_before() {
+    for before in [true, false] {
+        let mode = Mode::train();
+        mode.set_training(before);
+        {
+            let _outer = mode.eval_scope();
+            assert!(!mode.is_training());
+            {
+                let _inner = mode.eval_scope();
+                assert!(!mode.is_training());
+            }
+            assert!(
+                !mode.is_training(),
+                "the inner scope restores the outer one's"
+            );
+        }
+        assert_eq!(mode.is_training(), before);
+    }
+}
+
+#[test]
+fn an_eval_scope_ends_with_a_panic_too() {
+    let mode = Mode::train();
+    let shared = mode.clone();
+    let panicked = std::panic::catch_unwind(move || {
+        let _guard = shared.eval_scope();
+        panic!("on purpose");
+    });
+    assert!(panicked.is_err() && mode.is_training());
+}
+
+#[test]
+fn one_mode_switches_every_layer_that_follows_it() {
+    let mode = Mode::eval();
+    let [a, b] = [8, 8].map(|size| layer(size, 1e-5.into(), DType::F32).0.with_mode(&mode));
+    let count = || (a.steps().unwrap(), b.steps().unwrap());
+    let forward = || {
+        let keep = Tensor::ones(5, DType::U8, &CPU).unwrap();
+        a.forward_masked(&b.forward(&input(8)).unwrap(), &keep)
+            .unwrap();
+        count()
+    };
+    assert_eq!(forward(), (0, 0));
+    mode.set_training(true);
+    assert!(a.mode().is_training() && b.mode().is_training());
+    assert_eq!(forward(), (1, 1));
+    {
+        let _guard = mode.eval_scope();
+        assert_eq!(forward(), (1, 1));
+    }
+    assert_eq!(forward(), (2, 2));
+}
+
+#[test]
+fn layers_start_as_their_tensors_suggest() {
+    let (trainable, varmap) = layer(8, 1e-5.into(), DType::F32);
+    assert!(trainable.mode().is_training());
+    let file = tempfile::NamedTempFile::new().unwrap();
+    varmap.save(file.path()).unwrap();
+    let bytes = std::fs::read(file.path()).unwrap();
+    let vb = VarBuilder::from_buffered_safetensors(bytes, DType::F32, &CPU).unwrap();
+    let frozen = power_norm(8, 1e-5, vb).unwrap();
+    assert!(!frozen.mode().is_training());
+    frozen.forward(&input(8)).unwrap();
+    assert_eq!(frozen.steps().unwrap(), 0);
+}
+
+#[test]
+fn forward_t_does_not_ask_the_mode() {
+    let (layer, _) = layer(8, 1e-5.into(), DType::F32);
+    for (training, train, steps) in [
+        (false, true, 1),
+        (true, false, 1),
+        (true, true, 2),
+        (false, false, 2),
+    ] {
+        layer.mode().set_training(training);
+        layer.forward_t(&input(8), train).unwrap();
+        assert_eq!(
+            layer.steps().unwrap(),
+            steps,
+            "mode {training}, train {train}"
+        );
+        assert_eq!(layer.mode().is_training(), training);
+    }
+}
+
+/// What generic code calls.
+fn generic(layer: &impl ModuleT, xs: &Tensor, train: bool) -> Tensor {
+    layer.forward_t(xs, train).unwrap()
+}
+
+#[test]
+fn the_newtype_honours_train_in_generic_code() {
+    let (layer, _) = layer(8, 1e-5.into(), DType::F32);
+    let honours = PowerNormT(layer.clone());
+    for training in [true, false] {
+        layer.mode().set_training(training);
+        let before = layer.steps().unwrap();
+        let y = generic(&honours, &input(8), false);
+        assert_eq!(layer.steps().unwrap(), before);
+        assert_same_bits("y", &y, &layer.forward_t(&input(8), false).unwrap());
+        generic(&honours, &input(8), true);
+        assert_eq!(layer.steps().unwrap(), before + 1);
+    }
+    // Why it exists: the layer itself follows its mode there.
+    layer.mode().set_training(false);
+    let before = layer.steps().unwrap();
+    generic(&layer, &input(8), true);
+    assert_eq!(layer.steps().unwrap(), before);
+}
+
+#[test]
+fn clones_share_parameters_state_and_mode() {
+    let (layer, varmap) = layer(8, 1e-5.into(), DType::F32);
+    let clone = layer.clone();
+    clone.mode().set_training(false);
+    assert!(!layer.mode().is_training());
+    clone.forward_t(&input(8), true).unwrap();
+    assert_eq!(layer.steps().unwrap(), 1);
+    assert_eq!(state(&layer), state(&clone));
+    let weight = tensor(&Data::new(4).normal(8), &[8], DType::F32);
+    var(&varmap, "weight").set(&weight).unwrap();
+    assert_same_bits("weight", clone.weight().unwrap(), &weight);
+    let y = layer.forward_t(&input(8), false).unwrap();
+    assert_same_bits("y", &clone.forward_t(&input(8), false).unwrap(), &y);
+    // `with_mode` parts the modes, and nothing else.
+    let parted = clone.with_mode(&Mode::train());
+    parted.forward(&input(8)).unwrap();
+    assert!(!layer.mode().is_training());
+    assert_eq!(layer.steps().unwrap(), 2);
+}
+
+#[test]
+fn layers_are_send_and_sync() {
+    fn check<T: Send + Sync + Clone + std::fmt::Debug>() {}
+    check::<PowerNorm>();
+    check::<PowerNormT>();
+    check::<Mode>();
+}

@@ -1,0 +1,333 @@
+//! Every dtype and shape against the `f64` oracle, which sees what the layer sees: inputs and
+//! parameters after rounding. And the same bits from run to run, whatever the number of threads.
+
+mod common;
+
+use candle::{DType, Tensor};
+use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe};
+use common::reference::Quantity;
+use common::{
+    assert_close, assert_finite, assert_same_bits, assert_zero, bits, forward, layer, precision,
+    run, state, tensor, to_f64, Batch, Bound, Data, Outcome, Twin,
+};
+
+/// Dtypes of the input and of the builder, whose parameters are in that dtype.
+const DTYPES: [(DType, DType); 7] = [
+    (DType::F32, DType::F32),
+    (DType::F16, DType::F16),
+    (DType::F16, DType::F32),
+    (DType::BF16, DType::BF16),
+    (DType::BF16, DType::F32),
+    (DType::F64, DType::F64),
+    (DType::F64, DType::F32),
+];
+
+/// Steps of a trajectory: one by the batch's statistic, one by the running one, with ν in use.
+const STEPS: usize = 2;
+
+fn config(groups: Option<usize>) -> PowerNormConfig {
+    PowerNormConfig {
+        warmup_steps: 1,
+        group_scaling: groups,
+        ..1e-5.into()
+    }
+}
+
+/// Follows a layer through training and an evaluation.
+fn follow(data: &mut Data, config: PowerNormConfig, shape: &[usize], padded: bool) {
+    for (input, builder) in DTYPES {
+        let size = *shape.last().unwrap();
+        let mut twin = Twin::new(data, size, config, builder);
+        let what = format!(
+            "{input:?} with {builder:?} parameters, {shape:?}, groups {:?}, padded {padded}",
+            config.group_scaling
+        );
+        for _ in 0..STEPS {
+            twin.check(&what, &Batch::random(data, shape, input, padded), true);
+        }
+        let batch = Batch::random(data, shape, input, padded);
+        twin.check(&format!("{what}, evaluation"), &batch, false);
+    }
+}
+
+#[test]
+fn every_width_and_height() {
+    let mut data = Data::new(1);
+    for (i, cols) in [1, 31, 32, 33, 130, 512, 760].into_iter().enumerate() {
+        let groups = if cols % 10 == 0 { 10 } else { 1 };
+        for rows in [1, 2, 37] {
+            follow(&mut data, config(None), &[rows, cols], rows == 37);
+            follow(&mut data, config(Some(groups)), &[rows, cols], rows != 37);
+        }
+        // The oracle takes its time: one of each pair.
+        let groups = (i % 2 == 0).then_some(groups);
+        follow(&mut data, config(groups), &[1000, cols], i % 3 == 0);
+    }
+}
+
+/// Rows are worked on in pieces: heights on either side of what may be a cut, for wide and narrow rows.
+#[test]
+fn heights_around_a_cut() {
+    let mut data = Data::new(10);
+    for cols in [512, 33] {
+        for rows in (1 << 16) / cols - 5..(1 << 16) / cols + 6 {
+            let padded = rows % 2 == 0;
+            let mut twin = Twin::new(&mut data, cols, config(Some(1)), DType::F32);
+            for _ in 0..2 {
+                let batch = Batch::random(&mut data, &[rows, cols], DType::F32, padded);
+                twin.check(&format!("{rows}x{cols}"), &batch, true);
+            }
+        }
+    }
+}
+
+/// A batch too large for the oracle, made of copies of a small one. Copies do not change the means:
+/// each copy fares as the small batch alone, and the parameters' gradients add up.
+#[test]
+fn a_tiled_batch_is_its_tile_many_times() {
+    const TILES: usize = 65;
+    let (rows, cols) = (129, 2048);
+    let twin = |data: &mut Data| Twin::new(data, cols, config(Some(8)), DType::F32);
+    let (mut small, mut large) = (twin(&mut Data::new(11)), twin(&mut Data::new(11)));
+    let mut data = Data::new(12);
+    for step in 1..=2 {
+        let tile = Batch::random(&mut data, &[rows, cols], DType::F32, false);
+        let repeat = |t: &Tensor| t.repeat((TILES, 1)).unwrap();
+        let tiled = Batch {
+            xs: repeat(&tile.xs),
+            dy: repeat(&tile.dy),
+            keep: None,
+        };
+        let outcome = run(&large.layer, &tiled, true);
+        let expected = run(&small.layer, &tile, true);
+        // For the size of the terms that cancel.
+        let pass = small.oracle.train(&to_f64(&tile.xs), None);
+        let terms = small.oracle.backward(&pass, &to_f64(&tile.dy));
+        let bound = Bound {
+            out: DType::F32,
+            sums: DType::F32,
+            n: step * (TILES * rows + cols),
+        };
+        let (u, n) = (precision(DType::F32).0, bound.n as f64);
+        let tiles = [
+            ("y", outcome.y, expected.y, pass.y.magnitude),
+            ("dx", outcome.dx, expected.dx, terms.dx.magnitude),
+        ];
+        for (name, actual, expected, magnitude) in tiles {
+            let actual = actual.reshape((TILES, rows, cols)).unwrap();
+            let worst = actual.broadcast_sub(&expected).unwrap().abs().unwrap();
+            let worst = to_f64(&worst.flatten_all().unwrap().max(0).unwrap())[0];
+            let allowed = (1. + 8. * n.sqrt()) * u * magnitude;
+            assert!(
+                worst <= allowed,
+                "{name}, step {step}: off by {worst}, not {allowed}"
+            );
+        }
+        let sums = [
+            ("dweight", outcome.dweight, expected.dweight, terms.dweight),
+            ("dbias", outcome.dbias, expected.dbias, terms.dbias),
+        ];
+        for (name, actual, expected, terms) in sums {
+            let values = to_f64(&expected.unwrap());
+            let expected = Quantity {
+                values: values.iter().map(|sum| sum * TILES as f64).collect(),
+                magnitude: terms.magnitude * TILES as f64,
+            };
+            assert_close(name, &actual.unwrap(), &expected, bound);
+        }
+        large.oracle = small.oracle.clone();
+        large.check_state("tiled", bound);
+    }
+}
+
+#[test]
+fn every_rank() {
+    let mut data = Data::new(2);
+    for shape in [
+        &[48][..],
+        &[5, 48],
+        &[2, 3, 48],
+        &[2, 2, 3, 48],
+        &[1, 2, 1, 3, 48],
+    ] {
+        for padded in [false, true] {
+            follow(&mut data, config(Some(4)), shape, padded);
+        }
+    }
+}
+
+#[test]
+fn the_released_recipe() {
+    let mut data = Data::new(3);
+    for (groups, padded) in [(None, true), (Some(1), false), (Some(13), true)] {
+        let config = PowerNormConfig {
+            recipe: Recipe::Fairseq,
+            ..config(groups)
+        };
+        follow(&mut data, config, &[150, 130], padded);
+    }
+}
+
+#[test]
+fn no_parameters() {
+    let mut data = Data::new(4);
+    for groups in [None, Some(3)] {
+        let config = PowerNormConfig {
+            affine: false,
+            ..config(groups)
+        };
+        follow(&mut data, config, &[40, 33], true);
+    }
+}
+
+/// Squares of 1e4 exceed what `f16` holds, sums of them all the more.
+#[test]
+fn large_half_precision_inputs_do_not_overflow() {
+    let mut data = Data::new(5);
+    for (builder, groups) in [
+        (DType::F16, None),
+        (DType::F16, Some(3)),
+        (DType::F32, None),
+        (DType::F32, Some(1)),
+    ] {
+        let mut twin = Twin::new(&mut data, 33, config(groups), builder);
+        for _ in 0..STEPS {
+            let mut batch = Batch::random(&mut data, &[300, 33], DType::F16, false);
+            let x: Vec<f64> = to_f64(&batch.xs)
+                .iter()
+                .map(|x| (1e4 * x).clamp(-6e4, 6e4))
+                .collect();
+            batch.xs = tensor(&x, &[300, 33], DType::F16);
+            // Gradients of the size that loss scaling gives them, or they would vanish in `f16`.
+            batch.dy = (batch.dy * 64.).unwrap();
+            twin.check(&format!("{builder:?}, {groups:?}"), &batch, true);
+        }
+        assert_finite("ψ²", &twin.layer.running_phi().unwrap());
+    }
+}
+
+/// Without a kept row a training forward is an evaluation, and nothing moves.
+#[test]
+fn fully_padded_batches_are_evaluated() {
+    let mut data = Data::new(6);
+    for (input, builder) in DTYPES {
+        let twin = Twin::new(&mut data, 12, config(Some(2)), builder);
+        for _ in 0..2 {
+            run(
+                &twin.layer,
+                &Batch::random(&mut data, &[9, 12], input, false),
+                true,
+            );
+        }
+        let before = state(&twin.layer);
+        let batch = Batch::random(&mut data, &[9, 12], input, false);
+        let evaluated = forward(&twin.layer, &batch.xs, None, false);
+        let outcome = run(&twin.layer, &batch.masked(&[false; 9]), true);
+        assert_same_bits("y", &outcome.y, &evaluated);
+        for (name, gradient) in &outcome.tensors()[1..] {
+            assert_zero(name, gradient);
+        }
+        assert_eq!(state(&twin.layer), before, "{input:?}");
+    }
+}
+
+#[test]
+fn empty_batches_pass_through() {
+    let mut data = Data::new(7);
+    for recipe in [Recipe::Paper, Recipe::Fairseq] {
+        let config = PowerNormConfig {
+            recipe,
+            ..config(Some(1))
+        };
+        for (input, builder) in DTYPES {
+            let (layer, _) = layer(7, config, builder);
+            run(
+                &layer,
+                &Batch::random(&mut data, &[4, 7], input, false),
+                true,
+            );
+            let before = state(&layer);
+            for (shape, train) in [(&[0, 7][..], true), (&[2, 0, 7], true), (&[0, 7], false)] {
+                for padded in [false, true] {
+                    let batch = Batch::random(&mut data, shape, input, padded);
+                    let y = forward(&layer, &batch.xs, batch.keep.as_ref(), train);
+                    assert_eq!((y.dims(), y.dtype()), (shape, input));
+                    let grads = y.backward().unwrap();
+                    for parameter in [layer.weight().unwrap(), layer.bias().unwrap()] {
+                        assert_zero("gradient", grads.get(parameter).unwrap());
+                    }
+                    assert_eq!(state(&layer), before, "{shape:?}, train: {train}");
+                }
+            }
+        }
+    }
+}
+
+/// A few steps of a fresh layer, and the state they leave.
+fn trajectory(builder: DType, batches: &[Batch], threads: usize) -> (PowerNorm, Vec<Outcome>) {
+    let size = batches[0].xs.dims()[1];
+    let config = config(Some(1));
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.unwrap().install(|| {
+        let twin = Twin::new(&mut Data::new(8), size, config, builder);
+        let outcomes = batches.iter().map(|batch| run(&twin.layer, batch, true));
+        let outcomes = outcomes.collect();
+        (twin.layer, outcomes)
+    })
+}
+
+/// Shapes that no single thread would be given whole: many rows, and many narrow rows.
+#[test]
+fn the_same_bits_on_any_number_of_threads() {
+    let mut data = Data::new(9);
+    for shape in [[4096, 512], [70_000, 3]] {
+        let padded: Vec<_> = (0..2)
+            .map(|step| Batch::random(&mut data, &shape, DType::F64, step == 1))
+            .collect();
+        for (input, builder) in DTYPES
+            .into_iter()
+            .filter(|(input, builder)| input == builder)
+        {
+            let cast = |t: &Tensor| t.to_dtype(input).unwrap();
+            let batches: Vec<_> = padded
+                .iter()
+                .map(|batch| Batch {
+                    xs: cast(&batch.xs),
+                    dy: cast(&batch.dy),
+                    keep: batch.keep.clone(),
+                })
+                .collect();
+            let (first, expected) = trajectory(builder, &batches, 1);
+            assert!(bits(&expected[1].dx).iter().any(|&bits| bits != 0));
+            // Once more the same, then with more threads than this machine may have.
+            for threads in [1, 2, 5] {
+                let (layer, outcomes) = trajectory(builder, &batches, threads);
+                for (outcome, expected) in outcomes.iter().zip(&expected) {
+                    for ((name, a), (_, b)) in outcome.tensors().into_iter().zip(expected.tensors())
+                    {
+                        let what = format!("{input:?}, {shape:?}, {threads} threads, {name}");
+                        assert_same_bits(&what, a, b);
+                    }
+                }
+                assert_eq!(state(&layer), state(&first), "{input:?}, {threads} threads");
+            }
+        }
+    }
+}
+
+/// Every level of vector instructions that this processor has, each in a process of its own: a process
+/// chooses once.
+#[test]
+fn every_simd_level() {
+    let tests = ["every_rank", "heights_around_a_cut", "the_released_recipe"];
+    for level in ["scalar", "avx2"] {
+        let run = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(tests)
+            .env("CANDLE_POWERNORM_SIMD", level)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&run.stdout);
+        assert!(run.status.success(), "{level}: {text}");
+        assert!(text.contains("3 passed"), "{level}: {text}");
+    }
+}

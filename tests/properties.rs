@@ -1,0 +1,343 @@
+//! The paper's theory and the layer's promises, as properties of random cases, in `f64`.
+
+mod common;
+
+use candle::{DType, Tensor};
+use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use common::reference::Quantity;
+use common::{
+    assert_close, assert_zero, layer, precision, run, state, tensor, to_f64, Batch, Bound, Data,
+    Outcome, Twin,
+};
+use proptest::prelude::*;
+
+/// Few cases, since each runs a layer; a failure prints its case, which needs no file to remember it.
+fn cases(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
+/// 8·√n·u, of `f64` sums.
+fn rounding(n: usize) -> f64 {
+    8. * (n as f64).sqrt() * precision(DType::F64).0
+}
+
+/// The column `c` of a matrix of `size` columns.
+fn column(values: &[f64], size: usize, c: usize) -> Vec<f64> {
+    values.iter().skip(c).step_by(size).copied().collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn pn_v(eps: f64) -> PowerNormConfig {
+    PowerNormConfig {
+        statistics: Statistics::Batch,
+        group_scaling: None,
+        ..eps.into()
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(64))]
+
+    /// Lemma 2: ‖∂L/∂X‖² = (1/ψ_B²) (‖g‖² − ⟨g, X̂/√n⟩²) a channel, with g = γ ∂L/∂Y.
+    ///
+    /// With ε, from ∂L/∂X = (g − Λ X̂)/D, nΛ = ⟨g, X̂⟩ and nΓ = ‖X̂‖²:
+    /// D² ‖∂L/∂X‖² = ‖g‖² − 2Λ·nΛ + Λ²·nΓ = ‖g‖² − nΛ² (2 − Γ),
+    /// where nΛ² = ⟨g, X̂/√n⟩², and Γ = ψ_B²/D² is the lemma's 1 as ε goes to 0.
+    #[test]
+    fn lemma_2(seed: u64, rows in 1..40usize, size in 1..12usize, log_eps in -12.0..0.0) {
+        let eps = 10f64.powf(log_eps);
+        let mut data = Data::new(seed);
+        let twin = Twin::new(&mut data, size, pn_v(eps), DType::F64);
+        let batch = Batch::random(&mut data, &[rows, size], DType::F64, false);
+        let dx = to_f64(&run(&twin.layer, &batch, true).dx);
+        let (x, dy) = (to_f64(&batch.xs), to_f64(&batch.dy));
+        for c in 0..size {
+            let [x, dy, dx] = [&x, &dy, &dx].map(|values| column(values, size, c));
+            let n = rows as f64;
+            let square = dot(&x, &x) / n + eps;
+            let x_hat: Vec<f64> = x.iter().map(|x| x / square.sqrt()).collect();
+            let g: Vec<f64> = dy.iter().map(|dy| twin.oracle.weight[c] * dy).collect();
+            let (lambda, gamma) = (dot(&g, &x_hat) / n, dot(&x_hat, &x_hat) / n);
+            let (norm, part) = (dot(&g, &g), n * lambda * lambda);
+            let expected = norm - part * (2. - gamma);
+            let actual = square * dot(&dx, &dx);
+            // Each element of dx·D errs by at most δ times its terms |g| + (|Λ| + Λ')|X̂|, where Λ' is
+            // the root of the sum of squares behind Λ, and n Λ'² ≤ ‖g‖². By Cauchy-Schwarz nΛ² ≤ ‖g‖²
+            // too, so that the squares of the terms add up to less than 12 ‖g‖², and the sum of
+            // squares errs by twice δ times that.
+            let error = 24. * rounding(rows) * norm;
+            prop_assert!((actual - expected).abs() <= error,
+                "channel {c}: {actual} is not {expected}");
+            // Hence the gradient is no longer than the one that reaches X̂.
+            prop_assert!(actual <= norm + error);
+        }
+    }
+
+    /// PN-V does not see a positive factor on a channel: Y stays, and ∂L/∂X is divided by it.
+    ///
+    /// Up to ε: a factor s turns D into s·sqrt(ψ_B² + ε/s²), so that X̂ changes by the relative
+    /// δ = |sqrt((ψ_B² + ε)/(ψ_B² + ε/s²)) − 1| ≤ ε |1 − 1/s²| / 2 min(..), and in
+    /// s ∂L/∂X = (g − Λ X̂) s/D that factor enters 3 times (Λ, X̂, 1/D).
+    #[test]
+    fn pn_v_is_invariant_to_the_scale_of_a_channel(
+        seed: u64, rows in 2..30usize, size in 1..10usize, log_scale in -3.0..3.0,
+    ) {
+        let eps = 1e-10;
+        let mut data = Data::new(seed);
+        let twin = Twin::new(&mut data, size, pn_v(eps), DType::F64);
+        let batch = Batch::random(&mut data, &[rows, size], DType::F64, false);
+        let channel = seed as usize % size;
+        let scale = 10f64.powf(log_scale);
+        let factor = |k: usize| if k % size == channel { scale } else { 1. };
+        let x = to_f64(&batch.xs);
+        let scaled: Vec<f64> = (0..x.len()).map(|k| factor(k) * x[k]).collect();
+        let scaled = Batch { xs: tensor(&scaled, batch.xs.dims(), DType::F64), ..batch.clone() };
+        let (plain, scaled) = (run(&twin.layer, &batch, true), run(&twin.layer, &scaled, true));
+
+        let x = column(&x, size, channel);
+        let square = dot(&x, &x) / rows as f64;
+        let delta = eps * (1. - scale.powi(-2)).abs() / 2. / square;
+        let allowed = 3.1 * delta + 2. * rounding(rows);
+        let mut oracle = twin.oracle.clone();
+        let pass = oracle.train(&to_f64(&batch.xs), None);
+        let terms = oracle.backward(&pass, &to_f64(&batch.dy));
+        let pairs = [
+            ("y", &plain.y, &scaled.y, pass.y.magnitude, false),
+            ("dx", &plain.dx, &scaled.dx, terms.dx.magnitude, true),
+        ];
+        for (name, plain, scaled, magnitude, divided) in pairs {
+            let (plain, scaled) = (to_f64(plain), to_f64(scaled));
+            for k in 0..plain.len() {
+                let scaled = if divided { factor(k) * scaled[k] } else { scaled[k] };
+                prop_assert!((scaled - plain[k]).abs() <= allowed * magnitude,
+                    "{name}[{k}]: {scaled} is not {}", plain[k]);
+            }
+        }
+    }
+}
+
+/// Γ and Λ of the coming step, a channel, from the state that stands and the equations.
+fn gamma_lambda(twin: &Twin, batch: &Batch) -> Vec<(f64, f64)> {
+    let size = twin.oracle.weight.len();
+    let (x, dy) = (to_f64(&batch.xs), to_f64(&batch.dy));
+    let phi = to_f64(&twin.layer.running_phi().unwrap());
+    (0..size)
+        .map(|c| {
+            let (x, dy) = (column(&x, size, c), column(&dy, size, c));
+            let square = phi[c] + twin.oracle.spec.eps;
+            let n = x.len() as f64;
+            let gamma = dot(&x, &x) / n / square;
+            let lambda = twin.oracle.weight[c] * dot(&dy, &x) / n / square.sqrt();
+            (gamma, lambda)
+        })
+        .collect()
+}
+
+/// A batch whose entries lie between `low` and `high` in size.
+fn bounded_batch(data: &mut Data, rows: usize, size: usize, low: f64, high: f64) -> Batch {
+    let signs = data.normal(rows * size);
+    let mut x = data.uniform(rows * size, low, high);
+    x.iter_mut()
+        .zip(signs)
+        .for_each(|(x, sign)| *x = x.copysign(sign));
+    Batch {
+        xs: tensor(&x, &[rows, size], DType::F64),
+        dy: tensor(&data.normal(rows * size), &[rows, size], DType::F64),
+        keep: None,
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(12))]
+
+    /// Theorem 4: ν stays bounded where Assumption 10 holds, 0 < c ≤ Γ < 1/(1−α_b).
+    ///
+    /// There |ν'| ≤ (1−(1−α_b)Γ)|ν| + (1−α_b)|Λ| ≤ (1−(1−α_b)c)|ν| + (1−α_b) max|Λ|, which keeps
+    /// |ν| ≤ max|Λ|/c once it holds, and it holds at ν = 0.
+    #[test]
+    fn theorem_4(
+        seed: u64, rows in 1..20usize, size in 1..6usize, alpha_bwd in 0.7..0.99f64, eps in 1e-8..1e-2f64,
+    ) {
+        let mut data = Data::new(seed);
+        let config = PowerNormConfig {
+            warmup_steps: 0, group_scaling: None, alpha_bwd, ..eps.into()
+        };
+        let mut twin = Twin::new(&mut data, size, config, DType::F64);
+        let (mut min_gamma, mut max_lambda) = (f64::INFINITY, 0f64);
+        // With ψ² starting at 1 and ψ_B² in [0.64, 1.5625], so is ψ², and Γ < 2.45 < 1/(1−0.7).
+        for _ in 0..100 {
+            let batch = bounded_batch(&mut data, rows, size, 0.8, 1.25);
+            for (gamma, lambda) in gamma_lambda(&twin, &batch) {
+                prop_assert!(gamma < 1. / (1. - alpha_bwd), "Assumption 10 does not hold");
+                min_gamma = min_gamma.min(gamma);
+                max_lambda = max_lambda.max(lambda.abs());
+            }
+            // The oracle has no guard to hide behind here: inside the assumption it is Eq. 13.
+            twin.check("inside Assumption 10", &batch, true);
+            let nu = to_f64(&twin.layer.nu().unwrap());
+            let largest = nu.iter().fold(0f64, |max, nu| max.max(nu.abs()));
+            prop_assert!(largest > 0.);
+            prop_assert!(largest <= max_lambda / min_gamma * (1. + 1e-12));
+        }
+    }
+
+    /// Outside Assumption 10 the guard keeps ν bounded, where the released recipe's ν diverges.
+    ///
+    /// With Γ ≥ c the guarded factor is at most 1 − min(1, (1−α_b)c), so that
+    /// |ν| ≤ (1−α_b) max|Λ| / min(1, (1−α_b)c).
+    #[test]
+    fn the_guard_holds_outside_assumption_10(
+        seed: u64, rows in 1..20usize, size in 1..6usize, alpha_bwd in 0.5..0.95f64, far in 1.5..100f64,
+    ) {
+        // ψ² hardly moves from 1, so that Γ stays at ψ_B², this far beyond twice the assumption's
+        // limit: each unguarded step multiplies ν by less than −2.
+        let amplitude = (2. * far / (1. - alpha_bwd)).sqrt();
+        let config = |recipe| PowerNormConfig {
+            warmup_steps: 0, group_scaling: None, alpha_bwd, alpha_fwd: 1. - 1e-9, recipe,
+            ..1e-5.into()
+        };
+        let mut twin = Twin::new(&mut Data::new(seed), size, config(Recipe::Paper), DType::F64);
+        let released = Twin::new(&mut Data::new(seed), size, config(Recipe::Fairseq), DType::F64);
+        let share = 1. - alpha_bwd;
+        let mut max_lambda = 0f64;
+        let mut data = Data::new(!seed);
+        for _ in 0..300 {
+            let batch = bounded_batch(&mut data, rows, size, amplitude, 1.1 * amplitude);
+            for (gamma, lambda) in gamma_lambda(&twin, &batch) {
+                prop_assert!(share * gamma > 2., "not that far outside: Γ = {gamma}");
+                max_lambda = max_lambda.max(lambda.abs());
+            }
+            twin.check("outside Assumption 10", &batch, true);
+            run(&released.layer, &batch, true);
+            for nu in to_f64(&twin.layer.nu().unwrap()) {
+                prop_assert!(nu.abs() <= share * max_lambda * (1. + 1e-12));
+            }
+        }
+        for nu in to_f64(&released.layer.nu().unwrap()) {
+            prop_assert!(nu.is_nan() || nu.abs() > 2f64.powi(250), "the unguarded ν is only {nu}");
+        }
+    }
+}
+
+/// The rows of `values` (`[rows, ..]`) that `mask` keeps.
+fn gather(values: &Tensor, mask: &[bool]) -> Tensor {
+    let kept: Vec<u32> = (0..)
+        .zip(mask)
+        .filter(|(_, &keep)| keep)
+        .map(|(row, _)| row)
+        .collect();
+    let kept = Tensor::from_vec(kept.clone(), kept.len(), &common::CPU).unwrap();
+    values.index_select(&kept, 0).unwrap()
+}
+
+/// `batch` with NaN and infinities wherever it is padded, in the input and the upstream gradient.
+fn fill_padding(batch: &Batch, mask: &[bool], size: usize) -> Batch {
+    let garbage = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
+    let fill = |of: &Tensor| {
+        let mut values = to_f64(of);
+        for (k, value) in values.iter_mut().enumerate() {
+            if !mask[k / size] {
+                *value = garbage[k % garbage.len()];
+            }
+        }
+        tensor(&values, of.dims(), of.dtype())
+    };
+    Batch {
+        xs: fill(&batch.xs),
+        dy: fill(&batch.dy),
+        keep: batch.keep.clone(),
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(48))]
+
+    /// Padding is outside the layer, whatever it holds: gathering the kept rows, running the layer
+    /// and scattering the results back is the same, but for the order of the sums.
+    #[test]
+    fn a_mask_is_gather_and_scatter(
+        seed: u64, rows in 1..60usize, size in 1..20usize, grouped: bool, warmup_steps in 0..3usize,
+    ) {
+        let config = PowerNormConfig {
+            warmup_steps, group_scaling: grouped.then_some(1), ..1e-5.into()
+        };
+        let masked = Twin::new(&mut Data::new(seed), size, config, DType::F64);
+        let mut gathered = Twin::new(&mut Data::new(seed), size, config, DType::F64);
+        let mut data = Data::new(!seed);
+        for train in [true, true, true, false] {
+            let mask: Vec<bool> = data.normal(rows).iter().map(|&z| z > 0.).collect();
+            let batch = Batch::random(&mut data, &[rows, size], DType::F64, false);
+            let kept = Batch {
+                xs: gather(&batch.xs, &mask),
+                dy: gather(&batch.dy, &mask),
+                keep: None,
+            };
+            let padded = fill_padding(&batch, &mask, size).masked(&mask);
+            let before = state(&masked.layer);
+            let actual = run(&masked.layer, &padded, train);
+            let padding: Vec<bool> = mask.iter().map(|keep| !keep).collect();
+            let lost = gather(&actual.dx, &padding);
+            assert_zero("dx of the padding", &lost);
+            if !mask.contains(&true) {
+                for (name, gradient) in &actual.tensors()[2..] {
+                    assert_zero(name, gradient);
+                }
+                prop_assert_eq!(state(&masked.layer), before);
+                continue;
+            }
+            let expected = run(&gathered.layer, &kept, train);
+            let x = to_f64(&kept.xs);
+            let pass = if train {
+                gathered.oracle.train(&x, None)
+            } else {
+                gathered.oracle.evaluate(&x, None)
+            };
+            let terms = gathered.oracle.backward(&pass, &to_f64(&kept.dy));
+            let bound = Bound { out: DType::F64, sums: DType::F64, n: 4 * (rows + size) };
+            let close = |name: &str, actual: &Tensor, expected: &Tensor, terms: Quantity| {
+                assert_close(name, actual, &Quantity { values: to_f64(expected), ..terms }, bound);
+            };
+            let Outcome { y, dx, dweight, dbias } = expected;
+            close("y", &gather(&actual.y, &mask), &y, pass.y);
+            close("dx", &gather(&actual.dx, &mask), &dx, terms.dx);
+            close("dweight", &actual.dweight.unwrap(), &dweight.unwrap(), terms.dweight);
+            close("dbias", &actual.dbias.unwrap(), &dbias.unwrap(), terms.dbias);
+            let [steps, expected_steps] = [&masked, &gathered].map(|twin| twin.layer.steps().unwrap());
+            prop_assert_eq!(steps, expected_steps);
+            if steps == 0 {
+                // Padding alone before this evaluation: ν is 0 still.
+                prop_assert_eq!(state(&masked.layer), state(&gathered.layer));
+                continue;
+            }
+            let [phi, expected_phi] = [&masked, &gathered].map(|twin| twin.layer.running_phi().unwrap());
+            close("ψ²", &phi, &expected_phi, gathered.oracle.phi.clone().into());
+            let [nu, expected_nu] = [&masked, &gathered].map(|twin| twin.layer.nu().unwrap());
+            close("ν", &nu, &expected_nu, gathered.oracle.nu());
+        }
+    }
+
+    /// A mask that keeps everything is no mask.
+    #[test]
+    fn a_mask_of_ones_is_no_mask(seed: u64, rows in 1..60usize, size in 1..20usize) {
+        let config = PowerNormConfig { warmup_steps: 1, ..1e-5.into() };
+        let (plain, _) = layer(size, config, DType::F64);
+        let (masked, _) = layer(size, config, DType::F64);
+        let mut data = Data::new(seed);
+        for _ in 0..3 {
+            let batch = Batch::random(&mut data, &[rows, size], DType::F64, false);
+            let expected = run(&plain, &batch, true);
+            let actual = run(&masked, &batch.masked(&vec![true; rows]), true);
+            for ((name, a), (_, b)) in actual.tensors().into_iter().zip(expected.tensors()) {
+                common::assert_same_bits(name, a, b);
+            }
+            prop_assert_eq!(state(&masked), state(&plain));
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! One layer in many hands at once. What may hang runs under a watchdog.
+
+mod common;
+
+use candle::{DType, Module, Var};
+use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
+use common::{
+    assert_close, assert_finite, layer, run, state, to_f64, var, within_a_minute, Batch, Bound,
+    Data, Twin,
+};
+use rayon::prelude::*;
+
+const SIZE: usize = 32;
+
+/// Every step of the same batch adds the same to ψ² and ν if the batch's own statistic normalizes, so
+/// that the order of the steps does not show.
+fn orderless() -> PowerNormConfig {
+    PowerNormConfig {
+        statistics: Statistics::Batch,
+        warmup_steps: 5,
+        ..1e-5.into()
+    }
+}
+
+fn spread(layer: &PowerNorm, batch: &Batch, threads: usize, steps: usize) {
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            let layer = layer.clone();
+            scope.spawn(move || {
+                for _ in 0..steps {
+                    run(&layer, batch, true);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn steps_from_many_threads_are_all_counted() {
+    within_a_minute(|| {
+        let (threads, steps) = (6, 20);
+        let batch = Batch::random(&mut Data::new(1), &[40, SIZE], DType::F32, true);
+        let concurrent = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
+        spread(&concurrent, &batch, threads, steps);
+        let sequential = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
+        for _ in 0..threads * steps {
+            run(&sequential, &batch, true);
+        }
+        assert_eq!(concurrent.steps().unwrap(), threads * steps);
+        assert_eq!(state(&concurrent), state(&sequential));
+    });
+}
+
+/// With running statistics a step depends on those before it: no order is promised, but every step is
+/// counted, and the statistics are those of some order.
+#[test]
+fn running_statistics_survive_many_threads() {
+    within_a_minute(|| {
+        let (threads, steps) = (6, 20);
+        let config = PowerNormConfig {
+            warmup_steps: 3,
+            ..1e-5.into()
+        };
+        let batch = Batch::random(&mut Data::new(3), &[40, SIZE], DType::F32, false);
+        let concurrent = Twin::new(&mut Data::new(4), SIZE, config, DType::F32).layer;
+        spread(&concurrent, &batch, threads, steps);
+        assert_eq!(concurrent.steps().unwrap(), threads * steps);
+        assert_finite("ν", &concurrent.nu().unwrap());
+        // ψ_B² is the batch's, whatever normalizes: its mean depends on the number of steps alone.
+        let sequential = Twin::new(&mut Data::new(4), SIZE, config, DType::F32).layer;
+        for _ in 0..threads * steps {
+            run(&sequential, &batch, true);
+        }
+        let expected = to_f64(&sequential.running_phi().unwrap());
+        let bound = Bound {
+            out: DType::F32,
+            sums: DType::F32,
+            n: 40 * threads * steps,
+        };
+        assert_close(
+            "ψ²",
+            &concurrent.running_phi().unwrap(),
+            &expected.into(),
+            bound,
+        );
+    });
+}
+
+/// A rayon worker that waits for the rows of its forward may be given another forward of the same
+/// layer, on the same stack: it must not wait for what its own stack holds.
+#[test]
+fn forwards_inside_rayon_do_not_deadlock() {
+    within_a_minute(|| {
+        let (layer, _) = layer(512, orderless(), DType::F32);
+        // Large enough to be cut into pieces itself.
+        let batch = Batch::random(&mut Data::new(5), &[1024, 512], DType::F32, false);
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(4)
+            .build()
+            .unwrap();
+        pool.install(|| {
+            (0..24).into_par_iter().for_each(|_| {
+                run(&layer, &batch, true);
+            });
+            let forward = || layer.forward(&batch.xs).unwrap();
+            rayon::join(
+                || rayon::join(forward, forward),
+                || rayon::join(forward, forward),
+            );
+        });
+        assert_eq!(layer.steps().unwrap(), 24 + 4);
+        assert_finite("ψ²", &layer.running_phi().unwrap());
+    });
+}
+
+/// A layer's own buffers as its input: candle locks the storage of an op's arguments while the op
+/// runs, and a training forward writes to those very buffers.
+#[test]
+fn a_layer_can_read_its_own_buffers() {
+    within_a_minute(|| {
+        let mut data = Data::new(6);
+        let mut twin = Twin::new(&mut data, SIZE, orderless(), DType::F64);
+        let batch = Batch::random(&mut data, &[7, SIZE], DType::F64, false);
+        twin.check("before", &batch, true);
+        for name in ["running_phi", "ema_gz"] {
+            let buffer: Var = var(&twin.varmap, name);
+            for train in [false, true] {
+                let x = to_f64(&buffer);
+                let y = twin.layer.forward_t(&buffer, train).unwrap();
+                let expected = if train {
+                    twin.oracle.train(&x, None).y
+                } else {
+                    twin.oracle.evaluate(&x, None).y
+                };
+                let bound = Bound {
+                    out: DType::F64,
+                    sums: DType::F64,
+                    n: 4 * SIZE,
+                };
+                assert_close(name, &y, &expected, bound);
+                if !train {
+                    let grads = y.backward().unwrap();
+                    assert!(grads.get(&buffer).is_some());
+                }
+            }
+        }
+        let steps = twin.oracle.steps;
+        assert_eq!((twin.layer.steps().unwrap(), steps), (3, 3));
+        let y = twin
+            .layer
+            .forward_t(&var(&twin.varmap, "running_phi"), true)
+            .unwrap();
+        y.backward().unwrap();
+    });
+}
