@@ -119,6 +119,7 @@ impl<T: Element> PowerNormOp<T> {
             params: affine.is_some_and(|affine| affine.iter().any(|param| param.track_op())),
         };
         let dy = dy.contiguous()?;
+        let nu = read(&self.state.nu()?)?;
         let gradients = {
             let (x_storage, x_layout) = x.storage_and_layout();
             let (dy_storage, dy_layout) = dy.storage_and_layout();
@@ -131,7 +132,6 @@ impl<T: Element> PowerNormOp<T> {
             };
             let rows = self.rows(cpu_packed(&x_storage, x_layout)?, x.shape(), keep)?;
             let dy = cpu_packed(&dy_storage, dy_layout)?;
-            let nu = read(&self.state.nu()?)?;
             layer.backward(&rows, dy, saved, &nu, wanted)
         };
         if let (Some(step), Some(lambda)) = (&saved.step, &gradients.lambda) {

@@ -168,3 +168,50 @@ fn add<A: Accumulator, const W: usize, const N: usize>(
         sums[k] += terms[k];
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use approx::assert_relative_eq;
+
+    struct Products<'a>(&'a [f64], &'a [f64]);
+
+    impl Terms<f64, 2> for Products<'_> {
+        fn at<const W: usize>(&self, start: usize) -> [Lanes<f64, W>; 2] {
+            let (a, b) = (Lanes::load(self.0, start), Lanes::load(self.1, start));
+            [a * b, a + b]
+        }
+    }
+
+    /// Widths on every side of whole vectors and of pairs of them.
+    #[test]
+    fn sums_of_every_width() {
+        let a: Vec<f64> = (0..100).map(|i| 1. + (i as f64).sin()).collect();
+        let b: Vec<f64> = (0..100).map(|i| 2. + (i as f64).cos()).collect();
+        for n in 0..=a.len() {
+            let [products, sums] = sum(n, &Products(&a[..n], &b[..n]));
+            let pairs = || a[..n].iter().zip(&b[..n]);
+            let expected: f64 = pairs().map(|(a, b)| a * b).sum();
+            assert_relative_eq!(products, expected, max_relative = 1e-14);
+            let expected: f64 = pairs().map(|(a, b)| a + b).sum();
+            assert_relative_eq!(sums, expected, max_relative = 1e-14);
+        }
+    }
+
+    struct Visits<'a>(&'a mut Vec<usize>);
+
+    impl Columns for Visits<'_> {
+        fn step<const W: usize>(&mut self, start: usize) {
+            self.0.extend(start..start + W);
+        }
+    }
+
+    #[test]
+    fn a_sweep_visits_every_column_once_in_order() {
+        for n in 0..70 {
+            let mut visited = vec![];
+            sweep(n, &mut Visits(&mut visited));
+            assert_eq!(visited, (0..n).collect::<Vec<_>>());
+        }
+    }
+}

@@ -74,3 +74,30 @@ impl<T: Copy> Piece<'_, T> {
         self.written += sources.len();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Larger than [`HUGE`], so that the advice is given too.
+    #[test]
+    fn pieces_make_up_the_output() {
+        let len = (6 << 20) / size_of::<f32>() + 3;
+        let source: Vec<f32> = (0..len).map(|i| i as f32).collect();
+        let out = written(len, 1000, |pieces| {
+            for (piece, source) in pieces.iter_mut().zip(source.chunks(1000)) {
+                let (first, second) = source.split_at(source.len() / 3);
+                piece.extend(first, |value| -value);
+                piece.extend(second, |value| -value);
+            }
+        });
+        assert!(out.iter().zip(&source).all(|(out, source)| *out == -source));
+        assert_eq!(out.len(), len);
+    }
+
+    #[test]
+    #[should_panic(expected = "unwritten")]
+    fn an_unfinished_piece_is_no_output() {
+        written(10, 5, |pieces| pieces[0].extend(&[1f32; 5], |value| value));
+    }
+}
