@@ -125,9 +125,7 @@ impl PowerNormConfig {
             }
         }
         match self.group_scaling {
-            Some(groups) if groups == 0 || size % groups != 0 => {
-                Err(Error::Groups { size, groups })
-            }
+            Some(groups) if !size.is_multiple_of(groups) => Err(Error::Groups { size, groups }),
             _ => Ok(()),
         }
     }

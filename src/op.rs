@@ -52,7 +52,10 @@ fn apply<T: Element>(
     };
     // Not inside the op: candle holds the storage of its arguments there, and an argument may be the
     // variable to update.
-    if let Some(step) = saved.get().and_then(|(_, saved)| saved.step.as_ref()) {
+    if let Some(step) = saved
+        .get()
+        .and_then(|forward| forward.statistics.step.as_ref())
+    {
         state.update_phi(&step.batch_phi)?;
     }
     Ok(ys)
@@ -63,10 +66,17 @@ struct PowerNormOp<T: Element> {
     keep: Option<Tensor>,
     /// ψ² and t before the step.
     before: Snapshot,
-    /// Left by the forward: the layer as it was then, and the statistics.
-    saved: Arc<OnceLock<(cpu::Layer<T::Acc>, Saved<T::Acc>)>>,
+    /// Set by the forward.
+    saved: Arc<OnceLock<Forward<T::Acc>>>,
     state: Arc<State>,
     train: bool,
+}
+
+/// What a forward leaves to its backward.
+struct Forward<A> {
+    /// The layer as it was then.
+    layer: cpu::Layer<A>,
+    statistics: Saved<A>,
 }
 
 /// A tensor as a custom op's forward gets it.
@@ -99,9 +109,9 @@ impl<T: Element> PowerNormOp<T> {
         let rows = self.rows(packed(storage, layout)?, layout.shape(), keep)?;
         let statistics = config.statistics_at(self.before.steps + 1);
         let phi = read(&self.before.phi)?;
-        let (y, saved) = layer.forward(&rows, &phi, self.train.then_some(statistics));
+        let (y, statistics) = layer.forward(&rows, &phi, self.train.then_some(statistics));
         // candle runs a forward once; a second run would come to the same.
-        let _ = self.saved.set((layer, saved));
+        let _ = self.saved.set(Forward { layer, statistics });
         Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
     }
 
@@ -111,7 +121,7 @@ impl<T: Element> PowerNormOp<T> {
         affine: Option<[&Tensor; 2]>,
         dy: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
-        let Some((layer, saved)) = self.saved.get() else {
+        let Some(Forward { layer, statistics }) = self.saved.get() else {
             candle::bail!("{}: backward without a forward", Self::NAME)
         };
         let wanted = Wanted {
@@ -132,22 +142,22 @@ impl<T: Element> PowerNormOp<T> {
             };
             let rows = self.rows(cpu_packed(&x_storage, x_layout)?, x.shape(), keep)?;
             let dy = cpu_packed(&dy_storage, dy_layout)?;
-            layer.backward(&rows, dy, saved, &nu, wanted)
+            layer.backward(&rows, dy, statistics, &nu, wanted)
         };
-        if let (Some(step), Some(lambda)) = (&saved.step, &gradients.lambda) {
+        if let (Some(step), Some(lambda)) = (&statistics.step, &gradients.lambda) {
             self.state.update_nu(&step.gamma, lambda)?;
         }
         let dx = gradients
             .input
             .map(|dx| Tensor::from_vec(dx, x.shape(), x.device()))
             .transpose()?;
-        let Some(([weight, bias], (dweight, dbias))) = affine.zip(gradients.params) else {
+        let Some(([weight, bias], gradients)) = affine.zip(gradients.params) else {
             return Ok([dx, None, None]);
         };
         Ok([
             dx,
-            param_gradient(weight, dweight)?,
-            param_gradient(bias, dbias)?,
+            param_gradient(weight, gradients.weight)?,
+            param_gradient(bias, gradients.bias)?,
         ])
     }
 

@@ -50,12 +50,17 @@ pub(crate) struct Wanted {
     pub params: bool,
 }
 
+/// ∂L/∂γ and ∂L/∂β, `[cols]`.
+pub(crate) struct ParamGradients<A> {
+    pub weight: Vec<A>,
+    pub bias: Vec<A>,
+}
+
 /// A backward's results.
 pub(crate) struct Gradients<T: Element> {
     /// ∂L/∂X, `[rows, cols]`.
     pub input: Option<Vec<T>>,
-    /// ∂L/∂γ and ∂L/∂β, `[cols]`.
-    pub params: Option<(Vec<T::Acc>, Vec<T::Acc>)>,
+    pub params: Option<ParamGradients<T::Acc>>,
     /// Λ, `[cols]`, after a training step.
     pub lambda: Option<Vec<T::Acc>>,
 }
@@ -196,9 +201,9 @@ impl<A: Accumulator> Layer<A> {
                 }
             }
         };
-        let params = sums.filter(|_| wanted.params).map(|sums| {
-            let dweight = zip(&sums.dy_x, inv_rms, |dy_x, inv_rms| dy_x * inv_rms);
-            (dweight, sums.dy)
+        let params = sums.filter(|_| wanted.params).map(|sums| ParamGradients {
+            weight: zip(&sums.dy_x, inv_rms, |dy_x, inv_rms| dy_x * inv_rms),
+            bias: sums.dy,
         });
         Gradients {
             input,
