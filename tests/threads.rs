@@ -9,8 +9,11 @@ use common::{
     Data, Twin,
 };
 use rayon::prelude::*;
+use std::sync::mpsc;
+use std::time::Duration;
 
-const SIZE: usize = 32;
+/// Many channels, to be had with few rows: then a step spends its time in the state, where threads meet.
+const SIZE: usize = 1024;
 
 /// Every step of the same batch adds the same to ψ² and ν if the batch's own statistic normalizes, so
 /// that the order of the steps does not show.
@@ -38,8 +41,8 @@ fn spread(layer: &PowerNorm, batch: &Batch, threads: usize, steps: usize) {
 #[test]
 fn steps_from_many_threads_are_all_counted() {
     within_a_minute(|| {
-        let (threads, steps) = (6, 20);
-        let batch = Batch::random(&mut Data::new(1), &[40, SIZE], DType::F32, true);
+        let (threads, steps) = (6, 100);
+        let batch = Batch::random(&mut Data::new(1), &[3, SIZE], DType::F32, true);
         let concurrent = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
         spread(&concurrent, &batch, threads, steps);
         let sequential = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
@@ -91,24 +94,36 @@ fn running_statistics_survive_many_threads() {
 #[test]
 fn forwards_inside_rayon_do_not_deadlock() {
     within_a_minute(|| {
+        const FORWARDS: usize = 40;
         let (layer, _) = layer(512, orderless(), DType::F32);
         // Large enough to be cut into pieces itself.
         let batch = Batch::random(&mut Data::new(5), &[1024, 512], DType::F32, false);
         let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(4)
+            .num_threads(2)
             .build()
             .unwrap();
-        pool.install(|| {
-            (0..24).into_par_iter().for_each(|_| {
+        let (done, finished) = mpsc::channel();
+        for _ in 0..FORWARDS {
+            // After its nap this worker takes over rows of the other one's forward, and the other one,
+            // when it has to wait for them, the next forward in the queue.
+            pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
+            let (layer, batch, done) = (layer.clone(), batch.clone(), done.clone());
+            pool.spawn(move || {
                 run(&layer, &batch, true);
+                done.send(()).unwrap();
             });
-            let forward = || layer.forward(&batch.xs).unwrap();
-            rayon::join(
-                || rayon::join(forward, forward),
-                || rayon::join(forward, forward),
-            );
+        }
+        drop(done);
+        assert_eq!(finished.iter().count(), FORWARDS);
+        assert_eq!(layer.steps().unwrap(), FORWARDS);
+
+        pool.install(|| {
+            (0..FORWARDS).into_par_iter().for_each(|_| {
+                let forward = || layer.forward(&batch.xs).unwrap();
+                rayon::join(forward, forward);
+            });
         });
-        assert_eq!(layer.steps().unwrap(), 24 + 4);
+        assert_eq!(layer.steps().unwrap(), 3 * FORWARDS);
         assert_finite("ψ²", &layer.running_phi().unwrap());
     });
 }

@@ -62,6 +62,8 @@ const SOURCES: &str = concat!(
     include_str!("../../src/cpu/mod.rs"),
     include_str!("../../src/cpu/element.rs"),
     include_str!("../../src/cpu/kernels.rs"),
+    include_str!("../../src/cpu/lanes.rs"),
+    include_str!("../../src/cpu/uninit.rs"),
 );
 
 /// Trains a small transformer on the characters of a text, with PowerNorm or another normalization.
