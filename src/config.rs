@@ -56,7 +56,8 @@ pub enum Recipe {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PowerNormConfig {
-    /// ε, added to a mean square inside the root. Positive and finite; default 1e-5.
+    /// ε, added to a mean square inside the root. Positive and finite, in the dtype of the sums too;
+    /// default 1e-5.
     pub eps: f64,
     /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
     /// In (0, 1); default 0.9.
@@ -108,7 +109,9 @@ impl PowerNormConfig {
         if size == 0 {
             return Err(Error::Size);
         }
-        // A value that is fine in f64 may be 0 or infinite where it is used.
+        // A value that is fine in f64 may be 0 or infinite where it is used: without f64 parameters, the
+        // layer takes inputs whose sums are f32.
+        let dtype = if self.affine { dtype } else { DType::F32 };
         let eps = match dtype {
             DType::F64 => self.eps,
             _ => f64::from(self.eps as f32),

@@ -4,9 +4,8 @@ use candle::{DType, DeviceLocation, Shape};
 
 /// The reasons this crate refuses a configuration or an input.
 ///
-/// Functions return [`candle::Result`]; these reasons arrive in it as
-/// [`candle::Error::Wrapped`], whose text is the one documented here. An error leaves the layer's
-/// state as it was.
+/// Functions return [`candle::Result`]; these reasons arrive in it as [`candle::Error::Wrapped`], which
+/// keeps a reason's text and not its type. An error leaves the layer's state as it was.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -55,6 +54,10 @@ pub enum Error {
         /// What the builder holds.
         got: DType,
     },
+
+    /// The step count that was loaded is negative.
+    #[error("power_norm: expected iters of at least 0, got {0}")]
+    Steps(i64),
 
     /// A scalar has no last dimension to normalize.
     #[error("power_norm: expected an input of rank 1 or more, got a scalar")]

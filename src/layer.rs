@@ -92,8 +92,15 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 ///   statistics of its own forward.
 /// - A forward without rows, or with every row masked, updates nothing: it is an evaluation.
 /// - Evaluation changes nothing, and a call that fails changes nothing.
-/// - Each update is atomic; concurrent forwards do not wait for each other's rows, each starts from the
-///   ψ² that stands when it begins.
+/// - The lock of the state makes each update whole, and none is lost. Concurrent forwards do not wait for
+///   each other's rows: each normalizes by the ψ², and the `t`, that stand when it begins.
+///
+/// Share a layer by cloning it: two layers built on one path of a `VarMap` share their variables, but
+/// not the lock.
+///
+/// ν is in the units of the gradient, so it carries the scale of the loss. A run that changes the scale of
+/// its loss (mixed-precision training does) changes the meaning of the ν it has; call
+/// [`reset_running_stats`](PowerNorm::reset_running_stats), or keep the scale.
 ///
 /// # Gradients
 ///
@@ -154,7 +161,7 @@ impl PowerNorm {
     /// # Errors
     ///
     /// A scalar, a last dimension other than `size`, a dtype or device that does not fit: see
-    /// [`Error`]. The state is as it was then.
+    /// [`Error`]. A refused call leaves the state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.check_input(xs)?;
         op::power_norm(xs, self.affine(), None, &self.state, train)
@@ -165,9 +172,9 @@ impl PowerNorm {
     /// `keep` is `U8`, shaped as `xs` without its last dimension; 1 marks a real token (the inverse
     /// of fairseq's padding mask). Training or evaluation follows the layer's [`Mode`].
     ///
-    /// A padded row's output is computed, but the row enters no statistic and no parameter gradient,
-    /// and its input gradient is 0: kept rows fare as if they had been gathered, normalized and
-    /// scattered back, whatever the padding holds, NaN included. Under
+    /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) the row enters no
+    /// statistic and no parameter gradient, and its input gradient is 0: kept rows fare as if they had
+    /// been gathered, normalized and scattered back, whatever the padding holds, NaN included. Under
     /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask reaches ψ_B² alone.
     ///
     /// # Errors

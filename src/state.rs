@@ -90,8 +90,8 @@ impl State {
     }
 
     pub fn steps(&self) -> Result<usize> {
-        let steps = self.iters.as_detached_tensor().to_vec1::<i64>()?[0];
-        Ok(usize::try_from(steps)?)
+        let got = self.iters.as_detached_tensor().to_vec1::<i64>()?[0];
+        usize::try_from(got).map_err(|_| Error::Steps(got).into())
     }
 
     pub fn reset(&self) -> Result<()> {

@@ -188,3 +188,36 @@ fn training_continues_in_released_variables() {
         assert_eq!(state(&twin.layer), before);
     }
 }
+
+/// A step count that no training can have left is named, not counted from.
+#[test]
+fn a_negative_step_count_is_refused() {
+    let (layer, mut varmap) = common::layer(4, Default::default(), DType::F32);
+    let xs = Tensor::ones((2, 4), DType::F32, &CPU).unwrap();
+    varmap
+        .set_one("iters", Tensor::new(&[-5i64], &CPU).unwrap())
+        .unwrap();
+    let expected = "power_norm: expected iters of at least 0, got -5";
+    assert_eq!(common::message(layer.steps()), expected);
+    assert_eq!(common::message(layer.forward_t(&xs, true)), expected);
+    let phi = layer.running_phi().unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!(phi, [1.; 4]);
+}
+
+/// A LayerNorm's parameters in the `VarMap`: the layer takes them and makes its statistics.
+#[test]
+fn parameters_of_a_layer_norm_are_taken_over() {
+    let varmap = VarMap::new();
+    let weight = Var::from_tensor(&tensor(&[1., 2., 3.], &[3], DType::F32)).unwrap();
+    let bias = Var::from_tensor(&tensor(&[4., 5., 6.], &[3], DType::F32)).unwrap();
+    for (name, var) in [("norm.weight", &weight), ("norm.bias", &bias)] {
+        let mut vars = varmap.data().lock().unwrap();
+        vars.insert(name.to_string(), var.clone());
+    }
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+    let layer = power_norm(3, 1e-5, vb.pp("norm")).unwrap();
+    assert_same_bits("weight", layer.weight().unwrap(), &weight);
+    assert_same_bits("bias", layer.bias().unwrap(), &bias);
+    assert!(layer.mode().is_training());
+    assert_eq!(varmap.all_vars().len(), 5);
+}

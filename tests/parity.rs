@@ -319,7 +319,7 @@ fn the_same_bits_on_any_number_of_threads() {
 /// chooses once.
 #[test]
 fn every_simd_level() {
-    let tests = ["every_rank", "heights_around_a_cut", "the_released_recipe"];
+    let tests = ["every_rank", "heights_around_a_cut"];
     for level in ["scalar", "avx2"] {
         let run = std::process::Command::new(std::env::current_exe().unwrap())
             .args(tests)
@@ -328,6 +328,6 @@ fn every_simd_level() {
             .unwrap();
         let text = String::from_utf8_lossy(&run.stdout);
         assert!(run.status.success(), "{level}: {text}");
-        assert!(text.contains("3 passed"), "{level}: {text}");
+        assert!(text.contains("2 passed"), "{level}: {text}");
     }
 }

@@ -8,7 +8,6 @@ use common::{
     assert_close, assert_finite, layer, run, state, to_f64, var, within_a_minute, Batch, Bound,
     Data, Twin,
 };
-use rayon::prelude::*;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -41,7 +40,7 @@ fn spread(layer: &PowerNorm, batch: &Batch, threads: usize, steps: usize) {
 #[test]
 fn steps_from_many_threads_are_all_counted() {
     within_a_minute(|| {
-        let (threads, steps) = (6, 100);
+        let (threads, steps) = (6, 500);
         let batch = Batch::random(&mut Data::new(1), &[3, SIZE], DType::F32, true);
         let concurrent = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
         spread(&concurrent, &batch, threads, steps);
@@ -94,7 +93,7 @@ fn running_statistics_survive_many_threads() {
 #[test]
 fn forwards_inside_rayon_do_not_deadlock() {
     within_a_minute(|| {
-        const FORWARDS: usize = 40;
+        const FORWARDS: usize = 100;
         let (layer, _) = layer(512, orderless(), DType::F32);
         // Large enough to be cut into pieces itself.
         let batch = Batch::random(&mut Data::new(5), &[1024, 512], DType::F32, false);
@@ -103,13 +102,15 @@ fn forwards_inside_rayon_do_not_deadlock() {
             .build()
             .unwrap();
         let (done, finished) = mpsc::channel();
-        for _ in 0..FORWARDS {
-            // After its nap this worker takes over rows of the other one's forward, and the other one,
-            // when it has to wait for them, the next forward in the queue.
-            pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
+        for k in 0..FORWARDS {
+            // After its nap a worker takes over rows of the other one's forward, and the other one, when
+            // it has to wait for them, takes the next forward in the queue.
+            if k % 2 == 0 {
+                pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
+            }
             let (layer, batch, done) = (layer.clone(), batch.clone(), done.clone());
             pool.spawn(move || {
-                run(&layer, &batch, true);
+                layer.forward(&batch.xs).unwrap();
                 done.send(()).unwrap();
             });
         }
@@ -118,12 +119,10 @@ fn forwards_inside_rayon_do_not_deadlock() {
         assert_eq!(layer.steps().unwrap(), FORWARDS);
 
         pool.install(|| {
-            (0..FORWARDS).into_par_iter().for_each(|_| {
-                let forward = || layer.forward(&batch.xs).unwrap();
-                rayon::join(forward, forward);
-            });
+            let step = || run(&layer, &batch, true);
+            rayon::join(|| rayon::join(step, step), || rayon::join(step, step));
         });
-        assert_eq!(layer.steps().unwrap(), 3 * FORWARDS);
+        assert_eq!(layer.steps().unwrap(), FORWARDS + 4);
         assert_finite("ψ²", &layer.running_phi().unwrap());
     });
 }

@@ -1,8 +1,8 @@
 //! The row kernels: each reads its rows once, writes its output once, and sums columns on the way.
 //!
-//! Rows are cut into chunks whose size depends on the shape
-//! alone; a chunk adds its rows in order into a partial sum of its own, and the partial sums are added
-//! in order: the same bits whatever the number of threads.
+//! Rows are cut into chunks whose size depends on the shape alone; a chunk adds its rows in order into a
+//! partial sum of its own, and the partial sums are added in order: the same bits whatever the number of
+//! threads.
 
 use super::element::{Accumulator, Element};
 use super::lanes::{sum, sweep, Columns, Lanes, Terms};
@@ -26,7 +26,7 @@ pub(crate) struct Rows<'a, T> {
     pub groups: Option<(usize, f64)>,
 }
 
-/// Column sums of x̃², `[start..][..n]` each.
+/// Column sums of x̃², `[cols]` each.
 pub(super) struct SquareSums<A> {
     /// Over kept rows.
     pub kept: Vec<A>,
@@ -34,7 +34,7 @@ pub(super) struct SquareSums<A> {
     pub padded: Option<Vec<A>>,
 }
 
-/// Column sums of a backward over kept rows, `[start..][..n]` each.
+/// Column sums of a backward over kept rows, `[cols]` each.
 pub(super) struct GradSums<A> {
     /// Σ dy x̃.
     pub dy_x: Vec<A>,
@@ -165,9 +165,12 @@ pub(super) fn normalize_bwd_and_sum<T: Element>(
     (dx, GradSums::split(sums, rows.cols))
 }
 
-/// Elements of a chunk. One chunk must outweigh the cost of handing it to a thread, and a sum over its
-/// rows must stay short enough for f32.
+/// Elements of a chunk, which must outweigh the cost of handing it to a thread.
 const CHUNK: usize = 1 << 16;
+
+/// Rows of a chunk that are added up by themselves before they join its sums: in f32 the rounding error
+/// of a sum grows with the number of its terms.
+const RUN: usize = 512;
 
 /// The most chunks a call is cut into, so that partial sums stay small beside the rows.
 const MAX_CHUNKS: usize = 256;
@@ -286,27 +289,32 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
     fn with_simd<S: Simd>(mut self, _: S) {
         let cols = self.rows.cols;
         let (mut x_scratch, mut dy_scratch, mut out_scratch) = (vec![], vec![], vec![]);
-        for row in self.range {
+        let mut run_sums = vec![T::Acc::ZERO; self.sums.len()];
+        for row in self.range.clone() {
             let keeps = self.rows.keeps(row);
             let x = T::widened(&self.rows.x[row * cols..][..cols], &mut x_scratch);
             let dy = match self.dy {
                 Some(dy) => T::widened(&dy[row * cols..][..cols], &mut dy_scratch),
                 None => &[],
             };
-            let Some(out) = &mut self.out else {
-                self.kernel.row(x, dy, keeps, &mut NoOutput, self.sums);
-                continue;
-            };
-            match T::direct(out) {
-                Ok(out) => self.kernel.row(x, dy, keeps, out, self.sums),
-                Err(out) => {
+            match self.out.as_deref_mut().map(T::direct) {
+                None => self.kernel.row(x, dy, keeps, &mut NoOutput, &mut run_sums),
+                Some(Ok(out)) => self.kernel.row(x, dy, keeps, out, &mut run_sums),
+                Some(Err(out)) => {
                     out_scratch.resize(cols, T::Acc::ZERO);
                     let mut unconverted = Unconverted {
                         row: &mut out_scratch,
                         col: 0,
                     };
-                    self.kernel.row(x, dy, keeps, &mut unconverted, self.sums);
+                    self.kernel
+                        .row(x, dy, keeps, &mut unconverted, &mut run_sums);
                     out.extend(&out_scratch, T::narrow);
+                }
+            }
+            let rows_done = row + 1 - self.range.start;
+            if rows_done.is_multiple_of(RUN) || row + 1 == self.range.end {
+                for (sum, run_sum) in self.sums.iter_mut().zip(&mut run_sums) {
+                    *sum += std::mem::replace(run_sum, T::Acc::ZERO);
                 }
             }
         }
@@ -363,28 +371,52 @@ impl<A: Accumulator> Terms<A, 1> for Squares<'_, A> {
 }
 
 impl<A: Accumulator> LayerScale<A> {
-    /// r, the factor from x to x̃, where a group's squares add up to `squares`.
-    #[inline(always)]
-    fn inv_rms(&self, squares: A, eps: A) -> A {
-        (squares / A::from_count(self.group_len) + eps)
-            .sqrt()
-            .recip()
-    }
-
-    /// The factor from x to x̃ of one group.
+    /// r, the factor from x to x̃ of one group.
     #[inline(always)]
     fn factor(&self, x: &[A]) -> A {
         match self.eps {
             Some(eps) => {
                 let [squares] = sum(x.len(), &Squares { x });
-                self.inv_rms(squares, eps)
+                self.factor_of(x, squares, eps)
             }
             None => A::ONE,
         }
     }
+
+    /// [`factor`](Self::factor), where the group's squares add up to `squares`.
+    #[inline(always)]
+    fn factor_of(&self, x: &[A], squares: A, eps: A) -> A {
+        if squares.is_finite() {
+            (squares / A::from_count(x.len()) + eps).sqrt().recip()
+        } else {
+            Self::factor_of_huge(x)
+        }
+    }
+
+    /// The factor of a group whose squares overflow: they are taken of x over its largest magnitude, beside
+    /// which ε is nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
+    #[cold]
+    fn factor_of_huge(x: &[A]) -> A {
+        if !x.iter().all(|x| x.is_finite()) {
+            return A::nan();
+        }
+        let largest = x.iter().fold(A::ZERO, |largest, x| {
+            let magnitude = x.abs();
+            if magnitude > largest {
+                magnitude
+            } else {
+                largest
+            }
+        });
+        let squares = x.iter().fold(A::ZERO, |sum, &x| {
+            let x = x / largest;
+            sum + x * x
+        });
+        (largest * (squares / A::from_count(x.len())).sqrt()).recip()
+    }
 }
 
-/// Columns `start..start + n` of sums, or none of none.
+/// Columns `start..start + n` of `sums`; an empty slice where no sums are wanted.
 #[inline(always)]
 fn columns_mut<A>(sums: &mut [A], start: usize, n: usize) -> &mut [A] {
     sums.get_mut(start..start + n).unwrap_or_default()
@@ -544,15 +576,8 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
             let dy = &dy[start..][..n];
             let gain = &self.gain[start..][..n];
             let decay = &self.decay[start..][..n];
-            // dx = r (dx̃ − x̃ · mean over the group of dx̃ x̃), with x̃ = r x.
             let (factor, mean) = match self.layer_scale.eps {
-                Some(eps) => {
-                    let terms = GroupTerms { x, dy, gain, decay };
-                    let [squares, gain_dy_x, decay_x2] = sum(n, &terms);
-                    let factor = self.layer_scale.inv_rms(squares, eps);
-                    let mean = factor * (gain_dy_x - factor * decay_x2) / A::from_count(n);
-                    (factor, mean)
-                }
+                Some(eps) => self.factor_and_mean(x, dy, start, eps),
                 None => (A::ONE, A::ZERO),
             };
             let mut step = NormalizeBwdStep {
@@ -569,6 +594,38 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
             sweep(n, &mut step);
         }
     }
+}
+
+impl<A: Accumulator> NormalizeBwd<'_, A> {
+    /// What takes the gradient of one group, which begins at column `start`, back through the layer-scale,
+    /// `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`: the factor r and that mean.
+    #[inline(always)]
+    fn factor_and_mean(&self, x: &[A], dy: &[A], start: usize, eps: A) -> (A, A) {
+        let gain = &self.gain[start..][..x.len()];
+        let decay = &self.decay[start..][..x.len()];
+        // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass does.
+        let terms = GroupTerms { x, dy, gain, decay };
+        let [squares, gain_dy_x, decay_x2] = sum(x.len(), &terms);
+        let factor = self.layer_scale.factor_of(x, squares, eps);
+        let total = factor * (gain_dy_x - factor * decay_x2);
+        let total = if total.is_finite() {
+            total
+        } else {
+            total_with(factor, &terms)
+        };
+        (factor, total / A::from_count(x.len()))
+    }
+}
+
+/// Σ (gain dy − decay x̃) x̃ of a group in which products with x itself overflow.
+#[cold]
+fn total_with<A: Accumulator>(factor: A, group: &GroupTerms<A>) -> A {
+    let mut total = A::ZERO;
+    for i in 0..group.x.len() {
+        let x = factor * group.x[i];
+        total += (group.gain[i] * group.dy[i] - group.decay[i] * x) * x;
+    }
+    total
 }
 
 /// What the backward of a group's layer-scale needs, in one pass: Σ x², Σ gain dy x, Σ decay x².
