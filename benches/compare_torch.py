@@ -97,6 +97,8 @@ def ours(criterion, benchmark, dtype, rows, cols, threads):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shapes", nargs="+", default=[f"{r}x{c}" for r, c in SHAPES])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--criterion", type=Path, default=Path("target/criterion"))
     args = parser.parse_args()
 
@@ -108,9 +110,10 @@ def main():
     print(f"{'':28}" + "".join(f"{column:>10}" for column in columns))
     for threads in args.threads:
         torch.set_num_threads(threads)
-        for dtype, torch_dtype in DTYPES.items():
-            for rows, cols in SHAPES:
-                figures = measure(rows, cols, torch_dtype)
+        for dtype in args.dtypes:
+            for shape in args.shapes:
+                rows, cols = map(int, shape.split("x"))
+                figures = measure(rows, cols, DTYPES[dtype])
                 for index, name in enumerate(["forward_train", "backward"]):
                     us = ours(args.criterion, name, dtype, rows, cols, threads)
                     cells = [figures["copy"][0]]
