@@ -33,7 +33,7 @@ use std::process::ExitCode;
 use train::{Run, Settings};
 
 // Large blocks go back to the kernel at every free under glibc's allocator, and come back as page
-// faults: without this line they are a third of a step.
+// faults: without this line they are almost a third of a step.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
