@@ -79,6 +79,20 @@ pub struct PowerNormConfig {
     pub affine: bool,
 }
 
+/// A step of ψ²: first into the cumulative mean, then into the moving average.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PhiStep {
+    pub cumulative: Option<Shares>,
+    pub moving: Option<Shares>,
+}
+
+/// The weights of an average of ψ² and ψ_B².
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shares {
+    pub old: f64,
+    pub new: f64,
+}
+
 impl Default for PowerNormConfig {
     fn default() -> Self {
         Self {
@@ -130,6 +144,24 @@ impl PowerNormConfig {
         match self.group_scaling {
             Some(groups) if !size.is_multiple_of(groups) => Err(Error::Groups { size, groups }),
             _ => Ok(()),
+        }
+    }
+
+    /// How ψ² moves in training step `t`, counted from 1.
+    pub(crate) fn phi_step(&self, t: usize) -> PhiStep {
+        let (cumulative, moving) = match self.recipe {
+            Recipe::Paper => (t <= self.warmup_steps, t > self.warmup_steps),
+            Recipe::Fairseq => (t < self.warmup_steps, true),
+        };
+        PhiStep {
+            cumulative: cumulative.then(|| Shares {
+                old: (t - 1) as f64 / t as f64,
+                new: 1. / t as f64,
+            }),
+            moving: moving.then_some(Shares {
+                old: self.alpha_fwd,
+                new: 1. - self.alpha_fwd,
+            }),
         }
     }
 

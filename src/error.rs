@@ -110,6 +110,18 @@ pub enum Error {
         /// Shape of the mask.
         got: Shape,
     },
+
+    /// A CUDA kernel of this crate cannot run on the device: it was compiled for another compute capability, as
+    /// a rule.
+    #[error("power_norm: expected kernel {kernel} to load on compute capability {compute_capability}, got {reason}")]
+    Kernel {
+        /// Name of the entry point.
+        kernel: String,
+        /// That of the device.
+        compute_capability: String,
+        /// What the driver says.
+        reason: String,
+    },
 }
 
 impl From<Error> for candle::Error {

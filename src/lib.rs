@@ -3,6 +3,8 @@
 
 mod config;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod error;
 mod layer;
 mod mode;

@@ -1,14 +1,20 @@
 //! The custom op: which device runs a pass, and the only place that sees both tensors and storage.
 
-use crate::cpu::{self, Element, Rows, Saved, Wanted};
+use crate::cpu::{self, Element, Rows};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::state::{read, Snapshot, State};
 use crate::{Error, Recipe};
 use candle::backend::BackendStorage;
+#[cfg(feature = "cuda")]
+use candle::{op::BackpropOp, CudaStorage};
 use candle::{
     CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType,
 };
 use half::{bf16, f16};
 use std::sync::{Arc, OnceLock};
+#[cfg(feature = "cuda")]
+use std::{cell::OnceCell, ops::Deref};
 
 /// Runs the layer on checked arguments: `xs` `[.., C]`, weight and bias `[C]`, `keep` `[..]`.
 ///
@@ -36,8 +42,11 @@ fn apply<T: Element>(
     state: &Arc<State>,
     train: bool,
 ) -> Result<Tensor> {
-    // The kernels take packed rows.
-    let xs = xs.contiguous()?;
+    let xs = packed_rows(xs)?;
+    let affine = match affine {
+        Some((weight, bias)) => Some((weight.contiguous()?, bias.contiguous()?)),
+        None => None,
+    };
     let saved = Arc::new(OnceLock::new());
     let op = PowerNormOp::<T> {
         keep: keep.map(Tensor::contiguous).transpose()?,
@@ -45,42 +54,82 @@ fn apply<T: Element>(
         saved: saved.clone(),
         state: state.clone(),
         train,
+        #[cfg(feature = "cuda")]
+        tracked: match &affine {
+            Some((weight, bias)) => [&xs, weight, bias].iter().any(|arg| arg.track_op()),
+            None => xs.track_op(),
+        },
     };
-    let ys = match affine {
+    let ys = match &affine {
         Some((weight, bias)) => xs.apply_op3_arc(weight, bias, Arc::new(Box::new(op)))?,
         None => xs.apply_op1_arc(Arc::new(Box::new(op)))?,
     };
     // Not inside the op: candle holds the storage of its arguments there, and an argument may be the
     // variable to update.
-    if let Some(step) = saved
-        .get()
-        .and_then(|forward| forward.statistics.step.as_ref())
-    {
-        state.update_phi(&step.batch_phi)?;
+    if let Some(forward) = saved.get() {
+        forward.commit(state)?;
     }
     Ok(ys)
+}
+
+/// The kernels take packed rows, and those of a GPU a start on a 16-byte boundary, which a view may not have.
+fn packed_rows(xs: &Tensor) -> Result<Tensor> {
+    let xs = xs.contiguous()?;
+    let start = xs.layout().start_offset() * xs.dtype().size_in_bytes();
+    if xs.device().is_cuda() && !start.is_multiple_of(16) {
+        return xs.copy();
+    }
+    Ok(xs)
 }
 
 /// One forward of a layer, and the backward that belongs to it.
 struct PowerNormOp<T: Element> {
     keep: Option<Tensor>,
     /// ψ² and t before the step.
-    before: Snapshot,
+    before: Snapshot<T::Acc>,
     /// Set by the forward.
     saved: Arc<OnceLock<Forward<T::Acc>>>,
     state: Arc<State>,
     train: bool,
+    /// Whether a backward may follow.
+    #[cfg(feature = "cuda")]
+    tracked: bool,
 }
 
-/// What a forward leaves to its backward.
-struct Forward<A> {
-    /// The layer as it was then.
-    layer: cpu::Layer<A>,
-    statistics: Saved<A>,
+/// What a forward leaves to its backward and to the state.
+enum Forward<A> {
+    Cpu {
+        /// The layer as it was then.
+        layer: cpu::Layer<A>,
+        statistics: cpu::Saved<A>,
+    },
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::Forward),
+}
+
+impl<A: cpu::Accumulator + WithDType> Forward<A> {
+    /// The step of ψ² and t, once the output stands.
+    fn commit(&self, state: &State) -> Result<()> {
+        match self {
+            Forward::Cpu { statistics, .. } => match &statistics.step {
+                Some(step) => state.update_phi(&step.batch_phi),
+                None => Ok(()),
+            },
+            #[cfg(feature = "cuda")]
+            Forward::Cuda(forward) if forward.is_step() => {
+                state.update_phi_on_gpu(|phi, layout, step| forward.update_phi(phi, layout, step))
+            }
+            #[cfg(feature = "cuda")]
+            Forward::Cuda(_) => Ok(()),
+        }
+    }
 }
 
 /// A tensor as a custom op's forward gets it.
 type Argument<'a> = (&'a CpuStorage, &'a Layout);
+
+/// The gradients of an op's arguments.
+type Gradients = [Option<Tensor>; 3];
 
 impl<T: Element> PowerNormOp<T> {
     const NAME: &'static str = "power_norm";
@@ -108,27 +157,37 @@ impl<T: Element> PowerNormOp<T> {
         };
         let rows = self.rows(packed(storage, layout)?, layout.shape(), keep)?;
         let statistics = config.statistics_at(self.before.steps + 1);
-        let phi = read(&self.before.phi)?;
-        let (y, statistics) = layer.forward(&rows, &phi, self.train.then_some(statistics));
+        let train = self.train.then_some(statistics);
+        let (y, statistics) = layer.forward(&rows, &self.before.phi, train);
         // candle runs a forward once; a second run would come to the same.
-        let _ = self.saved.set(Forward { layer, statistics });
+        let _ = self.saved.set(Forward::Cpu { layer, statistics });
         Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
     }
 
-    fn backward(
+    fn backward(&self, x: &Tensor, affine: Option<[&Tensor; 2]>, dy: &Tensor) -> Result<Gradients> {
+        let dy = packed_rows(dy)?;
+        match self.saved.get() {
+            Some(Forward::Cpu { layer, statistics }) => {
+                self.cpu_backward(layer, statistics, x, affine, &dy)
+            }
+            #[cfg(feature = "cuda")]
+            Some(Forward::Cuda(forward)) => self.cuda_backward(forward, x, affine, &dy),
+            None => candle::bail!("{}: backward without a forward", Self::NAME),
+        }
+    }
+
+    fn cpu_backward(
         &self,
+        layer: &cpu::Layer<T::Acc>,
+        statistics: &cpu::Saved<T::Acc>,
         x: &Tensor,
         affine: Option<[&Tensor; 2]>,
         dy: &Tensor,
-    ) -> Result<[Option<Tensor>; 3]> {
-        let Some(Forward { layer, statistics }) = self.saved.get() else {
-            candle::bail!("{}: backward without a forward", Self::NAME)
-        };
-        let wanted = Wanted {
+    ) -> Result<Gradients> {
+        let wanted = cpu::Wanted {
             input: x.track_op(),
             params: affine.is_some_and(|affine| affine.iter().any(|param| param.track_op())),
         };
-        let dy = dy.contiguous()?;
         let nu = read(&self.state.nu()?)?;
         let gradients = {
             let (x_storage, x_layout) = x.storage_and_layout();
@@ -172,6 +231,80 @@ impl<T: Element> PowerNormOp<T> {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl<T: Element> PowerNormOp<T> {
+    fn cuda_forward(
+        &self,
+        x: cuda::Argument,
+        affine: Option<[cuda::Argument; 2]>,
+    ) -> Result<(CudaStorage, Shape)> {
+        let config = self.state.config();
+        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
+        let phi = self.state.phi_variable().storage_and_layout();
+        let inputs = cuda::ForwardInputs {
+            x,
+            keep: keep.as_ref().map(cuda_argument).transpose()?,
+            weight: affine.map(|[weight, _]| weight),
+            bias: affine.map(|[_, bias]| bias),
+            phi: cuda_argument(&phi)?,
+        };
+        let statistics = config.statistics_at(self.before.steps + 1);
+        let train = self.train.then_some(statistics);
+        let (y, forward) = cuda::forward(&inputs, config, train, self.tracked)?;
+        // candle runs a forward once.
+        let _ = self.saved.set(Forward::Cuda(forward));
+        Ok((y, x.1.shape().clone()))
+    }
+
+    fn cuda_backward(
+        &self,
+        forward: &cuda::Forward,
+        x: &Tensor,
+        affine: Option<[&Tensor; 2]>,
+        dy: &Tensor,
+    ) -> Result<Gradients> {
+        let dtype = |param: &Tensor| param.track_op().then(|| param.dtype());
+        let wanted = cuda::Wanted {
+            input: x.track_op(),
+            weight: affine.and_then(|[weight, _]| dtype(weight)),
+            bias: affine.and_then(|[_, bias]| dtype(bias)),
+        };
+        let weight = affine.map(|[weight, _]| weight.storage_and_layout());
+        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
+        let (x_storage, dy_storage) = (x.storage_and_layout(), dy.storage_and_layout());
+        let inputs = cuda::BackwardInputs {
+            x: cuda_argument(&x_storage)?,
+            dy: cuda_argument(&dy_storage)?,
+            keep: keep.as_ref().map(cuda_argument).transpose()?,
+            weight: weight.as_ref().map(cuda_argument).transpose()?,
+        };
+        let gradients = OnceCell::new();
+        self.state.update_nu_on_gpu(|ema_gz, layout| {
+            // candle runs an op in place once.
+            let _ = gradients.set(forward.backward(&inputs, ema_gz, layout, &wanted)?);
+            Ok(())
+        })?;
+        let Some(gradients) = gradients.into_inner() else {
+            candle::bail!("{}: a backward that did not run", Self::NAME)
+        };
+        let tensor = |storage: Option<CudaStorage>, like: &Tensor| {
+            storage.map(|storage| {
+                let storage = Storage::Cuda(storage);
+                Tensor::from_storage(storage, like.shape(), BackpropOp::none(), false)
+            })
+        };
+        let dx = tensor(gradients.input, x);
+        Ok(match affine {
+            Some([weight, bias]) => [
+                dx,
+                tensor(gradients.weight, weight),
+                tensor(gradients.bias, bias),
+            ],
+            None => [dx, None, None],
+        })
+    }
+}
+
 impl<T: Element> CustomOp3 for PowerNormOp<T> {
     fn name(&self) -> &'static str {
         Self::NAME
@@ -187,6 +320,19 @@ impl<T: Element> CustomOp3 for PowerNormOp<T> {
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         self.cpu_forward((s1, l1), Some([(s2, l2), (s3, l3)]))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+        s3: &CudaStorage,
+        l3: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.cuda_forward((s1, l1), Some([(s2, l2), (s3, l3)]))
     }
 
     fn bwd(
@@ -210,6 +356,11 @@ impl<T: Element> CustomOp1 for PowerNormOp<T> {
         self.cpu_forward((storage, layout), None)
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.cuda_forward((storage, layout), None)
+    }
+
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let [dx, _, _] = self.backward(x, None, dy)?;
         Ok(dx)
@@ -225,18 +376,17 @@ fn param_gradient<A: WithDType>(param: &Tensor, gradient: Vec<A>) -> Result<Opti
     gradient.to_dtype(param.dtype()).map(Some)
 }
 
-/// The values of a `[C]` argument, whatever its stride and float dtype.
+/// The values of a contiguous argument of any float dtype.
 fn widened<A: WithDType>((storage, layout): Argument) -> Result<Vec<A>> {
-    fn gather<S: WithDType, A: WithDType>(values: &[S], layout: &Layout) -> Vec<A> {
-        let (len, stride) = (layout.dims()[0], layout.stride()[0]);
-        let value = |i: usize| A::from_f64(values[layout.start_offset() + i * stride].to_f64());
-        (0..len).map(value).collect()
+    fn widen<S: WithDType, A: WithDType>(storage: &CpuStorage, layout: &Layout) -> Result<Vec<A>> {
+        let values = packed::<S>(storage, layout)?.iter();
+        Ok(values.map(|value| A::from_f64(value.to_f64())).collect())
     }
     match storage {
-        CpuStorage::F32(values) => Ok(gather(values, layout)),
-        CpuStorage::F64(values) => Ok(gather(values, layout)),
-        CpuStorage::F16(values) => Ok(gather(values, layout)),
-        CpuStorage::BF16(values) => Ok(gather(values, layout)),
+        CpuStorage::F32(_) => widen::<f32, A>(storage, layout),
+        CpuStorage::F64(_) => widen::<f64, A>(storage, layout),
+        CpuStorage::F16(_) => widen::<f16, A>(storage, layout),
+        CpuStorage::BF16(_) => widen::<bf16, A>(storage, layout),
         other => Err(Error::InputDType(other.dtype()).into()),
     }
 }
@@ -255,6 +405,20 @@ fn cpu_packed<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result
         Storage::Cpu(storage) => packed(storage, layout),
         other => candle::bail!(
             "power_norm: expected a tensor on the CPU, got one on {:?}",
+            other.device().location()
+        ),
+    }
+}
+
+/// A tensor's storage and layout, of a tensor that must be on a GPU.
+#[cfg(feature = "cuda")]
+fn cuda_argument<'a, S: Deref<Target = Storage>>(
+    (storage, layout): &'a (S, &Layout),
+) -> Result<cuda::Argument<'a>> {
+    match &**storage {
+        Storage::Cuda(storage) => Ok((storage, layout)),
+        other => candle::bail!(
+            "power_norm: expected a tensor on a GPU, got one on {:?}",
             other.device().location()
         ),
     }

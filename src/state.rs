@@ -1,6 +1,10 @@
 //! ψ², ν and t: where they live, how they are read, how a step moves them.
 
+#[cfg(feature = "cuda")]
+use crate::config::PhiStep;
 use crate::{Error, PowerNormConfig, Recipe};
+#[cfg(feature = "cuda")]
+use candle::{CudaStorage, Layout};
 use candle::{DType, Device, Result, Tensor, Var, WithDType};
 use candle_nn::{Init, VarBuilder};
 use num_traits::Float;
@@ -27,9 +31,9 @@ pub(crate) struct State {
 }
 
 /// The running statistics at the start of a step.
-pub(crate) struct Snapshot {
-    /// ψ², `[C]`, a copy.
-    pub phi: Tensor,
+pub(crate) struct Snapshot<A> {
+    /// ψ², `[C]`, a copy. Empty on a GPU, whose kernels read the variable in the order of its stream.
+    pub phi: Vec<A>,
     /// t, the steps taken before this one.
     pub steps: usize,
 }
@@ -101,42 +105,34 @@ impl State {
         self.iters.set(&self.iters.zeros_like()?)
     }
 
-    pub fn snapshot(&self) -> Result<Snapshot> {
+    pub fn snapshot<A: WithDType>(&self) -> Result<Snapshot<A>> {
         let _guard = self.lock();
         Ok(Snapshot {
-            phi: self.copy(&self.running_phi)?,
+            phi: match self.device() {
+                Device::Cuda(_) => vec![],
+                _ => read(&self.running_phi)?,
+            },
             steps: self.steps()?,
         })
     }
 
     /// A training forward's step: t counts up and ψ² takes in `batch_phi`, ψ_B² of shape `[C]`.
     pub fn update_phi<A: Float + WithDType>(&self, batch_phi: &[A]) -> Result<()> {
-        let config = &self.config;
         let _guard = self.lock();
         let t = self.steps()? + 1;
-        let (cumulative, moving) = match config.recipe {
-            Recipe::Paper => (t <= config.warmup_steps, t > config.warmup_steps),
-            Recipe::Fairseq => (t < config.warmup_steps, true),
-        };
-        let old_share = A::from_f64((t - 1) as f64 / t as f64);
-        let new_share = A::from_f64(1. / t as f64);
-        let alpha = A::from_f64(config.alpha_fwd);
-        let beta = A::from_f64(1. - config.alpha_fwd);
+        let step = self.config.phi_step(t);
         let mut phi = read::<A>(&self.running_phi)?;
         for (phi, &batch) in phi.iter_mut().zip(batch_phi) {
             let mut new = *phi;
-            if cumulative {
-                new = new * old_share + batch * new_share;
-            }
-            if moving {
-                new = alpha * new + beta * batch;
+            for shares in [step.cumulative, step.moving].into_iter().flatten() {
+                new = A::from_f64(shares.old) * new + A::from_f64(shares.new) * batch;
             }
             if self.accepts(new) {
                 *phi = new;
             }
         }
         write(&self.running_phi, phi)?;
-        self.iters.set(&Tensor::new(&[t as i64], &Device::Cpu)?)
+        self.set_steps(t)
     }
 
     /// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ, each `[C]`.
@@ -161,6 +157,40 @@ impl State {
         write(&self.ema_gz, ema_gz)
     }
 
+    /// [`update_phi`](Self::update_phi) by a kernel: `launch` is given ψ² and how it moves.
+    #[cfg(feature = "cuda")]
+    pub fn update_phi_on_gpu(
+        &self,
+        launch: impl Fn(&mut CudaStorage, &Layout, &PhiStep) -> Result<()>,
+    ) -> Result<()> {
+        let _guard = self.lock();
+        let t = self.steps()? + 1;
+        let step = self.config.phi_step(t);
+        let launch = |phi: &mut CudaStorage, layout: &Layout| launch(phi, layout, &step);
+        self.running_phi.inplace_op1(&OnGpu(launch))?;
+        self.set_steps(t)
+    }
+
+    /// [`update_nu`](Self::update_nu) by a kernel: `launch` is given the variable that keeps ν.
+    #[cfg(feature = "cuda")]
+    pub fn update_nu_on_gpu(
+        &self,
+        launch: impl Fn(&mut CudaStorage, &Layout) -> Result<()>,
+    ) -> Result<()> {
+        let _guard = self.lock();
+        self.ema_gz.inplace_op1(&OnGpu(launch))
+    }
+
+    /// The variable that keeps ψ², for kernels that read it.
+    #[cfg(feature = "cuda")]
+    pub fn phi_variable(&self) -> &Tensor {
+        &self.running_phi
+    }
+
+    fn set_steps(&self, t: usize) -> Result<()> {
+        self.iters.set(&Tensor::new(&[t as i64], &Device::Cpu)?)
+    }
+
     /// The finite check of recipe Paper, in the state's dtype: an overflowed batch must not outlive its
     /// step.
     fn accepts(&self, new: impl WithDType) -> bool {
@@ -181,6 +211,25 @@ impl State {
     }
 }
 
+/// Launches that write a variable's storage.
+#[cfg(feature = "cuda")]
+struct OnGpu<F>(F);
+
+#[cfg(feature = "cuda")]
+impl<F: Fn(&mut CudaStorage, &Layout) -> Result<()>> candle::InplaceOp1 for OnGpu<F> {
+    fn name(&self) -> &'static str {
+        "power_norm"
+    }
+
+    fn cpu_fwd(&self, _: &mut candle::CpuStorage, _: &Layout) -> Result<()> {
+        candle::bail!("power_norm: expected a variable on a GPU, got one on the CPU")
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
+        (self.0)(storage, layout)
+    }
+}
+
 fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {
     let got = tensor.dtype();
     if got != expected {
@@ -194,7 +243,7 @@ fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {
     Var::from_tensor(tensor)
 }
 
-/// The values of a channel-sized CPU tensor of any float dtype.
+/// The values of a channel-sized tensor of any float dtype.
 pub(crate) fn read<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
     tensor
         .detach()

@@ -1,0 +1,760 @@
+//! What is launched, and with what: every kernel's grid, block, shared memory and arguments.
+//!
+//! Numbers and device addresses only, nothing of CUDA: the tests that emulate the kernels on the CPU run
+//! these same launches.
+
+use crate::config::{PhiStep, PowerNormConfig, Recipe, Statistics};
+
+/// An address in device memory; 0 for an array that is not there.
+pub type Address = u64;
+
+/// A dtype the kernels know, by its number in `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(i64)]
+pub enum Dtype {
+    #[default]
+    F32 = 0,
+    F64 = 1,
+    F16 = 2,
+    BF16 = 3,
+}
+
+impl Dtype {
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::F64 => 8,
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::BF16 => 2,
+        }
+    }
+
+    /// The dtype its sums are taken in: A of the kernels.
+    pub fn sums(self) -> Self {
+        match self {
+            Dtype::F64 => Dtype::F64,
+            _ => Dtype::F32,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::F64 => "f64",
+            Dtype::F16 => "f16",
+            Dtype::BF16 => "bf16",
+        }
+    }
+
+    /// V of the kernels: elements in a 16-byte access.
+    fn piece(self) -> usize {
+        16 / self.size()
+    }
+
+    /// The most 16-byte pieces a thread can own. Its registers must hold them, widened, next to their sums and
+    /// coefficients: more would spill.
+    fn max_pieces(self) -> usize {
+        match self {
+            Dtype::F16 | Dtype::BF16 | Dtype::F64 => 2,
+            Dtype::F32 => 4,
+        }
+    }
+}
+
+/// `Vector` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Vector {
+    pub data: Address,
+    pub dtype: Dtype,
+}
+
+/// `Tiling` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Tiling {
+    rows: i64,
+    cols: i64,
+    chunk_rows: i64,
+    groups: i32,
+    group_len: i32,
+    span: i32,
+    groups_per_tile: i32,
+    tiles_per_group: i32,
+    vectorized: i32,
+}
+
+/// `LayerScale` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(i64)]
+pub enum LayerScale {
+    #[default]
+    None = 0,
+    InTile = 1,
+    Given = 2,
+}
+
+/// `NormalizeParams` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct NormalizeParams {
+    tiling: Tiling,
+    x: Address,
+    y: Address,
+    keep: Address,
+    weight: Vector,
+    bias: Vector,
+    phi: Vector,
+    inv_rms: Address,
+    factors: Address,
+    partials: Address,
+    kept: Address,
+    layer_scale: LayerScale,
+    eps: f64,
+    group_eps: f64,
+}
+
+/// `UpdatePhiParams` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct UpdatePhiParams {
+    partials: Address,
+    all_partials: Address,
+    kept: Address,
+    rows: i64,
+    cols: i64,
+    chunks: i64,
+    phi: Vector,
+    batch_phi: Address,
+    inv_rms: Address,
+    gamma: Address,
+    count: Address,
+    eps: f64,
+    by_batch: i64,
+    update: i64,
+    guard: i64,
+    cumulative: i64,
+    moving: i64,
+    old_share: f64,
+    new_share: f64,
+    alpha: f64,
+    beta: f64,
+}
+
+/// `NormalizeBwdParams` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct NormalizeBwdParams {
+    tiling: Tiling,
+    x: Address,
+    dy: Address,
+    dx: Address,
+    keep: Address,
+    weight: Vector,
+    correction: Vector,
+    inv_rms: Address,
+    batch_phi: Address,
+    count: Address,
+    factors: Address,
+    dots: Address,
+    partials: Address,
+    layer_scale: LayerScale,
+    correction_scale: f64,
+    eps: f64,
+}
+
+/// `UpdateNuParams` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct UpdateNuParams {
+    partials: Address,
+    cols: i64,
+    chunks: i64,
+    weight: Vector,
+    inv_rms: Address,
+    gamma: Address,
+    count: Address,
+    lambda: Address,
+    ema_gz: Vector,
+    dweight: Vector,
+    dbias: Vector,
+    beta: f64,
+    guard: i64,
+}
+
+/// The one argument of a kernel.
+#[derive(Debug, Clone, Copy)]
+pub enum Params {
+    Normalize(NormalizeParams),
+    UpdatePhi(UpdatePhiParams),
+    NormalizeBwd(NormalizeBwdParams),
+    UpdateNu(UpdateNuParams),
+}
+
+/// A kernel launch.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// The name of the entry point.
+    pub kernel: String,
+    /// Blocks along x (columns) and y (rows).
+    pub grid: (u32, u32),
+    /// Threads along x (columns) and y (rows).
+    pub block: (u32, u32),
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// The argument.
+    pub params: Params,
+}
+
+/// Threads of a block, unless a row needs more: small enough that several blocks share a multiprocessor and
+/// fill each other's waits.
+const BLOCK: usize = 256;
+
+/// Threads of a block whose threads own several pieces of a row, at most: at 128 registers each, what a
+/// multiprocessor holds.
+const MAX_BLOCK: usize = 512;
+
+/// Threads that exchange values directly.
+const WARP: usize = 32;
+
+/// Blocks to aim at: several for each multiprocessor of a large GPU, so that none idles at the end, while the
+/// partial sums stay small beside the rows.
+const BLOCKS: usize = 1024;
+
+/// The fewest rows a thread should take, to be worth its coefficients and its partial sums.
+const MIN_THREAD_ROWS: usize = 2;
+
+/// Threads of a block of the update kernels: channels, and chunks that are summed side by side.
+const UPDATE_BLOCK: (u32, u32) = (32, 32);
+
+/// The most blocks that reduce wide groups; each takes further rows in turn.
+const FACTOR_BLOCKS: usize = 1 << 16;
+
+/// One call of a layer on `rows` rows, at least one.
+#[derive(Debug, Clone, Copy)]
+pub struct Pass {
+    pub dtype: Dtype,
+    pub rows: usize,
+    pub cols: usize,
+    /// Whether the forward has a mask.
+    pub masked: bool,
+    pub config: PowerNormConfig,
+}
+
+/// Where a forward's arrays are, from 16-byte boundaries on.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ForwardBuffers {
+    /// `[rows, cols]` of the pass's dtype.
+    pub x: Address,
+    /// As `x`.
+    pub y: Address,
+    /// `[rows]` bytes, or 0.
+    pub keep: Address,
+    /// γ, `[cols]`, or 0.
+    pub weight: Vector,
+    /// β, `[cols]`, or 0.
+    pub bias: Vector,
+    /// ψ², `[cols]`.
+    pub phi: Vector,
+    /// [`Pass::saved_bytes`]; 0 only where [`Pass::needs_saved`] says so.
+    pub saved: Address,
+    /// [`Pass::forward_workspace_bytes`].
+    pub workspace: Address,
+}
+
+/// Where a backward's arrays are, from 16-byte boundaries on.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct BackwardBuffers {
+    /// `[rows, cols]` of the pass's dtype.
+    pub x: Address,
+    /// As `x`.
+    pub dy: Address,
+    /// As `x`, or 0 if it is not wanted.
+    pub dx: Address,
+    /// `[rows]` bytes, or 0.
+    pub keep: Address,
+    /// γ, `[cols]`, or 0.
+    pub weight: Vector,
+    /// ν/(1−α_b), `[cols]`.
+    pub ema_gz: Vector,
+    /// ∂L/∂γ, `[cols]`, or 0 if it is not wanted.
+    pub dweight: Vector,
+    /// ∂L/∂β, `[cols]`, or 0 if it is not wanted.
+    pub dbias: Vector,
+    /// What the forward left.
+    pub saved: Address,
+    /// [`Pass::backward_workspace_bytes`].
+    pub workspace: Address,
+}
+
+/// How a pass is cut into blocks and threads.
+#[derive(Debug)]
+struct Plan {
+    tiling: Tiling,
+    layer_scale: LayerScale,
+    /// N of the kernels.
+    pieces: usize,
+    grid: (u32, u32),
+    block: (u32, u32),
+}
+
+/// Addresses inside a forward's `saved`: four rows and the factors, of A each.
+struct Saved {
+    inv_rms: Address,
+    gamma: Address,
+    batch_phi: Address,
+    count: Address,
+    factors: Address,
+}
+
+/// Addresses inside a forward's `workspace`.
+struct ForwardWorkspace {
+    kept: Address,
+    partials: Address,
+    all_partials: Address,
+    end: Address,
+}
+
+/// Addresses inside a backward's `workspace`.
+struct BackwardWorkspace {
+    lambda: Address,
+    partials: Address,
+    dots: Address,
+    end: Address,
+}
+
+impl Pass {
+    /// Bytes that a forward leaves to its backward.
+    pub fn saved_bytes(&self) -> usize {
+        let factors = self.config.group_scaling.unwrap_or(0) * self.rows;
+        (3 * self.cols + 1 + factors) * self.sum_bytes()
+    }
+
+    /// Whether a forward that no backward follows needs `saved` all the same.
+    pub fn needs_saved(&self, train: Option<Statistics>) -> bool {
+        train.is_some() || self.plan().layer_scale == LayerScale::Given
+    }
+
+    /// Bytes that a training forward and its [`update_phi`](Self::update_phi) work in.
+    pub fn forward_workspace_bytes(&self) -> usize {
+        self.forward_workspace(0).end as usize
+    }
+
+    /// Bytes that a backward works in.
+    pub fn backward_workspace_bytes(&self) -> usize {
+        self.backward_workspace(0).end as usize
+    }
+
+    /// A forward: `Y = γ ⊙ X̃/D + β`. `train` names the statistic of a training step; without a kept row the
+    /// step is an evaluation.
+    ///
+    /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
+    pub fn forward(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
+        let plan = self.plan();
+        let saved = self.saved(buffers.saved);
+        let workspace = self.forward_workspace(buffers.workspace);
+        let base = NormalizeParams {
+            tiling: plan.tiling,
+            x: buffers.x,
+            keep: buffers.keep,
+            factors: match plan.layer_scale {
+                LayerScale::None => 0,
+                _ => saved.factors,
+            },
+            layer_scale: plan.layer_scale,
+            eps: self.config.eps,
+            group_eps: self.config.eps,
+            ..Default::default()
+        };
+        let output = NormalizeParams {
+            y: buffers.y,
+            weight: buffers.weight,
+            bias: buffers.bias,
+            phi: buffers.phi,
+            inv_rms: saved.inv_rms,
+            ..base
+        };
+        let kept = if self.masked { workspace.kept } else { 0 };
+        let sums = |to: NormalizeParams| NormalizeParams {
+            partials: workspace.partials,
+            kept,
+            ..to
+        };
+
+        let mut launches = vec![];
+        if plan.layer_scale == LayerScale::Given {
+            launches.push(self.group_factors(base));
+        }
+        match train {
+            None => launches.push(self.normalize(&plan, output)),
+            Some(Statistics::Running) => launches.push(self.normalize(&plan, sums(output))),
+            Some(Statistics::Batch) => launches.push(self.normalize(&plan, sums(base))),
+        }
+        if train.is_some() && self.sums_all_rows() {
+            let all = NormalizeParams {
+                keep: 0,
+                partials: workspace.all_partials,
+                ..base
+            };
+            launches.push(self.normalize(&plan, all));
+        }
+        if train == Some(Statistics::Batch) {
+            launches.push(self.statistics(buffers, Statistics::Batch, None));
+            // D stands in inv_rms.
+            let output = NormalizeParams {
+                phi: Vector::default(),
+                ..output
+            };
+            launches.push(self.normalize(&plan, output));
+        }
+        launches
+    }
+
+    /// ψ² takes in the batch of a training [`forward`](Self::forward), whose buffers are still there.
+    pub fn update_phi(
+        &self,
+        buffers: &ForwardBuffers,
+        train: Statistics,
+        step: &PhiStep,
+    ) -> Launch {
+        self.statistics(buffers, train, Some(step))
+    }
+
+    /// The gradients of a [`forward`](Self::forward) with the same `train`; ν takes its step.
+    ///
+    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of the CPU,
+    /// whose cases these are.
+    pub fn backward(&self, buffers: &BackwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
+        let plan = self.plan();
+        let saved = self.saved(buffers.saved);
+        let workspace = self.backward_workspace(buffers.workspace);
+        let paper = self.config.recipe == Recipe::Paper;
+        let count = if train.is_some() { saved.count } else { 0 };
+        let beta = 1. - self.config.alpha_bwd;
+        let base = NormalizeBwdParams {
+            tiling: plan.tiling,
+            x: buffers.x,
+            dy: buffers.dy,
+            // Under recipe Fairseq the backward does not know the mask.
+            keep: if paper { buffers.keep } else { 0 },
+            weight: buffers.weight,
+            inv_rms: saved.inv_rms,
+            batch_phi: if paper { 0 } else { saved.batch_phi },
+            count,
+            factors: saved.factors,
+            dots: workspace.dots,
+            layer_scale: plan.layer_scale,
+            eps: self.config.eps,
+            ..Default::default()
+        };
+        let sums = NormalizeBwdParams {
+            partials: workspace.partials,
+            ..base
+        };
+        let nu = NormalizeBwdParams {
+            correction: buffers.ema_gz,
+            correction_scale: beta,
+            ..base
+        };
+        let lambda = NormalizeBwdParams {
+            correction: Vector {
+                data: workspace.lambda,
+                dtype: self.dtype.sums(),
+            },
+            correction_scale: 1.,
+            ..base
+        };
+        let update = UpdateNuParams {
+            partials: workspace.partials,
+            cols: self.cols as i64,
+            chunks: i64::from(plan.grid.1),
+            weight: buffers.weight,
+            inv_rms: saved.inv_rms,
+            gamma: saved.gamma,
+            count,
+            lambda: workspace.lambda,
+            ema_gz: match train {
+                Some(_) => buffers.ema_gz,
+                None => Vector::default(),
+            },
+            dweight: buffers.dweight,
+            dbias: buffers.dbias,
+            beta,
+            guard: paper.into(),
+        };
+
+        let input = buffers.dx != 0;
+        let params = buffers.dweight.data != 0 || buffers.dbias.data != 0;
+        let mut launches = vec![];
+        let gradient = |launches: &mut Vec<Launch>, params: NormalizeBwdParams| {
+            if plan.layer_scale == LayerScale::Given {
+                launches.push(self.group_dots(params));
+            }
+            let output = NormalizeBwdParams {
+                dx: buffers.dx,
+                ..params
+            };
+            launches.push(self.normalize_bwd(&plan, output));
+        };
+        // PN-V's exact gradient takes Λ, of the whole batch, before it gives any row.
+        let exact = train == Some(Statistics::Batch) && paper;
+        let correction = match train {
+            Some(_) => nu,
+            None => base,
+        };
+        let wants_sums = train.is_some() || params;
+        if exact || !input {
+            if wants_sums {
+                launches.push(self.normalize_bwd(&plan, sums));
+            }
+        } else if wants_sums {
+            let with_sums = NormalizeBwdParams {
+                partials: workspace.partials,
+                ..correction
+            };
+            gradient(&mut launches, with_sums);
+        } else {
+            gradient(&mut launches, correction);
+        }
+        if wants_sums {
+            launches.push(self.update("update_nu", Params::UpdateNu(update)));
+        }
+        if exact && input {
+            gradient(&mut launches, lambda);
+        }
+        launches
+    }
+
+    /// The statistics of a training step, and ψ² if `step` says how it moves.
+    fn statistics(
+        &self,
+        buffers: &ForwardBuffers,
+        train: Statistics,
+        step: Option<&PhiStep>,
+    ) -> Launch {
+        let saved = self.saved(buffers.saved);
+        let workspace = self.forward_workspace(buffers.workspace);
+        let when = |yes: bool, address| if yes { address } else { 0 };
+        let cumulative = step.and_then(|step| step.cumulative);
+        let moving = step.and_then(|step| step.moving);
+        let params = UpdatePhiParams {
+            partials: workspace.partials,
+            all_partials: when(self.sums_all_rows(), workspace.all_partials),
+            kept: when(self.masked, workspace.kept),
+            rows: self.rows as i64,
+            cols: self.cols as i64,
+            chunks: i64::from(self.plan().grid.1),
+            phi: buffers.phi,
+            batch_phi: saved.batch_phi,
+            inv_rms: saved.inv_rms,
+            gamma: saved.gamma,
+            count: saved.count,
+            eps: self.config.eps,
+            by_batch: (train == Statistics::Batch).into(),
+            update: step.is_some().into(),
+            guard: (self.config.recipe == Recipe::Paper).into(),
+            cumulative: cumulative.is_some().into(),
+            moving: moving.is_some().into(),
+            old_share: cumulative.map_or(0., |shares| shares.old),
+            new_share: cumulative.map_or(0., |shares| shares.new),
+            alpha: moving.map_or(0., |shares| shares.old),
+            beta: moving.map_or(0., |shares| shares.new),
+        };
+        self.update("update_phi", Params::UpdatePhi(params))
+    }
+
+    /// Fairseq's Γ runs over padded rows too.
+    fn sums_all_rows(&self) -> bool {
+        self.config.recipe == Recipe::Fairseq && self.masked
+    }
+
+    fn normalize(&self, plan: &Plan, params: NormalizeParams) -> Launch {
+        let sums = usize::from(params.partials != 0);
+        self.tiled("normalize", plan, sums, Params::Normalize(params))
+    }
+
+    fn normalize_bwd(&self, plan: &Plan, params: NormalizeBwdParams) -> Launch {
+        let sums = 2 * usize::from(params.partials != 0);
+        self.tiled("normalize_bwd", plan, sums, Params::NormalizeBwd(params))
+    }
+
+    /// A launch over the tiles of `plan`, which takes `sums` sums of each column.
+    fn tiled(&self, name: &str, plan: &Plan, sums: usize, params: Params) -> Launch {
+        let threads = plan.block.0 as usize * plan.block.1 as usize;
+        let values = plan.pieces * self.dtype.piece();
+        // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the rows of
+        // the block add up: sums of columns, then int64 counts of rows.
+        let exchanged = 2 * threads.div_ceil(WARP) * self.sum_bytes();
+        let coefficients = plan.block.0 as usize * values * self.sum_bytes();
+        let added = match plan.block.1 {
+            1 => 0,
+            _ => threads * (values * sums * self.sum_bytes()).max(8),
+        };
+        Launch {
+            kernel: format!("{name}_{}_{}", self.dtype.name(), plan.pieces),
+            grid: plan.grid,
+            block: plan.block,
+            shared_bytes: (exchanged + coefficients + added) as u32,
+            params,
+        }
+    }
+
+    /// A launch of one thread a channel.
+    fn update(&self, name: &str, params: Params) -> Launch {
+        let (width, height) = UPDATE_BLOCK;
+        let threads = width * height;
+        Launch {
+            kernel: format!("{name}_{}", self.dtype.sums().name()),
+            grid: ((self.cols as u32).div_ceil(width), 1),
+            block: UPDATE_BLOCK,
+            shared_bytes: threads * 8,
+            params,
+        }
+    }
+
+    fn group_factors(&self, params: NormalizeParams) -> Launch {
+        self.by_group("group_factors", params.tiling, Params::Normalize(params))
+    }
+
+    fn group_dots(&self, params: NormalizeBwdParams) -> Launch {
+        self.by_group("group_dots", params.tiling, Params::NormalizeBwd(params))
+    }
+
+    /// A launch of a block a group.
+    fn by_group(&self, name: &str, tiling: Tiling, params: Params) -> Launch {
+        let groups = self.rows * tiling.groups as usize;
+        Launch {
+            kernel: format!("{name}_{}", self.dtype.name()),
+            grid: (groups.min(FACTOR_BLOCKS) as u32, 1),
+            block: (BLOCK as u32, 1),
+            shared_bytes: (2 * BLOCK / WARP * self.sum_bytes()) as u32,
+            params,
+        }
+    }
+
+    /// How the pass is cut, from shape and dtype alone: two runs add the same terms in the same order.
+    fn plan(&self) -> Plan {
+        let (groups, reduces) = match self.config.group_scaling {
+            Some(groups) => (groups, true),
+            None => (1, false),
+        };
+        let group_len = self.cols / groups;
+        let piece = self.dtype.piece();
+        let group_pieces = group_len.div_ceil(piece);
+        let vectorized = group_len.is_multiple_of(piece);
+        let max_pieces = if vectorized {
+            self.dtype.max_pieces()
+        } else {
+            1
+        };
+        let (lanes, span, pieces, layer_scale);
+        let (mut groups_per_tile, mut tiles_per_group) = (1, 1);
+        if reduces && group_pieces <= WARP {
+            // As many groups as fit a warp, or all of them and several rows.
+            lanes = WARP.min((group_pieces * groups).next_power_of_two());
+            span = group_pieces;
+            groups_per_tile = lanes / span;
+            pieces = 1;
+            layer_scale = LayerScale::InTile;
+        } else if reduces && group_pieces <= BLOCK {
+            pieces = 1;
+            lanes = group_pieces.next_multiple_of(WARP);
+            span = lanes;
+            layer_scale = LayerScale::InTile;
+        } else if reduces && group_pieces <= MAX_BLOCK * max_pieces && max_pieces > 1 {
+            pieces = group_pieces.div_ceil(MAX_BLOCK).next_power_of_two().max(2);
+            lanes = group_pieces.div_ceil(pieces).next_multiple_of(WARP);
+            span = lanes;
+            layer_scale = LayerScale::InTile;
+        } else {
+            lanes = WARP.min(group_pieces.next_power_of_two());
+            span = lanes;
+            tiles_per_group = group_pieces.div_ceil(lanes);
+            pieces = 1;
+            layer_scale = if reduces {
+                LayerScale::Given
+            } else {
+                LayerScale::None
+            };
+        }
+        let tiles = groups.div_ceil(groups_per_tile) * tiles_per_group;
+        let block_rows = (BLOCK / lanes).max(1);
+        let block_rows = 1 << block_rows.ilog2();
+        let chunk_rows = (self.rows * tiles)
+            .div_ceil(BLOCKS)
+            .max(MIN_THREAD_ROWS * block_rows)
+            .min(self.rows);
+        Plan {
+            tiling: Tiling {
+                rows: self.rows as i64,
+                cols: self.cols as i64,
+                chunk_rows: chunk_rows as i64,
+                groups: groups as i32,
+                group_len: group_len as i32,
+                span: span as i32,
+                groups_per_tile: groups_per_tile as i32,
+                tiles_per_group: tiles_per_group as i32,
+                vectorized: vectorized.into(),
+            },
+            layer_scale,
+            pieces,
+            grid: (tiles as u32, self.rows.div_ceil(chunk_rows) as u32),
+            block: (lanes as u32, block_rows as u32),
+        }
+    }
+
+    fn sum_bytes(&self) -> usize {
+        self.dtype.sums().size()
+    }
+
+    fn saved(&self, start: Address) -> Saved {
+        let row = |i: usize| match start {
+            0 => 0,
+            _ => start + (i * self.cols * self.sum_bytes()) as u64,
+        };
+        let count = row(3);
+        Saved {
+            inv_rms: row(0),
+            gamma: row(1),
+            batch_phi: row(2),
+            count,
+            factors: match (start, self.config.group_scaling) {
+                (0, _) | (_, None) => 0,
+                _ => count + self.sum_bytes() as u64,
+            },
+        }
+    }
+
+    fn forward_workspace(&self, start: Address) -> ForwardWorkspace {
+        let chunks = u64::from(self.plan().grid.1);
+        let sums = chunks * (self.cols * self.sum_bytes()) as u64;
+        let partials = start + chunks * 8;
+        let all_partials = partials + sums;
+        ForwardWorkspace {
+            kept: start,
+            partials,
+            all_partials,
+            end: match self.sums_all_rows() {
+                true => all_partials + sums,
+                false => all_partials,
+            },
+        }
+    }
+
+    fn backward_workspace(&self, start: Address) -> BackwardWorkspace {
+        let plan = self.plan();
+        let row = (self.cols * self.sum_bytes()) as u64;
+        let partials = start + row;
+        let dots = partials + 2 * u64::from(plan.grid.1) * row;
+        let dots_bytes = match plan.layer_scale {
+            LayerScale::Given => self.rows * plan.tiling.groups as usize * self.sum_bytes(),
+            _ => 0,
+        };
+        BackwardWorkspace {
+            lambda: start,
+            partials,
+            dots,
+            end: dots + dots_bytes as u64,
+        }
+    }
+}
