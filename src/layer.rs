@@ -90,10 +90,12 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 /// - A backward through a training forward updates ν once for each time it runs: two calls of
 ///   `backward()` on one graph are two updates. It uses the ν that stands when it runs, and the
 ///   statistics of its own forward.
-/// - A forward without rows, or with every row masked, updates nothing: it is an evaluation.
+/// - A forward without rows, or with every row masked, updates nothing: it is an evaluation. On a GPU, whose
+///   mask the host does not wait for, a forward with every row masked counts as a step all the same.
 /// - Evaluation changes nothing, and a call that fails changes nothing.
 /// - The lock of the state makes each update whole, and none is lost. Concurrent forwards do not wait for
-///   each other's rows: each normalizes by the ψ², and the `t`, that stand when it begins.
+///   each other's rows: each normalizes by the ψ², and the `t`, that stand when it begins. (On a GPU candle
+///   gives each thread a stream of its own, between which the device must be synchronized.)
 ///
 /// Share a layer by cloning it: two layers built on one path of a `VarMap` share their variables, but
 /// not the lock.

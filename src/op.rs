@@ -77,7 +77,7 @@ fn packed_rows(xs: &Tensor) -> Result<Tensor> {
     let xs = xs.contiguous()?;
     let start = xs.layout().start_offset() * xs.dtype().size_in_bytes();
     if xs.device().is_cuda() && !start.is_multiple_of(16) {
-        return xs.copy();
+        return xs.force_contiguous();
     }
     Ok(xs)
 }

@@ -337,6 +337,19 @@ fn the_reason_for_a_wrong_device() {
     assert_eq!(reason.to_string(), text);
 }
 
+/// No GPU either, on which a kernel may not load.
+#[test]
+fn the_reason_for_a_kernel_that_does_not_load() {
+    let reason = Error::Kernel {
+        kernel: "normalize_f32_1".to_owned(),
+        compute_capability: "7.0".to_owned(),
+        reason: "no kernel image".to_owned(),
+    };
+    let text = "power_norm: expected kernel normalize_f32_1 to load on compute capability 7.0, \
+                got no kernel image";
+    assert_eq!(message::<()>(Err(reason.into())), text);
+}
+
 /// The reason can be had back out of candle's error.
 #[test]
 fn reasons_arrive_wrapped() {

@@ -4,6 +4,7 @@
 //! ```text
 //! cargo run --release --example char_lm -- --norm power
 //! cargo run --release --example char_lm -- --text shakespeare.txt --compare power,layer
+//! cargo run --release --features cuda --example char_lm -- --device cuda
 //! ```
 //!
 //! The setting is the smallest one of nanoGPT, made for a laptop's CPU: 4 layers, 4 heads, width
@@ -21,6 +22,7 @@ mod plot;
 mod train;
 
 use anyhow::{ensure, Context, Result};
+use candle::Device;
 use clap::{Parser, ValueEnum};
 use data::Corpus;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -107,6 +109,10 @@ struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = positive)]
     eval_every: usize,
 
+    /// Where to train. A checkpoint loads on either device
+    #[arg(long, value_enum, default_value_t = Place::Cpu)]
+    device: Place,
+
     /// Folder of the checkpoints (NORM.safetensors) and plots (NORM.svg, compare.svg)
     #[arg(long, value_name = "DIR", default_value = "target/char_lm")]
     out: PathBuf,
@@ -115,6 +121,30 @@ struct Args {
     /// training starts afresh and replaces them
     #[arg(long)]
     resume: bool,
+}
+
+/// What trains a model.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Place {
+    Cpu,
+    /// The first NVIDIA GPU
+    Cuda,
+}
+
+impl Place {
+    fn device(self) -> Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda => {
+                ensure!(
+                    cfg!(feature = "cuda"),
+                    "--device cuda needs a build with CUDA: \
+                     cargo run --release --features cuda --example char_lm -- --device cuda"
+                );
+                Device::new_cuda(0).context("cannot use the GPU")
+            }
+        }
+    }
 }
 
 fn positive(arg: &str) -> Result<usize, String> {
@@ -146,6 +176,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
+    let device = args.device.device()?;
     let corpus = match &args.text {
         Some(path) => Corpus::read(path, CONTEXT)?,
         None => Corpus::new(SOURCES, CONTEXT)?,
@@ -167,7 +198,7 @@ fn run(args: &Args) -> Result<()> {
     let mut curves = Vec::new();
     for norm in norms {
         let checkpoint = checkpoint(norm);
-        let mut run = Run::new(settings(args, norm, &corpus), &corpus)?;
+        let mut run = Run::new(settings(args, norm, &corpus), &corpus, &device)?;
         // Comparing may have stopped before this one began.
         if args.resume && checkpoint.exists() {
             run.load(&checkpoint)?;

@@ -2,6 +2,7 @@
 //! oracle stepped side by side.
 #![allow(dead_code)] // every test file uses its share
 
+pub mod recording;
 pub mod reference;
 
 use candle::{DType, Device, Module, Tensor, Var};
@@ -17,17 +18,27 @@ pub const CPU: Device = Device::Cpu;
 
 // Data
 
-/// A seeded source of test data.
-pub struct Data(StdRng);
+/// A seeded source of test data, for a device: layers and batches made with it live there.
+pub struct Data {
+    rng: StdRng,
+    device: Device,
+}
 
 impl Data {
     pub fn new(seed: u64) -> Self {
-        Self(StdRng::seed_from_u64(seed))
+        Self::on(&CPU, seed)
+    }
+
+    pub fn on(device: &Device, seed: u64) -> Self {
+        Self {
+            rng: StdRng::seed_from_u64(seed),
+            device: device.clone(),
+        }
     }
 
     /// Standard normal values (Box-Muller).
     pub fn normal(&mut self, len: usize) -> Vec<f64> {
-        let rng = &mut self.0;
+        let rng = &mut self.rng;
         let mut value = || {
             let radius = (-2. * (1. - rng.random::<f64>()).ln()).sqrt();
             radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
@@ -37,7 +48,7 @@ impl Data {
 
     /// Values in `[low, high)`.
     pub fn uniform(&mut self, len: usize, low: f64, high: f64) -> Vec<f64> {
-        (0..len).map(|_| self.0.random_range(low..high)).collect()
+        (0..len).map(|_| self.rng.random_range(low..high)).collect()
     }
 
     /// A mask that keeps about two rows of three, and of two rows or more not all.
@@ -46,9 +57,15 @@ impl Data {
             .map(|row| match row {
                 0 => true,
                 1 => false,
-                _ => self.0.random_bool(2. / 3.),
+                _ => self.rng.random_bool(2. / 3.),
             })
             .collect()
+    }
+
+    /// [`tensor`], on this data's device.
+    pub fn tensor(&self, values: &[f64], shape: &[usize], dtype: DType) -> Tensor {
+        let tensor = tensor(values, shape, dtype);
+        tensor.to_device(&self.device).unwrap()
     }
 }
 
@@ -59,7 +76,8 @@ pub fn tensor(values: &[f64], shape: &[usize], dtype: DType) -> Tensor {
 }
 
 pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
-    let tensor = tensor.detach().to_dtype(DType::F64).unwrap();
+    let tensor = tensor.detach().to_device(&CPU).unwrap();
+    let tensor = tensor.to_dtype(DType::F64).unwrap();
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
@@ -143,7 +161,8 @@ fn assert_within(what: &str, actual: &[f64], expected: &[f64], bound: impl Fn(f6
 #[track_caller]
 pub fn assert_zero(what: &str, actual: &Tensor) {
     let values = to_f64(actual);
-    assert!(values.iter().all(|&v| v == 0.), "{what}: {values:?}");
+    let stray = values.iter().position(|&v| v != 0.);
+    assert!(stray.is_none(), "{what}: not zero at {stray:?}");
 }
 
 #[track_caller]
@@ -191,8 +210,17 @@ pub fn within_a_minute(work: impl FnOnce() + Send + 'static) {
 
 /// A layer on fresh variables of a new `VarMap`.
 pub fn layer(size: usize, config: PowerNormConfig, dtype: DType) -> (PowerNorm, VarMap) {
+    layer_on(&CPU, size, config, dtype)
+}
+
+pub fn layer_on(
+    device: &Device,
+    size: usize,
+    config: PowerNormConfig,
+    dtype: DType,
+) -> (PowerNorm, VarMap) {
     let varmap = VarMap::new();
-    let vb = VarBuilder::from_varmap(&varmap, dtype, &CPU);
+    let vb = VarBuilder::from_varmap(&varmap, dtype, device);
     (power_norm(size, config, vb).unwrap(), varmap)
 }
 
@@ -249,9 +277,10 @@ impl Batch {
         for row in x.chunks_mut(size) {
             row.iter_mut().zip(&scales).for_each(|(x, s)| *x *= s);
         }
+        let dy = data.normal(len);
         let batch = Self {
-            xs: tensor(&x, shape, dtype),
-            dy: tensor(&data.normal(len), shape, dtype),
+            xs: data.tensor(&x, shape, dtype),
+            dy: data.tensor(&dy, shape, dtype),
             keep: None,
         };
         if padded {
@@ -266,10 +295,20 @@ impl Batch {
     pub fn masked(self, mask: &[bool]) -> Self {
         let mask: Vec<u8> = mask.iter().map(|&keep| keep.into()).collect();
         let dims = self.xs.dims();
-        let keep = Tensor::from_vec(mask, &dims[..dims.len() - 1], &CPU).unwrap();
+        let keep = Tensor::from_vec(mask, &dims[..dims.len() - 1], self.xs.device()).unwrap();
         Self {
             keep: Some(keep),
             ..self
+        }
+    }
+
+    /// The same batch on `device`.
+    pub fn to(&self, device: &Device) -> Self {
+        let to = |t: &Tensor| t.to_device(device).unwrap();
+        Self {
+            xs: to(&self.xs),
+            dy: to(&self.dy),
+            keep: self.keep.as_ref().map(to),
         }
     }
 
@@ -338,7 +377,7 @@ pub struct Twin {
 impl Twin {
     /// `dtype` is the builder's.
     pub fn new(data: &mut Data, size: usize, config: PowerNormConfig, dtype: DType) -> Self {
-        let (layer, mut varmap) = layer(size, config, dtype);
+        let (layer, mut varmap) = layer_on(&data.device, size, config, dtype);
         let (mut weight, mut bias) = (vec![1.; size], vec![0.; size]);
         if config.affine {
             let values = data
@@ -346,9 +385,10 @@ impl Twin {
                 .iter()
                 .map(|w| 1. + 0.3 * w)
                 .collect::<Vec<_>>();
+            let shifts = data.normal(size);
             let set = [
-                ("weight", tensor(&values, &[size], dtype)),
-                ("bias", tensor(&data.normal(size), &[size], dtype)),
+                ("weight", data.tensor(&values, &[size], dtype)),
+                ("bias", data.tensor(&shifts, &[size], dtype)),
             ];
             varmap.set(set.iter().map(|(name, t)| (name, t))).unwrap();
             (weight, bias) = (to_f64(&set[0].1), to_f64(&set[1].1));
