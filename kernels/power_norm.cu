@@ -308,10 +308,8 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
     }
   }
   __syncthreads();
-  const int64_t sum = shared[0];
-  // The memory is used again.
-  __syncthreads();
-  return sum;
+  // Whoever writes the memory next begins with a barrier: sum_block_rows does.
+  return shared[0];
 }
 
 // update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).  Determinism: bitwise.

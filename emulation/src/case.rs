@@ -1,0 +1,424 @@
+//! The cases that are compared: every combination of the axes, or a selection in which every pair of their values
+//! meets.
+
+use crate::pass::{Arguments, Offsets, Wanted};
+use crate::{Order, Schedule};
+use candle::{DType, Device, Result, Tensor};
+use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use std::collections::HashSet;
+
+/// Dtypes of the input and of the builder, which the parameters and the state follow.
+const DTYPES: [(DType, DType); 7] = [
+    (DType::F32, DType::F32),
+    (DType::F64, DType::F64),
+    (DType::F64, DType::F32),
+    (DType::F16, DType::F16),
+    (DType::F16, DType::F32),
+    (DType::BF16, DType::BF16),
+    (DType::BF16, DType::F32),
+];
+const COLS: [usize; 11] = [1, 3, 31, 32, 33, 130, 512, 760, 1024, 4096, 8200];
+/// Without rows nothing is launched.
+const ROWS: [usize; 4] = [1, 2, 37, 1000];
+const RECIPES: [Recipe; 2] = [Recipe::Paper, Recipe::Fairseq];
+
+/// Rows that are padding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Padding {
+    NoMask,
+    NoRow,
+    SomeRows,
+    AllRows,
+}
+const PADDINGS: [Padding; 4] = [
+    Padding::NoMask,
+    Padding::NoRow,
+    Padding::SomeRows,
+    Padding::AllRows,
+];
+
+/// Groups of the layer-scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Groups {
+    None,
+    One,
+    /// As few as possible, but one.
+    Few,
+    /// Of as few channels as possible, but one.
+    Narrow,
+    /// Of the largest odd number of channels.
+    Odd,
+    /// One for each channel.
+    All,
+}
+const GROUPS: [Groups; 6] = [
+    Groups::None,
+    Groups::One,
+    Groups::Few,
+    Groups::Narrow,
+    Groups::Odd,
+    Groups::All,
+];
+
+/// Where in a layer's life the pass is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    WarmUp,
+    /// Where the recipes differ about the cumulative mean.
+    WarmUpEnds,
+    Running,
+    /// PN-V, after the warm-up.
+    Batch,
+    Evaluation,
+}
+const PHASES: [Phase; 5] = [
+    Phase::WarmUp,
+    Phase::WarmUpEnds,
+    Phase::Running,
+    Phase::Batch,
+    Phase::Evaluation,
+];
+
+const AFFINE: [bool; 2] = [true, false];
+
+const fn wanted(input: bool, weight: bool, bias: bool) -> Wanted {
+    Wanted {
+        input,
+        weight,
+        bias,
+    }
+}
+const WANTED: [Wanted; 5] = [
+    wanted(true, true, true),
+    wanted(true, false, false),
+    wanted(false, true, true),
+    wanted(false, true, false),
+    wanted(false, false, false),
+];
+const OFFSETS: [Offsets; 2] = [Offsets::Aligned, Offsets::AnElement];
+
+/// Values on each axis.
+pub const SIZES: [usize; 10] = [
+    DTYPES.len(),
+    COLS.len(),
+    ROWS.len(),
+    PADDINGS.len(),
+    GROUPS.len(),
+    RECIPES.len(),
+    PHASES.len(),
+    AFFINE.len(),
+    WANTED.len(),
+    OFFSETS.len(),
+];
+
+/// A value on each axis, by its index.
+pub type Point = [usize; SIZES.len()];
+
+/// A pair of values: the first axis and its value, the second and its.
+pub type Pair = (usize, usize, usize, usize);
+
+/// One combination.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    input: DType,
+    builder: DType,
+    cols: usize,
+    rows: usize,
+    padding: Padding,
+    groups: Groups,
+    recipe: Recipe,
+    phase: Phase,
+    affine: bool,
+    wanted: Wanted,
+    offsets: Offsets,
+}
+
+/// The pairs of values in a point.
+pub fn pairs(point: &Point) -> impl Iterator<Item = Pair> + '_ {
+    (0..point.len())
+        .flat_map(move |a| (a + 1..point.len()).map(move |b| (a, point[a], b, point[b])))
+}
+
+/// All pairs there are.
+pub fn all_pairs() -> HashSet<Pair> {
+    let axes = 0..SIZES.len();
+    axes.clone()
+        .flat_map(|a| axes.clone().filter(move |&b| b > a).map(move |b| (a, b)))
+        .flat_map(|(a, b)| {
+            (0..SIZES[a]).flat_map(move |i| (0..SIZES[b]).map(move |j| (a, i, b, j)))
+        })
+        .collect()
+}
+
+/// Every combination on the axes up to the last two, which say what is asked of a pass and where its vectors
+/// begin: their values take turns.
+pub fn whole_grid() -> impl Iterator<Item = Point> {
+    const TURNS: usize = WANTED.len() * OFFSETS.len();
+    let len = SIZES.iter().product::<usize>() / TURNS;
+    (0..len).map(move |index| {
+        let mut rest = index + len * (index % TURNS);
+        SIZES.map(|size| {
+            let value = rest % size;
+            rest /= size;
+            value
+        })
+    })
+}
+
+/// Points in which every pair of values meets: greedily, of random candidates the one with the most new pairs.
+pub fn pairwise() -> Vec<Point> {
+    const CANDIDATES: usize = 30;
+    let mut rng = StdRng::seed_from_u64(1);
+    let mut missing = all_pairs();
+    let mut points = vec![];
+    while let Some(&seed) = missing.iter().min() {
+        let candidate = |rng: &mut StdRng| {
+            let mut point: Point = SIZES.map(|size| rng.random_range(0..size));
+            let (a, i, b, j) = seed;
+            (point[a], point[b]) = (i, j);
+            // Axis by axis, the value that adds the most.
+            for axis in (0..SIZES.len()).filter(|&axis| axis != a && axis != b) {
+                let start = rng.random_range(0..SIZES[axis]);
+                let values = (0..SIZES[axis]).map(|k| (start + k) % SIZES[axis]);
+                let gain = |value: usize| {
+                    let mut point = point;
+                    point[axis] = value;
+                    let new = pairs(&point).filter(|pair| missing.contains(pair));
+                    new.count()
+                };
+                point[axis] = values.max_by_key(|&value| gain(value)).expect("a value");
+            }
+            point
+        };
+        let candidates: Vec<Point> = (0..CANDIDATES).map(|_| candidate(&mut rng)).collect();
+        let gain = |point: &Point| pairs(point).filter(|pair| missing.contains(pair)).count();
+        let best = candidates.into_iter().max_by_key(gain).expect("one");
+        for pair in pairs(&best) {
+            missing.remove(&pair);
+        }
+        points.push(best);
+    }
+    points
+}
+
+impl Case {
+    /// The case at a point of the grid.
+    pub fn at(
+        [dtypes, cols, rows, padding, groups, recipe, phase, affine, wanted, offsets]: Point,
+    ) -> Self {
+        let (input, builder) = DTYPES[dtypes];
+        Self {
+            input,
+            builder,
+            cols: COLS[cols],
+            rows: ROWS[rows],
+            padding: PADDINGS[padding],
+            groups: GROUPS[groups],
+            recipe: RECIPES[recipe],
+            phase: PHASES[phase],
+            affine: AFFINE[affine],
+            wanted: WANTED[wanted],
+            offsets: OFFSETS[offsets],
+        }
+    }
+
+    /// Runs the case by each schedule, compares the first results with the CPU path's, and the others with the
+    /// first, bit by bit.
+    pub fn check(&self, schedules: &[Schedule]) -> Result<()> {
+        let arguments = self.arguments()?;
+        let wanted = match self.affine {
+            true => self.wanted,
+            false => Wanted {
+                weight: false,
+                bias: false,
+                ..self.wanted
+            },
+        };
+        arguments.check(
+            &format!("{self:?}"),
+            self.builder,
+            wanted,
+            self.offsets,
+            schedules,
+        )
+    }
+
+    fn arguments(&self) -> Result<Arguments> {
+        let &Self { rows, cols, .. } = self;
+        let mut data = Data::new((rows * cols) as u64);
+        let groups = match self.groups {
+            Groups::None => None,
+            Groups::One => Some(1),
+            Groups::Few => Some(smallest_factor(cols)),
+            Groups::Narrow => Some(cols / smallest_factor(cols)),
+            Groups::Odd => Some(1 << cols.trailing_zeros()),
+            Groups::All => Some(cols),
+        };
+        const WARM_UP: usize = 4;
+        let config = PowerNormConfig {
+            alpha_fwd: 0.8,
+            warmup_steps: WARM_UP,
+            group_scaling: groups,
+            statistics: match self.phase {
+                Phase::Batch => Statistics::Batch,
+                _ => Statistics::Running,
+            },
+            recipe: self.recipe,
+            affine: self.affine,
+            ..1e-5.into()
+        };
+        let mask = match self.padding {
+            Padding::NoMask => None,
+            Padding::NoRow => Some(vec![1; rows]),
+            Padding::SomeRows => Some(data.mask(rows)),
+            Padding::AllRows => Some(vec![0; rows]),
+        };
+        let mut arguments =
+            Arguments::random(&mut data, config, rows, self.input, self.builder, cols)?;
+        arguments.steps = match self.phase {
+            Phase::WarmUp => 1,
+            Phase::WarmUpEnds => WARM_UP - 1,
+            _ => WARM_UP + 3,
+        };
+        arguments.train = self.phase != Phase::Evaluation;
+        if let Some(mask) = mask {
+            arguments.keep = Some(Tensor::from_vec(mask, rows, &Device::Cpu)?);
+        }
+        Ok(arguments)
+    }
+}
+
+impl Arguments {
+    /// A training step on random rows, in the middle of the running phase, without a mask.
+    pub fn random(
+        data: &mut Data,
+        config: PowerNormConfig,
+        rows: usize,
+        input: DType,
+        builder: DType,
+        cols: usize,
+    ) -> Result<Self> {
+        let state = match builder {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        // Channels differ in scale, so that a mix-up shows.
+        let scales = data.uniform(cols, 0.5, 2.);
+        let x: Vec<f64> = (data.normal(rows * cols).iter())
+            .enumerate()
+            .map(|(k, x)| x * scales[k % cols])
+            .collect();
+        let weight: Vec<f64> = data.normal(cols).iter().map(|w| 1. + 0.3 * w).collect();
+        // In some channels so small that ν's factor would be negative, and is clamped.
+        let mut phi = data.uniform(cols, 0.5, 2.);
+        phi.iter_mut()
+            .skip(2)
+            .step_by(7)
+            .for_each(|phi| *phi *= 0.02);
+        let affine = [
+            tensor(&weight, &[cols], builder)?,
+            tensor(&data.normal(cols), &[cols], builder)?,
+        ];
+        Ok(Self {
+            config,
+            steps: config.warmup_steps + 3,
+            train: true,
+            x: tensor(&x, &[rows, cols], input)?,
+            dy: tensor(&data.normal(rows * cols), &[rows, cols], input)?,
+            keep: None,
+            affine: config.affine.then_some(affine),
+            running_phi: tensor(&phi, &[cols], state)?,
+            ema_gz: tensor(&data.normal(cols), &[cols], state)?,
+        })
+    }
+
+    /// Runs the passes by each schedule, compares the first results with the CPU path's, and the others with the
+    /// first, bit by bit.
+    #[track_caller]
+    pub fn check(
+        &self,
+        what: &str,
+        builder: DType,
+        wanted: Wanted,
+        offsets: Offsets,
+        schedules: &[Schedule],
+    ) -> Result<()> {
+        let mut expected = self.on_cpu(builder)?;
+        if !wanted.any() {
+            // The CPU path's backward has run.
+            expected.ema_gz = self.ema_gz.clone();
+        }
+        let mut first = None;
+        for schedule in schedules {
+            let results = self.run(wanted, offsets, *schedule)?;
+            match &first {
+                None => {
+                    self.compare(what, &results, &expected);
+                    first = Some(results);
+                }
+                Some(first) => results.assert_same_bits(&format!("{what}, {schedule:?}"), first)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Schedule {
+    /// In order, in reverse, and shuffled.
+    pub fn several(seed: u64) -> [Self; 3] {
+        [Order::Forward, Order::Reverse, Order::Shuffled].map(|order| Self {
+            blocks: order,
+            threads: order,
+            seed,
+        })
+    }
+}
+
+/// A seeded source of test data.
+pub struct Data(StdRng);
+
+impl Data {
+    /// The same data for the same seed.
+    pub fn new(seed: u64) -> Self {
+        Self(StdRng::seed_from_u64(seed))
+    }
+
+    /// Standard normal values (Box-Muller).
+    pub fn normal(&mut self, len: usize) -> Vec<f64> {
+        let rng = &mut self.0;
+        let mut value = || {
+            let radius = (-2. * (1. - rng.random::<f64>()).ln()).sqrt();
+            radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
+        };
+        (0..len).map(|_| value()).collect()
+    }
+
+    /// Values in `[low, high)`.
+    pub fn uniform(&mut self, len: usize, low: f64, high: f64) -> Vec<f64> {
+        (0..len).map(|_| self.0.random_range(low..high)).collect()
+    }
+
+    /// A mask that keeps about two rows of three, the first always and the second never.
+    pub fn mask(&mut self, rows: usize) -> Vec<u8> {
+        (0..rows)
+            .map(|row| match row {
+                0 => 1,
+                1 => 0,
+                _ => self.0.random_bool(2. / 3.).into(),
+            })
+            .collect()
+    }
+}
+
+/// `values` as a tensor of `dtype`, rounded once.
+pub fn tensor(values: &[f64], shape: &[usize], dtype: DType) -> Result<Tensor> {
+    Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(dtype)
+}
+
+fn smallest_factor(n: usize) -> usize {
+    (2..=n)
+        .find(|&factor| n.is_multiple_of(factor))
+        .unwrap_or(1)
+}

@@ -1,0 +1,283 @@
+//! What the grid of cases leaves out: values at the ends of their range, groups wider than a block, odd ones.
+
+use candle::{DType, Device, Result, Tensor};
+use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use candle_powernorm_emulation::case::{tensor, Data};
+use candle_powernorm_emulation::{to_f64, Arguments, Offsets, Schedule, Wanted};
+
+const ALL: Wanted = Wanted {
+    input: true,
+    weight: true,
+    bias: true,
+};
+
+fn config(groups: Option<usize>, recipe: Recipe, statistics: Statistics) -> PowerNormConfig {
+    PowerNormConfig {
+        group_scaling: groups,
+        recipe,
+        statistics,
+        warmup_steps: 2,
+        ..1e-5.into()
+    }
+}
+
+fn check(what: &str, arguments: &Arguments, builder: DType) -> Result<()> {
+    let schedules = Schedule::several(7);
+    arguments.check(what, builder, ALL, Offsets::AnElement, &schedules)
+}
+
+/// The same arguments with other values in some elements of x.
+fn with_x(arguments: &Arguments, change: impl Fn(usize, &mut f64)) -> Result<Arguments> {
+    let mut x = to_f64(&arguments.x);
+    for (k, x) in x.iter_mut().enumerate() {
+        change(k, x);
+    }
+    Ok(Arguments {
+        x: tensor(&x, arguments.x.dims(), arguments.x.dtype())?,
+        ..arguments.clone()
+    })
+}
+
+/// By recipe and statistic.
+fn kinds() -> [(Recipe, Statistics); 4] {
+    let statistics = [Statistics::Running, Statistics::Batch];
+    let [running, batch] = statistics;
+    [
+        (Recipe::Paper, running),
+        (Recipe::Paper, batch),
+        (Recipe::Fairseq, running),
+        (Recipe::Fairseq, batch),
+    ]
+}
+
+/// Groups whose lanes are no power of two, in all places of a warp; and those that end in part of a piece.
+#[test]
+fn odd_groups() -> Result<()> {
+    let mut data = Data::new(1);
+    let dtypes = [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::F32),
+        (DType::F64, DType::F64),
+    ];
+    let shapes = [
+        (760, 10),
+        (130, 13),
+        (33, 3),
+        (96, 8),
+        (6, 2),
+        (2400, 24),
+        (1290, 2),
+    ];
+    for (i, (cols, groups)) in shapes.into_iter().enumerate() {
+        for (j, (input, builder)) in dtypes.into_iter().enumerate() {
+            let (recipe, statistics) = kinds()[(i + j) % 4];
+            let config = config(Some(groups), recipe, statistics);
+            let arguments = Arguments::random(&mut data, config, 19, input, builder, cols)?;
+            let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
+            check(&what, &arguments, builder)?;
+        }
+    }
+    Ok(())
+}
+
+/// Either side of the widths at which a thread takes more pieces, and at which a group outgrows a block.
+#[test]
+fn wide_groups() -> Result<()> {
+    let mut data = Data::new(2);
+    for (input, builder, widths) in [
+        (
+            DType::F32,
+            DType::F32,
+            [2048, 2052, 4096, 4100, 8192, 8196, 8197],
+        ),
+        (
+            DType::F64,
+            DType::F64,
+            [1024, 1026, 2048, 2050, 2051, 4096, 4097],
+        ),
+        (
+            DType::BF16,
+            DType::BF16,
+            [4096, 4104, 8192, 8200, 8201, 16384, 16392],
+        ),
+        (
+            DType::F16,
+            DType::F32,
+            [4095, 4097, 8191, 8193, 8208, 16384, 65536],
+        ),
+    ] {
+        for (i, cols) in widths.into_iter().enumerate() {
+            let (recipe, statistics) = kinds()[i % 4];
+            let groups = if cols % 2 == 0 && i % 3 == 2 { 2 } else { 1 };
+            let config = config(Some(groups), recipe, statistics);
+            let mut arguments = Arguments::random(&mut data, config, 5, input, builder, cols)?;
+            if i % 2 == 0 {
+                arguments.keep = Some(Tensor::new(&[1u8, 0, 1, 1, 0], &Device::Cpu)?);
+            }
+            let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
+            // The sums of many channels are slow to emulate: one schedule.
+            let schedules = &Schedule::several(7)[i % 3..][..1];
+            arguments.check(&what, builder, ALL, Offsets::Aligned, schedules)?;
+        }
+    }
+    Ok(())
+}
+
+/// Without a layer-scale: the widest row, and rows enough for many chunks of sums.
+#[test]
+fn wide_and_tall_without_groups() -> Result<()> {
+    let mut data = Data::new(3);
+    for (i, (cols, rows)) in [(65536, 3), (65535, 2), (1, 40_000), (5, 30_000)]
+        .into_iter()
+        .enumerate()
+    {
+        let (recipe, statistics) = kinds()[i];
+        let config = config(None, recipe, statistics);
+        let mut arguments =
+            Arguments::random(&mut data, config, rows, DType::BF16, DType::F32, cols)?;
+        arguments.keep = Some(Tensor::from_vec(data.mask(rows), rows, &Device::Cpu)?);
+        let what = format!("{rows}x{cols}, {recipe:?} {statistics:?}");
+        let schedules = &Schedule::several(7)[i % 3..][..1];
+        arguments.check(&what, DType::F32, ALL, Offsets::AnElement, schedules)?;
+    }
+    Ok(())
+}
+
+/// Sums in f32, parameters absent, and a state in f64.
+#[test]
+fn a_state_wider_than_the_sums() -> Result<()> {
+    let mut data = Data::new(9);
+    for (recipe, statistics) in kinds() {
+        for input in [DType::F32, DType::F16, DType::BF16] {
+            let config = PowerNormConfig {
+                affine: false,
+                ..config(Some(2), recipe, statistics)
+            };
+            let arguments = Arguments::random(&mut data, config, 37, input, DType::F64, 66)?;
+            let what = format!("{input:?}, {recipe:?} {statistics:?}");
+            check(&what, &arguments, DType::F64)?;
+        }
+    }
+    Ok(())
+}
+
+/// Where mask, parameters and state begin changes no bit.
+#[test]
+fn vectors_may_begin_anywhere() -> Result<()> {
+    let mut data = Data::new(10);
+    let schedule = Schedule::several(0)[0];
+    for (input, builder) in [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::BF16),
+        (DType::F64, DType::F64),
+    ] {
+        let config = config(Some(2), Recipe::Paper, Statistics::Running);
+        let mut arguments = Arguments::random(&mut data, config, 37, input, builder, 512)?;
+        arguments.keep = Some(Tensor::from_vec(data.mask(37), 37, &Device::Cpu)?);
+        let aligned = arguments.run(ALL, Offsets::Aligned, schedule)?;
+        let offset = arguments.run(ALL, Offsets::AnElement, schedule)?;
+        offset.assert_same_bits(&format!("{input:?}"), &aligned)?;
+    }
+    Ok(())
+}
+
+/// Whatever padded rows hold, it reaches nothing but their own outputs.
+#[test]
+fn padding_that_is_not_finite() -> Result<()> {
+    let mut data = Data::new(4);
+    let (rows, cols) = (37, 96);
+    for (input, builder) in [
+        (DType::F32, DType::F32),
+        (DType::F16, DType::F32),
+        (DType::F64, DType::F64),
+    ] {
+        for groups in [None, Some(1), Some(8)] {
+            for statistics in [Statistics::Running, Statistics::Batch] {
+                for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                    let config = config(groups, Recipe::Paper, statistics);
+                    let mut arguments =
+                        Arguments::random(&mut data, config, rows, input, builder, cols)?;
+                    let mask = data.mask(rows);
+                    arguments.keep = Some(Tensor::new(&mask[..], &Device::Cpu)?);
+                    let arguments = with_x(&arguments, |k, x| {
+                        if mask[k / cols] == 0 && k % 3 == 0 {
+                            *x = value;
+                        }
+                    })?;
+                    let what = format!("{value} in {input:?}, {groups:?}, {statistics:?}");
+                    check(&what, &arguments, builder)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// An infinity or a NaN in a row that counts: its groups' channels forget the batch (recipe Paper) or take it in.
+#[test]
+fn rows_that_are_not_finite() -> Result<()> {
+    let mut data = Data::new(5);
+    let (rows, cols) = (9, 96);
+    for (input, builder) in [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::F32),
+        (DType::F64, DType::F32),
+    ] {
+        for groups in [None, Some(1), Some(4)] {
+            for (recipe, statistics) in kinds() {
+                for value in [f64::NAN, f64::INFINITY] {
+                    let config = config(groups, recipe, statistics);
+                    let arguments =
+                        Arguments::random(&mut data, config, rows, input, builder, cols)?;
+                    let arguments = with_x(&arguments, |k, x| {
+                        if k == 2 * cols + 1 {
+                            *x = value;
+                        }
+                    })?;
+                    let what =
+                        format!("{value} in {input:?}, {groups:?}, {recipe:?} {statistics:?}");
+                    check(&what, &arguments, builder)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Groups whose squares overflow, beside others that do not: inside a warp, across warps, wider than a block.
+/// (Each thread of such a group reads all of it, which takes its time here.)
+#[test]
+fn huge_groups() -> Result<()> {
+    let mut data = Data::new(6);
+    for (cols, groups) in [(48, 1), (48, 4), (1024, 2), (8200, 1)] {
+        for (i, (recipe, statistics)) in kinds().into_iter().enumerate() {
+            let dtypes = [
+                (DType::F32, DType::F32, 1e25),
+                (DType::BF16, DType::F32, 1e25),
+                (DType::F64, DType::F64, 1e200),
+            ];
+            let (input, builder, magnitude) = dtypes[(i + groups) % 3];
+            if cols > 1000 && i % 2 == 1 {
+                continue;
+            }
+            let config = config(Some(groups), recipe, statistics);
+            let arguments = Arguments::random(&mut data, config, 6, input, builder, cols)?;
+            let arguments = with_x(&arguments, |k, x| {
+                if k / cols == 4 && k % cols < cols / groups {
+                    *x *= magnitude;
+                }
+            })?;
+            let what =
+                format!("{magnitude:e} in {cols}, {groups}, {input:?}, {recipe:?} {statistics:?}");
+            check(&what, &arguments, builder)?;
+            // An infinity too, in a group whose squares overflow for it.
+            let arguments = with_x(&arguments, |k, x| {
+                if k == 2 * cols + 3 {
+                    *x = f64::INFINITY;
+                }
+            })?;
+            check(&format!("{what}, infinity"), &arguments, builder)?;
+        }
+    }
+    Ok(())
+}
