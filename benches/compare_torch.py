@@ -5,124 +5,242 @@
     cargo bench                                  # leaves its figures in target/criterion
     venv/bin/python benches/compare_torch.py     # prints one table, times in milliseconds
 
-Each cell is the median of repeated calls after a warm-up. `ours/LN` divides the layer's time by that of
-PyTorch's LayerNorm: below 1, the layer is faster. Forwards are calls in training mode; `backward` is the
-gradient of that call alone, through autograd on both sides.
+and on an NVIDIA GPU
+
+    cargo bench --features cuda -- '/cuda$'
+    venv/bin/python benches/compare_torch.py --device cuda
+
+Each cell is the median of repeated calls after a warm-up. `torch PN` is the layer in PyTorch's operations, one
+at a time; `LN comp` and `PN comp` are LayerNorm and that layer as torch.compile fuses them. `ours/X` divides the
+layer's time by that of X: below 1, the layer is faster. Forwards are calls in training mode; `backward` is the
+gradient of that call alone, through autograd. For ours candle's own passes around the op are in it on a CPU
+and taken out on a GPU (see table.py).
+
+On a GPU calls queue up between two events, and take their inputs in turn from more memory than an L2 holds, as
+the benches do.
 """
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
+from table import KERNELS, Id, read
+from torch.nn.functional import layer_norm, rms_norm
 
-SHAPES = [(256, 512), (4096, 512), (4096, 4096), (32768, 1024)]
+CPU_SHAPES = ["256x512", "4096x512", "4096x4096", "32768x1024"]
+GPU_SHAPES = ["256x1024", "4096x1024", "32768x1024", "32768x2048", "32768x4096", "32768x8192"]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 EPS = 1e-5
 
+# As benches/power_norm.rs has them.
+GPU_INPUT_BYTES = 256 << 20
+GPU_GRAPH_BYTES = 2 << 30
+GPU_GRAPHS = 64
 
-class PowerNorm(torch.autograd.Function):
-    """The layer after its warm-up, one group, in PyTorch's operations."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, phi, nu):
-        x32 = x.float()
-        inv_scale = torch.rsqrt(x32.square().mean(1, keepdim=True) + EPS)
-        x_tilde = x32 * inv_scale
-        inv_rms = torch.rsqrt(phi + EPS)
-        batch_phi = x_tilde.square().mean(0)
-        y = x_tilde * (inv_rms * weight) + bias
-        ctx.save_for_backward(x_tilde, inv_scale, inv_rms, weight, batch_phi, nu)
-        phi.mul_(0.9).add_(batch_phi, alpha=0.1)
-        return y.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x_tilde, inv_scale, inv_rms, weight, batch_phi, nu = ctx.saved_tensors
-        dy32 = dy.float()
-        x_hat = x_tilde * inv_rms
-        dweight = (dy32 * x_hat).sum(0)
-        dx_tilde = (dy32 * weight - nu * x_hat) * inv_rms
-        dx = inv_scale * (dx_tilde - x_tilde * (dx_tilde * x_tilde).mean(1, keepdim=True))
-        gamma = batch_phi * inv_rms.square()
-        nu.mul_((1 - 0.1 * gamma).clamp(min=0)).add_(weight * dweight / len(dy), alpha=0.1)
-        return dx.to(dy.dtype), dweight, dy32.sum(0), None, None
+# Seconds that the calls of one cell should take.
+BUDGET = 1.5
+GPU_BUDGET = 0.3
 
 
-def median_ms(call, setup=lambda: ()):
-    """The median time of `call(*setup())`, set-up not included."""
-    times = []
-    budget = time.perf_counter() + 1.5
-    while len(times) < 5 or (len(times) < 200 and time.perf_counter() < budget):
-        arguments = setup()
+def forward_pass(x, weight, bias, phi):
+    """The layer after its warm-up, one group. Moves ψ²."""
+    x32 = x.float()
+    inv_scale = torch.rsqrt(x32.square().mean(1, keepdim=True) + EPS)
+    x_tilde = x32 * inv_scale
+    inv_rms = torch.rsqrt(phi + EPS)
+    batch_phi = x_tilde.square().mean(0)
+    y = x_tilde * (inv_rms * weight) + bias
+    phi.mul_(0.9).add_(batch_phi, alpha=0.1)
+    return y.to(x.dtype), inv_scale, inv_rms, batch_phi
+
+
+def backward_pass(dy, x, weight, inv_scale, inv_rms, batch_phi, nu):
+    """The paper's approximate gradient. Moves ν."""
+    dy32 = dy.float()
+    x_tilde = x.float() * inv_scale
+    x_hat = x_tilde * inv_rms
+    dweight = (dy32 * x_hat).sum(0)
+    dx_tilde = (dy32 * weight - nu * x_hat) * inv_rms
+    dx = inv_scale * (dx_tilde - x_tilde * (dx_tilde * x_tilde).mean(1, keepdim=True))
+    gamma = batch_phi * inv_rms.square()
+    nu.mul_((1 - 0.1 * gamma).clamp(min=0)).add_(weight * dweight / len(dy), alpha=0.1)
+    return dx.to(dy.dtype), dweight.to(weight.dtype), dy32.sum(0).to(weight.dtype)
+
+
+def power_norm(run_forward, run_backward):
+    """The two passes as one differentiable call of (x, weight, bias, phi, nu)."""
+
+    class PowerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias, phi, nu):
+            y, *saved = run_forward(x, weight, bias, phi)
+            ctx.save_for_backward(x, weight, *saved)
+            ctx.nu = nu
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return *run_backward(dy, *ctx.saved_tensors, ctx.nu), None, None
+
+    return PowerNorm.apply
+
+
+class Bench:
+    """The data of one dtype and shape, and the times of calls on it."""
+
+    def __init__(self, device, dtype, rows, cols):
+        self.on_gpu = device == "cuda"
+        size = rows * cols * dtype.itemsize
+        inputs = -(-GPU_INPUT_BYTES // size) if self.on_gpu else 1
+        self.batch = min(max(GPU_GRAPH_BYTES // size, 1), GPU_GRAPHS)
+
+        def random():
+            return torch.randn(rows, cols, device=device).to(dtype)
+
+        self.xs = [random().requires_grad_() for _ in range(inputs)]
+        self.dy = random()
+        self.weight = torch.ones(cols, dtype=dtype, device=device).requires_grad_()
+        self.bias = torch.zeros(cols, dtype=dtype, device=device).requires_grad_()
+        self.phi = torch.ones(cols, device=device)
+        self.nu = torch.zeros(cols, device=device)
+
+    def x(self, turn):
+        return self.xs[turn % len(self.xs)]
+
+    def forward_and_backward(self, forward, parameters):
+        """The times of `forward(x)` and of its gradient for x and `parameters`."""
+
+        def run(turn, _=None):
+            return forward(self.x(turn))
+
+        def gradient(turn, y):
+            torch.autograd.grad(y, [self.x(turn), *parameters], self.dy)
+
+        return self.median_ms(run), self.median_ms(gradient, run)
+
+    def copy(self):
+        """The time of a copy, as that of a forward; there is no gradient."""
+        target = torch.empty_like(self.dy)
+        return self.median_ms(lambda turn, _: target.copy_(self.x(turn).detach())), None
+
+    def median_ms(self, call, setup=lambda turn: None):
+        """The median time of `call(turn, setup(turn))`, set-up not included."""
+        sample, least, budget = (self.gpu_sample, 10, GPU_BUDGET) if self.on_gpu else (self.cpu_sample, 5, BUDGET)
+        warm_up = 2
+        times = []
+        end = time.perf_counter() + budget
+        while len(times) < warm_up + least or (len(times) < 200 and time.perf_counter() < end):
+            times.append(sample(call, setup))
+        return statistics.median(times[warm_up:])
+
+    def cpu_sample(self, call, setup):
+        ready = setup(0)
         start = time.perf_counter()
-        call(*arguments)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[2:])
+        call(0, ready)
+        return 1e3 * (time.perf_counter() - start)
+
+    def gpu_sample(self, call, setup):
+        """A call's share of many that are queued."""
+        ready = [setup(turn) for turn in range(self.batch)]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for turn in range(self.batch):
+            call(turn, ready[turn])
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / self.batch
 
 
-def measure(rows, cols, dtype):
-    """Forward and backward times of each contender, by name."""
-    x = torch.randn(rows, cols).to(dtype).requires_grad_()
-    dy = torch.randn(rows, cols).to(dtype)
-    weight = torch.ones(cols, dtype=dtype).requires_grad_()
-    bias = torch.zeros(cols, dtype=dtype).requires_grad_()
-    phi, nu = torch.ones(cols), torch.zeros(cols)
+def measure(device, dtype, rows, cols, compiled):
+    """Forward and backward times of each contender, by column."""
+    bench = Bench(device, dtype, rows, cols)
+    weight, bias = bench.weight, bench.bias
+
+    def ln(x):
+        return layer_norm(x, (cols,), weight, bias, EPS)
+
+    def rms(x):
+        return rms_norm(x, (cols,), weight, EPS)
+
+    def pn(*passes):
+        apply = power_norm(*passes)
+        return lambda x: apply(x, weight, bias, bench.phi, bench.nu)
+
     contenders = {
-        "layer_norm": lambda: torch.nn.functional.layer_norm(x, (cols,), weight, bias, EPS),
-        "rms_norm": lambda: torch.nn.functional.rms_norm(x, (cols,), weight, EPS),
-        "power_norm": lambda: PowerNorm.apply(x, weight.float(), bias.float(), phi, nu),
+        "torch LN": (ln, [weight, bias]),
+        "torch RMS": (rms, [weight]),
+        "torch PN": (pn(forward_pass, backward_pass), [weight, bias]),
     }
-    copied = torch.empty_like(dy)
-    figures = {"copy": (median_ms(lambda: copied.copy_(dy)), None)}
-    for name, forward in contenders.items():
-        backward = median_ms(
-            lambda y: torch.autograd.grad(y, [x, weight], dy), lambda: (forward(),)
-        )
-        figures[name] = (median_ms(forward), backward)
+    if compiled:
+        # The compiler counts the shapes it meets, and at some number leaves a function as it is.
+        torch.compiler.reset()
+        fused = [torch.compile(function, dynamic=False) for function in (ln, forward_pass, backward_pass)]
+        contenders["LN comp"] = (fused[0], [weight, bias])
+        contenders["PN comp"] = (pn(*fused[1:]), [weight, bias])
+    figures = {"copy": bench.copy()}
+    for name, contender in contenders.items():
+        try:
+            figures[name] = bench.forward_and_backward(*contender)
+        except Exception as error:  # a compiler that does not work here, memory that does not suffice
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            figures[name] = (None, None)
     return figures
-
-
-def ours(criterion, benchmark, dtype, rows, cols, threads):
-    """Criterion's median in milliseconds, or None where `cargo bench` has not left one."""
-    name = f"power_norm_g1_{dtype}_{rows}x{cols}_t{threads}"
-    path = criterion / benchmark / name / "new" / "estimates.json"
-    if not path.exists():
-        return None
-    return json.loads(path.read_text())["median"]["point_estimate"] / 1e6
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--shapes", nargs="+", default=[f"{r}x{c}" for r, c in SHAPES])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the CPU")
+    parser.add_argument("--shapes", nargs="+", help="as 4096x512; those of the benches, if not named")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="time torch.compile too; on a GPU, if not said",
+    )
     parser.add_argument("--criterion", type=Path, default=Path("target/criterion"))
     args = parser.parse_args()
 
-    def cell(value):
-        return f"{value:10.3f}" if value is not None else f"{'-':>10}"
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU")
+    compiled = on_gpu if args.compile is None else args.compile
+    shapes = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
+    ours = read(args.criterion)
+    passes = {"forward": "forward_train", "backward": KERNELS if on_gpu else "backward"}
+    others = ["torch LN", "torch RMS", "torch PN"]
+    ratios = {"ours/LN": "torch LN"}
+    if compiled:
+        others += ["LN comp", "PN comp"]
+        ratios |= {"ours/LN comp": "LN comp", "ours/PN comp": "PN comp"}
 
-    print(f"PyTorch {torch.__version__}; times in ms, forward and backward")
-    columns = ["copy", "torch LN", "torch RMS", "torch PN", "ours", "ours/LN"]
-    print(f"{'':28}" + "".join(f"{column:>10}" for column in columns))
-    for threads in args.threads:
-        torch.set_num_threads(threads)
+    def cell(value):
+        return f"{value:14.4f}" if value is not None else f"{'-':>14}"
+
+    name = f" on {torch.cuda.get_device_name()}" if on_gpu else ""
+    print(f"PyTorch {torch.__version__}{name}; times in ms, forward and backward")
+    columns = ["copy", *others, "ours", *ratios]
+    print(f"{'':32}" + "".join(f"{column:>14}" for column in columns))
+    for threads in [None] if on_gpu else args.threads:
+        if threads:
+            torch.set_num_threads(threads)
+        place = "cuda" if on_gpu else f"t{threads}"
         for dtype in args.dtypes:
-            for shape in args.shapes:
+            for shape in shapes:
                 rows, cols = map(int, shape.split("x"))
-                figures = measure(rows, cols, DTYPES[dtype])
-                for index, name in enumerate(["forward_train", "backward"]):
-                    us = ours(args.criterion, name, dtype, rows, cols, threads)
-                    cells = [figures["copy"][0]]
-                    cells += [
-                        figures[other][index] for other in ("layer_norm", "rms_norm", "power_norm")
-                    ]
-                    cells += [us, us / cells[1] if us is not None else None]
-                    label = f"t{threads} {dtype:4} {rows}x{cols} {name.split('_')[0]}"
-                    print(f"{label:28}" + "".join(map(cell, cells)))
+                figures = measure(args.device, DTYPES[dtype], rows, cols, compiled)
+                for index, (label, pass_) in enumerate(passes.items()):
+                    us = ours.get(Id(pass_, "power_norm_g1", dtype, shape, place))
+                    us = us and us.nanoseconds / 1e6
+                    cells = [figures["copy"][0], *(figures[other][index] for other in others), us]
+                    for rival in ratios.values():
+                        theirs = figures[rival][index]
+                        cells.append(us / theirs if us and theirs else None)
+                    print(f"{f'{place} {dtype:4} {shape} {label}':32}" + "".join(map(cell, cells)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,143 @@
 //! Throughput of the layer's passes beside candle's own normalizations and a plain copy.
 //!
-//! Ids are `pass/contender/dtype/rowsxcols/threads`; `cargo bench -- 'forward_train/.*/f32/4096x512/t1'`
+//! Ids are `pass/contender/dtype/rowsxcols/place`; `cargo bench -- 'forward_train/.*/f32/4096x512/t1'`
 //! runs some of them. Throughput counts the bytes that the pass must move, each input read once and
 //! each output written once, for every contender alike.
 //!
 //! Passes: `forward_train` and `forward_eval` are one call; `backward` is `Tensor::backward` of a graph
 //! that holds the layer alone; `train_step_through_autograd` is a forward and that backward. candle's
 //! autograd makes passes of its own around any op: contender `autograd_alone` is an op that computes
-//! nothing, and shows what they cost.
+//! nothing, and shows what they cost. On a GPU, whose queue runs one after the other, what is left of
+//! `backward` without it is the time of the layer's kernels.
+//!
+//! Places: `t1` and `t2` are so many threads of the CPU. With feature `cuda` there are `cuda`, where calls
+//! queue up and the clock stops when the GPU is done with the last, and `cuda_call`, where each call is
+//! waited for: `cargo bench --features cuda -- '/cuda$'`.
 
 #[path = "../tests/common/reference.rs"]
 mod reference;
 
-use candle::{CpuStorage, CustomOp3, DType, Device, Layout, ModuleT, Result, Shape, Tensor, Var};
+use candle::backend::BackendStorage;
+use candle::{
+    CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, ModuleT, Result, Shape, Tensor, Var,
+};
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
 use criterion::{criterion_group, criterion_main, Criterion, Throughput};
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use reference::{composed, Recipe, Spec};
 use std::hint::black_box;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Rows and channels: a small batch, a transformer's, a wide one, one beyond every cache.
-const SHAPES: [(usize, usize); 4] = [(256, 512), (4096, 512), (4096, 4096), (32768, 1024)];
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
-const THREADS: [usize; 2] = [1, 2];
 const EPS: f64 = 1e-5;
+
+/// Inputs on a GPU are taken in turn from so many bytes of them: from its memory then, not from its L2.
+const GPU_INPUT_BYTES: usize = 256 << 20;
+
+/// Graphs that wait for a backward on a GPU hold about so many bytes of outputs, and no more than so many
+/// graphs.
+const GPU_GRAPH_BYTES: usize = 2 << 30;
+const GPU_GRAPHS: usize = 64;
+
+#[derive(Clone, Copy, PartialEq)]
+enum Place {
+    /// The CPU, with so many threads.
+    Threads(usize),
+    /// A GPU whose queue is kept full.
+    Cuda,
+    /// A GPU that is waited for after each call.
+    CudaCall,
+}
+
+impl Place {
+    const CPU: [Self; 2] = [Self::Threads(1), Self::Threads(2)];
+    const GPU: [Self; 2] = [Self::Cuda, Self::CudaCall];
+
+    fn all() -> Vec<Self> {
+        let gpu: &[Self] = if cfg!(feature = "cuda") {
+            &Self::GPU
+        } else {
+            &[]
+        };
+        [&Self::CPU, gpu].concat()
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::Threads(threads) => format!("t{threads}"),
+            Self::Cuda => "cuda".into(),
+            Self::CudaCall => "cuda_call".into(),
+        }
+    }
+
+    fn is_cpu(self) -> bool {
+        matches!(self, Self::Threads(_))
+    }
+
+    /// Rows and channels: a small batch, a transformer's, wide ones, some beyond every cache.
+    fn shapes(self) -> &'static [(usize, usize)] {
+        match self {
+            Self::Threads(_) => &[(256, 512), (4096, 512), (4096, 4096), (32768, 1024)],
+            Self::Cuda => &[
+                (256, 1024),
+                (4096, 1024),
+                (32768, 1024),
+                (32768, 2048),
+                (32768, 4096),
+                (32768, 8192),
+            ],
+            Self::CudaCall => &[(256, 1024)],
+        }
+    }
+
+    /// The device. All ids share that of the GPU, for each one that is made loads kernels of its own.
+    fn device(self) -> Device {
+        static GPU: OnceLock<Device> = OnceLock::new();
+        match self {
+            Self::Threads(_) => Device::Cpu,
+            Self::Cuda | Self::CudaCall => GPU.get_or_init(|| gpu().expect("a GPU")).clone(),
+        }
+    }
+
+    /// The threads of the CPU.
+    fn pool(self) -> Option<ThreadPool> {
+        let Self::Threads(threads) = self else {
+            return None;
+        };
+        let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+        Some(pool.expect("a thread pool"))
+    }
+}
+
+fn gpu() -> Result<Device> {
+    let device = Device::new_cuda(0)?;
+    #[cfg(feature = "cuda")]
+    keep_freed_memory(&device)?;
+    Ok(device)
+}
+
+/// Keeps what is freed on a GPU at hand for the next allocation. Else the driver takes it back whenever the
+/// queue is waited for, and the clock would see it map memory.
+#[cfg(feature = "cuda")]
+fn keep_freed_memory(device: &Device) -> Result<()> {
+    use candle::cuda_backend::cudarc::driver::{result, sys};
+    use candle::cuda_backend::WrapErr;
+    let gpu = device.as_cuda_device()?.cuda_stream().context().cu_device();
+    let mut threshold = u64::MAX;
+    // SAFETY: the GPU is that of a live context, the pool its own, and the attribute's value a u64.
+    unsafe {
+        let pool = result::device::get_mem_pool(gpu).w()?;
+        result::mem_pool::set_attribute(
+            pool,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+            (&raw mut threshold).cast(),
+        )
+        .w()
+    }
+}
 
 #[derive(Clone, Copy, PartialEq)]
 enum Pass {
@@ -68,6 +180,8 @@ impl Pass {
 enum Contender {
     /// The layer after its warm-up, with this many groups.
     PowerNorm(Option<usize>),
+    /// The layer with the batch's statistic (PN-V) and one group.
+    PowerNormV,
     /// The layer in candle's own operations.
     Composed,
     LayerNormFused,
@@ -81,10 +195,11 @@ enum Contender {
 }
 
 impl Contender {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::PowerNorm(None),
         Self::PowerNorm(Some(1)),
         Self::PowerNorm(Some(8)),
+        Self::PowerNormV,
         Self::Composed,
         Self::LayerNormFused,
         Self::LayerNormSlow,
@@ -99,6 +214,7 @@ impl Contender {
             Self::PowerNorm(None) => "power_norm_g0",
             Self::PowerNorm(Some(1)) => "power_norm_g1",
             Self::PowerNorm(Some(_)) => "power_norm_g8",
+            Self::PowerNormV => "power_norm_v",
             Self::Composed => "composed",
             Self::LayerNormFused => "layer_norm_fused",
             Self::LayerNormSlow => "layer_norm_slow",
@@ -109,10 +225,12 @@ impl Contender {
         }
     }
 
-    /// Whether the contender can do a pass at all: candle's fused norms record no backward.
-    fn takes_part(self, pass: Pass) -> bool {
+    /// Whether there is a bench of the contender: candle's fused norms record no backward.
+    fn takes_part(self, pass: Pass, place: Place) -> bool {
         match self {
-            Self::PowerNorm(_) | Self::Composed | Self::BatchNorm => true,
+            Self::PowerNorm(_) => true,
+            Self::PowerNormV => !place.is_cpu() && pass != Pass::ForwardEval,
+            Self::Composed | Self::BatchNorm => place.is_cpu(),
             Self::LayerNormFused | Self::RmsNormFused | Self::Copy => {
                 matches!(pass, Pass::ForwardTrain | Pass::ForwardEval)
             }
@@ -144,6 +262,18 @@ impl CustomOp3 for Nothing {
         Ok((x.clone(), layout.shape().clone()))
     }
 
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        Ok((x.try_clone(layout)?, layout.shape().clone()))
+    }
+
     fn bwd(
         &self,
         _: &Tensor,
@@ -157,10 +287,13 @@ impl CustomOp3 for Nothing {
     }
 }
 
-/// A contender's data.
+/// What one id needs.
 struct Arena {
+    pass: Pass,
     contender: Contender,
-    x: Var,
+    place: Place,
+    /// The inputs, taken in turn.
+    xs: Vec<Var>,
     weight: Var,
     bias: Var,
     power_norm: PowerNorm,
@@ -169,22 +302,43 @@ struct Arena {
 }
 
 impl Arena {
-    fn new(contender: Contender, rows: usize, cols: usize, dtype: DType) -> Result<Self> {
-        let device = &Device::Cpu;
+    fn new(
+        pass: Pass,
+        contender: Contender,
+        dtype: DType,
+        (rows, cols): (usize, usize),
+        place: Place,
+    ) -> Result<Self> {
+        let device = &place.device();
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, dtype, device);
-        let groups = match contender {
-            Contender::PowerNorm(groups) => groups,
-            _ => Some(1),
+        let inputs = match place {
+            Place::Threads(_) => 1,
+            Place::Cuda | Place::CudaCall => {
+                GPU_INPUT_BYTES.div_ceil(rows * cols * dtype.size_in_bytes())
+            }
+        };
+        let input = |_| {
+            let x = Tensor::randn(0f32, 1., (rows, cols), device)?;
+            Var::from_tensor(&x.to_dtype(dtype)?)
         };
         let config = PowerNormConfig {
             warmup_steps: 0,
-            group_scaling: groups,
+            group_scaling: match contender {
+                Contender::PowerNorm(groups) => groups,
+                _ => Some(1),
+            },
+            statistics: match contender {
+                Contender::PowerNormV => Statistics::Batch,
+                _ => Statistics::Running,
+            },
             ..EPS.into()
         };
         let arena = Self {
+            pass,
             contender,
-            x: Var::from_tensor(&Tensor::randn(0f32, 1., (rows, cols), device)?.to_dtype(dtype)?)?,
+            place,
+            xs: (0..inputs).map(input).collect::<Result<_>>()?,
             weight: Var::ones(cols, dtype, device)?,
             bias: Var::zeros(cols, dtype, device)?,
             power_norm: power_norm(cols, config, vb.pp("power_norm"))?,
@@ -198,44 +352,45 @@ impl Arena {
                 alpha_fwd: config.alpha_fwd,
                 alpha_bwd: config.alpha_bwd,
                 warmup_steps: 0,
-                groups,
-                batch_statistics: false,
+                groups: config.group_scaling,
+                batch_statistics: config.statistics == Statistics::Batch,
                 recipe: Recipe::Paper,
             },
         };
-        if let Contender::PowerNorm(_) = contender {
+        if let Contender::PowerNorm(_) | Contender::PowerNormV = contender {
             arena.check()?;
         }
         Ok(arena)
     }
 
-    /// The layer's output must be that of the composed form, or its speed means nothing.
+    /// What the fresh layer computes must be what its composed form does, or its speed means nothing.
+    ///
+    /// Its first backward has ν = 0, the gradient that autograd finds while ψ² is held.
     fn check(&self) -> Result<()> {
-        let x = self.x.to_dtype(DType::F32)?;
-        let phi = self.power_norm.running_phi()?;
-        let expected = composed(&x, None, None, Some(&phi), &self.spec)?;
-        let got = self
-            .power_norm
-            .forward_t(&self.x, false)?
-            .to_dtype(DType::F32)?;
-        let worst = (got - &expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
-        let unit = match self.x.dtype() {
-            DType::BF16 => 2f32.powi(-8),
-            DType::F16 => 2f32.powi(-11),
-            _ => 2f32.powi(-20),
+        let x = Var::from_tensor(&self.xs[0].to_dtype(DType::F32)?)?;
+        let phi = match self.spec.batch_statistics {
+            true => None,
+            false => Some(self.power_norm.running_phi()?),
         };
-        let bound = unit * expected.abs()?.max_all()?.to_scalar::<f32>()?;
-        if worst <= bound {
+        let expected = composed(&x, None, None, phi.as_ref(), &self.spec)?;
+        let got = self.forward(0, self.pass != Pass::ForwardEval)?;
+        compare("y", &got, &expected)?;
+        if matches!(self.pass, Pass::ForwardTrain | Pass::ForwardEval) {
             return Ok(());
         }
-        candle::bail!("wrong by {worst}, more than {bound}: nothing to time")
+        let (got, expected) = (got.backward()?, expected.backward()?);
+        match (got.get(&self.xs[0]), expected.get(&x)) {
+            (Some(got), Some(expected)) => compare("dx", got, expected),
+            _ => candle::bail!("no dx: nothing to time"),
+        }
     }
 
-    fn forward(&self, train: bool) -> Result<Tensor> {
-        let (x, weight, bias) = (self.x.as_tensor(), &self.weight, &self.bias);
+    fn forward(&self, call: usize, train: bool) -> Result<Tensor> {
+        let x = self.xs[call % self.xs.len()].as_tensor();
+        let (weight, bias) = (&self.weight, &self.bias);
         let eps = EPS as f32;
         match self.contender {
-            Contender::PowerNorm(_) => self.power_norm.forward_t(x, train),
+            Contender::PowerNorm(_) | Contender::PowerNormV => self.power_norm.forward_t(x, train),
             Contender::Composed => {
                 let phi = Tensor::ones(x.dim(1)?, x.dtype(), x.device())?;
                 composed(x, Some((weight, bias)), None, Some(&phi), &self.spec)
@@ -253,37 +408,67 @@ impl Arena {
     }
 
     /// The time of `iterations` passes, dropping their results included.
-    fn time(&self, pass: Pass, iterations: u64) -> Result<Duration> {
+    fn time(&self, iterations: u64) -> Result<Duration> {
+        if self.contender == Contender::Copy && self.place.is_cpu() {
+            return self.time_copies(iterations);
+        }
+        let device = self.xs[0].device();
+        let iterations = iterations as usize;
+        let batch = self.calls_per_wait(iterations);
         let mut total = Duration::ZERO;
-        for _ in 0..iterations {
-            match pass {
+        for first in (0..iterations).step_by(batch) {
+            let calls = first..iterations.min(first + batch);
+            let graphs: Vec<_> = match self.pass {
+                Pass::Backward => {
+                    let graphs = calls.clone().map(|call| self.forward(call, true));
+                    graphs.collect::<Result<_>>()?
+                }
+                _ => vec![],
+            };
+            device.synchronize()?;
+            let start = Instant::now();
+            match self.pass {
                 Pass::ForwardTrain | Pass::ForwardEval => {
-                    let start = Instant::now();
-                    black_box(self.forward(pass == Pass::ForwardTrain)?);
-                    total += start.elapsed();
+                    for call in calls {
+                        black_box(self.forward(call, self.pass == Pass::ForwardTrain)?);
+                    }
                 }
                 Pass::Backward => {
-                    let y = self.forward(true)?;
-                    let start = Instant::now();
-                    black_box(y.backward()?);
-                    total += start.elapsed();
+                    for y in &graphs {
+                        black_box(y.backward()?);
+                    }
                 }
                 Pass::TrainStep => {
-                    let start = Instant::now();
-                    black_box(self.forward(true)?.backward()?);
-                    total += start.elapsed();
+                    for call in calls {
+                        black_box(self.forward(call, true)?.backward()?);
+                    }
                 }
             }
+            device.synchronize()?;
+            total += start.elapsed();
         }
         Ok(total)
+    }
+
+    /// Calls from one wait for the device to the next.
+    fn calls_per_wait(&self, iterations: usize) -> usize {
+        match (self.place, self.pass) {
+            (Place::Cuda, Pass::Backward) => (GPU_GRAPH_BYTES / self.bytes()).clamp(1, GPU_GRAPHS),
+            (Place::Cuda, _) => iterations,
+            _ => 1,
+        }
+    }
+
+    /// Bytes of an input, and of an output.
+    fn bytes(&self) -> usize {
+        self.xs[0].elem_count() * self.xs[0].dtype().size_in_bytes()
     }
 
     /// The time of `iterations` copies into memory that is already mapped.
     fn time_copies(&self, iterations: u64) -> Result<Duration> {
         const CHUNK: usize = 1 << 18;
-        let bytes = self.x.elem_count() * self.x.dtype().size_in_bytes();
-        let source = vec![1u8; bytes];
-        let mut target = vec![2u8; bytes];
+        let source = vec![1u8; self.bytes()];
+        let mut target = vec![2u8; self.bytes()];
         let start = Instant::now();
         for _ in 0..iterations {
             target
@@ -296,39 +481,55 @@ impl Arena {
     }
 }
 
+fn compare(what: &str, got: &Tensor, expected: &Tensor) -> Result<()> {
+    let unit = match got.dtype() {
+        DType::BF16 => 2f32.powi(-8),
+        DType::F16 => 2f32.powi(-11),
+        // Of PN-V's sums over rows, each form has an order of its own.
+        _ => 2f32.powi(-16),
+    };
+    let bound = unit * expected.abs()?.max_all()?.to_scalar::<f32>()?;
+    let error = (got.to_dtype(DType::F32)? - expected)?.abs()?;
+    // A maximum of candle's may pass over a NaN; a comparison does not.
+    let within = error.le(bound)?.to_dtype(DType::F32)?;
+    if within.min_all()?.to_scalar::<f32>()? == 1. {
+        return Ok(());
+    }
+    let worst = error.max_all()?.to_scalar::<f32>()?;
+    candle::bail!("{what} is wrong by {worst}, more than {bound}: nothing to time")
+}
+
 fn bench(criterion: &mut Criterion) {
     for pass in Pass::ALL {
         let mut group = criterion.benchmark_group(pass.name());
-        group
-            .sample_size(10)
-            .warm_up_time(Duration::from_millis(300))
-            .measurement_time(Duration::from_secs(1));
-        for threads in THREADS {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-            let pool = pool.expect("a thread pool");
+        for place in Place::all() {
+            let pool = place.pool();
             for dtype in DTYPES {
-                for (rows, cols) in SHAPES {
+                for &(rows, cols) in place.shapes() {
                     group.throughput(Throughput::Bytes(pass.bytes_moved(rows, cols, dtype)));
                     for contender in Contender::ALL {
-                        if !contender.takes_part(pass) {
+                        if !contender.takes_part(pass, place) {
                             continue;
                         }
                         let id = format!(
-                            "{}/{}/{rows}x{cols}/t{threads}",
+                            "{}/{}/{rows}x{cols}/{}",
                             contender.name(),
-                            dtype.as_str()
+                            dtype.as_str(),
+                            place.name()
                         );
+                        // Made for the first sample, if the id is run at all.
+                        let mut arena = None;
                         group.bench_function(id, |bencher| {
-                            pool.install(|| {
-                                let arena = Arena::new(contender, rows, cols, dtype).unwrap();
-                                bencher.iter_custom(|iterations| {
-                                    match contender {
-                                        Contender::Copy => arena.time_copies(iterations),
-                                        _ => arena.time(pass, iterations),
-                                    }
-                                    .unwrap()
+                            let mut sample = || {
+                                let arena = arena.get_or_insert_with(|| {
+                                    Arena::new(pass, contender, dtype, (rows, cols), place).unwrap()
                                 });
-                            });
+                                bencher.iter_custom(|iterations| arena.time(iterations).unwrap());
+                            };
+                            match &pool {
+                                Some(pool) => pool.install(sample),
+                                None => sample(),
+                            }
                         });
                     }
                 }
@@ -338,5 +539,12 @@ fn bench(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, bench);
+criterion_group! {
+    name = benches;
+    config = Criterion::default()
+        .sample_size(10)
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(1));
+    targets = bench
+}
 criterion_main!(benches);

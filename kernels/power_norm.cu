@@ -112,7 +112,8 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 
 // group_factors: r of each row and group, for groups wider than a block.  Determinism: bitwise, fixed order.
 // Reads  x[rows, cols] T.                                      Writes factors[rows, groups] A, overwrites.
-// Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A).          Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
+// Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A).
+// Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
 // Thread owns every 256th piece of a group.                    Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows. Launcher: launch.rs::group_factors.
 template <typename T> __device__ __forceinline__ void group_factors(const NormalizeParams &p) {
@@ -145,7 +146,7 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 // Writes y[rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi is there,
 //        factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + chunks*cols*sizeof(A); half of the first without y.
-// Launch (tiles, chunks), block lanes x rows, smem 2 A a warp + what the block's rows add up.
+// Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: a group by shuffles, and through
 //        smem where it spans warps; columns in registers, then a tree over the block's rows.
 // Requires rows >= 1, cols >= 1, packed rows. Launcher: launch.rs::normalize.
@@ -399,8 +400,9 @@ template <typename A> __device__ __forceinline__ bool is_trained(const void *cou
 
 // group_dots: the mean of dx~ x~ over each row and group, for groups wider than a block.  Determinism: bitwise.
 // Reads  x, dy [rows, cols] T, factors[rows, groups] A, weight, correction, inv_rms [cols].
-// Writes dots[rows, groups] A, overwrites.                     Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
+// Writes dots[rows, groups] A, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + 2*rows*groups*sizeof(A).
+// Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
 // Thread owns every 256th piece of a group.                    Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows. Launcher: launch.rs::group_dots.
 template <typename T> __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
@@ -437,15 +439,16 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
   }
 }
 
-// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the layer-scale, dx = r (dx~ - x~ mean(dx~ x~)),
-//        and the sums of dweight, dbias and Lambda on the way.  Determinism: bitwise.
+// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the layer-scale,
+//        dx = r (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.  Determinism: bitwise.
 // Reads  x, dy [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots alike if GIVEN,
 //        weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + 2*chunks*cols*sizeof(A); two thirds of the first without dx.
-// Launch (tiles, chunks), block lanes x rows, smem 2 A a warp + what the block's rows add up.
+// Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, inv_rms, factors, count by the forward. Launcher: launch.rs::normalize_bwd.
+// Requires rows >= 1, cols >= 1, packed rows, inv_rms, factors, count by the forward.
+// Launcher: launch.rs::normalize_bwd.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   using A = Sum<T>;
