@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 template <typename T> __device__ __forceinline__ void group_factors(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory));
   const Tiling &tiling = p.tiling;
   const int64_t len = tiling.group_len;
@@ -145,15 +145,15 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 // Reads  x[rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if GIVEN.
 // Writes y[rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi is there,
 //        factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
-// Bytes  2*rows*cols*sizeof(T) + chunks*cols*sizeof(A); half of the first without y.
+// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first without y.
 // Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: a group by shuffles, and through
 //        smem where it spans warps; columns in registers, then a tree over the block's rows.
-// Requires rows >= 1, cols >= 1, packed rows. Launcher: launch.rs::normalize.
+// Requires rows >= 1, cols >= 1, packed rows, x and y 16-byte aligned if vectorized. Launcher: launch.rs::normalize.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   A *exchanged = reinterpret_cast<A *>(shared_memory);
   // A number a column: in registers there would be too many.
   A *shift = exchanged + 2 * (block_size() / WARP) + threadIdx.x;
@@ -320,7 +320,7 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
 // Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
 // Requires chunks >= 1, partials by `normalize`. Launcher: launch.rs::statistics.
 template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhiParams &p) {
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * UPDATE_COLS + threadIdx.x;
   const bool valid = col < p.cols;
   int64_t kept = p.rows;
@@ -399,7 +399,7 @@ template <typename A> __device__ __forceinline__ bool is_trained(const void *cou
 }
 
 // group_dots: the mean of dx~ x~ over each row and group, for groups wider than a block.  Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, factors[rows, groups] A, weight, correction, inv_rms [cols].
+// Reads  x, dy [rows, cols] T, factors[rows, groups] A, weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dots[rows, groups] A, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + 2*rows*groups*sizeof(A).
 // Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
@@ -408,7 +408,7 @@ template <typename A> __device__ __forceinline__ bool is_trained(const void *cou
 template <typename T> __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory));
   const Tiling &tiling = p.tiling;
   const int64_t len = tiling.group_len;
@@ -444,16 +444,17 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 // Reads  x, dy [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots alike if GIVEN,
 //        weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
-// Bytes  3*rows*cols*sizeof(T) + 2*chunks*cols*sizeof(A); two thirds of the first without dx.
+// Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the first without dx.
 // Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, inv_rms, factors, count by the forward.
+// Requires rows >= 1, cols >= 1, packed rows, x, dy, dx 16-byte aligned if vectorized; inv_rms, factors, count by the
+//        forward.
 // Launcher: launch.rs::normalize_bwd.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   A *exchanged = reinterpret_cast<A *>(shared_memory);
   // A number a column: in registers there would be too many.
   A *decay = exchanged + 2 * (block_size() / WARP) + threadIdx.x;
@@ -579,7 +580,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 // Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
 // Requires chunks >= 1, partials by `normalize_bwd`. Launcher: launch.rs::update_nu.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   A *shared = reinterpret_cast<A *>(shared_memory);
   const int64_t col = static_cast<int64_t>(blockIdx.x) * UPDATE_COLS + threadIdx.x;
   const bool valid = col < p.cols;

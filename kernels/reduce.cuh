@@ -191,7 +191,8 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
 
 // r of a group whose squares overflow: they are taken of x over its largest magnitude, beside which eps is
 // nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
-// Each thread that needs r reads the whole group: rare, and no thread has to wait for another.
+// Each thread that needs r reads the whole group: slow, but no thread has to wait for another, and rows of 1e19 and
+// more are not what anyone trains on.
 template <typename T> __device__ __forceinline__ Sum<T> factor_of_huge(const T *x, int len) {
   using A = Sum<T>;
   A largest = 0;

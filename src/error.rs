@@ -55,6 +55,17 @@ pub enum Error {
         got: DType,
     },
 
+    /// A buffer that came from the builder lives on another device than the layer needs it on.
+    #[error("power_norm: expected {name} on {expected:?}, got it on {got:?}")]
+    StateDevice {
+        /// Name of the tensor.
+        name: &'static str,
+        /// The device of ψ², or the CPU for the step count.
+        expected: DeviceLocation,
+        /// Where the builder holds it.
+        got: DeviceLocation,
+    },
+
     /// The step count that was loaded is negative.
     #[error("power_norm: expected iters of at least 0, got {0}")]
     Steps(i64),

@@ -31,7 +31,7 @@ use std::sync::Arc;
 /// # Errors
 ///
 /// A configuration out of range, a builder whose dtype is not a float the layer computes in, a
-/// missing tensor or one of another shape, a buffer of another dtype.
+/// missing tensor or one of another shape, a buffer of another dtype or on another device.
 pub fn power_norm<C: Into<PowerNormConfig>>(
     size: usize,
     config: C,
@@ -88,10 +88,11 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 /// - A forward in training updates ψ² and counts a step, whether or not a backward follows. Two
 ///   forwards before a backward (a layer used twice in a model) are two steps.
 /// - A backward through a training forward updates ν once for each time it runs: two calls of
-///   `backward()` on one graph are two updates. It uses the ν that stands when it runs, and the
-///   statistics of its own forward.
+///   `backward()` on one graph are two updates. It uses the ν and the weight that stand when it runs, and
+///   the statistics of its own forward.
 /// - A forward without rows, or with every row masked, updates nothing: it is an evaluation. On a GPU, whose
-///   mask the host does not wait for, a forward with every row masked counts as a step all the same.
+///   mask the host does not wait for, a forward with every row masked counts as a step all the same (and among
+///   the first of a warm-up leaves the fresh ψ² = 1 a share in the mean).
 /// - Evaluation changes nothing, and a call that fails changes nothing.
 /// - The lock of the state makes each update whole, and none is lost. Concurrent forwards do not wait for
 ///   each other's rows: each normalizes by the ψ², and the `t`, that stand when it begins. (On a GPU candle
@@ -282,7 +283,8 @@ impl PowerNorm {
 
     fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
         let own = self.state.device();
-        if device.same_device(own) {
+        // Not `same_device`, for which two handles of one GPU are two devices.
+        if device.location() == own.location() {
             return Ok(());
         }
         Err(Error::Device {

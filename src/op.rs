@@ -98,11 +98,7 @@ struct PowerNormOp<T: Element> {
 
 /// What a forward leaves to its backward and to the state.
 enum Forward<A> {
-    Cpu {
-        /// The layer as it was then.
-        layer: cpu::Layer<A>,
-        statistics: cpu::Saved<A>,
-    },
+    Cpu(cpu::Saved<A>),
     #[cfg(feature = "cuda")]
     Cuda(cuda::Forward),
 }
@@ -111,7 +107,7 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
     /// The step of ψ² and t, once the output stands.
     fn commit(&self, state: &State) -> Result<()> {
         match self {
-            Forward::Cpu { statistics, .. } => match &statistics.step {
+            Forward::Cpu(statistics) => match &statistics.step {
                 Some(step) => state.update_phi(&step.batch_phi),
                 None => Ok(()),
             },
@@ -140,16 +136,8 @@ impl<T: Element> PowerNormOp<T> {
         affine: Option<[Argument; 2]>,
     ) -> Result<(CpuStorage, Shape)> {
         let config = self.state.config();
-        let (weight, bias) = match affine {
-            Some([weight, bias]) => (Some(widened(weight)?), Some(widened(bias)?)),
-            None => (None, None),
-        };
-        let layer = cpu::Layer {
-            weight,
-            bias,
-            eps: config.eps,
-            recipe: config.recipe,
-        };
+        let [weight, bias] = affine.map_or([None, None], |affine| affine.map(Some));
+        let layer = self.layer(weight, bias)?;
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
         let keep = match &keep {
             Some((storage, layout)) => Some(cpu_packed(storage, layout)?),
@@ -160,16 +148,14 @@ impl<T: Element> PowerNormOp<T> {
         let train = self.train.then_some(statistics);
         let (y, statistics) = layer.forward(&rows, &self.before.phi, train);
         // candle runs a forward once; a second run would come to the same.
-        let _ = self.saved.set(Forward::Cpu { layer, statistics });
+        let _ = self.saved.set(Forward::Cpu(statistics));
         Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
     }
 
     fn backward(&self, x: &Tensor, affine: Option<[&Tensor; 2]>, dy: &Tensor) -> Result<Gradients> {
         let dy = packed_rows(dy)?;
         match self.saved.get() {
-            Some(Forward::Cpu { layer, statistics }) => {
-                self.cpu_backward(layer, statistics, x, affine, &dy)
-            }
+            Some(Forward::Cpu(statistics)) => self.cpu_backward(statistics, x, affine, &dy),
             #[cfg(feature = "cuda")]
             Some(Forward::Cuda(forward)) => self.cuda_backward(forward, x, affine, &dy),
             None => candle::bail!("{}: backward without a forward", Self::NAME),
@@ -178,7 +164,6 @@ impl<T: Element> PowerNormOp<T> {
 
     fn cpu_backward(
         &self,
-        layer: &cpu::Layer<T::Acc>,
         statistics: &cpu::Saved<T::Acc>,
         x: &Tensor,
         affine: Option<[&Tensor; 2]>,
@@ -192,6 +177,12 @@ impl<T: Element> PowerNormOp<T> {
         let gradients = {
             let (x_storage, x_layout) = x.storage_and_layout();
             let (dy_storage, dy_layout) = dy.storage_and_layout();
+            let weight = affine.map(|[weight, _]| weight.storage_and_layout());
+            let weight = match &weight {
+                Some((storage, layout)) => Some((on_cpu(storage)?, *layout)),
+                None => None,
+            };
+            let layer = self.layer(weight, None)?;
             // Under recipe Fairseq the backward does not know the mask.
             let keep = self.keep.as_ref().filter(|_| layer.recipe == Recipe::Paper);
             let keep = keep.map(Tensor::storage_and_layout);
@@ -218,6 +209,21 @@ impl<T: Element> PowerNormOp<T> {
             param_gradient(weight, gradients.weight)?,
             param_gradient(bias, gradients.bias)?,
         ])
+    }
+
+    /// What the CPU's passes know of the layer; a backward has no use for β.
+    fn layer(
+        &self,
+        weight: Option<Argument>,
+        bias: Option<Argument>,
+    ) -> Result<cpu::Layer<T::Acc>> {
+        let config = self.state.config();
+        Ok(cpu::Layer {
+            weight: weight.map(widened).transpose()?,
+            bias: bias.map(widened).transpose()?,
+            eps: config.eps,
+            recipe: config.recipe,
+        })
     }
 
     fn rows<'a>(&self, x: &'a [T], shape: &Shape, keep: Option<&'a [u8]>) -> Result<Rows<'a, T>> {
@@ -401,8 +407,13 @@ fn packed<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<
 
 /// [`packed`], of a tensor that must be on the CPU.
 fn cpu_packed<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result<&'a [T]> {
+    packed(on_cpu(storage)?, layout)
+}
+
+/// The storage of a tensor that must be on the CPU.
+fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
-        Storage::Cpu(storage) => packed(storage, layout),
+        Storage::Cpu(storage) => Ok(storage),
         other => candle::bail!(
             "power_norm: expected a tensor on the CPU, got one on {:?}",
             other.device().location()

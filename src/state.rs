@@ -60,6 +60,20 @@ impl State {
             Init::Const(0.),
             DType::I64,
         )?;
+        // A `VarMap` hands out what it holds, wherever that is.
+        for (name, buffer, expected) in [
+            ("ema_gz", &ema_gz, running_phi.device()),
+            ("iters", &iters, &Device::Cpu),
+        ] {
+            if buffer.device().location() != expected.location() {
+                return Err(Error::StateDevice {
+                    name,
+                    expected: expected.location(),
+                    got: buffer.device().location(),
+                }
+                .into());
+            }
+        }
         let trainable = running_phi.is_variable();
         let state = Self {
             size,

@@ -403,7 +403,8 @@ fn a_batch_without_a_kept_row_is_counted_and_evaluated() {
     }
 }
 
-/// The shape is known without the GPU: a batch of no rows is not counted.
+/// The shape is known without the GPU: a batch of no rows is not counted. (Its backward is not asked for: candle's
+/// own operations cannot be launched on an empty tensor there.)
 #[test]
 fn empty_batches_pass_through() {
     let gpu = gpu();
@@ -421,23 +422,41 @@ fn empty_batches_pass_through() {
             for shape in [&[0, 7][..], &[2, 0, 7]] {
                 let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &gpu).unwrap();
                 let mask = zeros(&shape[..shape.len() - 1], DType::U8);
-                for keep in [None, Some(mask)] {
+                for keep in [None, Some(&mask)] {
                     for train in [true, false] {
-                        let batch = Batch {
-                            xs: zeros(shape, input),
-                            dy: zeros(shape, input),
-                            keep: keep.clone(),
-                        };
-                        let outcome = run(&twin.layer, &batch, train);
-                        assert_eq!((outcome.y.dims(), outcome.y.dtype()), (shape, input));
-                        for (name, gradient) in &outcome.tensors()[1..] {
-                            assert_zero(name, gradient);
-                        }
+                        let y = forward(&twin.layer, &zeros(shape, input), keep, train);
+                        assert_eq!((y.dims(), y.dtype()), (shape, input));
                         assert_eq!(state(&twin.layer), before, "{shape:?}, train {train}");
                     }
                 }
             }
         }
+    }
+}
+
+/// What candle takes for one device.
+#[test]
+fn two_handles_of_one_gpu_are_one_device() {
+    let (layer, _varmap) = layer_on(&gpu(), 8, config(None), DType::F32);
+    let xs = Tensor::ones((5, 8), DType::F32, &gpu()).unwrap();
+    assert_eq!(layer.forward(&xs).unwrap().dims(), &[5, 8]);
+}
+
+/// A `VarMap` may hold a state that is spread over devices, as a checkpoint loaded in one go is.
+#[test]
+fn a_state_in_the_wrong_place_is_refused() {
+    let gpu = gpu();
+    for (name, place, expected) in [("iters", &gpu, &CPU), ("ema_gz", &CPU, &gpu)] {
+        let (_, varmap) = layer_on(&gpu, 8, config(None), DType::F32);
+        let moved = var(&varmap, name).to_device(place).unwrap();
+        let moved = Var::from_tensor(&moved).unwrap();
+        varmap.data().lock().unwrap().insert(name.to_owned(), moved);
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, &gpu);
+        let (expected, got) = (expected.location(), place.location());
+        assert_eq!(
+            message(power_norm(8, config(None), vb)),
+            format!("power_norm: expected {name} on {expected:?}, got it on {got:?}")
+        );
     }
 }
 

@@ -337,6 +337,17 @@ fn the_reason_for_a_wrong_device() {
     assert_eq!(reason.to_string(), text);
 }
 
+#[test]
+fn the_reason_for_a_state_in_the_wrong_place() {
+    let reason = Error::StateDevice {
+        name: "iters",
+        expected: Device::Cpu.location(),
+        got: candle::DeviceLocation::Cuda { gpu_id: 0 },
+    };
+    let text = "power_norm: expected iters on Cpu, got it on Cuda { gpu_id: 0 }";
+    assert_eq!(message::<()>(Err(reason.into())), text);
+}
+
 /// No GPU either, on which a kernel may not load.
 #[test]
 fn the_reason_for_a_kernel_that_does_not_load() {

@@ -7,7 +7,8 @@ use candle::{DType, Tensor, Var};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 use common::reference::Quantity;
 use common::{
-    assert_close, assert_finite, forward, run, state, tensor, to_f64, Batch, Bound, Data, Twin,
+    assert_close, assert_finite, assert_same_bits, forward, run, state, tensor, to_f64, var, Batch,
+    Bound, Data, Twin,
 };
 
 const SIZE: usize = 6;
@@ -49,6 +50,22 @@ const BOUND: Bound = Bound {
 fn backward(y: &Tensor, dy: &Tensor) -> candle::backprop::GradStore {
     let loss = (y * dy).unwrap().sum_all().unwrap();
     loss.backward().unwrap()
+}
+
+/// As candle's own operations do: what an optimizer set in between is what the gradient is of.
+#[test]
+fn a_backward_uses_the_weight_that_stands_when_it_runs() {
+    let mut data = Data::new(20);
+    let twin = trained(Recipe::Paper, 1, DType::F64, &mut data);
+    let batch = batch(&mut data, DType::F64);
+    let xs = Var::from_tensor(&batch.xs).unwrap();
+    let y = forward(&twin.layer, &xs, None, false);
+    let before = run(&twin.layer, &batch, false).dx;
+    let weight = var(&twin.varmap, "weight");
+    weight.set(&(weight.as_tensor() * 3.).unwrap()).unwrap();
+    let dx = backward(&y, &batch.dy).get(&xs).unwrap().clone();
+    assert_same_bits("dx", &dx, &run(&twin.layer, &batch, false).dx);
+    assert_ne!(to_f64(&dx), to_f64(&before));
 }
 
 #[test]

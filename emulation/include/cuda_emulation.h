@@ -34,8 +34,9 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__ __restrict
-// Dynamic shared memory is all there is: `extern __shared__ unsigned char shared_memory[]`.
+// Dynamic shared memory is all there is: `extern __shared__ __align__(16) unsigned char shared_memory[]`.
 #define __shared__ thread_local
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct alignas(16) uint4 {
   unsigned x, y, z, w;

@@ -6,6 +6,7 @@ use crate::{Order, Schedule};
 use candle::{DType, Device, Result, Tensor};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
 
@@ -152,19 +153,37 @@ pub fn all_pairs() -> HashSet<Pair> {
         .collect()
 }
 
-/// Every combination on the axes up to the last two, which say what is asked of a pass and where its vectors
-/// begin: their values take turns.
-pub fn whole_grid() -> impl Iterator<Item = Point> {
-    const TURNS: usize = WANTED.len() * OFFSETS.len();
-    let len = SIZES.iter().product::<usize>() / TURNS;
-    (0..len).map(move |index| {
-        let mut rest = index + len * (index % TURNS);
-        SIZES.map(|size| {
-            let value = rest % size;
-            rest /= size;
-            value
+/// Every combination of dtype, width, rows, mask, layer-scale, recipe, statistics and affine, in random order, so that
+/// a part of them is a fair one. Where an axis is finer than that, a random value of its kind stands for the
+/// others.
+pub fn whole_grid() -> Vec<Point> {
+    let alone = |axis: usize| (0..SIZES[axis]).map(|value| vec![value]).collect();
+    let kinds: [Vec<Vec<usize>>; SIZES.len()] = [
+        vec![vec![0], vec![1, 2], vec![3, 4], vec![5, 6]],
+        alone(1),
+        alone(2),
+        vec![vec![0, 1], vec![2], vec![3]],
+        vec![vec![0], vec![1], vec![2, 3, 4, 5]],
+        alone(5),
+        vec![vec![0, 1, 3], vec![2, 4]],
+        alone(7),
+        vec![(0..WANTED.len()).collect()],
+        vec![(0..OFFSETS.len()).collect()],
+    ];
+    let mut rng = StdRng::seed_from_u64(2);
+    let len = kinds.iter().map(Vec::len).product::<usize>();
+    let mut points: Vec<Point> = (0..len)
+        .map(|index| {
+            let mut rest = index;
+            std::array::from_fn(|axis| {
+                let kind = &kinds[axis][rest % kinds[axis].len()];
+                rest /= kinds[axis].len();
+                kind[rng.random_range(0..kind.len())]
+            })
         })
-    })
+        .collect();
+    points.shuffle(&mut rng);
+    points
 }
 
 /// Points in which every pair of values meets: greedily, of random candidates the one with the most new pairs.

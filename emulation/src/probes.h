@@ -12,7 +12,7 @@ struct ProbeParams {
 // to[block] = the sum of the block's part of from[len], by shuffles, a barrier, and the first thread. BARRIER says
 // whether the barrier is there.
 template <bool BARRIER> void probe_block_sum(const ProbeParams &p) {
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   float *warp_sums = reinterpret_cast<float *>(shared_memory);
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   float sum = i < p.len ? p.from[i] : 0;
@@ -79,7 +79,7 @@ inline void probe_missing_lane(const ProbeParams &p) {
 // Writes at to[len], or in shared memory past the launch's.
 inline void probe_past_global(const ProbeParams &p) { p.to[p.len] = 1; }
 inline void probe_past_shared(const ProbeParams &p) {
-  extern __shared__ unsigned char shared_memory[];
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   shared_memory[p.len] = 1;
 }
 

@@ -2,7 +2,7 @@
 //! `CANDLE_POWERNORM_EMULATION=full` in the environment, the whole grid. A shard is a test, to be run by its name.
 
 use candle::Result;
-use candle_powernorm_emulation::case::{all_pairs, pairs, pairwise, whole_grid, Case, Point};
+use candle_powernorm_emulation::case::{all_pairs, pairs, pairwise, whole_grid, Case};
 use candle_powernorm_emulation::Schedule;
 
 /// Shards of the cases, for the threads of the test harness and for parts of the whole grid.
@@ -13,13 +13,13 @@ fn full() -> bool {
 }
 
 fn check_shard(shard: usize) -> Result<()> {
-    let cases: Box<dyn Iterator<Item = Point>> = match full() {
-        true => Box::new(whole_grid()),
-        false => Box::new(pairwise().into_iter()),
+    let cases = match full() {
+        true => whole_grid(),
+        false => pairwise(),
     };
-    for (index, point) in cases.enumerate().skip(shard).step_by(SHARDS) {
+    for (index, point) in cases.into_iter().enumerate().skip(shard).step_by(SHARDS) {
         let schedules = Schedule::several(index as u64);
-        // The whole grid has every pair of values by every schedule in any case.
+        // Of the whole grid each case runs by one of them.
         let schedules = match full() {
             true => &schedules[index / SHARDS % schedules.len()..][..1],
             false => &schedules[..],

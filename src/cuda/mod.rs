@@ -23,8 +23,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The key of this crate's kernels among the modules of a device, where other crates keep theirs.
-const MODULE: &str = "candle_powernorm";
+/// The key of this crate's kernels among the modules of a device, where other crates keep theirs, and other versions
+/// of this one.
+const MODULE: &str = concat!("candle_powernorm-", env!("CARGO_PKG_VERSION"));
 
 /// A tensor's storage and layout; contiguous.
 pub(crate) type Argument<'a> = (&'a CudaStorage, &'a Layout);
@@ -120,7 +121,7 @@ pub(crate) fn forward(
     let stream = device.cuda_stream();
     let mut uses = Uses::on(&stream);
     let buffers = ForwardBuffers {
-        x: uses.read(inputs.x)?,
+        x: uses.read_rows(inputs.x)?,
         y: uses.write(&mut y)?,
         keep: uses.read_opt(inputs.keep)?,
         weight: uses.read_vector(inputs.weight)?,
@@ -203,8 +204,8 @@ impl Forward {
         let stream = device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let buffers = BackwardBuffers {
-            x: uses.read(inputs.x)?,
-            dy: uses.read(inputs.dy)?,
+            x: uses.read_rows(inputs.x)?,
+            dy: uses.read_rows(inputs.dy)?,
             dx: uses.write_opt(gradients.input.as_mut())?.data,
             keep: uses.read_opt(inputs.keep)?,
             weight: uses.read_vector(inputs.weight)?,
@@ -253,16 +254,21 @@ fn dtype(dtype: DType) -> Result<Dtype> {
 ///
 /// Every address in them is that of a live buffer of the size that [`Pass`] asks for, on this device, and stays
 /// so until the call returns; from then on the stream's order keeps it, since buffers are freed in that order
-/// too. Nothing else writes what they read or touches what they write.
+/// too. On this stream nothing else comes between them; across streams cudarc's events and the user keep order, as
+/// for every tensor of candle.
 //
 // With that, a launch does what `kernels/` says: its one argument is the struct that the kernel of its name
 // takes, field by field as `kernels/params.cuh` has it, and `Pass` cuts grid, block and shared memory to it. The
 // emulation runs these very launches under an address sanitizer.
 unsafe fn queue(device: &CudaDevice, launches: &[Launch]) -> Result<()> {
-    for launch in launches {
-        let kernel = device
+    // All or none: a step of the state may be among them.
+    let load = |launch: &Launch| {
+        device
             .get_or_load_custom_func(&launch.kernel, MODULE, POWER_NORM)
-            .map_err(|error| unloadable(device, &launch.kernel, &error))?;
+            .map_err(|error| unloadable(device, &launch.kernel, &error))
+    };
+    let kernels: Vec<_> = launches.iter().map(load).collect::<Result<_>>()?;
+    for (launch, kernel) in launches.iter().zip(&kernels) {
         let config = LaunchConfig {
             grid_dim: (launch.grid.0, launch.grid.1, 1),
             block_dim: (launch.block.0, launch.block.1, 1),
@@ -317,7 +323,7 @@ macro_rules! with_slice {
             CudaStorageSlice::F64($slice) => $body,
             CudaStorageSlice::F16($slice) => $body,
             CudaStorageSlice::BF16($slice) => $body,
-            _ => candle::bail!("power_norm: a storage of a dtype that no check let through"),
+            _ => candle::bail!("power_norm: expected a storage of U8, F32, F64, F16 or BF16"),
         }
     };
 }
@@ -334,6 +340,15 @@ impl<'a> Uses<'a> {
     fn read(&mut self, (storage, layout): Argument<'a>) -> Result<Address> {
         let start = with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream)));
         Ok(start + offset(layout, storage.dtype())?)
+    }
+
+    /// [`read`](Self::read), of rows that kernels take 16 bytes at a time.
+    fn read_rows(&mut self, argument: Argument<'a>) -> Result<Address> {
+        let start = self.read(argument)?;
+        if !start.is_multiple_of(16) {
+            candle::bail!("power_norm: expected rows from a 16-byte boundary on, got {start:#x}")
+        }
+        Ok(start)
     }
 
     fn read_opt(&mut self, argument: Option<Argument<'a>>) -> Result<Address> {
