@@ -17,6 +17,7 @@ template <typename T, int N> struct Columns {
   int place;     // of the lane in its group's span
   int left;      // columns of the group from the first piece on; none or fewer: the thread has no columns
   int64_t first; // column of the first piece
+  bool vectorized;
 
   __device__ explicit Columns(const Tiling &tiling) {
     const int lane = threadIdx.x;
@@ -28,6 +29,8 @@ template <typename T, int N> struct Columns {
     const int piece = tile % tiling.tiles_per_group * static_cast<int>(blockDim.x) * N + place;
     left = valid ? tiling.group_len - piece * PIECE<T> : 0;
     first = static_cast<int64_t>(group) * tiling.group_len + piece * PIECE<T>;
+    // Several pieces are whole always.
+    vectorized = N > 1 || tiling.vectorized;
   }
 
   __device__ __forceinline__ bool valid() const { return left > 0; }
@@ -42,8 +45,7 @@ template <typename T, int N> struct Columns {
   }
 
   // Writes piece n of a row whose first piece is at `offset` of the array.
-  __device__ __forceinline__ void store(void *to, int64_t offset, int n, const Piece<T> &piece,
-                                        bool vectorized) const {
+  __device__ __forceinline__ void store(void *to, int64_t offset, int n, const Piece<T> &piece) const {
     store_piece(static_cast<T *>(to) + offset + n * stride(), piece, count(n), vectorized);
   }
 
@@ -56,12 +58,12 @@ template <typename T, int N> struct RowPieces {
   Piece<T> at[N];
 
   // `offset` is that of the first piece in the array. Zeros where the row is not there.
-  __device__ __forceinline__ void load(const void *from, int64_t offset, bool vectorized,
+  __device__ __forceinline__ void load(const void *from, int64_t offset,
                                        const Columns<T, N> &columns, bool present) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const int count = present ? columns.count(n) : 0;
-      at[n] = load_piece(static_cast<const T *>(from) + offset, count, vectorized);
+      at[n] = load_piece(static_cast<const T *>(from) + offset, count, columns.vectorized);
       offset += columns.stride();
     }
   }
@@ -92,6 +94,26 @@ template <int N> struct Rows {
     left -= step();
   }
   static __device__ __forceinline__ int step() { return N > 1 ? 1 : static_cast<int>(blockDim.y); }
+};
+
+// The shared memory of a pass over rows, and the means that are taken through it.
+template <typename T, int N> struct Reduction {
+  using A = Sum<T>;
+  bool in_warp; // whether a group's lanes are in one warp
+  A share;      // of a column in its group's means
+  RowSum<A> row_sum;
+  A *per_column;  // a number a column, from this lane's on: in registers there would be too many
+  A *sums_memory; // for sum_block_rows
+
+  __device__ Reduction(const Tiling &tiling, A *shared)
+      : in_warp(N == 1 && tiling.span <= WARP), share(A(1) / A(tiling.group_len)), row_sum(shared),
+        per_column(shared + 2 * (block_size() / WARP) + threadIdx.x),
+        sums_memory(shared + 2 * (block_size() / WARP) + N * PIECE<T> * blockDim.x) {}
+
+  // The mean over a group's columns, this thread's of which add up to `value`. All threads call this together.
+  __device__ __forceinline__ A group_mean(A value, int place, int span) {
+    return (in_warp ? sum_segment(value, place, span) : row_sum.of(value)) * share;
+  }
 };
 
 // Writes sums of this block's columns, which its first row holds, into row `row` of partials[.., cols].
@@ -154,20 +176,12 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  A *exchanged = reinterpret_cast<A *>(shared_memory);
-  // A number a column: in registers there would be too many.
-  A *shift = exchanged + 2 * (block_size() / WARP) + threadIdx.x;
-  A *sums_memory = exchanged + 2 * (block_size() / WARP) + N * V * blockDim.x;
-  RowSum<A> row_sum(exchanged);
   const Tiling &tiling = p.tiling;
+  Reduction<T, N> reduction(tiling, reinterpret_cast<A *>(shared_memory));
   const Columns<T, N> columns(tiling);
   // Several pieces are for whole groups that span warps.
-  const bool vectorized = N > 1 || tiling.vectorized;
   const LayerScale layer_scale = N > 1 ? IN_TILE : p.layer_scale;
-  const bool in_warp = N == 1 && tiling.span <= WARP;
-
-  // Of a column in its group's means.
-  const A share = A(1) / A(tiling.group_len);
+  A *shift = reduction.per_column;
 
   // The next row is on its way while one is worked on, where registers are left for it.
   constexpr bool PREFETCHES = N <= 2;
@@ -205,15 +219,15 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   const int64_t step = rows.step() * tiling.cols;
   RowPieces<T, N> x;
   if (PREFETCHES) {
-    x.load(p.x, offset, vectorized, columns, rows.present());
+    x.load(p.x, offset, columns, rows.present());
   }
 #pragma unroll 1
   for (; rows.any(); rows.advance(), offset += step) {
     RowPieces<T, N> next;
     if (PREFETCHES) {
-      next.load(p.x, offset + step, vectorized, columns, rows.next_present());
+      next.load(p.x, offset + step, columns, rows.next_present());
     } else {
-      x.load(p.x, offset, vectorized, columns, rows.present());
+      x.load(p.x, offset, columns, rows.present());
     }
 
     A factor = 1;
@@ -226,10 +240,10 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
           squares += widen(x.at[n].at[v]) * widen(x.at[n].at[v]);
         }
       }
-      squares = in_warp ? sum_segment(squares, columns.place, tiling.span) : row_sum.of(squares);
+      const A mean_square = reduction.group_mean(squares, columns.place, tiling.span);
       if (rows.present() && columns.valid()) {
         const T *group = static_cast<const T *>(p.x) + offset - columns.place * V;
-        factor = factor_of(squares * share, group, tiling.group_len, A(p.group_eps));
+        factor = factor_of(mean_square, group, tiling.group_len, A(p.group_eps));
         if (p.factors != nullptr && columns.place == 0) {
           static_cast<A *>(p.factors)[rows.row * tiling.groups + columns.group] = factor;
         }
@@ -252,7 +266,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
         narrow(x_tilde * scale[i] + shift[i * blockDim.x], y.at[v]);
       }
       if (p.y != nullptr && rows.present()) {
-        columns.store(p.y, offset, n, y, vectorized);
+        columns.store(p.y, offset, n, y);
       }
     }
 
@@ -262,7 +276,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   }
 
   if (p.partials != nullptr) {
-    sum_block_rows(sums, sums_memory);
+    sum_block_rows(sums, reduction.sums_memory);
     if (threadIdx.y == 0) {
       store_sums<T, N>(sums, p.partials, blockIdx.y, tiling, columns);
     }
@@ -272,7 +286,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     for (Rows<N> counted(tiling); counted.present(); counted.advance()) {
       kept[0] += p.keep[counted.row] != 0;
     }
-    sum_block_rows(kept, reinterpret_cast<int64_t *>(sums_memory));
+    sum_block_rows(kept, reinterpret_cast<int64_t *>(reduction.sums_memory));
     if (thread_rank() == 0) {
       p.kept[blockIdx.y] = kept[0];
     }
@@ -455,21 +469,13 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  A *exchanged = reinterpret_cast<A *>(shared_memory);
-  // A number a column: in registers there would be too many.
-  A *decay = exchanged + 2 * (block_size() / WARP) + threadIdx.x;
-  A *sums_memory = exchanged + 2 * (block_size() / WARP) + N * V * blockDim.x;
-  RowSum<A> row_sum(exchanged);
   const Tiling &tiling = p.tiling;
+  Reduction<T, N> reduction(tiling, reinterpret_cast<A *>(shared_memory));
   const Columns<T, N> columns(tiling);
   // Several pieces are for whole groups that span warps.
-  const bool vectorized = N > 1 || tiling.vectorized;
   const LayerScale layer_scale = N > 1 ? IN_TILE : p.layer_scale;
-  const bool in_warp = N == 1 && tiling.span <= WARP;
+  A *decay = reduction.per_column;
   const bool trained = is_trained<A>(p.count);
-
-  // Of a column in its group's means.
-  const A share = A(1) / A(tiling.group_len);
 
   // The next row is on its way while one is worked on, where registers are left for it.
   constexpr bool PREFETCHES = N * V <= 8 && N <= 2;
@@ -498,18 +504,18 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   const int64_t step = rows.step() * tiling.cols;
   RowPieces<T, N> x, dy;
   if (PREFETCHES) {
-    x.load(p.x, offset, vectorized, columns, rows.present());
-    dy.load(p.dy, offset, vectorized, columns, rows.present());
+    x.load(p.x, offset, columns, rows.present());
+    dy.load(p.dy, offset, columns, rows.present());
   }
 #pragma unroll 1
   for (; rows.any(); rows.advance(), offset += step) {
     RowPieces<T, N> next_x, next_dy;
     if (PREFETCHES) {
-      next_x.load(p.x, offset + step, vectorized, columns, rows.next_present());
-      next_dy.load(p.dy, offset + step, vectorized, columns, rows.next_present());
+      next_x.load(p.x, offset + step, columns, rows.next_present());
+      next_dy.load(p.dy, offset + step, columns, rows.next_present());
     } else {
-      x.load(p.x, offset, vectorized, columns, rows.present());
-      dy.load(p.dy, offset, vectorized, columns, rows.present());
+      x.load(p.x, offset, columns, rows.present());
+      dy.load(p.dy, offset, columns, rows.present());
     }
 
     A factor = 1;
@@ -539,8 +545,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     }
     if (p.dx != nullptr) {
       if (layer_scale == IN_TILE) {
-        dot = in_warp ? sum_segment(dot, columns.place, tiling.span) : row_sum.of(dot);
-        dot *= share;
+        dot = reduction.group_mean(dot, columns.place, tiling.span);
       } else {
         dot = scaled ? static_cast<const A *>(p.dots)[group] : A(0);
       }
@@ -553,7 +558,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
           narrow(keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0), dx.at[v]);
         }
         if (rows.present()) {
-          columns.store(p.dx, offset, n, dx, vectorized);
+          columns.store(p.dx, offset, n, dx);
         }
       }
     }
@@ -565,7 +570,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   }
 
   if (p.partials != nullptr) {
-    sum_block_rows(sums, sums_memory);
+    sum_block_rows(sums, reduction.sums_memory);
     if (threadIdx.y == 0) {
       store_sums<T, N>(sums, p.partials, 2 * blockIdx.y, tiling, columns);
       store_sums<T, N>(sums + N * V, p.partials, 2 * blockIdx.y + 1, tiling, columns);

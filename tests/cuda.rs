@@ -13,23 +13,12 @@ use common::recording::replay;
 use common::{
     assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, bits, forward,
     layer, layer_on, message, precision, run, state, tensor, to_f64, var, Batch, Bound, Data,
-    Outcome, Twin, CPU,
+    Outcome, Twin, CPU, DTYPES,
 };
 
 fn gpu() -> Device {
     Device::new_cuda(0).expect("a GPU")
 }
-
-/// Dtypes of the input and of the builder, whose parameters are in that dtype.
-const DTYPES: [(DType, DType); 7] = [
-    (DType::F32, DType::F32),
-    (DType::F16, DType::F16),
-    (DType::F16, DType::F32),
-    (DType::BF16, DType::BF16),
-    (DType::BF16, DType::F32),
-    (DType::F64, DType::F64),
-    (DType::F64, DType::F32),
-];
 
 /// Widths, and layer-scales of each: none, one group, several. Groups lie inside a warp or span warps, are
 /// whole 16-byte pieces or not, and of the widest layers some do not fit a block.
@@ -151,39 +140,23 @@ fn follow_every_width((input, builder): (DType, DType)) {
     }
 }
 
-#[test]
-fn every_width_in_f32() {
-    follow_every_width(DTYPES[0]);
+macro_rules! every_width {
+    ($($name:ident = $index:expr;)*) => {
+        $(#[test]
+        fn $name() {
+            follow_every_width(DTYPES[$index]);
+        })*
+    };
 }
 
-#[test]
-fn every_width_in_f16() {
-    follow_every_width(DTYPES[1]);
-}
-
-#[test]
-fn every_width_in_f16_with_f32_parameters() {
-    follow_every_width(DTYPES[2]);
-}
-
-#[test]
-fn every_width_in_bf16() {
-    follow_every_width(DTYPES[3]);
-}
-
-#[test]
-fn every_width_in_bf16_with_f32_parameters() {
-    follow_every_width(DTYPES[4]);
-}
-
-#[test]
-fn every_width_in_f64() {
-    follow_every_width(DTYPES[5]);
-}
-
-#[test]
-fn every_width_in_f64_with_f32_parameters() {
-    follow_every_width(DTYPES[6]);
+every_width! {
+    every_width_in_f32 = 0;
+    every_width_in_f64 = 1;
+    every_width_in_f64_with_f32_parameters = 2;
+    every_width_in_f16 = 3;
+    every_width_in_f16_with_f32_parameters = 4;
+    every_width_in_bf16 = 5;
+    every_width_in_bf16_with_f32_parameters = 6;
 }
 
 #[test]

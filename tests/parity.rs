@@ -8,19 +8,8 @@ use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe};
 use common::reference::Quantity;
 use common::{
     assert_close, assert_finite, assert_same_bits, assert_zero, bits, forward, layer, precision,
-    run, state, tensor, to_f64, Batch, Bound, Data, Outcome, Twin,
+    run, state, tensor, to_f64, Batch, Bound, Data, Outcome, Twin, DTYPES,
 };
-
-/// Dtypes of the input and of the builder, whose parameters are in that dtype.
-const DTYPES: [(DType, DType); 7] = [
-    (DType::F32, DType::F32),
-    (DType::F16, DType::F16),
-    (DType::F16, DType::F32),
-    (DType::BF16, DType::BF16),
-    (DType::BF16, DType::F32),
-    (DType::F64, DType::F64),
-    (DType::F64, DType::F32),
-];
 
 /// Steps of a trajectory: one by the batch's statistic, one by the running one, with ν in use.
 const STEPS: usize = 2;

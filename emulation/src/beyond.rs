@@ -74,7 +74,7 @@ fn rows_beyond_two_to_the_31() -> Result<()> {
         let ends = 40 * cols;
         let last = rows * cols - ends;
         let mut arguments = crate::Arguments::random(
-            &mut crate::case::Data::new(8),
+            &mut crate::data::Data::new(8),
             config,
             40,
             DType::F16,

@@ -1,25 +1,16 @@
 //! The cases that are compared: every combination of the axes, or a selection in which every pair of their values
 //! meets.
 
+use crate::data::{keep, tensor, Data, DTYPES};
 use crate::pass::{Arguments, Offsets, Wanted};
 use crate::{Order, Schedule};
-use candle::{DType, Device, Result, Tensor};
+use candle::{DType, Result};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use std::collections::HashSet;
 
-/// Dtypes of the input and of the builder, which the parameters and the state follow.
-const DTYPES: [(DType, DType); 7] = [
-    (DType::F32, DType::F32),
-    (DType::F64, DType::F64),
-    (DType::F64, DType::F32),
-    (DType::F16, DType::F16),
-    (DType::F16, DType::F32),
-    (DType::BF16, DType::BF16),
-    (DType::BF16, DType::F32),
-];
 const COLS: [usize; 11] = [1, 3, 31, 32, 33, 130, 512, 760, 1024, 4096, 8200];
 /// Without rows nothing is launched.
 const ROWS: [usize; 4] = [1, 2, 37, 1000];
@@ -290,9 +281,9 @@ impl Case {
         };
         let mask = match self.padding {
             Padding::NoMask => None,
-            Padding::NoRow => Some(vec![1; rows]),
+            Padding::NoRow => Some(vec![true; rows]),
             Padding::SomeRows => Some(data.mask(rows)),
-            Padding::AllRows => Some(vec![0; rows]),
+            Padding::AllRows => Some(vec![false; rows]),
         };
         let mut arguments =
             Arguments::random(&mut data, config, rows, self.input, self.builder, cols)?;
@@ -302,9 +293,7 @@ impl Case {
             _ => WARM_UP + 3,
         };
         arguments.train = self.phase != Phase::Evaluation;
-        if let Some(mask) = mask {
-            arguments.keep = Some(Tensor::from_vec(mask, rows, &Device::Cpu)?);
-        }
+        arguments.keep = mask.map(|mask| keep(&mask, &[rows]));
         Ok(arguments)
     }
 }
@@ -337,19 +326,19 @@ impl Arguments {
             .step_by(7)
             .for_each(|phi| *phi *= 0.02);
         let affine = [
-            tensor(&weight, &[cols], builder)?,
-            tensor(&data.normal(cols), &[cols], builder)?,
+            tensor(&weight, &[cols], builder),
+            tensor(&data.normal(cols), &[cols], builder),
         ];
         Ok(Self {
             config,
             steps: config.warmup_steps + 3,
             train: true,
-            x: tensor(&x, &[rows, cols], input)?,
-            dy: tensor(&data.normal(rows * cols), &[rows, cols], input)?,
+            x: tensor(&x, &[rows, cols], input),
+            dy: tensor(&data.normal(rows * cols), &[rows, cols], input),
             keep: None,
             affine: config.affine.then_some(affine),
-            running_phi: tensor(&phi, &[cols], state)?,
-            ema_gz: tensor(&data.normal(cols), &[cols], state)?,
+            running_phi: tensor(&phi, &[cols], state),
+            ema_gz: tensor(&data.normal(cols), &[cols], state),
         })
     }
 
@@ -393,47 +382,6 @@ impl Schedule {
             seed,
         })
     }
-}
-
-/// A seeded source of test data.
-pub struct Data(StdRng);
-
-impl Data {
-    /// The same data for the same seed.
-    pub fn new(seed: u64) -> Self {
-        Self(StdRng::seed_from_u64(seed))
-    }
-
-    /// Standard normal values (Box-Muller).
-    pub fn normal(&mut self, len: usize) -> Vec<f64> {
-        let rng = &mut self.0;
-        let mut value = || {
-            let radius = (-2. * (1. - rng.random::<f64>()).ln()).sqrt();
-            radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
-        };
-        (0..len).map(|_| value()).collect()
-    }
-
-    /// Values in `[low, high)`.
-    pub fn uniform(&mut self, len: usize, low: f64, high: f64) -> Vec<f64> {
-        (0..len).map(|_| self.0.random_range(low..high)).collect()
-    }
-
-    /// A mask that keeps about two rows of three, the first always and the second never.
-    pub fn mask(&mut self, rows: usize) -> Vec<u8> {
-        (0..rows)
-            .map(|row| match row {
-                0 => 1,
-                1 => 0,
-                _ => self.0.random_bool(2. / 3.).into(),
-            })
-            .collect()
-    }
-}
-
-/// `values` as a tensor of `dtype`, rounded once.
-pub fn tensor(values: &[f64], shape: &[usize], dtype: DType) -> Result<Tensor> {
-    Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(dtype)
 }
 
 fn smallest_factor(n: usize) -> usize {

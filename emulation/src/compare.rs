@@ -1,5 +1,6 @@
 //! What the CPU path makes of the same arguments, and how far the kernels may be from it.
 
+use crate::data::{coarser, precision, to_f64};
 use crate::pass::{bytes, Arguments, Results};
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -212,25 +213,6 @@ impl Terms {
     }
 }
 
-/// The unit roundoff and the smallest normal number of a float dtype.
-fn precision(dtype: DType) -> (f64, f64) {
-    match dtype {
-        DType::F64 => (2f64.powi(-53), f64::MIN_POSITIVE),
-        DType::F32 => (2f64.powi(-24), 2f64.powi(-126)),
-        DType::F16 => (2f64.powi(-11), 2f64.powi(-14)),
-        DType::BF16 => (2f64.powi(-8), 2f64.powi(-126)),
-        other => panic!("no tolerance for {other:?}"),
-    }
-}
-
-fn coarser(a: DType, b: DType) -> DType {
-    if precision(a).0 > precision(b).0 {
-        a
-    } else {
-        b
-    }
-}
-
 /// Checks `actual` against values that were rounded as it was: `|a−e| <= 2·u(out)·|e| + sums(k)`, where `sums`
 /// is what the roundings before may add up to.
 #[track_caller]
@@ -248,12 +230,6 @@ pub fn assert_close(what: &str, actual: &Tensor, expected: &Tensor, sums: impl F
             (actual - expected).abs() / bound
         );
     }
-}
-
-/// The elements, each exactly.
-pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
-    let tensor = tensor.to_dtype(DType::F64).unwrap();
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn finite(value: f64) -> f64 {

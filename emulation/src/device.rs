@@ -81,7 +81,6 @@ pub mod convert {
 /// would leave undefined ends the process.
 ///
 /// # Safety
-///
 /// `params` is the kernel's argument, and each address in it that of as much memory as the kernel takes it
 /// for, or guarded there.
 pub unsafe fn emulate<P>(

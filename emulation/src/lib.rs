@@ -17,10 +17,11 @@ mod launch;
 mod beyond;
 pub mod case;
 mod compare;
+#[path = "../../tests/common/data.rs"]
+pub mod data;
 mod device;
 mod pass;
 
-pub use compare::to_f64;
 pub use device::{convert, emulate, Array, Order, Schedule};
 pub use pass::{Arguments, Offsets, Results, Wanted};
 

@@ -182,79 +182,30 @@ fn impossible_launches_are_refused() {
     assert!(refusal("update_phi_f32", (1, 32), 0).contains("an argument of 24 bytes"));
 }
 
-#[test]
-fn a_barrier_that_some_pass_by() {
-    dies(
-        "a_barrier_that_some_pass_by",
-        "32 wait and 32 have ended",
-        || {
-            probe("probe_half_barrier", (1, 64), 0, &[], 1, IN_ORDER).unwrap();
-        },
-    );
+/// Launches of one block that end the process: the message, the probe, its threads, its shared memory, and the floats
+/// it reads and writes.
+macro_rules! fatal {
+    ($($test:ident: $message:literal, $kernel:literal, $threads:literal, $shared:literal, $from:literal, $to:literal;)*) => {
+        $(#[test]
+        fn $test() {
+            dies(stringify!($test), $message, || {
+                let from = [0.; $from];
+                probe($kernel, (1, $threads), $shared, &from, $to, IN_ORDER).unwrap();
+            });
+        })*
+    };
 }
 
-#[test]
-fn two_barriers_in_place_of_one() {
-    dies(
-        "two_barriers_in_place_of_one",
-        "thread (32, 0) is at __syncthreads",
-        || {
-            probe("probe_two_barriers", (1, 64), 0, &[], 1, IN_ORDER).unwrap();
-        },
-    );
-}
-
-#[test]
-fn an_exchange_without_a_lane() {
-    dies("an_exchange_without_a_lane", "waits at __shfl_sync", || {
-        probe("probe_missing_lane", (1, 32), 0, &[0.; 32], 32, IN_ORDER).unwrap();
-    });
-}
-
-#[test]
-fn an_exchange_in_part_of_a_warp() {
-    dies(
-        "an_exchange_in_part_of_a_warp",
-        "without all 32 lanes",
-        || {
-            probe("probe_exchange_float", (1, 33), 0, &[0.; 33], 33, IN_ORDER).unwrap();
-        },
-    );
-}
-
-#[test]
-fn a_write_past_an_array() {
-    dies("a_write_past_an_array", "heap-buffer-overflow", || {
-        probe("probe_past_global", (1, 1), 0, &[0.; 3], 3, IN_ORDER).unwrap();
-    });
-}
-
-#[test]
-fn a_write_past_shared_memory() {
-    dies("a_write_past_shared_memory", "use-after-poison", || {
-        probe("probe_past_shared", (1, 1), 13, &[0.; 13], 1, IN_ORDER).unwrap();
-    });
-}
-
-#[test]
-fn an_integer_overflow() {
-    dies("an_integer_overflow", "signed integer overflow", || {
-        probe("probe_overflow", (1, 1), 0, &[0.; 3], 1, IN_ORDER).unwrap();
-    });
-}
-
-#[test]
-fn a_misaligned_access() {
-    dies("a_misaligned_access", "misaligned address", || {
-        probe("probe_misaligned", (1, 1), 0, &[0.; 8], 1, IN_ORDER).unwrap();
-    });
-}
-
-#[test]
-fn a_stack_overflow() {
-    dies("a_stack_overflow", "stack-overflow", || {
-        probe("probe_stack", (1, 2), 0, &[], 1, IN_ORDER).unwrap();
-    });
+fatal! {
+    a_barrier_that_some_pass_by: "32 wait and 32 have ended", "probe_half_barrier", 64, 0, 0, 1;
+    two_barriers_in_place_of_one: "thread (32, 0) is at __syncthreads", "probe_two_barriers", 64, 0, 0, 1;
+    an_exchange_without_a_lane: "waits at __shfl_sync", "probe_missing_lane", 32, 0, 32, 32;
+    an_exchange_in_part_of_a_warp: "without all 32 lanes", "probe_exchange_float", 33, 0, 33, 33;
+    a_write_past_an_array: "heap-buffer-overflow", "probe_past_global", 1, 0, 3, 3;
+    a_write_past_shared_memory: "use-after-poison", "probe_past_shared", 1, 13, 13, 1;
+    an_integer_overflow: "signed integer overflow", "probe_overflow", 1, 0, 3, 1;
+    a_misaligned_access: "misaligned address", "probe_misaligned", 1, 0, 8, 1;
+    a_stack_overflow: "stack-overflow", "probe_stack", 2, 0, 0, 1;
 }
 
 /// Against the `half` crate: widening for every value, narrowing around every value and every halfway point.

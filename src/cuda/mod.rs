@@ -248,18 +248,12 @@ fn dtype(dtype: DType) -> Result<Dtype> {
     }
 }
 
-/// Queues `launches` in order on the device's stream.
+/// Queues `launches` in order on the device's stream, on which nothing else comes between them. Once queued, the
+/// stream's order keeps their buffers, which are freed in that order too; across streams cudarc's events and the
+/// user keep order, as for every tensor of candle.
 ///
 /// # Safety
-///
-/// Every address in them is that of a live buffer of the size that [`Pass`] asks for, on this device, and stays
-/// so until the call returns; from then on the stream's order keeps it, since buffers are freed in that order
-/// too. On this stream nothing else comes between them; across streams cudarc's events and the user keep order, as
-/// for every tensor of candle.
-//
-// With that, a launch does what `kernels/` says: its one argument is the struct that the kernel of its name
-// takes, field by field as `kernels/params.cuh` has it, and `Pass` cuts grid, block and shared memory to it. The
-// emulation runs these very launches under an address sanitizer.
+/// Until the call returns, every address in them is that of a live buffer on this device, as large as [`Pass`] asks.
 unsafe fn queue(device: &CudaDevice, launches: &[Launch]) -> Result<()> {
     // All or none: a step of the state may be among them.
     let load = |launch: &Launch| {
@@ -281,7 +275,9 @@ unsafe fn queue(device: &CudaDevice, launches: &[Launch]) -> Result<()> {
             Params::NormalizeBwd(params) => builder.arg(params),
             Params::UpdateNu(params) => builder.arg(params),
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: by the caller's promise about buffers. The one argument is the struct that the kernel of this name
+        // takes, field by field as `kernels/params.cuh` has it, and `Pass` cuts grid, block and shared memory to it:
+        // the emulation runs these very launches under an address sanitizer.
         unsafe { builder.launch(config) }.w()?;
     }
     Ok(())
@@ -301,10 +297,13 @@ fn unloadable(device: &CudaDevice, kernel: &str, error: &candle::Error) -> candl
     .into()
 }
 
-// SAFETY: plain numbers in the layout of C, as the kernels take them.
+// SAFETY: plain numbers in the layout of C, those of `struct NormalizeParams` in `kernels/params.cuh`.
 unsafe impl DeviceRepr for NormalizeParams {}
+// SAFETY: likewise those of `struct UpdatePhiParams`.
 unsafe impl DeviceRepr for UpdatePhiParams {}
+// SAFETY: likewise those of `struct NormalizeBwdParams`.
 unsafe impl DeviceRepr for NormalizeBwdParams {}
+// SAFETY: likewise those of `struct UpdateNuParams`.
 unsafe impl DeviceRepr for UpdateNuParams {}
 
 /// The buffers that launches on a stream use. Another stream waits for what it records when it is dropped, after

@@ -2,101 +2,23 @@
 //! oracle stepped side by side.
 #![allow(dead_code)] // every test file uses its share
 
+mod data;
 pub mod recording;
 pub mod reference;
 
 use candle::{DType, Device, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
-use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
+pub use data::*;
 use reference::{Oracle, Quantity, Spec};
 use std::sync::mpsc;
 use std::time::Duration;
 
-pub const CPU: Device = Device::Cpu;
-
-// Data
-
-/// A seeded source of test data, for a device: layers and batches made with it live there.
-pub struct Data {
-    rng: StdRng,
-    device: Device,
-}
-
-impl Data {
-    pub fn new(seed: u64) -> Self {
-        Self::on(&CPU, seed)
-    }
-
-    pub fn on(device: &Device, seed: u64) -> Self {
-        Self {
-            rng: StdRng::seed_from_u64(seed),
-            device: device.clone(),
-        }
-    }
-
-    /// Standard normal values (Box-Muller).
-    pub fn normal(&mut self, len: usize) -> Vec<f64> {
-        let rng = &mut self.rng;
-        let mut value = || {
-            let radius = (-2. * (1. - rng.random::<f64>()).ln()).sqrt();
-            radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
-        };
-        (0..len).map(|_| value()).collect()
-    }
-
-    /// Values in `[low, high)`.
-    pub fn uniform(&mut self, len: usize, low: f64, high: f64) -> Vec<f64> {
-        (0..len).map(|_| self.rng.random_range(low..high)).collect()
-    }
-
-    /// A mask that keeps about two rows of three, and of two rows or more not all.
-    pub fn mask(&mut self, rows: usize) -> Vec<bool> {
-        (0..rows)
-            .map(|row| match row {
-                0 => true,
-                1 => false,
-                _ => self.rng.random_bool(2. / 3.),
-            })
-            .collect()
-    }
-
-    /// [`tensor`], on this data's device.
-    pub fn tensor(&self, values: &[f64], shape: &[usize], dtype: DType) -> Tensor {
-        let tensor = tensor(values, shape, dtype);
-        tensor.to_device(&self.device).unwrap()
-    }
-}
-
-/// `values` as a tensor of `dtype`, rounded once.
-pub fn tensor(values: &[f64], shape: &[usize], dtype: DType) -> Tensor {
-    let tensor = Tensor::from_slice(values, shape, &CPU).unwrap();
-    tensor.to_dtype(dtype).unwrap()
-}
-
-pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
-    let tensor = tensor.detach().to_device(&CPU).unwrap();
-    let tensor = tensor.to_dtype(DType::F64).unwrap();
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
-}
+// Comparisons
 
 /// The values' bits. Every float dtype here, and a step count, is exact in `f64`.
 pub fn bits(tensor: &Tensor) -> Vec<u64> {
     to_f64(tensor).iter().map(|value| value.to_bits()).collect()
-}
-
-// Comparisons
-
-/// The unit roundoff and the smallest normal number of a float dtype.
-pub fn precision(dtype: DType) -> (f64, f64) {
-    match dtype {
-        DType::F64 => (2f64.powi(-53), f64::MIN_POSITIVE),
-        DType::F32 => (2f64.powi(-24), 2f64.powi(-126)),
-        DType::F16 => (2f64.powi(-11), 2f64.powi(-14)),
-        DType::BF16 => (2f64.powi(-8), 2f64.powi(-126)),
-        other => panic!("no tolerance for {other:?}"),
-    }
 }
 
 /// How far a computed value may be from the exact one: `u(out)·|e| + 8·√n·u(sums)·magnitude`.
@@ -229,14 +151,6 @@ pub fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()
 }
 
-fn coarser(a: DType, b: DType) -> DType {
-    if precision(a).0 > precision(b).0 {
-        a
-    } else {
-        b
-    }
-}
-
 /// The bits of ψ² and ν, and t.
 pub fn state(layer: &PowerNorm) -> (Vec<u64>, Vec<u64>, usize) {
     let phi = layer.running_phi().unwrap();
@@ -293,9 +207,9 @@ impl Batch {
 
     /// The same batch with only these rows kept.
     pub fn masked(self, mask: &[bool]) -> Self {
-        let mask: Vec<u8> = mask.iter().map(|&keep| keep.into()).collect();
         let dims = self.xs.dims();
-        let keep = Tensor::from_vec(mask, &dims[..dims.len() - 1], self.xs.device()).unwrap();
+        let keep = data::keep(mask, &dims[..dims.len() - 1]);
+        let keep = keep.to_device(self.xs.device()).unwrap();
         Self {
             keep: Some(keep),
             ..self
@@ -377,7 +291,7 @@ pub struct Twin {
 impl Twin {
     /// `dtype` is the builder's.
     pub fn new(data: &mut Data, size: usize, config: PowerNormConfig, dtype: DType) -> Self {
-        let (layer, mut varmap) = layer_on(&data.device, size, config, dtype);
+        let (layer, mut varmap) = layer_on(data.device(), size, config, dtype);
         let (mut weight, mut bias) = (vec![1.; size], vec![0.; size]);
         if config.affine {
             let values = data
