@@ -1,6 +1,6 @@
 //! The custom op: which device runs a pass, and the only place that sees both tensors and storage.
 
-use crate::cpu::{self, Element, Rows};
+use crate::cpu::{self, Element, Matrix, Rows};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::state::{read, Snapshot, State};
@@ -42,7 +42,7 @@ fn apply<T: Element>(
     state: &Arc<State>,
     train: bool,
 ) -> Result<Tensor> {
-    let xs = packed_rows(xs)?;
+    let xs = readable(xs)?;
     let affine = match affine {
         Some((weight, bias)) => Some((weight.contiguous()?, bias.contiguous()?)),
         None => None,
@@ -72,14 +72,43 @@ fn apply<T: Element>(
     Ok(ys)
 }
 
-/// The kernels take packed rows, and those of a GPU a start on a 16-byte boundary, which a view may not have.
-fn packed_rows(xs: &Tensor) -> Result<Tensor> {
+/// The tensor as the kernels take it, copied if need be. Those of the CPU take rows anywhere, of adjacent elements; those
+/// of a GPU packed rows, which begin on a 16-byte boundary.
+fn readable(xs: &Tensor) -> Result<Tensor> {
+    if xs.device().is_cpu() && row_blocks(xs.layout()).is_some() {
+        return Ok(xs.clone());
+    }
     let xs = xs.contiguous()?;
     let start = xs.layout().start_offset() * xs.dtype().size_in_bytes();
     if xs.device().is_cuda() && !start.is_multiple_of(16) {
         return xs.force_contiguous();
     }
     Ok(xs)
+}
+
+/// Where blocks of packed rows begin, unless the elements of a row lie apart.
+fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
+    let dims = || layout.dims().iter().zip(layout.stride());
+    let (mut packed_dims, mut packed) = (0, 1);
+    for (&dim, &stride) in dims().rev() {
+        if dim != 1 && stride != packed {
+            break;
+        }
+        packed *= dim;
+        packed_dims += 1;
+    }
+    let cols = *layout.dims().last()?;
+    if packed % cols != 0 {
+        return None;
+    }
+    let mut blocks = vec![layout.start_offset()];
+    for (&dim, &stride) in dims().take(layout.dims().len() - packed_dims) {
+        let shifts = || (0..dim).map(|i| i * stride);
+        blocks = (blocks.iter())
+            .flat_map(|block| shifts().map(move |shift| block + shift))
+            .collect();
+    }
+    Some(blocks)
 }
 
 /// One forward of a layer, and the backward that belongs to it.
@@ -143,7 +172,7 @@ impl<T: Element> PowerNormOp<T> {
             Some((storage, layout)) => Some(cpu_packed(storage, layout)?),
             None => None,
         };
-        let rows = self.rows(packed(storage, layout)?, layout.shape(), keep)?;
+        let rows = self.rows(matrix(storage, layout)?, keep);
         let statistics = config.statistics_at(self.before.steps + 1);
         let train = self.train.then_some(statistics);
         let (y, statistics) = layer.forward(&rows, &self.before.phi, train);
@@ -153,7 +182,7 @@ impl<T: Element> PowerNormOp<T> {
     }
 
     fn backward(&self, x: &Tensor, affine: Option<[&Tensor; 2]>, dy: &Tensor) -> Result<Gradients> {
-        let dy = packed_rows(dy)?;
+        let dy = readable(dy)?;
         match self.saved.get() {
             Some(Forward::Cpu(statistics)) => self.cpu_backward(statistics, x, affine, &dy),
             #[cfg(feature = "cuda")]
@@ -190,9 +219,9 @@ impl<T: Element> PowerNormOp<T> {
                 Some((storage, layout)) => Some(cpu_packed::<u8>(storage, layout)?),
                 None => None,
             };
-            let rows = self.rows(cpu_packed(&x_storage, x_layout)?, x.shape(), keep)?;
-            let dy = cpu_packed(&dy_storage, dy_layout)?;
-            layer.backward(&rows, dy, statistics, &nu, wanted)
+            let rows = self.rows(matrix(on_cpu(&x_storage)?, x_layout)?, keep);
+            let dy = matrix(on_cpu(&dy_storage)?, dy_layout)?;
+            layer.backward(&rows, &dy, statistics, &nu, wanted)
         };
         if let (Some(step), Some(lambda)) = (&statistics.step, &gradients.lambda) {
             self.state.update_nu(&step.gamma, lambda)?;
@@ -226,14 +255,13 @@ impl<T: Element> PowerNormOp<T> {
         })
     }
 
-    fn rows<'a>(&self, x: &'a [T], shape: &Shape, keep: Option<&'a [u8]>) -> Result<Rows<'a, T>> {
+    fn rows<'a>(&self, x: Matrix<'a, T>, keep: Option<&'a [u8]>) -> Rows<'a, T> {
         let config = self.state.config();
-        Ok(Rows {
+        Rows {
             x,
-            cols: shape.dim(candle::D::Minus1)?,
             keep,
             groups: config.group_scaling.map(|groups| (groups, config.eps)),
-        })
+        }
     }
 }
 
@@ -395,6 +423,20 @@ fn widened<A: WithDType>((storage, layout): Argument) -> Result<Vec<A>> {
         CpuStorage::BF16(_) => widen::<bf16, A>(storage, layout),
         other => Err(Error::InputDType(other.dtype()).into()),
     }
+}
+
+/// The rows of a [`readable`] tensor.
+fn matrix<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<Matrix<'a, T>> {
+    let Some(blocks) = row_blocks(layout) else {
+        candle::bail!("power_norm: expected rows of adjacent elements, got {layout:?}")
+    };
+    let cols = layout.shape().dim(candle::D::Minus1)?;
+    Ok(Matrix {
+        cols,
+        rows: layout.shape().elem_count() / cols,
+        values: storage.as_slice()?,
+        blocks,
+    })
 }
 
 /// The elements of a contiguous tensor.

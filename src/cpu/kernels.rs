@@ -6,20 +6,28 @@
 
 use super::element::{Accumulator, Element};
 use super::lanes::{sum, sweep, Columns, Lanes, Terms};
-use super::uninit::{written, Piece};
+use super::level;
+use super::uninit::{written, Piece, Values};
 use candle::WithDType;
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Scalar, Simd, WithSimd};
 use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::LazyLock;
 
-/// Packed rows of `cols` channels, with their padding mask and layer-scale.
-pub(crate) struct Rows<'a, T> {
-    /// `[rows, cols]`.
-    pub x: &'a [T],
+/// `[rows, cols]`, where the elements of a row are adjacent in memory.
+pub(crate) struct Matrix<'a, T> {
     /// C, at least 1.
     pub cols: usize,
+    pub rows: usize,
+    /// Where all elements are.
+    pub values: &'a [T],
+    /// Where blocks of packed rows begin, equally many in each.
+    pub blocks: Vec<usize>,
+}
+
+/// The input's rows, with their padding mask and layer-scale.
+pub(crate) struct Rows<'a, T> {
+    pub x: Matrix<'a, T>,
     /// `[rows]`, 0 for a padded row.
     pub keep: Option<&'a [u8]>,
     /// G, the groups of the layer-scale, and its ε.
@@ -42,9 +50,27 @@ pub(super) struct GradSums<A> {
     pub dy: Vec<A>,
 }
 
+impl<T> Matrix<'_, T> {
+    #[inline(always)]
+    fn row(&self, row: usize) -> &[T] {
+        let start = match self.blocks[..] {
+            [start] => start + row * self.cols,
+            _ => {
+                let rows = self.rows / self.blocks.len();
+                self.blocks[row / rows] + row % rows * self.cols
+            }
+        };
+        &self.values[start..][..self.cols]
+    }
+}
+
 impl<T: Element> Rows<'_, T> {
     pub fn len(&self) -> usize {
-        self.x.len() / self.cols
+        self.x.rows
+    }
+
+    pub fn cols(&self) -> usize {
+        self.x.cols
     }
 
     /// The number of rows that are not padding.
@@ -62,14 +88,17 @@ impl<T: Element> Rows<'_, T> {
 
     /// Columns that the sums of squares take: kept rows first, then padded ones if asked for.
     fn square_sums_width(&self, with_padded: bool) -> usize {
-        self.cols * (1 + usize::from(with_padded && self.keep.is_some()))
+        self.cols() * (1 + usize::from(with_padded && self.keep.is_some()))
+    }
+
+    /// Channels of a group; all of them without a layer-scale.
+    fn group_len(&self) -> usize {
+        self.cols() / self.groups.map_or(1, |(groups, _)| groups)
     }
 
     fn layer_scale(&self) -> LayerScale<T::Acc> {
-        LayerScale {
-            group_len: self.cols / self.groups.map_or(1, |(groups, _)| groups),
-            eps: self.groups.map(|(_, eps)| T::Acc::from_f64(eps)),
-        }
+        let eps = self.groups.map(|(_, eps)| T::Acc::from_f64(eps));
+        LayerScale { eps }
     }
 }
 
@@ -94,7 +123,7 @@ pub(super) fn square_sum_cols<T: Element>(rows: &Rows<T>, with_padded: bool) -> 
     };
     let width = rows.square_sums_width(with_padded);
     let sums = run(&kernel, rows, None, &mut [], width);
-    SquareSums::split(sums, rows.cols)
+    SquareSums::split(sums, rows.cols())
 }
 
 /// `y = x̃ ⊙ scale + shift`.
@@ -121,23 +150,23 @@ pub(super) fn normalize_and_sum<T: Element>(
     };
     let width = rows.square_sums_width(with_padded);
     let (y, sums) = run_into_output(&kernel, rows, None, width);
-    (y, SquareSums::split(sums, rows.cols))
+    (y, SquareSums::split(sums, rows.cols()))
 }
 
 /// Column sums of dy x̃ and dy over kept rows; `dy` is shaped as the rows.
-pub(super) fn grad_sum_cols<T: Element>(rows: &Rows<T>, dy: &[T]) -> GradSums<T::Acc> {
+pub(super) fn grad_sum_cols<T: Element>(rows: &Rows<T>, dy: &Matrix<T>) -> GradSums<T::Acc> {
     let kernel = GradSumCols {
         layer_scale: rows.layer_scale(),
     };
-    let sums = run(&kernel, rows, Some(dy), &mut [], 2 * rows.cols);
-    GradSums::split(sums, rows.cols)
+    let sums = run(&kernel, rows, Some(dy), &mut [], 2 * rows.cols());
+    GradSums::split(sums, rows.cols())
 }
 
 /// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale; 0 in padded
 /// rows.
 pub(super) fn normalize_bwd<T: Element>(
     rows: &Rows<T>,
-    dy: &[T],
+    dy: &Matrix<T>,
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> Vec<T> {
@@ -152,7 +181,7 @@ pub(super) fn normalize_bwd<T: Element>(
 /// [`normalize_bwd`], with the sums of [`grad_sum_cols`] taken on the way.
 pub(super) fn normalize_bwd_and_sum<T: Element>(
     rows: &Rows<T>,
-    dy: &[T],
+    dy: &Matrix<T>,
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> (Vec<T>, GradSums<T::Acc>) {
@@ -161,8 +190,8 @@ pub(super) fn normalize_bwd_and_sum<T: Element>(
         gain,
         decay,
     };
-    let (dx, sums) = run_into_output(&kernel, rows, Some(dy), 2 * rows.cols);
-    (dx, GradSums::split(sums, rows.cols))
+    let (dx, sums) = run_into_output(&kernel, rows, Some(dy), 2 * rows.cols());
+    (dx, GradSums::split(sums, rows.cols()))
 }
 
 /// Elements of a chunk, which must outweigh the cost of handing it to a thread.
@@ -183,35 +212,76 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
     (CHUNK / cols).max(rows.div_ceil(MAX_CHUNKS)).max(1)
 }
 
-/// What is done to a row, in the dtype of the sums.
+/// What is done to each row, a group of the layer-scale at a time.
 ///
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
 //
 // Rows are taken one at a time: several together would share the loads of a channel's numbers, but where
 // C is a power of two their lines compete for the same places in the cache (measured at 4096x512 f32, AMD
-// EPYC: a backward of two or four rows together takes 1.4 times as long).
-pub(super) trait Kernel<A>: Sync {
-    /// Works on row `x` of the input and `dy` of its gradient (empty in a forward), puts all columns of
-    /// the output in order, and adds to the chunk's `sums`, empty where none are wanted.
-    fn row(&self, x: &[A], dy: &[A], keeps: bool, out: &mut impl Sink<A>, sums: &mut [A]);
+// EPYC: a backward of two rows together takes 1.3 times as long).
+pub(super) trait Kernel<A: Accumulator>: Sync {
+    /// What is known of a group once it has been read.
+    type Scale: Copy;
+
+    /// Reads a group.
+    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> Self::Scale;
+
+    /// Works on a group, writes its columns of `out` (which has none where only sums are wanted), and adds to the chunk's
+    /// `sums`, empty where none are.
+    fn group<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        group: Group<T>,
+        scale: Self::Scale,
+        out: &mut Piece<T>,
+        sums: &mut [A],
+    );
 }
 
-/// Where a row's output goes.
-pub(super) trait Sink<A> {
-    /// Writes the next `W` columns.
-    fn put<const W: usize>(&mut self, values: Lanes<A, W>);
+/// One row's channels that are scaled together: all of them without a layer-scale.
+#[derive(Clone, Copy)]
+pub(super) struct Group<'a, T> {
+    x: &'a [T],
+    /// The gradient of the output; empty in a forward.
+    dy: &'a [T],
+    /// Their first column.
+    start: usize,
+    /// C.
+    cols: usize,
+    /// Whether the row is no padding.
+    keeps: bool,
+}
+
+impl<T> Group<'_, T> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.x.len()
+    }
+
+    /// This group's columns of what has a number for each channel.
+    #[inline(always)]
+    fn of<'b, A>(&self, channels: &'b [A]) -> &'b [A] {
+        &channels[self.start..][..self.len()]
+    }
+
+    /// [`of`](Self::of), of sums; an empty slice where no sums are wanted.
+    #[inline(always)]
+    fn of_sums<'b, A>(&self, sums: &'b mut [A]) -> &'b mut [A] {
+        let end = self.start + self.len();
+        sums.get_mut(self.start..end).unwrap_or_default()
+    }
 }
 
 /// Runs `kernel` into a fresh output shaped as the rows, and sums `width` columns on the way.
 fn run_into_output<T: Element>(
     kernel: &impl Kernel<T::Acc>,
     rows: &Rows<T>,
-    dy: Option<&[T]>,
+    dy: Option<&Matrix<T>>,
     width: usize,
 ) -> (Vec<T>, Vec<T::Acc>) {
     let mut sums = vec![];
-    let piece = chunk_rows(rows.len(), rows.cols) * rows.cols;
-    let out = written(rows.x.len(), piece, |pieces| {
+    let piece = chunk_rows(rows.len(), rows.cols()) * rows.cols();
+    let out = written(rows.len() * rows.cols(), piece, |pieces| {
         sums = run(kernel, rows, dy, pieces, width);
     });
     (out, sums)
@@ -221,11 +291,11 @@ fn run_into_output<T: Element>(
 fn run<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
-    dy: Option<&[T]>,
+    dy: Option<&Matrix<T>>,
     pieces: &mut [Piece<T>],
     width: usize,
 ) -> Vec<T::Acc> {
-    let chunk = chunk_rows(rows.len(), rows.cols);
+    let chunk = chunk_rows(rows.len(), rows.cols());
     let count = rows.len().div_ceil(chunk);
     let mut partials = vec![T::Acc::ZERO; count * width];
     let mut pieces = pieces.iter_mut();
@@ -240,26 +310,13 @@ fn run<T: Element, K: Kernel<T::Acc>>(
             sums: sums.next().unwrap_or_default(),
         })
         .collect();
-    let arch = *SIMD;
-    if rows.x.len() <= SERIAL {
-        chunks.into_iter().for_each(|chunk| arch.dispatch(chunk));
+    if rows.len() * rows.cols() <= SERIAL {
+        chunks.into_iter().for_each(level::run::<T, _>);
     } else {
-        chunks
-            .into_par_iter()
-            .for_each(|chunk| arch.dispatch(chunk));
+        chunks.into_par_iter().for_each(level::run::<T, _>);
     }
     add_partials(&partials, width)
 }
-
-/// The vector instructions in use: the best of this processor, or those that the environment variable
-/// `CANDLE_POWERNORM_SIMD` names (`scalar` or `avx2`), so that each level can be tested on one machine.
-static SIMD: LazyLock<Arch> =
-    LazyLock::new(|| match std::env::var("CANDLE_POWERNORM_SIMD").as_deref() {
-        Ok("scalar") => Arch::Scalar,
-        #[cfg(target_arch = "x86_64")]
-        Ok("avx2") => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),
-        _ => Arch::new(),
-    });
 
 /// The sum of the rows of `partials`, first to last.
 fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
@@ -276,7 +333,7 @@ fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
 struct Chunk<'c, 'out, T: Element, K> {
     kernel: &'c K,
     rows: &'c Rows<'c, T>,
-    dy: Option<&'c [T]>,
+    dy: Option<&'c Matrix<'c, T>>,
     range: Range<usize>,
     out: Option<&'c mut Piece<'out, T>>,
     sums: &'c mut [T::Acc],
@@ -286,30 +343,25 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(mut self, _: S) {
-        let cols = self.rows.cols;
-        let (mut x_scratch, mut dy_scratch, mut out_scratch) = (vec![], vec![], vec![]);
+    fn with_simd<S: Simd>(self, simd: S) {
+        let mut nowhere = Piece::default();
+        let out = self.out.unwrap_or(&mut nowhere);
         let mut run_sums = vec![T::Acc::ZERO; self.sums.len()];
+        let n = self.rows.group_len();
         for row in self.range.clone() {
-            let keeps = self.rows.keeps(row);
-            let x = T::widened(&self.rows.x[row * cols..][..cols], &mut x_scratch);
-            let dy = match self.dy {
-                Some(dy) => T::widened(&dy[row * cols..][..cols], &mut dy_scratch),
-                None => &[],
+            let x = self.rows.x.row(row);
+            let dy = self.dy.map_or(&[][..], |dy| dy.row(row));
+            let group = |start: usize| Group {
+                x: &x[start..][..n],
+                dy: dy.get(start..start + n).unwrap_or_default(),
+                start,
+                cols: x.len(),
+                keeps: self.rows.keeps(row),
             };
-            match self.out.as_deref_mut().map(T::direct) {
-                None => self.kernel.row(x, dy, keeps, &mut NoOutput, &mut run_sums),
-                Some(Ok(out)) => self.kernel.row(x, dy, keeps, out, &mut run_sums),
-                Some(Err(out)) => {
-                    out_scratch.resize(cols, T::Acc::ZERO);
-                    let mut unconverted = Unconverted {
-                        row: &mut out_scratch,
-                        col: 0,
-                    };
-                    self.kernel
-                        .row(x, dy, keeps, &mut unconverted, &mut run_sums);
-                    out.extend(&out_scratch, T::narrow);
-                }
+            for start in (0..x.len()).step_by(n) {
+                let group = group(start);
+                let scale = self.kernel.scale(simd, group);
+                self.kernel.group(simd, group, scale, out, &mut run_sums);
             }
             let rows_done = row + 1 - self.range.start;
             if rows_done.is_multiple_of(RUN) || row + 1 == self.range.end {
@@ -321,51 +373,20 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
     }
 }
 
-/// The output of a kernel that only sums.
-struct NoOutput;
-
-impl<A> Sink<A> for NoOutput {
-    #[inline(always)]
-    fn put<const W: usize>(&mut self, _: Lanes<A, W>) {}
-}
-
-/// An output row that is yet to be converted.
-struct Unconverted<'a, A> {
-    row: &'a mut [A],
-    col: usize,
-}
-
-impl<A: Accumulator> Sink<A> for Unconverted<'_, A> {
-    #[inline(always)]
-    fn put<const W: usize>(&mut self, values: Lanes<A, W>) {
-        values.store(self.row, self.col);
-        self.col += W;
-    }
-}
-
-impl<A: Accumulator> Sink<A> for Piece<'_, A> {
-    #[inline(always)]
-    fn put<const W: usize>(&mut self, values: Lanes<A, W>) {
-        self.extend(&values.0, |value| value);
-    }
-}
-
 /// The layer-scale of rows, or none.
 struct LayerScale<A> {
-    /// Channels of a group; all of them without a layer-scale.
-    group_len: usize,
     eps: Option<A>,
 }
 
 /// Σ x² of a group.
-struct Squares<'a, A> {
-    x: &'a [A],
+struct Squares<'a, T> {
+    x: &'a [T],
 }
 
-impl<A: Accumulator> Terms<A, 1> for Squares<'_, A> {
+impl<T: Element> Terms<T::Acc, 1> for Squares<'_, T> {
     #[inline(always)]
-    fn at<const W: usize>(&self, start: usize) -> [Lanes<A, W>; 1] {
-        let x = Lanes::load(self.x, start);
+    fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, T::Acc>; 1] {
+        let x = Lanes::load(simd, self.x, i);
         [x * x]
     }
 }
@@ -373,11 +394,11 @@ impl<A: Accumulator> Terms<A, 1> for Squares<'_, A> {
 impl<A: Accumulator> LayerScale<A> {
     /// r, the factor from x to x̃ of one group.
     #[inline(always)]
-    fn factor(&self, x: &[A]) -> A {
+    fn factor<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T]) -> A {
         match self.eps {
             Some(eps) => {
-                let [squares] = sum(x.len(), &Squares { x });
-                self.factor_of(x, squares, eps)
+                let [squares] = sum::<4, 1, S, A>(simd, x.len(), &Squares { x });
+                Self::factor_of(x, squares, eps)
             }
             None => A::ONE,
         }
@@ -385,7 +406,7 @@ impl<A: Accumulator> LayerScale<A> {
 
     /// [`factor`](Self::factor), where the group's squares add up to `squares`.
     #[inline(always)]
-    fn factor_of(&self, x: &[A], squares: A, eps: A) -> A {
+    fn factor_of<T: Element<Acc = A>>(x: &[T], squares: A, eps: A) -> A {
         if squares.is_finite() {
             (squares / A::from_count(x.len()) + eps).sqrt().recip()
         } else {
@@ -396,11 +417,12 @@ impl<A: Accumulator> LayerScale<A> {
     /// The factor of a group whose squares overflow: they are taken of x over its largest magnitude, beside
     /// which ε is nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
     #[cold]
-    fn factor_of_huge(x: &[A]) -> A {
-        if !x.iter().all(|x| x.is_finite()) {
+    fn factor_of_huge<T: Element<Acc = A>>(x: &[T]) -> A {
+        let x = || (0..x.len()).map(|i| value(x, i));
+        if !x().all(|x| x.is_finite()) {
             return A::nan();
         }
-        let largest = x.iter().fold(A::ZERO, |largest, x| {
+        let largest = x().fold(A::ZERO, |largest, x| {
             let magnitude = x.abs();
             if magnitude > largest {
                 magnitude
@@ -408,24 +430,24 @@ impl<A: Accumulator> LayerScale<A> {
                 largest
             }
         });
-        let squares = x.iter().fold(A::ZERO, |sum, &x| {
+        let squares = x().fold(A::ZERO, |sum, x| {
             let x = x / largest;
             sum + x * x
         });
-        (largest * (squares / A::from_count(x.len())).sqrt()).recip()
+        (largest * (squares / A::from_count(x().len())).sqrt()).recip()
     }
 }
 
-/// Columns `start..start + n` of `sums`; an empty slice where no sums are wanted.
-#[inline(always)]
-fn columns_mut<A>(sums: &mut [A], start: usize, n: usize) -> &mut [A] {
-    sums.get_mut(start..start + n).unwrap_or_default()
+/// An element in the dtype of the sums.
+fn value<T: Element>(row: &[T], i: usize) -> T::Acc {
+    Lanes::load(Scalar, row, i).total()
 }
 
-/// Where the squares of a row are added: nowhere for a padded row, unless the sums have room for it.
+/// Where the squares of a group are added: nowhere for a padded row, unless the sums have room for it.
 #[inline(always)]
-fn square_slot<A>(sums: &mut [A], keeps: bool, cols: usize) -> &mut [A] {
-    columns_mut(sums, if keeps { 0 } else { cols }, cols)
+fn square_slot<'a, T, A>(group: &Group<T>, sums: &'a mut [A]) -> &'a mut [A] {
+    let skipped = if group.keeps { 0 } else { group.cols };
+    group.of_sums(sums.get_mut(skipped..).unwrap_or_default())
 }
 
 struct SquareSumCols<A> {
@@ -433,36 +455,43 @@ struct SquareSumCols<A> {
 }
 
 impl<A: Accumulator> Kernel<A> for SquareSumCols<A> {
+    /// r.
+    type Scale = A;
+
     #[inline(always)]
-    fn row(&self, x: &[A], _: &[A], keeps: bool, _: &mut impl Sink<A>, sums: &mut [A]) {
-        let sums = square_slot(sums, keeps, x.len());
-        if sums.is_empty() {
-            return;
-        }
-        let n = self.layer_scale.group_len;
-        for start in (0..x.len()).step_by(n) {
-            let x = &x[start..][..n];
-            let mut step = SquareSumStep {
-                factor: self.layer_scale.factor(x),
-                x,
-                sums: columns_mut(sums, start, n),
-            };
-            sweep(n, &mut step);
+    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> A {
+        self.layer_scale.factor(simd, group.x)
+    }
+
+    #[inline(always)]
+    fn group<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        group: Group<T>,
+        factor: A,
+        _: &mut Piece<T>,
+        sums: &mut [A],
+    ) {
+        let sums = square_slot(&group, sums);
+        if !sums.is_empty() {
+            let x = group.x;
+            sweep(simd, group.len(), &mut SquareSumStep { x, factor, sums });
         }
     }
 }
 
-struct SquareSumStep<'a, A> {
-    x: &'a [A],
+struct SquareSumStep<'a, T, A> {
+    x: &'a [T],
     factor: A,
     sums: &'a mut [A],
 }
 
-impl<A: Accumulator> Columns for SquareSumStep<'_, A> {
+impl<T: Element> Columns<T::Acc> for SquareSumStep<'_, T, T::Acc> {
     #[inline(always)]
-    fn step<const W: usize>(&mut self, start: usize) {
-        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
-        (Lanes::load(self.sums, start) + x * x).store(self.sums, start);
+    fn step<S: Simd>(&mut self, simd: S, i: usize) {
+        let x = Lanes::load(simd, self.x, i) * Lanes::splat(simd, self.factor);
+        let sum = x.mul_add(x, Lanes::load(simd, self.sums, i));
+        sum.store(self.sums, i);
     }
 }
 
@@ -473,43 +502,52 @@ struct Normalize<'a, A> {
 }
 
 impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
+    /// r.
+    type Scale = A;
+
     #[inline(always)]
-    fn row(&self, x: &[A], _: &[A], keeps: bool, y: &mut impl Sink<A>, sums: &mut [A]) {
-        let sums = square_slot(sums, keeps, x.len());
-        let n = self.layer_scale.group_len;
-        for start in (0..x.len()).step_by(n) {
-            let x = &x[start..][..n];
-            let mut step = NormalizeStep {
-                factor: self.layer_scale.factor(x),
-                x,
-                scale: &self.scale[start..][..n],
-                shift: &self.shift[start..][..n],
-                sums: columns_mut(sums, start, n),
-                y,
-            };
-            sweep(n, &mut step);
-        }
+    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> A {
+        self.layer_scale.factor(simd, group.x)
+    }
+
+    #[inline(always)]
+    fn group<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        group: Group<T>,
+        factor: A,
+        y: &mut Piece<T>,
+        sums: &mut [A],
+    ) {
+        let values = NormalizeValues {
+            x: group.x,
+            factor,
+            scale: group.of(self.scale),
+            shift: group.of(self.shift),
+            sums: square_slot(&group, sums),
+        };
+        y.extend(simd, group.len(), values);
     }
 }
 
-struct NormalizeStep<'a, A, Y> {
-    x: &'a [A],
+struct NormalizeValues<'a, T, A> {
+    x: &'a [T],
     factor: A,
     scale: &'a [A],
     shift: &'a [A],
     sums: &'a mut [A],
-    y: &'a mut Y,
 }
 
-impl<A: Accumulator, Y: Sink<A>> Columns for NormalizeStep<'_, A, Y> {
+impl<T: Element> Values<T::Acc> for NormalizeValues<'_, T, T::Acc> {
     #[inline(always)]
-    fn step<const W: usize>(&mut self, start: usize) {
-        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
+    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
+        let x = Lanes::load(simd, self.x, i) * Lanes::splat(simd, self.factor);
         if !self.sums.is_empty() {
-            (Lanes::load(self.sums, start) + x * x).store(self.sums, start);
+            let sum = x.mul_add(x, Lanes::load(simd, self.sums, i));
+            sum.store(self.sums, i);
         }
-        self.y
-            .put(x * Lanes::load(self.scale, start) + Lanes::load(self.shift, start));
+        let shift = Lanes::load(simd, self.shift, i);
+        x.mul_add(Lanes::load(simd, self.scale, i), shift)
     }
 }
 
@@ -518,42 +556,53 @@ struct GradSumCols<A> {
 }
 
 impl<A: Accumulator> Kernel<A> for GradSumCols<A> {
+    /// r.
+    type Scale = A;
+
     #[inline(always)]
-    fn row(&self, x: &[A], dy: &[A], keeps: bool, _: &mut impl Sink<A>, sums: &mut [A]) {
-        if !keeps {
-            return;
-        }
-        let (dy_x, dy_sum) = sums.split_at_mut(x.len());
-        let n = self.layer_scale.group_len;
-        for start in (0..x.len()).step_by(n) {
-            let x = &x[start..][..n];
+    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> A {
+        self.layer_scale.factor(simd, group.x)
+    }
+
+    #[inline(always)]
+    fn group<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        group: Group<T>,
+        factor: A,
+        _: &mut Piece<T>,
+        sums: &mut [A],
+    ) {
+        if group.keeps {
+            let (dy_x, dy_sum) = sums.split_at_mut(group.cols);
             let mut step = GradSumStep {
-                factor: self.layer_scale.factor(x),
-                x,
-                dy: &dy[start..][..n],
-                dy_x: columns_mut(dy_x, start, n),
-                dy_sum: columns_mut(dy_sum, start, n),
+                x: group.x,
+                dy: group.dy,
+                factor,
+                dy_x: group.of_sums(dy_x),
+                dy_sum: group.of_sums(dy_sum),
             };
-            sweep(n, &mut step);
+            sweep(simd, group.len(), &mut step);
         }
     }
 }
 
-struct GradSumStep<'a, A> {
-    x: &'a [A],
-    dy: &'a [A],
+struct GradSumStep<'a, T, A> {
+    x: &'a [T],
+    dy: &'a [T],
     factor: A,
     dy_x: &'a mut [A],
     dy_sum: &'a mut [A],
 }
 
-impl<A: Accumulator> Columns for GradSumStep<'_, A> {
+impl<T: Element> Columns<T::Acc> for GradSumStep<'_, T, T::Acc> {
     #[inline(always)]
-    fn step<const W: usize>(&mut self, start: usize) {
-        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
-        let dy = Lanes::load(self.dy, start);
-        (Lanes::load(self.dy_x, start) + dy * x).store(self.dy_x, start);
-        (Lanes::load(self.dy_sum, start) + dy).store(self.dy_sum, start);
+    fn step<S: Simd>(&mut self, simd: S, i: usize) {
+        let x = Lanes::load(simd, self.x, i) * Lanes::splat(simd, self.factor);
+        let dy = Lanes::load(simd, self.dy, i);
+        let dy_x = dy.mul_add(x, Lanes::load(simd, self.dy_x, i));
+        dy_x.store(self.dy_x, i);
+        (Lanes::load(simd, self.dy_sum, i) + dy).store(self.dy_sum, i);
     }
 }
 
@@ -564,122 +613,126 @@ struct NormalizeBwd<'a, A> {
 }
 
 impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
-    #[inline(always)]
-    fn row(&self, x: &[A], dy: &[A], keeps: bool, dx: &mut impl Sink<A>, sums: &mut [A]) {
-        if !keeps {
-            return sweep(x.len(), &mut ZeroStep(dx, PhantomData));
-        }
-        let (dy_x, dy_sum) = sums.split_at_mut(sums.len() / 2);
-        let n = self.layer_scale.group_len;
-        for start in (0..x.len()).step_by(n) {
-            let x = &x[start..][..n];
-            let dy = &dy[start..][..n];
-            let gain = &self.gain[start..][..n];
-            let decay = &self.decay[start..][..n];
-            let (factor, mean) = match self.layer_scale.eps {
-                Some(eps) => self.factor_and_mean(x, dy, start, eps),
-                None => (A::ONE, A::ZERO),
-            };
-            let mut step = NormalizeBwdStep {
-                x,
-                dy,
-                factor,
-                mean,
-                gain,
-                decay,
-                dy_x: columns_mut(dy_x, start, n),
-                dy_sum: columns_mut(dy_sum, start, n),
-                dx,
-            };
-            sweep(n, &mut step);
-        }
-    }
-}
+    /// What takes the gradient of a group back through the layer-scale, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`: the factor r
+    /// and that mean.
+    type Scale = (A, A);
 
-impl<A: Accumulator> NormalizeBwd<'_, A> {
-    /// What takes the gradient of one group, which begins at column `start`, back through the layer-scale,
-    /// `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`: the factor r and that mean.
     #[inline(always)]
-    fn factor_and_mean(&self, x: &[A], dy: &[A], start: usize, eps: A) -> (A, A) {
-        let gain = &self.gain[start..][..x.len()];
-        let decay = &self.decay[start..][..x.len()];
+    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> (A, A) {
+        let (Some(eps), true) = (self.layer_scale.eps, group.keeps) else {
+            return (A::ONE, A::ZERO);
+        };
         // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass does.
-        let terms = GroupTerms { x, dy, gain, decay };
-        let [squares, gain_dy_x, decay_x2] = sum(x.len(), &terms);
-        let factor = self.layer_scale.factor_of(x, squares, eps);
+        let terms = GroupTerms {
+            x: group.x,
+            dy: group.dy,
+            gain: group.of(self.gain),
+            decay: group.of(self.decay),
+        };
+        let [squares, gain_dy_x, decay_x2] = sum::<2, 3, S, A>(simd, group.len(), &terms);
+        let factor = LayerScale::factor_of(group.x, squares, eps);
         let total = factor * (gain_dy_x - factor * decay_x2);
         let total = if total.is_finite() {
             total
         } else {
-            total_with(factor, &terms)
+            terms.total_with(factor)
         };
-        (factor, total / A::from_count(x.len()))
+        (factor, total / A::from_count(group.len()))
+    }
+
+    #[inline(always)]
+    fn group<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        group: Group<T>,
+        (factor, mean): (A, A),
+        dx: &mut Piece<T>,
+        sums: &mut [A],
+    ) {
+        if !group.keeps {
+            return dx.extend(simd, group.len(), Zeros(PhantomData));
+        }
+        let (dy_x, dy_sum) = sums.split_at_mut(sums.len() / 2);
+        let values = NormalizeBwdValues {
+            x: group.x,
+            dy: group.dy,
+            factor,
+            mean,
+            gain: group.of(self.gain),
+            decay: group.of(self.decay),
+            dy_x: group.of_sums(dy_x),
+            dy_sum: group.of_sums(dy_sum),
+        };
+        dx.extend(simd, group.len(), values);
     }
 }
 
-/// Σ (gain dy − decay x̃) x̃ of a group in which products with x itself overflow.
-#[cold]
-fn total_with<A: Accumulator>(factor: A, group: &GroupTerms<A>) -> A {
-    let mut total = A::ZERO;
-    for i in 0..group.x.len() {
-        let x = factor * group.x[i];
-        total += (group.gain[i] * group.dy[i] - group.decay[i] * x) * x;
-    }
-    total
-}
-
-/// What the backward of a group's layer-scale needs, in one pass: Σ x², Σ gain dy x, Σ decay x².
-struct GroupTerms<'a, A> {
-    x: &'a [A],
-    dy: &'a [A],
+/// What the backward of the layer-scale needs, in one pass: Σ x², Σ gain dy x, Σ decay x².
+#[derive(Clone, Copy)]
+struct GroupTerms<'a, T, A> {
+    x: &'a [T],
+    dy: &'a [T],
     gain: &'a [A],
     decay: &'a [A],
 }
 
-impl<A: Accumulator> Terms<A, 3> for GroupTerms<'_, A> {
+impl<T: Element> Terms<T::Acc, 3> for GroupTerms<'_, T, T::Acc> {
     #[inline(always)]
-    fn at<const W: usize>(&self, start: usize) -> [Lanes<A, W>; 3] {
-        let x = Lanes::load(self.x, start);
-        let gain_dy = Lanes::load(self.gain, start) * Lanes::load(self.dy, start);
+    fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, T::Acc>; 3] {
+        let x = Lanes::load(simd, self.x, i);
+        let gain_dy = Lanes::load(simd, self.gain, i) * Lanes::load(simd, self.dy, i);
         let square = x * x;
-        [square, gain_dy * x, Lanes::load(self.decay, start) * square]
+        let decay = Lanes::load(simd, self.decay, i);
+        [square, gain_dy * x, decay * square]
     }
 }
 
-struct NormalizeBwdStep<'a, A, D> {
-    x: &'a [A],
-    dy: &'a [A],
+impl<T: Element> GroupTerms<'_, T, T::Acc> {
+    /// Σ (gain dy − decay x̃) x̃, where products with x itself overflow.
+    #[cold]
+    fn total_with(self, factor: T::Acc) -> T::Acc {
+        let mut total = T::Acc::ZERO;
+        for i in 0..self.x.len() {
+            let x = factor * value(self.x, i);
+            total += (self.gain[i] * value(self.dy, i) - self.decay[i] * x) * x;
+        }
+        total
+    }
+}
+
+struct NormalizeBwdValues<'a, T, A> {
+    x: &'a [T],
+    dy: &'a [T],
     factor: A,
     mean: A,
     gain: &'a [A],
     decay: &'a [A],
     dy_x: &'a mut [A],
     dy_sum: &'a mut [A],
-    dx: &'a mut D,
 }
 
-impl<A: Accumulator, D: Sink<A>> Columns for NormalizeBwdStep<'_, A, D> {
+impl<T: Element> Values<T::Acc> for NormalizeBwdValues<'_, T, T::Acc> {
     #[inline(always)]
-    fn step<const W: usize>(&mut self, start: usize) {
-        let x = Lanes::<A, W>::load(self.x, start) * self.factor;
-        let dy = Lanes::load(self.dy, start);
+    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
+        let factor = Lanes::splat(simd, self.factor);
+        let x = Lanes::load(simd, self.x, i) * factor;
+        let dy = Lanes::load(simd, self.dy, i);
         if !self.dy_x.is_empty() {
-            (Lanes::load(self.dy_x, start) + dy * x).store(self.dy_x, start);
-            (Lanes::load(self.dy_sum, start) + dy).store(self.dy_sum, start);
+            let dy_x = dy.mul_add(x, Lanes::load(simd, self.dy_x, i));
+            dy_x.store(self.dy_x, i);
+            (Lanes::load(simd, self.dy_sum, i) + dy).store(self.dy_sum, i);
         }
-        let gain = Lanes::load(self.gain, start);
-        let decay = Lanes::load(self.decay, start);
-        self.dx
-            .put((gain * dy - decay * x - x * self.mean) * self.factor);
+        let gain = Lanes::load(simd, self.gain, i);
+        let pull = Lanes::load(simd, self.decay, i) + Lanes::splat(simd, self.mean);
+        (gain * dy - x * pull) * factor
     }
 }
 
-/// Puts zeros.
-struct ZeroStep<'a, A, D>(&'a mut D, PhantomData<A>);
+struct Zeros<A>(PhantomData<A>);
 
-impl<A: Accumulator, D: Sink<A>> Columns for ZeroStep<'_, A, D> {
+impl<A: Accumulator> Values<A> for Zeros<A> {
     #[inline(always)]
-    fn step<const W: usize>(&mut self, _: usize) {
-        self.0.put(Lanes::<A, W>::ZERO);
+    fn at<S: Simd>(&mut self, simd: S, _: usize) -> Lanes<S, A> {
+        Lanes::splat(simd, A::ZERO)
     }
 }

@@ -1,171 +1,158 @@
-//! Short vectors of adjacent columns, written so that the compiler turns each operation into vector
-//! instructions of whatever level the calling code is compiled for.
-//!
-//! Plain loops throughout, no closures over rows and no `array::from_fn`: those become functions of
-//! their own, which the compiler leaves standing, and compiled for the lowest level.
+//! Vectors of adjacent columns, in the instructions of one SIMD level.
 
-use super::element::Accumulator;
-use std::hint::black_box;
-use std::ops::{Add, AddAssign, Mul, Sub};
+use super::element::{Accumulator, Element};
+use pulp::{Scalar, Simd};
+use std::ops::{Add, Mul, Sub};
 
-/// Columns worked on at once: one AVX-512 register of f32, two of AVX2, four of NEON.
-pub(super) const LANES: usize = 16;
-
-/// `W` adjacent columns.
+/// Adjacent columns in the dtype of the sums, as many as a vector of `S` holds.
 #[derive(Clone, Copy)]
-pub(super) struct Lanes<A, const W: usize>(pub [A; W]);
+pub(super) struct Lanes<S: Simd, A: Accumulator> {
+    pub simd: S,
+    pub vector: A::Vector<S>,
+}
 
-impl<A: Accumulator, const W: usize> Lanes<A, W> {
-    pub const ZERO: Self = Self([A::ZERO; W]);
-
-    /// Columns `start..start + W`.
-    #[inline(always)]
-    pub fn load(row: &[A], start: usize) -> Self {
-        let mut lanes = Self::ZERO;
-        lanes.0.copy_from_slice(&row[start..][..W]);
-        lanes
-    }
+impl<S: Simd, A: Accumulator> Lanes<S, A> {
+    /// Columns in a vector.
+    pub const WIDTH: usize = size_of::<A::Vector<S>>() / size_of::<A>();
 
     #[inline(always)]
-    pub fn store(self, row: &mut [A], start: usize) {
-        row[start..][..W].copy_from_slice(&self.0);
+    pub fn splat(simd: S, value: A) -> Self {
+        let vector = A::splat(simd, value);
+        Self { simd, vector }
     }
 
-    /// The sum of all lanes, as a tree.
+    /// The `i`-th vector of a row of any dtype.
+    #[inline(always)]
+    pub fn load<T: Element<Acc = A>>(simd: S, row: &[T], i: usize) -> Self {
+        let vector = T::load(simd, row, i);
+        Self { simd, vector }
+    }
+
+    /// Writes the `i`-th vector of a row.
+    #[inline(always)]
+    pub fn store(self, row: &mut [A], i: usize) {
+        A::vectors_mut::<S>(row)[i] = self.vector;
+    }
+
+    /// `self * factor + term`, rounded once where the level can.
+    #[inline(always)]
+    pub fn mul_add(self, factor: Self, term: Self) -> Self {
+        let vector = A::mul_add_vectors(self.simd, self.vector, factor.vector, term.vector);
+        Self { vector, ..self }
+    }
+
+    /// The sum of all lanes.
     #[inline(always)]
     pub fn total(self) -> A {
-        let Self(mut lanes) = self;
-        let mut n = W;
-        while n > 1 {
-            n /= 2;
-            for lane in 0..n {
-                let other = lanes[lane + n];
-                lanes[lane] += other;
-            }
-        }
-        lanes[0]
+        A::total(self.simd, self.vector)
     }
 }
 
-impl<A: Accumulator, const W: usize> Add for Lanes<A, W> {
+impl<S: Simd, A: Accumulator> Add for Lanes<S, A> {
     type Output = Self;
 
     #[inline(always)]
-    fn add(mut self, other: Self) -> Self {
-        for lane in 0..W {
-            self.0[lane] += other.0[lane];
-        }
-        self
+    fn add(self, other: Self) -> Self {
+        let vector = A::add_vectors(self.simd, self.vector, other.vector);
+        Self { vector, ..self }
     }
 }
 
-impl<A: Accumulator, const W: usize> AddAssign for Lanes<A, W> {
-    #[inline(always)]
-    fn add_assign(&mut self, other: Self) {
-        *self = *self + other;
-    }
-}
-
-impl<A: Accumulator, const W: usize> Sub for Lanes<A, W> {
+impl<S: Simd, A: Accumulator> Sub for Lanes<S, A> {
     type Output = Self;
 
     #[inline(always)]
-    fn sub(mut self, other: Self) -> Self {
-        for lane in 0..W {
-            self.0[lane] -= other.0[lane];
-        }
-        self
+    fn sub(self, other: Self) -> Self {
+        let vector = A::sub_vectors(self.simd, self.vector, other.vector);
+        Self { vector, ..self }
     }
 }
 
-impl<A: Accumulator, const W: usize> Mul for Lanes<A, W> {
+impl<S: Simd, A: Accumulator> Mul for Lanes<S, A> {
     type Output = Self;
 
     #[inline(always)]
-    fn mul(mut self, other: Self) -> Self {
-        for lane in 0..W {
-            self.0[lane] *= other.0[lane];
-        }
-        self
+    fn mul(self, other: Self) -> Self {
+        let vector = A::mul_vectors(self.simd, self.vector, other.vector);
+        Self { vector, ..self }
     }
 }
 
-impl<A: Accumulator, const W: usize> Mul<A> for Lanes<A, W> {
-    type Output = Self;
-
-    #[inline(always)]
-    fn mul(mut self, factor: A) -> Self {
-        for lane in 0..W {
-            self.0[lane] *= factor;
-        }
-        self
-    }
-}
-
-/// What is done to `W` adjacent columns. Implementations are `#[inline(always)]`.
-pub(super) trait Columns {
-    /// Works on columns `start..start + W`.
-    fn step<const W: usize>(&mut self, start: usize);
+/// What is done to a vector of columns. Implementations are `#[inline(always)]`, so that they are compiled for each
+/// level.
+//
+// Slices go by the number of their vectors, not of their elements: that is the bound of the loops below, so that the
+// compiler knows each index of slices of one length to be in bounds.
+pub(super) trait Columns<A: Accumulator> {
+    /// Works on the `i`-th vector of a row's columns.
+    fn step<S: Simd>(&mut self, simd: S, i: usize);
 }
 
 /// Steps over columns `0..n`, in order.
 #[inline(always)]
-pub(super) fn sweep(n: usize, columns: &mut impl Columns) {
-    let whole = n - n % LANES;
-    for start in (0..whole).step_by(LANES) {
-        columns.step::<LANES>(start);
+pub(super) fn sweep<S: Simd, A: Accumulator>(simd: S, n: usize, columns: &mut impl Columns<A>) {
+    let vectors = n / Lanes::<S, A>::WIDTH;
+    for i in 0..vectors {
+        columns.step(simd, i);
     }
-    for start in whole..n {
-        columns.step::<1>(start);
+    for i in vectors * Lanes::<S, A>::WIDTH..n {
+        columns.step(Scalar, i);
     }
 }
 
 /// `N` values of each column, to be summed. Implementations are `#[inline(always)]`.
-pub(super) trait Terms<A, const N: usize> {
-    /// The values at columns `start..start + W`.
-    fn at<const W: usize>(&self, start: usize) -> [Lanes<A, W>; N];
+pub(super) trait Terms<A: Accumulator, const N: usize> {
+    /// The values at the `i`-th vector of columns.
+    fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, A>; N];
 }
 
 /// The sums of `terms` over columns `0..n`.
+///
+/// `SETS` sums are taken in turn: an addition waits for its own predecessor, which takes several cycles. More of them than
+/// there are registers would cost more than that.
 #[inline(always)]
-pub(super) fn sum<A: Accumulator, const N: usize>(n: usize, terms: &impl Terms<A, N>) -> [A; N] {
-    // Two sums in turn: an addition takes several cycles, and waits only for its own predecessor.
-    let mut even = [Lanes::<A, LANES>::ZERO; N];
-    let mut odd = [Lanes::<A, LANES>::ZERO; N];
-    let whole = n - n % LANES;
-    let paired = n - n % (2 * LANES);
-    for start in (0..paired).step_by(2 * LANES) {
-        add(&mut even, terms.at::<LANES>(start));
-        add(&mut odd, terms.at::<LANES>(start + LANES));
+pub(super) fn sum<const SETS: usize, const N: usize, S: Simd, A: Accumulator>(
+    simd: S,
+    n: usize,
+    terms: &impl Terms<A, N>,
+) -> [A; N] {
+    let count = n / Lanes::<S, A>::WIDTH;
+    let mut sums = [[Lanes::<S, A>::splat(simd, A::ZERO); N]; SETS];
+    let mut i = 0;
+    while i + SETS <= count {
+        for (set, sums) in sums.iter_mut().enumerate() {
+            add(sums, terms.at(simd, i + set));
+        }
+        i += SETS;
     }
-    if paired < whole {
-        add(&mut even, terms.at::<LANES>(paired));
+    while i < count {
+        add(&mut sums[0], terms.at(simd, i));
+        i += 1;
     }
-    add(&mut even, odd);
-    // Seen together with the loop, the additions across lanes below make the compiler split the loop's
-    // registers into pairs of lanes: a backward took four times as long.
-    let even = black_box(even);
-    let mut total = [Lanes::<A, 1>::ZERO; N];
+    let mut vectors = sums[0];
+    for more in &sums[1..] {
+        add(&mut vectors, *more);
+    }
+    let mut total = [A::ZERO; N];
     for k in 0..N {
-        total[k] = Lanes([even[k].total()]);
+        total[k] = vectors[k].total();
     }
-    for start in whole..n {
-        add(&mut total, terms.at::<1>(start));
+    for i in count * Lanes::<S, A>::WIDTH..n {
+        let terms = terms.at(Scalar, i);
+        for k in 0..N {
+            total[k] += terms[k].total();
+        }
     }
-    let mut sums = [A::ZERO; N];
-    for k in 0..N {
-        sums[k] = total[k].0[0];
-    }
-    sums
+    total
 }
 
 #[inline(always)]
-fn add<A: Accumulator, const W: usize, const N: usize>(
-    sums: &mut [Lanes<A, W>; N],
-    terms: [Lanes<A, W>; N],
+fn add<S: Simd, A: Accumulator, const N: usize>(
+    sums: &mut [Lanes<S, A>; N],
+    terms: [Lanes<S, A>; N],
 ) {
     for k in 0..N {
-        sums[k] += terms[k];
+        sums[k] = sums[k] + terms[k];
     }
 }
 
@@ -173,45 +160,69 @@ fn add<A: Accumulator, const W: usize, const N: usize>(
 mod tests {
     use super::*;
     use approx::assert_relative_eq;
+    use pulp::{Arch, WithSimd};
 
     struct Products<'a>(&'a [f64], &'a [f64]);
 
     impl Terms<f64, 2> for Products<'_> {
-        fn at<const W: usize>(&self, start: usize) -> [Lanes<f64, W>; 2] {
-            let (a, b) = (Lanes::load(self.0, start), Lanes::load(self.1, start));
+        fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, f64>; 2] {
+            let (a, b) = (Lanes::load(simd, self.0, i), Lanes::load(simd, self.1, i));
             [a * b, a + b]
         }
     }
 
-    /// Widths on every side of whole vectors and of pairs of them.
+    struct Sums<'a>(Products<'a>);
+
+    impl WithSimd for Sums<'_> {
+        type Output = [f64; 2];
+
+        fn with_simd<S: Simd>(self, simd: S) -> [f64; 2] {
+            sum::<3, 2, S, f64>(simd, self.0 .0.len(), &self.0)
+        }
+    }
+
+    /// Widths on every side of whole vectors and of rounds of them.
     #[test]
     fn sums_of_every_width() {
         let a: Vec<f64> = (0..100).map(|i| 1. + (i as f64).sin()).collect();
         let b: Vec<f64> = (0..100).map(|i| 2. + (i as f64).cos()).collect();
         for n in 0..=a.len() {
-            let [products, sums] = sum(n, &Products(&a[..n], &b[..n]));
-            let pairs = || a[..n].iter().zip(&b[..n]);
-            let expected: f64 = pairs().map(|(a, b)| a * b).sum();
-            assert_relative_eq!(products, expected, max_relative = 1e-14);
-            let expected: f64 = pairs().map(|(a, b)| a + b).sum();
-            assert_relative_eq!(sums, expected, max_relative = 1e-14);
+            for arch in [Arch::Scalar, Arch::new()] {
+                let [products, sums] = arch.dispatch(Sums(Products(&a[..n], &b[..n])));
+                let pairs = || a[..n].iter().zip(&b[..n]);
+                let expected: f64 = pairs().map(|(a, b)| a * b).sum();
+                assert_relative_eq!(products, expected, max_relative = 1e-14);
+                let expected: f64 = pairs().map(|(a, b)| a + b).sum();
+                assert_relative_eq!(sums, expected, max_relative = 1e-14);
+            }
         }
     }
 
-    struct Visits<'a>(&'a mut Vec<usize>);
+    struct Visits<'a>(&'a mut Vec<usize>, usize);
 
-    impl Columns for Visits<'_> {
-        fn step<const W: usize>(&mut self, start: usize) {
-            self.0.extend(start..start + W);
+    impl Columns<f32> for Visits<'_> {
+        fn step<S: Simd>(&mut self, _: S, i: usize) {
+            let width = Lanes::<S, f32>::WIDTH;
+            self.0.extend(i * width..(i + 1) * width);
+        }
+    }
+
+    impl WithSimd for Visits<'_> {
+        type Output = ();
+
+        fn with_simd<S: Simd>(mut self, simd: S) {
+            sweep(simd, self.1, &mut self);
         }
     }
 
     #[test]
     fn a_sweep_visits_every_column_once_in_order() {
         for n in 0..70 {
-            let mut visited = vec![];
-            sweep(n, &mut Visits(&mut visited));
-            assert_eq!(visited, (0..n).collect::<Vec<_>>());
+            for arch in [Arch::Scalar, Arch::new()] {
+                let mut visited = vec![];
+                arch.dispatch(Visits(&mut visited, n));
+                assert_eq!(visited, (0..n).collect::<Vec<_>>());
+            }
         }
     }
 }

@@ -3,13 +3,15 @@
 //! Slices and numbers only; tensors stay in `op`.
 
 mod element;
+mod half;
 mod kernels;
 mod lanes;
+mod level;
 mod uninit;
 
 pub(crate) use element::{Accumulator, Element};
 use kernels::GradSums;
-pub(crate) use kernels::Rows;
+pub(crate) use kernels::{Matrix, Rows};
 
 use crate::{Recipe, Statistics};
 
@@ -133,7 +135,7 @@ impl<A: Accumulator> Layer<A> {
     pub fn backward<T: Element<Acc = A>>(
         &self,
         rows: &Rows<T>,
-        dy: &[T],
+        dy: &Matrix<T>,
         saved: &Saved<A>,
         nu: &[A],
         wanted: Wanted,
@@ -187,7 +189,7 @@ impl<A: Accumulator> Layer<A> {
                 (input, Some(sums), Some(lambda))
             }
             None => {
-                let decay = vec![A::ZERO; rows.cols];
+                let decay = vec![A::ZERO; rows.cols()];
                 match (wanted.input, wanted.params) {
                     (true, true) => {
                         let (dx, sums) = kernels::normalize_bwd_and_sum(rows, dy, gain, &decay);

@@ -1,6 +1,9 @@
 //! Outputs that are written once, never zero-filled first. The only unsafe code of the CPU path.
 #![allow(unsafe_code)]
 
+use super::element::{Accumulator, Element};
+use super::lanes::{sweep, Columns, Lanes};
+use pulp::Simd;
 use std::mem::MaybeUninit;
 
 /// A fresh output of `len` elements in pieces of `piece` elements, which `fill` writes.
@@ -27,7 +30,7 @@ pub(super) fn written<T: Copy>(
         "a kernel left part of its output unwritten"
     );
     // SAFETY: the pieces cover the first `len` elements of the buffer, whose capacity is at least
-    // `len`, and a piece counts an element as written only after it wrote it; all are, by the assert.
+    // `len`, and a piece counts elements as written only after a sweep over them; all are, by the assert.
     unsafe { out.set_len(len) };
     out
 }
@@ -63,32 +66,69 @@ pub(crate) struct Piece<'a, T> {
     written: usize,
 }
 
-impl<T: Copy> Piece<'_, T> {
-    /// Writes the next elements: `value` of each of `sources`.
-    #[inline(always)]
-    pub fn extend<S: Copy>(&mut self, sources: &[S], value: impl Fn(S) -> T) {
-        let slots = &mut self.slots[self.written..][..sources.len()];
-        for (slot, &source) in slots.iter_mut().zip(sources) {
-            slot.write(value(source));
+impl<T> Default for Piece<'_, T> {
+    /// Has room for nothing.
+    fn default() -> Self {
+        Self {
+            slots: &mut [],
+            written: 0,
         }
-        self.written += sources.len();
+    }
+}
+
+/// Values of adjacent columns. Implementations are `#[inline(always)]`.
+pub(super) trait Values<A: Accumulator> {
+    /// Those of the `i`-th vector of columns.
+    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, A>;
+}
+
+impl<T: Element> Piece<'_, T> {
+    /// Writes the next `n` elements: `values` of columns `0..n`.
+    #[inline(always)]
+    pub fn extend<S: Simd>(&mut self, simd: S, n: usize, values: impl Values<T::Acc>) {
+        let slots = &mut self.slots[self.written..][..n];
+        sweep(simd, n, &mut Write { slots, values });
+        self.written += n;
+    }
+}
+
+struct Write<'a, T, V> {
+    slots: &'a mut [MaybeUninit<T>],
+    values: V,
+}
+
+impl<T: Element, V: Values<T::Acc>> Columns<T::Acc> for Write<'_, T, V> {
+    #[inline(always)]
+    fn step<S: Simd>(&mut self, simd: S, i: usize) {
+        let values = self.values.at(simd, i);
+        T::store(simd, values.vector, self.slots, i);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pulp::Scalar128b;
+
+    struct Negatives<'a>(&'a [f32]);
+
+    impl Values<f32> for Negatives<'_> {
+        fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, f32> {
+            Lanes::splat(simd, 0.) - Lanes::load(simd, self.0, i)
+        }
+    }
 
     /// Larger than [`HUGE`], so that the advice is given too.
     #[test]
     fn pieces_make_up_the_output() {
         let len = (6 << 20) / size_of::<f32>() + 3;
         let source: Vec<f32> = (0..len).map(|i| i as f32).collect();
-        let out = written(len, 1000, |pieces| {
+        let out = written(len, 1000, |pieces: &mut [Piece<f32>]| {
             for (piece, source) in pieces.iter_mut().zip(source.chunks(1000)) {
                 let (first, second) = source.split_at(source.len() / 3);
-                piece.extend(first, |value| -value);
-                piece.extend(second, |value| -value);
+                for part in [first, second] {
+                    piece.extend(Scalar128b, part.len(), Negatives(part));
+                }
             }
         });
         assert!(out.iter().zip(&source).all(|(out, source)| *out == -source));
@@ -98,6 +138,8 @@ mod tests {
     #[test]
     #[should_panic(expected = "unwritten")]
     fn an_unfinished_piece_is_no_output() {
-        written(10, 5, |pieces| pieces[0].extend(&[1f32; 5], |value| value));
+        written(10, 5, |pieces: &mut [Piece<f32>]| {
+            pieces[0].extend(Scalar128b, 5, Negatives(&[1.; 5]))
+        });
     }
 }
