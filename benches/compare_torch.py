@@ -13,8 +13,8 @@ and on an NVIDIA GPU
 Each cell is the median of repeated calls after a warm-up. `torch PN` is the layer in PyTorch's operations, one
 at a time; `LN comp` and `PN comp` are LayerNorm and that layer as torch.compile fuses them. `ours/X` divides the
 layer's time by that of X: below 1, the layer is faster. Forwards are calls in training mode; `backward` is the
-gradient of that call alone, through autograd. For ours candle's own passes around the op are in it on a CPU
-and taken out on a GPU (see table.py).
+gradient of that call alone, through autograd. candle's autograd makes passes of its own around any op: they are
+in ours, and taken out of it in `backward, ours alone` (see table.py).
 
 On a GPU calls queue up between two events, and take their inputs in turn from more memory than an L2 holds, as
 the benches do.
@@ -211,7 +211,10 @@ def main():
     compiled = on_gpu if args.compile is None else args.compile
     shapes = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
     ours = read(args.criterion)
-    passes = {"forward": "forward_train", "backward": KERNELS if on_gpu else "backward"}
+    # Label, what of ours it is, and which of a contender's two figures.
+    passes = [("forward", "forward_train", 0), ("backward", "backward", 1), ("backward, ours alone", KERNELS, 1)]
+    if on_gpu:
+        del passes[1]
     others = ["torch LN", "torch RMS", "torch PN"]
     ratios = {"ours/LN": "torch LN"}
     if compiled:
@@ -224,7 +227,7 @@ def main():
     name = f" on {torch.cuda.get_device_name()}" if on_gpu else ""
     print(f"PyTorch {torch.__version__}{name}; times in ms, forward and backward")
     columns = ["copy", *others, "ours", *ratios]
-    print(f"{'':32}" + "".join(f"{column:>14}" for column in columns))
+    print(f"{'':40}" + "".join(f"{column:>14}" for column in columns))
     for threads in [None] if on_gpu else args.threads:
         if threads:
             torch.set_num_threads(threads)
@@ -233,14 +236,14 @@ def main():
             for shape in shapes:
                 rows, cols = map(int, shape.split("x"))
                 figures = measure(args.device, DTYPES[dtype], rows, cols, compiled)
-                for index, (label, pass_) in enumerate(passes.items()):
+                for label, pass_, index in passes:
                     us = ours.get(Id(pass_, "power_norm_g1", dtype, shape, place))
                     us = us and us.nanoseconds / 1e6
                     cells = [figures["copy"][0], *(figures[other][index] for other in others), us]
                     for rival in ratios.values():
                         theirs = figures[rival][index]
                         cells.append(us / theirs if us and theirs else None)
-                    print(f"{f'{place} {dtype:4} {shape} {label}':32}" + "".join(map(cell, cells)), flush=True)
+                    print(f"{f'{place} {dtype:4} {shape} {label}':40}" + "".join(map(cell, cells)), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,11 @@ use std::hint::black_box;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+/// Keeps freed memory at hand. glibc's gives large blocks back, so that a pass may or may not wait for the system to map and
+/// clear its output: times differed by a factor of three from run to run.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const EPS: f64 = 1e-5;
 

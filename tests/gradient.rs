@@ -297,11 +297,18 @@ fn trajectories_agree_with_the_oracle() {
 #[test]
 fn strided_inputs_get_their_gradient() {
     type View = fn(&Tensor) -> candle::Result<Tensor>;
-    let views: [(&str, &[usize], View); 4] = [
+    let views: [(&str, &[usize], View); 7] = [
         ("transposed", &[6, 5], |base| base.t()),
         ("narrowed columns", &[5, 11], |base| base.narrow(1, 3, 6)),
         ("narrowed rows", &[9, 6], |base| base.narrow(0, 2, 5)),
         ("permuted", &[6, 5, 2], |base| base.permute((2, 1, 0))),
+        ("exchanged rows", &[3, 5, 6], |base| base.transpose(0, 1)),
+        ("exchanged pairs of rows", &[3, 4, 2, 6], |base| {
+            base.transpose(0, 1)
+        }),
+        ("rows apart, narrowed", &[4, 3, 11], |base| {
+            base.narrow(0, 1, 2)?.narrow(2, 5, 6)?.transpose(0, 1)
+        }),
     ];
     for (seed, (name, base_shape, view)) in views.into_iter().enumerate() {
         for way in [Way::Batch, Way::Evaluation] {
@@ -328,7 +335,9 @@ fn strided_inputs_get_their_gradient() {
             reset(&twin);
 
             let y = forward(&twin.layer, &xs, None, way.trains());
-            let loss = (&y * &dy).unwrap().sum_all().unwrap();
+            // The gradient of y comes back strided too.
+            let exchanged = |t: &Tensor| t.transpose(0, 1).unwrap();
+            let loss = (exchanged(&y) * exchanged(&dy)).unwrap().sum_all().unwrap();
             let grads = loss.backward().unwrap();
             assert_same_bits(&format!("{name}, y"), &y, &expected.y);
             let dbase = grads.get(&base).unwrap();
