@@ -97,8 +97,10 @@ impl<T: Element> Rows<'_, T> {
     }
 
     fn layer_scale(&self) -> LayerScale<T::Acc> {
-        let eps = self.groups.map(|(_, eps)| T::Acc::from_f64(eps));
-        LayerScale { eps }
+        LayerScale {
+            eps: self.groups.map(|(_, eps)| T::Acc::from_f64(eps)),
+            share: T::Acc::ONE / T::Acc::from_count(self.group_len()),
+        }
     }
 }
 
@@ -376,6 +378,8 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
 /// The layer-scale of rows, or none.
 struct LayerScale<A> {
     eps: Option<A>,
+    /// Of a channel in its group's means.
+    share: A,
 }
 
 /// Σ x² of a group.
@@ -398,7 +402,7 @@ impl<A: Accumulator> LayerScale<A> {
         match self.eps {
             Some(eps) => {
                 let [squares] = sum::<4, 1, S, A>(simd, x.len(), &Squares { x });
-                Self::factor_of(x, squares, eps)
+                self.factor_of(x, squares, eps)
             }
             None => A::ONE,
         }
@@ -406,9 +410,9 @@ impl<A: Accumulator> LayerScale<A> {
 
     /// [`factor`](Self::factor), where the group's squares add up to `squares`.
     #[inline(always)]
-    fn factor_of<T: Element<Acc = A>>(x: &[T], squares: A, eps: A) -> A {
+    fn factor_of<T: Element<Acc = A>>(&self, x: &[T], squares: A, eps: A) -> A {
         if squares.is_finite() {
-            (squares / A::from_count(x.len()) + eps).sqrt().recip()
+            (squares * self.share + eps).sqrt().recip()
         } else {
             Self::factor_of_huge(x)
         }
@@ -630,14 +634,14 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
             decay: group.of(self.decay),
         };
         let [squares, gain_dy_x, decay_x2] = sum::<2, 3, S, A>(simd, group.len(), &terms);
-        let factor = LayerScale::factor_of(group.x, squares, eps);
+        let factor = self.layer_scale.factor_of(group.x, squares, eps);
         let total = factor * (gain_dy_x - factor * decay_x2);
         let total = if total.is_finite() {
             total
         } else {
             terms.total_with(factor)
         };
-        (factor, total / A::from_count(group.len()))
+        (factor, total * self.layer_scale.share)
     }
 
     #[inline(always)]
