@@ -219,8 +219,8 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
 //
 // Rows are taken one at a time: several together would share the loads of a channel's numbers, but where
-// C is a power of two their lines compete for the same places in the cache (measured at 4096x512 f32, AMD
-// EPYC: a backward of two rows together takes 1.3 times as long).
+// C is a power of two their lines compete for the same places in the cache (tried at 4096x512 f32 on an AMD EPYC:
+// a backward of two rows together took longer).
 pub(super) trait Kernel<A: Accumulator>: Sync {
     /// What is known of a group once it has been read.
     type Scale: Copy;

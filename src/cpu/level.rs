@@ -40,8 +40,8 @@ static LEVELS: LazyLock<(Level, Level)> =
         _ => best(),
     });
 
-// Where memory is the limit, vectors of 512 bits gain nothing: a forward of 4096x512 f32 takes 1.25 times as long with them
-// as with AVX2 (AMD EPYC, Zen 4). Conversions are another matter: in bf16 it takes 0.8 of the time.
+// Where memory is the limit, vectors of 512 bits gain nothing: tried at 4096x512 f32 on an AMD EPYC (Zen 4), a forward took
+// longer with them than with AVX2. Conversions are another matter: AVX-512 has instructions for them.
 #[cfg(target_arch = "x86_64")]
 fn best() -> (Level, Level) {
     let avx512 = pulp::x86::V4::try_new().map(Level::Avx512);

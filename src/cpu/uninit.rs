@@ -1,4 +1,4 @@
-//! Outputs that are written once, never zero-filled first. The only unsafe code of the CPU path.
+//! Outputs that are written once, never zero-filled first.
 #![allow(unsafe_code)]
 
 use super::element::{Accumulator, Element};
