@@ -7,8 +7,7 @@
 //! Passes: `forward_train` and `forward_eval` are one call; `backward` is `Tensor::backward` of a graph
 //! that holds the layer alone; `train_step_through_autograd` is a forward and that backward. candle's
 //! autograd makes passes of its own around any op: contender `autograd_alone` is an op that computes
-//! nothing, and shows what they cost. On a GPU, whose queue runs one after the other, what is left of
-//! `backward` without it is the time of the layer's kernels.
+//! nothing, and shows what they cost. What is left of `backward` without it is the time of the layer's kernels.
 //!
 //! Places: `t1` and `t2` are so many threads of the CPU. With feature `cuda` there are `cuda`, where calls
 //! queue up and the clock stops when the GPU is done with the last, and `cuda_call`, where each call is

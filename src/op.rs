@@ -75,7 +75,7 @@ fn apply<T: Element>(
 /// The tensor as the kernels take it, copied if need be. Those of the CPU take rows anywhere, of adjacent elements; those
 /// of a GPU packed rows, which begin on a 16-byte boundary.
 fn readable(xs: &Tensor) -> Result<Tensor> {
-    if xs.device().is_cpu() && row_blocks(xs.layout()).is_some() {
+    if xs.device().is_cpu() && packed_dims(xs.layout()).is_some() {
         return Ok(xs.clone());
     }
     let xs = xs.contiguous()?;
@@ -86,23 +86,25 @@ fn readable(xs: &Tensor) -> Result<Tensor> {
     Ok(xs)
 }
 
-/// Where blocks of packed rows begin, unless the elements of a row lie apart.
-fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
-    let dims = || layout.dims().iter().zip(layout.stride());
-    let (mut packed_dims, mut packed) = (0, 1);
-    for (&dim, &stride) in dims().rev() {
+/// The trailing dimensions that make blocks of packed rows, unless the elements of a row lie apart.
+fn packed_dims(layout: &Layout) -> Option<usize> {
+    let (mut dims, mut packed) = (0, 1);
+    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {
         if dim != 1 && stride != packed {
             break;
         }
         packed *= dim;
-        packed_dims += 1;
+        dims += 1;
     }
-    let cols = *layout.dims().last()?;
-    if packed % cols != 0 {
-        return None;
-    }
+    let whole = packed.is_multiple_of(*layout.dims().last()?);
+    whole.then_some(dims)
+}
+
+/// Where blocks of packed rows begin, unless the elements of a row lie apart.
+fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
+    let outer = layout.dims().len() - packed_dims(layout)?;
     let mut blocks = vec![layout.start_offset()];
-    for (&dim, &stride) in dims().take(layout.dims().len() - packed_dims) {
+    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).take(outer) {
         let shifts = || (0..dim).map(|i| i * stride);
         blocks = (blocks.iter())
             .flat_map(|block| shifts().map(move |shift| block + shift))

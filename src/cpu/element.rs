@@ -5,7 +5,7 @@ use num_traits::Float;
 use pulp::Simd;
 use std::mem::MaybeUninit;
 
-/// A type rows are stored in.
+/// A type rows are stored in. Vectors come from code that [`Level::run`](super::level::Level::run) runs.
 pub(crate) trait Element: WithDType {
     type Acc: Accumulator;
 
@@ -15,7 +15,7 @@ pub(crate) trait Element: WithDType {
     /// The `i`-th vector of a row.
     fn load<S: Simd>(simd: S, row: &[Self], i: usize) -> <Self::Acc as Accumulator>::Vector<S>;
 
-    /// Writes the `i`-th vector of a row, each element rounded to nearest, ties to even.
+    /// Writes the `i`-th vector of a row, all of it, each element rounded to nearest, ties to even.
     fn store<S: Simd>(
         simd: S,
         vector: <Self::Acc as Accumulator>::Vector<S>,

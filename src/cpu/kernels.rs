@@ -312,10 +312,11 @@ fn run<T: Element, K: Kernel<T::Acc>>(
             sums: sums.next().unwrap_or_default(),
         })
         .collect();
+    let run = |chunk| level::run::<T, _>(rows.group_len(), chunk);
     if rows.len() * rows.cols() <= SERIAL {
-        chunks.into_iter().for_each(level::run::<T, _>);
+        chunks.into_iter().for_each(run);
     } else {
-        chunks.into_par_iter().for_each(level::run::<T, _>);
+        chunks.into_par_iter().for_each(run);
     }
     add_partials(&partials, width)
 }

@@ -1,7 +1,8 @@
 //! Vectors of adjacent columns, in the instructions of one SIMD level.
 
 use super::element::{Accumulator, Element};
-use pulp::{Scalar, Simd};
+use pulp::{Scalar, Scalar128b, Simd};
+use std::any::TypeId;
 use std::ops::{Add, Mul, Sub};
 
 /// Adjacent columns in the dtype of the sums, as many as a vector of `S` holds.
@@ -34,9 +35,13 @@ impl<S: Simd, A: Accumulator> Lanes<S, A> {
         A::vectors_mut::<S>(row)[i] = self.vector;
     }
 
-    /// `self * factor + term`, rounded once where the level can.
+    /// `self * factor + term`, rounded once where the level has an instruction for it.
     #[inline(always)]
     pub fn mul_add(self, factor: Self, term: Self) -> Self {
+        // Without one, pulp would call a function for each lane.
+        if TypeId::of::<S>() == TypeId::of::<Scalar128b>() {
+            return self * factor + term;
+        }
         let vector = A::mul_add_vectors(self.simd, self.vector, factor.vector, term.vector);
         Self { vector, ..self }
     }
@@ -159,8 +164,9 @@ fn add<S: Simd, A: Accumulator, const N: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::level::Level;
     use approx::assert_relative_eq;
-    use pulp::{Arch, WithSimd};
+    use pulp::WithSimd;
 
     struct Products<'a>(&'a [f64], &'a [f64]);
 
@@ -187,8 +193,8 @@ mod tests {
         let a: Vec<f64> = (0..100).map(|i| 1. + (i as f64).sin()).collect();
         let b: Vec<f64> = (0..100).map(|i| 2. + (i as f64).cos()).collect();
         for n in 0..=a.len() {
-            for arch in [Arch::Scalar, Arch::new()] {
-                let [products, sums] = arch.dispatch(Sums(Products(&a[..n], &b[..n])));
+            for level in Level::all() {
+                let [products, sums] = level.run(Sums(Products(&a[..n], &b[..n])));
                 let pairs = || a[..n].iter().zip(&b[..n]);
                 let expected: f64 = pairs().map(|(a, b)| a * b).sum();
                 assert_relative_eq!(products, expected, max_relative = 1e-14);
@@ -218,9 +224,9 @@ mod tests {
     #[test]
     fn a_sweep_visits_every_column_once_in_order() {
         for n in 0..70 {
-            for arch in [Arch::Scalar, Arch::new()] {
+            for level in Level::all() {
                 let mut visited = vec![];
-                arch.dispatch(Visits(&mut visited, n));
+                level.run(Visits(&mut visited, n));
                 assert_eq!(visited, (0..n).collect::<Vec<_>>());
             }
         }

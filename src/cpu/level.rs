@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 #[cfg(target_arch = "x86_64")]
 pulp::simd_type! {
-    /// What every processor with AVX2 has, as [`V3`](pulp::x86::V3) but for F16C, which rows of f16 need.
+    /// What every processor with AVX2 has: the features of [`V3`](pulp::x86::V3), and F16C, which rows of f16 need.
     pub(super) struct Avx2 {
         avx2: "avx2",
         fma: "fma",
@@ -30,9 +30,8 @@ pub(super) enum Level {
     Best(pulp::Arch),
 }
 
-/// The level for rows in the dtype of the sums, and that for half precision: the best of this processor, or the one
-/// that the environment variable `CANDLE_POWERNORM_SIMD` names (`scalar` or `avx2`), so that each can be tested on one
-/// machine.
+/// The level for most rows, and that for those of half precision: the best of this processor, or the one that the
+/// environment variable `CANDLE_POWERNORM_SIMD` names (`scalar` or `avx2`), so that each can be tested on one machine.
 static LEVELS: LazyLock<(Level, Level)> =
     LazyLock::new(|| match std::env::var("CANDLE_POWERNORM_SIMD").as_deref() {
         Ok("scalar") => (Level::Baseline, Level::Baseline),
@@ -41,7 +40,7 @@ static LEVELS: LazyLock<(Level, Level)> =
     });
 
 // Where memory is the limit, vectors of 512 bits gain nothing: tried at 4096x512 f32 on an AMD EPYC (Zen 4), a forward took
-// longer with them than with AVX2. Conversions are another matter: AVX-512 has instructions for them.
+// longer with them than with AVX2. Where rows are converted, the conversions are, and twice as wide they take less.
 #[cfg(target_arch = "x86_64")]
 fn best() -> (Level, Level) {
     let avx512 = pulp::x86::V4::try_new().map(Level::Avx512);
@@ -67,10 +66,16 @@ fn avx2() -> Level {
     Level::Baseline
 }
 
-/// Runs `op`, which works on rows of `T`, at the level for them.
-pub(super) fn run<T: Element, Op: WithSimd>(op: Op) -> Op::Output {
-    let (floats, halves) = *LEVELS;
-    let level = if T::HALF { halves } else { floats };
+/// Runs `op` on rows of `T`, which it takes `run` columns at a time.
+pub(super) fn run<T: Element, Op: WithSimd>(run: usize, op: Op) -> Op::Output {
+    // Elements of half precision, of which the widest vectors hold so many.
+    const WIDEST: usize = 16;
+    let (narrow, wide) = *LEVELS;
+    // What is left of a run beside whole vectors goes one by one.
+    let level = match T::HALF && run.is_multiple_of(WIDEST) {
+        true => wide,
+        false => narrow,
+    };
     level.run(op)
 }
 

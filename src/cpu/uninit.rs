@@ -30,7 +30,8 @@ pub(super) fn written<T: Copy>(
         "a kernel left part of its output unwritten"
     );
     // SAFETY: the pieces cover the first `len` elements of the buffer, whose capacity is at least
-    // `len`, and a piece counts elements as written only after a sweep over them; all are, by the assert.
+    // `len`, and a piece counts elements as written only after a sweep over them, in which `Element::store` wrote
+    // each vector; all are, by the assert.
     unsafe { out.set_len(len) };
     out
 }
