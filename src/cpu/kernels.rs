@@ -728,8 +728,8 @@ impl<T: Element> Values<T::Acc> for NormalizeBwdValues<'_, T, T::Acc> {
             (Lanes::load(simd, self.dy_sum, i) + dy).store(self.dy_sum, i);
         }
         let gain = Lanes::load(simd, self.gain, i);
-        let pull = Lanes::load(simd, self.decay, i) + Lanes::splat(simd, self.mean);
-        (gain * dy - x * pull) * factor
+        let dx_tilde = gain * dy - Lanes::load(simd, self.decay, i) * x;
+        (dx_tilde - x * Lanes::splat(simd, self.mean)) * factor
     }
 }
 
