@@ -120,21 +120,14 @@ impl<A: Accumulator> GradSums<A> {
 
 /// Column sums of x̃².
 pub(super) fn square_sum_cols<T: Element>(rows: &Rows<T>, with_padded: bool) -> SquareSums<T::Acc> {
-    let kernel = SquareSumCols {
-        layer_scale: rows.layer_scale(),
-    };
     let width = rows.square_sums_width(with_padded);
-    let sums = run(&kernel, rows, None, &mut [], width);
+    let sums = run(&SquareSumCols, rows, None, &mut [], width);
     SquareSums::split(sums, rows.cols())
 }
 
 /// `y = x̃ ⊙ scale + shift`.
 pub(super) fn normalize<T: Element>(rows: &Rows<T>, scale: &[T::Acc], shift: &[T::Acc]) -> Vec<T> {
-    let kernel = Normalize {
-        layer_scale: rows.layer_scale(),
-        scale,
-        shift,
-    };
+    let kernel = Normalize { scale, shift };
     run_into_output(&kernel, rows, None, 0).0
 }
 
@@ -145,11 +138,7 @@ pub(super) fn normalize_and_sum<T: Element>(
     shift: &[T::Acc],
     with_padded: bool,
 ) -> (Vec<T>, SquareSums<T::Acc>) {
-    let kernel = Normalize {
-        layer_scale: rows.layer_scale(),
-        scale,
-        shift,
-    };
+    let kernel = Normalize { scale, shift };
     let width = rows.square_sums_width(with_padded);
     let (y, sums) = run_into_output(&kernel, rows, None, width);
     (y, SquareSums::split(sums, rows.cols()))
@@ -157,10 +146,7 @@ pub(super) fn normalize_and_sum<T: Element>(
 
 /// Column sums of dy x̃ and dy over kept rows; `dy` is shaped as the rows.
 pub(super) fn grad_sum_cols<T: Element>(rows: &Rows<T>, dy: &Matrix<T>) -> GradSums<T::Acc> {
-    let kernel = GradSumCols {
-        layer_scale: rows.layer_scale(),
-    };
-    let sums = run(&kernel, rows, Some(dy), &mut [], 2 * rows.cols());
+    let sums = run(&GradSumCols, rows, Some(dy), &mut [], 2 * rows.cols());
     GradSums::split(sums, rows.cols())
 }
 
@@ -172,11 +158,7 @@ pub(super) fn normalize_bwd<T: Element>(
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> Vec<T> {
-    let kernel = NormalizeBwd {
-        layer_scale: rows.layer_scale(),
-        gain,
-        decay,
-    };
+    let kernel = NormalizeBwd { gain, decay };
     run_into_output(&kernel, rows, Some(dy), 0).0
 }
 
@@ -187,11 +169,7 @@ pub(super) fn normalize_bwd_and_sum<T: Element>(
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> (Vec<T>, GradSums<T::Acc>) {
-    let kernel = NormalizeBwd {
-        layer_scale: rows.layer_scale(),
-        gain,
-        decay,
-    };
+    let kernel = NormalizeBwd { gain, decay };
     let (dx, sums) = run_into_output(&kernel, rows, Some(dy), 2 * rows.cols());
     (dx, GradSums::split(sums, rows.cols()))
 }
@@ -222,11 +200,19 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 // C is a power of two their lines compete for the same places in the cache (tried at 4096x512 f32 on an AMD EPYC:
 // a backward of two rows together took longer).
 pub(super) trait Kernel<A: Accumulator>: Sync {
-    /// What is known of a group once it has been read.
-    type Scale: Copy;
-
-    /// Reads a group.
-    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> Self::Scale;
+    /// Reads a group for what takes it through the layer-scale.
+    #[inline(always)]
+    fn scale<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        layer_scale: &LayerScale<A>,
+        group: Group<T>,
+    ) -> Scale<A> {
+        Scale {
+            factor: layer_scale.factor(simd, group.x),
+            mean: A::ZERO,
+        }
+    }
 
     /// Works on a group, writes its columns of `out` (which has none where only sums are wanted), and adds to the chunk's
     /// `sums`, empty where none are.
@@ -234,10 +220,19 @@ pub(super) trait Kernel<A: Accumulator>: Sync {
         &self,
         simd: S,
         group: Group<T>,
-        scale: Self::Scale,
+        scale: Scale<A>,
         out: &mut Piece<T>,
         sums: &mut [A],
     );
+}
+
+/// What takes a group through the layer-scale: x̃ = r x, and back, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
+#[derive(Clone, Copy)]
+pub(super) struct Scale<A> {
+    /// r.
+    factor: A,
+    /// The mean of dx̃ x̃; 0 in a forward.
+    mean: A,
 }
 
 /// One row's channels that are scaled together: all of them without a layer-scale.
@@ -351,6 +346,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
         let out = self.out.unwrap_or(&mut nowhere);
         let mut run_sums = vec![T::Acc::ZERO; self.sums.len()];
         let n = self.rows.group_len();
+        let layer_scale = self.rows.layer_scale();
         for row in self.range.clone() {
             let x = self.rows.x.row(row);
             let dy = self.dy.map_or(&[][..], |dy| dy.row(row));
@@ -363,7 +359,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
             };
             for start in (0..x.len()).step_by(n) {
                 let group = group(start);
-                let scale = self.kernel.scale(simd, group);
+                let scale = self.kernel.scale(simd, &layer_scale, group);
                 self.kernel.group(simd, group, scale, out, &mut run_sums);
             }
             let rows_done = row + 1 - self.range.start;
@@ -377,7 +373,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
 }
 
 /// The layer-scale of rows, or none.
-struct LayerScale<A> {
+pub(super) struct LayerScale<A> {
     eps: Option<A>,
     /// Of a channel in its group's means.
     share: A,
@@ -455,32 +451,26 @@ fn square_slot<'a, T, A>(group: &Group<T>, sums: &'a mut [A]) -> &'a mut [A] {
     group.of_sums(sums.get_mut(skipped..).unwrap_or_default())
 }
 
-struct SquareSumCols<A> {
-    layer_scale: LayerScale<A>,
-}
+struct SquareSumCols;
 
-impl<A: Accumulator> Kernel<A> for SquareSumCols<A> {
-    /// r.
-    type Scale = A;
-
-    #[inline(always)]
-    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> A {
-        self.layer_scale.factor(simd, group.x)
-    }
-
+impl<A: Accumulator> Kernel<A> for SquareSumCols {
     #[inline(always)]
     fn group<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         group: Group<T>,
-        factor: A,
+        scale: Scale<A>,
         _: &mut Piece<T>,
         sums: &mut [A],
     ) {
         let sums = square_slot(&group, sums);
         if !sums.is_empty() {
-            let x = group.x;
-            sweep(simd, group.len(), &mut SquareSumStep { x, factor, sums });
+            let mut step = SquareSumStep {
+                x: group.x,
+                factor: scale.factor,
+                sums,
+            };
+            sweep(simd, group.len(), &mut step);
         }
     }
 }
@@ -501,32 +491,23 @@ impl<T: Element> Columns<T::Acc> for SquareSumStep<'_, T, T::Acc> {
 }
 
 struct Normalize<'a, A> {
-    layer_scale: LayerScale<A>,
     scale: &'a [A],
     shift: &'a [A],
 }
 
 impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
-    /// r.
-    type Scale = A;
-
-    #[inline(always)]
-    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> A {
-        self.layer_scale.factor(simd, group.x)
-    }
-
     #[inline(always)]
     fn group<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         group: Group<T>,
-        factor: A,
+        scale: Scale<A>,
         y: &mut Piece<T>,
         sums: &mut [A],
     ) {
         let values = NormalizeValues {
             x: group.x,
-            factor,
+            factor: scale.factor,
             scale: group.of(self.scale),
             shift: group.of(self.shift),
             sums: square_slot(&group, sums),
@@ -556,25 +537,15 @@ impl<T: Element> Values<T::Acc> for NormalizeValues<'_, T, T::Acc> {
     }
 }
 
-struct GradSumCols<A> {
-    layer_scale: LayerScale<A>,
-}
+struct GradSumCols;
 
-impl<A: Accumulator> Kernel<A> for GradSumCols<A> {
-    /// r.
-    type Scale = A;
-
-    #[inline(always)]
-    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> A {
-        self.layer_scale.factor(simd, group.x)
-    }
-
+impl<A: Accumulator> Kernel<A> for GradSumCols {
     #[inline(always)]
     fn group<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         group: Group<T>,
-        factor: A,
+        scale: Scale<A>,
         _: &mut Piece<T>,
         sums: &mut [A],
     ) {
@@ -583,7 +554,7 @@ impl<A: Accumulator> Kernel<A> for GradSumCols<A> {
             let mut step = GradSumStep {
                 x: group.x,
                 dy: group.dy,
-                factor,
+                factor: scale.factor,
                 dy_x: group.of_sums(dy_x),
                 dy_sum: group.of_sums(dy_sum),
             };
@@ -612,20 +583,23 @@ impl<T: Element> Columns<T::Acc> for GradSumStep<'_, T, T::Acc> {
 }
 
 struct NormalizeBwd<'a, A> {
-    layer_scale: LayerScale<A>,
     gain: &'a [A],
     decay: &'a [A],
 }
 
 impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
-    /// What takes the gradient of a group back through the layer-scale, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`: the factor r
-    /// and that mean.
-    type Scale = (A, A);
-
     #[inline(always)]
-    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, group: Group<T>) -> (A, A) {
-        let (Some(eps), true) = (self.layer_scale.eps, group.keeps) else {
-            return (A::ONE, A::ZERO);
+    fn scale<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        layer_scale: &LayerScale<A>,
+        group: Group<T>,
+    ) -> Scale<A> {
+        let (Some(eps), true) = (layer_scale.eps, group.keeps) else {
+            return Scale {
+                factor: A::ONE,
+                mean: A::ZERO,
+            };
         };
         // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass does.
         let terms = GroupTerms {
@@ -635,14 +609,17 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
             decay: group.of(self.decay),
         };
         let [squares, gain_dy_x, decay_x2] = sum::<2, 3, S, A>(simd, group.len(), &terms);
-        let factor = self.layer_scale.factor_of(group.x, squares, eps);
+        let factor = layer_scale.factor_of(group.x, squares, eps);
         let total = factor * (gain_dy_x - factor * decay_x2);
         let total = if total.is_finite() {
             total
         } else {
             terms.total_with(factor)
         };
-        (factor, total * self.layer_scale.share)
+        Scale {
+            factor,
+            mean: total * layer_scale.share,
+        }
     }
 
     #[inline(always)]
@@ -650,7 +627,7 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
         &self,
         simd: S,
         group: Group<T>,
-        (factor, mean): (A, A),
+        Scale { factor, mean }: Scale<A>,
         dx: &mut Piece<T>,
         sums: &mut [A],
     ) {
