@@ -184,12 +184,20 @@ const RUN: usize = 512;
 /// The most chunks a call is cut into, so that partial sums stay small beside the rows.
 const MAX_CHUNKS: usize = 256;
 
+/// The rows of a chunk of wide rows: its partial sums, as wide as a row, are written and read once more. Fewer where that
+/// would leave less than as many chunks.
+const MIN_ROWS: usize = 32;
+
 /// Inputs up to this many elements run on the calling thread: waking another costs more.
 const SERIAL: usize = CHUNK;
 
 /// Rows of a chunk, from the shape alone.
 fn chunk_rows(rows: usize, cols: usize) -> usize {
-    (CHUNK / cols).max(rows.div_ceil(MAX_CHUNKS)).max(1)
+    let least = MIN_ROWS.min(rows / MIN_ROWS);
+    (CHUNK / cols)
+        .max(rows.div_ceil(MAX_CHUNKS))
+        .max(least)
+        .max(1)
 }
 
 /// What is done to each row, a group of the layer-scale at a time.
