@@ -201,6 +201,19 @@ impl PowerNorm {
         op::power_norm(xs, self.affine(), Some(keep), &self.state, train)
     }
 
+    /// The normalization of `xs + residual`, and `xs + residual` itself: what the next layer of a transformer takes, and
+    /// its residual stream.
+    ///
+    /// Both are `[.., size]`, of one shape and dtype. Training or evaluation follows the layer's [`Mode`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`forward_t`](Self::forward_t), and a `residual` of another dtype, shape or device.
+    pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        let sum = (xs + residual)?;
+        Ok((self.forward(&sum)?, sum))
+    }
+
     /// The same layer, following `mode` from now on.
     pub fn with_mode(self, mode: &Mode) -> Self {
         Self {

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs, unsafe_code)]
 
+mod communicator;
 mod config;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -11,6 +12,7 @@ mod mode;
 mod op;
 mod state;
 
+pub use communicator::Communicator;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
 pub use layer::{power_norm, PowerNorm, PowerNormT};

@@ -53,12 +53,21 @@ impl Gpt {
         }
         let mask = self.mask.narrow(0, 0, time)?.narrow(1, 0, time)?;
         let positions = self.positions.narrow(0, 0, time)?;
-        let mut xs = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
-        for block in &self.blocks {
-            xs = block.forward(&xs, &mask)?;
+        let mut stream = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
+        let mut xs = self.first_norm(0).forward(&stream)?;
+        for (i, block) in self.blocks.iter().enumerate() {
+            let branch = block.attention.forward(&xs, &mask)?;
+            (xs, stream) = block.norm_2.forward_residual(&branch, &stream)?;
+            let branch = block.mlp(&xs)?;
+            (xs, stream) = self.first_norm(i + 1).forward_residual(&branch, &stream)?;
         }
         let output = Linear::new(self.tokens.embeddings().clone(), None);
-        output.forward(&self.norm.forward(&xs)?)
+        output.forward(&xs)
+    }
+
+    /// What normalizes the residual stream where block `i` takes it up, or the output.
+    fn first_norm(&self, i: usize) -> &NormLayer {
+        self.blocks.get(i).map_or(&self.norm, |block| &block.norm_1)
     }
 }
 
@@ -96,13 +105,8 @@ impl Block {
         })
     }
 
-    fn forward(&self, xs: &Tensor, mask: &Tensor) -> Result<Tensor> {
-        let xs = (xs + self.attention.forward(&self.norm_1.forward(xs)?, mask)?)?;
-        let hidden = self
-            .expand
-            .forward(&self.norm_2.forward(&xs)?)?
-            .gelu_erf()?;
-        xs + self.project.forward(&hidden)?
+    fn mlp(&self, xs: &Tensor) -> Result<Tensor> {
+        self.project.forward(&self.expand.forward(xs)?.gelu_erf()?)
     }
 }
 

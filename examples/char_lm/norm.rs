@@ -95,6 +95,15 @@ impl NormLayer {
             Norm::Rms => Self::Rms { weight: weight()? },
         })
     }
+
+    /// `xs + residual`, normalized, and as it is.
+    pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        if let Self::Power(norm) = self {
+            return norm.forward_residual(xs, residual);
+        }
+        let sum = (xs + residual)?;
+        Ok((self.forward(&sum)?, sum))
+    }
 }
 
 impl Module for NormLayer {

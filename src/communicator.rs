@@ -1,0 +1,23 @@
+//! Sums over processes.
+
+use candle::{Result, Tensor};
+use std::fmt::Debug;
+
+/// Processes, or GPUs, that train copies of one model on shards of each batch: ranks.
+///
+/// A layer that is given one takes its statistics
+/// over the rows of all ranks.
+pub trait Communicator: Debug + Send + Sync {
+    /// The number of ranks, at least 1.
+    fn world_size(&self) -> usize;
+
+    /// The sum of every rank's `tensor`, on this rank's device: the same bits on every rank.
+    ///
+    /// All ranks call this in one order, each time with tensors of one shape and dtype (`F32`, or `F64` on a CPU), and
+    /// each waits for the others. `tensor` is contiguous.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the engine reports.
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
+}
