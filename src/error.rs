@@ -122,6 +122,15 @@ pub enum Error {
         got: Shape,
     },
 
+    /// The engine that sums over ranks could not be set up, or did not sum.
+    #[error("power_norm: {engine}: {reason}")]
+    Communicator {
+        /// `MPI` or `NCCL`.
+        engine: &'static str,
+        /// What was expected of it, and what came.
+        reason: String,
+    },
+
     /// A CUDA kernel of this crate cannot run on the device: it was compiled for another compute capability, as
     /// a rule.
     #[error("power_norm: expected kernel {kernel} to load on compute capability {compute_capability}, got {reason}")]

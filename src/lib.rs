@@ -13,6 +13,10 @@ mod op;
 mod state;
 
 pub use communicator::Communicator;
+#[cfg(feature = "mpi")]
+pub use communicator::MpiCommunicator;
+#[cfg(feature = "nccl")]
+pub use communicator::NcclCommunicator;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
