@@ -122,6 +122,23 @@ pub enum Error {
         got: Shape,
     },
 
+    /// A loss scale is not positive and finite.
+    #[error("power_norm: expected a loss scale positive and finite, got {0}")]
+    LossScale(f64),
+
+    /// Another rank could not come to a sum: its call failed.
+    #[error("power_norm: expected every rank to take part in a sum, got a rank whose call failed")]
+    RankFailed,
+
+    /// The ranks came to one sum for different things: layers of different sizes or dtypes, or calls in different orders.
+    #[error("power_norm: expected every rank to sum {numbers} numbers of {exchange}, got ranks that differ")]
+    RanksDisagree {
+        /// What this rank came for.
+        exchange: &'static str,
+        /// How many numbers it brought.
+        numbers: usize,
+    },
+
     /// The engine that sums over ranks could not be set up, or did not sum.
     #[error("power_norm: {engine}: {reason}")]
     Communicator {

@@ -1,10 +1,12 @@
 //! The custom op: which device runs a pass, and the only place that sees both tensors and storage.
 
+use crate::communicator::Ranks;
 use crate::cpu::{self, Element, Matrix, Rows};
 #[cfg(feature = "cuda")]
 use crate::cuda;
+use crate::mode::Purpose;
 use crate::state::{read, Snapshot, State};
-use crate::{Error, Recipe};
+use crate::{Error, LossScale, Recipe, Statistics};
 use candle::backend::BackendStorage;
 #[cfg(feature = "cuda")]
 use candle::{op::BackpropOp, CudaStorage};
@@ -12,48 +14,55 @@ use candle::{
     CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType,
 };
 use half::{bf16, f16};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 #[cfg(feature = "cuda")]
 use std::{cell::OnceCell, ops::Deref};
 
-/// Runs the layer on checked arguments: `xs` `[.., C]`, weight and bias `[C]`, `keep` `[..]`.
+/// A call of a layer, of checked arguments.
+pub(crate) struct Call<'a> {
+    /// γ and β, `[C]`.
+    pub affine: Option<(&'a Tensor, &'a Tensor)>,
+    /// `[..]`, as the input without its last dimension.
+    pub keep: Option<&'a Tensor>,
+    pub state: &'a Arc<State>,
+    pub purpose: Purpose,
+    pub loss_scale: &'a LossScale,
+    pub ranks: &'a Ranks,
+}
+
+/// Runs the layer on `xs`, `[.., C]`.
 ///
 /// In training, ψ² and t are updated once the output stands.
-pub(crate) fn power_norm(
-    xs: &Tensor,
-    affine: Option<(&Tensor, &Tensor)>,
-    keep: Option<&Tensor>,
-    state: &Arc<State>,
-    train: bool,
-) -> Result<Tensor> {
+pub(crate) fn power_norm(xs: &Tensor, call: &Call) -> Result<Tensor> {
     match xs.dtype() {
-        DType::F32 => apply::<f32>(xs, affine, keep, state, train),
-        DType::F64 => apply::<f64>(xs, affine, keep, state, train),
-        DType::F16 => apply::<f16>(xs, affine, keep, state, train),
-        DType::BF16 => apply::<bf16>(xs, affine, keep, state, train),
+        DType::F32 => apply::<f32>(xs, call),
+        DType::F64 => apply::<f64>(xs, call),
+        DType::F16 => apply::<f16>(xs, call),
+        DType::BF16 => apply::<bf16>(xs, call),
         other => Err(Error::InputDType(other).into()),
     }
 }
 
-fn apply<T: Element>(
-    xs: &Tensor,
-    affine: Option<(&Tensor, &Tensor)>,
-    keep: Option<&Tensor>,
-    state: &Arc<State>,
-    train: bool,
-) -> Result<Tensor> {
+fn apply<T: Element>(xs: &Tensor, call: &Call) -> Result<Tensor> {
     let xs = readable(xs)?;
-    let affine = match affine {
+    let affine = match call.affine {
         Some((weight, bias)) => Some((weight.contiguous()?, bias.contiguous()?)),
         None => None,
     };
+    let state = call.state;
+    if call.purpose != Purpose::Evaluation {
+        state.settle()?;
+    }
     let saved = Arc::new(OnceLock::new());
     let op = PowerNormOp::<T> {
-        keep: keep.map(Tensor::contiguous).transpose()?,
+        keep: call.keep.map(Tensor::contiguous).transpose()?,
         before: state.snapshot()?,
         saved: saved.clone(),
         state: state.clone(),
-        train,
+        purpose: call.purpose,
+        loss_scale: call.loss_scale.clone(),
+        ranks: call.ranks.clone(),
         #[cfg(feature = "cuda")]
         tracked: match &affine {
             Some((weight, bias)) => [&xs, weight, bias].iter().any(|arg| arg.track_op()),
@@ -66,7 +75,16 @@ fn apply<T: Element>(
     };
     // Not inside the op: candle holds the storage of its arguments there, and an argument may be the
     // variable to update.
-    if let Some(forward) = saved.get() {
+    let Some(forward) = saved.get() else {
+        return Ok(ys);
+    };
+    if forward.is_unsettled() {
+        let ranks = call.ranks.clone();
+        state.defer(move |state| match saved.get() {
+            Some(forward) => forward.settle(&ranks, state),
+            None => Ok(()),
+        });
+    } else {
         forward.commit(state)?;
     }
     Ok(ys)
@@ -121,33 +139,73 @@ struct PowerNormOp<T: Element> {
     /// Set by the forward.
     saved: Arc<OnceLock<Forward<T::Acc>>>,
     state: Arc<State>,
-    train: bool,
+    purpose: Purpose,
+    loss_scale: LossScale,
+    ranks: Ranks,
     /// Whether a backward may follow.
     #[cfg(feature = "cuda")]
     tracked: bool,
 }
 
 /// What a forward leaves to its backward and to the state.
-enum Forward<A> {
+struct Forward<A> {
+    saved: Saved<A>,
+    purpose: Purpose,
+    /// Whether ψ² took the step.
+    committed: AtomicBool,
+}
+
+/// The part of it that belongs to the device.
+enum Saved<A> {
     Cpu(cpu::Saved<A>),
     #[cfg(feature = "cuda")]
     Cuda(cuda::Forward),
 }
 
 impl<A: cpu::Accumulator + WithDType> Forward<A> {
-    /// The step of ψ² and t, once the output stands.
+    fn new(saved: Saved<A>, purpose: Purpose) -> Self {
+        Self {
+            saved,
+            purpose,
+            committed: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether the step waits for other ranks' sums.
+    fn is_unsettled(&self) -> bool {
+        match &self.saved {
+            Saved::Cpu(saved) => saved.is_unsettled(),
+            #[cfg(feature = "cuda")]
+            Saved::Cuda(_) => false,
+        }
+    }
+
+    fn settle(&self, ranks: &Ranks, state: &State) -> Result<()> {
+        match &self.saved {
+            Saved::Cpu(saved) => saved.settle(ranks)?,
+            #[cfg(feature = "cuda")]
+            Saved::Cuda(_) => {}
+        }
+        self.commit(state)
+    }
+
+    /// The step of ψ² and t, once its sums are known. Once: a second call does nothing.
     fn commit(&self, state: &State) -> Result<()> {
-        match self {
-            Forward::Cpu(statistics) => match &statistics.step {
-                Some(step) => state.update_phi(&step.batch_phi),
+        if self.is_unsettled() || self.committed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        match &self.saved {
+            Saved::Cpu(saved) => match saved.step() {
+                Some(step) => state.update_phi(&step.batch_phi, self.purpose),
                 None => Ok(()),
             },
             #[cfg(feature = "cuda")]
-            Forward::Cuda(forward) if forward.is_step() => {
-                state.update_phi_on_gpu(|phi, layout, step| forward.update_phi(phi, layout, step))
-            }
+            Saved::Cuda(forward) if forward.is_step() => state
+                .update_phi_on_gpu(self.purpose, |phi, layout, step| {
+                    forward.update_phi(phi, layout, step)
+                }),
             #[cfg(feature = "cuda")]
-            Forward::Cuda(_) => Ok(()),
+            Saved::Cuda(_) => Ok(()),
         }
     }
 }
@@ -166,7 +224,6 @@ impl<T: Element> PowerNormOp<T> {
         (storage, layout): Argument,
         affine: Option<[Argument; 2]>,
     ) -> Result<(CpuStorage, Shape)> {
-        let config = self.state.config();
         let [weight, bias] = affine.map_or([None, None], |affine| affine.map(Some));
         let layer = self.layer(weight, bias)?;
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
@@ -175,27 +232,40 @@ impl<T: Element> PowerNormOp<T> {
             None => None,
         };
         let rows = self.rows(matrix(storage, layout)?, keep);
-        let statistics = config.statistics_at(self.before.steps + 1);
-        let train = self.train.then_some(statistics);
-        let (y, statistics) = layer.forward(&rows, &self.before.phi, train);
+        let (y, saved) = layer.forward(&rows, &self.before.phi, self.statistics())?;
         // candle runs a forward once; a second run would come to the same.
-        let _ = self.saved.set(Forward::Cpu(statistics));
+        let _ = (self.saved).set(Forward::new(Saved::Cpu(saved), self.purpose));
         Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
     }
 
     fn backward(&self, x: &Tensor, affine: Option<[&Tensor; 2]>, dy: &Tensor) -> Result<Gradients> {
         let dy = readable(dy)?;
-        match self.saved.get() {
-            Some(Forward::Cpu(statistics)) => self.cpu_backward(statistics, x, affine, &dy),
+        let Some(forward) = self.saved.get() else {
+            candle::bail!("{}: backward without a forward", Self::NAME)
+        };
+        match &forward.saved {
+            Saved::Cpu(saved) => self.cpu_backward(forward, saved, x, affine, &dy),
             #[cfg(feature = "cuda")]
-            Some(Forward::Cuda(forward)) => self.cuda_backward(forward, x, affine, &dy),
-            None => candle::bail!("{}: backward without a forward", Self::NAME),
+            Saved::Cuda(saved) => self.cuda_backward(saved, x, affine, &dy),
+        }
+    }
+
+    /// The statistic of a training step.
+    fn statistics(&self) -> Option<Statistics> {
+        match self.purpose {
+            Purpose::Evaluation => None,
+            Purpose::Training => {
+                let config = self.state.config();
+                Some(config.statistics_at(self.before.steps + 1))
+            }
+            Purpose::Recalibration(_) => Some(Statistics::Batch),
         }
     }
 
     fn cpu_backward(
         &self,
-        statistics: &cpu::Saved<T::Acc>,
+        forward: &Forward<T::Acc>,
+        saved: &cpu::Saved<T::Acc>,
         x: &Tensor,
         affine: Option<[&Tensor; 2]>,
         dy: &Tensor,
@@ -204,7 +274,8 @@ impl<T: Element> PowerNormOp<T> {
             input: x.track_op(),
             params: affine.is_some_and(|affine| affine.iter().any(|param| param.track_op())),
         };
-        let nu = read(&self.state.nu()?)?;
+        let loss_scale = self.loss_scale.get();
+        let nu = read(&self.state.nu()?.affine(loss_scale, 0.)?)?;
         let gradients = {
             let (x_storage, x_layout) = x.storage_and_layout();
             let (dy_storage, dy_layout) = dy.storage_and_layout();
@@ -223,10 +294,13 @@ impl<T: Element> PowerNormOp<T> {
             };
             let rows = self.rows(matrix(on_cpu(&x_storage)?, x_layout)?, keep);
             let dy = matrix(on_cpu(&dy_storage)?, dy_layout)?;
-            layer.backward(&rows, &dy, statistics, &nu, wanted)
+            layer.backward(&rows, &dy, saved, &nu, wanted)?
         };
-        if let (Some(step), Some(lambda)) = (&statistics.step, &gradients.lambda) {
-            self.state.update_nu(&step.gamma, lambda)?;
+        forward.commit(&self.state)?;
+        if let (Some(step), Some(lambda), Purpose::Training) =
+            (saved.step(), &gradients.lambda, self.purpose)
+        {
+            self.state.update_nu(&step.gamma, lambda, loss_scale)?;
         }
         let dx = gradients
             .input
@@ -254,6 +328,7 @@ impl<T: Element> PowerNormOp<T> {
             bias: bias.map(widened).transpose()?,
             eps: config.eps,
             recipe: config.recipe,
+            ranks: self.ranks.clone(),
         })
     }
 
@@ -284,11 +359,9 @@ impl<T: Element> PowerNormOp<T> {
             bias: affine.map(|[_, bias]| bias),
             phi: cuda_argument(&phi)?,
         };
-        let statistics = config.statistics_at(self.before.steps + 1);
-        let train = self.train.then_some(statistics);
-        let (y, forward) = cuda::forward(&inputs, config, train, self.tracked)?;
+        let (y, saved) = cuda::forward(&inputs, config, self.statistics(), self.tracked)?;
         // candle runs a forward once.
-        let _ = self.saved.set(Forward::Cuda(forward));
+        let _ = (self.saved).set(Forward::new(Saved::Cuda(saved), self.purpose));
         Ok((y, x.1.shape().clone()))
     }
 
