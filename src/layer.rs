@@ -295,7 +295,8 @@ impl PowerNorm {
     fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
         let checked = self.check_input(xs);
         let checked = checked.and_then(|()| self.check_keep(xs, keep));
-        if checked.is_err() && purpose != Purpose::Evaluation {
+        // The others settle what a last forward left, too, before they come to the sum of this one.
+        if checked.is_err() && purpose != Purpose::Evaluation && self.state.settle().is_ok() {
             self.ranks.fail();
         }
         checked?;

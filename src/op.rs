@@ -243,11 +243,16 @@ impl<T: Element> PowerNormOp<T> {
         let Some(forward) = self.saved.get() else {
             candle::bail!("{}: backward without a forward", Self::NAME)
         };
-        match &forward.saved {
+        let gradients = match &forward.saved {
             Saved::Cpu(saved) => self.cpu_backward(forward, saved, x, affine, &dy),
             #[cfg(feature = "cuda")]
             Saved::Cuda(saved) => self.cuda_backward(saved, x, affine, &dy),
+        };
+        if gradients.is_err() {
+            // The step is left out: on a rank whose forward failed there is none to settle.
+            self.state.abandon();
         }
+        gradients
     }
 
     /// The statistic of a training step.

@@ -242,6 +242,11 @@ impl State {
         *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = pending;
     }
 
+    /// Leaves out the step that was left.
+    pub fn abandon(&self) {
+        self.take_pending();
+    }
+
     /// Takes the step that was left, if it still is.
     pub fn settle(&self) -> Result<()> {
         match self.take_pending() {
