@@ -148,7 +148,9 @@ fn values<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     }
     if c_int::try_from(tensor.elem_count()).is_err() {
         let got = tensor.elem_count();
-        return Err(failure(format!("expected at most 2^31-1 elements, got {got}")));
+        return Err(failure(format!(
+            "expected at most 2^31-1 elements, got {got}"
+        )));
     }
     tensor.flatten_all()?.to_vec1()
 }
@@ -169,7 +171,11 @@ unsafe impl Send for Duplicate {}
 
 impl Duplicate {
     /// Combines every rank's `values`, of which all ranks have the same number.
-    fn all_reduce<T: Equivalence + Copy + Default>(&self, values: &[T], operation: Operation) -> Result<Vec<T>> {
+    fn all_reduce<T: Equivalence + Copy + Default>(
+        &self,
+        values: &[T],
+        operation: Operation,
+    ) -> Result<Vec<T>> {
         if mpi::is_finalized() {
             return Err(failure("expected MPI in use, got it finalized".into()));
         }

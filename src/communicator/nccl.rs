@@ -109,7 +109,12 @@ impl Communicator for NcclCommunicator {
             }
         };
         let shape = tensor.shape();
-        Ok(Tensor::from_storage(Storage::Cuda(sum), shape, BackpropOp::none(), false))
+        Ok(Tensor::from_storage(
+            Storage::Cuda(sum),
+            shape,
+            BackpropOp::none(),
+            false,
+        ))
     }
 }
 
@@ -119,13 +124,17 @@ impl NcclCommunicator {
         T: CudaDType + DeviceRepr + NcclType,
     {
         let Some((start, end)) = layout.contiguous_offsets() else {
-            return Err(failure(format!("expected a contiguous tensor, got {layout:?}")));
+            return Err(failure(format!(
+                "expected a contiguous tensor, got {layout:?}"
+            )));
         };
         let comm = self.comm.lock().unwrap_or_else(PoisonError::into_inner);
         let device = storage.device();
         let (got, expected) = (device.cuda_stream().context().ordinal(), comm.0.ordinal());
         if got != expected {
-            return Err(failure(format!("expected a tensor on GPU {expected}, got it on {got}")));
+            return Err(failure(format!(
+                "expected a tensor on GPU {expected}, got it on {got}"
+            )));
         }
         let values = storage.as_cuda_slice::<T>()?.slice(start..end);
         // SAFETY: the sum writes all of it, and whoever reads it is queued after that.

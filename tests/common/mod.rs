@@ -3,6 +3,7 @@
 #![allow(dead_code)] // every test file uses its share
 
 mod data;
+pub mod distributed;
 pub mod recording;
 pub mod reference;
 

@@ -1,0 +1,479 @@
+//! What must hold of a layer on several ranks, whatever sums for them: each case is run by every rank.
+
+use super::{
+    assert_same_bits, layer, message, run, state, to_f64, Batch, Data, Outcome, Twin, CPU,
+};
+use candle::{DType, Module, Result, Tensor, Var};
+use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One of the ranks.
+pub struct Rank {
+    pub rank: usize,
+    pub communicator: Arc<dyn Communicator>,
+}
+
+/// A name for messages, and what every rank does.
+pub type Case = (&'static str, fn(&Rank));
+
+pub const CASES: [Case; 7] = [
+    ("trajectories", trajectories),
+    ("a sum is one on every rank", a_sum_is_one_on_every_rank),
+    ("sums after the warm-up wait", sums_after_the_warm_up_wait),
+    ("forwards without a backward", forwards_without_a_backward),
+    ("an evaluation is local", an_evaluation_is_local),
+    ("layers of different sizes", layers_of_different_sizes),
+    ("a rank whose call fails", a_rank_whose_call_fails),
+];
+
+const SIZE: usize = 12;
+
+/// Steps of a trajectory, of which `WARM_UP` are warm-up: every pattern of shards comes before its end, and twice after it.
+const STEPS: usize = 20;
+const WARM_UP: usize = 7;
+
+impl Rank {
+    fn ranks(&self) -> usize {
+        self.communicator.world_size()
+    }
+
+    fn is_last(&self) -> bool {
+        self.rank + 1 == self.ranks()
+    }
+
+    fn join(&self, layer: PowerNorm) -> PowerNorm {
+        layer.with_communicator(self.communicator.clone())
+    }
+
+    /// A layer over all ranks and its twin for the whole batch, with the same random parameters.
+    fn layers(&self, config: PowerNormConfig, dtype: DType) -> (PowerNorm, PowerNorm) {
+        let twin = || Twin::new(&mut Data::new(11), SIZE, config, dtype).layer;
+        (self.join(twin()), twin())
+    }
+
+    /// This rank's rows of `batch`, which the ranks share out evenly.
+    fn share(&self, batch: &Batch) -> Batch {
+        let rows = batch.xs.dims()[0];
+        assert_eq!(rows % self.ranks(), 0);
+        rows_of(
+            batch,
+            &shares(&vec![rows / self.ranks(); self.ranks()])[self.rank],
+        )
+    }
+
+    /// The sum over all ranks.
+    fn sum(&self, tensor: &Tensor) -> Tensor {
+        self.communicator.all_reduce_sum(tensor).unwrap()
+    }
+
+    /// All ranks come out of a case together: one that fails early is then not taken for one that hangs.
+    fn meet(&self) {
+        self.sum(&Tensor::zeros(1, DType::F64, &CPU).unwrap());
+    }
+}
+
+/// The shares of a batch: consecutive rows, so many for each rank.
+fn shares(counts: &[usize]) -> Vec<Range<usize>> {
+    let mut start = 0;
+    counts
+        .iter()
+        .map(|count| {
+            start += count;
+            start - count..start
+        })
+        .collect()
+}
+
+fn rows_of(batch: &Batch, rows: &Range<usize>) -> Batch {
+    let narrow = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len()).unwrap();
+    Batch {
+        xs: narrow(&batch.xs),
+        dy: narrow(&batch.dy),
+        keep: batch.keep.as_ref().map(narrow),
+    }
+}
+
+fn batch(data: &mut Data, rows: usize, dtype: DType) -> Batch {
+    Batch::random(data, &[rows, SIZE], dtype, false)
+}
+
+/// How a step's batch is spread over the ranks.
+#[derive(Clone, Copy, Debug)]
+enum Spread {
+    Evenly,
+    Unevenly,
+    /// One rank has no row.
+    OneEmpty,
+    /// One rank has rows, and all are padding.
+    OnePadded,
+    /// One rank has them all.
+    OneAlone,
+    /// No rank has a row that counts: none at all, or padding.
+    Nothing,
+}
+
+const SPREADS: [Spread; 6] = [
+    Spread::Evenly,
+    Spread::Unevenly,
+    Spread::OneEmpty,
+    Spread::OnePadded,
+    Spread::Nothing,
+    Spread::OneAlone,
+];
+
+impl Spread {
+    /// Rows of each rank; `who` is the one rank.
+    fn counts(self, ranks: usize, who: usize, masked: bool) -> Vec<usize> {
+        let each = |count: &dyn Fn(usize) -> usize| (0..ranks).map(count).collect();
+        match self {
+            Self::Evenly | Self::OnePadded => each(&|_| 8),
+            Self::Unevenly => each(&|rank| 3 + 5 * rank),
+            Self::OneEmpty => each(&|rank| if rank == who { 0 } else { 7 }),
+            Self::OneAlone => each(&|rank| if rank == who { 20 } else { 0 }),
+            Self::Nothing => each(&|_| if masked { 4 } else { 0 }),
+        }
+    }
+
+    /// The rows that are kept.
+    fn mask(self, data: &mut Data, shares: &[Range<usize>], who: usize) -> Vec<bool> {
+        let rows = shares.last().unwrap().end;
+        match self {
+            Self::Nothing => vec![false; rows],
+            Self::OnePadded => (data.mask(rows).into_iter().enumerate())
+                .map(|(row, keep)| keep && !shares[who].contains(&row))
+                .collect(),
+            _ => data.mask(rows),
+        }
+    }
+}
+
+/// N ranks with their shares of a batch have the state, outputs and gradients of one rank with the whole.
+pub fn trajectories(rank: &Rank) {
+    for dtype in [DType::F64, DType::F32] {
+        for (recipe, statistics, group_scaling, affine, masked) in settings() {
+            let config = PowerNormConfig {
+                recipe,
+                statistics,
+                group_scaling,
+                affine,
+                warmup_steps: WARM_UP,
+                ..1e-5.into()
+            };
+            trajectory(rank, config, dtype, masked);
+        }
+    }
+}
+
+type Setting = (Recipe, Statistics, Option<usize>, bool, bool);
+
+fn settings() -> impl Iterator<Item = Setting> {
+    (0..32).map(|bits: usize| {
+        let bit = |k: usize| bits >> k & 1 == 1;
+        (
+            [Recipe::Paper, Recipe::Fairseq][bit(0) as usize],
+            [Statistics::Running, Statistics::Batch][bit(1) as usize],
+            bit(2).then_some(2),
+            bit(3),
+            bit(4),
+        )
+    })
+}
+
+fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) {
+    let close = Close::of(dtype);
+    let (sharded, whole) = rank.layers(config, dtype);
+    let mut data = Data::new(12);
+    for step in 0..STEPS {
+        let spread = SPREADS[step % SPREADS.len()];
+        let who = step % rank.ranks();
+        let shares = shares(&spread.counts(rank.ranks(), who, masked));
+        let mut batch = batch(&mut data, shares.last().unwrap().end, dtype);
+        if masked {
+            let mask = spread.mask(&mut data, &shares, who);
+            batch = batch.masked(&mask);
+        }
+        let expected = run(&whole, &batch, true);
+        let actual = run(&sharded, &rows_of(&batch, &shares[rank.rank]), true);
+
+        let what = format!("{config:?}, {dtype:?}, masked: {masked}, step {step}, {spread:?}");
+        close.outcome(&what, rank, &actual, &expected, &shares[rank.rank]);
+        close.state(&what, rank, &sharded, &whole);
+    }
+    // What all this compared was not nothing.
+    let taken = (0..STEPS).filter(|step| !matches!(SPREADS[step % SPREADS.len()], Spread::Nothing));
+    assert_eq!(whole.steps().unwrap(), taken.count());
+    assert!(to_f64(&whole.nu().unwrap()).iter().all(|&nu| nu != 0.));
+    rank.meet();
+}
+
+/// Comparisons, to the precision that a dtype leaves sums whose terms come in another order.
+struct Close {
+    /// Of the largest value.
+    relative: f64,
+}
+
+impl Close {
+    fn of(dtype: DType) -> Self {
+        let relative = if dtype == DType::F64 { 1e-12 } else { 1e-6 };
+        Self { relative }
+    }
+
+    #[track_caller]
+    fn outcome(
+        &self,
+        what: &str,
+        rank: &Rank,
+        actual: &Outcome,
+        expected: &Outcome,
+        share: &Range<usize>,
+    ) {
+        let of_share = share.start * SIZE..share.end * SIZE;
+        self.values(
+            &format!("{what}: y"),
+            &actual.y,
+            &expected.y,
+            of_share.clone(),
+        );
+        self.values(&format!("{what}: dx"), &actual.dx, &expected.dx, of_share);
+        for (name, actual, expected) in [
+            ("dweight", &actual.dweight, &expected.dweight),
+            ("dbias", &actual.dbias, &expected.dbias),
+        ] {
+            if let (Some(actual), Some(expected)) = (actual, expected) {
+                self.values(
+                    &format!("{what}: {name}"),
+                    &rank.sum(actual),
+                    expected,
+                    0..SIZE,
+                );
+            }
+        }
+    }
+
+    /// ψ², ν and t; on all ranks the same bits.
+    #[track_caller]
+    fn state(&self, what: &str, rank: &Rank, actual: &PowerNorm, expected: &PowerNorm) {
+        assert_eq!(
+            actual.steps().unwrap(),
+            expected.steps().unwrap(),
+            "{what}: t"
+        );
+        for (name, actual, expected) in [
+            ("ψ²", actual.running_phi(), expected.running_phi()),
+            ("ν", actual.nu(), expected.nu()),
+        ] {
+            let (name, actual) = (format!("{what}: {name}"), actual.unwrap());
+            self.values(&name, &actual, &expected.unwrap(), 0..SIZE);
+            let of_first = match rank.rank {
+                0 => actual.clone(),
+                _ => actual.zeros_like().unwrap(),
+            };
+            assert_same_bits(&name, &actual, &rank.sum(&of_first));
+        }
+    }
+
+    /// Compares `actual` with a part of `expected`.
+    #[track_caller]
+    fn values(&self, what: &str, actual: &Tensor, expected: &Tensor, part: Range<usize>) {
+        let (actual, expected) = (to_f64(actual), to_f64(expected));
+        let largest = expected.iter().fold(0., |max: f64, e| max.max(e.abs()));
+        let expected = &expected[part];
+        assert_eq!(actual.len(), expected.len(), "{what}: length");
+        for (k, (a, e)) in actual.iter().zip(expected).enumerate() {
+            let (off, bound) = ((a - e).abs(), self.relative * largest);
+            assert!(
+                off <= bound,
+                "{what}[{k}]: got {a}, expected {e}, off by {off:e}, at most {bound:e}"
+            );
+        }
+    }
+}
+
+/// What the trait promises of a communicator.
+pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
+    for dtype in [DType::F32, DType::F64] {
+        // Every rank knows what every other brings. Sums of these depend on the order of their terms.
+        let brought = |rank: usize| {
+            let mut data = Data::new(20 + rank as u64);
+            let values = data.normal(3 * 5);
+            data.tensor(&values, &[3, 5], dtype)
+        };
+        let sum = rank.sum(&brought(rank.rank));
+        assert_eq!((sum.dims(), sum.dtype()), (&[3, 5][..], dtype));
+        let mut expected = vec![0.; 3 * 5];
+        for other in 0..rank.ranks() {
+            let values = to_f64(&brought(other));
+            expected
+                .iter_mut()
+                .zip(values)
+                .for_each(|(sum, value)| *sum += value);
+        }
+        let expected = Tensor::from_vec(expected, (3, 5), &CPU).unwrap();
+        Close::of(dtype).values("a sum", &sum, &expected, 0..3 * 5);
+        let of_first = match rank.rank {
+            0 => sum.clone(),
+            _ => sum.zeros_like().unwrap(),
+        };
+        assert_same_bits("a sum", &sum, &rank.sum(&of_first));
+    }
+}
+
+/// A layer whose steps are all after the warm-up.
+fn warm() -> PowerNormConfig {
+    PowerNormConfig {
+        warmup_steps: 0,
+        ..1e-5.into()
+    }
+}
+
+/// After the warm-up a forward does not wait for the other ranks: ranks that take turns would not come through it.
+pub fn sums_after_the_warm_up_wait(rank: &Rank) {
+    let (sharded, whole) = rank.layers(warm(), DType::F64);
+    let batch = batch(&mut Data::new(13), 3 * rank.ranks(), DType::F64);
+    let expected = run(&whole, &batch, true);
+    let share = rank.share(&batch);
+    let xs = Var::from_tensor(&share.xs).unwrap();
+    let mut ys = None;
+    for turn in 0..rank.ranks() {
+        if turn == rank.rank {
+            ys = Some(sharded.forward(&xs).unwrap());
+        }
+        rank.meet();
+    }
+    assert_eq!(sharded.steps().unwrap(), 0);
+    let loss = (ys.unwrap() * &share.dy).unwrap().sum_all().unwrap();
+    let grads = loss.backward().unwrap();
+    let dx = grads.get(&xs).unwrap();
+    let first = rank.rank * 3 * SIZE;
+    let close = Close::of(DType::F64);
+    close.values("dx", dx, &expected.dx, first..first + 3 * SIZE);
+    close.state("one step", rank, &sharded, &whole);
+    assert_eq!(sharded.steps().unwrap(), 1);
+
+    // A second backward of one forward is another update of ν.
+    let steps = |layer: &PowerNorm, batch: &Batch| {
+        let ys = layer
+            .forward(&Var::from_tensor(&batch.xs).unwrap())
+            .unwrap();
+        let loss = (ys * &batch.dy).unwrap().sum_all().unwrap();
+        loss.backward().unwrap();
+        loss.backward().unwrap();
+    };
+    steps(&sharded, &share);
+    steps(&whole, &batch);
+    close.state("two backwards", rank, &sharded, &whole);
+    rank.meet();
+}
+
+/// What no backward settled, the next training forward does.
+pub fn forwards_without_a_backward(rank: &Rank) {
+    let (sharded, whole) = rank.layers(warm(), DType::F64);
+    let mut data = Data::new(14);
+    let mut batches = (0..4).map(|_| batch(&mut data, 5 * rank.ranks(), DType::F64));
+    let close = Close::of(DType::F64);
+
+    let first = batches.next().unwrap();
+    sharded.forward(&rank.share(&first).xs).unwrap();
+    let second = batches.next().unwrap();
+    sharded.forward(&rank.share(&second).xs).unwrap();
+    whole.forward(&first.xs).unwrap();
+    close.state("two forwards", rank, &sharded, &whole);
+    assert_eq!(sharded.steps().unwrap(), 1);
+
+    // A layer used twice in a model.
+    let twice = |layer: &PowerNorm, a: &Batch, b: &Batch| {
+        let ys = |batch: &Batch| {
+            let ys = layer
+                .forward(&Var::from_tensor(&batch.xs).unwrap())
+                .unwrap();
+            (ys * &batch.dy).unwrap().sum_all().unwrap()
+        };
+        (ys(a) + ys(b)).unwrap().backward().unwrap();
+    };
+    whole.forward(&second.xs).unwrap();
+    let (third, fourth) = (batches.next().unwrap(), batches.next().unwrap());
+    twice(&sharded, &rank.share(&third), &rank.share(&fourth));
+    twice(&whole, &third, &fourth);
+    close.state("used twice", rank, &sharded, &whole);
+    assert_eq!(sharded.steps().unwrap(), 4);
+    rank.meet();
+}
+
+/// One rank alone evaluates, with a step unsettled: the others are not waited for.
+pub fn an_evaluation_is_local(rank: &Rank) {
+    let (sharded, whole) = rank.layers(warm(), DType::F64);
+    let batch = batch(&mut Data::new(15), 4 * rank.ranks(), DType::F64);
+    let share = rank.share(&batch);
+    sharded.forward(&share.xs).unwrap();
+    if rank.is_last() {
+        let evaluated = run(&sharded, &share, false);
+        let expected = run(&whole, &share, false);
+        for ((name, actual), (_, expected)) in
+            evaluated.tensors().into_iter().zip(expected.tensors())
+        {
+            assert_same_bits(name, actual, expected);
+        }
+    }
+    rank.meet();
+}
+
+/// A forward of an input, and its backward.
+fn step(layer: &PowerNorm, xs: &Tensor) -> Result<()> {
+    let xs = Var::from_tensor(xs)?;
+    layer.forward(&xs)?.sqr()?.sum_all()?.backward()?;
+    Ok(())
+}
+
+/// The warm-up, whose forwards wait for the other ranks, and what comes after, where backwards do.
+fn before_and_after_the_warm_up() -> [PowerNormConfig; 2] {
+    let warming_up = PowerNormConfig {
+        warmup_steps: 100,
+        ..1e-5.into()
+    };
+    [warming_up, warm()]
+}
+
+/// Ranks that disagree on C have an error each, and none hangs.
+pub fn layers_of_different_sizes(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let size = SIZE + rank.is_last() as usize;
+        let layer = rank.join(layer(size, config, DType::F32).0);
+        let before = state(&layer);
+        let xs = Tensor::ones((3, size), DType::F32, &CPU).unwrap();
+        let text = message(step(&layer, &xs));
+        assert!(text.contains("got ranks that differ"), "{text}");
+        assert_eq!(state(&layer), before);
+        rank.meet();
+    }
+}
+
+/// A rank whose call is refused fails the step on all ranks, which then go on without it.
+pub fn a_rank_whose_call_fails(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let (sharded, whole) = rank.layers(config, DType::F64);
+        let mut data = Data::new(16);
+        let mut both = |what: &str| {
+            let batch = batch(&mut data, 6 * rank.ranks(), DType::F64);
+            run(&whole, &batch, true);
+            run(&sharded, &rank.share(&batch), true);
+            Close::of(DType::F64).state(what, rank, &sharded, &whole);
+        };
+        both("before");
+        // With a step that no backward has settled, which is not lost.
+        let batch = batch(&mut Data::new(17), 2 * rank.ranks(), DType::F64);
+        whole.forward(&batch.xs).unwrap();
+        sharded.forward(&rank.share(&batch).xs).unwrap();
+        let width = SIZE + rank.is_last() as usize;
+        let refused = Tensor::ones((2, width), DType::F64, &CPU).unwrap();
+        let text = message(step(&sharded, &refused));
+        let expected = match rank.is_last() {
+            true => "expected a last dimension of 12",
+            false => "got a rank whose call failed",
+        };
+        assert!(text.contains(expected), "{text}");
+        Close::of(DType::F64).state("without it", rank, &sharded, &whole);
+        both("afterwards");
+        rank.meet();
+    }
+}
