@@ -98,10 +98,10 @@ pub enum Error {
         got: DType,
     },
 
-    /// The input, or the mask, lives on another device than the layer.
+    /// The input, the mask or the residual lives on another device than the layer.
     #[error("power_norm: expected {name} on the layer's device {expected:?}, got {got:?}")]
     Device {
-        /// `xs` or `keep`.
+        /// `xs`, `keep` or `residual`.
         name: &'static str,
         /// Device of the layer.
         expected: DeviceLocation,
@@ -120,6 +120,19 @@ pub enum Error {
         expected: Shape,
         /// Shape of the mask.
         got: Shape,
+    },
+
+    /// The residual does not have the input's shape and dtype.
+    #[error("power_norm: expected a residual of shape {expected:?} and dtype {dtype:?} (as the input), got {got:?} and {got_dtype:?}")]
+    Residual {
+        /// Shape of the input.
+        expected: Shape,
+        /// Dtype of the input.
+        dtype: DType,
+        /// Shape of the residual.
+        got: Shape,
+        /// Dtype of the residual.
+        got_dtype: DType,
     },
 
     /// A loss scale is not positive and finite.

@@ -2,7 +2,8 @@
 
 use crate::communicator::Ranks;
 use crate::mode::Purpose;
-use crate::op::{self, Call};
+use crate::op::{power_norm as apply_power_norm, Call};
+use crate::residual::power_norm_residual;
 use crate::state::State;
 use crate::{Communicator, Error, LossScale, Mode, PowerNormConfig};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
@@ -156,7 +157,7 @@ pub struct PowerNorm {
 impl Module for PowerNorm {
     /// Normalizes `xs`, `[.., size]`, in training or evaluation as the layer's [`Mode`] says.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.run(xs, None, self.mode.purpose())
+        self.forward_for(xs, self.mode.purpose())
     }
 }
 
@@ -178,7 +179,7 @@ impl PowerNorm {
         } else {
             Purpose::Evaluation
         };
-        self.run(xs, None, purpose)
+        self.forward_for(xs, purpose)
     }
 
     /// Normalizes `xs` with padding: rows whose `keep` is 0 are outside the layer.
@@ -195,7 +196,12 @@ impl PowerNorm {
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `keep` of another dtype, shape or device.
     pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        self.run(xs, Some(keep), self.mode.purpose())
+        let checked = self.check_input(xs);
+        let checked = checked.and_then(|()| self.check_keep(xs, keep));
+        let purpose = self.mode.purpose();
+        self.run(checked, Some(keep), purpose, |call| {
+            apply_power_norm(xs, call)
+        })
     }
 
     /// The normalization of `xs + residual`, and `xs + residual` itself: what the next layer of a transformer takes, and
@@ -207,8 +213,12 @@ impl PowerNorm {
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `residual` of another dtype, shape or device.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let sum = (xs + residual)?;
-        Ok((self.forward(&sum)?, sum))
+        let checked = self.check_input(xs);
+        let checked = checked.and_then(|()| self.check_residual(xs, residual));
+        let purpose = self.mode.purpose();
+        self.run(checked, None, purpose, |call| {
+            power_norm_residual(xs, residual, call)
+        })
     }
 
     /// The same layer, following `mode` from now on.
@@ -292,23 +302,33 @@ impl PowerNorm {
         self.state.config()
     }
 
-    fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
-        let checked = self.check_input(xs);
-        let checked = checked.and_then(|()| self.check_keep(xs, keep));
+    fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
+        self.run(self.check_input(xs), None, purpose, |call| {
+            apply_power_norm(xs, call)
+        })
+    }
+
+    /// Runs a call that was checked; other ranks learn of one that is refused.
+    fn run<R>(
+        &self,
+        checked: Result<()>,
+        keep: Option<&Tensor>,
+        purpose: Purpose,
+        op: impl FnOnce(&Call) -> Result<R>,
+    ) -> Result<R> {
         // The others settle what a last forward left, too, before they come to the sum of this one.
         if checked.is_err() && purpose != Purpose::Evaluation && self.state.settle().is_ok() {
             self.ranks.fail();
         }
         checked?;
-        let call = Call {
+        op(&Call {
             affine: self.weight.as_ref().zip(self.bias.as_ref()),
             keep,
             state: &self.state,
             purpose,
             loss_scale: &self.loss_scale,
             ranks: &self.ranks,
-        };
-        op::power_norm(xs, &call)
+        })
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
@@ -338,10 +358,20 @@ impl PowerNorm {
         self.check_device("xs", xs.device())
     }
 
-    fn check_keep(&self, xs: &Tensor, keep: Option<&Tensor>) -> Result<()> {
-        let Some(keep) = keep else {
-            return Ok(());
-        };
+    fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
+        if residual.dtype() != xs.dtype() || residual.shape() != xs.shape() {
+            return Err(Error::Residual {
+                expected: xs.shape().clone(),
+                dtype: xs.dtype(),
+                got: residual.shape().clone(),
+                got_dtype: residual.dtype(),
+            }
+            .into());
+        }
+        self.check_device("residual", residual.device())
+    }
+
+    fn check_keep(&self, xs: &Tensor, keep: &Tensor) -> Result<()> {
         if keep.dtype() != DType::U8 {
             return Err(Error::KeepDType(keep.dtype()).into());
         }

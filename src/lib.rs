@@ -11,6 +11,7 @@ mod layer;
 mod loss_scale;
 mod mode;
 mod op;
+mod residual;
 mod state;
 
 pub use communicator::Communicator;

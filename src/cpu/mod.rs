@@ -11,7 +11,7 @@ mod uninit;
 
 pub(crate) use element::{Accumulator, Element};
 use kernels::{GradSums, SquareSums};
-pub(crate) use kernels::{Matrix, Rows};
+pub(crate) use kernels::{Matrix, OutputGradients, Outputs, Rows};
 
 use crate::communicator::{Exchange, Ranks};
 use crate::{Recipe, Statistics};
@@ -98,52 +98,58 @@ pub(crate) struct Gradients<T: Element> {
 }
 
 impl<A: Accumulator> Layer<A> {
-    /// `Y = γ ⊙ X̃/D + β`. `train` names the statistic of a training step; `None` is an evaluation, and
+    /// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step; `None` is an evaluation, and
     /// so is a step without a kept row.
     pub fn forward<T: Element<Acc = A>>(
         &self,
         rows: &Rows<T>,
         running_phi: &[A],
         train: Option<Statistics>,
-    ) -> Result<(Vec<T>, Saved<A>)> {
-        let normalize = |inv_rms: &[A]| {
+    ) -> Result<(Outputs<T>, Saved<A>)> {
+        let normalize = |rows: &Rows<T>, inv_rms: &[A]| {
             let (scale, shift) = self.scale_and_shift(inv_rms);
             kernels::normalize(rows, &scale, &shift)
         };
         // Fairseq's Γ runs over padded rows too.
         let with_padded = self.recipe == Recipe::Fairseq;
-        let (y, inv_rms, training) = match train {
+        let (outputs, inv_rms, training) = match train {
             None => {
                 let inv_rms = self.inv_rms(running_phi);
-                (normalize(&inv_rms), inv_rms, None)
+                (normalize(rows, &inv_rms), inv_rms, None)
             }
             Some(Statistics::Batch) => {
-                let sums = kernels::square_sum_cols(rows, with_padded);
+                let (Outputs { sum, .. }, sums) = kernels::square_sum_cols(rows, with_padded);
                 let totals = self.totals(rows, sums).over(&self.ranks)?;
                 let inv_rms = match totals.batch_phi() {
                     Some(batch_phi) => self.inv_rms(&batch_phi),
                     None => self.inv_rms(running_phi),
                 };
                 let training = Training::known(Statistics::Batch, totals, &inv_rms);
-                (normalize(&inv_rms), inv_rms, Some(training))
+                let mut outputs = match &sum {
+                    Some(sum) => normalize(&rows.summed(sum), &inv_rms),
+                    None => normalize(rows, &inv_rms),
+                };
+                outputs.sum = sum;
+                (outputs, inv_rms, Some(training))
             }
             Some(Statistics::Running) => {
                 let inv_rms = self.inv_rms(running_phi);
                 let (scale, shift) = self.scale_and_shift(&inv_rms);
-                let (y, sums) = kernels::normalize_and_sum(rows, &scale, &shift, with_padded);
+                let (outputs, sums) = kernels::normalize_and_sum(rows, &scale, &shift, with_padded);
                 let totals = self.totals(rows, sums);
                 // Nothing of the output depends on other ranks: their sums can wait for the backward's.
                 let training = match self.ranks.is_alone() {
                     true => Training::known(Statistics::Running, totals, &inv_rms),
                     false => Training::local(Statistics::Running, totals),
                 };
-                (y, inv_rms, Some(training))
+                (outputs, inv_rms, Some(training))
             }
         };
-        Ok((y, Saved { inv_rms, training }))
+        Ok((outputs, Saved { inv_rms, training }))
     }
 
-    /// The gradients of [`forward`](Self::forward) from `dy`, shaped as the rows; `nu` is ν₍ₜ₋₁₎.
+    /// The gradients of [`forward`](Self::forward) from those of its outputs; the rows are those that were
+    /// normalized. `nu` is ν₍ₜ₋₁₎.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`:
     ///
@@ -154,7 +160,7 @@ impl<A: Accumulator> Layer<A> {
     pub fn backward<T: Element<Acc = A>>(
         &self,
         rows: &Rows<T>,
-        dy: &Matrix<T>,
+        outputs: &OutputGradients<T>,
         saved: &Saved<A>,
         nu: &[A],
         wanted: Wanted,
@@ -198,7 +204,7 @@ impl<A: Accumulator> Layer<A> {
 
         let (input, sums, lambda) = match training {
             Some(training) if exact(training) => {
-                let sums = kernels::grad_sum_cols(rows, dy);
+                let sums = kernels::grad_sum_cols(rows, outputs);
                 let lambda = lambda(&sums)?;
                 let decay = match &lambda {
                     Some(lambda) => decay(lambda),
@@ -206,15 +212,16 @@ impl<A: Accumulator> Layer<A> {
                 };
                 let input = wanted
                     .input
-                    .then(|| kernels::normalize_bwd(rows, dy, gain, &decay));
+                    .then(|| kernels::normalize_bwd(rows, outputs, gain, &decay));
                 (input, Some(sums), lambda)
             }
             Some(_) => {
                 let (input, sums) = if wanted.input {
-                    let (dx, sums) = kernels::normalize_bwd_and_sum(rows, dy, gain, &decay(nu));
+                    let (dx, sums) =
+                        kernels::normalize_bwd_and_sum(rows, outputs, gain, &decay(nu));
                     (Some(dx), sums)
                 } else {
-                    (None, kernels::grad_sum_cols(rows, dy))
+                    (None, kernels::grad_sum_cols(rows, outputs))
                 };
                 let lambda = lambda(&sums)?;
                 (input, Some(sums), lambda)
@@ -223,14 +230,15 @@ impl<A: Accumulator> Layer<A> {
                 let decay = vec![A::ZERO; rows.cols()];
                 match (wanted.input, wanted.params) {
                     (true, true) => {
-                        let (dx, sums) = kernels::normalize_bwd_and_sum(rows, dy, gain, &decay);
+                        let (dx, sums) =
+                            kernels::normalize_bwd_and_sum(rows, outputs, gain, &decay);
                         (Some(dx), Some(sums), None)
                     }
                     (true, false) => {
-                        let dx = kernels::normalize_bwd(rows, dy, gain, &decay);
+                        let dx = kernels::normalize_bwd(rows, outputs, gain, &decay);
                         (Some(dx), None, None)
                     }
-                    (false, _) => (None, Some(kernels::grad_sum_cols(rows, dy)), None),
+                    (false, _) => (None, Some(kernels::grad_sum_cols(rows, outputs)), None),
                 }
             }
         };
