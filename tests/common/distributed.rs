@@ -67,7 +67,7 @@ impl Rank {
         self.communicator.all_reduce_sum(tensor).unwrap()
     }
 
-    /// All ranks come out of a case together: one that fails early is then not taken for one that hangs.
+    /// Waits for all ranks.
     fn meet(&self) {
         self.sum(&Tensor::zeros(1, DType::F64, &CPU).unwrap());
     }
@@ -204,7 +204,6 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
     let taken = (0..STEPS).filter(|step| !matches!(SPREADS[step % SPREADS.len()], Spread::Nothing));
     assert_eq!(whole.steps().unwrap(), taken.count());
     assert!(to_f64(&whole.nu().unwrap()).iter().all(|&nu| nu != 0.));
-    rank.meet();
 }
 
 /// Comparisons, to the precision that a dtype leaves sums whose terms come in another order.
@@ -363,7 +362,6 @@ pub fn sums_after_the_warm_up_wait(rank: &Rank) {
     steps(&sharded, &share);
     steps(&whole, &batch);
     close.state("two backwards", rank, &sharded, &whole);
-    rank.meet();
 }
 
 /// What no backward settled, the next training forward does.
@@ -397,7 +395,6 @@ pub fn forwards_without_a_backward(rank: &Rank) {
     twice(&whole, &third, &fourth);
     close.state("used twice", rank, &sharded, &whole);
     assert_eq!(sharded.steps().unwrap(), 4);
-    rank.meet();
 }
 
 /// One rank alone evaluates, with a step unsettled: the others are not waited for.
@@ -444,7 +441,6 @@ pub fn layers_of_different_sizes(rank: &Rank) {
         let text = message(step(&layer, &xs));
         assert!(text.contains("got ranks that differ"), "{text}");
         assert_eq!(state(&layer), before);
-        rank.meet();
     }
 }
 
@@ -474,6 +470,5 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
         assert!(text.contains(expected), "{text}");
         Close::of(DType::F64).state("without it", rank, &sharded, &whole);
         both("afterwards");
-        rank.meet();
     }
 }
