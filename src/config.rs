@@ -140,6 +140,16 @@ pub(crate) struct Shares {
     pub new: f64,
 }
 
+impl Shares {
+    /// Those of the mean of `count` values, of which the last is new.
+    pub fn of_mean(count: usize) -> Self {
+        Self {
+            old: (count - 1) as f64 / count as f64,
+            new: 1. / count as f64,
+        }
+    }
+}
+
 impl Default for PowerNormConfig {
     fn default() -> Self {
         Self {
@@ -201,10 +211,7 @@ impl PowerNormConfig {
             Recipe::Fairseq => (t < self.warmup_steps, true),
         };
         PhiStep {
-            cumulative: cumulative.then(|| Shares {
-                old: (t - 1) as f64 / t as f64,
-                new: 1. / t as f64,
-            }),
+            cumulative: cumulative.then(|| Shares::of_mean(t)),
             moving: moving.then_some(Shares {
                 old: self.alpha_fwd,
                 new: 1. - self.alpha_fwd,

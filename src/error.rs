@@ -98,10 +98,10 @@ pub enum Error {
         got: DType,
     },
 
-    /// The input, or the mask, lives on another device than the layer.
+    /// The input, the mask or the residual lives on another device than the layer.
     #[error("power_norm: expected {name} on the layer's device {expected:?}, got {got:?}")]
     Device {
-        /// `xs` or `keep`.
+        /// `xs`, `keep` or `residual`.
         name: &'static str,
         /// Device of the layer.
         expected: DeviceLocation,
@@ -120,6 +120,36 @@ pub enum Error {
         expected: Shape,
         /// Shape of the mask.
         got: Shape,
+    },
+
+    /// The residual does not have the input's shape and dtype.
+    #[error("power_norm: expected a residual of shape {expected:?} and dtype {dtype:?} (as the input), got {got:?} and {got_dtype:?}")]
+    Residual {
+        /// Shape of the input.
+        expected: Shape,
+        /// Dtype of the input.
+        dtype: DType,
+        /// Shape of the residual.
+        got: Shape,
+        /// Dtype of the residual.
+        got_dtype: DType,
+    },
+
+    /// A loss scale is not positive and finite.
+    #[error("power_norm: expected a loss scale positive and finite, got {0}")]
+    LossScale(f64),
+
+    /// Another rank could not come to a sum: its call failed.
+    #[error("power_norm: expected every rank to take part in a sum, got a rank whose call failed")]
+    RankFailed,
+
+    /// The ranks came to one sum for different things: layers of different sizes or dtypes, or calls in different orders.
+    #[error("power_norm: expected every rank to sum {numbers} numbers of {exchange}, got ranks that differ")]
+    RanksDisagree {
+        /// What this rank came for.
+        exchange: &'static str,
+        /// How many numbers it brought.
+        numbers: usize,
     },
 
     /// A CUDA kernel of this crate cannot run on the device: it was compiled for another compute capability, as

@@ -1,7 +1,11 @@
 //! The layer: construction, the forward passes, the accessors.
 
+use crate::communicator::Ranks;
+use crate::mode::Purpose;
+use crate::op::{power_norm as apply_power_norm, Call};
+use crate::residual::power_norm_residual;
 use crate::state::State;
-use crate::{op, Error, Mode, PowerNormConfig};
+use crate::{Communicator, Error, LossScale, Mode, PowerNormConfig};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
 use std::sync::Arc;
@@ -63,6 +67,8 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
         } else {
             Mode::eval()
         },
+        loss_scale: LossScale::default(),
+        ranks: Ranks::default(),
     })
 }
 
@@ -144,12 +150,14 @@ pub struct PowerNorm {
     bias: Option<Tensor>,
     state: Arc<State>,
     mode: Mode,
+    loss_scale: LossScale,
+    ranks: Ranks,
 }
 
 impl Module for PowerNorm {
     /// Normalizes `xs`, `[.., size]`, in training or evaluation as the layer's [`Mode`] says.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.forward_t(xs, self.mode.is_training())
+        self.forward_for(xs, self.mode.purpose())
     }
 }
 
@@ -166,8 +174,12 @@ impl PowerNorm {
     /// A scalar, a last dimension other than `size`, a dtype or device that does not fit: see
     /// [`Error`]. A refused call leaves the state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        self.check_input(xs)?;
-        op::power_norm(xs, self.affine(), None, &self.state, train)
+        let purpose = if train {
+            Purpose::Training
+        } else {
+            Purpose::Evaluation
+        };
+        self.forward_for(xs, purpose)
     }
 
     /// Normalizes `xs` with padding: rows whose `keep` is 0 are outside the layer.
@@ -184,21 +196,12 @@ impl PowerNorm {
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `keep` of another dtype, shape or device.
     pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        self.check_input(xs)?;
-        let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
-        if keep.dtype() != DType::U8 {
-            return Err(Error::KeepDType(keep.dtype()).into());
-        }
-        if keep.shape() != &expected {
-            return Err(Error::KeepShape {
-                expected,
-                got: keep.shape().clone(),
-            }
-            .into());
-        }
-        self.check_device("keep", keep.device())?;
-        let train = self.mode.is_training();
-        op::power_norm(xs, self.affine(), Some(keep), &self.state, train)
+        let checked = self.check_input(xs);
+        let checked = checked.and_then(|()| self.check_keep(xs, keep));
+        let purpose = self.mode.purpose();
+        self.run(checked, Some(keep), purpose, |call| {
+            apply_power_norm(xs, call)
+        })
     }
 
     /// The normalization of `xs + residual`, and `xs + residual` itself: what the next layer of a transformer takes, and
@@ -210,14 +213,50 @@ impl PowerNorm {
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `residual` of another dtype, shape or device.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let sum = (xs + residual)?;
-        Ok((self.forward(&sum)?, sum))
+        let checked = self.check_input(xs);
+        let checked = checked.and_then(|()| self.check_residual(xs, residual));
+        let purpose = self.mode.purpose();
+        self.run(checked, None, purpose, |call| {
+            power_norm_residual(xs, residual, call)
+        })
     }
 
     /// The same layer, following `mode` from now on.
     pub fn with_mode(self, mode: &Mode) -> Self {
         Self {
             mode: mode.clone(),
+            ..self
+        }
+    }
+
+    /// The same layer, whose loss is multiplied by the number that `loss_scale` holds. Without it the number is 1.
+    pub fn with_loss_scale(self, loss_scale: &LossScale) -> Self {
+        Self {
+            loss_scale: loss_scale.clone(),
+            ..self
+        }
+    }
+
+    /// The same layer, on one of several ranks: ψ_B², Γ, Λ and n are sums over the rows of all of them.
+    ///
+    /// So N ranks with B/N rows each have the state and the gradients of one rank with B rows, where each rank's loss is its
+    /// part of a sum; gradients of parameters are this rank's part too, for the caller to add up with the model's others.
+    /// Shards may be of different sizes, and empty.
+    ///
+    /// All ranks make the same training forwards and backwards in the same order. While the batch's statistic normalizes,
+    /// a forward waits for the others before its output. After the warm-up none does: its sums go with Λ, in the one
+    /// exchange of its backward, or, where no backward came, before the next training forward. Until then
+    /// [`running_phi`](Self::running_phi) and [`steps`](Self::steps) are those of before the step. Evaluation and accessors
+    /// never wait.
+    ///
+    /// # Errors
+    ///
+    /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it:
+    /// forwards and backwards then fail on all of them, and the step is left out. A rank that stops elsewhere is for the engine
+    /// to notice.
+    pub fn with_communicator(self, communicator: Arc<dyn Communicator>) -> Self {
+        Self {
+            ranks: Ranks::of(communicator),
             ..self
         }
     }
@@ -263,8 +302,32 @@ impl PowerNorm {
         self.state.config()
     }
 
-    fn affine(&self) -> Option<(&Tensor, &Tensor)> {
-        self.weight.as_ref().zip(self.bias.as_ref())
+    fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
+        self.run(self.check_input(xs), None, purpose, |call| {
+            apply_power_norm(xs, call)
+        })
+    }
+
+    /// Runs a call that was checked; other ranks learn of one that is refused.
+    fn run<R>(
+        &self,
+        checked: Result<()>,
+        keep: Option<&Tensor>,
+        purpose: Purpose,
+        op: impl FnOnce(&Call) -> Result<R>,
+    ) -> Result<R> {
+        if checked.is_err() && purpose != Purpose::Evaluation {
+            self.ranks.fail();
+        }
+        checked?;
+        op(&Call {
+            affine: self.weight.as_ref().zip(self.bias.as_ref()),
+            keep,
+            state: &self.state,
+            purpose,
+            loss_scale: &self.loss_scale,
+            ranks: &self.ranks,
+        })
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
@@ -292,6 +355,34 @@ impl PowerNorm {
             }
         }
         self.check_device("xs", xs.device())
+    }
+
+    fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
+        if residual.dtype() != xs.dtype() || residual.shape() != xs.shape() {
+            return Err(Error::Residual {
+                expected: xs.shape().clone(),
+                dtype: xs.dtype(),
+                got: residual.shape().clone(),
+                got_dtype: residual.dtype(),
+            }
+            .into());
+        }
+        self.check_device("residual", residual.device())
+    }
+
+    fn check_keep(&self, xs: &Tensor, keep: &Tensor) -> Result<()> {
+        if keep.dtype() != DType::U8 {
+            return Err(Error::KeepDType(keep.dtype()).into());
+        }
+        let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
+        if keep.shape() != &expected {
+            return Err(Error::KeepShape {
+                expected,
+                got: keep.shape().clone(),
+            }
+            .into());
+        }
+        self.check_device("keep", keep.device())
     }
 
     fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {

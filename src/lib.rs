@@ -9,12 +9,15 @@ mod cpu;
 mod cuda;
 mod error;
 mod layer;
+mod loss_scale;
 mod mode;
 mod op;
+mod residual;
 mod state;
 
 pub use communicator::Communicator;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
-pub use mode::{EvalScope, Mode};
+pub use loss_scale::LossScale;
+pub use mode::{Mode, ModeScope};

@@ -1,6 +1,6 @@
 //! The switch between training and evaluation.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
 /// A shared switch between training and evaluation.
@@ -22,48 +22,110 @@ use std::sync::Arc;
 /// assert!(shared.is_training());
 /// ```
 #[derive(Debug, Clone)]
-pub struct Mode(Arc<AtomicBool>);
+pub struct Mode(Arc<AtomicU64>);
+
+/// What a forward is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    Evaluation,
+    Training,
+    /// ψ² is recomputed in the pass over the data of this number.
+    Recalibration(u64),
+}
+
+const EVALUATION: u64 = 0;
+const TRAINING: u64 = 1;
+
+/// The number of the next pass of a recalibration: no two have one number, whichever `Mode` they are of.
+static NEXT_PASS: AtomicU64 = AtomicU64::new(TRAINING + 1);
 
 impl Mode {
     /// A new switch, in training.
     pub fn train() -> Self {
-        Self(Arc::new(AtomicBool::new(true)))
+        Self(Arc::new(AtomicU64::new(TRAINING)))
     }
 
     /// A new switch, in evaluation.
     pub fn eval() -> Self {
-        Self(Arc::new(AtomicBool::new(false)))
+        Self(Arc::new(AtomicU64::new(EVALUATION)))
     }
 
     /// Sets the switch, for every clone of it.
     pub fn set_training(&self, training: bool) {
-        self.0.store(training, Ordering::Release);
+        let purpose = if training { TRAINING } else { EVALUATION };
+        self.0.store(purpose, Ordering::Release);
     }
 
     /// Whether the switch is set to training.
     pub fn is_training(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.purpose() == Purpose::Training
     }
 
     /// Switches to evaluation until the guard is dropped, which restores what stood before.
-    pub fn eval_scope(&self) -> EvalScope {
-        EvalScope {
-            before: self.0.swap(false, Ordering::AcqRel),
+    pub fn eval_scope(&self) -> ModeScope {
+        self.scope(EVALUATION)
+    }
+
+    /// Recomputes ψ² of every layer of this switch from the batches that the model is given until the guard is dropped,
+    /// which restores what stood before.
+    ///
+    /// ψ² becomes the mean of ψ_B² over the batches, `ψ² ← ψ²(k−1)/k + ψ_B²/k` in the k-th, whatever it was. Every batch
+    /// counts alike, as in the warm-up: give batches of one size. Each is normalized by its own ψ_B². ν, t and the weights
+    /// stay. For checkpoints whose ψ² is no longer that of their weights: averaged ones (the paper averages the last ten),
+    /// edited ones, or a model on data of another kind.
+    ///
+    /// A layer that gets no batch keeps its ψ², and a batch without a kept row counts for nothing. Under
+    /// [`Recipe::Paper`](crate::Recipe::Paper) a channel whose mean would not be finite keeps what it has.
+    ///
+    /// ```
+    /// use candle::{DType, Device, Module, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_powernorm::{power_norm, PowerNormConfig};
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let config = PowerNormConfig { group_scaling: None, ..Default::default() };
+    /// let model = power_norm(2, config, vb)?;
+    /// {
+    ///     let _guard = model.mode().recalibrate_scope();
+    ///     for batch in [[[1f32, 2.], [3., 2.]], [[2., 4.], [0., 0.]]] {
+    ///         model.forward(&Tensor::new(&batch, &Device::Cpu)?)?;
+    ///     }
+    /// }
+    /// assert_eq!(model.running_phi()?.to_vec1::<f32>()?, [3.5, 6.]);
+    /// assert_eq!(model.steps()?, 0);
+    /// # Ok(()) }
+    /// ```
+    pub fn recalibrate_scope(&self) -> ModeScope {
+        self.scope(NEXT_PASS.fetch_add(1, Ordering::Relaxed))
+    }
+
+    pub(crate) fn purpose(&self) -> Purpose {
+        match self.0.load(Ordering::Acquire) {
+            EVALUATION => Purpose::Evaluation,
+            TRAINING => Purpose::Training,
+            pass => Purpose::Recalibration(pass),
+        }
+    }
+
+    fn scope(&self, purpose: u64) -> ModeScope {
+        ModeScope {
+            before: self.0.swap(purpose, Ordering::AcqRel),
             mode: self.clone(),
         }
     }
 }
 
-/// Restores a [`Mode`] when dropped; made by [`Mode::eval_scope`].
+/// Restores a [`Mode`] when dropped; made by [`Mode::eval_scope`] and [`Mode::recalibrate_scope`].
 #[must_use = "the mode is restored as soon as the guard is dropped"]
 #[derive(Debug)]
-pub struct EvalScope {
+pub struct ModeScope {
     mode: Mode,
-    before: bool,
+    before: u64,
 }
 
-impl Drop for EvalScope {
+impl Drop for ModeScope {
     fn drop(&mut self) {
-        self.mode.set_training(self.before);
+        self.mode.0.store(self.before, Ordering::Release);
     }
 }

@@ -1,10 +1,12 @@
 //! The custom op: which device runs a pass, and the only place that sees both tensors and storage.
 
+use crate::communicator::Ranks;
 use crate::cpu::{self, Element, Matrix, Rows};
 #[cfg(feature = "cuda")]
 use crate::cuda;
+use crate::mode::Purpose;
 use crate::state::{read, Snapshot, State};
-use crate::{Error, Recipe};
+use crate::{Error, LossScale, Recipe, Statistics};
 use candle::backend::BackendStorage;
 #[cfg(feature = "cuda")]
 use candle::{op::BackpropOp, CudaStorage};
@@ -12,53 +14,42 @@ use candle::{
     CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType,
 };
 use half::{bf16, f16};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 #[cfg(feature = "cuda")]
 use std::{cell::OnceCell, ops::Deref};
 
-/// Runs the layer on checked arguments: `xs` `[.., C]`, weight and bias `[C]`, `keep` `[..]`.
+/// A call of a layer, of checked arguments.
+pub(crate) struct Call<'a> {
+    /// γ and β, `[C]`.
+    pub affine: Option<(&'a Tensor, &'a Tensor)>,
+    /// `[..]`, as the input without its last dimension.
+    pub keep: Option<&'a Tensor>,
+    pub state: &'a Arc<State>,
+    pub purpose: Purpose,
+    pub loss_scale: &'a LossScale,
+    pub ranks: &'a Ranks,
+}
+
+/// Runs the layer on `xs`, `[.., C]`.
 ///
 /// In training, ψ² and t are updated once the output stands.
-pub(crate) fn power_norm(
-    xs: &Tensor,
-    affine: Option<(&Tensor, &Tensor)>,
-    keep: Option<&Tensor>,
-    state: &Arc<State>,
-    train: bool,
-) -> Result<Tensor> {
+pub(crate) fn power_norm(xs: &Tensor, call: &Call) -> Result<Tensor> {
     match xs.dtype() {
-        DType::F32 => apply::<f32>(xs, affine, keep, state, train),
-        DType::F64 => apply::<f64>(xs, affine, keep, state, train),
-        DType::F16 => apply::<f16>(xs, affine, keep, state, train),
-        DType::BF16 => apply::<bf16>(xs, affine, keep, state, train),
+        DType::F32 => apply::<f32>(xs, call),
+        DType::F64 => apply::<f64>(xs, call),
+        DType::F16 => apply::<f16>(xs, call),
+        DType::BF16 => apply::<bf16>(xs, call),
         other => Err(Error::InputDType(other).into()),
     }
 }
 
-fn apply<T: Element>(
-    xs: &Tensor,
-    affine: Option<(&Tensor, &Tensor)>,
-    keep: Option<&Tensor>,
-    state: &Arc<State>,
-    train: bool,
-) -> Result<Tensor> {
+fn apply<T: Element>(xs: &Tensor, call: &Call) -> Result<Tensor> {
     let xs = readable(xs)?;
-    let affine = match affine {
-        Some((weight, bias)) => Some((weight.contiguous()?, bias.contiguous()?)),
-        None => None,
-    };
-    let saved = Arc::new(OnceLock::new());
-    let op = PowerNormOp::<T> {
-        keep: keep.map(Tensor::contiguous).transpose()?,
-        before: state.snapshot()?,
-        saved: saved.clone(),
-        state: state.clone(),
-        train,
-        #[cfg(feature = "cuda")]
-        tracked: match &affine {
-            Some((weight, bias)) => [&xs, weight, bias].iter().any(|arg| arg.track_op()),
-            None => xs.track_op(),
-        },
+    let affine = call.contiguous_affine()?;
+    let (op, saved) = match &affine {
+        Some((weight, bias)) => PowerNormOp::<T>::new(call, &[&xs, weight, bias])?,
+        None => PowerNormOp::<T>::new(call, &[&xs])?,
     };
     let ys = match &affine {
         Some((weight, bias)) => xs.apply_op3_arc(weight, bias, Arc::new(Box::new(op)))?,
@@ -66,15 +57,21 @@ fn apply<T: Element>(
     };
     // Not inside the op: candle holds the storage of its arguments there, and an argument may be the
     // variable to update.
-    if let Some(forward) = saved.get() {
-        forward.commit(state)?;
-    }
+    saved.step(call)?;
     Ok(ys)
+}
+
+impl Call<'_> {
+    pub fn contiguous_affine(&self) -> Result<Option<(Tensor, Tensor)>> {
+        let contiguous =
+            |(weight, bias): (&Tensor, &Tensor)| Ok((weight.contiguous()?, bias.contiguous()?));
+        self.affine.map(contiguous).transpose()
+    }
 }
 
 /// The tensor as the kernels take it, copied if need be. Those of the CPU take rows anywhere, of adjacent elements; those
 /// of a GPU packed rows, which begin on a 16-byte boundary.
-fn readable(xs: &Tensor) -> Result<Tensor> {
+pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
     if xs.device().is_cpu() && packed_dims(xs.layout()).is_some() {
         return Ok(xs.clone());
     }
@@ -114,59 +111,155 @@ fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
 }
 
 /// One forward of a layer, and the backward that belongs to it.
-struct PowerNormOp<T: Element> {
+pub(crate) struct PowerNormOp<T: Element> {
     keep: Option<Tensor>,
     /// ψ² and t before the step.
     before: Snapshot<T::Acc>,
-    /// Set by the forward.
-    saved: Arc<OnceLock<Forward<T::Acc>>>,
+    saved: SavedForward<T::Acc>,
     state: Arc<State>,
-    train: bool,
+    purpose: Purpose,
+    loss_scale: LossScale,
+    ranks: Ranks,
     /// Whether a backward may follow.
     #[cfg(feature = "cuda")]
     tracked: bool,
 }
 
+/// What the forward of an op leaves, once it ran.
+pub(crate) struct SavedForward<A>(Arc<OnceLock<Forward<A>>>);
+
+impl<A> Clone for SavedForward<A> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<A: cpu::Accumulator + WithDType> SavedForward<A> {
+    /// The state takes the step of a forward whose output stands.
+    pub fn step(self, call: &Call) -> Result<()> {
+        let Some(forward) = self.0.get() else {
+            return Ok(());
+        };
+        if !forward.is_unsettled() {
+            return forward.commit(call.state);
+        }
+        let (saved, ranks) = (self.0.clone(), call.ranks.clone());
+        call.state.defer(move |state| match saved.get() {
+            Some(forward) => forward.settle(&ranks, state),
+            None => Ok(()),
+        });
+        Ok(())
+    }
+}
+
 /// What a forward leaves to its backward and to the state.
-enum Forward<A> {
+struct Forward<A> {
+    saved: Saved<A>,
+    purpose: Purpose,
+    /// Whether ψ² took the step.
+    committed: AtomicBool,
+}
+
+/// The part of it that belongs to the device.
+enum Saved<A> {
     Cpu(cpu::Saved<A>),
     #[cfg(feature = "cuda")]
     Cuda(cuda::Forward),
 }
 
 impl<A: cpu::Accumulator + WithDType> Forward<A> {
-    /// The step of ψ² and t, once the output stands.
+    fn new(saved: Saved<A>, purpose: Purpose) -> Self {
+        Self {
+            saved,
+            purpose,
+            committed: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether the step waits for other ranks' sums.
+    fn is_unsettled(&self) -> bool {
+        match &self.saved {
+            Saved::Cpu(saved) => saved.is_unsettled(),
+            #[cfg(feature = "cuda")]
+            Saved::Cuda(_) => false,
+        }
+    }
+
+    fn settle(&self, ranks: &Ranks, state: &State) -> Result<()> {
+        match &self.saved {
+            Saved::Cpu(saved) => saved.settle(ranks)?,
+            #[cfg(feature = "cuda")]
+            Saved::Cuda(_) => {}
+        }
+        self.commit(state)
+    }
+
+    /// The step of ψ² and t, once its sums are known. Once: a second call does nothing.
     fn commit(&self, state: &State) -> Result<()> {
-        match self {
-            Forward::Cpu(statistics) => match &statistics.step {
-                Some(step) => state.update_phi(&step.batch_phi),
+        if self.is_unsettled() || self.committed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        match &self.saved {
+            Saved::Cpu(saved) => match saved.step() {
+                Some(step) => state.update_phi(&step.batch_phi, self.purpose),
                 None => Ok(()),
             },
             #[cfg(feature = "cuda")]
-            Forward::Cuda(forward) if forward.is_step() => {
-                state.update_phi_on_gpu(|phi, layout, step| forward.update_phi(phi, layout, step))
-            }
+            Saved::Cuda(forward) if forward.is_step() => state
+                .update_phi_on_gpu(self.purpose, |phi, layout, step| {
+                    forward.update_phi(phi, layout, step)
+                }),
             #[cfg(feature = "cuda")]
-            Forward::Cuda(_) => Ok(()),
+            Saved::Cuda(_) => Ok(()),
         }
     }
 }
 
 /// A tensor as a custom op's forward gets it.
-type Argument<'a> = (&'a CpuStorage, &'a Layout);
+pub(crate) type Argument<'a> = (&'a CpuStorage, &'a Layout);
 
 /// The gradients of an op's arguments.
 type Gradients = [Option<Tensor>; 3];
 
-impl<T: Element> PowerNormOp<T> {
-    const NAME: &'static str = "power_norm";
+/// The gradients of a forward's outputs.
+#[derive(Clone, Copy)]
+pub(crate) struct OutputGradients<'a> {
+    pub dy: &'a Tensor,
+    /// That of `xs + residual`, where it is an output with a gradient.
+    pub dsum: Option<&'a Tensor>,
+}
 
-    fn cpu_forward(
+impl<T: Element> PowerNormOp<T> {
+    pub const NAME: &'static str = "power_norm";
+
+    /// An op for one forward on `args`, and where it leaves what the state needs.
+    pub fn new(call: &Call, args: &[&Tensor]) -> Result<(Self, SavedForward<T::Acc>)> {
+        if call.purpose != Purpose::Evaluation {
+            call.state.settle()?;
+        }
+        let saved = SavedForward(Arc::new(OnceLock::new()));
+        #[cfg(not(feature = "cuda"))]
+        let _ = args;
+        let op = Self {
+            keep: call.keep.map(Tensor::contiguous).transpose()?,
+            before: call.state.snapshot()?,
+            saved: saved.clone(),
+            state: call.state.clone(),
+            purpose: call.purpose,
+            loss_scale: call.loss_scale.clone(),
+            ranks: call.ranks.clone(),
+            #[cfg(feature = "cuda")]
+            tracked: args.iter().any(|arg| arg.track_op()),
+        };
+        Ok((op, saved))
+    }
+
+    pub fn cpu_forward(
         &self,
         (storage, layout): Argument,
+        residual: Option<Argument>,
         affine: Option<[Argument; 2]>,
-    ) -> Result<(CpuStorage, Shape)> {
-        let config = self.state.config();
+    ) -> Result<cpu::Outputs<T>> {
         let [weight, bias] = affine.map_or([None, None], |affine| affine.map(Some));
         let layer = self.layer(weight, bias)?;
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
@@ -174,40 +267,72 @@ impl<T: Element> PowerNormOp<T> {
             Some((storage, layout)) => Some(cpu_packed(storage, layout)?),
             None => None,
         };
-        let rows = self.rows(matrix(storage, layout)?, keep);
-        let statistics = config.statistics_at(self.before.steps + 1);
-        let train = self.train.then_some(statistics);
-        let (y, statistics) = layer.forward(&rows, &self.before.phi, train);
+        let residual = residual.map(|(storage, layout)| matrix(storage, layout));
+        let rows = Rows {
+            residual: residual.transpose()?,
+            ..self.rows(matrix(storage, layout)?, keep)
+        };
+        let (outputs, saved) = layer.forward(&rows, &self.before.phi, self.statistics())?;
         // candle runs a forward once; a second run would come to the same.
-        let _ = self.saved.set(Forward::Cpu(statistics));
-        Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
+        let _ = (self.saved.0).set(Forward::new(Saved::Cpu(saved), self.purpose));
+        Ok(outputs)
     }
 
-    fn backward(&self, x: &Tensor, affine: Option<[&Tensor; 2]>, dy: &Tensor) -> Result<Gradients> {
-        let dy = readable(dy)?;
-        match self.saved.get() {
-            Some(Forward::Cpu(statistics)) => self.cpu_backward(statistics, x, affine, &dy),
+    /// The gradients of what was normalized (or of `xs` and `residual` alike), if `input` says so, and of the parameters.
+    pub fn backward(
+        &self,
+        x: &Tensor,
+        input: bool,
+        affine: Option<[&Tensor; 2]>,
+        outputs: OutputGradients,
+    ) -> Result<Gradients> {
+        let dy = readable(outputs.dy)?;
+        let dsum = outputs.dsum.map(readable).transpose()?;
+        let outputs = OutputGradients {
+            dy: &dy,
+            dsum: dsum.as_ref(),
+        };
+        let Some(forward) = self.saved.0.get() else {
+            candle::bail!("{}: backward without a forward", Self::NAME)
+        };
+        match &forward.saved {
+            Saved::Cpu(saved) => self.cpu_backward(forward, saved, x, input, affine, outputs),
             #[cfg(feature = "cuda")]
-            Some(Forward::Cuda(forward)) => self.cuda_backward(forward, x, affine, &dy),
-            None => candle::bail!("{}: backward without a forward", Self::NAME),
+            Saved::Cuda(saved) => self.cuda_backward(saved, x, input, affine, outputs),
+        }
+    }
+
+    /// The statistic of a training step.
+    fn statistics(&self) -> Option<Statistics> {
+        match self.purpose {
+            Purpose::Evaluation => None,
+            Purpose::Training => {
+                let config = self.state.config();
+                Some(config.statistics_at(self.before.steps + 1))
+            }
+            Purpose::Recalibration(_) => Some(Statistics::Batch),
         }
     }
 
     fn cpu_backward(
         &self,
-        statistics: &cpu::Saved<T::Acc>,
+        forward: &Forward<T::Acc>,
+        saved: &cpu::Saved<T::Acc>,
         x: &Tensor,
+        input: bool,
         affine: Option<[&Tensor; 2]>,
-        dy: &Tensor,
+        outputs: OutputGradients,
     ) -> Result<Gradients> {
         let wanted = cpu::Wanted {
-            input: x.track_op(),
+            input,
             params: affine.is_some_and(|affine| affine.iter().any(|param| param.track_op())),
         };
-        let nu = read(&self.state.nu()?)?;
+        let loss_scale = self.loss_scale.get();
+        let nu = read(&self.state.nu()?.affine(loss_scale, 0.)?)?;
         let gradients = {
             let (x_storage, x_layout) = x.storage_and_layout();
-            let (dy_storage, dy_layout) = dy.storage_and_layout();
+            let (dy_storage, dy_layout) = outputs.dy.storage_and_layout();
+            let dsum = outputs.dsum.map(Tensor::storage_and_layout);
             let weight = affine.map(|[weight, _]| weight.storage_and_layout());
             let weight = match &weight {
                 Some((storage, layout)) => Some((on_cpu(storage)?, *layout)),
@@ -223,10 +348,21 @@ impl<T: Element> PowerNormOp<T> {
             };
             let rows = self.rows(matrix(on_cpu(&x_storage)?, x_layout)?, keep);
             let dy = matrix(on_cpu(&dy_storage)?, dy_layout)?;
-            layer.backward(&rows, &dy, statistics, &nu, wanted)
+            let dsum = match &dsum {
+                Some((storage, layout)) => Some(matrix(on_cpu(storage)?, layout)?),
+                None => None,
+            };
+            let outputs = cpu::OutputGradients {
+                dy: &dy,
+                dsum: dsum.as_ref(),
+            };
+            layer.backward(&rows, &outputs, saved, &nu, wanted)?
         };
-        if let (Some(step), Some(lambda)) = (&statistics.step, &gradients.lambda) {
-            self.state.update_nu(&step.gamma, lambda)?;
+        forward.commit(&self.state)?;
+        if let (Some(step), Some(lambda), Purpose::Training) =
+            (saved.step(), &gradients.lambda, self.purpose)
+        {
+            self.state.update_nu(&step.gamma, lambda, loss_scale)?;
         }
         let dx = gradients
             .input
@@ -254,6 +390,7 @@ impl<T: Element> PowerNormOp<T> {
             bias: bias.map(widened).transpose()?,
             eps: config.eps,
             recipe: config.recipe,
+            ranks: self.ranks.clone(),
         })
     }
 
@@ -261,6 +398,7 @@ impl<T: Element> PowerNormOp<T> {
         let config = self.state.config();
         Rows {
             x,
+            residual: None,
             keep,
             groups: config.group_scaling.map(|groups| (groups, config.eps)),
         }
@@ -284,11 +422,9 @@ impl<T: Element> PowerNormOp<T> {
             bias: affine.map(|[_, bias]| bias),
             phi: cuda_argument(&phi)?,
         };
-        let statistics = config.statistics_at(self.before.steps + 1);
-        let train = self.train.then_some(statistics);
-        let (y, forward) = cuda::forward(&inputs, config, train, self.tracked)?;
+        let (y, saved) = cuda::forward(&inputs, config, self.statistics(), self.tracked)?;
         // candle runs a forward once.
-        let _ = self.saved.set(Forward::Cuda(forward));
+        let _ = (self.saved.0).set(Forward::new(Saved::Cuda(saved), self.purpose));
         Ok((y, x.1.shape().clone()))
     }
 
@@ -296,12 +432,13 @@ impl<T: Element> PowerNormOp<T> {
         &self,
         forward: &cuda::Forward,
         x: &Tensor,
+        input: bool,
         affine: Option<[&Tensor; 2]>,
-        dy: &Tensor,
+        outputs: OutputGradients,
     ) -> Result<Gradients> {
         let dtype = |param: &Tensor| param.track_op().then(|| param.dtype());
         let wanted = cuda::Wanted {
-            input: x.track_op(),
+            input,
             weight: affine.and_then(|[weight, _]| dtype(weight)),
             bias: affine.and_then(|[_, bias]| dtype(bias)),
         };
@@ -355,7 +492,8 @@ impl<T: Element> CustomOp3 for PowerNormOp<T> {
         s3: &CpuStorage,
         l3: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        self.cpu_forward((s1, l1), Some([(s2, l2), (s3, l3)]))
+        let outputs = self.cpu_forward((s1, l1), None, Some([(s2, l2), (s3, l3)]))?;
+        Ok((T::to_cpu_storage_owned(outputs.y), l1.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
@@ -379,7 +517,10 @@ impl<T: Element> CustomOp3 for PowerNormOp<T> {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok(self.backward(x, Some([weight, bias]), dy)?.into())
+        let outputs = OutputGradients { dy, dsum: None };
+        Ok(self
+            .backward(x, x.track_op(), Some([weight, bias]), outputs)?
+            .into())
     }
 }
 
@@ -389,7 +530,8 @@ impl<T: Element> CustomOp1 for PowerNormOp<T> {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.cpu_forward((storage, layout), None)
+        let outputs = self.cpu_forward((storage, layout), None, None)?;
+        Ok((T::to_cpu_storage_owned(outputs.y), layout.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
@@ -398,7 +540,8 @@ impl<T: Element> CustomOp1 for PowerNormOp<T> {
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let [dx, _, _] = self.backward(x, None, dy)?;
+        let outputs = OutputGradients { dy, dsum: None };
+        let [dx, _, _] = self.backward(x, x.track_op(), None, outputs)?;
         Ok(dx)
     }
 }
@@ -455,7 +598,7 @@ fn cpu_packed<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result
 }
 
 /// The storage of a tensor that must be on the CPU.
-fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
+pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
         other => candle::bail!(

@@ -1,13 +1,14 @@
 //! ψ², ν and t: where they live, how they are read, how a step moves them.
 
-#[cfg(feature = "cuda")]
-use crate::config::PhiStep;
+use crate::config::{PhiStep, Shares};
+use crate::mode::Purpose;
 use crate::{Error, PowerNormConfig, Recipe};
 #[cfg(feature = "cuda")]
 use candle::{CudaStorage, Layout};
 use candle::{DType, Device, Result, Tensor, Var, WithDType};
 use candle_nn::{Init, VarBuilder};
 use num_traits::Float;
+use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The running statistics of a layer, in variables that a `VarMap` shares.
@@ -27,7 +28,24 @@ pub(crate) struct State {
     /// Makes a read-modify-write of the variables whole. Held for channel-sized work only, never
     /// while rows are processed: a rayon worker that waits for its rows may pick up another forward of
     /// the same layer, which would then wait for a lock held further up its own stack.
-    lock: Mutex<()>,
+    lock: Mutex<Recalibration>,
+    pending: Mutex<Option<Pending>>,
+}
+
+/// How far the last recalibration came.
+#[derive(Debug, Default)]
+struct Recalibration {
+    pass: u64,
+    batches: usize,
+}
+
+/// A step of ψ² that waits for the sums of other ranks.
+struct Pending(Box<dyn FnOnce(&State) -> Result<()> + Send>);
+
+impl fmt::Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("Pending")
+    }
 }
 
 /// The running statistics at the start of a step.
@@ -81,7 +99,8 @@ impl State {
             running_phi: as_var("running_phi", &running_phi, dtype)?,
             ema_gz: as_var("ema_gz", &ema_gz, dtype)?,
             iters: as_var("iters", &iters, DType::I64)?,
-            lock: Mutex::new(()),
+            lock: Mutex::default(),
+            pending: Mutex::default(),
         };
         Ok((state, trainable))
     }
@@ -113,6 +132,7 @@ impl State {
     }
 
     pub fn reset(&self) -> Result<()> {
+        self.take_pending();
         let _guard = self.lock();
         self.running_phi.set(&self.running_phi.ones_like()?)?;
         self.ema_gz.set(&self.ema_gz.zeros_like()?)?;
@@ -130,31 +150,46 @@ impl State {
         })
     }
 
-    /// A training forward's step: t counts up and ψ² takes in `batch_phi`, ψ_B² of shape `[C]`.
-    pub fn update_phi<A: Float + WithDType>(&self, batch_phi: &[A]) -> Result<()> {
-        let _guard = self.lock();
-        let t = self.steps()? + 1;
-        let step = self.config.phi_step(t);
+    /// The step of a forward: ψ² takes in `batch_phi`, ψ_B² of shape `[C]`, and t counts up if it trains.
+    pub fn update_phi<A: Float + WithDType>(
+        &self,
+        batch_phi: &[A],
+        purpose: Purpose,
+    ) -> Result<()> {
+        let mut recalibration = self.lock();
+        let step = self.phi_step(purpose, &recalibration)?;
         let mut phi = read::<A>(&self.running_phi)?;
         for (phi, &batch) in phi.iter_mut().zip(batch_phi) {
             let mut new = *phi;
             for shares in [step.cumulative, step.moving].into_iter().flatten() {
-                new = A::from_f64(shares.old) * new + A::from_f64(shares.new) * batch;
+                // What is left out may be anything.
+                let old = if shares.old == 0. {
+                    A::zero()
+                } else {
+                    A::from_f64(shares.old) * new
+                };
+                new = old + A::from_f64(shares.new) * batch;
             }
             if self.accepts(new) {
                 *phi = new;
             }
         }
         write(&self.running_phi, phi)?;
-        self.set_steps(t)
+        self.count(purpose, &mut recalibration)
     }
 
-    /// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ, each `[C]`.
+    /// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ of a loss times `loss_scale`, each `[C]`.
     ///
     /// Eq. 13 divided by 1−α_b, in the variable a checkpoint stores:
     /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
-    pub fn update_nu<A: Float + WithDType>(&self, gamma: &[A], lambda: &[A]) -> Result<()> {
+    pub fn update_nu<A: Float + WithDType>(
+        &self,
+        gamma: &[A],
+        lambda: &[A],
+        loss_scale: f64,
+    ) -> Result<()> {
         let beta = A::from_f64(1. - self.config.alpha_bwd);
+        let unscale = A::from_f64(loss_scale.recip());
         let _guard = self.lock();
         let mut ema_gz = read::<A>(&self.ema_gz)?;
         for ((ema, &gamma), &lambda) in ema_gz.iter_mut().zip(gamma).zip(lambda) {
@@ -162,7 +197,7 @@ impl State {
             if self.config.recipe == Recipe::Paper && decay < A::zero() {
                 decay = A::zero();
             }
-            let new = decay * *ema + lambda;
+            let new = decay * *ema + unscale * lambda;
             // Γ too: the clamp would turn an infinite one into a finite factor.
             if self.accepts(gamma) && self.accepts(new) {
                 *ema = new;
@@ -175,14 +210,14 @@ impl State {
     #[cfg(feature = "cuda")]
     pub fn update_phi_on_gpu(
         &self,
+        purpose: Purpose,
         launch: impl Fn(&mut CudaStorage, &Layout, &PhiStep) -> Result<()>,
     ) -> Result<()> {
-        let _guard = self.lock();
-        let t = self.steps()? + 1;
-        let step = self.config.phi_step(t);
+        let mut recalibration = self.lock();
+        let step = self.phi_step(purpose, &recalibration)?;
         let launch = |phi: &mut CudaStorage, layout: &Layout| launch(phi, layout, &step);
         self.running_phi.inplace_op1(&OnGpu(launch))?;
-        self.set_steps(t)
+        self.count(purpose, &mut recalibration)
     }
 
     /// [`update_nu`](Self::update_nu) by a kernel: `launch` is given the variable that keeps ν.
@@ -201,7 +236,50 @@ impl State {
         &self.running_phi
     }
 
-    fn set_steps(&self, t: usize) -> Result<()> {
+    /// Leaves a step to the backward of its forward, or to [`settle`](Self::settle).
+    pub fn defer(&self, step: impl FnOnce(&Self) -> Result<()> + Send + 'static) {
+        let pending = Some(Pending(Box::new(step)));
+        *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = pending;
+    }
+
+    /// Takes the step that was left, if it still is.
+    pub fn settle(&self) -> Result<()> {
+        match self.take_pending() {
+            Some(Pending(step)) => step(self),
+            None => Ok(()),
+        }
+    }
+
+    fn take_pending(&self) -> Option<Pending> {
+        let mut pending = self.pending.lock();
+        pending
+            .as_deref_mut()
+            .unwrap_or_else(|poisoned| poisoned.get_mut())
+            .take()
+    }
+
+    /// How ψ² moves in the step that comes.
+    fn phi_step(&self, purpose: Purpose, recalibration: &Recalibration) -> Result<PhiStep> {
+        let Purpose::Recalibration(pass) = purpose else {
+            return Ok(self.config.phi_step(self.steps()? + 1));
+        };
+        let done = recalibration.batches_of(pass);
+        Ok(PhiStep {
+            cumulative: Some(Shares::of_mean(done + 1)),
+            moving: None,
+        })
+    }
+
+    /// Counts the step that was taken.
+    fn count(&self, purpose: Purpose, recalibration: &mut Recalibration) -> Result<()> {
+        if let Purpose::Recalibration(pass) = purpose {
+            *recalibration = Recalibration {
+                pass,
+                batches: recalibration.batches_of(pass) + 1,
+            };
+            return Ok(());
+        }
+        let t = self.steps()? + 1;
         self.iters.set(&Tensor::new(&[t as i64], &Device::Cpu)?)
     }
 
@@ -219,9 +297,19 @@ impl State {
         var.as_detached_tensor().copy()?.reshape(self.size)
     }
 
-    fn lock(&self) -> MutexGuard<'_, ()> {
+    fn lock(&self) -> MutexGuard<'_, Recalibration> {
         // A panic elsewhere leaves the variables whole: each is set by one call.
         self.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Recalibration {
+    fn batches_of(&self, pass: u64) -> usize {
+        if self.pass == pass {
+            self.batches
+        } else {
+            0
+        }
     }
 }
 

@@ -28,10 +28,28 @@ pub(crate) struct Matrix<'a, T> {
 /// The input's rows, with their padding mask and layer-scale.
 pub(crate) struct Rows<'a, T> {
     pub x: Matrix<'a, T>,
+    /// What is added to `x` first, shaped as it.
+    pub residual: Option<Matrix<'a, T>>,
     /// `[rows]`, 0 for a padded row.
     pub keep: Option<&'a [u8]>,
     /// G, the groups of the layer-scale, and its ε.
     pub groups: Option<(usize, f64)>,
+}
+
+/// The gradients of a forward's outputs, shaped as its rows.
+#[derive(Clone, Copy)]
+pub(crate) struct OutputGradients<'a, T> {
+    pub dy: &'a Matrix<'a, T>,
+    /// That of `x + residual`, where it is an output.
+    pub dsum: Option<&'a Matrix<'a, T>>,
+}
+
+/// What a forward writes, `[rows, cols]` each.
+pub(crate) struct Outputs<T> {
+    /// Empty where only sums were wanted.
+    pub y: Vec<T>,
+    /// `x + residual`, if there is a residual.
+    pub sum: Option<Vec<T>>,
 }
 
 /// Column sums of x̃², `[cols]` each.
@@ -81,6 +99,21 @@ impl<T: Element> Rows<'_, T> {
         }
     }
 
+    /// These rows, once their sum with the residual is there.
+    pub fn summed<'a>(&'a self, sum: &'a [T]) -> Rows<'a, T> {
+        Rows {
+            x: Matrix {
+                cols: self.cols(),
+                rows: self.len(),
+                values: sum,
+                blocks: vec![0],
+            },
+            residual: None,
+            keep: self.keep,
+            groups: self.groups,
+        }
+    }
+
     #[inline(always)]
     fn keeps(&self, row: usize) -> bool {
         self.keep.is_none_or(|keep| keep[row] != 0)
@@ -118,17 +151,23 @@ impl<A: Accumulator> GradSums<A> {
     }
 }
 
-/// Column sums of x̃².
-pub(super) fn square_sum_cols<T: Element>(rows: &Rows<T>, with_padded: bool) -> SquareSums<T::Acc> {
+/// Column sums of x̃², and `x + residual`.
+pub(super) fn square_sum_cols<T: Element>(
+    rows: &Rows<T>,
+    with_padded: bool,
+) -> (Outputs<T>, SquareSums<T::Acc>) {
     let width = rows.square_sums_width(with_padded);
-    let sums = run(&SquareSumCols, rows, None, &mut [], width);
-    SquareSums::split(sums, rows.cols())
+    let (outputs, sums) = run(&SquareSumCols, rows, None, false, width);
+    (outputs, SquareSums::split(sums, rows.cols()))
 }
 
-/// `y = x̃ ⊙ scale + shift`.
-pub(super) fn normalize<T: Element>(rows: &Rows<T>, scale: &[T::Acc], shift: &[T::Acc]) -> Vec<T> {
-    let kernel = Normalize { scale, shift };
-    run_into_output(&kernel, rows, None, 0).0
+/// `y = x̃ ⊙ scale + shift`, and `x + residual`.
+pub(super) fn normalize<T: Element>(
+    rows: &Rows<T>,
+    scale: &[T::Acc],
+    shift: &[T::Acc],
+) -> Outputs<T> {
+    run(&Normalize { scale, shift }, rows, None, true, 0).0
 }
 
 /// [`normalize`], with the column sums of x̃² taken on the way.
@@ -137,41 +176,55 @@ pub(super) fn normalize_and_sum<T: Element>(
     scale: &[T::Acc],
     shift: &[T::Acc],
     with_padded: bool,
-) -> (Vec<T>, SquareSums<T::Acc>) {
-    let kernel = Normalize { scale, shift };
+) -> (Outputs<T>, SquareSums<T::Acc>) {
     let width = rows.square_sums_width(with_padded);
-    let (y, sums) = run_into_output(&kernel, rows, None, width);
-    (y, SquareSums::split(sums, rows.cols()))
+    let (outputs, sums) = run(&Normalize { scale, shift }, rows, None, true, width);
+    (outputs, SquareSums::split(sums, rows.cols()))
 }
 
-/// Column sums of dy x̃ and dy over kept rows; `dy` is shaped as the rows.
-pub(super) fn grad_sum_cols<T: Element>(rows: &Rows<T>, dy: &Matrix<T>) -> GradSums<T::Acc> {
-    let sums = run(&GradSumCols, rows, Some(dy), &mut [], 2 * rows.cols());
+/// Column sums of dy x̃ and dy over kept rows.
+pub(super) fn grad_sum_cols<T: Element>(
+    rows: &Rows<T>,
+    gradients: &OutputGradients<T>,
+) -> GradSums<T::Acc> {
+    let (_, sums) = run(&GradSumCols, rows, Some(gradients), false, 2 * rows.cols());
     GradSums::split(sums, rows.cols())
 }
 
-/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale; 0 in padded
-/// rows.
+/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, 0 in padded
+/// rows; and `dsum` added to it.
 pub(super) fn normalize_bwd<T: Element>(
     rows: &Rows<T>,
-    dy: &Matrix<T>,
+    gradients: &OutputGradients<T>,
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> Vec<T> {
-    let kernel = NormalizeBwd { gain, decay };
-    run_into_output(&kernel, rows, Some(dy), 0).0
+    run_normalize_bwd(rows, gradients, gain, decay, 0).0.y
 }
 
 /// [`normalize_bwd`], with the sums of [`grad_sum_cols`] taken on the way.
 pub(super) fn normalize_bwd_and_sum<T: Element>(
     rows: &Rows<T>,
-    dy: &Matrix<T>,
+    gradients: &OutputGradients<T>,
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> (Vec<T>, GradSums<T::Acc>) {
+    let (dx, sums) = run_normalize_bwd(rows, gradients, gain, decay, 2 * rows.cols());
+    (dx.y, GradSums::split(sums, rows.cols()))
+}
+
+fn run_normalize_bwd<T: Element>(
+    rows: &Rows<T>,
+    gradients: &OutputGradients<T>,
+    gain: &[T::Acc],
+    decay: &[T::Acc],
+    width: usize,
+) -> (Outputs<T>, Vec<T::Acc>) {
     let kernel = NormalizeBwd { gain, decay };
-    let (dx, sums) = run_into_output(&kernel, rows, Some(dy), 2 * rows.cols());
-    (dx, GradSums::split(sums, rows.cols()))
+    match gradients.dsum {
+        Some(_) => run(&ResidualBwd(kernel), rows, Some(gradients), true, width),
+        None => run(&kernel, rows, Some(gradients), true, width),
+    }
 }
 
 /// Elements of a chunk, which must outweigh the cost of handing it to a thread.
@@ -249,6 +302,8 @@ pub(super) struct Group<'a, T> {
     x: &'a [T],
     /// The gradient of the output; empty in a forward.
     dy: &'a [T],
+    /// That of the input's sum with a residual; empty without one.
+    dsum: &'a [T],
     /// Their first column.
     start: usize,
     /// C.
@@ -277,41 +332,52 @@ impl<T> Group<'_, T> {
     }
 }
 
-/// Runs `kernel` into a fresh output shaped as the rows, and sums `width` columns on the way.
-fn run_into_output<T: Element>(
-    kernel: &impl Kernel<T::Acc>,
-    rows: &Rows<T>,
-    dy: Option<&Matrix<T>>,
-    width: usize,
-) -> (Vec<T>, Vec<T::Acc>) {
-    let mut sums = vec![];
-    let piece = chunk_rows(rows.len(), rows.cols()) * rows.cols();
-    let out = written(rows.len() * rows.cols(), piece, |pieces| {
-        sums = run(kernel, rows, dy, pieces, width);
-    });
-    (out, sums)
-}
-
-/// Runs `kernel` over all chunks and returns the sums of its `width` columns.
+/// Runs `kernel` over all chunks, into fresh outputs, and returns with them the sums of its `width` columns. `y` says whether
+/// it has an output of its own.
 fn run<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
-    dy: Option<&Matrix<T>>,
-    pieces: &mut [Piece<T>],
+    gradients: Option<&OutputGradients<T>>,
+    y: bool,
+    width: usize,
+) -> (Outputs<T>, Vec<T::Acc>) {
+    let len = rows.len() * rows.cols();
+    let piece = chunk_rows(rows.len(), rows.cols()) * rows.cols();
+    let (mut sum, mut sums) = (None, vec![]);
+    let y = written(if y { len } else { 0 }, piece, |y| {
+        if rows.residual.is_some() {
+            sum = Some(written(len, piece, |sum| {
+                sums = run_chunks(kernel, rows, gradients, y, sum, width);
+            }));
+        } else {
+            sums = run_chunks(kernel, rows, gradients, y, &mut [], width);
+        }
+    });
+    (Outputs { y, sum }, sums)
+}
+
+/// Runs `kernel` over all chunks into pieces of its output and of `x + residual`, and returns the sums of its columns.
+fn run_chunks<T: Element, K: Kernel<T::Acc>>(
+    kernel: &K,
+    rows: &Rows<T>,
+    gradients: Option<&OutputGradients<T>>,
+    y: &mut [Piece<T>],
+    sum: &mut [Piece<T>],
     width: usize,
 ) -> Vec<T::Acc> {
     let chunk = chunk_rows(rows.len(), rows.cols());
     let count = rows.len().div_ceil(chunk);
     let mut partials = vec![T::Acc::ZERO; count * width];
-    let mut pieces = pieces.iter_mut();
+    let (mut y, mut sum) = (y.iter_mut(), sum.iter_mut());
     let mut sums = partials.chunks_mut(width.max(1));
     let chunks: Vec<_> = (0..count)
         .map(|i| Chunk {
             kernel,
             rows,
-            dy,
+            gradients,
             range: i * chunk..rows.len().min((i + 1) * chunk),
-            out: pieces.next(),
+            out: y.next(),
+            sum: sum.next(),
             sums: sums.next().unwrap_or_default(),
         })
         .collect();
@@ -336,31 +402,41 @@ fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
 }
 
 /// One chunk of a kernel's rows, to be run at a SIMD level.
-struct Chunk<'c, 'out, T: Element, K> {
+struct Chunk<'c, 'y, 'sum, T: Element, K> {
     kernel: &'c K,
     rows: &'c Rows<'c, T>,
-    dy: Option<&'c Matrix<'c, T>>,
+    gradients: Option<&'c OutputGradients<'c, T>>,
     range: Range<usize>,
-    out: Option<&'c mut Piece<'out, T>>,
+    out: Option<&'c mut Piece<'y, T>>,
+    /// Where `x + residual` goes.
+    sum: Option<&'c mut Piece<'sum, T>>,
     sums: &'c mut [T::Acc],
 }
 
-impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, T, K> {
+impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let mut nowhere = Piece::default();
+        let (mut nowhere, mut sum) = (Piece::default(), self.sum);
         let out = self.out.unwrap_or(&mut nowhere);
         let mut run_sums = vec![T::Acc::ZERO; self.sums.len()];
         let n = self.rows.group_len();
         let layer_scale = self.rows.layer_scale();
         for row in self.range.clone() {
-            let x = self.rows.x.row(row);
-            let dy = self.dy.map_or(&[][..], |dy| dy.row(row));
+            let mut x = self.rows.x.row(row);
+            if let (Some(residual), Some(sum)) = (&self.rows.residual, &mut sum) {
+                let residual = residual.row(row);
+                let values = Elements(x);
+                x = sum.append(simd, x.len(), Plus { values, residual });
+            }
+            let dy = self.gradients.map_or(&[][..], |of| of.dy.row(row));
+            let dsum = self.gradients.and_then(|of| of.dsum);
+            let dsum = dsum.map_or(&[][..], |dsum| dsum.row(row));
             let group = |start: usize| Group {
                 x: &x[start..][..n],
                 dy: dy.get(start..start + n).unwrap_or_default(),
+                dsum: dsum.get(start..start + n).unwrap_or_default(),
                 start,
                 cols: x.len(),
                 keeps: self.rows.keeps(row),
@@ -635,15 +711,29 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
         &self,
         simd: S,
         group: Group<T>,
-        Scale { factor, mean }: Scale<A>,
+        scale: Scale<A>,
         dx: &mut Piece<T>,
         sums: &mut [A],
     ) {
         if !group.keeps {
             return dx.extend(simd, group.len(), Zeros(PhantomData));
         }
+        let values = self.values(&group, scale, sums);
+        dx.extend(simd, group.len(), values);
+    }
+}
+
+impl<A: Accumulator> NormalizeBwd<'_, A> {
+    /// dx of a group that is no padding.
+    #[inline(always)]
+    fn values<'a, T: Element<Acc = A>>(
+        &'a self,
+        group: &Group<'a, T>,
+        Scale { factor, mean }: Scale<A>,
+        sums: &'a mut [A],
+    ) -> NormalizeBwdValues<'a, T, A> {
         let (dy_x, dy_sum) = sums.split_at_mut(sums.len() / 2);
-        let values = NormalizeBwdValues {
+        NormalizeBwdValues {
             x: group.x,
             dy: group.dy,
             factor,
@@ -652,8 +742,7 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
             decay: group.of(self.decay),
             dy_x: group.of_sums(dy_x),
             dy_sum: group.of_sums(dy_sum),
-        };
-        dx.extend(simd, group.len(), values);
+        }
     }
 }
 
@@ -715,6 +804,62 @@ impl<T: Element> Values<T::Acc> for NormalizeBwdValues<'_, T, T::Acc> {
         let gain = Lanes::load(simd, self.gain, i);
         let dx_tilde = gain * dy - Lanes::load(simd, self.decay, i) * x;
         (dx_tilde - x * Lanes::splat(simd, self.mean)) * factor
+    }
+}
+
+/// [`NormalizeBwd`] of a sum that is an output too: its own gradient is added.
+struct ResidualBwd<'a, A>(NormalizeBwd<'a, A>);
+
+impl<A: Accumulator> Kernel<A> for ResidualBwd<'_, A> {
+    #[inline(always)]
+    fn scale<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        layer_scale: &LayerScale<A>,
+        group: Group<T>,
+    ) -> Scale<A> {
+        self.0.scale(simd, layer_scale, group)
+    }
+
+    #[inline(always)]
+    fn group<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        group: Group<T>,
+        scale: Scale<A>,
+        dx: &mut Piece<T>,
+        sums: &mut [A],
+    ) {
+        let residual = group.dsum;
+        if !group.keeps {
+            let values = Zeros(PhantomData);
+            return dx.extend(simd, group.len(), Plus { values, residual });
+        }
+        let values = self.0.values(&group, scale, sums);
+        dx.extend(simd, group.len(), Plus { values, residual });
+    }
+}
+
+/// `values + residual`.
+struct Plus<'a, T, V> {
+    values: V,
+    residual: &'a [T],
+}
+
+impl<T: Element, V: Values<T::Acc>> Values<T::Acc> for Plus<'_, T, V> {
+    #[inline(always)]
+    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
+        self.values.at(simd, i) + Lanes::load(simd, self.residual, i)
+    }
+}
+
+/// Elements as they are.
+struct Elements<'a, T>(&'a [T]);
+
+impl<T: Element> Values<T::Acc> for Elements<'_, T> {
+    #[inline(always)]
+    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
+        Lanes::load(simd, self.0, i)
     }
 }
 

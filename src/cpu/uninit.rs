@@ -91,6 +91,16 @@ impl<T: Element> Piece<'_, T> {
         sweep(simd, n, &mut Write { slots, values });
         self.written += n;
     }
+
+    /// [`extend`](Self::extend), and what it wrote.
+    #[inline(always)]
+    pub fn append<S: Simd>(&mut self, simd: S, n: usize, values: impl Values<T::Acc>) -> &[T] {
+        let start = self.written;
+        self.extend(simd, n, values);
+        let slots = &self.slots[start..self.written];
+        // SAFETY: `extend` wrote them.
+        unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
+    }
 }
 
 struct Write<'a, T, V> {

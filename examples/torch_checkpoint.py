@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Checkpoints of models with PowerNorm layers, from PyTorch to candle and back.
+
+    python3 -m venv venv && venv/bin/pip install torch numpy safetensors
+    venv/bin/python examples/torch_checkpoint.py to-candle checkpoint_best.pt model.safetensors
+    venv/bin/python examples/torch_checkpoint.py to-torch model.safetensors model.pt
+
+`to-candle` reads what `torch.save` of any version wrote: a state dict, or a dictionary with one under "model", as
+fairseq's are. It imports nothing that the file names, so it needs neither fairseq nor trust in the file. Its output
+is for `VarMap::load`, with the model built before, or for a `VarBuilder` over safetensors.
+
+`to-torch` reads what `VarMap::save` wrote, and writes the state dict that `load_state_dict` of a model with the released
+MaskPowerNorm takes, by name and shape. fairseq wants it among the rest of a checkpoint of its own:
+
+    checkpoint = torch.load("checkpoint_best.pt", weights_only=False)
+    checkpoint["model"] = torch.load("model.pt")
+    torch.save(checkpoint, "checkpoint_candle.pt")
+"""
+
+import argparse
+import pickle
+import sys
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+class Inert:
+    """In place of an object that is no tensor, such as fairseq's arguments and meters."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+
+class TensorUnpickler(pickle.Unpickler):
+    """Makes tensors and the dictionaries they are in; of all else a file may name, nothing is imported or called."""
+
+    TRUSTED = {
+        ("collections", "OrderedDict"),
+        ("collections", "defaultdict"),
+        ("torch._utils", "_rebuild_parameter"),
+        ("torch._utils", "_rebuild_tensor"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+    }
+
+    def find_class(self, module, name):
+        storage = module == "torch" and name.isidentifier() and name.endswith("Storage")
+        if storage or (module, name) in self.TRUSTED:
+            return super().find_class(module, name)
+        return Inert
+
+
+def read_checkpoint(path):
+    """The tensors of a model by name."""
+    reader = SimpleNamespace(
+        __name__="pickle",
+        Unpickler=TensorUnpickler,
+        load=lambda file, **kwargs: TensorUnpickler(file, **kwargs).load(),
+    )
+    checkpoint = torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
+    if isinstance(checkpoint, dict) and isinstance(checkpoint.get("model"), dict):
+        checkpoint = checkpoint["model"]
+    tensors = {}
+    if isinstance(checkpoint, dict):
+        tensors = {name: value.detach() for name, value in checkpoint.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        sys.exit(f"{path}: expected a state dict, or one under 'model', got no tensors")
+    return tensors
+
+
+def is_statistic(name):
+    """ψ² and ν/(1−α_b), which PyTorch's layer holds as [1, C, 1, 1] and candle's as [C]."""
+    return name.rpartition(".")[2] in ("running_phi", "ema_gz")
+
+
+def to_candle(tensors):
+    converted = {}
+    for name, tensor in tensors.items():
+        if is_statistic(name):
+            tensor = tensor.flatten()
+            # The layer keeps moving averages in single precision, in a half-precision model too.
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                tensor = tensor.float()
+        # safetensors has neither strides nor tensors that share memory, as tied embeddings do.
+        converted[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return converted
+
+
+def to_torch(tensors):
+    return {
+        name: tensor.reshape(1, -1, 1, 1) if is_statistic(name) else tensor for name, tensor in tensors.items()
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("direction", choices=["to-candle", "to-torch"])
+    parser.add_argument("source")
+    parser.add_argument("target")
+    args = parser.parse_args()
+    if args.direction == "to-candle":
+        save_file(to_candle(read_checkpoint(args.source)), args.target)
+    else:
+        torch.save(to_torch(load_file(args.source)), args.target)
+
+
+if __name__ == "__main__":
+    main()

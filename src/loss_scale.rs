@@ -1,0 +1,86 @@
+//! The factor that mixed-precision training puts on its loss.
+
+use crate::Error;
+use candle::Result;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+
+/// A shared switch that holds the factor S of a scaled loss, `S · L`.
+///
+/// Training in `F16` multiplies the loss by a large number, so that gradients do not vanish below the smallest one that
+/// `F16` has, and divides the parameters' gradients by it afterwards. ν is an average over many steps of a quantity that
+/// scales with the loss; a layer that follows a `LossScale`
+/// ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale)) keeps ν in the units of `L` itself. Its gradient is
+/// `(g − S ν X̂)/D`, and ν takes `Λ/S`: changing S changes nothing.
+///
+/// Clones share the number. A backward uses the one that stands when it runs, which must be that of its loss:
+///
+/// ```
+/// use candle::{DType, Device, Module, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::{power_norm, LossScale};
+///
+/// # fn main() -> candle::Result<()> {
+/// let scale = LossScale::new(65536.)?;
+/// let varmap = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+/// let norm = power_norm(4, 1e-5, vb.pp("norm"))?.with_loss_scale(&scale);
+///
+/// let xs = Tensor::randn(0f32, 1., (3, 4), &Device::Cpu)?;
+/// let loss = norm.forward(&xs)?.sqr()?.mean_all()?;
+/// let gradients = (loss * scale.get())?.backward()?;
+/// let mut overflowed = false;
+/// for var in varmap.all_vars() {
+///     if let Some(gradient) = gradients.get(&var) {
+///         let gradient = (gradient / scale.get())?;
+///         overflowed |= !gradient.abs()?.max_all()?.to_scalar::<f32>()?.is_finite();
+///     }
+/// }
+/// if overflowed {
+///     scale.set(scale.get() / 2.)?; // and leave this step out
+/// }
+/// # Ok(()) }
+/// ```
+///
+/// A channel whose Λ overflowed keeps the ν it had ([`Recipe::Paper`](crate::Recipe::Paper)): a step that is left out
+/// leaves no trace there.
+#[derive(Debug, Clone)]
+pub struct LossScale(Arc<AtomicU64>);
+
+impl LossScale {
+    /// A new switch, holding `scale`.
+    ///
+    /// # Errors
+    ///
+    /// `scale` is not positive and finite.
+    pub fn new(scale: f64) -> Result<Self> {
+        let new = Self::default();
+        new.set(scale)?;
+        Ok(new)
+    }
+
+    /// Sets the number, for every clone.
+    ///
+    /// # Errors
+    ///
+    /// `scale` is not positive and finite; the number stays as it was.
+    pub fn set(&self, scale: f64) -> Result<()> {
+        if !(scale > 0. && scale.is_finite()) {
+            return Err(Error::LossScale(scale).into());
+        }
+        self.0.store(scale.to_bits(), Ordering::Release);
+        Ok(())
+    }
+
+    /// The number.
+    pub fn get(&self) -> f64 {
+        f64::from_bits(self.0.load(Ordering::Acquire))
+    }
+}
+
+impl Default for LossScale {
+    /// 1: no scale.
+    fn default() -> Self {
+        Self(Arc::new(AtomicU64::new(1f64.to_bits())))
+    }
+}

@@ -1,0 +1,260 @@
+//! `forward_residual` beside an addition and a forward.
+
+mod common;
+
+use candle::backprop::GradStore;
+use candle::{DType, Module, Result, Tensor, Var};
+use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
+use common::{
+    assert_relative, assert_same_bits, message, precision, state, tensor, to_f64, Data, Twin, CPU,
+    DTYPES,
+};
+
+/// Which outputs the loss sees.
+const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
+
+/// xs, residual, and the gradients of both outputs.
+struct Case {
+    xs: Var,
+    residual: Var,
+    dy: Tensor,
+    dsum: Tensor,
+}
+
+impl Case {
+    fn random(data: &mut Data, shape: &[usize], dtype: DType) -> Result<Self> {
+        let len = shape.iter().product();
+        let mut tensor = |scale: f64| {
+            let values: Vec<_> = data.normal(len).iter().map(|v| scale * v).collect();
+            data.tensor(&values, shape, dtype)
+        };
+        Ok(Self {
+            xs: Var::from_tensor(&tensor(1.5))?,
+            residual: Var::from_tensor(&tensor(0.7))?,
+            dy: tensor(1.),
+            dsum: tensor(1.),
+        })
+    }
+
+    /// The gradients of Σ y dy + Σ sum dsum, as far as the loss sees them.
+    fn gradients(
+        &self,
+        (y, sum): &(Tensor, Tensor),
+        [uses_y, uses_sum]: [bool; 2],
+    ) -> Result<GradStore> {
+        let y = (y * &self.dy)?.sum_all()?;
+        let sum = (sum * &self.dsum)?.sum_all()?;
+        match (uses_y, uses_sum) {
+            (true, true) => (y + sum)?.backward(),
+            (true, false) => y.backward(),
+            _ => sum.backward(),
+        }
+    }
+}
+
+fn unfused(layer: &PowerNorm, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+    let sum = (xs + residual)?;
+    Ok((layer.forward(&sum)?, sum))
+}
+
+fn configs() -> Vec<PowerNormConfig> {
+    let running = PowerNormConfig {
+        warmup_steps: 1,
+        group_scaling: Some(2),
+        ..Default::default()
+    };
+    let batch = PowerNormConfig {
+        statistics: Statistics::Batch,
+        ..running
+    };
+    let plain = PowerNormConfig {
+        group_scaling: None,
+        affine: false,
+        ..running
+    };
+    let fairseq = PowerNormConfig {
+        recipe: Recipe::Fairseq,
+        ..running
+    };
+    vec![running, batch, plain, fairseq]
+}
+
+/// Outputs and state have the same bits; so have the gradients, but for half precision, where the sum of two gradients
+/// is rounded once and not twice.
+#[test]
+fn is_an_addition_and_a_forward() -> Result<()> {
+    for (dtype, builder) in DTYPES {
+        for (config, [uses_y, uses_sum]) in configs().into_iter().zip(USES.iter().cycle()) {
+            for train in [true, false] {
+                let uses = [*uses_y, *uses_sum];
+                let what = format!("{dtype:?} {builder:?} {config:?} {uses:?} {train}");
+                let [fused, plain] =
+                    [(); 2].map(|()| Twin::new(&mut Data::new(3), 6, config, builder).layer);
+                for layer in [&fused, &plain] {
+                    layer.mode().set_training(train);
+                }
+                let mut data = Data::new(4);
+                // The warm-up's step, and one after it.
+                for _ in 0..3 {
+                    let case = Case::random(&mut data, &[3, 5, 6], dtype)?;
+                    let ours = fused.forward_residual(&case.xs, &case.residual)?;
+                    let theirs = unfused(&plain, &case.xs, &case.residual)?;
+                    assert_same_bits(&format!("{what}: y"), &ours.0, &theirs.0);
+                    assert_same_bits(&format!("{what}: sum"), &ours.1, &theirs.1);
+                    let (ours, theirs) =
+                        (case.gradients(&ours, uses)?, case.gradients(&theirs, uses)?);
+                    for input in [&case.xs, &case.residual] {
+                        let (ours, theirs) = (ours.get(input).unwrap(), theirs.get(input).unwrap());
+                        let relative = 2. * precision(dtype).0;
+                        assert_relative(&what, ours, &to_f64(theirs), relative);
+                        if matches!(dtype, DType::F32 | DType::F64) {
+                            assert_same_bits(&what, ours, theirs);
+                        }
+                    }
+                    for (a, b) in [
+                        (fused.weight(), plain.weight()),
+                        (fused.bias(), plain.bias()),
+                    ] {
+                        if let (Some(a), Some(b), true) = (a, b, uses[0]) {
+                            assert_same_bits(&what, ours.get(a).unwrap(), theirs.get(b).unwrap());
+                        }
+                    }
+                    assert_eq!(state(&fused), state(&plain), "{what}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Views are read in place, or copied, each on its own.
+#[test]
+fn takes_any_strides() -> Result<()> {
+    let mut data = Data::new(5);
+    let layer = || Twin::new(&mut Data::new(6), 8, 1e-5.into(), DType::F32).layer;
+    let base = Var::from_tensor(&tensor(&data.normal(8 * 6 * 4), &[8, 6, 4], DType::F32))?;
+    let packed = Var::from_tensor(&tensor(&data.normal(8 * 6 * 4), &[4, 6, 8], DType::F32))?;
+    let views: [&dyn Fn() -> Result<Tensor>; 3] = [
+        &|| base.transpose(0, 2),
+        &|| packed.narrow(1, 0, 1)?.broadcast_as((4, 6, 8)),
+        &|| packed.transpose(0, 1)?.contiguous()?.transpose(0, 1),
+    ];
+    for view in views {
+        let (fused, plain) = (layer(), layer());
+        let [ours, theirs] = [
+            fused.forward_residual(&view()?, &packed)?,
+            unfused(&plain, &view()?.contiguous()?, &packed)?,
+        ];
+        assert_same_bits("y", &ours.0, &theirs.0);
+        assert_same_bits("sum", &ours.1, &theirs.1);
+        // A transposed gradient too.
+        let loss = |(y, sum): &(Tensor, Tensor)| -> Result<GradStore> {
+            (y.sqr()? + sum.transpose(0, 2)?.contiguous()?.sqr()?.transpose(0, 2)?)?
+                .sum_all()?
+                .backward()
+        };
+        let (ours, theirs) = (loss(&ours)?, loss(&theirs)?);
+        for var in [&base, &packed] {
+            if let Some(expected) = theirs.get(var) {
+                assert_relative("gradient", ours.get(var).unwrap(), &to_f64(expected), 1e-6);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Only what is trained gets a gradient, and a graph can be gone back through twice.
+#[test]
+fn gradients_go_where_they_are_wanted() -> Result<()> {
+    let mut data = Data::new(7);
+    let case = Case::random(&mut data, &[4, 6], DType::F64)?;
+    let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
+    let outputs = layer.forward_residual(&case.xs, &case.residual.detach())?;
+    let first = case.gradients(&outputs, [true, true])?;
+    let second = case.gradients(&outputs, [true, true])?;
+    assert_same_bits(
+        "twice",
+        first.get(&case.xs).unwrap(),
+        second.get(&case.xs).unwrap(),
+    );
+    let sum_alone = case.gradients(&outputs, [false, true])?;
+    assert_same_bits("the sum's", sum_alone.get(&case.xs).unwrap(), &case.dsum);
+    assert!(first.get(&case.residual).is_none());
+
+    let outputs = layer.forward_residual(&case.xs.detach(), &case.residual.detach())?;
+    let gradients = case.gradients(&outputs, [true, true])?;
+    assert!(gradients.get(layer.weight().unwrap()).is_some());
+    assert!(gradients.get(&case.xs).is_none());
+    Ok(())
+}
+
+#[test]
+fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
+    let mut data = Data::new(8);
+    let case = Case::random(&mut data, &[7, 6], DType::F64)?;
+    let layers = || -> Vec<PowerNorm> {
+        let mut data = Data::new(9);
+        (0..3)
+            .map(|_| Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer)
+            .collect()
+    };
+    type Forward = fn(&PowerNorm, &Tensor, &Tensor) -> Result<(Tensor, Tensor)>;
+    let run = |layers: &[PowerNorm], forward: Forward| -> Result<GradStore> {
+        let (mut xs, mut stream) = (
+            case.xs.as_tensor().clone(),
+            case.residual.as_tensor().clone(),
+        );
+        for layer in layers {
+            (xs, stream) = forward(layer, &xs.gelu()?, &stream)?;
+        }
+        case.gradients(&(xs, stream), [true, true])
+    };
+    let (fused, plain) = (layers(), layers());
+    let ours = run(&fused, PowerNorm::forward_residual)?;
+    let theirs = run(&plain, unfused)?;
+    for var in [&case.xs, &case.residual] {
+        assert_relative(
+            "input",
+            ours.get(var).unwrap(),
+            &to_f64(theirs.get(var).unwrap()),
+            1e-14,
+        );
+    }
+    for (fused, plain) in fused.iter().zip(&plain) {
+        let (a, b) = (fused.weight().unwrap(), plain.weight().unwrap());
+        assert_relative(
+            "weight",
+            ours.get(a).unwrap(),
+            &to_f64(theirs.get(b).unwrap()),
+            1e-14,
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn other_shapes_and_dtypes_are_refused() -> Result<()> {
+    let layer = Twin::new(&mut Data::new(10), 6, 1e-5.into(), DType::F32).layer;
+    let before = state(&layer);
+    let xs = Tensor::ones((2, 6), DType::F32, &CPU)?;
+    for (residual, got) in [
+        (Tensor::ones((1, 6), DType::F32, &CPU)?, "[1, 6] and F32"),
+        (Tensor::ones((2, 6), DType::F64, &CPU)?, "[2, 6] and F64"),
+    ] {
+        let expected =
+            "power_norm: expected a residual of shape [2, 6] and dtype F32 (as the input)";
+        let error = message(layer.forward_residual(&xs, &residual));
+        assert_eq!(error, format!("{expected}, got {got}"));
+    }
+    let narrow = Tensor::ones((2, 5), DType::F32, &CPU)?;
+    assert_eq!(
+        message(layer.forward_residual(&narrow, &narrow)),
+        "power_norm: expected a last dimension of 6, got shape [2, 5]"
+    );
+    assert_eq!(state(&layer), before);
+    let empty = Tensor::ones((0, 6), DType::F32, &CPU)?;
+    let (y, sum) = layer.forward_residual(&empty, &empty)?;
+    assert_eq!((y.dims(), sum.dims()), (&[0, 6][..], &[0, 6][..]));
+    assert_eq!(state(&layer), before);
+    Ok(())
+}
