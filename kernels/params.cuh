@@ -41,6 +41,8 @@ enum LayerScale : int64_t {
 struct NormalizeParams {
   Tiling tiling;
   const void *x;       // [rows, cols] T
+  const void *residual; // [rows, cols] T, added to x first; or null
+  void *sum;           // [rows, cols] T, x + residual, written; null without a residual
   void *y;             // [rows, cols] T, or null: sums only
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1
@@ -73,7 +75,7 @@ struct UpdatePhiParams {
   int64_t guard;    //   only where the result is finite
   int64_t cumulative;
   int64_t moving;
-  double old_share; //   psi^2 <- old_share psi^2 + new_share psi_B^2, if `cumulative`;
+  double old_share; //   psi^2 <- old_share psi^2 + new_share psi_B^2, if `cumulative` (0: whatever psi^2 was);
   double new_share;
   double alpha; //   then psi^2 <- alpha psi^2 + beta psi_B^2, if `moving`
   double beta;
@@ -83,6 +85,7 @@ struct NormalizeBwdParams {
   Tiling tiling;
   const void *x;       // [rows, cols] T
   const void *dy;      // [rows, cols] T
+  const void *dsum;    // [rows, cols] T, added to dx; or null
   void *dx;            // [rows, cols] T, or null: sums only
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1
@@ -111,5 +114,6 @@ struct UpdateNuParams {
   Vector dweight;      // written, unless null
   Vector dbias;        // written, unless null
   double beta;         // 1 - alpha_b
+  double unscale;      // of Lambda on its way into nu: 1 over the loss scale
   int64_t guard;       // the factor of nu is at least 0, and only finite results count
 };

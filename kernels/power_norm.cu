@@ -133,8 +133,9 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 }
 
 // group_factors: r of each row and group, for groups wider than a block.  Determinism: bitwise, fixed order.
-// Reads  x[rows, cols] T.                                      Writes factors[rows, groups] A, overwrites.
-// Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A).
+// Reads  x[rows, cols] T, residual alike unless null.
+// Writes factors[rows, groups] A; sum[rows, cols] T unless null; overwrites.
+// Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual.
 // Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
 // Thread owns every 256th piece of a group.                    Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows. Launcher: launch.rs::group_factors.
@@ -147,10 +148,15 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
   const int64_t len = tiling.group_len;
   for (int64_t group = blockIdx.x; group < tiling.rows * tiling.groups; group += gridDim.x) {
     const T *x = static_cast<const T *>(p.x) + group * len;
+    const T *residual = p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + group * len;
     A squares = 0;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
-      const Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
+      Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
+      if (residual != nullptr) {
+        add_to(piece, load_piece(residual + i, count, tiling.vectorized));
+        store_piece(static_cast<T *>(p.sum) + group * len + i, piece, count, tiling.vectorized);
+      }
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         squares += widen(piece.at[v]) * widen(piece.at[v]);
@@ -158,20 +164,23 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
     }
     squares = row_sum.of(squares);
     if (threadIdx.x == 0) {
-      static_cast<A *>(p.factors)[group] = factor_of(squares / A(len), x, tiling.group_len, A(p.group_eps));
+      static_cast<A *>(p.factors)[group] = 
+          factor_of(squares / A(len), x, residual, tiling.group_len, A(p.group_eps));
     }
   }
 }
 
 // normalize: y = x~ * weight/D + bias (Eq. 8, 9), and the sums of psi_B^2 (Alg. 1) on the way.  Determinism: bitwise.
-// Reads  x[rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if GIVEN.
-// Writes y[rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi is there,
+// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if GIVEN.
+// Writes y, sum [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi is there,
 //        factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
-// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first without y.
+// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first without y, twice with a
+//        residual.
 // Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: a group by shuffles, and through
 //        smem where it spans warps; columns in registers, then a tree over the block's rows.
-// Requires rows >= 1, cols >= 1, packed rows, x and y 16-byte aligned if vectorized. Launcher: launch.rs::normalize.
+// Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y 16-byte aligned if vectorized.
+// Launcher: launch.rs::normalize.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
@@ -229,6 +238,17 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     } else {
       x.load(p.x, offset, columns, rows.present());
     }
+    if (p.residual != nullptr) {
+      RowPieces<T, N> residual;
+      residual.load(p.residual, offset, columns, rows.present());
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        add_to(x.at[n], residual.at[n]);
+        if (rows.present()) {
+          columns.store(p.sum, offset, n, x.at[n]);
+        }
+      }
+    }
 
     A factor = 1;
     if (layer_scale == IN_TILE) {
@@ -242,8 +262,10 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
       }
       const A mean_square = reduction.group_mean(squares, columns.place, tiling.span);
       if (rows.present() && columns.valid()) {
-        const T *group = static_cast<const T *>(p.x) + offset - columns.place * V;
-        factor = factor_of(mean_square, group, tiling.group_len, A(p.group_eps));
+        const int64_t start = offset - columns.place * V;
+        const T *residual = p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + start;
+        factor = factor_of(mean_square, static_cast<const T *>(p.x) + start, residual, tiling.group_len,
+                           A(p.group_eps));
         if (p.factors != nullptr && columns.place == 0) {
           static_cast<A *>(p.factors)[rows.row * tiling.groups + columns.group] = factor;
         }
@@ -370,7 +392,8 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   if (p.update && kept != 0) {
     A next = old;
     if (p.cumulative) {
-      next = A(p.old_share) * next + A(p.new_share) * batch;
+      // What is left out may be anything.
+      next = (p.old_share == 0 ? A(0) : A(p.old_share) * next) + A(p.new_share) * batch;
     }
     if (p.moving) {
       next = A(p.alpha) * next + A(p.beta) * batch;
@@ -455,14 +478,16 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 
 // normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the layer-scale,
 //        dx = r (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.  Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots alike if GIVEN,
+//        dsum is added to dx.
+// Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots alike if GIVEN,
 //        weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
-// Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the first without dx.
+// Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the first without dx, four
+//        with dsum.
 // Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, x, dy, dx 16-byte aligned if vectorized; inv_rms, factors, count by the
-//        forward.
+// Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx 16-byte aligned if vectorized; inv_rms, factors, count by
+//        the forward.
 // Launcher: launch.rs::normalize_bwd.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
@@ -552,10 +577,22 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         Piece<T> dx;
+        if (p.dsum == nullptr) {
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const int i = n * V + v;
-          narrow(keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0), dx.at[v]);
+          for (int v = 0; v < V; ++v) {
+            const int i = n * V + v;
+            narrow(keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0), dx.at[v]);
+          }
+        } else {
+          const int count = rows.present() ? columns.count(n) : 0;
+          const T *from = static_cast<const T *>(p.dsum) + offset + n * columns.stride();
+          const Piece<T> dsum = load_piece(from, count, columns.vectorized);
+#pragma unroll
+          for (int v = 0; v < V; ++v) {
+            const int i = n * V + v;
+            const A own = keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0);
+            narrow(own + widen(dsum.at[v]), dx.at[v]);
+          }
         }
         if (rows.present()) {
           columns.store(p.dx, offset, n, dx);
@@ -617,7 +654,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     if (p.guard && decay < 0) {
       decay = 0;
     }
-    const A next = decay * load<A>(p.ema_gz, col) + lambda;
+    const A next = decay * load<A>(p.ema_gz, col) + A(p.unscale) * lambda;
     // Gamma too: the clamp would turn an infinite one into a finite factor.
     const bool wide = p.ema_gz.dtype == F64;
     const bool finite = wide ? isfinite(gamma) && isfinite(next)

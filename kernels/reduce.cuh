@@ -94,6 +94,21 @@ __device__ __forceinline__ Piece<T> load_piece(const T *from, int valid, bool ve
   return piece;
 }
 
+// x + residual, rounded to T.
+template <typename T> __device__ __forceinline__ T add(T x, T residual) {
+  T sum;
+  narrow(widen(x) + widen(residual), sum);
+  return sum;
+}
+
+template <typename T>
+__device__ __forceinline__ void add_to(Piece<T> &piece, const Piece<T> &residual) {
+#pragma unroll
+  for (int v = 0; v < PIECE<T>; ++v) {
+    piece.at[v] = add(piece.at[v], residual.at[v]);
+  }
+}
+
 // Writes the first `valid` elements of `piece` at `to`.
 template <typename T>
 __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int valid,
@@ -193,12 +208,14 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
 // nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
 // Each thread that needs r reads the whole group: slow, but no thread has to wait for another, and rows of 1e19 and
 // more are not what anyone trains on.
-template <typename T> __device__ __forceinline__ Sum<T> factor_of_huge(const T *x, int len) {
+template <typename T>
+__device__ __forceinline__ Sum<T> factor_of_huge(const T *x, const T *residual, int len) {
   using A = Sum<T>;
+  const auto value = [=](int i) { return widen(residual == nullptr ? x[i] : add(x[i], residual[i])); };
   A largest = 0;
 #pragma unroll 1
   for (int i = 0; i < len; ++i) {
-    const A magnitude = fabs(widen(x[i]));
+    const A magnitude = fabs(value(i));
     if (!isfinite(magnitude)) {
       return A(NAN);
     }
@@ -207,17 +224,17 @@ template <typename T> __device__ __forceinline__ Sum<T> factor_of_huge(const T *
   A squares = 0;
 #pragma unroll 1
   for (int i = 0; i < len; ++i) {
-    const A ratio = widen(x[i]) / largest;
+    const A ratio = value(i) / largest;
     squares += ratio * ratio;
   }
   return inverse_root(squares / A(len)) / largest;
 }
 
-// r of the group `x` whose squares have the mean `square`: 1 / sqrt(square + eps).
+// r of the group `x`, plus `residual` unless that is null, whose squares have the mean `square`: 1 / sqrt(square + eps).
 template <typename T>
-__device__ __forceinline__ Sum<T> factor_of(Sum<T> square, const T *x, int len, Sum<T> eps) {
+__device__ __forceinline__ Sum<T> factor_of(Sum<T> square, const T *x, const T *residual, int len, Sum<T> eps) {
   if (isfinite(square)) {
     return inverse_root(square + eps);
   }
-  return isnan(square) ? square : factor_of_huge(x, len);
+  return isnan(square) ? square : factor_of_huge(x, residual, len);
 }

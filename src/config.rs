@@ -5,6 +5,11 @@ use candle::DType;
 
 /// Which statistic normalizes a training step after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "snake_case")
+)]
 pub enum Statistics {
     /// The running quadratic mean, `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`: PN, Definition 3 of the paper. Its
     /// backward is the paper's approximation, Eq. 12, with the running correction ν.
@@ -20,6 +25,11 @@ pub enum Statistics {
 /// Symbols: ψ_B² the batch's mean square, `t` the step counted from 1, `T` the warm-up steps,
 /// `n` the kept rows out of `B`, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²`, `Λ = mean g X̂`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "snake_case")
+)]
 pub enum Recipe {
     /// The paper's equations, and two guards that keep a bad batch from outliving its step.
     ///
@@ -54,7 +64,44 @@ pub enum Recipe {
 /// let config = PowerNormConfig { warmup_steps: 4000, ..1e-6.into() };
 /// assert_eq!((config.eps, config.alpha_fwd), (1e-6, 0.9));
 /// ```
+///
+/// # Feature `serde`
+///
+/// With it the configuration can be part of a model's, read from the JSON file that comes with the weights. A field
+/// that is missing has its default, and `"group_scaling": null` is `None`. A field of another name is an error:
+/// beside defaults a misspelt one would pass unnoticed. Values are checked when a layer is built, not here.
+///
+/// ```
+/// # #[cfg(feature = "serde")] {
+/// use candle_powernorm::{PowerNormConfig, Statistics};
+///
+/// #[derive(serde::Deserialize)]
+/// struct Config {
+///     hidden_size: usize,
+///     norm: PowerNormConfig,
+/// }
+///
+/// let json = r#"{
+///     "hidden_size": 512,
+///     "norm": { "warmup_steps": 4000, "group_scaling": 8, "statistics": "batch" }
+/// }"#;
+/// let config: Config = serde_json::from_str(json).unwrap();
+/// assert_eq!(config.hidden_size, 512);
+/// let norm = PowerNormConfig {
+///     warmup_steps: 4000,
+///     group_scaling: Some(8),
+///     statistics: Statistics::Batch,
+///     ..Default::default()
+/// };
+/// assert_eq!(config.norm, norm);
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(default, deny_unknown_fields)
+)]
 pub struct PowerNormConfig {
     /// ε, added to a mean square inside the root. Positive and finite, in the dtype of the sums too;
     /// default 1e-5.

@@ -213,12 +213,22 @@ impl PowerNorm {
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `residual` of another dtype, shape or device.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let checked = self.check_input(xs);
-        let checked = checked.and_then(|()| self.check_residual(xs, residual));
-        let purpose = self.mode.purpose();
-        self.run(checked, None, purpose, |call| {
-            power_norm_residual(xs, residual, call)
-        })
+        self.run_residual(xs, residual, None)
+    }
+
+    /// [`forward_residual`](Self::forward_residual) with padding, as [`forward_masked`](Self::forward_masked) takes it. The
+    /// sum of a padded row is that of any other.
+    ///
+    /// # Errors
+    ///
+    /// Those of both.
+    pub fn forward_residual_masked(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        keep: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        self.run_residual(xs, residual, Some(keep))
     }
 
     /// The same layer, following `mode` from now on.
@@ -305,6 +315,20 @@ impl PowerNorm {
     fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
         self.run(self.check_input(xs), None, purpose, |call| {
             apply_power_norm(xs, call)
+        })
+    }
+
+    fn run_residual(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        keep: Option<&Tensor>,
+    ) -> Result<(Tensor, Tensor)> {
+        let checked = (self.check_input(xs))
+            .and_then(|()| self.check_residual(xs, residual))
+            .and_then(|()| keep.map_or(Ok(()), |keep| self.check_keep(xs, keep)));
+        self.run(checked, keep, self.mode.purpose(), |call| {
+            power_norm_residual(xs, residual, call)
         })
     }
 

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs, unsafe_code)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod communicator;
 mod config;

@@ -412,25 +412,27 @@ impl<T: Element> PowerNormOp<T> {
 
 #[cfg(feature = "cuda")]
 impl<T: Element> PowerNormOp<T> {
-    fn cuda_forward(
+    pub fn cuda_forward(
         &self,
         x: cuda::Argument,
+        residual: Option<cuda::Argument>,
         affine: Option<[cuda::Argument; 2]>,
-    ) -> Result<(CudaStorage, Shape)> {
+    ) -> Result<cuda::Outputs> {
         let config = self.state.config();
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
         let phi = self.state.phi_variable().storage_and_layout();
         let inputs = cuda::ForwardInputs {
             x,
+            residual,
             keep: keep.as_ref().map(cuda_argument).transpose()?,
             weight: affine.map(|[weight, _]| weight),
             bias: affine.map(|[_, bias]| bias),
             phi: cuda_argument(&phi)?,
         };
-        let (y, saved) = cuda::forward(&inputs, config, self.statistics(), self.tracked)?;
+        let (outputs, saved) = cuda::forward(&inputs, config, self.statistics(), self.tracked)?;
         // candle runs a forward once.
         let _ = (self.saved.0).set(Forward::new(Saved::Cuda(saved), self.purpose));
-        Ok((y, x.1.shape().clone()))
+        Ok(outputs)
     }
 
     fn cuda_backward(
@@ -446,13 +448,17 @@ impl<T: Element> PowerNormOp<T> {
             input,
             weight: affine.and_then(|[weight, _]| dtype(weight)),
             bias: affine.and_then(|[_, bias]| dtype(bias)),
+            loss_scale: self.loss_scale.get(),
+            moves_nu: self.purpose == Purpose::Training,
         };
         let weight = affine.map(|[weight, _]| weight.storage_and_layout());
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
-        let (x_storage, dy_storage) = (x.storage_and_layout(), dy.storage_and_layout());
+        let (x_storage, dy_storage) = (x.storage_and_layout(), outputs.dy.storage_and_layout());
+        let dsum = outputs.dsum.map(Tensor::storage_and_layout);
         let inputs = cuda::BackwardInputs {
             x: cuda_argument(&x_storage)?,
             dy: cuda_argument(&dy_storage)?,
+            dsum: dsum.as_ref().map(cuda_argument).transpose()?,
             keep: keep.as_ref().map(cuda_argument).transpose()?,
             weight: weight.as_ref().map(cuda_argument).transpose()?,
         };
@@ -511,7 +517,8 @@ impl<T: Element> CustomOp3 for PowerNormOp<T> {
         s3: &CudaStorage,
         l3: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.cuda_forward((s1, l1), Some([(s2, l2), (s3, l3)]))
+        let outputs = self.cuda_forward((s1, l1), None, Some([(s2, l2), (s3, l3)]))?;
+        Ok((outputs.y, l1.shape().clone()))
     }
 
     fn bwd(
@@ -541,7 +548,8 @@ impl<T: Element> CustomOp1 for PowerNormOp<T> {
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.cuda_forward((storage, layout), None)
+        let outputs = self.cuda_forward((storage, layout), None, None)?;
+        Ok((outputs.y, layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
@@ -615,7 +623,7 @@ pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
 
 /// A tensor's storage and layout, of a tensor that must be on a GPU.
 #[cfg(feature = "cuda")]
-fn cuda_argument<'a, S: Deref<Target = Storage>>(
+pub(crate) fn cuda_argument<'a, S: Deref<Target = Storage>>(
     (storage, layout): &'a (S, &Layout),
 ) -> Result<cuda::Argument<'a>> {
     match &**storage {

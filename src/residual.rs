@@ -6,8 +6,16 @@
 //! token as well, since an op has three arguments at most.
 
 use crate::cpu::Element;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+#[cfg(feature = "cuda")]
+use crate::op::cuda_argument;
 use crate::op::{on_cpu, readable, Argument, Call, OutputGradients, PowerNormOp};
 use crate::Error;
+#[cfg(feature = "cuda")]
+use candle::backend::{BackendDevice, BackendStorage};
+#[cfg(feature = "cuda")]
+use candle::CudaStorage;
 use candle::{
     CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor,
 };
@@ -124,6 +132,24 @@ impl<T: Element> ResidualOp<T> {
         Ok(cpu_token())
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_forward(
+        &self,
+        xs: cuda::Argument,
+        residual: cuda::Argument,
+    ) -> Result<(CudaStorage, Shape)> {
+        let params = (self.affine.as_ref())
+            .map(|(weight, bias)| [weight.storage_and_layout(), bias.storage_and_layout()]);
+        let affine = match &params {
+            Some([weight, bias]) => Some([cuda_argument(weight)?, cuda_argument(bias)?]),
+            None => None,
+        };
+        let outputs = self.op.cuda_forward(xs, Some(residual), affine)?;
+        *self.y.output() = Some(Storage::Cuda(outputs.y));
+        *self.sum.output() = outputs.sum.map(Storage::Cuda);
+        cuda_token(xs.0)
+    }
+
     /// The gradient of `xs` and `residual` alike.
     fn backward(&self, input: bool) -> Result<Option<Tensor>> {
         let ([dy, _], [dsum, _]) = (self.y.take_gradients(), self.sum.take_gradients());
@@ -161,6 +187,19 @@ impl<T: Element> CustomOp3 for ResidualOp<T> {
         self.cpu_forward((s1, l1), (s2, l2))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.cuda_forward((s1, l1), (s2, l2))
+    }
+
     fn bwd(
         &self,
         xs: &Tensor,
@@ -188,6 +227,17 @@ impl<T: Element> CustomOp2 for ResidualOp<T> {
         l2: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         self.cpu_forward((s1, l1), (s2, l2))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.cuda_forward((s1, l1), (s2, l2))
     }
 
     fn bwd(
@@ -225,6 +275,14 @@ impl CustomOp1 for HandOut {
         }
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        match self.slot.output().take() {
+            Some(Storage::Cuda(storage)) => Ok((storage, self.shape.clone())),
+            _ => candle::bail!("{}: no output to hand out", self.name()),
+        }
+    }
+
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         self.slot.keep_gradients([Some(gradient.clone()), None]);
         token.zeros_like().map(Some)
@@ -249,6 +307,17 @@ impl CustomOp2 for Params {
         Ok(cpu_token())
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        weight: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        cuda_token(weight)
+    }
+
     fn bwd(
         &self,
         _: &Tensor,
@@ -262,4 +331,10 @@ impl CustomOp2 for Params {
 
 fn cpu_token() -> (CpuStorage, Shape) {
     (CpuStorage::F32(vec![0.]), Shape::from(1))
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_token(like: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+    let shape = Shape::from(1);
+    Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))
 }

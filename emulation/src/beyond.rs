@@ -117,6 +117,8 @@ fn rows_beyond_two_to_the_31() -> Result<()> {
                 ..Default::default()
             },
             None,
+            1.,
+            false,
         );
         let schedule = Schedule {
             blocks: Order::Forward,

@@ -64,13 +64,15 @@ enum Phase {
     /// PN-V, after the warm-up.
     Batch,
     Evaluation,
+    Recalibration,
 }
-const PHASES: [Phase; 5] = [
+const PHASES: [Phase; 6] = [
     Phase::WarmUp,
     Phase::WarmUpEnds,
     Phase::Running,
     Phase::Batch,
     Phase::Evaluation,
+    Phase::Recalibration,
 ];
 
 const AFFINE: [bool; 2] = [true, false];
@@ -91,8 +93,12 @@ const WANTED: [Wanted; 5] = [
 ];
 const OFFSETS: [Offsets; 2] = [Offsets::Aligned, Offsets::AnElement];
 
+/// Whether a residual is added.
+const RESIDUAL: [bool; 2] = [false, true];
+const LOSS_SCALES: [f64; 2] = [1., 64.];
+
 /// Values on each axis.
-pub const SIZES: [usize; 10] = [
+pub const SIZES: [usize; 12] = [
     DTYPES.len(),
     COLS.len(),
     ROWS.len(),
@@ -103,6 +109,8 @@ pub const SIZES: [usize; 10] = [
     AFFINE.len(),
     WANTED.len(),
     OFFSETS.len(),
+    RESIDUAL.len(),
+    LOSS_SCALES.len(),
 ];
 
 /// A value on each axis, by its index.
@@ -125,6 +133,8 @@ pub struct Case {
     affine: bool,
     wanted: Wanted,
     offsets: Offsets,
+    residual: bool,
+    loss_scale: f64,
 }
 
 /// The pairs of values in a point.
@@ -156,10 +166,12 @@ pub fn whole_grid() -> Vec<Point> {
         vec![vec![0, 1], vec![2], vec![3]],
         vec![vec![0], vec![1], vec![2, 3, 4, 5]],
         alone(5),
-        vec![vec![0, 1, 3], vec![2, 4]],
+        vec![vec![0, 1, 3, 5], vec![2, 4]],
         alone(7),
         vec![(0..WANTED.len()).collect()],
         vec![(0..OFFSETS.len()).collect()],
+        vec![(0..RESIDUAL.len()).collect()],
+        vec![(0..LOSS_SCALES.len()).collect()],
     ];
     let mut rng = StdRng::seed_from_u64(2);
     let len = kinds.iter().map(Vec::len).product::<usize>();
@@ -216,7 +228,7 @@ pub fn pairwise() -> Vec<Point> {
 impl Case {
     /// The case at a point of the grid.
     pub fn at(
-        [dtypes, cols, rows, padding, groups, recipe, phase, affine, wanted, offsets]: Point,
+        [dtypes, cols, rows, padding, groups, recipe, phase, affine, wanted, offsets, residual, scale]: Point,
     ) -> Self {
         let (input, builder) = DTYPES[dtypes];
         Self {
@@ -231,6 +243,8 @@ impl Case {
             affine: AFFINE[affine],
             wanted: WANTED[wanted],
             offsets: OFFSETS[offsets],
+            residual: RESIDUAL[residual],
+            loss_scale: LOSS_SCALES[scale],
         }
     }
 
@@ -292,7 +306,12 @@ impl Case {
             Phase::WarmUpEnds => WARM_UP - 1,
             _ => WARM_UP + 3,
         };
-        arguments.train = self.phase != Phase::Evaluation;
+        arguments.train = !matches!(self.phase, Phase::Evaluation | Phase::Recalibration);
+        arguments.recalibrate = self.phase == Phase::Recalibration;
+        arguments.loss_scale = self.loss_scale;
+        if self.residual {
+            arguments.residual = Some(tensor(&data.normal(rows * cols), &[rows, cols], self.input));
+        }
         arguments.keep = mask.map(|mask| keep(&mask, &[rows]));
         Ok(arguments)
     }
@@ -333,8 +352,12 @@ impl Arguments {
             config,
             steps: config.warmup_steps + 3,
             train: true,
+            recalibrate: false,
+            loss_scale: 1.,
+            residual: None,
             x: tensor(&x, &[rows, cols], input),
             dy: tensor(&data.normal(rows * cols), &[rows, cols], input),
+            dsum: tensor(&data.normal(rows * cols), &[rows, cols], input),
             keep: None,
             affine: config.affine.then_some(affine),
             running_phi: tensor(&phi, &[cols], state),

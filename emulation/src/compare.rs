@@ -2,9 +2,9 @@
 
 use crate::data::{coarser, precision, to_f64};
 use crate::pass::{bytes, Arguments, Results};
-use candle::{DType, Device, Result, Tensor, Var};
+use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, Recipe, Statistics};
+use candle_powernorm::{power_norm, LossScale, Mode, Recipe, Statistics};
 
 impl Arguments {
     /// The same passes on the CPU, with all gradients, in a layer whose builder is of this dtype.
@@ -17,7 +17,10 @@ impl Arguments {
             Mode::eval()
         };
         let (_, cols) = self.x.dims2()?;
-        let layer = power_norm(cols, self.config, vb)?.with_mode(&mode);
+        let layer = power_norm(cols, self.config, vb)?
+            .with_mode(&mode)
+            .with_loss_scale(&LossScale::new(self.loss_scale)?);
+        let _guard = self.recalibrate.then(|| mode.recalibrate_scope());
         if let Some([weight, bias]) = &self.affine {
             varmap.set_one("weight", weight)?;
             varmap.set_one("bias", bias)?;
@@ -27,15 +30,27 @@ impl Arguments {
         varmap.set_one("iters", Tensor::new(&[self.steps as i64], &Device::Cpu)?)?;
 
         let x = Var::from_tensor(&self.x)?;
-        let y = match &self.keep {
-            Some(keep) => layer.forward_masked(&x, keep)?,
-            None => layer.forward_t(&x, self.train)?,
+        let (y, sum) = match (&self.residual, &self.keep) {
+            (None, Some(keep)) => (layer.forward_masked(&x, keep)?, None),
+            (None, None) => (layer.forward(&x)?, None),
+            (Some(residual), keep) => {
+                let (y, sum) = match keep {
+                    Some(keep) => layer.forward_residual_masked(&x, residual, keep)?,
+                    None => layer.forward_residual(&x, residual)?,
+                };
+                (y, Some(sum))
+            }
         };
-        let grads = (&y * &self.dy)?.sum_all()?.backward()?;
+        let mut loss = (&y * &self.dy)?.sum_all()?;
+        if let Some(sum) = &sum {
+            loss = (loss + (sum * &self.dsum)?.sum_all()?)?;
+        }
+        let grads = loss.backward()?;
         let gradient = |of: &Tensor| grads.get(of).cloned();
         let var = |name: &str| varmap.data().lock().unwrap()[name].as_detached_tensor();
         Ok(Results {
             y: y.detach(),
+            sum: sum.map(|sum| sum.detach()),
             dx: gradient(&x),
             dweight: layer.weight().and_then(gradient),
             dbias: layer.bias().and_then(gradient),
@@ -65,6 +80,8 @@ impl Arguments {
                 .expect("the CPU path computes all");
             let (terms, sums) = match name {
                 "y" => (&terms.y, sums),
+                // Rounded once, as on the CPU.
+                "sum" => (&terms.sum, sums),
                 "dx" => (&terms.dx, with_state),
                 "dweight" => (&terms.dweight, sums),
                 "dbias" => (&terms.dbias, sums),
@@ -91,6 +108,7 @@ struct Terms {
     /// Rows that enter the gradients' sums.
     counted: usize,
     y: Vec<f64>,
+    sum: Vec<f64>,
     dx: Vec<f64>,
     dweight: Vec<f64>,
     dbias: Vec<f64>,
@@ -102,7 +120,10 @@ impl Terms {
     fn of(arguments: &Arguments) -> Self {
         let Arguments { config, train, .. } = arguments;
         let (_, cols) = arguments.x.dims2().unwrap();
-        let x: Vec<f64> = to_f64(&arguments.x).into_iter().map(finite).collect();
+        let sum = (arguments.residual.as_ref()).map(|residual| (&arguments.x + residual).unwrap());
+        let x = to_f64(sum.as_ref().unwrap_or(&arguments.x));
+        let x: Vec<f64> = x.into_iter().map(finite).collect();
+        let loss_scale = arguments.loss_scale;
         let dy: Vec<f64> = to_f64(&arguments.dy).into_iter().map(finite).collect();
         let rows = x.len() / cols;
         let keep = match &arguments.keep {
@@ -117,7 +138,9 @@ impl Terms {
         let ema_gz = to_f64(&arguments.ema_gz);
         let paper = config.recipe == Recipe::Paper;
         let t = arguments.steps + 1;
-        let by_batch = t <= config.warmup_steps || config.statistics == Statistics::Batch;
+        let by_batch = t <= config.warmup_steps
+            || config.statistics == Statistics::Batch
+            || arguments.recalibrate;
 
         let group_len = cols / config.group_scaling.unwrap_or(cols);
         let scaled = config.group_scaling.is_some();
@@ -143,11 +166,12 @@ impl Terms {
         let counts = |row: usize| keeps(row) || !paper;
         let kept = (0..rows).filter(|&row| keeps(row)).count();
         let counted = (0..rows).filter(|&row| counts(row)).count();
-        let trained = *train && kept > 0;
+        let trained = (*train || arguments.recalibrate) && kept > 0;
 
         let mut terms = Self {
             counted,
             y: vec![0.; x.len()],
+            sum: vec![0.; x.len()],
             dx: vec![0.; x.len()],
             dweight: vec![0.; cols],
             dbias: vec![0.; cols],
@@ -177,7 +201,7 @@ impl Terms {
             terms.dbias[c] = root_sum(&|k| dy[k]);
             let lambda = (weight[c] * terms.dweight[c]).abs() / counted as f64;
             let beta = 1. - config.alpha_bwd;
-            let nu = beta * ema_gz[c].abs();
+            let nu = beta * ema_gz[c].abs() * loss_scale;
             let correction = match trained {
                 true if by_batch && paper => lambda,
                 true => nu,
@@ -187,7 +211,7 @@ impl Terms {
                 let gamma =
                     column(c, &counts, &|k| (x_tilde(k) * inv_rms).powi(2)) / counted as f64;
                 terms.running_phi[c] += batch_phi;
-                terms.ema_gz[c] = (1. + beta * gamma) * ema_gz[c].abs() + lambda;
+                terms.ema_gz[c] = (1. + beta * gamma) * ema_gz[c].abs() + lambda / loss_scale;
             }
             for row in 0..rows {
                 let k = row * cols + c;
@@ -207,6 +231,12 @@ impl Terms {
             };
             for k in range {
                 terms.dx[k] = factor * (dx_tilde[k] + x_tilde(k) * dot);
+            }
+        }
+        if sum.is_some() {
+            let dsum = to_f64(&arguments.dsum);
+            for (dx, dsum) in terms.dx.iter_mut().zip(dsum) {
+                *dx += dsum.abs();
             }
         }
         terms

@@ -15,10 +15,18 @@ pub struct Arguments {
     pub steps: usize,
     /// Whether this is one.
     pub train: bool,
+    /// Whether it is the first of a recalibration instead.
+    pub recalibrate: bool,
+    /// What the loss is multiplied by.
+    pub loss_scale: f64,
     /// `[rows, cols]`.
     pub x: Tensor,
+    /// As `x`: added to it first.
+    pub residual: Option<Tensor>,
     /// As `x`: the gradient of the output.
     pub dy: Tensor,
+    /// As `x`: the gradient of the sum with the residual.
+    pub dsum: Tensor,
     /// `[rows]`, u8.
     pub keep: Option<Tensor>,
     /// γ and β, `[cols]`.
@@ -61,6 +69,8 @@ pub enum Offsets {
 pub struct Results {
     /// `[rows, cols]`.
     pub y: Tensor,
+    /// As `y`: the sum with the residual.
+    pub sum: Option<Tensor>,
     /// As `y`.
     pub dx: Option<Tensor>,
     /// `[cols]`.
@@ -128,11 +138,19 @@ impl Arguments {
             config: mirrored(&self.config),
         };
         let t = self.steps + 1;
-        let train = self.train.then(|| pass.config.statistics_at(t));
+        let train = match self.recalibrate {
+            true => Some(config::Statistics::Batch),
+            false => self.train.then(|| pass.config.statistics_at(t)),
+        };
         let backward = wanted.any();
 
         let x = DeviceTensor::of(&self.x, Offsets::Aligned)?;
         let dy = DeviceTensor::of(&self.dy, Offsets::Aligned)?;
+        let dsum = DeviceTensor::of(&self.dsum, Offsets::Aligned)?;
+        let residual = (self.residual.as_ref())
+            .map(|residual| DeviceTensor::of(residual, Offsets::Aligned))
+            .transpose()?;
+        let sum = (residual.as_ref()).map(|_| DeviceTensor::unwritten(&[rows, cols], x.dtype));
         let part = |tensor: &Tensor| DeviceTensor::of(tensor, offsets);
         let keep = self.keep.as_ref().map(part).transpose()?;
         let [weight, bias] = match &self.affine {
@@ -152,6 +170,8 @@ impl Arguments {
         let workspace = train.map(|_| Array::unwritten(pass.forward_workspace_bytes(), 0));
         let buffers = ForwardBuffers {
             x: x.array.address(),
+            residual: address(&residual),
+            sum: address(&sum),
             y: y.array.address(),
             keep: address(&keep),
             weight: vector(&weight),
@@ -170,7 +190,13 @@ impl Arguments {
                 workspace: buffers.workspace,
                 ..Default::default()
             };
-            let step = pass.config.phi_step(t);
+            let step = match self.recalibrate {
+                true => config::PhiStep {
+                    cumulative: Some(config::Shares::of_mean(1)),
+                    moving: None,
+                },
+                false => pass.config.phi_step(t),
+            };
             run_all(&[pass.update_phi(&buffers, train, &step)], schedule);
         }
 
@@ -187,8 +213,12 @@ impl Arguments {
             drop(workspace);
             let workspace = Array::unwritten(pass.backward_workspace_bytes(), 0);
             let buffers = BackwardBuffers {
-                x: x.array.address(),
+                x: sum.as_ref().unwrap_or(&x).array.address(),
                 dy: dy.array.address(),
+                dsum: match &sum {
+                    Some(_) => dsum.array.address(),
+                    None => 0,
+                },
                 dx: address(&dx),
                 keep: address(&keep),
                 weight: vector(&weight),
@@ -198,12 +228,14 @@ impl Arguments {
                 saved: saved_address,
                 workspace: workspace.address(),
             };
-            run_all(&pass.backward(&buffers, train), schedule);
+            let launches = pass.backward(&buffers, train, self.loss_scale, !self.recalibrate);
+            run_all(&launches, schedule);
         }
 
         unwritten_to("x", &self.x, &x)?;
         unwritten_to("dy", &self.dy, &dy)?;
         for (name, host, device) in [
+            ("residual", self.residual.as_ref(), &residual),
             ("keep", self.keep.as_ref(), &keep),
             ("weight", self.affine.as_ref().map(|[w, _]| w), &weight),
             ("bias", self.affine.as_ref().map(|[_, b]| b), &bias),
@@ -215,6 +247,7 @@ impl Arguments {
         let to_host = |part: Option<DeviceTensor>| part.map(|part| part.to_host()).transpose();
         Ok(Results {
             y: y.to_host()?,
+            sum: to_host(sum)?,
             dx: to_host(dx)?,
             dweight: to_host(dweight)?,
             dbias: to_host(dbias)?,
@@ -228,6 +261,7 @@ impl Results {
     /// All there is, named.
     pub fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
         let wanted = [
+            ("sum", self.sum.as_ref()),
             ("dx", self.dx.as_ref()),
             ("dweight", self.dweight.as_ref()),
             ("dbias", self.dbias.as_ref()),

@@ -100,6 +100,8 @@ pub enum LayerScale {
 pub struct NormalizeParams {
     tiling: Tiling,
     x: Address,
+    residual: Address,
+    sum: Address,
     y: Address,
     keep: Address,
     weight: Vector,
@@ -148,6 +150,7 @@ pub struct NormalizeBwdParams {
     tiling: Tiling,
     x: Address,
     dy: Address,
+    dsum: Address,
     dx: Address,
     keep: Address,
     weight: Vector,
@@ -179,6 +182,7 @@ pub struct UpdateNuParams {
     dweight: Vector,
     dbias: Vector,
     beta: f64,
+    unscale: f64,
     guard: i64,
 }
 
@@ -246,6 +250,10 @@ pub struct Pass {
 pub struct ForwardBuffers {
     /// `[rows, cols]` of the pass's dtype.
     pub x: Address,
+    /// As `x`: added to it first. Or 0.
+    pub residual: Address,
+    /// As `x`: `x + residual`. 0 without a residual.
+    pub sum: Address,
     /// As `x`.
     pub y: Address,
     /// `[rows]` bytes, or 0.
@@ -265,10 +273,12 @@ pub struct ForwardBuffers {
 /// Where a backward's arrays are, from 16-byte boundaries on.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct BackwardBuffers {
-    /// `[rows, cols]` of the pass's dtype.
+    /// `[rows, cols]` of the pass's dtype: what was normalized.
     pub x: Address,
     /// As `x`.
     pub dy: Address,
+    /// As `x`: the gradient of the sum with a residual, added to `dx`. Or 0.
+    pub dsum: Address,
     /// As `x`, or 0 if it is not wanted.
     pub dx: Address,
     /// `[rows]` bytes, or 0.
@@ -345,7 +355,7 @@ impl Pass {
         self.backward_workspace(0).end as usize
     }
 
-    /// A forward: `Y = γ ⊙ X̃/D + β`. `train` names the statistic of a training step; without a kept row the
+    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step; without a kept row the
     /// step is an evaluation.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
@@ -407,6 +417,18 @@ impl Pass {
             };
             launches.push(self.normalize(&plan, output));
         }
+        if buffers.residual != 0 {
+            // The first launch adds, the others read what it wrote.
+            for (i, launch) in launches.iter_mut().enumerate() {
+                match &mut launch.params {
+                    Params::Normalize(params) if i == 0 => {
+                        (params.residual, params.sum) = (buffers.residual, buffers.sum);
+                    }
+                    Params::Normalize(params) => params.x = buffers.sum,
+                    _ => {}
+                }
+            }
+        }
         launches
     }
 
@@ -420,11 +442,18 @@ impl Pass {
         self.statistics(buffers, train, Some(step))
     }
 
-    /// The gradients of a [`forward`](Self::forward) with the same `train`; ν takes its step.
+    /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`; ν takes its step if
+    /// `moves_nu`.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of the CPU,
     /// whose cases these are.
-    pub fn backward(&self, buffers: &BackwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
+    pub fn backward(
+        &self,
+        buffers: &BackwardBuffers,
+        train: Option<Statistics>,
+        loss_scale: f64,
+        moves_nu: bool,
+    ) -> Vec<Launch> {
         let plan = self.plan();
         let saved = self.saved(buffers.saved);
         let workspace = self.backward_workspace(buffers.workspace);
@@ -453,7 +482,7 @@ impl Pass {
         };
         let nu = NormalizeBwdParams {
             correction: buffers.ema_gz,
-            correction_scale: beta,
+            correction_scale: beta * loss_scale,
             ..base
         };
         let lambda = NormalizeBwdParams {
@@ -474,12 +503,13 @@ impl Pass {
             count,
             lambda: workspace.lambda,
             ema_gz: match train {
-                Some(_) => buffers.ema_gz,
-                None => Vector::default(),
+                Some(_) if moves_nu => buffers.ema_gz,
+                _ => Vector::default(),
             },
             dweight: buffers.dweight,
             dbias: buffers.dbias,
             beta,
+            unscale: loss_scale.recip(),
             guard: paper.into(),
         };
 
@@ -491,6 +521,7 @@ impl Pass {
                 launches.push(self.group_dots(params));
             }
             let output = NormalizeBwdParams {
+                dsum: buffers.dsum,
                 dx: buffers.dx,
                 ..params
             };

@@ -34,6 +34,8 @@ pub(crate) type Argument<'a> = (&'a CudaStorage, &'a Layout);
 pub(crate) struct ForwardInputs<'a> {
     /// `[.., cols]`, from a 16-byte boundary on.
     pub x: Argument<'a>,
+    /// As `x`: added to it first.
+    pub residual: Option<Argument<'a>>,
     /// `[..]` u8.
     pub keep: Option<Argument<'a>>,
     /// γ, `[cols]`.
@@ -46,21 +48,34 @@ pub(crate) struct ForwardInputs<'a> {
 
 /// What a backward reads.
 pub(crate) struct BackwardInputs<'a> {
-    /// As in the forward.
+    /// What the forward normalized.
     pub x: Argument<'a>,
     /// As `x`.
     pub dy: Argument<'a>,
+    /// As `x`: the gradient of the sum with a residual.
+    pub dsum: Option<Argument<'a>>,
     /// As in the forward.
     pub keep: Option<Argument<'a>>,
     /// As in the forward.
     pub weight: Option<Argument<'a>>,
 }
 
-/// The gradients to compute, those of parameters in a dtype of their own.
+/// The gradients to compute, those of parameters in a dtype of their own, and what becomes of ν.
 pub(crate) struct Wanted {
     pub input: bool,
     pub weight: Option<DType>,
     pub bias: Option<DType>,
+    /// What the loss was multiplied by.
+    pub loss_scale: f64,
+    /// Whether ν takes the step.
+    pub moves_nu: bool,
+}
+
+/// What a forward writes, shaped as its input.
+pub(crate) struct Outputs {
+    pub y: CudaStorage,
+    /// `x + residual`, if there is a residual.
+    pub sum: Option<CudaStorage>,
 }
 
 /// ∂L/∂X, and ∂L/∂γ and ∂L/∂β, `[cols]`, where they were wanted.
@@ -86,14 +101,14 @@ struct Memory {
     sums: Option<CudaSlice<u8>>,
 }
 
-/// `Y = γ ⊙ X̃/D + β`. `train` names the statistic of a training step; `tracked` says that a backward may
+/// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step; `tracked` says that a backward may
 /// follow.
 pub(crate) fn forward(
     inputs: &ForwardInputs,
     config: &PowerNormConfig,
     train: Option<Statistics>,
     tracked: bool,
-) -> Result<(CudaStorage, Forward)> {
+) -> Result<(Outputs, Forward)> {
     let (x, layout) = inputs.x;
     let device = x.device();
     let pass = pass(inputs, config)?;
@@ -106,10 +121,17 @@ pub(crate) fn forward(
             train,
             memory,
         };
-        return Ok((device.zeros_impl(layout.shape(), x.dtype())?, forward));
+        let empty = || device.zeros_impl(layout.shape(), x.dtype());
+        let outputs = Outputs {
+            y: empty()?,
+            sum: inputs.residual.map(|_| empty()).transpose()?,
+        };
+        return Ok((outputs, forward));
     }
-    // SAFETY: the launches below write all of `y`, and every part of `saved` and `sums` before it is read.
-    let mut y = unsafe { device.alloc_uninit(layout.shape(), x.dtype()) }?;
+    // SAFETY: the launches below write all of `y` and `sum`, and every part of `saved` and `sums` before it is read.
+    let output = || unsafe { device.alloc_uninit(layout.shape(), x.dtype()) };
+    let mut y = output()?;
+    let mut sum = inputs.residual.map(|_| output()).transpose()?;
     let alloc = |wanted: bool, bytes| match wanted {
         // SAFETY: as for `y`.
         true => unsafe { device.alloc::<u8>(bytes) }.map(Some),
@@ -122,6 +144,8 @@ pub(crate) fn forward(
     let mut uses = Uses::on(&stream);
     let buffers = ForwardBuffers {
         x: uses.read_rows(inputs.x)?,
+        residual: uses.read_rows_opt(inputs.residual)?,
+        sum: uses.write_opt(sum.as_mut())?.data,
         y: uses.write(&mut y)?,
         keep: uses.read_opt(inputs.keep)?,
         weight: uses.read_vector(inputs.weight)?,
@@ -139,7 +163,7 @@ pub(crate) fn forward(
         train,
         memory,
     };
-    Ok((y, forward))
+    Ok((Outputs { y, sum }, forward))
 }
 
 impl Forward {
@@ -206,6 +230,7 @@ impl Forward {
         let buffers = BackwardBuffers {
             x: uses.read_rows(inputs.x)?,
             dy: uses.read_rows(inputs.dy)?,
+            dsum: uses.read_rows_opt(inputs.dsum)?,
             dx: uses.write_opt(gradients.input.as_mut())?.data,
             keep: uses.read_opt(inputs.keep)?,
             weight: uses.read_vector(inputs.weight)?,
@@ -215,8 +240,10 @@ impl Forward {
             saved: uses.read_bytes(saved),
             workspace: uses.write_bytes(Some(&mut workspace)),
         };
+        let launches =
+            (self.pass).backward(&buffers, self.train, wanted.loss_scale, wanted.moves_nu);
         // SAFETY: as in `forward`; `saved` is that of this pass.
-        unsafe { queue(device, &self.pass.backward(&buffers, self.train)) }?;
+        unsafe { queue(device, &launches) }?;
         drop(uses);
         Ok(gradients)
     }
@@ -348,6 +375,10 @@ impl<'a> Uses<'a> {
             candle::bail!("power_norm: expected rows from a 16-byte boundary on, got {start:#x}")
         }
         Ok(start)
+    }
+
+    fn read_rows_opt(&mut self, argument: Option<Argument<'a>>) -> Result<Address> {
+        argument.map_or(Ok(0), |argument| self.read_rows(argument))
     }
 
     fn read_opt(&mut self, argument: Option<Argument<'a>>) -> Result<Address> {
