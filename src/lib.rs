@@ -7,6 +7,8 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod fold;
+mod group_scaling;
 mod layer;
 mod mode;
 mod op;
@@ -15,5 +17,6 @@ mod state;
 pub use communicator::Communicator;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
+pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use mode::{EvalScope, Mode};

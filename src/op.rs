@@ -12,6 +12,7 @@ use candle::{
     CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType,
 };
 use half::{bf16, f16};
+use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 #[cfg(feature = "cuda")]
 use std::{cell::OnceCell, ops::Deref};
@@ -70,6 +71,24 @@ fn apply<T: Element>(
         forward.commit(state)?;
     }
     Ok(ys)
+}
+
+/// The layer-scale by itself, on checked arguments: `xs` `[.., C]`, with C a multiple of `groups`.
+pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
+    fn apply<T: Element>(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
+        readable(xs)?.apply_op1(GroupScalingOp::<T> {
+            groups,
+            eps,
+            element: PhantomData,
+        })
+    }
+    match xs.dtype() {
+        DType::F32 => apply::<f32>(xs, groups, eps),
+        DType::F64 => apply::<f64>(xs, groups, eps),
+        DType::F16 => apply::<f16>(xs, groups, eps),
+        DType::BF16 => apply::<bf16>(xs, groups, eps),
+        other => Err(Error::InputDType(other).into()),
+    }
 }
 
 /// The tensor as the kernels take it, copied if need be. Those of the CPU take rows anywhere, of adjacent elements; those
@@ -400,6 +419,46 @@ impl<T: Element> CustomOp1 for PowerNormOp<T> {
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let [dx, _, _] = self.backward(x, None, dy)?;
         Ok(dx)
+    }
+}
+
+/// The layer-scale without a layer.
+struct GroupScalingOp<T> {
+    groups: usize,
+    eps: f64,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> GroupScalingOp<T> {
+    fn rows<'a>(&self, (storage, layout): Argument<'a>) -> Result<Rows<'a, T>> {
+        Ok(Rows {
+            x: matrix(storage, layout)?,
+            keep: None,
+            groups: Some((self.groups, self.eps)),
+        })
+    }
+
+    fn cpu_backward(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        let (x_storage, x_layout) = x.storage_and_layout();
+        let (dy_storage, dy_layout) = dy.storage_and_layout();
+        let rows = self.rows((on_cpu(&x_storage)?, x_layout))?;
+        let dy = matrix(on_cpu(&dy_storage)?, dy_layout)?;
+        Tensor::from_vec(cpu::scale_groups_bwd(&rows, &dy), x.shape(), x.device())
+    }
+}
+
+impl<T: Element> CustomOp1 for GroupScalingOp<T> {
+    fn name(&self) -> &'static str {
+        "group_scaling"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = cpu::scale_groups(&self.rows((storage, layout))?);
+        Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        self.cpu_backward(x, &readable(dy)?).map(Some)
     }
 }
 
