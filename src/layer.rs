@@ -409,7 +409,7 @@ impl PowerNorm {
         self.check_device("keep", keep.device())
     }
 
-    fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
+    pub(crate) fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
         let own = self.state.device();
         // Not `same_device`, for which two handles of one GPU are two devices.
         if device.location() == own.location() {

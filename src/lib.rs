@@ -8,6 +8,8 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod fold;
+mod group_scaling;
 mod layer;
 mod loss_scale;
 mod mode;
@@ -18,6 +20,7 @@ mod state;
 pub use communicator::Communicator;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
+pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
