@@ -143,6 +143,10 @@ pub enum Error {
     #[error("power_norm: expected a loss scale positive and finite, got {0}")]
     LossScale(f64),
 
+    /// Statistics over several ranks are for layers on a CPU so far.
+    #[error("power_norm: expected a layer on the CPU, to take its statistics over several ranks, got one on {0:?}")]
+    RanksDevice(DeviceLocation),
+
     /// Another rank could not come to a sum: its call failed.
     #[error("power_norm: expected every rank to take part in a sum, got a rank whose call failed")]
     RankFailed,

@@ -378,7 +378,11 @@ impl PowerNorm {
                 }
             }
         }
-        self.check_device("xs", xs.device())
+        self.check_device("xs", xs.device())?;
+        if !self.ranks.is_alone() && !xs.device().is_cpu() {
+            return Err(Error::RanksDevice(xs.device().location()).into());
+        }
+        Ok(())
     }
 
     fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
