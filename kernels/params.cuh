@@ -47,8 +47,8 @@ struct NormalizeParams {
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1
   Vector bias;         // null: 0
-  Vector phi;          // D^2 - eps; null: inv_rms is there
-  void *inv_rms;       // [cols] A, 1/D: written from phi (unless null), or read
+  Vector phi;          // D^2 - eps; null: inv_rms is there, or D is 1
+  void *inv_rms;       // [cols] A, 1/D: written from phi, or read; each unless null
   void *factors;       // [rows, groups] A, r: written (unless null), or read if GIVEN
   void *partials;      // [chunks, cols] A, sums of x~^2 over kept rows, or null
   int64_t *kept;       // [chunks] kept rows, or null
@@ -90,7 +90,7 @@ struct NormalizeBwdParams {
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1
   Vector correction;   // nu or Lambda, over correction_scale; null: 0
-  const void *inv_rms; // [cols] A, 1/D of the forward
+  const void *inv_rms; // [cols] A, 1/D of the forward; null: 1
   const void *batch_phi; // [cols] A; null: the divisor is D, else sqrt(batch_phi + eps)
   const void *count;     // [1] A; null or 0: the forward was an evaluation
   const void *factors;   // [rows, groups] A, r of the forward; unused if NO_SCALE

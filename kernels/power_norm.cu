@@ -206,7 +206,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
         const int64_t col = columns.col(n) + v;
         A inv_rms;
         if (p.phi.data == nullptr) {
-          inv_rms = static_cast<const A *>(p.inv_rms)[col];
+          inv_rms = p.inv_rms == nullptr ? A(1) : static_cast<const A *>(p.inv_rms)[col];
         } else {
           inv_rms = inverse_root(load<A>(p.phi, col) + A(p.eps));
           if (p.inv_rms != nullptr && blockIdx.y == 0 && threadIdx.y == 0) {
@@ -415,7 +415,7 @@ template <typename A> struct Slope {
 template <typename A>
 __device__ __forceinline__ Slope<A> slope_of(const NormalizeBwdParams &p, bool trained,
                                              int64_t col) {
-  const A inv_rms = static_cast<const A *>(p.inv_rms)[col];
+  const A inv_rms = p.inv_rms == nullptr ? A(1) : static_cast<const A *>(p.inv_rms)[col];
   A divisor = inv_rms;
   if (trained && p.batch_phi != nullptr) {
     divisor = inverse_root(static_cast<const A *>(p.batch_phi)[col] + A(p.eps));

@@ -180,19 +180,8 @@ impl PowerNormConfig {
         if size == 0 {
             return Err(Error::Size);
         }
-        // A value that is fine in f64 may be 0 or infinite where it is used: without f64 parameters, the
-        // layer takes inputs whose sums are f32.
-        let dtype = if self.affine { dtype } else { DType::F32 };
-        let eps = match dtype {
-            DType::F64 => self.eps,
-            _ => f64::from(self.eps as f32),
-        };
-        if !(eps > 0. && eps.is_finite()) {
-            return Err(Error::Eps {
-                got: self.eps,
-                dtype,
-            });
-        }
+        // Without f64 parameters, the layer takes inputs whose sums are f32.
+        validate_eps(self.eps, if self.affine { dtype } else { DType::F32 })?;
         for (name, got) in [("alpha_fwd", self.alpha_fwd), ("alpha_bwd", self.alpha_bwd)] {
             if !(got > 0. && got < 1.) {
                 return Err(Error::Alpha { name, got });
@@ -226,5 +215,18 @@ impl PowerNormConfig {
         } else {
             self.statistics
         }
+    }
+}
+
+/// Checks an ε where it is used, in sums of `dtype`: a value that is fine in f64 may be 0 or infinite there.
+pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<(), Error> {
+    let used = match dtype {
+        DType::F64 => eps,
+        _ => f64::from(eps as f32),
+    };
+    if used > 0. && used.is_finite() {
+        Ok(())
+    } else {
+        Err(Error::Eps { got: eps, dtype })
     }
 }

@@ -13,7 +13,7 @@ pub enum Error {
     #[error("power_norm: expected a size of at least 1, got 0")]
     Size,
 
-    /// `eps` is not positive and finite in the dtype of the layer's state.
+    /// `eps` is not positive and finite in the dtype of the sums.
     #[error("power_norm: expected eps positive and finite in {dtype:?}, got {got}")]
     Eps {
         /// The value configured.
@@ -39,6 +39,10 @@ pub enum Error {
         /// Groups configured.
         groups: usize,
     },
+
+    /// A layer-scale of no group.
+    #[error("power_norm: expected at least 1 group, got 0")]
+    NoGroups,
 
     /// The builder's dtype is not a floating-point type the layer computes in.
     #[error("power_norm: expected a builder of dtype F32, F64, F16 or BF16, got {0:?}")]
@@ -98,10 +102,10 @@ pub enum Error {
         got: DType,
     },
 
-    /// The input, the mask or the residual lives on another device than the layer.
+    /// The input, the mask, the residual or the linear layer to fold into lives on another device than the layer.
     #[error("power_norm: expected {name} on the layer's device {expected:?}, got {got:?}")]
     Device {
-        /// `xs`, `keep` or `residual`.
+        /// `xs`, `keep`, `residual`, `next` or `previous`.
         name: &'static str,
         /// Device of the layer.
         expected: DeviceLocation,
@@ -139,6 +143,10 @@ pub enum Error {
     #[error("power_norm: expected a loss scale positive and finite, got {0}")]
     LossScale(f64),
 
+    /// Statistics over several ranks are for layers on a CPU so far.
+    #[error("power_norm: expected a layer on the CPU, to take its statistics over several ranks, got one on {0:?}")]
+    RanksDevice(DeviceLocation),
+
     /// Another rank could not come to a sum: its call failed.
     #[error("power_norm: expected every rank to take part in a sum, got a rank whose call failed")]
     RankFailed,
@@ -159,6 +167,28 @@ pub enum Error {
         engine: &'static str,
         /// What was expected of it, and what came.
         reason: String,
+    },
+
+    /// A layer that is not in evaluation cannot be folded: its statistic still moves.
+    #[error("power_norm: expected a layer in evaluation to fold, got one in training")]
+    FoldInTraining,
+
+    /// The linear layer to fold into does not meet the layer's channels.
+    #[error("power_norm: expected a linear layer of {size} {side} features, got {got}")]
+    FoldFeatures {
+        /// `input` of the layer after the norm, `output` of the one before it.
+        side: &'static str,
+        /// Channels of the layer.
+        size: usize,
+        /// Features of the linear layer.
+        got: usize,
+    },
+
+    /// The layer-scale, which is no multiply-add, stands between the norm and the linear layer before it.
+    #[error("power_norm: expected no layer-scale after the linear layer to fold into, got {groups} groups")]
+    FoldThroughLayerScale {
+        /// Groups of the layer-scale.
+        groups: usize,
     },
 
     /// A CUDA kernel of this crate cannot run on the device: it was compiled for another compute capability, as

@@ -379,7 +379,11 @@ impl PowerNorm {
                 }
             }
         }
-        self.check_device("xs", xs.device())
+        self.check_device("xs", xs.device())?;
+        if !self.ranks.is_alone() && !xs.device().is_cpu() {
+            return Err(Error::RanksDevice(xs.device().location()).into());
+        }
+        Ok(())
     }
 
     fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
@@ -410,7 +414,7 @@ impl PowerNorm {
         self.check_device("keep", keep.device())
     }
 
-    fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
+    pub(crate) fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
         let own = self.state.device();
         // Not `same_device`, for which two handles of one GPU are two devices.
         if device.location() == own.location() {

@@ -8,6 +8,8 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
+mod fold;
+mod group_scaling;
 mod layer;
 mod loss_scale;
 mod mode;
@@ -22,6 +24,7 @@ pub use communicator::MpiCommunicator;
 pub use communicator::NcclCommunicator;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
+pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};

@@ -14,6 +14,7 @@ use candle::{
     CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType,
 };
 use half::{bf16, f16};
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 #[cfg(feature = "cuda")]
@@ -66,6 +67,24 @@ impl Call<'_> {
         let contiguous =
             |(weight, bias): (&Tensor, &Tensor)| Ok((weight.contiguous()?, bias.contiguous()?));
         self.affine.map(contiguous).transpose()
+    }
+}
+
+/// The layer-scale by itself, on checked arguments: `xs` `[.., C]`, with C a multiple of `groups`.
+pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
+    fn apply<T: Element>(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
+        readable(xs)?.apply_op1(GroupScalingOp::<T> {
+            groups,
+            eps,
+            element: PhantomData,
+        })
+    }
+    match xs.dtype() {
+        DType::F32 => apply::<f32>(xs, groups, eps),
+        DType::F64 => apply::<f64>(xs, groups, eps),
+        DType::F16 => apply::<f16>(xs, groups, eps),
+        DType::BF16 => apply::<bf16>(xs, groups, eps),
+        other => Err(Error::InputDType(other).into()),
     }
 }
 
@@ -472,10 +491,7 @@ impl<T: Element> PowerNormOp<T> {
             candle::bail!("{}: a backward that did not run", Self::NAME)
         };
         let tensor = |storage: Option<CudaStorage>, like: &Tensor| {
-            storage.map(|storage| {
-                let storage = Storage::Cuda(storage);
-                Tensor::from_storage(storage, like.shape(), BackpropOp::none(), false)
-            })
+            storage.map(|storage| cuda_tensor(storage, like.shape()))
         };
         let dx = tensor(gradients.input, x);
         Ok(match affine {
@@ -559,6 +575,66 @@ impl<T: Element> CustomOp1 for PowerNormOp<T> {
     }
 }
 
+/// The layer-scale without a layer.
+struct GroupScalingOp<T> {
+    groups: usize,
+    eps: f64,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> GroupScalingOp<T> {
+    fn rows<'a>(&self, (storage, layout): Argument<'a>) -> Result<Rows<'a, T>> {
+        Ok(Rows {
+            x: matrix(storage, layout)?,
+            residual: None,
+            keep: None,
+            groups: Some((self.groups, self.eps)),
+        })
+    }
+
+    fn cpu_backward(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        let (x_storage, x_layout) = x.storage_and_layout();
+        let (dy_storage, dy_layout) = dy.storage_and_layout();
+        let rows = self.rows((on_cpu(&x_storage)?, x_layout))?;
+        let dy = matrix(on_cpu(&dy_storage)?, dy_layout)?;
+        Tensor::from_vec(cpu::scale_groups_bwd(&rows, &dy), x.shape(), x.device())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_backward(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        let (x_storage, dy_storage) = (x.storage_and_layout(), dy.storage_and_layout());
+        let (x_argument, dy_argument) = (cuda_argument(&x_storage)?, cuda_argument(&dy_storage)?);
+        let dx = cuda::scale_groups_bwd(x_argument, dy_argument, self.groups, self.eps)?;
+        Ok(cuda_tensor(dx, x.shape()))
+    }
+}
+
+impl<T: Element> CustomOp1 for GroupScalingOp<T> {
+    fn name(&self) -> &'static str {
+        "group_scaling"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = cpu::scale_groups(&self.rows((storage, layout))?);
+        Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let y = cuda::scale_groups((storage, layout), self.groups, self.eps)?;
+        Ok((y, layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = readable(dy)?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.cuda_backward(x, &dy).map(Some);
+        }
+        self.cpu_backward(x, &dy).map(Some)
+    }
+}
+
 /// A parameter's gradient in its own dtype; none for one that is not trained.
 fn param_gradient<A: WithDType>(param: &Tensor, gradient: Vec<A>) -> Result<Option<Tensor>> {
     if !param.track_op() {
@@ -619,6 +695,11 @@ pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
             other.device().location()
         ),
     }
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_tensor(storage: CudaStorage, shape: &Shape) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
 }
 
 /// A tensor's storage and layout, of a tensor that must be on a GPU.

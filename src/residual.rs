@@ -126,9 +126,9 @@ impl<T: Element> ResidualOp<T> {
             None => None,
         };
         let outputs = self.op.cpu_forward(xs, Some(residual), affine)?;
-        let storage = |values| Some(Storage::Cpu(T::to_cpu_storage_owned(values)));
-        *self.y.output() = storage(outputs.y);
-        *self.sum.output() = outputs.sum.and_then(storage);
+        let [y, sum] = [Some(outputs.y), outputs.sum]
+            .map(|values| values.map(|values| Storage::Cpu(T::to_cpu_storage_owned(values))));
+        (*self.y.output(), *self.sum.output()) = (y, sum);
         Ok(cpu_token())
     }
 

@@ -40,7 +40,9 @@ struct Recalibration {
 }
 
 /// A step of ψ² that waits for the sums of other ranks.
-struct Pending(Box<dyn FnOnce(&State) -> Result<()> + Send>);
+struct Pending(Box<Step>);
+
+type Step = dyn FnOnce(&State) -> Result<()> + Send;
 
 impl fmt::Debug for Pending {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {

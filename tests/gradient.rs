@@ -11,8 +11,8 @@ use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, PowerNormConfig, Recipe, Statistics};
 use common::reference::{composed, Oracle, Quantity};
 use common::{
-    assert_close, assert_relative, assert_same_bits, assert_zero, forward, run, spec, tensor,
-    to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
+    assert_close, assert_relative, assert_same_bits, assert_zero, central_differences, forward,
+    run, spec, tensor, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
 };
 
 struct Case {
@@ -98,20 +98,6 @@ fn reset(twin: &Twin) {
     set("running_phi", phi, DType::F64);
     set("ema_gz", &ema_gz, DType::F64);
     set("iters", &[*steps as f64], DType::I64);
-}
-
-/// The derivative of `loss` in each element of `at`.
-fn central_differences(at: &[f64], loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
-    // The cube root of the unit roundoff: truncation and rounding are about as large as each other.
-    const H: f64 = 6e-6;
-    let at_shifted = |k: usize, h: f64| {
-        let mut shifted = at.to_vec();
-        shifted[k] += h;
-        loss(&shifted)
-    };
-    (0..at.len())
-        .map(|k| (at_shifted(k, H) - at_shifted(k, -H)) / (2. * H))
-        .collect()
 }
 
 /// The loss of the layer's forward from the oracle's state. Padded rows are outside of it.

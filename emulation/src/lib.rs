@@ -22,7 +22,8 @@ pub mod data;
 mod device;
 mod pass;
 
+pub use compare::assert_close;
 pub use device::{convert, emulate, Array, Order, Schedule};
-pub use pass::{Arguments, Offsets, Results, Wanted};
+pub use pass::{scale_groups, Arguments, Offsets, Results, Wanted};
 
 use error::Error;

@@ -257,6 +257,43 @@ impl Arguments {
     }
 }
 
+/// The layer-scale by itself, of `groups` groups, and its gradient from `dy`; packed rows on the CPU.
+pub fn scale_groups(
+    x: &Tensor,
+    dy: &Tensor,
+    groups: usize,
+    eps: f64,
+    schedule: Schedule,
+) -> Result<[Tensor; 2]> {
+    let (rows, cols) = x.dims2()?;
+    let pass = Pass {
+        dtype: dtype(x.dtype()),
+        rows,
+        cols,
+        masked: false,
+        config: mirrored(&PowerNormConfig {
+            group_scaling: Some(groups),
+            affine: false,
+            ..eps.into()
+        }),
+    };
+    let [x, dy] = [x, dy].map(|tensor| DeviceTensor::of(tensor, Offsets::Aligned));
+    let (x, dy) = (x?, dy?);
+    let [y, dx] = [(); 2].map(|()| DeviceTensor::unwritten(&[rows, cols], x.dtype));
+    let [factors, dots] = [(); 2].map(|()| Array::unwritten(pass.group_bytes(), 0));
+    let (x, dy) = (x.array.address(), dy.array.address());
+    let launches = pass.scale_groups(x, y.array.address(), factors.address());
+    run_all(&launches, schedule);
+    // The backward keeps nothing of the forward.
+    let factors = Array::unwritten(factors.bytes().len(), 0);
+    let rows = [x, dy, dx.array.address()];
+    run_all(
+        &pass.scale_groups_bwd(rows, factors.address(), dots.address()),
+        schedule,
+    );
+    Ok([y.to_host()?, dx.to_host()?])
+}
+
 impl Results {
     /// All there is, named.
     pub fn tensors(&self) -> Vec<(&'static str, &Tensor)> {

@@ -1,9 +1,11 @@
 //! What the grid of cases leaves out: values at the ends of their range, groups wider than a block, odd ones.
 
-use candle::{DType, Result};
-use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
-use candle_powernorm_emulation::data::{keep, tensor, to_f64, Data};
-use candle_powernorm_emulation::{Arguments, Offsets, Schedule, Wanted};
+use candle::{DType, Module, Result, Var};
+use candle_powernorm::{GroupScaling, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm_emulation::data::{keep, precision, tensor, to_f64, Data};
+use candle_powernorm_emulation::{
+    assert_close, scale_groups, Arguments, Offsets, Schedule, Wanted,
+};
 
 const ALL: Wanted = Wanted {
     input: true,
@@ -277,6 +279,37 @@ fn huge_groups() -> Result<()> {
                 }
             });
             check(&format!("{what}, infinity"), &arguments, builder)?;
+        }
+    }
+    Ok(())
+}
+
+/// The layer-scale by itself, in groups of every kind of plan.
+#[test]
+fn group_scaling_by_itself() -> Result<()> {
+    let mut data = Data::new(9);
+    for (rows, cols, groups, dtype) in [
+        (7, 12, 3, DType::F32),
+        (19, 33, 3, DType::F16),
+        (40, 1024, 1, DType::BF16),
+        (3, 4096, 1, DType::F32),
+        (2, 8204, 1, DType::F32),
+        (3, 4104, 2, DType::F64),
+    ] {
+        let mut random = || tensor(&data.normal(rows * cols), &[rows, cols], dtype);
+        let (x, dy) = (Var::from_tensor(&random())?, random());
+        let y = GroupScaling::new(groups, 1e-5)?.forward(&x)?;
+        let dx = (&y * &dy)?.sum_all()?.backward()?.remove(&x).unwrap();
+        let sums = if dtype == DType::F64 {
+            DType::F64
+        } else {
+            DType::F32
+        };
+        let bound = 32. * (cols as f64).sqrt() * precision(sums).0;
+        for schedule in Schedule::several(3) {
+            let [our_y, our_dx] = scale_groups(&x, &dy, groups, 1e-5, schedule)?;
+            assert_close("y", &our_y, &y, |_| bound);
+            assert_close("dx", &our_dx, &dx, |_| bound);
         }
     }
     Ok(())

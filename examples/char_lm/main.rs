@@ -11,6 +11,9 @@
 //! 128, context 64, batch 12, AdamW, no dropout. Its linear layers have no bias; the
 //! normalizations keep theirs, as these layers have by default (RmsNorm has none).
 //!
+//! With `--fold` the trained model is built once more as inference would run it, with its normalizations folded into
+//! the linear layers after them, and compared with the one that was trained.
+//!
 //! Progress and a sample of made-up text go to stderr, one line of JSON for each normalization to
 //! stdout, checkpoints and loss curves to the folder `--out`.
 
@@ -29,7 +32,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use model::Size;
 use norm::{Norm, NormConfig};
 use plot::Curve;
-use serde_json::json;
+use serde_json::{json, Value};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use train::{Run, Settings};
@@ -52,12 +55,17 @@ const FINAL_EVAL_BATCHES: usize = 200;
 const SAMPLE_CHARACTERS: usize = 400;
 const SAMPLE_TEMPERATURE: f64 = 0.8;
 
+/// Times that the speed of inference is taken, with and without folding.
+const FOLD_ROUNDS: usize = 5;
+
 /// What there is to read where no `--text` is given.
 const SOURCES: &str = concat!(
     include_str!("../../src/lib.rs"),
     include_str!("../../src/config.rs"),
     include_str!("../../src/mode.rs"),
     include_str!("../../src/layer.rs"),
+    include_str!("../../src/fold.rs"),
+    include_str!("../../src/group_scaling.rs"),
     include_str!("../../src/op.rs"),
     include_str!("../../src/state.rs"),
     include_str!("../../src/error.rs"),
@@ -121,6 +129,11 @@ struct Args {
     /// training starts afresh and replaces them
     #[arg(long)]
     resume: bool,
+
+    /// Fold the trained model's normalizations into the linear layers after them (power and power-v
+    /// can be), and compare the sample and the speed of inference with and without
+    #[arg(long)]
+    fold: bool,
 }
 
 /// What trains a model.
@@ -186,6 +199,12 @@ fn run(args: &Args) -> Result<()> {
         Some(norms) if norms.is_empty() => Norm::value_variants().to_vec(),
         Some(norms) => norms.clone(),
     };
+    for norm in &norms {
+        ensure!(
+            !args.fold || norm.folds(),
+            "--fold is for PowerNorm, --norm power or power-v, not {norm}"
+        );
+    }
     let checkpoint = |norm: Norm| args.out.join(format!("{norm}.safetensors"));
     ensure!(
         !args.resume || norms.iter().any(|&norm| checkpoint(norm).exists()),
@@ -271,16 +290,19 @@ fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &P
 fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
     let train_loss = run.evaluate(&corpus.train, FINAL_EVAL_BATCHES)?;
     let val_loss = run.evaluate(&corpus.val, FINAL_EVAL_BATCHES)?;
-    let sample = run.sample(SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
+    let sample = run.sample(&run.model, SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
     eprintln!("{norm:8} training loss {train_loss:.4}, validation loss {val_loss:.4}. A sample:");
     eprintln!("{}", sample.trim());
-    let powers = matches!(norm, Norm::Power | Norm::PowerV);
+    let fold = match args.fold {
+        true => Some(report_fold(run, norm, &sample)?),
+        false => None,
+    };
     println!(
         "{}",
         json!({
             "norm": norm.to_string(),
             "text": args.text,
-            "groups": powers.then_some(args.groups),
+            "groups": norm.folds().then_some(args.groups),
             "seed": args.seed,
             "steps": run.steps(),
             "parameters": run.parameters(),
@@ -289,7 +311,29 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
             "seconds": run.elapsed.as_secs_f64(),
             "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
             "tokens_per_second": run.speed(),
+            "fold": fold,
         })
     );
     Ok(val_loss)
+}
+
+/// Prints how the folded model compares with the one that was trained, which made up `sample`, and gives it as JSON.
+fn report_fold(run: &Run, norm: Norm, sample: &str) -> Result<Value> {
+    let folded = run.fold()?;
+    let theirs = run.sample(&folded, SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
+    let differs = (sample.chars().zip(theirs.chars())).position(|(ours, theirs)| ours != theirs);
+    let speed = run.inference_speed([&run.model, &folded], EVAL_BATCHES, FOLD_ROUNDS)?;
+    let same = match differs {
+        None => format!("the same {SAMPLE_CHARACTERS} characters"),
+        Some(i) => format!("other characters from the {i}-th on"),
+    };
+    eprintln!(
+        "{norm:8} folded: {same}; inference at {:.0} tokens/s, unfolded at {:.0}",
+        speed[1], speed[0]
+    );
+    Ok(json!({
+        "sample_differs_from": differs,
+        "tokens_per_second": speed[1],
+        "tokens_per_second_unfolded": speed[0],
+    }))
 }

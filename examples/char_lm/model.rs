@@ -25,6 +25,8 @@ pub struct Gpt {
     positions: Tensor,
     blocks: Vec<Block>,
     norm: NormLayer,
+    /// On the variable of `tokens`, unless `norm` was folded into it.
+    output: Linear,
     mask: Tensor,
     context: usize,
 }
@@ -36,8 +38,10 @@ impl Gpt {
         let blocks = (0..size.layers)
             .map(|i| Block::new(&size, norm, mode, vb.pp(format!("blocks.{i}"))))
             .collect::<Result<_>>()?;
+        let tokens = embedding(size.vocab, width, vb.pp("tokens"))?;
         Ok(Self {
-            tokens: embedding(size.vocab, width, vb.pp("tokens"))?,
+            output: Linear::new(tokens.embeddings().clone(), None),
+            tokens,
             positions: vb.get((context, width), "positions.weight")?,
             blocks,
             norm: NormLayer::new(width, norm, mode, vb.pp("norm"))?,
@@ -61,8 +65,21 @@ impl Gpt {
             let branch = block.mlp(&xs)?;
             (xs, stream) = self.first_norm(i + 1).forward_residual(&branch, &stream)?;
         }
-        let output = Linear::new(self.tokens.embeddings().clone(), None);
-        output.forward(&xs)
+        self.output.forward(&xs)
+    }
+
+    /// The same function in evaluation, with every normalization folded into the linear layers that read it.
+    pub fn fold(&self) -> Result<Self> {
+        let (folding, norm) = self.norm.to_fold()?;
+        Ok(Self {
+            tokens: self.tokens.clone(),
+            positions: self.positions.clone(),
+            blocks: self.blocks.iter().map(Block::fold).collect::<Result<_>>()?,
+            norm,
+            output: folding.fold_into(&self.output)?,
+            mask: self.mask.clone(),
+            context: self.context,
+        })
     }
 
     /// What normalizes the residual stream where block `i` takes it up, or the output.
@@ -102,6 +119,25 @@ impl Block {
             norm_2: NormLayer::new(width, norm, mode, vb.pp("norm_2"))?,
             expand: linear_no_bias(width, 4 * width, vb.pp("mlp.expand"))?,
             project: linear_no_bias(4 * width, width, vb.pp("mlp.project"))?,
+        })
+    }
+
+    fn fold(&self) -> Result<Self> {
+        let (folding_1, norm_1) = self.norm_1.to_fold()?;
+        let (folding_2, norm_2) = self.norm_2.to_fold()?;
+        let attention = &self.attention;
+        Ok(Self {
+            norm_1,
+            attention: Attention {
+                query: folding_1.fold_into(&attention.query)?,
+                key: folding_1.fold_into(&attention.key)?,
+                value: folding_1.fold_into(&attention.value)?,
+                project: attention.project.clone(),
+                heads: attention.heads,
+            },
+            norm_2,
+            expand: folding_2.fold_into(&self.expand)?,
+            project: self.project.clone(),
         })
     }
 

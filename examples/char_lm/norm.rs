@@ -2,7 +2,7 @@
 
 use candle::{Module, Result, Tensor};
 use candle_nn::{BatchNorm, Init, ModuleT, VarBuilder};
-use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Statistics};
+use candle_powernorm::{power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Statistics};
 use std::fmt;
 
 const EPS: f64 = 1e-5;
@@ -36,6 +36,13 @@ pub enum Norm {
     Rms,
 }
 
+impl Norm {
+    /// Whether inference can leave its multiply-add to the linear layers after it.
+    pub fn folds(self) -> bool {
+        matches!(self, Self::Power | Self::PowerV)
+    }
+}
+
 impl fmt::Display for Norm {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.pad(match self {
@@ -62,9 +69,20 @@ pub struct NormConfig {
 #[derive(Debug)]
 pub enum NormLayer {
     Power(PowerNorm),
-    Batch { norm: BatchNorm, mode: Mode },
-    Layer { weight: Tensor, bias: Tensor },
-    Rms { weight: Tensor },
+    Batch {
+        norm: BatchNorm,
+        mode: Mode,
+    },
+    Layer {
+        weight: Tensor,
+        bias: Tensor,
+    },
+    Rms {
+        weight: Tensor,
+    },
+    /// What is left of a [`Power`](Self::Power) whose multiply-add is in the linear layers after it: the layer-scale,
+    /// if there is one.
+    Folded(Option<GroupScaling>),
 }
 
 impl NormLayer {
@@ -96,13 +114,24 @@ impl NormLayer {
         })
     }
 
+    /// The layer to fold into every linear layer that reads it, and what then takes its place.
+    pub fn to_fold(&self) -> Result<(&PowerNorm, Self)> {
+        match self {
+            Self::Power(norm) => Ok((norm, Self::Folded(norm.group_scaling()))),
+            _ => candle::bail!("only PowerNorm folds into linear layers"),
+        }
+    }
+
     /// `xs + residual`, normalized, and as it is.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        if let Self::Power(norm) = self {
-            return norm.forward_residual(xs, residual);
+        match self {
+            Self::Power(norm) => norm.forward_residual(xs, residual),
+            Self::Folded(Some(scaling)) => scaling.forward_residual(xs, residual),
+            _ => {
+                let sum = (xs + residual)?;
+                Ok((self.forward(&sum)?, sum))
+            }
         }
-        let sum = (xs + residual)?;
-        Ok((self.forward(&sum)?, sum))
     }
 }
 
@@ -122,6 +151,8 @@ impl Module for NormLayer {
                 candle_nn::ops::layer_norm_slow(xs, weight, bias, EPS as f32)
             }
             Self::Rms { weight } => candle_nn::ops::rms_norm_slow(xs, weight, EPS as f32),
+            Self::Folded(Some(scaling)) => scaling.forward(xs),
+            Self::Folded(None) => Ok(xs.clone()),
         }
     }
 }

@@ -41,7 +41,7 @@ pub struct Run<'a> {
     device: Device,
     mode: Mode,
     varmap: VarMap,
-    model: Gpt,
+    pub model: Gpt,
     optimizer: AdamW,
     pub history: History,
     /// Time spent in steps, evaluations not included.
@@ -144,16 +144,47 @@ impl<'a> Run<'a> {
         Ok(cross_entropy(&logits, &batch.targets)?)
     }
 
-    /// `length` characters that the model makes up, drawn at `temperature`.
-    pub fn sample(&self, length: usize, temperature: f64) -> Result<String> {
+    /// The model as inference runs it: its normalizations folded into the linear layers after them.
+    pub fn fold(&self) -> Result<Gpt> {
+        let _guard = self.mode.eval_scope();
+        Ok(self.model.fold()?)
+    }
+
+    /// The tokens a second that each model evaluates, the fastest of `rounds` times over the same `batches` batches of
+    /// the validation split. The models take turns, so that what else the machine does slows both.
+    pub fn inference_speed(
+        &self,
+        models: [&Gpt; 2],
+        batches: usize,
+        rounds: usize,
+    ) -> Result<[f64; 2]> {
+        let _guard = self.mode.eval_scope();
+        let Settings { size, batch, .. } = self.settings;
+        let tokens = batches * batch * size.context;
+        let batches = Batch::spread(&self.corpus.val, batches, batch, size.context, &self.device);
+        let batches = batches.collect::<Result<Vec<_>>>()?;
+        let mut fastest = [Duration::MAX; 2];
+        for _ in 0..rounds {
+            for (model, fastest) in models.iter().zip(&mut fastest) {
+                let start = Instant::now();
+                for batch in &batches {
+                    model.forward(&batch.inputs)?;
+                }
+                self.device.synchronize()?;
+                *fastest = start.elapsed().min(*fastest);
+            }
+        }
+        Ok(fastest.map(|time| tokens as f64 / time.as_secs_f64()))
+    }
+
+    /// `length` characters that `model`, the run's own or the folded one, makes up, drawn at `temperature`.
+    pub fn sample(&self, model: &Gpt, length: usize, temperature: f64) -> Result<String> {
         let _guard = self.mode.eval_scope();
         let mut rng = generator(self.settings.seed, Use::Sample, self.steps());
         let mut tokens = vec![self.corpus.val[0]];
         for _ in 0..length {
             let seen = &tokens[tokens.len().saturating_sub(self.settings.size.context)..];
-            let logits = self
-                .model
-                .forward(&Tensor::new(seen, &self.device)?.unsqueeze(0)?)?;
+            let logits = model.forward(&Tensor::new(seen, &self.device)?.unsqueeze(0)?)?;
             let last = (logits.get(0)?.get(seen.len() - 1)? / temperature)?;
             let weights = ops::softmax(&last, D::Minus1)?.to_vec1::<f32>()?;
             tokens.push(WeightedIndex::new(weights)?.sample(&mut rng) as u32);
@@ -273,6 +304,7 @@ mod tests {
     use super::*;
     use crate::norm::Norm;
     use clap::ValueEnum;
+    use rand::Rng;
 
     /// A model small enough for a test; PowerNorm's warm-up ends before the run does.
     fn settings(norm: Norm, corpus: &Corpus) -> Settings {
@@ -344,7 +376,8 @@ mod tests {
             }
             assert_eq!(resumed.history, whole.history, "{norm}");
             assert_eq!(bits(&resumed), bits(&whole), "{norm}");
-            assert_eq!(resumed.sample(20, 0.8)?, whole.sample(20, 0.8)?, "{norm}");
+            let sample = |run: &Run| run.sample(&run.model, 20, 0.8);
+            assert_eq!(sample(&resumed)?, sample(&whole)?, "{norm}");
         }
         Ok(())
     }
@@ -436,7 +469,7 @@ mod tests {
             let (first, last) = run.history.train.split_at(10);
             let (first, last) = (mean(first), mean(&last[last.len() - 10..]));
             assert!(last < first - 0.1, "{norm}: {first} to {last}");
-            run.sample(20, 0.8)?;
+            run.sample(&run.model, 20, 0.8)?;
 
             run.save(&path)?;
             let mut loaded = Run::new(settings, &corpus, &Device::Cpu)?;
@@ -463,6 +496,47 @@ mod tests {
     #[test]
     fn learns_on_the_gpu() -> Result<()> {
         learns(&Device::new_cuda(0)?)
+    }
+
+    /// With a layer-scale left and without; every norm has statistics, weights and shifts of its own.
+    #[test]
+    fn a_folded_model_is_the_same_function() -> Result<()> {
+        let corpus = corpus();
+        for &norm in Norm::value_variants() {
+            for groups in [None, Some(2)] {
+                let mut settings = settings(norm, &corpus);
+                settings.norm.groups = groups;
+                let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
+                while run.steps() < settings.steps {
+                    run.step()?;
+                }
+                if !norm.folds() {
+                    assert!(run.fold().is_err(), "{norm}");
+                    continue;
+                }
+                let mut rng = generator(settings.seed, Use::Weights, 1);
+                for (name, var) in variables(&run.varmap) {
+                    if var.rank() == 1 && !is_buffer(&name) {
+                        let random = (0..var.elem_count()).map(|_| rng.random_range(-1f32..1.5));
+                        let values: Vec<_> = random.collect();
+                        var.set(&Tensor::from_vec(values, var.shape(), &run.device)?)?;
+                    }
+                }
+                let folded = run.fold()?;
+                let _guard = run.mode.eval_scope();
+                let tokens = Tensor::new(&[[1u32, 2, 3, 4], [4, 3, 2, 1]], &run.device)?;
+                let logits = |model: &Gpt| model.forward(&tokens)?.flatten_all()?.to_vec1::<f32>();
+                let (ours, theirs) = (logits(&run.model)?, logits(&folded)?);
+                let largest = ours.iter().fold(0f32, |max, logit| max.max(logit.abs()));
+                for (i, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+                    assert!(
+                        (ours - theirs).abs() < 1e-5 * largest,
+                        "{norm}, groups {groups:?}, logit {i}: {ours} and folded {theirs}"
+                    );
+                }
+            }
+        }
+        Ok(())
     }
 
     #[test]

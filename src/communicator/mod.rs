@@ -20,8 +20,8 @@ use std::sync::Arc;
 /// A layer that is given one ([`PowerNorm::with_communicator`](crate::PowerNorm::with_communicator)) takes its
 /// statistics over the rows of all ranks. One communicator serves all layers of a model.
 ///
-/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for GPUs. Another engine needs no
-/// more than these two methods.
+/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for GPUs, where no layer takes one
+/// so far. Another engine needs no more than these two methods.
 pub trait Communicator: Debug + Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;

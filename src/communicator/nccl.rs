@@ -14,10 +14,10 @@ use std::sync::{Mutex, PoisonError};
 
 /// GPUs as ranks, one each, in one process or several. Feature `nccl`.
 ///
-/// A sum is an `ncclAllReduce` on the stream of the layer's kernels: it is queued, and the host does not wait for it, but at the
+/// A sum is an `ncclAllReduce` on the stream of the device's kernels: it is queued, and the host does not wait for it, but at the
 /// first, for which NCCL connects the ranks. NCCL leaves identical copies of the result on all ranks.
 ///
-/// It has been compiled, and has not run on a GPU yet.
+/// It has been compiled, and has not run on a GPU yet; nor do layers on a GPU take a communicator so far.
 ///
 /// # Ranks that fail
 ///
@@ -35,7 +35,7 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// ```no_run
 /// use candle::cuda_backend::cudarc::nccl::Id;
-/// use candle::{CudaDevice, backend::BackendDevice};
+/// use candle::{backend::BackendDevice, CudaDevice, Device, Tensor};
 /// use candle_powernorm::{Communicator, NcclCommunicator};
 /// use std::sync::Arc;
 ///
@@ -46,7 +46,8 @@ use std::sync::{Mutex, PoisonError};
 ///         scope.spawn(move || -> candle::Result<()> {
 ///             let device = CudaDevice::new(rank)?;
 ///             let ranks: Arc<dyn Communicator> = Arc::new(NcclCommunicator::new(&device, id, rank, GPUS)?);
-///             // .. power_norm(512, 1e-5, vb)?.with_communicator(ranks), with tensors on this device, in this thread
+///             let own = Tensor::new(&[rank as f32], &Device::Cuda(device))?;
+///             assert_eq!(ranks.all_reduce_sum(&own)?.to_vec1::<f32>()?, [6.]);
 ///             Ok(())
 ///         });
 ///     }

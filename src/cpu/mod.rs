@@ -426,6 +426,23 @@ fn narrowed<A: Accumulator>(numbers: &[f64]) -> Vec<A> {
     numbers.iter().map(|&number| A::from_f64(number)).collect()
 }
 
+/// The layer-scale by itself: X̃.
+pub(crate) fn scale_groups<T: Element>(rows: &Rows<T>) -> Vec<T> {
+    let (ones, zeros) = ones_and_zeros(rows.cols());
+    kernels::normalize(rows, &ones, &zeros).y
+}
+
+/// The gradient of [`scale_groups`] from `dy`, shaped as the rows.
+pub(crate) fn scale_groups_bwd<T: Element>(rows: &Rows<T>, dy: &Matrix<T>) -> Vec<T> {
+    let (ones, zeros) = ones_and_zeros(rows.cols());
+    kernels::normalize_bwd(rows, &OutputGradients { dy, dsum: None }, &ones, &zeros)
+}
+
+/// A multiply-add of each channel that leaves it as it is.
+fn ones_and_zeros<A: Accumulator>(cols: usize) -> (Vec<A>, Vec<A>) {
+    (vec![A::ONE; cols], vec![A::ZERO; cols])
+}
+
 fn mean<A: Accumulator>(sums: &[A], rows: usize) -> Vec<A> {
     let rows = A::from_count(rows);
     sums.iter().map(|&sum| sum / rows).collect()

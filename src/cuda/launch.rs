@@ -336,8 +336,7 @@ struct BackwardWorkspace {
 impl Pass {
     /// Bytes that a forward leaves to its backward.
     pub fn saved_bytes(&self) -> usize {
-        let factors = self.config.group_scaling.unwrap_or(0) * self.rows;
-        (3 * self.cols + 1 + factors) * self.sum_bytes()
+        (3 * self.cols + 1) * self.sum_bytes() + self.group_bytes()
     }
 
     /// Whether a forward that no backward follows needs `saved` all the same.
@@ -554,6 +553,62 @@ impl Pass {
             gradient(&mut launches, lambda);
         }
         launches
+    }
+
+    /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in [`group_bytes`](Self::group_bytes).
+    pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
+        let plan = self.plan();
+        let given = plan.layer_scale == LayerScale::Given;
+        let base = NormalizeParams {
+            tiling: plan.tiling,
+            x,
+            factors: if given { factors } else { 0 },
+            layer_scale: plan.layer_scale,
+            group_eps: self.config.eps,
+            ..Default::default()
+        };
+        let output = self.normalize(&plan, NormalizeParams { y, ..base });
+        match given {
+            true => vec![self.group_factors(base), output],
+            false => vec![output],
+        }
+    }
+
+    /// The gradient of [`scale_groups`](Self::scale_groups) from `dy`, into `dx`. `dots` is as in
+    /// [`group_bytes`](Self::group_bytes).
+    pub fn scale_groups_bwd(
+        &self,
+        [x, dy, dx]: [Address; 3],
+        factors: Address,
+        dots: Address,
+    ) -> Vec<Launch> {
+        let plan = self.plan();
+        let mut launches = vec![self.group_factors(NormalizeParams {
+            tiling: plan.tiling,
+            x,
+            factors,
+            group_eps: self.config.eps,
+            ..Default::default()
+        })];
+        let base = NormalizeBwdParams {
+            tiling: plan.tiling,
+            x,
+            dy,
+            factors,
+            dots,
+            layer_scale: plan.layer_scale,
+            ..Default::default()
+        };
+        if plan.layer_scale == LayerScale::Given {
+            launches.push(self.group_dots(base));
+        }
+        launches.push(self.normalize_bwd(&plan, NormalizeBwdParams { dx, ..base }));
+        launches
+    }
+
+    /// Bytes of a number for each row and group.
+    pub fn group_bytes(&self) -> usize {
+        self.config.group_scaling.unwrap_or(0) * self.rows * self.sum_bytes()
     }
 
     /// The statistics of a training step, and ψ² if `step` says how it moves.
@@ -778,7 +833,7 @@ impl Pass {
         let partials = start + row;
         let dots = partials + 2 * u64::from(plan.grid.1) * row;
         let dots_bytes = match plan.layer_scale {
-            LayerScale::Given => self.rows * plan.tiling.groups as usize * self.sum_bytes(),
+            LayerScale::Given => self.group_bytes(),
             _ => 0,
         };
         BackwardWorkspace {

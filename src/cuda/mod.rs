@@ -111,7 +111,7 @@ pub(crate) fn forward(
 ) -> Result<(Outputs, Forward)> {
     let (x, layout) = inputs.x;
     let device = x.device();
-    let pass = pass(inputs, config)?;
+    let pass = pass(inputs.x, inputs.keep.is_some(), config)?;
     let train = train.filter(|_| pass.rows > 0);
     if pass.rows == 0 {
         let (saved, sums) = (None, None);
@@ -253,14 +253,81 @@ impl Forward {
     }
 }
 
-fn pass(inputs: &ForwardInputs, config: &PowerNormConfig) -> Result<Pass> {
-    let (x, layout) = inputs.x;
+/// The layer-scale by itself: X̃.
+pub(crate) fn scale_groups(x: Argument, groups: usize, eps: f64) -> Result<CudaStorage> {
+    let pass = scale_pass(x, groups, eps)?;
+    let device = x.0.device();
+    if pass.rows == 0 {
+        return device.zeros_impl(x.1.shape(), x.0.dtype());
+    }
+    // SAFETY: the launches below write all of `y`, and of `factors` what they read.
+    let mut y = unsafe { device.alloc_uninit(x.1.shape(), x.0.dtype()) }?;
+    // SAFETY: as above.
+    let mut factors = unsafe { device.alloc::<u8>(pass.group_bytes()) }?;
+    let stream = device.cuda_stream();
+    let mut uses = Uses::on(&stream);
+    let launches = pass.scale_groups(
+        uses.read_rows(x)?,
+        uses.write(&mut y)?,
+        uses.write_bytes(Some(&mut factors)),
+    );
+    // SAFETY: as in `forward`.
+    unsafe { queue(device, &launches) }?;
+    drop(uses);
+    Ok(y)
+}
+
+/// The gradient of [`scale_groups`] from `dy`, shaped as `x`.
+pub(crate) fn scale_groups_bwd(
+    x: Argument,
+    dy: Argument,
+    groups: usize,
+    eps: f64,
+) -> Result<CudaStorage> {
+    let pass = scale_pass(x, groups, eps)?;
+    let device = x.0.device();
+    if pass.rows == 0 {
+        return device.zeros_impl(x.1.shape(), x.0.dtype());
+    }
+    // SAFETY: the launches below write all of `dx`, and of the others what they read.
+    let mut dx = unsafe { device.alloc_uninit(x.1.shape(), x.0.dtype()) }?;
+    // SAFETY: as above.
+    let [mut factors, mut dots] = [
+        unsafe { device.alloc::<u8>(pass.group_bytes()) }?,
+        // SAFETY: as above.
+        unsafe { device.alloc::<u8>(pass.group_bytes()) }?,
+    ];
+    let stream = device.cuda_stream();
+    let mut uses = Uses::on(&stream);
+    let rows = [
+        uses.read_rows(x)?,
+        uses.read_rows(dy)?,
+        uses.write(&mut dx)?,
+    ];
+    let factors = uses.write_bytes(Some(&mut factors));
+    let launches = pass.scale_groups_bwd(rows, factors, uses.write_bytes(Some(&mut dots)));
+    // SAFETY: as in `forward`.
+    unsafe { queue(device, &launches) }?;
+    drop(uses);
+    Ok(dx)
+}
+
+fn scale_pass(x: Argument, groups: usize, eps: f64) -> Result<Pass> {
+    let config = PowerNormConfig {
+        group_scaling: Some(groups),
+        affine: false,
+        ..eps.into()
+    };
+    pass(x, false, &config)
+}
+
+fn pass((x, layout): Argument, masked: bool, config: &PowerNormConfig) -> Result<Pass> {
     let cols = layout.shape().dim(candle::D::Minus1)?;
     Ok(Pass {
         dtype: dtype(x.dtype())?,
         rows: layout.shape().elem_count() / cols,
         cols,
-        masked: inputs.keep.is_some(),
+        masked,
         config: *config,
     })
 }

@@ -104,6 +104,20 @@ pub fn assert_same_bits(what: &str, a: &Tensor, b: &Tensor) {
     assert!(first.is_none(), "{what}: differs from {first:?} on");
 }
 
+/// The derivative of `loss` in each element of `at`.
+pub fn central_differences(at: &[f64], loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    // The cube root of the unit roundoff: truncation and rounding are about as large as each other.
+    const H: f64 = 6e-6;
+    let at_shifted = |k: usize, h: f64| {
+        let mut shifted = at.to_vec();
+        shifted[k] += h;
+        loss(&shifted)
+    };
+    (0..at.len())
+        .map(|k| (at_shifted(k, H) - at_shifted(k, -H)) / (2. * H))
+        .collect()
+}
+
 /// The text of an error, without the backtrace that candle may have added.
 pub fn message<T>(result: candle::Result<T>) -> String {
     let mut error = result.err().expect("an error");

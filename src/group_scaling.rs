@@ -1,0 +1,103 @@
+//! The layer-scale as a module of its own.
+
+use crate::config::validate_eps;
+use crate::{op, Error};
+use candle::{DType, Module, Result, Tensor};
+
+/// The layer-scale without the layer: each group of a row's channels divided by its root mean square.
+///
+/// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` (Shen et al., appendix A; `GroupScaling1D` in the released code), in
+/// each row, over G equal groups of adjacent channels. It has no parameters and no state. It is what is left of a
+/// [`PowerNorm`](crate::PowerNorm) that was [folded](crate::PowerNorm::fold_into) into the linear layers after it.
+///
+/// # Shapes
+///
+/// Input and output are `[.., C]`, of any rank from 1, any strides, zero-sized but for C included; G divides C.
+///
+/// # Dtypes
+///
+/// `F32`, `F64`, `F16` or `BF16`. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on store.
+///
+/// # Gradients
+///
+/// Exact: with r = x̃/x, `∂L/∂x = r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`.
+///
+/// # Example
+///
+/// ```
+/// use candle::{Device, Module, Tensor};
+/// use candle_powernorm::GroupScaling;
+///
+/// # fn main() -> candle::Result<()> {
+/// let scaling = GroupScaling::new(2, 1e-12)?;
+/// let xs = Tensor::new(&[[3f64, 3., 0.5, -0.5]], &Device::Cpu)?;
+/// let ys = scaling.forward(&xs)?.to_vec2::<f64>()?;
+/// for (y, expected) in ys[0].iter().zip([1., 1., 1., -1.]) {
+///     assert!((y - expected).abs() < 1e-10);
+/// }
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GroupScaling {
+    pub(crate) groups: usize,
+    pub(crate) eps: f64,
+}
+
+impl GroupScaling {
+    /// A layer-scale of `groups` groups, with `eps` added to each mean square.
+    ///
+    /// # Errors
+    ///
+    /// No group, an `eps` that is not positive and finite.
+    pub fn new(groups: usize, eps: f64) -> Result<Self> {
+        if groups == 0 {
+            return Err(Error::NoGroups.into());
+        }
+        validate_eps(eps, DType::F64)?;
+        Ok(Self { groups, eps })
+    }
+
+    /// G.
+    pub fn groups(&self) -> usize {
+        self.groups
+    }
+
+    /// ε.
+    pub fn eps(&self) -> f64 {
+        self.eps
+    }
+
+    /// The scaled sum `xs + residual`, and the sum itself, as
+    /// [`PowerNorm::forward_residual`](crate::PowerNorm::forward_residual) gives them.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`forward`](Module::forward), and a `residual` of another dtype, shape or device.
+    pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        let sum = (xs + residual)?;
+        Ok((self.forward(&sum)?, sum))
+    }
+}
+
+impl Module for GroupScaling {
+    /// Scales `xs`, `[.., C]`.
+    ///
+    /// Refused are a scalar, a C that is 0 or no multiple of the groups, a dtype that is none of those above, and an ε
+    /// that is 0 or infinite in the sums of that dtype.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let &size = xs.dims().last().ok_or(Error::Rank)?;
+        if size == 0 {
+            return Err(Error::Size.into());
+        }
+        if !size.is_multiple_of(self.groups) {
+            let groups = self.groups;
+            return Err(Error::Groups { size, groups }.into());
+        }
+        let sums = match xs.dtype() {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        validate_eps(self.eps, sums)?;
+        op::group_scaling(xs, self.groups, self.eps)
+    }
+}

@@ -1,0 +1,432 @@
+//! Folding into linear layers, and the layer-scale that is left.
+
+mod common;
+
+use candle::{DType, Module, Result, Tensor, Var, D};
+use candle_nn::Linear;
+use candle_powernorm::{GroupScaling, PowerNormConfig};
+use common::reference::Quantity;
+use common::{
+    assert_close, assert_relative, assert_same_bits, bits, central_differences, layer, message,
+    state, to_f64, var, Batch, Bound, Data, Twin, CPU, DTYPES,
+};
+
+const SIZE: usize = 12;
+const OUT: usize = 5;
+
+/// A layer in evaluation whose channels all differ, beside its oracle.
+fn trained(data: &mut Data, groups: Option<usize>, affine: bool, dtype: DType) -> Twin {
+    let config = PowerNormConfig {
+        group_scaling: groups,
+        affine,
+        ..1e-5.into()
+    };
+    let mut twin = Twin::new(data, SIZE, config, dtype);
+    let phi = var(&twin.varmap, "running_phi");
+    let values = data.uniform(SIZE, 0.05, 20.);
+    phi.set(&data.tensor(&values, &[SIZE], phi.dtype()))
+        .unwrap();
+    twin.oracle.phi = to_f64(&phi);
+    twin.layer.mode().set_training(false);
+    twin
+}
+
+/// A random linear layer on variables.
+fn linear(data: &mut Data, from: usize, to: usize, bias: bool, dtype: DType) -> Linear {
+    let mut random = |shape: &[usize]| {
+        let values = data.normal(shape.iter().product());
+        let var = Var::from_tensor(&data.tensor(&values, shape, dtype)).unwrap();
+        var.into_inner()
+    };
+    Linear::new(random(&[to, from]), bias.then(|| random(&[to])))
+}
+
+/// A linear layer in `f64`: `[to, from]` and `[to]`.
+struct Exact {
+    weight: Vec<f64>,
+    bias: Vec<f64>,
+}
+
+impl Exact {
+    fn of(linear: &Linear) -> Self {
+        Self {
+            weight: to_f64(linear.weight()),
+            bias: match linear.bias() {
+                Some(bias) => to_f64(bias),
+                None => vec![0.; linear.weight().dims()[0]],
+            },
+        }
+    }
+
+    fn apply(&self, xs: &[f64]) -> Quantity {
+        let from = self.weight.len() / self.bias.len();
+        let (mut values, mut magnitude) = (vec![], 0f64);
+        for row in xs.chunks(from) {
+            for (weight, &bias) in self.weight.chunks(from).zip(&self.bias) {
+                let terms = || weight.iter().zip(row).map(|(w, x)| w * x).chain([bias]);
+                values.push(terms().sum());
+                magnitude = terms().fold(magnitude, |max, term| max.max(term.abs()));
+            }
+        }
+        Quantity { values, magnitude }
+    }
+}
+
+/// Checks the numbers of a folded layer: computed in `f64`, rounded once to `dtype`.
+fn check_numbers(what: &str, folded: &Linear, weight: Vec<f64>, bias: Quantity, dtype: DType) {
+    let bound = Bound {
+        out: dtype,
+        sums: DType::F64,
+        n: SIZE,
+    };
+    let what = |name| format!("{what}, {name}");
+    assert_close(&what("W'"), folded.weight(), &weight.into(), bound);
+    match folded.bias() {
+        Some(folded) => assert_close(&what("b'"), folded, &bias, bound),
+        None => assert!(bias.values.iter().all(|&b| b == 0.), "{}", what("no b'")),
+    }
+}
+
+/// Checks a forward in which numbers of its dtype were multiplied and added up.
+fn check_output(what: &str, actual: &Tensor, expected: &Quantity) {
+    let bound = Bound {
+        out: actual.dtype(),
+        sums: actual.dtype(),
+        n: SIZE,
+    };
+    assert_close(what, actual, expected, bound);
+}
+
+/// γ/√(ψ²+ε).
+fn scale(twin: &Twin) -> Vec<f64> {
+    let oracle = &twin.oracle;
+    (oracle.weight.iter().zip(&oracle.phi))
+        .map(|(weight, phi)| weight / (phi + oracle.spec.eps).sqrt())
+        .collect()
+}
+
+/// Every dtype, groups, affine or not, with or without a bias of the linear layer.
+fn for_all_cases(
+    groups: &[Option<usize>],
+    mut check: impl FnMut(&str, &mut Data, Twin, DType, bool),
+) {
+    for (dtype, builder) in DTYPES {
+        for &groups in groups {
+            for (affine, bias) in [(true, true), (true, false), (false, true), (false, false)] {
+                let what = format!(
+                    "{dtype:?} in {builder:?}, groups {groups:?}, affine {affine}, bias {bias}"
+                );
+                let mut data = Data::new(11);
+                let twin = trained(&mut data, groups, affine, builder);
+                check(&what, &mut data, twin, dtype, bias);
+            }
+        }
+    }
+}
+
+#[test]
+fn folds_into_the_next_linear_layer() {
+    for_all_cases(
+        &[None, Some(1), Some(4)],
+        |what, data, twin, dtype, bias| {
+            let Twin { layer, oracle, .. } = &twin;
+            let next = linear(data, SIZE, OUT, bias, dtype);
+            let folded = layer.fold_into(&next).unwrap();
+
+            let exact = Exact::of(&next);
+            let scale = scale(&twin);
+            let weights = exact.weight.iter().zip(scale.iter().cycle());
+            let weights = weights.map(|(w, s)| w * s).collect();
+            check_numbers(what, &folded, weights, exact.apply(&oracle.bias), dtype);
+            let biased = bias || layer.bias().is_some();
+            assert_eq!(folded.bias().is_some(), biased, "{what}");
+
+            let xs = Batch::random(data, &[2, 3, SIZE], dtype, false).xs;
+            let rest = match layer.group_scaling() {
+                Some(scaling) => scaling.forward(&xs).unwrap(),
+                None => xs.clone(),
+            };
+            let expected = exact.apply(&oracle.evaluate(&to_f64(&xs), None).y.values);
+            check_output(what, &folded.forward(&rest).unwrap(), &expected);
+            let unfolded = next.forward(&layer.forward_t(&xs, false).unwrap());
+            check_output(&format!("{what}, unfolded"), &unfolded.unwrap(), &expected);
+        },
+    );
+}
+
+#[test]
+fn folds_into_the_previous_linear_layer() {
+    for_all_cases(&[None], |what, data, twin, dtype, bias| {
+        let Twin { layer, oracle, .. } = &twin;
+        let previous = linear(data, OUT, SIZE, bias, dtype);
+        let folded = layer.fold_into_previous(&previous).unwrap();
+
+        let exact = Exact::of(&previous);
+        let scale = scale(&twin);
+        let weights = exact.weight.chunks(OUT).zip(&scale);
+        let weights = weights.flat_map(|(row, s)| row.iter().map(move |w| w * s));
+        let terms = exact.bias.iter().zip(&scale).zip(&oracle.bias);
+        let terms: Vec<_> = terms.map(|((b, s), shift)| (b * s, *shift)).collect();
+        let bias_sums = Quantity {
+            values: terms.iter().map(|(b, shift)| b + shift).collect(),
+            magnitude: (terms.iter()).fold(0., |max: f64, (b, s)| max.max(b.abs()).max(s.abs())),
+        };
+        check_numbers(what, &folded, weights.collect(), bias_sums, dtype);
+        let biased = bias || layer.bias().is_some();
+        assert_eq!(folded.bias().is_some(), biased, "{what}");
+
+        let xs = Batch::random(data, &[2, 3, OUT], dtype, false).xs;
+        let hidden = exact.apply(&to_f64(&xs));
+        let largest_scale = scale.iter().fold(0., |max: f64, s| max.max(s.abs()));
+        let expected = Quantity {
+            values: oracle.evaluate(&hidden.values, None).y.values,
+            magnitude: hidden.magnitude * largest_scale,
+        };
+        check_output(what, &folded.forward(&xs).unwrap(), &expected);
+        let unfolded = layer.forward_t(&previous.forward(&xs).unwrap(), false);
+        check_output(&format!("{what}, unfolded"), &unfolded.unwrap(), &expected);
+    });
+}
+
+/// `[1, C, 1, 1]`, as the released checkpoints have them.
+#[test]
+fn the_released_shape_of_the_statistics_folds_as_well() {
+    let mut data = Data::new(3);
+    let phi = data.uniform(SIZE, 0.05, 20.);
+    let build = |shape: &[usize]| {
+        let buffer = |values: &[f64]| data.tensor(values, shape, DType::F64);
+        let tensors = [
+            ("running_phi", buffer(&phi)),
+            ("ema_gz", buffer(&[0.; SIZE])),
+            ("iters", Tensor::new(&[7i64], &CPU).unwrap()),
+        ];
+        let tensors = tensors.map(|(name, tensor)| (name.to_string(), tensor));
+        let config = PowerNormConfig {
+            affine: false,
+            group_scaling: None,
+            ..1e-5.into()
+        };
+        let vb = candle_nn::VarBuilder::from_tensors(tensors.into(), DType::F64, &CPU);
+        candle_powernorm::power_norm(SIZE, config, vb).unwrap()
+    };
+    let (ours, released) = (build(&[SIZE]), build(&[1, SIZE, 1, 1]));
+    let mut data = Data::new(4);
+    let next = linear(&mut data, SIZE, OUT, true, DType::F64);
+    let previous = linear(&mut data, OUT, SIZE, true, DType::F64);
+    let folds = |layer: &candle_powernorm::PowerNorm| {
+        let next = layer.fold_into(&next).unwrap();
+        let previous = layer.fold_into_previous(&previous).unwrap();
+        [next, previous].map(|linear| linear.weight().clone())
+    };
+    for (ours, released) in folds(&ours).iter().zip(&folds(&released)) {
+        assert_same_bits("W'", released, ours);
+    }
+}
+
+/// Folding changes nothing, and what it gives does not follow what it was made of.
+#[test]
+fn a_folded_layer_stands_by_itself() {
+    for_all_cases(&[None], |what, data, twin, dtype, bias| {
+        let layer = &twin.layer;
+        let before = state(layer);
+        let next = linear(data, SIZE, OUT, bias, dtype);
+        let previous = linear(data, OUT, SIZE, bias, dtype);
+        let folded = [
+            layer.fold_into(&next).unwrap(),
+            layer.fold_into_previous(&previous).unwrap(),
+        ];
+        assert_eq!(state(layer), before, "{what}");
+
+        let numbers = || {
+            let tensors = (folded.iter()).flat_map(|l| [Some(l.weight()), l.bias()]);
+            tensors.flatten().collect::<Vec<_>>()
+        };
+        assert!(numbers().iter().all(|tensor| !tensor.track_op()), "{what}");
+        let bits_of = || numbers().into_iter().map(bits).collect::<Vec<_>>();
+        let before = bits_of();
+        let of_linears = [&next, &previous].map(|l| [Some(l.weight()), l.bias()]);
+        let of_linears = of_linears.into_iter().flatten().flatten();
+        let vars = of_linears.map(|tensor| Var::from_tensor(tensor).unwrap());
+        for var in vars.chain(twin.varmap.all_vars()) {
+            var.set(&var.ones_like().unwrap()).unwrap();
+        }
+        assert_eq!(bits_of(), before, "{what}");
+    });
+}
+
+#[test]
+fn folds_that_would_be_wrong_are_refused() {
+    let refused = |folded: Result<Linear>, text: &str| {
+        assert_eq!(message(folded), format!("power_norm: expected {text}"));
+    };
+    let mut data = Data::new(5);
+    let twin = trained(&mut data, None, true, DType::F32);
+    let layer = &twin.layer;
+    let mut linear = |from, to| linear(&mut data, from, to, true, DType::F32);
+    let (next, previous) = (linear(SIZE, OUT), linear(OUT, SIZE));
+
+    let text = "a linear layer of 12 input features, got 5";
+    refused(layer.fold_into(&previous), text);
+    let text = "a linear layer of 12 output features, got 5";
+    refused(layer.fold_into_previous(&next), text);
+
+    layer.mode().set_training(true);
+    let text = "a layer in evaluation to fold, got one in training";
+    refused(layer.fold_into(&next), text);
+    refused(layer.fold_into_previous(&previous), text);
+
+    let mut data = Data::new(5);
+    let scaled = trained(&mut data, Some(4), true, DType::F32).layer;
+    let text = "no layer-scale after the linear layer to fold into, got 4 groups";
+    refused(scaled.fold_into_previous(&previous), text);
+    assert!(scaled.fold_into(&next).is_ok());
+}
+
+// The layer-scale
+
+/// x̃ in candle's own operations.
+fn composed(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
+    let rows = xs.elem_count() / SIZE;
+    let grouped = xs.reshape((rows, groups, SIZE / groups))?;
+    let rms = (grouped.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    grouped.broadcast_div(&rms)?.reshape(xs.shape())
+}
+
+/// The output of `f` at `xs`, and the gradient of Σ f(xs)·dy.
+fn output_and_gradient(
+    f: impl Fn(&Tensor) -> Result<Tensor>,
+    xs: &Tensor,
+    dy: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let xs = Var::from_tensor(xs)?;
+    let y = f(&xs)?;
+    let grads = (&y * dy)?.sum_all()?.backward()?;
+    Ok((y.detach(), grads.get(&xs).expect("a gradient").clone()))
+}
+
+/// Output and gradient, against candle's operations in `f64`.
+#[test]
+fn scales_groups_and_their_gradients() -> Result<()> {
+    const EPS: f64 = 1e-2;
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        for groups in [1, 4, SIZE] {
+            let what = format!("{dtype:?}, {groups} groups");
+            let batch = Batch::random(&mut Data::new(6), &[3, 7, SIZE], dtype, false);
+            let scaling = GroupScaling::new(groups, EPS)?;
+            let (y, dx) = output_and_gradient(|xs| scaling.forward(xs), &batch.xs, &batch.dy)?;
+            let exact = [&batch.xs, &batch.dy].map(|t| t.to_dtype(DType::F64).unwrap());
+            let [xs, dy] = exact;
+            let (exact_y, exact_dx) =
+                output_and_gradient(|xs| composed(xs, groups, EPS), &xs, &dy)?;
+            let bound = Bound {
+                out: dtype,
+                sums: match dtype {
+                    DType::F64 => DType::F64,
+                    _ => DType::F32,
+                },
+                n: SIZE,
+            };
+            assert_close(&what, &y, &to_f64(&exact_y).into(), bound);
+            assert_close(&what, &dx, &to_f64(&exact_dx).into(), bound);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_gradient_agrees_with_central_differences() -> Result<()> {
+    const SHAPE: [usize; 2] = [4, SIZE];
+    let batch = Batch::random(&mut Data::new(7), &SHAPE, DType::F64, false);
+    let dy = to_f64(&batch.dy);
+    for groups in [1, 4] {
+        let scaling = GroupScaling::new(groups, 1e-2)?;
+        let (_, dx) = output_and_gradient(|xs| scaling.forward(xs), &batch.xs, &batch.dy)?;
+        let expected = central_differences(&to_f64(&batch.xs), |xs| {
+            let y = scaling.forward(&common::tensor(xs, &SHAPE, DType::F64));
+            let y = to_f64(&y.unwrap());
+            y.iter().zip(&dy).map(|(y, dy)| y * dy).sum()
+        });
+        assert_relative(&format!("{groups} groups"), &dx, &expected, 1e-8);
+    }
+    Ok(())
+}
+
+/// Views give what their contiguous copies give: rows apart, and the elements of a row apart.
+#[test]
+fn views_are_scaled_as_their_copies_are() -> Result<()> {
+    let views: [fn(&Tensor) -> Result<Tensor>; 3] = [
+        |xs| xs.transpose(0, 1),
+        |xs| xs.transpose(1, 2)?.narrow(2, 1, 6),
+        |xs| xs.narrow(2, 3, 8)?.narrow(0, 1, 2),
+    ];
+    let base = Batch::random(&mut Data::new(8), &[3, 8, SIZE], DType::F32, false);
+    let scaling = GroupScaling::new(2, 1e-5)?;
+    let scale = |xs: &Tensor| scaling.forward(xs);
+    for (i, view) in views.iter().enumerate() {
+        let (xs, dy) = (view(&base.xs)?, view(&base.dy)?);
+        assert!(!xs.is_contiguous());
+        let (y, dx) = output_and_gradient(|base| scale(&view(base)?), &base.xs, &dy)?;
+        let dx = view(&dx)?;
+        let (xs, dy) = (xs.force_contiguous()?, dy.force_contiguous()?);
+        let (expected_y, expected_dx) = output_and_gradient(scale, &xs, &dy)?;
+        assert_same_bits(&format!("view {i}, y"), &y, &expected_y);
+        assert_same_bits(&format!("view {i}, dx"), &dx, &expected_dx);
+    }
+    assert_eq!(scale(&base.xs.narrow(0, 0, 0)?)?.dims(), &[0, 8, SIZE]);
+    Ok(())
+}
+
+#[test]
+fn a_residual_is_added_before_the_scaling() -> Result<()> {
+    let batch = Batch::random(&mut Data::new(9), &[4, SIZE], DType::F32, false);
+    let scaling = GroupScaling::new(4, 1e-5)?;
+    let (scaled, sum) = scaling.forward_residual(&batch.xs, &batch.dy)?;
+    assert_same_bits("the sum", &sum, &(&batch.xs + &batch.dy)?);
+    assert_same_bits("the scaled sum", &scaled, &scaling.forward(&sum)?);
+    Ok(())
+}
+
+#[test]
+fn a_layer_gives_its_own_layer_scale() {
+    let of = |group_scaling| {
+        let config = PowerNormConfig {
+            group_scaling,
+            ..1e-3.into()
+        };
+        layer(SIZE, config, DType::F32).0.group_scaling()
+    };
+    assert_eq!(of(None), None);
+    let scaling = of(Some(4)).unwrap();
+    assert_eq!(scaling, GroupScaling::new(4, 1e-3).unwrap());
+    assert_eq!((scaling.groups(), scaling.eps()), (4, 1e-3));
+}
+
+#[test]
+fn layer_scales_out_of_range_are_refused() -> Result<()> {
+    let expected = |text: &str| format!("power_norm: expected {text}");
+    let text = "at least 1 group, got 0";
+    assert_eq!(message(GroupScaling::new(0, 1e-5)), expected(text));
+    for eps in [0., -1., f64::NAN, f64::INFINITY] {
+        let text = format!("eps positive and finite in F64, got {eps}");
+        assert_eq!(message(GroupScaling::new(1, eps)), expected(&text));
+    }
+    let refused = |scaling: GroupScaling, xs: Tensor, text: &str| {
+        assert_eq!(message(scaling.forward(&xs)), expected(text));
+    };
+    let scaling = GroupScaling::new(5, 1e-5)?;
+    let ones = |shape: &[usize], dtype| Tensor::ones(shape, dtype, &CPU);
+    let text = "an input of rank 1 or more, got a scalar";
+    refused(scaling, ones(&[], DType::F32)?, text);
+    let text = "group_scaling to divide the size 12, got 5";
+    refused(scaling, ones(&[2, SIZE], DType::F32)?, text);
+    let text = "a size of at least 1, got 0";
+    refused(scaling, ones(&[2, 0], DType::F32)?, text);
+    let text = "an input of dtype F32, F64, F16 or BF16, got U32";
+    refused(scaling, ones(&[2, 5], DType::U32)?, text);
+    // Positive in f64, 0 in the sums of an f32 input.
+    let tiny = GroupScaling::new(1, 1e-60)?;
+    assert!(tiny.forward(&ones(&[2, 5], DType::F64)?).is_ok());
+    let text = format!("eps positive and finite in F32, got {}", 1e-60);
+    refused(tiny, ones(&[2, 5], DType::BF16)?, &text);
+    Ok(())
+}
