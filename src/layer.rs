@@ -107,9 +107,8 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 /// Share a layer by cloning it: two layers built on one path of a `VarMap` share their variables, but
 /// not the lock.
 ///
-/// ν is in the units of the gradient, so it carries the scale of the loss. A run that changes the scale of
-/// its loss (mixed-precision training does) changes the meaning of the ν it has; call
-/// [`reset_running_stats`](PowerNorm::reset_running_stats), or keep the scale.
+/// ν is in the units of the gradient, so it carries the scale of the loss. A run that changes that scale, as
+/// mixed-precision training does, would change the meaning of the ν it has: give the layer a [`LossScale`].
 ///
 /// # Gradients
 ///
@@ -209,9 +208,34 @@ impl PowerNorm {
     ///
     /// Both are `[.., size]`, of one shape and dtype. Training or evaluation follows the layer's [`Mode`].
     ///
+    /// It is an addition and a [`forward`](Module::forward), with the same bits, in one pass over memory; and so is the
+    /// backward, where both gradients meet: their sum is rounded once.
+    ///
     /// # Errors
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `residual` of another dtype, shape or device.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{DType, Device, Module, Result, Tensor};
+    /// use candle_nn::{linear, Linear, VarBuilder, VarMap};
+    /// use candle_powernorm::{power_norm, PowerNorm};
+    ///
+    /// /// A block of a pre-norm transformer takes the normalized stream and the stream, and gives the next one's.
+    /// fn block(xs: &Tensor, stream: &Tensor, mlp: &Linear, next: &PowerNorm) -> Result<(Tensor, Tensor)> {
+    ///     next.forward_residual(&mlp.forward(xs)?, stream)
+    /// }
+    ///
+    /// # fn main() -> Result<()> {
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let norm = power_norm(4, 1e-5, vb.pp("norm"))?;
+    /// let stream = Tensor::randn(0f32, 1., (3, 4), &Device::Cpu)?;
+    /// let xs = norm.forward(&stream)?;
+    /// let (xs, stream) = block(&xs, &stream, &linear(4, 4, vb.pp("mlp"))?, &norm)?;
+    /// assert_eq!(xs.shape(), stream.shape());
+    /// # Ok(()) }
+    /// ```
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         self.run_residual(xs, residual, None)
     }
