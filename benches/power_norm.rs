@@ -169,13 +169,14 @@ impl Pass {
         }
     }
 
-    /// The bytes a pass must move: x and y forward; x, dy and dx backward. What a channel needs is not
-    /// counted.
-    fn bytes_moved(self, rows: usize, cols: usize, dtype: DType) -> u64 {
+    /// The bytes a pass must move: x and y forward; x, dy and dx backward; and with a residual it, the sum and the sum's
+    /// gradient. What a channel needs is not counted.
+    fn bytes_moved(self, residual: bool, rows: usize, cols: usize, dtype: DType) -> u64 {
+        let (forward, backward) = if residual { (4, 4) } else { (2, 3) };
         let tensors = match self {
-            Self::ForwardTrain | Self::ForwardEval => 2,
-            Self::Backward => 3,
-            Self::TrainStep => 5,
+            Self::ForwardTrain | Self::ForwardEval => forward,
+            Self::Backward => backward,
+            Self::TrainStep => forward + backward,
         };
         (tensors * rows * cols * dtype.size_in_bytes()) as u64
     }
@@ -187,6 +188,10 @@ enum Contender {
     PowerNorm(Option<usize>),
     /// The layer with the batch's statistic (PN-V) and one group.
     PowerNormV,
+    /// The layer with one group, of the sum with a residual. Both outputs are added up for a backward.
+    Residual,
+    /// The same by an addition and a forward.
+    ResidualApart,
     /// The layer in candle's own operations.
     Composed,
     LayerNormFused,
@@ -200,11 +205,13 @@ enum Contender {
 }
 
 impl Contender {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 13] = [
         Self::PowerNorm(None),
         Self::PowerNorm(Some(1)),
         Self::PowerNorm(Some(8)),
         Self::PowerNormV,
+        Self::Residual,
+        Self::ResidualApart,
         Self::Composed,
         Self::LayerNormFused,
         Self::LayerNormSlow,
@@ -220,6 +227,8 @@ impl Contender {
             Self::PowerNorm(Some(1)) => "power_norm_g1",
             Self::PowerNorm(Some(_)) => "power_norm_g8",
             Self::PowerNormV => "power_norm_v",
+            Self::Residual => "residual",
+            Self::ResidualApart => "residual_apart",
             Self::Composed => "composed",
             Self::LayerNormFused => "layer_norm_fused",
             Self::LayerNormSlow => "layer_norm_slow",
@@ -235,6 +244,7 @@ impl Contender {
         match self {
             Self::PowerNorm(_) => true,
             Self::PowerNormV => !place.is_cpu() && pass != Pass::ForwardEval,
+            Self::Residual | Self::ResidualApart => pass != Pass::ForwardEval,
             Self::Composed | Self::BatchNorm => place.is_cpu(),
             Self::LayerNormFused | Self::RmsNormFused | Self::Copy => {
                 matches!(pass, Pass::ForwardTrain | Pass::ForwardEval)
@@ -242,6 +252,15 @@ impl Contender {
             Self::LayerNormSlow => pass != Pass::ForwardEval,
             Self::AutogradAlone => matches!(pass, Pass::Backward | Pass::TrainStep),
         }
+    }
+
+    fn has_residual(self) -> bool {
+        matches!(self, Self::Residual | Self::ResidualApart)
+    }
+
+    /// Whether it is this crate's.
+    fn is_ours(self) -> bool {
+        matches!(self, Self::PowerNorm(_) | Self::PowerNormV | Self::Residual)
     }
 }
 
@@ -299,6 +318,8 @@ struct Arena {
     place: Place,
     /// The inputs, taken in turn.
     xs: Vec<Var>,
+    /// Of a contender that has one.
+    residual: Option<Var>,
     weight: Var,
     bias: Var,
     power_norm: PowerNorm,
@@ -344,6 +365,7 @@ impl Arena {
             contender,
             place,
             xs: (0..inputs).map(input).collect::<Result<_>>()?,
+            residual: contender.has_residual().then(|| input(0)).transpose()?,
             weight: Var::ones(cols, dtype, device)?,
             bias: Var::zeros(cols, dtype, device)?,
             power_norm: power_norm(cols, config, vb.pp("power_norm"))?,
@@ -362,7 +384,7 @@ impl Arena {
                 recipe: Recipe::Paper,
             },
         };
-        if let Contender::PowerNorm(_) | Contender::PowerNormV = contender {
+        if contender.is_ours() {
             arena.check()?;
         }
         Ok(arena)
@@ -372,15 +394,22 @@ impl Arena {
     ///
     /// Its first backward has ν = 0, the gradient that autograd finds while ψ² is held.
     fn check(&self) -> Result<()> {
-        let x = Var::from_tensor(&self.xs[0].to_dtype(DType::F32)?)?;
         let phi = match self.spec.batch_statistics {
             true => None,
             false => Some(self.power_norm.running_phi()?),
         };
-        let expected = composed(&x, None, None, phi.as_ref(), &self.spec)?;
+        let input = match &self.residual {
+            Some(residual) => (self.xs[0].as_tensor() + residual.as_tensor())?,
+            None => self.xs[0].as_tensor().clone(),
+        };
+        let x = Var::from_tensor(&input.to_dtype(DType::F32)?)?;
+        let mut expected = composed(&x, None, None, phi.as_ref(), &self.spec)?;
+        if self.residual.is_some() && self.has_backward() {
+            expected = (expected + x.as_tensor())?;
+        }
         let got = self.forward(0, self.pass != Pass::ForwardEval)?;
         compare("y", &got, &expected)?;
-        if matches!(self.pass, Pass::ForwardTrain | Pass::ForwardEval) {
+        if !self.has_backward() {
             return Ok(());
         }
         let (got, expected) = (got.backward()?, expected.backward()?);
@@ -390,12 +419,28 @@ impl Arena {
         }
     }
 
+    fn has_backward(&self) -> bool {
+        matches!(self.pass, Pass::Backward | Pass::TrainStep)
+    }
+
     fn forward(&self, call: usize, train: bool) -> Result<Tensor> {
         let x = self.xs[call % self.xs.len()].as_tensor();
         let (weight, bias) = (&self.weight, &self.bias);
         let eps = EPS as f32;
+        if let Some(residual) = &self.residual {
+            let residual = residual.as_tensor();
+            let (y, sum) = match self.contender {
+                Contender::Residual => self.power_norm.forward_residual(x, residual)?,
+                _ => {
+                    let sum = (x + residual)?;
+                    (self.power_norm.forward_t(&sum, train)?, sum)
+                }
+            };
+            return if self.has_backward() { y + sum } else { Ok(y) };
+        }
         match self.contender {
             Contender::PowerNorm(_) | Contender::PowerNormV => self.power_norm.forward_t(x, train),
+            Contender::Residual | Contender::ResidualApart => unreachable!("they have a residual"),
             Contender::Composed => {
                 let phi = Tensor::ones(x.dim(1)?, x.dtype(), x.device())?;
                 composed(x, Some((weight, bias)), None, Some(&phi), &self.spec)
@@ -511,11 +556,13 @@ fn bench(criterion: &mut Criterion) {
             let pool = place.pool();
             for dtype in DTYPES {
                 for &(rows, cols) in place.shapes() {
-                    group.throughput(Throughput::Bytes(pass.bytes_moved(rows, cols, dtype)));
                     for contender in Contender::ALL {
                         if !contender.takes_part(pass, place) {
                             continue;
                         }
+                        let residual = contender.has_residual();
+                        let bytes = pass.bytes_moved(residual, rows, cols, dtype);
+                        group.throughput(Throughput::Bytes(bytes));
                         let id = format!(
                             "{}/{}/{rows}x{cols}/{}",
                             contender.name(),
