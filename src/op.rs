@@ -678,7 +678,9 @@ fn packed<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<
     let Some((start, end)) = layout.contiguous_offsets() else {
         candle::bail!("power_norm: expected a contiguous tensor, got {layout:?}")
     };
-    Ok(&storage.as_slice()?[start..end])
+    // A view of nothing may begin past the end of its storage.
+    let elements = if start < end { start..end } else { 0..0 };
+    Ok(&storage.as_slice()?[elements])
 }
 
 /// [`packed`], of a tensor that must be on the CPU.

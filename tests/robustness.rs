@@ -1,0 +1,777 @@
+//! Random layers live random lives: whatever shapes, strides, dtypes, masks and values come, nothing panics and
+//! nothing harms the state. `PROPTEST_CASES` sets the number of cases.
+
+mod common;
+
+use candle::{DType, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use common::{
+    assert_finite, bits, coarser, forward, keep, layer, run, state, tensor, to_f64, Batch, Bound,
+    Data, Twin, CPU, DTYPES,
+};
+use proptest::prelude::*;
+use proptest::sample::{select, Index};
+
+/// A failure prints its case, which needs no file to remember it.
+fn cases(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}
+
+// What lives
+
+/// A layer to build.
+#[derive(Clone, Debug)]
+struct LayerCase {
+    size: usize,
+    config: PowerNormConfig,
+    /// Dtype of the inputs, and of the builder.
+    dtypes: (DType, DType),
+    seed: u64,
+}
+
+impl LayerCase {
+    fn build(&self) -> Twin {
+        let mut data = Data::new(self.seed);
+        Twin::new(&mut data, self.size, self.config, self.dtypes.1)
+    }
+}
+
+fn layer_cases() -> impl Strategy<Value = LayerCase> {
+    // Widths of whole vectors of half precision are few among the others.
+    let sizes = prop_oneof![3 => 1..=70usize, 1 => select(vec![16, 32, 48, 64])];
+    let alphas = || 0.01..0.999;
+    let seed = any::<u64>();
+    (
+        sizes,
+        any::<Option<Index>>(),
+        select(&DTYPES[..]),
+        select(&DTYPES[..]),
+        0..4usize,
+        select(vec![Statistics::Running, Statistics::Batch]),
+        select(vec![Recipe::Paper, Recipe::Fairseq]),
+        any::<bool>(),
+        (alphas(), alphas()),
+        seed,
+    )
+        .prop_map(
+            |(size, groups, pair, other, warmup, statistics, recipe, affine, alphas, seed)| {
+                let divisors: Vec<usize> = (1..=size).filter(|&d| size.is_multiple_of(d)).collect();
+                let config = PowerNormConfig {
+                    alpha_fwd: alphas.0,
+                    alpha_bwd: alphas.1,
+                    warmup_steps: warmup,
+                    group_scaling: groups.map(|index| *index.get(&divisors)),
+                    statistics,
+                    recipe,
+                    affine,
+                    ..Default::default()
+                };
+                // Without parameters any input goes with any builder.
+                let builder = if affine { pair.1 } else { other.1 };
+                LayerCase {
+                    size,
+                    config,
+                    dtypes: (pair.0, builder),
+                    seed,
+                }
+            },
+        )
+}
+
+/// How one dimension lies in memory.
+#[derive(Clone, Debug)]
+struct Axis {
+    /// Elements of the base that a `narrow` leaves out, on either side.
+    margins: (usize, usize),
+    /// 2 where every other element of the base is skipped.
+    step: usize,
+    /// One element, broadcast: a stride of 0.
+    repeated: bool,
+    /// Dimensions lie in memory in the order of these.
+    place: u8,
+}
+
+fn axes() -> impl Strategy<Value = Vec<Axis>> {
+    let strided = (
+        (0..3usize, 0..3usize),
+        prop_oneof![4 => Just(1usize), 1 => Just(2usize)],
+        prop::bool::weighted(0.1),
+        any::<u8>(),
+    );
+    let transposed = any::<u8>().prop_map(|place| ((0, 0), 1, false, place));
+    let axis = prop_oneof![strided, transposed, Just(((0, 0), 1, false, 0))];
+    let axis = axis.prop_map(|(margins, step, repeated, place)| Axis {
+        margins,
+        step,
+        repeated,
+        place,
+    });
+    prop::collection::vec(axis, MAX_RANK)
+}
+
+const MAX_RANK: usize = 4;
+
+/// The dimensions in the order of their places.
+fn in_memory(axes: &[Axis]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..axes.len()).collect();
+    order.sort_by_key(|&axis| axes[axis].place);
+    order
+}
+
+/// The shape of a base of which [`view`] makes a tensor of `dims`.
+fn base_dims(dims: &[usize], axes: &[Axis]) -> Vec<usize> {
+    in_memory(&axes[..dims.len()])
+        .into_iter()
+        .flat_map(|k| {
+            let Axis { margins, step, .. } = axes[k];
+            let len = if axes[k].repeated { 1 } else { dims[k] };
+            [margins.0 + len + margins.1, step]
+        })
+        .collect()
+}
+
+fn view(base: &Tensor, dims: &[usize], axes: &[Axis]) -> candle::Result<Tensor> {
+    let order = in_memory(&axes[..dims.len()]);
+    let mut view = base.clone();
+    for (place, &k) in order.iter().enumerate() {
+        let len = if axes[k].repeated { 1 } else { dims[k] };
+        view = view.narrow(place, axes[k].margins.0, len)?;
+        view = view.narrow(place + 1, 0, 1)?.squeeze(place + 1)?;
+    }
+    let places: Vec<usize> = (0..dims.len())
+        .map(|k| order.iter().position(|&axis| axis == k).unwrap())
+        .collect();
+    view.permute(places)?.broadcast_as(dims)
+}
+
+/// The elements of a view. candle looks past the end of the storage for a view of nothing that begins there.
+fn elements(view: &Tensor) -> Vec<f64> {
+    match view.elem_count() {
+        0 => vec![],
+        _ => to_f64(view),
+    }
+}
+
+/// What tensors are filled with.
+#[derive(Clone, Copy, Debug)]
+enum Values {
+    Normal,
+    Zeros,
+    Huge,
+    Tiny,
+    /// Normal ones, one in 32 a special one.
+    Poisoned,
+    /// Special ones, one in two.
+    Special,
+}
+
+fn values() -> impl Strategy<Value = Values> {
+    use Values::*;
+    prop_oneof![3 => Just(Normal), 1 => select(vec![Zeros, Huge, Tiny, Poisoned, Special])]
+}
+
+/// What breaks arithmetic in one dtype or another.
+const SPECIAL: [f64; 14] = [
+    f64::NAN,
+    f64::INFINITY,
+    f64::NEG_INFINITY,
+    0.,
+    -0.,
+    1e4,
+    -6e4,
+    3e19,
+    -1e30,
+    1e300,
+    1e-7,
+    1e-30,
+    -1e-40,
+    1e-310,
+];
+
+impl Values {
+    fn fill(self, data: &mut Data, len: usize) -> Vec<f64> {
+        let special = match self {
+            Values::Poisoned => 1. / 32.,
+            Values::Special => 0.5,
+            _ => 0.,
+        };
+        let choices = data.uniform(len, 0., 1.);
+        let which = data.uniform(len, 0., SPECIAL.len() as f64);
+        let scale = match self {
+            Values::Zeros => 0.,
+            Values::Huge => 1e30,
+            Values::Tiny => 1e-40,
+            _ => 1.,
+        };
+        let normal = data.normal(len);
+        (0..len)
+            .map(|k| match choices[k] < special {
+                true => SPECIAL[which[k] as usize],
+                false => scale * normal[k],
+            })
+            .collect()
+    }
+}
+
+/// A batch to make for a layer.
+#[derive(Clone, Debug)]
+struct BatchCase {
+    /// The dimensions before the last.
+    leading: Vec<usize>,
+    axes: Vec<Axis>,
+    values: Values,
+    dy: Values,
+    mask: Option<MaskCase>,
+    seed: u64,
+}
+
+#[derive(Clone, Debug)]
+struct MaskCase {
+    /// The share of rows that are kept.
+    kept: f64,
+    axes: Vec<Axis>,
+}
+
+fn batch_cases() -> impl Strategy<Value = BatchCase> {
+    let dim = prop_oneof![1 => Just(0), 15 => 1..5usize];
+    let kept = select(vec![0., 0.5, 0.9, 1.]);
+    let mask = (kept, axes()).prop_map(|(kept, axes)| MaskCase { kept, axes });
+    (
+        prop::collection::vec(dim, 0..MAX_RANK),
+        axes(),
+        values(),
+        values(),
+        prop::option::of(mask),
+        any::<u64>(),
+    )
+        .prop_map(|(leading, axes, values, dy, mask, seed)| BatchCase {
+            leading,
+            axes,
+            values,
+            dy,
+            mask,
+            seed,
+        })
+}
+
+/// A call that the layer has to refuse.
+#[derive(Clone, Copy, Debug)]
+enum Refusal {
+    Scalar,
+    LastDim,
+    Integers,
+    MaskDType,
+    MaskShape,
+    ParameterDType,
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    /// A forward, and so many walks of its graph.
+    Batch {
+        batch: BatchCase,
+        train: bool,
+        walks: usize,
+    },
+    /// The graph of the last training forward is walked (again), if there was one.
+    Walk,
+    Reset,
+    /// The layer is dropped for a clone of it.
+    Clone,
+    Refused(Refusal, bool),
+}
+
+fn events() -> impl Strategy<Value = Vec<Event>> {
+    use Refusal::*;
+    let batch = (batch_cases(), prop::bool::weighted(0.7), 0..3usize);
+    let batch = batch.prop_map(|(batch, train, walks)| Event::Batch {
+        batch,
+        train,
+        walks,
+    });
+    let refusals = vec![
+        Scalar,
+        LastDim,
+        Integers,
+        MaskDType,
+        MaskShape,
+        ParameterDType,
+    ];
+    let refused = (select(refusals), any::<bool>());
+    let event = prop_oneof![
+        8 => batch,
+        1 => Just(Event::Walk),
+        1 => Just(Event::Reset),
+        1 => Just(Event::Clone),
+        2 => refused.prop_map(|(refusal, train)| Event::Refused(refusal, train)),
+    ];
+    prop::collection::vec(event, 1..8)
+}
+
+// Lives
+
+/// The bits of a tensor; all NaN are one.
+fn canonical(tensor: &Tensor) -> Vec<u64> {
+    bits(tensor)
+        .into_iter()
+        .map(|bits| match f64::from_bits(bits).is_nan() {
+            true => f64::NAN.to_bits(),
+            false => bits,
+        })
+        .collect()
+}
+
+/// ψ², ν and t; all NaN are one.
+fn statistics(layer: &PowerNorm) -> (Vec<u64>, Vec<u64>, usize) {
+    (
+        canonical(&layer.running_phi().unwrap()),
+        canonical(&layer.nu().unwrap()),
+        layer.steps().unwrap(),
+    )
+}
+
+/// The input of a forward (its base, where it was a view) and the loss of its output.
+struct Graph {
+    input: Tensor,
+    loss: Tensor,
+}
+
+/// Two layers side by side: what the first gets as views, the second gets packed, with other padding where recipe Paper
+/// has it that padding does not count. Both must come to the same bits.
+struct Life {
+    case: LayerCase,
+    layer: PowerNorm,
+    packed: PowerNorm,
+    /// Those of the last training forward, in both layers.
+    graphs: Option<(Graph, Graph, BatchCase)>,
+}
+
+impl Life {
+    fn new(case: &LayerCase) -> Self {
+        Self {
+            case: case.clone(),
+            layer: case.build().layer,
+            packed: case.build().layer,
+            graphs: None,
+        }
+    }
+
+    fn live(&mut self, event: &Event) {
+        let before = state(&self.layer);
+        match event {
+            Event::Batch {
+                batch,
+                train,
+                walks,
+            } => {
+                let graphs = self.forward(batch, *train);
+                for _ in 0..*walks {
+                    self.walk(&graphs, *train);
+                }
+                if *train {
+                    self.graphs = Some(graphs);
+                }
+            }
+            Event::Walk => {
+                if let Some(graphs) = self.graphs.take() {
+                    self.walk(&graphs, true);
+                }
+            }
+            Event::Reset => {
+                for layer in [&self.layer, &self.packed] {
+                    layer.reset_running_stats().unwrap();
+                }
+                let ones = vec![1f64.to_bits(); self.case.size];
+                let zeros = vec![0; self.case.size];
+                assert_eq!(state(&self.layer), (ones, zeros, 0));
+            }
+            Event::Clone => self.layer = self.layer.clone(),
+            Event::Refused(refusal, train) => {
+                self.refuse(*refusal, *train);
+                assert_eq!(state(&self.layer), before, "{refusal:?}");
+            }
+        }
+        assert_eq!(statistics(&self.layer), statistics(&self.packed));
+        if self.case.config.recipe == Recipe::Paper {
+            let phi = self.layer.running_phi().unwrap();
+            assert_finite("ψ²", &phi);
+            assert!(to_f64(&phi).iter().all(|&phi| phi >= 0.));
+            assert_finite("ν", &self.layer.nu().unwrap());
+        }
+    }
+
+    fn forward(&self, batch: &BatchCase, train: bool) -> (Graph, Graph, BatchCase) {
+        let LayerCase { size, config, .. } = self.case;
+        let dtype = self.case.dtypes.0;
+        let mut data = Data::new(batch.seed);
+        let dims: Vec<usize> = batch.leading.iter().copied().chain([size]).collect();
+        let base_dims = base_dims(&dims, &batch.axes);
+        let base = batch.values.fill(&mut data, base_dims.iter().product());
+        let base = Var::from_tensor(&tensor(&base, &base_dims, dtype)).unwrap();
+        let xs = view(&base, &dims, &batch.axes).unwrap();
+        let rows = dims.iter().product::<usize>() / size;
+        let dy = batch.dy.fill(&mut data, rows * size);
+        let mask = batch.mask.as_ref().map(|mask| mask.make(batch, &mut data));
+        let kept: Vec<bool> = match &mask {
+            Some(mask) => elements(mask).iter().map(|&keep| keep != 0.).collect(),
+            None => vec![true; rows],
+        };
+
+        // Other padding, of both.
+        let repad = |values: &[f64], data: &mut Data| {
+            let padding = Values::Special.fill(data, values.len());
+            let padded = |k: usize| config.recipe == Recipe::Paper && !kept[k / size];
+            let repadded =
+                (0..values.len()).map(|k| if padded(k) { padding[k] } else { values[k] });
+            tensor(&repadded.collect::<Vec<_>>(), &dims, dtype)
+        };
+        let packed_xs = Var::from_tensor(&repad(&elements(&xs), &mut data)).unwrap();
+        let packed_dy = repad(&dy, &mut data);
+        let packed_mask = mask.as_ref().map(|_| keep(&kept, &batch.leading));
+
+        let (phi, nu, steps) = state(&self.layer);
+        let y = forward(&self.layer, &xs, mask.as_ref(), train);
+        let packed_y = forward(&self.packed, &packed_xs, packed_mask.as_ref(), train);
+        assert_eq!((y.dims(), y.dtype()), (&dims[..], dtype));
+        let rows_of = |y: &Tensor| -> Vec<Vec<u64>> {
+            let rows = canonical(y);
+            rows.chunks(size).map(<[u64]>::to_vec).collect()
+        };
+        let (y_rows, packed_rows) = (rows_of(&y), rows_of(&packed_y));
+        for row in 0..rows {
+            if kept[row] || config.recipe == Recipe::Fairseq {
+                assert_eq!(y_rows[row], packed_rows[row], "row {row} of {rows}");
+            }
+        }
+        let after = state(&self.layer);
+        if train && kept.contains(&true) {
+            assert_eq!(
+                (&after.1, after.2),
+                (&nu, steps + 1),
+                "a step moves ψ² and t"
+            );
+        } else {
+            assert_eq!(after, (phi, nu, steps), "no step moves nothing");
+        }
+        // A row alone is evaluated as it is among others.
+        if !train && rows > 0 {
+            let row = data.uniform(1, 0., rows as f64)[0] as usize;
+            let alone = xs.detach().reshape((rows, size)).unwrap().get(row).unwrap();
+            let alone = forward(&self.layer, &alone, None, false);
+            assert_eq!(canonical(&alone), y_rows[row], "row {row} alone");
+        }
+
+        let graph = |input: &Var, y: &Tensor, dy: &Tensor| Graph {
+            input: input.as_tensor().clone(),
+            loss: (y * dy).unwrap().sum_all().unwrap(),
+        };
+        (
+            graph(&base, &y, &tensor(&dy, &dims, dtype)),
+            graph(&packed_xs, &packed_y, &packed_dy),
+            batch.clone(),
+        )
+    }
+
+    fn walk(&self, (graph, packed, batch): &(Graph, Graph, BatchCase), train: bool) {
+        let (phi, nu, steps) = state(&self.layer);
+        let grads = graph.loss.backward().unwrap();
+        let packed_grads = packed.loss.backward().unwrap();
+        let affine = [
+            (self.layer.weight(), self.packed.weight()),
+            (self.layer.bias(), self.packed.bias()),
+        ];
+        for (ours, theirs) in affine {
+            let Some((ours, theirs)) = ours.zip(theirs) else {
+                continue;
+            };
+            let gradient = grads.get(ours).unwrap();
+            assert_eq!(gradient.dims(), ours.dims());
+            assert_eq!(gradient.dtype(), ours.dtype());
+            let expected = packed_grads.get(theirs).unwrap();
+            assert_eq!(canonical(gradient), canonical(expected));
+        }
+        let dx = packed_grads.get(&packed.input).unwrap();
+        assert_eq!(dx.dims(), packed.input.dims());
+        if dx.elem_count() == 0 {
+            return;
+        }
+        // What reaches the base of the view if the view gets that gradient.
+        let base = Var::from_tensor(&graph.input).unwrap();
+        let xs = view(&base, dx.dims(), &batch.axes).unwrap();
+        let expected = (xs * dx).unwrap().sum_all().unwrap().backward().unwrap();
+        let (gradient, expected) = (
+            grads.get(&graph.input).unwrap(),
+            expected.get(&base).unwrap(),
+        );
+        assert_eq!(canonical(gradient), canonical(expected));
+
+        let after = state(&self.layer);
+        assert_eq!(
+            (&after.0, after.2),
+            (&phi, steps),
+            "a backward moves ν alone"
+        );
+        if !train {
+            assert_eq!(after.1, nu, "and no ν for an evaluation");
+        }
+    }
+
+    fn refuse(&self, refusal: Refusal, train: bool) {
+        let size = self.case.size;
+        let (input, builder) = self.case.dtypes;
+        let mode = if train { Mode::train() } else { Mode::eval() };
+        let layer = self.layer.clone().with_mode(&mode);
+        let ones = |dims: &[usize], dtype| Tensor::ones(dims, dtype, &CPU).unwrap();
+        let xs = ones(&[3, 2, size], input);
+        let masked = |mask: &Tensor| layer.forward_masked(&xs, mask).is_err();
+        let refused = |xs: &Tensor| layer.forward_t(xs, train).is_err();
+        assert!(match refusal {
+            Refusal::Scalar => refused(&ones(&[], input)),
+            Refusal::LastDim => refused(&ones(&[3, size, size + 1], input)),
+            Refusal::Integers => refused(&ones(&[3, size], DType::U32)),
+            Refusal::MaskDType => masked(&ones(&[3, 2], DType::U32)),
+            Refusal::MaskShape => masked(&ones(&[3, 1], DType::U8)),
+            Refusal::ParameterDType => {
+                let others = [DType::F64, DType::F16, DType::BF16, DType::F32];
+                let other = others.into_iter().find(|&other| other != builder).unwrap();
+                // Parameters of f32 go with every input.
+                builder == DType::F32 || !self.case.config.affine || refused(&ones(&[size], other))
+            }
+        });
+    }
+}
+
+impl MaskCase {
+    fn make(&self, batch: &BatchCase, data: &mut Data) -> Tensor {
+        let base_dims = base_dims(&batch.leading, &self.axes);
+        let base = data.uniform(base_dims.iter().product(), 0., 1.);
+        let base: Vec<bool> = base.iter().map(|&value| value < self.kept).collect();
+        view(&keep(&base, &base_dims), &batch.leading, &self.axes).unwrap()
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(10_000))]
+
+    /// No panic; the state moves by steps alone, and under recipe Paper stays finite; views, packed copies and copies with
+    /// other padding come to the same bits; a row is evaluated by itself.
+    #[test]
+    fn random_lives(case in layer_cases(), events in events()) {
+        let mut life = Life::new(&case);
+        for event in &events {
+            life.live(event);
+        }
+    }
+}
+
+/// (What the layer did: panic, for it sliced a mask by its offset, which is 1 here, in a storage of nothing.)
+#[test]
+fn a_mask_of_nothing_may_begin_past_its_storage() {
+    let (layer, _varmap) = layer(3, 1e-5.into(), DType::F32);
+    let keep = Tensor::zeros((0, 2), DType::U8, &CPU).unwrap();
+    let keep = keep.narrow(1, 1, 1).unwrap().squeeze(1).unwrap();
+    let xs = Var::zeros((0, 3), DType::F32, &CPU).unwrap();
+    let y = forward(&layer, &xs, Some(&keep), true);
+    assert_eq!(y.backward().unwrap().get(&xs).unwrap().dims(), [0, 3]);
+    assert_eq!(layer.steps().unwrap(), 0);
+}
+
+// Lives that an oracle follows
+
+/// A step of a life that goes wrong at times.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Clean,
+    Evaluation,
+    /// Every row is padding.
+    Padding,
+    /// So many elements of the input, or of the gradient of the output, are poison.
+    Poison {
+        value: Poison,
+        elements: usize,
+        gradient: bool,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Poison {
+    Nan,
+    Infinity,
+    NegativeInfinity,
+    /// A number whose square is none in the dtype of the sums.
+    Overflow,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    use Poison::*;
+    let poison = select(vec![Nan, Infinity, NegativeInfinity, Overflow]);
+    let poison = (poison, 1..4usize, any::<bool>()).prop_map(|(value, elements, gradient)| {
+        // A gradient is not squared.
+        let gradient = gradient && !matches!(value, Overflow);
+        Step::Poison {
+            value,
+            elements,
+            gradient,
+        }
+    });
+    let step = prop_oneof![
+        4 => Just(Step::Clean),
+        1 => Just(Step::Evaluation),
+        1 => Just(Step::Padding),
+        4 => poison,
+    ];
+    prop::collection::vec(step, 1..12)
+}
+
+/// The batch with poison in it; and its input as the equations of the oracle take it.
+fn poisoned(
+    batch: &Batch,
+    value: Poison,
+    elements: usize,
+    gradient: bool,
+    data: &mut Data,
+    grouped: bool,
+) -> (Batch, Vec<f64>) {
+    let dtype = batch.xs.dtype();
+    let value = match value {
+        Poison::Nan => f64::NAN,
+        Poison::Infinity => f64::INFINITY,
+        Poison::NegativeInfinity => f64::NEG_INFINITY,
+        Poison::Overflow if dtype == DType::F64 => 1e200,
+        Poison::Overflow => 1e30,
+    };
+    let mut batch = batch.clone();
+    let target = if gradient {
+        &mut batch.dy
+    } else {
+        &mut batch.xs
+    };
+    let mut values = to_f64(target);
+    for at in data.uniform(elements, 0., values.len() as f64) {
+        values[at as usize] = value;
+    }
+    *target = tensor(&values, target.dims(), dtype);
+    // Squares that overflow are forgotten, but not under the layer-scale, which takes them. A group with an infinity is NaN,
+    // all of it, where the oracle's equations would have 0 for the other elements.
+    let forgotten = |x: f64| !x.is_finite() || (!grouped && x.abs() >= 1e30);
+    let seen = to_f64(&batch.xs);
+    let seen = seen
+        .iter()
+        .map(|&x| if forgotten(x) { f64::NAN } else { x });
+    (batch, seen.collect())
+}
+
+proptest! {
+    #![proptest_config(cases(5000))]
+
+    /// After whatever came, the layer is where the equations lead that forget what is not finite: an oracle in f64 goes
+    /// beside it, and sees of each poisoned step what is to be forgotten.
+    #[test]
+    fn a_poisoned_history_is_that_of_its_finite_part(
+        case in layer_cases(), rows in 2..8usize, steps in steps(), seed: u64,
+    ) {
+        let config = PowerNormConfig { recipe: Recipe::Paper, ..case.config };
+        let case = LayerCase { config, ..case };
+        let dtype = case.dtypes.0;
+        let grouped = config.group_scaling.is_some();
+        let mut twin = case.build();
+        let mut data = Data::new(seed);
+        for (k, &step) in steps.iter().enumerate() {
+            let padded = seed >> k & 1 == 1;
+            let batch = Batch::random(&mut data, &[rows, case.size], dtype, padded);
+            let what = format!("{k}: {step:?}");
+            match step {
+                Step::Clean => twin.check(&what, &batch, true),
+                Step::Evaluation => twin.check(&what, &batch, false),
+                Step::Padding => {
+                    let before = state(&twin.layer);
+                    run(&twin.layer, &batch.masked(&vec![false; rows]), true);
+                    prop_assert_eq!(state(&twin.layer), before);
+                }
+                // The layer-scale takes them, the oracle's does not.
+                Step::Poison { value: Poison::Overflow, .. } if grouped && dtype == DType::F64 => {}
+                Step::Poison { value, elements, gradient } => {
+                    let (batch, seen) =
+                        poisoned(&batch, value, elements, gradient, &mut data, grouped);
+                    run(&twin.layer, &batch, true);
+                    let pass = twin.oracle.train(&seen, batch.mask().as_deref());
+                    twin.oracle.backward(&pass, &to_f64(&batch.dy));
+                    let out = twin.layer.running_phi().unwrap().dtype();
+                    let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+                    let n = (rows + case.size) * twin.oracle.steps.max(1);
+                    twin.check_state(&what, Bound { out, sums: coarser(sums, out), n });
+                }
+            }
+        }
+    }
+}
+
+// Configurations
+
+/// Any number at all, and such as lie at the ends of what is allowed.
+fn numbers() -> impl Strategy<Value = f64> {
+    let ends = vec![
+        0.,
+        -0.,
+        1.,
+        1. - f64::EPSILON,
+        -0.9,
+        1e-46,
+        1e-45,
+        1e39,
+        f64::MIN_POSITIVE,
+        f64::NAN,
+        f64::INFINITY,
+    ];
+    prop_oneof![8 => 1e-8..1f64, 1 => prop::num::f64::ANY, 1 => select(ends)]
+}
+
+proptest! {
+    #![proptest_config(cases(5000))]
+
+    /// A configuration out of range is refused, any other runs; neither panics.
+    #[test]
+    fn any_configuration_runs_or_is_refused(
+        size in 0..40usize,
+        numbers in (numbers(), numbers(), numbers()),
+        warmup_steps in prop_oneof![0..3usize, Just(usize::MAX)],
+        group_scaling in prop::option::of(prop_oneof![8 => 0..5usize, 1 => any::<usize>()]),
+        affine: bool,
+        dtype in prop_oneof![
+            8 => select(vec![DType::F32, DType::F64, DType::F16, DType::BF16]),
+            1 => select(vec![DType::U8, DType::U32, DType::I64]),
+        ],
+        seed: u64,
+    ) {
+        let (eps, alpha_fwd, alpha_bwd) = numbers;
+        let config = PowerNormConfig {
+            eps, alpha_fwd, alpha_bwd, warmup_steps, group_scaling, affine, ..Default::default()
+        };
+        // Where ε enters the sums.
+        let eps_there = if affine && dtype == DType::F64 { eps } else { f64::from(eps as f32) };
+        let valid = size > 0
+            && dtype.is_float()
+            && 0. < eps_there && eps_there < f64::INFINITY
+            && [alpha_fwd, alpha_bwd].iter().all(|&alpha| 0. < alpha && alpha < 1.)
+            && group_scaling.is_none_or(|groups| groups > 0 && size % groups == 0);
+        let vb = VarMap::new();
+        let vb = VarBuilder::from_varmap(&vb, dtype, &CPU);
+        let layer = power_norm(size, config, vb);
+        prop_assert_eq!(layer.is_ok(), valid, "{:?}", layer);
+        if let Ok(layer) = layer {
+            let mut data = Data::new(seed);
+            for train in [true, true, true, false] {
+                let batch = Batch::random(&mut data, &[4, size], dtype, true);
+                run(&layer, &batch, train);
+                assert_finite("ψ²", &layer.running_phi().unwrap());
+                assert_finite("ν", &layer.nu().unwrap());
+            }
+            prop_assert_eq!(layer.steps().unwrap(), 3);
+        }
+    }
+}
