@@ -31,6 +31,7 @@ macro_rules! half {
             }
 
             #[inline(always)]
+            #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
             fn store<S: Simd>(simd: S, vector: S::f32s, row: &mut [MaybeUninit<Self>], i: usize) {
                 #[cfg(target_arch = "x86_64")]
                 if x86::$narrow(simd, vector, row, i) {
