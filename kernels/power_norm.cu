@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 // Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual.
 // Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
 // Thread owns every 256th piece of a group.                    Reduction: registers, then warps, then block.
-// Requires rows >= 1, packed rows. Launcher: launch.rs::group_factors.
+// Requires rows >= 1, packed rows, x, residual, sum 16-byte aligned if vectorized. Launcher: launch.rs::group_factors.
 template <typename T> __device__ __forceinline__ void group_factors(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
@@ -164,7 +164,7 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
     }
     squares = row_sum.of(squares);
     if (threadIdx.x == 0) {
-      static_cast<A *>(p.factors)[group] = 
+      static_cast<A *>(p.factors)[group] =
           factor_of(squares / A(len), x, residual, tiling.group_len, A(p.group_eps));
     }
   }
@@ -174,8 +174,8 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if GIVEN.
 // Writes y, sum [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi is there,
 //        factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
-// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first without y, twice with a
-//        residual.
+// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first without y, and
+//        as much again with a residual.
 // Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: a group by shuffles, and through
 //        smem where it spans warps; columns in registers, then a tree over the block's rows.

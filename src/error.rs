@@ -139,12 +139,16 @@ pub enum Error {
         got_dtype: DType,
     },
 
-    /// A loss scale is not positive and finite.
-    #[error("power_norm: expected a loss scale positive and finite, got {0}")]
+    /// A loss scale is not positive and finite in `F32`, or its inverse is not.
+    #[error(
+        "power_norm: expected a loss scale positive and finite in F32, as its inverse, got {0}"
+    )]
     LossScale(f64),
 
-    /// Statistics over several ranks are for layers on a CPU so far.
-    #[error("power_norm: expected a layer on the CPU, to take its statistics over several ranks, got one on {0:?}")]
+    /// Training over several ranks is for layers on a CPU so far.
+    #[error(
+        "power_norm: expected a layer on the CPU, to train over several ranks, got one on {0:?}"
+    )]
     RanksDevice(DeviceLocation),
 
     /// Another rank could not come to a sum: its call failed.
@@ -170,8 +174,8 @@ pub enum Error {
     },
 
     /// A layer that is not in evaluation cannot be folded: its statistic still moves.
-    #[error("power_norm: expected a layer in evaluation to fold, got one in training")]
-    FoldInTraining,
+    #[error("power_norm: expected a layer in evaluation to fold, got one whose statistic moves")]
+    FoldOutsideEvaluation,
 
     /// The linear layer to fold into does not meet the layer's channels.
     #[error("power_norm: expected a linear layer of {size} {side} features, got {got}")]

@@ -123,7 +123,7 @@ impl PowerNorm {
     ) -> Result<(Tensor, Option<Tensor>)> {
         // A recalibration moves ψ² too.
         if self.mode().purpose() != Purpose::Evaluation {
-            return Err(Error::FoldInTraining.into());
+            return Err(Error::FoldOutsideEvaluation.into());
         }
         let phi = exact(&self.running_phi()?)?;
         let size = phi.dim(0)?;

@@ -1,11 +1,11 @@
 //! The layer: construction, the forward passes, the accessors.
 
-use crate::communicator::Ranks;
+use crate::communicator::LayerRanks;
 use crate::mode::Purpose;
 use crate::op::{power_norm as apply_power_norm, Call};
 use crate::residual::power_norm_residual;
 use crate::state::State;
-use crate::{Communicator, Error, LossScale, Mode, PowerNormConfig};
+use crate::{Error, LossScale, Mode, PowerNormConfig, Ranks};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
 use std::sync::Arc;
@@ -68,7 +68,7 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
             Mode::eval()
         },
         loss_scale: LossScale::default(),
-        ranks: Ranks::default(),
+        ranks: LayerRanks::default(),
     })
 }
 
@@ -118,7 +118,7 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 /// [`Statistics::Batch`](crate::Statistics::Batch)); afterwards it is the paper's approximation, which
 /// replaces the batch mean Λ by its running estimate ν.
 ///
-/// A clone shares parameters, state and mode.
+/// A clone shares parameters, state, mode, loss scale and ranks.
 ///
 /// # Example
 ///
@@ -150,7 +150,7 @@ pub struct PowerNorm {
     state: Arc<State>,
     mode: Mode,
     loss_scale: LossScale,
-    ranks: Ranks,
+    ranks: LayerRanks,
 }
 
 impl Module for PowerNorm {
@@ -275,27 +275,30 @@ impl PowerNorm {
     ///
     /// So N ranks with B/N rows each have the state and the gradients of one rank with B rows, where each rank's loss is its
     /// part of a sum; gradients of parameters are this rank's part too, for the caller to add up with the model's others.
-    /// Shards may be of different sizes, and empty.
+    /// (Where each rank's loss is a mean over its own rows, its gradients, Λ and ν are N times as large, and fit each other.)
+    /// Shards may be of different sizes, and empty. A [`LossScale`] must have one value on all ranks.
     ///
     /// All ranks make the same training forwards and backwards in the same order. While the batch's statistic normalizes,
     /// a forward waits for the others before its output. After the warm-up none does: its sums go with Λ, in the one
     /// exchange of its backward, or, where no backward came, before the next training forward. Until then
-    /// [`running_phi`](Self::running_phi) and [`steps`](Self::steps) are those of before the step. Evaluation and accessors
-    /// never wait.
+    /// [`running_phi`](Self::running_phi) and [`steps`](Self::steps) are those of before the step; load a checkpoint after the
+    /// backward. Evaluation and accessors never wait.
     ///
     /// # Errors
     ///
-    /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it:
-    /// forwards and backwards then fail on all of them, and the step is left out. A rank that stops elsewhere is for the engine
-    /// to notice.
-    pub fn with_communicator(self, communicator: Arc<dyn Communicator>) -> Self {
+    /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it: the
+    /// step's forwards and backwards then fail on all of them, and it is left out, but of layers that took it in their
+    /// forward. (After the warm-up it is the others' backward that fails; without backwards, their next forward, with which
+    /// the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice. On a GPU a training forward over
+    /// ranks is refused.
+    pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
-            ranks: Ranks::of(communicator),
+            ranks: LayerRanks::join(ranks),
             ..self
         }
     }
 
-    /// The switch that [`Module::forward`] and [`forward_masked`](Self::forward_masked) follow.
+    /// The switch that every forward but [`forward_t`](Self::forward_t) follows.
     pub fn mode(&self) -> &Mode {
         &self.mode
     }
@@ -364,19 +367,23 @@ impl PowerNorm {
         purpose: Purpose,
         op: impl FnOnce(&Call) -> Result<R>,
     ) -> Result<R> {
-        // The others settle what a last forward left, too, before they come to the sum of this one.
-        if checked.is_err() && purpose != Purpose::Evaluation && self.state.settle().is_ok() {
-            self.ranks.fail();
-        }
-        checked?;
-        op(&Call {
+        let call = Call {
             affine: self.weight.as_ref().zip(self.bias.as_ref()),
             keep,
             state: &self.state,
             purpose,
             loss_scale: &self.loss_scale,
             ranks: &self.ranks,
-        })
+        };
+        call.begin(|| {
+            checked?;
+            let device = self.state.device();
+            if purpose != Purpose::Evaluation && !self.ranks.is_alone() && !device.is_cpu() {
+                return Err(Error::RanksDevice(device.location()).into());
+            }
+            Ok(())
+        })?;
+        op(&call)
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
@@ -403,11 +410,7 @@ impl PowerNorm {
                 }
             }
         }
-        self.check_device("xs", xs.device())?;
-        if !self.ranks.is_alone() && !xs.device().is_cpu() {
-            return Err(Error::RanksDevice(xs.device().location()).into());
-        }
-        Ok(())
+        self.check_device("xs", xs.device())
     }
 
     fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {

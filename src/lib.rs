@@ -17,11 +17,11 @@ mod op;
 mod residual;
 mod state;
 
-pub use communicator::Communicator;
 #[cfg(feature = "mpi")]
 pub use communicator::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use communicator::NcclCommunicator;
+pub use communicator::{Communicator, Ranks};
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
 pub use group_scaling::GroupScaling;

@@ -42,6 +42,8 @@ use std::sync::Arc;
 /// # Ok(()) }
 /// ```
 ///
+/// A CUDA graph keeps the number that stood when it was captured.
+///
 /// A channel whose Λ overflowed keeps the ν it had ([`Recipe::Paper`](crate::Recipe::Paper)): a step that is left out
 /// leaves no trace there.
 #[derive(Debug, Clone)]
@@ -52,7 +54,7 @@ impl LossScale {
     ///
     /// # Errors
     ///
-    /// `scale` is not positive and finite.
+    /// `scale` is not positive and finite in `F32`, or its inverse is not.
     pub fn new(scale: f64) -> Result<Self> {
         let new = Self::default();
         new.set(scale)?;
@@ -63,9 +65,11 @@ impl LossScale {
     ///
     /// # Errors
     ///
-    /// `scale` is not positive and finite; the number stays as it was.
+    /// `scale` is not positive and finite in `F32`, or its inverse is not; the number stays as it was.
     pub fn set(&self, scale: f64) -> Result<()> {
-        if !(scale > 0. && scale.is_finite()) {
+        // Sums are taken in f32 as a rule, which must hold it and its inverse.
+        let single = scale as f32;
+        if !(single > 0. && single.is_finite() && single.recip().is_finite()) {
             return Err(Error::LossScale(scale).into());
         }
         self.0.store(scale.to_bits(), Ordering::Release);

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
-/// A shared switch between training and evaluation.
+/// A shared switch between training and evaluation (and, for a [scope](Self::recalibrate_scope), recalibration).
 ///
 /// [`candle::Module`] has no `train` argument, so a layer reads one of these instead. Clones share
 /// the switch: one `Mode` given to every layer of a model
@@ -56,7 +56,7 @@ impl Mode {
         self.0.store(purpose, Ordering::Release);
     }
 
-    /// Whether the switch is set to training.
+    /// Whether the switch is set to training: not so in a scope of evaluation or recalibration.
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }
@@ -75,7 +75,11 @@ impl Mode {
     /// edited ones, or a model on data of another kind.
     ///
     /// A layer that gets no batch keeps its ψ², and a batch without a kept row counts for nothing. Under
-    /// [`Recipe::Paper`](crate::Recipe::Paper) a channel whose mean would not be finite keeps what it has.
+    /// [`Recipe::Paper`](crate::Recipe::Paper) a channel whose mean would not be finite keeps what it has, and if that is its
+    /// first batch, what it had before, which then has that batch's share. (On a GPU a batch without a kept row counts, and is of
+    /// that kind.) A scope inside another, or a clone of the layer that follows another `Mode`, starts
+    /// its mean anew, and so does the layer when it returns to this one. Calls that say themselves whether they train
+    /// ([`forward_t`](crate::PowerNorm::forward_t), [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.
     ///
     /// ```
     /// use candle::{DType, Device, Module, Tensor};

@@ -1,11 +1,11 @@
 //! The custom op: which device runs a pass, and the only place that sees both tensors and storage.
 
-use crate::communicator::Ranks;
+use crate::communicator::LayerRanks;
 use crate::cpu::{self, Element, Matrix, Rows};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::mode::Purpose;
-use crate::state::{read, Snapshot, State};
+use crate::state::{read, Snapshot, State, Version};
 use crate::{Error, LossScale, Recipe, Statistics};
 use candle::backend::BackendStorage;
 #[cfg(feature = "cuda")]
@@ -29,7 +29,7 @@ pub(crate) struct Call<'a> {
     pub state: &'a Arc<State>,
     pub purpose: Purpose,
     pub loss_scale: &'a LossScale,
-    pub ranks: &'a Ranks,
+    pub ranks: &'a LayerRanks,
 }
 
 /// Runs the layer on `xs`, `[.., C]`.
@@ -46,23 +46,41 @@ pub(crate) fn power_norm(xs: &Tensor, call: &Call) -> Result<Tensor> {
 }
 
 fn apply<T: Element>(xs: &Tensor, call: &Call) -> Result<Tensor> {
-    let xs = readable(xs)?;
-    let affine = call.contiguous_affine()?;
-    let (op, saved) = match &affine {
-        Some((weight, bias)) => PowerNormOp::<T>::new(call, &[&xs, weight, bias])?,
-        None => PowerNormOp::<T>::new(call, &[&xs])?,
+    let prepared = || {
+        let xs = readable(xs)?;
+        let affine = call.contiguous_affine()?;
+        let op = match &affine {
+            Some((weight, bias)) => PowerNormOp::<T>::new(call, &[&xs, weight, bias])?,
+            None => PowerNormOp::<T>::new(call, &[&xs])?,
+        };
+        Ok((xs, affine, op))
     };
+    let (xs, affine, (op, saved)) = call.begin(prepared)?;
     let ys = match &affine {
         Some((weight, bias)) => xs.apply_op3_arc(weight, bias, Arc::new(Box::new(op)))?,
         None => xs.apply_op1_arc(Arc::new(Box::new(op)))?,
     };
     // Not inside the op: candle holds the storage of its arguments there, and an argument may be the
     // variable to update.
-    saved.step(call)?;
+    saved.finish(call)?;
     Ok(ys)
 }
 
 impl Call<'_> {
+    /// What `prepare` gives. If a training forward ends here, the other ranks learn of it.
+    pub fn begin<R>(&self, prepare: impl FnOnce() -> Result<R>) -> Result<R> {
+        if self.purpose == Purpose::Evaluation {
+            return prepare();
+        }
+        // The other ranks do so too, before they come to a sum of this forward.
+        self.state.settle()?;
+        let prepared = prepare();
+        if prepared.is_err() {
+            self.ranks.fail();
+        }
+        prepared
+    }
+
     pub fn contiguous_affine(&self) -> Result<Option<(Tensor, Tensor)>> {
         let contiguous =
             |(weight, bias): (&Tensor, &Tensor)| Ok((weight.contiguous()?, bias.contiguous()?));
@@ -138,13 +156,13 @@ pub(crate) struct PowerNormOp<T: Element> {
     state: Arc<State>,
     purpose: Purpose,
     loss_scale: LossScale,
-    ranks: Ranks,
+    ranks: LayerRanks,
     /// Whether a backward may follow.
     #[cfg(feature = "cuda")]
     tracked: bool,
 }
 
-/// What the forward of an op leaves, once it ran.
+/// What the forward of an op leaves to the state and to its backward, once it ran.
 pub(crate) struct SavedForward<A>(Arc<OnceLock<Forward<A>>>);
 
 impl<A> Clone for SavedForward<A> {
@@ -154,8 +172,8 @@ impl<A> Clone for SavedForward<A> {
 }
 
 impl<A: cpu::Accumulator + WithDType> SavedForward<A> {
-    /// The state takes the step of a forward whose output stands.
-    pub fn step(self, call: &Call) -> Result<()> {
+    /// The state takes the step of a forward whose output stands, or keeps it until other ranks' sums come.
+    pub fn finish(self, call: &Call) -> Result<()> {
         let Some(forward) = self.0.get() else {
             return Ok(());
         };
@@ -163,9 +181,11 @@ impl<A: cpu::Accumulator + WithDType> SavedForward<A> {
             return forward.commit(call.state);
         }
         let (saved, ranks) = (self.0.clone(), call.ranks.clone());
+        let failures = ranks.failures();
         call.state.defer(move |state| match saved.get() {
-            Some(forward) => forward.settle(&ranks, state),
-            None => Ok(()),
+            // A sum that failed since then left this step out, on all ranks.
+            Some(forward) if ranks.failures() == failures => forward.settle(&ranks, state),
+            _ => Ok(()),
         });
         Ok(())
     }
@@ -175,6 +195,8 @@ impl<A: cpu::Accumulator + WithDType> SavedForward<A> {
 struct Forward<A> {
     saved: Saved<A>,
     purpose: Purpose,
+    /// Of the state before it, where the step may come late: one that was loaded or reset meanwhile does not take it.
+    version: Option<Version>,
     /// Whether ψ² took the step.
     committed: AtomicBool,
 }
@@ -187,10 +209,11 @@ enum Saved<A> {
 }
 
 impl<A: cpu::Accumulator + WithDType> Forward<A> {
-    fn new(saved: Saved<A>, purpose: Purpose) -> Self {
+    fn new(saved: Saved<A>, op: &PowerNormOp<impl Element<Acc = A>>) -> Self {
         Self {
             saved,
-            purpose,
+            purpose: op.purpose,
+            version: (!op.ranks.is_alone()).then_some(op.before.version),
             committed: AtomicBool::new(false),
         }
     }
@@ -204,7 +227,7 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
         }
     }
 
-    fn settle(&self, ranks: &Ranks, state: &State) -> Result<()> {
+    fn settle(&self, ranks: &LayerRanks, state: &State) -> Result<()> {
         match &self.saved {
             Saved::Cpu(saved) => saved.settle(ranks)?,
             #[cfg(feature = "cuda")]
@@ -218,7 +241,12 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
         if self.is_unsettled() || self.committed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        match &self.saved {
+        if let Some(version) = self.version {
+            if state.version()? != version {
+                return Ok(());
+            }
+        }
+        let result = match &self.saved {
             Saved::Cpu(saved) => match saved.step() {
                 Some(step) => state.update_phi(&step.batch_phi, self.purpose),
                 None => Ok(()),
@@ -230,7 +258,9 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
                 }),
             #[cfg(feature = "cuda")]
             Saved::Cuda(_) => Ok(()),
-        }
+        };
+        self.committed.store(result.is_ok(), Ordering::Release);
+        result
     }
 }
 
@@ -253,9 +283,6 @@ impl<T: Element> PowerNormOp<T> {
 
     /// An op for one forward on `args`, and where it leaves what the state needs.
     pub fn new(call: &Call, args: &[&Tensor]) -> Result<(Self, SavedForward<T::Acc>)> {
-        if call.purpose != Purpose::Evaluation {
-            call.state.settle()?;
-        }
         let saved = SavedForward(Arc::new(OnceLock::new()));
         #[cfg(not(feature = "cuda"))]
         let _ = args;
@@ -293,7 +320,7 @@ impl<T: Element> PowerNormOp<T> {
         };
         let (outputs, saved) = layer.forward(&rows, &self.before.phi, self.statistics())?;
         // candle runs a forward once; a second run would come to the same.
-        let _ = (self.saved.0).set(Forward::new(Saved::Cpu(saved), self.purpose));
+        let _ = (self.saved.0).set(Forward::new(Saved::Cpu(saved), self));
         Ok(outputs)
     }
 
@@ -305,23 +332,26 @@ impl<T: Element> PowerNormOp<T> {
         affine: Option<[&Tensor; 2]>,
         outputs: OutputGradients,
     ) -> Result<Gradients> {
-        let dy = readable(outputs.dy)?;
-        let dsum = outputs.dsum.map(readable).transpose()?;
-        let outputs = OutputGradients {
-            dy: &dy,
-            dsum: dsum.as_ref(),
-        };
         let Some(forward) = self.saved.0.get() else {
             candle::bail!("{}: backward without a forward", Self::NAME)
         };
-        let gradients = match &forward.saved {
-            Saved::Cpu(saved) => self.cpu_backward(forward, saved, x, input, affine, outputs),
-            #[cfg(feature = "cuda")]
-            Saved::Cuda(saved) => self.cuda_backward(saved, x, input, affine, outputs),
+        let gradients = || {
+            let dy = readable(outputs.dy)?;
+            let dsum = outputs.dsum.map(readable).transpose()?;
+            let outputs = OutputGradients {
+                dy: &dy,
+                dsum: dsum.as_ref(),
+            };
+            match &forward.saved {
+                Saved::Cpu(saved) => self.cpu_backward(forward, saved, x, input, affine, outputs),
+                #[cfg(feature = "cuda")]
+                Saved::Cuda(saved) => self.cuda_backward(saved, x, input, affine, outputs),
+            }
         };
+        let gradients = gradients();
         if gradients.is_err() {
             // The step is left out: on a rank whose forward failed there is none to settle.
-            self.state.abandon();
+            self.state.forget_deferred();
         }
         gradients
     }
@@ -450,7 +480,7 @@ impl<T: Element> PowerNormOp<T> {
         };
         let (outputs, saved) = cuda::forward(&inputs, config, self.statistics(), self.tracked)?;
         // candle runs a forward once.
-        let _ = (self.saved.0).set(Forward::new(Saved::Cuda(saved), self.purpose));
+        let _ = (self.saved.0).set(Forward::new(Saved::Cuda(saved), self));
         Ok(outputs)
     }
 

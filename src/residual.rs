@@ -1,9 +1,9 @@
 //! A residual's sum and its normalization in one pass, each way.
 //!
 //! A custom op of candle has one output, and this pass two. So the op that runs it gives a token, of one element, and two
-//! more ops on the token hand the outputs out. Going back, they keep the gradients that they get and give the token one of
-//! its own, upon which its op, which candle comes to after both, takes what they kept. The parameters reach the op by a
-//! token as well, since an op has three arguments at most.
+//! more ops on the token hand the outputs out. Backward, each of the two stores its output's gradient and returns one for the
+//! token. candle visits the token after both, and its op takes what they stored. Weight and bias reach the op as a token too,
+//! since an op has three arguments at most.
 
 use crate::cpu::Element;
 #[cfg(feature = "cuda")]
@@ -17,10 +17,13 @@ use candle::backend::{BackendDevice, BackendStorage};
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
 use candle::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor,
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Storage,
+    Tensor,
 };
 use half::{bf16, f16};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, ThreadId};
 
 /// Runs the layer on `xs + residual`, each `[.., C]`: its output, and the sum.
 pub(crate) fn power_norm_residual(
@@ -38,17 +41,21 @@ pub(crate) fn power_norm_residual(
 }
 
 fn apply<T: Element>(xs: &Tensor, residual: &Tensor, call: &Call) -> Result<(Tensor, Tensor)> {
-    let (xs, residual) = (readable(xs)?, readable(residual)?);
-    let affine = call.contiguous_affine()?;
-    let params = Arc::new(Slot::default());
-    let affine_token = match &affine {
-        Some((weight, bias)) => Some(weight.apply_op2(bias, Params(params.clone()))?),
-        None => None,
+    let params = Arc::new(Stored::default());
+    let prepared = || {
+        let (xs, residual) = (readable(xs)?, readable(residual)?);
+        let affine = call.contiguous_affine()?;
+        let affine_token = match &affine {
+            Some((weight, bias)) => Some(weight.apply_op2(bias, Params(params.clone()))?),
+            None => None,
+        };
+        let op = match &affine_token {
+            Some(token) => PowerNormOp::<T>::new(call, &[&xs, &residual, token])?,
+            None => PowerNormOp::<T>::new(call, &[&xs, &residual])?,
+        };
+        Ok((xs, residual, affine, affine_token, op))
     };
-    let (op, saved) = match &affine_token {
-        Some(token) => PowerNormOp::<T>::new(call, &[&xs, &residual, token])?,
-        None => PowerNormOp::<T>::new(call, &[&xs, &residual])?,
-    };
+    let (xs, residual, affine, affine_token, (op, saved)) = call.begin(prepared)?;
     let [y, sum] = [(); 2].map(|()| Arc::new(Slot::default()));
     let input = Arc::new(OnceLock::new());
     let op = ResidualOp {
@@ -64,49 +71,52 @@ fn apply<T: Element>(xs: &Tensor, residual: &Tensor, call: &Call) -> Result<(Ten
         None => xs.apply_op2_arc(&residual, Arc::new(Box::new(op)))?,
     };
     let shape = xs.shape();
-    let hand_out = |slot| {
+    let hand_out = |slot, mark| {
         let shape = shape.clone();
-        token.apply_op1(HandOut { slot, shape })
+        token.apply_op1(HandOut { slot, mark, shape })
     };
-    let (y, sum) = (hand_out(y)?, hand_out(sum)?);
-    // The storage alone: with the graph before it, it would keep itself alive.
+    let (y, sum) = (hand_out(y, Y)?, hand_out(sum, SUM)?);
+    // Detached: with its graph, the op would own itself.
     let _ = input.set(sum.detach());
-    saved.step(call)?;
+    saved.finish(call)?;
     Ok((y, sum))
 }
 
-/// What ops hand each other.
+/// An output and its gradient, on their ways.
 #[derive(Default)]
 struct Slot {
-    /// An output, on its way to its tensor.
     output: Mutex<Option<Storage>>,
-    /// Gradients, on their way back.
-    gradients: Mutex<[Option<Tensor>; 2]>,
+    gradient: Stored<Tensor>,
 }
 
-impl Slot {
-    fn output(&self) -> MutexGuard<'_, Option<Storage>> {
-        self.output.lock().unwrap_or_else(PoisonError::into_inner)
+/// What one op stores for another, in each thread that goes back through the graph.
+struct Stored<T>(Mutex<HashMap<ThreadId, T>>);
+
+impl<T> Default for Stored<T> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<T> Stored<T> {
+    fn put(&self, value: T) {
+        lock(&self.0).insert(thread::current().id(), value);
     }
 
-    fn take_gradients(&self) -> [Option<Tensor>; 2] {
-        self.keep_gradients([None, None])
+    fn take(&self) -> Option<T> {
+        lock(&self.0).remove(&thread::current().id())
     }
+}
 
-    fn keep_gradients(&self, gradients: [Option<Tensor>; 2]) -> [Option<Tensor>; 2] {
-        let mut kept = self
-            .gradients
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        std::mem::replace(&mut kept, gradients)
-    }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs the pass.
 struct ResidualOp<T: Element> {
     op: PowerNormOp<T>,
     affine: Option<(Tensor, Tensor)>,
-    params: Arc<Slot>,
+    params: Arc<Stored<[Option<Tensor>; 2]>>,
     y: Arc<Slot>,
     sum: Arc<Slot>,
     /// `xs + residual`, which is what the layer normalizes.
@@ -128,7 +138,8 @@ impl<T: Element> ResidualOp<T> {
         let outputs = self.op.cpu_forward(xs, Some(residual), affine)?;
         let [y, sum] = [Some(outputs.y), outputs.sum]
             .map(|values| values.map(|values| Storage::Cpu(T::to_cpu_storage_owned(values))));
-        (*self.y.output(), *self.sum.output()) = (y, sum);
+        *lock(&self.y.output) = y;
+        *lock(&self.sum.output) = sum;
         Ok(cpu_token())
     }
 
@@ -145,14 +156,21 @@ impl<T: Element> ResidualOp<T> {
             None => None,
         };
         let outputs = self.op.cuda_forward(xs, Some(residual), affine)?;
-        *self.y.output() = Some(Storage::Cuda(outputs.y));
-        *self.sum.output() = outputs.sum.map(Storage::Cuda);
+        *lock(&self.y.output) = Some(Storage::Cuda(outputs.y));
+        *lock(&self.sum.output) = outputs.sum.map(Storage::Cuda);
         cuda_token(xs.0)
     }
 
     /// The gradient of `xs` and `residual` alike.
-    fn backward(&self, input: bool) -> Result<Option<Tensor>> {
-        let ([dy, _], [dsum, _]) = (self.y.take_gradients(), self.sum.take_gradients());
+    fn backward(&self, input: bool, token_gradient: &Tensor) -> Result<Option<Tensor>> {
+        let (dy, dsum) = (self.y.gradient.take(), self.sum.gradient.take());
+        // What a backward that failed left behind is not of this one. (A GPU is not waited for to tell.)
+        let came = match token_gradient.device() {
+            Device::Cpu => token_gradient.to_vec1::<f32>()?[0],
+            _ => Y + SUM,
+        };
+        let dy = dy.filter(|_| came != SUM);
+        let dsum = dsum.filter(|_| came != Y);
         let Some(dy) = dy else {
             return Ok(dsum.filter(|_| input));
         };
@@ -165,7 +183,7 @@ impl<T: Element> ResidualOp<T> {
             dsum: dsum.as_ref(),
         };
         let [dx, dweight, dbias] = self.op.backward(sum, input, affine, outputs)?;
-        self.params.keep_gradients([dweight, dbias]);
+        self.params.put([dweight, dbias]);
         Ok(dx)
     }
 }
@@ -206,10 +224,10 @@ impl<T: Element> CustomOp3 for ResidualOp<T> {
         residual: &Tensor,
         params: &Tensor,
         _token: &Tensor,
-        _: &Tensor,
+        gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let dx = self.backward(xs.track_op() || residual.track_op())?;
-        let params = params.track_op().then(|| params.zeros_like()).transpose()?;
+        let dx = self.backward(xs.track_op() || residual.track_op(), gradient)?;
+        let params = params.track_op().then(|| params.detach());
         Ok((of(xs, &dx), of(residual, &dx), params))
     }
 }
@@ -245,9 +263,9 @@ impl<T: Element> CustomOp2 for ResidualOp<T> {
         xs: &Tensor,
         residual: &Tensor,
         _token: &Tensor,
-        _: &Tensor,
+        gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let dx = self.backward(xs.track_op() || residual.track_op())?;
+        let dx = self.backward(xs.track_op() || residual.track_op(), gradient)?;
         Ok((of(xs, &dx), of(residual, &dx)))
     }
 }
@@ -257,9 +275,14 @@ fn of(arg: &Tensor, gradient: &Option<Tensor>) -> Option<Tensor> {
     gradient.clone().filter(|_| arg.track_op())
 }
 
+/// The gradients that the outputs give the token: their sum tells which of them have one.
+const Y: f32 = 1.;
+const SUM: f32 = 2.;
+
 /// Makes a tensor of an output.
 struct HandOut {
     slot: Arc<Slot>,
+    mark: f32,
     shape: Shape,
 }
 
@@ -269,7 +292,7 @@ impl CustomOp1 for HandOut {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        match self.slot.output().take() {
+        match lock(&self.slot.output).take() {
             Some(Storage::Cpu(storage)) => Ok((storage, self.shape.clone())),
             _ => candle::bail!("{}: no output to hand out", self.name()),
         }
@@ -277,20 +300,24 @@ impl CustomOp1 for HandOut {
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        match self.slot.output().take() {
+        match lock(&self.slot.output).take() {
             Some(Storage::Cuda(storage)) => Ok((storage, self.shape.clone())),
             _ => candle::bail!("{}: no output to hand out", self.name()),
         }
     }
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.slot.keep_gradients([Some(gradient.clone()), None]);
-        token.zeros_like().map(Some)
+        self.slot.gradient.put(gradient.clone());
+        Ok(Some(match token.device() {
+            Device::Cpu => Tensor::new(&[self.mark], token.device())?,
+            // Any that costs no launch.
+            _ => token.detach(),
+        }))
     }
 }
 
 /// Stands for weight and bias.
-struct Params(Arc<Slot>);
+struct Params(Arc<Stored<[Option<Tensor>; 2]>>);
 
 impl CustomOp2 for Params {
     fn name(&self) -> &'static str {
@@ -325,7 +352,7 @@ impl CustomOp2 for Params {
         _token: &Tensor,
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok(self.0.take_gradients().into())
+        Ok(self.0.take().unwrap_or_default().into())
     }
 }
 

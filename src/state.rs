@@ -9,6 +9,7 @@ use candle::{DType, Device, Result, Tensor, Var, WithDType};
 use candle_nn::{Init, VarBuilder};
 use num_traits::Float;
 use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The running statistics of a layer, in variables that a `VarMap` shares.
@@ -29,7 +30,9 @@ pub(crate) struct State {
     /// while rows are processed: a rayon worker that waits for its rows may pick up another forward of
     /// the same layer, which would then wait for a lock held further up its own stack.
     lock: Mutex<Recalibration>,
-    pending: Mutex<Option<Pending>>,
+    /// How often the statistics were reset.
+    resets: AtomicUsize,
+    deferred: Mutex<Option<Deferred>>,
 }
 
 /// How far the last recalibration came.
@@ -40,13 +43,13 @@ struct Recalibration {
 }
 
 /// A step of ψ² that waits for the sums of other ranks.
-struct Pending(Box<Step>);
+struct Deferred(Box<DeferredStep>);
 
-type Step = dyn FnOnce(&State) -> Result<()> + Send;
+type DeferredStep = dyn FnOnce(&State) -> Result<()> + Send;
 
-impl fmt::Debug for Pending {
+impl fmt::Debug for Deferred {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str("Pending")
+        f.write_str("Deferred")
     }
 }
 
@@ -56,6 +59,14 @@ pub(crate) struct Snapshot<A> {
     pub phi: Vec<A>,
     /// t, the steps taken before this one.
     pub steps: usize,
+    pub version: Version,
+}
+
+/// Tells whether the state was replaced since it was read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Version {
+    resets: usize,
+    steps: usize,
 }
 
 impl State {
@@ -102,7 +113,8 @@ impl State {
             ema_gz: as_var("ema_gz", &ema_gz, dtype)?,
             iters: as_var("iters", &iters, DType::I64)?,
             lock: Mutex::default(),
-            pending: Mutex::default(),
+            resets: AtomicUsize::new(0),
+            deferred: Mutex::default(),
         };
         Ok((state, trainable))
     }
@@ -134,8 +146,10 @@ impl State {
     }
 
     pub fn reset(&self) -> Result<()> {
-        self.take_pending();
-        let _guard = self.lock();
+        self.take_deferred();
+        let mut recalibration = self.lock();
+        *recalibration = Recalibration::default();
+        self.resets.fetch_add(1, Ordering::Relaxed);
         self.running_phi.set(&self.running_phi.ones_like()?)?;
         self.ema_gz.set(&self.ema_gz.zeros_like()?)?;
         self.iters.set(&self.iters.zeros_like()?)
@@ -148,6 +162,14 @@ impl State {
                 Device::Cuda(_) => vec![],
                 _ => read(&self.running_phi)?,
             },
+            steps: self.steps()?,
+            version: self.version()?,
+        })
+    }
+
+    pub fn version(&self) -> Result<Version> {
+        Ok(Version {
+            resets: self.resets.load(Ordering::Relaxed),
             steps: self.steps()?,
         })
     }
@@ -240,26 +262,26 @@ impl State {
 
     /// Leaves a step to the backward of its forward, or to [`settle`](Self::settle).
     pub fn defer(&self, step: impl FnOnce(&Self) -> Result<()> + Send + 'static) {
-        let pending = Some(Pending(Box::new(step)));
-        *self.pending.lock().unwrap_or_else(PoisonError::into_inner) = pending;
-    }
-
-    /// Leaves out the step that was left.
-    pub fn abandon(&self) {
-        self.take_pending();
+        let deferred = Some(Deferred(Box::new(step)));
+        *self.deferred.lock().unwrap_or_else(PoisonError::into_inner) = deferred;
     }
 
     /// Takes the step that was left, if it still is.
     pub fn settle(&self) -> Result<()> {
-        match self.take_pending() {
-            Some(Pending(step)) => step(self),
+        match self.take_deferred() {
+            Some(Deferred(step)) => step(self),
             None => Ok(()),
         }
     }
 
-    fn take_pending(&self) -> Option<Pending> {
-        let mut pending = self.pending.lock();
-        pending
+    /// Leaves out the step that was left.
+    pub fn forget_deferred(&self) {
+        self.take_deferred();
+    }
+
+    fn take_deferred(&self) -> Option<Deferred> {
+        let mut deferred = self.deferred.lock();
+        deferred
             .as_deref_mut()
             .unwrap_or_else(|poisoned| poisoned.get_mut())
             .take()

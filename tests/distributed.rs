@@ -2,8 +2,8 @@
 
 mod common;
 
-use candle::{Error, Result, Tensor};
-use candle_powernorm::Communicator;
+use candle::{DType, Error, Module, Result, Tensor};
+use candle_powernorm::{Communicator, Ranks};
 use common::distributed::{self, Rank};
 use common::within_a_minute;
 use std::sync::{Arc, Condvar, Mutex};
@@ -88,7 +88,13 @@ fn on_threads(case: fn(&Rank)) {
                 for rank in 0..ranks {
                     let world = world.clone();
                     let communicator = Arc::new(Thread { world, rank });
-                    scope.spawn(move || case(&Rank { rank, communicator }));
+                    let over = Ranks::new(communicator.clone());
+                    let rank = Rank {
+                        rank,
+                        communicator,
+                        over,
+                    };
+                    scope.spawn(move || case(&rank));
                 }
             });
         }
@@ -128,4 +134,49 @@ fn layers_of_different_sizes() {
 #[test]
 fn a_rank_whose_call_fails() {
     on_threads(distributed::a_rank_whose_call_fails);
+}
+
+#[test]
+fn a_model_of_which_a_call_fails() {
+    on_threads(distributed::a_model_of_which_a_call_fails);
+}
+
+#[test]
+fn residuals_scales_recalibration() {
+    on_threads(distributed::residuals_scales_recalibration);
+}
+
+#[test]
+fn a_state_that_is_replaced() {
+    on_threads(distributed::a_state_that_is_replaced);
+}
+
+/// Sums of another length than was asked for.
+#[derive(Debug)]
+struct Short;
+
+impl Communicator for Short {
+    fn world_size(&self) -> usize {
+        2
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        match tensor.elem_count() {
+            // What ranks announce.
+            5 => tensor * 2.,
+            _ => tensor.narrow(0, 0, 2),
+        }
+    }
+}
+
+#[test]
+fn a_communicator_that_gives_back_less_is_an_error() -> Result<()> {
+    let layer = common::layer(6, 1e-5.into(), DType::F64).0;
+    let layer = layer.with_ranks(&Ranks::new(Short));
+    let xs = Tensor::ones((3, 6), DType::F64, &common::CPU)?;
+    assert!(
+        common::message(layer.forward(&xs)).contains("expected 7 sums of the communicator, got 2")
+    );
+    assert_eq!(layer.steps()?, 0);
+    Ok(())
 }

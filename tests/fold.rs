@@ -271,7 +271,7 @@ fn folds_that_would_be_wrong_are_refused() {
     refused(layer.fold_into_previous(&next), text);
 
     layer.mode().set_training(true);
-    let text = "a layer in evaluation to fold, got one in training";
+    let text = "a layer in evaluation to fold, got one whose statistic moves";
     refused(layer.fold_into(&next), text);
     refused(layer.fold_into_previous(&previous), text);
 

@@ -111,8 +111,8 @@ fn overflowed_steps_leave_no_trace() -> Result<()> {
 #[test]
 fn scales_that_are_none_are_refused() -> Result<()> {
     let scale = LossScale::new(8.)?;
-    for bad in [0., -1., f64::NAN, f64::INFINITY] {
-        let text = format!("power_norm: expected a loss scale positive and finite, got {bad}");
+    for bad in [0., -1., f64::NAN, f64::INFINITY, 1e39, 1e-39] {
+        let text = format!("power_norm: expected a loss scale positive and finite in F32, as its inverse, got {bad}");
         assert_eq!(message(scale.set(bad)), text);
         assert_eq!(message(LossScale::new(bad)), text);
     }

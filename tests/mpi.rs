@@ -6,7 +6,7 @@
 mod common;
 
 use candle::{DType, Tensor};
-use candle_powernorm::{Communicator, MpiCommunicator};
+use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
 use common::distributed::{Rank, CASES};
 use common::{message, CPU};
 use mpi::topology::SimpleCommunicator;
@@ -58,6 +58,7 @@ fn as_rank() {
     let rank = Rank {
         rank: world.rank() as usize,
         communicator: communicator.clone(),
+        over: Ranks::new(communicator.clone()),
     };
     for (name, case) in CASES {
         case(&rank);

@@ -165,3 +165,20 @@ fn padding_and_empty_batches_count_for_nothing() -> Result<()> {
     }
     Ok(())
 }
+
+/// A reset starts the mean anew, and what a channel cannot take leaves it as it is.
+#[test]
+fn resets_and_overflows() -> Result<()> {
+    let config = PowerNormConfig {
+        group_scaling: None,
+        ..Default::default()
+    };
+    let (layer, _) = layer(2, config, DType::F64);
+    let _guard = layer.mode().recalibrate_scope();
+    layer.forward(&Tensor::new(&[[5f64, 5.]], &CPU)?)?;
+    layer.reset_running_stats()?;
+    layer.forward(&Tensor::new(&[[2f64, 2.]], &CPU)?)?;
+    layer.forward(&Tensor::new(&[[f64::INFINITY, 4.]], &CPU)?)?;
+    assert_eq!(to_f64(&layer.running_phi()?), [4., 10.]);
+    Ok(())
+}

@@ -3,7 +3,7 @@
 mod common;
 
 use candle::backprop::GradStore;
-use candle::{DType, Module, Result, Tensor, Var};
+use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::{
     assert_relative, assert_same_bits, message, precision, state, tensor, to_f64, Data, Twin, CPU,
@@ -256,5 +256,60 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
     let (y, sum) = layer.forward_residual(&empty, &empty)?;
     assert_eq!((y.dims(), sum.dims()), (&[0, 6][..], &[0, 6][..]));
     assert_eq!(state(&layer), before);
+    Ok(())
+}
+
+/// An op without a backward.
+struct NoBackward;
+
+impl CustomOp1 for NoBackward {
+    fn name(&self) -> &'static str {
+        "no_backward"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+}
+
+#[test]
+fn a_backward_that_fails_leaves_nothing_to_the_next() -> Result<()> {
+    let mut data = Data::new(11);
+    let case = Case::random(&mut data, &[5, 6], DType::F64)?;
+    let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
+    let (y, sum) = layer.forward_residual(&case.xs, &case.residual)?;
+    let fails = (sum.apply_op1(NoBackward)?.sum_all()? + y.sum_all()?)?;
+    assert!(fails.backward().is_err());
+    let before = state(&layer);
+    let gradients = case.gradients(&(y, sum), [false, true])?;
+    assert_same_bits("dx", gradients.get(&case.xs).unwrap(), &case.dsum);
+    assert!(gradients.get(layer.weight().unwrap()).is_none());
+    assert_eq!(state(&layer), before);
+    Ok(())
+}
+
+/// Threads that go back through one graph, each from a loss of its own.
+#[test]
+fn threads_may_share_a_graph() -> Result<()> {
+    let mut data = Data::new(12);
+    let case = Case::random(&mut data, &[40, 6], DType::F64)?;
+    let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
+    layer.mode().set_training(false);
+    let outputs = layer.forward_residual(&case.xs, &case.residual)?;
+    let gradient =
+        |uses| -> Result<Tensor> { Ok(case.gradients(&outputs, uses)?.remove(&case.xs).unwrap()) };
+    std::thread::scope(|scope| {
+        for uses in USES {
+            let gradient = &gradient;
+            scope.spawn(move || {
+                let expected = gradient(uses).unwrap();
+                for _ in 0..200 {
+                    assert_same_bits("dx", &gradient(uses).unwrap(), &expected);
+                }
+            });
+        }
+    });
+    let alone = gradient([true, true])?;
+    assert_same_bits("dx", &gradient([true, true])?, &alone);
     Ok(())
 }

@@ -23,9 +23,19 @@ fn config(groups: Option<usize>, recipe: Recipe, statistics: Statistics) -> Powe
     }
 }
 
+/// Of the input as it is, and of its sum with a residual.
 fn check(what: &str, arguments: &Arguments, builder: DType) -> Result<()> {
     let schedules = Schedule::several(7);
-    arguments.check(what, builder, ALL, Offsets::AnElement, &schedules)
+    arguments.check(what, builder, ALL, Offsets::AnElement, &schedules)?;
+    let (shape, dtype) = (arguments.x.dims(), arguments.x.dtype());
+    let residual = Data::new(8).normal(arguments.x.elem_count());
+    let arguments = Arguments {
+        residual: Some(tensor(&residual, shape, dtype)),
+        loss_scale: 8.,
+        ..arguments.clone()
+    };
+    let what = format!("{what}, residual");
+    arguments.check(&what, builder, ALL, Offsets::Aligned, &schedules[2..])
 }
 
 /// The same arguments with other values in some elements of x.

@@ -13,12 +13,13 @@ pub use self::nccl::NcclCommunicator;
 use crate::Error;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt::Debug;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
 /// Processes, or GPUs, that train copies of one model, each on its own shard of every batch: ranks.
 ///
-/// A layer that is given one ([`PowerNorm::with_communicator`](crate::PowerNorm::with_communicator)) takes its
-/// statistics over the rows of all ranks. One communicator serves all layers of a model.
+/// A layer that is given [`Ranks`] of one ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)) takes its statistics over
+/// the rows of all ranks.
 ///
 /// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for GPUs, where no layer takes one
 /// so far. Another engine needs no more than these two methods.
@@ -38,9 +39,63 @@ pub trait Communicator: Debug + Send + Sync {
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
-/// The ranks that a layer sums over: those of a communicator, or this process alone.
+impl<C: Communicator + ?Sized> Communicator for Arc<C> {
+    fn world_size(&self) -> usize {
+        (**self).world_size()
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        (**self).all_reduce_sum(tensor)
+    }
+}
+
+/// The ranks of a model, by a [`Communicator`]: one for all its layers.
+///
+/// Clones are the same ranks. Layers are told apart by the order in which they are given them
+/// ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)), so every rank builds its model in one order.
+#[derive(Debug, Clone)]
+pub struct Ranks(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    communicator: Box<dyn Communicator>,
+    /// Layers that were given these ranks.
+    layers: AtomicUsize,
+    /// Sums that failed. All ranks see one fail at the same place in their order, and leave out the steps before it.
+    failures: AtomicUsize,
+}
+
+impl Ranks {
+    /// The ranks that `communicator` joins.
+    pub fn new(communicator: impl Communicator + 'static) -> Self {
+        Self(Arc::new(Shared {
+            communicator: Box::new(communicator),
+            layers: AtomicUsize::new(0),
+            failures: AtomicUsize::new(0),
+        }))
+    }
+}
+
+impl Communicator for Ranks {
+    fn world_size(&self) -> usize {
+        self.0.communicator.world_size()
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        self.0.communicator.all_reduce_sum(tensor)
+    }
+}
+
+/// What a layer sums over: ranks, of which there is another, or this process alone.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ranks(Option<Arc<dyn Communicator>>);
+pub(crate) struct LayerRanks(Option<Member>);
+
+#[derive(Debug, Clone)]
+struct Member {
+    ranks: Ranks,
+    /// The layer's number.
+    layer: usize,
+}
 
 /// Why ranks meet. All must mean the same.
 #[derive(Debug, Clone, Copy)]
@@ -53,9 +108,12 @@ pub(crate) enum Exchange {
     Both = 3,
 }
 
-impl Ranks {
-    pub fn of(communicator: Arc<dyn Communicator>) -> Self {
-        Self(Some(communicator).filter(|communicator| communicator.world_size() > 1))
+impl LayerRanks {
+    /// A layer's place among others of these ranks.
+    pub fn join(ranks: &Ranks) -> Self {
+        let layer = ranks.0.layers.fetch_add(1, Ordering::Relaxed);
+        let ranks = ranks.clone();
+        Self(Some(Member { ranks, layer }).filter(|member| member.ranks.world_size() > 1))
     }
 
     /// Whether there is no other rank.
@@ -63,48 +121,67 @@ impl Ranks {
         self.0.is_none()
     }
 
+    /// The sums that failed so far. A step that waits for others is left out once there is one more.
+    pub fn failures(&self) -> usize {
+        let failures = |member: &Member| member.ranks.0.failures.load(Ordering::Acquire);
+        self.0.as_ref().map_or(0, failures)
+    }
+
     /// Adds up the `numbers` of all ranks.
     ///
     /// They are announced first, so that ranks that do not fit each other learn it from an error: a sum of vectors of
     /// different lengths is beyond what engines promise.
     pub fn sum(&self, exchange: Exchange, numbers: Vec<f64>) -> Result<Vec<f64>> {
-        let Some(communicator) = &self.0 else {
+        let Some(member) = &self.0 else {
             return Ok(numbers);
         };
         let tag = (numbers.len() * 4 + exchange as usize) as f64;
-        let ranks = communicator.world_size() as f64;
-        let [failed, tags, squares] = announce(&**communicator, 0., tag)?;
-        if failed > 0. {
-            return Err(Error::RankFailed.into());
+        let layer = member.layer as f64;
+        let own = [0., tag, tag * tag, layer, layer * layer];
+        let announced = member.sum(own.into())?;
+        if announced[0] > 0. {
+            return Err(member.failed(Error::RankFailed));
         }
         // Equal to every rank's own only where they all are: their variance is 0.
-        if tags != ranks * tag || squares != ranks * tag * tag {
-            return Err(Error::RanksDisagree {
+        let ranks = member.ranks.world_size() as f64;
+        if announced != own.map(|own| ranks * own) {
+            return Err(member.failed(Error::RanksDisagree {
                 exchange: exchange.name(),
                 numbers: numbers.len(),
-            }
-            .into());
+            }));
         }
-        let sums = communicator.all_reduce_sum(&Tensor::new(numbers, &Device::Cpu)?)?;
-        sums.to_dtype(DType::F64)?.to_vec1()
+        member.sum(numbers)
     }
 
     /// Tells the other ranks that this one does not come to their next sum.
     pub fn fail(&self) {
-        if let Some(communicator) = &self.0 {
+        if let Some(member) = &self.0 {
             // What went wrong here is on its way to the caller already.
-            let _ = announce(&**communicator, 1., 0.);
+            let _ = member.sum(vec![1., 0., 0., 0., 0.]);
+            member.failed(Error::RankFailed);
         }
     }
 }
 
-/// The number of ranks that failed, and the sums of the others' tags and of their squares.
-fn announce(communicator: &dyn Communicator, failed: f64, tag: f64) -> Result<[f64; 3]> {
-    let announced = Tensor::new(&[failed, tag, tag * tag], &Device::Cpu)?;
-    let sums = communicator.all_reduce_sum(&announced)?.to_vec1()?;
-    sums.try_into().map_err(|sums: Vec<f64>| {
-        candle::Error::msg(format!("power_norm: expected 3 sums, got {}", sums.len()))
-    })
+impl Member {
+    fn sum(&self, numbers: Vec<f64>) -> Result<Vec<f64>> {
+        let len = numbers.len();
+        let sums = (self.ranks).all_reduce_sum(&Tensor::new(numbers, &Device::Cpu)?)?;
+        let sums = sums.to_dtype(DType::F64)?.to_vec1()?;
+        if sums.len() == len {
+            return Ok(sums);
+        }
+        candle::bail!(
+            "power_norm: expected {len} sums of the communicator, got {}",
+            sums.len()
+        )
+    }
+
+    /// Counts a sum that failed, for this reason.
+    fn failed(&self, reason: Error) -> candle::Error {
+        self.ranks.0.failures.fetch_add(1, Ordering::AcqRel);
+        reason.into()
+    }
 }
 
 impl Exchange {

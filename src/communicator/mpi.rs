@@ -37,15 +37,14 @@ use std::sync::{Mutex, PoisonError};
 /// ```no_run
 /// use candle::{DType, Device, Module, Result, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
-/// use candle_powernorm::{power_norm, Communicator, MpiCommunicator};
+/// use candle_powernorm::{power_norm, Communicator, MpiCommunicator, Ranks};
 /// use mpi::topology::SimpleCommunicator;
 /// use mpi::traits::Communicator as _;
-/// use std::sync::Arc;
 ///
 /// fn train(world: &SimpleCommunicator) -> Result<()> {
-///     let ranks: Arc<dyn Communicator> = Arc::new(MpiCommunicator::new(world)?);
+///     let ranks = Ranks::new(MpiCommunicator::new(world)?);
 ///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-///     let norm = power_norm(512, 1e-5, vb)?.with_communicator(ranks.clone());
+///     let norm = power_norm(512, 1e-5, vb)?.with_ranks(&ranks);
 ///     // Each rank its own rows.
 ///     let ys = norm.forward(&Tensor::randn(0f32, 1., (8, 512), &Device::Cpu)?)?;
 ///     let grads = ys.sqr()?.sum_all()?.backward()?;

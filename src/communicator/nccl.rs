@@ -37,7 +37,6 @@ use std::sync::{Mutex, PoisonError};
 /// use candle::cuda_backend::cudarc::nccl::Id;
 /// use candle::{backend::BackendDevice, CudaDevice, Device, Tensor};
 /// use candle_powernorm::{Communicator, NcclCommunicator};
-/// use std::sync::Arc;
 ///
 /// const GPUS: usize = 4;
 /// let id = Id::new().expect("NCCL");
@@ -45,7 +44,7 @@ use std::sync::{Mutex, PoisonError};
 ///     for rank in 0..GPUS {
 ///         scope.spawn(move || -> candle::Result<()> {
 ///             let device = CudaDevice::new(rank)?;
-///             let ranks: Arc<dyn Communicator> = Arc::new(NcclCommunicator::new(&device, id, rank, GPUS)?);
+///             let ranks = NcclCommunicator::new(&device, id, rank, GPUS)?;
 ///             let own = Tensor::new(&[rank as f32], &Device::Cuda(device))?;
 ///             assert_eq!(ranks.all_reduce_sum(&own)?.to_vec1::<f32>()?, [6.]);
 ///             Ok(())

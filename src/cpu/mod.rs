@@ -13,7 +13,7 @@ pub(crate) use element::{Accumulator, Element};
 use kernels::{GradSums, SquareSums};
 pub(crate) use kernels::{Matrix, OutputGradients, Outputs, Rows};
 
-use crate::communicator::{Exchange, Ranks};
+use crate::communicator::{Exchange, LayerRanks};
 use crate::{Recipe, Statistics};
 use candle::{Result, WithDType};
 use std::sync::OnceLock;
@@ -28,7 +28,7 @@ pub(crate) struct Layer<A> {
     pub eps: f64,
     pub recipe: Recipe,
     /// Those that statistics run over.
-    pub ranks: Ranks,
+    pub ranks: LayerRanks,
 }
 
 /// What a forward leaves to its backward and to the state.
@@ -98,8 +98,8 @@ pub(crate) struct Gradients<T: Element> {
 }
 
 impl<A: Accumulator> Layer<A> {
-    /// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step; `None` is an evaluation, and
-    /// so is a step without a kept row.
+    /// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step;
+    /// `None` is an evaluation, and so is a step without a kept row.
     pub fn forward<T: Element<Acc = A>>(
         &self,
         rows: &Rows<T>,
@@ -301,7 +301,7 @@ impl<A: Accumulator> Saved<A> {
     }
 
     /// Adds the sums of other ranks to the step, if they are still to come.
-    pub fn settle(&self, ranks: &Ranks) -> Result<()> {
+    pub fn settle(&self, ranks: &LayerRanks) -> Result<()> {
         match &self.training {
             Some(training) if self.is_unsettled() => {
                 let totals = training.totals.clone().over(ranks)?;
@@ -314,7 +314,11 @@ impl<A: Accumulator> Saved<A> {
 
     /// Σ dy x̃ of all ranks, `[cols]`, and the rows that Λ is a mean over, unless there are none. A step that is not settled
     /// is on the way: that takes one exchange, not two.
-    fn sum_gradients(&self, sums: &GradSums<A>, ranks: &Ranks) -> Result<Option<(Vec<A>, usize)>> {
+    fn sum_gradients(
+        &self,
+        sums: &GradSums<A>,
+        ranks: &LayerRanks,
+    ) -> Result<Option<(Vec<A>, usize)>> {
         let Some(training) = &self.training else {
             return Ok(None);
         };
@@ -383,7 +387,7 @@ impl<A: Accumulator> Totals<A> {
     }
 
     /// These totals of all ranks.
-    fn over(self, ranks: &Ranks) -> Result<Self> {
+    fn over(self, ranks: &LayerRanks) -> Result<Self> {
         if ranks.is_alone() {
             return Ok(self);
         }

@@ -354,8 +354,8 @@ impl Pass {
         self.backward_workspace(0).end as usize
     }
 
-    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step; without a kept row the
-    /// step is an evaluation.
+    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training
+    /// step; without a kept row the step is an evaluation.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
     pub fn forward(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
@@ -441,8 +441,8 @@ impl Pass {
         self.statistics(buffers, train, Some(step))
     }
 
-    /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`; ν takes its step if
-    /// `moves_nu`.
+    /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`; ν takes its step
+    /// if `moves_nu`.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of the CPU,
     /// whose cases these are.
@@ -583,13 +583,19 @@ impl Pass {
         dots: Address,
     ) -> Vec<Launch> {
         let plan = self.plan();
-        let mut launches = vec![self.group_factors(NormalizeParams {
+        let scale = NormalizeParams {
             tiling: plan.tiling,
             x,
             factors,
+            layer_scale: plan.layer_scale,
             group_eps: self.config.eps,
             ..Default::default()
-        })];
+        };
+        let mut launches = vec![match plan.layer_scale {
+            LayerScale::Given => self.group_factors(scale),
+            // Without an output it leaves the factors alone.
+            _ => self.normalize(&plan, scale),
+        }];
         let base = NormalizeBwdParams {
             tiling: plan.tiling,
             x,

@@ -101,8 +101,8 @@ struct Memory {
     sums: Option<CudaSlice<u8>>,
 }
 
-/// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step; `tracked` says that a backward may
-/// follow.
+/// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step;
+/// `tracked` says that a backward may follow.
 pub(crate) fn forward(
     inputs: &ForwardInputs,
     config: &PowerNormConfig,

@@ -1,10 +1,13 @@
 //! What must hold of a layer on several ranks, whatever sums for them: each case is run by every rank.
 
 use super::{
-    assert_same_bits, layer, message, run, state, to_f64, Batch, Data, Outcome, Twin, CPU,
+    assert_relative, assert_same_bits, layer, message, run, state, to_f64, var, Batch, Data,
+    Outcome, Twin, CPU,
 };
 use candle::{DType, Module, Result, Tensor, Var};
-use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{
+    Communicator, LossScale, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
+};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -12,12 +15,14 @@ use std::sync::Arc;
 pub struct Rank {
     pub rank: usize,
     pub communicator: Arc<dyn Communicator>,
+    /// By the same communicator, for layers.
+    pub over: Ranks,
 }
 
 /// A name for messages, and what every rank does.
 pub type Case = (&'static str, fn(&Rank));
 
-pub const CASES: [Case; 7] = [
+pub const CASES: [Case; 10] = [
     ("trajectories", trajectories),
     ("a sum is one on every rank", a_sum_is_one_on_every_rank),
     ("sums after the warm-up wait", sums_after_the_warm_up_wait),
@@ -25,6 +30,15 @@ pub const CASES: [Case; 7] = [
     ("an evaluation is local", an_evaluation_is_local),
     ("layers of different sizes", layers_of_different_sizes),
     ("a rank whose call fails", a_rank_whose_call_fails),
+    (
+        "a model of which a call fails",
+        a_model_of_which_a_call_fails,
+    ),
+    (
+        "residuals, scales, recalibration",
+        residuals_scales_recalibration,
+    ),
+    ("a state that is replaced", a_state_that_is_replaced),
 ];
 
 const SIZE: usize = 12;
@@ -43,7 +57,7 @@ impl Rank {
     }
 
     fn join(&self, layer: PowerNorm) -> PowerNorm {
-        layer.with_communicator(self.communicator.clone())
+        layer.with_ranks(&self.over)
     }
 
     /// A layer over all ranks and its twin for the whole batch, with the same random parameters.
@@ -471,4 +485,102 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
         Close::of(DType::F64).state("without it", rank, &sharded, &whole);
         both("afterwards");
     }
+}
+
+/// Wherever in a model of several layers a rank is refused, the ranks stay together: after the warm-up no layer takes the
+/// step; in it, those that came before do, as in one process.
+pub fn a_model_of_which_a_call_fails(rank: &Rank) {
+    const LAYERS: usize = 3;
+    for (config, refused) in before_and_after_the_warm_up()
+        .into_iter()
+        .flat_map(|config| (0..LAYERS).map(move |k| (config, k)))
+    {
+        let layers: Vec<_> = (0..LAYERS)
+            .map(|_| rank.layers(config, DType::F64))
+            .collect();
+        let (sharded, whole): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
+        let step = |layers: &[PowerNorm], batch: &Batch, refused: Option<usize>| -> Result<()> {
+            let mut xs = Var::from_tensor(&batch.xs)?.as_tensor().clone();
+            for (k, layer) in layers.iter().enumerate() {
+                if refused == Some(k) {
+                    xs = xs.narrow(1, 0, SIZE - 1)?;
+                }
+                xs = layer.forward(&xs)?.gelu()?;
+            }
+            (xs * &batch.dy)?.sum_all()?.backward()?;
+            Ok(())
+        };
+        let mut data = Data::new(18);
+        for t in 0..8 {
+            let batch = batch(&mut data, 4 * rank.ranks(), DType::F64);
+            let share = rank.share(&batch);
+            if [2, 3, 5].contains(&t) {
+                let here = rank.is_last().then_some(refused);
+                assert!(step(&sharded, &share, here).is_err());
+                if config.warmup_steps > t {
+                    assert!(step(&whole, &batch, Some(refused)).is_err());
+                }
+                continue;
+            }
+            step(&sharded, &share, None).unwrap();
+            step(&whole, &batch, None).unwrap();
+            for (k, (sharded, whole)) in sharded.iter().zip(&whole).enumerate() {
+                let what = format!("refused at {refused}: layer {k}, step {t}");
+                Close::of(DType::F64).state(&what, rank, sharded, whole);
+            }
+        }
+    }
+}
+
+/// All at once: a residual, a scale that changes from step to step, and a recalibration between two of them.
+pub fn residuals_scales_recalibration(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let scale = LossScale::default();
+        let (sharded, whole) = rank.layers(config, DType::F64);
+        let [sharded, whole] = [sharded, whole].map(|layer| layer.with_loss_scale(&scale));
+        let mut data = Data::new(19);
+        for t in 0..6 {
+            scale.set([1., 256., 0.5][t % 3]).unwrap();
+            let rows = 5 * rank.ranks();
+            let [xs, other] = [(); 2].map(|()| batch(&mut data, rows, DType::F64));
+            let step = |layer: &PowerNorm, xs: &Batch, other: &Batch| -> Result<Tensor> {
+                let var = Var::from_tensor(&xs.xs)?;
+                let (y, sum) = layer.forward_residual(&var, &other.xs)?;
+                let loss = ((y * &xs.dy)?.sum_all()? + (sum * &other.dy)?.sum_all()?)?;
+                Ok((loss * scale.get())?.backward()?.remove(&var).unwrap())
+            };
+            let ours = step(&sharded, &rank.share(&xs), &rank.share(&other)).unwrap();
+            let theirs = step(&whole, &xs, &other).unwrap();
+            let expected = theirs.narrow(0, rank.rank * 5, 5).unwrap();
+            assert_relative("dx", &ours, &to_f64(&expected), 1e-12);
+            if t == 3 {
+                let _guards = [&sharded, &whole].map(|layer| layer.mode().recalibrate_scope());
+                sharded.forward(&rank.share(&other).xs).unwrap();
+                whole.forward(&other.xs).unwrap();
+            }
+            Close::of(DType::F64).state(&format!("step {t}"), rank, &sharded, &whole);
+        }
+    }
+}
+
+/// A step that waits does not land on a state that was reset, or loaded, since its forward.
+pub fn a_state_that_is_replaced(rank: &Rank) {
+    let (sharded, _) = rank.layers(warm(), DType::F64);
+    let xs = Var::from_tensor(&batch(&mut Data::new(20), 5, DType::F64).xs).unwrap();
+    let y = sharded.forward(&xs).unwrap();
+    sharded.reset_running_stats().unwrap();
+    y.sum_all().unwrap().backward().unwrap();
+    assert_eq!(sharded.steps().unwrap(), 0);
+
+    let (sharded, varmap) = layer(SIZE, warm(), DType::F64);
+    let sharded = rank.join(sharded);
+    sharded.forward(&xs).unwrap();
+    let loaded = Tensor::full(9., SIZE, &CPU).unwrap();
+    var(&varmap, "running_phi").set(&loaded).unwrap();
+    var(&varmap, "iters")
+        .set(&Tensor::new(&[100i64], &CPU).unwrap())
+        .unwrap();
+    sharded.forward(&xs).unwrap();
+    assert_eq!(sharded.steps().unwrap(), 100);
+    assert_same_bits("ψ²", &sharded.running_phi().unwrap(), &loaded);
 }
