@@ -10,9 +10,7 @@ use crate::{Error, LossScale, Recipe, Statistics};
 use candle::backend::BackendStorage;
 #[cfg(feature = "cuda")]
 use candle::{op::BackpropOp, CudaStorage};
-use candle::{
-    CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType,
-};
+use candle::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,14 +34,34 @@ pub(crate) struct Call<'a> {
 ///
 /// In training, ψ² and t are updated once the output stands.
 pub(crate) fn power_norm(xs: &Tensor, call: &Call) -> Result<Tensor> {
-    match xs.dtype() {
-        DType::F32 => apply::<f32>(xs, call),
-        DType::F64 => apply::<f64>(xs, call),
-        DType::F16 => apply::<f16>(xs, call),
-        DType::BF16 => apply::<bf16>(xs, call),
-        other => Err(Error::InputDType(other).into()),
-    }
+    with_element!(xs.dtype(), T => apply::<T>(xs, call))
 }
+
+/// Evaluates `$body` with `$element` the type of an input of dtype `$dtype`.
+macro_rules! with_element {
+    ($dtype:expr, $element:ident => $body:expr) => {
+        match $dtype {
+            candle::DType::F32 => {
+                type $element = f32;
+                $body
+            }
+            candle::DType::F64 => {
+                type $element = f64;
+                $body
+            }
+            candle::DType::F16 => {
+                type $element = half::f16;
+                $body
+            }
+            candle::DType::BF16 => {
+                type $element = half::bf16;
+                $body
+            }
+            other => Err($crate::Error::InputDType(other).into()),
+        }
+    };
+}
+pub(crate) use with_element;
 
 fn apply<T: Element>(xs: &Tensor, call: &Call) -> Result<Tensor> {
     let prepared = || {
@@ -97,13 +115,7 @@ pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tens
             element: PhantomData,
         })
     }
-    match xs.dtype() {
-        DType::F32 => apply::<f32>(xs, groups, eps),
-        DType::F64 => apply::<f64>(xs, groups, eps),
-        DType::F16 => apply::<f16>(xs, groups, eps),
-        DType::BF16 => apply::<bf16>(xs, groups, eps),
-        other => Err(Error::InputDType(other).into()),
-    }
+    with_element!(xs.dtype(), T => apply::<T>(xs, groups, eps))
 }
 
 /// The tensor as the kernels take it, copied if need be. Those of the CPU take rows anywhere, of adjacent elements; those
@@ -751,7 +763,7 @@ pub(crate) fn cuda_argument<'a, S: Deref<Target = Storage>>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle::Device;
+    use candle::{DType, Device};
 
     /// Where rows begin, by hand.
     #[test]

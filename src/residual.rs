@@ -10,17 +10,14 @@ use crate::cpu::Element;
 use crate::cuda;
 #[cfg(feature = "cuda")]
 use crate::op::cuda_argument;
-use crate::op::{on_cpu, readable, Argument, Call, OutputGradients, PowerNormOp};
-use crate::Error;
+use crate::op::{on_cpu, readable, with_element, Argument, Call, OutputGradients, PowerNormOp};
 #[cfg(feature = "cuda")]
 use candle::backend::{BackendDevice, BackendStorage};
 #[cfg(feature = "cuda")]
 use candle::CudaStorage;
 use candle::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Storage,
-    Tensor,
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Storage, Tensor,
 };
-use half::{bf16, f16};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, ThreadId};
@@ -31,13 +28,7 @@ pub(crate) fn power_norm_residual(
     residual: &Tensor,
     call: &Call,
 ) -> Result<(Tensor, Tensor)> {
-    match xs.dtype() {
-        DType::F32 => apply::<f32>(xs, residual, call),
-        DType::F64 => apply::<f64>(xs, residual, call),
-        DType::F16 => apply::<f16>(xs, residual, call),
-        DType::BF16 => apply::<bf16>(xs, residual, call),
-        other => Err(Error::InputDType(other).into()),
-    }
+    with_element!(xs.dtype(), T => apply::<T>(xs, residual, call))
 }
 
 fn apply<T: Element>(xs: &Tensor, residual: &Tensor, call: &Call) -> Result<(Tensor, Tensor)> {
@@ -363,5 +354,5 @@ fn cpu_token() -> (CpuStorage, Shape) {
 #[cfg(feature = "cuda")]
 fn cuda_token(like: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     let shape = Shape::from(1);
-    Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))
+    Ok((like.device().zeros_impl(&shape, candle::DType::F32)?, shape))
 }

@@ -101,55 +101,27 @@ fn on_threads(case: fn(&Rank)) {
     });
 }
 
-#[test]
-fn trajectories() {
-    on_threads(distributed::trajectories);
+macro_rules! cases {
+    ($($case:ident),* $(,)?) => {
+        $(#[test]
+        fn $case() {
+            on_threads(distributed::$case);
+        })*
+    };
 }
 
-#[test]
-fn a_sum_is_one_on_every_rank() {
-    on_threads(distributed::a_sum_is_one_on_every_rank);
-}
-
-#[test]
-fn sums_after_the_warm_up_wait() {
-    on_threads(distributed::sums_after_the_warm_up_wait);
-}
-
-#[test]
-fn forwards_without_a_backward() {
-    on_threads(distributed::forwards_without_a_backward);
-}
-
-#[test]
-fn an_evaluation_is_local() {
-    on_threads(distributed::an_evaluation_is_local);
-}
-
-#[test]
-fn layers_of_different_sizes() {
-    on_threads(distributed::layers_of_different_sizes);
-}
-
-#[test]
-fn a_rank_whose_call_fails() {
-    on_threads(distributed::a_rank_whose_call_fails);
-}
-
-#[test]
-fn a_model_of_which_a_call_fails() {
-    on_threads(distributed::a_model_of_which_a_call_fails);
-}
-
-#[test]
-fn residuals_scales_recalibration() {
-    on_threads(distributed::residuals_scales_recalibration);
-}
-
-#[test]
-fn a_state_that_is_replaced() {
-    on_threads(distributed::a_state_that_is_replaced);
-}
+cases![
+    trajectories,
+    a_sum_is_one_on_every_rank,
+    sums_after_the_warm_up_wait,
+    forwards_without_a_backward,
+    an_evaluation_is_local,
+    layers_of_different_sizes,
+    a_rank_whose_call_fails,
+    a_model_of_which_a_call_fails,
+    residuals_scales_recalibration,
+    a_state_that_is_replaced,
+];
 
 /// Sums of another length than was asked for.
 #[derive(Debug)]

@@ -151,14 +151,14 @@ impl<A: Accumulator> GradSums<A> {
     }
 }
 
-/// Column sums of x̃², and `x + residual`.
+/// `x + residual`, if there is a residual, and the column sums of x̃².
 pub(super) fn square_sum_cols<T: Element>(
     rows: &Rows<T>,
     with_padded: bool,
-) -> (Outputs<T>, SquareSums<T::Acc>) {
+) -> (Option<Vec<T>>, SquareSums<T::Acc>) {
     let width = rows.square_sums_width(with_padded);
     let (outputs, sums) = run(&SquareSumCols, rows, None, false, width);
-    (outputs, SquareSums::split(sums, rows.cols()))
+    (outputs.sum, SquareSums::split(sums, rows.cols()))
 }
 
 /// `y = x̃ ⊙ scale + shift`, and `x + residual`.

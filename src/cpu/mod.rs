@@ -118,7 +118,7 @@ impl<A: Accumulator> Layer<A> {
                 (normalize(rows, &inv_rms), inv_rms, None)
             }
             Some(Statistics::Batch) => {
-                let (Outputs { sum, .. }, sums) = kernels::square_sum_cols(rows, with_padded);
+                let (sum, sums) = kernels::square_sum_cols(rows, with_padded);
                 let totals = self.totals(rows, sums).over(&self.ranks)?;
                 let inv_rms = match totals.batch_phi() {
                     Some(batch_phi) => self.inv_rms(&batch_phi),
