@@ -53,7 +53,13 @@ impl Case {
 }
 
 fn unfused(layer: &PowerNorm, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-    let sum = (xs + residual)?;
+    let dtype = xs.dtype();
+    let sum = match dtype {
+        // Not by candle's own sum of them, which on AArch64 does not round to nearest.
+        DType::BF16 => (xs.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?,
+        _ => (xs + residual)?,
+    };
+    let sum = sum.to_dtype(dtype)?;
     Ok((layer.forward(&sum)?, sum))
 }
 
