@@ -17,25 +17,21 @@
 //! Progress and a sample of made-up text go to stderr, one line of JSON for each normalization to
 //! stdout, checkpoints and loss curves to the folder `--out`.
 
-mod data;
-mod model;
-mod norm;
-mod optim;
-mod plot;
-mod train;
+#[path = "../common/mod.rs"]
+mod common;
 
 use anyhow::{ensure, Context, Result};
-use candle::Device;
+use candle_powernorm::Recipe;
 use clap::{Parser, ValueEnum};
-use data::Corpus;
+use common::data::{Corpus, Unit};
+use common::model::Size;
+use common::norm::{Norm, NormConfig};
+use common::train::{Run, Settings};
+use common::{optim, plot, Place};
 use indicatif::{ProgressBar, ProgressStyle};
-use model::Size;
-use norm::{Norm, NormConfig};
-use plot::Curve;
 use serde_json::{json, Value};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use train::{Run, Settings};
 
 // Large blocks go back to the kernel at every free under glibc's allocator, and come back as page
 // faults: without this line they are almost a third of a step.
@@ -102,7 +98,7 @@ struct Args {
     text: Option<PathBuf>,
 
     /// Steps to train; the learning rate's cosine ends with them
-    #[arg(long, default_value_t = 2000, value_parser = positive)]
+    #[arg(long, default_value_t = 2000, value_parser = common::positive)]
     steps: usize,
 
     /// Decides the initial weights, the batches and the sample
@@ -114,7 +110,7 @@ struct Args {
     groups: usize,
 
     /// Steps between two evaluations on the validation split; each also writes a checkpoint
-    #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = positive)]
+    #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = common::positive)]
     eval_every: usize,
 
     /// Where to train. A checkpoint loads on either device
@@ -134,38 +130,6 @@ struct Args {
     /// can be), and compare the sample and the speed of inference with and without
     #[arg(long)]
     fold: bool,
-}
-
-/// What trains a model.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum Place {
-    Cpu,
-    /// The first NVIDIA GPU
-    Cuda,
-}
-
-impl Place {
-    fn device(self) -> Result<Device> {
-        match self {
-            Self::Cpu => Ok(Device::Cpu),
-            Self::Cuda => {
-                ensure!(
-                    cfg!(feature = "cuda"),
-                    "--device cuda needs a build with CUDA: \
-                     cargo run --release --features cuda --example char_lm -- --device cuda"
-                );
-                Device::new_cuda(0).context("cannot use the GPU")
-            }
-        }
-    }
-}
-
-fn positive(arg: &str) -> Result<usize, String> {
-    match arg.parse() {
-        Ok(0) => Err("it must be at least 1".into()),
-        Ok(number) => Ok(number),
-        Err(error) => Err(error.to_string()),
-    }
 }
 
 fn groups(arg: &str) -> Result<usize, String> {
@@ -189,10 +153,10 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let device = args.device.device()?;
+    let device = args.device.device("char_lm")?;
     let corpus = match &args.text {
-        Some(path) => Corpus::read(path, CONTEXT)?,
-        None => Corpus::new(SOURCES, CONTEXT)?,
+        Some(path) => Corpus::read(path, Unit::Character, CONTEXT)?,
+        None => Corpus::new(SOURCES, Unit::Character, CONTEXT)?,
     };
     let norms = match &args.compare {
         None => vec![args.norm],
@@ -225,15 +189,17 @@ fn run(args: &Args) -> Result<()> {
         train(&mut run, args, &corpus, norm, &checkpoint)
             .with_context(|| format!("training with --norm {norm}"))?;
         let val_loss = report(&run, args, &corpus, norm)?;
-        curves.push(Curve {
-            label: format!("{norm}: {val_loss:.3}"),
-            history: run.history,
-        });
+        curves.push((format!("{norm}: {val_loss:.3}"), run.history));
         let plot = args
             .compare
             .as_ref()
             .map_or(norm.to_string(), |_| "compare".into());
-        plot::draw(&args.out.join(plot).with_extension("svg"), &curves)?;
+        let runs: Vec<_> = (curves.iter())
+            .map(|(label, history)| (label.clone(), history))
+            .collect();
+        let title = "Loss: thick on the validation split, thin in training";
+        let chart = plot::losses(title.into(), "nats per character", &runs);
+        plot::draw(&args.out.join(plot).with_extension("svg"), &[chart], 1)?;
     }
     eprintln!("\nCheckpoints and plots are in {}", args.out.display());
     Ok(())
@@ -246,6 +212,8 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
             groups: (args.groups > 0).then_some(args.groups),
             // The paper ties the layer's warm-up to that of the learning rate.
             warmup_steps: optim::WARMUP_STEPS,
+            recipe: Recipe::Paper,
+            group_norm_groups: HEADS,
         },
         size: Size {
             layers: LAYERS,
@@ -255,6 +223,7 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
             vocab: corpus.vocab.len(),
         },
         batch: BATCH,
+        micro_batch: BATCH,
         steps: args.steps,
         seed: args.seed,
     }

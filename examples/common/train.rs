@@ -1,27 +1,35 @@
 //! One training run: a step, an evaluation, a sample, and the checkpoint that continues it.
 
-use crate::data::{generator, Batch, Corpus, Use};
-use crate::model::{init_weights, variables, Gpt, Size};
-use crate::norm::{is_buffer, NormConfig};
-use crate::optim::{learning_rate, AdamW};
-use anyhow::{bail, ensure, Context, Result};
+use super::checkpoint::{variables, Checkpoint};
+use super::data::{Batch, Corpus};
+use super::model::{init_weights, Gpt, Size};
+use super::norm::{is_buffer, NormConfig};
+use super::optim::{learning_rate, AdamW, AdamWConfig};
+use super::random::{generator, Use};
+use anyhow::{ensure, Context, Result};
 use candle::{DType, Device, Tensor, D};
 use candle_nn::{loss::cross_entropy, ops, VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use rand::distr::{weighted::WeightedIndex, Distribution};
 use serde_json::{json, Value};
-use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
-use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
+
+const ADAMW: AdamWConfig = AdamWConfig {
+    beta_2: 0.99,
+    weight_decay: 0.1,
+    max_grad_norm: 1.,
+};
 
 /// What decides a run: two runs of the same settings on the same text are the same run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
     pub norm: NormConfig,
     pub size: Size,
+    /// Sequences of a step.
     pub batch: usize,
+    /// Sequences that pass the model together, a divisor of `batch`: a step adds up the gradients of each such part.
+    pub micro_batch: usize,
     pub steps: usize,
     pub seed: u64,
 }
@@ -40,9 +48,9 @@ pub struct Run<'a> {
     corpus: &'a Corpus,
     device: Device,
     mode: Mode,
-    varmap: VarMap,
+    pub varmap: VarMap,
     pub model: Gpt,
-    optimizer: AdamW,
+    pub optimizer: AdamW,
     pub history: History,
     /// Time spent in steps, evaluations not included.
     pub elapsed: Duration,
@@ -59,7 +67,7 @@ impl<'a> Run<'a> {
         let parameters = variables(&varmap)
             .into_iter()
             .filter(|(name, _)| !is_buffer(name));
-        let optimizer = AdamW::new(parameters)?;
+        let optimizer = AdamW::new(parameters, ADAMW)?;
         Ok(Self {
             settings,
             corpus,
@@ -96,30 +104,54 @@ impl<'a> Run<'a> {
     /// One update of the parameters. Gives the loss before it.
     pub fn step(&mut self) -> Result<f32> {
         let start = Instant::now();
+        let (loss, gradients) = self.gradients()?;
+        self.update(loss, &gradients)?;
+        self.elapsed += start.elapsed();
+        Ok(loss)
+    }
+
+    /// The first half of a [`step`](Self::step): the loss, and the gradients of the parameters as the optimizer has them.
+    /// Normalizations update their statistics.
+    pub fn gradients(&self) -> Result<(f32, Vec<Tensor>)> {
         let step = self.steps();
         let Settings {
             size,
-            batch,
-            steps,
+            batch: size_of_batch,
+            micro_batch,
             seed,
             ..
         } = self.settings;
-        let mut rng = generator(seed, Use::Batch, step);
         let batch = Batch::random(
             &self.corpus.train,
-            batch,
+            size_of_batch,
             size.context,
-            &mut rng,
+            &mut generator(seed, Use::Batch, step),
             &self.device,
         )?;
-        let loss = self.loss(&batch)?;
-        let value = loss.to_scalar::<f32>()?;
-        ensure!(value.is_finite(), "the loss is {value} at step {step}");
-        self.optimizer
-            .step(&loss.backward()?, learning_rate(step, steps))?;
-        self.history.train.push(value);
-        self.elapsed += start.elapsed();
-        Ok(value)
+        let share = micro_batch as f64 / size_of_batch as f64;
+        let (mut value, mut gradients) = (0., Vec::new());
+        for part in batch.parts(micro_batch)? {
+            let loss = self.loss(&part)?;
+            value += loss.to_scalar::<f32>()? * share as f32;
+            ensure!(value.is_finite(), "the loss is {value} at step {step}");
+            let part = self.optimizer.gradients(&loss.backward()?)?;
+            gradients = match gradients.is_empty() {
+                true if micro_batch == size_of_batch => part,
+                true => (part.iter().map(|grad| grad * share)).collect::<candle::Result<_>>()?,
+                false => (gradients.iter().zip(&part))
+                    .map(|(sum, grad)| sum + (grad * share)?)
+                    .collect::<candle::Result<_>>()?,
+            };
+        }
+        Ok((value, gradients))
+    }
+
+    /// The other half.
+    pub fn update(&mut self, loss: f32, gradients: &[Tensor]) -> Result<()> {
+        let rate = learning_rate(self.steps(), self.settings.steps);
+        self.optimizer.step(gradients, rate)?;
+        self.history.train.push(loss);
+        Ok(())
     }
 
     /// The mean loss over `batches` batches spread over `tokens`, in evaluation mode.
@@ -192,37 +224,23 @@ impl<'a> Run<'a> {
         Ok(self.corpus.decode(&tokens[1..]))
     }
 
-    /// Writes everything the run's future depends on: variables, running statistics, moments,
-    /// losses, settings. The file is complete or not there: a crash leaves the one before.
+    /// Writes everything the run's future depends on.
     pub fn save(&self, path: &Path) -> Result<()> {
-        let mut tensors = BTreeMap::new();
-        for (name, var) in variables(&self.varmap) {
-            tensors.insert(format!("model.{name}"), var.as_detached_tensor());
-        }
-        for slot in &self.optimizer.slots {
-            tensors.insert(format!("adam.mean.{}", slot.name), slot.mean.clone());
-            tensors.insert(format!("adam.square.{}", slot.name), slot.square.clone());
-        }
+        let mut checkpoint = Checkpoint::new(&self.describe(), &self.varmap, &self.optimizer);
         let (val_steps, val): (Vec<_>, Vec<_>) = self.history.val.iter().copied().unzip();
-        tensors.insert(
-            "history.train".into(),
-            Tensor::new(&*self.history.train, &Device::Cpu)?,
-        );
-        tensors.insert(
-            "history.val_steps".into(),
-            Tensor::new(val_steps, &Device::Cpu)?,
-        );
-        tensors.insert("history.val".into(), Tensor::new(val, &Device::Cpu)?);
-        let metadata = HashMap::from([
-            ("settings".to_string(), self.describe().to_string()),
-            ("steps".to_string(), self.steps().to_string()),
+        for (name, history) in [
             (
-                "seconds".to_string(),
-                self.elapsed.as_secs_f64().to_string(),
+                "history.train",
+                Tensor::new(&*self.history.train, &Device::Cpu)?,
             ),
-        ]);
-        let bytes = safetensors::serialize(&tensors, Some(metadata))?;
-        write_whole(path, &bytes).with_context(|| format!("cannot write {}", path.display()))
+            ("history.val_steps", Tensor::new(val_steps, &Device::Cpu)?),
+            ("history.val", Tensor::new(val, &Device::Cpu)?),
+        ] {
+            checkpoint.tensors.insert(name.into(), history);
+        }
+        let seconds = self.elapsed.as_secs_f64().to_string();
+        checkpoint.notes.insert("seconds".into(), seconds);
+        checkpoint.write(path)
     }
 
     /// Takes up the run that [`save`](Self::save) wrote to `path`.
@@ -232,45 +250,26 @@ impl<'a> Run<'a> {
     }
 
     fn try_load(&mut self, path: &Path) -> Result<()> {
-        let bytes = std::fs::read(path)?;
-        let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes)?;
-        let metadata = metadata.metadata().as_ref().context("no settings in it")?;
-        let entry = |key: &str| metadata.get(key).with_context(|| format!("no {key} in it"));
-        let theirs: Value = serde_json::from_str(entry("settings")?)?;
-        for (key, ours) in self.describe().as_object().into_iter().flatten() {
-            if theirs[key] != *ours {
-                bail!("its run has {key} {}, this one {ours}", theirs[key]);
-            }
-        }
-        let mut tensors = candle::safetensors::load_buffer(&bytes, &Device::Cpu)?;
-        let mut take = |name: String| {
-            let tensor = tensors.remove(&name);
-            tensor.with_context(|| format!("no {name} in it"))
-        };
-        for (name, var) in variables(&self.varmap) {
-            var.set(&take(format!("model.{name}"))?.to_device(var.device())?)?;
-        }
-        for slot in &mut self.optimizer.slots {
-            slot.mean = take(format!("adam.mean.{}", slot.name))?.to_device(&self.device)?;
-            slot.square = take(format!("adam.square.{}", slot.name))?.to_device(&self.device)?;
-        }
-        let val_steps = take("history.val_steps".into())?.to_vec1()?;
-        let val = take("history.val".into())?.to_vec1()?;
+        let settings = self.describe();
+        let mut checkpoint =
+            Checkpoint::restore(path, &settings, &self.varmap, &mut self.optimizer)?;
+        let val_steps = checkpoint.take("history.val_steps")?.to_vec1()?;
+        let val = checkpoint.take("history.val")?.to_vec1()?;
         self.history = History {
-            train: take("history.train".into())?.to_vec1()?,
+            train: checkpoint.take("history.train")?.to_vec1()?,
             val: val_steps.into_iter().zip(val).collect(),
         };
-        self.optimizer.steps = entry("steps")?.parse()?;
-        self.elapsed = Duration::try_from_secs_f64(entry("seconds")?.parse()?)?;
+        self.elapsed = Duration::try_from_secs_f64(checkpoint.note("seconds")?.parse()?)?;
         Ok(())
     }
 
     /// The settings and the text, as a checkpoint names them.
-    fn describe(&self) -> Value {
+    pub fn describe(&self) -> Value {
         let Settings {
             norm,
             size,
             batch,
+            micro_batch,
             steps,
             seed,
         } = self.settings;
@@ -280,7 +279,10 @@ impl<'a> Run<'a> {
             "--steps": steps,
             "--seed": seed,
             "PowerNorm warm-up": norm.warmup_steps,
+            "PowerNorm recipe": format!("{:?}", norm.recipe),
+            "GroupNorm groups": norm.group_norm_groups,
             "batch": batch,
+            "micro-batch": micro_batch,
             "layers": size.layers,
             "heads": size.heads,
             "width": size.width,
@@ -290,19 +292,12 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Writes beside `path` first, so that `path` is never half a file.
-fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let partial = path.with_extension("partial");
-    let mut file = File::create(&partial)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    std::fs::rename(&partial, path)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::data::Unit;
+    use super::super::norm::Norm;
     use super::*;
-    use crate::norm::Norm;
+    use candle_powernorm::Recipe;
     use clap::ValueEnum;
     use rand::Rng;
 
@@ -313,6 +308,8 @@ mod tests {
                 norm,
                 groups: Some(2),
                 warmup_steps: 3,
+                recipe: Recipe::Paper,
+                group_norm_groups: 2,
             },
             size: Size {
                 layers: 2,
@@ -322,13 +319,14 @@ mod tests {
                 vocab: corpus.vocab.len(),
             },
             batch: 3,
+            micro_batch: 3,
             steps: 8,
             seed: 1,
         }
     }
 
     fn corpus() -> Corpus {
-        Corpus::new(include_str!("optim.rs"), 8).unwrap()
+        Corpus::new(include_str!("optim.rs"), Unit::Character, 8).unwrap()
     }
 
     /// Every number the run's future depends on, as bits.
@@ -408,7 +406,7 @@ mod tests {
             error.ends_with("its run has --seed 1, this one 2"),
             "{error}"
         );
-        let other = Corpus::new(include_str!("data.rs"), 8)?;
+        let other = Corpus::new(include_str!("data.rs"), Unit::Character, 8)?;
         let error = message(settings, &other);
         assert!(error.contains("text (as a hash)"), "{error}");
         std::fs::write(&path, "no checkpoint")?;

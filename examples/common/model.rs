@@ -1,13 +1,13 @@
-//! A decoder-only transformer over characters: pre-norm blocks, learned positions, no dropout, no
+//! A decoder-only transformer: pre-norm blocks, learned positions, no dropout, no
 //! bias in the linear layers, the embedding tied to the output.
 
-use crate::norm::{NormConfig, NormLayer};
-use candle::{Device, Module, Result, Tensor, Var, D};
+use super::checkpoint::variables;
+use super::norm::{NormConfig, NormLayer};
+use candle::{Device, Module, Result, Tensor, D};
 use candle_nn::{embedding, linear_no_bias, ops, Embedding, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use rand::{rngs::StdRng, Rng};
 use rand_distr::Normal;
-use std::collections::BTreeMap;
 
 /// The sizes of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -209,16 +209,4 @@ pub fn init_weights(varmap: &VarMap, layers: usize, rng: &mut StdRng) -> Result<
         var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?;
     }
     Ok(())
-}
-
-/// The variables of `varmap`, by name.
-pub fn variables(varmap: &VarMap) -> BTreeMap<String, Var> {
-    // No code panics while it holds this lock.
-    let data = varmap
-        .data()
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
-    data.iter()
-        .map(|(name, var)| (name.clone(), var.clone()))
-        .collect()
 }

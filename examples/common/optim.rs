@@ -11,10 +11,7 @@ pub const WARMUP_STEPS: usize = 100;
 const MAX_RATE: f64 = 1e-3;
 const MIN_RATE: f64 = 1e-4;
 const BETA_1: f64 = 0.9;
-const BETA_2: f64 = 0.99;
 const EPS: f64 = 1e-8;
-const WEIGHT_DECAY: f64 = 0.1;
-const MAX_GRAD_NORM: f64 = 1.;
 
 /// The learning rate of `step`, counted from 0, in a run of `steps`: a linear rise, then half a
 /// cosine down.
@@ -29,9 +26,18 @@ pub fn learning_rate(step: usize, steps: usize) -> f64 {
     MIN_RATE + (MAX_RATE - MIN_RATE) * (1. + (PI * progress).cos()) / 2.
 }
 
+/// What models differ in.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWConfig {
+    pub beta_2: f64,
+    pub weight_decay: f64,
+    pub max_grad_norm: f64,
+}
+
 /// AdamW with gradients clipped to a global norm, and weight decay on matrices only: embeddings
 /// and linear layers, not the normalizations' weights and biases.
 pub struct AdamW {
+    config: AdamWConfig,
     pub slots: Vec<Slot>,
     /// Updates made so far.
     pub steps: usize,
@@ -46,7 +52,10 @@ pub struct Slot {
 }
 
 impl AdamW {
-    pub fn new(parameters: impl IntoIterator<Item = (String, Var)>) -> Result<Self> {
+    pub fn new(
+        parameters: impl IntoIterator<Item = (String, Var)>,
+        config: AdamWConfig,
+    ) -> Result<Self> {
         let slots = parameters
             .into_iter()
             .map(|(name, var)| {
@@ -59,33 +68,42 @@ impl AdamW {
                 })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { slots, steps: 0 })
+        Ok(Self {
+            config,
+            slots,
+            steps: 0,
+        })
     }
 
-    /// Moves every parameter. One without a gradient is an error: some operation upstream of the
-    /// loss recorded no backward, and training on would only look like training.
-    pub fn step(&mut self, grads: &GradStore, rate: f64) -> Result<()> {
-        let grads = self
-            .slots
-            .iter()
-            .map(|slot| {
-                grads
-                    .get(&slot.var)
-                    .with_context(|| format!("no gradient reaches {}", slot.name))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let clip = clip_factor(&grads)?;
+    /// The gradient of every parameter, in the order of the slots. One without is an error: some operation
+    /// upstream of the loss recorded no backward, and training on would only look like training.
+    pub fn gradients(&self, store: &GradStore) -> Result<Vec<Tensor>> {
+        let gradient = |slot: &Slot| {
+            let gradient = store.get(&slot.var).cloned();
+            gradient.with_context(|| format!("no gradient reaches {}", slot.name))
+        };
+        self.slots.iter().map(gradient).collect()
+    }
+
+    /// Moves every parameter by its gradient, in the order of the slots.
+    pub fn step(&mut self, grads: &[Tensor], rate: f64) -> Result<()> {
+        let AdamWConfig {
+            beta_2,
+            weight_decay,
+            max_grad_norm,
+        } = self.config;
+        let clip = clip_factor(grads, max_grad_norm)?;
         self.steps += 1;
         let mean_bias = 1. - BETA_1.powf(self.steps as f64);
-        let square_bias = 1. - BETA_2.powf(self.steps as f64);
+        let square_bias = 1. - beta_2.powf(self.steps as f64);
         for (slot, grad) in self.slots.iter_mut().zip(grads) {
             let grad = grad.broadcast_mul(&clip)?;
             slot.mean = ((&slot.mean * BETA_1)? + (&grad * (1. - BETA_1))?)?;
-            slot.square = ((&slot.square * BETA_2)? + (grad.sqr()? * (1. - BETA_2))?)?;
+            slot.square = ((&slot.square * beta_2)? + (grad.sqr()? * (1. - beta_2))?)?;
             let root = ((&slot.square / square_bias)?.sqrt()? + EPS)?;
             let update = ((&slot.mean * (rate / mean_bias))? / root)?;
             let decay = if slot.var.rank() > 1 {
-                1. - rate * WEIGHT_DECAY
+                1. - rate * weight_decay
             } else {
                 1.
             };
@@ -96,15 +114,15 @@ impl AdamW {
     }
 }
 
-/// What to multiply gradients by, so that their common norm is at most `MAX_GRAD_NORM`. A tensor,
-/// because reading it would make every step wait for the device.
-fn clip_factor(grads: &[&Tensor]) -> Result<Tensor> {
+/// What to multiply gradients by, so that their common norm is at most `max`. A tensor, because reading it
+/// would make every step wait for the device.
+fn clip_factor(grads: &[Tensor], max: f64) -> Result<Tensor> {
     let squares = grads
         .iter()
         .map(|grad| grad.sqr()?.sum_all())
         .collect::<candle::Result<Vec<_>>>()?;
     let norm = Tensor::stack(&squares, 0)?.sum_all()?.sqrt()?;
-    Ok(((norm + 1e-6)?.recip()? * MAX_GRAD_NORM)?.minimum(1f64)?)
+    Ok(((norm + 1e-6)?.recip()? * max)?.minimum(1f64)?)
 }
 
 #[cfg(test)]
@@ -112,6 +130,12 @@ mod tests {
     use super::*;
     use candle::Device;
     use candle_nn::Optimizer;
+
+    const CONFIG: AdamWConfig = AdamWConfig {
+        beta_2: 0.99,
+        weight_decay: 0.1,
+        max_grad_norm: 1.,
+    };
 
     #[test]
     fn the_rate_rises_for_the_warmup_then_falls() {
@@ -129,20 +153,21 @@ mod tests {
     /// Both from `values`, with `grad` as the gradient, for a few steps.
     fn ours_and_candles(values: &Tensor, grad: &Tensor, decay: f64) -> Result<[Tensor; 2]> {
         let (ours, candles) = (Var::from_tensor(values)?, Var::from_tensor(values)?);
-        let mut adam = AdamW::new([("w".to_string(), ours.clone())])?;
+        let mut adam = AdamW::new([("w".to_string(), ours.clone())], CONFIG)?;
         let mut candles_adam = candle_nn::AdamW::new(
             vec![candles.clone()],
             candle_nn::ParamsAdamW {
                 lr: 1e-2,
                 beta1: BETA_1,
-                beta2: BETA_2,
+                beta2: CONFIG.beta_2,
                 eps: EPS,
                 weight_decay: decay,
             },
         )?;
         for step in 1..5 {
             let grad = (grad * step as f64)?;
-            adam.step(&(ours.as_tensor() * &grad)?.sum_all()?.backward()?, 1e-2)?;
+            let store = (ours.as_tensor() * &grad)?.sum_all()?.backward()?;
+            adam.step(&adam.gradients(&store)?, 1e-2)?;
             candles_adam.backward_step(&(candles.as_tensor() * &grad)?.sum_all()?)?;
         }
         Ok([ours, candles].map(|var| var.as_detached_tensor()))
@@ -158,7 +183,7 @@ mod tests {
         let bound = 32. * f32::EPSILON;
         let grad = Tensor::new(&[[0.01f32, -0.02], [0.03, 0.]], &Device::Cpu)?;
         let values = Tensor::new(&[[1f32, -1.], [0.5, 2.]], &Device::Cpu)?;
-        assert!(worst_difference(ours_and_candles(&values, &grad, WEIGHT_DECAY)?)? < bound);
+        assert!(worst_difference(ours_and_candles(&values, &grad, CONFIG.weight_decay)?)? < bound);
         // No decay of what is not a matrix.
         let (values, grad) = (values.get(0)?, grad.get(0)?);
         assert!(worst_difference(ours_and_candles(&values, &grad, 0.)?)? < bound);
@@ -169,9 +194,10 @@ mod tests {
     fn clips_the_norm_of_all_gradients() -> Result<()> {
         let large = Tensor::new(&[3f32, 0.], &Device::Cpu)?;
         let other = Tensor::new(&[[4f32]], &Device::Cpu)?;
-        let factor = clip_factor(&[&large, &other])?.to_scalar::<f32>()?;
+        let factor = clip_factor(&[large.clone(), other], 1.)?.to_scalar::<f32>()?;
         assert!((factor - 0.2).abs() < 1e-6);
-        assert_eq!(clip_factor(&[&(large / 10.)?])?.to_scalar::<f32>()?, 1.);
+        let small = (large / 10.)?;
+        assert_eq!(clip_factor(&[small], 1.)?.to_scalar::<f32>()?, 1.);
         Ok(())
     }
 
@@ -180,8 +206,8 @@ mod tests {
         let used = Var::ones(2, candle::DType::F32, &Device::Cpu)?;
         let unused = Var::ones(2, candle::DType::F32, &Device::Cpu)?;
         let slots = [("used".into(), used.clone()), ("unused".into(), unused)];
-        let mut adam = AdamW::new(slots)?;
-        let error = adam.step(&used.sum_all()?.backward()?, 1e-2).unwrap_err();
+        let adam = AdamW::new(slots, CONFIG)?;
+        let error = adam.gradients(&used.sum_all()?.backward()?).unwrap_err();
         assert_eq!(error.to_string(), "no gradient reaches unused");
         Ok(())
     }

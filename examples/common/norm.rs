@@ -1,11 +1,13 @@
 //! The normalization layers the example compares, behind one type.
 
 use candle::{Module, Result, Tensor};
-use candle_nn::{BatchNorm, Init, ModuleT, VarBuilder};
-use candle_powernorm::{power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Statistics};
+use candle_nn::{BatchNorm, GroupNorm, Init, ModuleT, VarBuilder};
+use candle_powernorm::{
+    power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics,
+};
 use std::fmt;
 
-const EPS: f64 = 1e-5;
+pub const EPS: f64 = 1e-5;
 
 /// Variables that the layers keep for themselves. No gradient reaches them and no optimizer may
 /// move them.
@@ -34,6 +36,8 @@ pub enum Norm {
     Layer,
     /// Root mean square normalization
     Rms,
+    /// Group normalization of each token by itself
+    Group,
 }
 
 impl Norm {
@@ -51,6 +55,7 @@ impl fmt::Display for Norm {
             Self::Batch => "batch",
             Self::Layer => "layer",
             Self::Rms => "rms",
+            Self::Group => "group",
         })
     }
 }
@@ -63,6 +68,10 @@ pub struct NormConfig {
     pub groups: Option<usize>,
     /// Steps before PowerNorm trusts its running statistic.
     pub warmup_steps: usize,
+    /// The equations PowerNorm runs.
+    pub recipe: Recipe,
+    /// Channel groups of GroupNorm.
+    pub group_norm_groups: usize,
 }
 
 /// One normalization layer over the last dimension.
@@ -80,6 +89,7 @@ pub enum NormLayer {
     Rms {
         weight: Tensor,
     },
+    Group(GroupNorm),
     /// What is left of a [`Power`](Self::Power) whose multiply-add is in the linear layers after it: the layer-scale,
     /// if there is one.
     Folded(Option<GroupScaling>),
@@ -94,6 +104,7 @@ impl NormLayer {
                     eps: EPS,
                     group_scaling: config.groups,
                     warmup_steps: config.warmup_steps,
+                    recipe: config.recipe,
                     statistics: match config.norm {
                         Norm::PowerV => Statistics::Batch,
                         _ => Statistics::Running,
@@ -111,6 +122,12 @@ impl NormLayer {
                 bias: vb.get_with_hints(size, "bias", Init::Const(0.))?,
             },
             Norm::Rms => Self::Rms { weight: weight()? },
+            Norm::Group => Self::Group(candle_nn::group_norm(
+                config.group_norm_groups,
+                size,
+                EPS,
+                vb,
+            )?),
         })
     }
 
@@ -151,6 +168,11 @@ impl Module for NormLayer {
                 candle_nn::ops::layer_norm_slow(xs, weight, bias, EPS as f32)
             }
             Self::Rms { weight } => candle_nn::ops::rms_norm_slow(xs, weight, EPS as f32),
+            // Over channels alone, not over the tokens of a sequence: those of the future are among them.
+            Self::Group(norm) => {
+                let rows = xs.flatten_to(xs.rank() - 2)?.unsqueeze(2)?;
+                norm.forward(&rows)?.reshape(xs.shape())
+            }
             Self::Folded(Some(scaling)) => scaling.forward(xs),
             Self::Folded(None) => Ok(xs.clone()),
         }

@@ -1,14 +1,29 @@
 //! Text as numbers: the vocabulary, the split, the batches.
 
+use super::random::fnv1a;
 use anyhow::{ensure, Context, Result};
 use candle::{Device, Tensor};
-use rand::{rngs::StdRng, Rng, SeedableRng};
+use rand::{rngs::StdRng, Rng};
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
+
+/// What a token is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    Character,
+    /// A run of letters and digits, another character, or the end of a line. Rare ones are all [`UNKNOWN`].
+    Word,
+}
+
+/// The token of words that are rarer than [`MIN_COUNT`] in the part to train on.
+const UNKNOWN: &str = "<unk>";
+const MIN_COUNT: usize = 3;
 
 /// A text split into its first nine tenths, to train on, and the rest, to validate on.
 pub struct Corpus {
-    /// The characters of the text in order; a token is an index into them.
-    pub vocab: Vec<char>,
+    pub unit: Unit,
+    /// The tokens of the text in order; a token is an index into them.
+    pub vocab: Vec<String>,
     pub train: Vec<u32>,
     pub val: Vec<u32>,
     /// A hash of the text, so that a checkpoint can tell whether it saw this one.
@@ -17,68 +32,88 @@ pub struct Corpus {
 
 impl Corpus {
     /// Reads a UTF-8 file.
-    pub fn read(path: &Path, context: usize) -> Result<Self> {
+    pub fn read(path: &Path, unit: Unit, context: usize) -> Result<Self> {
         let bytes =
             std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         let text = String::from_utf8(bytes)
             .ok()
             .with_context(|| format!("{} is not UTF-8 text", path.display()))?;
-        Self::new(&text, context).with_context(|| format!("cannot use {}", path.display()))
+        Self::new(&text, unit, context).with_context(|| format!("cannot use {}", path.display()))
     }
 
     /// `context` is the longest stretch that must fit in either part.
-    pub fn new(text: &str, context: usize) -> Result<Self> {
+    pub fn new(text: &str, unit: Unit, context: usize) -> Result<Self> {
         ensure!(!text.is_empty(), "the text is empty");
-        let mut vocab: Vec<char> = text.chars().collect();
-        vocab.sort_unstable();
-        vocab.dedup();
-        let mut train: Vec<u32> = text
-            .chars()
-            .map(|c| vocab.partition_point(|&v| v < c) as u32)
-            .collect();
-        let val = train.split_off(train.len() * 9 / 10);
+        let tokens = match unit {
+            Unit::Character => text.split("").filter(|token| !token.is_empty()).collect(),
+            Unit::Word => words(text),
+        };
+        let (train, val) = tokens.split_at(tokens.len() * 9 / 10);
         ensure!(
             train.len().min(val.len()) > context,
-            "the text has {} characters, too few for a context of {context}: its last tenth has {}",
-            train.len() + val.len(),
+            "the text has {} {unit}s, too few for a context of {context}: its last tenth has {}",
+            tokens.len(),
             val.len(),
         );
+        let known: BTreeSet<&str> = match unit {
+            Unit::Character => tokens.iter().copied().collect(),
+            Unit::Word => common(train),
+        };
+        let vocab: Vec<&str> = known.into_iter().collect();
+        let unknown = vocab.binary_search(&UNKNOWN).unwrap_or_default();
+        let number = |token: &&str| vocab.binary_search(token).unwrap_or(unknown) as u32;
         Ok(Self {
-            vocab,
-            train,
-            val,
+            unit,
+            train: train.iter().map(number).collect(),
+            val: val.iter().map(number).collect(),
+            vocab: vocab.into_iter().map(String::from).collect(),
             fingerprint: fnv1a(text.as_bytes()),
         })
     }
 
     pub fn decode(&self, tokens: &[u32]) -> String {
-        tokens.iter().map(|&t| self.vocab[t as usize]).collect()
+        let tokens: Vec<&str> = tokens.iter().map(|&t| &*self.vocab[t as usize]).collect();
+        tokens.join(match self.unit {
+            Unit::Character => "",
+            Unit::Word => " ",
+        })
     }
 }
 
-/// FNV-1a: unlike the standard library's hasher, the same on every platform and release.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
+impl std::fmt::Display for Unit {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Character => "character",
+            Self::Word => "word",
+        })
+    }
 }
 
-/// The generator for one `use_` of one `step` of the run with this `seed`. Nothing carries over
-/// from step to step, so a resumed run draws what it would have drawn.
-pub fn generator(seed: u64, use_: Use, step: usize) -> StdRng {
-    let mut key = [0; 32];
-    key[..8].copy_from_slice(&seed.to_le_bytes());
-    key[8..16].copy_from_slice(&(step as u64).to_le_bytes());
-    key[16] = use_ as u8;
-    StdRng::from_seed(key)
+fn words(text: &str) -> Vec<&str> {
+    let mut words = vec![];
+    let mut rest = text;
+    while let Some(first) = rest.chars().next() {
+        let length = match first.is_alphanumeric() {
+            true => rest.find(|c: char| !c.is_alphanumeric()),
+            false => Some(first.len_utf8()),
+        };
+        let (word, after) = rest.split_at(length.unwrap_or(rest.len()));
+        if !first.is_whitespace() || first == '\n' {
+            words.push(word);
+        }
+        rest = after;
+    }
+    words
 }
 
-/// What random numbers are for.
-#[derive(Debug, Clone, Copy)]
-pub enum Use {
-    Weights,
-    Batch,
-    Sample,
+/// The words that come [`MIN_COUNT`] times at least, and the token of the others.
+fn common<'a>(words: &[&'a str]) -> BTreeSet<&'a str> {
+    let mut counts = HashMap::new();
+    for &word in words {
+        *counts.entry(word).or_insert(0) += 1;
+    }
+    let common = (counts.iter()).filter(|&(_, &count)| count >= MIN_COUNT);
+    (common.map(|(&word, _)| word)).chain([UNKNOWN]).collect()
 }
 
 /// Stretches of `context` tokens, `[batch, context]`, and for each token the one that follows it,
@@ -99,6 +134,18 @@ impl Batch {
         let inputs = Tensor::from_vec(stretch(0), (starts.len(), context), device)?;
         let targets = Tensor::from_vec(stretch(1), starts.len() * context, device)?;
         Ok(Self { inputs, targets })
+    }
+
+    /// Batches of `size` stretches each, which divides this one's.
+    pub fn parts(&self, size: usize) -> Result<Vec<Self>> {
+        let (count, context) = self.inputs.dims2()?;
+        let part = |start| {
+            Ok(Self {
+                inputs: self.inputs.narrow(0, start, size)?,
+                targets: (self.targets).narrow(0, start * context, size * context)?,
+            })
+        };
+        (0..count).step_by(size).map(part).collect()
     }
 
     /// Stretches drawn from `tokens`.
@@ -137,12 +184,14 @@ impl Batch {
 
 #[cfg(test)]
 mod tests {
+    use super::super::random::{generator, Use};
     use super::*;
 
     const CONTEXT: usize = 4;
 
     fn corpus() -> Corpus {
-        Corpus::new(&"the quick brown fox, ünïcode. ".repeat(4), CONTEXT).unwrap()
+        let text = "the quick brown fox, ünïcode. ".repeat(4);
+        Corpus::new(&text, Unit::Character, CONTEXT).unwrap()
     }
 
     #[test]
@@ -159,12 +208,20 @@ mod tests {
 
     #[test]
     fn refuses_a_text_without_room_for_a_context() {
-        assert_eq!(
-            Corpus::new("", CONTEXT).err().unwrap().to_string(),
-            "the text is empty"
-        );
-        assert!(Corpus::new(&"x".repeat(40), CONTEXT).is_err());
-        assert!(Corpus::new(&"x".repeat(50), CONTEXT).is_ok());
+        let corpus = |text: &str| Corpus::new(text, Unit::Character, CONTEXT);
+        assert_eq!(corpus("").err().unwrap().to_string(), "the text is empty");
+        assert!(corpus(&"x".repeat(40)).is_err());
+        assert!(corpus(&"x".repeat(50)).is_ok());
+    }
+
+    #[test]
+    fn words_are_letters_marks_and_lines_and_rare_ones_are_unknown() {
+        let text = "Zwei Hunde, müde.\n".repeat(10) + "Eine Katze , zwei Hunde.\n";
+        let corpus = Corpus::new(&text, Unit::Word, CONTEXT).unwrap();
+        let vocab = ["\n", ",", ".", "<unk>", "Hunde", "Zwei", "müde"];
+        assert_eq!(corpus.vocab, vocab);
+        assert_eq!(corpus.train.len() + corpus.val.len(), 67);
+        assert_eq!(corpus.decode(&corpus.val), "<unk> <unk> , <unk> Hunde . \n");
     }
 
     #[test]
