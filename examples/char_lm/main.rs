@@ -245,7 +245,7 @@ fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &P
         if step.is_multiple_of(args.eval_every) || step == args.steps {
             let val_loss = run.evaluate(&corpus.val, EVAL_BATCHES)?;
             run.history.val.push((step as u32, val_loss));
-            run.save(checkpoint)?;
+            run.save(checkpoint, &[])?;
             bar.suspend(|| {
                 eprintln!("{norm:8} step {step:5}: loss {loss:.4}, validation loss {val_loss:.4}")
             });

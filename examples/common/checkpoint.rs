@@ -11,7 +11,7 @@ use std::io::Write;
 use std::path::Path;
 
 /// Tensors and notes, under names.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Checkpoint {
     pub tensors: BTreeMap<String, Tensor>,
     pub notes: HashMap<String, String>,

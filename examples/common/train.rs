@@ -81,6 +81,14 @@ impl<'a> Run<'a> {
         })
     }
 
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    pub fn corpus(&self) -> &Corpus {
+        self.corpus
+    }
+
     /// Steps made so far.
     pub fn steps(&self) -> usize {
         self.optimizer.steps
@@ -133,7 +141,6 @@ impl<'a> Run<'a> {
         for part in batch.parts(micro_batch)? {
             let loss = self.loss(&part)?;
             value += loss.to_scalar::<f32>()? * share as f32;
-            ensure!(value.is_finite(), "the loss is {value} at step {step}");
             let part = self.optimizer.gradients(&loss.backward()?)?;
             gradients = match gradients.is_empty() {
                 true if micro_batch == size_of_batch => part,
@@ -148,7 +155,9 @@ impl<'a> Run<'a> {
 
     /// The other half.
     pub fn update(&mut self, loss: f32, gradients: &[Tensor]) -> Result<()> {
-        let rate = learning_rate(self.steps(), self.settings.steps);
+        let step = self.steps();
+        ensure!(loss.is_finite(), "the loss is {loss} at step {step}");
+        let rate = learning_rate(step, self.settings.steps);
         self.optimizer.step(gradients, rate)?;
         self.history.train.push(loss);
         Ok(())
@@ -224,8 +233,8 @@ impl<'a> Run<'a> {
         Ok(self.corpus.decode(&tokens[1..]))
     }
 
-    /// Writes everything the run's future depends on.
-    pub fn save(&self, path: &Path) -> Result<()> {
+    /// Writes everything the run's future depends on, and `notes`.
+    pub fn save(&self, path: &Path, notes: &[(&str, String)]) -> Result<()> {
         let mut checkpoint = Checkpoint::new(&self.describe(), &self.varmap, &self.optimizer);
         let (val_steps, val): (Vec<_>, Vec<_>) = self.history.val.iter().copied().unzip();
         for (name, history) in [
@@ -240,16 +249,19 @@ impl<'a> Run<'a> {
         }
         let seconds = self.elapsed.as_secs_f64().to_string();
         checkpoint.notes.insert("seconds".into(), seconds);
+        for (key, note) in notes {
+            checkpoint.notes.insert(key.to_string(), note.clone());
+        }
         checkpoint.write(path)
     }
 
-    /// Takes up the run that [`save`](Self::save) wrote to `path`.
-    pub fn load(&mut self, path: &Path) -> Result<()> {
+    /// Takes up the run that [`save`](Self::save) wrote to `path`, and gives what else is there.
+    pub fn load(&mut self, path: &Path) -> Result<Checkpoint> {
         self.try_load(path)
             .with_context(|| format!("cannot resume from {}", path.display()))
     }
 
-    fn try_load(&mut self, path: &Path) -> Result<()> {
+    fn try_load(&mut self, path: &Path) -> Result<Checkpoint> {
         let settings = self.describe();
         let mut checkpoint =
             Checkpoint::restore(path, &settings, &self.varmap, &mut self.optimizer)?;
@@ -260,7 +272,7 @@ impl<'a> Run<'a> {
             val: val_steps.into_iter().zip(val).collect(),
         };
         self.elapsed = Duration::try_from_secs_f64(checkpoint.note("seconds")?.parse()?)?;
-        Ok(())
+        Ok(checkpoint)
     }
 
     /// The settings and the text, as a checkpoint names them.
@@ -362,7 +374,7 @@ mod tests {
             for step in 0..settings.steps {
                 if step == 5 {
                     whole.history.val.push((5, whole.evaluate(&corpus.val, 2)?));
-                    whole.save(&path)?;
+                    whole.save(&path, &[])?;
                 }
                 whole.step()?;
             }
@@ -386,7 +398,7 @@ mod tests {
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("run.safetensors");
         let settings = settings(Norm::Rms, &corpus);
-        Run::new(settings, &corpus, &Device::Cpu)?.save(&path)?;
+        Run::new(settings, &corpus, &Device::Cpu)?.save(&path, &[])?;
 
         let message = |settings, corpus| {
             let error = Run::new(settings, corpus, &Device::Cpu)
@@ -469,7 +481,7 @@ mod tests {
             assert!(last < first - 0.1, "{norm}: {first} to {last}");
             run.sample(&run.model, 20, 0.8)?;
 
-            run.save(&path)?;
+            run.save(&path, &[])?;
             let mut loaded = Run::new(settings, &corpus, &Device::Cpu)?;
             loaded.load(&path)?;
             assert_eq!(bits(&loaded), bits(&run), "{norm}");

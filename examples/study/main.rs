@@ -1,0 +1,388 @@
+//! Reproduces the claims of the PowerNorm paper that a laptop can test: the same transformer, trained with each
+//! normalization on the same batches of a text, and what the paper looks at inside.
+//!
+//! ```text
+//! cargo run --release --example study -- --text tinyshakespeare.txt
+//! cargo run --release --example study -- --text captions.en --words --experiments norms
+//! ```
+//!
+//! Every run goes to its own file in `--out`, and one that is there already is not made again, nor one that stopped
+//! halfway begun again: the same command continues. Two commands with other `--seeds` may share a folder, at the same
+//! time too. The report, tables and plots, is of all runs in the folder.
+//!
+//! `docs/paper.md` sets what comes out beside the paper's claims.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod measure;
+mod report;
+
+use anyhow::{ensure, Context, Result};
+use candle::Device;
+use candle_powernorm::Recipe;
+use clap::{Parser, ValueEnum};
+use common::checkpoint::write_whole;
+use common::data::{Corpus, Unit};
+use common::model::Size;
+use common::norm::{Norm, NormConfig};
+use common::optim::WARMUP_STEPS;
+use common::train::{Run, Settings};
+use common::Place;
+use indicatif::{ProgressBar, ProgressStyle};
+use measure::{Observations, Snapshot};
+use report::Outcome;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+// As in `char_lm`.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+const BATCH: usize = 12;
+const LAYERS: usize = 4;
+const HEADS: usize = 4;
+const WIDTH: usize = 128;
+const CONTEXT: usize = 64;
+
+/// Sequences whose tokens statistics are taken over, in the experiment on their number. The batch stays the same.
+const MICRO_BATCHES: [usize; 4] = [12, 6, 3, 1];
+
+/// Steps between two points of what is observed.
+const OBSERVE_EVERY: usize = 10;
+
+/// Batches of an evaluation along the way, and of the final one, unless the validation split has less.
+const EVAL_BATCHES: usize = 10;
+const FINAL_EVAL_BATCHES: usize = 100;
+
+/// Steps of the run that the budget is told from.
+const TRIAL_STEPS: usize = 3;
+
+/// Trains a small transformer with each normalization and writes tables and plots of the paper's claims.
+#[derive(Debug, Parser)]
+#[command(name = "study")]
+struct Args {
+    /// UTF-8 text to learn
+    #[arg(long, value_name = "FILE")]
+    text: PathBuf,
+
+    /// Learn words, those that come three times at least, and not characters
+    #[arg(long)]
+    words: bool,
+
+    /// What to run, separated by commas
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_values_t = Experiment::value_variants().to_vec()
+    )]
+    experiments: Vec<Experiment>,
+
+    /// Seeds of the runs, separated by commas: each a start and a sequence of batches, the same for every
+    /// normalization
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
+    seeds: Vec<u64>,
+
+    /// Steps of each run
+    #[arg(long, default_value_t = 600, value_parser = common::positive)]
+    steps: usize,
+
+    /// Steps between two evaluations on the validation split; each also writes a checkpoint
+    #[arg(long, value_name = "STEPS", default_value_t = 100, value_parser = common::positive)]
+    eval_every: usize,
+
+    /// Where to train
+    #[arg(long, value_enum, default_value_t = Place::Cpu)]
+    device: Place,
+
+    /// Folder of the runs and of the report
+    #[arg(long, value_name = "DIR", default_value = "target/study")]
+    out: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Experiment {
+    /// Every normalization: losses, statistics, gradients, embeddings
+    Norms,
+    /// Fewer rows for the statistics, in the same batch by gradient accumulation
+    Rows,
+    /// PowerNorm's recipes, layer-scale and guard, each with and without
+    Recipes,
+}
+
+/// One configuration of the model, run from several seeds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Variant {
+    pub norm: Norm,
+    /// Groups of PowerNorm's layer-scale.
+    pub groups: Option<usize>,
+    pub recipe: Recipe,
+    /// Whether ν's update is guarded where the paper's assumption does not hold.
+    pub guard: bool,
+    pub micro_batch: usize,
+}
+
+impl Variant {
+    pub fn of(norm: Norm) -> Self {
+        Self {
+            norm,
+            groups: norm.folds().then_some(HEADS),
+            recipe: Recipe::Paper,
+            guard: true,
+            micro_batch: BATCH,
+        }
+    }
+
+    /// The name of its files.
+    pub fn name(&self) -> String {
+        let default = Self::of(self.norm);
+        let mut name = self.norm.to_string();
+        if self.recipe != default.recipe {
+            name += "-fairseq";
+        }
+        if self.groups != default.groups {
+            name += "-noscale";
+        }
+        if !self.guard {
+            name += "-noguard";
+        }
+        if self.micro_batch != default.micro_batch {
+            name += &format!("-rows{}", self.rows());
+        }
+        name
+    }
+
+    /// The rows that statistics are taken over.
+    pub fn rows(&self) -> usize {
+        self.micro_batch * CONTEXT
+    }
+}
+
+impl Experiment {
+    fn variants(self) -> Vec<Variant> {
+        let power = Variant::of(Norm::Power);
+        match self {
+            Self::Norms => Norm::value_variants()
+                .iter()
+                .map(|&norm| Variant::of(norm))
+                .collect(),
+            Self::Rows => [Norm::Layer, Norm::Batch, Norm::PowerV, Norm::Power]
+                .into_iter()
+                .flat_map(|norm| {
+                    MICRO_BATCHES.map(|micro_batch| Variant {
+                        micro_batch,
+                        ..Variant::of(norm)
+                    })
+                })
+                .collect(),
+            Self::Recipes => {
+                let mut variants = vec![Variant {
+                    groups: None,
+                    ..Variant::of(Norm::PowerV)
+                }];
+                for groups in [power.groups, None] {
+                    let power = Variant { groups, ..power };
+                    variants.extend([
+                        power,
+                        Variant {
+                            guard: false,
+                            ..power
+                        },
+                        Variant {
+                            recipe: Recipe::Fairseq,
+                            ..power
+                        },
+                    ]);
+                }
+                variants
+            }
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    match study(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn study(args: &Args) -> Result<()> {
+    let device = args.device.device("study")?;
+    let unit = match args.words {
+        true => Unit::Word,
+        false => Unit::Character,
+    };
+    let corpus = Corpus::read(&args.text, unit, CONTEXT)?;
+    std::fs::create_dir_all(&args.out)
+        .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
+
+    let mut variants: Vec<Variant> = vec![];
+    for variant in args
+        .experiments
+        .iter()
+        .flat_map(|experiment| experiment.variants())
+    {
+        if !variants.contains(&variant) {
+            variants.push(variant);
+        }
+    }
+    let jobs: Vec<_> = (args.seeds.iter())
+        .flat_map(|&seed| variants.iter().map(move |&variant| (variant, seed)))
+        .filter(|&(variant, seed)| !result_path(args, variant, seed).exists())
+        .collect();
+    if !jobs.is_empty() {
+        print_budget(args, &corpus, jobs.len(), &device)?;
+    }
+    for (i, &(variant, seed)) in jobs.iter().enumerate() {
+        let prefix = format!("{}/{} {} {seed}", i + 1, jobs.len(), variant.name());
+        let outcome = train(args, variant, seed, &corpus, &device, prefix.clone())
+            .with_context(|| format!("in run {}", run_name(variant, seed)))?;
+        let result = match outcome.val_loss {
+            Some(loss) => format!("validation loss {loss:.4}"),
+            None => format!("diverged at step {}", outcome.train.len()),
+        };
+        eprintln!("{prefix}: {result}, {:.0} s", outcome.seconds);
+        let bytes = serde_json::to_vec(&outcome)?;
+        write_whole(&result_path(args, variant, seed), &bytes)?;
+        // All is in the result.
+        let checkpoint = checkpoint_path(args, variant, seed);
+        if checkpoint.exists() {
+            std::fs::remove_file(checkpoint)?;
+        }
+    }
+    let report = report::write(&args.out, &corpus, args.steps)?;
+    println!("{report}");
+    eprintln!("\nThe report is {}", args.out.join("report.md").display());
+    Ok(())
+}
+
+fn run_name(variant: Variant, seed: u64) -> String {
+    format!("{}.{seed}", variant.name())
+}
+
+fn result_path(args: &Args, variant: Variant, seed: u64) -> PathBuf {
+    args.out.join(format!("{}.json", run_name(variant, seed)))
+}
+
+fn checkpoint_path(args: &Args, variant: Variant, seed: u64) -> PathBuf {
+    (args.out).join(format!("{}.safetensors", run_name(variant, seed)))
+}
+
+/// Says what the runs will take, by a few steps of one.
+fn print_budget(args: &Args, corpus: &Corpus, runs: usize, device: &Device) -> Result<()> {
+    let settings = settings(args, Variant::of(Norm::Layer), 0, corpus);
+    let mut run = Run::new(settings, corpus, device)?;
+    run.step()?;
+    let start = Instant::now();
+    for _ in 0..TRIAL_STEPS {
+        run.step()?;
+    }
+    let step = start.elapsed() / TRIAL_STEPS as u32;
+    // An evaluation is a forward, about a third of a step.
+    let evaluations = args.steps / args.eval_every * EVAL_BATCHES + 2 * FINAL_EVAL_BATCHES;
+    let total = step * (runs * (args.steps + evaluations / 3)) as u32;
+    eprintln!(
+        "{runs} runs of {} steps, {} {}s each: about {:.0} minutes on this machine",
+        args.steps,
+        BATCH * CONTEXT,
+        corpus.unit,
+        total.as_secs_f64() / 60.
+    );
+    Ok(())
+}
+
+fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settings {
+    Settings {
+        norm: NormConfig {
+            norm: variant.norm,
+            groups: variant.groups,
+            // A layer's step is a forward, of which a step of the optimizer has several where gradients accumulate.
+            warmup_steps: WARMUP_STEPS * (BATCH / variant.micro_batch),
+            recipe: variant.recipe,
+            group_norm_groups: HEADS,
+        },
+        size: Size {
+            layers: LAYERS,
+            heads: HEADS,
+            width: WIDTH,
+            context: CONTEXT,
+            vocab: corpus.vocab.len(),
+        },
+        batch: BATCH,
+        micro_batch: variant.micro_batch,
+        steps: args.steps,
+        seed,
+    }
+}
+
+/// One run, from its checkpoint on if there is one.
+fn train(
+    args: &Args,
+    variant: Variant,
+    seed: u64,
+    corpus: &Corpus,
+    device: &Device,
+    prefix: String,
+) -> Result<Outcome> {
+    let checkpoint = checkpoint_path(args, variant, seed);
+    let settings = settings(args, variant, seed, corpus);
+    let mut run = Run::new(settings, corpus, device)?;
+    let mut observations = Observations::default();
+    if checkpoint.exists() {
+        let notes = run.load(&checkpoint)?;
+        observations = serde_json::from_str(notes.note("observations")?)?;
+    }
+    let style = ProgressStyle::with_template("{prefix:32} {wide_bar} {pos}/{len} {msg} [{eta}]")?;
+    let bar = ProgressBar::new(args.steps as u64)
+        .with_style(style)
+        .with_prefix(prefix)
+        .with_position(run.steps() as u64);
+    bar.reset_eta();
+    // With several forwards a step, what the state was before the last of them is not known here.
+    let observed = variant.micro_batch == BATCH
+        && [Norm::Batch, Norm::Power, Norm::PowerV].contains(&variant.norm);
+    ensure!(variant.guard || observed, "nothing to take the guard from");
+    while run.steps() < args.steps {
+        let before = observed.then(|| Snapshot::of(&run)).transpose()?;
+        let start = Instant::now();
+        let (loss, gradients) = run.gradients()?;
+        let mut elapsed = start.elapsed();
+        if let Some(before) = before {
+            let after = Snapshot::of(&run)?;
+            let states = [&before, &after];
+            let norm = &settings.norm;
+            let recorded = run.steps().is_multiple_of(OBSERVE_EVERY);
+            observations.observe(&run, norm, variant.rows(), states, &gradients, recorded)?;
+            if !variant.guard {
+                measure::unguard(&run, norm, variant.rows(), states, &gradients)?;
+            }
+        }
+        if !loss.is_finite() {
+            return Ok(Outcome::diverged(variant, &run, observations));
+        }
+        let start = Instant::now();
+        run.update(loss, &gradients)?;
+        elapsed += start.elapsed();
+        run.elapsed += elapsed;
+        bar.set_message(format!("loss {loss:.3}"));
+        bar.inc(1);
+        let step = run.steps();
+        if step.is_multiple_of(args.eval_every) && step < args.steps {
+            let val_loss = run.evaluate(&corpus.val, EVAL_BATCHES)?;
+            run.history.val.push((step as u32, val_loss));
+            let notes = [("observations", serde_json::to_string(&observations)?)];
+            run.save(&checkpoint, &notes)?;
+        }
+    }
+    bar.finish_and_clear();
+    let batches = FINAL_EVAL_BATCHES.min(corpus.val.len().div_ceil(BATCH * CONTEXT));
+    let val_loss = run.evaluate(&corpus.val, batches)?;
+    run.history.val.push((args.steps as u32, val_loss));
+    let train_loss = run.evaluate(&corpus.train, batches)?;
+    Outcome::of(variant, &run, [train_loss, val_loss], observations)
+}

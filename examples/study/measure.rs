@@ -1,0 +1,458 @@
+//! What the paper looks at inside a training run. Nothing is added to the model: a layer's running statistics before and
+//! after a step tell what its batch's were, and the gradients of its γ and β tell those of its statistics.
+
+use crate::common::checkpoint::variables;
+use crate::common::norm::{Norm, NormConfig, EPS};
+use crate::common::train::Run;
+use anyhow::{Context, Result};
+use candle::Tensor;
+use candle_powernorm::{PowerNormConfig, Recipe};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// BatchNorm's momentum, candle's default: the weight of the batch in the running statistics.
+const MOMENTUM: f64 = 0.1;
+
+/// Numbers over a run, each with the steps made before it.
+pub type Series = Vec<(usize, f64)>;
+
+/// What was observed so far.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Observations {
+    /// By quantity, then by layer: `(1/C)‖batch − running‖` of each statistic, and the norm of its gradient.
+    pub series: BTreeMap<String, BTreeMap<String, Series>>,
+    /// Channels of all layers and steps after PowerNorm's warm-up, and those among them for which the guard of ν's update
+    /// made a difference.
+    pub channels: usize,
+    pub guarded: usize,
+}
+
+/// The state of a model's normalization layers at one moment, by variable.
+pub struct Snapshot(BTreeMap<String, Vec<f64>>);
+
+impl Snapshot {
+    pub fn of(run: &Run) -> Result<Self> {
+        let mut state = BTreeMap::new();
+        for (name, var) in variables(&run.varmap) {
+            let of_norm = name
+                .rsplit('.')
+                .nth(1)
+                .is_some_and(|part| part.starts_with("norm"));
+            if of_norm && !name.ends_with("iters") {
+                state.insert(name, numbers(var.as_tensor())?);
+            }
+        }
+        Ok(Self(state))
+    }
+
+    fn get(&self, layer: &str, name: &str) -> Result<&[f64]> {
+        let name = format!("{layer}.{name}");
+        let values = self.0.get(&name).map(Vec::as_slice);
+        values.with_context(|| format!("no {name} in the model"))
+    }
+
+    /// The layers that keep a statistic called `name`.
+    fn layers(&self, name: &str) -> Vec<String> {
+        let layer = |key: &String| Some(key.strip_suffix(name)?.strip_suffix('.')?.to_string());
+        self.0.keys().filter_map(layer).collect()
+    }
+}
+
+pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
+    let values = tensor.to_dtype(candle::DType::F64)?.flatten_all()?;
+    Ok(values.to_vec1()?)
+}
+
+impl Observations {
+    /// Takes in one step of `run` over `rows` tokens, which the statistics went through from `before` to `after`.
+    /// `recorded` says whether the series get a point.
+    pub fn observe(
+        &mut self,
+        run: &Run,
+        norm: &NormConfig,
+        rows: usize,
+        [before, after]: [&Snapshot; 2],
+        gradients: &[Tensor],
+        recorded: bool,
+    ) -> Result<()> {
+        let step = run.steps();
+        let gradient = |layer: &str, name: &str| {
+            let name = format!("{layer}.{name}");
+            let slot = (run.optimizer.slots.iter()).position(|slot| slot.name == name);
+            numbers(&gradients[slot.with_context(|| format!("no gradient of {name}"))?])
+        };
+        match norm.norm {
+            Norm::Batch if recorded => {
+                for layer in before.layers("running_mean") {
+                    for (quantity, statistic, of) in [
+                        ("distance of the mean", "running_mean", None),
+                        ("distance of the variance", "running_var", None),
+                        ("gradient of the mean", "", Some("bias")),
+                        ("gradient of the variance", "", Some("weight")),
+                    ] {
+                        let value = match of {
+                            None => {
+                                let running = before.get(&layer, statistic)?;
+                                let moved = after.get(&layer, statistic)?;
+                                let batch = |(new, old)| old + (new - old) / MOMENTUM;
+                                let batch = moved.iter().zip(running).map(batch);
+                                mean_distance(batch, running)
+                            }
+                            Some(param) => {
+                                let gamma = before.get(&layer, "weight")?;
+                                let gradient = gradient(&layer, param)?;
+                                length(products(gamma, &gradient, rows))
+                            }
+                        };
+                        self.push(quantity, &layer, step, value);
+                    }
+                }
+            }
+            Norm::PowerV | Norm::Power => {
+                for layer in before.layers("running_phi") {
+                    let running = before.get(&layer, "running_phi")?;
+                    let batch = batch_phi(running, after.get(&layer, "running_phi")?, step, norm);
+                    if norm.norm == Norm::Power && step >= norm.warmup_steps {
+                        self.channels += running.len();
+                        self.guarded += outside(&batch, running).count();
+                    }
+                    if recorded {
+                        let distance = mean_distance(batch.iter().copied(), running);
+                        self.push("distance of the quadratic mean", &layer, step, distance);
+                        let lambda =
+                            self::lambda(before, &layer, &gradient(&layer, "weight")?, rows);
+                        let lambda = length(lambda?.into_iter());
+                        self.push("gradient of the quadratic mean", &layer, step, lambda);
+                    }
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, quantity: &str, layer: &str, step: usize, value: f64) {
+        if !value.is_finite() {
+            return;
+        }
+        let layers = self.series.entry(quantity.into()).or_default();
+        layers.entry(layer.into()).or_default().push((step, value));
+    }
+}
+
+/// ψ_B² of the step that took ψ² from `old` to `new`, after `steps` others.
+fn batch_phi(old: &[f64], new: &[f64], steps: usize, norm: &NormConfig) -> Vec<f64> {
+    let (step, alpha) = (steps + 1, PowerNormConfig::default().alpha_fwd);
+    let share = match norm.recipe {
+        Recipe::Paper if step <= norm.warmup_steps => 1. / step as f64,
+        Recipe::Fairseq if step < norm.warmup_steps => alpha / step as f64 + 1. - alpha,
+        _ => 1. - alpha,
+    };
+    (new.iter().zip(old))
+        .map(|(new, old)| (old + (new - old) / share).max(0.))
+        .collect()
+}
+
+/// Λ, `[C]`: the gradient of ψ_B² but for a factor, (1/n) Σ ∂L/∂X̂ X̂ = γ ∂L/∂γ / n.
+fn lambda(before: &Snapshot, layer: &str, gradient: &[f64], rows: usize) -> Result<Vec<f64>> {
+    Ok(products(before.get(layer, "weight")?, gradient, rows).collect())
+}
+
+fn products<'a>(
+    gamma: &'a [f64],
+    gradient: &'a [f64],
+    rows: usize,
+) -> impl Iterator<Item = f64> + 'a {
+    (gamma.iter().zip(gradient)).map(move |(gamma, gradient)| gamma * gradient / rows as f64)
+}
+
+/// (1/C)‖a − b‖, as the paper's Figures 2 and 4 have it.
+fn mean_distance(a: impl Iterator<Item = f64>, b: &[f64]) -> f64 {
+    length(a.zip(b).map(|(a, b)| a - b)) / b.len() as f64
+}
+
+fn length(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(|value| value * value).sum::<f64>().sqrt()
+}
+
+/// Γ of the channels for which Assumption 10 does not hold, (1−α_b) Γ > 1, with their numbers.
+fn outside<'a>(batch: &'a [f64], running: &'a [f64]) -> impl Iterator<Item = (usize, f64)> + 'a {
+    let alpha = PowerNormConfig::default().alpha_bwd;
+    (batch.iter().zip(running).enumerate())
+        .map(|(channel, (batch, running))| (channel, batch / (running + EPS)))
+        .filter(move |&(_, gamma)| (1. - alpha) * gamma > 1.)
+}
+
+/// Gives ν the step that Eq. 13 has as the paper writes it, where the layer's guard made another of it.
+pub fn unguard(
+    run: &Run,
+    norm: &NormConfig,
+    rows: usize,
+    [before, after]: [&Snapshot; 2],
+    gradients: &[Tensor],
+) -> Result<()> {
+    // In the warm-up Γ is below 1.
+    if run.steps() < norm.warmup_steps {
+        return Ok(());
+    }
+    let share = 1. - PowerNormConfig::default().alpha_bwd;
+    for layer in before.layers("ema_gz") {
+        let running = before.get(&layer, "running_phi")?;
+        let batch = batch_phi(
+            running,
+            after.get(&layer, "running_phi")?,
+            run.steps(),
+            norm,
+        );
+        let outside: Vec<_> = outside(&batch, running).collect();
+        if outside.is_empty() {
+            continue;
+        }
+        let slots = &run.optimizer.slots;
+        let weight = format!("{layer}.weight");
+        let slot = slots.iter().position(|slot| slot.name == weight);
+        let gradient = numbers(&gradients[slot.with_context(|| format!("no {weight}"))?])?;
+        let lambda = lambda(before, &layer, &gradient, rows)?;
+        let old = before.get(&layer, "ema_gz")?;
+        let mut ema_gz = after.get(&layer, "ema_gz")?.to_vec();
+        for (channel, gamma) in outside {
+            // ν = (1−α_b) ema_gz.
+            ema_gz[channel] = (1. - share * gamma) * old[channel] + lambda[channel];
+        }
+        let var = &variables(&run.varmap)[&format!("{layer}.ema_gz")];
+        let ema_gz = Tensor::from_vec(ema_gz, var.shape(), var.device())?;
+        var.set(&ema_gz.to_dtype(var.dtype())?)?;
+    }
+    Ok(())
+}
+
+/// γ/ψ of every channel, by layer: what a layer multiplies its input by. For BatchNorm ψ is the running deviation.
+pub fn gains(run: &Run) -> Result<BTreeMap<String, Vec<f64>>> {
+    let state = Snapshot::of(run)?;
+    let mut gains = BTreeMap::new();
+    for statistic in ["running_phi", "running_var"] {
+        for layer in state.layers(statistic) {
+            let gamma = state.get(&layer, "weight")?.iter();
+            let squares = state.get(&layer, statistic)?;
+            let gain = |(gamma, square): (&f64, &f64)| gamma / (square + EPS).sqrt();
+            gains.insert(layer, gamma.zip(squares).map(gain).collect());
+        }
+    }
+    Ok(gains)
+}
+
+/// The singular values of the embedding, the largest first: the roots of the eigenvalues of EᵀE.
+pub fn singular_values(run: &Run) -> Result<Vec<f64>> {
+    let embedding = &variables(&run.varmap)["tokens.weight"];
+    let (rows, cols) = embedding.dims2()?;
+    let matrix = nalgebra::DMatrix::from_row_slice(rows, cols, &numbers(embedding)?);
+    let gram = match rows > cols {
+        true => matrix.tr_mul(&matrix),
+        false => &matrix * matrix.transpose(),
+    };
+    let mut values: Vec<f64> = (gram.symmetric_eigenvalues().iter())
+        .map(|value| value.max(0.).sqrt())
+        .collect();
+    values.sort_unstable_by(|a, b| b.total_cmp(a));
+    Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::data::{Batch, Corpus, Unit};
+    use crate::common::model::Size;
+    use crate::common::random::{generator, Use};
+    use crate::common::train::Settings;
+    use candle::{Device, Module};
+    use candle_powernorm::GroupScaling;
+
+    const CONTEXT: usize = 8;
+    const BATCH: usize = 3;
+    const ROWS: usize = BATCH * CONTEXT;
+    const LAYER: &str = "blocks.0.norm_1";
+
+    fn corpus() -> Corpus {
+        Corpus::new(include_str!("measure.rs"), Unit::Character, CONTEXT).unwrap()
+    }
+
+    fn settings(norm: Norm, recipe: Recipe, corpus: &Corpus) -> Settings {
+        Settings {
+            norm: NormConfig {
+                norm,
+                groups: Some(2),
+                warmup_steps: 3,
+                recipe,
+                group_norm_groups: 2,
+            },
+            size: Size {
+                layers: 1,
+                heads: 2,
+                width: 8,
+                context: CONTEXT,
+                vocab: corpus.vocab.len(),
+            },
+            batch: BATCH,
+            micro_batch: BATCH,
+            steps: 8,
+            seed: 1,
+        }
+    }
+
+    /// What the first normalization reads in the coming step.
+    fn input(run: &Run) -> Result<Tensor> {
+        let mut rng = generator(1, Use::Batch, run.steps());
+        let batch = Batch::random(&run.corpus().train, BATCH, CONTEXT, &mut rng, &Device::Cpu)?;
+        let vars = variables(&run.varmap);
+        let table = vars["tokens.weight"].as_tensor().clone();
+        let tokens = candle_nn::Embedding::new(table, 8).forward(&batch.inputs)?;
+        let stream = tokens.broadcast_add(&vars["positions.weight"])?;
+        Ok(stream.flatten_to(1)?.detach())
+    }
+
+    fn direct_phi(run: &Run) -> Result<Vec<f64>> {
+        let scaled = GroupScaling::new(2, EPS)?.forward(&input(run)?)?;
+        numbers(&scaled.sqr()?.mean(0)?)
+    }
+
+    fn assert_close(ours: &[f64], theirs: &[f64]) {
+        assert_eq!(ours.len(), theirs.len());
+        for (i, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+            let error = (ours - theirs).abs();
+            assert!(
+                error < 1e-4 * theirs.abs().max(1e-3),
+                "{i}: {ours}, {theirs}"
+            );
+        }
+    }
+
+    #[test]
+    fn statistics_of_a_batch_follow_from_two_states() -> Result<()> {
+        let corpus = corpus();
+        for (norm, recipe) in [
+            (Norm::Power, Recipe::Paper),
+            (Norm::PowerV, Recipe::Paper),
+            (Norm::Power, Recipe::Fairseq),
+        ] {
+            let settings = settings(norm, recipe, &corpus);
+            let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
+            for _ in 0..6 {
+                let direct = direct_phi(&run)?;
+                let before = Snapshot::of(&run)?;
+                let (loss, gradients) = run.gradients()?;
+                let after = Snapshot::of(&run)?;
+                let phi = |state: &Snapshot| state.get(LAYER, "running_phi").map(<[f64]>::to_vec);
+                let ours = batch_phi(&phi(&before)?, &phi(&after)?, run.steps(), &settings.norm);
+                assert_close(&ours, &direct);
+
+                let mut seen = Observations::default();
+                seen.observe(
+                    &run,
+                    &settings.norm,
+                    ROWS,
+                    [&before, &after],
+                    &gradients,
+                    true,
+                )?;
+                let distance = mean_distance(direct.into_iter(), &phi(&before)?);
+                let series = &seen.series["distance of the quadratic mean"];
+                assert_eq!(series.len(), 3);
+                assert_close(&[series[LAYER][0].1], &[distance]);
+                run.update(loss, &gradients)?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn distances_of_batch_norm_are_those_of_its_input() -> Result<()> {
+        let corpus = corpus();
+        let settings = settings(Norm::Batch, Recipe::Paper, &corpus);
+        let run = Run::new(settings, &corpus, &Device::Cpu)?;
+        let input = input(&run)?;
+        let mean = numbers(&input.mean(0)?)?;
+        let variance = numbers(&input.var(0)?)?;
+        let before = Snapshot::of(&run)?;
+        let (_, gradients) = run.gradients()?;
+        let after = Snapshot::of(&run)?;
+        let mut seen = Observations::default();
+        seen.observe(
+            &run,
+            &settings.norm,
+            ROWS,
+            [&before, &after],
+            &gradients,
+            true,
+        )?;
+        let distance = |quantity: &str| seen.series[quantity][LAYER][0].1;
+        let expected = mean_distance(mean.into_iter(), &[0.; 8]);
+        assert_close(&[distance("distance of the mean")], &[expected]);
+        let expected = mean_distance(variance.into_iter(), &[1.; 8]);
+        assert_close(&[distance("distance of the variance")], &[expected]);
+        assert_eq!(seen.series.len(), 4);
+        Ok(())
+    }
+
+    /// ψ² is made so small in one channel that the guard acts there, and ν of every channel differs from 0.
+    #[test]
+    fn without_its_guard_nu_follows_equation_13() -> Result<()> {
+        let corpus = corpus();
+        let settings = settings(Norm::Power, Recipe::Paper, &corpus);
+        let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
+        while run.steps() < 4 {
+            run.step()?;
+        }
+        let vars = variables(&run.varmap);
+        let set = |name: &str, values: &[f32]| {
+            vars[&format!("{LAYER}.{name}")].set(&Tensor::new(values, &Device::Cpu)?)
+        };
+        let old = [0.3f32, -0.2, 0.5, 0.1, -0.4, 0.2, 0.6, -0.1];
+        set("ema_gz", &old)?;
+        set("running_phi", &[1., 1., 1e-3, 1., 1., 1., 1., 1.])?;
+
+        let phi = direct_phi(&run)?;
+        let before = Snapshot::of(&run)?;
+        let (_, gradients) = run.gradients()?;
+        let after = Snapshot::of(&run)?;
+        let states = [&before, &after];
+        let mut seen = Observations::default();
+        seen.observe(&run, &settings.norm, ROWS, states, &gradients, false)?;
+        assert_eq!((seen.guarded, seen.channels), (1, 3 * 8));
+        assert!(seen.series.is_empty());
+
+        unguard(&run, &settings.norm, ROWS, states, &gradients)?;
+        let new = numbers(vars[&format!("{LAYER}.ema_gz")].as_tensor())?;
+        let slots = &run.optimizer.slots;
+        let slot = slots
+            .iter()
+            .position(|slot| slot.name == format!("{LAYER}.weight"));
+        let weight = before.get(LAYER, "weight")?;
+        let gradient = numbers(&gradients[slot.context("no slot")?])?;
+        let expected: Vec<f64> = (0..8)
+            .map(|i| {
+                let running = if i == 2 { 1e-3 } else { 1. };
+                let gamma = phi[i] / (running + EPS);
+                let lambda = weight[i] * gradient[i] / ROWS as f64;
+                (1. - 0.1 * gamma) * f64::from(old[i]) + lambda
+            })
+            .collect();
+        assert!(expected[2] < -1., "{}", expected[2]);
+        assert_close(&new, &expected);
+        Ok(())
+    }
+
+    #[test]
+    fn singular_values_are_those_of_the_embedding() -> Result<()> {
+        let corpus = corpus();
+        let settings = settings(Norm::Layer, Recipe::Paper, &corpus);
+        let run = Run::new(settings, &corpus, &Device::Cpu)?;
+        let embedding = &variables(&run.varmap)["tokens.weight"];
+        let (rows, cols) = embedding.dims2()?;
+        let values = numbers(embedding)?;
+        let direct = nalgebra::DMatrix::from_row_slice(rows, cols, &values).singular_values();
+        let mut direct = direct.as_slice().to_vec();
+        direct.sort_unstable_by(|a, b| b.total_cmp(a));
+        assert_close(&singular_values(&run)?, &direct);
+        Ok(())
+    }
+}
