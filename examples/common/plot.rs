@@ -55,6 +55,9 @@ const CHART: (u32, u32) = (900, 560);
 /// Of one among several.
 const PANEL: (u32, u32) = (520, 360);
 
+/// What a panel's legend takes beside its lines, as a share of theirs.
+const LEGEND_ROOM: f64 = 0.35;
+
 /// One number for each step, as points of means over stretches of steps.
 pub fn means(values: &[f32]) -> Vec<(f64, f64)> {
     let size = values.len().div_ceil(MEAN_POINTS).max(1);
@@ -126,8 +129,8 @@ fn draw_all<B: DrawingBackend>(
     columns: usize,
 ) -> Result<(), DrawingError<B>> {
     area.fill(&WHITE)?;
-    for (panel, chart) in area.split_evenly((rows, columns)).iter().zip(charts) {
-        draw_chart(panel, chart)?;
+    for (area, chart) in area.split_evenly((rows, columns)).iter().zip(charts) {
+        draw_chart(area, chart, charts.len() > 1)?;
     }
     area.present()
 }
@@ -135,6 +138,7 @@ fn draw_all<B: DrawingBackend>(
 fn draw_chart<B: DrawingBackend>(
     area: &DrawingArea<B, Shift>,
     chart: &Chart,
+    panel: bool,
 ) -> Result<(), DrawingError<B>> {
     let points = || chart.lines.iter().flat_map(|line| &line.points);
     let span = |a: (f64, f64), b: (f64, f64)| (a.0.min(b.0), a.1.max(b.1));
@@ -145,6 +149,13 @@ fn draw_chart<B: DrawingBackend>(
         false => (left, right),
     };
     let right = if right > left { right } else { left + 1. };
+    // A small chart has no corner free for the legend.
+    let legend = chart.lines.iter().any(|line| !line.label.is_empty());
+    let room = if panel && legend {
+        LEGEND_ROOM * (right - left)
+    } else {
+        0.
+    };
     let from = left + (right - left) * chart.settling;
     let shown = |value: f64| match chart.logarithmic {
         true => value.log10(),
@@ -164,7 +175,7 @@ fn draw_chart<B: DrawingBackend>(
         .margin(14)
         .x_label_area_size(40)
         .y_label_area_size(64)
-        .build_cartesian_2d(left..right, range.clone())?;
+        .build_cartesian_2d(left..right + room, range.clone())?;
     axes.configure_mesh()
         .x_desc(chart.x)
         .y_desc(chart.y)
@@ -198,7 +209,7 @@ fn draw_chart<B: DrawingBackend>(
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], style));
         }
     }
-    if chart.lines.iter().any(|line| !line.label.is_empty()) {
+    if legend {
         axes.configure_series_labels()
             .position(SeriesLabelPosition::UpperRight)
             .background_style(WHITE.mix(0.8))
@@ -212,7 +223,7 @@ fn draw_chart<B: DrawingBackend>(
 fn number(value: f64) -> String {
     match value.abs() {
         0. => "0".into(),
-        size if size >= 100. => format!("{value:.0}"),
+        size if size >= 100. || size == size.trunc() => format!("{value:.0}"),
         size if size >= 0.01 => format!("{value:.2}"),
         _ => format!("{value:.0e}"),
     }

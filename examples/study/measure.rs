@@ -19,7 +19,8 @@ pub type Series = Vec<(usize, f64)>;
 /// What was observed so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Observations {
-    /// By quantity, then by layer: `(1/C)‖batch − running‖` of each statistic, and the norm of its gradient.
+    /// By quantity, then by layer: `(1/C)‖batch − running‖` of each statistic, that distance beside the length of the
+    /// running statistic (of the deviation, where it is the mean's), and the norm of the statistic's gradient.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
     /// Channels of all layers and steps after PowerNorm's warm-up, and those among them for which the guard of ν's update
     /// made a difference.
@@ -84,27 +85,21 @@ impl Observations {
         match norm.norm {
             Norm::Batch if recorded => {
                 for layer in before.layers("running_mean") {
-                    for (quantity, statistic, of) in [
-                        ("distance of the mean", "running_mean", None),
-                        ("distance of the variance", "running_var", None),
-                        ("gradient of the mean", "", Some("bias")),
-                        ("gradient of the variance", "", Some("weight")),
+                    let variance = before.get(&layer, "running_var")?;
+                    let deviation: Vec<f64> = variance.iter().map(|square| square.sqrt()).collect();
+                    let gamma = before.get(&layer, "weight")?;
+                    for (statistic, name, scale, param) in [
+                        ("mean", "running_mean", &*deviation, "bias"),
+                        ("variance", "running_var", variance, "weight"),
                     ] {
-                        let value = match of {
-                            None => {
-                                let running = before.get(&layer, statistic)?;
-                                let moved = after.get(&layer, statistic)?;
-                                let batch = |(new, old)| old + (new - old) / MOMENTUM;
-                                let batch = moved.iter().zip(running).map(batch);
-                                mean_distance(batch, running)
-                            }
-                            Some(param) => {
-                                let gamma = before.get(&layer, "weight")?;
-                                let gradient = gradient(&layer, param)?;
-                                length(products(gamma, &gradient, rows))
-                            }
-                        };
-                        self.push(quantity, &layer, step, value);
+                        let running = before.get(&layer, name)?;
+                        let moved = after.get(&layer, name)?;
+                        let batch = |(new, old)| old + (new - old) / MOMENTUM;
+                        let batch: Vec<f64> = moved.iter().zip(running).map(batch).collect();
+                        self.distances(statistic, &layer, step, [&batch, running, scale]);
+                        let gradient = gradient(&layer, param)?;
+                        let gradient = length(products(gamma, &gradient, rows));
+                        self.push("gradient", statistic, &layer, step, gradient);
                     }
                 }
             }
@@ -117,12 +112,12 @@ impl Observations {
                         self.guarded += outside(&batch, running).count();
                     }
                     if recorded {
-                        let distance = mean_distance(batch.iter().copied(), running);
-                        self.push("distance of the quadratic mean", &layer, step, distance);
-                        let lambda =
-                            self::lambda(before, &layer, &gradient(&layer, "weight")?, rows);
-                        let lambda = length(lambda?.into_iter());
-                        self.push("gradient of the quadratic mean", &layer, step, lambda);
+                        let statistic = "quadratic mean";
+                        self.distances(statistic, &layer, step, [&batch, running, running]);
+                        let gradient = gradient(&layer, "weight")?;
+                        let lambda = lambda(before, &layer, &gradient, rows)?;
+                        let lambda = length(lambda.into_iter());
+                        self.push("gradient", statistic, &layer, step, lambda);
                     }
                 }
             }
@@ -131,11 +126,27 @@ impl Observations {
         Ok(())
     }
 
-    fn push(&mut self, quantity: &str, layer: &str, step: usize, value: f64) {
+    /// How far the `batch` is from the `running` statistic, by itself and beside `scale`.
+    fn distances(
+        &mut self,
+        statistic: &str,
+        layer: &str,
+        step: usize,
+        [batch, running, scale]: [&[f64]; 3],
+    ) {
+        let distance = length(batch.iter().zip(running).map(|(a, b)| a - b));
+        let mean = distance / running.len() as f64;
+        self.push("distance", statistic, layer, step, mean);
+        let relative = distance / length(scale.iter().copied());
+        self.push("relative distance", statistic, layer, step, relative);
+    }
+
+    fn push(&mut self, what: &str, statistic: &str, layer: &str, step: usize, value: f64) {
         if !value.is_finite() {
             return;
         }
-        let layers = self.series.entry(quantity.into()).or_default();
+        let quantity = format!("{what} of the {statistic}");
+        let layers = self.series.entry(quantity).or_default();
         layers.entry(layer.into()).or_default().push((step, value));
     }
 }
@@ -164,11 +175,6 @@ fn products<'a>(
     rows: usize,
 ) -> impl Iterator<Item = f64> + 'a {
     (gamma.iter().zip(gradient)).map(move |(gamma, gradient)| gamma * gradient / rows as f64)
-}
-
-/// (1/C)‖a − b‖, as the paper's Figures 2 and 4 have it.
-fn mean_distance(a: impl Iterator<Item = f64>, b: &[f64]) -> f64 {
-    length(a.zip(b).map(|(a, b)| a - b)) / b.len() as f64
 }
 
 fn length(values: impl Iterator<Item = f64>) -> f64 {
@@ -354,10 +360,16 @@ mod tests {
                     &gradients,
                     true,
                 )?;
-                let distance = mean_distance(direct.into_iter(), &phi(&before)?);
-                let series = &seen.series["distance of the quadratic mean"];
-                assert_eq!(series.len(), 3);
-                assert_close(&[series[LAYER][0].1], &[distance]);
+                let running = phi(&before)?;
+                let off = length(direct.iter().zip(&running).map(|(a, b)| a - b));
+                let value = |quantity: &str| seen.series[quantity][LAYER][0].1;
+                assert_close(&[value("distance of the quadratic mean")], &[off / 8.]);
+                let relative = off / length(running.into_iter());
+                assert_close(
+                    &[value("relative distance of the quadratic mean")],
+                    &[relative],
+                );
+                assert_eq!(seen.series["gradient of the quadratic mean"].len(), 3);
                 run.update(loss, &gradients)?;
             }
         }
@@ -384,12 +396,25 @@ mod tests {
             &gradients,
             true,
         )?;
-        let distance = |quantity: &str| seen.series[quantity][LAYER][0].1;
-        let expected = mean_distance(mean.into_iter(), &[0.; 8]);
-        assert_close(&[distance("distance of the mean")], &[expected]);
-        let expected = mean_distance(variance.into_iter(), &[1.; 8]);
-        assert_close(&[distance("distance of the variance")], &[expected]);
-        assert_eq!(seen.series.len(), 4);
+        let value = |quantity: &str| seen.series[quantity][LAYER][0].1;
+        let of_mean = length(mean.into_iter());
+        let of_variance = length(variance.into_iter().map(|variance| variance - 1.));
+        let root = 8f64.sqrt();
+        assert_close(
+            &[
+                value("distance of the mean"),
+                value("relative distance of the mean"),
+                value("distance of the variance"),
+                value("relative distance of the variance"),
+            ],
+            &[
+                of_mean / 8.,
+                of_mean / root,
+                of_variance / 8.,
+                of_variance / root,
+            ],
+        );
+        assert_eq!(seen.series.len(), 6);
         Ok(())
     }
 

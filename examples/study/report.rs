@@ -246,7 +246,15 @@ impl Report<'_> {
             "\n## Statistics\n\nOver the second half of training: the mean over steps, layers and seeds, and the largest \
              value of any.\n\n| quantity | of | mean | largest |\n|---|---|---|---|"
         )?;
-        for (what, file) in [("distance", "distances.svg"), ("gradient", "gradients.svg")] {
+        for (what, y, file) in [
+            ("distance", "(1/C)‖batch − running‖", "distances.svg"),
+            (
+                "relative distance",
+                "‖batch − running‖ / ‖running‖",
+                "relative_distances.svg",
+            ),
+            ("gradient", "norm", "gradients.svg"),
+        ] {
             let mut charts = vec![];
             for (label, variant) in shown {
                 let Some(runs) = self.runs(variant) else {
@@ -270,11 +278,7 @@ impl Report<'_> {
                         "| {quantity} | {label} | {:.2e} | {largest:.2e} |",
                         mean(&values)
                     )?;
-                    charts.push(chart_of_layers(
-                        format!("{label}: {quantity}"),
-                        what,
-                        layers,
-                    ));
+                    charts.push(chart_of_layers(format!("{label}: {quantity}"), y, layers));
                 }
             }
             if !charts.is_empty() {
@@ -488,7 +492,7 @@ impl Report<'_> {
     }
 }
 
-fn chart_of_layers(title: String, what: &str, layers: &BTreeMap<String, Series>) -> Chart {
+fn chart_of_layers(title: String, y: &'static str, layers: &BTreeMap<String, Series>) -> Chart {
     let line = |(color, (layer, series)): (usize, (&String, &Series))| Line {
         label: layer.clone(),
         points: series
@@ -501,10 +505,7 @@ fn chart_of_layers(title: String, what: &str, layers: &BTreeMap<String, Series>)
     Chart {
         title,
         x: "steps",
-        y: match what {
-            "distance" => "(1/C)‖batch − running‖",
-            _ => "norm",
-        },
+        y,
         lines: layers.iter().enumerate().map(line).collect(),
         logarithmic: true,
         ..Default::default()
