@@ -6,8 +6,8 @@ use candle::backprop::GradStore;
 use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::{
-    assert_relative, assert_same_bits, message, precision, state, tensor, to_f64, Data, Twin, CPU,
-    DTYPES,
+    assert_relative, assert_same_bits, message, precision, state, sum, tensor, to_f64, Data, Twin,
+    CPU, DTYPES,
 };
 
 /// Which outputs the loss sees.
@@ -53,13 +53,7 @@ impl Case {
 }
 
 fn unfused(layer: &PowerNorm, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-    let dtype = xs.dtype();
-    let sum = match dtype {
-        // Not by candle's own sum of them, which on AArch64 does not round to nearest.
-        DType::BF16 => (xs.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?,
-        _ => (xs + residual)?,
-    };
-    let sum = sum.to_dtype(dtype)?;
+    let sum = sum(xs, residual)?;
     Ok((layer.forward(&sum)?, sum))
 }
 

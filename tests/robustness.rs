@@ -7,8 +7,8 @@ use candle::{DType, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::{
-    assert_finite, bits, coarser, forward, keep, layer, run, state, tensor, to_f64, Batch, Bound,
-    Data, Twin, CPU, DTYPES,
+    assert_finite, bits, coarser, forward, keep, layer, run, state, sum, tensor, to_f64, Batch,
+    Bound, Data, Twin, CPU, DTYPES,
 };
 use proptest::prelude::*;
 use proptest::sample::{select, Index};
@@ -227,6 +227,8 @@ struct BatchCase {
     values: Values,
     dy: Values,
     mask: Option<MaskCase>,
+    /// Of the residual that the input is added to, if it is.
+    residual: Option<Vec<Axis>>,
     seed: u64,
 }
 
@@ -247,16 +249,20 @@ fn batch_cases() -> impl Strategy<Value = BatchCase> {
         values(),
         values(),
         prop::option::of(mask),
+        prop::option::weighted(0.3, axes()),
         any::<u64>(),
     )
-        .prop_map(|(leading, axes, values, dy, mask, seed)| BatchCase {
-            leading,
-            axes,
-            values,
-            dy,
-            mask,
-            seed,
-        })
+        .prop_map(
+            |(leading, axes, values, dy, mask, residual, seed)| BatchCase {
+                leading,
+                axes,
+                values,
+                dy,
+                mask,
+                residual,
+                seed,
+            },
+        )
 }
 
 /// A call that the layer has to refuse.
@@ -335,20 +341,21 @@ fn statistics(layer: &PowerNorm) -> (Vec<u64>, Vec<u64>, usize) {
     )
 }
 
-/// The input of a forward (its base, where it was a view) and the loss of its output.
+/// The inputs of a forward (their bases, where they were views, with what the views are of them) and the loss of its
+/// output.
 struct Graph {
-    input: Tensor,
+    inputs: Vec<(Tensor, Vec<Axis>)>,
     loss: Tensor,
 }
 
 /// Two layers side by side: what the first gets as views, the second gets packed, with other padding where recipe Paper
-/// has it that padding does not count. Both must come to the same bits.
+/// has it that padding does not count; and as a sum, where the first gets a residual. Both must come to the same bits.
 struct Life {
     case: LayerCase,
     layer: PowerNorm,
     packed: PowerNorm,
     /// Those of the last training forward, in both layers.
-    graphs: Option<(Graph, Graph, BatchCase)>,
+    graphs: Option<(Graph, Graph)>,
 }
 
 impl Life {
@@ -405,15 +412,27 @@ impl Life {
         }
     }
 
-    fn forward(&self, batch: &BatchCase, train: bool) -> (Graph, Graph, BatchCase) {
+    fn forward(&self, batch: &BatchCase, train: bool) -> (Graph, Graph) {
         let LayerCase { size, config, .. } = self.case;
         let dtype = self.case.dtypes.0;
         let mut data = Data::new(batch.seed);
         let dims: Vec<usize> = batch.leading.iter().copied().chain([size]).collect();
-        let base_dims = base_dims(&dims, &batch.axes);
-        let base = batch.values.fill(&mut data, base_dims.iter().product());
-        let base = Var::from_tensor(&tensor(&base, &base_dims, dtype)).unwrap();
-        let xs = view(&base, &dims, &batch.axes).unwrap();
+        let mut viewed = |axes: &[Axis]| {
+            let base_dims = base_dims(&dims, axes);
+            let base = batch.values.fill(&mut data, base_dims.iter().product());
+            let base = Var::from_tensor(&tensor(&base, &base_dims, dtype)).unwrap();
+            let xs = view(&base, &dims, axes).unwrap();
+            ((base.as_tensor().clone(), axes.to_vec()), xs)
+        };
+        let (input, mut xs) = viewed(&batch.axes);
+        let mut inputs = vec![input];
+        let mut residual = None;
+        if let Some(axes) = &batch.residual {
+            let (input, view) = viewed(axes);
+            inputs.push(input);
+            residual = Some((xs.clone(), view.clone()));
+            xs = sum(&xs, &view).unwrap();
+        }
         let rows = dims.iter().product::<usize>() / size;
         let dy = batch.dy.fill(&mut data, rows * size);
         let mask = batch.mask.as_ref().map(|mask| mask.make(batch, &mut data));
@@ -435,7 +454,18 @@ impl Life {
         let packed_mask = mask.as_ref().map(|_| keep(&kept, &batch.leading));
 
         let (phi, nu, steps) = state(&self.layer);
-        let y = forward(&self.layer, &xs, mask.as_ref(), train);
+        let y = match &residual {
+            Some((xs, residual)) => {
+                let mode = if train { Mode::train() } else { Mode::eval() };
+                let layer = self.layer.clone().with_mode(&mode);
+                let outputs = match &mask {
+                    Some(mask) => layer.forward_residual_masked(xs, residual, mask),
+                    None => layer.forward_residual(xs, residual),
+                };
+                outputs.unwrap().0
+            }
+            None => forward(&self.layer, &xs, mask.as_ref(), train),
+        };
         let packed_y = forward(&self.packed, &packed_xs, packed_mask.as_ref(), train);
         assert_eq!((y.dims(), y.dtype()), (&dims[..], dtype));
         let rows_of = |y: &Tensor| -> Vec<Vec<u64>> {
@@ -466,18 +496,18 @@ impl Life {
             assert_eq!(canonical(&alone), y_rows[row], "row {row} alone");
         }
 
-        let graph = |input: &Var, y: &Tensor, dy: &Tensor| Graph {
-            input: input.as_tensor().clone(),
+        let graph = |inputs, y: &Tensor, dy: &Tensor| Graph {
+            inputs,
             loss: (y * dy).unwrap().sum_all().unwrap(),
         };
+        let packed = vec![(packed_xs.as_tensor().clone(), vec![])];
         (
-            graph(&base, &y, &tensor(&dy, &dims, dtype)),
-            graph(&packed_xs, &packed_y, &packed_dy),
-            batch.clone(),
+            graph(inputs, &y, &tensor(&dy, &dims, dtype)),
+            graph(packed, &packed_y, &packed_dy),
         )
     }
 
-    fn walk(&self, (graph, packed, batch): &(Graph, Graph, BatchCase), train: bool) {
+    fn walk(&self, (graph, packed): &(Graph, Graph), train: bool) {
         let (phi, nu, steps) = state(&self.layer);
         let grads = graph.loss.backward().unwrap();
         let packed_grads = packed.loss.backward().unwrap();
@@ -495,20 +525,20 @@ impl Life {
             let expected = packed_grads.get(theirs).unwrap();
             assert_eq!(canonical(gradient), canonical(expected));
         }
-        let dx = packed_grads.get(&packed.input).unwrap();
-        assert_eq!(dx.dims(), packed.input.dims());
+        let (input, _) = &packed.inputs[0];
+        let dx = packed_grads.get(input).unwrap();
+        assert_eq!(dx.dims(), input.dims());
         if dx.elem_count() == 0 {
             return;
         }
-        // What reaches the base of the view if the view gets that gradient.
-        let base = Var::from_tensor(&graph.input).unwrap();
-        let xs = view(&base, dx.dims(), &batch.axes).unwrap();
-        let expected = (xs * dx).unwrap().sum_all().unwrap().backward().unwrap();
-        let (gradient, expected) = (
-            grads.get(&graph.input).unwrap(),
-            expected.get(&base).unwrap(),
-        );
-        assert_eq!(canonical(gradient), canonical(expected));
+        for (input, axes) in &graph.inputs {
+            // What reaches the base of the view if the view gets that gradient.
+            let base = Var::from_tensor(&input.detach()).unwrap();
+            let xs = view(&base, dx.dims(), axes).unwrap();
+            let expected = (xs * dx).unwrap().sum_all().unwrap().backward().unwrap();
+            let (gradient, expected) = (grads.get(input).unwrap(), expected.get(&base).unwrap());
+            assert_eq!(canonical(gradient), canonical(expected));
+        }
 
         let after = state(&self.layer);
         assert_eq!(

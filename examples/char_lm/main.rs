@@ -257,8 +257,10 @@ fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &P
 
 /// Prints the results of a finished run, and gives its validation loss.
 fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
-    let train_loss = run.evaluate(&corpus.train, FINAL_EVAL_BATCHES)?;
-    let val_loss = run.evaluate(&corpus.val, FINAL_EVAL_BATCHES)?;
+    // Twice over a short split is enough.
+    let batches = |split: &[u32]| FINAL_EVAL_BATCHES.min(2 * split.len().div_ceil(BATCH * CONTEXT));
+    let train_loss = run.evaluate(&corpus.train, batches(&corpus.train))?;
+    let val_loss = run.evaluate(&corpus.val, batches(&corpus.val))?;
     let sample = run.sample(&run.model, SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
     eprintln!("{norm:8} training loss {train_loss:.4}, validation loss {val_loss:.4}. A sample:");
     eprintln!("{}", sample.trim());

@@ -281,6 +281,17 @@ pub fn forward(layer: &PowerNorm, xs: &Tensor, keep: Option<&Tensor>, train: boo
     }
 }
 
+/// `xs + residual`, rounded to nearest. candle's own sum of `BF16` is not on AArch64, and that of `F16` has 0 for numbers
+/// below the normal ones where it takes 32 at a time.
+pub fn sum(xs: &Tensor, residual: &Tensor) -> candle::Result<Tensor> {
+    match xs.dtype() {
+        dtype @ (DType::BF16 | DType::F16) => {
+            (xs.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?.to_dtype(dtype)
+        }
+        _ => xs + residual,
+    }
+}
+
 /// A forward and a backward of the loss Σ y·dy.
 pub fn run(layer: &PowerNorm, batch: &Batch, train: bool) -> Outcome {
     let xs = Var::from_tensor(&batch.xs).unwrap();
