@@ -1,6 +1,6 @@
 //! The normalization layers the example compares, behind one type.
 
-use candle::{Module, Result, Tensor};
+use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, GroupNorm, Init, ModuleT, VarBuilder};
 use candle_powernorm::{
     power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics,
@@ -56,6 +56,33 @@ impl fmt::Display for Norm {
             Self::Layer => "layer",
             Self::Rms => "rms",
             Self::Group => "group",
+        })
+    }
+}
+
+/// Which rows of a padded batch are real.
+#[derive(Debug)]
+pub struct Padding {
+    /// `[batch, time]`, 1 for a real token.
+    pub keep: Tensor,
+    /// The real ones' positions in the flattened batch.
+    pub rows: Tensor,
+}
+
+impl Padding {
+    /// Of sequences that begin with `lengths` real tokens each, `time` tokens long with their padding.
+    pub fn new(lengths: &[usize], time: usize, device: &Device) -> Result<Self> {
+        let keep: Vec<u8> = (lengths.iter())
+            .flat_map(|&length| (0..time).map(move |i| u8::from(i < length)))
+            .collect();
+        let rows: Vec<u32> = (0..)
+            .zip(&keep)
+            .filter(|(_, &keep)| keep == 1)
+            .map(|(row, _)| row)
+            .collect();
+        Ok(Self {
+            rows: Tensor::new(rows, device)?,
+            keep: Tensor::from_vec(keep, (lengths.len(), time), device)?,
         })
     }
 }
@@ -147,6 +174,42 @@ impl NormLayer {
             _ => {
                 let sum = (xs + residual)?;
                 Ok((self.forward(&sum)?, sum))
+            }
+        }
+    }
+}
+
+impl NormLayer {
+    /// [`forward`](Module::forward) of a padded batch `[batch, time, channels]`. Padding enters no statistic.
+    pub fn forward_masked(&self, xs: &Tensor, padding: &Padding) -> Result<Tensor> {
+        match self {
+            Self::Power(norm) => norm.forward_masked(xs, &padding.keep),
+            Self::Batch { norm, mode } => {
+                let rows = xs.flatten_to(1)?;
+                let real = rows.index_select(&padding.rows, 0)?;
+                let real = norm.forward_t(&real, mode.is_training())?;
+                let zeros = rows.zeros_like()?.detach();
+                zeros
+                    .index_add(&padding.rows, &real, 0)?
+                    .reshape(xs.shape())
+            }
+            // The others see each token by itself.
+            _ => self.forward(xs),
+        }
+    }
+
+    /// [`forward_residual`](Self::forward_residual) of padded batches.
+    pub fn forward_residual_masked(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        padding: &Padding,
+    ) -> Result<(Tensor, Tensor)> {
+        match self {
+            Self::Power(norm) => norm.forward_residual_masked(xs, residual, &padding.keep),
+            _ => {
+                let sum = (xs + residual)?;
+                Ok((self.forward_masked(&sum, padding)?, sum))
             }
         }
     }
