@@ -128,6 +128,10 @@ struct Args {
     #[arg(long, value_parser = common::positive)]
     steps: Option<usize>,
 
+    /// Highest learning rate, where the warm-up ends [default: 0.003, on a GPU 0.002]
+    #[arg(long)]
+    rate: Option<f64>,
+
     /// Decides the initial weights, the batches and the dropout
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -273,7 +277,7 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
             vocab: corpus.subwords.count(),
         },
         batch: budget.batch,
-        rate: budget.rate,
+        rate: args.rate.unwrap_or(budget.rate),
         dropout: budget.dropout,
         smoothing: SMOOTHING,
         seed: args.seed,

@@ -4,7 +4,7 @@
 use crate::common::checkpoint::variables;
 use crate::common::norm::{Norm, NormConfig, NormLayer};
 use crate::data::{Batch, Sources};
-use candle::{Device, Module, Result, Tensor, D};
+use candle::{DType, Device, Module, Result, Tensor, D};
 use candle_nn::{embedding, linear, Embedding, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use rand::{rngs::StdRng, Rng};
@@ -108,13 +108,14 @@ impl Transformer {
         })
     }
 
-    /// The logits of a batch's targets, `[count, vocab]`.
-    pub fn forward(&self, batch: &Batch, dropout: &Dropout) -> Result<Tensor> {
+    /// The loss over a batch's targets.
+    pub fn objective(&self, batch: &Batch, smoothing: f64, dropout: &Dropout) -> Result<Objective> {
         let memory = self.encode(&batch.sources, dropout)?;
         let hidden = self
             .decode(&batch.inputs, &memory, dropout)?
             .flatten_to(1)?;
-        self.logits(&hidden.index_select(&batch.places, 0)?)
+        let hidden = hidden.index_select(&batch.places, 0)?;
+        Objective::new(&hidden, self.tokens.embeddings(), &batch.targets, smoothing)
     }
 
     pub fn encode(&self, sources: &Sources, dropout: &Dropout) -> Result<Memory> {
@@ -358,19 +359,293 @@ pub fn init_weights(varmap: &VarMap, rng: &mut StdRng) -> Result<()> {
     Ok(())
 }
 
-/// The sum over `targets` of the cross entropy of `logits`, `[count, vocab]`: with label smoothing, where the target
-/// has all but `smoothing` of the probability and each token an equal share of that; and, without a gradient, as it is.
-pub fn cross_entropy(
-    logits: &Tensor,
-    targets: &Tensor,
-    smoothing: f64,
-) -> Result<(Tensor, Tensor)> {
-    let max = logits.detach().max_keepdim(1)?;
-    let shifted = logits.broadcast_sub(&max)?;
-    let log_sum = shifted.exp()?.sum(1)?.log()?.sum_all()?;
-    let of_target = shifted.gather(&targets.unsqueeze(1)?, 1)?.sum_all()?;
-    let plain = (&log_sum - &of_target)?.detach();
-    let mean = (shifted.sum_all()? / logits.dim(1)? as f64)?;
-    let smoothed = ((log_sum - (of_target * (1. - smoothing))?)? - (mean * smoothing)?)?;
-    Ok((smoothed, plain))
+/// Rows of logits that are in the cache together, in an [`Objective`].
+const ROWS: usize = 256;
+
+/// The loss of a model's output, and what gives its gradient.
+pub struct Objective {
+    /// Not the loss, but its gradient is the loss's.
+    pub gradient: Tensor,
+    /// The cross entropy with label smoothing, summed over the targets.
+    pub smoothed: Tensor,
+    /// Without.
+    pub plain: Tensor,
+}
+
+impl Objective {
+    /// Of the logits `hidden · embeddingᵀ`, `[count, width]` and `[vocab, width]`, for `targets`, `[count]`. With label
+    /// smoothing the target has all but `smoothing` of the probability, and each token an equal share of that.
+    ///
+    /// The logits are the largest tensor by far, and in autograd a dozen of their size would live until the backward. But
+    /// their gradient, softmax less the probabilities asked for, is known in the forward: with the two products that take it
+    /// further the work goes by stretches of rows, in the cache.
+    pub fn new(
+        hidden: &Tensor,
+        embedding: &Tensor,
+        targets: &Tensor,
+        smoothing: f64,
+    ) -> Result<Self> {
+        let (rows, weight) = (hidden.detach(), embedding.detach());
+        let vocab = weight.dim(0)?;
+        let mut parts = vec![];
+        let mut d_weight = weight.zeros_like()?;
+        let [mut smoothed, mut plain] =
+            [(); 2].map(|()| Tensor::zeros((), DType::F32, weight.device()));
+        for start in (0..rows.dim(0)?).step_by(ROWS) {
+            let count = ROWS.min(rows.dim(0)? - start);
+            let rows = rows.narrow(0, start, count)?;
+            let targets = targets
+                .narrow(0, start, count)?
+                .unsqueeze(1)?
+                .contiguous()?;
+            let logits = rows.matmul(&weight.t()?)?;
+            let max = logits.max_keepdim(1)?;
+            let exp = logits.broadcast_sub(&max)?.exp()?;
+            let sum = exp.sum_keepdim(1)?;
+            let log_sum = (sum.log()? + max)?.sum_all()?;
+            let of_targets = logits.gather(&targets, 1)?.sum_all()?;
+            plain = plain + (&log_sum - &of_targets)?;
+            let asked = ((of_targets * (1. - smoothing))?
+                + (logits.sum_all()? * (smoothing / vocab as f64))?)?;
+            smoothed = smoothed + (log_sum - asked)?;
+
+            let share = Tensor::full(-(1. - smoothing) as f32, targets.shape(), targets.device())?;
+            let d_logits = exp
+                .broadcast_div(&sum)?
+                .affine(1., -smoothing / vocab as f64)?;
+            let d_logits = d_logits.scatter_add(&targets, &share, 1)?;
+            d_weight = (d_weight + d_logits.t()?.matmul(&rows)?)?;
+            parts.push(d_logits.matmul(&weight)?);
+        }
+        let d_rows = Tensor::cat(&parts, 0)?;
+        let gradient = ((hidden * d_rows)?.sum_all()? + (embedding * d_weight)?.sum_all()?)?;
+        Ok(Self {
+            gradient,
+            smoothed: smoothed?,
+            plain: plain?,
+        })
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use crate::common::norm::Padding;
+    use crate::common::random::{generator, Use};
+    use crate::data::{Pair, BEGIN, END, PAD};
+    use candle::Var;
+    use candle_powernorm::Recipe;
+    use clap::ValueEnum;
+
+    pub const VOCAB: usize = 12;
+
+    pub fn norm_config(norm: Norm) -> NormConfig {
+        NormConfig {
+            norm,
+            groups: Some(2),
+            warmup_steps: 3,
+            recipe: Recipe::Paper,
+            group_norm_groups: 2,
+        }
+    }
+
+    pub fn size(vocab: usize) -> Size {
+        Size {
+            layers: 2,
+            heads: 2,
+            width: 8,
+            hidden: 16,
+            vocab,
+        }
+    }
+
+    /// A model whose normalizations have seen some batches, in evaluation mode.
+    pub fn model(norm: Norm, vocab: usize, varmap: &VarMap) -> Result<Transformer> {
+        let mode = Mode::train();
+        let vb = VarBuilder::from_varmap(varmap, DType::F32, &Device::Cpu);
+        let model = Transformer::new(size(vocab), &norm_config(norm), &mode, vb)?;
+        init_weights(varmap, &mut generator(5, Use::Weights, 0))?;
+        for _ in 0..4 {
+            model.encode(&sources(&[&[5, 4, END], &[3, END]]), &Dropout::none())?;
+        }
+        mode.set_training(false);
+        Ok(model)
+    }
+
+    pub fn sources(sentences: &[&[u32]]) -> Sources {
+        Sources::new(sentences.iter().copied(), &Device::Cpu).unwrap()
+    }
+
+    /// The logits of what follows each of the first `count` tokens of `target`, the translation of the first of `sentences`.
+    fn logits(model: &Transformer, sentences: &[&[u32]], target: &[u32], count: usize) -> Vec<f32> {
+        let memory = model.encode(&sources(sentences), &Dropout::none()).unwrap();
+        let targets = Tensor::new(target, &Device::Cpu).unwrap();
+        let targets = targets.broadcast_left(sentences.len()).unwrap();
+        let hidden = model.decode(&targets, &memory, &Dropout::none()).unwrap();
+        let hidden = hidden.get(0).unwrap().narrow(0, 0, count).unwrap();
+        let logits = model.logits(&hidden).unwrap();
+        logits.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    fn assert_close(ours: &[f32], theirs: &[f32], what: impl std::fmt::Display) {
+        let largest = theirs.iter().fold(0f32, |max, value| max.max(value.abs()));
+        assert!(largest > 0.1, "{what}: nothing but zeros");
+        for (i, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+            let close = (ours - theirs).abs() <= 1e-5 * largest;
+            assert!(close, "{what}, {i}: {ours} and {theirs}");
+        }
+    }
+
+    #[test]
+    fn neither_other_sentences_nor_their_padding_change_a_translation() -> Result<()> {
+        for &norm in Norm::value_variants() {
+            let varmap = VarMap::new();
+            let model = model(norm, VOCAB, &varmap)?;
+            let (short, long): (&[u32], &[u32]) = (&[4, 7, END], &[9, 3, 3, 8, 5, 6, END]);
+            let target = [BEGIN, 5, 6, 7];
+            let alone = logits(&model, &[short], &target, 4);
+            assert_close(&logits(&model, &[short, long], &target, 4), &alone, norm);
+            // What comes later in the translation, padding say, is not seen.
+            let padded = [BEGIN, 5, PAD, PAD];
+            assert_close(
+                &logits(&model, &[short], &padded, 2),
+                &alone[..2 * VOCAB],
+                norm,
+            );
+            assert_ne!(logits(&model, &[short], &padded, 3), alone[..3 * VOCAB]);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn padding_changes_no_training_step_whatever_its_token_has_become() -> Result<()> {
+        let pairs = [[&[4, 7, END][..], &[5, END]], [&[9, 3, 8, END], &[6, END]]];
+        let pairs = pairs.map(|[source, target]| Pair {
+            source: source.to_vec(),
+            target: target.to_vec(),
+        });
+        for &norm in Norm::value_variants() {
+            // The gradient of a matrix of the encoder, and the statistics afterwards.
+            let step = |poison: bool, padding: usize| -> Result<(Vec<f32>, Vec<Vec<f32>>)> {
+                let varmap = VarMap::new();
+                let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+                let (config, mode) = (norm_config(norm), Mode::train());
+                let model = Transformer::new(size(VOCAB), &config, &mode, vb)?;
+                init_weights(&varmap, &mut generator(5, Use::Weights, 0))?;
+                let vars = variables(&varmap);
+                let mut batch = Batch::new(&pairs, &Device::Cpu).unwrap();
+                let padded = |source: &Vec<u32>, time| {
+                    let padding = std::iter::repeat_n(PAD, time - source.len());
+                    source.iter().copied().chain(padding).collect::<Vec<_>>()
+                };
+                let time = 4 + padding;
+                let tokens = pairs.iter().flat_map(|pair| padded(&pair.source, time));
+                let tokens: Vec<u32> = tokens.collect();
+                batch.sources.tokens = Tensor::from_vec(tokens, (2, time), &Device::Cpu)?;
+                batch.sources.padding = Padding::new(&[3, 4], time, &Device::Cpu)?;
+                let mask = (batch.sources.padding.keep.to_dtype(DType::F32)?.log()?)
+                    .reshape((2, 1, 1, time))?;
+                batch.sources.mask = mask;
+                if poison {
+                    let table = vars["tokens.weight"].as_detached_tensor();
+                    let nan = (table.narrow(0, PAD as usize, 1)?.ones_like()? * f64::NAN)?;
+                    vars["tokens.weight"]
+                        .set(&Tensor::cat(&[&nan, &table.narrow(0, 1, VOCAB - 1)?], 0)?)?;
+                }
+                let memory = model.encode(&batch.sources, &Dropout::none())?;
+                let hidden = model.decode(&batch.inputs, &memory, &Dropout::none())?;
+                let weights = Tensor::arange(0f32, 32., &Device::Cpu)?.reshape(hidden.shape())?;
+                let store = (hidden * weights)?.sum_all()?.backward()?;
+                let gradient = store.get(&vars["encoder.0.mlp.expand.weight"]);
+                let gradient = gradient.unwrap().flatten_all()?.to_vec1()?;
+                let buffers = vars.iter().filter(|(name, _)| {
+                    crate::common::norm::is_buffer(name) && !name.ends_with("iters")
+                });
+                let buffers = buffers.map(|(_, var)| var.flatten_all()?.to_vec1());
+                Ok((gradient, buffers.collect::<Result<_>>()?))
+            };
+            let (gradient, buffers) = step(false, 0)?;
+            for (poison, padding) in [(false, 3), (true, 0), (true, 3)] {
+                let (other_gradient, other_buffers) = step(poison, padding)?;
+                assert_close(&other_gradient, &gradient, norm);
+                for (other, buffer) in other_buffers.iter().zip(&buffers) {
+                    for (other, value) in other.iter().zip(buffer) {
+                        assert!((other - value).abs() <= 1e-5, "{norm}: {other} and {value}");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// By hand: logits 0, ln 2 and ln 5 have the probabilities 1/8, 2/8 and 5/8.
+    #[test]
+    fn smoothing_gives_each_token_a_share() -> Result<()> {
+        let logits = Tensor::new(&[[0f32, 2f32.ln(), 5f32.ln()]], &Device::Cpu)?;
+        let targets = Tensor::new(&[2u32], &Device::Cpu)?;
+        let identity = Tensor::eye(3, DType::F32, &Device::Cpu)?;
+        let objective = Objective::new(&logits, &identity, &targets, 0.1)?;
+        let mean = -(0.125f64.ln() + 0.25f64.ln() + 0.625f64.ln()) / 3.;
+        let expected = [0.9 * -(0.625f64.ln()) + 0.1 * mean, -(0.625f64.ln())];
+        for (value, expected) in [objective.smoothed, objective.plain].iter().zip(expected) {
+            let value = f64::from(value.to_scalar::<f32>()?);
+            assert!((value - expected).abs() < 1e-6, "{value} and {expected}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn the_objective_has_the_gradient_that_autograd_finds() -> Result<()> {
+        // More rows than one stretch has.
+        let (count, vocab, width) = (ROWS + 9, 7, 3);
+        let mut rng = generator(1, Use::Sample, 0);
+        let mut random = |rows| -> Result<Var> {
+            let values: Vec<f32> = (0..rows * width)
+                .map(|_| rng.random_range(-1f32..1.))
+                .collect();
+            Var::from_vec(values, (rows, width), &Device::Cpu)
+        };
+        let (hidden, embedding) = (random(count)?, random(vocab)?);
+        let targets: Vec<u32> = (0..count).map(|i| (i * i % vocab) as u32).collect();
+        let targets = Tensor::new(targets, &Device::Cpu)?;
+
+        let log = candle_nn::ops::log_softmax(&hidden.matmul(&embedding.t()?)?, 1)?;
+        let plain = log.gather(&targets.unsqueeze(1)?, 1)?.sum_all()?.neg()?;
+        let uniform = (log.sum_all()?.neg()? / vocab as f64)?;
+        let smoothed = ((&plain * 0.8)? + (uniform * 0.2)?)?;
+
+        let objective = Objective::new(&hidden, &embedding, &targets, 0.2)?;
+        let scalar = |tensor: &Tensor| tensor.to_scalar::<f32>();
+        assert_close(&[scalar(&objective.plain)?], &[scalar(&plain)?], "plain");
+        assert_close(
+            &[scalar(&objective.smoothed)?],
+            &[scalar(&smoothed)?],
+            "smoothed",
+        );
+        let (ours, theirs) = (objective.gradient.backward()?, smoothed.backward()?);
+        for var in [&hidden, &embedding] {
+            let [ours, theirs] =
+                [&ours, &theirs].map(|store| store.get(var).unwrap().flatten_all());
+            assert_close(&ours?.to_vec1()?, &theirs?.to_vec1()?, "gradient");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn dropout_drops_its_share_and_keeps_the_mean() -> Result<()> {
+        let ones = Tensor::ones((100, 100), DType::F32, &Device::Cpu)?;
+        let dropout = |step| Dropout::new(0.25, generator(1, Use::Dropout, step));
+        let drawn = |dropout: Dropout| dropout.forward(&ones)?.flatten_all()?.to_vec1::<f32>();
+        let values = drawn(dropout(0))?;
+        let zeros = values.iter().filter(|&&value| value == 0.).count();
+        // Of 10,000 draws: five standard deviations are 217.
+        assert!((2283..2717).contains(&zeros), "{zeros}");
+        assert!(values
+            .iter()
+            .all(|&value| value == 0. || (value - 4. / 3.).abs() < 1e-6));
+        assert_eq!(values, drawn(dropout(0))?);
+        assert_ne!(values, drawn(dropout(1))?);
+        assert!(drawn(Dropout::none())?.iter().all(|&value| value == 1.));
+        Ok(())
+    }
 }

@@ -172,3 +172,100 @@ pub fn translate(
     }
     Ok(translations)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::norm::Norm;
+    use crate::model::tests::{model, sources, VOCAB};
+    use candle_nn::VarMap;
+
+    const SENTENCES: [&[u32]; 3] = [&[5, 3, 4, END], &[4, END], &[3, 4, 4, 5, 5, 3, END]];
+
+    /// The log-probabilities of what follows each of `tokens`, the first of them the beginning.
+    fn log_probabilities(model: &Transformer, source: &[u32], tokens: &[u32]) -> Vec<Vec<f32>> {
+        let memory = model.encode(&sources(&[source]), &Dropout::none()).unwrap();
+        let tokens = Tensor::new(tokens, &Device::Cpu)
+            .unwrap()
+            .unsqueeze(0)
+            .unwrap();
+        let hidden = model.decode(&tokens, &memory, &Dropout::none()).unwrap();
+        let logits = model.logits(&hidden.squeeze(0).unwrap()).unwrap();
+        log_softmax(&logits, 1).unwrap().to_vec2().unwrap()
+    }
+
+    #[test]
+    fn a_beam_of_one_is_greedy_and_sentences_do_not_mix() -> Result<()> {
+        let model = model(Norm::Power, VOCAB, &VarMap::new())?;
+        let together = translate_batch(&model, &SENTENCES, &Beam::new(1), &Device::Cpu)?;
+        for (source, translation) in SENTENCES.iter().zip(together) {
+            let mut greedy = vec![BEGIN];
+            let longest = source.len() * 3 / 2 + 10;
+            while greedy.len() < longest {
+                let rows = log_probabilities(&model, source, &greedy);
+                let last = (0..).zip(&rows[greedy.len() - 1]);
+                let best = last.filter(|&(token, _)| token != PAD && token != BEGIN);
+                let (best, _) = best.max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+                if best == END {
+                    break;
+                }
+                greedy.push(best);
+            }
+            assert_eq!(translation, greedy[1..]);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_wide_beam_finds_the_best_of_all_translations() -> Result<()> {
+        let vocab = 6;
+        let model = model(Norm::Layer, vocab, &VarMap::new())?;
+        let beam = Beam {
+            size: 200,
+            max_length: (0., 4),
+        };
+        let found = translate_batch(&model, &SENTENCES, &beam, &Device::Cpu)?;
+        for (source, found) in SENTENCES.iter().zip(found) {
+            // All of up to three tokens before the end.
+            let mut all: Vec<Vec<u32>> = vec![vec![]];
+            for length in 0..3 {
+                let longest: Vec<_> = all.iter().filter(|t| t.len() == length).cloned().collect();
+                all.extend(longest.iter().flat_map(|tokens| {
+                    (END + 1..vocab as u32).map(|token| [&**tokens, &[token]].concat())
+                }));
+            }
+            assert_eq!(all.len(), 1 + 3 + 9 + 27);
+            let score = |tokens: &[u32]| {
+                let rows = log_probabilities(&model, source, &[&[BEGIN], tokens].concat());
+                let next = tokens.iter().chain([&END]);
+                let sum: f32 = rows
+                    .iter()
+                    .zip(next)
+                    .map(|(row, &token)| row[token as usize])
+                    .sum();
+                sum / rows.len() as f32
+            };
+            let best = all.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
+            assert_eq!(Some(&found), best);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn translations_come_in_the_order_of_the_sentences() -> Result<()> {
+        let model = model(Norm::PowerV, VOCAB, &VarMap::new())?;
+        let pairs = SENTENCES.map(|source| Pair {
+            source: source.to_vec(),
+            target: vec![END],
+        });
+        let beam = Beam::new(3);
+        let all = translate(&model, &pairs, &beam, 24, &Device::Cpu, |_| {})?;
+        for (source, translation) in SENTENCES.iter().zip(all) {
+            assert_eq!(
+                vec![translation],
+                translate_batch(&model, &[source], &beam, &Device::Cpu)?
+            );
+        }
+        Ok(())
+    }
+}

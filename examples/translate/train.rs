@@ -6,7 +6,7 @@ use crate::common::optim::{AdamW, AdamWConfig};
 use crate::common::random::{generator, Use};
 use crate::common::train::History;
 use crate::data::{by_length, cut, epoch, Batch, Corpus};
-use crate::model::{cross_entropy, init_weights, Dropout, Size, Transformer};
+use crate::model::{init_weights, Dropout, Size, Transformer};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -130,12 +130,12 @@ impl<'a> Run<'a> {
         let step = self.steps();
         let batch = self.next_batch()?;
         let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, step));
-        let logits = self.model.forward(&batch, &dropout)?;
-        let (loss, _) = cross_entropy(&logits, &batch.targets, smoothing)?;
-        let loss = (loss / batch.count() as f64)?;
-        let value = loss.to_scalar::<f32>()?;
+        let objective = self.model.objective(&batch, smoothing, &dropout)?;
+        let count = batch.count() as f64;
+        let value = objective.smoothed.to_scalar::<f32>()? / count as f32;
         ensure!(value.is_finite(), "the loss is {value} at step {step}");
-        let gradients = self.optimizer.gradients(&loss.backward()?)?;
+        let store = (objective.gradient / count)?.backward()?;
+        let gradients = self.optimizer.gradients(&store)?;
         let rate = rate * inverse_square_root(step, norm.warmup_steps);
         self.optimizer.step(&gradients, rate)?;
         self.history.train.push(value);
@@ -166,9 +166,8 @@ impl<'a> Run<'a> {
         let (mut sum, mut count) = (0., 0);
         for indices in cut(val, &by_length(val), self.settings.batch) {
             let batch = Batch::new(indices.iter().map(|&i| &val[i]), &self.device)?;
-            let logits = self.model.forward(&batch, &Dropout::none())?;
-            let (_, loss) = cross_entropy(&logits, &batch.targets, 0.)?;
-            sum += f64::from(loss.to_scalar::<f32>()?);
+            let objective = self.model.objective(&batch, 0., &Dropout::none())?;
+            sum += f64::from(objective.plain.to_scalar::<f32>()?);
             count += batch.count();
         }
         let mean = (sum / count as f64) as f32;
@@ -264,4 +263,139 @@ impl<'a> Run<'a> {
 fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
     let progress = (step + 1) as f64 / warmup_steps as f64;
     progress.min(progress.powf(-0.5))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::norm::Norm;
+    use crate::data::tests::corpus;
+    use crate::model::tests::{norm_config, size};
+    use crate::search::{translate, Beam};
+    use clap::ValueEnum;
+
+    fn settings(norm: Norm, corpus: &Corpus) -> Settings {
+        Settings {
+            norm: norm_config(norm),
+            size: size(corpus.subwords.count()),
+            batch: 120,
+            rate: 1e-2,
+            dropout: 0.1,
+            smoothing: 0.1,
+            seed: 1,
+        }
+    }
+
+    /// Every number the run's future depends on, as bits.
+    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
+        let vars = variables(&run.varmap).into_iter();
+        let vars = vars.map(|(name, var)| (name, var.as_detached_tensor()));
+        let slots = run.optimizer.slots.iter();
+        let moments = slots
+            .flat_map(|slot| [&slot.mean, &slot.square].map(|m| (slot.name.clone(), m.clone())));
+        vars.chain(moments)
+            .map(|(name, tensor)| {
+                let values = tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
+                let values = values.to_vec1::<f64>().unwrap();
+                (name, values.into_iter().map(f64::to_bits).collect())
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_resumed_run_is_the_run_that_never_stopped() -> Result<()> {
+        let corpus = corpus();
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("run.safetensors");
+        for &norm in Norm::value_variants() {
+            let settings = settings(norm, &corpus);
+            let mut whole = Run::new(settings, &corpus, &Device::Cpu)?;
+            // More than an epoch on either side of the checkpoint.
+            let (middle, end) = (whole.epoch.batches.len() + 2, 3 * whole.epoch.batches.len());
+            for step in 0..end {
+                if step == middle {
+                    whole.history.val.push((step as u32, whole.evaluate()?));
+                    whole.save(&path)?;
+                }
+                whole.step()?;
+            }
+            let mut resumed = Run::new(settings, &corpus, &Device::Cpu)?;
+            resumed.load(&path)?;
+            assert_eq!(resumed.steps(), middle);
+            while resumed.steps() < end {
+                resumed.step()?;
+            }
+            assert_eq!(resumed.history, whole.history, "{norm}");
+            assert_eq!(bits(&resumed), bits(&whole), "{norm}");
+            assert_eq!(resumed.tokens, whole.tokens);
+            assert_eq!(resumed.epochs(), whole.epochs());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_checkpoint_of_other_settings_is_refused() -> Result<()> {
+        let corpus = corpus();
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("run.safetensors");
+        let settings = settings(Norm::Layer, &corpus);
+        Run::new(settings, &corpus, &Device::Cpu)?.save(&path)?;
+        let other = Settings {
+            seed: 2,
+            ..settings
+        };
+        let error = Run::new(other, &corpus, &Device::Cpu)?
+            .load(&path)
+            .unwrap_err();
+        let error = format!("{error:#}");
+        assert!(
+            error.ends_with("its run has --seed 1, this one 2"),
+            "{error}"
+        );
+        Ok(())
+    }
+
+    /// The loss falls in a short run of every normalization, and neither an evaluation nor a search changes the run.
+    fn learns(device: &Device) -> Result<()> {
+        let corpus = corpus();
+        for &norm in Norm::value_variants() {
+            let mut run = Run::new(settings(norm, &corpus), &corpus, device)?;
+            let first = run.evaluate()?;
+            while run.steps() < 60 {
+                run.step()?;
+            }
+            let last = run.evaluate()?;
+            assert!(last < first - 1., "{norm}: {first} to {last}");
+
+            let before = bits(&run);
+            assert_eq!(run.evaluate()?, last, "{norm}");
+            run.in_evaluation(|model| {
+                translate(model, &corpus.test, &Beam::new(2), 120, device, |_| {})
+            })?;
+            assert_eq!(bits(&run), before, "{norm}");
+            assert!(run.mode.is_training());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn learns_on_the_cpu() -> Result<()> {
+        learns(&Device::Cpu)
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn learns_on_the_gpu() -> Result<()> {
+        learns(&Device::new_cuda(0)?)
+    }
+
+    #[test]
+    fn the_rate_rises_for_the_warmup_then_falls_by_the_root() {
+        let rates: Vec<f64> = (0..1600)
+            .map(|step| inverse_square_root(step, 100))
+            .collect();
+        assert_eq!(rates[0], 0.01);
+        assert!(rates[..100].is_sorted() && rates[99..].is_sorted_by(|a, b| a > b));
+        assert_eq!([rates[99], rates[399], rates[1599]], [1., 0.5, 0.25]);
+    }
 }
