@@ -198,23 +198,22 @@ pub struct Sources {
 }
 
 impl Sources {
-    pub fn new<'a>(
-        sentences: impl IntoIterator<Item = &'a [u32]>,
-        device: &Device,
-    ) -> Result<Self> {
-        let sentences: Vec<_> = sentences.into_iter().collect();
+    pub fn new(sentences: &[&[u32]], device: &Device) -> Result<Self> {
+        Self::padded(sentences, longest(sentences), device)
+    }
+
+    /// Padded to `time` tokens, which is no fewer than the longest has.
+    pub fn padded(sentences: &[&[u32]], time: usize, device: &Device) -> Result<Self> {
         let lengths: Vec<_> = sentences.iter().map(|sentence| sentence.len()).collect();
-        let tokens = padded(&sentences, device)?;
-        let (batch, time) = tokens.dims2()?;
         let mask: Vec<f32> = (lengths.iter())
             .flat_map(|&length| {
                 (0..time).map(move |i| if i < length { 0. } else { f32::NEG_INFINITY })
             })
             .collect();
         Ok(Self {
-            tokens,
+            tokens: padded(sentences, time, device)?,
             padding: Padding::new(&lengths, time, device)?,
-            mask: Tensor::from_vec(mask, (batch, 1, 1, time), device)?,
+            mask: Tensor::from_vec(mask, (sentences.len(), 1, 1, time), device)?,
         })
     }
 }
@@ -233,19 +232,19 @@ pub struct Batch {
 impl Batch {
     pub fn new<'a>(pairs: impl IntoIterator<Item = &'a Pair>, device: &Device) -> Result<Self> {
         let pairs: Vec<_> = pairs.into_iter().collect();
+        let sources: Vec<_> = pairs.iter().map(|pair| &*pair.source).collect();
         let inputs: Vec<Vec<u32>> = (pairs.iter())
             .map(|pair| [&[BEGIN], &pair.target[..pair.target.len() - 1]].concat())
             .collect();
-        let lengths: Vec<_> = inputs.iter().map(Vec::len).collect();
         let inputs: Vec<_> = inputs.iter().map(Vec::as_slice).collect();
-        let inputs = padded(&inputs, device)?;
+        let lengths: Vec<_> = inputs.iter().map(|input| input.len()).collect();
         let targets: Vec<_> = (pairs.iter())
             .flat_map(|pair| pair.target.clone())
             .collect();
         Ok(Self {
-            sources: Sources::new(pairs.iter().map(|pair| &*pair.source), device)?,
-            places: Padding::new(&lengths, inputs.dim(1)?, device)?.rows,
-            inputs,
+            sources: Sources::new(&sources, device)?,
+            places: Padding::new(&lengths, longest(&inputs), device)?.rows,
+            inputs: padded(&inputs, longest(&inputs), device)?,
             targets: Tensor::new(targets, device)?,
         })
     }
@@ -256,13 +255,16 @@ impl Batch {
     }
 }
 
-fn padded(sentences: &[&[u32]], device: &Device) -> Result<Tensor> {
-    let time = sentences.iter().map(|s| s.len()).max().unwrap_or(0);
+fn longest(sentences: &[&[u32]]) -> usize {
+    let lengths = sentences.iter().map(|sentence| sentence.len());
+    lengths.max().unwrap_or(0)
+}
+
+fn padded(sentences: &[&[u32]], time: usize, device: &Device) -> Result<Tensor> {
     let tokens: Vec<u32> = (sentences.iter())
-        .flat_map(|s| {
-            s.iter()
-                .copied()
-                .chain(std::iter::repeat_n(PAD, time - s.len()))
+        .flat_map(|tokens| {
+            let padding = std::iter::repeat_n(PAD, time - tokens.len());
+            tokens.iter().copied().chain(padding)
         })
         .collect();
     Ok(Tensor::from_vec(tokens, (sentences.len(), time), device)?)

@@ -430,7 +430,7 @@ impl Objective {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::common::norm::Padding;
+    use crate::common::norm::is_buffer;
     use crate::common::random::{generator, Use};
     use crate::data::{Pair, BEGIN, END, PAD};
     use candle::Var;
@@ -473,7 +473,7 @@ pub mod tests {
     }
 
     pub fn sources(sentences: &[&[u32]]) -> Sources {
-        Sources::new(sentences.iter().copied(), &Device::Cpu).unwrap()
+        Sources::new(sentences, &Device::Cpu).unwrap()
     }
 
     /// The logits of what follows each of the first `count` tokens of `target`, the translation of the first of `sentences`.
@@ -534,18 +534,8 @@ pub mod tests {
                 init_weights(&varmap, &mut generator(5, Use::Weights, 0))?;
                 let vars = variables(&varmap);
                 let mut batch = Batch::new(&pairs, &Device::Cpu).unwrap();
-                let padded = |source: &Vec<u32>, time| {
-                    let padding = std::iter::repeat_n(PAD, time - source.len());
-                    source.iter().copied().chain(padding).collect::<Vec<_>>()
-                };
-                let time = 4 + padding;
-                let tokens = pairs.iter().flat_map(|pair| padded(&pair.source, time));
-                let tokens: Vec<u32> = tokens.collect();
-                batch.sources.tokens = Tensor::from_vec(tokens, (2, time), &Device::Cpu)?;
-                batch.sources.padding = Padding::new(&[3, 4], time, &Device::Cpu)?;
-                let mask = (batch.sources.padding.keep.to_dtype(DType::F32)?.log()?)
-                    .reshape((2, 1, 1, time))?;
-                batch.sources.mask = mask;
+                let sources = pairs.each_ref().map(|pair| &*pair.source);
+                batch.sources = Sources::padded(&sources, 4 + padding, &Device::Cpu).unwrap();
                 if poison {
                     let table = vars["tokens.weight"].as_detached_tensor();
                     let nan = (table.narrow(0, PAD as usize, 1)?.ones_like()? * f64::NAN)?;
@@ -558,9 +548,9 @@ pub mod tests {
                 let store = (hidden * weights)?.sum_all()?.backward()?;
                 let gradient = store.get(&vars["encoder.0.mlp.expand.weight"]);
                 let gradient = gradient.unwrap().flatten_all()?.to_vec1()?;
-                let buffers = vars.iter().filter(|(name, _)| {
-                    crate::common::norm::is_buffer(name) && !name.ends_with("iters")
-                });
+                let buffers = vars
+                    .iter()
+                    .filter(|(name, _)| is_buffer(name) && !name.ends_with("iters"));
                 let buffers = buffers.map(|(_, var)| var.flatten_all()?.to_vec1());
                 Ok((gradient, buffers.collect::<Result<_>>()?))
             };

@@ -117,7 +117,7 @@ fn translate_batch(
     device: &Device,
 ) -> Result<Vec<Vec<u32>>> {
     let none = Dropout::none();
-    let memory = model.encode(&Sources::new(sources.iter().copied(), device)?, &none)?;
+    let memory = model.encode(&Sources::new(sources, device)?, &none)?;
     let mut searches: Vec<_> =
         (sources.iter().map(|source| Search::new(source.len(), beam))).collect();
     for length in 1.. {
