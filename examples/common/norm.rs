@@ -1,6 +1,6 @@
 //! The normalization layers the example compares, behind one type.
 
-use candle::{Module, Result, Tensor};
+use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, GroupNorm, Init, ModuleT, VarBuilder};
 use candle_powernorm::{
     power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics,
@@ -56,6 +56,33 @@ impl fmt::Display for Norm {
             Self::Layer => "layer",
             Self::Rms => "rms",
             Self::Group => "group",
+        })
+    }
+}
+
+/// Which rows of a padded batch are real.
+#[derive(Debug)]
+pub struct Padding {
+    /// `[batch, time]`, 1 for a real token.
+    pub keep: Tensor,
+    /// The real ones' positions in the flattened batch.
+    pub rows: Tensor,
+}
+
+impl Padding {
+    /// Of sequences that begin with `lengths` real tokens each, `time` tokens long with their padding.
+    pub fn new(lengths: &[usize], time: usize, device: &Device) -> Result<Self> {
+        let keep: Vec<u8> = (lengths.iter())
+            .flat_map(|&length| (0..time).map(move |i| u8::from(i < length)))
+            .collect();
+        let rows: Vec<u32> = (0..)
+            .zip(&keep)
+            .filter(|(_, &keep)| keep == 1)
+            .map(|(row, _)| row)
+            .collect();
+        Ok(Self {
+            rows: Tensor::new(rows, device)?,
+            keep: Tensor::from_vec(keep, (lengths.len(), time), device)?,
         })
     }
 }
@@ -152,6 +179,42 @@ impl NormLayer {
     }
 }
 
+impl NormLayer {
+    /// [`forward`](Module::forward) of a padded batch `[batch, time, channels]`. Padding enters no statistic.
+    pub fn forward_masked(&self, xs: &Tensor, padding: &Padding) -> Result<Tensor> {
+        match self {
+            Self::Power(norm) => norm.forward_masked(xs, &padding.keep),
+            Self::Batch { norm, mode } => {
+                let rows = xs.flatten_to(1)?;
+                let real = rows.index_select(&padding.rows, 0)?;
+                let real = norm.forward_t(&real, mode.is_training())?.contiguous()?;
+                let zeros = rows.zeros_like()?.detach();
+                zeros
+                    .index_add(&padding.rows, &real, 0)?
+                    .reshape(xs.shape())
+            }
+            // The others see each token by itself.
+            _ => self.forward(xs),
+        }
+    }
+
+    /// [`forward_residual`](Self::forward_residual) of padded batches.
+    pub fn forward_residual_masked(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        padding: &Padding,
+    ) -> Result<(Tensor, Tensor)> {
+        match self {
+            Self::Power(norm) => norm.forward_residual_masked(xs, residual, &padding.keep),
+            _ => {
+                let sum = (xs + residual)?;
+                Ok((self.forward_masked(&sum, padding)?, sum))
+            }
+        }
+    }
+}
+
 impl Module for NormLayer {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self {
@@ -176,5 +239,63 @@ impl Module for NormLayer {
             Self::Folded(Some(scaling)) => scaling.forward(xs),
             Self::Folded(None) => Ok(xs.clone()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle::{DType, Var};
+    use candle_nn::VarMap;
+    use clap::ValueEnum;
+
+    /// The real rows of a padded batch fare as they would by themselves, in training and in evaluation, with NaN in the
+    /// padding.
+    #[test]
+    fn padding_is_outside_every_norm() -> Result<()> {
+        let device = &Device::Cpu;
+        let (batch, time, size) = (2, 3, 4);
+        let padding = Padding::new(&[3, 1], time, device)?;
+        assert_eq!(padding.keep.to_vec2::<u8>()?, [[1, 1, 1], [1, 0, 0]]);
+        assert_eq!(padding.rows.to_vec1::<u32>()?, [0, 1, 2, 3]);
+        let values = (0..24).map(|i| match i < 16 {
+            true => (i * i % 7) as f32 - 2.5,
+            false => f32::NAN,
+        });
+        let xs = Tensor::from_iter(values, device)?.reshape((batch, time, size))?;
+        for &norm in Norm::value_variants() {
+            let config = NormConfig {
+                norm,
+                groups: Some(2),
+                warmup_steps: 1,
+                recipe: Recipe::Paper,
+                group_norm_groups: 2,
+            };
+            let layer = |mode: &Mode| {
+                let varmap = VarMap::new();
+                let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
+                NormLayer::new(size, &config, mode, vb)
+            };
+            let mode = Mode::train();
+            let (masked, gathered) = (layer(&mode)?, layer(&mode)?);
+            // Warm-up, after it, evaluation.
+            for step in 0..3 {
+                mode.set_training(step < 2);
+                let xs = Var::from_tensor(&xs)?;
+                let rows = |ys: &Tensor| ys.flatten_to(1)?.index_select(&padding.rows, 0);
+                let alone = Var::from_tensor(&rows(&xs)?)?;
+                let weights = alone.sin()?.detach();
+                let ours = rows(&masked.forward_masked(&xs, &padding)?)?;
+                let theirs = gathered.forward(&alone)?;
+                assert_eq!(ours.to_vec2::<f32>()?, theirs.to_vec2::<f32>()?, "{norm}");
+                let ours = (ours * &weights)?.sum_all()?.backward()?;
+                let theirs = (theirs * &weights)?.sum_all()?.backward()?;
+                let (ours, theirs) = (ours.get(&xs), theirs.get(&alone));
+                let (ours, theirs) = (rows(ours.unwrap())?, theirs.unwrap());
+                let difference = (ours - theirs)?.abs()?.max_all()?.to_scalar::<f32>()?;
+                assert!(difference < 1e-6, "{norm}: {difference}");
+            }
+        }
+        Ok(())
     }
 }

@@ -1,0 +1,401 @@
+//! One training run: a step, an evaluation, and the checkpoint that continues it.
+
+use crate::common::checkpoint::{variables, Checkpoint};
+use crate::common::norm::{is_buffer, NormConfig};
+use crate::common::optim::{AdamW, AdamWConfig};
+use crate::common::random::{generator, Use};
+use crate::common::train::History;
+use crate::data::{by_length, cut, epoch, Batch, Corpus};
+use crate::model::{init_weights, Dropout, Size, Transformer};
+use anyhow::{ensure, Context, Result};
+use candle::{DType, Device, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use candle_powernorm::Mode;
+use serde_json::{json, Value};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+const ADAMW: AdamWConfig = AdamWConfig {
+    beta_2: 0.98,
+    weight_decay: 1e-4,
+    max_grad_norm: 1.,
+};
+
+/// What decides a run: two runs of the same settings on the same text are the same run, as far as the shorter one goes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Settings {
+    pub norm: NormConfig,
+    pub size: Size,
+    /// Tokens of a batch on either side, padding included, at most.
+    pub batch: usize,
+    /// The highest learning rate, where the warm-up ends.
+    pub rate: f64,
+    pub dropout: f64,
+    pub smoothing: f64,
+    pub seed: u64,
+}
+
+pub struct Run<'a> {
+    settings: Settings,
+    corpus: &'a Corpus,
+    pub device: Device,
+    mode: Mode,
+    varmap: VarMap,
+    pub model: Transformer,
+    optimizer: AdamW,
+    /// Smoothed losses in training, plain ones in validation.
+    pub history: History,
+    /// Target tokens trained on.
+    tokens: u64,
+    /// Time spent in steps, evaluations not included.
+    pub elapsed: Duration,
+    epoch: Epoch,
+}
+
+/// The batches of one epoch.
+struct Epoch {
+    number: usize,
+    /// Steps of the run before it.
+    start: usize,
+    batches: Vec<Vec<usize>>,
+}
+
+impl<'a> Run<'a> {
+    pub fn new(settings: Settings, corpus: &'a Corpus, device: &Device) -> Result<Self> {
+        let mode = Mode::train();
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
+        let model = Transformer::new(settings.size, &settings.norm, &mode, vb)?;
+        init_weights(&varmap, &mut generator(settings.seed, Use::Weights, 0))?;
+        let parameters = variables(&varmap)
+            .into_iter()
+            .filter(|(name, _)| !is_buffer(name));
+        let optimizer = AdamW::new(parameters, ADAMW)?;
+        Ok(Self {
+            settings,
+            corpus,
+            device: device.clone(),
+            mode,
+            varmap,
+            model,
+            optimizer,
+            history: History::default(),
+            tokens: 0,
+            elapsed: Duration::ZERO,
+            epoch: Epoch {
+                number: 0,
+                start: 0,
+                batches: epoch(&corpus.train, settings.batch, settings.seed, 0),
+            },
+        })
+    }
+
+    /// Steps made so far.
+    pub fn steps(&self) -> usize {
+        self.optimizer.steps
+    }
+
+    /// Passes over the training split so far.
+    pub fn epochs(&self) -> f64 {
+        let Epoch {
+            number,
+            start,
+            batches,
+        } = &self.epoch;
+        *number as f64 + (self.steps() - start) as f64 / batches.len() as f64
+    }
+
+    /// Numbers the optimizer moves.
+    pub fn parameters(&self) -> usize {
+        let slots = self.optimizer.slots.iter();
+        slots.map(|slot| slot.var.elem_count()).sum()
+    }
+
+    /// Target tokens trained on in a second, so far.
+    pub fn speed(&self) -> f64 {
+        self.tokens as f64 / self.elapsed.as_secs_f64()
+    }
+
+    /// One update of the parameters. Gives the loss before it.
+    pub fn step(&mut self) -> Result<f32> {
+        let start = Instant::now();
+        let Settings {
+            rate,
+            dropout,
+            smoothing,
+            seed,
+            norm,
+            ..
+        } = self.settings;
+        let step = self.steps();
+        let batch = self.next_batch()?;
+        let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, step));
+        let objective = self.model.objective(&batch, smoothing, &dropout)?;
+        let count = batch.count() as f64;
+        let value = objective.smoothed.to_scalar::<f32>()? / count as f32;
+        ensure!(value.is_finite(), "the loss is {value} at step {step}");
+        let store = (objective.gradient / count)?.backward()?;
+        let gradients = self.optimizer.gradients(&store)?;
+        let rate = rate * inverse_square_root(step, norm.warmup_steps);
+        self.optimizer.step(&gradients, rate)?;
+        self.history.train.push(value);
+        self.tokens += batch.count() as u64;
+        self.elapsed += start.elapsed();
+        Ok(value)
+    }
+
+    fn next_batch(&mut self) -> Result<Batch> {
+        let Settings { batch, seed, .. } = self.settings;
+        while self.steps() >= self.epoch.start + self.epoch.batches.len() {
+            let number = self.epoch.number + 1;
+            self.epoch = Epoch {
+                number,
+                start: self.epoch.start + self.epoch.batches.len(),
+                batches: epoch(&self.corpus.train, batch, seed, number),
+            };
+        }
+        let indices = &self.epoch.batches[self.steps() - self.epoch.start];
+        let pairs = indices.iter().map(|&i| &self.corpus.train[i]);
+        Batch::new(pairs, &self.device)
+    }
+
+    /// The mean loss over the tokens of the validation split, without smoothing, in evaluation mode.
+    pub fn evaluate(&self) -> Result<f32> {
+        let _guard = self.mode.eval_scope();
+        let val = &self.corpus.val;
+        let (mut sum, mut count) = (0., 0);
+        for indices in cut(val, &by_length(val), self.settings.batch) {
+            let batch = Batch::new(indices.iter().map(|&i| &val[i]), &self.device)?;
+            let objective = self.model.objective(&batch, 0., &Dropout::none())?;
+            sum += f64::from(objective.plain.to_scalar::<f32>()?);
+            count += batch.count();
+        }
+        let mean = (sum / count as f64) as f32;
+        let step = self.steps();
+        ensure!(
+            mean.is_finite(),
+            "the loss is {mean} in evaluation at step {step}"
+        );
+        Ok(mean)
+    }
+
+    /// Calls `translate` with the model in evaluation mode.
+    pub fn in_evaluation<T>(&self, translate: impl FnOnce(&Transformer) -> T) -> T {
+        let _guard = self.mode.eval_scope();
+        translate(&self.model)
+    }
+
+    /// Writes everything the run's future depends on.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let mut checkpoint = Checkpoint::new(&self.describe(), &self.varmap, &self.optimizer);
+        let (val_steps, val): (Vec<_>, Vec<_>) = self.history.val.iter().copied().unzip();
+        let cpu = &Device::Cpu;
+        let train = Tensor::new(&*self.history.train, cpu)?;
+        checkpoint.tensors.insert("history.train".into(), train);
+        for (name, history) in [
+            ("history.val_steps", Tensor::new(val_steps, cpu)?),
+            ("history.val", Tensor::new(val, cpu)?),
+        ] {
+            checkpoint.tensors.insert(name.into(), history);
+        }
+        let seconds = self.elapsed.as_secs_f64().to_string();
+        checkpoint.notes.insert("seconds".into(), seconds);
+        checkpoint
+            .notes
+            .insert("tokens".into(), self.tokens.to_string());
+        checkpoint.write(path)
+    }
+
+    /// Takes up the run that [`save`](Self::save) wrote to `path`.
+    pub fn load(&mut self, path: &Path) -> Result<()> {
+        self.try_load(path)
+            .with_context(|| format!("cannot resume from {}", path.display()))
+    }
+
+    fn try_load(&mut self, path: &Path) -> Result<()> {
+        let settings = self.describe();
+        let mut checkpoint =
+            Checkpoint::restore(path, &settings, &self.varmap, &mut self.optimizer)?;
+        let val_steps = checkpoint.take("history.val_steps")?.to_vec1()?;
+        let val = checkpoint.take("history.val")?.to_vec1()?;
+        self.history = History {
+            train: checkpoint.take("history.train")?.to_vec1()?,
+            val: val_steps.into_iter().zip(val).collect(),
+        };
+        self.tokens = checkpoint.note("tokens")?.parse()?;
+        self.elapsed = Duration::try_from_secs_f64(checkpoint.note("seconds")?.parse()?)?;
+        Ok(())
+    }
+
+    /// The settings and the text, as a checkpoint names them.
+    fn describe(&self) -> Value {
+        let Settings {
+            norm,
+            size,
+            batch,
+            rate,
+            dropout,
+            smoothing,
+            seed,
+        } = self.settings;
+        json!({
+            "--norm": norm.norm.to_string(),
+            "--groups": norm.groups,
+            "--seed": seed,
+            "warm-up": norm.warmup_steps,
+            "PowerNorm recipe": format!("{:?}", norm.recipe),
+            "batch": batch,
+            "learning rate": rate,
+            "dropout": dropout,
+            "label smoothing": smoothing,
+            "layers": size.layers,
+            "heads": size.heads,
+            "width": size.width,
+            "hidden": size.hidden,
+            "subwords": size.vocab,
+            "text (as a hash)": format!("{:016x}", self.corpus.fingerprint),
+        })
+    }
+}
+
+/// The learning rate of `step`, counted from 0, as a part of the highest: a linear rise, then a fall by the root of the
+/// steps.
+fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
+    let progress = (step + 1) as f64 / warmup_steps as f64;
+    progress.min(progress.powf(-0.5))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::norm::Norm;
+    use crate::data::tests::corpus;
+    use crate::model::tests::{norm_config, size};
+    use crate::search::{translate, Beam};
+    use clap::ValueEnum;
+
+    fn settings(norm: Norm, corpus: &Corpus) -> Settings {
+        Settings {
+            norm: norm_config(norm),
+            size: size(corpus.subwords.count()),
+            batch: 120,
+            rate: 1e-2,
+            dropout: 0.1,
+            smoothing: 0.1,
+            seed: 1,
+        }
+    }
+
+    /// Every number the run's future depends on, as bits.
+    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
+        let vars = variables(&run.varmap).into_iter();
+        let vars = vars.map(|(name, var)| (name, var.as_detached_tensor()));
+        let slots = run.optimizer.slots.iter();
+        let moments = slots
+            .flat_map(|slot| [&slot.mean, &slot.square].map(|m| (slot.name.clone(), m.clone())));
+        vars.chain(moments)
+            .map(|(name, tensor)| {
+                let values = tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
+                let values = values.to_vec1::<f64>().unwrap();
+                (name, values.into_iter().map(f64::to_bits).collect())
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_resumed_run_is_the_run_that_never_stopped() -> Result<()> {
+        let corpus = corpus();
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("run.safetensors");
+        for &norm in Norm::value_variants() {
+            let settings = settings(norm, &corpus);
+            let mut whole = Run::new(settings, &corpus, &Device::Cpu)?;
+            // More than an epoch on either side of the checkpoint.
+            let (middle, end) = (whole.epoch.batches.len() + 2, 3 * whole.epoch.batches.len());
+            for step in 0..end {
+                if step == middle {
+                    whole.history.val.push((step as u32, whole.evaluate()?));
+                    whole.save(&path)?;
+                }
+                whole.step()?;
+            }
+            let mut resumed = Run::new(settings, &corpus, &Device::Cpu)?;
+            resumed.load(&path)?;
+            assert_eq!(resumed.steps(), middle);
+            while resumed.steps() < end {
+                resumed.step()?;
+            }
+            assert_eq!(resumed.history, whole.history, "{norm}");
+            assert_eq!(bits(&resumed), bits(&whole), "{norm}");
+            assert_eq!(resumed.tokens, whole.tokens);
+            assert_eq!(resumed.epochs(), whole.epochs());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_checkpoint_of_other_settings_is_refused() -> Result<()> {
+        let corpus = corpus();
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("run.safetensors");
+        let settings = settings(Norm::Layer, &corpus);
+        Run::new(settings, &corpus, &Device::Cpu)?.save(&path)?;
+        let other = Settings {
+            seed: 2,
+            ..settings
+        };
+        let error = Run::new(other, &corpus, &Device::Cpu)?
+            .load(&path)
+            .unwrap_err();
+        let error = format!("{error:#}");
+        assert!(
+            error.ends_with("its run has --seed 1, this one 2"),
+            "{error}"
+        );
+        Ok(())
+    }
+
+    /// The loss falls in a short run of every normalization, and neither an evaluation nor a search changes the run.
+    fn learns(device: &Device) -> Result<()> {
+        let corpus = corpus();
+        for &norm in Norm::value_variants() {
+            let mut run = Run::new(settings(norm, &corpus), &corpus, device)?;
+            let first = run.evaluate()?;
+            while run.steps() < 60 {
+                run.step()?;
+            }
+            let last = run.evaluate()?;
+            assert!(last < first - 1., "{norm}: {first} to {last}");
+
+            let before = bits(&run);
+            assert_eq!(run.evaluate()?, last, "{norm}");
+            run.in_evaluation(|model| {
+                translate(model, &corpus.test, &Beam::new(2), 120, device, |_| {})
+            })?;
+            assert_eq!(bits(&run), before, "{norm}");
+            assert!(run.mode.is_training());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn learns_on_the_cpu() -> Result<()> {
+        learns(&Device::Cpu)
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn learns_on_the_gpu() -> Result<()> {
+        learns(&Device::new_cuda(0)?)
+    }
+
+    #[test]
+    fn the_rate_rises_for_the_warmup_then_falls_by_the_root() {
+        let rates: Vec<f64> = (0..1600)
+            .map(|step| inverse_square_root(step, 100))
+            .collect();
+        assert_eq!(rates[0], 0.01);
+        assert!(rates[..100].is_sorted() && rates[99..].is_sorted_by(|a, b| a > b));
+        assert_eq!([rates[99], rates[399], rates[1599]], [1., 0.5, 0.25]);
+    }
+}
