@@ -290,7 +290,8 @@ impl PowerNorm {
     /// The sums are made, handed to the communicator and used on the device: with `NcclCommunicator` the host queues them and waits
     /// for none, and "waits" above is of the GPU. Only in the first training forward of a layer does the host wait, to hear
     /// whether the ranks fit each other. The count of rows is on the GPU too, so every training forward over ranks counts as a
-    /// step, one without a kept row on any rank included; its ψ² and ν stay. None of this has run on a GPU yet.
+    /// step, one without a kept row on any rank included; its ψ² and ν stay. A rank without rows brings a padded one, for candle
+    /// cannot launch its own operations, which a backward comes through, on an empty tensor there. None of this has run on a GPU yet.
     ///
     /// # Errors
     ///

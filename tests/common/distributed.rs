@@ -99,9 +99,14 @@ impl Rank {
         self.communicator.all_reduce_sum(tensor).unwrap()
     }
 
-    /// Whether a batch is beyond comparison: on a GPU one without rows is a step if others may have some, and none alone.
+    /// Whether a batch is left out: on a GPU candle's own operations cannot be launched on an empty tensor.
     fn misses(&self, spread: Spread, masked: bool) -> bool {
-        matches!(spread, Spread::Nothing) && !masked && !self.device.is_cpu()
+        let has_empty_shards = match spread {
+            Spread::OneEmpty | Spread::OneAlone => true,
+            Spread::Nothing => !masked,
+            _ => false,
+        };
+        has_empty_shards && !self.device.is_cpu()
     }
 
     /// Waits for all ranks.
@@ -342,7 +347,7 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
     let counts = |spread: Spread| match spread {
         // On a GPU a batch whose rows are all padding is counted.
         Spread::Nothing => !rank.device.is_cpu() && masked,
-        _ => true,
+        _ => !rank.misses(spread, masked),
     };
     let taken = (0..STEPS).filter(|step| counts(SPREADS[step % SPREADS.len()]));
     assert_eq!(whole.steps().unwrap(), taken.count());
