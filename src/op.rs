@@ -538,32 +538,41 @@ impl<T: Element> PowerNormOp<T> {
             loss_scale: self.loss_scale.get(),
             moves_nu: self.purpose == Purpose::Training,
         };
-        let weight = affine.map(|[weight, _]| weight.storage_and_layout());
-        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
-        let (x_storage, dy_storage) = (x.storage_and_layout(), outputs.dy.storage_and_layout());
-        let dsum = outputs.dsum.map(Tensor::storage_and_layout);
-        let inputs = cuda::BackwardInputs {
-            x: cuda_argument(&x_storage)?,
-            dy: cuda_argument(&dy_storage)?,
-            dsum: dsum.as_ref().map(cuda_argument).transpose()?,
-            keep: keep.as_ref().map(cuda_argument).transpose()?,
-            weight: weight.as_ref().map(cuda_argument).transpose()?,
+        // Not from end to end: their storage is locked meanwhile, and one may be the variable of ψ².
+        let with_inputs = |run: &mut dyn FnMut(&cuda::BackwardInputs) -> Result<()>| {
+            let weight = affine.map(|[weight, _]| weight.storage_and_layout());
+            let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
+            let (x_storage, dy_storage) = (x.storage_and_layout(), outputs.dy.storage_and_layout());
+            let dsum = outputs.dsum.map(Tensor::storage_and_layout);
+            run(&cuda::BackwardInputs {
+                x: cuda_argument(&x_storage)?,
+                dy: cuda_argument(&dy_storage)?,
+                dsum: dsum.as_ref().map(cuda_argument).transpose()?,
+                keep: keep.as_ref().map(cuda_argument).transpose()?,
+                weight: weight.as_ref().map(cuda_argument).transpose()?,
+            })
         };
-        let backward = {
+        let mut backward = None;
+        with_inputs(&mut |inputs| {
             let ema_gz = self.state.nu_variable().storage_and_layout();
-            saved.backward(&inputs, cuda_argument(&ema_gz)?, &wanted, &self.ranks)?
-        };
+            let ema_gz = cuda_argument(&ema_gz)?;
+            backward = Some(saved.backward(inputs, ema_gz, &wanted, &self.ranks)?);
+            Ok(())
+        })?;
         // The state's lock is not held while ranks wait for each other.
         forward.commit(&self.state)?;
-        let backward = Cell::new(Some(backward));
+        let backward = Cell::new(backward);
         let gradients = OnceCell::new();
         self.state.update_nu_on_gpu(|ema_gz, layout| {
-            // candle runs an op in place once.
-            if let Some(backward) = backward.take() {
-                let finished = saved.finish_backward(backward, &inputs, ema_gz, layout, &wanted)?;
-                let _ = gradients.set(finished);
-            }
-            Ok(())
+            with_inputs(&mut |inputs| {
+                // candle runs an op in place once.
+                if let Some(backward) = backward.take() {
+                    let finished =
+                        saved.finish_backward(backward, inputs, ema_gz, layout, &wanted)?;
+                    let _ = gradients.set(finished);
+                }
+                Ok(())
+            })
         })?;
         let Some(gradients) = gradients.into_inner() else {
             candle::bail!("{}: a backward that did not run", Self::NAME)
