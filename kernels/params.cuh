@@ -57,8 +57,23 @@ struct NormalizeParams {
   double group_eps;    // of r
 };
 
+// The sums of one rank, for a communicator to add to those of the others.
+struct SumPartialsParams {
+  const void *partials; // [chunks, stride] A, of which the first cols of each chunk are summed
+  const int64_t *kept;  // [chunks] kept rows; null: all rows are kept
+  int64_t rows;
+  int64_t cols;
+  int64_t chunks; // 0 without rows
+  int64_t stride;
+  double *totals; // [cols], written
+  double *count;  // [1], the kept rows; written unless null
+};
+
 struct UpdatePhiParams {
-  const void *partials;     // [chunks, cols] A, of kept rows
+  const double *totals;     // [cols + 1], of all ranks: sums of x~^2 over kept rows, and their number; null: the
+                            // partials are all there is
+  const double *all_totals; // alike, of all rows; null: Gamma is over kept rows
+  const void *partials;     // [chunks, cols] A, of kept rows; these and the rest down to chunks are for no totals
   const void *all_partials; // [chunks, cols] A, of all rows; null: Gamma is over kept rows
   const int64_t *kept;      // [chunks]; null: all rows are kept
   int64_t rows;
@@ -92,7 +107,7 @@ struct NormalizeBwdParams {
   Vector correction;   // nu or Lambda, over correction_scale; null: 0
   const void *inv_rms; // [cols] A, 1/D of the forward; null: 1
   const void *batch_phi; // [cols] A; null: the divisor is D, else sqrt(batch_phi + eps)
-  const void *count;     // [1] A; null or 0: the forward was an evaluation
+  const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply; null: they do
   const void *factors;   // [rows, groups] A, r of the forward; unused if NO_SCALE
   void *dots;            // [rows, groups] A, means of dx~ x~ over a group; used if GIVEN alone
   void *partials;        // [chunks, 2, cols] A, sums of dy x~, then of dy, over kept rows; or null
@@ -103,8 +118,9 @@ struct NormalizeBwdParams {
 
 struct UpdateNuParams {
   const void *partials; // [chunks, 2, cols] A
+  const double *totals; // [cols], sums of dy x~ of all ranks; null: those of the partials are all there is
   int64_t cols;
-  int64_t chunks;
+  int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1
   const void *inv_rms; // [cols] A
   const void *gamma;   // [cols] A

@@ -349,27 +349,63 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
   return shared[0];
 }
 
-// update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).  Determinism: bitwise.
-// Reads  partials[chunks, cols] A, all_partials alike, kept[chunks] i64, phi[cols], inv_rms[cols] A.
-// Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if update; overwrites.
-// Bytes  chunks*cols*sizeof(A), twice with all_partials.       Launch ceil(cols/32), block 32x32, smem 8 B a thread.
+// sum_partials: what one rank's rows add up to, for the sum over all ranks.  Determinism: bitwise, fixed order.
+// Reads  partials[chunks, stride] A, kept[chunks] i64.
+// Writes totals[cols] f64, count[1] f64 unless null; overwrites, with zeros where there are no chunks.
+// Bytes  chunks*cols*sizeof(A) + 8*cols.                       Launch ceil(cols/32), block 32x32, smem 8 B a thread.
 // Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
-// Requires chunks >= 1, partials by `normalize`. Launcher: launch.rs::statistics.
-template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhiParams &p) {
+// Requires partials by `normalize` or `normalize_bwd`. Launcher: launch.rs::sum_partials.
+template <typename A> __device__ __forceinline__ void sum_partials(const SumPartialsParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * UPDATE_COLS + threadIdx.x;
   const bool valid = col < p.cols;
   int64_t kept = p.rows;
-  if (p.kept != nullptr) {
+  if (p.count != nullptr && p.kept != nullptr) {
     kept = sum_kept(p.kept, p.chunks, reinterpret_cast<int64_t *>(shared_memory));
   }
-  A *shared = reinterpret_cast<A *>(shared_memory);
-  const A sum = sum_chunks(p.partials, col, p.cols, p.chunks, valid, shared);
-  A square = sum;
-  int64_t count = kept;
-  if (p.all_partials != nullptr) {
-    square = sum_chunks(p.all_partials, col, p.cols, p.chunks, valid, shared);
-    count = p.rows;
+  const A total = sum_chunks(p.partials, col, p.stride, p.chunks, valid, reinterpret_cast<A *>(shared_memory));
+  if (threadIdx.y != 0 || !valid) {
+    return;
+  }
+  p.totals[col] = static_cast<double>(total);
+  if (col == 0 && p.count != nullptr) {
+    *p.count = static_cast<double>(kept);
+  }
+}
+
+// update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).  Determinism: bitwise.
+// Reads  totals[cols + 1] f64, all_totals alike; or partials[chunks, cols] A, all_partials alike, kept[chunks] i64.
+//        phi[cols], inv_rms[cols] A.
+// Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if update; overwrites.
+// Bytes  chunks*cols*sizeof(A), twice with all_partials.       Launch ceil(cols/32), block 32x32, smem 8 B a thread.
+// Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
+// Requires totals by `sum_partials`, or partials by `normalize`. Launcher: launch.rs::update_phi.
+template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhiParams &p) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * UPDATE_COLS + threadIdx.x;
+  const bool valid = col < p.cols;
+  int64_t kept, count;
+  A sum, square;
+  if (p.totals != nullptr) {
+    // Counts are exact in double.
+    kept = count = static_cast<int64_t>(p.totals[p.cols]);
+    sum = square = valid ? static_cast<A>(p.totals[col]) : A(0);
+    if (p.all_totals != nullptr) {
+      count = static_cast<int64_t>(p.all_totals[p.cols]);
+      square = valid ? static_cast<A>(p.all_totals[col]) : A(0);
+    }
+  } else {
+    kept = p.rows;
+    if (p.kept != nullptr) {
+      kept = sum_kept(p.kept, p.chunks, reinterpret_cast<int64_t *>(shared_memory));
+    }
+    A *shared = reinterpret_cast<A *>(shared_memory);
+    sum = square = sum_chunks(p.partials, col, p.cols, p.chunks, valid, shared);
+    count = kept;
+    if (p.all_partials != nullptr) {
+      square = sum_chunks(p.all_partials, col, p.cols, p.chunks, valid, shared);
+      count = p.rows;
+    }
   }
   if (threadIdx.y != 0 || !valid) {
     return;
@@ -430,9 +466,9 @@ __device__ __forceinline__ Slope<A> slope_of(const NormalizeBwdParams &p, bool t
   return slope;
 }
 
-// Whether the forward was a training step with a kept row.
-template <typename A> __device__ __forceinline__ bool is_trained(const void *count) {
-  return count != nullptr && *static_cast<const A *>(count) != 0;
+// Whether a row is kept.
+template <typename A> __device__ __forceinline__ bool has_rows(const void *count) {
+  return *static_cast<const A *>(count) != 0;
 }
 
 // group_dots: the mean of dx~ x~ over each row and group, for groups wider than a block.  Determinism: bitwise.
@@ -449,7 +485,7 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
   RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory));
   const Tiling &tiling = p.tiling;
   const int64_t len = tiling.group_len;
-  const bool trained = is_trained<A>(p.count);
+  const bool trained = p.count == nullptr || has_rows<A>(p.count);
   for (int64_t group = blockIdx.x; group < tiling.rows * tiling.groups; group += gridDim.x) {
     const T *x = static_cast<const T *>(p.x) + group * len;
     const T *dy = static_cast<const T *>(p.dy) + group * len;
@@ -500,7 +536,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   // Several pieces are for whole groups that span warps.
   const LayerScale layer_scale = N > 1 ? IN_TILE : p.layer_scale;
   A *decay = reduction.per_column;
-  const bool trained = is_trained<A>(p.count);
+  const bool trained = p.count == nullptr || has_rows<A>(p.count);
 
   // The next row is on its way while one is worked on, where registers are left for it.
   constexpr bool PREFETCHES = N * V <= 8 && N <= 2;
@@ -616,11 +652,11 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 }
 
 // update_nu: dweight, dbias, Lambda, and the step of nu (Eq. 13 over 1-alpha_b, guarded).  Determinism: bitwise.
-// Reads  partials[chunks, 2, cols] A, weight, inv_rms, gamma [cols], count[1] A, ema_gz[cols].
+// Reads  partials[chunks, 2, cols] A, totals[cols] f64, weight, inv_rms, gamma [cols], count[1] A, ema_gz[cols].
 // Writes dweight[cols], dbias[cols], lambda[cols] A, ema_gz[cols]; each only where not null, overwrites.
 // Bytes  2*chunks*cols*sizeof(A).                              Launch ceil(cols/32), block 32x32, smem 8 B a thread.
 // Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
-// Requires chunks >= 1, partials by `normalize_bwd`. Launcher: launch.rs::update_nu.
+// Requires partials by `normalize_bwd`, totals by `sum_partials`. Launcher: launch.rs::finish_backward.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   A *shared = reinterpret_cast<A *>(shared_memory);
@@ -631,17 +667,22 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   if (threadIdx.y != 0 || !valid) {
     return;
   }
-  const A dweight = dy_x * static_cast<const A *>(p.inv_rms)[col];
+  const A inv_rms = static_cast<const A *>(p.inv_rms)[col];
+  // This rank's part; Lambda is of all ranks.
+  const A dweight = dy_x * inv_rms;
   if (p.dweight.data != nullptr) {
     store(p.dweight, col, dweight);
   }
   if (p.dbias.data != nullptr) {
     store(p.dbias, col, dy);
   }
-  const bool trained = is_trained<A>(p.count);
+  const bool trained = p.count != nullptr && has_rows<A>(p.count);
   A lambda = 0;
   if (trained) {
-    lambda = p.weight.data == nullptr ? dweight : dweight * load<A>(p.weight, col);
+    lambda = p.totals == nullptr ? dweight : static_cast<A>(p.totals[col]) * inv_rms;
+    if (p.weight.data != nullptr) {
+      lambda *= load<A>(p.weight, col);
+    }
     lambda /= *static_cast<const A *>(p.count);
   }
   if (p.lambda != nullptr) {
@@ -681,6 +722,8 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   DEFINE(normalize_f16_2, 512, 1, normalize, NormalizeParams, __half, 2) \
   DEFINE(normalize_bf16_1, 256, 3, normalize, NormalizeParams, __nv_bfloat16, 1) \
   DEFINE(normalize_bf16_2, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 2) \
+  DEFINE(sum_partials_f32, 1024, 1, sum_partials, SumPartialsParams, float) \
+  DEFINE(sum_partials_f64, 1024, 1, sum_partials, SumPartialsParams, double) \
   DEFINE(update_phi_f32, 1024, 1, update_phi, UpdatePhiParams, float) \
   DEFINE(update_phi_f64, 1024, 1, update_phi, UpdatePhiParams, double) \
   DEFINE(group_dots_f32, 256, 1, group_dots, NormalizeBwdParams, float) \

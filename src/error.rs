@@ -145,17 +145,13 @@ pub enum Error {
     )]
     LossScale(f64),
 
-    /// Training over several ranks is for layers on a CPU so far.
-    #[error(
-        "power_norm: expected a layer on the CPU, to train over several ranks, got one on {0:?}"
-    )]
-    RanksDevice(DeviceLocation),
-
-    /// Another rank could not come to a sum: its call failed.
+    /// Another rank could not come to a sum: its call failed. (On a GPU ranks hear of each other in a layer's first training
+    /// forward alone. Later this says that a sum failed, and with it the step, whose backward is called again.)
     #[error("power_norm: expected every rank to take part in a sum, got a rank whose call failed")]
     RankFailed,
 
-    /// The ranks came to one sum for different things: layers of different sizes or dtypes, or calls in different orders.
+    /// The ranks came to one sum for different things: layers of different sizes, or calls in different orders. (On a GPU that is
+    /// noticed in a layer's first training forward alone.)
     #[error("power_norm: expected every rank to sum {numbers} numbers of {exchange}, got ranks that differ")]
     RanksDisagree {
         /// What this rank came for.

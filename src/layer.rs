@@ -280,17 +280,29 @@ impl PowerNorm {
     ///
     /// All ranks make the same training forwards and backwards in the same order. While the batch's statistic normalizes,
     /// a forward waits for the others before its output. After the warm-up none does: its sums go with Λ, in the one
-    /// exchange of its backward, or, where no backward came, before the next training forward. Until then
+    /// exchange of its backward ([`Recipe::Fairseq`](crate::Recipe::Fairseq)'s needs them before Λ, and makes two), or, where no
+    /// backward came, before the next training forward. Until then
     /// [`running_phi`](Self::running_phi) and [`steps`](Self::steps) are those of before the step; load a checkpoint after the
     /// backward. Evaluation and accessors never wait.
+    ///
+    /// # On a GPU
+    ///
+    /// The sums are made, handed to the communicator and used on the device: with `NcclCommunicator` the host queues them and waits
+    /// for none, and "waits" above is of the GPU. Only in the first training forward of a layer does the host wait, to hear
+    /// whether the ranks fit each other. The count of rows is on the GPU too, so every training forward over ranks counts as a
+    /// step, one without a kept row on any rank included; its ψ² and ν stay. A rank without rows brings a padded one, for candle
+    /// cannot launch its own operations, which a backward comes through, on an empty tensor there. None of this has run on a GPU yet.
     ///
     /// # Errors
     ///
     /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it: the
     /// step's forwards and backwards then fail on all of them, and it is left out, but of layers that took it in their
     /// forward. (After the warm-up it is the others' backward that fails; without backwards, their next forward, with which
-    /// the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice. On a GPU a training forward over
-    /// ranks is refused.
+    /// the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
+    ///
+    /// On a GPU that holds of a layer's first training forward that the ranks come to together, and of none after it: its host
+    /// would have to wait at each sum to hear of the others. A rank whose call is refused later leaves the others waiting in
+    /// their sum, and ranks that come to differ get what the engine makes of it: of NCCL, a hang or a wrong sum.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
             ranks: LayerRanks::join(ranks),
@@ -375,14 +387,7 @@ impl PowerNorm {
             loss_scale: &self.loss_scale,
             ranks: &self.ranks,
         };
-        call.begin(|| {
-            checked?;
-            let device = self.state.device();
-            if purpose != Purpose::Evaluation && !self.ranks.is_alone() && !device.is_cpu() {
-                return Err(Error::RanksDevice(device.location()).into());
-            }
-            Ok(())
-        })?;
+        call.begin(|| checked)?;
         op(&call)
     }
 

@@ -16,7 +16,10 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 #[cfg(feature = "cuda")]
-use std::{cell::OnceCell, ops::Deref};
+use std::{
+    cell::{Cell, OnceCell},
+    ops::Deref,
+};
 
 /// A call of a layer, of checked arguments.
 pub(crate) struct Call<'a> {
@@ -94,7 +97,7 @@ impl Call<'_> {
         self.state.settle()?;
         let prepared = prepare();
         if prepared.is_err() {
-            self.ranks.fail();
+            self.ranks.fail(self.state.device());
         }
         prepared
     }
@@ -194,12 +197,17 @@ impl<A: cpu::Accumulator + WithDType> SavedForward<A> {
         }
         let (saved, ranks) = (self.0.clone(), call.ranks.clone());
         let failures = ranks.failures();
-        call.state.defer(move |state| match saved.get() {
+        call.state.defer(self.id(), move |state| match saved.get() {
             // A sum that failed since then left this step out, on all ranks.
             Some(forward) if ranks.failures() == failures => forward.settle(&ranks, state),
             _ => Ok(()),
         });
         Ok(())
+    }
+
+    /// Tells this forward from every other one that there is.
+    fn id(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
     }
 }
 
@@ -235,7 +243,7 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
         match &self.saved {
             Saved::Cpu(saved) => saved.is_unsettled(),
             #[cfg(feature = "cuda")]
-            Saved::Cuda(_) => false,
+            Saved::Cuda(saved) => saved.is_unsettled(),
         }
     }
 
@@ -243,7 +251,7 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
         match &self.saved {
             Saved::Cpu(saved) => saved.settle(ranks)?,
             #[cfg(feature = "cuda")]
-            Saved::Cuda(_) => {}
+            Saved::Cuda(saved) => saved.settle(state.device().as_cuda_device()?, ranks)?,
         }
         self.commit(state)
     }
@@ -253,16 +261,21 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
         if self.is_unsettled() || self.committed.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        if let Some(version) = self.version {
-            if state.version()? != version {
-                return Ok(());
-            }
-        }
+        let replaced = match self.version {
+            Some(version) => state.version()? != version,
+            None => false,
+        };
         let result = match &self.saved {
+            Saved::Cpu(_) if replaced => Ok(()),
             Saved::Cpu(saved) => match saved.step() {
                 Some(step) => state.update_phi(&step.batch_phi, self.purpose),
                 None => Ok(()),
             },
+            // The backward is owed its statistics all the same.
+            #[cfg(feature = "cuda")]
+            Saved::Cuda(forward) if replaced => {
+                forward.leave_out(cuda_argument(&state.phi_variable().storage_and_layout())?)
+            }
             #[cfg(feature = "cuda")]
             Saved::Cuda(forward) if forward.is_step() => state
                 .update_phi_on_gpu(self.purpose, |phi, layout, step| {
@@ -357,13 +370,15 @@ impl<T: Element> PowerNormOp<T> {
             match &forward.saved {
                 Saved::Cpu(saved) => self.cpu_backward(forward, saved, x, input, affine, outputs),
                 #[cfg(feature = "cuda")]
-                Saved::Cuda(saved) => self.cuda_backward(saved, x, input, affine, outputs),
+                Saved::Cuda(saved) => self.cuda_backward(forward, saved, x, input, affine, outputs),
             }
         };
         let gradients = gradients();
-        if gradients.is_err() {
-            // The step is left out: on a rank whose forward failed there is none to settle.
-            self.state.forget_deferred();
+        match &gradients {
+            // The step is taken, and what the forward kept for it can go.
+            Ok(_) => self.state.forget_deferred_of(self.saved.id()),
+            // It is left out: on a rank whose forward failed there is none to settle.
+            Err(_) => self.state.forget_deferred(),
         }
         gradients
     }
@@ -490,7 +505,13 @@ impl<T: Element> PowerNormOp<T> {
             bias: affine.map(|[_, bias]| bias),
             phi: cuda_argument(&phi)?,
         };
-        let (outputs, saved) = cuda::forward(&inputs, config, self.statistics(), self.tracked)?;
+        let (outputs, saved) = cuda::forward(
+            &inputs,
+            config,
+            self.statistics(),
+            self.tracked,
+            &self.ranks,
+        )?;
         // candle runs a forward once.
         let _ = (self.saved.0).set(Forward::new(Saved::Cuda(saved), self));
         Ok(outputs)
@@ -498,12 +519,17 @@ impl<T: Element> PowerNormOp<T> {
 
     fn cuda_backward(
         &self,
-        forward: &cuda::Forward,
+        forward: &Forward<T::Acc>,
+        saved: &cuda::Forward,
         x: &Tensor,
         input: bool,
         affine: Option<[&Tensor; 2]>,
         outputs: OutputGradients,
     ) -> Result<Gradients> {
+        if self.state.config().recipe == Recipe::Fairseq {
+            // Its divisor is the batch's.
+            forward.settle(&self.ranks, &self.state)?;
+        }
         let dtype = |param: &Tensor| param.track_op().then(|| param.dtype());
         let wanted = cuda::Wanted {
             input,
@@ -512,22 +538,41 @@ impl<T: Element> PowerNormOp<T> {
             loss_scale: self.loss_scale.get(),
             moves_nu: self.purpose == Purpose::Training,
         };
-        let weight = affine.map(|[weight, _]| weight.storage_and_layout());
-        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
-        let (x_storage, dy_storage) = (x.storage_and_layout(), outputs.dy.storage_and_layout());
-        let dsum = outputs.dsum.map(Tensor::storage_and_layout);
-        let inputs = cuda::BackwardInputs {
-            x: cuda_argument(&x_storage)?,
-            dy: cuda_argument(&dy_storage)?,
-            dsum: dsum.as_ref().map(cuda_argument).transpose()?,
-            keep: keep.as_ref().map(cuda_argument).transpose()?,
-            weight: weight.as_ref().map(cuda_argument).transpose()?,
+        // Not from end to end: their storage is locked meanwhile, and one may be the variable of ψ².
+        let with_inputs = |run: &mut dyn FnMut(&cuda::BackwardInputs) -> Result<()>| {
+            let weight = affine.map(|[weight, _]| weight.storage_and_layout());
+            let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
+            let (x_storage, dy_storage) = (x.storage_and_layout(), outputs.dy.storage_and_layout());
+            let dsum = outputs.dsum.map(Tensor::storage_and_layout);
+            run(&cuda::BackwardInputs {
+                x: cuda_argument(&x_storage)?,
+                dy: cuda_argument(&dy_storage)?,
+                dsum: dsum.as_ref().map(cuda_argument).transpose()?,
+                keep: keep.as_ref().map(cuda_argument).transpose()?,
+                weight: weight.as_ref().map(cuda_argument).transpose()?,
+            })
         };
+        let mut backward = None;
+        with_inputs(&mut |inputs| {
+            let ema_gz = self.state.nu_variable().storage_and_layout();
+            let ema_gz = cuda_argument(&ema_gz)?;
+            backward = Some(saved.backward(inputs, ema_gz, &wanted, &self.ranks)?);
+            Ok(())
+        })?;
+        // The state's lock is not held while ranks wait for each other.
+        forward.commit(&self.state)?;
+        let backward = Cell::new(backward);
         let gradients = OnceCell::new();
         self.state.update_nu_on_gpu(|ema_gz, layout| {
-            // candle runs an op in place once.
-            let _ = gradients.set(forward.backward(&inputs, ema_gz, layout, &wanted)?);
-            Ok(())
+            with_inputs(&mut |inputs| {
+                // candle runs an op in place once.
+                if let Some(backward) = backward.take() {
+                    let finished =
+                        saved.finish_backward(backward, inputs, ema_gz, layout, &wanted)?;
+                    let _ = gradients.set(finished);
+                }
+                Ok(())
+            })
         })?;
         let Some(gradients) = gradients.into_inner() else {
             candle::bail!("{}: a backward that did not run", Self::NAME)

@@ -43,7 +43,11 @@ struct Recalibration {
 }
 
 /// A step of ψ² that waits for the sums of other ranks.
-struct Deferred(Box<DeferredStep>);
+struct Deferred {
+    /// Whose it is.
+    forward: usize,
+    step: Box<DeferredStep>,
+}
 
 type DeferredStep = dyn FnOnce(&State) -> Result<()> + Send;
 
@@ -260,16 +264,22 @@ impl State {
         &self.running_phi
     }
 
-    /// Leaves a step to the backward of its forward, or to [`settle`](Self::settle).
-    pub fn defer(&self, step: impl FnOnce(&Self) -> Result<()> + Send + 'static) {
-        let deferred = Some(Deferred(Box::new(step)));
-        *self.deferred.lock().unwrap_or_else(PoisonError::into_inner) = deferred;
+    /// The one that keeps ν.
+    #[cfg(feature = "cuda")]
+    pub fn nu_variable(&self) -> &Tensor {
+        &self.ema_gz
+    }
+
+    /// Leaves the step of this forward to its backward, or to [`settle`](Self::settle).
+    pub fn defer(&self, forward: usize, step: impl FnOnce(&Self) -> Result<()> + Send + 'static) {
+        let step = Box::new(step);
+        *self.deferred() = Some(Deferred { forward, step });
     }
 
     /// Takes the step that was left, if it still is.
     pub fn settle(&self) -> Result<()> {
         match self.take_deferred() {
-            Some(Deferred(step)) => step(self),
+            Some(Deferred { step, .. }) => step(self),
             None => Ok(()),
         }
     }
@@ -279,12 +289,18 @@ impl State {
         self.take_deferred();
     }
 
+    /// The same, if it is that of this forward.
+    pub fn forget_deferred_of(&self, forward: usize) {
+        self.deferred()
+            .take_if(|deferred| deferred.forward == forward);
+    }
+
     fn take_deferred(&self) -> Option<Deferred> {
-        let mut deferred = self.deferred.lock();
-        deferred
-            .as_deref_mut()
-            .unwrap_or_else(|poisoned| poisoned.get_mut())
-            .take()
+        self.deferred().take()
+    }
+
+    fn deferred(&self) -> MutexGuard<'_, Option<Deferred>> {
+        self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How ψ² moves in the step that comes.

@@ -9,8 +9,10 @@ use candle::cuda_backend::cudarc::driver::{result::mem_get_info, sys};
 use candle::{CudaDevice, DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, Sequential, VarBuilder, VarMap};
 use candle_powernorm::{
-    power_norm, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Recipe, Statistics,
+    power_norm, Communicator, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Ranks, Recipe,
+    Statistics,
 };
+use common::distributed::{self, on_threads, Rank};
 use common::recording::replay;
 use common::{
     assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, bits, forward,
@@ -903,6 +905,186 @@ fn group_scaling_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
+// Several ranks
+
+/// The cases of `distributed.rs` on ranks that are threads of one GPU, each with a stream of its own; the host adds up.
+mod ranks {
+    use super::*;
+
+    macro_rules! cases {
+        ($($case:ident),* $(,)?) => {
+            $(#[test]
+            fn $case() {
+                on_threads(gpu, distributed::$case);
+            })*
+        };
+    }
+
+    cases![
+        trajectories,
+        a_sum_is_one_on_every_rank,
+        sums_after_the_warm_up_wait,
+        forwards_without_a_backward,
+        an_evaluation_is_local,
+        layers_of_different_sizes,
+        a_rank_whose_first_call_fails,
+        residuals_scales_recalibration,
+        a_state_that_is_replaced,
+    ];
+
+    /// A rank without rows takes part in the sums of the others' forwards. (Its backward is not asked for, as in
+    /// `empty_batches_pass_through`.) Where no rank has one, the step is counted, for the host does not know.
+    #[test]
+    fn shards_without_rows() {
+        fn case(rank: &Rank) {
+            for warmup_steps in [0, 100] {
+                for recipe in [Recipe::Paper, Recipe::Fairseq] {
+                    let config = PowerNormConfig {
+                        warmup_steps,
+                        recipe,
+                        ..config(Some(4))
+                    };
+                    let twin =
+                        || Twin::new(&mut Data::on(&rank.device, 50), 48, config, DType::F64);
+                    let (sharded, whole) = (twin().layer.with_ranks(&rank.over), twin().layer);
+                    let mut data = Data::on(&rank.device, 51);
+                    let empty = Tensor::zeros((0, 48), DType::F64, &rank.device).unwrap();
+                    let mut batch = || Batch::random(&mut data, &[9, 48], DType::F64, false).xs;
+                    let (first, second) = (batch(), batch());
+                    for xs in [first, second] {
+                        sharded
+                            .forward(if rank.rank == 0 { &xs } else { &empty })
+                            .unwrap();
+                        whole.forward(&xs).unwrap();
+                    }
+                    // What waits for a backward is settled by this.
+                    sharded.forward(&empty).unwrap();
+                    let expected = whole.running_phi().unwrap();
+                    let what = format!("{config:?}");
+                    let actual = sharded.running_phi().unwrap();
+                    assert_relative(&what, &actual, &to_f64(&expected), 1e-12);
+                    sharded.forward(&empty).unwrap();
+                    assert_same_bits(&what, &sharded.running_phi().unwrap(), &actual);
+                    let waiting = usize::from(warmup_steps == 0);
+                    assert_eq!(sharded.steps().unwrap(), 4 - waiting, "{what}");
+                }
+            }
+        }
+        on_threads(gpu, case);
+    }
+
+    /// Two ranks that bring the same, of which one is here: their sums are twice its own, and are taken on the device.
+    #[derive(Debug)]
+    pub struct Echo;
+
+    impl Communicator for Echo {
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+            assert!(tensor.device().is_cuda());
+            tensor * 2.
+        }
+    }
+
+    /// One of them is as a layer that has its rows twice.
+    #[test]
+    fn two_that_bring_the_same() {
+        const ROWS: usize = 19;
+        const STEPS: usize = 3;
+        for (k, (cols, groups)) in PATHS.into_iter().enumerate() {
+            for (input, builder) in DTYPES {
+                for (config, padded) in variants().into_iter().skip(k % 2).step_by(2) {
+                    let config = PowerNormConfig {
+                        group_scaling: groups,
+                        ..config
+                    };
+                    let device = gpu();
+                    let twin = || Twin::new(&mut Data::on(&device, 52), cols, config, builder);
+                    let (half, whole) = (twin().layer, twin().layer);
+                    let half = half.with_ranks(&Ranks::new(Echo));
+                    let mut data = Data::on(&device, 53);
+                    for step in 0..STEPS {
+                        let batch = Batch::random(&mut data, &[ROWS, cols], input, padded);
+                        let twice = |t: &Tensor| Tensor::cat(&[t, t], 0).unwrap();
+                        let doubled = Batch {
+                            xs: twice(&batch.xs),
+                            dy: twice(&batch.dy),
+                            keep: batch.keep.as_ref().map(twice),
+                        };
+                        let ours = run(&half, &batch, true);
+                        let theirs = run(&whole, &doubled, true);
+                        let what =
+                            format!("{input:?}, {cols}, {config:?}, padded {padded}, step {step}");
+                        let n = ((2 * ROWS + cols) * STEPS) as f64;
+                        let sums = if input == DType::F64 {
+                            builder
+                        } else {
+                            DType::F32
+                        };
+                        let relative = 8. * n.sqrt() * precision(sums).0;
+                        let close = |name: &str, ours: &Tensor, theirs: Vec<f64>, rounded: f64| {
+                            let what = format!("{what}: {name}");
+                            assert_relative(&what, ours, &theirs, relative + rounded);
+                        };
+                        let rounded = 4. * precision(input).0;
+                        let part = |t: &Tensor| to_f64(t)[..ROWS * cols].to_vec();
+                        close("y", &ours.y, part(&theirs.y), rounded);
+                        close("dx", &ours.dx, part(&theirs.dx), rounded);
+                        for (name, ours, theirs) in [
+                            ("dweight", &ours.dweight, &theirs.dweight),
+                            ("dbias", &ours.dbias, &theirs.dbias),
+                        ] {
+                            if let (Some(ours), Some(theirs)) = (ours, theirs) {
+                                let theirs = to_f64(theirs).iter().map(|sum| sum / 2.).collect();
+                                close(name, ours, theirs, 4. * precision(builder).0);
+                            }
+                        }
+                        close(
+                            "ψ²",
+                            &half.running_phi().unwrap(),
+                            to_f64(&whole.running_phi().unwrap()),
+                            0.,
+                        );
+                        close("ν", &half.nu().unwrap(), to_f64(&whole.nu().unwrap()), 0.);
+                        assert_eq!(half.steps().unwrap(), whole.steps().unwrap());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sums of another length than was asked for.
+    #[derive(Debug)]
+    struct Short;
+
+    impl Communicator for Short {
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+            match tensor.elem_count() {
+                // What ranks compare.
+                5 => tensor * 2.,
+                _ => tensor.narrow(0, 0, 2),
+            }
+        }
+    }
+
+    #[test]
+    fn a_communicator_that_gives_back_less_is_an_error() {
+        let (layer, _varmap) = layer_on(&gpu(), 6, config(None), DType::F64);
+        let layer = layer.with_ranks(&Ranks::new(Short));
+        let xs = Tensor::ones((3, 6), DType::F64, &gpu()).unwrap();
+        let text = message(layer.forward(&xs));
+        let expected = "expected sums of the communicator like (7, F64";
+        assert!(text.contains(expected), "{text}");
+        assert_eq!(layer.steps().unwrap(), 0);
+    }
+}
+
 #[test]
 fn tensors_of_another_device_are_refused() {
     let gpu = gpu();
@@ -996,6 +1178,16 @@ fn a_model_trains_and_its_checkpoint_loads_on_the_cpu() {
 /// nothing: recorded once, it replays on new inputs. t alone stands still, since it is counted on the CPU.
 #[test]
 fn a_training_step_replays_as_a_cuda_graph() {
+    replay_a_step(|layer| layer);
+}
+
+/// Over ranks too, where the communicator's sum can be captured.
+#[test]
+fn a_training_step_over_ranks_replays_as_a_cuda_graph() {
+    replay_a_step(|layer| layer.with_ranks(&Ranks::new(ranks::Echo)));
+}
+
+fn replay_a_step(join: fn(PowerNorm) -> PowerNorm) {
     let device = CudaDevice::new_with_stream(0).expect("a GPU");
     // SAFETY: all work is on one stream, whose order is all the order it needs. (With a record of events, the
     // capture would wait for some from before it, which is an error.)
@@ -1007,8 +1199,9 @@ fn a_training_step_replays_as_a_cuda_graph() {
     for (cols, groups) in PATHS {
         for padded in [false, true] {
             let shape = [70, cols];
-            let twin = || Twin::new(&mut Data::on(&gpu, 17), cols, config(groups), DType::F32);
-            let (captured, eager) = (twin(), twin());
+            let twin =
+                || Twin::new(&mut Data::on(&gpu, 17), cols, config(groups), DType::F32).layer;
+            let (captured, eager) = (join(twin()), join(twin()));
             let mut data = Data::on(&gpu, 18);
             let mut refill = |batch: &[Var; 2]| {
                 let new = Batch::random(&mut data, &shape, DType::F32, false);
@@ -1028,7 +1221,7 @@ fn a_training_step_replays_as_a_cuda_graph() {
             };
             let outputs = [zeros(&shape), zeros(&shape), zeros(&[cols]), zeros(&[cols])];
             let step = || {
-                let outcome = run(&captured.layer, &batch, true);
+                let outcome = run(&captured, &batch, true);
                 for (output, (_, tensor)) in outputs.iter().zip(outcome.tensors()) {
                     output.set(tensor).unwrap();
                 }
@@ -1036,10 +1229,10 @@ fn a_training_step_replays_as_a_cuda_graph() {
             for _ in 0..2 {
                 refill(&inputs);
                 step();
-                run(&eager.layer, &batch, true);
+                run(&eager, &batch, true);
             }
-            let before = state(&captured.layer);
-            same_state("before", &before, &state(&eager.layer));
+            let before = state(&captured);
+            same_state("before", &before, &state(&eager));
 
             let stream = device.cuda_stream();
             stream.synchronize().unwrap();
@@ -1051,18 +1244,18 @@ fn a_training_step_replays_as_a_cuda_graph() {
             // Nothing ran, but for the count.
             let (phi, nu, t) = before;
             let counted = t + 1;
-            same_state("captured", &state(&captured.layer), &(phi, nu, counted));
+            same_state("captured", &state(&captured), &(phi, nu, counted));
 
             for replay in 1..=3 {
                 refill(&inputs);
                 graph.launch().unwrap();
-                let expected = run(&eager.layer, &batch, true);
+                let expected = run(&eager, &batch, true);
                 let what = format!("{cols} by {groups:?}, padded {padded}, replay {replay}");
                 for (output, (name, expected)) in outputs.iter().zip(expected.tensors()) {
                     assert_same_bits(&format!("{what}, {name}"), output, expected);
                 }
-                let (phi, nu, _) = state(&eager.layer);
-                same_state(&what, &state(&captured.layer), &(phi, nu, counted));
+                let (phi, nu, _) = state(&eager);
+                same_state(&what, &state(&captured), &(phi, nu, counted));
             }
         }
     }

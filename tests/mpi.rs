@@ -7,7 +7,7 @@ mod common;
 
 use candle::{DType, Tensor};
 use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
-use common::distributed::{Rank, CASES};
+use common::distributed::{Rank, CASES, CASES_OF_A_CPU};
 use common::{message, CPU};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator as _;
@@ -57,10 +57,11 @@ fn as_rank() {
 
     let rank = Rank {
         rank: world.rank() as usize,
+        device: CPU,
         communicator: communicator.clone(),
         over: Ranks::new(communicator.clone()),
     };
-    for (name, case) in CASES {
+    for (name, case) in CASES.into_iter().chain(CASES_OF_A_CPU) {
         case(&rank);
         report_from_first(&world, name);
     }
@@ -85,7 +86,7 @@ fn what_cannot_be_summed_fails_on_every_rank(world: &SimpleCommunicator, ranks: 
         (zeros(5, DType::F64), "got 5 of F64 on this one"),
         (
             zeros(5, DType::BF16),
-            "expected a tensor of F32 or F64 on the CPU, got BF16",
+            "expected a tensor of F32 or F64, got BF16",
         ),
     ];
     for (odd_one, expected) in odd_ones {

@@ -118,7 +118,6 @@ fn rows_beyond_two_to_the_31() -> Result<()> {
             },
             None,
             1.,
-            false,
         );
         let schedule = Schedule {
             blocks: Order::Forward,
@@ -138,7 +137,7 @@ fn rows_beyond_two_to_the_31() -> Result<()> {
         };
         actual.y = tail(y)?;
         actual.dx = Some(tail(dx)?);
-        arguments.compare(&format!("{groups:?} groups"), &actual, &expected);
+        arguments.compare(&format!("{groups:?} groups"), &[actual], &expected)?;
     }
     Ok(())
 }

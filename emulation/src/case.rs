@@ -2,7 +2,7 @@
 //! meets.
 
 use crate::data::{keep, tensor, Data, DTYPES};
-use crate::pass::{Arguments, Offsets, Wanted};
+use crate::pass::{run_over_ranks, Arguments, Offsets, Results, Wanted};
 use crate::{Order, Schedule};
 use candle::{DType, Result};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
@@ -97,8 +97,11 @@ const OFFSETS: [Offsets; 2] = [Offsets::Aligned, Offsets::AnElement];
 const RESIDUAL: [bool; 2] = [false, true];
 const LOSS_SCALES: [f64; 2] = [1., 64.];
 
+/// The shares of ranks in a batch; with few rows more of them are empty.
+const RANKS: [&[usize]; 4] = [&[1], &[1, 1], &[3, 0, 1], &[0, 5, 1, 2]];
+
 /// Values on each axis.
-pub const SIZES: [usize; 12] = [
+pub const SIZES: [usize; 13] = [
     DTYPES.len(),
     COLS.len(),
     ROWS.len(),
@@ -111,6 +114,7 @@ pub const SIZES: [usize; 12] = [
     OFFSETS.len(),
     RESIDUAL.len(),
     LOSS_SCALES.len(),
+    RANKS.len(),
 ];
 
 /// A value on each axis, by its index.
@@ -135,6 +139,7 @@ pub struct Case {
     offsets: Offsets,
     residual: bool,
     loss_scale: f64,
+    ranks: &'static [usize],
 }
 
 /// The pairs of values in a point.
@@ -172,6 +177,7 @@ pub fn whole_grid() -> Vec<Point> {
         vec![(0..OFFSETS.len()).collect()],
         vec![(0..RESIDUAL.len()).collect()],
         vec![(0..LOSS_SCALES.len()).collect()],
+        vec![(0..RANKS.len()).collect()],
     ];
     let mut rng = StdRng::seed_from_u64(2);
     let len = kinds.iter().map(Vec::len).product::<usize>();
@@ -228,7 +234,7 @@ pub fn pairwise() -> Vec<Point> {
 impl Case {
     /// The case at a point of the grid.
     pub fn at(
-        [dtypes, cols, rows, padding, groups, recipe, phase, affine, wanted, offsets, residual, scale]: Point,
+        [dtypes, cols, rows, padding, groups, recipe, phase, affine, wanted, offsets, residual, scale, ranks]: Point,
     ) -> Self {
         let (input, builder) = DTYPES[dtypes];
         Self {
@@ -245,6 +251,7 @@ impl Case {
             offsets: OFFSETS[offsets],
             residual: RESIDUAL[residual],
             loss_scale: LOSS_SCALES[scale],
+            ranks: RANKS[ranks],
         }
     }
 
@@ -260,13 +267,20 @@ impl Case {
                 ..self.wanted
             },
         };
-        arguments.check(
+        // An evaluation is each rank's own.
+        let ranks = match self.phase {
+            Phase::Evaluation => RANKS[0],
+            _ => self.ranks,
+        };
+        arguments.check_over_ranks(
             &format!("{self:?}"),
             self.builder,
             wanted,
             self.offsets,
             schedules,
-        )
+            ranks,
+        )?;
+        Ok(())
     }
 
     fn arguments(&self) -> Result<Arguments> {
@@ -376,6 +390,21 @@ impl Arguments {
         offsets: Offsets,
         schedules: &[Schedule],
     ) -> Result<()> {
+        self.check_over_ranks(what, builder, wanted, offsets, schedules, RANKS[0])?;
+        Ok(())
+    }
+
+    /// [`check`](Self::check), of ranks that have shares of the rows by these weights; the first results of each.
+    #[track_caller]
+    pub fn check_over_ranks(
+        &self,
+        what: &str,
+        builder: DType,
+        wanted: Wanted,
+        offsets: Offsets,
+        schedules: &[Schedule],
+        ranks: &[usize],
+    ) -> Result<Vec<Results>> {
         let mut expected = self.on_cpu(builder)?;
         if !wanted.any() {
             // The CPU path's backward has run.
@@ -383,16 +412,20 @@ impl Arguments {
         }
         let mut first = None;
         for schedule in schedules {
-            let results = self.run(wanted, offsets, *schedule)?;
+            let of_ranks = run_over_ranks(&self.shards(ranks)?, wanted, offsets, *schedule)?;
             match &first {
                 None => {
-                    self.compare(what, &results, &expected);
-                    first = Some(results);
+                    self.compare(what, &of_ranks, &expected)?;
+                    first = Some(of_ranks);
                 }
-                Some(first) => results.assert_same_bits(&format!("{what}, {schedule:?}"), first)?,
+                Some(first) => {
+                    for (results, first) in of_ranks.iter().zip(first) {
+                        results.assert_same_bits(&format!("{what}, {schedule:?}"), first)?;
+                    }
+                }
             }
         }
-        Ok(())
+        Ok(first.unwrap_or_default())
     }
 }
 

@@ -1,10 +1,11 @@
 //! What the CPU path makes of the same arguments, and how far the kernels may be from it.
 
-use crate::data::{coarser, precision, to_f64};
+use crate::data::{coarser, precision, tensor, to_f64};
 use crate::pass::{bytes, Arguments, Results};
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, LossScale, Mode, Recipe, Statistics};
+use std::collections::HashMap;
 
 impl Arguments {
     /// The same passes on the CPU, with all gradients, in a layer whose builder is of this dtype.
@@ -59,9 +60,10 @@ impl Arguments {
         })
     }
 
-    /// Compares what the kernels gave with what the CPU path gave.
+    /// Compares what the kernels gave, on each rank, with what the CPU path gave for all rows.
     #[track_caller]
-    pub fn compare(&self, what: &str, actual: &Results, expected: &Results) {
+    pub fn compare(&self, what: &str, of_ranks: &[Results], expected: &Results) -> Result<()> {
+        let (actual, rounded) = joined(what, of_ranks)?;
         let terms = Terms::of(self);
         let (rows, cols) = self.x.dims2().unwrap();
         // A group of one channel has an input gradient near 0, and the exact gradient of a batch of one row
@@ -97,8 +99,12 @@ impl Arguments {
             );
             let n = (rows + cols) as f64;
             let relative = 16. * n.sqrt() * precision(sums).0;
-            assert_close(&what, actual, expected, |k| relative * terms[k]);
+            let rounded = rounded.get(name);
+            assert_close(&what, actual, expected, |k| {
+                relative * terms[k] + rounded.map_or(0., |rounded| rounded[k])
+            });
         }
+        Ok(())
     }
 }
 
@@ -260,6 +266,62 @@ pub fn assert_close(what: &str, actual: &Tensor, expected: &Tensor, sums: impl F
             (actual - expected).abs() / bound
         );
     }
+}
+
+/// What ranks give in all, and how much more the gradients of parameters may be off: each rank has rounded its part. All must
+/// have the same state.
+#[track_caller]
+fn joined(what: &str, of_ranks: &[Results]) -> Result<(Results, HashMap<&'static str, Vec<f64>>)> {
+    let [first, others @ ..] = of_ranks else {
+        candle::bail!("no rank")
+    };
+    for other in others {
+        for (name, of_first, of_other) in [
+            ("running_phi", &first.running_phi, &other.running_phi),
+            ("ema_gz", &first.ema_gz, &other.ema_gz),
+        ] {
+            let same = bytes(of_first)? == bytes(of_other)?;
+            assert!(same, "{what}: {name} of ranks differs");
+        }
+    }
+    let rows = |of: fn(&Results) -> Option<&Tensor>| -> Result<Option<Tensor>> {
+        // candle does not join what is empty.
+        let parts: Option<Vec<_>> = of_ranks.iter().map(of).collect();
+        let Some(parts) = parts else { return Ok(None) };
+        let parts: Vec<_> = (parts.into_iter())
+            .filter(|part| part.elem_count() > 0)
+            .collect();
+        Tensor::cat(&parts, 0).map(Some)
+    };
+    let mut rounded = HashMap::new();
+    let mut sum = |name, of: fn(&Results) -> Option<&Tensor>| -> Result<Option<Tensor>> {
+        let Some(of_first) = of(first) else {
+            return Ok(None);
+        };
+        if others.is_empty() {
+            return Ok(Some(of_first.clone()));
+        }
+        let zeros = || vec![0.; of_first.elem_count()];
+        let (mut sums, mut sizes) = (zeros(), zeros());
+        for part in of_ranks.iter().filter_map(of) {
+            for (k, value) in to_f64(part).into_iter().enumerate() {
+                sums[k] += value;
+                sizes[k] += precision(part.dtype()).0 * finite(value.abs());
+            }
+        }
+        rounded.insert(name, sizes);
+        Ok(Some(tensor(&sums, of_first.dims(), of_first.dtype())))
+    };
+    let results = Results {
+        dweight: sum("dweight", |results| results.dweight.as_ref())?,
+        dbias: sum("dbias", |results| results.dbias.as_ref())?,
+        y: rows(|results| Some(&results.y))?.expect("there always is one"),
+        sum: rows(|results| results.sum.as_ref())?,
+        dx: rows(|results| results.dx.as_ref())?,
+        running_phi: first.running_phi.clone(),
+        ema_gz: first.ema_gz.clone(),
+    };
+    Ok((results, rounded))
 }
 
 fn finite(value: f64) -> f64 {

@@ -119,6 +119,7 @@ pub struct Array {
     allocation: *mut u8,
     layout: Layout,
     offset: usize,
+    len: usize,
 }
 
 impl Array {
@@ -140,6 +141,7 @@ impl Array {
             allocation,
             layout,
             offset,
+            len,
         }
     }
 
@@ -161,7 +163,7 @@ impl Array {
     /// What it holds.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: all of it was written when it was made.
-        unsafe { std::slice::from_raw_parts(self.start(), self.layout.size() - self.offset) }
+        unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 
     fn start(&self) -> *mut u8 {

@@ -24,6 +24,6 @@ mod pass;
 
 pub use compare::assert_close;
 pub use device::{convert, emulate, Array, Order, Schedule};
-pub use pass::{scale_groups, Arguments, Offsets, Results, Wanted};
+pub use pass::{run_over_ranks, scale_groups, Arguments, Offsets, Results, Wanted};
 
 use error::Error;

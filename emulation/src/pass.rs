@@ -5,6 +5,7 @@ use crate::device::{emulate, Array, Schedule};
 use crate::launch::{BackwardBuffers, Dtype, ForwardBuffers, Launch, Params, Pass, Vector};
 use candle::{DType, Device, Result, Tensor};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use std::ops::Range;
 
 /// A forward of a layer and perhaps its backward: all that they read. Tensors are packed, on the CPU.
 #[derive(Clone)]
@@ -129,116 +130,319 @@ impl Arguments {
     /// Runs the forward, the step of ψ² and, if anything is wanted of it, the backward, which takes the step
     /// of ν. Panics where a GPU would refuse a launch, or where an input was written to.
     pub fn run(&self, wanted: Wanted, offsets: Offsets, schedule: Schedule) -> Result<Results> {
-        let (rows, cols) = self.x.dims2()?;
+        let mut results = run_over_ranks(std::slice::from_ref(self), wanted, offsets, schedule)?;
+        Ok(results.pop().expect("one rank"))
+    }
+
+    /// The arguments of ranks that share the rows out by weight.
+    pub fn shards(&self, weights: &[usize]) -> Result<Vec<Self>> {
+        let (rows, _) = self.x.dims2()?;
+        let total: usize = weights.iter().sum();
+        let (mut before, mut shards) = (0, vec![]);
+        for weight in weights {
+            let start = rows * before / total;
+            before += weight;
+            let len = rows * before / total - start;
+            let part = |tensor: &Tensor| tensor.narrow(0, start, len)?.force_contiguous();
+            shards.push(Self {
+                x: part(&self.x)?,
+                residual: self.residual.as_ref().map(part).transpose()?,
+                dy: part(&self.dy)?,
+                dsum: part(&self.dsum)?,
+                keep: self.keep.as_ref().map(part).transpose()?,
+                ..self.clone()
+            });
+        }
+        Ok(shards)
+    }
+}
+
+/// [`Arguments::run`] on each of several ranks, whose sums are added up where the layer adds them up. A rank is alone if it
+/// is the only one; else it may have no rows.
+pub fn run_over_ranks(
+    ranks: &[Arguments],
+    wanted: Wanted,
+    offsets: Offsets,
+    schedule: Schedule,
+) -> Result<Vec<Results>> {
+    let over_ranks = ranks.len() > 1;
+    let mut ranks = (ranks.iter())
+        .map(|arguments| Rank::new(arguments, over_ranks, wanted, offsets, schedule))
+        .collect::<Result<Vec<_>>>()?;
+    let first = &ranks[0];
+    let by_batch = first.train == Some(config::Statistics::Batch);
+    let fairseq = first.pass.config.recipe == config::Recipe::Fairseq;
+    let of_forward = first.of_forward();
+    // The totals of a backward lie before those of its forward.
+    let of_backward = 0..of_forward.start;
+    let of_both = 0..of_forward.end;
+
+    for rank in &ranks {
+        rank.forward();
+    }
+    if by_batch {
+        exchange(&mut ranks, &of_forward);
+    }
+    for rank in &mut ranks {
+        rank.finish_forward()?;
+    }
+    // After the warm-up the sums of a forward go with those of its backward, where that can do without them.
+    let deferred = over_ranks && !by_batch && !fairseq && wanted.any();
+    if !by_batch && !deferred {
+        exchange(&mut ranks, &of_forward);
+    }
+    if !deferred {
+        ranks.iter_mut().for_each(Rank::update_phi);
+    }
+    if wanted.any() {
+        ranks.iter_mut().for_each(Rank::backward);
+        if deferred {
+            exchange(&mut ranks, &of_both);
+            ranks.iter_mut().for_each(Rank::update_phi);
+        } else {
+            exchange(&mut ranks, &of_backward);
+        }
+        ranks.iter_mut().for_each(Rank::finish_backward);
+    }
+    ranks.into_iter().map(Rank::results).collect()
+}
+
+/// Adds up some of the ranks' totals, and hands each the sums.
+fn exchange(ranks: &mut [Rank], numbers: &Range<usize>) {
+    let mut sums = vec![0.; numbers.len()];
+    for rank in ranks.iter() {
+        for (sum, own) in sums.iter_mut().zip(rank.totals(numbers)) {
+            *sum += own;
+        }
+    }
+    for rank in ranks {
+        rank.take(numbers, &sums);
+    }
+}
+
+/// One rank's passes and its part of the device's memory.
+struct Rank<'a> {
+    arguments: &'a Arguments,
+    pass: Pass,
+    train: Option<config::Statistics>,
+    schedule: Schedule,
+    x: DeviceTensor,
+    dy: DeviceTensor,
+    dsum: DeviceTensor,
+    residual: Option<DeviceTensor>,
+    sum: Option<DeviceTensor>,
+    keep: Option<DeviceTensor>,
+    weight: Option<DeviceTensor>,
+    bias: Option<DeviceTensor>,
+    running_phi: DeviceTensor,
+    ema_gz: DeviceTensor,
+    y: DeviceTensor,
+    dx: Option<DeviceTensor>,
+    dweight: Option<DeviceTensor>,
+    dbias: Option<DeviceTensor>,
+    saved: Option<Array>,
+    forward_workspace: Option<Array>,
+    backward_workspace: Option<Array>,
+    /// What other ranks add to: of the backward, then of the forward.
+    totals: Option<Array>,
+}
+
+impl<'a> Rank<'a> {
+    fn new(
+        arguments: &'a Arguments,
+        over_ranks: bool,
+        wanted: Wanted,
+        offsets: Offsets,
+        schedule: Schedule,
+    ) -> Result<Self> {
+        let (rows, cols) = arguments.x.dims2()?;
         let pass = Pass {
-            dtype: dtype(self.x.dtype()),
+            dtype: dtype(arguments.x.dtype()),
             rows,
             cols,
-            masked: self.keep.is_some(),
-            config: mirrored(&self.config),
+            masked: arguments.keep.is_some(),
+            config: mirrored(&arguments.config),
         };
-        let t = self.steps + 1;
-        let train = match self.recalibrate {
+        let train = match arguments.recalibrate {
             true => Some(config::Statistics::Batch),
-            false => self.train.then(|| pass.config.statistics_at(t)),
+            false => (arguments.train).then(|| pass.config.statistics_at(arguments.steps + 1)),
         };
-        let backward = wanted.any();
-
-        let x = DeviceTensor::of(&self.x, Offsets::Aligned)?;
-        let dy = DeviceTensor::of(&self.dy, Offsets::Aligned)?;
-        let dsum = DeviceTensor::of(&self.dsum, Offsets::Aligned)?;
-        let residual = (self.residual.as_ref())
-            .map(|residual| DeviceTensor::of(residual, Offsets::Aligned))
-            .transpose()?;
-        let sum = (residual.as_ref()).map(|_| DeviceTensor::unwritten(&[rows, cols], x.dtype));
+        let aligned = |tensor: &Tensor| DeviceTensor::of(tensor, Offsets::Aligned);
         let part = |tensor: &Tensor| DeviceTensor::of(tensor, offsets);
-        let keep = self.keep.as_ref().map(part).transpose()?;
-        let [weight, bias] = match &self.affine {
+        let [weight, bias] = match &arguments.affine {
             Some([weight, bias]) => [Some(part(weight)?), Some(part(bias)?)],
             None => [None, None],
         };
-        let running_phi = part(&self.running_phi)?;
-        let ema_gz = part(&self.ema_gz)?;
-        let y = DeviceTensor::unwritten(&[rows, cols], x.dtype);
-
-        let address = |part: &Option<DeviceTensor>| part.as_ref().map_or(0, |p| p.array.address());
-        let vector = |part: &Option<DeviceTensor>| part.as_ref().map(DeviceTensor::vector);
-        let vector = |part| vector(part).unwrap_or_default();
-        let saved =
-            (backward || pass.needs_saved(train)).then(|| Array::unwritten(pass.saved_bytes(), 0));
-        let saved_address = saved.as_ref().map_or(0, Array::address);
-        let workspace = train.map(|_| Array::unwritten(pass.forward_workspace_bytes(), 0));
-        let buffers = ForwardBuffers {
-            x: x.array.address(),
-            residual: address(&residual),
-            sum: address(&sum),
-            y: y.array.address(),
-            keep: address(&keep),
-            weight: vector(&weight),
-            bias: vector(&bias),
-            phi: running_phi.vector(),
-            saved: saved_address,
-            workspace: workspace.as_ref().map_or(0, Array::address),
-        };
-        run_all(&pass.forward(&buffers, train), schedule);
-        unwritten_to("ψ²", &self.running_phi, &running_phi)?;
-        if let Some(train) = train {
-            // The forward's other arrays may be gone by then.
-            let buffers = ForwardBuffers {
-                phi: buffers.phi,
-                saved: buffers.saved,
-                workspace: buffers.workspace,
-                ..Default::default()
-            };
-            let step = match self.recalibrate {
-                true => config::PhiStep {
-                    cumulative: Some(config::Shares::of_mean(1)),
-                    moving: None,
-                },
-                false => pass.config.phi_step(t),
-            };
-            run_all(&[pass.update_phi(&buffers, train, &step)], schedule);
-        }
-
         let gradient = |of: &Option<DeviceTensor>, wanted: bool| {
             let of = of.as_ref().filter(|_| wanted)?;
             Some(DeviceTensor::unwritten(&of.shape, of.dtype))
         };
-        let dx = wanted
-            .input
-            .then(|| DeviceTensor::unwritten(&[rows, cols], x.dtype));
-        let dweight = gradient(&weight, wanted.weight);
-        let dbias = gradient(&bias, wanted.bias);
-        if backward {
-            drop(workspace);
-            let workspace = Array::unwritten(pass.backward_workspace_bytes(), 0);
-            let buffers = BackwardBuffers {
-                x: sum.as_ref().unwrap_or(&x).array.address(),
-                dy: dy.array.address(),
-                dsum: match &sum {
-                    Some(_) => dsum.array.address(),
-                    None => 0,
-                },
-                dx: address(&dx),
-                keep: address(&keep),
-                weight: vector(&weight),
-                ema_gz: ema_gz.vector(),
-                dweight: vector(&dweight),
-                dbias: vector(&dbias),
-                saved: saved_address,
-                workspace: workspace.address(),
-            };
-            let launches = pass.backward(&buffers, train, self.loss_scale, !self.recalibrate);
-            run_all(&launches, schedule);
-        }
+        let output = || DeviceTensor::unwritten(&[rows, cols], arguments.x.dtype());
+        let needs_saved = wanted.any() || pass.needs_saved(train);
+        let totals = 8 * (cols + pass.forward_totals());
+        Ok(Self {
+            arguments,
+            pass,
+            train,
+            schedule,
+            x: aligned(&arguments.x)?,
+            dy: aligned(&arguments.dy)?,
+            dsum: aligned(&arguments.dsum)?,
+            residual: arguments.residual.as_ref().map(aligned).transpose()?,
+            sum: arguments.residual.as_ref().map(|_| output()),
+            keep: arguments.keep.as_ref().map(part).transpose()?,
+            running_phi: part(&arguments.running_phi)?,
+            ema_gz: part(&arguments.ema_gz)?,
+            y: output(),
+            dx: wanted.input.then(output),
+            dweight: gradient(&weight, wanted.weight),
+            dbias: gradient(&bias, wanted.bias),
+            weight,
+            bias,
+            saved: needs_saved.then(|| Array::unwritten(pass.saved_bytes(), 0)),
+            forward_workspace: train.map(|_| Array::unwritten(pass.forward_workspace_bytes(), 0)),
+            backward_workspace: None,
+            totals: (over_ranks && train.is_some()).then(|| Array::unwritten(totals, 0)),
+        })
+    }
 
-        unwritten_to("x", &self.x, &x)?;
-        unwritten_to("dy", &self.dy, &dy)?;
+    fn forward(&self) {
+        self.run(&self.pass.forward(&self.forward_buffers(), self.train));
+    }
+
+    fn finish_forward(&mut self) -> Result<()> {
+        let launches = (self.pass).finish_forward(&self.forward_buffers(), self.train);
+        self.run(&launches);
+        if self.totals.is_some() {
+            self.forward_workspace = None;
+        }
+        unwritten_to("ψ²", &self.arguments.running_phi, &self.running_phi)
+    }
+
+    fn update_phi(&mut self) {
+        let Some(train) = self.train else { return };
+        let t = self.arguments.steps + 1;
+        let step = match self.arguments.recalibrate {
+            true => config::PhiStep {
+                cumulative: Some(config::Shares::of_mean(1)),
+                moving: None,
+            },
+            false => self.pass.config.phi_step(t),
+        };
+        // The forward's other arrays may be gone by then.
+        let all = self.forward_buffers();
+        let buffers = ForwardBuffers {
+            phi: all.phi,
+            saved: all.saved,
+            workspace: all.workspace,
+            totals: all.totals,
+            ..Default::default()
+        };
+        self.run(&[self.pass.update_phi(&buffers, train, Some(&step))]);
+        self.forward_workspace = None;
+    }
+
+    fn backward(&mut self) {
+        let bytes = self.pass.backward_workspace_bytes();
+        self.backward_workspace = Some(Array::unwritten(bytes, 0));
+        let scale = self.arguments.loss_scale;
+        let buffers = self.backward_buffers();
+        self.run(&self.pass.backward(&buffers, self.train, scale));
+    }
+
+    fn finish_backward(&mut self) {
+        let (scale, moves_nu) = (self.arguments.loss_scale, !self.arguments.recalibrate);
+        let buffers = self.backward_buffers();
+        self.run(&(self.pass).finish_backward(&buffers, self.train, scale, moves_nu));
+    }
+
+    fn run(&self, launches: &[Launch]) {
+        for launch in launches {
+            run(launch, self.schedule, 0..launch.grid.1);
+        }
+    }
+
+    fn forward_buffers(&self) -> ForwardBuffers {
+        ForwardBuffers {
+            x: self.x.array.address(),
+            residual: address(&self.residual),
+            sum: address(&self.sum),
+            y: self.y.array.address(),
+            keep: address(&self.keep),
+            weight: vector(&self.weight),
+            bias: vector(&self.bias),
+            phi: self.running_phi.vector(),
+            saved: start(&self.saved),
+            workspace: start(&self.forward_workspace),
+            totals: match &self.totals {
+                Some(totals) => totals.address() + 8 * self.of_forward().start as u64,
+                None => 0,
+            },
+        }
+    }
+
+    fn backward_buffers(&self) -> BackwardBuffers {
+        BackwardBuffers {
+            x: self.sum.as_ref().unwrap_or(&self.x).array.address(),
+            dy: self.dy.array.address(),
+            dsum: match &self.sum {
+                Some(_) => self.dsum.array.address(),
+                None => 0,
+            },
+            dx: address(&self.dx),
+            keep: address(&self.keep),
+            weight: vector(&self.weight),
+            ema_gz: self.ema_gz.vector(),
+            dweight: vector(&self.dweight),
+            dbias: vector(&self.dbias),
+            saved: start(&self.saved),
+            workspace: start(&self.backward_workspace),
+            totals: start(&self.totals),
+        }
+    }
+
+    /// The totals of a forward, by their place among all.
+    fn of_forward(&self) -> Range<usize> {
+        self.pass.cols..self.pass.cols + self.pass.forward_totals()
+    }
+
+    /// What this rank brings to a sum.
+    fn totals(&self, numbers: &Range<usize>) -> Vec<f64> {
+        let Some(totals) = &self.totals else {
+            return vec![];
+        };
+        let totals = totals.bytes()[8 * numbers.start..8 * numbers.end].chunks_exact(8);
+        totals
+            .map(|total| f64::from_ne_bytes(total.try_into().expect("8 bytes")))
+            .collect()
+    }
+
+    /// Has the sums of all ranks in place of its own, in an array of their own as an engine may give them.
+    fn take(&mut self, numbers: &Range<usize>, sums: &[f64]) {
+        let Some(totals) = &self.totals else { return };
+        let mut bytes = totals.bytes().to_vec();
+        let sums: Vec<u8> = sums.iter().flat_map(|sum| sum.to_ne_bytes()).collect();
+        bytes[8 * numbers.start..8 * numbers.end].copy_from_slice(&sums);
+        self.totals = Some(Array::of(&bytes, 0));
+    }
+
+    fn results(self) -> Result<Results> {
+        let arguments = self.arguments;
+        unwritten_to("x", &arguments.x, &self.x)?;
+        unwritten_to("dy", &arguments.dy, &self.dy)?;
         for (name, host, device) in [
-            ("residual", self.residual.as_ref(), &residual),
-            ("keep", self.keep.as_ref(), &keep),
-            ("weight", self.affine.as_ref().map(|[w, _]| w), &weight),
-            ("bias", self.affine.as_ref().map(|[_, b]| b), &bias),
+            ("residual", arguments.residual.as_ref(), &self.residual),
+            ("keep", arguments.keep.as_ref(), &self.keep),
+            (
+                "weight",
+                arguments.affine.as_ref().map(|[w, _]| w),
+                &self.weight,
+            ),
+            (
+                "bias",
+                arguments.affine.as_ref().map(|[_, b]| b),
+                &self.bias,
+            ),
         ] {
             if let (Some(host), Some(device)) = (host, device) {
                 unwritten_to(name, host, device)?;
@@ -246,15 +450,28 @@ impl Arguments {
         }
         let to_host = |part: Option<DeviceTensor>| part.map(|part| part.to_host()).transpose();
         Ok(Results {
-            y: y.to_host()?,
-            sum: to_host(sum)?,
-            dx: to_host(dx)?,
-            dweight: to_host(dweight)?,
-            dbias: to_host(dbias)?,
-            running_phi: running_phi.to_host()?,
-            ema_gz: ema_gz.to_host()?,
+            y: self.y.to_host()?,
+            sum: to_host(self.sum)?,
+            dx: to_host(self.dx)?,
+            dweight: to_host(self.dweight)?,
+            dbias: to_host(self.dbias)?,
+            running_phi: self.running_phi.to_host()?,
+            ema_gz: self.ema_gz.to_host()?,
         })
     }
+}
+
+fn address(part: &Option<DeviceTensor>) -> u64 {
+    part.as_ref().map_or(0, |part| part.array.address())
+}
+
+fn vector(part: &Option<DeviceTensor>) -> Vector {
+    part.as_ref()
+        .map_or(Vector::default(), DeviceTensor::vector)
+}
+
+fn start(array: &Option<Array>) -> u64 {
+    array.as_ref().map_or(0, Array::address)
 }
 
 /// The layer-scale by itself, of `groups` groups, and its gradient from `dy`; packed rows on the CPU.
@@ -336,7 +553,7 @@ fn run_all(launches: &[Launch], schedule: Schedule) {
 }
 
 /// Runs the blocks of a launch whose y is in `rows`.
-pub(crate) fn run(launch: &Launch, schedule: Schedule, rows: std::ops::Range<u32>) {
+pub(crate) fn run(launch: &Launch, schedule: Schedule, rows: Range<u32>) {
     /// Whatever the parameters, the call is the same.
     macro_rules! emulate_with {
         ($params:expr) => {
@@ -356,6 +573,7 @@ pub(crate) fn run(launch: &Launch, schedule: Schedule, rows: std::ops::Range<u32
     }
     let result = match &launch.params {
         Params::Normalize(params) => emulate_with!(params),
+        Params::SumPartials(params) => emulate_with!(params),
         Params::UpdatePhi(params) => emulate_with!(params),
         Params::NormalizeBwd(params) => emulate_with!(params),
         Params::UpdateNu(params) => emulate_with!(params),

@@ -13,7 +13,7 @@ pub use self::nccl::NcclCommunicator;
 use crate::Error;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt::Debug;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 /// Processes, or GPUs, that train copies of one model, each on its own shard of every batch: ranks.
@@ -21,8 +21,8 @@ use std::sync::Arc;
 /// A layer that is given [`Ranks`] of one ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)) takes its statistics over
 /// the rows of all ranks.
 ///
-/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for GPUs, where no layer takes one
-/// so far. Another engine needs no more than these two methods.
+/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for GPUs. Another engine needs no
+/// more than these two methods.
 pub trait Communicator: Debug + Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
@@ -30,7 +30,7 @@ pub trait Communicator: Debug + Send + Sync {
     /// The sum of every rank's `tensor`, on the device of this one's: the same bits on every rank.
     ///
     /// All ranks call this in one order, each time with tensors of one shape and dtype (`F32` or `F64`), and each waits
-    /// for the others. `tensor` is contiguous.
+    /// for the others, or has its GPU wait. `tensor` is contiguous, and on its layer's device.
     ///
     /// # Errors
     ///
@@ -95,10 +95,12 @@ struct Member {
     ranks: Ranks,
     /// The layer's number.
     layer: usize,
+    /// Whether the ranks have compared their layers of this number, which those on a GPU do once.
+    compared: Arc<AtomicBool>,
 }
 
 /// Why ranks meet. All must mean the same.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exchange {
     /// The sums of a forward.
     Forward = 1,
@@ -112,8 +114,12 @@ impl LayerRanks {
     /// A layer's place among others of these ranks.
     pub fn join(ranks: &Ranks) -> Self {
         let layer = ranks.0.layers.fetch_add(1, Ordering::Relaxed);
-        let ranks = ranks.clone();
-        Self(Some(Member { ranks, layer }).filter(|member| member.ranks.world_size() > 1))
+        let member = Member {
+            ranks: ranks.clone(),
+            layer,
+            compared: Arc::default(),
+        };
+        Self(Some(member).filter(|member| member.ranks.world_size() > 1))
     }
 
     /// Whether there is no other rank.
@@ -135,38 +141,81 @@ impl LayerRanks {
         let Some(member) = &self.0 else {
             return Ok(numbers);
         };
-        let tag = (numbers.len() * 4 + exchange as usize) as f64;
-        let layer = member.layer as f64;
-        let own = [0., tag, tag * tag, layer, layer * layer];
-        let announced = member.sum(own.into())?;
-        if announced[0] > 0. {
-            return Err(member.failed(Error::RankFailed));
-        }
-        // Equal to every rank's own only where they all are: their variance is 0.
-        let ranks = member.ranks.world_size() as f64;
-        if announced != own.map(|own| ranks * own) {
-            return Err(member.failed(Error::RanksDisagree {
-                exchange: exchange.name(),
-                numbers: numbers.len(),
-            }));
-        }
-        member.sum(numbers)
+        member.announce(exchange, numbers.len(), &Device::Cpu)?;
+        member.sum(numbers, &Device::Cpu)
     }
 
-    /// Tells the other ranks that this one does not come to their next sum.
-    pub fn fail(&self) {
+    /// Adds up the `totals` of all ranks where they are, on a GPU. Nothing is announced: to hear of it, the host would have to
+    /// wait for the GPU.
+    #[cfg(feature = "cuda")]
+    pub fn sum_on_device(&self, totals: &Tensor) -> Result<Tensor> {
+        let Some(member) = &self.0 else {
+            return Ok(totals.clone());
+        };
+        let sums = member.ranks.all_reduce_sum(totals)?.contiguous()?;
+        let got = (sums.elem_count(), sums.dtype(), sums.device().location());
+        let expected = (
+            totals.elem_count(),
+            totals.dtype(),
+            totals.device().location(),
+        );
+        if got != expected {
+            candle::bail!(
+                "power_norm: expected sums of the communicator like {expected:?}, got {got:?}"
+            )
+        }
+        sums.flatten_all()
+    }
+
+    /// What stands in for announcements on a GPU: once, before the first sum of a layer, the ranks compare what they bring to
+    /// it, and wait to hear.
+    #[cfg(feature = "cuda")]
+    pub fn compare(&self, exchange: Exchange, numbers: usize, device: &Device) -> Result<()> {
+        match &self.0 {
+            Some(member) if !member.compared.load(Ordering::Acquire) => {
+                member.announce(exchange, numbers, device)?;
+                member.compared.store(true, Ordering::Release);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Tells the other ranks that this one, whose layer is on `device`, does not come to their next sum; on a GPU, while they
+    /// listen.
+    pub fn fail(&self, device: &Device) {
         if let Some(member) = &self.0 {
-            // What went wrong here is on its way to the caller already.
-            let _ = member.sum(vec![1., 0., 0., 0., 0.]);
+            if device.is_cpu() || !member.compared.load(Ordering::Acquire) {
+                // What went wrong here is on its way to the caller already.
+                let _ = member.sum(vec![1., 0., 0., 0., 0.], device);
+            }
             member.failed(Error::RankFailed);
         }
     }
 }
 
 impl Member {
-    fn sum(&self, numbers: Vec<f64>) -> Result<Vec<f64>> {
+    /// Tells the other ranks what this one comes for, and hears the same of them.
+    fn announce(&self, exchange: Exchange, numbers: usize, device: &Device) -> Result<()> {
+        let tag = (numbers * 4 + exchange as usize) as f64;
+        let layer = self.layer as f64;
+        let own = [0., tag, tag * tag, layer, layer * layer];
+        let announced = self.sum(own.into(), device)?;
+        if announced[0] > 0. {
+            return Err(self.failed(Error::RankFailed));
+        }
+        // Equal to every rank's own only where they all are: their variance is 0.
+        let ranks = self.ranks.world_size() as f64;
+        if announced != own.map(|own| ranks * own) {
+            let exchange = exchange.name();
+            return Err(self.failed(Error::RanksDisagree { exchange, numbers }));
+        }
+        Ok(())
+    }
+
+    fn sum(&self, numbers: Vec<f64>, device: &Device) -> Result<Vec<f64>> {
         let len = numbers.len();
-        let sums = (self.ranks).all_reduce_sum(&Tensor::new(numbers, &Device::Cpu)?)?;
+        let sums = (self.ranks).all_reduce_sum(&Tensor::new(numbers, device)?)?;
         let sums = sums.to_dtype(DType::F64)?.to_vec1()?;
         if sums.len() == len {
             return Ok(sums);

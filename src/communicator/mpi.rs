@@ -12,7 +12,10 @@ use mpi::Threading;
 use std::os::raw::c_int;
 use std::sync::{Mutex, PoisonError};
 
-/// The processes of an MPI job as ranks, for layers on a CPU. Feature `mpi`.
+/// The processes of an MPI job as ranks. Feature `mpi`.
+///
+/// It is meant for layers on a CPU. A tensor on a GPU is copied to the host, and its sum back: the host waits for the GPU at each
+/// sum, and no CUDA graph can hold one. (That has not run on a GPU yet.)
 ///
 /// A sum is an `MPI_Allreduce`, of which MPI requires that all processes receive identical results. Its order is the
 /// library's: MPI recommends, and does not require, that it be the same from run to run. A second, of two integers, goes before
@@ -20,7 +23,7 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// # Ranks that fail
 ///
-/// - A tensor that cannot be summed (on a GPU, or of another dtype than `F32` or `F64`), or one of another
+/// - A tensor that cannot be summed (of another dtype than `F32` or `F64`), or one of another
 ///   length or dtype than the other ranks', is an error on every rank.
 /// - What MPI itself reports is an error on the rank it is reported to; MPI promises nothing of the communicator
 ///   afterwards.
@@ -136,13 +139,12 @@ impl MpiCommunicator {
     }
 }
 
-/// The elements of a tensor on the CPU, no more than MPI can count.
+/// The elements of a tensor, no more than MPI can count.
 fn values<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
-    if !tensor.device().is_cpu() || tensor.dtype() != T::DTYPE {
+    if tensor.dtype() != T::DTYPE {
         return Err(failure(format!(
-            "expected a tensor of F32 or F64 on the CPU, got {:?} on {:?}",
-            tensor.dtype(),
-            tensor.device().location()
+            "expected a tensor of F32 or F64, got {:?}",
+            tensor.dtype()
         )));
     }
     if c_int::try_from(tensor.elem_count()).is_err() {

@@ -15,16 +15,20 @@ use std::sync::{Mutex, PoisonError};
 /// GPUs as ranks, one each, in one process or several. Feature `nccl`.
 ///
 /// A sum is an `ncclAllReduce` on the stream of the device's kernels: it is queued, and the host does not wait for it, but at the
-/// first, for which NCCL connects the ranks. NCCL leaves identical copies of the result on all ranks.
+/// first, for which NCCL connects the ranks. NCCL leaves identical copies of the result on all ranks. It sums tensors on its GPU
+/// alone, so its layers are there.
 ///
-/// It has been compiled, and has not run on a GPU yet; nor do layers on a GPU take a communicator so far.
+/// NCCL documents that its sums can be captured in a CUDA graph. A training step captured on every rank, forward and backward,
+/// has its sums in it; the first step of each layer, which [compares](crate::PowerNorm::with_ranks) the ranks, comes before.
+///
+/// It has been compiled, and has not run on a GPU yet.
 ///
 /// # Ranks that fail
 ///
 /// NCCL has no look at what it is given, and no limit to its patience:
 ///
 /// - Ranks that disagree on the length or the dtype of a tensor, or on the order of their sums, hang, or sum what does not belong
-///   together, without an error.
+///   together, without an error. Of what layers sum they notice it once, at the first.
 /// - A rank that fails, or whose process dies, leaves the others waiting on their GPUs for a sum that does not come; their host
 ///   waits at the next value that it reads. Have a launcher that ends all processes when one ends.
 /// - What NCCL reports when a sum is queued is an error on that rank alone.
@@ -32,6 +36,7 @@ use std::sync::{Mutex, PoisonError};
 /// # Example
 ///
 /// One process, a thread for each GPU. Over several processes, rank 0 sends its `id.internal()` to the others.
+/// [`Ranks::new`](crate::Ranks::new) makes ranks of `NcclCommunicator`, for the layers on that GPU.
 ///
 /// ```no_run
 /// use candle::cuda_backend::cudarc::nccl::Id;

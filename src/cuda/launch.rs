@@ -116,10 +116,26 @@ pub struct NormalizeParams {
     group_eps: f64,
 }
 
+/// `SumPartialsParams` of `kernels/params.cuh`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct SumPartialsParams {
+    partials: Address,
+    kept: Address,
+    rows: i64,
+    cols: i64,
+    chunks: i64,
+    stride: i64,
+    totals: Address,
+    count: Address,
+}
+
 /// `UpdatePhiParams` of `kernels/params.cuh`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub struct UpdatePhiParams {
+    totals: Address,
+    all_totals: Address,
     partials: Address,
     all_partials: Address,
     kept: Address,
@@ -171,6 +187,7 @@ pub struct NormalizeBwdParams {
 #[repr(C)]
 pub struct UpdateNuParams {
     partials: Address,
+    totals: Address,
     cols: i64,
     chunks: i64,
     weight: Vector,
@@ -190,6 +207,7 @@ pub struct UpdateNuParams {
 #[derive(Debug, Clone, Copy)]
 pub enum Params {
     Normalize(NormalizeParams),
+    SumPartials(SumPartialsParams),
     UpdatePhi(UpdatePhiParams),
     NormalizeBwd(NormalizeBwdParams),
     UpdateNu(UpdateNuParams),
@@ -234,7 +252,10 @@ const UPDATE_BLOCK: (u32, u32) = (32, 32);
 /// The most blocks that reduce wide groups; each takes further rows in turn.
 const FACTOR_BLOCKS: usize = 1 << 16;
 
-/// One call of a layer on `rows` rows, at least one.
+/// Bytes of a total.
+const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
+
+/// One call of a layer on `rows` rows: at least one, but for a training step over several ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Pass {
     pub dtype: Dtype,
@@ -268,6 +289,9 @@ pub struct ForwardBuffers {
     pub saved: Address,
     /// [`Pass::forward_workspace_bytes`].
     pub workspace: Address,
+    /// [`Pass::forward_totals`]: those of this rank, for `forward` to write, and afterwards those of all ranks. 0 without
+    /// other ranks.
+    pub totals: Address,
 }
 
 /// Where a backward's arrays are, from 16-byte boundaries on.
@@ -295,6 +319,9 @@ pub struct BackwardBuffers {
     pub saved: Address,
     /// [`Pass::backward_workspace_bytes`].
     pub workspace: Address,
+    /// `[cols]` f64: Σ dy x̃ of this rank, for `backward` to write, and afterwards those of all ranks. 0 without other ranks,
+    /// and for an evaluation.
+    pub totals: Address,
 }
 
 /// How a pass is cut into blocks and threads.
@@ -354,35 +381,48 @@ impl Pass {
         self.backward_workspace(0).end as usize
     }
 
+    /// The f64 numbers of a training forward that ranks add up: Σ x̃² over kept rows and the number of these, and under recipe
+    /// Fairseq the same of all rows.
+    pub fn forward_totals(&self) -> usize {
+        match self.config.recipe {
+            Recipe::Paper => self.cols + 1,
+            Recipe::Fairseq => 2 * (self.cols + 1),
+        }
+    }
+
     /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training
-    /// step; without a kept row the step is an evaluation.
+    /// step; without a kept row the step is an evaluation. By the batch's statistic this is as far as it goes without that:
+    /// [`finish_forward`](Self::finish_forward) has the rest.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
     pub fn forward(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
+        let mut launches = match self.rows {
+            0 => self.without_rows(buffers, train),
+            _ => self.forward_rows(buffers, train),
+        };
+        if train.is_some() && buffers.totals != 0 {
+            launches.extend(self.totals(buffers));
+        }
+        launches
+    }
+
+    fn without_rows(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
+        if train != Some(Statistics::Running) {
+            return vec![];
+        }
+        // 1/D, which elsewhere comes with the output: it is that of ψ², as of any batch without a kept row.
+        let alone = ForwardBuffers {
+            totals: 0,
+            ..*buffers
+        };
+        vec![self.update_phi(&alone, Statistics::Batch, None)]
+    }
+
+    fn forward_rows(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
         let plan = self.plan();
-        let saved = self.saved(buffers.saved);
         let workspace = self.forward_workspace(buffers.workspace);
-        let base = NormalizeParams {
-            tiling: plan.tiling,
-            x: buffers.x,
-            keep: buffers.keep,
-            factors: match plan.layer_scale {
-                LayerScale::None => 0,
-                _ => saved.factors,
-            },
-            layer_scale: plan.layer_scale,
-            eps: self.config.eps,
-            group_eps: self.config.eps,
-            ..Default::default()
-        };
-        let output = NormalizeParams {
-            y: buffers.y,
-            weight: buffers.weight,
-            bias: buffers.bias,
-            phi: buffers.phi,
-            inv_rms: saved.inv_rms,
-            ..base
-        };
+        let base = self.normalized(&plan, buffers);
+        let output = self.output(base, buffers);
         let kept = if self.masked { workspace.kept } else { 0 };
         let sums = |to: NormalizeParams| NormalizeParams {
             partials: workspace.partials,
@@ -407,46 +447,224 @@ impl Pass {
             };
             launches.push(self.normalize(&plan, all));
         }
-        if train == Some(Statistics::Batch) {
-            launches.push(self.statistics(buffers, Statistics::Batch, None));
-            // D stands in inv_rms.
-            let output = NormalizeParams {
-                phi: Vector::default(),
-                ..output
-            };
-            launches.push(self.normalize(&plan, output));
-        }
         if buffers.residual != 0 {
             // The first launch adds, the others read what it wrote.
             for (i, launch) in launches.iter_mut().enumerate() {
-                match &mut launch.params {
-                    Params::Normalize(params) if i == 0 => {
+                if let Params::Normalize(params) = &mut launch.params {
+                    if i == 0 {
                         (params.residual, params.sum) = (buffers.residual, buffers.sum);
+                    } else {
+                        params.x = buffers.sum;
                     }
-                    Params::Normalize(params) => params.x = buffers.sum,
-                    _ => {}
                 }
             }
         }
         launches
     }
 
-    /// ψ² takes in the batch of a training [`forward`](Self::forward), whose buffers are still there.
+    /// The rest of a [`forward`](Self::forward), whose buffers are still there.
+    pub fn finish_forward(
+        &self,
+        buffers: &ForwardBuffers,
+        train: Option<Statistics>,
+    ) -> Vec<Launch> {
+        if train != Some(Statistics::Batch) {
+            return vec![];
+        }
+        let statistics = self.update_phi(buffers, Statistics::Batch, None);
+        if self.rows == 0 {
+            return vec![statistics];
+        }
+        let plan = self.plan();
+        let base = self.normalized(&plan, buffers);
+        let output = NormalizeParams {
+            x: match buffers.residual {
+                0 => buffers.x,
+                _ => buffers.sum,
+            },
+            // D stands in inv_rms.
+            phi: Vector::default(),
+            ..self.output(base, buffers)
+        };
+        vec![statistics, self.normalize(&plan, output)]
+    }
+
+    /// The layer-scale of a forward, without an output.
+    fn normalized(&self, plan: &Plan, buffers: &ForwardBuffers) -> NormalizeParams {
+        let saved = self.saved(buffers.saved);
+        NormalizeParams {
+            tiling: plan.tiling,
+            x: buffers.x,
+            keep: buffers.keep,
+            factors: match plan.layer_scale {
+                LayerScale::None => 0,
+                _ => saved.factors,
+            },
+            layer_scale: plan.layer_scale,
+            eps: self.config.eps,
+            group_eps: self.config.eps,
+            ..Default::default()
+        }
+    }
+
+    /// Its output too.
+    fn output(&self, base: NormalizeParams, buffers: &ForwardBuffers) -> NormalizeParams {
+        NormalizeParams {
+            y: buffers.y,
+            weight: buffers.weight,
+            bias: buffers.bias,
+            phi: buffers.phi,
+            inv_rms: self.saved(buffers.saved).inv_rms,
+            ..base
+        }
+    }
+
+    /// What the rows of a training forward add up to, for other ranks.
+    fn totals(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
+        let workspace = self.forward_workspace(buffers.workspace);
+        let count = buffers.totals + self.cols as u64 * TOTAL_BYTES;
+        let kept = SumPartialsParams {
+            partials: workspace.partials,
+            kept: if self.masked { workspace.kept } else { 0 },
+            rows: self.rows as i64,
+            cols: self.cols as i64,
+            chunks: i64::from(self.plan().grid.1),
+            stride: self.cols as i64,
+            totals: buffers.totals,
+            count,
+        };
+        let mut launches = vec![self.sum_partials(kept)];
+        if self.config.recipe == Recipe::Fairseq {
+            let all = SumPartialsParams {
+                partials: match self.sums_all_rows() {
+                    true => workspace.all_partials,
+                    false => workspace.partials,
+                },
+                kept: 0,
+                totals: count + TOTAL_BYTES,
+                count: count + TOTAL_BYTES + self.cols as u64 * TOTAL_BYTES,
+                ..kept
+            };
+            launches.push(self.sum_partials(all));
+        }
+        launches
+    }
+
+    /// The statistics of a training [`forward`](Self::forward), of which ψ², `saved`, and `totals` or else `workspace` are
+    /// still there. ψ² takes the step, if there is one.
     pub fn update_phi(
         &self,
         buffers: &ForwardBuffers,
         train: Statistics,
-        step: &PhiStep,
+        step: Option<&PhiStep>,
     ) -> Launch {
-        self.statistics(buffers, train, Some(step))
+        let saved = self.saved(buffers.saved);
+        let workspace = self.forward_workspace(buffers.workspace);
+        let when = |yes: bool, address| if yes { address } else { 0 };
+        let over_ranks = buffers.totals != 0;
+        let fairseq = self.config.recipe == Recipe::Fairseq;
+        let all_totals = buffers.totals + (self.cols as u64 + 1) * TOTAL_BYTES;
+        let cumulative = step.and_then(|step| step.cumulative);
+        let moving = step.and_then(|step| step.moving);
+        let params = UpdatePhiParams {
+            totals: buffers.totals,
+            all_totals: when(over_ranks && fairseq, all_totals),
+            partials: when(!over_ranks, workspace.partials),
+            all_partials: when(!over_ranks && self.sums_all_rows(), workspace.all_partials),
+            kept: when(!over_ranks && self.masked, workspace.kept),
+            rows: self.rows as i64,
+            cols: self.cols as i64,
+            chunks: i64::from(self.plan().grid.1),
+            phi: buffers.phi,
+            batch_phi: saved.batch_phi,
+            inv_rms: saved.inv_rms,
+            gamma: saved.gamma,
+            count: saved.count,
+            eps: self.config.eps,
+            by_batch: (train == Statistics::Batch).into(),
+            update: step.is_some().into(),
+            guard: (self.config.recipe == Recipe::Paper).into(),
+            cumulative: cumulative.is_some().into(),
+            moving: moving.is_some().into(),
+            old_share: cumulative.map_or(0., |shares| shares.old),
+            new_share: cumulative.map_or(0., |shares| shares.new),
+            alpha: moving.map_or(0., |shares| shares.old),
+            beta: moving.map_or(0., |shares| shares.new),
+        };
+        self.update("update_phi", Params::UpdatePhi(params))
     }
 
-    /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`; ν takes its step
-    /// if `moves_nu`.
+    /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`, as far as they go
+    /// without the sums of other ranks: [`finish_backward`](Self::finish_backward) has the rest.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of the CPU,
     /// whose cases these are.
     pub fn backward(
+        &self,
+        buffers: &BackwardBuffers,
+        train: Option<Statistics>,
+        loss_scale: f64,
+    ) -> Vec<Launch> {
+        let mut launches = match self.rows {
+            0 => vec![],
+            _ => self.backward_rows(buffers, train, loss_scale),
+        };
+        if buffers.totals != 0 {
+            launches.push(self.sum_partials(SumPartialsParams {
+                partials: self.backward_workspace(buffers.workspace).partials,
+                cols: self.cols as i64,
+                chunks: i64::from(self.plan().grid.1),
+                stride: 2 * self.cols as i64,
+                totals: buffers.totals,
+                ..Default::default()
+            }));
+        }
+        launches
+    }
+
+    fn backward_rows(
+        &self,
+        buffers: &BackwardBuffers,
+        train: Option<Statistics>,
+        loss_scale: f64,
+    ) -> Vec<Launch> {
+        let plan = self.plan();
+        let workspace = self.backward_workspace(buffers.workspace);
+        let base = self.gradient(&plan, buffers, train);
+        let sums = NormalizeBwdParams {
+            partials: workspace.partials,
+            ..base
+        };
+        let nu = NormalizeBwdParams {
+            correction: buffers.ema_gz,
+            correction_scale: (1. - self.config.alpha_bwd) * loss_scale,
+            ..base
+        };
+        let correction = match train {
+            Some(_) => nu,
+            None => base,
+        };
+        let input = buffers.dx != 0;
+        let wants_sums = wants_sums(buffers, train);
+        let mut launches = vec![];
+        if self.is_exact(train) || !input {
+            if wants_sums {
+                launches.push(self.normalize_bwd(&plan, sums));
+            }
+        } else if wants_sums {
+            let with_sums = NormalizeBwdParams {
+                partials: workspace.partials,
+                ..correction
+            };
+            launches.extend(self.input_gradient(&plan, buffers, with_sums));
+        } else {
+            launches.extend(self.input_gradient(&plan, buffers, correction));
+        }
+        launches
+    }
+
+    /// The rest of a [`backward`](Self::backward), whose buffers are still there. ν takes its step if `moves_nu`.
+    pub fn finish_backward(
         &self,
         buffers: &BackwardBuffers,
         train: Option<Statistics>,
@@ -456,103 +674,96 @@ impl Pass {
         let plan = self.plan();
         let saved = self.saved(buffers.saved);
         let workspace = self.backward_workspace(buffers.workspace);
-        let paper = self.config.recipe == Recipe::Paper;
-        let count = if train.is_some() { saved.count } else { 0 };
-        let beta = 1. - self.config.alpha_bwd;
-        let base = NormalizeBwdParams {
+        let mut launches = vec![];
+        if wants_sums(buffers, train) {
+            let params = UpdateNuParams {
+                partials: workspace.partials,
+                totals: buffers.totals,
+                cols: self.cols as i64,
+                chunks: i64::from(plan.grid.1),
+                weight: buffers.weight,
+                inv_rms: saved.inv_rms,
+                gamma: saved.gamma,
+                count: if train.is_some() { saved.count } else { 0 },
+                lambda: workspace.lambda,
+                ema_gz: match train {
+                    Some(_) if moves_nu => buffers.ema_gz,
+                    _ => Vector::default(),
+                },
+                dweight: buffers.dweight,
+                dbias: buffers.dbias,
+                beta: 1. - self.config.alpha_bwd,
+                unscale: loss_scale.recip(),
+                guard: (self.config.recipe == Recipe::Paper).into(),
+            };
+            launches.push(self.update("update_nu", Params::UpdateNu(params)));
+        }
+        if self.is_exact(train) && buffers.dx != 0 && self.rows > 0 {
+            let lambda = NormalizeBwdParams {
+                correction: Vector {
+                    data: workspace.lambda,
+                    dtype: self.dtype.sums(),
+                },
+                correction_scale: 1.,
+                ..self.gradient(&plan, buffers, train)
+            };
+            launches.extend(self.input_gradient(&plan, buffers, lambda));
+        }
+        launches
+    }
+
+    /// Whether the input's gradient is PN-V's, which takes Λ, of the whole batch, before it gives any row.
+    fn is_exact(&self, train: Option<Statistics>) -> bool {
+        train == Some(Statistics::Batch) && self.config.recipe == Recipe::Paper
+    }
+
+    /// A pass over the rows of a backward, without a correction and without results.
+    fn gradient(
+        &self,
+        plan: &Plan,
+        buffers: &BackwardBuffers,
+        train: Option<Statistics>,
+    ) -> NormalizeBwdParams {
+        let saved = self.saved(buffers.saved);
+        // Under recipe Fairseq the backward does not know the mask. (Elsewhere a batch without a kept row shows in it: the
+        // count need not be known yet.)
+        let fairseq = self.config.recipe == Recipe::Fairseq;
+        let of_fairseq = |address| if fairseq { address } else { 0 };
+        let of_training = |address| if train.is_some() { address } else { 0 };
+        NormalizeBwdParams {
             tiling: plan.tiling,
             x: buffers.x,
             dy: buffers.dy,
-            // Under recipe Fairseq the backward does not know the mask.
-            keep: if paper { buffers.keep } else { 0 },
+            keep: if fairseq { 0 } else { buffers.keep },
             weight: buffers.weight,
             inv_rms: saved.inv_rms,
-            batch_phi: if paper { 0 } else { saved.batch_phi },
-            count,
+            batch_phi: of_training(of_fairseq(saved.batch_phi)),
+            count: of_training(of_fairseq(saved.count)),
             factors: saved.factors,
-            dots: workspace.dots,
+            dots: self.backward_workspace(buffers.workspace).dots,
             layer_scale: plan.layer_scale,
             eps: self.config.eps,
             ..Default::default()
-        };
-        let sums = NormalizeBwdParams {
-            partials: workspace.partials,
-            ..base
-        };
-        let nu = NormalizeBwdParams {
-            correction: buffers.ema_gz,
-            correction_scale: beta * loss_scale,
-            ..base
-        };
-        let lambda = NormalizeBwdParams {
-            correction: Vector {
-                data: workspace.lambda,
-                dtype: self.dtype.sums(),
-            },
-            correction_scale: 1.,
-            ..base
-        };
-        let update = UpdateNuParams {
-            partials: workspace.partials,
-            cols: self.cols as i64,
-            chunks: i64::from(plan.grid.1),
-            weight: buffers.weight,
-            inv_rms: saved.inv_rms,
-            gamma: saved.gamma,
-            count,
-            lambda: workspace.lambda,
-            ema_gz: match train {
-                Some(_) if moves_nu => buffers.ema_gz,
-                _ => Vector::default(),
-            },
-            dweight: buffers.dweight,
-            dbias: buffers.dbias,
-            beta,
-            unscale: loss_scale.recip(),
-            guard: paper.into(),
-        };
+        }
+    }
 
-        let input = buffers.dx != 0;
-        let params = buffers.dweight.data != 0 || buffers.dbias.data != 0;
-        let mut launches = vec![];
-        let gradient = |launches: &mut Vec<Launch>, params: NormalizeBwdParams| {
-            if plan.layer_scale == LayerScale::Given {
-                launches.push(self.group_dots(params));
-            }
-            let output = NormalizeBwdParams {
-                dsum: buffers.dsum,
-                dx: buffers.dx,
-                ..params
-            };
-            launches.push(self.normalize_bwd(&plan, output));
+    /// The launches that write the input's gradient.
+    fn input_gradient(
+        &self,
+        plan: &Plan,
+        buffers: &BackwardBuffers,
+        params: NormalizeBwdParams,
+    ) -> Vec<Launch> {
+        let output = NormalizeBwdParams {
+            dsum: buffers.dsum,
+            dx: buffers.dx,
+            ..params
         };
-        // PN-V's exact gradient takes Λ, of the whole batch, before it gives any row.
-        let exact = train == Some(Statistics::Batch) && paper;
-        let correction = match train {
-            Some(_) => nu,
-            None => base,
-        };
-        let wants_sums = train.is_some() || params;
-        if exact || !input {
-            if wants_sums {
-                launches.push(self.normalize_bwd(&plan, sums));
-            }
-        } else if wants_sums {
-            let with_sums = NormalizeBwdParams {
-                partials: workspace.partials,
-                ..correction
-            };
-            gradient(&mut launches, with_sums);
-        } else {
-            gradient(&mut launches, correction);
+        let output = self.normalize_bwd(plan, output);
+        match plan.layer_scale {
+            LayerScale::Given => vec![self.group_dots(params), output],
+            _ => vec![output],
         }
-        if wants_sums {
-            launches.push(self.update("update_nu", Params::UpdateNu(update)));
-        }
-        if exact && input {
-            gradient(&mut launches, lambda);
-        }
-        launches
     }
 
     /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in [`group_bytes`](Self::group_bytes).
@@ -617,44 +828,6 @@ impl Pass {
         self.config.group_scaling.unwrap_or(0) * self.rows * self.sum_bytes()
     }
 
-    /// The statistics of a training step, and ψ² if `step` says how it moves.
-    fn statistics(
-        &self,
-        buffers: &ForwardBuffers,
-        train: Statistics,
-        step: Option<&PhiStep>,
-    ) -> Launch {
-        let saved = self.saved(buffers.saved);
-        let workspace = self.forward_workspace(buffers.workspace);
-        let when = |yes: bool, address| if yes { address } else { 0 };
-        let cumulative = step.and_then(|step| step.cumulative);
-        let moving = step.and_then(|step| step.moving);
-        let params = UpdatePhiParams {
-            partials: workspace.partials,
-            all_partials: when(self.sums_all_rows(), workspace.all_partials),
-            kept: when(self.masked, workspace.kept),
-            rows: self.rows as i64,
-            cols: self.cols as i64,
-            chunks: i64::from(self.plan().grid.1),
-            phi: buffers.phi,
-            batch_phi: saved.batch_phi,
-            inv_rms: saved.inv_rms,
-            gamma: saved.gamma,
-            count: saved.count,
-            eps: self.config.eps,
-            by_batch: (train == Statistics::Batch).into(),
-            update: step.is_some().into(),
-            guard: (self.config.recipe == Recipe::Paper).into(),
-            cumulative: cumulative.is_some().into(),
-            moving: moving.is_some().into(),
-            old_share: cumulative.map_or(0., |shares| shares.old),
-            new_share: cumulative.map_or(0., |shares| shares.new),
-            alpha: moving.map_or(0., |shares| shares.old),
-            beta: moving.map_or(0., |shares| shares.new),
-        };
-        self.update("update_phi", Params::UpdatePhi(params))
-    }
-
     /// Fairseq's Γ runs over padded rows too.
     fn sums_all_rows(&self) -> bool {
         self.config.recipe == Recipe::Fairseq && self.masked
@@ -702,6 +875,10 @@ impl Pass {
             shared_bytes: threads * 8,
             params,
         }
+    }
+
+    fn sum_partials(&self, params: SumPartialsParams) -> Launch {
+        self.update("sum_partials", Params::SumPartials(params))
     }
 
     fn group_factors(&self, params: NormalizeParams) -> Launch {
@@ -775,7 +952,7 @@ impl Pass {
         let chunk_rows = (self.rows * tiles)
             .div_ceil(BLOCKS)
             .max(MIN_THREAD_ROWS * block_rows)
-            .min(self.rows);
+            .min(self.rows.max(1));
         Plan {
             tiling: Tiling {
                 rows: self.rows as i64,
@@ -849,4 +1026,9 @@ impl Pass {
             end: dots + dots_bytes as u64,
         }
     }
+}
+
+/// Whether a backward sums over rows.
+fn wants_sums(buffers: &BackwardBuffers, train: Option<Statistics>) -> bool {
+    train.is_some() || buffers.dweight.data != 0 || buffers.dbias.data != 0
 }

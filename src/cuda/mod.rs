@@ -1,11 +1,13 @@
 //! The layer's passes on a GPU: memory, addresses and launches. [`launch`] says what is launched, `kernels/` what
 //! runs.
 //!
-//! Storage and numbers only; tensors stay in `op`. Nothing here waits for the GPU.
+//! Storage and numbers only; tensors stay in `op`, but for the totals that ranks add up. Nothing here waits for the GPU, unless
+//! a communicator does.
 #![allow(unsafe_code)]
 
 pub(crate) mod launch;
 
+use crate::communicator::{Exchange, LayerRanks};
 use crate::config::PhiStep;
 use crate::{Error, PowerNormConfig, Statistics};
 use candle::backend::{BackendDevice, BackendStorage};
@@ -14,11 +16,14 @@ use candle::cuda_backend::cudarc::driver::{
     SyncOnDrop,
 };
 use candle::cuda_backend::{CudaStorageSlice, WrapErr};
-use candle::{CudaDevice, CudaStorage, DType, Layout, Result, Shape};
+use candle::op::BackpropOp;
+use candle::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use launch::{
     Address, BackwardBuffers, Dtype, ForwardBuffers, Launch, NormalizeBwdParams, NormalizeParams,
-    Params, Pass, UpdateNuParams, UpdatePhiParams, Vector,
+    Params, Pass, SumPartialsParams, UpdateNuParams, UpdatePhiParams, Vector,
 };
+use std::mem;
+use std::ops::Deref;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
@@ -97,160 +102,366 @@ pub(crate) struct Forward {
 struct Memory {
     /// What the backward needs. `None` where there are no rows, or no backward was to follow.
     saved: Option<CudaSlice<u8>>,
-    /// The sums that the step of ψ² takes, until it took them.
-    sums: Option<CudaSlice<u8>>,
+    sums: Sums,
 }
 
-/// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step;
-/// `tracked` says that a backward may follow.
+/// The sums that the step of ψ² takes.
+enum Sums {
+    /// They are not, or no more: no step waits for them.
+    None,
+    /// Of this rank's rows, which are all there are, chunk by chunk.
+    Partial(CudaSlice<u8>),
+    /// Of this rank's rows, after room for what its backward sums. Those of other ranks are still to come.
+    Local(CudaSlice<f64>),
+    /// Of all ranks' rows.
+    Total(Tensor),
+    /// Their exchange failed.
+    Lost,
+}
+
+/// A backward that has its sums, of all ranks, and is to take its step of ν.
+pub(crate) struct Backward {
+    gradients: Gradients,
+    /// `None` where there is nothing to finish.
+    workspace: Option<CudaSlice<u8>>,
+    /// Σ dy x̃ of all ranks, `[cols]`; `None` without other ranks.
+    totals: Option<Tensor>,
+}
+
+/// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step, over the
+/// rows of all ranks; `tracked` says that a backward may follow.
 pub(crate) fn forward(
     inputs: &ForwardInputs,
     config: &PowerNormConfig,
     train: Option<Statistics>,
     tracked: bool,
+    ranks: &LayerRanks,
 ) -> Result<(Outputs, Forward)> {
     let (x, layout) = inputs.x;
     let device = x.device();
     let pass = pass(inputs.x, inputs.keep.is_some(), config)?;
-    let train = train.filter(|_| pass.rows > 0);
-    if pass.rows == 0 {
-        let (saved, sums) = (None, None);
-        let memory = Mutex::new(Memory { saved, sums });
-        let forward = Forward {
-            pass,
-            train,
-            memory,
-        };
-        let empty = || device.zeros_impl(layout.shape(), x.dtype());
+    // Other ranks may have rows.
+    let train = train.filter(|_| pass.rows > 0 || !ranks.is_alone());
+    let over_ranks = train.is_some() && !ranks.is_alone();
+    let empty = || device.zeros_impl(layout.shape(), x.dtype());
+    if pass.rows == 0 && train.is_none() {
         let outputs = Outputs {
             y: empty()?,
             sum: inputs.residual.map(|_| empty()).transpose()?,
         };
-        return Ok((outputs, forward));
+        return Ok((outputs, Forward::new(pass, train, None, Sums::None)));
     }
-    // SAFETY: the launches below write all of `y` and `sum`, and every part of `saved` and `sums` before it is read.
-    let output = || unsafe { device.alloc_uninit(layout.shape(), x.dtype()) };
+    // After the warm-up the sums wait, to go with those of the backward.
+    let (exchange, room) = match train {
+        Some(Statistics::Running) => (Exchange::Both, pass.cols),
+        _ => (Exchange::Forward, 0),
+    };
+    let totals_len = room + pass.forward_totals();
+    if over_ranks {
+        ranks.compare(exchange, totals_len, &Device::Cuda(device.clone()))?;
+    }
+    let output = || match pass.rows {
+        0 => empty(),
+        // SAFETY: the launches below write all of it.
+        _ => unsafe { device.alloc_uninit(layout.shape(), x.dtype()) },
+    };
     let mut y = output()?;
     let mut sum = inputs.residual.map(|_| output()).transpose()?;
-    let alloc = |wanted: bool, bytes| match wanted {
-        // SAFETY: as for `y`.
-        true => unsafe { device.alloc::<u8>(bytes) }.map(Some),
-        false => Ok(None),
+    let mut saved = match tracked || pass.needs_saved(train) {
+        // SAFETY: the launches below write every part of it before it is read.
+        true => Some(unsafe { device.alloc::<u8>(pass.saved_bytes()) }?),
+        false => None,
     };
-    let mut saved = alloc(tracked || pass.needs_saved(train), pass.saved_bytes())?;
-    let mut sums = alloc(train.is_some(), pass.forward_workspace_bytes())?;
+    let mut workspace = match train {
+        // SAFETY: as for `saved`. An allocation is of one byte at least.
+        Some(_) => Some(unsafe { device.alloc::<u8>(pass.forward_workspace_bytes().max(1)) }?),
+        None => None,
+    };
+    let mut totals = match over_ranks {
+        // SAFETY: the launches below write what comes after the room, and a backward fills the room before it is read.
+        true => Some(unsafe { device.alloc::<f64>(totals_len) }?),
+        false => None,
+    };
 
     let stream = device.cuda_stream();
     let mut uses = Uses::on(&stream);
-    let buffers = ForwardBuffers {
-        x: uses.read_rows(inputs.x)?,
-        residual: uses.read_rows_opt(inputs.residual)?,
+    let mut buffers = ForwardBuffers {
         sum: uses.write_opt(sum.as_mut())?.data,
         y: uses.write(&mut y)?,
-        keep: uses.read_opt(inputs.keep)?,
         weight: uses.read_vector(inputs.weight)?,
         bias: uses.read_vector(inputs.bias)?,
         phi: uses.read_vector(Some(inputs.phi))?,
         saved: uses.write_bytes(saved.as_mut()),
-        workspace: uses.write_bytes(sums.as_mut()),
+        workspace: uses.write_bytes(workspace.as_mut()),
+        ..Default::default()
     };
-    // SAFETY: `uses` holds every buffer, each of the size that `Pass` asks for, until the launches are queued.
+    if pass.rows > 0 {
+        buffers.x = uses.read_rows(inputs.x)?;
+        buffers.residual = uses.read_rows_opt(inputs.residual)?;
+        buffers.keep = uses.read_opt(inputs.keep)?;
+    }
+    let mut own = Uses::on(&stream);
+    buffers.totals = own.write_totals(totals.as_mut(), room);
+    // SAFETY: `uses` and `own` hold every buffer, each of the size that `Pass` asks for, until the launches are queued.
     unsafe { queue(device, &pass.forward(&buffers, train)) }?;
-    drop(uses);
-    let memory = Mutex::new(Memory { saved, sums });
-    let forward = Forward {
-        pass,
-        train,
-        memory,
+    drop(own);
+    let (total, local) = match totals {
+        Some(totals) if exchange == Exchange::Forward => {
+            (Some(ranks.sum_on_device(&tensor(totals, device))?), None)
+        }
+        waiting => (None, waiting),
     };
-    Ok((Outputs { y, sum }, forward))
+    {
+        let total = total.as_ref().map(Tensor::storage_and_layout);
+        let mut all = Uses::on(&stream);
+        buffers.totals = all.read_totals(total.as_ref())?;
+        // SAFETY: as above.
+        unsafe { queue(device, &pass.finish_forward(&buffers, train)) }?;
+    }
+    drop(uses);
+    let sums = match (total, local, workspace) {
+        (Some(total), ..) => Sums::Total(total),
+        (None, Some(local), _) => Sums::Local(local),
+        (None, None, Some(workspace)) => Sums::Partial(workspace),
+        (None, None, None) => Sums::None,
+    };
+    Ok((Outputs { y, sum }, Forward::new(pass, train, saved, sums)))
 }
 
 impl Forward {
+    fn new(
+        pass: Pass,
+        train: Option<Statistics>,
+        saved: Option<CudaSlice<u8>>,
+        sums: Sums,
+    ) -> Self {
+        let memory = Mutex::new(Memory { saved, sums });
+        Self {
+            pass,
+            train,
+            memory,
+        }
+    }
+
     /// Whether this was a training step, of which the state has yet to hear.
     pub fn is_step(&self) -> bool {
         self.train.is_some()
     }
 
+    /// Whether it waits for other ranks' sums.
+    pub fn is_unsettled(&self) -> bool {
+        matches!(self.memory().sums, Sums::Local(_))
+    }
+
+    /// Adds the sums of other ranks to the step, if they are still to come.
+    pub fn settle(&self, device: &CudaDevice, ranks: &LayerRanks) -> Result<()> {
+        let mut memory = self.memory();
+        if let Some(totals) = memory.sums.take_local()? {
+            let room = self.pass.cols;
+            let own = tensor(totals, device).narrow(0, room, self.pass.forward_totals())?;
+            memory.sums = Sums::Total(ranks.sum_on_device(&own)?);
+        }
+        Ok(())
+    }
+
     /// ψ², `[cols]`, takes in the batch of the forward. Once: a second call does nothing.
     pub fn update_phi(&self, phi: &mut CudaStorage, layout: &Layout, step: &PhiStep) -> Result<()> {
-        let mut memory = self.memory();
-        let sums = memory.sums.take();
-        let (Some(train), Some(mut sums), Some(saved)) = (self.train, sums, &mut memory.saved)
-        else {
-            return Ok(());
-        };
         let device = phi.device().clone();
         let stream = device.cuda_stream();
         let mut uses = Uses::on(&stream);
+        let phi = uses.write_vector(phi, layout)?;
+        self.take_step(&device, phi, Some(step))
+    }
+
+    /// The statistics of a step that ψ², `[cols]`, leaves out.
+    pub fn leave_out(&self, phi: Argument) -> Result<()> {
+        let device = phi.0.device();
+        let stream = device.cuda_stream();
+        let mut uses = Uses::on(&stream);
+        let phi = uses.read_vector(Some(phi))?;
+        self.take_step(device, phi, None)
+    }
+
+    fn take_step(&self, device: &CudaDevice, phi: Vector, step: Option<&PhiStep>) -> Result<()> {
+        let mut memory = self.memory();
+        let Memory { saved, sums } = &mut *memory;
+        let (Some(train), Some(saved)) = (self.train, saved) else {
+            return Ok(());
+        };
+        let (mut workspace, total) = match mem::replace(sums, Sums::None) {
+            Sums::Partial(workspace) => (Some(workspace), None),
+            Sums::Total(total) => (None, Some(total)),
+            waiting => {
+                *sums = waiting;
+                return Ok(());
+            }
+        };
+        let total = total.as_ref().map(Tensor::storage_and_layout);
+        let stream = device.cuda_stream();
+        let mut uses = Uses::on(&stream);
         let buffers = ForwardBuffers {
-            phi: uses.write_vector(phi, layout)?,
+            phi,
             saved: uses.write_bytes(Some(saved)),
-            workspace: uses.write_bytes(Some(&mut sums)),
+            workspace: uses.write_bytes(workspace.as_mut()),
+            totals: uses.read_totals(total.as_ref())?,
             ..Default::default()
         };
         let launch = self.pass.update_phi(&buffers, train, step);
-        // SAFETY: as in `forward`; `saved` and the sums are those of this pass.
-        unsafe { queue(&device, &[launch]) }
+        // SAFETY: as in `forward`; `saved` and the sums are those of this pass, and the caller holds ψ².
+        unsafe { queue(device, &[launch]) }
     }
 
-    /// The gradients of the forward. After a training step ν, which `ema_gz` keeps, `[cols]`, takes its own.
+    /// The gradients of the forward by ν, which `ema_gz` keeps, `[cols]`, and the sums of all ranks: those of the forward too,
+    /// if they are still to come. The state takes these next, and [`finish_backward`](Self::finish_backward) the others.
     pub fn backward(
         &self,
+        inputs: &BackwardInputs,
+        ema_gz: Argument,
+        wanted: &Wanted,
+        ranks: &LayerRanks,
+    ) -> Result<Backward> {
+        let mut memory = self.memory();
+        let local = memory.sums.take_local()?;
+        let Memory { saved, sums } = &mut *memory;
+        let (x, layout) = inputs.x;
+        let device = x.device();
+        let channels = Shape::from(self.pass.cols);
+        let alloc = |shape: &Shape, dtype: Option<DType>| match dtype {
+            // SAFETY: the launches of this backward write all of it.
+            Some(dtype) if saved.is_some() && shape.elem_count() > 0 => {
+                unsafe { device.alloc_uninit(shape, dtype) }.map(Some)
+            }
+            Some(dtype) => device.zeros_impl(shape, dtype).map(Some),
+            None => Ok(None),
+        };
+        let mut backward = Backward {
+            gradients: Gradients {
+                input: alloc(layout.shape(), wanted.input.then(|| x.dtype()))?,
+                weight: alloc(&channels, wanted.weight)?,
+                bias: alloc(&channels, wanted.bias)?,
+            },
+            workspace: None,
+            totals: None,
+        };
+        let Some(saved) = saved else {
+            return Ok(backward);
+        };
+        // SAFETY: the launches below write every part of it before they read it.
+        let workspace = unsafe { device.alloc::<u8>(self.pass.backward_workspace_bytes()) }?;
+        backward.workspace = Some(workspace);
+        let cols = self.pass.cols;
+        let both = local.is_some();
+        let mut totals = match local {
+            _ if self.train.is_none() || ranks.is_alone() => None,
+            None => {
+                // SAFETY: as above.
+                Some(unsafe { device.alloc::<f64>(cols) }?)
+            }
+            local => local,
+        };
+
+        let stream = device.cuda_stream();
+        let mut uses = Uses::on(&stream);
+        let mut buffers = self.buffers(&mut uses, inputs, saved, &mut backward)?;
+        buffers.ema_gz = uses.read_vector(Some(ema_gz))?;
+        buffers.totals = uses.write_totals(totals.as_mut(), 0);
+        let launches = (self.pass).backward(&buffers, self.train, wanted.loss_scale);
+        // SAFETY: as in `forward`; `saved` is that of this pass.
+        unsafe { queue(device, &launches) }?;
+        drop(uses);
+        if let Some(totals) = totals {
+            let total = ranks.sum_on_device(&tensor(totals, device))?;
+            backward.totals = Some(total.narrow(0, 0, cols)?);
+            if both {
+                *sums = Sums::Total(total.narrow(0, cols, self.pass.forward_totals())?);
+            }
+        }
+        Ok(backward)
+    }
+
+    /// The rest of a [`backward`](Self::backward) with the same arguments, whose forward is settled. After a training step ν,
+    /// which `ema_gz` keeps, `[cols]`, takes its own.
+    pub fn finish_backward(
+        &self,
+        mut backward: Backward,
         inputs: &BackwardInputs,
         ema_gz: &mut CudaStorage,
         ema_gz_layout: &Layout,
         wanted: &Wanted,
     ) -> Result<Gradients> {
         let memory = self.memory();
-        let (x, layout) = inputs.x;
-        let device = x.device();
-        let channels = Shape::from(self.pass.cols);
-        let alloc = |shape: &Shape, dtype: Option<DType>| match dtype {
-            // SAFETY: the launches below write all of it.
-            Some(dtype) if memory.saved.is_some() => {
-                unsafe { device.alloc_uninit(shape, dtype) }.map(Some)
-            }
-            Some(dtype) => device.zeros_impl(shape, dtype).map(Some),
-            None => Ok(None),
-        };
-        let mut gradients = Gradients {
-            input: alloc(layout.shape(), wanted.input.then(|| x.dtype()))?,
-            weight: alloc(&channels, wanted.weight)?,
-            bias: alloc(&channels, wanted.bias)?,
-        };
-        let Some(saved) = &memory.saved else {
-            return Ok(gradients);
-        };
-        // SAFETY: the launches below write every part of it before they read it.
-        let mut workspace = unsafe { device.alloc::<u8>(self.pass.backward_workspace_bytes()) }?;
+        if let (Some(saved), Some(_)) = (&memory.saved, &backward.workspace) {
+            let device = inputs.x.0.device();
+            let total = backward.totals.take();
+            let total = total.as_ref().map(Tensor::storage_and_layout);
+            let stream = device.cuda_stream();
+            let mut uses = Uses::on(&stream);
+            let mut buffers = self.buffers(&mut uses, inputs, saved, &mut backward)?;
+            buffers.ema_gz = uses.write_vector(ema_gz, ema_gz_layout)?;
+            buffers.totals = uses.read_totals(total.as_ref())?;
+            let (loss_scale, moves_nu) = (wanted.loss_scale, wanted.moves_nu);
+            let launches = (self.pass).finish_backward(&buffers, self.train, loss_scale, moves_nu);
+            // SAFETY: as in `backward`.
+            unsafe { queue(device, &launches) }?;
+        }
+        Ok(backward.gradients)
+    }
 
-        let stream = device.cuda_stream();
-        let mut uses = Uses::on(&stream);
-        let buffers = BackwardBuffers {
-            x: uses.read_rows(inputs.x)?,
-            dy: uses.read_rows(inputs.dy)?,
-            dsum: uses.read_rows_opt(inputs.dsum)?,
-            dx: uses.write_opt(gradients.input.as_mut())?.data,
-            keep: uses.read_opt(inputs.keep)?,
+    /// The arrays of a backward, but for ν and the totals.
+    fn buffers<'a>(
+        &self,
+        uses: &mut Uses<'a>,
+        inputs: &BackwardInputs<'a>,
+        saved: &'a CudaSlice<u8>,
+        backward: &'a mut Backward,
+    ) -> Result<BackwardBuffers> {
+        let Backward {
+            gradients,
+            workspace,
+            ..
+        } = backward;
+        let mut buffers = BackwardBuffers {
             weight: uses.read_vector(inputs.weight)?,
-            ema_gz: uses.write_vector(ema_gz, ema_gz_layout)?,
             dweight: uses.write_opt(gradients.weight.as_mut())?,
             dbias: uses.write_opt(gradients.bias.as_mut())?,
             saved: uses.read_bytes(saved),
-            workspace: uses.write_bytes(Some(&mut workspace)),
+            workspace: uses.write_bytes(workspace.as_mut()),
+            ..Default::default()
         };
-        let launches =
-            (self.pass).backward(&buffers, self.train, wanted.loss_scale, wanted.moves_nu);
-        // SAFETY: as in `forward`; `saved` is that of this pass.
-        unsafe { queue(device, &launches) }?;
-        drop(uses);
-        Ok(gradients)
+        if self.pass.rows > 0 {
+            buffers.x = uses.read_rows(inputs.x)?;
+            buffers.dy = uses.read_rows(inputs.dy)?;
+            buffers.dsum = uses.read_rows_opt(inputs.dsum)?;
+            buffers.dx = uses.write_opt(gradients.input.as_mut())?.data;
+            buffers.keep = uses.read_opt(inputs.keep)?;
+        }
+        Ok(buffers)
     }
 
     fn memory(&self) -> MutexGuard<'_, Memory> {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+impl Sums {
+    /// Those that wait for other ranks', if any, which are [`Lost`](Self::Lost) then until what came of them is put here.
+    fn take_local(&mut self) -> Result<Option<CudaSlice<f64>>> {
+        match mem::replace(self, Self::Lost) {
+            Self::Local(totals) => Ok(Some(totals)),
+            Self::Lost => Err(Error::RankFailed.into()),
+            settled => {
+                *self = settled;
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// Totals as ranks hand them to a communicator.
+fn tensor(totals: CudaSlice<f64>, device: &CudaDevice) -> Tensor {
+    let len = totals.len();
+    let storage = CudaStorage::wrap_cuda_slice(totals, device.clone());
+    Tensor::from_storage(Storage::Cuda(storage), len, BackpropOp::none(), false)
 }
 
 /// The layer-scale by itself: X̃.
@@ -365,6 +576,7 @@ unsafe fn queue(device: &CudaDevice, launches: &[Launch]) -> Result<()> {
         let mut builder = kernel.builder();
         match &launch.params {
             Params::Normalize(params) => builder.arg(params),
+            Params::SumPartials(params) => builder.arg(params),
             Params::UpdatePhi(params) => builder.arg(params),
             Params::NormalizeBwd(params) => builder.arg(params),
             Params::UpdateNu(params) => builder.arg(params),
@@ -393,6 +605,8 @@ fn unloadable(device: &CudaDevice, kernel: &str, error: &candle::Error) -> candl
 
 // SAFETY: plain numbers in the layout of C, those of `struct NormalizeParams` in `kernels/params.cuh`.
 unsafe impl DeviceRepr for NormalizeParams {}
+// SAFETY: likewise those of `struct SumPartialsParams`.
+unsafe impl DeviceRepr for SumPartialsParams {}
 // SAFETY: likewise those of `struct UpdatePhiParams`.
 unsafe impl DeviceRepr for UpdatePhiParams {}
 // SAFETY: likewise those of `struct NormalizeBwdParams`.
@@ -490,6 +704,27 @@ impl<'a> Uses<'a> {
 
     fn write_bytes(&mut self, slice: Option<&'a mut CudaSlice<u8>>) -> Address {
         slice.map_or(0, |slice| self.hold(slice.device_ptr_mut(self.stream)))
+    }
+
+    /// Where totals begin after `room` of them.
+    fn write_totals(&mut self, totals: Option<&'a mut CudaSlice<f64>>, room: usize) -> Address {
+        totals.map_or(0, |totals| {
+            let start = self.hold(totals.device_ptr_mut(self.stream));
+            start + (room * size_of::<f64>()) as Address
+        })
+    }
+
+    fn read_totals<S: Deref<Target = Storage>>(
+        &mut self,
+        totals: Option<&'a (S, &'a Layout)>,
+    ) -> Result<Address> {
+        match totals {
+            Some((storage, layout)) => match &**storage {
+                Storage::Cuda(storage) => self.read((storage, layout)),
+                _ => candle::bail!("power_norm: expected totals on a GPU"),
+            },
+            None => Ok(0),
+        }
     }
 
     fn hold(&mut self, (address, guard): (Address, SyncOnDrop<'a>)) -> Address {

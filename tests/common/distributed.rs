@@ -1,19 +1,21 @@
 //! What must hold of a layer on several ranks, whatever sums for them: each case is run by every rank.
 
 use super::{
-    assert_relative, assert_same_bits, layer, message, run, state, to_f64, var, Batch, Data,
-    Outcome, Twin, CPU,
+    assert_relative, assert_same_bits, layer_on, message, precision, run, state, to_f64, var,
+    within_a_minute, Batch, Data, Outcome, Twin, CPU,
 };
-use candle::{DType, Module, Result, Tensor, Var};
+use candle::{DType, Device, Error, Module, Result, Tensor, Var};
 use candle_powernorm::{
     Communicator, LossScale, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
 };
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
 
 /// One of the ranks.
 pub struct Rank {
     pub rank: usize,
+    /// Where its layers are.
+    pub device: Device,
     pub communicator: Arc<dyn Communicator>,
     /// By the same communicator, for layers.
     pub over: Ranks,
@@ -22,17 +24,17 @@ pub struct Rank {
 /// A name for messages, and what every rank does.
 pub type Case = (&'static str, fn(&Rank));
 
-pub const CASES: [Case; 10] = [
+/// On any device.
+pub const CASES: [Case; 9] = [
     ("trajectories", trajectories),
     ("a sum is one on every rank", a_sum_is_one_on_every_rank),
     ("sums after the warm-up wait", sums_after_the_warm_up_wait),
     ("forwards without a backward", forwards_without_a_backward),
     ("an evaluation is local", an_evaluation_is_local),
     ("layers of different sizes", layers_of_different_sizes),
-    ("a rank whose call fails", a_rank_whose_call_fails),
     (
-        "a model of which a call fails",
-        a_model_of_which_a_call_fails,
+        "a rank whose first call fails",
+        a_rank_whose_first_call_fails,
     ),
     (
         "residuals, scales, recalibration",
@@ -41,11 +43,23 @@ pub const CASES: [Case; 10] = [
     ("a state that is replaced", a_state_that_is_replaced),
 ];
 
+/// On a CPU, where ranks announce what they bring to every sum.
+pub const CASES_OF_A_CPU: [Case; 2] = [
+    ("a rank whose call fails", a_rank_whose_call_fails),
+    (
+        "a model of which a call fails",
+        a_model_of_which_a_call_fails,
+    ),
+];
+
 const SIZE: usize = 12;
 
 /// Steps of a trajectory, of which `WARM_UP` are warm-up: every pattern of shards comes before its end, and twice after it.
 const STEPS: usize = 20;
 const WARM_UP: usize = 7;
+
+/// In a batch, of four ranks.
+const MOST_ROWS: usize = 42;
 
 impl Rank {
     fn ranks(&self) -> usize {
@@ -62,8 +76,12 @@ impl Rank {
 
     /// A layer over all ranks and its twin for the whole batch, with the same random parameters.
     fn layers(&self, config: PowerNormConfig, dtype: DType) -> (PowerNorm, PowerNorm) {
-        let twin = || Twin::new(&mut Data::new(11), SIZE, config, dtype).layer;
+        let twin = || Twin::new(&mut self.data(11), SIZE, config, dtype).layer;
         (self.join(twin()), twin())
+    }
+
+    fn data(&self, seed: u64) -> Data {
+        Data::on(&self.device, seed)
     }
 
     /// This rank's rows of `batch`, which the ranks share out evenly.
@@ -81,10 +99,118 @@ impl Rank {
         self.communicator.all_reduce_sum(tensor).unwrap()
     }
 
+    /// Whether a batch is left out: on a GPU candle's own operations cannot be launched on an empty tensor.
+    fn misses(&self, spread: Spread, masked: bool) -> bool {
+        let has_empty_shards = match spread {
+            Spread::OneEmpty | Spread::OneAlone => true,
+            Spread::Nothing => !masked,
+            _ => false,
+        };
+        has_empty_shards && !self.device.is_cpu()
+    }
+
     /// Waits for all ranks.
     fn meet(&self) {
-        self.sum(&Tensor::zeros(1, DType::F64, &CPU).unwrap());
+        self.sum(&Tensor::zeros(1, DType::F64, &self.device).unwrap());
     }
+}
+
+/// Threads that add up tensors.
+#[derive(Debug)]
+struct World {
+    ranks: usize,
+    round: Mutex<Round>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Round {
+    number: usize,
+    brought: Vec<Option<Tensor>>,
+    /// Of the last round. The next one cannot end before all ranks have taken it.
+    sum: Option<Tensor>,
+    /// Whether a rank will not come any more.
+    left: bool,
+}
+
+#[derive(Debug)]
+struct Thread {
+    world: Arc<World>,
+    rank: usize,
+}
+
+impl Communicator for Thread {
+    fn world_size(&self) -> usize {
+        self.world.ranks
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        assert!(tensor.is_contiguous());
+        // Two devices that are one GPU do not take each other's tensors.
+        let own = tensor.to_device(&CPU)?.copy()?;
+        let mut round = self.world.round.lock().unwrap();
+        let number = round.number;
+        round.brought[self.rank] = Some(own);
+        if round.brought.iter().all(Option::is_some) {
+            let brought: Vec<Tensor> = (round.brought.iter_mut())
+                .filter_map(Option::take)
+                .collect();
+            let sum = |sum: Result<Tensor>, other: &Tensor| sum? + other;
+            round.sum = brought[1..].iter().fold(Ok(brought[0].clone()), sum).ok();
+            round.number += 1;
+            self.world.changed.notify_all();
+        }
+        let waits = |round: &mut Round| round.number == number && !round.left;
+        let round = self.world.changed.wait_while(round, waits).unwrap();
+        if round.number == number {
+            return Err(Error::msg("a rank has left"));
+        }
+        let sum = round.sum.as_ref();
+        sum.ok_or_else(|| Error::msg("ranks brought tensors of different shapes"))?
+            .copy()?
+            .to_device(tensor.device())
+    }
+}
+
+impl Drop for Thread {
+    /// A rank that panics must not leave the others waiting.
+    fn drop(&mut self) {
+        if let Ok(mut round) = self.world.round.lock() {
+            round.left = true;
+        }
+        self.world.changed.notify_all();
+    }
+}
+
+/// Runs a case on two to four ranks that are threads, each with a device of its own making.
+pub fn on_threads(device: fn() -> Device, case: fn(&Rank)) {
+    within_a_minute(move || {
+        for ranks in 2..=4 {
+            let world = Arc::new(World {
+                ranks,
+                round: Mutex::new(Round {
+                    brought: vec![None; ranks],
+                    ..Round::default()
+                }),
+                changed: Condvar::new(),
+            });
+            std::thread::scope(|scope| {
+                for rank in 0..ranks {
+                    let world = world.clone();
+                    scope.spawn(move || {
+                        let communicator = Arc::new(Thread { world, rank });
+                        let over = Ranks::new(communicator.clone());
+                        case(&Rank {
+                            rank,
+                            device: device(),
+                            communicator,
+                            over,
+                        })
+                    });
+                }
+            });
+        }
+    });
 }
 
 /// The shares of a batch: consecutive rows, so many for each rank.
@@ -195,11 +321,14 @@ fn settings() -> impl Iterator<Item = Setting> {
 }
 
 fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) {
-    let close = Close::of(dtype);
+    let close = Close::of(rank, dtype);
     let (sharded, whole) = rank.layers(config, dtype);
-    let mut data = Data::new(12);
+    let mut data = rank.data(12);
     for step in 0..STEPS {
         let spread = SPREADS[step % SPREADS.len()];
+        if rank.misses(spread, masked) {
+            continue;
+        }
         let who = step % rank.ranks();
         let shares = shares(&spread.counts(rank.ranks(), who, masked));
         let mut batch = batch(&mut data, shares.last().unwrap().end, dtype);
@@ -215,7 +344,12 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
         close.state(&what, rank, &sharded, &whole);
     }
     // What all this compared was not nothing.
-    let taken = (0..STEPS).filter(|step| !matches!(SPREADS[step % SPREADS.len()], Spread::Nothing));
+    let counts = |spread: Spread| match spread {
+        // On a GPU a batch whose rows are all padding is counted.
+        Spread::Nothing => !rank.device.is_cpu() && masked,
+        _ => !rank.misses(spread, masked),
+    };
+    let taken = (0..STEPS).filter(|step| counts(SPREADS[step % SPREADS.len()]));
     assert_eq!(whole.steps().unwrap(), taken.count());
     assert!(to_f64(&whole.nu().unwrap()).iter().all(|&nu| nu != 0.));
 }
@@ -227,8 +361,13 @@ struct Close {
 }
 
 impl Close {
-    fn of(dtype: DType) -> Self {
-        let relative = if dtype == DType::F64 { 1e-12 } else { 1e-6 };
+    fn of(rank: &Rank, dtype: DType) -> Self {
+        let relative = match dtype {
+            DType::F64 => 1e-12,
+            _ if rank.device.is_cpu() => 1e-6,
+            // The suite's bound for n terms, 8·sqrt(n)·u: rows of a step, times the steps.
+            _ => 8. * ((MOST_ROWS * STEPS) as f64).sqrt() * precision(dtype).0,
+        };
         Self { relative }
     }
 
@@ -307,8 +446,8 @@ impl Close {
 pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
     for dtype in [DType::F32, DType::F64] {
         // Every rank knows what every other brings. Sums of these depend on the order of their terms.
-        let brought = |rank: usize| {
-            let mut data = Data::new(20 + rank as u64);
+        let brought = |other: usize| {
+            let mut data = rank.data(20 + other as u64);
             let values = data.normal(3 * 5);
             data.tensor(&values, &[3, 5], dtype)
         };
@@ -323,7 +462,7 @@ pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
                 .for_each(|(sum, value)| *sum += value);
         }
         let expected = Tensor::from_vec(expected, (3, 5), &CPU).unwrap();
-        Close::of(dtype).values("a sum", &sum, &expected, 0..3 * 5);
+        Close::of(rank, dtype).values("a sum", &sum, &expected, 0..3 * 5);
         let of_first = match rank.rank {
             0 => sum.clone(),
             _ => sum.zeros_like().unwrap(),
@@ -343,9 +482,12 @@ fn warm() -> PowerNormConfig {
 /// After the warm-up a forward does not wait for the other ranks: ranks that take turns would not come through it.
 pub fn sums_after_the_warm_up_wait(rank: &Rank) {
     let (sharded, whole) = rank.layers(warm(), DType::F64);
-    let batch = batch(&mut Data::new(13), 3 * rank.ranks(), DType::F64);
-    let expected = run(&whole, &batch, true);
+    let batch = batch(&mut rank.data(13), 3 * rank.ranks(), DType::F64);
     let share = rank.share(&batch);
+    // In the first the ranks of a GPU compare their layers.
+    run(&whole, &batch, true);
+    run(&sharded, &share, true);
+    let expected = run(&whole, &batch, true);
     let xs = Var::from_tensor(&share.xs).unwrap();
     let mut ys = None;
     for turn in 0..rank.ranks() {
@@ -354,15 +496,15 @@ pub fn sums_after_the_warm_up_wait(rank: &Rank) {
         }
         rank.meet();
     }
-    assert_eq!(sharded.steps().unwrap(), 0);
+    assert_eq!(sharded.steps().unwrap(), 1);
     let loss = (ys.unwrap() * &share.dy).unwrap().sum_all().unwrap();
     let grads = loss.backward().unwrap();
     let dx = grads.get(&xs).unwrap();
     let first = rank.rank * 3 * SIZE;
-    let close = Close::of(DType::F64);
+    let close = Close::of(rank, DType::F64);
     close.values("dx", dx, &expected.dx, first..first + 3 * SIZE);
-    close.state("one step", rank, &sharded, &whole);
-    assert_eq!(sharded.steps().unwrap(), 1);
+    close.state("two steps", rank, &sharded, &whole);
+    assert_eq!(sharded.steps().unwrap(), 2);
 
     // A second backward of one forward is another update of ν.
     let steps = |layer: &PowerNorm, batch: &Batch| {
@@ -381,9 +523,9 @@ pub fn sums_after_the_warm_up_wait(rank: &Rank) {
 /// What no backward settled, the next training forward does.
 pub fn forwards_without_a_backward(rank: &Rank) {
     let (sharded, whole) = rank.layers(warm(), DType::F64);
-    let mut data = Data::new(14);
+    let mut data = rank.data(14);
     let mut batches = (0..4).map(|_| batch(&mut data, 5 * rank.ranks(), DType::F64));
-    let close = Close::of(DType::F64);
+    let close = Close::of(rank, DType::F64);
 
     let first = batches.next().unwrap();
     sharded.forward(&rank.share(&first).xs).unwrap();
@@ -414,7 +556,7 @@ pub fn forwards_without_a_backward(rank: &Rank) {
 /// One rank alone evaluates, with a step unsettled: the others are not waited for.
 pub fn an_evaluation_is_local(rank: &Rank) {
     let (sharded, whole) = rank.layers(warm(), DType::F64);
-    let batch = batch(&mut Data::new(15), 4 * rank.ranks(), DType::F64);
+    let batch = batch(&mut rank.data(15), 4 * rank.ranks(), DType::F64);
     let share = rank.share(&batch);
     sharded.forward(&share.xs).unwrap();
     if rank.is_last() {
@@ -445,44 +587,66 @@ fn before_and_after_the_warm_up() -> [PowerNormConfig; 2] {
     [warming_up, warm()]
 }
 
-/// Ranks that disagree on C have an error each, and none hangs.
+/// Ranks that disagree on C have an error each, and none hangs: on a GPU too, which compares them once.
 pub fn layers_of_different_sizes(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let size = SIZE + rank.is_last() as usize;
-        let layer = rank.join(layer(size, config, DType::F32).0);
+        let layer = rank.join(layer_on(&rank.device, size, config, DType::F32).0);
         let before = state(&layer);
-        let xs = Tensor::ones((3, size), DType::F32, &CPU).unwrap();
+        let xs = Tensor::ones((3, size), DType::F32, &rank.device).unwrap();
         let text = message(step(&layer, &xs));
         assert!(text.contains("got ranks that differ"), "{text}");
         assert_eq!(state(&layer), before);
     }
 }
 
+/// A rank whose very first call is refused fails the step on all ranks, which then go on without it.
+pub fn a_rank_whose_first_call_fails(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let (sharded, whole) = rank.layers(config, DType::F64);
+        // The second time no rank has heard of the others yet.
+        refuse_last(rank, &sharded);
+        refuse_last(rank, &sharded);
+        let mut data = rank.data(21);
+        for what in ["first step", "second step"] {
+            let batch = batch(&mut data, 6 * rank.ranks(), DType::F64);
+            run(&whole, &batch, true);
+            run(&sharded, &rank.share(&batch), true);
+            Close::of(rank, DType::F64).state(what, rank, &sharded, &whole);
+        }
+    }
+}
+
+/// A step that the last rank's layer refuses.
+fn refuse_last(rank: &Rank, sharded: &PowerNorm) {
+    let width = SIZE + rank.is_last() as usize;
+    let refused = Tensor::ones((2, width), DType::F64, &rank.device).unwrap();
+    let text = message(step(sharded, &refused));
+    let expected = match rank.is_last() {
+        true => "expected a last dimension of 12",
+        false => "got a rank whose call failed",
+    };
+    assert!(text.contains(expected), "{text}");
+}
+
 /// A rank whose call is refused fails the step on all ranks, which then go on without it.
 pub fn a_rank_whose_call_fails(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let (sharded, whole) = rank.layers(config, DType::F64);
-        let mut data = Data::new(16);
+        let mut data = rank.data(16);
         let mut both = |what: &str| {
             let batch = batch(&mut data, 6 * rank.ranks(), DType::F64);
             run(&whole, &batch, true);
             run(&sharded, &rank.share(&batch), true);
-            Close::of(DType::F64).state(what, rank, &sharded, &whole);
+            Close::of(rank, DType::F64).state(what, rank, &sharded, &whole);
         };
         both("before");
         // With a step that no backward has settled, which is not lost.
-        let batch = batch(&mut Data::new(17), 2 * rank.ranks(), DType::F64);
+        let batch = batch(&mut rank.data(17), 2 * rank.ranks(), DType::F64);
         whole.forward(&batch.xs).unwrap();
         sharded.forward(&rank.share(&batch).xs).unwrap();
-        let width = SIZE + rank.is_last() as usize;
-        let refused = Tensor::ones((2, width), DType::F64, &CPU).unwrap();
-        let text = message(step(&sharded, &refused));
-        let expected = match rank.is_last() {
-            true => "expected a last dimension of 12",
-            false => "got a rank whose call failed",
-        };
-        assert!(text.contains(expected), "{text}");
-        Close::of(DType::F64).state("without it", rank, &sharded, &whole);
+        refuse_last(rank, &sharded);
+        Close::of(rank, DType::F64).state("without it", rank, &sharded, &whole);
         both("afterwards");
     }
 }
@@ -510,7 +674,7 @@ pub fn a_model_of_which_a_call_fails(rank: &Rank) {
             (xs * &batch.dy)?.sum_all()?.backward()?;
             Ok(())
         };
-        let mut data = Data::new(18);
+        let mut data = rank.data(18);
         for t in 0..8 {
             let batch = batch(&mut data, 4 * rank.ranks(), DType::F64);
             let share = rank.share(&batch);
@@ -526,7 +690,7 @@ pub fn a_model_of_which_a_call_fails(rank: &Rank) {
             step(&whole, &batch, None).unwrap();
             for (k, (sharded, whole)) in sharded.iter().zip(&whole).enumerate() {
                 let what = format!("refused at {refused}: layer {k}, step {t}");
-                Close::of(DType::F64).state(&what, rank, sharded, whole);
+                Close::of(rank, DType::F64).state(&what, rank, sharded, whole);
             }
         }
     }
@@ -538,7 +702,7 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
         let scale = LossScale::default();
         let (sharded, whole) = rank.layers(config, DType::F64);
         let [sharded, whole] = [sharded, whole].map(|layer| layer.with_loss_scale(&scale));
-        let mut data = Data::new(19);
+        let mut data = rank.data(19);
         for t in 0..6 {
             scale.set([1., 256., 0.5][t % 3]).unwrap();
             let rows = 5 * rank.ranks();
@@ -558,7 +722,7 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
                 sharded.forward(&rank.share(&other).xs).unwrap();
                 whole.forward(&other.xs).unwrap();
             }
-            Close::of(DType::F64).state(&format!("step {t}"), rank, &sharded, &whole);
+            Close::of(rank, DType::F64).state(&format!("step {t}"), rank, &sharded, &whole);
         }
     }
 }
@@ -566,16 +730,16 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
 /// A step that waits does not land on a state that was reset, or loaded, since its forward.
 pub fn a_state_that_is_replaced(rank: &Rank) {
     let (sharded, _) = rank.layers(warm(), DType::F64);
-    let xs = Var::from_tensor(&batch(&mut Data::new(20), 5, DType::F64).xs).unwrap();
+    let xs = Var::from_tensor(&batch(&mut rank.data(20), 5, DType::F64).xs).unwrap();
     let y = sharded.forward(&xs).unwrap();
     sharded.reset_running_stats().unwrap();
     y.sum_all().unwrap().backward().unwrap();
     assert_eq!(sharded.steps().unwrap(), 0);
 
-    let (sharded, varmap) = layer(SIZE, warm(), DType::F64);
+    let (sharded, varmap) = layer_on(&rank.device, SIZE, warm(), DType::F64);
     let sharded = rank.join(sharded);
     sharded.forward(&xs).unwrap();
-    let loaded = Tensor::full(9., SIZE, &CPU).unwrap();
+    let loaded = Tensor::full(9., SIZE, &rank.device).unwrap();
     var(&varmap, "running_phi").set(&loaded).unwrap();
     var(&varmap, "iters")
         .set(&Tensor::new(&[100i64], &CPU).unwrap())
