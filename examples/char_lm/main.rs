@@ -243,7 +243,7 @@ fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &P
         bar.inc(1);
         let step = run.steps();
         if step.is_multiple_of(args.eval_every) || step == args.steps {
-            let val_loss = run.evaluate(&corpus.val, EVAL_BATCHES)?;
+            let val_loss = run.evaluate_finite(&corpus.val, EVAL_BATCHES)?;
             run.history.val.push((step as u32, val_loss));
             run.save(checkpoint, &[])?;
             bar.suspend(|| {
@@ -259,8 +259,8 @@ fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &P
 fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
     // Twice over a short split is enough.
     let batches = |split: &[u32]| FINAL_EVAL_BATCHES.min(2 * split.len().div_ceil(BATCH * CONTEXT));
-    let train_loss = run.evaluate(&corpus.train, batches(&corpus.train))?;
-    let val_loss = run.evaluate(&corpus.val, batches(&corpus.val))?;
+    let train_loss = run.evaluate_finite(&corpus.train, batches(&corpus.train))?;
+    let val_loss = run.evaluate_finite(&corpus.val, batches(&corpus.val))?;
     let sample = run.sample(&run.model, SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
     eprintln!("{norm:8} training loss {train_loss:.4}, validation loss {val_loss:.4}. A sample:");
     eprintln!("{}", sample.trim());

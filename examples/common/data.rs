@@ -26,7 +26,7 @@ pub struct Corpus {
     pub vocab: Vec<String>,
     pub train: Vec<u32>,
     pub val: Vec<u32>,
-    /// A hash of the text, so that a checkpoint can tell whether it saw this one.
+    /// A hash of the text and what it was cut into, so that a checkpoint can tell whether it saw this one.
     pub fingerprint: u64,
 }
 
@@ -67,7 +67,10 @@ impl Corpus {
             train: train.iter().map(number).collect(),
             val: val.iter().map(number).collect(),
             vocab: vocab.into_iter().map(String::from).collect(),
-            fingerprint: fnv1a(text.as_bytes()),
+            fingerprint: match unit {
+                Unit::Character => fnv1a(text.as_bytes()),
+                Unit::Word => fnv1a(&[text.as_bytes(), b"words"].concat()),
+            },
         })
     }
 
@@ -222,6 +225,8 @@ mod tests {
         assert_eq!(corpus.vocab, vocab);
         assert_eq!(corpus.train.len() + corpus.val.len(), 67);
         assert_eq!(corpus.decode(&corpus.val), "<unk> <unk> , <unk> Hunde . \n");
+        let characters = Corpus::new(&text, Unit::Character, CONTEXT).unwrap();
+        assert_ne!(corpus.fingerprint, characters.fingerprint);
     }
 
     #[test]

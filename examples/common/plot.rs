@@ -15,6 +15,8 @@ pub struct Chart {
     pub lines: Vec<Line>,
     /// Whether the y axis is logarithmic. Points that are not positive are then left out.
     pub logarithmic: bool,
+    /// The most that the y axis shows.
+    pub ceiling: Option<f64>,
     /// The share of the x axis, from its left, whose points do not decide what the y axis shows.
     pub settling: f64,
 }
@@ -101,6 +103,7 @@ pub fn losses(title: String, y: &'static str, runs: &[(String, &History)]) -> Ch
         y,
         lines,
         logarithmic: false,
+        ceiling: None,
         // The first steps fall from log(vocabulary), and would press the rest into a flat line.
         settling: 0.1,
     }
@@ -163,7 +166,7 @@ fn draw_chart<B: DrawingBackend>(
     };
     let (low, high) = (points().filter(|point| point.0 >= from))
         .map(|point| shown(point.1))
-        .filter(|y| y.is_finite())
+        .filter(|&y| y.is_finite() && chart.ceiling.is_none_or(|ceiling| y <= ceiling))
         .map(|y| (y, y))
         .reduce(span)
         .unwrap_or((0., 1.));

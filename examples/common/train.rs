@@ -163,7 +163,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The mean loss over `batches` batches spread over `tokens`, in evaluation mode.
+    /// The mean loss over `batches` batches spread over `tokens`, in evaluation mode. It need not be finite.
     pub fn evaluate(&self, tokens: &[u32], batches: usize) -> Result<f32> {
         let _guard = self.mode.eval_scope();
         let Settings { size, batch, .. } = self.settings;
@@ -171,13 +171,18 @@ impl<'a> Run<'a> {
         for batch in Batch::spread(tokens, batches, batch, size.context, &self.device) {
             sum += f64::from(self.loss(&batch?)?.to_scalar::<f32>()?);
         }
-        let mean = (sum / batches as f64) as f32;
+        Ok((sum / batches as f64) as f32)
+    }
+
+    /// [`evaluate`](Self::evaluate), where a run cannot go on without a number.
+    pub fn evaluate_finite(&self, tokens: &[u32], batches: usize) -> Result<f32> {
+        let loss = self.evaluate(tokens, batches)?;
         let step = self.steps();
         ensure!(
-            mean.is_finite(),
-            "the loss is {mean} in evaluation at step {step}"
+            loss.is_finite(),
+            "the loss is {loss} in evaluation at step {step}"
         );
-        Ok(mean)
+        Ok(loss)
     }
 
     fn loss(&self, batch: &Batch) -> Result<Tensor> {
@@ -565,6 +570,32 @@ mod tests {
         Ok(())
     }
 
+    /// Of a norm without statistics, a batch in parts has the loss and the gradients of the whole.
+    #[test]
+    fn gradients_of_parts_add_up_to_those_of_the_batch() -> Result<()> {
+        let corpus = corpus();
+        let gradients = |micro_batch| {
+            let settings = Settings {
+                micro_batch,
+                ..settings(Norm::Layer, &corpus)
+            };
+            Run::new(settings, &corpus, &Device::Cpu)?.gradients()
+        };
+        let ((whole_loss, whole), (loss, parts)) = (gradients(3)?, gradients(1)?);
+        // Sums of some hundred terms, in another order.
+        let bound = 100. * f32::EPSILON;
+        assert!((loss - whole_loss).abs() <= bound * whole_loss);
+        for (whole, parts) in whole.iter().zip(&parts) {
+            let largest = |tensor: &Tensor| {
+                let values = tensor.flatten_all()?.to_vec1::<f32>()?;
+                anyhow::Ok(values.iter().fold(0f32, |max, value| max.max(value.abs())))
+            };
+            let size = largest(whole)?;
+            assert!(size > 0. && largest(&(whole - parts)?)? <= bound * size);
+        }
+        Ok(())
+    }
+
     #[test]
     fn a_loss_that_is_no_number_stops_the_run() -> Result<()> {
         let corpus = corpus();
@@ -573,6 +604,9 @@ mod tests {
         positions.set(&(positions.ones_like()? * f64::NAN)?)?;
         let error = run.step().unwrap_err();
         assert_eq!(error.to_string(), "the loss is NaN at step 0");
+        assert!(run.evaluate(&corpus.val, 2)?.is_nan());
+        let error = run.evaluate_finite(&corpus.val, 2).unwrap_err();
+        assert_eq!(error.to_string(), "the loss is NaN in evaluation at step 0");
         Ok(())
     }
 }

@@ -31,6 +31,7 @@ use common::Place;
 use indicatif::{ProgressBar, ProgressStyle};
 use measure::{Observations, Snapshot};
 use report::Outcome;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -51,7 +52,7 @@ const MICRO_BATCHES: [usize; 4] = [12, 6, 3, 1];
 /// Steps between two points of what is observed.
 const OBSERVE_EVERY: usize = 10;
 
-/// Batches of an evaluation along the way, and of the final one, unless the validation split has less.
+/// Batches of an evaluation along the way, and of the final one, for which the validation split may have less.
 const EVAL_BATCHES: usize = 10;
 const FINAL_EVAL_BATCHES: usize = 100;
 
@@ -221,6 +222,9 @@ fn study(args: &Args) -> Result<()> {
     std::fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
 
+    // Before hours of work: those of another study cannot be in one report with it.
+    report::check(&args.out, &corpus, args.steps)?;
+
     let mut variants: Vec<Variant> = vec![];
     for variant in args
         .experiments
@@ -231,7 +235,8 @@ fn study(args: &Args) -> Result<()> {
             variants.push(variant);
         }
     }
-    let jobs: Vec<_> = (args.seeds.iter())
+    let seeds: BTreeSet<u64> = args.seeds.iter().copied().collect();
+    let jobs: Vec<_> = (seeds.iter())
         .flat_map(|&seed| variants.iter().map(move |&variant| (variant, seed)))
         .filter(|&(variant, seed)| !result_path(args, variant, seed).exists())
         .collect();
@@ -348,10 +353,9 @@ fn train(
         && [Norm::Batch, Norm::Power, Norm::PowerV].contains(&variant.norm);
     ensure!(variant.guard || observed, "nothing to take the guard from");
     while run.steps() < args.steps {
-        let before = observed.then(|| Snapshot::of(&run)).transpose()?;
         let start = Instant::now();
+        let before = observed.then(|| Snapshot::of(&run)).transpose()?;
         let (loss, gradients) = run.gradients()?;
-        let mut elapsed = start.elapsed();
         if let Some(before) = before {
             let after = Snapshot::of(&run)?;
             let states = [&before, &after];
@@ -365,15 +369,16 @@ fn train(
         if !loss.is_finite() {
             return Ok(Outcome::diverged(variant, &run, observations));
         }
-        let start = Instant::now();
         run.update(loss, &gradients)?;
-        elapsed += start.elapsed();
-        run.elapsed += elapsed;
+        run.elapsed += start.elapsed();
         bar.set_message(format!("loss {loss:.3}"));
         bar.inc(1);
         let step = run.steps();
         if step.is_multiple_of(args.eval_every) && step < args.steps {
             let val_loss = run.evaluate(&corpus.val, EVAL_BATCHES)?;
+            if !val_loss.is_finite() {
+                return Ok(Outcome::diverged(variant, &run, observations));
+            }
             run.history.val.push((step as u32, val_loss));
             let notes = [("observations", serde_json::to_string(&observations)?)];
             run.save(&checkpoint, &notes)?;
@@ -381,8 +386,11 @@ fn train(
     }
     bar.finish_and_clear();
     let batches = FINAL_EVAL_BATCHES.min(corpus.val.len().div_ceil(BATCH * CONTEXT));
-    let val_loss = run.evaluate(&corpus.val, batches)?;
-    run.history.val.push((args.steps as u32, val_loss));
-    let train_loss = run.evaluate(&corpus.train, batches)?;
+    let [val_loss, train_loss] =
+        [&corpus.val, &corpus.train].map(|split| run.evaluate(split, batches));
+    let (val_loss, train_loss) = (val_loss?, train_loss?);
+    if !val_loss.is_finite() || !train_loss.is_finite() {
+        return Ok(Outcome::diverged(variant, &run, observations));
+    }
     Outcome::of(variant, &run, [train_loss, val_loss], observations)
 }

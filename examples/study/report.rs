@@ -5,7 +5,7 @@ use crate::common::norm::Norm;
 use crate::common::plot::{self, draw, Chart, Line, Style};
 use crate::common::train::{History, Run};
 use crate::measure::{gains, singular_values, Observations, Series};
-use crate::{Experiment, Variant};
+use crate::{Experiment, Variant, CONTEXT};
 use anyhow::{ensure, Context, Result};
 use candle_powernorm::Recipe;
 use clap::ValueEnum;
@@ -33,10 +33,19 @@ pub struct Outcome {
     /// Of the embedding.
     pub singular_values: Vec<f64>,
     pub seconds: f64,
-    pub tokens_per_second: f64,
 }
 
+/// Steps at the end of a run that its loss in training mode is the mean of.
+const LAST_STEPS: usize = 50;
+
 impl Outcome {
+    /// The loss that the last steps saw, by their batches' statistics where a normalization takes those.
+    fn last_loss(&self) -> Option<f64> {
+        let last = &self.train[self.train.len().saturating_sub(LAST_STEPS)..];
+        let sum: f64 = last.iter().map(|&loss| f64::from(loss)).sum();
+        self.val_loss.map(|_| sum / last.len() as f64)
+    }
+
     pub fn of(
         variant: Variant,
         run: &Run,
@@ -67,7 +76,6 @@ impl Outcome {
             gains: BTreeMap::new(),
             singular_values: vec![],
             seconds: run.elapsed.as_secs_f64(),
-            tokens_per_second: run.speed(),
         }
     }
 }
@@ -76,8 +84,12 @@ impl Outcome {
 struct Runs(Vec<Outcome>);
 
 impl Runs {
+    /// The first to come to its end, or else the first.
     fn first(&self) -> Option<&Outcome> {
-        self.0.first()
+        let mut runs = self.0.iter();
+        runs.clone()
+            .find(|run| run.val_loss.is_some())
+            .or(runs.next())
     }
 
     /// Mean and range of a number that every run has, or what became of the run.
@@ -114,8 +126,8 @@ fn val_loss(outcome: &Outcome) -> Option<f64> {
     outcome.val_loss.map(f64::from)
 }
 
-/// Writes `report.md` and its plots from all runs in the folder, and gives the text.
-pub fn write(out: &Path, corpus: &Corpus, steps: usize) -> Result<String> {
+/// All runs in the folder, by variant.
+fn read_all(out: &Path, corpus: &Corpus, steps: usize) -> Result<BTreeMap<String, Runs>> {
     let mut all: BTreeMap<String, Runs> = BTreeMap::new();
     for entry in std::fs::read_dir(out)? {
         let path = entry?.path();
@@ -123,10 +135,10 @@ pub fn write(out: &Path, corpus: &Corpus, steps: usize) -> Result<String> {
             continue;
         }
         let outcome: Outcome = serde_json::from_slice(&std::fs::read(&path)?)
-            .with_context(|| format!("cannot read {}", path.display()))?;
+            .with_context(|| format!("{} is no run of a study", path.display()))?;
         ensure!(
             outcome.text == corpus.fingerprint && outcome.steps == steps,
-            "{} is of another text or of {} steps, not {steps}: give this study another --out",
+            "{} is of another text, or of {} steps and not {steps}: give this study another --out",
             path.display(),
             outcome.steps,
         );
@@ -136,6 +148,17 @@ pub fn write(out: &Path, corpus: &Corpus, steps: usize) -> Result<String> {
     for runs in all.values_mut() {
         runs.0.sort_unstable_by_key(|outcome| outcome.seed);
     }
+    Ok(all)
+}
+
+/// Checks that all runs in the folder can be in one report.
+pub fn check(out: &Path, corpus: &Corpus, steps: usize) -> Result<()> {
+    read_all(out, corpus, steps).map(drop)
+}
+
+/// Writes `report.md` and its plots from all runs in the folder, and gives the text.
+pub fn write(out: &Path, corpus: &Corpus, steps: usize) -> Result<String> {
+    let all = read_all(out, corpus, steps)?;
     let report = Report { out, corpus, all };
     let text = report.text(steps)?;
     std::fs::write(out.join("report.md"), &text)?;
@@ -184,12 +207,13 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "\n## Losses\n\nNats a {}, mean (range) over seeds.\n",
+            "\n## Losses\n\nNats a {}, mean (range) over seeds: of the finished model on both splits, which is by running statistics \
+             where a normalization has them, and of the last {LAST_STEPS} batches in training, which is by theirs where it takes those.\n",
             self.corpus.unit
         )?;
         writeln!(
             text,
-            "| normalization | seeds | validation |{head} training | tokens/s |"
+            "| normalization | seeds | validation |{head} training split | last steps |"
         )?;
         writeln!(text, "|---|---|---|{line}---|---|")?;
         let mut curves = vec![];
@@ -198,19 +222,20 @@ impl Report<'_> {
                 true => format!(" {} |", runs.spread(|run| val_loss(run).map(f64::exp))),
                 false => String::new(),
             };
-            let speed = runs.mean(|run| Some(run.tokens_per_second));
             writeln!(
                 text,
-                "| {norm} | {} | {} |{perplexity} {} | {:.0} |",
+                "| {norm} | {} | {} |{perplexity} {} | {} |",
                 runs.0.len(),
                 runs.spread(val_loss),
                 runs.spread(|run| run.train_loss.map(f64::from)),
-                speed.unwrap_or_default(),
+                runs.spread(Outcome::last_loss),
             )?;
             if let Some(run) = runs.first() {
+                // The evaluation at the end is of other batches than those along the way.
+                let along = |&(step, _): &(u32, f32)| step < run.steps as u32;
                 let history = History {
                     train: run.train.clone(),
-                    val: run.val.clone(),
+                    val: run.val.iter().copied().filter(along).collect(),
                 };
                 curves.push((norm.to_string(), history));
             }
@@ -243,14 +268,17 @@ impl Report<'_> {
         ];
         writeln!(
             text,
-            "\n## Statistics\n\nOver the second half of training: the mean over steps, layers and seeds, and the largest \
-             value of any.\n\n| quantity | of | mean | largest |\n|---|---|---|---|"
+            "\n## Statistics\n\nOver the second half of training: the mean over steps, layers and seeds, and the largest value of any. \
+             Distances are (1/C)‖batch − running‖; relative ones ‖batch − running‖ over the length of the running statistic, or of the \
+             running deviation where it is the mean's. Gradients are lengths of (1/n) Σ ∂L/∂X̂ for the mean, and of \
+             (1/n) Σ ∂L/∂X̂ ⊙ X̂ for the variance and the quadratic mean: what of them reaches the input.\n\n\
+             | quantity | of | mean | largest |\n|---|---|---|---|"
         )?;
         for (what, y, file) in [
             ("distance", "(1/C)‖batch − running‖", "distances.svg"),
             (
                 "relative distance",
-                "‖batch − running‖ / ‖running‖",
+                "relative to the running one",
                 "relative_distances.svg",
             ),
             ("gradient", "norm", "gradients.svg"),
@@ -272,6 +300,9 @@ impl Report<'_> {
                         values.map(|&(_, value)| value).collect::<Vec<_>>()
                     };
                     let values: Vec<f64> = runs.0.iter().flat_map(late).collect();
+                    if values.is_empty() {
+                        continue;
+                    }
                     let largest = values.iter().copied().fold(0., f64::max);
                     writeln!(
                         text,
@@ -309,19 +340,32 @@ impl Report<'_> {
         }
         writeln!(
             text,
-            "\n## Rows that statistics are taken over\n\nValidation loss; the rows of a step of the optimizer stay the same.\n"
+            "\n## Rows that statistics are taken over\n\nThe rows of a step of the optimizer stay the same. {CONTEXT} rows are one sequence: \
+             the statistic of a batch then tells each token of those after it, and a model that is trained by it can read them, until \
+             it is evaluated. Running statistics forget by the forward, and of few rows have seen less."
         )?;
-        writeln!(text, "| rows | {} |", norms.join(" | "))?;
-        writeln!(text, "|---|{}", "---|".repeat(norms.len()))?;
-        for (rows, of_norm) in &by_rows {
-            let cells: Vec<String> = (norms.iter())
-                .map(|norm| {
-                    of_norm
-                        .get(norm)
-                        .map_or(String::new(), |runs| runs.spread(val_loss))
-                })
-                .collect();
-            writeln!(text, "| {rows} | {} |", cells.join(" | "))?;
+        type Number = fn(&Outcome) -> Option<f64>;
+        let numbers: [(&str, Number); 2] = [
+            (
+                "Validation, by running statistics where a normalization has them",
+                val_loss,
+            ),
+            (
+                "The last batches in training, by theirs where it takes those",
+                Outcome::last_loss,
+            ),
+        ];
+        for (title, number) in numbers {
+            writeln!(text, "\n{title}:\n\n| rows | {} |", norms.join(" | "))?;
+            writeln!(text, "|---|{}", "---|".repeat(norms.len()))?;
+            for (rows, of_norm) in &by_rows {
+                let cell = |norm| {
+                    let runs: Option<&&Runs> = of_norm.get(norm);
+                    runs.map_or(String::new(), |runs| runs.spread(number))
+                };
+                let cells: Vec<String> = norms.iter().map(cell).collect();
+                writeln!(text, "| {rows} | {} |", cells.join(" | "))?;
+            }
         }
         let line = |(color, norm): (usize, &String)| {
             let point = |(&rows, of_norm): (&usize, &BTreeMap<String, &Runs>)| {
@@ -337,11 +381,28 @@ impl Report<'_> {
         let chart = Chart {
             title: "Validation loss by the rows that statistics are taken over".into(),
             x: "rows",
-            y: "validation loss",
+            y: "nats",
+            // One loss of many times the others would press those into a flat line.
+            ceiling: Some(self.ceiling()),
             lines: norms.iter().enumerate().map(line).collect(),
             ..Default::default()
         };
         draw(&self.out.join("rows.svg"), &[chart], 1)
+    }
+
+    /// The most that a plot of losses shows: the loss of knowing no more than how often each token comes.
+    fn ceiling(&self) -> f64 {
+        let mut counts = vec![0f64; self.corpus.vocab.len()];
+        for &token in &self.corpus.train {
+            counts[token as usize] += 1.;
+        }
+        let total = self.corpus.train.len() as f64;
+        let entropy = |count: &f64| -count / total * (count / total).ln();
+        counts
+            .iter()
+            .filter(|&&count| count > 0.)
+            .map(entropy)
+            .sum()
     }
 
     fn recipes(&self, text: &mut String) -> Result<()> {
@@ -388,7 +449,7 @@ impl Report<'_> {
         if !lines.is_empty() {
             writeln!(
                 text,
-                "\n## Recipes\n\nThe last column counts the channels, over all steps and layers after the warm-up, with (1−α_b)Γ > 1: where the guard acts.\n\n\
+                "\n## Recipes\n\nThe last column counts the channels, over all steps and layers after the warm-up, with (1−α_b)Γ > 1: where the guard acts. Where there is none, on and off are one run.\n\n\
                  | recipe | layer-scale | guard | validation | training | outside Assumption 10 |\n|---|---|---|---|---|---|\n{}",
                 lines.trim_end()
             )?;
@@ -448,7 +509,7 @@ impl Report<'_> {
             "\n## γ/ψ\n\nMagnitudes over all channels, mean (range) over seeds; γ/σ of BatchNorm.\n\n\
              | normalization | layer | median | largest |\n|---|---|---|---|"
         )?;
-        let mut layers: BTreeMap<String, Vec<Line>> = BTreeMap::new();
+        let mut layers: BTreeMap<String, Vec<(String, usize, Vec<f64>)>> = BTreeMap::new();
         for (color, (norm, runs)) in self.norms().enumerate() {
             let Some(first) = runs.first() else { continue };
             for (layer, gains) in &first.gains {
@@ -468,21 +529,28 @@ impl Report<'_> {
                     runs.spread(|run| sorted(run).map(|gains| gains[gains.len() / 2])),
                     runs.spread(|run| sorted(run)?.last().copied()),
                 )?;
-                layers.entry(layer.clone()).or_default().push(Line {
-                    label: norm.to_string(),
-                    points: histogram(gains),
-                    style: Style::Thin,
-                    color,
-                });
+                let gains = gains.iter().map(|gain| gain.abs()).collect();
+                let of_layer = layers.entry(layer.clone()).or_default();
+                of_layer.push((norm.to_string(), color, gains));
             }
         }
         let charts: Vec<Chart> = (layers.into_iter())
-            .map(|(layer, lines)| Chart {
-                title: layer,
-                x: "|γ/ψ|",
-                y: "channels",
-                lines,
-                ..Default::default()
+            .map(|(layer, norms)| {
+                let gains = norms.iter().flat_map(|(_, _, gains)| gains);
+                let width = gains.copied().fold(f64::MIN_POSITIVE, f64::max) / BINS as f64;
+                let line = |(label, color, gains): (String, usize, Vec<f64>)| Line {
+                    label,
+                    points: histogram(&gains, width),
+                    style: Style::Thin,
+                    color,
+                };
+                Chart {
+                    title: layer,
+                    x: "|γ/ψ|",
+                    y: "channels",
+                    lines: norms.into_iter().map(line).collect(),
+                    ..Default::default()
+                }
             })
             .collect();
         match charts.is_empty() {
@@ -512,16 +580,14 @@ fn chart_of_layers(title: String, y: &'static str, layers: &BTreeMap<String, Ser
     }
 }
 
-/// Counts of magnitudes, as steps of a line.
-fn histogram(values: &[f64]) -> Vec<(f64, f64)> {
-    const BINS: usize = 24;
-    let largest = values
-        .iter()
-        .fold(0f64, |largest, value| largest.max(value.abs()));
-    let width = (largest / BINS as f64).max(f64::MIN_POSITIVE);
+/// Bins of a histogram.
+const BINS: usize = 40;
+
+/// Counts in bins of this `width`, as steps of a line.
+fn histogram(magnitudes: &[f64], width: f64) -> Vec<(f64, f64)> {
     let mut counts = [0.; BINS];
-    for value in values {
-        counts[((value.abs() / width) as usize).min(BINS - 1)] += 1.;
+    for magnitude in magnitudes {
+        counts[((magnitude / width) as usize).min(BINS - 1)] += 1.;
     }
     (counts.iter().enumerate())
         .flat_map(|(bin, &count)| [bin, bin + 1].map(|edge| (edge as f64 * width, count)))
