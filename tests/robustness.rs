@@ -455,14 +455,16 @@ impl Life {
 
         let (phi, nu, steps) = state(&self.layer);
         let y = match &residual {
-            Some((xs, residual)) => {
+            Some((addend, residual)) => {
                 let mode = if train { Mode::train() } else { Mode::eval() };
                 let layer = self.layer.clone().with_mode(&mode);
                 let outputs = match &mask {
-                    Some(mask) => layer.forward_residual_masked(xs, residual, mask),
-                    None => layer.forward_residual(xs, residual),
+                    Some(mask) => layer.forward_residual_masked(addend, residual, mask),
+                    None => layer.forward_residual(addend, residual),
                 };
-                outputs.unwrap().0
+                let (y, sum) = outputs.unwrap();
+                assert_eq!(canonical(&sum), canonical(&xs));
+                y
             }
             None => forward(&self.layer, &xs, mask.as_ref(), train),
         };

@@ -394,3 +394,93 @@ fn train(
     }
     Outcome::of(variant, &run, [train_loss, val_loss], observations)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(out: PathBuf) -> Args {
+        let text = "a text".into();
+        Args {
+            text,
+            words: false,
+            experiments: vec![],
+            seeds: vec![1],
+            steps: 3,
+            eval_every: 2,
+            device: Place::Cpu,
+            out,
+        }
+    }
+
+    fn corpus() -> Corpus {
+        Corpus::new(include_str!("main.rs"), Unit::Character, CONTEXT).unwrap()
+    }
+
+    #[test]
+    fn variants_have_names_of_their_own() {
+        let mut names = BTreeSet::new();
+        let mut variants: Vec<Variant> = vec![];
+        for experiment in Experiment::value_variants() {
+            for variant in experiment.variants() {
+                if !variants.contains(&variant) {
+                    assert!(names.insert(variant.name()), "{}", variant.name());
+                    variants.push(variant);
+                }
+            }
+        }
+        // 6 norms, 4 of them with 3 other numbers of rows, 5 other recipes, and PN-V without layer-scale.
+        assert_eq!(variants.len(), 6 + 4 * 3 + 5 + 1);
+    }
+
+    /// A run leaves its last checkpoint, from which the next call goes on. What runs report when the guard is off, for
+    /// one seed that came to its end and one that did not.
+    #[test]
+    fn a_resumed_run_has_the_outcome_of_one_that_never_stopped() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let (args, corpus) = (args(dir.path().into()), corpus());
+        let variant = Variant {
+            guard: false,
+            ..Variant::of(Norm::Power)
+        };
+        let train = || train(&args, variant, 1, &corpus, &Device::Cpu, String::new());
+        let whole = train()?;
+        assert!(checkpoint_path(&args, variant, 1).exists());
+        let resumed = Outcome {
+            seconds: whole.seconds,
+            ..train()?
+        };
+        assert_eq!(resumed, whole);
+        assert_eq!((whole.train.len(), whole.val.len()), (3, 1));
+        let distances = &whole.observations.series["distance of the quadratic mean"];
+        assert_eq!(distances.len(), 2 * LAYERS + 1);
+
+        let write = |outcome: &Outcome| {
+            let bytes = serde_json::to_vec(outcome)?;
+            anyhow::Ok(std::fs::write(
+                result_path(&args, variant, outcome.seed),
+                bytes,
+            )?)
+        };
+        write(&whole)?;
+        write(&Outcome {
+            seed: 2,
+            val_loss: None,
+            ..whole.clone()
+        })?;
+        let report = report::write(dir.path(), &corpus, 3)?;
+        let loss = format!("{:.3}, 1 of 2 diverged", whole.val_loss.context("no loss")?);
+        assert!(
+            report.contains(&loss) && !report.contains("NaN"),
+            "{report}"
+        );
+        assert!(dir.path().join("losses.svg").exists());
+
+        let error = report::check(dir.path(), &corpus, 4).unwrap_err();
+        assert!(error.to_string().ends_with("give this study another --out"));
+        std::fs::write(dir.path().join("other.json"), "{}")?;
+        let error = report::check(dir.path(), &corpus, 3).unwrap_err();
+        assert!(error.to_string().ends_with("is no run of a study"));
+        Ok(())
+    }
+}

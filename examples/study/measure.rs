@@ -321,15 +321,31 @@ mod tests {
         numbers(&scaled.sqr()?.mean(0)?)
     }
 
+    /// Statistics pass through f32, and differences of them through a division by 0.1 or less.
     fn assert_close(ours: &[f64], theirs: &[f64]) {
         assert_eq!(ours.len(), theirs.len());
+        let size = theirs
+            .iter()
+            .fold(0f64, |size, value| size.max(value.abs()));
+        assert!(size > 0.);
         for (i, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
             let error = (ours - theirs).abs();
-            assert!(
-                error < 1e-4 * theirs.abs().max(1e-3),
-                "{i}: {ours}, {theirs}"
-            );
+            assert!(error <= 1e-4 * size, "{i}: {ours}, {theirs}");
         }
+    }
+
+    /// Gives γ of the first normalization values that are no ones.
+    fn spread_weight(run: &Run) -> Result<Vec<f64>> {
+        let gamma: Vec<f32> = (0..8).map(|i| 0.5 + 0.2 * i as f32).collect();
+        let var = &variables(&run.varmap)[&format!("{LAYER}.weight")];
+        var.set(&Tensor::new(&*gamma, &Device::Cpu)?)?;
+        Ok(gamma.into_iter().map(f64::from).collect())
+    }
+
+    fn gradient_of(run: &Run, gradients: &[Tensor], name: &str) -> Result<Vec<f64>> {
+        let mut slots = run.optimizer.slots.iter();
+        let slot = slots.position(|slot| slot.name == format!("{LAYER}.{name}"));
+        numbers(&gradients[slot.context("no slot")?])
     }
 
     #[test]
@@ -418,7 +434,58 @@ mod tests {
         Ok(())
     }
 
-    /// ψ² is made so small in one channel that the guard acts there, and ν of every channel differs from 0.
+    /// γ ∂L/∂γ is Σ ∂L/∂X̂ ⊙ X̂, and γ ∂L/∂β is Σ ∂L/∂X̂.
+    #[test]
+    fn gradients_of_gamma_and_beta_are_those_of_the_normalized() -> Result<()> {
+        let random = |shape: &[usize], shift: f32| {
+            let count: usize = shape.iter().product();
+            let values: Vec<f32> = (0..count).map(|i| (i as f32 * 0.7 + shift).sin()).collect();
+            candle::Var::from_vec(values, shape, &Device::Cpu)
+        };
+        let (normalized, dy) = (random(&[ROWS, 8], 0.)?, random(&[ROWS, 8], 2.)?);
+        let (gamma, beta) = (random(&[8], 4.)?, random(&[8], 5.)?);
+        let y = normalized.broadcast_mul(&gamma)?.broadcast_add(&beta)?;
+        let grads = (y * dy.as_tensor())?.sum_all()?.backward()?;
+        let of = |var: &candle::Var| grads.get(var).context("no gradient");
+        let direct = of(&normalized)?;
+        for (var, expected) in [
+            (&gamma, (direct * normalized.as_tensor())?),
+            (&beta, direct.clone()),
+        ] {
+            let (gamma, gradient) = (numbers(&gamma)?, numbers(of(var)?)?);
+            let ours: Vec<f64> = products(&gamma, &gradient, ROWS).collect();
+            assert_close(&ours, &numbers(&expected.mean(0)?)?);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn gradients_of_statistics_are_observed() -> Result<()> {
+        let corpus = corpus();
+        for (norm, quantities) in [
+            (Norm::Batch, &[("mean", "bias"), ("variance", "weight")][..]),
+            (Norm::PowerV, &[("quadratic mean", "weight")]),
+        ] {
+            let settings = settings(norm, Recipe::Paper, &corpus);
+            let run = Run::new(settings, &corpus, &Device::Cpu)?;
+            let gamma = spread_weight(&run)?;
+            let before = Snapshot::of(&run)?;
+            let (_, gradients) = run.gradients()?;
+            let states = [&before, &Snapshot::of(&run)?];
+            let mut seen = Observations::default();
+            seen.observe(&run, &settings.norm, ROWS, states, &gradients, true)?;
+            for (statistic, param) in quantities {
+                let gradient = gradient_of(&run, &gradients, param)?;
+                let squares = gamma.iter().zip(&gradient).map(|(a, b)| (a * b).powi(2));
+                let expected = squares.sum::<f64>().sqrt() / ROWS as f64;
+                let value = seen.series[&format!("gradient of the {statistic}")][LAYER][0].1;
+                assert_close(&[value], &[expected]);
+            }
+        }
+        Ok(())
+    }
+
+    /// ψ² is made so small in one channel that the guard acts there, and ν small enough for Λ to show.
     #[test]
     fn without_its_guard_nu_follows_equation_13() -> Result<()> {
         let corpus = corpus();
@@ -431,8 +498,9 @@ mod tests {
         let set = |name: &str, values: &[f32]| {
             vars[&format!("{LAYER}.{name}")].set(&Tensor::new(values, &Device::Cpu)?)
         };
-        let old = [0.3f32, -0.2, 0.5, 0.1, -0.4, 0.2, 0.6, -0.1];
+        let old = [0.3f32, -0.2, 0.5, 0.1, -0.4, 0.2, 0.6, -0.1].map(|nu| 1e-4 * nu);
         set("ema_gz", &old)?;
+        let weight = spread_weight(&run)?;
         set("running_phi", &[1., 1., 1e-3, 1., 1., 1., 1., 1.])?;
 
         let phi = direct_phi(&run)?;
@@ -447,21 +515,20 @@ mod tests {
 
         unguard(&run, &settings.norm, ROWS, states, &gradients)?;
         let new = numbers(vars[&format!("{LAYER}.ema_gz")].as_tensor())?;
-        let slots = &run.optimizer.slots;
-        let slot = slots
-            .iter()
-            .position(|slot| slot.name == format!("{LAYER}.weight"));
-        let weight = before.get(LAYER, "weight")?;
-        let gradient = numbers(&gradients[slot.context("no slot")?])?;
+        let gradient = gradient_of(&run, &gradients, "weight")?;
+        let lambda = |i: usize| weight[i] * gradient[i] / ROWS as f64;
         let expected: Vec<f64> = (0..8)
             .map(|i| {
                 let running = if i == 2 { 1e-3 } else { 1. };
                 let gamma = phi[i] / (running + EPS);
-                let lambda = weight[i] * gradient[i] / ROWS as f64;
-                (1. - 0.1 * gamma) * f64::from(old[i]) + lambda
+                (1. - 0.1 * gamma) * f64::from(old[i]) + lambda(i)
             })
             .collect();
-        assert!(expected[2] < -1., "{}", expected[2]);
+        // Far from Λ alone, and from what it would be without.
+        let size = expected[2].abs();
+        let without = expected[2] - lambda(2);
+        assert!(without.abs() > 0.01 * size && lambda(2).abs() > 0.01 * size);
+        assert_close(&new[2..3], &expected[2..3]);
         assert_close(&new, &expected);
         Ok(())
     }
