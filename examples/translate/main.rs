@@ -4,6 +4,7 @@
 //! ```text
 //! cargo run --release --example translate -- --data multi30k --norm power
 //! cargo run --release --example translate -- --data multi30k --compare layer,batch,power-v,power
+//! cargo run --release --example translate -- --data multi30k --compare layer,batch,power-v,power --speed
 //! sacrebleu multi30k/test.en -i target/translate/power.1.hyp.en
 //! ```
 //!
@@ -12,25 +13,33 @@
 //! a laptop's CPU.
 //!
 //! Progress goes to stderr, one line of JSON for each normalization to stdout; translations, checkpoints, subwords and
-//! loss curves go to the folder `--out`.
+//! loss curves go to the folder `--out`. Translations are the last checkpoint's: no average is taken of several.
+//!
+//! Runs one after the other, on a machine that does other things too, differ in speed by more than their normalizations
+//! do. `--speed` lets them take turns instead, a step each.
 
 #[path = "../common/mod.rs"]
 mod common;
 mod data;
 mod model;
 mod search;
+mod speed;
 mod train;
 
 use anyhow::{ensure, Context, Result};
+use candle::Device;
 use candle_powernorm::Recipe;
+use clap::builder::RangedU64ValueParser;
 use clap::Parser;
 use common::norm::{Norm, NormConfig};
+use common::train::History;
 use common::{plot, Place};
 use data::Corpus;
 use indicatif::{ProgressBar, ProgressStyle};
 use model::Size;
 use search::Beam;
 use serde_json::json;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -43,6 +52,11 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const HEADS: usize = 4;
 const SMOOTHING: f64 = 0.1;
+
+/// Steps of each run under `--speed`.
+const SPEED_STEPS: usize = 50;
+/// Its learning rate: nothing is to be learned, and without a warm-up much might diverge.
+const SPEED_RATE: f64 = 1e-5;
 
 /// What differs between devices.
 struct Budget {
@@ -63,6 +77,7 @@ const CPU: Budget = Budget {
     width: 128,
     subwords: 4000,
     batch: 1500,
+    // Of 3e-3 and 5e-3 the better one on the validation split, with LayerNorm.
     rate: 5e-3,
     warmup_steps: 400,
     dropout: 0.1,
@@ -98,6 +113,14 @@ languages, from the folder data/task1/raw of https://github.com/multi30k/dataset
 example, examples/translate/sample, is too small to learn from";
 
 /// Trains a small transformer to translate German to English, with PowerNorm or another normalization in its encoder.
+///
+/// Prints a line of JSON for each normalization: its results, or its error. Translations of the test split are made with
+/// the weights of the last checkpoint, which is the last step's; no average is taken of several checkpoints.
+///
+/// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and evaluations
+/// included, the translations not. It is null with --compare, since later runs would have the memory of earlier ones;
+/// with --device cuda, since a GPU's memory is not in it; and where a resumed run was finished already, since nothing was
+/// trained. So for a figure of each normalization train each by --norm.
 #[derive(Debug, Parser)]
 #[command(name = "translate")]
 struct Args {
@@ -110,8 +133,8 @@ struct Args {
     #[arg(long, value_enum, default_value_t = Norm::Power)]
     norm: Norm,
 
-    /// Train with each of these normalizations, separated by commas, from the same seed, one after the other. Peak memory
-    /// is then null: it is a process's, so for a figure of each train each by --norm
+    /// Train with each of these normalizations, separated by commas, from the same seed, one after the other. One that
+    /// fails, because its loss diverges say, does not stop the others
     #[arg(
         long,
         value_enum,
@@ -123,13 +146,13 @@ struct Args {
     )]
     compare: Option<Vec<Norm>>,
 
-    /// Steps to train [default: about 10 minutes' on a CPU, more on a GPU]. The learning rate does not depend on them: a
-    /// finished run goes on with --resume and more of them
+    /// Steps to train [default: about 10 minutes' on a CPU, more on a GPU; 50 with --speed]. The learning rate does not
+    /// depend on them: a finished run goes on with --resume and more of them
     #[arg(long, value_parser = common::positive)]
     steps: Option<usize>,
 
-    /// Highest learning rate, where the warm-up ends [default: 0.005, on a GPU 0.002]
-    #[arg(long)]
+    /// Highest learning rate, where the warm-up ends [default: 0.005, chosen with LayerNorm; on a GPU 0.002]
+    #[arg(long, value_parser = rate)]
     rate: Option<f64>,
 
     /// Decides the initial weights, the batches and the dropout
@@ -141,7 +164,7 @@ struct Args {
     groups: usize,
 
     /// Translations of a sentence that the search follows at once
-    #[arg(long, default_value_t = 5, value_parser = common::positive)]
+    #[arg(long, default_value_t = 5, value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
     beam: usize,
 
     /// Steps between two evaluations on the validation split; each also writes a checkpoint
@@ -161,6 +184,22 @@ struct Args {
     /// training starts afresh and replaces them
     #[arg(long)]
     resume: bool,
+
+    /// Only measure speed: the normalizations of --compare take turns, a step each, so that whatever slows the machine
+    /// down slows all of them. After 3 steps each to warm up, prints the medians over --steps steps. PowerNorm's warm-up
+    /// is 1 step here, so that the steps timed are PowerNorm's own, and the learning rate is next to nothing. Nothing of the
+    /// training is kept, and nothing written to --out
+    #[arg(long, conflicts_with_all = ["resume", "rate"])]
+    speed: bool,
+}
+
+/// Parses a learning rate.
+fn rate(arg: &str) -> Result<f64, String> {
+    match arg.parse() {
+        Ok(rate) if rate > 0. && rate < f64::INFINITY => Ok(rate),
+        Ok(_) => Err("it must be more than 0, and finite".into()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 impl Args {
@@ -169,7 +208,14 @@ impl Args {
     }
 
     fn steps(&self) -> usize {
-        self.steps.unwrap_or(Budget::of(self.device).steps)
+        self.steps.unwrap_or(match self.speed {
+            true => SPEED_STEPS,
+            false => Budget::of(self.device).steps,
+        })
+    }
+
+    fn checkpoint(&self, norm: Norm) -> PathBuf {
+        self.file(norm, "safetensors")
     }
 
     /// The file of a normalization.
@@ -179,7 +225,7 @@ impl Args {
 }
 
 fn main() -> ExitCode {
-    match run(&Args::parse()) {
+    match run(&Args::parse(), &mut std::io::stdout()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
@@ -188,7 +234,8 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: &Args) -> Result<()> {
+/// Results go to `out`.
+fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     let folder = args.data.as_ref().context(SOURCES)?;
     let budget = Budget::of(args.device);
     ensure!(
@@ -197,45 +244,114 @@ fn run(args: &Args) -> Result<()> {
         args.groups,
         budget.width,
     );
-    let checkpoint = |norm| args.file(norm, "safetensors");
+    let has_checkpoint = |&norm: &Norm| args.checkpoint(norm).exists();
     ensure!(
-        !args.resume || args.norms().iter().any(|&norm| checkpoint(norm).exists()),
+        !args.resume || args.norms().iter().any(has_checkpoint),
         "there is no checkpoint to resume from in {}",
         args.out.display(),
     );
     let device = args.device.device("translate")?;
     let corpus = Corpus::read(folder, budget.subwords)
         .with_context(|| format!("cannot use {} as --data", folder.display()))?;
+    announce(args, &corpus);
+    if args.speed {
+        return compare_speed(args, &corpus, &device, out);
+    }
     std::fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
     corpus.subwords.save(&args.out.join("subwords.json"))?;
-    announce(args, &corpus);
 
-    let mut curves = Vec::new();
+    let (mut curves, mut failed) = (vec![], vec![]);
     for norm in args.norms() {
-        let checkpoint = checkpoint(norm);
-        let mut run = Run::new(settings(args, norm, &corpus), &corpus, &device)?;
-        // Comparing may have stopped before this one began.
-        if args.resume && checkpoint.exists() {
-            run.load(&checkpoint)?;
+        match train_and_translate(args, norm, &corpus, &device, out) {
+            Ok(curve) => {
+                curves.push(curve);
+                draw(args, norm, &curves)?;
+            }
+            Err(error) => {
+                let error = format!("{error:#}");
+                eprintln!("{norm:8} failed: {error}");
+                let result = json!({ "norm": norm.to_string(), "error": error });
+                writeln!(out, "{result}")?;
+                failed.push(norm.to_string());
+            }
         }
-        train(&mut run, args, norm, &checkpoint)
-            .with_context(|| format!("training with --norm {norm}"))?;
-        let val_loss = report(&run, args, &corpus, norm)?;
-        curves.push((format!("{norm}: {val_loss:.3}"), run.history));
-        let plot = match args.compare {
-            None => args.file(norm, "svg"),
-            Some(_) => args.out.join(format!("compare.{}.svg", args.seed)),
-        };
-        let runs: Vec<_> = (curves.iter())
-            .map(|(label, history)| (label.clone(), history))
-            .collect();
-        let title = "Loss: thick on the validation split, thin in training (smoothed labels)";
-        plot::draw(
-            &plot,
-            &[plot::losses(title.into(), "nats per subword", &runs)],
-            1,
-        )?;
+    }
+    ensure!(
+        failed.is_empty(),
+        "no results with {}, as said above",
+        failed.join(", ")
+    );
+    Ok(())
+}
+
+/// The whole run of a normalization. Gives its losses and what to call them.
+fn train_and_translate(
+    args: &Args,
+    norm: Norm,
+    corpus: &Corpus,
+    device: &Device,
+    out: &mut dyn Write,
+) -> Result<(String, History)> {
+    let checkpoint = args.checkpoint(norm);
+    let mut run = Run::new(settings(args, norm, corpus), corpus, device)?;
+    // Comparing may have stopped before this one began.
+    if args.resume && checkpoint.exists() {
+        run.load(&checkpoint)?;
+    }
+    let begun = run.steps();
+    train(&mut run, args, norm, &checkpoint)?;
+    let peak_memory = peak_memory().filter(|_| {
+        args.compare.is_none() && matches!(args.device, Place::Cpu) && run.steps() > begun
+    });
+    let val_loss = report(&mut run, args, corpus, norm, peak_memory, out)?;
+    Ok((format!("{norm}: {val_loss:.3}"), run.history))
+}
+
+/// Draws the losses of the normalizations trained so far, the last of them `norm`.
+fn draw(args: &Args, norm: Norm, curves: &[(String, History)]) -> Result<()> {
+    let path = match args.compare {
+        None => args.file(norm, "svg"),
+        Some(_) => args.out.join(format!("compare.{}.svg", args.seed)),
+    };
+    let runs: Vec<_> = (curves.iter())
+        .map(|(label, history)| (label.clone(), history))
+        .collect();
+    let title = "Loss: thick on the validation split, thin in training (smoothed labels)";
+    plot::draw(
+        &path,
+        &[plot::losses(title.into(), "nats per subword", &runs)],
+        1,
+    )
+}
+
+/// Prints how fast the normalizations train, when they take turns.
+fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Write) -> Result<()> {
+    let norms = args.norms();
+    let settings = |&norm: &Norm| {
+        let mut settings = settings(args, norm, corpus);
+        settings.norm.warmup_steps = 1;
+        settings.rate = SPEED_RATE;
+        settings
+    };
+    let runs = norms
+        .iter()
+        .map(|norm| Run::new(settings(norm), corpus, device));
+    let mut runs = runs.collect::<Result<Vec<_>>>()?;
+    let bar = bar("speed", speed::UNTIMED + args.steps())?.with_message("turns");
+    let speeds = speed::measure(&mut runs, args.steps(), || bar.inc(1))?;
+    bar.finish_and_clear();
+    for (norm, speed) in norms.into_iter().zip(speeds) {
+        let result = json!({
+            "norm": norm.to_string(),
+            "data": args.data,
+            "groups": norm.folds().then_some(args.groups),
+            "seed": args.seed,
+            "timed_steps": args.steps(),
+            "median_ms_per_step": 1e3 * speed.seconds_per_step,
+            "median_tokens_per_second": speed.tokens_per_second,
+        });
+        writeln!(out, "{result}")?;
     }
     Ok(())
 }
@@ -244,6 +360,16 @@ fn run(args: &Args) -> Result<()> {
 fn announce(args: &Args, corpus: &Corpus) {
     let budget = Budget::of(args.device);
     let batches = data::epoch(&corpus.train, budget.batch, args.seed, 0).len();
+    if args.speed {
+        eprintln!(
+            "{} pairs, {} subwords. For each normalization: {} steps of up to {} tokens on either side, in turns",
+            corpus.train.len(),
+            corpus.subwords.count(),
+            speed::UNTIMED + args.steps(),
+            budget.batch,
+        );
+        return;
+    }
     eprintln!(
         "{} pairs to train on, {} subwords. For each normalization: {} steps of up to {} tokens on either side, about {:.1} \
          passes",
@@ -284,11 +410,11 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     }
 }
 
-fn bar(norm: Norm, length: usize) -> Result<ProgressBar> {
+fn bar(prefix: impl ToString, length: usize) -> Result<ProgressBar> {
     let style = ProgressStyle::with_template("{prefix:8} {wide_bar} {pos}/{len} {msg} [{eta}]")?;
     Ok(ProgressBar::new(length as u64)
         .with_style(style)
-        .with_prefix(norm.to_string()))
+        .with_prefix(prefix.to_string()))
 }
 
 /// Makes the steps that are left, with evaluations and checkpoints along the way.
@@ -302,8 +428,7 @@ fn train(run: &mut Run, args: &Args, norm: Norm, checkpoint: &Path) -> Result<()
         bar.inc(1);
         let step = run.steps();
         if step.is_multiple_of(args.eval_every) || step == steps {
-            let val_loss = run.evaluate()?;
-            run.history.val.push((step as u32, val_loss));
+            let val_loss = run.validate()?;
             run.save(checkpoint)?;
             bar.suspend(|| {
                 eprintln!(
@@ -319,9 +444,15 @@ fn train(run: &mut Run, args: &Args, norm: Norm, checkpoint: &Path) -> Result<()
 }
 
 /// Translates the test split, prints the results of a finished run, and gives its validation loss.
-fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
-    let val_loss = run.evaluate()?;
-    let peak_memory = peak_memory().filter(|_| args.compare.is_none());
+fn report(
+    run: &mut Run,
+    args: &Args,
+    corpus: &Corpus,
+    norm: Norm,
+    peak_memory: Option<u64>,
+    out: &mut dyn Write,
+) -> Result<f32> {
+    let val_loss = run.validate()?;
     let hypotheses = args.file(norm, "hyp.en");
     let searching = translate(run, args, corpus, norm, &hypotheses)?;
     // Beside the translations, for the test split may be compressed, or among other files.
@@ -332,7 +463,8 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
         references.display(),
         hypotheses.display(),
     );
-    println!(
+    writeln!(
+        out,
         "{}",
         json!({
             "norm": norm.to_string(),
@@ -352,7 +484,7 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
             "search_seconds": searching.as_secs_f64(),
             "hypotheses": hypotheses,
         })
-    );
+    )?;
     Ok(val_loss)
 }
 
@@ -388,4 +520,118 @@ fn peak_memory() -> Option<u64> {
         .find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(1024 * kilobytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    const SAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/translate/sample");
+
+    fn args(out: &Path, more: &[&str]) -> Result<Args, clap::Error> {
+        let out = out.to_str().unwrap();
+        Args::try_parse_from([&["translate", "--data", SAMPLE, "--out", out], more].concat())
+    }
+
+    /// What a command prints, and how it ends.
+    fn results(args: &Args) -> (Vec<Value>, Result<()>) {
+        let mut out = vec![];
+        let end = run(args, &mut out);
+        let lines = String::from_utf8(out).unwrap();
+        let lines = lines
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap());
+        (lines.collect(), end)
+    }
+
+    fn norms(results: &[Value]) -> Vec<&str> {
+        results
+            .iter()
+            .map(|r| r["norm"].as_str().unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn a_normalization_that_fails_does_not_stop_the_others() -> Result<()> {
+        let out = tempfile::tempdir()?;
+        let comparison = ["--compare", "rms,layer", "--steps", "4", "--beam", "1"];
+        let diverging = [&comparison[..], &["--rate", "1e30"]].concat();
+        let (diverged, end) = results(&args(out.path(), &diverging)?);
+        assert_eq!(norms(&diverged), ["rms", "layer"]);
+        for result in &diverged {
+            let error = result["error"].as_str().unwrap();
+            assert!(error.starts_with("the loss is NaN"), "{error}");
+        }
+        let end = end.unwrap_err().to_string();
+        assert_eq!(end, "no results with rms, layer, as said above");
+
+        std::fs::write(out.path().join("rms.1.safetensors"), "no checkpoint")?;
+        let resumed = [&comparison[..], &["--resume"]].concat();
+        let (mixed, end) = results(&args(out.path(), &resumed)?);
+        assert_eq!(norms(&mixed), ["rms", "layer"]);
+        assert!(mixed[0]["error"].is_string() && mixed[1]["error"].is_null());
+        assert!(mixed[1]["val_loss"].as_f64() > Some(0.));
+        assert_eq!(mixed[1]["peak_memory_bytes"], Value::Null);
+        assert!(end.is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn a_finished_run_resumed_gives_the_same_result_without_memory() -> Result<()> {
+        let out = tempfile::tempdir()?;
+        let short = ["--norm", "power", "--steps", "3", "--beam", "1"];
+        let (mut first, end) = results(&args(out.path(), &short)?);
+        end?;
+        let (mut again, end) = results(&args(out.path(), &[&short[..], &["--resume"]].concat())?);
+        end?;
+        assert_eq!(again[0]["peak_memory_bytes"], Value::Null);
+        if cfg!(target_os = "linux") {
+            assert!(first[0]["peak_memory_bytes"].as_u64() > Some(0));
+        }
+        for results in [&mut first, &mut again] {
+            for key in ["peak_memory_bytes", "search_seconds"] {
+                results[0].as_object_mut().unwrap().remove(key);
+            }
+        }
+        assert_eq!(first, again);
+        Ok(())
+    }
+
+    #[test]
+    fn speed_has_a_figure_for_each_normalization_and_leaves_no_files() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let out = folder.path().join("out");
+        let all = "power,power-v,batch,layer,rms,group";
+        let (results, end) = results(&args(&out, &["--speed", "--compare", all, "--steps", "2"])?);
+        end?;
+        assert_eq!(norms(&results).join(","), all);
+        for result in &results {
+            for key in ["median_ms_per_step", "median_tokens_per_second"] {
+                let value = result[key].as_f64().unwrap();
+                assert!(value > 0. && value.is_finite(), "{result}");
+            }
+        }
+        assert!(!out.exists());
+        Ok(())
+    }
+
+    #[test]
+    fn refuses_rates_and_beams_that_make_no_sense() -> Result<()> {
+        let out = Path::new("out");
+        for wrong in [
+            "--rate=0",
+            "--rate=-1",
+            "--rate=nan",
+            "--rate=inf",
+            "--rate=x",
+            "--beam=0",
+            "--beam=65",
+        ] {
+            assert!(args(out, &[wrong]).is_err(), "{wrong}");
+        }
+        let args = args(out, &["--rate=0.001", "--beam=64"])?;
+        assert_eq!((args.rate, args.beam), (Some(1e-3), 64));
+        Ok(())
+    }
 }

@@ -1,6 +1,6 @@
 //! Beam search.
 
-use crate::data::{cut, Pair, Sources, BEGIN, END, PAD};
+use crate::data::{by_length, cut, Pair, Sources, BEGIN, END, PAD};
 use crate::model::{Dropout, Transformer};
 use anyhow::Result;
 use candle::{Device, Tensor};
@@ -159,7 +159,7 @@ pub fn translate(
 ) -> Result<Vec<Vec<u32>>> {
     let mut translations = vec![vec![]; pairs.len()];
     let mut done = 0;
-    for batch in cut(pairs, &crate::data::by_length(pairs), tokens / beam.size) {
+    for batch in cut(pairs, &by_length(pairs), tokens / beam.size) {
         let sources: Vec<_> = batch.iter().map(|&i| &*pairs[i].source).collect();
         done += batch.len();
         for (i, translation) in batch

@@ -46,7 +46,7 @@ pub struct Run<'a> {
     /// Smoothed losses in training, plain ones in validation.
     pub history: History,
     /// Target tokens trained on.
-    tokens: u64,
+    pub tokens: u64,
     /// Time spent in steps, evaluations not included.
     pub elapsed: Duration,
     epoch: Epoch,
@@ -132,7 +132,7 @@ impl<'a> Run<'a> {
         let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, step));
         let objective = self.model.objective(&batch, smoothing, &dropout)?;
         let count = batch.count() as f64;
-        let value = objective.smoothed.to_scalar::<f32>()? / count as f32;
+        let value = objective.loss.to_scalar::<f32>()? / count as f32;
         ensure!(value.is_finite(), "the loss is {value} at step {step}");
         let store = (objective.gradient / count)?.backward()?;
         let gradients = self.optimizer.gradients(&store)?;
@@ -145,6 +145,14 @@ impl<'a> Run<'a> {
     }
 
     fn next_batch(&mut self) -> Result<Batch> {
+        self.find_epoch();
+        let indices = &self.epoch.batches[self.steps() - self.epoch.start];
+        let pairs = indices.iter().map(|&i| &self.corpus.train[i]);
+        Batch::new(pairs, &self.device)
+    }
+
+    /// Goes on to the epoch of the next step.
+    fn find_epoch(&mut self) {
         let Settings { batch, seed, .. } = self.settings;
         while self.steps() >= self.epoch.start + self.epoch.batches.len() {
             let number = self.epoch.number + 1;
@@ -154,20 +162,29 @@ impl<'a> Run<'a> {
                 batches: epoch(&self.corpus.train, batch, seed, number),
             };
         }
-        let indices = &self.epoch.batches[self.steps() - self.epoch.start];
-        let pairs = indices.iter().map(|&i| &self.corpus.train[i]);
-        Batch::new(pairs, &self.device)
+    }
+
+    /// The validation loss after the steps made so far, which the history then has.
+    pub fn validate(&mut self) -> Result<f32> {
+        let step = self.steps() as u32;
+        if let Some(&(last, loss)) = self.history.val.last() {
+            if last == step {
+                return Ok(loss);
+            }
+        }
+        let loss = self.evaluate()?;
+        self.history.val.push((step, loss));
+        Ok(loss)
     }
 
     /// The mean loss over the tokens of the validation split, without smoothing, in evaluation mode.
-    pub fn evaluate(&self) -> Result<f32> {
+    fn evaluate(&self) -> Result<f32> {
         let _guard = self.mode.eval_scope();
         let val = &self.corpus.val;
         let (mut sum, mut count) = (0., 0);
         for indices in cut(val, &by_length(val), self.settings.batch) {
             let batch = Batch::new(indices.iter().map(|&i| &val[i]), &self.device)?;
-            let objective = self.model.objective(&batch, 0., &Dropout::none())?;
-            sum += f64::from(objective.plain.to_scalar::<f32>()?);
+            sum += f64::from(self.model.loss(&batch)?.to_scalar::<f32>()?);
             count += batch.count();
         }
         let mean = (sum / count as f64) as f32;
@@ -224,6 +241,7 @@ impl<'a> Run<'a> {
         };
         self.tokens = checkpoint.note("tokens")?.parse()?;
         self.elapsed = Duration::try_from_secs_f64(checkpoint.note("seconds")?.parse()?)?;
+        self.find_epoch();
         Ok(())
     }
 
@@ -312,16 +330,22 @@ mod tests {
             let mut whole = Run::new(settings, &corpus, &Device::Cpu)?;
             // More than an epoch on either side of the checkpoint.
             let (middle, end) = (whole.epoch.batches.len() + 2, 3 * whole.epoch.batches.len());
-            for step in 0..end {
-                if step == middle {
-                    whole.history.val.push((step as u32, whole.evaluate()?));
-                    whole.save(&path)?;
-                }
+            while whole.steps() < middle {
                 whole.step()?;
             }
+            whole.validate()?;
+            whole.save(&path)?;
             let mut resumed = Run::new(settings, &corpus, &Device::Cpu)?;
             resumed.load(&path)?;
             assert_eq!(resumed.steps(), middle);
+            assert_eq!((whole.epoch.number, resumed.epoch.number), (1, 1));
+            assert_eq!(resumed.epochs(), whole.epochs());
+            // The evaluation is not made again.
+            assert_eq!(resumed.validate()?, whole.validate()?);
+            assert_eq!(resumed.history.val.len(), 1);
+            while whole.steps() < end {
+                whole.step()?;
+            }
             while resumed.steps() < end {
                 resumed.step()?;
             }
