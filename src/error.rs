@@ -151,7 +151,7 @@ pub enum Error {
     RankFailed,
 
     /// The ranks came to one sum for different things: layers of different sizes, or calls in different orders. (On a GPU that is
-    /// noticed in a layer's first training forward alone.)
+    /// noticed in a layer's first training forward alone; there it may be that t, T, recipe or statistic differ.)
     #[error("power_norm: expected every rank to sum {numbers} numbers of {exchange}, got ranks that differ")]
     RanksDisagree {
         /// What this rank came for.

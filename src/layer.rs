@@ -289,20 +289,23 @@ impl PowerNorm {
     ///
     /// The sums are made, handed to the communicator and used on the device: with `NcclCommunicator` the host queues them and waits
     /// for none, and "waits" above is of the GPU. Only in the first training forward of a layer does the host wait, to hear
-    /// whether the ranks fit each other. The count of rows is on the GPU too, so every training forward over ranks counts as a
-    /// step, one without a kept row on any rank included; its ψ² and ν stay. A rank without rows brings a padded one, for candle
-    /// cannot launch its own operations, which a backward comes through, on an empty tensor there. None of this has run on a GPU yet.
+    /// whether the ranks fit each other: in the layer's place among others, what they sum, t, T, recipe and statistic. The count of
+    /// rows is on the GPU too, so every training forward over ranks counts as a step, one without a kept row on any rank included;
+    /// its ψ² and ν stay. candle cannot launch its own operations, which a backward comes through, on an empty tensor there: under
+    /// [`Recipe::Paper`](crate::Recipe::Paper) a rank without rows brings a padded one instead. (Under
+    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) such a row counts, in the means Γ and Λ.) None of this has run on a GPU yet.
     ///
     /// # Errors
     ///
     /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it: the
     /// step's forwards and backwards then fail on all of them, and it is left out, but of layers that took it in their
-    /// forward. (After the warm-up it is the others' backward that fails; without backwards, their next forward, with which
-    /// the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
+    /// forward. (After the warm-up it is the others' backward that fails, but for a first call on a GPU; without backwards, their
+    /// next forward, with which the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
     ///
-    /// On a GPU that holds of a layer's first training forward that the ranks come to together, and of none after it: its host
-    /// would have to wait at each sum to hear of the others. A rank whose call is refused later leaves the others waiting in
-    /// their sum, and ranks that come to differ get what the engine makes of it: of NCCL, a hang or a wrong sum.
+    /// On a GPU that holds of a layer's first training forward that the ranks come to together, where a call is refused by its
+    /// checks, and of nothing later: its host would have to wait at each sum to hear of the others. A rank whose call fails
+    /// otherwise, as for want of memory, leaves the others waiting in their sum, and ranks that come to differ get what the engine
+    /// makes of it: of NCCL, a hang or a wrong sum.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
             ranks: LayerRanks::join(ranks),

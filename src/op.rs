@@ -13,8 +13,7 @@ use candle::{op::BackpropOp, CudaStorage};
 use candle::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 #[cfg(feature = "cuda")]
 use std::{
     cell::{Cell, OnceCell},
@@ -217,8 +216,8 @@ struct Forward<A> {
     purpose: Purpose,
     /// Of the state before it, where the step may come late: one that was loaded or reset meanwhile does not take it.
     version: Option<Version>,
-    /// Whether ψ² took the step.
-    committed: AtomicBool,
+    /// Whether ψ² took the step. Locked while it does: what comes after a commit finds it done.
+    committed: Mutex<bool>,
 }
 
 /// The part of it that belongs to the device.
@@ -234,7 +233,7 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
             saved,
             purpose: op.purpose,
             version: (!op.ranks.is_alone()).then_some(op.before.version),
-            committed: AtomicBool::new(false),
+            committed: Mutex::default(),
         }
     }
 
@@ -258,14 +257,19 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
 
     /// The step of ψ² and t, once its sums are known. Once: a second call does nothing.
     fn commit(&self, state: &State) -> Result<()> {
-        if self.is_unsettled() || self.committed.swap(true, Ordering::AcqRel) {
+        if self.is_unsettled() {
+            return Ok(());
+        }
+        let lock = self.committed.lock();
+        let mut committed = lock.unwrap_or_else(PoisonError::into_inner);
+        if *committed {
             return Ok(());
         }
         let replaced = match self.version {
             Some(version) => state.version()? != version,
             None => false,
         };
-        let result = match &self.saved {
+        match &self.saved {
             Saved::Cpu(_) if replaced => Ok(()),
             Saved::Cpu(saved) => match saved.step() {
                 Some(step) => state.update_phi(&step.batch_phi, self.purpose),
@@ -283,9 +287,9 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
                 }),
             #[cfg(feature = "cuda")]
             Saved::Cuda(_) => Ok(()),
-        };
-        self.committed.store(result.is_ok(), Ordering::Release);
-        result
+        }?;
+        *committed = true;
+        Ok(())
     }
 }
 
@@ -510,6 +514,7 @@ impl<T: Element> PowerNormOp<T> {
             config,
             self.statistics(),
             self.tracked,
+            self.before.steps,
             &self.ranks,
         )?;
         // candle runs a forward once.

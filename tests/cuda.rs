@@ -19,6 +19,7 @@ use common::{
     layer, layer_on, message, precision, run, state, tensor, to_f64, var, Batch, Bound, Data,
     Outcome, Twin, CPU, DTYPES,
 };
+use std::sync::{Arc, Mutex};
 
 fn gpu() -> Device {
     Device::new_cuda(0).expect("a GPU")
@@ -911,6 +912,9 @@ fn group_scaling_is_that_of_the_cpu() -> Result<()> {
 mod ranks {
     use super::*;
 
+    /// Numbers that ranks compare before the first sum of a layer.
+    const COMPARED: usize = 11;
+
     macro_rules! cases {
         ($($case:ident),* $(,)?) => {
             $(#[test]
@@ -930,6 +934,7 @@ mod ranks {
         a_rank_whose_first_call_fails,
         residuals_scales_recalibration,
         a_state_that_is_replaced,
+        a_step_that_fails_is_tried_again,
     ];
 
     /// A rank without rows takes part in the sums of the others' forwards. (Its backward is not asked for, as in
@@ -973,9 +978,42 @@ mod ranks {
         on_threads(gpu, case);
     }
 
-    /// Two ranks that bring the same, of which one is here: their sums are twice its own, and are taken on the device.
-    #[derive(Debug)]
-    pub struct Echo;
+    /// Ranks whose layers fit each other now and would part later, as where one alone loads a checkpoint, have an error each.
+    #[test]
+    fn ranks_that_would_part_later() {
+        fn case(rank: &Rank) {
+            let own = PowerNormConfig {
+                warmup_steps: 5,
+                ..config(None)
+            };
+            let longer = PowerNormConfig {
+                warmup_steps: 6,
+                ..own
+            };
+            let batch = PowerNormConfig {
+                statistics: Statistics::Batch,
+                ..own
+            };
+            for (of_first, loaded) in [(own, 3), (longer, 0), (batch, 0)] {
+                let config = if rank.rank == 0 { of_first } else { own };
+                let (layer, varmap) = layer_on(&rank.device, 6, config, DType::F64);
+                if rank.rank == 0 {
+                    let loaded = Tensor::new(&[loaded as i64], &CPU).unwrap();
+                    var(&varmap, "iters").set(&loaded).unwrap();
+                }
+                let layer = layer.with_ranks(&rank.over);
+                let xs = Tensor::ones((3, 6), DType::F64, &rank.device).unwrap();
+                let text = message(layer.forward(&xs));
+                assert!(text.contains("got ranks that differ"), "{text}");
+            }
+        }
+        on_threads(gpu, case);
+    }
+
+    /// Two ranks that bring the same, of which one is here: their sums are twice its own, and are taken on the device. It keeps
+    /// the lengths of what it summed.
+    #[derive(Clone, Debug, Default)]
+    pub struct Echo(Arc<Mutex<Vec<usize>>>);
 
     impl Communicator for Echo {
         fn world_size(&self) -> usize {
@@ -984,6 +1022,7 @@ mod ranks {
 
         fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
             assert!(tensor.device().is_cuda());
+            self.0.lock().unwrap().push(tensor.elem_count());
             tensor * 2.
         }
     }
@@ -1003,7 +1042,8 @@ mod ranks {
                     let device = gpu();
                     let twin = || Twin::new(&mut Data::on(&device, 52), cols, config, builder);
                     let (half, whole) = (twin().layer, twin().layer);
-                    let half = half.with_ranks(&Ranks::new(Echo));
+                    let echo = Echo::default();
+                    let half = half.with_ranks(&Ranks::new(echo.clone()));
                     let mut data = Data::on(&device, 53);
                     for step in 0..STEPS {
                         let batch = Batch::random(&mut data, &[ROWS, cols], input, padded);
@@ -1017,6 +1057,18 @@ mod ranks {
                         let theirs = run(&whole, &doubled, true);
                         let what =
                             format!("{input:?}, {cols}, {config:?}, padded {padded}, step {step}");
+                        let waits =
+                            config.statistics == Statistics::Running && step >= config.warmup_steps;
+                        let mut expected = match config.recipe {
+                            Recipe::Paper if waits => vec![2 * cols + 1],
+                            Recipe::Paper => vec![cols + 1, cols],
+                            Recipe::Fairseq => vec![2 * (cols + 1), cols],
+                        };
+                        if step == 0 {
+                            expected.insert(0, COMPARED);
+                        }
+                        let summed = std::mem::take(&mut *echo.0.lock().unwrap());
+                        assert_eq!(summed, expected, "{what}: sums");
                         let n = ((2 * ROWS + cols) * STEPS) as f64;
                         let sums = if input == DType::F64 {
                             builder
@@ -1066,8 +1118,7 @@ mod ranks {
 
         fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
             match tensor.elem_count() {
-                // What ranks compare.
-                5 => tensor * 2.,
+                COMPARED => tensor * 2.,
                 _ => tensor.narrow(0, 0, 2),
             }
         }
@@ -1184,7 +1235,7 @@ fn a_training_step_replays_as_a_cuda_graph() {
 /// Over ranks too, where the communicator's sum can be captured.
 #[test]
 fn a_training_step_over_ranks_replays_as_a_cuda_graph() {
-    replay_a_step(|layer| layer.with_ranks(&Ranks::new(ranks::Echo)));
+    replay_a_step(|layer| layer.with_ranks(&Ranks::new(ranks::Echo::default())));
 }
 
 fn replay_a_step(join: fn(PowerNorm) -> PowerNorm) {

@@ -33,6 +33,7 @@ cases![
     a_model_of_which_a_call_fails,
     residuals_scales_recalibration,
     a_state_that_is_replaced,
+    a_step_that_fails_is_tried_again,
 ];
 
 /// Sums of another length than was asked for.

@@ -11,6 +11,8 @@ pub use self::mpi::MpiCommunicator;
 pub use self::nccl::NcclCommunicator;
 
 use crate::Error;
+#[cfg(any(feature = "cuda", test))]
+use crate::PowerNormConfig;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -110,6 +112,16 @@ pub(crate) enum Exchange {
     Both = 3,
 }
 
+/// What a sum is announced by: the layer, and what it comes for.
+const ANNOUNCED: usize = 2;
+
+/// What ranks compare on a GPU: these, t, T, and recipe and statistic in one.
+const COMPARED: usize = ANNOUNCED + 3;
+
+/// Numbers of steps are compared modulo this prime: the squares of smaller ones add up exactly over 2¹³ ranks.
+#[cfg(any(feature = "cuda", test))]
+const STEPS: usize = 1_048_573;
+
 impl LayerRanks {
     /// A layer's place among others of these ranks.
     pub fn join(ranks: &Ranks) -> Self {
@@ -141,7 +153,7 @@ impl LayerRanks {
         let Some(member) = &self.0 else {
             return Ok(numbers);
         };
-        member.announce(exchange, numbers.len(), &Device::Cpu)?;
+        member.announce(exchange, numbers.len(), &[], &Device::Cpu)?;
         member.sum(numbers, &Device::Cpu)
     }
 
@@ -168,12 +180,21 @@ impl LayerRanks {
     }
 
     /// What stands in for announcements on a GPU: once, before the first sum of a layer, the ranks compare what they bring to
-    /// it, and wait to hear.
-    #[cfg(feature = "cuda")]
-    pub fn compare(&self, exchange: Exchange, numbers: usize, device: &Device) -> Result<()> {
+    /// it and what their later sums follow from, and wait to hear. `steps` are those before it, t.
+    #[cfg(any(feature = "cuda", test))]
+    pub fn compare(
+        &self,
+        exchange: Exchange,
+        numbers: usize,
+        config: &PowerNormConfig,
+        steps: usize,
+        device: &Device,
+    ) -> Result<()> {
         match &self.0 {
             Some(member) if !member.compared.load(Ordering::Acquire) => {
-                member.announce(exchange, numbers, device)?;
+                let equations = config.recipe as usize * 2 + config.statistics as usize;
+                let later = [steps % STEPS, config.warmup_steps % STEPS, equations];
+                member.announce(exchange, numbers, &later, device)?;
                 member.compared.store(true, Ordering::Release);
                 Ok(())
             }
@@ -186,8 +207,11 @@ impl LayerRanks {
     pub fn fail(&self, device: &Device) {
         if let Some(member) = &self.0 {
             if device.is_cpu() || !member.compared.load(Ordering::Acquire) {
+                let brought = if device.is_cpu() { ANNOUNCED } else { COMPARED };
+                let mut numbers = vec![0.; 1 + 2 * brought];
+                numbers[0] = 1.;
                 // What went wrong here is on its way to the caller already.
-                let _ = member.sum(vec![1., 0., 0., 0., 0.], device);
+                let _ = member.sum(numbers, device);
             }
             member.failed(Error::RankFailed);
         }
@@ -195,18 +219,32 @@ impl LayerRanks {
 }
 
 impl Member {
-    /// Tells the other ranks what this one comes for, and hears the same of them.
-    fn announce(&self, exchange: Exchange, numbers: usize, device: &Device) -> Result<()> {
-        let tag = (numbers * 4 + exchange as usize) as f64;
-        let layer = self.layer as f64;
-        let own = [0., tag, tag * tag, layer, layer * layer];
-        let announced = self.sum(own.into(), device)?;
+    /// Tells the other ranks what this one comes for, and what it is to have in common with them `later`, and hears the same
+    /// of them.
+    fn announce(
+        &self,
+        exchange: Exchange,
+        numbers: usize,
+        later: &[usize],
+        device: &Device,
+    ) -> Result<()> {
+        let mut own = vec![0.];
+        let announced: [usize; ANNOUNCED] = [numbers * 4 + exchange as usize, self.layer];
+        for &number in announced.iter().chain(later) {
+            let number = number as f64;
+            own.extend([number, number * number]);
+        }
+        let announced = self.sum(own.clone(), device)?;
         if announced[0] > 0. {
             return Err(self.failed(Error::RankFailed));
         }
         // Equal to every rank's own only where they all are: their variance is 0.
         let ranks = self.ranks.world_size() as f64;
-        if announced != own.map(|own| ranks * own) {
+        if own
+            .iter()
+            .zip(&announced)
+            .any(|(own, sum)| *sum != ranks * own)
+        {
             let exchange = exchange.name();
             return Err(self.failed(Error::RanksDisagree { exchange, numbers }));
         }
@@ -239,6 +277,71 @@ impl Exchange {
             Self::Forward => "a forward",
             Self::Backward => "a backward",
             Self::Both => "a forward and its backward",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Recipe, Statistics};
+    use std::sync::Mutex;
+
+    /// Two ranks one after the other: what the second brings is added to what the first brought.
+    #[derive(Debug, Default)]
+    struct Turns(Mutex<Option<Tensor>>);
+
+    impl Communicator for Turns {
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+            assert_eq!(tensor.dims(), [1 + 2 * COMPARED]);
+            let first = self.0.lock().unwrap().replace(tensor.clone());
+            tensor + first.as_ref().unwrap_or(tensor)
+        }
+    }
+
+    #[test]
+    fn ranks_compare_what_their_later_sums_follow_from() {
+        let own = PowerNormConfig {
+            warmup_steps: 5,
+            ..1e-5.into()
+        };
+        let longer = PowerNormConfig {
+            warmup_steps: usize::MAX,
+            ..own
+        };
+        let fairseq = PowerNormConfig {
+            recipe: Recipe::Fairseq,
+            ..own
+        };
+        let batch = PowerNormConfig {
+            statistics: Statistics::Batch,
+            ..own
+        };
+        let joined = || {
+            let turns = Arc::new(Turns::default());
+            [(); 2].map(|()| LayerRanks::join(&Ranks::new(turns.clone())))
+        };
+        let compare = |ranks: &LayerRanks, config: &PowerNormConfig, steps| {
+            ranks.compare(Exchange::Forward, 13, config, steps, &Device::Cpu)
+        };
+        for (of_first, config, steps, fits) in [
+            (own, own, 2, true),
+            (own, own, 3, false),
+            (own, longer, 2, false),
+            (own, fairseq, 2, false),
+            (own, batch, 2, false),
+            (fairseq, batch, 2, false),
+        ] {
+            let [first, second] = joined();
+            compare(&first, &of_first, 2).unwrap();
+            let compared = compare(&second, &config, steps);
+            assert_eq!(compared.is_ok(), fits, "{config:?}, {steps}");
+            // Ranks that fit do not compare again.
+            assert_eq!(compare(&second, &config, steps + 9).is_ok(), fits);
         }
     }
 }

@@ -15,13 +15,23 @@ use std::sync::{Mutex, PoisonError};
 /// GPUs as ranks, one each, in one process or several. Feature `nccl`.
 ///
 /// A sum is an `ncclAllReduce` on the stream of the device's kernels: it is queued, and the host does not wait for it, but at the
-/// first, for which NCCL connects the ranks. NCCL leaves identical copies of the result on all ranks. It sums tensors on its GPU
-/// alone, so its layers are there.
+/// first, for which NCCL connects the ranks. NCCL leaves identical copies of the result on all ranks. It sums tensors on the stream
+/// of the device it was given alone, so its layers are built on that device.
 ///
-/// NCCL documents that its sums can be captured in a CUDA graph. A training step captured on every rank, forward and backward,
-/// has its sums in it; the first step of each layer, which [compares](crate::PowerNorm::with_ranks) the ranks, comes before.
+/// NCCL asks that all ranks use the communicators of a GPU in one order: a program that sums its gradients through another, while
+/// backwards are under way, can deadlock. Sum them through this one.
 ///
 /// It has been compiled, and has not run on a GPU yet.
+///
+/// # CUDA graphs
+///
+/// NCCL documents that its sums can be captured, from CUDA 11.3 on. A training step captured whole, forward and backward, has its
+/// sums in it.
+///
+/// - NCCL asks that all ranks capture the same, and that all replay it.
+/// - It advises one process for each GPU; threads of one process capture in the mode `THREAD_LOCAL`.
+/// - The first step of each layer, which [compares](crate::PowerNorm::with_ranks) the ranks, comes before. So does a whole step after
+///   a forward without a backward, whose sum the next training forward makes.
 ///
 /// # Ranks that fail
 ///
@@ -135,10 +145,19 @@ impl NcclCommunicator {
         };
         let comm = self.comm.lock().unwrap_or_else(PoisonError::into_inner);
         let device = storage.device();
-        let (got, expected) = (device.cuda_stream().context().ordinal(), comm.0.ordinal());
-        if got != expected {
+        let (got, expected) = (device.cuda_stream(), comm.0.stream());
+        if got.context().ordinal() != expected.context().ordinal() {
             return Err(failure(format!(
-                "expected a tensor on GPU {expected}, got it on {got}"
+                "expected a tensor on GPU {}, got it on {}",
+                expected.context().ordinal(),
+                got.context().ordinal()
+            )));
+        }
+        if got.cu_stream() != expected.cu_stream() {
+            return Err(failure(format!(
+                "expected a tensor on stream {:?} of its GPU, got it on {:?}",
+                expected.cu_stream(),
+                got.cu_stream()
             )));
         }
         let values = storage.as_cuda_slice::<T>()?.slice(start..end);

@@ -1,8 +1,8 @@
 //! The layer's passes on a GPU: memory, addresses and launches. [`launch`] says what is launched, `kernels/` what
 //! runs.
 //!
-//! Storage and numbers only; tensors stay in `op`, but for the totals that ranks add up. Nothing here waits for the GPU, unless
-//! a communicator does.
+//! Storage and numbers only; tensors stay in `op`, but for the totals that ranks add up. Nothing here waits for the GPU but the
+//! ranks' comparison before the first sum of a layer, and a communicator that does.
 #![allow(unsafe_code)]
 
 pub(crate) mod launch;
@@ -115,7 +115,7 @@ enum Sums {
     Local(CudaSlice<f64>),
     /// Of all ranks' rows.
     Total(Tensor),
-    /// Their exchange failed.
+    /// Their exchange was tried, and failed.
     Lost,
 }
 
@@ -129,12 +129,13 @@ pub(crate) struct Backward {
 }
 
 /// `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training step, over the
-/// rows of all ranks; `tracked` says that a backward may follow.
+/// rows of all ranks; `tracked` says that a backward may follow; `steps` are those before it, t.
 pub(crate) fn forward(
     inputs: &ForwardInputs,
     config: &PowerNormConfig,
     train: Option<Statistics>,
     tracked: bool,
+    steps: usize,
     ranks: &LayerRanks,
 ) -> Result<(Outputs, Forward)> {
     let (x, layout) = inputs.x;
@@ -158,7 +159,8 @@ pub(crate) fn forward(
     };
     let totals_len = room + pass.forward_totals();
     if over_ranks {
-        ranks.compare(exchange, totals_len, &Device::Cuda(device.clone()))?;
+        let device = Device::Cuda(device.clone());
+        ranks.compare(exchange, totals_len, config, steps, &device)?;
     }
     let output = || match pass.rows {
         0 => empty(),
@@ -288,27 +290,28 @@ impl Forward {
         let (Some(train), Some(saved)) = (self.train, saved) else {
             return Ok(());
         };
-        let (mut workspace, total) = match mem::replace(sums, Sums::None) {
+        let (workspace, total) = match sums {
             Sums::Partial(workspace) => (Some(workspace), None),
-            Sums::Total(total) => (None, Some(total)),
-            waiting => {
-                *sums = waiting;
-                return Ok(());
-            }
+            Sums::Total(total) => (None, Some(&*total)),
+            Sums::None | Sums::Local(_) | Sums::Lost => return Ok(()),
         };
-        let total = total.as_ref().map(Tensor::storage_and_layout);
+        let total = total.map(Tensor::storage_and_layout);
         let stream = device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let buffers = ForwardBuffers {
             phi,
             saved: uses.write_bytes(Some(saved)),
-            workspace: uses.write_bytes(workspace.as_mut()),
+            workspace: uses.write_bytes(workspace),
             totals: uses.read_totals(total.as_ref())?,
             ..Default::default()
         };
         let launch = self.pass.update_phi(&buffers, train, step);
         // SAFETY: as in `forward`; `saved` and the sums are those of this pass, and the caller holds ψ².
-        unsafe { queue(device, &[launch]) }
+        unsafe { queue(device, &[launch]) }?;
+        drop(uses);
+        drop(total);
+        *sums = Sums::None;
+        Ok(())
     }
 
     /// The gradients of the forward by ν, which `ema_gz` keeps, `[cols]`, and the sums of all ranks: those of the forward too,
@@ -321,7 +324,6 @@ impl Forward {
         ranks: &LayerRanks,
     ) -> Result<Backward> {
         let mut memory = self.memory();
-        let local = memory.sums.take_local()?;
         let Memory { saved, sums } = &mut *memory;
         let (x, layout) = inputs.x;
         let device = x.device();
@@ -350,29 +352,34 @@ impl Forward {
         let workspace = unsafe { device.alloc::<u8>(self.pass.backward_workspace_bytes()) }?;
         backward.workspace = Some(workspace);
         let cols = self.pass.cols;
-        let both = local.is_some();
-        let mut totals = match local {
+        // Those of a forward that waits have room for these.
+        let mut alone = match sums {
+            Sums::Lost => return Err(Error::RankFailed.into()),
+            Sums::Local(_) => None,
             _ if self.train.is_none() || ranks.is_alone() => None,
-            None => {
-                // SAFETY: as above.
-                Some(unsafe { device.alloc::<f64>(cols) }?)
-            }
-            local => local,
+            // SAFETY: as above.
+            _ => Some(unsafe { device.alloc::<f64>(cols) }?),
         };
 
         let stream = device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let mut buffers = self.buffers(&mut uses, inputs, saved, &mut backward)?;
         buffers.ema_gz = uses.read_vector(Some(ema_gz))?;
-        buffers.totals = uses.write_totals(totals.as_mut(), 0);
+        let totals = match sums {
+            Sums::Local(both) => Some(both),
+            _ => alone.as_mut(),
+        };
+        buffers.totals = uses.write_totals(totals, 0);
         let launches = (self.pass).backward(&buffers, self.train, wanted.loss_scale);
         // SAFETY: as in `forward`; `saved` is that of this pass.
         unsafe { queue(device, &launches) }?;
         drop(uses);
-        if let Some(totals) = totals {
+        let both = sums.take_local()?;
+        let with_forward = both.is_some();
+        if let Some(totals) = both.or(alone) {
             let total = ranks.sum_on_device(&tensor(totals, device))?;
             backward.totals = Some(total.narrow(0, 0, cols)?);
-            if both {
+            if with_forward {
                 *sums = Sums::Total(total.narrow(0, cols, self.pass.forward_totals())?);
             }
         }
@@ -444,7 +451,8 @@ impl Forward {
 }
 
 impl Sums {
-    /// Those that wait for other ranks', if any, which are [`Lost`](Self::Lost) then until what came of them is put here.
+    /// Those that wait for other ranks', if any, for the sum that comes next. They are [`Lost`](Self::Lost) until what came of it
+    /// is put here.
     fn take_local(&mut self) -> Result<Option<CudaSlice<f64>>> {
         match mem::replace(self, Self::Lost) {
             Self::Local(totals) => Ok(Some(totals)),
@@ -560,7 +568,8 @@ fn dtype(dtype: DType) -> Result<Dtype> {
 /// # Safety
 /// Until the call returns, every address in them is that of a live buffer on this device, as large as [`Pass`] asks.
 unsafe fn queue(device: &CudaDevice, launches: &[Launch]) -> Result<()> {
-    // All or none: a step of the state may be among them.
+    // All are loaded before one is launched: a step of the state may be among them. What the pass queued before, and a sum over
+    // ranks in between, stands.
     let load = |launch: &Launch| {
         device
             .get_or_load_custom_func(&launch.kernel, MODULE, POWER_NORM)

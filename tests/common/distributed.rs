@@ -25,7 +25,7 @@ pub struct Rank {
 pub type Case = (&'static str, fn(&Rank));
 
 /// On any device.
-pub const CASES: [Case; 9] = [
+pub const CASES: [Case; 10] = [
     ("trajectories", trajectories),
     ("a sum is one on every rank", a_sum_is_one_on_every_rank),
     ("sums after the warm-up wait", sums_after_the_warm_up_wait),
@@ -41,6 +41,10 @@ pub const CASES: [Case; 9] = [
         residuals_scales_recalibration,
     ),
     ("a state that is replaced", a_state_that_is_replaced),
+    (
+        "a step that fails is tried again",
+        a_step_that_fails_is_tried_again,
+    ),
 ];
 
 /// On a CPU, where ranks announce what they bring to every sum.
@@ -729,12 +733,18 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
 
 /// A step that waits does not land on a state that was reset, or loaded, since its forward.
 pub fn a_state_that_is_replaced(rank: &Rank) {
-    let (sharded, _) = rank.layers(warm(), DType::F64);
+    let (sharded, whole) = rank.layers(warm(), DType::F64);
     let xs = Var::from_tensor(&batch(&mut rank.data(20), 5, DType::F64).xs).unwrap();
     let y = sharded.forward(&xs).unwrap();
     sharded.reset_running_stats().unwrap();
     y.sum_all().unwrap().backward().unwrap();
     assert_eq!(sharded.steps().unwrap(), 0);
+    // ν takes the backward's: Λ, by the statistics of the forward. Every rank has the same rows.
+    let y = whole.forward(&xs).unwrap();
+    y.sum_all().unwrap().backward().unwrap();
+    let (nu, expected) = (sharded.nu().unwrap(), whole.nu().unwrap());
+    assert!(to_f64(&expected).iter().all(|&nu| nu != 0.));
+    Close::of(rank, DType::F64).values("ν", &nu, &expected, 0..SIZE);
 
     let (sharded, varmap) = layer_on(&rank.device, SIZE, warm(), DType::F64);
     let sharded = rank.join(sharded);
@@ -747,4 +757,27 @@ pub fn a_state_that_is_replaced(rank: &Rank) {
     sharded.forward(&xs).unwrap();
     assert_eq!(sharded.steps().unwrap(), 100);
     assert_same_bits("ψ²", &sharded.running_phi().unwrap(), &loaded);
+}
+
+/// A backward whose step the state could not take takes it when it is called again.
+pub fn a_step_that_fails_is_tried_again(rank: &Rank) {
+    let [(sharded, varmap), (whole, _whole_varmap)] =
+        [(); 2].map(|()| layer_on(&rank.device, SIZE, warm(), DType::F64));
+    let sharded = rank.join(sharded);
+    let batch = batch(&mut rank.data(22), 5 * rank.ranks(), DType::F64);
+    let share = rank.share(&batch);
+    let xs = Var::from_tensor(&share.xs).unwrap();
+    let ys = sharded.forward(&xs).unwrap();
+    let loss = (ys * &share.dy).unwrap().sum_all().unwrap();
+    let iters = |t: i64| {
+        let t = Tensor::new(&[t], &CPU).unwrap();
+        var(&varmap, "iters").set(&t).unwrap();
+    };
+    iters(-1);
+    let text = message(loss.backward());
+    assert!(text.contains("got -1"), "{text}");
+    iters(0);
+    loss.backward().unwrap();
+    run(&whole, &batch, true);
+    Close::of(rank, DType::F64).state("one step", rank, &sharded, &whole);
 }
