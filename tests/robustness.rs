@@ -463,7 +463,10 @@ impl Life {
                     None => layer.forward_residual(addend, residual),
                 };
                 let (y, sum) = outputs.unwrap();
-                assert_eq!(canonical(&sum), canonical(&xs));
+                // candle gives back its argument, a view, as the sum of nothing.
+                if rows > 0 {
+                    assert_eq!(canonical(&sum), canonical(&xs));
+                }
                 y
             }
             None => forward(&self.layer, &xs, mask.as_ref(), train),
