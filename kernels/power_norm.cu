@@ -656,7 +656,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 // Writes dweight[cols], dbias[cols], lambda[cols] A, ema_gz[cols]; each only where not null, overwrites.
 // Bytes  2*chunks*cols*sizeof(A).                              Launch ceil(cols/32), block 32x32, smem 8 B a thread.
 // Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
-// Requires partials by `normalize_bwd`, totals by `sum_partials`. Launcher: launch.rs::finish_backward.
+// Requires partials by `normalize_bwd`, totals by `sum_partials`. Launcher: launch.rs::update_nu.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   A *shared = reinterpret_cast<A *>(shared_memory);

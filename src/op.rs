@@ -13,12 +13,9 @@ use candle::{op::BackpropOp, CudaStorage};
 use candle::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 #[cfg(feature = "cuda")]
-use std::{
-    cell::{Cell, OnceCell},
-    ops::Deref,
-};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// A call of a layer, of checked arguments.
 pub(crate) struct Call<'a> {
@@ -378,12 +375,8 @@ impl<T: Element> PowerNormOp<T> {
             }
         };
         let gradients = gradients();
-        match &gradients {
-            // The step is taken, and what the forward kept for it can go.
-            Ok(_) => self.state.forget_deferred_of(self.saved.id()),
-            // It is left out: on a rank whose forward failed there is none to settle.
-            Err(_) => self.state.forget_deferred(),
-        }
+        // The step is taken, and what the forward kept for it can go; or this failed, and it is left out, on all ranks.
+        self.state.forget_deferred(self.saved.id());
         gradients
     }
 
@@ -393,7 +386,7 @@ impl<T: Element> PowerNormOp<T> {
             Purpose::Evaluation => None,
             Purpose::Training => {
                 let config = self.state.config();
-                Some(config.statistics_at(self.before.steps + 1))
+                Some(config.statistics_at(self.before.version.steps + 1))
             }
             Purpose::Recalibration(_) => Some(Statistics::Batch),
         }
@@ -514,7 +507,7 @@ impl<T: Element> PowerNormOp<T> {
             config,
             self.statistics(),
             self.tracked,
-            self.before.steps,
+            self.before.version.steps,
             &self.ranks,
         )?;
         // candle runs a forward once.
@@ -541,47 +534,28 @@ impl<T: Element> PowerNormOp<T> {
             weight: affine.and_then(|[weight, _]| dtype(weight)),
             bias: affine.and_then(|[_, bias]| dtype(bias)),
             loss_scale: self.loss_scale.get(),
-            moves_nu: self.purpose == Purpose::Training,
         };
-        // Not from end to end: their storage is locked meanwhile, and one may be the variable of ψ².
-        let with_inputs = |run: &mut dyn FnMut(&cuda::BackwardInputs) -> Result<()>| {
-            let weight = affine.map(|[weight, _]| weight.storage_and_layout());
-            let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
-            let (x_storage, dy_storage) = (x.storage_and_layout(), outputs.dy.storage_and_layout());
-            let dsum = outputs.dsum.map(Tensor::storage_and_layout);
-            run(&cuda::BackwardInputs {
-                x: cuda_argument(&x_storage)?,
-                dy: cuda_argument(&dy_storage)?,
-                dsum: dsum.as_ref().map(cuda_argument).transpose()?,
-                keep: keep.as_ref().map(cuda_argument).transpose()?,
-                weight: weight.as_ref().map(cuda_argument).transpose()?,
-            })
-        };
-        let mut backward = None;
-        with_inputs(&mut |inputs| {
+        let mut backward = self.with_inputs(x, affine, outputs, |inputs| {
             let ema_gz = self.state.nu_variable().storage_and_layout();
-            let ema_gz = cuda_argument(&ema_gz)?;
-            backward = Some(saved.backward(inputs, ema_gz, &wanted, &self.ranks)?);
-            Ok(())
+            saved.backward(inputs, cuda_argument(&ema_gz)?, &wanted, &self.ranks)
         })?;
         // The state's lock is not held while ranks wait for each other.
         forward.commit(&self.state)?;
-        let backward = Cell::new(backward);
-        let gradients = OnceCell::new();
-        self.state.update_nu_on_gpu(|ema_gz, layout| {
-            with_inputs(&mut |inputs| {
-                // candle runs an op in place once.
-                if let Some(backward) = backward.take() {
-                    let finished =
-                        saved.finish_backward(backward, inputs, ema_gz, layout, &wanted)?;
-                    let _ = gradients.set(finished);
-                }
-                Ok(())
-            })
-        })?;
-        let Some(gradients) = gradients.into_inner() else {
-            candle::bail!("{}: a backward that did not run", Self::NAME)
+        let device = self.state.device().as_cuda_device()?;
+        let mut update_nu = |ema_gz: Option<(&mut CudaStorage, &Layout)>| {
+            let weight = affine.map(|[weight, _]| weight.storage_and_layout());
+            let weight = weight.as_ref().map(cuda_argument).transpose()?;
+            saved.update_nu(device, &mut backward, weight, ema_gz, wanted.loss_scale)
         };
+        match self.purpose {
+            Purpose::Training => self
+                .state
+                .update_nu_on_gpu(|storage, layout| update_nu(Some((storage, layout))))?,
+            Purpose::Evaluation | Purpose::Recalibration(_) => update_nu(None)?,
+        }
+        let gradients = self.with_inputs(x, affine, outputs, |inputs| {
+            saved.finish_backward(backward, inputs)
+        })?;
         let tensor = |storage: Option<CudaStorage>, like: &Tensor| {
             storage.map(|storage| cuda_tensor(storage, like.shape()))
         };
@@ -593,6 +567,28 @@ impl<T: Element> PowerNormOp<T> {
                 tensor(gradients.bias, bias),
             ],
             None => [dx, None, None],
+        })
+    }
+
+    /// Runs what reads a backward's arguments. Their storage is locked meanwhile, and one may be a variable of the state: nothing
+    /// that moves the state may run within.
+    fn with_inputs<R>(
+        &self,
+        x: &Tensor,
+        affine: Option<[&Tensor; 2]>,
+        outputs: OutputGradients,
+        run: impl FnOnce(&cuda::BackwardInputs) -> Result<R>,
+    ) -> Result<R> {
+        let weight = affine.map(|[weight, _]| weight.storage_and_layout());
+        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
+        let (x, dy) = (x.storage_and_layout(), outputs.dy.storage_and_layout());
+        let dsum = outputs.dsum.map(Tensor::storage_and_layout);
+        run(&cuda::BackwardInputs {
+            x: cuda_argument(&x)?,
+            dy: cuda_argument(&dy)?,
+            dsum: dsum.as_ref().map(cuda_argument).transpose()?,
+            keep: keep.as_ref().map(cuda_argument).transpose()?,
+            weight: weight.as_ref().map(cuda_argument).transpose()?,
         })
     }
 }

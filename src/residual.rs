@@ -163,6 +163,7 @@ impl<T: Element> ResidualOp<T> {
         let dy = dy.filter(|_| came != SUM);
         let dsum = dsum.filter(|_| came != Y);
         let Some(dy) = dy else {
+            self.params.take();
             return Ok(dsum.filter(|_| input));
         };
         let Some(sum) = self.input.get() else {
@@ -338,12 +339,20 @@ impl CustomOp2 for Params {
 
     fn bwd(
         &self,
-        _: &Tensor,
-        _: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
         _token: &Tensor,
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok(self.0.take().unwrap_or_default().into())
+        // candle panics where a computed tensor on a backward's way has no gradient.
+        let zero = |param: &Tensor| match param.track_op() && !param.is_variable() {
+            true => param.zeros_like().map(Some),
+            false => Ok(None),
+        };
+        match self.0.take() {
+            Some(gradients) => Ok(gradients.into()),
+            None => Ok((zero(weight)?, zero(bias)?)),
+        }
     }
 }
 

@@ -8,6 +8,8 @@ use candle::{CudaStorage, Layout};
 use candle::{DType, Device, Result, Tensor, Var, WithDType};
 use candle_nn::{Init, VarBuilder};
 use num_traits::Float;
+#[cfg(feature = "cuda")]
+use std::cell::Cell;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -61,8 +63,6 @@ impl fmt::Debug for Deferred {
 pub(crate) struct Snapshot<A> {
     /// ψ², `[C]`, a copy. Empty on a GPU, whose kernels read the variable in the order of its stream.
     pub phi: Vec<A>,
-    /// t, the steps taken before this one.
-    pub steps: usize,
     pub version: Version,
 }
 
@@ -70,7 +70,8 @@ pub(crate) struct Snapshot<A> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Version {
     resets: usize,
-    steps: usize,
+    /// t, the steps taken so far.
+    pub steps: usize,
 }
 
 impl State {
@@ -166,7 +167,6 @@ impl State {
                 Device::Cuda(_) => vec![],
                 _ => read(&self.running_phi)?,
             },
-            steps: self.steps()?,
             version: self.version()?,
         })
     }
@@ -239,12 +239,12 @@ impl State {
     pub fn update_phi_on_gpu(
         &self,
         purpose: Purpose,
-        launch: impl Fn(&mut CudaStorage, &Layout, &PhiStep) -> Result<()>,
+        launch: impl FnOnce(&mut CudaStorage, &Layout, &PhiStep) -> Result<()>,
     ) -> Result<()> {
         let mut recalibration = self.lock();
         let step = self.phi_step(purpose, &recalibration)?;
         let launch = |phi: &mut CudaStorage, layout: &Layout| launch(phi, layout, &step);
-        self.running_phi.inplace_op1(&OnGpu(launch))?;
+        self.running_phi.inplace_op1(&OnGpu::new(launch))?;
         self.count(purpose, &mut recalibration)
     }
 
@@ -252,10 +252,10 @@ impl State {
     #[cfg(feature = "cuda")]
     pub fn update_nu_on_gpu(
         &self,
-        launch: impl Fn(&mut CudaStorage, &Layout) -> Result<()>,
+        launch: impl FnOnce(&mut CudaStorage, &Layout) -> Result<()>,
     ) -> Result<()> {
         let _guard = self.lock();
-        self.ema_gz.inplace_op1(&OnGpu(launch))
+        self.ema_gz.inplace_op1(&OnGpu::new(launch))
     }
 
     /// The variable that keeps ψ², for kernels that read it.
@@ -284,13 +284,8 @@ impl State {
         }
     }
 
-    /// Leaves out the step that was left.
-    pub fn forget_deferred(&self) {
-        self.take_deferred();
-    }
-
-    /// The same, if it is that of this forward.
-    pub fn forget_deferred_of(&self, forward: usize) {
+    /// Forgets the step that was left, if it is that of this forward.
+    pub fn forget_deferred(&self, forward: usize) {
         self.deferred()
             .take_if(|deferred| deferred.forward == forward);
     }
@@ -360,10 +355,17 @@ impl Recalibration {
 
 /// Launches that write a variable's storage.
 #[cfg(feature = "cuda")]
-struct OnGpu<F>(F);
+struct OnGpu<F>(Cell<Option<F>>);
 
 #[cfg(feature = "cuda")]
-impl<F: Fn(&mut CudaStorage, &Layout) -> Result<()>> candle::InplaceOp1 for OnGpu<F> {
+impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> OnGpu<F> {
+    fn new(launch: F) -> Self {
+        Self(Cell::new(Some(launch)))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> candle::InplaceOp1 for OnGpu<F> {
     fn name(&self) -> &'static str {
         "power_norm"
     }
@@ -373,7 +375,10 @@ impl<F: Fn(&mut CudaStorage, &Layout) -> Result<()>> candle::InplaceOp1 for OnGp
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
-        (self.0)(storage, layout)
+        match self.0.take() {
+            Some(launch) => launch(storage, layout),
+            None => candle::bail!("power_norm: a step that runs twice"),
+        }
     }
 }
 

@@ -4,7 +4,8 @@ mod common;
 
 use candle::backprop::GradStore;
 use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
-use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
+use candle_nn::VarBuilder;
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::{
     assert_relative, assert_same_bits, message, precision, state, sum, tensor, to_f64, Data, Twin,
     CPU, DTYPES,
@@ -185,6 +186,39 @@ fn gradients_go_where_they_are_wanted() -> Result<()> {
     let gradients = case.gradients(&outputs, [true, true])?;
     assert!(gradients.get(layer.weight().unwrap()).is_some());
     assert!(gradients.get(&case.xs).is_none());
+    Ok(())
+}
+
+/// A weight that is computed, from a master copy say, gets a gradient whichever outputs the loss sees.
+#[test]
+fn gradients_go_through_a_computed_weight() -> Result<()> {
+    let mut data = Data::new(13);
+    let case = Case::random(&mut data, &[4, 6], DType::F64)?;
+    let values = data.normal(6);
+    let master = Var::from_tensor(&data.tensor(&values, &[6], DType::F64))?;
+    let computed = |bias: &Tensor| {
+        let tensors = [
+            ("weight", master.affine(2., 0.)?),
+            ("bias", bias.clone()),
+            ("running_phi", Tensor::ones(6, DType::F64, &CPU)?),
+            ("ema_gz", Tensor::zeros(6, DType::F64, &CPU)?),
+            ("iters", Tensor::zeros(1, DType::I64, &CPU)?),
+        ];
+        let tensors = tensors.map(|(name, tensor)| (name.to_string(), tensor));
+        let vb = VarBuilder::from_tensors(tensors.into(), DType::F64, &CPU);
+        power_norm(6, 1e-5, vb)
+    };
+    for bias in [master.affine(1., 1.)?, Tensor::zeros(6, DType::F64, &CPU)?] {
+        for uses in USES {
+            let [fused, plain] = [computed(&bias)?, computed(&bias)?];
+            let ours = fused.forward_residual(&case.xs, &case.residual)?;
+            let theirs = unfused(&plain, &case.xs, &case.residual)?;
+            let (ours, theirs) = (case.gradients(&ours, uses)?, case.gradients(&theirs, uses)?);
+            let zeros = master.zeros_like()?;
+            let gradient = |of: &GradStore| of.get(&master).unwrap_or(&zeros).clone();
+            assert_same_bits("master", &gradient(&ours), &gradient(&theirs));
+        }
+    }
     Ok(())
 }
 

@@ -351,9 +351,23 @@ impl<'a> Rank<'a> {
     }
 
     fn finish_backward(&mut self) {
-        let (scale, moves_nu) = (self.arguments.loss_scale, !self.arguments.recalibrate);
-        let buffers = self.backward_buffers();
-        self.run(&(self.pass).finish_backward(&buffers, self.train, scale, moves_nu));
+        let all = self.backward_buffers();
+        // Rows may be locked by then, or be ν.
+        let buffers = BackwardBuffers {
+            x: 0,
+            dy: 0,
+            dsum: 0,
+            dx: 0,
+            keep: 0,
+            ema_gz: match self.arguments.recalibrate {
+                true => Default::default(),
+                false => all.ema_gz,
+            },
+            ..all
+        };
+        let launch = (self.pass).update_nu(&buffers, self.train, self.arguments.loss_scale);
+        self.run(launch.as_slice());
+        self.run(&self.pass.finish_backward(&all, self.train));
     }
 
     fn run(&self, launches: &[Launch]) {
@@ -430,6 +444,7 @@ impl<'a> Rank<'a> {
         let arguments = self.arguments;
         unwritten_to("x", &arguments.x, &self.x)?;
         unwritten_to("dy", &arguments.dy, &self.dy)?;
+        unwritten_to("dsum", &arguments.dsum, &self.dsum)?;
         for (name, host, device) in [
             ("residual", arguments.residual.as_ref(), &self.residual),
             ("keep", arguments.keep.as_ref(), &self.keep),

@@ -285,7 +285,7 @@ pub struct ForwardBuffers {
     pub bias: Vector,
     /// ψ², `[cols]`.
     pub phi: Vector,
-    /// [`Pass::saved_bytes`]; 0 only where [`Pass::needs_saved`] says so.
+    /// [`Pass::saved_bytes`]; 0 only where no backward follows and [`Pass::needs_saved`] is false.
     pub saved: Address,
     /// [`Pass::forward_workspace_bytes`].
     pub workspace: Address,
@@ -595,7 +595,8 @@ impl Pass {
     }
 
     /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`, as far as they go
-    /// without the sums of other ranks: [`finish_backward`](Self::finish_backward) has the rest.
+    /// without the sums of other ranks: [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) have
+    /// the rest.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of the CPU,
     /// whose cases these are.
@@ -663,53 +664,61 @@ impl Pass {
         launches
     }
 
-    /// The rest of a [`backward`](Self::backward), whose buffers are still there. ν takes its step if `moves_nu`.
-    pub fn finish_backward(
+    /// What the sums of a [`backward`](Self::backward) make: the parameters' gradients, Λ, and the step of ν, unless its array is
+    /// 0. The arrays of rows may be gone.
+    pub fn update_nu(
         &self,
         buffers: &BackwardBuffers,
         train: Option<Statistics>,
         loss_scale: f64,
-        moves_nu: bool,
-    ) -> Vec<Launch> {
-        let plan = self.plan();
+    ) -> Option<Launch> {
+        if !wants_sums(buffers, train) {
+            return None;
+        }
         let saved = self.saved(buffers.saved);
         let workspace = self.backward_workspace(buffers.workspace);
-        let mut launches = vec![];
-        if wants_sums(buffers, train) {
-            let params = UpdateNuParams {
-                partials: workspace.partials,
-                totals: buffers.totals,
-                cols: self.cols as i64,
-                chunks: i64::from(plan.grid.1),
-                weight: buffers.weight,
-                inv_rms: saved.inv_rms,
-                gamma: saved.gamma,
-                count: if train.is_some() { saved.count } else { 0 },
-                lambda: workspace.lambda,
-                ema_gz: match train {
-                    Some(_) if moves_nu => buffers.ema_gz,
-                    _ => Vector::default(),
-                },
-                dweight: buffers.dweight,
-                dbias: buffers.dbias,
-                beta: 1. - self.config.alpha_bwd,
-                unscale: loss_scale.recip(),
-                guard: (self.config.recipe == Recipe::Paper).into(),
-            };
-            launches.push(self.update("update_nu", Params::UpdateNu(params)));
+        let params = UpdateNuParams {
+            partials: workspace.partials,
+            totals: buffers.totals,
+            cols: self.cols as i64,
+            chunks: i64::from(self.plan().grid.1),
+            weight: buffers.weight,
+            inv_rms: saved.inv_rms,
+            gamma: saved.gamma,
+            count: if train.is_some() { saved.count } else { 0 },
+            lambda: workspace.lambda,
+            ema_gz: match train {
+                Some(_) => buffers.ema_gz,
+                None => Vector::default(),
+            },
+            dweight: buffers.dweight,
+            dbias: buffers.dbias,
+            beta: 1. - self.config.alpha_bwd,
+            unscale: loss_scale.recip(),
+            guard: (self.config.recipe == Recipe::Paper).into(),
+        };
+        Some(self.update("update_nu", Params::UpdateNu(params)))
+    }
+
+    /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the input's gradient, where it is by Λ.
+    pub fn finish_backward(
+        &self,
+        buffers: &BackwardBuffers,
+        train: Option<Statistics>,
+    ) -> Vec<Launch> {
+        if !self.is_exact(train) || buffers.dx == 0 || self.rows == 0 {
+            return vec![];
         }
-        if self.is_exact(train) && buffers.dx != 0 && self.rows > 0 {
-            let lambda = NormalizeBwdParams {
-                correction: Vector {
-                    data: workspace.lambda,
-                    dtype: self.dtype.sums(),
-                },
-                correction_scale: 1.,
-                ..self.gradient(&plan, buffers, train)
-            };
-            launches.extend(self.input_gradient(&plan, buffers, lambda));
-        }
-        launches
+        let plan = self.plan();
+        let lambda = NormalizeBwdParams {
+            correction: Vector {
+                data: self.backward_workspace(buffers.workspace).lambda,
+                dtype: self.dtype.sums(),
+            },
+            correction_scale: 1.,
+            ..self.gradient(&plan, buffers, train)
+        };
+        self.input_gradient(&plan, buffers, lambda)
     }
 
     /// Whether the input's gradient is PN-V's, which takes Λ, of the whole batch, before it gives any row.

@@ -65,15 +65,13 @@ pub(crate) struct BackwardInputs<'a> {
     pub weight: Option<Argument<'a>>,
 }
 
-/// The gradients to compute, those of parameters in a dtype of their own, and what becomes of ν.
+/// The gradients to compute, those of parameters in a dtype of their own.
 pub(crate) struct Wanted {
     pub input: bool,
     pub weight: Option<DType>,
     pub bias: Option<DType>,
     /// What the loss was multiplied by.
     pub loss_scale: f64,
-    /// Whether ν takes the step.
-    pub moves_nu: bool,
 }
 
 /// What a forward writes, shaped as its input.
@@ -119,10 +117,10 @@ enum Sums {
     Lost,
 }
 
-/// A backward that has its sums, of all ranks, and is to take its step of ν.
+/// A backward that has its sums, of all ranks.
 pub(crate) struct Backward {
     gradients: Gradients,
-    /// `None` where there is nothing to finish.
+    /// `None` where there is nothing left to do.
     workspace: Option<CudaSlice<u8>>,
     /// Σ dy x̃ of all ranks, `[cols]`; `None` without other ranks.
     totals: Option<Tensor>,
@@ -315,7 +313,7 @@ impl Forward {
     }
 
     /// The gradients of the forward by ν, which `ema_gz` keeps, `[cols]`, and the sums of all ranks: those of the forward too,
-    /// if they are still to come. The state takes these next, and [`finish_backward`](Self::finish_backward) the others.
+    /// if they are still to come. The state takes these next, and [`update_nu`](Self::update_nu) the others.
     pub fn backward(
         &self,
         inputs: &BackwardInputs,
@@ -363,7 +361,8 @@ impl Forward {
 
         let stream = device.cuda_stream();
         let mut uses = Uses::on(&stream);
-        let mut buffers = self.buffers(&mut uses, inputs, saved, &mut backward)?;
+        let mut buffers =
+            self.buffers(&mut uses, inputs.weight, Some(inputs), saved, &mut backward)?;
         buffers.ema_gz = uses.read_vector(Some(ema_gz))?;
         let totals = match sums {
             Sums::Local(both) => Some(both),
@@ -386,39 +385,59 @@ impl Forward {
         Ok(backward)
     }
 
-    /// The rest of a [`backward`](Self::backward) with the same arguments, whose forward is settled. After a training step ν,
-    /// which `ema_gz` keeps, `[cols]`, takes its own.
+    /// The parameters' gradients and Λ of a [`backward`](Self::backward) with the same `weight`, whose forward is settled. ν,
+    /// which `ema_gz` keeps, `[cols]`, takes the step where it is given, after a training step.
+    pub fn update_nu(
+        &self,
+        device: &CudaDevice,
+        backward: &mut Backward,
+        weight: Option<Argument>,
+        ema_gz: Option<(&mut CudaStorage, &Layout)>,
+        loss_scale: f64,
+    ) -> Result<()> {
+        let memory = self.memory();
+        let (Some(saved), Some(_)) = (&memory.saved, &backward.workspace) else {
+            return Ok(());
+        };
+        let total = backward.totals.take();
+        let total = total.as_ref().map(Tensor::storage_and_layout);
+        let stream = device.cuda_stream();
+        let mut uses = Uses::on(&stream);
+        let mut buffers = self.buffers(&mut uses, weight, None, saved, backward)?;
+        if let Some((storage, layout)) = ema_gz {
+            buffers.ema_gz = uses.write_vector(storage, layout)?;
+        }
+        buffers.totals = uses.read_totals(total.as_ref())?;
+        let launches = self.pass.update_nu(&buffers, self.train, loss_scale);
+        // SAFETY: as in `backward`.
+        unsafe { queue(device, launches.as_slice()) }
+    }
+
+    /// The gradients of a [`backward`](Self::backward) with the same `inputs`, after [`update_nu`](Self::update_nu).
     pub fn finish_backward(
         &self,
         mut backward: Backward,
         inputs: &BackwardInputs,
-        ema_gz: &mut CudaStorage,
-        ema_gz_layout: &Layout,
-        wanted: &Wanted,
     ) -> Result<Gradients> {
         let memory = self.memory();
         if let (Some(saved), Some(_)) = (&memory.saved, &backward.workspace) {
             let device = inputs.x.0.device();
-            let total = backward.totals.take();
-            let total = total.as_ref().map(Tensor::storage_and_layout);
             let stream = device.cuda_stream();
             let mut uses = Uses::on(&stream);
-            let mut buffers = self.buffers(&mut uses, inputs, saved, &mut backward)?;
-            buffers.ema_gz = uses.write_vector(ema_gz, ema_gz_layout)?;
-            buffers.totals = uses.read_totals(total.as_ref())?;
-            let (loss_scale, moves_nu) = (wanted.loss_scale, wanted.moves_nu);
-            let launches = (self.pass).finish_backward(&buffers, self.train, loss_scale, moves_nu);
+            let buffers =
+                self.buffers(&mut uses, inputs.weight, Some(inputs), saved, &mut backward)?;
             // SAFETY: as in `backward`.
-            unsafe { queue(device, &launches) }?;
+            unsafe { queue(device, &self.pass.finish_backward(&buffers, self.train)) }?;
         }
         Ok(backward.gradients)
     }
 
-    /// The arrays of a backward, but for ν and the totals.
+    /// The arrays of a backward, but for ν and the totals; those of rows where `rows` are given.
     fn buffers<'a>(
         &self,
         uses: &mut Uses<'a>,
-        inputs: &BackwardInputs<'a>,
+        weight: Option<Argument<'a>>,
+        rows: Option<&BackwardInputs<'a>>,
         saved: &'a CudaSlice<u8>,
         backward: &'a mut Backward,
     ) -> Result<BackwardBuffers> {
@@ -428,19 +447,19 @@ impl Forward {
             ..
         } = backward;
         let mut buffers = BackwardBuffers {
-            weight: uses.read_vector(inputs.weight)?,
+            weight: uses.read_vector(weight)?,
             dweight: uses.write_opt(gradients.weight.as_mut())?,
             dbias: uses.write_opt(gradients.bias.as_mut())?,
             saved: uses.read_bytes(saved),
             workspace: uses.write_bytes(workspace.as_mut()),
             ..Default::default()
         };
-        if self.pass.rows > 0 {
-            buffers.x = uses.read_rows(inputs.x)?;
-            buffers.dy = uses.read_rows(inputs.dy)?;
-            buffers.dsum = uses.read_rows_opt(inputs.dsum)?;
+        if let Some(rows) = rows.filter(|_| self.pass.rows > 0) {
+            buffers.x = uses.read_rows(rows.x)?;
+            buffers.dy = uses.read_rows(rows.dy)?;
+            buffers.dsum = uses.read_rows_opt(rows.dsum)?;
             buffers.dx = uses.write_opt(gradients.input.as_mut())?.data;
-            buffers.keep = uses.read_opt(inputs.keep)?;
+            buffers.keep = uses.read_opt(rows.keep)?;
         }
         Ok(buffers)
     }
