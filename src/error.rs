@@ -59,7 +59,7 @@ pub enum Error {
         got: DType,
     },
 
-    /// A buffer that came from the builder lives on another device than the layer needs it on.
+    /// A tensor that came from the builder lives on another device than the layer needs it on.
     #[error("power_norm: expected {name} on {expected:?}, got it on {got:?}")]
     StateDevice {
         /// Name of the tensor.

@@ -4,7 +4,7 @@ use crate::communicator::LayerRanks;
 use crate::mode::Purpose;
 use crate::op::{power_norm as apply_power_norm, Call};
 use crate::residual::power_norm_residual;
-use crate::state::State;
+use crate::state::{same_device, State};
 use crate::{Error, LossScale, Mode, PowerNormConfig, Ranks};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
@@ -35,7 +35,7 @@ use std::sync::Arc;
 /// # Errors
 ///
 /// A configuration out of range, a builder whose dtype is not a float the layer computes in, a
-/// missing tensor or one of another shape, a buffer of another dtype or on another device.
+/// missing tensor or one of another shape, a buffer of another dtype, or tensors on several devices.
 pub fn power_norm<C: Into<PowerNormConfig>>(
     size: usize,
     config: C,
@@ -57,6 +57,12 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
         (None, None)
     };
     let (state, trainable) = State::new(size, config, state_dtype, vb)?;
+    // A `VarMap` hands out what it holds, wherever that is.
+    for (name, parameter) in [("weight", &weight), ("bias", &bias)] {
+        if let Some(parameter) = parameter {
+            same_device(name, parameter, state.device())?;
+        }
+    }
     Ok(PowerNorm {
         size,
         weight,
@@ -99,7 +105,8 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 /// - A forward without rows, or with every row masked, updates nothing: it is an evaluation. On a GPU, whose
 ///   mask the host does not wait for, a forward with every row masked counts as a step all the same (and among
 ///   the first of a warm-up leaves the fresh ψ² = 1 a share in the mean).
-/// - Evaluation changes nothing, and a call that fails changes nothing.
+/// - Evaluation changes nothing, and a call that fails changes nothing. (Over [ranks](Self::with_ranks) a training forward takes
+///   the step that waits for it first.)
 /// - The lock of the state makes each update whole, and none is lost. Concurrent forwards do not wait for
 ///   each other's rows: each normalizes by the ψ², and the `t`, that stand when it begins. (On a GPU candle
 ///   gives each thread a stream of its own, between which the device must be synchronized.)
@@ -211,6 +218,9 @@ impl PowerNorm {
     /// It is an addition and a [`forward`](Module::forward), with the same bits, in one pass over memory; and so is the
     /// backward, where both gradients meet: their sum is rounded once.
     ///
+    /// On a GPU, a backward that fails halfway leaves its gradients with the graph: another one through the same outputs, in the
+    /// same thread and from a loss that sees one of them alone, would take these for its own. Make a new forward after a failure.
+    ///
     /// # Errors
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `residual` of another dtype, shape or device.
@@ -282,8 +292,9 @@ impl PowerNorm {
     /// a forward waits for the others before its output. After the warm-up none does: its sums go with Λ, in the one
     /// exchange of its backward ([`Recipe::Fairseq`](crate::Recipe::Fairseq)'s needs them before Λ, and makes two), or, where no
     /// backward came, before the next training forward. Until then
-    /// [`running_phi`](Self::running_phi) and [`steps`](Self::steps) are those of before the step; load a checkpoint after the
-    /// backward. Evaluation and accessors never wait.
+    /// [`running_phi`](Self::running_phi) and [`steps`](Self::steps) are those of before the step. So save after the backward; and
+    /// load before the forward or after the backward, for what is loaded in between takes the step too if its t is the same.
+    /// Evaluation and accessors never wait.
     ///
     /// # On a GPU
     ///

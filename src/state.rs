@@ -101,14 +101,7 @@ impl State {
             ("ema_gz", &ema_gz, running_phi.device()),
             ("iters", &iters, &Device::Cpu),
         ] {
-            if buffer.device().location() != expected.location() {
-                return Err(Error::StateDevice {
-                    name,
-                    expected: expected.location(),
-                    got: buffer.device().location(),
-                }
-                .into());
-            }
+            same_device(name, buffer, expected)?;
         }
         let trainable = running_phi.is_variable();
         let state = Self {
@@ -380,6 +373,20 @@ impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> candle::InplaceOp1 for 
             None => candle::bail!("power_norm: a step that runs twice"),
         }
     }
+}
+
+/// Refuses a tensor of the builder that is not on the device where the layer needs it.
+pub(crate) fn same_device(name: &'static str, tensor: &Tensor, expected: &Device) -> Result<()> {
+    let (expected, got) = (expected.location(), tensor.device().location());
+    if got != expected {
+        return Err(Error::StateDevice {
+            name,
+            expected,
+            got,
+        }
+        .into());
+    }
+    Ok(())
 }
 
 fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {

@@ -5,7 +5,7 @@
 
 mod common;
 
-use candle::cuda_backend::cudarc::driver::{result::mem_get_info, sys};
+use candle::cuda_backend::cudarc::driver::sys;
 use candle::{CudaDevice, DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, Sequential, VarBuilder, VarMap};
 use candle_powernorm::{
@@ -213,23 +213,58 @@ fn each_backward_belongs_to_its_forward() {
     }
 }
 
+/// A layer's own buffers as its input: candle locks the storage of an op's arguments while the op runs, and a training step
+/// writes to those very buffers. A lock taken twice shows as a test that never ends.
+#[test]
+fn a_layer_can_read_its_own_buffers() {
+    const SIZE: usize = 48;
+    let bound = Bound {
+        out: DType::F64,
+        sums: DType::F64,
+        n: 8 * SIZE,
+    };
+    for warmup_steps in [1, 100] {
+        let mut data = Data::on(&gpu(), 12);
+        let config = PowerNormConfig {
+            warmup_steps,
+            ..config(None)
+        };
+        let mut twin = Twin::new(&mut data, SIZE, config, DType::F64);
+        let batch = Batch::random(&mut data, &[7, SIZE], DType::F64, false);
+        twin.check("before", &batch, true);
+        for name in ["running_phi", "ema_gz"] {
+            let buffer: Var = var(&twin.varmap, name);
+            for train in [false, true] {
+                let x = to_f64(&buffer);
+                let y = twin.layer.forward_t(&buffer, train).unwrap();
+                let expected = match train {
+                    true => twin.oracle.train(&x, None).y,
+                    false => twin.oracle.evaluate(&x, None).y,
+                };
+                assert_close(name, &y, &expected, bound);
+                if !train {
+                    let grads = y.backward().unwrap();
+                    assert!(grads.get(&buffer).is_some());
+                }
+            }
+        }
+        for name in ["running_phi", "ema_gz"] {
+            let y = (twin.layer.forward_t(&var(&twin.varmap, name), true)).unwrap();
+            y.backward().unwrap();
+        }
+    }
+}
+
 /// More elements than 31 bits count, all of them copies of one tile: copies do not change the means, so each
 /// fares as the tile alone, and the parameters' gradients add up.
 #[test]
+#[ignore = "needs 45 GB of GPU memory"]
 fn a_batch_beyond_31_bits() {
     const TILES: usize = 2200;
     const ROWS: usize = 1000;
     const COLS: usize = 1024;
     const { assert!(TILES * ROWS * COLS > 1 << 31) };
     let gpu = gpu();
-    // Input, output, their gradients, and what candle's autograd adds of its own.
-    let needed = 10 * TILES * ROWS * COLS * 2;
-    let (free, _) = mem_get_info().unwrap();
-    if free < needed {
-        eprintln!("skipped: {needed} bytes of GPU memory are needed, {free} are free");
-        return;
-    }
-
     let mut data = Data::on(&gpu, 3);
     let mut twin = Twin::new(&mut data, COLS, config(Some(8)), DType::F32);
     let mut tile = || Batch::random(&mut data, &[ROWS, COLS], DType::F16, false).xs;
@@ -420,11 +455,16 @@ fn two_handles_of_one_gpu_are_one_device() {
     assert_eq!(layer.forward(&xs).unwrap().dims(), &[5, 8]);
 }
 
-/// A `VarMap` may hold a state that is spread over devices, as a checkpoint loaded in one go is.
+/// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.
 #[test]
-fn a_state_in_the_wrong_place_is_refused() {
+fn tensors_in_the_wrong_place_are_refused() {
     let gpu = gpu();
-    for (name, place, expected) in [("iters", &gpu, &CPU), ("ema_gz", &CPU, &gpu)] {
+    for (name, place, expected) in [
+        ("iters", &gpu, &CPU),
+        ("ema_gz", &CPU, &gpu),
+        ("weight", &CPU, &gpu),
+        ("bias", &CPU, &gpu),
+    ] {
         let (_, varmap) = layer_on(&gpu, 8, config(None), DType::F32);
         let moved = var(&varmap, name).to_device(place).unwrap();
         let moved = Var::from_tensor(&moved).unwrap();
@@ -760,8 +800,8 @@ fn long_sums_of_one_value_keep_their_precision() {
 
 // A residual, a loss scale, a recalibration, the layer-scale by itself
 
-/// Outputs, gradients and state of a fused residual are those of an addition and a forward, to the bit where the dtype is
-/// that of the sums.
+/// Outputs, state and the parameters' gradients of a fused residual are those of an addition and a forward, to the bit; the
+/// input's, to a rounding.
 #[test]
 fn a_residual_is_an_addition_and_a_forward() -> Result<()> {
     for (cols, groups) in PATHS {
@@ -915,7 +955,7 @@ mod ranks {
     /// Numbers that ranks compare before the first sum of a layer.
     const COMPARED: usize = 11;
 
-    macro_rules! cases {
+    macro_rules! tests {
         ($($case:ident),* $(,)?) => {
             $(#[test]
             fn $case() {
@@ -923,19 +963,7 @@ mod ranks {
             })*
         };
     }
-
-    cases![
-        trajectories,
-        a_sum_is_one_on_every_rank,
-        sums_after_the_warm_up_wait,
-        forwards_without_a_backward,
-        an_evaluation_is_local,
-        layers_of_different_sizes,
-        a_rank_whose_first_call_fails,
-        residuals_scales_recalibration,
-        a_state_that_is_replaced,
-        a_step_that_fails_is_tried_again,
-    ];
+    distributed::cases!(tests);
 
     /// A rank without rows takes part in the sums of the others' forwards. (Its backward is not asked for, as in
     /// `empty_batches_pass_through`.) Where no rank has one, the step is counted, for the host does not know.

@@ -12,7 +12,7 @@ fn on_threads(case: fn(&Rank)) {
     distributed::on_threads(|| CPU, case);
 }
 
-macro_rules! cases {
+macro_rules! tests {
     ($($case:ident),* $(,)?) => {
         $(#[test]
         fn $case() {
@@ -20,21 +20,8 @@ macro_rules! cases {
         })*
     };
 }
-
-cases![
-    trajectories,
-    a_sum_is_one_on_every_rank,
-    sums_after_the_warm_up_wait,
-    forwards_without_a_backward,
-    an_evaluation_is_local,
-    layers_of_different_sizes,
-    a_rank_whose_first_call_fails,
-    a_rank_whose_call_fails,
-    a_model_of_which_a_call_fails,
-    residuals_scales_recalibration,
-    a_state_that_is_replaced,
-    a_step_that_fails_is_tried_again,
-];
+distributed::cases!(tests);
+distributed::cases_of_a_cpu!(tests);
 
 /// Sums of another length than was asked for.
 #[derive(Debug)]

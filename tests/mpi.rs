@@ -7,7 +7,7 @@ mod common;
 
 use candle::{DType, Tensor};
 use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
-use common::distributed::{Rank, CASES, CASES_OF_A_CPU};
+use common::distributed::{self, Rank};
 use common::{message, CPU};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator as _;
@@ -61,10 +61,16 @@ fn as_rank() {
         communicator: communicator.clone(),
         over: Ranks::new(communicator.clone()),
     };
-    for (name, case) in CASES.into_iter().chain(CASES_OF_A_CPU) {
-        case(&rank);
-        report_from_first(&world, name);
+    macro_rules! run {
+        ($($case:ident),* $(,)?) => {
+            $(
+                distributed::$case(&rank);
+                report_from_first(&world, &stringify!($case).replace('_', " "));
+            )*
+        };
     }
+    distributed::cases!(run);
+    distributed::cases_of_a_cpu!(run);
     what_cannot_be_summed_fails_on_every_rank(&world, &*communicator);
     report_from_first(&world, "what cannot be summed fails on every rank");
     sums_of_other_threads_and_communicators(&world, &communicator);

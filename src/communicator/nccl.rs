@@ -16,7 +16,9 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// A sum is an `ncclAllReduce` on the stream of the device's kernels: it is queued, and the host does not wait for it, but at the
 /// first, for which NCCL connects the ranks. NCCL leaves identical copies of the result on all ranks. It sums tensors on the stream
-/// of the device it was given alone, so its layers are built on that device.
+/// of the device it was given alone, so its layers are built on that device. A device of `CudaDevice::new` has each thread's own
+/// stream, and these go by one name: with such a one all forwards and backwards run in one thread, which nothing checks. (A device
+/// of `CudaDevice::new_with_stream` has one stream for all threads.)
 ///
 /// NCCL asks that all ranks use the communicators of a GPU in one order: a program that sums its gradients through another, while
 /// backwards are under way, can deadlock. Sum them through this one.

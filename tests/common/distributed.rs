@@ -9,6 +9,7 @@ use candle_powernorm::{
     Communicator, LossScale, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
 };
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 /// One of the ranks.
@@ -21,40 +22,37 @@ pub struct Rank {
     pub over: Ranks,
 }
 
-/// A name for messages, and what every rank does.
-pub type Case = (&'static str, fn(&Rank));
+/// Hands the names of the cases for any device to the macro `$run`.
+macro_rules! cases {
+    ($run:ident) => {
+        $run! {
+            trajectories,
+            a_sum_is_one_on_every_rank,
+            sums_after_the_warm_up_wait,
+            forwards_without_a_backward,
+            an_evaluation_is_local,
+            layers_of_different_sizes,
+            a_rank_whose_first_call_fails,
+            residuals_scales_recalibration,
+            a_state_that_is_replaced,
+            a_step_that_fails_is_tried_again,
+            sums_that_fail,
+        }
+    };
+}
+pub(crate) use cases;
 
-/// On any device.
-pub const CASES: [Case; 10] = [
-    ("trajectories", trajectories),
-    ("a sum is one on every rank", a_sum_is_one_on_every_rank),
-    ("sums after the warm-up wait", sums_after_the_warm_up_wait),
-    ("forwards without a backward", forwards_without_a_backward),
-    ("an evaluation is local", an_evaluation_is_local),
-    ("layers of different sizes", layers_of_different_sizes),
-    (
-        "a rank whose first call fails",
-        a_rank_whose_first_call_fails,
-    ),
-    (
-        "residuals, scales, recalibration",
-        residuals_scales_recalibration,
-    ),
-    ("a state that is replaced", a_state_that_is_replaced),
-    (
-        "a step that fails is tried again",
-        a_step_that_fails_is_tried_again,
-    ),
-];
-
-/// On a CPU, where ranks announce what they bring to every sum.
-pub const CASES_OF_A_CPU: [Case; 2] = [
-    ("a rank whose call fails", a_rank_whose_call_fails),
-    (
-        "a model of which a call fails",
-        a_model_of_which_a_call_fails,
-    ),
-];
+/// Those for a CPU, where ranks announce what they bring to every sum.
+macro_rules! cases_of_a_cpu {
+    ($run:ident) => {
+        $run! {
+            a_rank_whose_call_fails,
+            a_model_of_which_a_call_fails,
+        }
+    };
+}
+#[allow(unused_imports)] // a GPU has none
+pub(crate) use cases_of_a_cpu;
 
 const SIZE: usize = 12;
 
@@ -780,4 +778,86 @@ pub fn a_step_that_fails_is_tried_again(rank: &Rank) {
     loss.backward().unwrap();
     run(&whole, &batch, true);
     Close::of(rank, DType::F64).state("one step", rank, &sharded, &whole);
+}
+
+/// An engine that fails while it is told to.
+#[derive(Debug)]
+struct Breaks {
+    engine: Arc<dyn Communicator>,
+    broken: AtomicBool,
+}
+
+impl Communicator for Breaks {
+    fn world_size(&self) -> usize {
+        self.engine.world_size()
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        match self.broken.load(Ordering::Relaxed) {
+            true => Err(Error::msg("the engine is broken")),
+            false => self.engine.all_reduce_sum(tensor),
+        }
+    }
+}
+
+/// Sums of a forward, of a backward, and of a step that waited, which fail on all ranks: the state stays, and training goes
+/// on. What failed can be called again, but for the backward of a GPU whose forward waited for it.
+pub fn sums_that_fail(rank: &Rank) {
+    let engine = Arc::new(Breaks {
+        engine: rank.communicator.clone(),
+        broken: AtomicBool::new(false),
+    });
+    let over = Ranks::new(engine.clone());
+    for config in before_and_after_the_warm_up() {
+        let (sharded, whole) = rank.layers(config, DType::F64);
+        let sharded = sharded.with_ranks(&over);
+        let close = Close::of(rank, DType::F64);
+        let mut data = rank.data(23);
+        let mut next = || batch(&mut data, 4 * rank.ranks(), DType::F64);
+        let step = |batch: &Batch| {
+            run(&whole, batch, true);
+            run(&sharded, &rank.share(batch), true);
+            close.state("a step", rank, &sharded, &whole);
+        };
+        let loss = |share: &Batch| -> Result<Tensor> {
+            let xs = Var::from_tensor(&share.xs)?;
+            (sharded.forward(&xs)? * &share.dy)?.sum_all()
+        };
+        let breaks = |call: &dyn Fn() -> String| {
+            let before = state(&sharded);
+            engine.broken.store(true, Ordering::Relaxed);
+            let text = call();
+            engine.broken.store(false, Ordering::Relaxed);
+            assert!(text.contains("the engine is broken"), "{text}");
+            assert_eq!(state(&sharded), before);
+        };
+        // The ranks of a GPU compare in their first.
+        step(&next());
+
+        let waits = config.warmup_steps == 0;
+        let batch = next();
+        let share = rank.share(&batch);
+        if !waits {
+            breaks(&|| message(loss(&share)));
+        }
+        let loss_of_share = loss(&share).unwrap();
+        breaks(&|| message(loss_of_share.backward()));
+        if waits && !rank.device.is_cpu() {
+            let before = state(&sharded);
+            let text = message(loss_of_share.backward());
+            assert!(text.contains("got a rank whose call failed"), "{text}");
+            assert_eq!(state(&sharded), before);
+        } else {
+            loss_of_share.backward().unwrap();
+            run(&whole, &batch, true);
+        }
+        step(&next());
+
+        if waits {
+            let share = rank.share(&next());
+            loss(&share).unwrap();
+            breaks(&|| message(loss(&share)));
+            step(&next());
+        }
+    }
 }
