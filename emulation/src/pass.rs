@@ -171,7 +171,6 @@ pub fn run_over_ranks(
         .collect::<Result<Vec<_>>>()?;
     let first = &ranks[0];
     let by_batch = first.train == Some(config::Statistics::Batch);
-    let fairseq = first.pass.config.recipe == config::Recipe::Fairseq;
     let of_forward = first.of_forward();
     // The totals of a backward lie before those of its forward.
     let of_backward = 0..of_forward.start;
@@ -186,8 +185,7 @@ pub fn run_over_ranks(
     for rank in &mut ranks {
         rank.finish_forward()?;
     }
-    // After the warm-up the sums of a forward go with those of its backward, where that can do without them.
-    let deferred = over_ranks && !by_batch && !fairseq && wanted.any();
+    let deferred = over_ranks && first.pass.totals_room(first.train) > 0 && wanted.any();
     if !by_batch && !deferred {
         exchange(&mut ranks, &of_forward);
     }

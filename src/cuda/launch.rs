@@ -390,6 +390,15 @@ impl Pass {
         }
     }
 
+    /// Room for the totals of a backward before those of its training forward, where both go to the other ranks in one exchange:
+    /// nothing that comes before needs those of the forward. 0 where these go by themselves.
+    pub fn totals_room(&self, train: Option<Statistics>) -> usize {
+        match (train, self.config.recipe) {
+            (Some(Statistics::Running), Recipe::Paper) => self.cols,
+            _ => 0,
+        }
+    }
+
     /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training
     /// step; without a kept row the step is an evaluation. By the batch's statistic this is as far as it goes without that:
     /// [`finish_forward`](Self::finish_forward) has the rest.

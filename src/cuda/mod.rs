@@ -109,7 +109,7 @@ enum Sums {
     None,
     /// Of this rank's rows, which are all there are, chunk by chunk.
     Partial(CudaSlice<u8>),
-    /// Of this rank's rows, after room for what its backward sums. Those of other ranks are still to come.
+    /// Of this rank's rows, after [room](Pass::totals_room) for what its backward sums. Those of other ranks are still to come.
     Local(CudaSlice<f64>),
     /// Of all ranks' rows.
     Total(Tensor),
@@ -150,10 +150,10 @@ pub(crate) fn forward(
         };
         return Ok((outputs, Forward::new(pass, train, None, Sums::None)));
     }
-    // After the warm-up the sums wait, to go with those of the backward.
-    let (exchange, room) = match train {
-        Some(Statistics::Running) => (Exchange::Both, pass.cols),
-        _ => (Exchange::Forward, 0),
+    let room = pass.totals_room(train);
+    let exchange = match room {
+        0 => Exchange::Forward,
+        _ => Exchange::Both,
     };
     let totals_len = room + pass.forward_totals();
     if over_ranks {
@@ -205,8 +205,9 @@ pub(crate) fn forward(
     // SAFETY: `uses` and `own` hold every buffer, each of the size that `Pass` asks for, until the launches are queued.
     unsafe { queue(device, &pass.forward(&buffers, train)) }?;
     drop(own);
+    // The output needs those of the batch; others wait.
     let (total, local) = match totals {
-        Some(totals) if exchange == Exchange::Forward => {
+        Some(totals) if train == Some(Statistics::Batch) => {
             (Some(ranks.sum_on_device(&tensor(totals, device))?), None)
         }
         waiting => (None, waiting),
@@ -257,7 +258,7 @@ impl Forward {
     pub fn settle(&self, device: &CudaDevice, ranks: &LayerRanks) -> Result<()> {
         let mut memory = self.memory();
         if let Some(totals) = memory.sums.take_local()? {
-            let room = self.pass.cols;
+            let room = self.pass.totals_room(self.train);
             let own = tensor(totals, device).narrow(0, room, self.pass.forward_totals())?;
             memory.sums = Sums::Total(ranks.sum_on_device(&own)?);
         }

@@ -1,4 +1,5 @@
 //! What must hold of a layer on several ranks, whatever sums for them: each case is run by every rank.
+#![allow(unused_imports, unused_macros)] // the lists of cases, but for the tests of ranks
 
 use super::{
     assert_relative, assert_same_bits, layer_on, message, precision, run, state, to_f64, var,
@@ -51,7 +52,6 @@ macro_rules! cases_of_a_cpu {
         }
     };
 }
-#[allow(unused_imports)] // a GPU has none
 pub(crate) use cases_of_a_cpu;
 
 const SIZE: usize = 12;
