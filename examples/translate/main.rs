@@ -5,7 +5,7 @@
 //! cargo run --release --example translate -- --data multi30k --norm power
 //! cargo run --release --example translate -- --data multi30k --compare layer,batch,power-v,power
 //! cargo run --release --example translate -- --data multi30k --compare layer,batch,power-v,power --speed
-//! sacrebleu multi30k/test.en -i target/translate/power.1.hyp.en
+//! sacrebleu target/translate/test.en -i target/translate/power.1.hyp.en
 //! ```
 //!
 //! As in the paper's Table 1 the encoder has the normalization that is compared and the decoder LayerNorm, PowerNorm's

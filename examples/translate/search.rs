@@ -48,6 +48,7 @@ impl Hypothesis {
 /// The search for one sentence.
 struct Search {
     live: Vec<Hypothesis>,
+    /// The best of those that ended, best first.
     ended: Vec<Hypothesis>,
     max_length: usize,
 }
@@ -94,15 +95,21 @@ impl Search {
             }
         }
         self.live.truncate(beam);
-        if self.ended.len() >= beam {
-            self.live.clear();
+        // The first to end are short. The search goes on while a longer one is ahead of the last of as many as it follows.
+        self.ended
+            .sort_by(|a, b| b.normalized().total_cmp(&a.normalized()));
+        self.ended.truncate(beam);
+        if let Some(last) = self.ended.get(beam - 1) {
+            let mut live = self.live.iter();
+            if live.all(|hypothesis| hypothesis.normalized() <= last.normalized()) {
+                self.live.clear();
+            }
         }
     }
 
     /// The best translation, without its end.
     fn best(self) -> Vec<u32> {
-        let best =
-            (self.ended.into_iter()).max_by(|a, b| a.normalized().total_cmp(&b.normalized()));
+        let best = self.ended.into_iter().next();
         let mut tokens = best.map_or(vec![], |best| best.tokens);
         tokens.pop();
         tokens
@@ -214,6 +221,35 @@ mod tests {
             assert_eq!(translation, greedy[1..]);
         }
         Ok(())
+    }
+
+    /// Two translations that ended do not end the search while another one is better so far.
+    #[test]
+    fn a_longer_translation_may_be_the_best() {
+        let beam = Beam {
+            size: 2,
+            max_length: (0., 9),
+        };
+        let [a, b] = [END + 1, END + 2];
+        let mut search = Search::new(1, &beam);
+        let scores = |of: &[(u32, f32)]| {
+            let mut row = vec![-9.; b as usize + 1];
+            of.iter()
+                .for_each(|&(token, score)| row[token as usize] = score);
+            row
+        };
+        search.extend(&[scores(&[(a, -0.5), (END, -1.), (b, -1.2)])], 2);
+        search.extend(
+            &[scores(&[(a, -0.1), (END, -2.)]), scores(&[(END, -0.1)])],
+            2,
+        );
+        assert_eq!(search.ended.len(), 2);
+        let rows: Vec<_> = (search.live.iter())
+            .map(|_| scores(&[(END, -0.1)]))
+            .collect();
+        search.extend(&rows, 2);
+        assert!(search.live.is_empty());
+        assert_eq!(search.best(), [a, a]);
     }
 
     #[test]
