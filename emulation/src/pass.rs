@@ -172,6 +172,7 @@ pub fn run_over_ranks(
     let first = &ranks[0];
     let by_batch = first.train == Some(config::Statistics::Batch);
     let of_forward = first.of_forward();
+    let room = first.pass.totals_room(first.train);
     // The totals of a backward lie before those of its forward.
     let of_backward = 0..of_forward.start;
     let of_both = 0..of_forward.end;
@@ -185,7 +186,7 @@ pub fn run_over_ranks(
     for rank in &mut ranks {
         rank.finish_forward()?;
     }
-    let deferred = over_ranks && first.pass.totals_room(first.train) > 0 && wanted.any();
+    let deferred = over_ranks && room > 0 && wanted.any();
     if !by_batch && !deferred {
         exchange(&mut ranks, &of_forward);
     }
