@@ -128,7 +128,7 @@ impl Variant {
     pub fn of(norm: Norm) -> Self {
         Self {
             norm,
-            groups: norm.folds().then_some(HEADS),
+            groups: norm.is_power().then_some(HEADS),
             recipe: Recipe::Paper,
             guard: true,
             micro_batch: BATCH,
