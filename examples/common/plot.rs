@@ -71,7 +71,9 @@ const LETTERS: i32 = 14;
 const MARK_STEP: i32 = 18;
 
 /// What a panel's legend takes beside its lines, as a share of theirs.
-const LEGEND_ROOM: f64 = 0.35;
+const LEGEND_ROOM: f64 = 0.55;
+
+const THIN_OPACITY: f64 = 0.7;
 
 /// One number for each step, as points of means over stretches of steps.
 pub fn means(values: &[f32]) -> Vec<(f64, f64)> {
@@ -196,10 +198,10 @@ fn draw_chart<B: DrawingBackend>(
     axes.configure_mesh()
         .x_desc(chart.x)
         .y_desc(chart.y)
-        .x_label_formatter(&|x| number(*x))
+        .x_label_formatter(&|x| number(tick(*x, right - left)))
         .y_label_formatter(&|y| match chart.logarithmic {
             true => format!("{:.1e}", 10f64.powf(*y)),
-            false => number(*y),
+            false => number(tick(*y, high - low)),
         })
         .light_line_style(TRANSPARENT)
         .draw()?;
@@ -235,7 +237,7 @@ fn draw_chart<B: DrawingBackend>(
             .collect();
         let style = match line.style {
             Style::Thick => color.stroke_width(2),
-            Style::Thin => color.mix(0.5).stroke_width(1),
+            Style::Thin => color.mix(THIN_OPACITY).stroke_width(1),
         };
         if line.style == Style::Thick {
             let dots = points
@@ -272,6 +274,14 @@ fn color(number: usize, count: usize) -> RGBColor {
     let mix = |from: u8, to: u8| (f64::from(from) * (1. - part) + f64::from(to) * part) as u8;
     let (from, to) = (SHADES[i], SHADES[i + 1]);
     RGBColor(mix(from.0, to.0), mix(from.1, to.1), mix(from.2, to.2))
+}
+
+/// A place on an axis. Zero comes as what sums of steps round to.
+fn tick(value: f64, length: f64) -> f64 {
+    match value.abs() < 1e-9 * length {
+        true => 0.,
+        false => value,
+    }
 }
 
 fn number(value: f64) -> String {
@@ -329,7 +339,8 @@ mod tests {
             let svg = std::fs::read_to_string(&path).unwrap();
             let lines = svg.split("<polyline ").skip(1);
             // Those of the mesh and of the axes are of full opacity.
-            let lines = lines.filter(|line| line.contains("opacity=\"0.5\""));
+            let opacity = format!("opacity=\"{THIN_OPACITY}\"");
+            let lines = lines.filter(|line| line.contains(&opacity));
             let strokes: Vec<&str> = lines
                 .map(|line| line.split("stroke=").nth(1).unwrap().split(' ').next())
                 .map(Option::unwrap)
@@ -339,6 +350,23 @@ mod tests {
             let distinct: std::collections::BTreeSet<&str> = strokes.into_iter().collect();
             assert_eq!(distinct.len(), count);
         }
+    }
+
+    /// It was labelled -6e-17.
+    #[test]
+    fn zero_is_labelled_as_such() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("zero.svg");
+        let chart = Chart {
+            lines: vec![Line {
+                points: vec![(-0.41, -0.41), (0.83, 0.83)],
+                ..Default::default()
+            }],
+            ..Default::default()
+        };
+        draw(&path, &[chart], 1).unwrap();
+        let svg = std::fs::read_to_string(&path).unwrap();
+        assert!(svg.contains("\n0\n") && !svg.contains("e-1"), "{svg}");
     }
 
     #[test]
