@@ -42,7 +42,7 @@ pub enum Norm {
 
 impl Norm {
     /// Whether it is this crate's layer: it may have a layer-scale, and its multiply-add folds into the linear layers after it.
-    pub fn is_power(self) -> bool {
+    pub const fn is_power(self) -> bool {
         matches!(self, Self::Power | Self::PowerV)
     }
 }
