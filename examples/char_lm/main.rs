@@ -165,7 +165,7 @@ fn run(args: &Args) -> Result<()> {
     };
     for norm in &norms {
         ensure!(
-            !args.fold || norm.folds(),
+            !args.fold || norm.is_power(),
             "--fold is for PowerNorm, --norm power or power-v, not {norm}"
         );
     }
@@ -273,7 +273,7 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
         json!({
             "norm": norm.to_string(),
             "text": args.text,
-            "groups": norm.folds().then_some(args.groups),
+            "groups": norm.is_power().then_some(args.groups),
             "seed": args.seed,
             "steps": run.steps(),
             "parameters": run.parameters(),

@@ -41,8 +41,8 @@ pub enum Norm {
 }
 
 impl Norm {
-    /// Whether inference can leave its multiply-add to the linear layers after it.
-    pub fn folds(self) -> bool {
+    /// Whether it is this crate's layer: it may have a layer-scale, and its multiply-add folds into the linear layers after it.
+    pub const fn is_power(self) -> bool {
         matches!(self, Self::Power | Self::PowerV)
     }
 }

@@ -8,8 +8,8 @@ use candle::{backprop::GradStore, Tensor, Var};
 use std::f64::consts::PI;
 
 pub const WARMUP_STEPS: usize = 100;
-const MAX_RATE: f64 = 1e-3;
-const MIN_RATE: f64 = 1e-4;
+pub const MAX_RATE: f64 = 1e-3;
+pub const MIN_RATE: f64 = 1e-4;
 const BETA_1: f64 = 0.9;
 const EPS: f64 = 1e-8;
 

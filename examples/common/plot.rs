@@ -4,6 +4,7 @@ use super::train::History;
 use anyhow::{anyhow, Context, Result};
 use plotters::coord::Shift;
 use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::path::Path;
 
 /// A set of axes with lines on it.
@@ -15,7 +16,7 @@ pub struct Chart {
     pub lines: Vec<Line>,
     /// Whether the y axis is logarithmic. Points that are not positive are then left out.
     pub logarithmic: bool,
-    /// The most that the y axis shows.
+    /// The most that the y axis shows. What is above it is marked at the upper edge, with its value.
     pub ceiling: Option<f64>,
     /// The share of the x axis, from its left, whose points do not decide what the y axis shows.
     pub settling: f64,
@@ -27,7 +28,7 @@ pub struct Line {
     pub label: String,
     pub points: Vec<(f64, f64)>,
     pub style: Style,
-    /// Lines of one number share a color.
+    /// Lines of one number share a color. Numbers are of things in an order, by depth for one, if there are many.
     pub color: usize,
 }
 
@@ -51,14 +52,28 @@ const COLORS: [RGBColor; 6] = [
     RGBColor(110, 110, 110),
 ];
 
+/// Ends and middle of the shades that lines get where there are more of them than [`COLORS`]. Their lightness rises, so
+/// that the order shows.
+const SHADES: [RGBColor; 3] = [
+    RGBColor(20, 10, 130),
+    RGBColor(205, 45, 110),
+    RGBColor(250, 170, 30),
+];
+
 /// The size of a chart.
 const CHART: (u32, u32) = (900, 560);
 
 /// Of one among several.
 const PANEL: (u32, u32) = (520, 360);
 
+/// The size of the letters of legends and marks, and from one mark to the next below it.
+const LETTERS: i32 = 14;
+const MARK_STEP: i32 = 18;
+
 /// What a panel's legend takes beside its lines, as a share of theirs.
-const LEGEND_ROOM: f64 = 0.35;
+const LEGEND_ROOM: f64 = 0.55;
+
+const THIN_OPACITY: f64 = 0.7;
 
 /// One number for each step, as points of means over stretches of steps.
 pub fn means(values: &[f32]) -> Vec<(f64, f64)> {
@@ -164,9 +179,10 @@ fn draw_chart<B: DrawingBackend>(
         true => value.log10(),
         false => value,
     };
-    let (low, high) = (points().filter(|point| point.0 >= from))
+    let above = |y: f64| chart.ceiling.is_some_and(|ceiling| y > ceiling);
+    let (low, high) = (points().filter(|point| point.0 >= from && !above(point.1)))
         .map(|point| shown(point.1))
-        .filter(|&y| y.is_finite() && chart.ceiling.is_none_or(|ceiling| y <= ceiling))
+        .filter(|y| y.is_finite())
         .map(|y| (y, y))
         .reduce(span)
         .unwrap_or((0., 1.));
@@ -182,22 +198,46 @@ fn draw_chart<B: DrawingBackend>(
     axes.configure_mesh()
         .x_desc(chart.x)
         .y_desc(chart.y)
-        .x_label_formatter(&|x| number(*x))
+        .x_label_formatter(&|x| number(tick(*x, right - left)))
         .y_label_formatter(&|y| match chart.logarithmic {
             true => format!("{:.1e}", 10f64.powf(*y)),
-            false => number(*y),
+            false => number(tick(*y, high - low)),
         })
         .light_line_style(TRANSPARENT)
         .draw()?;
+    let colors = chart.lines.iter().map(|line| line.color + 1).max();
+    let colors = colors.unwrap_or(0);
+    let mut marked: Vec<f64> = vec![];
     for line in &chart.lines {
-        let color = COLORS[line.color % COLORS.len()];
+        let color = color(line.color, colors);
+        for &(x, y) in line.points.iter().filter(|point| above(point.1)) {
+            // Below those that are there already.
+            let others = marked.iter().filter(|&&other| other == x).count() as i32;
+            let down = MARK_STEP * (others + 1);
+            // Towards the middle.
+            let (side, gap) = match x < (left + right) / 2. {
+                true => (HPos::Left, 10),
+                false => (HPos::Right, -10),
+            };
+            let letters = ("sans-serif", LETTERS).into_font().color(&color);
+            let label = format!("{} {}", line.label, number(y));
+            let mark = EmptyElement::at((x, range.end))
+                + TriangleMarker::new((0, down), 5, color.filled())
+                + Text::new(
+                    label,
+                    (gap, down),
+                    letters.pos(Pos::new(side, VPos::Center)),
+                );
+            axes.draw_series([mark])?;
+            marked.push(x);
+        }
         let points: Vec<_> = (line.points.iter())
             .map(|&(x, y)| (x, shown(y)))
             .filter(|point| range.contains(&point.1))
             .collect();
         let style = match line.style {
             Style::Thick => color.stroke_width(2),
-            Style::Thin => color.mix(0.5).stroke_width(1),
+            Style::Thin => color.mix(THIN_OPACITY).stroke_width(1),
         };
         if line.style == Style::Thick {
             let dots = points
@@ -217,14 +257,36 @@ fn draw_chart<B: DrawingBackend>(
             .position(SeriesLabelPosition::UpperRight)
             .background_style(WHITE.mix(0.8))
             .border_style(BLACK.mix(0.3))
-            .label_font(("sans-serif", 14))
+            .label_font(("sans-serif", LETTERS))
             .draw()?;
     }
     Ok(())
 }
 
+/// The color of a number, of `count` that a chart has.
+fn color(number: usize, count: usize) -> RGBColor {
+    if count <= COLORS.len() {
+        return COLORS[number];
+    }
+    let depth = number as f64 / (count - 1) as f64 * (SHADES.len() - 1) as f64;
+    let i = (depth as usize).min(SHADES.len() - 2);
+    let part = depth - i as f64;
+    let mix = |from: u8, to: u8| (f64::from(from) * (1. - part) + f64::from(to) * part) as u8;
+    let (from, to) = (SHADES[i], SHADES[i + 1]);
+    RGBColor(mix(from.0, to.0), mix(from.1, to.1), mix(from.2, to.2))
+}
+
+/// A place on an axis. Zero comes as what sums of steps round to.
+fn tick(value: f64, length: f64) -> f64 {
+    match value.abs() < 1e-9 * length {
+        true => 0.,
+        false => value,
+    }
+}
+
 fn number(value: f64) -> String {
     match value.abs() {
+        f64::INFINITY => "∞".into(),
         0. => "0".into(),
         size if size >= 100. || size == size.trunc() => format!("{value:.0}"),
         size if size >= 0.01 => format!("{value:.2}"),
@@ -254,6 +316,83 @@ mod tests {
             assert!(svg.contains("a label") && svg.contains("a title"));
             assert!(svg.trim_end().ends_with("</svg>"));
             assert!(!svg.contains("NaN"));
+        }
+    }
+
+    /// Nine layers were in six colors, of which three came twice.
+    #[test]
+    fn every_line_of_a_panel_has_a_stroke_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("layers.svg");
+        for count in [1, COLORS.len(), COLORS.len() + 1, 9, 30] {
+            let line = |color: usize| Line {
+                label: format!("layer {color}"),
+                points: vec![(0., color as f64), (1., 1. + color as f64)],
+                style: Style::Thin,
+                color,
+            };
+            let chart = || Chart {
+                lines: (0..count).map(line).collect(),
+                ..Default::default()
+            };
+            draw(&path, &[chart(), chart()], 2).unwrap();
+            let svg = std::fs::read_to_string(&path).unwrap();
+            let lines = svg.split("<polyline ").skip(1);
+            // Those of the mesh and of the axes are of full opacity.
+            let opacity = format!("opacity=\"{THIN_OPACITY}\"");
+            let lines = lines.filter(|line| line.contains(&opacity));
+            let strokes: Vec<&str> = lines
+                .map(|line| line.split("stroke=").nth(1).unwrap().split(' ').next())
+                .map(Option::unwrap)
+                .collect();
+            // Each in the plot and in the legend of either panel.
+            assert_eq!(strokes.len(), 4 * count);
+            let distinct: std::collections::BTreeSet<&str> = strokes.into_iter().collect();
+            assert_eq!(distinct.len(), count);
+        }
+    }
+
+    /// It was labelled -6e-17.
+    #[test]
+    fn zero_is_labelled_as_such() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("zero.svg");
+        let chart = Chart {
+            lines: vec![Line {
+                points: vec![(-0.41, -0.41), (0.83, 0.83)],
+                ..Default::default()
+            }],
+            ..Default::default()
+        };
+        draw(&path, &[chart], 1).unwrap();
+        let svg = std::fs::read_to_string(&path).unwrap();
+        assert!(svg.contains("\n0\n") && !svg.contains("e-1"), "{svg}");
+    }
+
+    #[test]
+    fn marks_what_is_above_the_ceiling() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ceiling.svg");
+        for logarithmic in [false, true] {
+            let line = |color, high| Line {
+                label: format!("line {color}"),
+                points: vec![(1., high), (2., 20.), (3., 21.)],
+                style: Style::Thick,
+                color,
+            };
+            let chart = Chart {
+                lines: vec![line(0, 22.), line(1, 136.2), line(2, f64::INFINITY)],
+                ceiling: Some(23.),
+                logarithmic,
+                ..Default::default()
+            };
+            draw(&path, &[chart], 1).unwrap();
+            let svg = std::fs::read_to_string(&path).unwrap();
+            assert_eq!(svg.matches("<polygon").count(), 2, "{svg}");
+            assert_eq!(svg.matches("<circle").count(), 3 + 2 + 2);
+            for (label, shown) in [("0 22", false), ("1 136", true), ("2 ∞", true)] {
+                assert_eq!(svg.contains(&format!("line {label}")), shown, "{label}");
+            }
         }
     }
 

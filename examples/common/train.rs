@@ -4,7 +4,7 @@ use super::checkpoint::{variables, Checkpoint};
 use super::data::{Batch, Corpus};
 use super::model::{init_weights, Gpt, Size};
 use super::norm::{is_buffer, NormConfig};
-use super::optim::{learning_rate, AdamW, AdamWConfig};
+use super::optim::{learning_rate, AdamW, AdamWConfig, MAX_RATE, MIN_RATE, WARMUP_STEPS};
 use super::random::{generator, Use};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device, Tensor, D};
@@ -20,6 +20,8 @@ const ADAMW: AdamWConfig = AdamWConfig {
     weight_decay: 0.1,
     max_grad_norm: 1.,
 };
+
+const DTYPE: DType = DType::F32;
 
 /// What decides a run: two runs of the same settings on the same text are the same run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -60,7 +62,7 @@ impl<'a> Run<'a> {
     pub fn new(settings: Settings, corpus: &'a Corpus, device: &Device) -> Result<Self> {
         let mode = Mode::train();
         let varmap = VarMap::new();
-        let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
+        let vb = VarBuilder::from_varmap(&varmap, DTYPE, device);
         let model = Gpt::new(settings.size, &settings.norm, &mode, vb)?;
         let mut rng = generator(settings.seed, Use::Weights, 0);
         init_weights(&varmap, settings.size.layers, &mut rng)?;
@@ -280,8 +282,14 @@ impl<'a> Run<'a> {
         Ok(checkpoint)
     }
 
-    /// The settings and the text, as a checkpoint names them.
-    pub fn describe(&self) -> Value {
+    fn describe(&self) -> Value {
+        self.settings.describe(self.corpus)
+    }
+}
+
+impl Settings {
+    /// The settings, those that every run has, and the text, as checkpoints and results name them.
+    pub fn describe(&self, corpus: &Corpus) -> Value {
         let Settings {
             norm,
             size,
@@ -289,7 +297,7 @@ impl<'a> Run<'a> {
             micro_batch,
             steps,
             seed,
-        } = self.settings;
+        } = *self;
         json!({
             "--norm": norm.norm.to_string(),
             "--groups": norm.groups,
@@ -304,7 +312,13 @@ impl<'a> Run<'a> {
             "heads": size.heads,
             "width": size.width,
             "context": size.context,
-            "text (as a hash)": format!("{:016x}", self.corpus.fingerprint),
+            "learning rate": [MAX_RATE, MIN_RATE],
+            "learning rate's warm-up": WARMUP_STEPS,
+            "AdamW's beta 2": ADAMW.beta_2,
+            "weight decay": ADAMW.weight_decay,
+            "largest norm of a gradient": ADAMW.max_grad_norm,
+            "dtype": DTYPE.as_str(),
+            "text (as a hash)": format!("{:016x}", corpus.fingerprint),
         })
     }
 }
@@ -525,7 +539,7 @@ mod tests {
                 while run.steps() < settings.steps {
                     run.step()?;
                 }
-                if !norm.folds() {
+                if !norm.is_power() {
                     assert!(run.fold().is_err(), "{norm}");
                     continue;
                 }

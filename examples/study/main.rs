@@ -6,9 +6,12 @@
 //! cargo run --release --example study -- --text captions.en --words --experiments norms
 //! ```
 //!
-//! Every run goes to its own file in `--out`, and one that is there already is not made again, nor one that stopped
-//! halfway begun again: the same command continues. Two commands with other `--seeds` may share a folder, at the same
-//! time too. The report, tables and plots, is of all runs in the folder.
+//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 42 runs, 21 for each of two
+//! seeds, of some 1.2 minutes each on one core: 50 minutes. It says at its start what that is on the machine it is on.
+//!
+//! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on from their last checkpoint.
+//! Two commands with other `--seeds` may share a folder, at the same time too. The report, tables and plots, is of all
+//! runs in the folder.
 //!
 //! `docs/paper.md` sets what comes out beside the paper's claims.
 
@@ -31,6 +34,7 @@ use common::Place;
 use indicatif::{ProgressBar, ProgressStyle};
 use measure::{Observations, Snapshot};
 use report::Outcome;
+use serde_json::{json, Value};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -124,14 +128,30 @@ pub struct Variant {
     pub micro_batch: usize,
 }
 
+/// As the paper calls them.
+const PN: Variant = Variant::of(Norm::Power);
+const PN_V: Variant = Variant::of(Norm::PowerV);
+const BN: Variant = Variant::of(Norm::Batch);
+const LN: Variant = Variant::of(Norm::Layer);
+
 impl Variant {
-    pub fn of(norm: Norm) -> Self {
+    pub const fn of(norm: Norm) -> Self {
         Self {
             norm,
-            groups: norm.folds().then_some(HEADS),
+            groups: match norm.is_power() {
+                true => Some(HEADS),
+                false => None,
+            },
             recipe: Recipe::Paper,
             guard: true,
             micro_batch: BATCH,
+        }
+    }
+
+    pub const fn without_layer_scale(self) -> Self {
+        Self {
+            groups: None,
+            ..self
         }
     }
 
@@ -162,28 +182,26 @@ impl Variant {
 
 impl Experiment {
     fn variants(self) -> Vec<Variant> {
-        let power = Variant::of(Norm::Power);
         match self {
             Self::Norms => Norm::value_variants()
                 .iter()
                 .map(|&norm| Variant::of(norm))
                 .collect(),
-            Self::Rows => [Norm::Layer, Norm::Batch, Norm::PowerV, Norm::Power]
-                .into_iter()
-                .flat_map(|norm| {
+            Self::Rows => {
+                let of_rows = |variant| {
                     MICRO_BATCHES.map(|micro_batch| Variant {
                         micro_batch,
-                        ..Variant::of(norm)
+                        ..variant
                     })
-                })
-                .collect(),
+                };
+                // LN takes no statistics over rows: of fewer it is the same run.
+                let mut variants = vec![LN];
+                variants.extend([BN, PN_V, PN].into_iter().flat_map(of_rows));
+                variants
+            }
             Self::Recipes => {
-                let mut variants = vec![Variant {
-                    groups: None,
-                    ..Variant::of(Norm::PowerV)
-                }];
-                for groups in [power.groups, None] {
-                    let power = Variant { groups, ..power };
+                let mut variants = vec![PN_V.without_layer_scale()];
+                for power in [PN, PN.without_layer_scale()] {
                     variants.extend([
                         power,
                         Variant {
@@ -200,6 +218,20 @@ impl Experiment {
             }
         }
     }
+}
+
+/// What these experiments run, each once.
+fn variants(experiments: &[Experiment]) -> Vec<Variant> {
+    let mut variants: Vec<Variant> = vec![];
+    for variant in experiments
+        .iter()
+        .flat_map(|experiment| experiment.variants())
+    {
+        if !variants.contains(&variant) {
+            variants.push(variant);
+        }
+    }
+    variants
 }
 
 fn main() -> ExitCode {
@@ -223,18 +255,11 @@ fn study(args: &Args) -> Result<()> {
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
 
     // Before hours of work: those of another study cannot be in one report with it.
-    report::check(&args.out, &corpus, args.steps)?;
-
-    let mut variants: Vec<Variant> = vec![];
-    for variant in args
-        .experiments
-        .iter()
-        .flat_map(|experiment| experiment.variants())
-    {
-        if !variants.contains(&variant) {
-            variants.push(variant);
-        }
+    for name in report::check(args, &corpus)? {
+        eprintln!("{name} is of no variant that this study has: it is left out");
     }
+
+    let variants = variants(&args.experiments);
     let seeds: BTreeSet<u64> = args.seeds.iter().copied().collect();
     let jobs: Vec<_> = (seeds.iter())
         .flat_map(|&seed| variants.iter().map(move |&variant| (variant, seed)))
@@ -260,7 +285,7 @@ fn study(args: &Args) -> Result<()> {
             std::fs::remove_file(checkpoint)?;
         }
     }
-    let report = report::write(&args.out, &corpus, args.steps)?;
+    let report = report::write(args, &corpus)?;
     println!("{report}");
     eprintln!("\nThe report is {}", args.out.join("report.md").display());
     Ok(())
@@ -280,7 +305,7 @@ fn checkpoint_path(args: &Args, variant: Variant, seed: u64) -> PathBuf {
 
 /// Says what the runs will take, by a few steps of one.
 fn print_budget(args: &Args, corpus: &Corpus, runs: usize, device: &Device) -> Result<()> {
-    let settings = settings(args, Variant::of(Norm::Layer), 0, corpus);
+    let settings = settings(args, LN, 0, corpus);
     let mut run = Run::new(settings, corpus, device)?;
     run.step()?;
     let start = Instant::now();
@@ -325,6 +350,14 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
     }
 }
 
+/// What decides a run's result, its variant's name aside.
+fn description(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Value {
+    let mut description = settings(args, variant, seed, corpus).describe(corpus);
+    description["--device"] = json!(format!("{:?}", args.device));
+    description["batches of the last evaluation"] = json!(FINAL_EVAL_BATCHES);
+    description
+}
+
 /// One run, from its checkpoint on if there is one.
 fn train(
     args: &Args,
@@ -336,6 +369,7 @@ fn train(
 ) -> Result<Outcome> {
     let checkpoint = checkpoint_path(args, variant, seed);
     let settings = settings(args, variant, seed, corpus);
+    let description = description(args, variant, seed, corpus);
     let mut run = Run::new(settings, corpus, device)?;
     let mut observations = Observations::default();
     if checkpoint.exists() {
@@ -367,7 +401,7 @@ fn train(
             }
         }
         if !loss.is_finite() {
-            return Ok(Outcome::diverged(variant, &run, observations));
+            return Ok(Outcome::diverged(variant, description, &run, observations));
         }
         run.update(loss, &gradients)?;
         run.elapsed += start.elapsed();
@@ -377,7 +411,7 @@ fn train(
         if step.is_multiple_of(args.eval_every) && step < args.steps {
             let val_loss = run.evaluate(&corpus.val, EVAL_BATCHES)?;
             if !val_loss.is_finite() {
-                return Ok(Outcome::diverged(variant, &run, observations));
+                return Ok(Outcome::diverged(variant, description, &run, observations));
             }
             run.history.val.push((step as u32, val_loss));
             let notes = [("observations", serde_json::to_string(&observations)?)];
@@ -390,9 +424,10 @@ fn train(
         [&corpus.val, &corpus.train].map(|split| run.evaluate(split, batches));
     let (val_loss, train_loss) = (val_loss?, train_loss?);
     if !val_loss.is_finite() || !train_loss.is_finite() {
-        return Ok(Outcome::diverged(variant, &run, observations));
+        return Ok(Outcome::diverged(variant, description, &run, observations));
     }
-    Outcome::of(variant, &run, [train_loss, val_loss], observations)
+    let losses = [train_loss, val_loss];
+    Outcome::of(variant, description, &run, losses, observations)
 }
 
 #[cfg(test)]
@@ -419,18 +454,12 @@ mod tests {
 
     #[test]
     fn variants_have_names_of_their_own() {
-        let mut names = BTreeSet::new();
-        let mut variants: Vec<Variant> = vec![];
-        for experiment in Experiment::value_variants() {
-            for variant in experiment.variants() {
-                if !variants.contains(&variant) {
-                    assert!(names.insert(variant.name()), "{}", variant.name());
-                    variants.push(variant);
-                }
-            }
-        }
-        // 6 norms, 4 of them with 3 other numbers of rows, 5 other recipes, and PN-V without layer-scale.
-        assert_eq!(variants.len(), 6 + 4 * 3 + 5 + 1);
+        let variants = variants(Experiment::value_variants());
+        let names: BTreeSet<String> = variants.iter().map(Variant::name).collect();
+        assert_eq!(names.len(), variants.len());
+        // 6 norms, 3 of them with 3 other numbers of rows, 5 other recipes, and PN-V without layer-scale. The head of this
+        // file tells what they take.
+        assert_eq!(variants.len(), 6 + 3 * 3 + 5 + 1);
     }
 
     /// A run leaves its last checkpoint, from which the next call goes on. What runs report when the guard is off, for
@@ -465,21 +494,67 @@ mod tests {
         write(&whole)?;
         write(&Outcome {
             seed: 2,
+            settings: description(&args, variant, 2, &corpus),
             val_loss: None,
             ..whole.clone()
         })?;
-        let report = report::write(dir.path(), &corpus, 3)?;
+        let report = report::write(&args, &corpus)?;
         let loss = format!("{:.3}, 1 of 2 diverged", whole.val_loss.context("no loss")?);
         assert!(
             report.contains(&loss) && !report.contains("NaN"),
             "{report}"
         );
-        assert!(dir.path().join("losses.svg").exists());
 
-        let error = report::check(dir.path(), &corpus, 4).unwrap_err();
-        assert!(error.to_string().ends_with("give this study another --out"));
-        std::fs::write(dir.path().join("other.json"), "{}")?;
-        let error = report::check(dir.path(), &corpus, 3).unwrap_err();
+        std::fs::write(
+            dir.path().join("layer-rows64.1.json"),
+            r#"{"variant": "layer-rows64"}"#,
+        )?;
+        let strangers = report::check(&args, &corpus)?;
+        assert_eq!(strangers, ["layer-rows64.1.json"]);
+        assert_eq!(report::write(&args, &corpus)?, report);
+
+        let refused = |args: &Args| report::check(args, &corpus).unwrap_err().to_string();
+        let error = refused(&Args { steps: 4, ..args });
+        assert!(error.contains("power-noguard."), "{error}");
+        assert!(
+            error.ends_with(
+                "has --steps 3, this study 4: give the study another --out, or remove the file to have the run made again"
+            ),
+            "{error}"
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn a_result_of_other_settings_is_refused() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let (args, corpus) = (args(dir.path().into()), corpus());
+        let variant = Variant::of(Norm::Batch);
+        let run = Run::new(settings(&args, variant, 1, &corpus), &corpus, &Device::Cpu)?;
+        let description = description(&args, variant, 1, &corpus);
+        for key in [
+            "width",
+            "layers",
+            "learning rate",
+            "batch",
+            "dtype",
+            "--device",
+        ] {
+            let mut other = description.clone();
+            assert_ne!(other[key], Value::Null, "{key}");
+            other[key] = json!("another");
+            let outcome = Outcome::diverged(variant, other, &run, Observations::default());
+            let bytes = serde_json::to_vec(&outcome)?;
+            std::fs::write(result_path(&args, variant, 1), bytes)?;
+            let error = report::check(&args, &corpus).unwrap_err().to_string();
+            let named = format!(
+                "batch.1.json has {key} \"another\", this study {}",
+                description[key]
+            );
+            assert!(error.contains(&named), "{error}");
+        }
+        std::fs::write(result_path(&args, variant, 1), r#"{"variant": "batch"}"#)?;
+        let error = report::check(&args, &corpus).unwrap_err();
         assert!(error.to_string().ends_with("is no run of a study"));
         Ok(())
     }

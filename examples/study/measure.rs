@@ -19,7 +19,7 @@ pub type Series = Vec<(usize, f64)>;
 /// What was observed so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Observations {
-    /// By quantity, then by layer: `(1/C)‖batch − running‖` of each statistic, that distance beside the length of the
+    /// By quantity, then by layer: `(1/d)‖batch − running‖` of each statistic, d the channels, that distance beside the length of the
     /// running statistic (of the deviation, where it is the mean's), and the norm of the statistic's gradient.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
     /// Channels of all layers and steps after PowerNorm's warm-up, and those among them for which the guard of ν's update

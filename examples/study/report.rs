@@ -5,23 +5,22 @@ use crate::common::norm::Norm;
 use crate::common::plot::{self, draw, Chart, Line, Style};
 use crate::common::train::{History, Run};
 use crate::measure::{gains, singular_values, Observations, Series};
-use crate::{Experiment, Variant, CONTEXT};
+use crate::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT, LN, PN, PN_V};
 use anyhow::{ensure, Context, Result};
 use candle_powernorm::Recipe;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
-use std::path::Path;
 
 /// A finished run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Outcome {
     pub variant: String,
     pub seed: u64,
-    pub steps: usize,
-    /// A hash of the text.
-    pub text: u64,
+    /// The [`description`] of the run.
+    pub settings: Value,
     /// `None` of a run that diverged, as everything that its end would tell.
     pub val_loss: Option<f32>,
     pub train_loss: Option<f32>,
@@ -39,7 +38,7 @@ pub struct Outcome {
 const LAST_STEPS: usize = 50;
 
 impl Outcome {
-    /// The loss that the last steps saw, by their batches' statistics where a normalization takes those.
+    /// The loss that the last steps saw, by their batches' statistics where a normalization has them.
     fn last_loss(&self) -> Option<f64> {
         let last = &self.train[self.train.len().saturating_sub(LAST_STEPS)..];
         let sum: f64 = last.iter().map(|&loss| f64::from(loss)).sum();
@@ -48,6 +47,7 @@ impl Outcome {
 
     pub fn of(
         variant: Variant,
+        settings: Value,
         run: &Run,
         [train_loss, val_loss]: [f32; 2],
         observations: Observations,
@@ -57,17 +57,20 @@ impl Outcome {
             val_loss: Some(val_loss),
             gains: gains(run)?,
             singular_values: singular_values(run)?,
-            ..Self::diverged(variant, run, observations)
+            ..Self::diverged(variant, settings, run, observations)
         })
     }
 
-    pub fn diverged(variant: Variant, run: &Run, observations: Observations) -> Self {
-        let settings = run.settings();
+    pub fn diverged(
+        variant: Variant,
+        settings: Value,
+        run: &Run,
+        observations: Observations,
+    ) -> Self {
         Self {
             variant: variant.name(),
-            seed: settings.seed,
-            steps: settings.steps,
-            text: run.corpus().fingerprint,
+            seed: run.settings().seed,
+            settings,
             val_loss: None,
             train_loss: None,
             train: run.history.train.clone(),
@@ -80,13 +83,13 @@ impl Outcome {
     }
 }
 
-/// Runs of one variant, by seed.
-struct Runs(Vec<Outcome>);
+/// Runs of one variant, in the order of their seeds.
+struct Runs<'a>(Vec<&'a Outcome>);
 
-impl Runs {
+impl Runs<'_> {
     /// The first to come to its end, or else the first.
     fn first(&self) -> Option<&Outcome> {
-        let mut runs = self.0.iter();
+        let mut runs = self.0.iter().copied();
         runs.clone()
             .find(|run| run.val_loss.is_some())
             .or(runs.next())
@@ -94,28 +97,42 @@ impl Runs {
 
     /// Mean and range of a number that every run has, or what became of the run.
     fn spread(&self, of: impl Fn(&Outcome) -> Option<f64>) -> String {
-        let values: Vec<f64> = self.0.iter().filter_map(of).collect();
-        let diverged = self.0.len() - values.len();
-        let mut text = match values.len() {
-            0 => String::new(),
-            1 => format!("{:.3}", values[0]),
-            _ => {
-                let least = values.iter().copied().fold(f64::INFINITY, f64::min);
-                let most = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                format!("{:.3} ({least:.3} to {most:.3})", mean(&values))
-            }
-        };
-        if diverged > 0 {
-            let gap = if text.is_empty() { "" } else { ", " };
-            let _ = write!(text, "{gap}{diverged} of {} diverged", self.0.len());
-        }
-        text
+        let values: Vec<_> = self.0.iter().map(|run| of(run)).collect();
+        spread(&values, |value| format!("{value:.3}"))
     }
 
-    fn mean(&self, of: impl Fn(&Outcome) -> Option<f64>) -> Option<f64> {
-        let values: Vec<f64> = self.0.iter().filter_map(of).collect();
-        (!values.is_empty()).then(|| mean(&values))
+    /// The same of the differences to the `others` of one [`Compared`], seed by seed.
+    fn spread_over(&self, others: &Runs, of: impl Fn(&Outcome) -> Option<f64>) -> String {
+        let pairs = self.0.iter().zip(&others.0);
+        let differences: Vec<_> = pairs
+            .map(|(run, other)| Some(of(run)? - of(other)?))
+            .collect();
+        spread(&differences, |value| format!("{value:+.3}"))
     }
+}
+
+fn spread(values: &[Option<f64>], show: fn(f64) -> String) -> String {
+    let finished: Vec<f64> = values.iter().copied().flatten().collect();
+    let diverged = values.len() - finished.len();
+    let mut text = match finished.len() {
+        0 => String::new(),
+        1 => show(finished[0]),
+        _ => {
+            let least = finished.iter().copied().fold(f64::INFINITY, f64::min);
+            let most = finished.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            format!(
+                "{} ({} to {})",
+                show(mean(&finished)),
+                show(least),
+                show(most)
+            )
+        }
+    };
+    if diverged > 0 {
+        let gap = if text.is_empty() { "" } else { ", " };
+        let _ = write!(text, "{gap}{diverged} of {} diverged", values.len());
+    }
+    text
 }
 
 fn mean(values: &[f64]) -> f64 {
@@ -126,69 +143,88 @@ fn val_loss(outcome: &Outcome) -> Option<f64> {
     outcome.val_loss.map(f64::from)
 }
 
-/// All runs in the folder, by variant.
-fn read_all(out: &Path, corpus: &Corpus, steps: usize) -> Result<BTreeMap<String, Runs>> {
-    let mut all: BTreeMap<String, Runs> = BTreeMap::new();
-    for entry in std::fs::read_dir(out)? {
+/// Variants with their runs from the same seeds, because seeds differ by as much as variants do.
+struct Compared<'a>(Vec<(Variant, Runs<'a>)>);
+
+impl Compared<'_> {
+    fn get(&self, variant: Variant) -> Option<&Runs<'_>> {
+        let mut all = self.0.iter();
+        all.find(|(other, _)| *other == variant)
+            .map(|(_, runs)| runs)
+    }
+}
+
+/// By variant, then by seed.
+type Outcomes = BTreeMap<String, BTreeMap<u64, Outcome>>;
+
+/// All runs in the folder, and the files of those that the study does not have.
+fn read_all(args: &Args, corpus: &Corpus) -> Result<(Outcomes, Vec<String>)> {
+    #[derive(Deserialize)]
+    struct Named {
+        variant: String,
+    }
+    let known: BTreeMap<String, Variant> = (variants(Experiment::value_variants()).into_iter())
+        .map(|variant| (variant.name(), variant))
+        .collect();
+    let (mut all, mut strangers) = (Outcomes::new(), vec![]);
+    for entry in std::fs::read_dir(&args.out)? {
         let path = entry?.path();
         if path.extension().is_none_or(|extension| extension != "json") {
             continue;
         }
-        let outcome: Outcome = serde_json::from_slice(&std::fs::read(&path)?)
-            .with_context(|| format!("{} is no run of a study", path.display()))?;
-        ensure!(
-            outcome.text == corpus.fingerprint && outcome.steps == steps,
-            "{} is of another text, or of {} steps and not {steps}: give this study another --out",
-            path.display(),
-            outcome.steps,
-        );
-        let runs = all.entry(outcome.variant.clone());
-        runs.or_insert_with(|| Runs(vec![])).0.push(outcome);
+        let bytes = std::fs::read(&path)?;
+        let unreadable = || format!("{} is no run of a study", path.display());
+        // The study may have had a variant once, and another form of results then.
+        let name = serde_json::from_slice::<Named>(&bytes).with_context(unreadable)?;
+        let Some(&variant) = known.get(&name.variant) else {
+            strangers.extend(path.file_name().map(|name| name.display().to_string()));
+            continue;
+        };
+        let outcome: Outcome = serde_json::from_slice(&bytes).with_context(unreadable)?;
+        let description = description(args, variant, outcome.seed, corpus);
+        for (key, ours) in description.as_object().into_iter().flatten() {
+            let theirs = &outcome.settings[key];
+            ensure!(
+                theirs == ours,
+                "{} has {key} {theirs}, this study {ours}: give the study another --out, or remove the file to have the run made again",
+                path.display(),
+            );
+        }
+        let runs = all.entry(name.variant).or_default();
+        runs.insert(outcome.seed, outcome);
     }
-    for runs in all.values_mut() {
-        runs.0.sort_unstable_by_key(|outcome| outcome.seed);
-    }
-    Ok(all)
+    strangers.sort_unstable();
+    Ok((all, strangers))
 }
 
-/// Checks that all runs in the folder can be in one report.
-pub fn check(out: &Path, corpus: &Corpus, steps: usize) -> Result<()> {
-    read_all(out, corpus, steps).map(drop)
+/// Checks that all runs in the folder can be in one report, and gives the names of files that will not be.
+pub fn check(args: &Args, corpus: &Corpus) -> Result<Vec<String>> {
+    read_all(args, corpus).map(|(_, strangers)| strangers)
 }
 
 /// Writes `report.md` and its plots from all runs in the folder, and gives the text.
-pub fn write(out: &Path, corpus: &Corpus, steps: usize) -> Result<String> {
-    let all = read_all(out, corpus, steps)?;
-    let report = Report { out, corpus, all };
-    let text = report.text(steps)?;
-    std::fs::write(out.join("report.md"), &text)?;
+pub fn write(args: &Args, corpus: &Corpus) -> Result<String> {
+    let (all, _) = read_all(args, corpus)?;
+    let text = Report { args, corpus, all }.text()?;
+    std::fs::write(args.out.join("report.md"), &text)?;
     Ok(text)
 }
 
 struct Report<'a> {
-    out: &'a Path,
+    args: &'a Args,
     corpus: &'a Corpus,
-    all: BTreeMap<String, Runs>,
+    all: Outcomes,
 }
 
 impl Report<'_> {
-    fn runs(&self, variant: Variant) -> Option<&Runs> {
-        self.all.get(&variant.name())
-    }
-
-    /// The normalizations that ran as the experiment on them has them.
-    fn norms(&self) -> impl Iterator<Item = (Norm, &Runs)> {
-        (Norm::value_variants().iter())
-            .filter_map(|&norm| Some((norm, self.runs(Variant::of(norm))?)))
-    }
-
-    fn text(&self, steps: usize) -> Result<String> {
+    fn text(&self) -> Result<String> {
         let unit = self.corpus.unit;
         let mut text = format!(
-            "# {} {unit}s to train on, {} to validate, {} kinds; {steps} steps\n",
+            "# {} {unit}s to train on, {} to validate, {} kinds; {} steps\n",
             self.corpus.train.len(),
             self.corpus.val.len(),
             self.corpus.vocab.len(),
+            self.args.steps,
         );
         self.losses(&mut text)?;
         self.statistics(&mut text)?;
@@ -199,7 +235,55 @@ impl Report<'_> {
         Ok(text)
     }
 
+    /// Opens a section on those of the variants that ran. `None` where there is nothing to say of them.
+    fn section<'a>(
+        &'a self,
+        text: &mut String,
+        title: &str,
+        variants: impl IntoIterator<Item = Variant>,
+    ) -> Result<Option<Compared<'a>>> {
+        let ran: Vec<_> = (variants.into_iter())
+            .filter_map(|variant| Some((variant, self.all.get(&variant.name())?)))
+            .collect();
+        let Some((_, first)) = ran.first() else {
+            return Ok(None);
+        };
+        let mut seeds: Vec<u64> = first.keys().copied().collect();
+        seeds.retain(|seed| ran.iter().all(|(_, runs)| runs.contains_key(seed)));
+        writeln!(text, "\n## {title}\n")?;
+        if seeds.is_empty() {
+            writeln!(text, "There is no seed yet that all its runs are of.")?;
+            return Ok(None);
+        }
+        let rest = match ran.iter().any(|(_, runs)| runs.len() > seeds.len()) {
+            true => "; others have not run all that is compared here",
+            false => "",
+        };
+        let listed: Vec<String> = seeds.iter().map(u64::to_string).collect();
+        writeln!(text, "Seeds: {}{rest}.\n", listed.join(", "))?;
+        let of_seeds = |(variant, runs): (Variant, &'a BTreeMap<u64, Outcome>)| {
+            let runs = seeds.iter().filter_map(|seed| runs.get(seed));
+            (variant, Runs(runs.collect()))
+        };
+        Ok(Some(Compared(ran.into_iter().map(of_seeds).collect())))
+    }
+
+    /// Draws charts and shows them at this place of the report.
+    fn figure(
+        &self,
+        text: &mut String,
+        [title, file]: [&str; 2],
+        charts: &[Chart],
+        columns: usize,
+    ) -> Result<()> {
+        draw(&self.args.out.join(file), charts, columns)?;
+        Ok(writeln!(text, "\n![{title}]({file})")?)
+    }
+
     fn losses(&self, text: &mut String) -> Result<()> {
+        let Some(compared) = self.section(text, "Losses", Experiment::Norms.variants())? else {
+            return Ok(());
+        };
         let words = self.corpus.unit == Unit::Word;
         let (head, line) = match words {
             true => (" perplexity |", "---|"),
@@ -207,32 +291,34 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "\n## Losses\n\nNats a {}, mean (range) over seeds: of the finished model on both splits, which is by running statistics \
-             where a normalization has them, and of the last {LAST_STEPS} batches in training, which is by theirs where it takes those.\n",
+            "Nats a {}, mean (range) over seeds: of the finished model on both splits, which is by running statistics \
+             where a normalization has them, and of the last {LAST_STEPS} batches in training, which is by theirs where it takes those. \
+             Less layer's: the difference to its validation loss from the same seed.\n",
             self.corpus.unit
         )?;
         writeln!(
             text,
-            "| normalization | seeds | validation |{head} training split | last steps |"
+            "| normalization | validation | less layer's |{head} training split | last steps |"
         )?;
         writeln!(text, "|---|---|---|{line}---|---|")?;
         let mut curves = vec![];
-        for (norm, runs) in self.norms() {
+        for (variant, runs) in &compared.0 {
             let perplexity = match words {
                 true => format!(" {} |", runs.spread(|run| val_loss(run).map(f64::exp))),
                 false => String::new(),
             };
+            let norm = variant.norm;
             writeln!(
                 text,
                 "| {norm} | {} | {} |{perplexity} {} | {} |",
-                runs.0.len(),
                 runs.spread(val_loss),
+                less(runs, *variant, &compared, LN),
                 runs.spread(|run| run.train_loss.map(f64::from)),
                 runs.spread(Outcome::last_loss),
             )?;
             if let Some(run) = runs.first() {
                 // The evaluation at the end is of other batches than those along the way.
-                let along = |&(step, _): &(u32, f32)| step < run.steps as u32;
+                let along = |&(step, _): &(u32, f32)| step < self.args.steps as u32;
                 let history = History {
                     train: run.train.clone(),
                     val: run.val.iter().copied().filter(along).collect(),
@@ -248,138 +334,228 @@ impl Report<'_> {
             true => "nats per word",
             false => "nats per character",
         };
-        draw(
-            &self.out.join("losses.svg"),
-            &[plot::losses(title.into(), y, &runs)],
-            1,
-        )
+        let chart = plot::losses(title.into(), y, &runs);
+        self.figure(text, ["Losses", "losses.svg"], &[chart], 1)
     }
 
     /// Distances of batch from running statistics, and the norms of their gradients.
     fn statistics(&self, text: &mut String) -> Result<()> {
-        let noscale = Variant {
-            groups: None,
-            ..Variant::of(Norm::PowerV)
-        };
         let shown = [
-            ("BN", Variant::of(Norm::Batch)),
-            ("PN-V", Variant::of(Norm::PowerV)),
-            ("PN-V without layer-scale", noscale),
+            ("BN", BN),
+            ("PN-V", PN_V),
+            ("PN-V without layer-scale", PN_V.without_layer_scale()),
         ];
+        let variants = shown.map(|(_, variant)| variant);
+        let Some(compared) = self.section(text, "Statistics", variants)? else {
+            return Ok(());
+        };
+        let shown: Vec<_> = (shown.into_iter())
+            .filter_map(|(label, variant)| Some((label, compared.get(variant)?)))
+            .collect();
         writeln!(
             text,
-            "\n## Statistics\n\nOver the second half of training: the mean over steps, layers and seeds, and the largest value of any. \
-             Distances are (1/C)‖batch − running‖; relative ones ‖batch − running‖ over the length of the running statistic, or of the \
-             running deviation where it is the mean's. Gradients are lengths of (1/n) Σ ∂L/∂X̂ for the mean, and of \
-             (1/n) Σ ∂L/∂X̂ ⊙ X̂ for the variance and the quadratic mean: what of them reaches the input.\n\n\
-             | quantity | of | mean | largest |\n|---|---|---|---|"
+            "Means over the second half of training and over seeds, in the first normalization, in the last, and over all. \
+             Distances are (1/d)‖batch − running‖ of d channels; relative ones ‖batch − running‖ over the length of the running \
+             statistic, or of the running deviation where it is the mean's.\n\n\
+             | distance | of | first layer | last layer | mean | first, relative | last, relative | mean, relative |\n\
+             |---|---|---|---|---|---|---|---|"
         )?;
+        for (label, runs) in &shown {
+            for statistic in statistics(runs) {
+                let cells = |what: &str, show: fn(f64) -> String| {
+                    let layers = self.late(runs, &format!("{what} of the {statistic}"));
+                    Some([*layers.first()?, *layers.last()?, mean(&layers)].map(show))
+                };
+                let absolute = cells("distance", |value| format!("{value:.2e}"));
+                let relative = cells("relative distance", |value| format!("{value:.4}"));
+                if let (Some(absolute), Some(relative)) = (absolute, relative) {
+                    let cells = [absolute, relative].concat().join(" | ");
+                    writeln!(text, "| {statistic} | {label} | {cells} |")?;
+                }
+            }
+        }
         for (what, y, file) in [
-            ("distance", "(1/C)‖batch − running‖", "distances.svg"),
+            ("distance", "(1/d)‖batch − running‖", "distances.svg"),
             (
                 "relative distance",
                 "relative to the running one",
                 "relative_distances.svg",
             ),
-            ("gradient", "norm", "gradients.svg"),
         ] {
-            let mut charts = vec![];
-            for (label, variant) in shown {
-                let Some(runs) = self.runs(variant) else {
+            self.layers(text, &shown, what, y, file)?;
+        }
+
+        writeln!(
+            text,
+            "\nGradients are lengths of (1/n) Σ ∂L/∂X̂ for the mean, and of (1/n) Σ ∂L/∂X̂ ⊙ X̂ for the variance and the quadratic \
+             mean: what of them reaches the input, but for the factor 1/σ_B, or 1/ψ_B, that the input's gradient has. Means are of the \
+             second half of training, the largest is of all of it, with the steps made before it.\n\n\
+             | gradient | of | first layer | last layer | mean | largest | in layer | at step |\n\
+             |---|---|---|---|---|---|---|---|"
+        )?;
+        for (label, runs) in &shown {
+            for statistic in statistics(runs) {
+                let quantity = format!("gradient of the {statistic}");
+                let layers = self.late(runs, &quantity);
+                let (Some(first), Some(last)) = (layers.first(), layers.last()) else {
                     continue;
                 };
-                let Some(first) = runs.first() else { continue };
-                for (quantity, layers) in &first.observations.series {
-                    if !quantity.starts_with(what) {
-                        continue;
-                    }
-                    let late = |run: &Outcome| {
-                        let layers = run.observations.series.get(quantity);
-                        let layers = layers.into_iter().flat_map(BTreeMap::values);
-                        let values = layers.flatten().filter(|(step, _)| *step >= run.steps / 2);
-                        values.map(|&(_, value)| value).collect::<Vec<_>>()
-                    };
-                    let values: Vec<f64> = runs.0.iter().flat_map(late).collect();
-                    if values.is_empty() {
-                        continue;
-                    }
-                    let largest = values.iter().copied().fold(0., f64::max);
-                    writeln!(
-                        text,
-                        "| {quantity} | {label} | {:.2e} | {largest:.2e} |",
-                        mean(&values)
-                    )?;
+                let points = (runs.0.iter())
+                    .filter_map(|run| run.observations.series.get(&quantity))
+                    .flatten()
+                    .flat_map(|(layer, series)| series.iter().map(move |point| (layer, point)));
+                let largest = points.max_by(|(_, (_, a)), (_, (_, b))| a.total_cmp(b));
+                let Some((layer, (step, largest))) = largest else {
+                    continue;
+                };
+                writeln!(
+                    text,
+                    "| {statistic} | {label} | {first:.2e} | {last:.2e} | {:.2e} | {largest:.2e} | {layer} | {step} |",
+                    mean(&layers)
+                )?;
+            }
+        }
+        self.layers(text, &shown, "gradient", "norm", "gradients.svg")
+    }
+
+    /// A quantity over the second half of training: its mean over steps and seeds in each layer, from the first to the last.
+    fn late(&self, runs: &Runs, quantity: &str) -> Vec<f64> {
+        let mut layers: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+        for run in &runs.0 {
+            for (layer, series) in run.observations.series.get(quantity).into_iter().flatten() {
+                let late = series
+                    .iter()
+                    .filter(|(step, _)| *step >= self.args.steps / 2);
+                let values = layers.entry(layer).or_default();
+                values.extend(late.map(|&(_, value)| value));
+            }
+        }
+        (layers.values())
+            .filter(|values| !values.is_empty())
+            .map(|values| mean(values))
+            .collect()
+    }
+
+    /// The course of a quantity in every layer, in a panel for each statistic of the runs `shown`.
+    fn layers(
+        &self,
+        text: &mut String,
+        shown: &[(&str, &Runs)],
+        what: &str,
+        y: &'static str,
+        file: &str,
+    ) -> Result<()> {
+        let mut charts = vec![];
+        for (label, runs) in shown {
+            let Some(first) = runs.first() else { continue };
+            for statistic in statistics(runs) {
+                let quantity = format!("{what} of the {statistic}");
+                if let Some(layers) = first.observations.series.get(&quantity) {
                     charts.push(chart_of_layers(format!("{label}: {quantity}"), y, layers));
                 }
             }
-            if !charts.is_empty() {
-                draw(&self.out.join(file), &charts, 2)?;
+        }
+        match charts.is_empty() {
+            true => Ok(()),
+            false => {
+                let title = format!("{what} by layer, first seed");
+                self.figure(text, [&title, file], &charts, 2)
             }
         }
-        Ok(())
     }
 
     fn rows(&self, text: &mut String) -> Result<()> {
-        let mut by_rows: BTreeMap<usize, BTreeMap<String, &Runs>> = BTreeMap::new();
-        let mut norms = vec![];
-        for variant in Experiment::Rows.variants() {
-            let Some(runs) = self.runs(variant) else {
-                continue;
-            };
-            let norm = variant.norm.to_string();
-            if !norms.contains(&norm) {
-                norms.push(norm.clone());
-            }
-            by_rows
-                .entry(variant.rows())
-                .or_default()
-                .insert(norm, runs);
-        }
-        if by_rows.len() < 2 {
+        let variants = Experiment::Rows.variants();
+        let fewer = |variant: &Variant| variant.micro_batch != BATCH;
+        let ran = |variant: &Variant| self.all.contains_key(&variant.name());
+        if !variants
+            .iter()
+            .any(|variant| fewer(variant) && ran(variant))
+        {
             return Ok(());
         }
+        let title = "Rows that statistics are taken over";
+        let Some(compared) = self.section(text, title, variants)? else {
+            return Ok(());
+        };
         writeln!(
             text,
-            "\n## Rows that statistics are taken over\n\nThe rows of a step of the optimizer stay the same. {CONTEXT} rows are one sequence: \
-             the statistic of a batch then tells each token of those after it, and a model that is trained by it can read them, until \
-             it is evaluated. Running statistics forget by the forward, and of few rows have seen less."
+            "Mean (range) over seeds. The rows of a step of the optimizer stay the same. {CONTEXT} rows are one sequence: the statistic \
+             of a batch then tells each token of those after it, and a model that is trained by it can read them, until it is evaluated. \
+             Running statistics forget by the forward, and of few rows have seen less. LN takes no statistic over rows: it is one run, \
+             whatever their number."
         )?;
+        let rows: BTreeSet<usize> = compared
+            .0
+            .iter()
+            .map(|(variant, _)| variant.rows())
+            .collect();
+        let mut norms: Vec<Norm> = vec![];
+        for (variant, _) in &compared.0 {
+            if !norms.contains(&variant.norm) {
+                norms.push(variant.norm);
+            }
+        }
+        let runs = |norm: Norm, rows: usize| {
+            let micro_batch = match norm {
+                Norm::Layer => BATCH,
+                _ => rows / CONTEXT,
+            };
+            compared.get(Variant {
+                micro_batch,
+                ..Variant::of(norm)
+            })
+        };
         type Number = fn(&Outcome) -> Option<f64>;
-        let numbers: [(&str, Number); 2] = [
-            (
-                "Validation, by running statistics where a normalization has them",
-                val_loss,
-            ),
-            (
-                "The last batches in training, by theirs where it takes those",
-                Outcome::last_loss,
-            ),
-        ];
-        for (title, number) in numbers {
-            writeln!(text, "\n{title}:\n\n| rows | {} |", norms.join(" | "))?;
+        let losses = |number: Number| move |runs: &Runs, _: &Runs| runs.spread(number);
+        let table = |text: &mut String, title: &str, cell: &dyn Fn(&Runs, &Runs) -> String| {
+            let names: Vec<String> = norms.iter().map(Norm::to_string).collect();
+            writeln!(text, "\n{title}:\n\n| rows | {} |", names.join(" | "))?;
             writeln!(text, "|---|{}", "---|".repeat(norms.len()))?;
-            for (rows, of_norm) in &by_rows {
-                let cell = |norm| {
-                    let runs: Option<&&Runs> = of_norm.get(norm);
-                    runs.map_or(String::new(), |runs| runs.spread(number))
+            for &rows in &rows {
+                let cell = |&norm: &Norm| match (runs(norm, rows), runs(norm, BATCH * CONTEXT)) {
+                    (Some(runs), Some(whole)) => cell(runs, whole),
+                    _ => String::new(),
                 };
                 let cells: Vec<String> = norms.iter().map(cell).collect();
                 writeln!(text, "| {rows} | {} |", cells.join(" | "))?;
             }
-        }
-        let line = |(color, norm): (usize, &String)| {
-            let point = |(&rows, of_norm): (&usize, &BTreeMap<String, &Runs>)| {
-                Some((rows as f64, of_norm.get(norm)?.mean(val_loss)?))
+            anyhow::Ok(())
+        };
+        table(
+            text,
+            "Validation, by running statistics where a normalization has them",
+            &losses(val_loss),
+        )?;
+        table(
+            text,
+            "Validation, less that of the same seed by the statistics of the whole batch",
+            &|runs, whole| match std::ptr::eq(runs, whole) {
+                true => String::new(),
+                false => runs.spread_over(whole, val_loss),
+            },
+        )?;
+        table(
+            text,
+            "The last batches in training, by theirs where it takes those",
+            &losses(Outcome::last_loss),
+        )?;
+        let line = |(color, &norm): (usize, &Norm)| {
+            let point = |&rows: &usize| {
+                let runs = runs(norm, rows)?;
+                let diverged = |run: &&Outcome| val_loss(run).unwrap_or(f64::INFINITY);
+                let losses: Vec<f64> = runs.0.iter().map(diverged).collect();
+                Some((rows as f64, mean(&losses)))
             };
             Line {
-                label: norm.clone(),
-                points: by_rows.iter().filter_map(point).collect(),
+                label: norm.to_string(),
+                points: rows.iter().filter_map(point).collect(),
                 style: Style::Thick,
                 color,
             }
         };
         let chart = Chart {
-            title: "Validation loss by the rows that statistics are taken over".into(),
+            title: "Validation loss by the rows of a statistic; triangles: above the plot".into(),
             x: "rows",
             y: "nats",
             // One loss of many times the others would press those into a flat line.
@@ -387,7 +563,7 @@ impl Report<'_> {
             lines: norms.iter().enumerate().map(line).collect(),
             ..Default::default()
         };
-        draw(&self.out.join("rows.svg"), &[chart], 1)
+        self.figure(text, ["Validation loss by rows", "rows.svg"], &[chart], 1)
     }
 
     /// The most that a plot of losses shows: the loss of knowing no more than how often each token comes.
@@ -406,11 +582,19 @@ impl Report<'_> {
     }
 
     fn recipes(&self, text: &mut String) -> Result<()> {
-        let mut lines = String::new();
-        for variant in Experiment::Recipes.variants() {
-            let Some(runs) = self.runs(variant) else {
-                continue;
-            };
+        let variants = Experiment::Recipes.variants();
+        let Some(compared) = self.section(text, "Recipes", variants)? else {
+            return Ok(());
+        };
+        writeln!(
+            text,
+            "Mean (range) over seeds. The difference is to the validation loss of PN from the same seed: the paper's recipe, with \
+             layer-scale and guard. The last column counts the channels, over all steps and layers after the warm-up, with \
+             (1−α_b)Γ > 1: where the guard acts. Where there is none, on and off are one run.\n\n\
+             | recipe | layer-scale | guard | validation | less PN's | training | outside Assumption 10 |\n\
+             |---|---|---|---|---|---|---|"
+        )?;
+        for (variant, runs) in &compared.0 {
             let recipe = match (variant.norm, variant.recipe) {
                 (Norm::PowerV, _) => "PN-V",
                 (_, Recipe::Paper) => "paper",
@@ -435,36 +619,33 @@ impl Report<'_> {
                 _ => String::new(),
             };
             writeln!(
-                lines,
-                "| {recipe} | {} | {guard} | {} | {} | {guarded} |",
+                text,
+                "| {recipe} | {} | {guard} | {} | {} | {} | {guarded} |",
                 if variant.groups.is_some() {
                     "on"
                 } else {
                     "off"
                 },
                 runs.spread(val_loss),
+                less(runs, *variant, &compared, PN),
                 runs.spread(|run| run.train_loss.map(f64::from)),
-            )?;
-        }
-        if !lines.is_empty() {
-            writeln!(
-                text,
-                "\n## Recipes\n\nThe last column counts the channels, over all steps and layers after the warm-up, with (1−α_b)Γ > 1: where the guard acts. Where there is none, on and off are one run.\n\n\
-                 | recipe | layer-scale | guard | validation | training | outside Assumption 10 |\n|---|---|---|---|---|---|\n{}",
-                lines.trim_end()
             )?;
         }
         Ok(())
     }
 
     fn embeddings(&self, text: &mut String) -> Result<()> {
+        let title = "Singular values of the embedding";
+        let Some(compared) = self.section(text, title, Experiment::Norms.variants())? else {
+            return Ok(());
+        };
         writeln!(
             text,
-            "\n## Singular values of the embedding\n\nMean (range) over seeds.\n\n\
+            "Mean (range) over seeds.\n\n\
              | normalization | largest | median | smallest | largest / median |\n|---|---|---|---|---|"
         )?;
         let mut lines = vec![];
-        for (color, (norm, runs)) in self.norms().enumerate() {
+        for (color, (variant, runs)) in compared.0.iter().enumerate() {
             let nth = |place: fn(usize) -> usize| {
                 move |run: &Outcome| {
                     run.singular_values
@@ -473,6 +654,7 @@ impl Report<'_> {
                 }
             };
             let (largest, median) = (nth(|_| 0), nth(|count| count / 2));
+            let norm = variant.norm;
             writeln!(
                 text,
                 "| {norm} | {} | {} | {} | {} |",
@@ -499,65 +681,114 @@ impl Report<'_> {
             logarithmic: true,
             ..Default::default()
         };
-        draw(&self.out.join("singular_values.svg"), &[chart], 1)
+        self.figure(text, [title, "singular_values.svg"], &[chart], 1)
     }
 
-    /// Histograms of |γ/ψ|, layer by layer.
+    /// Medians of |γ/ψ| and histograms, layer by layer.
     fn gains(&self, text: &mut String) -> Result<()> {
+        let variants = [
+            PN,
+            PN.without_layer_scale(),
+            PN_V,
+            PN_V.without_layer_scale(),
+            BN,
+        ];
+        let Some(compared) = self.section(text, "γ/ψ", variants)? else {
+            return Ok(());
+        };
         writeln!(
             text,
-            "\n## γ/ψ\n\nMagnitudes over all channels, mean (range) over seeds; γ/σ of BatchNorm.\n\n\
-             | normalization | layer | median | largest |\n|---|---|---|---|"
+            "Magnitudes in the finished model: ψ is the running one at the end of training, and of BatchNorm it is the running \
+             deviation σ. With layer-scale a token is divided by the quadratic means of its groups before. Mean (range) over seeds."
         )?;
-        let mut layers: BTreeMap<String, Vec<(String, usize, Vec<f64>)>> = BTreeMap::new();
-        for (color, (norm, runs)) in self.norms().enumerate() {
-            let Some(first) = runs.first() else { continue };
-            for (layer, gains) in &first.gains {
-                let sorted = |run: &Outcome| {
-                    let mut gains: Vec<f64> = run
-                        .gains
-                        .get(layer)?
-                        .iter()
-                        .map(|gain| gain.abs())
-                        .collect();
-                    gains.sort_unstable_by(f64::total_cmp);
-                    Some(gains)
+        let layers: BTreeSet<&String> = (compared.0.iter())
+            .flat_map(|(_, runs)| runs.0.iter().flat_map(|run| run.gains.keys()))
+            .collect();
+        let names: Vec<String> = compared
+            .0
+            .iter()
+            .map(|(variant, _)| variant.name())
+            .collect();
+        let sorted = |run: &Outcome, layer: &String| {
+            let mut gains: Vec<f64> = run
+                .gains
+                .get(layer)?
+                .iter()
+                .map(|gain| gain.abs())
+                .collect();
+            gains.sort_unstable_by(f64::total_cmp);
+            Some(gains)
+        };
+        for (title, place) in [
+            (
+                "The median over channels",
+                (|count| count / 2) as fn(usize) -> usize,
+            ),
+            ("The largest", |count| count - 1),
+        ] {
+            writeln!(text, "\n{title}:\n\n| layer | {} |", names.join(" | "))?;
+            writeln!(text, "|---|{}", "---|".repeat(names.len()))?;
+            for layer in &layers {
+                let nth = |run: &Outcome| {
+                    let gains = sorted(run, layer)?;
+                    gains.get(place(gains.len())).copied()
                 };
-                writeln!(
-                    text,
-                    "| {norm} | {layer} | {} | {} |",
-                    runs.spread(|run| sorted(run).map(|gains| gains[gains.len() / 2])),
-                    runs.spread(|run| sorted(run)?.last().copied()),
-                )?;
-                let gains = gains.iter().map(|gain| gain.abs()).collect();
-                let of_layer = layers.entry(layer.clone()).or_default();
-                of_layer.push((norm.to_string(), color, gains));
+                let cells: Vec<String> = (compared.0.iter())
+                    .map(|(_, runs)| runs.spread(nth))
+                    .collect();
+                writeln!(text, "| {layer} | {} |", cells.join(" | "))?;
             }
         }
-        let charts: Vec<Chart> = (layers.into_iter())
-            .map(|(layer, norms)| {
-                let gains = norms.iter().flat_map(|(_, _, gains)| gains);
-                let width = gains.copied().fold(f64::MIN_POSITIVE, f64::max) / BINS as f64;
-                let line = |(label, color, gains): (String, usize, Vec<f64>)| Line {
-                    label,
-                    points: histogram(&gains, width),
-                    style: Style::Thin,
-                    color,
-                };
-                Chart {
-                    title: layer,
-                    x: "|γ/ψ|",
-                    y: "channels",
-                    lines: norms.into_iter().map(line).collect(),
-                    ..Default::default()
-                }
-            })
-            .collect();
+        let chart = |layer: &&String| {
+            let logarithms = |runs: &Runs| -> Vec<f64> {
+                let gains = runs.first().and_then(|run| run.gains.get(*layer));
+                let gains = gains.into_iter().flatten();
+                gains.map(|gain| gain.abs().log10()).collect()
+            };
+            let of_norms: Vec<_> = compared
+                .0
+                .iter()
+                .map(|(_, runs)| logarithms(runs))
+                .collect();
+            let ends = ends(of_norms.iter().flatten().copied());
+            let line = |(color, logarithms): (usize, &Vec<f64>)| Line {
+                label: names[color].clone(),
+                points: histogram(logarithms, ends),
+                style: Style::Thin,
+                color,
+            };
+            Chart {
+                title: layer.to_string(),
+                x: "log₁₀ |γ/ψ|",
+                y: "channels",
+                lines: of_norms.iter().enumerate().map(line).collect(),
+                ..Default::default()
+            }
+        };
+        let charts: Vec<Chart> = layers.iter().map(chart).collect();
         match charts.is_empty() {
             true => Ok(()),
-            false => draw(&self.out.join("gains.svg"), &charts, 3),
+            false => {
+                let title = "Channels by |γ/ψ|, first seed";
+                self.figure(text, [title, "gains.svg"], &charts, 3)
+            }
         }
     }
+}
+
+/// What validation losses of `runs` have over those of `base` from the same seeds, if these are others.
+fn less(runs: &Runs, variant: Variant, compared: &Compared, base: Variant) -> String {
+    let base = compared.get(base).filter(|_| variant != base);
+    base.map_or(String::new(), |base| runs.spread_over(base, val_loss))
+}
+
+/// The names of the statistics that were observed.
+fn statistics(runs: &Runs) -> BTreeSet<String> {
+    let quantities = runs.0.iter().flat_map(|run| run.observations.series.keys());
+    quantities
+        .filter_map(|quantity| quantity.strip_prefix("distance of the "))
+        .map(str::to_string)
+        .collect()
 }
 
 fn chart_of_layers(title: String, y: &'static str, layers: &BTreeMap<String, Series>) -> Chart {
@@ -583,13 +814,246 @@ fn chart_of_layers(title: String, y: &'static str, layers: &BTreeMap<String, Ser
 /// Bins of a histogram.
 const BINS: usize = 40;
 
-/// Counts in bins of this `width`, as steps of a line.
-fn histogram(magnitudes: &[f64], width: f64) -> Vec<(f64, f64)> {
+/// The least and the most decades that a histogram goes down from the largest. The first bin counts all below, too.
+const DECADES: [f64; 2] = [0.1, 3.];
+
+/// The ends of the histograms of all these logarithms.
+fn ends(logarithms: impl Iterator<Item = f64>) -> [f64; 2] {
+    let (low, high) = (logarithms.filter(|value| value.is_finite()))
+        .map(|value| (value, value))
+        .reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)))
+        .unwrap_or((0., 0.));
+    [low.clamp(high - DECADES[1], high - DECADES[0]), high]
+}
+
+/// Counts in bins between two ends, as steps of a line.
+fn histogram(values: &[f64], [low, high]: [f64; 2]) -> Vec<(f64, f64)> {
+    let width = (high - low) / BINS as f64;
     let mut counts = [0.; BINS];
-    for magnitude in magnitudes {
-        counts[((magnitude / width) as usize).min(BINS - 1)] += 1.;
+    for value in values {
+        counts[(((value - low) / width) as usize).min(BINS - 1)] += 1.;
     }
     (counts.iter().enumerate())
-        .flat_map(|(bin, &count)| [bin, bin + 1].map(|edge| (edge as f64 * width, count)))
+        .flat_map(|(bin, &count)| [bin, bin + 1].map(|edge| (low + edge as f64 * width, count)))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Place;
+    use std::path::PathBuf;
+
+    fn args(out: PathBuf) -> Args {
+        Args {
+            text: "a text".into(),
+            words: false,
+            experiments: vec![],
+            seeds: vec![],
+            steps: 4,
+            eval_every: 2,
+            device: Place::Cpu,
+            out,
+        }
+    }
+
+    fn outcome(variant: Variant, seed: u64, val_loss: Option<f32>) -> Outcome {
+        Outcome {
+            variant: variant.name(),
+            seed,
+            settings: Value::Null,
+            val_loss,
+            train_loss: val_loss,
+            train: vec![2.; 4],
+            val: vec![(2, 2.)],
+            observations: Observations::default(),
+            gains: BTreeMap::new(),
+            singular_values: vec![],
+            seconds: 1.,
+        }
+    }
+
+    /// The report and the plots of these outcomes.
+    fn report(outcomes: Vec<Outcome>) -> Result<(tempfile::TempDir, String)> {
+        let dir = tempfile::tempdir()?;
+        let args = args(dir.path().into());
+        let corpus = Corpus::new(include_str!("report.rs"), Unit::Character, CONTEXT)?;
+        let mut all = Outcomes::new();
+        for outcome in outcomes {
+            let runs = all.entry(outcome.variant.clone()).or_default();
+            runs.insert(outcome.seed, outcome);
+        }
+        let report = Report {
+            args: &args,
+            corpus: &corpus,
+            all,
+        };
+        let text = report.text()?;
+        for file in text
+            .split("](")
+            .skip(1)
+            .filter_map(|link| link.split(')').next())
+        {
+            assert!(dir.path().join(file).exists(), "{file}");
+        }
+        Ok((dir, text))
+    }
+
+    fn few_rows(variant: Variant) -> Variant {
+        Variant {
+            micro_batch: 3,
+            ..variant
+        }
+    }
+
+    /// The whole batch had a mean over two seeds beside one of fewer rows, 3.000 beside 2.500.
+    #[test]
+    fn means_are_compared_over_the_same_seeds() -> Result<()> {
+        let off = Variant { guard: false, ..PN };
+        let (_, text) = report(vec![
+            outcome(PN, 1, Some(2.)),
+            outcome(PN, 2, Some(4.)),
+            outcome(PN, 3, Some(2.25)),
+            outcome(few_rows(PN), 1, Some(2.5)),
+            outcome(few_rows(PN), 3, Some(3.25)),
+            outcome(off, 1, Some(2.125)),
+            outcome(off, 4, Some(9.)),
+        ])?;
+        let section = |title: &str| {
+            let section = text.split("\n## ").find(|part| part.starts_with(title));
+            section.unwrap_or_default()
+        };
+        let rows = section("Rows");
+        for line in [
+            "Seeds: 1, 3; others have not run all that is compared here.",
+            "| 192 | 2.875 (2.500 to 3.250) |",
+            "| 768 | 2.125 (2.000 to 2.250) |",
+            "| 192 | +0.750 (+0.500 to +1.000) |",
+        ] {
+            assert!(rows.contains(line), "{line} in {rows}");
+        }
+        let recipes = section("Recipes");
+        for line in [
+            "Seeds: 1; others",
+            "| paper | on | on | 2.000 |  | 2.000 |",
+            "| paper | on | off | 2.125 | +0.125 | 2.125 |",
+        ] {
+            assert!(recipes.contains(line), "{line} in {recipes}");
+        }
+        assert!(section("Losses").contains("Seeds: 1, 2, 3.\n"), "{text}");
+        Ok(())
+    }
+
+    #[test]
+    fn without_a_common_seed_nothing_is_compared() -> Result<()> {
+        let (_, text) = report(vec![
+            outcome(PN, 1, Some(2.)),
+            outcome(few_rows(PN), 2, Some(3.)),
+        ])?;
+        let rows = text.split("\n## Rows").nth(1).context("no section")?;
+        assert!(rows.contains("There is no seed yet"), "{text}");
+        assert!(!rows.contains("3.000"), "{text}");
+        Ok(())
+    }
+
+    /// LN has one run, and the same place at any number of rows; what is above the plot is marked.
+    #[test]
+    fn layer_norm_is_the_same_of_any_rows() -> Result<()> {
+        let (dir, text) = report(vec![
+            outcome(LN, 1, Some(2.5)),
+            outcome(BN, 1, Some(2.25)),
+            outcome(few_rows(BN), 1, Some(136.)),
+            outcome(PN, 1, Some(2.)),
+            outcome(few_rows(PN), 1, None),
+        ])?;
+        for line in [
+            "| 192 | 2.500 | 136.000 | 1 of 1 diverged |",
+            "| 768 | 2.500 | 2.250 | 2.000 |",
+            "| 192 |  | +133.750 | 1 of 1 diverged |",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        let svg = std::fs::read_to_string(dir.path().join("rows.svg"))?;
+        assert!(
+            svg.contains("batch 136") && svg.contains("power ∞"),
+            "{svg}"
+        );
+        assert!(svg.contains("triangles: above the plot"));
+        Ok(())
+    }
+
+    /// Layers whose distances differ 500-fold were one mean.
+    #[test]
+    fn statistics_are_told_by_layer() -> Result<()> {
+        let mut run = outcome(BN, 1, Some(2.));
+        let layer = |late: f64, early: f64| vec![(0, early), (2, late), (3, 3. * late)];
+        for (quantity, scale) in [
+            ("distance of the mean", 1.),
+            ("relative distance of the mean", 10.),
+            ("gradient of the mean", 100.),
+        ] {
+            let layers = BTreeMap::from([
+                ("blocks.0.norm_1".to_string(), layer(2e-3 * scale, 1.)),
+                ("blocks.0.norm_2".to_string(), layer(1e-3 * scale, 9.)),
+                ("norm".to_string(), layer(3e-3 * scale, 1.)),
+            ]);
+            run.observations.series.insert(quantity.into(), layers);
+        }
+        let (_, text) = report(vec![run])?;
+        for line in [
+            "| mean | BN | 4.00e-3 | 6.00e-3 | 4.00e-3 | 0.0400 | 0.0600 | 0.0400 |",
+            "| mean | BN | 4.00e-1 | 6.00e-1 | 4.00e-1 | 9.00e0 | blocks.0.norm_2 | 0 |",
+            "](distances.svg)",
+            "](relative_distances.svg)",
+            "](gradients.svg)",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn gains_are_told_with_and_without_layer_scale() -> Result<()> {
+        let with = |variant: Variant, gains: &[f64]| {
+            let mut run = outcome(variant, 1, Some(2.));
+            run.gains.insert("blocks.0.norm_1".into(), gains.to_vec());
+            run
+        };
+        let (_, text) = report(vec![
+            with(PN, &[1., -1.25, 0.5]),
+            with(PN.without_layer_scale(), &[18., -20., 17.]),
+            with(PN_V.without_layer_scale(), &[16., -20., 17.]),
+        ])?;
+        for line in [
+            "| layer | power | power-noscale | power-v-noscale |",
+            "| blocks.0.norm_1 | 1.000 | 18.000 | 17.000 |",
+            "| blocks.0.norm_1 | 1.250 | 20.000 | 20.000 |",
+            "](gains.svg)",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        Ok(())
+    }
+
+    /// Of bins that were equal up to the largest gain, 23, all from 0.8 to 1.3 fell into two.
+    #[test]
+    fn small_gains_are_in_many_bins_beside_large_ones() {
+        let logarithms = |from: f64, to: f64| -> Vec<f64> {
+            let gain = |i| from + (to - from) * f64::from(i) / 127.;
+            (0..128).map(|i| gain(i).log10()).collect()
+        };
+        let (small, large) = (logarithms(0.8, 1.3), logarithms(13., 23.));
+        let ends = ends(small.iter().chain(&large).copied());
+        for values in [&small, &large] {
+            let steps = histogram(values, ends);
+            assert_eq!(steps.len(), 2 * BINS);
+            assert_eq!(steps.iter().map(|step| step.1).sum::<f64>(), 2. * 128.);
+            let filled = steps.iter().filter(|step| step.1 > 0.).count() / 2;
+            assert!(filled >= 6, "{filled}");
+        }
+        // A channel without a gain, and channels that are all alike.
+        let one = self::ends([f64::NEG_INFINITY, 0.].into_iter());
+        let steps = histogram(&[f64::NEG_INFINITY, 0.], one);
+        assert_eq!((steps[0].1, steps[2 * BINS - 1].1), (1., 1.));
+    }
 }

@@ -345,7 +345,7 @@ fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Wr
         let result = json!({
             "norm": norm.to_string(),
             "data": args.data,
-            "groups": norm.folds().then_some(args.groups),
+            "groups": norm.is_power().then_some(args.groups),
             "seed": args.seed,
             "timed_steps": args.steps(),
             "median_ms_per_step": 1e3 * speed.seconds_per_step,
@@ -469,7 +469,7 @@ fn report(
         json!({
             "norm": norm.to_string(),
             "data": args.data,
-            "groups": norm.folds().then_some(args.groups),
+            "groups": norm.is_power().then_some(args.groups),
             "seed": args.seed,
             "steps": run.steps(),
             "epochs": run.epochs(),
