@@ -9,6 +9,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
+
+/// The losses of a run so far.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct History {
+    /// Of every step.
+    pub train: Vec<f32>,
+    /// Steps made before an evaluation, and its loss.
+    pub val: Vec<(u32, f32)>,
+}
 
 /// Tensors and notes, under names.
 #[derive(Debug, Default)]
@@ -18,9 +28,21 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// A run's settings, variables and moments.
-    pub fn new(settings: &Value, varmap: &VarMap, optimizer: &AdamW) -> Self {
-        let mut tensors = BTreeMap::new();
+    /// A run's settings, variables and moments, its losses, and the time it took.
+    pub fn new(
+        settings: &Value,
+        varmap: &VarMap,
+        optimizer: &AdamW,
+        history: &History,
+        elapsed: Duration,
+    ) -> Result<Self> {
+        let cpu = &Device::Cpu;
+        let (val_steps, val): (Vec<_>, Vec<_>) = history.val.iter().copied().unzip();
+        let mut tensors = BTreeMap::from([
+            ("history.train".into(), Tensor::new(&*history.train, cpu)?),
+            ("history.val_steps".into(), Tensor::new(val_steps, cpu)?),
+            ("history.val".into(), Tensor::new(val, cpu)?),
+        ]);
         for (name, var) in variables(varmap) {
             tensors.insert(format!("model.{name}"), var.as_detached_tensor());
         }
@@ -31,8 +53,9 @@ impl Checkpoint {
         let notes = HashMap::from([
             ("settings".to_string(), settings.to_string()),
             ("steps".to_string(), optimizer.steps.to_string()),
+            ("seconds".to_string(), elapsed.as_secs_f64().to_string()),
         ]);
-        Self { tensors, notes }
+        Ok(Self { tensors, notes })
     }
 
     /// The file is complete or not there: a crash leaves the one before.
@@ -76,6 +99,18 @@ impl Checkpoint {
         }
         optimizer.steps = checkpoint.note("steps")?.parse()?;
         Ok(checkpoint)
+    }
+
+    /// The losses, and the time.
+    pub fn take_history(&mut self) -> Result<(History, Duration)> {
+        let val_steps = self.take("history.val_steps")?.to_vec1()?;
+        let val = self.take("history.val")?.to_vec1()?;
+        let history = History {
+            train: self.take("history.train")?.to_vec1()?,
+            val: val_steps.into_iter().zip(val).collect(),
+        };
+        let elapsed = Duration::try_from_secs_f64(self.note("seconds")?.parse()?)?;
+        Ok((history, elapsed))
     }
 
     pub fn take(&mut self, name: &str) -> Result<Tensor> {

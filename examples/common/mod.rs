@@ -11,7 +11,7 @@ pub mod random;
 pub mod train;
 
 use anyhow::{ensure, Context, Result};
-use candle::Device;
+use candle::{Device, Tensor};
 use clap::ValueEnum;
 
 /// What trains a model.
@@ -36,6 +36,20 @@ impl Place {
             }
         }
     }
+}
+
+/// `[time, time]`: 0 where a position may look, minus infinity where it would see the future.
+pub fn causal_mask(time: usize, device: &Device) -> candle::Result<Tensor> {
+    let mask: Vec<f32> = (0..time * time)
+        .map(|i| {
+            if i % time > i / time {
+                f32::NEG_INFINITY
+            } else {
+                0.
+            }
+        })
+        .collect();
+    Tensor::from_vec(mask, (time, time), device)
 }
 
 /// Parses a count.

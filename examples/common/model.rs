@@ -1,9 +1,10 @@
 //! A decoder-only transformer: pre-norm blocks, learned positions, no dropout, no
 //! bias in the linear layers, the embedding tied to the output.
 
+use super::causal_mask;
 use super::checkpoint::variables;
 use super::norm::{NormConfig, NormLayer};
-use candle::{Device, Module, Result, Tensor, D};
+use candle::{Module, Result, Tensor, D};
 use candle_nn::{embedding, linear_no_bias, ops, Embedding, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use rand::{rngs::StdRng, Rng};
@@ -86,20 +87,6 @@ impl Gpt {
     fn first_norm(&self, i: usize) -> &NormLayer {
         self.blocks.get(i).map_or(&self.norm, |block| &block.norm_1)
     }
-}
-
-/// 0 where a position may look, minus infinity where it would see the future.
-fn causal_mask(context: usize, device: &Device) -> Result<Tensor> {
-    let mask: Vec<f32> = (0..context * context)
-        .map(|i| {
-            if i % context > i / context {
-                f32::NEG_INFINITY
-            } else {
-                0.
-            }
-        })
-        .collect();
-    Tensor::from_vec(mask, (context, context), device)
 }
 
 struct Block {

@@ -1,6 +1,6 @@
 //! Curves as an SVG file.
 
-use super::train::History;
+use super::checkpoint::History;
 use anyhow::{anyhow, Context, Result};
 use plotters::coord::Shift;
 use plotters::prelude::*;

@@ -1,6 +1,6 @@
 //! One training run: a step, an evaluation, a sample, and the checkpoint that continues it.
 
-use super::checkpoint::{variables, Checkpoint};
+use super::checkpoint::{variables, Checkpoint, History};
 use super::data::{Batch, Corpus};
 use super::model::{init_weights, Gpt, Size};
 use super::norm::{is_buffer, NormConfig};
@@ -34,15 +34,6 @@ pub struct Settings {
     pub micro_batch: usize,
     pub steps: usize,
     pub seed: u64,
-}
-
-/// The losses of a run so far.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct History {
-    /// Of every step.
-    pub train: Vec<f32>,
-    /// Steps made before an evaluation, and its loss.
-    pub val: Vec<(u32, f32)>,
 }
 
 pub struct Run<'a> {
@@ -242,20 +233,13 @@ impl<'a> Run<'a> {
 
     /// Writes everything the run's future depends on, and `notes`.
     pub fn save(&self, path: &Path, notes: &[(&str, String)]) -> Result<()> {
-        let mut checkpoint = Checkpoint::new(&self.describe(), &self.varmap, &self.optimizer);
-        let (val_steps, val): (Vec<_>, Vec<_>) = self.history.val.iter().copied().unzip();
-        for (name, history) in [
-            (
-                "history.train",
-                Tensor::new(&*self.history.train, &Device::Cpu)?,
-            ),
-            ("history.val_steps", Tensor::new(val_steps, &Device::Cpu)?),
-            ("history.val", Tensor::new(val, &Device::Cpu)?),
-        ] {
-            checkpoint.tensors.insert(name.into(), history);
-        }
-        let seconds = self.elapsed.as_secs_f64().to_string();
-        checkpoint.notes.insert("seconds".into(), seconds);
+        let mut checkpoint = Checkpoint::new(
+            &self.describe(),
+            &self.varmap,
+            &self.optimizer,
+            &self.history,
+            self.elapsed,
+        )?;
         for (key, note) in notes {
             checkpoint.notes.insert(key.to_string(), note.clone());
         }
@@ -272,13 +256,7 @@ impl<'a> Run<'a> {
         let settings = self.describe();
         let mut checkpoint =
             Checkpoint::restore(path, &settings, &self.varmap, &mut self.optimizer)?;
-        let val_steps = checkpoint.take("history.val_steps")?.to_vec1()?;
-        let val = checkpoint.take("history.val")?.to_vec1()?;
-        self.history = History {
-            train: checkpoint.take("history.train")?.to_vec1()?,
-            val: val_steps.into_iter().zip(val).collect(),
-        };
-        self.elapsed = Duration::try_from_secs_f64(checkpoint.note("seconds")?.parse()?)?;
+        (self.history, self.elapsed) = checkpoint.take_history()?;
         Ok(checkpoint)
     }
 

@@ -1,9 +1,10 @@
 //! The results of runs, and the tables and plots made of them.
 
+use crate::common::checkpoint::History;
 use crate::common::data::{Corpus, Unit};
 use crate::common::norm::Norm;
 use crate::common::plot::{self, draw, Chart, Line, Style};
-use crate::common::train::{History, Run};
+use crate::common::train::Run;
 use crate::measure::{gains, singular_values, Observations, Series};
 use crate::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT, LN, PN, PN_V};
 use anyhow::{ensure, Context, Result};

@@ -1,6 +1,7 @@
 //! A pre-norm transformer, encoder and decoder: sinusoidal positions, dropout on embeddings and branches, one embedding for
 //! both languages and for the output.
 
+use crate::common::causal_mask;
 use crate::common::checkpoint::variables;
 use crate::common::norm::{Norm, NormConfig, NormLayer};
 use crate::data::{Batch, Sources};
@@ -211,20 +212,6 @@ fn positions(time: usize, width: usize, device: &Device) -> Result<Tensor> {
         })
         .collect();
     Tensor::from_vec(values, (time, width), device)
-}
-
-/// 0 where a position may look, minus infinity where it would see the future.
-fn causal_mask(time: usize, device: &Device) -> Result<Tensor> {
-    let mask: Vec<f32> = (0..time * time)
-        .map(|i| {
-            if i % time > i / time {
-                f32::NEG_INFINITY
-            } else {
-                0.
-            }
-        })
-        .collect();
-    Tensor::from_vec(mask, (1, 1, time, time), device)
 }
 
 struct EncoderBlock {

@@ -1,14 +1,13 @@
 //! One training run: a step, an evaluation, and the checkpoint that continues it.
 
-use crate::common::checkpoint::{variables, Checkpoint};
+use crate::common::checkpoint::{variables, Checkpoint, History};
 use crate::common::norm::{is_buffer, NormConfig};
 use crate::common::optim::{AdamW, AdamWConfig};
 use crate::common::random::{generator, Use};
-use crate::common::train::History;
 use crate::data::{by_length, cut, epoch, Batch, Corpus};
 use crate::model::{init_weights, Dropout, Size, Transformer};
 use anyhow::{ensure, Context, Result};
-use candle::{DType, Device, Tensor};
+use candle::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use serde_json::{json, Value};
@@ -204,19 +203,13 @@ impl<'a> Run<'a> {
 
     /// Writes everything the run's future depends on.
     pub fn save(&self, path: &Path) -> Result<()> {
-        let mut checkpoint = Checkpoint::new(&self.describe(), &self.varmap, &self.optimizer);
-        let (val_steps, val): (Vec<_>, Vec<_>) = self.history.val.iter().copied().unzip();
-        let cpu = &Device::Cpu;
-        let train = Tensor::new(&*self.history.train, cpu)?;
-        checkpoint.tensors.insert("history.train".into(), train);
-        for (name, history) in [
-            ("history.val_steps", Tensor::new(val_steps, cpu)?),
-            ("history.val", Tensor::new(val, cpu)?),
-        ] {
-            checkpoint.tensors.insert(name.into(), history);
-        }
-        let seconds = self.elapsed.as_secs_f64().to_string();
-        checkpoint.notes.insert("seconds".into(), seconds);
+        let mut checkpoint = Checkpoint::new(
+            &self.describe(),
+            &self.varmap,
+            &self.optimizer,
+            &self.history,
+            self.elapsed,
+        )?;
         checkpoint
             .notes
             .insert("tokens".into(), self.tokens.to_string());
@@ -233,14 +226,8 @@ impl<'a> Run<'a> {
         let settings = self.describe();
         let mut checkpoint =
             Checkpoint::restore(path, &settings, &self.varmap, &mut self.optimizer)?;
-        let val_steps = checkpoint.take("history.val_steps")?.to_vec1()?;
-        let val = checkpoint.take("history.val")?.to_vec1()?;
-        self.history = History {
-            train: checkpoint.take("history.train")?.to_vec1()?,
-            val: val_steps.into_iter().zip(val).collect(),
-        };
+        (self.history, self.elapsed) = checkpoint.take_history()?;
         self.tokens = checkpoint.note("tokens")?.parse()?;
-        self.elapsed = Duration::try_from_secs_f64(checkpoint.note("seconds")?.parse()?)?;
         self.find_epoch();
         Ok(())
     }
