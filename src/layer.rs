@@ -35,7 +35,8 @@ use std::sync::Arc;
 /// # Errors
 ///
 /// A configuration out of range, a builder whose dtype is not a float the layer computes in, a
-/// missing tensor or one of another shape, a buffer of another dtype, or tensors on several devices.
+/// missing tensor or one of another shape, a buffer of another dtype, a tensor on another device than the layer needs it on
+/// (`iters` on the CPU, the others together).
 pub fn power_norm<C: Into<PowerNormConfig>>(
     size: usize,
     config: C,
@@ -310,7 +311,7 @@ impl PowerNorm {
     ///
     /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it: the
     /// step's forwards and backwards then fail on all of them, and it is left out, but of layers that took it in their
-    /// forward. (After the warm-up it is the others' backward that fails, but for a first call on a GPU; without backwards, their
+    /// forward (or, of [`Recipe::Fairseq`](crate::Recipe::Fairseq) on a GPU, by the first sum of their backward). (After the warm-up it is the others' backward that fails, but for a first call on a GPU; without backwards, their
     /// next forward, with which the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
     ///
     /// On a GPU that holds of a layer's first training forward that the ranks come to together, where a call is refused by its

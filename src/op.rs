@@ -375,7 +375,7 @@ impl<T: Element> PowerNormOp<T> {
             }
         };
         let gradients = gradients();
-        // The step is taken, and what the forward kept for it can go; or this failed, and it is left out, on all ranks.
+        // The step is taken, and what the forward kept for it can go; or this failed, and it is left out unless called again.
         self.state.forget_deferred(self.saved.id());
         gradients
     }
@@ -541,7 +541,7 @@ impl<T: Element> PowerNormOp<T> {
         })?;
         // The state's lock is not held while ranks wait for each other.
         forward.commit(&self.state)?;
-        let device = self.state.device().as_cuda_device()?;
+        let device = x.device().as_cuda_device()?;
         let mut update_nu = |ema_gz: Option<(&mut CudaStorage, &Layout)>| {
             let weight = affine.map(|[weight, _]| weight.storage_and_layout());
             let weight = weight.as_ref().map(cuda_argument).transpose()?;

@@ -19,6 +19,7 @@ use common::{
     layer, layer_on, message, precision, run, state, tensor, to_f64, var, Batch, Bound, Data,
     Outcome, Twin, CPU, DTYPES,
 };
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 fn gpu() -> Device {
@@ -214,7 +215,8 @@ fn each_backward_belongs_to_its_forward() {
 }
 
 /// A layer's own buffers as its input: candle locks the storage of an op's arguments while the op runs, and a training step
-/// writes to those very buffers. A lock taken twice shows as a test that never ends.
+/// writes to those very buffers. A lock taken twice shows as a test that never ends, which is all that is asked of a training
+/// backward: of a ν that moves, it may read the one or the other.
 #[test]
 fn a_layer_can_read_its_own_buffers() {
     const SIZE: usize = 48;
@@ -451,8 +453,11 @@ fn empty_batches_pass_through() {
 #[test]
 fn two_handles_of_one_gpu_are_one_device() {
     let (layer, _varmap) = layer_on(&gpu(), 8, config(None), DType::F32);
-    let xs = Tensor::ones((5, 8), DType::F32, &gpu()).unwrap();
-    assert_eq!(layer.forward(&xs).unwrap().dims(), &[5, 8]);
+    let xs = Var::ones((5, 8), DType::F32, &gpu()).unwrap();
+    let ys = layer.forward(&xs).unwrap();
+    assert_eq!(ys.dims(), &[5, 8]);
+    let grads = ys.backward().unwrap();
+    assert_eq!(grads.get(&xs).unwrap().dims(), &[5, 8]);
 }
 
 /// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.
@@ -851,6 +856,26 @@ fn a_residual_is_an_addition_and_a_forward() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// A bias that is computed has a gradient where the loss sees the sum alone, for candle asks for one: of nothing.
+#[test]
+fn a_sum_by_itself_gives_a_computed_bias_zeros() -> Result<()> {
+    let gpu = gpu();
+    let master = Var::ones(8, DType::F32, &gpu)?;
+    let (_, varmap) = layer_on(&gpu, 8, config(None), DType::F32);
+    let mut tensors: HashMap<String, Tensor> = (varmap.data().lock().unwrap().iter())
+        .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
+        .collect();
+    tensors.insert("bias".to_owned(), master.affine(2., 0.)?);
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &gpu);
+    let layer = power_norm(8, config(None), vb)?;
+    let xs = Var::ones((3, 8), DType::F32, &gpu)?;
+    let (_, sum) = layer.forward_residual(&xs, &xs)?;
+    let gradients = sum.sum_all()?.backward()?;
+    assert_zero("bias", gradients.get(&master).unwrap());
+    assert_relative("xs", gradients.get(&xs).unwrap(), &[2.; 24], 0.);
     Ok(())
 }
 

@@ -366,7 +366,12 @@ impl<'a> Rank<'a> {
         };
         let launch = (self.pass).update_nu(&buffers, self.train, self.arguments.loss_scale);
         self.run(launch.as_slice());
-        self.run(&self.pass.finish_backward(&all, self.train));
+        let buffers = BackwardBuffers {
+            ema_gz: Default::default(),
+            totals: 0,
+            ..all
+        };
+        self.run(&self.pass.finish_backward(&buffers, self.train));
     }
 
     fn run(&self, launches: &[Launch]) {

@@ -95,7 +95,8 @@ impl Search {
             }
         }
         self.live.truncate(beam);
-        // The first to end are short. The search goes on while a longer one is ahead of the last of as many as it follows.
+        // The first to end are short, so the search stops once no live mean is above the worst of `beam` that ended. A
+        // heuristic: a mean can still rise.
         self.ended
             .sort_by(|a, b| b.normalized().total_cmp(&a.normalized()));
         self.ended.truncate(beam);

@@ -731,7 +731,7 @@ impl Pass {
     }
 
     /// Whether the input's gradient is PN-V's, which takes Λ, of the whole batch, before it gives any row.
-    fn is_exact(&self, train: Option<Statistics>) -> bool {
+    pub fn is_exact(&self, train: Option<Statistics>) -> bool {
         train == Some(Statistics::Batch) && self.config.recipe == Recipe::Paper
     }
 

@@ -421,7 +421,9 @@ impl Forward {
         inputs: &BackwardInputs,
     ) -> Result<Gradients> {
         let memory = self.memory();
-        if let (Some(saved), Some(_)) = (&memory.saved, &backward.workspace) {
+        let waits_for_lambda = self.pass.is_exact(self.train);
+        if let (Some(saved), Some(_), true) = (&memory.saved, &backward.workspace, waits_for_lambda)
+        {
             let device = inputs.x.0.device();
             let stream = device.cuda_stream();
             let mut uses = Uses::on(&stream);

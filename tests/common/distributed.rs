@@ -1,5 +1,4 @@
 //! What must hold of a layer on several ranks, whatever sums for them: each case is run by every rank.
-#![allow(unused_imports, unused_macros)] // the lists of cases, but for the tests of ranks
 
 use super::{
     assert_relative, assert_same_bits, layer_on, message, precision, run, state, to_f64, var,
@@ -10,7 +9,7 @@ use candle_powernorm::{
     Communicator, LossScale, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
 };
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 /// One of the ranks.
@@ -24,6 +23,7 @@ pub struct Rank {
 }
 
 /// Hands the names of the cases for any device to the macro `$run`.
+#[allow(unused_macros)] // but by the tests of ranks
 macro_rules! cases {
     ($run:ident) => {
         $run! {
@@ -41,9 +41,11 @@ macro_rules! cases {
         }
     };
 }
+#[allow(unused_imports)]
 pub(crate) use cases;
 
 /// Those for a CPU, where ranks announce what they bring to every sum.
+#[allow(unused_macros)]
 macro_rules! cases_of_a_cpu {
     ($run:ident) => {
         $run! {
@@ -52,6 +54,7 @@ macro_rules! cases_of_a_cpu {
         }
     };
 }
+#[allow(unused_imports)]
 pub(crate) use cases_of_a_cpu;
 
 const SIZE: usize = 12;
@@ -780,11 +783,11 @@ pub fn a_step_that_fails_is_tried_again(rank: &Rank) {
     Close::of(rank, DType::F64).state("one step", rank, &sharded, &whole);
 }
 
-/// An engine that fails while it is told to.
+/// An engine that sums so many times more, and then fails.
 #[derive(Debug)]
 struct Breaks {
     engine: Arc<dyn Communicator>,
-    broken: AtomicBool,
+    sums_left: AtomicUsize,
 }
 
 impl Communicator for Breaks {
@@ -793,22 +796,31 @@ impl Communicator for Breaks {
     }
 
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
-        match self.broken.load(Ordering::Relaxed) {
-            true => Err(Error::msg("the engine is broken")),
-            false => self.engine.all_reduce_sum(tensor),
+        let one_less = |left: usize| left.checked_sub(1);
+        let (set, fetch) = (Ordering::Relaxed, Ordering::Relaxed);
+        match self.sums_left.fetch_update(set, fetch, one_less) {
+            Ok(_) => self.engine.all_reduce_sum(tensor),
+            Err(_) => Err(Error::msg("the engine is broken")),
         }
     }
 }
 
-/// Sums of a forward, of a backward, and of a step that waited, which fail on all ranks: the state stays, and training goes
-/// on. What failed can be called again, but for the backward of a GPU whose forward waited for it.
+/// Sums that fail on all ranks, of a forward, of a backward, and of a step that waited: the state stays, and training goes on.
+/// What failed can be called again, but for the backward of a GPU whose forward waited for it.
 pub fn sums_that_fail(rank: &Rank) {
     let engine = Arc::new(Breaks {
         engine: rank.communicator.clone(),
-        broken: AtomicBool::new(false),
+        sums_left: AtomicUsize::new(usize::MAX),
     });
     let over = Ranks::new(engine.clone());
-    for config in before_and_after_the_warm_up() {
+    let [warming_up, paper] = before_and_after_the_warm_up();
+    let fairseq = PowerNormConfig {
+        recipe: Recipe::Fairseq,
+        ..paper
+    };
+    let on_cpu = rank.device.is_cpu();
+    // The engine's sums in a backward, of which each but the announcements ends an exchange.
+    for (config, sums_of_a_backward) in [(warming_up, 2), (paper, 2), (fairseq, 4)] {
         let (sharded, whole) = rank.layers(config, DType::F64);
         let sharded = sharded.with_ranks(&over);
         let close = Close::of(rank, DType::F64);
@@ -823,11 +835,11 @@ pub fn sums_that_fail(rank: &Rank) {
             let xs = Var::from_tensor(&share.xs)?;
             (sharded.forward(&xs)? * &share.dy)?.sum_all()
         };
-        let breaks = |call: &dyn Fn() -> String| {
+        let breaks_after = |sums: usize, call: &dyn Fn() -> String| {
             let before = state(&sharded);
-            engine.broken.store(true, Ordering::Relaxed);
+            engine.sums_left.store(sums, Ordering::Relaxed);
             let text = call();
-            engine.broken.store(false, Ordering::Relaxed);
+            engine.sums_left.store(usize::MAX, Ordering::Relaxed);
             assert!(text.contains("the engine is broken"), "{text}");
             assert_eq!(state(&sharded), before);
         };
@@ -835,28 +847,40 @@ pub fn sums_that_fail(rank: &Rank) {
         step(&next());
 
         let waits = config.warmup_steps == 0;
-        let batch = next();
-        let share = rank.share(&batch);
-        if !waits {
-            breaks(&|| message(loss(&share)));
+        for sums in 0..(if on_cpu { sums_of_a_backward } else { 1 }) {
+            let batch = next();
+            let share = rank.share(&batch);
+            if !waits {
+                breaks_after(sums, &|| message(loss(&share)));
+            }
+            let loss_of_share = loss(&share).unwrap();
+            breaks_after(sums, &|| message(loss_of_share.backward()));
+            if waits && !on_cpu {
+                let before = state(&sharded);
+                let text = message(loss_of_share.backward());
+                assert!(text.contains("got a rank whose call failed"), "{text}");
+                assert_eq!(state(&sharded), before);
+            } else {
+                loss_of_share.backward().unwrap();
+                run(&whole, &batch, true);
+            }
+            step(&next());
         }
-        let loss_of_share = loss(&share).unwrap();
-        breaks(&|| message(loss_of_share.backward()));
-        if waits && !rank.device.is_cpu() {
-            let before = state(&sharded);
-            let text = message(loss_of_share.backward());
-            assert!(text.contains("got a rank whose call failed"), "{text}");
-            assert_eq!(state(&sharded), before);
-        } else {
-            loss_of_share.backward().unwrap();
-            run(&whole, &batch, true);
-        }
-        step(&next());
 
         if waits {
+            // The next forward's beginning.
             let share = rank.share(&next());
             loss(&share).unwrap();
-            breaks(&|| message(loss(&share)));
+            breaks_after(0, &|| message(loss(&share)));
+            step(&next());
+
+            // A backward of another forward leaves the step that waits alone.
+            let [first, second] = [next(), next()];
+            let loss_of_first = loss(&rank.share(&first)).unwrap();
+            whole.forward(&first.xs).unwrap();
+            loss(&rank.share(&second)).unwrap();
+            whole.forward(&second.xs).unwrap();
+            breaks_after(0, &|| message(loss_of_first.backward()));
             step(&next());
         }
     }
