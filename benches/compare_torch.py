@@ -5,7 +5,12 @@
     cargo bench                                  # leaves its figures in target/criterion
     venv/bin/python benches/compare_torch.py     # prints one table, times in milliseconds
 
-and on an NVIDIA GPU
+An allocator that keeps freed memory spares outputs the system's clearing of pages, a large part of their time on a CPU. The benches
+have one, so PyTorch must: before the last command goes
+
+    LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0
+
+(Debian's package is libjemalloc2), and before `cargo bench` MIMALLOC_PURGE_DELAY=-1. And on an NVIDIA GPU
 
     cargo bench --features cuda -- '/cuda$'
     venv/bin/python benches/compare_torch.py --device cuda

@@ -583,7 +583,13 @@ impl Report<'_> {
     }
 
     fn recipes(&self, text: &mut String) -> Result<()> {
-        let variants = Experiment::Recipes.variants();
+        let mut variants = Experiment::Recipes.variants();
+        variants.retain(|variant| self.all.contains_key(&variant.name()));
+        // PN itself is there for other sections.
+        let norms = Experiment::Norms.variants();
+        if variants.iter().all(|variant| norms.contains(variant)) {
+            return Ok(());
+        }
         let Some(compared) = self.section(text, "Recipes", variants)? else {
             return Ok(());
         };
