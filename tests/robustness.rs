@@ -6,12 +6,14 @@ mod common;
 use candle::{DType, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use common::reference::Quantity;
 use common::{
-    assert_finite, bits, coarser, forward, keep, layer, run, state, sum, tensor, to_f64, Batch,
-    Bound, Data, Twin, CPU, DTYPES,
+    assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state, sum, tensor,
+    to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
 };
 use proptest::prelude::*;
 use proptest::sample::{select, Index};
+use std::panic::{catch_unwind, AssertUnwindSafe};
 
 /// A failure prints its case, which needs no file to remember it.
 fn cases(cases: u32) -> ProptestConfig {
@@ -744,6 +746,32 @@ proptest! {
             }
         }
     }
+}
+
+/// Of a life's numbers, some are beyond the largest of F16: infinity is right there, and nowhere else.
+#[test]
+fn infinity_is_close_to_what_overflows() {
+    let exact = Quantity {
+        values: vec![-7e4, 65519., 6e4],
+        magnitude: 1.,
+    };
+    let bound = Bound {
+        out: DType::F16,
+        sums: DType::F32,
+        n: 1,
+    };
+    let close = |values: [f64; 3]| {
+        let actual = tensor(&values, &[3], DType::F16);
+        catch_unwind(AssertUnwindSafe(|| {
+            assert_close("x", &actual, &exact, bound)
+        }))
+        .is_ok()
+    };
+    assert!(close([-f64::INFINITY, 65504., 6e4]));
+    assert!(close([-f64::INFINITY, f64::INFINITY, 6e4]));
+    assert!(!close([f64::INFINITY, 65504., 6e4]));
+    assert!(!close([-65504., 65504., 6e4]));
+    assert!(!close([-f64::INFINITY, 65504., f64::INFINITY]));
 }
 
 // Configurations

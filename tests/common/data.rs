@@ -28,6 +28,16 @@ pub fn precision(dtype: DType) -> (f64, f64) {
     }
 }
 
+/// Where numbers begin to round to infinity: half a unit beyond the largest.
+pub fn overflow(dtype: DType) -> f64 {
+    let past = match dtype {
+        DType::F64 => return f64::INFINITY,
+        DType::F16 => 2f64.powi(16),
+        _ => 2f64.powi(128),
+    };
+    past * (1. - precision(dtype).0 / 2.)
+}
+
 /// The less precise of two dtypes.
 pub fn coarser(a: DType, b: DType) -> DType {
     if precision(a).0 > precision(b).0 {
