@@ -311,8 +311,9 @@ impl PowerNorm {
     ///
     /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it: the
     /// step's forwards and backwards then fail on all of them, and it is left out, but of layers that took it in their
-    /// forward (or, of [`Recipe::Fairseq`](crate::Recipe::Fairseq) on a GPU, by the first sum of their backward). (After the warm-up it is the others' backward that fails, but for a first call on a GPU; without backwards, their
-    /// next forward, with which the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
+    /// forward (or, of [`Recipe::Fairseq`](crate::Recipe::Fairseq) on a GPU, by the first sum of their backward). (After the
+    /// warm-up it is the others' backward that fails, but for a first call on a GPU; without backwards, their next forward, with
+    /// which the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
     ///
     /// On a GPU that holds of a layer's first training forward that the ranks come to together, where a call is refused by its
     /// checks, and of nothing later: its host would have to wait at each sum to hear of the others. A rank whose call fails
