@@ -613,8 +613,8 @@ unsafe fn queue(device: &CudaDevice, launches: &[Launch]) -> Result<()> {
             Params::UpdateNu(params) => builder.arg(params),
         };
         // SAFETY: by the caller's promise about buffers. The one argument is the struct that the kernel of this name
-        // takes, laid out as nvcc has it, which a test of `launch` compares. `Pass` cuts grid, block and shared memory
-        // to it: softgpu checks every access of these very launches.
+        // takes, field by field as `kernels/params.cuh` has it, and `Pass` cuts grid, block and shared memory to it:
+        // the emulation runs these very launches under an address sanitizer.
         unsafe { builder.launch(config) }.w()?;
     }
     Ok(())
