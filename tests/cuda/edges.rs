@@ -3,7 +3,7 @@
 
 use crate::arguments::{assert_near, Arguments, Offsets, Wanted};
 use crate::common::gpu::{gpu, gpu_of_one_stream};
-use crate::common::{assert_same_bits, keep, precision, tensor, thinned, to_f64, Data, CPU};
+use crate::common::{assert_same_bits, keep, precision, tensor, to_f64, Data, CPU};
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_powernorm::{GroupScaling, PowerNormConfig, Recipe, Statistics};
 
