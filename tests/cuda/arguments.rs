@@ -2,10 +2,9 @@
 //! several, and is compared with the CPU path on all rows.
 
 use crate::common::distributed::{on_ranks, Rank};
-use crate::common::gpu::{gpu, gpu_of_one_stream};
-use crate::common::{assert_same_bits, coarser, keep, precision, sum, tensor, to_f64, Data, CPU};
-use candle::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape};
-use candle::{Tensor, Var};
+use crate::common::gpu::{gpu, gpu_of_one_stream, Gradient};
+use crate::common::{assert_same_bits, coarser, precision, sum, tensor, to_f64, Data, CPU};
+use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
 use std::collections::HashMap;
@@ -94,31 +93,6 @@ pub struct Results {
     running_phi: Tensor,
     /// `[cols]`.
     nu: Tensor,
-}
-
-/// A loss of 0 whose gradient is given. No kernel of candle has a part in it, and it takes a tensor
-/// without elements, which candle's kernels do not.
-struct Gradient(Tensor);
-
-impl CustomOp1 for Gradient {
-    fn name(&self) -> &'static str {
-        "gradient"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(vec![0.]), Shape::from(())))
-    }
-
-    fn cuda_fwd(&self, storage: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        use candle::backend::{BackendDevice, BackendStorage};
-        let shape = Shape::from(());
-        let loss = storage.device().zeros_impl(&shape, DType::F32)?;
-        Ok((loss, shape))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.0.clone()))
-    }
 }
 
 impl Arguments {
