@@ -231,7 +231,7 @@ impl Pair<'_> {
 const PHASES: [(Statistics, usize); 3] = [
     (Statistics::Running, 1),
     (Statistics::Batch, 1),
-    (Statistics::Running, usize::MAX),
+    (Statistics::Running, 1000),
 ];
 
 /// Rows, channels, groups, whether there is a mask, and whether a residual.
