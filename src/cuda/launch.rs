@@ -1,7 +1,6 @@
 //! What is launched, and with what: every kernel's grid, block, shared memory and arguments.
 //!
-//! Numbers and device addresses only, nothing of CUDA: the tests that emulate the kernels on the CPU run
-//! these same launches.
+//! Numbers and device addresses only, nothing of CUDA.
 
 use crate::config::{PhiStep, PowerNormConfig, Recipe, Statistics};
 use std::fmt;
@@ -1135,6 +1134,8 @@ fn wants_sums(buffers: &BackwardBuffers, train: Option<Statistics>) -> bool {
 mod tests {
     use super::*;
     use std::collections::HashSet;
+    use std::mem::offset_of;
+    use std::process::Command;
 
     /// Each entry point that `kernels/power_norm.cu` defines is a kernel with a place of its own.
     #[test]
@@ -1175,5 +1176,174 @@ mod tests {
             count += 1;
         }
         assert!(count > 0);
+    }
+
+    /// A `static_assert` for the size of a struct and for the offset of each field, by its name.
+    macro_rules! layout {
+        ($name:ident { $($field:ident),* $(,)? }) => {{
+            // This compiles only where all fields are named.
+            let _ = |$name { $($field: _),* }: $name| ();
+            let mut asserts = vec![assertion(
+                concat!("sizeof(", stringify!($name), ")"),
+                size_of::<$name>(),
+            )];
+            $(asserts.push(assertion(
+                concat!("offsetof(", stringify!($name), ", ", stringify!($field), ")"),
+                offset_of!($name, $field),
+            ));)*
+            asserts
+        }};
+    }
+
+    fn assertion(expression: &str, value: usize) -> String {
+        format!("static_assert({expression} == {value}, \"{value} in src/cuda/launch.rs\");\n")
+    }
+
+    fn layouts() -> Vec<String> {
+        [
+            layout!(Vector { data, dtype }),
+            layout!(Tiling {
+                rows,
+                cols,
+                chunk_rows,
+                groups,
+                group_len,
+                span,
+                groups_per_tile,
+                tiles_per_group,
+                vectorized,
+            }),
+            layout!(NormalizeParams {
+                tiling,
+                x,
+                residual,
+                sum,
+                y,
+                keep,
+                weight,
+                bias,
+                phi,
+                inv_rms,
+                factors,
+                partials,
+                kept,
+                layer_scale,
+                eps,
+                group_eps,
+            }),
+            layout!(SumPartialsParams {
+                partials,
+                kept,
+                rows,
+                cols,
+                chunks,
+                stride,
+                totals,
+                count,
+            }),
+            layout!(UpdatePhiParams {
+                totals,
+                all_totals,
+                partials,
+                all_partials,
+                kept,
+                rows,
+                cols,
+                chunks,
+                phi,
+                batch_phi,
+                inv_rms,
+                gamma,
+                count,
+                eps,
+                by_batch,
+                update,
+                guard,
+                cumulative,
+                moving,
+                old_share,
+                new_share,
+                alpha,
+                beta,
+            }),
+            layout!(NormalizeBwdParams {
+                tiling,
+                x,
+                dy,
+                dsum,
+                dx,
+                keep,
+                weight,
+                correction,
+                inv_rms,
+                batch_phi,
+                count,
+                factors,
+                dots,
+                partials,
+                layer_scale,
+                correction_scale,
+                eps,
+            }),
+            layout!(UpdateNuParams {
+                partials,
+                totals,
+                cols,
+                chunks,
+                weight,
+                inv_rms,
+                gamma,
+                count,
+                lambda,
+                ema_gz,
+                dweight,
+                dbias,
+                beta,
+                unscale,
+                guard,
+            }),
+            vec![
+                assertion("F32", Dtype::F32 as usize),
+                assertion("F64", Dtype::F64 as usize),
+                assertion("F16", Dtype::F16 as usize),
+                assertion("BF16", Dtype::BF16 as usize),
+                assertion("NO_SCALE", LayerScale::None as usize),
+                assertion("IN_TILE", LayerScale::InTile as usize),
+                assertion("GIVEN", LayerScale::Given as usize),
+            ],
+        ]
+        .concat()
+    }
+
+    /// Compiles assertions about `kernels/params.cuh`. Gives what nvcc said where it refused.
+    fn nvcc(asserts: &[String]) -> Result<(), String> {
+        let folder = tempfile::tempdir().unwrap();
+        let source = folder.path().join("layout.cu");
+        let text = format!(
+            "#include <cstddef>\n#include \"params.cuh\"\n{}",
+            asserts.concat()
+        );
+        std::fs::write(&source, text).unwrap();
+        let kernels = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
+        let output = Command::new("nvcc")
+            .args(["-std=c++17", "-ptx", "-I", kernels, "-o"])
+            .arg(folder.path().join("layout.ptx"))
+            .arg(source)
+            .output()
+            .expect("nvcc, which compiled the kernels, on the PATH");
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+        }
+    }
+
+    /// nvcc lays the arguments of the kernels out as Rust does.
+    #[test]
+    fn arguments_are_laid_out_as_nvcc_has_them() {
+        nvcc(&layouts()).unwrap();
+        // A field elsewhere would be noticed.
+        let elsewhere = assertion("offsetof(Tiling, span)", offset_of!(Tiling, span) + 4);
+        let refusal = nvcc(&[elsewhere]).unwrap_err();
+        assert!(refusal.contains("in src/cuda/launch.rs"), "{refusal}");
     }
 }

@@ -1,9 +1,9 @@
-//! The cases that are compared: every combination of the axes, or a selection in which every pair of their values
-//! meets.
+//! Every combination of the settings, by default a selection in which every pair of their values
+//! meets. With `CANDLE_POWERNORM_PAIRS=full` in the environment the whole grid runs, of which a
+//! shard is a test, to be run by its name.
 
-use crate::data::{keep, tensor, Data, DTYPES};
-use crate::pass::{run_over_ranks, Arguments, Offsets, Results, Wanted};
-use crate::{Order, Schedule};
+use crate::arguments::{Arguments, Offsets, Purpose, Wanted};
+use crate::common::{keep, tensor, Data, DTYPES};
 use candle::{DType, Result};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 use rand::rngs::StdRng;
@@ -91,7 +91,7 @@ const WANTED: [Wanted; 5] = [
     wanted(false, true, false),
     wanted(false, false, false),
 ];
-const OFFSETS: [Offsets; 2] = [Offsets::Aligned, Offsets::AnElement];
+const OFFSETS: [Offsets; 2] = [Offsets::AtTheStart, Offsets::AnElementIn];
 
 /// Whether a residual is added.
 const RESIDUAL: [bool; 2] = [false, true];
@@ -101,7 +101,7 @@ const LOSS_SCALES: [f64; 2] = [1., 64.];
 const RANKS: [&[usize]; 4] = [&[1], &[1, 1], &[3, 0, 1], &[0, 5, 1, 2]];
 
 /// Values on each axis.
-pub const SIZES: [usize; 13] = [
+const SIZES: [usize; 13] = [
     DTYPES.len(),
     COLS.len(),
     ROWS.len(),
@@ -118,14 +118,14 @@ pub const SIZES: [usize; 13] = [
 ];
 
 /// A value on each axis, by its index.
-pub type Point = [usize; SIZES.len()];
+type Point = [usize; SIZES.len()];
 
 /// A pair of values: the first axis and its value, the second and its.
-pub type Pair = (usize, usize, usize, usize);
+type Pair = (usize, usize, usize, usize);
 
 /// One combination.
 #[derive(Debug, Clone, Copy)]
-pub struct Case {
+struct Case {
     input: DType,
     builder: DType,
     cols: usize,
@@ -143,13 +143,13 @@ pub struct Case {
 }
 
 /// The pairs of values in a point.
-pub fn pairs(point: &Point) -> impl Iterator<Item = Pair> + '_ {
+fn pairs(point: &Point) -> impl Iterator<Item = Pair> + '_ {
     (0..point.len())
         .flat_map(move |a| (a + 1..point.len()).map(move |b| (a, point[a], b, point[b])))
 }
 
 /// All pairs there are.
-pub fn all_pairs() -> HashSet<Pair> {
+fn all_pairs() -> HashSet<Pair> {
     let axes = 0..SIZES.len();
     axes.clone()
         .flat_map(|a| axes.clone().filter(move |&b| b > a).map(move |b| (a, b)))
@@ -162,7 +162,7 @@ pub fn all_pairs() -> HashSet<Pair> {
 /// Every combination of dtype, width, rows, mask, layer-scale, recipe, statistics and affine, in random order, so that
 /// a part of them is a fair one. Where an axis is finer than that, a random value of its kind stands for the
 /// others.
-pub fn whole_grid() -> Vec<Point> {
+fn whole_grid() -> Vec<Point> {
     let alone = |axis: usize| (0..SIZES[axis]).map(|value| vec![value]).collect();
     let kinds: [Vec<Vec<usize>>; SIZES.len()] = [
         vec![vec![0], vec![1, 2], vec![3, 4], vec![5, 6]],
@@ -196,7 +196,7 @@ pub fn whole_grid() -> Vec<Point> {
 }
 
 /// Points in which every pair of values meets: greedily, of random candidates the one with the most new pairs.
-pub fn pairwise() -> Vec<Point> {
+fn pairwise() -> Vec<Point> {
     const CANDIDATES: usize = 30;
     let mut rng = StdRng::seed_from_u64(1);
     let mut missing = all_pairs();
@@ -233,7 +233,7 @@ pub fn pairwise() -> Vec<Point> {
 
 impl Case {
     /// The case at a point of the grid.
-    pub fn at(
+    fn at(
         [dtypes, cols, rows, padding, groups, recipe, phase, affine, wanted, offsets, residual, scale, ranks]: Point,
     ) -> Self {
         let (input, builder) = DTYPES[dtypes];
@@ -255,10 +255,7 @@ impl Case {
         }
     }
 
-    /// Runs the case by each schedule, compares the first results with the CPU path's, and the others with the
-    /// first, bit by bit.
-    pub fn check(&self, schedules: &[Schedule]) -> Result<()> {
-        let arguments = self.arguments()?;
+    fn check(&self, twice: bool) -> Result<()> {
         let wanted = match self.affine {
             true => self.wanted,
             false => Wanted {
@@ -272,18 +269,13 @@ impl Case {
             Phase::Evaluation => RANKS[0],
             _ => self.ranks,
         };
-        arguments.check_over_ranks(
-            &format!("{self:?}"),
-            self.builder,
-            wanted,
-            self.offsets,
-            schedules,
-            ranks,
-        )?;
+        let what = format!("{self:?}");
+        self.arguments()
+            .check(&what, self.builder, wanted, self.offsets, ranks, twice)?;
         Ok(())
     }
 
-    fn arguments(&self) -> Result<Arguments> {
+    fn arguments(&self) -> Arguments {
         let &Self { rows, cols, .. } = self;
         let mut data = Data::new((rows * cols) as u64);
         let groups = match self.groups {
@@ -314,129 +306,23 @@ impl Case {
             Padding::AllRows => Some(vec![false; rows]),
         };
         let mut arguments =
-            Arguments::random(&mut data, config, rows, self.input, self.builder, cols)?;
+            Arguments::random(&mut data, config, rows, self.input, self.builder, cols);
         arguments.steps = match self.phase {
             Phase::WarmUp => 1,
             Phase::WarmUpEnds => WARM_UP - 1,
             _ => WARM_UP + 3,
         };
-        arguments.train = !matches!(self.phase, Phase::Evaluation | Phase::Recalibration);
-        arguments.recalibrate = self.phase == Phase::Recalibration;
+        arguments.purpose = match self.phase {
+            Phase::Evaluation => Purpose::Evaluation,
+            Phase::Recalibration => Purpose::Recalibration,
+            _ => Purpose::Training,
+        };
         arguments.loss_scale = self.loss_scale;
         if self.residual {
             arguments.residual = Some(tensor(&data.normal(rows * cols), &[rows, cols], self.input));
         }
         arguments.keep = mask.map(|mask| keep(&mask, &[rows]));
-        Ok(arguments)
-    }
-}
-
-impl Arguments {
-    /// A training step on random rows, in the middle of the running phase, without a mask.
-    pub fn random(
-        data: &mut Data,
-        config: PowerNormConfig,
-        rows: usize,
-        input: DType,
-        builder: DType,
-        cols: usize,
-    ) -> Result<Self> {
-        let state = match builder {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
-        // Channels differ in scale, so that a mix-up shows.
-        let scales = data.uniform(cols, 0.5, 2.);
-        let x: Vec<f64> = (data.normal(rows * cols).iter())
-            .enumerate()
-            .map(|(k, x)| x * scales[k % cols])
-            .collect();
-        let weight: Vec<f64> = data.normal(cols).iter().map(|w| 1. + 0.3 * w).collect();
-        // In some channels so small that ν's factor would be negative, and is clamped.
-        let mut phi = data.uniform(cols, 0.5, 2.);
-        phi.iter_mut()
-            .skip(2)
-            .step_by(7)
-            .for_each(|phi| *phi *= 0.02);
-        let affine = [
-            tensor(&weight, &[cols], builder),
-            tensor(&data.normal(cols), &[cols], builder),
-        ];
-        Ok(Self {
-            config,
-            steps: config.warmup_steps + 3,
-            train: true,
-            recalibrate: false,
-            loss_scale: 1.,
-            residual: None,
-            x: tensor(&x, &[rows, cols], input),
-            dy: tensor(&data.normal(rows * cols), &[rows, cols], input),
-            dsum: tensor(&data.normal(rows * cols), &[rows, cols], input),
-            keep: None,
-            affine: config.affine.then_some(affine),
-            running_phi: tensor(&phi, &[cols], state),
-            ema_gz: tensor(&data.normal(cols), &[cols], state),
-        })
-    }
-
-    /// Runs the passes by each schedule, compares the first results with the CPU path's, and the others with the
-    /// first, bit by bit.
-    #[track_caller]
-    pub fn check(
-        &self,
-        what: &str,
-        builder: DType,
-        wanted: Wanted,
-        offsets: Offsets,
-        schedules: &[Schedule],
-    ) -> Result<()> {
-        self.check_over_ranks(what, builder, wanted, offsets, schedules, RANKS[0])?;
-        Ok(())
-    }
-
-    /// [`check`](Self::check), of ranks that have shares of the rows by these weights; the first results of each.
-    #[track_caller]
-    pub fn check_over_ranks(
-        &self,
-        what: &str,
-        builder: DType,
-        wanted: Wanted,
-        offsets: Offsets,
-        schedules: &[Schedule],
-        ranks: &[usize],
-    ) -> Result<Vec<Results>> {
-        let mut expected = self.on_cpu(builder)?;
-        if !wanted.any() {
-            // The CPU path's backward has run.
-            expected.ema_gz = self.ema_gz.clone();
-        }
-        let mut first = None;
-        for schedule in schedules {
-            let of_ranks = run_over_ranks(&self.shards(ranks)?, wanted, offsets, *schedule)?;
-            match &first {
-                None => {
-                    self.compare(what, &of_ranks, &expected)?;
-                    first = Some(of_ranks);
-                }
-                Some(first) => {
-                    for (results, first) in of_ranks.iter().zip(first) {
-                        results.assert_same_bits(&format!("{what}, {schedule:?}"), first)?;
-                    }
-                }
-            }
-        }
-        Ok(first.unwrap_or_default())
-    }
-}
-
-impl Schedule {
-    /// In order, in reverse, and shuffled.
-    pub fn several(seed: u64) -> [Self; 3] {
-        [Order::Forward, Order::Reverse, Order::Shuffled].map(|order| Self {
-            blocks: order,
-            threads: order,
-            seed,
-        })
+        arguments
     }
 }
 
@@ -444,4 +330,61 @@ fn smallest_factor(n: usize) -> usize {
     (2..=n)
         .find(|&factor| n.is_multiple_of(factor))
         .unwrap_or(1)
+}
+
+/// Shards of the cases, for the threads of the test harness and for parts of the whole grid.
+const SHARDS: usize = 16;
+
+fn check_shard(shard: usize) -> Result<()> {
+    let full = std::env::var("CANDLE_POWERNORM_PAIRS").is_ok_and(|selection| selection == "full");
+    let cases = match full {
+        true => whole_grid(),
+        false => pairwise(),
+    };
+    let mut compared = 0;
+    for point in cases.into_iter().skip(shard).step_by(SHARDS) {
+        Case::at(point).check(!full)?;
+        compared += 1;
+    }
+    assert!(compared > 0);
+    Ok(())
+}
+
+#[test]
+fn every_pair_is_selected() {
+    let mut missing = all_pairs();
+    for point in pairwise() {
+        for pair in pairs(&point) {
+            missing.remove(&pair);
+        }
+    }
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+macro_rules! shards {
+    ($($name:ident = $shard:expr;)*) => {
+        $(#[test]
+        fn $name() -> Result<()> {
+            check_shard($shard)
+        })*
+    };
+}
+
+shards! {
+    shard_00 = 0;
+    shard_01 = 1;
+    shard_02 = 2;
+    shard_03 = 3;
+    shard_04 = 4;
+    shard_05 = 5;
+    shard_06 = 6;
+    shard_07 = 7;
+    shard_08 = 8;
+    shard_09 = 9;
+    shard_10 = 10;
+    shard_11 = 11;
+    shard_12 = 12;
+    shard_13 = 13;
+    shard_14 = 14;
+    shard_15 = 15;
 }

@@ -1,17 +1,11 @@
-//! What the grid of cases leaves out: values at the ends of their range, groups wider than a block, odd ones.
+//! What the grid of cases leaves out: values at the ends of their range, groups wider than a block,
+//! odd ones.
 
-use candle::{DType, Module, Result, Var};
+use crate::arguments::{assert_near, Arguments, Offsets, Wanted};
+use crate::common::gpu::{gpu, gpu_of_one_stream};
+use crate::common::{assert_same_bits, keep, precision, tensor, to_f64, Data, CPU};
+use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_powernorm::{GroupScaling, PowerNormConfig, Recipe, Statistics};
-use candle_powernorm_emulation::data::{keep, precision, tensor, to_f64, Data};
-use candle_powernorm_emulation::{
-    assert_close, scale_groups, Arguments, Offsets, Schedule, Wanted,
-};
-
-const ALL: Wanted = Wanted {
-    input: true,
-    weight: true,
-    bias: true,
-};
 
 fn config(groups: Option<usize>, recipe: Recipe, statistics: Statistics) -> PowerNormConfig {
     PowerNormConfig {
@@ -25,8 +19,7 @@ fn config(groups: Option<usize>, recipe: Recipe, statistics: Statistics) -> Powe
 
 /// Of the input as it is, and of its sum with a residual.
 fn check(what: &str, arguments: &Arguments, builder: DType) -> Result<()> {
-    let schedules = Schedule::several(7);
-    arguments.check(what, builder, ALL, Offsets::AnElement, &schedules)?;
+    check_once(what, arguments, builder, Offsets::AnElementIn)?;
     let (shape, dtype) = (arguments.x.dims(), arguments.x.dtype());
     let residual = Data::new(8).normal(arguments.x.elem_count());
     let arguments = Arguments {
@@ -35,7 +28,13 @@ fn check(what: &str, arguments: &Arguments, builder: DType) -> Result<()> {
         ..arguments.clone()
     };
     let what = format!("{what}, residual");
-    arguments.check(&what, builder, ALL, Offsets::Aligned, &schedules[2..])
+    check_once(&what, &arguments, builder, Offsets::AtTheStart)
+}
+
+/// With all gradients.
+fn check_once(what: &str, arguments: &Arguments, builder: DType, offsets: Offsets) -> Result<()> {
+    arguments.check(what, builder, Wanted::ALL, offsets, &[1], true)?;
+    Ok(())
 }
 
 /// The same arguments with other values in some elements of x.
@@ -84,7 +83,7 @@ fn odd_groups() -> Result<()> {
         for (j, (input, builder)) in dtypes.into_iter().enumerate() {
             let (recipe, statistics) = kinds()[(i + j) % 4];
             let config = config(Some(groups), recipe, statistics);
-            let arguments = Arguments::random(&mut data, config, 19, input, builder, cols)?;
+            let arguments = Arguments::random(&mut data, config, 19, input, builder, cols);
             let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
             check(&what, &arguments, builder)?;
         }
@@ -122,14 +121,12 @@ fn wide_groups() -> Result<()> {
             let (recipe, statistics) = kinds()[i % 4];
             let groups = if cols % 2 == 0 && i % 3 == 2 { 2 } else { 1 };
             let config = config(Some(groups), recipe, statistics);
-            let mut arguments = Arguments::random(&mut data, config, 5, input, builder, cols)?;
+            let mut arguments = Arguments::random(&mut data, config, 5, input, builder, cols);
             if i % 2 == 0 {
                 arguments.keep = Some(keep(&[true, false, true, true, false], &[5]));
             }
             let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
-            // The sums of many channels are slow to emulate: one schedule.
-            let schedules = &Schedule::several(7)[i % 3..][..1];
-            arguments.check(&what, builder, ALL, Offsets::Aligned, schedules)?;
+            check_once(&what, &arguments, builder, Offsets::AtTheStart)?;
         }
     }
     Ok(())
@@ -146,11 +143,10 @@ fn wide_and_tall_without_groups() -> Result<()> {
         let (recipe, statistics) = kinds()[i];
         let config = config(None, recipe, statistics);
         let mut arguments =
-            Arguments::random(&mut data, config, rows, DType::BF16, DType::F32, cols)?;
+            Arguments::random(&mut data, config, rows, DType::BF16, DType::F32, cols);
         arguments.keep = Some(keep(&data.mask(rows), &[rows]));
         let what = format!("{rows}x{cols}, {recipe:?} {statistics:?}");
-        let schedules = &Schedule::several(7)[i % 3..][..1];
-        arguments.check(&what, DType::F32, ALL, Offsets::AnElement, schedules)?;
+        check_once(&what, &arguments, DType::F32, Offsets::AnElementIn)?;
     }
     Ok(())
 }
@@ -165,7 +161,7 @@ fn a_state_wider_than_the_sums() -> Result<()> {
                 affine: false,
                 ..config(Some(2), recipe, statistics)
             };
-            let arguments = Arguments::random(&mut data, config, 37, input, DType::F64, 66)?;
+            let arguments = Arguments::random(&mut data, config, 37, input, DType::F64, 66);
             let what = format!("{input:?}, {recipe:?} {statistics:?}");
             check(&what, &arguments, DType::F64)?;
         }
@@ -173,22 +169,22 @@ fn a_state_wider_than_the_sums() -> Result<()> {
     Ok(())
 }
 
-/// Where mask, parameters and state begin changes no bit.
+/// Where mask and parameters begin changes no bit.
 #[test]
 fn vectors_may_begin_anywhere() -> Result<()> {
     let mut data = Data::new(10);
-    let schedule = Schedule::several(0)[0];
     for (input, builder) in [
         (DType::F32, DType::F32),
         (DType::BF16, DType::BF16),
         (DType::F64, DType::F64),
     ] {
         let config = config(Some(2), Recipe::Paper, Statistics::Running);
-        let mut arguments = Arguments::random(&mut data, config, 37, input, builder, 512)?;
+        let mut arguments = Arguments::random(&mut data, config, 37, input, builder, 512);
         arguments.keep = Some(keep(&data.mask(37), &[37]));
-        let aligned = arguments.run(ALL, Offsets::Aligned, schedule)?;
-        let offset = arguments.run(ALL, Offsets::AnElement, schedule)?;
-        offset.assert_same_bits(&format!("{input:?}"), &aligned)?;
+        let what = format!("{input:?}");
+        let [start, in_it] = [Offsets::AtTheStart, Offsets::AnElementIn]
+            .map(|offsets| arguments.check(&what, builder, Wanted::ALL, offsets, &[1], false));
+        start?[0].assert_same_bits(&what, &in_it?[0]);
     }
     Ok(())
 }
@@ -208,7 +204,7 @@ fn padding_that_is_not_finite() -> Result<()> {
                 for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
                     let config = config(groups, Recipe::Paper, statistics);
                     let mut arguments =
-                        Arguments::random(&mut data, config, rows, input, builder, cols)?;
+                        Arguments::random(&mut data, config, rows, input, builder, cols);
                     let mask = data.mask(rows);
                     arguments.keep = Some(keep(&mask, &[rows]));
                     let arguments = with_x(&arguments, |k, x| {
@@ -240,7 +236,7 @@ fn rows_that_are_not_finite() -> Result<()> {
                 for value in [f64::NAN, f64::INFINITY] {
                     let config = config(groups, recipe, statistics);
                     let arguments =
-                        Arguments::random(&mut data, config, rows, input, builder, cols)?;
+                        Arguments::random(&mut data, config, rows, input, builder, cols);
                     let arguments = with_x(&arguments, |k, x| {
                         if k == 2 * cols + 1 {
                             *x = value;
@@ -257,7 +253,6 @@ fn rows_that_are_not_finite() -> Result<()> {
 }
 
 /// Groups whose squares overflow, beside others that do not: inside a warp, across warps, wider than a block.
-/// (Each thread of such a group reads all of it, which takes its time here.)
 #[test]
 fn huge_groups() -> Result<()> {
     let mut data = Data::new(6);
@@ -273,7 +268,7 @@ fn huge_groups() -> Result<()> {
                 continue;
             }
             let config = config(Some(groups), recipe, statistics);
-            let arguments = Arguments::random(&mut data, config, 6, input, builder, cols)?;
+            let arguments = Arguments::random(&mut data, config, 6, input, builder, cols);
             let arguments = with_x(&arguments, |k, x| {
                 if k / cols == 4 && k % cols < cols / groups {
                     *x *= magnitude;
@@ -307,20 +302,27 @@ fn group_scaling_by_itself() -> Result<()> {
         (3, 4104, 2, DType::F64),
     ] {
         let mut random = || tensor(&data.normal(rows * cols), &[rows, cols], dtype);
-        let (x, dy) = (Var::from_tensor(&random())?, random());
-        let y = GroupScaling::new(groups, 1e-5)?.forward(&x)?;
-        let dx = (&y * &dy)?.sum_all()?.backward()?.remove(&x).unwrap();
+        let (x, dy) = (random(), random());
+        let scaled = |device: &Device| -> Result<[Tensor; 2]> {
+            let x = Var::from_tensor(&x.to_device(device)?)?;
+            let y = GroupScaling::new(groups, 1e-5)?.forward(&x)?;
+            let loss = (&y * &dy.to_device(device)?)?.sum_all()?;
+            let dx = loss.backward()?.remove(&x).unwrap();
+            Ok([y.detach().to_device(&CPU)?, dx.to_device(&CPU)?])
+        };
         let sums = if dtype == DType::F64 {
             DType::F64
         } else {
             DType::F32
         };
         let bound = 32. * (cols as f64).sqrt() * precision(sums).0;
-        for schedule in Schedule::several(3) {
-            let [our_y, our_dx] = scale_groups(&x, &dy, groups, 1e-5, schedule)?;
-            assert_close("y", &our_y, &y, |_| bound);
-            assert_close("dx", &our_dx, &dx, |_| bound);
-        }
+        let [expected_y, expected_dx] = scaled(&CPU)?;
+        let [y, dx] = scaled(&gpu())?;
+        assert_near("y", &y, &expected_y, |_| bound);
+        assert_near("dx", &dx, &expected_dx, |_| bound);
+        let [again_y, again_dx] = scaled(&gpu_of_one_stream())?;
+        assert_same_bits("y", &again_y, &y);
+        assert_same_bits("dx", &again_dx, &dx);
     }
     Ok(())
 }

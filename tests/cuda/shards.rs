@@ -1,10 +1,10 @@
-//! Several ranks through the emulated kernels, whose sums are added up as an engine would, against the CPU path for all rows:
-//! trajectories through a warm-up, with shards of every kind. `pairs.rs` has ranks among its settings too.
+//! Shards of every kind on several ranks, against the CPU path on all rows: trajectories through a
+//! warm-up. The pairs have ranks among their settings too.
 
+use crate::arguments::{Arguments, Offsets, Wanted};
+use crate::common::{keep, Data};
 use candle::{DType, Result};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
-use candle_powernorm_emulation::data::{keep, Data};
-use candle_powernorm_emulation::{Arguments, Offsets, Schedule, Wanted};
 
 const WARM_UP: usize = 3;
 const STEPS: usize = 9;
@@ -29,12 +29,6 @@ const fn spread(shares: &'static [usize], padded: Option<usize>) -> Spread {
     Spread { shares, padded }
 }
 
-const ALL: Wanted = Wanted {
-    input: true,
-    weight: true,
-    bias: true,
-};
-
 fn trajectory(
     config: PowerNormConfig,
     (input, builder): (DType, DType),
@@ -45,18 +39,16 @@ fn trajectory(
     let mut state = None;
     for step in 0..STEPS {
         let Spread { shares, padded } = SPREADS[step % SPREADS.len()];
-        let mut arguments = Arguments::random(&mut data, config, ROWS, input, builder, cols)?;
+        let mut arguments = Arguments::random(&mut data, config, ROWS, input, builder, cols);
         arguments.steps = step;
-        if let Some((phi, ema_gz)) = state {
-            (arguments.running_phi, arguments.ema_gz) = (phi, ema_gz);
+        if let Some((phi, nu)) = state {
+            arguments.running_phi = phi;
+            arguments.ema_gz = (nu / (1. - config.alpha_bwd))?;
         }
         if masked {
             let mut mask = data.mask(ROWS);
             if let Some(padded) = padded {
-                let of_ranks = arguments.shards(shares)?;
-                let rows = |rank: &Arguments| rank.x.dims()[0];
-                let first = of_ranks[..padded].iter().map(rows).sum::<usize>();
-                mask[first..first + rows(&of_ranks[padded])].fill(false);
+                mask[arguments.rows_of(shares, padded)].fill(false);
             }
             arguments.keep = Some(keep(&mask, &[ROWS]));
         }
@@ -66,10 +58,10 @@ fn trajectory(
             arguments.residual = Some(data.tensor(&residual, &[ROWS, cols], input));
         }
         let what = format!("{input:?}, {cols}, {config:?}, masked {masked}, step {step}");
-        let schedules = &Schedule::several(step as u64)[step % 3..][..1];
-        let results =
-            arguments.check_over_ranks(&what, builder, ALL, Offsets::Aligned, schedules, shares)?;
-        state = Some((results[0].running_phi.clone(), results[0].ema_gz.clone()));
+        let (wanted, offsets) = (Wanted::ALL, Offsets::AtTheStart);
+        let results = arguments.check(&what, builder, wanted, offsets, shares, false)?;
+        let (phi, nu) = results[0].state();
+        state = Some((phi.clone(), nu.clone()));
     }
     Ok(())
 }
@@ -95,28 +87,28 @@ fn trajectories(dtypes: (DType, DType), cols: usize, groups: Option<usize>) -> R
 }
 
 #[test]
-fn in_f32() -> Result<()> {
+fn shards_in_f32() -> Result<()> {
     trajectories((DType::F32, DType::F32), 66, Some(2))
 }
 
 #[test]
-fn in_f64() -> Result<()> {
+fn shards_in_f64() -> Result<()> {
     trajectories((DType::F64, DType::F64), 33, None)
 }
 
 #[test]
-fn in_f16_with_f32_parameters() -> Result<()> {
+fn shards_in_f16_with_f32_parameters() -> Result<()> {
     trajectories((DType::F16, DType::F32), 40, Some(1))
 }
 
 #[test]
-fn in_bf16() -> Result<()> {
+fn shards_in_bf16() -> Result<()> {
     trajectories((DType::BF16, DType::BF16), 48, Some(4))
 }
 
 /// Groups wider than a block, whose factors a launch of its own reduces.
 #[test]
-fn in_f64_with_wide_groups() -> Result<()> {
+fn shards_in_f64_with_wide_groups() -> Result<()> {
     for (recipe, statistics) in [
         (Recipe::Paper, Statistics::Running),
         (Recipe::Fairseq, Statistics::Batch),
