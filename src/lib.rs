@@ -29,7 +29,7 @@
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //! - [`Recipe`] chooses between the paper's equations and those of the released code.
 //!
-//! The [`guide`] has a page on each of these.
+//! The [`guide`] has a page on each part.
 //!
 //! | feature | what it adds |
 //! |---|---|
@@ -67,18 +67,21 @@ pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 
-/// Where the guide's pages find each other in rustdoc. Their own links, which come later and so count
-/// less, are to files.
+/// Where the links between the guide's pages lead in rustdoc. The first definition of a link wins, and
+/// a page's own, which come later, lead to files, for readers of the repository.
 macro_rules! links {
     () => {
         "[checkpoints]: crate::guide::checkpoints\n\
          [gpu]: crate::guide::gpu\n\
          [inference]: crate::guide::inference\n\
+         [mixed-precision]: crate::guide::mixed_precision\n\
          [padding]: crate::guide::padding\n\
          [paper]: crate::guide::paper\n\
+         [performance]: crate::guide::performance\n\
          [ranks]: crate::guide::ranks\n\
          [residuals]: crate::guide::residuals\n\
-         [robustness]: crate::guide::robustness\n"
+         [robustness]: crate::guide::robustness\n\
+         [training]: crate::guide::training\n"
     };
 }
 
