@@ -85,7 +85,7 @@ macro_rules! links {
     };
 }
 
-/// The guide: a page on each part of the crate.
+/// The guide: a page on each part of the crate. Start with [`training`](guide::training).
 pub mod guide {
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/training.md")]
