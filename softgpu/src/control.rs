@@ -41,6 +41,8 @@ impl Error {
     pub const CAPTURED_EVENT: Self = Self(907);
     pub const CAPTURE_WRONG_THREAD: Self = Self(908);
     pub const UNKNOWN: Self = Self(999);
+    /// cuRAND's alone.
+    pub const ODD_LENGTH: Self = Self(-105);
 
     /// Its name, with the end that C asks for.
     pub fn name(self) -> &'static CStr {
@@ -87,6 +89,7 @@ impl Error {
                 Self::OUT_OF_MEMORY => 102,
                 Self::INVALID_HANDLE | Self::INVALID_CONTEXT => 101,
                 Self::INVALID_VALUE => 104,
+                Self::ODD_LENGTH => 105,
                 _ => 201,
             }
         } else if function.starts_with("nccl") {
