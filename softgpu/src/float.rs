@@ -460,6 +460,16 @@ pub fn max32(a: f32, b: f32) -> f32 {
     }
 }
 
+/// A NaN if one of the two is, else the result.
+#[inline(always)]
+pub fn lasting(a: f32, b: f32, result: f32) -> f32 {
+    if a.is_nan() || b.is_nan() {
+        f32::from_bits(0x7fff_ffff)
+    } else {
+        result
+    }
+}
+
 #[inline(always)]
 pub fn min64(a: f64, b: f64) -> f64 {
     if a.is_nan() {
