@@ -243,11 +243,13 @@ pub fn flush32(value: f32) -> f32 {
 /// Any NaN becomes the one that f32 instructions return.
 #[inline(always)]
 pub fn canonical32(value: f32) -> f32 {
-    if value.is_nan() {
-        f32::from_bits(0x7fff_ffff)
+    // By its bits: a compiler may take any NaN for any other.
+    let bits = value.to_bits();
+    f32::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 {
+        0x7fff_ffff
     } else {
-        value
-    }
+        bits
+    })
 }
 
 #[inline(always)]

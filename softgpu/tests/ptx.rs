@@ -241,7 +241,7 @@ fn rounding_modes_bracket_the_truth() {
             let exact = truth(f64::from(a), f64::from(b), f64::from(c));
             let (n, z, d, u) = (near[index], zero[index], down[index], up[index]);
             if exact.is_nan() {
-                assert!([n, z, d, u].iter().all(|one| one.to_bits() == 0x7fff_ffff), "{instruction} {a:e} {b:e} {c:e}");
+                assert!([n, z, d, u].iter().all(|one| one.to_bits() == 0x7fff_ffff), "{instruction} {a:e} {b:e} {c:e}: {:x?}", [n, z, d, u].map(f32::to_bits));
                 continue;
             }
             let what = format!("{instruction} {a:e} {b:e} {c:e}: {n:e} {z:e} {d:e} {u:e} for {exact:e}");
@@ -613,7 +613,7 @@ fn lanes_of_a_warp_race_too() {
     }
     // A barrier of each pair of lanes is enough, one of other pairs is not.
     ok(&kernel(1, 128, &body("and.b32 %r6, %i, 30; shl.b32 %r7, 3, %r6; bar.warp.sync %r7;")), 32, &[0]);
-    let others = "add.u32 %r6, %i, 1; and.b32 %r6, %r6, 30; shf.l.wrap.b32 %r7, 1, 1, 31; setp.eq.u32 %p1, %r6, 0; shl.b32 %r8, 6, %r6; shr.u32 %r8, %r8, 2;\n\
+    let others = "add.u32 %r6, %i, 1; and.b32 %r6, %r6, 30; setp.eq.u32 %p1, %r6, 0; sub.u32 %r8, %r6, 1; shl.b32 %r8, 3, %r8;\n\
         setp.eq.u32 %p2, %i, 31; or.pred %p1, %p1, %p2; selp.b32 %r8, 0x80000001, %r8, %p1; bar.warp.sync %r8;";
     assert!(fault(&kernel(1, 128, &body(others)), 32, &[0]).contains("a race"));
     // A lane may read again what it wrote itself.
