@@ -858,9 +858,10 @@ unsafe fn carry<T: Copy + Into<u64> + TryFrom<u64> + Default>(lanes: &mut Lanes,
 }
 
 fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let flags = Flags::of(&modifiers.iter().copied().filter(|m| !matches!(*m, "NaN" | "relu")).collect::<Vec<_>>())?;
-    if modifiers.iter().any(|m| matches!(*m, "NaN" | "relu")) {
-        return None;
+    let lasting = modifiers.contains(&"NaN");
+    let flags = Flags::of(&modifiers.iter().copied().filter(|one| *one != "NaN").collect::<Vec<_>>())?;
+    if lasting {
+        return with_lasting_nans(opcode, flags, ty);
     }
     if let Some(arithmetic) = approximate(opcode, flags, ty) {
         return Some(arithmetic);
@@ -883,6 +884,18 @@ fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         return None;
     }
     rounded(opcode, flags, ty)
+}
+
+/// `min.NaN` and `max.NaN`, where a NaN wins.
+fn with_lasting_nans(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
+    let (exec, width) = match (opcode, ty) {
+        ("min", "f32") => (f32_variants!(flags, |a, b| float::lasting(a, b, float::min32(a, b))), "w"),
+        ("max", "f32") => (f32_variants!(flags, |a, b| float::lasting(a, b, float::max32(a, b))), "w"),
+        ("min", _) => half_variants!(ty, |a, b| float::lasting(a, b, float::min32(a, b))),
+        ("max", _) => half_variants!(ty, |a, b| float::lasting(a, b, float::max32(a, b))),
+        _ => return None,
+    };
+    made(exec, Class::Float, alike(width, 2))
 }
 
 fn single(opcode: &str, flags: Flags) -> Option<(Exec, usize)> {
@@ -1280,7 +1293,6 @@ fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmeti
             })
         };
     }
-    let relu = |value: f32| if value > 0.0 || value.is_nan() { value } else { 0.0 };
     let (exec, operands) = match (modifiers, to, from) {
         (["rn"], "f16x2", "f32") => (pair!(float::to_f16), "w:ww"),
         (["rn"], "bf16x2", "f32") => (pair!(float::to_bf16), "w:ww"),
@@ -1293,7 +1305,6 @@ fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmeti
             "w:ww",
         ),
         (["rn", "relu"], "f16x2", "f32") => {
-            let _ = relu;
             (
                 pair!(|x: f32| float::to_f16(if x < 0.0 || x == 0.0 { 0.0 } else { x })),
                 "w:ww",

@@ -243,11 +243,13 @@ pub fn flush32(value: f32) -> f32 {
 /// Any NaN becomes the one that f32 instructions return.
 #[inline(always)]
 pub fn canonical32(value: f32) -> f32 {
-    if value.is_nan() {
-        f32::from_bits(0x7fff_ffff)
+    // By its bits: a compiler may take any NaN for any other.
+    let bits = value.to_bits();
+    f32::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 {
+        0x7fff_ffff
     } else {
-        value
-    }
+        bits
+    })
 }
 
 #[inline(always)]
@@ -457,6 +459,16 @@ pub fn max32(a: f32, b: f32) -> f32 {
         a
     } else {
         b
+    }
+}
+
+/// A NaN if one of the two is, else the result.
+#[inline(always)]
+pub fn lasting(a: f32, b: f32, result: f32) -> f32 {
+    if a.is_nan() || b.is_nan() {
+        f32::from_bits(0x7fff_ffff)
+    } else {
+        result
     }
 }
 

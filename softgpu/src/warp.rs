@@ -250,7 +250,8 @@ impl Warp {
     /// Runs until the warp waits for its block, is done, or has run about `budget` branches.
     pub fn run(&mut self, block: &mut Block, budget: u64) -> Done<()> {
         let mut left = budget;
-        if !self.pick(false) {
+        // After a fair turn the group that was picked goes on.
+        if self.active == 0 && !self.pick(false) {
             return self.stopped(block);
         }
         let ops = block.ops;
@@ -308,9 +309,6 @@ impl Warp {
             // Both sides are laid aside, and the one behind is taken up.
             self.active = 0;
             self.pick(false);
-        }
-        if self.at < self.meet && self.active != self.live() && op.target < self.at {
-            return;
         }
     }
 
@@ -786,6 +784,7 @@ impl Warp {
     }
 
     fn check_shared(&mut self, block: &mut Block, mask: u32, addresses: &[u64; 32], size: u32, touch: Touch) -> Done<()> {
+        self.serial += 1;
         count_conflicts(&mut block.counts, addresses, mask, size);
         let who = self.who(block);
         for lane in lanes_of(mask) {
@@ -900,7 +899,6 @@ impl Warp {
             };
             match space {
                 Space::Shared => {
-                    warp.serial += 1;
                     warp.check_shared(block, mask, addresses, size, Touch::Atomic)?;
                 }
                 Space::Global | Space::Generic => warp.check_global(block, Global::Atomic, mask, addresses, size)?,
