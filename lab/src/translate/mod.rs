@@ -2,9 +2,9 @@
 //! split with it.
 //!
 //! ```text
-//! cargo run --release --example translate -- --data multi30k --norm power
-//! cargo run --release --example translate -- --data multi30k --compare layer,batch,power-v,power
-//! cargo run --release --example translate -- --data multi30k --compare layer,batch,power-v,power --speed
+//! cargo run --release -p lab -- translate --data multi30k --norm power
+//! cargo run --release -p lab -- translate --data multi30k --compare layer,batch,power-v,power
+//! cargo run --release -p lab -- translate --data multi30k --compare layer,batch,power-v,power --speed
 //! sacrebleu target/translate/test.en -i target/translate/power.1.hyp.en
 //! ```
 //!
@@ -18,22 +18,20 @@
 //! Runs one after the other, on a machine that does other things too, differ in speed by more than their normalizations
 //! do. `--speed` lets them take turns instead, a step each.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod data;
 mod model;
 mod search;
 mod speed;
 mod train;
 
+use crate::common::checkpoint::History;
+use crate::common::norm::{Norm, NormConfig};
+use crate::common::{self, plot, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
 use candle_powernorm::Recipe;
 use clap::builder::RangedU64ValueParser;
 use clap::Parser;
-use common::checkpoint::History;
-use common::norm::{Norm, NormConfig};
-use common::{plot, Place};
 use data::Corpus;
 use indicatif::{ProgressBar, ProgressStyle};
 use model::Size;
@@ -41,14 +39,8 @@ use search::Beam;
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use train::{Run, Settings};
-
-// Large blocks go back to the kernel at every free under glibc's allocator, and come back as page
-// faults.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const HEADS: usize = 4;
 const SMOOTHING: f64 = 0.1;
@@ -109,8 +101,8 @@ impl Budget {
 const SOURCES: &str = "\
 --data DIR must name a folder of parallel text: train.de, train.en, val.de, val.en, test.de and test.en, a sentence a \
 line, plain or with .gz. Multi30k has 29,000 pairs of short sentences: take train, val and test_2016_flickr, of both \
-languages, from the folder data/task1/raw of https://github.com/multi30k/dataset. The sample that comes with this \
-example, examples/translate/sample, is too small to learn from";
+languages, from the folder data/task1/raw of https://github.com/multi30k/dataset. The sample in lab/sample is too \
+small to learn from";
 
 /// Trains a small transformer to translate German to English, with PowerNorm or another normalization in its encoder.
 ///
@@ -122,8 +114,7 @@ example, examples/translate/sample, is too small to learn from";
 /// with --device cuda, since a GPU's memory is not in it; and where a resumed run was finished already, since nothing was
 /// trained. So for a figure of each normalization train each by --norm.
 #[derive(Debug, Parser)]
-#[command(name = "translate")]
-struct Args {
+pub struct Args {
     /// Folder of the text: {train,val,test}.{de,en}, plain or compressed (.gz), also under the names that
     /// Multi30k has: multi30k.train.de.gz, test_2016_flickr.de.gz, multi30k.test_2016_flickr.de.gz
     #[arg(long, value_name = "DIR")]
@@ -224,18 +215,8 @@ impl Args {
     }
 }
 
-fn main() -> ExitCode {
-    match run(&Args::parse(), &mut std::io::stdout()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
 /// Results go to `out`.
-fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
+pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     let folder = args.data.as_ref().context(SOURCES)?;
     let budget = Budget::of(args.device);
     ensure!(
@@ -527,7 +508,7 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    const SAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/translate/sample");
+    const SAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/sample");
 
     fn args(out: &Path, more: &[&str]) -> Result<Args, clap::Error> {
         let out = out.to_str().unwrap();

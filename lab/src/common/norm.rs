@@ -1,4 +1,4 @@
-//! The normalization layers the examples compare, behind one type.
+//! The normalization layers that the commands compare, behind one type.
 
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, GroupNorm, Init, ModuleT, VarBuilder};

@@ -4,7 +4,7 @@
 use crate::common::causal_mask;
 use crate::common::checkpoint::variables;
 use crate::common::norm::{Norm, NormConfig, NormLayer};
-use crate::data::{Batch, Sources};
+use super::data::{Batch, Sources};
 use candle::{DType, Device, Module, Result, Tensor, D};
 use candle_nn::{embedding, linear, Embedding, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;
@@ -453,7 +453,7 @@ pub mod tests {
     use super::*;
     use crate::common::norm::is_buffer;
     use crate::common::random::{generator, Use};
-    use crate::data::{Pair, BEGIN, END, PAD};
+    use crate::translate::data::{Pair, BEGIN, END, PAD};
     use candle::Var;
     use candle_powernorm::Recipe;
     use clap::ValueEnum;

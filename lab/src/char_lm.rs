@@ -2,9 +2,9 @@
 //! normalization, and compares them.
 //!
 //! ```text
-//! cargo run --release --example char_lm -- --norm power
-//! cargo run --release --example char_lm -- --text shakespeare.txt --compare power,layer
-//! cargo run --release --features cuda --example char_lm -- --device cuda
+//! cargo run --release -p lab -- char-lm --text shakespeare.txt
+//! cargo run --release -p lab -- char-lm --text shakespeare.txt --compare power,layer
+//! cargo run --release -p lab --features cuda -- char-lm --text shakespeare.txt --device cuda
 //! ```
 //!
 //! The setting is the smallest one of nanoGPT, made for a laptop's CPU: 4 layers, 4 heads, width
@@ -17,26 +17,17 @@
 //! Progress and a sample of made-up text go to stderr, one line of JSON for each normalization to
 //! stdout, checkpoints and loss curves to the folder `--out`.
 
-#[path = "../common/mod.rs"]
-mod common;
-
+use crate::common::data::{Corpus, Unit};
+use crate::common::model::Size;
+use crate::common::norm::{Norm, NormConfig};
+use crate::common::train::{Run, Settings};
+use crate::common::{self, optim, plot, Place};
 use anyhow::{ensure, Context, Result};
 use candle_powernorm::Recipe;
 use clap::{Parser, ValueEnum};
-use common::data::{Corpus, Unit};
-use common::model::Size;
-use common::norm::{Norm, NormConfig};
-use common::train::{Run, Settings};
-use common::{optim, plot, Place};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{json, Value};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
-
-// Large blocks go back to the kernel at every free under glibc's allocator, and come back as page
-// faults: without this line they are almost a third of a step.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const BATCH: usize = 12;
 const LAYERS: usize = 4;
@@ -54,28 +45,9 @@ const SAMPLE_TEMPERATURE: f64 = 0.8;
 /// Times that the speed of inference is taken, with and without folding.
 const FOLD_ROUNDS: usize = 5;
 
-/// What there is to read where no `--text` is given.
-const SOURCES: &str = concat!(
-    include_str!("../../src/lib.rs"),
-    include_str!("../../src/config.rs"),
-    include_str!("../../src/mode.rs"),
-    include_str!("../../src/layer.rs"),
-    include_str!("../../src/fold.rs"),
-    include_str!("../../src/group_scaling.rs"),
-    include_str!("../../src/op.rs"),
-    include_str!("../../src/state.rs"),
-    include_str!("../../src/error.rs"),
-    include_str!("../../src/cpu/mod.rs"),
-    include_str!("../../src/cpu/element.rs"),
-    include_str!("../../src/cpu/kernels.rs"),
-    include_str!("../../src/cpu/lanes.rs"),
-    include_str!("../../src/cpu/uninit.rs"),
-);
-
 /// Trains a small transformer on the characters of a text, with PowerNorm or another normalization.
 #[derive(Debug, Parser)]
-#[command(name = "char_lm")]
-struct Args {
+pub struct Args {
     /// Normalization of the model
     #[arg(long, value_enum, default_value_t = Norm::Power)]
     norm: Norm,
@@ -93,9 +65,9 @@ struct Args {
     )]
     compare: Option<Vec<Norm>>,
 
-    /// UTF-8 text to learn [default: the sources of this crate]
+    /// UTF-8 text to learn
     #[arg(long, value_name = "FILE")]
-    text: Option<PathBuf>,
+    text: PathBuf,
 
     /// Steps to train; the learning rate's cosine ends with them
     #[arg(long, default_value_t = 2000, value_parser = common::positive)]
@@ -118,7 +90,7 @@ struct Args {
     device: Place,
 
     /// Folder of the checkpoints (NORM.safetensors) and plots (NORM.svg, compare.svg)
-    #[arg(long, value_name = "DIR", default_value = "target/char_lm")]
+    #[arg(long, value_name = "DIR", default_value = "target/char-lm")]
     out: PathBuf,
 
     /// Continue from the checkpoints in --out, as if training had never stopped. Without it
@@ -142,22 +114,9 @@ fn groups(arg: &str) -> Result<usize, String> {
     }
 }
 
-fn main() -> ExitCode {
-    match run(&Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn run(args: &Args) -> Result<()> {
-    let device = args.device.device("char_lm")?;
-    let corpus = match &args.text {
-        Some(path) => Corpus::read(path, Unit::Character, CONTEXT)?,
-        None => Corpus::new(SOURCES, Unit::Character, CONTEXT)?,
-    };
+pub fn run(args: &Args) -> Result<()> {
+    let device = args.device.device("char-lm")?;
+    let corpus = Corpus::read(&args.text, Unit::Character, CONTEXT)?;
     let norms = match &args.compare {
         None => vec![args.norm],
         Some(norms) if norms.is_empty() => Norm::value_variants().to_vec(),

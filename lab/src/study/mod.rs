@@ -2,8 +2,8 @@
 //! normalization on the same batches of a text, and what the paper looks at inside.
 //!
 //! ```text
-//! cargo run --release --example study -- --text tinyshakespeare.txt
-//! cargo run --release --example study -- --text captions.en --words --experiments norms
+//! cargo run --release -p lab -- study --text tinyshakespeare.txt
+//! cargo run --release -p lab -- study --text captions.en --words --experiments norms
 //! ```
 //!
 //! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 42 runs, 21 for each of two
@@ -15,34 +15,27 @@
 //!
 //! `docs/paper.md` sets what comes out beside the paper's claims.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod measure;
 mod report;
 
+use crate::common::checkpoint::write_whole;
+use crate::common::data::{Corpus, Unit};
+use crate::common::model::Size;
+use crate::common::norm::{Norm, NormConfig};
+use crate::common::optim::WARMUP_STEPS;
+use crate::common::train::{Run, Settings};
+use crate::common::{self, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
 use candle_powernorm::Recipe;
 use clap::{Parser, ValueEnum};
-use common::checkpoint::write_whole;
-use common::data::{Corpus, Unit};
-use common::model::Size;
-use common::norm::{Norm, NormConfig};
-use common::optim::WARMUP_STEPS;
-use common::train::{Run, Settings};
-use common::Place;
 use indicatif::{ProgressBar, ProgressStyle};
 use measure::{Observations, Snapshot};
 use report::Outcome;
 use serde_json::{json, Value};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Instant;
-
-// As in `char_lm`.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const BATCH: usize = 12;
 const LAYERS: usize = 4;
@@ -65,8 +58,7 @@ const TRIAL_STEPS: usize = 3;
 
 /// Trains a small transformer with each normalization and writes tables and plots of the paper's claims.
 #[derive(Debug, Parser)]
-#[command(name = "study")]
-struct Args {
+pub struct Args {
     /// UTF-8 text to learn
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
@@ -234,17 +226,7 @@ fn variants(experiments: &[Experiment]) -> Vec<Variant> {
     variants
 }
 
-fn main() -> ExitCode {
-    match study(&Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn study(args: &Args) -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     let device = args.device.device("study")?;
     let unit = match args.words {
         true => Unit::Word,
@@ -449,7 +431,7 @@ mod tests {
     }
 
     fn corpus() -> Corpus {
-        Corpus::new(include_str!("main.rs"), Unit::Character, CONTEXT).unwrap()
+        Corpus::new(include_str!("mod.rs"), Unit::Character, CONTEXT).unwrap()
     }
 
     #[test]

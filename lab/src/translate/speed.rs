@@ -1,6 +1,6 @@
 //! Speed, as fairly as a machine that does other things too can tell it: several runs take turns.
 
-use crate::train::Run;
+use super::train::Run;
 use anyhow::Result;
 use std::time::Instant;
 

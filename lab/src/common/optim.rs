@@ -26,7 +26,7 @@ pub fn learning_rate(step: usize, steps: usize) -> f64 {
     MIN_RATE + (MAX_RATE - MIN_RATE) * (1. + (PI * progress).cos()) / 2.
 }
 
-/// The settings of an [`AdamW`] that each example chooses for itself.
+/// The settings of an [`AdamW`] that each command chooses for itself.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWConfig {
     pub beta_2: f64,

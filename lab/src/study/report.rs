@@ -5,8 +5,8 @@ use crate::common::data::{Corpus, Unit};
 use crate::common::norm::Norm;
 use crate::common::plot::{self, draw, Chart, Line, Style};
 use crate::common::train::Run;
-use crate::measure::{gains, singular_values, Observations, Series};
-use crate::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT, LN, PN, PN_V};
+use super::measure::{gains, singular_values, Observations, Series};
+use super::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT, LN, PN, PN_V};
 use anyhow::{ensure, Context, Result};
 use candle_powernorm::Recipe;
 use clap::ValueEnum;
@@ -848,7 +848,7 @@ fn histogram(values: &[f64], [low, high]: [f64; 2]) -> Vec<(f64, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Place;
+    use crate::common::Place;
     use std::path::PathBuf;
 
     fn args(out: PathBuf) -> Args {

@@ -4,8 +4,8 @@ use crate::common::checkpoint::{variables, Checkpoint, History};
 use crate::common::norm::{is_buffer, NormConfig};
 use crate::common::optim::{AdamW, AdamWConfig};
 use crate::common::random::{generator, Use};
-use crate::data::{by_length, cut, epoch, Batch, Corpus};
-use crate::model::{init_weights, Dropout, Size, Transformer};
+use super::data::{by_length, cut, epoch, Batch, Corpus};
+use super::model::{init_weights, Dropout, Size, Transformer};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
@@ -274,9 +274,9 @@ fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
 mod tests {
     use super::*;
     use crate::common::norm::Norm;
-    use crate::data::tests::corpus;
-    use crate::model::tests::{norm_config, size};
-    use crate::search::{translate, Beam};
+    use crate::translate::data::tests::corpus;
+    use crate::translate::model::tests::{norm_config, size};
+    use crate::translate::search::{translate, Beam};
     use clap::ValueEnum;
 
     fn settings(norm: Norm, corpus: &Corpus) -> Settings {

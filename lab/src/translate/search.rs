@@ -1,7 +1,7 @@
 //! Beam search.
 
-use crate::data::{by_length, cut, Pair, Sources, BEGIN, END, PAD};
-use crate::model::{Dropout, Transformer};
+use super::data::{by_length, cut, Pair, Sources, BEGIN, END, PAD};
+use super::model::{Dropout, Transformer};
 use anyhow::Result;
 use candle::{Device, Tensor};
 use candle_nn::ops::log_softmax;
@@ -185,7 +185,7 @@ pub fn translate(
 mod tests {
     use super::*;
     use crate::common::norm::Norm;
-    use crate::model::tests::{model, sources, VOCAB};
+    use crate::translate::model::tests::{model, sources, VOCAB};
     use candle_nn::VarMap;
 
     const SENTENCES: [&[u32]; 3] = [&[5, 3, 4, END], &[4, END], &[3, 4, 4, 5, 5, 3, END]];
