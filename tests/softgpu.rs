@@ -76,30 +76,14 @@ impl Softgpu {
     }
 }
 
+/// Outputs of a layer: of its input, and the sum with a residual.
+type Outputs = (Tensor, Option<Tensor>);
+
 /// A forward that waits for its backward.
 struct Pass {
     x: Var,
     y: Tensor,
     loss: Tensor,
-}
-
-fn forward(layer: &PowerNorm, batch: &Batch, with_residual: bool) -> Result<Pass> {
-    let x = Var::from_tensor(&batch.xs)?;
-    let gradient = || Gradient(batch.dy.clone());
-    let y = match (with_residual, &batch.keep) {
-        (false, None) => layer.forward_t(&x, true)?,
-        (false, Some(keep)) => layer.forward_masked(&x, keep)?,
-        (true, keep) => {
-            let (y, sum) = match keep {
-                None => layer.forward_residual(&x, &batch.dy)?,
-                Some(keep) => layer.forward_residual_masked(&x, &batch.dy, keep)?,
-            };
-            let loss = (y.apply_op1(gradient())? + sum.apply_op1(gradient())?)?;
-            return Ok(Pass { x, y, loss });
-        }
-    };
-    let loss = y.apply_op1(gradient())?;
-    Ok(Pass { x, y, loss })
 }
 
 fn backward(layer: &PowerNorm, pass: Pass) -> Result<Outcome> {
@@ -125,43 +109,77 @@ struct Pair<'a> {
 }
 
 impl Pair<'_> {
-    fn forward(&self, layer: &PowerNorm) -> Result<Pass> {
-        forward(layer, &self.batch, self.with_residual)
+    fn input(&self) -> Var {
+        Var::from_tensor(&self.batch.xs).unwrap()
+    }
+
+    /// The layer's part of a forward.
+    fn outputs(&self, layer: &PowerNorm, x: &Tensor) -> Result<Outputs> {
+        let residual = &self.batch.dy;
+        match (self.with_residual, &self.batch.keep) {
+            (false, None) => Ok((layer.forward_t(x, true)?, None)),
+            (false, Some(keep)) => Ok((layer.forward_masked(x, keep)?, None)),
+            (true, None) => {
+                let (y, sum) = layer.forward_residual(x, residual)?;
+                Ok((y, Some(sum)))
+            }
+            (true, Some(keep)) => {
+                let (y, sum) = layer.forward_residual_masked(x, residual, keep)?;
+                Ok((y, Some(sum)))
+            }
+        }
+    }
+
+    /// With a loss whose gradient the batch has.
+    fn pass(&self, x: Var, (y, sum): Outputs) -> Pass {
+        let of = |output: &Tensor| output.apply_op1(Gradient(self.batch.dy.clone()));
+        let mut loss = of(&y).unwrap();
+        if let Some(sum) = &sum {
+            loss = (loss + of(sum).unwrap()).unwrap();
+        }
+        Pass { x, y, loss }
+    }
+
+    /// A forward that nothing disturbs.
+    fn forward(&self, layer: &PowerNorm) -> Pass {
+        let x = self.input();
+        let outputs = self.outputs(layer, &x).unwrap();
+        self.pass(x, outputs)
     }
 
     /// A step of both that nothing disturbs.
     fn step(&self, what: &str) {
-        let [ours, theirs] = [&self.layer, &self.twin].map(|layer| {
-            let pass = self.forward(layer).unwrap();
-            backward(layer, pass).unwrap()
-        });
+        let [ours, theirs] =
+            [&self.layer, &self.twin].map(|layer| backward(layer, self.forward(layer)).unwrap());
         same_bits(what, &ours, &theirs);
         same_state(what, &state(&self.layer), &state(&self.twin));
     }
 
     /// Every call of a forward fails once.
     fn disturb_forwards(&self) {
-        let (pass, calls) = self.softgpu.counting(|| self.forward(&self.twin).unwrap());
-        backward(&self.twin, pass).unwrap();
-        let pass = self.forward(&self.layer).unwrap();
-        backward(&self.layer, pass).unwrap();
+        let x = self.input();
+        let (outputs, calls) = (self.softgpu).counting(|| self.outputs(&self.twin, &x).unwrap());
+        backward(&self.twin, self.pass(x, outputs)).unwrap();
+        backward(&self.layer, self.forward(&self.layer)).unwrap();
         let device = Device::Cuda(self.device.clone());
         let live = self.softgpu.live(&device);
         let mut failures = 0;
         for n in 1..=calls {
             let what = format!("{}: call {n} of a forward", self.what);
             let before = state(&self.layer);
-            let disturbed = || self.forward(&self.layer);
+            let x = self.input();
+            let disturbed = || self.outputs(&self.layer, &x);
             match self.softgpu.failing(self.device, n, disturbed) {
                 Err(_) => {
+                    drop(x);
                     same_state(&what, &state(&self.layer), &before);
                     failures += 1;
                 }
                 // The call did not matter, or there was none.
-                Ok(pass) => {
-                    let ours = backward(&self.layer, pass).unwrap();
-                    let theirs = self.forward(&self.twin).unwrap();
-                    same_bits(&what, &ours, &backward(&self.twin, theirs).unwrap());
+                Ok(outputs) => {
+                    let ours = backward(&self.layer, self.pass(x, outputs)).unwrap();
+                    let theirs = backward(&self.twin, self.forward(&self.twin)).unwrap();
+                    same_bits(&what, &ours, &theirs);
                 }
             }
             self.step(&format!("{what}, next"));
@@ -172,21 +190,22 @@ impl Pair<'_> {
 
     /// Every call of a backward fails once.
     fn disturb_backwards(&self) {
-        let pass = self.forward(&self.twin).unwrap();
+        let pass = self.forward(&self.twin);
         let (_, calls) = (self.softgpu).counting(|| backward(&self.twin, pass).unwrap());
-        let pass = self.forward(&self.layer).unwrap();
-        backward(&self.layer, pass).unwrap();
+        backward(&self.layer, self.forward(&self.layer)).unwrap();
         let device = Device::Cuda(self.device.clone());
         let live = self.softgpu.live(&device);
         let (mut failures, mut late) = (0, 0);
         for n in 1..=calls {
             let what = format!("{}: call {n} of a backward", self.what);
-            let [ours, theirs] =
-                [&self.layer, &self.twin].map(|layer| self.forward(layer).unwrap());
+            let [ours, theirs] = [&self.layer, &self.twin].map(|layer| self.forward(layer));
             let before = state(&self.layer);
             let disturbed = || backward(&self.layer, ours);
             match self.softgpu.failing(self.device, n, disturbed) {
-                Err(_) if state(&self.layer) == before => failures += 1,
+                Err(_) if state(&self.layer) == before => {
+                    drop(theirs);
+                    failures += 1;
+                }
                 // The layer's own part was done.
                 Err(_) => {
                     backward(&self.twin, theirs).unwrap();
