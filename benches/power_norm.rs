@@ -1,17 +1,29 @@
 //! Throughput of the layer's passes beside candle's own normalizations and a plain copy.
 //!
-//! Ids are `pass/contender/dtype/rowsxcols/place`; `cargo bench -- 'forward_train/.*/f32/4096x512/t1'`
-//! runs some of them. Throughput counts the bytes that the pass must move, each input read once and
-//! each output written once, for every contender alike.
+//! ```text
+//! cargo bench                                    # 4096x512 on the CPU: four minutes on two cores
+//! CANDLE_POWERNORM_BENCH=full cargo bench        # every shape and dtype: FULL_MINUTES
+//! cargo bench --bench power_norm -- --test       # every benchmark of the full set once, untimed
+//! cargo bench -- 'forward_train/.*/f32/.*/t1'    # what the regular expression matches
+//! cargo bench --features cuda -- '/cuda$'        # on a GPU; both sets have all of these
+//! ```
 //!
-//! Passes: `forward_train` and `forward_eval` are one call; `backward` is `Tensor::backward` of a graph
-//! that holds the layer alone; `train_step_through_autograd` is a forward and that backward. candle's
-//! autograd makes passes of its own around any op: contender `autograd_alone` is an op that computes
-//! nothing, and shows what they cost. What is left of `backward` without it is the time of the layer's kernels.
+//! Ids are `pass/contender/dtype/rowsxcols/place`. Throughput counts the bytes that the pass must
+//! move: each input read once and each output written once, for every contender.
 //!
-//! Places: `t1` and `t2` are so many threads of the CPU. With feature `cuda` there are `cuda`, where calls
-//! queue up and the clock stops when the GPU is done with the last, and `cuda_call`, where each call is
-//! waited for: `cargo bench --features cuda -- '/cuda$'`.
+//! Passes: `forward_train` and `forward_eval` are one call. `backward` is `Tensor::backward` of a
+//! graph that holds only the layer. `train_step_through_autograd` is a forward and that backward.
+//! candle's autograd makes passes of its own around any op: contender `autograd_alone` is an op
+//! that computes nothing, and shows what they cost. `backward` less `autograd_alone` is the time of
+//! the layer's kernels.
+//!
+//! Places: `t1` and `t2` are threads of the CPU. With feature `cuda` there are `cuda`, where calls
+//! queue up and the clock stops when the GPU is done with the last, and `cuda_call`, where the
+//! clock waits for each call.
+//!
+//! candle's element-wise operations have a thread pool of their own for the whole process, and its
+//! threads spin while they wait. The benches give it one thread, in `t2` too. To time contenders
+//! made of candle's operations with two, run `CANDLE_NUM_THREADS=2 cargo bench -- '/t2$'`.
 
 #[path = "../tests/common/reference.rs"]
 mod reference;
@@ -22,7 +34,7 @@ use candle::{
 };
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
-use criterion::{criterion_group, criterion_main, Criterion, Throughput};
+use criterion::{Criterion, Throughput};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use reference::{composed, Recipe, Spec};
@@ -30,20 +42,107 @@ use std::hint::black_box;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Keeps freed memory at hand, with `MIMALLOC_PURGE_DELAY=-1` in the environment all of it. glibc's gives large blocks back,
-/// so that a pass may or may not wait for the system to map and clear its output: times differed by a factor of three from
-/// run to run.
+/// Keeps freed memory at hand; with `MIMALLOC_PURGE_DELAY=-1` in the environment, all of it.
+/// glibc's allocator gives large blocks back, so that a pass may or may not wait for the system to
+/// map and clear its output: times differed by a factor of three from run to run.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const EPS: f64 = 1e-5;
 
-/// Inputs on a GPU are taken in turn from so many bytes of them: from its memory then, not from its L2.
+/// The time that criterion gives a benchmark. A slow pass takes longer: ten samples of one pass
+/// each.
+const WARM_UP: Duration = Duration::from_millis(300);
+const MEASUREMENT: Duration = Duration::from_secs(1);
+
+/// The rows of a check, where rows do not depend on each other.
+const CHECKED_ROWS: usize = 256;
+
+/// Chooses the set; see the head of this file.
+const SET: &str = "CANDLE_POWERNORM_BENCH";
+
+/// What `cargo bench` runs.
+#[derive(Clone, Copy, PartialEq)]
+enum Set {
+    /// The CPU's benchmarks of one shape and two dtypes, and all of a GPU's.
+    Short,
+    Full,
+}
+
+impl Set {
+    /// The set that the arguments and the environment ask for. A test takes all, since it is quick.
+    fn chosen(test: bool) -> Self {
+        match std::env::var(SET).as_deref() {
+            Ok("full") => Self::Full,
+            Ok(other) => panic!("expected {SET}=full or no {SET}, got {SET}={other}"),
+            Err(_) if test => Self::Full,
+            Err(_) => Self::Short,
+        }
+    }
+
+    /// Wall time of a benchmark, the mean of the CPU's on two cores of a Zen 4: the time that
+    /// criterion takes, the data, the check, and passes so slow that ten of them take longer.
+    fn seconds_each(self) -> f64 {
+        match self {
+            Self::Short => 1.7,
+            Self::Full => 3.,
+        }
+    }
+
+    fn dtypes(self, place: Place) -> &'static [DType] {
+        match self {
+            Self::Short if place.is_cpu() => &[DType::F32, DType::BF16],
+            _ => &[DType::F32, DType::BF16, DType::F16],
+        }
+    }
+
+    /// Rows and channels: a small batch, a transformer's, wide ones, some beyond every cache, and
+    /// one that no vector divides.
+    fn shapes(self, place: Place) -> &'static [(usize, usize)] {
+        match (place, self) {
+            (Place::Threads(_), Self::Short) => &[(4096, 512)],
+            (Place::Threads(_), Self::Full) => &[
+                (256, 512),
+                (1000, 300),
+                (4096, 512),
+                (4096, 4096),
+                (32768, 1024),
+            ],
+            (Place::Cuda, _) => &[
+                (256, 1024),
+                (4096, 1024),
+                (32768, 1024),
+                (32768, 2048),
+                (32768, 4096),
+                (32768, 8192),
+            ],
+            (Place::CudaCall, _) => &[(256, 1024)],
+        }
+    }
+
+    fn cases(self) -> Vec<Case> {
+        let mut cases = vec![];
+        for place in Place::all() {
+            for &dtype in self.dtypes(place) {
+                for &shape in self.shapes(place) {
+                    cases.push(Case {
+                        place,
+                        dtype,
+                        shape,
+                    });
+                }
+            }
+        }
+        cases
+    }
+}
+
+/// Inputs on a GPU are taken in turn from so many bytes of them: from its memory then, not from its
+/// L2.
 const GPU_INPUT_BYTES: usize = 256 << 20;
 
-/// Graphs that wait for a backward on a GPU hold about so many bytes of outputs, and no more than so many
-/// graphs.
+/// Graphs that wait for a backward on a GPU hold about so many bytes of outputs, and no more than
+/// so many graphs.
 const GPU_GRAPH_BYTES: usize = 2 << 30;
 const GPU_GRAPHS: usize = 64;
 
@@ -82,23 +181,8 @@ impl Place {
         matches!(self, Self::Threads(_))
     }
 
-    /// Rows and channels: a small batch, a transformer's, wide ones, some beyond every cache.
-    fn shapes(self) -> &'static [(usize, usize)] {
-        match self {
-            Self::Threads(_) => &[(256, 512), (4096, 512), (4096, 4096), (32768, 1024)],
-            Self::Cuda => &[
-                (256, 1024),
-                (4096, 1024),
-                (32768, 1024),
-                (32768, 2048),
-                (32768, 4096),
-                (32768, 8192),
-            ],
-            Self::CudaCall => &[(256, 1024)],
-        }
-    }
-
-    /// The device. All ids share that of the GPU, for each one that is made loads kernels of its own.
+    /// The device. All ids share that of the GPU, for each one that is made loads kernels of its
+    /// own.
     fn device(self) -> Device {
         static GPU: OnceLock<Device> = OnceLock::new();
         match self {
@@ -124,8 +208,8 @@ fn gpu() -> Result<Device> {
     Ok(device)
 }
 
-/// Keeps what is freed on a GPU at hand for the next allocation. Else the driver takes it back whenever the
-/// queue is waited for, and the clock would see it map memory.
+/// Keeps what is freed on a GPU at hand for the next allocation. Else the driver takes it back
+/// whenever the queue is waited for, and the clock would see it map memory.
 #[cfg(feature = "cuda")]
 fn keep_freed_memory(device: &Device) -> Result<()> {
     use candle::cuda_backend::cudarc::driver::{result, sys};
@@ -169,8 +253,8 @@ impl Pass {
         }
     }
 
-    /// The bytes a pass must move: x and y forward; x, dy and dx backward; and with a residual it, the sum and the sum's
-    /// gradient. What a channel needs is not counted.
+    /// The bytes a pass must move: x and y forward; x, dy and dx backward; and with a residual it,
+    /// the sum and the sum's gradient. What a channel needs is not counted.
     fn bytes_moved(self, residual: bool, rows: usize, cols: usize, dtype: DType) -> u64 {
         let (forward, backward) = if residual { (4, 4) } else { (2, 3) };
         let tensors = match self {
@@ -188,7 +272,8 @@ enum Contender {
     PowerNorm(Option<usize>),
     /// The layer with the batch's statistic (PN-V) and one group.
     PowerNormV,
-    /// The layer with one group, of the sum with a residual. Both outputs are added up for a backward.
+    /// The layer with one group, of the sum with a residual. Both outputs are added up for a
+    /// backward.
     Residual,
     /// The same by an addition and a forward.
     ResidualApart,
@@ -239,16 +324,33 @@ impl Contender {
         }
     }
 
-    /// Whether there is a bench of the contender: candle's fused norms record no backward.
-    fn takes_part(self, pass: Pass, place: Place) -> bool {
+    /// Whether there is a benchmark of the contender.
+    fn takes_part(self, pass: Pass, case: Case) -> bool {
+        self.can(pass, case) && self.is_wanted(pass, case.place)
+    }
+
+    /// What contenders cannot do.
+    fn can(self, pass: Pass, Case { dtype, shape, .. }: Case) -> bool {
         match self {
-            Self::PowerNorm(_) => true,
-            Self::PowerNormV => !place.is_cpu() && pass != Pass::ForwardEval,
-            Self::Residual | Self::ResidualApart => pass != Pass::ForwardEval,
-            Self::Composed | Self::BatchNorm => place.is_cpu(),
+            Self::PowerNorm(groups) => shape.1.is_multiple_of(groups.unwrap_or(1)),
+            // They record no backward.
             Self::LayerNormFused | Self::RmsNormFused | Self::Copy => {
                 matches!(pass, Pass::ForwardTrain | Pass::ForwardEval)
             }
+            // In training it adds statistics in f32 to running ones in the input's dtype, and
+            // fails.
+            Self::BatchNorm => pass == Pass::ForwardEval || dtype == DType::F32,
+            _ => true,
+        }
+    }
+
+    /// Whether a comparison with the contender tells something.
+    fn is_wanted(self, pass: Pass, place: Place) -> bool {
+        match self {
+            Self::PowerNorm(_) | Self::LayerNormFused | Self::RmsNormFused | Self::Copy => true,
+            Self::PowerNormV => !place.is_cpu() && pass != Pass::ForwardEval,
+            Self::Residual | Self::ResidualApart => pass != Pass::ForwardEval,
+            Self::Composed | Self::BatchNorm => place.is_cpu(),
             Self::LayerNormSlow => pass != Pass::ForwardEval,
             Self::AutogradAlone => matches!(pass, Pass::Backward | Pass::TrainStep),
         }
@@ -311,15 +413,71 @@ impl CustomOp3 for Nothing {
     }
 }
 
+/// What the inputs of some benchmarks are, and where.
+#[derive(Clone, Copy)]
+struct Case {
+    place: Place,
+    dtype: DType,
+    /// Rows and channels.
+    shape: (usize, usize),
+}
+
+impl Case {
+    fn benchmarks(self) -> Vec<(Pass, Contender)> {
+        let pairs = Pass::ALL
+            .iter()
+            .flat_map(|&pass| Contender::ALL.map(|contender| (pass, contender)));
+        pairs
+            .filter(|(pass, contender)| contender.takes_part(*pass, self))
+            .collect()
+    }
+}
+
+/// The inputs of a case, which its benchmarks share: random numbers take longer than most passes.
+struct Inputs {
+    case: Case,
+    /// Taken in turn.
+    xs: Vec<Var>,
+    residual: OnceLock<Var>,
+}
+
+impl Inputs {
+    fn new(case: Case) -> Result<Self> {
+        let (rows, cols) = case.shape;
+        let count = match case.place {
+            Place::Threads(_) => 1,
+            Place::Cuda | Place::CudaCall => {
+                GPU_INPUT_BYTES.div_ceil(rows * cols * case.dtype.size_in_bytes())
+            }
+        };
+        Ok(Self {
+            case,
+            xs: (0..count)
+                .map(|_| Self::random(case))
+                .collect::<Result<_>>()?,
+            residual: OnceLock::new(),
+        })
+    }
+
+    fn random(case: Case) -> Result<Var> {
+        let x = Tensor::randn(0f32, 1., case.shape, &case.place.device())?;
+        Var::from_tensor(&x.to_dtype(case.dtype)?)
+    }
+
+    fn residual(&self) -> &Var {
+        self.residual
+            .get_or_init(|| Self::random(self.case).unwrap())
+    }
+}
+
 /// What one id needs.
-struct Arena {
+struct Arena<'a> {
     pass: Pass,
     contender: Contender,
     place: Place,
-    /// The inputs, taken in turn.
-    xs: Vec<Var>,
+    xs: &'a [Var],
     /// Of a contender that has one.
-    residual: Option<Var>,
+    residual: Option<&'a Var>,
     weight: Var,
     bias: Var,
     power_norm: PowerNorm,
@@ -327,27 +485,16 @@ struct Arena {
     spec: Spec,
 }
 
-impl Arena {
-    fn new(
-        pass: Pass,
-        contender: Contender,
-        dtype: DType,
-        (rows, cols): (usize, usize),
-        place: Place,
-    ) -> Result<Self> {
+impl<'a> Arena<'a> {
+    fn new(pass: Pass, contender: Contender, inputs: &'a Inputs) -> Result<Self> {
+        let Case {
+            place,
+            dtype,
+            shape: (_, cols),
+        } = inputs.case;
         let device = &place.device();
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, dtype, device);
-        let inputs = match place {
-            Place::Threads(_) => 1,
-            Place::Cuda | Place::CudaCall => {
-                GPU_INPUT_BYTES.div_ceil(rows * cols * dtype.size_in_bytes())
-            }
-        };
-        let input = |_| {
-            let x = Tensor::randn(0f32, 1., (rows, cols), device)?;
-            Var::from_tensor(&x.to_dtype(dtype)?)
-        };
         let config = PowerNormConfig {
             warmup_steps: 0,
             group_scaling: match contender {
@@ -364,8 +511,8 @@ impl Arena {
             pass,
             contender,
             place,
-            xs: (0..inputs).map(input).collect::<Result<_>>()?,
-            residual: contender.has_residual().then(|| input(0)).transpose()?,
+            xs: &inputs.xs,
+            residual: contender.has_residual().then(|| inputs.residual()),
             weight: Var::ones(cols, dtype, device)?,
             bias: Var::zeros(cols, dtype, device)?,
             power_norm: power_norm(cols, config, vb.pp("power_norm"))?,
@@ -390,31 +537,36 @@ impl Arena {
         Ok(arena)
     }
 
-    /// What the fresh layer computes must be what its composed form does, or its speed means nothing.
+    /// What the fresh layer computes must be what its composed form does, or its speed means
+    /// nothing.
     ///
-    /// Its first backward has ν = 0, the gradient that autograd finds while ψ² is held.
+    /// Its first backward has ν = 0, the gradient that autograd finds while ψ² is held. The
+    /// composed form takes seconds for the largest inputs, so it only computes the last rows,
+    /// unless the batch's statistic needs all.
     fn check(&self) -> Result<()> {
-        let phi = match self.spec.batch_statistics {
-            true => None,
-            false => Some(self.power_norm.running_phi()?),
+        let rows = self.xs[0].dim(0)?;
+        let (phi, checked) = match self.spec.batch_statistics {
+            true => (None, rows),
+            false => (Some(self.power_norm.running_phi()?), rows.min(CHECKED_ROWS)),
         };
-        let input = match &self.residual {
-            Some(residual) => (self.xs[0].as_tensor() + residual.as_tensor())?,
-            None => self.xs[0].as_tensor().clone(),
-        };
+        let last = |tensor: &Tensor| tensor.narrow(0, rows - checked, checked);
+        let mut input = last(&self.xs[0])?;
+        if let Some(residual) = self.residual {
+            input = (input + last(residual)?)?;
+        }
         let x = Var::from_tensor(&input.to_dtype(DType::F32)?)?;
         let mut expected = composed(&x, None, None, phi.as_ref(), &self.spec)?;
         if self.residual.is_some() && self.has_backward() {
             expected = (expected + x.as_tensor())?;
         }
         let got = self.forward(0, self.pass != Pass::ForwardEval)?;
-        compare("y", &got, &expected)?;
+        compare("y", &last(&got)?, &expected)?;
         if !self.has_backward() {
             return Ok(());
         }
         let (got, expected) = (got.backward()?, expected.backward()?);
         match (got.get(&self.xs[0]), expected.get(&x)) {
-            (Some(got), Some(expected)) => compare("dx", got, expected),
+            (Some(got), Some(expected)) => compare("dx", &last(got)?, expected),
             _ => candle::bail!("no dx: nothing to time"),
         }
     }
@@ -427,7 +579,7 @@ impl Arena {
         let x = self.xs[call % self.xs.len()].as_tensor();
         let (weight, bias) = (&self.weight, &self.bias);
         let eps = EPS as f32;
-        if let Some(residual) = &self.residual {
+        if let Some(residual) = self.residual {
             let residual = residual.as_tensor();
             let (y, sum) = match self.contender {
                 Contender::Residual => self.power_norm.forward_residual(x, residual)?,
@@ -549,54 +701,66 @@ fn compare(what: &str, got: &Tensor, expected: &Tensor) -> Result<()> {
     candle::bail!("{what} is wrong by {worst}, more than {bound}: nothing to time")
 }
 
-fn bench(criterion: &mut Criterion) {
-    for pass in Pass::ALL {
+fn bench(criterion: &mut Criterion, case: Case) {
+    let Case {
+        place,
+        dtype,
+        shape: (rows, cols),
+    } = case;
+    let pool = place.pool();
+    // Made for the first sample of a benchmark, if it is run at all.
+    let inputs = OnceLock::new();
+    for (pass, contender) in case.benchmarks() {
         let mut group = criterion.benchmark_group(pass.name());
-        for place in Place::all() {
-            let pool = place.pool();
-            for dtype in DTYPES {
-                for &(rows, cols) in place.shapes() {
-                    for contender in Contender::ALL {
-                        if !contender.takes_part(pass, place) {
-                            continue;
-                        }
-                        let residual = contender.has_residual();
-                        let bytes = pass.bytes_moved(residual, rows, cols, dtype);
-                        group.throughput(Throughput::Bytes(bytes));
-                        let id = format!(
-                            "{}/{}/{rows}x{cols}/{}",
-                            contender.name(),
-                            dtype.as_str(),
-                            place.name()
-                        );
-                        // Made for the first sample, if the id is run at all.
-                        let mut arena = None;
-                        group.bench_function(id, |bencher| {
-                            let mut sample = || {
-                                let arena = arena.get_or_insert_with(|| {
-                                    Arena::new(pass, contender, dtype, (rows, cols), place).unwrap()
-                                });
-                                bencher.iter_custom(|iterations| arena.time(iterations).unwrap());
-                            };
-                            match &pool {
-                                Some(pool) => pool.install(sample),
-                                None => sample(),
-                            }
-                        });
-                    }
-                }
+        let bytes = pass.bytes_moved(contender.has_residual(), rows, cols, dtype);
+        group.throughput(Throughput::Bytes(bytes));
+        let id = format!(
+            "{}/{}/{rows}x{cols}/{}",
+            contender.name(),
+            dtype.as_str(),
+            place.name()
+        );
+        let mut arena = None;
+        group.bench_function(id, |bencher| {
+            let mut sample = || {
+                let arena = arena.get_or_insert_with(|| {
+                    let inputs = inputs.get_or_init(|| Inputs::new(case).unwrap());
+                    Arena::new(pass, contender, inputs).unwrap()
+                });
+                bencher.iter_custom(|iterations| arena.time(iterations).unwrap());
+            };
+            match &pool {
+                Some(pool) => pool.install(sample),
+                None => sample(),
             }
-        }
+        });
         group.finish();
     }
 }
 
-criterion_group! {
-    name = benches;
-    config = Criterion::default()
+fn main() {
+    // candle reads it when its pool starts.
+    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
+        std::env::set_var("CANDLE_NUM_THREADS", "1");
+    }
+    let has = |flag: &str| std::env::args().any(|arg| arg == flag);
+    let set = Set::chosen(has("--test"));
+    let cases = set.cases();
+    let count: usize = cases.iter().map(|case| case.benchmarks().len()).sum();
+    if has("--test") {
+        eprintln!("{count} benchmarks without a filter, once each");
+    } else if !has("--list") {
+        let each = set.seconds_each();
+        let minutes = count as f64 * each / 60.;
+        eprintln!("{count} benchmarks without a filter, {each} s each: {minutes:.0} minutes");
+    }
+    let mut criterion = Criterion::default()
         .sample_size(10)
-        .warm_up_time(Duration::from_millis(300))
-        .measurement_time(Duration::from_secs(1));
-    targets = bench
+        .warm_up_time(WARM_UP)
+        .measurement_time(MEASUREMENT)
+        .configure_from_args();
+    for case in cases {
+        bench(&mut criterion, case);
+    }
+    criterion.final_summary();
 }
-criterion_main!(benches);

@@ -3,6 +3,7 @@
 //! Numbers and device addresses only, nothing of CUDA.
 
 use crate::config::{PhiStep, PowerNormConfig, Recipe, Statistics};
+use std::fmt;
 
 /// An address in device memory; 0 for an array that is not there.
 pub type Address = u64;
@@ -212,11 +213,78 @@ pub enum Params {
     UpdateNu(UpdateNuParams),
 }
 
+/// An entry point of `kernels/power_norm.cu`. It displays as its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kernel {
+    body: Body,
+    dtype: Dtype,
+    /// N of the body; 1 for a body that has none.
+    pieces: usize,
+}
+
+/// The function that an entry point runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Body {
+    GroupFactors,
+    Normalize,
+    SumPartials,
+    UpdatePhi,
+    GroupDots,
+    NormalizeBwd,
+    UpdateNu,
+}
+
+impl Body {
+    const COUNT: usize = Body::UpdateNu as usize + 1;
+
+    fn name(self) -> &'static str {
+        match self {
+            Body::GroupFactors => "group_factors",
+            Body::Normalize => "normalize",
+            Body::SumPartials => "sum_partials",
+            Body::UpdatePhi => "update_phi",
+            Body::GroupDots => "group_dots",
+            Body::NormalizeBwd => "normalize_bwd",
+            Body::UpdateNu => "update_nu",
+        }
+    }
+
+    /// Whether there is one entry point for each number of pieces.
+    fn has_pieces(self) -> bool {
+        matches!(self, Body::Normalize | Body::NormalizeBwd)
+    }
+}
+
+impl Kernel {
+    /// One more than the largest [`index`](Self::index).
+    pub const COUNT: usize = Body::COUNT * Self::DTYPES * Self::PIECES;
+
+    const DTYPES: usize = 4;
+
+    /// How many numbers of pieces there are: 1, 2 and 4.
+    const PIECES: usize = 3;
+
+    /// The place of this kernel in a table of all kernels.
+    pub fn index(self) -> usize {
+        let of_body = self.body as usize * Self::DTYPES + self.dtype as usize;
+        of_body * Self::PIECES + self.pieces.ilog2() as usize
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}_{}", self.body.name(), self.dtype.name())?;
+        if self.body.has_pieces() {
+            write!(f, "_{}", self.pieces)?;
+        }
+        Ok(())
+    }
+}
+
 /// A kernel launch.
 #[derive(Debug, Clone)]
 pub struct Launch {
-    /// The name of the entry point.
-    pub kernel: String,
+    pub kernel: Kernel,
     /// Blocks along x (columns) and y (rows).
     pub grid: (u32, u32),
     /// Threads along x (columns) and y (rows).
@@ -599,7 +667,7 @@ impl Pass {
             alpha: moving.map_or(0., |shares| shares.old),
             beta: moving.map_or(0., |shares| shares.new),
         };
-        self.update("update_phi", Params::UpdatePhi(params))
+        self.update(Body::UpdatePhi, Params::UpdatePhi(params))
     }
 
     /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`, as far as they go
@@ -705,7 +773,7 @@ impl Pass {
             unscale: loss_scale.recip(),
             guard: (self.config.recipe == Recipe::Paper).into(),
         };
-        Some(self.update("update_nu", Params::UpdateNu(params)))
+        Some(self.update(Body::UpdateNu, Params::UpdateNu(params)))
     }
 
     /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the input's gradient, where it is by Λ.
@@ -852,16 +920,16 @@ impl Pass {
 
     fn normalize(&self, plan: &Plan, params: NormalizeParams) -> Launch {
         let sums = usize::from(params.partials != 0);
-        self.tiled("normalize", plan, sums, Params::Normalize(params))
+        self.tiled(Body::Normalize, plan, sums, Params::Normalize(params))
     }
 
     fn normalize_bwd(&self, plan: &Plan, params: NormalizeBwdParams) -> Launch {
         let sums = 2 * usize::from(params.partials != 0);
-        self.tiled("normalize_bwd", plan, sums, Params::NormalizeBwd(params))
+        self.tiled(Body::NormalizeBwd, plan, sums, Params::NormalizeBwd(params))
     }
 
     /// A launch over the tiles of `plan`, which takes `sums` sums of each column.
-    fn tiled(&self, name: &str, plan: &Plan, sums: usize, params: Params) -> Launch {
+    fn tiled(&self, body: Body, plan: &Plan, sums: usize, params: Params) -> Launch {
         let threads = plan.block.0 as usize * plan.block.1 as usize;
         let values = plan.pieces * self.dtype.piece();
         // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the rows of
@@ -873,7 +941,11 @@ impl Pass {
             _ => threads * (values * sums * self.sum_bytes()).max(8),
         };
         Launch {
-            kernel: format!("{name}_{}_{}", self.dtype.name(), plan.pieces),
+            kernel: Kernel {
+                body,
+                dtype: self.dtype,
+                pieces: plan.pieces,
+            },
             grid: plan.grid,
             block: plan.block,
             shared_bytes: (exchanged + coefficients + added) as u32,
@@ -882,11 +954,15 @@ impl Pass {
     }
 
     /// A launch of one thread a channel.
-    fn update(&self, name: &str, params: Params) -> Launch {
+    fn update(&self, body: Body, params: Params) -> Launch {
         let (width, height) = UPDATE_BLOCK;
         let threads = width * height;
         Launch {
-            kernel: format!("{name}_{}", self.dtype.sums().name()),
+            kernel: Kernel {
+                body,
+                dtype: self.dtype.sums(),
+                pieces: 1,
+            },
             grid: ((self.cols as u32).div_ceil(width), 1),
             block: UPDATE_BLOCK,
             shared_bytes: threads * 8,
@@ -895,22 +971,26 @@ impl Pass {
     }
 
     fn sum_partials(&self, params: SumPartialsParams) -> Launch {
-        self.update("sum_partials", Params::SumPartials(params))
+        self.update(Body::SumPartials, Params::SumPartials(params))
     }
 
     fn group_factors(&self, params: NormalizeParams) -> Launch {
-        self.by_group("group_factors", params.tiling, Params::Normalize(params))
+        self.by_group(Body::GroupFactors, params.tiling, Params::Normalize(params))
     }
 
     fn group_dots(&self, params: NormalizeBwdParams) -> Launch {
-        self.by_group("group_dots", params.tiling, Params::NormalizeBwd(params))
+        self.by_group(Body::GroupDots, params.tiling, Params::NormalizeBwd(params))
     }
 
     /// A launch of a block a group.
-    fn by_group(&self, name: &str, tiling: Tiling, params: Params) -> Launch {
+    fn by_group(&self, body: Body, tiling: Tiling, params: Params) -> Launch {
         let groups = self.rows * tiling.groups as usize;
         Launch {
-            kernel: format!("{name}_{}", self.dtype.name()),
+            kernel: Kernel {
+                body,
+                dtype: self.dtype,
+                pieces: 1,
+            },
             grid: (groups.min(FACTOR_BLOCKS) as u32, 1),
             block: (BLOCK as u32, 1),
             shared_bytes: (2 * BLOCK / WARP * self.sum_bytes()) as u32,
@@ -1053,8 +1133,50 @@ fn wants_sums(buffers: &BackwardBuffers, train: Option<Statistics>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::HashSet;
     use std::mem::offset_of;
     use std::process::Command;
+
+    /// Each entry point that `kernels/power_norm.cu` defines is a kernel with a place of its own.
+    #[test]
+    fn kernels_have_names_and_places_of_their_own() {
+        let bodies = [
+            Body::GroupFactors,
+            Body::Normalize,
+            Body::SumPartials,
+            Body::UpdatePhi,
+            Body::GroupDots,
+            Body::NormalizeBwd,
+            Body::UpdateNu,
+        ];
+        let dtypes = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16];
+        let (mut names, mut places) = (HashSet::new(), HashSet::new());
+        for body in bodies {
+            for dtype in dtypes {
+                for pieces in [1, 2, 4] {
+                    let kernel = Kernel {
+                        body,
+                        dtype,
+                        pieces,
+                    };
+                    assert!(kernel.index() < Kernel::COUNT);
+                    assert!(places.insert(kernel.index()), "{kernel}");
+                    names.insert(kernel.to_string());
+                }
+            }
+        }
+        let source = include_str!("../../kernels/power_norm.cu");
+        let defined = source.lines().filter_map(|line| {
+            let entry = line.trim().strip_prefix("DEFINE(")?;
+            entry.split(',').next()
+        });
+        let mut count = 0;
+        for name in defined {
+            assert!(names.contains(name), "{name}");
+            count += 1;
+        }
+        assert!(count > 0);
+    }
 
     /// A `static_assert` for the size of a struct and for the offset of each field, by its name.
     macro_rules! layout {
