@@ -1151,8 +1151,10 @@ unsafe fn approximated(lanes: &mut Lanes, op: &Op, mask: u32) {
         let get = |slot: u16| {
             let bits = read(lanes, slot, lane, false);
             let bits = if op.immediate & FLUSH != 0 { float::flush(bits, format) } else { bits };
-            // These functions know no subnormal base: sin, cos and tanh take them as they are.
-            float::widen(bits, format)
+            match format == F32 {
+                true => f64::from(f32::from_bits(bits as u32)),
+                false => float::widen(bits, format),
+            }
         };
         let a = get(op.a);
         let b = if function == Approximate::Quotient { get(op.b) } else { 0.0 };
@@ -1161,7 +1163,11 @@ unsafe fn approximated(lanes: &mut Lanes, op: &Op, mask: u32) {
             Some(seed) => function.moved(value, chance(seed, op.line, lane, a.to_bits() ^ b.to_bits().rotate_left(1))),
             None => value,
         };
-        let mut bits = float::narrow(value, Mode::Nearest, format);
+        let mut bits = if format == F32 {
+            u64::from(float::canonical32(value as f32).to_bits())
+        } else {
+            float::narrow(value, Mode::Nearest, format)
+        };
         if op.immediate & FLUSH != 0 {
             bits = float::flush(bits, format);
         }

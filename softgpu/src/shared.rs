@@ -179,6 +179,19 @@ impl Shared {
     /// Checks a lane's access and records it.
     pub fn touch(&mut self, who: &Who, lane: u32, address: u64, size: u32, touch: Touch) -> Result<(), String> {
         let start = self.place(address, size)?;
+        if size >= 4 {
+            let words = &mut self.words[start / 4..(start + size as usize) / 4];
+            if words.iter().all(|word| word.block == self.block && harmless(word, self.epoch, who, lane, touch)) {
+                for word in words {
+                    if touch == Touch::Read {
+                        read(word, self.epoch, who, lane, 15);
+                    } else {
+                        write(word, self.epoch, who, lane, 15, touch);
+                    }
+                }
+                return Ok(());
+            }
+        }
         let mut at = start;
         while at < start + size as usize {
             let within = at % 4;
@@ -277,6 +290,23 @@ fn word_touched(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, tou
             ));
         }
     }
+    write(word, epoch, who, lane, mask, touch);
+    Ok(())
+}
+
+/// Whether an access to all four bytes needs no further look. Most are such.
+#[inline(always)]
+fn harmless(word: &Word, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
+    let written = word.writer == who.warp && (u32::from(word.write_lane) == lane || word.write_time < who.order.floor);
+    let after_writes = word.write_epoch != epoch || written;
+    let after_reads = touch == Touch::Read
+        || word.read_epoch != epoch
+        || (word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time < who.order.floor));
+    word.in_flight == 0 && (touch == Touch::Write || word.written == 15) && after_writes && after_reads
+}
+
+#[inline(always)]
+fn write(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, touch: Touch) {
     let same = word.writer == who.warp && word.write_serial == who.serial && word.write_epoch == epoch;
     word.write_bytes = if same { word.write_bytes | mask } else { mask };
     word.written |= mask;
@@ -287,9 +317,9 @@ fn word_touched(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, tou
     word.write_time = who.order.time;
     word.write_serial = who.serial;
     word.write_line = who.line;
-    Ok(())
 }
 
+#[inline(always)]
 fn read(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8) {
     if word.read_epoch != epoch {
         word.reader = who.warp;

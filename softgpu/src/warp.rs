@@ -1,7 +1,7 @@
 //! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run together.
 
-use crate::alu::{put_predicate, put_slot, Lanes, Slot};
-use crate::counts::{Class, Counts};
+use crate::alu::{put_predicate, put_slot, put_wide, Lanes, Slot};
+use crate::counts::Counts;
 use crate::fault::Fault;
 use crate::float::{self, Mode, BF16, F16};
 use crate::grid::Launch;
@@ -689,7 +689,30 @@ impl Warp {
         Ok(())
     }
 
+    /// A parameter at an address that the instruction names is the same in all lanes.
+    fn load_parameter(&mut self, block: &Block, address: &Address, mask: u32) -> Option<()> {
+        let known = address.space == Space::Parameter && address.base.is_none() && address.count == 1;
+        if !known || address.offset % u64::from(address.bytes) != 0 {
+            return None;
+        }
+        let start = address.offset as usize;
+        let bytes = block.launch.parameters.get(start..start + address.bytes as usize)?;
+        // SAFETY: the decoder reserved the slot, and the warp has all that the program reserved.
+        unsafe {
+            match (bytes, address.widths[0]) {
+                (&[a, b, c, d], 32) => put_slot(&mut self.lanes, address.registers[0], [u32::from_le_bytes([a, b, c, d]); 32], mask),
+                (bytes, 64) => put_wide(&mut self.lanes, address.registers[0], [u64::from_le_bytes(bytes.try_into().ok()?); 32], mask),
+                _ => return None,
+            }
+        }
+        Some(())
+    }
+
     fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        let program = block.program;
+        if self.load_parameter(block, &program.addresses[op.target as usize], mask).is_some() {
+            return Ok(());
+        }
         self.by_space(block, op, mask, |warp, block, _, address, space, mask, addresses| {
             let size = address.bytes * address.count;
             match space {
@@ -840,7 +863,7 @@ impl Warp {
             let plus = index * address.bytes as usize;
             macro_rules! each_lane {
                 ($from:ty, $register:ty, $mask:expr) => {
-                    for lane in lanes_of(mask) {
+                    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
                         let value = place(lane).add(plus).cast::<$from>().read_unaligned();
                         *slot.cast::<$register>().add(lane as usize) = (value as $register) & $mask;
                     }
@@ -874,7 +897,7 @@ impl Warp {
             let plus = index * address.bytes as usize;
             macro_rules! each_lane {
                 ($to:ty, $register:ty) => {
-                    for lane in lanes_of(mask) {
+                    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
                         let value = *slot.cast::<$register>().add(lane as usize);
                         place(lane).add(plus).cast::<$to>().write_unaligned(value as $to);
                     }
@@ -1082,5 +1105,3 @@ fn combined(atomic: Atomic, old: u64, a: u64, b: u64, size: u32) -> u64 {
         }
     }
 }
-
-const _: () = assert!(Class::COUNT == 10);
