@@ -210,6 +210,32 @@ impl Shared {
         Ok(())
     }
 
+    /// Checks and records an access of a whole warp to words in a row, if it needs no further look.
+    pub fn touch_row(&mut self, who: &Who, address: u64, touch: Touch) -> bool {
+        let start = address as usize / 4;
+        if address % 4 != 0 || address + 128 > self.bytes.len() as u64 {
+            return false;
+        }
+        let (block, epoch) = (self.block, self.epoch);
+        let words = &mut self.words[start..start + 32];
+        let fresh = |word: &Word| word.block != block && touch == Touch::Write;
+        let known = |word: &Word, lane| word.block == block && harmless(word, epoch, who, lane, touch);
+        if !(0..).zip(words.iter()).all(|(lane, word)| known(word, lane) || fresh(word)) {
+            return false;
+        }
+        for (lane, word) in (0..).zip(words) {
+            if word.block != block {
+                *word = Word { block, ..UNTOUCHED };
+            }
+            if touch == Touch::Read {
+                read(word, epoch, who, lane, 15);
+            } else {
+                write(word, epoch, who, lane, 15, touch);
+            }
+        }
+        true
+    }
+
     /// Whether this lane's store meets another lane's of the same instruction, with another value.
     pub fn collides(&self, who: &Who, lane: u32, address: u64, value: &[u8]) -> Option<u32> {
         let word = self.words.get(address as usize / 4)?;
@@ -336,6 +362,15 @@ fn read(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8) {
     word.read_lanes |= 1 << lane;
     word.read_bytes |= mask;
     word.read_line = who.line;
+}
+
+/// Whether the lanes' operands follow each other.
+pub fn in_a_row(addresses: &[u64; 32], size: u32) -> bool {
+    let mut row = true;
+    for (lane, address) in (0..).zip(addresses) {
+        row &= *address == addresses[0].wrapping_add(lane * u64::from(size));
+    }
+    row
 }
 
 /// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole warps for up to 4 bytes, halves for

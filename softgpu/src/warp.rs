@@ -8,7 +8,7 @@ use crate::grid::Launch;
 use crate::memory::{Access, Kind as Global, View};
 use crate::ptx::decode::{BarrierKind, LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW};
 use crate::ptx::{Address, Atomic, Kind, LaneMask, Op, Operation, Program, Scalar, Space, Value};
-use crate::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::shared::{count_conflicts, in_a_row, Order, Shared, Touch, Who};
 
 /// What a block's warps share.
 pub(crate) struct Block<'a> {
@@ -723,7 +723,11 @@ impl Warp {
                     unsafe { warp.gather(address, mask, |lane| addresses[lane as usize] as *const u8) };
                 }
                 Space::Shared => {
-                    warp.check_shared(block, mask, addresses, size, Touch::Read)?;
+                    warp.serial += 1;
+                    let row = is_row(address, mask, addresses);
+                    if !row || !block.shared.touch_row(&warp.who(block), addresses[0], Touch::Read) {
+                        warp.check_shared(block, mask, addresses, size, Touch::Read)?;
+                    }
                     let base = block.shared.at(0, 0).as_ptr();
                     // SAFETY: the check says that each lane's bytes are inside.
                     unsafe { warp.gather(address, mask, |lane| base.add(addresses[lane as usize] as usize)) };
@@ -771,6 +775,13 @@ impl Warp {
     fn store_shared(&mut self, block: &mut Block, address: &Address, mask: u32, addresses: &[u64; 32]) -> Done<()> {
         let size = address.bytes * address.count;
         self.serial += 1;
+        if is_row(address, mask, addresses) && block.shared.touch_row(&self.who(block), addresses[0], Touch::Write) {
+            let values = &self.slots[usize::from(address.registers[0])].0;
+            for (to, value) in block.shared.at(addresses[0], 128).chunks_exact_mut(4).zip(values) {
+                to.copy_from_slice(&value.to_le_bytes());
+            }
+            return Ok(());
+        }
         count_conflicts(&mut block.counts, addresses, mask, size);
         for lane in lanes_of(mask) {
             let mut value = [0u8; 32];
@@ -1028,8 +1039,16 @@ fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
     })
 }
 
+/// Whether all lanes access words that follow each other.
+fn is_row(address: &Address, mask: u32, addresses: &[u64; 32]) -> bool {
+    mask == !0 && address.bytes == 4 && address.count == 1 && address.widths[0] == 32 && in_a_row(addresses, 4)
+}
+
 /// How many sectors of 32 bytes the lanes touch.
 fn sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
+    if mask == !0 && in_a_row(addresses, size) {
+        return ((addresses[31] + u64::from(size) - 1) >> 5) - (addresses[0] >> 5) + 1;
+    }
     let mut least = u64::MAX;
     let mut most = 0;
     for lane in lanes_of(mask) {
