@@ -1,13 +1,16 @@
-//! Arithmetic: from an instruction's name to a function that computes it for the 32 lanes of a warp.
+//! Arithmetic: from an instruction's name to a function that computes it for the 32 lanes of a
+//! warp.
 //!
-//! Registers, constants and special registers are all slots of 32 values, so a function only knows slots. Predicates are masks.
+//! Registers, constants and special registers are all slots of 32 values, so a function only knows
+//! slots. Predicates are masks.
 
 use crate::counts::Class;
 use crate::float::{self, Approximate, Format, Mode, BF16, E4M3, E5M2, F16, F32, F64};
 use crate::ptx::Op;
 use std::mem::MaybeUninit;
 
-/// 32 values of 32 bits; two slots hold 32 values of 64 bits. A value of 16 bits is extended by zeros.
+/// 32 values of 32 bits; two slots hold 32 values of 64 bits. A value of 16 bits is extended by
+/// zeros.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub struct Slot(pub [u32; 32]);
@@ -24,7 +27,8 @@ pub struct Lanes {
 
 /// Computes an instruction for the lanes of a mask.
 ///
-/// A caller proves that the slots and predicates named by the instruction are those of the function it was decoded for.
+/// A caller proves that the slots and predicates named by the instruction are those of the function
+/// it was decoded for.
 pub type Exec = unsafe fn(&mut Lanes, &Op, u32);
 
 /// An arithmetic instruction, found by its name.
@@ -32,7 +36,8 @@ pub type Exec = unsafe fn(&mut Lanes, &Op, u32);
 pub struct Arithmetic {
     pub exec: Exec,
     pub class: Class,
-    /// What the operands are, destination first: `h`, `w` and `d` are slots with 16, 32 and 64 bits, `p` is a predicate.
+    /// What the operands are, destination first: `h`, `w` and `d` are slots with 16, 32 and 64
+    /// bits, `p` is a predicate.
     pub operands: &'static str,
     /// The instruction's immediate, which the function alone understands.
     pub immediate: u64,
@@ -153,7 +158,8 @@ macro_rules! logic {
     }};
 }
 
-/// An integer expression in each of the six types, which it calls `T`. 16-bit values live in 32-bit slots.
+/// An integer expression in each of the six types, which it calls `T`. 16-bit values live in 32-bit
+/// slots.
 macro_rules! integers {
     ($ty:expr, |$($x:ident),+| $e:expr) => {
         match $ty {
@@ -180,10 +186,13 @@ macro_rules! integer_condition {
     ($ty:expr, |$a:ident, $b:ident| $e:expr) => {
         match $ty {
             "u16" | "b16" => (compare!(|$a: u32, $b: u32| $e), "p:hh"),
-            "s16" => (compare!(|$a: u32, $b: u32| {
-                let ($a, $b) = ($a as i16, $b as i16);
-                $e
-            }), "p:hh"),
+            "s16" => (
+                compare!(|$a: u32, $b: u32| {
+                    let ($a, $b) = ($a as i16, $b as i16);
+                    $e
+                }),
+                "p:hh",
+            ),
             "u32" | "b32" => (compare!(|$a: u32, $b: u32| $e), "p:ww"),
             "s32" => (compare!(|$a: i32, $b: i32| $e), "p:ww"),
             "u64" | "b64" => (compare!(|$a: u64, $b: u64| $e), "p:dd"),
@@ -197,19 +206,28 @@ macro_rules! float_condition {
     ($ty:expr, $ftz:expr, |$a:ident, $b:ident| $e:expr) => {
         match ($ty, $ftz) {
             ("f32", false) => (compare!(|$a: f32, $b: f32| $e), "p:ww"),
-            ("f32", true) => (compare!(|$a: f32, $b: f32| {
-                let ($a, $b) = (float::flush32($a), float::flush32($b));
-                $e
-            }), "p:ww"),
+            ("f32", true) => (
+                compare!(|$a: f32, $b: f32| {
+                    let ($a, $b) = (float::flush32($a), float::flush32($b));
+                    $e
+                }),
+                "p:ww",
+            ),
             ("f64", _) => (compare!(|$a: f64, $b: f64| $e), "p:dd"),
-            ("f16", _) => (compare!(|$a: u32, $b: u32| {
-                let ($a, $b) = (float::of_f16($a), float::of_f16($b));
-                $e
-            }), "p:hh"),
-            ("bf16", _) => (compare!(|$a: u32, $b: u32| {
-                let ($a, $b) = (float::of_bf16($a), float::of_bf16($b));
-                $e
-            }), "p:hh"),
+            ("f16", _) => (
+                compare!(|$a: u32, $b: u32| {
+                    let ($a, $b) = (float::of_f16($a), float::of_f16($b));
+                    $e
+                }),
+                "p:hh",
+            ),
+            ("bf16", _) => (
+                compare!(|$a: u32, $b: u32| {
+                    let ($a, $b) = (float::of_bf16($a), float::of_bf16($b));
+                    $e
+                }),
+                "p:hh",
+            ),
             _ => return None,
         }
     };
@@ -272,7 +290,11 @@ fn alike(width: &str, sources: usize) -> &'static str {
 fn saturate32(value: f32) -> f32 {
     // A NaN is not greater than zero.
     if value > 0.0 {
-        if value < 1.0 { value } else { 1.0 }
+        if value < 1.0 {
+            value
+        } else {
+            1.0
+        }
     } else {
         0.0
     }
@@ -328,15 +350,16 @@ impl Flags {
     }
 }
 
-/// Finds an arithmetic instruction by its parts, as in `cvt`, `rn`, `f32`, `f64`. None if there is no such.
+/// Finds an arithmetic instruction by its parts, as in `cvt`, `rn`, `f32`, `f64`. None if there is
+/// no such.
 pub fn select(parts: &[&str]) -> Option<Arithmetic> {
     let (&opcode, rest) = parts.split_first()?;
     let (&ty, modifiers) = rest.split_last()?;
     match opcode {
         "setp" => condition(modifiers, ty),
         "cvt" => conversion(rest),
-        "add" | "sub" | "mul" | "mad" | "fma" | "div" | "min" | "max" | "abs" | "neg" | "sqrt" | "rcp"
-        | "rsqrt" | "ex2" | "lg2" | "sin" | "cos" | "tanh"
+        "add" | "sub" | "mul" | "mad" | "fma" | "div" | "min" | "max" | "abs" | "neg" | "sqrt"
+        | "rcp" | "rsqrt" | "ex2" | "lg2" | "sin" | "cos" | "tanh"
             if ty.contains('f') =>
         {
             floating(opcode, modifiers, ty)
@@ -435,19 +458,39 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ("sub", "") => (integers!(ty, |a, b| a.wrapping_sub(b)), 2),
         ("mul", "lo") => (integers!(ty, |a, b| a.wrapping_mul(b)), 2),
         ("mul", "hi") => (integers!(ty, |a, b| (a as i128 * b as i128) >> T::BITS), 2),
-        ("mad", "lo") => (integers!(ty, |a, b, c| a.wrapping_mul(b).wrapping_add(c)), 3),
-        ("mad", "hi") => (
-            integers!(ty, |a, b, c| ((a as i128 * b as i128) >> T::BITS) + c as i128),
+        ("mad", "lo") => (
+            integers!(ty, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
             3,
         ),
-        ("div", "") => (integers!(ty, |a, b| if b == 0 { !0 } else { a.wrapping_div(b) }), 2),
-        ("rem", "") => (integers!(ty, |a, b| if b == 0 { a } else { a.wrapping_rem(b) }), 2),
+        ("mad", "hi") => (
+            integers!(ty, |a, b, c| ((a as i128 * b as i128) >> T::BITS)
+                + c as i128),
+            3,
+        ),
+        ("div", "") => (
+            integers!(ty, |a, b| if b == 0 { !0 } else { a.wrapping_div(b) }),
+            2,
+        ),
+        ("rem", "") => (
+            integers!(ty, |a, b| if b == 0 { a } else { a.wrapping_rem(b) }),
+            2,
+        ),
         ("min", "") => (integers!(ty, |a, b| a.min(b)), 2),
         ("max", "") => (integers!(ty, |a, b| a.max(b)), 2),
-        ("abs", "") => (integers!(ty, |a| if (a as i64) < 0 { (0 as T).wrapping_sub(a) } else { a }), 1),
+        ("abs", "") => (
+            integers!(ty, |a| if (a as i64) < 0 {
+                (0 as T).wrapping_sub(a)
+            } else {
+                a
+            }),
+            1,
+        ),
         ("neg", "") => (integers!(ty, |a| (0 as T).wrapping_sub(a)), 1),
         ("sad", "") => (
-            integers!(ty, |a, b, c| a.max(b).wrapping_sub(a.min(b)).wrapping_add(c)),
+            integers!(ty, |a, b, c| a
+                .max(b)
+                .wrapping_sub(a.min(b))
+                .wrapping_add(c)),
             3,
         ),
         ("and", "") => (integers!(ty, |a, b| a & b), 2),
@@ -469,15 +512,26 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ("selp", [], _) => return choice(ty),
         ("slct", [.., control], "s32" | "f32") => return chosen_by_sign(control, ty),
         ("slct", [value], control) => return chosen_by_sign(value, control),
-        ("slct", [value, "ftz"] | ["ftz", value], control) => return chosen_by_sign(value, control),
+        ("slct", [value, "ftz"] | ["ftz", value], control) => {
+            return chosen_by_sign(value, control)
+        }
         ("mul", ["wide"], "u16") => (each!(|a: u32, b: u32| u32: a * b), "w:hh"),
         ("mul", ["wide"], "s16") => (
             each!(|a: u32, b: u32| u32: (i32::from(a as i16) * i32::from(b as i16)) as u32),
             "w:hh",
         ),
-        ("mul", ["wide"], "u32") => (each!(|a: u32, b: u32| u64: u64::from(a) * u64::from(b)), "d:ww"),
-        ("mul", ["wide"], "s32") => (each!(|a: i32, b: i32| i64: i64::from(a) * i64::from(b)), "d:ww"),
-        ("mad", ["wide"], "u16") => (each!(|a: u32, b: u32, c: u32| u32: (a * b).wrapping_add(c)), "w:hhw"),
+        ("mul", ["wide"], "u32") => (
+            each!(|a: u32, b: u32| u64: u64::from(a) * u64::from(b)),
+            "d:ww",
+        ),
+        ("mul", ["wide"], "s32") => (
+            each!(|a: i32, b: i32| i64: i64::from(a) * i64::from(b)),
+            "d:ww",
+        ),
+        ("mad", ["wide"], "u16") => (
+            each!(|a: u32, b: u32, c: u32| u32: (a * b).wrapping_add(c)),
+            "w:hhw",
+        ),
         ("mad", ["wide"], "s16") => (
             each!(|a: u32, b: u32, c: u32| u32: ((a as i16 as i32 * b as i16 as i32) as u32).wrapping_add(c)),
             "w:hhw",
@@ -510,10 +564,22 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             each!(|a: i32, b: i32, c: i32| i32: (a << 8 >> 8).wrapping_mul(b << 8 >> 8).wrapping_add(c)),
             "w:www",
         ),
-        ("shl", [], "b16") => (each!(|a: u32, b: u32| u32: if b < 16 { a << b & 0xffff } else { 0 }), "h:hw"),
-        ("shl", [], "b32") => (each!(|a: u32, b: u32| u32: if b < 32 { a << (b & 31) } else { 0 }), "w:ww"),
-        ("shl", [], "b64") => (each!(|a: u64, b: u32| u64: if b < 64 { a << (b & 63) } else { 0 }), "d:dw"),
-        ("shr", [], "u16" | "b16") => (each!(|a: u32, b: u32| u32: if b < 16 { a >> b } else { 0 }), "h:hw"),
+        ("shl", [], "b16") => (
+            each!(|a: u32, b: u32| u32: if b < 16 { a << b & 0xffff } else { 0 }),
+            "h:hw",
+        ),
+        ("shl", [], "b32") => (
+            each!(|a: u32, b: u32| u32: if b < 32 { a << (b & 31) } else { 0 }),
+            "w:ww",
+        ),
+        ("shl", [], "b64") => (
+            each!(|a: u64, b: u32| u64: if b < 64 { a << (b & 63) } else { 0 }),
+            "d:dw",
+        ),
+        ("shr", [], "u16" | "b16") => (
+            each!(|a: u32, b: u32| u32: if b < 16 { a >> b } else { 0 }),
+            "h:hw",
+        ),
         ("shr", [], "s16") => (
             each!(|a: u32, b: u32| u32: ((a as i16) >> b.min(15)) as u16 as u32),
             "h:hw",
@@ -528,12 +594,18 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "d:dw",
         ),
         ("shr", [], "s64") => (each!(|a: i64, b: u32| i64: a >> b.min(63)), "d:dw"),
-        ("shf", ["l", "wrap"], "b32") => (each!(|a: u32, b: u32, c: u32| u32: funnel_left(a, b, c & 31)), "w:www"),
+        ("shf", ["l", "wrap"], "b32") => (
+            each!(|a: u32, b: u32, c: u32| u32: funnel_left(a, b, c & 31)),
+            "w:www",
+        ),
         ("shf", ["l", "clamp"], "b32") => (
             each!(|a: u32, b: u32, c: u32| u32: funnel_left(a, b, c.min(32))),
             "w:www",
         ),
-        ("shf", ["r", "wrap"], "b32") => (each!(|a: u32, b: u32, c: u32| u32: funnel_right(a, b, c & 31)), "w:www"),
+        ("shf", ["r", "wrap"], "b32") => (
+            each!(|a: u32, b: u32, c: u32| u32: funnel_right(a, b, c & 31)),
+            "w:www",
+        ),
         ("shf", ["r", "clamp"], "b32") => (
             each!(|a: u32, b: u32, c: u32| u32: funnel_right(a, b, c.min(32))),
             "w:www",
@@ -544,7 +616,10 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ("clz", [], "b64") => (each!(|a: u64| u32: a.leading_zeros()), "w:d"),
         ("brev", [], "b32") => (each!(|a: u32| u32: a.reverse_bits()), "w:w"),
         ("brev", [], "b64") => (each!(|a: u64| u64: a.reverse_bits()), "d:d"),
-        ("bfind", [], "u32") => (each!(|a: u32| u32: 31u32.wrapping_sub(a.leading_zeros())), "w:w"),
+        ("bfind", [], "u32") => (
+            each!(|a: u32| u32: 31u32.wrapping_sub(a.leading_zeros())),
+            "w:w",
+        ),
         ("bfind", [], "s32") => (
             each!(|a: i32| u32: 31u32.wrapping_sub((if a < 0 { !a } else { a }).leading_zeros())),
             "w:w",
@@ -553,7 +628,10 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             each!(|a: u32| u32: if a == 0 { !0 } else { a.leading_zeros() }),
             "w:w",
         ),
-        ("bfind", [], "u64") => (each!(|a: u64| u32: 63u32.wrapping_sub(a.leading_zeros())), "w:d"),
+        ("bfind", [], "u64") => (
+            each!(|a: u64| u32: 63u32.wrapping_sub(a.leading_zeros())),
+            "w:d",
+        ),
         ("bfe", [], "u32") => (
             each!(|a: u32, b: u32, c: u32| u32: extract(u64::from(a), b, c, 32, false) as u32),
             "w:www",
@@ -562,8 +640,14 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             each!(|a: i32, b: u32, c: u32| u32: extract(a as i64 as u64, b, c, 32, true) as u32),
             "w:www",
         ),
-        ("bfe", [], "u64") => (each!(|a: u64, b: u32, c: u32| u64: extract(a, b, c, 64, false)), "d:dww"),
-        ("bfe", [], "s64") => (each!(|a: u64, b: u32, c: u32| u64: extract(a, b, c, 64, true)), "d:dww"),
+        ("bfe", [], "u64") => (
+            each!(|a: u64, b: u32, c: u32| u64: extract(a, b, c, 64, false)),
+            "d:dww",
+        ),
+        ("bfe", [], "s64") => (
+            each!(|a: u64, b: u32, c: u32| u64: extract(a, b, c, 64, true)),
+            "d:dww",
+        ),
         ("dp4a", [a], b) => return dot(a, b),
         ("prmt", _, "b32") => return permutation(modifiers),
         ("bfi", [], "b32") => (insert32 as Exec, "w:wwww"),
@@ -602,14 +686,24 @@ fn extract(value: u64, start: u32, length: u32, width: u32, signed: bool) -> u64
     };
     let length = length.min(width.saturating_sub(start));
     let mask = if length >= 64 { !0 } else { (1 << length) - 1 };
-    if negative { field & mask | !mask } else { field & mask }
+    if negative {
+        field & mask | !mask
+    } else {
+        field & mask
+    }
 }
 
 unsafe fn insert32(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b, start, length] = [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
+    let [a, b, start, length] =
+        [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
     let mut results = [0u32; 32];
     for lane in 0..32 {
-        results[lane] = insert(u64::from(a[lane]), u64::from(b[lane]), start[lane], length[lane]) as u32;
+        results[lane] = insert(
+            u64::from(a[lane]),
+            u64::from(b[lane]),
+            start[lane],
+            length[lane],
+        ) as u32;
     }
     put(lanes, op.d, results.as_ptr(), mask);
 }
@@ -630,13 +724,18 @@ fn insert(field: u64, into: u64, start: u32, length: u32) -> u64 {
     if start >= 64 {
         return into;
     }
-    let ones = if length >= 64 { !0 } else { (1u64 << length) - 1 };
+    let ones = if length >= 64 {
+        !0
+    } else {
+        (1u64 << length) - 1
+    };
     into & !(ones << start) | (field & ones) << start
 }
 
 /// Any function of three bits; the fourth source is its table, a constant.
 unsafe fn lookup3(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b, c, table] = [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
+    let [a, b, c, table] =
+        [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
     let mut results = [0u32; 32];
     for row in (0..8).filter(|row| table[0] >> row & 1 == 1) {
         let flips = [4, 2, 1].map(|bit| if row & bit == 0 { !0u32 } else { 0 });
@@ -651,7 +750,11 @@ fn permutation(modifiers: &[&str]) -> Option<Arithmetic> {
     #[inline(always)]
     fn pick(both: u64, selector: u32) -> u32 {
         let byte = (both >> (8 * (selector & 7))) as u8;
-        u32::from(if selector & 8 == 0 { byte } else { ((byte as i8) >> 7) as u8 })
+        u32::from(if selector & 8 == 0 {
+            byte
+        } else {
+            ((byte as i8) >> 7) as u8
+        })
     }
     macro_rules! selected {
         (|$n:ident, $i:ident| $e:expr) => {
@@ -733,12 +836,30 @@ fn choice(ty: &str) -> Option<Arithmetic> {
 
 fn chosen_by_sign(value: &str, control: &str) -> Option<Arithmetic> {
     let (exec, operands) = match (width_of(value)?, control) {
-        ("d", "s32") => (each!(|a: u64, b: u64, c: i32| u64: if c >= 0 { a } else { b }), "d:ddw"),
-        ("d", "f32") => (each!(|a: u64, b: u64, c: f32| u64: if c >= 0.0 { a } else { b }), "d:ddw"),
-        ("w", "s32") => (each!(|a: u32, b: u32, c: i32| u32: if c >= 0 { a } else { b }), "w:www"),
-        ("w", "f32") => (each!(|a: u32, b: u32, c: f32| u32: if c >= 0.0 { a } else { b }), "w:www"),
-        ("h", "s32") => (each!(|a: u32, b: u32, c: i32| u32: if c >= 0 { a } else { b }), "h:hhw"),
-        ("h", "f32") => (each!(|a: u32, b: u32, c: f32| u32: if c >= 0.0 { a } else { b }), "h:hhw"),
+        ("d", "s32") => (
+            each!(|a: u64, b: u64, c: i32| u64: if c >= 0 { a } else { b }),
+            "d:ddw",
+        ),
+        ("d", "f32") => (
+            each!(|a: u64, b: u64, c: f32| u64: if c >= 0.0 { a } else { b }),
+            "d:ddw",
+        ),
+        ("w", "s32") => (
+            each!(|a: u32, b: u32, c: i32| u32: if c >= 0 { a } else { b }),
+            "w:www",
+        ),
+        ("w", "f32") => (
+            each!(|a: u32, b: u32, c: f32| u32: if c >= 0.0 { a } else { b }),
+            "w:www",
+        ),
+        ("h", "s32") => (
+            each!(|a: u32, b: u32, c: i32| u32: if c >= 0 { a } else { b }),
+            "h:hhw",
+        ),
+        ("h", "f32") => (
+            each!(|a: u32, b: u32, c: f32| u32: if c >= 0.0 { a } else { b }),
+            "h:hhw",
+        ),
         _ => return None,
     };
     made(exec, Class::Integer, operands)
@@ -820,10 +941,16 @@ fn carrying(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
 }
 
 /// Sums and differences that read or write the carry flag.
-unsafe fn carry<T: Copy + Into<u64> + TryFrom<u64> + Default>(lanes: &mut Lanes, op: &Op, mask: u32) {
+unsafe fn carry<T: Copy + Into<u64> + TryFrom<u64> + Default>(
+    lanes: &mut Lanes,
+    op: &Op,
+    mask: u32,
+) {
     let width = 8 * size_of::<T>() as u32;
     let flags = op.immediate;
-    let get = |slot: u16, lane: usize| -> u64 { (*lanes.slots.add(usize::from(slot)).cast::<T>().add(lane)).into() };
+    let get = |slot: u16, lane: usize| -> u64 {
+        (*lanes.slots.add(usize::from(slot)).cast::<T>().add(lane)).into()
+    };
     let mut results = [T::default(); 32];
     let mut out = 0;
     for lane in 0..32 {
@@ -836,13 +963,19 @@ unsafe fn carry<T: Copy + Into<u64> + TryFrom<u64> + Default>(lanes: &mut Lanes,
             };
             // Both products of 64-bit numbers fit, as their low 128 bits.
             let product = extend(a).wrapping_mul(extend(b)) as u128;
-            let part = if flags & HIGH != 0 { product >> width } else { product };
+            let part = if flags & HIGH != 0 {
+                product >> width
+            } else {
+                product
+            };
             a = part as u64 & (!0 >> (64 - width));
             b = get(op.c, lane);
         }
         let carried = u128::from(flags & CARRY_IN != 0 && lanes.carry >> lane & 1 == 1);
         let total = if flags & BORROW != 0 {
-            u128::from(a).wrapping_sub(u128::from(b)).wrapping_sub(carried)
+            u128::from(a)
+                .wrapping_sub(u128::from(b))
+                .wrapping_sub(carried)
         } else {
             u128::from(a) + u128::from(b) + carried
         };
@@ -859,14 +992,23 @@ unsafe fn carry<T: Copy + Into<u64> + TryFrom<u64> + Default>(lanes: &mut Lanes,
 
 fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
     let lasting = modifiers.contains(&"NaN");
-    let flags = Flags::of(&modifiers.iter().copied().filter(|one| *one != "NaN").collect::<Vec<_>>())?;
+    let flags = Flags::of(
+        &modifiers
+            .iter()
+            .copied()
+            .filter(|one| *one != "NaN")
+            .collect::<Vec<_>>(),
+    )?;
     if lasting {
         return with_lasting_nans(opcode, flags, ty);
     }
     if let Some(arithmetic) = approximate(opcode, flags, ty) {
         return Some(arithmetic);
     }
-    let exact = matches!(opcode, "add" | "sub" | "mul" | "fma" | "mad" | "div" | "sqrt" | "rcp");
+    let exact = matches!(
+        opcode,
+        "add" | "sub" | "mul" | "fma" | "mad" | "div" | "sqrt" | "rcp"
+    );
     let fast = flags.nearest() && !flags.approximate && !flags.full;
     let found = match ty {
         "f32" if fast => single(opcode, flags),
@@ -877,7 +1019,11 @@ fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         _ => None,
     };
     if let Some((exec, sources)) = found {
-        let (class, width) = if ty == "f64" { (Class::Double, "d") } else { (Class::Float, "w") };
+        let (class, width) = if ty == "f64" {
+            (Class::Double, "d")
+        } else {
+            (Class::Float, "w")
+        };
         return made(exec, class, alike(width, sources));
     }
     if !exact || flags.approximate || flags.full {
@@ -889,8 +1035,14 @@ fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
 /// `min.NaN` and `max.NaN`, where a NaN wins.
 fn with_lasting_nans(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
     let (exec, width) = match (opcode, ty) {
-        ("min", "f32") => (f32_variants!(flags, |a, b| float::lasting(a, b, float::min32(a, b))), "w"),
-        ("max", "f32") => (f32_variants!(flags, |a, b| float::lasting(a, b, float::max32(a, b))), "w"),
+        ("min", "f32") => (
+            f32_variants!(flags, |a, b| float::lasting(a, b, float::min32(a, b))),
+            "w",
+        ),
+        ("max", "f32") => (
+            f32_variants!(flags, |a, b| float::lasting(a, b, float::max32(a, b))),
+            "w",
+        ),
         ("min", _) => half_variants!(ty, |a, b| float::lasting(a, b, float::min32(a, b))),
         ("max", _) => half_variants!(ty, |a, b| float::lasting(a, b, float::max32(a, b))),
         _ => return None,
@@ -936,7 +1088,8 @@ fn double(opcode: &str) -> Option<(Exec, usize)> {
 }
 
 fn half(opcode: &str, ty: &str) -> Option<Arithmetic> {
-    // One rounding to f32 before the last does no harm: f32 has more than twice the digits, and two more.
+    // One rounding to f32 before the last does no harm: f32 has more than twice the digits, and two
+    // more.
     let ((exec, width), sources) = match opcode {
         "add" => (half_variants!(ty, |a, b| a + b), 2),
         "sub" => (half_variants!(ty, |a, b| a - b), 2),
@@ -1016,7 +1169,11 @@ fn rounded(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
     }
     Some(Arithmetic {
         exec: both!(body),
-        class: if ty == "f64" { Class::Double } else { Class::Float },
+        class: if ty == "f64" {
+            Class::Double
+        } else {
+            Class::Float
+        },
         operands: alike(width_of(ty)?, sources),
         immediate: flags.bits() | (number as u64) << 16 | format_number(ty)? << 24,
     })
@@ -1030,7 +1187,11 @@ unsafe fn exact(lanes: &mut Lanes, op: &Op, mask: u32) {
     for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
         let get = |slot: u16| {
             let bits = read(lanes, slot, lane, format == F64);
-            let bits = if op.immediate & FLUSH != 0 { float::flush(bits, format) } else { bits };
+            let bits = if op.immediate & FLUSH != 0 {
+                float::flush(bits, format)
+            } else {
+                bits
+            };
             float::widen(bits, format)
         };
         let (a, b) = (get(op.a), get(op.b));
@@ -1056,7 +1217,11 @@ unsafe fn exact(lanes: &mut Lanes, op: &Op, mask: u32) {
 fn saturated(bits: u64, format: Format) -> u64 {
     let value = float::widen(bits, format);
     if value > 0.0 {
-        if value < 1.0 { bits } else { float::narrow(1.0, Mode::Nearest, format) }
+        if value < 1.0 {
+            bits
+        } else {
+            float::narrow(1.0, Mode::Nearest, format)
+        }
     } else {
         0
     }
@@ -1150,18 +1315,40 @@ unsafe fn approximated(lanes: &mut Lanes, op: &Op, mask: u32) {
     for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
         let get = |slot: u16| {
             let bits = read(lanes, slot, lane, false);
-            let bits = if op.immediate & FLUSH != 0 { float::flush(bits, format) } else { bits };
-            // These functions know no subnormal base: sin, cos and tanh take them as they are.
-            float::widen(bits, format)
+            let bits = if op.immediate & FLUSH != 0 {
+                float::flush(bits, format)
+            } else {
+                bits
+            };
+            match format == F32 {
+                true => f64::from(f32::from_bits(bits as u32)),
+                false => float::widen(bits, format),
+            }
         };
         let a = get(op.a);
-        let b = if function == Approximate::Quotient { get(op.b) } else { 0.0 };
+        let b = if function == Approximate::Quotient {
+            get(op.b)
+        } else {
+            0.0
+        };
         let value = function.value(a, b);
         let value = match lanes.perturb {
-            Some(seed) => function.moved(value, chance(seed, op.line, lane, a.to_bits() ^ b.to_bits().rotate_left(1))),
+            Some(seed) => function.moved(
+                value,
+                chance(
+                    seed,
+                    op.line,
+                    lane,
+                    a.to_bits() ^ b.to_bits().rotate_left(1),
+                ),
+            ),
             None => value,
         };
-        let mut bits = float::narrow(value, Mode::Nearest, format);
+        let mut bits = if format == F32 {
+            u64::from(float::canonical32(value as f32).to_bits())
+        } else {
+            float::narrow(value, Mode::Nearest, format)
+        };
         if op.immediate & FLUSH != 0 {
             bits = float::flush(bits, format);
         }
@@ -1172,12 +1359,17 @@ unsafe fn approximated(lanes: &mut Lanes, op: &Op, mask: u32) {
     }
 }
 
-/// `rcp.approx.ftz.f64` and `rsqrt.approx.f64`: the upper half of a result, good to 20 bits. The compiler refines them.
+/// `rcp.approx.ftz.f64` and `rsqrt.approx.f64`: the upper half of a result, good to 20 bits. The
+/// compiler refines them.
 unsafe fn coarse(lanes: &mut Lanes, op: &Op, mask: u32) {
     let function = Approximate::of_number((op.immediate >> 16) as u8);
     for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
         let bits = read(lanes, op.a, lane, true);
-        let bits = if op.immediate & FLUSH != 0 { float::flush(bits, F64) } else { bits };
+        let bits = if op.immediate & FLUSH != 0 {
+            float::flush(bits, F64)
+        } else {
+            bits
+        };
         let value = function.value(f64::from_bits(bits), 0.0);
         let result = match lanes.perturb {
             Some(seed) if value.is_finite() && value != 0.0 => {
@@ -1188,20 +1380,33 @@ unsafe fn coarse(lanes: &mut Lanes, op: &Op, mask: u32) {
             _ => value.to_bits(),
         };
         let result = if value.is_nan() { F64.nan() } else { result };
-        write(lanes, op.d, lane, true, if op.immediate & FLUSH != 0 { float::flush(result, F64) } else { result });
+        write(
+            lanes,
+            op.d,
+            lane,
+            true,
+            if op.immediate & FLUSH != 0 {
+                float::flush(result, F64)
+            } else {
+                result
+            },
+        );
     }
 }
 
 /// A number in [-1, 1] that looks drawn by chance.
 fn chance(seed: u64, line: u32, lane: usize, input: u64) -> f64 {
-    let mut state = seed ^ input.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(line) << 32 ^ lane as u64;
+    let mut state =
+        seed ^ input.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(line) << 32 ^ lane as u64;
     state = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     state = (state ^ state >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     ((state ^ state >> 31) >> 11) as f64 / (1u64 << 52) as f64 - 1.0
 }
 
 fn conversion(parts: &[&str]) -> Option<Arithmetic> {
-    let (&[to, from], modifiers) = parts.split_last_chunk::<2>().map(|(rest, two)| (two, rest))?;
+    let (&[to, from], modifiers) = parts
+        .split_last_chunk::<2>()
+        .map(|(rest, two)| (two, rest))?;
     if let Some(found) = pair_conversion(modifiers, to, from) {
         return Some(found);
     }
@@ -1237,14 +1442,22 @@ fn conversion(parts: &[&str]) -> Option<Arithmetic> {
     };
     Some(Arithmetic {
         exec: convert,
-        class: if to.contains('f') || from.contains('f') { Class::Convert } else { Class::Integer },
+        class: if to.contains('f') || from.contains('f') {
+            Class::Convert
+        } else {
+            Class::Integer
+        },
         operands,
         immediate,
     })
 }
 
 /// The conversions that kernels are full of.
-fn common_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<(Exec, &'static str, Class)> {
+fn common_conversion(
+    modifiers: &[&str],
+    to: &str,
+    from: &str,
+) -> Option<(Exec, &'static str, Class)> {
     let integer = |exec, operands| Some((exec, operands, Class::Integer));
     let float = |exec, operands| Some((exec, operands, Class::Convert));
     match (modifiers, to, from) {
@@ -1256,14 +1469,24 @@ fn common_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<(Exec, 
         ([], "u16" | "s16", "u32" | "s32") => integer(each!(|a: u32| u32: a & 0xffff), "h:w"),
         ([], "f64", "f32") => float(each!(|a: f32| f64: f64::from(a)), "d:w"),
         (["rn"], "f32", "f64") => float(each!(|a: f64| f32: float::canonical32(a as f32)), "w:d"),
-        ([], "f32", "f16") => float(each!(|a: u32| f32: float::canonical32(float::of_f16(a))), "w:h"),
-        ([], "f32", "bf16") => float(each!(|a: u32| f32: float::canonical32(float::of_bf16(a))), "w:h"),
+        ([], "f32", "f16") => float(
+            each!(|a: u32| f32: float::canonical32(float::of_f16(a))),
+            "w:h",
+        ),
+        ([], "f32", "bf16") => float(
+            each!(|a: u32| f32: float::canonical32(float::of_bf16(a))),
+            "w:h",
+        ),
         (["rn"], "f16", "f32") => float(each!(|a: f32| u32: float::to_f16(a)), "h:w"),
         (["rn"], "bf16", "f32") => float(each!(|a: f32| u32: float::to_bf16(a)), "h:w"),
         (["rn"], "f32", "s32") => float(each!(|a: i32| f32: a as f32), "w:w"),
         (["rn"], "f32", "u32") => float(each!(|a: u32| f32: a as f32), "w:w"),
-        (["rn"], "f64", "s32") | ([], "f64", "s32") => float(each!(|a: i32| f64: f64::from(a)), "d:w"),
-        (["rn"], "f64", "u32") | ([], "f64", "u32") => float(each!(|a: u32| f64: f64::from(a)), "d:w"),
+        (["rn"], "f64", "s32") | ([], "f64", "s32") => {
+            float(each!(|a: i32| f64: f64::from(a)), "d:w")
+        }
+        (["rn"], "f64", "u32") | ([], "f64", "u32") => {
+            float(each!(|a: u32| f64: f64::from(a)), "d:w")
+        }
         (["rn"], "f64", "s64") => float(each!(|a: i64| f64: a as f64), "d:d"),
         (["rn"], "f64", "u64") => float(each!(|a: u64| f64: a as f64), "d:d"),
         _ => None,
@@ -1304,12 +1527,10 @@ fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmeti
             pair!(|x: f32| float::narrow(f64::from(x), Mode::Zero, BF16) as u32),
             "w:ww",
         ),
-        (["rn", "relu"], "f16x2", "f32") => {
-            (
-                pair!(|x: f32| float::to_f16(if x < 0.0 || x == 0.0 { 0.0 } else { x })),
-                "w:ww",
-            )
-        }
+        (["rn", "relu"], "f16x2", "f32") => (
+            pair!(|x: f32| float::to_f16(if x < 0.0 || x == 0.0 { 0.0 } else { x })),
+            "w:ww",
+        ),
         (["rn", "relu"], "bf16x2", "f32") => (
             pair!(|x: f32| float::to_bf16(if x < 0.0 || x == 0.0 { 0.0 } else { x })),
             "w:ww",
@@ -1327,7 +1548,11 @@ fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmeti
 fn finite_eighth(value: f32, format: Format) -> u32 {
     let value = f64::from(value);
     let largest = if format == E4M3 { 448.0 } else { 57344.0 };
-    let clamped = if value.is_nan() { value } else { value.clamp(-largest, largest) };
+    let clamped = if value.is_nan() {
+        value
+    } else {
+        value.clamp(-largest, largest)
+    };
     float::narrow(clamped, Mode::Nearest, format) as u32
 }
 
@@ -1337,7 +1562,10 @@ const TYPES: [&str; 12] = [
 ];
 
 fn type_number(ty: &str) -> Option<u64> {
-    TYPES.iter().position(|name| *name == ty).map(|number| number as u64)
+    TYPES
+        .iter()
+        .position(|name| *name == ty)
+        .map(|number| number as u64)
 }
 
 /// A number on its way from one type to another.
@@ -1371,7 +1599,11 @@ fn convert_one(bits: u64, from: &str, to: &str, flags: u64) -> u64 {
         "s64" => Number::Integer(i128::from(bits as i64)),
         _ => {
             let format = FORMATS[format_number(from).unwrap_or(2) as usize];
-            let bits = if flags & FLUSH != 0 && format == F32 { float::flush(bits, format) } else { bits };
+            let bits = if flags & FLUSH != 0 && format == F32 {
+                float::flush(bits, format)
+            } else {
+                bits
+            };
             Number::Float(float::widen(bits, format))
         }
     };
@@ -1387,8 +1619,16 @@ fn convert_one(bits: u64, from: &str, to: &str, flags: u64) -> u64 {
         }
         Number::Float(value) => float::narrow(value, mode, format),
     };
-    let bits = if flags & FLUSH != 0 && format == F32 { float::flush(bits, format) } else { bits };
-    if flags & SATURATE != 0 { saturated(bits, format) } else { bits }
+    let bits = if flags & FLUSH != 0 && format == F32 {
+        float::flush(bits, format)
+    } else {
+        bits
+    };
+    if flags & SATURATE != 0 {
+        saturated(bits, format)
+    } else {
+        bits
+    }
 }
 
 /// From a float it clamps always; from an integer only where that is asked for.
@@ -1400,16 +1640,24 @@ fn to_integer(number: Number, from: &str, to: &str, mode: Mode, saturate: bool) 
         (0, (1i128 << width) - 1)
     };
     let value = match number {
-        // A NaN becomes 0, but from f64 to 64 bits, and to other widths, the top bit alone, as hardware has it.
+        // A NaN becomes 0, but from f64 to 64 bits, and to other widths, the top bit alone, as
+        // hardware has it.
         Number::Float(value) if value.is_nan() => match (from, width) {
-            ("f64", _) | (_, 64) => return if width == 64 { 1 << 63 } else { 1 << (width - 1) },
+            ("f64", _) | (_, 64) => {
+                return if width == 64 {
+                    1 << 63
+                } else {
+                    1 << (width - 1)
+                }
+            }
             _ => 0,
         },
         Number::Float(value) => (float::whole(value, mode) as i128).clamp(least, greatest),
         Number::Integer(value) if saturate => value.clamp(least, greatest),
         Number::Integer(value) => value,
     };
-    // A value of 8 bits fills a register of 16 or more with its sign; so does 16 in a slot, where it ends.
+    // A value of 8 bits fills a register of 16 or more with its sign; so does 16 in a slot, where
+    // it ends.
     match to {
         "u8" => u64::from(value as u8),
         "s8" => u64::from(value as i8 as u16),
@@ -1426,7 +1674,10 @@ mod tests {
     #[test]
     fn fields_beyond_the_top_repeat_the_sign() {
         assert_eq!(extract(0x8000_0000, 28, 8, 32, false), 8);
-        assert_eq!(extract(0x8000_0000u32 as i32 as i64 as u64, 28, 8, 32, true) as u32, 0xffff_fff8);
+        assert_eq!(
+            extract(0x8000_0000u32 as i32 as i64 as u64, 28, 8, 32, true) as u32,
+            0xffff_fff8
+        );
         assert_eq!(extract(0x1234, 4, 8, 32, false), 0x23);
         assert_eq!(extract(!0, 40, 8, 32, true) as u32, !0);
         assert_eq!(insert(0xff, 0, 4, 4), 0xf0);

@@ -1,4 +1,5 @@
-//! Floating-point numbers as PTX defines them: formats, rounding modes, NaNs, approximate functions.
+//! Floating-point numbers as PTX defines them: formats, rounding modes, NaNs, approximate
+//! functions.
 
 use std::cmp::Ordering;
 
@@ -46,7 +47,8 @@ impl Mode {
 pub struct Format {
     pub mantissa: u32,
     pub exponent: u32,
-    /// Whether the highest exponent is kept for infinities and NaNs. E4M3 keeps one code for NaN only.
+    /// Whether the highest exponent is kept for infinities and NaNs. E4M3 keeps one code for NaN
+    /// only.
     pub infinite: bool,
 }
 
@@ -105,7 +107,8 @@ impl Format {
     }
 }
 
-/// The bits of `±magnitude * 2^exponent`, rounded. `sticky` says that the true magnitude is a little larger.
+/// The bits of `±magnitude * 2^exponent`, rounded. `sticky` says that the true magnitude is a
+/// little larger.
 fn encode(
     negative: bool,
     magnitude: u64,
@@ -130,7 +133,11 @@ fn encode(
         (0, 1, 2)
     } else {
         let width = shift as u32 + 1;
-        (wide >> width, wide & ((1 << width) - 1), 1u128 << (width - 1))
+        (
+            wide >> width,
+            wide & ((1 << width) - 1),
+            1u128 << (width - 1),
+        )
     };
     let mut kept = kept as u64;
     let up = match mode {
@@ -157,7 +164,11 @@ fn encode(
         Mode::Down => negative,
         Mode::Up => !negative,
     };
-    sign | if outward { format.infinity() } else { format.largest() }
+    sign | if outward {
+        format.infinity()
+    } else {
+        format.largest()
+    }
 }
 
 /// Rounds to a format and gives its bits.
@@ -183,7 +194,14 @@ pub fn narrow(value: f64, mode: Mode, format: Format) -> u64 {
 
 /// Rounds an integer to a format and gives its bits.
 pub fn of_integer(value: i128, mode: Mode, format: Format) -> u64 {
-    encode(value < 0, value.unsigned_abs() as u64, 0, false, mode, format)
+    encode(
+        value < 0,
+        value.unsigned_abs() as u64,
+        0,
+        false,
+        mode,
+        format,
+    )
 }
 
 /// The number that bits of a format stand for. Every format here fits in f64.
@@ -191,7 +209,11 @@ pub fn widen(bits: u64, format: Format) -> f64 {
     if format == F64 {
         return f64::from_bits(bits);
     }
-    let sign = if bits & format.sign_bit() != 0 { -1.0 } else { 1.0 };
+    let sign = if bits & format.sign_bit() != 0 {
+        -1.0
+    } else {
+        1.0
+    };
     let magnitude = bits & (format.sign_bit() - 1);
     if magnitude > format.infinity() || (!format.infinite && magnitude == format.infinity()) {
         return f64::NAN;
@@ -259,7 +281,11 @@ pub fn of_f16(bits: u32) -> f32 {
     let sign = (bits & 0x8000) << 16;
     let scaled = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
     let special = f32::from_bits(magnitude | 0x7f80_0000);
-    let value = if bits & 0x7c00 == 0x7c00 { special } else { scaled };
+    let value = if bits & 0x7c00 == 0x7c00 {
+        special
+    } else {
+        scaled
+    };
     f32::from_bits(value.to_bits() | sign)
 }
 
@@ -281,7 +307,9 @@ pub fn to_f16(value: f32) -> u32 {
         .wrapping_add(odd)
         >> 13;
     // One half has the unit 2^-24, in which f16 counts its subnormal numbers.
-    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+    let subnormal = (f32::from_bits(magnitude) + 0.5)
+        .to_bits()
+        .wrapping_sub(0x3f00_0000);
     let result = if magnitude > 0x7f80_0000 {
         return 0x7fff;
     } else if magnitude >= 0x477f_f000 {
@@ -344,8 +372,8 @@ fn direct(number: Exact, mode: Mode) -> f64 {
     }
 }
 
-/// Rounds to f64 so that a second rounding, to a format half as wide, is as if there were no first: an inexact number gets an odd
-/// last bit.
+/// Rounds to f64 so that a second rounding, to a format half as wide, is as if there were no first:
+/// an inexact number gets an odd last bit.
 fn odd(number: Exact) -> f64 {
     let Exact { high, low } = number;
     if low == 0.0 || !high.is_finite() || high.to_bits() & 1 == 1 {
@@ -373,8 +401,16 @@ fn zero_sum(result: f64, mode: Mode, operands: [f64; 2]) -> f64 {
 /// `a + b` in a format, which f64 contains.
 pub fn add(a: f64, b: f64, mode: Mode, format: Format) -> u64 {
     let exact = sum(a, b);
-    let value = if format == F64 { direct(exact, mode) } else { odd(exact) };
-    let value = if exact.low == 0.0 { zero_sum(value, mode, [a, b]) } else { value };
+    let value = if format == F64 {
+        direct(exact, mode)
+    } else {
+        odd(exact)
+    };
+    let value = if exact.low == 0.0 {
+        zero_sum(value, mode, [a, b])
+    } else {
+        value
+    };
     narrow(value, mode, format)
 }
 
@@ -403,7 +439,11 @@ pub fn fused(a: f64, b: f64, c: f64, mode: Mode, format: Format) -> u64 {
         // The product of two narrow numbers is exact.
         odd(sum(product, c))
     };
-    let value = if value == 0.0 { zero_sum(value, mode, [product, c]) } else { value };
+    let value = if value == 0.0 {
+        zero_sum(value, mode, [product, c])
+    } else {
+        value
+    };
     narrow(value, mode, format)
 }
 
@@ -412,21 +452,37 @@ pub fn divide(a: f64, b: f64, mode: Mode, format: Format) -> u64 {
     let high = a / b;
     let low = if high.is_finite() && b.is_finite() {
         let rest = (-high).mul_add(b, a);
-        if b < 0.0 { -rest } else { rest }
+        if b < 0.0 {
+            -rest
+        } else {
+            rest
+        }
     } else {
         0.0
     };
     let exact = Exact { high, low };
-    let value = if format == F64 { direct(exact, mode) } else { odd(exact) };
+    let value = if format == F64 {
+        direct(exact, mode)
+    } else {
+        odd(exact)
+    };
     narrow(value, mode, format)
 }
 
 /// The square root in a format.
 pub fn root(a: f64, mode: Mode, format: Format) -> u64 {
     let high = a.sqrt();
-    let low = if high.is_finite() { (-high).mul_add(high, a) } else { 0.0 };
+    let low = if high.is_finite() {
+        (-high).mul_add(high, a)
+    } else {
+        0.0
+    };
     let exact = Exact { high, low };
-    let value = if format == F64 { direct(exact, mode) } else { odd(exact) };
+    let value = if format == F64 {
+        direct(exact, mode)
+    } else {
+        odd(exact)
+    };
     narrow(value, mode, format)
 }
 

@@ -137,12 +137,15 @@ impl Capture {
     }
 
     pub fn free(&self, stream: &Stream, address: u64) -> Outcome {
-        match self.state().allocations.get_mut(&address) {
-            Some(freed) if !*freed => *freed = true,
-            // Outside memory, or a second free.
-            _ => {
-                self.invalidate();
-                return Err(Error::INVALID_VALUE);
+        {
+            let mut state = self.state();
+            match state.allocations.get_mut(&address) {
+                Some(freed) if !*freed => *freed = true,
+                // Outside memory, or a second free.
+                _ => {
+                    state.invalid = true;
+                    return Err(Error::INVALID_VALUE);
+                }
             }
         }
         self.add(stream, free_node(address))

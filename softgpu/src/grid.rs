@@ -32,11 +32,17 @@ pub struct Conditions {
     pub perturb: bool,
 }
 
-/// Branches that a warp may take before it is another's turn. Somebody may wait for what the other does.
+/// Branches that a warp may take before it is another's turn. Somebody may wait for what the other
+/// does.
 const PATIENCE: u64 = 1 << 16;
 
 /// Runs a launch to its end, or to its first fault.
-pub fn run(launch: &Launch, memory: &Arc<Memory>, work: &Arc<Work>, conditions: Conditions) -> Result<Counts, Fault> {
+pub fn run(
+    launch: &Launch,
+    memory: &Arc<Memory>,
+    work: &Arc<Work>,
+    conditions: Conditions,
+) -> Result<Counts, Fault> {
     let refused = |what: String| Fault {
         kernel: launch.module.name_of(launch.entry).to_owned(),
         block: [0; 3],
@@ -49,12 +55,21 @@ pub fn run(launch: &Launch, memory: &Arc<Memory>, work: &Arc<Work>, conditions: 
     let threads: u64 = launch.block.iter().map(|size| u64::from(*size)).product();
     let blocks: u64 = launch.grid.iter().map(|size| u64::from(*size)).product();
     if threads == 0 || threads > u64::from(launch.module.max_threads(launch.entry)) || blocks == 0 {
-        return Err(refused(format!("blocks of {threads} threads, {blocks} of them, cannot run")));
+        return Err(refused(format!(
+            "blocks of {threads} threads, {blocks} of them, cannot run"
+        )));
     }
     if launch.parameters.len() < launch.module.parameter_bytes(launch.entry) {
-        return Err(refused(format!("{} bytes of arguments are too few", launch.parameters.len())));
+        return Err(refused(format!(
+            "{} bytes of arguments are too few",
+            launch.parameters.len()
+        )));
     }
-    let ops: Vec<Op> = program.ops.iter().map(|op| alu::under(op, conditions.perturb)).collect();
+    let ops: Vec<Op> = program
+        .ops
+        .iter()
+        .map(|op| alu::under(op, conditions.perturb))
+        .collect();
     let mut block = Block {
         launch,
         program: &program,
@@ -66,7 +81,9 @@ pub fn run(launch: &Launch, memory: &Arc<Memory>, work: &Arc<Work>, conditions: 
         arrived: [0; 16],
     };
     let perturb = conditions.perturb.then_some(conditions.seed);
-    let mut warps: Vec<Warp> = (0..threads.div_ceil(32) as u32).map(|number| Warp::new(&block, number, perturb)).collect();
+    let mut warps: Vec<Warp> = (0..threads.div_ceil(32) as u32)
+        .map(|number| Warp::new(&block, number, perturb))
+        .collect();
     let mut chance = Chance(conditions.seed);
     for index in order(blocks, &mut chance) {
         let [x, y, _] = launch.grid.map(u64::from);
@@ -120,7 +137,11 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
         for number in order(warps.len() as u64, chance) {
             let warp = &mut warps[number as usize];
             if warp.state == State::Ready {
-                let patience = if chance.0 == 0 { PATIENCE } else { 1 + chance.below(64) * chance.below(64) };
+                let patience = if chance.0 == 0 {
+                    PATIENCE
+                } else {
+                    1 + chance.below(64) * chance.below(64)
+                };
                 warp.run(block, patience)?;
             }
         }
@@ -130,7 +151,10 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
         if pass_barriers(block, warps) || warps.iter().any(|warp| warp.state == State::Ready) {
             continue;
         }
-        let Some(warp) = warps.iter().find(|warp| matches!(warp.state, State::Waiting { .. })) else {
+        let Some(warp) = warps
+            .iter()
+            .find(|warp| matches!(warp.state, State::Waiting { .. }))
+        else {
             return Ok(());
         };
         let others: Vec<String> = warps
@@ -146,7 +170,8 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
     }
 }
 
-/// Lets warps go whose barrier is complete: all threads that it is for have arrived. Threads that exited are not waited for.
+/// Lets warps go whose barrier is complete: all threads that it is for have arrived. Threads that
+/// exited are not waited for.
 fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
     let mut passed = false;
     for number in 0..16u32 {
@@ -171,7 +196,10 @@ fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
             continue;
         }
         let complete = if expected == 0 {
-            warps.iter().enumerate().all(|(index, warp)| warp.state == State::Done || waiting.contains(&index))
+            warps
+                .iter()
+                .enumerate()
+                .all(|(index, warp)| warp.state == State::Done || waiting.contains(&index))
         } else {
             waiting.len() as u32 * 32 + block.arrived[number as usize] >= expected
         };
@@ -180,7 +208,10 @@ fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
         }
         block.arrived[number as usize] = 0;
         block.shared.barrier();
-        let present: u32 = waiting.iter().map(|&index| warps[index].live_threads()).sum();
+        let present: u32 = waiting
+            .iter()
+            .map(|&index| warps[index].live_threads())
+            .sum();
         for index in waiting {
             warps[index].pass(block, holds_of_all, present);
         }

@@ -844,7 +844,8 @@ impl View {
             Kind::Store => "writes",
             Kind::Atomic => "updates",
         };
-        let Some(allocation) = self.memory.find(start) else {
+        let inside = start.wrapping_sub(self.memory.arena.base) < self.memory.arena.size;
+        let Some(allocation) = self.memory.find(start).filter(|_| inside) else {
             return Err((
                 start,
                 format!("{does} {start:#x}, where no memory of a device is"),

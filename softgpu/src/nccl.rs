@@ -18,7 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId {
-    bytes: [u8; 128],
+    pub bytes: [u8; 128],
 }
 
 /// The ranks of one id.

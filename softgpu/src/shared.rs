@@ -1,4 +1,5 @@
-//! A block's shared memory, and what is known of each of its bytes: written or not, by whom, and who has read it since.
+//! A block's shared memory, and what is known of each of its bytes: written or not, by whom, and
+//! who has read it since.
 
 use crate::counts::Counts;
 
@@ -7,7 +8,8 @@ const NOBODY: u16 = u16::MAX;
 /// More warps than one.
 const MANY: u16 = u16::MAX - 1;
 
-/// How the lanes of a warp are ordered by the synchronizations among them. Nothing else orders them: each lane runs on its own.
+/// How the lanes of a warp are ordered by the synchronizations among them. Nothing else orders
+/// them: each lane runs on its own.
 pub struct Order {
     /// Counts the synchronizations.
     time: u32,
@@ -58,11 +60,16 @@ impl Order {
 
     /// Whether a lane has seen what another did at a time.
     fn ordered(&self, lane: u32, other: u32, time: u32) -> bool {
-        lane == other || time < self.floor || (self.partial && time < self.seen[lane as usize][other as usize])
+        lane == other
+            || time < self.floor
+            || (self.partial && time < self.seen[lane as usize][other as usize])
     }
 
     fn all_ordered(&self, lane: u32, others: u32, time: u32) -> bool {
-        time < self.floor || (0..32).filter(|other| others >> other & 1 == 1).all(|other| self.ordered(lane, other, time))
+        time < self.floor
+            || (0..32)
+                .filter(|other| others >> other & 1 == 1)
+                .all(|other| self.ordered(lane, other, time))
     }
 }
 
@@ -166,7 +173,9 @@ impl Shared {
             ));
         }
         if address % u64::from(size) != 0 {
-            return Err(format!("{size} bytes at {address:#x} of shared memory are misaligned"));
+            return Err(format!(
+                "{size} bytes at {address:#x} of shared memory are misaligned"
+            ));
         }
         Ok(address as usize)
     }
@@ -177,8 +186,30 @@ impl Shared {
     }
 
     /// Checks a lane's access and records it.
-    pub fn touch(&mut self, who: &Who, lane: u32, address: u64, size: u32, touch: Touch) -> Result<(), String> {
+    pub fn touch(
+        &mut self,
+        who: &Who,
+        lane: u32,
+        address: u64,
+        size: u32,
+        touch: Touch,
+    ) -> Result<(), String> {
         let start = self.place(address, size)?;
+        if size >= 4 {
+            let words = &mut self.words[start / 4..(start + size as usize) / 4];
+            if words.iter().all(|word| {
+                word.block == self.block && harmless(word, self.epoch, who, lane, touch)
+            }) {
+                for word in words {
+                    if touch == Touch::Read {
+                        read(word, self.epoch, who, lane, 15);
+                    } else {
+                        write(word, self.epoch, who, lane, 15, touch);
+                    }
+                }
+                return Ok(());
+            }
+        }
         let mut at = start;
         while at < start + size as usize {
             let within = at % 4;
@@ -191,10 +222,41 @@ impl Shared {
                     ..UNTOUCHED
                 };
             }
-            word_touched(word, self.epoch, who, lane, mask, touch).map_err(|what| format!("{what} (shared memory, at {at:#x})"))?;
+            word_touched(word, self.epoch, who, lane, mask, touch)
+                .map_err(|what| format!("{what} (shared memory, at {at:#x})"))?;
             at += count;
         }
         Ok(())
+    }
+
+    /// Checks and records an access of a whole warp to words in a row, if it needs no further look.
+    pub fn touch_row(&mut self, who: &Who, address: u64, touch: Touch) -> bool {
+        let start = address as usize / 4;
+        if address % 4 != 0 || address + 128 > self.bytes.len() as u64 {
+            return false;
+        }
+        let (block, epoch) = (self.block, self.epoch);
+        let words = &mut self.words[start..start + 32];
+        let fresh = |word: &Word| word.block != block && touch == Touch::Write;
+        let known =
+            |word: &Word, lane| word.block == block && harmless(word, epoch, who, lane, touch);
+        if !(0..)
+            .zip(words.iter())
+            .all(|(lane, word)| known(word, lane) || fresh(word))
+        {
+            return false;
+        }
+        for (lane, word) in (0..).zip(words) {
+            if word.block != block {
+                *word = Word { block, ..UNTOUCHED };
+            }
+            if touch == Touch::Read {
+                read(word, epoch, who, lane, 15);
+            } else {
+                write(word, epoch, who, lane, 15, touch);
+            }
+        }
+        true
     }
 
     /// Whether this lane's store meets another lane's of the same instruction, with another value.
@@ -206,7 +268,9 @@ impl Shared {
             && word.write_serial == who.serial
             && u32::from(word.write_lane) != lane
             && word.write_bytes & mask != 0;
-        let old = self.bytes.get(address as usize..address as usize + value.len())?;
+        let old = self
+            .bytes
+            .get(address as usize..address as usize + value.len())?;
         (same && old != value).then_some(u32::from(word.write_lane))
     }
 
@@ -232,7 +296,14 @@ impl Shared {
     }
 }
 
-fn word_touched(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, touch: Touch) -> Result<(), String> {
+fn word_touched(
+    word: &mut Word,
+    epoch: u32,
+    who: &Who,
+    lane: u32,
+    mask: u8,
+    touch: Touch,
+) -> Result<(), String> {
     if word.in_flight & mask != 0 {
         return Err("a cp.async to these bytes is still in flight".into());
     }
@@ -240,7 +311,10 @@ fn word_touched(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, tou
         return Err("these bytes were never written".into());
     }
     // The last write.
-    if word.write_epoch == epoch && word.write_bytes & mask != 0 && !(touch == Touch::Atomic && word.write_atomic) {
+    if word.write_epoch == epoch
+        && word.write_bytes & mask != 0
+        && !(touch == Touch::Atomic && word.write_atomic)
+    {
         let other = u32::from(word.write_lane);
         let racing = if word.writer == who.warp {
             word.write_serial != who.serial && !who.order.ordered(lane, other, word.write_time)
@@ -277,7 +351,30 @@ fn word_touched(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, tou
             ));
         }
     }
-    let same = word.writer == who.warp && word.write_serial == who.serial && word.write_epoch == epoch;
+    write(word, epoch, who, lane, mask, touch);
+    Ok(())
+}
+
+/// Whether an access to all four bytes needs no further look. Most are such.
+#[inline(always)]
+fn harmless(word: &Word, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
+    let written = word.writer == who.warp
+        && (u32::from(word.write_lane) == lane || word.write_time < who.order.floor);
+    let after_writes = word.write_epoch != epoch || written;
+    let after_reads = touch == Touch::Read
+        || word.read_epoch != epoch
+        || (word.reader == who.warp
+            && (word.read_lanes == 1 << lane || word.read_time < who.order.floor));
+    word.in_flight == 0
+        && (touch == Touch::Write || word.written == 15)
+        && after_writes
+        && after_reads
+}
+
+#[inline(always)]
+fn write(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, touch: Touch) {
+    let same =
+        word.writer == who.warp && word.write_serial == who.serial && word.write_epoch == epoch;
     word.write_bytes = if same { word.write_bytes | mask } else { mask };
     word.written |= mask;
     word.writer = who.warp;
@@ -287,9 +384,9 @@ fn word_touched(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, tou
     word.write_time = who.order.time;
     word.write_serial = who.serial;
     word.write_line = who.line;
-    Ok(())
 }
 
+#[inline(always)]
 fn read(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8) {
     if word.read_epoch != epoch {
         word.reader = who.warp;
@@ -308,13 +405,24 @@ fn read(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8) {
     word.read_line = who.line;
 }
 
-/// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole warps for up to 4 bytes, halves for
-/// 8, quarters for 16. Lanes that want the same word share it.
+/// Whether the lanes' operands follow each other.
+pub fn in_a_row(addresses: &[u64; 32], size: u32) -> bool {
+    let mut row = true;
+    for (lane, address) in (0..).zip(addresses) {
+        row &= *address == addresses[0].wrapping_add(lane * u64::from(size));
+    }
+    row
+}
+
+/// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole
+/// warps for up to 4 bytes, halves for 8, quarters for 16. Lanes that want the same word share it.
 pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) {
     let first = addresses[mask.trailing_zeros() as usize % 32];
     let lowest = mask.trailing_zeros() as u64;
     let contiguous = (0..32u64).all(|lane| {
-        mask >> lane & 1 == 0 || addresses[lane as usize] == first.wrapping_add((lane.wrapping_sub(lowest)).wrapping_mul(u64::from(size)))
+        mask >> lane & 1 == 0
+            || addresses[lane as usize]
+                == first.wrapping_add((lane.wrapping_sub(lowest)).wrapping_mul(u64::from(size)))
     });
     if contiguous {
         return;

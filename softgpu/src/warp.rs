@@ -1,14 +1,15 @@
-//! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run together.
+//! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run
+//! together.
 
-use crate::alu::{put_predicate, put_slot, Lanes, Slot};
-use crate::counts::{Class, Counts};
+use crate::alu::{put_predicate, put_slot, put_wide, Lanes, Slot};
+use crate::counts::Counts;
 use crate::fault::Fault;
 use crate::float::{self, Mode, BF16, F16};
 use crate::grid::Launch;
 use crate::memory::{Access, Kind as Global, View};
 use crate::ptx::decode::{BarrierKind, LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW};
 use crate::ptx::{Address, Atomic, Kind, LaneMask, Op, Operation, Program, Scalar, Space, Value};
-use crate::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::shared::{count_conflicts, in_a_row, Order, Shared, Touch, Who};
 
 /// What a block's warps share.
 pub(crate) struct Block<'a> {
@@ -28,8 +29,13 @@ pub(crate) struct Block<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
     Ready,
-    /// At a block's barrier: its number, the threads it is for (0: all), and the threads here for which its predicate holds.
-    Waiting { barrier: u32, threads: u32, holds: u32 },
+    /// At a block's barrier: its number, the threads it is for (0: all), and the threads here for
+    /// which its predicate holds.
+    Waiting {
+        barrier: u32,
+        threads: u32,
+        holds: u32,
+    },
     Done,
 }
 
@@ -214,7 +220,11 @@ impl Warp {
             block: block.index,
             thread: [thread % x, thread / x % y, thread / (x * y)],
             source: module.source_of(program.sources[at]),
-            instruction: format!("{} (line {})", module.text_of(&program.texts[at]), program.ops[at].line),
+            instruction: format!(
+                "{} (line {})",
+                module.text_of(&program.texts[at]),
+                program.ops[at].line
+            ),
             what,
         })
     }
@@ -223,7 +233,8 @@ impl Warp {
         self.fault(block, self.at, mask.trailing_zeros() % 32, what.into())
     }
 
-    /// Lays the running group aside and takes up the one that is furthest behind, or, to be fair, any other. False: none can run.
+    /// Lays the running group aside and takes up the one that is furthest behind, or, to be fair,
+    /// any other. False: none can run.
     fn pick(&mut self, fair: bool) -> bool {
         for lane in lanes_of(self.active) {
             self.counters[lane as usize] = self.at;
@@ -237,12 +248,20 @@ impl Warp {
         if fair && runnable & !self.active != 0 {
             candidates = runnable & !self.active;
         }
-        let at = lanes_of(candidates).map(|lane| self.counters[lane as usize]).min().unwrap_or(0);
+        let at = lanes_of(candidates)
+            .map(|lane| self.counters[lane as usize])
+            .min()
+            .unwrap_or(0);
         let with = |counter: u32, lane: u32| self.counters[lane as usize] == counter;
-        self.active = lanes_of(runnable).filter(|lane| with(at, *lane)).fold(0, |mask, lane| mask | 1 << lane);
+        self.active = lanes_of(runnable)
+            .filter(|lane| with(at, *lane))
+            .fold(0, |mask, lane| mask | 1 << lane);
         self.at = at;
         let others = lanes_of(runnable & !self.active).map(|lane| self.counters[lane as usize]);
-        self.meet = others.filter(|counter| *counter > at).min().unwrap_or(u32::MAX);
+        self.meet = others
+            .filter(|counter| *counter > at)
+            .min()
+            .unwrap_or(u32::MAX);
         // Groups behind this one are met only by going back, which a fair turn sees to.
         true
     }
@@ -266,8 +285,9 @@ impl Warp {
             block.counts.thread_instructions += u64::from(mask.count_ones());
             if op.kind == Kind::Arithmetic {
                 if mask != 0 {
-                    // SAFETY: the decoder reserved every slot and predicate that it gave to an instruction, the warp has
-                    // as many as the program reserved, and none of its vectors grows.
+                    // SAFETY: the decoder reserved every slot and predicate that it gave to an
+                    // instruction, the warp has as many as the program reserved, and none of its
+                    // vectors grows.
                     unsafe { (op.exec)(&mut self.lanes, op, mask) };
                 }
                 self.at += 1;
@@ -304,7 +324,11 @@ impl Warp {
             self.at += 1;
         } else {
             for lane in lanes_of(self.active) {
-                self.counters[lane as usize] = if mask >> lane & 1 == 1 { op.target } else { self.at + 1 };
+                self.counters[lane as usize] = if mask >> lane & 1 == 1 {
+                    op.target
+                } else {
+                    self.at + 1
+                };
             }
             // Both sides are laid aside, and the one behind is taken up.
             self.active = 0;
@@ -333,16 +357,20 @@ impl Warp {
                 for lane in lanes_of(mask) {
                     let base = lane as usize * block.program.local_bytes;
                     let from = base + copy.from as usize;
-                    self.local.copy_within(from..from + copy.bytes as usize, base + copy.to as usize);
+                    self.local
+                        .copy_within(from..from + copy.bytes as usize, base + copy.to as usize);
                 }
             }
             Kind::CopyAsync => self.copy_async(block, op, mask)?,
             Kind::CommitGroup => lanes_of(mask).for_each(|lane| self.groups[lane as usize] += 1),
             Kind::WaitGroup => self.wait_group(block, op, mask)?,
-            Kind::Shuffle | Kind::Vote | Kind::Match | Kind::WarpBarrier => return self.meet(block, op, mask),
+            Kind::Shuffle | Kind::Vote | Kind::Match | Kind::WarpBarrier => {
+                return self.meet(block, op, mask)
+            }
             Kind::ActiveMask => {
                 let results = [mask; 32];
-                // SAFETY: the decoder reserved the slot, and the warp has all that the program reserved.
+                // SAFETY: the decoder reserved the slot, and the warp has all that the program
+                // reserved.
                 unsafe { put_slot(&mut self.lanes, op.d, results, mask) };
             }
             Kind::Clock => {
@@ -361,7 +389,11 @@ impl Warp {
                     let lane = mask.trailing_zeros();
                     let number = self.get32(op.a, lane);
                     let Some(arrived) = block.arrived.get_mut(number as usize) else {
-                        return Err(self.fault_here(block, mask, format!("there is no barrier {number}")));
+                        return Err(self.fault_here(
+                            block,
+                            mask,
+                            format!("there is no barrier {number}"),
+                        ));
                     };
                     *arrived += 32;
                 } else {
@@ -383,7 +415,8 @@ impl Warp {
                     self.counters[lane as usize] = self.at + 1;
                 }
                 for lane in lanes_of(mask) {
-                    self.counters[lane as usize] = self.returns[lane as usize].pop().unwrap_or(u32::MAX);
+                    self.counters[lane as usize] =
+                        self.returns[lane as usize].pop().unwrap_or(u32::MAX);
                 }
                 self.active = 0;
                 return Ok(self.pick(false));
@@ -429,14 +462,25 @@ impl Warp {
             let here = self.counters[other as usize];
             let it = &block.ops[here as usize];
             let whole = op.immediate >> 8 == 1 || it.immediate >> 8 == 1;
-            if (whole && here != at) || self.get32(it.a, other) != barrier || self.get32(it.b, other) != threads {
-                let what = format!("the warp has diverged: lane {lane} waits at line {}", op.line);
+            if (whole && here != at)
+                || self.get32(it.a, other) != barrier
+                || self.get32(it.b, other) != threads
+            {
+                let what = format!(
+                    "the warp has diverged: lane {lane} waits at line {}",
+                    op.line
+                );
                 return Err(self.fault(block, here, other, what));
             }
             holds += self.predicates[usize::from(it.c)] >> other & 1;
         }
         if barrier >= 16 || threads % 32 != 0 {
-            return Err(self.fault(block, at, lane, format!("there is no barrier {barrier} of {threads} threads")));
+            return Err(self.fault(
+                block,
+                at,
+                lane,
+                format!("there is no barrier {barrier} of {threads} threads"),
+            ));
         }
         self.state = State::Waiting {
             barrier,
@@ -457,7 +501,8 @@ impl Warp {
         Ok(runs)
     }
 
-    /// The barrier that the warp waited at is complete. `holds` of `threads` threads had its predicate.
+    /// The barrier that the warp waited at is complete. `holds` of `threads` threads had its
+    /// predicate.
     pub fn pass(&mut self, block: &Block, holds: u32, threads: u32) {
         for lane in lanes_of(self.blocked) {
             let op = &block.ops[self.counters[lane as usize] as usize];
@@ -504,7 +549,12 @@ impl Warp {
         for lane in lanes_of(mask) {
             let members = self.get32(op.more[0], lane);
             if members >> lane & 1 == 0 {
-                return Err(self.fault(block, self.at, lane, format!("the lane is not in its own mask {members:#010x}")));
+                return Err(self.fault(
+                    block,
+                    self.at,
+                    lane,
+                    format!("the lane is not in its own mask {members:#010x}"),
+                ));
             }
             self.meetings[lane as usize] = Some(Meeting {
                 kind: op.kind,
@@ -528,7 +578,9 @@ impl Warp {
         while let Some(lane) = lanes_of(self.parked & !seen).next() {
             let meeting = self.meetings[lane as usize];
             let mine = |other: &u32| self.meetings[*other as usize] == meeting;
-            let here = lanes_of(self.parked).filter(mine).fold(0, |mask, other| mask | 1 << other);
+            let here = lanes_of(self.parked)
+                .filter(mine)
+                .fold(0, |mask, other| mask | 1 << other);
             seen |= here;
             let Some(meeting) = meeting else { continue };
             if meeting.members & self.live() & !here != 0 {
@@ -556,7 +608,8 @@ impl Warp {
         Ok(any)
     }
 
-    /// What a shuffle, vote or match gives to the lanes of `group`, that came with all of `present`.
+    /// What a shuffle, vote or match gives to the lanes of `group`, that came with all of
+    /// `present`.
     fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
         let op = &block.ops[at as usize];
         match op.kind {
@@ -564,16 +617,26 @@ impl Warp {
             Kind::Vote => {
                 let mut ballot = 0;
                 for lane in lanes_of(present) {
-                    let it = if group >> lane & 1 == 1 { op } else { &block.ops[self.counters[lane as usize] as usize] };
+                    let it = if group >> lane & 1 == 1 {
+                        op
+                    } else {
+                        &block.ops[self.counters[lane as usize] as usize]
+                    };
                     ballot |= self.predicates[usize::from(it.a)] & 1 << lane;
                 }
                 let truth = |truth: bool| if truth { !0 } else { 0 };
-                // SAFETY: the decoder reserved the slot or predicate, and the warp has all that the program reserved.
+                // SAFETY: the decoder reserved the slot or predicate, and the warp has all that the
+                // program reserved.
                 unsafe {
                     match op.immediate {
                         0 => put_predicate(&mut self.lanes, op.d, truth(ballot == present), group),
                         1 => put_predicate(&mut self.lanes, op.d, truth(ballot != 0), group),
-                        2 => put_predicate(&mut self.lanes, op.d, truth(ballot == 0 || ballot == present), group),
+                        2 => put_predicate(
+                            &mut self.lanes,
+                            op.d,
+                            truth(ballot == 0 || ballot == present),
+                            group,
+                        ),
                         _ => put_slot(&mut self.lanes, op.d, [ballot; 32], group),
                     }
                 }
@@ -581,12 +644,22 @@ impl Warp {
             Kind::Match => {
                 let wide = op.immediate & 1 == 1;
                 let value = |warp: &Self, lane: u32| {
-                    let it = if group >> lane & 1 == 1 { op } else { &block.ops[warp.counters[lane as usize] as usize] };
-                    if wide { warp.get64(it.a, lane) } else { u64::from(warp.get32(it.a, lane)) }
+                    let it = if group >> lane & 1 == 1 {
+                        op
+                    } else {
+                        &block.ops[warp.counters[lane as usize] as usize]
+                    };
+                    if wide {
+                        warp.get64(it.a, lane)
+                    } else {
+                        u64::from(warp.get32(it.a, lane))
+                    }
                 };
                 for lane in lanes_of(group) {
                     let own = value(self, lane);
-                    let same = lanes_of(present).filter(|other| value(self, *other) == own).fold(0, |mask, other| mask | 1 << other);
+                    let same = lanes_of(present)
+                        .filter(|other| value(self, *other) == own)
+                        .fold(0, |mask, other| mask | 1 << other);
                     let all = op.immediate & 2 != 0;
                     let result = if all && same != present { 0 } else { same };
                     self.slots[usize::from(op.d)].0[lane as usize] = result;
@@ -605,7 +678,8 @@ impl Warp {
         let op = &block.ops[at as usize];
         let mut values = self.slots[usize::from(op.a)].0;
         for lane in lanes_of(present & !group) {
-            values[lane as usize] = self.get32(block.ops[self.counters[lane as usize] as usize].a, lane);
+            values[lane as usize] =
+                self.get32(block.ops[self.counters[lane as usize] as usize].a, lane);
         }
         let mut results = [0; 32];
         let mut inside = 0;
@@ -617,9 +691,16 @@ impl Warp {
                 0 => (lane.wrapping_sub(b), lane as i32 - b as i32 >= most as i32),
                 1 => (lane + b, lane + b <= most),
                 2 => (lane ^ b, lane ^ b <= most),
-                _ => (lane & segment | b & !segment, lane & segment | b & !segment <= most),
+                _ => (
+                    lane & segment | b & !segment,
+                    lane & segment | b & !segment <= most,
+                ),
             };
-            let within = if op.immediate == 3 { source <= most } else { within };
+            let within = if op.immediate == 3 {
+                source <= most
+            } else {
+                within
+            };
             let source = if within { source } else { lane };
             if present >> source & 1 == 0 {
                 let what = format!("the lane reads from lane {source}, which does not take part");
@@ -628,7 +709,8 @@ impl Warp {
             results[lane as usize] = values[source as usize];
             inside |= u32::from(within) << lane;
         }
-        // SAFETY: the decoder reserved the slot and the predicate, and the warp has all that the program reserved.
+        // SAFETY: the decoder reserved the slot and the predicate, and the warp has all that the
+        // program reserved.
         unsafe {
             put_slot(&mut self.lanes, op.d, results, group);
             put_predicate(&mut self.lanes, op.more[1], inside, group);
@@ -641,8 +723,15 @@ impl Warp {
         match address.base {
             None => [address.offset; 32],
             Some(base) if address.wide => {
-                // SAFETY: a wide register is two slots, aligned to more than a u64, and all were reserved.
-                let values = unsafe { &*self.slots.as_ptr().add(usize::from(base)).cast::<[u64; 32]>() };
+                // SAFETY: a wide register is two slots, aligned to more than a u64, and all were
+                // reserved.
+                let values = unsafe {
+                    &*self
+                        .slots
+                        .as_ptr()
+                        .add(usize::from(base))
+                        .cast::<[u64; 32]>()
+                };
                 values.map(|value| value.wrapping_add(address.offset))
             }
             Some(base) => {
@@ -689,65 +778,197 @@ impl Warp {
         Ok(())
     }
 
-    fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        self.by_space(block, op, mask, |warp, block, _, address, space, mask, addresses| {
-            let size = address.bytes * address.count;
-            match space {
-                Space::Global | Space::Generic => {
-                    let kind = if address.read_only { Global::LoadReadOnly } else { Global::Load };
-                    warp.check_global(block, kind, mask, addresses, size)?;
-                    // SAFETY: the check says that each lane's bytes are there and may be read.
-                    unsafe { warp.gather(address, mask, |lane| addresses[lane as usize] as *const u8) };
-                }
-                Space::Shared => {
-                    warp.check_shared(block, mask, addresses, size, Touch::Read)?;
-                    let base = block.shared.at(0, 0).as_ptr();
-                    // SAFETY: the check says that each lane's bytes are inside.
-                    unsafe { warp.gather(address, mask, |lane| base.add(addresses[lane as usize] as usize)) };
-                }
-                Space::Local => {
-                    warp.check_inside(block, mask, addresses, size, block.program.local_bytes, "local memory")?;
-                    let (base, stride) = (warp.local.as_ptr(), block.program.local_bytes);
-                    // SAFETY: the check says that each lane's bytes are inside of its part.
-                    unsafe { warp.gather(address, mask, |lane| base.add(lane as usize * stride + addresses[lane as usize] as usize)) };
-                }
-                Space::Parameter => {
-                    warp.check_inside(block, mask, addresses, size, block.launch.parameters.len(), "the parameters")?;
-                    let base = block.launch.parameters.as_ptr();
-                    // SAFETY: the check says that each lane's bytes are inside.
-                    unsafe { warp.gather(address, mask, |lane| base.add(addresses[lane as usize] as usize)) };
-                }
+    /// A parameter at an address that the instruction names is the same in all lanes.
+    fn load_parameter(&mut self, block: &Block, address: &Address, mask: u32) -> Option<()> {
+        let known =
+            address.space == Space::Parameter && address.base.is_none() && address.count == 1;
+        if !known || address.offset % u64::from(address.bytes) != 0 {
+            return None;
+        }
+        let start = address.offset as usize;
+        let bytes = block
+            .launch
+            .parameters
+            .get(start..start + address.bytes as usize)?;
+        // SAFETY: the decoder reserved the slot, and the warp has all that the program reserved.
+        unsafe {
+            match (bytes, address.widths[0]) {
+                (&[a, b, c, d], 32) => put_slot(
+                    &mut self.lanes,
+                    address.registers[0],
+                    [u32::from_le_bytes([a, b, c, d]); 32],
+                    mask,
+                ),
+                (bytes, 64) => put_wide(
+                    &mut self.lanes,
+                    address.registers[0],
+                    [u64::from_le_bytes(bytes.try_into().ok()?); 32],
+                    mask,
+                ),
+                _ => return None,
             }
-            Ok(())
-        })
+        }
+        Some(())
+    }
+
+    fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        let program = block.program;
+        if self
+            .load_parameter(block, &program.addresses[op.target as usize], mask)
+            .is_some()
+        {
+            return Ok(());
+        }
+        self.by_space(
+            block,
+            op,
+            mask,
+            |warp, block, _, address, space, mask, addresses| {
+                let size = address.bytes * address.count;
+                match space {
+                    Space::Global | Space::Generic => {
+                        let kind = if address.read_only {
+                            Global::LoadReadOnly
+                        } else {
+                            Global::Load
+                        };
+                        warp.check_global(block, kind, mask, addresses, size)?;
+                        // SAFETY: the check says that each lane's bytes are there and may be read.
+                        unsafe {
+                            warp.gather(address, mask, |lane| addresses[lane as usize] as *const u8)
+                        };
+                    }
+                    Space::Shared => {
+                        warp.serial += 1;
+                        let row = is_row(address, mask, addresses);
+                        if !row
+                            || !block
+                                .shared
+                                .touch_row(&warp.who(block), addresses[0], Touch::Read)
+                        {
+                            warp.check_shared(block, mask, addresses, size, Touch::Read)?;
+                        }
+                        let base = block.shared.at(0, 0).as_ptr();
+                        // SAFETY: the check says that each lane's bytes are inside.
+                        unsafe {
+                            warp.gather(address, mask, |lane| {
+                                base.add(addresses[lane as usize] as usize)
+                            })
+                        };
+                    }
+                    Space::Local => {
+                        warp.check_inside(
+                            block,
+                            mask,
+                            addresses,
+                            size,
+                            block.program.local_bytes,
+                            "local memory",
+                        )?;
+                        let (base, stride) = (warp.local.as_ptr(), block.program.local_bytes);
+                        // SAFETY: the check says that each lane's bytes are inside of its part.
+                        unsafe {
+                            warp.gather(address, mask, |lane| {
+                                base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                            })
+                        };
+                    }
+                    Space::Parameter => {
+                        warp.check_inside(
+                            block,
+                            mask,
+                            addresses,
+                            size,
+                            block.launch.parameters.len(),
+                            "the parameters",
+                        )?;
+                        let base = block.launch.parameters.as_ptr();
+                        // SAFETY: the check says that each lane's bytes are inside.
+                        unsafe {
+                            warp.gather(address, mask, |lane| {
+                                base.add(addresses[lane as usize] as usize)
+                            })
+                        };
+                    }
+                }
+                Ok(())
+            },
+        )
     }
 
     fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        self.by_space(block, op, mask, |warp, block, _, address, space, mask, addresses| {
-            let size = address.bytes * address.count;
-            match space {
-                Space::Global | Space::Generic => {
-                    warp.check_global(block, Global::Store, mask, addresses, size)?;
-                    // SAFETY: the check says that each lane's bytes are there and may be written.
-                    unsafe { warp.scatter(address, mask, |lane| addresses[lane as usize] as *mut u8) };
+        self.by_space(
+            block,
+            op,
+            mask,
+            |warp, block, _, address, space, mask, addresses| {
+                let size = address.bytes * address.count;
+                match space {
+                    Space::Global | Space::Generic => {
+                        warp.check_global(block, Global::Store, mask, addresses, size)?;
+                        // SAFETY: the check says that each lane's bytes are there and may be
+                        // written.
+                        unsafe {
+                            warp.scatter(address, mask, |lane| addresses[lane as usize] as *mut u8)
+                        };
+                    }
+                    Space::Shared => warp.store_shared(block, address, mask, addresses)?,
+                    Space::Local => {
+                        warp.check_inside(
+                            block,
+                            mask,
+                            addresses,
+                            size,
+                            block.program.local_bytes,
+                            "local memory",
+                        )?;
+                        let (base, stride) = (warp.local.as_mut_ptr(), block.program.local_bytes);
+                        // SAFETY: the check says that each lane's bytes are inside of its part.
+                        unsafe {
+                            warp.scatter(address, mask, |lane| {
+                                base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                            })
+                        };
+                    }
+                    Space::Parameter => {
+                        return Err(warp.fault_here(
+                            block,
+                            mask,
+                            "a kernel cannot write its parameters",
+                        ))
+                    }
                 }
-                Space::Shared => warp.store_shared(block, address, mask, addresses)?,
-                Space::Local => {
-                    warp.check_inside(block, mask, addresses, size, block.program.local_bytes, "local memory")?;
-                    let (base, stride) = (warp.local.as_mut_ptr(), block.program.local_bytes);
-                    // SAFETY: the check says that each lane's bytes are inside of its part.
-                    unsafe { warp.scatter(address, mask, |lane| base.add(lane as usize * stride + addresses[lane as usize] as usize)) };
-                }
-                Space::Parameter => return Err(warp.fault_here(block, mask, "a kernel cannot write its parameters")),
-            }
-            Ok(())
-        })
+                Ok(())
+            },
+        )
     }
 
     /// Lane by lane, because two lanes may write to the same place.
-    fn store_shared(&mut self, block: &mut Block, address: &Address, mask: u32, addresses: &[u64; 32]) -> Done<()> {
+    fn store_shared(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
         let size = address.bytes * address.count;
         self.serial += 1;
+        if is_row(address, mask, addresses)
+            && block
+                .shared
+                .touch_row(&self.who(block), addresses[0], Touch::Write)
+        {
+            let values = &self.slots[usize::from(address.registers[0])].0;
+            for (to, value) in block
+                .shared
+                .at(addresses[0], 128)
+                .chunks_exact_mut(4)
+                .zip(values)
+            {
+                to.copy_from_slice(&value.to_le_bytes());
+            }
+            return Ok(());
+        }
         count_conflicts(&mut block.counts, addresses, mask, size);
         for lane in lanes_of(mask) {
             let mut value = [0u8; 32];
@@ -764,7 +985,9 @@ impl Warp {
             let at = addresses[lane as usize];
             let who = self.who(block);
             if let Some(other) = block.shared.collides(&who, lane, at, value) {
-                let what = format!("lanes {other} and {lane} store different values at {at:#x} of shared memory");
+                let what = format!(
+                    "lanes {other} and {lane} store different values at {at:#x} of shared memory"
+                );
                 return Err(self.fault(block, self.at, lane, what));
             }
             let touched = block.shared.touch(&who, lane, at, size, Touch::Write);
@@ -783,33 +1006,64 @@ impl Warp {
         }
     }
 
-    fn check_shared(&mut self, block: &mut Block, mask: u32, addresses: &[u64; 32], size: u32, touch: Touch) -> Done<()> {
+    fn check_shared(
+        &mut self,
+        block: &mut Block,
+        mask: u32,
+        addresses: &[u64; 32],
+        size: u32,
+        touch: Touch,
+    ) -> Done<()> {
         self.serial += 1;
         count_conflicts(&mut block.counts, addresses, mask, size);
         let who = self.who(block);
         for lane in lanes_of(mask) {
-            let touched = block.shared.touch(&who, lane, addresses[lane as usize], size, touch);
+            let touched = block
+                .shared
+                .touch(&who, lane, addresses[lane as usize], size, touch);
             touched.map_err(|what| self.fault(block, self.at, lane, what))?;
         }
         Ok(())
     }
 
-    fn check_inside(&self, block: &Block, mask: u32, addresses: &[u64; 32], size: u32, bytes: usize, place: &str) -> Done<()> {
+    fn check_inside(
+        &self,
+        block: &Block,
+        mask: u32,
+        addresses: &[u64; 32],
+        size: u32,
+        bytes: usize,
+        place: &str,
+    ) -> Done<()> {
         for lane in lanes_of(mask) {
             let at = addresses[lane as usize];
             let end = at.checked_add(u64::from(size));
             if end.is_none_or(|end| end > bytes as u64) {
-                let what = format!("{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}");
+                let what = format!(
+                    "{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}"
+                );
                 return Err(self.fault(block, self.at, lane, what));
             }
             if at % u64::from(size) != 0 {
-                return Err(self.fault(block, self.at, lane, format!("{size} bytes at {at:#x} of {place} are misaligned")));
+                return Err(self.fault(
+                    block,
+                    self.at,
+                    lane,
+                    format!("{size} bytes at {at:#x} of {place} are misaligned"),
+                ));
             }
         }
         Ok(())
     }
 
-    fn check_global(&mut self, block: &mut Block, kind: Global, mask: u32, addresses: &[u64; 32], size: u32) -> Done<()> {
+    fn check_global(
+        &mut self,
+        block: &mut Block,
+        kind: Global,
+        mask: u32,
+        addresses: &[u64; 32],
+        size: u32,
+    ) -> Done<()> {
         let checked = block.view.check(&Access {
             kind,
             size,
@@ -836,11 +1090,14 @@ impl Warp {
     /// `place` points to all bytes of the operand for each lane of the mask.
     unsafe fn gather(&mut self, address: &Address, mask: u32, place: impl Fn(u32) -> *const u8) {
         for index in 0..address.count as usize {
-            let slot = self.slots.as_mut_ptr().add(usize::from(address.registers[index]));
+            let slot = self
+                .slots
+                .as_mut_ptr()
+                .add(usize::from(address.registers[index]));
             let plus = index * address.bytes as usize;
             macro_rules! each_lane {
                 ($from:ty, $register:ty, $mask:expr) => {
-                    for lane in lanes_of(mask) {
+                    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
                         let value = place(lane).add(plus).cast::<$from>().read_unaligned();
                         *slot.cast::<$register>().add(lane as usize) = (value as $register) & $mask;
                     }
@@ -870,13 +1127,19 @@ impl Warp {
     /// `place` points to all bytes of the operand for each lane of the mask.
     unsafe fn scatter(&mut self, address: &Address, mask: u32, place: impl Fn(u32) -> *mut u8) {
         for index in 0..address.count as usize {
-            let slot = self.slots.as_ptr().add(usize::from(address.registers[index]));
+            let slot = self
+                .slots
+                .as_ptr()
+                .add(usize::from(address.registers[index]));
             let plus = index * address.bytes as usize;
             macro_rules! each_lane {
                 ($to:ty, $register:ty) => {
-                    for lane in lanes_of(mask) {
+                    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
                         let value = *slot.cast::<$register>().add(lane as usize);
-                        place(lane).add(plus).cast::<$to>().write_unaligned(value as $to);
+                        place(lane)
+                            .add(plus)
+                            .cast::<$to>()
+                            .write_unaligned(value as $to);
                     }
                 };
             }
@@ -893,48 +1156,76 @@ impl Warp {
     }
 
     fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        self.by_space(block, op, mask, |warp, block, op, address, space, mask, addresses| {
-            let (size, Some(atomic)) = (address.bytes, address.atomic) else {
-                return Ok(());
-            };
-            match space {
-                Space::Shared => {
-                    warp.check_shared(block, mask, addresses, size, Touch::Atomic)?;
+        self.by_space(
+            block,
+            op,
+            mask,
+            |warp, block, op, address, space, mask, addresses| {
+                let (size, Some(atomic)) = (address.bytes, address.atomic) else {
+                    return Ok(());
+                };
+                match space {
+                    Space::Shared => {
+                        warp.check_shared(block, mask, addresses, size, Touch::Atomic)?;
+                    }
+                    Space::Global | Space::Generic => {
+                        warp.check_global(block, Global::Atomic, mask, addresses, size)?
+                    }
+                    _ => return Err(warp.fault_here(block, mask, "an atomic of this space")),
                 }
-                Space::Global | Space::Generic => warp.check_global(block, Global::Atomic, mask, addresses, size)?,
-                _ => return Err(warp.fault_here(block, mask, "an atomic of this space")),
-            }
-            for lane in lanes_of(mask) {
-                let at = addresses[lane as usize];
-                let place = if space == Space::Shared { block.shared.at(at, size).as_mut_ptr() } else { at as *mut u8 };
-                let wide = size == 8;
-                let get = |slot: u16| if wide { warp.get64(slot, lane) } else { u64::from(warp.get32(slot, lane)) };
-                let (a, b) = (get(op.a), get(op.b));
-                let mut bytes = [0u8; 8];
-                // SAFETY: the check says that the bytes are there and may be read and written.
-                unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
-                let old = u64::from_le_bytes(bytes);
-                let new = combined(atomic, old, a, b, size);
-                // SAFETY: as above.
-                unsafe { std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize) };
-                if wide {
-                    warp.set64(op.d, lane, old);
-                } else {
-                    warp.slots[usize::from(op.d)].0[lane as usize] = old as u32;
+                for lane in lanes_of(mask) {
+                    let at = addresses[lane as usize];
+                    let place = if space == Space::Shared {
+                        block.shared.at(at, size).as_mut_ptr()
+                    } else {
+                        at as *mut u8
+                    };
+                    let wide = size == 8;
+                    let get = |slot: u16| {
+                        if wide {
+                            warp.get64(slot, lane)
+                        } else {
+                            u64::from(warp.get32(slot, lane))
+                        }
+                    };
+                    let (a, b) = (get(op.a), get(op.b));
+                    let mut bytes = [0u8; 8];
+                    // SAFETY: the check says that the bytes are there and may be read and written.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize)
+                    };
+                    let old = u64::from_le_bytes(bytes);
+                    let new = combined(atomic, old, a, b, size);
+                    // SAFETY: as above.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(
+                            new.to_le_bytes().as_ptr(),
+                            place,
+                            size as usize,
+                        )
+                    };
+                    if wide {
+                        warp.set64(op.d, lane, old);
+                    } else {
+                        warp.slots[usize::from(op.d)].0[lane as usize] = old as u32;
+                    }
                 }
-            }
-            Ok(())
-        })
+                Ok(())
+            },
+        )
     }
 
-    /// The source is read now, the destination written when somebody waits: a kernel may count on neither.
+    /// The source is read now, the destination written when somebody waits: a kernel may count on
+    /// neither.
     fn copy_async(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let program = block.program;
         let from = &program.addresses[op.target as usize];
         let to = &program.addresses[op.immediate as usize];
         let (sources, places) = (self.addresses(from), self.addresses(to));
         let bytes = from.bytes;
-        let whole = lanes_of(mask).filter(|lane| self.get32(op.a, *lane) >= bytes).fold(0, |mask, lane| mask | 1 << lane);
+        let whole = lanes_of(mask)
+            .filter(|lane| self.get32(op.a, *lane) >= bytes)
+            .fold(0, |mask, lane| mask | 1 << lane);
         if whole != 0 {
             self.check_global(block, Global::Load, whole, &sources, bytes)?;
         }
@@ -952,7 +1243,13 @@ impl Warp {
                 }
             }
             // SAFETY: the check says that the bytes are there and may be read.
-            unsafe { std::ptr::copy_nonoverlapping(source as *const u8, data.as_mut_ptr(), wanted as usize) };
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    source as *const u8,
+                    data.as_mut_ptr(),
+                    wanted as usize,
+                )
+            };
             let address = places[lane as usize];
             let who = self.who(block);
             let flown = block.shared.fly(&who, lane, address, bytes);
@@ -988,7 +1285,12 @@ impl Warp {
                 }
                 let flight = self.flights.remove(at);
                 let who = self.who(block);
-                let landed = block.shared.land(&who, lane, flight.address, &flight.data[..flight.bytes as usize]);
+                let landed = block.shared.land(
+                    &who,
+                    lane,
+                    flight.address,
+                    &flight.data[..flight.bytes as usize],
+                );
                 landed.map_err(|what| self.fault(block, self.at, lane, what))?;
             }
         }
@@ -1005,8 +1307,20 @@ fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
     })
 }
 
+/// Whether all lanes access words that follow each other.
+fn is_row(address: &Address, mask: u32, addresses: &[u64; 32]) -> bool {
+    mask == !0
+        && address.bytes == 4
+        && address.count == 1
+        && address.widths[0] == 32
+        && in_a_row(addresses, 4)
+}
+
 /// How many sectors of 32 bytes the lanes touch.
 fn sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
+    if mask == !0 && in_a_row(addresses, size) {
+        return ((addresses[31] + u64::from(size) - 1) >> 5) - (addresses[0] >> 5) + 1;
+    }
     let mut least = u64::MAX;
     let mut most = 0;
     for lane in lanes_of(mask) {
@@ -1024,7 +1338,9 @@ fn sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
         return u64::from(touched.count_ones());
     }
     // Operands are aligned and at most 16 bytes, so one lies in one sector.
-    let mut all: Vec<u64> = lanes_of(mask).map(|lane| addresses[lane as usize] >> 5).collect();
+    let mut all: Vec<u64> = lanes_of(mask)
+        .map(|lane| addresses[lane as usize] >> 5)
+        .collect();
     all.sort_unstable();
     all.dedup();
     all.len() as u64
@@ -1036,12 +1352,30 @@ fn combined(atomic: Atomic, old: u64, a: u64, b: u64, size: u32) -> u64 {
     let signed = |value: u64| ((value << (64 - bits)) as i64) >> (64 - bits);
     match (atomic.operation, atomic.ty) {
         (Operation::Exchange, _) => a,
-        (Operation::CompareAndSwap, _) => if old == a { b } else { old },
+        (Operation::CompareAndSwap, _) => {
+            if old == a {
+                b
+            } else {
+                old
+            }
+        }
         (Operation::And, _) => old & a,
         (Operation::Or, _) => old | a,
         (Operation::Xor, _) => old ^ a,
-        (Operation::Increment, _) => if old >= a { 0 } else { old + 1 },
-        (Operation::Decrement, _) => if old == 0 || old > a { a } else { old - 1 },
+        (Operation::Increment, _) => {
+            if old >= a {
+                0
+            } else {
+                old + 1
+            }
+        }
+        (Operation::Decrement, _) => {
+            if old == 0 || old > a {
+                a
+            } else {
+                old - 1
+            }
+        }
         (operation, Scalar::Unsigned) => match operation {
             Operation::Min => old.min(a),
             Operation::Max => old.max(a),
@@ -1069,18 +1403,27 @@ fn combined(atomic: Atomic, old: u64, a: u64, b: u64, size: u32) -> u64 {
             }
         }
         (operation, Scalar::F16 | Scalar::Bf16 | Scalar::F16x2 | Scalar::Bf16x2) => {
-            let format = if matches!(atomic.ty, Scalar::F16 | Scalar::F16x2) { F16 } else { BF16 };
+            let format = if matches!(atomic.ty, Scalar::F16 | Scalar::F16x2) {
+                F16
+            } else {
+                BF16
+            };
             let one = |old: u64, a: u64| {
-                let (x, y) = (float::widen(old & 0xffff, format), float::widen(a & 0xffff, format));
+                let (x, y) = (
+                    float::widen(old & 0xffff, format),
+                    float::widen(a & 0xffff, format),
+                );
                 match operation {
                     Operation::Min => float::narrow(float::min64(x, y), Mode::Nearest, format),
                     Operation::Max => float::narrow(float::max64(x, y), Mode::Nearest, format),
                     _ => float::add(x, y, Mode::Nearest, format),
                 }
             };
-            if size == 4 { one(old, a) | one(old >> 16, a >> 16) << 16 } else { one(old, a) }
+            if size == 4 {
+                one(old, a) | one(old >> 16, a >> 16) << 16
+            } else {
+                one(old, a)
+            }
         }
     }
 }
-
-const _: () = assert!(Class::COUNT == 10);

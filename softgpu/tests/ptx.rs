@@ -7,7 +7,8 @@ use softgpu::memory::{Memory, Work};
 use softgpu::ptx::Module;
 use std::sync::Arc;
 
-const HEADER: &str = ".version 8.0\n.target sm_90\n.address_size 64\n.extern .shared .align 16 .b8 dynamic[];\n";
+const HEADER: &str =
+    ".version 8.0\n.target sm_90\n.address_size 64\n.extern .shared .align 16 .b8 dynamic[];\n";
 
 /// Device memory with these contents, and a way to read it back.
 struct Buffer<T>(Vec<T>);
@@ -25,16 +26,25 @@ impl<T: Copy> Buffer<T> {
         // The kernel wrote through an address, which the compiler cannot know of.
         let all = 0..self.0.len();
         // SAFETY: the vector is alive, and each index is inside of it.
-        all.map(|index| unsafe { self.0.as_ptr().add(index).read_volatile() }).collect()
+        all.map(|index| unsafe { self.0.as_ptr().add(index).read_volatile() })
+            .collect()
     }
 }
 
 /// A kernel whose parameters are 64-bit addresses `p0`, `p1`, ... With the usual registers, `%i` is the index of the thread and
 /// `%rd0`, `%rd1`, ... are the addresses.
 fn kernel(parameters: usize, shared: usize, body: &str) -> String {
-    let list: Vec<String> = (0..parameters).map(|index| format!(".param .u64 p{index}")).collect();
-    let loads: String = (0..parameters).map(|index| format!("ld.param.u64 %rd{index}, [p{index}];\n")).collect();
-    let shared = if shared > 0 { format!(".shared .align 16 .b8 room[{shared}];\n") } else { String::new() };
+    let list: Vec<String> = (0..parameters)
+        .map(|index| format!(".param .u64 p{index}"))
+        .collect();
+    let loads: String = (0..parameters)
+        .map(|index| format!("ld.param.u64 %rd{index}, [p{index}];\n"))
+        .collect();
+    let shared = if shared > 0 {
+        format!(".shared .align 16 .b8 room[{shared}];\n")
+    } else {
+        String::new()
+    };
     format!(
         "{HEADER}.visible .entry k({})\n{{\n{shared}.reg .pred %p<16>;\n.reg .b16 %h<32>;\n.reg .b32 %r<64>;\n.reg .b64 %rd<64>;\n\
          .reg .f32 %f<32>;\n.reg .f64 %fd<32>;\n.reg .u32 %i;\n{loads}mov.u32 %i, %tid.x;\n{body}\nret;\n}}\n",
@@ -56,7 +66,12 @@ fn shape(blocks: u32, threads: u32) -> Shape {
     }
 }
 
-fn launch(text: &str, shape: &Shape, arguments: &[u64], conditions: Conditions) -> Result<Counts, Fault> {
+fn launch(
+    text: &str,
+    shape: &Shape,
+    arguments: &[u64],
+    conditions: Conditions,
+) -> Result<Counts, Fault> {
     let module = Arc::new(Module::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}")));
     let globals = vec![0u64; module.globals().0.div_ceil(8)];
     let base = globals.as_ptr() as u64;
@@ -70,16 +85,32 @@ fn launch(text: &str, shape: &Shape, arguments: &[u64], conditions: Conditions) 
         grid: [shape.blocks, 1, 1],
         block: [shape.threads, 1, 1],
         shared_bytes: shape.shared_bytes,
-        parameters: arguments.iter().flat_map(|argument| argument.to_le_bytes()).collect(),
+        parameters: arguments
+            .iter()
+            .flat_map(|argument| argument.to_le_bytes())
+            .collect(),
         module,
     };
-    run(&launch, &Arc::new(Memory::default()), &Arc::new(Work::default()), conditions)
+    run(
+        &launch,
+        &Arc::new(Memory::default()),
+        &Arc::new(Work::default()),
+        conditions,
+    )
 }
 
 fn ok(text: &str, threads: u32, arguments: &[u64]) -> Counts {
     // The order of warps must not matter.
     for seed in [0, 1, 2, 3] {
-        let result = launch(text, &shape(1, threads), arguments, Conditions { seed, perturb: false });
+        let result = launch(
+            text,
+            &shape(1, threads),
+            arguments,
+            Conditions {
+                seed,
+                perturb: false,
+            },
+        );
         let counts = result.unwrap_or_else(|fault| panic!("{fault}\n{text}"));
         if seed == 3 {
             return counts;
@@ -111,13 +142,21 @@ fn word(instruction: &str, operands: &[[u32; 3]]) -> Vec<u32> {
         ),
     );
     let shape = shape(count.div_ceil(256), 256);
-    let result = launch(&text, &shape, &[input.address(), output.address()], Conditions::default());
+    let result = launch(
+        &text,
+        &shape,
+        &[input.address(), output.address()],
+        Conditions::default(),
+    );
     result.unwrap_or_else(|fault| panic!("{fault}"));
     output.read()
 }
 
 fn word1(instruction: &str, operands: &[u32]) -> Vec<u32> {
-    word(instruction, &operands.iter().map(|one| [*one, 0, 0]).collect::<Vec<_>>())
+    word(
+        instruction,
+        &operands.iter().map(|one| [*one, 0, 0]).collect::<Vec<_>>(),
+    )
 }
 
 fn one(instruction: &str, a: u32, b: u32, c: u32) -> u32 {
@@ -141,19 +180,37 @@ fn double_word(instruction: &str, a: u64, b: u64, c: u32) -> u64 {
 
 /// Values where rounding is hard, and many others.
 fn samples() -> Vec<f32> {
-    let mut all = vec![0.0, -0.0, 1.0, -1.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE, f32::MAX];
+    let mut all = vec![
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+        f32::MIN_POSITIVE,
+        f32::MAX,
+    ];
     let mut state = 1u32;
     for _ in 0..20_000 {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         all.push(f32::from_bits(state));
         // Halfway between two values of f16 and of bf16, and next to there.
         for near in [0u32, 1, !0] {
-            all.push(f32::from_bits((state & !0x1fff | 0x1000).wrapping_add(near)));
-            all.push(f32::from_bits((state & !0xffff | 0x8000).wrapping_add(near)));
+            all.push(f32::from_bits(
+                (state & !0x1fff | 0x1000).wrapping_add(near),
+            ));
+            all.push(f32::from_bits(
+                (state & !0xffff | 0x8000).wrapping_add(near),
+            ));
         }
         // In the range of f16, with its subnormal numbers.
-        all.push(f32::from_bits(state % (0x4780_0000 - 0x3300_0000) + 0x3300_0000));
-        all.push(-f32::from_bits(state % (0x3900_0000 - 0x3280_0000) + 0x3280_0000));
+        all.push(f32::from_bits(
+            state % (0x4780_0000 - 0x3300_0000) + 0x3300_0000,
+        ));
+        all.push(-f32::from_bits(
+            state % (0x3900_0000 - 0x3280_0000) + 0x3280_0000,
+        ));
     }
     all
 }
@@ -161,14 +218,30 @@ fn samples() -> Vec<f32> {
 #[test]
 fn halves_widen_as_they_should() {
     let all: Vec<u32> = (0..0x1_0000).collect();
-    let f16 = word1("cvt.u16.u32 %h1, %r1; cvt.f32.f16 %f1, %h1; mov.b32 %r4, %f1;", &all);
-    let bf16 = word1("cvt.u16.u32 %h1, %r1; cvt.f32.bf16 %f1, %h1; mov.b32 %r4, %f1;", &all);
+    let f16 = word1(
+        "cvt.u16.u32 %h1, %r1; cvt.f32.f16 %f1, %h1; mov.b32 %r4, %f1;",
+        &all,
+    );
+    let bf16 = word1(
+        "cvt.u16.u32 %h1, %r1; cvt.f32.bf16 %f1, %h1; mov.b32 %r4, %f1;",
+        &all,
+    );
     for bits in all {
         for (got, want) in [
-            (f16[bits as usize], half::f16::from_bits(bits as u16).to_f32()),
-            (bf16[bits as usize], half::bf16::from_bits(bits as u16).to_f32()),
+            (
+                f16[bits as usize],
+                half::f16::from_bits(bits as u16).to_f32(),
+            ),
+            (
+                bf16[bits as usize],
+                half::bf16::from_bits(bits as u16).to_f32(),
+            ),
         ] {
-            let want = if want.is_nan() { 0x7fff_ffff } else { want.to_bits() };
+            let want = if want.is_nan() {
+                0x7fff_ffff
+            } else {
+                want.to_bits()
+            };
             assert_eq!(got, want, "{bits:#06x}");
         }
     }
@@ -178,14 +251,38 @@ fn halves_widen_as_they_should() {
 fn floats_narrow_to_the_nearest_half() {
     let all = samples();
     let bits: Vec<u32> = all.iter().map(|one| one.to_bits()).collect();
-    let f16 = word1("mov.b32 %f1, %r1; cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;", &bits);
-    let bf16 = word1("mov.b32 %f1, %r1; cvt.rn.bf16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;", &bits);
-    let pair = word1("mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.bf16x2.f32 %r4, %f2, %f1;", &bits);
-    let twice = word1("mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.f16x2.f32 %r4, %f2, %f1;", &bits);
-    let wide = word1("mov.b32 %f1, %r1; cvt.f64.f32 %fd1, %f1; cvt.rn.f16.f64 %h1, %fd1; cvt.u32.u16 %r4, %h1;", &bits);
+    let f16 = word1(
+        "mov.b32 %f1, %r1; cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;",
+        &bits,
+    );
+    let bf16 = word1(
+        "mov.b32 %f1, %r1; cvt.rn.bf16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;",
+        &bits,
+    );
+    let pair = word1(
+        "mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.bf16x2.f32 %r4, %f2, %f1;",
+        &bits,
+    );
+    let twice = word1(
+        "mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.f16x2.f32 %r4, %f2, %f1;",
+        &bits,
+    );
+    let wide = word1(
+        "mov.b32 %f1, %r1; cvt.f64.f32 %fd1, %f1; cvt.rn.f16.f64 %h1, %fd1; cvt.u32.u16 %r4, %h1;",
+        &bits,
+    );
     for (index, value) in all.iter().enumerate() {
-        let or_nan = |bits: u16| if value.is_nan() { 0x7fff } else { u32::from(bits) };
-        let want = [or_nan(half::f16::from_f32(*value).to_bits()), or_nan(half::bf16::from_f32(*value).to_bits())];
+        let or_nan = |bits: u16| {
+            if value.is_nan() {
+                0x7fff
+            } else {
+                u32::from(bits)
+            }
+        };
+        let want = [
+            or_nan(half::f16::from_f32(*value).to_bits()),
+            or_nan(half::bf16::from_f32(*value).to_bits()),
+        ];
         assert_eq!([f16[index], bf16[index]], want, "{value:e}");
         assert_eq!(wide[index], want[0], "{value:e}, from f64");
         let sign = if value.is_nan() { 0 } else { 0x8000 };
@@ -207,24 +304,41 @@ fn eights_go_there_and_back() {
             _ => (1.0 + mantissa / 8.0) * 2f32.powi(field - 7),
         };
         let want = if sign == 1 { -want } else { want };
-        assert!(value == want || (value.is_nan() && want.is_nan()), "{bits:#x}: {value} is not {want}");
+        assert!(
+            value == want || (value.is_nan() && want.is_nan()),
+            "{bits:#x}: {value} is not {want}"
+        );
         if !want.is_nan() {
             let back = one("mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; cvt.u32.u16 %r4, %h1;", want.to_bits(), 0, 0);
             assert_eq!(back, bits | bits << 8);
         }
     }
-    let great = one("mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; cvt.u32.u16 %r4, %h1;", 1e9f32.to_bits(), 0, 0);
+    let great = one(
+        "mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; cvt.u32.u16 %r4, %h1;",
+        1e9f32.to_bits(),
+        0,
+        0,
+    );
     assert_eq!(great, 0x7e7e);
 }
 
 #[test]
 fn rounding_modes_bracket_the_truth() {
     let all = samples();
-    let operands: Vec<[u32; 3]> = all.windows(3).step_by(3).map(|w| [w[0], w[1], w[2]].map(f32::to_bits)).collect();
+    let operands: Vec<[u32; 3]> = all
+        .windows(3)
+        .step_by(3)
+        .map(|w| [w[0], w[1], w[2]].map(f32::to_bits))
+        .collect();
     for (instruction, truth) in [
-        ("add.MODE.f32 %f4, %f1, %f2;", (|a, b, _| a + b) as fn(f64, f64, f64) -> f64),
+        (
+            "add.MODE.f32 %f4, %f1, %f2;",
+            (|a, b, _| a + b) as fn(f64, f64, f64) -> f64,
+        ),
         ("mul.MODE.f32 %f4, %f1, %f2;", |a, b, _| a * b),
-        ("fma.MODE.f32 %f4, %f1, %f2, %f3;", |a, b, c| a.mul_add(b, c)),
+        ("fma.MODE.f32 %f4, %f1, %f2, %f3;", |a, b, c| {
+            a.mul_add(b, c)
+        }),
         ("div.MODE.f32 %f4, %f1, %f2;", |a, b, _| a / b),
         ("sqrt.MODE.f32 %f4, %f1;", |a, _, _| a.sqrt()),
     ] {
@@ -233,7 +347,10 @@ fn rounding_modes_bracket_the_truth() {
                 "mov.b32 %f1, %r1; mov.b32 %f2, %r2; mov.b32 %f3, %r3; {} mov.b32 %r4, %f4;",
                 instruction.replace("MODE", mode)
             );
-            word(&body, &operands).into_iter().map(f32::from_bits).collect::<Vec<f32>>()
+            word(&body, &operands)
+                .into_iter()
+                .map(f32::from_bits)
+                .collect::<Vec<f32>>()
         };
         let [near, zero, down, up] = ["rn", "rz", "rm", "rp"].map(run);
         for (index, abc) in operands.iter().enumerate() {
@@ -241,10 +358,15 @@ fn rounding_modes_bracket_the_truth() {
             let exact = truth(f64::from(a), f64::from(b), f64::from(c));
             let (n, z, d, u) = (near[index], zero[index], down[index], up[index]);
             if exact.is_nan() {
-                assert!([n, z, d, u].iter().all(|one| one.to_bits() == 0x7fff_ffff), "{instruction} {a:e} {b:e} {c:e}: {:x?}", [n, z, d, u].map(f32::to_bits));
+                assert!(
+                    [n, z, d, u].iter().all(|one| one.to_bits() == 0x7fff_ffff),
+                    "{instruction} {a:e} {b:e} {c:e}: {:x?}",
+                    [n, z, d, u].map(f32::to_bits)
+                );
                 continue;
             }
-            let what = format!("{instruction} {a:e} {b:e} {c:e}: {n:e} {z:e} {d:e} {u:e} for {exact:e}");
+            let what =
+                format!("{instruction} {a:e} {b:e} {c:e}: {n:e} {z:e} {d:e} {u:e} for {exact:e}");
             assert!(f64::from(d) <= exact && exact <= f64::from(u), "{what}");
             assert!(n == d || n == u, "{what}");
             // Next to each other, or the same.
@@ -268,7 +390,10 @@ fn rounding_modes_bracket_the_truth() {
             })
             .collect();
         for (got, want) in near.iter().zip(&native) {
-            assert!(got.to_bits() == want.to_bits() || want.is_nan(), "{instruction} {got:e} {want:e}");
+            assert!(
+                got.to_bits() == want.to_bits() || want.is_nan(),
+                "{instruction} {got:e} {want:e}"
+            );
         }
     }
 }
@@ -280,8 +405,14 @@ fn flushing_and_saturation() {
         let text = format!("mov.b32 %f1, %r1; mov.b32 %f2, %r2; {body} mov.b32 %r4, %f4;");
         f32::from_bits(one(&text, a.to_bits(), b.to_bits(), 0))
     };
-    assert_eq!(f("add.ftz.f32 %f4, %f1, %f2;", f32::from_bits(tiny), 0.0), 0.0);
-    assert_eq!(f("add.f32 %f4, %f1, %f2;", f32::from_bits(tiny), 0.0).to_bits(), tiny);
+    assert_eq!(
+        f("add.ftz.f32 %f4, %f1, %f2;", f32::from_bits(tiny), 0.0),
+        0.0
+    );
+    assert_eq!(
+        f("add.f32 %f4, %f1, %f2;", f32::from_bits(tiny), 0.0).to_bits(),
+        tiny
+    );
     assert_eq!(f("mul.sat.f32 %f4, %f1, %f2;", 3.0, 2.0), 1.0);
     assert_eq!(f("mul.sat.f32 %f4, %f1, %f2;", -3.0, 2.0), 0.0);
     assert_eq!(f("mul.sat.f32 %f4, %f1, %f2;", f32::INFINITY, 0.0), 0.0);
@@ -290,7 +421,10 @@ fn flushing_and_saturation() {
     assert_eq!(f("ex2.approx.ftz.f32 %f4, %f1;", 3.0, 0.0), 8.0);
     assert_eq!(f("ex2.approx.ftz.f32 %f4, %f1;", -140.0, 0.0), 0.0);
     assert_eq!(f("rsqrt.approx.f32 %f4, %f1;", 4.0, 0.0), 0.5);
-    assert_eq!(f("rsqrt.approx.f32 %f4, %f1;", -0.0, 0.0), f32::NEG_INFINITY);
+    assert_eq!(
+        f("rsqrt.approx.f32 %f4, %f1;", -0.0, 0.0),
+        f32::NEG_INFINITY
+    );
     assert!(f("rsqrt.approx.f32 %f4, %f1;", -1.0, 0.0).is_nan());
     assert_eq!(f("lg2.approx.f32 %f4, %f1;", 8.0, 0.0), 3.0);
 }
@@ -298,7 +432,12 @@ fn flushing_and_saturation() {
 #[test]
 fn minimum_and_maximum_lose_nans_unless_told() {
     let f = |body: &str, a: f32, b: f32| {
-        one(&format!("mov.b32 %f1, %r1; mov.b32 %f2, %r2; {body} mov.b32 %r4, %f4;"), a.to_bits(), b.to_bits(), 0)
+        one(
+            &format!("mov.b32 %f1, %r1; mov.b32 %f2, %r2; {body} mov.b32 %r4, %f4;"),
+            a.to_bits(),
+            b.to_bits(),
+            0,
+        )
     };
     assert_eq!(f("min.f32 %f4, %f1, %f2;", f32::NAN, 2.0), 2f32.to_bits());
     assert_eq!(f("max.f32 %f4, %f1, %f2;", 2.0, f32::NAN), 2f32.to_bits());
@@ -313,7 +452,13 @@ fn integers_of_32_bits() {
     let minus = |value: i32| value as u32;
     for (instruction, a, b, c, want) in [
         ("add.s32 %r4, %r1, %r2;", u32::MAX, 2, 0, 1),
-        ("add.sat.s32 %r4, %r1, %r2;", i32::MAX as u32, 2, 0, i32::MAX as u32),
+        (
+            "add.sat.s32 %r4, %r1, %r2;",
+            i32::MAX as u32,
+            2,
+            0,
+            i32::MAX as u32,
+        ),
         ("mul.hi.s32 %r4, %r1, %r2;", minus(-2), 3, 0, u32::MAX),
         ("mul.hi.u32 %r4, %r1, %r2;", 1 << 31, 4, 0, 2),
         ("mad.hi.u32 %r4, %r1, %r2, %r3;", 1 << 31, 4, 5, 7),
@@ -338,31 +483,125 @@ fn integers_of_32_bits() {
         ("bfind.s32 %r4, %r1;", minus(-1), 0, 0, u32::MAX),
         ("bfe.u32 %r4, %r1, 8, 8;", 0x1234_5678, 0, 0, 0x56),
         ("bfe.s32 %r4, %r1, 4, 4;", 0x80, 0, 0, minus(-8)),
-        ("bfi.b32 %r4, %r1, %r2, 8, 4;", 0xf5, 0xffff_ffff, 0, 0xffff_f5ff),
-        ("lop3.b32 %r4, %r1, %r2, %r3, 0xEA;", 0b1100, 0b1010, 0b0001, 0b1001),
-        ("lop3.b32 %r4, %r1, %r2, %r3, 0x96;", 0b1100, 0b1010, 0b0001, 0b0111),
-        ("prmt.b32 %r4, %r1, %r2, 0x5140;", 0x3322_1100, 0x7766_5544, 0, 0x5511_4400),
-        ("prmt.b32 %r4, %r1, %r2, 0x8888;", 0x0000_0080, 0, 0, u32::MAX),
+        (
+            "bfi.b32 %r4, %r1, %r2, 8, 4;",
+            0xf5,
+            0xffff_ffff,
+            0,
+            0xffff_f5ff,
+        ),
+        (
+            "lop3.b32 %r4, %r1, %r2, %r3, 0xEA;",
+            0b1100,
+            0b1010,
+            0b0001,
+            0b1001,
+        ),
+        (
+            "lop3.b32 %r4, %r1, %r2, %r3, 0x96;",
+            0b1100,
+            0b1010,
+            0b0001,
+            0b0111,
+        ),
+        (
+            "prmt.b32 %r4, %r1, %r2, 0x5140;",
+            0x3322_1100,
+            0x7766_5544,
+            0,
+            0x5511_4400,
+        ),
+        (
+            "prmt.b32 %r4, %r1, %r2, 0x8888;",
+            0x0000_0080,
+            0,
+            0,
+            u32::MAX,
+        ),
         ("shf.l.wrap.b32 %r4, %r1, %r2, %r3;", 0x8000_0000, 1, 33, 3),
         ("shf.r.clamp.b32 %r4, %r1, %r2, %r3;", 5, 7, 40, 7),
-        ("dp4a.s32.s32 %r4, %r1, %r2, %r3;", 0xff02_0103, 0x0102_0304, 100, 100 - 1 + 4 + 3 + 12),
-        ("dp4a.u32.s32 %r4, %r1, %r2, %r3;", 0xff, 0xff, 0, minus(-255)),
+        (
+            "dp4a.s32.s32 %r4, %r1, %r2, %r3;",
+            0xff02_0103,
+            0x0102_0304,
+            100,
+            100 - 1 + 4 + 3 + 12,
+        ),
+        (
+            "dp4a.u32.s32 %r4, %r1, %r2, %r3;",
+            0xff,
+            0xff,
+            0,
+            minus(-255),
+        ),
         ("selp.b32 %r4, 1, 2, 1;", 0, 0, 0, 1),
         ("slct.u32.s32 %r4, %r1, %r2, %r3;", 10, 20, minus(-1), 20),
         ("set.lt.u32.s32 %r4, %r1, %r2;", minus(-1), 1, 0, u32::MAX),
-        ("set.gt.f32.s32 %f1, %r1, %r2; mov.b32 %r4, %f1;", 2, 1, 0, 0x3f80_0000),
-        ("cvt.s16.s8 %h1, %r1; cvt.s32.s16 %r4, %h1;", 0x80, 0, 0, minus(-128)),
+        (
+            "set.gt.f32.s32 %f1, %r1, %r2; mov.b32 %r4, %f1;",
+            2,
+            1,
+            0,
+            0x3f80_0000,
+        ),
+        (
+            "cvt.s16.s8 %h1, %r1; cvt.s32.s16 %r4, %h1;",
+            0x80,
+            0,
+            0,
+            minus(-128),
+        ),
         ("cvt.s32.s8 %r4, %r1;", 0x1ff, 0, 0, u32::MAX),
         ("cvt.u32.u8 %r4, %r1;", 0x1ff, 0, 0, 0xff),
         ("cvt.sat.s8.s32 %r4, %r1;", minus(-1000), 0, 0, minus(-128)),
-        ("cvt.u16.u32 %h1, %r1; mul.wide.u16 %r4, %h1, %h1;", 0x1_ffff, 0, 0, 0xffff * 0xffff),
-        ("mov.b32 {%h1, %h2}, %r1; mov.b32 %r4, {%h2, %h1};", 0x1234_5678, 0, 0, 0x5678_1234),
-        ("cvt.u16.u32 %h1, %r1; shr.s16 %h2, %h1, 4; cvt.u32.u16 %r4, %h2;", 0x8000, 0, 0, 0xf800),
-        ("add.cc.u32 %r5, %r1, %r2; addc.u32 %r4, %r3, 0;", u32::MAX, 1, 5, 6),
-        ("sub.cc.u32 %r5, %r1, %r2; subc.u32 %r4, %r3, 0;", 0, 1, 5, 4),
-        ("mad.lo.cc.u32 %r5, %r1, %r2, %r1; madc.hi.u32 %r4, %r1, %r2, %r3;", u32::MAX, 2, 0, 2),
+        (
+            "cvt.u16.u32 %h1, %r1; mul.wide.u16 %r4, %h1, %h1;",
+            0x1_ffff,
+            0,
+            0,
+            0xffff * 0xffff,
+        ),
+        (
+            "mov.b32 {%h1, %h2}, %r1; mov.b32 %r4, {%h2, %h1};",
+            0x1234_5678,
+            0,
+            0,
+            0x5678_1234,
+        ),
+        (
+            "cvt.u16.u32 %h1, %r1; shr.s16 %h2, %h1, 4; cvt.u32.u16 %r4, %h2;",
+            0x8000,
+            0,
+            0,
+            0xf800,
+        ),
+        (
+            "add.cc.u32 %r5, %r1, %r2; addc.u32 %r4, %r3, 0;",
+            u32::MAX,
+            1,
+            5,
+            6,
+        ),
+        (
+            "sub.cc.u32 %r5, %r1, %r2; subc.u32 %r4, %r3, 0;",
+            0,
+            1,
+            5,
+            4,
+        ),
+        (
+            "mad.lo.cc.u32 %r5, %r1, %r2, %r1; madc.hi.u32 %r4, %r1, %r2, %r3;",
+            u32::MAX,
+            2,
+            0,
+            2,
+        ),
     ] {
-        assert_eq!(one(instruction, a, b, c), want, "{instruction} of {a:#x}, {b:#x}, {c:#x}");
+        assert_eq!(
+            one(instruction, a, b, c),
+            want,
+            "{instruction} of {a:#x}, {b:#x}, {c:#x}"
+        );
     }
 }
 
@@ -374,28 +613,92 @@ fn integers_of_64_bits() {
         ("mul.hi.s64 %rd3, %rd1, %rd2;", u64::MAX, 6, 0, u64::MAX),
         ("mul.lo.s64 %rd3, %rd1, %rd2;", 1 << 40, 1 << 20, 0, 1 << 60),
         ("mul.wide.s32 %rd3, %r1, %r1;", 0, 0, u32::MAX, 1),
-        ("mul.wide.u32 %rd3, %r1, %r1;", 0, 0, u32::MAX, 0xffff_fffe_0000_0001),
+        (
+            "mul.wide.u32 %rd3, %r1, %r1;",
+            0,
+            0,
+            u32::MAX,
+            0xffff_fffe_0000_0001,
+        ),
         ("shl.b64 %rd3, %rd1, %r1;", 1, 0, 40, 1 << 40),
         ("shl.b64 %rd3, %rd1, %r1;", 1, 0, 64, 0),
         ("shr.s64 %rd3, %rd1, %r1;", 1 << 63, 0, 100, u64::MAX),
-        ("div.s64 %rd3, %rd1, %rd2;", (-9i64) as u64, 2, 0, (-4i64) as u64),
+        (
+            "div.s64 %rd3, %rd1, %rd2;",
+            (-9i64) as u64,
+            2,
+            0,
+            (-4i64) as u64,
+        ),
         ("rem.u64 %rd3, %rd1, %rd2;", 17, 5, 0, 2),
         ("cvt.s64.s32 %rd3, %r1;", 0, 0, u32::MAX, u64::MAX),
         ("cvt.u64.u32 %rd3, %r1;", 0, 0, u32::MAX, 0xffff_ffff),
         ("clz.b64 %r2, %rd1; cvt.u64.u32 %rd3, %r2;", 1, 0, 0, 63),
         ("bfi.b64 %rd3, %rd1, %rd2, 60, 8;", 0xff, 0, 0, 0xf << 60),
-        ("mov.b64 {%r2, %r3}, %rd1; mov.b64 %rd3, {%r3, %r2};", 0x1111_1111_2222_2222, 0, 0, 0x2222_2222_1111_1111),
-        ("cvt.rzi.s64.f64 %rd3, %fd1;", (-2.75f64).to_bits(), 0, 0, (-2i64) as u64),
+        (
+            "mov.b64 {%r2, %r3}, %rd1; mov.b64 %rd3, {%r3, %r2};",
+            0x1111_1111_2222_2222,
+            0,
+            0,
+            0x2222_2222_1111_1111,
+        ),
+        (
+            "cvt.rzi.s64.f64 %rd3, %fd1;",
+            (-2.75f64).to_bits(),
+            0,
+            0,
+            (-2i64) as u64,
+        ),
         ("cvt.rni.s64.f64 %rd3, %fd1;", 2.5f64.to_bits(), 0, 0, 2),
         ("cvt.rzi.u64.f64 %rd3, %fd1;", (-2.75f64).to_bits(), 0, 0, 0),
-        ("cvt.rzi.u32.f64 %r2, %fd1; cvt.u64.u32 %rd3, %r2;", 1e30f64.to_bits(), 0, 0, 0xffff_ffff),
-        ("cvt.rn.f64.u64 %fd3, %rd1; mov.b64 %rd3, %fd3;", u64::MAX, 0, 0, 2f64.powi(64).to_bits()),
-        ("add.rz.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;", 1f64.to_bits(), 0.75f64.powi(200).to_bits(), 0, 1f64.to_bits()),
-        ("add.rp.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;", 1f64.to_bits(), 0.75f64.powi(200).to_bits(), 0, 1f64.to_bits() + 1),
-        ("copysign.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;", (-1f64).to_bits(), 3f64.to_bits(), 0, (-3f64).to_bits()),
-        ("sub.f64 %fd3, %fd1, 0d3FF0000000000000; mov.b64 %rd3, %fd3;", 3f64.to_bits(), 0, 0, 2f64.to_bits()),
+        (
+            "cvt.rzi.u32.f64 %r2, %fd1; cvt.u64.u32 %rd3, %r2;",
+            1e30f64.to_bits(),
+            0,
+            0,
+            0xffff_ffff,
+        ),
+        (
+            "cvt.rn.f64.u64 %fd3, %rd1; mov.b64 %rd3, %fd3;",
+            u64::MAX,
+            0,
+            0,
+            2f64.powi(64).to_bits(),
+        ),
+        (
+            "add.rz.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;",
+            1f64.to_bits(),
+            0.75f64.powi(200).to_bits(),
+            0,
+            1f64.to_bits(),
+        ),
+        (
+            "add.rp.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;",
+            1f64.to_bits(),
+            0.75f64.powi(200).to_bits(),
+            0,
+            1f64.to_bits() + 1,
+        ),
+        (
+            "copysign.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;",
+            (-1f64).to_bits(),
+            3f64.to_bits(),
+            0,
+            (-3f64).to_bits(),
+        ),
+        (
+            "sub.f64 %fd3, %fd1, 0d3FF0000000000000; mov.b64 %rd3, %fd3;",
+            3f64.to_bits(),
+            0,
+            0,
+            2f64.to_bits(),
+        ),
     ] {
-        assert_eq!(double_word(instruction, a, b, c), want, "{instruction} of {a:#x}, {b:#x}, {c:#x}");
+        assert_eq!(
+            double_word(instruction, a, b, c),
+            want,
+            "{instruction} of {a:#x}, {b:#x}, {c:#x}"
+        );
     }
 }
 
@@ -423,13 +726,24 @@ fn comparisons_know_nan_and_sign() {
             "mov.b32 %f1, %r1; mov.b32 %f2, %r2; setp.{condition} %p1|%p2, %{ty}1, %{ty}2; selp.u32 %r5, 1, 0, %p1; selp.u32 %r6, 1, 0, %p2;\n\
              mad.lo.u32 %r4, %r6, 2, %r5;"
         );
-        assert_eq!(one(&body, a, b, 0), if want { 1 } else { 2 }, "{condition} of {a:#x}, {b:#x}");
+        assert_eq!(
+            one(&body, a, b, 0),
+            if want { 1 } else { 2 },
+            "{condition} of {a:#x}, {b:#x}"
+        );
     }
-    let combined = "setp.eq.u32 %p1, %r3, 1; setp.lt.and.u32 %p2, %r1, %r2, !%p1; selp.u32 %r4, 1, 0, %p2;";
+    let combined =
+        "setp.eq.u32 %p1, %r3, 1; setp.lt.and.u32 %p2, %r1, %r2, !%p1; selp.u32 %r4, 1, 0, %p2;";
     assert_eq!(one(combined, 1, 2, 0), 1);
     assert_eq!(one(combined, 1, 2, 1), 0);
     assert_eq!(one(combined, 2, 2, 0), 0);
-    for (test, value, want) in [("finite", 1f32, 1), ("infinite", f32::INFINITY, 1), ("subnormal", f32::from_bits(3), 1), ("normal", 0.0, 1), ("notanumber", 1.0, 0)] {
+    for (test, value, want) in [
+        ("finite", 1f32, 1),
+        ("infinite", f32::INFINITY, 1),
+        ("subnormal", f32::from_bits(3), 1),
+        ("normal", 0.0, 1),
+        ("notanumber", 1.0, 0),
+    ] {
         let body = format!("mov.b32 %f1, %r1; testp.{test}.f32 %p1, %f1; selp.u32 %r4, 1, 0, %p1;");
         assert_eq!(one(&body, value.to_bits(), 0, 0), want, "{test} of {value}");
     }
@@ -437,16 +751,65 @@ fn comparisons_know_nan_and_sign() {
 
 #[test]
 fn halves_compute_in_pairs() {
-    let pair = |low: f32, high: f32| u32::from(half::f16::from_f32(low).to_bits()) | u32::from(half::f16::from_f32(high).to_bits()) << 16;
-    let brain = |low: f32, high: f32| u32::from(half::bf16::from_f32(low).to_bits()) | u32::from(half::bf16::from_f32(high).to_bits()) << 16;
-    assert_eq!(one("add.f16x2 %r4, %r1, %r2;", pair(1.0, 2.0), pair(0.5, -3.0), 0), pair(1.5, -1.0));
-    assert_eq!(one("mul.bf16x2 %r4, %r1, %r2;", brain(3.0, 2.0), brain(0.5, -3.0), 0), brain(1.5, -6.0));
-    assert_eq!(one("fma.rn.f16x2 %r4, %r1, %r2, %r3;", pair(2.0, 2.0), pair(3.0, 4.0), pair(1.0, -1.0)), pair(7.0, 7.0));
-    assert_eq!(one("fma.rn.bf16x2 %r4, %r1, %r2, %r3;", brain(2.0, 2.0), brain(3.0, 4.0), brain(1.0, -1.0)), brain(7.0, 7.0));
+    let pair = |low: f32, high: f32| {
+        u32::from(half::f16::from_f32(low).to_bits())
+            | u32::from(half::f16::from_f32(high).to_bits()) << 16
+    };
+    let brain = |low: f32, high: f32| {
+        u32::from(half::bf16::from_f32(low).to_bits())
+            | u32::from(half::bf16::from_f32(high).to_bits()) << 16
+    };
+    assert_eq!(
+        one(
+            "add.f16x2 %r4, %r1, %r2;",
+            pair(1.0, 2.0),
+            pair(0.5, -3.0),
+            0
+        ),
+        pair(1.5, -1.0)
+    );
+    assert_eq!(
+        one(
+            "mul.bf16x2 %r4, %r1, %r2;",
+            brain(3.0, 2.0),
+            brain(0.5, -3.0),
+            0
+        ),
+        brain(1.5, -6.0)
+    );
+    assert_eq!(
+        one(
+            "fma.rn.f16x2 %r4, %r1, %r2, %r3;",
+            pair(2.0, 2.0),
+            pair(3.0, 4.0),
+            pair(1.0, -1.0)
+        ),
+        pair(7.0, 7.0)
+    );
+    assert_eq!(
+        one(
+            "fma.rn.bf16x2 %r4, %r1, %r2, %r3;",
+            brain(2.0, 2.0),
+            brain(3.0, 4.0),
+            brain(1.0, -1.0)
+        ),
+        brain(7.0, 7.0)
+    );
     // One rounding only: the product has a bit that f16 has no room for.
     let (a, c) = (1.0 + 2f32.powi(-10), -1.0 - 2f32.powi(-9));
-    assert_eq!(one("fma.rn.f16x2 %r4, %r1, %r1, %r2;", pair(a, a), pair(c, c), 0), pair(2f32.powi(-20), 2f32.powi(-20)));
-    assert_eq!(one("neg.bf16x2 %r4, %r1;", brain(1.0, -2.0), 0, 0), brain(-1.0, 2.0));
+    assert_eq!(
+        one(
+            "fma.rn.f16x2 %r4, %r1, %r1, %r2;",
+            pair(a, a),
+            pair(c, c),
+            0
+        ),
+        pair(2f32.powi(-20), 2f32.powi(-20))
+    );
+    assert_eq!(
+        one("neg.bf16x2 %r4, %r1;", brain(1.0, -2.0), 0, 0),
+        brain(-1.0, 2.0)
+    );
 }
 
 /// Each lane gives its own number times 10 and stores what it got, with the predicate in bit 16.
@@ -472,9 +835,23 @@ fn shuffles_reach_where_they_may() {
             .collect()
     };
     let down = shuffled("shfl.sync.down.b32 %r2|%p1, %r1, 4, 31, 0xffffffff;");
-    assert_eq!(down, expect(&|lane| if lane + 4 < 32 { (lane + 4, true) } else { (lane, false) }));
+    assert_eq!(
+        down,
+        expect(&|lane| if lane + 4 < 32 {
+            (lane + 4, true)
+        } else {
+            (lane, false)
+        })
+    );
     let up = shuffled("shfl.sync.up.b32 %r2|%p1, %r1, 3, 0, -1;");
-    assert_eq!(up, expect(&|lane| if lane >= 3 { (lane - 3, true) } else { (lane, false) }));
+    assert_eq!(
+        up,
+        expect(&|lane| if lane >= 3 {
+            (lane - 3, true)
+        } else {
+            (lane, false)
+        })
+    );
     let across = shuffled("shfl.sync.bfly.b32 %r2|%p1, %r1, 5, 31, -1;");
     assert_eq!(across, expect(&|lane| (lane ^ 5, true)));
     let index = shuffled("shfl.sync.idx.b32 %r2|%p1, %r1, 7, 31, -1;");
@@ -483,16 +860,38 @@ fn shuffles_reach_where_they_may() {
     let segments = shuffled("shfl.sync.idx.b32 %r2|%p1, %r1, 3, 0x181f, -1;");
     assert_eq!(segments, expect(&|lane| (lane & 24 | 3, true)));
     let within = shuffled("shfl.sync.down.b32 %r2|%p1, %r1, 3, 0x1807, -1;");
-    assert_eq!(within, expect(&|lane| if lane % 8 + 3 < 8 { (lane + 3, true) } else { (lane, false) }));
+    assert_eq!(
+        within,
+        expect(&|lane| if lane % 8 + 3 < 8 {
+            (lane + 3, true)
+        } else {
+            (lane, false)
+        })
+    );
 }
 
 #[test]
 fn a_shuffle_from_a_lane_that_is_away_is_a_fault() {
-    let text = kernel(1, 0, "setp.ge.u32 %p1, %i, 16; @%p1 exit; shfl.sync.down.b32 %r2|%p2, %i, 1, 31, 0xffff;");
+    let text = kernel(
+        1,
+        0,
+        "setp.ge.u32 %p1, %i, 16; @%p1 exit; shfl.sync.down.b32 %r2|%p2, %i, 1, 31, 0xffff;",
+    );
     let message = fault(&text, 32, &[0]);
-    assert!(message.contains("lane 16, which does not take part") && message.contains("thread [15, 0, 0]"), "{message}");
-    let text = kernel(1, 0, "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; shfl.sync.idx.b32 %r2, %i, 0, 31, 0xff;\nOUT:");
-    assert!(fault(&text, 32, &[0]).contains("not in its own mask"), "lane 8 is not a member");
+    assert!(
+        message.contains("lane 16, which does not take part")
+            && message.contains("thread [15, 0, 0]"),
+        "{message}"
+    );
+    let text = kernel(
+        1,
+        0,
+        "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; shfl.sync.idx.b32 %r2, %i, 0, 31, 0xff;\nOUT:",
+    );
+    assert!(
+        fault(&text, 32, &[0]).contains("not in its own mask"),
+        "lane 8 is not a member"
+    );
     let text = kernel(1, 0, "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; shfl.sync.idx.b32 %r2, %i, 0, 31, -1; bra END;\nOUT: bar.sync 0;\nEND:");
     assert!(fault(&text, 32, &[0]).contains("a deadlock within the warp"));
 }
@@ -505,7 +904,10 @@ fn a_shuffle_waits_for_lanes_that_come_another_way() {
         LOOP: add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, %i; @%p2 bra LOOP;\nshfl.sync.bfly.b32 %r3, %r2, 1, 31, -1; bra JOIN;\n\
         EVEN: shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1;\nJOIN: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;";
     ok(&kernel(1, 0, body), 32, &[output.address()]);
-    assert_eq!(output.read(), (0..32).map(|lane| lane ^ 1).collect::<Vec<u32>>());
+    assert_eq!(
+        output.read(),
+        (0..32).map(|lane| lane ^ 1).collect::<Vec<u32>>()
+    );
 }
 
 #[test]
@@ -519,7 +921,11 @@ fn lanes_leave_loops_at_their_own_time() {
     ok(&kernel(1, 0, body), 64, &[output.address()]);
     for (lane, got) in output.read().into_iter().enumerate() {
         let sum: usize = (0..lane).flat_map(|j| (0..j).map(move |k| j * k)).sum();
-        assert_eq!(got as usize, if lane % 3 == 2 { 77 } else { sum }, "lane {lane}");
+        assert_eq!(
+            got as usize,
+            if lane % 3 == 2 { 77 } else { sum },
+            "lane {lane}"
+        );
     }
 }
 
@@ -530,7 +936,12 @@ fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
     let body = "mov.u32 %r1, 0; mov.u32 %r4, 0;\nLOOP: activemask.b32 %r2; shfl.sync.idx.b32 %r3, %r1, 31, 31, %r2; add.u32 %r4, %r4, %r3;\n\
         add.u32 %r1, %r1, 1; setp.le.u32 %p1, %r1, %i; @%p1 bra LOOP;\nmad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
     ok(&kernel(1, 0, body), 32, &[output.address()]);
-    assert_eq!(output.read(), (0..32).map(|lane| lane * (lane + 1) / 2).collect::<Vec<u32>>());
+    assert_eq!(
+        output.read(),
+        (0..32)
+            .map(|lane| lane * (lane + 1) / 2)
+            .collect::<Vec<u32>>()
+    );
 }
 
 #[test]
@@ -573,14 +984,27 @@ fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
     let text = text.replace(".visible", &format!("{declared}.visible"));
     ok(&text, 32, &[0]);
     let message = fault(&text, 64, &[0]);
-    assert!(message.contains("an assertion of the kernel failed") && message.contains("thread [40, 0, 0]"), "{message}");
-    let text = kernel(1, 0, "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;");
+    assert!(
+        message.contains("an assertion of the kernel failed")
+            && message.contains("thread [40, 0, 0]"),
+        "{message}"
+    );
+    let text = kernel(
+        1,
+        0,
+        "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;",
+    );
     ok(&text, 32, &[0]);
     let message = fault(&text, 64, &[0]);
-    assert!(message.contains("does not know the instruction frobnicate.b32") && message.contains("(line "), "{message}");
+    assert!(
+        message.contains("does not know the instruction frobnicate.b32")
+            && message.contains("(line "),
+        "{message}"
+    );
 }
 
-const REDUCE: &str = "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\nbar.sync 0;\n\
+const REDUCE: &str =
+    "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\nbar.sync 0;\n\
     xor.b32 %r2, %i, 32; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];\n\
     mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
 
@@ -589,14 +1013,28 @@ fn a_barrier_makes_an_exchange_right_and_its_absence_is_found() {
     let output = buffer(&[0u32; 64]);
     let text = kernel(1, 256, REDUCE);
     let counts = ok(&text, 64, &[output.address()]);
-    assert_eq!(output.read(), (0..64).map(|lane| lane ^ 32).collect::<Vec<u32>>());
+    assert_eq!(
+        output.read(),
+        (0..64).map(|lane| lane ^ 32).collect::<Vec<u32>>()
+    );
     assert_eq!(counts.barriers, 2);
     let without = softgpu::ptx::without_statement(&text, "bar.sync", 0).unwrap();
     assert!(softgpu::ptx::without_statement(&text, "bar.sync", 1).is_none());
     for seed in 0..4 {
-        let result = launch(&without, &shape(1, 64), &[output.address()], Conditions { seed, perturb: false });
+        let result = launch(
+            &without,
+            &shape(1, 64),
+            &[output.address()],
+            Conditions {
+                seed,
+                perturb: false,
+            },
+        );
         let message = result.unwrap_err().to_string();
-        assert!(message.contains("never written") || message.contains("a race"), "{message}");
+        assert!(
+            message.contains("never written") || message.contains("a race"),
+            "{message}"
+        );
     }
 }
 
@@ -607,12 +1045,28 @@ fn lanes_of_a_warp_race_too() {
         format!("mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\n{between}\nxor.b32 %r2, %i, 1; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];")
     };
     let message = fault(&kernel(1, 128, &body("")), 32, &[0]);
-    assert!(message.contains("a race: lane 1 of warp 0 wrote"), "{message}");
-    for legal in ["bar.warp.sync -1;", "bar.sync 0;", "shfl.sync.idx.b32 %r5, %i, 0, 31, -1;", "vote.sync.any.pred %p1, %p1, -1;"] {
+    assert!(
+        message.contains("a race: lane 1 of warp 0 wrote"),
+        "{message}"
+    );
+    for legal in [
+        "bar.warp.sync -1;",
+        "bar.sync 0;",
+        "shfl.sync.idx.b32 %r5, %i, 0, 31, -1;",
+        "vote.sync.any.pred %p1, %p1, -1;",
+    ] {
         ok(&kernel(1, 128, &body(legal)), 32, &[0]);
     }
     // A barrier of each pair of lanes is enough, one of other pairs is not.
-    ok(&kernel(1, 128, &body("and.b32 %r6, %i, 30; shl.b32 %r7, 3, %r6; bar.warp.sync %r7;")), 32, &[0]);
+    ok(
+        &kernel(
+            1,
+            128,
+            &body("and.b32 %r6, %i, 30; shl.b32 %r7, 3, %r6; bar.warp.sync %r7;"),
+        ),
+        32,
+        &[0],
+    );
     let others = "add.u32 %r6, %i, 1; and.b32 %r6, %r6, 30; setp.eq.u32 %p1, %r6, 0; sub.u32 %r8, %r6, 1; shl.b32 %r8, 3, %r8;\n\
         setp.eq.u32 %p2, %i, 31; or.pred %p1, %p1, %p2; selp.b32 %r8, 0x80000001, %r8, %p1; bar.warp.sync %r8;";
     assert!(fault(&kernel(1, 128, &body(others)), 32, &[0]).contains("a race"));
@@ -621,9 +1075,17 @@ fn lanes_of_a_warp_race_too() {
     // All may read one word; then one may not write it.
     let message = fault(&kernel(1, 128, "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9]; @%p1 st.shared.u32 [%r9], 2;"), 32, &[0]);
     assert!(message.contains("a race: warp 0 read"), "{message}");
-    let message = fault(&kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], %i;"), 32, &[0]);
+    let message = fault(
+        &kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], %i;"),
+        32,
+        &[0],
+    );
     assert!(message.contains("store different values"), "{message}");
-    ok(&kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], 5;"), 32, &[0]);
+    ok(
+        &kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], 5;"),
+        32,
+        &[0],
+    );
 }
 
 #[test]
@@ -659,17 +1121,40 @@ fn bytes_of_a_word_may_have_different_writers() {
 #[test]
 fn barriers_that_cannot_complete_are_faults() {
     // Half of a warp waits, the other waits elsewhere.
-    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0; bra END;\nA: bar.sync 0;\nEND:");
+    let text = kernel(
+        1,
+        0,
+        "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0; bra END;\nA: bar.sync 0;\nEND:",
+    );
     assert!(fault(&text, 32, &[0]).contains("has diverged"));
     // Two warps wait at two barriers.
-    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 32; @%p1 bra A; bar.sync 1; bra END;\nA: bar.sync 0;\nEND:");
+    let text = kernel(
+        1,
+        0,
+        "setp.lt.u32 %p1, %i, 32; @%p1 bra A; bar.sync 1; bra END;\nA: bar.sync 0;\nEND:",
+    );
     let message = fault(&text, 64, &[0]);
-    assert!(message.contains("cannot complete") && message.contains("warp 1 at barrier 1"), "{message}");
+    assert!(
+        message.contains("cannot complete") && message.contains("warp 1 at barrier 1"),
+        "{message}"
+    );
     // Threads that exited are not waited for; threads that are counted on are.
-    ok(&kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 exit; bar.sync 0;"), 128, &[0]);
+    ok(
+        &kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 exit; bar.sync 0;"),
+        128,
+        &[0],
+    );
     let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 64; @%p1 exit; bar.sync 1, 128;");
     assert!(fault(&text, 128, &[0]).contains("cannot complete"));
-    ok(&kernel(1, 0, "setp.lt.u32 %p1, %i, 64; @%p1 bra END; bar.sync 1, 64;\nEND:"), 128, &[0]);
+    ok(
+        &kernel(
+            1,
+            0,
+            "setp.lt.u32 %p1, %i, 64; @%p1 bra END; bar.sync 1, 64;\nEND:",
+        ),
+        128,
+        &[0],
+    );
 }
 
 #[test]
@@ -708,7 +1193,10 @@ fn copies_land_when_somebody_waits() {
     let without = softgpu::ptx::without_statement(&text, "cp.async.commit_group", 0).unwrap();
     assert!(fault(&without, 32, &arguments).contains("still in flight"));
     ok(&without.replace("wait_group 0", "wait_all"), 32, &arguments);
-    let overwritten = text.replace("cp.async.commit_group;", "cp.async.commit_group; st.shared.u32 [%r1], 1;");
+    let overwritten = text.replace(
+        "cp.async.commit_group;",
+        "cp.async.commit_group; st.shared.u32 [%r1], 1;",
+    );
     assert!(fault(&overwritten, 32, &arguments).contains("still in flight"));
     // The latest group may be left in flight: two stages, one waited for.
     let stages = COPY.replace(
@@ -718,13 +1206,23 @@ fn copies_land_when_somebody_waits() {
     ok(&kernel(2, 1024, &stages), 32, &arguments);
     let early = stages.replace("[%r1];", "[%r1+512];");
     assert!(fault(&kernel(2, 1024, &early), 32, &arguments).contains("still in flight"));
-    let zeros = stages.replace("wait_group 1", "wait_group 0").replace("ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1];", "ld.shared.v2.u32 {%r2, %r3}, [%r1+512]; mov.u32 %r4, 9; mov.u32 %r5, 9;");
+    let zeros = stages.replace("wait_group 1", "wait_group 0").replace(
+        "ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1];",
+        "ld.shared.v2.u32 {%r2, %r3}, [%r1+512]; mov.u32 %r4, 9; mov.u32 %r5, 9;",
+    );
     ok(&kernel(2, 1024, &zeros), 32, &arguments);
     assert_eq!(to.read()[4..8], [9, 9, 0, 4]);
     // What one lane copied, another may read only behind something that orders them.
-    let neighbour = COPY.replace("ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1];", "xor.b32 %r6, %r1, 16; ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r6];");
+    let neighbour = COPY.replace(
+        "ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1];",
+        "xor.b32 %r6, %r1, 16; ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r6];",
+    );
     assert!(fault(&kernel(2, 512, &neighbour), 32, &arguments).contains("a race"));
-    ok(&kernel(2, 512, &neighbour.replace("xor", "bar.sync 0; xor")), 32, &arguments);
+    ok(
+        &kernel(2, 512, &neighbour.replace("xor", "bar.sync 0; xor")),
+        32,
+        &arguments,
+    );
 }
 
 #[test]
@@ -734,7 +1232,15 @@ fn atomics_add_up() {
         atom.global.add.u32 %r1, [%rd0], %i; atom.global.min.u32 %r2, [%rd0+4], %i; red.global.max.s32 [%rd0+8], %i; atom.global.cas.b32 %r3, [%rd0+12], 7, 9;\n\
         cvt.rn.f32.u32 %f1, %i; red.global.add.f32 [%rd0+16], %f1; atom.shared.add.u32 %r4, [%r9], 1; bar.sync 0;\n\
         @%p1 ld.shared.u32 %r5, [%r9]; @%p1 st.global.u32 [%rd0+20], %r5;";
-    let result = launch(&kernel(1, 16, body), &shape(1, 64), &[data.address()], Conditions { seed: 5, perturb: false });
+    let result = launch(
+        &kernel(1, 16, body),
+        &shape(1, 64),
+        &[data.address()],
+        Conditions {
+            seed: 5,
+            perturb: false,
+        },
+    );
     result.unwrap_or_else(|fault| panic!("{fault}"));
     assert_eq!(data.read(), [2016, 0, 63, 9, 2016f32.to_bits(), 64]);
 }
@@ -744,18 +1250,53 @@ fn conflicts_and_sectors_are_counted() {
     let data = buffer(&[0u32; 32 * 32]);
     let count = |body: &str| {
         let text = kernel(1, 8192, &format!("mov.u32 %r9, room; {body}"));
-        launch(&text, &shape(1, 32), &[data.address() & !31], Conditions::default()).unwrap()
+        launch(
+            &text,
+            &shape(1, 32),
+            &[data.address() & !31],
+            Conditions::default(),
+        )
+        .unwrap()
     };
-    assert_eq!(count("mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 0);
-    assert_eq!(count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 1);
-    assert_eq!(count("mad.lo.u32 %r1, %i, 128, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 31);
-    assert_eq!(count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts, 0);
-    assert_eq!(count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts, 2);
-    assert_eq!(count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v4.u32 [%r1], {1, 1, 1, 1};").bank_conflicts, 0);
-    assert_eq!(count("shr.u32 %r2, %i, 4; mad.lo.u32 %r1, %r2, 128, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 1);
-    let aligned = count("mad.wide.u32 %rd1, %i, 4, %rd0; add.u64 %rd1, %rd1, 32; ld.global.u32 %r1, [%rd1];");
+    assert_eq!(
+        count("mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], 1;").bank_conflicts,
+        0
+    );
+    assert_eq!(
+        count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.u32 [%r1], 1;").bank_conflicts,
+        1
+    );
+    assert_eq!(
+        count("mad.lo.u32 %r1, %i, 128, %r9; st.shared.u32 [%r1], 1;").bank_conflicts,
+        31
+    );
+    assert_eq!(
+        count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts,
+        0
+    );
+    assert_eq!(
+        count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts,
+        2
+    );
+    assert_eq!(
+        count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v4.u32 [%r1], {1, 1, 1, 1};").bank_conflicts,
+        0
+    );
+    assert_eq!(
+        count("shr.u32 %r2, %i, 4; mad.lo.u32 %r1, %r2, 128, %r9; st.shared.u32 [%r1], 1;")
+            .bank_conflicts,
+        1
+    );
+    let aligned =
+        count("mad.wide.u32 %rd1, %i, 4, %rd0; add.u64 %rd1, %rd1, 32; ld.global.u32 %r1, [%rd1];");
     assert_eq!((aligned.sectors_loaded, aligned.bytes_loaded), (4, 128));
-    assert_eq!(count("mad.wide.u32 %rd1, %i, 64, %rd0; add.u64 %rd1, %rd1, 32; ld.global.u32 %r1, [%rd1];").sectors_loaded, 32);
+    assert_eq!(
+        count(
+            "mad.wide.u32 %rd1, %i, 64, %rd0; add.u64 %rd1, %rd1, 32; ld.global.u32 %r1, [%rd1];"
+        )
+        .sectors_loaded,
+        32
+    );
 }
 
 #[test]
@@ -764,12 +1305,20 @@ fn perturbed_results_stay_within_their_error() {
     let input = buffer(&inputs);
     let output = buffer(&vec![0f32; inputs.len()]);
     for (instruction, truth, bound) in [
-        ("rsqrt.approx.f32", (|x| 1.0 / x.sqrt()) as fn(f64) -> f64, 2f64.powf(-22.9) + 2f64.powi(-24)),
+        (
+            "rsqrt.approx.f32",
+            (|x| 1.0 / x.sqrt()) as fn(f64) -> f64,
+            2f64.powf(-22.9) + 2f64.powi(-24),
+        ),
         ("rcp.approx.f32", |x| 1.0 / x, 2f64.powi(-23)),
         ("ex2.approx.f32", |x| (x / 8.0).exp2(), 2f64.powi(-22)),
         ("lg2.approx.f32", |x| x.log2(), 2f64.powi(-21)),
     ] {
-        let scale = if instruction.starts_with("ex2") { "mul.f32 %f1, %f1, 0f3E000000;" } else { "" };
+        let scale = if instruction.starts_with("ex2") {
+            "mul.f32 %f1, %f1, 0f3E000000;"
+        } else {
+            ""
+        };
         let text = kernel(
             2,
             0,
@@ -777,11 +1326,25 @@ fn perturbed_results_stay_within_their_error() {
         );
         let mut seen = vec![];
         for seed in [1, 2, 1] {
-            let conditions = Conditions { seed, perturb: true };
-            launch(&text, &shape(1, inputs.len() as u32), &[input.address(), output.address()], conditions).unwrap();
+            let conditions = Conditions {
+                seed,
+                perturb: true,
+            };
+            launch(
+                &text,
+                &shape(1, inputs.len() as u32),
+                &[input.address(), output.address()],
+                conditions,
+            )
+            .unwrap();
             for (got, x) in output.read().iter().zip(&inputs) {
                 let want = truth(f64::from(*x));
-                let error = (f64::from(*got) - want).abs() / if instruction.starts_with("lg2") { want.abs().max(1.0) } else { want.abs() };
+                let error = (f64::from(*got) - want).abs()
+                    / if instruction.starts_with("lg2") {
+                        want.abs().max(1.0)
+                    } else {
+                        want.abs()
+                    };
                 assert!(error <= bound, "{instruction} of {x}: {got} is not {want}");
             }
             seen.push(output.read());
@@ -803,9 +1366,19 @@ fn module_variables_have_their_places_and_contents() {
 
 #[test]
 fn a_fault_names_the_source_line() {
-    let text = kernel(1, 16, ".loc 1 42 3\nmov.u32 %r9, room;\n.loc 1 43 3\nld.shared.u32 %r1, [%r9];").replace(".extern", ".file 1 \"kernels/some.cu\"\n.extern");
+    let text = kernel(
+        1,
+        16,
+        ".loc 1 42 3\nmov.u32 %r9, room;\n.loc 1 43 3\nld.shared.u32 %r1, [%r9];",
+    )
+    .replace(".extern", ".file 1 \"kernels/some.cu\"\n.extern");
     let message = fault(&text, 32, &[0]);
-    assert!(message.contains("of kernels/some.cu:43") && message.contains("at ld.shared.u32 %r1, [%r9]") && message.contains("k, block [0, 0, 0]"), "{message}");
+    assert!(
+        message.contains("of kernels/some.cu:43")
+            && message.contains("at ld.shared.u32 %r1, [%r9]")
+            && message.contains("k, block [0, 0, 0]"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -813,7 +1386,16 @@ fn all_blocks_run_once_in_any_order() {
     let output = buffer(&[0u32; 40]);
     let text = kernel(1, 0, "mov.u32 %r1, %ctaid.x; mad.wide.u32 %rd1, %r1, 4, %rd0; setp.eq.u32 %p1, %i, 0; @%p1 atom.global.add.u32 %r2, [%rd1], 1;");
     for seed in 0..6 {
-        let counts = launch(&text, &shape(40, 64), &[output.address()], Conditions { seed, perturb: false }).unwrap();
+        let counts = launch(
+            &text,
+            &shape(40, 64),
+            &[output.address()],
+            Conditions {
+                seed,
+                perturb: false,
+            },
+        )
+        .unwrap();
         assert_eq!(counts.blocks, 40);
         assert_eq!(output.read(), vec![seed as u32 + 1; 40]);
     }

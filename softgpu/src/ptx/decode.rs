@@ -1,8 +1,8 @@
 //! A function's text to instructions.
 
 use super::{
-    declared, number, type_bytes, Address, Atomic, Copy, Kind, LaneMask, Module, Op, Operation, Parameter, Program,
-    Scalar, Space, Value,
+    declared, number, type_bytes, Address, Atomic, Copy, Kind, LaneMask, Module, Op, Operation,
+    Parameter, Program, Scalar, Space, Value,
 };
 use crate::alu::{self, Exec, Lanes};
 use crate::counts::Class;
@@ -64,7 +64,10 @@ pub(super) fn program(module: &Module, function: usize) -> Result<Program, Strin
     }
     let program = decoder.program;
     if program.slots >= 0xffff || program.predicates >= 0xffff {
-        return Err(format!("{} has too many registers", module.functions[function].name));
+        return Err(format!(
+            "{} has too many registers",
+            module.functions[function].name
+        ));
     }
     Ok(program)
 }
@@ -136,7 +139,11 @@ unsafe fn no_arithmetic(_: &mut Lanes, _: &Op, _: u32) {}
 impl<'a> Decoder<'a> {
     /// The frame of a function, made at its first mention.
     fn frame(&mut self, function: usize) -> usize {
-        if let Some(known) = self.frames.iter().position(|frame| frame.function == function) {
+        if let Some(known) = self
+            .frames
+            .iter()
+            .position(|frame| frame.function == function)
+        {
             return known;
         }
         let is_entry = self.frames.is_empty();
@@ -144,7 +151,9 @@ impl<'a> Decoder<'a> {
             if is_entry {
                 return vec![];
             }
-            let each = all.iter().map(|one| self.program.reserve_local(one.size, 16));
+            let each = all
+                .iter()
+                .map(|one| self.program.reserve_local(one.size, 16));
             each.collect()
         };
         let parameters = places(&self.module.functions[function].parameters);
@@ -247,11 +256,20 @@ impl<'a> Decoder<'a> {
                 b';' => at += 1,
                 _ if byte.is_ascii_whitespace() => at += 1,
                 b'/' if bytes[at..].starts_with(b"//") => {
-                    at = text[at..body.end].find('\n').map_or(body.end, |end| at + end);
+                    at = text[at..body.end]
+                        .find('\n')
+                        .map_or(body.end, |end| at + end);
                 }
-                _ if bytes[at..].starts_with(b".loc") && bytes.get(at + 4).is_some_and(u8::is_ascii_whitespace) => {
-                    let end = text[at..body.end].find('\n').map_or(body.end, |end| at + end);
-                    let mut words = text[at..end].split_whitespace().skip(1).map(|word| word.parse().unwrap_or(0));
+                _ if bytes[at..].starts_with(b".loc")
+                    && bytes.get(at + 4).is_some_and(u8::is_ascii_whitespace) =>
+                {
+                    let end = text[at..body.end]
+                        .find('\n')
+                        .map_or(body.end, |end| at + end);
+                    let mut words = text[at..end]
+                        .split_whitespace()
+                        .skip(1)
+                        .map(|word| word.parse().unwrap_or(0));
                     self.source = (words.next().unwrap_or(0), words.next().unwrap_or(0));
                     at = end;
                 }
@@ -263,12 +281,15 @@ impl<'a> Decoder<'a> {
                     let mut end = at + length;
                     // `::` is part of a modifier.
                     while bytes.get(end) == Some(&b':') && bytes.get(end + 1) == Some(&b':') {
-                        let more = bytes[end + 2..body.end].iter().position(|byte| *byte == b';' || *byte == b':');
+                        let more = bytes[end + 2..body.end]
+                            .iter()
+                            .position(|byte| *byte == b';' || *byte == b':');
                         end = end + 2 + more.unwrap_or(body.end - end - 2);
                     }
                     let statement = &text[at..end];
                     if bytes.get(end) == Some(&b':') {
-                        self.labels.push((statement.trim(), self.program.ops.len() as u32));
+                        self.labels
+                            .push((statement.trim(), self.program.ops.len() as u32));
                     } else {
                         self.text = at as u32..end as u32;
                         self.statement(statement)?;
@@ -283,7 +304,9 @@ impl<'a> Decoder<'a> {
 
     fn statement(&mut self, text: &'a str) -> Result<(), String> {
         if text.starts_with('.') {
-            return self.directive(text).ok_or_else(|| self.not_understood(text));
+            return self
+                .directive(text)
+                .ok_or_else(|| self.not_understood(text));
         }
         let mut rest = text.trim();
         self.guard = (ALWAYS, 0);
@@ -295,11 +318,15 @@ impl<'a> Decoder<'a> {
                 Some(name) => (name, !0),
                 None => (name, 0),
             };
-            let register = self.register(name).ok_or_else(|| self.not_understood(text))?;
+            let register = self
+                .register(name)
+                .ok_or_else(|| self.not_understood(text))?;
             self.guard = (register.number, flip);
             rest = after.trim_start();
         }
-        let (mnemonic, operands) = rest.split_once(|c: char| c.is_whitespace()).unwrap_or((rest, ""));
+        let (mnemonic, operands) = rest
+            .split_once(|c: char| c.is_whitespace())
+            .unwrap_or((rest, ""));
         let operands = split(operands);
         let before = self.program.ops.len();
         if self.instruction(mnemonic, &operands).is_none() {
@@ -308,7 +335,10 @@ impl<'a> Decoder<'a> {
             self.program.sources.truncate(before);
             self.jumps.retain(|(_, op)| *op < before);
             self.calls.retain(|(op, _)| *op < before);
-            self.message(Kind::Unknown, format!("softgpu does not know the instruction {mnemonic}"));
+            self.message(
+                Kind::Unknown,
+                format!("softgpu does not know the instruction {mnemonic}"),
+            );
         }
         Ok(())
     }
@@ -330,7 +360,9 @@ impl<'a> Decoder<'a> {
                 };
                 for name in names.split(',').map(str::trim) {
                     let (name, count) = match name.split_once('<') {
-                        Some((name, count)) => (name, Some(count.trim_end_matches('>').trim().parse().ok()?)),
+                        Some((name, count)) => {
+                            (name, Some(count.trim_end_matches('>').trim().parse().ok()?))
+                        }
                         None => (name, None),
                     };
                     let first = self.program.reserve(bits, count.unwrap_or(1))?;
@@ -365,7 +397,10 @@ impl<'a> Decoder<'a> {
             match (declaration.count, number) {
                 (None, _) if declaration.name == name => return Some(declaration.first),
                 (Some(count), Some(number)) if declaration.name == prefix && number < count => {
-                    let Register { number: first, bits } = declaration.first;
+                    let Register {
+                        number: first,
+                        bits,
+                    } = declaration.first;
                     let step = if bits == 64 { 2 } else { 1 };
                     return Some(Register {
                         number: first + number as u16 * step,
@@ -435,14 +470,21 @@ impl<'a> Decoder<'a> {
         let module = self.module;
         let entry = &module.functions[self.frames[0].function];
         if self.function == self.frames[0].function {
-            if let Some(parameter) = entry.parameters.iter().find(|parameter| parameter.name == name) {
+            if let Some(parameter) = entry
+                .parameters
+                .iter()
+                .find(|parameter| parameter.name == name)
+            {
                 return Some(Symbol::Offset(Space::Parameter, parameter.offset as u64));
             }
         }
         if let Some(&offset) = self.shared.get(name) {
             return Some(Symbol::Offset(Space::Shared, u64::from(offset)));
         }
-        let variable = module.variables.iter().find(|variable| variable.name == name)?;
+        let variable = module
+            .variables
+            .iter()
+            .find(|variable| variable.name == name)?;
         Some(match variable.space {
             Space::Shared if variable.dynamic => {
                 let align = &mut self.program.dynamic_align;
@@ -469,7 +511,8 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The slot or predicate of a source operand. `width` is `h`, `w`, `d` or `p`; `fraction` says that decimals are f64.
+    /// The slot or predicate of a source operand. `width` is `h`, `w`, `d` or `p`; `fraction` says
+    /// that decimals are f64.
     fn source(&mut self, text: &str, width: u8, fraction: bool) -> Option<u16> {
         let text = text.trim();
         if let Some(negated) = text.strip_prefix('!') {
@@ -491,13 +534,19 @@ impl<'a> Decoder<'a> {
         if let Some(register) = self.register(text) {
             return match (width, register.bits) {
                 (b'p', 1) | (b'h' | b'w', 8..=32) | (b'd', 64) => Some(register.number),
-                (b'h' | b'w', 64) => self.arithmetic_into_new(&["cvt", "u32", "u64"], 32, register.number),
+                (b'h' | b'w', 64) => {
+                    self.arithmetic_into_new(&["cvt", "u32", "u64"], 32, register.number)
+                }
                 _ => None,
             };
         }
         if width == b'p' {
             let truth = number(text, false)?;
-            return if truth != 0 { Some(ALWAYS) } else { self.source("!1", b'p', false) };
+            return if truth != 0 {
+                Some(ALWAYS)
+            } else {
+                self.source("!1", b'p', false)
+            };
         }
         let value = match number(text, fraction) {
             Some(bits) => Value::Bits(match width {
@@ -568,14 +617,20 @@ impl<'a> Decoder<'a> {
             "shfl" => return self.shuffle(parts, operands),
             "vote" | "match" | "activemask" => return self.votes(parts, operands),
             "bar" | "barrier" => return self.barrier(parts, operands),
-            "membar" | "fence" | "prefetch" | "prefetchu" | "nanosleep" | "pmevent" | "discard" | "applypriority"
-            | "griddepcontrol" | "setmaxnreg" => {
+            "membar" | "fence" | "prefetch" | "prefetchu" | "nanosleep" | "pmevent" | "discard"
+            | "applypriority" | "griddepcontrol" | "setmaxnreg" => {
                 let op = self.op(Kind::Nothing, Class::Sync);
                 self.push(op);
             }
             "cvta" => return self.convert_address(parts, operands),
-            "mov" if operands.iter().any(|text| text.starts_with('{')) => return self.pack(operands),
-            "mov" if operands.get(1).is_some_and(|text| text.starts_with("%clock") || text.starts_with("%globaltimer")) => {
+            "mov" if operands.iter().any(|text| text.starts_with('{')) => {
+                return self.pack(operands)
+            }
+            "mov"
+                if operands.get(1).is_some_and(|text| {
+                    text.starts_with("%clock") || text.starts_with("%globaltimer")
+                }) =>
+            {
                 let wide = parts[1].ends_with("64");
                 let d = self.destination(operands[0], if wide { b'd' } else { b'w' })?;
                 let op = self.op(Kind::Clock, Class::Other);
@@ -585,7 +640,11 @@ impl<'a> Decoder<'a> {
                     ..op
                 });
             }
-            "mov" if operands.get(1).is_some_and(|text| text.trim() == "%activemask") => {
+            "mov"
+                if operands
+                    .get(1)
+                    .is_some_and(|text| text.trim() == "%activemask") =>
+            {
                 return self.votes(&["activemask"], &operands[..1]);
             }
             "setp" => return self.set_predicate(parts, operands),
@@ -621,7 +680,11 @@ impl<'a> Decoder<'a> {
         let width = shape[0];
         match self.register(operands[0].trim()) {
             // A conversion may fill a register wider than its type.
-            Some(register) if parts[0] == "cvt" && width != b'p' && register.bits > bits_of(parts[parts.len() - 2])? => {
+            Some(register)
+                if parts[0] == "cvt"
+                    && width != b'p'
+                    && register.bits > bits_of(parts[parts.len() - 2])? =>
+            {
                 let to = parts[parts.len() - 2];
                 let signed = to.starts_with('s');
                 let narrow = if bits_of(to)? <= 16 { "16" } else { "32" };
@@ -629,7 +692,10 @@ impl<'a> Decoder<'a> {
                 let middle = op.d;
                 self.push(op);
                 let letter = if signed { "s" } else { "u" };
-                let (from, wide) = (format!("{letter}{narrow}"), format!("{letter}{}", register.bits));
+                let (from, wide) = (
+                    format!("{letter}{narrow}"),
+                    format!("{letter}{}", register.bits),
+                );
                 if from == wide {
                     self.program.ops.last_mut()?.d = register.number;
                     return Some(());
@@ -648,8 +714,15 @@ impl<'a> Decoder<'a> {
 
     /// `setp` may write a second predicate and combine its result with a third.
     fn set_predicate(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
-        let combine = parts.iter().copied().find(|part| matches!(*part, "and" | "or" | "xor"));
-        let plain: Vec<&str> = parts.iter().copied().filter(|part| Some(*part) != combine).collect();
+        let combine = parts
+            .iter()
+            .copied()
+            .find(|part| matches!(*part, "and" | "or" | "xor"));
+        let plain: Vec<&str> = parts
+            .iter()
+            .copied()
+            .filter(|part| Some(*part) != combine)
+            .collect();
         let (first, second) = match operands[0].split_once('|') {
             Some((first, second)) => (first, Some(second)),
             None => (operands[0], None),
@@ -666,7 +739,10 @@ impl<'a> Decoder<'a> {
             Some(_) => Some(self.source(operands.get(3)?, b'p', false)?),
             None => None,
         };
-        let (yes, no) = (self.program.reserve(1, 1)?.number, self.program.reserve(1, 1)?.number);
+        let (yes, no) = (
+            self.program.reserve(1, 1)?.number,
+            self.program.reserve(1, 1)?.number,
+        );
         let op = self.op(Kind::Arithmetic, Class::Integer);
         self.push(Op {
             exec: found.exec,
@@ -701,7 +777,10 @@ impl<'a> Decoder<'a> {
         let mut condition: Vec<&str> = parts.to_vec();
         condition[0] = "setp";
         let to = condition.remove(condition.len() - 2);
-        let combine = condition.iter().copied().find(|part| matches!(*part, "and" | "or" | "xor"));
+        let combine = condition
+            .iter()
+            .copied()
+            .find(|part| matches!(*part, "and" | "or" | "xor"));
         condition.retain(|part| Some(*part) != combine);
         let found = alu::select(&condition)?;
         let width = found.operands.as_bytes()[2];
@@ -753,7 +832,10 @@ impl<'a> Decoder<'a> {
     /// `mov` between a register and parts of it in braces: both are runs of 16-bit halves.
     fn pack(&mut self, operands: &[&str]) -> Option<()> {
         let list = |text: &str| -> Vec<String> {
-            text.trim_matches(['{', '}', ' ']).split(',').map(|part| part.trim().to_owned()).collect()
+            text.trim_matches(['{', '}', ' '])
+                .split(',')
+                .map(|part| part.trim().to_owned())
+                .collect()
         };
         let (to, from) = (operands.first()?.trim(), operands.get(1)?.trim());
         let op = self.op(Kind::Arithmetic, Class::Integer);
@@ -848,7 +930,10 @@ impl<'a> Decoder<'a> {
         let mut read_only = parts[0] == "ldu";
         let (ty, modifiers) = parts[1..].split_last()?;
         for modifier in modifiers {
-            match modifier.split_once("::").map_or(*modifier, |(first, _)| first) {
+            match modifier
+                .split_once("::")
+                .map_or(*modifier, |(first, _)| first)
+            {
                 "global" | "const" => space = Space::Global,
                 "shared" => space = Space::Shared,
                 "local" => space = Space::Local,
@@ -856,12 +941,16 @@ impl<'a> Decoder<'a> {
                 "v2" => count = 2,
                 "v4" => count = 4,
                 "nc" => read_only = true,
-                "volatile" | "relaxed" | "acquire" | "release" | "weak" | "gpu" | "sys" | "cta" | "cluster" | "ca"
-                | "cg" | "cs" | "lu" | "cv" | "wb" | "wt" | "L1" | "L2" => {}
+                "volatile" | "relaxed" | "acquire" | "release" | "weak" | "gpu" | "sys" | "cta"
+                | "cluster" | "ca" | "cg" | "cs" | "lu" | "cv" | "wb" | "wt" | "L1" | "L2" => {}
                 _ => return None,
             }
         }
-        let (values, place) = if load { (operands.first()?, operands.get(1)?) } else { (operands.get(1)?, operands.first()?) };
+        let (values, place) = if load {
+            (operands.first()?, operands.get(1)?)
+        } else {
+            (operands.get(1)?, operands.first()?)
+        };
         let mut address = self.address(space, place)?;
         address.bytes = u32::from(bits_of(ty)?) / 8;
         address.count = count;
@@ -916,10 +1005,14 @@ impl<'a> Decoder<'a> {
         let mut operation = None;
         let (ty, modifiers) = parts[1..].split_last()?;
         for modifier in modifiers {
-            match modifier.split_once("::").map_or(*modifier, |(first, _)| first) {
+            match modifier
+                .split_once("::")
+                .map_or(*modifier, |(first, _)| first)
+            {
                 "global" => space = Space::Global,
                 "shared" => space = Space::Shared,
-                "relaxed" | "acquire" | "release" | "acq_rel" | "gpu" | "sys" | "cta" | "cluster" | "noftz" | "L2" => {}
+                "relaxed" | "acquire" | "release" | "acq_rel" | "gpu" | "sys" | "cta"
+                | "cluster" | "noftz" | "L2" => {}
                 "add" => operation = Some(Operation::Add),
                 "min" => operation = Some(Operation::Min),
                 "max" => operation = Some(Operation::Max),
@@ -961,14 +1054,23 @@ impl<'a> Decoder<'a> {
             None if operation == Some(Operation::CompareAndSwap) => return None,
             None => SINK_SLOT,
         };
-        let d = if returns { self.destination(operands[0], width)? } else { SINK_SLOT };
-        let class = if address.space == Space::Shared { Class::Shared } else { Class::Global };
+        let d = if returns {
+            self.destination(operands[0], width)?
+        } else {
+            SINK_SLOT
+        };
+        let class = if address.space == Space::Shared {
+            Class::Shared
+        } else {
+            Class::Global
+        };
         let op = self.op(Kind::Atomic, class);
         self.push_with_address(Op { d, a, b, ..op }, address);
         Some(())
     }
 
-    /// `cp.async` from global to shared memory. The source may be shorter than the copy; the rest is zeros.
+    /// `cp.async` from global to shared memory. The source may be shorter than the copy; the rest
+    /// is zeros.
     fn copy_async(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
         match parts {
             ["cp", "async", "commit_group"] => {
@@ -987,7 +1089,9 @@ impl<'a> Decoder<'a> {
                 let op = self.op(Kind::WaitGroup, Class::Sync);
                 self.push(Op { immediate, ..op });
             }
-            ["cp", "async", "ca" | "cg", to, from, ..] if to.starts_with("shared") && from.starts_with("global") => {
+            ["cp", "async", "ca" | "cg", to, from, ..]
+                if to.starts_with("shared") && from.starts_with("global") =>
+            {
                 let mut address = self.address(Space::Global, operands.get(1)?)?;
                 let to = self.address(Space::Shared, operands.first()?)?;
                 address.bytes = number(operands.get(2)?.trim(), false)? as u32;
@@ -1013,8 +1117,13 @@ impl<'a> Decoder<'a> {
         let ["shfl", "sync", mode, "b32"] = parts else {
             return None;
         };
-        let immediate = ["up", "down", "bfly", "idx"].iter().position(|name| name == mode)? as u64;
-        let (d, p) = operands.first()?.split_once('|').map_or((operands[0], "_"), |two| two);
+        let immediate = ["up", "down", "bfly", "idx"]
+            .iter()
+            .position(|name| name == mode)? as u64;
+        let (d, p) = operands
+            .first()?
+            .split_once('|')
+            .map_or((operands[0], "_"), |two| two);
         let mut slots = [0; 4];
         for (slot, text) in slots.iter_mut().zip(operands.get(1..5)?) {
             *slot = self.source(text, b'w', false)?;
@@ -1042,8 +1151,11 @@ impl<'a> Decoder<'a> {
                 self.push(Op { d, ..op });
             }
             ["vote", "sync", mode, _] => {
-                let immediate = ["all", "any", "uni", "ballot"].iter().position(|name| name == mode)? as u64;
-                let d = self.destination(operands.first()?, if immediate == 3 { b'w' } else { b'p' })?;
+                let immediate = ["all", "any", "uni", "ballot"]
+                    .iter()
+                    .position(|name| name == mode)? as u64;
+                let d =
+                    self.destination(operands.first()?, if immediate == 3 { b'w' } else { b'p' })?;
                 let a = self.source(operands.get(1)?, b'p', false)?;
                 let members = self.source(operands.get(2)?, b'w', false)?;
                 let op = self.op(Kind::Vote, Class::Sync);
@@ -1056,7 +1168,10 @@ impl<'a> Decoder<'a> {
                 });
             }
             ["match", mode, "sync", ty] => {
-                let (d, p) = operands.first()?.split_once('|').map_or((operands[0], "_"), |two| two);
+                let (d, p) = operands
+                    .first()?
+                    .split_once('|')
+                    .map_or((operands[0], "_"), |two| two);
                 let wide = *ty == "b64";
                 let a = self.source(operands.get(1)?, if wide { b'd' } else { b'w' }, false)?;
                 let members = self.source(operands.get(2)?, b'w', false)?;
@@ -1077,7 +1192,11 @@ impl<'a> Decoder<'a> {
 
     /// A barrier's immediate: what it does, and whether its warps must be whole.
     fn barrier(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        let parts: Vec<&str> = parts.iter().copied().filter(|part| *part != "cta").collect();
+        let parts: Vec<&str> = parts
+            .iter()
+            .copied()
+            .filter(|part| *part != "cta")
+            .collect();
         if parts[..] == ["bar", "warp", "sync"] {
             let members = self.source(operands.first()?, b'w', false)?;
             let op = self.op(Kind::WarpBarrier, Class::Sync);
@@ -1102,7 +1221,14 @@ impl<'a> Decoder<'a> {
         let mut c = ALWAYS;
         if reduces {
             let (first, others) = rest.split_first()?;
-            d = self.destination(first, if operation == BarrierKind::Count { b'w' } else { b'p' })?;
+            d = self.destination(
+                first,
+                if operation == BarrierKind::Count {
+                    b'w'
+                } else {
+                    b'p'
+                },
+            )?;
             let (last, others) = others.split_last()?;
             c = self.source(last, b'p', false)?;
             rest = others;
@@ -1143,7 +1269,11 @@ impl<'a> Decoder<'a> {
             (_, true) => &["sub", "u64"],
             (_, false) => &["add", "u64"],
         };
-        let b = if wide { self.value(Value::Bits(window), true)? } else { return None };
+        let b = if wide {
+            self.value(Value::Bits(window), true)?
+        } else {
+            return None;
+        };
         let op = self.op(Kind::Arithmetic, Class::Integer);
         self.push(Op {
             exec: alu::select(name)?.exec,
@@ -1158,7 +1288,11 @@ impl<'a> Decoder<'a> {
     fn call(&mut self, operands: &[&'a str]) -> Option<()> {
         let list = |text: &'a str| -> Vec<&'a str> {
             let inner = text.trim().trim_start_matches('(').trim_end_matches(')');
-            inner.split(',').map(str::trim).filter(|one| !one.is_empty()).collect()
+            inner
+                .split(',')
+                .map(str::trim)
+                .filter(|one| !one.is_empty())
+                .collect()
         };
         let mut rest = operands;
         let mut results = vec![];
@@ -1173,14 +1307,20 @@ impl<'a> Decoder<'a> {
             return Some(());
         }
         let module = self.module;
-        let number = module.functions.iter().position(|function| function.name == name)?;
+        let number = module
+            .functions
+            .iter()
+            .position(|function| function.name == name)?;
         let function = &module.functions[number];
         function.body.as_ref()?;
         if arguments.len() != function.parameters.len() || results.len() != function.returns.len() {
             return None;
         }
         let frame = self.frame(number);
-        let (inside, outside) = (self.frames[frame].parameters.clone(), self.frames[frame].returns.clone());
+        let (inside, outside) = (
+            self.frames[frame].parameters.clone(),
+            self.frames[frame].returns.clone(),
+        );
         for (argument, to) in arguments.iter().zip(inside) {
             self.copy_parameter(argument, Some(to), None)?;
         }
@@ -1288,7 +1428,10 @@ fn special(name: &str) -> Option<Value> {
     if name == "WARP_SZ" {
         return Some(Value::Bits(32));
     }
-    let (first, _) = name.strip_prefix('%')?.split_once('.').unwrap_or((&name[1..], ""));
+    let (first, _) = name
+        .strip_prefix('%')?
+        .split_once('.')
+        .unwrap_or((&name[1..], ""));
     Some(match first {
         "tid" => Value::Thread(axis(name)?),
         "ntid" => Value::Threads(axis(name)?),
@@ -1342,12 +1485,22 @@ unsafe fn take64(lanes: &mut Lanes, op: &Op, mask: u32) {
     let (shift, bits) = (op.immediate as u32 & 255, op.immediate >> 8);
     let ones = if bits >= 32 { !0 } else { (1u32 << bits) - 1 };
     let from = *lanes.slots.add(usize::from(op.a)).cast::<[u64; 32]>();
-    alu::put_slot(lanes, op.d, from.map(|value| (value >> shift) as u32 & ones), mask);
+    alu::put_slot(
+        lanes,
+        op.d,
+        from.map(|value| (value >> shift) as u32 & ones),
+        mask,
+    );
 }
 
 unsafe fn join32(lanes: &mut Lanes, op: &Op, mask: u32) {
     let [a, b] = [op.a, op.b].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    alu::put_slot(lanes, op.d, std::array::from_fn(|lane| a[lane] & 0xffff | b[lane] << 16), mask);
+    alu::put_slot(
+        lanes,
+        op.d,
+        std::array::from_fn(|lane| a[lane] & 0xffff | b[lane] << 16),
+        mask,
+    );
 }
 
 unsafe fn join64(lanes: &mut Lanes, op: &Op, mask: u32) {

@@ -1,6 +1,7 @@
 //! PTX text to instructions.
 //!
-//! [`Module::parse`] finds the functions and variables. A function is decoded when it is first launched.
+//! [`Module::parse`] finds the functions and variables. A function is decoded when it is first
+//! launched.
 
 pub(crate) mod decode;
 
@@ -27,7 +28,8 @@ struct Function {
     name: String,
     parameters: Vec<Parameter>,
     returns: Vec<Parameter>,
-    /// Where the text between its braces is, and the number of its first line. None: it is only declared.
+    /// Where the text between its braces is, and the number of its first line. None: it is only
+    /// declared.
     body: Option<(Range<usize>, u32)>,
     max_threads: u32,
 }
@@ -243,7 +245,11 @@ impl Module {
         if module.functions.is_empty() && module.variables.is_empty() {
             return Err("this PTX has no function and no variable".into());
         }
-        for variable in module.variables.iter_mut().filter(|v| v.space == Space::Global) {
+        for variable in module
+            .variables
+            .iter_mut()
+            .filter(|v| v.space == Space::Global)
+        {
             let (size, align) = &mut module.globals;
             variable.offset = size.next_multiple_of(variable.align);
             *size = variable.offset + variable.size;
@@ -253,7 +259,8 @@ impl Module {
         Ok(module)
     }
 
-    /// Bytes and alignment of the module's global and constant variables, which live in one allocation of a device.
+    /// Bytes and alignment of the module's global and constant variables, which live in one
+    /// allocation of a device.
     pub fn globals(&self) -> (usize, usize) {
         self.globals
     }
@@ -264,7 +271,9 @@ impl Module {
         for variable in self.variables.iter().filter(|v| v.space == Space::Global) {
             bytes[variable.offset..][..variable.initial.len()].copy_from_slice(&variable.initial);
             for (at, name, plus) in &variable.pointers {
-                let address = self.global(name).map_or(0, |(offset, _)| base + offset as u64 + plus);
+                let address = self
+                    .global(name)
+                    .map_or(0, |(offset, _)| base + offset as u64 + plus);
                 bytes[variable.offset + at..][..8].copy_from_slice(&address.to_le_bytes());
             }
         }
@@ -281,23 +290,31 @@ impl Module {
 
     /// Number of an entry.
     pub fn entry(&self, name: &str) -> Option<usize> {
-        self.entries.iter().position(|&function| self.functions[function].name == name)
+        self.entries
+            .iter()
+            .position(|&function| self.functions[function].name == name)
     }
 
     /// Names of the entries, by number.
     pub fn entries(&self) -> impl Iterator<Item = &str> {
-        self.entries.iter().map(|&function| self.functions[function].name.as_str())
+        self.entries
+            .iter()
+            .map(|&function| self.functions[function].name.as_str())
     }
 
     /// Offsets and sizes of an entry's parameters, in order.
     pub fn parameters(&self, entry: usize) -> Vec<(usize, usize)> {
         let parameters = &self.functions[self.entries[entry]].parameters;
-        parameters.iter().map(|one| (one.offset, one.size)).collect()
+        parameters
+            .iter()
+            .map(|one| (one.offset, one.size))
+            .collect()
     }
 
     /// Bytes of static shared memory of an entry; none if the entry cannot be decoded.
     pub fn static_shared(&self, entry: usize) -> usize {
-        self.program(entry).map_or(0, |program| program.shared_bytes)
+        self.program(entry)
+            .map_or(0, |program| program.shared_bytes)
     }
 
     /// Most threads that a block of an entry may have (`.maxntid`, else 1024).
@@ -305,11 +322,18 @@ impl Module {
         self.functions[self.entries[entry]].max_threads
     }
 
-    /// Instructions of an entry that this decoder does not know. Only who executes one gets a fault.
+    /// Instructions of an entry that this decoder does not know. Only who executes one gets a
+    /// fault.
     pub fn unknown(&self, entry: usize) -> Result<Vec<String>, String> {
         let program = self.program(entry)?;
-        let unknown = program.ops.iter().zip(&program.texts).filter(|(op, _)| op.kind == Kind::Unknown);
-        Ok(unknown.map(|(op, text)| format!("line {}: {}", op.line, self.text_of(text))).collect())
+        let unknown = program
+            .ops
+            .iter()
+            .zip(&program.texts)
+            .filter(|(op, _)| op.kind == Kind::Unknown);
+        Ok(unknown
+            .map(|(op, text)| format!("line {}: {}", op.line, self.text_of(text)))
+            .collect())
     }
 
     pub(crate) fn program(&self, entry: usize) -> Result<Arc<Program>, String> {
@@ -335,12 +359,16 @@ impl Module {
 
     pub(crate) fn parameter_bytes(&self, entry: usize) -> usize {
         let parameters = &self.functions[self.entries[entry]].parameters;
-        parameters.iter().map(|one| one.offset + one.size).max().unwrap_or(0)
+        parameters
+            .iter()
+            .map(|one| one.offset + one.size)
+            .max()
+            .unwrap_or(0)
     }
 }
 
-/// The text without the `k`-th statement, counted from 0, whose opcode starts with `opcode` (`bar.sync`, `cp.async.wait_group`).
-/// Plants a fault.
+/// The text without the `k`-th statement, counted from 0, whose opcode starts with `opcode`
+/// (`bar.sync`, `cp.async.wait_group`). Plants a fault.
 pub fn without_statement(text: &str, opcode: &str, k: usize) -> Option<String> {
     let mut seen = 0;
     let mut at = 0;
@@ -379,11 +407,16 @@ impl<'a> Scanner<'a> {
             if rest.starts_with(".file") {
                 let line = self.take_line();
                 let mut words = line.split_whitespace().skip(1);
-                if let (Some(number), Some(_)) = (words.next().and_then(|n| n.parse().ok()), words.next()) {
+                if let (Some(number), Some(_)) =
+                    (words.next().and_then(|n| n.parse().ok()), words.next())
+                {
                     let name = line.split('"').nth(1).unwrap_or("");
                     module.files.insert(number, name.to_owned());
                 }
-            } else if [".version", ".target", ".address_size", ".loc"].iter().any(|word| rest.starts_with(word)) {
+            } else if [".version", ".target", ".address_size", ".loc"]
+                .iter()
+                .any(|word| rest.starts_with(word))
+            {
                 self.take_line();
             } else if rest.starts_with(".section") {
                 self.take_until(b"{");
@@ -391,7 +424,11 @@ impl<'a> Scanner<'a> {
             } else if rest.starts_with('.') {
                 self.declaration(module)?;
             } else {
-                return Err(format!("line {}: what is {:?}?", self.line, first_line(rest)));
+                return Err(format!(
+                    "line {}: what is {:?}?",
+                    self.line,
+                    first_line(rest)
+                ));
             }
         }
     }
@@ -400,9 +437,13 @@ impl<'a> Scanner<'a> {
         let line = self.line;
         let keywords = &self.text[self.at..];
         let function = {
-            let end = keywords.find(['{', ';', '(', '=']).unwrap_or(keywords.len());
+            let end = keywords
+                .find(['{', ';', '(', '='])
+                .unwrap_or(keywords.len());
             let words = &keywords[..end];
-            words.split_whitespace().any(|word| word == ".entry" || word == ".func")
+            words
+                .split_whitespace()
+                .any(|word| word == ".entry" || word == ".func")
         };
         if !function {
             let text = self.take_until(b";");
@@ -414,13 +455,18 @@ impl<'a> Scanner<'a> {
             return Ok(());
         }
         let header = self.take_until_any(b"{;");
-        let mut function = header_of(header).ok_or_else(|| format!("line {line}: a function's header is not understood"))?;
+        let mut function = header_of(header)
+            .ok_or_else(|| format!("line {line}: a function's header is not understood"))?;
         if self.text.as_bytes()[self.at - 1] == b'{' {
             let line = self.line;
             function.body = Some((self.take_body()?, line));
         }
         // A declaration may stand before its definition.
-        if let Some(known) = module.functions.iter_mut().find(|known| known.name == function.name) {
+        if let Some(known) = module
+            .functions
+            .iter_mut()
+            .find(|known| known.name == function.name)
+        {
             if function.body.is_some() {
                 *known = function;
             }
@@ -444,7 +490,9 @@ impl<'a> Scanner<'a> {
             } else if bytes[self.at..].starts_with(b"//") {
                 self.take_line();
             } else if bytes[self.at..].starts_with(b"/*") {
-                let end = self.text[self.at..].find("*/").map_or(bytes.len(), |end| self.at + end + 2);
+                let end = self.text[self.at..]
+                    .find("*/")
+                    .map_or(bytes.len(), |end| self.at + end + 2);
                 self.move_to(end);
             } else {
                 return;
@@ -460,7 +508,9 @@ impl<'a> Scanner<'a> {
     }
 
     fn take_line(&mut self) -> &'a str {
-        let end = self.text[self.at..].find('\n').map_or(self.text.len(), |end| self.at + end);
+        let end = self.text[self.at..]
+            .find('\n')
+            .map_or(self.text.len(), |end| self.at + end);
         self.move_to(end)
     }
 
@@ -471,7 +521,10 @@ impl<'a> Scanner<'a> {
 
     fn take_until_any(&mut self, bytes: &[u8]) -> &'a str {
         let rest = &self.text.as_bytes()[self.at..];
-        let length = rest.iter().position(|byte| bytes.contains(byte)).unwrap_or(rest.len());
+        let length = rest
+            .iter()
+            .position(|byte| bytes.contains(byte))
+            .unwrap_or(rest.len());
         let text = self.move_to(self.at + length);
         self.at = (self.at + 1).min(self.text.len());
         text
@@ -515,7 +568,8 @@ fn type_bytes(ty: &str) -> Option<usize> {
     (bits % 8 == 0).then_some(bits / 8)
 }
 
-/// `.param .align 8 .b8 name[192]`, without what comes before the type: its name, alignment and bytes.
+/// `.param .align 8 .b8 name[192]`, without what comes before the type: its name, alignment and
+/// bytes.
 fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
     let mut align = None;
     let mut element = None;
@@ -540,7 +594,11 @@ fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
     let mut count = 1;
     for length in whole.split('[').skip(1) {
         let length = length.split(']').next()?.trim();
-        count *= if length.is_empty() { 0 } else { length.parse::<usize>().ok()? };
+        count *= if length.is_empty() {
+            0
+        } else {
+            length.parse::<usize>().ok()?
+        };
     }
     Some((bare, align.unwrap_or(element), element * count, element))
 }
@@ -552,11 +610,18 @@ fn variable(text: &str) -> Result<Variable, String> {
         None => (text, None),
     };
     let (name, align, mut size, element) = declared(left).ok_or_else(bad)?;
-    let shared = left.split_whitespace().any(|word| word.starts_with(".shared"));
+    let shared = left
+        .split_whitespace()
+        .any(|word| word.starts_with(".shared"));
     let dynamic = shared && left.contains(".extern");
     let mut initial = vec![];
     let mut pointers = vec![];
-    for item in right.unwrap_or("").split(['{', '}', ',']).map(str::trim).filter(|item| !item.is_empty()) {
+    for item in right
+        .unwrap_or("")
+        .split(['{', '}', ','])
+        .map(str::trim)
+        .filter(|item| !item.is_empty())
+    {
         let bits = match number(item, element == 8) {
             Some(bits) => bits,
             None => {
@@ -598,7 +663,12 @@ fn number(text: &str, wide: bool) -> Option<u64> {
     let lower = digits.get(..2).unwrap_or("");
     let sign = |bits: u64, top: u32| if negative { bits ^ 1 << top } else { bits };
     match lower {
-        "0f" | "0F" => return Some(sign(u64::from(u32::from_str_radix(&digits[2..], 16).ok()?), 31)),
+        "0f" | "0F" => {
+            return Some(sign(
+                u64::from(u32::from_str_radix(&digits[2..], 16).ok()?),
+                31,
+            ))
+        }
         "0d" | "0D" => return Some(sign(u64::from_str_radix(&digits[2..], 16).ok()?, 63)),
         _ => {}
     }
@@ -609,16 +679,26 @@ fn number(text: &str, wide: bool) -> Option<u64> {
         _ => bare.parse().ok(),
     };
     match value {
-        Some(value) => Some(if negative { value.wrapping_neg() } else { value }),
+        Some(value) => Some(if negative {
+            value.wrapping_neg()
+        } else {
+            value
+        }),
         None => {
             let value: f64 = text.parse().ok()?;
-            Some(if wide { value.to_bits() } else { u64::from((value as f32).to_bits()) })
+            Some(if wide {
+                value.to_bits()
+            } else {
+                u64::from((value as f32).to_bits())
+            })
         }
     }
 }
 
 fn header_of(text: &str) -> Option<Function> {
-    let (_, rest) = text.split_once(".entry").or_else(|| text.split_once(".func"))?;
+    let (_, rest) = text
+        .split_once(".entry")
+        .or_else(|| text.split_once(".func"))?;
     let mut rest = rest.trim_start();
     let mut returns = vec![];
     if let Some(inner) = rest.strip_prefix('(') {
@@ -626,7 +706,9 @@ fn header_of(text: &str) -> Option<Function> {
         returns = parameters(list)?;
         rest = after.trim_start();
     }
-    let end = rest.find(|c: char| c == '(' || c.is_whitespace()).unwrap_or(rest.len());
+    let end = rest
+        .find(|c: char| c == '(' || c.is_whitespace())
+        .unwrap_or(rest.len());
     let name = rest[..end].to_owned();
     let mut after = rest[end..].trim_start();
     let mut own = vec![];
@@ -639,7 +721,10 @@ fn header_of(text: &str) -> Option<Function> {
     for directive in [".maxntid", ".reqntid"] {
         if let Some((_, numbers)) = after.split_once(directive) {
             let numbers = numbers.split('.').next()?.trim();
-            max_threads = numbers.split(',').map(|n| n.trim().parse::<u32>().unwrap_or(1)).product();
+            max_threads = numbers
+                .split(',')
+                .map(|n| n.trim().parse::<u32>().unwrap_or(1))
+                .product();
         }
     }
     Some(Function {
@@ -654,7 +739,11 @@ fn header_of(text: &str) -> Option<Function> {
 fn parameters(list: &str) -> Option<Vec<Parameter>> {
     let mut offset = 0;
     let mut all = vec![];
-    for text in list.split(',').map(str::trim).filter(|text| !text.is_empty()) {
+    for text in list
+        .split(',')
+        .map(str::trim)
+        .filter(|text| !text.is_empty())
+    {
         let (name, align, size, element) = match text.split_once(".ptr") {
             // The alignment that follows is what the pointer points to has.
             Some((own, after)) => {
