@@ -73,16 +73,16 @@ impl Order {
     }
 }
 
-/// What is known of four bytes. Masks of bytes have four bits.
+/// What is known of four bytes that are always accessed together, or of one byte.
 #[derive(Clone, Copy)]
-struct Word {
-    /// The block these records are of.
+struct Record {
+    /// The block this record is of.
     block: u32,
-    written: u8,
-    /// Bytes that a copy in flight will overwrite.
-    in_flight: u8,
-    write_bytes: u8,
-    read_bytes: u8,
+    /// Where the records of the four bytes are, from 1 on, if they are not accessed together.
+    split: u32,
+    written: bool,
+    /// Whether a copy in flight will overwrite them.
+    in_flight: bool,
     writer: u16,
     reader: u16,
     write_lane: u8,
@@ -98,12 +98,11 @@ struct Word {
     read_line: u32,
 }
 
-const UNTOUCHED: Word = Word {
+const UNTOUCHED: Record = Record {
     block: 0,
-    written: 0,
-    in_flight: 0,
-    write_bytes: 0,
-    read_bytes: 0,
+    split: 0,
+    written: false,
+    in_flight: false,
     writer: NOBODY,
     reader: NOBODY,
     write_lane: 0,
@@ -121,7 +120,9 @@ const UNTOUCHED: Word = Word {
 /// A block's shared memory.
 pub struct Shared {
     bytes: Vec<u8>,
-    words: Vec<Word>,
+    words: Vec<Record>,
+    /// The records of words whose bytes are accessed apart.
+    split: Vec<[Record; 4]>,
     block: u32,
     /// Counts the barriers of the block.
     epoch: u32,
@@ -147,6 +148,7 @@ impl Shared {
         Self {
             bytes: vec![0; bytes],
             words: vec![UNTOUCHED; bytes.div_ceil(4)],
+            split: vec![],
             block: 0,
             epoch: 1,
         }
@@ -156,6 +158,7 @@ impl Shared {
     pub fn restart(&mut self) {
         self.block += 1;
         self.epoch += 1;
+        self.split.clear();
     }
 
     /// All warps have waited for each other.
@@ -202,31 +205,44 @@ impl Shared {
             }) {
                 for word in words {
                     if touch == Touch::Read {
-                        read(word, self.epoch, who, lane, 15);
+                        read(word, self.epoch, who, lane);
                     } else {
-                        write(word, self.epoch, who, lane, 15, touch);
+                        write(word, self.epoch, who, lane, touch);
                     }
                 }
                 return Ok(());
             }
         }
+        let epoch = self.epoch;
         let mut at = start;
         while at < start + size as usize {
-            let within = at % 4;
-            let count = (4 - within).min(start + size as usize - at);
-            let mask = (((1u32 << count) - 1) << within) as u8;
-            let word = &mut self.words[at / 4];
-            if word.block != self.block {
-                *word = Word {
-                    block: self.block,
-                    ..UNTOUCHED
-                };
+            let count = (4 - at % 4).min(start + size as usize - at);
+            for record in self.records(at, count) {
+                touched(record, epoch, who, lane, touch)
+                    .map_err(|what| format!("{what} (shared memory, at {at:#x})"))?;
             }
-            word_touched(word, self.epoch, who, lane, mask, touch)
-                .map_err(|what| format!("{what} (shared memory, at {at:#x})"))?;
             at += count;
         }
         Ok(())
+    }
+
+    /// The records of bytes of one word: one of a whole word, or one for each byte.
+    fn records(&mut self, at: usize, count: usize) -> &mut [Record] {
+        let word = &mut self.words[at / 4];
+        if word.block != self.block {
+            *word = Record {
+                block: self.block,
+                ..UNTOUCHED
+            };
+        }
+        if word.split == 0 {
+            if count == 4 {
+                return std::slice::from_mut(word);
+            }
+            self.split.push([*word; 4]);
+            word.split = self.split.len() as u32;
+        }
+        &mut self.split[word.split as usize - 1][at % 4..][..count]
     }
 
     /// Checks and records an access of a whole warp to words in a row, if it needs no further look.
@@ -237,9 +253,9 @@ impl Shared {
         }
         let (block, epoch) = (self.block, self.epoch);
         let words = &mut self.words[start..start + 32];
-        let fresh = |word: &Word| word.block != block && touch == Touch::Write;
+        let fresh = |word: &Record| word.block != block && touch == Touch::Write;
         let known =
-            |word: &Word, lane| word.block == block && harmless(word, epoch, who, lane, touch);
+            |word: &Record, lane| word.block == block && harmless(word, epoch, who, lane, touch);
         if !(0..)
             .zip(words.iter())
             .all(|(lane, word)| known(word, lane) || fresh(word))
@@ -248,12 +264,12 @@ impl Shared {
         }
         for (lane, word) in (0..).zip(words) {
             if word.block != block {
-                *word = Word { block, ..UNTOUCHED };
+                *word = Record { block, ..UNTOUCHED };
             }
             if touch == Touch::Read {
-                read(word, epoch, who, lane, 15);
+                read(word, epoch, who, lane);
             } else {
-                write(word, epoch, who, lane, 15, touch);
+                write(word, epoch, who, lane, touch);
             }
         }
         true
@@ -261,60 +277,63 @@ impl Shared {
 
     /// Whether this lane's store meets another lane's of the same instruction, with another value.
     pub fn collides(&self, who: &Who, lane: u32, address: u64, value: &[u8]) -> Option<u32> {
-        let word = self.words.get(address as usize / 4)?;
-        let mask = (((1u32 << value.len().min(4)) - 1) << (address % 4)) as u8;
-        let same = word.block == self.block
-            && word.writer == who.warp
-            && word.write_serial == who.serial
-            && u32::from(word.write_lane) != lane
-            && word.write_bytes & mask != 0;
-        let old = self
-            .bytes
-            .get(address as usize..address as usize + value.len())?;
-        (same && old != value).then_some(u32::from(word.write_lane))
+        let start = address as usize;
+        let old = self.bytes.get(start..start + value.len())?;
+        (start..start + value.len()).find_map(|at| {
+            let word = &self.words[at / 4];
+            let record = match word.split {
+                0 => word,
+                split => &self.split[split as usize - 1][at % 4],
+            };
+            let same = word.block == self.block
+                && record.writer == who.warp
+                && record.write_serial == who.serial
+                && u32::from(record.write_lane) != lane;
+            (same && old != value).then_some(u32::from(record.write_lane))
+        })
     }
 
     /// A copy to these bytes begins.
     pub fn fly(&mut self, who: &Who, lane: u32, address: u64, size: u32) -> Result<(), String> {
         self.touch(who, lane, address, size, Touch::Write)?;
-        for word in &mut self.words[address as usize / 4..][..size as usize / 4] {
-            word.in_flight = 15;
-            word.written = 0;
-        }
+        self.set_in_flight(address, size as usize, true);
         Ok(())
     }
 
     /// A copy has come to its end: only now its bytes are there.
     pub fn land(&mut self, who: &Who, lane: u32, address: u64, data: &[u8]) -> Result<(), String> {
-        let words = address as usize / 4..(address as usize + data.len()) / 4;
-        for word in &mut self.words[words] {
-            word.in_flight = 0;
-        }
+        self.set_in_flight(address, data.len(), false);
         self.touch(who, lane, address, data.len() as u32, Touch::Write)?;
         self.at(address, data.len() as u32).copy_from_slice(data);
         Ok(())
     }
+
+    /// `size` is a multiple of 4.
+    fn set_in_flight(&mut self, address: u64, size: usize, in_flight: bool) {
+        for at in (address as usize..address as usize + size).step_by(4) {
+            for record in self.records(at, 4) {
+                record.in_flight = in_flight;
+                record.written &= !in_flight;
+            }
+        }
+    }
 }
 
-fn word_touched(
-    word: &mut Word,
+fn touched(
+    word: &mut Record,
     epoch: u32,
     who: &Who,
     lane: u32,
-    mask: u8,
     touch: Touch,
 ) -> Result<(), String> {
-    if word.in_flight & mask != 0 {
+    if word.in_flight {
         return Err("a cp.async to these bytes is still in flight".into());
     }
-    if touch != Touch::Write && word.written & mask != mask {
+    if touch != Touch::Write && !word.written {
         return Err("these bytes were never written".into());
     }
     // The last write.
-    if word.write_epoch == epoch
-        && word.write_bytes & mask != 0
-        && !(touch == Touch::Atomic && word.write_atomic)
-    {
+    if word.write_epoch == epoch && !(touch == Touch::Atomic && word.write_atomic) {
         let other = u32::from(word.write_lane);
         let racing = if word.writer == who.warp {
             word.write_serial != who.serial && !who.order.ordered(lane, other, word.write_time)
@@ -329,11 +348,11 @@ fn word_touched(
         }
     }
     if touch == Touch::Read {
-        read(word, epoch, who, lane, mask);
+        read(word, epoch, who, lane);
         return Ok(());
     }
     // Reads since the last barrier.
-    if word.read_epoch == epoch && word.read_bytes & mask != 0 {
+    if word.read_epoch == epoch {
         let racing = if word.reader == who.warp {
             !who.order.all_ordered(lane, word.read_lanes, word.read_time)
         } else {
@@ -351,13 +370,13 @@ fn word_touched(
             ));
         }
     }
-    write(word, epoch, who, lane, mask, touch);
+    write(word, epoch, who, lane, touch);
     Ok(())
 }
 
-/// Whether an access to all four bytes needs no further look. Most are such.
+/// Whether an access to a whole word needs no further look. Most are such.
 #[inline(always)]
-fn harmless(word: &Word, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
+fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
     let written = word.writer == who.warp
         && (u32::from(word.write_lane) == lane || word.write_time < who.order.floor);
     let after_writes = word.write_epoch != epoch || written;
@@ -365,18 +384,16 @@ fn harmless(word: &Word, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool
         || word.read_epoch != epoch
         || (word.reader == who.warp
             && (word.read_lanes == 1 << lane || word.read_time < who.order.floor));
-    word.in_flight == 0
-        && (touch == Touch::Write || word.written == 15)
+    word.split == 0
+        && !word.in_flight
+        && (touch == Touch::Write || word.written)
         && after_writes
         && after_reads
 }
 
 #[inline(always)]
-fn write(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, touch: Touch) {
-    let same =
-        word.writer == who.warp && word.write_serial == who.serial && word.write_epoch == epoch;
-    word.write_bytes = if same { word.write_bytes | mask } else { mask };
-    word.written |= mask;
+fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32, touch: Touch) {
+    word.written = true;
     word.writer = who.warp;
     word.write_lane = lane as u8;
     word.write_atomic = touch == Touch::Atomic;
@@ -387,11 +404,10 @@ fn write(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, touch: Tou
 }
 
 #[inline(always)]
-fn read(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8) {
+fn read(word: &mut Record, epoch: u32, who: &Who, lane: u32) {
     if word.read_epoch != epoch {
         word.reader = who.warp;
         word.read_lanes = 0;
-        word.read_bytes = 0;
         word.read_epoch = epoch;
     } else if word.reader != who.warp {
         word.reader = MANY;
@@ -401,7 +417,6 @@ fn read(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8) {
     }
     word.read_time = who.order.time;
     word.read_lanes |= 1 << lane;
-    word.read_bytes |= mask;
     word.read_line = who.line;
 }
 
