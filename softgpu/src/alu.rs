@@ -457,13 +457,17 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ("add", "") => (integers!(ty, |a, b| a.wrapping_add(b)), 2),
         ("sub", "") => (integers!(ty, |a, b| a.wrapping_sub(b)), 2),
         ("mul", "lo") => (integers!(ty, |a, b| a.wrapping_mul(b)), 2),
-        ("mul", "hi") => (integers!(ty, |a, b| (a as i128 * b as i128) >> T::BITS), 2),
+        ("mul", "hi") => (
+            integers!(ty, |a, b| (a as i128).wrapping_mul(b as i128) >> T::BITS),
+            2,
+        ),
         ("mad", "lo") => (
             integers!(ty, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
             3,
         ),
         ("mad", "hi") => (
-            integers!(ty, |a, b, c| ((a as i128 * b as i128) >> T::BITS)
+            integers!(ty, |a, b, c| ((a as i128).wrapping_mul(b as i128)
+                >> T::BITS)
                 + c as i128),
             3,
         ),

@@ -610,6 +610,13 @@ fn integers_of_64_bits() {
     for (instruction, a, b, c, want) in [
         ("add.s64 %rd3, %rd1, %rd2;", u64::MAX, 2, 0, 1),
         ("mul.hi.u64 %rd3, %rd1, %rd2;", 1 << 63, 6, 0, 3),
+        (
+            "mul.hi.u64 %rd3, %rd1, %rd2;",
+            u64::MAX,
+            u64::MAX,
+            0,
+            u64::MAX - 1,
+        ),
         ("mul.hi.s64 %rd3, %rd1, %rd2;", u64::MAX, 6, 0, u64::MAX),
         ("mul.lo.s64 %rd3, %rd1, %rd2;", 1 << 40, 1 << 20, 0, 1 << 60),
         ("mul.wide.s32 %rd3, %r1, %r1;", 0, 0, u32::MAX, 1),
