@@ -68,7 +68,13 @@ impl Matrices {
     }
 
     /// Records an access of a matrix of `rows` by `columns`.
-    fn touch(&self, view: &mut View, kind: Kind, batch: u64, shape: (u64, u64)) -> Result<(), String> {
+    fn touch(
+        &self,
+        view: &mut View,
+        kind: Kind,
+        batch: u64,
+        shape: (u64, u64),
+    ) -> Result<(), String> {
         let (rows, columns) = shape;
         let size = self.element.size();
         if self.leading == rows {
@@ -186,11 +192,7 @@ const COLUMNS: usize = 4;
 
 /// Sums a tile. `a` has `ROWS` elements for each step of k, `b` has `COLUMNS`.
 #[inline(always)]
-fn tile<T: Scalar>(
-    a: &[T],
-    b: &[T],
-    step: impl Fn(T, T, T) -> T,
-) -> [[T; ROWS]; COLUMNS] {
+fn tile<T: Scalar>(a: &[T], b: &[T], step: impl Fn(T, T, T) -> T) -> [[T; ROWS]; COLUMNS] {
     let mut sums = [[T::default(); ROWS]; COLUMNS];
     for (a, b) in a.chunks_exact(ROWS).zip(b.chunks_exact(COLUMNS)) {
         for (sums, &b) in sums.iter_mut().zip(b) {
@@ -230,7 +232,10 @@ unsafe fn panels<T: Scalar>(
     at: impl Fn(u64, u64) -> u64,
 ) -> Vec<T> {
     let mut packed = vec![T::default(); rows.next_multiple_of(width) * columns];
-    for (panel, packed) in packed.chunks_exact_mut((width * columns).max(1)).enumerate() {
+    for (panel, packed) in packed
+        .chunks_exact_mut((width * columns).max(1))
+        .enumerate()
+    {
         for (column, packed) in packed.chunks_exact_mut(width).enumerate() {
             let first = panel * width;
             for (i, packed) in packed.iter_mut().enumerate().take(rows - first) {

@@ -286,7 +286,11 @@ pub fn is_planted(mistake: Mistake) -> bool {
 /// It is null or ends with a zero.
 unsafe fn text(text: *const c_char) -> Option<String> {
     // SAFETY: as this function asks.
-    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    (!text.is_null()).then(|| {
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned()
+    })
 }
 
 /// Copies text to a caller's buffer, with a zero behind it, as far as it fits. Returns the bytes that it has.
@@ -399,7 +403,9 @@ pub extern "C" fn softgpu_expect_faults(expected: bool) {
 pub unsafe extern "C" fn softgpu_take_fault(to: *mut c_char, room: usize) -> usize {
     let fault = engine().take_fault();
     // SAFETY: as this function asks.
-    fault.map_or(0, |fault| unsafe { copy_text(&fault.to_string(), to, room) })
+    fault.map_or(0, |fault| unsafe {
+        copy_text(&fault.to_string(), to, room)
+    })
 }
 
 /// What this thread's submissions did, as JSON: its calls by function, and by kernel its launches and [`crate::counts::Counts`].

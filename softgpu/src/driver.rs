@@ -375,11 +375,17 @@ fn function_named(module: u64, name: &str) -> Outcome<u64> {
     let handle = FUNCTIONS.add(Arc::new(Function {
         name: name.into(),
         entry,
-        parameter_bytes: parameters.iter().map(|(at, size)| at + size).max().unwrap_or(0),
+        parameter_bytes: parameters
+            .iter()
+            .map(|(at, size)| at + size)
+            .max()
+            .unwrap_or(0),
         parameters,
         static_shared: loaded.module.static_shared(entry),
         max_threads: loaded.module.max_threads(entry),
-        dynamic_shared: AtomicU32::new(SHARED.saturating_sub(loaded.module.static_shared(entry) as u32)),
+        dynamic_shared: AtomicU32::new(
+            SHARED.saturating_sub(loaded.module.static_shared(entry) as u32),
+        ),
         loaded: loaded.clone(),
     }));
     lock(&loaded.functions).insert(name.into(), handle);

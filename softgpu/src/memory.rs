@@ -1051,7 +1051,11 @@ impl View {
             }
             Kind::Store => (
                 self.merge(writer, self.own, bytes, floor, false),
-                if reader & WHOLE & !bytes == 0 { 0 } else { reader },
+                if reader & WHOLE & !bytes == 0 {
+                    0
+                } else {
+                    reader
+                },
             ),
             Kind::Atomic => {
                 let agent = self.agents.atomics();
@@ -1147,7 +1151,9 @@ impl View {
 
     fn name(&self, agent: u32) -> String {
         match self.memory.history().work_of(agent) {
-            Some((agents, work)) if agent == agents.several() => format!("several blocks of {work}"),
+            Some((agents, work)) if agent == agents.several() => {
+                format!("several blocks of {work}")
+            }
             Some((agents, work)) if agent == agents.atomics() => format!("an atomic of {work}"),
             Some((agents, work)) if agents.blocks > 1 => {
                 format!("block {} of {work}", agent - agents.first)

@@ -26,7 +26,10 @@ fn lock(generator: &Mutex<Generator>) -> MutexGuard<'_, Generator> {
 enum Distribution {
     /// Above 0, up to 1.
     Uniform,
-    Normal { mean: f64, deviation: f64 },
+    Normal {
+        mean: f64,
+        deviation: f64,
+    },
 }
 
 /// Numbers of a seed, each by its place.

@@ -15,7 +15,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// What a piece of work does.
-pub type Action = Arc<dyn Fn(&Arc<Memory>, &Arc<Work>) -> Result<Option<Counts>, Fault> + Send + Sync>;
+pub type Action =
+    Arc<dyn Fn(&Arc<Memory>, &Arc<Work>) -> Result<Option<Counts>, Fault> + Send + Sync>;
 
 /// Work of several streams that starts when all have come to it.
 pub struct Meeting {
@@ -657,7 +658,8 @@ impl State {
         let Some(queue) = self.queues.get_mut(&stream) else {
             return;
         };
-        let new = |&(other, number): &(u32, u64)| other != stream && queue.after.get(other) < number;
+        let new =
+            |&(other, number): &(u32, u64)| other != stream && queue.after.get(other) < number;
         if clock.iter().any(|entry| new(&entry)) {
             Arc::make_mut(&mut queue.after).join(clock);
         }

@@ -234,7 +234,12 @@ fn a_missing_wait_is_a_race() {
     ok(one.sync());
     ok(one.fill(a, 1, 256));
     ok(two.fill(a, 2, 256));
-    gpu.assert_fault(&["race", "cuMemsetD8Async", "byte 0 of allocation", "256 bytes"]);
+    gpu.assert_fault(&[
+        "race",
+        "cuMemsetD8Async",
+        "byte 0 of allocation",
+        "256 bytes",
+    ]);
     // With the wait it is none.
     ok(one.fill(a, 1, 256));
     ok(Mark::on(&one).hold(&two));
@@ -328,7 +333,9 @@ fn what_nothing_wrote_is_poison() {
     ok(queue.fill(a + 5, 0, 2));
     // A copy and a download may have it.
     ok(queue.copy(b, a, 12));
-    let expected = [0xff, 0xff, 0xff, 0xff, 0xff, 0, 0, 0xff, 0xff, 0xff, 0xff, 0xff];
+    let expected = [
+        0xff, 0xff, 0xff, 0xff, 0xff, 0, 0, 0xff, 0xff, 0xff, 0xff, 0xff,
+    ];
     assert_eq!(queue.get::<u8>(b, 12), expected);
     assert_eq!(gpu.fault(), None);
     // A kernel may not.
@@ -377,7 +384,12 @@ fn work(name: &str, stream: u32, number: u64, blocks: u32) -> Arc<Work> {
     Arc::new(Work::new(name.into(), 0, stream, number, blocks))
 }
 
-fn access(view: &mut View, kind: Kind, size: u32, address: impl Fn(u64) -> u64) -> Result<(), String> {
+fn access(
+    view: &mut View,
+    kind: Kind,
+    size: u32,
+    address: impl Fn(u64) -> u64,
+) -> Result<(), String> {
     let addresses = std::array::from_fn(|lane| address(lane as u64));
     let access = Access {
         kind,
@@ -400,9 +412,15 @@ fn blocks_do_not_touch_what_others_write() {
     for size in [1, 2, 4, 8, 16] {
         let apart = u64::from(size);
         access(&mut zero, Kind::Store, size, |lane| a + lane * 2 * apart).unwrap();
-        access(&mut one, Kind::Store, size, |lane| a + (lane * 2 + 1) * apart).unwrap();
+        access(&mut one, Kind::Store, size, |lane| {
+            a + (lane * 2 + 1) * apart
+        })
+        .unwrap();
         access(&mut zero, Kind::Load, size, |lane| a + lane * 2 * apart).unwrap();
-        access(&mut one, Kind::Load, size, |lane| a + (lane * 2 + 1) * apart).unwrap();
+        access(&mut one, Kind::Load, size, |lane| {
+            a + (lane * 2 + 1) * apart
+        })
+        .unwrap();
         let (wide, next) = (work("wide", 1, 2 * apart, 2), size * 2);
         let mut wide = View::new(memory.clone(), wide, 0);
         if next <= 16 {
@@ -459,7 +477,10 @@ fn addresses_are_multiples_of_the_size() {
     let mut view = View::new(memory, work("k", 1, 1, 1), 0);
     let refused = access(&mut view, Kind::Store, 4, |lane| a + 2 + lane * 4).unwrap_err();
     assert!(refused.starts_with("lane 0: misaligned"), "{refused}");
-    let refused = access(&mut view, Kind::Store, 8, |lane| a + lane * 16 + lane / 31 * 4).unwrap_err();
+    let refused = access(&mut view, Kind::Store, 8, |lane| {
+        a + lane * 16 + lane / 31 * 4
+    })
+    .unwrap_err();
     assert!(refused.starts_with("lane 31: misaligned"), "{refused}");
     let refused = access(&mut view, Kind::Store, 4, |lane| a + 4096 - 64 + lane * 4).unwrap_err();
     assert!(refused.starts_with("lane 16: out of bounds"), "{refused}");
@@ -612,15 +633,24 @@ fn captures_follow_the_drivers_rules() {
         // The stream itself.
         assert_eq!(breaks(RELAXED, |queue| queue.sync()), UNSUPPORTED);
         assert_eq!(breaks(RELAXED, |queue| cuStreamQuery(queue.0)), UNSUPPORTED);
-        assert_eq!(breaks(RELAXED, |queue| queue.try_get(a, &mut host)), UNSUPPORTED);
+        assert_eq!(
+            breaks(RELAXED, |queue| queue.try_get(a, &mut host)),
+            UNSUPPORTED
+        );
         // All streams, from any thread and in any mode.
         for mode in [GLOBAL, THREAD_LOCAL, RELAXED] {
             assert_eq!(breaks(mode, |_| cuCtxSynchronize()), UNSUPPORTED);
-            assert_eq!(breaks(mode, |_| elsewhere(|| cuCtxSynchronize())), UNSUPPORTED);
+            assert_eq!(
+                breaks(mode, |_| elsewhere(|| cuCtxSynchronize())),
+                UNSUPPORTED
+            );
             let mut blas = 0;
             ok(cublasCreate_v2(&mut blas));
             let not_executed = 13;
-            assert_eq!(breaks(mode, |_| elsewhere(|| cublasDestroy_v2(blas))), (not_executed, 901));
+            assert_eq!(
+                breaks(mode, |_| elsewhere(|| cublasDestroy_v2(blas))),
+                (not_executed, 901)
+            );
         }
         // Calls that no stream sees: by mode.
         assert_eq!(breaks(GLOBAL, |_| allocate()), UNSUPPORTED);
@@ -631,20 +661,37 @@ fn captures_follow_the_drivers_rules() {
         // Events.
         let before = Mark::on(&outside);
         assert_eq!(breaks(THREAD_LOCAL, |queue| before.hold(queue)), (905, 901));
-        assert_eq!(breaks(THREAD_LOCAL, |queue| Mark::new().hold(queue)), (0, 0));
+        assert_eq!(
+            breaks(THREAD_LOCAL, |queue| Mark::new().hold(queue)),
+            (0, 0)
+        );
         let within = Mark::new();
         let record = |queue: &Queue| cuEventRecord(within.0, queue.0);
-        assert_eq!(breaks(RELAXED, |queue| record(queue) + cuEventSynchronize(within.0)), (907, 901));
+        assert_eq!(
+            breaks(RELAXED, |queue| record(queue)
+                + cuEventSynchronize(within.0)),
+            (907, 901)
+        );
         let later = Queue::new();
         assert_eq!(within.hold(&later), 907);
         // A branch that does not come back, and one that does.
         let fork = |queue: &Queue| record(queue) + within.hold(&later) + later.fill(a, 1, 64);
         assert_eq!(breaks(THREAD_LOCAL, fork), (0, 904));
-        assert_eq!(breaks(THREAD_LOCAL, |queue| fork(queue) + Mark::on(&later).hold(queue)), (0, 0));
+        assert_eq!(
+            breaks(THREAD_LOCAL, |queue| fork(queue)
+                + Mark::on(&later).hold(queue)),
+            (0, 0)
+        );
         // Memory from outside.
-        assert_eq!(breaks(THREAD_LOCAL, |queue| cuMemFreeAsync(a, queue.0)), (1, 901));
+        assert_eq!(
+            breaks(THREAD_LOCAL, |queue| cuMemFreeAsync(a, queue.0)),
+            (1, 901)
+        );
         // Who begins ends.
-        assert_eq!(breaks(THREAD_LOCAL, |queue| elsewhere(|| queue.end().unwrap_err())), (908, 0));
+        assert_eq!(
+            breaks(THREAD_LOCAL, |queue| elsewhere(|| queue.end().unwrap_err())),
+            (908, 0)
+        );
         assert_eq!(Queue(0).begin(GLOBAL), 900);
         // The legacy stream would wait for a blocking one.
         let mut stream = 0;
@@ -703,7 +750,10 @@ fn handles_that_are_not_given_back_show() {
     queue.free(a);
     ok(queue.sync());
     drop((mark, queue));
-    assert_eq!([live("streams"), live("events"), live("allocations")], before);
+    assert_eq!(
+        [live("streams"), live("events"), live("allocations")],
+        before
+    );
 }
 
 #[test]
@@ -717,30 +767,64 @@ fn products_are_those_of_plain_loops() {
     unsafe {
         ok(cublasCreate_v2(&mut blas));
         ok(cublasSetStream_v2(blas, queue.0));
-        for (transpose_a, transpose_b, beta) in [(0, 0, 0f32), (1, 0, 0.5), (0, 1, 0.), (1, 1, 2.)] {
+        for (transpose_a, transpose_b, beta) in [(0, 0, 0f32), (1, 0, 0.5), (0, 1, 0.), (1, 1, 2.)]
+        {
             let left: Vec<f32> = (0..m * k * batch).map(number).collect();
             let right: Vec<f32> = (0..k * n * batch).map(|i| number(i + 5)).collect();
             let start: Vec<f32> = (0..m * n * batch).map(|i| number(i + 3)).collect();
-            let (a, b, c) = (queue.alloc(left.len() * 4), queue.alloc(right.len() * 4), queue.alloc(start.len() * 4));
+            let (a, b, c) = (
+                queue.alloc(left.len() * 4),
+                queue.alloc(right.len() * 4),
+                queue.alloc(start.len() * 4),
+            );
             queue.put(a, &left);
             queue.put(b, &right);
             queue.put(c, &start);
-            let (lda, ldb) = (if transpose_a == 1 { k } else { m }, if transpose_b == 1 { n } else { k });
+            let (lda, ldb) = (
+                if transpose_a == 1 { k } else { m },
+                if transpose_b == 1 { n } else { k },
+            );
             let alpha = 1.5f32;
             ok(cublasGemmStridedBatchedEx(
-                blas, transpose_a, transpose_b, m as i32, n as i32, k as i32,
-                (&raw const alpha).cast(), a, 0, lda as i32, (m * k) as i64,
-                b, 0, ldb as i32, (k * n) as i64,
-                (&raw const beta).cast(), c, 0, m as i32, (m * n) as i64,
-                batch as i32, 68, 99,
+                blas,
+                transpose_a,
+                transpose_b,
+                m as i32,
+                n as i32,
+                k as i32,
+                (&raw const alpha).cast(),
+                a,
+                0,
+                lda as i32,
+                (m * k) as i64,
+                b,
+                0,
+                ldb as i32,
+                (k * n) as i64,
+                (&raw const beta).cast(),
+                c,
+                0,
+                m as i32,
+                (m * n) as i64,
+                batch as i32,
+                68,
+                99,
             ));
             let got = queue.get::<f32>(c, start.len());
             for (i, &got) in got.iter().enumerate() {
                 let (of, row, column) = (i / (m * n), i % m, i / m % n);
                 let mut sum = 0f64;
                 for p in 0..k {
-                    let l = if transpose_a == 1 { row * k + p } else { p * m + row };
-                    let r = if transpose_b == 1 { p * n + column } else { column * k + p };
+                    let l = if transpose_a == 1 {
+                        row * k + p
+                    } else {
+                        p * m + row
+                    };
+                    let r = if transpose_b == 1 {
+                        p * n + column
+                    } else {
+                        column * k + p
+                    };
                     sum += f64::from(left[of * m * k + l]) * f64::from(right[of * k * n + r]);
                 }
                 let expected = 1.5 * sum + f64::from(beta * start[i]);
@@ -784,7 +868,10 @@ fn random_numbers_follow_from_the_seed() {
     assert!(uniform.iter().all(|&x| x > 0. && x <= 1.));
     let moments = |values: &[f32]| {
         let mean = values.iter().map(|&x| f64::from(x)).sum::<f64>() / count as f64;
-        let square = values.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>();
+        let square = values
+            .iter()
+            .map(|&x| (f64::from(x) - mean).powi(2))
+            .sum::<f64>();
         (mean, (square / count as f64).sqrt())
     };
     // Within five standard errors of the mean, and of the deviation.
@@ -860,11 +947,61 @@ fn page_locked_memory_is_read_when_the_copy_runs() {
         host.cast::<u64>().write(2);
         let mut pageable = 3u64;
         let b = queue.alloc(8);
-        ok(cuMemcpyHtoDAsync_v2(b, (&raw const pageable).cast(), 8, queue.0));
+        ok(cuMemcpyHtoDAsync_v2(
+            b,
+            (&raw const pageable).cast(),
+            8,
+            queue.0,
+        ));
         pageable += 1;
-        assert_eq!((queue.get::<u64>(a, 1)[0], queue.get::<u64>(b, 1)[0], pageable), (2, 3, 4));
+        assert_eq!(
+            (
+                queue.get::<u64>(a, 1)[0],
+                queue.get::<u64>(b, 1)[0],
+                pageable
+            ),
+            (2, 3, 4)
+        );
         ok(cuMemFreeHost(host));
         queue.free(b);
     }
+    queue.free(a);
+}
+
+/// A program that looks at no error, and waits for nothing, fails all the same: its work runs at its exit.
+#[test]
+fn a_fault_that_nobody_looks_at_fails_the_process() {
+    const CHILD: &str = "SOFTGPU_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        use_device(0);
+        let queue = Queue::new();
+        let a = queue.alloc(4);
+        let _ = queue.fill(a, 0, 8);
+        return;
+    }
+    let name = "a_fault_that_nobody_looks_at_fails_the_process";
+    let run = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([name, "--exact"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&run.stderr);
+    assert_eq!(run.status.code(), Some(99), "{errors}");
+    assert!(errors.contains("softgpu: cuMemsetD8Async"), "{errors}");
+}
+
+#[test]
+fn calls_are_cheap_when_kernels_are_off() {
+    let _gpu = Gpu::new();
+    let queue = Queue::new();
+    let a = queue.alloc(4);
+    ok(queue.fill(a, 1, 4));
+    softgpu_kernels(false);
+    // None of these runs, not even the one that would fault.
+    ok(queue.fill(a, 2, 4));
+    ok(queue.fill(a, 2, 8));
+    ok(queue.sync());
+    softgpu_kernels(true);
+    assert_eq!(queue.get::<u8>(a, 4), [1; 4]);
     queue.free(a);
 }
