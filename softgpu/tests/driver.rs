@@ -622,7 +622,8 @@ fn captures_follow_the_drivers_rules() {
     ok(outside.fill(a, 0, 64));
     ok(outside.sync());
     let mut host = [0u8; 4];
-    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to local variables.
+    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to
+    // local variables.
     unsafe {
         let allocate = || {
             let mut address = 0;
@@ -763,7 +764,8 @@ fn products_are_those_of_plain_loops() {
     let mut blas = 0;
     let (m, n, k, batch) = (37, 21, 19, 2);
     let number = |i: usize| ((i * 37 + 11) % 17) as f32 / 8. - 1.;
-    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to local variables.
+    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to
+    // local variables.
     unsafe {
         ok(cublasCreate_v2(&mut blas));
         ok(cublasSetStream_v2(blas, queue.0));
@@ -968,7 +970,8 @@ fn page_locked_memory_is_read_when_the_copy_runs() {
     queue.free(a);
 }
 
-/// A program that looks at no error, and waits for nothing, fails all the same: its work runs at its exit.
+/// A program that looks at no error, and waits for nothing, fails all the same: its work runs at
+/// its exit.
 #[test]
 fn a_fault_that_nobody_looks_at_fails_the_process() {
     const CHILD: &str = "SOFTGPU_TEST_CHILD";
