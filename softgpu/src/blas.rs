@@ -87,6 +87,18 @@ impl Matrices {
     }
 }
 
+impl Matrices {
+    /// As a call names them.
+    fn new(address: u64, element: Element, leading: i32, stride: i64) -> Outcome<Self> {
+        Ok(Self {
+            address,
+            element,
+            leading: extent(leading)?,
+            stride: extent(stride)?,
+        })
+    }
+}
+
 /// C = alpha op(A) op(B) + beta C, for each matrix of a batch.
 #[derive(Debug, Clone, Copy)]
 struct Product {
@@ -219,8 +231,8 @@ fn tile_of<T: Scalar>(a: &[T], b: &[T]) -> [[T; ROWS]; COLUMNS] {
     tile(a, b, |a, b, sum| a * b + sum)
 }
 
-/// Copies a matrix in panels of `width` rows, each with all its columns. Rows that fill the last panel are zero. `at` is the address
-/// of an element.
+/// Copies a matrix in panels of `width` rows, each with all its columns. Rows that fill the last
+/// panel are zero. `at` is the address of an element.
 ///
 /// # Safety
 ///
@@ -413,9 +425,9 @@ entries! {
             k: extent(k)?,
             alpha: factor(alpha, factors)?,
             beta: factor(beta, factors)?,
-            a: Matrices { address: a, element: a_element, leading: extent(lda)?, stride: extent(stride_a)? },
-            b: Matrices { address: b, element: Element::new(type_b)?, leading: extent(ldb)?, stride: extent(stride_b)? },
-            c: Matrices { address: c, element: c_element, leading: extent(ldc)?, stride: extent(stride_c)? },
+            a: Matrices::new(a, a_element, lda, stride_a)?,
+            b: Matrices::new(b, Element::new(type_b)?, ldb, stride_b)?,
+            c: Matrices::new(c, c_element, ldc, stride_c)?,
             batch: extent(batch)?,
         };
         multiply(handle, "cublasGemmStridedBatchedEx", product)
@@ -434,9 +446,9 @@ entries! {
             k: extent(k)?,
             alpha: factor(alpha.cast(), element)?,
             beta: factor(beta.cast(), element)?,
-            a: Matrices { address: a, element, leading: extent(lda)?, stride: extent(stride_a)? },
-            b: Matrices { address: b, element, leading: extent(ldb)?, stride: extent(stride_b)? },
-            c: Matrices { address: c, element, leading: extent(ldc)?, stride: extent(stride_c)? },
+            a: Matrices::new(a, element, lda, stride_a)?,
+            b: Matrices::new(b, element, ldb, stride_b)?,
+            c: Matrices::new(c, element, ldc, stride_c)?,
             batch: extent(batch)?,
         };
         multiply(handle, "cublasDgemmStridedBatched", product)

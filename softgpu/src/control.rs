@@ -1,4 +1,5 @@
-//! What every entry of the library goes through, and what a test asks of it: counts, failures on demand, planted mistakes, leaks.
+//! What every entry of the library goes through, and what a test asks of it: counts, failures on
+//! demand, planted mistakes, leaks.
 //!
 //! Counts, failures and planted mistakes are a thread's own, since tests share a process.
 
@@ -125,14 +126,16 @@ thread_local! {
     static THREAD: RefCell<Thread> = RefCell::default();
 }
 
-/// Functions that only give back or explain. They fail on demand by name alone: where one fails, something must leak.
+/// Functions that only give back or explain. They fail on demand by name alone: where one fails,
+/// something must leak.
 fn is_release(function: &str) -> bool {
     ["Free", "Destroy", "Release", "Unload", "GetError", "Abort"]
         .iter()
         .any(|part| function.contains(part))
 }
 
-/// Enters a function of the library: counts the call, fails if that is asked for, and keeps panics from the caller.
+/// Enters a function of the library: counts the call, fails if that is asked for, and keeps panics
+/// from the caller.
 pub fn enter(function: &'static str, body: impl FnOnce() -> Outcome) -> i32 {
     let fails = THREAD.try_with(|thread| thread.borrow_mut().count(function));
     let outcome = match fails {
@@ -178,7 +181,8 @@ macro_rules! entries {
         $(#[$meta])*
         /// # Safety
         ///
-        /// What CUDA documents: handles are valid, and pointers have room for what is written there.
+        /// What CUDA documents: handles are valid, and pointers have room for what is written
+        /// there.
         #[no_mangle]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> i32 {
@@ -242,7 +246,7 @@ impl<T: Clone> Handles<T> {
         self.with(|all| all.values().find(|value| matches(value)).cloned())
     }
 
-    pub fn len(&self) -> u64 {
+    pub fn count(&self) -> u64 {
         self.with(|all| all.len() as u64)
     }
 }
@@ -293,7 +297,8 @@ unsafe fn text(text: *const c_char) -> Option<String> {
     })
 }
 
-/// Copies text to a caller's buffer, with a zero behind it, as far as it fits. Returns the bytes that it has.
+/// Copies text to a caller's buffer, with a zero behind it, as far as it fits. Returns the bytes
+/// that it has.
 ///
 /// # Safety
 ///
@@ -310,8 +315,8 @@ unsafe fn copy_text(text: &str, to: *mut c_char, room: usize) -> usize {
     text.len()
 }
 
-/// Has this thread's `n`-th call from now of a function fail, without doing anything. Null: of any function but those that give
-/// something back. `n` of 0: none.
+/// Has this thread's `n`-th call from now of a function fail, without doing anything. Null: of any
+/// function but those that give something back. `n` of 0: none.
 ///
 /// # Safety
 ///
@@ -353,8 +358,8 @@ pub extern "C" fn softgpu_plant(mistake: u32, k: u64) {
     });
 }
 
-/// How many of a kind the process holds: "contexts", "streams", "events", "allocations", "bytes", "graphs", "modules", "cublas",
-/// "curand", "nccl".
+/// How many of a kind the process holds: "contexts", "streams", "events", "allocations", "bytes",
+/// "graphs", "modules", "cublas", "curand", "nccl".
 ///
 /// # Safety
 ///
@@ -367,18 +372,19 @@ pub unsafe extern "C" fn softgpu_live(kind: *const c_char) -> u64 {
         Some("allocations") => engine().memory.live().0,
         Some("bytes") => engine().memory.live().1,
         Some("contexts") => crate::driver::contexts(),
-        Some("streams") => crate::driver::STREAMS.len(),
-        Some("events") => crate::driver::EVENTS.len(),
-        Some("modules") => crate::driver::MODULES.len(),
+        Some("streams") => crate::driver::STREAMS.count(),
+        Some("events") => crate::driver::EVENTS.count(),
+        Some("modules") => crate::driver::MODULES.count(),
         Some("graphs") => crate::graph::live(),
-        Some("cublas") => crate::blas::HANDLES.len(),
-        Some("curand") => crate::rand::GENERATORS.len(),
-        Some("nccl") => crate::nccl::COMMUNICATORS.len(),
+        Some("cublas") => crate::blas::HANDLES.count(),
+        Some("curand") => crate::rand::GENERATORS.count(),
+        Some("nccl") => crate::nccl::COMMUNICATORS.count(),
         _ => u64::MAX,
     }
 }
 
-/// Switches the execution of kernels and copies on or off, so that the host's time can be taken. Work that is queued runs first.
+/// Switches the execution of kernels and copies on or off, so that the host's time can be taken.
+/// Work that is queued runs first.
 #[no_mangle]
 pub extern "C" fn softgpu_kernels(on: bool) {
     for device in 0..crate::driver::device_count() {
@@ -394,7 +400,8 @@ pub extern "C" fn softgpu_expect_faults(expected: bool) {
     engine().expect_faults(expected);
 }
 
-/// Hands out the oldest fault that nobody took, as text, and has the devices work again. Returns the bytes of the text, or 0.
+/// Hands out the oldest fault that nobody took, as text, and has the devices work again. Returns
+/// the bytes of the text, or 0.
 ///
 /// # Safety
 ///
@@ -408,8 +415,8 @@ pub unsafe extern "C" fn softgpu_take_fault(to: *mut c_char, room: usize) -> usi
     })
 }
 
-/// What this thread's submissions did, as JSON: its calls by function, and by kernel its launches and [`crate::counts::Counts`].
-/// `reset`: they count from 0 again. Returns the bytes of the text.
+/// What this thread's submissions did, as JSON: its calls by function, and by kernel its launches
+/// and [`crate::counts::Counts`]. `reset`: they count from 0 again. Returns the bytes of the text.
 ///
 /// # Safety
 ///

@@ -140,7 +140,8 @@ fn legacy_stream(device: i32) -> Stream {
     })
 }
 
-/// The stream that a handle names. 0 and 1 are the legacy stream of the current device, 2 is the thread's own.
+/// The stream that a handle names. 0 and 1 are the legacy stream of the current device, 2 is the
+/// thread's own.
 pub fn stream(handle: u64) -> Outcome<Stream> {
     match handle {
         0 | 1 => Ok(legacy_stream(current_device()?)),
@@ -181,7 +182,8 @@ pub fn synchronize_device(device: i32) -> Outcome {
     Ok(engine().synchronize_device(device)?)
 }
 
-/// Does something that has no stream: after all that blocking streams hold, and before the call returns.
+/// Does something that has no stream: after all that blocking streams hold, and before the call
+/// returns.
 fn at_once(submission: Submission) -> Outcome {
     graph::unsafe_call()?;
     let stream = legacy_stream(current_device()?);
@@ -195,7 +197,8 @@ fn is_pinned(address: usize) -> bool {
     found.is_some_and(|(start, size)| address < start + size)
 }
 
-/// A copy from the host. Memory that is not page-locked is read now, other memory when the copy runs.
+/// A copy from the host. Memory that is not page-locked is read now, other memory when the copy
+/// runs.
 ///
 /// # Safety
 ///
@@ -259,7 +262,7 @@ fn fill(name: &str, to: u64, pattern: &[u8], count: usize) -> Submission {
 fn attribute(number: u32) -> i32 {
     match number {
         // Threads of a block, its dimensions, and those of a grid.
-        1 | 2 | 3 => 1024,
+        1..=3 => 1024,
         4 => 64,
         5 => i32::MAX,
         6 | 7 => 65535,
@@ -277,10 +280,12 @@ fn attribute(number: u32) -> i32 {
         38 => 50 << 20,
         39 => 2048,
         40 => 3,
-        // Copies beside kernels, mapped host memory, kernels side by side, one address space, priorities, cooperation.
+        // Copies beside kernels, mapped host memory, kernels side by side, one address space,
+        // priorities, cooperation.
         15 | 19 | 31 | 41 | 78 | 95 => 1,
         75 => 9,
-        // Shared memory of a multiprocessor, of a block that asks, and what the driver keeps; blocks.
+        // Shared memory of a multiprocessor, of a block that asks, and what the driver keeps;
+        // blocks.
         81 => 228 << 10,
         97 => SHARED_ON_REQUEST as i32,
         111 => 1024,
@@ -559,7 +564,8 @@ unsafe fn c_text<'a>(text: *const c_char) -> Outcome<&'a str> {
     text.to_str().map_err(|_| Error::INVALID_PTX)
 }
 
-/// Blocks of a function that fit on a multiprocessor, by threads and shared memory; registers are not known.
+/// Blocks of a function that fit on a multiprocessor, by threads and shared memory; registers are
+/// not known.
 fn resident_blocks(function: &Function, threads: i32, dynamic: usize) -> i32 {
     if threads <= 0 || threads as u32 > function.max_threads {
         return 0;
@@ -737,7 +743,9 @@ entries! {
                 theirs.invalidate();
                 Err(Error::CAPTURE_MERGE)
             }
-            (None, Recorded::Nodes(..)) if stream.manner == Manner::Legacy => Err(Error::CAPTURE_IMPLICIT),
+            (None, Recorded::Nodes(..)) if stream.manner == Manner::Legacy => {
+                Err(Error::CAPTURE_IMPLICIT)
+            }
             (_, Recorded::Nodes(theirs, nodes)) => theirs.wait(&stream, &nodes),
         }
     }
@@ -962,7 +970,9 @@ entries! {
         put(function, function_named(module, c_text(name)?)?)
     }
 
-    fn cuModuleGetGlobal_v2(address: *mut u64, bytes: *mut usize, module: u64, name: *const c_char) {
+    fn cuModuleGetGlobal_v2(
+        address: *mut u64, bytes: *mut usize, module: u64, name: *const c_char,
+    ) {
         let loaded = MODULES.get(module)?;
         let (offset, size) = loaded.module.global(c_text(name)?).ok_or(Error::NOT_FOUND)?;
         if !address.is_null() {
@@ -990,7 +1000,7 @@ entries! {
         let function = FUNCTIONS.get(function)?;
         match number {
             8 => {
-                let most = SHARED_ON_REQUEST as usize - function.static_shared.min(SHARED_ON_REQUEST as usize);
+                let most = (SHARED_ON_REQUEST as usize).saturating_sub(function.static_shared);
                 if value < 0 || value as usize > most {
                     return Err(Error::INVALID_VALUE);
                 }
@@ -1003,7 +1013,9 @@ entries! {
         }
     }
 
-    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut i32, function: u64, threads: i32, dynamic: usize) {
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        blocks: *mut i32, function: u64, threads: i32, dynamic: usize,
+    ) {
         let function = FUNCTIONS.get(function)?;
         put(blocks, resident_blocks(&function, threads, dynamic))
     }
@@ -1043,7 +1055,8 @@ entries! {
     }
 
     fn cuPointerGetAttribute(to: *mut c_void, number: u32, address: u64) {
-        let (start, size, device) = engine().memory.allocation_around(address).ok_or(Error::INVALID_VALUE)?;
+        let around = engine().memory.allocation_around(address);
+        let (start, size, device) = around.ok_or(Error::INVALID_VALUE)?;
         match number {
             1 => put(to.cast(), context_handle(device)),
             // CU_MEMORYTYPE_DEVICE.
@@ -1079,7 +1092,9 @@ entries! {
         check_pool(pool)
     }
 
-    fn cuMemcpyPeerAsync(to: u64, to_context: u64, from: u64, from_context: u64, bytes: usize, handle: u64) {
+    fn cuMemcpyPeerAsync(
+        to: u64, to_context: u64, from: u64, from_context: u64, bytes: usize, handle: u64,
+    ) {
         let stream = stream(handle)?;
         let (target, source) = (device_of_context(to_context)?, device_of_context(from_context)?);
         submit(&stream, Submission::new("cuMemcpyPeerAsync", move |memory, work| {

@@ -1,7 +1,8 @@
 //! Captures and graphs, with the driver's rules for what may happen during a capture.
 //!
-//! The rules are those of the CUDA programming guide ("Prohibited and Unhandled Operations" under stream capture) and of
-//! `cuThreadExchangeStreamCaptureMode`. What breaks one invalidates the capture; its end then fails too.
+//! The rules are those of the CUDA programming guide ("Prohibited and Unhandled Operations" under
+//! stream capture) and of `cuThreadExchangeStreamCaptureMode`. What breaks one invalidates the
+//! capture; its end then fails too.
 
 use crate::control::{entries, put, Error, Handles, Outcome};
 use crate::driver::{self, Stream};
@@ -182,7 +183,8 @@ fn forbid(error: Error, concerns: impl Fn(&Capture) -> bool) -> Outcome {
     outcome
 }
 
-/// A call that no stream's queue sees, such as `cuMemAlloc`: unsafe while the thread captures, and in the mode GLOBAL while any does.
+/// A call that no stream's queue sees, such as `cuMemAlloc`: unsafe while the thread captures, and
+/// in the mode GLOBAL while any does.
 pub fn unsafe_call() -> Outcome {
     let here = std::thread::current().id();
     let mode = THREAD_MODE.get();
@@ -198,7 +200,8 @@ pub fn unsafe_call() -> Outcome {
     })
 }
 
-/// A call that waits for all streams of a device. It would have to wait for those in capture, whatever their mode and thread.
+/// A call that waits for all streams of a device. It would have to wait for those in capture,
+/// whatever their mode and thread.
 pub fn device_wide_call(device: i32) -> Outcome {
     forbid(Error::CAPTURE_UNSUPPORTED, |capture| {
         capture.origin.device == device
@@ -237,7 +240,8 @@ impl Drop for Graph {
         let kept = lock(&self.kept);
         for &address in self.allocations.keys() {
             if !kept.contains(&address) {
-                // It is the graph's own, and its last work has run: work in the queues keeps the graph.
+                // It is the graph's own, and its last work has run: work in the queues keeps the
+                // graph.
                 let _ = engine().memory.free(address, None);
             }
         }
@@ -257,7 +261,7 @@ static EXECUTABLES: Handles<Executable> = Handles::new(6);
 
 /// Graphs and executable graphs that the program holds.
 pub fn live() -> u64 {
-    GRAPHS.len() + EXECUTABLES.len()
+    GRAPHS.count() + EXECUTABLES.count()
 }
 
 /// Frees memory that a graph left, in the order of a stream. False: no graph left it.
@@ -318,7 +322,8 @@ impl Captured {
     }
 }
 
-/// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`, `.._UPLOAD`, `.._DEVICE_LAUNCH`, `.._USE_NODE_PRIORITY`.
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`, `.._UPLOAD`, `.._DEVICE_LAUNCH`,
+/// `.._USE_NODE_PRIORITY`.
 const AUTO_FREE: u64 = 1;
 const DEVICE_LAUNCH: u64 = 4;
 const KNOWN_FLAGS: u64 = 15;
@@ -409,7 +414,8 @@ entries! {
             for address in kept.drain() {
                 engine().submit(stream.id, free_node(address))?;
             }
-            kept.extend(graph.allocations.iter().filter(|(_, freed)| !**freed).map(|(address, _)| address));
+            let left = graph.allocations.iter().filter(|(_, freed)| !**freed);
+            kept.extend(left.map(|(address, _)| address));
         }
         let keep: Arc<dyn Any + Send + Sync> = graph.clone();
         engine().submit_graph(stream.id, &graph.nodes, &keep)?;

@@ -1,4 +1,5 @@
-//! A CUDA driver in software.
+//! A CUDA driver in software: it runs programs that were built for an NVIDIA GPU, and checks each
+//! access of their kernels.
 
 pub mod alu;
 pub mod blas;

@@ -1,11 +1,14 @@
 //! The device's memory: allocations, what is written in them, and who touched what last.
 //!
-//! A device address is the host address of the same byte, so whoever has had an access checked may make it.
+//! A device address is the host address of the same byte, so whoever has had an access checked may
+//! make it.
 //!
-//! Each word of four bytes has a shadow: which of its bytes are written, and who wrote and who read it last. "Who" is an *agent*, a
-//! block of a launch. A launch takes a run of consecutive agents when it starts, so agents of older work are smaller, and one
-//! comparison settles most accesses. Where several agents share a word (neighbouring f16 elements, readers on several streams), the
-//! shadow names a *group* of them. Whether older work happened before an access follows from vector clocks.
+//! Each word of four bytes has a shadow: which of its bytes are written, and who wrote and who read
+//! it last. "Who" is an *agent*, a block of a launch. A launch takes a run of consecutive agents
+//! when it starts, so agents of older work are smaller, and one comparison settles most accesses.
+//! Where several agents share a word (neighbouring f16 elements, readers on several streams), the
+//! shadow names a *group* of them. Whether older work happened before an access follows from vector
+//! clocks.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
@@ -253,7 +256,8 @@ impl fmt::Display for Allocation {
     }
 }
 
-/// Addresses of the device with their shadows beside them, all reserved and backed by memory once touched.
+/// Addresses of the device with their shadows beside them, all reserved and backed by memory once
+/// touched.
 struct Arena {
     base: u64,
     size: u64,
@@ -263,13 +267,15 @@ struct Arena {
     written: u64,
 }
 
-/// Bytes that an arena holds. What was freed is used again, so a program needs little more than it holds at once.
+/// Bytes that an arena holds. What was freed is used again, so a program needs little more than it
+/// holds at once.
 const ARENA: u64 = 1 << 39;
 /// Allocations are aligned so, as the driver aligns them.
 const ALIGNMENT: u64 = 512;
 /// Bytes after each allocation that belong to none.
 const GAP: u64 = 256;
-/// Freed blocks of one size that wait before one of them is used again, so that a late access meets freed memory.
+/// Freed blocks of one size that wait before one of them is used again, so that a late access meets
+/// freed memory.
 const QUARANTINE: usize = 16;
 /// Larger ones give their pages back when they are freed.
 const LARGE: u64 = 16 << 20;
@@ -280,7 +286,8 @@ impl Arena {
         loop {
             // Data, then 8 bytes a word, then one byte a word.
             let all = size + size * 2 + size / 4;
-            // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no other memory.
+            // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no other
+            // memory.
             let base = unsafe {
                 libc::mmap(
                     std::ptr::null_mut(),
@@ -308,13 +315,15 @@ impl Arena {
     /// The shadow of the word at an address in the arena.
     fn agents(&self, address: u64) -> &AtomicU64 {
         debug_assert!(address - self.base < self.size);
-        // SAFETY: each word of the arena has eight bytes there, mapped as long as the arena lives, and used as atomics alone.
+        // SAFETY: each word of the arena has eight bytes there, mapped as long as the arena lives,
+        // and used as atomics alone.
         unsafe { &*((self.agents + ((address - self.base) >> 2) * 8) as *const AtomicU64) }
     }
 
     fn written(&self, address: u64) -> &AtomicU8 {
         debug_assert!(address - self.base < self.size);
-        // SAFETY: each word of the arena has a byte there, mapped as long as the arena lives, and used as an atomic alone.
+        // SAFETY: each word of the arena has a byte there, mapped as long as the arena lives, and
+        // used as an atomic alone.
         unsafe { &*((self.written + ((address - self.base) >> 2)) as *const AtomicU8) }
     }
 
@@ -335,7 +344,8 @@ impl Arena {
     fn discard(start: u64, bytes: u64) {
         let (from, to) = (start.next_multiple_of(4096), (start + bytes) & !4095);
         if from < to {
-            // SAFETY: the pages lie within the arena's private mapping, and no reference to plain memory in it exists.
+            // SAFETY: the pages lie within the arena's private mapping, and no reference to plain
+            // memory in it exists.
             unsafe { libc::madvise(from as *mut _, (to - from) as usize, libc::MADV_DONTNEED) };
         }
     }
@@ -382,7 +392,8 @@ impl Default for Memory {
     }
 }
 
-/// A lock whose holder panicked guards what it guarded before: each change here is whole or is only a counter.
+/// A lock whose holder panicked guards what it guarded before: each change here is whole or is only
+/// a counter.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -538,7 +549,8 @@ impl Memory {
             .find(|user| !work.is_after(user.stream, user.number));
         if let Some(other) = other {
             return Err(format!(
-                "{allocation} is freed by {work}, and nothing orders that after {other}, which uses it"
+                "{allocation} is freed by {work}, and nothing orders that \
+                 after {other}, which uses it"
             ));
         }
         let born = *lock(&allocation.born);
@@ -550,7 +562,8 @@ impl Memory {
         }
     }
 
-    /// Makes an allocation memory of a graph: it is there from [`Memory::wake`] to [`Memory::sleep`].
+    /// Makes an allocation memory of a graph: it is there from [`Memory::wake`] to
+    /// [`Memory::sleep`].
     pub fn make_dormant(&self, start: u64) {
         if let Some(found) = self.find(start).filter(|found| found.start == start) {
             found.state.store(DORMANT, Relaxed);
@@ -600,8 +613,9 @@ impl Memory {
             blocks => blocks.min(MOST_BLOCKS),
         };
         if history.next + blocks + 2 > GROUPS {
-            // Numbers begin again. All shadows become those of words that nobody touched. Work that runs meanwhile keeps its
-            // numbers, which nobody finds any more and which count as earlier.
+            // Numbers begin again. All shadows become those of words that nobody touched. Work that
+            // runs meanwhile keeps its numbers, which nobody finds any more and which count as
+            // earlier.
             *history = History::default();
             Arena::discard(self.arena.agents, self.arena.size * 2);
             for allocation in self
@@ -724,7 +738,8 @@ impl View {
         }
     }
 
-    /// Checks an access and records it. If it stands, each active lane may read or write `size` bytes at its address.
+    /// Checks an access and records it. If it stands, each active lane may read or write `size`
+    /// bytes at its address.
     #[inline]
     pub fn check(&mut self, access: &Access) -> Result<(), Violation> {
         if !self.memory.checks.load(Relaxed) {
@@ -800,7 +815,7 @@ impl View {
         if bytes == 0 {
             return Ok(());
         }
-        if start % step != 0 {
+        if !start.is_multiple_of(step) {
             return Err((
                 start,
                 format!("misaligned: {start:#x} is no multiple of {step}"),
@@ -822,8 +837,8 @@ impl View {
         Ok(())
     }
 
-    /// Finds the allocation of a range, which must be this device's, alive, and ordered before this work. Returns the agent from
-    /// which on the order must be looked up.
+    /// Finds the allocation of a range, which must be this device's, alive, and ordered before this
+    /// work. Returns the agent from which on the order must be looked up.
     #[inline]
     fn enter(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Refusal> {
         for recent in self.recent.iter().flatten() {
@@ -873,7 +888,8 @@ impl View {
                 return Err((
                     start,
                     format!(
-                        "{does} {start:#x}, byte {offset} of {allocation}, memory of a graph that is not alive"
+                        "{does} {start:#x}, byte {offset} of {allocation}, memory of a \
+                         graph that is not alive"
                     ),
                 ))
             }
@@ -902,7 +918,8 @@ impl View {
                 return Err((
                     start,
                     format!(
-                        "{does} {start:#x}, byte {offset} of {allocation}, and nothing orders {} after the allocation",
+                        "{does} {start:#x}, byte {offset} of {allocation}, and nothing \
+                         orders {} after the allocation",
                         self.work
                     ),
                 ));
@@ -915,7 +932,8 @@ impl View {
                 .iter_mut()
                 .find(|user| user.stream == self.work.stream)
             {
-                // Work of one stream is ordered, but that of a graph's branches may end in any order.
+                // Work of one stream is ordered, but that of a graph's branches may end in any
+                // order.
                 Some(user) if user.number < self.work.number => *user = self.work.clone(),
                 Some(_) => {}
                 None => users.push(self.work.clone()),
@@ -1209,7 +1227,8 @@ impl View {
     /// Writes host memory to the device.
     pub fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), String> {
         self.touch(Kind::Store, to, bytes.len() as u64, 1)?;
-        // SAFETY: the range is checked to be an allocation's; the device's memory is apart from what Rust owns.
+        // SAFETY: the range is checked to be an allocation's; the device's memory is apart from
+        // what Rust owns.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
         Ok(())
     }

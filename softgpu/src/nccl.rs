@@ -1,6 +1,8 @@
-//! The little of NCCL that a communicator of one process calls: ranks are threads, each with a device, and sum tensors.
+//! The little of NCCL that a communicator of one process calls: ranks are threads, each with a
+//! device, and sum tensors.
 //!
-//! A sum is work of a stream on each rank. It runs once it is the next work of all ranks' streams, and adds in the order of the ranks.
+//! A sum is work of a stream on each rank. It runs once it is the next work of all ranks' streams,
+//! and adds in the order of the ranks.
 
 use crate::control::{entries, put, Error, Handles, Outcome};
 use crate::driver;
@@ -126,7 +128,8 @@ impl World {
 }
 
 impl Communicator {
-    fn new(world: Arc<World>, rank: usize, device: i32) -> u64 {
+    /// Returns its handle.
+    fn open(world: Arc<World>, rank: usize, device: i32) -> u64 {
         COMMUNICATORS.add(Arc::new(Self {
             world,
             rank,
@@ -295,7 +298,7 @@ entries! {
         if waits {
             world.wait();
         }
-        put(communicator, Communicator::new(world, rank, device))
+        put(communicator, Communicator::open(world, rank, device))
     }
 
     fn ncclCommInitAll(communicators: *mut u64, size: i32, devices: *const i32) {
@@ -304,7 +307,7 @@ entries! {
         for rank in 0..size {
             world.join(rank)?;
             let device = if devices.is_null() { rank as i32 } else { *devices.add(rank) };
-            put(communicators.add(rank), Communicator::new(world.clone(), rank, device))?;
+            put(communicators.add(rank), Communicator::open(world.clone(), rank, device))?;
         }
         Ok(())
     }
@@ -354,11 +357,13 @@ entries! {
     }
 
     fn ncclAllReduce(
-        from: u64, to: u64, count: usize, element: u32, operation: u32, communicator: u64, stream: u64,
+        from: u64, to: u64, count: usize, element: u32, operation: u32,
+        communicator: u64, stream: u64,
     ) {
         let communicator = COMMUNICATORS.get(communicator)?;
         let stream = driver::stream(stream)?;
-        if size_of(element).is_none() || operation > AVERAGE || stream.device != communicator.device {
+        let known = size_of(element).is_some() && operation <= AVERAGE;
+        if !known || stream.device != communicator.device {
             return Err(Error::INVALID_VALUE);
         }
         let part = Part { from, to, count, element, operation };

@@ -1,4 +1,5 @@
-//! The little of cuRAND that candle calls. The numbers follow from the seed and their place alone; they are not cuRAND's.
+//! The little of cuRAND that candle calls. The numbers follow from the seed and their place alone;
+//! they are not cuRAND's.
 
 use crate::control::{entries, put, Error, Handles, Outcome};
 use crate::driver;
@@ -108,7 +109,8 @@ entries! {
         // It allocates.
         graph::unsafe_call()?;
         driver::current_device()?;
-        put(generator, GENERATORS.add(Arc::new(Mutex::new(Generator { seed: 0, given: 0, stream: 0 }))))
+        let new = Generator { seed: 0, given: 0, stream: 0 };
+        put(generator, GENERATORS.add(Arc::new(Mutex::new(new))))
     }
 
     fn curandDestroyGenerator(generator: u64) {
@@ -147,7 +149,9 @@ entries! {
         generate(generator, "curandGenerateNormal", to, count, false, normal)
     }
 
-    fn curandGenerateNormalDouble(generator: u64, to: u64, count: usize, mean: f64, deviation: f64) {
+    fn curandGenerateNormalDouble(
+        generator: u64, to: u64, count: usize, mean: f64, deviation: f64,
+    ) {
         let normal = normal(count, mean, deviation)?;
         generate(generator, "curandGenerateNormalDouble", to, count, true, normal)
     }

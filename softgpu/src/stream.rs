@@ -1,8 +1,9 @@
 //! Streams: queues of work that runs when somebody waits for it, in any order that nothing forbids.
 //!
-//! A submission gets a number in its stream and a clock: what its stream had waited for. Both the scheduler, which must respect the
-//! clock, and the memory, which finds accesses that no clock orders, go by it. Work runs on whichever host thread waits; the lock of
-//! the queues is not held meanwhile.
+//! A submission gets a number in its stream and a clock: what its stream had waited for. Both the
+//! scheduler, which must respect the clock, and the memory, which finds accesses that no clock
+//! orders, go by it. Work runs on whichever host thread waits; the lock of the queues is not held
+//! meanwhile.
 
 use crate::counts::Counts;
 use crate::fault::Fault;
@@ -18,13 +19,16 @@ use std::time::Duration;
 pub type Action =
     Arc<dyn Fn(&Arc<Memory>, &Arc<Work>) -> Result<Option<Counts>, Fault> + Send + Sync>;
 
+/// What a meeting does.
+pub type JointAction = dyn Fn(&Arc<Memory>, &[Arc<Work>]) -> Result<(), Fault> + Send + Sync;
+
 /// Work of several streams that starts when all have come to it.
 pub struct Meeting {
     pub size: usize,
     /// Given up: whoever comes does not wait.
     pub cancelled: AtomicBool,
     /// Takes each participant's work, by rank.
-    pub action: Box<dyn Fn(&Arc<Memory>, &[Arc<Work>]) -> Result<(), Fault> + Send + Sync>,
+    pub action: Box<JointAction>,
 }
 
 #[derive(Clone)]
@@ -268,7 +272,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Queues the nodes of a graph. Those of its first branch go into `stream` itself; each other branch has a stream of its own.
+    /// Queues the nodes of a graph. Those of its first branch go into `stream` itself; each other
+    /// branch has a stream of its own.
     pub fn submit_graph(
         &self,
         stream: u32,
@@ -539,7 +544,8 @@ impl Engine {
         self.changed.notify_all();
     }
 
-    /// Work that faults is recorded for [`Engine::take_fault`], not printed, and the process does not fail for it.
+    /// Work that faults is recorded for [`Engine::take_fault`], not printed, and the process does
+    /// not fail for it.
     pub fn expect_faults(&self, expected: bool) {
         lock(&self.state).faults_expected = expected;
     }
@@ -585,7 +591,8 @@ impl Engine {
         }
         if state.failed {
             eprintln!("softgpu: the program's GPU work faulted");
-            // SAFETY: it ends the process, whose output is unbuffered or was flushed before the exit handlers.
+            // SAFETY: it ends the process, whose output is unbuffered or was flushed before the
+            // exit handlers.
             unsafe { libc::_exit(99) };
         }
     }

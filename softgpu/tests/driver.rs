@@ -622,7 +622,8 @@ fn captures_follow_the_drivers_rules() {
     ok(outside.fill(a, 0, 64));
     ok(outside.sync());
     let mut host = [0u8; 4];
-    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to local variables.
+    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to
+    // local variables.
     unsafe {
         let allocate = || {
             let mut address = 0;
@@ -763,7 +764,8 @@ fn products_are_those_of_plain_loops() {
     let mut blas = 0;
     let (m, n, k, batch) = (37, 21, 19, 2);
     let number = |i: usize| ((i * 37 + 11) % 17) as f32 / 8. - 1.;
-    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to local variables.
+    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to
+    // local variables.
     unsafe {
         ok(cublasCreate_v2(&mut blas));
         ok(cublasSetStream_v2(blas, queue.0));
@@ -965,5 +967,44 @@ fn page_locked_memory_is_read_when_the_copy_runs() {
         ok(cuMemFreeHost(host));
         queue.free(b);
     }
+    queue.free(a);
+}
+
+/// A program that looks at no error, and waits for nothing, fails all the same: its work runs at
+/// its exit.
+#[test]
+fn a_fault_that_nobody_looks_at_fails_the_process() {
+    const CHILD: &str = "SOFTGPU_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        use_device(0);
+        let queue = Queue::new();
+        let a = queue.alloc(4);
+        let _ = queue.fill(a, 0, 8);
+        return;
+    }
+    let name = "a_fault_that_nobody_looks_at_fails_the_process";
+    let run = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([name, "--exact"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&run.stderr);
+    assert_eq!(run.status.code(), Some(99), "{errors}");
+    assert!(errors.contains("softgpu: cuMemsetD8Async"), "{errors}");
+}
+
+#[test]
+fn calls_are_cheap_when_kernels_are_off() {
+    let _gpu = Gpu::new();
+    let queue = Queue::new();
+    let a = queue.alloc(4);
+    ok(queue.fill(a, 1, 4));
+    softgpu_kernels(false);
+    // None of these runs, not even the one that would fault.
+    ok(queue.fill(a, 2, 4));
+    ok(queue.fill(a, 2, 8));
+    ok(queue.sync());
+    softgpu_kernels(true);
+    assert_eq!(queue.get::<u8>(a, 4), [1; 4]);
     queue.free(a);
 }
