@@ -1,4 +1,42 @@
-#![doc = include_str!("../README.md")]
+//! PowerNorm for [candle]: a normalization layer that replaces LayerNorm with one changed line and
+//! trains with a fused forward and a fused backward, on CPUs and NVIDIA GPUs.
+//!
+//! ```
+//! use candle::{DType, Device, Module, Result, Tensor};
+//! use candle_nn::{VarBuilder, VarMap};
+//! use candle_powernorm::power_norm;
+//!
+//! fn main() -> Result<()> {
+//!     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+//!     let norm = power_norm(512, 1e-5, vb.pp("norm"))?; // was: layer_norm(512, 1e-5, ..)
+//!     let xs = Tensor::randn(0f32, 1., (8, 128, 512), &Device::Cpu)?;
+//!     norm.forward(&xs)?; // training: the statistics move
+//!
+//!     norm.mode().set_training(false);
+//!     norm.forward(&xs)?; // evaluation: nothing moves
+//!     Ok(())
+//! }
+//! ```
+//!
+//! LayerNorm divides a token by its own statistics. PowerNorm divides each channel by a running mean
+//! of its squares, which is known before a batch is read.
+//!
+//! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
+//! - [`Mode`] switches a whole model between training and evaluation.
+//! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes a
+//!   residual.
+//! - [`PowerNorm::fold_into`] moves a trained layer into the linear layer after it.
+//! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
+//! - [`Recipe`] chooses between the paper's equations and those of the released code.
+//!
+//! The [`guide`] has a page on each part.
+//!
+//! | feature | what it adds |
+//! |---|---|
+//! | `cuda` | the layer on NVIDIA GPUs; building needs `nvcc` |
+//! | `mpi` | `MpiCommunicator`, which sums over the processes of an MPI job |
+//! | `nccl` | `NcclCommunicator`, which sums over GPUs; turns on `cuda` |
+//! | `serde` | [`PowerNormConfig`] in a model's `config.json` |
 #![deny(missing_docs, unsafe_code)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -28,3 +66,73 @@ pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
+
+/// Where the links between the guide's pages lead in rustdoc. The first definition of a link wins, and
+/// a page's own, which come later, lead to files, for readers of the repository.
+macro_rules! links {
+    () => {
+        "[checkpoints]: crate::guide::checkpoints\n\
+         [gpu]: crate::guide::gpu\n\
+         [inference]: crate::guide::inference\n\
+         [mixed-precision]: crate::guide::mixed_precision\n\
+         [padding]: crate::guide::padding\n\
+         [paper]: crate::guide::paper\n\
+         [performance]: crate::guide::performance\n\
+         [ranks]: crate::guide::ranks\n\
+         [residuals]: crate::guide::residuals\n\
+         [robustness]: crate::guide::robustness\n\
+         [training]: crate::guide::training\n"
+    };
+}
+
+/// The guide: a page on each part of the crate. Start with [`training`](guide::training).
+pub mod guide {
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/training.md")]
+    pub mod training {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/padding.md")]
+    pub mod padding {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/residuals.md")]
+    pub mod residuals {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/mixed-precision.md")]
+    pub mod mixed_precision {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/inference.md")]
+    pub mod inference {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/checkpoints.md")]
+    pub mod checkpoints {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/ranks.md")]
+    pub mod ranks {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/robustness.md")]
+    pub mod robustness {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/gpu.md")]
+    pub mod gpu {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/performance.md")]
+    pub mod performance {}
+
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/paper.md")]
+    pub mod paper {}
+}
+
+/// Runs the README's code among the doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -112,6 +112,8 @@ pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tens
             groups,
             eps,
             element: PhantomData,
+            #[cfg(feature = "cuda")]
+            kernels: Arc::default(),
         })
     }
     with_element!(xs.dtype(), T => apply::<T>(xs, groups, eps))
@@ -247,7 +249,7 @@ impl<A: cpu::Accumulator + WithDType> Forward<A> {
         match &self.saved {
             Saved::Cpu(saved) => saved.settle(ranks)?,
             #[cfg(feature = "cuda")]
-            Saved::Cuda(saved) => saved.settle(state.device().as_cuda_device()?, ranks)?,
+            Saved::Cuda(saved) => saved.settle(ranks)?,
         }
         self.commit(state)
     }
@@ -509,6 +511,7 @@ impl<T: Element> PowerNormOp<T> {
             self.tracked,
             self.before.version.steps,
             &self.ranks,
+            self.state.kernels(),
         )?;
         // candle runs a forward once.
         let _ = (self.saved.0).set(Forward::new(Saved::Cuda(saved), self));
@@ -541,11 +544,10 @@ impl<T: Element> PowerNormOp<T> {
         })?;
         // The state's lock is not held while ranks wait for each other.
         forward.commit(&self.state)?;
-        let device = x.device().as_cuda_device()?;
         let mut update_nu = |ema_gz: Option<(&mut CudaStorage, &Layout)>| {
             let weight = affine.map(|[weight, _]| weight.storage_and_layout());
             let weight = weight.as_ref().map(cuda_argument).transpose()?;
-            saved.update_nu(device, &mut backward, weight, ema_gz, wanted.loss_scale)
+            saved.update_nu(&mut backward, weight, ema_gz, wanted.loss_scale)
         };
         match self.purpose {
             Purpose::Training => self
@@ -668,6 +670,8 @@ struct GroupScalingOp<T> {
     groups: usize,
     eps: f64,
     element: PhantomData<T>,
+    #[cfg(feature = "cuda")]
+    kernels: Arc<cuda::Kernels>,
 }
 
 impl<T: Element> GroupScalingOp<T> {
@@ -692,7 +696,13 @@ impl<T: Element> GroupScalingOp<T> {
     fn cuda_backward(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let (x_storage, dy_storage) = (x.storage_and_layout(), dy.storage_and_layout());
         let (x_argument, dy_argument) = (cuda_argument(&x_storage)?, cuda_argument(&dy_storage)?);
-        let dx = cuda::scale_groups_bwd(x_argument, dy_argument, self.groups, self.eps)?;
+        let dx = cuda::scale_groups_bwd(
+            x_argument,
+            dy_argument,
+            self.groups,
+            self.eps,
+            &self.kernels,
+        )?;
         Ok(cuda_tensor(dx, x.shape()))
     }
 }
@@ -709,7 +719,7 @@ impl<T: Element> CustomOp1 for GroupScalingOp<T> {
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let y = cuda::scale_groups((storage, layout), self.groups, self.eps)?;
+        let y = cuda::scale_groups((storage, layout), self.groups, self.eps, &self.kernels)?;
         Ok((y, layout.shape().clone()))
     }
 

@@ -1,6 +1,8 @@
 //! ψ², ν and t: where they live, how they are read, how a step moves them.
 
 use crate::config::{PhiStep, Shares};
+#[cfg(feature = "cuda")]
+use crate::cuda::Kernels;
 use crate::mode::Purpose;
 use crate::{Error, PowerNormConfig, Recipe};
 #[cfg(feature = "cuda")]
@@ -12,6 +14,8 @@ use num_traits::Float;
 use std::cell::Cell;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The running statistics of a layer, in variables that a `VarMap` shares.
@@ -35,6 +39,8 @@ pub(crate) struct State {
     /// How often the statistics were reset.
     resets: AtomicUsize,
     deferred: Mutex<Option<Deferred>>,
+    #[cfg(feature = "cuda")]
+    kernels: Arc<Kernels>,
 }
 
 /// How far the last recalibration came.
@@ -113,6 +119,8 @@ impl State {
             lock: Mutex::default(),
             resets: AtomicUsize::new(0),
             deferred: Mutex::default(),
+            #[cfg(feature = "cuda")]
+            kernels: Arc::default(),
         };
         Ok((state, trainable))
     }
@@ -261,6 +269,12 @@ impl State {
     #[cfg(feature = "cuda")]
     pub fn nu_variable(&self) -> &Tensor {
         &self.ema_gz
+    }
+
+    /// The kernels that the layer launched before.
+    #[cfg(feature = "cuda")]
+    pub fn kernels(&self) -> &Arc<Kernels> {
+        &self.kernels
     }
 
     /// Leaves the step of this forward to its backward, or to [`settle`](Self::settle).

@@ -8,13 +8,12 @@ mod common;
 use candle::{DType, Tensor};
 use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
 use common::distributed::{self, Rank};
-use common::{message, CPU};
+use common::{message, CPU, LIMIT};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator as _;
 use mpi::Threading;
 use std::process::{abort, Command};
 use std::sync::Arc;
-use std::time::Duration;
 
 fn main() {
     // What Open MPI, and what MPICH tells a rank.
@@ -40,8 +39,8 @@ fn as_rank() {
         abort();
     }));
     std::thread::spawn(|| {
-        std::thread::sleep(Duration::from_secs(300));
-        eprintln!("no end after five minutes: a deadlock");
+        std::thread::sleep(LIMIT);
+        eprintln!("no end after {LIMIT:?}: a deadlock");
         abort();
     });
 

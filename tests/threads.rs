@@ -5,8 +5,7 @@ mod common;
 use candle::{DType, Module, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
 use common::{
-    assert_close, assert_finite, layer, run, state, to_f64, var, within_a_minute, Batch, Bound,
-    Data, Twin,
+    assert_close, assert_finite, in_time, layer, run, state, to_f64, var, Batch, Bound, Data, Twin,
 };
 use std::sync::mpsc;
 use std::time::Duration;
@@ -39,7 +38,7 @@ fn spread(layer: &PowerNorm, batch: &Batch, threads: usize, steps: usize) {
 
 #[test]
 fn steps_from_many_threads_are_all_counted() {
-    within_a_minute(|| {
+    in_time(|| {
         let (threads, steps) = (6, 500);
         let batch = Batch::random(&mut Data::new(1), &[3, SIZE], DType::F32, true);
         let concurrent = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
@@ -57,7 +56,7 @@ fn steps_from_many_threads_are_all_counted() {
 /// counted, and the statistics are those of some order.
 #[test]
 fn running_statistics_survive_many_threads() {
-    within_a_minute(|| {
+    in_time(|| {
         let (threads, steps) = (6, 20);
         let config = PowerNormConfig {
             warmup_steps: 3,
@@ -92,7 +91,7 @@ fn running_statistics_survive_many_threads() {
 /// layer, on the same stack: it must not wait for what its own stack holds.
 #[test]
 fn forwards_inside_rayon_do_not_deadlock() {
-    within_a_minute(|| {
+    in_time(|| {
         const FORWARDS: usize = 100;
         let (layer, _) = layer(512, orderless(), DType::F32);
         // Large enough to be cut into pieces itself.
@@ -131,7 +130,7 @@ fn forwards_inside_rayon_do_not_deadlock() {
 /// runs, and a training forward writes to those very buffers.
 #[test]
 fn a_layer_can_read_its_own_buffers() {
-    within_a_minute(|| {
+    in_time(|| {
         let mut data = Data::new(6);
         let mut twin = Twin::new(&mut data, SIZE, orderless(), DType::F64);
         let batch = Batch::random(&mut data, &[7, SIZE], DType::F64, false);

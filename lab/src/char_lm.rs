@@ -267,3 +267,85 @@ fn report_fold(run: &Run, norm: Norm, sample: &str) -> Result<Value> {
         "tokens_per_second_unfolded": speed[0],
     }))
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+    use crate::common::checkpoint::variables;
+    use crate::common::norm::is_buffer;
+    use candle::{Device, Tensor};
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    const STEPS: usize = 20;
+
+    /// The run of the command, in small. PowerNorm's warm-up ends on the way.
+    fn small(norm: Norm, corpus: &Corpus) -> Settings {
+        let mut settings = settings(
+            &Args::parse_from(["char-lm", "--text", "not read"]),
+            norm,
+            corpus,
+        );
+        settings.norm.warmup_steps = 6;
+        settings.steps = STEPS;
+        settings.size.layers = 2;
+        settings.size.width = 64;
+        settings.size.context = 32;
+        (settings.batch, settings.micro_batch) = (4, 4);
+        settings
+    }
+
+    /// The losses of a run whose initial weights are off by up to `relative` of each.
+    fn losses(norm: Norm, device: &Device, relative: f64) -> Result<Vec<f32>> {
+        let corpus = Corpus::new(include_str!("common/train.rs"), Unit::Character, 32)?;
+        let mut run = Run::new(small(norm, &corpus), &corpus, device)?;
+        let mut rng = StdRng::seed_from_u64(1);
+        for (name, var) in variables(&run.varmap) {
+            if relative > 0. && !is_buffer(&name) {
+                let factors: Vec<f32> = (0..var.elem_count())
+                    .map(|_| 1. + rng.random_range(-relative..relative) as f32)
+                    .collect();
+                let factors = Tensor::from_vec(factors, var.shape(), device)?;
+                var.set(&(var.as_tensor() * factors)?)?;
+            }
+        }
+        (0..STEPS).map(|_| run.step()).collect()
+    }
+
+    /// Both devices train from the same weights on the same batches, so they part by rounding only.
+    ///
+    /// The roundings of a pass add up to 8·sqrt(n)·u of its result, with n = 256 for the longest sum
+    /// here: 2^-17. How far training carries that, a run on the CPU tells whose weights are off by
+    /// as much from the start. Each step rounds anew, for which 8 allows.
+    #[test]
+    fn both_devices_train_alike() -> Result<()> {
+        const ROUNDING: f32 = 1. / 131072.;
+        let expected = losses(Norm::Power, &Device::Cpu, 0.)?;
+        let off = losses(Norm::Power, &Device::Cpu, ROUNDING.into())?;
+        let mut carried = 0f32;
+        let bounds: Vec<f32> = (expected.iter().zip(&off))
+            .map(|(loss, off)| {
+                carried = carried.max((loss - off).abs());
+                ROUNDING * loss + 8. * carried
+            })
+            .collect();
+        let parts_at = |losses: &[f32]| {
+            (0..STEPS).find(|&t| {
+                let difference = (losses[t] - expected[t]).abs();
+                difference > bounds[t] || difference.is_nan()
+            })
+        };
+        // Another statistic after the warm-up exceeds the bound.
+        let of_batch = losses(Norm::PowerV, &Device::Cpu, 0.)?;
+        assert!(parts_at(&of_batch).is_some_and(|t| t >= 6), "{bounds:?}");
+        assert!(expected[STEPS - 1] < expected[0] - 0.1, "{expected:?}");
+
+        let losses = losses(Norm::Power, &Device::new_cuda(0)?, 0.)?;
+        assert_eq!(
+            parts_at(&losses),
+            None,
+            "{losses:?}, {expected:?}, {bounds:?}"
+        );
+        Ok(())
+    }
+}

@@ -1,9 +1,12 @@
 //! Runs a launch: its blocks and warps in some order.
 
+use crate::alu;
 use crate::counts::Counts;
 use crate::fault::Fault;
-use crate::memory::{Memory, Work};
-use crate::ptx::Module;
+use crate::memory::{Memory, View, Work};
+use crate::ptx::{Module, Op};
+use crate::shared::Shared;
+use crate::warp::{Block, State, Warp};
 use std::sync::Arc;
 
 /// A kernel's launch, its arguments copied.
@@ -29,13 +32,159 @@ pub struct Conditions {
     pub perturb: bool,
 }
 
+/// Branches that a warp may take before it is another's turn. Somebody may wait for what the other does.
+const PATIENCE: u64 = 1 << 16;
+
 /// Runs a launch to its end, or to its first fault.
-pub fn run(
-    launch: &Launch,
-    memory: &Arc<Memory>,
-    work: &Arc<Work>,
-    conditions: Conditions,
-) -> Result<Counts, Fault> {
-    let _ = (launch, memory, work, conditions);
-    Ok(Counts::default())
+pub fn run(launch: &Launch, memory: &Arc<Memory>, work: &Arc<Work>, conditions: Conditions) -> Result<Counts, Fault> {
+    let refused = |what: String| Fault {
+        kernel: launch.module.name_of(launch.entry).to_owned(),
+        block: [0; 3],
+        thread: [0; 3],
+        source: None,
+        instruction: "the launch".to_owned(),
+        what,
+    };
+    let program = launch.module.program(launch.entry).map_err(refused)?;
+    let threads: u64 = launch.block.iter().map(|size| u64::from(*size)).product();
+    let blocks: u64 = launch.grid.iter().map(|size| u64::from(*size)).product();
+    if threads == 0 || threads > u64::from(launch.module.max_threads(launch.entry)) || blocks == 0 {
+        return Err(refused(format!("blocks of {threads} threads, {blocks} of them, cannot run")));
+    }
+    if launch.parameters.len() < launch.module.parameter_bytes(launch.entry) {
+        return Err(refused(format!("{} bytes of arguments are too few", launch.parameters.len())));
+    }
+    let ops: Vec<Op> = program.ops.iter().map(|op| alu::under(op, conditions.perturb)).collect();
+    let mut block = Block {
+        launch,
+        program: &program,
+        ops: &ops,
+        index: [0; 3],
+        shared: Shared::new(program.dynamic_start() + launch.shared_bytes as usize),
+        view: View::new(memory.clone(), work.clone(), 0),
+        counts: Counts::default(),
+        arrived: [0; 16],
+    };
+    let perturb = conditions.perturb.then_some(conditions.seed);
+    let mut warps: Vec<Warp> = (0..threads.div_ceil(32) as u32).map(|number| Warp::new(&block, number, perturb)).collect();
+    let mut chance = Chance(conditions.seed);
+    for index in order(blocks, &mut chance) {
+        let [x, y, _] = launch.grid.map(u64::from);
+        block.index = [index % x, index / x % y, index / (x * y)].map(|axis| axis as u32);
+        block.view = View::new(memory.clone(), work.clone(), index as u32);
+        block.shared.restart();
+        block.arrived = [0; 16];
+        block.counts.blocks += 1;
+        for warp in &mut warps {
+            warp.restart(&block);
+        }
+        run_block(&mut block, &mut warps, &mut chance).map_err(|fault| *fault)?;
+    }
+    Ok(block.counts)
+}
+
+/// Numbers that look drawn by chance; none do if the seed is 0.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, bound: u64) -> u64 {
+        if self.0 == 0 {
+            return 0;
+        }
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % bound.max(1)
+    }
+}
+
+/// Blocks or warps in the order that they run: by index, backwards, or shuffled.
+fn order(count: u64, chance: &mut Chance) -> Vec<u64> {
+    let mut all: Vec<u64> = (0..count).collect();
+    if chance.0 == 0 {
+        return all;
+    }
+    if chance.below(3) == 0 {
+        all.reverse();
+        return all;
+    }
+    for end in (1..all.len()).rev() {
+        all.swap(end, chance.below(end as u64 + 1) as usize);
+    }
+    all
+}
+
+/// Runs each warp until it waits, in turns, and lets them go when a barrier is complete.
+fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Result<(), Box<Fault>> {
+    loop {
+        for number in order(warps.len() as u64, chance) {
+            let warp = &mut warps[number as usize];
+            if warp.state == State::Ready {
+                let patience = if chance.0 == 0 { PATIENCE } else { 1 + chance.below(64) * chance.below(64) };
+                warp.run(block, patience)?;
+            }
+        }
+        if warps.iter().all(|warp| warp.state == State::Done) {
+            return Ok(());
+        }
+        if pass_barriers(block, warps) || warps.iter().any(|warp| warp.state == State::Ready) {
+            continue;
+        }
+        let Some(warp) = warps.iter().find(|warp| matches!(warp.state, State::Waiting { .. })) else {
+            return Ok(());
+        };
+        let others: Vec<String> = warps
+            .iter()
+            .enumerate()
+            .map(|(number, warp)| match warp.state {
+                State::Waiting { barrier, .. } => format!("warp {number} at barrier {barrier}"),
+                _ => format!("warp {number} has exited"),
+            })
+            .collect();
+        let what = format!("a barrier that cannot complete: {}", others.join(", "));
+        return Err(warp.stuck(block, what));
+    }
+}
+
+/// Lets warps go whose barrier is complete: all threads that it is for have arrived. Threads that exited are not waited for.
+fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
+    let mut passed = false;
+    for number in 0..16u32 {
+        let mut waiting = vec![];
+        let mut expected = 0;
+        let mut holds_of_all = 0;
+        for (index, warp) in warps.iter().enumerate() {
+            if let State::Waiting {
+                barrier,
+                threads,
+                holds,
+            } = warp.state
+            {
+                if barrier == number {
+                    waiting.push(index);
+                    expected = expected.max(threads);
+                    holds_of_all += holds;
+                }
+            }
+        }
+        if waiting.is_empty() {
+            continue;
+        }
+        let complete = if expected == 0 {
+            warps.iter().enumerate().all(|(index, warp)| warp.state == State::Done || waiting.contains(&index))
+        } else {
+            waiting.len() as u32 * 32 + block.arrived[number as usize] >= expected
+        };
+        if !complete {
+            continue;
+        }
+        block.arrived[number as usize] = 0;
+        block.shared.barrier();
+        let present: u32 = waiting.iter().map(|&index| warps[index].live_threads()).sum();
+        for index in waiting {
+            warps[index].pass(block, holds_of_all, present);
+        }
+        passed = true;
+    }
+    passed
 }

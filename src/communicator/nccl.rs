@@ -4,12 +4,12 @@
 use super::Communicator;
 use crate::Error;
 use candle::backend::BackendStorage;
-use candle::cuda_backend::cudarc::driver::{DeviceRepr, DriverError};
-use candle::cuda_backend::cudarc::nccl::result::NcclError;
-use candle::cuda_backend::cudarc::nccl::{Comm, Id, NcclType, ReduceOp};
 use candle::cuda_backend::CudaDType;
 use candle::op::BackpropOp;
 use candle::{CudaDevice, CudaStorage, DType, Layout, Result, Storage, Tensor};
+use cudarc::driver::{DeviceRepr, DriverError};
+use cudarc::nccl::result::NcclError;
+use cudarc::nccl::{Comm, Id, NcclType, ReduceOp};
 use std::sync::{Mutex, PoisonError};
 
 /// GPUs as ranks, one each, in one process or several. Feature `nccl`.

@@ -1,9 +1,9 @@
 //! What is launched, and with what: every kernel's grid, block, shared memory and arguments.
 //!
-//! Numbers and device addresses only, nothing of CUDA: the tests that emulate the kernels on the CPU run
-//! these same launches.
+//! Numbers and device addresses only, nothing of CUDA.
 
 use crate::config::{PhiStep, PowerNormConfig, Recipe, Statistics};
+use std::fmt;
 
 /// An address in device memory; 0 for an array that is not there.
 pub type Address = u64;
@@ -213,11 +213,78 @@ pub enum Params {
     UpdateNu(UpdateNuParams),
 }
 
+/// An entry point of `kernels/power_norm.cu`. It displays as its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kernel {
+    body: Body,
+    dtype: Dtype,
+    /// N of the body; 1 for a body that has none.
+    pieces: usize,
+}
+
+/// The function that an entry point runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Body {
+    GroupFactors,
+    Normalize,
+    SumPartials,
+    UpdatePhi,
+    GroupDots,
+    NormalizeBwd,
+    UpdateNu,
+}
+
+impl Body {
+    const COUNT: usize = Body::UpdateNu as usize + 1;
+
+    fn name(self) -> &'static str {
+        match self {
+            Body::GroupFactors => "group_factors",
+            Body::Normalize => "normalize",
+            Body::SumPartials => "sum_partials",
+            Body::UpdatePhi => "update_phi",
+            Body::GroupDots => "group_dots",
+            Body::NormalizeBwd => "normalize_bwd",
+            Body::UpdateNu => "update_nu",
+        }
+    }
+
+    /// Whether there is one entry point for each number of pieces.
+    fn has_pieces(self) -> bool {
+        matches!(self, Body::Normalize | Body::NormalizeBwd)
+    }
+}
+
+impl Kernel {
+    /// One more than the largest [`index`](Self::index).
+    pub const COUNT: usize = Body::COUNT * Self::DTYPES * Self::PIECES;
+
+    const DTYPES: usize = 4;
+
+    /// How many numbers of pieces there are: 1, 2 and 4.
+    const PIECES: usize = 3;
+
+    /// The place of this kernel in a table of all kernels.
+    pub fn index(self) -> usize {
+        let of_body = self.body as usize * Self::DTYPES + self.dtype as usize;
+        of_body * Self::PIECES + self.pieces.ilog2() as usize
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}_{}", self.body.name(), self.dtype.name())?;
+        if self.body.has_pieces() {
+            write!(f, "_{}", self.pieces)?;
+        }
+        Ok(())
+    }
+}
+
 /// A kernel launch.
 #[derive(Debug, Clone)]
 pub struct Launch {
-    /// The name of the entry point.
-    pub kernel: String,
+    pub kernel: Kernel,
     /// Blocks along x (columns) and y (rows).
     pub grid: (u32, u32),
     /// Threads along x (columns) and y (rows).
@@ -600,7 +667,7 @@ impl Pass {
             alpha: moving.map_or(0., |shares| shares.old),
             beta: moving.map_or(0., |shares| shares.new),
         };
-        self.update("update_phi", Params::UpdatePhi(params))
+        self.update(Body::UpdatePhi, Params::UpdatePhi(params))
     }
 
     /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`, as far as they go
@@ -706,7 +773,7 @@ impl Pass {
             unscale: loss_scale.recip(),
             guard: (self.config.recipe == Recipe::Paper).into(),
         };
-        Some(self.update("update_nu", Params::UpdateNu(params)))
+        Some(self.update(Body::UpdateNu, Params::UpdateNu(params)))
     }
 
     /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the input's gradient, where it is by Λ.
@@ -853,16 +920,16 @@ impl Pass {
 
     fn normalize(&self, plan: &Plan, params: NormalizeParams) -> Launch {
         let sums = usize::from(params.partials != 0);
-        self.tiled("normalize", plan, sums, Params::Normalize(params))
+        self.tiled(Body::Normalize, plan, sums, Params::Normalize(params))
     }
 
     fn normalize_bwd(&self, plan: &Plan, params: NormalizeBwdParams) -> Launch {
         let sums = 2 * usize::from(params.partials != 0);
-        self.tiled("normalize_bwd", plan, sums, Params::NormalizeBwd(params))
+        self.tiled(Body::NormalizeBwd, plan, sums, Params::NormalizeBwd(params))
     }
 
     /// A launch over the tiles of `plan`, which takes `sums` sums of each column.
-    fn tiled(&self, name: &str, plan: &Plan, sums: usize, params: Params) -> Launch {
+    fn tiled(&self, body: Body, plan: &Plan, sums: usize, params: Params) -> Launch {
         let threads = plan.block.0 as usize * plan.block.1 as usize;
         let values = plan.pieces * self.dtype.piece();
         // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the rows of
@@ -874,7 +941,11 @@ impl Pass {
             _ => threads * (values * sums * self.sum_bytes()).max(8),
         };
         Launch {
-            kernel: format!("{name}_{}_{}", self.dtype.name(), plan.pieces),
+            kernel: Kernel {
+                body,
+                dtype: self.dtype,
+                pieces: plan.pieces,
+            },
             grid: plan.grid,
             block: plan.block,
             shared_bytes: (exchanged + coefficients + added) as u32,
@@ -883,11 +954,15 @@ impl Pass {
     }
 
     /// A launch of one thread a channel.
-    fn update(&self, name: &str, params: Params) -> Launch {
+    fn update(&self, body: Body, params: Params) -> Launch {
         let (width, height) = UPDATE_BLOCK;
         let threads = width * height;
         Launch {
-            kernel: format!("{name}_{}", self.dtype.sums().name()),
+            kernel: Kernel {
+                body,
+                dtype: self.dtype.sums(),
+                pieces: 1,
+            },
             grid: ((self.cols as u32).div_ceil(width), 1),
             block: UPDATE_BLOCK,
             shared_bytes: threads * 8,
@@ -896,22 +971,26 @@ impl Pass {
     }
 
     fn sum_partials(&self, params: SumPartialsParams) -> Launch {
-        self.update("sum_partials", Params::SumPartials(params))
+        self.update(Body::SumPartials, Params::SumPartials(params))
     }
 
     fn group_factors(&self, params: NormalizeParams) -> Launch {
-        self.by_group("group_factors", params.tiling, Params::Normalize(params))
+        self.by_group(Body::GroupFactors, params.tiling, Params::Normalize(params))
     }
 
     fn group_dots(&self, params: NormalizeBwdParams) -> Launch {
-        self.by_group("group_dots", params.tiling, Params::NormalizeBwd(params))
+        self.by_group(Body::GroupDots, params.tiling, Params::NormalizeBwd(params))
     }
 
     /// A launch of a block a group.
-    fn by_group(&self, name: &str, tiling: Tiling, params: Params) -> Launch {
+    fn by_group(&self, body: Body, tiling: Tiling, params: Params) -> Launch {
         let groups = self.rows * tiling.groups as usize;
         Launch {
-            kernel: format!("{name}_{}", self.dtype.name()),
+            kernel: Kernel {
+                body,
+                dtype: self.dtype,
+                pieces: 1,
+            },
             grid: (groups.min(FACTOR_BLOCKS) as u32, 1),
             block: (BLOCK as u32, 1),
             shared_bytes: (2 * BLOCK / WARP * self.sum_bytes()) as u32,
@@ -1049,4 +1128,222 @@ impl Pass {
 /// Whether a backward sums over rows.
 fn wants_sums(buffers: &BackwardBuffers, train: Option<Statistics>) -> bool {
     train.is_some() || buffers.dweight.data != 0 || buffers.dbias.data != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+    use std::mem::offset_of;
+    use std::process::Command;
+
+    /// Each entry point that `kernels/power_norm.cu` defines is a kernel with a place of its own.
+    #[test]
+    fn kernels_have_names_and_places_of_their_own() {
+        let bodies = [
+            Body::GroupFactors,
+            Body::Normalize,
+            Body::SumPartials,
+            Body::UpdatePhi,
+            Body::GroupDots,
+            Body::NormalizeBwd,
+            Body::UpdateNu,
+        ];
+        let dtypes = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16];
+        let (mut names, mut places) = (HashSet::new(), HashSet::new());
+        for body in bodies {
+            for dtype in dtypes {
+                for pieces in [1, 2, 4] {
+                    let kernel = Kernel {
+                        body,
+                        dtype,
+                        pieces,
+                    };
+                    assert!(kernel.index() < Kernel::COUNT);
+                    assert!(places.insert(kernel.index()), "{kernel}");
+                    names.insert(kernel.to_string());
+                }
+            }
+        }
+        let source = include_str!("../../kernels/power_norm.cu");
+        let defined = source.lines().filter_map(|line| {
+            let entry = line.trim().strip_prefix("DEFINE(")?;
+            entry.split(',').next()
+        });
+        let mut count = 0;
+        for name in defined {
+            assert!(names.contains(name), "{name}");
+            count += 1;
+        }
+        assert!(count > 0);
+    }
+
+    /// A `static_assert` for the size of a struct and for the offset of each field, by its name.
+    macro_rules! layout {
+        ($name:ident { $($field:ident),* $(,)? }) => {{
+            // This compiles only where all fields are named.
+            let _ = |$name { $($field: _),* }: $name| ();
+            let mut asserts = vec![assertion(
+                concat!("sizeof(", stringify!($name), ")"),
+                size_of::<$name>(),
+            )];
+            $(asserts.push(assertion(
+                concat!("offsetof(", stringify!($name), ", ", stringify!($field), ")"),
+                offset_of!($name, $field),
+            ));)*
+            asserts
+        }};
+    }
+
+    fn assertion(expression: &str, value: usize) -> String {
+        format!("static_assert({expression} == {value}, \"{value} in src/cuda/launch.rs\");\n")
+    }
+
+    fn layouts() -> Vec<String> {
+        [
+            layout!(Vector { data, dtype }),
+            layout!(Tiling {
+                rows,
+                cols,
+                chunk_rows,
+                groups,
+                group_len,
+                span,
+                groups_per_tile,
+                tiles_per_group,
+                vectorized,
+            }),
+            layout!(NormalizeParams {
+                tiling,
+                x,
+                residual,
+                sum,
+                y,
+                keep,
+                weight,
+                bias,
+                phi,
+                inv_rms,
+                factors,
+                partials,
+                kept,
+                layer_scale,
+                eps,
+                group_eps,
+            }),
+            layout!(SumPartialsParams {
+                partials,
+                kept,
+                rows,
+                cols,
+                chunks,
+                stride,
+                totals,
+                count,
+            }),
+            layout!(UpdatePhiParams {
+                totals,
+                all_totals,
+                partials,
+                all_partials,
+                kept,
+                rows,
+                cols,
+                chunks,
+                phi,
+                batch_phi,
+                inv_rms,
+                gamma,
+                count,
+                eps,
+                by_batch,
+                update,
+                guard,
+                cumulative,
+                moving,
+                old_share,
+                new_share,
+                alpha,
+                beta,
+            }),
+            layout!(NormalizeBwdParams {
+                tiling,
+                x,
+                dy,
+                dsum,
+                dx,
+                keep,
+                weight,
+                correction,
+                inv_rms,
+                batch_phi,
+                count,
+                factors,
+                dots,
+                partials,
+                layer_scale,
+                correction_scale,
+                eps,
+            }),
+            layout!(UpdateNuParams {
+                partials,
+                totals,
+                cols,
+                chunks,
+                weight,
+                inv_rms,
+                gamma,
+                count,
+                lambda,
+                ema_gz,
+                dweight,
+                dbias,
+                beta,
+                unscale,
+                guard,
+            }),
+            vec![
+                assertion("F32", Dtype::F32 as usize),
+                assertion("F64", Dtype::F64 as usize),
+                assertion("F16", Dtype::F16 as usize),
+                assertion("BF16", Dtype::BF16 as usize),
+                assertion("NO_SCALE", LayerScale::None as usize),
+                assertion("IN_TILE", LayerScale::InTile as usize),
+                assertion("GIVEN", LayerScale::Given as usize),
+            ],
+        ]
+        .concat()
+    }
+
+    /// Compiles assertions about `kernels/params.cuh`. Gives what nvcc said where it refused.
+    fn nvcc(asserts: &[String]) -> Result<(), String> {
+        let folder = tempfile::tempdir().unwrap();
+        let source = folder.path().join("layout.cu");
+        let text = format!(
+            "#include <cstddef>\n#include \"params.cuh\"\n{}",
+            asserts.concat()
+        );
+        std::fs::write(&source, text).unwrap();
+        let kernels = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
+        let output = Command::new("nvcc")
+            .args(["-std=c++17", "-ptx", "-I", kernels, "-o"])
+            .arg(folder.path().join("layout.ptx"))
+            .arg(source)
+            .output()
+            .expect("nvcc, which compiled the kernels, on the PATH");
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+        }
+    }
+
+    /// nvcc lays the arguments of the kernels out as Rust does.
+    #[test]
+    fn arguments_are_laid_out_as_nvcc_has_them() {
+        nvcc(&layouts()).unwrap();
+        // A field elsewhere would be noticed.
+        let elsewhere = assertion("offsetof(Tiling, span)", offset_of!(Tiling, span) + 4);
+        let refusal = nvcc(&[elsewhere]).unwrap_err();
+        assert!(refusal.contains("in src/cuda/launch.rs"), "{refusal}");
+    }
 }

@@ -11,26 +11,121 @@ use crate::communicator::{Exchange, LayerRanks};
 use crate::config::PhiStep;
 use crate::{Error, PowerNormConfig, Statistics};
 use candle::backend::{BackendDevice, BackendStorage};
-use candle::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
-    SyncOnDrop,
-};
-use candle::cuda_backend::{CudaStorageSlice, WrapErr};
+use candle::cuda_backend::{cudarc as candle_cudarc, CudaStorageSlice, WrapErr};
 use candle::op::BackpropOp;
 use candle::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
+use cudarc::driver::{
+    CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig,
+    PushKernelArg, SyncOnDrop,
+};
 use launch::{
-    Address, BackwardBuffers, Dtype, ForwardBuffers, Launch, NormalizeBwdParams, NormalizeParams,
-    Params, Pass, SumPartialsParams, UpdateNuParams, UpdatePhiParams, Vector,
+    Address, BackwardBuffers, Dtype, ForwardBuffers, Kernel, Launch, NormalizeBwdParams,
+    NormalizeParams, Params, Pass, SumPartialsParams, UpdateNuParams, UpdatePhiParams, Vector,
 };
 use std::mem;
 use std::ops::Deref;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
 /// The key of this crate's kernels among the modules of a device, where other crates keep theirs, and other versions
 /// of this one.
 const MODULE: &str = concat!("candle_powernorm-", env!("CARGO_PKG_VERSION"));
+
+/// A type of the cudarc that candle is built with. The assertion below fails where that is another version than the one
+/// this crate's manifest names, before the types of the two meet elsewhere.
+#[diagnostic::on_unimplemented(
+    message = "candle-core and candle-powernorm are built with two versions of cudarc",
+    note = "give `cudarc` in candle-powernorm's Cargo.toml the version range that candle-core's has"
+)]
+trait CudarcOfCandle {}
+
+impl CudarcOfCandle for candle_cudarc::driver::CudaStream {}
+
+const _: () = {
+    const fn assert_one_version<T: CudarcOfCandle>() {}
+    assert_one_version::<cudarc::driver::CudaStream>()
+};
+
+/// The kernels of a GPU that were launched before: to look one up by its name again costs more than to launch it.
+///
+/// Whoever launches owns them, and with them the module and the context that they are of: both go when the last
+/// owner does. All handles of a GPU have one context, its primary one, so they share kernels.
+#[derive(Debug)]
+pub(crate) struct Kernels([OnceLock<CudaFunction>; Kernel::COUNT]);
+
+impl Default for Kernels {
+    fn default() -> Self {
+        Self([const { OnceLock::new() }; Kernel::COUNT])
+    }
+}
+
+impl Kernels {
+    fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<&CudaFunction> {
+        let place = &self.0[kernel.index()];
+        if let Some(function) = place.get() {
+            return Ok(function);
+        }
+        let name = kernel.to_string();
+        let function = device
+            .get_or_load_custom_func(&name, MODULE, POWER_NORM)
+            .map_err(|error| unloadable(device, name, &error))?;
+        Ok(place.get_or_init(|| function.into_cuda_function()))
+    }
+}
+
+/// Where a call is queued: on the stream of its input's handle of the GPU. Another handle, as the layer's may be, can have
+/// another stream, and with cudarc's events off nothing would order the two.
+#[derive(Clone)]
+pub(crate) struct Gpu {
+    device: CudaDevice,
+    kernels: Arc<Kernels>,
+}
+
+impl Gpu {
+    pub fn of(x: Argument, kernels: &Arc<Kernels>) -> Self {
+        Self {
+            device: x.0.device().clone(),
+            kernels: kernels.clone(),
+        }
+    }
+
+    /// Queues `launches` in order on the device's stream, on which nothing else comes between them. Once queued, the
+    /// stream's order keeps their buffers, which are freed in that order too; across streams cudarc's events and the
+    /// user keep order, as for every tensor of candle.
+    ///
+    /// # Safety
+    /// Until the call returns, every address in them is that of a live buffer on this device, as large as [`Pass`] asks.
+    unsafe fn queue(&self, launches: &[Launch]) -> Result<()> {
+        // All are loaded before one is launched: a step of the state may be among them. What the pass queued before, and a
+        // sum over ranks in between, stands.
+        for launch in launches {
+            self.kernels.get(&self.device, launch.kernel)?;
+        }
+        let stream = self.device.cuda_stream();
+        for launch in launches {
+            let kernel = self.kernels.get(&self.device, launch.kernel)?;
+            let config = LaunchConfig {
+                grid_dim: (launch.grid.0, launch.grid.1, 1),
+                block_dim: (launch.block.0, launch.block.1, 1),
+                shared_mem_bytes: launch.shared_bytes,
+            };
+            let mut builder = stream.launch_builder(kernel);
+            match &launch.params {
+                Params::Normalize(params) => builder.arg(params),
+                Params::SumPartials(params) => builder.arg(params),
+                Params::UpdatePhi(params) => builder.arg(params),
+                Params::NormalizeBwd(params) => builder.arg(params),
+                Params::UpdateNu(params) => builder.arg(params),
+            };
+            // SAFETY: by the caller's promise about buffers. The one argument is the struct that this kernel takes, field by
+            // field as `kernels/params.cuh` has it, and `Pass` cuts grid, block and shared memory to it: softgpu and the
+            // tests check them. The kernel is of the stream's context, which is the GPU's primary one.
+            unsafe { builder.launch(config) }.w()?;
+        }
+        Ok(())
+    }
+}
 
 /// A tensor's storage and layout; contiguous.
 pub(crate) type Argument<'a> = (&'a CudaStorage, &'a Layout);
@@ -90,6 +185,7 @@ pub(crate) struct Gradients {
 
 /// What a forward leaves to its backward and to the state.
 pub(crate) struct Forward {
+    gpu: Gpu,
     pass: Pass,
     /// The statistic of a training step; `None` for an evaluation.
     train: Option<Statistics>,
@@ -135,9 +231,11 @@ pub(crate) fn forward(
     tracked: bool,
     steps: usize,
     ranks: &LayerRanks,
+    kernels: &Arc<Kernels>,
 ) -> Result<(Outputs, Forward)> {
     let (x, layout) = inputs.x;
-    let device = x.device();
+    let gpu = Gpu::of(inputs.x, kernels);
+    let device = &gpu.device;
     let pass = pass(inputs.x, inputs.keep.is_some(), config)?;
     // Other ranks may have rows.
     let train = train.filter(|_| pass.rows > 0 || !ranks.is_alone());
@@ -148,7 +246,7 @@ pub(crate) fn forward(
             y: empty()?,
             sum: inputs.residual.map(|_| empty()).transpose()?,
         };
-        return Ok((outputs, Forward::new(pass, train, None, Sums::None)));
+        return Ok((outputs, Forward::new(gpu, pass, train, None, Sums::None)));
     }
     let room = pass.totals_room(train);
     let exchange = match room {
@@ -203,7 +301,7 @@ pub(crate) fn forward(
     let mut own = Uses::on(&stream);
     buffers.totals = own.write_totals(totals.as_mut(), room);
     // SAFETY: `uses` and `own` hold every buffer, each of the size that `Pass` asks for, until the launches are queued.
-    unsafe { queue(device, &pass.forward(&buffers, train)) }?;
+    unsafe { gpu.queue(&pass.forward(&buffers, train)) }?;
     drop(own);
     // The output needs those of the batch; others wait.
     let (total, local) = match totals {
@@ -217,7 +315,7 @@ pub(crate) fn forward(
         let mut all = Uses::on(&stream);
         buffers.totals = all.read_totals(total.as_ref())?;
         // SAFETY: as above.
-        unsafe { queue(device, &pass.finish_forward(&buffers, train)) }?;
+        unsafe { gpu.queue(&pass.finish_forward(&buffers, train)) }?;
     }
     drop(uses);
     let sums = match (total, local, workspace) {
@@ -226,11 +324,13 @@ pub(crate) fn forward(
         (None, None, Some(workspace)) => Sums::Partial(workspace),
         (None, None, None) => Sums::None,
     };
-    Ok((Outputs { y, sum }, Forward::new(pass, train, saved, sums)))
+    let forward = Forward::new(gpu, pass, train, saved, sums);
+    Ok((Outputs { y, sum }, forward))
 }
 
 impl Forward {
     fn new(
+        gpu: Gpu,
         pass: Pass,
         train: Option<Statistics>,
         saved: Option<CudaSlice<u8>>,
@@ -238,6 +338,7 @@ impl Forward {
     ) -> Self {
         let memory = Mutex::new(Memory { saved, sums });
         Self {
+            gpu,
             pass,
             train,
             memory,
@@ -255,11 +356,12 @@ impl Forward {
     }
 
     /// Adds the sums of other ranks to the step, if they are still to come.
-    pub fn settle(&self, device: &CudaDevice, ranks: &LayerRanks) -> Result<()> {
+    pub fn settle(&self, ranks: &LayerRanks) -> Result<()> {
         let mut memory = self.memory();
         if let Some(totals) = memory.sums.take_local()? {
             let room = self.pass.totals_room(self.train);
-            let own = tensor(totals, device).narrow(0, room, self.pass.forward_totals())?;
+            let own =
+                tensor(totals, &self.gpu.device).narrow(0, room, self.pass.forward_totals())?;
             memory.sums = Sums::Total(ranks.sum_on_device(&own)?);
         }
         Ok(())
@@ -267,23 +369,21 @@ impl Forward {
 
     /// ψ², `[cols]`, takes in the batch of the forward. Once: a second call does nothing.
     pub fn update_phi(&self, phi: &mut CudaStorage, layout: &Layout, step: &PhiStep) -> Result<()> {
-        let device = phi.device().clone();
-        let stream = device.cuda_stream();
+        let stream = self.gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let phi = uses.write_vector(phi, layout)?;
-        self.take_step(&device, phi, Some(step))
+        self.take_step(phi, Some(step))
     }
 
     /// The statistics of a step that ψ², `[cols]`, leaves out.
     pub fn leave_out(&self, phi: Argument) -> Result<()> {
-        let device = phi.0.device();
-        let stream = device.cuda_stream();
+        let stream = self.gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let phi = uses.read_vector(Some(phi))?;
-        self.take_step(device, phi, None)
+        self.take_step(phi, None)
     }
 
-    fn take_step(&self, device: &CudaDevice, phi: Vector, step: Option<&PhiStep>) -> Result<()> {
+    fn take_step(&self, phi: Vector, step: Option<&PhiStep>) -> Result<()> {
         let mut memory = self.memory();
         let Memory { saved, sums } = &mut *memory;
         let (Some(train), Some(saved)) = (self.train, saved) else {
@@ -295,7 +395,7 @@ impl Forward {
             Sums::None | Sums::Local(_) | Sums::Lost => return Ok(()),
         };
         let total = total.map(Tensor::storage_and_layout);
-        let stream = device.cuda_stream();
+        let stream = self.gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let buffers = ForwardBuffers {
             phi,
@@ -306,7 +406,7 @@ impl Forward {
         };
         let launch = self.pass.update_phi(&buffers, train, step);
         // SAFETY: as in `forward`; `saved` and the sums are those of this pass, and the caller holds ψ².
-        unsafe { queue(device, &[launch]) }?;
+        unsafe { self.gpu.queue(&[launch]) }?;
         drop(uses);
         drop(total);
         *sums = Sums::None;
@@ -325,7 +425,7 @@ impl Forward {
         let mut memory = self.memory();
         let Memory { saved, sums } = &mut *memory;
         let (x, layout) = inputs.x;
-        let device = x.device();
+        let device = &self.gpu.device;
         let channels = Shape::from(self.pass.cols);
         let alloc = |shape: &Shape, dtype: Option<DType>| match dtype {
             // SAFETY: the launches of this backward write all of it.
@@ -372,7 +472,7 @@ impl Forward {
         buffers.totals = uses.write_totals(totals, 0);
         let launches = (self.pass).backward(&buffers, self.train, wanted.loss_scale);
         // SAFETY: as in `forward`; `saved` is that of this pass.
-        unsafe { queue(device, &launches) }?;
+        unsafe { self.gpu.queue(&launches) }?;
         drop(uses);
         let both = sums.take_local()?;
         let with_forward = both.is_some();
@@ -390,7 +490,6 @@ impl Forward {
     /// which `ema_gz` keeps, `[cols]`, takes the step where it is given, after a training step.
     pub fn update_nu(
         &self,
-        device: &CudaDevice,
         backward: &mut Backward,
         weight: Option<Argument>,
         ema_gz: Option<(&mut CudaStorage, &Layout)>,
@@ -402,7 +501,7 @@ impl Forward {
         };
         let total = backward.totals.take();
         let total = total.as_ref().map(Tensor::storage_and_layout);
-        let stream = device.cuda_stream();
+        let stream = self.gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let mut buffers = self.buffers(&mut uses, weight, None, saved, backward)?;
         if let Some((storage, layout)) = ema_gz {
@@ -411,7 +510,7 @@ impl Forward {
         buffers.totals = uses.read_totals(total.as_ref())?;
         let launches = self.pass.update_nu(&buffers, self.train, loss_scale);
         // SAFETY: as in `backward`.
-        unsafe { queue(device, launches.as_slice()) }
+        unsafe { self.gpu.queue(launches.as_slice()) }
     }
 
     /// The gradients of a [`backward`](Self::backward) with the same `inputs`, after [`update_nu`](Self::update_nu).
@@ -424,13 +523,12 @@ impl Forward {
         let waits_for_lambda = self.pass.is_exact(self.train);
         if let (Some(saved), Some(_), true) = (&memory.saved, &backward.workspace, waits_for_lambda)
         {
-            let device = inputs.x.0.device();
-            let stream = device.cuda_stream();
+            let stream = self.gpu.device.cuda_stream();
             let mut uses = Uses::on(&stream);
             let buffers =
                 self.buffers(&mut uses, inputs.weight, Some(inputs), saved, &mut backward)?;
             // SAFETY: as in `backward`.
-            unsafe { queue(device, &self.pass.finish_backward(&buffers, self.train)) }?;
+            unsafe { (self.gpu).queue(&self.pass.finish_backward(&buffers, self.train)) }?;
         }
         Ok(backward.gradients)
     }
@@ -495,9 +593,15 @@ fn tensor(totals: CudaSlice<f64>, device: &CudaDevice) -> Tensor {
 }
 
 /// The layer-scale by itself: X̃.
-pub(crate) fn scale_groups(x: Argument, groups: usize, eps: f64) -> Result<CudaStorage> {
+pub(crate) fn scale_groups(
+    x: Argument,
+    groups: usize,
+    eps: f64,
+    kernels: &Arc<Kernels>,
+) -> Result<CudaStorage> {
     let pass = scale_pass(x, groups, eps)?;
-    let device = x.0.device();
+    let gpu = Gpu::of(x, kernels);
+    let device = &gpu.device;
     if pass.rows == 0 {
         return device.zeros_impl(x.1.shape(), x.0.dtype());
     }
@@ -513,7 +617,7 @@ pub(crate) fn scale_groups(x: Argument, groups: usize, eps: f64) -> Result<CudaS
         uses.write_bytes(Some(&mut factors)),
     );
     // SAFETY: as in `forward`.
-    unsafe { queue(device, &launches) }?;
+    unsafe { gpu.queue(&launches) }?;
     drop(uses);
     Ok(y)
 }
@@ -524,9 +628,11 @@ pub(crate) fn scale_groups_bwd(
     dy: Argument,
     groups: usize,
     eps: f64,
+    kernels: &Arc<Kernels>,
 ) -> Result<CudaStorage> {
     let pass = scale_pass(x, groups, eps)?;
-    let device = x.0.device();
+    let gpu = Gpu::of(x, kernels);
+    let device = &gpu.device;
     if pass.rows == 0 {
         return device.zeros_impl(x.1.shape(), x.0.dtype());
     }
@@ -548,7 +654,7 @@ pub(crate) fn scale_groups_bwd(
     let factors = uses.write_bytes(Some(&mut factors));
     let launches = pass.scale_groups_bwd(rows, factors, uses.write_bytes(Some(&mut dots)));
     // SAFETY: as in `forward`.
-    unsafe { queue(device, &launches) }?;
+    unsafe { gpu.queue(&launches) }?;
     drop(uses);
     Ok(dx)
 }
@@ -583,51 +689,14 @@ fn dtype(dtype: DType) -> Result<Dtype> {
     }
 }
 
-/// Queues `launches` in order on the device's stream, on which nothing else comes between them. Once queued, the
-/// stream's order keeps their buffers, which are freed in that order too; across streams cudarc's events and the
-/// user keep order, as for every tensor of candle.
-///
-/// # Safety
-/// Until the call returns, every address in them is that of a live buffer on this device, as large as [`Pass`] asks.
-unsafe fn queue(device: &CudaDevice, launches: &[Launch]) -> Result<()> {
-    // All are loaded before one is launched: a step of the state may be among them. What the pass queued before, and a sum over
-    // ranks in between, stands.
-    let load = |launch: &Launch| {
-        device
-            .get_or_load_custom_func(&launch.kernel, MODULE, POWER_NORM)
-            .map_err(|error| unloadable(device, &launch.kernel, &error))
-    };
-    let kernels: Vec<_> = launches.iter().map(load).collect::<Result<_>>()?;
-    for (launch, kernel) in launches.iter().zip(&kernels) {
-        let config = LaunchConfig {
-            grid_dim: (launch.grid.0, launch.grid.1, 1),
-            block_dim: (launch.block.0, launch.block.1, 1),
-            shared_mem_bytes: launch.shared_bytes,
-        };
-        let mut builder = kernel.builder();
-        match &launch.params {
-            Params::Normalize(params) => builder.arg(params),
-            Params::SumPartials(params) => builder.arg(params),
-            Params::UpdatePhi(params) => builder.arg(params),
-            Params::NormalizeBwd(params) => builder.arg(params),
-            Params::UpdateNu(params) => builder.arg(params),
-        };
-        // SAFETY: by the caller's promise about buffers. The one argument is the struct that the kernel of this name
-        // takes, field by field as `kernels/params.cuh` has it, and `Pass` cuts grid, block and shared memory to it:
-        // the emulation runs these very launches under an address sanitizer.
-        unsafe { builder.launch(config) }.w()?;
-    }
-    Ok(())
-}
-
-fn unloadable(device: &CudaDevice, kernel: &str, error: &candle::Error) -> candle::Error {
+fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> candle::Error {
     let (major, minor) = device
         .cuda_stream()
         .context()
         .compute_capability()
         .unwrap_or_default();
     Error::Kernel {
-        kernel: kernel.to_owned(),
+        kernel,
         compute_capability: format!("{major}.{minor}"),
         reason: error.to_string(),
     }

@@ -1,4 +1,4 @@
-//! Seeded data, and the dtypes it comes in: shared with the emulation of the CUDA kernels.
+//! Seeded data, and the dtypes it comes in.
 
 use candle::{DType, Device, Tensor};
 use rand::rngs::StdRng;

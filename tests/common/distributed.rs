@@ -1,8 +1,8 @@
 //! What must hold of a layer on several ranks, whatever sums for them: each case is run by every rank.
 
 use super::{
-    assert_relative, assert_same_bits, layer_on, message, precision, run, state, to_f64, var,
-    within_a_minute, Batch, Data, Outcome, Twin, CPU,
+    assert_relative, assert_same_bits, in_time, layer_on, message, precision, run, state, thinned,
+    to_f64, var, Batch, Data, Outcome, Twin, CPU, LIMIT,
 };
 use candle::{DType, Device, Error, Module, Result, Tensor, Var};
 use candle_powernorm::{
@@ -166,9 +166,10 @@ impl Communicator for Thread {
             self.world.changed.notify_all();
         }
         let waits = |round: &mut Round| round.number == number && !round.left;
-        let round = self.world.changed.wait_while(round, waits).unwrap();
+        let waited = self.world.changed.wait_timeout_while(round, LIMIT, waits);
+        let (round, _) = waited.unwrap();
         if round.number == number {
-            return Err(Error::msg("a rank has left"));
+            return Err(Error::msg("a rank has left, or does not come"));
         }
         let sum = round.sum.as_ref();
         sum.ok_or_else(|| Error::msg("ranks brought tensors of different shapes"))?
@@ -187,35 +188,53 @@ impl Drop for Thread {
     }
 }
 
-/// Runs a case on two to four ranks that are threads, each with a device of its own making.
+/// Runs a case on two to four ranks that are threads.
 pub fn on_threads(device: fn() -> Device, case: fn(&Rank)) {
-    within_a_minute(move || {
-        for ranks in 2..=4 {
-            let world = Arc::new(World {
-                ranks,
-                round: Mutex::new(Round {
-                    brought: vec![None; ranks],
-                    ..Round::default()
-                }),
-                changed: Condvar::new(),
-            });
-            std::thread::scope(|scope| {
-                for rank in 0..ranks {
-                    let world = world.clone();
-                    scope.spawn(move || {
-                        let communicator = Arc::new(Thread { world, rank });
-                        let over = Ranks::new(communicator.clone());
-                        case(&Rank {
-                            rank,
-                            device: device(),
-                            communicator,
-                            over,
-                        })
-                    });
-                }
-            });
-        }
+    for ranks in 2..=4 {
+        in_time(move || {
+            on_ranks(ranks, device, case);
+        });
+    }
+}
+
+/// Runs a case on ranks that are threads, each with a device of its own making. Gives what each
+/// of them gave.
+pub fn on_ranks<T: Send>(
+    ranks: usize,
+    device: impl Fn() -> Device + Sync,
+    case: impl Fn(&Rank) -> T + Sync,
+) -> Vec<T> {
+    let world = Arc::new(World {
+        ranks,
+        round: Mutex::new(Round {
+            brought: vec![None; ranks],
+            ..Round::default()
+        }),
+        changed: Condvar::new(),
     });
+    let run = |rank| {
+        let world = world.clone();
+        let communicator = Arc::new(Thread { world, rank });
+        case(&Rank {
+            rank,
+            device: device(),
+            communicator: communicator.clone(),
+            over: Ranks::new(communicator),
+        })
+    };
+    let run = &run;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..ranks)
+            .map(|rank| scope.spawn(move || run(rank)))
+            .collect();
+        let results = threads.into_iter().map(|thread| thread.join());
+        // All are joined before the first panic goes on, or the scope would hide its message.
+        let results: Vec<_> = results.collect();
+        let results = results
+            .into_iter()
+            .map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        results.collect()
+    })
 }
 
 /// The shares of a batch: consecutive rows, so many for each rank.
@@ -296,7 +315,7 @@ impl Spread {
 /// N ranks with their shares of a batch have the state, outputs and gradients of one rank with the whole.
 pub fn trajectories(rank: &Rank) {
     for dtype in [DType::F64, DType::F32] {
-        for (recipe, statistics, group_scaling, affine, masked) in settings() {
+        for (recipe, statistics, group_scaling, affine, masked) in thinned(settings()) {
             let config = PowerNormConfig {
                 recipe,
                 statistics,

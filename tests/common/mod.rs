@@ -4,6 +4,8 @@
 
 mod data;
 pub mod distributed;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod recording;
 pub mod reference;
 
@@ -134,20 +136,34 @@ pub fn message<T>(result: candle::Result<T>) -> String {
     error.to_string()
 }
 
+/// What takes longer than this hangs. No test comes near it, whatever runs its kernels.
+pub const LIMIT: Duration = Duration::from_secs(300);
+
 /// Runs `work` in a thread of its own, and fails if it hangs.
-pub fn within_a_minute(work: impl FnOnce() + Send + 'static) {
+pub fn in_time(work: impl FnOnce() + Send + 'static) {
     let (done, finished) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         work();
         done.send(()).ok();
     });
-    match finished.recv_timeout(Duration::from_secs(60)) {
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("no end after a minute: a deadlock"),
+    match finished.recv_timeout(LIMIT) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("no end after {LIMIT:?}: a deadlock"),
         // A sender dropped without a word is a panic, which `join` hands on.
         _ => thread
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
     }
+}
+
+/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment; else all. With a prime
+/// n that is not the number of values of an axis, every value of the axis is still met.
+pub fn thinned<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    const NAME: &str = "CANDLE_POWERNORM_SWEEP";
+    let step = std::env::var(NAME).map_or(1, |step| {
+        let step = step.parse().ok().filter(|&step: &usize| step > 0);
+        step.unwrap_or_else(|| panic!("expected a positive number in {NAME}"))
+    });
+    cases.into_iter().step_by(step)
 }
 
 // Layers

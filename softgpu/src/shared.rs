@@ -1,0 +1,341 @@
+//! A block's shared memory, and what is known of each of its bytes: written or not, by whom, and who has read it since.
+
+use crate::counts::Counts;
+
+/// No warp, in the records of who touched a word.
+const NOBODY: u16 = u16::MAX;
+/// More warps than one.
+const MANY: u16 = u16::MAX - 1;
+
+/// How the lanes of a warp are ordered by the synchronizations among them. Nothing else orders them: each lane runs on its own.
+pub struct Order {
+    /// Counts the synchronizations.
+    time: u32,
+    /// What any lane did before this time, every lane has seen.
+    floor: u32,
+    /// `seen[a][b]`: what lane `b` did before this time, lane `a` has seen.
+    seen: Box<[[u32; 32]; 32]>,
+    partial: bool,
+}
+
+impl Order {
+    pub fn new() -> Self {
+        Self {
+            time: 1,
+            floor: 0,
+            seen: Box::new([[0; 32]; 32]),
+            partial: false,
+        }
+    }
+
+    pub fn restart(&mut self) {
+        self.floor = self.time;
+        self.synchronize(!0, !0);
+    }
+
+    /// Lanes have waited for each other. `live` are those that have not exited.
+    pub fn synchronize(&mut self, members: u32, live: u32) {
+        self.time += 1;
+        if members & live == live {
+            self.floor = self.time;
+            return;
+        }
+        self.partial = true;
+        let lanes = || (0..32).filter(|lane| members >> lane & 1 == 1);
+        let mut joined = [self.floor; 32];
+        for lane in lanes() {
+            for (known, &own) in joined.iter_mut().zip(&self.seen[lane]) {
+                *known = own.max(*known);
+            }
+        }
+        for lane in lanes() {
+            joined[lane] = self.time;
+        }
+        for lane in lanes() {
+            self.seen[lane] = joined;
+        }
+    }
+
+    /// Whether a lane has seen what another did at a time.
+    fn ordered(&self, lane: u32, other: u32, time: u32) -> bool {
+        lane == other || time < self.floor || (self.partial && time < self.seen[lane as usize][other as usize])
+    }
+
+    fn all_ordered(&self, lane: u32, others: u32, time: u32) -> bool {
+        time < self.floor || (0..32).filter(|other| others >> other & 1 == 1).all(|other| self.ordered(lane, other, time))
+    }
+}
+
+/// What is known of four bytes. Masks of bytes have four bits.
+#[derive(Clone, Copy)]
+struct Word {
+    /// The block these records are of.
+    block: u32,
+    written: u8,
+    /// Bytes that a copy in flight will overwrite.
+    in_flight: u8,
+    write_bytes: u8,
+    read_bytes: u8,
+    writer: u16,
+    reader: u16,
+    write_lane: u8,
+    write_atomic: bool,
+    write_epoch: u32,
+    write_time: u32,
+    /// Counts the instruction among the warp's own, to tell whether two lanes wrote in the same.
+    write_serial: u32,
+    write_line: u32,
+    read_epoch: u32,
+    read_time: u32,
+    read_lanes: u32,
+    read_line: u32,
+}
+
+const UNTOUCHED: Word = Word {
+    block: 0,
+    written: 0,
+    in_flight: 0,
+    write_bytes: 0,
+    read_bytes: 0,
+    writer: NOBODY,
+    reader: NOBODY,
+    write_lane: 0,
+    write_atomic: false,
+    write_epoch: 0,
+    write_time: 0,
+    write_serial: 0,
+    write_line: 0,
+    read_epoch: 0,
+    read_time: 0,
+    read_lanes: 0,
+    read_line: 0,
+};
+
+/// A block's shared memory.
+pub struct Shared {
+    bytes: Vec<u8>,
+    words: Vec<Word>,
+    block: u32,
+    /// Counts the barriers of the block.
+    epoch: u32,
+}
+
+/// Who accesses shared memory.
+pub struct Who<'a> {
+    pub warp: u16,
+    pub order: &'a Order,
+    pub serial: u32,
+    pub line: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Touch {
+    Read,
+    Write,
+    Atomic,
+}
+
+impl Shared {
+    pub fn new(bytes: usize) -> Self {
+        Self {
+            bytes: vec![0; bytes],
+            words: vec![UNTOUCHED; bytes.div_ceil(4)],
+            block: 0,
+            epoch: 1,
+        }
+    }
+
+    /// Forgets all, for the next block.
+    pub fn restart(&mut self) {
+        self.block += 1;
+        self.epoch += 1;
+    }
+
+    /// All warps have waited for each other.
+    pub fn barrier(&mut self) {
+        self.epoch += 1;
+    }
+
+    /// Whether an access is inside and aligned.
+    fn place(&self, address: u64, size: u32) -> Result<usize, String> {
+        let end = address.checked_add(u64::from(size));
+        if end.is_none_or(|end| end > self.bytes.len() as u64) {
+            return Err(format!(
+                "{size} bytes at {address:#x} of shared memory are out of bounds: the block has {} bytes",
+                self.bytes.len()
+            ));
+        }
+        if address % u64::from(size) != 0 {
+            return Err(format!("{size} bytes at {address:#x} of shared memory are misaligned"));
+        }
+        Ok(address as usize)
+    }
+
+    /// The bytes at an address that has been checked.
+    pub fn at(&mut self, address: u64, size: u32) -> &mut [u8] {
+        &mut self.bytes[address as usize..][..size as usize]
+    }
+
+    /// Checks a lane's access and records it.
+    pub fn touch(&mut self, who: &Who, lane: u32, address: u64, size: u32, touch: Touch) -> Result<(), String> {
+        let start = self.place(address, size)?;
+        let mut at = start;
+        while at < start + size as usize {
+            let within = at % 4;
+            let count = (4 - within).min(start + size as usize - at);
+            let mask = (((1u32 << count) - 1) << within) as u8;
+            let word = &mut self.words[at / 4];
+            if word.block != self.block {
+                *word = Word {
+                    block: self.block,
+                    ..UNTOUCHED
+                };
+            }
+            word_touched(word, self.epoch, who, lane, mask, touch).map_err(|what| format!("{what} (shared memory, at {at:#x})"))?;
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// Whether this lane's store meets another lane's of the same instruction, with another value.
+    pub fn collides(&self, who: &Who, lane: u32, address: u64, value: &[u8]) -> Option<u32> {
+        let word = self.words.get(address as usize / 4)?;
+        let mask = (((1u32 << value.len().min(4)) - 1) << (address % 4)) as u8;
+        let same = word.block == self.block
+            && word.writer == who.warp
+            && word.write_serial == who.serial
+            && u32::from(word.write_lane) != lane
+            && word.write_bytes & mask != 0;
+        let old = self.bytes.get(address as usize..address as usize + value.len())?;
+        (same && old != value).then_some(u32::from(word.write_lane))
+    }
+
+    /// A copy to these bytes begins.
+    pub fn fly(&mut self, who: &Who, lane: u32, address: u64, size: u32) -> Result<(), String> {
+        self.touch(who, lane, address, size, Touch::Write)?;
+        for word in &mut self.words[address as usize / 4..][..size as usize / 4] {
+            word.in_flight = 15;
+            word.written = 0;
+        }
+        Ok(())
+    }
+
+    /// A copy has come to its end: only now its bytes are there.
+    pub fn land(&mut self, who: &Who, lane: u32, address: u64, data: &[u8]) -> Result<(), String> {
+        let words = address as usize / 4..(address as usize + data.len()) / 4;
+        for word in &mut self.words[words] {
+            word.in_flight = 0;
+        }
+        self.touch(who, lane, address, data.len() as u32, Touch::Write)?;
+        self.at(address, data.len() as u32).copy_from_slice(data);
+        Ok(())
+    }
+}
+
+fn word_touched(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8, touch: Touch) -> Result<(), String> {
+    if word.in_flight & mask != 0 {
+        return Err("a cp.async to these bytes is still in flight".into());
+    }
+    if touch != Touch::Write && word.written & mask != mask {
+        return Err("these bytes were never written".into());
+    }
+    // The last write.
+    if word.write_epoch == epoch && word.write_bytes & mask != 0 && !(touch == Touch::Atomic && word.write_atomic) {
+        let other = u32::from(word.write_lane);
+        let racing = if word.writer == who.warp {
+            word.write_serial != who.serial && !who.order.ordered(lane, other, word.write_time)
+        } else {
+            true
+        };
+        if racing {
+            return Err(format!(
+                "a race: lane {other} of warp {} wrote these bytes (line {}), and nothing orders the two",
+                word.writer, word.write_line
+            ));
+        }
+    }
+    if touch == Touch::Read {
+        read(word, epoch, who, lane, mask);
+        return Ok(());
+    }
+    // Reads since the last barrier.
+    if word.read_epoch == epoch && word.read_bytes & mask != 0 {
+        let racing = if word.reader == who.warp {
+            !who.order.all_ordered(lane, word.read_lanes, word.read_time)
+        } else {
+            true
+        };
+        if racing {
+            let reader = if word.reader == MANY {
+                "several warps".to_owned()
+            } else {
+                format!("warp {}", word.reader)
+            };
+            return Err(format!(
+                "a race: {reader} read these bytes (line {}), and nothing orders the two",
+                word.read_line
+            ));
+        }
+    }
+    let same = word.writer == who.warp && word.write_serial == who.serial && word.write_epoch == epoch;
+    word.write_bytes = if same { word.write_bytes | mask } else { mask };
+    word.written |= mask;
+    word.writer = who.warp;
+    word.write_lane = lane as u8;
+    word.write_atomic = touch == Touch::Atomic;
+    word.write_epoch = epoch;
+    word.write_time = who.order.time;
+    word.write_serial = who.serial;
+    word.write_line = who.line;
+    Ok(())
+}
+
+fn read(word: &mut Word, epoch: u32, who: &Who, lane: u32, mask: u8) {
+    if word.read_epoch != epoch {
+        word.reader = who.warp;
+        word.read_lanes = 0;
+        word.read_bytes = 0;
+        word.read_epoch = epoch;
+    } else if word.reader != who.warp {
+        word.reader = MANY;
+    }
+    if word.read_time < who.order.floor {
+        word.read_lanes = 0;
+    }
+    word.read_time = who.order.time;
+    word.read_lanes |= 1 << lane;
+    word.read_bytes |= mask;
+    word.read_line = who.line;
+}
+
+/// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole warps for up to 4 bytes, halves for
+/// 8, quarters for 16. Lanes that want the same word share it.
+pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) {
+    let first = addresses[mask.trailing_zeros() as usize % 32];
+    let lowest = mask.trailing_zeros() as u64;
+    let contiguous = (0..32u64).all(|lane| {
+        mask >> lane & 1 == 0 || addresses[lane as usize] == first.wrapping_add((lane.wrapping_sub(lowest)).wrapping_mul(u64::from(size)))
+    });
+    if contiguous {
+        return;
+    }
+    let group = match size {
+        0..=4 => 32,
+        8 => 16,
+        _ => 8,
+    };
+    for start in (0..32).step_by(group) {
+        let mut seen: Vec<u64> = Vec::with_capacity(32);
+        let mut banks = [0u64; 32];
+        for lane in (start..start + group).filter(|lane| mask >> lane & 1 == 1) {
+            for word in 0..u64::from(size).div_ceil(4) {
+                let word = addresses[lane] / 4 + word;
+                if !seen.contains(&word) {
+                    seen.push(word);
+                    banks[word as usize % 32] += 1;
+                }
+            }
+        }
+        counts.bank_conflicts += banks.iter().max().map_or(0, |most| most.saturating_sub(1));
+    }
+}

@@ -1,0 +1,1086 @@
+//! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run together.
+
+use crate::alu::{put_predicate, put_slot, Lanes, Slot};
+use crate::counts::{Class, Counts};
+use crate::fault::Fault;
+use crate::float::{self, Mode, BF16, F16};
+use crate::grid::Launch;
+use crate::memory::{Access, Kind as Global, View};
+use crate::ptx::decode::{BarrierKind, LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW};
+use crate::ptx::{Address, Atomic, Kind, LaneMask, Op, Operation, Program, Scalar, Space, Value};
+use crate::shared::{count_conflicts, Order, Shared, Touch, Who};
+
+/// What a block's warps share.
+pub(crate) struct Block<'a> {
+    pub launch: &'a Launch,
+    pub program: &'a Program,
+    /// The program's, but for those that the conditions change.
+    pub ops: &'a [Op],
+    pub index: [u32; 3],
+    pub shared: Shared,
+    pub view: View,
+    pub counts: Counts,
+    /// Threads that arrived at a barrier without waiting there.
+    pub arrived: [u32; 16],
+}
+
+/// Where a warp stands when it stops.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum State {
+    Ready,
+    /// At a block's barrier: its number, the threads it is for (0: all), and the threads here for which its predicate holds.
+    Waiting { barrier: u32, threads: u32, holds: u32 },
+    Done,
+}
+
+/// Lanes wait for others at instructions of one kind with one mask of members.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Meeting {
+    kind: Kind,
+    immediate: u64,
+    members: u32,
+}
+
+/// A copy in flight.
+struct Flight {
+    lane: u32,
+    group: u32,
+    address: u64,
+    bytes: u32,
+    data: [u8; 16],
+}
+
+pub(crate) struct Warp {
+    slots: Vec<Slot>,
+    predicates: Vec<u32>,
+    lanes: Lanes,
+    number: u16,
+    /// Lanes that have a thread.
+    exist: u32,
+    exited: u32,
+    /// Lanes that wait for others of their warp, and where.
+    parked: u32,
+    meetings: [Option<Meeting>; 32],
+    /// Lanes that wait for the block.
+    blocked: u32,
+    /// Of lanes that do not run just now.
+    counters: [u32; 32],
+    returns: [Vec<u32>; 32],
+    local: Vec<u8>,
+    order: Order,
+    serial: u32,
+    flights: Vec<Flight>,
+    groups: [u32; 32],
+    clock: u64,
+    /// The lanes that run, and where they are.
+    active: u32,
+    at: u32,
+    /// The nearest instruction where another group may be met.
+    meet: u32,
+    pub state: State,
+}
+
+type Done<T> = Result<T, Box<Fault>>;
+
+impl Warp {
+    pub fn new(block: &Block, number: u32, perturb: Option<u64>) -> Self {
+        let program = block.program;
+        let mut slots = vec![Slot([0; 32]); program.slots];
+        let mut predicates = vec![0; program.predicates];
+        predicates[0] = !0;
+        let [x, y, z] = block.launch.block;
+        let threads = x * y * z;
+        let left = threads - number * 32;
+        let lanes = Lanes {
+            slots: slots.as_mut_ptr(),
+            predicates: predicates.as_mut_ptr(),
+            carry: 0,
+            perturb,
+        };
+        let mut warp = Self {
+            slots,
+            predicates,
+            lanes,
+            number: number as u16,
+            exist: if left >= 32 { !0 } else { (1 << left) - 1 },
+            exited: 0,
+            parked: 0,
+            meetings: [None; 32],
+            blocked: 0,
+            counters: [0; 32],
+            returns: Default::default(),
+            local: vec![0; program.local_bytes * 32],
+            order: Order::new(),
+            serial: 0,
+            flights: vec![],
+            groups: [0; 32],
+            clock: 0,
+            active: 0,
+            at: 0,
+            meet: u32::MAX,
+            state: State::Ready,
+        };
+        for (value, wide, slot) in &program.values {
+            warp.fill(block, *value, *wide, *slot);
+        }
+        warp
+    }
+
+    /// Makes the warp ready for the block, whose index may be another.
+    pub fn restart(&mut self, block: &Block) {
+        for (value, wide, slot) in &block.program.values {
+            if matches!(value, Value::Block(_)) {
+                self.fill(block, *value, *wide, *slot);
+            }
+        }
+        self.exited = !self.exist;
+        self.parked = 0;
+        self.blocked = 0;
+        self.counters = [0; 32];
+        self.returns.iter_mut().for_each(Vec::clear);
+        self.flights.clear();
+        self.order.restart();
+        self.active = 0;
+        self.state = State::Ready;
+    }
+
+    /// Fills a slot that holds the same for the whole of a block.
+    fn fill(&mut self, block: &Block, value: Value, wide: bool, slot: u16) {
+        let [x, y, _] = block.launch.block;
+        for lane in 0..32u32 {
+            let thread = u32::from(self.number) * 32 + lane;
+            let bits = match value {
+                Value::Bits(bits) => bits,
+                Value::Global(offset) => block.launch.globals.wrapping_add(offset),
+                Value::DynamicShared(offset) => block.program.dynamic_start() as u64 + offset,
+                Value::Thread(0) => u64::from(thread % x),
+                Value::Thread(1) => u64::from(thread / x % y),
+                Value::Thread(_) => u64::from(thread / (x * y)),
+                Value::Threads(axis) => u64::from(block.launch.block[usize::from(axis)]),
+                Value::Block(axis) => u64::from(block.index[usize::from(axis)]),
+                Value::Blocks(axis) => u64::from(block.launch.grid[usize::from(axis)]),
+                Value::Lane => u64::from(lane),
+                Value::Warp => u64::from(self.number),
+                Value::Warps => u64::from(block.launch.block.iter().product::<u32>().div_ceil(32)),
+                Value::LaneMask(which) => {
+                    let equal = 1u32 << lane;
+                    u64::from(match which {
+                        LaneMask::Equal => equal,
+                        LaneMask::Less => equal - 1,
+                        LaneMask::LessOrEqual => equal | (equal - 1),
+                        LaneMask::Greater => !(equal | (equal - 1)),
+                        LaneMask::GreaterOrEqual => !(equal - 1),
+                    })
+                }
+            };
+            if wide {
+                self.set64(slot, lane, bits);
+            } else {
+                self.slots[usize::from(slot)].0[lane as usize] = bits as u32;
+            }
+        }
+    }
+
+    fn get32(&self, slot: u16, lane: u32) -> u32 {
+        self.slots[usize::from(slot)].0[lane as usize]
+    }
+
+    fn get64(&self, slot: u16, lane: u32) -> u64 {
+        // Two slots hold 32 values of 64 bits, one after the other.
+        let (half, index) = (lane as usize / 16, lane as usize % 16 * 2);
+        let words = &self.slots[usize::from(slot) + half].0;
+        u64::from(words[index]) | u64::from(words[index + 1]) << 32
+    }
+
+    fn set64(&mut self, slot: u16, lane: u32, bits: u64) {
+        let (half, index) = (lane as usize / 16, lane as usize % 16 * 2);
+        let words = &mut self.slots[usize::from(slot) + half].0;
+        words[index] = bits as u32;
+        words[index + 1] = (bits >> 32) as u32;
+    }
+
+    fn live(&self) -> u32 {
+        !self.exited
+    }
+
+    fn fault(&self, block: &Block, at: u32, lane: u32, what: String) -> Box<Fault> {
+        let program = block.program;
+        let [x, y, _] = block.launch.block;
+        let thread = u32::from(self.number) * 32 + lane;
+        let module = &block.launch.module;
+        let at = at as usize;
+        Box::new(Fault {
+            kernel: module.name_of(block.launch.entry).to_owned(),
+            block: block.index,
+            thread: [thread % x, thread / x % y, thread / (x * y)],
+            source: module.source_of(program.sources[at]),
+            instruction: format!("{} (line {})", module.text_of(&program.texts[at]), program.ops[at].line),
+            what,
+        })
+    }
+
+    fn fault_here(&self, block: &Block, mask: u32, what: impl Into<String>) -> Box<Fault> {
+        self.fault(block, self.at, mask.trailing_zeros() % 32, what.into())
+    }
+
+    /// Lays the running group aside and takes up the one that is furthest behind, or, to be fair, any other. False: none can run.
+    fn pick(&mut self, fair: bool) -> bool {
+        for lane in lanes_of(self.active) {
+            self.counters[lane as usize] = self.at;
+        }
+        let runnable = self.live() & !self.parked & !self.blocked;
+        if runnable == 0 {
+            self.active = 0;
+            return false;
+        }
+        let mut candidates = runnable;
+        if fair && runnable & !self.active != 0 {
+            candidates = runnable & !self.active;
+        }
+        let at = lanes_of(candidates).map(|lane| self.counters[lane as usize]).min().unwrap_or(0);
+        let with = |counter: u32, lane: u32| self.counters[lane as usize] == counter;
+        self.active = lanes_of(runnable).filter(|lane| with(at, *lane)).fold(0, |mask, lane| mask | 1 << lane);
+        self.at = at;
+        let others = lanes_of(runnable & !self.active).map(|lane| self.counters[lane as usize]);
+        self.meet = others.filter(|counter| *counter > at).min().unwrap_or(u32::MAX);
+        // Groups behind this one are met only by going back, which a fair turn sees to.
+        true
+    }
+
+    /// Runs until the warp waits for its block, is done, or has run about `budget` branches.
+    pub fn run(&mut self, block: &mut Block, budget: u64) -> Done<()> {
+        let mut left = budget;
+        // After a fair turn the group that was picked goes on.
+        if self.active == 0 && !self.pick(false) {
+            return self.stopped(block);
+        }
+        let ops = block.ops;
+        loop {
+            if self.at >= self.meet && !self.pick(false) {
+                return self.stopped(block);
+            }
+            let op = &ops[self.at as usize];
+            // The slots and predicates were reserved by the program that this instruction is of.
+            let mask = self.active & (self.predicates[usize::from(op.guard)] ^ op.flip);
+            block.counts.instructions[op.class as usize] += 1;
+            block.counts.thread_instructions += u64::from(mask.count_ones());
+            if op.kind == Kind::Arithmetic {
+                if mask != 0 {
+                    // SAFETY: the decoder reserved every slot and predicate that it gave to an instruction, the warp has
+                    // as many as the program reserved, and none of its vectors grows.
+                    unsafe { (op.exec)(&mut self.lanes, op, mask) };
+                }
+                self.at += 1;
+                continue;
+            }
+            if op.kind == Kind::Branch {
+                left = left.wrapping_sub(1);
+                self.branch(op, mask);
+                if left == 0 {
+                    if self.active != self.live() {
+                        self.pick(true);
+                    }
+                    for lane in lanes_of(self.active) {
+                        self.counters[lane as usize] = self.at;
+                    }
+                    return Ok(());
+                }
+                continue;
+            }
+            if mask == 0 {
+                self.at += 1;
+                continue;
+            }
+            if !self.other(block, op, mask)? {
+                return self.stopped(block);
+            }
+        }
+    }
+
+    fn branch(&mut self, op: &Op, mask: u32) {
+        if mask == self.active {
+            self.at = op.target;
+        } else if mask == 0 {
+            self.at += 1;
+        } else {
+            for lane in lanes_of(self.active) {
+                self.counters[lane as usize] = if mask >> lane & 1 == 1 { op.target } else { self.at + 1 };
+            }
+            // Both sides are laid aside, and the one behind is taken up.
+            self.active = 0;
+            self.pick(false);
+        }
+    }
+
+    /// Sends part of the running group elsewhere, or all of it.
+    fn leave(&mut self, mask: u32) -> bool {
+        self.at += 1;
+        for lane in lanes_of(self.active) {
+            self.counters[lane as usize] = self.at;
+        }
+        self.active &= !mask;
+        self.pick(false)
+    }
+
+    /// All instructions that are neither arithmetic nor branches. False: no lane can run.
+    fn other(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
+        match op.kind {
+            Kind::Load => self.load(block, op, mask)?,
+            Kind::Store => self.store(block, op, mask)?,
+            Kind::Atomic => self.atomic(block, op, mask)?,
+            Kind::CopyParameter => {
+                let copy = &block.program.copies[op.target as usize];
+                for lane in lanes_of(mask) {
+                    let base = lane as usize * block.program.local_bytes;
+                    let from = base + copy.from as usize;
+                    self.local.copy_within(from..from + copy.bytes as usize, base + copy.to as usize);
+                }
+            }
+            Kind::CopyAsync => self.copy_async(block, op, mask)?,
+            Kind::CommitGroup => lanes_of(mask).for_each(|lane| self.groups[lane as usize] += 1),
+            Kind::WaitGroup => self.wait_group(block, op, mask)?,
+            Kind::Shuffle | Kind::Vote | Kind::Match | Kind::WarpBarrier => return self.meet(block, op, mask),
+            Kind::ActiveMask => {
+                let results = [mask; 32];
+                // SAFETY: the decoder reserved the slot, and the warp has all that the program reserved.
+                unsafe { put_slot(&mut self.lanes, op.d, results, mask) };
+            }
+            Kind::Clock => {
+                self.clock += 1;
+                for lane in lanes_of(mask) {
+                    if op.immediate == 1 {
+                        self.set64(op.d, lane, self.clock);
+                    } else {
+                        self.slots[usize::from(op.d)].0[lane as usize] = self.clock as u32;
+                    }
+                }
+            }
+            Kind::Barrier => {
+                block.counts.barriers += 1;
+                if BarrierKind::of(op.immediate) == BarrierKind::Arrive {
+                    let lane = mask.trailing_zeros();
+                    let number = self.get32(op.a, lane);
+                    let Some(arrived) = block.arrived.get_mut(number as usize) else {
+                        return Err(self.fault_here(block, mask, format!("there is no barrier {number}")));
+                    };
+                    *arrived += 32;
+                } else {
+                    return self.block_at(mask);
+                }
+            }
+            Kind::Call => {
+                for lane in lanes_of(mask) {
+                    self.returns[lane as usize].push(self.at + 1);
+                }
+                if self.returns[mask.trailing_zeros() as usize].len() > 1000 {
+                    return Err(self.fault_here(block, mask, "the calls go too deep"));
+                }
+                self.branch(op, mask);
+                return Ok(true);
+            }
+            Kind::Return => {
+                for lane in lanes_of(self.active) {
+                    self.counters[lane as usize] = self.at + 1;
+                }
+                for lane in lanes_of(mask) {
+                    self.counters[lane as usize] = self.returns[lane as usize].pop().unwrap_or(u32::MAX);
+                }
+                self.active = 0;
+                return Ok(self.pick(false));
+            }
+            Kind::Exit => {
+                self.exited |= mask;
+                let runs = self.leave(mask);
+                return Ok(self.release(block)? || runs);
+            }
+            Kind::Nothing => {}
+            Kind::Assert | Kind::Unknown => {
+                let message = block.program.messages[op.target as usize].clone();
+                return Err(self.fault_here(block, mask, message));
+            }
+            Kind::Arithmetic | Kind::Branch => unreachable!("the loop of a warp runs these itself"),
+        }
+        self.at += 1;
+        Ok(true)
+    }
+
+    /// No lane can run: all have exited, or wait for the block, or for lanes that will not come.
+    fn stopped(&mut self, block: &Block) -> Done<()> {
+        let live = self.live();
+        if live == 0 {
+            self.state = State::Done;
+            return Ok(());
+        }
+        if self.parked != 0 {
+            let lane = self.parked.trailing_zeros();
+            let members = self.meetings[lane as usize].map_or(0, |meeting| meeting.members);
+            let what = format!(
+                "a deadlock within the warp: lanes {:#010x} wait here for the lanes {members:#010x}; {:#010x} have exited and {:#010x} wait for the block",
+                self.parked, self.exited & self.exist, self.blocked
+            );
+            return Err(self.fault(block, self.counters[lane as usize], lane, what));
+        }
+        let lane = live.trailing_zeros();
+        let at = self.counters[lane as usize];
+        let op = &block.ops[at as usize];
+        let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
+        let mut holds = 0;
+        for other in lanes_of(live) {
+            let here = self.counters[other as usize];
+            let it = &block.ops[here as usize];
+            let whole = op.immediate >> 8 == 1 || it.immediate >> 8 == 1;
+            if (whole && here != at) || self.get32(it.a, other) != barrier || self.get32(it.b, other) != threads {
+                let what = format!("the warp has diverged: lane {lane} waits at line {}", op.line);
+                return Err(self.fault(block, here, other, what));
+            }
+            holds += self.predicates[usize::from(it.c)] >> other & 1;
+        }
+        if barrier >= 16 || threads % 32 != 0 {
+            return Err(self.fault(block, at, lane, format!("there is no barrier {barrier} of {threads} threads")));
+        }
+        self.state = State::Waiting {
+            barrier,
+            threads,
+            holds,
+        };
+        Ok(())
+    }
+
+    /// The lanes of a mask wait for the block.
+    fn block_at(&mut self, mask: u32) -> Done<bool> {
+        let here = self.at;
+        self.blocked |= mask;
+        let runs = self.leave(mask);
+        for lane in lanes_of(mask) {
+            self.counters[lane as usize] = here;
+        }
+        Ok(runs)
+    }
+
+    /// The barrier that the warp waited at is complete. `holds` of `threads` threads had its predicate.
+    pub fn pass(&mut self, block: &Block, holds: u32, threads: u32) {
+        for lane in lanes_of(self.blocked) {
+            let op = &block.ops[self.counters[lane as usize] as usize];
+            let predicate = match BarrierKind::of(op.immediate) {
+                BarrierKind::Count => {
+                    self.slots[usize::from(op.d)].0[lane as usize] = holds;
+                    None
+                }
+                BarrierKind::All => Some(holds == threads),
+                BarrierKind::Any => Some(holds > 0),
+                BarrierKind::Sync | BarrierKind::Arrive => None,
+            };
+            if let Some(truth) = predicate {
+                let bits = &mut self.predicates[usize::from(op.d)];
+                *bits = *bits & !(1 << lane) | u32::from(truth) << lane;
+            }
+            self.counters[lane as usize] += 1;
+        }
+        self.blocked = 0;
+        self.order.synchronize(!0, self.live());
+        self.state = State::Ready;
+    }
+
+    pub fn live_threads(&self) -> u32 {
+        self.live().count_ones()
+    }
+
+    /// The fault of a warp that waits at a barrier which cannot complete.
+    pub fn stuck(&self, block: &Block, what: String) -> Box<Fault> {
+        let lane = self.live().trailing_zeros() % 32;
+        self.fault(block, self.counters[lane as usize], lane, what)
+    }
+
+    /// Lanes come to where they wait for others of their warp.
+    fn meet(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
+        let first = self.get32(op.more[0], mask.trailing_zeros());
+        let uniform = lanes_of(mask).all(|lane| self.get32(op.more[0], lane) == first);
+        if uniform && first & self.live() == mask {
+            self.execute(block, self.at, mask, mask)?;
+            self.order.synchronize(mask, self.live());
+            self.at += 1;
+            return Ok(true);
+        }
+        for lane in lanes_of(mask) {
+            let members = self.get32(op.more[0], lane);
+            if members >> lane & 1 == 0 {
+                return Err(self.fault(block, self.at, lane, format!("the lane is not in its own mask {members:#010x}")));
+            }
+            self.meetings[lane as usize] = Some(Meeting {
+                kind: op.kind,
+                immediate: op.immediate,
+                members,
+            });
+        }
+        let here = self.at;
+        self.parked |= mask;
+        let runs = self.leave(mask);
+        for lane in lanes_of(mask) {
+            self.counters[lane as usize] = here;
+        }
+        Ok(self.release(block)? || runs)
+    }
+
+    /// Lets lanes go whose partners have all arrived or exited. False: there are none.
+    fn release(&mut self, block: &mut Block) -> Done<bool> {
+        let mut seen = 0;
+        let mut any = false;
+        while let Some(lane) = lanes_of(self.parked & !seen).next() {
+            let meeting = self.meetings[lane as usize];
+            let mine = |other: &u32| self.meetings[*other as usize] == meeting;
+            let here = lanes_of(self.parked).filter(mine).fold(0, |mask, other| mask | 1 << other);
+            seen |= here;
+            let Some(meeting) = meeting else { continue };
+            if meeting.members & self.live() & !here != 0 {
+                continue;
+            }
+            let mut left = here;
+            while left != 0 {
+                let at = self.counters[left.trailing_zeros() as usize];
+                let group = lanes_of(left)
+                    .filter(|other| self.counters[*other as usize] == at)
+                    .fold(0, |mask, other| mask | 1 << other);
+                self.execute(block, at, group, here)?;
+                left &= !group;
+            }
+            for other in lanes_of(here) {
+                self.counters[other as usize] += 1;
+            }
+            self.parked &= !here;
+            self.order.synchronize(here, self.live());
+            any = true;
+        }
+        if any {
+            self.pick(false);
+        }
+        Ok(any)
+    }
+
+    /// What a shuffle, vote or match gives to the lanes of `group`, that came with all of `present`.
+    fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
+        let op = &block.ops[at as usize];
+        match op.kind {
+            Kind::Shuffle => return self.shuffle(block, at, group, present),
+            Kind::Vote => {
+                let mut ballot = 0;
+                for lane in lanes_of(present) {
+                    let it = if group >> lane & 1 == 1 { op } else { &block.ops[self.counters[lane as usize] as usize] };
+                    ballot |= self.predicates[usize::from(it.a)] & 1 << lane;
+                }
+                let truth = |truth: bool| if truth { !0 } else { 0 };
+                // SAFETY: the decoder reserved the slot or predicate, and the warp has all that the program reserved.
+                unsafe {
+                    match op.immediate {
+                        0 => put_predicate(&mut self.lanes, op.d, truth(ballot == present), group),
+                        1 => put_predicate(&mut self.lanes, op.d, truth(ballot != 0), group),
+                        2 => put_predicate(&mut self.lanes, op.d, truth(ballot == 0 || ballot == present), group),
+                        _ => put_slot(&mut self.lanes, op.d, [ballot; 32], group),
+                    }
+                }
+            }
+            Kind::Match => {
+                let wide = op.immediate & 1 == 1;
+                let value = |warp: &Self, lane: u32| {
+                    let it = if group >> lane & 1 == 1 { op } else { &block.ops[warp.counters[lane as usize] as usize] };
+                    if wide { warp.get64(it.a, lane) } else { u64::from(warp.get32(it.a, lane)) }
+                };
+                for lane in lanes_of(group) {
+                    let own = value(self, lane);
+                    let same = lanes_of(present).filter(|other| value(self, *other) == own).fold(0, |mask, other| mask | 1 << other);
+                    let all = op.immediate & 2 != 0;
+                    let result = if all && same != present { 0 } else { same };
+                    self.slots[usize::from(op.d)].0[lane as usize] = result;
+                    if all {
+                        let bits = &mut self.predicates[usize::from(op.more[1])];
+                        *bits = *bits & !(1 << lane) | u32::from(same == present) << lane;
+                    }
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn shuffle(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
+        let op = &block.ops[at as usize];
+        let mut values = self.slots[usize::from(op.a)].0;
+        for lane in lanes_of(present & !group) {
+            values[lane as usize] = self.get32(block.ops[self.counters[lane as usize] as usize].a, lane);
+        }
+        let mut results = [0; 32];
+        let mut inside = 0;
+        for lane in lanes_of(group) {
+            let (b, c) = (self.get32(op.b, lane) & 31, self.get32(op.c, lane));
+            let (clamp, segment) = (c & 31, c >> 8 & 31);
+            let most = lane & segment | clamp & !segment;
+            let (source, within) = match op.immediate {
+                0 => (lane.wrapping_sub(b), lane as i32 - b as i32 >= most as i32),
+                1 => (lane + b, lane + b <= most),
+                2 => (lane ^ b, lane ^ b <= most),
+                _ => (lane & segment | b & !segment, lane & segment | b & !segment <= most),
+            };
+            let within = if op.immediate == 3 { source <= most } else { within };
+            let source = if within { source } else { lane };
+            if present >> source & 1 == 0 {
+                let what = format!("the lane reads from lane {source}, which does not take part");
+                return Err(self.fault(block, at, lane, what));
+            }
+            results[lane as usize] = values[source as usize];
+            inside |= u32::from(within) << lane;
+        }
+        // SAFETY: the decoder reserved the slot and the predicate, and the warp has all that the program reserved.
+        unsafe {
+            put_slot(&mut self.lanes, op.d, results, group);
+            put_predicate(&mut self.lanes, op.more[1], inside, group);
+        }
+        Ok(())
+    }
+
+    /// Each lane's address in the space of an operand.
+    fn addresses(&self, address: &Address) -> [u64; 32] {
+        match address.base {
+            None => [address.offset; 32],
+            Some(base) if address.wide => {
+                // SAFETY: a wide register is two slots, aligned to more than a u64, and all were reserved.
+                let values = unsafe { &*self.slots.as_ptr().add(usize::from(base)).cast::<[u64; 32]>() };
+                values.map(|value| value.wrapping_add(address.offset))
+            }
+            Some(base) => {
+                let values = &self.slots[usize::from(base)].0;
+                values.map(|value| u64::from(value.wrapping_add(address.offset as u32)))
+            }
+        }
+    }
+
+    /// Splits lanes with generic addresses by where these point, and calls back for each space.
+    fn by_space(
+        &mut self,
+        block: &mut Block,
+        op: &Op,
+        mask: u32,
+        access: impl Fn(&mut Self, &mut Block, &Op, &Address, Space, u32, &[u64; 32]) -> Done<()>,
+    ) -> Done<()> {
+        let program = block.program;
+        let address = &program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        if address.space != Space::Generic {
+            return access(self, block, op, address, address.space, mask, &addresses);
+        }
+        for (space, window) in [
+            (Space::Global, 0),
+            (Space::Shared, SHARED_WINDOW),
+            (Space::Local, LOCAL_WINDOW),
+            (Space::Parameter, PARAMETER_WINDOW),
+        ] {
+            let here = lanes_of(mask)
+                .filter(|lane| addresses[*lane as usize] >> 60 == window >> 60)
+                .fold(0, |mask, lane| mask | 1 << lane);
+            if here != 0 {
+                for lane in lanes_of(here) {
+                    addresses[lane as usize] -= window;
+                }
+                access(self, block, op, address, space, here, &addresses)?;
+                for lane in lanes_of(here) {
+                    // No window may match twice.
+                    addresses[lane as usize] = u64::MAX;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        self.by_space(block, op, mask, |warp, block, _, address, space, mask, addresses| {
+            let size = address.bytes * address.count;
+            match space {
+                Space::Global | Space::Generic => {
+                    let kind = if address.read_only { Global::LoadReadOnly } else { Global::Load };
+                    warp.check_global(block, kind, mask, addresses, size)?;
+                    // SAFETY: the check says that each lane's bytes are there and may be read.
+                    unsafe { warp.gather(address, mask, |lane| addresses[lane as usize] as *const u8) };
+                }
+                Space::Shared => {
+                    warp.check_shared(block, mask, addresses, size, Touch::Read)?;
+                    let base = block.shared.at(0, 0).as_ptr();
+                    // SAFETY: the check says that each lane's bytes are inside.
+                    unsafe { warp.gather(address, mask, |lane| base.add(addresses[lane as usize] as usize)) };
+                }
+                Space::Local => {
+                    warp.check_inside(block, mask, addresses, size, block.program.local_bytes, "local memory")?;
+                    let (base, stride) = (warp.local.as_ptr(), block.program.local_bytes);
+                    // SAFETY: the check says that each lane's bytes are inside of its part.
+                    unsafe { warp.gather(address, mask, |lane| base.add(lane as usize * stride + addresses[lane as usize] as usize)) };
+                }
+                Space::Parameter => {
+                    warp.check_inside(block, mask, addresses, size, block.launch.parameters.len(), "the parameters")?;
+                    let base = block.launch.parameters.as_ptr();
+                    // SAFETY: the check says that each lane's bytes are inside.
+                    unsafe { warp.gather(address, mask, |lane| base.add(addresses[lane as usize] as usize)) };
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        self.by_space(block, op, mask, |warp, block, _, address, space, mask, addresses| {
+            let size = address.bytes * address.count;
+            match space {
+                Space::Global | Space::Generic => {
+                    warp.check_global(block, Global::Store, mask, addresses, size)?;
+                    // SAFETY: the check says that each lane's bytes are there and may be written.
+                    unsafe { warp.scatter(address, mask, |lane| addresses[lane as usize] as *mut u8) };
+                }
+                Space::Shared => warp.store_shared(block, address, mask, addresses)?,
+                Space::Local => {
+                    warp.check_inside(block, mask, addresses, size, block.program.local_bytes, "local memory")?;
+                    let (base, stride) = (warp.local.as_mut_ptr(), block.program.local_bytes);
+                    // SAFETY: the check says that each lane's bytes are inside of its part.
+                    unsafe { warp.scatter(address, mask, |lane| base.add(lane as usize * stride + addresses[lane as usize] as usize)) };
+                }
+                Space::Parameter => return Err(warp.fault_here(block, mask, "a kernel cannot write its parameters")),
+            }
+            Ok(())
+        })
+    }
+
+    /// Lane by lane, because two lanes may write to the same place.
+    fn store_shared(&mut self, block: &mut Block, address: &Address, mask: u32, addresses: &[u64; 32]) -> Done<()> {
+        let size = address.bytes * address.count;
+        self.serial += 1;
+        count_conflicts(&mut block.counts, addresses, mask, size);
+        for lane in lanes_of(mask) {
+            let mut value = [0u8; 32];
+            for index in 0..address.count as usize {
+                let bits = if address.bytes == 8 || address.widths[index] == 64 {
+                    self.get64(address.registers[index], lane)
+                } else {
+                    u64::from(self.get32(address.registers[index], lane))
+                };
+                let bytes = address.bytes as usize;
+                value[index * bytes..][..bytes].copy_from_slice(&bits.to_le_bytes()[..bytes]);
+            }
+            let value = &value[..size as usize];
+            let at = addresses[lane as usize];
+            let who = self.who(block);
+            if let Some(other) = block.shared.collides(&who, lane, at, value) {
+                let what = format!("lanes {other} and {lane} store different values at {at:#x} of shared memory");
+                return Err(self.fault(block, self.at, lane, what));
+            }
+            let touched = block.shared.touch(&who, lane, at, size, Touch::Write);
+            touched.map_err(|what| self.fault(block, self.at, lane, what))?;
+            block.shared.at(at, size).copy_from_slice(value);
+        }
+        Ok(())
+    }
+
+    fn who(&self, block: &Block) -> Who<'_> {
+        Who {
+            warp: self.number,
+            order: &self.order,
+            serial: self.serial,
+            line: block.ops[self.at as usize].line,
+        }
+    }
+
+    fn check_shared(&mut self, block: &mut Block, mask: u32, addresses: &[u64; 32], size: u32, touch: Touch) -> Done<()> {
+        self.serial += 1;
+        count_conflicts(&mut block.counts, addresses, mask, size);
+        let who = self.who(block);
+        for lane in lanes_of(mask) {
+            let touched = block.shared.touch(&who, lane, addresses[lane as usize], size, touch);
+            touched.map_err(|what| self.fault(block, self.at, lane, what))?;
+        }
+        Ok(())
+    }
+
+    fn check_inside(&self, block: &Block, mask: u32, addresses: &[u64; 32], size: u32, bytes: usize, place: &str) -> Done<()> {
+        for lane in lanes_of(mask) {
+            let at = addresses[lane as usize];
+            let end = at.checked_add(u64::from(size));
+            if end.is_none_or(|end| end > bytes as u64) {
+                let what = format!("{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}");
+                return Err(self.fault(block, self.at, lane, what));
+            }
+            if at % u64::from(size) != 0 {
+                return Err(self.fault(block, self.at, lane, format!("{size} bytes at {at:#x} of {place} are misaligned")));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_global(&mut self, block: &mut Block, kind: Global, mask: u32, addresses: &[u64; 32], size: u32) -> Done<()> {
+        let checked = block.view.check(&Access {
+            kind,
+            size,
+            mask,
+            addresses,
+        });
+        checked.map_err(|violation| self.fault(block, self.at, violation.lane, violation.what))?;
+        let bytes = u64::from(mask.count_ones() * size);
+        let sectors = sectors(addresses, mask, size);
+        let counts = &mut block.counts;
+        if matches!(kind, Global::Load | Global::LoadReadOnly) {
+            counts.bytes_loaded += bytes;
+            counts.sectors_loaded += sectors;
+        } else {
+            counts.bytes_stored += bytes;
+            counts.sectors_stored += sectors;
+        }
+        Ok(())
+    }
+
+    /// Reads each lane's bytes into its registers.
+    ///
+    /// # Safety
+    /// `place` points to all bytes of the operand for each lane of the mask.
+    unsafe fn gather(&mut self, address: &Address, mask: u32, place: impl Fn(u32) -> *const u8) {
+        for index in 0..address.count as usize {
+            let slot = self.slots.as_mut_ptr().add(usize::from(address.registers[index]));
+            let plus = index * address.bytes as usize;
+            macro_rules! each_lane {
+                ($from:ty, $register:ty, $mask:expr) => {
+                    for lane in lanes_of(mask) {
+                        let value = place(lane).add(plus).cast::<$from>().read_unaligned();
+                        *slot.cast::<$register>().add(lane as usize) = (value as $register) & $mask;
+                    }
+                };
+            }
+            match (address.bytes, address.signed, address.widths[index]) {
+                (4, _, 32) => each_lane!(u32, u32, !0),
+                (8, _, _) => each_lane!(u64, u64, !0),
+                (4, true, _) => each_lane!(i32, u64, !0),
+                (4, false, _) => each_lane!(u32, u64, !0),
+                (2, false, 64) => each_lane!(u16, u64, !0),
+                (2, true, 64) => each_lane!(i16, u64, !0),
+                (2, true, 32) => each_lane!(i16, u32, !0),
+                (2, _, _) => each_lane!(u16, u32, !0),
+                (1, false, 64) => each_lane!(u8, u64, !0),
+                (1, true, 64) => each_lane!(i8, u64, !0),
+                (1, true, 32) => each_lane!(i8, u32, !0),
+                (1, true, _) => each_lane!(i8, u32, 0xffff),
+                _ => each_lane!(u8, u32, !0),
+            }
+        }
+    }
+
+    /// Writes each lane's registers to its bytes.
+    ///
+    /// # Safety
+    /// `place` points to all bytes of the operand for each lane of the mask.
+    unsafe fn scatter(&mut self, address: &Address, mask: u32, place: impl Fn(u32) -> *mut u8) {
+        for index in 0..address.count as usize {
+            let slot = self.slots.as_ptr().add(usize::from(address.registers[index]));
+            let plus = index * address.bytes as usize;
+            macro_rules! each_lane {
+                ($to:ty, $register:ty) => {
+                    for lane in lanes_of(mask) {
+                        let value = *slot.cast::<$register>().add(lane as usize);
+                        place(lane).add(plus).cast::<$to>().write_unaligned(value as $to);
+                    }
+                };
+            }
+            match (address.bytes, address.widths[index]) {
+                (4, 32) => each_lane!(u32, u32),
+                (8, _) => each_lane!(u64, u64),
+                (4, _) => each_lane!(u32, u64),
+                (2, 64) => each_lane!(u16, u64),
+                (2, _) => each_lane!(u16, u32),
+                (1, 64) => each_lane!(u8, u64),
+                _ => each_lane!(u8, u32),
+            }
+        }
+    }
+
+    fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        self.by_space(block, op, mask, |warp, block, op, address, space, mask, addresses| {
+            let (size, Some(atomic)) = (address.bytes, address.atomic) else {
+                return Ok(());
+            };
+            match space {
+                Space::Shared => {
+                    warp.check_shared(block, mask, addresses, size, Touch::Atomic)?;
+                }
+                Space::Global | Space::Generic => warp.check_global(block, Global::Atomic, mask, addresses, size)?,
+                _ => return Err(warp.fault_here(block, mask, "an atomic of this space")),
+            }
+            for lane in lanes_of(mask) {
+                let at = addresses[lane as usize];
+                let place = if space == Space::Shared { block.shared.at(at, size).as_mut_ptr() } else { at as *mut u8 };
+                let wide = size == 8;
+                let get = |slot: u16| if wide { warp.get64(slot, lane) } else { u64::from(warp.get32(slot, lane)) };
+                let (a, b) = (get(op.a), get(op.b));
+                let mut bytes = [0u8; 8];
+                // SAFETY: the check says that the bytes are there and may be read and written.
+                unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
+                let old = u64::from_le_bytes(bytes);
+                let new = combined(atomic, old, a, b, size);
+                // SAFETY: as above.
+                unsafe { std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize) };
+                if wide {
+                    warp.set64(op.d, lane, old);
+                } else {
+                    warp.slots[usize::from(op.d)].0[lane as usize] = old as u32;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// The source is read now, the destination written when somebody waits: a kernel may count on neither.
+    fn copy_async(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        let program = block.program;
+        let from = &program.addresses[op.target as usize];
+        let to = &program.addresses[op.immediate as usize];
+        let (sources, places) = (self.addresses(from), self.addresses(to));
+        let bytes = from.bytes;
+        let whole = lanes_of(mask).filter(|lane| self.get32(op.a, *lane) >= bytes).fold(0, |mask, lane| mask | 1 << lane);
+        if whole != 0 {
+            self.check_global(block, Global::Load, whole, &sources, bytes)?;
+        }
+        self.serial += 1;
+        for lane in lanes_of(mask) {
+            let wanted = self.get32(op.a, lane).min(bytes);
+            let source = sources[lane as usize];
+            let mut data = [0; 16];
+            if whole >> lane & 1 == 0 {
+                // A copy shorter than its destination is checked byte by byte.
+                for byte in 0..u64::from(wanted) {
+                    let mut one = sources;
+                    one[lane as usize] = source + byte;
+                    self.check_global(block, Global::Load, 1 << lane, &one, 1)?;
+                }
+            }
+            // SAFETY: the check says that the bytes are there and may be read.
+            unsafe { std::ptr::copy_nonoverlapping(source as *const u8, data.as_mut_ptr(), wanted as usize) };
+            let address = places[lane as usize];
+            let who = self.who(block);
+            let flown = block.shared.fly(&who, lane, address, bytes);
+            flown.map_err(|what| self.fault(block, self.at, lane, what))?;
+            self.flights.push(Flight {
+                lane,
+                group: self.groups[lane as usize],
+                address,
+                bytes,
+                data,
+            });
+        }
+        Ok(())
+    }
+
+    /// Lands the copies of all groups but the latest few.
+    fn wait_group(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        for lane in lanes_of(mask) {
+            let group = &mut self.groups[lane as usize];
+            let end = if op.immediate == u64::MAX {
+                *group += 1;
+                *group
+            } else {
+                group.saturating_sub(op.immediate.min(u64::from(u32::MAX)) as u32)
+            };
+            self.serial += 1;
+            let mut at = 0;
+            while at < self.flights.len() {
+                let flight = &self.flights[at];
+                if flight.lane != lane || flight.group >= end {
+                    at += 1;
+                    continue;
+                }
+                let flight = self.flights.remove(at);
+                let who = self.who(block);
+                let landed = block.shared.land(&who, lane, flight.address, &flight.data[..flight.bytes as usize]);
+                landed.map_err(|what| self.fault(block, self.at, lane, what))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
+    let mut left = mask;
+    std::iter::from_fn(move || {
+        let lane = (left != 0).then(|| left.trailing_zeros())?;
+        left &= left - 1;
+        Some(lane)
+    })
+}
+
+/// How many sectors of 32 bytes the lanes touch.
+fn sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
+    let mut least = u64::MAX;
+    let mut most = 0;
+    for lane in lanes_of(mask) {
+        let at = addresses[lane as usize];
+        least = least.min(at >> 5);
+        most = most.max((at + u64::from(size) - 1) >> 5);
+    }
+    if most - least < 64 {
+        let mut touched = 0u64;
+        for lane in lanes_of(mask) {
+            let at = addresses[lane as usize];
+            touched |= 1 << ((at >> 5) - least);
+            touched |= 1 << (((at + u64::from(size) - 1) >> 5) - least);
+        }
+        return u64::from(touched.count_ones());
+    }
+    // Operands are aligned and at most 16 bytes, so one lies in one sector.
+    let mut all: Vec<u64> = lanes_of(mask).map(|lane| addresses[lane as usize] >> 5).collect();
+    all.sort_unstable();
+    all.dedup();
+    all.len() as u64
+}
+
+/// What an atomic leaves in memory.
+fn combined(atomic: Atomic, old: u64, a: u64, b: u64, size: u32) -> u64 {
+    let bits = size * 8;
+    let signed = |value: u64| ((value << (64 - bits)) as i64) >> (64 - bits);
+    match (atomic.operation, atomic.ty) {
+        (Operation::Exchange, _) => a,
+        (Operation::CompareAndSwap, _) => if old == a { b } else { old },
+        (Operation::And, _) => old & a,
+        (Operation::Or, _) => old | a,
+        (Operation::Xor, _) => old ^ a,
+        (Operation::Increment, _) => if old >= a { 0 } else { old + 1 },
+        (Operation::Decrement, _) => if old == 0 || old > a { a } else { old - 1 },
+        (operation, Scalar::Unsigned) => match operation {
+            Operation::Min => old.min(a),
+            Operation::Max => old.max(a),
+            _ => old.wrapping_add(a),
+        },
+        (operation, Scalar::Signed) => match operation {
+            Operation::Min => signed(old).min(signed(a)) as u64,
+            Operation::Max => signed(old).max(signed(a)) as u64,
+            _ => old.wrapping_add(a),
+        },
+        (operation, Scalar::F32) => {
+            let (x, y) = (f32::from_bits(old as u32), f32::from_bits(a as u32));
+            u64::from(match operation {
+                Operation::Min => float::min32(x, y).to_bits(),
+                Operation::Max => float::max32(x, y).to_bits(),
+                _ => float::canonical32(x + y).to_bits(),
+            })
+        }
+        (operation, Scalar::F64) => {
+            let (x, y) = (f64::from_bits(old), f64::from_bits(a));
+            match operation {
+                Operation::Min => float::min64(x, y).to_bits(),
+                Operation::Max => float::max64(x, y).to_bits(),
+                _ => (x + y).to_bits(),
+            }
+        }
+        (operation, Scalar::F16 | Scalar::Bf16 | Scalar::F16x2 | Scalar::Bf16x2) => {
+            let format = if matches!(atomic.ty, Scalar::F16 | Scalar::F16x2) { F16 } else { BF16 };
+            let one = |old: u64, a: u64| {
+                let (x, y) = (float::widen(old & 0xffff, format), float::widen(a & 0xffff, format));
+                match operation {
+                    Operation::Min => float::narrow(float::min64(x, y), Mode::Nearest, format),
+                    Operation::Max => float::narrow(float::max64(x, y), Mode::Nearest, format),
+                    _ => float::add(x, y, Mode::Nearest, format),
+                }
+            };
+            if size == 4 { one(old, a) | one(old >> 16, a >> 16) << 16 } else { one(old, a) }
+        }
+    }
+}
+
+const _: () = assert!(Class::COUNT == 10);

@@ -1,0 +1,829 @@
+//! Kernels written in PTX by hand, run and compared with what the PTX manual says.
+
+use softgpu::counts::Counts;
+use softgpu::fault::Fault;
+use softgpu::grid::{run, Conditions, Launch};
+use softgpu::memory::{Memory, Work};
+use softgpu::ptx::Module;
+use std::sync::Arc;
+
+const HEADER: &str = ".version 8.0\n.target sm_90\n.address_size 64\n.extern .shared .align 16 .b8 dynamic[];\n";
+
+/// Device memory with these contents, and a way to read it back.
+struct Buffer<T>(Vec<T>);
+
+fn buffer<T: Copy>(contents: &[T]) -> Buffer<T> {
+    Buffer(contents.to_vec())
+}
+
+impl<T: Copy> Buffer<T> {
+    fn address(&self) -> u64 {
+        self.0.as_ptr() as u64
+    }
+
+    fn read(&self) -> Vec<T> {
+        // The kernel wrote through an address, which the compiler cannot know of.
+        let all = 0..self.0.len();
+        // SAFETY: the vector is alive, and each index is inside of it.
+        all.map(|index| unsafe { self.0.as_ptr().add(index).read_volatile() }).collect()
+    }
+}
+
+/// A kernel whose parameters are 64-bit addresses `p0`, `p1`, ... With the usual registers, `%i` is the index of the thread and
+/// `%rd0`, `%rd1`, ... are the addresses.
+fn kernel(parameters: usize, shared: usize, body: &str) -> String {
+    let list: Vec<String> = (0..parameters).map(|index| format!(".param .u64 p{index}")).collect();
+    let loads: String = (0..parameters).map(|index| format!("ld.param.u64 %rd{index}, [p{index}];\n")).collect();
+    let shared = if shared > 0 { format!(".shared .align 16 .b8 room[{shared}];\n") } else { String::new() };
+    format!(
+        "{HEADER}.visible .entry k({})\n{{\n{shared}.reg .pred %p<16>;\n.reg .b16 %h<32>;\n.reg .b32 %r<64>;\n.reg .b64 %rd<64>;\n\
+         .reg .f32 %f<32>;\n.reg .f64 %fd<32>;\n.reg .u32 %i;\n{loads}mov.u32 %i, %tid.x;\n{body}\nret;\n}}\n",
+        list.join(", ")
+    )
+}
+
+struct Shape {
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+fn shape(blocks: u32, threads: u32) -> Shape {
+    Shape {
+        blocks,
+        threads,
+        shared_bytes: 0,
+    }
+}
+
+fn launch(text: &str, shape: &Shape, arguments: &[u64], conditions: Conditions) -> Result<Counts, Fault> {
+    let module = Arc::new(Module::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}")));
+    let globals = vec![0u64; module.globals().0.div_ceil(8)];
+    let base = globals.as_ptr() as u64;
+    let initial = module.initial_globals(base);
+    // SAFETY: the vector has at least as many bytes as the variables.
+    unsafe { std::ptr::copy_nonoverlapping(initial.as_ptr(), base as *mut u8, initial.len()) };
+    let entry = module.entry("k").unwrap();
+    let launch = Launch {
+        entry,
+        globals: base,
+        grid: [shape.blocks, 1, 1],
+        block: [shape.threads, 1, 1],
+        shared_bytes: shape.shared_bytes,
+        parameters: arguments.iter().flat_map(|argument| argument.to_le_bytes()).collect(),
+        module,
+    };
+    run(&launch, &Arc::new(Memory::default()), &Arc::new(Work::default()), conditions)
+}
+
+fn ok(text: &str, threads: u32, arguments: &[u64]) -> Counts {
+    // The order of warps must not matter.
+    for seed in [0, 1, 2, 3] {
+        let result = launch(text, &shape(1, threads), arguments, Conditions { seed, perturb: false });
+        let counts = result.unwrap_or_else(|fault| panic!("{fault}\n{text}"));
+        if seed == 3 {
+            return counts;
+        }
+    }
+    unreachable!()
+}
+
+fn fault(text: &str, threads: u32, arguments: &[u64]) -> String {
+    match launch(text, &shape(1, threads), arguments, Conditions::default()) {
+        Ok(_) => panic!("no fault was found in\n{text}"),
+        Err(fault) => fault.to_string(),
+    }
+}
+
+/// Runs one instruction on the 32-bit values of each thread: `%r1`, `%r2`, `%r3` to `%r4`.
+fn word(instruction: &str, operands: &[[u32; 3]]) -> Vec<u32> {
+    let input = buffer(&operands.iter().flatten().copied().collect::<Vec<_>>());
+    let output = buffer(&vec![0u32; operands.len()]);
+    let count = operands.len() as u32;
+    let text = kernel(
+        2,
+        0,
+        &format!(
+            "mov.u32 %r10, %ctaid.x; mov.u32 %r11, %ntid.x; mad.lo.u32 %r12, %r10, %r11, %i;\n\
+             setp.ge.u32 %p15, %r12, {count}; @%p15 bra DONE;\n\
+             mad.wide.u32 %rd10, %r12, 12, %rd0;\nld.global.u32 %r1, [%rd10]; ld.global.u32 %r2, [%rd10+4]; ld.global.u32 %r3, [%rd10+8];\n\
+             {instruction}\nmad.wide.u32 %rd11, %r12, 4, %rd1; st.global.u32 [%rd11], %r4;\nDONE:"
+        ),
+    );
+    let shape = shape(count.div_ceil(256), 256);
+    let result = launch(&text, &shape, &[input.address(), output.address()], Conditions::default());
+    result.unwrap_or_else(|fault| panic!("{fault}"));
+    output.read()
+}
+
+fn word1(instruction: &str, operands: &[u32]) -> Vec<u32> {
+    word(instruction, &operands.iter().map(|one| [*one, 0, 0]).collect::<Vec<_>>())
+}
+
+fn one(instruction: &str, a: u32, b: u32, c: u32) -> u32 {
+    word(instruction, &[[a, b, c]])[0]
+}
+
+/// The same for 64-bit values: `%rd1`, `%rd2` to `%rd3`; `%r1` is a 32-bit third.
+fn double_word(instruction: &str, a: u64, b: u64, c: u32) -> u64 {
+    let input = buffer(&[a, b, u64::from(c), 0]);
+    let text = kernel(
+        1,
+        0,
+        &format!(
+            "ld.global.u64 %rd1, [%rd0]; ld.global.u64 %rd2, [%rd0+8]; ld.global.u32 %r1, [%rd0+16];\n\
+             mov.b64 %fd1, %rd1; mov.b64 %fd2, %rd2;\n{instruction}\nst.global.u64 [%rd0+24], %rd3;"
+        ),
+    );
+    ok(&text, 1, &[input.address()]);
+    input.read()[3]
+}
+
+/// Values where rounding is hard, and many others.
+fn samples() -> Vec<f32> {
+    let mut all = vec![0.0, -0.0, 1.0, -1.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE, f32::MAX];
+    let mut state = 1u32;
+    for _ in 0..20_000 {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        all.push(f32::from_bits(state));
+        // Halfway between two values of f16 and of bf16, and next to there.
+        for near in [0u32, 1, !0] {
+            all.push(f32::from_bits((state & !0x1fff | 0x1000).wrapping_add(near)));
+            all.push(f32::from_bits((state & !0xffff | 0x8000).wrapping_add(near)));
+        }
+        // In the range of f16, with its subnormal numbers.
+        all.push(f32::from_bits(state % (0x4780_0000 - 0x3300_0000) + 0x3300_0000));
+        all.push(-f32::from_bits(state % (0x3900_0000 - 0x3280_0000) + 0x3280_0000));
+    }
+    all
+}
+
+#[test]
+fn halves_widen_as_they_should() {
+    let all: Vec<u32> = (0..0x1_0000).collect();
+    let f16 = word1("cvt.u16.u32 %h1, %r1; cvt.f32.f16 %f1, %h1; mov.b32 %r4, %f1;", &all);
+    let bf16 = word1("cvt.u16.u32 %h1, %r1; cvt.f32.bf16 %f1, %h1; mov.b32 %r4, %f1;", &all);
+    for bits in all {
+        for (got, want) in [
+            (f16[bits as usize], half::f16::from_bits(bits as u16).to_f32()),
+            (bf16[bits as usize], half::bf16::from_bits(bits as u16).to_f32()),
+        ] {
+            let want = if want.is_nan() { 0x7fff_ffff } else { want.to_bits() };
+            assert_eq!(got, want, "{bits:#06x}");
+        }
+    }
+}
+
+#[test]
+fn floats_narrow_to_the_nearest_half() {
+    let all = samples();
+    let bits: Vec<u32> = all.iter().map(|one| one.to_bits()).collect();
+    let f16 = word1("mov.b32 %f1, %r1; cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;", &bits);
+    let bf16 = word1("mov.b32 %f1, %r1; cvt.rn.bf16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;", &bits);
+    let pair = word1("mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.bf16x2.f32 %r4, %f2, %f1;", &bits);
+    let twice = word1("mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.f16x2.f32 %r4, %f2, %f1;", &bits);
+    let wide = word1("mov.b32 %f1, %r1; cvt.f64.f32 %fd1, %f1; cvt.rn.f16.f64 %h1, %fd1; cvt.u32.u16 %r4, %h1;", &bits);
+    for (index, value) in all.iter().enumerate() {
+        let or_nan = |bits: u16| if value.is_nan() { 0x7fff } else { u32::from(bits) };
+        let want = [or_nan(half::f16::from_f32(*value).to_bits()), or_nan(half::bf16::from_f32(*value).to_bits())];
+        assert_eq!([f16[index], bf16[index]], want, "{value:e}");
+        assert_eq!(wide[index], want[0], "{value:e}, from f64");
+        let sign = if value.is_nan() { 0 } else { 0x8000 };
+        assert_eq!(pair[index], want[1] | (want[1] ^ sign) << 16, "{value:e}");
+        assert_eq!(twice[index], want[0] | (want[0] ^ sign) << 16, "{value:e}");
+    }
+}
+
+#[test]
+fn eights_go_there_and_back() {
+    let all: Vec<u32> = (0..256).collect();
+    let there = word1("cvt.u16.u32 %h1, %r1; cvt.rn.f16x2.e4m3x2 %r4, %h1;", &all);
+    for bits in all {
+        let value = half::f16::from_bits(there[bits as usize] as u16).to_f32();
+        let (sign, field, mantissa) = (bits >> 7, (bits >> 3 & 15) as i32, (bits & 7) as f32);
+        let want = match field {
+            15 if mantissa == 7.0 => f32::NAN,
+            0 => mantissa * 2f32.powi(-9),
+            _ => (1.0 + mantissa / 8.0) * 2f32.powi(field - 7),
+        };
+        let want = if sign == 1 { -want } else { want };
+        assert!(value == want || (value.is_nan() && want.is_nan()), "{bits:#x}: {value} is not {want}");
+        if !want.is_nan() {
+            let back = one("mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; cvt.u32.u16 %r4, %h1;", want.to_bits(), 0, 0);
+            assert_eq!(back, bits | bits << 8);
+        }
+    }
+    let great = one("mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; cvt.u32.u16 %r4, %h1;", 1e9f32.to_bits(), 0, 0);
+    assert_eq!(great, 0x7e7e);
+}
+
+#[test]
+fn rounding_modes_bracket_the_truth() {
+    let all = samples();
+    let operands: Vec<[u32; 3]> = all.windows(3).step_by(3).map(|w| [w[0], w[1], w[2]].map(f32::to_bits)).collect();
+    for (instruction, truth) in [
+        ("add.MODE.f32 %f4, %f1, %f2;", (|a, b, _| a + b) as fn(f64, f64, f64) -> f64),
+        ("mul.MODE.f32 %f4, %f1, %f2;", |a, b, _| a * b),
+        ("fma.MODE.f32 %f4, %f1, %f2, %f3;", |a, b, c| a.mul_add(b, c)),
+        ("div.MODE.f32 %f4, %f1, %f2;", |a, b, _| a / b),
+        ("sqrt.MODE.f32 %f4, %f1;", |a, _, _| a.sqrt()),
+    ] {
+        let run = |mode: &str| {
+            let body = format!(
+                "mov.b32 %f1, %r1; mov.b32 %f2, %r2; mov.b32 %f3, %r3; {} mov.b32 %r4, %f4;",
+                instruction.replace("MODE", mode)
+            );
+            word(&body, &operands).into_iter().map(f32::from_bits).collect::<Vec<f32>>()
+        };
+        let [near, zero, down, up] = ["rn", "rz", "rm", "rp"].map(run);
+        for (index, abc) in operands.iter().enumerate() {
+            let [a, b, c] = abc.map(f32::from_bits);
+            let exact = truth(f64::from(a), f64::from(b), f64::from(c));
+            let (n, z, d, u) = (near[index], zero[index], down[index], up[index]);
+            if exact.is_nan() {
+                assert!([n, z, d, u].iter().all(|one| one.to_bits() == 0x7fff_ffff), "{instruction} {a:e} {b:e} {c:e}: {:x?}", [n, z, d, u].map(f32::to_bits));
+                continue;
+            }
+            let what = format!("{instruction} {a:e} {b:e} {c:e}: {n:e} {z:e} {d:e} {u:e} for {exact:e}");
+            assert!(f64::from(d) <= exact && exact <= f64::from(u), "{what}");
+            assert!(n == d || n == u, "{what}");
+            // Next to each other, or the same.
+            assert!(d == u || d.next_up() == u, "{what}");
+            assert!(z == if exact > 0.0 { d } else { u }, "{what}");
+            if instruction.starts_with("mul") {
+                assert_eq!(n, exact as f32, "{what}");
+            }
+        }
+        let native: Vec<f32> = operands
+            .iter()
+            .map(|abc| {
+                let [a, b, c] = abc.map(f32::from_bits);
+                match &instruction[..3] {
+                    "add" => a + b,
+                    "mul" => a * b,
+                    "fma" => a.mul_add(b, c),
+                    "div" => a / b,
+                    _ => a.sqrt(),
+                }
+            })
+            .collect();
+        for (got, want) in near.iter().zip(&native) {
+            assert!(got.to_bits() == want.to_bits() || want.is_nan(), "{instruction} {got:e} {want:e}");
+        }
+    }
+}
+
+#[test]
+fn flushing_and_saturation() {
+    let tiny = 0x0000_1234u32;
+    let f = |body: &str, a: f32, b: f32| {
+        let text = format!("mov.b32 %f1, %r1; mov.b32 %f2, %r2; {body} mov.b32 %r4, %f4;");
+        f32::from_bits(one(&text, a.to_bits(), b.to_bits(), 0))
+    };
+    assert_eq!(f("add.ftz.f32 %f4, %f1, %f2;", f32::from_bits(tiny), 0.0), 0.0);
+    assert_eq!(f("add.f32 %f4, %f1, %f2;", f32::from_bits(tiny), 0.0).to_bits(), tiny);
+    assert_eq!(f("mul.sat.f32 %f4, %f1, %f2;", 3.0, 2.0), 1.0);
+    assert_eq!(f("mul.sat.f32 %f4, %f1, %f2;", -3.0, 2.0), 0.0);
+    assert_eq!(f("mul.sat.f32 %f4, %f1, %f2;", f32::INFINITY, 0.0), 0.0);
+    assert_eq!(f("cvt.sat.f32.f32 %f4, %f1;", 0.25, 0.0), 0.25);
+    assert_eq!(f("cvt.sat.f32.f32 %f4, %f1;", f32::NAN, 0.0), 0.0);
+    assert_eq!(f("ex2.approx.ftz.f32 %f4, %f1;", 3.0, 0.0), 8.0);
+    assert_eq!(f("ex2.approx.ftz.f32 %f4, %f1;", -140.0, 0.0), 0.0);
+    assert_eq!(f("rsqrt.approx.f32 %f4, %f1;", 4.0, 0.0), 0.5);
+    assert_eq!(f("rsqrt.approx.f32 %f4, %f1;", -0.0, 0.0), f32::NEG_INFINITY);
+    assert!(f("rsqrt.approx.f32 %f4, %f1;", -1.0, 0.0).is_nan());
+    assert_eq!(f("lg2.approx.f32 %f4, %f1;", 8.0, 0.0), 3.0);
+}
+
+#[test]
+fn minimum_and_maximum_lose_nans_unless_told() {
+    let f = |body: &str, a: f32, b: f32| {
+        one(&format!("mov.b32 %f1, %r1; mov.b32 %f2, %r2; {body} mov.b32 %r4, %f4;"), a.to_bits(), b.to_bits(), 0)
+    };
+    assert_eq!(f("min.f32 %f4, %f1, %f2;", f32::NAN, 2.0), 2f32.to_bits());
+    assert_eq!(f("max.f32 %f4, %f1, %f2;", 2.0, f32::NAN), 2f32.to_bits());
+    assert_eq!(f("max.f32 %f4, %f1, %f2;", f32::NAN, f32::NAN), 0x7fff_ffff);
+    assert_eq!(f("max.NaN.f32 %f4, %f1, %f2;", 2.0, f32::NAN), 0x7fff_ffff);
+    assert_eq!(f("min.f32 %f4, %f1, %f2;", 0.0, -0.0), 0x8000_0000);
+    assert_eq!(f("max.f32 %f4, %f1, %f2;", -0.0, 0.0), 0);
+}
+
+#[test]
+fn integers_of_32_bits() {
+    let minus = |value: i32| value as u32;
+    for (instruction, a, b, c, want) in [
+        ("add.s32 %r4, %r1, %r2;", u32::MAX, 2, 0, 1),
+        ("add.sat.s32 %r4, %r1, %r2;", i32::MAX as u32, 2, 0, i32::MAX as u32),
+        ("mul.hi.s32 %r4, %r1, %r2;", minus(-2), 3, 0, u32::MAX),
+        ("mul.hi.u32 %r4, %r1, %r2;", 1 << 31, 4, 0, 2),
+        ("mad.hi.u32 %r4, %r1, %r2, %r3;", 1 << 31, 4, 5, 7),
+        ("mul24.lo.s32 %r4, %r1, %r2;", 0x01ff_ffff, 3, 0, minus(-3)),
+        ("div.s32 %r4, %r1, %r2;", minus(-7), 2, 0, minus(-3)),
+        ("rem.s32 %r4, %r1, %r2;", minus(-7), 2, 0, minus(-1)),
+        ("div.s32 %r4, %r1, %r2;", 1 << 31, u32::MAX, 0, 1 << 31),
+        ("div.u32 %r4, %r1, %r2;", 7, 0, 0, u32::MAX),
+        ("shl.b32 %r4, %r1, %r2;", 1, 32, 0, 0),
+        ("shr.u32 %r4, %r1, %r2;", 1 << 31, 40, 0, 0),
+        ("shr.s32 %r4, %r1, %r2;", 1 << 31, 40, 0, u32::MAX),
+        ("abs.s32 %r4, %r1;", minus(-5), 0, 0, 5),
+        ("neg.s32 %r4, %r1;", 1 << 31, 0, 0, 1 << 31),
+        ("sad.u32 %r4, %r1, %r2, %r3;", 3, 10, 1, 8),
+        ("min.s32 %r4, %r1, %r2;", minus(-1), 1, 0, minus(-1)),
+        ("min.u32 %r4, %r1, %r2;", minus(-1), 1, 0, 1),
+        ("cnot.b32 %r4, %r1;", 0, 0, 0, 1),
+        ("popc.b32 %r4, %r1;", 0xff00, 0, 0, 8),
+        ("clz.b32 %r4, %r1;", 0, 0, 0, 32),
+        ("brev.b32 %r4, %r1;", 1, 0, 0, 1 << 31),
+        ("bfind.u32 %r4, %r1;", 0x500, 0, 0, 10),
+        ("bfind.s32 %r4, %r1;", minus(-1), 0, 0, u32::MAX),
+        ("bfe.u32 %r4, %r1, 8, 8;", 0x1234_5678, 0, 0, 0x56),
+        ("bfe.s32 %r4, %r1, 4, 4;", 0x80, 0, 0, minus(-8)),
+        ("bfi.b32 %r4, %r1, %r2, 8, 4;", 0xf5, 0xffff_ffff, 0, 0xffff_f5ff),
+        ("lop3.b32 %r4, %r1, %r2, %r3, 0xEA;", 0b1100, 0b1010, 0b0001, 0b1001),
+        ("lop3.b32 %r4, %r1, %r2, %r3, 0x96;", 0b1100, 0b1010, 0b0001, 0b0111),
+        ("prmt.b32 %r4, %r1, %r2, 0x5140;", 0x3322_1100, 0x7766_5544, 0, 0x5511_4400),
+        ("prmt.b32 %r4, %r1, %r2, 0x8888;", 0x0000_0080, 0, 0, u32::MAX),
+        ("shf.l.wrap.b32 %r4, %r1, %r2, %r3;", 0x8000_0000, 1, 33, 3),
+        ("shf.r.clamp.b32 %r4, %r1, %r2, %r3;", 5, 7, 40, 7),
+        ("dp4a.s32.s32 %r4, %r1, %r2, %r3;", 0xff02_0103, 0x0102_0304, 100, 100 - 1 + 4 + 3 + 12),
+        ("dp4a.u32.s32 %r4, %r1, %r2, %r3;", 0xff, 0xff, 0, minus(-255)),
+        ("selp.b32 %r4, 1, 2, 1;", 0, 0, 0, 1),
+        ("slct.u32.s32 %r4, %r1, %r2, %r3;", 10, 20, minus(-1), 20),
+        ("set.lt.u32.s32 %r4, %r1, %r2;", minus(-1), 1, 0, u32::MAX),
+        ("set.gt.f32.s32 %f1, %r1, %r2; mov.b32 %r4, %f1;", 2, 1, 0, 0x3f80_0000),
+        ("cvt.s16.s8 %h1, %r1; cvt.s32.s16 %r4, %h1;", 0x80, 0, 0, minus(-128)),
+        ("cvt.s32.s8 %r4, %r1;", 0x1ff, 0, 0, u32::MAX),
+        ("cvt.u32.u8 %r4, %r1;", 0x1ff, 0, 0, 0xff),
+        ("cvt.sat.s8.s32 %r4, %r1;", minus(-1000), 0, 0, minus(-128)),
+        ("cvt.u16.u32 %h1, %r1; mul.wide.u16 %r4, %h1, %h1;", 0x1_ffff, 0, 0, 0xffff * 0xffff),
+        ("mov.b32 {%h1, %h2}, %r1; mov.b32 %r4, {%h2, %h1};", 0x1234_5678, 0, 0, 0x5678_1234),
+        ("cvt.u16.u32 %h1, %r1; shr.s16 %h2, %h1, 4; cvt.u32.u16 %r4, %h2;", 0x8000, 0, 0, 0xf800),
+        ("add.cc.u32 %r5, %r1, %r2; addc.u32 %r4, %r3, 0;", u32::MAX, 1, 5, 6),
+        ("sub.cc.u32 %r5, %r1, %r2; subc.u32 %r4, %r3, 0;", 0, 1, 5, 4),
+        ("mad.lo.cc.u32 %r5, %r1, %r2, %r1; madc.hi.u32 %r4, %r1, %r2, %r3;", u32::MAX, 2, 0, 2),
+    ] {
+        assert_eq!(one(instruction, a, b, c), want, "{instruction} of {a:#x}, {b:#x}, {c:#x}");
+    }
+}
+
+#[test]
+fn integers_of_64_bits() {
+    for (instruction, a, b, c, want) in [
+        ("add.s64 %rd3, %rd1, %rd2;", u64::MAX, 2, 0, 1),
+        ("mul.hi.u64 %rd3, %rd1, %rd2;", 1 << 63, 6, 0, 3),
+        ("mul.hi.s64 %rd3, %rd1, %rd2;", u64::MAX, 6, 0, u64::MAX),
+        ("mul.lo.s64 %rd3, %rd1, %rd2;", 1 << 40, 1 << 20, 0, 1 << 60),
+        ("mul.wide.s32 %rd3, %r1, %r1;", 0, 0, u32::MAX, 1),
+        ("mul.wide.u32 %rd3, %r1, %r1;", 0, 0, u32::MAX, 0xffff_fffe_0000_0001),
+        ("shl.b64 %rd3, %rd1, %r1;", 1, 0, 40, 1 << 40),
+        ("shl.b64 %rd3, %rd1, %r1;", 1, 0, 64, 0),
+        ("shr.s64 %rd3, %rd1, %r1;", 1 << 63, 0, 100, u64::MAX),
+        ("div.s64 %rd3, %rd1, %rd2;", (-9i64) as u64, 2, 0, (-4i64) as u64),
+        ("rem.u64 %rd3, %rd1, %rd2;", 17, 5, 0, 2),
+        ("cvt.s64.s32 %rd3, %r1;", 0, 0, u32::MAX, u64::MAX),
+        ("cvt.u64.u32 %rd3, %r1;", 0, 0, u32::MAX, 0xffff_ffff),
+        ("clz.b64 %r2, %rd1; cvt.u64.u32 %rd3, %r2;", 1, 0, 0, 63),
+        ("bfi.b64 %rd3, %rd1, %rd2, 60, 8;", 0xff, 0, 0, 0xf << 60),
+        ("mov.b64 {%r2, %r3}, %rd1; mov.b64 %rd3, {%r3, %r2};", 0x1111_1111_2222_2222, 0, 0, 0x2222_2222_1111_1111),
+        ("cvt.rzi.s64.f64 %rd3, %fd1;", (-2.75f64).to_bits(), 0, 0, (-2i64) as u64),
+        ("cvt.rni.s64.f64 %rd3, %fd1;", 2.5f64.to_bits(), 0, 0, 2),
+        ("cvt.rzi.u64.f64 %rd3, %fd1;", (-2.75f64).to_bits(), 0, 0, 0),
+        ("cvt.rzi.u32.f64 %r2, %fd1; cvt.u64.u32 %rd3, %r2;", 1e30f64.to_bits(), 0, 0, 0xffff_ffff),
+        ("cvt.rn.f64.u64 %fd3, %rd1; mov.b64 %rd3, %fd3;", u64::MAX, 0, 0, 2f64.powi(64).to_bits()),
+        ("add.rz.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;", 1f64.to_bits(), 0.75f64.powi(200).to_bits(), 0, 1f64.to_bits()),
+        ("add.rp.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;", 1f64.to_bits(), 0.75f64.powi(200).to_bits(), 0, 1f64.to_bits() + 1),
+        ("copysign.f64 %fd3, %fd1, %fd2; mov.b64 %rd3, %fd3;", (-1f64).to_bits(), 3f64.to_bits(), 0, (-3f64).to_bits()),
+        ("sub.f64 %fd3, %fd1, 0d3FF0000000000000; mov.b64 %rd3, %fd3;", 3f64.to_bits(), 0, 0, 2f64.to_bits()),
+    ] {
+        assert_eq!(double_word(instruction, a, b, c), want, "{instruction} of {a:#x}, {b:#x}, {c:#x}");
+    }
+}
+
+#[test]
+fn comparisons_know_nan_and_sign() {
+    let nan = f32::NAN.to_bits();
+    for (condition, a, b, want) in [
+        ("lt.f32", 1f32.to_bits(), 2f32.to_bits(), true),
+        ("lt.f32", nan, 2f32.to_bits(), false),
+        ("ltu.f32", nan, 2f32.to_bits(), true),
+        ("geu.f32", 1f32.to_bits(), 2f32.to_bits(), false),
+        ("neu.f32", nan, nan, true),
+        ("ne.f32", nan, nan, false),
+        ("equ.f32", nan, 0, true),
+        ("num.f32", 0, nan, false),
+        ("nan.f32", 0, nan, true),
+        ("eq.f32", 0, 0x8000_0000, true),
+        ("lt.s32", u32::MAX, 1, true),
+        ("lt.u32", u32::MAX, 1, false),
+        ("lo.u32", 1, u32::MAX, true),
+        ("hs.u32", 1, u32::MAX, false),
+    ] {
+        let ty = if condition.ends_with("f32") { "f" } else { "r" };
+        let body = format!(
+            "mov.b32 %f1, %r1; mov.b32 %f2, %r2; setp.{condition} %p1|%p2, %{ty}1, %{ty}2; selp.u32 %r5, 1, 0, %p1; selp.u32 %r6, 1, 0, %p2;\n\
+             mad.lo.u32 %r4, %r6, 2, %r5;"
+        );
+        assert_eq!(one(&body, a, b, 0), if want { 1 } else { 2 }, "{condition} of {a:#x}, {b:#x}");
+    }
+    let combined = "setp.eq.u32 %p1, %r3, 1; setp.lt.and.u32 %p2, %r1, %r2, !%p1; selp.u32 %r4, 1, 0, %p2;";
+    assert_eq!(one(combined, 1, 2, 0), 1);
+    assert_eq!(one(combined, 1, 2, 1), 0);
+    assert_eq!(one(combined, 2, 2, 0), 0);
+    for (test, value, want) in [("finite", 1f32, 1), ("infinite", f32::INFINITY, 1), ("subnormal", f32::from_bits(3), 1), ("normal", 0.0, 1), ("notanumber", 1.0, 0)] {
+        let body = format!("mov.b32 %f1, %r1; testp.{test}.f32 %p1, %f1; selp.u32 %r4, 1, 0, %p1;");
+        assert_eq!(one(&body, value.to_bits(), 0, 0), want, "{test} of {value}");
+    }
+}
+
+#[test]
+fn halves_compute_in_pairs() {
+    let pair = |low: f32, high: f32| u32::from(half::f16::from_f32(low).to_bits()) | u32::from(half::f16::from_f32(high).to_bits()) << 16;
+    let brain = |low: f32, high: f32| u32::from(half::bf16::from_f32(low).to_bits()) | u32::from(half::bf16::from_f32(high).to_bits()) << 16;
+    assert_eq!(one("add.f16x2 %r4, %r1, %r2;", pair(1.0, 2.0), pair(0.5, -3.0), 0), pair(1.5, -1.0));
+    assert_eq!(one("mul.bf16x2 %r4, %r1, %r2;", brain(3.0, 2.0), brain(0.5, -3.0), 0), brain(1.5, -6.0));
+    assert_eq!(one("fma.rn.f16x2 %r4, %r1, %r2, %r3;", pair(2.0, 2.0), pair(3.0, 4.0), pair(1.0, -1.0)), pair(7.0, 7.0));
+    assert_eq!(one("fma.rn.bf16x2 %r4, %r1, %r2, %r3;", brain(2.0, 2.0), brain(3.0, 4.0), brain(1.0, -1.0)), brain(7.0, 7.0));
+    // One rounding only: the product has a bit that f16 has no room for.
+    let (a, c) = (1.0 + 2f32.powi(-10), -1.0 - 2f32.powi(-9));
+    assert_eq!(one("fma.rn.f16x2 %r4, %r1, %r1, %r2;", pair(a, a), pair(c, c), 0), pair(2f32.powi(-20), 2f32.powi(-20)));
+    assert_eq!(one("neg.bf16x2 %r4, %r1;", brain(1.0, -2.0), 0, 0), brain(-1.0, 2.0));
+}
+
+/// Each lane gives its own number times 10 and stores what it got, with the predicate in bit 16.
+fn shuffled(instruction: &str) -> Vec<u32> {
+    let output = buffer(&[0u32; 32]);
+    let text = kernel(
+        1,
+        0,
+        &format!("mul.lo.u32 %r1, %i, 10; {instruction} selp.u32 %r3, 65536, 0, %p1; or.b32 %r2, %r2, %r3;\nmad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r2;"),
+    );
+    ok(&text, 32, &[output.address()]);
+    output.read()
+}
+
+#[test]
+fn shuffles_reach_where_they_may() {
+    let expect = |source: &dyn Fn(u32) -> (u32, bool)| -> Vec<u32> {
+        (0..32)
+            .map(|lane| {
+                let (from, within) = source(lane);
+                from * 10 | if within { 1 << 16 } else { 0 }
+            })
+            .collect()
+    };
+    let down = shuffled("shfl.sync.down.b32 %r2|%p1, %r1, 4, 31, 0xffffffff;");
+    assert_eq!(down, expect(&|lane| if lane + 4 < 32 { (lane + 4, true) } else { (lane, false) }));
+    let up = shuffled("shfl.sync.up.b32 %r2|%p1, %r1, 3, 0, -1;");
+    assert_eq!(up, expect(&|lane| if lane >= 3 { (lane - 3, true) } else { (lane, false) }));
+    let across = shuffled("shfl.sync.bfly.b32 %r2|%p1, %r1, 5, 31, -1;");
+    assert_eq!(across, expect(&|lane| (lane ^ 5, true)));
+    let index = shuffled("shfl.sync.idx.b32 %r2|%p1, %r1, 7, 31, -1;");
+    assert_eq!(index, expect(&|_| (7, true)));
+    // Segments of 8 lanes: the mask of segments is 0x18.
+    let segments = shuffled("shfl.sync.idx.b32 %r2|%p1, %r1, 3, 0x181f, -1;");
+    assert_eq!(segments, expect(&|lane| (lane & 24 | 3, true)));
+    let within = shuffled("shfl.sync.down.b32 %r2|%p1, %r1, 3, 0x1807, -1;");
+    assert_eq!(within, expect(&|lane| if lane % 8 + 3 < 8 { (lane + 3, true) } else { (lane, false) }));
+}
+
+#[test]
+fn a_shuffle_from_a_lane_that_is_away_is_a_fault() {
+    let text = kernel(1, 0, "setp.ge.u32 %p1, %i, 16; @%p1 exit; shfl.sync.down.b32 %r2|%p2, %i, 1, 31, 0xffff;");
+    let message = fault(&text, 32, &[0]);
+    assert!(message.contains("lane 16, which does not take part") && message.contains("thread [15, 0, 0]"), "{message}");
+    let text = kernel(1, 0, "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; shfl.sync.idx.b32 %r2, %i, 0, 31, 0xff;\nOUT:");
+    assert!(fault(&text, 32, &[0]).contains("not in its own mask"), "lane 8 is not a member");
+    let text = kernel(1, 0, "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; shfl.sync.idx.b32 %r2, %i, 0, 31, -1; bra END;\nOUT: bar.sync 0;\nEND:");
+    assert!(fault(&text, 32, &[0]).contains("a deadlock within the warp"));
+}
+
+#[test]
+fn a_shuffle_waits_for_lanes_that_come_another_way() {
+    // Odd lanes take a longer way to the same exchange, and each adds what its neighbour has.
+    let output = buffer(&[0u32; 32]);
+    let body = "and.b32 %r1, %i, 1; setp.eq.u32 %p1, %r1, 0; mov.u32 %r2, %i;\n@%p1 bra EVEN;\nmov.u32 %r5, 0;\n\
+        LOOP: add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, %i; @%p2 bra LOOP;\nshfl.sync.bfly.b32 %r3, %r2, 1, 31, -1; bra JOIN;\n\
+        EVEN: shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1;\nJOIN: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;";
+    ok(&kernel(1, 0, body), 32, &[output.address()]);
+    assert_eq!(output.read(), (0..32).map(|lane| lane ^ 1).collect::<Vec<u32>>());
+}
+
+#[test]
+fn lanes_leave_loops_at_their_own_time() {
+    // Lane i sums j * k for j < i, k < j; every third lane leaves early.
+    let output = buffer(&[77u32; 64]);
+    let body = "mov.u32 %r1, 0; mov.u32 %r2, 0; rem.u32 %r9, %i, 3; setp.eq.u32 %p9, %r9, 2; @%p9 exit;\n\
+        OUTER: setp.ge.u32 %p1, %r2, %i; @%p1 bra END; mov.u32 %r3, 0;\n\
+        INNER: setp.ge.u32 %p2, %r3, %r2; @%p2 bra NEXT; mad.lo.u32 %r1, %r2, %r3, %r1; add.u32 %r3, %r3, 1; bra INNER;\n\
+        NEXT: add.u32 %r2, %r2, 1; bra OUTER;\nEND: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;";
+    ok(&kernel(1, 0, body), 64, &[output.address()]);
+    for (lane, got) in output.read().into_iter().enumerate() {
+        let sum: usize = (0..lane).flat_map(|j| (0..j).map(move |k| j * k)).sum();
+        assert_eq!(got as usize, if lane % 3 == 2 { 77 } else { sum }, "lane {lane}");
+    }
+}
+
+#[test]
+fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
+    // Each lane runs i + 1 times; those that are left exchange with a mask of themselves.
+    let output = buffer(&[0u32; 32]);
+    let body = "mov.u32 %r1, 0; mov.u32 %r4, 0;\nLOOP: activemask.b32 %r2; shfl.sync.idx.b32 %r3, %r1, 31, 31, %r2; add.u32 %r4, %r4, %r3;\n\
+        add.u32 %r1, %r1, 1; setp.le.u32 %p1, %r1, %i; @%p1 bra LOOP;\nmad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
+    ok(&kernel(1, 0, body), 32, &[output.address()]);
+    assert_eq!(output.read(), (0..32).map(|lane| lane * (lane + 1) / 2).collect::<Vec<u32>>());
+}
+
+#[test]
+fn votes_count_who_is_there() {
+    let output = buffer(&[0u32; 32]);
+    let body = "setp.lt.u32 %p1, %i, 5; vote.sync.ballot.b32 %r1, %p1, -1; vote.sync.any.pred %p2, %p1, -1; vote.sync.all.pred %p3, %p1, -1;\n\
+        selp.u32 %r2, 0x100, 0, %p2; selp.u32 %r3, 0x200, 0, %p3; or.b32 %r1, %r1, %r2; or.b32 %r1, %r1, %r3;\n\
+        shr.u32 %r5, %i, 3; match.any.sync.b32 %r6, %r5, -1; popc.b32 %r6, %r6; shl.b32 %r6, %r6, 16; or.b32 %r1, %r1, %r6;\n\
+        mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;";
+    ok(&kernel(1, 0, body), 32, &[output.address()]);
+    assert_eq!(output.read(), vec![0x0008_011f; 32]);
+}
+
+#[test]
+fn functions_are_called_by_the_lanes_that_want_to() {
+    let output = buffer(&[0u32; 32]);
+    let text = kernel(
+        1,
+        0,
+        "mov.u32 %r1, 5; setp.lt.u32 %p1, %i, 8; @%p1 bra SKIP;\n{\n.param .b32 a; st.param.b32 [a], %i; .param .b32 r;\n\
+         call.uni (r), twice, (a);\nld.param.b32 %r1, [r];\n}\nSKIP: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;",
+    );
+    let function = ".func (.param .b32 result) twice(.param .b32 value)\n{\n.local .align 4 .b8 room[8];\n.reg .b32 %r<8>; .reg .b64 %rd<4>; .reg .pred %p<2>;\n\
+        ld.param.b32 %r1, [value]; mov.u64 %rd1, room; cvta.local.u64 %rd2, %rd1; st.local.u32 [%rd1+4], %r1; ld.u32 %r2, [%rd2+4];\n\
+        setp.gt.u32 %p1, %r1, 20; @%p1 bra BIG; shl.b32 %r2, %r2, 1;\nBIG: st.param.b32 [result], %r2; ret;\n}\n";
+    let text = text.replace(".visible", &format!("{function}.visible"));
+    ok(&text, 32, &[output.address()]);
+    let want = |lane| match lane {
+        0..8 => 5,
+        8..=20 => 2 * lane,
+        _ => lane,
+    };
+    assert_eq!(output.read(), (0..32).map(want).collect::<Vec<u32>>());
+}
+
+#[test]
+fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
+    let declared = ".extern .func __assertfail(.param .b64 a);\n";
+    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 bra OK;\n{ .param .b64 a; st.param.b64 [a], 0; call.uni __assertfail, (a); }\nOK:");
+    let text = text.replace(".visible", &format!("{declared}.visible"));
+    ok(&text, 32, &[0]);
+    let message = fault(&text, 64, &[0]);
+    assert!(message.contains("an assertion of the kernel failed") && message.contains("thread [40, 0, 0]"), "{message}");
+    let text = kernel(1, 0, "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;");
+    ok(&text, 32, &[0]);
+    let message = fault(&text, 64, &[0]);
+    assert!(message.contains("does not know the instruction frobnicate.b32") && message.contains("(line "), "{message}");
+}
+
+const REDUCE: &str = "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\nbar.sync 0;\n\
+    xor.b32 %r2, %i, 32; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];\n\
+    mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
+
+#[test]
+fn a_barrier_makes_an_exchange_right_and_its_absence_is_found() {
+    let output = buffer(&[0u32; 64]);
+    let text = kernel(1, 256, REDUCE);
+    let counts = ok(&text, 64, &[output.address()]);
+    assert_eq!(output.read(), (0..64).map(|lane| lane ^ 32).collect::<Vec<u32>>());
+    assert_eq!(counts.barriers, 2);
+    let without = softgpu::ptx::without_statement(&text, "bar.sync", 0).unwrap();
+    assert!(softgpu::ptx::without_statement(&text, "bar.sync", 1).is_none());
+    for seed in 0..4 {
+        let result = launch(&without, &shape(1, 64), &[output.address()], Conditions { seed, perturb: false });
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("never written") || message.contains("a race"), "{message}");
+    }
+}
+
+#[test]
+fn lanes_of_a_warp_race_too() {
+    // The neighbour's word, without and with something that orders the lanes.
+    let body = |between: &str| {
+        format!("mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\n{between}\nxor.b32 %r2, %i, 1; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];")
+    };
+    let message = fault(&kernel(1, 128, &body("")), 32, &[0]);
+    assert!(message.contains("a race: lane 1 of warp 0 wrote"), "{message}");
+    for legal in ["bar.warp.sync -1;", "bar.sync 0;", "shfl.sync.idx.b32 %r5, %i, 0, 31, -1;", "vote.sync.any.pred %p1, %p1, -1;"] {
+        ok(&kernel(1, 128, &body(legal)), 32, &[0]);
+    }
+    // A barrier of each pair of lanes is enough, one of other pairs is not.
+    ok(&kernel(1, 128, &body("and.b32 %r6, %i, 30; shl.b32 %r7, 3, %r6; bar.warp.sync %r7;")), 32, &[0]);
+    let others = "add.u32 %r6, %i, 1; and.b32 %r6, %r6, 30; setp.eq.u32 %p1, %r6, 0; sub.u32 %r8, %r6, 1; shl.b32 %r8, 3, %r8;\n\
+        setp.eq.u32 %p2, %i, 31; or.pred %p1, %p1, %p2; selp.b32 %r8, 0x80000001, %r8, %p1; bar.warp.sync %r8;";
+    assert!(fault(&kernel(1, 128, &body(others)), 32, &[0]).contains("a race"));
+    // A lane may read again what it wrote itself.
+    ok(&kernel(1, 128, "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i; ld.shared.u32 %r2, [%r1]; st.shared.u32 [%r1], %r2;"), 32, &[0]);
+    // All may read one word; then one may not write it.
+    let message = fault(&kernel(1, 128, "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9]; @%p1 st.shared.u32 [%r9], 2;"), 32, &[0]);
+    assert!(message.contains("a race: warp 0 read"), "{message}");
+    let message = fault(&kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], %i;"), 32, &[0]);
+    assert!(message.contains("store different values"), "{message}");
+    ok(&kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], 5;"), 32, &[0]);
+}
+
+#[test]
+fn shared_memory_has_ends_alignment_and_unwritten_bytes() {
+    for (body, what) in [
+        ("mov.u32 %r9, room; ld.shared.u32 %r1, [%r9];", "never written"),
+        ("mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u16 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9];", "never written"),
+        ("mov.u32 %r9, room; st.shared.u32 [%r9+128], 1;", "out of bounds"),
+        ("mov.u32 %r9, room; st.shared.u32 [%r9+2], 1;", "misaligned"),
+        ("mov.u32 %r9, room; st.shared.v4.u32 [%r9+8], {1, 1, 1, 1};", "misaligned"),
+        ("mov.u32 %r9, dynamic; st.shared.u32 [%r9+12], 1; st.shared.u32 [%r9+16], 1;", "out of bounds"),
+    ] {
+        let text = kernel(1, 128, body);
+        let shape = Shape {
+            blocks: 1,
+            threads: 32,
+            shared_bytes: if body.contains("dynamic") { 16 } else { 0 },
+        };
+        let message = launch(&text, &shape, &[0], Conditions::default()).unwrap_err().to_string();
+        assert!(message.contains(what), "{message}");
+    }
+}
+
+#[test]
+fn bytes_of_a_word_may_have_different_writers() {
+    let output = buffer(&[0u32; 8]);
+    let body = "mov.u32 %r9, room; add.u32 %r1, %r9, %i; st.shared.u8 [%r1], %i; bar.warp.sync -1;\n\
+        setp.ge.u32 %p1, %i, 8; @%p1 exit; mad.lo.u32 %r2, %i, 4, %r9; ld.shared.u32 %r3, [%r2]; mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;";
+    ok(&kernel(1, 32, body), 32, &[output.address()]);
+    assert_eq!(output.read()[1], 0x0706_0504);
+}
+
+#[test]
+fn barriers_that_cannot_complete_are_faults() {
+    // Half of a warp waits, the other waits elsewhere.
+    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0; bra END;\nA: bar.sync 0;\nEND:");
+    assert!(fault(&text, 32, &[0]).contains("has diverged"));
+    // Two warps wait at two barriers.
+    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 32; @%p1 bra A; bar.sync 1; bra END;\nA: bar.sync 0;\nEND:");
+    let message = fault(&text, 64, &[0]);
+    assert!(message.contains("cannot complete") && message.contains("warp 1 at barrier 1"), "{message}");
+    // Threads that exited are not waited for; threads that are counted on are.
+    ok(&kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 exit; bar.sync 0;"), 128, &[0]);
+    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 64; @%p1 exit; bar.sync 1, 128;");
+    assert!(fault(&text, 128, &[0]).contains("cannot complete"));
+    ok(&kernel(1, 0, "setp.lt.u32 %p1, %i, 64; @%p1 bra END; bar.sync 1, 64;\nEND:"), 128, &[0]);
+}
+
+#[test]
+fn a_barrier_can_count() {
+    let output = buffer(&[0u32; 64]);
+    let body = "rem.u32 %r1, %i, 3; setp.eq.u32 %p1, %r1, 0; barrier.cta.red.popc.aligned.u32 %r2, 0, %p1; barrier.cta.red.or.pred.aligned %p2, 0, %p1;\n\
+        selp.u32 %r3, 100, 0, %p2; add.u32 %r2, %r2, %r3; mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r2;";
+    ok(&kernel(1, 0, body), 64, &[output.address()]);
+    assert_eq!(output.read(), vec![122; 64]);
+}
+
+#[test]
+fn vectors_and_narrow_loads_fill_their_registers() {
+    let data = buffer(&[0x8001_7fffu32, 0xffff_fffe, 3, 4, 0, 0, 0, 0]);
+    let body = "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0]; add.u32 %r3, %r3, %r4; st.global.v2.u32 [%rd0+16], {%r3, %r1};\n\
+        ld.global.s16 %r5, [%rd0+2]; st.global.u32 [%rd0+24], %r5; ld.global.s8 %h1, [%rd0+4]; cvt.s32.s16 %r6, %h1; st.global.u32 [%rd0+28], %r6;";
+    ok(&kernel(1, 0, body), 1, &[data.address()]);
+    assert_eq!(data.read()[4..], [7, 0x8001_7fff, 0xffff_8001, 0xffff_fffe]);
+}
+
+const COPY: &str = "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 16, %r9; mad.wide.u32 %rd2, %i, 16, %rd0;\n\
+    cp.async.ca.shared.global [%r1], [%rd2], 16;\ncp.async.commit_group;\ncp.async.wait_group 0;\n\
+    ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1]; mad.wide.u32 %rd3, %i, 16, %rd1; st.global.v4.u32 [%rd3], {%r5, %r4, %r3, %r2};";
+
+#[test]
+fn copies_land_when_somebody_waits() {
+    let from = buffer(&(0..128).collect::<Vec<u32>>());
+    let to = buffer(&[0u32; 128]);
+    let text = kernel(2, 512, COPY);
+    let arguments = [from.address(), to.address()];
+    ok(&text, 32, &arguments);
+    assert_eq!(to.read()[..4], [3, 2, 1, 0]);
+    let without = softgpu::ptx::without_statement(&text, "cp.async.wait_group", 0).unwrap();
+    assert!(fault(&without, 32, &arguments).contains("still in flight"));
+    // A group that is not committed is not waited for.
+    let without = softgpu::ptx::without_statement(&text, "cp.async.commit_group", 0).unwrap();
+    assert!(fault(&without, 32, &arguments).contains("still in flight"));
+    ok(&without.replace("wait_group 0", "wait_all"), 32, &arguments);
+    let overwritten = text.replace("cp.async.commit_group;", "cp.async.commit_group; st.shared.u32 [%r1], 1;");
+    assert!(fault(&overwritten, 32, &arguments).contains("still in flight"));
+    // The latest group may be left in flight: two stages, one waited for.
+    let stages = COPY.replace(
+        "cp.async.wait_group 0;",
+        "cp.async.ca.shared.global [%r1+512], [%rd2], 8, 4; cp.async.commit_group; cp.async.wait_group 1;",
+    );
+    ok(&kernel(2, 1024, &stages), 32, &arguments);
+    let early = stages.replace("[%r1];", "[%r1+512];");
+    assert!(fault(&kernel(2, 1024, &early), 32, &arguments).contains("still in flight"));
+    let zeros = stages.replace("wait_group 1", "wait_group 0").replace("ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1];", "ld.shared.v2.u32 {%r2, %r3}, [%r1+512]; mov.u32 %r4, 9; mov.u32 %r5, 9;");
+    ok(&kernel(2, 1024, &zeros), 32, &arguments);
+    assert_eq!(to.read()[4..8], [9, 9, 0, 4]);
+    // What one lane copied, another may read only behind something that orders them.
+    let neighbour = COPY.replace("ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1];", "xor.b32 %r6, %r1, 16; ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r6];");
+    assert!(fault(&kernel(2, 512, &neighbour), 32, &arguments).contains("a race"));
+    ok(&kernel(2, 512, &neighbour.replace("xor", "bar.sync 0; xor")), 32, &arguments);
+}
+
+#[test]
+fn atomics_add_up() {
+    let data = buffer(&[0u32, u32::MAX, 0, 7, 0, 0]);
+    let body = "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u32 [%r9], 0; bar.sync 0;\n\
+        atom.global.add.u32 %r1, [%rd0], %i; atom.global.min.u32 %r2, [%rd0+4], %i; red.global.max.s32 [%rd0+8], %i; atom.global.cas.b32 %r3, [%rd0+12], 7, 9;\n\
+        cvt.rn.f32.u32 %f1, %i; red.global.add.f32 [%rd0+16], %f1; atom.shared.add.u32 %r4, [%r9], 1; bar.sync 0;\n\
+        @%p1 ld.shared.u32 %r5, [%r9]; @%p1 st.global.u32 [%rd0+20], %r5;";
+    let result = launch(&kernel(1, 16, body), &shape(1, 64), &[data.address()], Conditions { seed: 5, perturb: false });
+    result.unwrap_or_else(|fault| panic!("{fault}"));
+    assert_eq!(data.read(), [2016, 0, 63, 9, 2016f32.to_bits(), 64]);
+}
+
+#[test]
+fn conflicts_and_sectors_are_counted() {
+    let data = buffer(&[0u32; 32 * 32]);
+    let count = |body: &str| {
+        let text = kernel(1, 8192, &format!("mov.u32 %r9, room; {body}"));
+        launch(&text, &shape(1, 32), &[data.address() & !31], Conditions::default()).unwrap()
+    };
+    assert_eq!(count("mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 0);
+    assert_eq!(count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 1);
+    assert_eq!(count("mad.lo.u32 %r1, %i, 128, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 31);
+    assert_eq!(count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts, 0);
+    assert_eq!(count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts, 2);
+    assert_eq!(count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v4.u32 [%r1], {1, 1, 1, 1};").bank_conflicts, 0);
+    assert_eq!(count("shr.u32 %r2, %i, 4; mad.lo.u32 %r1, %r2, 128, %r9; st.shared.u32 [%r1], 1;").bank_conflicts, 1);
+    let aligned = count("mad.wide.u32 %rd1, %i, 4, %rd0; add.u64 %rd1, %rd1, 32; ld.global.u32 %r1, [%rd1];");
+    assert_eq!((aligned.sectors_loaded, aligned.bytes_loaded), (4, 128));
+    assert_eq!(count("mad.wide.u32 %rd1, %i, 64, %rd0; add.u64 %rd1, %rd1, 32; ld.global.u32 %r1, [%rd1];").sectors_loaded, 32);
+}
+
+#[test]
+fn perturbed_results_stay_within_their_error() {
+    let inputs: Vec<f32> = (1..400).map(|index| index as f32 * 0.37).collect();
+    let input = buffer(&inputs);
+    let output = buffer(&vec![0f32; inputs.len()]);
+    for (instruction, truth, bound) in [
+        ("rsqrt.approx.f32", (|x| 1.0 / x.sqrt()) as fn(f64) -> f64, 2f64.powf(-22.9) + 2f64.powi(-24)),
+        ("rcp.approx.f32", |x| 1.0 / x, 2f64.powi(-23)),
+        ("ex2.approx.f32", |x| (x / 8.0).exp2(), 2f64.powi(-22)),
+        ("lg2.approx.f32", |x| x.log2(), 2f64.powi(-21)),
+    ] {
+        let scale = if instruction.starts_with("ex2") { "mul.f32 %f1, %f1, 0f3E000000;" } else { "" };
+        let text = kernel(
+            2,
+            0,
+            &format!("mul.wide.u32 %rd3, %i, 4; add.u64 %rd4, %rd0, %rd3; ld.global.f32 %f1, [%rd4]; {scale} {instruction} %f2, %f1; add.u64 %rd5, %rd1, %rd3; st.global.f32 [%rd5], %f2;"),
+        );
+        let mut seen = vec![];
+        for seed in [1, 2, 1] {
+            let conditions = Conditions { seed, perturb: true };
+            launch(&text, &shape(1, inputs.len() as u32), &[input.address(), output.address()], conditions).unwrap();
+            for (got, x) in output.read().iter().zip(&inputs) {
+                let want = truth(f64::from(*x));
+                let error = (f64::from(*got) - want).abs() / if instruction.starts_with("lg2") { want.abs().max(1.0) } else { want.abs() };
+                assert!(error <= bound, "{instruction} of {x}: {got} is not {want}");
+            }
+            seen.push(output.read());
+        }
+        assert!(seen[0] != seen[1], "{instruction} is not moved");
+        assert_eq!(seen[0], seen[2]);
+    }
+}
+
+#[test]
+fn module_variables_have_their_places_and_contents() {
+    let output = buffer(&[0u64; 3]);
+    let text = kernel(1, 0, "mov.u64 %rd1, table; ld.global.u64 %rd2, [%rd1+8]; st.global.u64 [%rd0], %rd2; ld.global.u64 %rd3, [there]; ld.global.u8 %rd4, [%rd3]; st.global.u64 [%rd0+8], %rd4; ld.const.u32 %rd5, [few+4]; st.global.u64 [%rd0+16], %rd5;");
+    let variables = ".global .align 8 .u64 table[2] = {1, 0xffffffffffffffff};\n.global .align 1 .b8 text[3] = {65, 66, 67};\n\
+        .global .align 8 .u64 there = text+2;\n.const .align 4 .u32 few[2] = {5, 6};\n.visible";
+    ok(&text.replace(".visible", variables), 1, &[output.address()]);
+    assert_eq!(output.read(), [u64::MAX, 67, 6]);
+}
+
+#[test]
+fn a_fault_names_the_source_line() {
+    let text = kernel(1, 16, ".loc 1 42 3\nmov.u32 %r9, room;\n.loc 1 43 3\nld.shared.u32 %r1, [%r9];").replace(".extern", ".file 1 \"kernels/some.cu\"\n.extern");
+    let message = fault(&text, 32, &[0]);
+    assert!(message.contains("of kernels/some.cu:43") && message.contains("at ld.shared.u32 %r1, [%r9]") && message.contains("k, block [0, 0, 0]"), "{message}");
+}
+
+#[test]
+fn all_blocks_run_once_in_any_order() {
+    let output = buffer(&[0u32; 40]);
+    let text = kernel(1, 0, "mov.u32 %r1, %ctaid.x; mad.wide.u32 %rd1, %r1, 4, %rd0; setp.eq.u32 %p1, %i, 0; @%p1 atom.global.add.u32 %r2, [%rd1], 1;");
+    for seed in 0..6 {
+        let counts = launch(&text, &shape(40, 64), &[output.address()], Conditions { seed, perturb: false }).unwrap();
+        assert_eq!(counts.blocks, 40);
+        assert_eq!(output.read(), vec![seed as u32 + 1; 40]);
+    }
+}
+
+#[test]
+fn parameters_are_laid_out_as_c_has_them() {
+    let text = format!("{HEADER}.visible .entry k(.param .u32 a, .param .u64 .ptr .global .align 1 b, .param .align 8 .b8 c[20], .param .u16 d) .maxntid 128, 2, 1\n{{ ret; }}");
+    let module = Module::parse(&text).unwrap();
+    assert_eq!(module.parameters(0), [(0, 4), (8, 8), (16, 20), (36, 2)]);
+    assert_eq!(module.max_threads(0), 256);
+    assert!(Module::parse("hello").is_err());
+}

@@ -1,0 +1,116 @@
+//! The GPU that the tests of a process share, and what they try on it.
+
+use super::{assert_same_bits, layer_on, run, Batch, Data, Outcome};
+use candle::backend::{BackendDevice, BackendStorage};
+use candle::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
+use candle_powernorm::{Communicator, PowerNormConfig};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// GPU 0, on which each thread has a stream of its own.
+///
+/// It is one for the whole process, and the first use of it runs a layer: a device compiles the
+/// kernels anew, which takes a driver seconds, and one that is dropped waits for the work of all
+/// others.
+pub fn gpu() -> Device {
+    static GPU: OnceLock<Device> = OnceLock::new();
+    warm(&GPU, || Device::new_cuda(0))
+}
+
+/// GPU 0 once more, on which all threads share a stream.
+pub fn gpu_of_one_stream() -> Device {
+    static GPU: OnceLock<Device> = OnceLock::new();
+    warm(&GPU, || Device::new_cuda_with_stream(0))
+}
+
+fn warm(gpu: &OnceLock<Device>, new: fn() -> candle::Result<Device>) -> Device {
+    let new = || {
+        let gpu = new().expect("a GPU");
+        let (layer, _varmap) = layer_on(&gpu, 8, 1e-5.into(), DType::F32);
+        let batch = Batch::random(&mut Data::on(&gpu, 1), &[4, 8], DType::F32, false);
+        run(&layer, &batch, true);
+        gpu.synchronize().expect("a GPU that works");
+        gpu
+    };
+    gpu.get_or_init(new).clone()
+}
+
+/// One layer for each way to walk the kernels: width and groups.
+pub const PATHS: [(usize, Option<usize>); 7] = [
+    (33, None),
+    (1024, None),
+    (48, Some(4)),
+    (130, Some(13)),
+    (760, Some(1)),
+    (8192, Some(1)),
+    (8200, Some(4)),
+];
+
+/// A layer whose second step is the first by its running statistics.
+pub fn config(groups: Option<usize>) -> PowerNormConfig {
+    PowerNormConfig {
+        warmup_steps: 1,
+        group_scaling: groups,
+        ..1e-5.into()
+    }
+}
+
+#[track_caller]
+pub fn same_bits(what: &str, a: &Outcome, b: &Outcome) {
+    for ((name, a), (_, b)) in a.tensors().into_iter().zip(b.tensors()) {
+        assert_same_bits(&format!("{what}, {name}"), a, b);
+    }
+}
+
+/// What [`state`](super::state) gives.
+pub type State = (Vec<u64>, Vec<u64>, usize);
+
+/// `assert_eq`, for layers too wide to print.
+#[track_caller]
+pub fn same_state(what: &str, a: &State, b: &State) {
+    for (name, a, b) in [("ψ²", &a.0, &b.0), ("ν", &a.1, &b.1)] {
+        let first = (0..a.len()).find(|&channel| a[channel] != b[channel]);
+        assert!(first.is_none(), "{what}: {name} differs from {first:?} on");
+    }
+    assert_eq!(a.2, b.2, "{what}: t");
+}
+
+/// Two ranks that bring the same, of which one is here: their sums are twice its own, and are taken
+/// on the device. It keeps the lengths of what it summed.
+#[derive(Clone, Debug, Default)]
+pub struct Echo(pub Arc<Mutex<Vec<usize>>>);
+
+impl Communicator for Echo {
+    fn world_size(&self) -> usize {
+        2
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        assert!(tensor.device().is_cuda());
+        self.0.lock().unwrap().push(tensor.elem_count());
+        tensor * 2.
+    }
+}
+
+/// A loss of 0 whose gradient is given. No kernel of candle has a part in it, and it takes a tensor
+/// without elements, which candle's kernels do not.
+pub struct Gradient(pub Tensor);
+
+impl CustomOp1 for Gradient {
+    fn name(&self) -> &'static str {
+        "gradient"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.]), Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let shape = Shape::from(());
+        let loss = storage.device().zeros_impl(&shape, DType::F32)?;
+        Ok((loss, shape))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}

@@ -1,0 +1,646 @@
+//! A forward of a layer and perhaps its backward, as data: a device runs it, on one rank or on
+//! several, and is compared with the CPU path on all rows.
+
+use crate::common::distributed::{on_ranks, Rank};
+use crate::common::gpu::{gpu, gpu_of_one_stream, Gradient};
+use crate::common::{assert_same_bits, coarser, precision, sum, tensor, to_f64, Data, CPU};
+use candle::{DType, Device, Module, Result, Tensor, Var};
+use candle_nn::VarBuilder;
+use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// All that the passes read. Tensors are packed, on the CPU.
+#[derive(Clone)]
+pub struct Arguments {
+    /// The layer's.
+    pub config: PowerNormConfig,
+    /// Training steps taken before.
+    pub steps: usize,
+    /// What the forward is.
+    pub purpose: Purpose,
+    /// What the loss is multiplied by.
+    pub loss_scale: f64,
+    /// `[rows, cols]`.
+    pub x: Tensor,
+    /// As `x`: added to it first.
+    pub residual: Option<Tensor>,
+    /// As `x`: the gradient of the output.
+    pub dy: Tensor,
+    /// As `x`: the gradient of the sum with the residual.
+    pub dsum: Tensor,
+    /// `[rows]`, u8.
+    pub keep: Option<Tensor>,
+    /// γ and β, `[cols]`.
+    pub affine: Option<[Tensor; 2]>,
+    /// ψ², `[cols]`.
+    pub running_phi: Tensor,
+    /// ν/(1−α_b), `[cols]`.
+    pub ema_gz: Tensor,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    Training,
+    Evaluation,
+    /// The first batch of one.
+    Recalibration,
+}
+
+/// The gradients to compute. The backward does not run where none is wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wanted {
+    /// ∂L/∂X.
+    pub input: bool,
+    /// ∂L/∂γ.
+    pub weight: bool,
+    /// ∂L/∂β.
+    pub bias: bool,
+}
+
+impl Wanted {
+    pub const ALL: Self = Self {
+        input: true,
+        weight: true,
+        bias: true,
+    };
+
+    fn any(&self) -> bool {
+        self.input || self.weight || self.bias
+    }
+}
+
+/// Where mask and parameters begin in their storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Offsets {
+    AtTheStart,
+    AnElementIn,
+}
+
+/// What the passes leave, on the CPU.
+pub struct Results {
+    /// `[rows, cols]`.
+    y: Tensor,
+    /// As `y`: the sum with the residual.
+    sum: Option<Tensor>,
+    /// As `y`.
+    dx: Option<Tensor>,
+    /// `[cols]`.
+    dweight: Option<Tensor>,
+    /// `[cols]`.
+    dbias: Option<Tensor>,
+    /// `[cols]`.
+    running_phi: Tensor,
+    /// `[cols]`.
+    nu: Tensor,
+}
+
+impl Arguments {
+    /// A training step on random rows, in the middle of the running phase, without a mask.
+    pub fn random(
+        data: &mut Data,
+        config: PowerNormConfig,
+        rows: usize,
+        input: DType,
+        builder: DType,
+        cols: usize,
+    ) -> Self {
+        let state = match builder {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        // Channels differ in scale, so that a mix-up shows.
+        let scales = data.uniform(cols, 0.5, 2.);
+        let x: Vec<f64> = (data.normal(rows * cols).iter())
+            .enumerate()
+            .map(|(k, x)| x * scales[k % cols])
+            .collect();
+        let weight: Vec<f64> = data.normal(cols).iter().map(|w| 1. + 0.3 * w).collect();
+        // In some channels so small that ν's factor would be negative, and is clamped.
+        let mut phi = data.uniform(cols, 0.5, 2.);
+        phi.iter_mut()
+            .skip(2)
+            .step_by(7)
+            .for_each(|phi| *phi *= 0.02);
+        let affine = [
+            tensor(&weight, &[cols], builder),
+            tensor(&data.normal(cols), &[cols], builder),
+        ];
+        Self {
+            config,
+            steps: config.warmup_steps + 3,
+            purpose: Purpose::Training,
+            loss_scale: 1.,
+            residual: None,
+            x: tensor(&x, &[rows, cols], input),
+            dy: tensor(&data.normal(rows * cols), &[rows, cols], input),
+            dsum: tensor(&data.normal(rows * cols), &[rows, cols], input),
+            keep: None,
+            affine: config.affine.then_some(affine),
+            running_phi: tensor(&phi, &[cols], state),
+            ema_gz: tensor(&data.normal(cols), &[cols], state),
+        }
+    }
+
+    /// The rows of a rank, of ranks that share them out by weight.
+    pub fn rows_of(&self, weights: &[usize], rank: usize) -> Range<usize> {
+        let rows = self.x.dims()[0];
+        let total: usize = weights.iter().sum();
+        let before = |rank: usize| rows * weights[..rank].iter().sum::<usize>() / total;
+        before(rank)..before(rank + 1)
+    }
+
+    /// The arguments of such a rank.
+    fn shard(&self, weights: &[usize], rank: usize) -> Result<Self> {
+        let rows = self.rows_of(weights, rank);
+        let part = |t: &Tensor| t.narrow(0, rows.start, rows.len())?.force_contiguous();
+        Ok(Self {
+            x: part(&self.x)?,
+            residual: self.residual.as_ref().map(part).transpose()?,
+            dy: part(&self.dy)?,
+            dsum: part(&self.dsum)?,
+            keep: self.keep.as_ref().map(part).transpose()?,
+            ..self.clone()
+        })
+    }
+
+    /// Runs the passes in a layer on `device` whose builder is of this dtype.
+    fn run(
+        &self,
+        device: &Device,
+        builder: DType,
+        wanted: Wanted,
+        offsets: Offsets,
+        ranks: Option<&Ranks>,
+    ) -> Result<Results> {
+        let to = |tensor: &Tensor| match tensor.elem_count() {
+            // Nothing is copied.
+            0 => Tensor::zeros(tensor.shape(), tensor.dtype(), device),
+            _ => tensor.to_device(device),
+        };
+        // The storage, and the part of it that the layer takes.
+        let placed = |tensor: &Tensor, wanted: bool| -> Result<(Tensor, Tensor)> {
+            let len = tensor.elem_count();
+            let shifted = offsets == Offsets::AnElementIn && len > 0;
+            let whole = match shifted {
+                true => to(&Tensor::cat(&[&tensor.narrow(0, 0, 1)?, tensor], 0)?)?,
+                false => to(tensor)?,
+            };
+            let whole = match wanted {
+                true => Var::from_tensor(&whole)?.as_tensor().clone(),
+                false => whole,
+            };
+            let part = match shifted {
+                true => whole.narrow(0, 1, len)?,
+                false => whole.clone(),
+            };
+            Ok((whole, part))
+        };
+        let mut tensors = HashMap::from([
+            ("running_phi".to_owned(), to(&self.running_phi)?),
+            ("ema_gz".to_owned(), to(&self.ema_gz)?),
+            ("iters".to_owned(), Tensor::new(&[self.steps as i64], &CPU)?),
+        ]);
+        let mut parameters = [None, None];
+        if let Some([weight, bias]) = &self.affine {
+            let of = [
+                ("weight", weight, wanted.weight),
+                ("bias", bias, wanted.bias),
+            ];
+            for (kept, (name, tensor, wanted)) in parameters.iter_mut().zip(of) {
+                let (whole, part) = placed(tensor, wanted)?;
+                tensors.insert(name.to_owned(), part);
+                *kept = Some(whole);
+            }
+        }
+        let mode = match self.purpose {
+            Purpose::Training => Mode::train(),
+            Purpose::Evaluation | Purpose::Recalibration => Mode::eval(),
+        };
+        let recalibrates = self.purpose == Purpose::Recalibration;
+        let _recalibrates = recalibrates.then(|| mode.recalibrate_scope());
+        let (_, cols) = self.x.dims2()?;
+        let vb = VarBuilder::from_tensors(tensors, builder, device);
+        let mut layer = power_norm(cols, self.config, vb)?
+            .with_mode(&mode)
+            .with_loss_scale(&LossScale::new(self.loss_scale)?);
+        if let Some(ranks) = ranks {
+            layer = layer.with_ranks(ranks);
+        }
+
+        let keep = match &self.keep {
+            Some(keep) => Some(placed(keep, false)?.1),
+            None => None,
+        };
+        let x = match (wanted.input, self.x.elem_count()) {
+            (true, 0) => Var::zeros(self.x.shape(), self.x.dtype(), device)?.into_inner(),
+            (true, _) => Var::from_tensor(&to(&self.x)?)?.into_inner(),
+            (false, _) => to(&self.x)?,
+        };
+        let (y, sum) = match (&self.residual, &keep) {
+            (None, None) => (layer.forward(&x)?, None),
+            (None, Some(keep)) => (layer.forward_masked(&x, keep)?, None),
+            (Some(residual), keep) => {
+                let residual = to(residual)?;
+                let (y, sum) = match keep {
+                    Some(keep) => layer.forward_residual_masked(&x, &residual, keep)?,
+                    None => layer.forward_residual(&x, &residual)?,
+                };
+                (y, Some(sum))
+            }
+        };
+        let grads = match wanted.any() {
+            true => {
+                let mut loss = y.apply_op1(Gradient(to(&self.dy)?))?;
+                if let Some(sum) = &sum {
+                    loss = (loss + sum.apply_op1(Gradient(to(&self.dsum)?))?)?;
+                }
+                Some(loss.backward()?)
+            }
+            false => None,
+        };
+        let to_host = |tensor: &Tensor| match tensor.elem_count() {
+            0 => Tensor::zeros(tensor.shape(), tensor.dtype(), &CPU),
+            _ => tensor.detach().to_device(&CPU),
+        };
+        let gradient = |of: &Tensor, wanted: bool| {
+            let gradient = grads.as_ref().filter(|_| wanted);
+            gradient.and_then(|grads| grads.get(of))
+        };
+        let of_parameter = |whole: &Option<Tensor>, wanted: bool| {
+            let gradient = whole.as_ref().and_then(|whole| gradient(whole, wanted));
+            let part = |gradient: &Tensor| match gradient.elem_count() - cols {
+                0 => to_host(gradient),
+                before => to_host(&gradient.narrow(0, before, cols)?.force_contiguous()?),
+            };
+            gradient.map(part).transpose()
+        };
+        Ok(Results {
+            y: to_host(&y)?,
+            sum: sum.as_ref().map(to_host).transpose()?,
+            dx: gradient(&x, wanted.input).map(to_host).transpose()?,
+            dweight: of_parameter(&parameters[0], wanted.weight)?,
+            dbias: of_parameter(&parameters[1], wanted.bias)?,
+            running_phi: to_host(&layer.running_phi()?)?,
+            nu: to_host(&layer.nu()?)?,
+        })
+    }
+
+    /// [`run`](Self::run), on ranks that share the rows out by weight. One rank is alone.
+    fn run_over(
+        &self,
+        device: fn() -> Device,
+        builder: DType,
+        wanted: Wanted,
+        offsets: Offsets,
+        weights: &[usize],
+    ) -> Result<Vec<Results>> {
+        if weights.len() == 1 {
+            return Ok(vec![self.run(&device(), builder, wanted, offsets, None)?]);
+        }
+        let run = |rank: &Rank| {
+            let share = self.shard(weights, rank.rank)?;
+            share.run(&rank.device, builder, wanted, offsets, Some(&rank.over))
+        };
+        on_ranks(weights.len(), device, run).into_iter().collect()
+    }
+
+    /// Runs the passes on a GPU, compares them with the CPU path's for all rows, and, `twice`, runs
+    /// them on another stream to the same bits. Gives the results of each rank.
+    #[track_caller]
+    pub fn check(
+        &self,
+        what: &str,
+        builder: DType,
+        wanted: Wanted,
+        offsets: Offsets,
+        weights: &[usize],
+        twice: bool,
+    ) -> Result<Vec<Results>> {
+        let mut expected = self.run(&CPU, builder, Wanted::ALL, Offsets::AtTheStart, None)?;
+        if !wanted.any() {
+            // Here the CPU path's backward has run, and there none does: ν stays, and where ψ² waits
+            // for the other ranks' sums it stays too.
+            expected.nu = self.ema_gz.affine(1. - self.config.alpha_bwd, 0.)?;
+            if weights.len() > 1 && self.purpose == Purpose::Training && !self.by_batch() {
+                expected.running_phi = self.running_phi.clone();
+            }
+        }
+        let of_ranks = self.run_over(gpu, builder, wanted, offsets, weights)?;
+        self.compare(what, &of_ranks, &expected)?;
+        if twice {
+            let again = self.run_over(gpu_of_one_stream, builder, wanted, offsets, weights)?;
+            for (results, again) in of_ranks.iter().zip(&again) {
+                results.assert_same_bits(&format!("{what}, on another stream"), again);
+            }
+        }
+        Ok(of_ranks)
+    }
+
+    /// Whether the batch's own statistic normalizes, if this trains.
+    fn by_batch(&self) -> bool {
+        self.steps < self.config.warmup_steps
+            || self.config.statistics == Statistics::Batch
+            || self.purpose == Purpose::Recalibration
+    }
+
+    /// Compares what each rank gave with what the CPU path gave for all rows.
+    #[track_caller]
+    fn compare(&self, what: &str, of_ranks: &[Results], expected: &Results) -> Result<()> {
+        let (actual, rounded) = joined(what, of_ranks)?;
+        let terms = Terms::of(self);
+        let (rows, cols) = self.x.dims2()?;
+        // A group of one channel has an input gradient near 0, and the exact gradient of a batch of
+        // one row may be 0 too: all of it cancels.
+        let dx_cancels = self.config.group_scaling == Some(cols) || terms.counted == 1;
+        let sums = match self.x.dtype() {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        // ν is rounded to the state's dtype on its way into dx.
+        let with_state = coarser(sums, self.ema_gz.dtype());
+        let expected = expected.tensors();
+        for (name, actual) in actual.tensors() {
+            let (_, expected) = (expected.iter())
+                .find(|(other, _)| *other == name)
+                .expect("the CPU path computes all");
+            let (terms, sums) = match name {
+                "y" => (&terms.y, sums),
+                // Rounded once, as on the CPU.
+                "sum" => (&terms.sum, sums),
+                "dx" => (&terms.dx, with_state),
+                "dweight" => (&terms.dweight, sums),
+                "dbias" => (&terms.dbias, sums),
+                "ψ²" => (&terms.running_phi, sums),
+                _ => (&terms.nu, sums),
+            };
+            let what = format!("{what}: {name}");
+            let trivial = to_f64(expected).iter().all(|&e| e == 0.);
+            let must_be = terms.iter().all(|&term| term == 0.);
+            assert!(
+                !trivial || must_be || name == "dx" && dx_cancels,
+                "{what}: nothing but zeros expected"
+            );
+            let n = (rows + cols) as f64;
+            let relative = 16. * n.sqrt() * precision(sums).0;
+            let rounded = rounded.get(name);
+            assert_near(&what, actual, expected, |k| {
+                relative * terms[k] + rounded.map_or(0., |rounded| rounded[k])
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Results {
+    /// ψ² and ν.
+    pub fn state(&self) -> (&Tensor, &Tensor) {
+        (&self.running_phi, &self.nu)
+    }
+
+    fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
+        let wanted = [
+            ("sum", self.sum.as_ref()),
+            ("dx", self.dx.as_ref()),
+            ("dweight", self.dweight.as_ref()),
+            ("dbias", self.dbias.as_ref()),
+        ];
+        let wanted = wanted.into_iter().filter_map(|(name, t)| Some((name, t?)));
+        [("y", &self.y), ("ψ²", &self.running_phi), ("ν", &self.nu)]
+            .into_iter()
+            .chain(wanted)
+            .collect()
+    }
+
+    #[track_caller]
+    pub fn assert_same_bits(&self, what: &str, other: &Self) {
+        for ((name, ours), (_, theirs)) in self.tensors().into_iter().zip(other.tensors()) {
+            if ours.elem_count() > 0 {
+                assert_same_bits(&format!("{what}: {name}"), ours, theirs);
+            }
+        }
+    }
+}
+
+/// The size of the terms that are added up to each element: rounding errors are proportional to it, where
+/// terms cancel as anywhere else. Entries that are not finite count as 0.
+struct Terms {
+    /// Rows that enter the gradients' sums.
+    counted: usize,
+    y: Vec<f64>,
+    sum: Vec<f64>,
+    dx: Vec<f64>,
+    dweight: Vec<f64>,
+    dbias: Vec<f64>,
+    running_phi: Vec<f64>,
+    nu: Vec<f64>,
+}
+
+impl Terms {
+    fn of(arguments: &Arguments) -> Self {
+        let config = &arguments.config;
+        let (_, cols) = arguments.x.dims2().unwrap();
+        let with_residual = |residual| sum(&arguments.x, residual).unwrap();
+        let sum = arguments.residual.as_ref().map(with_residual);
+        let x = to_f64(sum.as_ref().unwrap_or(&arguments.x));
+        let x: Vec<f64> = x.into_iter().map(finite).collect();
+        let loss_scale = arguments.loss_scale;
+        let dy: Vec<f64> = to_f64(&arguments.dy).into_iter().map(finite).collect();
+        let rows = x.len() / cols;
+        let keep = match &arguments.keep {
+            Some(keep) => keep.to_vec1::<u8>().unwrap(),
+            None => vec![1; rows],
+        };
+        let [weight, bias] = match &arguments.affine {
+            Some(affine) => affine.each_ref().map(to_f64),
+            None => [vec![1.; cols], vec![0.; cols]],
+        };
+        let phi = to_f64(&arguments.running_phi);
+        let ema_gz = to_f64(&arguments.ema_gz);
+        let beta = 1. - config.alpha_bwd;
+        let paper = config.recipe == Recipe::Paper;
+        let by_batch = arguments.by_batch();
+
+        let group_len = cols / config.group_scaling.unwrap_or(cols);
+        let scaled = config.group_scaling.is_some();
+        let factors: Vec<f64> = x
+            .chunks(group_len)
+            .map(|group| {
+                // Over their largest, so that no square overflows.
+                let largest = group.iter().fold(1., |max: f64, x| max.max(x.abs()));
+                let squares = group.iter().map(|x| (x / largest).powi(2));
+                let mean_square = mean(squares) + config.eps / largest / largest;
+                match scaled {
+                    true => (largest * mean_square.sqrt()).recip(),
+                    false => 1.,
+                }
+            })
+            .collect();
+        let x_tilde = |k: usize| (x[k] * factors[k / group_len]).abs();
+        let column = |c: usize, counted: &dyn Fn(usize) -> bool, term: &dyn Fn(usize) -> f64| {
+            let rows = (0..rows).filter(|&row| counted(row));
+            rows.map(|row| term(row * cols + c)).sum::<f64>()
+        };
+        let keeps = |row: usize| keep[row] != 0;
+        let counts = |row: usize| keeps(row) || !paper;
+        let kept = (0..rows).filter(|&row| keeps(row)).count();
+        let counted = (0..rows).filter(|&row| counts(row)).count();
+        let trained = arguments.purpose != Purpose::Evaluation && kept > 0;
+
+        let mut terms = Self {
+            counted,
+            y: vec![0.; x.len()],
+            sum: vec![0.; x.len()],
+            dx: vec![0.; x.len()],
+            dweight: vec![0.; cols],
+            dbias: vec![0.; cols],
+            running_phi: phi.clone(),
+            nu: ema_gz.iter().map(|ema| beta * ema.abs()).collect(),
+        };
+        let mut dx_tilde = vec![0.; x.len()];
+        for c in 0..cols {
+            let batch_phi = column(c, &keeps, &|k| x_tilde(k).powi(2)) / kept as f64;
+            let inv = |phi: f64| (phi + config.eps).sqrt().recip();
+            let inv_rms = inv(if trained && by_batch {
+                batch_phi
+            } else {
+                phi[c]
+            });
+            let divisor = if trained && !paper {
+                inv(batch_phi)
+            } else {
+                inv_rms
+            };
+            // Terms of random sign add up to the root of their squares.
+            let root_sum = |term: &dyn Fn(usize) -> f64| {
+                let squares = column(c, &counts, &|k| term(k).powi(2));
+                column(c, &counts, term).abs() + squares.sqrt()
+            };
+            terms.dweight[c] = root_sum(&|k| dy[k] * x[k] * factors[k / group_len] * inv_rms);
+            terms.dbias[c] = root_sum(&|k| dy[k]);
+            let lambda = (weight[c] * terms.dweight[c]).abs() / counted as f64;
+            let nu = beta * ema_gz[c].abs() * loss_scale;
+            let correction = match trained {
+                true if by_batch && paper => lambda,
+                true => nu,
+                false => 0.,
+            };
+            if trained {
+                let gamma =
+                    column(c, &counts, &|k| (x_tilde(k) * inv_rms).powi(2)) / counted as f64;
+                terms.running_phi[c] += batch_phi;
+                let step = (1. + beta * gamma) * ema_gz[c].abs() + lambda / loss_scale;
+                terms.nu[c] = beta * step;
+            }
+            for row in 0..rows {
+                let k = row * cols + c;
+                let y = x_tilde(k) * inv_rms * weight[c].abs();
+                terms.y[k] = y + bias[c].abs();
+                if counts(row) {
+                    let g = (weight[c] * dy[k]).abs();
+                    dx_tilde[k] = (g + correction * x_tilde(k) * inv_rms) * divisor;
+                }
+            }
+        }
+        for (group, &factor) in factors.iter().enumerate() {
+            let range = group * group_len..(group + 1) * group_len;
+            let dot = match scaled {
+                true => mean(range.clone().map(|k| dx_tilde[k] * x_tilde(k))),
+                false => 0.,
+            };
+            for k in range {
+                terms.dx[k] = factor * (dx_tilde[k] + x_tilde(k) * dot);
+            }
+        }
+        if sum.is_some() {
+            let dsum = to_f64(&arguments.dsum);
+            for (dx, dsum) in terms.dx.iter_mut().zip(dsum) {
+                *dx += dsum.abs();
+            }
+        }
+        terms
+    }
+}
+
+/// Checks `actual` against values that were rounded as it was: `|a−e| <= 2·u(out)·|e| + sums(k)`,
+/// where `sums` is what the roundings before may add up to.
+#[track_caller]
+pub fn assert_near(what: &str, actual: &Tensor, expected: &Tensor, sums: impl Fn(usize) -> f64) {
+    assert_eq!(actual.dtype(), expected.dtype(), "{what}: dtype");
+    assert_eq!(actual.dims(), expected.dims(), "{what}: shape");
+    let (u_out, min_normal) = precision(expected.dtype());
+    let (actual, expected) = (to_f64(actual), to_f64(expected));
+    for (k, (&actual, &expected)) in actual.iter().zip(&expected).enumerate() {
+        let bound = 2. * u_out * expected.abs().max(min_normal) + sums(k);
+        let same = actual == expected || actual.is_nan() && expected.is_nan();
+        assert!(
+            same || (actual - expected).abs() <= bound,
+            "{what}[{k}]: got {actual:e}, expected {expected:e}, {} times the bound",
+            (actual - expected).abs() / bound
+        );
+    }
+}
+
+/// What ranks give in all, and how much more the gradients of parameters may be off: each rank has
+/// rounded its part. All must have the same state.
+#[track_caller]
+fn joined(what: &str, of_ranks: &[Results]) -> Result<(Results, HashMap<&'static str, Vec<f64>>)> {
+    let (first, others) = of_ranks.split_first().expect("a rank");
+    for other in others {
+        assert_same_bits(
+            &format!("{what}: ψ² of ranks"),
+            &other.running_phi,
+            &first.running_phi,
+        );
+        assert_same_bits(&format!("{what}: ν of ranks"), &other.nu, &first.nu);
+    }
+    let rows = |of: fn(&Results) -> Option<&Tensor>| -> Result<Option<Tensor>> {
+        let parts: Option<Vec<_>> = of_ranks.iter().map(of).collect();
+        let Some(parts) = parts else { return Ok(None) };
+        // candle does not join what is empty.
+        let parts = parts.into_iter().filter(|part| part.elem_count() > 0);
+        Tensor::cat(&parts.collect::<Vec<_>>(), 0).map(Some)
+    };
+    let mut rounded = HashMap::new();
+    let mut sum = |name, of: fn(&Results) -> Option<&Tensor>| -> Result<Option<Tensor>> {
+        let Some(of_first) = of(first) else {
+            return Ok(None);
+        };
+        if others.is_empty() {
+            return Ok(Some(of_first.clone()));
+        }
+        let zeros = || vec![0.; of_first.elem_count()];
+        let (mut sums, mut sizes) = (zeros(), zeros());
+        for part in of_ranks.iter().filter_map(of) {
+            for (k, value) in to_f64(part).into_iter().enumerate() {
+                sums[k] += value;
+                sizes[k] += precision(part.dtype()).0 * finite(value.abs());
+            }
+        }
+        rounded.insert(name, sizes);
+        Ok(Some(tensor(&sums, of_first.dims(), of_first.dtype())))
+    };
+    let results = Results {
+        dweight: sum("dweight", |results| results.dweight.as_ref())?,
+        dbias: sum("dbias", |results| results.dbias.as_ref())?,
+        y: rows(|results| Some(&results.y))?.expect("there always is one"),
+        sum: rows(|results| results.sum.as_ref())?,
+        dx: rows(|results| results.dx.as_ref())?,
+        running_phi: first.running_phi.clone(),
+        nu: first.nu.clone(),
+    };
+    Ok((results, rounded))
+}
+
+fn finite(value: f64) -> f64 {
+    if value.is_finite() {
+        value
+    } else {
+        0.
+    }
+}
+
+fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+    let len = values.len() as f64;
+    values.sum::<f64>() / len
+}

@@ -1,0 +1,125 @@
+//! A layer among tensors of other devices, and in a model that trains.
+
+use super::*;
+
+/// What candle takes for one device.
+#[test]
+fn two_handles_of_one_gpu_are_one_device() {
+    let (layer, _varmap) = layer_on(&gpu(), 8, config(None), DType::F32);
+    let xs = Var::ones((5, 8), DType::F32, &gpu()).unwrap();
+    let ys = layer.forward(&xs).unwrap();
+    assert_eq!(ys.dims(), &[5, 8]);
+    let grads = ys.backward().unwrap();
+    assert_eq!(grads.get(&xs).unwrap().dims(), &[5, 8]);
+}
+
+/// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.
+#[test]
+fn tensors_in_the_wrong_place_are_refused() {
+    let gpu = gpu();
+    for (name, place, expected) in [
+        ("iters", &gpu, &CPU),
+        ("ema_gz", &CPU, &gpu),
+        ("weight", &CPU, &gpu),
+        ("bias", &CPU, &gpu),
+    ] {
+        let (_, varmap) = layer_on(&gpu, 8, config(None), DType::F32);
+        let moved = var(&varmap, name).to_device(place).unwrap();
+        let moved = Var::from_tensor(&moved).unwrap();
+        varmap.data().lock().unwrap().insert(name.to_owned(), moved);
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, &gpu);
+        let (expected, got) = (expected.location(), place.location());
+        assert_eq!(
+            message(power_norm(8, config(None), vb)),
+            format!("power_norm: expected {name} on {expected:?}, got it on {got:?}")
+        );
+    }
+}
+#[test]
+fn tensors_of_another_device_are_refused() {
+    let gpu = gpu();
+    let (on_gpu, _gpu_varmap) = layer_on(&gpu, 8, config(None), DType::F32);
+    let (on_cpu, _cpu_varmap) = layer(8, config(None), DType::F32);
+    for (layer, own, other) in [(on_gpu, &gpu, &CPU), (on_cpu, &CPU, &gpu)] {
+        let xs = |device| Tensor::ones((5, 8), DType::F32, device).unwrap();
+        let keep = |device| Tensor::ones(5, DType::U8, device).unwrap();
+        run(
+            &layer,
+            &Batch {
+                xs: xs(own),
+                dy: xs(own),
+                keep: None,
+            },
+            true,
+        );
+        let before = state(&layer);
+        let text = |name| {
+            let (own, other) = (own.location(), other.location());
+            format!("power_norm: expected {name} on the layer's device {own:?}, got {other:?}")
+        };
+        for train in [true, false] {
+            layer.mode().set_training(train);
+            assert_eq!(message(layer.forward(&xs(other))), text("xs"));
+            let got = layer.forward_masked(&xs(other), &keep(own));
+            assert_eq!(message(got), text("xs"));
+            let got = layer.forward_masked(&xs(own), &keep(other));
+            assert_eq!(message(got), text("keep"));
+        }
+        assert_eq!(state(&layer), before);
+    }
+}
+
+/// Two linear layers, PowerNorm between them.
+fn model(device: &Device) -> (Sequential, PowerNorm, VarMap) {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
+    let norm = power_norm(32, config(Some(4)), vb.pp("norm")).unwrap();
+    let model = candle_nn::seq()
+        .add(candle_nn::linear(4, 32, vb.pp("up")).unwrap())
+        .add(norm.clone())
+        .add(candle_nn::Activation::Relu)
+        .add(candle_nn::linear(32, 1, vb.pp("down")).unwrap());
+    (model, norm, varmap)
+}
+
+#[test]
+fn a_model_trains_and_its_checkpoint_loads_on_the_cpu() {
+    let gpu = gpu();
+    let (trained, norm, varmap) = model(&gpu);
+    for (name, var) in varmap.data().lock().unwrap().iter() {
+        // No step waits for the GPU to learn its number.
+        let expected = if name == "norm.iters" { &CPU } else { &gpu };
+        assert!(var.device().same_device(expected), "{name}");
+    }
+    let mut data = Data::on(&gpu, 16);
+    let values = data.normal(256 * 4);
+    let targets: Vec<f64> = values.chunks(4).map(|x| x[0] * x[1] + x[2].sin()).collect();
+    let xs = data.tensor(&values, &[256, 4], DType::F32);
+    let targets = data.tensor(&targets, &[256, 1], DType::F32);
+    let mut optimizer = AdamW::new_lr(varmap.all_vars(), 0.01).unwrap();
+    let mut losses = vec![];
+    for _ in 0..200 {
+        let loss = candle_nn::loss::mse(&trained.forward(&xs).unwrap(), &targets).unwrap();
+        optimizer.backward_step(&loss).unwrap();
+        losses.push(loss.to_scalar::<f32>().unwrap());
+    }
+    assert!(losses.iter().all(|loss| loss.is_finite()), "{losses:?}");
+    assert!(losses[199] < 0.3 * losses[0], "{losses:?}");
+    assert_eq!(norm.steps().unwrap(), 200);
+
+    let file = tempfile::NamedTempFile::new().unwrap();
+    varmap.save(file.path()).unwrap();
+    let (loaded, loaded_norm, mut loaded_varmap) = model(&CPU);
+    loaded_varmap.load(file.path()).unwrap();
+    assert_eq!(state(&loaded_norm), state(&norm));
+    for (name, loaded) in loaded_varmap.data().lock().unwrap().iter() {
+        assert_same_bits(name, loaded, &var(&varmap, name));
+    }
+    for norm in [&norm, &loaded_norm] {
+        norm.mode().set_training(false);
+    }
+    // Sums of at most 32 terms on either side: 16·sqrt(32)·u is half of this.
+    let expected = to_f64(&trained.forward(&xs).unwrap());
+    let actual = loaded.forward(&xs.to_device(&CPU).unwrap()).unwrap();
+    assert_relative("on the CPU", &actual, &expected, 1e-5);
+}

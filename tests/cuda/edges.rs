@@ -1,0 +1,328 @@
+//! What the grid of cases leaves out: values at the ends of their range, groups wider than a block,
+//! odd ones.
+
+use crate::arguments::{assert_near, Arguments, Offsets, Wanted};
+use crate::common::gpu::{gpu, gpu_of_one_stream};
+use crate::common::{assert_same_bits, keep, precision, tensor, to_f64, Data, CPU};
+use candle::{DType, Device, Module, Result, Tensor, Var};
+use candle_powernorm::{GroupScaling, PowerNormConfig, Recipe, Statistics};
+
+fn config(groups: Option<usize>, recipe: Recipe, statistics: Statistics) -> PowerNormConfig {
+    PowerNormConfig {
+        group_scaling: groups,
+        recipe,
+        statistics,
+        warmup_steps: 2,
+        ..1e-5.into()
+    }
+}
+
+/// Of the input as it is, and of its sum with a residual.
+fn check(what: &str, arguments: &Arguments, builder: DType) -> Result<()> {
+    check_once(what, arguments, builder, Offsets::AnElementIn)?;
+    let (shape, dtype) = (arguments.x.dims(), arguments.x.dtype());
+    let residual = Data::new(8).normal(arguments.x.elem_count());
+    let arguments = Arguments {
+        residual: Some(tensor(&residual, shape, dtype)),
+        loss_scale: 8.,
+        ..arguments.clone()
+    };
+    let what = format!("{what}, residual");
+    check_once(&what, &arguments, builder, Offsets::AtTheStart)
+}
+
+/// With all gradients.
+fn check_once(what: &str, arguments: &Arguments, builder: DType, offsets: Offsets) -> Result<()> {
+    arguments.check(what, builder, Wanted::ALL, offsets, &[1], true)?;
+    Ok(())
+}
+
+/// The same arguments with other values in some elements of x.
+fn with_x(arguments: &Arguments, change: impl Fn(usize, &mut f64)) -> Arguments {
+    let mut x = to_f64(&arguments.x);
+    for (k, x) in x.iter_mut().enumerate() {
+        change(k, x);
+    }
+    Arguments {
+        x: tensor(&x, arguments.x.dims(), arguments.x.dtype()),
+        ..arguments.clone()
+    }
+}
+
+/// By recipe and statistic.
+fn kinds() -> [(Recipe, Statistics); 4] {
+    let statistics = [Statistics::Running, Statistics::Batch];
+    let [running, batch] = statistics;
+    [
+        (Recipe::Paper, running),
+        (Recipe::Paper, batch),
+        (Recipe::Fairseq, running),
+        (Recipe::Fairseq, batch),
+    ]
+}
+
+/// Groups whose lanes are no power of two, in all places of a warp; and those that end in part of a piece.
+#[test]
+fn odd_groups() -> Result<()> {
+    let mut data = Data::new(1);
+    let dtypes = [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::F32),
+        (DType::F64, DType::F64),
+    ];
+    let shapes = [
+        (760, 10),
+        (130, 13),
+        (33, 3),
+        (96, 8),
+        (6, 2),
+        (2400, 24),
+        (1290, 2),
+    ];
+    for (i, (cols, groups)) in shapes.into_iter().enumerate() {
+        for (j, (input, builder)) in dtypes.into_iter().enumerate() {
+            let (recipe, statistics) = kinds()[(i + j) % 4];
+            let config = config(Some(groups), recipe, statistics);
+            let arguments = Arguments::random(&mut data, config, 19, input, builder, cols);
+            let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
+            check(&what, &arguments, builder)?;
+        }
+    }
+    Ok(())
+}
+
+/// Either side of the widths at which a thread takes more pieces, and at which a group outgrows a block.
+#[test]
+fn wide_groups() -> Result<()> {
+    let mut data = Data::new(2);
+    for (input, builder, widths) in [
+        (
+            DType::F32,
+            DType::F32,
+            [2048, 2052, 4096, 4100, 8192, 8196, 8197],
+        ),
+        (
+            DType::F64,
+            DType::F64,
+            [1024, 1026, 2048, 2050, 2051, 4096, 4097],
+        ),
+        (
+            DType::BF16,
+            DType::BF16,
+            [4096, 4104, 8192, 8200, 8201, 16384, 16392],
+        ),
+        (
+            DType::F16,
+            DType::F32,
+            [4095, 4097, 8191, 8193, 8208, 16384, 65536],
+        ),
+    ] {
+        for (i, cols) in widths.into_iter().enumerate() {
+            let (recipe, statistics) = kinds()[i % 4];
+            let groups = if cols % 2 == 0 && i % 3 == 2 { 2 } else { 1 };
+            let config = config(Some(groups), recipe, statistics);
+            let mut arguments = Arguments::random(&mut data, config, 5, input, builder, cols);
+            if i % 2 == 0 {
+                arguments.keep = Some(keep(&[true, false, true, true, false], &[5]));
+            }
+            let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
+            check_once(&what, &arguments, builder, Offsets::AtTheStart)?;
+        }
+    }
+    Ok(())
+}
+
+/// Without a layer-scale: the widest row, and rows enough for many chunks of sums.
+#[test]
+fn wide_and_tall_without_groups() -> Result<()> {
+    let mut data = Data::new(3);
+    for (i, (cols, rows)) in [(65536, 3), (65535, 2), (1, 40_000), (5, 30_000)]
+        .into_iter()
+        .enumerate()
+    {
+        let (recipe, statistics) = kinds()[i];
+        let config = config(None, recipe, statistics);
+        let mut arguments =
+            Arguments::random(&mut data, config, rows, DType::BF16, DType::F32, cols);
+        arguments.keep = Some(keep(&data.mask(rows), &[rows]));
+        let what = format!("{rows}x{cols}, {recipe:?} {statistics:?}");
+        check_once(&what, &arguments, DType::F32, Offsets::AnElementIn)?;
+    }
+    Ok(())
+}
+
+/// Sums in f32, parameters absent, and a state in f64.
+#[test]
+fn a_state_wider_than_the_sums() -> Result<()> {
+    let mut data = Data::new(9);
+    for (recipe, statistics) in kinds() {
+        for input in [DType::F32, DType::F16, DType::BF16] {
+            let config = PowerNormConfig {
+                affine: false,
+                ..config(Some(2), recipe, statistics)
+            };
+            let arguments = Arguments::random(&mut data, config, 37, input, DType::F64, 66);
+            let what = format!("{input:?}, {recipe:?} {statistics:?}");
+            check(&what, &arguments, DType::F64)?;
+        }
+    }
+    Ok(())
+}
+
+/// Where mask and parameters begin changes no bit.
+#[test]
+fn vectors_may_begin_anywhere() -> Result<()> {
+    let mut data = Data::new(10);
+    for (input, builder) in [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::BF16),
+        (DType::F64, DType::F64),
+    ] {
+        let config = config(Some(2), Recipe::Paper, Statistics::Running);
+        let mut arguments = Arguments::random(&mut data, config, 37, input, builder, 512);
+        arguments.keep = Some(keep(&data.mask(37), &[37]));
+        let what = format!("{input:?}");
+        let [start, in_it] = [Offsets::AtTheStart, Offsets::AnElementIn]
+            .map(|offsets| arguments.check(&what, builder, Wanted::ALL, offsets, &[1], false));
+        start?[0].assert_same_bits(&what, &in_it?[0]);
+    }
+    Ok(())
+}
+
+/// Whatever padded rows hold, it reaches nothing but their own outputs.
+#[test]
+fn padding_that_is_not_finite() -> Result<()> {
+    let mut data = Data::new(4);
+    let (rows, cols) = (37, 96);
+    for (input, builder) in [
+        (DType::F32, DType::F32),
+        (DType::F16, DType::F32),
+        (DType::F64, DType::F64),
+    ] {
+        for groups in [None, Some(1), Some(8)] {
+            for statistics in [Statistics::Running, Statistics::Batch] {
+                for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                    let config = config(groups, Recipe::Paper, statistics);
+                    let mut arguments =
+                        Arguments::random(&mut data, config, rows, input, builder, cols);
+                    let mask = data.mask(rows);
+                    arguments.keep = Some(keep(&mask, &[rows]));
+                    let arguments = with_x(&arguments, |k, x| {
+                        if !mask[k / cols] && k % 3 == 0 {
+                            *x = value;
+                        }
+                    });
+                    let what = format!("{value} in {input:?}, {groups:?}, {statistics:?}");
+                    check(&what, &arguments, builder)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// An infinity or a NaN in a row that counts: its groups' channels forget the batch (recipe Paper) or take it in.
+#[test]
+fn rows_that_are_not_finite() -> Result<()> {
+    let mut data = Data::new(5);
+    let (rows, cols) = (9, 96);
+    for (input, builder) in [
+        (DType::F32, DType::F32),
+        (DType::BF16, DType::F32),
+        (DType::F64, DType::F32),
+    ] {
+        for groups in [None, Some(1), Some(4)] {
+            for (recipe, statistics) in kinds() {
+                for value in [f64::NAN, f64::INFINITY] {
+                    let config = config(groups, recipe, statistics);
+                    let arguments =
+                        Arguments::random(&mut data, config, rows, input, builder, cols);
+                    let arguments = with_x(&arguments, |k, x| {
+                        if k == 2 * cols + 1 {
+                            *x = value;
+                        }
+                    });
+                    let what =
+                        format!("{value} in {input:?}, {groups:?}, {recipe:?} {statistics:?}");
+                    check(&what, &arguments, builder)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Groups whose squares overflow, beside others that do not: inside a warp, across warps, wider than a block.
+#[test]
+fn huge_groups() -> Result<()> {
+    let mut data = Data::new(6);
+    for (cols, groups) in [(48, 1), (48, 4), (1024, 2), (8200, 1)] {
+        for (i, (recipe, statistics)) in kinds().into_iter().enumerate() {
+            let dtypes = [
+                (DType::F32, DType::F32, 1e25),
+                (DType::BF16, DType::F32, 1e25),
+                (DType::F64, DType::F64, 1e200),
+            ];
+            let (input, builder, magnitude) = dtypes[(i + groups) % 3];
+            if cols > 1000 && i % 2 == 1 {
+                continue;
+            }
+            let config = config(Some(groups), recipe, statistics);
+            let arguments = Arguments::random(&mut data, config, 6, input, builder, cols);
+            let arguments = with_x(&arguments, |k, x| {
+                if k / cols == 4 && k % cols < cols / groups {
+                    *x *= magnitude;
+                }
+            });
+            let what =
+                format!("{magnitude:e} in {cols}, {groups}, {input:?}, {recipe:?} {statistics:?}");
+            check(&what, &arguments, builder)?;
+            // An infinity too, in a group whose squares overflow for it.
+            let arguments = with_x(&arguments, |k, x| {
+                if k == 2 * cols + 3 {
+                    *x = f64::INFINITY;
+                }
+            });
+            check(&format!("{what}, infinity"), &arguments, builder)?;
+        }
+    }
+    Ok(())
+}
+
+/// The layer-scale by itself, in groups of every kind of plan.
+#[test]
+fn group_scaling_by_itself() -> Result<()> {
+    let mut data = Data::new(9);
+    for (rows, cols, groups, dtype) in [
+        (7, 12, 3, DType::F32),
+        (19, 33, 3, DType::F16),
+        (40, 1024, 1, DType::BF16),
+        (3, 4096, 1, DType::F32),
+        (2, 8204, 1, DType::F32),
+        (3, 4104, 2, DType::F64),
+    ] {
+        let mut random = || tensor(&data.normal(rows * cols), &[rows, cols], dtype);
+        let (x, dy) = (random(), random());
+        let scaled = |device: &Device| -> Result<[Tensor; 2]> {
+            let x = Var::from_tensor(&x.to_device(device)?)?;
+            let y = GroupScaling::new(groups, 1e-5)?.forward(&x)?;
+            let loss = (&y * &dy.to_device(device)?)?.sum_all()?;
+            let dx = loss.backward()?.remove(&x).unwrap();
+            Ok([y.detach().to_device(&CPU)?, dx.to_device(&CPU)?])
+        };
+        let sums = if dtype == DType::F64 {
+            DType::F64
+        } else {
+            DType::F32
+        };
+        let bound = 32. * (cols as f64).sqrt() * precision(sums).0;
+        let [expected_y, expected_dx] = scaled(&CPU)?;
+        let [y, dx] = scaled(&gpu())?;
+        assert_near("y", &y, &expected_y, |_| bound);
+        assert_near("dx", &dx, &expected_dx, |_| bound);
+        let [again_y, again_dx] = scaled(&gpu_of_one_stream())?;
+        assert_same_bits("y", &again_y, &y);
+        assert_same_bits("dx", &again_dx, &dx);
+    }
+    Ok(())
+}

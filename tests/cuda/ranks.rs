@@ -1,0 +1,197 @@
+//! Several ranks that are threads of one GPU, each with a stream of its own; the host adds up.
+
+use super::*;
+
+/// Numbers that ranks compare before the first sum of a layer.
+const COMPARED: usize = 11;
+
+macro_rules! tests {
+    ($($case:ident),* $(,)?) => {
+        $(#[test]
+        fn $case() {
+            on_threads(gpu, distributed::$case);
+        })*
+    };
+}
+distributed::cases!(tests);
+
+/// A rank without rows takes part in the sums of the others' forwards. (Its backward is not asked for, as in
+/// `empty_batches_pass_through`.) Where no rank has one, the step is counted, for the host does not know.
+#[test]
+fn shards_without_rows() {
+    fn case(rank: &Rank) {
+        for warmup_steps in [0, 100] {
+            for recipe in [Recipe::Paper, Recipe::Fairseq] {
+                let config = PowerNormConfig {
+                    warmup_steps,
+                    recipe,
+                    ..config(Some(4))
+                };
+                let twin = || Twin::new(&mut Data::on(&rank.device, 50), 48, config, DType::F64);
+                let (sharded, whole) = (twin().layer.with_ranks(&rank.over), twin().layer);
+                let mut data = Data::on(&rank.device, 51);
+                let empty = Tensor::zeros((0, 48), DType::F64, &rank.device).unwrap();
+                let mut batch = || Batch::random(&mut data, &[9, 48], DType::F64, false).xs;
+                let (first, second) = (batch(), batch());
+                for xs in [first, second] {
+                    sharded
+                        .forward(if rank.rank == 0 { &xs } else { &empty })
+                        .unwrap();
+                    whole.forward(&xs).unwrap();
+                }
+                // What waits for a backward is settled by this.
+                sharded.forward(&empty).unwrap();
+                let expected = whole.running_phi().unwrap();
+                let what = format!("{config:?}");
+                let actual = sharded.running_phi().unwrap();
+                assert_relative(&what, &actual, &to_f64(&expected), 1e-12);
+                sharded.forward(&empty).unwrap();
+                assert_same_bits(&what, &sharded.running_phi().unwrap(), &actual);
+                let waiting = usize::from(warmup_steps == 0);
+                assert_eq!(sharded.steps().unwrap(), 4 - waiting, "{what}");
+            }
+        }
+    }
+    on_threads(gpu, case);
+}
+
+/// Ranks whose layers fit each other now and would part later, as where one alone loads a checkpoint, have an error each.
+#[test]
+fn ranks_that_would_part_later() {
+    fn case(rank: &Rank) {
+        let own = PowerNormConfig {
+            warmup_steps: 5,
+            ..config(None)
+        };
+        let longer = PowerNormConfig {
+            warmup_steps: 6,
+            ..own
+        };
+        let batch = PowerNormConfig {
+            statistics: Statistics::Batch,
+            ..own
+        };
+        for (of_first, loaded) in [(own, 3), (longer, 0), (batch, 0)] {
+            let config = if rank.rank == 0 { of_first } else { own };
+            let (layer, varmap) = layer_on(&rank.device, 6, config, DType::F64);
+            if rank.rank == 0 {
+                let loaded = Tensor::new(&[loaded as i64], &CPU).unwrap();
+                var(&varmap, "iters").set(&loaded).unwrap();
+            }
+            let layer = layer.with_ranks(&rank.over);
+            let xs = Tensor::ones((3, 6), DType::F64, &rank.device).unwrap();
+            let text = message(layer.forward(&xs));
+            assert!(text.contains("got ranks that differ"), "{text}");
+        }
+    }
+    on_threads(gpu, case);
+}
+
+/// Two ranks that bring the same are as a layer that has its rows twice.
+#[test]
+fn two_that_bring_the_same() {
+    const ROWS: usize = 19;
+    const STEPS: usize = 3;
+    for (k, (cols, groups)) in PATHS.into_iter().enumerate() {
+        for (input, builder) in DTYPES {
+            let variants = variants().into_iter().skip(k % 2).step_by(2);
+            for (config, padded) in thinned(variants) {
+                let config = PowerNormConfig {
+                    group_scaling: groups,
+                    ..config
+                };
+                let device = gpu();
+                let twin = || Twin::new(&mut Data::on(&device, 52), cols, config, builder);
+                let (half, whole) = (twin().layer, twin().layer);
+                let echo = Echo::default();
+                let half = half.with_ranks(&Ranks::new(echo.clone()));
+                let mut data = Data::on(&device, 53);
+                for step in 0..STEPS {
+                    let batch = Batch::random(&mut data, &[ROWS, cols], input, padded);
+                    let twice = |t: &Tensor| Tensor::cat(&[t, t], 0).unwrap();
+                    let doubled = Batch {
+                        xs: twice(&batch.xs),
+                        dy: twice(&batch.dy),
+                        keep: batch.keep.as_ref().map(twice),
+                    };
+                    let ours = run(&half, &batch, true);
+                    let theirs = run(&whole, &doubled, true);
+                    let what =
+                        format!("{input:?}, {cols}, {config:?}, padded {padded}, step {step}");
+                    let waits =
+                        config.statistics == Statistics::Running && step >= config.warmup_steps;
+                    let mut expected = match config.recipe {
+                        Recipe::Paper if waits => vec![2 * cols + 1],
+                        Recipe::Paper => vec![cols + 1, cols],
+                        Recipe::Fairseq => vec![2 * (cols + 1), cols],
+                    };
+                    if step == 0 {
+                        expected.insert(0, COMPARED);
+                    }
+                    let summed = std::mem::take(&mut *echo.0.lock().unwrap());
+                    assert_eq!(summed, expected, "{what}: sums");
+                    let n = ((2 * ROWS + cols) * STEPS) as f64;
+                    let sums = if input == DType::F64 {
+                        builder
+                    } else {
+                        DType::F32
+                    };
+                    let relative = 8. * n.sqrt() * precision(sums).0;
+                    let close = |name: &str, ours: &Tensor, theirs: Vec<f64>, rounded: f64| {
+                        let what = format!("{what}: {name}");
+                        assert_relative(&what, ours, &theirs, relative + rounded);
+                    };
+                    let rounded = 4. * precision(input).0;
+                    let part = |t: &Tensor| to_f64(t)[..ROWS * cols].to_vec();
+                    close("y", &ours.y, part(&theirs.y), rounded);
+                    close("dx", &ours.dx, part(&theirs.dx), rounded);
+                    for (name, ours, theirs) in [
+                        ("dweight", &ours.dweight, &theirs.dweight),
+                        ("dbias", &ours.dbias, &theirs.dbias),
+                    ] {
+                        if let (Some(ours), Some(theirs)) = (ours, theirs) {
+                            let theirs = to_f64(theirs).iter().map(|sum| sum / 2.).collect();
+                            close(name, ours, theirs, 4. * precision(builder).0);
+                        }
+                    }
+                    close(
+                        "ψ²",
+                        &half.running_phi().unwrap(),
+                        to_f64(&whole.running_phi().unwrap()),
+                        0.,
+                    );
+                    close("ν", &half.nu().unwrap(), to_f64(&whole.nu().unwrap()), 0.);
+                    assert_eq!(half.steps().unwrap(), whole.steps().unwrap());
+                }
+            }
+        }
+    }
+}
+
+/// Sums of another length than was asked for.
+#[derive(Debug)]
+struct Short;
+
+impl Communicator for Short {
+    fn world_size(&self) -> usize {
+        2
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        match tensor.elem_count() {
+            COMPARED => tensor * 2.,
+            _ => tensor.narrow(0, 0, 2),
+        }
+    }
+}
+
+#[test]
+fn a_communicator_that_gives_back_less_is_an_error() {
+    let (layer, _varmap) = layer_on(&gpu(), 6, config(None), DType::F64);
+    let layer = layer.with_ranks(&Ranks::new(Short));
+    let xs = Tensor::ones((3, 6), DType::F64, &gpu()).unwrap();
+    let text = message(layer.forward(&xs));
+    let expected = "expected sums of the communicator like (7, F64";
+    assert!(text.contains(expected), "{text}");
+    assert_eq!(layer.steps().unwrap(), 0);
+}

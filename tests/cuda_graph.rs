@@ -1,0 +1,93 @@
+//! A training step in a CUDA graph. The tests of other targets may drop devices, which breaks a
+//! capture: here nothing else runs.
+
+mod common;
+
+use candle::cuda_backend::cudarc::driver::sys;
+use candle::{CudaDevice, DType, Device, Var};
+use candle_powernorm::{PowerNorm, Ranks};
+use common::gpu::{config, same_state, Echo, PATHS};
+use common::{assert_same_bits, run, state, Batch, Data, Twin};
+
+/// Past its warm-up a training step, forward and backward, allocates nothing that outlives it and
+/// waits for nothing: recorded once, it replays on new inputs. t alone stands still, since it is
+/// counted on the CPU. So it is over ranks, where the communicator's sum can be captured.
+#[test]
+fn a_training_step_replays_as_a_cuda_graph() {
+    replay_a_step(|layer| layer);
+    replay_a_step(|layer| layer.with_ranks(&Ranks::new(Echo::default())));
+}
+
+fn replay_a_step(join: fn(PowerNorm) -> PowerNorm) {
+    let device = CudaDevice::new_with_stream(0).expect("a GPU");
+    // SAFETY: all work is on one stream, whose order is all the order it needs. (With a record of events, the
+    // capture would wait for some from before it, which is an error.)
+    unsafe { device.disable_event_tracking() };
+    let gpu = Device::Cuda(device.clone());
+    // candle uploads the shapes that its own kernels take. A capture finds them here.
+    let _uploads = device.enable_cuda_graph_htod_cache();
+
+    for (cols, groups) in PATHS {
+        for padded in [false, true] {
+            let shape = [70, cols];
+            let twin =
+                || Twin::new(&mut Data::on(&gpu, 17), cols, config(groups), DType::F32).layer;
+            let (captured, eager) = (join(twin()), join(twin()));
+            let mut data = Data::on(&gpu, 18);
+            let mut refill = |batch: &[Var; 2]| {
+                let new = Batch::random(&mut data, &shape, DType::F32, false);
+                batch[0].set(&new.xs).unwrap();
+                batch[1].set(&new.dy).unwrap();
+            };
+            let zeros = |shape: &[usize]| Var::zeros(shape, DType::F32, &gpu).unwrap();
+            let inputs = [zeros(&shape), zeros(&shape)];
+            let batch = Batch {
+                xs: inputs[0].as_detached_tensor(),
+                dy: inputs[1].as_detached_tensor(),
+                keep: None,
+            };
+            let batch = match padded {
+                true => batch.masked(&Data::new(19).mask(70)),
+                false => batch,
+            };
+            let outputs = [zeros(&shape), zeros(&shape), zeros(&[cols]), zeros(&[cols])];
+            let step = || {
+                let outcome = run(&captured, &batch, true);
+                for (output, (_, tensor)) in outputs.iter().zip(outcome.tensors()) {
+                    output.set(tensor).unwrap();
+                }
+            };
+            for _ in 0..2 {
+                refill(&inputs);
+                step();
+                run(&eager, &batch, true);
+            }
+            let before = state(&captured);
+            same_state("before", &before, &state(&eager));
+
+            let stream = device.cuda_stream();
+            stream.synchronize().unwrap();
+            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            stream.begin_capture(mode).unwrap();
+            step();
+            let flags = sys::CUgraphInstantiate_flags(0);
+            let graph = stream.end_capture(flags).unwrap().expect("a graph");
+            // Nothing ran, but for the count.
+            let (phi, nu, t) = before;
+            let counted = t + 1;
+            same_state("captured", &state(&captured), &(phi, nu, counted));
+
+            for replay in 1..=3 {
+                refill(&inputs);
+                graph.launch().unwrap();
+                let expected = run(&eager, &batch, true);
+                let what = format!("{cols} by {groups:?}, padded {padded}, replay {replay}");
+                for (output, (name, expected)) in outputs.iter().zip(expected.tensors()) {
+                    assert_same_bits(&format!("{what}, {name}"), output, expected);
+                }
+                let (phi, nu, _) = state(&eager);
+                same_state(&what, &state(&captured), &(phi, nu, counted));
+            }
+        }
+    }
+}
