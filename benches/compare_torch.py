@@ -2,7 +2,7 @@
 """PyTorch's normalizations at the shapes of `cargo bench`, beside this crate's layer.
 
     python3 -m venv venv && venv/bin/pip install torch
-    cargo bench                                  # leaves its figures in target/criterion
+    CANDLE_POWERNORM_BENCH=full cargo bench      # leaves its figures in target/criterion
     venv/bin/python benches/compare_torch.py     # prints one table, times in milliseconds
 
 An allocator that keeps freed memory spares outputs the system's clearing of pages, a large part of their time on a CPU. The benches
@@ -35,7 +35,7 @@ import torch
 from table import KERNELS, Id, read
 from torch.nn.functional import layer_norm, rms_norm
 
-CPU_SHAPES = ["256x512", "4096x512", "4096x4096", "32768x1024"]
+CPU_SHAPES = ["256x512", "1000x300", "4096x512", "4096x4096", "32768x1024"]
 GPU_SHAPES = ["256x1024", "4096x1024", "32768x1024", "32768x2048", "32768x4096", "32768x8192"]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 EPS = 1e-5

@@ -1,6 +1,6 @@
 //! Trains a small transformer on the characters of a text, once with PowerNorm and once with
-//! LayerNorm, from the same weights and on the same batches. Prints the loss of both on a part of the
-//! text that they did not see, and what each makes up.
+//! LayerNorm, from the same weights and on the same batches. Prints the loss of both on a part of
+//! the text that they did not see, and what each makes up.
 //!
 //! ```text
 //! cargo run --release --example char_lm
@@ -20,8 +20,7 @@ use rand::distr::{weighted::WeightedIndex, Distribution};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::{collections::BTreeSet, fs, path::PathBuf, time::Instant};
 
-/// glibc's allocator gives large blocks back to the system at every free, and they come back as
-/// page faults: almost a third of a step.
+/// Under glibc's allocator, large blocks come back as page faults: almost a third of a step.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -30,8 +29,6 @@ const HEADS: usize = 4;
 const WIDTH: usize = 128;
 const CONTEXT: usize = 64;
 const BATCH: usize = 12;
-const RATE: f64 = 1e-3;
-const EVAL_BATCH: usize = 500;
 
 /// What there is to read without `--text`.
 const SOURCES: &str = concat!(
@@ -49,7 +46,7 @@ struct Args {
     text: Option<PathBuf>,
 
     /// Steps to train each model
-    #[arg(long, default_value_t = 500)]
+    #[arg(long, default_value_t = 800)]
     steps: usize,
 
     /// cpu, or cuda for the first NVIDIA GPU
@@ -107,8 +104,8 @@ impl Gpt {
         self.output.forward(&xs)
     }
 
-    fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        let logits = self.forward(tokens)?.flatten_to(1)?;
+    fn loss(&self, [tokens, targets]: [Tensor; 2]) -> Result<Tensor> {
+        let logits = self.forward(&tokens)?.flatten_to(1)?;
         cross_entropy(&logits, &targets.flatten_all()?)
     }
 }
@@ -144,11 +141,8 @@ impl Block {
         let head = WIDTH / HEADS;
         let all = self.query_key_value.forward(xs)?;
         let all = all.reshape((batch, time, 3 * HEADS, head))?;
-        let heads = |i| {
-            all.narrow(2, i * HEADS, HEADS)?
-                .transpose(1, 2)?
-                .contiguous()
-        };
+        let all = all.transpose(1, 2)?;
+        let heads = |i| all.narrow(1, i * HEADS, HEADS)?.contiguous();
         let (query, key, value) = (heads(0)?, heads(1)?, heads(2)?);
         let scores = (query.matmul(&key.t()?)? * (head as f64).powf(-0.5))?;
         // 0 where a position may look, -1e9 where it would see the future.
@@ -166,8 +160,7 @@ fn init(varmap: &VarMap, rng: &mut StdRng) -> Result<()> {
     vars.sort_by_key(|(name, _)| *name);
     for (_, var) in vars {
         let values = (0..var.elem_count()).map(|_| rng.random_range(-0.04f32..0.04));
-        let values = Tensor::from_iter(values, var.device())?;
-        var.set(&values.reshape(var.shape())?)?;
+        var.set(&Tensor::from_iter(values, var.device())?.reshape(var.shape())?)?;
     }
     Ok(())
 }
@@ -184,11 +177,11 @@ fn stretches(text: &[u32], batch: usize, rng: &mut StdRng, device: &Device) -> R
     Ok([tensor(inputs)?, tensor(targets)?])
 }
 
-/// `length` tokens that the model makes up.
-fn sample(model: &Gpt, length: usize, device: &Device) -> Result<Vec<u32>> {
+/// A text that the model makes up.
+fn sample(model: &Gpt, vocab: &[char], device: &Device) -> Result<String> {
     let mut rng = StdRng::seed_from_u64(0);
     let mut text = vec![0];
-    for _ in 0..length {
+    for _ in 0..300 {
         let seen = &text[text.len().saturating_sub(CONTEXT)..];
         let logits = model.forward(&Tensor::new(seen, device)?.unsqueeze(0)?)?;
         let last = (logits.get(0)?.get(seen.len() - 1)? / 0.8)?;
@@ -196,12 +189,11 @@ fn sample(model: &Gpt, length: usize, device: &Device) -> Result<Vec<u32>> {
         let next = WeightedIndex::new(weights).map_err(Error::wrap)?;
         text.push(next.sample(&mut rng) as u32);
     }
-    Ok(text)
+    Ok(text.iter().map(|&token| vocab[token as usize]).collect())
 }
 
 fn main() -> Result<()> {
-    // The threads of candle's element-wise operations spin while they wait, which is slower than one
-    // thread as soon as the machine does anything else. candle reads this when it starts them.
+    // candle's threads for element-wise operations spin while they wait: a trap on a busy machine.
     if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
         std::env::set_var("CANDLE_NUM_THREADS", "1");
     }
@@ -212,7 +204,7 @@ fn main() -> Result<()> {
         Some(path) => fs::read_to_string(&path).map_err(|e| Error::from(e).with_path(path))?,
     };
     let vocab: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
-    let token = |c| vocab.binary_search(&c).unwrap_or_default() as u32;
+    let token = |c| vocab.partition_point(|&known| known < c) as u32;
     let text: Vec<u32> = text.chars().map(token).collect();
     let (train, validation) = text.split_at(text.len() * 9 / 10);
     if validation.len() <= CONTEXT {
@@ -232,11 +224,14 @@ fn main() -> Result<()> {
         let bar = ProgressBar::new(steps as u64).with_style(style.clone());
         let start = Instant::now();
         for step in 0..steps {
-            optimizer.set_learning_rate(RATE * (1. - step as f64 / steps as f64));
-            let [inputs, targets] = stretches(train, BATCH, &mut rng, device)?;
-            let loss = model.loss(&inputs, &targets)?;
+            optimizer.set_learning_rate(2e-3 * (1. - step as f64 / steps as f64));
+            let loss = model.loss(stretches(train, BATCH, &mut rng, device)?)?;
             optimizer.backward_step(&loss)?;
-            bar.set_message(format!("{name}: loss {:.3}", loss.to_scalar::<f32>()?));
+            let loss = loss.to_scalar::<f32>()?;
+            if step % 100 == 0 {
+                bar.suspend(|| println!("{name}, step {step}: loss {loss:.3}"));
+            }
+            bar.set_message(format!("{name}: loss {loss:.3}"));
             bar.inc(1);
         }
         bar.finish_and_clear();
@@ -245,12 +240,11 @@ fn main() -> Result<()> {
         let _evaluation = mode.eval_scope();
         // The same stretches for both models.
         let rng = &mut StdRng::seed_from_u64(0);
-        let [inputs, targets] = stretches(validation, EVAL_BATCH, rng, device)?;
-        let loss = model.loss(&inputs, &targets)?.to_scalar::<f32>()?;
+        let loss: f32 = model
+            .loss(stretches(validation, 500, rng, device)?)?
+            .to_scalar()?;
         println!("{name}: validation loss {loss:.3}, {speed:.0} characters/s. A sample:\n");
-        let sample = sample(&model, 300, device)?;
-        let sample: String = sample.iter().map(|&t| vocab[t as usize]).collect();
-        println!("{}\n", sample.trim());
+        println!("{}\n", sample(&model, &vocab, device)?.trim());
     }
     Ok(())
 }

@@ -271,17 +271,21 @@ fn report_fold(run: &Run, norm: Norm, sample: &str) -> Result<Value> {
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
     use super::*;
+    use crate::common::checkpoint::variables;
+    use crate::common::norm::is_buffer;
     use candle::{Device, Tensor};
-    use common::checkpoint::variables;
-    use common::norm::is_buffer;
     use rand::rngs::StdRng;
     use rand::{Rng, SeedableRng};
 
     const STEPS: usize = 20;
 
-    /// The run of the example, in small. PowerNorm's warm-up ends on the way.
+    /// The run of the command, in small. PowerNorm's warm-up ends on the way.
     fn small(norm: Norm, corpus: &Corpus) -> Settings {
-        let mut settings = settings(&Args::parse_from(["char_lm"]), norm, corpus);
+        let mut settings = settings(
+            &Args::parse_from(["char-lm", "--text", "not read"]),
+            norm,
+            corpus,
+        );
         settings.norm.warmup_steps = 6;
         settings.steps = STEPS;
         settings.size.layers = 2;
@@ -293,7 +297,7 @@ mod tests {
 
     /// The losses of a run whose initial weights are off by up to `relative` of each.
     fn losses(norm: Norm, device: &Device, relative: f64) -> Result<Vec<f32>> {
-        let corpus = Corpus::new(SOURCES, Unit::Character, 32)?;
+        let corpus = Corpus::new(include_str!("common/train.rs"), Unit::Character, 32)?;
         let mut run = Run::new(small(norm, &corpus), &corpus, device)?;
         let mut rng = StdRng::seed_from_u64(1);
         for (name, var) in variables(&run.varmap) {

@@ -1,12 +1,12 @@
 //! The results of runs, and the tables and plots made of them.
 
+use super::measure::{gains, singular_values, Observations, Series};
+use super::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT, LN, PN, PN_V};
 use crate::common::checkpoint::History;
 use crate::common::data::{Corpus, Unit};
 use crate::common::norm::Norm;
 use crate::common::plot::{self, draw, Chart, Line, Style};
 use crate::common::train::Run;
-use super::measure::{gains, singular_values, Observations, Series};
-use super::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT, LN, PN, PN_V};
 use anyhow::{ensure, Context, Result};
 use candle_powernorm::Recipe;
 use clap::ValueEnum;

@@ -1,10 +1,10 @@
 //! A pre-norm transformer, encoder and decoder: sinusoidal positions, dropout on embeddings and branches, one embedding for
 //! both languages and for the output.
 
+use super::data::{Batch, Sources};
 use crate::common::causal_mask;
 use crate::common::checkpoint::variables;
 use crate::common::norm::{Norm, NormConfig, NormLayer};
-use super::data::{Batch, Sources};
 use candle::{DType, Device, Module, Result, Tensor, D};
 use candle_nn::{embedding, linear, Embedding, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;

@@ -1,11 +1,11 @@
 //! One training run: a step, an evaluation, and the checkpoint that continues it.
 
+use super::data::{by_length, cut, epoch, Batch, Corpus};
+use super::model::{init_weights, Dropout, Size, Transformer};
 use crate::common::checkpoint::{variables, Checkpoint, History};
 use crate::common::norm::{is_buffer, NormConfig};
 use crate::common::optim::{AdamW, AdamWConfig};
 use crate::common::random::{generator, Use};
-use super::data::{by_length, cut, epoch, Batch, Corpus};
-use super::model::{init_weights, Dropout, Size, Transformer};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
