@@ -1,6 +1,6 @@
 //! The layer's configuration and its checks.
 
-use crate::Error;
+use crate::error::Error;
 use candle::DType;
 
 /// Which statistic normalizes a training step after the warm-up.
@@ -18,6 +18,23 @@ pub enum Statistics {
     /// The batch's own, `D = sqrt(ψ_B² + ε)`: PN-V, Definition 1 of the paper, a warm-up without
     /// end. Its backward is the exact gradient, Eq. 6 (under [`Recipe::Paper`]).
     Batch,
+}
+
+/// What a forward normalizes by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ForwardKind {
+    /// ψ², which stays.
+    Evaluation,
+    /// The batch's own statistic, in training.
+    BatchStatistic,
+    /// ψ² before the step, in training.
+    RunningStatistic,
+}
+
+impl ForwardKind {
+    pub fn is_training(self) -> bool {
+        self != Self::Evaluation
+    }
 }
 
 /// Which equations a training step runs where the paper and the authors' released code differ.
@@ -208,13 +225,17 @@ impl PowerNormConfig {
         }
     }
 
-    /// The statistic that normalizes training step `t`, counted from 1.
-    pub(crate) fn statistics_at(&self, t: usize) -> Statistics {
-        if t <= self.warmup_steps {
-            Statistics::Batch
-        } else {
-            self.statistics
+    /// What normalizes in training step `t`, counted from 1.
+    pub(crate) fn kind_at(&self, t: usize) -> ForwardKind {
+        match self.statistics {
+            Statistics::Running if t > self.warmup_steps => ForwardKind::RunningStatistic,
+            Statistics::Running | Statistics::Batch => ForwardKind::BatchStatistic,
         }
+    }
+
+    /// Whether the input's gradient is PN-V's. That takes Λ, of the whole batch, before it gives any row.
+    pub(crate) fn is_exact(&self, kind: ForwardKind) -> bool {
+        kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
     }
 }
 

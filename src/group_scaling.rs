@@ -1,7 +1,9 @@
 //! The layer-scale as a module of its own.
 
 use crate::config::validate_eps;
-use crate::{op, Error};
+use crate::error::Error;
+use crate::op;
+use crate::op::device::sums_dtype;
 use candle::{DType, Module, Result, Tensor};
 
 /// The layer-scale without the layer: each group of a row's channels divided by its root mean square.
@@ -93,11 +95,7 @@ impl Module for GroupScaling {
             let groups = self.groups;
             return Err(Error::Groups { size, groups }.into());
         }
-        let sums = match xs.dtype() {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
-        validate_eps(self.eps, sums)?;
+        validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         op::group_scaling(xs, self.groups, self.eps)
     }
 }

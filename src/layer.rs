@@ -1,11 +1,13 @@
 //! The layer: construction, the forward passes, the accessors.
 
-use crate::communicator::LayerRanks;
-use crate::mode::Purpose;
-use crate::op::{power_norm as apply_power_norm, Call};
-use crate::residual::power_norm_residual;
+use crate::config::PowerNormConfig;
+use crate::error::Error;
+use crate::loss_scale::LossScale;
+use crate::mode::{Mode, Purpose};
+use crate::op;
+use crate::op::residual::power_norm_residual;
+use crate::ranks::{LayerRanks, Ranks};
 use crate::state::{same_device, State};
-use crate::{Error, LossScale, Mode, PowerNormConfig, Ranks};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
 use std::sync::Arc;
@@ -203,11 +205,10 @@ impl PowerNorm {
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `keep` of another dtype, shape or device.
     pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        let checked = self.check_input(xs);
-        let checked = checked.and_then(|()| self.check_keep(xs, keep));
-        let purpose = self.mode.purpose();
-        self.run(checked, Some(keep), purpose, |call| {
-            apply_power_norm(xs, call)
+        let request = self.request(Some(keep), self.mode.purpose());
+        op::power_norm(xs, &request, || {
+            self.check_input(xs)?;
+            self.check_keep(xs, keep)
         })
     }
 
@@ -368,9 +369,8 @@ impl PowerNorm {
     }
 
     fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
-        self.run(self.check_input(xs), None, purpose, |call| {
-            apply_power_norm(xs, call)
-        })
+        let request = self.request(None, purpose);
+        op::power_norm(xs, &request, || self.check_input(xs))
     }
 
     fn run_residual(
@@ -379,32 +379,23 @@ impl PowerNorm {
         residual: &Tensor,
         keep: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        let checked = (self.check_input(xs))
-            .and_then(|()| self.check_residual(xs, residual))
-            .and_then(|()| keep.map_or(Ok(()), |keep| self.check_keep(xs, keep)));
-        self.run(checked, keep, self.mode.purpose(), |call| {
-            power_norm_residual(xs, residual, call)
+        let request = self.request(keep, self.mode.purpose());
+        power_norm_residual(xs, residual, &request, || {
+            self.check_input(xs)?;
+            self.check_residual(xs, residual)?;
+            keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))
         })
     }
 
-    /// Runs a call that was checked; other ranks learn of one that is refused.
-    fn run<R>(
-        &self,
-        checked: Result<()>,
-        keep: Option<&Tensor>,
-        purpose: Purpose,
-        op: impl FnOnce(&Call) -> Result<R>,
-    ) -> Result<R> {
-        let call = Call {
+    fn request<'a>(&'a self, keep: Option<&'a Tensor>, purpose: Purpose) -> op::Request<'a> {
+        op::Request {
             affine: self.weight.as_ref().zip(self.bias.as_ref()),
             keep,
             state: &self.state,
             purpose,
             loss_scale: &self.loss_scale,
             ranks: &self.ranks,
-        };
-        call.begin(|| checked)?;
-        op(&call)
+        }
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {

@@ -265,7 +265,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::lanes::{sweep, Columns, Lanes};
-    use crate::cpu::level::Level;
+    use crate::cpu::simd::Level;
     use pulp::WithSimd;
 
     /// The f32 of `halves`, and the halves of `floats`.

@@ -116,7 +116,7 @@ pub(super) trait Terms<A: Accumulator, const N: usize> {
 /// `SETS` sums are taken in turn: an addition waits for its own predecessor, which takes several cycles. More of them than
 /// there are registers would cost more than that.
 #[inline(always)]
-pub(super) fn sum<const SETS: usize, const N: usize, S: Simd, A: Accumulator>(
+pub(super) fn sum_terms<const SETS: usize, const N: usize, S: Simd, A: Accumulator>(
     simd: S,
     n: usize,
     terms: &impl Terms<A, N>,
@@ -164,7 +164,7 @@ fn add<S: Simd, A: Accumulator, const N: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::level::Level;
+    use crate::cpu::simd::Level;
     use approx::assert_relative_eq;
     use pulp::WithSimd;
 
@@ -183,7 +183,7 @@ mod tests {
         type Output = [f64; 2];
 
         fn with_simd<S: Simd>(self, simd: S) -> [f64; 2] {
-            sum::<3, 2, S, f64>(simd, self.0 .0.len(), &self.0)
+            sum_terms::<3, 2, S, f64>(simd, self.0 .0.len(), &self.0)
         }
     }
 

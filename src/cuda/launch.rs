@@ -3,7 +3,7 @@
 //! Numbers and device addresses only, nothing of CUDA: the tests that emulate the kernels on the CPU run
 //! these same launches.
 
-use crate::config::{PhiStep, PowerNormConfig, Recipe, Statistics};
+use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use std::fmt;
 
 /// An address in device memory; 0 for an array that is not there.
@@ -325,7 +325,7 @@ const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 
 /// One call of a layer on `rows` rows: at least one, but for a training step over several ranks.
 #[derive(Debug, Clone, Copy)]
-pub struct Pass {
+pub struct LaunchPlan {
     pub dtype: Dtype,
     pub rows: usize,
     pub cols: usize,
@@ -353,11 +353,11 @@ pub struct ForwardBuffers {
     pub bias: Vector,
     /// ψ², `[cols]`.
     pub phi: Vector,
-    /// [`Pass::saved_bytes`]; 0 only where no backward follows and [`Pass::needs_saved`] is false.
+    /// [`LaunchPlan::saved_bytes`]; 0 only where no backward follows and [`LaunchPlan::needs_saved`] is false.
     pub saved: Address,
-    /// [`Pass::forward_workspace_bytes`].
+    /// [`LaunchPlan::forward_workspace_bytes`].
     pub workspace: Address,
-    /// [`Pass::forward_totals`]: those of this rank, for `forward` to write, and afterwards those of all ranks. 0 without
+    /// [`LaunchPlan::forward_totals`]: those of this rank, for `forward` to write, and afterwards those of all ranks. 0 without
     /// other ranks.
     pub totals: Address,
 }
@@ -385,7 +385,7 @@ pub struct BackwardBuffers {
     pub dbias: Vector,
     /// What the forward left.
     pub saved: Address,
-    /// [`Pass::backward_workspace_bytes`].
+    /// [`LaunchPlan::backward_workspace_bytes`].
     pub workspace: Address,
     /// `[cols]` f64: Σ dy x̃ of this rank, for `backward` to write, and afterwards those of all ranks. 0 without other ranks,
     /// and for an evaluation.
@@ -394,7 +394,7 @@ pub struct BackwardBuffers {
 
 /// How a pass is cut into blocks and threads.
 #[derive(Debug)]
-struct Plan {
+struct Cut {
     tiling: Tiling,
     layer_scale: LayerScale,
     /// N of the kernels.
@@ -428,15 +428,15 @@ struct BackwardWorkspace {
     end: Address,
 }
 
-impl Pass {
+impl LaunchPlan {
     /// Bytes that a forward leaves to its backward.
     pub fn saved_bytes(&self) -> usize {
         (3 * self.cols + 1) * self.sum_bytes() + self.group_bytes()
     }
 
     /// Whether a forward that no backward follows needs `saved` all the same.
-    pub fn needs_saved(&self, train: Option<Statistics>) -> bool {
-        train.is_some() || self.plan().layer_scale == LayerScale::Given
+    pub fn needs_saved(&self, kind: ForwardKind) -> bool {
+        kind.is_training() || self.cut().layer_scale == LayerScale::Given
     }
 
     /// Bytes that a training forward and its [`update_phi`](Self::update_phi) work in.
@@ -460,31 +460,31 @@ impl Pass {
 
     /// Room for the totals of a backward before those of its training forward, where both go to the other ranks in one exchange:
     /// nothing that comes before needs those of the forward. 0 where these go by themselves.
-    pub fn totals_room(&self, train: Option<Statistics>) -> usize {
-        match (train, self.config.recipe) {
-            (Some(Statistics::Running), Recipe::Paper) => self.cols,
+    pub fn totals_room(&self, kind: ForwardKind) -> usize {
+        match (kind, self.config.recipe) {
+            (ForwardKind::RunningStatistic, Recipe::Paper) => self.cols,
             _ => 0,
         }
     }
 
-    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training
-    /// step; without a kept row the step is an evaluation. By the batch's statistic this is as far as it goes without that:
+    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. Without a kept row a training step is an
+    /// evaluation. By the batch's statistic this is as far as it goes without that:
     /// [`finish_forward`](Self::finish_forward) has the rest.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
-    pub fn forward(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
+    pub fn forward(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
         let mut launches = match self.rows {
-            0 => self.without_rows(buffers, train),
-            _ => self.forward_rows(buffers, train),
+            0 => self.without_rows(buffers, kind),
+            _ => self.forward_rows(buffers, kind),
         };
-        if train.is_some() && buffers.totals != 0 {
+        if kind.is_training() && buffers.totals != 0 {
             launches.extend(self.totals(buffers));
         }
         launches
     }
 
-    fn without_rows(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
-        if train != Some(Statistics::Running) {
+    fn without_rows(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        if kind != ForwardKind::RunningStatistic {
             return vec![];
         }
         // 1/D, which elsewhere comes with the output: it is that of ψ², as of any batch without a kept row.
@@ -492,13 +492,13 @@ impl Pass {
             totals: 0,
             ..*buffers
         };
-        vec![self.update_phi(&alone, Statistics::Batch, None)]
+        vec![self.update_phi(&alone, ForwardKind::BatchStatistic, None)]
     }
 
-    fn forward_rows(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
-        let plan = self.plan();
+    fn forward_rows(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        let cut = self.cut();
         let workspace = self.forward_workspace(buffers.workspace);
-        let base = self.normalized(&plan, buffers);
+        let base = self.normalized(&cut, buffers);
         let output = self.output(base, buffers);
         let kept = if self.masked { workspace.kept } else { 0 };
         let sums = |to: NormalizeParams| NormalizeParams {
@@ -508,21 +508,21 @@ impl Pass {
         };
 
         let mut launches = vec![];
-        if plan.layer_scale == LayerScale::Given {
+        if cut.layer_scale == LayerScale::Given {
             launches.push(self.group_factors(base));
         }
-        match train {
-            None => launches.push(self.normalize(&plan, output)),
-            Some(Statistics::Running) => launches.push(self.normalize(&plan, sums(output))),
-            Some(Statistics::Batch) => launches.push(self.normalize(&plan, sums(base))),
+        match kind {
+            ForwardKind::Evaluation => launches.push(self.normalize(&cut, output)),
+            ForwardKind::RunningStatistic => launches.push(self.normalize(&cut, sums(output))),
+            ForwardKind::BatchStatistic => launches.push(self.normalize(&cut, sums(base))),
         }
-        if train.is_some() && self.sums_all_rows() {
+        if kind.is_training() && self.sums_all_rows() {
             let all = NormalizeParams {
                 keep: 0,
                 partials: workspace.all_partials,
                 ..base
             };
-            launches.push(self.normalize(&plan, all));
+            launches.push(self.normalize(&cut, all));
         }
         if buffers.residual != 0 {
             // The first launch adds, the others read what it wrote.
@@ -540,20 +540,16 @@ impl Pass {
     }
 
     /// The rest of a [`forward`](Self::forward), whose buffers are still there.
-    pub fn finish_forward(
-        &self,
-        buffers: &ForwardBuffers,
-        train: Option<Statistics>,
-    ) -> Vec<Launch> {
-        if train != Some(Statistics::Batch) {
+    pub fn finish_forward(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        if kind != ForwardKind::BatchStatistic {
             return vec![];
         }
-        let statistics = self.update_phi(buffers, Statistics::Batch, None);
+        let statistics = self.update_phi(buffers, ForwardKind::BatchStatistic, None);
         if self.rows == 0 {
             return vec![statistics];
         }
-        let plan = self.plan();
-        let base = self.normalized(&plan, buffers);
+        let cut = self.cut();
+        let base = self.normalized(&cut, buffers);
         let output = NormalizeParams {
             x: match buffers.residual {
                 0 => buffers.x,
@@ -563,21 +559,21 @@ impl Pass {
             phi: Vector::default(),
             ..self.output(base, buffers)
         };
-        vec![statistics, self.normalize(&plan, output)]
+        vec![statistics, self.normalize(&cut, output)]
     }
 
     /// The layer-scale of a forward, without an output.
-    fn normalized(&self, plan: &Plan, buffers: &ForwardBuffers) -> NormalizeParams {
+    fn normalized(&self, cut: &Cut, buffers: &ForwardBuffers) -> NormalizeParams {
         let saved = self.saved(buffers.saved);
         NormalizeParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x: buffers.x,
             keep: buffers.keep,
-            factors: match plan.layer_scale {
+            factors: match cut.layer_scale {
                 LayerScale::None => 0,
                 _ => saved.factors,
             },
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             eps: self.config.eps,
             group_eps: self.config.eps,
             ..Default::default()
@@ -605,7 +601,7 @@ impl Pass {
             kept: if self.masked { workspace.kept } else { 0 },
             rows: self.rows as i64,
             cols: self.cols as i64,
-            chunks: i64::from(self.plan().grid.1),
+            chunks: i64::from(self.cut().grid.1),
             stride: self.cols as i64,
             totals: buffers.totals,
             count,
@@ -632,7 +628,7 @@ impl Pass {
     pub fn update_phi(
         &self,
         buffers: &ForwardBuffers,
-        train: Statistics,
+        kind: ForwardKind,
         step: Option<&PhiStep>,
     ) -> Launch {
         let saved = self.saved(buffers.saved);
@@ -651,14 +647,14 @@ impl Pass {
             kept: when(!over_ranks && self.masked, workspace.kept),
             rows: self.rows as i64,
             cols: self.cols as i64,
-            chunks: i64::from(self.plan().grid.1),
+            chunks: i64::from(self.cut().grid.1),
             phi: buffers.phi,
             batch_phi: saved.batch_phi,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
             count: saved.count,
             eps: self.config.eps,
-            by_batch: (train == Statistics::Batch).into(),
+            by_batch: (kind == ForwardKind::BatchStatistic).into(),
             update: step.is_some().into(),
             guard: (self.config.recipe == Recipe::Paper).into(),
             cumulative: cumulative.is_some().into(),
@@ -671,7 +667,7 @@ impl Pass {
         self.update(Body::UpdatePhi, Params::UpdatePhi(params))
     }
 
-    /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`, as far as they go
+    /// The gradients of a [`forward`](Self::forward) of the same `kind`, of a loss times `loss_scale`, as far as they go
     /// without the sums of other ranks: [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) have
     /// the rest.
     ///
@@ -680,18 +676,18 @@ impl Pass {
     pub fn backward(
         &self,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
         loss_scale: f64,
     ) -> Vec<Launch> {
         let mut launches = match self.rows {
             0 => vec![],
-            _ => self.backward_rows(buffers, train, loss_scale),
+            _ => self.backward_rows(buffers, kind, loss_scale),
         };
         if buffers.totals != 0 {
             launches.push(self.sum_partials(SumPartialsParams {
                 partials: self.backward_workspace(buffers.workspace).partials,
                 cols: self.cols as i64,
-                chunks: i64::from(self.plan().grid.1),
+                chunks: i64::from(self.cut().grid.1),
                 stride: 2 * self.cols as i64,
                 totals: buffers.totals,
                 ..Default::default()
@@ -703,12 +699,12 @@ impl Pass {
     fn backward_rows(
         &self,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
         loss_scale: f64,
     ) -> Vec<Launch> {
-        let plan = self.plan();
+        let cut = self.cut();
         let workspace = self.backward_workspace(buffers.workspace);
-        let base = self.gradient(&plan, buffers, train);
+        let base = self.gradient(&cut, buffers, kind);
         let sums = NormalizeBwdParams {
             partials: workspace.partials,
             ..base
@@ -718,25 +714,25 @@ impl Pass {
             correction_scale: (1. - self.config.alpha_bwd) * loss_scale,
             ..base
         };
-        let correction = match train {
-            Some(_) => nu,
-            None => base,
+        let correction = match kind {
+            ForwardKind::Evaluation => base,
+            _ => nu,
         };
         let input = buffers.dx != 0;
-        let wants_sums = wants_sums(buffers, train);
+        let wants_sums = wants_sums(buffers, kind);
         let mut launches = vec![];
-        if self.is_exact(train) || !input {
+        if self.config.is_exact(kind) || !input {
             if wants_sums {
-                launches.push(self.normalize_bwd(&plan, sums));
+                launches.push(self.normalize_bwd(&cut, sums));
             }
         } else if wants_sums {
             let with_sums = NormalizeBwdParams {
                 partials: workspace.partials,
                 ..correction
             };
-            launches.extend(self.input_gradient(&plan, buffers, with_sums));
+            launches.extend(self.input_gradient(&cut, buffers, with_sums));
         } else {
-            launches.extend(self.input_gradient(&plan, buffers, correction));
+            launches.extend(self.input_gradient(&cut, buffers, correction));
         }
         launches
     }
@@ -746,10 +742,10 @@ impl Pass {
     pub fn update_nu(
         &self,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
         loss_scale: f64,
     ) -> Option<Launch> {
-        if !wants_sums(buffers, train) {
+        if !wants_sums(buffers, kind) {
             return None;
         }
         let saved = self.saved(buffers.saved);
@@ -758,15 +754,15 @@ impl Pass {
             partials: workspace.partials,
             totals: buffers.totals,
             cols: self.cols as i64,
-            chunks: i64::from(self.plan().grid.1),
+            chunks: i64::from(self.cut().grid.1),
             weight: buffers.weight,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
-            count: if train.is_some() { saved.count } else { 0 },
+            count: if kind.is_training() { saved.count } else { 0 },
             lambda: workspace.lambda,
-            ema_gz: match train {
-                Some(_) => buffers.ema_gz,
-                None => Vector::default(),
+            ema_gz: match kind {
+                ForwardKind::Evaluation => Vector::default(),
+                _ => buffers.ema_gz,
             },
             dweight: buffers.dweight,
             dbias: buffers.dbias,
@@ -778,46 +774,37 @@ impl Pass {
     }
 
     /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the input's gradient, where it is by Λ.
-    pub fn finish_backward(
-        &self,
-        buffers: &BackwardBuffers,
-        train: Option<Statistics>,
-    ) -> Vec<Launch> {
-        if !self.is_exact(train) || buffers.dx == 0 || self.rows == 0 {
+    pub fn finish_backward(&self, buffers: &BackwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        if !self.config.is_exact(kind) || buffers.dx == 0 || self.rows == 0 {
             return vec![];
         }
-        let plan = self.plan();
+        let cut = self.cut();
         let lambda = NormalizeBwdParams {
             correction: Vector {
                 data: self.backward_workspace(buffers.workspace).lambda,
                 dtype: self.dtype.sums(),
             },
             correction_scale: 1.,
-            ..self.gradient(&plan, buffers, train)
+            ..self.gradient(&cut, buffers, kind)
         };
-        self.input_gradient(&plan, buffers, lambda)
-    }
-
-    /// Whether the input's gradient is PN-V's, which takes Λ, of the whole batch, before it gives any row.
-    pub fn is_exact(&self, train: Option<Statistics>) -> bool {
-        train == Some(Statistics::Batch) && self.config.recipe == Recipe::Paper
+        self.input_gradient(&cut, buffers, lambda)
     }
 
     /// A pass over the rows of a backward, without a correction and without results.
     fn gradient(
         &self,
-        plan: &Plan,
+        cut: &Cut,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
     ) -> NormalizeBwdParams {
         let saved = self.saved(buffers.saved);
         // Under recipe Fairseq the backward does not know the mask. (Elsewhere a batch without a kept row shows in it: the
         // count need not be known yet.)
         let fairseq = self.config.recipe == Recipe::Fairseq;
         let of_fairseq = |address| if fairseq { address } else { 0 };
-        let of_training = |address| if train.is_some() { address } else { 0 };
+        let of_training = |address| if kind.is_training() { address } else { 0 };
         NormalizeBwdParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x: buffers.x,
             dy: buffers.dy,
             keep: if fairseq { 0 } else { buffers.keep },
@@ -827,7 +814,7 @@ impl Pass {
             count: of_training(of_fairseq(saved.count)),
             factors: saved.factors,
             dots: self.backward_workspace(buffers.workspace).dots,
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             eps: self.config.eps,
             ..Default::default()
         }
@@ -836,7 +823,7 @@ impl Pass {
     /// The launches that write the input's gradient.
     fn input_gradient(
         &self,
-        plan: &Plan,
+        cut: &Cut,
         buffers: &BackwardBuffers,
         params: NormalizeBwdParams,
     ) -> Vec<Launch> {
@@ -845,8 +832,8 @@ impl Pass {
             dx: buffers.dx,
             ..params
         };
-        let output = self.normalize_bwd(plan, output);
-        match plan.layer_scale {
+        let output = self.normalize_bwd(cut, output);
+        match cut.layer_scale {
             LayerScale::Given => vec![self.group_dots(params), output],
             _ => vec![output],
         }
@@ -854,17 +841,17 @@ impl Pass {
 
     /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in [`group_bytes`](Self::group_bytes).
     pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
-        let plan = self.plan();
-        let given = plan.layer_scale == LayerScale::Given;
+        let cut = self.cut();
+        let given = cut.layer_scale == LayerScale::Given;
         let base = NormalizeParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x,
             factors: if given { factors } else { 0 },
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             group_eps: self.config.eps,
             ..Default::default()
         };
-        let output = self.normalize(&plan, NormalizeParams { y, ..base });
+        let output = self.normalize(&cut, NormalizeParams { y, ..base });
         match given {
             true => vec![self.group_factors(base), output],
             false => vec![output],
@@ -879,33 +866,33 @@ impl Pass {
         factors: Address,
         dots: Address,
     ) -> Vec<Launch> {
-        let plan = self.plan();
+        let cut = self.cut();
         let scale = NormalizeParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x,
             factors,
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             group_eps: self.config.eps,
             ..Default::default()
         };
-        let mut launches = vec![match plan.layer_scale {
+        let mut launches = vec![match cut.layer_scale {
             LayerScale::Given => self.group_factors(scale),
             // Without an output it leaves the factors alone.
-            _ => self.normalize(&plan, scale),
+            _ => self.normalize(&cut, scale),
         }];
         let base = NormalizeBwdParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x,
             dy,
             factors,
             dots,
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             ..Default::default()
         };
-        if plan.layer_scale == LayerScale::Given {
+        if cut.layer_scale == LayerScale::Given {
             launches.push(self.group_dots(base));
         }
-        launches.push(self.normalize_bwd(&plan, NormalizeBwdParams { dx, ..base }));
+        launches.push(self.normalize_bwd(&cut, NormalizeBwdParams { dx, ..base }));
         launches
     }
 
@@ -919,25 +906,25 @@ impl Pass {
         self.config.recipe == Recipe::Fairseq && self.masked
     }
 
-    fn normalize(&self, plan: &Plan, params: NormalizeParams) -> Launch {
+    fn normalize(&self, cut: &Cut, params: NormalizeParams) -> Launch {
         let sums = usize::from(params.partials != 0);
-        self.tiled(Body::Normalize, plan, sums, Params::Normalize(params))
+        self.tiled(Body::Normalize, cut, sums, Params::Normalize(params))
     }
 
-    fn normalize_bwd(&self, plan: &Plan, params: NormalizeBwdParams) -> Launch {
+    fn normalize_bwd(&self, cut: &Cut, params: NormalizeBwdParams) -> Launch {
         let sums = 2 * usize::from(params.partials != 0);
-        self.tiled(Body::NormalizeBwd, plan, sums, Params::NormalizeBwd(params))
+        self.tiled(Body::NormalizeBwd, cut, sums, Params::NormalizeBwd(params))
     }
 
-    /// A launch over the tiles of `plan`, which takes `sums` sums of each column.
-    fn tiled(&self, body: Body, plan: &Plan, sums: usize, params: Params) -> Launch {
-        let threads = plan.block.0 as usize * plan.block.1 as usize;
-        let values = plan.pieces * self.dtype.piece();
+    /// A launch over the tiles of `cut`, which takes `sums` sums of each column.
+    fn tiled(&self, body: Body, cut: &Cut, sums: usize, params: Params) -> Launch {
+        let threads = cut.block.0 as usize * cut.block.1 as usize;
+        let values = cut.pieces * self.dtype.piece();
         // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the rows of
         // the block add up: sums of columns, then int64 counts of rows.
         let exchanged = 2 * threads.div_ceil(WARP) * self.sum_bytes();
-        let coefficients = plan.block.0 as usize * values * self.sum_bytes();
-        let added = match plan.block.1 {
+        let coefficients = cut.block.0 as usize * values * self.sum_bytes();
+        let added = match cut.block.1 {
             1 => 0,
             _ => threads * (values * sums * self.sum_bytes()).max(8),
         };
@@ -945,10 +932,10 @@ impl Pass {
             kernel: Kernel {
                 body,
                 dtype: self.dtype,
-                pieces: plan.pieces,
+                pieces: cut.pieces,
             },
-            grid: plan.grid,
-            block: plan.block,
+            grid: cut.grid,
+            block: cut.block,
             shared_bytes: (exchanged + coefficients + added) as u32,
             params,
         }
@@ -1000,7 +987,7 @@ impl Pass {
     }
 
     /// How the pass is cut, from shape and dtype alone: two runs add the same terms in the same order.
-    fn plan(&self) -> Plan {
+    fn cut(&self) -> Cut {
         let (groups, reduces) = match self.config.group_scaling {
             Some(groups) => (groups, true),
             None => (1, false),
@@ -1051,7 +1038,7 @@ impl Pass {
             .div_ceil(BLOCKS)
             .max(MIN_THREAD_ROWS * block_rows)
             .min(self.rows.max(1));
-        Plan {
+        Cut {
             tiling: Tiling {
                 rows: self.rows as i64,
                 cols: self.cols as i64,
@@ -1093,7 +1080,7 @@ impl Pass {
     }
 
     fn forward_workspace(&self, start: Address) -> ForwardWorkspace {
-        let chunks = u64::from(self.plan().grid.1);
+        let chunks = u64::from(self.cut().grid.1);
         let sums = chunks * (self.cols * self.sum_bytes()) as u64;
         let partials = start + chunks * 8;
         let all_partials = partials + sums;
@@ -1109,11 +1096,11 @@ impl Pass {
     }
 
     fn backward_workspace(&self, start: Address) -> BackwardWorkspace {
-        let plan = self.plan();
+        let cut = self.cut();
         let row = (self.cols * self.sum_bytes()) as u64;
         let partials = start + row;
-        let dots = partials + 2 * u64::from(plan.grid.1) * row;
-        let dots_bytes = match plan.layer_scale {
+        let dots = partials + 2 * u64::from(cut.grid.1) * row;
+        let dots_bytes = match cut.layer_scale {
             LayerScale::Given => self.group_bytes(),
             _ => 0,
         };
@@ -1127,8 +1114,8 @@ impl Pass {
 }
 
 /// Whether a backward sums over rows.
-fn wants_sums(buffers: &BackwardBuffers, train: Option<Statistics>) -> bool {
-    train.is_some() || buffers.dweight.data != 0 || buffers.dbias.data != 0
+fn wants_sums(buffers: &BackwardBuffers, kind: ForwardKind) -> bool {
+    kind.is_training() || buffers.dweight.data != 0 || buffers.dbias.data != 0
 }
 
 #[cfg(test)]

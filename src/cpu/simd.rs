@@ -66,13 +66,13 @@ fn avx2() -> Level {
     Level::Baseline
 }
 
-/// Runs `op` on rows of `T`, which it takes `run` columns at a time.
-pub(super) fn run<T: Element, Op: WithSimd>(run: usize, op: Op) -> Op::Output {
+/// Runs `op` at the level for rows of `T`, which it takes `group_len` columns at a time.
+pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
     // Elements of half precision, of which the widest vectors hold so many.
     const WIDEST: usize = 16;
     let (narrow, wide) = *LEVELS;
-    // What is left of a run beside whole vectors goes one by one.
-    let level = match T::HALF && run.is_multiple_of(WIDEST) {
+    // What is left of a group beside whole vectors goes one by one.
+    let level = match T::HALF && group_len.is_multiple_of(WIDEST) {
         true => wide,
         false => narrow,
     };
