@@ -1,8 +1,9 @@
 //! A step by candle's own operations, for devices that have no kernels here: Metal above all.
 //!
-//! Rows are `[rows, C]` and channels `[C]`, in the dtype of the sums, without a graph. Each equation is a few operations of
-//! candle's, so this is many times slower than kernels are. The host waits for the device only where it needs a number: to
-//! count the rows of a mask, and to hand sums out.
+//! Rows are `[rows, C]` and channels `[C]`, in the dtype of the sums, without a graph. Each
+//! equation is a few operations of candle's, so this is many times slower than kernels are. The
+//! host waits for the device only where it needs a number: to count the rows of a mask, and to hand
+//! sums out.
 
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use crate::op::device::{
@@ -19,7 +20,8 @@ pub(crate) struct ComposedStep {
     running_inv_rms: Option<Tensor>,
     /// What this process's rows add up to, in training.
     own: Option<ForwardSums>,
-    /// The statistics of the whole batch, in training, once they are known; `None` without a kept row.
+    /// The statistics of the whole batch, in training, once they are known; `None` without a kept
+    /// row.
     statistics: OnceLock<Option<BatchStatistics>>,
 }
 
@@ -144,7 +146,8 @@ fn factors(x: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
     let x = x.reshape((rows, groups, cols / groups))?;
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
     let factors = inverse_root(&squares, eps)?;
-    // Where squares overflow, they are taken of x over its largest magnitude, beside which ε is nothing.
+    // Where squares overflow, they are taken of x over its largest magnitude, beside which ε is
+    // nothing.
     let largest = x.abs()?.max_keepdim(D::Minus1)?;
     let root = x.broadcast_div(&largest)?.sqr()?.mean_keepdim(D::Minus1)?;
     let of_huge = (root.sqrt()? * largest)?.recip()?;
@@ -158,7 +161,7 @@ fn inverse_root(squares: &Tensor, eps: f64) -> Result<Tensor> {
 
 /// 1 where a value is finite, else 0.
 fn is_finite(values: &Tensor) -> Result<Tensor> {
-    (values - values)?.eq(0f64)
+    (values * 0.)?.eq(0f64)
 }
 
 impl ComposedStep {
@@ -371,8 +374,8 @@ impl DeviceStep for ComposedStep {
 }
 
 impl ComposedStep {
-    /// Sets a variable of the state. Under recipe Paper a channel keeps its value where the new one, or `also`, is not finite in
-    /// the dtype of the state.
+    /// Sets a variable of the state. Under recipe Paper a channel keeps its value where the new
+    /// one, or `also`, is not finite in the dtype of the state.
     fn set(&self, var: &Var, new: &Tensor, also: Option<&Tensor>) -> Result<()> {
         let old = var.as_detached_tensor().flatten_all()?;
         let mut new = new.to_dtype(var.dtype())?;
@@ -407,7 +410,8 @@ struct ComposedBackward<'a> {
 }
 
 impl ComposedBackward<'_> {
-    /// `∂L/∂x` by `correction`, Λ or ν, `[C]`: `∂L/∂X̃ = (g − correction ⊙ X̂)/D` with `g = γ ⊙ dy`.
+    /// `∂L/∂x` by `correction`, Λ or ν, `[C]`: `∂L/∂X̃ = (g − correction ⊙ X̂)/D` with `g = γ ⊙
+    /// dy`.
     fn input_gradient(&self, correction: Option<&Tensor>) -> Result<Tensor> {
         let divisor = match self.step.batch() {
             Some(batch) if self.step.config().recipe == Recipe::Fairseq => &batch.inv_rms,
@@ -544,11 +548,30 @@ pub(crate) fn scale_groups_bwd(x: &Tensor, dy: &Tensor, groups: usize, eps: f64)
     shaped(rows.through_factors(as_rows(dy)?)?, x)
 }
 
+/// Rows that are added up before they join a longer sum: in f32 the rounding error of a sum grows
+/// with the number of its terms.
+const SUBTOTAL_ROWS: usize = 512;
+
 /// The sums of columns, `[C]`.
 fn sum_rows(values: &Tensor) -> Result<Tensor> {
-    match values.dim(0)? {
-        0 => Tensor::zeros(values.dim(1)?, values.dtype(), values.device()),
-        _ => values.sum(0),
+    let (rows, cols) = values.dims2()?;
+    if rows == 0 {
+        return Tensor::zeros(cols, values.dtype(), values.device());
+    }
+    let subtotals = rows / SUBTOTAL_ROWS;
+    if subtotals < 2 {
+        return values.sum(0);
+    }
+    let (head, tail) = (subtotals * SUBTOTAL_ROWS, rows % SUBTOTAL_ROWS);
+    let by_subtotal = values.narrow(0, 0, head)?;
+    let total = sum_rows(
+        &by_subtotal
+            .reshape((subtotals, SUBTOTAL_ROWS, cols))?
+            .sum(1)?,
+    )?;
+    match tail {
+        0 => Ok(total),
+        _ => total + values.narrow(0, head, tail)?.sum(0)?,
     }
 }
 

@@ -1,6 +1,6 @@
 //! The layer: construction, the forward passes, the accessors.
 
-use crate::config::PowerNormConfig;
+use crate::config::{validate_input_dtype, PowerNormConfig};
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
@@ -310,16 +310,14 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it: the
-    /// step's forwards and backwards then fail on all of them, and it is left out, but of layers that took it in their
-    /// forward (or, of [`Recipe::Fairseq`](crate::Recipe::Fairseq) on a GPU, by the first sum of their backward). (After the
-    /// warm-up it is the others' backward that fails, but for a first call on a GPU; without backwards, their next forward, with
-    /// which the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
+    /// If one rank's training forward is refused, the step fails on all ranks and is skipped. Layers that already updated ψ²
+    /// keep that update. After the warm-up it is the others' backward that fails; without backwards it is their next forward,
+    /// and the ranks are then a step apart. Ranks that sum different numbers fail in the same way. A rank that stops elsewhere
+    /// is for the engine to notice.
     ///
-    /// On a GPU that holds of a layer's first training forward that the ranks come to together, where a call is refused by its
-    /// checks, and of nothing later: its host would have to wait at each sum to hear of the others. A rank whose call fails
-    /// otherwise, as for want of memory, leaves the others waiting in their sum, and ranks that come to differ get what the engine
-    /// makes of it: of NCCL, a hang or a wrong sum.
+    /// On a GPU ranks are compared once, in a layer's first training forward. Later mismatches go unnoticed: the host would have
+    /// to wait at each sum to hear of the others. A rank whose call fails otherwise, as for want of memory, leaves the others
+    /// waiting in their sum. Of ranks that come to differ, the engine makes what it can: NCCL hangs or sums wrongly.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
             ranks: LayerRanks::join(ranks),
@@ -411,9 +409,7 @@ impl PowerNorm {
             Some(_) => {}
         }
         let input = xs.dtype();
-        if !matches!(input, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
-            return Err(Error::InputDType(input).into());
-        }
+        validate_input_dtype(input)?;
         for (name, parameter) in [("weight", &self.weight), ("bias", &self.bias)] {
             if let Some(parameter) = parameter {
                 let got = parameter.dtype();

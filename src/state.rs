@@ -25,8 +25,8 @@ pub(crate) struct State {
     /// t, `[1]`, on the CPU: a step must not wait for a GPU to learn its number.
     iters: Var,
     /// Makes a read-modify-write of the variables whole. Held for channel-sized work only, never
-    /// while rows are processed: a rayon worker that waits for its rows may pick up another forward of
-    /// the same layer, which would then wait for a lock held further up its own stack.
+    /// while rows are processed: a rayon worker that waits for its rows may pick up another forward
+    /// of the same layer, which would then wait for a lock held further up its own stack.
     lock: Mutex<Recalibration>,
     /// How often the statistics were reset.
     resets: AtomicUsize,
@@ -175,7 +175,8 @@ impl State {
         })
     }
 
-    /// The step of a forward: `move_by` moves ψ², and says whether the batch counts; t then counts up if it trains.
+    /// The step of a forward: `move_by` moves ψ², and says whether the batch counts; t then counts
+    /// up if it trains.
     pub fn move_phi(
         &self,
         purpose: Purpose,
@@ -189,7 +190,8 @@ impl State {
         Ok(())
     }
 
-    /// The step of a backward: `move_by` moves ν, of which it is given [the variable](Self::nu_variable).
+    /// The step of a backward: `move_by` moves ν, of which it is given [the
+    /// variable](Self::nu_variable).
     pub fn move_nu(&self, move_by: impl FnOnce(&Var) -> Result<()>) -> Result<()> {
         let _guard = self.lock();
         move_by(&self.ema_gz)

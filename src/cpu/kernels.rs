@@ -1,8 +1,8 @@
 //! The row kernels: each reads its rows once, writes its output once, and sums columns on the way.
 //!
-//! Rows are cut into chunks whose size depends on the shape alone; a chunk adds its rows in order into a
-//! partial sum of its own, and the partial sums are added in order: the same bits whatever the number of
-//! threads.
+//! Rows are cut into chunks whose size depends on the shape alone; a chunk adds its rows in order
+//! into a partial sum of its own, and the partial sums are added in order: the same bits whatever
+//! the number of threads.
 
 use super::element::{Accumulator, Element};
 use super::lanes::{sum_terms, sweep, Columns, Lanes, Terms};
@@ -191,8 +191,8 @@ pub(super) fn grad_sum_cols<T: Element>(
     GradSums::split(sums, rows.cols())
 }
 
-/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, 0 in padded
-/// rows; and `dsum` added to it.
+/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, 0 in
+/// padded rows; and `dsum` added to it.
 pub(super) fn normalize_bwd<T: Element>(
     rows: &Rows<T>,
     gradients: &RowGradients<T>,
@@ -230,15 +230,15 @@ fn run_normalize_bwd<T: Element>(
 /// Elements of a chunk, which must outweigh the cost of handing it to a thread.
 const CHUNK: usize = 1 << 16;
 
-/// Rows of a chunk that are added up by themselves before they join its sums: in f32 the rounding error
-/// of a sum grows with the number of its terms.
+/// Rows of a chunk that are added up by themselves before they join its sums: in f32 the rounding
+/// error of a sum grows with the number of its terms.
 const SUBTOTAL_ROWS: usize = 512;
 
 /// The most chunks a call is cut into, so that partial sums stay small beside the rows.
 const MAX_CHUNKS: usize = 256;
 
-/// The rows of a chunk of wide rows: its partial sums, as wide as a row, are written and read once more. Fewer where that
-/// would leave less than as many chunks.
+/// The rows of a chunk of wide rows: its partial sums, as wide as a row, are written and read once
+/// more. Fewer where that would leave less than as many chunks.
 const MIN_ROWS: usize = 32;
 
 /// Inputs up to this many elements run on the calling thread: waking another costs more.
@@ -257,9 +257,9 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 ///
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
 //
-// Rows are taken one at a time: several together would share the loads of a channel's numbers, but where
-// C is a power of two their lines compete for the same places in the cache (tried at 4096x512 f32 on an AMD EPYC:
-// a backward of two rows together took longer).
+// Rows are taken one at a time: several together would share the loads of a channel's numbers, but
+// where C is a power of two their lines compete for the same places in the cache (tried at 4096x512
+// f32 on an AMD EPYC: a backward of two rows together took longer).
 pub(super) trait Kernel<A: Accumulator>: Sync {
     /// Reads a group for what takes it through the layer-scale.
     #[inline(always)]
@@ -275,8 +275,8 @@ pub(super) trait Kernel<A: Accumulator>: Sync {
         }
     }
 
-    /// Works on a group, writes its columns of `out` (which has none where only sums are wanted), and adds to the chunk's
-    /// `sums`, empty where none are.
+    /// Works on a group, writes its columns of `out` (which has none where only sums are wanted),
+    /// and adds to the chunk's `sums`, empty where none are.
     fn group<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
@@ -287,7 +287,8 @@ pub(super) trait Kernel<A: Accumulator>: Sync {
     );
 }
 
-/// What takes a group through the layer-scale: x̃ = r x, and back, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
+/// What takes a group through the layer-scale: x̃ = r x, and back, `dx = r (dx̃ − x̃ · mean(dx̃
+/// x̃))`.
 #[derive(Clone, Copy)]
 pub(super) struct GroupScale<A> {
     /// r.
@@ -332,8 +333,8 @@ impl<T> Group<'_, T> {
     }
 }
 
-/// Runs `kernel` over all chunks, into fresh outputs, and returns with them the sums of its `width` columns. `y` says whether
-/// it has an output of its own.
+/// Runs `kernel` over all chunks, into fresh outputs, and returns with them the sums of its `width`
+/// columns. `y` says whether it has an output of its own.
 fn run<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
@@ -356,7 +357,8 @@ fn run<T: Element, K: Kernel<T::Acc>>(
     (RowOutputs { y, sum }, sums)
 }
 
-/// Runs `kernel` over all chunks into pieces of its output and of `x + residual`, and returns the sums of its columns.
+/// Runs `kernel` over all chunks into pieces of its output and of `x + residual`, and returns the
+/// sums of its columns.
 fn run_chunks<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
@@ -502,8 +504,9 @@ impl<A: Accumulator> LayerScale<A> {
         }
     }
 
-    /// The factor of a group whose squares overflow: they are taken of x over its largest magnitude, beside
-    /// which ε is nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
+    /// The factor of a group whose squares overflow: they are taken of x over its largest
+    /// magnitude, beside which ε is nothing. NaN if x is not finite, so that the output shows it
+    /// and the statistics forget it.
     #[cold]
     fn factor_of_huge<T: Element<Acc = A>>(x: &[T]) -> A {
         let x = || (0..x.len()).map(|i| value(x, i));
@@ -531,7 +534,8 @@ fn value<T: Element>(row: &[T], i: usize) -> T::Acc {
     Lanes::load(Scalar, row, i).total()
 }
 
-/// Where the squares of a group are added: nowhere for a padded row, unless the sums have room for it.
+/// Where the squares of a group are added: nowhere for a padded row, unless the sums have room for
+/// it.
 #[inline(always)]
 fn square_slot<'a, T, A>(group: &Group<T>, sums: &'a mut [A]) -> &'a mut [A] {
     let skipped = if group.keeps { 0 } else { group.cols };
@@ -688,7 +692,8 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
                 mean: A::ZERO,
             };
         };
-        // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass does.
+        // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass
+        // does.
         let terms = GroupTerms {
             x: group.x,
             dy: group.dy,

@@ -19,7 +19,8 @@ pub(crate) struct CpuStep<T: Element> {
     running_inv_rms: Vec<T::Acc>,
     /// What this process's rows add up to, in training.
     own: Option<ForwardSums<T::Acc>>,
-    /// The statistics of the whole batch, in training, once they are known; `None` without a kept row.
+    /// The statistics of the whole batch, in training, once they are known; `None` without a kept
+    /// row.
     statistics: OnceLock<Option<BatchStatistics<T::Acc>>>,
 }
 
@@ -168,11 +169,11 @@ impl<T: Element> CpuStep<T> {
     }
 
     /// What the output takes X̃ by and adds to it: γ/D and β.
-    fn gain_and_shift(&self, inputs: &ForwardInputs) -> Result<(Vec<T::Acc>, Vec<T::Acc>)> {
+    fn gain_and_shift(&self, inputs: &ForwardInputs) -> Result<[Vec<T::Acc>; 2]> {
         let inv_rms = self.inv_rms();
         match inputs.affine {
-            Some([weight, bias]) => Ok((times(&widened(weight)?, inv_rms), widened(bias)?)),
-            None => Ok((inv_rms.to_vec(), vec![T::Acc::ZERO; inv_rms.len()])),
+            Some([weight, bias]) => Ok([times(&widened(weight)?, inv_rms), widened(bias)?]),
+            None => Ok([inv_rms.to_vec(), vec![T::Acc::ZERO; inv_rms.len()]]),
         }
     }
 }
@@ -182,7 +183,7 @@ impl<T: Element> DeviceStep for CpuStep<T> {
         self.running_inv_rms = self.inv_rms_of(&read(inputs.phi)?);
         let with_padded = self.sums_all_rows();
         let kind = self.setting.kind;
-        let (gain, shift) = match kind {
+        let [gain, shift] = match kind {
             ForwardKind::BatchStatistic => Default::default(),
             _ => self.gain_and_shift(inputs)?,
         };
@@ -218,7 +219,7 @@ impl<T: Element> DeviceStep for CpuStep<T> {
     }
 
     fn finish_forward(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs> {
-        let (gain, shift) = self.gain_and_shift(inputs)?;
+        let [gain, shift] = self.gain_and_shift(inputs)?;
         let y = self.with_rows(inputs.x, None, inputs.keep, |rows| {
             Ok(match &outputs.sum {
                 Some(sum) => {
@@ -275,8 +276,8 @@ impl<T: Element> DeviceStep for CpuStep<T> {
     ///
     /// - an evaluation: `g/D`;
     /// - PN-V, Eq. 6: `(g − Λ X̂)/D`, which takes the sums of the whole batch first;
-    /// - PN, Eq. 12: `(g − ν X̂)/D`; under recipe Fairseq the divisor is the batch's, and this is the
-    ///   gradient at every step.
+    /// - PN, Eq. 12: `(g − ν X̂)/D`; under recipe Fairseq the divisor is the batch's, and this is
+    ///   the gradient at every step.
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
         let config = self.config();
         let weight = match inputs.affine {
@@ -452,7 +453,8 @@ impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
     }
 }
 
-/// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ of a loss times `loss_scale`, each `[C]`.
+/// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ of a loss times `loss_scale`,
+/// each `[C]`.
 ///
 /// Eq. 13 divided by 1−α_b, in the variable a checkpoint stores:
 /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
@@ -480,7 +482,8 @@ fn update_nu<A: Accumulator>(
     write(ema_gz, values)
 }
 
-/// The finite check of recipe Paper, in the dtype of the state: an overflowed batch must not outlive its step.
+/// The finite check of recipe Paper, in the dtype of the state: an overflowed batch must not
+/// outlive its step.
 fn accepts(config: &PowerNormConfig, state: &Tensor, new: impl WithDType) -> bool {
     let finite = match state.dtype() {
         DType::F64 => new.to_f64().is_finite(),

@@ -28,14 +28,15 @@ pub(super) fn fill_output<T: Copy>(
         "a kernel left part of its output unwritten"
     );
     // SAFETY: the pieces cover the first `len` elements of the buffer, whose capacity is at least
-    // `len`, and a piece counts elements as written only after a sweep over them, in which `Element::store` wrote
-    // each vector; all are, by the assert.
+    // `len`, and a piece counts elements as written only after a sweep over them, in which
+    // `Element::store` wrote each vector; all are, by the assert.
     unsafe { out.set_len(len) };
     out
 }
 
-/// Outputs of at least this many bytes are worth huge pages: allocators take them from the system anew
-/// each time, and then a fault for each 4 KiB page costs more than the arithmetic that fills it.
+/// Outputs of at least this many bytes are worth huge pages: allocators take them from the system
+/// anew each time, and then a fault for each 4 KiB page costs more than the arithmetic that fills
+/// it.
 #[cfg(target_os = "linux")]
 const HUGE: usize = 4 << 20;
 
@@ -50,8 +51,9 @@ fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
     let start = buffer.as_mut_ptr() as usize;
     let aligned = start.next_multiple_of(PAGE);
     let len = (start + bytes - aligned) / PAGE * PAGE;
-    // SAFETY: the range lies within the buffer, which is ours alone, and the advice changes no contents.
-    // It is only advice: where the kernel has no huge pages, it fails without consequence.
+    // SAFETY: the range lies within the buffer, which is ours alone, and the advice changes no
+    // contents. It is only advice: where the kernel has no huge pages, it fails without
+    // consequence.
     unsafe { libc::madvise(aligned as *mut libc::c_void, len, libc::MADV_HUGEPAGE) };
 }
 
@@ -127,7 +129,8 @@ mod tests {
         }
     }
 
-    /// Larger than [`HUGE`], so that the advice is given too; but not under Miri, which takes its time.
+    /// Larger than [`HUGE`], so that the advice is given too; but not under Miri, which takes its
+    /// time.
     #[test]
     fn pieces_make_up_the_output() {
         let bytes = if cfg!(miri) { 6 << 11 } else { 6 << 20 };

@@ -1,7 +1,7 @@
 //! What is launched, and with what: every kernel's grid, block, shared memory and arguments.
 //!
-//! Numbers and device addresses only, nothing of CUDA: the tests that emulate the kernels on the CPU run
-//! these same launches.
+//! Numbers and device addresses only, nothing of CUDA: the tests that emulate the kernels on the
+//! CPU run these same launches.
 
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use std::fmt;
@@ -52,8 +52,8 @@ impl Dtype {
         16 / self.size()
     }
 
-    /// The most 16-byte pieces a thread can own. Its registers must hold them, widened, next to their sums and
-    /// coefficients: more would spill.
+    /// The most 16-byte pieces a thread can own. Its registers must hold them, widened, next to
+    /// their sums and coefficients: more would spill.
     fn max_pieces(self) -> usize {
         match self {
             Dtype::F16 | Dtype::BF16 | Dtype::F64 => 2,
@@ -296,19 +296,19 @@ pub struct Launch {
     pub params: Params,
 }
 
-/// Threads of a block, unless a row needs more: small enough that several blocks share a multiprocessor and
-/// fill each other's waits.
+/// Threads of a block, unless a row needs more: small enough that several blocks share a
+/// multiprocessor and fill each other's waits.
 const BLOCK: usize = 256;
 
-/// Threads of a block whose threads own several pieces of a row, at most: at 128 registers each, what a
-/// multiprocessor holds.
+/// Threads of a block whose threads own several pieces of a row, at most: at 128 registers each,
+/// what a multiprocessor holds.
 const MAX_BLOCK: usize = 512;
 
 /// Threads that exchange values directly.
 const WARP: usize = 32;
 
-/// Blocks to aim at: several for each multiprocessor of a large GPU, so that none idles at the end, while the
-/// partial sums stay small beside the rows.
+/// Blocks to aim at: several for each multiprocessor of a large GPU, so that none idles at the end,
+/// while the partial sums stay small beside the rows.
 const BLOCKS: usize = 1024;
 
 /// The fewest rows a thread should take, to be worth its coefficients and its partial sums.
@@ -323,7 +323,8 @@ const FACTOR_BLOCKS: usize = 1 << 16;
 /// Bytes of a total.
 const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 
-/// One call of a layer on `rows` rows: at least one, but for a training step over several ranks.
+/// One call of a layer on `rows` rows. There is at least one row, but in a training step whose
+/// batch others share.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchPlan {
     pub dtype: Dtype,
@@ -353,12 +354,13 @@ pub struct ForwardBuffers {
     pub bias: Vector,
     /// ψ², `[cols]`.
     pub phi: Vector,
-    /// [`LaunchPlan::saved_bytes`]; 0 only where no backward follows and [`LaunchPlan::needs_saved`] is false.
+    /// [`LaunchPlan::saved_bytes`]; 0 only where no backward follows and
+    /// [`LaunchPlan::needs_saved`] is false.
     pub saved: Address,
     /// [`LaunchPlan::forward_workspace_bytes`].
     pub workspace: Address,
-    /// [`LaunchPlan::forward_totals`]: those of this rank, for `forward` to write, and afterwards those of all ranks. 0 without
-    /// other ranks.
+    /// [`LaunchPlan::forward_totals`]: for `forward` to write, and afterwards those of the whole
+    /// batch. 0 where no others share the batch.
     pub totals: Address,
 }
 
@@ -387,9 +389,24 @@ pub struct BackwardBuffers {
     pub saved: Address,
     /// [`LaunchPlan::backward_workspace_bytes`].
     pub workspace: Address,
-    /// `[cols]` f64: Σ dy x̃ of this rank, for `backward` to write, and afterwards those of all ranks. 0 without other ranks,
-    /// and for an evaluation.
+    /// `[cols]` f64, Σ dy x̃: for `backward` to write, and afterwards that of the whole batch. 0
+    /// where no others share the batch, and for an evaluation.
     pub totals: Address,
+}
+
+/// The columns of a block: several groups, one, or a part of one.
+struct Tile {
+    /// Threads along the columns.
+    lanes: usize,
+    /// Threads that share a group.
+    span: usize,
+    /// N of the kernels.
+    pieces: usize,
+    /// Groups in a tile.
+    groups: usize,
+    /// Tiles in a group.
+    per_group: usize,
+    layer_scale: LayerScale,
 }
 
 /// How a pass is cut into blocks and threads.
@@ -449,8 +466,8 @@ impl LaunchPlan {
         self.backward_workspace(0).end as usize
     }
 
-    /// The f64 numbers of a training forward that ranks add up: Σ x̃² over kept rows and the number of these, and under recipe
-    /// Fairseq the same of all rows.
+    /// The f64 numbers of a training forward that are handed out: Σ x̃² over kept rows and the
+    /// number of these, and under recipe Fairseq the same of all rows.
     pub fn forward_totals(&self) -> usize {
         match self.config.recipe {
             Recipe::Paper => self.cols + 1,
@@ -458,8 +475,8 @@ impl LaunchPlan {
         }
     }
 
-    /// Room for the totals of a backward before those of its training forward, where both go to the other ranks in one exchange:
-    /// nothing that comes before needs those of the forward. 0 where these go by themselves.
+    /// Slots before the forward's totals, so that the backward's are handed out with them; 0 if the
+    /// forward's go separately.
     pub fn totals_room(&self, kind: ForwardKind) -> usize {
         match (kind, self.config.recipe) {
             (ForwardKind::RunningStatistic, Recipe::Paper) => self.cols,
@@ -467,9 +484,9 @@ impl LaunchPlan {
         }
     }
 
-    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. Without a kept row a training step is an
-    /// evaluation. By the batch's statistic this is as far as it goes without that:
-    /// [`finish_forward`](Self::finish_forward) has the rest.
+    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. Without a kept row
+    /// a training step is an evaluation. By the batch's statistic this is as far as it goes without
+    /// that: [`finish_forward`](Self::finish_forward) has the rest.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
     pub fn forward(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
@@ -487,7 +504,8 @@ impl LaunchPlan {
         if kind != ForwardKind::RunningStatistic {
             return vec![];
         }
-        // 1/D, which elsewhere comes with the output: it is that of ψ², as of any batch without a kept row.
+        // 1/D, which elsewhere comes with the output: it is that of ψ², as of any batch without a
+        // kept row.
         let alone = ForwardBuffers {
             totals: 0,
             ..*buffers
@@ -592,7 +610,7 @@ impl LaunchPlan {
         }
     }
 
-    /// What the rows of a training forward add up to, for other ranks.
+    /// What the rows of a training forward add up to, to be handed out.
     fn totals(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
         let workspace = self.forward_workspace(buffers.workspace);
         let count = buffers.totals + self.cols as u64 * TOTAL_BYTES;
@@ -623,8 +641,8 @@ impl LaunchPlan {
         launches
     }
 
-    /// The statistics of a training [`forward`](Self::forward), of which ψ², `saved`, and `totals` or else `workspace` are
-    /// still there. ψ² takes the step, if there is one.
+    /// The statistics of a training [`forward`](Self::forward), of which ψ², `saved`, and `totals`
+    /// or else `workspace` are still there. ψ² takes the step, if there is one.
     pub fn update_phi(
         &self,
         buffers: &ForwardBuffers,
@@ -634,17 +652,17 @@ impl LaunchPlan {
         let saved = self.saved(buffers.saved);
         let workspace = self.forward_workspace(buffers.workspace);
         let when = |yes: bool, address| if yes { address } else { 0 };
-        let over_ranks = buffers.totals != 0;
+        let shared = buffers.totals != 0;
         let fairseq = self.config.recipe == Recipe::Fairseq;
         let all_totals = buffers.totals + (self.cols as u64 + 1) * TOTAL_BYTES;
         let cumulative = step.and_then(|step| step.cumulative);
         let moving = step.and_then(|step| step.moving);
         let params = UpdatePhiParams {
             totals: buffers.totals,
-            all_totals: when(over_ranks && fairseq, all_totals),
-            partials: when(!over_ranks, workspace.partials),
-            all_partials: when(!over_ranks && self.sums_all_rows(), workspace.all_partials),
-            kept: when(!over_ranks && self.masked, workspace.kept),
+            all_totals: when(shared && fairseq, all_totals),
+            partials: when(!shared, workspace.partials),
+            all_partials: when(!shared && self.sums_all_rows(), workspace.all_partials),
+            kept: when(!shared && self.masked, workspace.kept),
             rows: self.rows as i64,
             cols: self.cols as i64,
             chunks: i64::from(self.cut().grid.1),
@@ -667,12 +685,13 @@ impl LaunchPlan {
         self.update(Body::UpdatePhi, Params::UpdatePhi(params))
     }
 
-    /// The gradients of a [`forward`](Self::forward) of the same `kind`, of a loss times `loss_scale`, as far as they go
-    /// without the sums of other ranks: [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) have
-    /// the rest.
+    /// The gradients of a [`forward`](Self::forward) of the same `kind`, of a loss times
+    /// `loss_scale`, as far as they go without the sums of the whole batch:
+    /// [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) have the
+    /// rest.
     ///
-    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of the CPU,
-    /// whose cases these are.
+    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of
+    /// the CPU, whose cases these are.
     pub fn backward(
         &self,
         buffers: &BackwardBuffers,
@@ -737,7 +756,8 @@ impl LaunchPlan {
         launches
     }
 
-    /// What the sums of a [`backward`](Self::backward) make: the parameters' gradients, Λ, and the step of ν, unless its array is
+    /// What the sums of a [`backward`](Self::backward) make: the parameters' gradients, Λ, and the
+    /// step of ν, unless its array is
     /// 0. The arrays of rows may be gone.
     pub fn update_nu(
         &self,
@@ -773,7 +793,8 @@ impl LaunchPlan {
         Some(self.update(Body::UpdateNu, Params::UpdateNu(params)))
     }
 
-    /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the input's gradient, where it is by Λ.
+    /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the
+    /// input's gradient, where it is by Λ.
     pub fn finish_backward(&self, buffers: &BackwardBuffers, kind: ForwardKind) -> Vec<Launch> {
         if !self.config.is_exact(kind) || buffers.dx == 0 || self.rows == 0 {
             return vec![];
@@ -798,8 +819,8 @@ impl LaunchPlan {
         kind: ForwardKind,
     ) -> NormalizeBwdParams {
         let saved = self.saved(buffers.saved);
-        // Under recipe Fairseq the backward does not know the mask. (Elsewhere a batch without a kept row shows in it: the
-        // count need not be known yet.)
+        // Under recipe Fairseq the backward does not know the mask. (Elsewhere a batch without a
+        // kept row shows in it: the count need not be known yet.)
         let fairseq = self.config.recipe == Recipe::Fairseq;
         let of_fairseq = |address| if fairseq { address } else { 0 };
         let of_training = |address| if kind.is_training() { address } else { 0 };
@@ -839,7 +860,8 @@ impl LaunchPlan {
         }
     }
 
-    /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in [`group_bytes`](Self::group_bytes).
+    /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in
+    /// [`group_bytes`](Self::group_bytes).
     pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
         let cut = self.cut();
         let given = cut.layer_scale == LayerScale::Given;
@@ -920,8 +942,8 @@ impl LaunchPlan {
     fn tiled(&self, body: Body, cut: &Cut, sums: usize, params: Params) -> Launch {
         let threads = cut.block.0 as usize * cut.block.1 as usize;
         let values = cut.pieces * self.dtype.piece();
-        // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the rows of
-        // the block add up: sums of columns, then int64 counts of rows.
+        // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the
+        // rows of the block add up: sums of columns, then int64 counts of rows.
         let exchanged = 2 * threads.div_ceil(WARP) * self.sum_bytes();
         let coefficients = cut.block.0 as usize * values * self.sum_bytes();
         let added = match cut.block.1 {
@@ -986,53 +1008,15 @@ impl LaunchPlan {
         }
     }
 
-    /// How the pass is cut, from shape and dtype alone: two runs add the same terms in the same order.
+    /// How the pass is cut, from shape and dtype alone: two runs add the same terms in the same
+    /// order.
     fn cut(&self) -> Cut {
-        let (groups, reduces) = match self.config.group_scaling {
-            Some(groups) => (groups, true),
-            None => (1, false),
-        };
+        let groups = self.config.group_scaling.unwrap_or(1);
         let group_len = self.cols / groups;
-        let piece = self.dtype.piece();
-        let group_pieces = group_len.div_ceil(piece);
-        let vectorized = group_len.is_multiple_of(piece);
-        let max_pieces = if vectorized {
-            self.dtype.max_pieces()
-        } else {
-            1
-        };
-        let (lanes, span, pieces, layer_scale);
-        let (mut groups_per_tile, mut tiles_per_group) = (1, 1);
-        if reduces && group_pieces <= WARP {
-            // As many groups as fit a warp, or all of them and several rows.
-            lanes = WARP.min((group_pieces * groups).next_power_of_two());
-            span = group_pieces;
-            groups_per_tile = lanes / span;
-            pieces = 1;
-            layer_scale = LayerScale::InTile;
-        } else if reduces && group_pieces <= BLOCK {
-            pieces = 1;
-            lanes = group_pieces.next_multiple_of(WARP);
-            span = lanes;
-            layer_scale = LayerScale::InTile;
-        } else if reduces && group_pieces <= MAX_BLOCK * max_pieces && max_pieces > 1 {
-            pieces = group_pieces.div_ceil(MAX_BLOCK).next_power_of_two().max(2);
-            lanes = group_pieces.div_ceil(pieces).next_multiple_of(WARP);
-            span = lanes;
-            layer_scale = LayerScale::InTile;
-        } else {
-            lanes = WARP.min(group_pieces.next_power_of_two());
-            span = lanes;
-            tiles_per_group = group_pieces.div_ceil(lanes);
-            pieces = 1;
-            layer_scale = if reduces {
-                LayerScale::Given
-            } else {
-                LayerScale::None
-            };
-        }
-        let tiles = groups.div_ceil(groups_per_tile) * tiles_per_group;
-        let block_rows = (BLOCK / lanes).max(1);
+        let vectorized = group_len.is_multiple_of(self.dtype.piece());
+        let tile = self.tile(groups, group_len.div_ceil(self.dtype.piece()), vectorized);
+        let tiles = groups.div_ceil(tile.groups) * tile.per_group;
+        let block_rows = (BLOCK / tile.lanes).max(1);
         let block_rows = 1 << block_rows.ilog2();
         let chunk_rows = (self.rows * tiles)
             .div_ceil(BLOCKS)
@@ -1045,15 +1029,58 @@ impl LaunchPlan {
                 chunk_rows: chunk_rows as i64,
                 groups: groups as i32,
                 group_len: group_len as i32,
-                span: span as i32,
-                groups_per_tile: groups_per_tile as i32,
-                tiles_per_group: tiles_per_group as i32,
+                span: tile.span as i32,
+                groups_per_tile: tile.groups as i32,
+                tiles_per_group: tile.per_group as i32,
                 vectorized: vectorized.into(),
             },
-            layer_scale,
-            pieces,
+            layer_scale: tile.layer_scale,
+            pieces: tile.pieces,
             grid: (tiles as u32, self.rows.div_ceil(chunk_rows) as u32),
-            block: (lanes as u32, block_rows as u32),
+            block: (tile.lanes as u32, block_rows as u32),
+        }
+    }
+
+    /// The columns of a block, for groups of so many pieces.
+    fn tile(&self, groups: usize, group_pieces: usize, vectorized: bool) -> Tile {
+        let reduces = self.config.group_scaling.is_some();
+        let max_pieces = if vectorized {
+            self.dtype.max_pieces()
+        } else {
+            1
+        };
+        let one_group = |lanes: usize, pieces: usize| Tile {
+            lanes,
+            span: lanes,
+            pieces,
+            groups: 1,
+            per_group: 1,
+            layer_scale: LayerScale::InTile,
+        };
+        if reduces && group_pieces <= WARP {
+            // As many groups as fit a warp, or all of them and several rows.
+            let lanes = WARP.min((group_pieces * groups).next_power_of_two());
+            Tile {
+                span: group_pieces,
+                groups: lanes / group_pieces,
+                ..one_group(lanes, 1)
+            }
+        } else if reduces && group_pieces <= BLOCK {
+            one_group(group_pieces.next_multiple_of(WARP), 1)
+        } else if reduces && group_pieces <= MAX_BLOCK * max_pieces && max_pieces > 1 {
+            let pieces = group_pieces.div_ceil(MAX_BLOCK).next_power_of_two().max(2);
+            let lanes = group_pieces.div_ceil(pieces).next_multiple_of(WARP);
+            one_group(lanes, pieces)
+        } else {
+            let lanes = WARP.min(group_pieces.next_power_of_two());
+            Tile {
+                per_group: group_pieces.div_ceil(lanes),
+                layer_scale: match reduces {
+                    true => LayerScale::Given,
+                    false => LayerScale::None,
+                },
+                ..one_group(lanes, 1)
+            }
         }
     }
 

@@ -1,6 +1,8 @@
-//! NVIDIA GPUs: memory, addresses and launches. [`launch`] says what is launched, `kernels/` what runs.
+//! NVIDIA GPUs: memory, addresses and launches. [`launch`] says what is launched, `kernels/` what
+//! runs.
 //!
-//! `step.rs` has the phases of a step. This file has what they queue their launches with. Nothing here waits for the GPU.
+//! `step.rs` has the phases of a step. This file has what they queue their launches with. Nothing
+//! here waits for the GPU.
 #![allow(unsafe_code)]
 
 pub(crate) mod launch;
@@ -28,12 +30,12 @@ use std::sync::{Arc, OnceLock};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The key of this crate's kernels among the modules of a device, where other crates keep theirs, and other versions
-/// of this one.
+/// The key of this crate's kernels among the modules of a device, where other crates keep theirs,
+/// and other versions of this one.
 const MODULE: &str = concat!("candle_powernorm-", env!("CARGO_PKG_VERSION"));
 
-/// A type of the cudarc that candle is built with. The assertion below fails where that is another version than the one
-/// this crate's manifest names, before the types of the two meet elsewhere.
+/// A type of the cudarc that candle is built with. The assertion below fails where that is another
+/// version than the one this crate's manifest names, before the types of the two meet elsewhere.
 #[diagnostic::on_unimplemented(
     message = "candle-core and candle-powernorm are built with two versions of cudarc",
     note = "give `cudarc` in candle-powernorm's Cargo.toml the version range that candle-core's has"
@@ -47,10 +49,12 @@ const _: () = {
     assert_one_version::<cudarc::driver::CudaStream>()
 };
 
-/// The kernels of a GPU that were launched before: to look one up by its name again costs more than to launch it.
+/// The kernels of a GPU that were launched before: to look one up by its name again costs more than
+/// to launch it.
 ///
-/// Whoever launches owns them, and with them the module and the context that they are of: both go when the last
-/// owner does. All handles of a GPU have one context, its primary one, so they share kernels.
+/// Whoever launches owns them, and with them the module and the context that they are of: both go
+/// when the last owner does. All handles of a GPU have one context, its primary one, so they share
+/// kernels.
 #[derive(Debug)]
 pub(crate) struct Kernels([OnceLock<CudaFunction>; Kernel::COUNT]);
 
@@ -74,8 +78,9 @@ impl Kernels {
     }
 }
 
-/// Where a call is queued: on the stream of its input's handle of the GPU. Another handle, as the layer's may be, can have
-/// another stream, and with cudarc's events off nothing would order the two.
+/// Where a call is queued: on the stream of its input's handle of the GPU. Another handle, as the
+/// layer's may be, can have another stream, and with cudarc's events off nothing would order the
+/// two.
 #[derive(Clone)]
 struct Gpu {
     device: CudaDevice,
@@ -90,15 +95,16 @@ impl Gpu {
         })
     }
 
-    /// Queues `launches` in order on the device's stream, on which nothing else comes between them. Once queued, the
-    /// stream's order keeps their buffers, which are freed in that order too; across streams cudarc's events and the
-    /// user keep order, as for every tensor of candle.
+    /// Queues `launches` in order on the device's stream, on which nothing else comes between them.
+    /// Once queued, the stream's order keeps their buffers, which are freed in that order too;
+    /// across streams cudarc's events and the user keep order, as for every tensor of candle.
     ///
     /// # Safety
-    /// Until the call returns, every address in them is that of a live buffer on this device, as large as [`LaunchPlan`](launch::LaunchPlan) asks.
+    /// Until the call returns, every address in them is that of a live buffer on this device, as
+    /// large as [`LaunchPlan`](launch::LaunchPlan) asks.
     unsafe fn queue(&self, launches: &[Launch]) -> Result<()> {
-        // All are loaded before one is launched: a step of the state may be among them. What the pass queued before, and a
-        // sum over ranks in between, stands.
+        // All are loaded before one is launched: a step of the state may be among them. What the
+        // phases before it queued stands.
         for launch in launches {
             self.kernels.get(&self.device, launch.kernel)?;
         }
@@ -118,9 +124,10 @@ impl Gpu {
                 Params::NormalizeBwd(params) => builder.arg(params),
                 Params::UpdateNu(params) => builder.arg(params),
             };
-            // SAFETY: by the caller's promise about buffers. The one argument is the struct that this kernel takes, field by
-            // field as `kernels/params.cuh` has it, and `LaunchPlan` cuts grid, block and shared memory to it: softgpu and the
-            // tests check them. The kernel is of the stream's context, which is the GPU's primary one.
+            // SAFETY: by the caller's promise about buffers. The one argument is the struct that
+            // this kernel takes, field by field as `kernels/params.cuh` has it, and `LaunchPlan`
+            // cuts grid, block and shared memory to it: softgpu and the tests check them. The
+            // kernel is of the stream's context, which is the GPU's primary one.
             unsafe { builder.launch(config) }.w()?;
         }
         Ok(())
@@ -141,7 +148,8 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
     .into()
 }
 
-// SAFETY: plain numbers in the layout of C, those of `struct NormalizeParams` in `kernels/params.cuh`.
+// SAFETY: plain numbers in the layout of C, those of `struct NormalizeParams` in
+// `kernels/params.cuh`.
 unsafe impl DeviceRepr for NormalizeParams {}
 // SAFETY: likewise those of `struct SumPartialsParams`.
 unsafe impl DeviceRepr for SumPartialsParams {}
@@ -184,8 +192,8 @@ fn dtype(dtype: DType) -> Result<Dtype> {
     }
 }
 
-/// The buffers that launches on a stream use. Another stream waits for what it records when it is dropped, after
-/// the launches.
+/// The buffers that launches on a stream use. Another stream waits for what it records when it is
+/// dropped, after the launches.
 struct Uses<'a> {
     stream: &'a CudaStream,
     held: Vec<SyncOnDrop<'a>>,

@@ -37,8 +37,8 @@ enum ForwardSums {
     None,
     /// Of this process's rows, chunk by chunk, in the forward's workspace.
     Partial(CudaSlice<u8>),
-    /// Of this process's rows, to be handed out, after [room](LaunchPlan::totals_room) for those of the backward. The workspace
-    /// has nothing more that is needed.
+    /// Of this process's rows, to be handed out, after [room](LaunchPlan::totals_room) for those of
+    /// the backward. The workspace has nothing more that is needed.
     Own(CudaSlice<f64>),
     /// Of the whole batch.
     Total(Tensor),
@@ -156,7 +156,8 @@ impl CudaStep {
             ..Default::default()
         };
         let launch = self.plan.update_phi(&buffers, self.kind, step);
-        // SAFETY: as in `forward`; `saved` and the sums are those of this step, and the caller holds ψ².
+        // SAFETY: as in `forward`; `saved` and the sums are those of this step, and the caller
+        // holds ψ².
         unsafe { self.gpu.queue(&[launch]) }
     }
 }
@@ -187,7 +188,8 @@ impl DeviceStep for CudaStep {
         };
         let room = plan.totals_room(kind);
         let mut totals = match shared {
-            // SAFETY: the launches below write what comes after the room, and a backward fills the room before it is read.
+            // SAFETY: the launches below write what comes after the room, and a backward fills the
+            // room before it is read.
             true => Some(unsafe { device.alloc::<f64>(room + plan.forward_totals()) }?),
             false => None,
         };
@@ -196,8 +198,8 @@ impl DeviceStep for CudaStep {
             let mut uses = Uses::on(&stream);
             buffers.workspace = uses.write_bytes(workspace.as_mut());
             buffers.totals = uses.write_totals(totals.as_mut(), room);
-            // SAFETY: `uses`, here and in the caller, holds every buffer, each of the size that `LaunchPlan` asks for, until the
-            // launches are queued.
+            // SAFETY: `uses`, here and in the caller, holds every buffer, each of the size that
+            // `LaunchPlan` asks for, until the launches are queued.
             unsafe { self.gpu.queue(&plan.forward(&buffers, kind)) }
         };
         self.with_forward_buffers(inputs, &mut y, sum.as_mut(), saved.as_mut(), launch)?;
@@ -388,7 +390,8 @@ impl<'a> CudaBackward<'a> {
 }
 
 impl BackwardArrays<'_> {
-    /// Runs `launch` with the arrays of a backward, but for ν and the totals; those of rows where `with_rows` says so.
+    /// Runs `launch` with the arrays of a backward, but for ν and the totals; those of rows where
+    /// `with_rows` says so.
     fn launch(
         &mut self,
         saved: Option<&CudaSlice<u8>>,

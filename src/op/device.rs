@@ -1,18 +1,21 @@
-//! The seam between the layer and its devices: what a device does for a step, and which device does it.
+//! The seam between the layer and its devices: what a device does for a step, and which device does
+//! it.
 //!
 //! A training step has five phases, and every device has all of them:
 //!
-//! 1. [`DeviceStep::forward`] normalizes the rows and sums their squares. The batch's statistic is not known before the sums
-//!    are, so with it this phase only sums.
+//! 1. [`DeviceStep::forward`] normalizes the rows and sums their squares. The batch's statistic is
+//!    not known before the sums are, so with it this phase only sums.
 //! 2. [`DeviceStep::finish_forward`] then normalizes by the batch's statistic.
 //! 3. [`DeviceStep::move_phi`] moves ψ².
 //! 4. [`DeviceStep::backward`] makes the gradients and sums over them.
-//! 5. [`DeviceBackward::move_nu`] moves ν, and [`DeviceBackward::finish`] makes what is left of the gradients.
+//! 5. [`DeviceBackward::move_nu`] moves ν, and [`DeviceBackward::finish`] makes what is left of the
+//!    gradients.
 //!
-//! Other processes may have rows of the same batch. A device does not know: it hands its sums out and takes those of the whole
-//! batch in. [`step`](super::step) decides when.
+//! Other processes may have rows of the same batch. A device does not know: it hands its sums out
+//! and takes those of the whole batch in. [`step`](super::step) decides when.
 //!
-//! A new device is an implementation of the two traits, a variant of [`DeviceKind`], and an arm in each of its methods.
+//! A new device is an implementation of the two traits, a variant of [`DeviceKind`], and an arm in
+//! each of its methods.
 
 use crate::composed;
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig};
@@ -30,14 +33,16 @@ use std::sync::LazyLock;
 pub(crate) struct Setting {
     pub config: PowerNormConfig,
     pub kind: ForwardKind,
-    /// Whether sums are handed out and taken in. If not, the device's own are those of the whole batch.
+    /// Whether sums are handed out and taken in. If not, the device's own are those of the whole
+    /// batch.
     pub shared: bool,
     /// Whether a backward may follow.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub tracked: bool,
 }
 
-/// What a forward reads. Rows are as [`readable`](super::rows::readable) leaves them, the others contiguous.
+/// What a forward reads. Rows are as [`readable`](super::rows::readable) leaves them, the others
+/// contiguous.
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardInputs<'a> {
     /// `[.., C]`.
@@ -80,7 +85,8 @@ pub(crate) struct BackwardInputs<'a> {
     pub ema_gz: &'a Tensor,
     /// What the loss was multiplied by.
     pub loss_scale: f64,
-    /// Whether the gradient of `x` is wanted. That of a parameter is where [`Tensor::track_op`] says so.
+    /// Whether the gradient of `x` is wanted. That of a parameter is where [`Tensor::track_op`]
+    /// says so.
     pub wants_input: bool,
 }
 
@@ -95,10 +101,12 @@ pub(crate) struct Gradients {
 
 /// A forward on a device, and what the device keeps of it for the phases that follow.
 ///
-/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`]. Those of a forward are Σ x̃² over the kept rows, `[C]`, and
-/// the number of these rows; under [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same of all rows comes after.
+/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`]. Those of a forward are Σ x̃²
+/// over the kept rows, `[C]`, and the number of these rows; under
+/// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same of all rows comes after.
 pub(crate) trait DeviceStep: Send + Sync {
-    /// Writes the outputs and sums the squares. By the batch's statistic it only sums, and adds the residual.
+    /// Writes the outputs and sums the squares. By the batch's statistic it only sums, and adds the
+    /// residual.
     fn forward(&mut self, inputs: &ForwardInputs) -> Result<Outputs>;
 
     /// Writes the output by the batch's statistic, once its sums are in.
@@ -110,16 +118,16 @@ pub(crate) trait DeviceStep: Send + Sync {
     /// Takes in the forward's sums of the whole batch.
     fn take_sums(&self, total: &Tensor) -> Result<()>;
 
-    /// Moves ψ² by the batch of this forward, and says whether the batch had a kept row. Without a `step` ψ² stays, and the
-    /// statistics are made for the backward alone.
+    /// Moves ψ² by the batch of this forward, and says whether the batch had a kept row. Without a
+    /// `step` ψ² stays, and the statistics are made for the backward alone.
     fn move_phi(&self, phi: &Var, step: Option<&PhiStep>) -> Result<bool>;
 
     /// Makes the gradients as far as they go without the sums over rows, and sums.
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>>;
 }
 
-/// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`, and after them those of its forward if these are not
-/// in yet.
+/// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`, and after them those of
+/// its forward if these are not in yet.
 pub(crate) trait DeviceBackward {
     /// Hands out the sums; none after an evaluation.
     fn sums(&mut self) -> Result<Option<Tensor>>;
@@ -127,7 +135,8 @@ pub(crate) trait DeviceBackward {
     /// Takes in the sums of the whole batch.
     fn take_sums(&mut self, total: &Tensor) -> Result<()>;
 
-    /// Makes Λ and the parameters' gradients. ν, which `ema_gz` keeps, takes the step if it is given.
+    /// Makes Λ and the parameters' gradients. ν, which `ema_gz` keeps, takes the step if it is
+    /// given.
     fn move_nu(&mut self, ema_gz: Option<&Var>) -> Result<()>;
 
     /// Makes the gradients that needed Λ, and hands all of them out.
@@ -181,7 +190,8 @@ impl DeviceKind {
         }
     }
 
-    /// Whether a forward reads ψ² from its variable, in the order of the device's queue, and not from a copy.
+    /// Whether a forward reads ψ² from its variable, in the order of the device's queue, and not
+    /// from a copy.
     pub fn reads_phi_in_place(&self) -> bool {
         match self {
             #[cfg(feature = "cuda")]

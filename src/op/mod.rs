@@ -2,11 +2,13 @@
 //!
 //! What passes through here, once in each direction:
 //!
-//! 1. The layer calls [`power_norm`] with a [`Request`], or `power_norm_residual` with one more tensor.
-//! 2. [`step::begin`] settles the step before, runs the layer's checks and makes the arguments readable.
-//! 3. [`Step::forward`] runs the forward on the tensors' device ([`device`]), over all ranks ([`step`]).
-//! 4. candle runs the custom op. The output is there already, and the op only hands it out: what the op is for is its place in
-//!    the graph.
+//! 1. The layer calls [`power_norm`] with a [`Request`], or `power_norm_residual` with one more
+//!    tensor.
+//! 2. [`step::begin`] settles the step before, runs the layer's checks and makes the arguments
+//!    readable.
+//! 3. [`Step::forward`] runs the forward on the tensors' [`device`].
+//! 4. candle runs the custom op. The output is there already, and the op only hands it out: what
+//!    the op is for is its place in the graph.
 //! 5. The state takes the step, now that the output stands.
 //! 6. A backward comes back through the op to [`Step::backward`].
 
@@ -52,7 +54,7 @@ pub(crate) fn power_norm(
         let (xs, arguments) = (readable(xs)?, request.arguments()?);
         Ok((xs, arguments))
     };
-    let (xs, arguments) = step::begin(request.purpose, request.state, request.ranks, prepare)?;
+    let (xs, arguments) = step::begin(request, prepare)?;
     let affine = arguments.affine();
     let tracked = xs.track_op() || affine.is_some_and(|affine| affine.iter().any(|t| t.track_op()));
     let (backprop, outputs) = request.forward(&xs, None, &arguments, tracked)?;
@@ -69,7 +71,8 @@ pub(crate) fn power_norm(
     Ok(ys)
 }
 
-/// The layer-scale without a layer, on checked arguments: `xs` `[.., C]`, with C a multiple of `groups`.
+/// The layer-scale without a layer, on checked arguments: `xs` `[.., C]`, with C a multiple of
+/// `groups`.
 pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
     let device = DeviceKind::of(xs.device());
     let xs = readable(xs)?;
@@ -121,14 +124,7 @@ impl Request<'_> {
             affine: arguments.affine(),
             phi: &phi,
         };
-        let (step, outputs) = Step::forward(
-            self.purpose,
-            self.state,
-            self.ranks,
-            &inputs,
-            tracked,
-            version,
-        )?;
+        let (step, outputs) = Step::forward(self, &inputs, tracked, version)?;
         let backprop = Backprop {
             step: Arc::new(step),
             state: self.state.clone(),
@@ -148,7 +144,8 @@ struct Backprop {
 }
 
 impl Backprop {
-    /// The gradients from `dy`, that of the output, and `dsum`, that of the sum with a residual. `x` is what was normalized.
+    /// The gradients from `dy`, that of the output, and `dsum`, that of the sum with a residual.
+    /// `x` is what was normalized.
     fn run(
         &self,
         x: &Tensor,
@@ -188,7 +185,8 @@ impl Output {
         }
     }
 
-    /// Hands it out, to a caller that has the storage of an argument of the op: both are on one device.
+    /// Hands it out, to a caller that has the storage of an argument of the op: both are on one
+    /// device.
     fn hand_out<S: TypedStorage>(&self, _: &S) -> Result<(S, Shape)> {
         let storage = (self.storage.lock().unwrap_or_else(PoisonError::into_inner)).take();
         match storage.and_then(S::of) {
@@ -223,8 +221,8 @@ fn token<S: TypedStorage>(like: &S) -> Result<(S, Shape)> {
     Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))
 }
 
-/// The forwards of a custom op of one, two or three arguments, all by its method `output`, which is given the storage of the
-/// first.
+/// The forwards of a custom op of one, two or three arguments, all by its method `output`, which is
+/// given the storage of the first.
 macro_rules! forwards {
     (1) => { $crate::op::forwards! { @ (first, l1) } };
     (2) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) } };

@@ -1,9 +1,10 @@
 //! A residual's sum and its normalization in one pass, each way.
 //!
-//! A custom op of candle has one output, and this pass two. So the op that runs it gives a token, of one element, and two
-//! more ops on the token hand the outputs out. Backward, each of the two stores its output's gradient and returns one for the
-//! token. candle visits the token after both, and its op takes what they stored. Weight and bias reach the op as a token too,
-//! since an op has three arguments at most.
+//! A custom op of candle has one output, and this pass two. So the op that runs it gives a token,
+//! of one element, and two more ops on the token hand the outputs out. Backward, each of the two
+//! stores its output's gradient and returns one for the token. candle visits the token after both,
+//! and its op takes what they stored. Weight and bias reach the op as a token too, since an op has
+//! three arguments at most.
 
 use super::{forwards, token, Backprop, Output, Request, TypedStorage};
 use crate::op::rows::readable;
@@ -13,7 +14,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// Runs the layer on `xs + residual`, each `[.., C]`, if they pass `check`: its output, and the sum.
+/// Runs the layer on `xs + residual`, each `[.., C]`, if they pass `check`: its output, and the
+/// sum.
 pub(crate) fn power_norm_residual(
     xs: &Tensor,
     residual: &Tensor,
@@ -30,8 +32,7 @@ pub(crate) fn power_norm_residual(
         };
         Ok((xs, residual, arguments, affine_token))
     };
-    let (xs, residual, arguments, affine_token) =
-        step::begin(request.purpose, request.state, request.ranks, prepare)?;
+    let (xs, residual, arguments, affine_token) = step::begin(request, prepare)?;
     let tracked = [Some(&xs), Some(&residual), affine_token.as_ref()];
     let tracked = tracked.into_iter().flatten().any(Tensor::track_op);
     let (backprop, outputs) = request.forward(&xs, Some(&residual), &arguments, tracked)?;
@@ -109,7 +110,8 @@ impl ResidualOp {
     /// The gradient of `xs` and `residual` alike.
     fn backward(&self, input: bool, token_gradient: &Tensor) -> Result<Option<Tensor>> {
         let (dy, dsum) = (self.y.take(), self.sum.take());
-        // What a backward that failed left behind is not of this one. (A GPU is not waited for to tell.)
+        // What a backward that failed left behind is not of this one. (A GPU is not waited for to
+        // tell.)
         let came = match token_gradient.device() {
             Device::Cpu => token_gradient.to_vec1::<f32>()?[0],
             _ => Y + SUM,

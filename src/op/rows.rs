@@ -32,8 +32,8 @@ macro_rules! with_element {
 }
 pub(crate) use with_element;
 
-/// The tensor as devices take rows, copied if need be. A CPU takes rows anywhere, of adjacent elements. The others take packed
-/// rows, and a GPU's begin on a 16-byte boundary.
+/// The tensor as devices take rows, copied if need be. A CPU takes rows anywhere, of adjacent
+/// elements. The others take packed rows, and a GPU's begin on a 16-byte boundary.
 pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
     if xs.device().is_cpu() && packed_dims(xs.layout()).is_some() {
         return Ok(xs.clone());

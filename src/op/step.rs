@@ -1,15 +1,16 @@
 //! The life of a training step, from its forward to its backward, on one rank or on many.
 //!
-//! A training forward sums over the rows of a batch, and these sums move ψ². Its backward sums too, and these sums move ν. Where
-//! several ranks have rows of one batch, every sum is first added up over the ranks, in an *exchange*. All ranks come to the
-//! same exchanges in the same order.
+//! A training forward sums over the rows of a batch, and these sums move ψ². Its backward sums too,
+//! and these sums move ν. Where several ranks have rows of one batch, every sum is first added up
+//! over the ranks, in an *exchange*. All ranks come to the same exchanges in the same order.
 //!
 //! # When ranks meet
 //!
-//! - While the batch's statistic normalizes, a forward exchanges its sums before it writes its output. Its backward exchanges
-//!   the sums of the backward.
-//! - After the warm-up no output depends on the batch. The forward's sums wait, and go with those of its backward in one
-//!   exchange. Recipe Fairseq needs the forward's sums before the backward's, and makes two.
+//! - While the batch's statistic normalizes, a forward exchanges its sums before it writes its
+//!   output. Its backward exchanges the sums of the backward.
+//! - After the warm-up no output depends on the batch. The forward's sums wait, and go with those
+//!   of its backward in one exchange. Recipe Fairseq needs the forward's sums before the
+//!   backward's, and makes two.
 //! - A forward that no backward followed is settled by the next training forward.
 //!
 //! # The life of a step
@@ -26,19 +27,23 @@
 //!
 //! # After a failure
 //!
-//! - *A call that is refused* (by a check, or for want of memory in what comes before the device) does not come to its
-//!   exchange. The rank tells the others instead, and all of them fail: [`begin`].
-//! - *An exchange that fails on the CPU* fails on all ranks, for ranks announce what they bring before they sum. The step still
-//!   waits: the backward can be called again. All steps that waited then are left out by the next training forward, on all
-//!   ranks, unless their backward takes them before: [`LayerRanks::failures`].
-//! - *An exchange that fails on a GPU* may have failed on one rank alone. Nothing is announced there, since the host would have
-//!   to wait for the GPU to hear of it. A step whose sums were in that exchange is lost, and its backward is refused.
-//! - *A state that cannot move*, as one with a negative step count, fails the call. The sums are in by then, so the backward
-//!   can be called again.
+//! - *A call that is refused* (by a check, or for want of memory in what comes before the device)
+//!   does not come to its exchange. The rank tells the others instead, and all of them fail:
+//!   [`begin`].
+//! - *An exchange that fails on the CPU* fails on all ranks, for ranks announce what they bring
+//!   before they sum. The step still waits: the backward can be called again. All steps that waited
+//!   then are left out by the next training forward, on all ranks, unless their backward takes them
+//!   before: [`LayerRanks::failures`].
+//! - *An exchange that fails on a GPU* may have failed on one rank alone. Nothing is announced
+//!   there, since the host would have to wait for the GPU to hear of it. A step whose sums were in
+//!   that exchange is lost, and its backward is refused.
+//! - *A state that cannot move*, as one with a negative step count, fails the call. The sums are in
+//!   by then, so the backward can be called again.
 //! - *A state that was reset or loaded* between a forward and its exchange does not take the step.
 //! - *A backward that failed* leaves the step out, unless it is called again.
 
 use super::device::{BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, Setting};
+use super::Request;
 use crate::config::{ForwardKind, PowerNormConfig, Recipe};
 use crate::error::Error;
 use crate::mode::Purpose;
@@ -78,21 +83,17 @@ pub(crate) struct Step {
 
 /// Runs what comes before a forward: its checks, and what else can fail without the device.
 ///
-/// In training, the step that waits is settled first. If `prepare` fails, the other ranks learn of it.
-pub(crate) fn begin<R>(
-    purpose: Purpose,
-    state: &State,
-    ranks: &LayerRanks,
-    prepare: impl FnOnce() -> Result<R>,
-) -> Result<R> {
-    if purpose == Purpose::Evaluation {
+/// In training, the step that waits is settled first. If `prepare` fails, the other ranks learn of
+/// it.
+pub(crate) fn begin<R>(request: &Request, prepare: impl FnOnce() -> Result<R>) -> Result<R> {
+    if request.purpose == Purpose::Evaluation {
         return prepare();
     }
     // The other ranks do so too, before they come to an exchange of this forward.
-    state.waiting().settle(state)?;
+    request.state.waiting().settle(request.state)?;
     let prepared = prepare();
     if prepared.is_err() {
-        ranks.fail(&state.sums_device());
+        request.ranks.fail(&request.state.sums_device());
     }
     prepared
 }
@@ -100,13 +101,12 @@ pub(crate) fn begin<R>(
 impl Step {
     /// Runs a forward. Its step is taken by [`finish_forward`](Self::finish_forward).
     pub fn forward(
-        purpose: Purpose,
-        state: &State,
-        ranks: &LayerRanks,
+        request: &Request,
         inputs: &ForwardInputs,
         tracked: bool,
         version: Version,
     ) -> Result<(Self, Outputs)> {
+        let (purpose, state, ranks) = (request.purpose, request.state, request.ranks);
         let config = *state.config();
         let kind = match purpose {
             Purpose::Evaluation => ForwardKind::Evaluation,
@@ -161,7 +161,8 @@ impl Step {
     /// Runs a backward, and takes the steps that wait for it.
     pub fn backward(&self, state: &State, inputs: &BackwardInputs) -> Result<Gradients> {
         let gradients = self.backward_phases(state, inputs);
-        // The step is taken, and what it kept can go; or this failed, and it is left out unless called again.
+        // The step is taken, and what it kept can go; or this failed, and it is left out unless
+        // called again.
         state.waiting().forget(self);
         gradients
     }

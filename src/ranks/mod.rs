@@ -19,25 +19,25 @@ use std::sync::Arc;
 
 /// Processes, or GPUs, that train copies of one model, each on its own shard of every batch: ranks.
 ///
-/// A layer that is given [`Ranks`] of one ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)) takes its statistics over
-/// the rows of all ranks.
+/// A layer that is given [`Ranks`] of one ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks))
+/// takes its statistics over the rows of all ranks.
 ///
-/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for GPUs. Another engine needs no
-/// more than these two methods.
+/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for
+/// GPUs. Another engine needs no more than these two methods.
 pub trait Communicator: Debug + Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
 
     /// The sum of every rank's `tensor`, on the device of this one's: the same bits on every rank.
     ///
-    /// All ranks call this in one order, each time with tensors of one shape and dtype (`F32` or `F64`), and each waits
-    /// for the others, or has its GPU wait. `tensor` is contiguous. It is on its layer's device where that is a CPU or an
-    /// NVIDIA GPU, and else on the CPU.
+    /// All ranks call this in one order, each time with tensors of one shape and dtype (`F32` or
+    /// `F64`), and each waits for the others, or has its GPU wait. `tensor` is contiguous. It is on
+    /// its layer's device where that is a CPU or an NVIDIA GPU, and else on the CPU.
     ///
     /// # Errors
     ///
-    /// Whatever the engine reports. One that cannot sum fails on every rank if it can: an error on one rank alone leaves the
-    /// others waiting.
+    /// Whatever the engine reports. One that cannot sum fails on every rank if it can: an error on
+    /// one rank alone leaves the others waiting.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
@@ -54,7 +54,8 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
 /// The ranks of a model, by a [`Communicator`]: one for all its layers.
 ///
 /// Clones are the same ranks. Layers are told apart by the order in which they are given them
-/// ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)), so every rank builds its model in one order.
+/// ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)), so every rank builds its model in one
+/// order.
 #[derive(Debug, Clone)]
 pub struct Ranks(Arc<Shared>);
 
@@ -63,7 +64,8 @@ struct Shared {
     communicator: Box<dyn Communicator>,
     /// Layers that were given these ranks.
     layers: AtomicUsize,
-    /// Sums that failed. All ranks see one fail at the same place in their order, and leave out the steps before it.
+    /// Sums that failed. All ranks see one fail at the same place in their order, and leave out the
+    /// steps before it.
     failures: AtomicUsize,
 }
 
@@ -118,7 +120,8 @@ const ANNOUNCED: usize = 2;
 /// What ranks compare on a GPU: these, t, T, and recipe and statistic in one.
 const COMPARED: usize = ANNOUNCED + 3;
 
-/// Numbers of steps are compared modulo this prime: the squares of smaller ones add up exactly over 2¹³ ranks.
+/// Numbers of steps are compared modulo this prime: the squares of smaller ones add up exactly over
+/// 2¹³ ranks.
 const STEPS: usize = 1_048_573;
 
 impl LayerRanks {
@@ -138,7 +141,8 @@ impl LayerRanks {
         self.0.is_none()
     }
 
-    /// The sums that failed so far. A step that waits for others is left out once there is one more.
+    /// The sums that failed so far. A step that waits for others is left out once there is one
+    /// more.
     pub fn failures(&self) -> usize {
         let failures = |member: &Member| member.ranks.0.failures.load(Ordering::Acquire);
         self.0.as_ref().map_or(0, failures)
@@ -146,9 +150,9 @@ impl LayerRanks {
 
     /// Adds up the `sums` of all ranks.
     ///
-    /// On the CPU they are announced first, so that ranks that do not fit each other learn it from an error: a sum of vectors of
-    /// different lengths is beyond what engines promise. On a GPU nothing is announced: to hear of it, the host would have to
-    /// wait for the GPU.
+    /// On the CPU they are announced first, so that ranks that do not fit each other learn it from
+    /// an error: a sum of vectors of different lengths is beyond what engines promise. On a GPU
+    /// nothing is announced: to hear of it, the host would have to wait for the GPU.
     pub fn sum(&self, exchange: Exchange, sums: &Tensor) -> Result<Tensor> {
         match &self.0 {
             Some(member) if sums.device().is_cpu() => {
@@ -162,8 +166,9 @@ impl LayerRanks {
         }
     }
 
-    /// What stands in for announcements on a GPU: once, before the first sum of a layer, the ranks compare what they bring to
-    /// it and what their later sums follow from, and wait to hear. `steps` are those before it, t.
+    /// What stands in for announcements on a GPU: once, before the first sum of a layer, the ranks
+    /// compare what they bring to it and what their later sums follow from, and wait to hear.
+    /// `steps` are those before it, t.
     pub fn compare(
         &self,
         exchange: Exchange,
@@ -184,8 +189,8 @@ impl LayerRanks {
         }
     }
 
-    /// Tells the other ranks that this one, whose layer is on `device`, does not come to their next sum; on a GPU, while they
-    /// listen.
+    /// Tells the other ranks that this one, whose layer is on `device`, does not come to their next
+    /// sum; on a GPU, while they listen.
     pub fn fail(&self, device: &Device) {
         if let Some(member) = &self.0 {
             if device.is_cpu() || !member.compared.load(Ordering::Acquire) {
@@ -201,8 +206,8 @@ impl LayerRanks {
 }
 
 impl Member {
-    /// Tells the other ranks what this one comes for, and what it is to have in common with them `later`, and hears the same
-    /// of them.
+    /// Tells the other ranks what this one comes for, and what it is to have in common with them
+    /// `later`, and hears the same of them.
     fn announce(
         &self,
         exchange: Exchange,
