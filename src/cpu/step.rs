@@ -1,4 +1,4 @@
-//! A step on the CPU. The equations are those of DESIGN's table, per channel.
+//! A step on the CPU. The equations are those of [`Recipe`], per channel.
 
 use super::element::{Accumulator, Element};
 use super::kernels::{self, GradSums, RowGradients, Rows, SquareSums};

@@ -1,7 +1,6 @@
 //! What is launched, and with what: every kernel's grid, block, shared memory and arguments.
 //!
-//! Numbers and device addresses only, nothing of CUDA: the tests that emulate the kernels on the
-//! CPU run these same launches.
+//! Numbers and device addresses only, nothing of CUDA.
 
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use std::fmt;
