@@ -57,7 +57,7 @@ struct NormalizeParams {
   double group_eps;    // of r
 };
 
-// The sums of one rank, for a communicator to add to those of the others.
+// The sums of one process, to be added to those of the others that share the batch.
 struct SumPartialsParams {
   const void *partials; // [chunks, stride] A, of which the first cols of each chunk are summed
   const int64_t *kept;  // [chunks] kept rows; null: all rows are kept
@@ -70,7 +70,7 @@ struct SumPartialsParams {
 };
 
 struct UpdatePhiParams {
-  const double *totals;     // [cols + 1], of all ranks: sums of x~^2 over kept rows, and their number; null: the
+  const double *totals;     // [cols + 1], of the whole batch: sums of x~^2 over kept rows, and their number; null: the
                             // partials are all there is
   const double *all_totals; // alike, of all rows; null: Gamma is over kept rows
   const void *partials;     // [chunks, cols] A, of kept rows; these and the rest down to chunks are for no totals
@@ -118,7 +118,7 @@ struct NormalizeBwdParams {
 
 struct UpdateNuParams {
   const void *partials; // [chunks, 2, cols] A
-  const double *totals; // [cols], sums of dy x~ of all ranks; null: those of the partials are all there is
+  const double *totals; // [cols], sums of dy x~ of the whole batch; null: those of the partials are all there is
   int64_t cols;
   int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1

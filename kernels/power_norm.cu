@@ -349,7 +349,7 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
   return shared[0];
 }
 
-// sum_partials: what one rank's rows add up to, for the sum over all ranks.  Determinism: bitwise, fixed order.
+// sum_partials: what the rows of one process add up to, to be handed out.  Determinism: bitwise, fixed order.
 // Reads  partials[chunks, stride] A, kept[chunks] i64.
 // Writes totals[cols] f64, count[1] f64 unless null; overwrites, with zeros where there are no chunks.
 // Bytes  chunks*cols*sizeof(A) + 8*cols.                       Launch ceil(cols/32), block 32x32, smem 8 B a thread.
@@ -668,7 +668,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     return;
   }
   const A inv_rms = static_cast<const A *>(p.inv_rms)[col];
-  // This rank's part; Lambda is of all ranks.
+  // This process's part; Lambda is of the whole batch.
   const A dweight = dy_x * inv_rms;
   if (p.dweight.data != nullptr) {
     store(p.dweight, col, dweight);

@@ -1,6 +1,6 @@
 //! The layer's configuration and its checks.
 
-use crate::Error;
+use crate::error::Error;
 use candle::DType;
 
 /// Which statistic normalizes a training step after the warm-up.
@@ -18,6 +18,23 @@ pub enum Statistics {
     /// The batch's own, `D = sqrt(ψ_B² + ε)`: PN-V, Definition 1 of the paper, a warm-up without
     /// end. Its backward is the exact gradient, Eq. 6 (under [`Recipe::Paper`]).
     Batch,
+}
+
+/// What a forward normalizes by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ForwardKind {
+    /// ψ², which stays.
+    Evaluation,
+    /// The batch's own statistic, in training.
+    BatchStatistic,
+    /// ψ² before the step, in training.
+    RunningStatistic,
+}
+
+impl ForwardKind {
+    pub fn is_training(self) -> bool {
+        self != Self::Evaluation
+    }
 }
 
 /// Which equations a training step runs where the paper and the authors' released code differ.
@@ -67,9 +84,10 @@ pub enum Recipe {
 ///
 /// # Feature `serde`
 ///
-/// With it the configuration can be part of a model's, read from the JSON file that comes with the weights. A field
-/// that is missing has its default, and `"group_scaling": null` is `None`. A field of another name is an error:
-/// beside defaults a misspelt one would pass unnoticed. Values are checked when a layer is built, not here.
+/// With it the configuration can be part of a model's, read from the JSON file that comes with the
+/// weights. A field that is missing has its default, and `"group_scaling": null` is `None`. A field
+/// of another name is an error: beside defaults a misspelt one would pass unnoticed. Values are
+/// checked when a layer is built, not here.
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -103,8 +121,8 @@ pub enum Recipe {
     serde(default, deny_unknown_fields)
 )]
 pub struct PowerNormConfig {
-    /// ε, added to a mean square inside the root. Positive and finite, in the dtype of the sums too;
-    /// default 1e-5.
+    /// ε, added to a mean square inside the root. Positive and finite, in the dtype of the sums
+    /// too; default 1e-5.
     pub eps: f64,
     /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
     /// In (0, 1); default 0.9.
@@ -208,17 +226,31 @@ impl PowerNormConfig {
         }
     }
 
-    /// The statistic that normalizes training step `t`, counted from 1.
-    pub(crate) fn statistics_at(&self, t: usize) -> Statistics {
-        if t <= self.warmup_steps {
-            Statistics::Batch
-        } else {
-            self.statistics
+    /// What normalizes in training step `t`, counted from 1.
+    pub(crate) fn kind_at(&self, t: usize) -> ForwardKind {
+        match self.statistics {
+            Statistics::Running if t > self.warmup_steps => ForwardKind::RunningStatistic,
+            Statistics::Running | Statistics::Batch => ForwardKind::BatchStatistic,
         }
+    }
+
+    /// Whether the input's gradient is PN-V's. That takes Λ, of the whole batch, before it gives
+    /// any row.
+    pub(crate) fn is_exact(&self, kind: ForwardKind) -> bool {
+        kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
     }
 }
 
-/// Checks an ε where it is used, in sums of `dtype`: a value that is fine in f64 may be 0 or infinite there.
+/// Checks the dtype of an input.
+pub(crate) fn validate_input_dtype(dtype: DType) -> Result<(), Error> {
+    match dtype {
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => Ok(()),
+        other => Err(Error::InputDType(other)),
+    }
+}
+
+/// Checks an ε where it is used, in sums of `dtype`: a value that is fine in f64 may be 0 or
+/// infinite there.
 pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<(), Error> {
     let used = match dtype {
         DType::F64 => eps,

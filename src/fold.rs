@@ -1,7 +1,9 @@
 //! Folding: a trained layer's multiply-add, moved into the linear layer beside it.
 
+use crate::error::Error;
+use crate::group_scaling::GroupScaling;
+use crate::layer::PowerNorm;
 use crate::mode::Purpose;
-use crate::{Error, GroupScaling, PowerNorm};
 use candle::{DType, Result, Tensor};
 use candle_nn::Linear;
 
@@ -64,13 +66,13 @@ impl PowerNorm {
     pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
         let weight = next.weight();
         let (scale, shift) = self.multiply_add("next", weight, "input", weight.dim(1)?)?;
-        let weight = exact(weight)?;
+        let weight = to_f64(weight)?;
         let moved = match shift {
             Some(shift) => Some(weight.matmul(&shift.unsqueeze(1)?)?.squeeze(1)?),
             None => None,
         };
-        let bias = sum(next.bias().map(exact).transpose()?, moved)?;
-        rounded(weight.broadcast_mul(&scale)?, bias, next)
+        let bias = add_biases(next.bias().map(to_f64).transpose()?, moved)?;
+        linear_like(weight.broadcast_mul(&scale)?, bias, next)
     }
 
     /// The linear layer that does in one what `previous` and then evaluation do, where the layer has no layer-scale:
@@ -96,11 +98,11 @@ impl PowerNorm {
         let weight = previous.weight();
         let (scale, shift) = self.multiply_add("previous", weight, "output", weight.dim(0)?)?;
         let scaled = match previous.bias() {
-            Some(bias) => Some((exact(bias)? * &scale)?),
+            Some(bias) => Some((to_f64(bias)? * &scale)?),
             None => None,
         };
-        let weight = exact(weight)?.broadcast_mul(&scale.unsqueeze(1)?)?;
-        rounded(weight, sum(scaled, shift)?, previous)
+        let weight = to_f64(weight)?.broadcast_mul(&scale.unsqueeze(1)?)?;
+        linear_like(weight, add_biases(scaled, shift)?, previous)
     }
 
     /// The layer-scale that is left of the layer once it is [folded](Self::fold_into) into the linear layers after it;
@@ -125,7 +127,7 @@ impl PowerNorm {
         if self.mode().purpose() != Purpose::Evaluation {
             return Err(Error::FoldOutsideEvaluation.into());
         }
-        let phi = exact(&self.running_phi()?)?;
+        let phi = to_f64(&self.running_phi()?)?;
         let size = phi.dim(0)?;
         if features != size {
             return Err(Error::FoldFeatures {
@@ -138,28 +140,28 @@ impl PowerNorm {
         self.check_device(name, weight.device())?;
         let inv_rms = (phi + self.config().eps)?.sqrt()?.recip()?;
         let scale = match self.weight() {
-            Some(weight) => (exact(weight)? * inv_rms)?,
+            Some(weight) => (to_f64(weight)? * inv_rms)?,
             None => inv_rms,
         };
-        Ok((scale, self.bias().map(exact).transpose()?))
+        Ok((scale, self.bias().map(to_f64).transpose()?))
     }
 }
 
 /// The tensor's values in a dtype that holds those of any other: a copy, which does not follow a variable.
-fn exact(tensor: &Tensor) -> Result<Tensor> {
+fn to_f64(tensor: &Tensor) -> Result<Tensor> {
     tensor.detach().copy()?.to_dtype(DType::F64)
 }
 
-/// What there is of a sum.
-fn sum(left: Option<Tensor>, right: Option<Tensor>) -> Result<Option<Tensor>> {
+/// The sum of two biases, where there are two.
+fn add_biases(left: Option<Tensor>, right: Option<Tensor>) -> Result<Option<Tensor>> {
     match (left, right) {
         (Some(left), Some(right)) => (left + right).map(Some),
         (left, right) => Ok(left.or(right)),
     }
 }
 
-/// The linear layer of these, in the dtype of `like`.
-fn rounded(weight: Tensor, bias: Option<Tensor>, like: &Linear) -> Result<Linear> {
+/// The linear layer of this weight and bias, in the dtype of `like`.
+fn linear_like(weight: Tensor, bias: Option<Tensor>, like: &Linear) -> Result<Linear> {
     let round = |tensor: Tensor| tensor.to_dtype(like.weight().dtype());
     Ok(Linear::new(round(weight)?, bias.map(round).transpose()?))
 }

@@ -1,22 +1,28 @@
 //! The layer-scale as a module of its own.
 
-use crate::config::validate_eps;
-use crate::{op, Error};
+use crate::config::{validate_eps, validate_input_dtype};
+use crate::error::Error;
+use crate::op;
+use crate::op::device::sums_dtype;
 use candle::{DType, Module, Result, Tensor};
 
-/// The layer-scale without the layer: each group of a row's channels divided by its root mean square.
+/// The layer-scale without the layer: each group of a row's channels divided by its root mean
+/// square.
 ///
-/// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` (Shen et al., appendix A; `GroupScaling1D` in the released code), in
-/// each row, over G equal groups of adjacent channels. It has no parameters and no state. It is what is left of a
-/// [`PowerNorm`](crate::PowerNorm) that was [folded](crate::PowerNorm::fold_into) into the linear layers after it.
+/// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` (Shen et al., appendix A; `GroupScaling1D` in the
+/// released code), in each row, over G equal groups of adjacent channels. It has no parameters and
+/// no state. It is what is left of a [`PowerNorm`](crate::PowerNorm) that was
+/// [folded](crate::PowerNorm::fold_into) into the linear layers after it.
 ///
 /// # Shapes
 ///
-/// Input and output are `[.., C]`, of any rank from 1, any strides, zero-sized but for C included; G divides C.
+/// Input and output are `[.., C]`, of any rank from 1, any strides, zero-sized but for C included;
+/// G divides C.
 ///
 /// # Dtypes
 ///
-/// `F32`, `F64`, `F16` or `BF16`. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on store.
+/// `F32`, `F64`, `F16` or `BF16`. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once
+/// on store.
 ///
 /// # Gradients
 ///
@@ -82,8 +88,8 @@ impl GroupScaling {
 impl Module for GroupScaling {
     /// Scales `xs`, `[.., C]`.
     ///
-    /// Refused are a scalar, a C that is 0 or no multiple of the groups, a dtype that is none of those above, and an ε
-    /// that is 0 or infinite in the sums of that dtype.
+    /// Refused are a scalar, a C that is 0 or no multiple of the groups, a dtype that is none of
+    /// those above, and an ε that is 0 or infinite in the sums of that dtype.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let &size = xs.dims().last().ok_or(Error::Rank)?;
         if size == 0 {
@@ -93,11 +99,8 @@ impl Module for GroupScaling {
             let groups = self.groups;
             return Err(Error::Groups { size, groups }.into());
         }
-        let sums = match xs.dtype() {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
-        validate_eps(self.eps, sums)?;
+        validate_input_dtype(xs.dtype())?;
+        validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         op::group_scaling(xs, self.groups, self.eps)
     }
 }

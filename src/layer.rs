@@ -1,11 +1,13 @@
 //! The layer: construction, the forward passes, the accessors.
 
-use crate::communicator::LayerRanks;
-use crate::mode::Purpose;
-use crate::op::{power_norm as apply_power_norm, Call};
-use crate::residual::power_norm_residual;
+use crate::config::{validate_input_dtype, PowerNormConfig};
+use crate::error::Error;
+use crate::loss_scale::LossScale;
+use crate::mode::{Mode, Purpose};
+use crate::op;
+use crate::op::residual::power_norm_residual;
+use crate::ranks::{LayerRanks, Ranks};
 use crate::state::{same_device, State};
-use crate::{Error, LossScale, Mode, PowerNormConfig, Ranks};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
 use std::sync::Arc;
@@ -203,11 +205,10 @@ impl PowerNorm {
     ///
     /// Those of [`forward_t`](Self::forward_t), and a `keep` of another dtype, shape or device.
     pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        let checked = self.check_input(xs);
-        let checked = checked.and_then(|()| self.check_keep(xs, keep));
-        let purpose = self.mode.purpose();
-        self.run(checked, Some(keep), purpose, |call| {
-            apply_power_norm(xs, call)
+        let request = self.request(Some(keep), self.mode.purpose());
+        op::power_norm(xs, &request, || {
+            self.check_input(xs)?;
+            self.check_keep(xs, keep)
         })
     }
 
@@ -309,16 +310,14 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// A rank whose training forward is refused tells the others, and ranks that sum different numbers learn of it: the
-    /// step's forwards and backwards then fail on all of them, and it is left out, but of layers that took it in their
-    /// forward (or, of [`Recipe::Fairseq`](crate::Recipe::Fairseq) on a GPU, by the first sum of their backward). (After the
-    /// warm-up it is the others' backward that fails, but for a first call on a GPU; without backwards, their next forward, with
-    /// which the ranks are a step apart.) A rank that stops elsewhere is for the engine to notice.
+    /// If one rank's training forward is refused, the step fails on all ranks and is skipped. Layers that already updated ψ²
+    /// keep that update. After the warm-up it is the others' backward that fails; without backwards it is their next forward,
+    /// and the ranks are then a step apart. Ranks that sum different numbers fail in the same way. A rank that stops elsewhere
+    /// is for the engine to notice.
     ///
-    /// On a GPU that holds of a layer's first training forward that the ranks come to together, where a call is refused by its
-    /// checks, and of nothing later: its host would have to wait at each sum to hear of the others. A rank whose call fails
-    /// otherwise, as for want of memory, leaves the others waiting in their sum, and ranks that come to differ get what the engine
-    /// makes of it: of NCCL, a hang or a wrong sum.
+    /// On a GPU ranks are compared once, in a layer's first training forward. Later mismatches go unnoticed: the host would have
+    /// to wait at each sum to hear of the others. A rank whose call fails otherwise, as for want of memory, leaves the others
+    /// waiting in their sum. Of ranks that come to differ, the engine makes what it can: NCCL hangs or sums wrongly.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
             ranks: LayerRanks::join(ranks),
@@ -368,9 +367,8 @@ impl PowerNorm {
     }
 
     fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
-        self.run(self.check_input(xs), None, purpose, |call| {
-            apply_power_norm(xs, call)
-        })
+        let request = self.request(None, purpose);
+        op::power_norm(xs, &request, || self.check_input(xs))
     }
 
     fn run_residual(
@@ -379,32 +377,23 @@ impl PowerNorm {
         residual: &Tensor,
         keep: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        let checked = (self.check_input(xs))
-            .and_then(|()| self.check_residual(xs, residual))
-            .and_then(|()| keep.map_or(Ok(()), |keep| self.check_keep(xs, keep)));
-        self.run(checked, keep, self.mode.purpose(), |call| {
-            power_norm_residual(xs, residual, call)
+        let request = self.request(keep, self.mode.purpose());
+        power_norm_residual(xs, residual, &request, || {
+            self.check_input(xs)?;
+            self.check_residual(xs, residual)?;
+            keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))
         })
     }
 
-    /// Runs a call that was checked; other ranks learn of one that is refused.
-    fn run<R>(
-        &self,
-        checked: Result<()>,
-        keep: Option<&Tensor>,
-        purpose: Purpose,
-        op: impl FnOnce(&Call) -> Result<R>,
-    ) -> Result<R> {
-        let call = Call {
+    fn request<'a>(&'a self, keep: Option<&'a Tensor>, purpose: Purpose) -> op::Request<'a> {
+        op::Request {
             affine: self.weight.as_ref().zip(self.bias.as_ref()),
             keep,
             state: &self.state,
             purpose,
             loss_scale: &self.loss_scale,
             ranks: &self.ranks,
-        };
-        call.begin(|| checked)?;
-        op(&call)
+        }
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
@@ -420,9 +409,7 @@ impl PowerNorm {
             Some(_) => {}
         }
         let input = xs.dtype();
-        if !matches!(input, DType::F32 | DType::F64 | DType::F16 | DType::BF16) {
-            return Err(Error::InputDType(input).into());
-        }
+        validate_input_dtype(input)?;
         for (name, parameter) in [("weight", &self.weight), ("bias", &self.bias)] {
             if let Some(parameter) = parameter {
                 let got = parameter.dtype();

@@ -40,7 +40,7 @@
 #![deny(missing_docs, unsafe_code)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod communicator;
+mod composed;
 mod config;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -52,20 +52,20 @@ mod layer;
 mod loss_scale;
 mod mode;
 mod op;
-mod residual;
+mod ranks;
 mod state;
 
-#[cfg(feature = "mpi")]
-pub use communicator::MpiCommunicator;
-#[cfg(feature = "nccl")]
-pub use communicator::NcclCommunicator;
-pub use communicator::{Communicator, Ranks};
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use error::Error;
 pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
+#[cfg(feature = "mpi")]
+pub use ranks::MpiCommunicator;
+#[cfg(feature = "nccl")]
+pub use ranks::NcclCommunicator;
+pub use ranks::{Communicator, Ranks};
 
 /// Where the links between the guide's pages lead in rustdoc. The first definition of a link wins, and
 /// a page's own, which come later, lead to files, for readers of the repository.

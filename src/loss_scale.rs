@@ -1,6 +1,6 @@
 //! The factor that mixed-precision training puts on its loss.
 
-use crate::Error;
+use crate::error::Error;
 use candle::Result;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;

@@ -1,21 +1,13 @@
-//! ψ², ν and t: where they live, how they are read, how a step moves them.
+//! ψ², ν and t: where they live, how they are read, and how a step counts.
 
-use crate::config::{PhiStep, Shares};
-#[cfg(feature = "cuda")]
-use crate::cuda::Kernels;
+use crate::config::{PhiStep, PowerNormConfig, Shares};
+use crate::error::Error;
 use crate::mode::Purpose;
-use crate::{Error, PowerNormConfig, Recipe};
-#[cfg(feature = "cuda")]
-use candle::{CudaStorage, Layout};
+use crate::op::device::DeviceKind;
+use crate::op::step::Waiting;
 use candle::{DType, Device, Result, Tensor, Var, WithDType};
 use candle_nn::{Init, VarBuilder};
-use num_traits::Float;
-#[cfg(feature = "cuda")]
-use std::cell::Cell;
-use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-#[cfg(feature = "cuda")]
-use std::sync::Arc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The running statistics of a layer, in variables that a `VarMap` shares.
@@ -33,14 +25,13 @@ pub(crate) struct State {
     /// t, `[1]`, on the CPU: a step must not wait for a GPU to learn its number.
     iters: Var,
     /// Makes a read-modify-write of the variables whole. Held for channel-sized work only, never
-    /// while rows are processed: a rayon worker that waits for its rows may pick up another forward of
-    /// the same layer, which would then wait for a lock held further up its own stack.
+    /// while rows are processed: a rayon worker that waits for its rows may pick up another forward
+    /// of the same layer, which would then wait for a lock held further up its own stack.
     lock: Mutex<Recalibration>,
     /// How often the statistics were reset.
     resets: AtomicUsize,
-    deferred: Mutex<Option<Deferred>>,
-    #[cfg(feature = "cuda")]
-    kernels: Arc<Kernels>,
+    waiting: Waiting,
+    device_kind: DeviceKind,
 }
 
 /// How far the last recalibration came.
@@ -48,28 +39,6 @@ pub(crate) struct State {
 struct Recalibration {
     pass: u64,
     batches: usize,
-}
-
-/// A step of ψ² that waits for the sums of other ranks.
-struct Deferred {
-    /// Whose it is.
-    forward: usize,
-    step: Box<DeferredStep>,
-}
-
-type DeferredStep = dyn FnOnce(&State) -> Result<()> + Send;
-
-impl fmt::Debug for Deferred {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str("Deferred")
-    }
-}
-
-/// The running statistics at the start of a step.
-pub(crate) struct Snapshot<A> {
-    /// ψ², `[C]`, a copy. Empty on a GPU, whose kernels read the variable in the order of its stream.
-    pub phi: Vec<A>,
-    pub version: Version,
 }
 
 /// Tells whether the state was replaced since it was read.
@@ -118,15 +87,42 @@ impl State {
             iters: as_var("iters", &iters, DType::I64)?,
             lock: Mutex::default(),
             resets: AtomicUsize::new(0),
-            deferred: Mutex::default(),
-            #[cfg(feature = "cuda")]
-            kernels: Arc::default(),
+            waiting: Waiting::default(),
+            device_kind: DeviceKind::of(running_phi.device()),
         };
         Ok((state, trainable))
     }
 
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
     pub fn config(&self) -> &PowerNormConfig {
         &self.config
+    }
+
+    pub fn device_kind(&self) -> &DeviceKind {
+        &self.device_kind
+    }
+
+    /// Where the sums of a step are that the device hands out.
+    pub fn sums_device(&self) -> Device {
+        self.device_kind.sums_device(self.device())
+    }
+
+    /// The step that waits for other sums than this process's.
+    pub fn waiting(&self) -> &Waiting {
+        &self.waiting
+    }
+
+    /// ψ² in its variable, `[C]` or shaped as the builder held it.
+    pub fn phi_variable(&self) -> &Var {
+        &self.running_phi
+    }
+
+    /// The variable that keeps ν, shaped as [`phi_variable`](Self::phi_variable).
+    pub fn nu_variable(&self) -> &Var {
+        &self.ema_gz
     }
 
     pub fn device(&self) -> &Device {
@@ -152,7 +148,7 @@ impl State {
     }
 
     pub fn reset(&self) -> Result<()> {
-        self.take_deferred();
+        self.waiting.clear();
         let mut recalibration = self.lock();
         *recalibration = Recalibration::default();
         self.resets.fetch_add(1, Ordering::Relaxed);
@@ -161,15 +157,15 @@ impl State {
         self.iters.set(&self.iters.zeros_like()?)
     }
 
-    pub fn snapshot<A: WithDType>(&self) -> Result<Snapshot<A>> {
+    /// ψ² as a forward that begins now reads it, and its version.
+    pub fn snapshot(&self) -> Result<(Tensor, Version)> {
         let _guard = self.lock();
-        Ok(Snapshot {
-            phi: match self.device() {
-                Device::Cuda(_) => vec![],
-                _ => read(&self.running_phi)?,
-            },
-            version: self.version()?,
-        })
+        let phi = self.running_phi.as_detached_tensor();
+        let phi = match self.device_kind.reads_phi_in_place() {
+            true => phi,
+            false => phi.copy()?,
+        };
+        Ok((phi, self.version()?))
     }
 
     pub fn version(&self) -> Result<Version> {
@@ -179,130 +175,26 @@ impl State {
         })
     }
 
-    /// The step of a forward: ψ² takes in `batch_phi`, ψ_B² of shape `[C]`, and t counts up if it trains.
-    pub fn update_phi<A: Float + WithDType>(
+    /// The step of a forward: `move_by` moves ψ², and says whether the batch counts; t then counts
+    /// up if it trains.
+    pub fn move_phi(
         &self,
-        batch_phi: &[A],
         purpose: Purpose,
+        move_by: impl FnOnce(&Var, &PhiStep) -> Result<bool>,
     ) -> Result<()> {
         let mut recalibration = self.lock();
         let step = self.phi_step(purpose, &recalibration)?;
-        let mut phi = read::<A>(&self.running_phi)?;
-        for (phi, &batch) in phi.iter_mut().zip(batch_phi) {
-            let mut new = *phi;
-            for shares in [step.cumulative, step.moving].into_iter().flatten() {
-                // What is left out may be anything.
-                let old = if shares.old == 0. {
-                    A::zero()
-                } else {
-                    A::from_f64(shares.old) * new
-                };
-                new = old + A::from_f64(shares.new) * batch;
-            }
-            if self.accepts(new) {
-                *phi = new;
-            }
+        if move_by(&self.running_phi, &step)? {
+            self.count(purpose, &mut recalibration)?;
         }
-        write(&self.running_phi, phi)?;
-        self.count(purpose, &mut recalibration)
+        Ok(())
     }
 
-    /// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ of a loss times `loss_scale`, each `[C]`.
-    ///
-    /// Eq. 13 divided by 1−α_b, in the variable a checkpoint stores:
-    /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
-    pub fn update_nu<A: Float + WithDType>(
-        &self,
-        gamma: &[A],
-        lambda: &[A],
-        loss_scale: f64,
-    ) -> Result<()> {
-        let beta = A::from_f64(1. - self.config.alpha_bwd);
-        let unscale = A::from_f64(loss_scale.recip());
+    /// The step of a backward: `move_by` moves ν, of which it is given [the
+    /// variable](Self::nu_variable).
+    pub fn move_nu(&self, move_by: impl FnOnce(&Var) -> Result<()>) -> Result<()> {
         let _guard = self.lock();
-        let mut ema_gz = read::<A>(&self.ema_gz)?;
-        for ((ema, &gamma), &lambda) in ema_gz.iter_mut().zip(gamma).zip(lambda) {
-            let mut decay = A::one() - beta * gamma;
-            if self.config.recipe == Recipe::Paper && decay < A::zero() {
-                decay = A::zero();
-            }
-            let new = decay * *ema + unscale * lambda;
-            // Γ too: the clamp would turn an infinite one into a finite factor.
-            if self.accepts(gamma) && self.accepts(new) {
-                *ema = new;
-            }
-        }
-        write(&self.ema_gz, ema_gz)
-    }
-
-    /// [`update_phi`](Self::update_phi) by a kernel: `launch` is given ψ² and how it moves.
-    #[cfg(feature = "cuda")]
-    pub fn update_phi_on_gpu(
-        &self,
-        purpose: Purpose,
-        launch: impl FnOnce(&mut CudaStorage, &Layout, &PhiStep) -> Result<()>,
-    ) -> Result<()> {
-        let mut recalibration = self.lock();
-        let step = self.phi_step(purpose, &recalibration)?;
-        let launch = |phi: &mut CudaStorage, layout: &Layout| launch(phi, layout, &step);
-        self.running_phi.inplace_op1(&OnGpu::new(launch))?;
-        self.count(purpose, &mut recalibration)
-    }
-
-    /// [`update_nu`](Self::update_nu) by a kernel: `launch` is given the variable that keeps ν.
-    #[cfg(feature = "cuda")]
-    pub fn update_nu_on_gpu(
-        &self,
-        launch: impl FnOnce(&mut CudaStorage, &Layout) -> Result<()>,
-    ) -> Result<()> {
-        let _guard = self.lock();
-        self.ema_gz.inplace_op1(&OnGpu::new(launch))
-    }
-
-    /// The variable that keeps ψ², for kernels that read it.
-    #[cfg(feature = "cuda")]
-    pub fn phi_variable(&self) -> &Tensor {
-        &self.running_phi
-    }
-
-    /// The one that keeps ν.
-    #[cfg(feature = "cuda")]
-    pub fn nu_variable(&self) -> &Tensor {
-        &self.ema_gz
-    }
-
-    /// The kernels that the layer launched before.
-    #[cfg(feature = "cuda")]
-    pub fn kernels(&self) -> &Arc<Kernels> {
-        &self.kernels
-    }
-
-    /// Leaves the step of this forward to its backward, or to [`settle`](Self::settle).
-    pub fn defer(&self, forward: usize, step: impl FnOnce(&Self) -> Result<()> + Send + 'static) {
-        let step = Box::new(step);
-        *self.deferred() = Some(Deferred { forward, step });
-    }
-
-    /// Takes the step that was left, if it still is.
-    pub fn settle(&self) -> Result<()> {
-        match self.take_deferred() {
-            Some(Deferred { step, .. }) => step(self),
-            None => Ok(()),
-        }
-    }
-
-    /// Forgets the step that was left, if it is that of this forward.
-    pub fn forget_deferred(&self, forward: usize) {
-        self.deferred()
-            .take_if(|deferred| deferred.forward == forward);
-    }
-
-    fn take_deferred(&self) -> Option<Deferred> {
-        self.deferred().take()
-    }
-
-    fn deferred(&self) -> MutexGuard<'_, Option<Deferred>> {
-        self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
+        move_by(&self.ema_gz)
     }
 
     /// How ψ² moves in the step that comes.
@@ -330,16 +222,6 @@ impl State {
         self.iters.set(&Tensor::new(&[t as i64], &Device::Cpu)?)
     }
 
-    /// The finite check of recipe Paper, in the state's dtype: an overflowed batch must not outlive its
-    /// step.
-    fn accepts(&self, new: impl WithDType) -> bool {
-        let finite = match self.running_phi.dtype() {
-            DType::F64 => new.to_f64().is_finite(),
-            _ => (new.to_f64() as f32).is_finite(),
-        };
-        finite || self.config.recipe == Recipe::Fairseq
-    }
-
     fn copy(&self, var: &Var) -> Result<Tensor> {
         var.as_detached_tensor().copy()?.reshape(self.size)
     }
@@ -356,35 +238,6 @@ impl Recalibration {
             self.batches
         } else {
             0
-        }
-    }
-}
-
-/// Launches that write a variable's storage.
-#[cfg(feature = "cuda")]
-struct OnGpu<F>(Cell<Option<F>>);
-
-#[cfg(feature = "cuda")]
-impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> OnGpu<F> {
-    fn new(launch: F) -> Self {
-        Self(Cell::new(Some(launch)))
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> candle::InplaceOp1 for OnGpu<F> {
-    fn name(&self) -> &'static str {
-        "power_norm"
-    }
-
-    fn cpu_fwd(&self, _: &mut candle::CpuStorage, _: &Layout) -> Result<()> {
-        candle::bail!("power_norm: expected a variable on a GPU, got one on the CPU")
-    }
-
-    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
-        match self.0.take() {
-            Some(launch) => launch(storage, layout),
-            None => candle::bail!("power_norm: a step that runs twice"),
         }
     }
 }
@@ -425,7 +278,8 @@ pub(crate) fn read<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
         .to_vec1::<A>()
 }
 
-fn write<A: WithDType>(var: &Var, values: Vec<A>) -> Result<()> {
+/// Sets a variable of any float dtype to these values.
+pub(crate) fn write<A: WithDType>(var: &Var, values: Vec<A>) -> Result<()> {
     let values = Tensor::from_vec(values, var.shape(), var.device())?;
     var.set(&values.to_dtype(var.dtype())?)
 }

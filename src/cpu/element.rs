@@ -5,7 +5,8 @@ use num_traits::Float;
 use pulp::Simd;
 use std::mem::MaybeUninit;
 
-/// A type rows are stored in. Vectors come from code that [`Level::run`](super::level::Level::run) runs.
+/// A type rows are stored in. Vectors come from code that [`Level::run`](super::simd::Level::run)
+/// runs.
 pub(crate) trait Element: WithDType {
     type Acc: Accumulator;
 

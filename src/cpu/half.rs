@@ -7,7 +7,8 @@ use pulp::Simd;
 use std::mem::MaybeUninit;
 use std::slice;
 
-/// Implements [`Element`] by a conversion of one element, which loops over vectors where `x86` has no faster one.
+/// Implements [`Element`] by a conversion of one element, which loops over vectors where `x86` has
+/// no faster one.
 macro_rules! half {
     ($type:ident, $widen:ident, $narrow:ident) => {
         impl Element for $type {
@@ -265,7 +266,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::lanes::{sweep, Columns, Lanes};
-    use crate::cpu::level::Level;
+    use crate::cpu::simd::Level;
     use pulp::WithSimd;
 
     /// The f32 of `halves`, and the halves of `floats`.
@@ -292,8 +293,8 @@ mod tests {
         }
     }
 
-    /// Widens every pattern, and narrows every f32 whose low half is one of those where rounding turns: just below, at
-    /// and just above a tie of either type. Against the `half` crate.
+    /// Widens every pattern, and narrows every f32 whose low half is one of those where rounding
+    /// turns: just below, at and just above a tie of either type. Against the `half` crate.
     fn convert<T: Element<Acc = f32> + std::fmt::Debug>(
         from_bits: fn(u16) -> T,
         to_bits: fn(T) -> u16,
@@ -305,7 +306,8 @@ mod tests {
                 0x0000, 0x0001, 0x0fff, 0x1000, 0x1001, 0x1fff, 0x2000, 0x2fff, 0x3000, 0x3001,
                 0x7fff, 0x8000, 0x8001, 0x9000, 0xffff,
             ] {
-                // One more than a multiple of any width, so that there is a tail. Miri takes its time over each.
+                // One more than a multiple of any width, so that there is a tail. Miri takes its
+                // time over each.
                 const STEP: usize = if cfg!(miri) { 1 << 10 } else { 1 };
                 let patterns = || (0..=u16::MAX).step_by(STEP).chain([0x3c01]);
                 let len = patterns().count();

@@ -1,13 +1,13 @@
 //! The row kernels: each reads its rows once, writes its output once, and sums columns on the way.
 //!
-//! Rows are cut into chunks whose size depends on the shape alone; a chunk adds its rows in order into a
-//! partial sum of its own, and the partial sums are added in order: the same bits whatever the number of
-//! threads.
+//! Rows are cut into chunks whose size depends on the shape alone; a chunk adds its rows in order
+//! into a partial sum of its own, and the partial sums are added in order: the same bits whatever
+//! the number of threads.
 
 use super::element::{Accumulator, Element};
-use super::lanes::{sum, sweep, Columns, Lanes, Terms};
-use super::level;
-use super::uninit::{written, Piece, Values};
+use super::lanes::{sum_terms, sweep, Columns, Lanes, Terms};
+use super::simd;
+use super::uninit::{fill_output, Piece, Values};
 use candle::WithDType;
 use pulp::{Scalar, Simd, WithSimd};
 use rayon::prelude::*;
@@ -38,14 +38,14 @@ pub(crate) struct Rows<'a, T> {
 
 /// The gradients of a forward's outputs, shaped as its rows.
 #[derive(Clone, Copy)]
-pub(crate) struct OutputGradients<'a, T> {
+pub(super) struct RowGradients<'a, T> {
     pub dy: &'a Matrix<'a, T>,
     /// That of `x + residual`, where it is an output.
     pub dsum: Option<&'a Matrix<'a, T>>,
 }
 
 /// What a forward writes, `[rows, cols]` each.
-pub(crate) struct Outputs<T> {
+pub(super) struct RowOutputs<T> {
     /// Empty where only sums were wanted.
     pub y: Vec<T>,
     /// `x + residual`, if there is a residual.
@@ -161,41 +161,41 @@ pub(super) fn square_sum_cols<T: Element>(
     (outputs.sum, SquareSums::split(sums, rows.cols()))
 }
 
-/// `y = x̃ ⊙ scale + shift`, and `x + residual`.
+/// `y = gain ⊙ x̃ + shift`, and `x + residual`.
 pub(super) fn normalize<T: Element>(
     rows: &Rows<T>,
-    scale: &[T::Acc],
+    gain: &[T::Acc],
     shift: &[T::Acc],
-) -> Outputs<T> {
-    run(&Normalize { scale, shift }, rows, None, true, 0).0
+) -> RowOutputs<T> {
+    run(&Normalize { gain, shift }, rows, None, true, 0).0
 }
 
 /// [`normalize`], with the column sums of x̃² taken on the way.
 pub(super) fn normalize_and_sum<T: Element>(
     rows: &Rows<T>,
-    scale: &[T::Acc],
+    gain: &[T::Acc],
     shift: &[T::Acc],
     with_padded: bool,
-) -> (Outputs<T>, SquareSums<T::Acc>) {
+) -> (RowOutputs<T>, SquareSums<T::Acc>) {
     let width = rows.square_sums_width(with_padded);
-    let (outputs, sums) = run(&Normalize { scale, shift }, rows, None, true, width);
+    let (outputs, sums) = run(&Normalize { gain, shift }, rows, None, true, width);
     (outputs, SquareSums::split(sums, rows.cols()))
 }
 
 /// Column sums of dy x̃ and dy over kept rows.
 pub(super) fn grad_sum_cols<T: Element>(
     rows: &Rows<T>,
-    gradients: &OutputGradients<T>,
+    gradients: &RowGradients<T>,
 ) -> GradSums<T::Acc> {
     let (_, sums) = run(&GradSumCols, rows, Some(gradients), false, 2 * rows.cols());
     GradSums::split(sums, rows.cols())
 }
 
-/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, 0 in padded
-/// rows; and `dsum` added to it.
+/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, 0 in
+/// padded rows; and `dsum` added to it.
 pub(super) fn normalize_bwd<T: Element>(
     rows: &Rows<T>,
-    gradients: &OutputGradients<T>,
+    gradients: &RowGradients<T>,
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> Vec<T> {
@@ -205,7 +205,7 @@ pub(super) fn normalize_bwd<T: Element>(
 /// [`normalize_bwd`], with the sums of [`grad_sum_cols`] taken on the way.
 pub(super) fn normalize_bwd_and_sum<T: Element>(
     rows: &Rows<T>,
-    gradients: &OutputGradients<T>,
+    gradients: &RowGradients<T>,
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> (Vec<T>, GradSums<T::Acc>) {
@@ -215,11 +215,11 @@ pub(super) fn normalize_bwd_and_sum<T: Element>(
 
 fn run_normalize_bwd<T: Element>(
     rows: &Rows<T>,
-    gradients: &OutputGradients<T>,
+    gradients: &RowGradients<T>,
     gain: &[T::Acc],
     decay: &[T::Acc],
     width: usize,
-) -> (Outputs<T>, Vec<T::Acc>) {
+) -> (RowOutputs<T>, Vec<T::Acc>) {
     let kernel = NormalizeBwd { gain, decay };
     match gradients.dsum {
         Some(_) => run(&ResidualBwd(kernel), rows, Some(gradients), true, width),
@@ -230,15 +230,15 @@ fn run_normalize_bwd<T: Element>(
 /// Elements of a chunk, which must outweigh the cost of handing it to a thread.
 const CHUNK: usize = 1 << 16;
 
-/// Rows of a chunk that are added up by themselves before they join its sums: in f32 the rounding error
-/// of a sum grows with the number of its terms.
-const RUN: usize = 512;
+/// Rows of a chunk that are added up by themselves before they join its sums: in f32 the rounding
+/// error of a sum grows with the number of its terms.
+const SUBTOTAL_ROWS: usize = 512;
 
 /// The most chunks a call is cut into, so that partial sums stay small beside the rows.
 const MAX_CHUNKS: usize = 256;
 
-/// The rows of a chunk of wide rows: its partial sums, as wide as a row, are written and read once more. Fewer where that
-/// would leave less than as many chunks.
+/// The rows of a chunk of wide rows: its partial sums, as wide as a row, are written and read once
+/// more. Fewer where that would leave less than as many chunks.
 const MIN_ROWS: usize = 32;
 
 /// Inputs up to this many elements run on the calling thread: waking another costs more.
@@ -257,39 +257,40 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 ///
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
 //
-// Rows are taken one at a time: several together would share the loads of a channel's numbers, but where
-// C is a power of two their lines compete for the same places in the cache (tried at 4096x512 f32 on an AMD EPYC:
-// a backward of two rows together took longer).
+// Rows are taken one at a time: several together would share the loads of a channel's numbers, but
+// where C is a power of two their lines compete for the same places in the cache (tried at 4096x512
+// f32 on an AMD EPYC: a backward of two rows together took longer).
 pub(super) trait Kernel<A: Accumulator>: Sync {
     /// Reads a group for what takes it through the layer-scale.
     #[inline(always)]
-    fn scale<S: Simd, T: Element<Acc = A>>(
+    fn group_scale<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         layer_scale: &LayerScale<A>,
         group: Group<T>,
-    ) -> Scale<A> {
-        Scale {
+    ) -> GroupScale<A> {
+        GroupScale {
             factor: layer_scale.factor(simd, group.x),
             mean: A::ZERO,
         }
     }
 
-    /// Works on a group, writes its columns of `out` (which has none where only sums are wanted), and adds to the chunk's
-    /// `sums`, empty where none are.
+    /// Works on a group, writes its columns of `out` (which has none where only sums are wanted),
+    /// and adds to the chunk's `sums`, empty where none are.
     fn group<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         group: Group<T>,
-        scale: Scale<A>,
+        group_scale: GroupScale<A>,
         out: &mut Piece<T>,
         sums: &mut [A],
     );
 }
 
-/// What takes a group through the layer-scale: x̃ = r x, and back, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
+/// What takes a group through the layer-scale: x̃ = r x, and back, `dx = r (dx̃ − x̃ · mean(dx̃
+/// x̃))`.
 #[derive(Clone, Copy)]
-pub(super) struct Scale<A> {
+pub(super) struct GroupScale<A> {
     /// r.
     factor: A,
     /// The mean of dx̃ x̃; 0 in a forward.
@@ -320,47 +321,48 @@ impl<T> Group<'_, T> {
 
     /// This group's columns of what has a number for each channel.
     #[inline(always)]
-    fn of<'b, A>(&self, channels: &'b [A]) -> &'b [A] {
+    fn columns_of<'b, A>(&self, channels: &'b [A]) -> &'b [A] {
         &channels[self.start..][..self.len()]
     }
 
-    /// [`of`](Self::of), of sums; an empty slice where no sums are wanted.
+    /// [`columns_of`](Self::columns_of) sums; an empty slice where no sums are wanted.
     #[inline(always)]
-    fn of_sums<'b, A>(&self, sums: &'b mut [A]) -> &'b mut [A] {
+    fn columns_of_sums<'b, A>(&self, sums: &'b mut [A]) -> &'b mut [A] {
         let end = self.start + self.len();
         sums.get_mut(self.start..end).unwrap_or_default()
     }
 }
 
-/// Runs `kernel` over all chunks, into fresh outputs, and returns with them the sums of its `width` columns. `y` says whether
-/// it has an output of its own.
+/// Runs `kernel` over all chunks, into fresh outputs, and returns with them the sums of its `width`
+/// columns. `y` says whether it has an output of its own.
 fn run<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
-    gradients: Option<&OutputGradients<T>>,
+    gradients: Option<&RowGradients<T>>,
     y: bool,
     width: usize,
-) -> (Outputs<T>, Vec<T::Acc>) {
+) -> (RowOutputs<T>, Vec<T::Acc>) {
     let len = rows.len() * rows.cols();
     let piece = chunk_rows(rows.len(), rows.cols()) * rows.cols();
     let (mut sum, mut sums) = (None, vec![]);
-    let y = written(if y { len } else { 0 }, piece, |y| {
+    let y = fill_output(if y { len } else { 0 }, piece, |y| {
         if rows.residual.is_some() {
-            sum = Some(written(len, piece, |sum| {
+            sum = Some(fill_output(len, piece, |sum| {
                 sums = run_chunks(kernel, rows, gradients, y, sum, width);
             }));
         } else {
             sums = run_chunks(kernel, rows, gradients, y, &mut [], width);
         }
     });
-    (Outputs { y, sum }, sums)
+    (RowOutputs { y, sum }, sums)
 }
 
-/// Runs `kernel` over all chunks into pieces of its output and of `x + residual`, and returns the sums of its columns.
+/// Runs `kernel` over all chunks into pieces of its output and of `x + residual`, and returns the
+/// sums of its columns.
 fn run_chunks<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
-    gradients: Option<&OutputGradients<T>>,
+    gradients: Option<&RowGradients<T>>,
     y: &mut [Piece<T>],
     sum: &mut [Piece<T>],
     width: usize,
@@ -381,7 +383,7 @@ fn run_chunks<T: Element, K: Kernel<T::Acc>>(
             sums: sums.next().unwrap_or_default(),
         })
         .collect();
-    let run = |chunk| level::run::<T, _>(rows.group_len(), chunk);
+    let run = |chunk| simd::vectorize::<T, _>(rows.group_len(), chunk);
     if rows.len() * rows.cols() <= SERIAL {
         chunks.into_iter().for_each(run);
     } else {
@@ -405,7 +407,7 @@ fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
 struct Chunk<'c, 'y, 'sum, T: Element, K> {
     kernel: &'c K,
     rows: &'c Rows<'c, T>,
-    gradients: Option<&'c OutputGradients<'c, T>>,
+    gradients: Option<&'c RowGradients<'c, T>>,
     range: Range<usize>,
     out: Option<&'c mut Piece<'y, T>>,
     /// Where `x + residual` goes.
@@ -420,7 +422,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
     fn with_simd<S: Simd>(self, simd: S) {
         let (mut nowhere, mut sum) = (Piece::default(), self.sum);
         let out = self.out.unwrap_or(&mut nowhere);
-        let mut run_sums = vec![T::Acc::ZERO; self.sums.len()];
+        let mut subtotals = vec![T::Acc::ZERO; self.sums.len()];
         let n = self.rows.group_len();
         let layer_scale = self.rows.layer_scale();
         for row in self.range.clone() {
@@ -430,8 +432,10 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
                 let values = Elements(x);
                 x = sum.append(simd, x.len(), Plus { values, residual });
             }
-            let dy = self.gradients.map_or(&[][..], |of| of.dy.row(row));
-            let dsum = self.gradients.and_then(|of| of.dsum);
+            let dy = self
+                .gradients
+                .map_or(&[][..], |gradients| gradients.dy.row(row));
+            let dsum = self.gradients.and_then(|gradients| gradients.dsum);
             let dsum = dsum.map_or(&[][..], |dsum| dsum.row(row));
             let group = |start: usize| Group {
                 x: &x[start..][..n],
@@ -443,13 +447,14 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
             };
             for start in (0..x.len()).step_by(n) {
                 let group = group(start);
-                let scale = self.kernel.scale(simd, &layer_scale, group);
-                self.kernel.group(simd, group, scale, out, &mut run_sums);
+                let group_scale = self.kernel.group_scale(simd, &layer_scale, group);
+                self.kernel
+                    .group(simd, group, group_scale, out, &mut subtotals);
             }
             let rows_done = row + 1 - self.range.start;
-            if rows_done.is_multiple_of(RUN) || row + 1 == self.range.end {
-                for (sum, run_sum) in self.sums.iter_mut().zip(&mut run_sums) {
-                    *sum += std::mem::replace(run_sum, T::Acc::ZERO);
+            if rows_done.is_multiple_of(SUBTOTAL_ROWS) || row + 1 == self.range.end {
+                for (sum, subtotal) in self.sums.iter_mut().zip(&mut subtotals) {
+                    *sum += std::mem::replace(subtotal, T::Acc::ZERO);
                 }
             }
         }
@@ -482,7 +487,7 @@ impl<A: Accumulator> LayerScale<A> {
     fn factor<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T]) -> A {
         match self.eps {
             Some(eps) => {
-                let [squares] = sum::<4, 1, S, A>(simd, x.len(), &Squares { x });
+                let [squares] = sum_terms::<4, 1, S, A>(simd, x.len(), &Squares { x });
                 self.factor_of(x, squares, eps)
             }
             None => A::ONE,
@@ -499,8 +504,9 @@ impl<A: Accumulator> LayerScale<A> {
         }
     }
 
-    /// The factor of a group whose squares overflow: they are taken of x over its largest magnitude, beside
-    /// which ε is nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
+    /// The factor of a group whose squares overflow: they are taken of x over its largest
+    /// magnitude, beside which ε is nothing. NaN if x is not finite, so that the output shows it
+    /// and the statistics forget it.
     #[cold]
     fn factor_of_huge<T: Element<Acc = A>>(x: &[T]) -> A {
         let x = || (0..x.len()).map(|i| value(x, i));
@@ -528,11 +534,12 @@ fn value<T: Element>(row: &[T], i: usize) -> T::Acc {
     Lanes::load(Scalar, row, i).total()
 }
 
-/// Where the squares of a group are added: nowhere for a padded row, unless the sums have room for it.
+/// Where the squares of a group are added: nowhere for a padded row, unless the sums have room for
+/// it.
 #[inline(always)]
 fn square_slot<'a, T, A>(group: &Group<T>, sums: &'a mut [A]) -> &'a mut [A] {
     let skipped = if group.keeps { 0 } else { group.cols };
-    group.of_sums(sums.get_mut(skipped..).unwrap_or_default())
+    group.columns_of_sums(sums.get_mut(skipped..).unwrap_or_default())
 }
 
 struct SquareSumCols;
@@ -543,7 +550,7 @@ impl<A: Accumulator> Kernel<A> for SquareSumCols {
         &self,
         simd: S,
         group: Group<T>,
-        scale: Scale<A>,
+        group_scale: GroupScale<A>,
         _: &mut Piece<T>,
         sums: &mut [A],
     ) {
@@ -551,7 +558,7 @@ impl<A: Accumulator> Kernel<A> for SquareSumCols {
         if !sums.is_empty() {
             let mut step = SquareSumStep {
                 x: group.x,
-                factor: scale.factor,
+                factor: group_scale.factor,
                 sums,
             };
             sweep(simd, group.len(), &mut step);
@@ -575,7 +582,7 @@ impl<T: Element> Columns<T::Acc> for SquareSumStep<'_, T, T::Acc> {
 }
 
 struct Normalize<'a, A> {
-    scale: &'a [A],
+    gain: &'a [A],
     shift: &'a [A],
 }
 
@@ -585,15 +592,15 @@ impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
         &self,
         simd: S,
         group: Group<T>,
-        scale: Scale<A>,
+        group_scale: GroupScale<A>,
         y: &mut Piece<T>,
         sums: &mut [A],
     ) {
         let values = NormalizeValues {
             x: group.x,
-            factor: scale.factor,
-            scale: group.of(self.scale),
-            shift: group.of(self.shift),
+            factor: group_scale.factor,
+            gain: group.columns_of(self.gain),
+            shift: group.columns_of(self.shift),
             sums: square_slot(&group, sums),
         };
         y.extend(simd, group.len(), values);
@@ -603,7 +610,7 @@ impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
 struct NormalizeValues<'a, T, A> {
     x: &'a [T],
     factor: A,
-    scale: &'a [A],
+    gain: &'a [A],
     shift: &'a [A],
     sums: &'a mut [A],
 }
@@ -617,7 +624,7 @@ impl<T: Element> Values<T::Acc> for NormalizeValues<'_, T, T::Acc> {
             sum.store(self.sums, i);
         }
         let shift = Lanes::load(simd, self.shift, i);
-        x.mul_add(Lanes::load(simd, self.scale, i), shift)
+        x.mul_add(Lanes::load(simd, self.gain, i), shift)
     }
 }
 
@@ -629,7 +636,7 @@ impl<A: Accumulator> Kernel<A> for GradSumCols {
         &self,
         simd: S,
         group: Group<T>,
-        scale: Scale<A>,
+        group_scale: GroupScale<A>,
         _: &mut Piece<T>,
         sums: &mut [A],
     ) {
@@ -638,9 +645,9 @@ impl<A: Accumulator> Kernel<A> for GradSumCols {
             let mut step = GradSumStep {
                 x: group.x,
                 dy: group.dy,
-                factor: scale.factor,
-                dy_x: group.of_sums(dy_x),
-                dy_sum: group.of_sums(dy_sum),
+                factor: group_scale.factor,
+                dy_x: group.columns_of_sums(dy_x),
+                dy_sum: group.columns_of_sums(dy_sum),
             };
             sweep(simd, group.len(), &mut step);
         }
@@ -673,26 +680,27 @@ struct NormalizeBwd<'a, A> {
 
 impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
     #[inline(always)]
-    fn scale<S: Simd, T: Element<Acc = A>>(
+    fn group_scale<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         layer_scale: &LayerScale<A>,
         group: Group<T>,
-    ) -> Scale<A> {
+    ) -> GroupScale<A> {
         let (Some(eps), true) = (layer_scale.eps, group.keeps) else {
-            return Scale {
+            return GroupScale {
                 factor: A::ONE,
                 mean: A::ZERO,
             };
         };
-        // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass does.
+        // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass
+        // does.
         let terms = GroupTerms {
             x: group.x,
             dy: group.dy,
-            gain: group.of(self.gain),
-            decay: group.of(self.decay),
+            gain: group.columns_of(self.gain),
+            decay: group.columns_of(self.decay),
         };
-        let [squares, gain_dy_x, decay_x2] = sum::<2, 3, S, A>(simd, group.len(), &terms);
+        let [squares, gain_dy_x, decay_x2] = sum_terms::<2, 3, S, A>(simd, group.len(), &terms);
         let factor = layer_scale.factor_of(group.x, squares, eps);
         let total = factor * (gain_dy_x - factor * decay_x2);
         let total = if total.is_finite() {
@@ -700,7 +708,7 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
         } else {
             terms.total_with(factor)
         };
-        Scale {
+        GroupScale {
             factor,
             mean: total * layer_scale.share,
         }
@@ -711,14 +719,14 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
         &self,
         simd: S,
         group: Group<T>,
-        scale: Scale<A>,
+        group_scale: GroupScale<A>,
         dx: &mut Piece<T>,
         sums: &mut [A],
     ) {
         if !group.keeps {
             return dx.extend(simd, group.len(), Zeros(PhantomData));
         }
-        let values = self.values(&group, scale, sums);
+        let values = self.values(&group, group_scale, sums);
         dx.extend(simd, group.len(), values);
     }
 }
@@ -729,7 +737,7 @@ impl<A: Accumulator> NormalizeBwd<'_, A> {
     fn values<'a, T: Element<Acc = A>>(
         &'a self,
         group: &Group<'a, T>,
-        Scale { factor, mean }: Scale<A>,
+        GroupScale { factor, mean }: GroupScale<A>,
         sums: &'a mut [A],
     ) -> NormalizeBwdValues<'a, T, A> {
         let (dy_x, dy_sum) = sums.split_at_mut(sums.len() / 2);
@@ -738,10 +746,10 @@ impl<A: Accumulator> NormalizeBwd<'_, A> {
             dy: group.dy,
             factor,
             mean,
-            gain: group.of(self.gain),
-            decay: group.of(self.decay),
-            dy_x: group.of_sums(dy_x),
-            dy_sum: group.of_sums(dy_sum),
+            gain: group.columns_of(self.gain),
+            decay: group.columns_of(self.decay),
+            dy_x: group.columns_of_sums(dy_x),
+            dy_sum: group.columns_of_sums(dy_sum),
         }
     }
 }
@@ -812,13 +820,13 @@ struct ResidualBwd<'a, A>(NormalizeBwd<'a, A>);
 
 impl<A: Accumulator> Kernel<A> for ResidualBwd<'_, A> {
     #[inline(always)]
-    fn scale<S: Simd, T: Element<Acc = A>>(
+    fn group_scale<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         layer_scale: &LayerScale<A>,
         group: Group<T>,
-    ) -> Scale<A> {
-        self.0.scale(simd, layer_scale, group)
+    ) -> GroupScale<A> {
+        self.0.group_scale(simd, layer_scale, group)
     }
 
     #[inline(always)]
@@ -826,7 +834,7 @@ impl<A: Accumulator> Kernel<A> for ResidualBwd<'_, A> {
         &self,
         simd: S,
         group: Group<T>,
-        scale: Scale<A>,
+        group_scale: GroupScale<A>,
         dx: &mut Piece<T>,
         sums: &mut [A],
     ) {
@@ -835,7 +843,7 @@ impl<A: Accumulator> Kernel<A> for ResidualBwd<'_, A> {
             let values = Zeros(PhantomData);
             return dx.extend(simd, group.len(), Plus { values, residual });
         }
-        let values = self.0.values(&group, scale, sums);
+        let values = self.0.values(&group, group_scale, sums);
         dx.extend(simd, group.len(), Plus { values, residual });
     }
 }

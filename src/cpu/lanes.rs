@@ -83,11 +83,11 @@ impl<S: Simd, A: Accumulator> Mul for Lanes<S, A> {
     }
 }
 
-/// What is done to a vector of columns. Implementations are `#[inline(always)]`, so that they are compiled for each
-/// level.
+/// What is done to a vector of columns. Implementations are `#[inline(always)]`, so that they are
+/// compiled for each level.
 //
-// Slices go by the number of their vectors, not of their elements: that is the bound of the loops below, so that the
-// compiler knows each index of slices of one length to be in bounds.
+// Slices go by the number of their vectors, not of their elements: that is the bound of the loops
+// below, so that the compiler knows each index of slices of one length to be in bounds.
 pub(super) trait Columns<A: Accumulator> {
     /// Works on the `i`-th vector of a row's columns.
     fn step<S: Simd>(&mut self, simd: S, i: usize);
@@ -113,10 +113,10 @@ pub(super) trait Terms<A: Accumulator, const N: usize> {
 
 /// The sums of `terms` over columns `0..n`.
 ///
-/// `SETS` sums are taken in turn: an addition waits for its own predecessor, which takes several cycles. More of them than
-/// there are registers would cost more than that.
+/// `SETS` sums are taken in turn: an addition waits for its own predecessor, which takes several
+/// cycles. More of them than there are registers would cost more than that.
 #[inline(always)]
-pub(super) fn sum<const SETS: usize, const N: usize, S: Simd, A: Accumulator>(
+pub(super) fn sum_terms<const SETS: usize, const N: usize, S: Simd, A: Accumulator>(
     simd: S,
     n: usize,
     terms: &impl Terms<A, N>,
@@ -164,7 +164,7 @@ fn add<S: Simd, A: Accumulator, const N: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::level::Level;
+    use crate::cpu::simd::Level;
     use approx::assert_relative_eq;
     use pulp::WithSimd;
 
@@ -183,7 +183,7 @@ mod tests {
         type Output = [f64; 2];
 
         fn with_simd<S: Simd>(self, simd: S) -> [f64; 2] {
-            sum::<3, 2, S, f64>(simd, self.0 .0.len(), &self.0)
+            sum_terms::<3, 2, S, f64>(simd, self.0 .0.len(), &self.0)
         }
     }
 

@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 /// # Panics
 ///
 /// If `fill` leaves a piece unfinished.
-pub(super) fn written<T: Copy>(
+pub(super) fn fill_output<T: Copy>(
     len: usize,
     piece: usize,
     fill: impl FnOnce(&mut [Piece<T>]),
@@ -20,24 +20,23 @@ pub(super) fn written<T: Copy>(
     advise_huge_pages(out.spare_capacity_mut());
     let mut pieces: Vec<Piece<T>> = out.spare_capacity_mut()[..len]
         .chunks_mut(piece.max(1))
-        .map(|slots| Piece { slots, written: 0 })
+        .map(|slots| Piece { slots, filled: 0 })
         .collect();
     fill(&mut pieces);
     assert!(
-        pieces
-            .iter()
-            .all(|piece| piece.written == piece.slots.len()),
+        pieces.iter().all(|piece| piece.filled == piece.slots.len()),
         "a kernel left part of its output unwritten"
     );
     // SAFETY: the pieces cover the first `len` elements of the buffer, whose capacity is at least
-    // `len`, and a piece counts elements as written only after a sweep over them, in which `Element::store` wrote
-    // each vector; all are, by the assert.
+    // `len`, and a piece counts elements as written only after a sweep over them, in which
+    // `Element::store` wrote each vector; all are, by the assert.
     unsafe { out.set_len(len) };
     out
 }
 
-/// Outputs of at least this many bytes are worth huge pages: allocators take them from the system anew
-/// each time, and then a fault for each 4 KiB page costs more than the arithmetic that fills it.
+/// Outputs of at least this many bytes are worth huge pages: allocators take them from the system
+/// anew each time, and then a fault for each 4 KiB page costs more than the arithmetic that fills
+/// it.
 #[cfg(target_os = "linux")]
 const HUGE: usize = 4 << 20;
 
@@ -52,8 +51,9 @@ fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
     let start = buffer.as_mut_ptr() as usize;
     let aligned = start.next_multiple_of(PAGE);
     let len = (start + bytes - aligned) / PAGE * PAGE;
-    // SAFETY: the range lies within the buffer, which is ours alone, and the advice changes no contents.
-    // It is only advice: where the kernel has no huge pages, it fails without consequence.
+    // SAFETY: the range lies within the buffer, which is ours alone, and the advice changes no
+    // contents. It is only advice: where the kernel has no huge pages, it fails without
+    // consequence.
     unsafe { libc::madvise(aligned as *mut libc::c_void, len, libc::MADV_HUGEPAGE) };
 }
 
@@ -64,7 +64,7 @@ fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
 pub(crate) struct Piece<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
     /// How many of the slots hold a value, from the front.
-    written: usize,
+    filled: usize,
 }
 
 impl<T> Default for Piece<'_, T> {
@@ -72,7 +72,7 @@ impl<T> Default for Piece<'_, T> {
     fn default() -> Self {
         Self {
             slots: &mut [],
-            written: 0,
+            filled: 0,
         }
     }
 }
@@ -87,17 +87,17 @@ impl<T: Element> Piece<'_, T> {
     /// Writes the next `n` elements: `values` of columns `0..n`.
     #[inline(always)]
     pub fn extend<S: Simd>(&mut self, simd: S, n: usize, values: impl Values<T::Acc>) {
-        let slots = &mut self.slots[self.written..][..n];
+        let slots = &mut self.slots[self.filled..][..n];
         sweep(simd, n, &mut Write { slots, values });
-        self.written += n;
+        self.filled += n;
     }
 
     /// [`extend`](Self::extend), and what it wrote.
     #[inline(always)]
     pub fn append<S: Simd>(&mut self, simd: S, n: usize, values: impl Values<T::Acc>) -> &[T] {
-        let start = self.written;
+        let start = self.filled;
         self.extend(simd, n, values);
-        let slots = &self.slots[start..self.written];
+        let slots = &self.slots[start..self.filled];
         // SAFETY: `extend` wrote them.
         unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
     }
@@ -129,13 +129,14 @@ mod tests {
         }
     }
 
-    /// Larger than [`HUGE`], so that the advice is given too; but not under Miri, which takes its time.
+    /// Larger than [`HUGE`], so that the advice is given too; but not under Miri, which takes its
+    /// time.
     #[test]
     fn pieces_make_up_the_output() {
         let bytes = if cfg!(miri) { 6 << 11 } else { 6 << 20 };
         let len = bytes / size_of::<f32>() + 3;
         let source: Vec<f32> = (0..len).map(|i| i as f32).collect();
-        let out = written(len, 1000, |pieces: &mut [Piece<f32>]| {
+        let out = fill_output(len, 1000, |pieces: &mut [Piece<f32>]| {
             for (piece, source) in pieces.iter_mut().zip(source.chunks(1000)) {
                 let (first, second) = source.split_at(source.len() / 3);
                 for part in [first, second] {
@@ -150,7 +151,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "unwritten")]
     fn an_unfinished_piece_is_no_output() {
-        written(10, 5, |pieces: &mut [Piece<f32>]| {
+        fill_output(10, 5, |pieces: &mut [Piece<f32>]| {
             pieces[0].extend(Scalar128b, 5, Negatives(&[1.; 5]))
         });
     }

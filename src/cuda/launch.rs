@@ -2,7 +2,7 @@
 //!
 //! Numbers and device addresses only, nothing of CUDA.
 
-use crate::config::{PhiStep, PowerNormConfig, Recipe, Statistics};
+use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use std::fmt;
 
 /// An address in device memory; 0 for an array that is not there.
@@ -51,8 +51,8 @@ impl Dtype {
         16 / self.size()
     }
 
-    /// The most 16-byte pieces a thread can own. Its registers must hold them, widened, next to their sums and
-    /// coefficients: more would spill.
+    /// The most 16-byte pieces a thread can own. Its registers must hold them, widened, next to
+    /// their sums and coefficients: more would spill.
     fn max_pieces(self) -> usize {
         match self {
             Dtype::F16 | Dtype::BF16 | Dtype::F64 => 2,
@@ -295,19 +295,19 @@ pub struct Launch {
     pub params: Params,
 }
 
-/// Threads of a block, unless a row needs more: small enough that several blocks share a multiprocessor and
-/// fill each other's waits.
+/// Threads of a block, unless a row needs more: small enough that several blocks share a
+/// multiprocessor and fill each other's waits.
 const BLOCK: usize = 256;
 
-/// Threads of a block whose threads own several pieces of a row, at most: at 128 registers each, what a
-/// multiprocessor holds.
+/// Threads of a block whose threads own several pieces of a row, at most: at 128 registers each,
+/// what a multiprocessor holds.
 const MAX_BLOCK: usize = 512;
 
 /// Threads that exchange values directly.
 const WARP: usize = 32;
 
-/// Blocks to aim at: several for each multiprocessor of a large GPU, so that none idles at the end, while the
-/// partial sums stay small beside the rows.
+/// Blocks to aim at: several for each multiprocessor of a large GPU, so that none idles at the end,
+/// while the partial sums stay small beside the rows.
 const BLOCKS: usize = 1024;
 
 /// The fewest rows a thread should take, to be worth its coefficients and its partial sums.
@@ -322,9 +322,10 @@ const FACTOR_BLOCKS: usize = 1 << 16;
 /// Bytes of a total.
 const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 
-/// One call of a layer on `rows` rows: at least one, but for a training step over several ranks.
+/// One call of a layer on `rows` rows. There is at least one row, but in a training step whose
+/// batch others share.
 #[derive(Debug, Clone, Copy)]
-pub struct Pass {
+pub struct LaunchPlan {
     pub dtype: Dtype,
     pub rows: usize,
     pub cols: usize,
@@ -352,12 +353,13 @@ pub struct ForwardBuffers {
     pub bias: Vector,
     /// ψ², `[cols]`.
     pub phi: Vector,
-    /// [`Pass::saved_bytes`]; 0 only where no backward follows and [`Pass::needs_saved`] is false.
+    /// [`LaunchPlan::saved_bytes`]; 0 only where no backward follows and
+    /// [`LaunchPlan::needs_saved`] is false.
     pub saved: Address,
-    /// [`Pass::forward_workspace_bytes`].
+    /// [`LaunchPlan::forward_workspace_bytes`].
     pub workspace: Address,
-    /// [`Pass::forward_totals`]: those of this rank, for `forward` to write, and afterwards those of all ranks. 0 without
-    /// other ranks.
+    /// [`LaunchPlan::forward_totals`]: for `forward` to write, and afterwards those of the whole
+    /// batch. 0 where no others share the batch.
     pub totals: Address,
 }
 
@@ -384,16 +386,31 @@ pub struct BackwardBuffers {
     pub dbias: Vector,
     /// What the forward left.
     pub saved: Address,
-    /// [`Pass::backward_workspace_bytes`].
+    /// [`LaunchPlan::backward_workspace_bytes`].
     pub workspace: Address,
-    /// `[cols]` f64: Σ dy x̃ of this rank, for `backward` to write, and afterwards those of all ranks. 0 without other ranks,
-    /// and for an evaluation.
+    /// `[cols]` f64, Σ dy x̃: for `backward` to write, and afterwards that of the whole batch. 0
+    /// where no others share the batch, and for an evaluation.
     pub totals: Address,
+}
+
+/// The columns of a block: several groups, one, or a part of one.
+struct Tile {
+    /// Threads along the columns.
+    lanes: usize,
+    /// Threads that share a group.
+    span: usize,
+    /// N of the kernels.
+    pieces: usize,
+    /// Groups in a tile.
+    groups: usize,
+    /// Tiles in a group.
+    per_group: usize,
+    layer_scale: LayerScale,
 }
 
 /// How a pass is cut into blocks and threads.
 #[derive(Debug)]
-struct Plan {
+struct Cut {
     tiling: Tiling,
     layer_scale: LayerScale,
     /// N of the kernels.
@@ -427,15 +444,15 @@ struct BackwardWorkspace {
     end: Address,
 }
 
-impl Pass {
+impl LaunchPlan {
     /// Bytes that a forward leaves to its backward.
     pub fn saved_bytes(&self) -> usize {
         (3 * self.cols + 1) * self.sum_bytes() + self.group_bytes()
     }
 
     /// Whether a forward that no backward follows needs `saved` all the same.
-    pub fn needs_saved(&self, train: Option<Statistics>) -> bool {
-        train.is_some() || self.plan().layer_scale == LayerScale::Given
+    pub fn needs_saved(&self, kind: ForwardKind) -> bool {
+        kind.is_training() || self.cut().layer_scale == LayerScale::Given
     }
 
     /// Bytes that a training forward and its [`update_phi`](Self::update_phi) work in.
@@ -448,8 +465,8 @@ impl Pass {
         self.backward_workspace(0).end as usize
     }
 
-    /// The f64 numbers of a training forward that ranks add up: Σ x̃² over kept rows and the number of these, and under recipe
-    /// Fairseq the same of all rows.
+    /// The f64 numbers of a training forward that are handed out: Σ x̃² over kept rows and the
+    /// number of these, and under recipe Fairseq the same of all rows.
     pub fn forward_totals(&self) -> usize {
         match self.config.recipe {
             Recipe::Paper => self.cols + 1,
@@ -457,47 +474,48 @@ impl Pass {
         }
     }
 
-    /// Room for the totals of a backward before those of its training forward, where both go to the other ranks in one exchange:
-    /// nothing that comes before needs those of the forward. 0 where these go by themselves.
-    pub fn totals_room(&self, train: Option<Statistics>) -> usize {
-        match (train, self.config.recipe) {
-            (Some(Statistics::Running), Recipe::Paper) => self.cols,
+    /// Slots before the forward's totals, so that the backward's are handed out with them; 0 if the
+    /// forward's go separately.
+    pub fn totals_room(&self, kind: ForwardKind) -> usize {
+        match (kind, self.config.recipe) {
+            (ForwardKind::RunningStatistic, Recipe::Paper) => self.cols,
             _ => 0,
         }
     }
 
-    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. `train` names the statistic of a training
-    /// step; without a kept row the step is an evaluation. By the batch's statistic this is as far as it goes without that:
-    /// [`finish_forward`](Self::finish_forward) has the rest.
+    /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. Without a kept row
+    /// a training step is an evaluation. By the batch's statistic this is as far as it goes without
+    /// that: [`finish_forward`](Self::finish_forward) has the rest.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
-    pub fn forward(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
+    pub fn forward(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
         let mut launches = match self.rows {
-            0 => self.without_rows(buffers, train),
-            _ => self.forward_rows(buffers, train),
+            0 => self.without_rows(buffers, kind),
+            _ => self.forward_rows(buffers, kind),
         };
-        if train.is_some() && buffers.totals != 0 {
+        if kind.is_training() && buffers.totals != 0 {
             launches.extend(self.totals(buffers));
         }
         launches
     }
 
-    fn without_rows(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
-        if train != Some(Statistics::Running) {
+    fn without_rows(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        if kind != ForwardKind::RunningStatistic {
             return vec![];
         }
-        // 1/D, which elsewhere comes with the output: it is that of ψ², as of any batch without a kept row.
+        // 1/D, which elsewhere comes with the output: it is that of ψ², as of any batch without a
+        // kept row.
         let alone = ForwardBuffers {
             totals: 0,
             ..*buffers
         };
-        vec![self.update_phi(&alone, Statistics::Batch, None)]
+        vec![self.update_phi(&alone, ForwardKind::BatchStatistic, None)]
     }
 
-    fn forward_rows(&self, buffers: &ForwardBuffers, train: Option<Statistics>) -> Vec<Launch> {
-        let plan = self.plan();
+    fn forward_rows(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        let cut = self.cut();
         let workspace = self.forward_workspace(buffers.workspace);
-        let base = self.normalized(&plan, buffers);
+        let base = self.normalized(&cut, buffers);
         let output = self.output(base, buffers);
         let kept = if self.masked { workspace.kept } else { 0 };
         let sums = |to: NormalizeParams| NormalizeParams {
@@ -507,21 +525,21 @@ impl Pass {
         };
 
         let mut launches = vec![];
-        if plan.layer_scale == LayerScale::Given {
+        if cut.layer_scale == LayerScale::Given {
             launches.push(self.group_factors(base));
         }
-        match train {
-            None => launches.push(self.normalize(&plan, output)),
-            Some(Statistics::Running) => launches.push(self.normalize(&plan, sums(output))),
-            Some(Statistics::Batch) => launches.push(self.normalize(&plan, sums(base))),
+        match kind {
+            ForwardKind::Evaluation => launches.push(self.normalize(&cut, output)),
+            ForwardKind::RunningStatistic => launches.push(self.normalize(&cut, sums(output))),
+            ForwardKind::BatchStatistic => launches.push(self.normalize(&cut, sums(base))),
         }
-        if train.is_some() && self.sums_all_rows() {
+        if kind.is_training() && self.sums_all_rows() {
             let all = NormalizeParams {
                 keep: 0,
                 partials: workspace.all_partials,
                 ..base
             };
-            launches.push(self.normalize(&plan, all));
+            launches.push(self.normalize(&cut, all));
         }
         if buffers.residual != 0 {
             // The first launch adds, the others read what it wrote.
@@ -539,20 +557,16 @@ impl Pass {
     }
 
     /// The rest of a [`forward`](Self::forward), whose buffers are still there.
-    pub fn finish_forward(
-        &self,
-        buffers: &ForwardBuffers,
-        train: Option<Statistics>,
-    ) -> Vec<Launch> {
-        if train != Some(Statistics::Batch) {
+    pub fn finish_forward(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        if kind != ForwardKind::BatchStatistic {
             return vec![];
         }
-        let statistics = self.update_phi(buffers, Statistics::Batch, None);
+        let statistics = self.update_phi(buffers, ForwardKind::BatchStatistic, None);
         if self.rows == 0 {
             return vec![statistics];
         }
-        let plan = self.plan();
-        let base = self.normalized(&plan, buffers);
+        let cut = self.cut();
+        let base = self.normalized(&cut, buffers);
         let output = NormalizeParams {
             x: match buffers.residual {
                 0 => buffers.x,
@@ -562,21 +576,21 @@ impl Pass {
             phi: Vector::default(),
             ..self.output(base, buffers)
         };
-        vec![statistics, self.normalize(&plan, output)]
+        vec![statistics, self.normalize(&cut, output)]
     }
 
     /// The layer-scale of a forward, without an output.
-    fn normalized(&self, plan: &Plan, buffers: &ForwardBuffers) -> NormalizeParams {
+    fn normalized(&self, cut: &Cut, buffers: &ForwardBuffers) -> NormalizeParams {
         let saved = self.saved(buffers.saved);
         NormalizeParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x: buffers.x,
             keep: buffers.keep,
-            factors: match plan.layer_scale {
+            factors: match cut.layer_scale {
                 LayerScale::None => 0,
                 _ => saved.factors,
             },
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             eps: self.config.eps,
             group_eps: self.config.eps,
             ..Default::default()
@@ -595,7 +609,7 @@ impl Pass {
         }
     }
 
-    /// What the rows of a training forward add up to, for other ranks.
+    /// What the rows of a training forward add up to, to be handed out.
     fn totals(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
         let workspace = self.forward_workspace(buffers.workspace);
         let count = buffers.totals + self.cols as u64 * TOTAL_BYTES;
@@ -604,7 +618,7 @@ impl Pass {
             kept: if self.masked { workspace.kept } else { 0 },
             rows: self.rows as i64,
             cols: self.cols as i64,
-            chunks: i64::from(self.plan().grid.1),
+            chunks: i64::from(self.cut().grid.1),
             stride: self.cols as i64,
             totals: buffers.totals,
             count,
@@ -626,38 +640,38 @@ impl Pass {
         launches
     }
 
-    /// The statistics of a training [`forward`](Self::forward), of which ψ², `saved`, and `totals` or else `workspace` are
-    /// still there. ψ² takes the step, if there is one.
+    /// The statistics of a training [`forward`](Self::forward), of which ψ², `saved`, and `totals`
+    /// or else `workspace` are still there. ψ² takes the step, if there is one.
     pub fn update_phi(
         &self,
         buffers: &ForwardBuffers,
-        train: Statistics,
+        kind: ForwardKind,
         step: Option<&PhiStep>,
     ) -> Launch {
         let saved = self.saved(buffers.saved);
         let workspace = self.forward_workspace(buffers.workspace);
         let when = |yes: bool, address| if yes { address } else { 0 };
-        let over_ranks = buffers.totals != 0;
+        let shared = buffers.totals != 0;
         let fairseq = self.config.recipe == Recipe::Fairseq;
         let all_totals = buffers.totals + (self.cols as u64 + 1) * TOTAL_BYTES;
         let cumulative = step.and_then(|step| step.cumulative);
         let moving = step.and_then(|step| step.moving);
         let params = UpdatePhiParams {
             totals: buffers.totals,
-            all_totals: when(over_ranks && fairseq, all_totals),
-            partials: when(!over_ranks, workspace.partials),
-            all_partials: when(!over_ranks && self.sums_all_rows(), workspace.all_partials),
-            kept: when(!over_ranks && self.masked, workspace.kept),
+            all_totals: when(shared && fairseq, all_totals),
+            partials: when(!shared, workspace.partials),
+            all_partials: when(!shared && self.sums_all_rows(), workspace.all_partials),
+            kept: when(!shared && self.masked, workspace.kept),
             rows: self.rows as i64,
             cols: self.cols as i64,
-            chunks: i64::from(self.plan().grid.1),
+            chunks: i64::from(self.cut().grid.1),
             phi: buffers.phi,
             batch_phi: saved.batch_phi,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
             count: saved.count,
             eps: self.config.eps,
-            by_batch: (train == Statistics::Batch).into(),
+            by_batch: (kind == ForwardKind::BatchStatistic).into(),
             update: step.is_some().into(),
             guard: (self.config.recipe == Recipe::Paper).into(),
             cumulative: cumulative.is_some().into(),
@@ -670,27 +684,28 @@ impl Pass {
         self.update(Body::UpdatePhi, Params::UpdatePhi(params))
     }
 
-    /// The gradients of a [`forward`](Self::forward) with the same `train`, of a loss times `loss_scale`, as far as they go
-    /// without the sums of other ranks: [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) have
-    /// the rest.
+    /// The gradients of a [`forward`](Self::forward) of the same `kind`, of a loss times
+    /// `loss_scale`, as far as they go without the sums of the whole batch:
+    /// [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) have the
+    /// rest.
     ///
-    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of the CPU,
-    /// whose cases these are.
+    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of
+    /// the CPU, whose cases these are.
     pub fn backward(
         &self,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
         loss_scale: f64,
     ) -> Vec<Launch> {
         let mut launches = match self.rows {
             0 => vec![],
-            _ => self.backward_rows(buffers, train, loss_scale),
+            _ => self.backward_rows(buffers, kind, loss_scale),
         };
         if buffers.totals != 0 {
             launches.push(self.sum_partials(SumPartialsParams {
                 partials: self.backward_workspace(buffers.workspace).partials,
                 cols: self.cols as i64,
-                chunks: i64::from(self.plan().grid.1),
+                chunks: i64::from(self.cut().grid.1),
                 stride: 2 * self.cols as i64,
                 totals: buffers.totals,
                 ..Default::default()
@@ -702,12 +717,12 @@ impl Pass {
     fn backward_rows(
         &self,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
         loss_scale: f64,
     ) -> Vec<Launch> {
-        let plan = self.plan();
+        let cut = self.cut();
         let workspace = self.backward_workspace(buffers.workspace);
-        let base = self.gradient(&plan, buffers, train);
+        let base = self.gradient(&cut, buffers, kind);
         let sums = NormalizeBwdParams {
             partials: workspace.partials,
             ..base
@@ -717,38 +732,39 @@ impl Pass {
             correction_scale: (1. - self.config.alpha_bwd) * loss_scale,
             ..base
         };
-        let correction = match train {
-            Some(_) => nu,
-            None => base,
+        let correction = match kind {
+            ForwardKind::Evaluation => base,
+            _ => nu,
         };
         let input = buffers.dx != 0;
-        let wants_sums = wants_sums(buffers, train);
+        let wants_sums = wants_sums(buffers, kind);
         let mut launches = vec![];
-        if self.is_exact(train) || !input {
+        if self.config.is_exact(kind) || !input {
             if wants_sums {
-                launches.push(self.normalize_bwd(&plan, sums));
+                launches.push(self.normalize_bwd(&cut, sums));
             }
         } else if wants_sums {
             let with_sums = NormalizeBwdParams {
                 partials: workspace.partials,
                 ..correction
             };
-            launches.extend(self.input_gradient(&plan, buffers, with_sums));
+            launches.extend(self.input_gradient(&cut, buffers, with_sums));
         } else {
-            launches.extend(self.input_gradient(&plan, buffers, correction));
+            launches.extend(self.input_gradient(&cut, buffers, correction));
         }
         launches
     }
 
-    /// What the sums of a [`backward`](Self::backward) make: the parameters' gradients, Λ, and the step of ν, unless its array is
+    /// What the sums of a [`backward`](Self::backward) make: the parameters' gradients, Λ, and the
+    /// step of ν, unless its array is
     /// 0. The arrays of rows may be gone.
     pub fn update_nu(
         &self,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
         loss_scale: f64,
     ) -> Option<Launch> {
-        if !wants_sums(buffers, train) {
+        if !wants_sums(buffers, kind) {
             return None;
         }
         let saved = self.saved(buffers.saved);
@@ -757,15 +773,15 @@ impl Pass {
             partials: workspace.partials,
             totals: buffers.totals,
             cols: self.cols as i64,
-            chunks: i64::from(self.plan().grid.1),
+            chunks: i64::from(self.cut().grid.1),
             weight: buffers.weight,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
-            count: if train.is_some() { saved.count } else { 0 },
+            count: if kind.is_training() { saved.count } else { 0 },
             lambda: workspace.lambda,
-            ema_gz: match train {
-                Some(_) => buffers.ema_gz,
-                None => Vector::default(),
+            ema_gz: match kind {
+                ForwardKind::Evaluation => Vector::default(),
+                _ => buffers.ema_gz,
             },
             dweight: buffers.dweight,
             dbias: buffers.dbias,
@@ -776,47 +792,39 @@ impl Pass {
         Some(self.update(Body::UpdateNu, Params::UpdateNu(params)))
     }
 
-    /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the input's gradient, where it is by Λ.
-    pub fn finish_backward(
-        &self,
-        buffers: &BackwardBuffers,
-        train: Option<Statistics>,
-    ) -> Vec<Launch> {
-        if !self.is_exact(train) || buffers.dx == 0 || self.rows == 0 {
+    /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the
+    /// input's gradient, where it is by Λ.
+    pub fn finish_backward(&self, buffers: &BackwardBuffers, kind: ForwardKind) -> Vec<Launch> {
+        if !self.config.is_exact(kind) || buffers.dx == 0 || self.rows == 0 {
             return vec![];
         }
-        let plan = self.plan();
+        let cut = self.cut();
         let lambda = NormalizeBwdParams {
             correction: Vector {
                 data: self.backward_workspace(buffers.workspace).lambda,
                 dtype: self.dtype.sums(),
             },
             correction_scale: 1.,
-            ..self.gradient(&plan, buffers, train)
+            ..self.gradient(&cut, buffers, kind)
         };
-        self.input_gradient(&plan, buffers, lambda)
-    }
-
-    /// Whether the input's gradient is PN-V's, which takes Λ, of the whole batch, before it gives any row.
-    pub fn is_exact(&self, train: Option<Statistics>) -> bool {
-        train == Some(Statistics::Batch) && self.config.recipe == Recipe::Paper
+        self.input_gradient(&cut, buffers, lambda)
     }
 
     /// A pass over the rows of a backward, without a correction and without results.
     fn gradient(
         &self,
-        plan: &Plan,
+        cut: &Cut,
         buffers: &BackwardBuffers,
-        train: Option<Statistics>,
+        kind: ForwardKind,
     ) -> NormalizeBwdParams {
         let saved = self.saved(buffers.saved);
-        // Under recipe Fairseq the backward does not know the mask. (Elsewhere a batch without a kept row shows in it: the
-        // count need not be known yet.)
+        // Under recipe Fairseq the backward does not know the mask. (Elsewhere a batch without a
+        // kept row shows in it: the count need not be known yet.)
         let fairseq = self.config.recipe == Recipe::Fairseq;
         let of_fairseq = |address| if fairseq { address } else { 0 };
-        let of_training = |address| if train.is_some() { address } else { 0 };
+        let of_training = |address| if kind.is_training() { address } else { 0 };
         NormalizeBwdParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x: buffers.x,
             dy: buffers.dy,
             keep: if fairseq { 0 } else { buffers.keep },
@@ -826,7 +834,7 @@ impl Pass {
             count: of_training(of_fairseq(saved.count)),
             factors: saved.factors,
             dots: self.backward_workspace(buffers.workspace).dots,
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             eps: self.config.eps,
             ..Default::default()
         }
@@ -835,7 +843,7 @@ impl Pass {
     /// The launches that write the input's gradient.
     fn input_gradient(
         &self,
-        plan: &Plan,
+        cut: &Cut,
         buffers: &BackwardBuffers,
         params: NormalizeBwdParams,
     ) -> Vec<Launch> {
@@ -844,26 +852,27 @@ impl Pass {
             dx: buffers.dx,
             ..params
         };
-        let output = self.normalize_bwd(plan, output);
-        match plan.layer_scale {
+        let output = self.normalize_bwd(cut, output);
+        match cut.layer_scale {
             LayerScale::Given => vec![self.group_dots(params), output],
             _ => vec![output],
         }
     }
 
-    /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in [`group_bytes`](Self::group_bytes).
+    /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in
+    /// [`group_bytes`](Self::group_bytes).
     pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
-        let plan = self.plan();
-        let given = plan.layer_scale == LayerScale::Given;
+        let cut = self.cut();
+        let given = cut.layer_scale == LayerScale::Given;
         let base = NormalizeParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x,
             factors: if given { factors } else { 0 },
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             group_eps: self.config.eps,
             ..Default::default()
         };
-        let output = self.normalize(&plan, NormalizeParams { y, ..base });
+        let output = self.normalize(&cut, NormalizeParams { y, ..base });
         match given {
             true => vec![self.group_factors(base), output],
             false => vec![output],
@@ -878,33 +887,33 @@ impl Pass {
         factors: Address,
         dots: Address,
     ) -> Vec<Launch> {
-        let plan = self.plan();
+        let cut = self.cut();
         let scale = NormalizeParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x,
             factors,
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             group_eps: self.config.eps,
             ..Default::default()
         };
-        let mut launches = vec![match plan.layer_scale {
+        let mut launches = vec![match cut.layer_scale {
             LayerScale::Given => self.group_factors(scale),
             // Without an output it leaves the factors alone.
-            _ => self.normalize(&plan, scale),
+            _ => self.normalize(&cut, scale),
         }];
         let base = NormalizeBwdParams {
-            tiling: plan.tiling,
+            tiling: cut.tiling,
             x,
             dy,
             factors,
             dots,
-            layer_scale: plan.layer_scale,
+            layer_scale: cut.layer_scale,
             ..Default::default()
         };
-        if plan.layer_scale == LayerScale::Given {
+        if cut.layer_scale == LayerScale::Given {
             launches.push(self.group_dots(base));
         }
-        launches.push(self.normalize_bwd(&plan, NormalizeBwdParams { dx, ..base }));
+        launches.push(self.normalize_bwd(&cut, NormalizeBwdParams { dx, ..base }));
         launches
     }
 
@@ -918,25 +927,25 @@ impl Pass {
         self.config.recipe == Recipe::Fairseq && self.masked
     }
 
-    fn normalize(&self, plan: &Plan, params: NormalizeParams) -> Launch {
+    fn normalize(&self, cut: &Cut, params: NormalizeParams) -> Launch {
         let sums = usize::from(params.partials != 0);
-        self.tiled(Body::Normalize, plan, sums, Params::Normalize(params))
+        self.tiled(Body::Normalize, cut, sums, Params::Normalize(params))
     }
 
-    fn normalize_bwd(&self, plan: &Plan, params: NormalizeBwdParams) -> Launch {
+    fn normalize_bwd(&self, cut: &Cut, params: NormalizeBwdParams) -> Launch {
         let sums = 2 * usize::from(params.partials != 0);
-        self.tiled(Body::NormalizeBwd, plan, sums, Params::NormalizeBwd(params))
+        self.tiled(Body::NormalizeBwd, cut, sums, Params::NormalizeBwd(params))
     }
 
-    /// A launch over the tiles of `plan`, which takes `sums` sums of each column.
-    fn tiled(&self, body: Body, plan: &Plan, sums: usize, params: Params) -> Launch {
-        let threads = plan.block.0 as usize * plan.block.1 as usize;
-        let values = plan.pieces * self.dtype.piece();
-        // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the rows of
-        // the block add up: sums of columns, then int64 counts of rows.
+    /// A launch over the tiles of `cut`, which takes `sums` sums of each column.
+    fn tiled(&self, body: Body, cut: &Cut, sums: usize, params: Params) -> Launch {
+        let threads = cut.block.0 as usize * cut.block.1 as usize;
+        let values = cut.pieces * self.dtype.piece();
+        // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the
+        // rows of the block add up: sums of columns, then int64 counts of rows.
         let exchanged = 2 * threads.div_ceil(WARP) * self.sum_bytes();
-        let coefficients = plan.block.0 as usize * values * self.sum_bytes();
-        let added = match plan.block.1 {
+        let coefficients = cut.block.0 as usize * values * self.sum_bytes();
+        let added = match cut.block.1 {
             1 => 0,
             _ => threads * (values * sums * self.sum_bytes()).max(8),
         };
@@ -944,10 +953,10 @@ impl Pass {
             kernel: Kernel {
                 body,
                 dtype: self.dtype,
-                pieces: plan.pieces,
+                pieces: cut.pieces,
             },
-            grid: plan.grid,
-            block: plan.block,
+            grid: cut.grid,
+            block: cut.block,
             shared_bytes: (exchanged + coefficients + added) as u32,
             params,
         }
@@ -998,74 +1007,79 @@ impl Pass {
         }
     }
 
-    /// How the pass is cut, from shape and dtype alone: two runs add the same terms in the same order.
-    fn plan(&self) -> Plan {
-        let (groups, reduces) = match self.config.group_scaling {
-            Some(groups) => (groups, true),
-            None => (1, false),
-        };
+    /// How the pass is cut, from shape and dtype alone: two runs add the same terms in the same
+    /// order.
+    fn cut(&self) -> Cut {
+        let groups = self.config.group_scaling.unwrap_or(1);
         let group_len = self.cols / groups;
-        let piece = self.dtype.piece();
-        let group_pieces = group_len.div_ceil(piece);
-        let vectorized = group_len.is_multiple_of(piece);
-        let max_pieces = if vectorized {
-            self.dtype.max_pieces()
-        } else {
-            1
-        };
-        let (lanes, span, pieces, layer_scale);
-        let (mut groups_per_tile, mut tiles_per_group) = (1, 1);
-        if reduces && group_pieces <= WARP {
-            // As many groups as fit a warp, or all of them and several rows.
-            lanes = WARP.min((group_pieces * groups).next_power_of_two());
-            span = group_pieces;
-            groups_per_tile = lanes / span;
-            pieces = 1;
-            layer_scale = LayerScale::InTile;
-        } else if reduces && group_pieces <= BLOCK {
-            pieces = 1;
-            lanes = group_pieces.next_multiple_of(WARP);
-            span = lanes;
-            layer_scale = LayerScale::InTile;
-        } else if reduces && group_pieces <= MAX_BLOCK * max_pieces && max_pieces > 1 {
-            pieces = group_pieces.div_ceil(MAX_BLOCK).next_power_of_two().max(2);
-            lanes = group_pieces.div_ceil(pieces).next_multiple_of(WARP);
-            span = lanes;
-            layer_scale = LayerScale::InTile;
-        } else {
-            lanes = WARP.min(group_pieces.next_power_of_two());
-            span = lanes;
-            tiles_per_group = group_pieces.div_ceil(lanes);
-            pieces = 1;
-            layer_scale = if reduces {
-                LayerScale::Given
-            } else {
-                LayerScale::None
-            };
-        }
-        let tiles = groups.div_ceil(groups_per_tile) * tiles_per_group;
-        let block_rows = (BLOCK / lanes).max(1);
+        let vectorized = group_len.is_multiple_of(self.dtype.piece());
+        let tile = self.tile(groups, group_len.div_ceil(self.dtype.piece()), vectorized);
+        let tiles = groups.div_ceil(tile.groups) * tile.per_group;
+        let block_rows = (BLOCK / tile.lanes).max(1);
         let block_rows = 1 << block_rows.ilog2();
         let chunk_rows = (self.rows * tiles)
             .div_ceil(BLOCKS)
             .max(MIN_THREAD_ROWS * block_rows)
             .min(self.rows.max(1));
-        Plan {
+        Cut {
             tiling: Tiling {
                 rows: self.rows as i64,
                 cols: self.cols as i64,
                 chunk_rows: chunk_rows as i64,
                 groups: groups as i32,
                 group_len: group_len as i32,
-                span: span as i32,
-                groups_per_tile: groups_per_tile as i32,
-                tiles_per_group: tiles_per_group as i32,
+                span: tile.span as i32,
+                groups_per_tile: tile.groups as i32,
+                tiles_per_group: tile.per_group as i32,
                 vectorized: vectorized.into(),
             },
-            layer_scale,
-            pieces,
+            layer_scale: tile.layer_scale,
+            pieces: tile.pieces,
             grid: (tiles as u32, self.rows.div_ceil(chunk_rows) as u32),
-            block: (lanes as u32, block_rows as u32),
+            block: (tile.lanes as u32, block_rows as u32),
+        }
+    }
+
+    /// The columns of a block, for groups of so many pieces.
+    fn tile(&self, groups: usize, group_pieces: usize, vectorized: bool) -> Tile {
+        let reduces = self.config.group_scaling.is_some();
+        let max_pieces = if vectorized {
+            self.dtype.max_pieces()
+        } else {
+            1
+        };
+        let one_group = |lanes: usize, pieces: usize| Tile {
+            lanes,
+            span: lanes,
+            pieces,
+            groups: 1,
+            per_group: 1,
+            layer_scale: LayerScale::InTile,
+        };
+        if reduces && group_pieces <= WARP {
+            // As many groups as fit a warp, or all of them and several rows.
+            let lanes = WARP.min((group_pieces * groups).next_power_of_two());
+            Tile {
+                span: group_pieces,
+                groups: lanes / group_pieces,
+                ..one_group(lanes, 1)
+            }
+        } else if reduces && group_pieces <= BLOCK {
+            one_group(group_pieces.next_multiple_of(WARP), 1)
+        } else if reduces && group_pieces <= MAX_BLOCK * max_pieces && max_pieces > 1 {
+            let pieces = group_pieces.div_ceil(MAX_BLOCK).next_power_of_two().max(2);
+            let lanes = group_pieces.div_ceil(pieces).next_multiple_of(WARP);
+            one_group(lanes, pieces)
+        } else {
+            let lanes = WARP.min(group_pieces.next_power_of_two());
+            Tile {
+                per_group: group_pieces.div_ceil(lanes),
+                layer_scale: match reduces {
+                    true => LayerScale::Given,
+                    false => LayerScale::None,
+                },
+                ..one_group(lanes, 1)
+            }
         }
     }
 
@@ -1092,7 +1106,7 @@ impl Pass {
     }
 
     fn forward_workspace(&self, start: Address) -> ForwardWorkspace {
-        let chunks = u64::from(self.plan().grid.1);
+        let chunks = u64::from(self.cut().grid.1);
         let sums = chunks * (self.cols * self.sum_bytes()) as u64;
         let partials = start + chunks * 8;
         let all_partials = partials + sums;
@@ -1108,11 +1122,11 @@ impl Pass {
     }
 
     fn backward_workspace(&self, start: Address) -> BackwardWorkspace {
-        let plan = self.plan();
+        let cut = self.cut();
         let row = (self.cols * self.sum_bytes()) as u64;
         let partials = start + row;
-        let dots = partials + 2 * u64::from(plan.grid.1) * row;
-        let dots_bytes = match plan.layer_scale {
+        let dots = partials + 2 * u64::from(cut.grid.1) * row;
+        let dots_bytes = match cut.layer_scale {
             LayerScale::Given => self.group_bytes(),
             _ => 0,
         };
@@ -1126,8 +1140,8 @@ impl Pass {
 }
 
 /// Whether a backward sums over rows.
-fn wants_sums(buffers: &BackwardBuffers, train: Option<Statistics>) -> bool {
-    train.is_some() || buffers.dweight.data != 0 || buffers.dbias.data != 0
+fn wants_sums(buffers: &BackwardBuffers, kind: ForwardKind) -> bool {
+    kind.is_training() || buffers.dweight.data != 0 || buffers.dbias.data != 0
 }
 
 #[cfg(test)]

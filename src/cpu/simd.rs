@@ -1,4 +1,5 @@
-//! The vector instructions that the kernels run in: chosen when the program runs, from what the processor has.
+//! The vector instructions that the kernels run in: chosen when the program runs, from what the
+//! processor has.
 
 use super::element::Element;
 use pulp::{Scalar128b, WithSimd};
@@ -6,7 +7,8 @@ use std::sync::LazyLock;
 
 #[cfg(target_arch = "x86_64")]
 pulp::simd_type! {
-    /// What every processor with AVX2 has: the features of [`V3`](pulp::x86::V3), and F16C, which rows of f16 need.
+    /// What every processor with AVX2 has: the features of [`V3`](pulp::x86::V3), and F16C, which
+    /// rows of f16 need.
     pub(super) struct Avx2 {
         avx2: "avx2",
         fma: "fma",
@@ -30,8 +32,9 @@ pub(super) enum Level {
     Best(pulp::Arch),
 }
 
-/// The level for most rows, and that for those of half precision: the best of this processor, or the one that the
-/// environment variable `CANDLE_POWERNORM_SIMD` names (`scalar` or `avx2`), so that each can be tested on one machine.
+/// The level for most rows, and that for those of half precision: the best of this processor, or
+/// the one that the environment variable `CANDLE_POWERNORM_SIMD` names (`scalar` or `avx2`), so
+/// that each can be tested on one machine.
 static LEVELS: LazyLock<(Level, Level)> =
     LazyLock::new(|| match std::env::var("CANDLE_POWERNORM_SIMD").as_deref() {
         Ok("scalar") => (Level::Baseline, Level::Baseline),
@@ -39,8 +42,9 @@ static LEVELS: LazyLock<(Level, Level)> =
         _ => best(),
     });
 
-// Where memory is the limit, vectors of 512 bits gain nothing: tried at 4096x512 f32 on an AMD EPYC (Zen 4), a forward took
-// longer with them than with AVX2. Where rows are converted, the conversions are, and twice as wide they take less.
+// Where memory is the limit, vectors of 512 bits gain nothing: tried at 4096x512 f32 on an AMD EPYC
+// (Zen 4), a forward took longer with them than with AVX2. Where rows are converted, the
+// conversions are, and twice as wide they take less.
 #[cfg(target_arch = "x86_64")]
 fn best() -> (Level, Level) {
     let avx512 = pulp::x86::V4::try_new().map(Level::Avx512);
@@ -66,13 +70,13 @@ fn avx2() -> Level {
     Level::Baseline
 }
 
-/// Runs `op` on rows of `T`, which it takes `run` columns at a time.
-pub(super) fn run<T: Element, Op: WithSimd>(run: usize, op: Op) -> Op::Output {
+/// Runs `op` at the level for rows of `T`, which it takes `group_len` columns at a time.
+pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
     // Elements of half precision, of which the widest vectors hold so many.
     const WIDEST: usize = 16;
     let (narrow, wide) = *LEVELS;
-    // What is left of a run beside whole vectors goes one by one.
-    let level = match T::HALF && run.is_multiple_of(WIDEST) {
+    // What is left of a group beside whole vectors goes one by one.
+    let level = match T::HALF && group_len.is_multiple_of(WIDEST) {
         true => wide,
         false => narrow,
     };
@@ -82,7 +86,8 @@ pub(super) fn run<T: Element, Op: WithSimd>(run: usize, op: Op) -> Op::Output {
 impl Level {
     pub(super) fn run<Op: WithSimd>(self, op: Op) -> Op::Output {
         match self {
-            // Four lanes: the compiler makes vectors of them, with what little it may take for granted.
+            // Four lanes: the compiler makes vectors of them, with what little it may take for
+            // granted.
             Level::Baseline => op.with_simd(Scalar128b),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(avx2, v3) => avx2.vectorize(At(op, v3)),

@@ -10,9 +10,8 @@ pub use self::mpi::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use self::nccl::NcclCommunicator;
 
-use crate::Error;
-#[cfg(any(feature = "cuda", test))]
-use crate::PowerNormConfig;
+use crate::config::PowerNormConfig;
+use crate::error::Error;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -20,24 +19,25 @@ use std::sync::Arc;
 
 /// Processes, or GPUs, that train copies of one model, each on its own shard of every batch: ranks.
 ///
-/// A layer that is given [`Ranks`] of one ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)) takes its statistics over
-/// the rows of all ranks.
+/// A layer that is given [`Ranks`] of one ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks))
+/// takes its statistics over the rows of all ranks.
 ///
-/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for GPUs. Another engine needs no
-/// more than these two methods.
+/// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for
+/// GPUs. Another engine needs no more than these two methods.
 pub trait Communicator: Debug + Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
 
     /// The sum of every rank's `tensor`, on the device of this one's: the same bits on every rank.
     ///
-    /// All ranks call this in one order, each time with tensors of one shape and dtype (`F32` or `F64`), and each waits
-    /// for the others, or has its GPU wait. `tensor` is contiguous, and on its layer's device.
+    /// All ranks call this in one order, each time with tensors of one shape and dtype (`F32` or
+    /// `F64`), and each waits for the others, or has its GPU wait. `tensor` is contiguous. It is on
+    /// its layer's device where that is a CPU or an NVIDIA GPU, and else on the CPU.
     ///
     /// # Errors
     ///
-    /// Whatever the engine reports. One that cannot sum fails on every rank if it can: an error on one rank alone leaves the
-    /// others waiting.
+    /// Whatever the engine reports. One that cannot sum fails on every rank if it can: an error on
+    /// one rank alone leaves the others waiting.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
@@ -54,7 +54,8 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
 /// The ranks of a model, by a [`Communicator`]: one for all its layers.
 ///
 /// Clones are the same ranks. Layers are told apart by the order in which they are given them
-/// ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)), so every rank builds its model in one order.
+/// ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)), so every rank builds its model in one
+/// order.
 #[derive(Debug, Clone)]
 pub struct Ranks(Arc<Shared>);
 
@@ -63,7 +64,8 @@ struct Shared {
     communicator: Box<dyn Communicator>,
     /// Layers that were given these ranks.
     layers: AtomicUsize,
-    /// Sums that failed. All ranks see one fail at the same place in their order, and leave out the steps before it.
+    /// Sums that failed. All ranks see one fail at the same place in their order, and leave out the
+    /// steps before it.
     failures: AtomicUsize,
 }
 
@@ -118,8 +120,8 @@ const ANNOUNCED: usize = 2;
 /// What ranks compare on a GPU: these, t, T, and recipe and statistic in one.
 const COMPARED: usize = ANNOUNCED + 3;
 
-/// Numbers of steps are compared modulo this prime: the squares of smaller ones add up exactly over 2¹³ ranks.
-#[cfg(any(feature = "cuda", test))]
+/// Numbers of steps are compared modulo this prime: the squares of smaller ones add up exactly over
+/// 2¹³ ranks.
 const STEPS: usize = 1_048_573;
 
 impl LayerRanks {
@@ -139,49 +141,34 @@ impl LayerRanks {
         self.0.is_none()
     }
 
-    /// The sums that failed so far. A step that waits for others is left out once there is one more.
+    /// The sums that failed so far. A step that waits for others is left out once there is one
+    /// more.
     pub fn failures(&self) -> usize {
         let failures = |member: &Member| member.ranks.0.failures.load(Ordering::Acquire);
         self.0.as_ref().map_or(0, failures)
     }
 
-    /// Adds up the `numbers` of all ranks.
+    /// Adds up the `sums` of all ranks.
     ///
-    /// They are announced first, so that ranks that do not fit each other learn it from an error: a sum of vectors of
-    /// different lengths is beyond what engines promise.
-    pub fn sum(&self, exchange: Exchange, numbers: Vec<f64>) -> Result<Vec<f64>> {
-        let Some(member) = &self.0 else {
-            return Ok(numbers);
-        };
-        member.announce(exchange, numbers.len(), &[], &Device::Cpu)?;
-        member.sum(numbers, &Device::Cpu)
-    }
-
-    /// Adds up the `totals` of all ranks where they are, on a GPU. Nothing is announced: to hear of it, the host would have to
-    /// wait for the GPU.
-    #[cfg(feature = "cuda")]
-    pub fn sum_on_device(&self, totals: &Tensor) -> Result<Tensor> {
-        let Some(member) = &self.0 else {
-            return Ok(totals.clone());
-        };
-        let sums = member.ranks.all_reduce_sum(totals)?.contiguous()?;
-        let got = (sums.elem_count(), sums.dtype(), sums.device().location());
-        let expected = (
-            totals.elem_count(),
-            totals.dtype(),
-            totals.device().location(),
-        );
-        if got != expected {
-            candle::bail!(
-                "power_norm: expected sums of the communicator like {expected:?}, got {got:?}"
-            )
+    /// On the CPU they are announced first, so that ranks that do not fit each other learn it from
+    /// an error: a sum of vectors of different lengths is beyond what engines promise. On a GPU
+    /// nothing is announced: to hear of it, the host would have to wait for the GPU.
+    pub fn sum(&self, exchange: Exchange, sums: &Tensor) -> Result<Tensor> {
+        match &self.0 {
+            Some(member) if sums.device().is_cpu() => {
+                member.announce(exchange, sums.elem_count(), &[], &Device::Cpu)?;
+                let total = member.sum(sums)?;
+                let len = total.len();
+                Tensor::from_vec(total, len, &Device::Cpu)
+            }
+            Some(member) => member.sum_on_device(sums),
+            None => Ok(sums.clone()),
         }
-        sums.flatten_all()
     }
 
-    /// What stands in for announcements on a GPU: once, before the first sum of a layer, the ranks compare what they bring to
-    /// it and what their later sums follow from, and wait to hear. `steps` are those before it, t.
-    #[cfg(any(feature = "cuda", test))]
+    /// What stands in for announcements on a GPU: once, before the first sum of a layer, the ranks
+    /// compare what they bring to it and what their later sums follow from, and wait to hear.
+    /// `steps` are those before it, t.
     pub fn compare(
         &self,
         exchange: Exchange,
@@ -202,8 +189,8 @@ impl LayerRanks {
         }
     }
 
-    /// Tells the other ranks that this one, whose layer is on `device`, does not come to their next sum; on a GPU, while they
-    /// listen.
+    /// Tells the other ranks that this one, whose layer is on `device`, does not come to their next
+    /// sum; on a GPU, while they listen.
     pub fn fail(&self, device: &Device) {
         if let Some(member) = &self.0 {
             if device.is_cpu() || !member.compared.load(Ordering::Acquire) {
@@ -211,7 +198,7 @@ impl LayerRanks {
                 let mut numbers = vec![0.; 1 + 2 * brought];
                 numbers[0] = 1.;
                 // What went wrong here is on its way to the caller already.
-                let _ = member.sum(numbers, device);
+                let _ = Tensor::new(numbers, device).and_then(|numbers| member.sum(&numbers));
             }
             member.failed(Error::RankFailed);
         }
@@ -219,8 +206,8 @@ impl LayerRanks {
 }
 
 impl Member {
-    /// Tells the other ranks what this one comes for, and what it is to have in common with them `later`, and hears the same
-    /// of them.
+    /// Tells the other ranks what this one comes for, and what it is to have in common with them
+    /// `later`, and hears the same of them.
     fn announce(
         &self,
         exchange: Exchange,
@@ -234,7 +221,7 @@ impl Member {
             let number = number as f64;
             own.extend([number, number * number]);
         }
-        let announced = self.sum(own.clone(), device)?;
+        let announced = self.sum(&Tensor::new(own.clone(), device)?)?;
         if announced[0] > 0. {
             return Err(self.failed(Error::RankFailed));
         }
@@ -251,9 +238,10 @@ impl Member {
         Ok(())
     }
 
-    fn sum(&self, numbers: Vec<f64>, device: &Device) -> Result<Vec<f64>> {
-        let len = numbers.len();
-        let sums = (self.ranks).all_reduce_sum(&Tensor::new(numbers, device)?)?;
+    /// Adds up numbers that the host waits for.
+    fn sum(&self, numbers: &Tensor) -> Result<Vec<f64>> {
+        let len = numbers.elem_count();
+        let sums = self.ranks.all_reduce_sum(numbers)?;
         let sums = sums.to_dtype(DType::F64)?.to_vec1()?;
         if sums.len() == len {
             return Ok(sums);
@@ -262,6 +250,25 @@ impl Member {
             "power_norm: expected {len} sums of the communicator, got {}",
             sums.len()
         )
+    }
+
+    /// Adds up numbers where they are.
+    fn sum_on_device(&self, numbers: &Tensor) -> Result<Tensor> {
+        let sums = self.ranks.all_reduce_sum(numbers)?.contiguous()?;
+        let likeness = |tensor: &Tensor| {
+            (
+                tensor.elem_count(),
+                tensor.dtype(),
+                tensor.device().location(),
+            )
+        };
+        let (got, expected) = (likeness(&sums), likeness(numbers));
+        if got != expected {
+            candle::bail!(
+                "power_norm: expected sums of the communicator like {expected:?}, got {got:?}"
+            )
+        }
+        sums.flatten_all()
     }
 
     /// Counts a sum that failed, for this reason.
@@ -284,7 +291,7 @@ impl Exchange {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Recipe, Statistics};
+    use crate::config::{Recipe, Statistics};
     use std::sync::Mutex;
 
     /// Two ranks one after the other: what the second brings is added to what the first brought.

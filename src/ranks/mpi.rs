@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::Communicator;
-use crate::Error;
+use crate::error::Error;
 use candle::{DType, Result, Tensor, WithDType};
 use mpi::datatype::Equivalence;
 use mpi::ffi;

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::Communicator;
-use crate::Error;
+use crate::error::Error;
 use candle::backend::BackendStorage;
 use candle::cuda_backend::CudaDType;
 use candle::op::BackpropOp;

@@ -1,0 +1,311 @@
+//! The life of a training step, from its forward to its backward, on one rank or on many.
+//!
+//! A training forward sums over the rows of a batch, and these sums move ψ². Its backward sums too,
+//! and these sums move ν. Where several ranks have rows of one batch, every sum is first added up
+//! over the ranks, in an *exchange*. All ranks come to the same exchanges in the same order.
+//!
+//! # When ranks meet
+//!
+//! - While the batch's statistic normalizes, a forward exchanges its sums before it writes its
+//!   output. Its backward exchanges the sums of the backward.
+//! - After the warm-up no output depends on the batch. The forward's sums wait, and go with those
+//!   of its backward in one exchange. Recipe Fairseq needs the forward's sums before the
+//!   backward's, and makes two.
+//! - A forward that no backward followed is settled by the next training forward.
+//!
+//! # The life of a step
+//!
+//! ```text
+//!                     forward
+//!       ┌────────────────┼────────────────────────┐
+//!  an evaluation   its sums are in       other ranks' sums are to come
+//!       │                ▼                        ▼
+//!       │              Known ◄──── exchange ──── Waits ──── exchange fails on a GPU ───► Lost
+//!       ▼                │
+//!    Settled ◄───────────┘ ψ² moves
+//! ```
+//!
+//! # After a failure
+//!
+//! - *A call that is refused* (by a check, or for want of memory in what comes before the device)
+//!   does not come to its exchange. The rank tells the others instead, and all of them fail:
+//!   [`begin`].
+//! - *An exchange that fails on the CPU* fails on all ranks, for ranks announce what they bring
+//!   before they sum. The step still waits: the backward can be called again. All steps that waited
+//!   then are left out by the next training forward, on all ranks, unless their backward takes them
+//!   before: [`LayerRanks::failures`].
+//! - *An exchange that fails on a GPU* may have failed on one rank alone. Nothing is announced
+//!   there, since the host would have to wait for the GPU to hear of it. A step whose sums were in
+//!   that exchange is lost, and its backward is refused.
+//! - *A state that cannot move*, as one with a negative step count, fails the call. The sums are in
+//!   by then, so the backward can be called again.
+//! - *A state that was reset or loaded* between a forward and its exchange does not take the step.
+//! - *A backward that failed* leaves the step out, unless it is called again.
+
+use super::device::{BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, Setting};
+use super::Request;
+use crate::config::{ForwardKind, PowerNormConfig, Recipe};
+use crate::error::Error;
+use crate::mode::Purpose;
+use crate::ranks::{Exchange, LayerRanks};
+use crate::state::{State, Version};
+use candle::{Result, Tensor};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Where a step is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Life {
+    /// Nothing is pending.
+    Settled,
+    /// The sums of the whole batch are in. ψ² has yet to move.
+    Known,
+    /// The sums of other ranks are still to come.
+    Waits,
+    /// The sums went into an exchange that failed.
+    Lost,
+}
+
+/// A forward, and the step of the state that belongs to it.
+pub(crate) struct Step {
+    device: Box<dyn DeviceStep>,
+    config: PowerNormConfig,
+    purpose: Purpose,
+    shared: bool,
+    ranks: LayerRanks,
+    /// The exchanges that had failed before it.
+    failures: usize,
+    /// Of the state before it.
+    version: Version,
+    /// Locked in exchanges and while ψ² moves; never while rows are processed.
+    life: Mutex<Life>,
+}
+
+/// Runs what comes before a forward: its checks, and what else can fail without the device.
+///
+/// In training, the step that waits is settled first. If `prepare` fails, the other ranks learn of
+/// it.
+pub(crate) fn begin<R>(request: &Request, prepare: impl FnOnce() -> Result<R>) -> Result<R> {
+    if request.purpose == Purpose::Evaluation {
+        return prepare();
+    }
+    // The other ranks do so too, before they come to an exchange of this forward.
+    request.state.waiting().settle(request.state)?;
+    let prepared = prepare();
+    if prepared.is_err() {
+        request.ranks.fail(&request.state.sums_device());
+    }
+    prepared
+}
+
+impl Step {
+    /// Runs a forward. Its step is taken by [`finish_forward`](Self::finish_forward).
+    pub fn forward(
+        request: &Request,
+        inputs: &ForwardInputs,
+        tracked: bool,
+        version: Version,
+    ) -> Result<(Self, Outputs)> {
+        let (purpose, state, ranks) = (request.purpose, request.state, request.ranks);
+        let config = *state.config();
+        let kind = match purpose {
+            Purpose::Evaluation => ForwardKind::Evaluation,
+            Purpose::Training => config.kind_at(version.steps + 1),
+            Purpose::Recalibration(_) => ForwardKind::BatchStatistic,
+        };
+        let shared = kind.is_training() && !ranks.is_alone();
+        if shared {
+            compare(state, ranks, kind, version)?;
+        }
+        let setting = Setting {
+            config,
+            kind,
+            shared,
+            tracked,
+        };
+        let mut device = state.device_kind().step(inputs.x, setting)?;
+        let mut outputs = device.forward(inputs)?;
+        if kind == ForwardKind::BatchStatistic {
+            if shared {
+                device.take_sums(&ranks.sum(Exchange::Forward, &device.sums()?)?)?;
+            }
+            outputs = device.finish_forward(inputs, outputs)?;
+        }
+        let life = match kind {
+            ForwardKind::Evaluation => Life::Settled,
+            ForwardKind::RunningStatistic if shared => Life::Waits,
+            _ => Life::Known,
+        };
+        let step = Self {
+            device,
+            config,
+            purpose,
+            shared,
+            ranks: ranks.clone(),
+            failures: ranks.failures(),
+            version,
+            life: Mutex::new(life),
+        };
+        Ok((step, outputs))
+    }
+
+    /// Takes the step of a forward whose output stands, or has it wait for the other ranks' sums.
+    pub fn finish_forward(self: &Arc<Self>, state: &State) -> Result<()> {
+        if *self.life() == Life::Waits {
+            state.waiting().put(self.clone());
+            return Ok(());
+        }
+        self.move_phi(state)
+    }
+
+    /// Runs a backward, and takes the steps that wait for it.
+    pub fn backward(&self, state: &State, inputs: &BackwardInputs) -> Result<Gradients> {
+        let gradients = self.backward_phases(state, inputs);
+        // The step is taken, and what it kept can go; or this failed, and it is left out unless
+        // called again.
+        state.waiting().forget(self);
+        gradients
+    }
+
+    fn backward_phases(&self, state: &State, inputs: &BackwardInputs) -> Result<Gradients> {
+        if self.config.recipe == Recipe::Fairseq {
+            // Its divisor is the batch's.
+            self.take_forward_sums()?;
+        }
+        if *self.life() == Life::Lost {
+            return Err(Error::RankFailed.into());
+        }
+        let mut backward = self.device.backward(inputs)?;
+        if self.shared {
+            if let Some(sums) = backward.sums()? {
+                let mut life = self.life();
+                let exchange = match *life {
+                    Life::Waits => Exchange::Both,
+                    _ => Exchange::Backward,
+                };
+                let total = self.exchange(&mut life, exchange, &sums)?;
+                backward.take_sums(&total)?;
+            }
+        }
+        // The state's lock is not held while ranks wait for each other.
+        self.move_phi(state)?;
+        match self.purpose {
+            Purpose::Training => state.move_nu(|ema_gz| backward.move_nu(Some(ema_gz)))?,
+            Purpose::Evaluation | Purpose::Recalibration(_) => backward.move_nu(None)?,
+        }
+        backward.finish()
+    }
+
+    /// Takes the step without a backward.
+    fn settle(&self, state: &State) -> Result<()> {
+        // An exchange that failed since then left this step out, on all ranks.
+        if self.ranks.failures() != self.failures {
+            return Ok(());
+        }
+        self.take_forward_sums()?;
+        self.move_phi(state)
+    }
+
+    /// Exchanges the forward's sums, if they still wait.
+    fn take_forward_sums(&self) -> Result<()> {
+        let mut life = self.life();
+        if *life == Life::Waits {
+            let sums = self.device.sums()?;
+            let total = self.exchange(&mut life, Exchange::Forward, &sums)?;
+            self.device.take_sums(&total)?;
+        }
+        Ok(())
+    }
+
+    /// Adds up `sums` over all ranks.
+    fn exchange(&self, life: &mut Life, exchange: Exchange, sums: &Tensor) -> Result<Tensor> {
+        let total = self.ranks.sum(exchange, sums);
+        if *life == Life::Waits {
+            *life = match &total {
+                Ok(_) => Life::Known,
+                Err(_) if sums.device().is_cpu() => Life::Waits,
+                Err(_) => Life::Lost,
+            };
+        }
+        total
+    }
+
+    /// Moves ψ² and t, if the sums are in and it did not yet.
+    fn move_phi(&self, state: &State) -> Result<()> {
+        let mut life = self.life();
+        if *life != Life::Known {
+            return Ok(());
+        }
+        if self.shared && state.version()? != self.version {
+            // The state was replaced. The backward is owed its statistics all the same.
+            self.device.move_phi(state.phi_variable(), None)?;
+        } else {
+            state.move_phi(self.purpose, |phi, step| {
+                self.device.move_phi(phi, Some(step))
+            })?;
+        }
+        *life = Life::Settled;
+        Ok(())
+    }
+
+    fn life(&self) -> MutexGuard<'_, Life> {
+        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Compares the ranks before the first exchange of a layer on a GPU, where nothing is announced.
+fn compare(state: &State, ranks: &LayerRanks, kind: ForwardKind, version: Version) -> Result<()> {
+    let device = state.sums_device();
+    if device.is_cpu() {
+        return Ok(());
+    }
+    let config = state.config();
+    let of_forward = match config.recipe {
+        Recipe::Paper => state.size() + 1,
+        Recipe::Fairseq => 2 * (state.size() + 1),
+    };
+    let (exchange, numbers) = match (kind, config.recipe) {
+        (ForwardKind::RunningStatistic, Recipe::Paper) => {
+            (Exchange::Both, state.size() + of_forward)
+        }
+        _ => (Exchange::Forward, of_forward),
+    };
+    ranks.compare(exchange, numbers, config, version.steps, &device)
+}
+
+/// The step of a layer that waits for other ranks' sums, if there is one.
+#[derive(Default)]
+pub(crate) struct Waiting(Mutex<Option<Arc<Step>>>);
+
+impl Waiting {
+    fn put(&self, step: Arc<Step>) {
+        *self.lock() = Some(step);
+    }
+
+    /// Takes the step that waits.
+    fn settle(&self, state: &State) -> Result<()> {
+        let step = self.lock().take();
+        step.map_or(Ok(()), |step| step.settle(state))
+    }
+
+    /// Forgets this step, if it waits.
+    fn forget(&self, step: &Step) {
+        self.lock()
+            .take_if(|waiting| std::ptr::eq(Arc::as_ptr(waiting), step));
+    }
+
+    /// Forgets the step that waits.
+    pub fn clear(&self) {
+        self.lock().take();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Step>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Waiting {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("Waiting")
+    }
+}
