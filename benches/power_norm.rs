@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo bench                                    # 4096x512 on the CPU: four minutes on two cores
-//! CANDLE_POWERNORM_BENCH=full cargo bench        # every shape and dtype: FULL_MINUTES
+//! CANDLE_POWERNORM_BENCH=full cargo bench        # every shape and dtype: some 50 minutes
 //! cargo bench --bench power_norm -- --test       # every benchmark of the full set once, untimed
 //! cargo bench -- 'forward_train/.*/f32/.*/t1'    # what the regular expression matches
 //! cargo bench --features cuda -- '/cuda$'        # on a GPU; both sets have all of these
