@@ -78,10 +78,6 @@ impl<'a> Run<'a> {
         &self.settings
     }
 
-    pub fn corpus(&self) -> &Corpus {
-        self.corpus
-    }
-
     /// Steps made so far.
     pub fn steps(&self) -> usize {
         self.optimizer.steps
