@@ -38,7 +38,7 @@ pub struct Settings {
 
 pub struct Run<'a> {
     settings: Settings,
-    corpus: &'a Corpus,
+    pub corpus: &'a Corpus,
     device: Device,
     mode: Mode,
     pub varmap: VarMap,
