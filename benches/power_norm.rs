@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! cargo bench                                    # 4096x512 on the CPU: four minutes on two cores
-//! CANDLE_POWERNORM_BENCH=full cargo bench        # every shape and dtype: FULL_MINUTES
-//! cargo bench --bench power_norm -- --test       # every benchmark of the full set once, untimed
+//! CANDLE_POWERNORM_BENCH=full cargo bench        # every shape and dtype: some 50 minutes
+//! cargo bench --bench power_norm -- --test       # every benchmark of the full set once: 3 minutes
 //! cargo bench -- 'forward_train/.*/f32/.*/t1'    # what the regular expression matches
 //! cargo bench --features cuda -- '/cuda$'        # on a GPU; both sets have all of these
 //! ```
@@ -16,6 +16,9 @@
 //! candle's autograd makes passes of its own around any op: contender `autograd_alone` is an op
 //! that computes nothing, and shows what they cost. `backward` less `autograd_alone` is the time of
 //! the layer's kernels.
+//!
+//! With `MIMALLOC_PURGE_DELAY=-1`, freed memory stays at hand. Set it for figures to compare, and
+//! for `--test`, which takes half as long again without it.
 //!
 //! Places: `t1` and `t2` are threads of the CPU. With feature `cuda` there are `cuda`, where calls
 //! queue up and the clock stops when the GPU is done with the last, and `cuda_call`, where the
@@ -560,8 +563,8 @@ impl<'a> Arena<'a> {
             expected = (expected + x.as_tensor())?;
         }
         let got = self.forward(0, self.pass != Pass::ForwardEval)?;
-        // Both outputs are rounded before they are added up, and the sum is again. All have one sign,
-        // more or less, so that the first two roundings together are as large as the last.
+        // A sum with the residual has two roundings: its own, and those of the two outputs, which
+        // have one sign, so that together they are as large as the sum's.
         let roundings = if self.residual.is_some() { 2. } else { 1. };
         compare("y", &last(&got)?, &expected, roundings)?;
         if !self.has_backward() {

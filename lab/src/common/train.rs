@@ -38,7 +38,7 @@ pub struct Settings {
 
 pub struct Run<'a> {
     settings: Settings,
-    corpus: &'a Corpus,
+    pub corpus: &'a Corpus,
     device: Device,
     mode: Mode,
     pub varmap: VarMap,
@@ -76,10 +76,6 @@ impl<'a> Run<'a> {
 
     pub fn settings(&self) -> &Settings {
         &self.settings
-    }
-
-    pub fn corpus(&self) -> &Corpus {
-        self.corpus
     }
 
     /// Steps made so far.

@@ -308,7 +308,7 @@ mod tests {
     /// What the first normalization reads in the coming step.
     fn input(run: &Run) -> Result<Tensor> {
         let mut rng = generator(1, Use::Batch, run.steps());
-        let batch = Batch::random(&run.corpus().train, BATCH, CONTEXT, &mut rng, &Device::Cpu)?;
+        let batch = Batch::random(&run.corpus.train, BATCH, CONTEXT, &mut rng, &Device::Cpu)?;
         let vars = variables(&run.varmap);
         let table = vars["tokens.weight"].as_tensor().clone();
         let tokens = candle_nn::Embedding::new(table, 8).forward(&batch.inputs)?;
