@@ -78,13 +78,24 @@ pub(crate) unsafe fn put_predicate(lanes: &mut Lanes, predicate: u16, bits: u32,
     *to = (*to & !mask) | (bits & mask);
 }
 
-fn choose(base: Exec, wide: Exec) -> Exec {
+/// Whether the processor has what `both` compiles for.
+#[inline(always)]
+pub(crate) fn is_wide() -> bool {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-        return wide;
+    return is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("bmi1")
+        && is_x86_feature_detected!("popcnt");
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+fn choose(base: Exec, wide: Exec) -> Exec {
+    if is_wide() {
+        wide
+    } else {
+        base
     }
-    let _ = wide;
-    base
 }
 
 /// Compiles a body twice, the second time for a processor with AVX2 and fused multiply-add.
@@ -1299,11 +1310,11 @@ fn perturbed(function: Approximate, flags: Flags, ty: &str) -> Option<u64> {
 /// Marks an instruction that [`Lanes::perturb`] turns into [`approximated`] or [`coarse`].
 const PERTURBED: u64 = 1 << 32;
 
-/// An instruction as it is where results are perturbed, or where they are not.
-pub fn under(op: &Op, perturb: bool) -> Op {
+/// An instruction as it is where results are perturbed.
+pub fn under_perturbation(op: &Op) -> Op {
     let approximates = op.class == Class::Special && op.immediate & PERTURBED != 0;
     let wide = FORMATS[(op.immediate >> 24 & 7) as usize % 6] == F64;
-    match approximates && perturb && !wide {
+    match approximates && !wide {
         true => Op {
             exec: approximated,
             ..*op

@@ -7,6 +7,7 @@ use crate::memory::{Memory, View, Work};
 use crate::ptx::{Module, Op};
 use crate::shared::Shared;
 use crate::warp::{Block, State, Warp};
+use std::cell::Cell;
 use std::sync::Arc;
 
 /// A kernel's launch, its arguments copied.
@@ -35,6 +36,12 @@ pub struct Conditions {
 /// Branches that a warp may take before it is another's turn. Somebody may wait for what the other
 /// does.
 const PATIENCE: u64 = 1 << 16;
+
+thread_local! {
+    /// The shared memory of this thread's last launch, for the next: it is large, and most launches
+    /// are short.
+    static SHARED: Cell<Shared> = Cell::default();
+}
 
 /// Runs a launch to its end, or to its first fault.
 pub fn run(
@@ -65,17 +72,21 @@ pub fn run(
             launch.parameters.len()
         )));
     }
-    let ops: Vec<Op> = program
-        .ops
-        .iter()
-        .map(|op| alu::under(op, conditions.perturb))
-        .collect();
+    let perturbed: Vec<Op>;
+    let ops: &[Op] = if conditions.perturb {
+        perturbed = program.ops.iter().map(alu::under_perturbation).collect();
+        &perturbed
+    } else {
+        &program.ops
+    };
+    let mut shared = SHARED.take();
+    shared.resize(program.dynamic_start() + launch.shared_bytes as usize);
     let mut block = Block {
         launch,
         program: &program,
-        ops: &ops,
+        ops,
         index: [0; 3],
-        shared: Shared::new(program.dynamic_start() + launch.shared_bytes as usize),
+        shared,
         view: View::new(memory.clone(), work.clone(), 0),
         counts: Counts::default(),
         arrived: [0; 16],
@@ -88,7 +99,7 @@ pub fn run(
     for index in order(blocks, &mut chance) {
         let [x, y, _] = launch.grid.map(u64::from);
         block.index = [index % x, index / x % y, index / (x * y)].map(|axis| axis as u32);
-        block.view = View::new(memory.clone(), work.clone(), index as u32);
+        block.view.move_to(index as u32);
         block.shared.restart();
         block.arrived = [0; 16];
         block.counts.blocks += 1;
@@ -97,6 +108,7 @@ pub fn run(
         }
         run_block(&mut block, &mut warps, &mut chance).map_err(|fault| *fault)?;
     }
+    SHARED.set(block.shared);
     Ok(block.counts)
 }
 

@@ -703,6 +703,38 @@ pub struct Access<'a> {
     pub addresses: &'a [u64; 32],
 }
 
+/// How the operands of a warp's active lanes lie. Most accesses are a row or the same for all, and
+/// one look at the whole warp settles those.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pattern {
+    /// The active lanes are neighbours, and each operand follows the one before without a gap.
+    Row,
+    /// All lanes want one operand.
+    Same,
+    Scattered,
+}
+
+impl Pattern {
+    #[inline(always)]
+    pub fn of(addresses: &[u64; 32], mask: u32, size: u32) -> Self {
+        let lowest = mask.trailing_zeros() % 32;
+        let (first, step) = (addresses[lowest as usize], u64::from(size));
+        let start = first.wrapping_sub(u64::from(lowest) * step);
+        let (mut astray, mut other) = (0, 0);
+        for (lane, &at) in addresses.iter().enumerate() {
+            let active = u64::from(mask >> lane & 1).wrapping_neg();
+            astray |= (at ^ start.wrapping_add(lane as u64 * step)) & active;
+            other |= (at ^ first) & active;
+        }
+        let neighbours = mask >> lowest & (mask >> lowest).wrapping_add(1) == 0;
+        match (astray, other) {
+            (0, _) if neighbours => Self::Row,
+            (_, 0) => Self::Same,
+            _ => Self::Scattered,
+        }
+    }
+}
+
 /// Why an access is refused.
 #[derive(Debug, Clone)]
 pub struct Violation {
@@ -738,10 +770,23 @@ impl View {
         }
     }
 
+    /// Goes on as another block of the same launch. What is known of allocations and of older work
+    /// holds for every block.
+    pub fn move_to(&mut self, block: u32) {
+        self.block = block;
+        self.own = self.agents.first + block % self.agents.blocks;
+    }
+
     /// Checks an access and records it. If it stands, each active lane may read or write `size`
     /// bytes at its address.
-    #[inline]
     pub fn check(&mut self, access: &Access) -> Result<(), Violation> {
+        let pattern = Pattern::of(access.addresses, access.mask, access.size);
+        self.check_as(access, pattern)
+    }
+
+    /// [`View::check`] of an access whose pattern is known.
+    #[inline(always)]
+    pub fn check_as(&mut self, access: &Access, pattern: Pattern) -> Result<(), Violation> {
         if !self.memory.checks.load(Relaxed) {
             return Ok(());
         }
@@ -752,24 +797,18 @@ impl View {
             addresses,
         } = access;
         let step = u64::from(size);
-        if mask == u32::MAX {
-            let first = addresses[0];
-            let apart = addresses
-                .iter()
-                .enumerate()
-                .fold(0, |apart, (lane, &address)| {
-                    apart | (address ^ first.wrapping_add(lane as u64 * step))
-                });
-            if apart == 0 {
-                return self
-                    .range(kind, first, 32 * step, step)
-                    .map_err(|(at, what)| Violation {
-                        lane: ((at - first) / step) as u32,
-                        what,
-                    });
-            }
-        }
-        self.check_runs(kind, step, mask, addresses)
+        let lowest = mask.trailing_zeros() % 32;
+        let first = addresses[lowest as usize];
+        let bytes = match pattern {
+            Pattern::Row => u64::from(mask.count_ones()) * step,
+            Pattern::Same => step,
+            Pattern::Scattered => return self.check_runs(kind, step, mask, addresses),
+        };
+        self.range(kind, first, bytes, step)
+            .map_err(|(at, what)| Violation {
+                lane: lowest + (at.wrapping_sub(first) / step) as u32,
+                what,
+            })
     }
 
     /// Checks runs of lanes whose bytes follow each other, or are the same.
@@ -810,7 +849,7 @@ impl View {
     }
 
     /// Checks and records an access of consecutive bytes whose elements have `step` bytes.
-    #[inline]
+    #[inline(always)]
     fn range(&mut self, kind: Kind, start: u64, bytes: u64, step: u64) -> Result<(), Refusal> {
         if bytes == 0 {
             return Ok(());
@@ -839,7 +878,7 @@ impl View {
 
     /// Finds the allocation of a range, which must be this device's, alive, and ordered before this
     /// work. Returns the agent from which on the order must be looked up.
-    #[inline]
+    #[inline(always)]
     fn enter(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Refusal> {
         for recent in self.recent.iter().flatten() {
             if recent.start <= start
@@ -954,6 +993,7 @@ impl View {
     }
 
     /// Words of which all bytes are touched.
+    #[inline(always)]
     fn whole_words(
         &mut self,
         kind: Kind,
@@ -961,49 +1001,72 @@ impl View {
         bytes: u64,
         floor: u32,
     ) -> Result<(), Refusal> {
-        let memory = self.memory.clone();
-        let (agents, written) = memory.arena.words(start, bytes as usize / 4);
-        let floor_mark = mark(floor, 0);
-        let own = mark(self.own, WHOLE);
-        let several = mark(self.agents.several(), WHOLE);
-        let settled = |writer: u32| writer < floor_mark || writer | WHOLE == own;
-        match kind {
-            Kind::Load | Kind::LoadReadOnly => {
-                for (i, (agents, written)) in agents.iter().zip(written).enumerate() {
-                    let old = agents.load(Relaxed);
-                    let (writer, reader) = (old as u32, (old >> 32) as u32);
-                    let plain = written.load(Relaxed) == WHOLE as u8
-                        && (writer < floor_mark || kind == Kind::Load && writer | WHOLE == own);
-                    if plain && (reader == own || reader == several) {
-                        continue;
-                    }
-                    if plain && reader < floor_mark {
-                        agents.store(u64::from(own) << 32 | u64::from(writer), Relaxed);
-                    } else if plain && self.is_sibling(reader) {
-                        agents.store(u64::from(several) << 32 | u64::from(writer), Relaxed);
-                    } else {
-                        self.word(kind, start + i as u64 * 4, WHOLE, floor)?;
-                    }
-                }
-            }
-            Kind::Store => {
-                for (i, (agents, written)) in agents.iter().zip(written).enumerate() {
-                    let old = agents.load(Relaxed);
-                    if settled(old as u32) && settled((old >> 32) as u32) {
-                        agents.store(u64::from(own), Relaxed);
-                        written.store(WHOLE as u8, Relaxed);
-                    } else {
-                        self.word(kind, start + i as u64 * 4, WHOLE, floor)?;
-                    }
-                }
-            }
-            Kind::Atomic => {
-                for i in 0..bytes / 4 {
-                    self.word(kind, start + i * 4, WHOLE, floor)?;
-                }
+        let end = start + bytes;
+        let mut at = start;
+        while at < end {
+            at = match kind {
+                Kind::Load => self.plain_loads::<false>(at, end, floor),
+                Kind::LoadReadOnly => self.plain_loads::<true>(at, end, floor),
+                Kind::Store => self.plain_stores(at, end, floor),
+                Kind::Atomic => at,
+            };
+            if at < end {
+                self.word(kind, at, WHOLE, floor)?;
+                at += 4;
             }
         }
         Ok(())
+    }
+
+    /// Reads words while they are written, and by older work or (if it may be) by this block: all
+    /// that is left is to enter the reader. Returns where it stopped.
+    #[inline(always)]
+    fn plain_loads<const READ_ONLY: bool>(&self, start: u64, end: u64, floor: u32) -> u64 {
+        let (agents, written) = self.memory.arena.words(start, ((end - start) / 4) as usize);
+        let floor = mark(floor, 0);
+        let own = mark(self.own, WHOLE);
+        let several = mark(self.agents.several(), WHOLE);
+        for (i, (agents, written)) in agents.iter().zip(written).enumerate() {
+            let old = agents.load(Relaxed);
+            let (writer, reader) = (old as u32, (old >> 32) as u32);
+            let known = writer < floor || !READ_ONLY && writer | WHOLE == own;
+            if written.load(Relaxed) != WHOLE as u8 || !known {
+                return start + i as u64 * 4;
+            }
+            if reader == own || reader == several {
+                continue;
+            }
+            let reader = if reader < floor {
+                own
+            } else if self.is_sibling(reader) {
+                several
+            } else {
+                return start + i as u64 * 4;
+            };
+            agents.store(u64::from(reader) << 32 | u64::from(writer), Relaxed);
+        }
+        end
+    }
+
+    /// Writes words while nobody but older work or this block touched them. Returns where it
+    /// stopped.
+    #[inline(always)]
+    fn plain_stores(&self, start: u64, end: u64, floor: u32) -> u64 {
+        let (agents, written) = self.memory.arena.words(start, ((end - start) / 4) as usize);
+        let floor = mark(floor, 0);
+        let own = mark(self.own, WHOLE);
+        let settled = |other: u32| other < floor || other | WHOLE == own;
+        for (i, (agents, written)) in agents.iter().zip(written).enumerate() {
+            let old = agents.load(Relaxed);
+            if !settled(old as u32) || !settled((old >> 32) as u32) {
+                return start + i as u64 * 4;
+            }
+            if old != u64::from(own) {
+                agents.store(u64::from(own), Relaxed);
+            }
+            written.store(WHOLE as u8, Relaxed);
+        }
+        end
     }
 
     /// Whether a mark is that of another block of this launch, for a whole word.
@@ -1013,8 +1076,62 @@ impl View {
         other & WHOLE == WHOLE && agent >= self.agents.first && agent < self.agents.several()
     }
 
-    /// Bytes of one word, with everything that can be in its shadow.
+    /// Bytes of one word.
+    #[inline]
     fn word(&mut self, kind: Kind, address: u64, bytes: u32, floor: u32) -> Result<(), Refusal> {
+        match self.plain_word(kind, address, bytes, floor) {
+            true => Ok(()),
+            false => self.any_word(kind, address, bytes, floor),
+        }
+    }
+
+    /// Accesses bytes of a word that nobody but older work or this block touched. False: it is not
+    /// such a word, and nothing is recorded.
+    #[inline]
+    fn plain_word(&self, kind: Kind, address: u64, bytes: u32, floor: u32) -> bool {
+        let arena = &self.memory.arena;
+        let (agents, written) = (arena.agents(address), arena.written(address));
+        let old = agents.load(Relaxed);
+        let (writer, reader) = (old as u32, (old >> 32) as u32);
+        let older = |other: u32| other < mark(floor, 0);
+        let own = |other: u32| other >> 4 == self.own;
+        let settled = |other: u32| older(other) || own(other);
+        let joined =
+            |other: u32| mark(self.own, bytes) | if own(other) { other & WHOLE } else { 0 };
+        match kind {
+            Kind::Load | Kind::LoadReadOnly => {
+                let known = older(writer) || kind == Kind::Load && own(writer);
+                if bytes & !u32::from(written.load(Relaxed)) != 0 || !known || !settled(reader) {
+                    return false;
+                }
+                agents.store(u64::from(joined(reader)) << 32 | u64::from(writer), Relaxed);
+            }
+            Kind::Store => {
+                if !settled(writer) || !settled(reader) {
+                    return false;
+                }
+                let left = if reader & WHOLE & !bytes == 0 {
+                    0
+                } else {
+                    reader
+                };
+                agents.store(u64::from(left) << 32 | u64::from(joined(writer)), Relaxed);
+                written.fetch_or(bytes as u8, Relaxed);
+            }
+            Kind::Atomic => return false,
+        }
+        true
+    }
+
+    /// Bytes of one word, with everything that can be in its shadow.
+    #[inline(never)]
+    fn any_word(
+        &mut self,
+        kind: Kind,
+        address: u64,
+        bytes: u32,
+        floor: u32,
+    ) -> Result<(), Refusal> {
         let memory = self.memory.clone();
         let (agents, written) = (memory.arena.agents(address), memory.arena.written(address));
         if kind != Kind::Store {

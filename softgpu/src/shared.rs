@@ -15,9 +15,9 @@ pub struct Order {
     time: u32,
     /// What any lane did before this time, every lane has seen.
     floor: u32,
-    /// `seen[a][b]`: what lane `b` did before this time, lane `a` has seen.
-    seen: Box<[[u32; 32]; 32]>,
-    partial: bool,
+    /// `seen[a][b]`: what lane `b` did before this time, lane `a` has seen. Empty until some lanes
+    /// wait for each other without the rest.
+    seen: Vec<[u32; 32]>,
 }
 
 impl Order {
@@ -25,8 +25,7 @@ impl Order {
         Self {
             time: 1,
             floor: 0,
-            seen: Box::new([[0; 32]; 32]),
-            partial: false,
+            seen: vec![],
         }
     }
 
@@ -42,7 +41,7 @@ impl Order {
             self.floor = self.time;
             return;
         }
-        self.partial = true;
+        self.seen.resize(32, [0; 32]);
         let lanes = || (0..32).filter(|lane| members >> lane & 1 == 1);
         let mut joined = [self.floor; 32];
         for lane in lanes() {
@@ -62,7 +61,10 @@ impl Order {
     fn ordered(&self, lane: u32, other: u32, time: u32) -> bool {
         lane == other
             || time < self.floor
-            || (self.partial && time < self.seen[lane as usize][other as usize])
+            || self
+                .seen
+                .get(lane as usize)
+                .is_some_and(|seen| time < seen[other as usize])
     }
 
     fn all_ordered(&self, lane: u32, others: u32, time: u32) -> bool {
@@ -118,6 +120,7 @@ const UNTOUCHED: Record = Record {
 };
 
 /// A block's shared memory.
+#[derive(Default)]
 pub struct Shared {
     bytes: Vec<u8>,
     words: Vec<Record>,
@@ -144,13 +147,11 @@ pub enum Touch {
 }
 
 impl Shared {
-    pub fn new(bytes: usize) -> Self {
-        Self {
-            bytes: vec![0; bytes],
-            words: vec![UNTOUCHED; bytes.div_ceil(4)],
-            split: vec![],
-            block: 0,
-            epoch: 1,
+    /// Takes another size. Records stay, of blocks that are over.
+    pub fn resize(&mut self, bytes: usize) {
+        self.bytes.resize(bytes, 0);
+        if self.words.len() < bytes.div_ceil(4) {
+            self.words.resize(bytes.div_ceil(4), UNTOUCHED);
         }
     }
 
@@ -205,7 +206,7 @@ impl Shared {
             }) {
                 for word in words {
                     if touch == Touch::Read {
-                        read(word, self.epoch, who, lane);
+                        read(word, self.epoch, who, 1 << lane);
                     } else {
                         write(word, self.epoch, who, lane, touch);
                     }
@@ -245,34 +246,84 @@ impl Shared {
         &mut self.split[word.split as usize - 1][at % 4..][..count]
     }
 
-    /// Checks and records an access of a whole warp to words in a row, if it needs no further look.
-    pub fn touch_row(&mut self, who: &Who, address: u64, touch: Touch) -> bool {
-        let start = address as usize / 4;
-        if address % 4 != 0 || address + 128 > self.bytes.len() as u64 {
+    /// Checks and records an access of a warp's neighbouring lanes to bytes in a row, `size` for
+    /// each from the lowest lane of `mask` on, if it needs no further look. False: it does, and
+    /// nothing is recorded.
+    #[inline(always)]
+    pub fn touch_row(
+        &mut self,
+        who: &Who,
+        mask: u32,
+        address: u64,
+        size: u32,
+        touch: Touch,
+    ) -> bool {
+        let (lowest, bytes) = (
+            mask.trailing_zeros(),
+            mask.count_ones() as usize * size as usize,
+        );
+        let inside = (address as usize)
+            .checked_add(bytes)
+            .is_some_and(|end| end <= self.bytes.len());
+        if size < 4 || address % u64::from(size) != 0 || !inside {
             return false;
         }
         let (block, epoch) = (self.block, self.epoch);
-        let words = &mut self.words[start..start + 32];
-        let fresh = |word: &Record| word.block != block && touch == Touch::Write;
-        let known =
-            |word: &Record, lane| word.block == block && harmless(word, epoch, who, lane, touch);
-        if !(0..)
-            .zip(words.iter())
-            .all(|(lane, word)| known(word, lane) || fresh(word))
-        {
+        let words_of_lane = size as usize / 4;
+        let words = &mut self.words[address as usize / 4..][..bytes / 4];
+        let known = |word: &Record, lane: u32| {
+            if word.block == block {
+                harmless(word, epoch, who, lane, touch)
+            } else {
+                touch == Touch::Write
+            }
+        };
+        let mut of_lanes = (lowest..).zip(words.chunks_exact(words_of_lane));
+        if !of_lanes.all(|(lane, words)| words.iter().all(|word| known(word, lane))) {
             return false;
         }
-        for (lane, word) in (0..).zip(words) {
-            if word.block != block {
-                *word = Record { block, ..UNTOUCHED };
-            }
-            if touch == Touch::Read {
-                read(word, epoch, who, lane);
-            } else {
-                write(word, epoch, who, lane, touch);
+        for (lane, words) in (lowest..).zip(words.chunks_exact_mut(words_of_lane)) {
+            for word in words {
+                if word.block != block {
+                    *word = Record { block, ..UNTOUCHED };
+                }
+                if touch == Touch::Read {
+                    read(word, epoch, who, 1 << lane);
+                } else {
+                    write(word, epoch, who, lane, touch);
+                }
             }
         }
         true
+    }
+
+    /// Checks and records a read of the same words by all lanes of `mask`, if it needs no further
+    /// look. False: it does, and nothing is recorded.
+    #[inline(always)]
+    pub fn read_same(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
+        let end = (address as usize).checked_add(size as usize);
+        let inside = end.is_some_and(|end| end <= self.bytes.len());
+        if size < 4 || address % u64::from(size) != 0 || !inside {
+            return false;
+        }
+        let (block, epoch) = (self.block, self.epoch);
+        let words = &mut self.words[address as usize / 4..][..size as usize / 4];
+        // Such as no lane needs a further look at, whichever wrote them.
+        let known = |word: &Record| {
+            let written = word.writer == who.warp && word.write_time < who.order.floor;
+            word.block == block
+                && word.split == 0
+                && !word.in_flight
+                && word.written
+                && (word.write_epoch != epoch || written)
+        };
+        let known = words.iter().all(known);
+        if known {
+            for word in words {
+                read(word, epoch, who, mask);
+            }
+        }
+        known
     }
 
     /// Whether this lane's store meets another lane's of the same instruction, with another value.
@@ -347,7 +398,7 @@ fn touched(
         }
     }
     if touch == Touch::Read {
-        read(word, epoch, who, lane);
+        read(word, epoch, who, 1 << lane);
         return Ok(());
     }
     // Reads since the last barrier.
@@ -403,7 +454,7 @@ fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32, touch: Touch) {
 }
 
 #[inline(always)]
-fn read(word: &mut Record, epoch: u32, who: &Who, lane: u32) {
+fn read(word: &mut Record, epoch: u32, who: &Who, lanes: u32) {
     if word.read_epoch != epoch {
         word.reader = who.warp;
         word.read_lanes = 0;
@@ -415,49 +466,40 @@ fn read(word: &mut Record, epoch: u32, who: &Who, lane: u32) {
         word.read_lanes = 0;
     }
     word.read_time = who.order.time;
-    word.read_lanes |= 1 << lane;
+    word.read_lanes |= lanes;
     word.read_line = who.line;
 }
 
-/// Whether the lanes' operands follow each other.
-pub fn in_a_row(addresses: &[u64; 32], size: u32) -> bool {
-    let mut row = true;
-    for (lane, address) in (0..).zip(addresses) {
-        row &= *address == addresses[0].wrapping_add(lane * u64::from(size));
-    }
-    row
-}
-
 /// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole
-/// warps for up to 4 bytes, halves for 8, quarters for 16. Lanes that want the same word share it.
+/// warps for up to 4 bytes, halves for 8, quarters for 16. Lanes that want the same word share it,
+/// so a row and a word for all take one pass.
 pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) {
-    let first = addresses[mask.trailing_zeros() as usize % 32];
-    let lowest = mask.trailing_zeros() as u64;
-    let contiguous = (0..32u64).all(|lane| {
-        mask >> lane & 1 == 0
-            || addresses[lane as usize]
-                == first.wrapping_add((lane.wrapping_sub(lowest)).wrapping_mul(u64::from(size)))
-    });
-    if contiguous {
-        return;
-    }
     let group = match size {
         0..=4 => 32,
         8 => 16,
         _ => 8,
     };
     for start in (0..32).step_by(group) {
-        let mut seen: Vec<u64> = Vec::with_capacity(32);
-        let mut banks = [0u64; 32];
-        for lane in (start..start + group).filter(|lane| mask >> lane & 1 == 1) {
-            for word in 0..u64::from(size).div_ceil(4) {
-                let word = addresses[lane] / 4 + word;
-                if !seen.contains(&word) {
-                    seen.push(word);
-                    banks[word as usize % 32] += 1;
-                }
+        let lanes = (start..start + group).filter(|lane| mask >> lane & 1 == 1);
+        let words = lanes.flat_map(|lane| {
+            let first = addresses[lane] / 4;
+            first..first + u64::from(size).div_ceil(4)
+        });
+        // Of each bank, the words that it has to give, the first beside the others.
+        let mut firsts = [u64::MAX; 32];
+        let mut others: Vec<u64> = vec![];
+        for word in words {
+            let first = &mut firsts[word as usize % 32];
+            if *first == u64::MAX {
+                *first = word;
+            } else if *first != word && !others.contains(&word) {
+                others.push(word);
             }
         }
-        counts.bank_conflicts += banks.iter().max().map_or(0, |most| most.saturating_sub(1));
+        let mut more = [0u64; 32];
+        for word in others {
+            more[word as usize % 32] += 1;
+        }
+        counts.bank_conflicts += more.into_iter().max().unwrap_or(0);
     }
 }

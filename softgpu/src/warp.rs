@@ -1,15 +1,15 @@
 //! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run
 //! together.
 
-use crate::alu::{put_predicate, put_slot, put_wide, Lanes, Slot};
+use crate::alu::{self, put_predicate, put_slot, put_wide, Lanes, Slot};
 use crate::counts::Counts;
 use crate::fault::Fault;
 use crate::float::{self, Mode, BF16, F16};
 use crate::grid::Launch;
-use crate::memory::{Access, Kind as Global, View};
+use crate::memory::{Access, Kind as Global, Pattern, View};
 use crate::ptx::decode::{BarrierKind, LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW};
 use crate::ptx::{Address, Atomic, Kind, LaneMask, Op, Operation, Program, Scalar, Space, Value};
-use crate::shared::{count_conflicts, in_a_row, Order, Shared, Touch, Who};
+use crate::shared::{count_conflicts, Order, Shared, Touch, Who};
 
 /// What a block's warps share.
 pub(crate) struct Block<'a> {
@@ -152,37 +152,51 @@ impl Warp {
 
     /// Fills a slot that holds the same for the whole of a block.
     fn fill(&mut self, block: &Block, value: Value, wide: bool, slot: u16) {
+        let axis = usize::from;
+        let same = match value {
+            Value::Bits(bits) => bits,
+            Value::Global(offset) => block.launch.globals.wrapping_add(offset),
+            Value::DynamicShared(offset) => block.program.dynamic_start() as u64 + offset,
+            Value::Threads(of) => u64::from(block.launch.block[axis(of)]),
+            Value::Block(of) => u64::from(block.index[axis(of)]),
+            Value::Blocks(of) => u64::from(block.launch.grid[axis(of)]),
+            Value::Warp => u64::from(self.number),
+            Value::Warps => u64::from(block.launch.block.iter().product::<u32>().div_ceil(32)),
+            Value::Thread(_) | Value::Lane | Value::LaneMask(_) => {
+                return self.fill_lanes(block, value, wide, slot)
+            }
+        };
+        // SAFETY: the decoder reserved the slot, or two for 64 bits, and the warp has all that the
+        // program reserved.
+        unsafe {
+            match wide {
+                true => put_wide(&mut self.lanes, slot, [same; 32], !0),
+                false => put_slot(&mut self.lanes, slot, [same as u32; 32], !0),
+            }
+        }
+    }
+
+    /// Fills a slot that holds another value for each lane.
+    fn fill_lanes(&mut self, block: &Block, value: Value, wide: bool, slot: u16) {
         let [x, y, _] = block.launch.block;
         for lane in 0..32u32 {
             let thread = u32::from(self.number) * 32 + lane;
+            let equal = 1u32 << lane;
             let bits = match value {
-                Value::Bits(bits) => bits,
-                Value::Global(offset) => block.launch.globals.wrapping_add(offset),
-                Value::DynamicShared(offset) => block.program.dynamic_start() as u64 + offset,
-                Value::Thread(0) => u64::from(thread % x),
-                Value::Thread(1) => u64::from(thread / x % y),
-                Value::Thread(_) => u64::from(thread / (x * y)),
-                Value::Threads(axis) => u64::from(block.launch.block[usize::from(axis)]),
-                Value::Block(axis) => u64::from(block.index[usize::from(axis)]),
-                Value::Blocks(axis) => u64::from(block.launch.grid[usize::from(axis)]),
-                Value::Lane => u64::from(lane),
-                Value::Warp => u64::from(self.number),
-                Value::Warps => u64::from(block.launch.block.iter().product::<u32>().div_ceil(32)),
-                Value::LaneMask(which) => {
-                    let equal = 1u32 << lane;
-                    u64::from(match which {
-                        LaneMask::Equal => equal,
-                        LaneMask::Less => equal - 1,
-                        LaneMask::LessOrEqual => equal | (equal - 1),
-                        LaneMask::Greater => !(equal | (equal - 1)),
-                        LaneMask::GreaterOrEqual => !(equal - 1),
-                    })
-                }
+                Value::Thread(0) => thread % x,
+                Value::Thread(1) => thread / x % y,
+                Value::Thread(_) => thread / (x * y),
+                Value::LaneMask(LaneMask::Equal) => equal,
+                Value::LaneMask(LaneMask::Less) => equal - 1,
+                Value::LaneMask(LaneMask::LessOrEqual) => equal | (equal - 1),
+                Value::LaneMask(LaneMask::Greater) => !(equal | (equal - 1)),
+                Value::LaneMask(LaneMask::GreaterOrEqual) => !(equal - 1),
+                _ => lane,
             };
             if wide {
-                self.set64(slot, lane, bits);
+                self.set64(slot, lane, u64::from(bits));
             } else {
-                self.slots[usize::from(slot)].0[lane as usize] = bits as u32;
+                self.slots[usize::from(slot)].0[lane as usize] = bits;
             }
         }
     }
@@ -209,6 +223,8 @@ impl Warp {
         !self.exited
     }
 
+    #[cold]
+    #[inline(never)]
     fn fault(&self, block: &Block, at: u32, lane: u32, what: String) -> Box<Fault> {
         let program = block.program;
         let [x, y, _] = block.launch.block;
@@ -233,12 +249,23 @@ impl Warp {
         self.fault(block, self.at, mask.trailing_zeros() % 32, what.into())
     }
 
+    /// Notes where lanes of the running group are.
+    #[inline(always)]
+    fn lay_aside(&mut self, lanes: u32) {
+        for (lane, counter) in self.counters.iter_mut().enumerate() {
+            *counter = if lanes >> lane & 1 == 1 {
+                self.at
+            } else {
+                *counter
+            };
+        }
+    }
+
     /// Lays the running group aside and takes up the one that is furthest behind, or, to be fair,
     /// any other. False: none can run.
+    #[inline(always)]
     fn pick(&mut self, fair: bool) -> bool {
-        for lane in lanes_of(self.active) {
-            self.counters[lane as usize] = self.at;
-        }
+        self.lay_aside(self.active);
         let runnable = self.live() & !self.parked & !self.blocked;
         if runnable == 0 {
             self.active = 0;
@@ -248,26 +275,48 @@ impl Warp {
         if fair && runnable & !self.active != 0 {
             candidates = runnable & !self.active;
         }
-        let at = lanes_of(candidates)
-            .map(|lane| self.counters[lane as usize])
-            .min()
-            .unwrap_or(0);
-        let with = |counter: u32, lane: u32| self.counters[lane as usize] == counter;
-        self.active = lanes_of(runnable)
-            .filter(|lane| with(at, *lane))
-            .fold(0, |mask, lane| mask | 1 << lane);
+        let mut at = u32::MAX;
+        for (lane, &counter) in self.counters.iter().enumerate() {
+            at = at.min(if candidates >> lane & 1 == 1 {
+                counter
+            } else {
+                u32::MAX
+            });
+        }
+        let (mut here, mut meet) = (0, u32::MAX);
+        for (lane, &counter) in self.counters.iter().enumerate() {
+            here |= u32::from(counter == at) << lane;
+            let ahead = runnable >> lane & 1 == 1 && counter > at;
+            meet = meet.min(if ahead { counter } else { u32::MAX });
+        }
+        self.active = here & runnable;
         self.at = at;
-        let others = lanes_of(runnable & !self.active).map(|lane| self.counters[lane as usize]);
-        self.meet = others
-            .filter(|counter| *counter > at)
-            .min()
-            .unwrap_or(u32::MAX);
+        self.meet = meet;
         // Groups behind this one are met only by going back, which a fair turn sees to.
         true
     }
 
     /// Runs until the warp waits for its block, is done, or has run about `budget` branches.
     pub fn run(&mut self, block: &mut Block, budget: u64) -> Done<()> {
+        if alu::is_wide() {
+            // SAFETY: the processor has these features.
+            unsafe { self.run_wide(block, budget) }
+        } else {
+            self.run_lanes(block, budget)
+        }
+    }
+
+    /// Whatever is inlined here loops over lanes with wide vectors.
+    #[cfg_attr(
+        target_arch = "x86_64",
+        target_feature(enable = "avx2,fma,bmi1,popcnt")
+    )]
+    unsafe fn run_wide(&mut self, block: &mut Block, budget: u64) -> Done<()> {
+        self.run_lanes(block, budget)
+    }
+
+    #[inline(always)]
+    fn run_lanes(&mut self, block: &mut Block, budget: u64) -> Done<()> {
         let mut left = budget;
         // After a fair turn the group that was picked goes on.
         if self.active == 0 && !self.pick(false) {
@@ -282,7 +331,10 @@ impl Warp {
             // The slots and predicates were reserved by the program that this instruction is of.
             let mask = self.active & (self.predicates[usize::from(op.guard)] ^ op.flip);
             block.counts.instructions[op.class as usize] += 1;
-            block.counts.thread_instructions += u64::from(mask.count_ones());
+            block.counts.thread_instructions += match mask {
+                u32::MAX => 32,
+                _ => u64::from(mask.count_ones()),
+            };
             if op.kind == Kind::Arithmetic {
                 if mask != 0 {
                     // SAFETY: the decoder reserved every slot and predicate that it gave to an
@@ -300,9 +352,7 @@ impl Warp {
                     if self.active != self.live() {
                         self.pick(true);
                     }
-                    for lane in lanes_of(self.active) {
-                        self.counters[lane as usize] = self.at;
-                    }
+                    self.lay_aside(self.active);
                     return Ok(());
                 }
                 continue;
@@ -317,19 +367,17 @@ impl Warp {
         }
     }
 
+    #[inline(always)]
     fn branch(&mut self, op: &Op, mask: u32) {
         if mask == self.active {
             self.at = op.target;
         } else if mask == 0 {
             self.at += 1;
         } else {
-            for lane in lanes_of(self.active) {
-                self.counters[lane as usize] = if mask >> lane & 1 == 1 {
-                    op.target
-                } else {
-                    self.at + 1
-                };
-            }
+            self.at += 1;
+            self.lay_aside(self.active & !mask);
+            self.at = op.target;
+            self.lay_aside(mask);
             // Both sides are laid aside, and the one behind is taken up.
             self.active = 0;
             self.pick(false);
@@ -337,16 +385,16 @@ impl Warp {
     }
 
     /// Sends part of the running group elsewhere, or all of it.
+    #[inline(never)]
     fn leave(&mut self, mask: u32) -> bool {
         self.at += 1;
-        for lane in lanes_of(self.active) {
-            self.counters[lane as usize] = self.at;
-        }
+        self.lay_aside(self.active);
         self.active &= !mask;
         self.pick(false)
     }
 
     /// All instructions that are neither arithmetic nor branches. False: no lane can run.
+    #[inline(always)]
     fn other(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
         match op.kind {
             Kind::Load => self.load(block, op, mask)?,
@@ -438,6 +486,7 @@ impl Warp {
     }
 
     /// No lane can run: all have exited, or wait for the block, or for lanes that will not come.
+    #[inline(never)]
     fn stopped(&mut self, block: &Block) -> Done<()> {
         let live = self.live();
         if live == 0 {
@@ -537,6 +586,7 @@ impl Warp {
     }
 
     /// Lanes come to where they wait for others of their warp.
+    #[inline(always)]
     fn meet(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
         let first = self.get32(op.more[0], mask.trailing_zeros());
         let uniform = lanes_of(mask).all(|lane| self.get32(op.more[0], lane) == first);
@@ -572,6 +622,7 @@ impl Warp {
     }
 
     /// Lets lanes go whose partners have all arrived or exited. False: there are none.
+    #[inline(never)]
     fn release(&mut self, block: &mut Block) -> Done<bool> {
         let mut seen = 0;
         let mut any = false;
@@ -610,6 +661,7 @@ impl Warp {
 
     /// What a shuffle, vote or match gives to the lanes of `group`, that came with all of
     /// `present`.
+    #[inline(always)]
     fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
         let op = &block.ops[at as usize];
         match op.kind {
@@ -674,6 +726,7 @@ impl Warp {
         Ok(())
     }
 
+    #[inline(always)]
     fn shuffle(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
         let op = &block.ops[at as usize];
         let mut values = self.slots[usize::from(op.a)].0;
@@ -719,6 +772,7 @@ impl Warp {
     }
 
     /// Each lane's address in the space of an operand.
+    #[inline(always)]
     fn addresses(&self, address: &Address) -> [u64; 32] {
         match address.base {
             None => [address.offset; 32],
@@ -742,6 +796,7 @@ impl Warp {
     }
 
     /// Splits lanes with generic addresses by where these point, and calls back for each space.
+    #[inline(always)]
     fn by_space(
         &mut self,
         block: &mut Block,
@@ -755,30 +810,33 @@ impl Warp {
         if address.space != Space::Generic {
             return access(self, block, op, address, address.space, mask, &addresses);
         }
-        for (space, window) in [
-            (Space::Global, 0),
-            (Space::Shared, SHARED_WINDOW),
-            (Space::Local, LOCAL_WINDOW),
-            (Space::Parameter, PARAMETER_WINDOW),
-        ] {
-            let here = lanes_of(mask)
-                .filter(|lane| addresses[*lane as usize] >> 60 == window >> 60)
-                .fold(0, |mask, lane| mask | 1 << lane);
-            if here != 0 {
-                for lane in lanes_of(here) {
-                    addresses[lane as usize] -= window;
-                }
-                access(self, block, op, address, space, here, &addresses)?;
-                for lane in lanes_of(here) {
-                    // No window may match twice.
-                    addresses[lane as usize] = u64::MAX;
-                }
+        let mut left = mask;
+        while left != 0 {
+            let window = addresses[left.trailing_zeros() as usize % 32] >> 60;
+            let space = match window << 60 {
+                SHARED_WINDOW => Space::Shared,
+                LOCAL_WINDOW => Space::Local,
+                PARAMETER_WINDOW => Space::Parameter,
+                _ => Space::Global,
+            };
+            let mut here = 0;
+            for (lane, at) in addresses.iter_mut().enumerate() {
+                let inside = left >> lane & 1 == 1 && *at >> 60 == window;
+                here |= u32::from(inside) << lane;
+                *at -= if inside && space != Space::Global {
+                    window << 60
+                } else {
+                    0
+                };
             }
+            left &= !here;
+            access(self, block, op, address, space, here, &addresses)?;
         }
         Ok(())
     }
 
     /// A parameter at an address that the instruction names is the same in all lanes.
+    #[inline(always)]
     fn load_parameter(&mut self, block: &Block, address: &Address, mask: u32) -> Option<()> {
         let known =
             address.space == Space::Parameter && address.base.is_none() && address.count == 1;
@@ -811,6 +869,7 @@ impl Warp {
         Some(())
     }
 
+    #[inline(always)]
     fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let program = block.program;
         if self
@@ -825,6 +884,7 @@ impl Warp {
             mask,
             |warp, block, _, address, space, mask, addresses| {
                 let size = address.bytes * address.count;
+                let pattern = Pattern::of(addresses, mask, size);
                 match space {
                     Space::Global | Space::Generic => {
                         let kind = if address.read_only {
@@ -832,26 +892,32 @@ impl Warp {
                         } else {
                             Global::Load
                         };
-                        warp.check_global(block, kind, mask, addresses, size)?;
+                        warp.check_global(block, kind, mask, addresses, size, pattern)?;
                         // SAFETY: the check says that each lane's bytes are there and may be read.
                         unsafe {
-                            warp.gather(address, mask, |lane| addresses[lane as usize] as *const u8)
+                            warp.gather(address, mask, pattern, |lane| {
+                                addresses[lane as usize] as *const u8
+                            })
                         };
                     }
                     Space::Shared => {
                         warp.serial += 1;
-                        let row = is_row(address, mask, addresses);
-                        if !row
-                            || !block
-                                .shared
-                                .touch_row(&warp.who(block), addresses[0], Touch::Read)
-                        {
-                            warp.check_shared(block, mask, addresses, size, Touch::Read)?;
+                        let who = warp.who(block);
+                        let first = addresses[mask.trailing_zeros() as usize % 32];
+                        let settled = match pattern {
+                            Pattern::Row => {
+                                block.shared.touch_row(&who, mask, first, size, Touch::Read)
+                            }
+                            Pattern::Same => block.shared.read_same(&who, mask, first, size),
+                            Pattern::Scattered => false,
+                        };
+                        if !settled {
+                            warp.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
                         }
                         let base = block.shared.at(0, 0).as_ptr();
                         // SAFETY: the check says that each lane's bytes are inside.
                         unsafe {
-                            warp.gather(address, mask, |lane| {
+                            warp.gather(address, mask, pattern, |lane| {
                                 base.add(addresses[lane as usize] as usize)
                             })
                         };
@@ -868,7 +934,8 @@ impl Warp {
                         let (base, stride) = (warp.local.as_ptr(), block.program.local_bytes);
                         // SAFETY: the check says that each lane's bytes are inside of its part.
                         unsafe {
-                            warp.gather(address, mask, |lane| {
+                            // The lanes' parts of local memory are apart.
+                            warp.gather(address, mask, Pattern::Scattered, |lane| {
                                 base.add(lane as usize * stride + addresses[lane as usize] as usize)
                             })
                         };
@@ -885,7 +952,7 @@ impl Warp {
                         let base = block.launch.parameters.as_ptr();
                         // SAFETY: the check says that each lane's bytes are inside.
                         unsafe {
-                            warp.gather(address, mask, |lane| {
+                            warp.gather(address, mask, pattern, |lane| {
                                 base.add(addresses[lane as usize] as usize)
                             })
                         };
@@ -896,6 +963,7 @@ impl Warp {
         )
     }
 
+    #[inline(always)]
     fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         self.by_space(
             block,
@@ -903,16 +971,19 @@ impl Warp {
             mask,
             |warp, block, _, address, space, mask, addresses| {
                 let size = address.bytes * address.count;
+                let pattern = Pattern::of(addresses, mask, size);
                 match space {
                     Space::Global | Space::Generic => {
-                        warp.check_global(block, Global::Store, mask, addresses, size)?;
+                        warp.check_global(block, Global::Store, mask, addresses, size, pattern)?;
                         // SAFETY: the check says that each lane's bytes are there and may be
                         // written.
                         unsafe {
-                            warp.scatter(address, mask, |lane| addresses[lane as usize] as *mut u8)
+                            warp.scatter(address, mask, pattern, |lane| {
+                                addresses[lane as usize] as *mut u8
+                            })
                         };
                     }
-                    Space::Shared => warp.store_shared(block, address, mask, addresses)?,
+                    Space::Shared => warp.store_shared(block, address, mask, addresses, pattern)?,
                     Space::Local => {
                         warp.check_inside(
                             block,
@@ -925,7 +996,8 @@ impl Warp {
                         let (base, stride) = (warp.local.as_mut_ptr(), block.program.local_bytes);
                         // SAFETY: the check says that each lane's bytes are inside of its part.
                         unsafe {
-                            warp.scatter(address, mask, |lane| {
+                            // The lanes' parts of local memory are apart.
+                            warp.scatter(address, mask, Pattern::Scattered, |lane| {
                                 base.add(lane as usize * stride + addresses[lane as usize] as usize)
                             })
                         };
@@ -943,33 +1015,35 @@ impl Warp {
         )
     }
 
-    /// Lane by lane, because two lanes may write to the same place.
+    /// A row at once; else lane by lane, because two lanes may write to the same place.
+    #[inline(always)]
     fn store_shared(
         &mut self,
         block: &mut Block,
         address: &Address,
         mask: u32,
         addresses: &[u64; 32],
+        pattern: Pattern,
     ) -> Done<()> {
         let size = address.bytes * address.count;
         self.serial += 1;
-        if is_row(address, mask, addresses)
-            && block
-                .shared
-                .touch_row(&self.who(block), addresses[0], Touch::Write)
-        {
-            let values = &self.slots[usize::from(address.registers[0])].0;
-            for (to, value) in block
-                .shared
-                .at(addresses[0], 128)
-                .chunks_exact_mut(4)
-                .zip(values)
-            {
-                to.copy_from_slice(&value.to_le_bytes());
-            }
+        let first = addresses[mask.trailing_zeros() as usize % 32];
+        let shared = &mut block.shared;
+        let row = pattern == Pattern::Row;
+        let line = block.ops[self.at as usize].line;
+        if row && shared.touch_row(&self.who_at(line), mask, first, size, Touch::Write) {
+            let base = shared.at(0, 0).as_mut_ptr();
+            // SAFETY: the check says that each lane's bytes are inside.
+            unsafe {
+                self.scatter(address, mask, pattern, |lane| {
+                    base.add(addresses[lane as usize] as usize)
+                })
+            };
             return Ok(());
         }
-        count_conflicts(&mut block.counts, addresses, mask, size);
+        if pattern == Pattern::Scattered {
+            count_conflicts(&mut block.counts, addresses, mask, size);
+        }
         for lane in lanes_of(mask) {
             let mut value = [0u8; 32];
             for index in 0..address.count as usize {
@@ -984,7 +1058,11 @@ impl Warp {
             let value = &value[..size as usize];
             let at = addresses[lane as usize];
             let who = self.who(block);
-            if let Some(other) = block.shared.collides(&who, lane, at, value) {
+            let meeting = match row {
+                true => None,
+                false => block.shared.collides(&who, lane, at, value),
+            };
+            if let Some(other) = meeting {
                 let what = format!(
                     "lanes {other} and {lane} store different values at {at:#x} of shared memory"
                 );
@@ -997,25 +1075,35 @@ impl Warp {
         Ok(())
     }
 
+    #[inline(always)]
     fn who(&self, block: &Block) -> Who<'_> {
+        self.who_at(block.ops[self.at as usize].line)
+    }
+
+    #[inline(always)]
+    fn who_at(&self, line: u32) -> Who<'_> {
         Who {
             warp: self.number,
             order: &self.order,
             serial: self.serial,
-            line: block.ops[self.at as usize].line,
+            line,
         }
     }
 
+    #[inline(always)]
     fn check_shared(
         &mut self,
         block: &mut Block,
         mask: u32,
         addresses: &[u64; 32],
         size: u32,
+        pattern: Pattern,
         touch: Touch,
     ) -> Done<()> {
         self.serial += 1;
-        count_conflicts(&mut block.counts, addresses, mask, size);
+        if pattern == Pattern::Scattered {
+            count_conflicts(&mut block.counts, addresses, mask, size);
+        }
         let who = self.who(block);
         for lane in lanes_of(mask) {
             let touched = block
@@ -1026,6 +1114,7 @@ impl Warp {
         Ok(())
     }
 
+    #[inline(always)]
     fn check_inside(
         &self,
         block: &Block,
@@ -1035,6 +1124,9 @@ impl Warp {
         bytes: usize,
         place: &str,
     ) -> Done<()> {
+        if all_inside(addresses, mask, size, bytes) {
+            return Ok(());
+        }
         for lane in lanes_of(mask) {
             let at = addresses[lane as usize];
             let end = at.checked_add(u64::from(size));
@@ -1056,6 +1148,7 @@ impl Warp {
         Ok(())
     }
 
+    #[inline(always)]
     fn check_global(
         &mut self,
         block: &mut Block,
@@ -1063,16 +1156,18 @@ impl Warp {
         mask: u32,
         addresses: &[u64; 32],
         size: u32,
+        pattern: Pattern,
     ) -> Done<()> {
-        let checked = block.view.check(&Access {
+        let access = Access {
             kind,
             size,
             mask,
             addresses,
-        });
+        };
+        let checked = block.view.check_as(&access, pattern);
         checked.map_err(|violation| self.fault(block, self.at, violation.lane, violation.what))?;
         let bytes = u64::from(mask.count_ones() * size);
-        let sectors = sectors(addresses, mask, size);
+        let sectors = sectors(addresses, mask, size, pattern);
         let counts = &mut block.counts;
         if matches!(kind, Global::Load | Global::LoadReadOnly) {
             counts.bytes_loaded += bytes;
@@ -1087,21 +1182,51 @@ impl Warp {
     /// Reads each lane's bytes into its registers.
     ///
     /// # Safety
-    /// `place` points to all bytes of the operand for each lane of the mask.
-    unsafe fn gather(&mut self, address: &Address, mask: u32, place: impl Fn(u32) -> *const u8) {
+    /// `place` points to all bytes of the operand for each lane of the mask, and the places are as
+    /// the pattern says.
+    #[inline(always)]
+    unsafe fn gather(
+        &mut self,
+        address: &Address,
+        mask: u32,
+        pattern: Pattern,
+        place: impl Fn(u32) -> *const u8,
+    ) {
+        let size = (address.bytes * address.count) as usize;
+        let first = place(mask.trailing_zeros());
         for index in 0..address.count as usize {
             let slot = self
                 .slots
                 .as_mut_ptr()
                 .add(usize::from(address.registers[index]));
             let plus = index * address.bytes as usize;
+            let first = first.add(plus);
             macro_rules! each_lane {
-                ($from:ty, $register:ty, $mask:expr) => {
-                    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-                        let value = place(lane).add(plus).cast::<$from>().read_unaligned();
-                        *slot.cast::<$register>().add(lane as usize) = (value as $register) & $mask;
+                ($from:ty, $register:ty, $mask:expr) => {{
+                    let slot = slot.cast::<$register>();
+                    let value = |from: *const u8| {
+                        (from.cast::<$from>().read_unaligned() as $register) & $mask
+                    };
+                    if pattern == Pattern::Row && mask == !0 && address.count == 1 {
+                        for lane in 0..32 {
+                            *slot.add(lane) = value(first.add(lane * size_of::<$from>()));
+                        }
+                    } else if pattern == Pattern::Row && mask == !0 {
+                        for lane in 0..32 {
+                            *slot.add(lane) = value(first.add(lane * size));
+                        }
+                    } else if pattern == Pattern::Same {
+                        let value = value(first);
+                        for lane in 0..32 {
+                            let to = slot.add(lane);
+                            *to = if mask >> lane & 1 == 1 { value } else { *to };
+                        }
+                    } else {
+                        for lane in lanes_of(mask) {
+                            *slot.add(lane as usize) = value(place(lane).add(plus));
+                        }
                     }
-                };
+                }};
             }
             match (address.bytes, address.signed, address.widths[index]) {
                 (4, _, 32) => each_lane!(u32, u32, !0),
@@ -1124,8 +1249,17 @@ impl Warp {
     /// Writes each lane's registers to its bytes.
     ///
     /// # Safety
-    /// `place` points to all bytes of the operand for each lane of the mask.
-    unsafe fn scatter(&mut self, address: &Address, mask: u32, place: impl Fn(u32) -> *mut u8) {
+    /// `place` points to all bytes of the operand for each lane of the mask, and the places are as
+    /// the pattern says.
+    #[inline(always)]
+    unsafe fn scatter(
+        &mut self,
+        address: &Address,
+        mask: u32,
+        pattern: Pattern,
+        place: impl Fn(u32) -> *mut u8,
+    ) {
+        let first = place(mask.trailing_zeros());
         for index in 0..address.count as usize {
             let slot = self
                 .slots
@@ -1133,15 +1267,19 @@ impl Warp {
                 .add(usize::from(address.registers[index]));
             let plus = index * address.bytes as usize;
             macro_rules! each_lane {
-                ($to:ty, $register:ty) => {
-                    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-                        let value = *slot.cast::<$register>().add(lane as usize);
-                        place(lane)
-                            .add(plus)
-                            .cast::<$to>()
-                            .write_unaligned(value as $to);
+                ($to:ty, $register:ty) => {{
+                    let slot = slot.cast::<$register>();
+                    let put = |to: *mut u8, value| to.cast::<$to>().write_unaligned(value);
+                    if pattern == Pattern::Row && mask == !0 && address.count == 1 {
+                        for lane in 0..32 {
+                            put(first.add(lane * size_of::<$to>()), *slot.add(lane) as $to);
+                        }
+                    } else {
+                        for lane in lanes_of(mask) {
+                            put(place(lane).add(plus), *slot.add(lane as usize) as $to);
+                        }
                     }
-                };
+                }};
             }
             match (address.bytes, address.widths[index]) {
                 (4, 32) => each_lane!(u32, u32),
@@ -1155,6 +1293,7 @@ impl Warp {
         }
     }
 
+    #[inline(never)]
     fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         self.by_space(
             block,
@@ -1164,12 +1303,13 @@ impl Warp {
                 let (size, Some(atomic)) = (address.bytes, address.atomic) else {
                     return Ok(());
                 };
+                let pattern = Pattern::of(addresses, mask, size);
                 match space {
                     Space::Shared => {
-                        warp.check_shared(block, mask, addresses, size, Touch::Atomic)?;
+                        warp.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
                     }
                     Space::Global | Space::Generic => {
-                        warp.check_global(block, Global::Atomic, mask, addresses, size)?
+                        warp.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
                     }
                     _ => return Err(warp.fault_here(block, mask, "an atomic of this space")),
                 }
@@ -1217,6 +1357,7 @@ impl Warp {
 
     /// The source is read now, the destination written when somebody waits: a kernel may count on
     /// neither.
+    #[inline(never)]
     fn copy_async(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let program = block.program;
         let from = &program.addresses[op.target as usize];
@@ -1227,7 +1368,8 @@ impl Warp {
             .filter(|lane| self.get32(op.a, *lane) >= bytes)
             .fold(0, |mask, lane| mask | 1 << lane);
         if whole != 0 {
-            self.check_global(block, Global::Load, whole, &sources, bytes)?;
+            let pattern = Pattern::of(&sources, whole, bytes);
+            self.check_global(block, Global::Load, whole, &sources, bytes, pattern)?;
         }
         self.serial += 1;
         for lane in lanes_of(mask) {
@@ -1239,7 +1381,7 @@ impl Warp {
                 for byte in 0..u64::from(wanted) {
                     let mut one = sources;
                     one[lane as usize] = source + byte;
-                    self.check_global(block, Global::Load, 1 << lane, &one, 1)?;
+                    self.check_global(block, Global::Load, 1 << lane, &one, 1, Pattern::Same)?;
                 }
             }
             // SAFETY: the check says that the bytes are there and may be read.
@@ -1266,6 +1408,7 @@ impl Warp {
     }
 
     /// Lands the copies of all groups but the latest few.
+    #[inline(never)]
     fn wait_group(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         for lane in lanes_of(mask) {
             let group = &mut self.groups[lane as usize];
@@ -1307,20 +1450,33 @@ fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// Whether all lanes access words that follow each other.
-fn is_row(address: &Address, mask: u32, addresses: &[u64; 32]) -> bool {
-    mask == !0
-        && address.bytes == 4
-        && address.count == 1
-        && address.widths[0] == 32
-        && in_a_row(addresses, 4)
+/// Whether each lane's `size` bytes, a power of two, are aligned and within `bytes` bytes.
+#[inline(always)]
+fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool {
+    let size = u64::from(size);
+    let Some(last) = (bytes as u64).checked_sub(size) else {
+        return false;
+    };
+    let mut outside = false;
+    for (lane, &at) in addresses.iter().enumerate() {
+        outside |= mask >> lane & 1 == 1 && (at > last || at & (size - 1) != 0);
+    }
+    !outside
 }
 
 /// How many sectors of 32 bytes the lanes touch.
-fn sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
-    if mask == !0 && in_a_row(addresses, size) {
-        return ((addresses[31] + u64::from(size) - 1) >> 5) - (addresses[0] >> 5) + 1;
-    }
+#[inline(always)]
+fn sectors(addresses: &[u64; 32], mask: u32, size: u32, pattern: Pattern) -> u64 {
+    let first = addresses[mask.trailing_zeros() as usize % 32];
+    let bytes = match pattern {
+        Pattern::Row => mask.count_ones() * size,
+        Pattern::Same => size,
+        Pattern::Scattered => return scattered_sectors(addresses, mask, size),
+    };
+    ((first + u64::from(bytes) - 1) >> 5) - (first >> 5) + 1
+}
+
+fn scattered_sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
     let mut least = u64::MAX;
     let mut most = 0;
     for lane in lanes_of(mask) {
