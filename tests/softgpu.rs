@@ -6,76 +6,9 @@ mod common;
 use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::gpu::{same_bits, same_state, Gradient};
+use common::softgpu::Softgpu;
 use common::{state, thinned, Batch, Data, Outcome, Twin};
-use std::ffi::{c_char, c_void, CStr};
-use std::mem::transmute;
 use std::sync::{Mutex, PoisonError};
-
-/// What softgpu lets a test do.
-struct Softgpu {
-    fail: unsafe extern "C" fn(*const c_char, u64),
-    calls: unsafe extern "C" fn(*const c_char) -> u64,
-    live: unsafe extern "C" fn(*const c_char) -> u64,
-}
-
-impl Softgpu {
-    fn find() -> Self {
-        let function = |name: &CStr| -> *mut c_void {
-            // SAFETY: the name ends with a zero.
-            let function = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-            assert!(
-                !function.is_null(),
-                "the driver is not softgpu, which these tests need: it has no {name:?}"
-            );
-            function
-        };
-        // SAFETY: softgpu defines the three with these signatures, in `control.rs`.
-        unsafe {
-            Self {
-                fail: transmute::<*mut c_void, unsafe extern "C" fn(*const c_char, u64)>(function(
-                    c"softgpu_fail",
-                )),
-                calls: transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> u64>(
-                    function(c"softgpu_calls"),
-                ),
-                live: transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> u64>(
-                    function(c"softgpu_live"),
-                ),
-            }
-        }
-    }
-
-    /// Runs `work`, whose n-th call of the driver fails. (Calls that give something back do not.)
-    fn failing<T>(&self, device: &CudaDevice, n: u64, work: impl FnOnce() -> T) -> T {
-        // SAFETY: null is for any function.
-        unsafe { (self.fail)(std::ptr::null(), n) };
-        let result = work();
-        // SAFETY: as above.
-        unsafe { (self.fail)(std::ptr::null(), 0) };
-        // cudarc keeps what fails while it drops something, for the next call to report.
-        let _ = device.cuda_stream().context().check_err();
-        result
-    }
-
-    /// Runs `work`, and counts its calls of the driver.
-    fn counting<T>(&self, work: impl FnOnce() -> T) -> (T, u64) {
-        // SAFETY: null is for all functions.
-        let calls = || unsafe { (self.calls)(std::ptr::null()) };
-        let before = calls();
-        let result = work();
-        (result, calls() - before)
-    }
-
-    /// How many there are of what the driver hands out.
-    fn live(&self, device: &Device) -> Vec<(&'static CStr, u64)> {
-        // What is freed in the order of a stream is there until then.
-        device.synchronize().unwrap();
-        [c"allocations", c"bytes", c"events", c"streams", c"modules"]
-            // SAFETY: the names end with a zero.
-            .map(|kind| (kind, unsafe { (self.live)(kind.as_ptr()) }))
-            .to_vec()
-    }
-}
 
 /// Outputs of a layer: of its input, and the sum with a residual.
 type Outputs = (Tensor, Option<Tensor>);
@@ -262,7 +195,7 @@ fn any_call_may_fail(statistics: Statistics, warmup_steps: usize) {
     // What is handed out is counted for the whole process.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let softgpu = Softgpu::find();
+    let softgpu = Softgpu::find().unwrap();
     let device = CudaDevice::new_with_stream(0).unwrap();
     // SAFETY: all work is on one stream. (With events, cudarc forgets an allocation for which it
     // cannot make them.)

@@ -304,7 +304,7 @@ const DEVICE_MEMORY: u64 = 80 << 30;
 
 fn load(text: &str) -> Outcome<u64> {
     let device = current_device()?;
-    let module = parsed(text)?;
+    let module = edited(parsed(text)?)?;
     let (size, _) = module.globals();
     let memory = &engine().memory;
     let mut globals = 0;
@@ -350,6 +350,21 @@ fn parsed(text: &str) -> Outcome<Arc<Module>> {
             Err(Error::INVALID_PTX)
         }
     }
+}
+
+/// The PTX in the file `SOFTGPU_PTX` instead of a module that defines all its entries: an edited
+/// kernel runs without a rebuild.
+fn edited(module: Arc<Module>) -> Outcome<Arc<Module>> {
+    let Some(file) = std::env::var_os("SOFTGPU_PTX") else {
+        return Ok(module);
+    };
+    let text = std::fs::read_to_string(&file).map_err(|error| {
+        eprintln!("softgpu: SOFTGPU_PTX names {file:?}, which cannot be read: {error}");
+        Error::FILE_NOT_FOUND
+    })?;
+    let edited = parsed(&text)?;
+    let replaces = edited.entries().all(|name| module.entry(name).is_some());
+    Ok(if replaces { edited } else { module })
 }
 
 impl Drop for Loaded {

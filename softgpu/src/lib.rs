@@ -1,5 +1,14 @@
 //! A CUDA driver in software: it runs programs that were built for an NVIDIA GPU, and checks each
 //! access of their kernels.
+//!
+//! A call enters through [`control`], which counts it and may let it fail. [`driver`], [`blas`],
+//! [`rand`] and [`nccl`] have the functions. They turn work into submissions to a [`stream`], or
+//! hand them to a capture of [`graph`].
+//!
+//! The engine in [`stream`] picks work that nothing holds back. A kernel runs in [`grid`], block by
+//! block. `warp` executes its instructions, which [`ptx`] decoded and [`alu`] and `float` compute.
+//! Accesses go through `shared` and [`memory`], which check them and can return a [`fault`].
+//! [`counts`] has what a launch did.
 
 pub mod alu;
 pub mod blas;

@@ -935,6 +935,52 @@ fn a_fault_breaks_the_context_until_it_is_taken() {
     ok(queue.sync());
 }
 
+/// PTX of one kernel that stores a number.
+fn storing(kernel: &str, number: u32) -> CString {
+    let text = format!(
+        ".version 9.0\n.target sm_90\n.address_size 64\n\
+         .visible .entry {kernel}(.param .u64 to)\n\
+         {{\n.reg .b64 %rd<3>;\nld.param.u64 %rd1, [to];\ncvta.to.global.u64 %rd2, %rd1;\n\
+         st.global.u32 [%rd2], {number};\nret;\n}}\n"
+    );
+    CString::new(text).unwrap()
+}
+
+#[test]
+fn edited_ptx_replaces_a_module_of_its_entries() {
+    let _gpu = Gpu::new();
+    let queue = Queue::new();
+    let to = queue.alloc(4);
+    let stored = |kernel: &str| {
+        let (mut module, mut function) = (0, 0);
+        let (text, name) = (storing(kernel, 1), CString::new(kernel).unwrap());
+        let arguments = [(&raw const to).cast::<c_void>()];
+        // SAFETY: pointers are to local variables and to texts that end with a zero. The kernel's
+        // only parameter is an address.
+        unsafe {
+            ok(cuModuleLoadData(&mut module, text.as_ptr().cast()));
+            ok(cuModuleGetFunction(&mut function, module, name.as_ptr()));
+            let (arguments, none) = (arguments.as_ptr(), null());
+            ok(cuLaunchKernel(
+                function, 1, 1, 1, 1, 1, 1, 0, queue.0, arguments, none,
+            ));
+        }
+        let stored = queue.get::<u32>(to, 1);
+        // SAFETY: the driver checks the handle.
+        ok(unsafe { cuModuleUnload(module) });
+        stored[0]
+    };
+    let file = std::env::temp_dir().join(format!("softgpu-{}.ptx", std::process::id()));
+    std::fs::write(&file, storing("edited", 2).as_bytes()).unwrap();
+    std::env::set_var("SOFTGPU_PTX", &file);
+    let with = [stored("edited"), stored("other")];
+    std::env::remove_var("SOFTGPU_PTX");
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!(with, [2, 1]);
+    assert_eq!(stored("edited"), 1);
+    queue.free(to);
+}
+
 #[test]
 fn page_locked_memory_is_read_when_the_copy_runs() {
     let _gpu = Gpu::new();

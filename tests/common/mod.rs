@@ -8,6 +8,8 @@ pub mod distributed;
 pub mod gpu;
 pub mod recording;
 pub mod reference;
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+pub mod softgpu;
 
 use candle::{DType, Device, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};

@@ -1,0 +1,338 @@
+//! What each pass of the layer costs a GPU, counted by softgpu. It needs no GPU.
+//!
+//! ```text
+//! softgpu/run cargo test --features cuda --bench ledger                 # small inputs
+//! softgpu/run cargo test --features cuda --bench ledger -- --shapes 8192x4096 --dtypes bf16
+//! softgpu/run cargo test --features cuda --bench ledger -- --stopwatch  # the host's time
+//! ```
+//!
+//! (`cargo bench` works too, but compiles candle once more, optimized.)
+//!
+//! The rows of the ledger are Markdown. They count this crate's kernels only. A column each:
+//!
+//! - *traffic*: bytes that threads ask global memory for, over the bytes that the pass must move:
+//!   each input read once and each output written once.
+//! - *sectors*: bytes of the 32-byte sectors that warps touch, over the same.
+//! - *instructions*: of all threads, for an element of the input.
+//! - *per piece*: warp instructions for 512 bytes of input, which is 16 bytes a lane. An input with
+//!   a residual is x only.
+//! - *conflicts*: passes of shared memory beyond the first of a warp's access.
+//! - *barriers*: arrivals of a warp at a barrier of its block.
+//! - *launches*, and *calls* of the driver. A backward is the whole `Tensor::backward`, so its
+//!   calls include the calls of candle's own operations.
+//!
+//! The checks change no count and take most of the time: they are off unless `SOFTGPU_CHECKS=on`.
+
+#[path = "../tests/common/softgpu.rs"]
+mod softgpu;
+
+use candle::{DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
+use clap::Parser;
+use serde_json::Value;
+use softgpu::Softgpu;
+use std::hint::black_box;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+/// The source that names this crate's kernels.
+const KERNELS: &str = include_str!("../kernels/power_norm.cu");
+
+/// What the stopwatch passes over, and how often.
+const TIMED: Shape = Shape {
+    rows: 256,
+    cols: 1024,
+};
+const REPEATS: usize = 2000;
+
+#[derive(Parser)]
+struct Args {
+    /// Rows and channels.
+    #[arg(long, value_delimiter = ',', default_value = "256x1024,1024x768")]
+    shapes: Vec<Shape>,
+    #[arg(long, value_delimiter = ',', default_value = "f32,bf16")]
+    dtypes: Vec<DType>,
+    /// Groups of the layer-scale, or `none`.
+    #[arg(long, value_delimiter = ',', default_value = "none,8")]
+    groups: Vec<Groups>,
+    /// Takes the host's time for 256x1024 instead, with kernels switched off.
+    #[arg(long)]
+    stopwatch: bool,
+    /// What `cargo bench` says.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Shape {
+    rows: usize,
+    cols: usize,
+}
+
+impl FromStr for Shape {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let sizes = text.split_once('x').map(|(r, c)| (r.parse(), c.parse()));
+        match sizes {
+            Some((Ok(rows), Ok(cols))) if rows > 0 && cols > 0 => Ok(Self { rows, cols }),
+            _ => Err(format!("expected ROWSxCHANNELS, got {text}")),
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Groups(Option<usize>);
+
+impl FromStr for Groups {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match (text, text.parse()) {
+            ("none", _) => Ok(Self(None)),
+            (_, Ok(groups)) => Ok(Self(Some(groups))),
+            _ => Err(format!("expected a number or none, got {text}")),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Pass {
+    Training,
+    Evaluation,
+    Backward,
+}
+
+impl Pass {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Training => "training",
+            Self::Evaluation => "evaluation",
+            Self::Backward => "backward",
+        }
+    }
+
+    /// Tensors that the pass must move: x and y forward; x, dy and dx backward; with a residual
+    /// also the residual and the sum, or the sum's gradient.
+    fn tensors(self, with_residual: bool) -> usize {
+        match (self, with_residual) {
+            (Self::Backward, false) => 3,
+            (_, false) => 2,
+            (_, true) => 4,
+        }
+    }
+}
+
+/// A layer and its inputs.
+struct Case {
+    layer: PowerNorm,
+    x: Var,
+    residual: Option<Var>,
+}
+
+impl Case {
+    fn new(shape: Shape, dtype: DType, groups: Option<usize>, device: &Device) -> Result<Self> {
+        let varmap = VarMap::new();
+        let config = PowerNormConfig {
+            warmup_steps: 0,
+            group_scaling: groups,
+            ..1e-5.into()
+        };
+        let layer = power_norm(
+            shape.cols,
+            config,
+            VarBuilder::from_varmap(&varmap, dtype, device),
+        )?;
+        // Equal rows: no kernel's path depends on values.
+        let row = Tensor::randn(0f32, 1., (1, shape.cols), &Device::Cpu)?.to_dtype(dtype)?;
+        let x = row.broadcast_as((shape.rows, shape.cols))?.contiguous()?;
+        Ok(Self {
+            layer,
+            x: Var::from_tensor(&x.to_device(device)?)?,
+            residual: None,
+        })
+    }
+
+    fn forward(&self, train: bool) -> Result<Tensor> {
+        let Some(residual) = &self.residual else {
+            return self.layer.forward_t(&self.x, train);
+        };
+        let _scope = (!train).then(|| self.layer.mode().eval_scope());
+        let (y, sum) = self.layer.forward_residual(&self.x, residual)?;
+        match train {
+            // A backward then reaches both.
+            true => y + sum,
+            false => Ok(y),
+        }
+    }
+
+    /// What one pass did, alone.
+    fn count(&self, softgpu: &Softgpu, pass: Pass) -> Result<Tally> {
+        let graph = match pass {
+            Pass::Backward => Some(self.forward(true)?),
+            _ => None,
+        };
+        let device = self.x.device();
+        device.synchronize()?;
+        softgpu.take_counts();
+        let (done, calls) = softgpu.counting(|| match &graph {
+            Some(y) => y.backward().map(drop),
+            None => self.forward(pass == Pass::Training).map(drop),
+        });
+        done?;
+        device.synchronize()?;
+        Ok(Tally::new(&softgpu.take_counts(), calls))
+    }
+}
+
+/// What this crate's kernels did in a pass.
+#[derive(Default)]
+struct Tally {
+    bytes: u64,
+    sectors: u64,
+    thread_instructions: u64,
+    warp_instructions: u64,
+    conflicts: u64,
+    barriers: u64,
+    launches: u64,
+    /// Of the driver, by the whole pass.
+    calls: u64,
+}
+
+impl Tally {
+    fn new(counts: &Value, calls: u64) -> Self {
+        let mut tally = Self {
+            calls,
+            ..Self::default()
+        };
+        let kernels = counts["kernels"].as_object().expect("kernels by name");
+        for (_, counts) in kernels.iter().filter(|(name, _)| is_ours(name)) {
+            let number = |name: &str| counts[name].as_u64().expect("a count");
+            let classes = counts["instructions"].as_array().expect("classes");
+            tally.bytes += number("bytes_loaded") + number("bytes_stored");
+            tally.sectors += number("sectors_loaded") + number("sectors_stored");
+            tally.thread_instructions += number("thread_instructions");
+            tally.warp_instructions += classes.iter().filter_map(Value::as_u64).sum::<u64>();
+            tally.conflicts += number("bank_conflicts");
+            tally.barriers += number("barriers");
+            tally.launches += number("launches");
+        }
+        tally
+    }
+}
+
+/// Whether a kernel is this crate's: its source defines the name.
+fn is_ours(kernel: &str) -> bool {
+    KERNELS.contains(&format!("DEFINE({kernel},"))
+}
+
+fn ledger(softgpu: &Softgpu, args: &Args, device: &Device) -> Result<()> {
+    println!(
+        "| shape | dtype | groups | pass | traffic | sectors | instructions | per piece \
+         | conflicts | barriers | launches | calls |"
+    );
+    println!("|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|");
+    for &shape in &args.shapes {
+        for &dtype in &args.dtypes {
+            for &Groups(groups) in &args.groups {
+                let mut case = Case::new(shape, dtype, groups, device)?;
+                for with_residual in [false, true] {
+                    if with_residual {
+                        case.residual = Some(Var::from_tensor(&case.x.copy()?)?);
+                    }
+                    // What a first step does once.
+                    case.forward(true)?.backward()?;
+                    for pass in [Pass::Training, Pass::Evaluation, Pass::Backward] {
+                        let tally = case.count(softgpu, pass)?;
+                        let residual = if with_residual { ", residual" } else { "" };
+                        let groups = groups.map_or("none".into(), |groups| groups.to_string());
+                        let Shape { rows, cols } = shape;
+                        print!("| {rows}x{cols} | {} | {groups} ", dtype.as_str());
+                        print!("| {}{residual} ", pass.name());
+                        let elements = (rows * cols) as f64;
+                        let input = elements * dtype.size_in_bytes() as f64;
+                        let least = input * pass.tensors(with_residual) as f64;
+                        println!(
+                            "| {:.3} | {:.3} | {:.1} | {:.1} | {} | {} | {} | {} |",
+                            tally.bytes as f64 / least,
+                            tally.sectors as f64 * 32. / least,
+                            tally.thread_instructions as f64 / elements,
+                            tally.warp_instructions as f64 / (input / 512.),
+                            tally.conflicts,
+                            tally.barriers,
+                            tally.launches,
+                            tally.calls,
+                        );
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The median time of `work` on what `prepare` makes.
+fn median<T>(prepare: impl Fn() -> Result<T>, work: impl Fn(T) -> Result<()>) -> Result<Duration> {
+    let mut times = vec![];
+    for _ in 0..REPEATS {
+        let input = prepare()?;
+        let start = Instant::now();
+        work(input)?;
+        times.push(start.elapsed());
+    }
+    times.sort();
+    Ok(times[REPEATS / 2])
+}
+
+fn stopwatch(softgpu: &Softgpu, device: &Device) -> Result<()> {
+    let case = Case::new(TIMED, DType::F32, Some(1), device)?;
+    let layer = || case.forward(true);
+    let affine = || case.x.affine(2., 1.);
+    // Kernels are compiled and looked up at their first use.
+    layer()?.backward()?;
+    affine()?.backward()?;
+    softgpu.run_kernels(false);
+    println!("| the host's microseconds | power_norm | affine | ratio |");
+    println!("|---|--:|--:|--:|");
+    let row = |name: &str, ours: Duration, affine: Duration| {
+        let [ours, affine] = [ours, affine].map(|time| time.as_secs_f64() * 1e6);
+        println!(
+            "| {name} | {ours:.1} | {affine:.1} | {:.2} |",
+            ours / affine
+        );
+    };
+    let drop = |y: Tensor| {
+        black_box(y);
+        Ok(())
+    };
+    row(
+        "forward",
+        median(|| Ok(()), |()| layer().and_then(drop))?,
+        median(|| Ok(()), |()| affine().and_then(drop))?,
+    );
+    let backward = |y: Tensor| y.backward().map(|grads| std::mem::drop(black_box(grads)));
+    row(
+        "backward",
+        median(layer, backward)?,
+        median(affine, backward)?,
+    );
+    softgpu.run_kernels(true);
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let softgpu = Softgpu::find().unwrap_or_else(|error| {
+        eprintln!("{error} cargo test --features cuda --bench ledger");
+        std::process::exit(1);
+    });
+    if std::env::var_os("SOFTGPU_CHECKS").is_none() {
+        std::env::set_var("SOFTGPU_CHECKS", "off");
+    }
+    let device = Device::new_cuda_with_stream(0)?;
+    match args.stopwatch {
+        true => stopwatch(&softgpu, &device),
+        false => ledger(&softgpu, &args, &device),
+    }
+}

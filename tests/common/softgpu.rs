@@ -1,0 +1,94 @@
+//! What softgpu lets a program do beside what a driver does: let calls fail, count, switch kernels
+//! off.
+#![allow(dead_code)] // every program uses its share
+
+use candle::{CudaDevice, Device};
+use serde_json::Value;
+use std::ffi::{c_char, c_void, CStr};
+use std::mem::transmute;
+use std::ptr::{null, null_mut};
+
+/// softgpu's functions, whose signatures its `control.rs` defines.
+pub struct Softgpu {
+    fail: unsafe extern "C" fn(*const c_char, u64),
+    calls: unsafe extern "C" fn(*const c_char) -> u64,
+    live: unsafe extern "C" fn(*const c_char) -> u64,
+    counts: unsafe extern "C" fn(*mut c_char, usize, bool) -> usize,
+    kernels: extern "C" fn(bool),
+}
+
+impl Softgpu {
+    /// Finds softgpu, or explains that the driver is another.
+    pub fn find() -> Result<Self, String> {
+        let function = |name: &CStr| -> Result<*mut c_void, String> {
+            // SAFETY: the name ends with a zero.
+            let function = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+            match function.is_null() {
+                false => Ok(function),
+                true => Err(format!(
+                    "the driver is not softgpu: it has no {name:?}; use softgpu/run"
+                )),
+            }
+        };
+        type Fail = unsafe extern "C" fn(*const c_char, u64);
+        type Number = unsafe extern "C" fn(*const c_char) -> u64;
+        type Counts = unsafe extern "C" fn(*mut c_char, usize, bool) -> usize;
+        type Switch = extern "C" fn(bool);
+        // SAFETY: softgpu defines these functions with these signatures, in `control.rs`.
+        unsafe {
+            Ok(Self {
+                fail: transmute::<*mut c_void, Fail>(function(c"softgpu_fail")?),
+                calls: transmute::<*mut c_void, Number>(function(c"softgpu_calls")?),
+                live: transmute::<*mut c_void, Number>(function(c"softgpu_live")?),
+                counts: transmute::<*mut c_void, Counts>(function(c"softgpu_counts")?),
+                kernels: transmute::<*mut c_void, Switch>(function(c"softgpu_kernels")?),
+            })
+        }
+    }
+
+    /// Runs `work`, whose n-th call of the driver fails. (Calls that give something back do not.)
+    pub fn failing<T>(&self, device: &CudaDevice, n: u64, work: impl FnOnce() -> T) -> T {
+        // SAFETY: null is for any function.
+        unsafe { (self.fail)(null(), n) };
+        let result = work();
+        // SAFETY: as above.
+        unsafe { (self.fail)(null(), 0) };
+        // cudarc keeps what fails while it drops something, for the next call to report.
+        let _ = device.cuda_stream().context().check_err();
+        result
+    }
+
+    /// Runs `work`, and counts its calls of the driver.
+    pub fn counting<T>(&self, work: impl FnOnce() -> T) -> (T, u64) {
+        // SAFETY: null is for all functions.
+        let calls = || unsafe { (self.calls)(null()) };
+        let before = calls();
+        let result = work();
+        (result, calls() - before)
+    }
+
+    /// How many there are of what the driver hands out.
+    pub fn live(&self, device: &Device) -> Vec<(&'static CStr, u64)> {
+        // What is freed in the order of a stream is there until then.
+        device.synchronize().unwrap();
+        [c"allocations", c"bytes", c"events", c"streams", c"modules"]
+            // SAFETY: the names end with a zero.
+            .map(|kind| (kind, unsafe { (self.live)(kind.as_ptr()) }))
+            .to_vec()
+    }
+
+    /// What this thread's work that has run did, by kernel, since the last call of this function.
+    pub fn take_counts(&self) -> Value {
+        // SAFETY: no text is asked for.
+        let room = 1 + unsafe { (self.counts)(null_mut(), 0, false) };
+        let mut text = vec![0u8; room];
+        // SAFETY: the buffer has the room that is named.
+        let bytes = unsafe { (self.counts)(text.as_mut_ptr().cast(), room, true) };
+        serde_json::from_slice(&text[..bytes]).expect("softgpu writes JSON")
+    }
+
+    /// Switches kernels and copies on or off.
+    pub fn run_kernels(&self, on: bool) {
+        (self.kernels)(on);
+    }
+}
