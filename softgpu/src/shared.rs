@@ -331,13 +331,13 @@ impl Shared {
         let start = address as usize;
         let old = self.bytes.get(start..start + value.len())?;
         (start..start + value.len()).find_map(|at| {
-            let word = &self.words[at / 4];
+            // What an earlier block left says nothing, and its split records are gone.
+            let word = Some(&self.words[at / 4]).filter(|word| word.block == self.block)?;
             let record = match word.split {
                 0 => word,
                 split => &self.split[split as usize - 1][at % 4],
             };
-            let same = word.block == self.block
-                && record.writer == who.warp
+            let same = record.writer == who.warp
                 && record.write_serial == who.serial
                 && u32::from(record.write_lane) != lane;
             (same && old != value).then_some(u32::from(record.write_lane))
