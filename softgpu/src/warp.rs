@@ -89,9 +89,10 @@ pub(crate) struct Warp {
 type Done<T> = Result<T, Box<Fault>>;
 
 impl Warp {
-    pub fn new(block: &Block, number: u32, perturb: Option<u64>) -> Self {
+    /// A register that nothing writes holds what earlier blocks, or users of `slots`, left.
+    pub fn new(block: &Block, number: u32, perturb: Option<u64>, mut slots: Vec<Slot>) -> Self {
         let program = block.program;
-        let mut slots = vec![Slot([0; 32]); program.slots];
+        slots.resize(program.slots.max(slots.len()), Slot([0; 32]));
         let mut predicates = vec![0; program.predicates];
         predicates[0] = !0;
         let [x, y, z] = block.launch.block;
@@ -130,6 +131,11 @@ impl Warp {
             warp.fill(block, *value, *wide, *slot);
         }
         warp
+    }
+
+    /// Gives back the room of the registers.
+    pub fn into_slots(self) -> Vec<Slot> {
+        self.slots
     }
 
     /// Makes the warp ready for the block, whose index may be another.
@@ -507,7 +513,17 @@ impl Warp {
         let op = &block.ops[at as usize];
         let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
         let mut holds = 0;
-        for other in lanes_of(live) {
+        let mut alike = true;
+        for other in 0..32 {
+            alike &= live >> other & 1 == 0
+                || self.counters[other as usize] == at
+                    && self.get32(op.a, other) == barrier
+                    && self.get32(op.b, other) == threads;
+        }
+        if alike {
+            holds = (self.predicates[usize::from(op.c)] & live).count_ones();
+        }
+        for other in lanes_of(if alike { 0 } else { live }) {
             let here = self.counters[other as usize];
             let it = &block.ops[here as usize];
             let whole = op.immediate >> 8 == 1 || it.immediate >> 8 == 1;
@@ -807,28 +823,13 @@ impl Warp {
         let program = block.program;
         let address = &program.addresses[op.target as usize];
         let mut addresses = self.addresses(address);
-        if address.space != Space::Generic {
-            return access(self, block, op, address, address.space, mask, &addresses);
-        }
         let mut left = mask;
         while left != 0 {
-            let window = addresses[left.trailing_zeros() as usize % 32] >> 60;
-            let space = match window << 60 {
-                SHARED_WINDOW => Space::Shared,
-                LOCAL_WINDOW => Space::Local,
-                PARAMETER_WINDOW => Space::Parameter,
-                _ => Space::Global,
+            // The one call is inlined, and with it all that an access does.
+            let (space, here) = match address.space {
+                Space::Generic => take_space(&mut addresses, left),
+                known => (known, left),
             };
-            let mut here = 0;
-            for (lane, at) in addresses.iter_mut().enumerate() {
-                let inside = left >> lane & 1 == 1 && *at >> 60 == window;
-                here |= u32::from(inside) << lane;
-                *at -= if inside && space != Space::Global {
-                    window << 60
-                } else {
-                    0
-                };
-            }
             left &= !here;
             access(self, block, op, address, space, here, &addresses)?;
         }
@@ -1462,6 +1463,30 @@ fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool
         outside |= mask >> lane & 1 == 1 && (at > last || at & (size - 1) != 0);
     }
     !outside
+}
+
+/// Finds the space of the first lane's generic address, and which lanes point there. Their addresses
+/// become those of the space. What is in no window is global, where it is checked.
+#[inline(always)]
+fn take_space(addresses: &mut [u64; 32], mask: u32) -> (Space, u32) {
+    let window = addresses[mask.trailing_zeros() as usize % 32] >> 60;
+    let space = match window << 60 {
+        SHARED_WINDOW => Space::Shared,
+        LOCAL_WINDOW => Space::Local,
+        PARAMETER_WINDOW => Space::Parameter,
+        _ => Space::Global,
+    };
+    let mut here = 0;
+    for (lane, at) in addresses.iter_mut().enumerate() {
+        let inside = mask >> lane & 1 == 1 && *at >> 60 == window;
+        here |= u32::from(inside) << lane;
+        *at -= if inside && space != Space::Global {
+            window << 60
+        } else {
+            0
+        };
+    }
+    (space, here)
 }
 
 /// How many sectors of 32 bytes the lanes touch.
