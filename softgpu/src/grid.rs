@@ -200,7 +200,13 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
 /// exited are not waited for.
 fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
     let mut passed = false;
-    for number in 0..16u32 {
+    let mut used = 0u32;
+    for warp in warps.iter() {
+        if let State::Waiting { barrier, .. } = warp.state {
+            used |= 1 << barrier;
+        }
+    }
+    for number in (0..16).filter(|number| used >> number & 1 == 1) {
         let mut waiting = vec![];
         let mut expected = 0;
         let mut holds_of_all = 0;
@@ -217,9 +223,6 @@ fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
                     holds_of_all += holds;
                 }
             }
-        }
-        if waiting.is_empty() {
-            continue;
         }
         let complete = if expected == 0 {
             warps

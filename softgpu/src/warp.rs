@@ -811,31 +811,6 @@ impl Warp {
         }
     }
 
-    /// Splits lanes with generic addresses by where these point, and calls back for each space.
-    #[inline(always)]
-    fn by_space(
-        &mut self,
-        block: &mut Block,
-        op: &Op,
-        mask: u32,
-        access: impl Fn(&mut Self, &mut Block, &Op, &Address, Space, u32, &[u64; 32]) -> Done<()>,
-    ) -> Done<()> {
-        let program = block.program;
-        let address = &program.addresses[op.target as usize];
-        let mut addresses = self.addresses(address);
-        let mut left = mask;
-        while left != 0 {
-            // The one call is inlined, and with it all that an access does.
-            let (space, here) = match address.space {
-                Space::Generic => take_space(&mut addresses, left),
-                known => (known, left),
-            };
-            left &= !here;
-            access(self, block, op, address, space, here, &addresses)?;
-        }
-        Ok(())
-    }
-
     /// A parameter at an address that the instruction names is the same in all lanes.
     #[inline(always)]
     fn load_parameter(&mut self, block: &Block, address: &Address, mask: u32) -> Option<()> {
@@ -879,141 +854,161 @@ impl Warp {
         {
             return Ok(());
         }
-        self.by_space(
-            block,
-            op,
-            mask,
-            |warp, block, _, address, space, mask, addresses| {
-                let size = address.bytes * address.count;
-                let pattern = Pattern::of(addresses, mask, size);
-                match space {
-                    Space::Global | Space::Generic => {
-                        let kind = if address.read_only {
-                            Global::LoadReadOnly
-                        } else {
-                            Global::Load
-                        };
-                        warp.check_global(block, kind, mask, addresses, size, pattern)?;
-                        // SAFETY: the check says that each lane's bytes are there and may be read.
-                        unsafe {
-                            warp.gather(address, mask, pattern, |lane| {
-                                addresses[lane as usize] as *const u8
-                            })
-                        };
-                    }
-                    Space::Shared => {
-                        warp.serial += 1;
-                        let who = warp.who(block);
-                        let first = addresses[mask.trailing_zeros() as usize % 32];
-                        let settled = match pattern {
-                            Pattern::Row => {
-                                block.shared.touch_row(&who, mask, first, size, Touch::Read)
-                            }
-                            Pattern::Same => block.shared.read_same(&who, mask, first, size),
-                            Pattern::Scattered => false,
-                        };
-                        if !settled {
-                            warp.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
-                        }
-                        let base = block.shared.at(0, 0).as_ptr();
-                        // SAFETY: the check says that each lane's bytes are inside.
-                        unsafe {
-                            warp.gather(address, mask, pattern, |lane| {
-                                base.add(addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
-                    Space::Local => {
-                        warp.check_inside(
-                            block,
-                            mask,
-                            addresses,
-                            size,
-                            block.program.local_bytes,
-                            "local memory",
-                        )?;
-                        let (base, stride) = (warp.local.as_ptr(), block.program.local_bytes);
-                        // SAFETY: the check says that each lane's bytes are inside of its part.
-                        unsafe {
-                            // The lanes' parts of local memory are apart.
-                            warp.gather(address, mask, Pattern::Scattered, |lane| {
-                                base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
-                    Space::Parameter => {
-                        warp.check_inside(
-                            block,
-                            mask,
-                            addresses,
-                            size,
-                            block.launch.parameters.len(),
-                            "the parameters",
-                        )?;
-                        let base = block.launch.parameters.as_ptr();
-                        // SAFETY: the check says that each lane's bytes are inside.
-                        unsafe {
-                            warp.gather(address, mask, pattern, |lane| {
-                                base.add(addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
+        let address = &program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.load_from(block, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn load_from(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Global | Space::Generic => {
+                let kind = if address.read_only {
+                    Global::LoadReadOnly
+                } else {
+                    Global::Load
+                };
+                self.check_global(block, kind, mask, addresses, size, pattern)?;
+                // SAFETY: the check says that each lane's bytes are there and may be read.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *const u8
+                    })
+                };
+            }
+            Space::Shared => {
+                self.serial += 1;
+                let who = self.who(block);
+                let first = addresses[mask.trailing_zeros() as usize % 32];
+                let settled = match pattern {
+                    Pattern::Row => block.shared.touch_row(&who, mask, first, size, Touch::Read),
+                    Pattern::Same => block.shared.read_same(&who, mask, first, size),
+                    Pattern::Scattered => false,
+                };
+                if !settled {
+                    self.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
                 }
-                Ok(())
-            },
-        )
+                let base = block.shared.at(0, 0).as_ptr();
+                // SAFETY: the check says that each lane's bytes are inside.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        base.add(addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Local => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.program.local_bytes,
+                    "local memory",
+                )?;
+                let (base, stride) = (self.local.as_ptr(), block.program.local_bytes);
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    // The lanes' parts of local memory are apart.
+                    self.gather(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Parameter => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.launch.parameters.len(),
+                    "the parameters",
+                )?;
+                let base = block.launch.parameters.as_ptr();
+                // SAFETY: the check says that each lane's bytes are inside.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        base.add(addresses[lane as usize] as usize)
+                    })
+                };
+            }
+        }
+        Ok(())
     }
 
     #[inline(always)]
     fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        self.by_space(
-            block,
-            op,
-            mask,
-            |warp, block, _, address, space, mask, addresses| {
-                let size = address.bytes * address.count;
-                let pattern = Pattern::of(addresses, mask, size);
-                match space {
-                    Space::Global | Space::Generic => {
-                        warp.check_global(block, Global::Store, mask, addresses, size, pattern)?;
-                        // SAFETY: the check says that each lane's bytes are there and may be
-                        // written.
-                        unsafe {
-                            warp.scatter(address, mask, pattern, |lane| {
-                                addresses[lane as usize] as *mut u8
-                            })
-                        };
-                    }
-                    Space::Shared => warp.store_shared(block, address, mask, addresses, pattern)?,
-                    Space::Local => {
-                        warp.check_inside(
-                            block,
-                            mask,
-                            addresses,
-                            size,
-                            block.program.local_bytes,
-                            "local memory",
-                        )?;
-                        let (base, stride) = (warp.local.as_mut_ptr(), block.program.local_bytes);
-                        // SAFETY: the check says that each lane's bytes are inside of its part.
-                        unsafe {
-                            // The lanes' parts of local memory are apart.
-                            warp.scatter(address, mask, Pattern::Scattered, |lane| {
-                                base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
-                    Space::Parameter => {
-                        return Err(warp.fault_here(
-                            block,
-                            mask,
-                            "a kernel cannot write its parameters",
-                        ))
-                    }
-                }
-                Ok(())
-            },
-        )
+        let address = &block.program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.store_to(block, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn store_to(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Global | Space::Generic => {
+                self.check_global(block, Global::Store, mask, addresses, size, pattern)?;
+                // SAFETY: the check says that each lane's bytes are there and may be
+                // written.
+                unsafe {
+                    self.scatter(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *mut u8
+                    })
+                };
+            }
+            Space::Shared => self.store_shared(block, address, mask, addresses, pattern)?,
+            Space::Local => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.program.local_bytes,
+                    "local memory",
+                )?;
+                let (base, stride) = (self.local.as_mut_ptr(), block.program.local_bytes);
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    // The lanes' parts of local memory are apart.
+                    self.scatter(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Parameter => {
+                return Err(self.fault_here(block, mask, "a kernel cannot write its parameters"))
+            }
+        }
+        Ok(())
     }
 
     /// A row at once; else lane by lane, because two lanes may write to the same place.
@@ -1296,64 +1291,71 @@ impl Warp {
 
     #[inline(never)]
     fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        self.by_space(
-            block,
-            op,
-            mask,
-            |warp, block, op, address, space, mask, addresses| {
-                let (size, Some(atomic)) = (address.bytes, address.atomic) else {
-                    return Ok(());
-                };
-                let pattern = Pattern::of(addresses, mask, size);
-                match space {
-                    Space::Shared => {
-                        warp.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
-                    }
-                    Space::Global | Space::Generic => {
-                        warp.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
-                    }
-                    _ => return Err(warp.fault_here(block, mask, "an atomic of this space")),
+        let address = &block.program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.atomic_in(block, op, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    fn atomic_in(
+        &mut self,
+        block: &mut Block,
+        op: &Op,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let (size, Some(atomic)) = (address.bytes, address.atomic) else {
+            return Ok(());
+        };
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Shared => {
+                self.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
+            }
+            Space::Global | Space::Generic => {
+                self.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
+            }
+            _ => return Err(self.fault_here(block, mask, "an atomic of this space")),
+        }
+        for lane in lanes_of(mask) {
+            let at = addresses[lane as usize];
+            let place = if space == Space::Shared {
+                block.shared.at(at, size).as_mut_ptr()
+            } else {
+                at as *mut u8
+            };
+            let wide = size == 8;
+            let get = |slot: u16| {
+                if wide {
+                    self.get64(slot, lane)
+                } else {
+                    u64::from(self.get32(slot, lane))
                 }
-                for lane in lanes_of(mask) {
-                    let at = addresses[lane as usize];
-                    let place = if space == Space::Shared {
-                        block.shared.at(at, size).as_mut_ptr()
-                    } else {
-                        at as *mut u8
-                    };
-                    let wide = size == 8;
-                    let get = |slot: u16| {
-                        if wide {
-                            warp.get64(slot, lane)
-                        } else {
-                            u64::from(warp.get32(slot, lane))
-                        }
-                    };
-                    let (a, b) = (get(op.a), get(op.b));
-                    let mut bytes = [0u8; 8];
-                    // SAFETY: the check says that the bytes are there and may be read and written.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize)
-                    };
-                    let old = u64::from_le_bytes(bytes);
-                    let new = combined(atomic, old, a, b, size);
-                    // SAFETY: as above.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(
-                            new.to_le_bytes().as_ptr(),
-                            place,
-                            size as usize,
-                        )
-                    };
-                    if wide {
-                        warp.set64(op.d, lane, old);
-                    } else {
-                        warp.slots[usize::from(op.d)].0[lane as usize] = old as u32;
-                    }
-                }
-                Ok(())
-            },
-        )
+            };
+            let (a, b) = (get(op.a), get(op.b));
+            let mut bytes = [0u8; 8];
+            // SAFETY: the check says that the bytes are there and may be read and written.
+            unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
+            let old = u64::from_le_bytes(bytes);
+            let new = combined(atomic, old, a, b, size);
+            // SAFETY: as above.
+            unsafe {
+                std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize)
+            };
+            if wide {
+                self.set64(op.d, lane, old);
+            } else {
+                self.slots[usize::from(op.d)].0[lane as usize] = old as u32;
+            }
+        }
+        Ok(())
     }
 
     /// The source is read now, the destination written when somebody waits: a kernel may count on
@@ -1465,10 +1467,13 @@ fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool
     !outside
 }
 
-/// Finds the space of the first lane's generic address, and which lanes point there. Their addresses
+/// Finds the space that the first lane's address is of, and which lanes' are too. Generic addresses
 /// become those of the space. What is in no window is global, where it is checked.
 #[inline(always)]
-fn take_space(addresses: &mut [u64; 32], mask: u32) -> (Space, u32) {
+fn take_space(space: Space, addresses: &mut [u64; 32], mask: u32) -> (Space, u32) {
+    if space != Space::Generic {
+        return (space, mask);
+    }
     let window = addresses[mask.trailing_zeros() as usize % 32] >> 60;
     let space = match window << 60 {
         SHARED_WINDOW => Space::Shared,
