@@ -790,25 +790,30 @@ impl Warp {
     /// Each lane's address in the space of an operand.
     #[inline(always)]
     fn addresses(&self, address: &Address) -> [u64; 32] {
-        match address.base {
-            None => [address.offset; 32],
-            Some(base) if address.wide => {
-                // SAFETY: a wide register is two slots, aligned to more than a u64, and all were
-                // reserved.
-                let values = unsafe {
-                    &*self
-                        .slots
-                        .as_ptr()
-                        .add(usize::from(base))
-                        .cast::<[u64; 32]>()
-                };
-                values.map(|value| value.wrapping_add(address.offset))
+        let Some(base) = address.base else {
+            return [address.offset; 32];
+        };
+        let mut all = [0; 32];
+        if address.wide {
+            // SAFETY: a wide register is two slots, aligned to more than a u64, and all were
+            // reserved.
+            let values = unsafe {
+                &*self
+                    .slots
+                    .as_ptr()
+                    .add(usize::from(base))
+                    .cast::<[u64; 32]>()
+            };
+            for (at, value) in all.iter_mut().zip(values) {
+                *at = value.wrapping_add(address.offset);
             }
-            Some(base) => {
-                let values = &self.slots[usize::from(base)].0;
-                values.map(|value| u64::from(value.wrapping_add(address.offset as u32)))
+        } else {
+            let values = &self.slots[usize::from(base)].0;
+            for (at, value) in all.iter_mut().zip(values) {
+                *at = u64::from(value.wrapping_add(address.offset as u32));
             }
         }
+        all
     }
 
     /// A parameter at an address that the instruction names is the same in all lanes.
