@@ -1,6 +1,6 @@
 //! Runs a launch: its blocks and warps in some order.
 
-use crate::alu;
+use crate::alu::{self, Slot};
 use crate::counts::Counts;
 use crate::fault::Fault;
 use crate::memory::{Memory, View, Work};
@@ -37,10 +37,17 @@ pub struct Conditions {
 /// does.
 const PATIENCE: u64 = 1 << 16;
 
+/// What a launch leaves for the next of its thread: making it anew takes longer than most launches
+/// run.
+#[derive(Default)]
+struct Spare {
+    shared: Shared,
+    /// The registers of each warp.
+    slots: Vec<Vec<Slot>>,
+}
+
 thread_local! {
-    /// The shared memory of this thread's last launch, for the next: it is large, and most launches
-    /// are short.
-    static SHARED: Cell<Shared> = Cell::default();
+    static SPARE: Cell<Spare> = Cell::default();
 }
 
 /// Runs a launch to its end, or to its first fault.
@@ -79,7 +86,10 @@ pub fn run(
     } else {
         &program.ops
     };
-    let mut shared = SHARED.take();
+    let Spare {
+        mut shared,
+        mut slots,
+    } = SPARE.take();
     shared.resize(program.dynamic_start() + launch.shared_bytes as usize);
     let mut block = Block {
         launch,
@@ -93,7 +103,7 @@ pub fn run(
     };
     let perturb = conditions.perturb.then_some(conditions.seed);
     let mut warps: Vec<Warp> = (0..threads.div_ceil(32) as u32)
-        .map(|number| Warp::new(&block, number, perturb))
+        .map(|number| Warp::new(&block, number, perturb, slots.pop().unwrap_or_default()))
         .collect();
     let mut chance = Chance(conditions.seed);
     for index in order(blocks, &mut chance) {
@@ -108,7 +118,11 @@ pub fn run(
         }
         run_block(&mut block, &mut warps, &mut chance).map_err(|fault| *fault)?;
     }
-    SHARED.set(block.shared);
+    slots.extend(warps.into_iter().rev().map(Warp::into_slots));
+    SPARE.set(Spare {
+        shared: block.shared,
+        slots,
+    });
     Ok(block.counts)
 }
 
@@ -186,7 +200,13 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
 /// exited are not waited for.
 fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
     let mut passed = false;
-    for number in 0..16u32 {
+    let mut used = 0u32;
+    for warp in warps.iter() {
+        if let State::Waiting { barrier, .. } = warp.state {
+            used |= 1 << barrier;
+        }
+    }
+    for number in (0..16).filter(|number| used >> number & 1 == 1) {
         let mut waiting = vec![];
         let mut expected = 0;
         let mut holds_of_all = 0;
@@ -203,9 +223,6 @@ fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
                     holds_of_all += holds;
                 }
             }
-        }
-        if waiting.is_empty() {
-            continue;
         }
         let complete = if expected == 0 {
             warps

@@ -269,29 +269,26 @@ impl Shared {
             return false;
         }
         let (block, epoch) = (self.block, self.epoch);
-        let words_of_lane = size as usize / 4;
         let words = &mut self.words[address as usize / 4..][..bytes / 4];
-        let known = |word: &Record, lane: u32| {
-            if word.block == block {
-                harmless(word, epoch, who, lane, touch)
-            } else {
-                touch == Touch::Write
+        // A size is a power of two.
+        let lane_of = |word: usize| lowest + (word >> (size / 4).trailing_zeros()) as u32;
+        for (at, word) in words.iter().enumerate() {
+            let settled = match word.block == block {
+                true => harmless(word, epoch, who, lane_of(at), touch),
+                false => touch == Touch::Write,
+            };
+            if !settled {
+                return false;
             }
-        };
-        let mut of_lanes = (lowest..).zip(words.chunks_exact(words_of_lane));
-        if !of_lanes.all(|(lane, words)| words.iter().all(|word| known(word, lane))) {
-            return false;
         }
-        for (lane, words) in (lowest..).zip(words.chunks_exact_mut(words_of_lane)) {
-            for word in words {
-                if word.block != block {
-                    *word = Record { block, ..UNTOUCHED };
-                }
-                if touch == Touch::Read {
-                    read(word, epoch, who, 1 << lane);
-                } else {
-                    write(word, epoch, who, lane, touch);
-                }
+        for (at, word) in words.iter_mut().enumerate() {
+            if word.block != block {
+                *word = Record { block, ..UNTOUCHED };
+            }
+            if touch == Touch::Read {
+                read(word, epoch, who, 1 << lane_of(at));
+            } else {
+                write(word, epoch, who, lane_of(at), touch);
             }
         }
         true
@@ -331,6 +328,7 @@ impl Shared {
         let start = address as usize;
         let old = self.bytes.get(start..start + value.len())?;
         (start..start + value.len()).find_map(|at| {
+            // What an earlier block left says nothing, and its split records are gone.
             let word = Some(&self.words[at / 4]).filter(|word| word.block == self.block)?;
             let record = match word.split {
                 0 => word,

@@ -89,9 +89,10 @@ pub(crate) struct Warp {
 type Done<T> = Result<T, Box<Fault>>;
 
 impl Warp {
-    pub fn new(block: &Block, number: u32, perturb: Option<u64>) -> Self {
+    /// A register that nothing writes holds what earlier blocks, or users of `slots`, left.
+    pub fn new(block: &Block, number: u32, perturb: Option<u64>, mut slots: Vec<Slot>) -> Self {
         let program = block.program;
-        let mut slots = vec![Slot([0; 32]); program.slots];
+        slots.resize(program.slots.max(slots.len()), Slot([0; 32]));
         let mut predicates = vec![0; program.predicates];
         predicates[0] = !0;
         let [x, y, z] = block.launch.block;
@@ -130,6 +131,11 @@ impl Warp {
             warp.fill(block, *value, *wide, *slot);
         }
         warp
+    }
+
+    /// Gives back the room of the registers.
+    pub fn into_slots(self) -> Vec<Slot> {
+        self.slots
     }
 
     /// Makes the warp ready for the block, whose index may be another.
@@ -507,7 +513,17 @@ impl Warp {
         let op = &block.ops[at as usize];
         let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
         let mut holds = 0;
-        for other in lanes_of(live) {
+        let mut alike = true;
+        for other in 0..32 {
+            alike &= live >> other & 1 == 0
+                || self.counters[other as usize] == at
+                    && self.get32(op.a, other) == barrier
+                    && self.get32(op.b, other) == threads;
+        }
+        if alike {
+            holds = (self.predicates[usize::from(op.c)] & live).count_ones();
+        }
+        for other in lanes_of(if alike { 0 } else { live }) {
             let here = self.counters[other as usize];
             let it = &block.ops[here as usize];
             let whole = op.immediate >> 8 == 1 || it.immediate >> 8 == 1;
@@ -774,65 +790,30 @@ impl Warp {
     /// Each lane's address in the space of an operand.
     #[inline(always)]
     fn addresses(&self, address: &Address) -> [u64; 32] {
-        match address.base {
-            None => [address.offset; 32],
-            Some(base) if address.wide => {
-                // SAFETY: a wide register is two slots, aligned to more than a u64, and all were
-                // reserved.
-                let values = unsafe {
-                    &*self
-                        .slots
-                        .as_ptr()
-                        .add(usize::from(base))
-                        .cast::<[u64; 32]>()
-                };
-                values.map(|value| value.wrapping_add(address.offset))
-            }
-            Some(base) => {
-                let values = &self.slots[usize::from(base)].0;
-                values.map(|value| u64::from(value.wrapping_add(address.offset as u32)))
-            }
-        }
-    }
-
-    /// Splits lanes with generic addresses by where these point, and calls back for each space.
-    #[inline(always)]
-    fn by_space(
-        &mut self,
-        block: &mut Block,
-        op: &Op,
-        mask: u32,
-        access: impl Fn(&mut Self, &mut Block, &Op, &Address, Space, u32, &[u64; 32]) -> Done<()>,
-    ) -> Done<()> {
-        let program = block.program;
-        let address = &program.addresses[op.target as usize];
-        let mut addresses = self.addresses(address);
-        if address.space != Space::Generic {
-            return access(self, block, op, address, address.space, mask, &addresses);
-        }
-        let mut left = mask;
-        while left != 0 {
-            let window = addresses[left.trailing_zeros() as usize % 32] >> 60;
-            let space = match window << 60 {
-                SHARED_WINDOW => Space::Shared,
-                LOCAL_WINDOW => Space::Local,
-                PARAMETER_WINDOW => Space::Parameter,
-                _ => Space::Global,
+        let Some(base) = address.base else {
+            return [address.offset; 32];
+        };
+        let mut all = [0; 32];
+        if address.wide {
+            // SAFETY: a wide register is two slots, aligned to more than a u64, and all were
+            // reserved.
+            let values = unsafe {
+                &*self
+                    .slots
+                    .as_ptr()
+                    .add(usize::from(base))
+                    .cast::<[u64; 32]>()
             };
-            let mut here = 0;
-            for (lane, at) in addresses.iter_mut().enumerate() {
-                let inside = left >> lane & 1 == 1 && *at >> 60 == window;
-                here |= u32::from(inside) << lane;
-                *at -= if inside && space != Space::Global {
-                    window << 60
-                } else {
-                    0
-                };
+            for (at, value) in all.iter_mut().zip(values) {
+                *at = value.wrapping_add(address.offset);
             }
-            left &= !here;
-            access(self, block, op, address, space, here, &addresses)?;
+        } else {
+            let values = &self.slots[usize::from(base)].0;
+            for (at, value) in all.iter_mut().zip(values) {
+                *at = u64::from(value.wrapping_add(address.offset as u32));
+            }
         }
-        Ok(())
+        all
     }
 
     /// A parameter at an address that the instruction names is the same in all lanes.
@@ -878,141 +859,161 @@ impl Warp {
         {
             return Ok(());
         }
-        self.by_space(
-            block,
-            op,
-            mask,
-            |warp, block, _, address, space, mask, addresses| {
-                let size = address.bytes * address.count;
-                let pattern = Pattern::of(addresses, mask, size);
-                match space {
-                    Space::Global | Space::Generic => {
-                        let kind = if address.read_only {
-                            Global::LoadReadOnly
-                        } else {
-                            Global::Load
-                        };
-                        warp.check_global(block, kind, mask, addresses, size, pattern)?;
-                        // SAFETY: the check says that each lane's bytes are there and may be read.
-                        unsafe {
-                            warp.gather(address, mask, pattern, |lane| {
-                                addresses[lane as usize] as *const u8
-                            })
-                        };
-                    }
-                    Space::Shared => {
-                        warp.serial += 1;
-                        let who = warp.who(block);
-                        let first = addresses[mask.trailing_zeros() as usize % 32];
-                        let settled = match pattern {
-                            Pattern::Row => {
-                                block.shared.touch_row(&who, mask, first, size, Touch::Read)
-                            }
-                            Pattern::Same => block.shared.read_same(&who, mask, first, size),
-                            Pattern::Scattered => false,
-                        };
-                        if !settled {
-                            warp.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
-                        }
-                        let base = block.shared.at(0, 0).as_ptr();
-                        // SAFETY: the check says that each lane's bytes are inside.
-                        unsafe {
-                            warp.gather(address, mask, pattern, |lane| {
-                                base.add(addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
-                    Space::Local => {
-                        warp.check_inside(
-                            block,
-                            mask,
-                            addresses,
-                            size,
-                            block.program.local_bytes,
-                            "local memory",
-                        )?;
-                        let (base, stride) = (warp.local.as_ptr(), block.program.local_bytes);
-                        // SAFETY: the check says that each lane's bytes are inside of its part.
-                        unsafe {
-                            // The lanes' parts of local memory are apart.
-                            warp.gather(address, mask, Pattern::Scattered, |lane| {
-                                base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
-                    Space::Parameter => {
-                        warp.check_inside(
-                            block,
-                            mask,
-                            addresses,
-                            size,
-                            block.launch.parameters.len(),
-                            "the parameters",
-                        )?;
-                        let base = block.launch.parameters.as_ptr();
-                        // SAFETY: the check says that each lane's bytes are inside.
-                        unsafe {
-                            warp.gather(address, mask, pattern, |lane| {
-                                base.add(addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
+        let address = &program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.load_from(block, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn load_from(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Global | Space::Generic => {
+                let kind = if address.read_only {
+                    Global::LoadReadOnly
+                } else {
+                    Global::Load
+                };
+                self.check_global(block, kind, mask, addresses, size, pattern)?;
+                // SAFETY: the check says that each lane's bytes are there and may be read.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *const u8
+                    })
+                };
+            }
+            Space::Shared => {
+                self.serial += 1;
+                let who = self.who(block);
+                let first = addresses[mask.trailing_zeros() as usize % 32];
+                let settled = match pattern {
+                    Pattern::Row => block.shared.touch_row(&who, mask, first, size, Touch::Read),
+                    Pattern::Same => block.shared.read_same(&who, mask, first, size),
+                    Pattern::Scattered => false,
+                };
+                if !settled {
+                    self.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
                 }
-                Ok(())
-            },
-        )
+                let base = block.shared.at(0, 0).as_ptr();
+                // SAFETY: the check says that each lane's bytes are inside.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        base.add(addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Local => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.program.local_bytes,
+                    "local memory",
+                )?;
+                let (base, stride) = (self.local.as_ptr(), block.program.local_bytes);
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    // The lanes' parts of local memory are apart.
+                    self.gather(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Parameter => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.launch.parameters.len(),
+                    "the parameters",
+                )?;
+                let base = block.launch.parameters.as_ptr();
+                // SAFETY: the check says that each lane's bytes are inside.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        base.add(addresses[lane as usize] as usize)
+                    })
+                };
+            }
+        }
+        Ok(())
     }
 
     #[inline(always)]
     fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        self.by_space(
-            block,
-            op,
-            mask,
-            |warp, block, _, address, space, mask, addresses| {
-                let size = address.bytes * address.count;
-                let pattern = Pattern::of(addresses, mask, size);
-                match space {
-                    Space::Global | Space::Generic => {
-                        warp.check_global(block, Global::Store, mask, addresses, size, pattern)?;
-                        // SAFETY: the check says that each lane's bytes are there and may be
-                        // written.
-                        unsafe {
-                            warp.scatter(address, mask, pattern, |lane| {
-                                addresses[lane as usize] as *mut u8
-                            })
-                        };
-                    }
-                    Space::Shared => warp.store_shared(block, address, mask, addresses, pattern)?,
-                    Space::Local => {
-                        warp.check_inside(
-                            block,
-                            mask,
-                            addresses,
-                            size,
-                            block.program.local_bytes,
-                            "local memory",
-                        )?;
-                        let (base, stride) = (warp.local.as_mut_ptr(), block.program.local_bytes);
-                        // SAFETY: the check says that each lane's bytes are inside of its part.
-                        unsafe {
-                            // The lanes' parts of local memory are apart.
-                            warp.scatter(address, mask, Pattern::Scattered, |lane| {
-                                base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                            })
-                        };
-                    }
-                    Space::Parameter => {
-                        return Err(warp.fault_here(
-                            block,
-                            mask,
-                            "a kernel cannot write its parameters",
-                        ))
-                    }
-                }
-                Ok(())
-            },
-        )
+        let address = &block.program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.store_to(block, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn store_to(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Global | Space::Generic => {
+                self.check_global(block, Global::Store, mask, addresses, size, pattern)?;
+                // SAFETY: the check says that each lane's bytes are there and may be
+                // written.
+                unsafe {
+                    self.scatter(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *mut u8
+                    })
+                };
+            }
+            Space::Shared => self.store_shared(block, address, mask, addresses, pattern)?,
+            Space::Local => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.program.local_bytes,
+                    "local memory",
+                )?;
+                let (base, stride) = (self.local.as_mut_ptr(), block.program.local_bytes);
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    // The lanes' parts of local memory are apart.
+                    self.scatter(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Parameter => {
+                return Err(self.fault_here(block, mask, "a kernel cannot write its parameters"))
+            }
+        }
+        Ok(())
     }
 
     /// A row at once; else lane by lane, because two lanes may write to the same place.
@@ -1295,64 +1296,71 @@ impl Warp {
 
     #[inline(never)]
     fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        self.by_space(
-            block,
-            op,
-            mask,
-            |warp, block, op, address, space, mask, addresses| {
-                let (size, Some(atomic)) = (address.bytes, address.atomic) else {
-                    return Ok(());
-                };
-                let pattern = Pattern::of(addresses, mask, size);
-                match space {
-                    Space::Shared => {
-                        warp.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
-                    }
-                    Space::Global | Space::Generic => {
-                        warp.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
-                    }
-                    _ => return Err(warp.fault_here(block, mask, "an atomic of this space")),
+        let address = &block.program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.atomic_in(block, op, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    fn atomic_in(
+        &mut self,
+        block: &mut Block,
+        op: &Op,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let (size, Some(atomic)) = (address.bytes, address.atomic) else {
+            return Ok(());
+        };
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Shared => {
+                self.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
+            }
+            Space::Global | Space::Generic => {
+                self.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
+            }
+            _ => return Err(self.fault_here(block, mask, "an atomic of this space")),
+        }
+        for lane in lanes_of(mask) {
+            let at = addresses[lane as usize];
+            let place = if space == Space::Shared {
+                block.shared.at(at, size).as_mut_ptr()
+            } else {
+                at as *mut u8
+            };
+            let wide = size == 8;
+            let get = |slot: u16| {
+                if wide {
+                    self.get64(slot, lane)
+                } else {
+                    u64::from(self.get32(slot, lane))
                 }
-                for lane in lanes_of(mask) {
-                    let at = addresses[lane as usize];
-                    let place = if space == Space::Shared {
-                        block.shared.at(at, size).as_mut_ptr()
-                    } else {
-                        at as *mut u8
-                    };
-                    let wide = size == 8;
-                    let get = |slot: u16| {
-                        if wide {
-                            warp.get64(slot, lane)
-                        } else {
-                            u64::from(warp.get32(slot, lane))
-                        }
-                    };
-                    let (a, b) = (get(op.a), get(op.b));
-                    let mut bytes = [0u8; 8];
-                    // SAFETY: the check says that the bytes are there and may be read and written.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize)
-                    };
-                    let old = u64::from_le_bytes(bytes);
-                    let new = combined(atomic, old, a, b, size);
-                    // SAFETY: as above.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(
-                            new.to_le_bytes().as_ptr(),
-                            place,
-                            size as usize,
-                        )
-                    };
-                    if wide {
-                        warp.set64(op.d, lane, old);
-                    } else {
-                        warp.slots[usize::from(op.d)].0[lane as usize] = old as u32;
-                    }
-                }
-                Ok(())
-            },
-        )
+            };
+            let (a, b) = (get(op.a), get(op.b));
+            let mut bytes = [0u8; 8];
+            // SAFETY: the check says that the bytes are there and may be read and written.
+            unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
+            let old = u64::from_le_bytes(bytes);
+            let new = combined(atomic, old, a, b, size);
+            // SAFETY: as above.
+            unsafe {
+                std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize)
+            };
+            if wide {
+                self.set64(op.d, lane, old);
+            } else {
+                self.slots[usize::from(op.d)].0[lane as usize] = old as u32;
+            }
+        }
+        Ok(())
     }
 
     /// The source is read now, the destination written when somebody waits: a kernel may count on
@@ -1462,6 +1470,33 @@ fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool
         outside |= mask >> lane & 1 == 1 && (at > last || at & (size - 1) != 0);
     }
     !outside
+}
+
+/// Finds the space that the first lane's address is of, and which lanes' are too. Generic addresses
+/// become those of the space. What is in no window is global, where it is checked.
+#[inline(always)]
+fn take_space(space: Space, addresses: &mut [u64; 32], mask: u32) -> (Space, u32) {
+    if space != Space::Generic {
+        return (space, mask);
+    }
+    let window = addresses[mask.trailing_zeros() as usize % 32] >> 60;
+    let space = match window << 60 {
+        SHARED_WINDOW => Space::Shared,
+        LOCAL_WINDOW => Space::Local,
+        PARAMETER_WINDOW => Space::Parameter,
+        _ => Space::Global,
+    };
+    let mut here = 0;
+    for (lane, at) in addresses.iter_mut().enumerate() {
+        let inside = mask >> lane & 1 == 1 && *at >> 60 == window;
+        here |= u32::from(inside) << lane;
+        *at -= if inside && space != Space::Global {
+            window << 60
+        } else {
+            0
+        };
+    }
+    (space, here)
 }
 
 /// How many sectors of 32 bytes the lanes touch.

@@ -390,11 +390,21 @@ fn access(
     size: u32,
     address: impl Fn(u64) -> u64,
 ) -> Result<(), String> {
+    access_of(view, kind, size, u32::MAX, address)
+}
+
+fn access_of(
+    view: &mut View,
+    kind: Kind,
+    size: u32,
+    mask: u32,
+    address: impl Fn(u64) -> u64,
+) -> Result<(), String> {
     let addresses = std::array::from_fn(|lane| address(lane as u64));
     let access = Access {
         kind,
         size,
-        mask: u32::MAX,
+        mask,
         addresses: &addresses,
     };
     view.check(&access)
@@ -455,6 +465,49 @@ fn blocks_do_not_touch_what_others_write() {
     let mut view = View::new(memory.clone(), sums, 0);
     let refused = access(&mut view, Kind::Load, 4, |_| a).unwrap_err();
     assert!(refused.contains("an atomic of sums"), "{refused}");
+}
+
+#[test]
+fn a_fault_names_the_first_lane_whatever_the_lanes_have_in_common() {
+    let memory = Arc::new(Memory::default());
+    let a = memory.allocate(100, 0, None).unwrap();
+    let mut view = View::new(memory, work("k", 1, 1, 1), 0);
+    // Neighbouring lanes, and some with gaps between them. Lane 25 is the first beyond the end.
+    for mask in [u32::MAX << 4, 0x0ff0_fff0, 0x0202_2220] {
+        let refused = access_of(&mut view, Kind::Store, 4, mask, |lane| a + lane * 4);
+        let refused = refused.unwrap_err();
+        assert!(refused.starts_with("lane 25: out of bounds"), "{refused}");
+    }
+    // One operand for all.
+    let refused = access_of(&mut view, Kind::Store, 4, 0xfff0, |_| a + 100).unwrap_err();
+    assert!(refused.starts_with("lane 4: out of bounds"), "{refused}");
+    // Lanes 4 to 20 write what 4 to 24 read; lane 21 finds nothing.
+    for size in [1, 2, 4] {
+        let memory = Arc::new(Memory::default());
+        let a = memory.allocate(200, 0, None).unwrap();
+        let mut view = View::new(memory, work("k", 1, 1, 1), 0);
+        let place = |lane| a + lane * u64::from(size);
+        access_of(&mut view, Kind::Store, size, 0x001f_fff0, place).unwrap();
+        access_of(&mut view, Kind::Load, size, 0x001f_fff0, place).unwrap();
+        let refused = access_of(&mut view, Kind::Load, size, 0x01ff_fff0, place).unwrap_err();
+        assert!(refused.starts_with("lane 21: reads"), "{refused}");
+        access_of(&mut view, Kind::Load, size, 0x01ff_fff0, |_| place(20)).unwrap();
+        let refused = access_of(&mut view, Kind::Load, size, 0x01ff_fff0, |_| place(21));
+        assert!(refused.unwrap_err().starts_with("lane 4: reads"));
+    }
+}
+
+#[test]
+fn a_view_that_moves_to_another_block_is_that_block() {
+    let memory = Arc::new(Memory::default());
+    let a = memory.allocate(128, 0, None).unwrap();
+    let mut view = View::new(memory, work("k", 1, 1, 2), 0);
+    access(&mut view, Kind::Store, 4, |lane| a + lane * 4).unwrap();
+    view.move_to(1);
+    let refused = access(&mut view, Kind::Load, 4, |lane| a + lane * 4).unwrap_err();
+    assert!(refused.contains("block 0 of k"), "{refused}");
+    view.move_to(0);
+    access(&mut view, Kind::Load, 4, |lane| a + lane * 4).unwrap();
 }
 
 #[test]

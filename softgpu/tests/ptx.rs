@@ -1124,6 +1124,125 @@ fn bytes_of_a_word_may_have_different_writers() {
 }
 
 #[test]
+fn lanes_change_their_own_parts_of_a_word() {
+    for (ty, bytes) in [("u8", 1), ("u16", 2)] {
+        // Each thread adds to its own element, then reads another's behind `between`.
+        let body = |between: &str| {
+            format!(
+                "mov.u32 %r9, room; mad.lo.u32 %r1, %i, {bytes}, %r9; cvt.u16.u32 %h1, %i;\n\
+                 st.shared.{ty} [%r1], %h1; ld.shared.{ty} %h2, [%r1]; add.u16 %h2, %h2, 100; st.shared.{ty} [%r1], %h2;\n\
+                 {between}\n\
+                 ld.shared.{ty} %h3, [%r1]; cvt.u32.u16 %r3, %h3; mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;"
+            )
+        };
+        let output = buffer(&[0u32; 64]);
+        let text = kernel(1, 64 * bytes, &body(""));
+        // Later blocks do not see how earlier ones used a word.
+        for threads in [2, 64] {
+            let blocks = shape(3, threads);
+            launch(&text, &blocks, &[output.address()], Conditions::default()).unwrap();
+        }
+        assert_eq!(output.read(), (100..164).collect::<Vec<u32>>(), "{ty}");
+        let other = format!("xor.b32 %r1, %i, 1; mad.lo.u32 %r1, %r1, {bytes}, %r9;");
+        let text = kernel(1, 64 * bytes, &body(&other));
+        let message = fault(&text, 2, &[output.address()]);
+        assert!(
+            message.contains("a race: lane 1 of warp 0 wrote"),
+            "{message}"
+        );
+        let text = kernel(1, 64 * bytes, &body(&format!("bar.warp.sync 3; {other}")));
+        ok(&text, 2, &[output.address()]);
+        assert_eq!(output.read()[..2], [101, 100], "{ty}");
+    }
+}
+
+#[test]
+fn races_are_found_in_rows_and_in_words_for_all() {
+    let run = |threads: u32, body: &str| {
+        let text = kernel(1, 2048, &format!("mov.u32 %r9, room; {body}"));
+        launch(&text, &shape(1, threads), &[0], Conditions::default()).map_err(|f| f.to_string())
+    };
+    for (ty, bytes, value) in [
+        ("u32", 4, "%r2"),
+        ("u64", 8, "%rd5"),
+        ("v2.u32", 8, "{%r2, %r3}"),
+    ] {
+        let write = format!("mad.lo.u32 %r1, %i, {bytes}, %r9; st.shared.{ty} [%r1], {value};");
+        let shifted =
+            format!("setp.lt.u32 %p1, %i, 31; @%p1 ld.shared.{ty} {value}, [%r1+{bytes}];");
+        let same = format!("ld.shared.{ty} {value}, [%r9];");
+        let first = format!("setp.eq.u32 %p1, %i, 0; @%p1 st.shared.{ty} [%r9], {value};");
+        let wait = "bar.warp.sync -1;";
+        for read in [&shifted, &same] {
+            let message = run(32, &format!("{write} {read}")).unwrap_err();
+            assert!(message.contains("a race: lane"), "{message}");
+            run(32, &format!("{write} {wait} {read}")).unwrap();
+            let message = run(32, read.replace("%r1", "%r9").as_str()).unwrap_err();
+            assert!(message.contains("never written"), "{message}");
+        }
+        // Two warps need a barrier of the block.
+        let message = run(64, &format!("{write} {wait} {same}")).unwrap_err();
+        assert!(message.contains("a race: lane"), "{message}");
+        run(64, &format!("{write} bar.sync 0; {same}")).unwrap();
+        // A write after all lanes read, with and without a wait.
+        let message = run(32, &format!("{write} {wait} {same} {first}")).unwrap_err();
+        assert!(message.contains("a race: warp 0 read"), "{message}");
+        run(32, &format!("{write} {wait} {same} {wait} {first}")).unwrap();
+        // The end of the memory is not passed by any lane.
+        let far = format!(
+            "mad.lo.u32 %r1, %i, {bytes}, %r9; st.shared.{ty} [%r1+{}], {value};",
+            2048 - 4 * bytes
+        );
+        let message = run(32, &far).unwrap_err();
+        assert!(
+            message.contains("thread [4, 0, 0]") && message.contains("out of bounds"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_load_gives_the_same_whichever_lanes_take_part() {
+    let bytes: Vec<u8> = (0..128).map(|byte| (byte * 37 + 101) as u8).collect();
+    let input = buffer(&bytes);
+    for (ty, size) in [("u8", 1), ("s8", 1), ("u16", 2), ("s16", 2), ("u32", 4)] {
+        let output = buffer(&[0u32; 128]);
+        let body = format!(
+            "mad.wide.u32 %rd2, %i, {size}, %rd0; mad.wide.u32 %rd3, %i, 16, %rd1; rem.u32 %r9, %i, 3; setp.eq.u32 %p1, %r9, 0;\n\
+             sub.u32 %r9, %i, 5; setp.lt.u32 %p2, %r9, 15; mov.u32 %r2, 7; mov.u32 %r3, 7; mov.u32 %r4, 7;\n\
+             ld.global.{ty} %r1, [%rd2]; @%p1 ld.global.{ty} %r2, [%rd2]; @%p2 ld.global.{ty} %r3, [%rd2]; @%p1 ld.global.{ty} %r4, [%rd0+{size}];\n\
+             st.global.v4.u32 [%rd3], {{%r1, %r2, %r3, %r4}};"
+        );
+        ok(
+            &kernel(2, 0, &body),
+            32,
+            &[input.address(), output.address()],
+        );
+        let element = |index: usize| {
+            let bytes = &bytes[index * size..];
+            match ty {
+                "u8" => u32::from(bytes[0]),
+                "s8" => bytes[0] as i8 as u32,
+                "u16" => u32::from(u16::from_le_bytes([bytes[0], bytes[1]])),
+                "s16" => i16::from_le_bytes([bytes[0], bytes[1]]) as u32,
+                _ => u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+            }
+        };
+        for (lane, values) in output.read().chunks(4).enumerate() {
+            let if_active = |active: bool, index| if active { element(index) } else { 7 };
+            let (third, middle) = (lane % 3 == 0, (5..20).contains(&lane));
+            let expected = [
+                element(lane),
+                if_active(third, lane),
+                if_active(middle, lane),
+                if_active(third, 1),
+            ];
+            assert_eq!(values, expected, "{ty}, lane {lane}");
+        }
+    }
+}
+
+#[test]
 fn barriers_that_cannot_complete_are_faults() {
     // Half of a warp waits, the other waits elsewhere.
     let text = kernel(
