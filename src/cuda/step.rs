@@ -434,6 +434,29 @@ impl BackwardArrays<'_> {
     }
 }
 
+impl CudaBackward<'_> {
+    /// Makes Λ and the parameters' gradients, and moves ν unless `ema_gz` is null.
+    fn update_nu(
+        &mut self,
+        saved: Option<&CudaSlice<u8>>,
+        total: Option<&Tensor>,
+        ema_gz: Vector,
+    ) -> Result<()> {
+        let (step, inputs) = (self.step, self.inputs);
+        let total = total.map(Tensor::storage_and_layout);
+        let stream = step.device().cuda_stream();
+        let mut uses = Uses::on(&stream);
+        let totals = uses.read_totals(&total)?;
+        self.arrays.launch(saved, &inputs, false, |mut buffers| {
+            buffers.ema_gz = ema_gz;
+            buffers.totals = totals;
+            let launch = (step.plan).update_nu(&buffers, step.kind, inputs.loss_scale);
+            // SAFETY: as in `CudaStep::forward`.
+            unsafe { step.gpu.queue(launch.as_slice()) }
+        })
+    }
+}
+
 impl DeviceBackward for CudaBackward<'_> {
     fn sums(&mut self) -> Result<Option<Tensor>> {
         let mut memory = self.step.memory();
@@ -460,40 +483,31 @@ impl DeviceBackward for CudaBackward<'_> {
     fn move_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
         let step = self.step;
         let memory = step.memory();
-        let (saved, inputs, total) = (memory.saved.as_ref(), self.inputs, self.total.take());
-        let total = total.as_ref().map(Tensor::storage_and_layout);
-        let stream = step.device().cuda_stream();
-        let arrays = &mut self.arrays;
-        let mut launch = |ema_gz: Vector| {
-            let mut uses = Uses::on(&stream);
-            let totals = uses.read_totals(&total)?;
-            arrays.launch(saved, &inputs, false, |mut buffers| {
-                buffers.ema_gz = ema_gz;
-                buffers.totals = totals;
-                let launch = (step.plan).update_nu(&buffers, step.kind, inputs.loss_scale);
+        let (saved, total) = (memory.saved.as_ref(), self.total.take());
+        let is_exact = step.setting.config.is_exact(step.kind);
+        if is_exact {
+            // The input's gradient is by Λ. ν moves last, so that a launch that fails leaves it.
+            self.update_nu(saved, total.as_ref(), Vector::default())?;
+            let inputs = self.inputs;
+            (self.arrays).launch(saved, &inputs, true, |buffers| {
                 // SAFETY: as in `CudaStep::forward`.
-                unsafe { step.gpu.queue(launch.as_slice()) }
-            })
-        };
+                unsafe { (step.gpu).queue(&step.plan.finish_backward(&buffers, step.kind)) }
+            })?;
+        }
         match ema_gz {
             Some(ema_gz) => InVariable::run(ema_gz, |ema_gz, layout| {
+                let stream = step.device().cuda_stream();
                 let mut uses = Uses::on(&stream);
                 let ema_gz = uses.write_vector(ema_gz, layout)?;
-                launch(ema_gz)
+                self.update_nu(saved, total.as_ref(), ema_gz)
             }),
-            None => launch(Vector::default()),
+            None if is_exact => Ok(()),
+            None => self.update_nu(saved, total.as_ref(), Vector::default()),
         }
     }
 
     fn finish(mut self: Box<Self>) -> Result<Gradients> {
         let (step, inputs) = (self.step, self.inputs);
-        let memory = step.memory();
-        if step.setting.config.is_exact(step.kind) {
-            (self.arrays).launch(memory.saved.as_ref(), &inputs, true, |buffers| {
-                // SAFETY: as in `CudaStep::forward`.
-                unsafe { (step.gpu).queue(&step.plan.finish_backward(&buffers, step.kind)) }
-            })?;
-        }
         let tensor = |storage: Option<CudaStorage>, shape: &Shape| {
             storage.map(|storage| from_storage(storage, shape))
         };

@@ -136,10 +136,10 @@ pub(crate) trait DeviceBackward {
     fn take_sums(&mut self, total: &Tensor) -> Result<()>;
 
     /// Makes Λ and the parameters' gradients. ν, which `ema_gz` keeps, takes the step if it is
-    /// given.
+    /// given. If this fails, ν is as it was.
     fn move_nu(&mut self, ema_gz: Option<&Var>) -> Result<()>;
 
-    /// Makes the gradients that needed Λ, and hands all of them out.
+    /// Makes what is left of the gradients, and hands all of them out.
     fn finish(self: Box<Self>) -> Result<Gradients>;
 }
 

@@ -6,51 +6,49 @@ use super::*;
 /// input's, to a rounding.
 #[test]
 fn a_residual_is_an_addition_and_a_forward() -> Result<()> {
-    for (cols, groups) in PATHS {
-        for (k, (dtype, builder)) in DTYPES.into_iter().enumerate() {
-            let (config, padded) = variants()[(cols + 3 * k) % 16];
-            let config = PowerNormConfig {
-                group_scaling: groups,
-                ..config
+    for (k, ((cols, groups), (dtype, builder))) in layers().enumerate() {
+        let (config, padded) = variants()[(cols + 3 * k) % 16];
+        let config = PowerNormConfig {
+            group_scaling: groups,
+            ..config
+        };
+        let what = format!("{dtype:?} {cols} {config:?} padded {padded}");
+        let [fused, plain] =
+            [(); 2].map(|()| Twin::new(&mut Data::on(&gpu(), 41), cols, config, builder).layer);
+        let mut data = Data::on(fused.running_phi()?.device(), 42);
+        for _ in 0..3 {
+            let batch = Batch::random(&mut data, &[5, 7, cols], dtype, padded);
+            let other = Batch::random(&mut data, &[5, 7, cols], dtype, false);
+            let xs = Var::from_tensor(&batch.xs)?;
+            let residual = Var::from_tensor(&other.xs)?;
+            let ours = match &batch.keep {
+                Some(keep) => fused.forward_residual_masked(&xs, &residual, keep)?,
+                None => fused.forward_residual(&xs, &residual)?,
             };
-            let what = format!("{dtype:?} {cols} {config:?} padded {padded}");
-            let [fused, plain] =
-                [(); 2].map(|()| Twin::new(&mut Data::on(&gpu(), 41), cols, config, builder).layer);
-            let mut data = Data::on(fused.running_phi()?.device(), 42);
-            for _ in 0..3 {
-                let batch = Batch::random(&mut data, &[5, 7, cols], dtype, padded);
-                let other = Batch::random(&mut data, &[5, 7, cols], dtype, false);
-                let xs = Var::from_tensor(&batch.xs)?;
-                let residual = Var::from_tensor(&other.xs)?;
-                let ours = match &batch.keep {
-                    Some(keep) => fused.forward_residual_masked(&xs, &residual, keep)?,
-                    None => fused.forward_residual(&xs, &residual)?,
-                };
-                let sum = (xs.as_tensor() + residual.as_tensor())?;
-                let y = forward(&plain, &sum, batch.keep.as_ref(), true);
-                let theirs = (y, sum);
-                assert_same_bits(&format!("{what}: y"), &ours.0, &theirs.0);
-                assert_same_bits(&format!("{what}: sum"), &ours.1, &theirs.1);
-                let gradients = |(y, sum): &(Tensor, Tensor)| {
-                    let loss = ((y * &batch.dy)?.sum_all()? + (sum * &other.dy)?.sum_all()?)?;
-                    loss.backward()
-                };
-                let (ours, theirs) = (gradients(&ours)?, gradients(&theirs)?);
-                for input in [&xs, &residual] {
-                    let (ours, theirs) = (ours.get(input).unwrap(), theirs.get(input).unwrap());
-                    let relative = 4. * precision(dtype).0;
-                    assert_relative(&what, ours, &to_f64(theirs), relative);
-                }
-                for (a, b) in [
-                    (fused.weight(), plain.weight()),
-                    (fused.bias(), plain.bias()),
-                ] {
-                    if let (Some(a), Some(b)) = (a, b) {
-                        assert_same_bits(&what, ours.get(a).unwrap(), theirs.get(b).unwrap());
-                    }
-                }
-                same_state(&what, &state(&fused), &state(&plain));
+            let sum = (xs.as_tensor() + residual.as_tensor())?;
+            let y = forward(&plain, &sum, batch.keep.as_ref(), true);
+            let theirs = (y, sum);
+            assert_same_bits(&format!("{what}: y"), &ours.0, &theirs.0);
+            assert_same_bits(&format!("{what}: sum"), &ours.1, &theirs.1);
+            let gradients = |(y, sum): &(Tensor, Tensor)| {
+                let loss = ((y * &batch.dy)?.sum_all()? + (sum * &other.dy)?.sum_all()?)?;
+                loss.backward()
+            };
+            let (ours, theirs) = (gradients(&ours)?, gradients(&theirs)?);
+            for input in [&xs, &residual] {
+                let (ours, theirs) = (ours.get(input).unwrap(), theirs.get(input).unwrap());
+                let relative = 4. * precision(dtype).0;
+                assert_relative(&what, ours, &to_f64(theirs), relative);
             }
+            for (a, b) in [
+                (fused.weight(), plain.weight()),
+                (fused.bias(), plain.bias()),
+            ] {
+                if let (Some(a), Some(b)) = (a, b) {
+                    assert_same_bits(&what, ours.get(a).unwrap(), theirs.get(b).unwrap());
+                }
+            }
+            same_state(&what, &state(&fused), &state(&plain));
         }
     }
     Ok(())

@@ -92,77 +92,73 @@ fn ranks_that_would_part_later() {
 fn two_that_bring_the_same() {
     const ROWS: usize = 19;
     const STEPS: usize = 3;
-    for (k, (cols, groups)) in PATHS.into_iter().enumerate() {
-        for (input, builder) in DTYPES {
-            let variants = variants().into_iter().skip(k % 2).step_by(2);
-            for (config, padded) in thinned(variants) {
-                let config = PowerNormConfig {
-                    group_scaling: groups,
-                    ..config
+    for (k, ((cols, groups), (input, builder))) in layers().enumerate() {
+        let variants = variants().into_iter().skip(k % 2).step_by(2);
+        for (config, padded) in thinned(variants) {
+            let config = PowerNormConfig {
+                group_scaling: groups,
+                ..config
+            };
+            let device = gpu();
+            let twin = || Twin::new(&mut Data::on(&device, 52), cols, config, builder);
+            let (half, whole) = (twin().layer, twin().layer);
+            let echo = Echo::default();
+            let half = half.with_ranks(&Ranks::new(echo.clone()));
+            let mut data = Data::on(&device, 53);
+            for step in 0..STEPS {
+                let batch = Batch::random(&mut data, &[ROWS, cols], input, padded);
+                let twice = |t: &Tensor| Tensor::cat(&[t, t], 0).unwrap();
+                let doubled = Batch {
+                    xs: twice(&batch.xs),
+                    dy: twice(&batch.dy),
+                    keep: batch.keep.as_ref().map(twice),
                 };
-                let device = gpu();
-                let twin = || Twin::new(&mut Data::on(&device, 52), cols, config, builder);
-                let (half, whole) = (twin().layer, twin().layer);
-                let echo = Echo::default();
-                let half = half.with_ranks(&Ranks::new(echo.clone()));
-                let mut data = Data::on(&device, 53);
-                for step in 0..STEPS {
-                    let batch = Batch::random(&mut data, &[ROWS, cols], input, padded);
-                    let twice = |t: &Tensor| Tensor::cat(&[t, t], 0).unwrap();
-                    let doubled = Batch {
-                        xs: twice(&batch.xs),
-                        dy: twice(&batch.dy),
-                        keep: batch.keep.as_ref().map(twice),
-                    };
-                    let ours = run(&half, &batch, true);
-                    let theirs = run(&whole, &doubled, true);
-                    let what =
-                        format!("{input:?}, {cols}, {config:?}, padded {padded}, step {step}");
-                    let waits =
-                        config.statistics == Statistics::Running && step >= config.warmup_steps;
-                    let mut expected = match config.recipe {
-                        Recipe::Paper if waits => vec![2 * cols + 1],
-                        Recipe::Paper => vec![cols + 1, cols],
-                        Recipe::Fairseq => vec![2 * (cols + 1), cols],
-                    };
-                    if step == 0 {
-                        expected.insert(0, COMPARED);
-                    }
-                    let summed = std::mem::take(&mut *echo.0.lock().unwrap());
-                    assert_eq!(summed, expected, "{what}: sums");
-                    let n = ((2 * ROWS + cols) * STEPS) as f64;
-                    let sums = if input == DType::F64 {
-                        builder
-                    } else {
-                        DType::F32
-                    };
-                    let relative = 8. * n.sqrt() * precision(sums).0;
-                    let close = |name: &str, ours: &Tensor, theirs: Vec<f64>, rounded: f64| {
-                        let what = format!("{what}: {name}");
-                        assert_relative(&what, ours, &theirs, relative + rounded);
-                    };
-                    let rounded = 4. * precision(input).0;
-                    let part = |t: &Tensor| to_f64(t)[..ROWS * cols].to_vec();
-                    close("y", &ours.y, part(&theirs.y), rounded);
-                    close("dx", &ours.dx, part(&theirs.dx), rounded);
-                    for (name, ours, theirs) in [
-                        ("dweight", &ours.dweight, &theirs.dweight),
-                        ("dbias", &ours.dbias, &theirs.dbias),
-                    ] {
-                        if let (Some(ours), Some(theirs)) = (ours, theirs) {
-                            let theirs = to_f64(theirs).iter().map(|sum| sum / 2.).collect();
-                            close(name, ours, theirs, 4. * precision(builder).0);
-                        }
-                    }
-                    close(
-                        "ψ²",
-                        &half.running_phi().unwrap(),
-                        to_f64(&whole.running_phi().unwrap()),
-                        0.,
-                    );
-                    close("ν", &half.nu().unwrap(), to_f64(&whole.nu().unwrap()), 0.);
-                    assert_eq!(half.steps().unwrap(), whole.steps().unwrap());
+                let ours = run(&half, &batch, true);
+                let theirs = run(&whole, &doubled, true);
+                let what = format!("{input:?}, {cols}, {config:?}, padded {padded}, step {step}");
+                let waits = config.statistics == Statistics::Running && step >= config.warmup_steps;
+                let mut expected = match config.recipe {
+                    Recipe::Paper if waits => vec![2 * cols + 1],
+                    Recipe::Paper => vec![cols + 1, cols],
+                    Recipe::Fairseq => vec![2 * (cols + 1), cols],
+                };
+                if step == 0 {
+                    expected.insert(0, COMPARED);
                 }
+                let summed = std::mem::take(&mut *echo.0.lock().unwrap());
+                assert_eq!(summed, expected, "{what}: sums");
+                let n = ((2 * ROWS + cols) * STEPS) as f64;
+                let sums = if input == DType::F64 {
+                    builder
+                } else {
+                    DType::F32
+                };
+                let relative = 8. * n.sqrt() * precision(sums).0;
+                let close = |name: &str, ours: &Tensor, theirs: Vec<f64>, rounded: f64| {
+                    let what = format!("{what}: {name}");
+                    assert_relative(&what, ours, &theirs, relative + rounded);
+                };
+                let rounded = 4. * precision(input).0;
+                let part = |t: &Tensor| to_f64(t)[..ROWS * cols].to_vec();
+                close("y", &ours.y, part(&theirs.y), rounded);
+                close("dx", &ours.dx, part(&theirs.dx), rounded);
+                for (name, ours, theirs) in [
+                    ("dweight", &ours.dweight, &theirs.dweight),
+                    ("dbias", &ours.dbias, &theirs.dbias),
+                ] {
+                    if let (Some(ours), Some(theirs)) = (ours, theirs) {
+                        let theirs = to_f64(theirs).iter().map(|sum| sum / 2.).collect();
+                        close(name, ours, theirs, 4. * precision(builder).0);
+                    }
+                }
+                close(
+                    "ψ²",
+                    &half.running_phi().unwrap(),
+                    to_f64(&whole.running_phi().unwrap()),
+                    0.,
+                );
+                close("ν", &half.nu().unwrap(), to_f64(&whole.nu().unwrap()), 0.);
+                assert_eq!(half.steps().unwrap(), whole.steps().unwrap());
             }
         }
     }
