@@ -4,6 +4,11 @@
 //! Registers, constants and special registers are all slots of 32 values, so a function only knows
 //! slots. Predicates are masks.
 
+// A comparison says what it makes of NaN, so `a < b || a > b` is not `a != b`.
+#![allow(clippy::double_comparisons, clippy::neg_cmp_op_on_partial_ord)]
+// Lanes are numbered in PTX.
+#![allow(clippy::needless_range_loop)]
+
 use crate::counts::Class;
 use crate::float::{self, Approximate, Format, Mode, BF16, E4M3, E5M2, F16, F32, F64};
 use crate::ptx::Op;
@@ -568,7 +573,7 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "w:ww",
         ),
         ("mul24", ["hi"], "u32") => (
-            each!(|a: u32, b: u32| u32: (u64::from(a & 0xff_ffff) * u64::from(b & 0xff_ffff) >> 16) as u32),
+            each!(|a: u32, b: u32| u32: ((u64::from(a & 0xff_ffff) * u64::from(b & 0xff_ffff)) >> 16) as u32),
             "w:ww",
         ),
         ("mad24", ["lo"], "u32") => (

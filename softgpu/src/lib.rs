@@ -6,11 +6,11 @@
 //! hand them to a capture of [`graph`].
 //!
 //! The engine in [`stream`] picks work that nothing holds back. A kernel runs in [`grid`], block by
-//! block. `warp` executes its instructions, which [`ptx`] decoded and [`alu`] and `float` compute.
+//! block. `warp` executes its instructions, which [`ptx`] decoded and `alu` and `float` compute.
 //! Accesses go through `shared` and [`memory`], which check them and can return a [`fault`].
 //! [`counts`] has what a launch did.
 
-pub mod alu;
+mod alu;
 pub mod blas;
 pub mod control;
 pub mod counts;

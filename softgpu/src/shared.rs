@@ -176,7 +176,7 @@ impl Shared {
                 self.bytes.len()
             ));
         }
-        if address % u64::from(size) != 0 {
+        if !address.is_multiple_of(u64::from(size)) {
             return Err(format!(
                 "{size} bytes at {address:#x} of shared memory are misaligned"
             ));
@@ -265,7 +265,7 @@ impl Shared {
         let inside = (address as usize)
             .checked_add(bytes)
             .is_some_and(|end| end <= self.bytes.len());
-        if size < 4 || address % u64::from(size) != 0 || !inside {
+        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
             return false;
         }
         let (block, epoch) = (self.block, self.epoch);
@@ -300,7 +300,7 @@ impl Shared {
     pub fn read_same(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
         let end = (address as usize).checked_add(size as usize);
         let inside = end.is_some_and(|end| end <= self.bytes.len());
-        if size < 4 || address % u64::from(size) != 0 || !inside {
+        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
             return false;
         }
         let (block, epoch) = (self.block, self.epoch);

@@ -821,7 +821,7 @@ impl Warp {
     fn load_parameter(&mut self, block: &Block, address: &Address, mask: u32) -> Option<()> {
         let known =
             address.space == Space::Parameter && address.base.is_none() && address.count == 1;
-        if !known || address.offset % u64::from(address.bytes) != 0 {
+        if !known || !address.offset.is_multiple_of(u64::from(address.bytes)) {
             return None;
         }
         let start = address.offset as usize;
@@ -1137,7 +1137,7 @@ impl Warp {
                 );
                 return Err(self.fault(block, self.at, lane, what));
             }
-            if at % u64::from(size) != 0 {
+            if !at.is_multiple_of(u64::from(size)) {
                 return Err(self.fault(
                     block,
                     self.at,

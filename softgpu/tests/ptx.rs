@@ -835,7 +835,7 @@ fn shuffles_reach_where_they_may() {
         (0..32)
             .map(|lane| {
                 let (from, within) = source(lane);
-                from * 10 | if within { 1 << 16 } else { 0 }
+                (from * 10) | if within { 1 << 16 } else { 0 }
             })
             .collect()
     };

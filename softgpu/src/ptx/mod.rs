@@ -565,7 +565,7 @@ fn first_line(text: &str) -> &str {
 fn type_bytes(ty: &str) -> Option<usize> {
     let digits = ty.trim_start_matches(|c: char| !c.is_ascii_digit());
     let bits: usize = digits.parse().ok()?;
-    (bits % 8 == 0).then_some(bits / 8)
+    bits.is_multiple_of(8).then_some(bits / 8)
 }
 
 /// `.param .align 8 .b8 name[192]`, without what comes before the type: its name, alignment and
