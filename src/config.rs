@@ -54,8 +54,9 @@ pub enum Recipe {
     ///   `ψ² ← ψ²(t−1)/t + ψ_B²/t`.
     /// - `t > T`: `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`, `∂L/∂X̃ = (g − ν₍ₜ₋₁₎ X̂)/D`;
     ///   `ψ² ← α_f ψ² + (1−α_f) ψ_B²` (Eq. 8, 10, 12).
-    /// - always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ` (Eq. 13; the factor is clamped at 0, where
-    ///   Theorem 4's Assumption 10 no longer holds and the equation diverges).
+    /// - always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ` (Eq. 13; the factor is clamped at 0. Where
+    ///   it is negative, ν would change sign at each step; where `Γ > 2/(1−α_b)` persists, Eq. 13
+    ///   diverges).
     /// - A channel whose new ψ² or ν is not finite keeps the old value for that step.
     /// - Padded rows enter no sum, and their input gradient is 0.
     #[default]

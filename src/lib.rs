@@ -1,5 +1,6 @@
 //! PowerNorm for [candle]: a normalization layer that replaces LayerNorm with one changed line and
-//! trains with a fused forward and a fused backward, on CPUs and NVIDIA GPUs.
+//! trains with a fused forward and a fused backward on CPUs and NVIDIA GPUs. Other devices run it by
+//! candle's own operations.
 //!
 //! ```
 //! use candle::{DType, Device, Module, Result, Tensor};

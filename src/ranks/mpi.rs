@@ -14,8 +14,8 @@ use std::sync::{Mutex, PoisonError};
 
 /// The processes of an MPI job as ranks. Feature `mpi`.
 ///
-/// It is meant for layers on a CPU. A tensor on a GPU is copied to the host, and its sum back: the host waits for the GPU at each
-/// sum, and no CUDA graph can hold one. (That has not run on a GPU yet.)
+/// It is meant for layers on a CPU. A tensor on a GPU is copied to the host, and its sum back. So the
+/// host waits for the GPU at each sum, and no CUDA graph can hold one.
 ///
 /// A sum is an `MPI_Allreduce`, of which MPI requires that all processes receive identical results. Its order is the
 /// library's: MPI recommends, and does not require, that it be the same from run to run. A second, of two integers, goes before

@@ -23,8 +23,6 @@ use std::sync::{Mutex, PoisonError};
 /// NCCL asks that all ranks use the communicators of a GPU in one order: a program that sums its gradients through another, while
 /// backwards are under way, can deadlock. Sum them through this one.
 ///
-/// It has been compiled, and has not run on a GPU yet.
-///
 /// # CUDA graphs
 ///
 /// NCCL documents that its sums can be captured, from CUDA 11.3 on. A training step captured whole, forward and backward, has its
