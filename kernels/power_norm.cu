@@ -691,7 +691,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   if (trained && p.ema_gz.data != nullptr) {
     const A gamma = static_cast<const A *>(p.gamma)[col];
     A decay = A(1) - A(p.beta) * gamma;
-    // Outside Theorem 4's assumption the factor is clamped.
+    // A negative factor would turn nu's sign at each step: it is clamped.
     if (p.guard && decay < 0) {
       decay = 0;
     }

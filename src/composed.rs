@@ -356,6 +356,7 @@ impl DeviceStep for ComposedStep {
             dbias,
             lambda: None,
             dx: None,
+            gradients: Gradients::default(),
         };
         let is_step = self.may_be_step();
         let waits = is_step && config.is_exact(self.setting.kind);
@@ -407,6 +408,7 @@ struct ComposedBackward<'a> {
     /// Λ, `[C]`, after a training step.
     lambda: Option<Tensor>,
     dx: Option<Tensor>,
+    gradients: Gradients,
 }
 
 impl ComposedBackward<'_> {
@@ -456,52 +458,51 @@ impl DeviceBackward for ComposedBackward<'_> {
         Ok(())
     }
 
-    fn move_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
-        let Some(batch) = self.step.batch() else {
-            return Ok(());
-        };
-        let g_x_hat = (&self.total * self.step.inv_rms()?)?;
-        let g_x_hat = match &self.weight {
-            Some(weight) => (g_x_hat * weight)?,
-            None => g_x_hat,
-        };
-        let lambda = (g_x_hat / batch.rows as f64)?;
-        if let Some(ema_gz) = ema_gz {
-            // Eq. 13 divided by 1−α_b: ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ.
-            let config = self.step.config();
-            let decay = batch.gamma.affine(config.alpha_bwd - 1., 1.)?;
-            let decay = match config.recipe {
-                Recipe::Paper => decay.relu()?,
-                Recipe::Fairseq => decay,
+    fn finish(&mut self, _moves_nu: bool) -> Result<()> {
+        if let Some(batch) = self.step.batch() {
+            let g_x_hat = (&self.total * self.step.inv_rms()?)?;
+            let g_x_hat = match &self.weight {
+                Some(weight) => (g_x_hat * weight)?,
+                None => g_x_hat,
             };
-            let old = channels(ema_gz, &decay)?;
-            let new = ((decay * old)? + (&lambda * self.inputs.loss_scale.recip())?)?;
-            // Γ too: the clamp would turn an infinite one into a finite factor.
-            self.step.set(ema_gz, &new, Some(&batch.gamma))?;
+            self.lambda = Some((g_x_hat / batch.rows as f64)?);
         }
-        self.lambda = Some(lambda);
-        Ok(())
-    }
-
-    fn finish(mut self: Box<Self>) -> Result<Gradients> {
         let inputs = self.inputs;
         if inputs.wants_input && self.dx.is_none() {
             self.dx = Some(self.input_gradient(self.lambda.as_ref())?);
         }
-        let mut gradients = Gradients {
-            input: self.dx.take(),
-            ..Gradients::default()
-        };
+        self.gradients.input = self.dx.take();
         if let Some([weight, bias]) = inputs.affine {
             let gradient = |param: &Tensor, gradient: &Tensor| match param.track_op() {
                 true => gradient.to_dtype(param.dtype()).map(Some),
                 false => Ok(None),
             };
             let dweight = (&self.dy_x * self.step.inv_rms()?)?;
-            gradients.weight = gradient(weight, &dweight)?;
-            gradients.bias = gradient(bias, &self.dbias)?;
+            self.gradients.weight = gradient(weight, &dweight)?;
+            self.gradients.bias = gradient(bias, &self.dbias)?;
         }
-        Ok(gradients)
+        Ok(())
+    }
+
+    fn move_nu(&mut self, ema_gz: &Var) -> Result<()> {
+        let (Some(batch), Some(lambda)) = (self.step.batch(), &self.lambda) else {
+            return Ok(());
+        };
+        // Eq. 13 divided by 1−α_b: ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ.
+        let config = self.step.config();
+        let decay = batch.gamma.affine(config.alpha_bwd - 1., 1.)?;
+        let decay = match config.recipe {
+            Recipe::Paper => decay.relu()?,
+            Recipe::Fairseq => decay,
+        };
+        let old = channels(ema_gz, &decay)?;
+        let new = ((decay * old)? + (lambda * self.inputs.loss_scale.recip())?)?;
+        // Γ too: the clamp would turn an infinite one into a finite factor.
+        self.step.set(ema_gz, &new, Some(&batch.gamma))
+    }
+
+    fn gradients(self: Box<Self>) -> Gradients {
+        self.gradients
     }
 }
 

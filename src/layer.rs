@@ -306,7 +306,7 @@ impl PowerNorm {
     /// rows is on the GPU too, so every training forward over ranks counts as a step, one without a kept row on any rank included;
     /// its ψ² and ν stay. candle cannot launch its own operations, which a backward comes through, on an empty tensor there: under
     /// [`Recipe::Paper`](crate::Recipe::Paper) a rank without rows brings a padded one instead. (Under
-    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) such a row counts, in the means Γ and Λ.) None of this has run on a GPU yet.
+    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) such a row counts, in the means Γ and Λ.)
     ///
     /// # Errors
     ///

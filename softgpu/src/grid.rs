@@ -89,7 +89,7 @@ pub fn run(
     let Spare {
         mut shared,
         mut slots,
-    } = SPARE.take();
+    } = SPARE.try_with(Cell::take).unwrap_or_default();
     shared.resize(program.dynamic_start() + launch.shared_bytes as usize);
     let mut block = Block {
         launch,
@@ -119,10 +119,12 @@ pub fn run(
         run_block(&mut block, &mut warps, &mut chance).map_err(|fault| *fault)?;
     }
     slots.extend(warps.into_iter().rev().map(Warp::into_slots));
-    SPARE.set(Spare {
+    let spare = Spare {
         shared: block.shared,
         slots,
-    });
+    };
+    // At the end of a thread there is none.
+    let _ = SPARE.try_with(|kept| kept.set(spare));
     Ok(block.counts)
 }
 

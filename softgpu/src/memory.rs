@@ -881,8 +881,9 @@ impl View {
     #[inline(always)]
     fn enter(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Refusal> {
         for recent in self.recent.iter().flatten() {
-            if recent.start <= start
-                && start + bytes <= recent.end
+            // No sum of addresses: it could pass the end of all there are.
+            if start.wrapping_sub(recent.start) < recent.end - recent.start
+                && bytes <= recent.end - start
                 && recent.allocation.state.load(Relaxed) == LIVE
             {
                 return Ok(recent.floor);
@@ -1166,7 +1167,8 @@ impl View {
         for (other, theirs) in self.members(writer) {
             let both = bytes & theirs;
             let atomic = kind == Kind::Atomic && other == self.agents.atomics();
-            let own = other == self.own && kind != Kind::LoadReadOnly;
+            // After its own plain store a block's update is one that other blocks may come between.
+            let own = other == self.own && !matches!(kind, Kind::LoadReadOnly | Kind::Atomic);
             if both != 0 && !atomic && !own && !self.is_before(other, floor) {
                 return Err(conflict(self, both, other, "writes"));
             }

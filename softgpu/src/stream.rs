@@ -177,7 +177,7 @@ thread_local! {
 
 /// What this thread's submissions did so far.
 pub fn own_tally() -> Arc<Mutex<Tally>> {
-    TALLY.with(Clone::clone)
+    TALLY.try_with(Clone::clone).unwrap_or_default()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -470,10 +470,12 @@ impl Engine {
             return (state, false);
         };
         let items = state.start(stream);
-        let Some(device) = items.first().map(|item| item.work.device) else {
+        if items.is_empty() {
             return (state, false);
-        };
-        let broken = state.broken.contains_key(&device);
+        }
+        let devices: Vec<i32> = items.iter().map(|item| item.work.device).collect();
+        // Ranks that meet fail together.
+        let broken = (devices.iter()).any(|device| state.broken.contains_key(device));
         drop(state);
         let result = if broken { Ok(()) } else { self.execute(&items) };
         let mut state = lock(&self.state);
@@ -484,8 +486,12 @@ impl Engine {
             }
             state.forget_if_done(stream);
         }
+        if broken || result.is_err() {
+            state
+                .broken
+                .extend(devices.into_iter().map(|device| (device, ())));
+        }
         if let Err(fault) = result {
-            state.broken.insert(device, ());
             if !state.faults_expected {
                 eprintln!("softgpu: {fault}");
                 state.failed = true;
@@ -500,13 +506,11 @@ impl Engine {
     }
 
     fn execute(&self, items: &[Item]) -> Result<(), Fault> {
-        let [item] = items else {
-            return self.meet(items);
-        };
-        let Due::Run(action) = &item.due else {
-            return self.meet(items);
-        };
-        let run = std::panic::AssertUnwindSafe(|| action(&self.memory, &item.work));
+        let item = &items[0];
+        let run = std::panic::AssertUnwindSafe(|| match (&item.due, items) {
+            (Due::Run(action), [item]) => action(&self.memory, &item.work),
+            _ => self.meet(items).map(|()| None),
+        });
         let counts = std::panic::catch_unwind(run)
             .unwrap_or_else(|_| Err(fault_of(&item.work, "the interpreter panicked".into())))?;
         if item.launch {
@@ -587,6 +591,13 @@ impl Engine {
                 if timeout.timed_out() {
                     break;
                 }
+            }
+        }
+        // Faults that were expected, and that nobody took.
+        for fault in std::mem::take(&mut state.faults) {
+            if state.faults_expected {
+                eprintln!("softgpu: {fault}");
+                state.failed = true;
             }
         }
         if state.failed {

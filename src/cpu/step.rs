@@ -292,6 +292,7 @@ impl<T: Element> DeviceStep for CpuStep<T> {
             total: None,
             lambda: None,
             dx: None,
+            gradients: Gradients::default(),
         };
         let is_step = self.may_be_step();
         let affine = inputs.affine.into_iter().flatten();
@@ -340,6 +341,7 @@ struct CpuBackward<'a, T: Element> {
     /// Λ, `[C]`, after a training step.
     lambda: Option<Vec<T::Acc>>,
     dx: Option<Vec<T>>,
+    gradients: Gradients,
 }
 
 impl<T: Element> CpuBackward<'_, T> {
@@ -408,25 +410,15 @@ impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
         Ok(())
     }
 
-    fn move_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
-        let (Some(batch), Some(total)) = (self.step.batch(), &self.total) else {
-            return Ok(());
-        };
-        let g_x_hat = times(total, self.step.inv_rms());
-        let g_x_hat = match &self.weight {
-            Some(weight) => times(&g_x_hat, weight),
-            None => g_x_hat,
-        };
-        let lambda = mean(&g_x_hat, batch.rows);
-        if let Some(ema_gz) = ema_gz {
-            let (config, loss_scale) = (self.step.config(), self.inputs.loss_scale);
-            update_nu(config, ema_gz, &batch.gamma, &lambda, loss_scale)?;
+    fn finish(&mut self, _moves_nu: bool) -> Result<()> {
+        if let (Some(batch), Some(total)) = (self.step.batch(), &self.total) {
+            let g_x_hat = times(total, self.step.inv_rms());
+            let g_x_hat = match &self.weight {
+                Some(weight) => times(&g_x_hat, weight),
+                None => g_x_hat,
+            };
+            self.lambda = Some(mean(&g_x_hat, batch.rows));
         }
-        self.lambda = Some(lambda);
-        Ok(())
-    }
-
-    fn finish(mut self: Box<Self>) -> Result<Gradients> {
         let inputs = self.inputs;
         if inputs.wants_input && self.dx.is_none() {
             let gain = self.gain();
@@ -440,16 +432,25 @@ impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
         }
         let (x, dx) = (inputs.x, self.dx.take());
         let input = dx.map(|dx| Tensor::from_vec(dx, x.shape(), x.device()));
-        let mut gradients = Gradients {
-            input: input.transpose()?,
-            ..Gradients::default()
-        };
+        self.gradients.input = input.transpose()?;
         if let (Some([weight, bias]), Some(sums)) = (inputs.affine, self.sums.take()) {
             let dweight = times(&sums.dy_x, self.step.inv_rms());
-            gradients.weight = param_gradient(weight, dweight)?;
-            gradients.bias = param_gradient(bias, sums.dy)?;
+            self.gradients.weight = param_gradient(weight, dweight)?;
+            self.gradients.bias = param_gradient(bias, sums.dy)?;
         }
-        Ok(gradients)
+        Ok(())
+    }
+
+    fn move_nu(&mut self, ema_gz: &Var) -> Result<()> {
+        let (Some(batch), Some(lambda)) = (self.step.batch(), &self.lambda) else {
+            return Ok(());
+        };
+        let (config, loss_scale) = (self.step.config(), self.inputs.loss_scale);
+        update_nu(config, ema_gz, &batch.gamma, lambda, loss_scale)
+    }
+
+    fn gradients(self: Box<Self>) -> Gradients {
+        self.gradients
     }
 }
 

@@ -436,18 +436,14 @@ impl BackwardArrays<'_> {
 
 impl CudaBackward<'_> {
     /// Makes Λ and the parameters' gradients, and moves ν unless `ema_gz` is null.
-    fn update_nu(
-        &mut self,
-        saved: Option<&CudaSlice<u8>>,
-        total: Option<&Tensor>,
-        ema_gz: Vector,
-    ) -> Result<()> {
+    fn update_nu(&mut self, ema_gz: Vector) -> Result<()> {
         let (step, inputs) = (self.step, self.inputs);
-        let total = total.map(Tensor::storage_and_layout);
+        let memory = step.memory();
+        let total = self.total.as_ref().map(Tensor::storage_and_layout);
         let stream = step.device().cuda_stream();
         let mut uses = Uses::on(&stream);
         let totals = uses.read_totals(&total)?;
-        self.arrays.launch(saved, &inputs, false, |mut buffers| {
+        (self.arrays).launch(memory.saved.as_ref(), &inputs, false, |mut buffers| {
             buffers.ema_gz = ema_gz;
             buffers.totals = totals;
             let launch = (step.plan).update_nu(&buffers, step.kind, inputs.loss_scale);
@@ -465,6 +461,10 @@ impl DeviceBackward for CudaBackward<'_> {
                 ForwardSums::Own(both) => Some(both),
                 _ => None,
             },
+            // Another thread goes back through the same graph, and took the forward's.
+            (_, None) if self.step.setting.shared && self.step.kind.is_training() => {
+                return Err(Error::RankFailed.into())
+            }
             (_, own) => own,
         };
         Ok(sums.map(|sums| tensor(sums, self.step.device())))
@@ -480,43 +480,43 @@ impl DeviceBackward for CudaBackward<'_> {
         Ok(())
     }
 
-    fn move_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
+    fn finish(&mut self, moves_nu: bool) -> Result<()> {
         let step = self.step;
-        let memory = step.memory();
-        let (saved, total) = (memory.saved.as_ref(), self.total.take());
         let is_exact = step.setting.config.is_exact(step.kind);
+        if is_exact || !moves_nu {
+            self.update_nu(Vector::default())?;
+        }
         if is_exact {
-            // The input's gradient is by Λ. ν moves last, so that a launch that fails leaves it.
-            self.update_nu(saved, total.as_ref(), Vector::default())?;
+            let memory = step.memory();
             let inputs = self.inputs;
-            (self.arrays).launch(saved, &inputs, true, |buffers| {
+            (self.arrays).launch(memory.saved.as_ref(), &inputs, true, |buffers| {
                 // SAFETY: as in `CudaStep::forward`.
                 unsafe { (step.gpu).queue(&step.plan.finish_backward(&buffers, step.kind)) }
             })?;
         }
-        match ema_gz {
-            Some(ema_gz) => InVariable::run(ema_gz, |ema_gz, layout| {
-                let stream = step.device().cuda_stream();
-                let mut uses = Uses::on(&stream);
-                let ema_gz = uses.write_vector(ema_gz, layout)?;
-                self.update_nu(saved, total.as_ref(), ema_gz)
-            }),
-            None if is_exact => Ok(()),
-            None => self.update_nu(saved, total.as_ref(), Vector::default()),
-        }
+        Ok(())
     }
 
-    fn finish(mut self: Box<Self>) -> Result<Gradients> {
+    fn move_nu(&mut self, ema_gz: &Var) -> Result<()> {
+        InVariable::run(ema_gz, |ema_gz, layout| {
+            let stream = self.step.device().cuda_stream();
+            let mut uses = Uses::on(&stream);
+            let ema_gz = uses.write_vector(ema_gz, layout)?;
+            self.update_nu(ema_gz)
+        })
+    }
+
+    fn gradients(mut self: Box<Self>) -> Gradients {
         let (step, inputs) = (self.step, self.inputs);
         let tensor = |storage: Option<CudaStorage>, shape: &Shape| {
             storage.map(|storage| from_storage(storage, shape))
         };
         let channels = Shape::from(step.plan.cols);
-        Ok(Gradients {
+        Gradients {
             input: tensor(self.arrays.input.take(), inputs.x.shape()),
             weight: tensor(self.arrays.weight.take(), &channels),
             bias: tensor(self.arrays.bias.take(), &channels),
-        })
+        }
     }
 }
 

@@ -8,8 +8,8 @@
 //! 2. [`DeviceStep::finish_forward`] then normalizes by the batch's statistic.
 //! 3. [`DeviceStep::move_phi`] moves ψ².
 //! 4. [`DeviceStep::backward`] makes the gradients and sums over them.
-//! 5. [`DeviceBackward::move_nu`] moves ν, and [`DeviceBackward::finish`] makes what is left of the
-//!    gradients.
+//! 5. [`DeviceBackward::finish`] makes what is left of the gradients, and
+//!    [`DeviceBackward::move_nu`] moves ν. ν moves last, so that a backward that fails leaves it.
 //!
 //! Other processes may have rows of the same batch. A device does not know: it hands its sums out
 //! and takes those of the whole batch in. [`step`](super::step) decides when.
@@ -135,12 +135,15 @@ pub(crate) trait DeviceBackward {
     /// Takes in the sums of the whole batch.
     fn take_sums(&mut self, total: &Tensor) -> Result<()>;
 
-    /// Makes Λ and the parameters' gradients. ν, which `ema_gz` keeps, takes the step if it is
-    /// given. If this fails, ν is as it was.
-    fn move_nu(&mut self, ema_gz: Option<&Var>) -> Result<()>;
+    /// Makes Λ and what is left of the gradients. If [`move_nu`](Self::move_nu) follows, what it
+    /// makes on the way may wait for it.
+    fn finish(&mut self, moves_nu: bool) -> Result<()>;
 
-    /// Makes what is left of the gradients, and hands all of them out.
-    fn finish(self: Box<Self>) -> Result<Gradients>;
+    /// Moves ν, which `ema_gz` keeps. If this fails, ν is as it was.
+    fn move_nu(&mut self, ema_gz: &Var) -> Result<()>;
+
+    /// Hands out the gradients.
+    fn gradients(self: Box<Self>) -> Gradients;
 }
 
 /// The device of a layer.
@@ -160,7 +163,7 @@ static COMPOSED: LazyLock<bool> =
 impl DeviceKind {
     pub fn of(device: &Device) -> Self {
         match device {
-            _ if *COMPOSED => Self::Composed,
+            Device::Cpu if *COMPOSED => Self::Composed,
             Device::Cpu => Self::Cpu,
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => Self::Cuda(Arc::default()),

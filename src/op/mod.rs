@@ -23,7 +23,7 @@ use crate::op::device::{BackwardInputs, DeviceKind, ForwardInputs, Gradients, Ou
 use crate::op::rows::readable;
 use crate::op::step::Step;
 use crate::ranks::LayerRanks;
-use crate::state::State;
+use crate::state::{State, Version};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp3, DType, MetalStorage, Result, Shape, Storage,
@@ -89,6 +89,8 @@ pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tens
 struct Arguments {
     affine: Option<(Tensor, Tensor)>,
     keep: Option<Tensor>,
+    /// ψ² before the step, and the state that it is of.
+    before: (Tensor, Version),
 }
 
 impl Arguments {
@@ -105,6 +107,7 @@ impl Request<'_> {
                 None => None,
             },
             keep: self.keep.map(Tensor::contiguous).transpose()?,
+            before: self.state.snapshot()?,
         })
     }
 
@@ -116,15 +119,15 @@ impl Request<'_> {
         arguments: &Arguments,
         tracked: bool,
     ) -> Result<(Backprop, Outputs)> {
-        let (phi, version) = self.state.snapshot()?;
+        let (phi, version) = &arguments.before;
         let inputs = ForwardInputs {
             x,
             residual,
             keep: arguments.keep.as_ref(),
             affine: arguments.affine(),
-            phi: &phi,
+            phi,
         };
-        let (step, outputs) = Step::forward(self, &inputs, tracked, version)?;
+        let (step, outputs) = Step::forward(self, &inputs, tracked, *version)?;
         let backprop = Backprop {
             step: Arc::new(step),
             state: self.state.clone(),
@@ -154,8 +157,9 @@ impl Backprop {
         dy: &Tensor,
         dsum: Option<&Tensor>,
     ) -> Result<Gradients> {
-        let dy = readable(dy)?;
-        let dsum = dsum.map(readable).transpose()?;
+        let rows = || Ok((readable(dy)?, dsum.map(readable).transpose()?));
+        let rows = rows().inspect_err(|_: &candle::Error| self.step.leave_out(&self.state));
+        let (dy, dsum) = rows?;
         let inputs = BackwardInputs {
             x,
             dy: &dy,

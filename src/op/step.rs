@@ -37,10 +37,11 @@
 //! - *An exchange that fails on a GPU* may have failed on one rank alone. Nothing is announced
 //!   there, since the host would have to wait for the GPU to hear of it. A step whose sums were in
 //!   that exchange is lost, and its backward is refused.
-//! - *A state that cannot move*, as one with a negative step count, fails the call. The sums are in
-//!   by then, so the backward can be called again.
+//! - *A state that cannot move* fails the call. The sums are in by then, so the backward can be
+//!   called again.
 //! - *A state that was reset or loaded* between a forward and its exchange does not take the step.
-//! - *A backward that failed* leaves the step out, unless it is called again.
+//! - *A backward that failed* leaves the step out, unless it is called again. Where ψ² had moved by
+//!   then, only ν is left out.
 
 use super::device::{BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, Setting};
 use super::Request;
@@ -66,6 +67,15 @@ enum Life {
     Lost,
 }
 
+impl Life {
+    /// The sums of the whole batch have come in.
+    fn take_sums(&mut self) {
+        if *self == Self::Waits {
+            *self = Self::Known;
+        }
+    }
+}
+
 /// A forward, and the step of the state that belongs to it.
 pub(crate) struct Step {
     device: Box<dyn DeviceStep>,
@@ -89,9 +99,9 @@ pub(crate) fn begin<R>(request: &Request, prepare: impl FnOnce() -> Result<R>) -
     if request.purpose == Purpose::Evaluation {
         return prepare();
     }
-    // The other ranks do so too, before they come to an exchange of this forward.
-    request.state.waiting().settle(request.state)?;
-    let prepared = prepare();
+    // The other ranks settle too, before they come to an exchange of this forward.
+    let settled = request.state.waiting().settle(request.state);
+    let prepared = settled.and_then(|()| prepare());
     if prepared.is_err() {
         request.ranks.fail(&request.state.sums_device());
     }
@@ -161,10 +171,14 @@ impl Step {
     /// Runs a backward, and takes the steps that wait for it.
     pub fn backward(&self, state: &State, inputs: &BackwardInputs) -> Result<Gradients> {
         let gradients = self.backward_phases(state, inputs);
-        // The step is taken, and what it kept can go; or this failed, and it is left out unless
-        // called again.
-        state.waiting().forget(self);
+        // The step is taken, and what it kept can go; or this failed.
+        self.leave_out(state);
         gradients
+    }
+
+    /// Leaves the step out, unless its backward is called again.
+    pub fn leave_out(&self, state: &State) {
+        state.waiting().forget(self);
     }
 
     fn backward_phases(&self, state: &State, inputs: &BackwardInputs) -> Result<Gradients> {
@@ -185,15 +199,17 @@ impl Step {
                 };
                 let total = self.exchange(&mut life, exchange, &sums)?;
                 backward.take_sums(&total)?;
+                life.take_sums();
             }
         }
         // The state's lock is not held while ranks wait for each other.
         self.move_phi(state)?;
-        match self.purpose {
-            Purpose::Training => state.move_nu(|ema_gz| backward.move_nu(Some(ema_gz)))?,
-            Purpose::Evaluation | Purpose::Recalibration(_) => backward.move_nu(None)?,
+        let moves_nu = self.purpose == Purpose::Training;
+        backward.finish(moves_nu)?;
+        if moves_nu {
+            state.move_nu(|ema_gz| backward.move_nu(ema_gz))?;
         }
-        backward.finish()
+        Ok(backward.gradients())
     }
 
     /// Takes the step without a backward.
@@ -213,6 +229,7 @@ impl Step {
             let sums = self.device.sums()?;
             let total = self.exchange(&mut life, Exchange::Forward, &sums)?;
             self.device.take_sums(&total)?;
+            life.take_sums();
         }
         Ok(())
     }
@@ -220,12 +237,8 @@ impl Step {
     /// Adds up `sums` over all ranks.
     fn exchange(&self, life: &mut Life, exchange: Exchange, sums: &Tensor) -> Result<Tensor> {
         let total = self.ranks.sum(exchange, sums);
-        if *life == Life::Waits {
-            *life = match &total {
-                Ok(_) => Life::Known,
-                Err(_) if sums.device().is_cpu() => Life::Waits,
-                Err(_) => Life::Lost,
-            };
+        if *life == Life::Waits && total.is_err() && !sums.device().is_cpu() {
+            *life = Life::Lost;
         }
         total
     }

@@ -157,15 +157,31 @@ pub fn in_time(work: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment; else all. With a prime
-/// n that is not the number of values of an axis, every value of the axis is still met.
+/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment, but five at least; else
+/// all. With a prime n that is not the number of values of an axis, every value of the axis is
+/// still met.
 pub fn thinned<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    let cases: Vec<T> = cases.into_iter().collect();
+    let step = sweep().min(cases.len() / 5 | 1);
+    cases.into_iter().step_by(step)
+}
+
+/// Of the cases inside a loop over others, every n-th from another one on in each `turn`.
+pub fn thinned_in_turn<T>(
+    turn: usize,
+    cases: impl IntoIterator<Item = T>,
+) -> impl Iterator<Item = T> {
+    let cases: Vec<T> = cases.into_iter().collect();
+    let step = sweep().min(cases.len()).max(1);
+    cases.into_iter().skip(turn % step).step_by(step)
+}
+
+fn sweep() -> usize {
     const NAME: &str = "CANDLE_POWERNORM_SWEEP";
-    let step = std::env::var(NAME).map_or(1, |step| {
+    std::env::var(NAME).map_or(1, |step| {
         let step = step.parse().ok().filter(|&step: &usize| step > 0);
         step.unwrap_or_else(|| panic!("expected a positive number in {NAME}"))
-    });
-    cases.into_iter().step_by(step)
+    })
 }
 
 // Layers

@@ -2,15 +2,19 @@
 
 use super::*;
 
-/// What candle takes for one device.
+/// Two handles are one device to candle, each with a stream of its own. A layer that was built on one
+/// takes rows of the other, and its state moves as if there were one.
 #[test]
 fn two_handles_of_one_gpu_are_one_device() {
-    let (layer, _varmap) = layer_on(&gpu(), 8, config(None), DType::F32);
-    let xs = Var::ones((5, 8), DType::F32, &gpu()).unwrap();
-    let ys = layer.forward(&xs).unwrap();
-    assert_eq!(ys.dims(), &[5, 8]);
-    let grads = ys.backward().unwrap();
-    assert_eq!(grads.get(&xs).unwrap().dims(), &[5, 8]);
+    let mut data = Data::on(&gpu(), 21);
+    let mut twin = Twin::new(&mut data, 48, config(Some(4)), DType::F32);
+    for (step, device) in [gpu_of_one_stream(), gpu(), gpu_of_one_stream()]
+        .iter()
+        .enumerate()
+    {
+        let batch = Batch::random(&mut data, &[5, 48], DType::F32, false).to(device);
+        twin.check(&format!("step {step}"), &batch, true);
+    }
 }
 
 /// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.

@@ -22,12 +22,12 @@ use candle_powernorm::{
     Statistics,
 };
 use common::distributed::{self, on_threads, Rank};
-use common::gpu::{config, gpu, same_bits, same_state, Echo, PATHS};
+use common::gpu::{config, gpu, gpu_of_one_stream, same_bits, same_state, Echo, PATHS};
 use common::recording::replay;
 use common::{
     assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, bits, forward,
-    layer, layer_on, message, precision, run, state, tensor, thinned, to_f64, var, Batch, Bound,
-    Data, Outcome, Twin, CPU, DTYPES,
+    layer, layer_on, message, precision, run, state, tensor, thinned, thinned_in_turn, to_f64, var,
+    Batch, Bound, Data, Outcome, Twin, CPU, DTYPES,
 };
 use std::collections::HashMap;
 

@@ -757,6 +757,21 @@ impl<'a> Decoder<'a> {
             a: yes,
             ..op
         });
+        // The first result may go where the third operand of the second comes from.
+        let third = match third {
+            Some(third) if second.is_some() => {
+                let kept = self.program.reserve(1, 1)?.number;
+                self.push(Op {
+                    exec: alu::select(&["mov", "pred"])?.exec,
+                    d: kept,
+                    a: third,
+                    b: ALWAYS,
+                    ..op
+                });
+                Some(kept)
+            }
+            third => third,
+        };
         for (name, from) in [(Some(first), yes), (second, no)] {
             let Some(name) = name else { continue };
             let d = self.destination(name, b'p')?;
