@@ -3,6 +3,7 @@
 use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan, Vector};
 use super::{argument, argument_opt, dtype, Gpu, InVariable, Kernels, Uses};
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
+use crate::error::Error;
 use crate::op::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
