@@ -157,12 +157,12 @@ pub fn in_time(work: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment, but five at least; else
+/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment, but three at least; else
 /// all. With a prime n that is not the number of values of an axis, every value of the axis is
 /// still met.
 pub fn thinned<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let cases: Vec<T> = cases.into_iter().collect();
-    let step = sweep().min(cases.len() / 5 | 1);
+    let step = sweep().min((cases.len() / 3) | 1);
     cases.into_iter().step_by(step)
 }
 
