@@ -2,18 +2,15 @@
 
 use super::*;
 
-/// Two handles are one device to candle, each with a stream of its own. A layer that was built on one
-/// takes rows of the other, and its state moves as if there were one.
+/// A handle that was cloned is the same device.
 #[test]
-fn two_handles_of_one_gpu_are_one_device() {
-    let mut data = Data::on(&gpu(), 21);
-    let mut twin = Twin::new(&mut data, 48, config(Some(4)), DType::F32);
-    let mut data = Data::on(&gpu_of_one_stream(), 22);
-    for step in 0..3 {
-        gpu().synchronize().unwrap();
-        let batch = Batch::random(&mut data, &[5, 48], DType::F32, false);
-        twin.check(&format!("step {step}"), &batch, true);
-    }
+fn a_cloned_handle_is_the_same_device() {
+    let (layer, _varmap) = layer_on(&gpu(), 8, config(None), DType::F32);
+    let xs = Var::ones((5, 8), DType::F32, &gpu()).unwrap();
+    let ys = layer.forward(&xs).unwrap();
+    assert_eq!(ys.dims(), &[5, 8]);
+    let grads = ys.backward().unwrap();
+    assert_eq!(grads.get(&xs).unwrap().dims(), &[5, 8]);
 }
 
 /// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.

@@ -22,7 +22,7 @@ use candle_powernorm::{
     Statistics,
 };
 use common::distributed::{self, on_threads, Rank};
-use common::gpu::{config, gpu, gpu_of_one_stream, same_bits, same_state, Echo, PATHS};
+use common::gpu::{config, gpu, same_bits, same_state, Echo, PATHS};
 use common::recording::replay;
 use common::{
     assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, bits, forward,
