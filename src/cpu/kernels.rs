@@ -1,8 +1,8 @@
 //! The row kernels: each reads its rows once, writes its output once, and sums columns on the way.
 //!
-//! Rows are cut into chunks whose size depends on the shape alone; a chunk adds its rows in order
-//! into a partial sum of its own, and the partial sums are added in order: the same bits whatever
-//! the number of threads.
+//! Rows are cut into chunks, whose size depends only on the shape. Each chunk adds its rows in order
+//! into a partial sum of its own. The partial sums are then added in order. So the bits are the same
+//! for any number of threads.
 
 use super::element::{Accumulator, Element};
 use super::lanes::{sum_terms, sweep, Columns, Lanes, Terms};
@@ -257,9 +257,9 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 ///
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
 //
-// Rows are taken one at a time: several together would share the loads of a channel's numbers, but
-// where C is a power of two their lines compete for the same places in the cache (tried at 4096x512
-// f32 on an AMD EPYC: a backward of two rows together took longer).
+// Rows are taken one at a time. Several together would share the loads of a channel's numbers. But
+// where C is a power of two, their lines compete for the same places in the cache. A backward of two
+// rows together took longer, at 4096x512 f32 on an AMD EPYC.
 pub(super) trait Kernel<A: Accumulator>: Sync {
     /// Reads a group for what takes it through the layer-scale.
     #[inline(always)]

@@ -124,10 +124,10 @@ impl Gpu {
                 Params::NormalizeBwd(params) => builder.arg(params),
                 Params::UpdateNu(params) => builder.arg(params),
             };
+            // The kernel is of the stream's context, which is the GPU's primary one.
             // SAFETY: by the caller's promise about buffers. The one argument is the struct that
-            // this kernel takes, field by field as `kernels/params.cuh` has it, and `LaunchPlan`
-            // cuts grid, block and shared memory to it: softgpu and the tests check them. The
-            // kernel is of the stream's context, which is the GPU's primary one.
+            // this kernel takes, as a test in `launch` checks field by field, and `LaunchPlan` cuts
+            // grid, block and shared memory to it, as the tests on softgpu check.
             unsafe { builder.launch(config) }.w()?;
         }
         Ok(())

@@ -302,12 +302,11 @@ impl DeviceStep for CudaStep {
         let totals = match sums {
             ForwardSums::Own(both) => Some(both),
             _ if !self.kind.is_training() || !self.setting.shared => None,
-            // SAFETY: the launches below write all of it.
-            _ => Some(
-                backward
-                    .own
-                    .insert(unsafe { device.alloc::<f64>(plan.cols) }?),
-            ),
+            _ => {
+                // SAFETY: the launches below write all of it.
+                let own = unsafe { device.alloc::<f64>(plan.cols) }?;
+                Some(backward.own.insert(own))
+            }
         };
         let ema_gz = inputs.ema_gz.storage_and_layout();
         let stream = device.cuda_stream();
