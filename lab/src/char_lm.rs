@@ -297,7 +297,7 @@ mod tests {
 
     /// The losses of a run whose initial weights are off by up to `relative` of each.
     fn losses(norm: Norm, device: &Device, relative: f64) -> Result<Vec<f32>> {
-        let corpus = Corpus::new(include_str!("common/train.rs"), Unit::Character, 32)?;
+        let corpus = Corpus::new(include_str!("../sample/train.en"), Unit::Character, 32)?;
         let mut run = Run::new(small(norm, &corpus), &corpus, device)?;
         let mut rng = StdRng::seed_from_u64(1);
         for (name, var) in variables(&run.varmap) {

@@ -331,7 +331,7 @@ mod tests {
     }
 
     fn corpus() -> Corpus {
-        Corpus::new(include_str!("optim.rs"), Unit::Character, 8).unwrap()
+        Corpus::new(include_str!("../../sample/train.en"), Unit::Character, 8).unwrap()
     }
 
     /// Every number the run's future depends on, as bits.
@@ -411,7 +411,7 @@ mod tests {
             error.ends_with("its run has --seed 1, this one 2"),
             "{error}"
         );
-        let other = Corpus::new(include_str!("data.rs"), Unit::Character, 8)?;
+        let other = Corpus::new(include_str!("../../sample/train.de"), Unit::Character, 8)?;
         let error = message(settings, &other);
         assert!(error.contains("text (as a hash)"), "{error}");
         std::fs::write(&path, "no checkpoint")?;

@@ -431,7 +431,7 @@ mod tests {
     }
 
     fn corpus() -> Corpus {
-        Corpus::new(include_str!("mod.rs"), Unit::Character, CONTEXT).unwrap()
+        Corpus::new(include_str!("../../sample/train.en"), Unit::Character, CONTEXT).unwrap()
     }
 
     #[test]
