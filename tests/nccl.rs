@@ -10,7 +10,7 @@ use candle::{CudaDevice, DType, Device, Result, Tensor};
 use candle_powernorm::{Communicator, NcclCommunicator, Ranks};
 use common::distributed::{self, Rank};
 use common::{in_time, message};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 const MOST_RANKS: usize = 4;
 
@@ -30,7 +30,15 @@ fn gpu(ordinal: usize) -> CudaDevice {
     GPUS[ordinal].get_or_init(new).clone()
 }
 
+/// One test at a time: two worlds on the same GPUs deadlock where a GPU's stream has a sum of one
+/// world first, and another GPU's stream has one of the other.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn on_gpus(case: fn(&Rank)) {
+    let _alone = alone();
     for ranks in worlds() {
         in_time(move || {
             let id = Id::new().expect("NCCL");
@@ -61,22 +69,12 @@ macro_rules! tests {
         })*
     };
 }
-// Not the cases in which a rank fails or forgets before a sum that the others come to: nothing tells
-// NCCL, and they wait.
-tests! {
-    trajectories,
-    a_sum_is_one_on_every_rank,
-    sums_after_the_warm_up_wait,
-    forwards_without_a_backward,
-    an_evaluation_is_local,
-    layers_of_different_sizes,
-    residuals_scales_recalibration,
-    sums_that_fail,
-}
+distributed::cases!(tests);
 
 /// The program in the documentation of `NcclCommunicator`, on as many GPUs as there are.
 #[test]
 fn the_documented_program() {
+    let _alone = alone();
     for gpus in worlds() {
         in_time(move || {
             let id = Id::new().expect("NCCL");
@@ -119,6 +117,7 @@ fn what_cannot_be_summed_is_refused() {
             "expected a contiguous tensor",
         );
     });
+    let _alone = alone();
     let id = Id::new().expect("NCCL");
     let text = message(NcclCommunicator::new(&gpu(0), id, 2, 2));
     assert!(text.contains("got 2 of 2"), "{text}");

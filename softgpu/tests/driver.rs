@@ -252,6 +252,12 @@ fn a_missing_wait_is_a_race() {
     ok(early.hold(&two));
     ok(two.copy(a + 128, a, 64));
     gpu.assert_fault(&["race"]);
+    // Nor does one that is left out on purpose.
+    ok(one.fill(a, 1, 256));
+    softgpu_plant(Mistake::MissingWait as u32, 1);
+    ok(Mark::on(&one).hold(&two));
+    ok(two.fill(a, 2, 256));
+    gpu.assert_fault(&["race"]);
     two.free(a);
 }
 
@@ -318,6 +324,12 @@ fn freed_memory_is_not_used() {
     ok(two.copy(b, a, 64));
     one.free(a);
     gpu.assert_fault(&["a"]);
+    // One that is made too early on purpose, before the work that was queued ahead of it.
+    let a = one.alloc(64);
+    ok(one.fill(a, 1, 64));
+    softgpu_plant(Mistake::EarlyFree as u32, 1);
+    one.free(a);
+    gpu.assert_fault(&["freed", "byte 0 of allocation"]);
     // Twice.
     let a = one.alloc(64);
     one.free(a);
@@ -988,15 +1000,79 @@ fn a_fault_breaks_the_context_until_it_is_taken() {
     ok(queue.sync());
 }
 
+/// Launches the one kernel of a module, whose parameters are addresses, with blocks of a thread.
+fn run_kernel(queue: &Queue, ptx: &str, name: &str, blocks: u32, addresses: &[u64]) {
+    let (mut module, mut function) = (0, 0);
+    let [ptx, name] = [ptx, name].map(|text| CString::new(text).unwrap());
+    let arguments: Vec<_> = (addresses.iter())
+        .map(|address| (&raw const *address).cast::<c_void>())
+        .collect();
+    // SAFETY: pointers are to local variables and to texts that end with a zero. The kernel has as
+    // many parameters as there are addresses.
+    unsafe {
+        ok(cuModuleLoadData(&mut module, ptx.as_ptr().cast()));
+        ok(cuModuleGetFunction(&mut function, module, name.as_ptr()));
+        let (arguments, none) = (arguments.as_ptr(), null());
+        ok(cuLaunchKernel(
+            function, blocks, 1, 1, 1, 1, 1, 0, queue.0, arguments, none,
+        ));
+        ok(cuModuleUnload(module));
+    }
+}
+
+/// PTX of a kernel of which each block copies a number.
+const COPY: &str = "
+    .version 9.0
+    .target sm_90
+    .address_size 64
+    .visible .entry copy(.param .u64 to, .param .u64 from)
+    {
+        .reg .b32 %r<3>;
+        .reg .b64 %rd<6>;
+        ld.param.u64 %rd1, [to];
+        ld.param.u64 %rd2, [from];
+        mov.u32 %r1, %ctaid.x;
+        mul.wide.u32 %rd3, %r1, 4;
+        add.s64 %rd4, %rd1, %rd3;
+        add.s64 %rd5, %rd2, %rd3;
+        ld.global.u32 %r2, [%rd5];
+        st.global.u32 [%rd4], %r2;
+        ret;
+    }";
+
+#[test]
+fn a_launch_that_is_planted_wrongly_shows() {
+    const UNWRITTEN: u32 = u32::MAX;
+    let gpu = Gpu::new();
+    let queue = Queue::new();
+    let from = queue.alloc(12);
+    queue.put(from, &[1u32, 2, 3]);
+    let copied = |mistake: Option<Mistake>| {
+        let to = queue.alloc(12);
+        if let Some(mistake) = mistake {
+            softgpu_plant(mistake as u32, 1);
+        }
+        run_kernel(&queue, COPY, "copy", 3, &[to, from]);
+        let mut copied = [0u32; 3];
+        (queue.try_get(to, &mut copied), copied)
+    };
+    assert_eq!(copied(None), (0, [1, 2, 3]));
+    // The last block is missing.
+    assert_eq!(copied(Some(Mistake::ShortGrid)), (0, [1, 2, UNWRITTEN]));
+    // The kernel reads what it should write.
+    assert_ne!(copied(Some(Mistake::SwappedArguments)).0, 0);
+    gpu.assert_fault(&["copy, block [0, 0, 0]", "which nothing has written"]);
+    queue.free(from);
+}
+
 /// PTX of one kernel that stores a number.
-fn storing(kernel: &str, number: u32) -> CString {
-    let text = format!(
+fn storing(kernel: &str, number: u32) -> String {
+    format!(
         ".version 9.0\n.target sm_90\n.address_size 64\n\
          .visible .entry {kernel}(.param .u64 to)\n\
          {{\n.reg .b64 %rd<3>;\nld.param.u64 %rd1, [to];\ncvta.to.global.u64 %rd2, %rd1;\n\
          st.global.u32 [%rd2], {number};\nret;\n}}\n"
-    );
-    CString::new(text).unwrap()
+    )
 }
 
 #[test]
@@ -1005,26 +1081,11 @@ fn edited_ptx_replaces_a_module_of_its_entries() {
     let queue = Queue::new();
     let to = queue.alloc(4);
     let stored = |kernel: &str| {
-        let (mut module, mut function) = (0, 0);
-        let (text, name) = (storing(kernel, 1), CString::new(kernel).unwrap());
-        let arguments = [(&raw const to).cast::<c_void>()];
-        // SAFETY: pointers are to local variables and to texts that end with a zero. The kernel's
-        // only parameter is an address.
-        unsafe {
-            ok(cuModuleLoadData(&mut module, text.as_ptr().cast()));
-            ok(cuModuleGetFunction(&mut function, module, name.as_ptr()));
-            let (arguments, none) = (arguments.as_ptr(), null());
-            ok(cuLaunchKernel(
-                function, 1, 1, 1, 1, 1, 1, 0, queue.0, arguments, none,
-            ));
-        }
-        let stored = queue.get::<u32>(to, 1);
-        // SAFETY: the driver checks the handle.
-        ok(unsafe { cuModuleUnload(module) });
-        stored[0]
+        run_kernel(&queue, &storing(kernel, 1), kernel, 1, &[to]);
+        queue.get::<u32>(to, 1)[0]
     };
     let file = std::env::temp_dir().join(format!("softgpu-{}.ptx", std::process::id()));
-    std::fs::write(&file, storing("edited", 2).as_bytes()).unwrap();
+    std::fs::write(&file, storing("edited", 2)).unwrap();
     std::env::set_var("SOFTGPU_PTX", &file);
     let with = [stored("edited"), stored("other")];
     std::env::remove_var("SOFTGPU_PTX");

@@ -1505,24 +1505,39 @@ fn a_fault_names_the_source_line() {
     );
 }
 
+/// Each block notes its number in the place that it draws.
 #[test]
-fn all_blocks_run_once_in_any_order() {
-    let output = buffer(&[0u32; 40]);
-    let text = kernel(1, 0, "mov.u32 %r1, %ctaid.x; mad.wide.u32 %rd1, %r1, 4, %rd0; setp.eq.u32 %p1, %i, 0; @%p1 atom.global.add.u32 %r2, [%rd1], 1;");
-    for seed in 0..6 {
-        let counts = launch(
-            &text,
-            &shape(40, 64),
-            &[output.address()],
-            Conditions {
-                seed,
-                perturb: false,
-            },
-        )
-        .unwrap();
+fn all_blocks_run_once_in_an_order_of_the_seed() {
+    let order_of = |seed| {
+        let (order, next) = (buffer(&[0u32; 40]), buffer(&[0u32]));
+        let text = kernel(
+            2,
+            0,
+            "setp.ne.u32 %p1, %i, 0; @%p1 ret; mov.u32 %r1, %ctaid.x; \
+             atom.global.add.u32 %r2, [%rd1], 1; mad.wide.u32 %rd2, %r2, 4, %rd0; \
+             st.global.u32 [%rd2], %r1;",
+        );
+        let conditions = Conditions {
+            seed,
+            perturb: false,
+        };
+        let addresses = [order.address(), next.address()];
+        let counts = launch(&text, &shape(40, 64), &addresses, conditions).unwrap();
         assert_eq!(counts.blocks, 40);
-        assert_eq!(output.read(), vec![seed as u32 + 1; 40]);
+        order.read()
+    };
+    let in_order: Vec<u32> = (0..40).collect();
+    assert_eq!(order_of(0), in_order);
+    let mut orders: Vec<_> = (1..6).map(order_of).collect();
+    for order in &orders {
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, in_order);
     }
+    orders.push(in_order);
+    orders.sort_unstable();
+    orders.dedup();
+    assert_eq!(orders.len(), 6);
 }
 
 #[test]

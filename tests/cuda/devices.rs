@@ -2,15 +2,26 @@
 
 use super::*;
 
-/// A handle that was cloned is the same device.
+/// Two handles of a GPU are one device to candle, each with a stream of its own. A layer that was
+/// built on one takes rows of the other, and its state moves as if there were one.
+///
+/// Both are made with a stream: cudarc then orders their work by events, which it leaves out for a
+/// handle of `Device::new_cuda`.
 #[test]
-fn a_cloned_handle_is_the_same_device() {
-    let (layer, _varmap) = layer_on(&gpu(), 8, config(None), DType::F32);
-    let xs = Var::ones((5, 8), DType::F32, &gpu()).unwrap();
-    let ys = layer.forward(&xs).unwrap();
-    assert_eq!(ys.dims(), &[5, 8]);
-    let grads = ys.backward().unwrap();
-    assert_eq!(grads.get(&xs).unwrap().dims(), &[5, 8]);
+fn two_handles_of_one_gpu_are_one_device() {
+    let [own, other] = [(); 2].map(|()| Device::new_cuda_with_stream(0).unwrap());
+    for statistics in [Statistics::Running, Statistics::Batch] {
+        let config = PowerNormConfig {
+            statistics,
+            ..config(Some(4))
+        };
+        let mut twin = Twin::new(&mut Data::on(&own, 21), 48, config, DType::F32);
+        let mut data = Data::on(&other, 22);
+        for step in 0..3 {
+            let batch = Batch::random(&mut data, &[5, 48], DType::F32, step == 1);
+            twin.check(&format!("{statistics:?}, step {step}"), &batch, true);
+        }
+    }
 }
 
 /// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.
