@@ -20,8 +20,8 @@ fn a_training_step_replays_as_a_cuda_graph() {
 
 fn replay_a_step(join: fn(PowerNorm) -> PowerNorm) {
     let device = CudaDevice::new_with_stream(0).expect("a GPU");
-    // SAFETY: all work is on one stream, whose order is all the order it needs. (With a record of events, the
-    // capture would wait for some from before it, which is an error.)
+    // SAFETY: all work is on one stream, whose order is all the order it needs. (With a record of
+    // events, the capture would wait for some from before it, which is an error.)
     unsafe { device.disable_event_tracking() };
     let gpu = Device::Cuda(device.clone());
     // candle uploads the shapes that its own kernels take. A capture finds them here.

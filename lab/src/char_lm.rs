@@ -11,8 +11,9 @@
 //! 128, context 64, batch 12, AdamW, no dropout. Its linear layers have no bias; the
 //! normalizations keep theirs, as these layers have by default (RmsNorm has none).
 //!
-//! With `--fold` the trained model is built once more as inference would run it, with its normalizations folded into
-//! the linear layers after them, and compared with the one that was trained.
+//! With `--fold` the trained model is built once more as inference would run it, with its
+//! normalizations folded into the linear layers after them, and compared with the one that was
+//! trained.
 //!
 //! Progress and a sample of made-up text go to stderr, one line of JSON for each normalization to
 //! stdout, checkpoints and loss curves to the folder `--out`.
@@ -247,7 +248,8 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
     Ok(val_loss)
 }
 
-/// Prints how the folded model compares with the one that was trained, which made up `sample`, and gives it as JSON.
+/// Prints how the folded model compares with the one that was trained, which made up `sample`, and
+/// gives it as JSON.
 fn report_fold(run: &Run, norm: Norm, sample: &str) -> Result<Value> {
     let folded = run.fold()?;
     let theirs = run.sample(&folded, SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
@@ -314,9 +316,9 @@ mod tests {
 
     /// Both devices train from the same weights on the same batches, so they part by rounding only.
     ///
-    /// The roundings of a pass add up to 8·sqrt(n)·u of its result, with n = 256 for the longest sum
-    /// here: 2^-17. How far training carries that, a run on the CPU tells whose weights are off by
-    /// as much from the start. Each step rounds anew, for which 8 allows.
+    /// The roundings of a pass add up to 8·sqrt(n)·u of its result, with n = 256 for the longest
+    /// sum here: 2^-17. How far training carries that, a run on the CPU tells whose weights are off
+    /// by as much from the start. Each step rounds anew, for which 8 allows.
     #[test]
     fn both_devices_train_alike() -> Result<()> {
         const ROUNDING: f32 = 1. / 131072.;

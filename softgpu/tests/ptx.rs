@@ -31,8 +31,8 @@ impl<T: Copy> Buffer<T> {
     }
 }
 
-/// A kernel whose parameters are 64-bit addresses `p0`, `p1`, ... With the usual registers, `%i` is the index of the thread and
-/// `%rd0`, `%rd1`, ... are the addresses.
+/// A kernel whose parameters are 64-bit addresses `p0`, `p1`, ... With the usual registers, `%i` is
+/// the index of the thread and `%rd0`, `%rd1`, ... are the addresses.
 fn kernel(parameters: usize, shared: usize, body: &str) -> String {
     let list: Vec<String> = (0..parameters)
         .map(|index| format!(".param .u64 p{index}"))

@@ -1,8 +1,9 @@
 //! The layer written twice more, from the paper's equations alone.
 //!
-//! - [`Oracle`]: plain `f64` loops, a line an equation, both recipes with their state. It judges values.
-//! - [`composed`]: one forward in candle's own differentiable operations. Its autograd judges gradients
-//!   where they are exact, and its speed is what a fused layer has to beat.
+//! - [`Oracle`]: plain `f64` loops, a line an equation, both recipes with their state. It judges
+//!   values.
+//! - [`composed`]: one forward in candle's own differentiable operations. Its autograd judges
+//!   gradients where they are exact, and its speed is what a fused layer has to beat.
 //!
 //! Self-contained, so that a bench can include the file by its path.
 #![allow(dead_code)] // every includer uses its share
@@ -362,8 +363,8 @@ impl Oracle {
 /// A forward in candle's operations: normalized by the given ψ² (`[C]`), or by the ψ_B² of the kept
 /// rows of `xs` (PN-V, a warm-up step) where there is none.
 ///
-/// `keep` is `U8`, shaped as `xs` without its last dimension. The gradient that autograd finds is the
-/// layer's if the upstream gradient of padded rows is 0.
+/// `keep` is `U8`, shaped as `xs` without its last dimension. The gradient that autograd finds is
+/// the layer's if the upstream gradient of padded rows is 0.
 pub fn composed(
     xs: &Tensor,
     affine: Option<(&Tensor, &Tensor)>,

@@ -319,8 +319,8 @@ impl Arguments {
     ) -> Result<Vec<Results>> {
         let mut expected = self.run(&CPU, builder, Wanted::ALL, Offsets::AtTheStart, None)?;
         if !wanted.any() {
-            // Here the CPU path's backward has run, and there none does: ν stays, and where ψ² waits
-            // for the other ranks' sums it stays too.
+            // Here the CPU path's backward has run, and there none does: ν stays, and where ψ²
+            // waits for the other ranks' sums it stays too.
             expected.nu = self.ema_gz.affine(1. - self.config.alpha_bwd, 0.)?;
             if weights.len() > 1 && self.purpose == Purpose::Training && !self.by_batch() {
                 expected.running_phi = self.running_phi.clone();
@@ -422,8 +422,8 @@ impl Results {
     }
 }
 
-/// The size of the terms that are added up to each element: rounding errors are proportional to it, where
-/// terms cancel as anywhere else. Entries that are not finite count as 0.
+/// The size of the terms that are added up to each element: rounding errors are proportional to it,
+/// where terms cancel as anywhere else. Entries that are not finite count as 0.
 struct Terms {
     /// Rows that enter the gradients' sums.
     counted: usize,

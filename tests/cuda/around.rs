@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Outputs, state and the parameters' gradients of a fused residual are those of an addition and a forward, to the bit; the
-/// input's, to a rounding.
+/// Outputs, state and the parameters' gradients of a fused residual are those of an addition and a
+/// forward, to the bit; the input's, to a rounding.
 #[test]
 fn a_residual_is_an_addition_and_a_forward() -> Result<()> {
     for (k, ((cols, groups), (dtype, builder))) in layers().enumerate() {
@@ -54,7 +54,8 @@ fn a_residual_is_an_addition_and_a_forward() -> Result<()> {
     Ok(())
 }
 
-/// A bias that is computed has a gradient where the loss sees the sum alone, for candle asks for one: of nothing.
+/// A bias that is computed has a gradient where the loss sees the sum alone, for candle asks for
+/// one: of nothing.
 #[test]
 fn a_sum_by_itself_gives_a_computed_bias_zeros() -> Result<()> {
     let gpu = gpu();

@@ -28,8 +28,8 @@ fn two_runs_agree_to_the_bit() {
     }
 }
 
-/// A part of what a backward can give is that part of the whole, and an output that nobody tracks is the one
-/// that is tracked.
+/// A part of what a backward can give is that part of the whole, and an output that nobody tracks
+/// is the one that is tracked.
 #[test]
 fn gradients_that_are_not_wanted_change_nothing() {
     let gpu = gpu();

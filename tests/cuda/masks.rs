@@ -56,8 +56,9 @@ fn padding_may_hold_anything() {
     }
 }
 
-/// Only the GPU knows what a mask holds, and no step waits to hear it: a batch without a kept row is counted
-/// as a step, unlike on the CPU. Its pass is an evaluation all the same, which moves neither ψ² nor ν.
+/// Only the GPU knows what a mask holds, and no step waits to hear it: a batch without a kept row
+/// is counted as a step, unlike on the CPU. Its pass is an evaluation all the same, which moves
+/// neither ψ² nor ν.
 #[test]
 fn a_batch_without_a_kept_row_is_counted_and_evaluated() {
     let gpu = gpu();
@@ -92,8 +93,8 @@ fn a_batch_without_a_kept_row_is_counted_and_evaluated() {
     }
 }
 
-/// The shape is known without the GPU: a batch of no rows is not counted. (Its backward is not asked for: candle's
-/// own operations cannot be launched on an empty tensor there.)
+/// The shape is known without the GPU: a batch of no rows is not counted. (Its backward is not
+/// asked for: candle's own operations cannot be launched on an empty tensor there.)
 #[test]
 fn empty_batches_pass_through() {
     let gpu = gpu();

@@ -15,8 +15,9 @@ macro_rules! tests {
 }
 distributed::cases!(tests);
 
-/// A rank without rows takes part in the sums of the others' forwards. (Its backward is not asked for, as in
-/// `empty_batches_pass_through`.) Where no rank has one, the step is counted, for the host does not know.
+/// A rank without rows takes part in the sums of the others' forwards. (Its backward is not asked
+/// for, as in `empty_batches_pass_through`.) Where no rank has one, the step is counted, for the
+/// host does not know.
 #[test]
 fn shards_without_rows() {
     fn case(rank: &Rank) {
@@ -55,7 +56,8 @@ fn shards_without_rows() {
     on_threads(gpu, case);
 }
 
-/// Ranks whose layers fit each other now and would part later, as where one alone loads a checkpoint, have an error each.
+/// Ranks whose layers fit each other now and would part later, as where one alone loads a
+/// checkpoint, have an error each.
 #[test]
 fn ranks_that_would_part_later() {
     fn case(rank: &Rank) {

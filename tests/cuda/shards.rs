@@ -10,7 +10,8 @@ const WARM_UP: usize = 3;
 const STEPS: usize = 9;
 const ROWS: usize = 23;
 
-/// How a step's batch is spread: shares by weight, and the rank whose rows are all padding, if there is a mask.
+/// How a step's batch is spread: shares by weight, and the rank whose rows are all padding, if
+/// there is a mask.
 struct Spread {
     shares: &'static [usize],
     padded: Option<usize>,

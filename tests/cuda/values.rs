@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Widths, and layer-scales of each: none, one group, several. Groups lie inside a warp or span warps, are
-/// whole 16-byte pieces or not, and of the widest layers some do not fit a block.
+/// Widths, and layer-scales of each: none, one group, several. Groups lie inside a warp or span
+/// warps, are whole 16-byte pieces or not, and of the widest layers some do not fit a block.
 const WIDTHS: [(usize, &[Option<usize>]); 13] = [
     (1, &[None, Some(1)]),
     (3, &[None, Some(1), Some(3)]),
@@ -20,8 +20,8 @@ const WIDTHS: [(usize, &[Option<usize>]); 13] = [
     (65536, &[None, Some(1), Some(16)]),
 ];
 
-/// Follows layers of every width through three steps and an evaluation: every variant of the small ones, two
-/// in turn of those that take the oracle its time.
+/// Follows layers of every width through three steps and an evaluation: every variant of the small
+/// ones, two in turn of those that take the oracle its time.
 fn follow_every_width((input, builder): (DType, DType)) {
     let mut data = Data::on(&gpu(), 1);
     let shapes = WIDTHS.into_iter().flat_map(|(cols, layer_scales)| {
@@ -81,8 +81,8 @@ fn recordings_replay() {
     replay(&gpu(), DType::F32, 1e-5);
 }
 
-/// A layer used twice in a model, and its graph walked twice: each backward uses the statistics of its own
-/// forward, and the ν that stands when it runs.
+/// A layer used twice in a model, and its graph walked twice: each backward uses the statistics of
+/// its own forward, and the ν that stands when it runs.
 #[test]
 fn each_backward_belongs_to_its_forward() {
     const ROWS: usize = 20;
@@ -124,9 +124,10 @@ fn each_backward_belongs_to_its_forward() {
     }
 }
 
-/// A layer's own buffers as its input: candle locks the storage of an op's arguments while the op runs, and a training step
-/// writes to those very buffers. A lock taken twice shows as a test that never ends, which is all that is asked of a training
-/// backward: of a ν that moves, it may read the one or the other.
+/// A layer's own buffers as its input: candle locks the storage of an op's arguments while the op
+/// runs, and a training step writes to those very buffers. A lock taken twice shows as a test that
+/// never ends, which is all that is asked of a training backward: of a ν that moves, it may read
+/// the one or the other.
 #[test]
 fn a_layer_can_read_its_own_buffers() {
     const SIZE: usize = 48;
@@ -167,8 +168,8 @@ fn a_layer_can_read_its_own_buffers() {
     }
 }
 
-/// More elements than 31 bits count, all of them copies of one tile: copies do not change the means, so each
-/// fares as the tile alone, and the parameters' gradients add up.
+/// More elements than 31 bits count, all of them copies of one tile: copies do not change the
+/// means, so each fares as the tile alone, and the parameters' gradients add up.
 #[test]
 #[ignore = "needs 45 GB of GPU memory"]
 fn a_batch_beyond_31_bits() {
@@ -263,7 +264,8 @@ fn large_half_precision_inputs_do_not_overflow() {
                 let x = to_f64(&batch.xs);
                 let x: Vec<f64> = x.iter().map(|x| (1e4 * x).clamp(-6e4, 6e4)).collect();
                 batch.xs = data.tensor(&x, &[37, cols], DType::F16);
-                // Gradients of the size that loss scaling gives them, or they would vanish in `f16`.
+                // Gradients of the size that loss scaling gives them, or they would vanish in
+                // `f16`.
                 batch.dy = (batch.dy * 64.).unwrap();
                 twin.check(&format!("{builder:?}, {cols} by {groups:?}"), &batch, true);
             }
@@ -272,8 +274,8 @@ fn large_half_precision_inputs_do_not_overflow() {
     }
 }
 
-/// A value that is not finite, or whose square is not, leaves no trace where it entered, and the step is an
-/// ordinary one elsewhere.
+/// A value that is not finite, or whose square is not, leaves no trace where it entered, and the
+/// step is an ordinary one elsewhere.
 #[test]
 fn poisoned_batches_are_forgotten() {
     const ROWS: usize = 10;
@@ -354,8 +356,9 @@ fn poisoned_batches_are_forgotten() {
     }
 }
 
-/// A column of one value, in a narrow layer of many rows: each addition to a sum rounds the same way, which
-/// random data hides. 8·sqrt(n)·u with n = 65536 is the suite's bound for a sum of n terms.
+/// A column of one value, in a narrow layer of many rows: each addition to a sum rounds the same
+/// way, which random data hides. 8·sqrt(n)·u with n = 65536 is the suite's bound for a sum of n
+/// terms.
 #[test]
 fn long_sums_of_one_value_keep_their_precision() {
     let gpu = gpu();

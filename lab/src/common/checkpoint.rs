@@ -64,7 +64,8 @@ impl Checkpoint {
         write_whole(path, &bytes).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Reads the file and gives the run its variables and moments back. A run of other settings is refused.
+    /// Reads the file and gives the run its variables and moments back. A run of other settings is
+    /// refused.
     pub fn restore(
         path: &Path,
         settings: &Value,

@@ -11,7 +11,8 @@ use std::path::Path;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     Character,
-    /// A run of letters and digits, another character, or the end of a line. Rare ones are all [`UNKNOWN`].
+    /// A run of letters and digits, another character, or the end of a line. Rare ones are all
+    /// [`UNKNOWN`].
     Word,
 }
 
@@ -26,7 +27,8 @@ pub struct Corpus {
     pub vocab: Vec<String>,
     pub train: Vec<u32>,
     pub val: Vec<u32>,
-    /// A hash of the text and what it was cut into, so that a checkpoint can tell whether it saw this one.
+    /// A hash of the text and what it was cut into, so that a checkpoint can tell whether it saw
+    /// this one.
     pub fingerprint: u64,
 }
 

@@ -69,7 +69,8 @@ impl Gpt {
         self.output.forward(&xs)
     }
 
-    /// The same function in evaluation, with every normalization folded into the linear layers that read it.
+    /// The same function in evaluation, with every normalization folded into the linear layers that
+    /// read it.
     pub fn fold(&self) -> Result<Self> {
         let (folding, norm) = self.norm.to_fold()?;
         Ok(Self {

@@ -41,7 +41,8 @@ pub enum Norm {
 }
 
 impl Norm {
-    /// Whether it is this crate's layer: it may have a layer-scale, and its multiply-add folds into the linear layers after it.
+    /// Whether it is this crate's layer: it may have a layer-scale, and its multiply-add folds into
+    /// the linear layers after it.
     pub const fn is_power(self) -> bool {
         matches!(self, Self::Power | Self::PowerV)
     }
@@ -70,7 +71,8 @@ pub struct Padding {
 }
 
 impl Padding {
-    /// Of sequences that begin with `lengths` real tokens each, `time` tokens long with their padding.
+    /// Of sequences that begin with `lengths` real tokens each, `time` tokens long with their
+    /// padding.
     pub fn new(lengths: &[usize], time: usize, device: &Device) -> Result<Self> {
         let keep: Vec<u8> = (lengths.iter())
             .flat_map(|&length| (0..time).map(move |i| u8::from(i < length)))
@@ -117,8 +119,8 @@ pub enum NormLayer {
         weight: Tensor,
     },
     Group(GroupNorm),
-    /// What is left of a [`Power`](Self::Power) whose multiply-add is in the linear layers after it: the layer-scale,
-    /// if there is one.
+    /// What is left of a [`Power`](Self::Power) whose multiply-add is in the linear layers after
+    /// it: the layer-scale, if there is one.
     Folded(Option<GroupScaling>),
 }
 
@@ -178,7 +180,8 @@ impl NormLayer {
         }
     }
 
-    /// [`forward`](Module::forward) of a padded batch `[batch, time, channels]`. Padding enters no statistic.
+    /// [`forward`](Module::forward) of a padded batch `[batch, time, channels]`. Padding enters no
+    /// statistic.
     pub fn forward_masked(&self, xs: &Tensor, padding: &Padding) -> Result<Tensor> {
         match self {
             Self::Power(norm) => norm.forward_masked(xs, &padding.keep),
@@ -229,7 +232,8 @@ impl Module for NormLayer {
                 candle_nn::ops::layer_norm_slow(xs, weight, bias, EPS as f32)
             }
             Self::Rms { weight } => candle_nn::ops::rms_norm_slow(xs, weight, EPS as f32),
-            // Over channels alone, not over the tokens of a sequence: those of the future are among them.
+            // Over channels alone, not over the tokens of a sequence: those of the future are among
+            // them.
             Self::Group(norm) => {
                 let rows = xs.flatten_to(xs.rank() - 2)?.unsqueeze(2)?;
                 norm.forward(&rows)?.reshape(xs.shape())
@@ -247,8 +251,8 @@ mod tests {
     use candle_nn::VarMap;
     use clap::ValueEnum;
 
-    /// The real rows of a padded batch fare as they would by themselves, in training and in evaluation, whatever the padding
-    /// holds, and no gradient reaches the padding.
+    /// The real rows of a padded batch fare as they would by themselves, in training and in
+    /// evaluation, whatever the padding holds, and no gradient reaches the padding.
     #[test]
     fn padding_is_outside_every_norm() -> Result<()> {
         let device = &Device::Cpu;
@@ -299,8 +303,8 @@ mod tests {
                 let (ours, of_padding) = ours.split_at(theirs.len());
                 let largest = theirs.iter().fold(0f32, |max, value| max.max(value.abs()));
                 assert!(largest > 0.1, "{norm}: nothing but zeros");
-                // The roundings of sums over the real rows, in each step until this one, in two computations: they grow as
-                // the root of their number; 8 is for safety.
+                // The roundings of sums over the real rows, in each step until this one, in two
+                // computations: they grow as the root of their number; 8 is for safety.
                 let terms = (4 * (step + 1)) as f32;
                 let bound = 8. * terms.sqrt() * f32::EPSILON * largest;
                 for (ours, theirs) in ours.iter().zip(&theirs) {

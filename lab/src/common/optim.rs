@@ -75,8 +75,9 @@ impl AdamW {
         })
     }
 
-    /// The gradient of every parameter, in the order of the slots. One without is an error: some operation
-    /// upstream of the loss recorded no backward, and training on would only look like training.
+    /// The gradient of every parameter, in the order of the slots. One without is an error: some
+    /// operation upstream of the loss recorded no backward, and training on would only look like
+    /// training.
     pub fn gradients(&self, store: &GradStore) -> Result<Vec<Tensor>> {
         let gradient = |slot: &Slot| {
             let gradient = store.get(&slot.var).cloned();
@@ -114,8 +115,8 @@ impl AdamW {
     }
 }
 
-/// What to multiply gradients by, so that their common norm is at most `max`. A tensor, because reading it
-/// would make every step wait for the device.
+/// What to multiply gradients by, so that their common norm is at most `max`. A tensor, because
+/// reading it would make every step wait for the device.
 fn clip_factor(grads: &[Tensor], max: f64) -> Result<Tensor> {
     let squares = grads
         .iter()

@@ -16,7 +16,8 @@ pub struct Chart {
     pub lines: Vec<Line>,
     /// Whether the y axis is logarithmic. Points that are not positive are then left out.
     pub logarithmic: bool,
-    /// The most that the y axis shows. What is above it is marked at the upper edge, with its value.
+    /// The most that the y axis shows. What is above it is marked at the upper edge, with its
+    /// value.
     pub ceiling: Option<f64>,
     /// The share of the x axis, from its left, whose points do not decide what the y axis shows.
     pub settling: f64,
@@ -28,7 +29,8 @@ pub struct Line {
     pub label: String,
     pub points: Vec<(f64, f64)>,
     pub style: Style,
-    /// Lines of one number share a color. Numbers are of things in an order, by depth for one, if there are many.
+    /// Lines of one number share a color. Numbers are of things in an order, by depth for one, if
+    /// there are many.
     pub color: usize,
 }
 
@@ -52,8 +54,8 @@ const COLORS: [RGBColor; 6] = [
     RGBColor(110, 110, 110),
 ];
 
-/// Ends and middle of the shades that lines get where there are more of them than [`COLORS`]. Their lightness rises, so
-/// that the order shows.
+/// Ends and middle of the shades that lines get where there are more of them than [`COLORS`]. Their
+/// lightness rises, so that the order shows.
 const SHADES: [RGBColor; 3] = [
     RGBColor(20, 10, 130),
     RGBColor(205, 45, 110),

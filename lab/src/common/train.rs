@@ -30,7 +30,8 @@ pub struct Settings {
     pub size: Size,
     /// Sequences of a step.
     pub batch: usize,
-    /// Sequences that pass the model together, a divisor of `batch`: a step adds up the gradients of each such part.
+    /// Sequences that pass the model together, a divisor of `batch`: a step adds up the gradients
+    /// of each such part.
     pub micro_batch: usize,
     pub steps: usize,
     pub seed: u64,
@@ -107,8 +108,8 @@ impl<'a> Run<'a> {
         Ok(loss)
     }
 
-    /// The first half of a [`step`](Self::step): the loss, and the gradients of the parameters as the optimizer has them.
-    /// Normalizations update their statistics.
+    /// The first half of a [`step`](Self::step): the loss, and the gradients of the parameters as
+    /// the optimizer has them. Normalizations update their statistics.
     pub fn gradients(&self) -> Result<(f32, Vec<Tensor>)> {
         let step = self.steps();
         let Settings {
@@ -152,7 +153,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// The mean loss over `batches` batches spread over `tokens`, in evaluation mode. It need not be finite.
+    /// The mean loss over `batches` batches spread over `tokens`, in evaluation mode. It need not
+    /// be finite.
     pub fn evaluate(&self, tokens: &[u32], batches: usize) -> Result<f32> {
         let _guard = self.mode.eval_scope();
         let Settings { size, batch, .. } = self.settings;
@@ -185,8 +187,9 @@ impl<'a> Run<'a> {
         Ok(self.model.fold()?)
     }
 
-    /// The tokens a second that each model evaluates, the fastest of `rounds` times over the same `batches` batches of
-    /// the validation split. The models take turns, so that what else the machine does slows both.
+    /// The tokens a second that each model evaluates, the fastest of `rounds` times over the same
+    /// `batches` batches of the validation split. The models take turns, so that what else the
+    /// machine does slows both.
     pub fn inference_speed(
         &self,
         models: [&Gpt; 2],
@@ -212,7 +215,8 @@ impl<'a> Run<'a> {
         Ok(fastest.map(|time| tokens as f64 / time.as_secs_f64()))
     }
 
-    /// `length` characters that `model`, the run's own or the folded one, makes up, drawn at `temperature`.
+    /// `length` characters that `model`, the run's own or the folded one, makes up, drawn at
+    /// `temperature`.
     pub fn sample(&self, model: &Gpt, length: usize, temperature: f64) -> Result<String> {
         let _guard = self.mode.eval_scope();
         let mut rng = generator(self.settings.seed, Use::Sample, self.steps());
@@ -501,7 +505,8 @@ mod tests {
         learns(&Device::new_cuda(0)?)
     }
 
-    /// With a layer-scale left and without; every norm has statistics, weights and shifts of its own.
+    /// With a layer-scale left and without; every norm has statistics, weights and shifts of its
+    /// own.
     #[test]
     fn a_folded_model_is_the_same_function() -> Result<()> {
         let corpus = corpus();

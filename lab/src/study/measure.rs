@@ -1,5 +1,6 @@
-//! What the paper looks at inside a training run. Nothing is added to the model: a layer's running statistics before and
-//! after a step tell what its batch's were, and the gradients of its γ and β tell those of its statistics.
+//! What the paper looks at inside a training run. Nothing is added to the model: a layer's running
+//! statistics before and after a step tell what its batch's were, and the gradients of its γ and β
+//! tell those of its statistics.
 
 use crate::common::checkpoint::variables;
 use crate::common::norm::{Norm, NormConfig, EPS};
@@ -19,11 +20,12 @@ pub type Series = Vec<(usize, f64)>;
 /// What was observed so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Observations {
-    /// By quantity, then by layer: `(1/d)‖batch − running‖` of each statistic, d the channels, that distance beside the length of the
-    /// running statistic (of the deviation, where it is the mean's), and the norm of the statistic's gradient.
+    /// By quantity, then by layer: `(1/d)‖batch − running‖` of each statistic, d the channels, that
+    /// distance beside the length of the running statistic (of the deviation, where it is the
+    /// mean's), and the norm of the statistic's gradient.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
-    /// Channels of all layers and steps after PowerNorm's warm-up, and those among them for which the guard of ν's update
-    /// made a difference.
+    /// Channels of all layers and steps after PowerNorm's warm-up, and those among them for which
+    /// the guard of ν's update made a difference.
     pub channels: usize,
     pub guarded: usize,
 }
@@ -65,8 +67,8 @@ pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 impl Observations {
-    /// Takes in one step of `run` over `rows` tokens, which the statistics went through from `before` to `after`.
-    /// `recorded` says whether the series get a point.
+    /// Takes in one step of `run` over `rows` tokens, which the statistics went through from
+    /// `before` to `after`. `recorded` says whether the series get a point.
     pub fn observe(
         &mut self,
         run: &Run,
@@ -189,7 +191,8 @@ fn outside<'a>(batch: &'a [f64], running: &'a [f64]) -> impl Iterator<Item = (us
         .filter(move |&(_, gamma)| (1. - alpha) * gamma > 1.)
 }
 
-/// Gives ν the step that Eq. 13 has as the paper writes it, where the layer's guard made another of it.
+/// Gives ν the step that Eq. 13 has as the paper writes it, where the layer's guard made another of
+/// it.
 pub fn unguard(
     run: &Run,
     norm: &NormConfig,
@@ -232,7 +235,8 @@ pub fn unguard(
     Ok(())
 }
 
-/// γ/ψ of every channel, by layer: what a layer multiplies its input by. For BatchNorm ψ is the running deviation.
+/// γ/ψ of every channel, by layer: what a layer multiplies its input by. For BatchNorm ψ is the
+/// running deviation.
 pub fn gains(run: &Run) -> Result<BTreeMap<String, Vec<f64>>> {
     let state = Snapshot::of(run)?;
     let mut gains = BTreeMap::new();
@@ -490,7 +494,8 @@ mod tests {
         Ok(())
     }
 
-    /// ψ² is made so small in one channel that the guard acts there, and ν small enough for Λ to show.
+    /// ψ² is made so small in one channel that the guard acts there, and ν small enough for Λ to
+    /// show.
     #[test]
     fn without_its_guard_nu_follows_equation_13() -> Result<()> {
         let corpus = corpus();

@@ -1,17 +1,19 @@
-//! Reproduces the claims of the PowerNorm paper that a laptop can test: the same transformer, trained with each
-//! normalization on the same batches of a text, and what the paper looks at inside.
+//! Reproduces the claims of the PowerNorm paper that a laptop can test: the same transformer,
+//! trained with each normalization on the same batches of a text, and what the paper looks at
+//! inside.
 //!
 //! ```text
 //! cargo run --release -p lab -- study --text tinyshakespeare.txt
 //! cargo run --release -p lab -- study --text captions.en --words --experiments norms
 //! ```
 //!
-//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 42 runs, 21 for each of two
-//! seeds, of some 1.2 minutes each on one core: 50 minutes. It says at its start what that is on the machine it is on.
+//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 42
+//! runs, 21 for each of two seeds, of some 1.2 minutes each on one core: 50 minutes. It says at its
+//! start what that is on the machine it is on.
 //!
-//! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on from their last checkpoint.
-//! Two commands with other `--seeds` may share a folder, at the same time too. The report, tables and plots, is of all
-//! runs in the folder.
+//! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on
+//! from their last checkpoint. Two commands with other `--seeds` may share a folder, at the same
+//! time too. The report, tables and plots, is of all runs in the folder.
 //!
 //! `docs/paper.md` sets what comes out beside the paper's claims.
 
@@ -43,20 +45,23 @@ const HEADS: usize = 4;
 const WIDTH: usize = 128;
 const CONTEXT: usize = 64;
 
-/// Sequences whose tokens statistics are taken over, in the experiment on their number. The batch stays the same.
+/// Sequences whose tokens statistics are taken over, in the experiment on their number. The batch
+/// stays the same.
 const MICRO_BATCHES: [usize; 4] = [12, 6, 3, 1];
 
 /// Steps between two points of what is observed.
 const OBSERVE_EVERY: usize = 10;
 
-/// Batches of an evaluation along the way, and of the final one, for which the validation split may have less.
+/// Batches of an evaluation along the way, and of the final one, for which the validation split may
+/// have less.
 const EVAL_BATCHES: usize = 10;
 const FINAL_EVAL_BATCHES: usize = 100;
 
 /// Steps of the run that the budget is told from.
 const TRIAL_STEPS: usize = 3;
 
-/// Trains a small transformer with each normalization and writes tables and plots of the paper's claims.
+/// Trains a small transformer with each normalization and writes tables and plots of the paper's
+/// claims.
 #[derive(Debug, Parser)]
 pub struct Args {
     /// UTF-8 text to learn
@@ -76,8 +81,8 @@ pub struct Args {
     )]
     experiments: Vec<Experiment>,
 
-    /// Seeds of the runs, separated by commas: each a start and a sequence of batches, the same for every
-    /// normalization
+    /// Seeds of the runs, separated by commas: each a start and a sequence of batches, the same for
+    /// every normalization
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
     seeds: Vec<u64>,
 
@@ -313,7 +318,8 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
         norm: NormConfig {
             norm: variant.norm,
             groups: variant.groups,
-            // A layer's step is a forward, of which a step of the optimizer has several where gradients accumulate.
+            // A layer's step is a forward, of which a step of the optimizer has several where
+            // gradients accumulate.
             warmup_steps: WARMUP_STEPS * (BATCH / variant.micro_batch),
             recipe: variant.recipe,
             group_norm_groups: HEADS,
@@ -444,13 +450,13 @@ mod tests {
         let variants = variants(Experiment::value_variants());
         let names: BTreeSet<String> = variants.iter().map(Variant::name).collect();
         assert_eq!(names.len(), variants.len());
-        // 6 norms, 3 of them with 3 other numbers of rows, 5 other recipes, and PN-V without layer-scale. The head of this
-        // file tells what they take.
+        // 6 norms, 3 of them with 3 other numbers of rows, 5 other recipes, and PN-V without
+        // layer-scale. The head of this file tells what they take.
         assert_eq!(variants.len(), 6 + 3 * 3 + 5 + 1);
     }
 
-    /// A run leaves its last checkpoint, from which the next call goes on. What runs report when the guard is off, for
-    /// one seed that came to its end and one that did not.
+    /// A run leaves its last checkpoint, from which the next call goes on. What runs report when
+    /// the guard is off, for one seed that came to its end and one that did not.
     #[test]
     fn a_resumed_run_has_the_outcome_of_one_that_never_stopped() -> Result<()> {
         let dir = tempfile::tempdir()?;

@@ -39,7 +39,8 @@ pub struct Outcome {
 const LAST_STEPS: usize = 50;
 
 impl Outcome {
-    /// The loss that the last steps saw, by their batches' statistics where a normalization has them.
+    /// The loss that the last steps saw, by their batches' statistics where a normalization has
+    /// them.
     fn last_loss(&self) -> Option<f64> {
         let last = &self.train[self.train.len().saturating_sub(LAST_STEPS)..];
         let sum: f64 = last.iter().map(|&loss| f64::from(loss)).sum();
@@ -198,7 +199,8 @@ fn read_all(args: &Args, corpus: &Corpus) -> Result<(Outcomes, Vec<String>)> {
     Ok((all, strangers))
 }
 
-/// Checks that all runs in the folder can be in one report, and gives the names of files that will not be.
+/// Checks that all runs in the folder can be in one report, and gives the names of files that will
+/// not be.
 pub fn check(args: &Args, corpus: &Corpus) -> Result<Vec<String>> {
     read_all(args, corpus).map(|(_, strangers)| strangers)
 }
@@ -236,7 +238,8 @@ impl Report<'_> {
         Ok(text)
     }
 
-    /// Opens a section on those of the variants that ran. `None` where there is nothing to say of them.
+    /// Opens a section on those of the variants that ran. `None` where there is nothing to say of
+    /// them.
     fn section<'a>(
         &'a self,
         text: &mut String,
@@ -419,7 +422,8 @@ impl Report<'_> {
         self.layers(text, &shown, "gradient", "norm", "gradients.svg")
     }
 
-    /// A quantity over the second half of training: its mean over steps and seeds in each layer, from the first to the last.
+    /// A quantity over the second half of training: its mean over steps and seeds in each layer,
+    /// from the first to the last.
     fn late(&self, runs: &Runs, quantity: &str) -> Vec<f64> {
         let mut layers: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
         for run in &runs.0 {
@@ -567,7 +571,8 @@ impl Report<'_> {
         self.figure(text, ["Validation loss by rows", "rows.svg"], &[chart], 1)
     }
 
-    /// The most that a plot of losses shows: the loss of knowing no more than how often each token comes.
+    /// The most that a plot of losses shows: the loss of knowing no more than how often each token
+    /// comes.
     fn ceiling(&self) -> f64 {
         let mut counts = vec![0f64; self.corpus.vocab.len()];
         for &token in &self.corpus.train {
@@ -783,7 +788,8 @@ impl Report<'_> {
     }
 }
 
-/// What validation losses of `runs` have over those of `base` from the same seeds, if these are others.
+/// What validation losses of `runs` have over those of `base` from the same seeds, if these are
+/// others.
 fn less(runs: &Runs, variant: Variant, compared: &Compared, base: Variant) -> String {
     let base = compared.get(base).filter(|_| variant != base);
     base.map_or(String::new(), |base| runs.spread_over(base, val_loss))
@@ -821,7 +827,8 @@ fn chart_of_layers(title: String, y: &'static str, layers: &BTreeMap<String, Ser
 /// Bins of a histogram.
 const BINS: usize = 40;
 
-/// The least and the most decades that a histogram goes down from the largest. The first bin counts all below, too.
+/// The least and the most decades that a histogram goes down from the largest. The first bin counts
+/// all below, too.
 const DECADES: [f64; 2] = [0.1, 3.];
 
 /// The ends of the histograms of all these logarithms.

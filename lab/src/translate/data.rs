@@ -21,14 +21,16 @@ const SPECIAL: u32 = 3;
 /// The languages' names in files, from which and to which.
 pub const LANGUAGES: [&str; 2] = ["de", "en"];
 
-/// Sentences whose lengths differ by less than this may share a batch: little padding, and room for chance.
+/// Sentences whose lengths differ by less than this may share a batch: little padding, and room for
+/// chance.
 const BUCKET: usize = 4;
 
 /// Reversible subwords of both languages: byte pairs of byte-level text, merged within words.
 pub struct Subwords(TokenizerImpl<BPE, NormalizerWrapper, ByteLevel, ByteLevel, ByteLevel>);
 
 impl Subwords {
-    /// As many as `count` subwords, the 256 bytes among them, learned from `lines`. They follow from the lines alone.
+    /// As many as `count` subwords, the 256 bytes among them, learned from `lines`. They follow
+    /// from the lines alone.
     pub fn learn<'a>(lines: impl Iterator<Item = &'a str> + Send, count: usize) -> Result<Self> {
         // A first word gets the space that others have before them: it is the same subword there.
         let bytes = ByteLevel::default().add_prefix_space(true);
@@ -270,8 +272,8 @@ fn padded(sentences: &[&[u32]], time: usize, device: &Device) -> Result<Tensor> 
     Ok(Tensor::from_vec(tokens, (sentences.len(), time), device)?)
 }
 
-/// Cuts `pairs`, in the order of `indices`, into batches of at most `tokens` tokens on either side, padding included
-/// (or of one pair).
+/// Cuts `pairs`, in the order of `indices`, into batches of at most `tokens` tokens on either side,
+/// padding included (or of one pair).
 pub fn cut(pairs: &[Pair], indices: &[usize], tokens: usize) -> Vec<Vec<usize>> {
     let mut batches: Vec<Vec<usize>> = vec![];
     let mut longest = 0;
@@ -291,7 +293,8 @@ pub fn cut(pairs: &[Pair], indices: &[usize], tokens: usize) -> Vec<Vec<usize>> 
     batches
 }
 
-/// The order of `pairs` by length, long ones first: a batch that does not fit in memory fails at once.
+/// The order of `pairs` by length, long ones first: a batch that does not fit in memory fails at
+/// once.
 pub fn by_length(pairs: &[Pair]) -> Vec<usize> {
     let mut indices: Vec<_> = (0..pairs.len()).collect();
     indices.sort_by_key(|&i| std::cmp::Reverse((pairs[i].source.len(), pairs[i].target.len())));

@@ -1,5 +1,5 @@
-//! Trains a small transformer to translate, with PowerNorm or another normalization in its encoder, and translates a test
-//! split with it.
+//! Trains a small transformer to translate, with PowerNorm or another normalization in its encoder,
+//! and translates a test split with it.
 //!
 //! ```text
 //! cargo run --release -p lab -- translate --data multi30k --norm power
@@ -8,15 +8,16 @@
 //! sacrebleu target/translate/test.en -i target/translate/power.1.hyp.en
 //! ```
 //!
-//! As in the paper's Table 1 the encoder has the normalization that is compared and the decoder LayerNorm, PowerNorm's
-//! warm-up is that of the learning rate, and padding enters no statistic; but the model and the text are small enough for
-//! a laptop's CPU.
+//! As in the paper's Table 1 the encoder has the normalization that is compared and the decoder
+//! LayerNorm, PowerNorm's warm-up is that of the learning rate, and padding enters no statistic;
+//! but the model and the text are small enough for a laptop's CPU.
 //!
-//! Progress goes to stderr, one line of JSON for each normalization to stdout; translations, checkpoints, subwords and
-//! loss curves go to the folder `--out`. Translations are the last checkpoint's: no average is taken of several.
+//! Progress goes to stderr, one line of JSON for each normalization to stdout; translations,
+//! checkpoints, subwords and loss curves go to the folder `--out`. Translations are the last
+//! checkpoint's: no average is taken of several.
 //!
-//! Runs one after the other, on a machine that does other things too, differ in speed by more than their normalizations
-//! do. `--speed` lets them take turns instead, a step each.
+//! Runs one after the other, on a machine that does other things too, differ in speed by more than
+//! their normalizations do. `--speed` lets them take turns instead, a step each.
 
 mod data;
 mod model;
@@ -104,19 +105,23 @@ line, plain or with .gz. Multi30k has 29,000 pairs of short sentences: take trai
 languages, from the folder data/task1/raw of https://github.com/multi30k/dataset. The sample in lab/sample is too \
 small to learn from";
 
-/// Trains a small transformer to translate German to English, with PowerNorm or another normalization in its encoder.
+/// Trains a small transformer to translate German to English, with PowerNorm or another
+/// normalization in its encoder.
 ///
-/// Prints a line of JSON for each normalization: its results, or its error. Translations of the test split are made with
-/// the weights of the last checkpoint, which is the last step's; no average is taken of several checkpoints.
+/// Prints a line of JSON for each normalization: its results, or its error. Translations of the
+/// test split are made with the weights of the last checkpoint, which is the last step's; no
+/// average is taken of several checkpoints.
 ///
-/// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and evaluations
-/// included, the translations not. It is null with --compare, since later runs would have the memory of earlier ones;
-/// with --device cuda, since a GPU's memory is not in it; and where a resumed run was finished already, since nothing was
-/// trained. So for a figure of each normalization train each by --norm.
+/// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and
+/// evaluations included, the translations not. It is null with --compare, since later runs would
+/// have the memory of earlier ones; with --device cuda, since a GPU's memory is not in it; and
+/// where a resumed run was finished already, since nothing was trained. So for a figure of each
+/// normalization train each by --norm.
 #[derive(Debug, Parser)]
 pub struct Args {
-    /// Folder of the text: {train,val,test}.{de,en}, plain or compressed (.gz), also under the names that
-    /// Multi30k has: multi30k.train.de.gz, test_2016_flickr.de.gz, multi30k.test_2016_flickr.de.gz
+    /// Folder of the text: {train,val,test}.{de,en}, plain or compressed (.gz), also under the
+    /// names that Multi30k has: multi30k.train.de.gz, test_2016_flickr.de.gz,
+    /// multi30k.test_2016_flickr.de.gz
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
 
@@ -124,8 +129,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Norm::Power)]
     norm: Norm,
 
-    /// Train with each of these normalizations, separated by commas, from the same seed, one after the other. One that
-    /// fails, because its loss diverges say, does not stop the others
+    /// Train with each of these normalizations, separated by commas, from the same seed, one after
+    /// the other. One that fails, because its loss diverges say, does not stop the others
     #[arg(
         long,
         value_enum,
@@ -137,12 +142,13 @@ pub struct Args {
     )]
     compare: Option<Vec<Norm>>,
 
-    /// Steps to train [default: about 10 minutes' on a CPU, more on a GPU; 50 with --speed]. The learning rate does not
-    /// depend on them: a finished run goes on with --resume and more of them
+    /// Steps to train [default: about 10 minutes' on a CPU, more on a GPU; 50 with --speed]. The
+    /// learning rate does not depend on them: a finished run goes on with --resume and more of them
     #[arg(long, value_parser = common::positive)]
     steps: Option<usize>,
 
-    /// Highest learning rate, where the warm-up ends [default: 0.005, chosen with LayerNorm; on a GPU 0.002]
+    /// Highest learning rate, where the warm-up ends [default: 0.005, chosen with LayerNorm; on a
+    /// GPU 0.002]
     #[arg(long, value_parser = rate)]
     rate: Option<f64>,
 
@@ -150,7 +156,8 @@ pub struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
-    /// Channel groups of PowerNorm's layer-scale, a divisor of the width, 128 (256 on a GPU); 0 for no layer-scale
+    /// Channel groups of PowerNorm's layer-scale, a divisor of the width, 128 (256 on a GPU); 0 for
+    /// no layer-scale
     #[arg(long, default_value_t = HEADS)]
     groups: usize,
 
@@ -166,8 +173,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
-    /// Folder of the checkpoints (NORM.SEED.safetensors), the translations of the test split (NORM.SEED.hyp.en), the
-    /// plots and the subwords
+    /// Folder of the checkpoints (NORM.SEED.safetensors), the translations of the test split
+    /// (NORM.SEED.hyp.en), the plots and the subwords
     #[arg(long, value_name = "DIR", default_value = "target/translate")]
     out: PathBuf,
 
@@ -176,10 +183,11 @@ pub struct Args {
     #[arg(long)]
     resume: bool,
 
-    /// Only measure speed: the normalizations of --compare take turns, a step each, so that whatever slows the machine
-    /// down slows all of them. After 3 steps each to warm up, prints the medians over --steps steps. PowerNorm's warm-up
-    /// is 1 step here, so that the steps timed are PowerNorm's own, and the learning rate is next to nothing. Nothing of the
-    /// training is kept, and nothing written to --out
+    /// Only measure speed: the normalizations of --compare take turns, a step each, so that
+    /// whatever slows the machine down slows all of them. After 3 steps each to warm up, prints the
+    /// medians over --steps steps. PowerNorm's warm-up is 1 step here, so that the steps timed are
+    /// PowerNorm's own, and the learning rate is next to nothing. Nothing of the training is kept,
+    /// and nothing written to --out
     #[arg(long, conflicts_with_all = ["resume", "rate"])]
     speed: bool,
 }

@@ -1,5 +1,5 @@
-//! A pre-norm transformer, encoder and decoder: sinusoidal positions, dropout on embeddings and branches, one embedding for
-//! both languages and for the output.
+//! A pre-norm transformer, encoder and decoder: sinusoidal positions, dropout on embeddings and
+//! branches, one embedding for both languages and for the output.
 
 use super::data::{Batch, Sources};
 use crate::common::causal_mask;
@@ -23,7 +23,8 @@ pub struct Size {
     pub vocab: usize,
 }
 
-/// Zeroes a share of the elements, in training. candle's own draws from a generator that cannot be seeded on a CPU.
+/// Zeroes a share of the elements, in training. candle's own draws from a generator that cannot be
+/// seeded on a CPU.
 pub struct Dropout(Option<(f64, RefCell<StdRng>)>);
 
 impl Dropout {
@@ -85,7 +86,8 @@ impl Memory {
 }
 
 impl Transformer {
-    /// The encoder's normalizations are `norm` and follow `mode`; the decoder's are LayerNorm, as in the paper.
+    /// The encoder's normalizations are `norm` and follow `mode`; the decoder's are LayerNorm, as
+    /// in the paper.
     pub fn new(size: Size, norm: &NormConfig, mode: &Mode, vb: VarBuilder) -> Result<Self> {
         let width = size.width;
         let layer_norm = NormConfig {
@@ -115,7 +117,8 @@ impl Transformer {
         Objective::new(&hidden, self.tokens.embeddings(), &batch.targets, smoothing)
     }
 
-    /// The loss alone, without smoothing and dropout: the cross entropy, summed over the batch's targets.
+    /// The loss alone, without smoothing and dropout: the cross entropy, summed over the batch's
+    /// targets.
     pub fn loss(&self, batch: &Batch) -> Result<Tensor> {
         let hidden = self.hidden(batch, &Dropout::none())?;
         let embedding = self.tokens.embeddings();
@@ -182,7 +185,8 @@ impl Transformer {
     }
 
     fn embed(&self, tokens: &Tensor) -> Result<Tensor> {
-        // The embedding is the output's too, and that small: scaled, it is as large as the positions.
+        // The embedding is the output's too, and that small: scaled, it is as large as the
+        // positions.
         let embedded = (self.tokens.forward(tokens)? * (self.width as f64).sqrt())?;
         embedded.broadcast_add(&positions(tokens.dim(1)?, self.width, tokens.device())?)
     }
@@ -325,8 +329,8 @@ impl Attention {
     }
 }
 
-/// Not `softmax_last_dim`, which records no backward; nor `softmax`, whose backward goes through the maximum, which
-/// changes nothing.
+/// Not `softmax_last_dim`, which records no backward; nor `softmax`, whose backward goes through
+/// the maximum, which changes nothing.
 fn softmax(xs: &Tensor) -> Result<Tensor> {
     let exp = xs
         .broadcast_sub(&xs.detach().max_keepdim(D::Minus1)?)?
@@ -334,12 +338,12 @@ fn softmax(xs: &Tensor) -> Result<Tensor> {
     exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
 }
 
-/// Draws every matrix of `varmap` from `rng`, and zeroes the biases of linear layers: matrices by Glorot's normal
-/// distribution, the embedding so that logits start at about 1.
+/// Draws every matrix of `varmap` from `rng`, and zeroes the biases of linear layers: matrices by
+/// Glorot's normal distribution, the embedding so that logits start at about 1.
 ///
-/// candle's own generator cannot be seeded on a CPU, so the values that the layers were built with are replaced.
-/// Variables are visited by name, and normalizations have no matrices: a seed means the same start whatever the
-/// normalization.
+/// candle's own generator cannot be seeded on a CPU, so the values that the layers were built with
+/// are replaced. Variables are visited by name, and normalizations have no matrices: a seed means
+/// the same start whatever the normalization.
 pub fn init_weights(varmap: &VarMap, rng: &mut StdRng) -> Result<()> {
     for (name, var) in variables(varmap) {
         if let [rows, columns] = *var.dims() {
@@ -368,12 +372,12 @@ struct Stretch {
     sum: Tensor,
 }
 
-/// The cross entropy with label smoothing of the logits `hidden · embeddingᵀ`, `[count, width]` and `[vocab, width]`, for
-/// `targets`, `[count]`, summed over them. The target has all but `smoothing` of the probability, and each token an equal
-/// share of that.
+/// The cross entropy with label smoothing of the logits `hidden · embeddingᵀ`, `[count, width]` and
+/// `[vocab, width]`, for `targets`, `[count]`, summed over them. The target has all but `smoothing`
+/// of the probability, and each token an equal share of that.
 ///
-/// The logits are the largest tensor by far: they are taken by stretches of rows, in the cache, and autograd sees none of
-/// them. `each` is given each stretch for what else depends on it.
+/// The logits are the largest tensor by far: they are taken by stretches of rows, in the cache, and
+/// autograd sees none of them. `each` is given each stretch for what else depends on it.
 fn cross_entropy(
     hidden: &Tensor,
     embedding: &Tensor,
@@ -419,8 +423,9 @@ pub struct Objective {
 }
 
 impl Objective {
-    /// Through autograd a dozen tensors of the logits' size would live until the backward. But their gradient, softmax less
-    /// the probabilities asked for, is known in the forward: the two products that take it further are made there.
+    /// Through autograd a dozen tensors of the logits' size would live until the backward. But
+    /// their gradient, softmax less the probabilities asked for, is known in the forward: the two
+    /// products that take it further are made there.
     fn new(hidden: &Tensor, embedding: &Tensor, targets: &Tensor, smoothing: f64) -> Result<Self> {
         let weight = embedding.detach();
         let vocab = weight.dim(0)?;
@@ -497,7 +502,8 @@ pub mod tests {
         Sources::new(sentences, &Device::Cpu).unwrap()
     }
 
-    /// The logits of what follows each of the first `count` tokens of `target`, the translation of the first of `sentences`.
+    /// The logits of what follows each of the first `count` tokens of `target`, the translation of
+    /// the first of `sentences`.
     fn logits(model: &Transformer, sentences: &[&[u32]], target: &[u32], count: usize) -> Vec<f32> {
         let memory = model.encode(&sources(sentences), &Dropout::none()).unwrap();
         let targets = Tensor::new(target, &Device::Cpu).unwrap();
@@ -508,12 +514,13 @@ pub mod tests {
         logits.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Terms summed on the way through a [`model`], one sum after another: in either half two blocks of at most eight sums
-    /// of at most 16, its hidden size.
+    /// Terms summed on the way through a [`model`], one sum after another: in either half two
+    /// blocks of at most eight sums of at most 16, its hidden size.
     const FORWARD: usize = 2 * 2 * 8 * 16;
 
-    /// How far two computations of a value of `size` may lie apart, each with sums of `terms` terms in all: their roundings
-    /// are independent, so that they grow as the root of their number; 8 is for safety, and for what cancels.
+    /// How far two computations of a value of `size` may lie apart, each with sums of `terms` terms
+    /// in all: their roundings are independent, so that they grow as the root of their number; 8 is
+    /// for safety, and for what cancels.
     fn bound(terms: usize, size: f32) -> f32 {
         8. * (terms as f32).sqrt() * f32::EPSILON * size
     }

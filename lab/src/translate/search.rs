@@ -66,7 +66,8 @@ impl Search {
         }
     }
 
-    /// One token more for each hypothesis, of which each of `log_probabilities` has the next token's.
+    /// One token more for each hypothesis, of which each of `log_probabilities` has the next
+    /// token's.
     fn extend(&mut self, log_probabilities: &[Vec<f32>], beam: usize) {
         let last = self.live[0].tokens.len() + 1 == self.max_length;
         let mut next: Vec<(usize, u32, f32)> = vec![];
@@ -95,8 +96,8 @@ impl Search {
             }
         }
         self.live.truncate(beam);
-        // The first to end are short, so the search stops once no live mean is above the worst of `beam` that ended. A
-        // heuristic: a mean can still rise.
+        // The first to end are short, so the search stops once no live mean is above the worst of
+        // `beam` that ended. A heuristic: a mean can still rise.
         self.ended
             .sort_by(|a, b| b.normalized().total_cmp(&a.normalized()));
         self.ended.truncate(beam);
@@ -155,8 +156,8 @@ fn translate_batch(
     Ok(searches.into_iter().map(Search::best).collect())
 }
 
-/// Translates the pairs' sources, in batches whose beams have at most `tokens` source tokens together. `progress` is
-/// told how many sentences are done. `model` must be in evaluation mode.
+/// Translates the pairs' sources, in batches whose beams have at most `tokens` source tokens
+/// together. `progress` is told how many sentences are done. `model` must be in evaluation mode.
 pub fn translate(
     model: &Transformer,
     pairs: &[Pair],

@@ -14,8 +14,8 @@ pub struct Speed {
     pub tokens_per_second: f64,
 }
 
-/// Lets `runs` take turns, a step each, so that whatever slows the machine down slows all of them, until `steps` steps
-/// of each have been timed. `turn_over` is called after each turn.
+/// Lets `runs` take turns, a step each, so that whatever slows the machine down slows all of them,
+/// until `steps` steps of each have been timed. `turn_over` is called after each turn.
 pub fn measure(runs: &mut [Run], steps: usize, turn_over: impl Fn()) -> Result<Vec<Speed>> {
     let mut times = vec![vec![]; runs.len()];
     for step in 0..UNTIMED + steps {

@@ -20,7 +20,8 @@ const ADAMW: AdamWConfig = AdamWConfig {
     max_grad_norm: 1.,
 };
 
-/// What decides a run: two runs of the same settings on the same text are the same run, as far as the shorter one goes.
+/// What decides a run: two runs of the same settings on the same text are the same run, as far as
+/// the shorter one goes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
     pub norm: NormConfig,
@@ -176,7 +177,8 @@ impl<'a> Run<'a> {
         Ok(loss)
     }
 
-    /// The mean loss over the tokens of the validation split, without smoothing, in evaluation mode.
+    /// The mean loss over the tokens of the validation split, without smoothing, in evaluation
+    /// mode.
     fn evaluate(&self) -> Result<f32> {
         let _guard = self.mode.eval_scope();
         let val = &self.corpus.val;
@@ -263,8 +265,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The learning rate of `step`, counted from 0, as a part of the highest: a linear rise, then a fall by the root of the
-/// steps.
+/// The learning rate of `step`, counted from 0, as a part of the highest: a linear rise, then a
+/// fall by the root of the steps.
 fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
     let progress = (step + 1) as f64 / warmup_steps as f64;
     progress.min(progress.powf(-0.5))
@@ -366,7 +368,8 @@ mod tests {
         Ok(())
     }
 
-    /// The loss falls in a short run of every normalization, and neither an evaluation nor a search changes the run.
+    /// The loss falls in a short run of every normalization, and neither an evaluation nor a search
+    /// changes the run.
     fn learns(device: &Device) -> Result<()> {
         let corpus = corpus();
         for &norm in Norm::value_variants() {
