@@ -1,14 +1,24 @@
-//! Whatever call of the driver fails, a layer stays whole. The driver is softgpu, which fails on
-//! demand.
+//! What only softgpu can show: that a layer stays whole whatever call of the driver fails, and that
+//! the kernels need each of their barriers.
 
 mod common;
 
 use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
-use common::gpu::{same_bits, same_state, Gradient};
+use common::gpu::{config, same_bits, same_state, Gradient, PATHS};
 use common::softgpu::Softgpu;
 use common::{state, thinned, Batch, Data, Outcome, Twin};
-use std::sync::{Mutex, PoisonError};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+// Defines `POWER_NORM`, the kernels' PTX.
+include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
+
+/// One test at a time: what the driver hands out is counted for the whole process.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Outputs of a layer: of its input, and the sum with a residual.
 type Outputs = (Tensor, Option<Tensor>);
@@ -192,9 +202,7 @@ const SHAPES: [(usize, usize, Option<usize>, bool, bool); 4] = [
 /// A call that fails makes the forward or the backward fail, if it matters. The state is then as it
 /// was before, the next step is right, and nothing leaks.
 fn any_call_may_fail(statistics: Statistics, warmup_steps: usize) {
-    // What is handed out is counted for the whole process.
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let softgpu = Softgpu::find().unwrap();
     let device = CudaDevice::new_with_stream(0).unwrap();
     // SAFETY: all work is on one stream. (With events, cudarc forgets an allocation for which it
@@ -243,4 +251,59 @@ fn any_call_may_fail_after_the_warm_up() {
 #[test]
 fn any_call_may_fail_by_the_statistics_of_the_batch() {
     any_call_may_fail(Statistics::Batch, 1);
+}
+
+/// Steps of layers that walk the kernels in every way, with several chunks of rows.
+fn walk_every_path() {
+    let _alone = alone();
+    let gpu = Device::new_cuda_with_stream(0).unwrap();
+    for (cols, groups) in PATHS {
+        let mut twin = Twin::new(&mut Data::on(&gpu, 3), cols, config(groups), DType::F32);
+        let mut data = Data::on(&gpu, 4);
+        for step in 0..3 {
+            let batch = Batch::random(&mut data, &[70, cols], DType::F32, step == 2);
+            let what = format!("{cols} channels, groups {groups:?}, step {step}");
+            twin.check(&what, &batch, true);
+        }
+    }
+}
+
+#[test]
+fn every_path() {
+    walk_every_path();
+}
+
+/// Without any one of their barriers, kernels race or compute wrong values.
+#[test]
+fn every_barrier_is_needed() {
+    let softgpu = Softgpu::find().unwrap();
+    softgpu.take_counts();
+    walk_every_path();
+    let launched = softgpu.take_counts()["kernels"].clone();
+    let lines: Vec<&str> = POWER_NORM.lines().collect();
+    let (mut kernel, mut barriers) = ("", vec![]);
+    for (number, line) in lines.iter().enumerate() {
+        if let Some(entry) = line.strip_prefix(".visible .entry ") {
+            kernel = entry.trim_end_matches('(');
+        }
+        if line.trim_start().starts_with("bar.sync") && launched.get(kernel).is_some() {
+            barriers.push((kernel, number));
+        }
+    }
+    assert!(barriers.len() > 20, "{barriers:?}");
+    let folder = tempfile::tempdir().unwrap();
+    let edited = folder.path().join("edited.ptx");
+    let needless: Vec<_> = (barriers.into_iter())
+        .filter(|&(_, number)| {
+            let mut without = lines.clone();
+            without.remove(number);
+            std::fs::write(&edited, without.join("\n")).unwrap();
+            let program = std::env::current_exe().unwrap();
+            let mut walk = Command::new(program);
+            walk.args(["every_path", "--exact"]);
+            let run = walk.env("SOFTGPU_PTX", &edited).output().unwrap();
+            run.status.success()
+        })
+        .collect();
+    assert!(needless.is_empty(), "nothing shows without {needless:?}");
 }

@@ -271,16 +271,34 @@ macro_rules! f32_variants {
 macro_rules! half_variants {
     ($ty:expr, |$($x:ident),+| $e:expr) => {
         match $ty {
-            "f16" => (each!(|$($x: u32),+| u32: half_variants!(@ of_f16, to_f16, [$($x),+], $e)), "h"),
-            "bf16" => (each!(|$($x: u32),+| u32: half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)), "h"),
+            "f16" => (
+                each!(|$($x: u32),+| u32: half_variants!(@ of_f16, to_f16, [$($x),+], $e)),
+                "h",
+            ),
+            "bf16" => (
+                each!(|$($x: u32),+| u32: half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)),
+                "h",
+            ),
             "f16x2" => (each!(|$($x: u32),+| u32: {
-                let low = { $(let $x = $x & 0xffff;)+ half_variants!(@ of_f16, to_f16, [$($x),+], $e) };
-                let high = { $(let $x = $x >> 16;)+ half_variants!(@ of_f16, to_f16, [$($x),+], $e) };
+                let low = {
+                    $(let $x = $x & 0xffff;)+
+                    half_variants!(@ of_f16, to_f16, [$($x),+], $e)
+                };
+                let high = {
+                    $(let $x = $x >> 16;)+
+                    half_variants!(@ of_f16, to_f16, [$($x),+], $e)
+                };
                 low | high << 16
             }), "w"),
             "bf16x2" => (each!(|$($x: u32),+| u32: {
-                let low = { $(let $x = $x & 0xffff;)+ half_variants!(@ of_bf16, to_bf16, [$($x),+], $e) };
-                let high = { $(let $x = $x >> 16;)+ half_variants!(@ of_bf16, to_bf16, [$($x),+], $e) };
+                let low = {
+                    $(let $x = $x & 0xffff;)+
+                    half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)
+                };
+                let high = {
+                    $(let $x = $x >> 16;)+
+                    half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)
+                };
                 low | high << 16
             }), "w"),
             _ => return None,
@@ -553,7 +571,9 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "w:hhw",
         ),
         ("mad", ["wide"], "s16") => (
-            each!(|a: u32, b: u32, c: u32| u32: ((a as i16 as i32 * b as i16 as i32) as u32).wrapping_add(c)),
+            each!(|a: u32, b: u32, c: u32| u32: {
+                ((a as i16 as i32 * b as i16 as i32) as u32).wrapping_add(c)
+            }),
             "w:hhw",
         ),
         ("mad", ["wide"], "u32") => (
@@ -573,15 +593,21 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "w:ww",
         ),
         ("mul24", ["hi"], "u32") => (
-            each!(|a: u32, b: u32| u32: ((u64::from(a & 0xff_ffff) * u64::from(b & 0xff_ffff)) >> 16) as u32),
+            each!(|a: u32, b: u32| u32: {
+                ((u64::from(a & 0xff_ffff) * u64::from(b & 0xff_ffff)) >> 16) as u32
+            }),
             "w:ww",
         ),
         ("mad24", ["lo"], "u32") => (
-            each!(|a: u32, b: u32, c: u32| u32: (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff).wrapping_add(c)),
+            each!(|a: u32, b: u32, c: u32| u32: {
+                (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff).wrapping_add(c)
+            }),
             "w:www",
         ),
         ("mad24", ["lo"], "s32") => (
-            each!(|a: i32, b: i32, c: i32| i32: (a << 8 >> 8).wrapping_mul(b << 8 >> 8).wrapping_add(c)),
+            each!(|a: i32, b: i32, c: i32| i32: {
+                (a << 8 >> 8).wrapping_mul(b << 8 >> 8).wrapping_add(c)
+            }),
             "w:www",
         ),
         ("shl", [], "b16") => (
@@ -1531,7 +1557,10 @@ fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmeti
     macro_rules! from_eighths {
         ($format:ident) => {
             each!(|a: u32| u32: {
-                let one = |bits: u32| float::narrow(float::widen(u64::from(bits & 255), $format), Mode::Nearest, F16) as u32;
+                let one = |bits: u32| {
+                    let value = float::widen(u64::from(bits & 255), $format);
+                    float::narrow(value, Mode::Nearest, F16) as u32
+                };
                 one(a >> 8) << 16 | one(a)
             })
         };

@@ -46,8 +46,10 @@ fn kernel(parameters: usize, shared: usize, body: &str) -> String {
         String::new()
     };
     format!(
-        "{HEADER}.visible .entry k({})\n{{\n{shared}.reg .pred %p<16>;\n.reg .b16 %h<32>;\n.reg .b32 %r<64>;\n.reg .b64 %rd<64>;\n\
-         .reg .f32 %f<32>;\n.reg .f64 %fd<32>;\n.reg .u32 %i;\n{loads}mov.u32 %i, %tid.x;\n{body}\nret;\n}}\n",
+        "{HEADER}.visible .entry k({})\n{{\n{shared}.reg .pred %p<16>;\n.reg .b16 %h<32>;\n\
+         .reg .b32 %r<64>;\n.reg .b64 %rd<64>;\n\
+         .reg .f32 %f<32>;\n.reg .f64 %fd<32>;\n.reg .u32 %i;\n{loads}mov.u32 %i, %tid.x;\n\
+         {body}\nret;\n}}\n",
         list.join(", ")
     )
 }
@@ -135,7 +137,8 @@ fn word(instruction: &str, operands: &[[u32; 3]]) -> Vec<u32> {
         &format!(
             "mov.u32 %r10, %ctaid.x; mov.u32 %r11, %ntid.x; mad.lo.u32 %r12, %r10, %r11, %i;\n\
              setp.ge.u32 %p15, %r12, {count}; @%p15 bra DONE;\n\
-             mad.wide.u32 %rd10, %r12, 12, %rd0;\nld.global.u32 %r1, [%rd10]; ld.global.u32 %r2, [%rd10+4]; ld.global.u32 %r3, [%rd10+8];\n\
+             mad.wide.u32 %rd10, %r12, 12, %rd0;\nld.global.u32 %r1, [%rd10]; \
+             ld.global.u32 %r2, [%rd10+4]; ld.global.u32 %r3, [%rd10+8];\n\
              {instruction}\nmad.wide.u32 %rd11, %r12, 4, %rd1; st.global.u32 [%rd11], %r4;\nDONE:"
         ),
     );
@@ -168,7 +171,8 @@ fn double_word(instruction: &str, a: u64, b: u64, c: u32) -> u64 {
         1,
         0,
         &format!(
-            "ld.global.u64 %rd1, [%rd0]; ld.global.u64 %rd2, [%rd0+8]; ld.global.u32 %r1, [%rd0+16];\n\
+            "ld.global.u64 %rd1, [%rd0]; ld.global.u64 %rd2, [%rd0+8]; \
+             ld.global.u32 %r1, [%rd0+16];\n\
              mov.b64 %fd1, %rd1; mov.b64 %fd2, %rd2;\n{instruction}\nst.global.u64 [%rd0+24], %rd3;"
         ),
     );
@@ -307,7 +311,13 @@ fn eights_go_there_and_back() {
             "{bits:#x}: {value} is not {want}"
         );
         if !want.is_nan() {
-            let back = one("mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; cvt.u32.u16 %r4, %h1;", want.to_bits(), 0, 0);
+            let back = one(
+                "mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f1; \
+                 cvt.u32.u16 %r4, %h1;",
+                want.to_bits(),
+                0,
+                0,
+            );
             assert_eq!(back, bits | bits << 8);
         }
     }
@@ -728,7 +738,8 @@ fn comparisons_know_nan_and_sign() {
     ] {
         let ty = if condition.ends_with("f32") { "f" } else { "r" };
         let body = format!(
-            "mov.b32 %f1, %r1; mov.b32 %f2, %r2; setp.{condition} %p1|%p2, %{ty}1, %{ty}2; selp.u32 %r5, 1, 0, %p1; selp.u32 %r6, 1, 0, %p2;\n\
+            "mov.b32 %f1, %r1; mov.b32 %f2, %r2; setp.{condition} %p1|%p2, %{ty}1, %{ty}2; \
+             selp.u32 %r5, 1, 0, %p1; selp.u32 %r6, 1, 0, %p2;\n\
              mad.lo.u32 %r4, %r6, 2, %r5;"
         );
         assert_eq!(
@@ -823,7 +834,10 @@ fn shuffled(instruction: &str) -> Vec<u32> {
     let text = kernel(
         1,
         0,
-        &format!("mul.lo.u32 %r1, %i, 10; {instruction} selp.u32 %r3, 65536, 0, %p1; or.b32 %r2, %r2, %r3;\nmad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r2;"),
+        &format!(
+            "mul.lo.u32 %r1, %i, 10; {instruction} selp.u32 %r3, 65536, 0, %p1; \
+             or.b32 %r2, %r2, %r3;\nmad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r2;"
+        ),
     );
     ok(&text, 32, &[output.address()]);
     output.read()
@@ -897,7 +911,12 @@ fn a_shuffle_from_a_lane_that_is_away_is_a_fault() {
         fault(&text, 32, &[0]).contains("not in its own mask"),
         "lane 8 is not a member"
     );
-    let text = kernel(1, 0, "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; shfl.sync.idx.b32 %r2, %i, 0, 31, -1; bra END;\nOUT: bar.sync 0;\nEND:");
+    let text = kernel(
+        1,
+        0,
+        "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; \
+         shfl.sync.idx.b32 %r2, %i, 0, 31, -1; bra END;\nOUT: bar.sync 0;\nEND:",
+    );
     assert!(fault(&text, 32, &[0]).contains("a deadlock within the warp"));
 }
 
@@ -905,9 +924,13 @@ fn a_shuffle_from_a_lane_that_is_away_is_a_fault() {
 fn a_shuffle_waits_for_lanes_that_come_another_way() {
     // Odd lanes take a longer way to the same exchange, and each adds what its neighbour has.
     let output = buffer(&[0u32; 32]);
-    let body = "and.b32 %r1, %i, 1; setp.eq.u32 %p1, %r1, 0; mov.u32 %r2, %i;\n@%p1 bra EVEN;\nmov.u32 %r5, 0;\n\
-        LOOP: add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, %i; @%p2 bra LOOP;\nshfl.sync.bfly.b32 %r3, %r2, 1, 31, -1; bra JOIN;\n\
-        EVEN: shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1;\nJOIN: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;";
+    let body = "and.b32 %r1, %i, 1; setp.eq.u32 %p1, %r1, 0; mov.u32 %r2, %i;\n@%p1 bra EVEN;\n\
+                mov.u32 %r5, 0;\n\
+                LOOP: add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, %i; @%p2 bra LOOP;\n\
+                shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1; bra JOIN;\n\
+                EVEN: shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1;\n\
+                JOIN: mad.wide.u32 %rd1, %i, 4, %rd0; \
+                st.global.u32 [%rd1], %r3;";
     ok(&kernel(1, 0, body), 32, &[output.address()]);
     assert_eq!(
         output.read(),
@@ -919,10 +942,13 @@ fn a_shuffle_waits_for_lanes_that_come_another_way() {
 fn lanes_leave_loops_at_their_own_time() {
     // Lane i sums j * k for j < i, k < j; every third lane leaves early.
     let output = buffer(&[77u32; 64]);
-    let body = "mov.u32 %r1, 0; mov.u32 %r2, 0; rem.u32 %r9, %i, 3; setp.eq.u32 %p9, %r9, 2; @%p9 exit;\n\
-        OUTER: setp.ge.u32 %p1, %r2, %i; @%p1 bra END; mov.u32 %r3, 0;\n\
-        INNER: setp.ge.u32 %p2, %r3, %r2; @%p2 bra NEXT; mad.lo.u32 %r1, %r2, %r3, %r1; add.u32 %r3, %r3, 1; bra INNER;\n\
-        NEXT: add.u32 %r2, %r2, 1; bra OUTER;\nEND: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;";
+    let body = "mov.u32 %r1, 0; mov.u32 %r2, 0; rem.u32 %r9, %i, 3; setp.eq.u32 %p9, %r9, 2; \
+                @%p9 exit;\n\
+                OUTER: setp.ge.u32 %p1, %r2, %i; @%p1 bra END; mov.u32 %r3, 0;\n\
+                INNER: setp.ge.u32 %p2, %r3, %r2; @%p2 bra NEXT; mad.lo.u32 %r1, %r2, %r3, %r1; \
+                add.u32 %r3, %r3, 1; bra INNER;\n\
+                NEXT: add.u32 %r2, %r2, 1; bra OUTER;\nEND: mad.wide.u32 %rd1, %i, 4, %rd0; \
+                st.global.u32 [%rd1], %r1;";
     ok(&kernel(1, 0, body), 64, &[output.address()]);
     for (lane, got) in output.read().into_iter().enumerate() {
         let sum: usize = (0..lane).flat_map(|j| (0..j).map(move |k| j * k)).sum();
@@ -938,8 +964,10 @@ fn lanes_leave_loops_at_their_own_time() {
 fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
     // Each lane runs i + 1 times; those that are left exchange with a mask of themselves.
     let output = buffer(&[0u32; 32]);
-    let body = "mov.u32 %r1, 0; mov.u32 %r4, 0;\nLOOP: activemask.b32 %r2; shfl.sync.idx.b32 %r3, %r1, 31, 31, %r2; add.u32 %r4, %r4, %r3;\n\
-        add.u32 %r1, %r1, 1; setp.le.u32 %p1, %r1, %i; @%p1 bra LOOP;\nmad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
+    let body = "mov.u32 %r1, 0; mov.u32 %r4, 0;\nLOOP: activemask.b32 %r2; \
+                shfl.sync.idx.b32 %r3, %r1, 31, 31, %r2; add.u32 %r4, %r4, %r3;\n\
+                add.u32 %r1, %r1, 1; setp.le.u32 %p1, %r1, %i; @%p1 bra LOOP;\n\
+                mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
     ok(&kernel(1, 0, body), 32, &[output.address()]);
     assert_eq!(
         output.read(),
@@ -952,10 +980,13 @@ fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
 #[test]
 fn votes_count_who_is_there() {
     let output = buffer(&[0u32; 32]);
-    let body = "setp.lt.u32 %p1, %i, 5; vote.sync.ballot.b32 %r1, %p1, -1; vote.sync.any.pred %p2, %p1, -1; vote.sync.all.pred %p3, %p1, -1;\n\
-        selp.u32 %r2, 0x100, 0, %p2; selp.u32 %r3, 0x200, 0, %p3; or.b32 %r1, %r1, %r2; or.b32 %r1, %r1, %r3;\n\
-        shr.u32 %r5, %i, 3; match.any.sync.b32 %r6, %r5, -1; popc.b32 %r6, %r6; shl.b32 %r6, %r6, 16; or.b32 %r1, %r1, %r6;\n\
-        mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;";
+    let body = "setp.lt.u32 %p1, %i, 5; vote.sync.ballot.b32 %r1, %p1, -1; \
+                vote.sync.any.pred %p2, %p1, -1; vote.sync.all.pred %p3, %p1, -1;\n\
+                selp.u32 %r2, 0x100, 0, %p2; selp.u32 %r3, 0x200, 0, %p3; or.b32 %r1, %r1, %r2; \
+                or.b32 %r1, %r1, %r3;\n\
+                shr.u32 %r5, %i, 3; match.any.sync.b32 %r6, %r5, -1; popc.b32 %r6, %r6; \
+                shl.b32 %r6, %r6, 16; or.b32 %r1, %r1, %r6;\n\
+                mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;";
     ok(&kernel(1, 0, body), 32, &[output.address()]);
     assert_eq!(output.read(), vec![0x0008_011f; 32]);
 }
@@ -966,12 +997,18 @@ fn functions_are_called_by_the_lanes_that_want_to() {
     let text = kernel(
         1,
         0,
-        "mov.u32 %r1, 5; setp.lt.u32 %p1, %i, 8; @%p1 bra SKIP;\n{\n.param .b32 a; st.param.b32 [a], %i; .param .b32 r;\n\
-         call.uni (r), twice, (a);\nld.param.b32 %r1, [r];\n}\nSKIP: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;",
+        "mov.u32 %r1, 5; setp.lt.u32 %p1, %i, 8; @%p1 bra SKIP;\n{\n.param .b32 a; \
+         st.param.b32 [a], %i; .param .b32 r;\n\
+         call.uni (r), twice, (a);\nld.param.b32 %r1, [r];\n}\n\
+         SKIP: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;",
     );
-    let function = ".func (.param .b32 result) twice(.param .b32 value)\n{\n.local .align 4 .b8 room[8];\n.reg .b32 %r<8>; .reg .b64 %rd<4>; .reg .pred %p<2>;\n\
-        ld.param.b32 %r1, [value]; mov.u64 %rd1, room; cvta.local.u64 %rd2, %rd1; st.local.u32 [%rd1+4], %r1; ld.u32 %r2, [%rd2+4];\n\
-        setp.gt.u32 %p1, %r1, 20; @%p1 bra BIG; shl.b32 %r2, %r2, 1;\nBIG: st.param.b32 [result], %r2; ret;\n}\n";
+    let function = ".func (.param .b32 result) twice(.param .b32 value)\n{\n\
+                    .local .align 4 .b8 room[8];\n.reg .b32 %r<8>; .reg .b64 %rd<4>; \
+                    .reg .pred %p<2>;\n\
+                    ld.param.b32 %r1, [value]; mov.u64 %rd1, room; cvta.local.u64 %rd2, %rd1; \
+                    st.local.u32 [%rd1+4], %r1; ld.u32 %r2, [%rd2+4];\n\
+                    setp.gt.u32 %p1, %r1, 20; @%p1 bra BIG; shl.b32 %r2, %r2, 1;\n\
+                    BIG: st.param.b32 [result], %r2; ret;\n}\n";
     let text = text.replace(".visible", &format!("{function}.visible"));
     ok(&text, 32, &[output.address()]);
     let want = |lane| match lane {
@@ -985,7 +1022,12 @@ fn functions_are_called_by_the_lanes_that_want_to() {
 #[test]
 fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
     let declared = ".extern .func __assertfail(.param .b64 a);\n";
-    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 bra OK;\n{ .param .b64 a; st.param.b64 [a], 0; call.uni __assertfail, (a); }\nOK:");
+    let text = kernel(
+        1,
+        0,
+        "setp.lt.u32 %p1, %i, 40; @%p1 bra OK;\n{ .param .b64 a; \
+         st.param.b64 [a], 0; call.uni __assertfail, (a); }\nOK:",
+    );
     let text = text.replace(".visible", &format!("{declared}.visible"));
     ok(&text, 32, &[0]);
     let message = fault(&text, 64, &[0]);
@@ -1010,8 +1052,8 @@ fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
 
 const REDUCE: &str =
     "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\nbar.sync 0;\n\
-    xor.b32 %r2, %i, 32; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];\n\
-    mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
+     xor.b32 %r2, %i, 32; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];\n\
+     mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
 
 #[test]
 fn a_barrier_makes_an_exchange_right_and_its_absence_is_found() {
@@ -1047,7 +1089,10 @@ fn a_barrier_makes_an_exchange_right_and_its_absence_is_found() {
 fn lanes_of_a_warp_race_too() {
     // The neighbour's word, without and with something that orders the lanes.
     let body = |between: &str| {
-        format!("mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\n{between}\nxor.b32 %r2, %i, 1; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];")
+        format!(
+            "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\n\
+             {between}\nxor.b32 %r2, %i, 1; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];"
+        )
     };
     let message = fault(&kernel(1, 128, &body("")), 32, &[0]);
     assert!(
@@ -1072,13 +1117,35 @@ fn lanes_of_a_warp_race_too() {
         32,
         &[0],
     );
-    let others = "add.u32 %r6, %i, 1; and.b32 %r6, %r6, 30; setp.eq.u32 %p1, %r6, 0; sub.u32 %r8, %r6, 1; shl.b32 %r8, 3, %r8;\n\
-        setp.eq.u32 %p2, %i, 31; or.pred %p1, %p1, %p2; selp.b32 %r8, 0x80000001, %r8, %p1; bar.warp.sync %r8;";
+    let others = "add.u32 %r6, %i, 1; and.b32 %r6, %r6, 30; setp.eq.u32 %p1, %r6, 0; \
+                  sub.u32 %r8, %r6, 1; shl.b32 %r8, 3, %r8;\n\
+                  setp.eq.u32 %p2, %i, 31; or.pred %p1, %p1, %p2; \
+                  selp.b32 %r8, 0x80000001, %r8, %p1; \
+                  bar.warp.sync %r8;";
     assert!(fault(&kernel(1, 128, &body(others)), 32, &[0]).contains("a race"));
     // A lane may read again what it wrote itself.
-    ok(&kernel(1, 128, "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i; ld.shared.u32 %r2, [%r1]; st.shared.u32 [%r1], %r2;"), 32, &[0]);
+    ok(
+        &kernel(
+            1,
+            128,
+            "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i; \
+             ld.shared.u32 %r2, [%r1]; st.shared.u32 [%r1], %r2;",
+        ),
+        32,
+        &[0],
+    );
     // All may read one word; then one may not write it.
-    let message = fault(&kernel(1, 128, "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9]; @%p1 st.shared.u32 [%r9], 2;"), 32, &[0]);
+    let message = fault(
+        &kernel(
+            1,
+            128,
+            "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; \
+             @%p1 st.shared.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9]; \
+             @%p1 st.shared.u32 [%r9], 2;",
+        ),
+        32,
+        &[0],
+    );
     assert!(message.contains("a race: warp 0 read"), "{message}");
     let message = fault(
         &kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], %i;"),
@@ -1096,12 +1163,29 @@ fn lanes_of_a_warp_race_too() {
 #[test]
 fn shared_memory_has_ends_alignment_and_unwritten_bytes() {
     for (body, what) in [
-        ("mov.u32 %r9, room; ld.shared.u32 %r1, [%r9];", "never written"),
-        ("mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u16 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9];", "never written"),
-        ("mov.u32 %r9, room; st.shared.u32 [%r9+128], 1;", "out of bounds"),
+        (
+            "mov.u32 %r9, room; ld.shared.u32 %r1, [%r9];",
+            "never written",
+        ),
+        (
+            "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u16 [%r9], 1; bar.sync 0; \
+             ld.shared.u32 %r1, [%r9];",
+            "never written",
+        ),
+        (
+            "mov.u32 %r9, room; st.shared.u32 [%r9+128], 1;",
+            "out of bounds",
+        ),
         ("mov.u32 %r9, room; st.shared.u32 [%r9+2], 1;", "misaligned"),
-        ("mov.u32 %r9, room; st.shared.v4.u32 [%r9+8], {1, 1, 1, 1};", "misaligned"),
-        ("mov.u32 %r9, dynamic; st.shared.u32 [%r9+12], 1; st.shared.u32 [%r9+16], 1;", "out of bounds"),
+        (
+            "mov.u32 %r9, room; st.shared.v4.u32 [%r9+8], {1, 1, 1, 1};",
+            "misaligned",
+        ),
+        (
+            "mov.u32 %r9, dynamic; st.shared.u32 [%r9+12], 1; \
+             st.shared.u32 [%r9+16], 1;",
+            "out of bounds",
+        ),
     ] {
         let text = kernel(1, 128, body);
         let shape = Shape {
@@ -1109,7 +1193,9 @@ fn shared_memory_has_ends_alignment_and_unwritten_bytes() {
             threads: 32,
             shared_bytes: if body.contains("dynamic") { 16 } else { 0 },
         };
-        let message = launch(&text, &shape, &[0], Conditions::default()).unwrap_err().to_string();
+        let message = launch(&text, &shape, &[0], Conditions::default())
+            .unwrap_err()
+            .to_string();
         assert!(message.contains(what), "{message}");
     }
 }
@@ -1117,8 +1203,11 @@ fn shared_memory_has_ends_alignment_and_unwritten_bytes() {
 #[test]
 fn bytes_of_a_word_may_have_different_writers() {
     let output = buffer(&[0u32; 8]);
-    let body = "mov.u32 %r9, room; add.u32 %r1, %r9, %i; st.shared.u8 [%r1], %i; bar.warp.sync -1;\n\
-        setp.ge.u32 %p1, %i, 8; @%p1 exit; mad.lo.u32 %r2, %i, 4, %r9; ld.shared.u32 %r3, [%r2]; mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;";
+    let body = "mov.u32 %r9, room; add.u32 %r1, %r9, %i; st.shared.u8 [%r1], %i; \
+                bar.warp.sync -1;\n\
+                setp.ge.u32 %p1, %i, 8; @%p1 exit; mad.lo.u32 %r2, %i, 4, %r9; \
+                ld.shared.u32 %r3, [%r2]; \
+                mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;";
     ok(&kernel(1, 32, body), 32, &[output.address()]);
     assert_eq!(output.read()[1], 0x0706_0504);
 }
@@ -1130,9 +1219,11 @@ fn lanes_change_their_own_parts_of_a_word() {
         let body = |between: &str| {
             format!(
                 "mov.u32 %r9, room; mad.lo.u32 %r1, %i, {bytes}, %r9; cvt.u16.u32 %h1, %i;\n\
-                 st.shared.{ty} [%r1], %h1; ld.shared.{ty} %h2, [%r1]; add.u16 %h2, %h2, 100; st.shared.{ty} [%r1], %h2;\n\
+                 st.shared.{ty} [%r1], %h1; ld.shared.{ty} %h2, [%r1]; add.u16 %h2, %h2, 100; \
+                 st.shared.{ty} [%r1], %h2;\n\
                  {between}\n\
-                 ld.shared.{ty} %h3, [%r1]; cvt.u32.u16 %r3, %h3; mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r3;"
+                 ld.shared.{ty} %h3, [%r1]; cvt.u32.u16 %r3, %h3; mad.wide.u32 %rd1, %i, 4, %rd0; \
+                 st.global.u32 [%rd1], %r3;"
             )
         };
         let output = buffer(&[0u32; 64]);
@@ -1208,9 +1299,12 @@ fn a_load_gives_the_same_whichever_lanes_take_part() {
     for (ty, size) in [("u8", 1), ("s8", 1), ("u16", 2), ("s16", 2), ("u32", 4)] {
         let output = buffer(&[0u32; 128]);
         let body = format!(
-            "mad.wide.u32 %rd2, %i, {size}, %rd0; mad.wide.u32 %rd3, %i, 16, %rd1; rem.u32 %r9, %i, 3; setp.eq.u32 %p1, %r9, 0;\n\
-             sub.u32 %r9, %i, 5; setp.lt.u32 %p2, %r9, 15; mov.u32 %r2, 7; mov.u32 %r3, 7; mov.u32 %r4, 7;\n\
-             ld.global.{ty} %r1, [%rd2]; @%p1 ld.global.{ty} %r2, [%rd2]; @%p2 ld.global.{ty} %r3, [%rd2]; @%p1 ld.global.{ty} %r4, [%rd0+{size}];\n\
+            "mad.wide.u32 %rd2, %i, {size}, %rd0; mad.wide.u32 %rd3, %i, 16, %rd1; \
+             rem.u32 %r9, %i, 3; setp.eq.u32 %p1, %r9, 0;\n\
+             sub.u32 %r9, %i, 5; setp.lt.u32 %p2, %r9, 15; mov.u32 %r2, 7; mov.u32 %r3, 7; \
+             mov.u32 %r4, 7;\n\
+             ld.global.{ty} %r1, [%rd2]; @%p1 ld.global.{ty} %r2, [%rd2]; \
+             @%p2 ld.global.{ty} %r3, [%rd2]; @%p1 ld.global.{ty} %r4, [%rd0+{size}];\n\
              st.global.v4.u32 [%rd3], {{%r1, %r2, %r3, %r4}};"
         );
         ok(
@@ -1284,8 +1378,11 @@ fn barriers_that_cannot_complete_are_faults() {
 #[test]
 fn a_barrier_can_count() {
     let output = buffer(&[0u32; 64]);
-    let body = "rem.u32 %r1, %i, 3; setp.eq.u32 %p1, %r1, 0; barrier.cta.red.popc.aligned.u32 %r2, 0, %p1; barrier.cta.red.or.pred.aligned %p2, 0, %p1;\n\
-        selp.u32 %r3, 100, 0, %p2; add.u32 %r2, %r2, %r3; mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r2;";
+    let body = "rem.u32 %r1, %i, 3; setp.eq.u32 %p1, %r1, 0; \
+                barrier.cta.red.popc.aligned.u32 %r2, 0, %p1; \
+                barrier.cta.red.or.pred.aligned %p2, 0, %p1;\n\
+                selp.u32 %r3, 100, 0, %p2; add.u32 %r2, %r2, %r3; mad.wide.u32 %rd1, %i, 4, %rd0; \
+                st.global.u32 [%rd1], %r2;";
     ok(&kernel(1, 0, body), 64, &[output.address()]);
     assert_eq!(output.read(), vec![122; 64]);
 }
@@ -1293,15 +1390,21 @@ fn a_barrier_can_count() {
 #[test]
 fn vectors_and_narrow_loads_fill_their_registers() {
     let data = buffer(&[0x8001_7fffu32, 0xffff_fffe, 3, 4, 0, 0, 0, 0]);
-    let body = "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0]; add.u32 %r3, %r3, %r4; st.global.v2.u32 [%rd0+16], {%r3, %r1};\n\
-        ld.global.s16 %r5, [%rd0+2]; st.global.u32 [%rd0+24], %r5; ld.global.s8 %h1, [%rd0+4]; cvt.s32.s16 %r6, %h1; st.global.u32 [%rd0+28], %r6;";
+    let body = "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0]; add.u32 %r3, %r3, %r4; \
+                st.global.v2.u32 [%rd0+16], {%r3, %r1};\n\
+                ld.global.s16 %r5, [%rd0+2]; st.global.u32 [%rd0+24], %r5; \
+                ld.global.s8 %h1, [%rd0+4]; \
+                cvt.s32.s16 %r6, %h1; st.global.u32 [%rd0+28], %r6;";
     ok(&kernel(1, 0, body), 1, &[data.address()]);
     assert_eq!(data.read()[4..], [7, 0x8001_7fff, 0xffff_8001, 0xffff_fffe]);
 }
 
-const COPY: &str = "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 16, %r9; mad.wide.u32 %rd2, %i, 16, %rd0;\n\
-    cp.async.ca.shared.global [%r1], [%rd2], 16;\ncp.async.commit_group;\ncp.async.wait_group 0;\n\
-    ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1]; mad.wide.u32 %rd3, %i, 16, %rd1; st.global.v4.u32 [%rd3], {%r5, %r4, %r3, %r2};";
+const COPY: &str = "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 16, %r9; \
+                    mad.wide.u32 %rd2, %i, 16, %rd0;\n\
+                    cp.async.ca.shared.global [%r1], [%rd2], 16;\ncp.async.commit_group;\n\
+                    cp.async.wait_group 0;\n\
+                    ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1]; mad.wide.u32 %rd3, %i, 16, %rd1; \
+                    st.global.v4.u32 [%rd3], {%r5, %r4, %r3, %r2};";
 
 #[test]
 fn copies_land_when_somebody_waits() {
@@ -1325,7 +1428,8 @@ fn copies_land_when_somebody_waits() {
     // The latest group may be left in flight: two stages, one waited for.
     let stages = COPY.replace(
         "cp.async.wait_group 0;",
-        "cp.async.ca.shared.global [%r1+512], [%rd2], 8, 4; cp.async.commit_group; cp.async.wait_group 1;",
+        "cp.async.ca.shared.global [%r1+512], [%rd2], 8, 4; cp.async.commit_group; \
+         cp.async.wait_group 1;",
     );
     ok(&kernel(2, 1024, &stages), 32, &arguments);
     let early = stages.replace("[%r1];", "[%r1+512];");
@@ -1352,10 +1456,13 @@ fn copies_land_when_somebody_waits() {
 #[test]
 fn atomics_add_up() {
     let data = buffer(&[0u32, u32::MAX, 0, 7, 0, 0]);
-    let body = "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u32 [%r9], 0; bar.sync 0;\n\
-        atom.global.add.u32 %r1, [%rd0], %i; atom.global.min.u32 %r2, [%rd0+4], %i; red.global.max.s32 [%rd0+8], %i; atom.global.cas.b32 %r3, [%rd0+12], 7, 9;\n\
-        cvt.rn.f32.u32 %f1, %i; red.global.add.f32 [%rd0+16], %f1; atom.shared.add.u32 %r4, [%r9], 1; bar.sync 0;\n\
-        @%p1 ld.shared.u32 %r5, [%r9]; @%p1 st.global.u32 [%rd0+20], %r5;";
+    let body = "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; @%p1 st.shared.u32 [%r9], 0; \
+                bar.sync 0;\n\
+                atom.global.add.u32 %r1, [%rd0], %i; atom.global.min.u32 %r2, [%rd0+4], %i; \
+                red.global.max.s32 [%rd0+8], %i; atom.global.cas.b32 %r3, [%rd0+12], 7, 9;\n\
+                cvt.rn.f32.u32 %f1, %i; red.global.add.f32 [%rd0+16], %f1; \
+                atom.shared.add.u32 %r4, [%r9], 1; bar.sync 0;\n\
+                @%p1 ld.shared.u32 %r5, [%r9]; @%p1 st.global.u32 [%rd0+20], %r5;";
     let result = launch(
         &kernel(1, 16, body),
         &shape(1, 64),
@@ -1446,7 +1553,11 @@ fn perturbed_results_stay_within_their_error() {
         let text = kernel(
             2,
             0,
-            &format!("mul.wide.u32 %rd3, %i, 4; add.u64 %rd4, %rd0, %rd3; ld.global.f32 %f1, [%rd4]; {scale} {instruction} %f2, %f1; add.u64 %rd5, %rd1, %rd3; st.global.f32 [%rd5], %f2;"),
+            &format!(
+                "mul.wide.u32 %rd3, %i, 4; add.u64 %rd4, %rd0, %rd3; \
+                 ld.global.f32 %f1, [%rd4]; {scale} {instruction} %f2, %f1; \
+                 add.u64 %rd5, %rd1, %rd3; st.global.f32 [%rd5], %f2;"
+            ),
         );
         let mut seen = vec![];
         for seed in [1, 2, 1] {
@@ -1481,9 +1592,17 @@ fn perturbed_results_stay_within_their_error() {
 #[test]
 fn module_variables_have_their_places_and_contents() {
     let output = buffer(&[0u64; 3]);
-    let text = kernel(1, 0, "mov.u64 %rd1, table; ld.global.u64 %rd2, [%rd1+8]; st.global.u64 [%rd0], %rd2; ld.global.u64 %rd3, [there]; ld.global.u8 %rd4, [%rd3]; st.global.u64 [%rd0+8], %rd4; ld.const.u32 %rd5, [few+4]; st.global.u64 [%rd0+16], %rd5;");
-    let variables = ".global .align 8 .u64 table[2] = {1, 0xffffffffffffffff};\n.global .align 1 .b8 text[3] = {65, 66, 67};\n\
-        .global .align 8 .u64 there = text+2;\n.const .align 4 .u32 few[2] = {5, 6};\n.visible";
+    let text = kernel(
+        1,
+        0,
+        "mov.u64 %rd1, table; ld.global.u64 %rd2, [%rd1+8]; \
+         st.global.u64 [%rd0], %rd2; ld.global.u64 %rd3, [there]; ld.global.u8 %rd4, [%rd3]; \
+         st.global.u64 [%rd0+8], %rd4; ld.const.u32 %rd5, [few+4]; st.global.u64 [%rd0+16], %rd5;",
+    );
+    let variables = ".global .align 8 .u64 table[2] = {1, 0xffffffffffffffff};\n\
+                     .global .align 1 .b8 text[3] = {65, 66, 67};\n\
+                     .global .align 8 .u64 there = text+2;\n\
+                     .const .align 4 .u32 few[2] = {5, 6};\n.visible";
     ok(&text.replace(".visible", variables), 1, &[output.address()]);
     assert_eq!(output.read(), [u64::MAX, 67, 6]);
 }
@@ -1542,7 +1661,11 @@ fn all_blocks_run_once_in_an_order_of_the_seed() {
 
 #[test]
 fn parameters_are_laid_out_as_c_has_them() {
-    let text = format!("{HEADER}.visible .entry k(.param .u32 a, .param .u64 .ptr .global .align 1 b, .param .align 8 .b8 c[20], .param .u16 d) .maxntid 128, 2, 1\n{{ ret; }}");
+    let text = format!(
+        "{HEADER}.visible .entry k(.param .u32 a, \
+         .param .u64 .ptr .global .align 1 b, \
+         .param .align 8 .b8 c[20], .param .u16 d) .maxntid 128, 2, 1\n{{ ret; }}"
+    );
     let module = Module::parse(&text).unwrap();
     assert_eq!(module.parameters(0), [(0, 4), (8, 8), (16, 20), (36, 2)]);
     assert_eq!(module.max_threads(0), 256);
