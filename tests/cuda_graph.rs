@@ -6,8 +6,8 @@ mod common;
 use candle::cuda_backend::cudarc::driver::sys;
 use candle::{CudaDevice, DType, Device, Var};
 use candle_powernorm::{PowerNorm, Ranks};
-use common::gpu::{config, same_state, Echo, PATHS};
-use common::{assert_same_bits, run, state, thinned, Batch, Data, Twin};
+use common::gpu::Echo;
+use common::{assert_same_bits, config, run, same_state, state, thinned, Batch, Data, Twin, PATHS};
 
 /// Past its warm-up a training step, forward and backward, allocates nothing that outlives it and
 /// waits for nothing: recorded once, it replays on new inputs. t alone stands still, since it is

@@ -5,7 +5,6 @@ mod common;
 
 use candle::{DType, Tensor, Var};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
-use common::reference::Quantity;
 use common::{
     assert_close, assert_finite, assert_same_bits, forward, run, state, tensor, to_f64, var, Batch,
     Bound, Data, Twin,
@@ -85,63 +84,6 @@ fn a_forward_alone_moves_the_statistic_but_not_the_correction() {
             assert_eq!(state(&twin.layer).1, nu);
             twin.check_state("two forwards", BOUND);
             twin.check("and a whole step", &batch(&mut data, DType::F64), true);
-        }
-    }
-}
-
-/// A layer used twice in a model: two forwards, then their backwards in reverse. Each backward uses
-/// the statistics of its own forward, and the ν that stands when it runs.
-#[test]
-fn a_layer_used_twice_takes_two_steps() {
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        // The warm-up ends between the two forwards in the third case.
-        for warmup in [100, 1, 3] {
-            let mut data = Data::new(2);
-            let mut twin = trained(recipe, warmup, DType::F64, &mut data);
-            let batch = batch(&mut data, DType::F64);
-            let xs = Var::from_tensor(&batch.xs).unwrap();
-            let inner = forward(&twin.layer, &xs, None, true);
-            let outer = forward(&twin.layer, &inner, None, true);
-            let grads = backward(&outer, &batch.dy);
-
-            let first = twin.oracle.train(&to_f64(&xs), None);
-            let second = twin.oracle.train(&first.y.values, None);
-            let of_outer = twin.oracle.backward(&second, &to_f64(&batch.dy));
-            let of_inner = twin.oracle.backward(&first, &of_outer.dx.values);
-            assert_close("y", &outer, &second.y, BOUND);
-            assert_close("dx", grads.get(&xs).unwrap(), &of_inner.dx, BOUND);
-            let dweight = grads.get(twin.layer.weight().unwrap()).unwrap();
-            let both = of_inner.dweight.values.iter().zip(&of_outer.dweight.values);
-            let expected = Quantity {
-                values: both.map(|(a, b)| a + b).collect(),
-                magnitude: of_inner.dweight.magnitude + of_outer.dweight.magnitude,
-            };
-            assert_close("dweight", dweight, &expected, BOUND);
-            twin.check_state(&format!("{recipe:?}, {warmup}"), BOUND);
-        }
-    }
-}
-
-/// Each walk of a graph is a backward of its own: ν moves each time, ψ² and t do not.
-#[test]
-fn a_graph_walked_twice_moves_the_correction_twice() {
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        for warmup in WARM_UPS {
-            let mut data = Data::new(3);
-            let mut twin = trained(recipe, warmup, DType::F64, &mut data);
-            let batch = batch(&mut data, DType::F64);
-            let xs = Var::from_tensor(&batch.xs).unwrap();
-            let y = forward(&twin.layer, &xs, None, true);
-            let loss = (&y * &batch.dy).unwrap().sum_all().unwrap();
-            let pass = twin.oracle.train(&to_f64(&xs), None);
-            for walk in ["first", "second"] {
-                let grads = loss.backward().unwrap();
-                let expected = twin.oracle.backward(&pass, &to_f64(&batch.dy));
-                assert_close(walk, grads.get(&xs).unwrap(), &expected.dx, BOUND);
-                let dweight = grads.get(twin.layer.weight().unwrap()).unwrap();
-                assert_close(walk, dweight, &expected.dweight, BOUND);
-                twin.check_state(walk, BOUND);
-            }
         }
     }
 }

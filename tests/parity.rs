@@ -2,25 +2,28 @@
 //! parameters after rounding. And the same bits from run to run, whatever the number of threads.
 
 mod common;
+mod devices;
 
 use candle::{DType, Tensor};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe};
 use common::reference::Quantity;
 use common::{
-    assert_close, assert_finite, assert_same_bits, assert_zero, bits, forward, layer, precision,
-    run, state, tensor, to_f64, Batch, Bound, Data, Outcome, Twin, DTYPES,
+    assert_close, assert_same_bits, bits, config, precision, run, state, to_f64, Batch, Bound,
+    Data, Outcome, Twin, CPU, DTYPES,
 };
+
+macro_rules! on_the_cpu {
+    ($($case:ident),* $(,)?) => {
+        $(#[test]
+        fn $case() -> impl std::process::Termination {
+            devices::$case(&CPU)
+        })*
+    };
+}
+devices::cases!(on_the_cpu);
 
 /// Steps of a trajectory: one by the batch's statistic, one by the running one, with ν in use.
 const STEPS: usize = 2;
-
-fn config(groups: Option<usize>) -> PowerNormConfig {
-    PowerNormConfig {
-        warmup_steps: 1,
-        group_scaling: groups,
-        ..1e-5.into()
-    }
-}
 
 /// Follows a layer through training and an evaluation.
 fn follow(data: &mut Data, config: PowerNormConfig, shape: &[usize], padded: bool) {
@@ -36,21 +39,6 @@ fn follow(data: &mut Data, config: PowerNormConfig, shape: &[usize], padded: boo
         }
         let batch = Batch::random(data, shape, input, padded);
         twin.check(&format!("{what}, evaluation"), &batch, false);
-    }
-}
-
-#[test]
-fn every_width_and_height() {
-    let mut data = Data::new(1);
-    for (i, cols) in [1, 31, 32, 33, 130, 512, 760].into_iter().enumerate() {
-        let groups = if cols % 10 == 0 { 10 } else { 1 };
-        for rows in [1, 2, 37] {
-            follow(&mut data, config(None), &[rows, cols], rows == 37);
-            follow(&mut data, config(Some(groups)), &[rows, cols], rows != 37);
-        }
-        // The oracle takes its time: one of each pair.
-        let groups = (i % 2 == 0).then_some(groups);
-        follow(&mut data, config(groups), &[1000, cols], i % 3 == 0);
     }
 }
 
@@ -166,89 +154,6 @@ fn no_parameters() {
             ..config(groups)
         };
         follow(&mut data, config, &[40, 33], true);
-    }
-}
-
-/// Squares of 1e4 exceed what `f16` holds, sums of them all the more.
-#[test]
-fn large_half_precision_inputs_do_not_overflow() {
-    let mut data = Data::new(5);
-    for (builder, groups) in [
-        (DType::F16, None),
-        (DType::F16, Some(3)),
-        (DType::F32, None),
-        (DType::F32, Some(1)),
-    ] {
-        let mut twin = Twin::new(&mut data, 33, config(groups), builder);
-        for _ in 0..STEPS {
-            let mut batch = Batch::random(&mut data, &[300, 33], DType::F16, false);
-            let x: Vec<f64> = to_f64(&batch.xs)
-                .iter()
-                .map(|x| (1e4 * x).clamp(-6e4, 6e4))
-                .collect();
-            batch.xs = tensor(&x, &[300, 33], DType::F16);
-            // Gradients of the size that loss scaling gives them, or they would vanish in `f16`.
-            batch.dy = (batch.dy * 64.).unwrap();
-            twin.check(&format!("{builder:?}, {groups:?}"), &batch, true);
-        }
-        assert_finite("ψ²", &twin.layer.running_phi().unwrap());
-    }
-}
-
-/// Without a kept row a training forward is an evaluation, and nothing moves.
-#[test]
-fn fully_padded_batches_are_evaluated() {
-    let mut data = Data::new(6);
-    for (input, builder) in DTYPES {
-        let twin = Twin::new(&mut data, 12, config(Some(2)), builder);
-        for _ in 0..2 {
-            run(
-                &twin.layer,
-                &Batch::random(&mut data, &[9, 12], input, false),
-                true,
-            );
-        }
-        let before = state(&twin.layer);
-        let batch = Batch::random(&mut data, &[9, 12], input, false);
-        let evaluated = forward(&twin.layer, &batch.xs, None, false);
-        let outcome = run(&twin.layer, &batch.masked(&[false; 9]), true);
-        assert_same_bits("y", &outcome.y, &evaluated);
-        for (name, gradient) in &outcome.tensors()[1..] {
-            assert_zero(name, gradient);
-        }
-        assert_eq!(state(&twin.layer), before, "{input:?}");
-    }
-}
-
-#[test]
-fn empty_batches_pass_through() {
-    let mut data = Data::new(7);
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        let config = PowerNormConfig {
-            recipe,
-            ..config(Some(1))
-        };
-        for (input, builder) in DTYPES {
-            let (layer, _) = layer(7, config, builder);
-            run(
-                &layer,
-                &Batch::random(&mut data, &[4, 7], input, false),
-                true,
-            );
-            let before = state(&layer);
-            for (shape, train) in [(&[0, 7][..], true), (&[2, 0, 7], true), (&[0, 7], false)] {
-                for padded in [false, true] {
-                    let batch = Batch::random(&mut data, shape, input, padded);
-                    let y = forward(&layer, &batch.xs, batch.keep.as_ref(), train);
-                    assert_eq!((y.dims(), y.dtype()), (shape, input));
-                    let grads = y.backward().unwrap();
-                    for parameter in [layer.weight().unwrap(), layer.bias().unwrap()] {
-                        assert_zero("gradient", grads.get(parameter).unwrap());
-                    }
-                    assert_eq!(state(&layer), before, "{shape:?}, train: {train}");
-                }
-            }
-        }
     }
 }
 

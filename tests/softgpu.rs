@@ -5,9 +5,9 @@ mod common;
 
 use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
-use common::gpu::{config, same_bits, same_state, Gradient, PATHS};
+use common::gpu::Gradient;
 use common::softgpu::Softgpu;
-use common::{state, thinned, Batch, Data, Outcome, Twin};
+use common::{config, same_bits, same_state, state, thinned, Batch, Data, Outcome, Twin, PATHS};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

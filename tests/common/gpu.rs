@@ -1,9 +1,9 @@
 //! The GPU that the tests of a process share, and what they try on it.
 
-use super::{assert_same_bits, layer_on, run, Batch, Data, Outcome};
+use super::{layer_on, run, Batch, Data};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
-use candle_powernorm::{Communicator, PowerNormConfig};
+use candle_powernorm::Communicator;
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// GPU 0, on which each thread has a stream of its own.
@@ -32,46 +32,6 @@ fn warm(gpu: &OnceLock<Device>, new: fn() -> candle::Result<Device>) -> Device {
         gpu
     };
     gpu.get_or_init(new).clone()
-}
-
-/// One layer for each way to walk the kernels: width and groups.
-pub const PATHS: [(usize, Option<usize>); 7] = [
-    (33, None),
-    (1024, None),
-    (48, Some(4)),
-    (130, Some(13)),
-    (760, Some(1)),
-    (8192, Some(1)),
-    (8200, Some(4)),
-];
-
-/// A layer whose second step is the first by its running statistics.
-pub fn config(groups: Option<usize>) -> PowerNormConfig {
-    PowerNormConfig {
-        warmup_steps: 1,
-        group_scaling: groups,
-        ..1e-5.into()
-    }
-}
-
-#[track_caller]
-pub fn same_bits(what: &str, a: &Outcome, b: &Outcome) {
-    for ((name, a), (_, b)) in a.tensors().into_iter().zip(b.tensors()) {
-        assert_same_bits(&format!("{what}, {name}"), a, b);
-    }
-}
-
-/// What [`state`](super::state) gives.
-pub type State = (Vec<u64>, Vec<u64>, usize);
-
-/// `assert_eq`, for layers too wide to print.
-#[track_caller]
-pub fn same_state(what: &str, a: &State, b: &State) {
-    for (name, a, b) in [("ψ²", &a.0, &b.0), ("ν", &a.1, &b.1)] {
-        let first = (0..a.len()).find(|&channel| a[channel] != b[channel]);
-        assert!(first.is_none(), "{what}: {name} differs from {first:?} on");
-    }
-    assert_eq!(a.2, b.2, "{what}: t");
 }
 
 /// Two ranks that bring the same, of which one is here: their sums are twice its own, and are taken

@@ -3,13 +3,12 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../devices/mod.rs"]
+mod devices;
 
 mod arguments;
-mod around;
-mod bits;
-mod devices;
 mod edges;
-mod masks;
+mod handles;
 mod pairs;
 mod ranks;
 mod shards;
@@ -18,45 +17,23 @@ mod values;
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, Sequential, VarBuilder, VarMap};
 use candle_powernorm::{
-    power_norm, Communicator, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Ranks, Recipe,
-    Statistics,
+    power_norm, Communicator, GroupScaling, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
 };
 use common::distributed::{self, on_threads, Rank};
-use common::gpu::{config, gpu, same_bits, same_state, Echo, PATHS};
+use common::gpu::{gpu, Echo};
 use common::recording::replay;
 use common::{
-    assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, bits, forward,
-    layer, layer_on, message, precision, run, state, tensor, thinned, thinned_in_turn, to_f64, var,
-    Batch, Bound, Data, Outcome, Twin, CPU, DTYPES,
+    assert_close, assert_relative, assert_same_bits, assert_zero, bits, config, forward, layer,
+    layer_on, message, precision, run, state, tensor, thinned_in_turn, to_f64, var, Batch, Bound,
+    Data, Twin, CPU, DTYPES, PATHS,
 };
-use std::collections::HashMap;
 
-/// A layer for each way to walk the kernels, in each dtype.
-fn layers() -> impl Iterator<Item = ((usize, Option<usize>), (DType, DType))> {
-    thinned(
-        PATHS
-            .into_iter()
-            .flat_map(|path| DTYPES.map(|dtypes| (path, dtypes))),
-    )
+macro_rules! on_the_gpu {
+    ($($case:ident),* $(,)?) => {
+        $(#[test]
+        fn $case() -> impl std::process::Termination {
+            devices::$case(&gpu())
+        })*
+    };
 }
-
-/// What a layer and its batches may be besides their shape and dtype.
-fn variants() -> Vec<(PowerNormConfig, bool)> {
-    let mut variants = vec![];
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        for statistics in [Statistics::Running, Statistics::Batch] {
-            for affine in [true, false] {
-                for padded in [false, true] {
-                    let config = PowerNormConfig {
-                        recipe,
-                        statistics,
-                        affine,
-                        ..config(None)
-                    };
-                    variants.push((config, padded));
-                }
-            }
-        }
-    }
-    variants
-}
+devices::cases!(on_the_gpu);

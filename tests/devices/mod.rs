@@ -1,0 +1,813 @@
+//! What holds on every device. Each case is a test of the CPU in `parity.rs`, and one of a GPU in
+//! `cuda/main.rs`.
+
+use crate::common::{
+    assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, bits, config,
+    forward, layer_on, precision, run, same_bits, same_state, state, tensor, thinned,
+    thinned_in_turn, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU, DTYPES, PATHS,
+};
+use candle::{DType, Device, Result, Tensor, Var};
+use candle_nn::VarBuilder;
+use candle_powernorm::{power_norm, LossScale, PowerNormConfig, Recipe, Statistics};
+use std::collections::HashMap;
+
+/// Hands the names of the cases to the macro `$run`.
+macro_rules! cases {
+    ($run:ident) => {
+        $run! {
+            every_width_in_f32,
+            every_width_in_f64,
+            every_width_in_f64_with_f32_parameters,
+            every_width_in_f16,
+            every_width_in_f16_with_f32_parameters,
+            every_width_in_bf16,
+            every_width_in_bf16_with_f32_parameters,
+            each_backward_belongs_to_its_forward,
+            a_layer_can_read_its_own_buffers,
+            rows_of_any_magnitude_are_scaled,
+            large_half_precision_inputs_do_not_overflow,
+            poisoned_batches_are_forgotten,
+            long_sums_of_one_value_keep_their_precision,
+            padding_may_hold_anything,
+            a_batch_without_a_kept_row_is_evaluated,
+            empty_batches_pass_through,
+            two_runs_agree_to_the_bit,
+            gradients_that_are_not_wanted_change_nothing,
+            views_are_what_their_copies_are,
+            upstream_gradients_may_come_through_views,
+            a_residual_is_an_addition_and_a_forward,
+            a_sum_by_itself_gives_a_computed_bias_zeros,
+            a_loss_scale_that_changes_changes_nothing,
+        }
+    };
+}
+pub(crate) use cases;
+
+/// A layer for each way to walk the kernels, in each dtype.
+fn layers() -> impl Iterator<Item = ((usize, Option<usize>), (DType, DType))> {
+    thinned(
+        PATHS
+            .into_iter()
+            .flat_map(|path| DTYPES.map(|dtypes| (path, dtypes))),
+    )
+}
+
+/// What a layer and its batches may be besides their shape and dtype.
+fn variants() -> Vec<(PowerNormConfig, bool)> {
+    let mut variants = vec![];
+    for recipe in [Recipe::Paper, Recipe::Fairseq] {
+        for statistics in [Statistics::Running, Statistics::Batch] {
+            for affine in [true, false] {
+                for padded in [false, true] {
+                    let config = PowerNormConfig {
+                        recipe,
+                        statistics,
+                        affine,
+                        ..config(None)
+                    };
+                    variants.push((config, padded));
+                }
+            }
+        }
+    }
+    variants
+}
+
+// Values against the oracle
+
+/// Widths, and layer-scales of each: none, one group, several. Groups lie inside a warp or span
+/// warps, are whole 16-byte pieces or not, and of the widest layers some do not fit a block.
+const WIDTHS: [(usize, &[Option<usize>]); 13] = [
+    (1, &[None, Some(1)]),
+    (3, &[None, Some(1), Some(3)]),
+    (31, &[None, Some(1), Some(31)]),
+    (32, &[None, Some(1), Some(4)]),
+    (33, &[None, Some(1), Some(3)]),
+    (130, &[None, Some(1), Some(13)]),
+    (512, &[None, Some(1), Some(8)]),
+    (760, &[None, Some(1), Some(10)]),
+    (1024, &[None, Some(1), Some(16)]),
+    (4096, &[None, Some(1), Some(32)]),
+    (8192, &[None, Some(1), Some(2)]),
+    (8200, &[None, Some(1), Some(4)]),
+    (65536, &[None, Some(1), Some(16)]),
+];
+
+/// Follows layers of every width through three steps and an evaluation: every variant of the small
+/// ones, two in turn of those that take the oracle its time.
+fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
+    let mut data = Data::on(device, 1);
+    let shapes = WIDTHS.into_iter().flat_map(|(cols, layer_scales)| {
+        let shapes = move |&groups| [1, 2, 37, 1000].map(move |rows| (rows, cols, groups));
+        layer_scales.iter().flat_map(shapes)
+    });
+    // On the CPU no path depends on a size beyond this.
+    let most = if device.is_cpu() { 5 << 15 } else { 5 << 19 };
+    let shapes = shapes.filter(|(rows, cols, _)| rows * cols <= most);
+    for (turn, (rows, cols, group_scaling)) in thinned(shapes).enumerate() {
+        let large = rows * cols > 40_000;
+        let (first, stride) = if large { (turn % 8, 8) } else { (0, 1) };
+        let variants = variants().into_iter().skip(first).step_by(stride);
+        for (config, padded) in thinned_in_turn(turn, variants) {
+            // On a row or two the released recipe diverges, soon beyond what `f16` holds.
+            if config.recipe == Recipe::Fairseq && input == DType::F16 && rows <= 2 {
+                continue;
+            }
+            let config = PowerNormConfig {
+                group_scaling,
+                ..config
+            };
+            let mut twin = Twin::new(&mut data, cols, config, builder);
+            let what = format!(
+                "{input:?} with {builder:?} parameters, {rows}x{cols}, padded {padded}, {config:?}"
+            );
+            for _ in 0..3 {
+                let batch = Batch::random(&mut data, &[rows, cols], input, padded);
+                twin.check(&what, &batch, true);
+            }
+            let batch = Batch::random(&mut data, &[rows, cols], input, padded);
+            twin.check(&format!("{what}, evaluation"), &batch, false);
+        }
+    }
+}
+
+macro_rules! every_width {
+    ($($name:ident = $index:expr;)*) => {
+        $(pub fn $name(device: &Device) {
+            follow_every_width(device, DTYPES[$index]);
+        })*
+    };
+}
+
+every_width! {
+    every_width_in_f32 = 0;
+    every_width_in_f64 = 1;
+    every_width_in_f64_with_f32_parameters = 2;
+    every_width_in_f16 = 3;
+    every_width_in_f16_with_f32_parameters = 4;
+    every_width_in_bf16 = 5;
+    every_width_in_bf16_with_f32_parameters = 6;
+}
+
+/// A layer used twice in a model, and its graph walked twice: each backward uses the statistics of
+/// its own forward, and the ν that stands when it runs.
+pub fn each_backward_belongs_to_its_forward(device: &Device) {
+    const ROWS: usize = 20;
+    const SIZE: usize = 48;
+    let bound = Bound {
+        out: DType::F64,
+        sums: DType::F64,
+        n: 8 * (ROWS + SIZE),
+    };
+    for recipe in [Recipe::Paper, Recipe::Fairseq] {
+        // The warm-up ends between the two forwards in the last case.
+        for warmup_steps in [100, 1, 3] {
+            let mut data = Data::on(device, 2);
+            let config = PowerNormConfig {
+                recipe,
+                warmup_steps,
+                ..config(None)
+            };
+            let mut twin = Twin::new(&mut data, SIZE, config, DType::F64);
+            let mut batch = || Batch::random(&mut data, &[ROWS, SIZE], DType::F64, false);
+            for _ in 0..2 {
+                twin.check("before", &batch(), true);
+            }
+            let batch = batch();
+            let xs = Var::from_tensor(&batch.xs).unwrap();
+            let inner = forward(&twin.layer, &xs, None, true);
+            let outer = forward(&twin.layer, &inner, None, true);
+            let loss = (&outer * &batch.dy).unwrap().sum_all().unwrap();
+            let first = twin.oracle.train(&to_f64(&xs), None);
+            let second = twin.oracle.train(&first.y.values, None);
+            for walk in ["first walk", "second walk"] {
+                let grads = loss.backward().unwrap();
+                let of_outer = twin.oracle.backward(&second, &to_f64(&batch.dy));
+                let of_inner = twin.oracle.backward(&first, &of_outer.dx.values);
+                assert_close(walk, grads.get(&xs).unwrap(), &of_inner.dx, bound);
+                twin.check_state(&format!("{recipe:?}, {warmup_steps}, {walk}"), bound);
+            }
+        }
+    }
+}
+
+/// A layer's own buffers as its input: candle locks the storage of an op's arguments while the op
+/// runs, and a training step writes to those very buffers. A lock taken twice shows as a test that
+/// never ends, which is all that is asked of a training backward: of a ν that moves, it may read
+/// the one or the other.
+pub fn a_layer_can_read_its_own_buffers(device: &Device) {
+    const SIZE: usize = 48;
+    let bound = Bound {
+        out: DType::F64,
+        sums: DType::F64,
+        n: 8 * SIZE,
+    };
+    for warmup_steps in [1, 100] {
+        let mut data = Data::on(device, 12);
+        let config = PowerNormConfig {
+            warmup_steps,
+            ..config(None)
+        };
+        let mut twin = Twin::new(&mut data, SIZE, config, DType::F64);
+        let batch = Batch::random(&mut data, &[7, SIZE], DType::F64, false);
+        twin.check("before", &batch, true);
+        for name in ["running_phi", "ema_gz"] {
+            let buffer: Var = var(&twin.varmap, name);
+            for train in [false, true] {
+                let x = to_f64(&buffer);
+                let y = twin.layer.forward_t(&buffer, train).unwrap();
+                let expected = match train {
+                    true => twin.oracle.train(&x, None).y,
+                    false => twin.oracle.evaluate(&x, None).y,
+                };
+                assert_close(name, &y, &expected, bound);
+                if !train {
+                    let grads = y.backward().unwrap();
+                    assert!(grads.get(&buffer).is_some());
+                }
+            }
+        }
+        for name in ["running_phi", "ema_gz"] {
+            let y = (twin.layer.forward_t(&var(&twin.varmap, name), true)).unwrap();
+            y.backward().unwrap();
+        }
+    }
+}
+
+/// Rows whose squares `f32` cannot hold, and rows whose squares it cannot tell from 0: `f64` can,
+/// and the layer-scale makes the two agree. (What the overflow gave: y = β, a ψ² that sank, a
+/// gradient of NaN.)
+pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
+    let mut data = Data::on(device, 13);
+    let paths = PATHS.into_iter().filter(|(_, groups)| groups.is_some());
+    for ((cols, groups), magnitude) in thinned(paths.flat_map(|path| {
+        [1e-30, 1e-12, 1e12, 1e18, 1e19, 1e20, 1e30, 1e37].map(move |magnitude| (path, magnitude))
+    })) {
+        let mut batch = Batch::random(&mut data, &[20, cols], DType::F64, false);
+        // What `f32` makes of it is the input of both.
+        let xs = (&batch.xs * magnitude).unwrap();
+        batch.xs = xs.to_dtype(DType::F32).unwrap();
+        for (warmup_steps, train) in [(0, true), (1, true), (0, false)] {
+            let config = PowerNormConfig {
+                warmup_steps,
+                ..config(groups)
+            };
+            let pass = |dtype: DType| {
+                let (layer, _varmap) = layer_on(device, cols, config, dtype);
+                let batch = Batch {
+                    xs: batch.xs.to_dtype(dtype).unwrap(),
+                    dy: batch.dy.to_dtype(dtype).unwrap(),
+                    keep: None,
+                };
+                let outcome = run(&layer, &batch, train);
+                let (phi, nu) = (layer.running_phi().unwrap(), layer.nu().unwrap());
+                [&outcome.y, &outcome.dx, &phi, &nu].map(to_f64)
+            };
+            let (ours, theirs) = (pass(DType::F32), pass(DType::F64));
+            for (name, (ours, expected)) in
+                ["y", "dx", "ψ²", "ν"].iter().zip(ours.iter().zip(&theirs))
+            {
+                let largest = expected.iter().fold(0f64, |max, e| max.max(e.abs()));
+                // Below the range of `f32` there is nothing to agree on.
+                if largest < 1e-30 {
+                    continue;
+                }
+                for (&ours, &expected) in ours.iter().zip(expected) {
+                    assert!(
+                        (ours - expected).abs() <= 1e-5 * largest,
+                        "{name} at {magnitude:e}, {cols} by {groups:?}, train {train}, warm-up \
+                         {warmup_steps}: got {ours:e}, expected {expected:e}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Squares of 1e4 exceed what `f16` holds, sums of them all the more.
+pub fn large_half_precision_inputs_do_not_overflow(device: &Device) {
+    let mut data = Data::on(device, 14);
+    for builder in [DType::F16, DType::F32] {
+        for (cols, groups) in PATHS {
+            let mut twin = Twin::new(&mut data, cols, config(groups), builder);
+            for _ in 0..2 {
+                let mut batch = Batch::random(&mut data, &[37, cols], DType::F16, false);
+                let x = to_f64(&batch.xs);
+                let x: Vec<f64> = x.iter().map(|x| (1e4 * x).clamp(-6e4, 6e4)).collect();
+                batch.xs = data.tensor(&x, &[37, cols], DType::F16);
+                // Gradients of the size that loss scaling gives them, or they would vanish in
+                // `f16`.
+                batch.dy = (batch.dy * 64.).unwrap();
+                twin.check(&format!("{builder:?}, {cols} by {groups:?}"), &batch, true);
+            }
+            assert_finite("ψ²", &twin.layer.running_phi().unwrap());
+        }
+    }
+}
+
+/// A value that is not finite, or whose square is not, leaves no trace where it entered, and the
+/// step is an ordinary one elsewhere.
+pub fn poisoned_batches_are_forgotten(device: &Device) {
+    const ROWS: usize = 10;
+    const CHANNEL: usize = 5;
+    let poisons = [
+        (DType::F32, f64::NAN),
+        (DType::F32, f64::INFINITY),
+        (DType::F32, 1e30),
+        (DType::F64, f64::NEG_INFINITY),
+        (DType::F64, 1e200),
+        (DType::F16, f64::INFINITY),
+        (DType::BF16, f64::NAN),
+        (DType::BF16, 1e30),
+    ];
+    let cases = poisons
+        .into_iter()
+        .flat_map(|poison| PATHS.map(|path| (poison, path)));
+    for ((dtype, poison), (cols, groups)) in thinned(cases) {
+        for warmup_steps in [1, 100] {
+            for in_input in [true, false] {
+                // The layer-scale makes numbers of large ones, and a large gradient is no overflow.
+                if poison.is_finite() && (groups.is_some() || !in_input) {
+                    continue;
+                }
+                let config = PowerNormConfig {
+                    warmup_steps,
+                    ..config(groups)
+                };
+                let mut data = Data::on(device, 15);
+                let twin = Twin::new(&mut data, cols, config, dtype);
+                let mut batch = || Batch::random(&mut data, &[ROWS, cols], dtype, false);
+                for _ in 0..2 {
+                    run(&twin.layer, &batch(), true);
+                }
+                let mut poisoned = batch();
+                let target = match in_input {
+                    true => &mut poisoned.xs,
+                    false => &mut poisoned.dy,
+                };
+                let mut values = to_f64(target);
+                values[3 * cols + CHANNEL] = poison;
+                *target = tensor(&values, &[ROWS, cols], dtype);
+                let before = state(&twin.layer);
+                run(&twin.layer, &poisoned.to(device), true);
+                let after = state(&twin.layer);
+
+                // Under the layer-scale a row's group is poisoned as a whole.
+                let reach = match (groups, in_input) {
+                    (Some(groups), true) => cols / groups,
+                    _ => 1,
+                };
+                let hit = CHANNEL / reach * reach..(CHANNEL / reach + 1) * reach;
+                let what = format!(
+                    "{dtype:?}, {poison:e}, {cols} by {groups:?}, in the input: {in_input}"
+                );
+                for (name, before, after, kept) in [
+                    ("ψ²", &before.0, &after.0, in_input),
+                    ("ν", &before.1, &after.1, true),
+                ] {
+                    let still = |channel: &usize| before[*channel] == after[*channel];
+                    let count = hit.clone().filter(still).count();
+                    let expected = if kept { hit.len() } else { 0 };
+                    assert_eq!(count, expected, "{what}: {name} that stays");
+                    // A step may by chance be too small for a few.
+                    let others = (0..cols).filter(|channel| !hit.contains(channel));
+                    let count = others.filter(still).count();
+                    assert!(
+                        count <= cols / 100,
+                        "{what}: {name} of {count} others stays"
+                    );
+                }
+                for (name, tensor) in run(&twin.layer, &batch(), true).tensors() {
+                    assert_finite(&format!("{what}, next {name}"), tensor);
+                }
+            }
+        }
+    }
+}
+
+/// A column of one value, in a narrow layer of many rows: each addition to a sum rounds the same
+/// way, which random data hides. 8·sqrt(n)·u with n = 65536 is the suite's bound for a sum of n
+/// terms.
+pub fn long_sums_of_one_value_keep_their_precision(device: &Device) {
+    let value = 0.1f32;
+    let square = f64::from(value) * f64::from(value);
+    for size in [1, 3, 16] {
+        let (layer, _varmap) = layer_on(device, size, config(None), DType::F32);
+        let x = Tensor::full(value, (1 << 20, size), device).unwrap();
+        layer.forward_t(&x, true).unwrap();
+        let phi = layer.running_phi().unwrap();
+        let relative = 8. * 256. * precision(DType::F32).0;
+        assert_relative(&format!("{size}"), &phi, &vec![square; size], relative);
+    }
+}
+
+// Rows that do not count, and batches without a row
+
+/// What padded rows hold is nobody's business, NaN included.
+pub fn padding_may_hold_anything(device: &Device) {
+    for statistics in [Statistics::Running, Statistics::Batch] {
+        for ((cols, groups), (input, builder)) in layers() {
+            let config = PowerNormConfig {
+                statistics,
+                ..config(groups)
+            };
+            let twin = || Twin::new(&mut Data::on(device, 4), cols, config, builder).layer;
+            let (padded, poisoned) = (twin(), twin());
+            let mut data = Data::on(device, 5);
+            for step in 1..=3 {
+                let batch = Batch::random(&mut data, &[37, cols], input, true);
+                let mask = batch.mask().unwrap();
+                let poison = |t: &Tensor| {
+                    let mut values = to_f64(t);
+                    for (row, &keep) in values.chunks_mut(cols).zip(&mask) {
+                        if !keep {
+                            row.fill(f64::NAN);
+                        }
+                    }
+                    data.tensor(&values, t.dims(), input)
+                };
+                let nan = Batch {
+                    xs: poison(&batch.xs),
+                    dy: poison(&batch.dy),
+                    ..batch.clone()
+                };
+                let mut expected = run(&padded, &batch, true);
+                let mut outcome = run(&poisoned, &nan, true);
+                let what = format!("{input:?}, {cols} by {groups:?}, step {step}");
+                for (y, dx) in [
+                    (&mut expected.y, &expected.dx),
+                    (&mut outcome.y, &outcome.dx),
+                ] {
+                    let rows = |t: &Tensor, kept: bool| {
+                        let rows = (0u32..).zip(&mask).filter(|(_, &keep)| keep == kept);
+                        let rows: Vec<_> = rows.map(|(row, _)| row).collect();
+                        let t = t.to_device(&CPU).unwrap();
+                        t.index_select(&Tensor::new(rows, &CPU).unwrap(), 0)
+                            .unwrap()
+                    };
+                    *y = rows(y, true);
+                    assert_zero(&format!("{what}, dx of padding"), &rows(dx, false));
+                }
+                same_bits(&what, &outcome, &expected);
+                same_state(&what, &state(&poisoned), &state(&padded));
+            }
+        }
+    }
+}
+
+/// The pass of a batch without a kept row is an evaluation, which moves neither ψ² nor ν. On a GPU
+/// it is counted as a step: only the GPU knows what a mask holds, and no step waits to hear it.
+pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
+    for recipe in [Recipe::Paper, Recipe::Fairseq] {
+        for statistics in [Statistics::Running, Statistics::Batch] {
+            for warmup_steps in [100, 1] {
+                for ((cols, groups), (input, builder)) in layers() {
+                    let config = PowerNormConfig {
+                        recipe,
+                        statistics,
+                        warmup_steps,
+                        ..config(groups)
+                    };
+                    let mut data = Data::on(device, 6);
+                    let mut twin = Twin::new(&mut data, cols, config, builder);
+                    let what = format!("{input:?}, {cols}, {config:?}");
+                    let mut batch = || Batch::random(&mut data, &[9, cols], input, false);
+                    for _ in 0..2 {
+                        twin.check(&what, &batch(), true);
+                    }
+                    let (phi, nu, t) = state(&twin.layer);
+                    let masked = batch().masked(&[false; 9]);
+                    let expected = run(&twin.layer, &masked, false);
+                    let outcome = run(&twin.layer, &masked, true);
+                    same_bits(&what, &outcome, &expected);
+                    for (name, gradient) in &outcome.tensors()[1..] {
+                        assert_zero(name, gradient);
+                    }
+                    let counted = usize::from(device.is_cuda());
+                    same_state(&what, &state(&twin.layer), &(phi, nu, t + counted));
+                    twin.oracle.steps += counted;
+                    twin.check(&format!("{what}, next"), &batch(), true);
+                }
+            }
+        }
+    }
+}
+
+/// A batch of no rows is not counted. (On a GPU its backward is not asked for: candle's own
+/// operations cannot be launched on an empty tensor there.)
+pub fn empty_batches_pass_through(device: &Device) {
+    for recipe in [Recipe::Paper, Recipe::Fairseq] {
+        for (input, builder) in DTYPES {
+            let config = PowerNormConfig {
+                recipe,
+                ..config(Some(1))
+            };
+            let mut data = Data::on(device, 7);
+            let twin = Twin::new(&mut data, 7, config, builder);
+            let batch = Batch::random(&mut data, &[4, 7], input, false);
+            run(&twin.layer, &batch, true);
+            let before = state(&twin.layer);
+            for shape in [&[0, 7][..], &[2, 0, 7]] {
+                let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device).unwrap();
+                let mask = zeros(&shape[..shape.len() - 1], DType::U8);
+                for keep in [None, Some(&mask)] {
+                    for train in [true, false] {
+                        let y = forward(&twin.layer, &zeros(shape, input), keep, train);
+                        assert_eq!((y.dims(), y.dtype()), (shape, input));
+                        if device.is_cpu() {
+                            let grads = y.backward().unwrap();
+                            for parameter in [twin.layer.weight(), twin.layer.bias()] {
+                                let gradient = grads.get(parameter.unwrap()).unwrap();
+                                assert_zero("gradient", gradient);
+                            }
+                        }
+                        assert_eq!(state(&twin.layer), before, "{shape:?}, train {train}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+// What must come to the same bits
+
+pub fn two_runs_agree_to_the_bit(device: &Device) {
+    for ((cols, groups), (input, builder)) in layers() {
+        for padded in [false, true] {
+            let trajectory = || {
+                let mut data = Data::on(device, 8);
+                let twin = Twin::new(&mut data, cols, config(groups), builder);
+                let mut step = || {
+                    let batch = Batch::random(&mut data, &[300, cols], input, padded);
+                    run(&twin.layer, &batch, true)
+                };
+                let outcomes = [step(), step(), step()];
+                (outcomes, state(&twin.layer))
+            };
+            let (first, second) = (trajectory(), trajectory());
+            let what = format!("{input:?}, {cols} by {groups:?}");
+            for (a, b) in first.0.iter().zip(&second.0) {
+                same_bits(&what, a, b);
+            }
+            same_state(&what, &first.1, &second.1);
+            assert!(bits(&first.0[2].dx).iter().any(|&bits| bits != 0));
+        }
+    }
+}
+
+/// A part of what a backward can give is that part of the whole, and an output that nobody tracks
+/// is the one that is tracked.
+pub fn gradients_that_are_not_wanted_change_nothing(device: &Device) {
+    for statistics in [Statistics::Running, Statistics::Batch] {
+        for ((cols, groups), (input, builder)) in layers() {
+            let config = PowerNormConfig {
+                statistics,
+                ..config(groups)
+            };
+            let twin = || Twin::new(&mut Data::on(device, 9), cols, config, builder);
+            let (whole, only_parameters, only_input) = (twin(), twin(), twin());
+            let frozen = only_input.varmap.data().lock().unwrap().clone();
+            let frozen = frozen
+                .into_iter()
+                .map(|(name, var)| (name, var.as_detached_tensor()));
+            let vb = VarBuilder::from_tensors(frozen.collect(), builder, device);
+            let only_input = power_norm(cols, config, vb).unwrap();
+            let mut data = Data::on(device, 10);
+            for train in [true, true, false] {
+                let batch = Batch::random(&mut data, &[70, cols], input, true);
+                let expected = run(&whole.layer, &batch, train);
+                let what = format!("{input:?}, {cols} by {groups:?}, train {train}");
+                let loss = |y: &Tensor| (y * &batch.dy).unwrap().sum_all().unwrap();
+
+                let layer = &only_parameters.layer;
+                let y = forward(layer, &batch.xs, batch.keep.as_ref(), train);
+                assert_same_bits(&what, &y, &expected.y);
+                let grads = loss(&y).backward().unwrap();
+                for (parameter, expected) in [
+                    (layer.weight(), &expected.dweight),
+                    (layer.bias(), &expected.dbias),
+                ] {
+                    let gradient = grads.get(parameter.unwrap()).unwrap();
+                    assert_same_bits(&what, gradient, expected.as_ref().unwrap());
+                }
+                same_state(&what, &state(layer), &state(&whole.layer));
+
+                let xs = Var::from_tensor(&batch.xs).unwrap();
+                let y = forward(&only_input, &xs, batch.keep.as_ref(), train);
+                assert_same_bits(&what, &y, &expected.y);
+                let grads = loss(&y).backward().unwrap();
+                assert_same_bits(&what, grads.get(&xs).unwrap(), &expected.dx);
+                assert!(grads.get(only_input.weight().unwrap()).is_none());
+                same_state(&what, &state(&only_input), &state(&whole.layer));
+
+                if !train {
+                    let y = forward(&only_input, &batch.xs, batch.keep.as_ref(), train);
+                    assert_same_bits(&what, &y, &expected.y);
+                }
+            }
+        }
+    }
+}
+
+/// Inputs that are views, aligned to 16 bytes or not, and the same numbers in memory of their own.
+pub fn views_are_what_their_copies_are(device: &Device) {
+    const ROWS: usize = 40;
+    const COLS: usize = 64;
+    type View = fn(&Tensor) -> Result<Tensor>;
+    let views: [(&str, &[usize], View); 6] = [
+        ("one element in", &[1 + ROWS * COLS], |base| {
+            base.narrow(0, 1, ROWS * COLS)?.reshape((ROWS, COLS))
+        }),
+        ("rows of many", &[ROWS + 3, COLS], |base| {
+            base.narrow(0, 3, ROWS)
+        }),
+        ("columns of many", &[ROWS, COLS + 5], |base| {
+            base.narrow(1, 3, COLS)
+        }),
+        ("transposed", &[COLS, ROWS], |base| base.t()),
+        ("one row", &[COLS], |base| base.broadcast_as((ROWS, COLS))),
+        ("one column", &[ROWS, 1], |base| {
+            base.broadcast_as((ROWS, COLS))
+        }),
+    ];
+    for (name, shape, view) in views {
+        for (input, builder) in DTYPES {
+            let step = |copies: bool| {
+                let mut data = Data::on(device, 11);
+                let twin = Twin::new(&mut data, COLS, config(Some(4)), builder);
+                let dy = Batch::random(&mut data, &[ROWS, COLS], input, false).dy;
+                let mask = data.mask(ROWS + 1);
+                let mask: Vec<u8> = mask.into_iter().map(u8::from).collect();
+                let keep = Tensor::new(mask, device)
+                    .unwrap()
+                    .narrow(0, 1, ROWS)
+                    .unwrap();
+                let base = data.normal(shape.iter().product());
+                let base = Var::from_tensor(&data.tensor(&base, shape, input)).unwrap();
+                let (mut xs, mut keep) = (view(&base).unwrap(), keep);
+                if copies {
+                    xs = xs.force_contiguous().unwrap();
+                    keep = keep.force_contiguous().unwrap();
+                }
+                let y = forward(&twin.layer, &xs, Some(&keep), true);
+                let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+                let grad = |parameter: &Tensor| grads.get(parameter).unwrap().clone();
+                let outcome = Outcome {
+                    dx: grad(&base),
+                    dweight: twin.layer.weight().map(grad),
+                    dbias: twin.layer.bias().map(grad),
+                    y,
+                };
+                (outcome, state(&twin.layer))
+            };
+            let (view, copy) = (step(false), step(true));
+            let what = format!("{name}, {input:?}");
+            same_bits(&what, &view.0, &copy.0);
+            same_state(&what, &view.1, &copy.1);
+        }
+    }
+}
+
+/// Gradients that come back through a transposed and a narrowed output.
+pub fn upstream_gradients_may_come_through_views(device: &Device) {
+    for (input, builder) in DTYPES {
+        let gradients = |loss: fn(&Tensor, &Tensor) -> Result<Tensor>| {
+            let mut data = Data::on(device, 12);
+            let twin = Twin::new(&mut data, 64, config(Some(4)), builder);
+            let batch = Batch::random(&mut data, &[40, 64], input, false);
+            let xs = Var::from_tensor(&batch.xs).unwrap();
+            let y = forward(&twin.layer, &xs, None, true);
+            let grads = loss(&y, &batch.dy).unwrap().backward().unwrap();
+            let grad = |parameter: &Tensor| grads.get(parameter).unwrap().clone();
+            Outcome {
+                dx: grad(&xs),
+                dweight: twin.layer.weight().map(grad),
+                dbias: twin.layer.bias().map(grad),
+                y,
+            }
+        };
+        let plain = gradients(|y, dy| (y * dy)?.sum_all());
+        let transposed = gradients(|y, dy| (y.t()? * dy.t()?)?.sum_all());
+        same_bits("transposed", &transposed, &plain);
+        let halves = gradients(|y, dy| {
+            let half = |from| (y.narrow(1, from, 32)? * dy.narrow(1, from, 32)?)?.sum_all();
+            half(0)? + half(32)?
+        });
+        same_bits("halves", &halves, &plain);
+    }
+}
+
+// A residual, a loss scale
+
+/// Outputs, state and the parameters' gradients of a fused residual are those of an addition and a
+/// forward, to the bit, whatever the loss uses. The input's gradient rounds once less.
+pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
+    const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
+    for (k, ((cols, groups), (dtype, builder))) in layers().enumerate() {
+        let (config, padded) = variants()[(cols + 3 * k) % 16];
+        let config = PowerNormConfig {
+            group_scaling: groups,
+            ..config
+        };
+        let [uses_y, uses_sum] = USES[k % USES.len()];
+        let what = format!("{dtype:?} {cols} {config:?} padded {padded} {uses_y} {uses_sum}");
+        let [fused, plain] =
+            [(); 2].map(|()| Twin::new(&mut Data::on(device, 41), cols, config, builder).layer);
+        let mut data = Data::on(device, 42);
+        for train in [true, true, true, false] {
+            let batch = Batch::random(&mut data, &[5, 7, cols], dtype, padded);
+            let other = Batch::random(&mut data, &[5, 7, cols], dtype, false);
+            let xs = Var::from_tensor(&batch.xs)?;
+            let residual = Var::from_tensor(&other.xs)?;
+            fused.mode().set_training(train);
+            let ours = match &batch.keep {
+                Some(keep) => fused.forward_residual_masked(&xs, &residual, keep)?,
+                None => fused.forward_residual(&xs, &residual)?,
+            };
+            let sum = (xs.as_tensor() + residual.as_tensor())?;
+            let y = forward(&plain, &sum, batch.keep.as_ref(), train);
+            let theirs = (y, sum);
+            assert_same_bits(&format!("{what}: y"), &ours.0, &theirs.0);
+            assert_same_bits(&format!("{what}: sum"), &ours.1, &theirs.1);
+            let gradients = |(y, sum): &(Tensor, Tensor)| {
+                let of_y = (y * &batch.dy)?.sum_all()?;
+                let of_sum = (sum * &other.dy)?.sum_all()?;
+                match (uses_y, uses_sum) {
+                    (true, true) => (of_y + of_sum)?.backward(),
+                    (true, false) => of_y.backward(),
+                    _ => of_sum.backward(),
+                }
+            };
+            let (ours, theirs) = (gradients(&ours)?, gradients(&theirs)?);
+            for input in [&xs, &residual] {
+                let (ours, theirs) = (ours.get(input).unwrap(), theirs.get(input).unwrap());
+                let relative = 4. * precision(dtype).0;
+                assert_relative(&what, ours, &to_f64(theirs), relative);
+                if device.is_cpu() && matches!(dtype, DType::F32 | DType::F64) {
+                    assert_same_bits(&what, ours, theirs);
+                }
+            }
+            for (a, b) in [
+                (fused.weight(), plain.weight()),
+                (fused.bias(), plain.bias()),
+            ] {
+                if let (Some(a), Some(b), true) = (a, b, uses_y) {
+                    assert_same_bits(&what, ours.get(a).unwrap(), theirs.get(b).unwrap());
+                }
+            }
+            same_state(&what, &state(&fused), &state(&plain));
+        }
+    }
+    Ok(())
+}
+
+/// A bias that is computed has a gradient where the loss sees the sum alone, for candle asks for
+/// one: of nothing.
+pub fn a_sum_by_itself_gives_a_computed_bias_zeros(device: &Device) -> Result<()> {
+    let master = Var::ones(8, DType::F32, device)?;
+    let (_, varmap) = layer_on(device, 8, config(None), DType::F32);
+    let mut tensors: HashMap<String, Tensor> = (varmap.data().lock().unwrap().iter())
+        .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
+        .collect();
+    tensors.insert("bias".to_owned(), master.affine(2., 0.)?);
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
+    let layer = power_norm(8, config(None), vb)?;
+    let xs = Var::ones((3, 8), DType::F32, device)?;
+    let (_, sum) = layer.forward_residual(&xs, &xs)?;
+    let gradients = sum.sum_all()?.backward()?;
+    assert_zero("bias", gradients.get(&master).unwrap());
+    assert_relative("xs", gradients.get(&xs).unwrap(), &[2.; 24], 0.);
+    Ok(())
+}
+
+/// Powers of two cancel to the bit, in the warm-up and after it.
+pub fn a_loss_scale_that_changes_changes_nothing(device: &Device) -> Result<()> {
+    for (statistics, recipe) in [
+        (Statistics::Running, Recipe::Paper),
+        (Statistics::Batch, Recipe::Paper),
+        (Statistics::Running, Recipe::Fairseq),
+    ] {
+        let config = PowerNormConfig {
+            statistics,
+            recipe,
+            warmup_steps: 4,
+            ..config(Some(1))
+        };
+        let scale = LossScale::default();
+        let build = || Twin::new(&mut Data::on(device, 43), 48, config, DType::F32).layer;
+        let (plain, scaled) = (build(), build().with_loss_scale(&scale));
+        let mut data = Data::on(device, 44);
+        for step in 0..20 {
+            scale.set([1024., 65536., 0.25, 1.][step / 3 % 4])?;
+            let mut batch = Batch::random(&mut data, &[37, 48], DType::F32, false);
+            let what = format!("{statistics:?} {recipe:?} step {step}");
+            let expected = run(&plain, &batch, true).dx;
+            batch.dy = (&batch.dy * scale.get())?;
+            let dx = (run(&scaled, &batch, true).dx / scale.get())?;
+            assert_same_bits(&what, &dx, &expected);
+            same_state(&what, &state(&scaled), &state(&plain));
+        }
+        assert!(to_f64(&plain.nu()?).iter().all(|&nu| nu != 0.));
+    }
+    Ok(())
+}
