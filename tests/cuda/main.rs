@@ -24,9 +24,10 @@ use common::gpu::{gpu, Echo};
 use common::recording::replay;
 use common::{
     assert_close, assert_relative, assert_same_bits, assert_zero, bits, config, forward, layer,
-    layer_on, message, precision, run, state, tensor, thinned_in_turn, to_f64, var, Batch, Bound,
-    Data, Twin, CPU, DTYPES, PATHS,
+    layer_on, message, precision, run, same_bits, same_state, state, thinned_in_turn, to_f64, var,
+    Batch, Bound, Data, Twin, CPU, DTYPES, PATHS,
 };
+use devices::{layers, variants};
 
 macro_rules! on_the_gpu {
     ($($case:ident),* $(,)?) => {

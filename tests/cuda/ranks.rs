@@ -94,7 +94,7 @@ fn ranks_that_would_part_later() {
 fn two_that_bring_the_same() {
     const ROWS: usize = 19;
     const STEPS: usize = 3;
-    for (k, ((cols, groups), (input, builder))) in layers().enumerate() {
+    for (k, ((cols, groups), (input, builder))) in layers(&gpu()).enumerate() {
         let variants = variants().into_iter().skip(k % 2).step_by(2);
         for (config, padded) in thinned_in_turn(k, variants) {
             let config = PowerNormConfig {

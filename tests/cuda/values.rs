@@ -135,3 +135,85 @@ fn group_scaling_is_that_of_the_cpu() -> Result<()> {
     }
     Ok(())
 }
+
+/// A part of what a backward can give is that part of the whole, and an output that nobody tracks
+/// is the one that is tracked.
+#[test]
+fn gradients_that_are_not_wanted_change_nothing() {
+    let device = &gpu();
+    for statistics in [Statistics::Running, Statistics::Batch] {
+        for ((cols, groups), (input, builder)) in layers(device) {
+            let config = PowerNormConfig {
+                statistics,
+                ..config(groups)
+            };
+            let twin = || Twin::new(&mut Data::on(device, 9), cols, config, builder);
+            let (whole, only_parameters, only_input) = (twin(), twin(), twin());
+            let frozen = only_input.varmap.data().lock().unwrap().clone();
+            let frozen = frozen
+                .into_iter()
+                .map(|(name, var)| (name, var.as_detached_tensor()));
+            let vb = VarBuilder::from_tensors(frozen.collect(), builder, device);
+            let only_input = power_norm(cols, config, vb).unwrap();
+            let mut data = Data::on(device, 10);
+            for train in [true, true, false] {
+                let batch = Batch::random(&mut data, &[70, cols], input, true);
+                let expected = run(&whole.layer, &batch, train);
+                let what = format!("{input:?}, {cols} by {groups:?}, train {train}");
+                let loss = |y: &Tensor| (y * &batch.dy).unwrap().sum_all().unwrap();
+
+                let layer = &only_parameters.layer;
+                let y = forward(layer, &batch.xs, batch.keep.as_ref(), train);
+                assert_same_bits(&what, &y, &expected.y);
+                let grads = loss(&y).backward().unwrap();
+                for (parameter, expected) in [
+                    (layer.weight(), &expected.dweight),
+                    (layer.bias(), &expected.dbias),
+                ] {
+                    let gradient = grads.get(parameter.unwrap()).unwrap();
+                    assert_same_bits(&what, gradient, expected.as_ref().unwrap());
+                }
+                same_state(&what, &state(layer), &state(&whole.layer));
+
+                let xs = Var::from_tensor(&batch.xs).unwrap();
+                let y = forward(&only_input, &xs, batch.keep.as_ref(), train);
+                assert_same_bits(&what, &y, &expected.y);
+                let grads = loss(&y).backward().unwrap();
+                assert_same_bits(&what, grads.get(&xs).unwrap(), &expected.dx);
+                assert!(grads.get(only_input.weight().unwrap()).is_none());
+                same_state(&what, &state(&only_input), &state(&whole.layer));
+
+                if !train {
+                    let y = forward(&only_input, &batch.xs, batch.keep.as_ref(), train);
+                    assert_same_bits(&what, &y, &expected.y);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn two_runs_agree_to_the_bit() {
+    let device = &gpu();
+    for ((cols, groups), (input, builder)) in layers(device) {
+        for padded in [false, true] {
+            let trajectory = || {
+                let mut data = Data::on(device, 8);
+                let twin = Twin::new(&mut data, cols, config(groups), builder);
+                let mut step = || {
+                    let batch = Batch::random(&mut data, &[300, cols], input, padded);
+                    run(&twin.layer, &batch, true)
+                };
+                let outcomes = [step(), step(), step()];
+                (outcomes, state(&twin.layer))
+            };
+            let (first, second) = (trajectory(), trajectory());
+            let what = format!("{input:?}, {cols} by {groups:?}");
+            for (a, b) in first.0.iter().zip(&second.0) {
+                same_bits(&what, a, b);
+            }
+            same_state(&what, &first.1, &second.1);
+            assert!(bits(&first.0[2].dx).iter().any(|&bits| bits != 0));
+        }
+    }
+}

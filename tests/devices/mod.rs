@@ -2,9 +2,9 @@
 //! `cuda/main.rs`.
 
 use crate::common::{
-    assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, bits, config,
-    forward, layer_on, precision, run, same_bits, same_state, state, tensor, thinned,
-    thinned_in_turn, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU, DTYPES, PATHS,
+    assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, config, forward,
+    layer_on, precision, run, same_bits, same_state, state, tensor, thinned, thinned_in_turn,
+    to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU, DTYPES, PATHS,
 };
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -31,8 +31,6 @@ macro_rules! cases {
             padding_may_hold_anything,
             a_batch_without_a_kept_row_is_evaluated,
             empty_batches_pass_through,
-            two_runs_agree_to_the_bit,
-            gradients_that_are_not_wanted_change_nothing,
             views_are_what_their_copies_are,
             upstream_gradients_may_come_through_views,
             a_residual_is_an_addition_and_a_forward,
@@ -43,17 +41,15 @@ macro_rules! cases {
 }
 pub(crate) use cases;
 
-/// A layer for each way to walk the kernels, in each dtype.
-fn layers() -> impl Iterator<Item = ((usize, Option<usize>), (DType, DType))> {
-    thinned(
-        PATHS
-            .into_iter()
-            .flat_map(|path| DTYPES.map(|dtypes| (path, dtypes))),
-    )
+/// A layer for each way to walk the kernels, in each dtype. On a CPU the widest walk as others do.
+pub fn layers(device: &Device) -> impl Iterator<Item = ((usize, Option<usize>), (DType, DType))> {
+    let most = if device.is_cpu() { 1024 } else { usize::MAX };
+    let paths = PATHS.into_iter().filter(move |&(cols, _)| cols <= most);
+    thinned(paths.flat_map(|path| DTYPES.map(|dtypes| (path, dtypes))))
 }
 
 /// What a layer and its batches may be besides their shape and dtype.
-fn variants() -> Vec<(PowerNormConfig, bool)> {
+pub fn variants() -> Vec<(PowerNormConfig, bool)> {
     let mut variants = vec![];
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for statistics in [Statistics::Running, Statistics::Batch] {
@@ -101,12 +97,16 @@ fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
         let shapes = move |&groups| [1, 2, 37, 1000].map(move |rows| (rows, cols, groups));
         layer_scales.iter().flat_map(shapes)
     });
-    // On the CPU no path depends on a size beyond this.
-    let most = if device.is_cpu() { 5 << 15 } else { 5 << 19 };
+    // On the CPU no path depends on larger sizes, and the variants take turns.
+    let (most, every) = match device.is_cpu() {
+        true => (5 << 15, 8),
+        false => (5 << 19, 1),
+    };
     let shapes = shapes.filter(|(rows, cols, _)| rows * cols <= most);
     for (turn, (rows, cols, group_scaling)) in thinned(shapes).enumerate() {
         let large = rows * cols > 40_000;
-        let (first, stride) = if large { (turn % 8, 8) } else { (0, 1) };
+        let stride = if large { 8 } else { every };
+        let first = turn % stride;
         let variants = variants().into_iter().skip(first).step_by(stride);
         for (config, padded) in thinned_in_turn(turn, variants) {
             // On a row or two the released recipe diverges, soon beyond what `f16` holds.
@@ -406,7 +406,7 @@ pub fn long_sums_of_one_value_keep_their_precision(device: &Device) {
 /// What padded rows hold is nobody's business, NaN included.
 pub fn padding_may_hold_anything(device: &Device) {
     for statistics in [Statistics::Running, Statistics::Batch] {
-        for ((cols, groups), (input, builder)) in layers() {
+        for ((cols, groups), (input, builder)) in layers(device) {
             let config = PowerNormConfig {
                 statistics,
                 ..config(groups)
@@ -461,7 +461,7 @@ pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for statistics in [Statistics::Running, Statistics::Batch] {
             for warmup_steps in [100, 1] {
-                for ((cols, groups), (input, builder)) in layers() {
+                for ((cols, groups), (input, builder)) in layers(device) {
                     let config = PowerNormConfig {
                         recipe,
                         statistics,
@@ -480,8 +480,10 @@ pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
                     let expected = run(&twin.layer, &masked, false);
                     let outcome = run(&twin.layer, &masked, true);
                     same_bits(&what, &outcome, &expected);
-                    for (name, gradient) in &outcome.tensors()[1..] {
-                        assert_zero(name, gradient);
+                    if recipe == Recipe::Paper {
+                        for (name, gradient) in &outcome.tensors()[1..] {
+                            assert_zero(name, gradient);
+                        }
                     }
                     let counted = usize::from(device.is_cuda());
                     same_state(&what, &state(&twin.layer), &(phi, nu, t + counted));
@@ -530,84 +532,6 @@ pub fn empty_batches_pass_through(device: &Device) {
 }
 
 // What must come to the same bits
-
-pub fn two_runs_agree_to_the_bit(device: &Device) {
-    for ((cols, groups), (input, builder)) in layers() {
-        for padded in [false, true] {
-            let trajectory = || {
-                let mut data = Data::on(device, 8);
-                let twin = Twin::new(&mut data, cols, config(groups), builder);
-                let mut step = || {
-                    let batch = Batch::random(&mut data, &[300, cols], input, padded);
-                    run(&twin.layer, &batch, true)
-                };
-                let outcomes = [step(), step(), step()];
-                (outcomes, state(&twin.layer))
-            };
-            let (first, second) = (trajectory(), trajectory());
-            let what = format!("{input:?}, {cols} by {groups:?}");
-            for (a, b) in first.0.iter().zip(&second.0) {
-                same_bits(&what, a, b);
-            }
-            same_state(&what, &first.1, &second.1);
-            assert!(bits(&first.0[2].dx).iter().any(|&bits| bits != 0));
-        }
-    }
-}
-
-/// A part of what a backward can give is that part of the whole, and an output that nobody tracks
-/// is the one that is tracked.
-pub fn gradients_that_are_not_wanted_change_nothing(device: &Device) {
-    for statistics in [Statistics::Running, Statistics::Batch] {
-        for ((cols, groups), (input, builder)) in layers() {
-            let config = PowerNormConfig {
-                statistics,
-                ..config(groups)
-            };
-            let twin = || Twin::new(&mut Data::on(device, 9), cols, config, builder);
-            let (whole, only_parameters, only_input) = (twin(), twin(), twin());
-            let frozen = only_input.varmap.data().lock().unwrap().clone();
-            let frozen = frozen
-                .into_iter()
-                .map(|(name, var)| (name, var.as_detached_tensor()));
-            let vb = VarBuilder::from_tensors(frozen.collect(), builder, device);
-            let only_input = power_norm(cols, config, vb).unwrap();
-            let mut data = Data::on(device, 10);
-            for train in [true, true, false] {
-                let batch = Batch::random(&mut data, &[70, cols], input, true);
-                let expected = run(&whole.layer, &batch, train);
-                let what = format!("{input:?}, {cols} by {groups:?}, train {train}");
-                let loss = |y: &Tensor| (y * &batch.dy).unwrap().sum_all().unwrap();
-
-                let layer = &only_parameters.layer;
-                let y = forward(layer, &batch.xs, batch.keep.as_ref(), train);
-                assert_same_bits(&what, &y, &expected.y);
-                let grads = loss(&y).backward().unwrap();
-                for (parameter, expected) in [
-                    (layer.weight(), &expected.dweight),
-                    (layer.bias(), &expected.dbias),
-                ] {
-                    let gradient = grads.get(parameter.unwrap()).unwrap();
-                    assert_same_bits(&what, gradient, expected.as_ref().unwrap());
-                }
-                same_state(&what, &state(layer), &state(&whole.layer));
-
-                let xs = Var::from_tensor(&batch.xs).unwrap();
-                let y = forward(&only_input, &xs, batch.keep.as_ref(), train);
-                assert_same_bits(&what, &y, &expected.y);
-                let grads = loss(&y).backward().unwrap();
-                assert_same_bits(&what, grads.get(&xs).unwrap(), &expected.dx);
-                assert!(grads.get(only_input.weight().unwrap()).is_none());
-                same_state(&what, &state(&only_input), &state(&whole.layer));
-
-                if !train {
-                    let y = forward(&only_input, &batch.xs, batch.keep.as_ref(), train);
-                    assert_same_bits(&what, &y, &expected.y);
-                }
-            }
-        }
-    }
-}
 
 /// Inputs that are views, aligned to 16 bytes or not, and the same numbers in memory of their own.
 pub fn views_are_what_their_copies_are(device: &Device) {
@@ -703,7 +627,7 @@ pub fn upstream_gradients_may_come_through_views(device: &Device) {
 /// forward, to the bit, whatever the loss uses. The input's gradient rounds once less.
 pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
     const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
-    for (k, ((cols, groups), (dtype, builder))) in layers().enumerate() {
+    for (k, ((cols, groups), (dtype, builder))) in layers(device).enumerate() {
         let (config, padded) = variants()[(cols + 3 * k) % 16];
         let config = PowerNormConfig {
             group_scaling: groups,
