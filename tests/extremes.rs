@@ -1,5 +1,5 @@
-//! Inputs at the ends of f32's range: what is finite in the layer's equations stays finite, and what is
-//! not is forgotten.
+//! Inputs at the ends of f32's range: what is finite in the layer's equations stays finite, and
+//! what is not is forgotten.
 
 mod common;
 
@@ -41,8 +41,9 @@ fn pass(
     Ok([&y, dx, &phi, &nu].map(to_f64))
 }
 
-/// Rows whose squares f32 cannot hold, and rows whose squares it cannot tell from 0: f64 can, and the
-/// layer-scale makes the two agree. (What the overflow gave: y = β, a ψ² that sank, a gradient of NaN.)
+/// Rows whose squares f32 cannot hold, and rows whose squares it cannot tell from 0: f64 can, and
+/// the layer-scale makes the two agree. (What the overflow gave: y = β, a ψ² that sank, a gradient
+/// of NaN.)
 #[test]
 fn rows_of_any_magnitude_are_scaled() -> Result<()> {
     let mut data = Data::new(1);
@@ -78,8 +79,9 @@ fn rows_of_any_magnitude_are_scaled() -> Result<()> {
     Ok(())
 }
 
-/// A channel that has been silent has a tiny ψ² and so a large part of dx̃; its square of a large input
-/// must not overflow on the way to a gradient that is none. (Seen: infinity in the whole group.)
+/// A channel that has been silent has a tiny ψ² and so a large part of dx̃; its square of a large
+/// input must not overflow on the way to a gradient that is none. (Seen: infinity in the whole
+/// group.)
 #[test]
 fn a_silent_channel_does_not_overflow_the_gradient() -> Result<()> {
     let mut data = Data::new(2);
@@ -150,8 +152,9 @@ fn a_non_finite_row_is_forgotten_under_the_layer_scale() -> Result<()> {
     Ok(())
 }
 
-/// A column of one value, in a narrow layer of many rows: each addition to a sum rounds the same way,
-/// which random data hides. 8·sqrt(n)·u with n = 65536 is the suite's bound for a sum of n terms.
+/// A column of one value, in a narrow layer of many rows: each addition to a sum rounds the same
+/// way, which random data hides. 8·sqrt(n)·u with n = 65536 is the suite's bound for a sum of n
+/// terms.
 #[test]
 fn long_sums_of_one_value_keep_their_precision() -> Result<()> {
     let rows = 1 << 20;

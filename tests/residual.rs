@@ -80,8 +80,8 @@ fn configs() -> Vec<PowerNormConfig> {
     vec![running, batch, plain, fairseq]
 }
 
-/// Outputs and state have the same bits; so have the gradients, but for half precision, where the sum of two gradients
-/// is rounded once and not twice.
+/// Outputs and state have the same bits; so have the gradients, but for half precision, where the
+/// sum of two gradients is rounded once and not twice.
 #[test]
 fn is_an_addition_and_a_forward() -> Result<()> {
     for (dtype, builder) in DTYPES {
@@ -189,7 +189,8 @@ fn gradients_go_where_they_are_wanted() -> Result<()> {
     Ok(())
 }
 
-/// A weight that is computed, from a master copy say, gets a gradient whichever outputs the loss sees.
+/// A weight that is computed, from a master copy say, gets a gradient whichever outputs the loss
+/// sees.
 #[test]
 fn gradients_go_through_a_computed_weight() -> Result<()> {
     let mut data = Data::new(13);

@@ -1,4 +1,5 @@
-//! What must hold of a layer on several ranks, whatever sums for them: each case is run by every rank.
+//! What must hold of a layer on several ranks, whatever sums for them: each case is run by every
+//! rank.
 
 use super::{
     assert_relative, assert_same_bits, in_time, layer_on, message, precision, run, state, thinned,
@@ -59,7 +60,8 @@ pub(crate) use cases_of_a_cpu;
 
 const SIZE: usize = 12;
 
-/// Steps of a trajectory, of which `WARM_UP` are warm-up: every pattern of shards comes before its end, and twice after it.
+/// Steps of a trajectory, of which `WARM_UP` are warm-up: every pattern of shards comes before its
+/// end, and twice after it.
 const STEPS: usize = 20;
 const WARM_UP: usize = 7;
 
@@ -104,7 +106,8 @@ impl Rank {
         self.communicator.all_reduce_sum(tensor).unwrap()
     }
 
-    /// Whether a batch is left out: on a GPU candle's own operations cannot be launched on an empty tensor.
+    /// Whether a batch is left out: on a GPU candle's own operations cannot be launched on an empty
+    /// tensor.
     fn misses(&self, spread: Spread, masked: bool) -> bool {
         let has_empty_shards = match spread {
             Spread::OneEmpty | Spread::OneAlone => true,
@@ -312,7 +315,8 @@ impl Spread {
     }
 }
 
-/// N ranks with their shares of a batch have the state, outputs and gradients of one rank with the whole.
+/// N ranks with their shares of a batch have the state, outputs and gradients of one rank with the
+/// whole.
 pub fn trajectories(rank: &Rank) {
     for dtype in [DType::F64, DType::F32] {
         for (recipe, statistics, group_scaling, affine, masked) in thinned(settings()) {
@@ -469,7 +473,8 @@ impl Close {
 /// What the trait promises of a communicator.
 pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
     for dtype in [DType::F32, DType::F64] {
-        // Every rank knows what every other brings. Sums of these depend on the order of their terms.
+        // Every rank knows what every other brings. Sums of these depend on the order of their
+        // terms.
         let brought = |other: usize| {
             let mut data = rank.data(20 + other as u64);
             let values = data.normal(3 * 5);
@@ -503,7 +508,8 @@ fn warm() -> PowerNormConfig {
     }
 }
 
-/// After the warm-up a forward does not wait for the other ranks: ranks that take turns would not come through it.
+/// After the warm-up a forward does not wait for the other ranks: ranks that take turns would not
+/// come through it.
 pub fn sums_after_the_warm_up_wait(rank: &Rank) {
     let (sharded, whole) = rank.layers(warm(), DType::F64);
     let batch = batch(&mut rank.data(13), 3 * rank.ranks(), DType::F64);
@@ -611,7 +617,8 @@ fn before_and_after_the_warm_up() -> [PowerNormConfig; 2] {
     [warming_up, warm()]
 }
 
-/// Ranks that disagree on C have an error each, and none hangs: on a GPU too, which compares them once.
+/// Ranks that disagree on C have an error each, and none hangs: on a GPU too, which compares them
+/// once.
 pub fn layers_of_different_sizes(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let size = SIZE + rank.is_last() as usize;
@@ -624,7 +631,8 @@ pub fn layers_of_different_sizes(rank: &Rank) {
     }
 }
 
-/// A rank whose very first call is refused fails the step on all ranks, which then go on without it.
+/// A rank whose very first call is refused fails the step on all ranks, which then go on without
+/// it.
 pub fn a_rank_whose_first_call_fails(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let (sharded, whole) = rank.layers(config, DType::F64);
@@ -675,8 +683,8 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
     }
 }
 
-/// Wherever in a model of several layers a rank is refused, the ranks stay together: after the warm-up no layer takes the
-/// step; in it, those that came before do, as in one process.
+/// Wherever in a model of several layers a rank is refused, the ranks stay together: after the
+/// warm-up no layer takes the step; in it, those that came before do, as in one process.
 pub fn a_model_of_which_a_call_fails(rank: &Rank) {
     const LAYERS: usize = 3;
     for (config, refused) in before_and_after_the_warm_up()
@@ -720,7 +728,8 @@ pub fn a_model_of_which_a_call_fails(rank: &Rank) {
     }
 }
 
-/// All at once: a residual, a scale that changes from step to step, and a recalibration between two of them.
+/// All at once: a residual, a scale that changes from step to step, and a recalibration between two
+/// of them.
 pub fn residuals_scales_recalibration(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let scale = LossScale::default();
@@ -824,8 +833,9 @@ impl Communicator for Breaks {
     }
 }
 
-/// Sums that fail on all ranks, of a forward, of a backward, and of a step that waited: the state stays, and training goes on.
-/// What failed can be called again, but for the backward of a GPU whose forward waited for it.
+/// Sums that fail on all ranks, of a forward, of a backward, and of a step that waited: the state
+/// stays, and training goes on. What failed can be called again, but for the backward of a GPU
+/// whose forward waited for it.
 pub fn sums_that_fail(rank: &Rank) {
     let engine = Arc::new(Breaks {
         engine: rank.communicator.clone(),

@@ -157,8 +157,8 @@ pub fn in_time(work: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment, but three at least; else
-/// all. With a prime n that is not the number of values of an axis, every value of the axis is
+/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment, but three at least;
+/// else all. With a prime n that is not the number of values of an axis, every value of the axis is
 /// still met.
 pub fn thinned<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let cases: Vec<T> = cases.into_iter().collect();
@@ -322,8 +322,8 @@ pub fn forward(layer: &PowerNorm, xs: &Tensor, keep: Option<&Tensor>, train: boo
     }
 }
 
-/// `xs + residual`, rounded to nearest. candle's own sum of `BF16` is not on AArch64, and that of `F16` has 0 for numbers
-/// below the normal ones where it takes 32 at a time.
+/// `xs + residual`, rounded to nearest. candle's own sum of `BF16` is not on AArch64, and that of
+/// `F16` has 0 for numbers below the normal ones where it takes 32 at a time.
 pub fn sum(xs: &Tensor, residual: &Tensor) -> candle::Result<Tensor> {
     match xs.dtype() {
         dtype @ (DType::BF16 | DType::F16) => {

@@ -101,7 +101,8 @@ impl Recording {
     }
 }
 
-/// Replays every recording on `device`, in `dtype`, and compares all that was recorded of each step.
+/// Replays every recording on `device`, in `dtype`, and compares all that was recorded of each
+/// step.
 pub fn replay(device: &Device, dtype: DType, relative: f64) {
     let on_device = |t: &Tensor| t.to_dtype(dtype).unwrap().to_device(device).unwrap();
     for name in RECORDINGS {

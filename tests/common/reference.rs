@@ -1,8 +1,9 @@
 //! The layer written twice more, from the paper's equations alone.
 //!
-//! - [`Oracle`]: plain `f64` loops, a line an equation, both recipes with their state. It judges values.
-//! - [`composed`]: one forward in candle's own differentiable operations. Its autograd judges gradients
-//!   where they are exact, and its speed is what a fused layer has to beat.
+//! - [`Oracle`]: plain `f64` loops, a line an equation, both recipes with their state. It judges
+//!   values.
+//! - [`composed`]: one forward in candle's own differentiable operations. Its autograd judges
+//!   gradients where they are exact, and its speed is what a fused layer has to beat.
 //!
 //! Self-contained, so that a bench can include the file by its path.
 #![allow(dead_code)] // every includer uses its share
@@ -72,6 +73,8 @@ pub struct Oracle {
 #[derive(Clone, Debug)]
 pub struct Pass {
     pub y: Quantity,
+    /// ψ_B² of a training forward with a kept row.
+    pub batch_phi: Option<Vec<f64>>,
     kind: Kind,
     /// X̃, the input after the layer-scale, and 1/rms of its row and group.
     x_tilde: Vec<f64>,
@@ -95,6 +98,10 @@ pub struct Gradients {
     pub dx: Quantity,
     pub dweight: Quantity,
     pub dbias: Quantity,
+    /// Γ
+    pub gamma: Vec<f64>,
+    /// Λ
+    pub lambda: Vec<f64>,
 }
 
 impl Oracle {
@@ -152,7 +159,10 @@ impl Oracle {
         self.phi = (self.phi.iter().zip(&batch_phi))
             .map(|(&phi, &batch_phi)| self.next_phi(t, phi, batch_phi))
             .collect();
-        pass
+        Pass {
+            batch_phi: Some(batch_phi),
+            ..pass
+        }
     }
 
     /// The gradients of Σ y·dy. Moves ν if `pass` was a training forward.
@@ -229,10 +239,12 @@ impl Oracle {
                 self.sum_columns(counted, |k| dy[k]),
                 self.rss_columns(counted, |k| dy[k]),
             ),
+            gamma,
+            lambda,
         };
         if *kind != Kind::Evaluation {
-            for c in 0..size {
-                self.update_nu(c, gamma[c], lambda[c], lambda_terms[c]);
+            for (c, terms) in lambda_terms.into_iter().enumerate() {
+                self.update_nu(c, gradients.gamma[c], gradients.lambda[c], terms);
             }
         }
         gradients
@@ -256,6 +268,7 @@ impl Oracle {
         let terms = (0..x.len()).map(|k| scaled(k).abs() + self.bias[k % size].abs());
         Pass {
             y: Quantity::new(y.collect(), terms),
+            batch_phi: None,
             kind,
             counted: match self.spec.recipe {
                 Recipe::Paper => kept.clone(),
@@ -362,8 +375,8 @@ impl Oracle {
 /// A forward in candle's operations: normalized by the given ψ² (`[C]`), or by the ψ_B² of the kept
 /// rows of `xs` (PN-V, a warm-up step) where there is none.
 ///
-/// `keep` is `U8`, shaped as `xs` without its last dimension. The gradient that autograd finds is the
-/// layer's if the upstream gradient of padded rows is 0.
+/// `keep` is `U8`, shaped as `xs` without its last dimension. The gradient that autograd finds is
+/// the layer's if the upstream gradient of padded rows is 0.
 pub fn composed(
     xs: &Tensor,
     affine: Option<(&Tensor, &Tensor)>,

@@ -279,7 +279,12 @@ mod tests {
     const LAYER: &str = "blocks.0.norm_1";
 
     fn corpus() -> Corpus {
-        Corpus::new(include_str!("../../sample/train.en"), Unit::Character, CONTEXT).unwrap()
+        Corpus::new(
+            include_str!("../../sample/train.en"),
+            Unit::Character,
+            CONTEXT,
+        )
+        .unwrap()
     }
 
     fn settings(norm: Norm, recipe: Recipe, corpus: &Corpus) -> Settings {

@@ -431,7 +431,12 @@ mod tests {
     }
 
     fn corpus() -> Corpus {
-        Corpus::new(include_str!("../../sample/train.en"), Unit::Character, CONTEXT).unwrap()
+        Corpus::new(
+            include_str!("../../sample/train.en"),
+            Unit::Character,
+            CONTEXT,
+        )
+        .unwrap()
     }
 
     #[test]

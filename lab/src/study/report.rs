@@ -884,7 +884,11 @@ mod tests {
     fn report(outcomes: Vec<Outcome>) -> Result<(tempfile::TempDir, String)> {
         let dir = tempfile::tempdir()?;
         let args = args(dir.path().into());
-        let corpus = Corpus::new(include_str!("../../sample/train.en"), Unit::Character, CONTEXT)?;
+        let corpus = Corpus::new(
+            include_str!("../../sample/train.en"),
+            Unit::Character,
+            CONTEXT,
+        )?;
         let mut all = Outcomes::new();
         for outcome in outcomes {
             let runs = all.entry(outcome.variant.clone()).or_default();
