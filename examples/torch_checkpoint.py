@@ -21,6 +21,7 @@ MaskPowerNorm takes in `load_state_dict`. fairseq wants it inside a checkpoint o
 import argparse
 import pickle
 import sys
+import warnings
 from types import SimpleNamespace
 
 import torch
@@ -106,7 +107,9 @@ def to_torch(tensors):
 def or_exit(path, expected, run):
     """Runs `run`, and ends with one line if it fails: a broken file can raise anything."""
     try:
-        return run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run()
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         line = (reason.strip().splitlines() or [type(error).__name__])[0]
