@@ -1,4 +1,4 @@
-//! A step by candle's own operations, for devices that have no kernels here: Metal above all.
+//! Runs a step in candle's own operations, on devices that have no kernels here: Metal above all.
 //!
 //! Rows are `[rows, C]` and channels `[C]`, in the dtype of the sums, without a graph. Each
 //! equation takes a few of candle's operations, so this device is many times slower than kernels.
@@ -27,9 +27,9 @@ pub(crate) struct ComposedStep {
 
 /// What the rows of a training forward add up to.
 struct ForwardSums {
-    /// ψ_B² and Γ are of kept rows.
+    /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
     kept: RowSum,
-    /// Where Γ is of all rows, padded ones included.
+    /// Over all rows, padded ones included, for Γ under recipe Fairseq.
     all: Option<RowSum>,
 }
 

@@ -1,7 +1,7 @@
 //! Why a layer could not be built or a call could not run.
 //!
 //! candle keeps the text of an error and not its type, so this type stays inside the crate. A text
-//! says what was expected, what came, and what to do where that does not follow.
+//! says what was expected and what came, and if that is not enough, what to do.
 
 use candle::{DType, DeviceLocation, Shape};
 
@@ -141,8 +141,9 @@ pub(crate) enum Error {
     NotOneStep { before: usize, after: usize },
 
     // Ranks
-    /// Another rank did not come to a sum, because its call failed. Later on a GPU: a sum failed,
-    /// and with it a step whose backward is called again.
+    /// Another rank did not come to a sum, because its call failed. On a GPU ranks tell each other
+    /// only before they have compared their layers. Later it means that a sum failed on this rank,
+    /// and that the backward of its step was called again.
     #[error(
         "power_norm: expected every rank to take part in a sum, got a rank whose call failed: \
          look for its error there, and go on with the next step on all ranks"

@@ -60,7 +60,7 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
     PowerNorm::from_parts(affine, state, trainable)
 }
 
-/// The dtype of the statistics of a layer whose parameters, or whose builder, have this one.
+/// The dtype of a layer's statistics. The layer is built from `name`, which has the dtype `dtype`.
 fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F64 => Ok(DType::F64),
@@ -166,8 +166,8 @@ impl PowerNorm {
     /// layer it is `Tensor::ones`. ν and the step count start at 0, so training starts with a
     /// warm-up, which forgets `running_phi`.
     ///
-    /// The layer starts in training if `weight` is a variable, else in evaluation. It moves
-    /// `running_phi` itself if that is a variable, else a copy.
+    /// The layer starts in training if `weight` is a variable, else in evaluation. Training updates
+    /// `running_phi` in place if it is a variable, else a copy.
     ///
     /// # Shapes
     ///
@@ -456,7 +456,7 @@ impl PowerNorm {
         self.state.reset()
     }
 
-    /// What the layer was built with.
+    /// The configuration that the layer was built with.
     pub fn config(&self) -> &PowerNormConfig {
         self.state.config()
     }

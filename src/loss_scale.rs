@@ -13,8 +13,8 @@ use std::sync::Arc;
 /// ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale)) keeps ν in the units of `L`:
 /// its gradient is `(g − S ν X̂)/D`, and ν takes `Λ/S`. A change of S then changes nothing.
 ///
-/// Clones share the number. A backward uses the number that is set when it runs, so set it before
-/// the loss is scaled, and not between that and the backward:
+/// Clones share the number. A backward uses the number that is set when it runs, so change it only
+/// between steps:
 ///
 /// ```
 /// use candle::{DType, Device, Module, Tensor};
@@ -68,7 +68,7 @@ impl LossScale {
     ///
     /// `scale` is not positive and finite in `F32`, or its inverse is not. The number then stays.
     pub fn set(&self, scale: f64) -> Result<()> {
-        // Sums are taken in f32 as a rule, which must hold it and its inverse.
+        // Sums are in f32 as a rule, and f32 must hold the number and its inverse.
         let single = scale as f32;
         if !(single > 0. && single.is_finite() && single.recip().is_finite()) {
             return Err(Error::LossScale(scale).into());
@@ -84,7 +84,7 @@ impl LossScale {
 }
 
 impl Default for LossScale {
-    /// 1: no scale.
+    /// The number 1, which scales nothing.
     fn default() -> Self {
         Self(Arc::new(AtomicU64::new(1f64.to_bits())))
     }

@@ -82,7 +82,7 @@ impl Mode {
     /// - Under [`Recipe::Paper`](crate::Recipe::Paper), a channel whose mean is not finite keeps
     ///   its old value. If that happens in the first batch, the value from before the scope takes
     ///   that batch's share.
-    /// - On a GPU, a batch without a kept row does count, and the same happens to all its channels.
+    /// - On a GPU, a batch without a kept row does count. All channels keep their old value in it.
     /// - A scope inside another one starts a new mean, and so does the return to the outer one. A
     ///   clone of the layer that follows another `Mode` does the same.
     /// - Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),

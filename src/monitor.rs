@@ -25,7 +25,7 @@ pub struct Snapshot {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct StepStatistics {
-    /// ψ_B², the mean of X̃² over the batch. PN divides by ψ² in its place.
+    /// ψ_B², the mean of X̃² over the batch. PN divides by the root of ψ² instead.
     pub batch_phi: Tensor,
     /// Γ, the mean of X̂² over the batch. Where `(1−α_b) Γ > 1`, Assumption 10 of the paper does
     /// not hold, and [`Recipe::Paper`](crate::Recipe::Paper) clamps the factor of ν.
@@ -61,7 +61,7 @@ impl PowerNorm {
     ///   finite, looks like one with `ψ_B² = ψ²` and `Λ = Γ ν`.
     /// - The same holds on a GPU for a batch with no kept row.
     /// - Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) with a mask, Γ and Λ run over padded
-    ///   rows too. These two are then not what the step had.
+    ///   rows too, so `gamma` and `lambda` are then wrong.
     ///
     /// # Errors
     ///
@@ -84,7 +84,7 @@ impl PowerNorm {
     /// norm.forward(&xs)?.sqr()?.mean_all()?.backward()?;
     /// let step = norm.step_since(&before)?;
     ///
-    /// // A batch is not far from the running statistic where Γ is near 1.
+    /// // Where Γ is near 1, the batch's statistic is near the one that normalized it.
     /// println!("largest Γ: {}", step.gamma.max(0)?);
     /// # assert!((step.gamma.max(0)?.to_scalar::<f64>()? - 1.).abs() < 1e-4);
     /// # Ok(()) }
