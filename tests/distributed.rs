@@ -55,8 +55,8 @@ fn a_communicator_that_gives_back_less_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Ranks without a communicator, as in the paper's runs: each keeps its own statistics, and the
-/// parameters' gradients alone are averaged.
+/// Ranks without a communicator: each keeps its own statistics, and only the gradients of parameters
+/// are averaged.
 struct Apart {
     layers: Vec<(PowerNorm, VarMap)>,
 }
@@ -109,8 +109,8 @@ impl Apart {
     }
 }
 
-/// The guide says which rank's statistics to save: any rank's will do, and the mean of all ranks is
-/// that of the whole batch.
+/// The guide says which rank's statistics to save. Any rank's will do, and the mean of all ranks' ψ²
+/// is the ψ² of the whole batch.
 #[test]
 fn ranks_that_do_not_share_statistics() -> Result<()> {
     let apart = Apart::new();
@@ -131,8 +131,8 @@ fn ranks_that_do_not_share_statistics() -> Result<()> {
     for (layer, _) in &apart.layers {
         assert_eq!(layer.steps()?, 30);
         let (own, of_all) = (to_f64(&layer.running_phi()?), to_f64(&whole.running_phi()?));
-        // Each is off by sampling alone: ψ² averages some (1+α)/(1−α) = 19 shards of 20 rows, of
-        // squares whose deviation is at most that of their mean. Six deviations of that.
+        // Each rank is off by sampling only. ψ² averages some (1+α)/(1−α) = 19 shards of 20 rows,
+        // and the squares of a row deviate by about their mean. Six deviations are allowed.
         let noise = 6. / (19f64 * (ROWS / RANKS) as f64).sqrt();
         for (own, of_all) in own.iter().zip(&of_all) {
             assert!(own != of_all && (own - of_all).abs() < noise * of_all);
