@@ -55,8 +55,8 @@ fn a_communicator_that_gives_back_less_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Ranks without a communicator: each keeps its own statistics, and only the gradients of parameters
-/// are averaged.
+/// Ranks without a communicator: each keeps its own statistics, and only the gradients of
+/// parameters are averaged.
 struct Apart {
     layers: Vec<(PowerNorm, VarMap)>,
 }
@@ -109,8 +109,8 @@ impl Apart {
     }
 }
 
-/// The guide says which rank's statistics to save. Any rank's will do, and the mean of all ranks' ψ²
-/// is the ψ² of the whole batch.
+/// The guide says which rank's statistics to save. Any rank's will do, and the mean of all ranks'
+/// ψ² is the ψ² of the whole batch.
 #[test]
 fn ranks_that_do_not_share_statistics() -> Result<()> {
     let apart = Apart::new();
