@@ -12,7 +12,8 @@ fn kernels() {
     let out_dir = std::env::var("OUT_DIR").expect("cargo sets OUT_DIR");
     let ptx = cudaforge::KernelBuilder::new()
         .source_files(["kernels/power_norm.cu"])
-        // Headers too: cargo runs this file again, and the compiler's cache is stale, when one changes.
+        // Headers too: cargo runs this file again, and the compiler's cache is stale, when one
+        // changes.
         .watch(["kernels"])
         .arg("-std=c++17")
         .arg("-O3")

@@ -1,6 +1,6 @@
 //! Trains a small transformer on the characters of a text, once with PowerNorm and once with
 //! LayerNorm, from the same weights and on the same batches. Prints the loss of both on a part of
-//! the text that they did not see, and what each makes up.
+//! the text that they did not see, and a text that each makes up.
 //!
 //! ```text
 //! cargo run --release --example char_lm
@@ -20,7 +20,7 @@ use rand::distr::{weighted::WeightedIndex, Distribution};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::{collections::BTreeSet, fs, path::PathBuf, time::Instant};
 
-/// Under glibc's allocator, large blocks come back as page faults: almost a third of a step.
+/// With glibc's allocator, page faults on large blocks take almost a third of a step.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -30,7 +30,7 @@ const WIDTH: usize = 128;
 const CONTEXT: usize = 64;
 const BATCH: usize = 12;
 
-/// What there is to read without `--text`.
+/// The text to learn without `--text`.
 const SOURCES: &str = concat!(
     include_str!("../README.md"),
     include_str!("../src/layer.rs"),

@@ -1,6 +1,6 @@
-//! The one-line swap: a model with candle's LayerNorm, the same with PowerNorm, and which of their
-//! variables training reaches. candle's fused LayerNorm records no backward, so all that lies
-//! upstream of one stands still, and nothing says so.
+//! The one-line swap. This program builds a model with candle's LayerNorm and the same model with
+//! PowerNorm, and prints which of their variables get a gradient. candle's fused LayerNorm records
+//! no backward, so nothing upstream of it trains, and no error says so.
 
 use candle::{DType, Device, Module, Result, Tensor};
 use candle_nn::{layer_norm, linear, loss, seq, Activation, Sequential, VarBuilder, VarMap};

@@ -5,12 +5,13 @@
     venv/bin/python examples/torch_checkpoint.py to-candle checkpoint_best.pt model.safetensors
     venv/bin/python examples/torch_checkpoint.py to-torch model.safetensors model.pt
 
-`to-candle` reads what `torch.save` of any version wrote: a state dict, or a dictionary with one under "model", as
-fairseq's are. It imports nothing that the file names, so it needs neither fairseq nor trust in the file. Its output
-is for `VarMap::load`, with the model built before, or for a `VarBuilder` over safetensors.
+`to-candle` reads what `torch.save` of any version wrote: a state dict, or a dictionary with one
+under "model", as fairseq's checkpoints are. It imports nothing that the file names, so it needs
+neither fairseq nor trust in the file. Its output is for `VarMap::load`, once the model is built, or
+for a `VarBuilder` over safetensors.
 
-`to-torch` reads what `VarMap::save` wrote, and writes the state dict that `load_state_dict` of a model with the released
-MaskPowerNorm takes, by name and shape. fairseq wants it among the rest of a checkpoint of its own:
+`to-torch` reads what `VarMap::save` wrote. It writes the state dict that a model with the released
+MaskPowerNorm takes in `load_state_dict`. fairseq wants it inside a checkpoint of its own:
 
     checkpoint = torch.load("checkpoint_best.pt", weights_only=False)
     checkpoint["model"] = torch.load("model.pt")
@@ -20,6 +21,7 @@ MaskPowerNorm takes, by name and shape. fairseq wants it among the rest of a che
 import argparse
 import pickle
 import sys
+import warnings
 from types import SimpleNamespace
 
 import torch
@@ -27,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 
 class Inert:
-    """In place of an object that is no tensor, such as fairseq's arguments and meters."""
+    """Replaces an object that is no tensor, such as fairseq's arguments and meters."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -37,7 +39,8 @@ class Inert:
 
 
 class TensorUnpickler(pickle.Unpickler):
-    """Makes tensors and the dictionaries they are in; of all else a file may name, nothing is imported or called."""
+    """Makes tensors and the dictionaries they are in. It imports and calls nothing else that a file
+    may name."""
 
     TRUSTED = {
         ("collections", "OrderedDict"),
@@ -66,9 +69,13 @@ def read_checkpoint(path):
         checkpoint = checkpoint["model"]
     tensors = {}
     if isinstance(checkpoint, dict):
-        tensors = {name: value.detach() for name, value in checkpoint.items() if isinstance(value, torch.Tensor)}
+        tensors = {
+            name: value.detach()
+            for name, value in checkpoint.items()
+            if isinstance(value, torch.Tensor)
+        }
     if not tensors:
-        sys.exit(f"{path}: expected a state dict, or one under 'model', got no tensors")
+        raise ValueError("no tensors")
     return tensors
 
 
@@ -82,30 +89,49 @@ def to_candle(tensors):
     for name, tensor in tensors.items():
         if is_statistic(name):
             tensor = tensor.flatten()
-            # The layer keeps moving averages in single precision, in a half-precision model too.
+            # The layer keeps moving averages in single precision, also in a half-precision model.
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 tensor = tensor.float()
-        # safetensors has neither strides nor tensors that share memory, as tied embeddings do.
+        # safetensors has no strides and no shared memory, which tied embeddings have.
         converted[name] = tensor.clone(memory_format=torch.contiguous_format)
     return converted
 
 
 def to_torch(tensors):
     return {
-        name: tensor.reshape(1, -1, 1, 1) if is_statistic(name) else tensor for name, tensor in tensors.items()
+        name: tensor.reshape(1, -1, 1, 1) if is_statistic(name) else tensor
+        for name, tensor in tensors.items()
     }
 
 
+def or_exit(path, expected, run):
+    """Runs `run`, and ends with one line if it fails: a broken file can raise anything."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run()
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        line = (reason.strip().splitlines() or [type(error).__name__])[0]
+        sys.exit(f"{path}: expected {expected}, got {line}")
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("direction", choices=["to-candle", "to-torch"])
     parser.add_argument("source")
     parser.add_argument("target")
     args = parser.parse_args()
     if args.direction == "to-candle":
-        save_file(to_candle(read_checkpoint(args.source)), args.target)
+        expected = "a state dict of torch.save, or a dictionary with one under 'model'"
+        tensors = or_exit(args.source, expected, lambda: to_candle(read_checkpoint(args.source)))
+        or_exit(args.target, "a file to write", lambda: save_file(tensors, args.target))
     else:
-        torch.save(to_torch(load_file(args.source)), args.target)
+        expected = "a safetensors file of VarMap::save"
+        tensors = or_exit(args.source, expected, lambda: to_torch(load_file(args.source)))
+        or_exit(args.target, "a file to write", lambda: torch.save(tensors, args.target))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-//! A step by candle's own operations, for devices that have no kernels here: Metal above all.
+//! Runs a step in candle's own operations, on devices that have no kernels here: Metal above all.
 //!
 //! Rows are `[rows, C]` and channels `[C]`, in the dtype of the sums, without a graph. Each
-//! equation is a few operations of candle's, so this is many times slower than kernels are. The
-//! host waits for the device only where it needs a number: to count the rows of a mask, and to hand
-//! sums out.
+//! equation takes a few of candle's operations, so this device is many times slower than kernels.
+//! The host waits for the device only where it needs a number: to count the rows of a mask, and to
+//! hand sums out.
 
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use crate::op::device::{
@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 /// A forward, and what it leaves.
 pub(crate) struct ComposedStep {
     setting: Setting,
-    /// 1/D by ψ² before the step, `[C]`; there from the forward on.
+    /// 1/D by ψ² before the step, `[C]`. The forward sets it.
     running_inv_rms: Option<Tensor>,
     /// What this process's rows add up to, in training.
     own: Option<ForwardSums>,
@@ -27,9 +27,9 @@ pub(crate) struct ComposedStep {
 
 /// What the rows of a training forward add up to.
 struct ForwardSums {
-    /// ψ_B² and Γ are of kept rows.
+    /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
     kept: RowSum,
-    /// Where Γ is of all rows, padded ones included.
+    /// Over all rows, padded ones included, for Γ under recipe Fairseq.
     all: Option<RowSum>,
 }
 
@@ -146,8 +146,7 @@ fn factors(x: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
     let x = x.reshape((rows, groups, cols / groups))?;
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
     let factors = inverse_root(&squares, eps)?;
-    // Where squares overflow, they are taken of x over its largest magnitude, beside which ε is
-    // nothing.
+    // If squares overflow, x is first divided by its largest magnitude. ε is nothing beside that.
     let largest = x.abs()?.max_keepdim(D::Minus1)?;
     let root = x.broadcast_div(&largest)?.sqr()?.mean_keepdim(D::Minus1)?;
     let of_huge = (root.sqrt()? * largest)?.recip()?;
@@ -188,7 +187,7 @@ impl ComposedStep {
         self.statistics.get()?.as_ref()
     }
 
-    /// Whether this is a training step with a kept row, as far as is known.
+    /// Whether this is a training step with a kept row, or may turn out to be one.
     fn may_be_step(&self) -> bool {
         self.setting.kind.is_training() && self.statistics.get().is_none_or(Option::is_some)
     }
@@ -227,7 +226,7 @@ impl ComposedStep {
                 })
             }
         };
-        // The first to come to it knows as much as any other.
+        // If another backward was faster, it set the same values.
         let _ = self.statistics.set(statistics);
         Ok(())
     }
@@ -322,7 +321,7 @@ impl DeviceStep for ComposedStep {
             for shares in [step.cumulative, step.moving].into_iter().flatten() {
                 let of_batch = (&batch.batch_phi * shares.new)?;
                 new = match shares.old {
-                    // What is left out may be anything.
+                    // The old ψ² does not count here, and may be NaN.
                     0. => of_batch,
                     share => ((new * share)? + of_batch)?,
                 };
@@ -497,7 +496,7 @@ impl DeviceBackward for ComposedBackward<'_> {
         };
         let old = channels(ema_gz, &decay)?;
         let new = ((decay * old)? + (lambda * self.inputs.loss_scale.recip())?)?;
-        // Γ too: the clamp would turn an infinite one into a finite factor.
+        // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
         self.step.set(ema_gz, &new, Some(&batch.gamma))
     }
 
@@ -507,7 +506,7 @@ impl DeviceBackward for ComposedBackward<'_> {
 }
 
 impl ForwardSums {
-    /// As they are handed out.
+    /// The sums in the form in which they are handed out.
     fn numbers(&self) -> Result<Tensor> {
         let mut numbers = vec![];
         for sum in [&self.kept].into_iter().chain(&self.all) {
@@ -517,7 +516,7 @@ impl ForwardSums {
         Tensor::cat(&numbers, 0)
     }
 
-    /// From numbers that were taken in, for channels like `like`.
+    /// Reads sums that were taken in. Channels get the dtype and device of `like`.
     fn of_numbers(numbers: &Tensor, like: &Tensor) -> Result<Self> {
         let cols = like.elem_count();
         let sum = |start| -> Result<RowSum> {
@@ -549,8 +548,8 @@ pub(crate) fn scale_groups_bwd(x: &Tensor, dy: &Tensor, groups: usize, eps: f64)
     shaped(rows.through_factors(as_rows(dy)?)?, x)
 }
 
-/// Rows that are added up before they join a longer sum: in f32 the rounding error of a sum grows
-/// with the number of its terms.
+/// How many rows are added up before they join a longer sum. In f32 the rounding error of a sum
+/// grows with the number of its terms.
 const SUBTOTAL_ROWS: usize = 512;
 
 /// The sums of columns, `[C]`.
@@ -576,7 +575,7 @@ fn sum_rows(values: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// A number a channel, `[C]`, in the dtype and without the graph of `like`.
+/// One number for each channel, `[C]`, in the dtype of `like` and without a graph.
 fn channels(values: &Tensor, like: &Tensor) -> Result<Tensor> {
     values.detach().to_dtype(like.dtype())?.flatten_all()
 }
@@ -593,7 +592,7 @@ fn storage(tensor: &Tensor) -> Result<Storage> {
     storage.try_clone(layout)
 }
 
-/// Sums as they are handed out: not every device has f64.
+/// Sums in the form in which they are handed out. Not every device has f64, so they go to the CPU.
 fn on_host(sums: &Tensor) -> Result<Tensor> {
     sums.to_device(&Device::Cpu)?.to_dtype(DType::F64)
 }

@@ -11,12 +11,12 @@ use candle::DType;
     serde(rename_all = "snake_case")
 )]
 pub enum Statistics {
-    /// The running quadratic mean, `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`: PN, Definition 3 of the paper. Its
+    /// PN, Definition 3 of the paper: the running quadratic mean, `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`. The
     /// backward is the paper's approximation, Eq. 12, with the running correction ν.
     #[default]
     Running,
-    /// The batch's own, `D = sqrt(ψ_B² + ε)`: PN-V, Definition 1 of the paper, a warm-up without
-    /// end. Its backward is the exact gradient, Eq. 6 (under [`Recipe::Paper`]).
+    /// PN-V, Definition 1 of the paper: the batch's own quadratic mean, `D = sqrt(ψ_B² + ε)`, as in
+    /// a warm-up without end. Under [`Recipe::Paper`] the backward is the exact gradient, Eq. 6.
     Batch,
 }
 
@@ -37,7 +37,8 @@ impl ForwardKind {
     }
 }
 
-/// Which equations a training step runs where the paper and the authors' released code differ.
+/// Whose equations a training step runs: the paper's, or those of the code that its authors
+/// released.
 ///
 /// Symbols: ψ_B² the batch's mean square, `t` the step counted from 1, `T` the warm-up steps,
 /// `n` the kept rows out of `B`, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²`, `Λ = mean g X̂`.
@@ -54,27 +55,27 @@ pub enum Recipe {
     ///   `ψ² ← ψ²(t−1)/t + ψ_B²/t`.
     /// - `t > T`: `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`, `∂L/∂X̃ = (g − ν₍ₜ₋₁₎ X̂)/D`;
     ///   `ψ² ← α_f ψ² + (1−α_f) ψ_B²` (Eq. 8, 10, 12).
-    /// - always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ` (Eq. 13; the factor is clamped at 0. Where
-    ///   it is negative, ν would change sign at each step; where `Γ > 2/(1−α_b)` persists, Eq. 13
-    ///   diverges).
+    /// - Always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ`, Eq. 13 with its factor clamped at 0. A
+    ///   negative factor would change ν's sign at each step, and Eq. 13 diverges if `Γ > 2/(1−α_b)`
+    ///   persists.
     /// - A channel whose new ψ² or ν is not finite keeps the old value for that step.
     /// - Padded rows enter no sum, and their input gradient is 0.
     #[default]
     Paper,
-    /// What the authors released (`MaskPowerNorm` of sIncerass/powernorm), to continue from its
-    /// checkpoints. It departs from [`Recipe::Paper`] in this:
+    /// The code that the authors released (`MaskPowerNorm` of sIncerass/powernorm), to continue
+    /// from its checkpoints. It differs from [`Recipe::Paper`]:
     ///
-    /// - the backward always divides by the batch's `sqrt(ψ_B² + ε)`, whatever the forward used;
-    /// - ν corrects the gradient at every `t`, warm-up included;
-    /// - the cumulative mean is applied for `t < T`, and the moving average after it at every `t`;
-    /// - Γ, Λ, ∂L/∂γ and ∂L/∂β run over all `B` rows, and padded rows get an input gradient;
-    /// - there is no guard and no finite check.
+    /// - The backward always divides by the batch's `sqrt(ψ_B² + ε)`, whatever the forward used.
+    /// - ν corrects the gradient at every `t`, warm-up included.
+    /// - The cumulative mean is applied for `t < T`, and the moving average after it at every `t`.
+    /// - Γ, Λ, ∂L/∂γ and ∂L/∂β run over all `B` rows, and padded rows get an input gradient.
+    /// - There is no guard and no finite check.
     Fairseq,
 }
 
 /// Configuration of a [`PowerNorm`](crate::PowerNorm) layer.
 ///
-/// `From<f64>` sets `eps` alone, as candle's own layers do.
+/// A number converts into a configuration with that `eps`, as for candle's own layers.
 ///
 /// ```
 /// use candle_powernorm::PowerNormConfig;
@@ -85,10 +86,10 @@ pub enum Recipe {
 ///
 /// # Feature `serde`
 ///
-/// With it the configuration can be part of a model's, read from the JSON file that comes with the
-/// weights. A field that is missing has its default, and `"group_scaling": null` is `None`. A field
-/// of another name is an error: beside defaults a misspelt one would pass unnoticed. Values are
-/// checked when a layer is built, not here.
+/// With this feature the configuration can be part of a model's own, which is read from the JSON
+/// file beside the weights. A missing field has its default, and `"group_scaling": null` is `None`.
+/// An unknown field is an error, because a misspelt name would pass unnoticed. Values are checked
+/// when a layer is built.
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -122,20 +123,21 @@ pub enum Recipe {
     serde(default, deny_unknown_fields)
 )]
 pub struct PowerNormConfig {
-    /// ε, added to a mean square inside the root. Positive and finite, in the dtype of the sums
-    /// too; default 1e-5.
+    /// ε, added to each mean square inside the root. Positive and finite, also in the dtype of the
+    /// sums. Default 1e-5.
     pub eps: f64,
     /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
     /// In (0, 1); default 0.9.
     pub alpha_fwd: f64,
     /// α_b, the weight of the *old* ν in its moving average. In (0, 1); default 0.9.
     pub alpha_bwd: f64,
-    /// T, the training forwards that use the batch's statistic before the running one takes over.
-    /// Default 100. The paper ties it to the learning rate's warm-up.
+    /// T, the number of steps that use the batch's statistic before the running one takes over.
+    /// Default 100. The paper makes it as long as the learning rate's warm-up.
     pub warmup_steps: usize,
-    /// The layer-scale: each row is first divided by the root mean square of each of this many
-    /// equal groups of channels (paper, appendix A; `GroupScaling1D` in the released code).
-    /// `None` for no layer-scale. Default `Some(1)`; attention models take the number of heads.
+    /// G, the number of groups of the layer-scale, or `None` for no layer-scale. The layer-scale
+    /// first divides each of a row's G equal groups of channels by the group's root mean square
+    /// (paper, appendix A; `GroupScaling1D` in the released code). Default `Some(1)`. The released
+    /// code takes as many groups as there are attention heads.
     pub group_scaling: Option<usize>,
     /// The statistic after the warm-up. Default [`Statistics::Running`].
     pub statistics: Statistics,
@@ -145,7 +147,7 @@ pub struct PowerNormConfig {
     pub affine: bool,
 }
 
-/// A step of ψ²: first into the cumulative mean, then into the moving average.
+/// How a step moves ψ²: first by the cumulative mean, then by the moving average.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PhiStep {
     pub cumulative: Option<Shares>,
@@ -160,7 +162,7 @@ pub(crate) struct Shares {
 }
 
 impl Shares {
-    /// Those of the mean of `count` values, of which the last is new.
+    /// The weights in a mean of `count` values, of which the last is new.
     pub fn of_mean(count: usize) -> Self {
         Self {
             old: (count - 1) as f64 / count as f64,
@@ -227,7 +229,7 @@ impl PowerNormConfig {
         }
     }
 
-    /// What normalizes in training step `t`, counted from 1.
+    /// What normalizes training step `t`, counted from 1.
     pub(crate) fn kind_at(&self, t: usize) -> ForwardKind {
         match self.statistics {
             Statistics::Running if t > self.warmup_steps => ForwardKind::RunningStatistic,
@@ -235,8 +237,8 @@ impl PowerNormConfig {
         }
     }
 
-    /// Whether the input's gradient is PN-V's. That takes Λ, of the whole batch, before it gives
-    /// any row.
+    /// Whether the input's gradient is PN-V's exact one. It needs Λ of the whole batch before it
+    /// can make any row.
     pub(crate) fn is_exact(&self, kind: ForwardKind) -> bool {
         kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
     }
@@ -250,8 +252,7 @@ pub(crate) fn validate_input_dtype(dtype: DType) -> Result<(), Error> {
     }
 }
 
-/// Checks an ε where it is used, in sums of `dtype`: a value that is fine in f64 may be 0 or
-/// infinite there.
+/// Checks an ε in the dtype of the sums, where a value that is fine in f64 may be 0 or infinite.
 pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<(), Error> {
     let used = match dtype {
         DType::F64 => eps,

@@ -1,4 +1,4 @@
-//! Folding: a trained layer's multiply-add, moved into the linear layer beside it.
+//! Folding: moves a trained layer's multiply-add into the linear layer beside it.
 
 use crate::error::Error;
 use crate::group_scaling::GroupScaling;
@@ -8,37 +8,40 @@ use candle::{DType, Result, Tensor};
 use candle_nn::Linear;
 
 impl PowerNorm {
-    /// The linear layer that does in one what evaluation and then `next` do: without a layer-scale, nothing is left
-    /// of the normalization.
+    /// Folds the layer into the linear layer `next`, which reads its output.
     ///
-    /// In evaluation `Y = s ⊙ X̃ + β` with `s = γ / sqrt(ψ² + ε)`, so `W Y + b = W' X̃ + b'` with
+    /// The result does what an evaluation of this layer and then `next` do. In evaluation
+    /// `Y = s ⊙ X̃ + β` with `s = γ / sqrt(ψ² + ε)`, so `W Y + b = W' X̃ + b'` with
     ///
     /// ```text
     /// W' = W diag(s),   b' = b + W β
     /// ```
     ///
-    /// X̃ is the input itself without a layer-scale; with one it is what [`group_scaling`](Self::group_scaling) makes of
-    /// it. Where several linear layers read the normalized input, as an attention's query, key and value do, fold into
-    /// each. This layer and `next` are left as they are.
+    /// Without a layer-scale X̃ is the input itself, and nothing is left of the normalization. With
+    /// one, X̃ is the output of [`layer_scale`](Self::layer_scale). If several linear layers read
+    /// the normalized input, as an attention's query, key and value do, fold into each.
     ///
     /// # Shapes
     ///
-    /// `next` and the result map `[.., size]` to `[.., out]`. The result has a bias where `next` or this layer has one.
+    /// `next` and the result map `[.., size]` to `[.., out]`. The result has a bias if `next` or
+    /// this layer has one.
     ///
     /// # Dtypes
     ///
-    /// The result has the dtype of `next`, which need not be this layer's; its numbers are computed in `F64` and rounded
-    /// once. (The range of `F16` is short: where `s` is far from 1, W' may leave it.)
+    /// The result has the dtype of `next`, which may differ from this layer's. Its numbers are
+    /// computed in `F64` and rounded once. If `s` is far from 1, W' may leave the short range of
+    /// `F16`.
     ///
     /// # State
     ///
-    /// The result is made of the ψ², γ, β, W and b that stand, and does not follow them: they can be trained on. It is
-    /// itself for inference; no gradient passes from it to them.
+    /// The result is a copy for inference. Training this layer or `next` afterwards does not change
+    /// it, and no gradient passes from it to them.
     ///
     /// # Errors
     ///
-    /// A layer whose [`Mode`](crate::Mode) is not evaluation, a `next` whose input features are not the layer's channels or
-    /// which lives on another device.
+    /// - The layer's [`Mode`](crate::Mode) is not evaluation.
+    /// - The input features of `next` are not the layer's channels.
+    /// - `next` is on another device.
     ///
     /// # Example
     ///
@@ -56,7 +59,7 @@ impl PowerNorm {
     ///
     /// norm.mode().set_training(false);
     /// let folded = norm.fold_into(&next)?;
-    /// let scaling = norm.group_scaling().expect("the default has a layer-scale");
+    /// let scaling = norm.layer_scale().expect("the default has a layer-scale");
     ///
     /// let expected = next.forward(&norm.forward(&xs)?)?;
     /// let error = (folded.forward(&scaling.forward(&xs)?)? - expected)?.abs()?.max_all()?;
@@ -75,22 +78,24 @@ impl PowerNorm {
         linear_like(weight.broadcast_mul(&scale)?, bias, next)
     }
 
-    /// The linear layer that does in one what `previous` and then evaluation do, where the layer has no layer-scale:
-    /// [`fold_into`](Self::fold_into), of the layer before the norm.
+    /// Folds a layer without a layer-scale into the linear layer `previous`, whose output it reads.
     ///
+    /// The result does what `previous` and then an evaluation of this layer do:
     /// `s ⊙ (W X + b) + β = W' X + b'` with `s = γ / sqrt(ψ² + ε)` and
     ///
     /// ```text
     /// W' = diag(s) W,   b' = s ⊙ b + β
     /// ```
     ///
-    /// It is right where the norm alone reads what `previous` gives. Shapes, dtypes and state are as in `fold_into`,
-    /// with `previous` and the result mapping `[.., in]` to `[.., size]`.
+    /// Use it only if nothing else reads the output of `previous`. `previous` and the result map
+    /// `[.., in]` to `[.., size]`. Dtypes and state are as in [`fold_into`](Self::fold_into).
     ///
     /// # Errors
     ///
-    /// A layer with a layer-scale, which would stand between the two; one whose [`Mode`](crate::Mode) is not evaluation; a
-    /// `previous` whose output features are not the layer's channels or which lives on another device.
+    /// - The layer has a layer-scale, which would stand between the two.
+    /// - Its [`Mode`](crate::Mode) is not evaluation.
+    /// - The output features of `previous` are not the layer's channels.
+    /// - `previous` is on another device.
     pub fn fold_into_previous(&self, previous: &Linear) -> Result<Linear> {
         if let Some(groups) = self.config().group_scaling {
             return Err(Error::FoldThroughLayerScale { groups }.into());
@@ -105,9 +110,9 @@ impl PowerNorm {
         linear_like(weight, add_biases(scaled, shift)?, previous)
     }
 
-    /// The layer-scale that is left of the layer once it is [folded](Self::fold_into) into the linear layers after it;
-    /// `None` for a layer without one.
-    pub fn group_scaling(&self) -> Option<GroupScaling> {
+    /// The layer-scale, which is what is left of the layer once it is
+    /// [folded](Self::fold_into) into the linear layers after it; `None` for a layer without one.
+    pub fn layer_scale(&self) -> Option<GroupScaling> {
         let config = self.config();
         config.group_scaling.map(|groups| GroupScaling {
             groups,
@@ -115,7 +120,8 @@ impl PowerNorm {
         })
     }
 
-    /// γ / sqrt(ψ² + ε) and β, exact, for the linear layer `name` of this weight, whose `side` has `features`.
+    /// γ / sqrt(ψ² + ε) and β in f64, once the linear layer `name` is checked: it has this weight,
+    /// and `features` on the `side` that meets the layer.
     fn multiply_add(
         &self,
         name: &'static str,
@@ -147,12 +153,12 @@ impl PowerNorm {
     }
 }
 
-/// The tensor's values in a dtype that holds those of any other: a copy, which does not follow a variable.
+/// A copy of the tensor in f64, which holds the values of every other dtype.
 fn to_f64(tensor: &Tensor) -> Result<Tensor> {
     tensor.detach().copy()?.to_dtype(DType::F64)
 }
 
-/// The sum of two biases, where there are two.
+/// The sum of two biases, or the one that there is.
 fn add_biases(left: Option<Tensor>, right: Option<Tensor>) -> Result<Option<Tensor>> {
     match (left, right) {
         (Some(left), Some(right)) => (left + right).map(Some),

@@ -6,18 +6,18 @@ use crate::op;
 use crate::op::device::sums_dtype;
 use candle::{DType, Module, Result, Tensor};
 
-/// The layer-scale without the layer: each group of a row's channels divided by its root mean
-/// square.
+/// The layer-scale as a layer of its own: divides each group of a row's channels by the group's
+/// root mean square.
 ///
-/// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` (Shen et al., appendix A; `GroupScaling1D` in the
-/// released code), in each row, over G equal groups of adjacent channels. It has no parameters and
-/// no state. It is what is left of a [`PowerNorm`](crate::PowerNorm) that was
-/// [folded](crate::PowerNorm::fold_into) into the linear layers after it.
+/// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` in each row, over G equal groups of adjacent
+/// channels (Shen et al., appendix A; `GroupScaling1D` in the released code). It has no parameters
+/// and no state. It is what is left of a [`PowerNorm`](crate::PowerNorm) after
+/// [folding](crate::PowerNorm::fold_into).
 ///
 /// # Shapes
 ///
-/// Input and output are `[.., C]`, of any rank from 1, any strides, zero-sized but for C included;
-/// G divides C.
+/// Input and output are `[.., C]`, of any rank from 1 and any strides. G divides C. There may be no
+/// rows, but C is at least 1.
 ///
 /// # Dtypes
 ///
@@ -54,7 +54,7 @@ impl GroupScaling {
     ///
     /// # Errors
     ///
-    /// No group, an `eps` that is not positive and finite.
+    /// `groups` is 0, or `eps` is not positive and finite.
     pub fn new(groups: usize, eps: f64) -> Result<Self> {
         if groups == 0 {
             return Err(Error::NoGroups.into());
@@ -72,24 +72,16 @@ impl GroupScaling {
     pub fn eps(&self) -> f64 {
         self.eps
     }
-
-    /// The scaled sum `xs + residual`, and the sum itself, as
-    /// [`PowerNorm::forward_residual`](crate::PowerNorm::forward_residual) gives them.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`forward`](Module::forward), and a `residual` of another dtype, shape or device.
-    pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let sum = (xs + residual)?;
-        Ok((self.forward(&sum)?, sum))
-    }
 }
 
 impl Module for GroupScaling {
     /// Scales `xs`, `[.., C]`.
     ///
-    /// Refused are a scalar, a C that is 0 or no multiple of the groups, a dtype that is none of
-    /// those above, and an ε that is 0 or infinite in the sums of that dtype.
+    /// # Errors
+    ///
+    /// - `xs` is a scalar, or has another dtype than those above.
+    /// - C is 0, or no multiple of the groups.
+    /// - ε is 0 or infinite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let &size = xs.dims().last().ok_or(Error::Rank)?;
         if size == 0 {

@@ -14,7 +14,8 @@ use std::sync::Arc;
 
 /// Builds a [`PowerNorm`] layer over `size` channels from the tensors of `vb`.
 ///
-/// A call like `layer_norm(512, 1e-5, vb.pp("norm"))` becomes `power_norm(512, 1e-5, vb.pp("norm"))`.
+/// The call `layer_norm(512, 1e-5, vb.pp("norm"))` becomes `power_norm(512, 1e-5, vb.pp("norm"))`.
+/// [`PowerNorm::new`] builds a layer from tensors.
 ///
 /// # Tensors
 ///
@@ -26,109 +27,96 @@ use std::sync::Arc;
 /// | `ema_gz` (ν/(1−α_b)) | `[size]` or `[1, size, 1, 1]` | as `running_phi` | 0 |
 /// | `iters` (t) | `[1]` | `I64`, on the CPU | 0 |
 ///
-/// With `affine: false` there is no `weight` and no `bias`. The buffers are in the `VarMap`, so they
-/// are saved and loaded with it; no gradient reaches them, so no optimizer moves them.
+/// With `affine: false` there is no `weight` and no `bias`. The statistics are in the `VarMap`, so
+/// they are saved and loaded with it. No gradient reaches them, so no optimizer moves them.
 ///
 /// # State
 ///
-/// A layer built on trainable variables (a `VarMap`) starts in training, one built on frozen tensors
-/// (a safetensors `VarBuilder`) in evaluation, with a state of its own that starts from those tensors.
+/// A layer built on trainable variables (a `VarMap`) starts in training. A layer built on frozen
+/// tensors (a safetensors `VarBuilder`) starts in evaluation, and its statistics are a copy.
 ///
 /// # Errors
 ///
-/// A configuration out of range, a builder whose dtype is not a float the layer computes in, a
-/// missing tensor or one of another shape, a buffer of another dtype, a tensor on another device than the layer needs it on
-/// (`iters` on the CPU, the others together).
+/// - A configuration is out of range.
+/// - The builder's dtype is not a float that the layer computes in.
+/// - A tensor is missing, or has another shape or dtype.
+/// - A tensor is on another device. `iters` must be on the CPU, and the others together.
 pub fn power_norm<C: Into<PowerNormConfig>>(
     size: usize,
     config: C,
     vb: VarBuilder,
 ) -> Result<PowerNorm> {
     let config = config.into();
-    let state_dtype = match vb.dtype() {
-        DType::F64 => DType::F64,
-        DType::F32 | DType::F16 | DType::BF16 => DType::F32,
-        other => return Err(Error::BuilderDType(other).into()),
+    let dtype = state_dtype("a builder", vb.dtype())?;
+    config.validate(size, dtype)?;
+    let affine = match config.affine {
+        true => Some((
+            vb.get_with_hints(size, "weight", Init::Const(1.))?,
+            vb.get_with_hints(size, "bias", Init::Const(0.))?,
+        )),
+        false => None,
     };
-    config.validate(size, state_dtype)?;
-    let (weight, bias) = if config.affine {
-        (
-            Some(vb.get_with_hints(size, "weight", Init::Const(1.))?),
-            Some(vb.get_with_hints(size, "bias", Init::Const(0.))?),
-        )
-    } else {
-        (None, None)
-    };
-    let (state, trainable) = State::new(size, config, state_dtype, vb)?;
-    // A `VarMap` hands out what it holds, wherever that is.
-    for (name, parameter) in [("weight", &weight), ("bias", &bias)] {
-        if let Some(parameter) = parameter {
-            same_device(name, parameter, state.device())?;
-        }
-    }
-    Ok(PowerNorm {
-        size,
-        weight,
-        bias,
-        state: Arc::new(state),
-        mode: if trainable {
-            Mode::train()
-        } else {
-            Mode::eval()
-        },
-        loss_scale: LossScale::default(),
-        ranks: LayerRanks::default(),
-    })
+    let (state, trainable) = State::from_builder(size, config, dtype, vb)?;
+    PowerNorm::from_parts(affine, state, trainable)
 }
 
-/// PowerNorm: each channel divided by a running quadratic mean of its own past.
+/// The dtype of a layer's statistics. The layer is built from `name`, which has the dtype `dtype`.
+fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F64 => Ok(DType::F64),
+        DType::F32 | DType::F16 | DType::BF16 => Ok(DType::F32),
+        got => Err(Error::LayerDType { name, got }.into()),
+    }
+}
+
+/// PowerNorm: divides each channel by a running quadratic mean of its past.
 ///
 /// `Y = γ ⊙ X̃ / sqrt(ψ² + ε) + β` (Shen et al., "PowerNorm: Rethinking Batch Normalization in
-/// Transformers", ICML 2020, Eq. 8 and 9), where `X̃` is the input, divided row by row by its groups'
-/// root mean square if the layer has a layer-scale ([`PowerNormConfig::group_scaling`]), and ψ² is the
-/// running mean of `X̃²` over tokens. [`Recipe`](crate::Recipe) has the equations of a training step.
+/// Transformers", ICML 2020, Eq. 8 and 9). ψ² is the running mean of `X̃²` over tokens. `X̃` is the
+/// input after the layer-scale, which divides each row by the root mean square of its groups
+/// ([`PowerNormConfig::group_scaling`]). Without a layer-scale `X̃` is the input itself.
+/// [`Recipe`](crate::Recipe) has the equations of a training step.
 ///
 /// # Shapes
 ///
-/// Input and output are `[.., size]`, of any rank from 1, any strides, zero-sized included; all
-/// dimensions but the last together are the rows (tokens) that statistics run over.
+/// Input and output are `[.., size]`, of any rank from 1 and any strides. They may be empty. All
+/// dimensions but the last are rows (tokens), and statistics run over rows.
 ///
 /// # Dtypes
 ///
-/// Inputs are `F32`, `F64`, `F16` or `BF16`; weight and bias have the input's dtype or `F32`; the
-/// output has the input's. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on store.
+/// Inputs are `F32`, `F64`, `F16` or `BF16`. Weight and bias have the input's dtype or `F32`, and
+/// the output has the input's. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on
+/// store.
 ///
 /// # State
 ///
-/// - A forward in training updates ψ² and counts a step, whether or not a backward follows. Two
-///   forwards before a backward (a layer used twice in a model) are two steps.
-/// - A backward through a training forward updates ν once for each time it runs: two calls of
-///   `backward()` on one graph are two updates. It uses the ν and the weight that stand when it runs, and
-///   the statistics of its own forward.
-/// - A forward without rows, or with every row masked, updates nothing: it is an evaluation. On a GPU, whose
-///   mask the host does not wait for, a forward with every row masked counts as a step all the same (and among
-///   the first of a warm-up leaves the fresh ψ² = 1 a share in the mean).
-/// - Evaluation changes nothing, and a call that fails changes nothing. (Over [ranks](Self::with_ranks) a training forward takes
-///   the step that waits for it first.)
-/// - The lock of the state makes each update whole, and none is lost. Concurrent forwards do not wait for
-///   each other's rows: each normalizes by the ψ², and the `t`, that stand when it begins. (On a GPU candle
-///   gives each thread a stream of its own, between which the device must be synchronized.)
+/// - A training forward updates ψ² and counts a step, whether or not a backward follows. A layer
+///   that a model uses twice takes two steps.
+/// - A backward through a training forward updates ν. A second `backward()` on the same graph
+///   updates ν again. A backward uses the current ν and weight, and the statistics of its forward.
+/// - A training forward without rows, or with every row masked, is an evaluation and updates
+///   nothing. On a GPU the host does not know the mask, so a fully masked batch still counts as a
+///   step ([what follows](crate::guide::gpu)).
+/// - An evaluation changes nothing, and neither does a call that fails. Over
+///   [ranks](Self::with_ranks), a training forward first applies the pending step.
+/// - Clones share parameters, state, mode, loss scale and ranks. They may be used from several
+///   threads: a lock makes each update whole, and no forward waits for another one's rows. Each
+///   forward normalizes by the ψ² and `t` from when it began. On a GPU, candle gives each thread
+///   its own stream, so synchronize the device between threads.
 ///
-/// Share a layer by cloning it: two layers built on one path of a `VarMap` share their variables, but
-/// not the lock.
+/// Share a layer by cloning it. Two layers built on one path of a `VarMap` share their variables
+/// but not the lock.
 ///
-/// ν is in the units of the gradient, so it carries the scale of the loss. A run that changes that scale, as
-/// mixed-precision training does, would change the meaning of the ν it has: give the layer a [`LossScale`].
+/// ν has the units of the gradient, so it carries the scale of the loss. If mixed-precision
+/// training changes that scale, give the layer a [`LossScale`].
 ///
 /// # Gradients
 ///
-/// Weight, bias and layer-scale gradients are exact in all modes. The input's gradient is exact in
-/// evaluation, and in training while the batch's statistic normalizes
-/// ([`Recipe::Paper`](crate::Recipe::Paper): warm-up, or
-/// [`Statistics::Batch`](crate::Statistics::Batch)); afterwards it is the paper's approximation, which
-/// replaces the batch mean Λ by its running estimate ν.
-///
-/// A clone shares parameters, state, mode, loss scale and ranks.
+/// The gradients of weight and bias are exact in every mode. The input's gradient is exact in
+/// evaluation. It is also exact in training while the batch's statistic normalizes, under
+/// [`Recipe::Paper`](crate::Recipe::Paper): during the warm-up, and with
+/// [`Statistics::Batch`](crate::Statistics::Batch). After the warm-up it is the paper's
+/// approximation, which replaces the batch mean Λ by its running estimate ν.
 ///
 /// # Example
 ///
@@ -164,24 +152,110 @@ pub struct PowerNorm {
 }
 
 impl Module for PowerNorm {
-    /// Normalizes `xs`, `[.., size]`, in training or evaluation as the layer's [`Mode`] says.
+    /// Normalizes `xs`, `[.., size]`. The layer's [`Mode`] says whether this is training or
+    /// evaluation.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.forward_for(xs, self.mode.purpose())
     }
 }
 
 impl PowerNorm {
-    /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. The layer's
-    /// [`Mode`] is not consulted.
+    /// A layer made of these tensors, as [`LayerNorm::new`](candle_nn::LayerNorm::new) makes one.
     ///
-    /// On a `PowerNorm` this method is what `layer.forward_t(..)` calls. Generic code that takes a
-    /// [`ModuleT`] gets candle's blanket implementation instead, which drops `train`: hand it a
-    /// [`PowerNormT`].
+    /// `running_phi` is ψ². A trained layer has learned it, and a checkpoint stores it. For a fresh
+    /// layer it is `Tensor::ones`. ν and the step count start at 0, so training starts with a
+    /// warm-up, which forgets `running_phi`.
+    ///
+    /// The layer starts in training if `weight` is a variable, else in evaluation. Training updates
+    /// `running_phi` in place if it is a variable, else a copy.
+    ///
+    /// # Shapes
+    ///
+    /// All three are `[size]`.
+    ///
+    /// # Dtypes
+    ///
+    /// `weight` and `bias` have the dtype of the inputs or `F32`. `running_phi` is `F32`, or `F64`
+    /// if `weight` is.
     ///
     /// # Errors
     ///
-    /// A scalar, a last dimension other than `size`, a dtype or device that does not fit: see
-    /// [`Error`]. A refused call leaves the state as it was.
+    /// A configuration is out of range or has `affine: false`. A tensor has another shape, dtype or
+    /// device.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{Device, Module, Tensor};
+    /// use candle_powernorm::PowerNorm;
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let [weight, bias, running_phi] = [[2f32, 2.], [0., 1.], [4., 9.]];
+    /// let tensor = |values: [f32; 2]| Tensor::new(&values, &Device::Cpu);
+    /// let config = candle_powernorm::PowerNormConfig { group_scaling: None, ..1e-12.into() };
+    /// let norm = PowerNorm::new(tensor(weight)?, tensor(bias)?, tensor(running_phi)?, config)?;
+    /// let ys = norm.forward(&Tensor::new(&[[2f32, 3.]], &Device::Cpu)?)?;
+    /// assert_eq!(ys.to_vec2::<f32>()?, [[2., 3.]]); // 2 · 2/√4 + 0, 2 · 3/√9 + 1
+    /// # Ok(()) }
+    /// ```
+    pub fn new<C: Into<PowerNormConfig>>(
+        weight: Tensor,
+        bias: Tensor,
+        running_phi: Tensor,
+        config: C,
+    ) -> Result<Self> {
+        let config = config.into();
+        if !config.affine {
+            return Err(Error::NotAffine.into());
+        }
+        let size = weight.dims1()?;
+        let dtype = state_dtype("a weight", weight.dtype())?;
+        config.validate(size, dtype)?;
+        for (name, tensor) in [("bias", &bias), ("running_phi", &running_phi)] {
+            if tensor.dims() != [size] {
+                let got = tensor.shape().clone();
+                return Err(Error::ChannelShape { name, size, got }.into());
+            }
+        }
+        let ema_gz = running_phi.detach().zeros_like()?;
+        let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
+        let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters])?;
+        let trainable = weight.is_variable();
+        Self::from_parts(Some((weight, bias)), state, trainable)
+    }
+
+    fn from_parts(affine: Option<(Tensor, Tensor)>, state: State, trainable: bool) -> Result<Self> {
+        let (weight, bias) = affine.unzip();
+        for (name, parameter) in [("weight", &weight), ("bias", &bias)] {
+            if let Some(parameter) = parameter {
+                same_device(name, parameter, state.device())?;
+            }
+        }
+        Ok(Self {
+            size: state.size(),
+            weight,
+            bias,
+            state: Arc::new(state),
+            mode: match trainable {
+                true => Mode::train(),
+                false => Mode::eval(),
+            },
+            loss_scale: LossScale::default(),
+            ranks: LayerRanks::default(),
+        })
+    }
+
+    /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. It ignores the
+    /// layer's [`Mode`].
+    ///
+    /// On a `PowerNorm`, `layer.forward_t(..)` calls this method. Generic code that takes a
+    /// [`ModuleT`] calls candle's blanket implementation instead, which drops `train`. Hand such
+    /// code a [`PowerNormT`].
+    ///
+    /// # Errors
+    ///
+    /// The input is a scalar, its last dimension is not `size`, or its dtype or device does not
+    /// fit. A refused call leaves the state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         let purpose = if train {
             Purpose::Training
@@ -191,19 +265,20 @@ impl PowerNorm {
         self.forward_for(xs, purpose)
     }
 
-    /// Normalizes `xs` with padding: rows whose `keep` is 0 are outside the layer.
+    /// Normalizes `xs` and leaves padding out: rows whose `keep` is 0 are outside the layer.
     ///
-    /// `keep` is `U8`, shaped as `xs` without its last dimension; 1 marks a real token (the inverse
-    /// of fairseq's padding mask). Training or evaluation follows the layer's [`Mode`].
+    /// `keep` is `U8` and has the shape of `xs` without its last dimension. 1 marks a real token,
+    /// which is the inverse of fairseq's padding mask. The layer's [`Mode`] says whether this is
+    /// training or evaluation.
     ///
-    /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) the row enters no
-    /// statistic and no parameter gradient, and its input gradient is 0: kept rows fare as if they had
-    /// been gathered, normalized and scattered back, whatever the padding holds, NaN included. Under
-    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask reaches ψ_B² alone.
+    /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) the row
+    /// enters no statistic and no parameter gradient, and its input gradient is 0, whatever it
+    /// holds, NaN included. The kept rows get what they would get without the padded ones. Under
+    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask reaches ψ_B² only.
     ///
     /// # Errors
     ///
-    /// Those of [`forward_t`](Self::forward_t), and a `keep` of another dtype, shape or device.
+    /// As in [`forward_t`](Self::forward_t), or `keep` has another dtype, shape or device.
     pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
         let request = self.request(Some(keep), self.mode.purpose());
         op::power_norm(xs, &request, || {
@@ -212,39 +287,38 @@ impl PowerNorm {
         })
     }
 
-    /// The normalization of `xs + residual`, and `xs + residual` itself: what the next layer of a transformer takes, and
-    /// its residual stream.
+    /// Normalizes `xs + residual`, and returns that together with the sum itself. In a pre-norm
+    /// transformer the next block reads the first, and the second is the residual stream.
     ///
-    /// Both are `[.., size]`, of one shape and dtype. Training or evaluation follows the layer's [`Mode`].
+    /// All four are `[.., size]`, of one shape and dtype. The layer's [`Mode`] says whether this is
+    /// training or evaluation.
     ///
-    /// It is an addition and a [`forward`](Module::forward), with the same bits, in one pass over memory; and so is the
-    /// backward, where both gradients meet: their sum is rounded once.
+    /// The outputs have the bits of an addition and a [`forward`](Module::forward), in one pass
+    /// over memory. The backward is one pass too: it adds both outputs' gradients and rounds their
+    /// sum once.
     ///
-    /// On a GPU, a backward that fails halfway leaves its gradients with the graph: another one through the same outputs, in the
-    /// same thread and from a loss that sees one of them alone, would take these for its own. Make a new forward after a failure.
+    /// On a GPU, after a backward that failed, run the forward again: a second backward could use
+    /// gradients left by the first.
     ///
     /// # Errors
     ///
-    /// Those of [`forward_t`](Self::forward_t), and a `residual` of another dtype, shape or device.
+    /// As in [`forward_t`](Self::forward_t), or `residual` has another dtype, shape or device.
     ///
     /// # Example
     ///
     /// ```
     /// use candle::{DType, Device, Module, Result, Tensor};
-    /// use candle_nn::{linear, Linear, VarBuilder, VarMap};
-    /// use candle_powernorm::{power_norm, PowerNorm};
-    ///
-    /// /// A block of a pre-norm transformer takes the normalized stream and the stream, and gives the next one's.
-    /// fn block(xs: &Tensor, stream: &Tensor, mlp: &Linear, next: &PowerNorm) -> Result<(Tensor, Tensor)> {
-    ///     next.forward_residual(&mlp.forward(xs)?, stream)
-    /// }
+    /// use candle_nn::{linear, VarBuilder, VarMap};
+    /// use candle_powernorm::power_norm;
     ///
     /// # fn main() -> Result<()> {
     /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-    /// let norm = power_norm(4, 1e-5, vb.pp("norm"))?;
+    /// let mlp = linear(4, 4, vb.pp("mlp"))?;
+    /// let [norm, next] = ["norm", "next"].map(|name| power_norm(4, 1e-5, vb.pp(name)));
     /// let stream = Tensor::randn(0f32, 1., (3, 4), &Device::Cpu)?;
-    /// let xs = norm.forward(&stream)?;
-    /// let (xs, stream) = block(&xs, &stream, &linear(4, 4, vb.pp("mlp"))?, &norm)?;
+    /// let xs = norm?.forward(&stream)?;
+    /// // The end of one block and the start of the next.
+    /// let (xs, stream) = next?.forward_residual(&mlp.forward(&xs)?, &stream)?;
     /// assert_eq!(xs.shape(), stream.shape());
     /// # Ok(()) }
     /// ```
@@ -252,8 +326,9 @@ impl PowerNorm {
         self.run_residual(xs, residual, None)
     }
 
-    /// [`forward_residual`](Self::forward_residual) with padding, as [`forward_masked`](Self::forward_masked) takes it. The
-    /// sum of a padded row is that of any other.
+    /// [`forward_residual`](Self::forward_residual) with the mask of
+    /// [`forward_masked`](Self::forward_masked). The sum of a padded row is computed too. The
+    /// layer's [`Mode`] says whether this is training or evaluation.
     ///
     /// # Errors
     ///
@@ -267,7 +342,7 @@ impl PowerNorm {
         self.run_residual(xs, residual, Some(keep))
     }
 
-    /// The same layer, following `mode` from now on.
+    /// The same layer, which follows `mode` from now on.
     pub fn with_mode(self, mode: &Mode) -> Self {
         Self {
             mode: mode.clone(),
@@ -275,7 +350,8 @@ impl PowerNorm {
         }
     }
 
-    /// The same layer, whose loss is multiplied by the number that `loss_scale` holds. Without it the number is 1.
+    /// The same layer, for a loss that is multiplied by the number in `loss_scale`. Without this
+    /// call the number is 1.
     pub fn with_loss_scale(self, loss_scale: &LossScale) -> Self {
         Self {
             loss_scale: loss_scale.clone(),
@@ -283,41 +359,60 @@ impl PowerNorm {
         }
     }
 
-    /// The same layer, on one of several ranks: ψ_B², Γ, Λ and n are sums over the rows of all of them.
+    /// The same layer, with statistics over the rows of all ranks.
     ///
-    /// So N ranks with B/N rows each have the state and the gradients of one rank with B rows, where each rank's loss is its
-    /// part of a sum; gradients of parameters are this rank's part too, for the caller to add up with the model's others.
-    /// (Where each rank's loss is a mean over its own rows, its gradients, Λ and ν are N times as large, and fit each other.)
-    /// Shards may be of different sizes, and empty. A [`LossScale`] must have one value on all ranks.
+    /// A rank is one of several processes or GPUs that train copies of one model, each on its own
+    /// shard of every batch. ψ_B², Γ, Λ and n become sums over all of them. N ranks with B/N rows
+    /// each then have the state and the gradients of one rank with B rows. Shards may differ in
+    /// size, and may be empty. [The guide](crate::guide::ranks) has the rules that follow.
     ///
-    /// All ranks make the same training forwards and backwards in the same order. While the batch's statistic normalizes,
-    /// a forward waits for the others before its output. After the warm-up none does: its sums go with Λ, in the one
-    /// exchange of its backward ([`Recipe::Fairseq`](crate::Recipe::Fairseq)'s needs them before Λ, and makes two), or, where no
-    /// backward came, before the next training forward. Until then
-    /// [`running_phi`](Self::running_phi) and [`steps`](Self::steps) are those of before the step. So save after the backward; and
-    /// load before the forward or after the backward, for what is loaded in between takes the step too if its t is the same.
-    /// Evaluation and accessors never wait.
+    /// # When ranks wait
+    ///
+    /// All ranks make the same training forwards and backwards in the same order.
+    ///
+    /// - While the batch's statistic normalizes, a forward waits for the other ranks' sums.
+    /// - After the warm-up a forward does not wait. Its sums travel with those of its backward, in
+    ///   one exchange. [`Recipe::Fairseq`](crate::Recipe::Fairseq) needs two.
+    /// - If no backward follows, they travel before the next training forward. Until then
+    ///   [`running_phi`](Self::running_phi) and [`steps`](Self::steps) return the values before the
+    ///   step.
+    /// - Evaluation and accessors never wait.
+    ///
+    /// # Gradients
+    ///
+    /// Each rank's loss is its part of one sum, and the gradients of parameters are each rank's
+    /// part. The caller adds them up, with those of the model's other parameters. If each loss is a
+    /// mean over the rank's own rows instead, its gradients, Λ and ν are N times as large, and
+    /// still fit each other.
+    ///
+    /// # Checkpoints
+    ///
+    /// Save after the backward. Load before the forward or after the backward. A state loaded in
+    /// between still receives the pending step if its step count is equal.
     ///
     /// # On a GPU
     ///
-    /// The sums are made, handed to the communicator and used on the device: with `NcclCommunicator` the host queues them and waits
-    /// for none, and "waits" above is of the GPU. Only in the first training forward of a layer does the host wait, to hear
-    /// whether the ranks fit each other: in the layer's place among others, what they sum, t, T, recipe and statistic. The count of
-    /// rows is on the GPU too, so every training forward over ranks counts as a step, one without a kept row on any rank included;
-    /// its ψ² and ν stay. candle cannot launch its own operations, which a backward comes through, on an empty tensor there: under
-    /// [`Recipe::Paper`](crate::Recipe::Paper) a rank without rows brings a padded one instead. (Under
-    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) such a row counts, in the means Γ and Λ.)
+    /// The sums stay on the device. With `NcclCommunicator` the GPU waits for the other ranks, and
+    /// the host does not. The host waits once, in a layer's first training forward, where ranks are
+    /// compared.
+    ///
+    /// Only the GPUs know how many rows there are, so every training forward over ranks counts as a
+    /// step. A step without a kept row on any rank leaves ψ² and ν as they were. candle cannot
+    /// launch its own operations on an empty tensor there, and a backward goes through some. So a
+    /// rank without rows brings one padded row instead. Under
+    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) that row counts in the means Γ and Λ.
     ///
     /// # Errors
     ///
-    /// If one rank's training forward is refused, the step fails on all ranks and is skipped. Layers that already updated ψ²
-    /// keep that update. After the warm-up it is the others' backward that fails; without backwards it is their next forward,
-    /// and the ranks are then a step apart. Ranks that sum different numbers fail in the same way. A rank that stops elsewhere
-    /// is for the engine to notice.
+    /// If one rank's training forward is refused, the step fails on all ranks and is skipped.
+    /// Layers that already updated ψ² keep that update. After the warm-up it is the other ranks'
+    /// backward that fails. Without backwards it is their next forward, and the ranks are then a
+    /// step apart. Ranks that sum different numbers fail in the same way.
     ///
-    /// On a GPU ranks are compared once, in a layer's first training forward. Later mismatches go unnoticed: the host would have
-    /// to wait at each sum to hear of the others. A rank whose call fails otherwise, as for want of memory, leaves the others
-    /// waiting in their sum. Of ranks that come to differ, the engine makes what it can: NCCL hangs or sums wrongly.
+    /// On a GPU, ranks are compared once, in a layer's first training forward. Later mismatches go
+    /// unnoticed, because the host would have to wait at each sum to hear of them. A rank whose
+    /// call fails later, for want of memory say, leaves the others waiting in their sum. If ranks
+    /// come to differ, NCCL hangs or sums what does not belong together.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
             ranks: LayerRanks::join(ranks),
@@ -325,7 +420,7 @@ impl PowerNorm {
         }
     }
 
-    /// The switch that every forward but [`forward_t`](Self::forward_t) follows.
+    /// The switch that the layer follows in every forward except [`forward_t`](Self::forward_t).
     pub fn mode(&self) -> &Mode {
         &self.mode
     }
@@ -351,19 +446,23 @@ impl PowerNorm {
         self.state.nu()
     }
 
-    /// t, the training forwards that updated ψ² so far.
+    /// t, the number of training steps so far.
     pub fn steps(&self) -> Result<usize> {
         self.state.steps()
     }
 
-    /// Sets ψ² to 1, ν and the step count to 0: the warm-up starts again.
+    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again.
     pub fn reset_running_stats(&self) -> Result<()> {
         self.state.reset()
     }
 
-    /// What the layer was built with.
+    /// The configuration that the layer was built with.
     pub fn config(&self) -> &PowerNormConfig {
         self.state.config()
+    }
+
+    pub(crate) fn state(&self) -> &State {
+        &self.state
     }
 
     fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
@@ -464,10 +563,10 @@ impl PowerNorm {
     }
 }
 
-/// A [`PowerNorm`] that honours `train` where generic code takes a [`ModuleT`].
+/// A [`PowerNorm`] for generic code that takes a [`ModuleT`]: it honours `train`.
 ///
-/// candle implements [`ModuleT`] for every [`Module`] and drops `train` there, so one type cannot
-/// have both. The layer's [`Mode`] is not consulted.
+/// candle implements [`ModuleT`] for every [`Module`] and drops `train` there. So the layer, which
+/// is a [`Module`], cannot honour `train` itself. This one ignores the layer's [`Mode`].
 ///
 /// ```
 /// use candle::{DType, Device, Result, Tensor};

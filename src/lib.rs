@@ -1,6 +1,6 @@
 //! PowerNorm for [candle]: a normalization layer that replaces LayerNorm with one changed line and
-//! trains with a fused forward and a fused backward on CPUs and NVIDIA GPUs. Other devices run it by
-//! candle's own operations.
+//! trains with a fused forward and a fused backward on CPUs and NVIDIA GPUs. Other devices run it
+//! by candle's own operations.
 //!
 //! ```
 //! use candle::{DType, Device, Module, Result, Tensor};
@@ -19,14 +19,15 @@
 //! }
 //! ```
 //!
-//! LayerNorm divides a token by its own statistics. PowerNorm divides each channel by a running mean
-//! of its squares, which is known before a batch is read.
+//! LayerNorm divides a token by its own statistics. PowerNorm divides each channel by a running
+//! mean of its squares, which is known before a batch is read.
 //!
 //! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
 //! - [`Mode`] switches a whole model between training and evaluation.
-//! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes a
-//!   residual.
+//! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes
+//!   a residual.
 //! - [`PowerNorm::fold_into`] moves a trained layer into the linear layer after it.
+//! - [`PowerNorm::step_since`] shows the statistics of a step, for monitoring.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //! - [`Recipe`] chooses between the paper's equations and those of the released code.
 //!
@@ -52,24 +53,26 @@ mod group_scaling;
 mod layer;
 mod loss_scale;
 mod mode;
+mod monitor;
 mod op;
 mod ranks;
 mod state;
 
 pub use config::{PowerNormConfig, Recipe, Statistics};
-pub use error::Error;
 pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
+pub use monitor::{Snapshot, StepStatistics};
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
 
-/// Where the links between the guide's pages lead in rustdoc. The first definition of a link wins, and
-/// a page's own, which come later, lead to files, for readers of the repository.
+/// Where the links between the guide's pages lead in rustdoc. Each page also defines its links, to
+/// files, for readers of the repository. In rustdoc these definitions come first, and the first one
+/// wins.
 macro_rules! links {
     () => {
         "[checkpoints]: crate::guide::checkpoints\n\

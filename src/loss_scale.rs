@@ -5,15 +5,16 @@ use candle::Result;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
-/// A shared switch that holds the factor S of a scaled loss, `S · L`.
+/// A shared number: the factor S of a scaled loss, `S · L`.
 ///
-/// Training in `F16` multiplies the loss by a large number, so that gradients do not vanish below the smallest one that
-/// `F16` has, and divides the parameters' gradients by it afterwards. ν is an average over many steps of a quantity that
-/// scales with the loss; a layer that follows a `LossScale`
-/// ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale)) keeps ν in the units of `L` itself. Its gradient is
-/// `(g − S ν X̂)/D`, and ν takes `Λ/S`: changing S changes nothing.
+/// Training in `F16` multiplies the loss by a large number, so that small gradients do not vanish,
+/// and divides the parameters' gradients by it afterwards. ν averages over many steps a quantity
+/// that scales with the loss. A layer with a `LossScale`
+/// ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale)) keeps ν in the units of `L`:
+/// its gradient is `(g − S ν X̂)/D`, and ν takes `Λ/S`. A change of S then changes nothing.
 ///
-/// Clones share the number. A backward uses the one that stands when it runs, which must be that of its loss:
+/// Clones share the number. A backward uses the number that is set when it runs, so change it only
+/// between steps:
 ///
 /// ```
 /// use candle::{DType, Device, Module, Tensor};
@@ -42,15 +43,15 @@ use std::sync::Arc;
 /// # Ok(()) }
 /// ```
 ///
-/// A CUDA graph keeps the number that stood when it was captured.
+/// A CUDA graph keeps the number from when it was captured.
 ///
-/// A channel whose Λ overflowed keeps the ν it had ([`Recipe::Paper`](crate::Recipe::Paper)): a step that is left out
-/// leaves no trace there.
+/// Under [`Recipe::Paper`](crate::Recipe::Paper) a channel whose Λ overflowed keeps its ν, so a
+/// step that you leave out for an overflow leaves no trace there.
 #[derive(Debug, Clone)]
 pub struct LossScale(Arc<AtomicU64>);
 
 impl LossScale {
-    /// A new switch, holding `scale`.
+    /// A new shared number, `scale`.
     ///
     /// # Errors
     ///
@@ -65,9 +66,9 @@ impl LossScale {
     ///
     /// # Errors
     ///
-    /// `scale` is not positive and finite in `F32`, or its inverse is not; the number stays as it was.
+    /// `scale` is not positive and finite in `F32`, or its inverse is not. The number then stays.
     pub fn set(&self, scale: f64) -> Result<()> {
-        // Sums are taken in f32 as a rule, which must hold it and its inverse.
+        // Sums are in f32 as a rule, and f32 must hold the number and its inverse.
         let single = scale as f32;
         if !(single > 0. && single.is_finite() && single.recip().is_finite()) {
             return Err(Error::LossScale(scale).into());
@@ -83,7 +84,7 @@ impl LossScale {
 }
 
 impl Default for LossScale {
-    /// 1: no scale.
+    /// The number 1, which scales nothing.
     fn default() -> Self {
         Self(Arc::new(AtomicU64::new(1f64.to_bits())))
     }

@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
-/// A shared switch between training and evaluation (and, for a [scope](Self::recalibrate_scope), recalibration).
+/// A shared switch between training and evaluation.
 ///
-/// [`candle::Module`] has no `train` argument, so a layer reads one of these instead. Clones share
-/// the switch: one `Mode` given to every layer of a model
-/// ([`PowerNorm::with_mode`](crate::PowerNorm::with_mode)) flips them all, like `model.eval()` in
-/// PyTorch.
+/// [`candle::Module`] has no `train` argument, so a layer reads a `Mode` instead. Clones share the
+/// switch. Give one `Mode` to every layer of a model
+/// ([`PowerNorm::with_mode`](crate::PowerNorm::with_mode)), and it switches them all, as
+/// `model.eval()` does in PyTorch. [`recalibrate_scope`](Self::recalibrate_scope) is a third
+/// setting.
 ///
 /// ```
 /// use candle_powernorm::Mode;
@@ -36,7 +37,7 @@ pub(crate) enum Purpose {
 const EVALUATION: u64 = 0;
 const TRAINING: u64 = 1;
 
-/// The number of the next pass of a recalibration: no two have one number, whichever `Mode` they are of.
+/// The number of the next pass of a recalibration. Passes of all `Mode`s have different numbers.
 static NEXT_PASS: AtomicU64 = AtomicU64::new(TRAINING + 1);
 
 impl Mode {
@@ -56,30 +57,36 @@ impl Mode {
         self.0.store(purpose, Ordering::Release);
     }
 
-    /// Whether the switch is set to training: not so in a scope of evaluation or recalibration.
+    /// Whether the switch is set to training. In a scope of evaluation or recalibration it is not.
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }
 
-    /// Switches to evaluation until the guard is dropped, which restores what stood before.
+    /// Switches to evaluation until the guard is dropped. The guard then restores the setting from
+    /// before.
     pub fn eval_scope(&self) -> ModeScope {
         self.scope(EVALUATION)
     }
 
-    /// Recomputes ψ² of every layer of this switch from the batches that the model is given until the guard is dropped,
-    /// which restores what stood before.
+    /// Recomputes ψ² of every layer that follows this switch, from the batches that the model gets
+    /// until the guard is dropped. The guard then restores the setting from before.
     ///
-    /// ψ² becomes the mean of ψ_B² over the batches, `ψ² ← ψ²(k−1)/k + ψ_B²/k` in the k-th, whatever it was. Every batch
-    /// counts alike, as in the warm-up: give batches of one size. Each is normalized by its own ψ_B². ν, t and the weights
-    /// stay. For checkpoints whose ψ² is no longer that of their weights: averaged ones (the paper averages the last ten),
-    /// edited ones, or a model on data of another kind.
+    /// Use it where ψ² no longer fits the weights: after checkpoints were averaged or edited, or
+    /// for data of another kind.
     ///
-    /// A layer that gets no batch keeps its ψ², and a batch without a kept row counts for nothing. Under
-    /// [`Recipe::Paper`](crate::Recipe::Paper) a channel whose mean would not be finite keeps what it has, and if that is its
-    /// first batch, what it had before, which then has that batch's share. (On a GPU a batch without a kept row counts, and is of
-    /// that kind.) A scope inside another, or a clone of the layer that follows another `Mode`, starts
-    /// its mean anew, and so does the layer when it returns to this one. Calls that say themselves whether they train
-    /// ([`forward_t`](crate::PowerNorm::forward_t), [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.
+    /// ψ² becomes the mean of ψ_B² over the batches, `ψ² ← ψ²(k−1)/k + ψ_B²/k` in the k-th,
+    /// whatever it was before. Every batch counts the same, so use batches of one size. Each batch
+    /// is normalized by its own ψ_B². ν, t and the weights stay.
+    ///
+    /// - A layer that gets no batch keeps its ψ². A batch without a kept row does not count.
+    /// - Under [`Recipe::Paper`](crate::Recipe::Paper), a channel whose mean is not finite keeps
+    ///   its old value. If that happens in the first batch, the value from before the scope takes
+    ///   that batch's share.
+    /// - On a GPU, a batch without a kept row does count. All channels keep their old value in it.
+    /// - A scope inside another one starts a new mean, and so does the return to the outer one. A
+    ///   clone of the layer that follows another `Mode` does the same.
+    /// - Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),
+    ///   [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.
     ///
     /// ```
     /// use candle::{DType, Device, Module, Tensor};
@@ -120,7 +127,7 @@ impl Mode {
     }
 }
 
-/// Restores a [`Mode`] when dropped; made by [`Mode::eval_scope`] and [`Mode::recalibrate_scope`].
+/// Restores a [`Mode`] when dropped. [`Mode::eval_scope`] and [`Mode::recalibrate_scope`] make it.
 #[must_use = "the mode is restored as soon as the guard is dropped"]
 #[derive(Debug)]
 pub struct ModeScope {

@@ -1,8 +1,9 @@
-//! ψ², ν and t: where they live, how they are read, and how a step counts.
+//! ψ², ν and t: where they live, how they are read, and how a step moves them.
 
 use crate::config::{PhiStep, PowerNormConfig, Shares};
 use crate::error::Error;
 use crate::mode::Purpose;
+use crate::monitor::Snapshot;
 use crate::op::device::DeviceKind;
 use crate::op::step::Waiting;
 use candle::{DType, Device, Result, Tensor, Var, WithDType};
@@ -51,7 +52,7 @@ pub(crate) struct Version {
 
 impl State {
     /// The state named by `vb`, and whether it is made of trainable variables.
-    pub fn new(
+    pub fn from_builder(
         size: usize,
         config: PowerNormConfig,
         dtype: DType,
@@ -71,26 +72,35 @@ impl State {
             Init::Const(0.),
             DType::I64,
         )?;
+        let state = Self::new(size, config, dtype, [&running_phi, &ema_gz, &iters])?;
+        Ok((state, running_phi.is_variable()))
+    }
+
+    /// The state in these tensors: ψ², ν/(1−α_b) and t. Variables are shared, others copied.
+    pub fn new(
+        size: usize,
+        config: PowerNormConfig,
+        dtype: DType,
+        [running_phi, ema_gz, iters]: [&Tensor; 3],
+    ) -> Result<Self> {
         // A `VarMap` hands out what it holds, wherever that is.
         for (name, buffer, expected) in [
-            ("ema_gz", &ema_gz, running_phi.device()),
-            ("iters", &iters, &Device::Cpu),
+            ("ema_gz", ema_gz, running_phi.device()),
+            ("iters", iters, &Device::Cpu),
         ] {
             same_device(name, buffer, expected)?;
         }
-        let trainable = running_phi.is_variable();
-        let state = Self {
+        Ok(Self {
             size,
             config,
-            running_phi: as_var("running_phi", &running_phi, dtype)?,
-            ema_gz: as_var("ema_gz", &ema_gz, dtype)?,
-            iters: as_var("iters", &iters, DType::I64)?,
+            running_phi: as_var("running_phi", running_phi, dtype)?,
+            ema_gz: as_var("ema_gz", ema_gz, dtype)?,
+            iters: as_var("iters", iters, DType::I64)?,
             lock: Mutex::default(),
             resets: AtomicUsize::new(0),
             waiting: Waiting::default(),
             device_kind: DeviceKind::of(running_phi.device()),
-        };
-        Ok((state, trainable))
+        })
     }
 
     pub fn size(&self) -> usize {
@@ -105,12 +115,12 @@ impl State {
         &self.device_kind
     }
 
-    /// Where the sums of a step are that the device hands out.
+    /// Where the device hands the sums of a step out.
     pub fn sums_device(&self) -> Device {
         self.device_kind.sums_device(self.device())
     }
 
-    /// The step that waits for other sums than this process's.
+    /// The step that waits for the other ranks' sums, if there is one.
     pub fn waiting(&self) -> &Waiting {
         &self.waiting
     }
@@ -157,8 +167,22 @@ impl State {
         self.iters.set(&self.iters.zeros_like()?)
     }
 
-    /// ψ² as a forward that begins now reads it, and its version.
-    pub fn snapshot(&self) -> Result<(Tensor, Version)> {
+    /// A copy of all of it, in f64 on the CPU.
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        let _guard = self.lock();
+        let copy = |var: &Var| {
+            let values = self.copy(var)?.to_device(&Device::Cpu)?;
+            values.to_dtype(DType::F64)
+        };
+        Ok(Snapshot {
+            phi: copy(&self.running_phi)?,
+            ema_gz: copy(&self.ema_gz)?,
+            steps: self.steps()?,
+        })
+    }
+
+    /// ψ² for a forward that begins now, and the version of the state.
+    pub fn phi_for_forward(&self) -> Result<(Tensor, Version)> {
         let _guard = self.lock();
         let phi = self.running_phi.as_detached_tensor();
         let phi = match self.device_kind.reads_phi_in_place() {
@@ -175,8 +199,8 @@ impl State {
         })
     }
 
-    /// The step of a forward: `move_by` moves ψ², and says whether the batch counts; t then counts
-    /// up if it trains.
+    /// Takes the step of a forward. `move_by` moves ψ², and says whether the batch counts. If so, t
+    /// counts up in training.
     pub fn move_phi(
         &self,
         purpose: Purpose,
@@ -190,14 +214,13 @@ impl State {
         Ok(())
     }
 
-    /// The step of a backward: `move_by` moves ν, of which it is given [the
-    /// variable](Self::nu_variable).
+    /// Takes the step of a backward. `move_by` moves ν, in [its variable](Self::nu_variable).
     pub fn move_nu(&self, move_by: impl FnOnce(&Var) -> Result<()>) -> Result<()> {
         let _guard = self.lock();
         move_by(&self.ema_gz)
     }
 
-    /// How ψ² moves in the step that comes.
+    /// How ψ² moves in the next step.
     fn phi_step(&self, purpose: Purpose, recalibration: &Recalibration) -> Result<PhiStep> {
         let Purpose::Recalibration(pass) = purpose else {
             return Ok(self.config.phi_step(self.steps()? + 1));

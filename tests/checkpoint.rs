@@ -1,4 +1,5 @@
-//! Saving and loading: our own checkpoints, and those of the code that the paper's authors released.
+//! Saving and loading: our own checkpoints, and those of the code that the paper's authors
+//! released.
 
 mod common;
 
@@ -197,11 +198,14 @@ fn a_negative_step_count_is_refused() {
     varmap
         .set_one("iters", Tensor::new(&[-5i64], &CPU).unwrap())
         .unwrap();
-    let expected = "power_norm: expected iters of at least 0, got -5";
+    let expected = "power_norm: expected iters of at least 0, got -5: \
+                    load another checkpoint, or call `reset_running_stats`";
     assert_eq!(common::message(layer.steps()), expected);
     assert_eq!(common::message(layer.forward_t(&xs, true)), expected);
     let phi = layer.running_phi().unwrap().to_vec1::<f32>().unwrap();
     assert_eq!(phi, [1.; 4]);
+    layer.reset_running_stats().unwrap();
+    assert_eq!(layer.steps().unwrap(), 0);
 }
 
 /// A LayerNorm's parameters in the `VarMap`: the layer takes them and makes its statistics.

@@ -1,11 +1,13 @@
-//! A layer on several ranks that are threads of this process. `mpi.rs` runs the same cases on processes.
+//! A layer on several ranks that are threads of this process. `mpi.rs` runs the same cases on
+//! processes. Last come ranks that share their gradients and not their statistics.
 
 mod common;
 
-use candle::{DType, Module, Result, Tensor};
-use candle_powernorm::{Communicator, Ranks};
+use candle::{DType, Module, Result, Tensor, Var};
+use candle_nn::VarMap;
+use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Ranks};
 use common::distributed::{self, Rank};
-use common::CPU;
+use common::{assert_relative, assert_same_bits, layer, run, state, to_f64, var, Batch, Data, CPU};
 
 /// Runs a case on two to four ranks.
 fn on_threads(case: fn(&Rank)) {
@@ -50,5 +52,102 @@ fn a_communicator_that_gives_back_less_is_an_error() -> Result<()> {
         common::message(layer.forward(&xs)).contains("expected 7 sums of the communicator, got 2")
     );
     assert_eq!(layer.steps()?, 0);
+    Ok(())
+}
+
+/// Ranks without a communicator: each keeps its own statistics, and only the gradients of
+/// parameters are averaged.
+struct Apart {
+    layers: Vec<(PowerNorm, VarMap)>,
+}
+
+const SIZE: usize = 6;
+const RANKS: usize = 2;
+const ROWS: usize = 40;
+
+fn apart_config() -> PowerNormConfig {
+    PowerNormConfig {
+        warmup_steps: 4,
+        group_scaling: Some(2),
+        ..Default::default()
+    }
+}
+
+impl Apart {
+    fn new() -> Self {
+        Self {
+            layers: (0..RANKS)
+                .map(|_| layer(SIZE, apart_config(), DType::F64))
+                .collect(),
+        }
+    }
+
+    /// A step in which every rank has its share of the batch.
+    fn step(&self, batch: &Batch) -> Result<()> {
+        let rows = ROWS / RANKS;
+        let mut gradient = Tensor::zeros(SIZE, DType::F64, &CPU)?;
+        for (rank, (layer, _)) in self.layers.iter().enumerate() {
+            let share = Batch {
+                xs: batch.xs.narrow(0, rank * rows, rows)?,
+                dy: batch.dy.narrow(0, rank * rows, rows)?,
+                keep: None,
+            };
+            let dweight = run(layer, &share, true).dweight.expect("a weight");
+            gradient = (gradient + (dweight / RANKS as f64)?)?;
+        }
+        for (_, varmap) in &self.layers {
+            let weight = var(varmap, "weight");
+            weight.set(&(weight.as_tensor() - (&gradient * 1e-2)?)?)?;
+        }
+        Ok(())
+    }
+
+    /// The mean of the ranks' `read`.
+    fn mean(&self, read: impl Fn(&PowerNorm) -> Result<Tensor>) -> Result<Tensor> {
+        let all: Result<Vec<_>> = self.layers.iter().map(|(layer, _)| read(layer)).collect();
+        Tensor::stack(&all?, 0)?.mean(0)
+    }
+}
+
+/// The guide says which rank's statistics to save. Any rank's will do, and the mean of all ranks'
+/// ψ² is the ψ² of the whole batch.
+#[test]
+fn ranks_that_do_not_share_statistics() -> Result<()> {
+    let apart = Apart::new();
+    let (whole, _) = layer(SIZE, apart_config(), DType::F64);
+    let mut data = Data::new(31);
+    for _ in 0..30 {
+        let batch = Batch::random(&mut data, &[ROWS, SIZE], DType::F64, false);
+        apart.step(&batch)?;
+        run(&whole, &batch, true);
+        // Eq. 10 and the cumulative mean are linear.
+        let mean = apart.mean(PowerNorm::running_phi)?;
+        assert_relative("ψ²", &mean, &to_f64(&whole.running_phi()?), 1e-13);
+    }
+    let weights: Vec<Var> = (apart.layers.iter())
+        .map(|(_, varmap)| var(varmap, "weight"))
+        .collect();
+    assert_same_bits("weight", &weights[0], &weights[1]);
+    for (layer, _) in &apart.layers {
+        assert_eq!(layer.steps()?, 30);
+        let (own, of_all) = (to_f64(&layer.running_phi()?), to_f64(&whole.running_phi()?));
+        // Each rank is off by sampling only. ψ² averages some (1+α)/(1−α) = 19 shards of 20 rows,
+        // and the squares of a row deviate by about their mean. Six deviations are allowed.
+        let noise = 6. / (19f64 * (ROWS / RANKS) as f64).sqrt();
+        for (own, of_all) in own.iter().zip(&of_all) {
+            assert!(own != of_all && (own - of_all).abs() < noise * of_all);
+        }
+    }
+
+    // One rank's file resumes all: from there they start alike.
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    apart.layers[0].1.save(file.path())?;
+    let resumed = Apart::new();
+    for (layer, varmap) in &resumed.layers {
+        varmap.clone().load(file.path())?;
+        assert_eq!(state(layer), state(&apart.layers[0].0));
+    }
+    resumed.step(&Batch::random(&mut data, &[ROWS, SIZE], DType::F64, false))?;
+    assert_eq!(resumed.layers[1].0.steps()?, 31);
     Ok(())
 }

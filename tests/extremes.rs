@@ -1,5 +1,5 @@
-//! Inputs at the ends of f32's range: what is finite in the layer's equations stays finite, and what is
-//! not is forgotten.
+//! Inputs at the ends of f32's range: what is finite in the layer's equations stays finite, and
+//! what is not is forgotten.
 
 mod common;
 
@@ -24,8 +24,9 @@ fn layer(config: PowerNormConfig, dtype: DType) -> Result<(PowerNorm, VarMap)> {
     Ok((power_norm(SIZE, config, vb)?, varmap))
 }
 
-/// A channel that has been silent has a tiny ψ² and so a large part of dx̃; its square of a large input
-/// must not overflow on the way to a gradient that is none. (Seen: infinity in the whole group.)
+/// A channel that has been silent has a tiny ψ² and so a large part of dx̃; its square of a large
+/// input must not overflow on the way to a gradient that is none. (Seen: infinity in the whole
+/// group.)
 #[test]
 fn a_silent_channel_does_not_overflow_the_gradient() -> Result<()> {
     let mut data = Data::new(2);

@@ -142,7 +142,7 @@ fn folds_into_the_next_linear_layer() {
             assert_eq!(folded.bias().is_some(), biased, "{what}");
 
             let xs = Batch::random(data, &[2, 3, SIZE], dtype, false).xs;
-            let rest = match layer.group_scaling() {
+            let rest = match layer.layer_scale() {
                 Some(scaling) => scaling.forward(&xs).unwrap(),
                 None => xs.clone(),
             };
@@ -271,13 +271,15 @@ fn folds_that_would_be_wrong_are_refused() {
     refused(layer.fold_into_previous(&next), text);
 
     layer.mode().set_training(true);
-    let text = "a layer in evaluation to fold, got one whose statistic moves";
+    let text = "a layer in evaluation to fold, got one whose statistic moves: \
+                call `mode.set_training(false)` first";
     refused(layer.fold_into(&next), text);
     refused(layer.fold_into_previous(&previous), text);
 
     let mut data = Data::new(5);
     let scaled = trained(&mut data, Some(4), true, DType::F32).layer;
-    let text = "no layer-scale after the linear layer to fold into, got 4 groups";
+    let text = "no layer-scale after the linear layer to fold into, got 4 groups: \
+                fold into the linear layer after the norm, by `fold_into`";
     refused(scaled.fold_into_previous(&previous), text);
     assert!(scaled.fold_into(&next).is_ok());
 }
@@ -377,23 +379,13 @@ fn views_are_scaled_as_their_copies_are() -> Result<()> {
 }
 
 #[test]
-fn a_residual_is_added_before_the_scaling() -> Result<()> {
-    let batch = Batch::random(&mut Data::new(9), &[4, SIZE], DType::F32, false);
-    let scaling = GroupScaling::new(4, 1e-5)?;
-    let (scaled, sum) = scaling.forward_residual(&batch.xs, &batch.dy)?;
-    assert_same_bits("the sum", &sum, &(&batch.xs + &batch.dy)?);
-    assert_same_bits("the scaled sum", &scaled, &scaling.forward(&sum)?);
-    Ok(())
-}
-
-#[test]
 fn a_layer_gives_its_own_layer_scale() {
     let of = |group_scaling| {
         let config = PowerNormConfig {
             group_scaling,
             ..1e-3.into()
         };
-        layer(SIZE, config, DType::F32).0.group_scaling()
+        layer(SIZE, config, DType::F32).0.layer_scale()
     };
     assert_eq!(of(None), None);
     let scaling = of(Some(4)).unwrap();

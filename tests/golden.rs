@@ -1,5 +1,5 @@
-//! The recorded trajectories of both recipes, step by step. `fairseq_*` came out of the code that the
-//! paper's authors released, `paper_*` out of a transcription of the paper in another language.
+//! The recorded trajectories of both recipes, step by step. `fairseq_*` came out of the code that
+//! the paper's authors released, `paper_*` out of a transcription of the paper in another language.
 
 mod common;
 

@@ -1,6 +1,6 @@
 //! The backward, in `f64`. Where the gradient is exact it is held against central differences and
-//! against candle's autograd on the composed formula. With running statistics the input's gradient is
-//! the paper's approximation by design: that one is held against the oracle, over many steps.
+//! against candle's autograd on the composed formula. With running statistics the input's gradient
+//! is the paper's approximation by design: that one is held against the oracle, over many steps.
 //!
 //! The loss is Σ y·dy throughout, with random dy, weight and bias.
 
@@ -39,7 +39,8 @@ enum Way {
     /// PN-V.
     Batch,
     WarmUp,
-    /// A running statistic while ν is 0: the correction is absent, and D does not depend on the input.
+    /// A running statistic while ν is 0: the correction is absent, and D does not depend on the
+    /// input.
     RunningWithoutCorrection,
     Evaluation,
 }

@@ -1,5 +1,5 @@
-//! Checkpoints of the code that the paper's authors released, as PyTorch writes them: read, trained on, written back.
-//! `tests/torch/make.py` made them, out of states in the recordings of that code.
+//! Checkpoints of the code that the paper's authors released, as PyTorch writes them: read, trained
+//! on, written back. `tests/torch/make.py` made them, out of states in the recordings of that code.
 
 mod common;
 
@@ -73,7 +73,8 @@ impl Stored {
         assert_eq!(layer.steps().unwrap(), self.step, "{}", self.name);
     }
 
-    /// Trains `layer` from where the checkpoint stopped to the end of the recording, and evaluates it.
+    /// Trains `layer` from where the checkpoint stopped to the end of the recording, and evaluates
+    /// it.
     #[track_caller]
     fn continue_to_the_end(&self, layer: &PowerNorm, varmap: &VarMap) {
         let recording = self.recording();
@@ -139,8 +140,8 @@ fn a_builder_over_a_checkpoint_evaluates() {
         assert!(!layer.mode().is_training());
         DECODER.assert_loaded(&layer, stored_as);
         let y = layer.forward(&DECODER.evaluation_input()).unwrap();
-        // γ, β and the root of ψ² are off by u, u and u/2 of themselves: 1.5 u |γX̂| + u |β|, which is at most
-        // 2.5 u of the largest output as long as that is 2.5 times the largest |β|.
+        // γ, β and the root of ψ² are off by u, u and u/2 of themselves: 1.5 u |γX̂| + u |β|, which
+        // is at most 2.5 u of the largest output as long as that is 2.5 times the largest |β|.
         let relative = match stored_as {
             DType::F16 => 2.5 * 2f64.powi(-11),
             _ => 1e-5,
@@ -197,7 +198,8 @@ fn pytorch_loads_what_such_training_saves() {
     python(&[CHECK, "--check", saved.to_str().unwrap()]);
 }
 
-/// A model made anew loads what the script makes of a checkpoint, and PyTorch loads what it makes of ours.
+/// A model made anew loads what the script makes of a checkpoint, and PyTorch loads what it makes
+/// of ours.
 #[test]
 #[ignore = "needs Python with torch, numpy and safetensors (PYTHON says which)"]
 fn the_script_goes_both_ways() {

@@ -188,8 +188,8 @@ fn poison(batch: &Batch, value: f64, place: Where) -> Batch {
     poisoned
 }
 
-/// Runs poisoned steps, and checks of each that it left no trace in the poisoned channels, that it was
-/// an ordinary step for the others, and that the steps to come are as if it had not been.
+/// Runs poisoned steps, and checks of each that it left no trace in the poisoned channels, that it
+/// was an ordinary step for the others, and that the steps to come are as if it had not been.
 #[track_caller]
 fn check_forgotten(
     what: &str,

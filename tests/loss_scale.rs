@@ -29,8 +29,8 @@ fn nu_is_in_the_units_of_the_loss() -> Result<()> {
     Ok(())
 }
 
-/// The loop of dynamic loss scaling in f16. In a step that overflows a channel's ν is what the unscaled step makes of it, or
-/// what it was.
+/// The loop of dynamic loss scaling in f16. In a step that overflows a channel's ν is what the
+/// unscaled step makes of it, or what it was.
 #[test]
 fn overflowed_steps_leave_no_trace() -> Result<()> {
     let config = PowerNormConfig {
@@ -79,7 +79,10 @@ fn overflowed_steps_leave_no_trace() -> Result<()> {
 fn scales_that_are_none_are_refused() -> Result<()> {
     let scale = LossScale::new(8.)?;
     for bad in [0., -1., f64::NAN, f64::INFINITY, 1e39, 1e-39] {
-        let text = format!("power_norm: expected a loss scale positive and finite in F32, as its inverse, got {bad}");
+        let text = format!(
+            "power_norm: expected a loss scale that is positive and finite in F32, \
+             and whose inverse is too, got {bad}"
+        );
         assert_eq!(message(scale.set(bad)), text);
         assert_eq!(message(LossScale::new(bad)), text);
     }

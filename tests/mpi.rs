@@ -1,7 +1,8 @@
-//! A layer on several ranks that are processes of an MPI job: the cases of `distributed.rs`, and what the engine promises
-//! besides.
+//! A layer on several ranks that are processes of an MPI job: the cases of `distributed.rs`, and
+//! what the engine promises besides.
 //!
-//! Started as any test it runs itself under `mpirun`, with two ranks and with four; started by `mpirun` it is a rank.
+//! Started as any test it runs itself under `mpirun`, with two ranks and with four; started by
+//! `mpirun` it is a rank.
 
 mod common;
 
@@ -32,7 +33,8 @@ fn main() {
 }
 
 fn as_rank() {
-    // mpirun ends the job when a rank dies. One that unwound would wait in MPI_Finalize for those that wait for it.
+    // mpirun ends the job when a rank dies. One that unwound would wait in MPI_Finalize for those
+    // that wait for it.
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         report(panic);

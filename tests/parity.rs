@@ -42,7 +42,8 @@ fn follow(data: &mut Data, config: PowerNormConfig, shape: &[usize], padded: boo
     }
 }
 
-/// Rows are worked on in pieces: heights on either side of what may be a cut, for wide and narrow rows.
+/// Rows are worked on in pieces: heights on either side of what may be a cut, for wide and narrow
+/// rows.
 #[test]
 fn heights_around_a_cut() {
     let mut data = Data::new(10);
@@ -209,8 +210,8 @@ fn the_same_bits_on_any_number_of_threads() {
     }
 }
 
-/// Every level of vector instructions that this processor has, each in a process of its own: a process
-/// chooses once.
+/// Every level of vector instructions that this processor has, each in a process of its own: a
+/// process chooses once.
 #[test]
 fn every_simd_level() {
     let tests = ["every_rank", "heights_around_a_cut"];

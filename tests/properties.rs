@@ -11,7 +11,8 @@ use common::{
 };
 use proptest::prelude::*;
 
-/// Few cases, since each runs a layer; a failure prints its case, which needs no file to remember it.
+/// Few cases, since each runs a layer; a failure prints its case, which needs no file to remember
+/// it.
 fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases,
@@ -68,10 +69,10 @@ proptest! {
             let (norm, part) = (dot(&g, &g), n * lambda * lambda);
             let expected = norm - part * (2. - gamma);
             let actual = square * dot(&dx, &dx);
-            // Each element of dx·D errs by at most δ times its terms |g| + (|Λ| + Λ')|X̂|, where Λ' is
-            // the root of the sum of squares behind Λ, and n Λ'² ≤ ‖g‖². By Cauchy-Schwarz nΛ² ≤ ‖g‖²
-            // too, so that the squares of the terms add up to less than 12 ‖g‖², and the sum of
-            // squares errs by twice δ times that.
+            // Each element of dx·D errs by at most δ times its terms |g| + (|Λ| + Λ')|X̂|, where Λ'
+            // is the root of the sum of squares behind Λ, and n Λ'² ≤ ‖g‖². By Cauchy-Schwarz nΛ² ≤
+            // ‖g‖² too, so that the squares of the terms add up to less than 12 ‖g‖², and the sum
+            // of squares errs by twice δ times that.
             let error = 24. * rounding(rows) * norm;
             prop_assert!((actual - expected).abs() <= error,
                 "channel {c}: {actual} is not {expected}");
@@ -163,7 +164,11 @@ proptest! {
     /// |ν| ≤ max|Λ|/c once it holds, and it holds at ν = 0.
     #[test]
     fn theorem_4(
-        seed: u64, rows in 1..20usize, size in 1..6usize, alpha_bwd in 0.7..0.99f64, eps in 1e-8..1e-2f64,
+        seed: u64,
+        rows in 1..20usize,
+        size in 1..6usize,
+        alpha_bwd in 0.7..0.99f64,
+        eps in 1e-8..1e-2f64,
     ) {
         let mut data = Data::new(seed);
         let config = PowerNormConfig {
@@ -194,7 +199,11 @@ proptest! {
     /// |ν| ≤ (1−α_b) max|Λ| / min(1, (1−α_b)c).
     #[test]
     fn the_guard_holds_outside_assumption_10(
-        seed: u64, rows in 1..20usize, size in 1..6usize, alpha_bwd in 0.5..0.95f64, far in 1.5..100f64,
+        seed: u64,
+        rows in 1..20usize,
+        size in 1..6usize,
+        alpha_bwd in 0.5..0.95f64,
+        far in 1.5..100f64,
     ) {
         // ψ² hardly moves from 1, so that Γ stays at ψ_B², this far beyond twice the assumption's
         // limit: each unguarded step multiplies ν by less than −2.
@@ -309,16 +318,17 @@ proptest! {
             close("dx", &gather(&actual.dx, &mask), &dx, terms.dx);
             close("dweight", &actual.dweight.unwrap(), &dweight.unwrap(), terms.dweight);
             close("dbias", &actual.dbias.unwrap(), &dbias.unwrap(), terms.dbias);
-            let [steps, expected_steps] = [&masked, &gathered].map(|twin| twin.layer.steps().unwrap());
+            let both = [&masked.layer, &gathered.layer];
+            let [steps, expected_steps] = both.map(|layer| layer.steps().unwrap());
             prop_assert_eq!(steps, expected_steps);
             if steps == 0 {
                 // Padding alone before this evaluation: ν is 0 still.
                 prop_assert_eq!(state(&masked.layer), state(&gathered.layer));
                 continue;
             }
-            let [phi, expected_phi] = [&masked, &gathered].map(|twin| twin.layer.running_phi().unwrap());
+            let [phi, expected_phi] = both.map(|layer| layer.running_phi().unwrap());
             close("ψ²", &phi, &expected_phi, gathered.oracle.phi.clone().into());
-            let [nu, expected_nu] = [&masked, &gathered].map(|twin| twin.layer.nu().unwrap());
+            let [nu, expected_nu] = both.map(|layer| layer.nu().unwrap());
             close("ν", &nu, &expected_nu, gathered.oracle.nu());
         }
     }

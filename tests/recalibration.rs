@@ -2,9 +2,12 @@
 
 mod common;
 
-use candle::{DType, Module, Result, Tensor, Var};
-use candle_powernorm::{Mode, PowerNorm, PowerNormConfig, Recipe};
+use candle::{safetensors, DType, Module, Result, Tensor, Var};
+use candle_nn::{linear, loss, AdamW, Linear, Optimizer, VarBuilder, VarMap};
+use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe};
 use common::{assert_relative, assert_same_bits, layer, run, state, to_f64, var, Batch, Data, CPU};
+use std::collections::HashMap;
+use tempfile::TempDir;
 
 const SIZE: usize = 6;
 
@@ -85,8 +88,8 @@ fn outputs_are_those_of_the_batch() -> Result<()> {
     Ok(())
 }
 
-/// Layers of one mode are recalibrated together, a scope inside another ends alone, and an explicit `train` stays what
-/// it says.
+/// Layers of one mode are recalibrated together. A scope inside another ends alone, and a call that
+/// says whether it trains does as it says.
 #[test]
 fn follows_the_mode() -> Result<()> {
     let mut data = Data::new(3);
@@ -181,4 +184,123 @@ fn resets_and_overflows() -> Result<()> {
     layer.forward(&Tensor::new(&[[f64::INFINITY, 4.]], &CPU)?)?;
     assert_eq!(to_f64(&layer.running_phi()?), [4., 10.]);
     Ok(())
+}
+
+/// A regression with a normalization inside.
+struct Model {
+    input: Linear,
+    norm: PowerNorm,
+    output: Linear,
+    varmap: VarMap,
+}
+
+impl Model {
+    const WIDTH: usize = 16;
+
+    fn new() -> Result<Self> {
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F64, &CPU);
+        let config = PowerNormConfig {
+            group_scaling: None,
+            ..config()
+        };
+        let model = Self {
+            input: linear(SIZE, Self::WIDTH, vb.pp("input"))?,
+            norm: power_norm(Self::WIDTH, config, vb.pp("norm"))?,
+            output: linear(Self::WIDTH, 1, vb.pp("output"))?,
+            varmap,
+        };
+        // candle's own start is not seeded.
+        let mut data = Data::new(7);
+        for name in ["input.weight", "input.bias", "output.weight", "output.bias"] {
+            let var = var(&model.varmap, name);
+            let values = data.uniform(var.elem_count(), -0.5, 0.5);
+            var.set(&common::tensor(&values, var.dims(), DType::F64))?;
+        }
+        Ok(model)
+    }
+
+    fn loss(&self, xs: &Tensor) -> Result<Tensor> {
+        let hidden = self.norm.forward(&self.input.forward(xs)?)?.gelu()?;
+        let targets = (xs.narrow(1, 0, 1)? * xs.narrow(1, 1, 1)?)?;
+        loss::mse(&self.output.forward(&hidden)?, &targets)
+    }
+
+    fn evaluate(&self, xs: &Tensor) -> Result<f64> {
+        let _guard = self.norm.mode().eval_scope();
+        self.loss(xs)?.to_scalar()
+    }
+}
+
+/// The guide's average: the mean of all floats, and the last checkpoint's step count.
+fn average(checkpoints: &[HashMap<String, Tensor>]) -> Result<HashMap<String, Tensor>> {
+    let mut average = checkpoints.last().expect("a checkpoint").clone();
+    for (name, tensor) in &mut average {
+        if tensor.dtype().is_float() {
+            let all: Vec<_> = checkpoints.iter().map(|tensors| &tensors[name]).collect();
+            *tensor = Tensor::stack(&all, 0)?.mean(0)?;
+        }
+    }
+    Ok(average)
+}
+
+/// The last ten checkpoints of a run: their mean ψ² is not the mean square under their mean
+/// weights, and a recalibration makes it that. Training goes on from the last step's count.
+#[test]
+fn averaged_checkpoints_are_recalibrated() -> Result<()> {
+    let mut model = Model::new()?;
+    let mut data = Data::new(6);
+    let mut batch = || tensor_of(&mut data, 64);
+    // Large steps, so that the weights move from one checkpoint to the next.
+    let mut optimizer = AdamW::new_lr(model.varmap.all_vars(), 5e-2)?;
+    let folder = TempDir::new().expect("a folder");
+    let mut checkpoints = vec![];
+    for step in 1..=150 {
+        optimizer.backward_step(&model.loss(&batch())?)?;
+        if step > 100 && step % 5 == 0 {
+            let file = folder.path().join(format!("{step}.safetensors"));
+            model.varmap.save(&file)?;
+            checkpoints.push(safetensors::load(&file, &CPU)?);
+        }
+    }
+    let fresh = tensor_of(&mut Data::new(8), 4096);
+    let last = model.evaluate(&fresh)?;
+
+    let file = folder.path().join("average.safetensors");
+    safetensors::save(&average(&checkpoints)?, &file)?;
+    model.varmap.load(&file)?;
+    assert_eq!(model.norm.steps()?, 150);
+    let averaged = model.evaluate(&fresh)?;
+    let hidden = model.input.forward(&fresh)?.detach();
+    let actual = to_f64(&hidden.sqr()?.mean(0)?);
+    let distance = || -> Result<f64> {
+        let phi = to_f64(&model.norm.running_phi()?);
+        let squares = phi.iter().zip(&actual).map(|(a, b)| (a / b - 1.).powi(2));
+        Ok((squares.sum::<f64>() / Model::WIDTH as f64).sqrt())
+    };
+    let off = distance()?;
+    let nu = model.norm.nu()?;
+    {
+        let _guard = model.norm.mode().recalibrate_scope();
+        for rows in fresh.chunk(8, 0)? {
+            model.loss(&rows)?;
+        }
+    }
+    assert!(distance()? < 1e-12, "{}", distance()?);
+    let recalibrated = model.evaluate(&fresh)?;
+    println!(
+        "ψ² off by {off:.3}; losses: last {last:.4}, averaged {averaged:.4}, recalibrated \
+         {recalibrated:.4}"
+    );
+    assert!(off > 0.01, "{off}");
+    assert!(recalibrated < last, "{recalibrated}, {last}");
+    // ν and t are those of the average, and training goes on with them.
+    assert_same_bits("ν", &model.norm.nu()?, &nu);
+    optimizer.backward_step(&model.loss(&batch())?)?;
+    assert_eq!(model.norm.steps()?, 151);
+    Ok(())
+}
+
+fn tensor_of(data: &mut Data, rows: usize) -> Tensor {
+    common::tensor(&data.normal(rows * SIZE), &[rows, SIZE], DType::F64)
 }

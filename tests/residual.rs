@@ -118,7 +118,8 @@ fn gradients_go_where_they_are_wanted() -> Result<()> {
     Ok(())
 }
 
-/// A weight that is computed, from a master copy say, gets a gradient whichever outputs the loss sees.
+/// A weight that is computed, from a master copy say, gets a gradient whichever outputs the loss
+/// sees.
 #[test]
 fn gradients_go_through_a_computed_weight() -> Result<()> {
     let mut data = Data::new(13);

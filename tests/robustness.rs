@@ -1,5 +1,5 @@
-//! Random layers live random lives: whatever shapes, strides, dtypes, masks and values come, nothing panics and
-//! nothing harms the state. `PROPTEST_CASES` sets the number of cases.
+//! Random layers live random lives: whatever shapes, strides, dtypes, masks and values come,
+//! nothing panics and nothing harms the state. `PROPTEST_CASES` sets the number of cases.
 
 mod common;
 
@@ -151,7 +151,8 @@ fn view(base: &Tensor, dims: &[usize], axes: &[Axis]) -> candle::Result<Tensor> 
     view.permute(places)?.broadcast_as(dims)
 }
 
-/// The elements of a view. candle looks past the end of the storage for a view of nothing that begins there.
+/// The elements of a view. candle looks past the end of the storage for a view of nothing that
+/// begins there.
 fn elements(view: &Tensor) -> Vec<f64> {
     match view.elem_count() {
         0 => vec![],
@@ -343,15 +344,16 @@ fn statistics(layer: &PowerNorm) -> (Vec<u64>, Vec<u64>, usize) {
     )
 }
 
-/// The inputs of a forward (their bases, where they were views, with what the views are of them) and the loss of its
-/// output.
+/// The inputs of a forward (their bases, where they were views, with what the views are of them)
+/// and the loss of its output.
 struct Graph {
     inputs: Vec<(Tensor, Vec<Axis>)>,
     loss: Tensor,
 }
 
-/// Two layers side by side: what the first gets as views, the second gets packed, with other padding where recipe Paper
-/// has it that padding does not count; and as a sum, where the first gets a residual. Both must come to the same bits.
+/// Two layers side by side: what the first gets as views, the second gets packed, with other
+/// padding where recipe Paper has it that padding does not count; and as a sum, where the first
+/// gets a residual. Both must come to the same bits.
 struct Life {
     case: LayerCase,
     layer: PowerNorm,
@@ -595,8 +597,8 @@ impl MaskCase {
 proptest! {
     #![proptest_config(cases(10_000))]
 
-    /// No panic; the state moves by steps alone, and under recipe Paper stays finite; views, packed copies and copies with
-    /// other padding come to the same bits; a row is evaluated by itself.
+    /// No panic; the state moves by steps alone, and under recipe Paper stays finite; views, packed
+    /// copies and copies with other padding come to the same bits; a row is evaluated by itself.
     #[test]
     fn random_lives(case in layer_cases(), events in events()) {
         let mut life = Life::new(&case);
@@ -606,7 +608,8 @@ proptest! {
     }
 }
 
-/// (What the layer did: panic, for it sliced a mask by its offset, which is 1 here, in a storage of nothing.)
+/// (What the layer did: panic, for it sliced a mask by its offset, which is 1 here, in a storage of
+/// nothing.)
 #[test]
 fn a_mask_of_nothing_may_begin_past_its_storage() {
     let (layer, _varmap) = layer(3, 1e-5.into(), DType::F32);
@@ -693,8 +696,9 @@ fn poisoned(
         values[at as usize] = value;
     }
     *target = tensor(&values, target.dims(), dtype);
-    // Squares that overflow are forgotten, but not under the layer-scale, which takes them. A group with an infinity is NaN,
-    // all of it, where the oracle's equations would have 0 for the other elements.
+    // Squares that overflow are forgotten, but not under the layer-scale, which takes them. A group
+    // with an infinity is NaN, all of it, where the oracle's equations would have 0 for the other
+    // elements.
     let forgotten = |x: f64| !x.is_finite() || (!grouped && x.abs() >= 1e30);
     let seen = to_f64(&batch.xs);
     let seen = seen
@@ -706,8 +710,8 @@ fn poisoned(
 proptest! {
     #![proptest_config(cases(5000))]
 
-    /// After whatever came, the layer is where the equations lead that forget what is not finite: an oracle in f64 goes
-    /// beside it, and sees of each poisoned step what is to be forgotten.
+    /// After whatever came, the layer is where the equations lead that forget what is not finite:
+    /// an oracle in f64 goes beside it, and sees of each poisoned step what is to be forgotten.
     #[test]
     fn a_poisoned_history_is_that_of_its_finite_part(
         case in layer_cases(), rows in 2..8usize, steps in steps(), seed: u64,
@@ -748,7 +752,8 @@ proptest! {
     }
 }
 
-/// Of a life's numbers, some are beyond the largest of F16: infinity is right there, and nowhere else.
+/// Of a life's numbers, some are beyond the largest of F16: infinity is right there, and nowhere
+/// else.
 #[test]
 fn infinity_is_close_to_what_overflows() {
     let exact = Quantity {

@@ -1,5 +1,6 @@
-//! 10,000 steps, of which bursts are batches that a layer should not be given: how it comes back to where it would be
-//! without them. `cargo test --test soak -- --nocapture` prints how far it went and how long it took.
+//! 10,000 steps, of which bursts are batches that a layer should not be given: how it comes back to
+//! where it would be without them. `cargo test --test soak -- --nocapture` prints how far it went
+//! and how long it took.
 
 mod common;
 
@@ -105,9 +106,10 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
     let batch = |data: &mut Data| Batch::random(data, &[ROWS, SIZE], dtype, false);
     let phi = |layer: &PowerNorm| to_f64(&layer.running_phi().unwrap());
 
-    // What a burst did to ψ² is α^k of itself after k clean steps. Scaled by 10⁴ it made ψ² some 10⁸ times as large, which
-    // is within 1 % again once α^k 10⁸ < 0.01; and ν some 10⁴ times, which fades when ψ² is back, at a like rate since Γ is
-    // about 1. Under the layer-scale x̃² is at most SIZE, and both hardly move.
+    // What a burst did to ψ² is α^k of itself after k clean steps. Scaled by 10⁴ it made ψ² some
+    // 10⁸ times as large, which is within 1 % again once α^k 10⁸ < 0.01; and ν some 10⁴ times,
+    // which fades when ψ² is back, at a like rate since Γ is about 1. Under the layer-scale x̃² is
+    // at most SIZE, and both hardly move.
     let clean_steps = |largest: f64| ((100. * largest).ln() / (1. / alpha).ln()).ceil() as usize;
     let stretch = match groups {
         None => clean_steps(1e8) + clean_steps(1e4),
@@ -175,8 +177,9 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
         }
     }
     println!(
-        "{what}: {step} steps, {adversaries} adversaries in {bursts} bursts; ψ² up to {worst_ratio:.3e} times what it would \
-         be, within 1 % again after at most {slowest} clean steps"
+        "{what}: {step} steps, {adversaries} adversaries in {bursts} bursts; ψ² up to \
+         {worst_ratio:.3e} times what it would be, within 1 % again after at most {slowest} clean \
+         steps"
     );
     assert!(adversaries > 200 && bursts > 10);
 }
@@ -290,7 +293,8 @@ fn points(data: &mut Data, rows: usize) -> Result<(Tensor, Tensor)> {
     Ok((xs, targets))
 }
 
-/// A model that sees adversaries one step in ten learns what one does that sees the clean batches alone.
+/// A model that sees adversaries one step in ten learns what one does that sees the clean batches
+/// alone.
 #[test]
 fn a_model_learns_among_adversaries() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
@@ -331,9 +335,12 @@ fn a_model_learns_among_adversaries() -> Result<()> {
             let (xs, targets) = points(&mut data, 1000)?;
             let loss = |model: &Model| model.loss(&xs, &targets, None, false)?.to_scalar::<f32>();
             let (shaken, clean) = (loss(&shaken)?, loss(&clean)?);
-            println!("{what}: {adversaries} adversaries of {STEPS} steps; loss {shaken:.4}, {clean:.4} without them");
-            // Shares of the targets' variance, which is 1. Adversaries have targets too, nonsense that the other layers learn:
-            // two hundredths are for that.
+            println!(
+                "{what}: {adversaries} adversaries of {STEPS} steps; loss {shaken:.4}, \
+                 {clean:.4} without them"
+            );
+            // Shares of the targets' variance, which is 1. Adversaries have targets too, nonsense
+            // that the other layers learn: two hundredths are for that.
             assert!(
                 clean < 0.05 && shaken < clean + 0.02,
                 "{what}: {shaken}, {clean}"

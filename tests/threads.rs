@@ -10,11 +10,12 @@ use common::{
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// Many channels, to be had with few rows: then a step spends its time in the state, where threads meet.
+/// Many channels, to be had with few rows: then a step spends its time in the state, where threads
+/// meet.
 const SIZE: usize = 1024;
 
-/// Every step of the same batch adds the same to ψ² and ν if the batch's own statistic normalizes, so
-/// that the order of the steps does not show.
+/// Every step of the same batch adds the same to ψ² and ν if the batch's own statistic normalizes,
+/// so that the order of the steps does not show.
 fn orderless() -> PowerNormConfig {
     PowerNormConfig {
         statistics: Statistics::Batch,
@@ -52,8 +53,8 @@ fn steps_from_many_threads_are_all_counted() {
     });
 }
 
-/// With running statistics a step depends on those before it: no order is promised, but every step is
-/// counted, and the statistics are those of some order.
+/// With running statistics a step depends on those before it: no order is promised, but every step
+/// is counted, and the statistics are those of some order.
 #[test]
 fn running_statistics_survive_many_threads() {
     in_time(|| {
@@ -102,8 +103,8 @@ fn forwards_inside_rayon_do_not_deadlock() {
             .unwrap();
         let (done, finished) = mpsc::channel();
         for k in 0..FORWARDS {
-            // After its nap a worker takes over rows of the other one's forward, and the other one, when
-            // it has to wait for them, takes the next forward in the queue.
+            // After its nap a worker takes over rows of the other one's forward, and the other one,
+            // when it has to wait for them, takes the next forward in the queue.
             if k % 2 == 0 {
                 pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
             }

@@ -11,8 +11,8 @@
 //! 5. [`DeviceBackward::finish`] makes what is left of the gradients, and
 //!    [`DeviceBackward::move_nu`] moves ν. ν moves last, so that a backward that fails leaves it.
 //!
-//! Other processes may have rows of the same batch. A device does not know: it hands its sums out
-//! and takes those of the whole batch in. [`step`](super::step) decides when.
+//! Other processes may have rows of the same batch. A device does not know about them. It hands its
+//! own sums out and takes the sums of the whole batch in. [`step`](super::step) decides when.
 //!
 //! A new device is an implementation of the two traits, a variant of [`DeviceKind`], and an arm in
 //! each of its methods.
@@ -33,21 +33,20 @@ use std::sync::LazyLock;
 pub(crate) struct Setting {
     pub config: PowerNormConfig,
     pub kind: ForwardKind,
-    /// Whether sums are handed out and taken in. If not, the device's own are those of the whole
-    /// batch.
+    /// Whether sums are handed out and taken in. If not, the device has all rows of the batch.
     pub shared: bool,
     /// Whether a backward may follow.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub tracked: bool,
 }
 
-/// What a forward reads. Rows are as [`readable`](super::rows::readable) leaves them, the others
-/// contiguous.
+/// What a forward reads. Tensors of rows come from [`readable`](super::rows::readable), and the
+/// other tensors are contiguous.
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardInputs<'a> {
     /// `[.., C]`.
     pub x: &'a Tensor,
-    /// What is added to `x` first, shaped as it.
+    /// Added to `x` before anything else. It has the shape of `x`.
     pub residual: Option<&'a Tensor>,
     /// The padding mask: `x` without its last dimension, 0 for a padded row.
     pub keep: Option<&'a Tensor>,
@@ -59,7 +58,8 @@ pub(crate) struct ForwardInputs<'a> {
 
 /// What a forward writes, shaped as its input.
 pub(crate) struct Outputs {
-    /// `None` until [`DeviceStep::finish_forward`] where the batch's statistic normalizes.
+    /// If the batch's statistic normalizes, only [`DeviceStep::finish_forward`] writes it. It may
+    /// be `None` before.
     pub y: Option<Storage>,
     /// `x + residual`, if there is a residual.
     pub sum: Option<Storage>,
@@ -85,58 +85,58 @@ pub(crate) struct BackwardInputs<'a> {
     pub ema_gz: &'a Tensor,
     /// What the loss was multiplied by.
     pub loss_scale: f64,
-    /// Whether the gradient of `x` is wanted. That of a parameter is where [`Tensor::track_op`]
-    /// says so.
+    /// Whether the gradient of `x` is wanted. A parameter's gradient is wanted if its
+    /// [`Tensor::track_op`] is true.
     pub wants_input: bool,
 }
 
-/// The gradients of a backward, where they were wanted.
+/// The gradients of a backward, as far as they were wanted.
 #[derive(Default)]
 pub(crate) struct Gradients {
-    /// That of `x`, and of its residual.
+    /// The gradient of `x`, which is also the residual's.
     pub input: Option<Tensor>,
     pub weight: Option<Tensor>,
     pub bias: Option<Tensor>,
 }
 
-/// A forward on a device, and what the device keeps of it for the phases that follow.
+/// A forward on a device, and what the device keeps from it for the phases that follow.
 ///
-/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`]. Those of a forward are Σ x̃²
-/// over the kept rows, `[C]`, and the number of these rows; under
-/// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same of all rows comes after.
+/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`]. A forward's sums are Σ x̃² over
+/// the kept rows, `[C]`, and then the number of kept rows. Under
+/// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same two follow for all rows.
 pub(crate) trait DeviceStep: Send + Sync {
-    /// Writes the outputs and sums the squares. By the batch's statistic it only sums, and adds the
-    /// residual.
+    /// Adds the residual, sums the squares and writes the output. If the batch's statistic
+    /// normalizes, the output is left to [`finish_forward`](Self::finish_forward).
     fn forward(&mut self, inputs: &ForwardInputs) -> Result<Outputs>;
 
-    /// Writes the output by the batch's statistic, once its sums are in.
+    /// Normalizes by the batch's statistic, once its sums are in, and writes the output.
     fn finish_forward(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs>;
 
-    /// Hands out the forward's sums. A GPU has no copy of them.
+    /// Hands out the forward's sums. A GPU keeps no copy.
     fn sums(&self) -> Result<Tensor>;
 
     /// Takes in the forward's sums of the whole batch.
     fn take_sums(&self, total: &Tensor) -> Result<()>;
 
     /// Moves ψ² by the batch of this forward, and says whether the batch had a kept row. Without a
-    /// `step` ψ² stays, and the statistics are made for the backward alone.
+    /// `step` ψ² stays, and only the statistics for the backward are made.
     fn move_phi(&self, phi: &Var, step: Option<&PhiStep>) -> Result<bool>;
 
-    /// Makes the gradients as far as they go without the sums over rows, and sums.
+    /// Sums over the rows, and makes those gradients that do not depend on the sums.
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>>;
 }
 
-/// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`, and after them those of
-/// its forward if these are not in yet.
+/// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`. If the forward's sums
+/// are not in yet, they follow.
 pub(crate) trait DeviceBackward {
-    /// Hands out the sums; none after an evaluation.
+    /// Hands out the sums; `None` after an evaluation.
     fn sums(&mut self) -> Result<Option<Tensor>>;
 
     /// Takes in the sums of the whole batch.
     fn take_sums(&mut self, total: &Tensor) -> Result<()>;
 
-    /// Makes Λ and what is left of the gradients. If [`move_nu`](Self::move_nu) follows, what it
-    /// makes on the way may wait for it.
+    /// Makes Λ and the remaining gradients. If `moves_nu`, a device may leave a part of this to
+    /// [`move_nu`](Self::move_nu), which then follows.
     fn finish(&mut self, moves_nu: bool) -> Result<()>;
 
     /// Moves ν, which `ema_gz` keeps. If this fails, ν is as it was.
@@ -152,7 +152,7 @@ pub(crate) enum DeviceKind {
     Cpu,
     #[cfg(feature = "cuda")]
     Cuda(Arc<cuda::Kernels>),
-    /// Any other, by candle's own operations.
+    /// Any other device, by candle's own operations.
     Composed,
 }
 
@@ -183,7 +183,7 @@ impl DeviceKind {
         }
     }
 
-    /// Where the sums are that a layer on `device` hands out.
+    /// Where a layer on `device` hands its sums out.
     pub fn sums_device(&self, device: &Device) -> Device {
         match self {
             Self::Cpu => device.clone(),
@@ -193,8 +193,8 @@ impl DeviceKind {
         }
     }
 
-    /// Whether a forward reads ψ² from its variable, in the order of the device's queue, and not
-    /// from a copy.
+    /// Whether a forward reads ψ² from its variable and not from a copy. That is right if the
+    /// device has a queue, in which the update comes after the read.
     pub fn reads_phi_in_place(&self) -> bool {
         match self {
             #[cfg(feature = "cuda")]

@@ -2,15 +2,15 @@
 //!
 //! What passes through here, once in each direction:
 //!
-//! 1. The layer calls [`power_norm`] with a [`Request`], or `power_norm_residual` with one more
-//!    tensor.
-//! 2. [`step::begin`] settles the step before, runs the layer's checks and makes the arguments
-//!    readable.
+//! 1. The layer calls [`power_norm`] with a tensor and a [`Request`], or `power_norm_residual` with
+//!    two tensors.
+//! 2. [`step::begin`] applies the step that still waits, if there is one. Then it runs the layer's
+//!    checks and makes the arguments readable.
 //! 3. [`Step::forward`] runs the forward on the tensors' [`device`].
-//! 4. candle runs the custom op. The output is there already, and the op only hands it out: what
-//!    the op is for is its place in the graph.
-//! 5. The state takes the step, now that the output stands.
-//! 6. A backward comes back through the op to [`Step::backward`].
+//! 4. candle runs the custom op. The output exists already, and the op hands it out. Its purpose is
+//!    to give the output a place in the graph.
+//! 5. [`Step::finish_forward`] moves ψ² and t, now that nothing can fail any more.
+//! 6. A backward comes back through the op to [`Step::backward`], which moves ν.
 
 pub(crate) mod device;
 pub(crate) mod residual;
@@ -85,11 +85,11 @@ pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tens
     })
 }
 
-/// The arguments of a forward besides its rows, as devices read them.
+/// The arguments of a forward besides its rows, ready for a device.
 struct Arguments {
     affine: Option<(Tensor, Tensor)>,
     keep: Option<Tensor>,
-    /// ψ² before the step, and the state that it is of.
+    /// ψ² before the step, and the version of the state that it was read from.
     before: (Tensor, Version),
 }
 
@@ -107,7 +107,7 @@ impl Request<'_> {
                 None => None,
             },
             keep: self.keep.map(Tensor::contiguous).transpose()?,
-            before: self.state.snapshot()?,
+            before: self.state.phi_for_forward()?,
         })
     }
 
@@ -138,7 +138,7 @@ impl Request<'_> {
     }
 }
 
-/// The way back from the graph to the step of a forward.
+/// Leads a backward from the graph to the step of its forward.
 struct Backprop {
     step: Arc<Step>,
     state: Arc<State>,
@@ -147,8 +147,8 @@ struct Backprop {
 }
 
 impl Backprop {
-    /// The gradients from `dy`, that of the output, and `dsum`, that of the sum with a residual.
-    /// `x` is what was normalized.
+    /// Returns the gradients. `x` is what was normalized, `dy` the gradient of the output, and
+    /// `dsum` the gradient of the sum with a residual.
     fn run(
         &self,
         x: &Tensor,
@@ -189,8 +189,8 @@ impl Output {
         }
     }
 
-    /// Hands it out, to a caller that has the storage of an argument of the op: both are on one
-    /// device.
+    /// Hands the output out. The caller passes the storage of an argument of the op, which is on
+    /// the same device and so has the same type.
     fn hand_out<S: TypedStorage>(&self, _: &S) -> Result<(S, Shape)> {
         let storage = (self.storage.lock().unwrap_or_else(PoisonError::into_inner)).take();
         match storage.and_then(S::of) {
@@ -225,8 +225,8 @@ fn token<S: TypedStorage>(like: &S) -> Result<(S, Shape)> {
     Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))
 }
 
-/// The forwards of a custom op of one, two or three arguments, all by its method `output`, which is
-/// given the storage of the first.
+/// Defines the forwards of a custom op with one, two or three arguments. Each calls the op's method
+/// `output` with the storage of the first argument.
 macro_rules! forwards {
     (1) => { $crate::op::forwards! { @ (first, l1) } };
     (2) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) } };

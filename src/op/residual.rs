@@ -1,10 +1,19 @@
-//! A residual's sum and its normalization in one pass, each way.
+//! Adds a residual and normalizes the sum, in one pass each way.
 //!
-//! A custom op of candle has one output, and this pass two. So the op that runs it gives a token,
-//! of one element, and two more ops on the token hand the outputs out. Backward, each of the two
-//! stores its output's gradient and returns one for the token. candle visits the token after both,
-//! and its op takes what they stored. Weight and bias reach the op as a token too, since an op has
-//! three arguments at most.
+//! This pass has four arguments (input, residual, weight, bias) and two outputs (the normalized
+//! rows and the sum). A custom op of candle has at most three arguments and one output. So several
+//! ops share the pass, and tokens, which are tensors of one element, connect them in the graph:
+//!
+//! 1. [`Params`] makes a token of weight and bias.
+//! 2. [`ResidualOp`] makes a second token of the input, the residual and the first token.
+//! 3. Two ops [`HandOut`] each make one of the outputs of the second token.
+//!
+//! In a backward candle visits them in the reverse order:
+//!
+//! 1. Each [`HandOut`] stores its output's gradient, and returns some gradient for the token.
+//! 2. [`ResidualOp`] takes the stored gradients and runs the backward. It returns the gradients of
+//!    input and residual, and stores those of weight and bias.
+//! 3. [`Params`] takes these and returns them.
 
 use super::{forwards, token, Backprop, Output, Request, TypedStorage};
 use crate::op::rows::readable;
@@ -14,8 +23,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// Runs the layer on `xs + residual`, each `[.., C]`, if they pass `check`: its output, and the
-/// sum.
+/// Runs the layer on `xs + residual`, each `[.., C]`, if they pass `check`. Returns the layer's
+/// output and the sum.
 pub(crate) fn power_norm_residual(
     xs: &Tensor,
     residual: &Tensor,
@@ -65,7 +74,7 @@ pub(crate) fn power_norm_residual(
     Ok((y, sum))
 }
 
-/// What one op stores for another, in each thread that goes back through the graph.
+/// What one op stores for another, for each thread that runs a backward.
 struct Stored<T>(Mutex<HashMap<ThreadId, T>>);
 
 impl<T> Default for Stored<T> {
@@ -88,7 +97,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The pass's place in the graph.
+/// Gives the pass its place in the graph.
 struct ResidualOp {
     backprop: Backprop,
     affine: Option<(Tensor, Tensor)>,
@@ -107,11 +116,11 @@ impl ResidualOp {
         token(first)
     }
 
-    /// The gradient of `xs` and `residual` alike.
+    /// Returns the gradient of `xs`, which is also the residual's.
     fn backward(&self, input: bool, token_gradient: &Tensor) -> Result<Option<Tensor>> {
         let (dy, dsum) = (self.y.take(), self.sum.take());
-        // What a backward that failed left behind is not of this one. (A GPU is not waited for to
-        // tell.)
+        // A backward that failed may have left gradients here. The marks tell which gradients came
+        // in this backward. On a GPU the host would have to wait to read them.
         let came = match token_gradient.device() {
             Device::Cpu => token_gradient.to_vec1::<f32>()?[0],
             _ => Y + SUM,
@@ -177,11 +186,12 @@ fn if_tracked(arg: &Tensor, gradient: &Option<Tensor>) -> Option<Tensor> {
     gradient.clone().filter(|_| arg.track_op())
 }
 
-/// The gradients that the outputs give the token: their sum tells which of them have one.
+/// The mark that each output with a gradient returns as the token's gradient. candle adds the marks
+/// up, and their sum tells which outputs had one.
 const Y: f32 = 1.;
 const SUM: f32 = 2.;
 
-/// Makes a tensor of an output.
+/// Hands one of the outputs out as a tensor.
 struct HandOut {
     output: Output,
     /// Where the output's gradient goes.
@@ -206,13 +216,13 @@ impl CustomOp1 for HandOut {
         self.gradient.put(gradient.clone());
         Ok(Some(match token.device() {
             Device::Cpu => Tensor::new(&[self.mark], token.device())?,
-            // Any that costs no launch.
+            // Nobody reads it, and this one costs no launch.
             _ => token.detach(),
         }))
     }
 }
 
-/// Stands for weight and bias.
+/// Makes a token of weight and bias.
 struct Params(Arc<Stored<[Option<Tensor>; 2]>>);
 
 impl Params {
@@ -235,7 +245,7 @@ impl CustomOp2 for Params {
         _token: &Tensor,
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        // candle panics where a computed tensor on a backward's way has no gradient.
+        // candle panics if a computed tensor that a backward reaches has no gradient.
         let zero = |param: &Tensor| match param.track_op() && !param.is_variable() {
             true => param.zeros_like().map(Some),
             false => Ok(None),

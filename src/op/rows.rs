@@ -1,4 +1,14 @@
-//! A tensor as rows: what the kernels take it as, whatever its strides.
+//! Turns a tensor of any strides into rows, which is how devices read it.
+//!
+//! What passes through here:
+//!
+//! - Inputs, residuals and gradients go through [`readable`] first. It copies a tensor only if the
+//!   device cannot read it in place.
+//! - A CPU reads rows anywhere in a storage, if the elements of each row are adjacent. [`matrix`]
+//!   lists the blocks of packed rows and where each begins. So transposed leading dimensions and
+//!   narrowed ones cost no copy.
+//! - Other devices read packed rows.
+//! - A CPU reads masks with [`packed`], and weights and biases with [`widened`].
 
 use crate::cpu::Matrix;
 use crate::error::Error;
@@ -26,14 +36,15 @@ macro_rules! with_element {
                 type $element = half::bf16;
                 $body
             }
-            other => Err($crate::Error::InputDType(other).into()),
+            other => Err($crate::error::Error::InputDType(other).into()),
         }
     };
 }
 pub(crate) use with_element;
 
-/// The tensor as devices take rows, copied if need be. A CPU takes rows anywhere, of adjacent
-/// elements. The others take packed rows, and a GPU's begin on a 16-byte boundary.
+/// Returns the tensor in a layout that its device reads, copied if need be. A CPU reads rows
+/// anywhere, of adjacent elements. Other devices read packed rows, and on an NVIDIA GPU they begin
+/// on a 16-byte boundary.
 pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
     if xs.device().is_cpu() && packed_dims(xs.layout()).is_some() {
         return Ok(xs.clone());
@@ -46,7 +57,8 @@ pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
     Ok(xs)
 }
 
-/// The trailing dimensions that make blocks of packed rows, unless the elements of a row lie apart.
+/// How many trailing dimensions make a block of packed rows; `None` if the elements of a row are
+/// not adjacent.
 fn packed_dims(layout: &Layout) -> Option<usize> {
     let (mut dims, mut packed) = (0, 1);
     for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {
@@ -60,7 +72,7 @@ fn packed_dims(layout: &Layout) -> Option<usize> {
     whole.then_some(dims)
 }
 
-/// Where blocks of packed rows begin, unless the elements of a row lie apart.
+/// Where blocks of packed rows begin; `None` if the elements of a row are not adjacent.
 fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
     let outer = layout.dims().len() - packed_dims(layout)?;
     let mut blocks = vec![layout.start_offset()];

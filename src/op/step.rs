@@ -27,16 +27,15 @@
 //!
 //! # After a failure
 //!
-//! - *A call that is refused* (by a check, or for want of memory in what comes before the device)
-//!   does not come to its exchange. The rank tells the others instead, and all of them fail:
-//!   [`begin`].
-//! - *An exchange that fails on the CPU* fails on all ranks, for ranks announce what they bring
-//!   before they sum. The step still waits: the backward can be called again. All steps that waited
-//!   then are left out by the next training forward, on all ranks, unless their backward takes them
-//!   before: [`LayerRanks::failures`].
-//! - *An exchange that fails on a GPU* may have failed on one rank alone. Nothing is announced
-//!   there, since the host would have to wait for the GPU to hear of it. A step whose sums were in
-//!   that exchange is lost, and its backward is refused.
+//! - *A call that is refused* does not come to its exchange. A check refuses it, or memory runs out
+//!   before the device starts. The rank tells the others instead, and all of them fail: [`begin`].
+//! - *An exchange that fails on the CPU* fails on all ranks, because ranks announce what they bring
+//!   before they sum. The step still waits, so the backward can be called again. If it is not, the
+//!   next training forward skips the step. It does so on all ranks, with every step that waited
+//!   during the failure: [`LayerRanks::failures`].
+//! - *An exchange that fails on a GPU* may have failed on one rank only. Ranks announce nothing
+//!   there, because the host would have to wait for the GPU to hear of it. A step whose sums were
+//!   in that exchange is lost, and its backward is refused.
 //! - *A state that cannot move* fails the call. The sums are in by then, so the backward can be
 //!   called again.
 //! - *A state that was reset or loaded* between a forward and its exchange does not take the step.
@@ -83,18 +82,17 @@ pub(crate) struct Step {
     purpose: Purpose,
     shared: bool,
     ranks: LayerRanks,
-    /// The exchanges that had failed before it.
+    /// How many exchanges had failed before it.
     failures: usize,
-    /// Of the state before it.
+    /// The version of the state before it.
     version: Version,
-    /// Locked in exchanges and while ψ² moves; never while rows are processed.
+    /// Locked during exchanges and while ψ² moves, but never while rows are processed.
     life: Mutex<Life>,
 }
 
-/// Runs what comes before a forward: its checks, and what else can fail without the device.
+/// Runs `prepare`, which is what can fail before the device starts: checks and copies.
 ///
-/// In training, the step that waits is settled first. If `prepare` fails, the other ranks learn of
-/// it.
+/// In training it first applies the step that waits, and tells the other ranks if `prepare` fails.
 pub(crate) fn begin<R>(request: &Request, prepare: impl FnOnce() -> Result<R>) -> Result<R> {
     if request.purpose == Purpose::Evaluation {
         return prepare();
@@ -159,7 +157,8 @@ impl Step {
         Ok((step, outputs))
     }
 
-    /// Takes the step of a forward whose output stands, or has it wait for the other ranks' sums.
+    /// Moves ψ² and t now, or defers that until the other ranks' sums arrive. The caller has its
+    /// output by then.
     pub fn finish_forward(self: &Arc<Self>, state: &State) -> Result<()> {
         if *self.life() == Life::Waits {
             state.waiting().put(self.clone());
@@ -168,15 +167,15 @@ impl Step {
         self.move_phi(state)
     }
 
-    /// Runs a backward, and takes the steps that wait for it.
+    /// Runs a backward, which also moves ψ² and t if that was deferred.
     pub fn backward(&self, state: &State, inputs: &BackwardInputs) -> Result<Gradients> {
         let gradients = self.backward_phases(state, inputs);
-        // The step is taken, and what it kept can go; or this failed.
+        // It is done, or it failed. Either way it waits no more.
         self.leave_out(state);
         gradients
     }
 
-    /// Leaves the step out, unless its backward is called again.
+    /// Skips the step, unless its backward is called again.
     pub fn leave_out(&self, state: &State) {
         state.waiting().forget(self);
     }
@@ -212,9 +211,9 @@ impl Step {
         Ok(backward.gradients())
     }
 
-    /// Takes the step without a backward.
+    /// Moves ψ² and t without a backward.
     fn settle(&self, state: &State) -> Result<()> {
-        // An exchange that failed since then left this step out, on all ranks.
+        // An exchange has failed since then, so all ranks skip this step.
         if self.ranks.failures() != self.failures {
             return Ok(());
         }
@@ -243,14 +242,14 @@ impl Step {
         total
     }
 
-    /// Moves ψ² and t, if the sums are in and it did not yet.
+    /// Moves ψ² and t, once, when the sums are in.
     fn move_phi(&self, state: &State) -> Result<()> {
         let mut life = self.life();
         if *life != Life::Known {
             return Ok(());
         }
         if self.shared && state.version()? != self.version {
-            // The state was replaced. The backward is owed its statistics all the same.
+            // The state was replaced and stays. The backward still needs the batch's statistics.
             self.device.move_phi(state.phi_variable(), None)?;
         } else {
             state.move_phi(self.purpose, |phi, step| {
@@ -266,7 +265,7 @@ impl Step {
     }
 }
 
-/// Compares the ranks before the first exchange of a layer on a GPU, where nothing is announced.
+/// Compares the ranks before a layer's first exchange on a GPU, where ranks announce nothing.
 fn compare(state: &State, ranks: &LayerRanks, kind: ForwardKind, version: Version) -> Result<()> {
     let device = state.sums_device();
     if device.is_cpu() {
@@ -295,7 +294,7 @@ impl Waiting {
         *self.lock() = Some(step);
     }
 
-    /// Takes the step that waits.
+    /// Applies the step that waits.
     fn settle(&self, state: &State) -> Result<()> {
         let step = self.lock().take();
         step.map_or(Ok(()), |step| step.settle(state))

@@ -17,27 +17,27 @@ use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 
-/// Processes, or GPUs, that train copies of one model, each on its own shard of every batch: ranks.
-///
-/// A layer that is given [`Ranks`] of one ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks))
-/// takes its statistics over the rows of all ranks.
+/// Adds up tensors over ranks: over processes or GPUs that train copies of one model, each on its
+/// own shard of every batch.
 ///
 /// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for
-/// GPUs. Another engine needs no more than these two methods.
+/// GPUs. Another engine needs only these two methods. [`Ranks::new`] takes it for the layers of a
+/// model. A program that also sums its gradients shares one communicator with them, in an [`Arc`].
 pub trait Communicator: Debug + Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
 
-    /// The sum of every rank's `tensor`, on the device of this one's: the same bits on every rank.
+    /// Returns the sum of every rank's `tensor`, on the device of this rank's one. The sum has the
+    /// same bits on every rank.
     ///
-    /// All ranks call this in one order, each time with tensors of one shape and dtype (`F32` or
-    /// `F64`), and each waits for the others, or has its GPU wait. `tensor` is contiguous. It is on
-    /// its layer's device where that is a CPU or an NVIDIA GPU, and else on the CPU.
+    /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
+    /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
+    /// is on its layer's device if that is a CPU or an NVIDIA GPU, else on the CPU.
     ///
     /// # Errors
     ///
-    /// Whatever the engine reports. One that cannot sum fails on every rank if it can: an error on
-    /// one rank alone leaves the others waiting.
+    /// Whatever the engine reports. If an engine cannot sum, it should fail on every rank: an error
+    /// on one rank leaves the others waiting.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
@@ -51,11 +51,11 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
     }
 }
 
-/// The ranks of a model, by a [`Communicator`]: one for all its layers.
+/// The ranks over which a model's layers take their statistics. One `Ranks` serves the whole model.
 ///
-/// Clones are the same ranks. Layers are told apart by the order in which they are given them
-/// ([`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks)), so every rank builds its model in one
-/// order.
+/// [`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks) gives them to a layer. Ranks know the
+/// layers by the order of these calls, so every rank builds its model in the same order. Clones are
+/// the same ranks.
 #[derive(Debug, Clone)]
 pub struct Ranks(Arc<Shared>);
 
@@ -64,13 +64,13 @@ struct Shared {
     communicator: Box<dyn Communicator>,
     /// Layers that were given these ranks.
     layers: AtomicUsize,
-    /// Sums that failed. All ranks see one fail at the same place in their order, and leave out the
-    /// steps before it.
+    /// The number of sums that failed. A sum fails on all ranks at the same place in their order,
+    /// and they all leave out the steps before it.
     failures: AtomicUsize,
 }
 
 impl Ranks {
-    /// The ranks that `communicator` joins.
+    /// The ranks over which `communicator` sums.
     pub fn new(communicator: impl Communicator + 'static) -> Self {
         Self(Arc::new(Shared {
             communicator: Box::new(communicator),
@@ -78,19 +78,13 @@ impl Ranks {
             failures: AtomicUsize::new(0),
         }))
     }
-}
 
-impl Communicator for Ranks {
     fn world_size(&self) -> usize {
         self.0.communicator.world_size()
     }
-
-    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
-        self.0.communicator.all_reduce_sum(tensor)
-    }
 }
 
-/// What a layer sums over: ranks, of which there is another, or this process alone.
+/// A layer's ranks; `None` in a single process.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LayerRanks(Option<Member>);
 
@@ -99,28 +93,28 @@ struct Member {
     ranks: Ranks,
     /// The layer's number.
     layer: usize,
-    /// Whether the ranks have compared their layers of this number, which those on a GPU do once.
+    /// Whether the ranks have compared their layers of this number. On a GPU they do so once.
     compared: Arc<AtomicBool>,
 }
 
-/// Why ranks meet. All must mean the same.
+/// Which sums an exchange carries. It is the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exchange {
     /// The sums of a forward.
     Forward = 1,
-    /// Those of a backward.
+    /// The sums of a backward.
     Backward = 2,
-    /// Those of a forward and its backward.
+    /// The sums of a forward and of its backward.
     Both = 3,
 }
 
-/// What a sum is announced by: the layer, and what it comes for.
+/// Before a sum a rank announces two numbers: its layer, and which sums it brings.
 const ANNOUNCED: usize = 2;
 
-/// What ranks compare on a GPU: these, t, T, and recipe and statistic in one.
+/// On a GPU ranks compare these two numbers, t, T, and one number for recipe and statistic.
 const COMPARED: usize = ANNOUNCED + 3;
 
-/// Numbers of steps are compared modulo this prime: the squares of smaller ones add up exactly over
+/// Numbers of steps are compared modulo this prime. Squares of numbers below it add up exactly over
 /// 2¹³ ranks.
 const STEPS: usize = 1_048_573;
 
@@ -141,8 +135,8 @@ impl LayerRanks {
         self.0.is_none()
     }
 
-    /// The sums that failed so far. A step that waits for others is left out once there is one
-    /// more.
+    /// The number of sums that failed so far. If it grows while a step waits for other ranks, that
+    /// step is left out.
     pub fn failures(&self) -> usize {
         let failures = |member: &Member| member.ranks.0.failures.load(Ordering::Acquire);
         self.0.as_ref().map_or(0, failures)
@@ -150,9 +144,9 @@ impl LayerRanks {
 
     /// Adds up the `sums` of all ranks.
     ///
-    /// On the CPU they are announced first, so that ranks that do not fit each other learn it from
-    /// an error: a sum of vectors of different lengths is beyond what engines promise. On a GPU
-    /// nothing is announced: to hear of it, the host would have to wait for the GPU.
+    /// On the CPU ranks announce their sums first, so that ranks that do not fit each other get an
+    /// error. Engines do not promise one for vectors of different lengths. On a GPU nothing is
+    /// announced, because the host would have to wait for the GPU to hear of it.
     pub fn sum(&self, exchange: Exchange, sums: &Tensor) -> Result<Tensor> {
         match &self.0 {
             Some(member) if sums.device().is_cpu() => {
@@ -166,9 +160,9 @@ impl LayerRanks {
         }
     }
 
-    /// What stands in for announcements on a GPU: once, before the first sum of a layer, the ranks
-    /// compare what they bring to it and what their later sums follow from, and wait to hear.
-    /// `steps` are those before it, t.
+    /// Replaces announcements on a GPU. Once, before a layer's first sum, the ranks compare what
+    /// they bring to it and what their later sums depend on, and the host waits for the outcome.
+    /// `steps` is t before that sum.
     pub fn compare(
         &self,
         exchange: Exchange,
@@ -189,15 +183,15 @@ impl LayerRanks {
         }
     }
 
-    /// Tells the other ranks that this one, whose layer is on `device`, does not come to their next
-    /// sum; on a GPU, while they listen.
+    /// Tells the other ranks that this one does not come to their next sum. On a GPU they hear it
+    /// only before they have compared their layers. `device` is the layer's.
     pub fn fail(&self, device: &Device) {
         if let Some(member) = &self.0 {
             if device.is_cpu() || !member.compared.load(Ordering::Acquire) {
                 let brought = if device.is_cpu() { ANNOUNCED } else { COMPARED };
                 let mut numbers = vec![0.; 1 + 2 * brought];
                 numbers[0] = 1.;
-                // What went wrong here is on its way to the caller already.
+                // The caller already gets the error that led here.
                 let _ = Tensor::new(numbers, device).and_then(|numbers| member.sum(&numbers));
             }
             member.failed(Error::RankFailed);
@@ -206,8 +200,8 @@ impl LayerRanks {
 }
 
 impl Member {
-    /// Tells the other ranks what this one comes for, and what it is to have in common with them
-    /// `later`, and hears the same of them.
+    /// Tells the other ranks which sums this one brings, and the numbers that they must have in
+    /// common `later`. Fails if the ranks differ.
     fn announce(
         &self,
         exchange: Exchange,
@@ -225,7 +219,8 @@ impl Member {
         if announced[0] > 0. {
             return Err(self.failed(Error::RankFailed));
         }
-        // Equal to every rank's own only where they all are: their variance is 0.
+        // A sum of numbers and a sum of their squares fit one rank's only if all numbers are equal:
+        // their variance is then 0.
         let ranks = self.ranks.world_size() as f64;
         if own
             .iter()
@@ -241,7 +236,7 @@ impl Member {
     /// Adds up numbers that the host waits for.
     fn sum(&self, numbers: &Tensor) -> Result<Vec<f64>> {
         let len = numbers.elem_count();
-        let sums = self.ranks.all_reduce_sum(numbers)?;
+        let sums = self.ranks.0.communicator.all_reduce_sum(numbers)?;
         let sums = sums.to_dtype(DType::F64)?.to_vec1()?;
         if sums.len() == len {
             return Ok(sums);
@@ -254,7 +249,12 @@ impl Member {
 
     /// Adds up numbers where they are.
     fn sum_on_device(&self, numbers: &Tensor) -> Result<Tensor> {
-        let sums = self.ranks.all_reduce_sum(numbers)?.contiguous()?;
+        let sums = self
+            .ranks
+            .0
+            .communicator
+            .all_reduce_sum(numbers)?
+            .contiguous()?;
         let likeness = |tensor: &Tensor| {
             (
                 tensor.elem_count(),
@@ -271,7 +271,7 @@ impl Member {
         sums.flatten_all()
     }
 
-    /// Counts a sum that failed, for this reason.
+    /// Counts a sum that failed for this reason.
     fn failed(&self, reason: Error) -> candle::Error {
         self.ranks.0.failures.fetch_add(1, Ordering::AcqRel);
         reason.into()

@@ -12,30 +12,34 @@ use mpi::Threading;
 use std::os::raw::c_int;
 use std::sync::{Mutex, PoisonError};
 
-/// The processes of an MPI job as ranks. Feature `mpi`.
+/// Sums over the processes of an MPI job. Feature `mpi`.
 ///
-/// It is meant for layers on a CPU. A tensor on a GPU is copied to the host, and its sum back. So the
-/// host waits for the GPU at each sum, and no CUDA graph can hold one.
+/// It is meant for layers on a CPU. It copies a tensor on a GPU to the host and the sum back, so
+/// the host waits for the GPU at each sum, and a CUDA graph cannot hold one.
 ///
-/// A sum is an `MPI_Allreduce`, of which MPI requires that all processes receive identical results. Its order is the
-/// library's: MPI recommends, and does not require, that it be the same from run to run. A second, of two integers, goes before
-/// it, by which the ranks agree on what is to be summed.
+/// A sum is an `MPI_Allreduce`. MPI requires that all processes receive identical results. The
+/// order of the addition is the library's: MPI recommends that it be the same from run to run, but
+/// does not require it. Before each sum, the ranks agree on its length and dtype in a sum of
+/// integers.
 ///
 /// # Ranks that fail
 ///
-/// - A tensor that cannot be summed (of another dtype than `F32` or `F64`), or one of another
-///   length or dtype than the other ranks', is an error on every rank.
-/// - What MPI itself reports is an error on the rank it is reported to; MPI promises nothing of the communicator
-///   afterwards.
-/// - A process that is killed, or that exits without `MPI_Finalize`, ends the job: `mpirun` kills the others.
-/// - A rank that leaves `main` early, by an error of its own or a panic, drops its [`Universe`](mpi::environment::Universe), and
-///   so waits in `MPI_Finalize` for the others, which wait for it in a sum: **a hang**. Such a rank must end the job itself, by
-///   `world.abort(1)`, as the example does, or be built with `panic = "abort"`.
-/// - A rank that makes fewer sums than the others, or in another order, is a hang or a mixture of sums that no engine notices.
+/// - If a tensor cannot be summed, because its dtype is neither `F32` nor `F64`, or because its
+///   length or dtype differs from the other ranks', every rank gets an error.
+/// - If MPI itself reports an error, the rank gets it to which MPI reports it. MPI promises nothing
+///   about the communicator afterwards.
+/// - If a process is killed, or exits without `MPI_Finalize`, the job ends: `mpirun` kills the
+///   others.
+/// - If a rank leaves `main` early, by an error or a panic, **the job hangs**. The rank drops its
+///   [`Universe`](mpi::environment::Universe) and waits in `MPI_Finalize` for the others, which
+///   wait for it in a sum. Such a rank must call `world.abort(1)`, as in the example, or be built
+///   with `panic = "abort"`.
+/// - If a rank makes fewer sums than the others, or makes them in another order, the job hangs or
+///   mixes sums. No engine notices that.
 ///
 /// # Example
 ///
-/// Under `mpirun -n 4`, with the `mpi` crate in the version of this crate:
+/// It runs under `mpirun -n 4`, and takes the same version of the `mpi` crate as this crate:
 ///
 /// ```no_run
 /// use candle::{DType, Device, Module, Result, Tensor};
@@ -43,16 +47,19 @@ use std::sync::{Mutex, PoisonError};
 /// use candle_powernorm::{power_norm, Communicator, MpiCommunicator, Ranks};
 /// use mpi::topology::SimpleCommunicator;
 /// use mpi::traits::Communicator as _;
+/// use std::sync::Arc;
 ///
 /// fn train(world: &SimpleCommunicator) -> Result<()> {
-///     let ranks = Ranks::new(MpiCommunicator::new(world)?);
+///     let communicator = Arc::new(MpiCommunicator::new(world)?);
+///     let ranks = Ranks::new(communicator.clone());
 ///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 ///     let norm = power_norm(512, 1e-5, vb)?.with_ranks(&ranks);
-///     // Each rank its own rows.
+///     // Each rank has its own rows.
 ///     let ys = norm.forward(&Tensor::randn(0f32, 1., (8, 512), &Device::Cpu)?)?;
 ///     let grads = ys.sqr()?.sum_all()?.backward()?;
-///     // The layer's statistics are those of all rows. Gradients of parameters are each rank's own, to be summed.
-///     ranks.all_reduce_sum(grads.get(norm.weight().unwrap()).unwrap())?;
+///     // The layer took its statistics over the rows of all ranks. The gradients of parameters are
+///     // each rank's own, and are yet to be summed.
+///     communicator.all_reduce_sum(grads.get(norm.weight().unwrap()).unwrap())?;
 ///     Ok(())
 /// }
 ///
@@ -71,14 +78,15 @@ pub struct MpiCommunicator {
 }
 
 impl MpiCommunicator {
-    /// The processes of `world`, on a duplicate of it: no message of a layer meets one of the user's.
+    /// Sums over the processes of `world`. It uses a duplicate of `world`, so that no message of a
+    /// layer meets a message of yours.
     ///
-    /// A collective call: every process of `world` makes it.
+    /// Every process of `world` must make this call.
     ///
     /// # Errors
     ///
-    /// MPI was initialized with less than [`Threading::Multiple`]: a layer may be called from any thread, while the rest of the
-    /// program calls MPI from others.
+    /// MPI was initialized with less than [`Threading::Multiple`], which is needed because layers
+    /// and the rest of the program may call MPI from different threads.
     pub fn new(world: &SimpleCommunicator) -> Result<Self> {
         let got = mpi::environment::threading_support();
         if got < Threading::Multiple {
@@ -86,11 +94,12 @@ impl MpiCommunicator {
                 "expected initialize_with_threading(Threading::Multiple), got Threading::{got:?}"
             )));
         }
-        // SAFETY: a null handle is for MPI to write to; `world` is alive, and not an inter-communicator, by its type.
+        // SAFETY: MPI writes to a null handle. By its type, `world` is alive and not an
+        // inter-communicator.
         let ranks = unsafe {
             let mut ranks = Duplicate(ffi::RSMPI_COMM_NULL);
             check(ffi::MPI_Comm_dup(world.as_raw(), &mut ranks.0))?;
-            // As a rule an error ends the job. Here it is returned.
+            // By default an error ends the job. Here it is returned.
             check(ffi::MPI_Comm_set_errhandler(
                 ranks.0,
                 ffi::RSMPI_ERRORS_RETURN,
@@ -112,7 +121,7 @@ impl Communicator for MpiCommunicator {
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
         match tensor.dtype() {
             DType::F64 => self.sum::<f64>(tensor),
-            // And what is neither, which no rank must keep to itself.
+            // Also a dtype that is refused, because all ranks must hear of that.
             _ => self.sum::<f32>(tensor),
         }
     }
@@ -122,7 +131,7 @@ impl MpiCommunicator {
     fn sum<T: Equivalence + WithDType + Default>(&self, tensor: &Tensor) -> Result<Tensor> {
         let values = values::<T>(tensor);
         let ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
-        // What the ranks agree on; -1 is a refusal.
+        // What the ranks agree on. -1 is a refusal.
         let count = values.as_ref().map_or(-1, |values| values.len() as i64);
         let own = [count, (T::DTYPE == DType::F64).into()];
         let [count, dtype] = own;
@@ -130,7 +139,8 @@ impl MpiCommunicator {
         let values = values?;
         if least != [count, -count, dtype, -dtype] {
             return Err(failure(format!(
-                "expected tensors of one length and dtype on all ranks, got {count} of {:?} on this one",
+                "expected tensors of one length and dtype on all ranks, \
+                 got {count} of {:?} on this one",
                 T::DTYPE
             )));
         }
@@ -166,12 +176,12 @@ enum Operation {
 #[derive(Debug)]
 struct Duplicate(ffi::MPI_Comm);
 
-// SAFETY: the handle means the same in every thread of the process, and MPI, initialized with MPI_THREAD_MULTIPLE, takes calls
-// from any.
+// SAFETY: the handle means the same in every thread of the process. MPI takes calls from any
+// thread, because it was initialized with MPI_THREAD_MULTIPLE.
 unsafe impl Send for Duplicate {}
 
 impl Duplicate {
-    /// Combines every rank's `values`, of which all ranks have the same number.
+    /// Combines every rank's `values`. All ranks bring the same number of values.
     fn all_reduce<T: Equivalence + Copy + Default>(
         &self,
         values: &[T],
@@ -181,9 +191,10 @@ impl Duplicate {
             return Err(failure("expected MPI in use, got it finalized".into()));
         }
         let mut result = vec![T::default(); values.len()];
-        // SAFETY: both buffers hold `values.len()` elements, which fits an int, of the type that the datatype describes; one is
-        // only read, the other only written. The operation is defined for integers and floats. The communicator is alive, and
-        // no other call on it runs, for its owner has locked it.
+        // SAFETY: both buffers hold `values.len()` elements of the type that the datatype
+        // describes, and that number fits an int. One buffer is only read, the other only written.
+        // The operation is defined for integers and floats. The communicator is alive, and no other
+        // call on it runs, because its owner has locked it.
         unsafe {
             let operation = match operation {
                 Operation::Min => ffi::RSMPI_MIN,
@@ -204,8 +215,8 @@ impl Duplicate {
 
 impl Drop for Duplicate {
     fn drop(&mut self) {
-        // SAFETY: what is not null is a communicator that `new` made, and nobody else has its handle. MPI_Finalize has freed
-        // it where it has run, and no other call may follow that.
+        // SAFETY: a handle that is not null is of a communicator that `new` made, and nobody else
+        // has it. If MPI_Finalize has run, it has freed the communicator, and no call may follow.
         unsafe {
             if self.0 != ffi::RSMPI_COMM_NULL && !mpi::is_finalized() {
                 ffi::MPI_Comm_free(&mut self.0);

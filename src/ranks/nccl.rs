@@ -12,41 +12,51 @@ use cudarc::nccl::result::NcclError;
 use cudarc::nccl::{Comm, Id, NcclType, ReduceOp};
 use std::sync::{Mutex, PoisonError};
 
-/// GPUs as ranks, one each, in one process or several. Feature `nccl`.
+/// Sums over GPUs, one for each rank, in one process or several. Feature `nccl`.
 ///
-/// A sum is an `ncclAllReduce` on the stream of the device's kernels: it is queued, and the host does not wait for it, but at the
-/// first, for which NCCL connects the ranks. NCCL leaves identical copies of the result on all ranks. It sums tensors on the stream
-/// of the device it was given alone, so its layers are built on that device. A device of `CudaDevice::new` has each thread's own
-/// stream, and these go by one name: with such a one all forwards and backwards run in one thread, which nothing checks. (A device
-/// of `CudaDevice::new_with_stream` has one stream for all threads.)
+/// A sum is an `ncclAllReduce`, queued on the stream of the device's kernels. The host does not
+/// wait for it, except for the first one, in which NCCL connects the ranks. NCCL leaves identical
+/// copies of the result on all ranks.
 ///
-/// NCCL asks that all ranks use the communicators of a GPU in one order: a program that sums its gradients through another, while
-/// backwards are under way, can deadlock. Sum them through this one.
+/// # Streams
+///
+/// It sums only tensors on the stream of the device that it was given, so build its layers on that
+/// device. `CudaDevice::new` has a stream per thread, so run all forwards and backwards on one
+/// thread; this is not checked. `CudaDevice::new_with_stream` has one stream for all threads.
+///
+/// NCCL asks that all ranks use the communicators of a GPU in the same order. A program that sums
+/// its gradients through another communicator while backwards are under way can deadlock. Sum them
+/// through this one, in an [`Arc`](std::sync::Arc).
 ///
 /// # CUDA graphs
 ///
-/// NCCL documents that its sums can be captured, from CUDA 11.3 on. A training step captured whole, forward and backward, has its
-/// sums in it.
+/// NCCL documents that its sums can be captured from CUDA 11.3 on. A graph of a whole training
+/// step, forward and backward, then has its sums in it.
 ///
-/// - NCCL asks that all ranks capture the same, and that all replay it.
-/// - It advises one process for each GPU; threads of one process capture in the mode `THREAD_LOCAL`.
-/// - The first step of each layer, which [compares](crate::PowerNorm::with_ranks) the ranks, comes before. So does a whole step after
-///   a forward without a backward, whose sum the next training forward makes.
+/// - NCCL asks that all ranks capture the same sums, and that all replay them.
+/// - NCCL advises one process for each GPU. Threads of one process capture in the mode
+///   `THREAD_LOCAL`.
+/// - Run the first step of each layer before the capture, because it
+///   [compares](crate::PowerNorm::with_ranks) the ranks.
+/// - After a forward without a backward, run a whole step before the capture, because the next
+///   training forward makes the sum that is missing.
 ///
 /// # Ranks that fail
 ///
-/// NCCL has no look at what it is given, and no limit to its patience:
+/// NCCL checks nothing and waits forever:
 ///
-/// - Ranks that disagree on the length or the dtype of a tensor, or on the order of their sums, hang, or sum what does not belong
-///   together, without an error. Of what layers sum they notice it once, at the first.
-/// - A rank that fails, or whose process dies, leaves the others waiting on their GPUs for a sum that does not come; their host
-///   waits at the next value that it reads. Have a launcher that ends all processes when one ends.
-/// - What NCCL reports when a sum is queued is an error on that rank alone.
+/// - Ranks that disagree on the length or dtype of a tensor, or on the order of their sums, hang or
+///   sum what does not belong together, without an error. Layers notice it once, at their first
+///   sum.
+/// - A rank that fails, or whose process dies, leaves the others waiting on their GPUs. Their host
+///   waits at the next value that it reads. Use a launcher that ends all processes when one ends.
+/// - What NCCL reports when a sum is queued is an error on that rank only.
 ///
 /// # Example
 ///
-/// One process, a thread for each GPU. Over several processes, rank 0 sends its `id.internal()` to the others.
-/// [`Ranks::new`](crate::Ranks::new) makes ranks of `NcclCommunicator`, for the layers on that GPU.
+/// Here one process has a thread for each GPU. Over several processes, rank 0 sends its
+/// `id.internal()` to the others. [`Ranks::new`](crate::Ranks::new) takes the communicator, for the
+/// layers on that GPU.
 ///
 /// ```no_run
 /// use candle::cuda_backend::cudarc::nccl::Id;
@@ -77,18 +87,19 @@ pub struct NcclCommunicator {
 #[derive(Debug)]
 struct AnyThread(Comm);
 
-// SAFETY: NCCL ties a communicator to a GPU, not to a thread, and asks that no two threads use it at once; what is here is
-// behind a lock. The rest of a `Comm` is numbers and a shared stream, which cudarc lets any thread use.
+// SAFETY: NCCL ties a communicator to a GPU, not to a thread. It asks that no two threads use it at
+// once, and this one is behind a lock. The rest of a `Comm` is numbers and a shared stream, which
+// cudarc lets any thread use.
 unsafe impl Send for AnyThread {}
 
 impl NcclCommunicator {
-    /// Joins `device`, as number `rank` of `world_size`, to the ranks that were given the same `id`.
+    /// Joins the ranks that were given the same `id`, with `device` as rank `rank` of `world_size`.
     ///
     /// It waits for the other ranks. An `id` serves once.
     ///
     /// # Errors
     ///
-    /// A `rank` that is not below `world_size`, and what NCCL reports.
+    /// `rank` is not below `world_size`, or NCCL reports an error.
     pub fn new(device: &CudaDevice, id: Id, rank: usize, world_size: usize) -> Result<Self> {
         if rank >= world_size || i32::try_from(world_size).is_err() {
             return Err(failure(format!(
@@ -161,7 +172,7 @@ impl NcclCommunicator {
             )));
         }
         let values = storage.as_cuda_slice::<T>()?.slice(start..end);
-        // SAFETY: the sum writes all of it, and whoever reads it is queued after that.
+        // SAFETY: the sum writes all of it, and all reads are queued after the sum.
         let mut sum = unsafe { device.alloc::<T>(end - start) }?;
         comm.0
             .all_reduce(&values, &mut sum, &ReduceOp::Sum)
@@ -171,11 +182,11 @@ impl NcclCommunicator {
 }
 
 impl Drop for NcclCommunicator {
-    /// Waits for the sums that are queued, which cudarc would abort, unless the thread panics.
+    /// Waits for the queued sums, which cudarc would abort. If the thread panics, it does not wait.
     fn drop(&mut self) {
         let comm = self.comm.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !std::thread::panicking() {
-            // A GPU that reports an error here has reported it to those who wait for its results.
+            // Whoever waits for the GPU's results gets the same error.
             let _ = comm.0.context().synchronize();
         }
     }

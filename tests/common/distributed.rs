@@ -650,8 +650,8 @@ pub fn a_rank_whose_first_call_fails(rank: &Rank) {
     }
 }
 
-/// What a rank finds wrong with its own state fails the first step on all ranks, and the next one is
-/// right.
+/// What a rank finds wrong with its own state fails the first step on all ranks, and the next one
+/// is right.
 pub fn a_rank_that_cannot_read_its_state(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let [(sharded, varmap), (whole, _whole_varmap)] =

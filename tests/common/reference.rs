@@ -73,6 +73,8 @@ pub struct Oracle {
 #[derive(Clone, Debug)]
 pub struct Pass {
     pub y: Quantity,
+    /// ψ_B² of a training forward with a kept row.
+    pub batch_phi: Option<Vec<f64>>,
     kind: Kind,
     /// X̃, the input after the layer-scale, and 1/rms of its row and group.
     x_tilde: Vec<f64>,
@@ -96,6 +98,10 @@ pub struct Gradients {
     pub dx: Quantity,
     pub dweight: Quantity,
     pub dbias: Quantity,
+    /// Γ
+    pub gamma: Vec<f64>,
+    /// Λ
+    pub lambda: Vec<f64>,
 }
 
 impl Oracle {
@@ -153,7 +159,10 @@ impl Oracle {
         self.phi = (self.phi.iter().zip(&batch_phi))
             .map(|(&phi, &batch_phi)| self.next_phi(t, phi, batch_phi))
             .collect();
-        pass
+        Pass {
+            batch_phi: Some(batch_phi),
+            ..pass
+        }
     }
 
     /// The gradients of Σ y·dy. Moves ν if `pass` was a training forward.
@@ -230,10 +239,12 @@ impl Oracle {
                 self.sum_columns(counted, |k| dy[k]),
                 self.rss_columns(counted, |k| dy[k]),
             ),
+            gamma,
+            lambda,
         };
         if *kind != Kind::Evaluation {
-            for c in 0..size {
-                self.update_nu(c, gamma[c], lambda[c], lambda_terms[c]);
+            for (c, terms) in lambda_terms.into_iter().enumerate() {
+                self.update_nu(c, gradients.gamma[c], gradients.lambda[c], terms);
             }
         }
         gradients
@@ -257,6 +268,7 @@ impl Oracle {
         let terms = (0..x.len()).map(|k| scaled(k).abs() + self.bias[k % size].abs());
         Pass {
             y: Quantity::new(y.collect(), terms),
+            batch_phi: None,
             kind,
             counted: match self.spec.recipe {
                 Recipe::Paper => kept.clone(),

@@ -3,6 +3,11 @@
 use super::*;
 
 #[test]
+fn monitored_steps() {
+    monitoring::statistics_are_those_of_the_batch(&gpu());
+}
+
+#[test]
 fn recordings_replay() {
     replay(&gpu(), DType::F64, 1e-12);
     replay(&gpu(), DType::F32, 1e-5);

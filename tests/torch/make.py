@@ -5,8 +5,9 @@
     venv/bin/python tests/torch/make.py                    # writes the checkpoints beside this file
     venv/bin/python tests/torch/make.py --check model.pt   # does PyTorch take this one?
 
-The checkpoints are of a model with two layers, in states that `tests/fixtures` has of the released code: `encoder.norm`
-during the warm-up of `fairseq_g3_padded`, `decoder.norm` at the end of `fairseq_g1`.
+The checkpoints are of a model with two layers. `tests/fixtures` recorded their states from the
+released code: `encoder.norm` during the warm-up of `fairseq_g3_padded`, and `decoder.norm` at the
+end of `fairseq_g1`.
 
 fairseq.pt   as fairseq saves it: the model under "model", among objects that are no tensors
 legacy.pt    the same in the format of PyTorch before 1.6, which was that of the released code
@@ -81,7 +82,7 @@ def model():
 
 
 class AverageMeter:
-    """fairseq.meters.AverageMeter, by name: a class that a reader of the checkpoint does not have."""
+    """Has the name of fairseq.meters.AverageMeter, which a reader of the checkpoint lacks."""
 
     __module__ = "fairseq.meters"
 
@@ -103,7 +104,9 @@ def fairseq_checkpoint(model):
     sys.modules["fairseq.meters"].AverageMeter = AverageMeter
     moments = {"step": 3, "exp_avg": torch.zeros(8), "exp_avg_sq": torch.ones(8)}
     return {
-        "args": argparse.Namespace(arch="transformer", lr=[0.0005], warmup_updates=4, seed=-1, clip_norm=None),
+        "args": argparse.Namespace(
+            arch="transformer", lr=[0.0005], warmup_updates=4, seed=-1, clip_norm=None
+        ),
         "model": model.state_dict(),
         "optimizer_history": [{"criterion_name": "CrossEntropyCriterion", "num_updates": 3}],
         "extra_state": {
@@ -112,7 +115,10 @@ def fairseq_checkpoint(model):
             "val_loss": None,
             "trap": Trap(),
         },
-        "last_optimizer_state": {"state": {0: moments}, "param_groups": [{"betas": (0.9, 0.98), "params": [0]}]},
+        "last_optimizer_state": {
+            "state": {0: moments},
+            "param_groups": [{"betas": (0.9, 0.98), "params": [0]}],
+        },
     }
 
 
@@ -124,21 +130,25 @@ def make():
 
 
 def check(path):
-    """Fails unless a model takes the whole file and nothing is missing, and evaluates as recorded."""
+    """Fails unless the file fits a model exactly, which then evaluates as recorded."""
     model = empty_model()
-    state = load_file(path) if path.endswith(".safetensors") else torch.load(path, weights_only=True)
+    is_safetensors = path.endswith(".safetensors")
+    state = load_file(path) if is_safetensors else torch.load(path, weights_only=True)
     model.load_state_dict(state, strict=True)
     for layer in RECORDINGS:
         norm = model.get_submodule(layer)
         with recording(layer) as file:
             steps = int(file.metadata()["steps"])
             x, expected = file.get_tensor("eval_x").float(), file.get_tensor("eval_y").float()
-        torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+        bound = 1e-5 * expected.abs().max().item()
+        torch.testing.assert_close(norm(x), expected, rtol=0, atol=bound)
         assert norm.iters.tolist() == [steps], f"{layer}: {norm.iters} steps, expected {steps}"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", metavar="FILE")
     args = parser.parse_args()
     check(args.check) if args.check else make()

@@ -163,7 +163,7 @@ impl NormLayer {
     /// The layer to fold into every linear layer that reads it, and what then takes its place.
     pub fn to_fold(&self) -> Result<(&PowerNorm, Self)> {
         match self {
-            Self::Power(norm) => Ok((norm, Self::Folded(norm.group_scaling()))),
+            Self::Power(norm) => Ok((norm, Self::Folded(norm.layer_scale()))),
             _ => candle::bail!("only PowerNorm folds into linear layers"),
         }
     }
@@ -172,7 +172,6 @@ impl NormLayer {
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         match self {
             Self::Power(norm) => norm.forward_residual(xs, residual),
-            Self::Folded(Some(scaling)) => scaling.forward_residual(xs, residual),
             _ => {
                 let sum = (xs + residual)?;
                 Ok((self.forward(&sum)?, sum))
