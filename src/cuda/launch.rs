@@ -988,7 +988,7 @@ impl LaunchPlan {
         let warps = (lanes / WARP).next_multiple_of(EXCHANGED);
         let exchanged = 2 * rows * warps * self.sum_bytes();
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
-        let added = rows / 2 * lanes * ((values * sums | 1) * self.sum_bytes()).max(8);
+        let added = rows / 2 * lanes * (((values * sums) | 1) * self.sum_bytes()).max(8);
         let stage = arrays * cut.pieces * lanes * rows * 16;
         let room = self.limits.shared_bytes.saturating_sub(columns + exchanged);
         let stages = match self.limits.copies && cut.tiling.vectorized != 0 {
