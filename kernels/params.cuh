@@ -32,8 +32,10 @@ struct Tiling {
   int32_t stages;          // rows of a thread that are on their way into shared memory; 0: each is loaded in its turn
 };
 
-// The most stages.
+// The most stages, and the most threads of a block that walks rows: a stage has room for as many, so that the
+// places of a thread are a constant apart.
 constexpr int32_t MAX_STAGES = 3;
+constexpr int32_t MAX_THREADS = 512;
 
 // Where the factor r of a group comes from: x~ = r x.
 enum LayerScale : int64_t {

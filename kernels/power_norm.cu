@@ -77,7 +77,7 @@ struct Rows {
 // What block rows add up in the end lies over all of these.
 template <typename T, int N> struct Shared {
   using A = Sum<T>;
-  Piece<T> *rows;    // [stages, arrays, N, threads]
+  Piece<T> *rows;    // [stages, arrays, N, MAX_THREADS]
   Piece<A> *columns; // [2, N, QUADS, blockDim.x]: in registers there would be too many
   A *exchanged;      // [2, blockDim.y, warps of a row]
 
@@ -86,7 +86,7 @@ template <typename T, int N> struct Shared {
 
   __device__ Shared(const Tiling &tiling, int arrays, void *memory)
       : rows(static_cast<Piece<T> *>(memory)),
-        columns(reinterpret_cast<Piece<A> *>(rows + tiling.stages * arrays * N * block_size())),
+        columns(reinterpret_cast<Piece<A> *>(rows + tiling.stages * arrays * N * MAX_THREADS)),
         exchanged(reinterpret_cast<A *>(columns + 2 * N * QUADS * blockDim.x)) {}
 
   // The first or the second number of each column of this thread's piece n. Neighbours in `columns` are of neighbouring
@@ -114,16 +114,17 @@ template <typename T, int N> struct Shared {
 template <typename T, int N, int ARRAYS> struct Stream {
   const T *from[ARRAYS];
   int arrays, stages;
-  int64_t ahead;   // elements to the row `stages` on
-  Piece<T> *first; // this thread's first piece in the first stage
-  int turn;        // pieces from there to the stage whose turn it is
+  int64_t ahead;  // elements to the row `stages` on
+  Piece<T> *slot; // this thread's first piece in the stage whose turn it is
+  Piece<T> *end;  // and in the one after the last
 
   // `offset` is that of the thread's first piece in each array.
   __device__ __forceinline__ Stream(const Tiling &tiling, const Columns<T, N> &columns,
                                     const void *const (&starts)[ARRAYS], int arrays,
                                     const Shared<T, N> &shared, Rows rows, int64_t offset)
       : arrays(arrays), stages(tiling.stages), ahead(stages * Rows::step() * tiling.cols),
-        first(shared.rows + thread_rank()), turn(0) {
+        slot(shared.rows + thread_rank()), end(slot + stages * arrays * N * MAX_THREADS) {
+    keep(ahead);
 #pragma unroll
     for (int array = 0; array < ARRAYS; ++array) {
       from[array] = static_cast<const T *>(starts[array]);
@@ -153,7 +154,7 @@ template <typename T, int N, int ARRAYS> struct Stream {
   __device__ __forceinline__ Piece<T> at(int array, int n, const Columns<T, N> &columns,
                                          const Rows &rows, int64_t offset) const {
     return stages == 0 ? columns.load(from[array] + offset, n, rows.present())
-                       : get(first + turn + (array * N + n) * block_size());
+                       : get(slot + (array * N + n) * MAX_THREADS);
   }
 
   // Asks for the row `stages` after it, in its place: it has been read.
@@ -171,14 +172,16 @@ private:
       if (array < arrays) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          copy_async(first + turn + (array * N + n) * block_size(),
+          copy_async(slot + (array * N + n) * MAX_THREADS,
                      from[array] + offset + n * columns.stride, present && columns.count(n) > 0);
         }
       }
     }
     end_copies();
-    const int stage = arrays * N * block_size();
-    turn = turn + stage == stages * stage ? 0 : turn + stage;
+    slot += arrays * N * MAX_THREADS;
+    if (slot == end) {
+      slot -= stages * arrays * N * MAX_THREADS;
+    }
   }
 };
 
@@ -294,10 +297,13 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   // Rows are on their way while the channels are prepared.
   Rows rows(tiling);
   int64_t offset = rows.row() * tiling.cols + columns.first;
-  const int64_t step = Rows::step() * tiling.cols;
+  int64_t step = Rows::step() * tiling.cols;
+  keep(step);
   Stream<T, N, 2> stream(tiling, columns, {p.x, p.residual}, arrays, shared, rows, offset);
   GroupMean<T, N> group_mean(tiling, columns, shared);
-  const A eps = A(p.eps), group_eps = A(p.group_eps);
+  const A eps = A(p.eps);
+  A group_eps = A(p.group_eps);
+  keep(group_eps);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {

@@ -106,6 +106,11 @@ __device__ __forceinline__ void store(const Vector &vector, int64_t i, A value) 
   }
 }
 
+// Keeps a value in its register: nvcc would compute it anew in each turn of a loop.
+__device__ __forceinline__ void keep(float &x) { asm volatile("" : "+f"(x)); }
+__device__ __forceinline__ void keep(double &x) { asm volatile("" : "+d"(x)); }
+__device__ __forceinline__ void keep(int64_t &x) { asm volatile("" : "+l"(x)); }
+
 // V adjacent elements in registers.
 template <typename T> struct alignas(16) Piece {
   T at[PIECE<T>];

@@ -989,7 +989,7 @@ impl LaunchPlan {
         let exchanged = 2 * rows * warps * self.sum_bytes();
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
         let added = rows / 2 * lanes * (((values * sums) | 1) * self.sum_bytes()).max(8);
-        let stage = arrays * cut.pieces * lanes * rows * 16;
+        let stage = arrays * cut.pieces * BLOCK * 16;
         let room = self.limits.shared_bytes.saturating_sub(columns + exchanged);
         let stages = match self.limits.copies && cut.tiling.vectorized != 0 {
             true => (room / stage).min(MAX_STAGES),
@@ -1419,6 +1419,7 @@ mod tests {
                 assertion("F16", Dtype::F16 as usize),
                 assertion("BF16", Dtype::BF16 as usize),
                 assertion("MAX_STAGES", MAX_STAGES),
+                assertion("MAX_THREADS", BLOCK),
                 assertion("NO_SCALE", LayerScale::None as usize),
                 assertion("IN_TILE", LayerScale::InTile as usize),
                 assertion("GIVEN", LayerScale::Given as usize),
