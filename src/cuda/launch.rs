@@ -1288,6 +1288,86 @@ mod tests {
         assert!(count > 0);
     }
 
+    /// Whatever the shape and the GPU, all rows and columns have a block, blocks are whole warps that
+    /// a multiprocessor holds, and no more than the multiprocessors.
+    #[test]
+    fn every_cut_fits() {
+        let gpus = [
+            (132, 227 << 10, true),
+            (108, 163 << 10, true),
+            (84, 99 << 10, true),
+        ];
+        for (multiprocessors, shared_bytes, copies) in [(40, 64 << 10, false), (1, 99 << 10, true)]
+            .into_iter()
+            .chain(gpus)
+        {
+            for dtype in [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16] {
+                for cols in [1, 3, 8, 96, 512, 760, 768, 1024, 4095, 4096, 8192, 65536] {
+                    for group_scaling in [None, Some(1), Some(8), Some(cols)] {
+                        let divides = group_scaling.is_none_or(|groups| cols % groups == 0);
+                        for rows in [1, 7, 256, 2048, 100_000] {
+                            if divides {
+                                let plan = LaunchPlan {
+                                    dtype,
+                                    rows,
+                                    cols,
+                                    masked: false,
+                                    config: PowerNormConfig {
+                                        group_scaling,
+                                        ..1e-5.into()
+                                    },
+                                    limits: Limits {
+                                        multiprocessors,
+                                        shared_bytes,
+                                        copies,
+                                    },
+                                };
+                                fits(&plan);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn fits(plan: &LaunchPlan) {
+        let Limits {
+            multiprocessors,
+            shared_bytes,
+            ..
+        } = plan.limits;
+        let cut = plan.cut();
+        let [tiles, chunks, lanes, block_rows] =
+            [cut.grid.0, cut.grid.1, cut.block.0, cut.block.1].map(|n| n as usize);
+        let chunk_rows = cut.tiling.chunk_rows as usize;
+        assert!(chunks * chunk_rows >= plan.rows, "{plan:?}, {cut:?}");
+        assert!((chunks - 1) * chunk_rows < plan.rows, "{plan:?}, {cut:?}");
+        assert!(
+            chunks * tiles <= multiprocessors.max(tiles),
+            "{plan:?}, {cut:?}"
+        );
+        assert!(lanes * block_rows <= BLOCK, "{plan:?}, {cut:?}");
+        assert!(
+            (lanes * block_rows).is_multiple_of(WARP),
+            "{plan:?}, {cut:?}"
+        );
+        assert!(block_rows.is_power_of_two(), "{plan:?}, {cut:?}");
+        let slots = cut.tiling.groups_per_tile as usize;
+        let span = cut.tiling.span as usize;
+        assert!(slots * span <= lanes, "{plan:?}, {cut:?}");
+        let pieces = cut.tiling.tiles_per_group as usize * span * cut.pieces;
+        let group_len = cut.tiling.group_len as usize;
+        assert!(
+            pieces * plan.dtype.piece() >= group_len,
+            "{plan:?}, {cut:?}"
+        );
+        for (arrays, sums) in [(1, 0), (2, 1), (3, 2)] {
+            let (_, bytes) = plan.shared(&cut, arrays, sums);
+            assert!(bytes as usize <= shared_bytes, "{bytes}: {plan:?}, {cut:?}");
+        }
+    }
+
     /// A `static_assert` for the size of a struct and for the offset of each field, by its name.
     macro_rules! layout {
         ($name:ident { $($field:ident),* $(,)? }) => {{
