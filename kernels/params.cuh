@@ -16,9 +16,9 @@ struct Vector {
 
 // Which rows and columns a block works on, and a thread of it.
 //
-// A thread owns V adjacent columns (16 bytes of x), or N such pieces, always inside one group. A group's
-// pieces lie in adjacent lanes (threadIdx.x), `span` of them; a tile is the columns of a block. threadIdx.y
-// and blockIdx.y take rows: block y has rows y*chunk_rows up to the next chunk.
+// A thread owns N pieces of V adjacent columns (16 bytes of x), always inside one group. A group's pieces
+// lie in `span` adjacent lanes (threadIdx.x), and go round them N times; a tile is the columns of a block.
+// threadIdx.y and blockIdx.y take rows: block y has rows y*chunk_rows up to the next chunk.
 struct Tiling {
   int64_t rows;
   int64_t cols;
@@ -29,7 +29,13 @@ struct Tiling {
   int32_t groups_per_tile; // 1 where a group takes several tiles
   int32_t tiles_per_group; // 1 where a tile holds whole groups
   int32_t vectorized;      // whether every piece is whole; arrays of T are 16-byte aligned then. Always for N > 1
+  int32_t stages;          // rows of a thread that are on their way into shared memory; 0: each is loaded in its turn
 };
+
+// The most stages, and the most threads of a block that walks rows: a stage has room for as many, so that the
+// places of a thread are a constant apart.
+constexpr int32_t MAX_STAGES = 3;
+constexpr int32_t MAX_THREADS = 512;
 
 // Where the factor r of a group comes from: x~ = r x.
 enum LayerScale : int64_t {

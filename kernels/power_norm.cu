@@ -7,28 +7,26 @@
 
 #include "reduce.cuh"
 
-// Threads along x and y of the update kernels: channels, and chunks that are added side by side.
-constexpr int UPDATE_COLS = 32;
-constexpr int UPDATE_CHUNKS = 32;
-
 // The columns of this thread: N pieces of V, in one group.
 template <typename T, int N> struct Columns {
   int group;
   int place;     // of the lane in its group's span
   int left;      // columns of the group from the first piece on; none or fewer: the thread has no columns
+  int stride;    // columns between pieces
   int64_t first; // column of the first piece
   bool vectorized;
 
   __device__ explicit Columns(const Tiling &tiling) {
-    const int lane = threadIdx.x;
-    const int tile = blockIdx.x;
-    const int slot = lane / tiling.span;
-    place = lane % tiling.span;
-    group = tile / tiling.tiles_per_group * tiling.groups_per_tile + slot;
-    const bool valid = slot < tiling.groups_per_tile && group < tiling.groups;
-    const int piece = tile % tiling.tiles_per_group * static_cast<int>(blockDim.x) * N + place;
-    left = valid ? tiling.group_len - piece * PIECE<T> : 0;
-    first = static_cast<int64_t>(group) * tiling.group_len + piece * PIECE<T>;
+    const unsigned lane = threadIdx.x, tile = blockIdx.x;
+    const unsigned slot = lane / tiling.span, group_tile = tile / tiling.tiles_per_group;
+    place = lane - slot * tiling.span;
+    group = group_tile * tiling.groups_per_tile + slot;
+    stride = tiling.span * PIECE<T>;
+    const bool valid = static_cast<int>(slot) < tiling.groups_per_tile && group < tiling.groups;
+    const int start =
+        (tile - group_tile * tiling.tiles_per_group) * N * stride + place * PIECE<T>;
+    left = valid ? tiling.group_len - start : 0;
+    first = static_cast<int64_t>(group) * tiling.group_len + start;
     // Several pieces are whole always.
     vectorized = N > 1 || tiling.vectorized;
   }
@@ -36,82 +34,188 @@ template <typename T, int N> struct Columns {
   __device__ __forceinline__ bool valid() const { return left > 0; }
 
   // The first column of piece n.
-  __device__ __forceinline__ int64_t col(int n) const { return first + n * stride(); }
+  __device__ __forceinline__ int64_t col(int n) const { return first + n * stride; }
 
   // The columns of piece n, V at most.
   __device__ __forceinline__ int count(int n) const {
-    const int count = left - n * stride();
+    const int count = left - n * stride;
     return count < 0 ? 0 : count < PIECE<T> ? count : PIECE<T>;
+  }
+
+  // Piece n of a row whose first piece is at `row`, an array's. Zeros where it is not `present`.
+  __device__ __forceinline__ Piece<T> load(const T *row, int n, bool present) const {
+    return load_piece(row + n * stride, present ? count(n) : 0, vectorized);
   }
 
   // Writes piece n of a row whose first piece is at `offset` of the array.
   __device__ __forceinline__ void store(void *to, int64_t offset, int n, const Piece<T> &piece) const {
-    store_piece(static_cast<T *>(to) + offset + n * stride(), piece, count(n), vectorized);
+    store_piece(static_cast<T *>(to) + offset + n * stride, piece, count(n), vectorized);
   }
-
-  // Columns between pieces.
-  static __device__ __forceinline__ int stride() { return static_cast<int>(blockDim.x) * PIECE<T>; }
 };
 
-// The pieces of one row that a thread owns.
-template <typename T, int N> struct RowPieces {
-  Piece<T> at[N];
+// The rows that a thread takes, in turn with those above and below it in the block.
+struct Rows {
+  int64_t end; // of the chunk
+  int left;    // rows from the thread's next to the end; none or fewer: the thread has none left
 
-  // `offset` is that of the first piece in the array. Zeros where the row is not there.
-  __device__ __forceinline__ void load(const void *from, int64_t offset,
-                                       const Columns<T, N> &columns, bool present) {
+  __device__ explicit Rows(const Tiling &tiling) {
+    const int64_t begin = blockIdx.y * tiling.chunk_rows;
+    end = begin + tiling.chunk_rows < tiling.rows ? begin + tiling.chunk_rows : tiling.rows;
+    left = static_cast<int>(end - begin) - static_cast<int>(threadIdx.y);
+  }
+
+  // Whether any thread of the block has rows left: all go round together, since sums take whole warps.
+  __device__ __forceinline__ bool any() const { return left + static_cast<int>(threadIdx.y) > 0; }
+  // The thread's row of this turn, and of a later one.
+  __device__ __forceinline__ int64_t row(int later = 0) const { return end - left + later * step(); }
+  __device__ __forceinline__ bool present(int later = 0) const { return left > later * step(); }
+  __device__ __forceinline__ void advance() { left -= step(); }
+  static __device__ __forceinline__ int step() { return static_cast<int>(blockDim.y); }
+};
+
+// Where a pass over rows has what in shared memory: rows on their way, two numbers a column, what warps exchange.
+// What block rows add up in the end lies over all of these.
+template <typename T, int N> struct Shared {
+  using A = Sum<T>;
+  Piece<T> *rows;    // [stages, arrays, N, MAX_THREADS]
+  Piece<A> *columns; // [2, N, QUADS, blockDim.x]: in registers there would be too many
+  A *exchanged;      // [2, blockDim.y, warps of a row]
+
+  // 16-byte pieces of A beside a piece of T.
+  static constexpr int QUADS = PIECE<T> / PIECE<A>;
+
+  __device__ Shared(const Tiling &tiling, int arrays, void *memory)
+      : rows(static_cast<Piece<T> *>(memory)),
+        columns(reinterpret_cast<Piece<A> *>(rows + tiling.stages * arrays * N * MAX_THREADS)),
+        exchanged(reinterpret_cast<A *>(columns + 2 * N * QUADS * blockDim.x)) {}
+
+  // The first or the second number of each column of this thread's piece n. Neighbours in `columns` are of neighbouring
+  // lanes.
+  __device__ __forceinline__ void write(int which, int n, const A (&values)[PIECE<T>]) const {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const int count = present ? columns.count(n) : 0;
-      at[n] = load_piece(static_cast<const T *>(from) + offset, count, columns.vectorized);
-      offset += columns.stride();
+    for (int q = 0; q < QUADS; ++q) {
+      Piece<A> piece;
+      memcpy(&piece, values + q * PIECE<A>, sizeof(piece));
+      put(columns + ((which * N + n) * QUADS + q) * blockDim.x + threadIdx.x, piece);
+    }
+  }
+
+  __device__ __forceinline__ void read(int which, int n, A (&values)[PIECE<T>]) const {
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q) {
+      const Piece<A> piece = get(columns + ((which * N + n) * QUADS + q) * blockDim.x + threadIdx.x);
+      memcpy(values + q * PIECE<A>, &piece, sizeof(piece));
     }
   }
 };
 
-// The rows that a thread takes, in turn with those above and below it in the block. A block whose threads own
-// several pieces has one row of them.
-template <int N> struct Rows {
-  int64_t row;
-  int left; // rows of the chunk from `row` on; none or fewer: the thread has none left
+// A thread's rows of up to ARRAYS arrays, of which `stages` are on their way into shared memory at any time. Arrays
+// that are not there come last. A thread copies for itself alone, so it waits for its own copies and for no barrier.
+template <typename T, int N, int ARRAYS> struct Stream {
+  const T *from[ARRAYS];
+  int arrays, stages;
+  int64_t ahead;  // elements to the row `stages` on
+  Piece<T> *slot; // this thread's first piece in the stage whose turn it is
+  Piece<T> *end;  // and in the one after the last
 
-  __device__ explicit Rows(const Tiling &tiling) {
-    const int64_t begin = blockIdx.y * tiling.chunk_rows;
-    const int64_t rows = tiling.rows - begin;
-    row = begin + threadIdx.y;
-    left = static_cast<int>(rows < tiling.chunk_rows ? rows : tiling.chunk_rows) -
-           static_cast<int>(threadIdx.y);
+  // `offset` is that of the thread's first piece in each array.
+  __device__ __forceinline__ Stream(const Tiling &tiling, const Columns<T, N> &columns,
+                                    const void *const (&starts)[ARRAYS], int arrays,
+                                    const Shared<T, N> &shared, Rows rows, int64_t offset)
+      : arrays(arrays), stages(tiling.stages), ahead(stages * Rows::step() * tiling.cols),
+        slot(shared.rows + thread_rank()), end(slot + stages * arrays * N * MAX_THREADS) {
+    keep(ahead);
+#pragma unroll
+    for (int array = 0; array < ARRAYS; ++array) {
+      from[array] = static_cast<const T *>(starts[array]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      ask(columns, offset + i * Rows::step() * tiling.cols, rows.present(i));
+    }
   }
 
-  // Whether any thread of the block has rows left: all go round together, since sums take whole warps.
-  __device__ __forceinline__ bool any() const {
-    return N > 1 ? left > 0 : left + static_cast<int>(threadIdx.y) > 0;
+  // Waits for the row whose turn it is.
+  __device__ __forceinline__ void wait() const {
+    switch (stages) {
+    case 0:
+    case 1:
+      wait_for_copies<0>();
+      break;
+    case 2:
+      wait_for_copies<1>();
+      break;
+    default:
+      wait_for_copies<MAX_STAGES - 1>();
+    }
   }
-  __device__ __forceinline__ bool present() const { return left > 0; }
-  __device__ __forceinline__ bool next_present() const { return left > step(); }
-  __device__ __forceinline__ void advance() {
-    row += step();
-    left -= step();
+
+  // Piece n of it, zeros where it is not there. `offset` is that of its first piece.
+  __device__ __forceinline__ Piece<T> at(int array, int n, const Columns<T, N> &columns,
+                                         const Rows &rows, int64_t offset) const {
+    return stages == 0 ? columns.load(from[array] + offset, n, rows.present())
+                       : get(slot + (array * N + n) * MAX_THREADS);
   }
-  static __device__ __forceinline__ int step() { return N > 1 ? 1 : static_cast<int>(blockDim.y); }
+
+  // Asks for the row `stages` after it, in its place: it has been read.
+  __device__ __forceinline__ void advance(const Columns<T, N> &columns, const Rows &rows,
+                                          int64_t offset) {
+    if (stages > 0) {
+      ask(columns, offset + ahead, rows.present(stages));
+    }
+  }
+
+private:
+  __device__ __forceinline__ void ask(const Columns<T, N> &columns, int64_t offset, bool present) {
+#pragma unroll
+    for (int array = 0; array < ARRAYS; ++array) {
+      if (array < arrays) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          copy_async(slot + (array * N + n) * MAX_THREADS,
+                     from[array] + offset + n * columns.stride, present && columns.count(n) > 0);
+        }
+      }
+    }
+    end_copies();
+    slot += arrays * N * MAX_THREADS;
+    if (slot == end) {
+      slot -= stages * arrays * N * MAX_THREADS;
+    }
+  }
 };
 
-// The shared memory of a pass over rows, and the means that are taken through it.
-template <typename T, int N> struct Reduction {
+// Puts two numbers a column into shared memory, which `of_piece` gives for a piece. The rows of the block share the
+// work. A barrier must follow.
+template <typename T, int N, typename F>
+__device__ __forceinline__ void fill_columns(const Columns<T, N> &columns,
+                                             const Shared<T, N> &shared, F of_piece) {
+#pragma unroll 1
+  for (int n = threadIdx.y; n < N; n += blockDim.y) {
+    Sum<T> first[PIECE<T>] = {}, second[PIECE<T>] = {};
+    if (columns.count(n) > 0) {
+      of_piece(columns.col(n), columns.count(n), first, second);
+    }
+    shared.write(0, n, first);
+    shared.write(1, n, second);
+  }
+}
+
+// Means over a group's columns, of which each of its lanes has some.
+template <typename T, int N> struct GroupMean {
   using A = Sum<T>;
   bool in_warp; // whether a group's lanes are in one warp
-  A share;      // of a column in its group's means
+  int place, span;
+  A share; // of a column
   RowSum<A> row_sum;
-  A *per_column;  // a number a column, from this lane's on: in registers there would be too many
-  A *sums_memory; // for sum_block_rows
 
-  __device__ Reduction(const Tiling &tiling, A *shared)
-      : in_warp(N == 1 && tiling.span <= WARP), share(A(1) / A(tiling.group_len)), row_sum(shared),
-        per_column(shared + 2 * (block_size() / WARP) + threadIdx.x),
-        sums_memory(shared + 2 * (block_size() / WARP) + N * PIECE<T> * blockDim.x) {}
+  __device__ GroupMean(const Tiling &tiling, const Columns<T, N> &columns,
+                       const Shared<T, N> &shared)
+      : in_warp(tiling.span <= WARP), place(columns.place), span(tiling.span),
+        share(A(1) / A(tiling.group_len)), row_sum(shared.exchanged) {}
 
-  // The mean over a group's columns, this thread's of which add up to `value`. All threads call this together.
-  __device__ __forceinline__ A group_mean(A value, int place, int span) {
+  // All threads of the block call this together.
+  __device__ __forceinline__ A of(A value) {
     return (in_warp ? sum_segment(value, place, span) : row_sum.of(value)) * share;
   }
 };
@@ -120,14 +224,15 @@ template <typename T, int N> struct Reduction {
 template <typename T, int N>
 __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, int64_t row,
                                            const Tiling &tiling, const Columns<T, N> &columns) {
-  Sum<T> *to = static_cast<Sum<T> *>(partials) + row * tiling.cols;
+  using A = Sum<T>;
+  A *to = static_cast<A *>(partials) + row * tiling.cols;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int v = 0; v < PIECE<T>; ++v) {
-      if (v < columns.count(n)) {
-        to[columns.col(n) + v] = sums[n * PIECE<T> + v];
-      }
+    for (int q = 0; q < PIECE<T>; q += PIECE<A>) {
+      Piece<A> piece;
+      memcpy(&piece, sums + n * PIECE<T> + q, sizeof(piece));
+      store_piece(to + columns.col(n) + q, piece, columns.count(n) - q, columns.vectorized);
     }
   }
 }
@@ -176,7 +281,7 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 //        factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first without y, and
 //        as much again with a residual.
-// Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
+// Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: a group by shuffles, and through
 //        smem where it spans warps; columns in registers, then a tree over the block's rows.
 // Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y 16-byte aligned if vectorized.
@@ -186,147 +291,178 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Tiling &tiling = p.tiling;
-  Reduction<T, N> reduction(tiling, reinterpret_cast<A *>(shared_memory));
+  const int arrays = p.residual == nullptr ? 1 : 2;
+  const Shared<T, N> shared(tiling, arrays, shared_memory);
   const Columns<T, N> columns(tiling);
-  // Several pieces are for whole groups that span warps.
-  const LayerScale layer_scale = N > 1 ? IN_TILE : p.layer_scale;
-  A *shift = reduction.per_column;
+  // Rows are on their way while the channels are prepared.
+  Rows rows(tiling);
+  int64_t offset = rows.row() * tiling.cols + columns.first;
+  int64_t step = Rows::step() * tiling.cols;
+  keep(step);
+  Stream<T, N, 2> stream(tiling, columns, {p.x, p.residual}, arrays, shared, rows, offset);
+  GroupMean<T, N> group_mean(tiling, columns, shared);
+  const A eps = A(p.eps);
+  A group_eps = A(p.group_eps);
+  keep(group_eps);
 
-  // The next row is on its way while one is worked on, where registers are left for it.
-  constexpr bool PREFETCHES = N <= 2;
-  A scale[N * V], sums[N * V];
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
+  // y = scale x~ + bias.
+  fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
+    if (p.y == nullptr) {
+      return;
+    }
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const int i = n * V + v;
-      scale[i] = sums[i] = 0;
-      A bias = 0;
-      if (v < columns.count(n) && p.y != nullptr) {
-        const int64_t col = columns.col(n) + v;
-        A inv_rms;
-        if (p.phi.data == nullptr) {
-          inv_rms = p.inv_rms == nullptr ? A(1) : static_cast<const A *>(p.inv_rms)[col];
-        } else {
-          inv_rms = inverse_root(load<A>(p.phi, col) + A(p.eps));
-          if (p.inv_rms != nullptr && blockIdx.y == 0 && threadIdx.y == 0) {
-            static_cast<A *>(p.inv_rms)[col] = inv_rms;
-          }
+      scale[v] = 1;
+    }
+    if (p.phi.data != nullptr) {
+      load_run(p.phi, col, count, scale);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        scale[v] = inverse_root(scale[v] + eps);
+        if (p.inv_rms != nullptr && blockIdx.y == 0 && v < count) {
+          static_cast<A *>(p.inv_rms)[col + v] = scale[v];
         }
-        scale[i] = p.weight.data == nullptr ? inv_rms : load<A>(p.weight, col) * inv_rms;
-        bias = p.bias.data == nullptr ? A(0) : load<A>(p.bias, col);
       }
-      if (threadIdx.y == 0) {
-        shift[i * blockDim.x] = bias;
+    } else if (p.inv_rms != nullptr) {
+      load_run<A>(p.inv_rms, col, count, scale);
+    }
+    if (p.weight.data != nullptr) {
+      A weight[V] = {};
+      load_run(p.weight, col, count, weight);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        scale[v] *= weight[v];
       }
     }
-  }
+    if (p.bias.data != nullptr) {
+      load_run(p.bias, col, count, bias);
+    }
+  });
   __syncthreads();
-
-  Rows<N> rows(tiling);
-  int64_t offset = rows.row * tiling.cols + columns.first;
-  const int64_t step = rows.step() * tiling.cols;
-  RowPieces<T, N> x;
-  if (PREFETCHES) {
-    x.load(p.x, offset, columns, rows.present());
+  A sums[N * V];
+#pragma unroll
+  for (int i = 0; i < N * V; ++i) {
+    sums[i] = 0;
   }
+
+  // Whether a row enters the sums. The mask is read a row ahead.
+  const auto counts = [&](int later) {
+    return rows.present(later) && p.partials != nullptr &&
+           (p.keep == nullptr || p.keep[rows.row(later)] != 0);
+  };
+  bool next_counts = counts(0);
 #pragma unroll 1
   for (; rows.any(); rows.advance(), offset += step) {
-    RowPieces<T, N> next;
-    if (PREFETCHES) {
-      next.load(p.x, offset + step, columns, rows.next_present());
-    } else {
-      x.load(p.x, offset, columns, rows.present());
-    }
-    if (p.residual != nullptr) {
-      RowPieces<T, N> residual;
-      residual.load(p.residual, offset, columns, rows.present());
+    const bool row_counts = next_counts;
+    next_counts = counts(1);
+    stream.wait();
+    A x_tilde[N * V];
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        add_to(x.at[n], residual.at[n]);
+    for (int n = 0; n < N; ++n) {
+      Piece<T> x = stream.at(0, n, columns, rows, offset);
+      if (p.residual != nullptr) {
+        add_to(x, stream.at(1, n, columns, rows, offset));
         if (rows.present()) {
-          columns.store(p.sum, offset, n, x.at[n]);
+          columns.store(p.sum, offset, n, x);
         }
       }
+      widen(x, x_tilde + n * V);
     }
+    stream.advance(columns, rows, offset);
 
     A factor = 1;
-    if (layer_scale == IN_TILE) {
+    if (p.layer_scale == IN_TILE) {
       A squares = 0;
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          squares += widen(x.at[n].at[v]) * widen(x.at[n].at[v]);
-        }
+      for (int i = 0; i < N * V; ++i) {
+        squares += x_tilde[i] * x_tilde[i];
       }
-      const A mean_square = reduction.group_mean(squares, columns.place, tiling.span);
+      const A mean_square = group_mean.of(squares);
       if (rows.present() && columns.valid()) {
         const int64_t start = offset - columns.place * V;
         const T *residual = p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + start;
         factor = factor_of(mean_square, static_cast<const T *>(p.x) + start, residual, tiling.group_len,
-                           A(p.group_eps));
+                           group_eps);
         if (p.factors != nullptr && columns.place == 0) {
-          static_cast<A *>(p.factors)[rows.row * tiling.groups + columns.group] = factor;
+          static_cast<A *>(p.factors)[rows.row() * tiling.groups + columns.group] = factor;
         }
       }
-    } else if (layer_scale == GIVEN && rows.present() && columns.valid()) {
-      factor = static_cast<const A *>(p.factors)[rows.row * tiling.groups + columns.group];
+    } else if (p.layer_scale == GIVEN && rows.present() && columns.valid()) {
+      factor = static_cast<const A *>(p.factors)[rows.row() * tiling.groups + columns.group];
     }
-
-    const bool keeps = rows.present() && (p.keep == nullptr || p.keep[rows.row] != 0);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      Piece<T> y;
+    for (int i = 0; i < N * V; ++i) {
+      x_tilde[i] *= factor;
+    }
+    if (row_counts) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int i = n * V + v;
-        const A x_tilde = widen(x.at[n].at[v]) * factor;
-        if (keeps) {
-          sums[i] += x_tilde * x_tilde;
+      for (int i = 0; i < N * V; ++i) {
+        sums[i] += x_tilde[i] * x_tilde[i];
+      }
+    }
+    if (p.y != nullptr && rows.present()) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        A scale[V], y[V];
+        shared.read(0, n, scale);
+        shared.read(1, n, y);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          y[v] += x_tilde[n * V + v] * scale[v];
         }
-        narrow(x_tilde * scale[i] + shift[i * blockDim.x], y.at[v]);
+        columns.store(p.y, offset, n, narrow<T>(y));
       }
-      if (p.y != nullptr && rows.present()) {
-        columns.store(p.y, offset, n, y);
-      }
-    }
-
-    if (PREFETCHES) {
-      x = next;
     }
   }
 
+  // What was asked for beyond the last row is zeros, but it is still written.
+  wait_for_copies<0>();
   if (p.partials != nullptr) {
-    sum_block_rows(sums, reduction.sums_memory);
+    sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
     if (threadIdx.y == 0) {
       store_sums<T, N>(sums, p.partials, blockIdx.y, tiling, columns);
     }
   }
   if (p.kept != nullptr && blockIdx.x == 0) {
     int64_t kept[1] = {0};
-    for (Rows<N> counted(tiling); counted.present(); counted.advance()) {
-      kept[0] += p.keep[counted.row] != 0;
+    for (Rows counted(tiling); counted.present(); counted.advance()) {
+      kept[0] += p.keep[counted.row()] != 0;
     }
-    sum_block_rows(kept, reinterpret_cast<int64_t *>(reduction.sums_memory));
+    sum_block_rows(kept, reinterpret_cast<int64_t *>(shared_memory));
     if (thread_rank() == 0) {
       p.kept[blockIdx.y] = kept[0];
     }
   }
 }
 
-// The sum of one column of partials[chunks, stride] over the chunks, for the first row of the block.
-// All threads call this together; `shared` holds a value for each.  Fixed order.
+// The sums of M columns of partials[chunks, stride] over the chunks, for the first row of the block: `col`, and every
+// `gap`-th after it. All threads call this together; `shared` is as for sum_block_rows.  Fixed order.
+template <int M, typename A>
+__device__ __forceinline__ void sum_chunks(A (&totals)[M], const void *partials, int64_t col,
+                                           int64_t gap, int64_t stride, int64_t chunks, bool valid,
+                                           A *shared) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    totals[m] = 0;
+  }
+  if (valid) {
+    const A *from = static_cast<const A *>(partials) + col;
+#pragma unroll 4
+    for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        totals[m] += from[chunk * stride + m * gap];
+      }
+    }
+  }
+  sum_block_rows(totals, shared);
+}
+
 template <typename A>
 __device__ __forceinline__ A sum_chunks(const void *partials, int64_t col, int64_t stride,
                                         int64_t chunks, bool valid, A *shared) {
-  A total[1] = {0};
-  if (valid) {
-    for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += UPDATE_CHUNKS) {
-      total[0] += static_cast<const A *>(partials)[chunk * stride + col];
-    }
-  }
-  sum_block_rows(total, shared);
+  A total[1];
+  sum_chunks(total, partials, col, 0, stride, chunks, valid, shared);
   return total[0];
 }
 
@@ -336,28 +472,29 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
   for (int64_t chunk = thread_rank(); chunk < chunks; chunk += block_size()) {
     total[0] += kept[chunk];
   }
-  // Over the block's rows, then over the lanes of its first row, which is a warp.
   sum_block_rows(total, shared);
+  __syncthreads();
   if (threadIdx.y == 0) {
-    const int64_t sum = sum_segment(total[0], threadIdx.x, WARP);
-    if (threadIdx.x == 0) {
-      shared[0] = sum;
-    }
+    shared[threadIdx.x] = total[0];
   }
   __syncthreads();
+  int64_t sum = 0;
+  for (unsigned x = 0; x < blockDim.x; ++x) {
+    sum += shared[x];
+  }
   // Whoever writes the memory next begins with a barrier: sum_block_rows does.
-  return shared[0];
+  return sum;
 }
 
 // sum_partials: what the rows of one process add up to, to be handed out.  Determinism: bitwise, fixed order.
 // Reads  partials[chunks, stride] A, kept[chunks] i64.
 // Writes totals[cols] f64, count[1] f64 unless null; overwrites, with zeros where there are no chunks.
-// Bytes  chunks*cols*sizeof(A) + 8*cols.                       Launch ceil(cols/32), block 32x32, smem 8 B a thread.
-// Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
+// Bytes  chunks*cols*sizeof(A) + 8*cols.                       Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
+// Thread owns one column of every blockDim.y-th chunk.         Reduction: registers, then a smem tree.
 // Requires partials by `normalize` or `normalize_bwd`. Launcher: launch.rs::sum_partials.
 template <typename A> __device__ __forceinline__ void sum_partials(const SumPartialsParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * UPDATE_COLS + threadIdx.x;
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const bool valid = col < p.cols;
   int64_t kept = p.rows;
   if (p.count != nullptr && p.kept != nullptr) {
@@ -377,12 +514,12 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
 // Reads  totals[cols + 1] f64, all_totals alike; or partials[chunks, cols] A, all_partials alike, kept[chunks] i64.
 //        phi[cols], inv_rms[cols] A.
 // Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if update; overwrites.
-// Bytes  chunks*cols*sizeof(A), twice with all_partials.       Launch ceil(cols/32), block 32x32, smem 8 B a thread.
-// Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
+// Bytes  chunks*cols*sizeof(A), twice with all_partials.       Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
+// Thread owns one column of every blockDim.y-th chunk.         Reduction: registers, then a smem tree.
 // Requires totals by `sum_partials`, or partials by `normalize`. Launcher: launch.rs::update_phi.
 template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhiParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * UPDATE_COLS + threadIdx.x;
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const bool valid = col < p.cols;
   int64_t kept, count;
   A sum, square;
@@ -442,28 +579,41 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   }
 }
 
-// What a column's gradient is made of: dx~ = gain * dy - decay * x~ (Eq. 6, Eq. 12).
-template <typename A> struct Slope {
-  A gain;
-  A decay;
-};
-
-template <typename A>
-__device__ __forceinline__ Slope<A> slope_of(const NormalizeBwdParams &p, bool trained,
-                                             int64_t col) {
-  const A inv_rms = p.inv_rms == nullptr ? A(1) : static_cast<const A *>(p.inv_rms)[col];
-  A divisor = inv_rms;
-  if (trained && p.batch_phi != nullptr) {
-    divisor = inverse_root(static_cast<const A *>(p.batch_phi)[col] + A(p.eps));
+// What the gradients of a piece's columns are made of: dx~ = gain * dy - decay * x~ (Eq. 6, Eq. 12).
+template <typename A, int V>
+__device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
+                                          int count, A (&gain)[V], A (&decay)[V]) {
+  A inv_rms[V], weight[V], correction[V] = {};
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    inv_rms[v] = weight[v] = 1;
   }
-  Slope<A> slope = {divisor, 0};
+  if (p.inv_rms != nullptr) {
+    load_run<A>(p.inv_rms, col, count, inv_rms);
+  }
   if (p.weight.data != nullptr) {
-    slope.gain *= load<A>(p.weight, col);
+    load_run(p.weight, col, count, weight);
   }
   if (trained && p.correction.data != nullptr) {
-    slope.decay = load<A>(p.correction, col) * A(p.correction_scale) * divisor * inv_rms;
+    load_run(p.correction, col, count, correction);
   }
-  return slope;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    gain[v] = inv_rms[v];
+  }
+  if (trained && p.batch_phi != nullptr) {
+    load_run<A>(p.batch_phi, col, count, gain);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      gain[v] = inverse_root(gain[v] + A(p.eps));
+    }
+  }
+  const A correction_scale = A(p.correction_scale);
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    decay[v] = correction[v] * correction_scale * gain[v] * inv_rms[v];
+    gain[v] *= weight[v];
+  }
 }
 
 // Whether a row is kept.
@@ -496,12 +646,13 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
       const int count = len - i < V ? static_cast<int>(len - i) : V;
       const Piece<T> x_piece = load_piece(x + i, count, tiling.vectorized);
       const Piece<T> dy_piece = load_piece(dy + i, count, tiling.vectorized);
+      A gain[V], decay[V];
+      slopes_of(p, trained, col + i, count, gain, decay);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         if (v < count) {
-          const Slope<A> slope = slope_of<A>(p, trained, col + i + v);
           const A x_tilde = widen(x_piece.at[v]) * factor;
-          dot += (slope.gain * widen(dy_piece.at[v]) - slope.decay * x_tilde) * x_tilde;
+          dot += (gain[v] * widen(dy_piece.at[v]) - decay[v] * x_tilde) * x_tilde;
         }
       }
     }
@@ -520,7 +671,7 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the first without dx, four
 //        with dsum.
-// Launch (tiles, chunks), block lanes x rows, smem 2 A a warp, 1 A a column, what the block's rows add up.
+// Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: as in normalize.
 // Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx 16-byte aligned if vectorized; inv_rms, factors, count by
 //        the forward.
@@ -531,119 +682,115 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Tiling &tiling = p.tiling;
-  Reduction<T, N> reduction(tiling, reinterpret_cast<A *>(shared_memory));
+  const int arrays = p.dsum == nullptr ? 2 : 3;
+  const Shared<T, N> shared(tiling, arrays, shared_memory);
   const Columns<T, N> columns(tiling);
-  // Several pieces are for whole groups that span warps.
-  const LayerScale layer_scale = N > 1 ? IN_TILE : p.layer_scale;
-  A *decay = reduction.per_column;
+  // Rows are on their way while the channels are prepared.
+  Rows rows(tiling);
+  int64_t offset = rows.row() * tiling.cols + columns.first;
+  const int64_t step = Rows::step() * tiling.cols;
+  Stream<T, N, 3> stream(tiling, columns, {p.x, p.dy, p.dsum}, arrays, shared, rows, offset);
+  GroupMean<T, N> group_mean(tiling, columns, shared);
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
 
-  // The next row is on its way while one is worked on, where registers are left for it.
-  constexpr bool PREFETCHES = N * V <= 8 && N <= 2;
-  // Of dy x~, then of dy.
-  A sums[2 * N * V], gain[N * V];
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int i = n * V + v;
-      sums[i] = sums[N * V + i] = 0;
-      Slope<A> slope = {0, 0};
-      if (v < columns.count(n) && p.dx != nullptr) {
-        slope = slope_of<A>(p, trained, columns.col(n) + v);
-      }
-      gain[i] = slope.gain;
-      if (threadIdx.y == 0) {
-        decay[i * blockDim.x] = slope.decay;
-      }
+  // dx~ = gain dy - decay x~.
+  fill_columns(columns, shared, [&](int64_t col, int count, A(&gain)[V], A(&decay)[V]) {
+    if (p.dx != nullptr) {
+      slopes_of(p, trained, col, count, gain, decay);
     }
-  }
+  });
   __syncthreads();
-
-  Rows<N> rows(tiling);
-  int64_t offset = rows.row * tiling.cols + columns.first;
-  const int64_t step = rows.step() * tiling.cols;
-  RowPieces<T, N> x, dy;
-  if (PREFETCHES) {
-    x.load(p.x, offset, columns, rows.present());
-    dy.load(p.dy, offset, columns, rows.present());
+  // Of dy x~, then of dy.
+  A sums[2 * N * V];
+#pragma unroll
+  for (int i = 0; i < 2 * N * V; ++i) {
+    sums[i] = 0;
   }
+
+  // r of a row, less than 0 for one that is not kept. It is read a row ahead.
+  const auto factor_of_row = [&](int later) {
+    if (!rows.present(later) || (p.keep != nullptr && p.keep[rows.row(later)] == 0)) {
+      return A(-1);
+    }
+    return p.layer_scale != NO_SCALE && columns.valid()
+               ? static_cast<const A *>(p.factors)[rows.row(later) * tiling.groups + columns.group]
+               : A(1);
+  };
+  A next_factor = factor_of_row(0);
 #pragma unroll 1
   for (; rows.any(); rows.advance(), offset += step) {
-    RowPieces<T, N> next_x, next_dy;
-    if (PREFETCHES) {
-      next_x.load(p.x, offset + step, columns, rows.next_present());
-      next_dy.load(p.dy, offset + step, columns, rows.next_present());
-    } else {
-      x.load(p.x, offset, columns, rows.present());
-      dy.load(p.dy, offset, columns, rows.present());
-    }
+    const A factor = next_factor;
+    const bool keeps = !(factor < 0);
+    next_factor = factor_of_row(1);
 
-    A factor = 1;
-    const bool scaled = layer_scale != NO_SCALE && rows.present() && columns.valid();
-    const int64_t group = rows.row * tiling.groups + columns.group;
-    if (scaled) {
-      factor = static_cast<const A *>(p.factors)[group];
-    }
-    // The sums come before the reduction, so that no more than these two wait for it.
-    const bool keeps = rows.present() && (p.keep == nullptr || p.keep[rows.row] != 0);
+    // The sums come before the reduction, so that no more than x~ and dx~ wait for it.
+    stream.wait();
     A x_tilde[N * V], dx_tilde[N * V];
-    A dot = 0;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
+      widen(stream.at(0, n, columns, rows, offset), x_tilde + n * V);
+      widen(stream.at(1, n, columns, rows, offset), dx_tilde + n * V);
+    }
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int i = n * V + v;
-        const A dy_value = widen(dy.at[n].at[v]);
-        x_tilde[i] = widen(x.at[n].at[v]) * factor;
-        dx_tilde[i] = gain[i] * dy_value - decay[i * blockDim.x] * x_tilde[i];
-        dot += dx_tilde[i] * x_tilde[i];
-        if (keeps) {
-          sums[i] += dy_value * x_tilde[i];
-          sums[N * V + i] += dy_value;
-        }
+    for (int i = 0; i < N * V; ++i) {
+      x_tilde[i] *= factor;
+    }
+    if (keeps) {
+#pragma unroll
+      for (int i = 0; i < N * V; ++i) {
+        sums[i] += dx_tilde[i] * x_tilde[i];
+        sums[N * V + i] += dx_tilde[i];
       }
     }
     if (p.dx != nullptr) {
-      if (layer_scale == IN_TILE) {
-        dot = reduction.group_mean(dot, columns.place, tiling.span);
+      A dot = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        A gain[V], decay[V];
+        shared.read(0, n, gain);
+        shared.read(1, n, decay);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const int i = n * V + v;
+          dx_tilde[i] = gain[v] * dx_tilde[i] - decay[v] * x_tilde[i];
+          dot += dx_tilde[i] * x_tilde[i];
+        }
+      }
+      if (p.layer_scale == IN_TILE) {
+        dot = group_mean.of(dot);
       } else {
+        const bool scaled = p.layer_scale == GIVEN && rows.present() && columns.valid();
+        const int64_t group = rows.row() * tiling.groups + columns.group;
         dot = scaled ? static_cast<const A *>(p.dots)[group] : A(0);
       }
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        Piece<T> dx;
-        if (p.dsum == nullptr) {
+        A dx[V];
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const int i = n * V + v;
+          dx[v] = keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0);
+        }
+        if (p.dsum != nullptr) {
+          A dsum[V];
+          widen(stream.at(2, n, columns, rows, offset), dsum);
 #pragma unroll
           for (int v = 0; v < V; ++v) {
-            const int i = n * V + v;
-            narrow(keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0), dx.at[v]);
-          }
-        } else {
-          const int count = rows.present() ? columns.count(n) : 0;
-          const T *from = static_cast<const T *>(p.dsum) + offset + n * columns.stride();
-          const Piece<T> dsum = load_piece(from, count, columns.vectorized);
-#pragma unroll
-          for (int v = 0; v < V; ++v) {
-            const int i = n * V + v;
-            const A own = keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0);
-            narrow(own + widen(dsum.at[v]), dx.at[v]);
+            dx[v] += dsum[v];
           }
         }
         if (rows.present()) {
-          columns.store(p.dx, offset, n, dx);
+          columns.store(p.dx, offset, n, narrow<T>(dx));
         }
       }
     }
-
-    if (PREFETCHES) {
-      x = next_x;
-      dy = next_dy;
-    }
+    stream.advance(columns, rows, offset);
   }
 
+  // What was asked for beyond the last row is zeros, but it is still written.
+  wait_for_copies<0>();
   if (p.partials != nullptr) {
-    sum_block_rows(sums, reduction.sums_memory);
+    sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
     if (threadIdx.y == 0) {
       store_sums<T, N>(sums, p.partials, 2 * blockIdx.y, tiling, columns);
       store_sums<T, N>(sums + N * V, p.partials, 2 * blockIdx.y + 1, tiling, columns);
@@ -654,16 +801,17 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 // update_nu: dweight, dbias, Lambda, and the step of nu (Eq. 13 over 1-alpha_b, guarded).  Determinism: bitwise.
 // Reads  partials[chunks, 2, cols] A, totals[cols] f64, weight, inv_rms, gamma [cols], count[1] A, ema_gz[cols].
 // Writes dweight[cols], dbias[cols], lambda[cols] A, ema_gz[cols]; each only where not null, overwrites.
-// Bytes  2*chunks*cols*sizeof(A).                              Launch ceil(cols/32), block 32x32, smem 8 B a thread.
-// Thread owns one column of every 32nd chunk.                  Reduction: registers, then a smem tree.
+// Bytes  2*chunks*cols*sizeof(A).                              Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
+// Thread owns one column of every blockDim.y-th chunk.         Reduction: registers, then a smem tree.
 // Requires partials by `normalize_bwd`, totals by `sum_partials`. Launcher: launch.rs::update_nu.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   A *shared = reinterpret_cast<A *>(shared_memory);
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * UPDATE_COLS + threadIdx.x;
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const bool valid = col < p.cols;
-  const A dy_x = sum_chunks(p.partials, col, 2 * p.cols, p.chunks, valid, shared);
-  const A dy = sum_chunks(p.partials, col + p.cols, 2 * p.cols, p.chunks, valid, shared);
+  A totals[2];
+  sum_chunks(totals, p.partials, col, p.cols, 2 * p.cols, p.chunks, valid, shared);
+  const A dy_x = totals[0], dy = totals[1];
   if (threadIdx.y != 0 || !valid) {
     return;
   }
@@ -713,14 +861,14 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   DEFINE(group_factors_f64, 256, 1, group_factors, NormalizeParams, double) \
   DEFINE(group_factors_f16, 256, 1, group_factors, NormalizeParams, __half) \
   DEFINE(group_factors_bf16, 256, 1, group_factors, NormalizeParams, __nv_bfloat16) \
-  DEFINE(normalize_f32_1, 256, 4, normalize, NormalizeParams, float, 1) \
+  DEFINE(normalize_f32_1, 512, 1, normalize, NormalizeParams, float, 1) \
   DEFINE(normalize_f32_2, 512, 1, normalize, NormalizeParams, float, 2) \
   DEFINE(normalize_f32_4, 512, 1, normalize, NormalizeParams, float, 4) \
-  DEFINE(normalize_f64_1, 256, 3, normalize, NormalizeParams, double, 1) \
+  DEFINE(normalize_f64_1, 512, 1, normalize, NormalizeParams, double, 1) \
   DEFINE(normalize_f64_2, 512, 1, normalize, NormalizeParams, double, 2) \
-  DEFINE(normalize_f16_1, 256, 3, normalize, NormalizeParams, __half, 1) \
+  DEFINE(normalize_f16_1, 512, 1, normalize, NormalizeParams, __half, 1) \
   DEFINE(normalize_f16_2, 512, 1, normalize, NormalizeParams, __half, 2) \
-  DEFINE(normalize_bf16_1, 256, 3, normalize, NormalizeParams, __nv_bfloat16, 1) \
+  DEFINE(normalize_bf16_1, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 1) \
   DEFINE(normalize_bf16_2, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 2) \
   DEFINE(sum_partials_f32, 1024, 1, sum_partials, SumPartialsParams, float) \
   DEFINE(sum_partials_f64, 1024, 1, sum_partials, SumPartialsParams, double) \
@@ -730,14 +878,14 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   DEFINE(group_dots_f64, 256, 1, group_dots, NormalizeBwdParams, double) \
   DEFINE(group_dots_f16, 256, 1, group_dots, NormalizeBwdParams, __half) \
   DEFINE(group_dots_bf16, 256, 1, group_dots, NormalizeBwdParams, __nv_bfloat16) \
-  DEFINE(normalize_bwd_f32_1, 256, 3, normalize_bwd, NormalizeBwdParams, float, 1) \
+  DEFINE(normalize_bwd_f32_1, 512, 1, normalize_bwd, NormalizeBwdParams, float, 1) \
   DEFINE(normalize_bwd_f32_2, 512, 1, normalize_bwd, NormalizeBwdParams, float, 2) \
   DEFINE(normalize_bwd_f32_4, 512, 1, normalize_bwd, NormalizeBwdParams, float, 4) \
-  DEFINE(normalize_bwd_f64_1, 256, 3, normalize_bwd, NormalizeBwdParams, double, 1) \
+  DEFINE(normalize_bwd_f64_1, 512, 1, normalize_bwd, NormalizeBwdParams, double, 1) \
   DEFINE(normalize_bwd_f64_2, 512, 1, normalize_bwd, NormalizeBwdParams, double, 2) \
-  DEFINE(normalize_bwd_f16_1, 256, 2, normalize_bwd, NormalizeBwdParams, __half, 1) \
+  DEFINE(normalize_bwd_f16_1, 512, 1, normalize_bwd, NormalizeBwdParams, __half, 1) \
   DEFINE(normalize_bwd_f16_2, 512, 1, normalize_bwd, NormalizeBwdParams, __half, 2) \
-  DEFINE(normalize_bwd_bf16_1, 256, 2, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
+  DEFINE(normalize_bwd_bf16_1, 512, 1, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
   DEFINE(normalize_bwd_bf16_2, 512, 1, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 2) \
   DEFINE(update_nu_f32, 1024, 1, update_nu, UpdateNuParams, float) \
   DEFINE(update_nu_f64, 1024, 1, update_nu, UpdateNuParams, double)

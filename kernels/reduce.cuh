@@ -50,6 +50,45 @@ template <typename A> __device__ __forceinline__ A load(const Vector &vector, in
   }
 }
 
+// The first `count` of V adjacent elements, in 16-byte accesses where they can be; the rest stays as it was.
+template <typename P, typename A, int V>
+__device__ __forceinline__ void load_run(const void *data, int64_t from, int count, A (&to)[V]) {
+  struct alignas(V * sizeof(P) < 16 ? V * sizeof(P) : 16) Run {
+    P at[V];
+  };
+  const P *start = static_cast<const P *>(data) + from;
+  if (count == V && reinterpret_cast<uintptr_t>(start) % alignof(Run) == 0) {
+    const Run run = *reinterpret_cast<const Run *>(start);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      to[v] = static_cast<A>(widen(run.at[v]));
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if (v < count) {
+        to[v] = static_cast<A>(widen(start[v]));
+      }
+    }
+  }
+}
+
+// The same of a vector whose dtype is known at launch only.
+template <typename A, int V>
+__device__ __forceinline__ void load_run(const Vector &vector, int64_t from, int count,
+                                         A (&to)[V]) {
+  switch (vector.dtype) {
+  case F64:
+    return load_run<double>(vector.data, from, count, to);
+  case F16:
+    return load_run<__half>(vector.data, from, count, to);
+  case BF16:
+    return load_run<__nv_bfloat16>(vector.data, from, count, to);
+  default:
+    return load_run<float>(vector.data, from, count, to);
+  }
+}
+
 template <typename A>
 __device__ __forceinline__ void store(const Vector &vector, int64_t i, A value) {
   switch (vector.dtype) {
@@ -67,10 +106,76 @@ __device__ __forceinline__ void store(const Vector &vector, int64_t i, A value) 
   }
 }
 
+// Keeps a value in its register: nvcc would compute it anew in each turn of a loop.
+__device__ __forceinline__ void keep(float &x) { asm volatile("" : "+f"(x)); }
+__device__ __forceinline__ void keep(double &x) { asm volatile("" : "+d"(x)); }
+__device__ __forceinline__ void keep(int64_t &x) { asm volatile("" : "+l"(x)); }
+
 // V adjacent elements in registers.
-template <typename T> struct Piece {
+template <typename T> struct alignas(16) Piece {
   T at[PIECE<T>];
 };
+
+// A piece from or to memory, in one access.
+template <typename T> __device__ __forceinline__ Piece<T> get(const Piece<T> *from) {
+  const uint4 bits = *reinterpret_cast<const uint4 *>(from);
+  Piece<T> piece;
+  memcpy(&piece, &bits, sizeof(bits));
+  return piece;
+}
+
+template <typename T> __device__ __forceinline__ void put(Piece<T> *to, const Piece<T> &piece) {
+  uint4 bits;
+  memcpy(&bits, &piece, sizeof(bits));
+  *reinterpret_cast<uint4 *>(to) = bits;
+}
+
+// Half precision is converted two elements at a time.
+template <typename T> __device__ __forceinline__ void widen(const Piece<T> &piece, Sum<T> *to) {
+#pragma unroll
+  for (int v = 0; v < PIECE<T>; ++v) {
+    to[v] = widen(piece.at[v]);
+  }
+}
+template <> __device__ __forceinline__ void widen(const Piece<__nv_bfloat16> &piece, float *to) {
+  uint32_t pairs[4];
+  memcpy(pairs, &piece, sizeof(pairs));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    // A bf16 is the upper half of a float. nvcc would do this anew wherever a value is used.
+    asm("shl.b32 %0, %1, 16;" : "=f"(to[2 * i]) : "r"(pairs[i]));
+    asm("and.b32 %0, %1, 0xffff0000;" : "=f"(to[2 * i + 1]) : "r"(pairs[i]));
+  }
+}
+
+template <typename T> __device__ __forceinline__ Piece<T> narrow(const Sum<T> *from) {
+  Piece<T> piece;
+#pragma unroll
+  for (int v = 0; v < PIECE<T>; ++v) {
+    narrow(from[v], piece.at[v]);
+  }
+  return piece;
+}
+template <> __device__ __forceinline__ Piece<__half> narrow(const float *from) {
+  __half2 pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = __floats2half2_rn(from[2 * i], from[2 * i + 1]);
+  }
+  Piece<__half> piece;
+  memcpy(&piece, pairs, sizeof(pairs));
+  return piece;
+}
+template <> __device__ __forceinline__ Piece<__nv_bfloat16> narrow(const float *from) {
+  __nv_bfloat162 pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = __floats2bfloat162_rn(from[2 * i], from[2 * i + 1]);
+  }
+  Piece<__nv_bfloat16> piece;
+  memcpy(&piece, pairs, sizeof(pairs));
+  return piece;
+}
 
 // The first `valid` elements at `from`, zeros after them. A vectorized piece is whole or absent.
 template <typename T>
@@ -103,10 +208,41 @@ template <typename T> __device__ __forceinline__ T add(T x, T residual) {
 
 template <typename T>
 __device__ __forceinline__ void add_to(Piece<T> &piece, const Piece<T> &residual) {
+  Sum<T> sums[PIECE<T>], added[PIECE<T>];
+  widen(piece, sums);
+  widen(residual, added);
 #pragma unroll
   for (int v = 0; v < PIECE<T>; ++v) {
-    piece.at[v] = add(piece.at[v], residual.at[v]);
+    sums[v] += added[v];
   }
+  piece = narrow<T>(sums);
+}
+
+// Copies 16 bytes into shared memory, or zeros where they are not `wanted`. Where the GPU can, they are there
+// only after a wait_for_copies that covers this copy.
+__device__ __forceinline__ void copy_async(void *to, const void *from, bool wanted) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(__cvta_generic_to_global(from)), "r"(wanted ? 16 : 0)
+               : "memory");
+#else
+  *static_cast<uint4 *>(to) = wanted ? __ldg(static_cast<const uint4 *>(from)) : uint4{0, 0, 0, 0};
+#endif
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void end_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all groups of this thread's copies but the last LATER.
+template <int LATER> __device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+#endif
 }
 
 // Writes the first `valid` elements of `piece` at `to`.
@@ -114,10 +250,13 @@ template <typename T>
 __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int valid,
                                             bool vectorized) {
   if (vectorized) {
-    uint4 bits;
-    memcpy(&bits, &piece, sizeof(bits));
     if (valid > 0) {
-      *reinterpret_cast<uint4 *>(to) = bits;
+      // nvcc may take an assignment apart into four stores.
+      float4 bits;
+      memcpy(&bits, &piece, sizeof(bits));
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+                   "f"(bits.x), "f"(bits.y), "f"(bits.z), "f"(bits.w)
+                   : "memory");
     }
   } else {
 #pragma unroll
@@ -137,7 +276,16 @@ __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
 // `place` is this thread's in it. All lanes of the warp call this together; one past the last whole segment
 // gets no meaningful sum. The tree is the same whatever the values: fixed order.
 template <typename A> __device__ __forceinline__ A sum_segment(A value, int place, int span) {
-  const int lane = thread_rank() % WARP;
+  if ((span & (span - 1)) == 0) {
+    // Segments begin at multiples of their span, and both sides of an exchange add the same two.
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+      if (step < span) {
+        value += __shfl_xor_sync(ALL_LANES, value, step);
+      }
+    }
+    return value;
+  }
 #pragma unroll
   for (int step = WARP / 2; step > 0; step /= 2) {
     if (step < span) {
@@ -147,58 +295,75 @@ template <typename A> __device__ __forceinline__ A sum_segment(A value, int plac
       }
     }
   }
-  return __shfl_sync(ALL_LANES, value, lane - place);
+  return __shfl_sync(ALL_LANES, value, thread_rank() % WARP - place);
 }
 
 // Sums over the lanes of one block row, again and again, with one barrier each: two buffers take turns, since a
 // warp may begin the next sum while another still reads this one.
 template <typename A> struct RowSum {
-  // [2, warps of the block]
-  A *exchanged;
-  int turn = 0;
+  // What the warps of a row exchange is read 16 bytes at a time: zeros fill the last four.
+  static constexpr int ALIGNED = 4;
 
-  __device__ explicit RowSum(A *shared) : exchanged(shared) {}
+  A *row;    // of the buffer whose turn it is, [width]
+  int other; // from it to the other buffer
+  int width;
+
+  // `shared` has 2 * blockDim.y * width numbers. A barrier comes before the first sum.
+  __device__ explicit RowSum(A *shared) {
+    const int warps = blockDim.x / WARP;
+    width = (warps + ALIGNED - 1) / ALIGNED * ALIGNED;
+    other = blockDim.y * width;
+    row = shared + threadIdx.y * width;
+    const int lane = threadIdx.x;
+    if (lane >= warps && lane < width) {
+      row[lane] = row[lane + other] = 0;
+    }
+  }
 
   // All threads of the block call this together. blockDim.x is a multiple of the warp.
   __device__ __forceinline__ A of(A value) {
-    const int warps = blockDim.x / WARP;
-    A *row = exchanged + turn * (block_size() / WARP) + threadIdx.y * warps;
     value = sum_segment(value, threadIdx.x % WARP, WARP);
     if (threadIdx.x % WARP == 0) {
       row[threadIdx.x / WARP] = value;
     }
     __syncthreads();
     A total = 0;
-    for (int warp = 0; warp < warps; ++warp) {
-      total += row[warp];
+#pragma unroll 1
+    for (int warp = 0; warp < width; warp += ALIGNED) {
+      A four[ALIGNED];
+#pragma unroll
+      for (int i = 0; i < ALIGNED; i += PIECE<A>) {
+        const Piece<A> piece = get(reinterpret_cast<const Piece<A> *>(row + warp + i));
+        memcpy(four + i, &piece, sizeof(piece));
+      }
+      total += (four[0] + four[1]) + (four[2] + four[3]);
     }
-    turn ^= 1;
+    row += other;
+    other = -other;
     return total;
   }
 };
 
 // Adds `values` over the rows of the block, for its first row. All threads call this together; `shared` holds
-// a Value for each of M values of each thread. Rows are a power of two.
+// M | 1 values for each thread of half the block. Rows are a power of two.
 template <typename Value, int M>
 __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared) {
-  if (blockDim.y == 1) {
-    return;
-  }
-  Value *own = shared + threadIdx.y * M * blockDim.x + threadIdx.x;
-  // Whatever the memory held before has been read by all.
-  __syncthreads();
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-    own[m * blockDim.x] = values[m];
-  }
   for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
+    // Whatever the memory held before has been read by all.
     __syncthreads();
-    if (threadIdx.y < half) {
-      const Value *other = own + half * M * blockDim.x;
+    // An odd number of values a thread, so that those of neighbouring threads are in different banks.
+    Value *place = shared + ((threadIdx.y & (half - 1)) * blockDim.x + threadIdx.x) * (M | 1);
+    if (threadIdx.y >= half && threadIdx.y < 2 * half) {
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        values[m] += other[m * blockDim.x];
-        own[m * blockDim.x] = values[m];
+        place[m] = values[m];
+      }
+    }
+    __syncthreads();
+    if (threadIdx.y < half) {
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        values[m] += place[m];
       }
     }
   }

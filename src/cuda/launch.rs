@@ -82,6 +82,7 @@ pub struct Tiling {
     groups_per_tile: i32,
     tiles_per_group: i32,
     vectorized: i32,
+    stages: i32,
 }
 
 /// `LayerScale` of `kernels/params.cuh`.
@@ -295,32 +296,53 @@ pub struct Launch {
     pub params: Params,
 }
 
-/// Threads of a block, unless a row needs more: small enough that several blocks share a
-/// multiprocessor and fill each other's waits.
-const BLOCK: usize = 256;
-
-/// Threads of a block whose threads own several pieces of a row, at most: at 128 registers each,
-/// what a multiprocessor holds.
-const MAX_BLOCK: usize = 512;
+/// The most threads of a block that walks rows. At 128 registers each, they are what a
+/// multiprocessor holds.
+const BLOCK: usize = 512;
 
 /// Threads that exchange values directly.
 const WARP: usize = 32;
 
-/// Blocks to aim at: several for each multiprocessor of a large GPU, so that none idles at the end,
-/// while the partial sums stay small beside the rows.
-const BLOCKS: usize = 1024;
+/// Lanes of a block at most, where no group of the layer-scale asks for more. More columns would
+/// make a block's rows fewer, fewer would make the runs of bytes short that it reads of a row.
+const TILE_LANES: usize = 64;
 
-/// The fewest rows a thread should take, to be worth its coefficients and its partial sums.
+/// The fewest rows of a chunk, so that its partial sums stay small beside its rows.
+const MIN_CHUNK_ROWS: usize = 4;
+
+/// The fewest rows a thread should take, so that the next one loads while it works.
 const MIN_THREAD_ROWS: usize = 2;
 
-/// Threads of a block of the update kernels: channels, and chunks that are summed side by side.
-const UPDATE_BLOCK: (u32, u32) = (32, 32);
+/// The most rows on their way: what hides the memory's latency from one block a multiprocessor.
+const MAX_STAGES: usize = 3;
 
-/// The most blocks that reduce wide groups; each takes further rows in turn.
+/// Numbers that a warp reads at once of what the warps of a row exchange (`RowSum::ALIGNED`).
+const EXCHANGED: usize = 4;
+
+/// The most threads of a block of the update kernels, its lanes, and how many chunks a thread adds
+/// where threads are left. A lane is a channel, and the block's rows add chunks side by side. Few
+/// lanes make many blocks; eight read whole 32-byte sectors.
+const UPDATE_THREADS: u32 = 1024;
+const UPDATE_LANES: [u32; 2] = [8, 32];
+const UPDATE_CHUNKS: u32 = 4;
+
+/// Threads of a block that reduces wide groups, and the most blocks; each takes further rows in
+/// turn.
+const FACTOR_BLOCK: usize = 256;
 const FACTOR_BLOCKS: usize = 1 << 16;
 
 /// Bytes of a total.
 const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
+
+/// What launches are fitted to.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    pub multiprocessors: usize,
+    /// The most shared memory that a block can have.
+    pub shared_bytes: usize,
+    /// Whether the GPU copies into shared memory by itself.
+    pub copies: bool,
+}
 
 /// One call of a layer on `rows` rows. There is at least one row, but in a training step whose
 /// batch others share.
@@ -332,6 +354,7 @@ pub struct LaunchPlan {
     /// Whether the forward has a mask.
     pub masked: bool,
     pub config: PowerNormConfig,
+    pub limits: Limits,
 }
 
 /// Where a forward's arrays are, from 16-byte boundaries on.
@@ -397,7 +420,7 @@ pub struct BackwardBuffers {
 struct Tile {
     /// Threads along the columns.
     lanes: usize,
-    /// Threads that share a group.
+    /// Those that share a group.
     span: usize,
     /// N of the kernels.
     pieces: usize,
@@ -524,34 +547,39 @@ impl LaunchPlan {
             ..to
         };
 
+        // The first launch adds the residual, the others read what it wrote.
+        let mut adds = buffers.residual != 0;
+        let mut added =
+            |params: NormalizeParams| match (buffers.residual, std::mem::take(&mut adds)) {
+                (0, _) => params,
+                (residual, true) => NormalizeParams {
+                    residual,
+                    sum: buffers.sum,
+                    ..params
+                },
+                (_, false) => NormalizeParams {
+                    x: buffers.sum,
+                    ..params
+                },
+            };
+
         let mut launches = vec![];
         if cut.layer_scale == LayerScale::Given {
-            launches.push(self.group_factors(base));
+            launches.push(self.group_factors(added(base)));
         }
-        match kind {
-            ForwardKind::Evaluation => launches.push(self.normalize(&cut, output)),
-            ForwardKind::RunningStatistic => launches.push(self.normalize(&cut, sums(output))),
-            ForwardKind::BatchStatistic => launches.push(self.normalize(&cut, sums(base))),
-        }
+        let pass = match kind {
+            ForwardKind::Evaluation => output,
+            ForwardKind::RunningStatistic => sums(output),
+            ForwardKind::BatchStatistic => sums(base),
+        };
+        launches.push(self.normalize(&cut, added(pass)));
         if kind.is_training() && self.sums_all_rows() {
             let all = NormalizeParams {
                 keep: 0,
                 partials: workspace.all_partials,
                 ..base
             };
-            launches.push(self.normalize(&cut, all));
-        }
-        if buffers.residual != 0 {
-            // The first launch adds, the others read what it wrote.
-            for (i, launch) in launches.iter_mut().enumerate() {
-                if let Params::Normalize(params) = &mut launch.params {
-                    if i == 0 {
-                        (params.residual, params.sum) = (buffers.residual, buffers.sum);
-                    } else {
-                        params.x = buffers.sum;
-                    }
-                }
-            }
+            launches.push(self.normalize(&cut, added(all)));
         }
         launches
     }
@@ -928,27 +956,51 @@ impl LaunchPlan {
     }
 
     fn normalize(&self, cut: &Cut, params: NormalizeParams) -> Launch {
+        let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
-        self.tiled(Body::Normalize, cut, sums, Params::Normalize(params))
+        let (stages, shared_bytes) = self.shared(cut, arrays, sums);
+        let tiling = Tiling {
+            stages,
+            ..params.tiling
+        };
+        let params = Params::Normalize(NormalizeParams { tiling, ..params });
+        self.tiled(Body::Normalize, cut, shared_bytes, params)
     }
 
     fn normalize_bwd(&self, cut: &Cut, params: NormalizeBwdParams) -> Launch {
+        let arrays = 2 + usize::from(params.dsum != 0);
         let sums = 2 * usize::from(params.partials != 0);
-        self.tiled(Body::NormalizeBwd, cut, sums, Params::NormalizeBwd(params))
+        let (stages, shared_bytes) = self.shared(cut, arrays, sums);
+        let tiling = Tiling {
+            stages,
+            ..params.tiling
+        };
+        let params = Params::NormalizeBwd(NormalizeBwdParams { tiling, ..params });
+        self.tiled(Body::NormalizeBwd, cut, shared_bytes, params)
     }
 
-    /// A launch over the tiles of `cut`, which takes `sums` sums of each column.
-    fn tiled(&self, body: Body, cut: &Cut, sums: usize, params: Params) -> Launch {
-        let threads = cut.block.0 as usize * cut.block.1 as usize;
+    /// How many rows of `arrays` arrays are on their way, and the bytes of a block that takes `sums`
+    /// sums of each column: `Shared` of the kernels.
+    fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (i32, u32) {
+        let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
         let values = cut.pieces * self.dtype.piece();
-        // Two values a warp (`RowSum` of kernels/reduce.cuh), a coefficient a column, and what the
-        // rows of the block add up: sums of columns, then int64 counts of rows.
-        let exchanged = 2 * threads.div_ceil(WARP) * self.sum_bytes();
-        let coefficients = cut.block.0 as usize * values * self.sum_bytes();
-        let added = match cut.block.1 {
-            1 => 0,
-            _ => threads * (values * sums * self.sum_bytes()).max(8),
+        let columns = 2 * lanes * values * self.sum_bytes();
+        let warps = (lanes / WARP).next_multiple_of(EXCHANGED);
+        let exchanged = 2 * rows * warps * self.sum_bytes();
+        // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
+        let added = rows / 2 * lanes * (((values * sums) | 1) * self.sum_bytes()).max(8);
+        let stage = arrays * cut.pieces * BLOCK * 16;
+        let room = self.limits.shared_bytes.saturating_sub(columns + exchanged);
+        let stages = match self.limits.copies && cut.tiling.vectorized != 0 {
+            true => (room / stage).min(MAX_STAGES),
+            false => 0,
         };
+        let bytes = (stages * stage + columns + exchanged).max(added);
+        (stages as i32, bytes as u32)
+    }
+
+    /// A launch over the tiles of `cut`.
+    fn tiled(&self, body: Body, cut: &Cut, shared_bytes: u32, params: Params) -> Launch {
         Launch {
             kernel: Kernel {
                 body,
@@ -957,24 +1009,31 @@ impl LaunchPlan {
             },
             grid: cut.grid,
             block: cut.block,
-            shared_bytes: (exchanged + coefficients + added) as u32,
+            shared_bytes,
             params,
         }
     }
 
-    /// A launch of one thread a channel.
+    /// A launch of one lane a channel.
     fn update(&self, body: Body, params: Params) -> Launch {
-        let (width, height) = UPDATE_BLOCK;
-        let threads = width * height;
+        let [few, many] = UPDATE_LANES;
+        let cols = self.cols as u32;
+        let wide = cols.div_ceil(many) as usize >= self.limits.multiprocessors;
+        let lanes = if wide { many } else { few };
+        let chunks = self.cut().grid.1;
+        let side_by_side = (chunks / UPDATE_CHUNKS)
+            .next_power_of_two()
+            .clamp(WARP as u32 / few, UPDATE_THREADS / lanes);
         Launch {
             kernel: Kernel {
                 body,
                 dtype: self.dtype.sums(),
                 pieces: 1,
             },
-            grid: ((self.cols as u32).div_ceil(width), 1),
-            block: UPDATE_BLOCK,
-            shared_bytes: threads * 8,
+            grid: (cols.div_ceil(lanes), 1),
+            block: (lanes, side_by_side),
+            // Half of the threads hand over two sums of 8 bytes at most, in the room of three.
+            shared_bytes: lanes * side_by_side / 2 * 24,
             params,
         }
     }
@@ -1001,26 +1060,31 @@ impl LaunchPlan {
                 pieces: 1,
             },
             grid: (groups.min(FACTOR_BLOCKS) as u32, 1),
-            block: (BLOCK as u32, 1),
-            shared_bytes: (2 * BLOCK / WARP * self.sum_bytes()) as u32,
+            block: (FACTOR_BLOCK as u32, 1),
+            shared_bytes: (2 * FACTOR_BLOCK / WARP * self.sum_bytes()) as u32,
             params,
         }
     }
 
-    /// How the pass is cut, from shape and dtype alone: two runs add the same terms in the same
+    /// How the pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the same
     /// order.
+    ///
+    /// There are no more blocks than multiprocessors. Each has rows on their way while it works, so
+    /// one is enough, and the fewer there are, the fewer partial sums and coefficients move.
     fn cut(&self) -> Cut {
         let groups = self.config.group_scaling.unwrap_or(1);
         let group_len = self.cols / groups;
         let vectorized = group_len.is_multiple_of(self.dtype.piece());
         let tile = self.tile(groups, group_len.div_ceil(self.dtype.piece()), vectorized);
         let tiles = groups.div_ceil(tile.groups) * tile.per_group;
-        let block_rows = (BLOCK / tile.lanes).max(1);
-        let block_rows = 1 << block_rows.ilog2();
-        let chunk_rows = (self.rows * tiles)
-            .div_ceil(BLOCKS)
-            .max(MIN_THREAD_ROWS * block_rows)
-            .min(self.rows.max(1));
+        let chunks = (self.limits.multiprocessors / tiles).max(1);
+        let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
+        // Whole warps, a power of two, and no more than the chunk has rows for.
+        let most = 1 << (BLOCK / tile.lanes).ilog2();
+        let least = WARP >> tile.lanes.trailing_zeros().min(WARP.ilog2());
+        let wanted = 1 << (chunk_rows / MIN_THREAD_ROWS).ilog2();
+        let block_rows = wanted.clamp(least, most);
+        let chunk_rows = chunk_rows.next_multiple_of(block_rows);
         Cut {
             tiling: Tiling {
                 rows: self.rows as i64,
@@ -1032,6 +1096,7 @@ impl LaunchPlan {
                 groups_per_tile: tile.groups as i32,
                 tiles_per_group: tile.per_group as i32,
                 vectorized: vectorized.into(),
+                stages: 0,
             },
             layer_scale: tile.layer_scale,
             pieces: tile.pieces,
@@ -1042,44 +1107,75 @@ impl LaunchPlan {
 
     /// The columns of a block, for groups of so many pieces.
     fn tile(&self, groups: usize, group_pieces: usize, vectorized: bool) -> Tile {
+        let most = match vectorized {
+            true => self.dtype.max_pieces(),
+            false => 1,
+        };
         let reduces = self.config.group_scaling.is_some();
-        let max_pieces = if vectorized {
-            self.dtype.max_pieces()
+        // What a block that has one row needs, however many rows are on their way.
+        let columns = group_pieces.next_multiple_of(WARP * most) * self.dtype.piece();
+        let needed = (2 * columns + 2 * BLOCK / WARP) * self.sum_bytes();
+        if reduces && group_pieces <= BLOCK * most && needed <= self.limits.shared_bytes {
+            self.whole_groups(groups, group_pieces, most)
         } else {
-            1
-        };
-        let one_group = |lanes: usize, pieces: usize| Tile {
-            lanes,
-            span: lanes,
-            pieces,
-            groups: 1,
-            per_group: 1,
-            layer_scale: LayerScale::InTile,
-        };
-        if reduces && group_pieces <= WARP {
-            // As many groups as fit a warp, or all of them and several rows.
-            let lanes = WARP.min((group_pieces * groups).next_power_of_two());
+            // A thread has no more pieces than there are, and all tiles have as many lanes, by which
+            // a block of whole warps has a power of two of rows.
+            let pieces = most.min(1 << group_pieces.ilog2());
+            let per_group = group_pieces.div_ceil(TILE_LANES * pieces);
+            let lanes = match group_pieces.div_ceil(per_group * pieces) {
+                few @ 0..4 => few.next_power_of_two(),
+                lanes => lanes.next_multiple_of(4),
+            };
             Tile {
-                span: group_pieces,
-                groups: lanes / group_pieces,
-                ..one_group(lanes, 1)
-            }
-        } else if reduces && group_pieces <= BLOCK {
-            one_group(group_pieces.next_multiple_of(WARP), 1)
-        } else if reduces && group_pieces <= MAX_BLOCK * max_pieces && max_pieces > 1 {
-            let pieces = group_pieces.div_ceil(MAX_BLOCK).next_power_of_two().max(2);
-            let lanes = group_pieces.div_ceil(pieces).next_multiple_of(WARP);
-            one_group(lanes, pieces)
-        } else {
-            let lanes = WARP.min(group_pieces.next_power_of_two());
-            Tile {
-                per_group: group_pieces.div_ceil(lanes),
+                lanes,
+                span: lanes,
+                pieces,
+                groups: 1,
+                per_group,
                 layer_scale: match reduces {
                     true => LayerScale::Given,
                     false => LayerScale::None,
                 },
-                ..one_group(lanes, 1)
             }
+        }
+    }
+
+    /// The columns of a block that reduces its groups, of at most `most` pieces a thread: as many
+    /// pieces as leave few lanes idle, for a thread adds up its own before it asks others.
+    fn whole_groups(&self, groups: usize, group_pieces: usize, most: usize) -> Tile {
+        let cut = |pieces: usize| {
+            let span = group_pieces.div_ceil(pieces);
+            match span <= WARP {
+                // As many groups as fit a warp, or all of them and several rows.
+                true => {
+                    let lanes = WARP.min((span * groups).next_power_of_two());
+                    (lanes, span, lanes / span)
+                }
+                false => {
+                    let lanes = span.next_multiple_of(WARP);
+                    (lanes, lanes, 1)
+                }
+            }
+        };
+        let idles = |pieces: usize| {
+            let (lanes, _, tile_groups) = cut(pieces);
+            let tiles = groups.div_ceil(tile_groups);
+            8 * tiles * lanes * pieces > 9 * groups * group_pieces
+        };
+        let fitting =
+            [4, 2, 1].map(|pieces| (pieces <= most && cut(pieces).0 <= BLOCK).then_some(pieces));
+        let few_idle = fitting.into_iter().flatten().find(|&pieces| !idles(pieces));
+        let pieces = few_idle
+            .or(fitting.into_iter().flatten().last())
+            .unwrap_or(most);
+        let (lanes, span, groups) = cut(pieces);
+        Tile {
+            lanes,
+            span,
+            pieces,
+            groups,
+            per_group: 1,
+            layer_scale: LayerScale::InTile,
         }
     }
 
@@ -1108,7 +1204,7 @@ impl LaunchPlan {
     fn forward_workspace(&self, start: Address) -> ForwardWorkspace {
         let chunks = u64::from(self.cut().grid.1);
         let sums = chunks * (self.cols * self.sum_bytes()) as u64;
-        let partials = start + chunks * 8;
+        let partials = start + (chunks * 8).next_multiple_of(16);
         let all_partials = partials + sums;
         ForwardWorkspace {
             kept: start,
@@ -1192,6 +1288,86 @@ mod tests {
         assert!(count > 0);
     }
 
+    /// Whatever the shape and the GPU, all rows and columns have a block, blocks are whole warps that
+    /// a multiprocessor holds, and no more than the multiprocessors.
+    #[test]
+    fn every_cut_fits() {
+        let gpus = [
+            (132, 227 << 10, true),
+            (108, 163 << 10, true),
+            (84, 99 << 10, true),
+        ];
+        for (multiprocessors, shared_bytes, copies) in [(40, 64 << 10, false), (1, 99 << 10, true)]
+            .into_iter()
+            .chain(gpus)
+        {
+            for dtype in [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16] {
+                for cols in [1, 3, 8, 96, 512, 760, 768, 1024, 4095, 4096, 8192, 65536] {
+                    for group_scaling in [None, Some(1), Some(8), Some(cols)] {
+                        let divides = group_scaling.is_none_or(|groups| cols % groups == 0);
+                        for rows in [1, 7, 256, 2048, 100_000] {
+                            if divides {
+                                let plan = LaunchPlan {
+                                    dtype,
+                                    rows,
+                                    cols,
+                                    masked: false,
+                                    config: PowerNormConfig {
+                                        group_scaling,
+                                        ..1e-5.into()
+                                    },
+                                    limits: Limits {
+                                        multiprocessors,
+                                        shared_bytes,
+                                        copies,
+                                    },
+                                };
+                                fits(&plan);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn fits(plan: &LaunchPlan) {
+        let Limits {
+            multiprocessors,
+            shared_bytes,
+            ..
+        } = plan.limits;
+        let cut = plan.cut();
+        let [tiles, chunks, lanes, block_rows] =
+            [cut.grid.0, cut.grid.1, cut.block.0, cut.block.1].map(|n| n as usize);
+        let chunk_rows = cut.tiling.chunk_rows as usize;
+        assert!(chunks * chunk_rows >= plan.rows, "{plan:?}, {cut:?}");
+        assert!((chunks - 1) * chunk_rows < plan.rows, "{plan:?}, {cut:?}");
+        assert!(
+            chunks * tiles <= multiprocessors.max(tiles),
+            "{plan:?}, {cut:?}"
+        );
+        assert!(lanes * block_rows <= BLOCK, "{plan:?}, {cut:?}");
+        assert!(
+            (lanes * block_rows).is_multiple_of(WARP),
+            "{plan:?}, {cut:?}"
+        );
+        assert!(block_rows.is_power_of_two(), "{plan:?}, {cut:?}");
+        let slots = cut.tiling.groups_per_tile as usize;
+        let span = cut.tiling.span as usize;
+        assert!(slots * span <= lanes, "{plan:?}, {cut:?}");
+        let pieces = cut.tiling.tiles_per_group as usize * span * cut.pieces;
+        let group_len = cut.tiling.group_len as usize;
+        assert!(
+            pieces * plan.dtype.piece() >= group_len,
+            "{plan:?}, {cut:?}"
+        );
+        for (arrays, sums) in [(1, 0), (2, 1), (3, 2)] {
+            let (_, bytes) = plan.shared(&cut, arrays, sums);
+            assert!(bytes as usize <= shared_bytes, "{bytes}: {plan:?}, {cut:?}");
+        }
+    }
+
     /// A `static_assert` for the size of a struct and for the offset of each field, by its name.
     macro_rules! layout {
         ($name:ident { $($field:ident),* $(,)? }) => {{
@@ -1226,6 +1402,7 @@ mod tests {
                 groups_per_tile,
                 tiles_per_group,
                 vectorized,
+                stages,
             }),
             layout!(NormalizeParams {
                 tiling,
@@ -1321,6 +1498,8 @@ mod tests {
                 assertion("F64", Dtype::F64 as usize),
                 assertion("F16", Dtype::F16 as usize),
                 assertion("BF16", Dtype::BF16 as usize),
+                assertion("MAX_STAGES", MAX_STAGES),
+                assertion("MAX_THREADS", BLOCK),
                 assertion("NO_SCALE", LayerScale::None as usize),
                 assertion("IN_TILE", LayerScale::InTile as usize),
                 assertion("GIVEN", LayerScale::Given as usize),

@@ -16,13 +16,14 @@ use candle::cuda_backend::{cudarc as candle_cudarc, CudaStorageSlice, WrapErr};
 use candle::{
     CpuStorage, CudaDevice, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor,
 };
+use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
     CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig,
     PushKernelArg, SyncOnDrop,
 };
 use launch::{
-    Address, Dtype, Kernel, Launch, NormalizeBwdParams, NormalizeParams, Params, SumPartialsParams,
-    UpdateNuParams, UpdatePhiParams, Vector,
+    Address, Dtype, Kernel, Launch, Limits, NormalizeBwdParams, NormalizeParams, Params,
+    SumPartialsParams, UpdateNuParams, UpdatePhiParams, Vector,
 };
 use std::cell::Cell;
 use std::ops::Deref;
@@ -49,32 +50,58 @@ const _: () = {
     assert_one_version::<cudarc::driver::CudaStream>()
 };
 
-/// The kernels of a GPU that were launched before: to look one up by its name again costs more than
-/// to launch it.
+/// The kernels of a GPU that were launched before, and its limits: to look one up by its name again
+/// costs more than to launch it.
 ///
 /// Whoever launches owns them, and with them the module and the context that they are of: both go
 /// when the last owner does. All handles of a GPU have one context, its primary one, so they share
 /// kernels.
 #[derive(Debug)]
-pub(crate) struct Kernels([OnceLock<CudaFunction>; Kernel::COUNT]);
+pub(crate) struct Kernels {
+    functions: [OnceLock<CudaFunction>; Kernel::COUNT],
+    limits: OnceLock<Limits>,
+}
 
 impl Default for Kernels {
     fn default() -> Self {
-        Self([const { OnceLock::new() }; Kernel::COUNT])
+        Self {
+            functions: [const { OnceLock::new() }; Kernel::COUNT],
+            limits: OnceLock::new(),
+        }
     }
 }
 
 impl Kernels {
     fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<&CudaFunction> {
-        let place = &self.0[kernel.index()];
+        let place = &self.functions[kernel.index()];
         if let Some(function) = place.get() {
             return Ok(function);
         }
         let name = kernel.to_string();
         let function = device
             .get_or_load_custom_func(&name, MODULE, POWER_NORM)
-            .map_err(|error| unloadable(device, name, &error))?;
-        Ok(place.get_or_init(|| function.into_cuda_function()))
+            .map_err(|error| unloadable(device, name, &error))?
+            .into_cuda_function();
+        // A block has 48 KiB of shared memory unless more is allowed.
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let most = self.limits(device)?.shared_bytes as i32;
+        function.set_attribute(attribute, most).w()?;
+        Ok(place.get_or_init(|| function))
+    }
+
+    fn limits(&self, device: &CudaDevice) -> Result<Limits> {
+        if let Some(limits) = self.limits.get() {
+            return Ok(*limits);
+        }
+        use CUdevice_attribute::*;
+        let stream = device.cuda_stream();
+        let number = |attribute| stream.context().attribute(attribute).w();
+        let limits = Limits {
+            multiprocessors: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            shared_bytes: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8,
+        };
+        Ok(*self.limits.get_or_init(|| limits))
     }
 }
 
@@ -93,6 +120,10 @@ impl Gpu {
             device: x.device().as_cuda_device()?.clone(),
             kernels: kernels.clone(),
         })
+    }
+
+    fn limits(&self) -> Result<Limits> {
+        self.kernels.limits(&self.device)
     }
 
     /// Queues `launches` in order on the device's stream, on which nothing else comes between them.

@@ -1,6 +1,6 @@
 //! A step on a GPU.
 
-use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan, Vector};
+use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan, Limits, Vector};
 use super::{argument, argument_opt, dtype, Gpu, InVariable, Kernels, Uses};
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use crate::error::Error;
@@ -48,12 +48,14 @@ enum ForwardSums {
 impl CudaStep {
     pub fn new(x: &Tensor, setting: Setting, kernels: &Arc<Kernels>) -> Result<Self> {
         let cols = x.dim(D::Minus1)?;
+        let gpu = Gpu::of(x, kernels)?;
         let plan = LaunchPlan {
             dtype: dtype(x.dtype())?,
             rows: x.elem_count() / cols,
             cols,
             masked: false,
             config: setting.config,
+            limits: gpu.limits()?,
         };
         // Other processes may have rows.
         let kind = match plan.rows > 0 || setting.shared {
@@ -61,7 +63,7 @@ impl CudaStep {
             false => ForwardKind::Evaluation,
         };
         Ok(Self {
-            gpu: Gpu::of(x, kernels)?,
+            gpu,
             plan,
             kind,
             setting,
@@ -537,8 +539,8 @@ pub(crate) fn scale_groups(
     eps: f64,
     kernels: &Arc<Kernels>,
 ) -> Result<Storage> {
-    let plan = scale_plan(x, groups, eps)?;
     let gpu = Gpu::of(x, kernels)?;
+    let plan = scale_plan(x, groups, eps, gpu.limits()?)?;
     let device = &gpu.device;
     if plan.rows == 0 {
         return Ok(Storage::Cuda(device.zeros_impl(x.shape(), x.dtype())?));
@@ -570,8 +572,8 @@ pub(crate) fn scale_groups_bwd(
     eps: f64,
     kernels: &Arc<Kernels>,
 ) -> Result<Tensor> {
-    let plan = scale_plan(x, groups, eps)?;
     let gpu = Gpu::of(x, kernels)?;
+    let plan = scale_plan(x, groups, eps, gpu.limits()?)?;
     let device = &gpu.device;
     if plan.rows == 0 {
         return Ok(from_storage(
@@ -602,7 +604,7 @@ pub(crate) fn scale_groups_bwd(
     Ok(from_storage(dx, x.shape()))
 }
 
-fn scale_plan(x: &Tensor, groups: usize, eps: f64) -> Result<LaunchPlan> {
+fn scale_plan(x: &Tensor, groups: usize, eps: f64, limits: Limits) -> Result<LaunchPlan> {
     let cols = x.dim(D::Minus1)?;
     Ok(LaunchPlan {
         dtype: dtype(x.dtype())?,
@@ -614,5 +616,6 @@ fn scale_plan(x: &Tensor, groups: usize, eps: f64) -> Result<LaunchPlan> {
             affine: false,
             ..eps.into()
         },
+        limits,
     })
 }
