@@ -67,23 +67,16 @@ fn avx2() -> Level {
     Level::Baseline
 }
 
-/// Runs `op` at the level for rows of `T`, which it takes `group_len` columns at a time; `residual`
-/// says whether it adds one.
+/// Runs `op` at the level for rows of `T`, which it takes `group_len` columns at a time.
 ///
 /// 512 bits take 15 to 20 % less time for f32 rows that caches hold, and up to 9 % more for rows
-/// that come from memory. A forward of f32 with a residual has twice the streams, and takes 20 %
-/// more once they outgrow the caches, so it stays with 256. Half precision is limited by
-/// conversion, which is faster at 512 bits. Measured at 1024x512 and 4096x512 on an AMD EPYC; see
-/// `benches/results`.
-pub(super) fn vectorize<T: Element, Op: WithSimd>(
-    group_len: usize,
-    residual: bool,
-    op: Op,
-) -> Op::Output {
+/// that come from memory. Half precision is limited by conversion, which is faster at 512 bits.
+/// Measured at 1024x512 and 4096x512 on an AMD EPYC; see `benches/results`.
+pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
     // What is left of a group beside whole vectors goes one by one.
     let widest = 64 / size_of::<T::Acc>();
     let (narrow, wide) = *LEVELS;
-    let level = match group_len.is_multiple_of(widest) && (T::HALF || !residual) {
+    let level = match group_len.is_multiple_of(widest) {
         true => wide,
         false => narrow,
     };
