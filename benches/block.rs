@@ -5,9 +5,10 @@
 //! MIMALLOC_PURGE_DELAY=-1 cargo bench --bench block
 //! ```
 //!
-//! Ids are `pass/contender/threads`. `train` is a forward and `Tensor::backward` to all parameters
-//! and the input. `evaluate` is a forward. Throughput counts tokens. `none` is the block without
-//! its two normalizations: what others take longer than it is theirs.
+//! Ids are `pass/contender/dtype/rowsxcols/place`, as in `power_norm.rs`. `block_train` is a forward
+//! and `Tensor::backward` to all parameters and the input. `block_evaluate` is a forward. Throughput
+//! counts tokens. `none` is the block without its two normalizations: what others take longer than
+//! it is theirs.
 //!
 //! candle's fused LayerNorm records no backward, so a model that trains has `layer_norm_slow`.
 
@@ -162,20 +163,21 @@ fn bench(criterion: &mut Criterion) {
         let mut run = |pass: &str, name: &str, call: &(dyn Fn() -> Result<()> + Sync)| {
             let mut group = criterion.benchmark_group(pass);
             group.throughput(Throughput::Elements((BATCH * TIME) as u64));
-            group.bench_function(format!("{name}/t{threads}"), |bencher| {
-                pool.install(|| bencher.iter(|| call().unwrap()))
-            });
+            group.bench_function(
+                format!("{name}/f32/{}x{WIDTH}/t{threads}", BATCH * TIME),
+                |bencher| pool.install(|| bencher.iter(|| call().unwrap())),
+            );
             group.finish();
         };
         for (name, block) in &trained {
-            run("train", name, &|| {
+            run("block_train", name, &|| {
                 black_box(block.forward(&xs)?.backward()?);
                 Ok(())
             });
         }
         for (name, block) in &evaluated {
             let xs = xs.detach();
-            run("evaluate", name, &|| {
+            run("block_evaluate", name, &|| {
                 black_box(block.forward(&xs)?);
                 Ok(())
             });
