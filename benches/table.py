@@ -45,6 +45,8 @@ def read(criterion):
     figures = {}
     for path in criterion.glob("*/*/new/benchmark.json"):
         benchmark = json.loads(path.read_text())
+        if "Bytes" not in benchmark["throughput"]:
+            continue  # block.rs counts tokens.
         estimates = json.loads(path.with_name("estimates.json").read_text())
         figures[Id(*benchmark["full_id"].split("/"))] = Figure(
             estimates["median"]["point_estimate"], benchmark["throughput"]["Bytes"]

@@ -10,9 +10,6 @@ use std::mem::MaybeUninit;
 pub(crate) trait Element: WithDType {
     type Acc: Accumulator;
 
-    /// Whether rows are converted on their way in and out.
-    const HALF: bool;
-
     /// The `i`-th vector of a row.
     fn load<S: Simd>(simd: S, row: &[Self], i: usize) -> <Self::Acc as Accumulator>::Vector<S>;
 
@@ -59,8 +56,6 @@ macro_rules! accumulator {
      $splat:ident, $add:ident, $sub:ident, $mul:ident, $mul_add:ident, $total:ident) => {
         impl Element for $type {
             type Acc = Self;
-
-            const HALF: bool = false;
 
             #[inline(always)]
             fn load<S: Simd>(_: S, row: &[Self], i: usize) -> S::$vector {

@@ -14,8 +14,6 @@ macro_rules! half {
         impl Element for $type {
             type Acc = f32;
 
-            const HALF: bool = true;
-
             #[inline(always)]
             fn load<S: Simd>(simd: S, row: &[Self], i: usize) -> S::f32s {
                 #[cfg(target_arch = "x86_64")]

@@ -1,8 +1,15 @@
-//! The row kernels: each reads its rows once, writes its output once, and sums columns on the way.
+//! The row kernels: each reads its rows from memory once, writes its output once, and sums columns
+//! on the way.
 //!
-//! Rows are cut into chunks, whose size depends only on the shape. Each chunk adds its rows in order
-//! into a partial sum of its own. The partial sums are then added in order. So the bits are the same
-//! for any number of threads.
+//! 1. `run` cuts the rows into chunks, whose size depends only on the shape. Threads take chunks.
+//! 2. If there is a residual, a chunk writes `x + residual` of all its rows first: fewer streams at
+//!    a time. Then it takes its rows in order.
+//! 3. A row goes by groups of channels: all of them in one, unless the layer-scale has several.
+//! 4. `group_scale` reads the group for what takes it through the layer-scale: Σ x² in a forward,
+//!    and in a backward Σ gain dy x and Σ decay x² in the same pass.
+//! 5. `group` goes over the columns again, now in the first-level cache, a vector at a time: it
+//!    writes the output and adds to the chunk's sums.
+//! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
 
 use super::element::{Accumulator, Element};
 use super::lanes::{sum_terms, sweep, Columns, Lanes, Terms};
@@ -257,9 +264,10 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 ///
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
 //
-// Rows are taken one at a time. Several together would share the loads of a channel's numbers. But
-// where C is a power of two, their lines compete for the same places in the cache. A backward of two
-// rows together took longer, at 4096x512 f32 on an AMD EPYC.
+// Rows are taken one at a time. Four together share the loads of a channel's numbers, and take 20 %
+// less time in the caches. But they read and write in as many places, and from memory they take up
+// to twice as long: a backward of 1024x512 f32 took 0.42 ms instead of 0.21. Prefetches did not
+// make up for it. See `benches/results/2026-11-22-cpu.md`.
 pub(super) trait Kernel<A: Accumulator>: Sync {
     /// Reads a group for what takes it through the layer-scale.
     #[inline(always)]
@@ -420,18 +428,25 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let (mut nowhere, mut sum) = (Piece::default(), self.sum);
+        let mut nowhere = Piece::default();
         let out = self.out.unwrap_or(&mut nowhere);
         let mut subtotals = vec![T::Acc::ZERO; self.sums.len()];
-        let n = self.rows.group_len();
+        let (cols, n) = (self.rows.cols(), self.rows.group_len());
         let layer_scale = self.rows.layer_scale();
-        for row in self.range.clone() {
-            let mut x = self.rows.x.row(row);
-            if let (Some(residual), Some(sum)) = (&self.rows.residual, &mut sum) {
+        let mut summed = None;
+        if let (Some(residual), Some(sum)) = (&self.rows.residual, self.sum) {
+            for row in self.range.clone() {
+                let values = Elements(self.rows.x.row(row));
                 let residual = residual.row(row);
-                let values = Elements(x);
-                x = sum.append(simd, x.len(), Plus { values, residual });
+                sum.extend(simd, cols, Plus { values, residual });
             }
+            summed = Some(sum.written());
+        }
+        for row in self.range.clone() {
+            let x = match summed {
+                Some(sum) => &sum[(row - self.range.start) * cols..][..cols],
+                None => self.rows.x.row(row),
+            };
             let dy = self
                 .gradients
                 .map_or(&[][..], |gradients| gradients.dy.row(row));

@@ -92,12 +92,9 @@ impl<T: Element> Piece<'_, T> {
         self.filled += n;
     }
 
-    /// [`extend`](Self::extend), and what it wrote.
-    #[inline(always)]
-    pub fn append<S: Simd>(&mut self, simd: S, n: usize, values: impl Values<T::Acc>) -> &[T] {
-        let start = self.filled;
-        self.extend(simd, n, values);
-        let slots = &self.slots[start..self.filled];
+    /// What was written so far.
+    pub fn written(&self) -> &[T] {
+        let slots = &self.slots[..self.filled];
         // SAFETY: `extend` wrote them.
         unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
     }
