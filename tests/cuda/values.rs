@@ -3,8 +3,8 @@
 use super::*;
 
 #[test]
-fn monitored_steps() {
-    monitoring::statistics_are_those_of_the_batch(&gpu());
+fn monitored_steps() -> Result<()> {
+    monitoring::statistics_are_those_of_the_batch(&gpu())
 }
 
 #[test]
