@@ -473,8 +473,8 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
     total[0] += kept[chunk];
   }
   sum_block_rows(total, shared);
-  __syncthreads();
   if (threadIdx.y == 0) {
+    // This thread alone has read this place since the last barrier.
     shared[threadIdx.x] = total[0];
   }
   __syncthreads();

@@ -257,11 +257,18 @@ fn any_call_may_fail_by_the_statistics_of_the_batch() {
 fn walk_every_path() {
     let _alone = alone();
     let gpu = Device::new_cuda_with_stream(0).unwrap();
-    for (cols, groups) in PATHS {
-        let mut twin = Twin::new(&mut Data::on(&gpu, 3), cols, config(groups), DType::F32);
+    // A group of several warps whose threads have a piece each, and two pieces without a group.
+    let pieces = [(131, Some(1)), (8, None)];
+    let recipes = [Recipe::Paper, Recipe::Fairseq].into_iter().cycle();
+    for ((cols, groups), recipe) in PATHS.into_iter().chain(pieces).zip(recipes) {
+        let config = PowerNormConfig {
+            recipe,
+            ..config(groups)
+        };
+        let mut twin = Twin::new(&mut Data::on(&gpu, 3), cols, config, DType::F32);
         let mut data = Data::on(&gpu, 4);
         for step in 0..3 {
-            let batch = Batch::random(&mut data, &[70, cols], DType::F32, step == 2);
+            let batch = Batch::random(&mut data, &[70, cols], DType::F32, step != 1);
             let what = format!("{cols} channels, groups {groups:?}, step {step}");
             twin.check(&what, &batch, true);
         }
@@ -301,7 +308,9 @@ fn every_barrier_is_needed() {
             let program = std::env::current_exe().unwrap();
             let mut walk = Command::new(program);
             walk.args(["every_path", "--exact"]);
-            let run = walk.env("SOFTGPU_PTX", &edited).output().unwrap();
+            // On a GPU so small that its blocks have several rows each.
+            walk.env("SOFTGPU_PTX", &edited).env("SOFTGPU_SMS", "4");
+            let run = walk.output().unwrap();
             run.status.success()
         })
         .collect();
