@@ -5,24 +5,26 @@
     CANDLE_POWERNORM_BENCH=full cargo bench      # leaves its figures in target/criterion
     venv/bin/python benches/compare_torch.py     # prints one table, times in milliseconds
 
-An allocator that keeps freed memory spares outputs the system's clearing of pages, a large part of their time on a CPU. The benches
-have one, so PyTorch must: before the last command goes
+An allocator that keeps freed memory spares outputs the system's clearing of pages, a large part of
+their time on a CPU. The benches have one, so PyTorch must: before the last command goes
 
     LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0
 
-(Debian's package is libjemalloc2), and before `cargo bench` MIMALLOC_PURGE_DELAY=-1. And on an NVIDIA GPU
+(Debian's package is libjemalloc2), and before `cargo bench` MIMALLOC_PURGE_DELAY=-1. And on an
+NVIDIA GPU
 
-    cargo bench --features cuda -- '/cuda$'
+    cargo bench --features cuda --bench power_norm -- '/cuda$'
     venv/bin/python benches/compare_torch.py --device cuda
 
-Each cell is the median of repeated calls after a warm-up. `torch PN` is the layer in PyTorch's operations, one
-at a time; `LN comp` and `PN comp` are LayerNorm and that layer as torch.compile fuses them. `ours/X` divides the
-layer's time by that of X: below 1, the layer is faster. Forwards are calls in training mode; `backward` is the
-gradient of that call alone, through autograd. candle's autograd makes passes of its own around any op: they are
-in ours, and taken out of it in `backward, ours alone` (see table.py).
+Each cell is the median of repeated calls after a warm-up. `torch PN` is the layer in PyTorch's
+operations, one at a time; `LN comp` and `PN comp` are LayerNorm and that layer as torch.compile
+fuses them. `ours/X` divides the layer's time by that of X: below 1, the layer is faster. Forwards
+are calls in training mode; `backward` is the gradient of that call alone, through autograd.
+candle's autograd makes passes of its own around any op: they are in ours, and taken out of it in
+`backward, ours alone` (see table.py).
 
-On a GPU calls queue up between two events, and take their inputs in turn from more memory than an L2 holds, as
-the benches do.
+On a GPU calls queue up between two events, and take their inputs in turn from more memory than an
+L2 holds, as the benches do.
 """
 
 import argparse
@@ -133,7 +135,9 @@ class Bench:
 
     def median_ms(self, call, setup=lambda turn: None):
         """The median time of `call(turn, setup(turn))`, set-up not included."""
-        sample, least, budget = (self.gpu_sample, 10, GPU_BUDGET) if self.on_gpu else (self.cpu_sample, 5, BUDGET)
+        sample, least, budget = self.cpu_sample, 5, BUDGET
+        if self.on_gpu:
+            sample, least, budget = self.gpu_sample, 10, GPU_BUDGET
         warm_up = 2
         times = []
         end = time.perf_counter() + budget
@@ -183,14 +187,16 @@ def measure(device, dtype, rows, cols, compiled):
     if compiled:
         # The compiler counts the shapes it meets, and at some number leaves a function as it is.
         torch.compiler.reset()
-        fused = [torch.compile(function, dynamic=False) for function in (ln, forward_pass, backward_pass)]
+        functions = (ln, forward_pass, backward_pass)
+        fused = [torch.compile(function, dynamic=False) for function in functions]
         contenders["LN comp"] = (fused[0], [weight, bias])
         contenders["PN comp"] = (pn(*fused[1:]), [weight, bias])
     figures = {"copy": bench.copy()}
     for name, contender in contenders.items():
         try:
             figures[name] = bench.forward_and_backward(*contender)
-        except Exception as error:  # a compiler that does not work here, memory that does not suffice
+        # A compiler that does not work here, memory that does not suffice.
+        except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             figures[name] = (None, None)
     return figures
@@ -200,7 +206,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the CPU")
-    parser.add_argument("--shapes", nargs="+", help="as 4096x512; those of the benches, if not named")
+    shapes = "as 4096x512; those of the benches, if not named"
+    parser.add_argument("--shapes", nargs="+", help=shapes)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument(
         "--compile",
@@ -217,7 +224,11 @@ def main():
     shapes = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
     ours = read(args.criterion)
     # Label, what of ours it is, and which of a contender's two figures.
-    passes = [("forward", "forward_train", 0), ("backward", "backward", 1), ("backward, ours alone", KERNELS, 1)]
+    passes = [
+        ("forward", "forward_train", 0),
+        ("backward", "backward", 1),
+        ("backward, ours alone", KERNELS, 1),
+    ]
     if on_gpu:
         del passes[1]
     others = ["torch LN", "torch RMS", "torch PN"]
@@ -248,7 +259,8 @@ def main():
                     for rival in ratios.values():
                         theirs = figures[rival][index]
                         cells.append(us / theirs if us and theirs else None)
-                    print(f"{f'{place} {dtype:4} {shape} {label}':40}" + "".join(map(cell, cells)), flush=True)
+                    row = f"{place} {dtype:4} {shape} {label}"
+                    print(f"{row:40}" + "".join(map(cell, cells)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 //! Throughput of the layer's passes beside candle's own normalizations and a plain copy.
 //!
 //! ```text
-//! cargo bench                                    # 4096x512 on the CPU: four minutes on two cores
-//! CANDLE_POWERNORM_BENCH=full cargo bench        # every shape and dtype: some 50 minutes
-//! cargo bench --bench power_norm -- --test       # every benchmark of the full set once: 3 minutes
-//! cargo bench -- 'forward_train/.*/f32/.*/t1'    # what the regular expression matches
-//! cargo bench --features cuda -- '/cuda$'        # on a GPU; both sets have all of these
+//! cargo bench --bench power_norm                    # 4096x512 on the CPU: 4 min on two cores
+//! CANDLE_POWERNORM_BENCH=full cargo bench            # every shape and dtype: some 50 minutes
+//! cargo bench --bench power_norm -- --test           # each of the full set once: 3 minutes
+//! cargo bench --bench power_norm -- 'forward.*/t1'   # what the regular expression matches
+//! cargo bench --features cuda --bench power_norm -- '/cuda$'   # on a GPU
 //! ```
 //!
 //! Ids are `pass/contender/dtype/rowsxcols/place`. Throughput counts the bytes that the pass must

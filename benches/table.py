@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """The figures of `cargo bench` as tables, one for each pass and place, in Markdown.
 
-    cargo bench --features cuda -- '/cuda$'                # leaves its figures in target/criterion
+    cargo bench --features cuda --bench power_norm -- '/cuda$'   # figures in target/criterion
     python3 benches/table.py --place cuda
 
-Times are criterion's medians in microseconds. In brackets: the bytes that the pass must move a second, as a
-share of those that `copy` moves on the same rows. `backward, kernels alone` is `backward` less `autograd_alone`, what
-candle's autograd costs around an op whose gradients are ready: on a GPU it means something where the rows keep it busy
-longer than the CPU takes to queue the work. Contenders with a residual have none: autograd adds more around them.
+Times are criterion's medians in microseconds. In brackets: the bytes that the pass must move a
+second, as a share of those that `copy` moves on the same rows. `backward, kernels alone` is
+`backward` less `autograd_alone`, what candle's autograd costs around an op whose gradients are
+ready: on a GPU it means something where the rows keep it busy longer than the CPU takes to queue
+the work. Contenders with a residual have none: autograd adds more around them.
 """
 
 import argparse
@@ -72,7 +73,12 @@ def table(figures, pass_, place):
     lines = [f"### {pass_}, {place}", "", "| dtype | shape | " + " | ".join(contenders) + " |"]
     lines.append("|---|---|" + "--:|" * len(contenders))
     rows = {(id.dtype, id.shape) for id in here}
-    for dtype, shape in sorted(rows, key=lambda row: (DTYPES.index(row[0]), *map(int, row[1].split("x")))):
+
+    def order(row):
+        dtype, shape = row
+        return (DTYPES.index(dtype), *map(int, shape.split("x")))
+
+    for dtype, shape in sorted(rows, key=order):
         copy = figures.get(Id("forward_train", "copy", dtype, shape, place))
         cells = [f"{copy.nanoseconds / 1e3:.1f} ({copy.rate:.0f} GB/s)" if copy else "–"]
         for contender in contenders[1:]:
@@ -85,7 +91,8 @@ def table(figures, pass_, place):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--place", nargs="+", help="t1, t2, cuda, cuda_call; all that were measured, if not named")
+    places = "t1, t2, cuda, cuda_call; all that were measured, if not named"
+    parser.add_argument("--place", nargs="+", help=places)
     parser.add_argument("--criterion", type=Path, default=Path("target/criterion"))
     args = parser.parse_args()
 
