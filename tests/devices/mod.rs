@@ -3,8 +3,8 @@
 
 use crate::common::{
     assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, config, forward,
-    layer_on, precision, run, same_bits, same_state, state, tensor, thinned, thinned_in_turn,
-    to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU, DTYPES, PATHS,
+    in_time, layer_on, precision, run, same_bits, same_state, state, tensor, thinned,
+    thinned_in_turn, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU, DTYPES, PATHS,
 };
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -196,6 +196,11 @@ pub fn each_backward_belongs_to_its_forward(device: &Device) {
 /// never ends, which is all that is asked of a training backward: of a ν that moves, it may read
 /// the one or the other.
 pub fn a_layer_can_read_its_own_buffers(device: &Device) {
+    let device = device.clone();
+    in_time(move || read_own_buffers(&device));
+}
+
+fn read_own_buffers(device: &Device) {
     const SIZE: usize = 48;
     let bound = Bound {
         out: DType::F64,
