@@ -5,10 +5,10 @@
 //! MIMALLOC_PURGE_DELAY=-1 cargo bench --bench block
 //! ```
 //!
-//! Ids are `pass/contender/dtype/rowsxcols/place`, as in `power_norm.rs`. `block_train` is a forward
-//! and `Tensor::backward` to all parameters and the input. `block_evaluate` is a forward. Throughput
-//! counts tokens. `none` is the block without its two normalizations: what others take longer than
-//! it is theirs.
+//! Ids are `pass/contender/dtype/rowsxcols/place`, as in `power_norm.rs`. `block_train` is a
+//! forward and `Tensor::backward` to all parameters and the input. `block_evaluate` is a forward.
+//! Throughput counts tokens. `none` is the block without its two normalizations: what others take
+//! longer than it is theirs.
 //!
 //! candle's fused LayerNorm records no backward, so a model that trains has `layer_norm_slow`.
 

@@ -1,5 +1,5 @@
-// The arguments of the kernels, one struct a kernel, passed by value. src/cuda/launch.rs mirrors them field
-// by field, in order, which a test there compares, and says how each launch fills them.
+// The arguments of the kernels, one struct a kernel, passed by value. src/cuda/launch.rs mirrors
+// them field by field, in order, which a test there compares, and says how each launch fills them.
 //
 // A is the dtype of the sums: double where T, the input's, is double, else float.
 #pragma once
@@ -8,7 +8,8 @@
 
 enum Dtype : int64_t { F32 = 0, F64 = 1, F16 = 2, BF16 = 3 };
 
-// One number a channel, in a dtype known at launch: parameters and state need not be of the input's.
+// One number a channel, in a dtype known at launch: parameters and state need not be of the
+// input's.
 struct Vector {
   void *data; // [cols], or null
   int64_t dtype;
@@ -16,9 +17,10 @@ struct Vector {
 
 // Which rows and columns a block works on, and a thread of it.
 //
-// A thread owns N pieces of V adjacent columns (16 bytes of x), always inside one group. A group's pieces
-// lie in `span` adjacent lanes (threadIdx.x), and go round them N times; a tile is the columns of a block.
-// threadIdx.y and blockIdx.y take rows: block y has rows y*chunk_rows up to the next chunk.
+// A thread owns N pieces of V adjacent columns (16 bytes of x), always inside one group. A group's
+// pieces lie in `span` adjacent lanes (threadIdx.x), and go round them N times; a tile is the
+// columns of a block. threadIdx.y and blockIdx.y take rows: block y has rows y*chunk_rows up to the
+// next chunk.
 struct Tiling {
   int64_t rows;
   int64_t cols;
@@ -32,8 +34,8 @@ struct Tiling {
   int32_t stages;          // rows of a thread that are on their way into shared memory; 0: each is loaded in its turn
 };
 
-// The most stages, and the most threads of a block that walks rows: a stage has room for as many, so that the
-// places of a thread are a constant apart.
+// The most stages, and the most threads of a block that walks rows: a stage has room for as many,
+// so that the places of a thread are a constant apart.
 constexpr int32_t MAX_STAGES = 3;
 constexpr int32_t MAX_THREADS = 512;
 

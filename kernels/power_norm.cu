@@ -1,9 +1,9 @@
 // The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
 //
-// Symbols are the paper's: X~ the input after its layer-scale, X^ = X~/D, g = weight * dy. All arrays are packed;
-// T is the input's dtype and A that of the sums. Where a pointer may be null, kernels/params.cuh says so. No
-// kernel waits for the host, adds in an order that depends on timing, or reads what another block of the
-// same launch writes.
+// Symbols are the paper's: X~ the input after its layer-scale, X^ = X~/D, g = weight * dy. All
+// arrays are packed; T is the input's dtype and A that of the sums. Where a pointer may be null,
+// kernels/params.cuh says so. No kernel waits for the host, adds in an order that depends on
+// timing, or reads what another block of the same launch writes.
 
 #include "reduce.cuh"
 
@@ -64,7 +64,8 @@ struct Rows {
     left = static_cast<int>(end - begin) - static_cast<int>(threadIdx.y);
   }
 
-  // Whether any thread of the block has rows left: all go round together, since sums take whole warps.
+  // Whether any thread of the block has rows left: all go round together, since sums take whole
+  // warps.
   __device__ __forceinline__ bool any() const { return left + static_cast<int>(threadIdx.y) > 0; }
   // The thread's row of this turn, and of a later one.
   __device__ __forceinline__ int64_t row(int later = 0) const { return end - left + later * step(); }
@@ -73,8 +74,8 @@ struct Rows {
   static __device__ __forceinline__ int step() { return static_cast<int>(blockDim.y); }
 };
 
-// Where a pass over rows has what in shared memory: rows on their way, two numbers a column, what warps exchange.
-// What block rows add up in the end lies over all of these.
+// Where a pass over rows has what in shared memory: rows on their way, two numbers a column, what
+// warps exchange. What block rows add up in the end lies over all of these.
 template <typename T, int N> struct Shared {
   using A = Sum<T>;
   Piece<T> *rows;    // [stages, arrays, N, MAX_THREADS]
@@ -89,8 +90,8 @@ template <typename T, int N> struct Shared {
         columns(reinterpret_cast<Piece<A> *>(rows + tiling.stages * arrays * N * MAX_THREADS)),
         exchanged(reinterpret_cast<A *>(columns + 2 * N * QUADS * blockDim.x)) {}
 
-  // The first or the second number of each column of this thread's piece n. Neighbours in `columns` are of neighbouring
-  // lanes.
+  // The first or the second number of each column of this thread's piece n. Neighbours in `columns`
+  // are of neighbouring lanes.
   __device__ __forceinline__ void write(int which, int n, const A (&values)[PIECE<T>]) const {
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
@@ -109,8 +110,9 @@ template <typename T, int N> struct Shared {
   }
 };
 
-// A thread's rows of up to ARRAYS arrays, of which `stages` are on their way into shared memory at any time. Arrays
-// that are not there come last. A thread copies for itself alone, so it waits for its own copies and for no barrier.
+// A thread's rows of up to ARRAYS arrays, of which `stages` are on their way into shared memory at
+// any time. Arrays that are not there come last. A thread copies for itself alone, so it waits for
+// its own copies and for no barrier.
 template <typename T, int N, int ARRAYS> struct Stream {
   const T *from[ARRAYS];
   int arrays, stages;
@@ -185,8 +187,8 @@ private:
   }
 };
 
-// Puts two numbers a column into shared memory, which `of_piece` gives for a piece. The rows of the block share the
-// work. A barrier must follow.
+// Puts two numbers a column into shared memory, which `of_piece` gives for a piece. The rows of the
+// block share the work. A barrier must follow.
 template <typename T, int N, typename F>
 __device__ __forceinline__ void fill_columns(const Columns<T, N> &columns,
                                              const Shared<T, N> &shared, F of_piece) {
@@ -220,7 +222,8 @@ template <typename T, int N> struct GroupMean {
   }
 };
 
-// Writes sums of this block's columns, which its first row holds, into row `row` of partials[.., cols].
+// Writes sums of this block's columns, which its first row holds, into row `row` of partials[..,
+// cols].
 template <typename T, int N>
 __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, int64_t row,
                                            const Tiling &tiling, const Columns<T, N> &columns) {
@@ -579,7 +582,8 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   }
 }
 
-// What the gradients of a piece's columns are made of: dx~ = gain * dy - decay * x~ (Eq. 6, Eq. 12).
+// What the gradients of a piece's columns are made of: dx~ = gain * dy - decay * x~ (Eq. 6, Eq.
+// 12).
 template <typename A, int V>
 __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
                                           int count, A (&gain)[V], A (&decay)[V]) {
@@ -854,8 +858,9 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   }
 }
 
-// Every entry point: its name, the most threads of a block and the blocks that a multiprocessor should hold (which
-// bound its registers), its body, its argument, and the template arguments of the body.
+// Every entry point: its name, the most threads of a block and the blocks that a multiprocessor
+// should hold (which bound its registers), its body, its argument, and the template arguments of
+// the body.
 #define FOR_EACH_KERNEL(DEFINE) \
   DEFINE(group_factors_f32, 256, 1, group_factors, NormalizeParams, float) \
   DEFINE(group_factors_f64, 256, 1, group_factors, NormalizeParams, double) \

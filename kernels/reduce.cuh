@@ -1,4 +1,5 @@
-// What the kernels are made of: dtypes, 16-byte accesses, sums over warps and blocks. No entry points.
+// What the kernels are made of: dtypes, 16-byte accesses, sums over warps and blocks. No entry
+// points.
 #pragma once
 
 #include <cmath>
@@ -50,7 +51,8 @@ template <typename A> __device__ __forceinline__ A load(const Vector &vector, in
   }
 }
 
-// The first `count` of V adjacent elements, in 16-byte accesses where they can be; the rest stays as it was.
+// The first `count` of V adjacent elements, in 16-byte accesses where they can be; the rest stays
+// as it was.
 template <typename P, typename A, int V>
 __device__ __forceinline__ void load_run(const void *data, int64_t from, int count, A (&to)[V]) {
   struct alignas(V * sizeof(P) < 16 ? V * sizeof(P) : 16) Run {
@@ -218,8 +220,8 @@ __device__ __forceinline__ void add_to(Piece<T> &piece, const Piece<T> &residual
   piece = narrow<T>(sums);
 }
 
-// Copies 16 bytes into shared memory, or zeros where they are not `wanted`. Where the GPU can, they are there
-// only after a wait_for_copies that covers this copy.
+// Copies 16 bytes into shared memory, or zeros where they are not `wanted`. Where the GPU can, they
+// are there only after a wait_for_copies that covers this copy.
 __device__ __forceinline__ void copy_async(void *to, const void *from, bool wanted) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
@@ -272,9 +274,9 @@ __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int va
 __device__ __forceinline__ int thread_rank() { return threadIdx.y * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
 
-// The sum of `value` over the `span` adjacent lanes of this thread's segment, for every one of them.
-// `place` is this thread's in it. All lanes of the warp call this together; one past the last whole segment
-// gets no meaningful sum. The tree is the same whatever the values: fixed order.
+// The sum of `value` over the `span` adjacent lanes of this thread's segment, for every one of
+// them. `place` is this thread's in it. All lanes of the warp call this together; one past the last
+// whole segment gets no meaningful sum. The tree is the same whatever the values: fixed order.
 template <typename A> __device__ __forceinline__ A sum_segment(A value, int place, int span) {
   if ((span & (span - 1)) == 0) {
     // Segments begin at multiples of their span, and both sides of an exchange add the same two.
@@ -298,8 +300,8 @@ template <typename A> __device__ __forceinline__ A sum_segment(A value, int plac
   return __shfl_sync(ALL_LANES, value, thread_rank() % WARP - place);
 }
 
-// Sums over the lanes of one block row, again and again, with one barrier each: two buffers take turns, since a
-// warp may begin the next sum while another still reads this one.
+// Sums over the lanes of one block row, again and again, with one barrier each: two buffers take
+// turns, since a warp may begin the next sum while another still reads this one.
 template <typename A> struct RowSum {
   // What the warps of a row exchange is read 16 bytes at a time: zeros fill the last four.
   static constexpr int ALIGNED = 4;
@@ -344,14 +346,15 @@ template <typename A> struct RowSum {
   }
 };
 
-// Adds `values` over the rows of the block, for its first row. All threads call this together; `shared` holds
-// M | 1 values for each thread of half the block. Rows are a power of two.
+// Adds `values` over the rows of the block, for its first row. All threads call this together;
+// `shared` holds M | 1 values for each thread of half the block. Rows are a power of two.
 template <typename Value, int M>
 __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared) {
   for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
     // Whatever the memory held before has been read by all.
     __syncthreads();
-    // An odd number of values a thread, so that those of neighbouring threads are in different banks.
+    // An odd number of values a thread, so that those of neighbouring threads are in different
+    // banks.
     Value *place = shared + ((threadIdx.y & (half - 1)) * blockDim.x + threadIdx.x) * (M | 1);
     if (threadIdx.y >= half && threadIdx.y < 2 * half) {
 #pragma unroll
@@ -369,10 +372,10 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
   }
 }
 
-// r of a group whose squares overflow: they are taken of x over its largest magnitude, beside which eps is
-// nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
-// Each thread that needs r reads the whole group: slow, but no thread has to wait for another, and rows of 1e19 and
-// more are not what anyone trains on.
+// r of a group whose squares overflow: they are taken of x over its largest magnitude, beside which
+// eps is nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
+// Each thread that needs r reads the whole group: slow, but no thread has to wait for another, and
+// rows of 1e19 and more are not what anyone trains on.
 template <typename T>
 __device__ __forceinline__ Sum<T> factor_of_huge(const T *x, const T *residual, int len) {
   using A = Sum<T>;
@@ -395,7 +398,8 @@ __device__ __forceinline__ Sum<T> factor_of_huge(const T *x, const T *residual, 
   return inverse_root(squares / A(len)) / largest;
 }
 
-// r of the group `x`, plus `residual` unless that is null, whose squares have the mean `square`: 1 / sqrt(square + eps).
+// r of the group `x`, plus `residual` unless that is null, whose squares have the mean `square`: 1
+// / sqrt(square + eps).
 template <typename T>
 __device__ __forceinline__ Sum<T> factor_of(Sum<T> square, const T *x, const T *residual, int len, Sum<T> eps) {
   if (isfinite(square)) {

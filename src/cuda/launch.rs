@@ -979,8 +979,8 @@ impl LaunchPlan {
         self.tiled(Body::NormalizeBwd, cut, shared_bytes, params)
     }
 
-    /// How many rows of `arrays` arrays are on their way, and the bytes of a block that takes `sums`
-    /// sums of each column: `Shared` of the kernels.
+    /// How many rows of `arrays` arrays are on their way, and the bytes of a block that takes
+    /// `sums` sums of each column: `Shared` of the kernels.
     fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (i32, u32) {
         let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
         let values = cut.pieces * self.dtype.piece();
@@ -1066,8 +1066,8 @@ impl LaunchPlan {
         }
     }
 
-    /// How the pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the same
-    /// order.
+    /// How the pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the
+    /// same order.
     ///
     /// There are no more blocks than multiprocessors. Each has rows on their way while it works, so
     /// one is enough, and the fewer there are, the fewer partial sums and coefficients move.
@@ -1118,8 +1118,8 @@ impl LaunchPlan {
         if reduces && group_pieces <= BLOCK * most && needed <= self.limits.shared_bytes {
             self.whole_groups(groups, group_pieces, most)
         } else {
-            // A thread has no more pieces than there are, and all tiles have as many lanes, by which
-            // a block of whole warps has a power of two of rows.
+            // A thread has no more pieces than there are, and all tiles have as many lanes, by
+            // which a block of whole warps has a power of two of rows.
             let pieces = most.min(1 << group_pieces.ilog2());
             let per_group = group_pieces.div_ceil(TILE_LANES * pieces);
             let lanes = match group_pieces.div_ceil(per_group * pieces) {
@@ -1288,8 +1288,8 @@ mod tests {
         assert!(count > 0);
     }
 
-    /// Whatever the shape and the GPU, all rows and columns have a block, blocks are whole warps that
-    /// a multiprocessor holds, and no more than the multiprocessors.
+    /// Whatever the shape and the GPU, all rows and columns have a block, blocks are whole warps
+    /// that a multiprocessor holds, and no more than the multiprocessors.
     #[test]
     fn every_cut_fits() {
         let gpus = [

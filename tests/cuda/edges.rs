@@ -61,7 +61,8 @@ fn kinds() -> [(Recipe, Statistics); 4] {
     ]
 }
 
-/// Groups whose lanes are no power of two, in all places of a warp; and those that end in part of a piece.
+/// Groups whose lanes are no power of two, in all places of a warp; and those that end in part of a
+/// piece.
 #[test]
 fn odd_groups() -> Result<()> {
     let mut data = Data::new(1);
@@ -91,7 +92,8 @@ fn odd_groups() -> Result<()> {
     Ok(())
 }
 
-/// Either side of the widths at which a thread takes more pieces, and at which a group outgrows a block.
+/// Either side of the widths at which a thread takes more pieces, and at which a group outgrows a
+/// block.
 #[test]
 fn wide_groups() -> Result<()> {
     let mut data = Data::new(2);
@@ -221,7 +223,8 @@ fn padding_that_is_not_finite() -> Result<()> {
     Ok(())
 }
 
-/// An infinity or a NaN in a row that counts: its groups' channels forget the batch (recipe Paper) or take it in.
+/// An infinity or a NaN in a row that counts: its groups' channels forget the batch (recipe Paper)
+/// or take it in.
 #[test]
 fn rows_that_are_not_finite() -> Result<()> {
     let mut data = Data::new(5);
@@ -252,7 +255,8 @@ fn rows_that_are_not_finite() -> Result<()> {
     Ok(())
 }
 
-/// Groups whose squares overflow, beside others that do not: inside a warp, across warps, wider than a block.
+/// Groups whose squares overflow, beside others that do not: inside a warp, across warps, wider
+/// than a block.
 #[test]
 fn huge_groups() -> Result<()> {
     let mut data = Data::new(6);

@@ -159,9 +159,9 @@ fn all_pairs() -> HashSet<Pair> {
         .collect()
 }
 
-/// Every combination of dtype, width, rows, mask, layer-scale, recipe, statistics and affine, in random order, so that
-/// a part of them is a fair one. Where an axis is finer than that, a random value of its kind stands for the
-/// others.
+/// Every combination of dtype, width, rows, mask, layer-scale, recipe, statistics and affine, in
+/// random order, so that a part of them is a fair one. Where an axis is finer than that, a random
+/// value of its kind stands for the others.
 fn whole_grid() -> Vec<Point> {
     let alone = |axis: usize| (0..SIZES[axis]).map(|value| vec![value]).collect();
     let kinds: [Vec<Vec<usize>>; SIZES.len()] = [
@@ -195,7 +195,8 @@ fn whole_grid() -> Vec<Point> {
     points
 }
 
-/// Points in which every pair of values meets: greedily, of random candidates the one with the most new pairs.
+/// Points in which every pair of values meets: greedily, of random candidates the one with the most
+/// new pairs.
 fn pairwise() -> Vec<Point> {
     const CANDIDATES: usize = 30;
     let mut rng = StdRng::seed_from_u64(1);
