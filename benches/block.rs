@@ -61,7 +61,7 @@ impl Block {
         ];
         let mut rest = layers.iter().map(|layer| -> Norm {
             layer.mode().set_training(false);
-            match layer.group_scaling() {
+            match layer.layer_scale() {
                 Some(scaling) => Box::new(move |xs| scaling.forward(xs)),
                 None => Box::new(|xs| Ok(xs.clone())),
             }

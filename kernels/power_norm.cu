@@ -287,7 +287,7 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: a group by shuffles, and through
 //        smem where it spans warps; columns in registers, then a tree over the block's rows.
-// Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y 16-byte aligned if vectorized.
+// Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y, partials 16-byte aligned if vectorized.
 // Launcher: launch.rs::normalize.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
@@ -677,8 +677,8 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 //        with dsum.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx 16-byte aligned if vectorized; inv_rms, factors, count by
-//        the forward.
+// Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx, partials 16-byte aligned if vectorized;
+//        inv_rms, factors, count by the forward.
 // Launcher: launch.rs::normalize_bwd.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {

@@ -163,8 +163,8 @@ impl PowerNorm {
     /// A layer made of these tensors, as [`LayerNorm::new`](candle_nn::LayerNorm::new) makes one.
     ///
     /// `running_phi` is ψ². A trained layer has learned it, and a checkpoint stores it. For a fresh
-    /// layer it is `Tensor::ones`. ν and the step count start at 0, so training starts with a
-    /// warm-up, which forgets `running_phi`.
+    /// layer it is `Tensor::ones`. ν and the step count start at 0, so training starts with the
+    /// configuration's warm-up. Under `Recipe::Paper` its first step replaces `running_phi`.
     ///
     /// The layer starts in training if `weight` is a variable, else in evaluation. Training updates
     /// `running_phi` in place if it is a variable, else a copy.

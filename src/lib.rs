@@ -19,8 +19,8 @@
 //! }
 //! ```
 //!
-//! LayerNorm divides a token by its own statistics. PowerNorm divides each channel by a running
-//! mean of its squares, which is known before a batch is read.
+//! LayerNorm divides a token by its own statistics. PowerNorm divides each channel by the root of a
+//! running mean of its squares, which is known before a batch is read.
 //!
 //! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
 //! - [`Mode`] switches a whole model between training and evaluation.

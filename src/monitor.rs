@@ -55,11 +55,15 @@ impl PowerNorm {
     /// `1/(1−α_f)`, and by t in the t-th step of the warm-up. With `α_f = 0.9`, ψ_B² has an error
     /// of about 10⁻⁶ ψ².
     ///
+    /// Where the batch's statistic normalizes, Γ and Λ are noise in a channel whose ψ_B² is below
+    /// that error.
+    ///
     /// The state does not tell everything:
     ///
     /// - A channel that [`Recipe::Paper`](crate::Recipe::Paper) left out, because its batch was not
     ///   finite, looks like one with `ψ_B² = ψ²` and `Λ = Γ ν`.
     /// - The same holds on a GPU for a batch with no kept row.
+    /// - A step without a backward has `Λ = Γ ν`.
     /// - Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) with a mask, Γ and Λ run over padded
     ///   rows too, so `gamma` and `lambda` are then wrong.
     ///
@@ -115,7 +119,8 @@ fn step_statistics(
         0. => after.phi.clone(),
         old => (&after.phi - (&before.phi * old)?)?,
     };
-    let batch_phi = (of_batch / new)?;
+    // A mean of squares, which rounding must not make negative.
+    let batch_phi = (of_batch / new)?.maximum(0.)?;
     let divisor = match config.kind_at(after.steps) {
         ForwardKind::BatchStatistic => &batch_phi,
         _ => &before.phi,
@@ -124,7 +129,8 @@ fn step_statistics(
     // Eq. 13 divided by 1−α_b: ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ.
     let decay = gamma.affine(config.alpha_bwd - 1., 1.)?;
     let decay = match config.recipe {
-        Recipe::Paper => decay.relu()?,
+        // Not `relu`, which makes 0 of NaN.
+        Recipe::Paper => decay.maximum(0.)?,
         Recipe::Fairseq => decay,
     };
     Ok(StepStatistics {

@@ -300,18 +300,24 @@ fn every_barrier_is_needed() {
     assert!(barriers.len() > 20, "{barriers:?}");
     let folder = tempfile::tempdir().unwrap();
     let edited = folder.path().join("edited.ptx");
+    let walk_with = |lines: &[&str]| {
+        std::fs::write(&edited, lines.join("\n")).unwrap();
+        let mut walk = Command::new(std::env::current_exe().unwrap());
+        // On a GPU so small that its blocks have several rows each.
+        walk.args(["every_path", "--exact"]).env("SOFTGPU_SMS", "4");
+        let run = walk.env("SOFTGPU_PTX", &edited).output().unwrap();
+        let text = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        (run.status.success(), text.concat())
+    };
+    let (succeeds, text) = walk_with(&lines);
+    assert!(succeeds, "{text}");
     let needless: Vec<_> = (barriers.into_iter())
         .filter(|&(_, number)| {
             let mut without = lines.clone();
             without.remove(number);
-            std::fs::write(&edited, without.join("\n")).unwrap();
-            let program = std::env::current_exe().unwrap();
-            let mut walk = Command::new(program);
-            walk.args(["every_path", "--exact"]);
-            // On a GPU so small that its blocks have several rows each.
-            walk.env("SOFTGPU_PTX", &edited).env("SOFTGPU_SMS", "4");
-            let run = walk.output().unwrap();
-            run.status.success()
+            let (succeeds, text) = walk_with(&without);
+            assert!(!text.contains("INVALID_PTX"), "{text}");
+            succeeds
         })
         .collect();
     assert!(needless.is_empty(), "nothing shows without {needless:?}");

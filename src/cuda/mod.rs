@@ -78,6 +78,8 @@ impl Kernels {
             return Ok(function);
         }
         let name = kernel.to_string();
+        // A sum over ranks may have left another GPU's context in this thread.
+        device.cuda_stream().context().bind_to_thread().w()?;
         let function = device
             .get_or_load_custom_func(&name, MODULE, POWER_NORM)
             .map_err(|error| unloadable(device, name, &error))?

@@ -313,10 +313,16 @@ impl Oracle {
     fn update_nu(&mut self, c: usize, gamma: f64, lambda: f64, lambda_terms: f64) {
         let share = 1. - self.spec.alpha_bwd;
         let mut factor = 1. - share * gamma;
+        // What rounds Γ moves the factor by as much, however little is left of it.
+        let mut cancelled = share * gamma * self.nu[c].abs();
         if self.spec.recipe == Recipe::Paper {
             // An infinite Γ is an overflowed batch, though its clamped factor is a number.
             if !gamma.is_finite() {
                 return;
+            }
+            // Far beyond the clamp no rounding matters.
+            if factor < -0.01 {
+                cancelled = 0.;
             }
             factor = factor.max(0.);
             if !(factor * self.nu[c] + share * lambda).is_finite() {
@@ -324,7 +330,7 @@ impl Oracle {
             }
         }
         self.nu[c] = factor * self.nu[c] + share * lambda;
-        self.nu_terms[c] = factor.abs() * self.nu_terms[c] + share * lambda_terms;
+        self.nu_terms[c] = factor.abs() * self.nu_terms[c] + cancelled + share * lambda_terms;
     }
 
     /// X̃ and 1/sqrt(mean of x² over the group + ε), both for each element.
