@@ -3,8 +3,8 @@
 mod common;
 
 use candle::{DType, Module, Result, Tensor};
-use candle_powernorm::{PowerNormConfig, StepStatistics};
-use common::{layer, message, monitoring, run, Batch, Data, CPU};
+use candle_powernorm::{PowerNormConfig, Statistics, StepStatistics};
+use common::{layer, message, monitoring, run, to_f64, var, Batch, Data, CPU};
 
 const SIZE: usize = 6;
 const ROWS: usize = 9;
@@ -42,6 +42,33 @@ fn a_clamped_factor_is_seen() -> Result<()> {
     close(&seen.batch_phi, [400., 1.]);
     close(&seen.gamma, [400., 1.]);
     close(&seen.lambda, [20., 1.]);
+    Ok(())
+}
+
+/// The rounding of ψ² must not make a mean of squares negative. (Seen: Γ of both signs, and beyond
+/// every bound, in channels whose batch was all zeros.)
+#[test]
+fn silent_channels_have_no_negative_statistic() -> Result<()> {
+    const CHANNELS: usize = 100;
+    let config = PowerNormConfig {
+        group_scaling: None,
+        statistics: Statistics::Batch,
+        warmup_steps: 0,
+        ..1e-5.into()
+    };
+    let (layer, varmap) = layer(CHANNELS, config, DType::F32);
+    let phi: Vec<f32> = (1..=CHANNELS).map(|k| 37.3 * k as f32).collect();
+    var(&varmap, "running_phi").set(&Tensor::new(phi, &CPU)?)?;
+    let before = layer.snapshot()?;
+    let silent = Tensor::zeros((3, CHANNELS), DType::F32, &CPU)?;
+    layer.forward(&silent)?.sum_all()?.backward()?;
+    let seen = layer.step_since(&before)?;
+    for (psi, gamma) in to_f64(&seen.batch_phi).iter().zip(to_f64(&seen.gamma)) {
+        assert!(
+            *psi >= 0. && (0. ..=1.).contains(&gamma),
+            "{psi:e}, {gamma:e}"
+        );
+    }
     Ok(())
 }
 
