@@ -340,7 +340,8 @@ pub struct Limits {
     pub multiprocessors: usize,
     /// The most shared memory that a block can have.
     pub shared_bytes: usize,
-    /// Whether the GPU copies into shared memory by itself.
+    /// Whether the GPU copies into shared memory by itself. (Kernels that were compiled for an older
+    /// one copy in turn there, which is slower.)
     pub copies: bool,
 }
 
@@ -1069,8 +1070,9 @@ impl LaunchPlan {
     /// How the pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the
     /// same order.
     ///
-    /// There are no more blocks than multiprocessors. Each has rows on their way while it works, so
-    /// one is enough, and the fewer there are, the fewer partial sums and coefficients move.
+    /// Rows are cut into as many chunks as give each multiprocessor one block at most, or into one
+    /// chunk where the tiles are more. A block has rows on their way while it works, so one is
+    /// enough, and the fewer there are, the fewer partial sums and coefficients move.
     fn cut(&self) -> Cut {
         let groups = self.config.group_scaling.unwrap_or(1);
         let group_len = self.cols / groups;
