@@ -1405,8 +1405,9 @@ unsafe fn approximated(lanes: &mut Lanes, op: &Op, mask: u32) {
     }
 }
 
-/// `rcp.approx.ftz.f64` and `rsqrt.approx.f64`: the upper half of a result, good to 20 bits. The
-/// compiler refines them.
+/// `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64`: the upper half of a result, good to 20 bits,
+/// which the compiler refines. `rsqrt.approx.f64` is emulated on a GPU: nvcc has it for `rsqrt`,
+/// which CUDA's guide says is off by one in the last place at most.
 unsafe fn coarse(lanes: &mut Lanes, op: &Op, mask: u32) {
     let function = Approximate::of_number((op.immediate >> 16) as u8);
     for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
@@ -1419,8 +1420,11 @@ unsafe fn coarse(lanes: &mut Lanes, op: &Op, mask: u32) {
         let value = function.value(f64::from_bits(bits), 0.0);
         let result = match lanes.perturb {
             Some(seed) if value.is_finite() && value != 0.0 => {
-                let moved = value * (1.0 + chance(seed, op.line, lane, bits) * 2f64.powi(-21));
-                moved.to_bits() >> 32 << 32
+                let chance = chance(seed, op.line, lane, bits);
+                match function == Approximate::InverseRoot && op.immediate & FLUSH == 0 {
+                    true => (value * (1.0 + chance * 2f64.powi(-52))).to_bits(),
+                    false => (value * (1.0 + chance * 2f64.powi(-21))).to_bits() >> 32 << 32,
+                }
             }
             _ if function == Approximate::Reciprocal => value.to_bits() >> 32 << 32,
             _ => value.to_bits(),
