@@ -1719,31 +1719,3 @@ fn to_integer(number: Number, from: &str, to: &str, mode: Mode, saturate: bool) 
         _ => value as u64,
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn fields_beyond_the_top_repeat_the_sign() {
-        assert_eq!(extract(0x8000_0000, 28, 8, 32, false), 8);
-        assert_eq!(
-            extract(0x8000_0000u32 as i32 as i64 as u64, 28, 8, 32, true) as u32,
-            0xffff_fff8
-        );
-        assert_eq!(extract(0x1234, 4, 8, 32, false), 0x23);
-        assert_eq!(extract(!0, 40, 8, 32, true) as u32, !0);
-        assert_eq!(insert(0xff, 0, 4, 4), 0xf0);
-    }
-
-    #[test]
-    fn integers_clamp_and_nans_become_what_hardware_makes_of_them() {
-        let of = |value: f32, to| convert_one(u64::from(value.to_bits()), "f32", to, 1);
-        assert_eq!(of(3e9, "s32") as i32, i32::MAX);
-        assert_eq!(of(-1.5, "u32"), 0);
-        assert_eq!(of(-1.5, "s32") as i32, -1);
-        assert_eq!(of(f32::NAN, "s32"), 0);
-        assert_eq!(convert_one(300, "s32", "u8", SATURATE), 255);
-        assert_eq!(convert_one(300, "s32", "u8", 0), 44);
-    }
-}

@@ -491,6 +491,9 @@ fn integers_of_32_bits() {
         ("bfind.s32 %r4, %r1;", minus(-1), 0, 0, u32::MAX),
         ("bfe.u32 %r4, %r1, 8, 8;", 0x1234_5678, 0, 0, 0x56),
         ("bfe.s32 %r4, %r1, 4, 4;", 0x80, 0, 0, minus(-8)),
+        // A field beyond the top repeats the sign.
+        ("bfe.u32 %r4, %r1, 28, 8;", 1 << 31, 0, 0, 8),
+        ("bfe.s32 %r4, %r1, 28, 8;", 1 << 31, 0, 0, minus(-8)),
         (
             "bfi.b32 %r4, %r1, %r2, 8, 4;",
             0xf5,
@@ -562,6 +565,36 @@ fn integers_of_32_bits() {
         ("cvt.s32.s8 %r4, %r1;", 0x1ff, 0, 0, u32::MAX),
         ("cvt.u32.u8 %r4, %r1;", 0x1ff, 0, 0, 0xff),
         ("cvt.sat.s8.s32 %r4, %r1;", minus(-1000), 0, 0, minus(-128)),
+        ("cvt.sat.u8.s32 %r4, %r1;", 300, 0, 0, 255),
+        ("cvt.u8.s32 %r4, %r1;", 300, 0, 0, 44),
+        (
+            "mov.b32 %f1, %r1; cvt.rzi.s32.f32 %r4, %f1;",
+            3e9f32.to_bits(),
+            0,
+            0,
+            i32::MAX as u32,
+        ),
+        (
+            "mov.b32 %f1, %r1; cvt.rzi.u32.f32 %r4, %f1;",
+            (-1.5f32).to_bits(),
+            0,
+            0,
+            0,
+        ),
+        (
+            "mov.b32 %f1, %r1; cvt.rzi.s32.f32 %r4, %f1;",
+            (-1.5f32).to_bits(),
+            0,
+            0,
+            minus(-1),
+        ),
+        (
+            "mov.b32 %f1, %r1; cvt.rzi.s32.f32 %r4, %f1;",
+            f32::NAN.to_bits(),
+            0,
+            0,
+            0,
+        ),
         (
             "cvt.u16.u32 %h1, %r1; mul.wide.u16 %r4, %h1, %h1;",
             0x1_ffff,
@@ -649,6 +682,7 @@ fn integers_of_64_bits() {
         ("cvt.s64.s32 %rd3, %r1;", 0, 0, u32::MAX, u64::MAX),
         ("cvt.u64.u32 %rd3, %r1;", 0, 0, u32::MAX, 0xffff_ffff),
         ("clz.b64 %r2, %rd1; cvt.u64.u32 %rd3, %r2;", 1, 0, 0, 63),
+        ("bfe.s64 %rd3, %rd1, 40, 8;", u64::MAX, 0, 0, u64::MAX),
         ("bfi.b64 %rd3, %rd1, %rd2, 60, 8;", 0xff, 0, 0, 0xf << 60),
         (
             "mov.b64 {%r2, %r3}, %rd1; mov.b64 %rd3, {%r3, %r2};",
