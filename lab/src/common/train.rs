@@ -260,7 +260,8 @@ impl<'a> Run<'a> {
         Ok(checkpoint)
     }
 
-    fn describe(&self) -> Value {
+    /// The run's settings, as its checkpoint names them.
+    pub fn describe(&self) -> Value {
         self.settings.describe(self.corpus)
     }
 }
@@ -283,6 +284,7 @@ impl Settings {
             "--seed": seed,
             "PowerNorm warm-up": norm.warmup_steps,
             "PowerNorm recipe": format!("{:?}", norm.recipe),
+            "PowerNorm alpha": norm.alpha,
             "GroupNorm groups": norm.group_norm_groups,
             "batch": batch,
             "micro-batch": micro_batch,
@@ -307,7 +309,6 @@ mod tests {
     use super::super::norm::Norm;
     use super::*;
     use candle_powernorm::Recipe;
-    use clap::ValueEnum;
     use rand::Rng;
 
     /// A model small enough for a test; PowerNorm's warm-up ends before the run does.
@@ -318,6 +319,7 @@ mod tests {
                 groups: Some(2),
                 warmup_steps: 3,
                 recipe: Recipe::Paper,
+                alpha: [0.9; 2],
                 group_norm_groups: 2,
             },
             size: Size {
@@ -364,7 +366,7 @@ mod tests {
     fn a_resumed_run_is_the_run_that_never_stopped() -> Result<()> {
         let corpus = corpus();
         let dir = tempfile::tempdir()?;
-        for &norm in Norm::value_variants() {
+        for &norm in &Norm::CAUSAL {
             let path = dir.path().join("run.safetensors");
             let settings = settings(norm, &corpus);
             let mut whole = Run::new(settings, &corpus, &Device::Cpu)?;
@@ -437,7 +439,7 @@ mod tests {
         let power = matrices(Norm::Power)?;
         // Two embeddings, and six matrices a layer.
         assert_eq!(power.len(), 2 + 2 * 6);
-        for &norm in Norm::value_variants() {
+        for &norm in &Norm::CAUSAL {
             assert_eq!(matrices(norm)?, power, "{norm}");
         }
         Ok(())
@@ -446,7 +448,7 @@ mod tests {
     #[test]
     fn an_evaluation_changes_nothing() -> Result<()> {
         let corpus = corpus();
-        for &norm in Norm::value_variants() {
+        for &norm in &Norm::CAUSAL {
             let mut run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
             run.step()?;
             let before = bits(&run);
@@ -463,7 +465,7 @@ mod tests {
         let corpus = corpus();
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("run.safetensors");
-        for &norm in Norm::value_variants() {
+        for &norm in &Norm::CAUSAL {
             let settings = Settings {
                 steps: 200,
                 ..settings(norm, &corpus)
@@ -510,7 +512,7 @@ mod tests {
     #[test]
     fn a_folded_model_is_the_same_function() -> Result<()> {
         let corpus = corpus();
-        for &norm in Norm::value_variants() {
+        for &norm in &Norm::CAUSAL {
             for groups in [None, Some(2)] {
                 let mut settings = settings(norm, &corpus);
                 settings.norm.groups = groups;

@@ -230,6 +230,7 @@ impl Report<'_> {
             self.args.steps,
         );
         self.losses(&mut text)?;
+        self.scales(&mut text)?;
         self.statistics(&mut text)?;
         self.rows(&mut text)?;
         self.recipes(&mut text)?;
@@ -342,10 +343,52 @@ impl Report<'_> {
         self.figure(text, ["Losses", "losses.svg"], &[chart], 1)
     }
 
+    /// Every normalization behind every layer-scale, against the others behind the same one.
+    fn scales(&self, text: &mut String) -> Result<()> {
+        let scales = Experiment::Scales.variants();
+        if !(scales.iter()).any(|variant| self.all.contains_key(&variant.name())) {
+            return Ok(());
+        }
+        let norms = Experiment::Norms.variants();
+        let mut variants = [scales, norms].concat();
+        // By normalization, as these are listed: the sort keeps the order of layer-scales.
+        variants
+            .sort_by_key(|variant| (Norm::CAUSAL.iter()).position(|norm| *norm == variant.norm));
+        let Some(compared) = self.section(text, "Layer-scale", variants)? else {
+            return Ok(());
+        };
+        writeln!(
+            text,
+            "Validation losses, mean (range) over seeds. Each difference is of runs from the same seed: to LN and to PN behind the same \
+             layer-scale, and to the same normalization without one.\n\n\
+             | normalization | layer-scale | validation | less LN's, same scale | less PN's, same scale | less its own without |\n\
+             |---|---|---|---|---|---|"
+        )?;
+        for (variant, runs) in &compared.0 {
+            let scale = match variant.groups {
+                None => "none".to_string(),
+                Some(1) => "1 group".to_string(),
+                Some(groups) => format!("{groups} groups"),
+            };
+            let less = |base: Variant| less(runs, *variant, &compared, base);
+            writeln!(
+                text,
+                "| {} | {scale} | {} | {} | {} | {} |",
+                variant.norm,
+                runs.spread(val_loss),
+                less(LN.with_groups(variant.groups)),
+                less(PN.with_groups(variant.groups)),
+                less(variant.without_layer_scale()),
+            )?;
+        }
+        Ok(())
+    }
+
     /// Distances of batch from running statistics, and the norms of their gradients.
     fn statistics(&self, text: &mut String) -> Result<()> {
         let shown = [
             ("BN", BN),
+            ("BN without layer-scale", BN.without_layer_scale()),
             ("PN-V", PN_V),
             ("PN-V without layer-scale", PN_V.without_layer_scale()),
         ];
@@ -590,9 +633,10 @@ impl Report<'_> {
     fn recipes(&self, text: &mut String) -> Result<()> {
         let mut variants = Experiment::Recipes.variants();
         variants.retain(|variant| self.all.contains_key(&variant.name()));
-        // PN itself is there for other sections.
-        let norms = Experiment::Norms.variants();
-        if variants.iter().all(|variant| norms.contains(variant)) {
+        // Some are there for other sections.
+        let others = [Experiment::Norms, Experiment::Scales].map(Experiment::variants);
+        let others = others.concat();
+        if variants.iter().all(|variant| others.contains(variant)) {
             return Ok(());
         }
         let Some(compared) = self.section(text, "Recipes", variants)? else {
@@ -704,6 +748,7 @@ impl Report<'_> {
             PN_V,
             PN_V.without_layer_scale(),
             BN,
+            BN.without_layer_scale(),
         ];
         let Some(compared) = self.section(text, "γ/ψ", variants)? else {
             return Ok(());
@@ -750,6 +795,23 @@ impl Report<'_> {
                     .collect();
                 writeln!(text, "| {layer} | {} |", cells.join(" | "))?;
             }
+        }
+        writeln!(
+            text,
+            "\nThe share of channels with |γ| ≤ ψ, which Figure 7 has in every channel of PN-V:\n\n| layer | {} |",
+            names.join(" | ")
+        )?;
+        writeln!(text, "|---|{}", "---|".repeat(names.len()))?;
+        for layer in &layers {
+            let share = |run: &Outcome| {
+                let gains = run.gains.get(*layer)?;
+                let within = gains.iter().filter(|gain| gain.abs() <= 1.).count();
+                Some(within as f64 / gains.len() as f64)
+            };
+            let cells: Vec<String> = (compared.0.iter())
+                .map(|(_, runs)| runs.spread(share))
+                .collect();
+            writeln!(text, "| {layer} | {} |", cells.join(" | "))?;
         }
         let chart = |layer: &&String| {
             let logarithms = |runs: &Runs| -> Vec<f64> {
@@ -863,6 +925,7 @@ mod tests {
             text: "a text".into(),
             words: false,
             experiments: vec![],
+            norms: vec![],
             seeds: vec![],
             steps: 4,
             eval_every: 2,
@@ -1031,6 +1094,27 @@ mod tests {
     }
 
     #[test]
+    fn layer_scales_are_compared_with_their_own_kind() -> Result<()> {
+        let (_, text) = report(vec![
+            outcome(LN, 1, Some(2.5)),
+            outcome(LN.without_layer_scale(), 1, Some(2.625)),
+            outcome(BN.with_groups(Some(1)), 1, Some(3.)),
+            outcome(PN, 1, Some(2.)),
+            outcome(PN.without_layer_scale(), 1, Some(2.25)),
+        ])?;
+        for line in [
+            "| power | none | 2.250 | -0.375 |  |  |",
+            "| power | 4 groups | 2.000 | -0.500 |  | -0.250 |",
+            "| batch | 1 group | 3.000 |  |  |  |",
+            "| layer | none | 2.625 |  | +0.375 |  |",
+            "| layer | 4 groups | 2.500 |  | +0.500 | -0.125 |",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        Ok(())
+    }
+
+    #[test]
     fn gains_are_told_with_and_without_layer_scale() -> Result<()> {
         let with = |variant: Variant, gains: &[f64]| {
             let mut run = outcome(variant, 1, Some(2.));
@@ -1046,6 +1130,7 @@ mod tests {
             "| layer | power | power-noscale | power-v-noscale |",
             "| blocks.0.norm_1 | 1.000 | 18.000 | 17.000 |",
             "| blocks.0.norm_1 | 1.250 | 20.000 | 20.000 |",
+            "| blocks.0.norm_1 | 0.667 | 0.000 | 0.000 |",
             "](gains.svg)",
         ] {
             assert!(text.contains(line), "{line} in {text}");
