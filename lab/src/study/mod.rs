@@ -88,6 +88,11 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',', hide_possible_values = true)]
     norms: Vec<Norm>,
 
+    /// Of these, only runs whose layer-scale has these many groups, separated by commas, 0 for none
+    /// [default: all]
+    #[arg(long, value_delimiter = ',')]
+    groups: Vec<usize>,
+
     /// Seeds of the runs, separated by commas: each a start and a sequence of batches, the same for
     /// every normalization
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
@@ -264,7 +269,11 @@ pub fn run(args: &Args) -> Result<()> {
         norm.check_causal()?;
     }
     let mut variants = variants(&args.experiments);
-    variants.retain(|variant| args.norms.is_empty() || args.norms.contains(&variant.norm));
+    variants.retain(|variant| {
+        let groups = variant.groups.unwrap_or(0);
+        (args.norms.is_empty() || args.norms.contains(&variant.norm))
+            && (args.groups.is_empty() || args.groups.contains(&groups))
+    });
     let seeds: BTreeSet<u64> = args.seeds.iter().copied().collect();
     let jobs: Vec<_> = (seeds.iter())
         .flat_map(|&seed| variants.iter().map(move |&variant| (variant, seed)))
@@ -448,6 +457,7 @@ mod tests {
             words: false,
             experiments: vec![],
             norms: vec![],
+            groups: vec![],
             seeds: vec![1],
             steps: 3,
             eval_every: 2,

@@ -926,6 +926,7 @@ mod tests {
             words: false,
             experiments: vec![],
             norms: vec![],
+            groups: vec![],
             seeds: vec![],
             steps: 4,
             eval_every: 2,
