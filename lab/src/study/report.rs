@@ -5,6 +5,7 @@ use super::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT
 use crate::common::checkpoint::History;
 use crate::common::data::{Corpus, Unit};
 use crate::common::norm::Norm;
+use crate::common::optim::WARMUP_STEPS;
 use crate::common::plot::{self, draw, Chart, Line, Style};
 use crate::common::train::Run;
 use anyhow::{ensure, Context, Result};
@@ -462,7 +463,26 @@ impl Report<'_> {
                 )?;
             }
         }
-        self.layers(text, &shown, "gradient", "norm", "gradients.svg")
+        self.layers(text, &shown, "gradient", "norm", "gradients.svg")?;
+
+        writeln!(
+            text,
+            "\nOutliers in the first normalization, where the paper looks, over all seeds and recorded steps after the warm-up: how far \
+             the largest are above the median, and the median of the last quarter of these steps over that of the first.\n\n\
+             | quantity | of | median | 99th percentile, over it | largest, over it | last quarter over first |\n\
+             |---|---|---|---|---|---|"
+        )?;
+        for (label, runs) in &shown {
+            for statistic in statistics(runs) {
+                for what in ["distance", "relative distance", "gradient"] {
+                    let quantity = format!("{what} of the {statistic}");
+                    if let Some(outliers) = outliers(runs, &quantity) {
+                        writeln!(text, "| {quantity} | {label} | {outliers} |")?;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// A quantity over the second half of training: its mean over steps and seeds in each layer,
@@ -723,7 +743,9 @@ impl Report<'_> {
                 let values = run.singular_values.iter().enumerate();
                 lines.push(Line {
                     label: norm.to_string(),
-                    points: values.map(|(i, &value)| (i as f64, value)).collect(),
+                    points: values
+                        .map(|(i, &value)| (i as f64, value / run.singular_values[0]))
+                        .collect(),
                     style: Style::Thin,
                     color,
                 });
@@ -732,7 +754,7 @@ impl Report<'_> {
         let chart = Chart {
             title: "Singular values of the embedding (first seed)".into(),
             x: "index",
-            y: "singular value",
+            y: "over the largest",
             lines,
             logarithmic: true,
             ..Default::default()
@@ -855,6 +877,38 @@ impl Report<'_> {
 fn less(runs: &Runs, variant: Variant, compared: &Compared, base: Variant) -> String {
     let base = compared.get(base).filter(|_| variant != base);
     base.map_or(String::new(), |base| runs.spread_over(base, val_loss))
+}
+
+/// How a quantity of the first layer is spread after the warm-up, as cells of a table.
+fn outliers(runs: &Runs, quantity: &str) -> Option<String> {
+    let late = |run: &&Outcome| -> Option<Vec<f64>> {
+        let (_, series) = run.observations.series.get(quantity)?.first_key_value()?;
+        let late = series.iter().filter(|(step, _)| *step >= WARMUP_STEPS);
+        Some(late.map(|&(_, value)| value).collect())
+    };
+    let by_run: Vec<Vec<f64>> = runs.0.iter().filter_map(late).collect();
+    let sorted = |part: fn(&[f64]) -> &[f64]| {
+        let mut values: Vec<f64> = (by_run.iter()).flat_map(|run| part(run)).copied().collect();
+        values.sort_unstable_by(f64::total_cmp);
+        values
+    };
+    let nth = |values: &[f64], share: f64| {
+        let last = values.len().checked_sub(1)?;
+        Some(values[(last as f64 * share).round() as usize])
+    };
+    let all = sorted(|run| run);
+    let median = nth(&all, 0.5)?;
+    let first = nth(&sorted(|run| &run[..run.len().div_ceil(4)]), 0.5)?;
+    let last = nth(
+        &sorted(|run| &run[run.len() - run.len().div_ceil(4)..]),
+        0.5,
+    )?;
+    Some(format!(
+        "{median:.2e} | {:.2} | {:.2} | {:.2}",
+        nth(&all, 0.99)? / median,
+        nth(&all, 1.)? / median,
+        last / first,
+    ))
 }
 
 /// The names of the statistics that were observed.
@@ -1091,6 +1145,23 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line} in {text}");
         }
+        Ok(())
+    }
+
+    #[test]
+    fn outliers_are_told_beside_the_median() -> Result<()> {
+        let mut run = outcome(BN, 1, Some(2.));
+        // 100 steps of a warm-up that are left out, then 1 to 200 with a spike.
+        let series =
+            (0..300).map(|step| (step, (step as f64 - 99.).max(1e6 * f64::from(step < 100))));
+        let mut series: Vec<(usize, f64)> = series.collect();
+        series[299].1 = 1000.;
+        let layers = BTreeMap::from([("blocks.0.norm_1".to_string(), series)]);
+        let quantity = "distance of the mean".to_string();
+        run.observations.series.insert(quantity, layers);
+        let (_, text) = report(vec![run])?;
+        let line = "| distance of the mean | BN | 1.01e2 | 1.96 | 9.90 | 6.77 |";
+        assert!(text.contains(line), "{line} in {text}");
         Ok(())
     }
 
