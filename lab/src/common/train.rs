@@ -309,6 +309,7 @@ mod tests {
     use super::super::norm::Norm;
     use super::*;
     use candle_powernorm::Recipe;
+    use clap::ValueEnum;
     use rand::Rng;
 
     /// A model small enough for a test; PowerNorm's warm-up ends before the run does.
@@ -549,19 +550,25 @@ mod tests {
         Ok(())
     }
 
+    /// In evaluation. What the commands refuse to language models does see it.
     #[test]
     fn no_position_sees_its_future() -> Result<()> {
         let corpus = corpus();
-        let run = Run::new(settings(Norm::Power, &corpus), &corpus, &Device::Cpu)?;
-        let _guard = run.mode.eval_scope();
-        let logits = |tokens: [u32; 4]| -> Result<Vec<Vec<f32>>> {
-            let tokens = Tensor::new(&[tokens], &run.device)?;
-            Ok(run.model.forward(&tokens)?.get(0)?.to_vec2()?)
-        };
-        let (one, other) = (logits([1, 2, 3, 4])?, logits([1, 2, 5, 4])?);
-        assert_eq!(one[..2], other[..2]);
-        assert_ne!(one[2], other[2]);
-        assert_ne!(one[3], other[3]);
+        for &norm in Norm::value_variants() {
+            let run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
+            let _guard = run.mode.eval_scope();
+            let logits = |tokens: [u32; 4]| -> Result<Vec<Vec<f32>>> {
+                let tokens = Tensor::new(&[tokens], &run.device)?;
+                Ok(run.model.forward(&tokens)?.get(0)?.to_vec2()?)
+            };
+            let (one, other) = (logits([1, 2, 3, 4])?, logits([1, 2, 5, 4])?);
+            let blind = one[..2] == other[..2];
+            // Without padding BatchPadded is Batch.
+            let causal = norm.check_causal().is_ok() || norm == Norm::BatchPadded;
+            assert_eq!(blind, causal, "{norm}");
+            assert_ne!(one[2], other[2], "{norm}");
+            assert_ne!(one[3], other[3], "{norm}");
+        }
         Ok(())
     }
 
