@@ -56,8 +56,8 @@ pub enum Norm {
 }
 
 impl Norm {
-    /// Those for models that predict the next token: in evaluation they see no token but those that
-    /// came before, and without padding the others are no other norms.
+    /// The norms for models that predict the next token. In evaluation they see no later token. The
+    /// rest do, or differ from these by padding only, which such a model has none of.
     pub const CAUSAL: [Self; 8] = [
         Self::Power,
         Self::PowerV,
@@ -69,11 +69,12 @@ impl Norm {
         Self::Mabn,
     ];
 
-    /// Refuses those that are not for models that predict the next token.
+    /// Refuses a norm that is not for models that predict the next token.
     pub fn check_causal(self) -> anyhow::Result<()> {
         anyhow::ensure!(
             Self::CAUSAL.contains(&self),
-            "{self} is for translate's encoder: a model that predicts the next token would read it, or has no padding"
+            "{self} is for translate's encoder: in a model that predicts the next token its statistics would tell that token, or \
+             there is no padding to count"
         );
         Ok(())
     }

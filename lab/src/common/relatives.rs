@@ -87,7 +87,7 @@ impl Relative {
         })
     }
 
-    /// Whether a sentence is more than its tokens to it.
+    /// Whether it takes its statistics over the tokens of one sentence.
     pub fn is_of_sentences(&self) -> bool {
         self.kind == Kind::Instance
     }
@@ -187,7 +187,7 @@ impl Relative {
         Ok(normalized)
     }
 
-    /// A buffer, which no gradient reaches.
+    /// The buffer called `name`.
     fn buffer(&self, name: &str) -> Result<&Var> {
         let buffer = self.buffers.iter().find(|(other, _)| *other == name);
         buffer.map_or_else(|| candle::bail!("no {name}"), |(_, var)| Ok(var))
@@ -207,8 +207,8 @@ fn deviation(square: &Tensor) -> Result<Tensor> {
     (square + EPS)?.sqrt()
 }
 
-/// `xs` less its mean over `dim`, its deviation there, and its mean and variance as numbers without
-/// gradient, of the shape of a channel's.
+/// `xs` less its mean over `dim`, its deviation over `dim`, and its mean and variance without that
+/// dimension and without gradient.
 fn centre(xs: &Tensor, dim: usize) -> Result<(Tensor, Tensor, [Tensor; 2])> {
     let mean = xs.mean_keepdim(dim)?;
     let centred = xs.broadcast_sub(&mean)?;
@@ -239,8 +239,8 @@ fn mean_of_slots(buffer: &Var) -> Result<Tensor> {
     (buffer.as_detached_tensor().reshape((BATCHES, size))?).mean(0)
 }
 
-/// `z = x/χ` as it is, whose gradient g becomes `g − Λ ⊙ z`, with Λ the mean of the last batches'
-/// `mean g ⊙ z`, or of this one's alone.
+/// The identity on `z = x/χ`, whose backward turns the gradient g into `g − Λ ⊙ z`. Λ is the mean of
+/// `g ⊙ z` over the tokens of the last batches, or of this batch only.
 struct AveragedGradient {
     products: Var,
     slot: usize,
@@ -295,7 +295,7 @@ mod tests {
         Ok((Relative::new(SIZE, kind, warmup_steps, &mode, vb)?, mode))
     }
 
-    /// Tokens of a step, their upstream gradient too, from sines.
+    /// The tokens of a step and their upstream gradient, from sines.
     fn batch(step: usize) -> Result<[Var; 2]> {
         let values = |shift: f64| {
             let values = (0..ROWS * SIZE).map(|i| 1.5 * (i as f64 * 0.7 + shift).sin() + 0.3);
@@ -432,8 +432,8 @@ mod tests {
         Ok(())
     }
 
-    /// Both norms that use what they are given are the same in evaluation as in training; a
-    /// sentence's real tokens fare as they would by themselves.
+    /// A norm without running statistics is the same in evaluation as in training. Padding changes
+    /// no real token of a sentence.
     #[test]
     fn batches_and_sentences_are_normalized_by_themselves() -> Result<()> {
         for kind in [Kind::OwnBatch, Kind::Instance] {
