@@ -20,12 +20,11 @@
 
 use crate::common::data::{Corpus, Unit};
 use crate::common::model::Size;
-use crate::common::norm::{Norm, NormConfig};
+use crate::common::norm::{Norm, NormArgs};
 use crate::common::train::{Run, Settings};
 use crate::common::{self, optim, plot, Place};
 use anyhow::{ensure, Context, Result};
-use candle_powernorm::Recipe;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{json, Value};
 use std::path::{Path, PathBuf};
@@ -78,9 +77,8 @@ pub struct Args {
     #[arg(long, default_value_t = 1337)]
     seed: u64,
 
-    /// Channel groups of PowerNorm's layer-scale, a divisor of 128; 0 for no layer-scale
-    #[arg(long, default_value_t = HEADS, value_parser = groups)]
-    groups: usize,
+    #[command(flatten)]
+    layer: NormArgs,
 
     /// Steps between two evaluations on the validation split; each also writes a checkpoint
     #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = common::positive)]
@@ -105,25 +103,17 @@ pub struct Args {
     fold: bool,
 }
 
-fn groups(arg: &str) -> Result<usize, String> {
-    match arg.parse() {
-        Ok(groups) if groups != 0 && !WIDTH.is_multiple_of(groups) => Err(format!(
-            "the model's width, {WIDTH}, is not a multiple of it"
-        )),
-        Ok(groups) => Ok(groups),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
 pub fn run(args: &Args) -> Result<()> {
+    args.layer.check(WIDTH)?;
     let device = args.device.device("char-lm")?;
     let corpus = Corpus::read(&args.text, Unit::Character, CONTEXT)?;
     let norms = match &args.compare {
         None => vec![args.norm],
-        Some(norms) if norms.is_empty() => Norm::value_variants().to_vec(),
+        Some(norms) if norms.is_empty() => Norm::CAUSAL.to_vec(),
         Some(norms) => norms.clone(),
     };
     for norm in &norms {
+        norm.check_causal()?;
         ensure!(
             !args.fold || norm.is_power(),
             "--fold is for PowerNorm, --norm power or power-v, not {norm}"
@@ -167,14 +157,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     Settings {
-        norm: NormConfig {
-            norm,
-            groups: (args.groups > 0).then_some(args.groups),
-            // The paper ties the layer's warm-up to that of the learning rate.
-            warmup_steps: optim::WARMUP_STEPS,
-            recipe: Recipe::Paper,
-            group_norm_groups: HEADS,
-        },
+        norm: args.layer.config(norm, HEADS, optim::WARMUP_STEPS),
         size: Size {
             layers: LAYERS,
             heads: HEADS,
@@ -233,7 +216,7 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
         json!({
             "norm": norm.to_string(),
             "text": args.text,
-            "groups": norm.is_power().then_some(args.groups),
+            "settings": run.describe(),
             "seed": args.seed,
             "steps": run.steps(),
             "parameters": run.parameters(),

@@ -7,6 +7,7 @@ pub mod norm;
 pub mod optim;
 pub mod plot;
 pub mod random;
+pub mod relatives;
 pub mod train;
 
 use anyhow::{ensure, Context, Result};

@@ -1,5 +1,6 @@
 //! The normalization layers that the commands compare, behind one type.
 
+use super::relatives::{Kind, Relative};
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, GroupNorm, Init, ModuleT, VarBuilder};
 use candle_powernorm::{
@@ -11,12 +12,14 @@ pub const EPS: f64 = 1e-5;
 
 /// Variables that the layers keep for themselves. No gradient reaches them and no optimizer may
 /// move them.
-const BUFFERS: [&str; 5] = [
+const BUFFERS: [&str; 7] = [
     "running_phi",
     "ema_gz",
     "iters",
     "running_mean",
     "running_var",
+    "buffer_x2",
+    "buffer_gz",
 ];
 
 /// Whether the variable called `name` is a layer's running statistic and not a parameter.
@@ -38,11 +41,45 @@ pub enum Norm {
     Rms,
     /// Group normalization of each token by itself
     Group,
+    /// Batch Renormalization
+    Renorm,
+    /// Moving Average Batch Normalization
+    Mabn,
+    /// Batch normalization whose statistics count padding
+    BatchPadded,
+    /// Batch normalization by the batch's statistics in evaluation too
+    BatchOwn,
+    /// Instance normalization: each sentence by itself
+    Instance,
+    /// Instance normalization whose statistics count padding
+    InstancePadded,
 }
 
 impl Norm {
-    /// Whether it is this crate's layer: it may have a layer-scale, and its multiply-add folds into
-    /// the linear layers after it.
+    /// The norms for models that predict the next token. In evaluation they see no later token. The
+    /// rest do, or differ from these by padding only, which such a model has none of.
+    pub const CAUSAL: [Self; 8] = [
+        Self::Power,
+        Self::PowerV,
+        Self::Batch,
+        Self::Layer,
+        Self::Rms,
+        Self::Group,
+        Self::Renorm,
+        Self::Mabn,
+    ];
+
+    /// Refuses a norm that is not for models that predict the next token.
+    pub fn check_causal(self) -> anyhow::Result<()> {
+        anyhow::ensure!(
+            Self::CAUSAL.contains(&self),
+            "{self} is for translate's encoder: in a model that predicts the next token its statistics would tell that token, or \
+             there is no padding to count"
+        );
+        Ok(())
+    }
+
+    /// Whether it is this crate's layer: its multiply-add folds into the linear layers after it.
     pub const fn is_power(self) -> bool {
         matches!(self, Self::Power | Self::PowerV)
     }
@@ -57,6 +94,12 @@ impl fmt::Display for Norm {
             Self::Layer => "layer",
             Self::Rms => "rms",
             Self::Group => "group",
+            Self::Renorm => "renorm",
+            Self::Mabn => "mabn",
+            Self::BatchPadded => "batch-padded",
+            Self::BatchOwn => "batch-own",
+            Self::Instance => "instance",
+            Self::InstancePadded => "instance-padded",
         })
     }
 }
@@ -93,14 +136,84 @@ impl Padding {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NormConfig {
     pub norm: Norm,
-    /// Channel groups of PowerNorm's layer-scale, `None` for no layer-scale.
+    /// Channel groups of the layer-scale before the normalization, whichever it is, `None` for no
+    /// layer-scale.
     pub groups: Option<usize>,
     /// Steps before PowerNorm trusts its running statistic.
     pub warmup_steps: usize,
     /// The equations PowerNorm runs.
     pub recipe: Recipe,
+    /// Weights of the old value in PowerNorm's ψ² and in its ν.
+    pub alpha: [f64; 2],
     /// Channel groups of GroupNorm.
     pub group_norm_groups: usize,
+}
+
+/// The choices that commands offer for every model's normalizations.
+#[derive(Debug, Clone, clap::Args)]
+pub struct NormArgs {
+    /// Channel groups of the layer-scale before every normalization compared, a divisor of the
+    /// model's width; 0 for no layer-scale
+    #[arg(long, default_value_t = 4)]
+    pub groups: usize,
+
+    /// Steps of PowerNorm's warm-up [default: those of the learning rate's, as in the paper]
+    #[arg(long, value_name = "STEPS")]
+    pub norm_warmup: Option<usize>,
+
+    /// The equations PowerNorm runs: the paper's, or those of its authors' released code
+    #[arg(long, value_parser = recipe, value_name = "paper|fairseq", default_value = "paper")]
+    pub recipe: Recipe,
+
+    /// Weight of the old value in PowerNorm's running statistic, below 1
+    #[arg(long, value_name = "ALPHA", value_parser = share, default_value_t = 0.9)]
+    pub alpha_fwd: f64,
+
+    /// The same in ν, which corrects the gradient
+    #[arg(long, value_name = "ALPHA", value_parser = share, default_value_t = 0.9)]
+    pub alpha_bwd: f64,
+}
+
+impl NormArgs {
+    /// What to build in a model of `heads` heads whose learning rate rises over `warmup_steps`
+    /// steps.
+    pub fn config(&self, norm: Norm, heads: usize, warmup_steps: usize) -> NormConfig {
+        NormConfig {
+            norm,
+            groups: (self.groups > 0).then_some(self.groups),
+            warmup_steps: self.norm_warmup.unwrap_or(warmup_steps),
+            recipe: self.recipe,
+            alpha: [self.alpha_fwd, self.alpha_bwd],
+            group_norm_groups: heads,
+        }
+    }
+
+    /// Refuses groups that do not divide the model's width.
+    pub fn check(&self, width: usize) -> anyhow::Result<()> {
+        let groups = self.groups;
+        anyhow::ensure!(
+            groups == 0 || width.is_multiple_of(groups),
+            "--groups {groups}: the model's width, {width}, is not a multiple of it"
+        );
+        Ok(())
+    }
+}
+
+fn recipe(arg: &str) -> std::result::Result<Recipe, String> {
+    match arg {
+        "paper" => Ok(Recipe::Paper),
+        "fairseq" => Ok(Recipe::Fairseq),
+        _ => Err("it must be paper or fairseq".into()),
+    }
+}
+
+/// Parses a number from 0 to less than 1.
+pub fn share(arg: &str) -> std::result::Result<f64, String> {
+    match arg.parse() {
+        Ok(share) if (0. ..1.).contains(&share) => Ok(share),
+        Ok(_) => Err("it must be at least 0 and less than 1".into()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// One normalization layer over the last dimension.
@@ -119,6 +232,14 @@ pub enum NormLayer {
         weight: Tensor,
     },
     Group(GroupNorm),
+    Relative(Relative),
+    /// One to which padding is like any token.
+    Padded(Box<NormLayer>),
+    /// Any of these behind a layer-scale. PowerNorm has its own, in the same pass.
+    Scaled {
+        scale: GroupScaling,
+        norm: Box<NormLayer>,
+    },
     /// What is left of a [`Power`](Self::Power) whose multiply-add is in the linear layers after
     /// it: the layer-scale, if there is one.
     Folded(Option<GroupScaling>),
@@ -126,11 +247,35 @@ pub enum NormLayer {
 
 impl NormLayer {
     pub fn new(size: usize, config: &NormConfig, mode: &Mode, vb: VarBuilder) -> Result<Self> {
+        if let Some(groups) = config.groups.filter(|_| !config.norm.is_power()) {
+            let plain = NormConfig {
+                groups: None,
+                ..*config
+            };
+            return Ok(Self::Scaled {
+                scale: GroupScaling::new(groups, EPS)?,
+                norm: Box::new(Self::new(size, &plain, mode, vb)?),
+            });
+        }
+        let relative = |kind| Relative::new(size, kind, config.warmup_steps, mode, vb.clone());
+        let padded = |norm| {
+            let config = NormConfig { norm, ..*config };
+            Self::new(size, &config, mode, vb.clone()).map(Box::new)
+        };
         let weight = || vb.get_with_hints(size, "weight", Init::Const(1.));
         Ok(match config.norm {
+            Norm::BatchPadded => Self::Padded(padded(Norm::Batch)?),
+            Norm::InstancePadded => Self::Padded(padded(Norm::Instance)?),
+            Norm::Renorm => Self::Relative(relative(Kind::Renorm)?),
+            Norm::Mabn => Self::Relative(relative(Kind::MovingAverage)?),
+            Norm::BatchOwn => Self::Relative(relative(Kind::OwnBatch)?),
+            Norm::Instance => Self::Relative(relative(Kind::Instance)?),
             Norm::Power | Norm::PowerV => {
+                let [alpha_fwd, alpha_bwd] = config.alpha;
                 let config = PowerNormConfig {
                     eps: EPS,
+                    alpha_fwd,
+                    alpha_bwd,
                     group_scaling: config.groups,
                     warmup_steps: config.warmup_steps,
                     recipe: config.recipe,
@@ -184,16 +329,20 @@ impl NormLayer {
     pub fn forward_masked(&self, xs: &Tensor, padding: &Padding) -> Result<Tensor> {
         match self {
             Self::Power(norm) => norm.forward_masked(xs, &padding.keep),
-            Self::Batch { norm, mode } => {
+            Self::Relative(norm) if norm.is_of_sentences() => {
+                norm.forward_sentences(xs, &padding.keep)
+            }
+            Self::Batch { .. } | Self::Relative(_) => {
                 let rows = xs.flatten_to(1)?;
                 let real = rows.index_select(&padding.rows, 0)?;
-                let real = norm.forward_t(&real, mode.is_training())?.contiguous()?;
+                let real = self.forward(&real)?.contiguous()?;
                 let zeros = rows.zeros_like()?.detach();
                 zeros
                     .index_add(&padding.rows, &real, 0)?
                     .reshape(xs.shape())
             }
-            // The others see each token by itself.
+            Self::Scaled { scale, norm } => norm.forward_masked(&scale.forward(xs)?, padding),
+            // The others see each token by itself, or padding as they see all.
             _ => self.forward(xs),
         }
     }
@@ -225,6 +374,12 @@ impl Module for NormLayer {
                 norm.forward_t(&rows, mode.is_training())?
                     .reshape(xs.shape())
             }
+            Self::Relative(norm) if norm.is_of_sentences() => norm.forward(xs),
+            Self::Relative(norm) => {
+                let rows = xs.flatten_to(xs.rank() - 2)?;
+                norm.forward(&rows)?.reshape(xs.shape())
+            }
+            Self::Padded(norm) => norm.forward(xs),
             // The `_slow` functions, because `candle_nn::LayerNorm` and `RmsNorm` take a fused
             // path that records no backward: all that lies upstream would silently stop training.
             Self::Layer { weight, bias } => {
@@ -237,6 +392,7 @@ impl Module for NormLayer {
                 let rows = xs.flatten_to(xs.rank() - 2)?.unsqueeze(2)?;
                 norm.forward(&rows)?.reshape(xs.shape())
             }
+            Self::Scaled { scale, norm } => norm.forward(&scale.forward(xs)?),
             Self::Folded(Some(scaling)) => scaling.forward(xs),
             Self::Folded(None) => Ok(xs.clone()),
         }
@@ -248,7 +404,6 @@ mod tests {
     use super::*;
     use candle::{DType, Var};
     use candle_nn::VarMap;
-    use clap::ValueEnum;
 
     /// The real rows of a padded batch fare as they would by themselves, in training and in
     /// evaluation, whatever the padding holds, and no gradient reaches the padding.
@@ -259,10 +414,14 @@ mod tests {
         let padding = Padding::new(&[3, 1], time, device)?;
         assert_eq!(padding.keep.to_vec2::<u8>()?, [[1, 1, 1], [1, 0, 0]]);
         assert_eq!(padding.rows.to_vec1::<u32>()?, [0, 1, 2, 3]);
-        for (filling, &norm) in [f32::NAN, 1e3]
-            .iter()
-            .flat_map(|filling| Norm::value_variants().iter().map(move |n| (*filling, n)))
-        {
+        // Of those that are to be, and not of sentences, which a row alone has none of.
+        let norms = [&Norm::CAUSAL[..], &[Norm::BatchOwn]].concat();
+        for (filling, norm, groups) in [f32::NAN, 1e3].into_iter().flat_map(|filling| {
+            let all = norms
+                .iter()
+                .flat_map(|&norm| [None, Some(2)].map(|g| (norm, g)));
+            all.map(move |(norm, groups)| (filling, norm, groups))
+        }) {
             let values = (0..24).map(|i| match i < 16 {
                 true => (i * i % 7) as f32 - 2.5,
                 false => filling,
@@ -270,9 +429,10 @@ mod tests {
             let xs = Tensor::from_iter(values, device)?.reshape((batch, time, size))?;
             let config = NormConfig {
                 norm,
-                groups: Some(2),
+                groups,
                 warmup_steps: 1,
                 recipe: Recipe::Paper,
+                alpha: [0.9; 2],
                 // Groups of two channels become +1 and -1, whatever they are: without a gradient.
                 group_norm_groups: 1,
             };
@@ -310,11 +470,46 @@ mod tests {
                     let close = (ours - theirs).abs() <= bound;
                     assert!(close, "{norm}: {ours} and {theirs}");
                 }
-                // What normalizes each token by itself gives NaN a gradient of 0 · NaN.
-                if filling.is_finite() || matches!(norm, Norm::Power | Norm::PowerV | Norm::Batch) {
+                // What scales or normalizes each token by itself gives NaN a gradient of 0 · NaN.
+                let by_itself = matches!(norm, Norm::Layer | Norm::Rms | Norm::Group);
+                let passes_nan = !norm.is_power() && (by_itself || groups.is_some());
+                if filling.is_finite() || !passes_nan {
                     assert_eq!(of_padding, [0.; 8], "{norm}");
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// What normalizes each token by itself is what it is without a layer-scale of one group, which
+    /// divides by a number that the normalization divides out again: but for ε, the paper's
+    /// layer-scale changes neither LN nor RMS, nor GN.
+    #[test]
+    fn a_layer_scale_of_one_group_leaves_norms_of_tokens_as_they_are() -> Result<()> {
+        let device = &Device::Cpu;
+        let values: Vec<f32> = (0..80).map(|i| 30. * (i as f32 * 0.9).sin() + 7.).collect();
+        let xs = Tensor::from_vec(values, (10, 8), device)?;
+        for &norm in &Norm::CAUSAL {
+            let outputs = |groups| -> Result<Vec<f32>> {
+                let config = NormConfig {
+                    norm,
+                    groups,
+                    warmup_steps: 1,
+                    recipe: Recipe::Paper,
+                    alpha: [0.9; 2],
+                    group_norm_groups: 2,
+                };
+                let varmap = VarMap::new();
+                let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
+                let layer = NormLayer::new(8, &config, &Mode::train(), vb)?;
+                layer.forward(&xs)?.flatten_all()?.to_vec1()
+            };
+            let (without, one) = (outputs(None)?, outputs(Some(1))?);
+            let far = (without.iter().zip(&one)).fold(0f32, |far, (a, b)| far.max((a - b).abs()));
+            let of_tokens = matches!(norm, Norm::Layer | Norm::Rms | Norm::Group);
+            // ε is a part in 10⁷ of mean squares before, and in 10⁵ behind the scale: half of that
+            // moves outputs of about 2.
+            assert_eq!(far < 1e-4, of_tokens, "{norm}: {far}");
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use crate::common::norm::{Norm, NormConfig, EPS};
 use crate::common::train::Run;
 use anyhow::{Context, Result};
 use candle::Tensor;
-use candle_powernorm::{PowerNormConfig, Recipe};
+use candle_powernorm::Recipe;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -111,7 +111,7 @@ impl Observations {
                     let batch = batch_phi(running, after.get(&layer, "running_phi")?, step, norm);
                     if norm.norm == Norm::Power && step >= norm.warmup_steps {
                         self.channels += running.len();
-                        self.guarded += outside(&batch, running).count();
+                        self.guarded += outside(&batch, running, norm).count();
                     }
                     if recorded {
                         let statistic = "quadratic mean";
@@ -155,7 +155,7 @@ impl Observations {
 
 /// ψ_B² of the step that took ψ² from `old` to `new`, after `steps` others.
 fn batch_phi(old: &[f64], new: &[f64], steps: usize, norm: &NormConfig) -> Vec<f64> {
-    let (step, alpha) = (steps + 1, PowerNormConfig::default().alpha_fwd);
+    let (step, [alpha, _]) = (steps + 1, norm.alpha);
     let share = match norm.recipe {
         Recipe::Paper if step <= norm.warmup_steps => 1. / step as f64,
         Recipe::Fairseq if step < norm.warmup_steps => alpha / step as f64 + 1. - alpha,
@@ -184,8 +184,12 @@ fn length(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// Γ of the channels for which Assumption 10 does not hold, (1−α_b) Γ > 1, with their numbers.
-fn outside<'a>(batch: &'a [f64], running: &'a [f64]) -> impl Iterator<Item = (usize, f64)> + 'a {
-    let alpha = PowerNormConfig::default().alpha_bwd;
+fn outside<'a>(
+    batch: &'a [f64],
+    running: &'a [f64],
+    norm: &NormConfig,
+) -> impl Iterator<Item = (usize, f64)> + 'a {
+    let [_, alpha] = norm.alpha;
     (batch.iter().zip(running).enumerate())
         .map(|(channel, (batch, running))| (channel, batch / (running + EPS)))
         .filter(move |&(_, gamma)| (1. - alpha) * gamma > 1.)
@@ -204,7 +208,7 @@ pub fn unguard(
     if run.steps() < norm.warmup_steps {
         return Ok(());
     }
-    let share = 1. - PowerNormConfig::default().alpha_bwd;
+    let share = 1. - norm.alpha[1];
     for layer in before.layers("ema_gz") {
         let running = before.get(&layer, "running_phi")?;
         let batch = batch_phi(
@@ -213,7 +217,7 @@ pub fn unguard(
             run.steps(),
             norm,
         );
-        let outside: Vec<_> = outside(&batch, running).collect();
+        let outside: Vec<_> = outside(&batch, running, norm).collect();
         if outside.is_empty() {
             continue;
         }
@@ -298,6 +302,7 @@ mod tests {
                 groups: Some(2),
                 warmup_steps: 3,
                 recipe,
+                alpha: [0.9; 2],
                 group_norm_groups: 2,
             },
             size: Size {
@@ -314,7 +319,7 @@ mod tests {
         }
     }
 
-    /// What the first normalization reads in the coming step.
+    /// What the first normalization gets in the coming step.
     fn input(run: &Run) -> Result<Tensor> {
         let mut rng = generator(1, Use::Batch, run.steps());
         let batch = Batch::random(&run.corpus.train, BATCH, CONTEXT, &mut rng, &Device::Cpu)?;
@@ -325,9 +330,13 @@ mod tests {
         Ok(stream.flatten_to(1)?.detach())
     }
 
+    /// The same behind the layer-scale that all have.
+    fn scaled(run: &Run) -> Result<Tensor> {
+        Ok(GroupScaling::new(2, EPS)?.forward(&input(run)?)?)
+    }
+
     fn direct_phi(run: &Run) -> Result<Vec<f64>> {
-        let scaled = GroupScaling::new(2, EPS)?.forward(&input(run)?)?;
-        numbers(&scaled.sqr()?.mean(0)?)
+        numbers(&scaled(run)?.sqr()?.mean(0)?)
     }
 
     /// Statistics pass through f32, and differences of them through a division by 0.1 or less.
@@ -406,7 +415,7 @@ mod tests {
         let corpus = corpus();
         let settings = settings(Norm::Batch, Recipe::Paper, &corpus);
         let run = Run::new(settings, &corpus, &Device::Cpu)?;
-        let input = input(&run)?;
+        let input = scaled(&run)?;
         let mean = numbers(&input.mean(0)?)?;
         let variance = numbers(&input.var(0)?)?;
         let before = Snapshot::of(&run)?;

@@ -7,8 +7,8 @@
 //! cargo run --release -p lab -- study --text captions.en --words --experiments norms
 //! ```
 //!
-//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 42
-//! runs, 21 for each of two seeds, of some 1.2 minutes each on one core: 50 minutes. It says at its
+//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 74
+//! runs, 37 for each of two seeds, of some 1.2 minutes each on one core: 90 minutes. It says at its
 //! start what that is on the machine it is on.
 //!
 //! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on
@@ -44,6 +44,9 @@ const LAYERS: usize = 4;
 const HEADS: usize = 4;
 const WIDTH: usize = 128;
 const CONTEXT: usize = 64;
+
+/// PowerNorm's α, forward and backward: the crate's default.
+const ALPHA: f64 = 0.9;
 
 /// Sequences whose tokens statistics are taken over, in the experiment on their number. The batch
 /// stays the same.
@@ -81,6 +84,15 @@ pub struct Args {
     )]
     experiments: Vec<Experiment>,
 
+    /// Of these, only runs with these normalizations, separated by commas [default: all]
+    #[arg(long, value_enum, value_delimiter = ',', hide_possible_values = true)]
+    norms: Vec<Norm>,
+
+    /// Of these, only runs whose layer-scale has these many groups, separated by commas, 0 for none
+    /// [default: all]
+    #[arg(long, value_delimiter = ',')]
+    groups: Vec<usize>,
+
     /// Seeds of the runs, separated by commas: each a start and a sequence of batches, the same for
     /// every normalization
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
@@ -105,8 +117,11 @@ pub struct Args {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Experiment {
-    /// Every normalization: losses, statistics, gradients, embeddings
+    /// Every normalization behind the same layer-scale, of a group for each head: losses,
+    /// statistics, gradients, embeddings
     Norms,
+    /// Every normalization without layer-scale, and behind one of one group, as in the paper
+    Scales,
     /// Fewer rows for the statistics, in the same batch by gradient accumulation
     Rows,
     /// PowerNorm's recipes, layer-scale and guard, each with and without
@@ -117,7 +132,7 @@ enum Experiment {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variant {
     pub norm: Norm,
-    /// Groups of PowerNorm's layer-scale.
+    /// Groups of the layer-scale before the normalization.
     pub groups: Option<usize>,
     pub recipe: Recipe,
     /// Whether ν's update is guarded where the paper's assumption does not hold.
@@ -135,21 +150,19 @@ impl Variant {
     pub const fn of(norm: Norm) -> Self {
         Self {
             norm,
-            groups: match norm.is_power() {
-                true => Some(HEADS),
-                false => None,
-            },
+            groups: Some(HEADS),
             recipe: Recipe::Paper,
             guard: true,
             micro_batch: BATCH,
         }
     }
 
+    pub const fn with_groups(self, groups: Option<usize>) -> Self {
+        Self { groups, ..self }
+    }
+
     pub const fn without_layer_scale(self) -> Self {
-        Self {
-            groups: None,
-            ..self
-        }
+        self.with_groups(None)
     }
 
     /// The name of its files.
@@ -159,8 +172,10 @@ impl Variant {
         if self.recipe != default.recipe {
             name += "-fairseq";
         }
-        if self.groups != default.groups {
-            name += "-noscale";
+        match self.groups {
+            None => name += "-noscale",
+            groups if groups == default.groups => {}
+            Some(groups) => name += &format!("-scale{groups}"),
         }
         if !self.guard {
             name += "-noguard";
@@ -180,9 +195,13 @@ impl Variant {
 impl Experiment {
     fn variants(self) -> Vec<Variant> {
         match self {
-            Self::Norms => Norm::value_variants()
-                .iter()
-                .map(|&norm| Variant::of(norm))
+            Self::Norms => Norm::CAUSAL.iter().map(|&norm| Variant::of(norm)).collect(),
+            Self::Scales => [None, Some(1)]
+                .into_iter()
+                .flat_map(|groups| {
+                    let norms = Norm::CAUSAL.iter();
+                    norms.map(move |&norm| Variant::of(norm).with_groups(groups))
+                })
                 .collect(),
             Self::Rows => {
                 let of_rows = |variant| {
@@ -246,7 +265,15 @@ pub fn run(args: &Args) -> Result<()> {
         eprintln!("{name} is of no variant that this study has: it is left out");
     }
 
-    let variants = variants(&args.experiments);
+    for norm in &args.norms {
+        norm.check_causal()?;
+    }
+    let mut variants = variants(&args.experiments);
+    variants.retain(|variant| {
+        let groups = variant.groups.unwrap_or(0);
+        (args.norms.is_empty() || args.norms.contains(&variant.norm))
+            && (args.groups.is_empty() || args.groups.contains(&groups))
+    });
     let seeds: BTreeSet<u64> = args.seeds.iter().copied().collect();
     let jobs: Vec<_> = (seeds.iter())
         .flat_map(|&seed| variants.iter().map(move |&variant| (variant, seed)))
@@ -322,6 +349,7 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
             // gradients accumulate.
             warmup_steps: WARMUP_STEPS * (BATCH / variant.micro_batch),
             recipe: variant.recipe,
+            alpha: [ALPHA; 2],
             group_norm_groups: HEADS,
         },
         size: Size {
@@ -428,6 +456,8 @@ mod tests {
             text,
             words: false,
             experiments: vec![],
+            norms: vec![],
+            groups: vec![],
             seeds: vec![1],
             steps: 3,
             eval_every: 2,
@@ -450,9 +480,10 @@ mod tests {
         let variants = variants(Experiment::value_variants());
         let names: BTreeSet<String> = variants.iter().map(Variant::name).collect();
         assert_eq!(names.len(), variants.len());
-        // 6 norms, 3 of them with 3 other numbers of rows, 5 other recipes, and PN-V without
-        // layer-scale. The head of this file tells what they take.
-        assert_eq!(variants.len(), 6 + 3 * 3 + 5 + 1);
+        // 8 norms behind 3 layer-scales, 3 norms with 3 other numbers of rows, and without the guard
+        // or with the released code's recipe, with and without layer-scale. The head of this file
+        // tells what they take.
+        assert_eq!(variants.len(), 8 * 3 + 3 * 3 + 2 * 2);
     }
 
     /// A run leaves its last checkpoint, from which the next call goes on. What runs report when

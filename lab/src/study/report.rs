@@ -5,6 +5,7 @@ use super::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT
 use crate::common::checkpoint::History;
 use crate::common::data::{Corpus, Unit};
 use crate::common::norm::Norm;
+use crate::common::optim::WARMUP_STEPS;
 use crate::common::plot::{self, draw, Chart, Line, Style};
 use crate::common::train::Run;
 use anyhow::{ensure, Context, Result};
@@ -230,6 +231,7 @@ impl Report<'_> {
             self.args.steps,
         );
         self.losses(&mut text)?;
+        self.scales(&mut text)?;
         self.statistics(&mut text)?;
         self.rows(&mut text)?;
         self.recipes(&mut text)?;
@@ -342,10 +344,52 @@ impl Report<'_> {
         self.figure(text, ["Losses", "losses.svg"], &[chart], 1)
     }
 
+    /// Every normalization behind every layer-scale, against the others behind the same one.
+    fn scales(&self, text: &mut String) -> Result<()> {
+        let scales = Experiment::Scales.variants();
+        if !(scales.iter()).any(|variant| self.all.contains_key(&variant.name())) {
+            return Ok(());
+        }
+        let norms = Experiment::Norms.variants();
+        let mut variants = [scales, norms].concat();
+        // By normalization, as these are listed: the sort keeps the order of layer-scales.
+        variants
+            .sort_by_key(|variant| (Norm::CAUSAL.iter()).position(|norm| *norm == variant.norm));
+        let Some(compared) = self.section(text, "Layer-scale", variants)? else {
+            return Ok(());
+        };
+        writeln!(
+            text,
+            "Validation losses, mean (range) over seeds. Each difference is of runs from the same seed: to LN and to PN behind the same \
+             layer-scale, and to the same normalization without one.\n\n\
+             | normalization | layer-scale | validation | less LN's, same scale | less PN's, same scale | less its own without |\n\
+             |---|---|---|---|---|---|"
+        )?;
+        for (variant, runs) in &compared.0 {
+            let scale = match variant.groups {
+                None => "none".to_string(),
+                Some(1) => "1 group".to_string(),
+                Some(groups) => format!("{groups} groups"),
+            };
+            let less = |base: Variant| less(runs, *variant, &compared, base);
+            writeln!(
+                text,
+                "| {} | {scale} | {} | {} | {} | {} |",
+                variant.norm,
+                runs.spread(val_loss),
+                less(LN.with_groups(variant.groups)),
+                less(PN.with_groups(variant.groups)),
+                less(variant.without_layer_scale()),
+            )?;
+        }
+        Ok(())
+    }
+
     /// Distances of batch from running statistics, and the norms of their gradients.
     fn statistics(&self, text: &mut String) -> Result<()> {
         let shown = [
             ("BN", BN),
+            ("BN without layer-scale", BN.without_layer_scale()),
             ("PN-V", PN_V),
             ("PN-V without layer-scale", PN_V.without_layer_scale()),
         ];
@@ -419,7 +463,26 @@ impl Report<'_> {
                 )?;
             }
         }
-        self.layers(text, &shown, "gradient", "norm", "gradients.svg")
+        self.layers(text, &shown, "gradient", "norm", "gradients.svg")?;
+
+        writeln!(
+            text,
+            "\nOutliers in the first normalization, where the paper looks, over all seeds and recorded steps after the warm-up: how far \
+             the largest are above the median, and the median of the last quarter of these steps over that of the first.\n\n\
+             | quantity | of | median | 99th percentile, over it | largest, over it | last quarter over first |\n\
+             |---|---|---|---|---|---|"
+        )?;
+        for (label, runs) in &shown {
+            for statistic in statistics(runs) {
+                for what in ["distance", "relative distance", "gradient"] {
+                    let quantity = format!("{what} of the {statistic}");
+                    if let Some(outliers) = outliers(runs, &quantity) {
+                        writeln!(text, "| {quantity} | {label} | {outliers} |")?;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// A quantity over the second half of training: its mean over steps and seeds in each layer,
@@ -590,9 +653,10 @@ impl Report<'_> {
     fn recipes(&self, text: &mut String) -> Result<()> {
         let mut variants = Experiment::Recipes.variants();
         variants.retain(|variant| self.all.contains_key(&variant.name()));
-        // PN itself is there for other sections.
-        let norms = Experiment::Norms.variants();
-        if variants.iter().all(|variant| norms.contains(variant)) {
+        // Some are there for other sections.
+        let others = [Experiment::Norms, Experiment::Scales].map(Experiment::variants);
+        let others = others.concat();
+        if variants.iter().all(|variant| others.contains(variant)) {
             return Ok(());
         }
         let Some(compared) = self.section(text, "Recipes", variants)? else {
@@ -679,7 +743,9 @@ impl Report<'_> {
                 let values = run.singular_values.iter().enumerate();
                 lines.push(Line {
                     label: norm.to_string(),
-                    points: values.map(|(i, &value)| (i as f64, value)).collect(),
+                    points: values
+                        .map(|(i, &value)| (i as f64, value / run.singular_values[0]))
+                        .collect(),
                     style: Style::Thin,
                     color,
                 });
@@ -688,7 +754,7 @@ impl Report<'_> {
         let chart = Chart {
             title: "Singular values of the embedding (first seed)".into(),
             x: "index",
-            y: "singular value",
+            y: "over the largest",
             lines,
             logarithmic: true,
             ..Default::default()
@@ -704,6 +770,7 @@ impl Report<'_> {
             PN_V,
             PN_V.without_layer_scale(),
             BN,
+            BN.without_layer_scale(),
         ];
         let Some(compared) = self.section(text, "γ/ψ", variants)? else {
             return Ok(());
@@ -751,6 +818,23 @@ impl Report<'_> {
                 writeln!(text, "| {layer} | {} |", cells.join(" | "))?;
             }
         }
+        writeln!(
+            text,
+            "\nThe share of channels with |γ| ≤ ψ, which Figure 7 has in every channel of PN-V:\n\n| layer | {} |",
+            names.join(" | ")
+        )?;
+        writeln!(text, "|---|{}", "---|".repeat(names.len()))?;
+        for layer in &layers {
+            let share = |run: &Outcome| {
+                let gains = run.gains.get(*layer)?;
+                let within = gains.iter().filter(|gain| gain.abs() <= 1.).count();
+                Some(within as f64 / gains.len() as f64)
+            };
+            let cells: Vec<String> = (compared.0.iter())
+                .map(|(_, runs)| runs.spread(share))
+                .collect();
+            writeln!(text, "| {layer} | {} |", cells.join(" | "))?;
+        }
         let chart = |layer: &&String| {
             let logarithms = |runs: &Runs| -> Vec<f64> {
                 let gains = runs.first().and_then(|run| run.gains.get(*layer));
@@ -793,6 +877,38 @@ impl Report<'_> {
 fn less(runs: &Runs, variant: Variant, compared: &Compared, base: Variant) -> String {
     let base = compared.get(base).filter(|_| variant != base);
     base.map_or(String::new(), |base| runs.spread_over(base, val_loss))
+}
+
+/// How a quantity of the first layer is spread after the warm-up, as cells of a table.
+fn outliers(runs: &Runs, quantity: &str) -> Option<String> {
+    let late = |run: &&Outcome| -> Option<Vec<f64>> {
+        let (_, series) = run.observations.series.get(quantity)?.first_key_value()?;
+        let late = series.iter().filter(|(step, _)| *step >= WARMUP_STEPS);
+        Some(late.map(|&(_, value)| value).collect())
+    };
+    let by_run: Vec<Vec<f64>> = runs.0.iter().filter_map(late).collect();
+    let sorted = |part: fn(&[f64]) -> &[f64]| {
+        let mut values: Vec<f64> = (by_run.iter()).flat_map(|run| part(run)).copied().collect();
+        values.sort_unstable_by(f64::total_cmp);
+        values
+    };
+    let nth = |values: &[f64], share: f64| {
+        let last = values.len().checked_sub(1)?;
+        Some(values[(last as f64 * share).round() as usize])
+    };
+    let all = sorted(|run| run);
+    let median = nth(&all, 0.5)?;
+    let first = nth(&sorted(|run| &run[..run.len().div_ceil(4)]), 0.5)?;
+    let last = nth(
+        &sorted(|run| &run[run.len() - run.len().div_ceil(4)..]),
+        0.5,
+    )?;
+    Some(format!(
+        "{median:.2e} | {:.2} | {:.2} | {:.2}",
+        nth(&all, 0.99)? / median,
+        nth(&all, 1.)? / median,
+        last / first,
+    ))
 }
 
 /// The names of the statistics that were observed.
@@ -863,6 +979,8 @@ mod tests {
             text: "a text".into(),
             words: false,
             experiments: vec![],
+            norms: vec![],
+            groups: vec![],
             seeds: vec![],
             steps: 4,
             eval_every: 2,
@@ -1031,6 +1149,44 @@ mod tests {
     }
 
     #[test]
+    fn outliers_are_told_beside_the_median() -> Result<()> {
+        let mut run = outcome(BN, 1, Some(2.));
+        // 100 steps of a warm-up that are left out, then 1 to 200 with a spike.
+        let series =
+            (0..300).map(|step| (step, (step as f64 - 99.).max(1e6 * f64::from(step < 100))));
+        let mut series: Vec<(usize, f64)> = series.collect();
+        series[299].1 = 1000.;
+        let layers = BTreeMap::from([("blocks.0.norm_1".to_string(), series)]);
+        let quantity = "distance of the mean".to_string();
+        run.observations.series.insert(quantity, layers);
+        let (_, text) = report(vec![run])?;
+        let line = "| distance of the mean | BN | 1.01e2 | 1.96 | 9.90 | 6.77 |";
+        assert!(text.contains(line), "{line} in {text}");
+        Ok(())
+    }
+
+    #[test]
+    fn layer_scales_are_compared_with_their_own_kind() -> Result<()> {
+        let (_, text) = report(vec![
+            outcome(LN, 1, Some(2.5)),
+            outcome(LN.without_layer_scale(), 1, Some(2.625)),
+            outcome(BN.with_groups(Some(1)), 1, Some(3.)),
+            outcome(PN, 1, Some(2.)),
+            outcome(PN.without_layer_scale(), 1, Some(2.25)),
+        ])?;
+        for line in [
+            "| power | none | 2.250 | -0.375 |  |  |",
+            "| power | 4 groups | 2.000 | -0.500 |  | -0.250 |",
+            "| batch | 1 group | 3.000 |  |  |  |",
+            "| layer | none | 2.625 |  | +0.375 |  |",
+            "| layer | 4 groups | 2.500 |  | +0.500 | -0.125 |",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        Ok(())
+    }
+
+    #[test]
     fn gains_are_told_with_and_without_layer_scale() -> Result<()> {
         let with = |variant: Variant, gains: &[f64]| {
             let mut run = outcome(variant, 1, Some(2.));
@@ -1046,6 +1202,7 @@ mod tests {
             "| layer | power | power-noscale | power-v-noscale |",
             "| blocks.0.norm_1 | 1.000 | 18.000 | 17.000 |",
             "| blocks.0.norm_1 | 1.250 | 20.000 | 20.000 |",
+            "| blocks.0.norm_1 | 0.667 | 0.000 | 0.000 |",
             "](gains.svg)",
         ] {
             assert!(text.contains(line), "{line} in {text}");

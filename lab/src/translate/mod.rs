@@ -26,11 +26,10 @@ mod speed;
 mod train;
 
 use crate::common::checkpoint::History;
-use crate::common::norm::{Norm, NormConfig};
+use crate::common::norm::{share, Norm, NormArgs};
 use crate::common::{self, plot, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
-use candle_powernorm::Recipe;
 use clap::builder::RangedU64ValueParser;
 use clap::Parser;
 use data::Corpus;
@@ -44,7 +43,6 @@ use std::time::{Duration, Instant};
 use train::{Run, Settings};
 
 const HEADS: usize = 4;
-const SMOOTHING: f64 = 0.1;
 
 /// Steps of each run under `--speed`.
 const SPEED_STEPS: usize = 50;
@@ -156,10 +154,16 @@ pub struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
-    /// Channel groups of PowerNorm's layer-scale, a divisor of the width, 128 (256 on a GPU); 0 for
-    /// no layer-scale
-    #[arg(long, default_value_t = HEADS)]
-    groups: usize,
+    #[command(flatten)]
+    layer: NormArgs,
+
+    /// Share of elements that dropout zeroes [default: 0.1; on a GPU 0.3]
+    #[arg(long, value_parser = share)]
+    dropout: Option<f64>,
+
+    /// Label smoothing: the share of a target that all subwords divide
+    #[arg(long, value_parser = share, default_value_t = 0.1)]
+    smoothing: f64,
 
     /// Translations of a sentence that the search follows at once
     #[arg(long, default_value_t = 5, value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
@@ -227,12 +231,7 @@ impl Args {
 pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     let folder = args.data.as_ref().context(SOURCES)?;
     let budget = Budget::of(args.device);
-    ensure!(
-        args.groups == 0 || budget.width.is_multiple_of(args.groups),
-        "--groups {}: the model's width, {}, is not a multiple of it",
-        args.groups,
-        budget.width,
-    );
+    args.layer.check(budget.width)?;
     let has_checkpoint = |&norm: &Norm| args.checkpoint(norm).exists();
     ensure!(
         !args.resume || args.norms().iter().any(has_checkpoint),
@@ -334,7 +333,7 @@ fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Wr
         let result = json!({
             "norm": norm.to_string(),
             "data": args.data,
-            "groups": norm.is_power().then_some(args.groups),
+            "groups": args.layer.groups,
             "seed": args.seed,
             "timed_steps": args.steps(),
             "median_ms_per_step": 1e3 * speed.seconds_per_step,
@@ -376,14 +375,7 @@ fn announce(args: &Args, corpus: &Corpus) {
 fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     let budget = Budget::of(args.device);
     Settings {
-        norm: NormConfig {
-            norm,
-            groups: (args.groups > 0).then_some(args.groups),
-            // The paper ties the layer's warm-up to that of the learning rate.
-            warmup_steps: budget.warmup_steps,
-            recipe: Recipe::Paper,
-            group_norm_groups: HEADS,
-        },
+        norm: args.layer.config(norm, HEADS, budget.warmup_steps),
         size: Size {
             layers: budget.layers,
             heads: HEADS,
@@ -393,8 +385,9 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
         },
         batch: budget.batch,
         rate: args.rate.unwrap_or(budget.rate),
-        dropout: budget.dropout,
-        smoothing: SMOOTHING,
+        warmup_steps: budget.warmup_steps,
+        dropout: args.dropout.unwrap_or(budget.dropout),
+        smoothing: args.smoothing,
         seed: args.seed,
     }
 }
@@ -458,7 +451,7 @@ fn report(
         json!({
             "norm": norm.to_string(),
             "data": args.data,
-            "groups": norm.is_power().then_some(args.groups),
+            "settings": run.describe(),
             "seed": args.seed,
             "steps": run.steps(),
             "epochs": run.epochs(),
@@ -591,7 +584,7 @@ mod tests {
     fn speed_has_a_figure_for_each_normalization_and_leaves_no_files() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let out = folder.path().join("out");
-        let all = "power,power-v,batch,layer,rms,group";
+        let all = "power,power-v,batch,layer,rms,group,renorm,mabn,batch-padded,batch-own,instance,instance-padded";
         let (results, end) = results(&args(&out, &["--speed", "--compare", all, "--steps", "2"])?);
         end?;
         assert_eq!(norms(&results).join(","), all);

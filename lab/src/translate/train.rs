@@ -30,6 +30,8 @@ pub struct Settings {
     pub batch: usize,
     /// The highest learning rate, where the warm-up ends.
     pub rate: f64,
+    /// The steps over which the learning rate rises.
+    pub warmup_steps: usize,
     pub dropout: f64,
     pub smoothing: f64,
     pub seed: u64,
@@ -121,10 +123,10 @@ impl<'a> Run<'a> {
         let start = Instant::now();
         let Settings {
             rate,
+            warmup_steps,
             dropout,
             smoothing,
             seed,
-            norm,
             ..
         } = self.settings;
         let step = self.steps();
@@ -136,7 +138,7 @@ impl<'a> Run<'a> {
         ensure!(value.is_finite(), "the loss is {value} at step {step}");
         let store = (objective.gradient / count)?.backward()?;
         let gradients = self.optimizer.gradients(&store)?;
-        let rate = rate * inverse_square_root(step, norm.warmup_steps);
+        let rate = rate * inverse_square_root(step, warmup_steps);
         self.optimizer.step(&gradients, rate)?;
         self.history.train.push(value);
         self.tokens += batch.count() as u64;
@@ -235,12 +237,13 @@ impl<'a> Run<'a> {
     }
 
     /// The settings and the text, as a checkpoint names them.
-    fn describe(&self) -> Value {
+    pub fn describe(&self) -> Value {
         let Settings {
             norm,
             size,
             batch,
             rate,
+            warmup_steps,
             dropout,
             smoothing,
             seed,
@@ -249,8 +252,10 @@ impl<'a> Run<'a> {
             "--norm": norm.norm.to_string(),
             "--groups": norm.groups,
             "--seed": seed,
-            "warm-up": norm.warmup_steps,
+            "learning rate's warm-up": warmup_steps,
             "PowerNorm recipe": format!("{:?}", norm.recipe),
+            "PowerNorm warm-up": norm.warmup_steps,
+            "PowerNorm alpha": norm.alpha,
             "batch": batch,
             "learning rate": rate,
             "dropout": dropout,
@@ -287,6 +292,7 @@ mod tests {
             size: size(corpus.subwords.count()),
             batch: 120,
             rate: 1e-2,
+            warmup_steps: 10,
             dropout: 0.1,
             smoothing: 0.1,
             seed: 1,
