@@ -60,7 +60,8 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
     PowerNorm::from_parts(affine, state, trainable)
 }
 
-/// The dtype of a layer's statistics. The layer is built from `name`, which has the dtype `dtype`.
+/// The dtype of the statistics of a layer that is built from `name`, of dtype `dtype`. Refuses a
+/// dtype that the layer does not compute in.
 fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F64 => Ok(DType::F64),
@@ -208,8 +209,10 @@ impl PowerNorm {
         if !config.affine {
             return Err(Error::NotAffine.into());
         }
-        let size = weight.dims1()?;
-        let dtype = state_dtype("a weight", weight.dtype())?;
+        let &[size] = weight.dims() else {
+            return Err(Error::WeightRank(weight.shape().clone()).into());
+        };
+        let dtype = state_dtype("weight", weight.dtype())?;
         config.validate(size, dtype)?;
         for (name, tensor) in [("bias", &bias), ("running_phi", &running_phi)] {
             if tensor.dims() != [size] {
@@ -225,12 +228,17 @@ impl PowerNorm {
     }
 
     fn from_parts(affine: Option<(Tensor, Tensor)>, state: State, trainable: bool) -> Result<Self> {
-        let (weight, bias) = affine.unzip();
-        for (name, parameter) in [("weight", &weight), ("bias", &bias)] {
-            if let Some(parameter) = parameter {
+        if let Some((weight, bias)) = &affine {
+            for (name, parameter) in [("weight", weight), ("bias", bias)] {
                 same_device(name, parameter, state.device())?;
+                state_dtype(name, parameter.dtype())?;
+            }
+            let (weight, got) = (weight.dtype(), bias.dtype());
+            if got != weight && got != DType::F32 && weight != DType::F32 {
+                return Err(Error::BiasDType { weight, got }.into());
             }
         }
+        let (weight, bias) = affine.unzip();
         Ok(Self {
             size: state.size(),
             weight,

@@ -175,6 +175,7 @@ impl State {
             values.to_dtype(DType::F64)
         };
         Ok(Snapshot {
+            layer: self.running_phi.id(),
             phi: copy(&self.running_phi)?,
             ema_gz: copy(&self.ema_gz)?,
             steps: self.steps()?,

@@ -208,12 +208,16 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
         let expected =
             "power_norm: expected a residual of shape [2, 6] and dtype F32 (as the input)";
         let error = message(layer.forward_residual(&xs, &residual));
-        assert_eq!(error, format!("{expected}, got {got}"));
+        assert_eq!(
+            error,
+            format!("{expected}, got {got}: convert it by `broadcast_as` and `to_dtype`")
+        );
     }
     let narrow = Tensor::ones((2, 5), DType::F32, &CPU)?;
     assert_eq!(
         message(layer.forward_residual(&narrow, &narrow)),
-        "power_norm: expected a last dimension of 6, got shape [2, 5]"
+        "power_norm: expected a last dimension of 6, got shape [2, 5]: \
+         move the channels last, or build a layer of another size"
     );
     assert_eq!(state(&layer), before);
     let empty = Tensor::ones((0, 6), DType::F32, &CPU)?;
