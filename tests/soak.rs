@@ -106,16 +106,16 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
     let batch = |data: &mut Data| Batch::random(data, &[ROWS, SIZE], dtype, false);
     let phi = |layer: &PowerNorm| to_f64(&layer.running_phi().unwrap());
 
-    // What a burst did to ψ² is α^k of itself after k clean steps. Scaled by 10⁴ it made ψ² some
-    // 10⁸ times as large, which is within 1 % again once α^k 10⁸ < 0.01; and ν some 10⁴ times,
-    // which fades when ψ² is back, at a like rate since Γ is about 1. Under the layer-scale x̃² is
-    // at most SIZE, and both hardly move.
+    // k clean steps leave α^k of a burst's excess in ψ². A batch 10⁴ times too large makes ψ² about
+    // 10⁸ times too large, and that is within 1 % again when α^k 10⁸ < 0.01. It makes ν about 10⁴
+    // times too large. ν's excess fades once ψ² is back, and about as fast, because Γ is then about
+    // 1. With a layer-scale x̃² is at most SIZE, and ψ² and ν hardly move.
     let clean_steps = |largest: f64| ((100. * largest).ln() / (1. / alpha).ln()).ceil() as usize;
     let stretch = match groups {
         None => clean_steps(1e8) + clean_steps(1e4),
         Some(_) => 2 * clean_steps(SIZE as f64),
     };
-    // Of k steps in f32, the dtype of the state.
+    // The rounding of each of k steps in f32, the dtype of the state.
     let rounding = 8. * precision(DType::F32).0;
 
     let (mut step, mut adversaries, mut bursts) = (0, 0, 0);
