@@ -13,19 +13,19 @@ use crate::op::device::{
 use candle::{DType, Device, Result, Storage, Tensor, Var, D};
 use std::sync::OnceLock;
 
-/// A forward, and what it leaves.
+/// A forward, and what its backward needs.
 pub(crate) struct ComposedStep {
     setting: Setting,
     /// 1/D by ψ² before the step, `[C]`. The forward sets it.
     running_inv_rms: Option<Tensor>,
-    /// What this process's rows add up to, in training.
+    /// The sums over this process's rows, in training.
     own: Option<ForwardSums>,
     /// The statistics of the whole batch, in training, once they are known; `None` without a kept
     /// row.
     statistics: OnceLock<Option<BatchStatistics>>,
 }
 
-/// What the rows of a training forward add up to.
+/// The sums over the rows of a training forward.
 struct ForwardSums {
     /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
     kept: RowSum,
@@ -147,7 +147,8 @@ fn factors(x: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
     let x = x.reshape((rows, groups, cols / groups))?;
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
     let factors = inverse_root(&squares, eps)?;
-    // If squares overflow, x is first divided by its largest magnitude. ε is nothing beside that.
+    // If squares overflow, x is first divided by its largest magnitude. ε is far below rounding
+    // there.
     let largest = x.abs()?.max_keepdim(D::Minus1)?;
     let root = x.broadcast_div(&largest)?.sqr()?.mean_keepdim(D::Minus1)?;
     let of_huge = (root.sqrt()? * largest)?.recip()?;

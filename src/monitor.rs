@@ -6,20 +6,8 @@
 use crate::config::{ForwardKind, PowerNormConfig, Recipe};
 use crate::error::Error;
 use crate::layer::PowerNorm;
-use candle::{Result, Tensor, TensorId};
-
-/// ψ², ν and the step count of a layer at one moment. See [`PowerNorm::step_since`].
-#[derive(Debug, Clone)]
-pub struct Snapshot {
-    /// The variable of ψ², which tells layers apart.
-    pub(crate) layer: TensorId,
-    /// ψ², `[C]`.
-    pub(crate) phi: Tensor,
-    /// ν/(1−α_b), `[C]`.
-    pub(crate) ema_gz: Tensor,
-    /// t.
-    pub(crate) steps: usize,
-}
+use crate::state::Snapshot;
+use candle::{Result, Tensor};
 
 /// The statistics of one training step's batch. See [`PowerNorm::step_since`].
 ///

@@ -7,7 +7,8 @@ use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, PowerNorm};
 use common::{
-    assert_relative, assert_same_bits, message, state, sum, tensor, to_f64, Data, Twin, CPU,
+    add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, tensor,
+    to_f64, Data, Twin, CPU,
 };
 
 /// Which outputs the loss sees.
@@ -36,24 +37,13 @@ impl Case {
         })
     }
 
-    /// The gradients of Σ y dy + Σ sum dsum, as far as the loss sees them.
-    fn gradients(
-        &self,
-        (y, sum): &(Tensor, Tensor),
-        [uses_y, uses_sum]: [bool; 2],
-    ) -> Result<GradStore> {
-        let y = (y * &self.dy)?.sum_all()?;
-        let sum = (sum * &self.dsum)?.sum_all()?;
-        match (uses_y, uses_sum) {
-            (true, true) => (y + sum)?.backward(),
-            (true, false) => y.backward(),
-            _ => sum.backward(),
-        }
+    fn gradients(&self, outputs: &(Tensor, Tensor), uses: [bool; 2]) -> Result<GradStore> {
+        residual_gradients(outputs, [&self.dy, &self.dsum], uses)
     }
 }
 
 fn unfused(layer: &PowerNorm, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-    let sum = sum(xs, residual)?;
+    let sum = add_rounded(xs, residual)?;
     Ok((layer.forward(&sum)?, sum))
 }
 

@@ -8,8 +8,8 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::reference::Quantity;
 use common::{
-    assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state, sum, tensor,
-    to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
+    add_rounded, assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state,
+    tensor, to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
 };
 use proptest::prelude::*;
 use proptest::sample::{select, Index};
@@ -352,8 +352,8 @@ struct Graph {
 }
 
 /// Two layers that live the same life and must come to the same bits. The first gets views, and the
-/// second packed copies of them. If the first gets a residual, the second gets the sum. Under recipe
-/// Paper the second's padding holds other numbers.
+/// second packed copies of them. If the first gets a residual, the second gets the sum. Under
+/// recipe Paper the second's padding holds other numbers.
 struct Life {
     case: LayerCase,
     layer: PowerNorm,
@@ -435,7 +435,7 @@ impl Life {
             let (input, view) = viewed(axes);
             inputs.push(input);
             residual = Some((xs.clone(), view.clone()));
-            xs = sum(&xs, &view).unwrap();
+            xs = add_rounded(&xs, &view).unwrap();
         }
         let rows = dims.iter().product::<usize>() / size;
         let dy = batch.dy.fill(&mut data, rows * size);
@@ -608,8 +608,8 @@ proptest! {
     }
 }
 
-/// What the layer did: it sliced a mask by its offset, which is 1 here, in a storage of nothing, and
-/// panicked. In candle's own operations it did so with one channel only.
+/// What the layer did: it sliced a mask by its offset, which is 1 here, in a storage of nothing,
+/// and panicked. In candle's own operations it did so with one channel only.
 #[test]
 fn a_mask_of_nothing_may_begin_past_its_storage() {
     for size in [1, 3] {

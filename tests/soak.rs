@@ -25,7 +25,7 @@ const ADVERSARIES: [Adversary; 6] = [
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Adversary {
-    /// 10⁴ times as large: in f16 some of them overflow.
+    /// 10⁴ times too large. In f16 some values overflow.
     Scaled,
     Zeros,
     Nan,
@@ -40,7 +40,7 @@ impl Adversary {
         ADVERSARIES[data.uniform(1, 0., ADVERSARIES.len() as f64)[0] as usize]
     }
 
-    /// What it makes of `[rows, ..]`, in f64.
+    /// What becomes of `xs`, `[rows, ..]`, in f64.
     fn spoil(self, xs: &Tensor, data: &mut Data) -> Result<Tensor> {
         let poisoned = |value: f64, data: &mut Data| {
             let mut values = to_f64(xs);
