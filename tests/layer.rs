@@ -16,7 +16,7 @@ fn build(size: usize, config: PowerNormConfig, dtype: DType) -> Result<PowerNorm
     )
 }
 
-/// A layer that has a past: a few steps of training.
+/// A layer after a few steps of training.
 fn trained(size: usize, dtype: DType) -> (PowerNorm, VarMap) {
     let (layer, varmap) = layer(size, 1e-5.into(), dtype);
     let mut data = Data::new(1);
@@ -194,7 +194,7 @@ fn fresh_layers_hold_the_documented_tensors() {
     assert_eq!(varmap.all_vars().len(), 3);
 }
 
-/// The accessors hand out copies of what stands, which later steps do not change.
+/// The accessors return copies, which later steps do not change.
 #[test]
 fn accessors_follow_the_state() {
     let (layer, varmap) = trained(8, DType::F32);
@@ -536,7 +536,7 @@ fn the_newtype_honours_train_in_generic_code() {
         generic(&honours, &input(8), true);
         assert_eq!(layer.steps().unwrap(), before + 1);
     }
-    // Why it exists: the layer itself follows its mode there.
+    // This is why `PowerNormT` exists: the layer itself follows its mode there.
     layer.mode().set_training(false);
     let before = layer.steps().unwrap();
     generic(&layer, &input(8), true);
@@ -557,7 +557,7 @@ fn clones_share_parameters_state_and_mode() {
     assert_same_bits("weight", clone.weight().unwrap(), &weight);
     let y = layer.forward_t(&input(8), false).unwrap();
     assert_same_bits("y", &clone.forward_t(&input(8), false).unwrap(), &y);
-    // `with_mode` parts the modes, and nothing else.
+    // `with_mode` separates only the modes.
     let parted = clone.with_mode(&Mode::train());
     parted.forward(&input(8)).unwrap();
     assert!(!layer.mode().is_training());
