@@ -13,19 +13,19 @@ use crate::op::device::{
 use candle::{DType, Device, Result, Storage, Tensor, Var, D};
 use std::sync::OnceLock;
 
-/// A forward, and what it leaves.
+/// A forward, and what its backward needs.
 pub(crate) struct ComposedStep {
     setting: Setting,
     /// 1/D by ψ² before the step, `[C]`. The forward sets it.
     running_inv_rms: Option<Tensor>,
-    /// What this process's rows add up to, in training.
+    /// The sums over this process's rows, in training.
     own: Option<ForwardSums>,
     /// The statistics of the whole batch, in training, once they are known; `None` without a kept
     /// row.
     statistics: OnceLock<Option<BatchStatistics>>,
 }
 
-/// What the rows of a training forward add up to.
+/// The sums over the rows of a training forward.
 struct ForwardSums {
     /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
     kept: RowSum,
@@ -58,7 +58,7 @@ struct Rows {
     x_tilde: Tensor,
     /// r = x̃/x of each group, `[rows, G, 1]`; `None` without a layer-scale.
     factors: Option<Tensor>,
-    /// The mask, `[rows, C]`.
+    /// The mask, `[rows, C]`; `None` without a mask or without rows.
     keep: Option<Tensor>,
 }
 
@@ -66,8 +66,9 @@ impl Rows {
     fn new(x: &Tensor, keep: Option<&Tensor>, groups: Option<usize>, eps: f64) -> Result<Self> {
         let x = as_rows(x)?;
         let keep = match keep {
-            Some(keep) => Some(keep.reshape(((), 1))?.broadcast_as(x.shape())?),
-            None => None,
+            // candle cannot read an empty view that begins past the end of its storage.
+            Some(keep) if x.dims()[0] > 0 => Some(keep.reshape(((), 1))?.broadcast_as(x.shape())?),
+            _ => None,
         };
         let factors = groups.map(|groups| factors(&x, groups, eps)).transpose()?;
         let x_tilde = match &factors {
@@ -88,11 +89,11 @@ impl Rows {
     /// The number of rows that are not padding.
     fn kept(&self) -> Result<usize> {
         match &self.keep {
-            Some(keep) if self.len() > 0 => {
+            Some(keep) => {
                 let keep = keep.narrow(1, 0, 1)?.ne(0u8)?.to_dtype(DType::U32)?;
                 Ok(keep.sum_all()?.to_scalar::<u32>()? as usize)
             }
-            _ => Ok(self.len()),
+            None => Ok(self.len()),
         }
     }
 
@@ -146,7 +147,8 @@ fn factors(x: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
     let x = x.reshape((rows, groups, cols / groups))?;
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
     let factors = inverse_root(&squares, eps)?;
-    // If squares overflow, x is first divided by its largest magnitude. ε is nothing beside that.
+    // If squares overflow, x is first divided by its largest magnitude. ε is far below rounding
+    // there.
     let largest = x.abs()?.max_keepdim(D::Minus1)?;
     let root = x.broadcast_div(&largest)?.sqr()?.mean_keepdim(D::Minus1)?;
     let of_huge = (root.sqrt()? * largest)?.recip()?;
@@ -270,7 +272,12 @@ impl ComposedStep {
     /// What is normalized, in the dtype of the input.
     fn input(inputs: &ForwardInputs) -> Result<Tensor> {
         match inputs.residual {
-            Some(residual) => inputs.x.detach() + residual.detach(),
+            Some(residual) => {
+                // Rounded once, as kernels do: candle's own sum may flush the smallest halves to 0.
+                let sums = sums_dtype(inputs.x.dtype());
+                let [x, residual] = [inputs.x, residual].map(|rows| rows.detach().to_dtype(sums));
+                (x? + residual?)?.to_dtype(inputs.x.dtype())
+            }
             None => Ok(inputs.x.detach()),
         }
     }

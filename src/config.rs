@@ -88,8 +88,8 @@ pub enum Recipe {
 ///
 /// With this feature the configuration can be part of a model's own, which is read from the JSON
 /// file beside the weights. A missing field has its default, and `"group_scaling": null` is `None`.
-/// An unknown field is an error, because a misspelt name would pass unnoticed. Values are checked
-/// when a layer is built.
+/// An unknown field is an error, because otherwise a misspelt name would pass unnoticed. Values are
+/// checked when a layer is built.
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {

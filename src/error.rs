@@ -1,7 +1,7 @@
 //! Why a layer could not be built or a call could not run.
 //!
 //! candle keeps the text of an error and not its type, so this type stays inside the crate. A text
-//! says what was expected and what came, and if that is not enough, what to do.
+//! says what was expected and what came. It also says what to do, unless that is plain from both.
 
 use candle::{DType, DeviceLocation, Shape};
 
@@ -12,17 +12,26 @@ pub(crate) enum Error {
     #[error("power_norm: expected a size of at least 1, got 0")]
     Size,
 
-    #[error("power_norm: expected eps positive and finite in {dtype:?}, got {got}")]
+    #[error(
+        "power_norm: expected eps positive and finite in {dtype:?}, got {got}: \
+         choose a number such as 1e-5"
+    )]
     Eps {
         got: f64,
         /// The dtype of the layer's sums and state.
         dtype: DType,
     },
 
-    #[error("power_norm: expected {name} between 0 and 1, both excluded, got {got}")]
+    #[error(
+        "power_norm: expected {name} between 0 and 1, both excluded, got {got}: \
+         choose a number such as 0.9"
+    )]
     Alpha { name: &'static str, got: f64 },
 
-    #[error("power_norm: expected group_scaling to divide the size {size}, got {groups}")]
+    #[error(
+        "power_norm: expected group_scaling to divide the size {size}, got {groups}: \
+         choose 1 or another divisor"
+    )]
     Groups { size: usize, groups: usize },
 
     #[error("power_norm: expected at least 1 group, got 0")]
@@ -40,6 +49,19 @@ pub(crate) enum Error {
          build a layer without them by `power_norm`"
     )]
     NotAffine,
+
+    #[error(
+        "power_norm: expected a weight of rank 1, got shape {0:?}: \
+         flatten it, to one number a channel"
+    )]
+    WeightRank(Shape),
+
+    /// No input would fit both parameters.
+    #[error(
+        "power_norm: expected bias of dtype {weight:?} (as the weight) or F32, got {got:?}: \
+         convert one of them"
+    )]
+    BiasDType { weight: DType, got: DType },
 
     /// A tensor given to a constructor does not have one number a channel.
     #[error("power_norm: expected {name} of shape [{size}] (as the weight), got {got:?}")]
@@ -61,7 +83,10 @@ pub(crate) enum Error {
     },
 
     /// A tensor of the layer lives on another device than the layer needs it on.
-    #[error("power_norm: expected {name} on {expected:?}, got it on {got:?}")]
+    #[error(
+        "power_norm: expected {name} on {expected:?}, got it on {got:?}: \
+         move it before the layer is built"
+    )]
     StateDevice {
         name: &'static str,
         /// The device of ψ², or the CPU for the step count.
@@ -77,13 +102,22 @@ pub(crate) enum Error {
     Steps(i64),
 
     // Calls
-    #[error("power_norm: expected an input of rank 1 or more, got a scalar")]
+    #[error(
+        "power_norm: expected an input of rank 1 or more, got a scalar: \
+         give it a last dimension of channels"
+    )]
     Rank,
 
-    #[error("power_norm: expected a last dimension of {size}, got shape {got:?}")]
+    #[error(
+        "power_norm: expected a last dimension of {size}, got shape {got:?}: \
+         move the channels last, or build a layer of another size"
+    )]
     LastDim { size: usize, got: Shape },
 
-    #[error("power_norm: expected an input of dtype F32, F64, F16 or BF16, got {0:?}")]
+    #[error(
+        "power_norm: expected an input of dtype F32, F64, F16 or BF16, got {0:?}: \
+         convert it by `to_dtype`"
+    )]
     InputDType(DType),
 
     #[error(
@@ -97,7 +131,10 @@ pub(crate) enum Error {
     },
 
     /// An argument lives on another device than the layer.
-    #[error("power_norm: expected {name} on the layer's device {expected:?}, got {got:?}")]
+    #[error(
+        "power_norm: expected {name} on the layer's device {expected:?}, got {got:?}: \
+         move it by `to_device`"
+    )]
     Device {
         name: &'static str,
         expected: DeviceLocation,
@@ -118,7 +155,7 @@ pub(crate) enum Error {
 
     #[error(
         "power_norm: expected a residual of shape {expected:?} and dtype {dtype:?} \
-         (as the input), got {got:?} and {got_dtype:?}"
+         (as the input), got {got:?} and {got_dtype:?}: convert it by `broadcast_as` and `to_dtype`"
     )]
     Residual {
         expected: Shape,
@@ -134,6 +171,12 @@ pub(crate) enum Error {
     LossScale(f64),
 
     // Monitoring
+    #[error(
+        "power_norm: expected a snapshot of this layer, got one of another layer: \
+         take it by this layer's `snapshot`, or by a clone's"
+    )]
+    OtherLayer,
+
     #[error(
         "power_norm: expected one training step since the snapshot, \
          got {after} steps after {before}: take a snapshot before each step"
@@ -229,7 +272,8 @@ mod tests {
                     expected: DeviceLocation::Cpu,
                     got: gpu(1),
                 },
-                "power_norm: expected xs on the layer's device Cpu, got Cuda { gpu_id: 1 }",
+                "power_norm: expected xs on the layer's device Cpu, got Cuda { gpu_id: 1 }: \
+                 move it by `to_device`",
             ),
             (
                 Error::StateDevice {
@@ -237,7 +281,8 @@ mod tests {
                     expected: DeviceLocation::Cpu,
                     got: gpu(0),
                 },
-                "power_norm: expected iters on Cpu, got it on Cuda { gpu_id: 0 }",
+                "power_norm: expected iters on Cpu, got it on Cuda { gpu_id: 0 }: \
+                 move it before the layer is built",
             ),
             (
                 Error::Kernel {

@@ -60,7 +60,8 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
     PowerNorm::from_parts(affine, state, trainable)
 }
 
-/// The dtype of a layer's statistics. The layer is built from `name`, which has the dtype `dtype`.
+/// The dtype of the statistics of a layer that is built from `name`, of dtype `dtype`. Refuses a
+/// dtype that the layer does not compute in.
 fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F64 => Ok(DType::F64),
@@ -84,8 +85,8 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 ///
 /// # Dtypes
 ///
-/// Inputs are `F32`, `F64`, `F16` or `BF16`. Weight and bias have the input's dtype or `F32`, and
-/// the output has the input's. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on
+/// Inputs are `F32`, `F64`, `F16` or `BF16`, and outputs have the input's dtype. Weight and bias
+/// have it too, or `F32`. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on
 /// store.
 ///
 /// # State
@@ -162,9 +163,10 @@ impl Module for PowerNorm {
 impl PowerNorm {
     /// A layer made of these tensors, as [`LayerNorm::new`](candle_nn::LayerNorm::new) makes one.
     ///
-    /// `running_phi` is ψ². A trained layer has learned it, and a checkpoint stores it. For a fresh
-    /// layer it is `Tensor::ones`. ν and the step count start at 0, so training starts with the
-    /// configuration's warm-up. Under `Recipe::Paper` its first step replaces `running_phi`.
+    /// `running_phi` is ψ². A checkpoint stores the one that a layer has learned. For a fresh layer
+    /// it is `Tensor::ones`. ν and the step count start at 0, so training starts with the
+    /// configuration's warm-up. Under `Recipe::Paper` the first step of a warm-up replaces
+    /// `running_phi`.
     ///
     /// The layer starts in training if `weight` is a variable, else in evaluation. Training updates
     /// `running_phi` in place if it is a variable, else a copy.
@@ -208,8 +210,10 @@ impl PowerNorm {
         if !config.affine {
             return Err(Error::NotAffine.into());
         }
-        let size = weight.dims1()?;
-        let dtype = state_dtype("a weight", weight.dtype())?;
+        let &[size] = weight.dims() else {
+            return Err(Error::WeightRank(weight.shape().clone()).into());
+        };
+        let dtype = state_dtype("weight", weight.dtype())?;
         config.validate(size, dtype)?;
         for (name, tensor) in [("bias", &bias), ("running_phi", &running_phi)] {
             if tensor.dims() != [size] {
@@ -225,12 +229,17 @@ impl PowerNorm {
     }
 
     fn from_parts(affine: Option<(Tensor, Tensor)>, state: State, trainable: bool) -> Result<Self> {
-        let (weight, bias) = affine.unzip();
-        for (name, parameter) in [("weight", &weight), ("bias", &bias)] {
-            if let Some(parameter) = parameter {
+        if let Some((weight, bias)) = &affine {
+            for (name, parameter) in [("weight", weight), ("bias", bias)] {
                 same_device(name, parameter, state.device())?;
+                state_dtype(name, parameter.dtype())?;
+            }
+            let (weight, got) = (weight.dtype(), bias.dtype());
+            if got != weight && got != DType::F32 && weight != DType::F32 {
+                return Err(Error::BiasDType { weight, got }.into());
             }
         }
+        let (weight, bias) = affine.unzip();
         Ok(Self {
             size: state.size(),
             weight,
@@ -405,9 +414,9 @@ impl PowerNorm {
     /// # Errors
     ///
     /// If one rank's training forward is refused, the step fails on all ranks and is skipped.
-    /// Layers that already updated ψ² keep that update. After the warm-up it is the other ranks'
-    /// backward that fails. Without backwards it is their next forward, and the ranks are then a
-    /// step apart. Ranks that sum different numbers fail in the same way.
+    /// Layers that already updated ψ² keep that update. During the warm-up the other ranks' forward
+    /// fails, and after it their backward. If they run no backward, their next forward fails, and
+    /// the ranks are then a step apart. Ranks that sum different numbers fail in the same way.
     ///
     /// On a GPU, ranks are compared once, in a layer's first training forward. Later mismatches go
     /// unnoticed, because the host would have to wait at each sum to hear of them. A rank whose

@@ -63,12 +63,13 @@ pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
-pub use monitor::{Snapshot, StepStatistics};
+pub use monitor::StepStatistics;
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
+pub use state::Snapshot;
 
 /// Where the links between the guide's pages lead in rustdoc. Each page also defines its links, to
 /// files, for readers of the repository. In rustdoc these definitions come first, and the first one

@@ -6,18 +6,8 @@
 use crate::config::{ForwardKind, PowerNormConfig, Recipe};
 use crate::error::Error;
 use crate::layer::PowerNorm;
+use crate::state::Snapshot;
 use candle::{Result, Tensor};
-
-/// ψ², ν and the step count of a layer at one moment. See [`PowerNorm::step_since`].
-#[derive(Debug, Clone)]
-pub struct Snapshot {
-    /// ψ², `[C]`.
-    pub(crate) phi: Tensor,
-    /// ν/(1−α_b), `[C]`.
-    pub(crate) ema_gz: Tensor,
-    /// t.
-    pub(crate) steps: usize,
-}
 
 /// The statistics of one training step's batch. See [`PowerNorm::step_since`].
 ///
@@ -69,8 +59,9 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// The layer took no step since `before`, or more than one. A layer that a model uses twice
-    /// takes two.
+    /// - `before` is a snapshot of another layer.
+    /// - The layer took no step since `before`, or more than one. A layer that a model uses twice
+    ///   takes two.
     ///
     /// # Example
     ///
@@ -95,6 +86,9 @@ impl PowerNorm {
     /// ```
     pub fn step_since(&self, before: &Snapshot) -> Result<StepStatistics> {
         let after = self.snapshot()?;
+        if after.layer != before.layer {
+            return Err(Error::OtherLayer.into());
+        }
         if after.steps != before.steps + 1 {
             let (before, after) = (before.steps, after.steps);
             return Err(Error::NotOneStep { before, after }.into());

@@ -3,10 +3,9 @@
 use crate::config::{PhiStep, PowerNormConfig, Shares};
 use crate::error::Error;
 use crate::mode::Purpose;
-use crate::monitor::Snapshot;
 use crate::op::device::DeviceKind;
 use crate::op::step::Waiting;
-use candle::{DType, Device, Result, Tensor, Var, WithDType};
+use candle::{DType, Device, Result, Tensor, TensorId, Var, WithDType};
 use candle_nn::{Init, VarBuilder};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -40,6 +39,20 @@ pub(crate) struct State {
 struct Recalibration {
     pass: u64,
     batches: usize,
+}
+
+/// ψ², ν and the step count of a layer at one moment. See
+/// [`PowerNorm::step_since`](crate::PowerNorm::step_since).
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    /// The variable of ψ², which tells layers apart.
+    pub(crate) layer: TensorId,
+    /// ψ², `[C]`.
+    pub(crate) phi: Tensor,
+    /// ν/(1−α_b), `[C]`.
+    pub(crate) ema_gz: Tensor,
+    /// t.
+    pub(crate) steps: usize,
 }
 
 /// Tells whether the state was replaced since it was read.
@@ -175,6 +188,7 @@ impl State {
             values.to_dtype(DType::F64)
         };
         Ok(Snapshot {
+            layer: self.running_phi.id(),
             phi: copy(&self.running_phi)?,
             ema_gz: copy(&self.ema_gz)?,
             steps: self.steps()?,
@@ -293,7 +307,7 @@ fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {
 }
 
 /// The values of a channel-sized tensor of any float dtype.
-pub(crate) fn read<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
+pub(crate) fn read_channels<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
     tensor
         .detach()
         .to_dtype(A::DTYPE)?
@@ -302,7 +316,7 @@ pub(crate) fn read<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
 }
 
 /// Sets a variable of any float dtype to these values.
-pub(crate) fn write<A: WithDType>(var: &Var, values: Vec<A>) -> Result<()> {
+pub(crate) fn write_channels<A: WithDType>(var: &Var, values: Vec<A>) -> Result<()> {
     let values = Tensor::from_vec(values, var.shape(), var.device())?;
     var.set(&values.to_dtype(var.dtype())?)
 }

@@ -68,8 +68,7 @@ const ROWS: usize = 40;
 fn apart_config() -> PowerNormConfig {
     PowerNormConfig {
         warmup_steps: 4,
-        group_scaling: Some(2),
-        ..Default::default()
+        ..common::config(Some(2))
     }
 }
 

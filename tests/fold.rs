@@ -399,7 +399,8 @@ fn layer_scales_out_of_range_are_refused() -> Result<()> {
     let text = "at least 1 group, got 0";
     assert_eq!(message(GroupScaling::new(0, 1e-5)), expected(text));
     for eps in [0., -1., f64::NAN, f64::INFINITY] {
-        let text = format!("eps positive and finite in F64, got {eps}");
+        let text =
+            format!("eps positive and finite in F64, got {eps}: choose a number such as 1e-5");
         assert_eq!(message(GroupScaling::new(1, eps)), expected(&text));
     }
     let refused = |scaling: GroupScaling, xs: Tensor, text: &str| {
@@ -407,18 +408,21 @@ fn layer_scales_out_of_range_are_refused() -> Result<()> {
     };
     let scaling = GroupScaling::new(5, 1e-5)?;
     let ones = |shape: &[usize], dtype| Tensor::ones(shape, dtype, &CPU);
-    let text = "an input of rank 1 or more, got a scalar";
+    let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
     refused(scaling, ones(&[], DType::F32)?, text);
-    let text = "group_scaling to divide the size 12, got 5";
+    let text = "group_scaling to divide the size 12, got 5: choose 1 or another divisor";
     refused(scaling, ones(&[2, SIZE], DType::F32)?, text);
     let text = "a size of at least 1, got 0";
     refused(scaling, ones(&[2, 0], DType::F32)?, text);
-    let text = "an input of dtype F32, F64, F16 or BF16, got U32";
+    let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
     refused(scaling, ones(&[2, 5], DType::U32)?, text);
     // Positive in f64, 0 in the sums of an f32 input.
     let tiny = GroupScaling::new(1, 1e-60)?;
     assert!(tiny.forward(&ones(&[2, 5], DType::F64)?).is_ok());
-    let text = format!("eps positive and finite in F32, got {}", 1e-60);
+    let text = format!(
+        "eps positive and finite in F32, got {}: choose a number such as 1e-5",
+        1e-60
+    );
     refused(tiny, ones(&[2, 5], DType::BF16)?, &text);
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! The backward, in `f64`. Where the gradient is exact it is held against central differences and
-//! against candle's autograd on the composed formula. With running statistics the input's gradient
-//! is the paper's approximation by design: that one is held against the oracle, over many steps.
+//! The backward, in `f64`. Exact gradients are compared with central differences and with candle's
+//! autograd on the composed formula. With running statistics the input's gradient is the paper's
+//! approximation, which is compared with the oracle over many steps.
 //!
 //! The loss is Σ y·dy throughout, with random dy, weight and bias.
 
@@ -33,7 +33,7 @@ const CASES: [Case; 7] = [
     Case { shape: &[33, 33], groups: Some(1), padded: true, affine: true },
 ];
 
-/// What normalizes, among the ways whose gradient is exact.
+/// The ways to normalize whose gradient is exact.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
     /// PN-V.
@@ -122,7 +122,7 @@ fn dy_of_kept_rows(batch: &Batch) -> Tensor {
 
 #[test]
 fn exact_gradients_agree_with_central_differences() {
-    // The larger case is left to autograd: a forward for each element is many.
+    // Autograd checks the larger case, which has too many elements for a forward each.
     for (seed, case) in CASES[..CASES.len() - 1].iter().enumerate() {
         for way in Way::ALL {
             let (twin, batch) = way.twin(case, seed as u64);

@@ -16,7 +16,7 @@ fn build(size: usize, config: PowerNormConfig, dtype: DType) -> Result<PowerNorm
     )
 }
 
-/// A layer that has a past: a few steps of training.
+/// A layer after a few steps of training.
 fn trained(size: usize, dtype: DType) -> (PowerNorm, VarMap) {
     let (layer, varmap) = layer(size, 1e-5.into(), dtype);
     let mut data = Data::new(1);
@@ -59,19 +59,16 @@ fn configurations_out_of_range_are_refused() {
             &format!("F32, got {}", 2f64.powi(200)),
         ),
     ] {
-        refused(
-            8,
-            eps.into(),
-            dtype,
-            &format!("eps positive and finite in {text}"),
-        );
+        let text = format!("eps positive and finite in {text}: choose a number such as 1e-5");
+        refused(8, eps.into(), dtype, &text);
     }
     assert_eq!(
         build(8, 1e-60.into(), DType::F64).unwrap().config().eps,
         1e-60
     );
     for alpha in [0., 1., -0.1, 1.1, f64::NAN] {
-        let range = format!("between 0 and 1, both excluded, got {alpha}");
+        let range =
+            format!("between 0 and 1, both excluded, got {alpha}: choose a number such as 0.9");
         let fwd = PowerNormConfig {
             alpha_fwd: alpha,
             ..default
@@ -88,7 +85,9 @@ fn configurations_out_of_range_are_refused() {
             group_scaling: Some(groups),
             ..default
         };
-        let text = format!("group_scaling to divide the size 8, got {groups}");
+        let text = format!(
+            "group_scaling to divide the size 8, got {groups}: choose 1 or another divisor"
+        );
         refused(8, config, DType::F32, &text);
     }
     for dtype in [DType::U8, DType::U32, DType::I64] {
@@ -195,7 +194,7 @@ fn fresh_layers_hold_the_documented_tensors() {
     assert_eq!(varmap.all_vars().len(), 3);
 }
 
-/// The accessors hand out copies of what stands, which later steps do not change.
+/// The accessors return copies, which later steps do not change.
 #[test]
 fn accessors_follow_the_state() {
     let (layer, varmap) = trained(8, DType::F32);
@@ -294,7 +293,16 @@ fn tensors_that_do_not_fit_make_no_layer() {
     refused(of([8; 3]), without, text);
     refused(of([0; 3]), 1e-5.into(), "a size of at least 1, got 0");
     let [weight, bias, phi] = [DType::U8, DType::F32, DType::F32].map(|dtype| ones(8, dtype));
-    let text = "a weight of dtype F32, F64, F16 or BF16, got U8";
+    let text = "weight of dtype F32, F64, F16 or BF16, got U8";
+    refused([weight, bias, phi], 1e-5.into(), text);
+    let [weight, bias, phi] = [DType::F32, DType::I64, DType::F32].map(|dtype| ones(8, dtype));
+    let text = "bias of dtype F32, F64, F16 or BF16, got I64";
+    refused([weight, bias, phi], 1e-5.into(), text);
+    let [weight, bias, phi] = [DType::F16, DType::BF16, DType::F32].map(|dtype| ones(8, dtype));
+    let text = "bias of dtype F16 (as the weight) or F32, got BF16: convert one of them";
+    refused([weight, bias, phi], 1e-5.into(), text);
+    let [weight, bias, phi] = [(); 3].map(|()| ones(8, DType::F32).reshape((2, 4)).unwrap());
+    let text = "a weight of rank 1, got shape [2, 4]: flatten it, to one number a channel";
     refused([weight, bias, phi], 1e-5.into(), text);
     let [weight, bias, phi] = [DType::F16; 3].map(|dtype| ones(8, dtype));
     let text = "running_phi of dtype F32, got F16: convert it before the layer is built";
@@ -335,15 +343,20 @@ fn refuses(layer: &PowerNorm, xs: &Tensor, text: &str) {
 fn inputs_that_do_not_fit_are_refused() {
     let (layer, _) = trained(8, DType::F32);
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &CPU).unwrap();
-    let text = "power_norm: expected an input of rank 1 or more, got a scalar";
+    let text = "power_norm: expected an input of rank 1 or more, got a scalar: \
+                give it a last dimension of channels";
     refuses(&layer, &zeros(&[], DType::F32), text);
-    let text = "power_norm: expected a last dimension of 8, got shape [8, 7]";
+    let text = "power_norm: expected a last dimension of 8, got shape [8, 7]: \
+                move the channels last, or build a layer of another size";
     refuses(&layer, &zeros(&[8, 7], DType::F32), text);
-    let text = "power_norm: expected a last dimension of 8, got shape [16]";
+    let text = "power_norm: expected a last dimension of 8, got shape [16]: \
+                move the channels last, or build a layer of another size";
     refuses(&layer, &zeros(&[16], DType::F32), text);
     for dtype in [DType::U8, DType::U32, DType::I64] {
-        let text =
-            format!("power_norm: expected an input of dtype F32, F64, F16 or BF16, got {dtype:?}");
+        let text = format!(
+            "power_norm: expected an input of dtype F32, F64, F16 or BF16, got {dtype:?}: \
+             convert it by `to_dtype`"
+        );
         refuses(&layer, &zeros(&[5, 8], dtype), &text);
     }
 }
@@ -523,7 +536,7 @@ fn the_newtype_honours_train_in_generic_code() {
         generic(&honours, &input(8), true);
         assert_eq!(layer.steps().unwrap(), before + 1);
     }
-    // Why it exists: the layer itself follows its mode there.
+    // This is why `PowerNormT` exists: the layer itself follows its mode there.
     layer.mode().set_training(false);
     let before = layer.steps().unwrap();
     generic(&layer, &input(8), true);
@@ -544,7 +557,7 @@ fn clones_share_parameters_state_and_mode() {
     assert_same_bits("weight", clone.weight().unwrap(), &weight);
     let y = layer.forward_t(&input(8), false).unwrap();
     assert_same_bits("y", &clone.forward_t(&input(8), false).unwrap(), &y);
-    // `with_mode` parts the modes, and nothing else.
+    // `with_mode` separates only the modes.
     let parted = clone.with_mode(&Mode::train());
     parted.forward(&input(8)).unwrap();
     assert!(!layer.mode().is_training());

@@ -51,7 +51,8 @@ fn backward(y: &Tensor, dy: &Tensor) -> candle::backprop::GradStore {
     loss.backward().unwrap()
 }
 
-/// As candle's own operations do: what an optimizer set in between is what the gradient is of.
+/// An optimizer may set the weight between a forward and its backward. Then the backward uses the
+/// new weight, as candle's own operations do.
 #[test]
 fn a_backward_uses_the_weight_that_stands_when_it_runs() {
     let mut data = Data::new(20);
@@ -88,7 +89,7 @@ fn a_forward_alone_moves_the_statistic_but_not_the_correction() {
     }
 }
 
-/// Steps taken between a forward and its backward: D, Γ and n are the forward's, ν is today's.
+/// A backward after later steps uses D, Γ and n of its own forward, and the current ν.
 #[test]
 fn a_late_backward_uses_its_own_statistics_and_the_standing_correction() {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
@@ -188,8 +189,8 @@ fn poison(batch: &Batch, value: f64, place: Where) -> Batch {
     poisoned
 }
 
-/// Runs poisoned steps, and checks of each that it left no trace in the poisoned channels, that it
-/// was an ordinary step for the others, and that the steps to come are as if it had not been.
+/// Runs poisoned steps, and checks three things of each: it leaves no trace in the poisoned
+/// channels, it is an ordinary step for the others, and later steps are as if it had not happened.
 #[track_caller]
 fn check_forgotten(
     what: &str,
@@ -208,7 +209,7 @@ fn check_forgotten(
         let what = format!("{what}, {value} in the {place:?}");
         let before = (twin.oracle.phi.clone(), twin.oracle.nu.clone());
         run(&twin.layer, &poison(batch, value, place), true);
-        // What an unpoisoned batch does, except where it was poisoned.
+        // The oracle takes the clean batch, and leaves the poisoned channels as they were.
         let pass = twin.oracle.train(&to_f64(&batch.xs), None);
         twin.oracle.backward(&pass, &to_f64(&batch.dy));
         for channel in POISONED {
@@ -260,7 +261,7 @@ fn an_overflow_of_half_precision_is_forgotten() {
 }
 
 /// Finite values whose squares are not: ψ_B² and Γ overflow, and the clamp on the factor of ν must
-/// not hide that from the finite check. (A ν of 1e29 is what the equation's letter would leave.)
+/// not hide that from the finite check. (By the equation alone ν would be 1e29.)
 #[test]
 fn an_overflow_of_squares_is_forgotten() {
     for (dtype, value) in [(DType::F32, 1e30), (DType::BF16, 1e30), (DType::F64, 1e200)] {
@@ -279,8 +280,8 @@ fn an_overflow_of_squares_is_forgotten() {
     }
 }
 
-/// An `F64` batch in a layer whose state is `F32`: ψ_B² is a number where it is computed, and none
-/// where it would be kept.
+/// An `F64` batch in a layer whose state is `F32`: ψ_B² is finite in the dtype of the sums, and
+/// overflows in the dtype of the state.
 #[test]
 fn a_statistic_beyond_the_state_s_dtype_is_forgotten() {
     for warmup in WARM_UPS {

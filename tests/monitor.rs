@@ -94,6 +94,25 @@ fn only_one_step_has_statistics() -> Result<()> {
     Ok(())
 }
 
+/// A model has many layers of one size, and their snapshots look the same.
+#[test]
+fn a_snapshot_of_another_layer_is_refused() -> Result<()> {
+    let [(ours, _varmap), (other, _other_varmap)] =
+        [(); 2].map(|()| layer(SIZE, Default::default(), DType::F32));
+    let before = other.snapshot()?;
+    let batch = Batch::random(&mut Data::new(2), &[ROWS, SIZE], DType::F32, false);
+    run(&ours, &batch, true);
+    assert_eq!(
+        message(ours.step_since(&before)),
+        "power_norm: expected a snapshot of this layer, got one of another layer: \
+         take it by this layer's `snapshot`, or by a clone's"
+    );
+    let before = ours.clone().snapshot()?;
+    run(&ours, &batch, true);
+    assert!(ours.clone().step_since(&before).is_ok());
+    Ok(())
+}
+
 /// As documented: a channel that was left out looks like one that moved nothing.
 #[test]
 fn a_channel_that_was_left_out() -> Result<()> {

@@ -11,8 +11,7 @@ use common::{
 };
 use proptest::prelude::*;
 
-/// Few cases, since each runs a layer; a failure prints its case, which needs no file to remember
-/// it.
+/// Few cases, because each runs a layer. A failure prints its case, so no file has to remember it.
 fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases,
@@ -124,7 +123,7 @@ proptest! {
     }
 }
 
-/// Γ and Λ of the coming step, a channel, from the state that stands and the equations.
+/// Γ and Λ of each channel in the next step, from the current state and the equations.
 fn gamma_lambda(twin: &Twin, batch: &Batch) -> Vec<(f64, f64)> {
     let size = twin.oracle.weight.len();
     let (x, dy) = (to_f64(&batch.xs), to_f64(&batch.dy));
@@ -387,7 +386,7 @@ proptest! {
     #![proptest_config(cases(48))]
 
     /// Padding is outside the layer, whatever it holds: gathering the kept rows, running the layer
-    /// and scattering the results back is the same, but for the order of the sums.
+    /// and scattering the results back gives the same, except for the order of the sums.
     #[test]
     fn a_mask_is_gather_and_scatter(
         seed: u64, rows in 1..60usize, size in 1..20usize, grouped: bool, warmup_steps in 0..3usize,

@@ -5,19 +5,13 @@ mod common;
 use candle::{safetensors, DType, Module, Result, Tensor, Var};
 use candle_nn::{linear, loss, AdamW, Linear, Optimizer, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe};
-use common::{assert_relative, assert_same_bits, layer, run, state, to_f64, var, Batch, Data, CPU};
+use common::{
+    assert_relative, assert_same_bits, config, layer, run, state, to_f64, var, Batch, Data, CPU,
+};
 use std::collections::HashMap;
 use tempfile::TempDir;
 
 const SIZE: usize = 6;
-
-fn config() -> PowerNormConfig {
-    PowerNormConfig {
-        warmup_steps: 2,
-        group_scaling: Some(2),
-        ..Default::default()
-    }
-}
 
 fn batches(data: &mut Data, count: usize) -> Vec<Batch> {
     (0..count)
@@ -46,7 +40,7 @@ fn recalibrate(layer: &PowerNorm, batches: &[Batch]) -> Result<()> {
 #[test]
 fn the_mean_over_the_batches_replaces_the_state() -> Result<()> {
     let mut data = Data::new(1);
-    let (layer, varmap) = layer(SIZE, config(), DType::F64);
+    let (layer, varmap) = layer(SIZE, config(Some(2)), DType::F64);
     for batch in batches(&mut data, 5) {
         run(&layer, &batch, true);
     }
@@ -78,7 +72,7 @@ fn the_mean_over_the_batches_replaces_the_state() -> Result<()> {
 #[test]
 fn outputs_are_those_of_the_batch() -> Result<()> {
     let mut data = Data::new(2);
-    let (layer, _) = layer(SIZE, config(), DType::F64);
+    let (layer, _) = layer(SIZE, config(Some(2)), DType::F64);
     let batch = &batches(&mut data, 1)[0];
     let guard = layer.mode().recalibrate_scope();
     let y = layer.forward(&batch.xs)?;
@@ -94,7 +88,7 @@ fn outputs_are_those_of_the_batch() -> Result<()> {
 fn follows_the_mode() -> Result<()> {
     let mut data = Data::new(3);
     let mode = Mode::eval();
-    let [(a, _), (b, _)] = [(); 2].map(|()| layer(SIZE, config(), DType::F64));
+    let [(a, _), (b, _)] = [(); 2].map(|()| layer(SIZE, config(Some(2)), DType::F64));
     let (a, b) = (a.with_mode(&mode), b.with_mode(&mode));
     let pass = batches(&mut data, 3);
     {
@@ -120,7 +114,7 @@ fn follows_the_mode() -> Result<()> {
 #[test]
 fn a_backward_leaves_nu() -> Result<()> {
     let mut data = Data::new(4);
-    let (layer, _) = layer(SIZE, config(), DType::F64);
+    let (layer, _) = layer(SIZE, config(Some(2)), DType::F64);
     for batch in batches(&mut data, 5) {
         run(&layer, &batch, true);
     }
@@ -135,7 +129,7 @@ fn a_backward_leaves_nu() -> Result<()> {
     drop(guard);
     assert_same_bits("ν", &layer.nu()?, &nu);
     // A fresh layer's warm-up has that gradient.
-    let fresh = common::layer(SIZE, config(), DType::F64).0;
+    let fresh = common::layer(SIZE, config(Some(2)), DType::F64).0;
     let expected = gradient(fresh.forward_t(&xs, true)?)?;
     assert_relative("dx", &dx, &to_f64(&expected), 1e-14);
     Ok(())
@@ -146,7 +140,10 @@ fn a_backward_leaves_nu() -> Result<()> {
 fn padding_and_empty_batches_count_for_nothing() -> Result<()> {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         let mut data = Data::new(5);
-        let config = PowerNormConfig { recipe, ..config() };
+        let config = PowerNormConfig {
+            recipe,
+            ..config(Some(2))
+        };
         let [(whole, _), (masked, _)] = [(); 2].map(|()| layer(SIZE, config, DType::F64));
         let pass = batches(&mut data, 2);
         recalibrate(&whole, &pass)?;
@@ -200,13 +197,9 @@ impl Model {
     fn new() -> Result<Self> {
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F64, &CPU);
-        let config = PowerNormConfig {
-            group_scaling: None,
-            ..config()
-        };
         let model = Self {
             input: linear(SIZE, Self::WIDTH, vb.pp("input"))?,
-            norm: power_norm(Self::WIDTH, config, vb.pp("norm"))?,
+            norm: power_norm(Self::WIDTH, config(None), vb.pp("norm"))?,
             output: linear(Self::WIDTH, 1, vb.pp("output"))?,
             varmap,
         };

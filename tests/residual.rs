@@ -7,7 +7,8 @@ use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, PowerNorm};
 use common::{
-    assert_relative, assert_same_bits, message, state, sum, tensor, to_f64, Data, Twin, CPU,
+    add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, tensor,
+    to_f64, Data, Twin, CPU,
 };
 
 /// Which outputs the loss sees.
@@ -36,24 +37,13 @@ impl Case {
         })
     }
 
-    /// The gradients of Σ y dy + Σ sum dsum, as far as the loss sees them.
-    fn gradients(
-        &self,
-        (y, sum): &(Tensor, Tensor),
-        [uses_y, uses_sum]: [bool; 2],
-    ) -> Result<GradStore> {
-        let y = (y * &self.dy)?.sum_all()?;
-        let sum = (sum * &self.dsum)?.sum_all()?;
-        match (uses_y, uses_sum) {
-            (true, true) => (y + sum)?.backward(),
-            (true, false) => y.backward(),
-            _ => sum.backward(),
-        }
+    fn gradients(&self, outputs: &(Tensor, Tensor), uses: [bool; 2]) -> Result<GradStore> {
+        residual_gradients(outputs, [&self.dy, &self.dsum], uses)
     }
 }
 
 fn unfused(layer: &PowerNorm, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-    let sum = sum(xs, residual)?;
+    let sum = add_rounded(xs, residual)?;
     Ok((layer.forward(&sum)?, sum))
 }
 
@@ -208,12 +198,16 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
         let expected =
             "power_norm: expected a residual of shape [2, 6] and dtype F32 (as the input)";
         let error = message(layer.forward_residual(&xs, &residual));
-        assert_eq!(error, format!("{expected}, got {got}"));
+        assert_eq!(
+            error,
+            format!("{expected}, got {got}: convert it by `broadcast_as` and `to_dtype`")
+        );
     }
     let narrow = Tensor::ones((2, 5), DType::F32, &CPU)?;
     assert_eq!(
         message(layer.forward_residual(&narrow, &narrow)),
-        "power_norm: expected a last dimension of 6, got shape [2, 5]"
+        "power_norm: expected a last dimension of 6, got shape [2, 5]: \
+         move the channels last, or build a layer of another size"
     );
     assert_eq!(state(&layer), before);
     let empty = Tensor::ones((0, 6), DType::F32, &CPU)?;

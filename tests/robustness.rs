@@ -1,4 +1,4 @@
-//! Random layers live random lives: whatever shapes, strides, dtypes, masks and values come,
+//! Random layers live random lives. Whatever shapes, strides, dtypes, masks and values they get,
 //! nothing panics and nothing harms the state. `PROPTEST_CASES` sets the number of cases.
 
 mod common;
@@ -8,14 +8,14 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::reference::Quantity;
 use common::{
-    assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state, sum, tensor,
-    to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
+    add_rounded, assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state,
+    tensor, to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
 };
 use proptest::prelude::*;
 use proptest::sample::{select, Index};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-/// A failure prints its case, which needs no file to remember it.
+/// A failure prints its case, so no file has to remember it.
 fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases,
@@ -44,7 +44,7 @@ impl LayerCase {
 }
 
 fn layer_cases() -> impl Strategy<Value = LayerCase> {
-    // Widths of whole vectors of half precision are few among the others.
+    // Chosen at random, few widths would be whole vectors of half precision.
     let sizes = prop_oneof![3 => 1..=70usize, 1 => select(vec![16, 32, 48, 64])];
     let alphas = || 0.01..0.999;
     let seed = any::<u64>();
@@ -73,7 +73,7 @@ fn layer_cases() -> impl Strategy<Value = LayerCase> {
                     affine,
                     ..Default::default()
                 };
-                // Without parameters any input goes with any builder.
+                // Without parameters a layer of any builder takes any input.
                 let builder = if affine { pair.1 } else { other.1 };
                 LayerCase {
                     size,
@@ -90,11 +90,11 @@ fn layer_cases() -> impl Strategy<Value = LayerCase> {
 struct Axis {
     /// Elements of the base that a `narrow` leaves out, on either side.
     margins: (usize, usize),
-    /// 2 where every other element of the base is skipped.
+    /// 2 if every other element of the base is skipped.
     step: usize,
-    /// One element, broadcast: a stride of 0.
+    /// Whether the dimension is one element, broadcast with a stride of 0.
     repeated: bool,
-    /// Dimensions lie in memory in the order of these.
+    /// Dimensions lie in memory in the order of their places.
     place: u8,
 }
 
@@ -125,7 +125,7 @@ fn in_memory(axes: &[Axis]) -> Vec<usize> {
     order
 }
 
-/// The shape of a base of which [`view`] makes a tensor of `dims`.
+/// The shape of a base from which [`view`] makes a tensor of `dims`.
 fn base_dims(dims: &[usize], axes: &[Axis]) -> Vec<usize> {
     in_memory(&axes[..dims.len()])
         .into_iter()
@@ -151,8 +151,8 @@ fn view(base: &Tensor, dims: &[usize], axes: &[Axis]) -> candle::Result<Tensor> 
     view.permute(places)?.broadcast_as(dims)
 }
 
-/// The elements of a view. candle looks past the end of the storage for a view of nothing that
-/// begins there.
+/// The elements of a view. For an empty view that begins past the end of its storage, candle would
+/// panic.
 fn elements(view: &Tensor) -> Vec<f64> {
     match view.elem_count() {
         0 => vec![],
@@ -167,9 +167,9 @@ enum Values {
     Zeros,
     Huge,
     Tiny,
-    /// Normal ones, one in 32 a special one.
+    /// Normal values, but one in 32 is special.
     Poisoned,
-    /// Special ones, one in two.
+    /// Every second value is special.
     Special,
 }
 
@@ -178,7 +178,7 @@ fn values() -> impl Strategy<Value = Values> {
     prop_oneof![3 => Just(Normal), 1 => select(vec![Zeros, Huge, Tiny, Poisoned, Special])]
 }
 
-/// What breaks arithmetic in one dtype or another.
+/// Values that break arithmetic in one dtype or another.
 const SPECIAL: [f64; 14] = [
     f64::NAN,
     f64::INFINITY,
@@ -230,7 +230,7 @@ struct BatchCase {
     values: Values,
     dy: Values,
     mask: Option<MaskCase>,
-    /// Of the residual that the input is added to, if it is.
+    /// The axes of the residual, if there is one.
     residual: Option<Vec<Axis>>,
     seed: u64,
 }
@@ -281,16 +281,16 @@ enum Refusal {
 
 #[derive(Clone, Debug)]
 enum Event {
-    /// A forward, and so many walks of its graph.
+    /// A forward, and this many walks of its graph.
     Batch {
         batch: BatchCase,
         train: bool,
         walks: usize,
     },
-    /// The graph of the last training forward is walked (again), if there was one.
+    /// Walks the graph of the last training forward, if there was one.
     Walk,
     Reset,
-    /// The layer is dropped for a clone of it.
+    /// Replaces the layer by a clone.
     Clone,
     Refused(Refusal, bool),
 }
@@ -344,21 +344,21 @@ fn statistics(layer: &PowerNorm) -> (Vec<u64>, Vec<u64>, usize) {
     )
 }
 
-/// The inputs of a forward (their bases, where they were views, with what the views are of them)
-/// and the loss of its output.
+/// The inputs of a forward and the loss of its output. An input that was a view is here as its base
+/// and the axes that make the view.
 struct Graph {
     inputs: Vec<(Tensor, Vec<Axis>)>,
     loss: Tensor,
 }
 
-/// Two layers side by side: what the first gets as views, the second gets packed, with other
-/// padding where recipe Paper has it that padding does not count; and as a sum, where the first
-/// gets a residual. Both must come to the same bits.
+/// Two layers that live the same life and must come to the same bits. The first gets views, and the
+/// second packed copies of them. If the first gets a residual, the second gets the sum. Under
+/// recipe Paper the second's padding holds other numbers.
 struct Life {
     case: LayerCase,
     layer: PowerNorm,
     packed: PowerNorm,
-    /// Those of the last training forward, in both layers.
+    /// The graphs of the last training forward, in both layers.
     graphs: Option<(Graph, Graph)>,
 }
 
@@ -435,7 +435,7 @@ impl Life {
             let (input, view) = viewed(axes);
             inputs.push(input);
             residual = Some((xs.clone(), view.clone()));
-            xs = sum(&xs, &view).unwrap();
+            xs = add_rounded(&xs, &view).unwrap();
         }
         let rows = dims.iter().product::<usize>() / size;
         let dy = batch.dy.fill(&mut data, rows * size);
@@ -445,7 +445,7 @@ impl Life {
             None => vec![true; rows],
         };
 
-        // Other padding, of both.
+        // Other numbers in the padding of both tensors.
         let repad = |values: &[f64], data: &mut Data| {
             let padding = Values::Special.fill(data, values.len());
             let padded = |k: usize| config.recipe == Recipe::Paper && !kept[k / size];
@@ -467,7 +467,7 @@ impl Life {
                     None => layer.forward_residual(addend, residual),
                 };
                 let (y, sum) = outputs.unwrap();
-                // candle gives back its argument, a view, as the sum of nothing.
+                // For empty tensors candle's sum is its argument, which may be a view.
                 if rows > 0 {
                     assert_eq!(canonical(&sum), canonical(&xs));
                 }
@@ -497,7 +497,7 @@ impl Life {
         } else {
             assert_eq!(after, (phi, nu, steps), "no step moves nothing");
         }
-        // A row alone is evaluated as it is among others.
+        // The evaluation of a row does not depend on the rows beside it.
         if !train && rows > 0 {
             let row = data.uniform(1, 0., rows as f64)[0] as usize;
             let alone = xs.detach().reshape((rows, size)).unwrap().get(row).unwrap();
@@ -541,7 +541,7 @@ impl Life {
             return;
         }
         for (input, axes) in &graph.inputs {
-            // What reaches the base of the view if the view gets that gradient.
+            // The gradient of the base, if the view's is `dx`.
             let base = Var::from_tensor(&input.detach()).unwrap();
             let xs = view(&base, dx.dims(), axes).unwrap();
             let expected = (xs * dx).unwrap().sum_all().unwrap().backward().unwrap();
@@ -597,8 +597,9 @@ impl MaskCase {
 proptest! {
     #![proptest_config(cases(10_000))]
 
-    /// No panic; the state moves by steps alone, and under recipe Paper stays finite; views, packed
-    /// copies and copies with other padding come to the same bits; a row is evaluated by itself.
+    /// Nothing panics. Only steps move the state, and under recipe Paper it stays finite. Views,
+    /// packed copies and copies with other padding give the same bits. A row's evaluation does not
+    /// depend on the rows beside it.
     #[test]
     fn random_lives(case in layer_cases(), events in events()) {
         let mut life = Life::new(&case);
@@ -608,17 +609,19 @@ proptest! {
     }
 }
 
-/// (What the layer did: panic, for it sliced a mask by its offset, which is 1 here, in a storage of
-/// nothing.)
+/// What the layer did: it sliced a mask by its offset, which is 1 here, in a storage of nothing,
+/// and panicked. In candle's own operations it did so with one channel only.
 #[test]
 fn a_mask_of_nothing_may_begin_past_its_storage() {
-    let (layer, _varmap) = layer(3, 1e-5.into(), DType::F32);
-    let keep = Tensor::zeros((0, 2), DType::U8, &CPU).unwrap();
-    let keep = keep.narrow(1, 1, 1).unwrap().squeeze(1).unwrap();
-    let xs = Var::zeros((0, 3), DType::F32, &CPU).unwrap();
-    let y = forward(&layer, &xs, Some(&keep), true);
-    assert_eq!(y.backward().unwrap().get(&xs).unwrap().dims(), [0, 3]);
-    assert_eq!(layer.steps().unwrap(), 0);
+    for size in [1, 3] {
+        let (layer, _varmap) = layer(size, 1e-5.into(), DType::F32);
+        let keep = Tensor::zeros((0, 2), DType::U8, &CPU).unwrap();
+        let keep = keep.narrow(1, 1, 1).unwrap().squeeze(1).unwrap();
+        let xs = Var::zeros((0, size), DType::F32, &CPU).unwrap();
+        let y = forward(&layer, &xs, Some(&keep), true);
+        assert_eq!(y.backward().unwrap().get(&xs).unwrap().dims(), [0, size]);
+        assert_eq!(layer.steps().unwrap(), 0);
+    }
 }
 
 // Lives that an oracle follows
@@ -630,7 +633,7 @@ enum Step {
     Evaluation,
     /// Every row is padding.
     Padding,
-    /// So many elements of the input, or of the gradient of the output, are poison.
+    /// This many elements of the input, or of the output's gradient, are poison.
     Poison {
         value: Poison,
         elements: usize,
@@ -643,7 +646,7 @@ enum Poison {
     Nan,
     Infinity,
     NegativeInfinity,
-    /// A number whose square is none in the dtype of the sums.
+    /// A number whose square overflows in the dtype of the sums.
     Overflow,
 }
 
@@ -668,7 +671,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..12)
 }
 
-/// The batch with poison in it; and its input as the equations of the oracle take it.
+/// The poisoned batch, and its input as the oracle gets it.
 fn poisoned(
     batch: &Batch,
     value: Poison,
@@ -696,8 +699,8 @@ fn poisoned(
         values[at as usize] = value;
     }
     *target = tensor(&values, target.dims(), dtype);
-    // Squares that overflow are forgotten, but not under the layer-scale, which takes them. A group
-    // with an infinity is NaN, all of it, where the oracle's equations would have 0 for the other
+    // The layer forgets squares that overflow, except with a layer-scale, which can take them. An
+    // infinity makes its whole group NaN. The oracle's equations would give 0 for the other
     // elements.
     let forgotten = |x: f64| !x.is_finite() || (!grouped && x.abs() >= 1e30);
     let seen = to_f64(&batch.xs);
@@ -710,8 +713,8 @@ fn poisoned(
 proptest! {
     #![proptest_config(cases(5000))]
 
-    /// After whatever came, the layer is where the equations lead that forget what is not finite:
-    /// an oracle in f64 goes beside it, and sees of each poisoned step what is to be forgotten.
+    /// Whatever came, the layer is where the equations lead if they forget what is not finite. An
+    /// oracle in f64 takes the same steps, without what the layer should forget.
     #[test]
     fn a_poisoned_history_is_that_of_its_finite_part(
         case in layer_cases(), rows in 2..8usize, steps in steps(), seed: u64,
@@ -734,7 +737,7 @@ proptest! {
                     run(&twin.layer, &batch.masked(&vec![false; rows]), true);
                     prop_assert_eq!(state(&twin.layer), before);
                 }
-                // The layer-scale takes them, the oracle's does not.
+                // The layer-scale can take these numbers, and the oracle's cannot.
                 Step::Poison { value: Poison::Overflow, .. } if grouped && dtype == DType::F64 => {}
                 Step::Poison { value, elements, gradient } => {
                     let (batch, seen) =
@@ -752,8 +755,7 @@ proptest! {
     }
 }
 
-/// Of a life's numbers, some are beyond the largest of F16: infinity is right there, and nowhere
-/// else.
+/// Numbers beyond the largest of F16 may become infinite, and no other number may.
 #[test]
 fn infinity_is_close_to_what_overflows() {
     let exact = Quantity {
@@ -781,7 +783,7 @@ fn infinity_is_close_to_what_overflows() {
 
 // Configurations
 
-/// Any number at all, and such as lie at the ends of what is allowed.
+/// Any number at all, and numbers at the ends of what is allowed.
 fn numbers() -> impl Strategy<Value = f64> {
     let ends = vec![
         0.,
@@ -802,7 +804,7 @@ fn numbers() -> impl Strategy<Value = f64> {
 proptest! {
     #![proptest_config(cases(5000))]
 
-    /// A configuration out of range is refused, any other runs; neither panics.
+    /// A configuration out of range is refused, and any other runs. Neither panics.
     #[test]
     fn any_configuration_runs_or_is_refused(
         size in 0..40usize,
@@ -820,7 +822,7 @@ proptest! {
         let config = PowerNormConfig {
             eps, alpha_fwd, alpha_bwd, warmup_steps, group_scaling, affine, ..Default::default()
         };
-        // Where ε enters the sums.
+        // ε in the dtype of the sums.
         let eps_there = if affine && dtype == DType::F64 { eps } else { f64::from(eps as f32) };
         let valid = size > 0
             && dtype.is_float()

@@ -1,6 +1,5 @@
-//! 10,000 steps, of which bursts are batches that a layer should not be given: how it comes back to
-//! where it would be without them. `cargo test --test soak -- --nocapture` prints how far it went
-//! and how long it took.
+//! Trains for 10,000 steps with bursts of bad batches, and measures how soon a layer is back where
+//! it would be without them. `cargo test --test soak -- --nocapture` prints the figures.
 
 mod common;
 
@@ -25,7 +24,7 @@ const ADVERSARIES: [Adversary; 6] = [
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Adversary {
-    /// 10⁴ times as large: in f16 some of them overflow.
+    /// 10⁴ times too large. In f16 some values overflow.
     Scaled,
     Zeros,
     Nan,
@@ -40,7 +39,7 @@ impl Adversary {
         ADVERSARIES[data.uniform(1, 0., ADVERSARIES.len() as f64)[0] as usize]
     }
 
-    /// What it makes of `[rows, ..]`, in f64.
+    /// What becomes of `xs`, `[rows, ..]`, in f64.
     fn spoil(self, xs: &Tensor, data: &mut Data) -> Result<Tensor> {
         let poisoned = |value: f64, data: &mut Data| {
             let mut values = to_f64(xs);
@@ -106,16 +105,16 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
     let batch = |data: &mut Data| Batch::random(data, &[ROWS, SIZE], dtype, false);
     let phi = |layer: &PowerNorm| to_f64(&layer.running_phi().unwrap());
 
-    // What a burst did to ψ² is α^k of itself after k clean steps. Scaled by 10⁴ it made ψ² some
-    // 10⁸ times as large, which is within 1 % again once α^k 10⁸ < 0.01; and ν some 10⁴ times,
-    // which fades when ψ² is back, at a like rate since Γ is about 1. Under the layer-scale x̃² is
-    // at most SIZE, and both hardly move.
+    // k clean steps leave α^k of a burst's excess in ψ². A batch 10⁴ times too large makes ψ² about
+    // 10⁸ times too large, and that is within 1 % again when α^k 10⁸ < 0.01. It makes ν about 10⁴
+    // times too large. ν's excess fades once ψ² is back, and about as fast, because Γ is then about
+    // 1. With a layer-scale x̃² is at most SIZE, and ψ² and ν hardly move.
     let clean_steps = |largest: f64| ((100. * largest).ln() / (1. / alpha).ln()).ceil() as usize;
     let stretch = match groups {
         None => clean_steps(1e8) + clean_steps(1e4),
         Some(_) => 2 * clean_steps(SIZE as f64),
     };
-    // Of k steps in f32, the dtype of the state.
+    // The rounding of each of k steps in f32, the dtype of the state.
     let rounding = 8. * precision(DType::F32).0;
 
     let (mut step, mut adversaries, mut bursts) = (0, 0, 0);
@@ -161,7 +160,7 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
                 }
             }
             if statistics == Statistics::Batch {
-                // What normalizes is the batch's own.
+                // The batch's own statistic normalizes.
                 assert_same_bits(&what, &a.y, &b.y);
                 assert_same_bits(&what, &a.dx, &b.dx);
             } else if warm && k == stretch {
@@ -202,7 +201,7 @@ fn statistics_come_back_after_every_burst_in_half_precision() {
     shake_all(DType::F16);
 }
 
-/// The layer between two others, which stay f32 as in mixed precision; with AdamW.
+/// The layer between two linear layers, which stay f32 as in mixed precision, and AdamW.
 struct Model {
     input: Linear,
     norm: PowerNorm,
@@ -215,7 +214,7 @@ struct Model {
 const INPUTS: usize = 8;
 const HIDDEN: usize = 32;
 
-/// Clean steps at the end, in which ψ² returns from the last adversary.
+/// Clean steps at the end, so that ψ² recovers from the last adversary.
 const CALM: usize = 100;
 
 impl Model {
@@ -264,7 +263,7 @@ impl Model {
         candle_nn::loss::mse(&ys, targets)
     }
 
-    /// As mixed precision trains: gradients that are not finite are skipped, long ones clipped.
+    /// Skips gradients that are not finite and clips long ones, as mixed-precision training does.
     fn step(&mut self, loss: &Tensor) -> Result<()> {
         let mut grads = loss.backward()?;
         let mut square = 0.;
@@ -286,15 +285,15 @@ impl Model {
     }
 }
 
-/// Points, and what is to be learnt of them: values of mean 0 and variance 1.
+/// Points, and their targets: values of mean 0 and variance 1.
 fn points(data: &mut Data, rows: usize) -> Result<(Tensor, Tensor)> {
     let xs = tensor(&data.normal(rows * INPUTS), &[rows, INPUTS], DType::F32);
     let targets = ((xs.sqr()?.sum_keepdim(1)? - INPUTS as f64)? / (2. * INPUTS as f64).sqrt())?;
     Ok((xs, targets))
 }
 
-/// A model that sees adversaries one step in ten learns what one does that sees the clean batches
-/// alone.
+/// A model with an adversary in one step of ten learns about as much as a model that sees only
+/// clean batches.
 #[test]
 fn a_model_learns_among_adversaries() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
@@ -339,8 +338,8 @@ fn a_model_learns_among_adversaries() -> Result<()> {
                 "{what}: {adversaries} adversaries of {STEPS} steps; loss {shaken:.4}, \
                  {clean:.4} without them"
             );
-            // Shares of the targets' variance, which is 1. Adversaries have targets too, nonsense
-            // that the other layers learn: two hundredths are for that.
+            // Losses are shares of the targets' variance, which is 1. The other layers also learn
+            // from the adversaries' wrong targets: two hundredths are for that.
             assert!(
                 clean < 0.05 && shaken < clean + 0.02,
                 "{what}: {shaken}, {clean}"

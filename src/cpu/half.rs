@@ -1,4 +1,4 @@
-//! Rows of half precision: how they become vectors of f32, and f32 becomes them.
+//! Conversions between rows of half precision and vectors of f32.
 
 use super::element::Element;
 use half::{bf16, f16};
@@ -7,8 +7,8 @@ use pulp::Simd;
 use std::mem::MaybeUninit;
 use std::slice;
 
-/// Implements [`Element`] by a conversion of one element, which loops over vectors where `x86` has
-/// no faster one.
+/// Implements [`Element`] by the conversions of vectors in `x86`, or else by a loop over
+/// conversions of one element.
 macro_rules! half {
     ($type:ident, $widen:ident, $narrow:ident) => {
         impl Element for $type {
@@ -211,7 +211,7 @@ mod x86 {
             cast(avx2._mm256_or_si256(bits, avx._mm256_set1_epi32(QUIET))),
             avx._mm256_cmp_ps::<_CMP_UNORD_Q>(same(vector), same(vector)),
         );
-        // The high halves, to the front of each 16 bytes, then of all.
+        // Moves the high halves to the front of each 16 bytes, then to the front of all.
         const HIGH: [i8; 16] = [2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1];
         let high = avx2._mm256_shuffle_epi8(cast(rounded), cast([HIGH; 2]));
         let front = avx2._mm256_permute4x64_epi64::<0b1000>(high);
@@ -291,8 +291,8 @@ mod tests {
         }
     }
 
-    /// Widens every pattern, and narrows every f32 whose low half is one of those where rounding
-    /// turns: just below, at and just above a tie of either type. Against the `half` crate.
+    /// Compares with the `half` crate. It widens every pattern, and narrows every f32 whose low
+    /// half is just below, at or just above a tie of either type.
     fn convert<T: Element<Acc = f32> + std::fmt::Debug>(
         from_bits: fn(u16) -> T,
         to_bits: fn(T) -> u16,
@@ -304,8 +304,8 @@ mod tests {
                 0x0000, 0x0001, 0x0fff, 0x1000, 0x1001, 0x1fff, 0x2000, 0x2fff, 0x3000, 0x3001,
                 0x7fff, 0x8000, 0x8001, 0x9000, 0xffff,
             ] {
-                // One more than a multiple of any width, so that there is a tail. Miri takes its
-                // time over each.
+                // One more than a multiple of any width, so that there is a tail. Miri is slow and
+                // takes fewer.
                 const STEP: usize = if cfg!(miri) { 1 << 10 } else { 1 };
                 let patterns = || (0..=u16::MAX).step_by(STEP).chain([0x3c01]);
                 let len = patterns().count();

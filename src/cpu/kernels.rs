@@ -2,13 +2,13 @@
 //! on the way.
 //!
 //! 1. `run` cuts the rows into chunks, whose size depends only on the shape. Threads take chunks.
-//! 2. If there is a residual, a chunk writes `x + residual` of all its rows first: fewer streams at
-//!    a time. Then it takes its rows in order.
-//! 3. A row goes by groups of channels: all of them in one, unless the layer-scale has several.
-//! 4. `group_scale` reads the group for what takes it through the layer-scale: Σ x² in a forward,
-//!    and in a backward Σ gain dy x and Σ decay x² in the same pass.
-//! 5. `group` goes over the columns again, now in the first-level cache, a vector at a time: it
-//!    writes the output and adds to the chunk's sums.
+//! 2. With a residual, a chunk first writes `x + residual` for all its rows, because fewer arrays
+//!    at a time are faster. Then it takes its rows one by one.
+//! 3. A row is cut into the groups of the layer-scale. Without a layer-scale it is one group.
+//! 4. `group_scale` reads a group and takes the sums of the layer-scale: Σ x² in a forward; Σ x²,
+//!    Σ gain dy x and Σ decay x² in a backward.
+//! 5. `group` reads it again, now from the first-level cache. Vector by vector, it writes the
+//!    output and adds to the chunk's sums.
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
 
 use super::element::{Accumulator, Element};
@@ -35,7 +35,7 @@ pub(crate) struct Matrix<'a, T> {
 /// The input's rows, with their padding mask and layer-scale.
 pub(crate) struct Rows<'a, T> {
     pub x: Matrix<'a, T>,
-    /// What is added to `x` first, shaped as it.
+    /// Added to `x` before anything else. It has the shape of `x`.
     pub residual: Option<Matrix<'a, T>>,
     /// `[rows]`, 0 for a padded row.
     pub keep: Option<&'a [u8]>,
@@ -47,13 +47,13 @@ pub(crate) struct Rows<'a, T> {
 #[derive(Clone, Copy)]
 pub(super) struct RowGradients<'a, T> {
     pub dy: &'a Matrix<'a, T>,
-    /// That of `x + residual`, where it is an output.
+    /// The gradient of `x + residual`, if that is an output.
     pub dsum: Option<&'a Matrix<'a, T>>,
 }
 
 /// What a forward writes, `[rows, cols]` each.
 pub(super) struct RowOutputs<T> {
-    /// Empty where only sums were wanted.
+    /// Empty if only sums were wanted.
     pub y: Vec<T>,
     /// `x + residual`, if there is a residual.
     pub sum: Option<Vec<T>>,
@@ -63,7 +63,7 @@ pub(super) struct RowOutputs<T> {
 pub(super) struct SquareSums<A> {
     /// Over kept rows.
     pub kept: Vec<A>,
-    /// Over padded rows, where they were asked for and there is a mask.
+    /// Over padded rows, if asked for and if there is a mask.
     pub padded: Option<Vec<A>>,
 }
 
@@ -106,7 +106,7 @@ impl<T: Element> Rows<'_, T> {
         }
     }
 
-    /// These rows, once their sum with the residual is there.
+    /// The same rows, read from `sum`, which is `x + residual`.
     pub fn summed<'a>(&'a self, sum: &'a [T]) -> Rows<'a, T> {
         Rows {
             x: Matrix {
@@ -126,7 +126,7 @@ impl<T: Element> Rows<'_, T> {
         self.keep.is_none_or(|keep| keep[row] != 0)
     }
 
-    /// Columns that the sums of squares take: kept rows first, then padded ones if asked for.
+    /// The number of sums of squares: C over kept rows, then C over padded ones if asked for.
     fn square_sums_width(&self, with_padded: bool) -> usize {
         self.cols() * (1 + usize::from(with_padded && self.keep.is_some()))
     }
@@ -136,8 +136,8 @@ impl<T: Element> Rows<'_, T> {
         self.cols() / self.groups.map_or(1, |(groups, _)| groups)
     }
 
-    fn layer_scale(&self) -> LayerScale<T::Acc> {
-        LayerScale {
+    fn group_factors(&self) -> GroupFactors<T::Acc> {
+        GroupFactors {
             eps: self.groups.map(|(_, eps)| T::Acc::from_f64(eps)),
             share: T::Acc::ONE / T::Acc::from_count(self.group_len()),
         }
@@ -198,8 +198,8 @@ pub(super) fn grad_sum_cols<T: Element>(
     GradSums::split(sums, rows.cols())
 }
 
-/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, 0 in
-/// padded rows; and `dsum` added to it.
+/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, and 0
+/// in padded rows. If there is a `dsum`, it is added.
 pub(super) fn normalize_bwd<T: Element>(
     rows: &Rows<T>,
     gradients: &RowGradients<T>,
@@ -237,15 +237,15 @@ fn run_normalize_bwd<T: Element>(
 /// Elements of a chunk, which must outweigh the cost of handing it to a thread.
 const CHUNK: usize = 1 << 16;
 
-/// Rows of a chunk that are added up by themselves before they join its sums: in f32 the rounding
-/// error of a sum grows with the number of its terms.
+/// A chunk adds up this many rows apart before it adds them to its sums, because in f32 the
+/// rounding error of a sum grows with the number of its terms.
 const SUBTOTAL_ROWS: usize = 512;
 
 /// The most chunks a call is cut into, so that partial sums stay small beside the rows.
 const MAX_CHUNKS: usize = 256;
 
-/// The rows of a chunk of wide rows: its partial sums, as wide as a row, are written and read once
-/// more. Fewer where that would leave less than as many chunks.
+/// Fewest rows in a chunk of wide rows: its partial sums cost a row of traffic. A call with fewer
+/// than `MIN_ROWS²` rows has smaller chunks, so that it still has about `MIN_ROWS` of them.
 const MIN_ROWS: usize = 32;
 
 /// Inputs up to this many elements run on the calling thread: waking another costs more.
@@ -260,31 +260,31 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
-/// What is done to each row, a group of the layer-scale at a time.
+/// What a pass does to each group of each row.
 ///
 /// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
 //
-// Rows are taken one at a time. Four together share the loads of a channel's numbers, and take 20 %
-// less time in the caches. But they read and write in as many places, and from memory they take up
-// to twice as long: a backward of 1024x512 f32 took 0.42 ms instead of 0.21. Prefetches did not
-// make up for it. See `benches/results/2026-11-22-cpu.md`.
+// Rows are taken one at a time. Four at a time would share the loads of a channel's numbers, which
+// saves 20 % of the time in the caches. But they read and write in four places, and from memory
+// they take up to twice as long: a backward of 1024x512 f32 took 0.42 ms instead of 0.21.
+// Prefetches did not make up for it. See `benches/results/2026-11-22-cpu.md`.
 pub(super) trait Kernel<A: Accumulator>: Sync {
-    /// Reads a group for what takes it through the layer-scale.
+    /// Takes the sums of a group that its layer-scale needs.
     #[inline(always)]
     fn group_scale<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        layer_scale: &LayerScale<A>,
+        group_factors: &GroupFactors<A>,
         group: Group<T>,
     ) -> GroupScale<A> {
         GroupScale {
-            factor: layer_scale.factor(simd, group.x),
+            factor: group_factors.factor(simd, group.x),
             mean: A::ZERO,
         }
     }
 
-    /// Works on a group, writes its columns of `out` (which has none where only sums are wanted),
-    /// and adds to the chunk's `sums`, empty where none are.
+    /// Writes a group's columns of `out`, and adds to the chunk's `sums`. `out` has no columns if
+    /// only sums are wanted, and `sums` is empty if none are.
     fn group<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
@@ -295,8 +295,8 @@ pub(super) trait Kernel<A: Accumulator>: Sync {
     );
 }
 
-/// What takes a group through the layer-scale: x̃ = r x, and back, `dx = r (dx̃ − x̃ · mean(dx̃
-/// x̃))`.
+/// The numbers in a group's layer-scale: `x̃ = r x` forward, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`
+/// backward.
 #[derive(Clone, Copy)]
 pub(super) struct GroupScale<A> {
     /// r.
@@ -305,19 +305,19 @@ pub(super) struct GroupScale<A> {
     mean: A,
 }
 
-/// One row's channels that are scaled together: all of them without a layer-scale.
+/// The channels of a row that are scaled together, which without a layer-scale are all.
 #[derive(Clone, Copy)]
 pub(super) struct Group<'a, T> {
     x: &'a [T],
     /// The gradient of the output; empty in a forward.
     dy: &'a [T],
-    /// That of the input's sum with a residual; empty without one.
+    /// The gradient of `x + residual`; empty if that is no output.
     dsum: &'a [T],
-    /// Their first column.
+    /// The first column of the group.
     start: usize,
     /// C.
     cols: usize,
-    /// Whether the row is no padding.
+    /// False if the row is padding.
     keeps: bool,
 }
 
@@ -327,13 +327,13 @@ impl<T> Group<'_, T> {
         self.x.len()
     }
 
-    /// This group's columns of what has a number for each channel.
+    /// The numbers of this group's channels.
     #[inline(always)]
     fn columns_of<'b, A>(&self, channels: &'b [A]) -> &'b [A] {
         &channels[self.start..][..self.len()]
     }
 
-    /// [`columns_of`](Self::columns_of) sums; an empty slice where no sums are wanted.
+    /// The sums of this group's channels; empty if no sums are wanted.
     #[inline(always)]
     fn columns_of_sums<'b, A>(&self, sums: &'b mut [A]) -> &'b mut [A] {
         let end = self.start + self.len();
@@ -341,8 +341,8 @@ impl<T> Group<'_, T> {
     }
 }
 
-/// Runs `kernel` over all chunks, into fresh outputs, and returns with them the sums of its `width`
-/// columns. `y` says whether it has an output of its own.
+/// Runs `kernel` over all chunks, and returns fresh outputs and `width` column sums. `y` says
+/// whether the kernel writes an output besides `x + residual`.
 fn run<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
@@ -365,8 +365,8 @@ fn run<T: Element, K: Kernel<T::Acc>>(
     (RowOutputs { y, sum }, sums)
 }
 
-/// Runs `kernel` over all chunks into pieces of its output and of `x + residual`, and returns the
-/// sums of its columns.
+/// Runs `kernel` over all chunks, which write pieces of `y` and of `x + residual`, and returns the
+/// column sums.
 fn run_chunks<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
@@ -432,7 +432,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
         let out = self.out.unwrap_or(&mut nowhere);
         let mut subtotals = vec![T::Acc::ZERO; self.sums.len()];
         let (cols, n) = (self.rows.cols(), self.rows.group_len());
-        let layer_scale = self.rows.layer_scale();
+        let group_factors = self.rows.group_factors();
         let mut summed = None;
         if let (Some(residual), Some(sum)) = (&self.rows.residual, self.sum) {
             for row in self.range.clone() {
@@ -440,7 +440,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
                 let residual = residual.row(row);
                 sum.extend(simd, cols, Plus { values, residual });
             }
-            summed = Some(sum.written());
+            summed = Some(sum.as_slice());
         }
         for row in self.range.clone() {
             let x = match summed {
@@ -462,7 +462,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
             };
             for start in (0..x.len()).step_by(n) {
                 let group = group(start);
-                let group_scale = self.kernel.group_scale(simd, &layer_scale, group);
+                let group_scale = self.kernel.group_scale(simd, &group_factors, group);
                 self.kernel
                     .group(simd, group, group_scale, out, &mut subtotals);
             }
@@ -476,10 +476,11 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
     }
 }
 
-/// The layer-scale of rows, or none.
-pub(super) struct LayerScale<A> {
+/// Computes r, the factor from x to x̃, for each group.
+pub(super) struct GroupFactors<A> {
+    /// The layer-scale's ε; `None` without a layer-scale.
     eps: Option<A>,
-    /// Of a channel in its group's means.
+    /// 1 over the number of channels in a group.
     share: A,
 }
 
@@ -496,8 +497,8 @@ impl<T: Element> Terms<T::Acc, 1> for Squares<'_, T> {
     }
 }
 
-impl<A: Accumulator> LayerScale<A> {
-    /// r, the factor from x to x̃ of one group.
+impl<A: Accumulator> GroupFactors<A> {
+    /// r of one group.
     #[inline(always)]
     fn factor<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T]) -> A {
         match self.eps {
@@ -519,9 +520,9 @@ impl<A: Accumulator> LayerScale<A> {
         }
     }
 
-    /// The factor of a group whose squares overflow: they are taken of x over its largest
-    /// magnitude, beside which ε is nothing. NaN if x is not finite, so that the output shows it
-    /// and the statistics forget it.
+    /// The factor of a group whose squares overflow. It divides x by its largest magnitude before
+    /// it squares, and leaves out ε, which is far below rounding there. If x is not finite, the
+    /// factor is NaN: the output shows that, and the statistics leave the batch out.
     #[cold]
     fn factor_of_huge<T: Element<Acc = A>>(x: &[T]) -> A {
         let x = || (0..x.len()).map(|i| value(x, i));
@@ -549,8 +550,8 @@ fn value<T: Element>(row: &[T], i: usize) -> T::Acc {
     Lanes::load(Scalar, row, i).total()
 }
 
-/// Where the squares of a group are added: nowhere for a padded row, unless the sums have room for
-/// it.
+/// The sums that a group's squares are added to. A padded row's are added to none, unless padded
+/// rows have sums too.
 #[inline(always)]
 fn square_slot<'a, T, A>(group: &Group<T>, sums: &'a mut [A]) -> &'a mut [A] {
     let skipped = if group.keeps { 0 } else { group.cols };
@@ -698,17 +699,17 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
     fn group_scale<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        layer_scale: &LayerScale<A>,
+        group_factors: &GroupFactors<A>,
         group: Group<T>,
     ) -> GroupScale<A> {
-        let (Some(eps), true) = (layer_scale.eps, group.keeps) else {
+        let (Some(eps), true) = (group_factors.eps, group.keeps) else {
             return GroupScale {
                 factor: A::ONE,
                 mean: A::ZERO,
             };
         };
-        // With x̃ = r x, the mean of (gain dy − decay x̃) x̃ takes no r inside its sums: one pass
-        // does.
+        // Because x̃ = r x, all r in the mean of (gain dy − decay x̃) x̃ stand outside its sums. So
+        // the pass that sums x² for r can take these sums too.
         let terms = GroupTerms {
             x: group.x,
             dy: group.dy,
@@ -716,7 +717,7 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
             decay: group.columns_of(self.decay),
         };
         let [squares, gain_dy_x, decay_x2] = sum_terms::<2, 3, S, A>(simd, group.len(), &terms);
-        let factor = layer_scale.factor_of(group.x, squares, eps);
+        let factor = group_factors.factor_of(group.x, squares, eps);
         let total = factor * (gain_dy_x - factor * decay_x2);
         let total = if total.is_finite() {
             total
@@ -725,7 +726,7 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
         };
         GroupScale {
             factor,
-            mean: total * layer_scale.share,
+            mean: total * group_factors.share,
         }
     }
 
@@ -747,7 +748,7 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
 }
 
 impl<A: Accumulator> NormalizeBwd<'_, A> {
-    /// dx of a group that is no padding.
+    /// dx of a group whose row is not padding.
     #[inline(always)]
     fn values<'a, T: Element<Acc = A>>(
         &'a self,
@@ -769,7 +770,7 @@ impl<A: Accumulator> NormalizeBwd<'_, A> {
     }
 }
 
-/// What the backward of the layer-scale needs, in one pass: Σ x², Σ gain dy x, Σ decay x².
+/// The sums for the backward of the layer-scale: Σ x², Σ gain dy x, Σ decay x².
 #[derive(Clone, Copy)]
 struct GroupTerms<'a, T, A> {
     x: &'a [T],
@@ -790,7 +791,7 @@ impl<T: Element> Terms<T::Acc, 3> for GroupTerms<'_, T, T::Acc> {
 }
 
 impl<T: Element> GroupTerms<'_, T, T::Acc> {
-    /// Σ (gain dy − decay x̃) x̃, where products with x itself overflow.
+    /// Σ (gain dy − decay x̃) x̃, if products with x itself overflow.
     #[cold]
     fn total_with(self, factor: T::Acc) -> T::Acc {
         let mut total = T::Acc::ZERO;
@@ -830,7 +831,7 @@ impl<T: Element> Values<T::Acc> for NormalizeBwdValues<'_, T, T::Acc> {
     }
 }
 
-/// [`NormalizeBwd`] of a sum that is an output too: its own gradient is added.
+/// [`NormalizeBwd`], with the gradient of `x + residual` added.
 struct ResidualBwd<'a, A>(NormalizeBwd<'a, A>);
 
 impl<A: Accumulator> Kernel<A> for ResidualBwd<'_, A> {
@@ -838,10 +839,10 @@ impl<A: Accumulator> Kernel<A> for ResidualBwd<'_, A> {
     fn group_scale<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        layer_scale: &LayerScale<A>,
+        group_factors: &GroupFactors<A>,
         group: Group<T>,
     ) -> GroupScale<A> {
-        self.0.group_scale(simd, layer_scale, group)
+        self.0.group_scale(simd, group_factors, group)
     }
 
     #[inline(always)]

@@ -83,11 +83,11 @@ impl<S: Simd, A: Accumulator> Mul for Lanes<S, A> {
     }
 }
 
-/// What is done to a vector of columns. Implementations are `#[inline(always)]`, so that they are
-/// compiled for each level.
+/// The work of a pass on one vector of columns. Implementations are `#[inline(always)]`, so that
+/// they are compiled for each level.
 //
-// Slices go by the number of their vectors, not of their elements: that is the bound of the loops
-// below, so that the compiler knows each index of slices of one length to be in bounds.
+// The loops below count vectors, not elements. So for slices of one length the compiler knows that
+// each index is in bounds.
 pub(super) trait Columns<A: Accumulator> {
     /// Works on the `i`-th vector of a row's columns.
     fn step<S: Simd>(&mut self, simd: S, i: usize);
@@ -113,8 +113,8 @@ pub(super) trait Terms<A: Accumulator, const N: usize> {
 
 /// The sums of `terms` over columns `0..n`.
 ///
-/// `SETS` sums are taken in turn: an addition waits for its own predecessor, which takes several
-/// cycles. More of them than there are registers would cost more than that.
+/// `SETS` sums take turns, because an addition waits several cycles for the one before it. More
+/// sums than registers would cost more than they save.
 #[inline(always)]
 pub(super) fn sum_terms<const SETS: usize, const N: usize, S: Simd, A: Accumulator>(
     simd: S,
@@ -187,7 +187,7 @@ mod tests {
         }
     }
 
-    /// Widths on every side of whole vectors and of rounds of them.
+    /// Widths below, at and above multiples of a vector, and of a round of `SETS` vectors.
     #[test]
     fn sums_of_every_width() {
         let a: Vec<f64> = (0..100).map(|i| 1. + (i as f64).sin()).collect();

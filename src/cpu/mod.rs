@@ -1,7 +1,7 @@
 //! The CPU: rows on rayon's threads, in the vector instructions that the processor has.
 //!
-//! `step.rs` has the phases of a step: what a channel needs is computed there, what a row needs by
-//! the passes of `kernels.rs`.
+//! `step.rs` has the phases of a step, and computes what each channel needs. The passes in
+//! `kernels.rs` compute what each row needs.
 
 mod element;
 mod half;

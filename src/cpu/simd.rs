@@ -73,7 +73,7 @@ fn avx2() -> Level {
 /// that come from memory. Half precision is limited by conversion, which is faster at 512 bits.
 /// Measured at 1024x512 and 4096x512 on an AMD EPYC; see `benches/results`.
 pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
-    // What is left of a group beside whole vectors goes one by one.
+    // The columns after a group's last whole vector go one by one.
     let widest = 64 / size_of::<T::Acc>();
     let (narrow, wide) = *LEVELS;
     let level = match group_len.is_multiple_of(widest) {
@@ -86,8 +86,8 @@ pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> O
 impl Level {
     pub(super) fn run<Op: WithSimd>(self, op: Op) -> Op::Output {
         match self {
-            // Four lanes: the compiler makes vectors of them, with what little it may take for
-            // granted.
+            // Four lanes, which the compiler turns into the vectors that every processor of the
+            // target has.
             Level::Baseline => op.with_simd(Scalar128b),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(avx2, v3) => avx2.vectorize(At(op, v3)),

@@ -7,29 +7,29 @@ use crate::op::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
 use crate::op::rows::{matrix, on_cpu, packed, widened};
-use crate::state::{read, write};
+use crate::state::{read_channels, write_channels};
 use candle::{DType, Device, Result, Storage, Tensor, Var, WithDType};
 use num_traits::Float;
 use std::sync::OnceLock;
 
-/// A forward on rows of `T`, and what it leaves.
+/// A forward on rows of `T`, and what its backward needs.
 pub(crate) struct CpuStep<T: Element> {
     setting: Setting,
     /// 1/D by ψ² before the step, `[C]`.
     running_inv_rms: Vec<T::Acc>,
-    /// What this process's rows add up to, in training.
+    /// The sums over this process's rows, in training.
     own: Option<ForwardSums<T::Acc>>,
     /// The statistics of the whole batch, in training, once they are known; `None` without a kept
     /// row.
     statistics: OnceLock<Option<BatchStatistics<T::Acc>>>,
 }
 
-/// What the rows of a training forward add up to.
+/// The sums over the rows of a training forward.
 #[derive(Clone)]
 struct ForwardSums<A> {
-    /// ψ_B² and Γ are of kept rows.
+    /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
     kept: RowSum<A>,
-    /// Where Γ is of all rows, padded ones included.
+    /// Over all rows, padded ones included, for Γ under recipe Fairseq.
     all: Option<RowSum<A>>,
 }
 
@@ -72,7 +72,7 @@ impl<T: Element> CpuStep<T> {
         self.statistics.get()?.as_ref()
     }
 
-    /// Whether this is a training step with a kept row, as far as is known.
+    /// Whether this is a training step with a kept row, or may turn out to be one.
     fn may_be_step(&self) -> bool {
         self.setting.kind.is_training() && self.statistics.get().is_none_or(Option::is_some)
     }
@@ -111,11 +111,11 @@ impl<T: Element> CpuStep<T> {
                 inv_rms: batch_inv_rms,
             }
         });
-        // The first to come to it knows as much as any other.
+        // If another backward was faster, it set the same values.
         let _ = self.statistics.set(statistics);
     }
 
-    /// Keeps this process's sums, which are those of the whole batch unless they are shared.
+    /// Keeps this process's sums. Unless they are shared, they are the sums of the whole batch.
     fn keep_sums(&mut self, sums: SquareSums<T::Acc>, rows: usize, kept: usize) {
         let all = self.sums_all_rows().then(|| RowSum {
             squares: match &sums.padded {
@@ -168,7 +168,7 @@ impl<T: Element> CpuStep<T> {
         })
     }
 
-    /// What the output takes X̃ by and adds to it: γ/D and β.
+    /// `Y = gain ⊙ X̃ + shift`: γ/D and β.
     fn gain_and_shift(&self, inputs: &ForwardInputs) -> Result<[Vec<T::Acc>; 2]> {
         let inv_rms = self.inv_rms();
         match inputs.affine {
@@ -180,7 +180,7 @@ impl<T: Element> CpuStep<T> {
 
 impl<T: Element> DeviceStep for CpuStep<T> {
     fn forward(&mut self, inputs: &ForwardInputs) -> Result<Outputs> {
-        self.running_inv_rms = self.inv_rms_of(&read(inputs.phi)?);
+        self.running_inv_rms = self.inv_rms_of(&read_channels(inputs.phi)?);
         let with_padded = self.sums_all_rows();
         let kind = self.setting.kind;
         let [gain, shift] = match kind {
@@ -252,11 +252,11 @@ impl<T: Element> DeviceStep for CpuStep<T> {
             return Ok(false);
         };
         if let Some(step) = step {
-            let mut values = read::<T::Acc>(phi)?;
+            let mut values = read_channels::<T::Acc>(phi)?;
             for (old, &batch) in values.iter_mut().zip(&batch.batch_phi) {
                 let mut new = *old;
                 for shares in [step.cumulative, step.moving].into_iter().flatten() {
-                    // What is left out may be anything.
+                    // The old ψ² does not count here, and may be NaN.
                     let kept = match shares.old {
                         0. => T::Acc::ZERO,
                         share => T::Acc::from_f64(share) * new,
@@ -267,7 +267,7 @@ impl<T: Element> DeviceStep for CpuStep<T> {
                     *old = new;
                 }
             }
-            write(phi, values)?;
+            write_channels(phi, values)?;
         }
         Ok(true)
     }
@@ -275,7 +275,7 @@ impl<T: Element> DeviceStep for CpuStep<T> {
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`:
     ///
     /// - an evaluation: `g/D`;
-    /// - PN-V, Eq. 6: `(g − Λ X̂)/D`, which takes the sums of the whole batch first;
+    /// - PN-V, Eq. 6: `(g − Λ X̂)/D`, which needs the sums of the whole batch first;
     /// - PN, Eq. 12: `(g − ν X̂)/D`; under recipe Fairseq the divisor is the batch's, and this is
     ///   the gradient at every step.
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
@@ -307,7 +307,7 @@ impl<T: Element> DeviceStep for CpuStep<T> {
             true => {
                 let beta = 1. - config.alpha_bwd;
                 let nu = inputs.ema_gz.detach().affine(beta, 0.)?;
-                backward.decay(&read(&nu.affine(inputs.loss_scale, 0.)?)?)
+                backward.decay(&read_channels(&nu.affine(inputs.loss_scale, 0.)?)?)
             }
             false => vec![T::Acc::ZERO; self.running_inv_rms.len()],
         };
@@ -334,7 +334,7 @@ struct CpuBackward<'a, T: Element> {
     inputs: BackwardInputs<'a>,
     /// γ, `[C]`.
     weight: Option<Vec<T::Acc>>,
-    /// Of this process's rows.
+    /// The sums over this process's rows.
     sums: Option<GradSums<T::Acc>>,
     /// Σ dy x̃ of the whole batch, `[C]`.
     total: Option<Vec<T::Acc>>,
@@ -372,7 +372,7 @@ impl<T: Element> CpuBackward<'_, T> {
         }
     }
 
-    /// What the gradient takes dy by.
+    /// The factor of dy in `∂L/∂X̃`: γ/D.
     fn gain(&self) -> Vec<T::Acc> {
         match &self.weight {
             Some(weight) => times(weight, self.divisor()),
@@ -380,7 +380,7 @@ impl<T: Element> CpuBackward<'_, T> {
         }
     }
 
-    /// What the gradient takes X̃ by, from Λ or ν.
+    /// The factor of X̃ in `∂L/∂X̃`. `correction` is Λ or ν.
     fn decay(&self, correction: &[T::Acc]) -> Vec<T::Acc> {
         times(&times(correction, self.divisor()), self.step.inv_rms())
     }
@@ -391,7 +391,7 @@ impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
         let (Some(total), true) = (&self.total, self.step.may_be_step()) else {
             return Ok(None);
         };
-        let mut numbers = wide(total);
+        let mut numbers = to_f64(total);
         if let (Some(own), None) = (&self.step.own, self.step.statistics.get()) {
             numbers.extend(own.numbers());
         }
@@ -403,7 +403,7 @@ impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
         let numbers = total.to_vec1()?;
         let cols = self.step.running_inv_rms.len();
         let (of_backward, of_forward) = numbers.split_at(cols);
-        self.total = Some(narrow(of_backward));
+        self.total = Some(from_f64(of_backward));
         if !of_forward.is_empty() {
             (self.step).settle(ForwardSums::of_numbers(of_forward, cols));
         }
@@ -454,8 +454,7 @@ impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
     }
 }
 
-/// A training backward's update of ν from `gamma`, Γ, and `lambda`, Λ of a loss times `loss_scale`,
-/// each `[C]`.
+/// Moves ν by a training backward. `gamma` is Γ, and `lambda` is Λ of the scaled loss, `[C]` each.
 ///
 /// Eq. 13 divided by 1−α_b, in the variable a checkpoint stores:
 /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
@@ -468,19 +467,19 @@ fn update_nu<A: Accumulator>(
 ) -> Result<()> {
     let beta = A::from_f64(1. - config.alpha_bwd);
     let unscale = A::from_f64(loss_scale.recip());
-    let mut values = read::<A>(ema_gz)?;
+    let mut values = read_channels::<A>(ema_gz)?;
     for ((ema, &gamma), &lambda) in values.iter_mut().zip(gamma).zip(lambda) {
         let mut decay = A::ONE - beta * gamma;
         if config.recipe == Recipe::Paper && decay < A::ZERO {
             decay = A::ZERO;
         }
         let new = decay * *ema + unscale * lambda;
-        // Γ too: the clamp would turn an infinite one into a finite factor.
+        // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
         if accepts(config, ema_gz, gamma) && accepts(config, ema_gz, new) {
             *ema = new;
         }
     }
-    write(ema_gz, values)
+    write_channels(ema_gz, values)
 }
 
 /// The finite check of recipe Paper, in the dtype of the state: an overflowed batch must not
@@ -494,11 +493,11 @@ fn accepts(config: &PowerNormConfig, state: &Tensor, new: impl WithDType) -> boo
 }
 
 impl<A: Accumulator> ForwardSums<A> {
-    /// As they are handed out.
+    /// The sums in the form in which they are handed out.
     fn numbers(&self) -> Vec<f64> {
         let mut numbers = vec![];
         for sum in [&self.kept].into_iter().chain(&self.all) {
-            numbers.extend(wide(&sum.squares));
+            numbers.extend(to_f64(&sum.squares));
             numbers.push(sum.rows as f64);
         }
         numbers
@@ -506,7 +505,7 @@ impl<A: Accumulator> ForwardSums<A> {
 
     fn of_numbers(numbers: &[f64], cols: usize) -> Self {
         let sum = |numbers: &[f64]| RowSum {
-            squares: narrow(&numbers[..cols]),
+            squares: from_f64(&numbers[..cols]),
             rows: numbers[cols] as usize,
         };
         let (kept, all) = numbers.split_at(cols + 1);
@@ -559,12 +558,12 @@ fn scaled_rows<'a, T: Element>(
     })
 }
 
-/// A multiply-add of each channel that leaves it as it is.
+/// A gain and a shift that change nothing.
 fn ones_and_zeros<A: Accumulator>(cols: usize) -> (Vec<A>, Vec<A>) {
     (vec![A::ONE; cols], vec![A::ZERO; cols])
 }
 
-/// A parameter's gradient in its own dtype; none for one that is not trained.
+/// A parameter's gradient in its dtype; `None` if the parameter is not trained.
 fn param_gradient<A: WithDType>(param: &Tensor, gradient: Vec<A>) -> Result<Option<Tensor>> {
     if !param.track_op() {
         return Ok(None);
@@ -577,14 +576,14 @@ fn storage<T: Element>(values: Vec<T>) -> Storage {
     Storage::Cpu(T::to_cpu_storage_owned(values))
 }
 
-fn wide<A: Accumulator>(numbers: &[A]) -> Vec<f64> {
+fn to_f64<A: Accumulator>(numbers: &[A]) -> Vec<f64> {
     numbers
         .iter()
         .map(|&number| WithDType::to_f64(number))
         .collect()
 }
 
-fn narrow<A: Accumulator>(numbers: &[f64]) -> Vec<A> {
+fn from_f64<A: Accumulator>(numbers: &[f64]) -> Vec<A> {
     numbers.iter().map(|&number| A::from_f64(number)).collect()
 }
 

@@ -27,16 +27,16 @@ pub(super) fn fill_output<T: Copy>(
         pieces.iter().all(|piece| piece.filled == piece.slots.len()),
         "a kernel left part of its output unwritten"
     );
-    // SAFETY: the pieces cover the first `len` elements of the buffer, whose capacity is at least
-    // `len`, and a piece counts elements as written only after a sweep over them, in which
-    // `Element::store` wrote each vector; all are, by the assert.
+    // SAFETY: the pieces cover the first `len` elements of the buffer, which has room for them. A
+    // piece counts an element as filled only after `Element::store` wrote it, and by the assert all
+    // are.
     unsafe { out.set_len(len) };
     out
 }
 
-/// Outputs of at least this many bytes are worth huge pages: allocators take them from the system
-/// anew each time, and then a fault for each 4 KiB page costs more than the arithmetic that fills
-/// it.
+/// Outputs of at least this many bytes ask for huge pages. Allocators take them from the system
+/// anew each time, and a fault for each page of 4 KiB then costs more than the arithmetic that
+/// fills it.
 #[cfg(target_os = "linux")]
 const HUGE: usize = 4 << 20;
 
@@ -79,7 +79,7 @@ impl<T> Default for Piece<'_, T> {
 
 /// Values of adjacent columns. Implementations are `#[inline(always)]`.
 pub(super) trait Values<A: Accumulator> {
-    /// Those of the `i`-th vector of columns.
+    /// The values in the `i`-th vector of columns.
     fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, A>;
 }
 
@@ -92,8 +92,8 @@ impl<T: Element> Piece<'_, T> {
         self.filled += n;
     }
 
-    /// What was written so far.
-    pub fn written(&self) -> &[T] {
+    /// The values so far.
+    pub fn as_slice(&self) -> &[T] {
         let slots = &self.slots[..self.filled];
         // SAFETY: `extend` wrote them.
         unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }

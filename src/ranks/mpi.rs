@@ -191,10 +191,9 @@ impl Duplicate {
             return Err(failure("expected MPI in use, got it finalized".into()));
         }
         let mut result = vec![T::default(); values.len()];
-        // SAFETY: both buffers hold `values.len()` elements of the type that the datatype
-        // describes, and that number fits an int. One buffer is only read, the other only written.
-        // The operation is defined for integers and floats. The communicator is alive, and no other
-        // call on it runs, because its owner has locked it.
+        // SAFETY: each buffer holds `values.len()` elements of the datatype, a number that fits an
+        // int (see `values`). The operation is defined for integers and floats. The communicator is
+        // alive, and its owner has locked it.
         unsafe {
             let operation = match operation {
                 Operation::Min => ffi::RSMPI_MIN,

@@ -12,6 +12,7 @@ pub mod reference;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 pub mod softgpu;
 
+use candle::backprop::GradStore;
 use candle::{DType, Device, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
@@ -363,14 +364,29 @@ pub fn forward(layer: &PowerNorm, xs: &Tensor, keep: Option<&Tensor>, train: boo
     }
 }
 
-/// `xs + residual`, rounded to nearest. candle's own sum of `BF16` is not on AArch64, and that of
-/// `F16` has 0 for numbers below the normal ones where it takes 32 at a time.
-pub fn sum(xs: &Tensor, residual: &Tensor) -> candle::Result<Tensor> {
+/// `xs + residual`, rounded to nearest. candle's own sum of `BF16` is not rounded so on AArch64,
+/// and its sum of `F16` flushes subnormals to 0 in vectors of 32.
+pub fn add_rounded(xs: &Tensor, residual: &Tensor) -> candle::Result<Tensor> {
     match xs.dtype() {
         dtype @ (DType::BF16 | DType::F16) => {
             (xs.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?.to_dtype(dtype)
         }
         _ => xs + residual,
+    }
+}
+
+/// The gradients of Σ y·dy + Σ sum·dsum, without the term of an output that the loss does not use.
+pub fn residual_gradients(
+    (y, sum): &(Tensor, Tensor),
+    [dy, dsum]: [&Tensor; 2],
+    [uses_y, uses_sum]: [bool; 2],
+) -> candle::Result<GradStore> {
+    let y = (y * dy)?.sum_all()?;
+    let sum = (sum * dsum)?.sum_all()?;
+    match (uses_y, uses_sum) {
+        (true, true) => (y + sum)?.backward(),
+        (true, false) => y.backward(),
+        _ => sum.backward(),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use crate::common::distributed::{on_ranks, Rank};
 use crate::common::gpu::{gpu, gpu_of_one_stream, Gradient};
-use crate::common::{assert_same_bits, coarser, precision, sum, tensor, to_f64, Data, CPU};
+use crate::common::{add_rounded, assert_same_bits, coarser, precision, tensor, to_f64, Data, CPU};
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
@@ -440,7 +440,7 @@ impl Terms {
     fn of(arguments: &Arguments) -> Self {
         let config = &arguments.config;
         let (_, cols) = arguments.x.dims2().unwrap();
-        let with_residual = |residual| sum(&arguments.x, residual).unwrap();
+        let with_residual = |residual| add_rounded(&arguments.x, residual).unwrap();
         let sum = arguments.residual.as_ref().map(with_residual);
         let x = to_f64(sum.as_ref().unwrap_or(&arguments.x));
         let x: Vec<f64> = x.into_iter().map(finite).collect();

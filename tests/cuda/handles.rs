@@ -42,7 +42,10 @@ fn tensors_in_the_wrong_place_are_refused() {
         let (expected, got) = (expected.location(), place.location());
         assert_eq!(
             message(power_norm(8, config(None), vb)),
-            format!("power_norm: expected {name} on {expected:?}, got it on {got:?}")
+            format!(
+                "power_norm: expected {name} on {expected:?}, got it on {got:?}: \
+                 move it before the layer is built"
+            )
         );
     }
 }
@@ -66,7 +69,10 @@ fn tensors_of_another_device_are_refused() {
         let before = state(&layer);
         let text = |name| {
             let (own, other) = (own.location(), other.location());
-            format!("power_norm: expected {name} on the layer's device {own:?}, got {other:?}")
+            format!(
+                "power_norm: expected {name} on the layer's device {own:?}, got {other:?}: \
+                 move it by `to_device`"
+            )
         };
         for train in [true, false] {
             layer.mode().set_training(train);

@@ -1,11 +1,12 @@
-//! What holds on every device. Each case is a test of the CPU in `parity.rs`, and one of a GPU in
-//! `cuda/main.rs`.
+//! Tests of what holds on every device. `parity.rs` runs each case on a CPU, and `cuda/main.rs` on
+//! a GPU.
 
 use crate::common::reference::Quantity;
 use crate::common::{
-    assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero, config, forward,
-    in_time, layer_on, precision, run, same_bits, same_state, state, sum, tensor, thinned,
-    thinned_in_turn, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU, DTYPES, PATHS,
+    add_rounded, assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero,
+    config, forward, in_time, layer_on, precision, residual_gradients, run, same_bits, same_state,
+    state, tensor, thinned, thinned_in_turn, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
+    DTYPES, PATHS,
 };
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -42,14 +43,15 @@ macro_rules! cases {
 }
 pub(crate) use cases;
 
-/// A layer for each way to walk the kernels, in each dtype. On a CPU the widest walk as others do.
+/// A layer for each path through the kernels, in each dtype. On a CPU the widest layers take no
+/// path of their own.
 pub fn layers(device: &Device) -> impl Iterator<Item = ((usize, Option<usize>), (DType, DType))> {
     let most = if device.is_cpu() { 1024 } else { usize::MAX };
     let paths = PATHS.into_iter().filter(move |&(cols, _)| cols <= most);
     thinned(paths.flat_map(|path| DTYPES.map(|dtypes| (path, dtypes))))
 }
 
-/// What a layer and its batches may be besides their shape and dtype.
+/// Every choice for a layer and its batches, apart from shape and dtype.
 pub fn variants() -> Vec<(PowerNormConfig, bool)> {
     let mut variants = vec![];
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
@@ -72,8 +74,8 @@ pub fn variants() -> Vec<(PowerNormConfig, bool)> {
 
 // Values against the oracle
 
-/// Widths, and layer-scales of each: none, one group, several. Groups lie inside a warp or span
-/// warps, are whole 16-byte pieces or not, and of the widest layers some do not fit a block.
+/// Widths, each with layer-scales of no group, one and several. Some groups lie inside a warp, and
+/// some span several. Some are whole 16-byte pieces. Some of the widest do not fit a block.
 const WIDTHS: [(usize, &[Option<usize>]); 13] = [
     (1, &[None, Some(1)]),
     (3, &[None, Some(1), Some(3)]),
@@ -90,8 +92,8 @@ const WIDTHS: [(usize, &[Option<usize>]); 13] = [
     (65536, &[None, Some(1), Some(16)]),
 ];
 
-/// Follows layers of every width through three steps and an evaluation: every variant of the small
-/// ones, two in turn of those that take the oracle its time.
+/// Follows layers of every width through three steps and an evaluation. Small layers take every
+/// variant. Large ones, for which the oracle is slow, take two in turn.
 fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
     let mut data = Data::on(device, 1);
     let shapes = WIDTHS.into_iter().flat_map(|(cols, layer_scales)| {
@@ -107,11 +109,11 @@ fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
     for (turn, (rows, cols, group_scaling)) in thinned(shapes).enumerate() {
         let large = rows * cols > 40_000;
         let stride = if large { 8 } else { every };
-        // No variant keeps to one height.
+        // Each variant meets other numbers of rows.
         let first = (turn + turn / 4) % stride;
         let variants = variants().into_iter().skip(first).step_by(stride);
         for (config, padded) in thinned_in_turn(turn, variants) {
-            // On a row or two the released recipe diverges, soon beyond what `f16` holds.
+            // On one or two rows the released recipe diverges, and soon leaves the range of `f16`.
             if config.recipe == Recipe::Fairseq && input == DType::F16 && rows <= 2 {
                 continue;
             }
@@ -152,7 +154,7 @@ every_width! {
 }
 
 /// A layer used twice in a model, and its graph walked twice: each backward uses the statistics of
-/// its own forward, and the ν that stands when it runs.
+/// its own forward, and the current ν.
 pub fn each_backward_belongs_to_its_forward(device: &Device) {
     const ROWS: usize = 20;
     const SIZE: usize = 48;
@@ -201,10 +203,10 @@ pub fn each_backward_belongs_to_its_forward(device: &Device) {
     }
 }
 
-/// A layer's own buffers as its input: candle locks the storage of an op's arguments while the op
-/// runs, and a training step writes to those very buffers. A lock taken twice shows as a test that
-/// never ends, which is all that is asked of a training backward: of a ν that moves, it may read
-/// the one or the other.
+/// A layer's own buffers as its input. candle locks the storage of an op's arguments while the op
+/// runs, and a training step writes to those buffers. A lock that is taken twice shows as a test
+/// that never ends. A training backward only has to end: it may read ν from before or after its
+/// move.
 pub fn a_layer_can_read_its_own_buffers(device: &Device) {
     let device = device.clone();
     in_time(move || read_own_buffers(&device));
@@ -249,9 +251,9 @@ fn read_own_buffers(device: &Device) {
     }
 }
 
-/// Rows whose squares `f32` cannot hold, and rows whose squares it cannot tell from 0: `f64` can,
-/// and the layer-scale makes the two agree. (What the overflow gave: y = β, a ψ² that sank, a
-/// gradient of NaN.)
+/// Rows whose squares overflow in `f32` or are 0 there. `f64` holds the squares, and with a
+/// layer-scale a layer of either dtype gives the same. (What the overflow gave: y = β, a ψ² that
+/// sank, a gradient of NaN.)
 pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
     let mut data = Data::on(device, 13);
     let paths = PATHS.into_iter().filter(|(_, groups)| groups.is_some());
@@ -259,7 +261,7 @@ pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
         [1e-30, 1e-12, 1e12, 1e18, 1e19, 1e20, 1e30, 1e37].map(move |magnitude| (path, magnitude))
     })) {
         let mut batch = Batch::random(&mut data, &[20, cols], DType::F64, false);
-        // What `f32` makes of it is the input of both.
+        // Both layers get the numbers as `f32` rounds them.
         let xs = (&batch.xs * magnitude).unwrap();
         batch.xs = xs.to_dtype(DType::F32).unwrap();
         for (warmup_steps, train) in [(0, true), (1, true), (0, false)] {
@@ -276,14 +278,22 @@ pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
                 };
                 let outcome = run(&layer, &batch, train);
                 let (phi, nu) = (layer.running_phi().unwrap(), layer.nu().unwrap());
-                [&outcome.y, &outcome.dx, &phi, &nu].map(to_f64)
+                let (dweight, dbias) = (outcome.dweight.unwrap(), outcome.dbias.unwrap());
+                let (y, dx) = (outcome.y, outcome.dx);
+                [
+                    ("y", y),
+                    ("dx", dx),
+                    ("dweight", dweight),
+                    ("dbias", dbias),
+                    ("ψ²", phi),
+                    ("ν", nu),
+                ]
+                .map(|(name, values)| (name, to_f64(&values)))
             };
             let (ours, theirs) = (pass(DType::F32), pass(DType::F64));
-            for (name, (ours, expected)) in
-                ["y", "dx", "ψ²", "ν"].iter().zip(ours.iter().zip(&theirs))
-            {
+            for ((name, ours), (_, expected)) in ours.iter().zip(&theirs) {
                 let largest = expected.iter().fold(0f64, |max, e| max.max(e.abs()));
-                // Below the range of `f32` there is nothing to agree on.
+                // `f32` does not hold smaller numbers in full.
                 if largest < 1e-30 {
                     continue;
                 }
@@ -299,7 +309,7 @@ pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
     }
 }
 
-/// Squares of 1e4 exceed what `f16` holds, sums of them all the more.
+/// Squares of 1e4 overflow in `f16`, and so do their sums.
 pub fn large_half_precision_inputs_do_not_overflow(device: &Device) {
     let mut data = Data::on(device, 14);
     for builder in [DType::F16, DType::F32] {
@@ -310,8 +320,7 @@ pub fn large_half_precision_inputs_do_not_overflow(device: &Device) {
                 let x = to_f64(&batch.xs);
                 let x: Vec<f64> = x.iter().map(|x| (1e4 * x).clamp(-6e4, 6e4)).collect();
                 batch.xs = data.tensor(&x, &[37, cols], DType::F16);
-                // Gradients of the size that loss scaling gives them, or they would vanish in
-                // `f16`.
+                // As large as loss scaling makes them. Else they would vanish in `f16`.
                 batch.dy = (batch.dy * 64.).unwrap();
                 twin.check(&format!("{builder:?}, {cols} by {groups:?}"), &batch, true);
             }
@@ -320,8 +329,8 @@ pub fn large_half_precision_inputs_do_not_overflow(device: &Device) {
     }
 }
 
-/// A value that is not finite, or whose square is not, leaves no trace where it entered, and the
-/// step is an ordinary one elsewhere.
+/// A value that is not finite, or whose square is not, leaves no trace in its channel. The other
+/// channels take an ordinary step.
 pub fn poisoned_batches_are_forgotten(device: &Device) {
     const ROWS: usize = 10;
     const CHANNEL: usize = 5;
@@ -341,7 +350,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
     for ((dtype, poison), (cols, groups)) in thinned(cases) {
         for warmup_steps in [1, 100] {
             for in_input in [true, false] {
-                // The layer-scale makes numbers of large ones, and a large gradient is no overflow.
+                // The layer-scale takes large inputs, and large gradients do not overflow.
                 if poison.is_finite() && (groups.is_some() || !in_input) {
                     continue;
                 }
@@ -367,7 +376,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
                 run(&twin.layer, &poisoned.to(device), true);
                 let after = state(&twin.layer);
 
-                // Under the layer-scale a row's group is poisoned as a whole.
+                // With a layer-scale the whole group is poisoned.
                 let reach = match (groups, in_input) {
                     (Some(groups), true) => cols / groups,
                     _ => 1,
@@ -384,7 +393,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
                     let count = hit.clone().filter(still).count();
                     let expected = if kept { hit.len() } else { 0 };
                     assert_eq!(count, expected, "{what}: {name} that stays");
-                    // A step may by chance be too small for a few.
+                    // By chance a few steps are too small to change a value.
                     let others = (0..cols).filter(|channel| !hit.contains(channel));
                     let count = others.filter(still).count();
                     assert!(
@@ -418,7 +427,7 @@ pub fn long_sums_of_one_value_keep_their_precision(device: &Device) {
 
 // Rows that do not count, and batches without a row
 
-/// What padded rows hold is nobody's business, NaN included.
+/// What padded rows hold changes no bit, NaN included. Against gathered rows: `properties.rs`.
 pub fn padding_may_hold_anything(device: &Device) {
     for statistics in [Statistics::Running, Statistics::Batch] {
         for ((cols, groups), (input, builder)) in layers(device) {
@@ -470,8 +479,8 @@ pub fn padding_may_hold_anything(device: &Device) {
     }
 }
 
-/// The pass of a batch without a kept row is an evaluation, which moves neither ψ² nor ν. On a GPU
-/// it is counted as a step: only the GPU knows what a mask holds, and no step waits to hear it.
+/// A batch without a kept row is evaluated, and moves neither ψ² nor ν. On a GPU it counts as a
+/// step, because only the GPU knows what a mask holds, and the host does not wait to hear it.
 pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for statistics in [Statistics::Running, Statistics::Batch] {
@@ -510,8 +519,8 @@ pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
     }
 }
 
-/// A batch of no rows is not counted. (On a GPU its backward is not asked for: candle's own
-/// operations cannot be launched on an empty tensor there.)
+/// A batch of no rows is not counted. On a GPU this has no backward, because candle cannot launch
+/// its own operations on an empty tensor there.
 pub fn empty_batches_pass_through(device: &Device) {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for (input, builder) in DTYPES {
@@ -548,7 +557,7 @@ pub fn empty_batches_pass_through(device: &Device) {
 
 // What must come to the same bits
 
-/// Inputs that are views, aligned to 16 bytes or not, and the same numbers in memory of their own.
+/// Views, aligned to 16 bytes or not, give the same bits as contiguous copies of them.
 pub fn views_are_what_their_copies_are(device: &Device) {
     const ROWS: usize = 40;
     const COLS: usize = 64;
@@ -607,7 +616,7 @@ pub fn views_are_what_their_copies_are(device: &Device) {
     }
 }
 
-/// Gradients that come back through a transposed and a narrowed output.
+/// Upstream gradients that are transposed or come in two halves.
 pub fn upstream_gradients_may_come_through_views(device: &Device) {
     for (input, builder) in DTYPES {
         let gradients = |loss: fn(&Tensor, &Tensor) -> Result<Tensor>| {
@@ -638,8 +647,8 @@ pub fn upstream_gradients_may_come_through_views(device: &Device) {
 
 // A residual, a loss scale
 
-/// Outputs, state and the parameters' gradients of a fused residual are those of an addition and a
-/// forward, to the bit, whatever the loss uses. The input's gradient rounds once less.
+/// A fused residual gives the same bits as an addition and a forward: outputs, state and the
+/// parameters' gradients, whichever outputs the loss uses. The input's gradient rounds once less.
 pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
     const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
     for (k, ((cols, groups), (dtype, builder))) in layers(device).enumerate() {
@@ -663,20 +672,13 @@ pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
                 Some(keep) => fused.forward_residual_masked(&xs, &residual, keep)?,
                 None => fused.forward_residual(&xs, &residual)?,
             };
-            let sum = sum(&xs, &residual)?;
+            let sum = add_rounded(&xs, &residual)?;
             let y = forward(&plain, &sum, batch.keep.as_ref(), train);
             let theirs = (y, sum);
             assert_same_bits(&format!("{what}: y"), &ours.0, &theirs.0);
             assert_same_bits(&format!("{what}: sum"), &ours.1, &theirs.1);
-            let gradients = |(y, sum): &(Tensor, Tensor)| {
-                let of_y = (y * &batch.dy)?.sum_all()?;
-                let of_sum = (sum * &other.dy)?.sum_all()?;
-                match (uses_y, uses_sum) {
-                    (true, true) => (of_y + of_sum)?.backward(),
-                    (true, false) => of_y.backward(),
-                    _ => of_sum.backward(),
-                }
-            };
+            let gradients =
+                |outputs| residual_gradients(outputs, [&batch.dy, &other.dy], [uses_y, uses_sum]);
             let (ours, theirs) = (gradients(&ours)?, gradients(&theirs)?);
             for input in [&xs, &residual] {
                 let (ours, theirs) = (ours.get(input).unwrap(), theirs.get(input).unwrap());
@@ -700,8 +702,8 @@ pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// A bias that is computed has a gradient where the loss sees the sum alone, for candle asks for
-/// one: of nothing.
+/// If the loss uses only the sum, a computed bias has a gradient of zeros, because candle panics
+/// without one.
 pub fn a_sum_by_itself_gives_a_computed_bias_zeros(device: &Device) -> Result<()> {
     let master = Var::ones(8, DType::F32, device)?;
     let (_, varmap) = layer_on(device, 8, config(None), DType::F32);
@@ -719,7 +721,7 @@ pub fn a_sum_by_itself_gives_a_computed_bias_zeros(device: &Device) -> Result<()
     Ok(())
 }
 
-/// Powers of two cancel to the bit, in the warm-up and after it.
+/// Loss scales that are powers of two cancel exactly, in the warm-up and after it.
 pub fn a_loss_scale_that_changes_changes_nothing(device: &Device) -> Result<()> {
     for (statistics, recipe) in [
         (Statistics::Running, Recipe::Paper),
