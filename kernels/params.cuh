@@ -30,17 +30,21 @@ struct Tiling {
   int32_t span;            // lanes of a group in a tile
   int32_t groups_per_tile; // 1 where a group takes several tiles
   int32_t tiles_per_group; // 1 where a tile holds whole groups
-  int32_t vectorized;      // whether every piece is whole; arrays of T are 16-byte aligned then. Always for N > 1
-  int32_t stages;          // rows of a thread that are on their way into shared memory; 0: each is loaded in its turn
+  int32_t vectorized;      // whether every piece is whole; arrays of T are 16-byte aligned
+                           // then. Always for N > 1
+  int32_t stages;          // rows of a thread that are on their way into shared memory; 0: they
+                           // come by way of registers
+  int32_t ahead;           // rows of the block from a row to the one that takes its stage
+  int32_t stage_bytes;     // of such a row of a warp
+  int32_t ring_bytes;      // of all stages of a warp
 };
 
-// The most stages, and the most threads of a block that walks rows: a stage has room for as many,
-// so that the places of a thread are a constant apart.
+// The most stages, and the most warps of a block that walks rows.
 constexpr int32_t MAX_STAGES = 3;
-constexpr int32_t MAX_THREADS = 512;
+constexpr int32_t MAX_WARPS = 16;
 
 // Where the factor r of a group comes from: x~ = r x.
-enum LayerScale : int64_t {
+enum LayerScale : int32_t {
   NO_SCALE = 0, // r = 1
   IN_TILE = 1,  // each block has whole groups and reduces them itself
   GIVEN = 2,    // groups are wider than a block; an earlier launch reduced them
@@ -78,10 +82,11 @@ struct SumPartialsParams {
 };
 
 struct UpdatePhiParams {
-  const double *totals;     // [cols + 1], of the whole batch: sums of x~^2 over kept rows, and their number; null: the
-                            // partials are all there is
+  const double *totals;     // [cols + 1], of the whole batch: sums of x~^2 over kept rows, and
+                            // their number; null: the partials are all there is
   const double *all_totals; // alike, of all rows; null: Gamma is over kept rows
-  const void *partials;     // [chunks, cols] A, of kept rows; these and the rest down to chunks are for no totals
+  const void *partials;     // [chunks, cols] A, of kept rows; these and the rest down to chunks
+                            // are for no totals
   const void *all_partials; // [chunks, cols] A, of all rows; null: Gamma is over kept rows
   const int64_t *kept;      // [chunks]; null: all rows are kept
   int64_t rows;
@@ -91,14 +96,16 @@ struct UpdatePhiParams {
   void *batch_phi;  // [cols] A, written
   void *inv_rms;    // [cols] A, 1/D: written if `by_batch`, else read
   void *gamma;      // [cols] A, written
-  void *count;      // [1] A, the rows that Gamma and Lambda are means over; 0: no row is kept. Written
+  void *count;      // [1] A, the rows that Gamma and Lambda are means over; 0: no row is kept.
+                    // Written
   double eps;       // of D
   int64_t by_batch; // whether psi_B^2 is D^2 - eps
   int64_t update;   // whether psi^2 takes the step:
   int64_t guard;    //   only where the result is finite
   int64_t cumulative;
   int64_t moving;
-  double old_share; //   psi^2 <- old_share psi^2 + new_share psi_B^2, if `cumulative` (0: whatever psi^2 was);
+  double old_share; //   psi^2 <- old_share psi^2 + new_share psi_B^2, if `cumulative` (0: whatever
+                    //   psi^2 was);
   double new_share;
   double alpha; //   then psi^2 <- alpha psi^2 + beta psi_B^2, if `moving`
   double beta;
@@ -115,7 +122,8 @@ struct NormalizeBwdParams {
   Vector correction;   // nu or Lambda, over correction_scale; null: 0
   const void *inv_rms; // [cols] A, 1/D of the forward; null: 1
   const void *batch_phi; // [cols] A; null: the divisor is D, else sqrt(batch_phi + eps)
-  const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply; null: they do
+  const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply;
+                         // null: they do
   const void *factors;   // [rows, groups] A, r of the forward; unused if NO_SCALE
   void *dots;            // [rows, groups] A, means of dx~ x~ over a group; used if GIVEN alone
   void *partials;        // [chunks, 2, cols] A, sums of dy x~, then of dy, over kept rows; or null
@@ -126,7 +134,8 @@ struct NormalizeBwdParams {
 
 struct UpdateNuParams {
   const void *partials; // [chunks, 2, cols] A
-  const double *totals; // [cols], sums of dy x~ of the whole batch; null: those of the partials are all there is
+  const double *totals; // [cols], sums of dy x~ of the whole batch; null: those of the partials
+                        // are all there is
   int64_t cols;
   int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1

@@ -11,7 +11,8 @@
 template <typename T, int N> struct Columns {
   int group;
   int place;     // of the lane in its group's span
-  int left;      // columns of the group from the first piece on; none or fewer: the thread has no columns
+  int left;      // columns of the group from the first piece on; none or fewer: it has no columns
+  int pieces;    // of the thread, whole or not
   int stride;    // columns between pieces
   int64_t first; // column of the first piece
   bool vectorized;
@@ -29,6 +30,13 @@ template <typename T, int N> struct Columns {
     first = static_cast<int64_t>(group) * tiling.group_len + start;
     // Several pieces are whole always.
     vectorized = N > 1 || tiling.vectorized;
+    pieces = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      pieces += count(n) > 0;
+    }
+    settle(pieces);
+    settle(stride);
   }
 
   __device__ __forceinline__ bool valid() const { return left > 0; }
@@ -42,14 +50,18 @@ template <typename T, int N> struct Columns {
     return count < 0 ? 0 : count < PIECE<T> ? count : PIECE<T>;
   }
 
-  // Piece n of a row whose first piece is at `row`, an array's. Zeros where it is not `present`.
+  // Piece n of a row whose first piece is at `row`. Zeros where it is not there, or the row not
+  // `present`.
   __device__ __forceinline__ Piece<T> load(const T *row, int n, bool present) const {
-    return load_piece(row + n * stride, present ? count(n) : 0, vectorized);
+    const int count = !present || n >= pieces ? 0 : vectorized ? PIECE<T> : left;
+    return load_piece(row + n * stride, count, vectorized);
   }
 
-  // Writes piece n of a row whose first piece is at `offset` of the array.
-  __device__ __forceinline__ void store(void *to, int64_t offset, int n, const Piece<T> &piece) const {
-    store_piece(static_cast<T *>(to) + offset + n * stride, piece, count(n), vectorized);
+  // Writes piece n of a row whose first piece is at `row`, if the row is `present`.
+  __device__ __forceinline__ void store(T *row, int n, const Piece<T> &piece, bool present) const {
+    if (present && n < pieces) {
+      store_piece(row + n * stride, piece, vectorized ? PIECE<T> : left, vectorized);
+    }
   }
 };
 
@@ -57,133 +69,172 @@ template <typename T, int N> struct Columns {
 struct Rows {
   int64_t end; // of the chunk
   int left;    // rows from the thread's next to the end; none or fewer: the thread has none left
+  int step;    // rows to the thread's next
+  uint32_t turn, turn_groups; // and elements, and groups
+  int turns;   // of the block from this one on: all threads go round together, for sums take whole
+               // warps
 
   __device__ explicit Rows(const Tiling &tiling) {
     const int64_t begin = blockIdx.y * tiling.chunk_rows;
     end = begin + tiling.chunk_rows < tiling.rows ? begin + tiling.chunk_rows : tiling.rows;
-    left = static_cast<int>(end - begin) - static_cast<int>(threadIdx.y);
+    const int rows = static_cast<int>(end - begin);
+    left = rows - static_cast<int>(threadIdx.y);
+    step = static_cast<int>(blockDim.y);
+    turns = (rows + step - 1) / step;
+    settle(step);
+    turn = step * static_cast<uint32_t>(tiling.cols);
+    turn_groups = step * static_cast<uint32_t>(tiling.groups);
+    settle(turn);
+    settle(turn_groups);
   }
 
-  // Whether any thread of the block has rows left: all go round together, since sums take whole
-  // warps.
-  __device__ __forceinline__ bool any() const { return left + static_cast<int>(threadIdx.y) > 0; }
-  // The thread's row of this turn, and of a later one.
-  __device__ __forceinline__ int64_t row(int later = 0) const { return end - left + later * step(); }
-  __device__ __forceinline__ bool present(int later = 0) const { return left > later * step(); }
-  __device__ __forceinline__ void advance() { left -= step(); }
-  static __device__ __forceinline__ int step() { return static_cast<int>(blockDim.y); }
+  // The thread's row of this turn, or the one after `skipped` further rows of the block.
+  __device__ __forceinline__ int64_t row(int skipped = 0) const { return end - left + skipped; }
+  __device__ __forceinline__ bool present(int skipped = 0) const { return left > skipped; }
+  __device__ __forceinline__ void advance() { left -= step, --turns; }
 };
 
 // Where a pass over rows has what in shared memory: rows on their way, two numbers a column, what
 // warps exchange. What block rows add up in the end lies over all of these.
+//
+// Places of a thread are a constant apart: each is then an address and a constant.
 template <typename T, int N> struct Shared {
   using A = Sum<T>;
-  Piece<T> *rows;    // [stages, arrays, N, MAX_THREADS]
-  Piece<A> *columns; // [2, N, QUADS, blockDim.x]: in registers there would be too many
-  A *exchanged;      // [2, blockDim.y, warps of a row]
+  unsigned rows;       // this thread's first piece of [warps, stages, arrays, N, WARP]
+  Piece<A> *columns;   // this thread's of [blockDim.x, COLUMNS]; for registers they are too many
+  A *exchanged;        // [blockDim.y, 2, MAX_WARPS], if groups span warps
 
   // 16-byte pieces of A beside a piece of T.
   static constexpr int QUADS = PIECE<T> / PIECE<A>;
+  // Pieces of two numbers a column. They are odd, so that neighbours are in different banks.
+  static constexpr int COLUMNS = 2 * N * QUADS + 1;
 
-  __device__ Shared(const Tiling &tiling, int arrays, void *memory)
-      : rows(static_cast<Piece<T> *>(memory)),
-        columns(reinterpret_cast<Piece<A> *>(rows + tiling.stages * arrays * N * MAX_THREADS)),
-        exchanged(reinterpret_cast<A *>(columns + 2 * N * QUADS * blockDim.x)) {}
+  __device__ Shared(const Tiling &tiling, void *memory) {
+    const int rank = thread_rank();
+    unsigned char *start = static_cast<unsigned char *>(memory);
+    rows = shared_address(start) + rank / WARP * tiling.ring_bytes + rank % WARP * 16;
+    Piece<A> *all = reinterpret_cast<Piece<A> *>(start + block_size() / WARP * tiling.ring_bytes);
+    columns = all + threadIdx.x * COLUMNS;
+    exchanged = reinterpret_cast<A *>(all + blockDim.x * COLUMNS);
+  }
 
-  // The first or the second number of each column of this thread's piece n. Neighbours in `columns`
-  // are of neighbouring lanes.
+  // The first or the second number of each column of this thread's piece n.
   __device__ __forceinline__ void write(int which, int n, const A (&values)[PIECE<T>]) const {
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
       Piece<A> piece;
       memcpy(&piece, values + q * PIECE<A>, sizeof(piece));
-      put(columns + ((which * N + n) * QUADS + q) * blockDim.x + threadIdx.x, piece);
+      put(columns + (which * N + n) * QUADS + q, piece);
     }
   }
 
   __device__ __forceinline__ void read(int which, int n, A (&values)[PIECE<T>]) const {
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
-      const Piece<A> piece = get(columns + ((which * N + n) * QUADS + q) * blockDim.x + threadIdx.x);
+      const Piece<A> piece = get(columns + (which * N + n) * QUADS + q);
       memcpy(values + q * PIECE<A>, &piece, sizeof(piece));
     }
   }
 };
 
-// A thread's rows of up to ARRAYS arrays, of which `stages` are on their way into shared memory at
-// any time. Arrays that are not there come last. A thread copies for itself alone, so it waits for
-// its own copies and for no barrier.
+// A thread's rows of up to ARRAYS arrays, the next of which are on their way while it works on one.
+// In each turn: `wait`, then `at` and after that `ask` for each array, then `advance`.
+//
+// The GPU copies `stages` rows into shared memory, a ring. A thread copies for itself alone, so it
+// waits for its own copies and for no barrier. Where pieces are not whole, or the GPU is too old,
+// the next row is loaded into registers. A backward of several pieces has none left for that, and
+// loads each row when it needs it.
 template <typename T, int N, int ARRAYS> struct Stream {
-  const T *from[ARRAYS];
-  int arrays, stages;
-  int64_t ahead;  // elements to the row `stages` on
-  Piece<T> *slot; // this thread's first piece in the stage whose turn it is
-  Piece<T> *end;  // and in the one after the last
+  static constexpr bool HOLDS = ARRAYS == 2 || N == 1;
 
-  // `offset` is that of the thread's first piece in each array.
+  const T *from;        // this thread's first piece of the first array's row to ask for
+  int64_t gaps[ARRAYS]; // bytes from there to the other arrays: fewer registers than pointers
+  bool copies;
+  unsigned ring, end;       // this thread's first piece in the first stage, and beyond the last
+  unsigned slot;            // and in the stage of the row whose turn it is
+  Piece<T> held[ARRAYS * N];
+
+  // `offset` is that of the thread's first piece in each array. Arrays not there come last.
   __device__ __forceinline__ Stream(const Tiling &tiling, const Columns<T, N> &columns,
                                     const void *const (&starts)[ARRAYS], int arrays,
-                                    const Shared<T, N> &shared, Rows rows, int64_t offset)
-      : arrays(arrays), stages(tiling.stages), ahead(stages * Rows::step() * tiling.cols),
-        slot(shared.rows + thread_rank()), end(slot + stages * arrays * N * MAX_THREADS) {
-    keep(ahead);
+                                    unsigned ring, const Rows &rows, int64_t offset)
+      : from(static_cast<const T *>(starts[0]) + offset - rows.turn),
+        copies(COPIES_BY_ITSELF && columns.vectorized), ring(ring), end(ring + tiling.ring_bytes),
+        slot(ring) {
+    settle(this->ring);
 #pragma unroll
     for (int array = 0; array < ARRAYS; ++array) {
-      from[array] = static_cast<const T *>(starts[array]);
+      gaps[array] = reinterpret_cast<int64_t>(starts[array]) - reinterpret_cast<int64_t>(starts[0]);
     }
+    const int first = copies ? tiling.stages : HOLDS;
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
-      ask(columns, offset + i * Rows::step() * tiling.cols, rows.present(i));
+    for (int i = 0; i < first; ++i) {
+      move(from, rows.turn);
+#pragma unroll
+      for (int array = 0; array < ARRAYS; ++array) {
+        if (array < arrays) {
+          ask(array, columns, rows.present(i * rows.step));
+        }
+      }
+      advance(tiling);
     }
   }
 
   // Waits for the row whose turn it is.
-  __device__ __forceinline__ void wait() const {
-    switch (stages) {
-    case 0:
-    case 1:
-      wait_for_copies<0>();
-      break;
-    case 2:
-      wait_for_copies<1>();
-      break;
-    default:
+  __device__ __forceinline__ void wait(const Tiling &tiling, const Rows &rows) {
+    move(from, rows.turn);
+    if (tiling.stages == MAX_STAGES) {
       wait_for_copies<MAX_STAGES - 1>();
+    } else if (tiling.stages == 2) {
+      wait_for_copies<1>();
+    } else {
+      wait_for_copies<0>();
     }
   }
 
-  // Piece n of it, zeros where it is not there. `offset` is that of its first piece.
+  // Piece n of it, zeros where it is not there.
   __device__ __forceinline__ Piece<T> at(int array, int n, const Columns<T, N> &columns,
-                                         const Rows &rows, int64_t offset) const {
-    return stages == 0 ? columns.load(from[array] + offset, n, rows.present())
-                       : get(slot + (array * N + n) * MAX_THREADS);
+                                         const Rows &rows) const {
+    if (copies) {
+      return get_shared<T>(place(array, n));
+    }
+    return HOLDS ? held[array * N + n] : columns.load(row(array), n, rows.present());
   }
 
-  // Asks for the row `stages` after it, in its place: it has been read.
-  __device__ __forceinline__ void advance(const Columns<T, N> &columns, const Rows &rows,
-                                          int64_t offset) {
-    if (stages > 0) {
-      ask(columns, offset + ahead, rows.present(stages));
-    }
+  // Asks for the row that takes its place: all of it has been read.
+  __device__ __forceinline__ void ask(int array, const Tiling &tiling,
+                                      const Columns<T, N> &columns, const Rows &rows) {
+    ask(array, columns, rows.present(copies ? tiling.ahead : rows.step));
+  }
+
+  // On to the next row.
+  __device__ __forceinline__ void advance(const Tiling &tiling) {
+    end_copies();
+    slot += tiling.stage_bytes;
+    slot = slot == end ? ring : slot;
   }
 
 private:
-  __device__ __forceinline__ void ask(const Columns<T, N> &columns, int64_t offset, bool present) {
+  __device__ __forceinline__ void ask(int array, const Columns<T, N> &columns, bool present) {
+    const T *next = row(array);
 #pragma unroll
-    for (int array = 0; array < ARRAYS; ++array) {
-      if (array < arrays) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          copy_async(slot + (array * N + n) * MAX_THREADS,
-                     from[array] + offset + n * columns.stride, present && columns.count(n) > 0);
-        }
+    for (int n = 0; n < N; ++n) {
+      if (copies) {
+        copy_async(place(array, n), next + n * columns.stride, present && n < columns.pieces);
+      } else if (HOLDS) {
+        held[array * N + n] = columns.load(next, n, present);
       }
     }
-    end_copies();
-    slot += arrays * N * MAX_THREADS;
-    if (slot == end) {
-      slot -= stages * arrays * N * MAX_THREADS;
-    }
+  }
+
+  __device__ __forceinline__ const T *row(int array) const {
+    const T *row = reinterpret_cast<const T *>(reinterpret_cast<const char *>(from) + gaps[array]);
+    move(row, 0); // nvcc would take the sum apart
+    return row;
+  }
+
+  __device__ __forceinline__ unsigned place(int array, int n) const {
+    return slot + (array * N + n) * WARP * 16;
   }
 };
 
@@ -203,22 +254,24 @@ __device__ __forceinline__ void fill_columns(const Columns<T, N> &columns,
   }
 }
 
-// Means over a group's columns, of which each of its lanes has some.
-template <typename T, int N> struct GroupMean {
+// Sums over a group's columns, of which each of its lanes has some.
+template <typename T, int N> struct GroupSum {
   using A = Sum<T>;
   bool in_warp; // whether a group's lanes are in one warp
   int place, span;
-  A share; // of a column
   RowSum<A> row_sum;
 
-  __device__ GroupMean(const Tiling &tiling, const Columns<T, N> &columns,
-                       const Shared<T, N> &shared)
+  __device__ GroupSum(const Tiling &tiling, const Columns<T, N> &columns,
+                      const Shared<T, N> &shared)
       : in_warp(tiling.span <= WARP), place(columns.place), span(tiling.span),
-        share(A(1) / A(tiling.group_len)), row_sum(shared.exchanged) {}
+        row_sum(shared.exchanged, in_warp) {}
 
   // All threads of the block call this together.
   __device__ __forceinline__ A of(A value) {
-    return (in_warp ? sum_segment(value, place, span) : row_sum.of(value)) * share;
+    if (__builtin_expect(in_warp, false)) {
+      return sum_segment(value, place, span);
+    }
+    return row_sum.of(value);
   }
 };
 
@@ -240,23 +293,27 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
   }
 }
 
-// group_factors: r of each row and group, for groups wider than a block.  Determinism: bitwise, fixed order.
+// group_factors: r of each row and group, for groups wider than a block.
+// Determinism: bitwise, fixed order.
 // Reads  x[rows, cols] T, residual alike unless null.
 // Writes factors[rows, groups] A; sum[rows, cols] T unless null; overwrites.
 // Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual.
-// Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
-// Thread owns every 256th piece of a group.                    Reduction: registers, then warps, then block.
-// Requires rows >= 1, packed rows, x, residual, sum 16-byte aligned if vectorized. Launcher: launch.rs::group_factors.
+// Launch min(rows*groups, 65536), block 256, smem as in RowSum.
+// Thread owns every 256th piece of a group.
+// Reduction: registers, then warps, then block.
+// Requires rows >= 1, packed rows, x, residual, sum 16-byte aligned if vectorized.
+// Launcher: launch.rs::group_factors.
 template <typename T> __device__ __forceinline__ void group_factors(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory));
+  RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory), false);
   const Tiling &tiling = p.tiling;
   const int64_t len = tiling.group_len;
   for (int64_t group = blockIdx.x; group < tiling.rows * tiling.groups; group += gridDim.x) {
     const T *x = static_cast<const T *>(p.x) + group * len;
-    const T *residual = p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + group * len;
+    const T *residual =
+        p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + group * len;
     A squares = 0;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
@@ -272,41 +329,46 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
     }
     squares = row_sum.of(squares);
     if (threadIdx.x == 0) {
+      const A square = squares / A(len) + A(p.group_eps);
+      const A factor = inverse_root(square);
       static_cast<A *>(p.factors)[group] =
-          factor_of(squares / A(len), x, residual, tiling.group_len, A(p.group_eps));
+          factor > 0 ? factor : factor_of_huge(square, x, residual, tiling.group_len);
     }
   }
 }
 
-// normalize: y = x~ * weight/D + bias (Eq. 8, 9), and the sums of psi_B^2 (Alg. 1) on the way.  Determinism: bitwise.
-// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if GIVEN.
-// Writes y, sum [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi is there,
-//        factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
-// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first without y, and
-//        as much again with a residual.
+// normalize: y = x~ * weight/D + bias (Eq. 8, 9), and the sums of psi_B^2 (Alg. 1) on the way.
+// Determinism: bitwise.
+// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if
+//        GIVEN.
+// Writes y, sum [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi
+//        is there, factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
+// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first
+//        without y, and as much again with a residual.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
-// Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: a group by shuffles, and through
-//        smem where it spans warps; columns in registers, then a tree over the block's rows.
-// Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y, partials 16-byte aligned if vectorized.
+// Thread owns N pieces of every blockDim.y-th row in its chunk.
+// Reduction: a group by shuffles, and through smem where it spans warps; columns in registers, then
+//        a tree over the block's rows.
+// Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y, partials 16-byte aligned if
+//        vectorized.
 // Launcher: launch.rs::normalize.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Tiling &tiling = p.tiling;
-  const int arrays = p.residual == nullptr ? 1 : 2;
-  const Shared<T, N> shared(tiling, arrays, shared_memory);
+  const Shared<T, N> shared(tiling, shared_memory);
   const Columns<T, N> columns(tiling);
   // Rows are on their way while the channels are prepared.
   Rows rows(tiling);
-  int64_t offset = rows.row() * tiling.cols + columns.first;
-  int64_t step = Rows::step() * tiling.cols;
-  keep(step);
-  Stream<T, N, 2> stream(tiling, columns, {p.x, p.residual}, arrays, shared, rows, offset);
-  GroupMean<T, N> group_mean(tiling, columns, shared);
+  const int64_t offset = rows.row() * tiling.cols + columns.first;
+  const int arrays = p.residual == nullptr ? 1 : 2;
+  Stream<T, N, 2> stream(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows, offset);
+  GroupSum<T, N> group_sum(tiling, columns, shared);
   const A eps = A(p.eps);
-  A group_eps = A(p.group_eps);
-  keep(group_eps);
+  A group_eps = A(p.group_eps), share = A(1) / A(tiling.group_len);
+  settle(group_eps);
+  settle(share);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
@@ -348,50 +410,73 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     sums[i] = 0;
   }
 
-  // Whether a row enters the sums. The mask is read a row ahead.
-  const auto counts = [&](int later) {
-    return rows.present(later) && p.partials != nullptr &&
-           (p.keep == nullptr || p.keep[rows.row(later)] != 0);
-  };
-  bool next_counts = counts(0);
+  // Of the row before the thread's.
+  T *sum = static_cast<T *>(p.sum) + offset - rows.turn;
+  T *y = static_cast<T *>(p.y) + offset - rows.turn;
+  A *factors = static_cast<A *>(p.factors) + columns.group;
+  bool in_tile = p.layer_scale == IN_TILE, adds = p.residual != nullptr, writes = p.y != nullptr;
+  bool masked = p.keep != nullptr && p.partials != nullptr;
+  bool writes_factor = p.factors != nullptr && columns.valid() && columns.place == 0;
+  settle(in_tile);
+  settle(adds);
+  settle(writes);
+  settle(masked);
+  settle(writes_factor);
+  // Whether a row enters the sums. The mask is read a row ahead. A row that is not there is zeros.
+  int next_counts = p.partials != nullptr;
+  if (masked) {
+    next_counts = rows.present() && p.keep[rows.row()] != 0;
+  }
 #pragma unroll 1
-  for (; rows.any(); rows.advance(), offset += step) {
-    const bool row_counts = next_counts;
-    next_counts = counts(1);
-    stream.wait();
+  for (; rows.turns > 0; rows.advance()) {
+    const int row_counts = next_counts;
+    if (masked) {
+      next_counts = rows.present(rows.step) && p.keep[rows.row(rows.step)] != 0;
+    }
+    stream.wait(tiling, rows);
+    Piece<T> x[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      x[n] = stream.at(0, n, columns, rows);
+    }
+    stream.ask(0, tiling, columns, rows);
+    if (adds) {
+      move(sum, rows.turn);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        add_to(x[n], stream.at(1, n, columns, rows));
+        columns.store(sum, n, x[n], rows.present());
+      }
+      stream.ask(1, tiling, columns, rows);
+    }
+    stream.advance(tiling);
     A x_tilde[N * V];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      Piece<T> x = stream.at(0, n, columns, rows, offset);
-      if (p.residual != nullptr) {
-        add_to(x, stream.at(1, n, columns, rows, offset));
-        if (rows.present()) {
-          columns.store(p.sum, offset, n, x);
-        }
-      }
-      widen(x, x_tilde + n * V);
+      widen(x[n], x_tilde + n * V);
     }
-    stream.advance(columns, rows, offset);
 
     A factor = 1;
-    if (p.layer_scale == IN_TILE) {
+    if (in_tile) {
       A squares = 0;
 #pragma unroll
       for (int i = 0; i < N * V; ++i) {
         squares += x_tilde[i] * x_tilde[i];
       }
-      const A mean_square = group_mean.of(squares);
-      if (rows.present() && columns.valid()) {
-        const int64_t start = offset - columns.place * V;
-        const T *residual = p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + start;
-        factor = factor_of(mean_square, static_cast<const T *>(p.x) + start, residual, tiling.group_len,
-                           group_eps);
-        if (p.factors != nullptr && columns.place == 0) {
-          static_cast<A *>(p.factors)[rows.row() * tiling.groups + columns.group] = factor;
-        }
+      const A square = group_sum.of(squares) * share + group_eps;
+      factor = inverse_root(square);
+      // Neither is likely: the squares overflowed, or x is not finite.
+      if (!(factor > 0) && rows.present() && columns.valid()) {
+        const int64_t start = rows.row() * tiling.cols + columns.first - columns.place * V;
+        factor = factor_of_huge(square, static_cast<const T *>(p.x) + start,
+                                adds ? static_cast<const T *>(p.residual) + start : nullptr,
+                                tiling.group_len);
+      }
+      if (writes_factor && rows.present()) {
+        factors[rows.row() * tiling.groups] = factor;
       }
     } else if (p.layer_scale == GIVEN && rows.present() && columns.valid()) {
-      factor = static_cast<const A *>(p.factors)[rows.row() * tiling.groups + columns.group];
+      factor = factors[rows.row() * tiling.groups];
     }
 #pragma unroll
     for (int i = 0; i < N * V; ++i) {
@@ -403,17 +488,18 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
         sums[i] += x_tilde[i] * x_tilde[i];
       }
     }
-    if (p.y != nullptr && rows.present()) {
+    if (writes) {
+      move(y, rows.turn);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        A scale[V], y[V];
+        A scale[V], to[V];
         shared.read(0, n, scale);
-        shared.read(1, n, y);
+        shared.read(1, n, to);
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          y[v] += x_tilde[n * V + v] * scale[v];
+          to[v] += x_tilde[n * V + v] * scale[v];
         }
-        columns.store(p.y, offset, n, narrow<T>(y));
+        columns.store(y, n, narrow<T>(to), rows.present());
       }
     }
   }
@@ -438,8 +524,9 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   }
 }
 
-// The sums of M columns of partials[chunks, stride] over the chunks, for the first row of the block: `col`, and every
-// `gap`-th after it. All threads call this together; `shared` is as for sum_block_rows.  Fixed order.
+// The sums of M columns of partials[chunks, stride] over the chunks, for the first row of the
+// block: `col`, and every `gap`-th after it. All threads call this together; `shared` is as for
+// sum_block_rows.  Fixed order.
 template <int M, typename A>
 __device__ __forceinline__ void sum_chunks(A (&totals)[M], const void *partials, int64_t col,
                                            int64_t gap, int64_t stride, int64_t chunks, bool valid,
@@ -489,12 +576,17 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
   return sum;
 }
 
-// sum_partials: what the rows of one process add up to, to be handed out.  Determinism: bitwise, fixed order.
+// sum_partials: what the rows of one process add up to, to be handed out.
+// Determinism: bitwise, fixed order.
 // Reads  partials[chunks, stride] A, kept[chunks] i64.
-// Writes totals[cols] f64, count[1] f64 unless null; overwrites, with zeros where there are no chunks.
-// Bytes  chunks*cols*sizeof(A) + 8*cols.                       Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
-// Thread owns one column of every blockDim.y-th chunk.         Reduction: registers, then a smem tree.
-// Requires partials by `normalize` or `normalize_bwd`. Launcher: launch.rs::sum_partials.
+// Writes totals[cols] f64, count[1] f64 unless null; overwrites, with zeros where there are no
+//        chunks.
+// Bytes  chunks*cols*sizeof(A) + 8*cols.
+// Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
+// Thread owns one column of every blockDim.y-th chunk.
+// Reduction: registers, then a smem tree.
+// Requires partials by `normalize` or `normalize_bwd`.
+// Launcher: launch.rs::sum_partials.
 template <typename A> __device__ __forceinline__ void sum_partials(const SumPartialsParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -503,7 +595,8 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
   if (p.count != nullptr && p.kept != nullptr) {
     kept = sum_kept(p.kept, p.chunks, reinterpret_cast<int64_t *>(shared_memory));
   }
-  const A total = sum_chunks(p.partials, col, p.stride, p.chunks, valid, reinterpret_cast<A *>(shared_memory));
+  const A total = sum_chunks(p.partials, col, p.stride, p.chunks, valid,
+                             reinterpret_cast<A *>(shared_memory));
   if (threadIdx.y != 0 || !valid) {
     return;
   }
@@ -513,13 +606,18 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
   }
 }
 
-// update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).  Determinism: bitwise.
-// Reads  totals[cols + 1] f64, all_totals alike; or partials[chunks, cols] A, all_partials alike, kept[chunks] i64.
-//        phi[cols], inv_rms[cols] A.
-// Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if update; overwrites.
-// Bytes  chunks*cols*sizeof(A), twice with all_partials.       Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
-// Thread owns one column of every blockDim.y-th chunk.         Reduction: registers, then a smem tree.
-// Requires totals by `sum_partials`, or partials by `normalize`. Launcher: launch.rs::update_phi.
+// update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).
+// Determinism: bitwise.
+// Reads  totals[cols + 1] f64, all_totals alike; or partials[chunks, cols] A, all_partials alike,
+//        kept[chunks] i64. phi[cols], inv_rms[cols] A.
+// Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if
+//        update; overwrites.
+// Bytes  chunks*cols*sizeof(A), twice with all_partials.
+// Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
+// Thread owns one column of every blockDim.y-th chunk.
+// Reduction: registers, then a smem tree.
+// Requires totals by `sum_partials`, or partials by `normalize`.
+// Launcher: launch.rs::update_phi.
 template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhiParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -625,18 +723,22 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
   return *static_cast<const A *>(count) != 0;
 }
 
-// group_dots: the mean of dx~ x~ over each row and group, for groups wider than a block.  Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, factors[rows, groups] A, weight, correction, inv_rms, batch_phi [cols], count[1] A.
+// group_dots: the mean of dx~ x~ over each row and group, for groups wider than a block.
+// Determinism: bitwise.
+// Reads  x, dy [rows, cols] T, factors[rows, groups] A, weight, correction, inv_rms, batch_phi
+//        [cols], count[1] A.
 // Writes dots[rows, groups] A, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + 2*rows*groups*sizeof(A).
-// Launch min(rows*groups, 65536), block 256, smem 2 A a warp.
-// Thread owns every 256th piece of a group.                    Reduction: registers, then warps, then block.
-// Requires rows >= 1, packed rows. Launcher: launch.rs::group_dots.
+// Launch min(rows*groups, 65536), block 256, smem as in RowSum.
+// Thread owns every 256th piece of a group.
+// Reduction: registers, then warps, then block.
+// Requires rows >= 1, packed rows.
+// Launcher: launch.rs::group_dots.
 template <typename T> __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory));
+  RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory), false);
   const Tiling &tiling = p.tiling;
   const int64_t len = tiling.group_len;
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
@@ -667,18 +769,19 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
   }
 }
 
-// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the layer-scale,
-//        dx = r (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.  Determinism: bitwise.
-//        dsum is added to dx.
-// Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots alike if GIVEN,
-//        weight, correction, inv_rms, batch_phi [cols], count[1] A.
+// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the layer-scale, dx = r
+//        (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
+// Determinism: bitwise. dsum is added to dx.
+// Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots
+//        alike if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
-// Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the first without dx, four
-//        with dsum.
+// Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the
+//        first without dx, four with dsum.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
-// Thread owns N pieces of every blockDim.y-th row in its chunk.  Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx, partials 16-byte aligned if vectorized;
-//        inv_rms, factors, count by the forward.
+// Thread owns N pieces of every blockDim.y-th row in its chunk.
+// Reduction: as in normalize.
+// Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx, partials 16-byte aligned if
+//        vectorized; inv_rms, factors, count by the forward.
 // Launcher: launch.rs::normalize_bwd.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
@@ -686,15 +789,14 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Tiling &tiling = p.tiling;
-  const int arrays = p.dsum == nullptr ? 2 : 3;
-  const Shared<T, N> shared(tiling, arrays, shared_memory);
+  const Shared<T, N> shared(tiling, shared_memory);
   const Columns<T, N> columns(tiling);
   // Rows are on their way while the channels are prepared.
   Rows rows(tiling);
-  int64_t offset = rows.row() * tiling.cols + columns.first;
-  const int64_t step = Rows::step() * tiling.cols;
-  Stream<T, N, 3> stream(tiling, columns, {p.x, p.dy, p.dsum}, arrays, shared, rows, offset);
-  GroupMean<T, N> group_mean(tiling, columns, shared);
+  const int64_t offset = rows.row() * tiling.cols + columns.first;
+  const int arrays = p.dsum == nullptr ? 2 : 3;
+  Stream<T, N, 3> stream(tiling, columns, {p.x, p.dy, p.dsum}, arrays, shared.rows, rows, offset);
+  GroupSum<T, N> group_sum(tiling, columns, shared);
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
 
   // dx~ = gain dy - decay x~.
@@ -711,30 +813,43 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     sums[i] = 0;
   }
 
-  // r of a row, less than 0 for one that is not kept. It is read a row ahead.
-  const auto factor_of_row = [&](int later) {
-    if (!rows.present(later) || (p.keep != nullptr && p.keep[rows.row(later)] == 0)) {
-      return A(-1);
-    }
-    return p.layer_scale != NO_SCALE && columns.valid()
-               ? static_cast<const A *>(p.factors)[rows.row(later) * tiling.groups + columns.group]
-               : A(1);
-  };
-  A next_factor = factor_of_row(0);
+  // Of the thread's row, and of its next.
+  T *dx = static_cast<T *>(p.dx) + offset - rows.turn;
+  const A *next_factors =
+      static_cast<const A *>(p.factors) + rows.row() * tiling.groups + columns.group;
+  const A *dots = static_cast<const A *>(p.dots) + columns.group;
+  bool adds = p.dsum != nullptr, writes = p.dx != nullptr, masked = p.keep != nullptr;
+  bool in_tile = p.layer_scale == IN_TILE;
+  bool scaled = p.layer_scale != NO_SCALE && columns.valid();
+  A share = A(1) / A(tiling.group_len);
+  settle(adds);
+  settle(writes);
+  settle(masked);
+  settle(in_tile);
+  settle(scaled);
+  // r, and whether the row is kept, are read a row ahead. A row that is not there is zeros.
+  A next_factor = scaled && rows.present() ? *next_factors : A(1);
+  int next_keeps = !masked || (rows.present() && p.keep[rows.row()] != 0);
 #pragma unroll 1
-  for (; rows.any(); rows.advance(), offset += step) {
+  for (; rows.turns > 0; rows.advance()) {
     const A factor = next_factor;
-    const bool keeps = !(factor < 0);
-    next_factor = factor_of_row(1);
+    const int keeps = next_keeps;
+    next_factors += rows.turn_groups;
+    next_factor = scaled && rows.present(rows.step) ? *next_factors : A(1);
+    if (masked) {
+      next_keeps = rows.present(rows.step) && p.keep[rows.row(rows.step)] != 0;
+    }
 
     // The sums come before the reduction, so that no more than x~ and dx~ wait for it.
-    stream.wait();
+    stream.wait(tiling, rows);
     A x_tilde[N * V], dx_tilde[N * V];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      widen(stream.at(0, n, columns, rows, offset), x_tilde + n * V);
-      widen(stream.at(1, n, columns, rows, offset), dx_tilde + n * V);
+      widen(stream.at(0, n, columns, rows), x_tilde + n * V);
+      widen(stream.at(1, n, columns, rows), dx_tilde + n * V);
     }
+    stream.ask(0, tiling, columns, rows);
+    stream.ask(1, tiling, columns, rows);
 #pragma unroll
     for (int i = 0; i < N * V; ++i) {
       x_tilde[i] *= factor;
@@ -746,7 +861,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
         sums[N * V + i] += dx_tilde[i];
       }
     }
-    if (p.dx != nullptr) {
+    if (writes) {
       A dot = 0;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -760,35 +875,44 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
           dot += dx_tilde[i] * x_tilde[i];
         }
       }
-      if (p.layer_scale == IN_TILE) {
-        dot = group_mean.of(dot);
+      if (in_tile) {
+        dot = group_sum.of(dot) * share;
       } else {
-        const bool scaled = p.layer_scale == GIVEN && rows.present() && columns.valid();
-        const int64_t group = rows.row() * tiling.groups + columns.group;
-        dot = scaled ? static_cast<const A *>(p.dots)[group] : A(0);
+        dot = p.layer_scale == GIVEN && scaled && rows.present()
+                  ? dots[rows.row() * tiling.groups]
+                  : A(0);
       }
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        A dx[V];
+      for (int i = 0; i < N * V; ++i) {
+        dx_tilde[i] = factor * (dx_tilde[i] - x_tilde[i] * dot);
+      }
+      if (!keeps) {
+        // A branch: nvcc would make it a selection for each element.
+        asm volatile("");
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const int i = n * V + v;
-          dx[v] = keeps ? factor * (dx_tilde[i] - x_tilde[i] * dot) : A(0);
+        for (int i = 0; i < N * V; ++i) {
+          dx_tilde[i] = 0;
         }
-        if (p.dsum != nullptr) {
+      }
+      if (adds) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
           A dsum[V];
-          widen(stream.at(2, n, columns, rows, offset), dsum);
+          widen(stream.at(2, n, columns, rows), dsum);
 #pragma unroll
           for (int v = 0; v < V; ++v) {
-            dx[v] += dsum[v];
+            dx_tilde[n * V + v] += dsum[v];
           }
         }
-        if (rows.present()) {
-          columns.store(p.dx, offset, n, narrow<T>(dx));
-        }
+        stream.ask(2, tiling, columns, rows);
+      }
+      move(dx, rows.turn);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        columns.store(dx, n, narrow<T>(dx_tilde + n * V), rows.present());
       }
     }
-    stream.advance(columns, rows, offset);
+    stream.advance(tiling);
   }
 
   // What was asked for beyond the last row is zeros, but it is still written.
@@ -802,12 +926,18 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   }
 }
 
-// update_nu: dweight, dbias, Lambda, and the step of nu (Eq. 13 over 1-alpha_b, guarded).  Determinism: bitwise.
-// Reads  partials[chunks, 2, cols] A, totals[cols] f64, weight, inv_rms, gamma [cols], count[1] A, ema_gz[cols].
-// Writes dweight[cols], dbias[cols], lambda[cols] A, ema_gz[cols]; each only where not null, overwrites.
-// Bytes  2*chunks*cols*sizeof(A).                              Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
-// Thread owns one column of every blockDim.y-th chunk.         Reduction: registers, then a smem tree.
-// Requires partials by `normalize_bwd`, totals by `sum_partials`. Launcher: launch.rs::update_nu.
+// update_nu: dweight, dbias, Lambda, and the step of nu (Eq. 13 over 1-alpha_b, guarded).
+// Determinism: bitwise.
+// Reads  partials[chunks, 2, cols] A, totals[cols] f64, weight, inv_rms, gamma [cols], count[1] A,
+//        ema_gz[cols].
+// Writes dweight[cols], dbias[cols], lambda[cols] A, ema_gz[cols]; each only where not null,
+//        overwrites.
+// Bytes  2*chunks*cols*sizeof(A).
+// Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
+// Thread owns one column of every blockDim.y-th chunk.
+// Reduction: registers, then a smem tree.
+// Requires partials by `normalize_bwd`, totals by `sum_partials`.
+// Launcher: launch.rs::update_nu.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   A *shared = reinterpret_cast<A *>(shared_memory);
@@ -850,8 +980,9 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     const A next = decay * load<A>(p.ema_gz, col) + A(p.unscale) * lambda;
     // Gamma too: the clamp would turn an infinite one into a finite factor.
     const bool wide = p.ema_gz.dtype == F64;
-    const bool finite = wide ? isfinite(gamma) && isfinite(next)
-                             : isfinite(static_cast<float>(gamma)) && isfinite(static_cast<float>(next));
+    const bool finite =
+        wide ? isfinite(gamma) && isfinite(next)
+             : isfinite(static_cast<float>(gamma)) && isfinite(static_cast<float>(next));
     if (finite || !p.guard) {
       store(p.ema_gz, col, next);
     }

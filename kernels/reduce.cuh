@@ -108,11 +108,6 @@ __device__ __forceinline__ void store(const Vector &vector, int64_t i, A value) 
   }
 }
 
-// Keeps a value in its register: nvcc would compute it anew in each turn of a loop.
-__device__ __forceinline__ void keep(float &x) { asm volatile("" : "+f"(x)); }
-__device__ __forceinline__ void keep(double &x) { asm volatile("" : "+d"(x)); }
-__device__ __forceinline__ void keep(int64_t &x) { asm volatile("" : "+l"(x)); }
-
 // V adjacent elements in registers.
 template <typename T> struct alignas(16) Piece {
   T at[PIECE<T>];
@@ -130,6 +125,30 @@ template <typename T> __device__ __forceinline__ void put(Piece<T> *to, const Pi
   uint4 bits;
   memcpy(&bits, &piece, sizeof(bits));
   *reinterpret_cast<uint4 *>(to) = bits;
+}
+
+// The same of shared memory by its address there.
+__device__ __forceinline__ unsigned shared_address(const void *pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+template <typename T> __device__ __forceinline__ Piece<T> get_shared(unsigned from) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(from)
+               : "memory");
+  Piece<T> piece;
+  memcpy(&piece, &bits, sizeof(bits));
+  return piece;
+}
+
+// Moves a pointer into global memory. nvcc does not see what it was, else it would compute each
+// address from that in several instructions.
+template <typename T> __device__ __forceinline__ void move(T *&pointer, uint32_t count) {
+  size_t address = __cvta_generic_to_global(pointer + count);
+  asm volatile("" : "+l"(address));
+  pointer = static_cast<T *>(__cvta_global_to_generic(address));
 }
 
 // Half precision is converted two elements at a time.
@@ -220,16 +239,20 @@ __device__ __forceinline__ void add_to(Piece<T> &piece, const Piece<T> &residual
   piece = narrow<T>(sums);
 }
 
-// Copies 16 bytes into shared memory, or zeros where they are not `wanted`. Where the GPU can, they
-// are there only after a wait_for_copies that covers this copy.
-__device__ __forceinline__ void copy_async(void *to, const void *from, bool wanted) {
+// Whether the GPU copies into shared memory while threads go on.
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+constexpr bool COPIES_BY_ITSELF = true;
+#else
+constexpr bool COPIES_BY_ITSELF = false;
+#endif
+
+// Copies 16 bytes into shared memory, or zeros where they are not `wanted`. They are there after a
+// wait_for_copies that covers this copy.
+__device__ __forceinline__ void copy_async(unsigned to, const void *from, bool wanted) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(wanted ? 16 : 0)
                : "memory");
-#else
-  *static_cast<uint4 *>(to) = wanted ? __ldg(static_cast<const uint4 *>(from)) : uint4{0, 0, 0, 0};
 #endif
 }
 
@@ -274,6 +297,26 @@ __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int va
 __device__ __forceinline__ int thread_rank() { return threadIdx.y * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
 
+// Has a number computed before a loop, once. ptxas would compute it anew in each turn, registers
+// left or not; it does not do so with what lanes exchange. All lanes of the warp call this
+// together.
+template <typename Number> __device__ __forceinline__ void settle(Number &x) {
+  x = __shfl_sync(ALL_LANES, x, thread_rank() % WARP);
+}
+__device__ __forceinline__ void settle(bool &x) {
+  x = __shfl_sync(ALL_LANES, static_cast<int>(x), thread_rank() % WARP);
+}
+
+// The sum of `value` over LANES adjacent lanes, a power of two, for each of them. Both sides of an
+// exchange add the same two.
+template <int LANES, typename A> __device__ __forceinline__ A sum_lanes(A value) {
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2) {
+    value += __shfl_xor_sync(ALL_LANES, value, step);
+  }
+  return value;
+}
+
 // The sum of `value` over the `span` adjacent lanes of this thread's segment, for every one of
 // them. `place` is this thread's in it. All lanes of the warp call this together; one past the last
 // whole segment gets no meaningful sum. The tree is the same whatever the values: fixed order.
@@ -303,46 +346,33 @@ template <typename A> __device__ __forceinline__ A sum_segment(A value, int plac
 // Sums over the lanes of one block row, again and again, with one barrier each: two buffers take
 // turns, since a warp may begin the next sum while another still reads this one.
 template <typename A> struct RowSum {
-  // What the warps of a row exchange is read 16 bytes at a time: zeros fill the last four.
-  static constexpr int ALIGNED = 4;
-
-  A *row;    // of the buffer whose turn it is, [width]
+  A *place;  // of this lane in the buffer whose turn it is
   int other; // from it to the other buffer
-  int width;
 
-  // `shared` has 2 * blockDim.y * width numbers. A barrier comes before the first sum.
-  __device__ explicit RowSum(A *shared) {
-    const int warps = blockDim.x / WARP;
-    width = (warps + ALIGNED - 1) / ALIGNED * ALIGNED;
-    other = blockDim.y * width;
-    row = shared + threadIdx.y * width;
-    const int lane = threadIdx.x;
-    if (lane >= warps && lane < width) {
-      row[lane] = row[lane + other] = 0;
+  // `shared` is [blockDim.y, 2, MAX_WARPS]. A barrier comes before the first sum. `unused`: there
+  // is no memory, and no sum to come.
+  __device__ RowSum(A *shared, bool unused) : other(MAX_WARPS) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    A *row = shared + threadIdx.y * 2 * MAX_WARPS;
+    // Lane 0 is at its warp's number, the others at all other numbers in an order in which the sum
+    // below adds the same pairs in each warp.
+    place = row + (lane ^ warp) % MAX_WARPS;
+    if (!unused && warp == 0 && lane >= blockDim.x / WARP && lane < MAX_WARPS) {
+      row[lane] = row[lane + MAX_WARPS] = 0;
     }
   }
 
   // All threads of the block call this together. blockDim.x is a multiple of the warp.
   __device__ __forceinline__ A of(A value) {
-    value = sum_segment(value, threadIdx.x % WARP, WARP);
+    value = sum_lanes<WARP>(value);
     if (threadIdx.x % WARP == 0) {
-      row[threadIdx.x / WARP] = value;
+      *place = value;
     }
     __syncthreads();
-    A total = 0;
-#pragma unroll 1
-    for (int warp = 0; warp < width; warp += ALIGNED) {
-      A four[ALIGNED];
-#pragma unroll
-      for (int i = 0; i < ALIGNED; i += PIECE<A>) {
-        const Piece<A> piece = get(reinterpret_cast<const Piece<A> *>(row + warp + i));
-        memcpy(four + i, &piece, sizeof(piece));
-      }
-      total += (four[0] + four[1]) + (four[2] + four[3]);
-    }
-    row += other;
+    value = sum_lanes<MAX_WARPS>(*place);
+    place += other;
     other = -other;
-    return total;
+    return value;
   }
 };
 
@@ -372,14 +402,21 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
   }
 }
 
-// r of a group whose squares overflow: they are taken of x over its largest magnitude, beside which
-// eps is nothing. NaN if x is not finite, so that the output shows it and the statistics forget it.
-// Each thread that needs r reads the whole group: slow, but no thread has to wait for another, and
-// rows of 1e19 and more are not what anyone trains on.
+// r of a group whose mean square is `square`, which is not finite. Where the squares overflow they
+// are taken of x over its largest magnitude, beside which eps is nothing. NaN if x is not finite,
+// so that the output shows it and the statistics forget it. Each thread that needs r reads the
+// whole group: slow, but no thread has to wait for another, and rows of 1e19 and more are not what
+// anyone trains on.
 template <typename T>
-__device__ __forceinline__ Sum<T> factor_of_huge(const T *x, const T *residual, int len) {
+__device__ __forceinline__ Sum<T> factor_of_huge(Sum<T> square, const T *x, const T *residual,
+                                                 int len) {
   using A = Sum<T>;
-  const auto value = [=](int i) { return widen(residual == nullptr ? x[i] : add(x[i], residual[i])); };
+  const auto value = [=](int i) {
+    return widen(residual == nullptr ? x[i] : add(x[i], residual[i]));
+  };
+  if (isnan(square)) {
+    return square;
+  }
   A largest = 0;
 #pragma unroll 1
   for (int i = 0; i < len; ++i) {
@@ -396,14 +433,4 @@ __device__ __forceinline__ Sum<T> factor_of_huge(const T *x, const T *residual, 
     squares += ratio * ratio;
   }
   return inverse_root(squares / A(len)) / largest;
-}
-
-// r of the group `x`, plus `residual` unless that is null, whose squares have the mean `square`: 1
-// / sqrt(square + eps).
-template <typename T>
-__device__ __forceinline__ Sum<T> factor_of(Sum<T> square, const T *x, const T *residual, int len, Sum<T> eps) {
-  if (isfinite(square)) {
-    return inverse_root(square + eps);
-  }
-  return isnan(square) ? square : factor_of_huge(x, residual, len);
 }

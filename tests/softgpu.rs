@@ -257,10 +257,12 @@ fn any_call_may_fail_by_the_statistics_of_the_batch() {
 fn walk_every_path() {
     let _alone = alone();
     let gpu = Device::new_cuda_with_stream(0).unwrap();
-    // A group of several warps whose threads have a piece each, and two pieces without a group.
-    let pieces = [(131, Some(1)), (8, None)];
+    // A group of several warps whose threads have a piece each. Two pieces without a group, and so
+    // many rows that a block has two warps: lanes of one are in order without a barrier.
+    let pieces = [(131, Some(1), 70), (12, None, 300)];
+    let paths = PATHS.map(|(cols, groups)| (cols, groups, 70));
     let recipes = [Recipe::Paper, Recipe::Fairseq].into_iter().cycle();
-    for ((cols, groups), recipe) in PATHS.into_iter().chain(pieces).zip(recipes) {
+    for ((cols, groups, rows), recipe) in paths.into_iter().chain(pieces).zip(recipes) {
         let config = PowerNormConfig {
             recipe,
             ..config(groups)
@@ -268,7 +270,7 @@ fn walk_every_path() {
         let mut twin = Twin::new(&mut Data::on(&gpu, 3), cols, config, DType::F32);
         let mut data = Data::on(&gpu, 4);
         for step in 0..3 {
-            let batch = Batch::random(&mut data, &[70, cols], DType::F32, step != 1);
+            let batch = Batch::random(&mut data, &[rows, cols], DType::F32, step != 1);
             let what = format!("{cols} channels, groups {groups:?}, step {step}");
             twin.check(&what, &batch, true);
         }

@@ -83,11 +83,14 @@ pub struct Tiling {
     tiles_per_group: i32,
     vectorized: i32,
     stages: i32,
+    ahead: i32,
+    stage_bytes: i32,
+    ring_bytes: i32,
 }
 
 /// `LayerScale` of `kernels/params.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[repr(i64)]
+#[repr(i32)]
 pub enum LayerScale {
     #[default]
     None = 0,
@@ -316,8 +319,12 @@ const MIN_THREAD_ROWS: usize = 2;
 /// The most rows on their way: what hides the memory's latency from one block a multiprocessor.
 const MAX_STAGES: usize = 3;
 
-/// Numbers that a warp reads at once of what the warps of a row exchange (`RowSum::ALIGNED`).
-const EXCHANGED: usize = 4;
+/// Rows of an array that a block has room for, all stages together: two of a backward, or one with
+/// the gradient of a sum.
+const MIN_STAGE_ARRAYS: usize = 4;
+
+/// The fewest: one row of a backward with the gradient of a sum.
+const LEAST_STAGE_ARRAYS: usize = 3;
 
 /// The most threads of a block of the update kernels, its lanes, and how many chunks a thread adds
 /// where threads are left. A lane is a channel, and the block's rows add chunks side by side. Few
@@ -341,7 +348,7 @@ pub struct Limits {
     /// The most shared memory that a block can have.
     pub shared_bytes: usize,
     /// Whether the GPU copies into shared memory by itself. (Kernels that were compiled for an older
-    /// one copy in turn there, which is slower.)
+    /// one load rows into registers there.)
     pub copies: bool,
 }
 
@@ -959,11 +966,7 @@ impl LaunchPlan {
     fn normalize(&self, cut: &Cut, params: NormalizeParams) -> Launch {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
-        let (stages, shared_bytes) = self.shared(cut, arrays, sums);
-        let tiling = Tiling {
-            stages,
-            ..params.tiling
-        };
+        let (tiling, shared_bytes) = self.shared(cut, arrays, sums);
         let params = Params::Normalize(NormalizeParams { tiling, ..params });
         self.tiled(Body::Normalize, cut, shared_bytes, params)
     }
@@ -971,33 +974,57 @@ impl LaunchPlan {
     fn normalize_bwd(&self, cut: &Cut, params: NormalizeBwdParams) -> Launch {
         let arrays = 2 + usize::from(params.dsum != 0);
         let sums = 2 * usize::from(params.partials != 0);
-        let (stages, shared_bytes) = self.shared(cut, arrays, sums);
-        let tiling = Tiling {
-            stages,
-            ..params.tiling
-        };
+        let (tiling, shared_bytes) = self.shared(cut, arrays, sums);
         let params = Params::NormalizeBwd(NormalizeBwdParams { tiling, ..params });
         self.tiled(Body::NormalizeBwd, cut, shared_bytes, params)
     }
 
     /// How many rows of `arrays` arrays are on their way, and the bytes of a block that takes
     /// `sums` sums of each column: `Shared` of the kernels.
-    fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (i32, u32) {
+    fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (Tiling, u32) {
         let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
         let values = cut.pieces * self.dtype.piece();
-        let columns = 2 * lanes * values * self.sum_bytes();
-        let warps = (lanes / WARP).next_multiple_of(EXCHANGED);
-        let exchanged = 2 * rows * warps * self.sum_bytes();
+        let fixed = self.fixed_bytes(lanes, rows, cut.tiling.span as usize, cut.pieces);
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
         let added = rows / 2 * lanes * (((values * sums) | 1) * self.sum_bytes()).max(8);
-        let stage = arrays * cut.pieces * BLOCK * 16;
-        let room = self.limits.shared_bytes.saturating_sub(columns + exchanged);
-        let stages = match self.limits.copies && cut.tiling.vectorized != 0 {
-            true => (room / stage).min(MAX_STAGES),
+        let warps = lanes * rows / WARP;
+        let stage_bytes = arrays * stage_bytes(WARP, cut.pieces);
+        let room = self.limits.shared_bytes.saturating_sub(fixed);
+        let stages = match self.streams(cut.tiling.vectorized != 0) {
+            true => (room / (warps * stage_bytes)).min(MAX_STAGES),
             false => 0,
         };
-        let bytes = (stages * stage + columns + exchanged).max(added);
-        (stages as i32, bytes as u32)
+        let ring_bytes = stages * stage_bytes;
+        let bytes = (warps * ring_bytes + fixed).max(added);
+        let tiling = Tiling {
+            stages: stages as i32,
+            ahead: (stages * rows) as i32,
+            stage_bytes: stage_bytes as i32,
+            ring_bytes: ring_bytes as i32,
+            ..cut.tiling
+        };
+        (tiling, bytes as u32)
+    }
+
+    /// Whether rows come by way of shared memory.
+    fn streams(&self, vectorized: bool) -> bool {
+        self.limits.copies && vectorized
+    }
+
+    /// Bytes of shared memory beside rows on their way: two numbers a column, in an odd number of
+    /// 16-byte pieces for each lane, and what warps exchange.
+    fn fixed_bytes(&self, lanes: usize, rows: usize, span: usize, pieces: usize) -> usize {
+        let columns = 2 * pieces * self.sum_bytes() / self.dtype.size() + 1;
+        let exchanged = match span > WARP {
+            true => self.exchanged_bytes(rows),
+            false => 0,
+        };
+        lanes * columns * 16 + exchanged
+    }
+
+    /// Bytes by which the warps of each of a block's rows add numbers up: `RowSum` of the kernels.
+    fn exchanged_bytes(&self, rows: usize) -> usize {
+        2 * rows * (BLOCK / WARP) * self.sum_bytes()
     }
 
     /// A launch over the tiles of `cut`.
@@ -1062,7 +1089,7 @@ impl LaunchPlan {
             },
             grid: (groups.min(FACTOR_BLOCKS) as u32, 1),
             block: (FACTOR_BLOCK as u32, 1),
-            shared_bytes: (2 * FACTOR_BLOCK / WARP * self.sum_bytes()) as u32,
+            shared_bytes: self.exchanged_bytes(1) as u32,
             params,
         }
     }
@@ -1081,12 +1108,25 @@ impl LaunchPlan {
         let tiles = groups.div_ceil(tile.groups) * tile.per_group;
         let chunks = (self.limits.multiprocessors / tiles).max(1);
         let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
-        // Whole warps, a power of two, and no more than the chunk has rows for.
-        let most = 1 << (BLOCK / tile.lanes).ilog2();
+        // Whole warps, a power of two, and no more than the chunk has rows for and shared memory
+        // has room for.
         let least = WARP >> tile.lanes.trailing_zeros().min(WARP.ilog2());
+        let mut most = 1 << (BLOCK / tile.lanes).ilog2();
+        let has_room = |rows| {
+            let fixed = self.fixed_bytes(tile.lanes, rows, tile.span, tile.pieces);
+            let stages = MIN_STAGE_ARRAYS * stage_bytes(tile.lanes * rows, tile.pieces);
+            !self.streams(vectorized) || fixed + stages <= self.limits.shared_bytes
+        };
+        while most > least && !has_room(most) {
+            most /= 2;
+        }
         let wanted = 1 << (chunk_rows / MIN_THREAD_ROWS).ilog2();
         let block_rows = wanted.clamp(least, most);
-        let chunk_rows = chunk_rows.next_multiple_of(block_rows);
+        // Kernels count the elements from a thread's row to its next in 32 bits.
+        let chunk_rows = match u32::try_from(block_rows * self.cols) {
+            Ok(_) => chunk_rows.next_multiple_of(block_rows),
+            Err(_) => block_rows,
+        };
         Cut {
             tiling: Tiling {
                 rows: self.rows as i64,
@@ -1098,7 +1138,7 @@ impl LaunchPlan {
                 groups_per_tile: tile.groups as i32,
                 tiles_per_group: tile.per_group as i32,
                 vectorized: vectorized.into(),
-                stages: 0,
+                ..Default::default()
             },
             layer_scale: tile.layer_scale,
             pieces: tile.pieces,
@@ -1114,20 +1154,18 @@ impl LaunchPlan {
             false => 1,
         };
         let reduces = self.config.group_scaling.is_some();
-        // What a block that has one row needs, however many rows are on their way.
-        let columns = group_pieces.next_multiple_of(WARP * most) * self.dtype.piece();
-        let needed = (2 * columns + 2 * BLOCK / WARP) * self.sum_bytes();
-        if reduces && group_pieces <= BLOCK * most && needed <= self.limits.shared_bytes {
+        // What a block needs that has one row, as wide as this.
+        let lanes = group_pieces.div_ceil(most).next_multiple_of(WARP);
+        let stages = match self.streams(vectorized) {
+            true => LEAST_STAGE_ARRAYS * stage_bytes(lanes, most),
+            false => 0,
+        };
+        let needed = self.fixed_bytes(lanes, 1, lanes, most) + stages;
+        if reduces && lanes <= BLOCK && needed <= self.limits.shared_bytes {
             self.whole_groups(groups, group_pieces, most)
         } else {
-            // A thread has no more pieces than there are, and all tiles have as many lanes, by
-            // which a block of whole warps has a power of two of rows.
             let pieces = most.min(1 << group_pieces.ilog2());
-            let per_group = group_pieces.div_ceil(TILE_LANES * pieces);
-            let lanes = match group_pieces.div_ceil(per_group * pieces) {
-                few @ 0..4 => few.next_power_of_two(),
-                lanes => lanes.next_multiple_of(4),
-            };
+            let (per_group, lanes) = self.parts(groups, group_pieces.div_ceil(pieces));
             Tile {
                 lanes,
                 span: lanes,
@@ -1140,6 +1178,30 @@ impl LaunchPlan {
                 },
             }
         }
+    }
+
+    /// How many tiles a group is cut into that takes so many lanes, and the lanes of each: as few
+    /// tiles as there can be, unless more of them keep an eighth more multiprocessors busy.
+    fn parts(&self, groups: usize, group_lanes: usize) -> (usize, usize) {
+        let multiprocessors = self.limits.multiprocessors;
+        let fewest = group_lanes.div_ceil(TILE_LANES);
+        // All tiles have as many lanes, by which a block of whole warps has a power of two of rows.
+        let lanes_of = |per_group: usize| match group_lanes.div_ceil(per_group) {
+            few @ 0..4 => few.next_power_of_two(),
+            lanes => lanes.next_multiple_of(4),
+        };
+        // What the last multiprocessor has to do: tiles in turn, or a chunk of one.
+        let work = |per_group: usize| {
+            let tiles = groups * per_group;
+            let turns = tiles.div_ceil(multiprocessors) as f64;
+            let chunks = (multiprocessors / tiles).max(1) as f64;
+            lanes_of(per_group) as f64 * turns / chunks
+        };
+        let per_group = (fewest..=group_lanes.div_ceil(TILE_LANES / 2))
+            .filter(|&more| 1.125 * work(more) <= work(fewest))
+            .min_by(|&a, &b| work(a).total_cmp(&work(b)))
+            .unwrap_or(fewest);
+        (per_group, lanes_of(per_group))
     }
 
     /// The columns of a block that reduces its groups, of at most `most` pieces a thread: as many
@@ -1235,6 +1297,11 @@ impl LaunchPlan {
             end: dots + dots_bytes as u64,
         }
     }
+}
+
+/// Bytes of a row of one array that so many threads have on its way.
+fn stage_bytes(threads: usize, pieces: usize) -> usize {
+    threads * pieces * 16
 }
 
 /// Whether a backward sums over rows.
@@ -1365,8 +1432,10 @@ mod tests {
             "{plan:?}, {cut:?}"
         );
         for (arrays, sums) in [(1, 0), (2, 1), (3, 2)] {
-            let (_, bytes) = plan.shared(&cut, arrays, sums);
+            let (tiling, bytes) = plan.shared(&cut, arrays, sums);
             assert!(bytes as usize <= shared_bytes, "{bytes}: {plan:?}, {cut:?}");
+            let streams = plan.limits.copies && cut.tiling.vectorized != 0;
+            assert_eq!(tiling.stages > 0, streams, "{tiling:?}: {plan:?}, {cut:?}");
         }
     }
 
@@ -1405,6 +1474,9 @@ mod tests {
                 tiles_per_group,
                 vectorized,
                 stages,
+                ahead,
+                stage_bytes,
+                ring_bytes,
             }),
             layout!(NormalizeParams {
                 tiling,
@@ -1501,7 +1573,7 @@ mod tests {
                 assertion("F16", Dtype::F16 as usize),
                 assertion("BF16", Dtype::BF16 as usize),
                 assertion("MAX_STAGES", MAX_STAGES),
-                assertion("MAX_THREADS", BLOCK),
+                assertion("MAX_WARPS", BLOCK / WARP),
                 assertion("NO_SCALE", LayerScale::None as usize),
                 assertion("IN_TILE", LayerScale::InTile as usize),
                 assertion("GIVEN", LayerScale::Given as usize),
