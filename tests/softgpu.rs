@@ -167,7 +167,8 @@ impl Pair<'_> {
             let what = &self.what;
             assert!(
                 late <= after,
-                "{what}: of the calls that fail a backward {late} come after ν has moved, but candle makes {after} there"
+                "{what}: of the calls that fail a backward {late} come after ν has moved, but candle \
+                 makes {after} there"
             );
         }
     }
