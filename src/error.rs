@@ -30,7 +30,7 @@ pub(crate) enum Error {
 
     #[error(
         "power_norm: expected group_scaling to divide the size {size}, got {groups}: \
-         choose 1 or another divisor"
+         choose `None`, 1 or another divisor"
     )]
     Groups { size: usize, groups: usize },
 
@@ -155,7 +155,7 @@ pub(crate) enum Error {
 
     #[error(
         "power_norm: expected a residual of shape {expected:?} and dtype {dtype:?} \
-         (as the input), got {got:?} and {got_dtype:?}: convert it by `broadcast_as` and `to_dtype`"
+         (as the input), got {got:?} and {got_dtype:?}: give it the input's shape and dtype"
     )]
     Residual {
         expected: Shape,

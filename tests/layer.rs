@@ -86,7 +86,7 @@ fn configurations_out_of_range_are_refused() {
             ..default
         };
         let text = format!(
-            "group_scaling to divide the size 8, got {groups}: choose 1 or another divisor"
+            "group_scaling to divide the size 8, got {groups}: choose `None`, 1 or another divisor"
         );
         refused(8, config, DType::F32, &text);
     }

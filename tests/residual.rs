@@ -200,7 +200,7 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
         let error = message(layer.forward_residual(&xs, &residual));
         assert_eq!(
             error,
-            format!("{expected}, got {got}: convert it by `broadcast_as` and `to_dtype`")
+            format!("{expected}, got {got}: give it the input's shape and dtype")
         );
     }
     let narrow = Tensor::ones((2, 5), DType::F32, &CPU)?;

@@ -56,8 +56,9 @@ pub enum Norm {
 }
 
 impl Norm {
-    /// The norms for models that predict the next token. In evaluation they see no later token. The
-    /// rest do, or differ from these by padding only, which such a model has none of.
+    /// The norms for models that predict the next token. In evaluation they see no later token. Of
+    /// the other norms some see later tokens, and some only count padding, which such a model does
+    /// not have.
     pub const CAUSAL: [Self; 8] = [
         Self::Power,
         Self::PowerV,
@@ -73,8 +74,8 @@ impl Norm {
     pub fn check_causal(self) -> anyhow::Result<()> {
         anyhow::ensure!(
             Self::CAUSAL.contains(&self),
-            "{self} is for translate's encoder: in a model that predicts the next token its statistics would tell that token, or \
-             there is no padding to count"
+            "{self} is for translate's encoder: a model that predicts the next token has no \
+             padding, and its statistics must not see that token"
         );
         Ok(())
     }

@@ -11,14 +11,15 @@ use candle_powernorm::Mode;
 /// Weight of the batch in the running statistics, candle's own for BatchNorm.
 const MOMENTUM: f64 = 0.1;
 
-/// The most that Batch Renormalization multiplies by, and the most that it adds: those that its
-/// authors end with.
+/// The most that Batch Renormalization multiplies by, and the most that it adds. Its authors rise to
+/// these over thousands of steps. Here they hold from the end of the warm-up on.
 const LARGEST_RATIO: f64 = 3.;
 const LARGEST_SHIFT: f64 = 5.;
 
-/// Batches that MABN averages over, the weight of each in its running statistic, and the most that
-/// it corrects by: its authors' choices.
+/// Batches that MABN averages over.
 const BATCHES: usize = 16;
+/// The weight of each batch in its running statistic, and the most that it corrects by: its authors'
+/// choices.
 const MABN_MOMENTUM: f64 = 0.02;
 const LARGEST_CORRECTION: f64 = 5.;
 
@@ -31,6 +32,10 @@ pub enum Kind {
     /// Moving Average Batch Normalization (Yan et al. 2020), without the centred weights of the
     /// layers before it: `x̂ = x/χ · r` with χ² the mean of the last batches' quadratic means, and
     /// the gradient's Λ a mean of theirs. During the warm-up both are the batch's, and r = 1.
+    ///
+    /// The authors' code differs in two points that suit long runs. It holds r = 1 for 1000 steps
+    /// at least, where this one corrects right after the warm-up. Its running statistic moves from
+    /// 1, where this one starts with a cumulative mean.
     MovingAverage,
     /// Batch normalization by the batch's statistics in evaluation too.
     OwnBatch,
@@ -100,10 +105,10 @@ impl Relative {
             Kind::Renorm if training => self.renorm(xs)?,
             Kind::MovingAverage if training => self.moving_average(xs)?,
             Kind::Renorm => {
-                let centred = xs.broadcast_sub(self.buffer("running_mean")?)?;
-                centred.broadcast_div(&deviation(self.buffer("running_var")?)?)?
+                let centred = xs.broadcast_sub(&self.value("running_mean")?)?;
+                centred.broadcast_div(&deviation(&self.value("running_var")?)?)?
             }
-            Kind::MovingAverage => xs.broadcast_div(&deviation(self.buffer("running_var")?)?)?,
+            Kind::MovingAverage => xs.broadcast_div(&deviation(&self.value("running_var")?)?)?,
             Kind::OwnBatch => {
                 let (centred, deviation, _) = centre(xs, 0)?;
                 centred.broadcast_div(&deviation)?
@@ -138,7 +143,7 @@ impl Relative {
     fn renorm(&self, xs: &Tensor) -> Result<Tensor> {
         let (centred, spread, [batch_mean, batch_var]) = centre(xs, 0)?;
         let (mean, var) = (self.buffer("running_mean")?, self.buffer("running_var")?);
-        let running = deviation(var)?;
+        let running = deviation(&self.value("running_var")?)?;
         let normalized = centred.broadcast_div(&spread)?;
         let step = self.count()?;
         let normalized = match step > self.warmup_steps {
@@ -146,7 +151,9 @@ impl Relative {
             true => {
                 let ratio = deviation(&batch_var)?.div(&running)?;
                 let ratio = ratio.clamp(1. / LARGEST_RATIO, LARGEST_RATIO)?;
-                let shift = batch_mean.sub(mean)?.div(&running)?;
+                let shift = batch_mean
+                    .sub(&self.value("running_mean")?)?
+                    .div(&running)?;
                 let shift = shift.clamp(-LARGEST_SHIFT, LARGEST_SHIFT)?;
                 (normalized.broadcast_mul(&ratio)?).broadcast_add(&shift)?
             }
@@ -176,7 +183,7 @@ impl Relative {
         })?;
         let normalized = match averaged {
             true => {
-                let ratio = deviation(&square)?.div(&deviation(running)?)?;
+                let ratio = deviation(&square)?.div(&deviation(&self.value("running_var")?)?)?;
                 let ratio = ratio.clamp(1. / LARGEST_CORRECTION, LARGEST_CORRECTION)?;
                 normalized.broadcast_mul(&ratio)?
             }
@@ -191,6 +198,11 @@ impl Relative {
     fn buffer(&self, name: &str) -> Result<&Var> {
         let buffer = self.buffers.iter().find(|(other, _)| *other == name);
         buffer.map_or_else(|| candle::bail!("no {name}"), |(_, var)| Ok(var))
+    }
+
+    /// What the buffer called `name` holds. No gradient reaches it.
+    fn value(&self, name: &str) -> Result<Tensor> {
+        Ok(self.buffer(name)?.as_detached_tensor())
     }
 
     /// Counts a step of training, and gives its number, from 1.
@@ -308,6 +320,9 @@ mod tests {
     fn pass(layer: &Relative, [xs, dy]: &[Var; 2]) -> Result<[Vec<f64>; 2]> {
         let ys = layer.forward(xs)?;
         let store = (&ys * dy.as_tensor())?.sum_all()?.backward()?;
+        for (name, var) in &layer.buffers {
+            assert!(store.get(var).is_none(), "{name} has a gradient");
+        }
         let dx = store.get(xs).unwrap();
         Ok([numbers(&ys)?, numbers(dx)?])
     }
@@ -386,10 +401,18 @@ mod tests {
         Ok(())
     }
 
-    /// The equations of MABN's authors by hand, over more batches than are averaged.
+    /// The equations of [`Kind::MovingAverage`] by hand, over more batches than are averaged, with a
+    /// warm-up of fewer batches and of more.
     #[test]
     fn mabn_averages_the_last_batches_in_both_directions() -> Result<()> {
-        let (layer, mode) = layer(Kind::MovingAverage, 3)?;
+        for warmup_steps in [3, BATCHES + 4] {
+            mabn_averages(warmup_steps)?;
+        }
+        Ok(())
+    }
+
+    fn mabn_averages(warmup_steps: usize) -> Result<()> {
+        let (layer, mode) = layer(Kind::MovingAverage, warmup_steps)?;
         let mut squares = vec![[0.; SIZE]; BATCHES];
         let mut products = squares.clone();
         let mut running = [0.; SIZE];
@@ -397,7 +420,7 @@ mod tests {
             let batch = batch(step)?;
             let [ys, dx] = pass(&layer, &batch)?;
             let [x, dy] = [numbers(&batch[0])?, numbers(&batch[1])?];
-            let averaged = step > BATCHES;
+            let averaged = step > warmup_steps.max(BATCHES);
             for c in 0..SIZE {
                 let [x, dy, ys, dx] = [&x, &dy, &ys, &dx].map(|values| column(values, c));
                 let over_slots = |slots: &[[f64; SIZE]]| {
