@@ -11,7 +11,7 @@
 template <typename T, int N> struct Columns {
   int group;
   int place;     // of the lane in its group's span
-  int left;      // columns of the group from the first piece on; none or fewer: it has no columns
+  int left;      // columns of the group from the first piece on; 0 or less: the thread has none
   int pieces;    // of the thread, whole or not
   int stride;    // columns between pieces
   int64_t first; // column of the first piece
@@ -70,7 +70,8 @@ struct Rows {
   int64_t end; // of the chunk
   int left;    // rows from the thread's next to the end; none or fewer: the thread has none left
   int step;    // rows to the thread's next
-  uint32_t turn, turn_groups; // and elements, and groups
+  uint32_t turn;        // elements from the thread's row to its next, modulo 2^32
+  uint32_t turn_groups; // and groups
   int turns;   // of the block from this one on: all threads go round together, for sums take whole
                // warps
 
@@ -102,7 +103,7 @@ template <typename T, int N> struct Shared {
   using A = Sum<T>;
   unsigned rows;       // this thread's first piece of [warps, stages, arrays, N, WARP]
   Piece<A> *columns;   // this thread's of [blockDim.x, COLUMNS]; for registers they are too many
-  A *exchanged;        // [blockDim.y, 2, MAX_WARPS], if groups span warps
+  A *exchanged;        // [blockDim.y, 2, MAX_WARPS], if groups that the block reduces span warps
 
   // 16-byte pieces of A beside a piece of T.
   static constexpr int QUADS = PIECE<T> / PIECE<A>;
@@ -159,7 +160,7 @@ template <typename T, int N, int ARRAYS> struct Stream {
                                     const void *const (&starts)[ARRAYS], int arrays,
                                     unsigned ring, const Rows &rows, int64_t offset)
       : from(static_cast<const T *>(starts[0]) + offset - rows.turn),
-        copies(COPIES_BY_ITSELF && columns.vectorized), ring(ring), end(ring + tiling.ring_bytes),
+        copies(COPIES_BY_ITSELF && tiling.stages > 0), ring(ring), end(ring + tiling.ring_bytes),
         slot(ring) {
     settle(this->ring);
 #pragma unroll
@@ -180,7 +181,7 @@ template <typename T, int N, int ARRAYS> struct Stream {
     }
   }
 
-  // Waits for the row whose turn it is.
+  // Waits for the row whose turn it is, and goes on to the row to ask for.
   __device__ __forceinline__ void wait(const Tiling &tiling, const Rows &rows) {
     move(from, rows.turn);
     if (tiling.stages == MAX_STAGES) {
@@ -261,10 +262,11 @@ template <typename T, int N> struct GroupSum {
   int place, span;
   RowSum<A> row_sum;
 
+  // `reduces`: whether there are sums to come.
   __device__ GroupSum(const Tiling &tiling, const Columns<T, N> &columns,
-                      const Shared<T, N> &shared)
+                      const Shared<T, N> &shared, bool reduces)
       : in_warp(tiling.span <= WARP), place(columns.place), span(tiling.span),
-        row_sum(shared.exchanged, in_warp) {}
+        row_sum(shared.exchanged, in_warp || !reduces) {}
 
   // All threads of the block call this together.
   __device__ __forceinline__ A of(A value) {
@@ -350,7 +352,8 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 // Reduction: a group by shuffles, and through smem where it spans warps; columns in registers, then
 //        a tree over the block's rows.
 // Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y, partials 16-byte aligned if
-//        vectorized.
+//        vectorized; whole warps a block; blockDim.x a multiple of 32 where a group that the block
+//        reduces spans warps; blockDim.y*cols < 2^32, or a row a thread.
 // Launcher: launch.rs::normalize.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
@@ -364,7 +367,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   const int64_t offset = rows.row() * tiling.cols + columns.first;
   const int arrays = p.residual == nullptr ? 1 : 2;
   Stream<T, N, 2> stream(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows, offset);
-  GroupSum<T, N> group_sum(tiling, columns, shared);
+  GroupSum<T, N> group_sum(tiling, columns, shared, p.layer_scale == IN_TILE);
   const A eps = A(p.eps);
   A group_eps = A(p.group_eps), share = A(1) / A(tiling.group_len);
   settle(group_eps);
@@ -781,7 +784,7 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: as in normalize.
 // Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx, partials 16-byte aligned if
-//        vectorized; inv_rms, factors, count by the forward.
+//        vectorized; inv_rms, factors, count by the forward; blocks as for `normalize`.
 // Launcher: launch.rs::normalize_bwd.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
@@ -796,7 +799,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   const int64_t offset = rows.row() * tiling.cols + columns.first;
   const int arrays = p.dsum == nullptr ? 2 : 3;
   Stream<T, N, 3> stream(tiling, columns, {p.x, p.dy, p.dsum}, arrays, shared.rows, rows, offset);
-  GroupSum<T, N> group_sum(tiling, columns, shared);
+  GroupSum<T, N> group_sum(tiling, columns, shared, p.layer_scale == IN_TILE);
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
 
   // dx~ = gain dy - decay x~.
@@ -813,7 +816,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     sums[i] = 0;
   }
 
-  // Of the thread's row, and of its next.
+  // `dx` is of the row before the thread's first, `next_factors` of its first.
   T *dx = static_cast<T *>(p.dx) + offset - rows.turn;
   const A *next_factors =
       static_cast<const A *>(p.factors) + rows.row() * tiling.groups + columns.group;

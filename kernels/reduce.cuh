@@ -349,8 +349,7 @@ template <typename A> struct RowSum {
   A *place;  // of this lane in the buffer whose turn it is
   int other; // from it to the other buffer
 
-  // `shared` is [blockDim.y, 2, MAX_WARPS]. A barrier comes before the first sum. `unused`: there
-  // is no memory, and no sum to come.
+  // `shared` is [blockDim.y, 2, MAX_WARPS]. `unused`: there is no memory, and no sum to come.
   __device__ RowSum(A *shared, bool unused) : other(MAX_WARPS) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     A *row = shared + threadIdx.y * 2 * MAX_WARPS;
@@ -402,11 +401,11 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
   }
 }
 
-// r of a group whose mean square is `square`, which is not finite. Where the squares overflow they
-// are taken of x over its largest magnitude, beside which eps is nothing. NaN if x is not finite,
-// so that the output shows it and the statistics forget it. Each thread that needs r reads the
-// whole group: slow, but no thread has to wait for another, and rows of 1e19 and more are not what
-// anyone trains on.
+// r of a group whose mean square with eps is `square`, which is not finite. Where the squares
+// overflow they are taken of x over its largest magnitude, beside which eps is nothing. NaN if x is
+// not finite, so that the output shows it and the statistics forget it. Each thread that needs r
+// reads the whole group: slow, but no thread has to wait for another, and rows of 1e19 and more are
+// not what anyone trains on.
 template <typename T>
 __device__ __forceinline__ Sum<T> factor_of_huge(Sum<T> square, const T *x, const T *residual,
                                                  int len) {

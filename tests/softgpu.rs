@@ -167,8 +167,8 @@ impl Pair<'_> {
             let what = &self.what;
             assert!(
                 late <= after,
-                "{what}: of the calls that fail a backward {late} come after ν has moved, but candle \
-                 makes {after} there"
+                "{what}: of the calls that fail a backward {late} come after ν has moved, but \
+                 candle makes {after} there"
             );
         }
     }
@@ -259,7 +259,8 @@ fn walk_every_path() {
     let _alone = alone();
     let gpu = Device::new_cuda_with_stream(0).unwrap();
     // A group of several warps whose threads have a piece each. Two pieces without a group, and so
-    // many rows that a block has two warps: lanes of one are in order without a barrier.
+    // many rows that with `SOFTGPU_SMS=4` a block has two warps: lanes of one are in order without
+    // a barrier.
     let pieces = [(131, Some(1), 70), (12, None, 300)];
     let paths = PATHS.map(|(cols, groups)| (cols, groups, 70));
     let recipes = [Recipe::Paper, Recipe::Fairseq].into_iter().cycle();

@@ -258,7 +258,7 @@ fn fill(name: &str, to: u64, pattern: &[u8], count: usize) -> Submission {
     })
 }
 
-/// A device attribute of an H100, with as many multiprocessors as `SOFTGPU_SMS` says.
+/// A device attribute of an H100, but for what the environment says.
 fn attribute(number: u32) -> i32 {
     match number {
         // Threads of a block, its dimensions, and those of a grid.
@@ -286,9 +286,9 @@ fn attribute(number: u32) -> i32 {
         75 => 9,
         // Shared memory of a multiprocessor, of a block that asks, and what the driver keeps;
         // blocks.
-        81 => 228 << 10,
-        97 => SHARED_ON_REQUEST as i32,
-        111 => 1024,
+        81 => (shared_on_request() + RESERVED) as i32,
+        97 => shared_on_request() as i32,
+        111 => RESERVED as i32,
         106 => 32,
         // Memory pools.
         115 => 1,
@@ -296,9 +296,15 @@ fn attribute(number: u32) -> i32 {
     }
 }
 
-/// Shared memory of a block, and of one whose function asks for more.
+/// Bytes of shared memory of a block, and what the driver keeps of a multiprocessor's for each.
 const SHARED: u32 = 48 << 10;
-const SHARED_ON_REQUEST: u32 = 227 << 10;
+const RESERVED: u32 = 1 << 10;
+
+/// Bytes of shared memory of a block whose function asks for more.
+fn shared_on_request() -> u32 {
+    number_from("SOFTGPU_SHARED_KIB").map_or(227, |kib| kib as u32) << 10
+}
+
 /// Bytes that a device says it has.
 const DEVICE_MEMORY: u64 = 80 << 30;
 
@@ -1015,7 +1021,7 @@ entries! {
         let function = FUNCTIONS.get(function)?;
         match number {
             8 => {
-                let most = (SHARED_ON_REQUEST as usize).saturating_sub(function.static_shared);
+                let most = (shared_on_request() as usize).saturating_sub(function.static_shared);
                 if value < 0 || value as usize > most {
                     return Err(Error::INVALID_VALUE);
                 }

@@ -319,8 +319,8 @@ const MIN_THREAD_ROWS: usize = 2;
 /// The most rows on their way: what hides the memory's latency from one block a multiprocessor.
 const MAX_STAGES: usize = 3;
 
-/// Rows of an array that a block has room for, all stages together: two of a backward, or one with
-/// the gradient of a sum.
+/// How many rows of an array a block's rows are cut for: two rows of x and dy, or one of x, dy and
+/// dsum.
 const MIN_STAGE_ARRAYS: usize = 4;
 
 /// The fewest: one row of a backward with the gradient of a sum.
@@ -347,8 +347,8 @@ pub struct Limits {
     pub multiprocessors: usize,
     /// The most shared memory that a block can have.
     pub shared_bytes: usize,
-    /// Whether the GPU copies into shared memory by itself. (Kernels that were compiled for an older
-    /// one load rows into registers there.)
+    /// Whether the GPU copies into shared memory by itself. Kernels that were compiled for an older
+    /// one load rows into registers even there.
     pub copies: bool,
 }
 
@@ -792,8 +792,7 @@ impl LaunchPlan {
     }
 
     /// What the sums of a [`backward`](Self::backward) make: the parameters' gradients, Λ, and the
-    /// step of ν, unless its array is
-    /// 0. The arrays of rows may be gone.
+    /// step of ν, unless its array is 0. The arrays of rows may be gone.
     pub fn update_nu(
         &self,
         buffers: &BackwardBuffers,
@@ -934,7 +933,7 @@ impl LaunchPlan {
         };
         let mut launches = vec![match cut.layer_scale {
             LayerScale::Given => self.group_factors(scale),
-            // Without an output it leaves the factors alone.
+            // Without an output it writes nothing but the factors.
             _ => self.normalize(&cut, scale),
         }];
         let base = NormalizeBwdParams {
@@ -984,7 +983,8 @@ impl LaunchPlan {
     fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (Tiling, u32) {
         let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
         let values = cut.pieces * self.dtype.piece();
-        let fixed = self.fixed_bytes(lanes, rows, cut.tiling.span as usize, cut.pieces);
+        let exchanges = exchanges(cut.layer_scale, cut.tiling.span as usize);
+        let fixed = self.fixed_bytes(lanes, rows, exchanges, cut.pieces);
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
         let added = rows / 2 * lanes * (((values * sums) | 1) * self.sum_bytes()).max(8);
         let warps = lanes * rows / WARP;
@@ -1012,10 +1012,10 @@ impl LaunchPlan {
     }
 
     /// Bytes of shared memory beside rows on their way: two numbers a column, in an odd number of
-    /// 16-byte pieces for each lane, and what warps exchange.
-    fn fixed_bytes(&self, lanes: usize, rows: usize, span: usize, pieces: usize) -> usize {
+    /// 16-byte pieces for each lane, and what warps exchange if they do.
+    fn fixed_bytes(&self, lanes: usize, rows: usize, exchanges: bool, pieces: usize) -> usize {
         let columns = 2 * pieces * self.sum_bytes() / self.dtype.size() + 1;
-        let exchanged = match span > WARP {
+        let exchanged = match exchanges {
             true => self.exchanged_bytes(rows),
             false => 0,
         };
@@ -1113,7 +1113,8 @@ impl LaunchPlan {
         let least = WARP >> tile.lanes.trailing_zeros().min(WARP.ilog2());
         let mut most = 1 << (BLOCK / tile.lanes).ilog2();
         let has_room = |rows| {
-            let fixed = self.fixed_bytes(tile.lanes, rows, tile.span, tile.pieces);
+            let exchanges = exchanges(tile.layer_scale, tile.span);
+            let fixed = self.fixed_bytes(tile.lanes, rows, exchanges, tile.pieces);
             let stages = MIN_STAGE_ARRAYS * stage_bytes(tile.lanes * rows, tile.pieces);
             !self.streams(vectorized) || fixed + stages <= self.limits.shared_bytes
         };
@@ -1160,7 +1161,7 @@ impl LaunchPlan {
             true => LEAST_STAGE_ARRAYS * stage_bytes(lanes, most),
             false => 0,
         };
-        let needed = self.fixed_bytes(lanes, 1, lanes, most) + stages;
+        let needed = self.fixed_bytes(lanes, 1, lanes > WARP, most) + stages;
         if reduces && lanes <= BLOCK && needed <= self.limits.shared_bytes {
             self.whole_groups(groups, group_pieces, most)
         } else {
@@ -1198,6 +1199,7 @@ impl LaunchPlan {
             lanes_of(per_group) as f64 * turns / chunks
         };
         let per_group = (fewest..=group_lanes.div_ceil(TILE_LANES / 2))
+            .take_while(|&more| more == fewest || groups * more <= multiprocessors)
             .filter(|&more| 1.125 * work(more) <= work(fewest))
             .min_by(|&a, &b| work(a).total_cmp(&work(b)))
             .unwrap_or(fewest);
@@ -1299,6 +1301,11 @@ impl LaunchPlan {
     }
 }
 
+/// Whether a block's warps exchange sums, for groups of so many lanes.
+fn exchanges(layer_scale: LayerScale, span: usize) -> bool {
+    layer_scale == LayerScale::InTile && span > WARP
+}
+
 /// Bytes of a row of one array that so many threads have on its way.
 fn stage_bytes(threads: usize, pieces: usize) -> usize {
     threads * pieces * 16
@@ -1371,7 +1378,8 @@ mod tests {
             .chain(gpus)
         {
             for dtype in [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16] {
-                for cols in [1, 3, 8, 96, 512, 760, 768, 1024, 4095, 4096, 8192, 65536] {
+                let odd = [1, 3, 8, 96, 760, 4095, 65536];
+                for cols in odd.into_iter().chain((64..=16384).step_by(64)) {
                     for group_scaling in [None, Some(1), Some(8), Some(cols)] {
                         let divides = group_scaling.is_none_or(|groups| cols % groups == 0);
                         for rows in [1, 7, 256, 2048, 100_000] {

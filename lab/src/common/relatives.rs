@@ -11,15 +11,15 @@ use candle_powernorm::Mode;
 /// Weight of the batch in the running statistics, candle's own for BatchNorm.
 const MOMENTUM: f64 = 0.1;
 
-/// The most that Batch Renormalization multiplies by, and the most that it adds. Its authors rise to
-/// these over thousands of steps. Here they hold from the end of the warm-up on.
+/// The most that Batch Renormalization multiplies by, and the most that it adds. Its authors rise
+/// to these over thousands of steps. Here they hold from the end of the warm-up on.
 const LARGEST_RATIO: f64 = 3.;
 const LARGEST_SHIFT: f64 = 5.;
 
 /// Batches that MABN averages over.
 const BATCHES: usize = 16;
-/// The weight of each batch in its running statistic, and the most that it corrects by: its authors'
-/// choices.
+/// The weight of each batch in its running statistic, and the most that it corrects by, as its
+/// authors have them.
 const MABN_MOMENTUM: f64 = 0.02;
 const LARGEST_CORRECTION: f64 = 5.;
 
@@ -251,8 +251,8 @@ fn mean_of_slots(buffer: &Var) -> Result<Tensor> {
     (buffer.as_detached_tensor().reshape((BATCHES, size))?).mean(0)
 }
 
-/// The identity on `z = x/χ`, whose backward turns the gradient g into `g − Λ ⊙ z`. Λ is the mean of
-/// `g ⊙ z` over the tokens of the last batches, or of this batch only.
+/// The identity on `z = x/χ`, whose backward turns the gradient g into `g − Λ ⊙ z`. Λ is the mean
+/// of `g ⊙ z` over the tokens of the last batches, or of this batch only.
 struct AveragedGradient {
     products: Var,
     slot: usize,
@@ -401,8 +401,8 @@ mod tests {
         Ok(())
     }
 
-    /// The equations of [`Kind::MovingAverage`] by hand, over more batches than are averaged, with a
-    /// warm-up of fewer batches and of more.
+    /// The equations of [`Kind::MovingAverage`] by hand, over more batches than are averaged. The
+    /// warm-up takes fewer batches, and then more.
     #[test]
     fn mabn_averages_the_last_batches_in_both_directions() -> Result<()> {
         for warmup_steps in [3, BATCHES + 4] {
