@@ -134,6 +134,25 @@ fn wide_groups() -> Result<()> {
     Ok(())
 }
 
+/// Rows of a block that take the most shared memory there is: tiles of 60 lanes of four pieces. On a
+/// GPU with 99 KiB a block, one row of a backward with a residual fits. With 64 KiB none does, and
+/// rows come by way of registers (`SOFTGPU_SHARED_KIB`).
+#[test]
+fn rows_that_fill_shared_memory() -> Result<()> {
+    let mut data = Data::new(9);
+    for (i, (cols, groups)) in [(960, None), (1920, None), (4672, Some(1))]
+        .into_iter()
+        .enumerate()
+    {
+        let (recipe, statistics) = kinds()[i];
+        let config = config(groups, recipe, statistics);
+        let arguments = Arguments::random(&mut data, config, 300, DType::F32, DType::F32, cols);
+        let what = format!("{cols} channels, {groups:?}, {recipe:?} {statistics:?}");
+        check(&what, &arguments, DType::F32)?;
+    }
+    Ok(())
+}
+
 /// Without a layer-scale: the widest row, and rows enough for many chunks of sums.
 #[test]
 fn wide_and_tall_without_groups() -> Result<()> {
