@@ -505,6 +505,7 @@ impl<'a> Arena<'a> {
             place,
             dtype,
             shape: (_, cols),
+            ..
         } = inputs.case;
         let device = &place.device();
         let varmap = VarMap::new();
