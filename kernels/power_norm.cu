@@ -2,8 +2,8 @@
 //
 // Symbols are the paper's: X~ the input after its layer-scale, X^ = X~/D, g = weight * dy. All
 // arrays are packed. T is the input's dtype, and A the dtype of the sums. kernels/params.cuh says
-// which pointers may be null. No kernel waits for the host, adds in an order that depends on timing,
-// or reads what another block of the same launch writes.
+// which pointers may be null. No kernel waits for the host, adds in an order that depends on
+// timing, or reads what another block of the same launch writes.
 
 #include "reduce.cuh"
 
