@@ -68,7 +68,8 @@ fn new_power_norm(mode: &Mode, vb: VarBuilder) -> Result<Sequential> {
     Ok(seq().add(power_norm(WIDTH, 1e-5, vb)?.with_mode(mode)))
 }
 
-/// Not `candle_nn::layer_norm`, which records no backward: nothing before it would train.
+/// Builds LayerNorm from candle's operations. `candle_nn::layer_norm` records no backward, so
+/// nothing before it would train.
 fn new_layer_norm(_: &Mode, vb: VarBuilder) -> Result<Sequential> {
     let weight = vb.get_with_hints(WIDTH, "weight", Init::Const(1.))?;
     let bias = vb.get_with_hints(WIDTH, "bias", Init::Const(0.))?;

@@ -8,8 +8,8 @@
 
 enum Dtype : int64_t { F32 = 0, F64 = 1, F16 = 2, BF16 = 3 };
 
-// One number a channel, in a dtype known at launch: parameters and state need not be of the
-// input's.
+// One number a channel, in a dtype known at launch: parameters and state need not have the input's
+// dtype.
 struct Vector {
   void *data; // [cols], or null
   int64_t dtype;
@@ -69,7 +69,7 @@ struct NormalizeParams {
   double group_eps;    // of r
 };
 
-// The sums of one process, to be added to those of the others that share the batch.
+// The sums of one process, to be added to the sums of the other processes that share the batch.
 struct SumPartialsParams {
   const void *partials; // [chunks, stride] A, of which the first cols of each chunk are summed
   const int64_t *kept;  // [chunks] kept rows; null: all rows are kept
@@ -82,11 +82,11 @@ struct SumPartialsParams {
 };
 
 struct UpdatePhiParams {
-  const double *totals;     // [cols + 1], of the whole batch: sums of x~^2 over kept rows, and
-                            // their number; null: the partials are all there is
-  const double *all_totals; // alike, of all rows; null: Gamma is over kept rows
-  const void *partials;     // [chunks, cols] A, of kept rows; these and the rest down to chunks
-                            // are for no totals
+  const double *totals;     // [cols + 1], of the whole batch: sums of x~^2 over kept rows, then
+                            // the number of kept rows; null: the partials have the whole batch
+  const double *all_totals; // [cols + 1], the same of all rows; null: Gamma is over kept rows
+  const void *partials;     // [chunks, cols] A, of kept rows. From here to `chunks`: read only
+                            // if `totals` is null
   const void *all_partials; // [chunks, cols] A, of all rows; null: Gamma is over kept rows
   const int64_t *kept;      // [chunks]; null: all rows are kept
   int64_t rows;
@@ -125,7 +125,7 @@ struct NormalizeBwdParams {
   const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply;
                          // null: they do
   const void *factors;   // [rows, groups] A, r of the forward; unused if NO_SCALE
-  void *dots;            // [rows, groups] A, means of dx~ x~ over a group; used if GIVEN alone
+  void *dots;            // [rows, groups] A, means of dx~ x~ over a group; used only if GIVEN
   void *partials;        // [chunks, 2, cols] A, sums of dy x~, then of dy, over kept rows; or null
   LayerScale layer_scale;
   double correction_scale;
@@ -134,8 +134,8 @@ struct NormalizeBwdParams {
 
 struct UpdateNuParams {
   const void *partials; // [chunks, 2, cols] A
-  const double *totals; // [cols], sums of dy x~ of the whole batch; null: those of the partials
-                        // are all there is
+  const double *totals; // [cols], sums of dy x~ of the whole batch; null: the partials have the
+                        // whole batch
   int64_t cols;
   int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1

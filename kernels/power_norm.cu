@@ -1,13 +1,13 @@
 // The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
 //
 // Symbols are the paper's: X~ the input after its layer-scale, X^ = X~/D, g = weight * dy. All
-// arrays are packed; T is the input's dtype and A that of the sums. Where a pointer may be null,
-// kernels/params.cuh says so. No kernel waits for the host, adds in an order that depends on
+// arrays are packed. T is the input's dtype, and A the dtype of the sums. kernels/params.cuh says
+// which pointers may be null. No kernel waits for the host, adds in an order that depends on
 // timing, or reads what another block of the same launch writes.
 
 #include "reduce.cuh"
 
-// The columns of this thread: N pieces of V, in one group.
+// The columns of this thread: N pieces of V columns each, in one group.
 template <typename T, int N> struct Columns {
   int group;
   int place;     // of the lane in its group's span
@@ -28,7 +28,7 @@ template <typename T, int N> struct Columns {
         (tile - group_tile * tiling.tiles_per_group) * N * stride + place * PIECE<T>;
     left = valid ? tiling.group_len - start : 0;
     first = static_cast<int64_t>(group) * tiling.group_len + start;
-    // Several pieces are whole always.
+    // Several pieces are always whole.
     vectorized = N > 1 || tiling.vectorized;
     pieces = 0;
 #pragma unroll
@@ -95,8 +95,8 @@ struct Rows {
   __device__ __forceinline__ void advance() { left -= step, --turns; }
 };
 
-// Where a pass over rows has what in shared memory: rows on their way, two numbers a column, what
-// warps exchange. What block rows add up in the end lies over all of these.
+// What a pass over rows has in shared memory, in this order: rows on their way, two numbers a
+// column, what warps exchange. The sums over block rows come last and reuse all of this memory.
 //
 // Places of a thread are a constant apart: each is then an address and a constant.
 template <typename T, int N> struct Shared {
@@ -141,10 +141,10 @@ template <typename T, int N> struct Shared {
 // A thread's rows of up to ARRAYS arrays, the next of which are on their way while it works on one.
 // In each turn: `wait`, then `at` and after that `ask` for each array, then `advance`.
 //
-// The GPU copies `stages` rows into shared memory, a ring. A thread copies for itself alone, so it
-// waits for its own copies and for no barrier. Where pieces are not whole, or the GPU is too old,
-// the next row is loaded into registers. A backward of several pieces has none left for that, and
-// loads each row when it needs it.
+// The GPU copies `stages` rows into shared memory, a ring. A thread copies only for itself, so it
+// waits for its own copies and for no barrier. Where pieces are not whole, the GPU is too old, or
+// shared memory has no room for a row, the next row is loaded into registers. A backward of several
+// pieces has no registers left for that, and loads each row when it needs it.
 template <typename T, int N, int ARRAYS> struct Stream {
   static constexpr bool HOLDS = ARRAYS == 2 || N == 1;
 
@@ -255,7 +255,7 @@ __device__ __forceinline__ void fill_columns(const Columns<T, N> &columns,
   }
 }
 
-// Sums over a group's columns, of which each of its lanes has some.
+// Sums over a group's columns, which are shared out over the group's lanes.
 template <typename T, int N> struct GroupSum {
   using A = Sum<T>;
   bool in_warp; // whether a group's lanes are in one warp
@@ -297,7 +297,7 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 
 // group_factors: r of each row and group, for groups wider than a block.
 // Determinism: bitwise, fixed order.
-// Reads  x[rows, cols] T, residual alike unless null.
+// Reads  x, residual [rows, cols] T; residual unless null.
 // Writes factors[rows, groups] A; sum[rows, cols] T unless null; overwrites.
 // Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual.
 // Launch min(rows*groups, 65536), block 256, smem as in RowSum.
@@ -413,7 +413,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     sums[i] = 0;
   }
 
-  // Of the row before the thread's.
+  // Belongs to the row before the thread's.
   T *sum = static_cast<T *>(p.sum) + offset - rows.turn;
   T *y = static_cast<T *>(p.y) + offset - rows.turn;
   A *factors = static_cast<A *>(p.factors) + columns.group;
@@ -468,7 +468,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
       }
       const A square = group_sum.of(squares) * share + group_eps;
       factor = inverse_root(square);
-      // Neither is likely: the squares overflowed, or x is not finite.
+      // Rare: the squares overflowed, or x is not finite.
       if (!(factor > 0) && rows.present() && columns.valid()) {
         const int64_t start = rows.row() * tiling.cols + columns.first - columns.place * V;
         factor = factor_of_huge(square, static_cast<const T *>(p.x) + start,
@@ -507,7 +507,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     }
   }
 
-  // What was asked for beyond the last row is zeros, but it is still written.
+  // Copies asked for beyond the last row are zeros, but the GPU still writes them.
   wait_for_copies<0>();
   if (p.partials != nullptr) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
@@ -559,7 +559,7 @@ __device__ __forceinline__ A sum_chunks(const void *partials, int64_t col, int64
   return total[0];
 }
 
-// The kept rows of all chunks, for every thread. All threads call this together.
+// Returns the number of kept rows of all chunks to every thread. All threads call this together.
 __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks, int64_t *shared) {
   int64_t total[1] = {0};
   for (int64_t chunk = thread_rank(); chunk < chunks; chunk += block_size()) {
@@ -567,7 +567,7 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
   }
   sum_block_rows(total, shared);
   if (threadIdx.y == 0) {
-    // This thread alone has read this place since the last barrier.
+    // Only this thread has read this place since the last barrier.
     shared[threadIdx.x] = total[0];
   }
   __syncthreads();
@@ -575,7 +575,7 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
   for (unsigned x = 0; x < blockDim.x; ++x) {
     sum += shared[x];
   }
-  // Whoever writes the memory next begins with a barrier: sum_block_rows does.
+  // The next writer of this memory, sum_block_rows, begins with a barrier.
   return sum;
 }
 
@@ -611,7 +611,7 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
 
 // update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).
 // Determinism: bitwise.
-// Reads  totals[cols + 1] f64, all_totals alike; or partials[chunks, cols] A, all_partials alike,
+// Reads  totals, all_totals [cols + 1] f64; or partials, all_partials [chunks, cols] A,
 //        kept[chunks] i64. phi[cols], inv_rms[cols] A.
 // Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if
 //        update; overwrites.
@@ -675,7 +675,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
     if (p.moving) {
       next = A(p.alpha) * next + A(p.beta) * batch;
     }
-    // An overflowed batch must not outlive its step; finite in the dtype of the state, that is.
+    // An overflowed batch must not outlive its step. What counts is the dtype of the state.
     const bool finite = p.phi.dtype == F64 ? isfinite(next) : isfinite(static_cast<float>(next));
     if (finite || !p.guard) {
       store(p.phi, col, next);
@@ -776,7 +776,7 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 //        (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
 // Determinism: bitwise. dsum is added to dx.
 // Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots
-//        alike if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
+//        [rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the
 //        first without dx, four with dsum.
@@ -809,7 +809,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     }
   });
   __syncthreads();
-  // Of dy x~, then of dy.
+  // The sums of dy x~, then of dy.
   A sums[2 * N * V];
 #pragma unroll
   for (int i = 0; i < 2 * N * V; ++i) {
@@ -918,7 +918,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     stream.advance(tiling);
   }
 
-  // What was asked for beyond the last row is zeros, but it is still written.
+  // Copies asked for beyond the last row are zeros, but the GPU still writes them.
   wait_for_copies<0>();
   if (p.partials != nullptr) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
@@ -981,7 +981,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
       decay = 0;
     }
     const A next = decay * load<A>(p.ema_gz, col) + A(p.unscale) * lambda;
-    // Gamma too: the clamp would turn an infinite one into a finite factor.
+    // Gamma is checked too: the clamp would turn an infinite Gamma into a finite factor.
     const bool wide = p.ema_gz.dtype == F64;
     const bool finite =
         wide ? isfinite(gamma) && isfinite(next)

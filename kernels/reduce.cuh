@@ -33,11 +33,12 @@ __device__ __forceinline__ void narrow(double x, double &to) { to = x; }
 __device__ __forceinline__ void narrow(float x, __half &to) { to = __float2half_rn(x); }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16 &to) { to = __float2bfloat16_rn(x); }
 
-// 1 / sqrt(x), to 2 units in the last place; a division of a root takes several times as long.
+// 1 / sqrt(x), to 2 units in the last place. A square root and a division take several times as
+// long.
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double inverse_root(double x) { return rsqrt(x); }
 
-// Element i of a vector whose dtype is known at launch only.
+// Element i of a vector whose dtype is known only at launch.
 template <typename A> __device__ __forceinline__ A load(const Vector &vector, int64_t i) {
   switch (vector.dtype) {
   case F64:
@@ -75,7 +76,7 @@ __device__ __forceinline__ void load_run(const void *data, int64_t from, int cou
   }
 }
 
-// The same of a vector whose dtype is known at launch only.
+// The same for a vector whose dtype is known only at launch.
 template <typename A, int V>
 __device__ __forceinline__ void load_run(const Vector &vector, int64_t from, int count,
                                          A (&to)[V]) {
@@ -127,7 +128,7 @@ template <typename T> __device__ __forceinline__ void put(Piece<T> *to, const Pi
   *reinterpret_cast<uint4 *>(to) = bits;
 }
 
-// The same of shared memory by its address there.
+// The same for shared memory, by the address within it.
 __device__ __forceinline__ unsigned shared_address(const void *pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -293,13 +294,13 @@ __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int va
   }
 }
 
-// This thread's number in its block, and the block's size; whole warps always.
+// This thread's number in its block, and the block's size, which is always whole warps.
 __device__ __forceinline__ int thread_rank() { return threadIdx.y * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
 
-// Has a number computed before a loop, once. ptxas would compute it anew in each turn, registers
-// left or not; it does not do so with what lanes exchange. All lanes of the warp call this
-// together.
+// Makes ptxas compute a number once, before a loop. It would compute the number anew in each turn,
+// even with registers left, but never does so with the result of a shuffle. All lanes of the warp
+// call this together.
 template <typename Number> __device__ __forceinline__ void settle(Number &x) {
   x = __shfl_sync(ALL_LANES, x, thread_rank() % WARP);
 }
@@ -344,7 +345,7 @@ template <typename A> __device__ __forceinline__ A sum_segment(A value, int plac
 }
 
 // Sums over the lanes of one block row, again and again, with one barrier each: two buffers take
-// turns, since a warp may begin the next sum while another still reads this one.
+// turns, since a warp may begin the next sum while another warp still reads this sum.
 template <typename A> struct RowSum {
   A *place;  // of this lane in the buffer whose turn it is
   int other; // from it to the other buffer
@@ -380,7 +381,7 @@ template <typename A> struct RowSum {
 template <typename Value, int M>
 __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared) {
   for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
-    // Whatever the memory held before has been read by all.
+    // All threads have now read what the memory held before.
     __syncthreads();
     // An odd number of values a thread, so that those of neighbouring threads are in different
     // banks.
@@ -402,7 +403,7 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
 }
 
 // r of a group whose mean square with eps is `square`, which is not finite. Where the squares
-// overflow they are taken of x over its largest magnitude, beside which eps is nothing. NaN if x is
+// overflow, x is first divided by its largest magnitude, beside which eps is nothing. NaN if x is
 // not finite, so that the output shows it and the statistics forget it. Each thread that needs r
 // reads the whole group: slow, but no thread has to wait for another, and rows of 1e19 and more are
 // not what anyone trains on.

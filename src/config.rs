@@ -11,19 +11,21 @@ use candle::DType;
     serde(rename_all = "snake_case")
 )]
 pub enum Statistics {
-    /// PN, Definition 3 of the paper: the running quadratic mean, `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`. The
-    /// backward is the paper's approximation, Eq. 12, with the running correction ν.
+    /// PN, Definition 3 of the paper. A step divides by the running quadratic mean,
+    /// `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`. The backward is the paper's approximation, Eq. 12, with the running
+    /// correction ν.
     #[default]
     Running,
-    /// PN-V, Definition 1 of the paper: the batch's own quadratic mean, `D = sqrt(ψ_B² + ε)`, as in
-    /// a warm-up without end. Under [`Recipe::Paper`] the backward is the exact gradient, Eq. 6.
+    /// PN-V, Definition 1 of the paper. A step divides by the batch's own quadratic mean,
+    /// `D = sqrt(ψ_B² + ε)`, as in a warm-up without end. Under [`Recipe::Paper`] the backward is
+    /// the exact gradient, Eq. 6.
     Batch,
 }
 
 /// What a forward normalizes by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ForwardKind {
-    /// ψ², which stays.
+    /// ψ², in evaluation. ψ² does not move.
     Evaluation,
     /// The batch's own statistic, in training.
     BatchStatistic,
@@ -37,7 +39,7 @@ impl ForwardKind {
     }
 }
 
-/// Whose equations a training step runs: the paper's, or those of the code that its authors
+/// Whose equations a training step runs: the paper's, or the equations of the code that its authors
 /// released.
 ///
 /// Symbols: ψ_B² the batch's mean square, `t` the step counted from 1, `T` the warm-up steps,
@@ -67,7 +69,8 @@ pub enum Recipe {
     ///
     /// - The backward always divides by the batch's `sqrt(ψ_B² + ε)`, whatever the forward used.
     /// - ν corrects the gradient at every `t`, warm-up included.
-    /// - The cumulative mean is applied for `t < T`, and the moving average after it at every `t`.
+    /// - For `t < T` the cumulative mean is applied to ψ². The moving average is applied at every
+    ///   `t`, after the cumulative mean.
     /// - Γ, Λ, ∂L/∂γ and ∂L/∂β run over all `B` rows, and padded rows get an input gradient.
     /// - There is no guard and no finite check.
     Fairseq,
@@ -86,10 +89,10 @@ pub enum Recipe {
 ///
 /// # Feature `serde`
 ///
-/// With this feature the configuration can be part of a model's own, which is read from the JSON
-/// file beside the weights. A missing field has its default, and `"group_scaling": null` is `None`.
-/// An unknown field is an error, because otherwise a misspelt name would pass unnoticed. Values are
-/// checked when a layer is built.
+/// With this feature the configuration can be part of the model's configuration, which is read from
+/// the JSON file beside the weights. A missing field has its default, and `"group_scaling": null`
+/// is `None`. An unknown field is an error, because otherwise a misspelt name would pass unnoticed.
+/// Values are checked when a layer is built.
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -201,7 +204,7 @@ impl PowerNormConfig {
         if size == 0 {
             return Err(Error::Size);
         }
-        // Without f64 parameters, the layer takes inputs whose sums are f32.
+        // Unless its parameters are f64, the layer takes inputs whose sums are f32.
         validate_eps(self.eps, if self.affine { dtype } else { DType::F32 })?;
         for (name, got) in [("alpha_fwd", self.alpha_fwd), ("alpha_bwd", self.alpha_bwd)] {
             if !(got > 0. && got < 1.) {
@@ -237,8 +240,8 @@ impl PowerNormConfig {
         }
     }
 
-    /// Whether the input's gradient is PN-V's exact one. It needs Λ of the whole batch before it
-    /// can make any row.
+    /// Whether the input's gradient is exact, as in PN-V. Such a gradient needs Λ of the whole
+    /// batch before any row can be computed.
     pub(crate) fn is_exact(&self, kind: ForwardKind) -> bool {
         kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
     }

@@ -1,7 +1,8 @@
 //! Why a layer could not be built or a call could not run.
 //!
 //! candle keeps the text of an error and not its type, so this type stays inside the crate. A text
-//! says what was expected and what came. It also says what to do, unless that is plain from both.
+//! says what was expected and what came. It also says what to do, unless the rest of the text makes
+//! that plain.
 
 use candle::{DType, DeviceLocation, Shape};
 
@@ -184,24 +185,24 @@ pub(crate) enum Error {
     NotOneStep { before: usize, after: usize },
 
     // Ranks
-    /// Another rank did not come to a sum, because its call failed. On a GPU ranks tell each other
-    /// only before they have compared their layers. Later it means that a sum failed on this rank,
-    /// and that the backward of its step was called again.
+    /// Another rank did not come to a sum, because its call failed. On a GPU, ranks tell each other
+    /// of a failure only until they have compared their layers. After that, this error means that a
+    /// sum failed on this rank, and that the step's backward was called again.
     #[error(
         "power_norm: expected every rank to take part in a sum, got a rank whose call failed: \
          look for its error there, and go on with the next step on all ranks"
     )]
     RankFailed,
 
-    /// The ranks came to one sum for different things. On a GPU it may also be that t, T, recipe or
-    /// statistic differ.
+    /// The ranks brought different things to one sum. On a GPU the cause may also be a different
+    /// step count, warm-up, recipe or statistic.
     #[error(
         "power_norm: expected every rank to sum {numbers} numbers of {exchange}, \
          got ranks that differ: build and call the layers in one order on all ranks, \
          with one configuration and from one checkpoint"
     )]
     RanksDisagree {
-        /// What this rank came for.
+        /// What this rank sums.
         exchange: &'static str,
         /// How many numbers it brought.
         numbers: usize,
@@ -230,15 +231,15 @@ pub(crate) enum Error {
         got: usize,
     },
 
-    /// The layer-scale is no multiply-add, and stands between the norm and the linear layer before
-    /// it.
+    /// The layer-scale is no multiply-add, so it cannot be folded. It stands between the norm and
+    /// the linear layer before the norm.
     #[error(
         "power_norm: expected no layer-scale after the linear layer to fold into, \
          got {groups} groups: fold into the linear layer after the norm, by `fold_into`"
     )]
     FoldThroughLayerScale { groups: usize },
 
-    /// As a rule the kernels were compiled for another compute capability.
+    /// A kernel did not load. Usually the kernels were compiled for another compute capability.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     #[error(
         "power_norm: expected kernel {kernel} to load on compute capability \
@@ -261,7 +262,7 @@ impl From<Error> for candle::Error {
 mod tests {
     use super::*;
 
-    /// No machine has every device, so these texts are asked of the reasons themselves.
+    /// No machine has every device, so this test makes the errors directly.
     #[test]
     fn texts_of_reasons_that_need_a_second_device() {
         let gpu = |gpu_id| DeviceLocation::Cuda { gpu_id };

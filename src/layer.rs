@@ -60,8 +60,8 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
     PowerNorm::from_parts(affine, state, trainable)
 }
 
-/// The dtype of the statistics of a layer that is built from `name`, of dtype `dtype`. Refuses a
-/// dtype that the layer does not compute in.
+/// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
+/// `dtype`. Refuses a dtype that the layer does not compute in.
 fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F64 => Ok(DType::F64),
@@ -86,8 +86,8 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// # Dtypes
 ///
 /// Inputs are `F32`, `F64`, `F16` or `BF16`, and outputs have the input's dtype. Weight and bias
-/// have it too, or `F32`. Sums are taken in `F32` (`F64` for `F64` inputs) and rounded once on
-/// store.
+/// have the input's dtype or `F32`. Sums are taken in `F32` (`F64` for `F64` inputs), and results
+/// are rounded once on store.
 ///
 /// # State
 ///
@@ -101,9 +101,9 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// - An evaluation changes nothing, and neither does a call that fails. Over
 ///   [ranks](Self::with_ranks), a training forward first applies the pending step.
 /// - Clones share parameters, state, mode, loss scale and ranks. They may be used from several
-///   threads: a lock makes each update whole, and no forward waits for another one's rows. Each
-///   forward normalizes by the ψ² and `t` from when it began. On a GPU, candle gives each thread
-///   its own stream, so synchronize the device between threads.
+///   threads: a lock makes each update whole, and no forward waits while another forward computes
+///   its rows. Each forward normalizes by the ψ² and `t` from when it began. On a GPU, candle gives
+///   each thread its own stream, so synchronize the device between threads.
 ///
 /// Share a layer by cloning it. Two layers built on one path of a `VarMap` share their variables
 /// but not the lock.
@@ -161,10 +161,10 @@ impl Module for PowerNorm {
 }
 
 impl PowerNorm {
-    /// A layer made of these tensors, as [`LayerNorm::new`](candle_nn::LayerNorm::new) makes one.
+    /// Builds a layer from these tensors, as [`LayerNorm::new`](candle_nn::LayerNorm::new) does.
     ///
-    /// `running_phi` is ψ². A checkpoint stores the one that a layer has learned. For a fresh layer
-    /// it is `Tensor::ones`. ν and the step count start at 0, so training starts with the
+    /// `running_phi` is ψ². For a trained layer, take it from the checkpoint. For a fresh layer,
+    /// pass `Tensor::ones`. ν and the step count start at 0, so training starts with the
     /// configuration's warm-up. Under `Recipe::Paper` the first step of a warm-up replaces
     /// `running_phi`.
     ///
@@ -254,8 +254,8 @@ impl PowerNorm {
         })
     }
 
-    /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. It ignores the
-    /// layer's [`Mode`].
+    /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. This method
+    /// ignores the layer's [`Mode`].
     ///
     /// On a `PowerNorm`, `layer.forward_t(..)` calls this method. Generic code that takes a
     /// [`ModuleT`] calls candle's blanket implementation instead, which drops `train`. Hand such
@@ -274,16 +274,16 @@ impl PowerNorm {
         self.forward_for(xs, purpose)
     }
 
-    /// Normalizes `xs` and leaves padding out: rows whose `keep` is 0 are outside the layer.
+    /// Normalizes `xs` and leaves padding out. A row whose `keep` is 0 is padding.
     ///
-    /// `keep` is `U8` and has the shape of `xs` without its last dimension. 1 marks a real token,
-    /// which is the inverse of fairseq's padding mask. The layer's [`Mode`] says whether this is
-    /// training or evaluation.
+    /// `keep` is `U8` and has the shape of `xs` without its last dimension. 1 marks a real token.
+    /// fairseq's padding mask is the inverse. The layer's [`Mode`] says whether this is training or
+    /// evaluation.
     ///
-    /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) the row
-    /// enters no statistic and no parameter gradient, and its input gradient is 0, whatever it
-    /// holds, NaN included. The kept rows get what they would get without the padded ones. Under
-    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask reaches ψ_B² only.
+    /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) a padded
+    /// row enters no statistic and no parameter gradient, and its input gradient is 0. This holds
+    /// for any values in the row, NaN included. The kept rows get what they would get without the
+    /// padded ones. Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask changes only ψ_B².
     ///
     /// # Errors
     ///
@@ -296,11 +296,11 @@ impl PowerNorm {
         })
     }
 
-    /// Normalizes `xs + residual`, and returns that together with the sum itself. In a pre-norm
-    /// transformer the next block reads the first, and the second is the residual stream.
+    /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
+    /// transformer the next block reads the normalized sum, and the sum is the residual stream.
     ///
-    /// All four are `[.., size]`, of one shape and dtype. The layer's [`Mode`] says whether this is
-    /// training or evaluation.
+    /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The layer's [`Mode`]
+    /// says whether this is training or evaluation.
     ///
     /// The outputs have the bits of an addition and a [`forward`](Module::forward), in one pass
     /// over memory. The backward is one pass too: it adds both outputs' gradients and rounds their
@@ -341,7 +341,8 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// Those of both.
+    /// As in [`forward_residual`](Self::forward_residual) and
+    /// [`forward_masked`](Self::forward_masked).
     pub fn forward_residual_masked(
         &self,
         xs: &Tensor,
@@ -371,28 +372,29 @@ impl PowerNorm {
     /// The same layer, with statistics over the rows of all ranks.
     ///
     /// A rank is one of several processes or GPUs that train copies of one model, each on its own
-    /// shard of every batch. ψ_B², Γ, Λ and n become sums over all of them. N ranks with B/N rows
-    /// each then have the state and the gradients of one rank with B rows. Shards may differ in
-    /// size, and may be empty. [The guide](crate::guide::ranks) has the rules that follow.
+    /// shard of every batch. ψ_B², Γ and Λ become means over the rows of all ranks. N ranks with
+    /// B/N rows each then have the state and the gradients of one rank with B rows. Shards may
+    /// differ in size, and may be empty. [The guide](crate::guide::ranks) has the rules that
+    /// follow.
     ///
     /// # When ranks wait
     ///
     /// All ranks make the same training forwards and backwards in the same order.
     ///
     /// - While the batch's statistic normalizes, a forward waits for the other ranks' sums.
-    /// - After the warm-up a forward does not wait. Its sums travel with those of its backward, in
-    ///   one exchange. [`Recipe::Fairseq`](crate::Recipe::Fairseq) needs two.
-    /// - If no backward follows, they travel before the next training forward. Until then
-    ///   [`running_phi`](Self::running_phi) and [`steps`](Self::steps) return the values before the
-    ///   step.
+    /// - After the warm-up a forward does not wait. Its sums travel with its backward's sums, in
+    ///   one exchange. [`Recipe::Fairseq`](crate::Recipe::Fairseq) needs two exchanges.
+    /// - If no backward follows, the forward's sums travel before the next training forward. Until
+    ///   then [`running_phi`](Self::running_phi) and [`steps`](Self::steps) return the values
+    ///   before the step.
     /// - Evaluation and accessors never wait.
     ///
     /// # Gradients
     ///
     /// Each rank's loss is its part of one sum, and the gradients of parameters are each rank's
-    /// part. The caller adds them up, with those of the model's other parameters. If each loss is a
-    /// mean over the rank's own rows instead, its gradients, Λ and ν are N times as large, and
-    /// still fit each other.
+    /// part. The caller adds them up over the ranks, as for the model's other parameters. If each
+    /// loss is a mean over the rank's own rows instead, the gradients, Λ and ν are N times as
+    /// large. They still fit each other.
     ///
     /// # Checkpoints
     ///
@@ -406,9 +408,9 @@ impl PowerNorm {
     /// compared.
     ///
     /// Only the GPUs know how many rows there are, so every training forward over ranks counts as a
-    /// step. A step without a kept row on any rank leaves ψ² and ν as they were. candle cannot
-    /// launch its own operations on an empty tensor there, and a backward goes through some. So a
-    /// rank without rows brings one padded row instead. Under
+    /// step. A step without a kept row on any rank leaves ψ² and ν as they were. On a GPU, candle
+    /// cannot launch its own operations on an empty tensor, and a backward uses some of these
+    /// operations. So a rank without rows must bring one padded row instead. Under
     /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) that row counts in the means Γ and Λ.
     ///
     /// # Errors
@@ -419,9 +421,9 @@ impl PowerNorm {
     /// the ranks are then a step apart. Ranks that sum different numbers fail in the same way.
     ///
     /// On a GPU, ranks are compared once, in a layer's first training forward. Later mismatches go
-    /// unnoticed, because the host would have to wait at each sum to hear of them. A rank whose
-    /// call fails later, for want of memory say, leaves the others waiting in their sum. If ranks
-    /// come to differ, NCCL hangs or sums what does not belong together.
+    /// unnoticed, because the host would have to wait at each sum to notice them. If a rank's call
+    /// fails later, for example because memory runs out, the other ranks wait in their sum. If
+    /// ranks come to differ, NCCL hangs or sums what does not belong together.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
             ranks: LayerRanks::join(ranks),
@@ -559,7 +561,7 @@ impl PowerNorm {
 
     pub(crate) fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
         let own = self.state.device();
-        // Not `same_device`, for which two handles of one GPU are two devices.
+        // `same_device` would not do: it calls two handles of one GPU two devices.
         if device.location() == own.location() {
             return Ok(());
         }
@@ -575,7 +577,7 @@ impl PowerNorm {
 /// A [`PowerNorm`] for generic code that takes a [`ModuleT`]: it honours `train`.
 ///
 /// candle implements [`ModuleT`] for every [`Module`] and drops `train` there. So the layer, which
-/// is a [`Module`], cannot honour `train` itself. This one ignores the layer's [`Mode`].
+/// is a [`Module`], cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`].
 ///
 /// ```
 /// use candle::{DType, Device, Result, Tensor};

@@ -1,6 +1,6 @@
 //! PowerNorm for [candle]: a normalization layer that replaces LayerNorm with one changed line and
-//! trains with a fused forward and a fused backward on CPUs and NVIDIA GPUs. Other devices run it
-//! by candle's own operations.
+//! trains with a fused forward and a fused backward on CPUs and NVIDIA GPUs. On other devices the
+//! layer runs as candle's own operations.
 //!
 //! ```
 //! use candle::{DType, Device, Module, Result, Tensor};
@@ -29,7 +29,7 @@
 //! - [`PowerNorm::fold_into`] moves a trained layer into the linear layer after it.
 //! - [`PowerNorm::step_since`] shows the statistics of a step, for monitoring.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
-//! - [`Recipe`] chooses between the paper's equations and those of the released code.
+//! - [`Recipe`] chooses between the paper's equations and the equations of the released code.
 //!
 //! The [`guide`] has a page on each part.
 //!

@@ -18,7 +18,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) struct State {
     size: usize,
     config: PowerNormConfig,
-    /// ψ², `[C]`, or `[1, C, 1, 1]` where the builder held it so.
+    /// ψ², `[C]`, or `[1, C, 1, 1]` if the builder holds it in that shape.
     running_phi: Var,
     /// ν/(1−α_b), shaped as `running_phi`.
     ema_gz: Var,
@@ -74,7 +74,8 @@ impl State {
         let buffer = |name: &'static str, fresh: f64| {
             let get =
                 |shape: &[usize]| vb.get_with_hints_dtype(shape, name, Init::Const(fresh), dtype);
-            // Our shape first: a builder that makes what it lacks must make this one.
+            // Asks for our shape first, because a builder that makes missing tensors must make this
+            // shape.
             get(&[size]).or_else(|err| get(&[1, size, 1, 1]).map_err(|_| err))
         };
         let running_phi = buffer("running_phi", 1.)?;
@@ -96,7 +97,7 @@ impl State {
         dtype: DType,
         [running_phi, ema_gz, iters]: [&Tensor; 3],
     ) -> Result<Self> {
-        // A `VarMap` hands out what it holds, wherever that is.
+        // A `VarMap` hands out what it holds, on whatever device that is.
         for (name, buffer, expected) in [
             ("ema_gz", ema_gz, running_phi.device()),
             ("iters", iters, &Device::Cpu),
@@ -133,12 +134,12 @@ impl State {
         self.device_kind.sums_device(self.device())
     }
 
-    /// The step that waits for the other ranks' sums, if there is one.
+    /// The pending step, which waits for the other ranks' sums, if there is one.
     pub fn waiting(&self) -> &Waiting {
         &self.waiting
     }
 
-    /// ψ² in its variable, `[C]` or shaped as the builder held it.
+    /// The variable of ψ², `[C]` or in the builder's shape.
     pub fn phi_variable(&self) -> &Var {
         &self.running_phi
     }
@@ -180,7 +181,7 @@ impl State {
         self.iters.set(&self.iters.zeros_like()?)
     }
 
-    /// A copy of all of it, in f64 on the CPU.
+    /// A copy of the whole state, in f64 on the CPU.
     pub fn snapshot(&self) -> Result<Snapshot> {
         let _guard = self.lock();
         let copy = |var: &Var| {

@@ -80,7 +80,7 @@ proptest! {
         }
     }
 
-    /// PN-V does not see a positive factor on a channel: Y stays, and ∂L/∂X is divided by it.
+    /// A positive factor on a channel does not change PN-V's Y, and divides its ∂L/∂X.
     ///
     /// Up to ε: a factor s turns D into s·sqrt(ψ_B² + ε/s²), so that X̂ changes by the relative
     /// δ = |sqrt((ψ_B² + ε)/(ψ_B² + ε/s²)) − 1| ≤ ε |1 − 1/s²| / 2 min(..), and in
@@ -213,10 +213,10 @@ impl Bounds {
 proptest! {
     #![proptest_config(cases(12))]
 
-    /// Theorem 4: where Assumption 10 holds, ‖X̃'_i‖ ≤ C₂ + C₁C₄ of every token, and with ψ above C₀
-    /// (Eq. 28) ‖∂L/∂X_i‖ ≤ (C₂ + C₁C₄)/C₀.
+    /// Theorem 4: where Assumption 10 holds, ‖X̃'_i‖ ≤ C₂ + C₁C₄ for every token. If ψ is also
+    /// above C₀ (Eq. 28), ‖∂L/∂X_i‖ ≤ (C₂ + C₁C₄)/C₀.
     ///
-    /// C₁ and C₂ are bounds of each token, so that C₁² < 1/(1−α_b) is more than Γ < 1/(1−α_b).
+    /// C₁ and C₂ bound each token, so C₁² < 1/(1−α_b) demands more than Γ < 1/(1−α_b).
     #[test]
     fn theorem_4(
         seed: u64,
@@ -243,8 +243,8 @@ proptest! {
         }
     }
 
-    /// No smaller constant bounds it: it is attained where every token's gradient turns round after
-    /// ν has learned it.
+    /// No smaller constant bounds ‖X̃'_i‖: a run attains the bound if every token's gradient
+    /// changes its sign after ν has learned the gradient.
     #[test]
     fn theorem_4_is_sharp(
         seed: u64,
@@ -273,7 +273,7 @@ proptest! {
         prop_assert!(bounds.c_1.powi(2) < 1. / (1. - alpha_bwd), "Assumption 10 does not hold");
         let bound = bounds.theorem_4();
         prop_assert!(before_division <= bound * (1. + 1e-12));
-        // 0.95⁴⁰⁰ is what ν has not learned, and ε moves the rest by half of itself.
+        // ν has learned all but a share of 0.95⁴⁰⁰, and ε moves the rest by the share ε/2.
         prop_assert!(before_division >= bound * (1. - 1e-7), "{before_division} is below {bound}");
     }
 
@@ -296,7 +296,8 @@ proptest! {
         };
         let mut twin = Twin::new(&mut data, size, config, DType::F64);
         let (mut min_gamma, mut max_lambda) = (f64::INFINITY, 0f64);
-        // With ψ² starting at 1 and ψ_B² in [0.64, 1.5625], so is ψ², and Γ < 2.45 < 1/(1−0.7).
+        // ψ² starts at 1 and ψ_B² is in [0.64, 1.5625], so ψ² stays in it, and Γ < 2.45 <
+        // 1/(1−0.7).
         for _ in 0..100 {
             let batch = bounded_batch(&mut data, rows, size, 0.8, 1.25);
             for (gamma, lambda) in gamma_lambda(&twin, &batch) {
@@ -304,7 +305,7 @@ proptest! {
                 min_gamma = min_gamma.min(gamma);
                 max_lambda = max_lambda.max(lambda.abs());
             }
-            // The oracle has no guard to hide behind here: inside the assumption it is Eq. 13.
+            // The oracle runs without the guard here: inside the assumption the layer is Eq. 13.
             twin.check("inside Assumption 10", &batch, true);
             let nu = to_f64(&twin.layer.nu().unwrap());
             let largest = nu.iter().fold(0f64, |max, nu| max.max(nu.abs()));
@@ -442,7 +443,7 @@ proptest! {
             let [steps, expected_steps] = both.map(|layer| layer.steps().unwrap());
             prop_assert_eq!(steps, expected_steps);
             if steps == 0 {
-                // Padding alone before this evaluation: ν is 0 still.
+                // Only padding came before this evaluation, so ν is still 0.
                 prop_assert_eq!(state(&masked.layer), state(&gathered.layer));
                 continue;
             }

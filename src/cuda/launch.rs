@@ -1,6 +1,6 @@
 //! What is launched, and with what: every kernel's grid, block, shared memory and arguments.
 //!
-//! Numbers and device addresses only, nothing of CUDA.
+//! This file deals only with numbers and device addresses. It calls nothing of CUDA.
 
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use std::fmt;
@@ -51,8 +51,8 @@ impl Dtype {
         16 / self.size()
     }
 
-    /// The most 16-byte pieces a thread can own. Its registers must hold them, widened, next to
-    /// their sums and coefficients: more would spill.
+    /// The most 16-byte pieces a thread can own. Its registers must hold the pieces, widened, next
+    /// to their sums and coefficients. With more pieces they would spill.
     fn max_pieces(self) -> usize {
         match self {
             Dtype::F16 | Dtype::BF16 | Dtype::F64 => 2,
@@ -299,21 +299,20 @@ pub struct Launch {
     pub params: Params,
 }
 
-/// The most threads of a block that walks rows. At 128 registers each, they are what a
-/// multiprocessor holds.
+/// The most threads of a block that walks rows. At 128 registers each, they fill a multiprocessor.
 const BLOCK: usize = 512;
 
 /// Threads that exchange values directly.
 const WARP: usize = 32;
 
-/// Lanes of a block at most, where no group of the layer-scale asks for more. More columns would
-/// make a block's rows fewer, fewer would make the runs of bytes short that it reads of a row.
+/// The most lanes of a block, unless a group of the layer-scale needs more. With more columns a
+/// block would have fewer rows. With fewer columns it would read shorter runs of bytes of each row.
 const TILE_LANES: usize = 64;
 
 /// The fewest rows of a chunk, so that its partial sums stay small beside its rows.
 const MIN_CHUNK_ROWS: usize = 4;
 
-/// The fewest rows a thread should take, so that the next one loads while it works.
+/// The fewest rows a thread should take, so that the next row loads while the thread works on one.
 const MIN_THREAD_ROWS: usize = 2;
 
 /// The most rows on their way: what hides the memory's latency from one block a multiprocessor.
@@ -323,12 +322,12 @@ const MAX_STAGES: usize = 3;
 /// dsum.
 const MIN_STAGE_ARRAYS: usize = 4;
 
-/// The fewest: one row of a backward with the gradient of a sum.
+/// The fewest such rows that a block can do with: one row of a backward with the gradient of a sum.
 const LEAST_STAGE_ARRAYS: usize = 3;
 
-/// The most threads of a block of the update kernels, its lanes, and how many chunks a thread adds
-/// where threads are left. A lane is a channel, and the block's rows add chunks side by side. Few
-/// lanes make many blocks; eight read whole 32-byte sectors.
+/// For the update kernels: the most threads of a block, its lanes, and how many chunks a thread
+/// adds while threads are left. A lane is a channel, and the block's rows add chunks side by side.
+/// Few lanes make many blocks. Eight lanes read whole 32-byte sectors.
 const UPDATE_THREADS: u32 = 1024;
 const UPDATE_LANES: [u32; 2] = [8, 32];
 const UPDATE_CHUNKS: u32 = 4;
@@ -352,8 +351,8 @@ pub struct Limits {
     pub copies: bool,
 }
 
-/// One call of a layer on `rows` rows. There is at least one row, but in a training step whose
-/// batch others share.
+/// One call of a layer on `rows` rows. There is at least one row, except in a training step whose
+/// batch is shared with other processes.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchPlan {
     pub dtype: Dtype,
@@ -389,8 +388,8 @@ pub struct ForwardBuffers {
     pub saved: Address,
     /// [`LaunchPlan::forward_workspace_bytes`].
     pub workspace: Address,
-    /// [`LaunchPlan::forward_totals`]: for `forward` to write, and afterwards those of the whole
-    /// batch. 0 where no others share the batch.
+    /// [`LaunchPlan::forward_totals`]: `forward` writes this process's totals here, and later the
+    /// whole batch's replace them. 0 where no other process shares the batch.
     pub totals: Address,
 }
 
@@ -419,8 +418,8 @@ pub struct BackwardBuffers {
     pub saved: Address,
     /// [`LaunchPlan::backward_workspace_bytes`].
     pub workspace: Address,
-    /// `[cols]` f64, Σ dy x̃: for `backward` to write, and afterwards that of the whole batch. 0
-    /// where no others share the batch, and for an evaluation.
+    /// `[cols]` f64, Σ dy x̃: `backward` writes this process's sums here, and later the whole
+    /// batch's replace them. 0 where no other process shares the batch, and for an evaluation.
     pub totals: Address,
 }
 
@@ -428,7 +427,7 @@ pub struct BackwardBuffers {
 struct Tile {
     /// Threads along the columns.
     lanes: usize,
-    /// Those that share a group.
+    /// Threads along the columns that share a group.
     span: usize,
     /// N of the kernels.
     pieces: usize,
@@ -481,7 +480,7 @@ impl LaunchPlan {
         (3 * self.cols + 1) * self.sum_bytes() + self.group_bytes()
     }
 
-    /// Whether a forward that no backward follows needs `saved` all the same.
+    /// Whether a forward needs `saved` even if no backward follows.
     pub fn needs_saved(&self, kind: ForwardKind) -> bool {
         kind.is_training() || self.cut().layer_scale == LayerScale::Given
     }
@@ -497,7 +496,7 @@ impl LaunchPlan {
     }
 
     /// The f64 numbers of a training forward that are handed out: Σ x̃² over kept rows and the
-    /// number of these, and under recipe Fairseq the same of all rows.
+    /// number of kept rows. Under recipe Fairseq the same two follow for all rows.
     pub fn forward_totals(&self) -> usize {
         match self.config.recipe {
             Recipe::Paper => self.cols + 1,
@@ -515,8 +514,8 @@ impl LaunchPlan {
     }
 
     /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. Without a kept row
-    /// a training step is an evaluation. By the batch's statistic this is as far as it goes without
-    /// that: [`finish_forward`](Self::finish_forward) has the rest.
+    /// a training step is an evaluation. With the batch's statistic only the sums are taken here,
+    /// and [`finish_forward`](Self::finish_forward) writes the output.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
     pub fn forward(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
@@ -534,8 +533,8 @@ impl LaunchPlan {
         if kind != ForwardKind::RunningStatistic {
             return vec![];
         }
-        // 1/D, which elsewhere comes with the output: it is that of ψ², as of any batch without a
-        // kept row.
+        // 1/D by ψ², as for any batch without a kept row. Elsewhere the launch of the output writes
+        // it.
         let alone = ForwardBuffers {
             totals: 0,
             ..*buffers
@@ -633,7 +632,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Its output too.
+    /// The layer-scale of a forward, with its output.
     fn output(&self, base: NormalizeParams, buffers: &ForwardBuffers) -> NormalizeParams {
         NormalizeParams {
             y: buffers.y,
@@ -645,7 +644,7 @@ impl LaunchPlan {
         }
     }
 
-    /// What the rows of a training forward add up to, to be handed out.
+    /// The sums over the rows of a training forward, to be handed out.
     fn totals(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
         let workspace = self.forward_workspace(buffers.workspace);
         let count = buffers.totals + self.cols as u64 * TOTAL_BYTES;
@@ -676,8 +675,9 @@ impl LaunchPlan {
         launches
     }
 
-    /// The statistics of a training [`forward`](Self::forward), of which ψ², `saved`, and `totals`
-    /// or else `workspace` are still there. ψ² takes the step, if there is one.
+    /// The statistics of a training [`forward`](Self::forward). Its ψ² and `saved` must still be
+    /// there, and its `totals`, or without totals its `workspace`. If there is a step, this applies
+    /// it to ψ².
     pub fn update_phi(
         &self,
         buffers: &ForwardBuffers,
@@ -720,13 +720,13 @@ impl LaunchPlan {
         self.update(Body::UpdatePhi, Params::UpdatePhi(params))
     }
 
-    /// The gradients of a [`forward`](Self::forward) of the same `kind`, of a loss times
-    /// `loss_scale`, as far as they go without the sums of the whole batch:
-    /// [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) have the
+    /// The gradients of a [`forward`](Self::forward) of the same `kind`, for a loss times
+    /// `loss_scale`. This makes what does not need the sums of the whole batch.
+    /// [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) make the
     /// rest.
     ///
-    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`; see the backward of
-    /// the CPU, whose cases these are.
+    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
+    /// same as in the CPU's backward.
     pub fn backward(
         &self,
         buffers: &BackwardBuffers,
@@ -791,8 +791,8 @@ impl LaunchPlan {
         launches
     }
 
-    /// What the sums of a [`backward`](Self::backward) make: the parameters' gradients, Λ, and the
-    /// step of ν, unless its array is 0. The arrays of rows may be gone.
+    /// Makes from the sums of a [`backward`](Self::backward) the parameters' gradients and Λ, and
+    /// the step of ν unless ν's array is 0. The arrays of rows may have been freed.
     pub fn update_nu(
         &self,
         buffers: &BackwardBuffers,
@@ -828,7 +828,7 @@ impl LaunchPlan {
     }
 
     /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the
-    /// input's gradient, where it is by Λ.
+    /// input's gradient, if it depends on Λ.
     pub fn finish_backward(&self, buffers: &BackwardBuffers, kind: ForwardKind) -> Vec<Launch> {
         if !self.config.is_exact(kind) || buffers.dx == 0 || self.rows == 0 {
             return vec![];
@@ -853,8 +853,8 @@ impl LaunchPlan {
         kind: ForwardKind,
     ) -> NormalizeBwdParams {
         let saved = self.saved(buffers.saved);
-        // Under recipe Fairseq the backward does not know the mask. (Elsewhere a batch without a
-        // kept row shows in it: the count need not be known yet.)
+        // Under recipe Fairseq the backward does not know the mask, so it reads the count.
+        // Elsewhere the mask shows a batch without a kept row, and the count need not be known yet.
         let fairseq = self.config.recipe == Recipe::Fairseq;
         let of_fairseq = |address| if fairseq { address } else { 0 };
         let of_training = |address| if kind.is_training() { address } else { 0 };
@@ -894,7 +894,7 @@ impl LaunchPlan {
         }
     }
 
-    /// The layer-scale by itself: X̃ of `x`, into `y`. `factors` is as in
+    /// The layer-scale without a layer: X̃ of `x`, into `y`. `factors` is as in
     /// [`group_bytes`](Self::group_bytes).
     pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
         let cut = self.cut();
@@ -1097,9 +1097,9 @@ impl LaunchPlan {
     /// How the pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the
     /// same order.
     ///
-    /// Rows are cut into as many chunks as give each multiprocessor one block at most, or into one
-    /// chunk where the tiles are more. A block has rows on their way while it works, so one is
-    /// enough, and the fewer there are, the fewer partial sums and coefficients move.
+    /// Rows are cut into as many chunks as give each multiprocessor at most one block. If there are
+    /// more tiles than multiprocessors, there is one chunk. One block is enough, because its next
+    /// rows are on their way while it works. Fewer blocks move fewer partial sums and coefficients.
     fn cut(&self) -> Cut {
         let groups = self.config.group_scaling.unwrap_or(1);
         let group_len = self.cols / groups;
@@ -1108,8 +1108,8 @@ impl LaunchPlan {
         let tiles = groups.div_ceil(tile.groups) * tile.per_group;
         let chunks = (self.limits.multiprocessors / tiles).max(1);
         let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
-        // Whole warps, a power of two, and no more than the chunk has rows for and shared memory
-        // has room for.
+        // The block is whole warps, and its rows are a power of two. There are no more than the
+        // chunk has rows for and shared memory has room for.
         let least = WARP >> tile.lanes.trailing_zeros().min(WARP.ilog2());
         let mut most = 1 << (BLOCK / tile.lanes).ilog2();
         let has_room = |rows| {
@@ -1155,7 +1155,7 @@ impl LaunchPlan {
             false => 1,
         };
         let reduces = self.config.group_scaling.is_some();
-        // What a block needs that has one row, as wide as this.
+        // What a block needs if it has one row of such a group.
         let lanes = group_pieces.div_ceil(most).next_multiple_of(WARP);
         let stages = match self.streams(vectorized) {
             true => LEAST_STAGE_ARRAYS * stage_bytes(lanes, most),
@@ -1181,8 +1181,8 @@ impl LaunchPlan {
         }
     }
 
-    /// How many tiles a group is cut into that takes so many lanes, and the lanes of each: as few
-    /// tiles as there can be, unless more of them keep an eighth more multiprocessors busy.
+    /// How many tiles a group of so many lanes is cut into, and the lanes of each tile. There are
+    /// as few tiles as possible, unless more of them keep an eighth more multiprocessors busy.
     fn parts(&self, groups: usize, group_lanes: usize) -> (usize, usize) {
         let multiprocessors = self.limits.multiprocessors;
         let fewest = group_lanes.div_ceil(TILE_LANES);
@@ -1206,8 +1206,9 @@ impl LaunchPlan {
         (per_group, lanes_of(per_group))
     }
 
-    /// The columns of a block that reduces its groups, of at most `most` pieces a thread: as many
-    /// pieces as leave few lanes idle, for a thread adds up its own before it asks others.
+    /// The columns of a block that reduces its groups, with at most `most` pieces a thread. A
+    /// thread has as many pieces as leave few lanes idle, because adding its own pieces needs no
+    /// exchange.
     fn whole_groups(&self, groups: usize, group_pieces: usize, most: usize) -> Tile {
         let cut = |pieces: usize| {
             let span = group_pieces.div_ceil(pieces);

@@ -1,8 +1,8 @@
 //! NVIDIA GPUs: memory, addresses and launches. [`launch`] says what is launched, `kernels/` what
 //! runs.
 //!
-//! `step.rs` has the phases of a step. This file has what they queue their launches with. Nothing
-//! here waits for the GPU.
+//! `step.rs` has the phases of a step. This file has what the phases queue their launches with.
+//! Nothing here waits for the GPU.
 #![allow(unsafe_code)]
 
 pub(crate) mod launch;
@@ -31,12 +31,13 @@ use std::sync::{Arc, OnceLock};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The key of this crate's kernels among the modules of a device, where other crates keep theirs,
-/// and other versions of this one.
+/// The key of this crate's kernels among the modules of a device. Other crates, and other versions
+/// of this crate, keep their modules there too.
 const MODULE: &str = concat!("candle_powernorm-", env!("CARGO_PKG_VERSION"));
 
-/// A type of the cudarc that candle is built with. The assertion below fails where that is another
-/// version than the one this crate's manifest names, before the types of the two meet elsewhere.
+/// A type of the cudarc that candle is built with. The assertion below fails if candle's cudarc has
+/// another version than this crate's manifest names. Otherwise the error would come where the types
+/// of both versions meet.
 #[diagnostic::on_unimplemented(
     message = "candle-core and candle-powernorm are built with two versions of cudarc",
     note = "give `cudarc` in candle-powernorm's Cargo.toml the version range that candle-core's has"
@@ -50,12 +51,12 @@ const _: () = {
     assert_one_version::<cudarc::driver::CudaStream>()
 };
 
-/// The kernels of a GPU that were launched before, and its limits: to look one up by its name again
-/// costs more than to launch it.
+/// The kernels of a GPU that were launched before, and its limits. To look a kernel up by its name
+/// again would cost more than to launch it.
 ///
-/// Whoever launches owns them, and with them the module and the context that they are of: both go
-/// when the last owner does. All handles of a GPU have one context, its primary one, so they share
-/// kernels.
+/// Whoever launches kernels owns them, and so owns their module and their context. Both are
+/// released when the last owner is dropped. All handles of a GPU have one context, its primary one,
+/// so they share kernels.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     functions: [OnceLock<CudaFunction>; Kernel::COUNT],
@@ -129,15 +130,16 @@ impl Gpu {
     }
 
     /// Queues `launches` in order on the device's stream, on which nothing else comes between them.
-    /// Once queued, the stream's order keeps their buffers, which are freed in that order too;
-    /// across streams cudarc's events and the user keep order, as for every tensor of candle.
+    /// Once launches are queued, their buffers are safe, because they are freed in the stream's
+    /// order too. Across streams, cudarc's events and the user keep order, as for every tensor of
+    /// candle.
     ///
     /// # Safety
-    /// Until the call returns, every address in them is that of a live buffer on this device, as
-    /// large as [`LaunchPlan`](launch::LaunchPlan) asks.
+    /// Until the call returns, every address in `launches` is the address of a live buffer on this
+    /// device, as large as [`LaunchPlan`](launch::LaunchPlan) asks.
     unsafe fn queue(&self, launches: &[Launch]) -> Result<()> {
-        // All are loaded before one is launched: a step of the state may be among them. What the
-        // phases before it queued stands.
+        // All kernels are loaded before one is launched, because a step of the state may be among
+        // them. A failure here does not undo what earlier phases queued.
         for launch in launches {
             self.kernels.get(&self.device, launch.kernel)?;
         }
@@ -157,7 +159,7 @@ impl Gpu {
                 Params::NormalizeBwd(params) => builder.arg(params),
                 Params::UpdateNu(params) => builder.arg(params),
             };
-            // The kernel is of the stream's context, which is the GPU's primary one.
+            // The kernel belongs to the stream's context, which is the GPU's primary context.
             // SAFETY: by the caller's promise about buffers. The one argument is the struct that
             // this kernel takes, as a test in `launch` checks field by field, and `LaunchPlan` cuts
             // grid, block and shared memory to it, as the tests on softgpu check.
@@ -225,8 +227,8 @@ fn dtype(dtype: DType) -> Result<Dtype> {
     }
 }
 
-/// The buffers that launches on a stream use. Another stream waits for what it records when it is
-/// dropped, after the launches.
+/// The buffers that launches on a stream use. When this is dropped, after the launches, it records
+/// an event that other streams wait for.
 struct Uses<'a> {
     stream: &'a CudaStream,
     held: Vec<SyncOnDrop<'a>>,
@@ -325,7 +327,7 @@ impl<'a> Uses<'a> {
         })
     }
 
-    /// Where totals begin that were taken in.
+    /// Where the totals of the whole batch begin.
     fn read_totals<S: Deref<Target = Storage>>(
         &mut self,
         totals: &'a Option<(S, &'a Layout)>,

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) struct CudaStep {
     gpu: Gpu,
     plan: LaunchPlan,
-    /// Without rows of its own, and of others, a training step is an evaluation.
+    /// If neither this process nor another has rows, a training step is an evaluation.
     kind: ForwardKind,
     setting: Setting,
     memory: Mutex<Memory>,
@@ -38,8 +38,8 @@ enum ForwardSums {
     None,
     /// Of this process's rows, chunk by chunk, in the forward's workspace.
     Partial(CudaSlice<u8>),
-    /// Of this process's rows, to be handed out, after [room](LaunchPlan::totals_room) for those of
-    /// the backward. The workspace has nothing more that is needed.
+    /// The sums of this process's rows, to be handed out. Before them there is
+    /// [room](LaunchPlan::totals_room) for the backward's sums. The workspace is no longer needed.
     Own(CudaSlice<f64>),
     /// Of the whole batch.
     Total(Tensor),
@@ -130,7 +130,8 @@ impl CudaStep {
         launch(buffers)
     }
 
-    /// Launches what makes the statistics of a training forward, and moves ψ² if there is a `step`.
+    /// Launches the kernel that makes the statistics of a training forward, and moves ψ² if there
+    /// is a `step`.
     fn make_statistics(
         &self,
         memory: &mut Memory,
@@ -291,7 +292,8 @@ impl DeviceStep for CudaStep {
             return Ok(Box::new(backward));
         }
         if self.setting.config.recipe == Recipe::Fairseq && self.kind.is_training() {
-            // The divisor is the batch's. (Alone, ψ² has moved by now, and nothing is left to do.)
+            // The divisor is the batch's. In a single process, ψ² has moved by now, and nothing is
+            // left to do.
             let phi = inputs.phi.storage_and_layout();
             let stream = self.device().cuda_stream();
             let mut uses = Uses::on(&stream);
@@ -300,7 +302,7 @@ impl DeviceStep for CudaStep {
         }
         let Memory { saved, sums } = &mut *memory;
         let (device, plan) = (self.device(), &self.plan);
-        // Those of a forward that waits have room for these.
+        // If the forward's sums still wait, their tensor has room for the backward's.
         let totals = match sums {
             ForwardSums::Own(both) => Some(both),
             _ if !self.kind.is_training() || !self.setting.shared => None,
@@ -334,7 +336,7 @@ struct CudaBackward<'a> {
     step: &'a CudaStep,
     inputs: BackwardInputs<'a>,
     arrays: BackwardArrays<'a>,
-    /// Σ dy x̃ of this process's rows, `[cols]`, to be handed out without those of the forward.
+    /// Σ dy x̃ of this process's rows, `[cols]`, to be handed out without the forward's sums.
     own: Option<CudaSlice<f64>>,
     /// Σ dy x̃ of the whole batch, `[cols]`; `None` if nothing was handed out.
     total: Option<Tensor>,
@@ -392,8 +394,8 @@ impl<'a> CudaBackward<'a> {
 }
 
 impl BackwardArrays<'_> {
-    /// Runs `launch` with the arrays of a backward, but for ν and the totals; those of rows where
-    /// `with_rows` says so.
+    /// Runs `launch` with the arrays of a backward, except ν and the totals. Arrays of rows are
+    /// among them only if `with_rows`.
     fn launch(
         &mut self,
         saved: Option<&CudaSlice<u8>>,
@@ -463,7 +465,7 @@ impl DeviceBackward for CudaBackward<'_> {
                 ForwardSums::Own(both) => Some(both),
                 _ => None,
             },
-            // Another thread goes back through the same graph, and took the forward's.
+            // Another thread goes back through the same graph, and took the forward's tensors.
             (_, None) if self.step.setting.shared && self.step.kind.is_training() => {
                 return Err(Error::RankFailed.into())
             }

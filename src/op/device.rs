@@ -4,12 +4,13 @@
 //! A training step has five phases, and every device has all of them:
 //!
 //! 1. [`DeviceStep::forward`] normalizes the rows and sums their squares. The batch's statistic is
-//!    not known before the sums are, so with it this phase only sums.
+//!    known only after the sums. If it normalizes, this phase only sums.
 //! 2. [`DeviceStep::finish_forward`] then normalizes by the batch's statistic.
 //! 3. [`DeviceStep::move_phi`] moves ψ².
 //! 4. [`DeviceStep::backward`] makes the gradients and sums over them.
 //! 5. [`DeviceBackward::finish`] makes what is left of the gradients, and
-//!    [`DeviceBackward::move_nu`] moves ν. ν moves last, so that a backward that fails leaves it.
+//!    [`DeviceBackward::move_nu`] moves ν. ν moves last, so a backward that fails leaves ν as it
+//!    was.
 //!
 //! Other processes may have rows of the same batch. A device does not know about them. It hands its
 //! own sums out and takes the sums of the whole batch in. [`step`](super::step) decides when.
@@ -72,7 +73,7 @@ pub(crate) struct BackwardInputs<'a> {
     pub x: &'a Tensor,
     /// The gradient of the output.
     pub dy: &'a Tensor,
-    /// The gradient of the sum with the residual, if it has one.
+    /// The gradient of the sum with the residual, if the sum has a gradient.
     pub dsum: Option<&'a Tensor>,
     /// As in the forward.
     pub keep: Option<&'a Tensor>,
@@ -102,7 +103,7 @@ pub(crate) struct Gradients {
 /// A forward on a device, and what the device keeps from it for the phases that follow.
 ///
 /// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`]. A forward's sums are Σ x̃² over
-/// the kept rows, `[C]`, and then the number of kept rows. Under
+/// the kept rows, `[C]`, followed by the number of kept rows. Under
 /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same two follow for all rows.
 pub(crate) trait DeviceStep: Send + Sync {
     /// Adds the residual, sums the squares and writes the output. If the batch's statistic
@@ -127,7 +128,7 @@ pub(crate) trait DeviceStep: Send + Sync {
 }
 
 /// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`. If the forward's sums
-/// are not in yet, they follow.
+/// were not handed out yet, they follow in the same tensor.
 pub(crate) trait DeviceBackward {
     /// Hands out the sums; `None` after an evaluation.
     fn sums(&mut self) -> Result<Option<Tensor>>;

@@ -7,8 +7,8 @@
 //! 2. [`step::begin`] applies the step that still waits, if there is one. Then it runs the layer's
 //!    checks and makes the arguments readable.
 //! 3. [`Step::forward`] runs the forward on the tensors' [`device`].
-//! 4. candle runs the custom op. The output exists already, and the op hands it out. Its purpose is
-//!    to give the output a place in the graph.
+//! 4. candle runs the custom op. The output exists already, and the op hands it out. The op gives
+//!    the output a place in the graph.
 //! 5. [`Step::finish_forward`] moves ψ² and t, now that nothing can fail any more.
 //! 6. A backward comes back through the op to [`Step::backward`], which moves ν.
 

@@ -68,7 +68,7 @@ pub(crate) fn power_norm_residual(
         })
     };
     let (y, sum) = (hand_out(outputs.y, y, Y)?, hand_out(outputs.sum, sum, SUM)?);
-    // Detached: with its graph, the op would own itself.
+    // Detached, because the sum's graph holds the op, and the op would own itself.
     let _ = input.set(sum.detach());
     step.finish_forward(request.state)?;
     Ok((y, sum))
@@ -216,7 +216,7 @@ impl CustomOp1 for HandOut {
         self.gradient.put(gradient.clone());
         Ok(Some(match token.device() {
             Device::Cpu => Tensor::new(&[self.mark], token.device())?,
-            // Nobody reads it, and this one costs no launch.
+            // Nobody reads this gradient, and this tensor costs no launch.
             _ => token.detach(),
         }))
     }

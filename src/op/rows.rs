@@ -5,8 +5,8 @@
 //! - Inputs, residuals and gradients go through [`readable`] first. It copies a tensor only if the
 //!   device cannot read it in place.
 //! - A CPU reads rows anywhere in a storage, if the elements of each row are adjacent. [`matrix`]
-//!   lists the blocks of packed rows and where each begins. So transposed leading dimensions and
-//!   narrowed ones cost no copy.
+//!   lists the blocks of packed rows and where each begins. So leading dimensions that are
+//!   transposed or narrowed cost no copy.
 //! - Other devices read packed rows.
 //! - A CPU reads masks with [`packed`], and weights and biases with [`widened`].
 
@@ -43,8 +43,8 @@ macro_rules! with_element {
 pub(crate) use with_element;
 
 /// Returns the tensor in a layout that its device reads, copied if need be. A CPU reads rows
-/// anywhere, of adjacent elements. Other devices read packed rows, and on an NVIDIA GPU they begin
-/// on a 16-byte boundary.
+/// anywhere, if their elements are adjacent. Other devices read packed rows, and on an NVIDIA GPU
+/// they begin on a 16-byte boundary.
 pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
     if xs.device().is_cpu() && packed_dims(xs.layout()).is_some() {
         return Ok(xs.clone());

@@ -8,9 +8,9 @@
 //!
 //! - While the batch's statistic normalizes, a forward exchanges its sums before it writes its
 //!   output. Its backward exchanges the sums of the backward.
-//! - After the warm-up no output depends on the batch. The forward's sums wait, and go with those
-//!   of its backward in one exchange. Recipe Fairseq needs the forward's sums before the
-//!   backward's, and makes two.
+//! - After the warm-up no output depends on the batch. The forward's sums wait, and go with the
+//!   backward's sums in one exchange. Recipe Fairseq needs the forward's sums before the
+//!   backward's, and makes two exchanges.
 //! - A forward that no backward followed is settled by the next training forward.
 //!
 //! # The life of a step
@@ -33,9 +33,9 @@
 //!   before they sum. The step still waits, so the backward can be called again. If it is not, the
 //!   next training forward skips the step. It does so on all ranks, with every step that waited
 //!   during the failure: [`LayerRanks::failures`].
-//! - *An exchange that fails on a GPU* may have failed on one rank only. Ranks announce nothing
-//!   there, because the host would have to wait for the GPU to hear of it. A step whose sums were
-//!   in that exchange is lost, and its backward is refused.
+//! - *An exchange that fails on a GPU* may have failed on one rank only. On a GPU ranks announce
+//!   nothing, because the host would have to wait for the GPU to learn of an announcement. A step
+//!   whose sums were in that exchange is lost, and its backward is refused.
 //! - *A state that cannot move* fails the call. The sums are in by then, so the backward can be
 //!   called again.
 //! - *A state that was reset or loaded* between a forward and its exchange does not take the step.
@@ -92,7 +92,7 @@ pub(crate) struct Step {
 
 /// Runs `prepare`, which is what can fail before the device starts: checks and copies.
 ///
-/// In training it first applies the step that waits, and tells the other ranks if `prepare` fails.
+/// In training it first applies the pending step, and tells the other ranks if `prepare` fails.
 pub(crate) fn begin<R>(request: &Request, prepare: impl FnOnce() -> Result<R>) -> Result<R> {
     if request.purpose == Purpose::Evaluation {
         return prepare();
@@ -170,7 +170,7 @@ impl Step {
     /// Runs a backward, which also moves ψ² and t if that was deferred.
     pub fn backward(&self, state: &State, inputs: &BackwardInputs) -> Result<Gradients> {
         let gradients = self.backward_phases(state, inputs);
-        // It is done, or it failed. Either way it waits no more.
+        // The step is done, or it failed. Either way it is no longer pending.
         self.leave_out(state);
         gradients
     }
@@ -249,7 +249,8 @@ impl Step {
             return Ok(());
         }
         if self.shared && state.version()? != self.version {
-            // The state was replaced and stays. The backward still needs the batch's statistics.
+            // The state was replaced, so this step does not move it. The backward still needs the
+            // batch's statistics.
             self.device.move_phi(state.phi_variable(), None)?;
         } else {
             state.move_phi(self.purpose, |phi, step| {
@@ -285,7 +286,7 @@ fn compare(state: &State, ranks: &LayerRanks, kind: ForwardKind, version: Versio
     ranks.compare(exchange, numbers, config, version.steps, &device)
 }
 
-/// The step of a layer that waits for other ranks' sums, if there is one.
+/// The pending step of a layer: it waits for other ranks' sums. `None` if there is no such step.
 #[derive(Default)]
 pub(crate) struct Waiting(Mutex<Option<Arc<Step>>>);
 
@@ -294,19 +295,19 @@ impl Waiting {
         *self.lock() = Some(step);
     }
 
-    /// Applies the step that waits.
+    /// Applies the pending step.
     fn settle(&self, state: &State) -> Result<()> {
         let step = self.lock().take();
         step.map_or(Ok(()), |step| step.settle(state))
     }
 
-    /// Forgets this step, if it waits.
+    /// Forgets this step, if it is pending.
     fn forget(&self, step: &Step) {
         self.lock()
             .take_if(|waiting| std::ptr::eq(Arc::as_ptr(waiting), step));
     }
 
-    /// Forgets the step that waits.
+    /// Forgets the pending step.
     pub fn clear(&self) {
         self.lock().take();
     }
