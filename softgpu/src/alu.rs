@@ -818,7 +818,10 @@ fn permutation(modifiers: &[&str]) -> Option<Arithmetic> {
     let exec = match modifiers {
         [] => each!(|a: u32, b: u32, c: u32| u32: {
             let both = u64::from(b) << 32 | u64::from(a);
-            pick(both, c) | pick(both, c >> 4) << 8 | pick(both, c >> 8) << 16 | pick(both, c >> 12) << 24
+            pick(both, c)
+                | pick(both, c >> 4) << 8
+                | pick(both, c >> 8) << 16
+                | pick(both, c >> 12) << 24
         }),
         ["f4e"] => selected!(|n, i| (n + i) & 7),
         ["b4e"] => selected!(|n, i| n.wrapping_sub(i) & 7),
@@ -837,7 +840,8 @@ fn dot(a: &str, b: &str) -> Option<Arithmetic> {
             each!(|a: u32, b: u32, c: u32| u32: {
                 let mut total = c;
                 for byte in 0..4 {
-                    let product = i32::from((a >> (8 * byte)) as $a) * i32::from((b >> (8 * byte)) as $b);
+                    let (a, b) = ((a >> (8 * byte)) as $a, (b >> (8 * byte)) as $b);
+                    let product = i32::from(a) * i32::from(b);
                     total = total.wrapping_add(product as u32);
                 }
                 total

@@ -453,9 +453,11 @@ fn counts_as_json(calls: &HashMap<&'static str, u64>, tally: &Tally) -> String {
         // Writing to a string does not fail.
         let _ = write!(
             text,
-            "{comma}\"{kernel}\":{{\"launches\":{launches},\"blocks\":{},\"instructions\":{:?},\
-             \"thread_instructions\":{},\"bytes_loaded\":{},\"bytes_stored\":{},\"sectors_loaded\":{},\
-             \"sectors_stored\":{},\"bank_conflicts\":{},\"barriers\":{}}}",
+            "{comma}\"{kernel}\":{{\"launches\":{launches},\"blocks\":{}\
+             ,\"instructions\":{:?},\"thread_instructions\":{}\
+             ,\"bytes_loaded\":{},\"bytes_stored\":{}\
+             ,\"sectors_loaded\":{},\"sectors_stored\":{}\
+             ,\"bank_conflicts\":{},\"barriers\":{}}}",
             counts.blocks,
             counts.instructions,
             counts.thread_instructions,

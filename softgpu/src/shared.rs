@@ -172,7 +172,8 @@ impl Shared {
         let end = address.checked_add(u64::from(size));
         if end.is_none_or(|end| end > self.bytes.len() as u64) {
             return Err(format!(
-                "{size} bytes at {address:#x} of shared memory are out of bounds: the block has {} bytes",
+                "{size} bytes at {address:#x} of shared memory are out of bounds: the block has \
+                 {} bytes",
                 self.bytes.len()
             ));
         }
@@ -390,7 +391,8 @@ fn touched(
         };
         if racing {
             return Err(format!(
-                "a race: lane {other} of warp {} wrote these bytes (line {}), and nothing orders the two",
+                "a race: lane {other} of warp {} wrote these bytes (line {}), and nothing orders \
+                 the two",
                 word.writer, word.write_line
             ));
         }

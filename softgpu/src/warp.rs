@@ -503,8 +503,11 @@ impl Warp {
             let lane = self.parked.trailing_zeros();
             let members = self.meetings[lane as usize].map_or(0, |meeting| meeting.members);
             let what = format!(
-                "a deadlock within the warp: lanes {:#010x} wait here for the lanes {members:#010x}; {:#010x} have exited and {:#010x} wait for the block",
-                self.parked, self.exited & self.exist, self.blocked
+                "a deadlock within the warp: lanes {:#010x} wait here for the lanes \
+                 {members:#010x}; {:#010x} have exited and {:#010x} wait for the block",
+                self.parked,
+                self.exited & self.exist,
+                self.blocked
             );
             return Err(self.fault(block, self.counters[lane as usize], lane, what));
         }

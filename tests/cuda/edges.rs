@@ -134,9 +134,9 @@ fn wide_groups() -> Result<()> {
     Ok(())
 }
 
-/// Rows of a block that take the most shared memory there is: tiles of 60 lanes of four pieces. On a
-/// GPU with 99 KiB a block, one row of a backward with a residual fits. With 64 KiB none does, and
-/// rows come by way of registers (`SOFTGPU_SHARED_KIB`).
+/// Rows of a block that take the most shared memory there is: tiles of 60 lanes of four pieces. On
+/// a GPU with 99 KiB a block, one row of a backward with a residual fits. With 64 KiB none does,
+/// and rows come by way of registers (`SOFTGPU_SHARED_KIB`).
 #[test]
 fn rows_that_fill_shared_memory() -> Result<()> {
     let mut data = Data::new(9);

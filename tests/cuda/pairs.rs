@@ -234,9 +234,12 @@ fn pairwise() -> Vec<Point> {
 
 impl Case {
     /// The case at a point of the grid.
-    fn at(
-        [dtypes, cols, rows, padding, groups, recipe, phase, affine, wanted, offsets, residual, scale, ranks]: Point,
-    ) -> Self {
+    fn at(point: Point) -> Self {
+        #[rustfmt::skip]
+        let [
+            dtypes, cols, rows, padding, groups, recipe, phase,
+            affine, wanted, offsets, residual, scale, ranks,
+        ] = point;
         let (input, builder) = DTYPES[dtypes];
         Self {
             input,

@@ -406,6 +406,17 @@ mod tests {
     use candle::{DType, Var};
     use candle_nn::VarMap;
 
+    fn config(norm: Norm, groups: Option<usize>, group_norm_groups: usize) -> NormConfig {
+        NormConfig {
+            norm,
+            groups,
+            warmup_steps: 1,
+            recipe: Recipe::Paper,
+            alpha: [0.9; 2],
+            group_norm_groups,
+        }
+    }
+
     /// The real rows of a padded batch fare as they would by themselves, in training and in
     /// evaluation, whatever the padding holds, and no gradient reaches the padding.
     #[test]
@@ -428,15 +439,8 @@ mod tests {
                 false => filling,
             });
             let xs = Tensor::from_iter(values, device)?.reshape((batch, time, size))?;
-            let config = NormConfig {
-                norm,
-                groups,
-                warmup_steps: 1,
-                recipe: Recipe::Paper,
-                alpha: [0.9; 2],
-                // Groups of two channels become +1 and -1, whatever they are: without a gradient.
-                group_norm_groups: 1,
-            };
+            // Groups of two channels become +1 and -1, whatever they are: without a gradient.
+            let config = config(norm, groups, 1);
             let layer = |mode: &Mode| {
                 let varmap = VarMap::new();
                 let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
@@ -492,14 +496,7 @@ mod tests {
         let xs = Tensor::from_vec(values, (10, 8), device)?;
         for &norm in &Norm::CAUSAL {
             let outputs = |groups| -> Result<Vec<f32>> {
-                let config = NormConfig {
-                    norm,
-                    groups,
-                    warmup_steps: 1,
-                    recipe: Recipe::Paper,
-                    alpha: [0.9; 2],
-                    group_norm_groups: 2,
-                };
+                let config = config(norm, groups, 2);
                 let varmap = VarMap::new();
                 let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
                 let layer = NormLayer::new(8, &config, &Mode::train(), vb)?;

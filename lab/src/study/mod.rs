@@ -480,9 +480,9 @@ mod tests {
         let variants = variants(Experiment::value_variants());
         let names: BTreeSet<String> = variants.iter().map(Variant::name).collect();
         assert_eq!(names.len(), variants.len());
-        // 8 norms behind 3 layer-scales, 3 norms with 3 other numbers of rows, and without the guard
-        // or with the released code's recipe, with and without layer-scale. The head of this file
-        // tells what they take.
+        // 8 norms behind 3 layer-scales, 3 norms with 3 other numbers of rows, and without the
+        // guard or with the released code's recipe, with and without layer-scale. The head of this
+        // file tells what they take.
         assert_eq!(variants.len(), 8 * 3 + 3 * 3 + 2 * 2);
     }
 
@@ -542,7 +542,8 @@ mod tests {
         assert!(error.contains("power-noguard."), "{error}");
         assert!(
             error.ends_with(
-                "has --steps 3, this study 4: give the study another --out, or remove the file to have the run made again"
+                "has --steps 3, this study 4: give the study another --out, or remove the file to \
+                 have the run made again"
             ),
             "{error}"
         );

@@ -189,7 +189,8 @@ fn read_all(args: &Args, corpus: &Corpus) -> Result<(Outcomes, Vec<String>)> {
             let theirs = &outcome.settings[key];
             ensure!(
                 theirs == ours,
-                "{} has {key} {theirs}, this study {ours}: give the study another --out, or remove the file to have the run made again",
+                "{} has {key} {theirs}, this study {ours}: give the study another --out, or \
+                 remove the file to have the run made again",
                 path.display(),
             );
         }
@@ -297,9 +298,10 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "Nats a {}, mean (range) over seeds: of the finished model on both splits, which is by running statistics \
-             where a normalization has them, and of the last {LAST_STEPS} batches in training, which is by theirs where it takes those. \
-             Less layer's: the difference to its validation loss from the same seed.\n",
+            "Nats a {}, mean (range) over seeds: of the finished model on both splits, which is \
+             by running statistics where a normalization has them, and of the last {LAST_STEPS} \
+             batches in training, which is by theirs where it takes those. Less layer's: the \
+             difference to its validation loss from the same seed.\n",
             self.corpus.unit
         )?;
         writeln!(
@@ -360,9 +362,11 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "Validation losses, mean (range) over seeds. Each difference is of runs from the same seed: to LN and to PN behind the same \
-             layer-scale, and to the same normalization without one.\n\n\
-             | normalization | layer-scale | validation | less LN's, same scale | less PN's, same scale | less its own without |\n\
+            "Validation losses, mean (range) over seeds. Each difference is of runs from the same \
+             seed: to LN and to PN behind the same layer-scale, and to the same normalization \
+             without one.\n\n\
+             | normalization | layer-scale | validation | less LN's, same scale | less PN's, same \
+             scale | less its own without |\n\
              |---|---|---|---|---|---|"
         )?;
         for (variant, runs) in &compared.0 {
@@ -402,10 +406,12 @@ impl Report<'_> {
             .collect();
         writeln!(
             text,
-            "Means over the second half of training and over seeds, in the first normalization, in the last, and over all. \
-             Distances are (1/d)‖batch − running‖ of d channels; relative ones ‖batch − running‖ over the length of the running \
-             statistic, or of the running deviation where it is the mean's.\n\n\
-             | distance | of | first layer | last layer | mean | first, relative | last, relative | mean, relative |\n\
+            "Means over the second half of training and over seeds, in the first normalization, \
+             in the last, and over all. Distances are (1/d)‖batch − running‖ of d channels; \
+             relative ones ‖batch − running‖ over the length of the running statistic, or of the \
+             running deviation where it is the mean's.\n\n\
+             | distance | of | first layer | last layer | mean | first, relative | last, relative \
+             | mean, relative |\n\
              |---|---|---|---|---|---|---|---|"
         )?;
         for (label, runs) in &shown {
@@ -435,9 +441,11 @@ impl Report<'_> {
 
         writeln!(
             text,
-            "\nGradients are lengths of (1/n) Σ ∂L/∂X̂ for the mean, and of (1/n) Σ ∂L/∂X̂ ⊙ X̂ for the variance and the quadratic \
-             mean: what of them reaches the input, but for the factor 1/σ_B, or 1/ψ_B, that the input's gradient has. Means are of the \
-             second half of training, the largest is of all of it, with the steps made before it.\n\n\
+            "\n\
+             Gradients are lengths: of (1/n) Σ ∂L/∂X̂ for the mean, and of (1/n) Σ ∂L/∂X̂ ⊙ X̂ \
+             for the variance and the quadratic mean. They are what reaches the input, without \
+             the factor 1/σ_B or 1/ψ_B of the input's gradient. Means are over the second half of \
+             training. The largest is of all of training, with the steps made before it.\n\n\
              | gradient | of | first layer | last layer | mean | largest | in layer | at step |\n\
              |---|---|---|---|---|---|---|---|"
         )?;
@@ -458,7 +466,8 @@ impl Report<'_> {
                 };
                 writeln!(
                     text,
-                    "| {statistic} | {label} | {first:.2e} | {last:.2e} | {:.2e} | {largest:.2e} | {layer} | {step} |",
+                    "| {statistic} | {label} | {first:.2e} | {last:.2e} | {:.2e} | {largest:.2e} \
+                     | {layer} | {step} |",
                     mean(&layers)
                 )?;
             }
@@ -467,9 +476,12 @@ impl Report<'_> {
 
         writeln!(
             text,
-            "\nOutliers in the first normalization, where the paper looks, over all seeds and recorded steps after the warm-up: how far \
-             the largest are above the median, and the median of the last quarter of these steps over that of the first.\n\n\
-             | quantity | of | median | 99th percentile, over it | largest, over it | last quarter over first |\n\
+            "\n\
+             Outliers in the first normalization, where the paper looks, over all seeds and \
+             recorded steps after the warm-up. The last column is the median of the last quarter \
+             of these steps over the median of the first quarter.\n\n\
+             | quantity | of | median | 99th percentile, over it | largest, over it | last \
+             quarter over first |\n\
              |---|---|---|---|---|---|"
         )?;
         for (label, runs) in &shown {
@@ -548,10 +560,11 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "Mean (range) over seeds. The rows of a step of the optimizer stay the same. {CONTEXT} rows are one sequence: the statistic \
-             of a batch then tells each token of those after it, and a model that is trained by it can read them, until it is evaluated. \
-             Running statistics forget by the forward, and of few rows have seen less. LN takes no statistic over rows: it is one run, \
-             whatever their number."
+            "Mean (range) over seeds. The rows of a step of the optimizer stay the same. \
+             {CONTEXT} rows are one sequence: the statistic of a batch then tells each token of \
+             those after it, and a model that is trained by it can read them, until it is \
+             evaluated. Running statistics forget by the forward, and of few rows have seen less. \
+             LN takes no statistic over rows: it is one run, whatever their number."
         )?;
         let rows: BTreeSet<usize> = compared
             .0
@@ -664,10 +677,12 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "Mean (range) over seeds. The difference is to the validation loss of PN from the same seed: the paper's recipe, with \
-             layer-scale and guard. The last column counts the channels, over all steps and layers after the warm-up, with \
-             (1−α_b)Γ > 1: where the guard acts. Where there is none, on and off are one run.\n\n\
-             | recipe | layer-scale | guard | validation | less PN's | training | outside Assumption 10 |\n\
+            "Mean (range) over seeds. The difference is to the validation loss of PN from the \
+             same seed: the paper's recipe, with layer-scale and guard. The last column counts \
+             the channels, over all steps and layers after the warm-up, with (1−α_b)Γ > 1: where \
+             the guard acts. Where there is none, on and off are one run.\n\n\
+             | recipe | layer-scale | guard | validation | less PN's | training | outside \
+             Assumption 10 |\n\
              |---|---|---|---|---|---|---|"
         )?;
         for (variant, runs) in &compared.0 {
@@ -718,7 +733,8 @@ impl Report<'_> {
         writeln!(
             text,
             "Mean (range) over seeds.\n\n\
-             | normalization | largest | median | smallest | largest / median |\n|---|---|---|---|---|"
+             | normalization | largest | median | smallest | largest / median |\n\
+             |---|---|---|---|---|"
         )?;
         let mut lines = vec![];
         for (color, (variant, runs)) in compared.0.iter().enumerate() {
@@ -777,8 +793,9 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "Magnitudes in the finished model: ψ is the running one at the end of training, and of BatchNorm it is the running \
-             deviation σ. With layer-scale a token is divided by the quadratic means of its groups before. Mean (range) over seeds."
+            "Magnitudes in the finished model: ψ is the running one at the end of training, and \
+             of BatchNorm it is the running deviation σ. With layer-scale a token is divided by \
+             the quadratic means of its groups before. Mean (range) over seeds."
         )?;
         let layers: BTreeSet<&String> = (compared.0.iter())
             .flat_map(|(_, runs)| runs.0.iter().flat_map(|run| run.gains.keys()))
@@ -820,7 +837,9 @@ impl Report<'_> {
         }
         writeln!(
             text,
-            "\nThe share of channels with |γ| ≤ ψ, which Figure 7 has in every channel of PN-V:\n\n| layer | {} |",
+            "\n\
+             The share of channels with |γ| ≤ ψ, which Figure 7 has in every channel of PN-V:\n\n\
+             | layer | {} |",
             names.join(" | ")
         )?;
         writeln!(text, "|---|{}", "---|".repeat(names.len()))?;

@@ -4,7 +4,8 @@
 //! ```text
 //! cargo run --release -p lab -- translate --data multi30k --norm power
 //! cargo run --release -p lab -- translate --data multi30k --compare layer,batch,power-v,power
-//! cargo run --release -p lab -- translate --data multi30k --compare layer,batch,power-v,power --speed
+//! cargo run --release -p lab -- translate --data multi30k --speed \
+//!     --compare layer,batch,power-v,power
 //! sacrebleu target/translate/test.en -i target/translate/power.1.hyp.en
 //! ```
 //!
@@ -97,11 +98,11 @@ impl Budget {
     }
 }
 
-const SOURCES: &str = "\
---data DIR must name a folder of parallel text: train.de, train.en, val.de, val.en, test.de and test.en, a sentence a \
-line, plain or with .gz. Multi30k has 29,000 pairs of short sentences: take train, val and test_2016_flickr, of both \
-languages, from the folder data/task1/raw of https://github.com/multi30k/dataset. The sample in lab/sample is too \
-small to learn from";
+const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de, train.en, \
+    val.de, val.en, test.de and test.en, a sentence a line, plain or with .gz. Multi30k has \
+    29,000 pairs of short sentences: take train, val and test_2016_flickr, of both languages, \
+    from the folder data/task1/raw of https://github.com/multi30k/dataset. The sample in \
+    lab/sample is too small to learn from";
 
 /// Trains a small transformer to translate German to English, with PowerNorm or another
 /// normalization in its encoder.
@@ -166,7 +167,11 @@ pub struct Args {
     smoothing: f64,
 
     /// Translations of a sentence that the search follows at once
-    #[arg(long, default_value_t = 5, value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
+    #[arg(
+        long,
+        default_value_t = 5,
+        value_parser = RangedU64ValueParser::<usize>::new().range(1..=64)
+    )]
     beam: usize,
 
     /// Steps between two evaluations on the validation split; each also writes a checkpoint
@@ -350,7 +355,8 @@ fn announce(args: &Args, corpus: &Corpus) {
     let batches = data::epoch(&corpus.train, budget.batch, args.seed, 0).len();
     if args.speed {
         eprintln!(
-            "{} pairs, {} subwords. For each normalization: {} steps of up to {} tokens on either side, in turns",
+            "{} pairs, {} subwords. For each normalization: {} steps of up to {} tokens on either \
+             side, in turns",
             corpus.train.len(),
             corpus.subwords.count(),
             speed::UNTIMED + args.steps(),
@@ -359,8 +365,8 @@ fn announce(args: &Args, corpus: &Corpus) {
         return;
     }
     eprintln!(
-        "{} pairs to train on, {} subwords. For each normalization: {} steps of up to {} tokens on either side, about {:.1} \
-         passes",
+        "{} pairs to train on, {} subwords. For each normalization: {} steps of up to {} tokens \
+         on either side, about {:.1} passes",
         corpus.train.len(),
         corpus.subwords.count(),
         args.steps(),
@@ -414,7 +420,8 @@ fn train(run: &mut Run, args: &Args, norm: Norm, checkpoint: &Path) -> Result<()
             run.save(checkpoint)?;
             bar.suspend(|| {
                 eprintln!(
-                    "{norm:8} step {step:5}, pass {:4.1}: loss {loss:.4}, validation loss {val_loss:.4}, {:.0} tokens/s",
+                    "{norm:8} step {step:5}, pass {:4.1}: loss {loss:.4}, validation loss \
+                     {val_loss:.4}, {:.0} tokens/s",
                     run.epochs(),
                     run.speed(),
                 )
@@ -584,7 +591,8 @@ mod tests {
     fn speed_has_a_figure_for_each_normalization_and_leaves_no_files() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let out = folder.path().join("out");
-        let all = "power,power-v,batch,layer,rms,group,renorm,mabn,batch-padded,batch-own,instance,instance-padded";
+        let all = "power,power-v,batch,layer,rms,group,renorm,mabn,batch-padded,batch-own,\
+                   instance,instance-padded";
         let (results, end) = results(&args(&out, &["--speed", "--compare", all, "--steps", "2"])?);
         end?;
         assert_eq!(norms(&results).join(","), all);
