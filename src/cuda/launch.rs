@@ -52,11 +52,11 @@ impl Dtype {
     }
 
     /// The most 16-byte pieces a thread can own. Its registers must hold the pieces, widened, next
-    /// to their sums and coefficients. With more pieces they would spill.
-    fn max_pieces(self) -> usize {
-        match self {
-            Dtype::F16 | Dtype::BF16 | Dtype::F64 => 2,
-            Dtype::F32 => 4,
+    /// to one sum for each value, or in a backward two. With more pieces they would spill.
+    fn max_pieces(self, pass: Pass) -> usize {
+        match (self, pass) {
+            (Dtype::F32, _) | (Dtype::F16 | Dtype::BF16, Pass::Forward) => 4,
+            (Dtype::F16 | Dtype::BF16, Pass::Backward) | (Dtype::F64, _) => 2,
         }
     }
 }
@@ -318,12 +318,11 @@ const MIN_THREAD_ROWS: usize = 2;
 /// The most rows on their way: what hides the memory's latency from one block a multiprocessor.
 const MAX_STAGES: usize = 3;
 
-/// How many rows of an array a block's rows are cut for: two rows of x and dy, or one of x, dy and
-/// dsum.
-const MIN_STAGE_ARRAYS: usize = 4;
+/// What a row costs a thread beside its pieces, in pieces: the sum of a group, pointers, tests.
+const PIECES_A_ROW: usize = 2;
 
-/// The fewest such rows that a block can do with: one row of a backward with the gradient of a sum.
-const LEAST_STAGE_ARRAYS: usize = 3;
+/// How many rows of an array a block's rows are cut for: two rows of two arrays, or one of three.
+const MIN_STAGE_ARRAYS: usize = 4;
 
 /// For the update kernels: the most threads of a block, its lanes, and how many chunks a thread
 /// adds while threads are left. A lane is a channel, and the block's rows add chunks side by side.
@@ -423,6 +422,23 @@ pub struct BackwardBuffers {
     pub totals: Address,
 }
 
+/// A walk over the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    Forward,
+    Backward,
+}
+
+impl Pass {
+    /// The most arrays of rows that it reads: x and a residual, or x, dy and dsum.
+    fn arrays(self) -> usize {
+        match self {
+            Pass::Forward => 2,
+            Pass::Backward => 3,
+        }
+    }
+}
+
 /// The columns of a block: several groups, one, or a part of one.
 struct Tile {
     /// Threads along the columns.
@@ -482,7 +498,7 @@ impl LaunchPlan {
 
     /// Whether a forward needs `saved` even if no backward follows.
     pub fn needs_saved(&self, kind: ForwardKind) -> bool {
-        kind.is_training() || self.cut().layer_scale == LayerScale::Given
+        kind.is_training() || self.cut(Pass::Forward).layer_scale == LayerScale::Given
     }
 
     /// Bytes that a training forward and its [`update_phi`](Self::update_phi) work in.
@@ -543,7 +559,7 @@ impl LaunchPlan {
     }
 
     fn forward_rows(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
-        let cut = self.cut();
+        let cut = self.cut(Pass::Forward);
         let workspace = self.forward_workspace(buffers.workspace);
         let base = self.normalized(&cut, buffers);
         let output = self.output(base, buffers);
@@ -600,7 +616,7 @@ impl LaunchPlan {
         if self.rows == 0 {
             return vec![statistics];
         }
-        let cut = self.cut();
+        let cut = self.cut(Pass::Forward);
         let base = self.normalized(&cut, buffers);
         let output = NormalizeParams {
             x: match buffers.residual {
@@ -653,7 +669,7 @@ impl LaunchPlan {
             kept: if self.masked { workspace.kept } else { 0 },
             rows: self.rows as i64,
             cols: self.cols as i64,
-            chunks: i64::from(self.cut().grid.1),
+            chunks: i64::from(self.cut(Pass::Forward).grid.1),
             stride: self.cols as i64,
             totals: buffers.totals,
             count,
@@ -700,7 +716,7 @@ impl LaunchPlan {
             kept: when(!shared && self.masked, workspace.kept),
             rows: self.rows as i64,
             cols: self.cols as i64,
-            chunks: i64::from(self.cut().grid.1),
+            chunks: i64::from(self.cut(Pass::Forward).grid.1),
             phi: buffers.phi,
             batch_phi: saved.batch_phi,
             inv_rms: saved.inv_rms,
@@ -717,7 +733,7 @@ impl LaunchPlan {
             alpha: moving.map_or(0., |shares| shares.old),
             beta: moving.map_or(0., |shares| shares.new),
         };
-        self.update(Body::UpdatePhi, Params::UpdatePhi(params))
+        self.update(Body::UpdatePhi, params.chunks, Params::UpdatePhi(params))
     }
 
     /// The gradients of a [`forward`](Self::forward) of the same `kind`, for a loss times
@@ -741,7 +757,7 @@ impl LaunchPlan {
             launches.push(self.sum_partials(SumPartialsParams {
                 partials: self.backward_workspace(buffers.workspace).partials,
                 cols: self.cols as i64,
-                chunks: i64::from(self.cut().grid.1),
+                chunks: i64::from(self.cut(Pass::Backward).grid.1),
                 stride: 2 * self.cols as i64,
                 totals: buffers.totals,
                 ..Default::default()
@@ -756,7 +772,7 @@ impl LaunchPlan {
         kind: ForwardKind,
         loss_scale: f64,
     ) -> Vec<Launch> {
-        let cut = self.cut();
+        let cut = self.cut(Pass::Backward);
         let workspace = self.backward_workspace(buffers.workspace);
         let base = self.gradient(&cut, buffers, kind);
         let sums = NormalizeBwdParams {
@@ -808,7 +824,7 @@ impl LaunchPlan {
             partials: workspace.partials,
             totals: buffers.totals,
             cols: self.cols as i64,
-            chunks: i64::from(self.cut().grid.1),
+            chunks: i64::from(self.cut(Pass::Backward).grid.1),
             weight: buffers.weight,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
@@ -824,7 +840,7 @@ impl LaunchPlan {
             unscale: loss_scale.recip(),
             guard: (self.config.recipe == Recipe::Paper).into(),
         };
-        Some(self.update(Body::UpdateNu, Params::UpdateNu(params)))
+        Some(self.update(Body::UpdateNu, params.chunks, Params::UpdateNu(params)))
     }
 
     /// The rest of a [`backward`](Self::backward) after its [`update_nu`](Self::update_nu): the
@@ -833,7 +849,7 @@ impl LaunchPlan {
         if !self.config.is_exact(kind) || buffers.dx == 0 || self.rows == 0 {
             return vec![];
         }
-        let cut = self.cut();
+        let cut = self.cut(Pass::Backward);
         let lambda = NormalizeBwdParams {
             correction: Vector {
                 data: self.backward_workspace(buffers.workspace).lambda,
@@ -897,7 +913,7 @@ impl LaunchPlan {
     /// The layer-scale without a layer: X̃ of `x`, into `y`. `factors` is as in
     /// [`group_bytes`](Self::group_bytes).
     pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
-        let cut = self.cut();
+        let cut = self.cut(Pass::Forward);
         let given = cut.layer_scale == LayerScale::Given;
         let base = NormalizeParams {
             tiling: cut.tiling,
@@ -922,20 +938,21 @@ impl LaunchPlan {
         factors: Address,
         dots: Address,
     ) -> Vec<Launch> {
-        let cut = self.cut();
+        let forward = self.cut(Pass::Forward);
         let scale = NormalizeParams {
-            tiling: cut.tiling,
+            tiling: forward.tiling,
             x,
             factors,
-            layer_scale: cut.layer_scale,
+            layer_scale: forward.layer_scale,
             group_eps: self.config.eps,
             ..Default::default()
         };
-        let mut launches = vec![match cut.layer_scale {
+        let mut launches = vec![match forward.layer_scale {
             LayerScale::Given => self.group_factors(scale),
             // Without an output it writes nothing but the factors.
-            _ => self.normalize(&cut, scale),
+            _ => self.normalize(&forward, scale),
         }];
+        let cut = self.cut(Pass::Backward);
         let base = NormalizeBwdParams {
             tiling: cut.tiling,
             x,
@@ -1042,14 +1059,13 @@ impl LaunchPlan {
         }
     }
 
-    /// A launch of one lane a channel.
-    fn update(&self, body: Body, params: Params) -> Launch {
+    /// A launch of one lane a channel, which adds so many chunks.
+    fn update(&self, body: Body, chunks: i64, params: Params) -> Launch {
         let [few, many] = UPDATE_LANES;
         let cols = self.cols as u32;
         let wide = cols.div_ceil(many) as usize >= self.limits.multiprocessors;
         let lanes = if wide { many } else { few };
-        let chunks = self.cut().grid.1;
-        let side_by_side = (chunks / UPDATE_CHUNKS)
+        let side_by_side = (chunks as u32 / UPDATE_CHUNKS)
             .next_power_of_two()
             .clamp(WARP as u32 / few, UPDATE_THREADS / lanes);
         Launch {
@@ -1067,7 +1083,11 @@ impl LaunchPlan {
     }
 
     fn sum_partials(&self, params: SumPartialsParams) -> Launch {
-        self.update(Body::SumPartials, Params::SumPartials(params))
+        self.update(
+            Body::SumPartials,
+            params.chunks,
+            Params::SumPartials(params),
+        )
     }
 
     fn group_factors(&self, params: NormalizeParams) -> Launch {
@@ -1094,17 +1114,30 @@ impl LaunchPlan {
         }
     }
 
-    /// How the pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the
-    /// same order.
+    /// How a pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the same
+    /// order.
     ///
     /// Rows are cut into as many chunks as give each multiprocessor at most one block. If there are
     /// more tiles than multiprocessors, there is one chunk. One block is enough, because its next
     /// rows are on their way while it works. Fewer blocks move fewer partial sums and coefficients.
-    fn cut(&self) -> Cut {
+    fn cut(&self, pass: Pass) -> Cut {
+        let cut = self.cut_by(pass, self.dtype.max_pieces(pass));
+        let streams = self.streams(cut.tiling.vectorized != 0);
+        // Threads of several pieces take rows only from shared memory.
+        match streams && self.shared(&cut, pass.arrays(), 0).0.stages == 0 {
+            true => self.cut_by(pass, 1),
+            false => cut,
+        }
+    }
+
+    /// A [`cut`](Self::cut) with at most `most` pieces a thread.
+    fn cut_by(&self, pass: Pass, most: usize) -> Cut {
         let groups = self.config.group_scaling.unwrap_or(1);
         let group_len = self.cols / groups;
         let vectorized = group_len.is_multiple_of(self.dtype.piece());
-        let tile = self.tile(groups, group_len.div_ceil(self.dtype.piece()), vectorized);
+        let most_pieces = if vectorized { most } else { 1 };
+        let group_pieces = group_len.div_ceil(self.dtype.piece());
+        let tile = self.tile(pass, groups, group_pieces, most_pieces, vectorized);
         let tiles = groups.div_ceil(tile.groups) * tile.per_group;
         let chunks = (self.limits.multiprocessors / tiles).max(1);
         let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
@@ -1125,7 +1158,7 @@ impl LaunchPlan {
         let block_rows = wanted.clamp(least, most);
         // Kernels count the elements from a thread's row to its next in 32 bits.
         let chunk_rows = match u32::try_from(block_rows * self.cols) {
-            Ok(_) => chunk_rows.next_multiple_of(block_rows),
+            Ok(_) => self.spared(chunk_rows.next_multiple_of(block_rows), block_rows),
             Err(_) => block_rows,
         };
         Cut {
@@ -1148,17 +1181,36 @@ impl LaunchPlan {
         }
     }
 
-    /// The columns of a block, for groups of so many pieces.
-    fn tile(&self, groups: usize, group_pieces: usize, vectorized: bool) -> Tile {
-        let most = match vectorized {
-            true => self.dtype.max_pieces(),
-            false => 1,
-        };
+    /// The rows of a chunk, of which there would be `chunk_rows` at least: up to an eighth more, in
+    /// whole turns of `block_rows`, where the partial sums of a backward would else move more than
+    /// 15 % of what it must move. Rows in flight still fill the memory's time with an eighth of the
+    /// multiprocessors idle.
+    fn spared(&self, chunk_rows: usize, block_rows: usize) -> usize {
+        // Two sums of a column are written and read again, beside x, dy and dx.
+        let sums = 2 * 2 * self.sum_bytes();
+        let enough = (100 * sums).div_ceil(15 * 3 * self.dtype.size());
+        let longest = chunk_rows + chunk_rows / 8;
+        let wanted = enough.clamp(chunk_rows, longest);
+        match wanted.next_multiple_of(block_rows) {
+            rows if rows <= longest => rows,
+            _ => chunk_rows,
+        }
+    }
+
+    /// The columns of a block, for groups of so many pieces, with at most `most` a thread.
+    fn tile(
+        &self,
+        pass: Pass,
+        groups: usize,
+        group_pieces: usize,
+        most: usize,
+        vectorized: bool,
+    ) -> Tile {
         let reduces = self.config.group_scaling.is_some();
         // What a block needs if it has one row of such a group.
         let lanes = group_pieces.div_ceil(most).next_multiple_of(WARP);
         let stages = match self.streams(vectorized) {
-            true => LEAST_STAGE_ARRAYS * stage_bytes(lanes, most),
+            true => pass.arrays() * stage_bytes(lanes, most),
             false => 0,
         };
         let needed = self.fixed_bytes(lanes, 1, lanes > WARP, most) + stages;
@@ -1206,9 +1258,9 @@ impl LaunchPlan {
         (per_group, lanes_of(per_group))
     }
 
-    /// The columns of a block that reduces its groups, with at most `most` pieces a thread. A
-    /// thread has as many pieces as leave few lanes idle, because adding its own pieces needs no
-    /// exchange.
+    /// The columns of a block that reduces its groups, with at most `most` pieces a thread: as many
+    /// as cost the fewest instructions, idle lanes included. A thread's row costs about what its
+    /// pieces and [`PIECES_A_ROW`] more cost, as the SASS of the row loops shows.
     fn whole_groups(&self, groups: usize, group_pieces: usize, most: usize) -> Tile {
         let cut = |pieces: usize| {
             let span = group_pieces.div_ceil(pieces);
@@ -1224,16 +1276,16 @@ impl LaunchPlan {
                 }
             }
         };
-        let idles = |pieces: usize| {
+        let cost = |pieces: usize| {
             let (lanes, _, tile_groups) = cut(pieces);
-            let tiles = groups.div_ceil(tile_groups);
-            8 * tiles * lanes * pieces > 9 * groups * group_pieces
+            groups.div_ceil(tile_groups) * lanes * (pieces + PIECES_A_ROW)
         };
-        let fitting =
-            [4, 2, 1].map(|pieces| (pieces <= most && cut(pieces).0 <= BLOCK).then_some(pieces));
-        let few_idle = fitting.into_iter().flatten().find(|&pieces| !idles(pieces));
-        let pieces = few_idle
-            .or(fitting.into_iter().flatten().last())
+        let pieces = [4, 2, 1]
+            .into_iter()
+            .filter(|&pieces| pieces <= most && cut(pieces).0 <= BLOCK)
+            // Lanes side by side read whole 32-byte sectors.
+            .filter(|&pieces| pieces == 1 || pieces < group_pieces)
+            .min_by_key(|&pieces| cost(pieces))
             .unwrap_or(most);
         let (lanes, span, groups) = cut(pieces);
         Tile {
@@ -1269,7 +1321,7 @@ impl LaunchPlan {
     }
 
     fn forward_workspace(&self, start: Address) -> ForwardWorkspace {
-        let chunks = u64::from(self.cut().grid.1);
+        let chunks = u64::from(self.cut(Pass::Forward).grid.1);
         let sums = chunks * (self.cols * self.sum_bytes()) as u64;
         let partials = start + (chunks * 8).next_multiple_of(16);
         let all_partials = partials + sums;
@@ -1285,7 +1337,7 @@ impl LaunchPlan {
     }
 
     fn backward_workspace(&self, start: Address) -> BackwardWorkspace {
-        let cut = self.cut();
+        let cut = self.cut(Pass::Backward);
         let row = (self.cols * self.sum_bytes()) as u64;
         let partials = start + row;
         let dots = partials + 2 * u64::from(cut.grid.1) * row;
@@ -1400,7 +1452,8 @@ mod tests {
                                         copies,
                                     },
                                 };
-                                fits(&plan);
+                                fits(&plan, Pass::Forward);
+                                fits(&plan, Pass::Backward);
                             }
                         }
                     }
@@ -1409,13 +1462,13 @@ mod tests {
         }
     }
 
-    fn fits(plan: &LaunchPlan) {
+    fn fits(plan: &LaunchPlan, pass: Pass) {
         let Limits {
             multiprocessors,
             shared_bytes,
             ..
         } = plan.limits;
-        let cut = plan.cut();
+        let cut = plan.cut(pass);
         let [tiles, chunks, lanes, block_rows] =
             [cut.grid.0, cut.grid.1, cut.block.0, cut.block.1].map(|n| n as usize);
         let chunk_rows = cut.tiling.chunk_rows as usize;
@@ -1440,12 +1493,50 @@ mod tests {
             pieces * plan.dtype.piece() >= group_len,
             "{plan:?}, {cut:?}"
         );
-        for (arrays, sums) in [(1, 0), (2, 1), (3, 2)] {
+        for (arrays, sums) in match pass {
+            Pass::Forward => [(1, 0), (2, 1)],
+            Pass::Backward => [(2, 0), (3, 2)],
+        } {
             let (tiling, bytes) = plan.shared(&cut, arrays, sums);
             assert!(bytes as usize <= shared_bytes, "{bytes}: {plan:?}, {cut:?}");
             let streams = plan.limits.copies && cut.tiling.vectorized != 0;
             assert_eq!(tiling.stages > 0, streams, "{tiling:?}: {plan:?}, {cut:?}");
         }
+    }
+
+    /// Sums of a backward on an H100 move at most 15 % of what it must move, where few rows a chunk
+    /// would move more, if an eighth of the multiprocessors can be spared.
+    #[test]
+    fn partial_sums_stay_small() {
+        let share = |rows, cols, dtype| {
+            let plan = LaunchPlan {
+                dtype,
+                rows,
+                cols,
+                masked: false,
+                config: 1e-5.into(),
+                limits: Limits {
+                    multiprocessors: 132,
+                    shared_bytes: 227 << 10,
+                    copies: true,
+                },
+            };
+            let cut = plan.cut(Pass::Backward);
+            let moved = 2 * 2 * cut.grid.1 as usize * plan.sum_bytes();
+            let share = moved as f64 / (3 * rows * dtype.size()) as f64;
+            (cut.grid.1, share)
+        };
+        for (rows, cols, dtype) in [
+            (2048, 4096, Dtype::BF16),
+            (2048, 8192, Dtype::F16),
+            (8192, 1024, Dtype::BF16),
+        ] {
+            let (chunks, share) = share(rows, cols, dtype);
+            assert!(share <= 0.15, "{rows}x{cols}: {chunks} chunks, {share}");
+            assert!(chunks >= 132 * 6 / 7, "{rows}x{cols}: {chunks} chunks");
+        }
+        // Few rows are shared out all the same.
+        assert_eq!(share(256, 1024, Dtype::BF16).0, 64);
     }
 
     /// A `static_assert` for the size of a struct and for the offset of each field, by its name.
