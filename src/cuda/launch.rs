@@ -385,8 +385,6 @@ pub struct ForwardBuffers {
     /// [`LaunchPlan::saved_bytes`]; 0 only where no backward follows and
     /// [`LaunchPlan::needs_saved`] is false.
     pub saved: Address,
-    /// [`LaunchPlan::forward_workspace_bytes`].
-    pub workspace: Address,
     /// [`LaunchPlan::forward_totals`]: `forward` writes this process's totals here, and later the
     /// whole batch's replace them. 0 where no other process shares the batch.
     pub totals: Address,
@@ -474,8 +472,8 @@ struct Saved {
     factors: Address,
 }
 
-/// Addresses inside a forward's `workspace`.
-struct ForwardWorkspace {
+/// Addresses after those: what a training forward sums in each chunk of rows.
+struct ChunkSums {
     kept: Address,
     partials: Address,
     all_partials: Address,
@@ -491,19 +489,24 @@ struct BackwardWorkspace {
 }
 
 impl LaunchPlan {
-    /// Bytes that a forward leaves to its backward.
-    pub fn saved_bytes(&self) -> usize {
+    /// Bytes that a forward works in and leaves to its backward. Sums of chunks are not needed
+    /// after [`update_phi`](Self::update_phi), but an allocation of their own took the host a
+    /// seventh of a forward on softgpu.
+    pub fn saved_bytes(&self, kind: ForwardKind) -> usize {
+        match kind.is_training() {
+            true => self.chunk_sums(0).end as usize,
+            false => self.statistics_bytes(),
+        }
+    }
+
+    /// Bytes of [`Saved`].
+    fn statistics_bytes(&self) -> usize {
         (3 * self.cols + 1) * self.sum_bytes() + self.group_bytes()
     }
 
     /// Whether a forward needs `saved` even if no backward follows.
     pub fn needs_saved(&self, kind: ForwardKind) -> bool {
         kind.is_training() || self.cut(Pass::Forward).layer_scale == LayerScale::Given
-    }
-
-    /// Bytes that a training forward and its [`update_phi`](Self::update_phi) work in.
-    pub fn forward_workspace_bytes(&self) -> usize {
-        self.forward_workspace(0).end as usize
     }
 
     /// Bytes that a backward works in.
@@ -560,12 +563,12 @@ impl LaunchPlan {
 
     fn forward_rows(&self, buffers: &ForwardBuffers, kind: ForwardKind) -> Vec<Launch> {
         let cut = self.cut(Pass::Forward);
-        let workspace = self.forward_workspace(buffers.workspace);
+        let chunk_sums = self.chunk_sums(buffers.saved);
         let base = self.normalized(&cut, buffers);
         let output = self.output(base, buffers);
-        let kept = if self.masked { workspace.kept } else { 0 };
+        let kept = if self.masked { chunk_sums.kept } else { 0 };
         let sums = |to: NormalizeParams| NormalizeParams {
-            partials: workspace.partials,
+            partials: chunk_sums.partials,
             kept,
             ..to
         };
@@ -599,7 +602,7 @@ impl LaunchPlan {
         if kind.is_training() && self.sums_all_rows() {
             let all = NormalizeParams {
                 keep: 0,
-                partials: workspace.all_partials,
+                partials: chunk_sums.all_partials,
                 ..base
             };
             launches.push(self.normalize(&cut, added(all)));
@@ -662,11 +665,11 @@ impl LaunchPlan {
 
     /// The sums over the rows of a training forward, to be handed out.
     fn totals(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
-        let workspace = self.forward_workspace(buffers.workspace);
+        let chunk_sums = self.chunk_sums(buffers.saved);
         let count = buffers.totals + self.cols as u64 * TOTAL_BYTES;
         let kept = SumPartialsParams {
-            partials: workspace.partials,
-            kept: if self.masked { workspace.kept } else { 0 },
+            partials: chunk_sums.partials,
+            kept: if self.masked { chunk_sums.kept } else { 0 },
             rows: self.rows as i64,
             cols: self.cols as i64,
             chunks: i64::from(self.cut(Pass::Forward).grid.1),
@@ -678,8 +681,8 @@ impl LaunchPlan {
         if self.config.recipe == Recipe::Fairseq {
             let all = SumPartialsParams {
                 partials: match self.sums_all_rows() {
-                    true => workspace.all_partials,
-                    false => workspace.partials,
+                    true => chunk_sums.all_partials,
+                    false => chunk_sums.partials,
                 },
                 kept: 0,
                 totals: count + TOTAL_BYTES,
@@ -692,8 +695,7 @@ impl LaunchPlan {
     }
 
     /// The statistics of a training [`forward`](Self::forward). Its ψ² and `saved` must still be
-    /// there, and its `totals`, or without totals its `workspace`. If there is a step, this applies
-    /// it to ψ².
+    /// there, and its `totals` if it has them. If there is a step, this applies it to ψ².
     pub fn update_phi(
         &self,
         buffers: &ForwardBuffers,
@@ -701,7 +703,7 @@ impl LaunchPlan {
         step: Option<&PhiStep>,
     ) -> Launch {
         let saved = self.saved(buffers.saved);
-        let workspace = self.forward_workspace(buffers.workspace);
+        let chunk_sums = self.chunk_sums(buffers.saved);
         let when = |yes: bool, address| if yes { address } else { 0 };
         let shared = buffers.totals != 0;
         let fairseq = self.config.recipe == Recipe::Fairseq;
@@ -711,9 +713,9 @@ impl LaunchPlan {
         let params = UpdatePhiParams {
             totals: buffers.totals,
             all_totals: when(shared && fairseq, all_totals),
-            partials: when(!shared, workspace.partials),
-            all_partials: when(!shared && self.sums_all_rows(), workspace.all_partials),
-            kept: when(!shared && self.masked, workspace.kept),
+            partials: when(!shared, chunk_sums.partials),
+            all_partials: when(!shared && self.sums_all_rows(), chunk_sums.all_partials),
+            kept: when(!shared && self.masked, chunk_sums.kept),
             rows: self.rows as i64,
             cols: self.cols as i64,
             chunks: i64::from(self.cut(Pass::Forward).grid.1),
@@ -930,14 +932,10 @@ impl LaunchPlan {
         }
     }
 
-    /// The gradient of [`scale_groups`](Self::scale_groups) from `dy`, into `dx`. `dots` is as in
-    /// [`group_bytes`](Self::group_bytes).
-    pub fn scale_groups_bwd(
-        &self,
-        [x, dy, dx]: [Address; 3],
-        factors: Address,
-        dots: Address,
-    ) -> Vec<Launch> {
+    /// The gradient of [`scale_groups`](Self::scale_groups) from `dy`, into `dx`. `workspace` is
+    /// twice as in [`group_bytes`](Self::group_bytes).
+    pub fn scale_groups_bwd(&self, [x, dy, dx]: [Address; 3], workspace: Address) -> Vec<Launch> {
+        let (factors, dots) = (workspace, workspace + self.group_bytes() as u64);
         let forward = self.cut(Pass::Forward);
         let scale = NormalizeParams {
             tiling: forward.tiling,
@@ -1283,8 +1281,11 @@ impl LaunchPlan {
         let pieces = [4, 2, 1]
             .into_iter()
             .filter(|&pieces| pieces <= most && cut(pieces).0 <= BLOCK)
-            // Lanes side by side read whole 32-byte sectors.
-            .filter(|&pieces| pieces == 1 || pieces < group_pieces)
+            // A few lanes, an odd number, would read halves of 32-byte sectors.
+            .filter(|&pieces| {
+                let span = cut(pieces).1;
+                pieces == 1 || span.is_multiple_of(2) || span > WARP / 2
+            })
             .min_by_key(|&pieces| cost(pieces))
             .unwrap_or(most);
         let (lanes, span, groups) = cut(pieces);
@@ -1320,12 +1321,13 @@ impl LaunchPlan {
         }
     }
 
-    fn forward_workspace(&self, start: Address) -> ForwardWorkspace {
+    fn chunk_sums(&self, saved: Address) -> ChunkSums {
         let chunks = u64::from(self.cut(Pass::Forward).grid.1);
         let sums = chunks * (self.cols * self.sum_bytes()) as u64;
+        let start = saved + self.statistics_bytes().next_multiple_of(16) as u64;
         let partials = start + (chunks * 8).next_multiple_of(16);
         let all_partials = partials + sums;
-        ForwardWorkspace {
+        ChunkSums {
             kept: start,
             partials,
             all_partials,
@@ -1425,6 +1427,8 @@ mod tests {
             (132, 227 << 10, true),
             (108, 163 << 10, true),
             (84, 99 << 10, true),
+            // No such GPU is known. Where a row has no room, threads have a piece each.
+            (84, 64 << 10, true),
         ];
         for (multiprocessors, shared_bytes, copies) in [(40, 64 << 10, false), (1, 99 << 10, true)]
             .into_iter()
@@ -1500,7 +1504,12 @@ mod tests {
             let (tiling, bytes) = plan.shared(&cut, arrays, sums);
             assert!(bytes as usize <= shared_bytes, "{bytes}: {plan:?}, {cut:?}");
             let streams = plan.limits.copies && cut.tiling.vectorized != 0;
-            assert_eq!(tiling.stages > 0, streams, "{tiling:?}: {plan:?}, {cut:?}");
+            let must = streams && (cut.pieces > 1 || shared_bytes >= 99 << 10);
+            assert!(tiling.stages > 0 || !must, "{tiling:?}: {plan:?}, {cut:?}");
+            assert!(
+                tiling.stages == 0 || streams,
+                "{tiling:?}: {plan:?}, {cut:?}"
+            );
         }
     }
 
