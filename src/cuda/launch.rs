@@ -336,6 +336,9 @@ const UPDATE_CHUNKS: u32 = 4;
 const FACTOR_BLOCK: usize = 256;
 const FACTOR_BLOCKS: usize = 1 << 16;
 
+/// Bytes that a GPU's memory moves at least. Arrays begin at their multiples.
+const SECTOR: usize = 32;
+
 /// Bytes of a total.
 const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 
@@ -1258,7 +1261,8 @@ impl LaunchPlan {
 
     /// The columns of a block that reduces its groups, with at most `most` pieces a thread: as many
     /// as cost the fewest instructions, idle lanes included. A thread's row costs about what its
-    /// pieces and [`PIECES_A_ROW`] more cost, as the SASS of the row loops shows.
+    /// pieces and [`PIECES_A_ROW`] more cost, as the SASS of the row loops shows. Where two numbers
+    /// cost the same, the smaller leaves fewer lanes idle.
     fn whole_groups(&self, groups: usize, group_pieces: usize, most: usize) -> Tile {
         let cut = |pieces: usize| {
             let span = group_pieces.div_ceil(pieces);
@@ -1278,7 +1282,7 @@ impl LaunchPlan {
             let (lanes, _, tile_groups) = cut(pieces);
             groups.div_ceil(tile_groups) * lanes * (pieces + PIECES_A_ROW)
         };
-        let pieces = [4, 2, 1]
+        let pieces = [1, 2, 4]
             .into_iter()
             .filter(|&pieces| pieces <= most && cut(pieces).0 <= BLOCK)
             // A few lanes, an odd number, would read halves of 32-byte sectors.
@@ -1324,8 +1328,8 @@ impl LaunchPlan {
     fn chunk_sums(&self, saved: Address) -> ChunkSums {
         let chunks = u64::from(self.cut(Pass::Forward).grid.1);
         let sums = chunks * (self.cols * self.sum_bytes()) as u64;
-        let start = saved + self.statistics_bytes().next_multiple_of(16) as u64;
-        let partials = start + (chunks * 8).next_multiple_of(16);
+        let start = saved + self.statistics_bytes().next_multiple_of(SECTOR) as u64;
+        let partials = start + (chunks * 8).next_multiple_of(SECTOR as u64);
         let all_partials = partials + sums;
         ChunkSums {
             kept: start,
