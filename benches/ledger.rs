@@ -21,12 +21,18 @@
 //! - *launches*, and *calls* of the driver. A backward is the whole `Tensor::backward`, so its
 //!   calls include the calls of candle's own operations.
 //!
+//! The stopwatch takes both of candle's handles of a GPU. `Device::new_cuda` has the calling
+//! thread's stream. `Device::new_cuda_with_stream` has a stream of its own, so cudarc orders streams
+//! by events, two for each array. *Candle's part* is the backward of an operation that has its
+//! gradients ready.
+//!
 //! The checks change no count and take most of the time: they are off unless `SOFTGPU_CHECKS=on`.
 
 #[path = "../tests/common/softgpu.rs"]
 mod softgpu;
 
-use candle::{DType, Device, Result, Tensor, Var};
+use candle::backend::BackendStorage;
+use candle::{CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
 use clap::Parser;
@@ -34,6 +40,7 @@ use serde_json::Value;
 use softgpu::Softgpu;
 use std::hint::black_box;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The source that names this crate's kernels.
@@ -285,20 +292,83 @@ fn median<T>(prepare: impl Fn() -> Result<T>, work: impl Fn(T) -> Result<()>) ->
     Ok(times[REPEATS / 2])
 }
 
-fn stopwatch(softgpu: &Softgpu, device: &Device) -> Result<()> {
+/// An operation on x, weight and bias whose backward has its gradients ready. What its backward
+/// takes is candle's own work.
+struct Ready([Tensor; 3]);
+
+impl CustomOp3 for Ready {
+    fn name(&self) -> &'static str {
+        "ready"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, candle::Shape)> {
+        candle::bail!("this operation is for a GPU")
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, candle::Shape)> {
+        Ok((x.try_clone(layout)?, layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [x, weight, bias] = self.0.clone();
+        Ok((Some(x), Some(weight), Some(bias)))
+    }
+}
+
+fn stopwatch(softgpu: &Softgpu) -> Result<()> {
+    println!("| stream | the host's microseconds | power_norm | candle's part | affine | ratio |");
+    println!("|---|---|--:|--:|--:|--:|");
+    timed_on(softgpu, "the thread's", &Device::new_cuda(0)?)?;
+    timed_on(softgpu, "its own", &Device::new_cuda_with_stream(0)?)
+}
+
+fn timed_on(softgpu: &Softgpu, stream: &str, device: &Device) -> Result<()> {
     let case = Case::new(TIMED, DType::F32, Some(1), device)?;
+    let (weight, bias) = (case.layer.weight(), case.layer.bias());
+    let (Some(weight), Some(bias)) = (weight, bias) else {
+        candle::bail!("a layer without parameters")
+    };
+    let gradients = [&case.x, weight, bias].map(Tensor::zeros_like);
+    let [x, dweight, dbias] = gradients;
+    let ready =
+        Arc::new(Box::new(Ready([x?, dweight?, dbias?])) as Box<dyn CustomOp3 + Send + Sync>);
     let layer = || case.forward(true);
+    let without = || case.x.apply_op3_arc(weight, bias, ready.clone());
     let affine = || case.x.affine(2., 1.);
     // Kernels are compiled and looked up at their first use.
     layer()?.backward()?;
+    without()?.backward()?;
     affine()?.backward()?;
     softgpu.run_kernels(false);
-    println!("| the host's microseconds | power_norm | affine | ratio |");
-    println!("|---|--:|--:|--:|");
-    let row = |name: &str, ours: Duration, affine: Duration| {
-        let [ours, affine] = [ours, affine].map(|time| time.as_secs_f64() * 1e6);
+    let row = |name: &str, ours: Duration, without: Option<Duration>, affine: Duration| {
+        let micros = |time: Duration| time.as_secs_f64() * 1e6;
+        let without = without.map_or("".into(), |time| format!("{:.1}", micros(time)));
+        let (ours, affine) = (micros(ours), micros(affine));
         println!(
-            "| {name} | {ours:.1} | {affine:.1} | {:.2} |",
+            "| {stream} | {name} | {ours:.1} | {without} | {affine:.1} | {:.2} |",
             ours / affine
         );
     };
@@ -309,12 +379,14 @@ fn stopwatch(softgpu: &Softgpu, device: &Device) -> Result<()> {
     row(
         "forward",
         median(|| Ok(()), |()| layer().and_then(drop))?,
+        None,
         median(|| Ok(()), |()| affine().and_then(drop))?,
     );
     let backward = |y: Tensor| y.backward().map(|grads| std::mem::drop(black_box(grads)));
     row(
         "backward",
         median(layer, backward)?,
+        Some(median(without, backward)?),
         median(affine, backward)?,
     );
     softgpu.run_kernels(true);
@@ -330,9 +402,8 @@ fn main() -> Result<()> {
     if std::env::var_os("SOFTGPU_CHECKS").is_none() {
         std::env::set_var("SOFTGPU_CHECKS", "off");
     }
-    let device = Device::new_cuda_with_stream(0)?;
     match args.stopwatch {
-        true => stopwatch(&softgpu, &device),
-        false => ledger(&softgpu, &args, &device),
+        true => stopwatch(&softgpu),
+        false => ledger(&softgpu, &args, &Device::new_cuda_with_stream(0)?),
     }
 }

@@ -142,11 +142,13 @@ template <typename T, int N> struct Shared {
 // In each turn: `wait`, then `at` and after that `ask` for each array, then `advance`.
 //
 // The GPU copies `stages` rows into shared memory, a ring. A thread copies only for itself, so it
-// waits for its own copies and for no barrier. Where pieces are not whole, the GPU is too old, or
-// shared memory has no room for a row, the next row is loaded into registers. A backward of several
-// pieces has no registers left for that, and loads each row when it needs it.
+// waits for its own copies and for no barrier. Threads of several pieces always take rows from
+// there, unless the GPU is too old. A choice in each row would cost them a fifth more instructions.
+// Threads of one piece do without where pieces are not whole or shared memory has no room: they
+// load the next row into registers. Where registers are too few for that, a row is loaded when it
+// is needed.
 template <typename T, int N, int ARRAYS> struct Stream {
-  static constexpr bool HOLDS = ARRAYS == 2 || N == 1;
+  static constexpr bool HOLDS = N == 1 || (ARRAYS == 2 && N * PIECE<T> <= 16);
 
   const T *from;        // this thread's first piece of the first array's row to ask for
   int64_t gaps[ARRAYS]; // bytes from there to the other arrays: fewer registers than pointers
@@ -160,8 +162,8 @@ template <typename T, int N, int ARRAYS> struct Stream {
                                     const void *const (&starts)[ARRAYS], int arrays,
                                     unsigned ring, const Rows &rows, int64_t offset)
       : from(static_cast<const T *>(starts[0]) + offset - rows.turn),
-        copies(COPIES_BY_ITSELF && tiling.stages > 0), ring(ring), end(ring + tiling.ring_bytes),
-        slot(ring) {
+        copies(COPIES_BY_ITSELF && (N > 1 || tiling.stages > 0)), ring(ring),
+        end(ring + tiling.ring_bytes), slot(ring) {
     settle(this->ring);
 #pragma unroll
     for (int array = 0; array < ARRAYS; ++array) {
@@ -334,7 +336,8 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
       const A square = squares / A(len) + A(p.group_eps);
       const A factor = inverse_root(square);
       static_cast<A *>(p.factors)[group] =
-          factor > 0 ? factor : factor_of_huge(square, x, residual, tiling.group_len);
+          factor > 0 ? factor
+                     : factor_of_huge(square, A(p.group_eps), x, residual, tiling.group_len);
     }
   }
 }
@@ -471,7 +474,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
       // Rare: the squares overflowed, or x is not finite.
       if (!(factor > 0) && rows.present() && columns.valid()) {
         const int64_t start = rows.row() * tiling.cols + columns.first - columns.place * V;
-        factor = factor_of_huge(square, static_cast<const T *>(p.x) + start,
+        factor = factor_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
                                 adds ? static_cast<const T *>(p.residual) + start : nullptr,
                                 tiling.group_len);
       }
@@ -1007,8 +1010,10 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   DEFINE(normalize_f64_2, 512, 1, normalize, NormalizeParams, double, 2) \
   DEFINE(normalize_f16_1, 512, 1, normalize, NormalizeParams, __half, 1) \
   DEFINE(normalize_f16_2, 512, 1, normalize, NormalizeParams, __half, 2) \
+  DEFINE(normalize_f16_4, 512, 1, normalize, NormalizeParams, __half, 4) \
   DEFINE(normalize_bf16_1, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 1) \
   DEFINE(normalize_bf16_2, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 2) \
+  DEFINE(normalize_bf16_4, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 4) \
   DEFINE(sum_partials_f32, 1024, 1, sum_partials, SumPartialsParams, float) \
   DEFINE(sum_partials_f64, 1024, 1, sum_partials, SumPartialsParams, double) \
   DEFINE(update_phi_f32, 1024, 1, update_phi, UpdatePhiParams, float) \

@@ -402,14 +402,14 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
   }
 }
 
-// r of a group whose mean square with eps is `square`, which is not finite. Where the squares
-// overflow, x is first divided by its largest magnitude, beside which eps is nothing. NaN if x is
+// r of a group whose mean square with eps is `square`, which is not finite. Where the sum
+// overflowed, x and the root of eps are first divided by the largest magnitude of x. NaN if x is
 // not finite, so that the output shows it and the statistics forget it. Each thread that needs r
 // reads the whole group: slow, but no thread has to wait for another, and rows of 1e19 and more are
 // not what anyone trains on.
 template <typename T>
-__device__ __forceinline__ Sum<T> factor_of_huge(Sum<T> square, const T *x, const T *residual,
-                                                 int len) {
+__device__ __forceinline__ Sum<T> factor_of_huge(Sum<T> square, Sum<T> eps, const T *x,
+                                                 const T *residual, int len) {
   using A = Sum<T>;
   const auto value = [=](int i) {
     return widen(residual == nullptr ? x[i] : add(x[i], residual[i]));
@@ -432,5 +432,5 @@ __device__ __forceinline__ Sum<T> factor_of_huge(Sum<T> square, const T *x, cons
     const A ratio = value(i) / largest;
     squares += ratio * ratio;
   }
-  return inverse_root(squares / A(len)) / largest;
+  return inverse_root(squares / A(len) + eps / largest / largest) / largest;
 }

@@ -147,12 +147,12 @@ fn factors(x: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
     let x = x.reshape((rows, groups, cols / groups))?;
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
     let factors = inverse_root(&squares, eps)?;
-    // If squares overflow, x is first divided by its largest magnitude. ε is far below rounding
-    // there.
+    // If squares overflow, or do with ε, x and √ε are first divided by the largest magnitude of x.
     let largest = x.abs()?.max_keepdim(D::Minus1)?;
-    let root = x.broadcast_div(&largest)?.sqr()?.mean_keepdim(D::Minus1)?;
-    let of_huge = (root.sqrt()? * largest)?.recip()?;
-    is_finite(&squares)?.where_cond(&factors, &of_huge)
+    let ratios = x.broadcast_div(&largest)?.sqr()?.mean_keepdim(D::Minus1)?;
+    let ratio = (largest.recip()? * eps.sqrt())?;
+    let of_huge = ((ratios + ratio.sqr()?)?.sqrt()? * largest)?.recip()?;
+    is_finite(&(squares + eps)?)?.where_cond(&factors, &of_huge)
 }
 
 /// 1/sqrt(squares + ε).

@@ -513,18 +513,19 @@ impl<A: Accumulator> GroupFactors<A> {
     /// [`factor`](Self::factor), where the group's squares add up to `squares`.
     #[inline(always)]
     fn factor_of<T: Element<Acc = A>>(&self, x: &[T], squares: A, eps: A) -> A {
-        if squares.is_finite() {
-            (squares * self.share + eps).sqrt().recip()
+        let square = squares * self.share + eps;
+        if square.is_finite() {
+            square.sqrt().recip()
         } else {
-            Self::factor_of_huge(x)
+            Self::factor_of_huge(x, eps)
         }
     }
 
-    /// The factor of a group whose squares overflow. It divides x by its largest magnitude before
-    /// it squares, and leaves out ε, which is far below rounding there. If x is not finite, the
-    /// factor is NaN: the output shows that, and the statistics leave the batch out.
+    /// The factor of a group whose mean square overflows, or does with ε. It divides x and √ε by
+    /// the largest magnitude of x before it squares. If x is not finite, the factor is NaN: the
+    /// output shows that, and the statistics leave the batch out.
     #[cold]
-    fn factor_of_huge<T: Element<Acc = A>>(x: &[T]) -> A {
+    fn factor_of_huge<T: Element<Acc = A>>(x: &[T], eps: A) -> A {
         let x = || (0..x.len()).map(|i| value(x, i));
         if !x().all(|x| x.is_finite()) {
             return A::nan();
@@ -541,7 +542,8 @@ impl<A: Accumulator> GroupFactors<A> {
             let x = x / largest;
             sum + x * x
         });
-        (largest * (squares / A::from_count(x().len())).sqrt()).recip()
+        let square = squares / A::from_count(x().len()) + eps / largest / largest;
+        (largest * square.sqrt()).recip()
     }
 }
 

@@ -26,8 +26,9 @@ use launch::{
     SumPartialsParams, UpdateNuParams, UpdatePhiParams, Vector,
 };
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::ops::Deref;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
@@ -72,7 +73,17 @@ impl Default for Kernels {
     }
 }
 
+/// The kernels of calls without a layer, by the GPU's number. They stay until the process ends.
+static WITHOUT_LAYER: Mutex<BTreeMap<usize, Arc<Kernels>>> = Mutex::new(BTreeMap::new());
+
 impl Kernels {
+    /// The kernels of calls on `device` without a layer that could own them.
+    pub fn without_layer(device: &CudaDevice) -> Arc<Self> {
+        let gpu = device.cuda_stream().context().ordinal();
+        let mut all = WITHOUT_LAYER.lock().unwrap_or_else(PoisonError::into_inner);
+        all.entry(gpu).or_default().clone()
+    }
+
     fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<&CudaFunction> {
         let place = &self.functions[kernel.index()];
         if let Some(function) = place.get() {

@@ -36,10 +36,10 @@ struct Memory {
 enum ForwardSums {
     #[default]
     None,
-    /// Of this process's rows, chunk by chunk, in the forward's workspace.
-    Partial(CudaSlice<u8>),
+    /// Of this process's rows, chunk by chunk, in `saved`.
+    Partial,
     /// The sums of this process's rows, to be handed out. Before them there is
-    /// [room](LaunchPlan::totals_room) for the backward's sums. The workspace is no longer needed.
+    /// [room](LaunchPlan::totals_room) for the backward's sums.
     Own(CudaSlice<f64>),
     /// Of the whole batch.
     Total(Tensor),
@@ -145,9 +145,9 @@ impl CudaStep {
         else {
             return Ok(());
         };
-        let (workspace, total) = match sums {
-            ForwardSums::Partial(workspace) => (Some(workspace), None),
-            ForwardSums::Total(total) => (None, Some(total.storage_and_layout())),
+        let total = match sums {
+            ForwardSums::Partial => None,
+            ForwardSums::Total(total) => Some(total.storage_and_layout()),
             ForwardSums::None | ForwardSums::Own(_) => return Ok(()),
         };
         let stream = self.device().cuda_stream();
@@ -155,7 +155,6 @@ impl CudaStep {
         let buffers = ForwardBuffers {
             phi,
             saved: uses.write_bytes(Some(saved)),
-            workspace: uses.write_bytes(workspace),
             totals: uses.read_totals(&total)?,
             ..Default::default()
         };
@@ -182,12 +181,7 @@ impl DeviceStep for CudaStep {
         let (device, shared) = (self.device(), kind.is_training() && self.setting.shared);
         let mut saved = match self.setting.tracked || plan.needs_saved(kind) {
             // SAFETY: the launches of the step write every part of it before it is read.
-            true => Some(unsafe { device.alloc::<u8>(plan.saved_bytes()) }?),
-            false => None,
-        };
-        let mut workspace = match kind.is_training() {
-            // SAFETY: as for `saved`. An allocation is of one byte at least.
-            true => Some(unsafe { device.alloc::<u8>(plan.forward_workspace_bytes().max(1)) }?),
+            true => Some(unsafe { device.alloc::<u8>(plan.saved_bytes(kind)) }?),
             false => None,
         };
         let room = plan.totals_room(kind);
@@ -200,17 +194,16 @@ impl DeviceStep for CudaStep {
         let launch = |mut buffers: ForwardBuffers| {
             let stream = device.cuda_stream();
             let mut uses = Uses::on(&stream);
-            buffers.workspace = uses.write_bytes(workspace.as_mut());
             buffers.totals = uses.write_totals(totals.as_mut(), room);
             // SAFETY: `uses`, here and in the caller, holds every buffer, each of the size that
             // `LaunchPlan` asks for, until the launches are queued.
             unsafe { self.gpu.queue(&plan.forward(&buffers, kind)) }
         };
         self.with_forward_buffers(inputs, &mut y, sum.as_mut(), saved.as_mut(), launch)?;
-        let sums = match (totals, workspace) {
-            (Some(totals), _) => ForwardSums::Own(totals),
-            (None, Some(workspace)) => ForwardSums::Partial(workspace),
-            (None, None) => ForwardSums::None,
+        let sums = match totals {
+            Some(totals) => ForwardSums::Own(totals),
+            None if kind.is_training() => ForwardSums::Partial,
+            None => ForwardSums::None,
         };
         self.memory = Mutex::new(Memory { saved, sums });
         Ok(outputs(y, sum))
@@ -228,14 +221,13 @@ impl DeviceStep for CudaStep {
         let mut memory = self.memory();
         let Memory { saved, sums } = &mut *memory;
         let launch = |mut buffers: ForwardBuffers| {
-            let (workspace, total) = match sums {
-                ForwardSums::Partial(workspace) => (Some(workspace), None),
-                ForwardSums::Total(total) => (None, Some(total.storage_and_layout())),
+            let total = match sums {
+                ForwardSums::Partial => None,
+                ForwardSums::Total(total) => Some(total.storage_and_layout()),
                 ForwardSums::None | ForwardSums::Own(_) => return Ok(()),
             };
             let stream = self.device().cuda_stream();
             let mut uses = Uses::on(&stream);
-            buffers.workspace = uses.write_bytes(workspace);
             buffers.totals = uses.read_totals(&total)?;
             // SAFETY: as in `forward`.
             unsafe { self.gpu.queue(&plan.finish_forward(&buffers, kind)) }
@@ -583,12 +575,10 @@ pub(crate) fn scale_groups_bwd(
             x.shape(),
         ));
     }
-    // SAFETY: the launches below write all of `dx`, and of the others what they read.
+    // SAFETY: the launches below write all of `dx`, and of the workspace what they read.
     let mut dx = unsafe { device.alloc_uninit(x.shape(), x.dtype()) }?;
     // SAFETY: as above.
-    let mut factors = unsafe { device.alloc::<u8>(plan.group_bytes()) }?;
-    // SAFETY: as above.
-    let mut dots = unsafe { device.alloc::<u8>(plan.group_bytes()) }?;
+    let mut workspace = unsafe { device.alloc::<u8>(2 * plan.group_bytes()) }?;
     {
         let (x, dy) = (x.storage_and_layout(), dy.storage_and_layout());
         let stream = device.cuda_stream();
@@ -598,8 +588,7 @@ pub(crate) fn scale_groups_bwd(
             uses.read_rows(argument(&dy)?)?,
             uses.write(&mut dx)?,
         ];
-        let factors = uses.write_bytes(Some(&mut factors));
-        let launches = plan.scale_groups_bwd(rows, factors, uses.write_bytes(Some(&mut dots)));
+        let launches = plan.scale_groups_bwd(rows, uses.write_bytes(Some(&mut workspace)));
         // SAFETY: as in `CudaStep::forward`.
         unsafe { gpu.queue(&launches) }?;
     }

@@ -172,6 +172,15 @@ impl DeviceKind {
         }
     }
 
+    /// The device of calls without a layer.
+    pub fn without_layer(device: &Device) -> Self {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Self::Cuda(cuda::Kernels::without_layer(device)),
+            _ => Self::of(device),
+        }
+    }
+
     /// A step on the rows of `x`.
     pub fn step(&self, x: &Tensor, setting: Setting) -> Result<Box<dyn DeviceStep>> {
         match self {

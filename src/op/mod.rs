@@ -74,7 +74,7 @@ pub(crate) fn power_norm(
 /// The layer-scale without a layer, on checked arguments: `xs` `[.., C]`, with C a multiple of
 /// `groups`.
 pub(crate) fn group_scaling(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
-    let device = DeviceKind::of(xs.device());
+    let device = DeviceKind::without_layer(xs.device());
     let xs = readable(xs)?;
     let output = Output::new(Some(device.scale_groups(&xs, groups, eps)?), xs.shape());
     xs.apply_op1(GroupScalingOp {
