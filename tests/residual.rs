@@ -83,6 +83,22 @@ fn takes_any_strides() -> Result<()> {
     Ok(())
 }
 
+/// More than 4 MiB, from where on a CPU writes all sums before it normalizes the first.
+#[test]
+fn a_large_residual_is_an_addition_and_a_forward() -> Result<()> {
+    let mut data = Data::new(10);
+    let shape = [1030, 1024];
+    let layer = || Twin::new(&mut Data::new(11), shape[1], 1e-5.into(), DType::F32).layer;
+    let case = Case::random(&mut data, &shape, DType::F32)?;
+    let (fused, plain) = (layer(), layer());
+    let ours = fused.forward_residual(&case.xs, &case.residual)?;
+    let theirs = unfused(&plain, &case.xs, &case.residual)?;
+    assert_same_bits("y", &ours.0, &theirs.0);
+    assert_same_bits("sum", &ours.1, &theirs.1);
+    assert_eq!(state(&fused), state(&plain));
+    Ok(())
+}
+
 /// Only what is trained gets a gradient, and a graph can be gone back through twice.
 #[test]
 fn gradients_go_where_they_are_wanted() -> Result<()> {

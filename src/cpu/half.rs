@@ -276,10 +276,11 @@ mod tests {
     }
 
     impl<T: Element<Acc = f32>> Columns<f32> for Conversions<T> {
-        fn step<S: Simd>(&mut self, simd: S, i: usize) {
-            Lanes::load(simd, &self.halves, i).store(&mut self.widened, i);
-            let floats = Lanes::load(simd, &self.floats, i);
-            T::store(simd, floats.vector, &mut self.narrowed, i);
+        type Group = ();
+
+        fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, _: ()) {
+            Lanes::<S, _, K>::load(simd, &self.halves, at).store(&mut self.widened, at);
+            Lanes::<S, _, K>::load(simd, &self.floats, at).write(&mut self.narrowed, at);
         }
     }
 
@@ -287,7 +288,7 @@ mod tests {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
-            sweep(simd, self.halves.len(), self);
+            sweep::<4, _, _, _>(simd, &[()], self.halves.len(), self);
         }
     }
 

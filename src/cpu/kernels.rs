@@ -2,13 +2,13 @@
 //! on the way.
 //!
 //! 1. `run` cuts the rows into chunks, whose size depends only on the shape. Threads take chunks.
-//! 2. With a residual, a chunk first writes `x + residual` for all its rows, because fewer arrays
-//!    at a time are faster. Then it takes its rows one by one.
+//! 2. A chunk takes its rows one by one. With a residual, it first writes the row's `x + residual`.
+//!    Only for large inputs, a pass of its own writes all sums before.
 //! 3. A row is cut into the groups of the layer-scale. Without a layer-scale it is one group.
-//! 4. `group_scale` reads a group and takes the sums of the layer-scale: Σ x² in a forward; Σ x²,
-//!    Σ gain dy x and Σ decay x² in a backward.
-//! 5. `group` reads it again, now from the first-level cache. Vector by vector, it writes the
-//!    output and adds to the chunk's sums.
+//! 4. `group_scale` reads each group of a row and takes the sums of the layer-scale: Σ x² in a
+//!    forward; Σ x², Σ gain dy x and Σ decay x² in a backward.
+//! 5. `row` reads the whole row again, now from the first-level cache. Four vectors at a time, it
+//!    writes the output and adds to the chunk's sums.
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
 
 use super::element::{Accumulator, Element};
@@ -251,6 +251,12 @@ const MIN_ROWS: usize = 32;
 /// Inputs up to this many elements run on the calling thread: waking another costs more.
 const SERIAL: usize = CHUNK;
 
+/// With a residual, inputs of more bytes have a pass of their own for `x + residual`, because fewer
+/// arrays at a time are faster beyond the caches: 0.94 ms instead of 1.00 at 4096x512 f32. In
+/// smaller ones, a row that was just summed is still in the first-level cache: 0.028 ms instead of
+/// 0.033 at 256x512.
+const LARGE: usize = 4 << 20;
+
 /// Rows of a chunk, from the shape alone.
 fn chunk_rows(rows: usize, cols: usize) -> usize {
     let least = MIN_ROWS.min(rows / MIN_ROWS);
@@ -260,36 +266,47 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
-/// What a pass does to each group of each row.
+/// Vectors that a pass takes at a time: they share tests, such as whether columns are in bounds.
 ///
-/// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level.
+/// `x + residual` takes one, which is a little faster for its three arrays: a forward with a
+/// residual of 1024x512 f32 took up to 5 % less, and no more.
+const STEP: usize = 4;
+
+/// What a pass does to each row.
+///
+/// Implementations are `#[inline(always)]`, so that they are compiled for each SIMD level. They cut
+/// all arrays of a row to one length. So a vector's columns are in bounds of all or of none, which
+/// is tested once.
 //
 // Rows are taken one at a time. Four at a time would share the loads of a channel's numbers, which
 // saves 20 % of the time in the caches. But they read and write in four places, and from memory
 // they take up to twice as long: a backward of 1024x512 f32 took 0.42 ms instead of 0.21.
-// Prefetches did not make up for it. See `benches/results/2026-11-22-cpu.md`.
+// Prefetches did not make up for it. Nor are the scales of the next row computed before a row is
+// written, though that hides the time of their roots: a backward of 4096x512 f32 then took 0.95 ms
+// instead of 0.60. See `benches/results/2026-11-22-cpu.md`.
 pub(super) trait Kernel<A: Accumulator>: Sync {
-    /// Takes the sums of a group that its layer-scale needs.
+    /// The layer-scale of a group, which is the columns `group` of a row.
     #[inline(always)]
     fn group_scale<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         group_factors: &GroupFactors<A>,
-        group: Group<T>,
+        row: Row<T>,
+        group: Range<usize>,
     ) -> GroupScale<A> {
         GroupScale {
-            factor: group_factors.factor(simd, group.x),
+            factor: group_factors.factor(simd, row.x, group),
             mean: A::ZERO,
         }
     }
 
-    /// Writes a group's columns of `out`, and adds to the chunk's `sums`. `out` has no columns if
-    /// only sums are wanted, and `sums` is empty if none are.
-    fn group<S: Simd, T: Element<Acc = A>>(
+    /// Writes a row of `out`, whose groups have these scales, and adds to the chunk's `sums`. `out`
+    /// has no columns if only sums are wanted, and `sums` is empty if none are.
+    fn row<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        group: Group<T>,
-        group_scale: GroupScale<A>,
+        row: Row<T>,
+        groups: &[GroupScale<A>],
         out: &mut Piece<T>,
         sums: &mut [A],
     );
@@ -305,45 +322,59 @@ pub(super) struct GroupScale<A> {
     mean: A,
 }
 
-/// The channels of a row that are scaled together, which without a layer-scale are all.
+impl<A: Accumulator> GroupScale<A> {
+    /// Changes nothing.
+    const NONE: Self = Self {
+        factor: A::ONE,
+        mean: A::ZERO,
+    };
+}
+
+/// A row of the input, with its gradients.
 #[derive(Clone, Copy)]
-pub(super) struct Group<'a, T> {
+pub(super) struct Row<'a, T> {
     x: &'a [T],
     /// The gradient of the output; empty in a forward.
     dy: &'a [T],
     /// The gradient of `x + residual`; empty if that is no output.
     dsum: &'a [T],
-    /// The first column of the group.
-    start: usize,
-    /// C.
-    cols: usize,
+    /// Channels of a group, which without a layer-scale are all.
+    group_len: usize,
     /// False if the row is padding.
     keeps: bool,
 }
 
-impl<T> Group<'_, T> {
+impl<T> Row<'_, T> {
     #[inline(always)]
-    fn len(&self) -> usize {
+    fn cols(&self) -> usize {
         self.x.len()
-    }
-
-    /// The numbers of this group's channels.
-    #[inline(always)]
-    fn columns_of<'b, A>(&self, channels: &'b [A]) -> &'b [A] {
-        &channels[self.start..][..self.len()]
-    }
-
-    /// The sums of this group's channels; empty if no sums are wanted.
-    #[inline(always)]
-    fn columns_of_sums<'b, A>(&self, sums: &'b mut [A]) -> &'b mut [A] {
-        let end = self.start + self.len();
-        sums.get_mut(self.start..end).unwrap_or_default()
     }
 }
 
-/// Runs `kernel` over all chunks, and returns fresh outputs and `width` column sums. `y` says
-/// whether the kernel writes an output besides `x + residual`.
+/// Runs `kernel` over all rows, and returns fresh outputs and `width` column sums. `y` says whether
+/// the kernel writes an output besides `x + residual`.
 fn run<T: Element, K: Kernel<T::Acc>>(
+    kernel: &K,
+    rows: &Rows<T>,
+    gradients: Option<&RowGradients<T>>,
+    y: bool,
+    width: usize,
+) -> (RowOutputs<T>, Vec<T::Acc>) {
+    let large = rows.len() * rows.cols() * size_of::<T>() > LARGE;
+    let sum = match &rows.residual {
+        Some(_) if large => run_pass(&SumOnly, rows, None, false, 0).0.sum,
+        _ => None,
+    };
+    let Some(sum) = sum else {
+        return run_pass(kernel, rows, gradients, y, width);
+    };
+    let (outputs, sums) = run_pass(kernel, &rows.summed(&sum), gradients, y, width);
+    let sum = Some(sum);
+    (RowOutputs { sum, ..outputs }, sums)
+}
+
+/// [`run`], in one pass over the rows.
+fn run_pass<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
     gradients: Option<&RowGradients<T>>,
@@ -431,43 +462,40 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
         let mut nowhere = Piece::default();
         let out = self.out.unwrap_or(&mut nowhere);
         let mut subtotals = vec![T::Acc::ZERO; self.sums.len()];
-        let (cols, n) = (self.rows.cols(), self.rows.group_len());
+        let (cols, group_len) = (self.rows.cols(), self.rows.group_len());
         let group_factors = self.rows.group_factors();
-        let mut summed = None;
-        if let (Some(residual), Some(sum)) = (&self.rows.residual, self.sum) {
-            for row in self.range.clone() {
-                let values = Elements(self.rows.x.row(row));
-                let residual = residual.row(row);
-                sum.extend(simd, cols, Plus { values, residual });
+        let mut sum = self.sum;
+        let mut groups = vec![GroupScale::NONE; cols / group_len];
+        for i in self.range.clone() {
+            let mut x = &self.rows.x.row(i)[..cols];
+            if let (Some(residual), Some(sum)) = (&self.rows.residual, &mut sum) {
+                let residual = &residual.row(i)[..cols];
+                let values = Plus {
+                    values: Elements(x),
+                    residual,
+                };
+                sum.extend::<1, _, _>(simd, cols, &[GroupScale::NONE], cols, values);
+                x = sum.last(cols);
             }
-            summed = Some(sum.as_slice());
-        }
-        for row in self.range.clone() {
-            let x = match summed {
-                Some(sum) => &sum[(row - self.range.start) * cols..][..cols],
-                None => self.rows.x.row(row),
+            let gradients = self.gradients;
+            let dsum = gradients.and_then(|gradients| gradients.dsum);
+            let row = Row {
+                x,
+                dy: gradients.map_or(&[][..], |gradients| gradients.dy.row(i)),
+                dsum: dsum.map_or(&[][..], |dsum| dsum.row(i)),
+                group_len,
+                keeps: self.rows.keeps(i),
             };
-            let dy = self
-                .gradients
-                .map_or(&[][..], |gradients| gradients.dy.row(row));
-            let dsum = self.gradients.and_then(|gradients| gradients.dsum);
-            let dsum = dsum.map_or(&[][..], |dsum| dsum.row(row));
-            let group = |start: usize| Group {
-                x: &x[start..][..n],
-                dy: dy.get(start..start + n).unwrap_or_default(),
-                dsum: dsum.get(start..start + n).unwrap_or_default(),
-                start,
-                cols: x.len(),
-                keeps: self.rows.keeps(row),
-            };
-            for start in (0..x.len()).step_by(n) {
-                let group = group(start);
-                let group_scale = self.kernel.group_scale(simd, &group_factors, group);
-                self.kernel
-                    .group(simd, group, group_scale, out, &mut subtotals);
+            // All scales first: their roots then overlap.
+            let mut start = 0;
+            for group in &mut groups {
+                let columns = start..start + group_len;
+                *group = (self.kernel).group_scale(simd, &group_factors, row, columns);
+                start += group_len;
             }
-            let rows_done = row + 1 - self.range.start;
-            if rows_done.is_multiple_of(SUBTOTAL_ROWS) || row + 1 == self.range.end {
+            self.kernel.row(simd, row, &groups, out, &mut subtotals);
+            let rows_done = i + 1 - self.range.start;
+            if rows_done.is_multiple_of(SUBTOTAL_ROWS) || i + 1 == self.range.end {
                 for (sum, subtotal) in self.sums.iter_mut().zip(&mut subtotals) {
                     *sum += std::mem::replace(subtotal, T::Acc::ZERO);
                 }
@@ -491,20 +519,25 @@ struct Squares<'a, T> {
 
 impl<T: Element> Terms<T::Acc, 1> for Squares<'_, T> {
     #[inline(always)]
-    fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, T::Acc>; 1] {
-        let x = Lanes::load(simd, self.x, i);
-        [x * x]
+    fn add<S: Simd, const K: usize>(
+        &self,
+        simd: S,
+        at: usize,
+        [squares]: &mut [Lanes<S, T::Acc, K>; 1],
+    ) {
+        let x = Lanes::load(simd, self.x, at);
+        *squares = x.mul_add(x, *squares);
     }
 }
 
 impl<A: Accumulator> GroupFactors<A> {
     /// r of one group.
     #[inline(always)]
-    fn factor<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T]) -> A {
+    fn factor<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], group: Range<usize>) -> A {
         match self.eps {
             Some(eps) => {
-                let [squares] = sum_terms::<4, 1, S, A>(simd, x.len(), &Squares { x });
-                self.factor_of(x, squares, eps)
+                let [squares] = sum_terms::<4, 1, S, A>(simd, group.clone(), &Squares { x });
+                self.factor_of(&x[group], squares, eps)
             }
             None => A::ONE,
         }
@@ -549,53 +582,76 @@ impl<A: Accumulator> GroupFactors<A> {
 
 /// An element in the dtype of the sums.
 fn value<T: Element>(row: &[T], i: usize) -> T::Acc {
-    Lanes::load(Scalar, row, i).total()
+    Lanes::<Scalar, _, 1>::load(Scalar, row, i).total()
 }
 
-/// The sums that a group's squares are added to. A padded row's are added to none, unless padded
+/// The sums that a row's squares are added to. A padded row's are added to none, unless padded
 /// rows have sums too.
 #[inline(always)]
-fn square_slot<'a, T, A>(group: &Group<T>, sums: &'a mut [A]) -> &'a mut [A] {
-    let skipped = if group.keeps { 0 } else { group.cols };
-    group.columns_of_sums(sums.get_mut(skipped..).unwrap_or_default())
+fn square_slot<'a, T, A>(row: &Row<T>, sums: &'a mut [A]) -> Option<&'a mut [A]> {
+    let start = if row.keeps { 0 } else { row.cols() };
+    (start < sums.len()).then(|| &mut sums[start..][..row.cols()])
+}
+
+/// Writes nothing besides `x + residual`.
+struct SumOnly;
+
+impl<A: Accumulator> Kernel<A> for SumOnly {
+    #[inline(always)]
+    fn group_scale<S: Simd, T: Element<Acc = A>>(
+        &self,
+        _: S,
+        _: &GroupFactors<A>,
+        _: Row<T>,
+        _: Range<usize>,
+    ) -> GroupScale<A> {
+        GroupScale::NONE
+    }
+
+    #[inline(always)]
+    fn row<S: Simd, T: Element<Acc = A>>(
+        &self,
+        _: S,
+        _: Row<T>,
+        _: &[GroupScale<A>],
+        _: &mut Piece<T>,
+        _: &mut [A],
+    ) {
+    }
 }
 
 struct SquareSumCols;
 
 impl<A: Accumulator> Kernel<A> for SquareSumCols {
     #[inline(always)]
-    fn group<S: Simd, T: Element<Acc = A>>(
+    fn row<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        group: Group<T>,
-        group_scale: GroupScale<A>,
+        row: Row<T>,
+        groups: &[GroupScale<A>],
         _: &mut Piece<T>,
         sums: &mut [A],
     ) {
-        let sums = square_slot(&group, sums);
-        if !sums.is_empty() {
-            let mut step = SquareSumStep {
-                x: group.x,
-                factor: group_scale.factor,
-                sums,
-            };
-            sweep(simd, group.len(), &mut step);
+        if let Some(sums) = square_slot(&row, sums) {
+            let mut step = SquareSumStep { x: row.x, sums };
+            sweep::<STEP, _, _, _>(simd, groups, row.group_len, &mut step);
         }
     }
 }
 
 struct SquareSumStep<'a, T, A> {
     x: &'a [T],
-    factor: A,
     sums: &'a mut [A],
 }
 
 impl<T: Element> Columns<T::Acc> for SquareSumStep<'_, T, T::Acc> {
+    type Group = GroupScale<T::Acc>;
+
     #[inline(always)]
-    fn step<S: Simd>(&mut self, simd: S, i: usize) {
-        let x = Lanes::load(simd, self.x, i) * Lanes::splat(simd, self.factor);
-        let sum = x.mul_add(x, Lanes::load(simd, self.sums, i));
-        sum.store(self.sums, i);
+    fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, group: GroupScale<T::Acc>) {
+        let x = Lanes::<S, _, K>::load(simd, self.x, at) * Lanes::splat(simd, group.factor);
+        let sum = x.mul_add(x, Lanes::load(simd, self.sums, at));
+        sum.store(self.sums, at);
     }
 }
 
@@ -606,43 +662,48 @@ struct Normalize<'a, A> {
 
 impl<A: Accumulator> Kernel<A> for Normalize<'_, A> {
     #[inline(always)]
-    fn group<S: Simd, T: Element<Acc = A>>(
+    fn row<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        group: Group<T>,
-        group_scale: GroupScale<A>,
+        row: Row<T>,
+        groups: &[GroupScale<A>],
         y: &mut Piece<T>,
         sums: &mut [A],
     ) {
         let values = NormalizeValues {
-            x: group.x,
-            factor: group_scale.factor,
-            gain: group.columns_of(self.gain),
-            shift: group.columns_of(self.shift),
-            sums: square_slot(&group, sums),
+            x: row.x,
+            gain: &self.gain[..row.cols()],
+            shift: &self.shift[..row.cols()],
+            sums: square_slot(&row, sums),
         };
-        y.extend(simd, group.len(), values);
+        y.extend::<STEP, _, _>(simd, row.cols(), groups, row.group_len, values);
     }
 }
 
 struct NormalizeValues<'a, T, A> {
     x: &'a [T],
-    factor: A,
     gain: &'a [A],
     shift: &'a [A],
-    sums: &'a mut [A],
+    sums: Option<&'a mut [A]>,
 }
 
 impl<T: Element> Values<T::Acc> for NormalizeValues<'_, T, T::Acc> {
+    type Group = GroupScale<T::Acc>;
+
     #[inline(always)]
-    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
-        let x = Lanes::load(simd, self.x, i) * Lanes::splat(simd, self.factor);
-        if !self.sums.is_empty() {
-            let sum = x.mul_add(x, Lanes::load(simd, self.sums, i));
-            sum.store(self.sums, i);
+    fn at<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        group: GroupScale<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let x = Lanes::load(simd, self.x, at) * Lanes::splat(simd, group.factor);
+        if let Some(sums) = &mut self.sums {
+            let sum = x.mul_add(x, Lanes::load(simd, sums, at));
+            sum.store(sums, at);
         }
-        let shift = Lanes::load(simd, self.shift, i);
-        x.mul_add(Lanes::load(simd, self.gain, i), shift)
+        let shift = Lanes::load(simd, self.shift, at);
+        x.mul_add(Lanes::load(simd, self.gain, at), shift)
     }
 }
 
@@ -650,24 +711,23 @@ struct GradSumCols;
 
 impl<A: Accumulator> Kernel<A> for GradSumCols {
     #[inline(always)]
-    fn group<S: Simd, T: Element<Acc = A>>(
+    fn row<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        group: Group<T>,
-        group_scale: GroupScale<A>,
+        row: Row<T>,
+        groups: &[GroupScale<A>],
         _: &mut Piece<T>,
         sums: &mut [A],
     ) {
-        if group.keeps {
-            let (dy_x, dy_sum) = sums.split_at_mut(group.cols);
+        if row.keeps {
+            let (dy_x, dy_sum) = sums.split_at_mut(row.cols());
             let mut step = GradSumStep {
-                x: group.x,
-                dy: group.dy,
-                factor: group_scale.factor,
-                dy_x: group.columns_of_sums(dy_x),
-                dy_sum: group.columns_of_sums(dy_sum),
+                x: row.x,
+                dy: &row.dy[..row.cols()],
+                dy_x,
+                dy_sum: &mut dy_sum[..row.cols()],
             };
-            sweep(simd, group.len(), &mut step);
+            sweep::<STEP, _, _, _>(simd, groups, row.group_len, &mut step);
         }
     }
 }
@@ -675,19 +735,20 @@ impl<A: Accumulator> Kernel<A> for GradSumCols {
 struct GradSumStep<'a, T, A> {
     x: &'a [T],
     dy: &'a [T],
-    factor: A,
     dy_x: &'a mut [A],
     dy_sum: &'a mut [A],
 }
 
 impl<T: Element> Columns<T::Acc> for GradSumStep<'_, T, T::Acc> {
+    type Group = GroupScale<T::Acc>;
+
     #[inline(always)]
-    fn step<S: Simd>(&mut self, simd: S, i: usize) {
-        let x = Lanes::load(simd, self.x, i) * Lanes::splat(simd, self.factor);
-        let dy = Lanes::load(simd, self.dy, i);
-        let dy_x = dy.mul_add(x, Lanes::load(simd, self.dy_x, i));
-        dy_x.store(self.dy_x, i);
-        (Lanes::load(simd, self.dy_sum, i) + dy).store(self.dy_sum, i);
+    fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, group: GroupScale<T::Acc>) {
+        let x = Lanes::<S, _, K>::load(simd, self.x, at) * Lanes::splat(simd, group.factor);
+        let dy = Lanes::load(simd, self.dy, at);
+        let dy_x = dy.mul_add(x, Lanes::load(simd, self.dy_x, at));
+        dy_x.store(self.dy_x, at);
+        (Lanes::load(simd, self.dy_sum, at) + dy).store(self.dy_sum, at);
     }
 }
 
@@ -702,29 +763,27 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
         &self,
         simd: S,
         group_factors: &GroupFactors<A>,
-        group: Group<T>,
+        row: Row<T>,
+        group: Range<usize>,
     ) -> GroupScale<A> {
-        let (Some(eps), true) = (group_factors.eps, group.keeps) else {
-            return GroupScale {
-                factor: A::ONE,
-                mean: A::ZERO,
-            };
+        let (Some(eps), true) = (group_factors.eps, row.keeps) else {
+            return GroupScale::NONE;
         };
         // Because x̃ = r x, all r in the mean of (gain dy − decay x̃) x̃ stand outside its sums. So
         // the pass that sums x² for r can take these sums too.
         let terms = GroupTerms {
-            x: group.x,
-            dy: group.dy,
-            gain: group.columns_of(self.gain),
-            decay: group.columns_of(self.decay),
+            x: row.x,
+            dy: &row.dy[..row.cols()],
+            gain: &self.gain[..row.cols()],
+            decay: &self.decay[..row.cols()],
         };
-        let [squares, gain_dy_x, decay_x2] = sum_terms::<2, 3, S, A>(simd, group.len(), &terms);
-        let factor = group_factors.factor_of(group.x, squares, eps);
+        let [squares, gain_dy_x, decay_x2] = sum_terms::<2, 3, S, A>(simd, group.clone(), &terms);
+        let factor = group_factors.factor_of(&row.x[group.clone()], squares, eps);
         let total = factor * (gain_dy_x - factor * decay_x2);
         let total = if total.is_finite() {
             total
         } else {
-            terms.total_with(factor)
+            terms.total_with(factor, group)
         };
         GroupScale {
             factor,
@@ -733,41 +792,51 @@ impl<A: Accumulator> Kernel<A> for NormalizeBwd<'_, A> {
     }
 
     #[inline(always)]
-    fn group<S: Simd, T: Element<Acc = A>>(
+    fn row<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        group: Group<T>,
-        group_scale: GroupScale<A>,
+        row: Row<T>,
+        groups: &[GroupScale<A>],
         dx: &mut Piece<T>,
         sums: &mut [A],
     ) {
-        if !group.keeps {
-            return dx.extend(simd, group.len(), Zeros(PhantomData));
+        if !row.keeps {
+            return dx.extend::<STEP, _, _>(
+                simd,
+                row.cols(),
+                groups,
+                row.group_len,
+                Zeros(PhantomData),
+            );
         }
-        let values = self.values(&group, group_scale, sums);
-        dx.extend(simd, group.len(), values);
+        dx.extend::<STEP, _, _>(
+            simd,
+            row.cols(),
+            groups,
+            row.group_len,
+            self.values(&row, sums),
+        );
     }
 }
 
 impl<A: Accumulator> NormalizeBwd<'_, A> {
-    /// dx of a group whose row is not padding.
+    /// dx of a row that is not padding.
     #[inline(always)]
     fn values<'a, T: Element<Acc = A>>(
         &'a self,
-        group: &Group<'a, T>,
-        GroupScale { factor, mean }: GroupScale<A>,
+        row: &Row<'a, T>,
         sums: &'a mut [A],
     ) -> NormalizeBwdValues<'a, T, A> {
-        let (dy_x, dy_sum) = sums.split_at_mut(sums.len() / 2);
+        let cols = row.cols();
         NormalizeBwdValues {
-            x: group.x,
-            dy: group.dy,
-            factor,
-            mean,
-            gain: group.columns_of(self.gain),
-            decay: group.columns_of(self.decay),
-            dy_x: group.columns_of_sums(dy_x),
-            dy_sum: group.columns_of_sums(dy_sum),
+            x: row.x,
+            dy: &row.dy[..cols],
+            gain: &self.gain[..cols],
+            decay: &self.decay[..cols],
+            sums: (!sums.is_empty()).then(|| {
+                let (dy_x, dy_sum) = sums.split_at_mut(cols);
+                (dy_x, &mut dy_sum[..cols])
+            }),
         }
     }
 }
@@ -783,21 +852,28 @@ struct GroupTerms<'a, T, A> {
 
 impl<T: Element> Terms<T::Acc, 3> for GroupTerms<'_, T, T::Acc> {
     #[inline(always)]
-    fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, T::Acc>; 3] {
-        let x = Lanes::load(simd, self.x, i);
-        let gain_dy = Lanes::load(simd, self.gain, i) * Lanes::load(simd, self.dy, i);
+    fn add<S: Simd, const K: usize>(
+        &self,
+        simd: S,
+        at: usize,
+        sums: &mut [Lanes<S, T::Acc, K>; 3],
+    ) {
+        let [squares, gain_dy_x, decay_x2] = sums;
+        let x = Lanes::load(simd, self.x, at);
+        let gain_dy = Lanes::load(simd, self.gain, at) * Lanes::load(simd, self.dy, at);
         let square = x * x;
-        let decay = Lanes::load(simd, self.decay, i);
-        [square, gain_dy * x, decay * square]
+        *squares = *squares + square;
+        *gain_dy_x = gain_dy.mul_add(x, *gain_dy_x);
+        *decay_x2 = square.mul_add(Lanes::load(simd, self.decay, at), *decay_x2);
     }
 }
 
 impl<T: Element> GroupTerms<'_, T, T::Acc> {
     /// Σ (gain dy − decay x̃) x̃, if products with x itself overflow.
     #[cold]
-    fn total_with(self, factor: T::Acc) -> T::Acc {
+    fn total_with(self, factor: T::Acc, group: Range<usize>) -> T::Acc {
         let mut total = T::Acc::ZERO;
-        for i in 0..self.x.len() {
+        for i in group {
             let x = factor * value(self.x, i);
             total += (self.gain[i] * value(self.dy, i) - self.decay[i] * x) * x;
         }
@@ -808,28 +884,32 @@ impl<T: Element> GroupTerms<'_, T, T::Acc> {
 struct NormalizeBwdValues<'a, T, A> {
     x: &'a [T],
     dy: &'a [T],
-    factor: A,
-    mean: A,
     gain: &'a [A],
     decay: &'a [A],
-    dy_x: &'a mut [A],
-    dy_sum: &'a mut [A],
+    /// Σ dy x̃ and Σ dy.
+    sums: Option<(&'a mut [A], &'a mut [A])>,
 }
 
 impl<T: Element> Values<T::Acc> for NormalizeBwdValues<'_, T, T::Acc> {
+    type Group = GroupScale<T::Acc>;
+
     #[inline(always)]
-    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
-        let factor = Lanes::splat(simd, self.factor);
-        let x = Lanes::load(simd, self.x, i) * factor;
-        let dy = Lanes::load(simd, self.dy, i);
-        if !self.dy_x.is_empty() {
-            let dy_x = dy.mul_add(x, Lanes::load(simd, self.dy_x, i));
-            dy_x.store(self.dy_x, i);
-            (Lanes::load(simd, self.dy_sum, i) + dy).store(self.dy_sum, i);
+    fn at<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        group: GroupScale<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let factor = Lanes::splat(simd, group.factor);
+        let x = Lanes::load(simd, self.x, at) * factor;
+        let dy = Lanes::load(simd, self.dy, at);
+        if let Some((dy_x, dy_sum)) = &mut self.sums {
+            dy.mul_add(x, Lanes::load(simd, dy_x, at)).store(dy_x, at);
+            (Lanes::load(simd, dy_sum, at) + dy).store(dy_sum, at);
         }
-        let gain = Lanes::load(simd, self.gain, i);
-        let dx_tilde = gain * dy - Lanes::load(simd, self.decay, i) * x;
-        (dx_tilde - x * Lanes::splat(simd, self.mean)) * factor
+        let gain = Lanes::load(simd, self.gain, at);
+        let dx_tilde = gain * dy - Lanes::load(simd, self.decay, at) * x;
+        (dx_tilde - x * Lanes::splat(simd, group.mean)) * factor
     }
 }
 
@@ -842,27 +922,40 @@ impl<A: Accumulator> Kernel<A> for ResidualBwd<'_, A> {
         &self,
         simd: S,
         group_factors: &GroupFactors<A>,
-        group: Group<T>,
+        row: Row<T>,
+        group: Range<usize>,
     ) -> GroupScale<A> {
-        self.0.group_scale(simd, group_factors, group)
+        self.0.group_scale(simd, group_factors, row, group)
     }
 
     #[inline(always)]
-    fn group<S: Simd, T: Element<Acc = A>>(
+    fn row<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        group: Group<T>,
-        group_scale: GroupScale<A>,
+        row: Row<T>,
+        groups: &[GroupScale<A>],
         dx: &mut Piece<T>,
         sums: &mut [A],
     ) {
-        let residual = group.dsum;
-        if !group.keeps {
+        let residual = &row.dsum[..row.cols()];
+        if !row.keeps {
             let values = Zeros(PhantomData);
-            return dx.extend(simd, group.len(), Plus { values, residual });
+            return dx.extend::<STEP, _, _>(
+                simd,
+                row.cols(),
+                groups,
+                row.group_len,
+                Plus { values, residual },
+            );
         }
-        let values = self.0.values(&group, group_scale, sums);
-        dx.extend(simd, group.len(), Plus { values, residual });
+        let values = self.0.values(&row, sums);
+        dx.extend::<STEP, _, _>(
+            simd,
+            row.cols(),
+            groups,
+            row.group_len,
+            Plus { values, residual },
+        );
     }
 }
 
@@ -873,9 +966,16 @@ struct Plus<'a, T, V> {
 }
 
 impl<T: Element, V: Values<T::Acc>> Values<T::Acc> for Plus<'_, T, V> {
+    type Group = V::Group;
+
     #[inline(always)]
-    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
-        self.values.at(simd, i) + Lanes::load(simd, self.residual, i)
+    fn at<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        group: V::Group,
+    ) -> Lanes<S, T::Acc, K> {
+        self.values.at(simd, at, group) + Lanes::load(simd, self.residual, at)
     }
 }
 
@@ -883,17 +983,31 @@ impl<T: Element, V: Values<T::Acc>> Values<T::Acc> for Plus<'_, T, V> {
 struct Elements<'a, T>(&'a [T]);
 
 impl<T: Element> Values<T::Acc> for Elements<'_, T> {
+    type Group = GroupScale<T::Acc>;
+
     #[inline(always)]
-    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, T::Acc> {
-        Lanes::load(simd, self.0, i)
+    fn at<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        _: GroupScale<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        Lanes::load(simd, self.0, at)
     }
 }
 
 struct Zeros<A>(PhantomData<A>);
 
 impl<A: Accumulator> Values<A> for Zeros<A> {
+    type Group = GroupScale<A>;
+
     #[inline(always)]
-    fn at<S: Simd>(&mut self, simd: S, _: usize) -> Lanes<S, A> {
+    fn at<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        _: usize,
+        _: GroupScale<A>,
+    ) -> Lanes<S, A, K> {
         Lanes::splat(simd, A::ZERO)
     }
 }

@@ -3,162 +3,211 @@
 use super::element::{Accumulator, Element};
 use pulp::{Scalar, Scalar128b, Simd};
 use std::any::TypeId;
-use std::ops::{Add, Mul, Sub};
+use std::mem::MaybeUninit;
+use std::ops::{Add, Mul, Range, Sub};
 
-/// Adjacent columns in the dtype of the sums, as many as a vector of `S` holds.
+/// Adjacent columns in the dtype of the sums, as many as `K` vectors of `S` hold.
 #[derive(Clone, Copy)]
-pub(super) struct Lanes<S: Simd, A: Accumulator> {
-    pub simd: S,
-    pub vector: A::Vector<S>,
+pub(super) struct Lanes<S: Simd, A: Accumulator, const K: usize> {
+    simd: S,
+    vectors: [A::Vector<S>; K],
 }
 
-impl<S: Simd, A: Accumulator> Lanes<S, A> {
-    /// Columns in a vector.
-    pub const WIDTH: usize = size_of::<A::Vector<S>>() / size_of::<A>();
+impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
+    /// The number of columns.
+    pub const WIDTH: usize = K * size_of::<A::Vector<S>>() / size_of::<A>();
 
     #[inline(always)]
     pub fn splat(simd: S, value: A) -> Self {
-        let vector = A::splat(simd, value);
-        Self { simd, vector }
+        let vectors = [A::splat(simd, value); K];
+        Self { simd, vectors }
     }
 
-    /// The `i`-th vector of a row of any dtype.
+    /// The columns of a row of any dtype from column `at`.
     #[inline(always)]
-    pub fn load<T: Element<Acc = A>>(simd: S, row: &[T], i: usize) -> Self {
-        let vector = T::load(simd, row, i);
-        Self { simd, vector }
+    pub fn load<T: Element<Acc = A>>(simd: S, row: &[T], at: usize) -> Self {
+        let columns = &row[at..][..Self::WIDTH];
+        let mut lanes = Self::splat(simd, A::ZERO);
+        for k in 0..K {
+            lanes.vectors[k] = T::load(simd, columns, k);
+        }
+        lanes
     }
 
-    /// Writes the `i`-th vector of a row.
+    /// Writes the columns of a row from column `at`.
     #[inline(always)]
-    pub fn store(self, row: &mut [A], i: usize) {
-        A::vectors_mut::<S>(row)[i] = self.vector;
+    pub fn store(self, row: &mut [A], at: usize) {
+        let columns = &mut row[at..][..Self::WIDTH];
+        for k in 0..K {
+            A::vectors_mut::<S>(columns)[k] = self.vectors[k];
+        }
+    }
+
+    /// Writes the columns of an output from column `at`, rounded to its dtype.
+    #[inline(always)]
+    pub fn write<T: Element<Acc = A>>(self, row: &mut [MaybeUninit<T>], at: usize) {
+        let columns = &mut row[at..][..Self::WIDTH];
+        for k in 0..K {
+            T::store(self.simd, self.vectors[k], columns, k);
+        }
     }
 
     /// `self * factor + term`, rounded once where the level has an instruction for it.
     #[inline(always)]
-    pub fn mul_add(self, factor: Self, term: Self) -> Self {
+    pub fn mul_add(mut self, factor: Self, term: Self) -> Self {
         // Without one, pulp would call a function for each lane.
         if TypeId::of::<S>() == TypeId::of::<Scalar128b>() {
             return self * factor + term;
         }
-        let vector = A::mul_add_vectors(self.simd, self.vector, factor.vector, term.vector);
-        Self { vector, ..self }
+        for k in 0..K {
+            self.vectors[k] = A::mul_add_vectors(
+                self.simd,
+                self.vectors[k],
+                factor.vectors[k],
+                term.vectors[k],
+            );
+        }
+        self
+    }
+
+    /// The sum of the vectors.
+    #[inline(always)]
+    fn sum(self) -> Lanes<S, A, 1> {
+        let mut sum = self.vectors[0];
+        for k in 1..K {
+            sum = A::add_vectors(self.simd, sum, self.vectors[k]);
+        }
+        Lanes {
+            simd: self.simd,
+            vectors: [sum],
+        }
     }
 
     /// The sum of all lanes.
     #[inline(always)]
     pub fn total(self) -> A {
-        A::total(self.simd, self.vector)
+        A::total(self.simd, self.sum().vectors[0])
     }
 }
 
-impl<S: Simd, A: Accumulator> Add for Lanes<S, A> {
+impl<S: Simd, A: Accumulator, const K: usize> Add for Lanes<S, A, K> {
     type Output = Self;
 
     #[inline(always)]
-    fn add(self, other: Self) -> Self {
-        let vector = A::add_vectors(self.simd, self.vector, other.vector);
-        Self { vector, ..self }
+    fn add(mut self, other: Self) -> Self {
+        for k in 0..K {
+            self.vectors[k] = A::add_vectors(self.simd, self.vectors[k], other.vectors[k]);
+        }
+        self
     }
 }
 
-impl<S: Simd, A: Accumulator> Sub for Lanes<S, A> {
+impl<S: Simd, A: Accumulator, const K: usize> Sub for Lanes<S, A, K> {
     type Output = Self;
 
     #[inline(always)]
-    fn sub(self, other: Self) -> Self {
-        let vector = A::sub_vectors(self.simd, self.vector, other.vector);
-        Self { vector, ..self }
+    fn sub(mut self, other: Self) -> Self {
+        for k in 0..K {
+            self.vectors[k] = A::sub_vectors(self.simd, self.vectors[k], other.vectors[k]);
+        }
+        self
     }
 }
 
-impl<S: Simd, A: Accumulator> Mul for Lanes<S, A> {
+impl<S: Simd, A: Accumulator, const K: usize> Mul for Lanes<S, A, K> {
     type Output = Self;
 
     #[inline(always)]
-    fn mul(self, other: Self) -> Self {
-        let vector = A::mul_vectors(self.simd, self.vector, other.vector);
-        Self { vector, ..self }
+    fn mul(mut self, other: Self) -> Self {
+        for k in 0..K {
+            self.vectors[k] = A::mul_vectors(self.simd, self.vectors[k], other.vectors[k]);
+        }
+        self
     }
 }
 
-/// The work of a pass on one vector of columns. Implementations are `#[inline(always)]`, so that
-/// they are compiled for each level.
-//
-// The loops below count vectors, not elements. So for slices of one length the compiler knows that
-// each index is in bounds.
+/// The work of a pass on adjacent columns. Implementations are `#[inline(always)]`, so that they
+/// are compiled for each level.
 pub(super) trait Columns<A: Accumulator> {
-    /// Works on the `i`-th vector of a row's columns.
-    fn step<S: Simd>(&mut self, simd: S, i: usize);
+    /// What the columns of a group share.
+    type Group: Copy;
+
+    /// Works on the columns of `K` vectors, from column `at` of a row.
+    fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, group: Self::Group);
 }
 
-/// Steps over columns `0..n`, in order.
+/// Steps over a row, which is `groups` of `len` columns each, in order. A step takes `K` vectors
+/// where as many are left of a group.
 #[inline(always)]
-pub(super) fn sweep<S: Simd, A: Accumulator>(simd: S, n: usize, columns: &mut impl Columns<A>) {
-    let vectors = n / Lanes::<S, A>::WIDTH;
-    for i in 0..vectors {
-        columns.step(simd, i);
-    }
-    for i in vectors * Lanes::<S, A>::WIDTH..n {
-        columns.step(Scalar, i);
+pub(super) fn sweep<const K: usize, S: Simd, A: Accumulator, C: Columns<A>>(
+    simd: S,
+    groups: &[C::Group],
+    len: usize,
+    columns: &mut C,
+) {
+    let (block, vector) = (Lanes::<S, A, K>::WIDTH, Lanes::<S, A, 1>::WIDTH);
+    let mut at = 0;
+    for &group in groups {
+        let end = at + len;
+        while at + block <= end {
+            columns.step::<S, K>(simd, at, group);
+            at += block;
+        }
+        while at + vector <= end {
+            columns.step::<S, 1>(simd, at, group);
+            at += vector;
+        }
+        while at < end {
+            columns.step::<Scalar, 1>(Scalar, at, group);
+            at += 1;
+        }
     }
 }
 
 /// `N` values of each column, to be summed. Implementations are `#[inline(always)]`.
 pub(super) trait Terms<A: Accumulator, const N: usize> {
-    /// The values at the `i`-th vector of columns.
-    fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, A>; N];
+    /// Adds the values of the columns of `K` vectors, from column `at`, to `sums`.
+    fn add<S: Simd, const K: usize>(&self, simd: S, at: usize, sums: &mut [Lanes<S, A, K>; N]);
 }
 
-/// The sums of `terms` over columns `0..n`.
+/// The sums of `terms` over `columns`.
 ///
-/// `SETS` sums take turns, because an addition waits several cycles for the one before it. More
-/// sums than registers would cost more than they save.
+/// Sums of `K` vectors take turns, because an addition waits several cycles for the one before it.
+/// More sums than registers would cost more than they save.
 #[inline(always)]
-pub(super) fn sum_terms<const SETS: usize, const N: usize, S: Simd, A: Accumulator>(
+pub(super) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>(
     simd: S,
-    n: usize,
+    columns: Range<usize>,
     terms: &impl Terms<A, N>,
 ) -> [A; N] {
-    let count = n / Lanes::<S, A>::WIDTH;
-    let mut sums = [[Lanes::<S, A>::splat(simd, A::ZERO); N]; SETS];
-    let mut i = 0;
-    while i + SETS <= count {
-        for (set, sums) in sums.iter_mut().enumerate() {
-            add(sums, terms.at(simd, i + set));
-        }
-        i += SETS;
+    let (block, vector) = (Lanes::<S, A, K>::WIDTH, Lanes::<S, A, 1>::WIDTH);
+    let Range { start: mut at, end } = columns;
+    let mut blocks = [Lanes::<S, A, K>::splat(simd, A::ZERO); N];
+    while at + block <= end {
+        terms.add(simd, at, &mut blocks);
+        at += block;
     }
-    while i < count {
-        add(&mut sums[0], terms.at(simd, i));
-        i += 1;
+    let mut vectors = [Lanes::<S, A, 1>::splat(simd, A::ZERO); N];
+    for n in 0..N {
+        vectors[n] = blocks[n].sum();
     }
-    let mut vectors = sums[0];
-    for more in &sums[1..] {
-        add(&mut vectors, *more);
+    while at + vector <= end {
+        terms.add(simd, at, &mut vectors);
+        at += vector;
     }
-    let mut total = [A::ZERO; N];
-    for k in 0..N {
-        total[k] = vectors[k].total();
+    let mut lanes = [Lanes::<Scalar, A, 1>::splat(Scalar, A::ZERO); N];
+    for n in 0..N {
+        lanes[n] = Lanes::splat(Scalar, vectors[n].total());
     }
-    for i in count * Lanes::<S, A>::WIDTH..n {
-        let terms = terms.at(Scalar, i);
-        for k in 0..N {
-            total[k] += terms[k].total();
-        }
+    while at < end {
+        terms.add(Scalar, at, &mut lanes);
+        at += 1;
     }
-    total
-}
-
-#[inline(always)]
-fn add<S: Simd, A: Accumulator, const N: usize>(
-    sums: &mut [Lanes<S, A>; N],
-    terms: [Lanes<S, A>; N],
-) {
-    for k in 0..N {
-        sums[k] = sums[k] + terms[k];
+    let mut totals = [A::ZERO; N];
+    for n in 0..N {
+        totals[n] = lanes[n].total();
     }
+    totals
 }
 
 #[cfg(test)]
@@ -171,9 +220,15 @@ mod tests {
     struct Products<'a>(&'a [f64], &'a [f64]);
 
     impl Terms<f64, 2> for Products<'_> {
-        fn at<S: Simd>(&self, simd: S, i: usize) -> [Lanes<S, f64>; 2] {
-            let (a, b) = (Lanes::load(simd, self.0, i), Lanes::load(simd, self.1, i));
-            [a * b, a + b]
+        fn add<S: Simd, const K: usize>(
+            &self,
+            simd: S,
+            at: usize,
+            [products, sums]: &mut [Lanes<S, f64, K>; 2],
+        ) {
+            let (a, b) = (Lanes::load(simd, self.0, at), Lanes::load(simd, self.1, at));
+            *products = a.mul_add(b, *products);
+            *sums = *sums + (a + b);
         }
     }
 
@@ -183,7 +238,7 @@ mod tests {
         type Output = [f64; 2];
 
         fn with_simd<S: Simd>(self, simd: S) -> [f64; 2] {
-            sum_terms::<3, 2, S, f64>(simd, self.0 .0.len(), &self.0)
+            sum_terms::<3, 2, S, f64>(simd, 0..self.0 .0.len(), &self.0)
         }
     }
 
@@ -204,12 +259,18 @@ mod tests {
         }
     }
 
-    struct Visits<'a>(&'a mut Vec<usize>, usize);
+    struct Visits<'a> {
+        visited: &'a mut Vec<(usize, usize)>,
+        groups: &'a [usize],
+        len: usize,
+    }
 
     impl Columns<f32> for Visits<'_> {
-        fn step<S: Simd>(&mut self, _: S, i: usize) {
-            let width = Lanes::<S, f32>::WIDTH;
-            self.0.extend(i * width..(i + 1) * width);
+        type Group = usize;
+
+        fn step<S: Simd, const K: usize>(&mut self, _: S, at: usize, group: usize) {
+            let columns = at..at + Lanes::<S, f32, K>::WIDTH;
+            self.visited.extend(columns.map(|column| (column, group)));
         }
     }
 
@@ -217,17 +278,23 @@ mod tests {
         type Output = ();
 
         fn with_simd<S: Simd>(mut self, simd: S) {
-            sweep(simd, self.1, &mut self);
+            sweep::<4, _, _, _>(simd, self.groups, self.len, &mut self);
         }
     }
 
     #[test]
-    fn a_sweep_visits_every_column_once_in_order() {
-        for n in 0..70 {
+    fn a_sweep_visits_every_column_once_in_order_with_its_group() {
+        for len in 1..140 {
             for level in Level::all() {
-                let mut visited = vec![];
-                level.run(Visits(&mut visited, n));
-                assert_eq!(visited, (0..n).collect::<Vec<_>>());
+                let (mut visited, groups) = (vec![], &[0, 1, 2]);
+                let visits = Visits {
+                    visited: &mut visited,
+                    groups,
+                    len,
+                };
+                level.run(visits);
+                let expected: Vec<_> = (0..3 * len).map(|column| (column, column / len)).collect();
+                assert_eq!(visited, expected);
             }
         }
     }

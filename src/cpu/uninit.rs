@@ -77,25 +77,47 @@ impl<T> Default for Piece<'_, T> {
     }
 }
 
-/// Values of adjacent columns. Implementations are `#[inline(always)]`.
+/// Values of a row. Implementations are `#[inline(always)]`.
 pub(super) trait Values<A: Accumulator> {
-    /// The values in the `i`-th vector of columns.
-    fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, A>;
+    /// What the columns of a group share.
+    type Group: Copy;
+
+    /// The values in the columns of `K` vectors, from column `at`.
+    fn at<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        group: Self::Group,
+    ) -> Lanes<S, A, K>;
 }
 
 impl<T: Element> Piece<'_, T> {
-    /// Writes the next `n` elements: `values` of columns `0..n`.
+    /// Writes `values` of the next row, `K` vectors at a time. Its `cols` columns are `groups` of
+    /// `len` columns each.
+    ///
+    /// # Panics
+    ///
+    /// If they are not.
     #[inline(always)]
-    pub fn extend<S: Simd>(&mut self, simd: S, n: usize, values: impl Values<T::Acc>) {
-        let slots = &mut self.slots[self.filled..][..n];
-        sweep(simd, n, &mut Write { slots, values });
-        self.filled += n;
+    pub fn extend<const K: usize, S: Simd, V: Values<T::Acc>>(
+        &mut self,
+        simd: S,
+        cols: usize,
+        groups: &[V::Group],
+        len: usize,
+        values: V,
+    ) {
+        assert_eq!(groups.len() * len, cols, "groups that make up no row");
+        let slots = &mut self.slots[self.filled..][..cols];
+        sweep::<K, _, _, _>(simd, groups, len, &mut Write { slots, values });
+        self.filled += cols;
     }
 
-    /// The values so far.
-    pub fn as_slice(&self) -> &[T] {
-        let slots = &self.slots[..self.filled];
-        // SAFETY: `extend` wrote them.
+    /// The last `n` values.
+    #[inline(always)]
+    pub fn last(&self, n: usize) -> &[T] {
+        let slots = &self.slots[self.filled - n..self.filled];
+        // SAFETY: `extend` wrote all slots up to `filled`.
         unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
     }
 }
@@ -106,10 +128,12 @@ struct Write<'a, T, V> {
 }
 
 impl<T: Element, V: Values<T::Acc>> Columns<T::Acc> for Write<'_, T, V> {
+    type Group = V::Group;
+
     #[inline(always)]
-    fn step<S: Simd>(&mut self, simd: S, i: usize) {
-        let values = self.values.at(simd, i);
-        T::store(simd, values.vector, self.slots, i);
+    fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, group: V::Group) {
+        let values: Lanes<S, _, K> = self.values.at(simd, at, group);
+        values.write(self.slots, at);
     }
 }
 
@@ -121,8 +145,10 @@ mod tests {
     struct Negatives<'a>(&'a [f32]);
 
     impl Values<f32> for Negatives<'_> {
-        fn at<S: Simd>(&mut self, simd: S, i: usize) -> Lanes<S, f32> {
-            Lanes::splat(simd, 0.) - Lanes::load(simd, self.0, i)
+        type Group = ();
+
+        fn at<S: Simd, const K: usize>(&mut self, simd: S, at: usize, _: ()) -> Lanes<S, f32, K> {
+            Lanes::splat(simd, 0.) - Lanes::load(simd, self.0, at)
         }
     }
 
@@ -137,7 +163,13 @@ mod tests {
             for (piece, source) in pieces.iter_mut().zip(source.chunks(1000)) {
                 let (first, second) = source.split_at(source.len() / 3);
                 for part in [first, second] {
-                    piece.extend(Scalar128b, part.len(), Negatives(part));
+                    piece.extend::<1, _, _>(
+                        Scalar128b,
+                        part.len(),
+                        &[()],
+                        part.len(),
+                        Negatives(part),
+                    );
                 }
             }
         });
@@ -149,7 +181,7 @@ mod tests {
     #[should_panic(expected = "unwritten")]
     fn an_unfinished_piece_is_no_output() {
         fill_output(10, 5, |pieces: &mut [Piece<f32>]| {
-            pieces[0].extend(Scalar128b, 5, Negatives(&[1.; 5]))
+            pieces[0].extend::<1, _, _>(Scalar128b, 5, &[()], 5, Negatives(&[1.; 5]))
         });
     }
 }
