@@ -5,7 +5,7 @@ mod common;
 use candle::backprop::GradStore;
 use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
 use candle_nn::VarBuilder;
-use candle_powernorm::{power_norm, PowerNorm};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
 use common::{
     add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, tensor,
     to_f64, Data, Twin, CPU,
@@ -83,19 +83,40 @@ fn takes_any_strides() -> Result<()> {
     Ok(())
 }
 
-/// More than 4 MiB, from where on a CPU writes all sums before it normalizes the first.
+/// A CPU first writes all sums of inputs of more than 4 MiB, in a pass of their own.
 #[test]
 fn a_large_residual_is_an_addition_and_a_forward() -> Result<()> {
-    let mut data = Data::new(10);
-    let shape = [1030, 1024];
-    let layer = || Twin::new(&mut Data::new(11), shape[1], 1e-5.into(), DType::F32).layer;
-    let case = Case::random(&mut data, &shape, DType::F32)?;
-    let (fused, plain) = (layer(), layer());
-    let ours = fused.forward_residual(&case.xs, &case.residual)?;
-    let theirs = unfused(&plain, &case.xs, &case.residual)?;
-    assert_same_bits("y", &ours.0, &theirs.0);
-    assert_same_bits("sum", &ours.1, &theirs.1);
-    assert_eq!(state(&fused), state(&plain));
+    for (dtype, shape, statistics, train) in [
+        (DType::F32, [1030, 1024], Statistics::Running, true),
+        (DType::F32, [1030, 1030], Statistics::Batch, true),
+        (DType::BF16, [2050, 1024], Statistics::Running, true),
+        (DType::F16, [2050, 1024], Statistics::Running, false),
+    ] {
+        let mut data = Data::new(10);
+        let config = PowerNormConfig {
+            statistics,
+            group_scaling: Some(2),
+            ..1e-5.into()
+        };
+        let layer = || {
+            let layer = Twin::new(&mut Data::new(11), shape[1], config, DType::F32).layer;
+            layer.mode().set_training(train);
+            layer
+        };
+        let case = Case::random(&mut data, &shape, dtype)?;
+        let (fused, plain) = (layer(), layer());
+        // A view whose rows are not packed, and a row in three that is padding.
+        let xs = Tensor::cat(&[case.xs.as_tensor(), case.residual.as_tensor()], 1)?;
+        let xs = xs.narrow(1, 0, shape[1])?;
+        let keep: Vec<u8> = (0..shape[0]).map(|row| u8::from(row % 3 > 0)).collect();
+        let keep = Tensor::new(keep, &CPU)?;
+        let ours = fused.forward_residual_masked(&xs, &case.residual, &keep)?;
+        let sum = add_rounded(&xs, &case.residual)?;
+        let theirs = plain.forward_masked(&sum, &keep)?;
+        assert_same_bits("y", &ours.0, &theirs);
+        assert_same_bits("sum", &ours.1, &sum);
+        assert_eq!(state(&fused), state(&plain));
+    }
     Ok(())
 }
 

@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 ///
 /// # Panics
 ///
-/// If `fill` leaves a piece unfinished.
+/// If `fill` leaves a piece unfinished, or puts another in its place.
 pub(super) fn fill_output<T: Copy>(
     len: usize,
     piece: usize,
@@ -18,18 +18,25 @@ pub(super) fn fill_output<T: Copy>(
 ) -> Vec<T> {
     let mut out = Vec::with_capacity(len);
     advise_huge_pages(out.spare_capacity_mut());
+    let (start, piece) = (out.as_ptr(), piece.max(1));
     let mut pieces: Vec<Piece<T>> = out.spare_capacity_mut()[..len]
-        .chunks_mut(piece.max(1))
+        .chunks_mut(piece)
         .map(|slots| Piece { slots, filled: 0 })
         .collect();
     fill(&mut pieces);
+    let is_written = |(i, written): (usize, &Piece<T>)| {
+        let first = i * piece;
+        written.slots.as_ptr().cast() == start.wrapping_add(first)
+            && written.filled == piece.min(len - first)
+    };
     assert!(
-        pieces.iter().all(|piece| piece.filled == piece.slots.len()),
+        pieces.iter().enumerate().all(is_written),
         "a kernel left part of its output unwritten"
     );
-    // SAFETY: the pieces cover the first `len` elements of the buffer, which has room for them. A
-    // piece counts an element as filled only after `Element::store` wrote it, and by the assert all
-    // are.
+    // SAFETY: the buffer has room for `len` elements. By the assert, each piece of them is still in
+    // its place, and counts all its elements as filled. `extend` alone counts: it asserts that the
+    // groups make up the row, `sweep` steps over each of their columns once, and each step writes
+    // its columns by `Element::store`.
     unsafe { out.set_len(len) };
     out
 }
@@ -175,6 +182,16 @@ mod tests {
         });
         assert!(out.iter().zip(&source).all(|(out, source)| *out == -source));
         assert_eq!(out.len(), len);
+    }
+
+    #[test]
+    #[should_panic(expected = "unwritten")]
+    fn another_piece_is_no_output() {
+        fill_output(10, 5, |pieces: &mut [Piece<f32>]| {
+            pieces
+                .iter_mut()
+                .for_each(|piece| *piece = Piece::default())
+        });
     }
 
     #[test]

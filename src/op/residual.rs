@@ -1,4 +1,4 @@
-//! Adds a residual and normalizes the sum, in one pass each way.
+//! Adds a residual and normalizes the sum, in one op.
 //!
 //! This pass has four arguments (input, residual, weight, bias) and two outputs (the normalized
 //! rows and the sum). A custom op of candle has at most three arguments and one output. So several
