@@ -322,6 +322,7 @@ fn group_scaling_by_itself() -> Result<()> {
         (40, 1024, 1, DType::BF16),
         (3, 4096, 1, DType::F32),
         (2, 8204, 1, DType::F32),
+        (2, 8200, 1, DType::BF16),
         (3, 4104, 2, DType::F64),
     ] {
         let mut random = || tensor(&data.normal(rows * cols), &[rows, cols], dtype);
