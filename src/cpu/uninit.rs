@@ -33,10 +33,9 @@ pub(super) fn fill_output<T: Copy>(
         pieces.iter().enumerate().all(is_written),
         "a kernel left part of its output unwritten"
     );
-    // SAFETY: the buffer has room for `len` elements. By the assert, each piece of them is still in
-    // its place, and counts all its elements as filled. `extend` alone counts: it asserts that the
-    // groups make up the row, `sweep` steps over each of their columns once, and each step writes
-    // its columns by `Element::store`.
+    // SAFETY: there is room for `len` elements. By the assert, each piece of them is in its place
+    // and counted as filled. Only `extend` counts: it asserts that the groups make up the row, of
+    // which `sweep` takes each column once, and `Element::store` writes it.
     unsafe { out.set_len(len) };
     out
 }

@@ -1187,9 +1187,9 @@ impl LaunchPlan {
         }
     }
 
-    /// The rows of a chunk, of which there would be `chunk_rows` at least: up to an eighth more, in
-    /// whole turns of `block_rows`, where the partial sums of a backward would else move more than
-    /// 15 % of what it must move. Rows in flight still fill the memory's time with an eighth of the
+    /// The rows of a chunk, `chunk_rows` at least and a multiple of `block_rows`. There are up to an
+    /// eighth more where a backward's partial sums would move more than 15 % of what it must move.
+    /// Rows in flight still fill the memory's time with an eighth of the
     /// multiprocessors idle.
     fn spared(&self, chunk_rows: usize, block_rows: usize) -> usize {
         // Two sums of a column are written and read again, beside x, dy and dx.
