@@ -22,9 +22,9 @@
 //!   calls include the calls of candle's own operations.
 //!
 //! The stopwatch takes both of candle's handles of a GPU. `Device::new_cuda` has the calling
-//! thread's stream. `Device::new_cuda_with_stream` has a stream of its own, so cudarc orders streams
-//! by events, two for each array. *Candle's part* is the backward of an operation that has its
-//! gradients ready.
+//! thread's stream. `Device::new_cuda_with_stream` has a stream of its own, so cudarc orders
+//! streams by events, two for each array. *Candle's part* is the backward of an operation that has
+//! its gradients ready.
 //!
 //! The checks change no count and take most of the time: they are off unless `SOFTGPU_CHECKS=on`.
 

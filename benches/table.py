@@ -15,8 +15,8 @@ same run: of the copy's for the layer's passes, of the block's without normaliza
 Rates are the bytes that the pass must move a second, or tokens a second. `--against` names another
 contender for all.
 
-`backward, kernels alone` is `backward` less `autograd_alone`, what candle's autograd costs around an
-op whose gradients are ready: on a GPU it means something where the rows keep it busy longer than
+`backward, kernels alone` is `backward` less `autograd_alone`, what candle's autograd costs around
+an op whose gradients are ready: on a GPU it means something where the rows keep it busy longer than
 the CPU takes to queue the work. Contenders with a residual have none: autograd adds more around
 them. PyTorch's autograd has no such passes, so PyTorch's figures there are those of `backward`.
 """

@@ -338,8 +338,8 @@ const UPDATE_CHUNKS: u32 = 4;
 const FACTOR_BLOCK: usize = 256;
 const FACTOR_BLOCKS: usize = 1 << 16;
 
-/// The fewest bytes that a GPU's memory moves. Rows of sums that a forward writes begin at multiples
-/// of them.
+/// The fewest bytes that a GPU's memory moves. Rows of sums that a forward writes begin at
+/// multiples of them.
 const SECTOR: usize = 32;
 
 /// Bytes of a total.
@@ -1187,10 +1187,9 @@ impl LaunchPlan {
         }
     }
 
-    /// The rows of a chunk, `chunk_rows` at least and a multiple of `block_rows`. There are up to an
-    /// eighth more where a backward's partial sums would move more than 15 % of what it must move.
-    /// Rows in flight still fill the memory's time with an eighth of the
-    /// multiprocessors idle.
+    /// The rows of a chunk, at least `chunk_rows` and a multiple of `block_rows`. There are an eighth
+    /// more at most where a backward's partial sums would move more than 15 % of what it must move.
+    /// Rows in flight still fill the memory's time with an eighth of the multiprocessors idle.
     fn spared(&self, chunk_rows: usize, block_rows: usize) -> usize {
         // Two sums of a column are written and read again, beside x, dy and dx.
         let sums = 2 * 2 * self.sum_bytes();

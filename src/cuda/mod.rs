@@ -73,8 +73,8 @@ impl Default for Kernels {
     }
 }
 
-/// The kernels of calls without a layer, by the GPU's number. They, and with them the GPU's context,
-/// stay until the process ends.
+/// The kernels of calls without a layer, by the GPU's number. They stay until the process ends, and
+/// so does the GPU's context.
 static WITHOUT_LAYER: Mutex<BTreeMap<usize, Arc<Kernels>>> = Mutex::new(BTreeMap::new());
 
 impl Kernels {
