@@ -1187,9 +1187,9 @@ impl LaunchPlan {
         }
     }
 
-    /// The rows of a chunk, at least `chunk_rows` and a multiple of `block_rows`. There are up
-    /// to an eighth more where a backward's partial sums would move more than 15 % of what it must move.
-    /// Rows in flight still fill the memory's time with an eighth of the multiprocessors idle.
+    /// The rows of a chunk, at least `chunk_rows` and a multiple of `block_rows`. There are up to
+    /// an eighth more where a backward's partial sums would move more than 15 % of what it must
+    /// move. Rows in flight still fill the memory's time with an eighth of the multiprocessors idle.
     fn spared(&self, chunk_rows: usize, block_rows: usize) -> usize {
         // Two sums of a column are written and read again, beside x, dy and dx.
         let sums = 2 * 2 * self.sum_bytes();
