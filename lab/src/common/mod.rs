@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod data;
+pub mod measure;
 pub mod model;
 pub mod norm;
 pub mod optim;

@@ -7,8 +7,8 @@
 //! cargo run --release -p lab -- study --text captions.en --words --experiments norms
 //! ```
 //!
-//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 74
-//! runs, 37 for each of two seeds, of some 1.2 minutes each on one core: 90 minutes. It says at its
+//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes
+//! 106 runs, 53 for each of two seeds, of some 1.2 minutes each on one core: two hours. It says at its
 //! start what that is on the machine it is on.
 //!
 //! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on
@@ -17,11 +17,11 @@
 //!
 //! `docs/paper.md` sets what comes out beside the paper's claims.
 
-mod measure;
 mod report;
 
 use crate::common::checkpoint::write_whole;
 use crate::common::data::{Corpus, Unit};
+use crate::common::measure::{self, Observations, Snapshot};
 use crate::common::model::Size;
 use crate::common::norm::{Norm, NormConfig};
 use crate::common::optim::WARMUP_STEPS;
@@ -32,7 +32,6 @@ use candle::Device;
 use candle_powernorm::Recipe;
 use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use measure::{Observations, Snapshot};
 use report::Outcome;
 use serde_json::{json, Value};
 use std::collections::BTreeSet;
@@ -45,8 +44,9 @@ const HEADS: usize = 4;
 const WIDTH: usize = 128;
 const CONTEXT: usize = 64;
 
-/// PowerNorm's α, forward and backward: the crate's default.
-const ALPHA: f64 = 0.9;
+/// What PowerNorm's α, forward and backward, are chosen from, as in the paper. The first is the
+/// crate's default, and what the other experiments have.
+const ALPHAS: [f64; 3] = [0.9, 0.95, 0.99];
 
 /// Sequences whose tokens statistics are taken over, in the experiment on their number. The batch
 /// stays the same.
@@ -93,6 +93,16 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     groups: Vec<usize>,
 
+    /// Of these, only runs with this α of PowerNorm's forward and of its backward, a comma between
+    /// them [default: all]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        num_args = 2,
+        value_name = "FORWARD,BACKWARD"
+    )]
+    alphas: Vec<f64>,
+
     /// Seeds of the runs, separated by commas: each a start and a sequence of batches, the same for
     /// every normalization
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
@@ -126,6 +136,9 @@ enum Experiment {
     Rows,
     /// PowerNorm's recipes, layer-scale and guard, each with and without
     Recipes,
+    /// PowerNorm with each α of the forward and of the backward, behind a layer-scale of one group
+    /// and without one
+    Alphas,
 }
 
 /// One configuration of the model, run from several seeds.
@@ -138,6 +151,8 @@ pub struct Variant {
     /// Whether ν's update is guarded where the paper's assumption does not hold.
     pub guard: bool,
     pub micro_batch: usize,
+    /// PowerNorm's α, forward and backward.
+    pub alpha: [f64; 2],
 }
 
 /// As the paper calls them.
@@ -154,6 +169,7 @@ impl Variant {
             recipe: Recipe::Paper,
             guard: true,
             micro_batch: BATCH,
+            alpha: [ALPHAS[0]; 2],
         }
     }
 
@@ -182,6 +198,10 @@ impl Variant {
         }
         if self.micro_batch != default.micro_batch {
             name += &format!("-rows{}", self.rows());
+        }
+        if self.alpha != default.alpha {
+            let [forward, backward] = self.alpha;
+            name += &format!("-alpha{forward}-{backward}");
         }
         name
     }
@@ -232,6 +252,16 @@ impl Experiment {
                 }
                 variants
             }
+            Self::Alphas => [Some(1), None]
+                .into_iter()
+                .flat_map(|groups| {
+                    let pairs = ALPHAS.iter().flat_map(|&f| ALPHAS.map(|b| [f, b]));
+                    pairs.map(move |alpha| Variant {
+                        alpha,
+                        ..PN.with_groups(groups)
+                    })
+                })
+                .collect(),
         }
     }
 }
@@ -273,6 +303,7 @@ pub fn run(args: &Args) -> Result<()> {
         let groups = variant.groups.unwrap_or(0);
         (args.norms.is_empty() || args.norms.contains(&variant.norm))
             && (args.groups.is_empty() || args.groups.contains(&groups))
+            && (args.alphas.is_empty() || args.alphas == variant.alpha)
     });
     let seeds: BTreeSet<u64> = args.seeds.iter().copied().collect();
     let jobs: Vec<_> = (seeds.iter())
@@ -349,7 +380,7 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
             // gradients accumulate.
             warmup_steps: WARMUP_STEPS * (BATCH / variant.micro_batch),
             recipe: variant.recipe,
-            alpha: [ALPHA; 2],
+            alpha: variant.alpha,
             group_norm_groups: HEADS,
         },
         size: Size {
@@ -404,16 +435,30 @@ fn train(
     ensure!(variant.guard || observed, "nothing to take the guard from");
     while run.steps() < args.steps {
         let start = Instant::now();
-        let before = observed.then(|| Snapshot::of(&run)).transpose()?;
+        let before = observed.then(|| Snapshot::of(&run.varmap)).transpose()?;
         let (loss, gradients) = run.gradients()?;
         if let Some(before) = before {
-            let after = Snapshot::of(&run)?;
+            let after = Snapshot::of(&run.varmap)?;
             let states = [&before, &after];
             let norm = &settings.norm;
             let recorded = run.steps().is_multiple_of(OBSERVE_EVERY);
-            observations.observe(&run, norm, variant.rows(), states, &gradients, recorded)?;
+            observations.observe(
+                &run.optimizer,
+                norm,
+                variant.rows(),
+                states,
+                &gradients,
+                recorded,
+            )?;
             if !variant.guard {
-                measure::unguard(&run, norm, variant.rows(), states, &gradients)?;
+                measure::unguard(
+                    &run.varmap,
+                    &run.optimizer,
+                    norm,
+                    variant.rows(),
+                    states,
+                    &gradients,
+                )?;
             }
         }
         if !loss.is_finite() {
@@ -458,6 +503,7 @@ mod tests {
             experiments: vec![],
             norms: vec![],
             groups: vec![],
+            alphas: vec![],
             seeds: vec![1],
             steps: 3,
             eval_every: 2,
@@ -481,9 +527,9 @@ mod tests {
         let names: BTreeSet<String> = variants.iter().map(Variant::name).collect();
         assert_eq!(names.len(), variants.len());
         // 8 norms behind 3 layer-scales, 3 norms with 3 other numbers of rows, and without the
-        // guard or with the released code's recipe, with and without layer-scale. The head of this
-        // file tells what they take.
-        assert_eq!(variants.len(), 8 * 3 + 3 * 3 + 2 * 2);
+        // guard or with the released code's recipe, with and without layer-scale, and 8 other pairs
+        // of α, likewise. The head of this file tells what they take.
+        assert_eq!(variants.len(), 8 * 3 + 3 * 3 + 2 * 2 + 2 * 8);
     }
 
     /// A run leaves its last checkpoint, from which the next call goes on. What runs report when

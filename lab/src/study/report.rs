@@ -1,9 +1,11 @@
 //! The results of runs, and the tables and plots made of them.
 
-use super::measure::{gains, singular_values, Observations, Series};
-use super::{description, variants, Args, Experiment, Variant, BATCH, BN, CONTEXT, LN, PN, PN_V};
+use super::{
+    description, variants, Args, Experiment, Variant, ALPHAS, BATCH, BN, CONTEXT, LN, PN, PN_V,
+};
 use crate::common::checkpoint::History;
 use crate::common::data::{Corpus, Unit};
+use crate::common::measure::{gains, singular_values, Observations, Outliers, Series};
 use crate::common::norm::Norm;
 use crate::common::optim::WARMUP_STEPS;
 use crate::common::plot::{self, draw, Chart, Line, Style};
@@ -58,8 +60,8 @@ impl Outcome {
         Ok(Self {
             train_loss: Some(train_loss),
             val_loss: Some(val_loss),
-            gains: gains(run)?,
-            singular_values: singular_values(run)?,
+            gains: gains(&run.varmap)?,
+            singular_values: singular_values(&run.varmap)?,
             ..Self::diverged(variant, settings, run, observations)
         })
     }
@@ -236,6 +238,7 @@ impl Report<'_> {
         self.statistics(&mut text)?;
         self.rows(&mut text)?;
         self.recipes(&mut text)?;
+        self.alphas(&mut text)?;
         self.embeddings(&mut text)?;
         self.gains(&mut text)?;
         Ok(text)
@@ -442,9 +445,9 @@ impl Report<'_> {
         writeln!(
             text,
             "\n\
-             Gradients are lengths: of (1/n) Σ ∂L/∂X̂ for the mean, and of (1/n) Σ ∂L/∂X̂ ⊙ X̂ \
-             for the variance and the quadratic mean. They are what reaches the input, without \
-             the factor 1/σ_B or 1/ψ_B of the input's gradient. Means are over the second half of \
+             Gradients are lengths over d, the channels: of (1/n) Σ ∂L/∂X̂ over σ_B for the mean, \
+             and of (1/n) Σ ∂L/∂X̂ ⊙ X̂ over σ_B or ψ_B for the variance and the quadratic mean. \
+             They are what a statistic adds to the gradient of the input. Means are over the second half of \
              training. The largest is of all of training, with the steps made before it.\n\n\
              | gradient | of | first layer | last layer | mean | largest | in layer | at step |\n\
              |---|---|---|---|---|---|---|---|"
@@ -725,6 +728,52 @@ impl Report<'_> {
         Ok(())
     }
 
+    /// PowerNorm with each α, on the seeds that it ran.
+    fn alphas(&self, text: &mut String) -> Result<()> {
+        let default = |variant: Variant| Variant {
+            alpha: Variant::of(variant.norm).alpha,
+            ..variant
+        };
+        let ran: Vec<_> = (Experiment::Alphas.variants().into_iter())
+            .filter_map(|variant| Some((variant, self.all.get(&variant.name())?)))
+            .collect();
+        if ran.iter().all(|(variant, _)| *variant == default(*variant)) {
+            return Ok(());
+        }
+        writeln!(
+            text,
+            "\n## α\n\n\
+             Validation loss of PN, mean (range) over the seeds that ran. The difference is to α = \
+             {0} in both passes, from the same seeds.\n\n\
+             | layer-scale | α, forward | α, backward | validation | less {0}'s | seeds |\n\
+             |---|---|---|---|---|---|",
+            ALPHAS[0]
+        )?;
+        for (variant, runs) in ran {
+            let base =
+                (self.all.get(&default(variant).name())).filter(|_| default(variant) != variant);
+            let pairs = base
+                .into_iter()
+                .flatten()
+                .filter_map(|(seed, base)| Some((runs.get(seed)?, base)));
+            let (paired, bases): (Vec<_>, Vec<_>) = pairs.unzip();
+            let less = match paired.is_empty() {
+                true => String::new(),
+                false => Runs(paired).spread_over(&Runs(bases), val_loss),
+            };
+            let [forward, backward] = variant.alpha;
+            let scale = variant.groups.map_or("none", |_| "one group");
+            let seeds: Vec<String> = runs.keys().map(u64::to_string).collect();
+            writeln!(
+                text,
+                "| {scale} | {forward} | {backward} | {} | {less} | {} |",
+                Runs(runs.values().collect()).spread(val_loss),
+                seeds.join(", "),
+            )?;
+        }
+        Ok(())
+    }
+
     fn embeddings(&self, text: &mut String) -> Result<()> {
         let title = "Singular values of the embedding";
         let Some(compared) = self.section(text, title, Experiment::Norms.variants())? else {
@@ -906,27 +955,14 @@ fn outliers(runs: &Runs, quantity: &str) -> Option<String> {
         Some(late.map(|&(_, value)| value).collect())
     };
     let by_run: Vec<Vec<f64>> = runs.0.iter().filter_map(late).collect();
-    let sorted = |part: fn(&[f64]) -> &[f64]| {
-        let mut values: Vec<f64> = (by_run.iter()).flat_map(|run| part(run)).copied().collect();
-        values.sort_unstable_by(f64::total_cmp);
-        values
-    };
-    let nth = |values: &[f64], share: f64| {
-        let last = values.len().checked_sub(1)?;
-        Some(values[(last as f64 * share).round() as usize])
-    };
-    let all = sorted(|run| run);
-    let median = nth(&all, 0.5)?;
-    let first = nth(&sorted(|run| &run[..run.len().div_ceil(4)]), 0.5)?;
-    let last = nth(
-        &sorted(|run| &run[run.len() - run.len().div_ceil(4)..]),
-        0.5,
-    )?;
+    let Outliers {
+        median,
+        percentile_99,
+        largest,
+        growth,
+    } = Outliers::of(&by_run)?;
     Some(format!(
-        "{median:.2e} | {:.2} | {:.2} | {:.2}",
-        nth(&all, 0.99)? / median,
-        nth(&all, 1.)? / median,
-        last / first,
+        "{median:.2e} | {percentile_99:.2} | {largest:.2} | {growth:.2}"
     ))
 }
 
@@ -1000,6 +1036,7 @@ mod tests {
             experiments: vec![],
             norms: vec![],
             groups: vec![],
+            alphas: vec![],
             seeds: vec![],
             steps: 4,
             eval_every: 2,
@@ -1181,6 +1218,29 @@ mod tests {
         let (_, text) = report(vec![run])?;
         let line = "| distance of the mean | BN | 1.01e2 | 1.96 | 9.90 | 6.77 |";
         assert!(text.contains(line), "{line} in {text}");
+        Ok(())
+    }
+
+    /// Each α has the seeds that it ran, and is compared with the default on those alone.
+    #[test]
+    fn alphas_are_compared_over_the_seeds_that_both_ran() -> Result<()> {
+        let base = PN.without_layer_scale();
+        let other = Variant {
+            alpha: [0.95, 0.9],
+            ..base
+        };
+        let (_, text) = report(vec![
+            outcome(base, 1, Some(2.)),
+            outcome(base, 2, Some(2.5)),
+            outcome(other, 2, Some(2.25)),
+            outcome(other, 3, Some(9.)),
+        ])?;
+        for line in [
+            "| none | 0.9 | 0.9 | 2.250 (2.000 to 2.500) |  | 1, 2 |",
+            "| none | 0.95 | 0.9 | 5.625 (2.250 to 9.000) | -0.250 | 2, 3 |",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
         Ok(())
     }
 

@@ -94,8 +94,8 @@ pub struct Corpus {
     pub train: Vec<Pair>,
     pub val: Vec<Pair>,
     pub test: Vec<Pair>,
-    /// The test split's translations, as they are in the file.
-    pub references: Vec<String>,
+    /// The validation and the test split's translations, as they are in the files.
+    pub references: [Vec<String>; 2],
     /// A hash of the text, so that a checkpoint can tell whether it saw this one.
     pub fingerprint: u64,
 }
@@ -139,13 +139,13 @@ impl Corpus {
             sources.iter().zip(targets).map(pair).collect()
         };
         let [train, val, test] = [pairs(&splits[0])?, pairs(&splits[1])?, pairs(&splits[2])?];
-        let [_, _, [_, references]] = splits;
+        let [_, [_, val_lines], [_, test_lines]] = splits;
         Ok(Self {
             subwords,
             train,
             val,
             test,
-            references,
+            references: [val_lines, test_lines],
             fingerprint,
         })
     }

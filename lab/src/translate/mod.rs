@@ -14,8 +14,9 @@
 //! but the model and the text are small enough for a laptop's CPU.
 //!
 //! Progress goes to stderr, one line of JSON for each normalization to stdout; translations,
-//! checkpoints, subwords and loss curves go to the folder `--out`. Translations are the last
-//! checkpoint's: no average is taken of several.
+//! checkpoints, subwords and loss curves go to the folder `--out`. With `--resume` a finished run is
+//! not trained again, but translates once more, as the other options say: another split, another
+//! length penalty, the mean of its last checkpoints.
 //!
 //! Runs one after the other, on a machine that does other things too, differ in speed by more than
 //! their normalizations do. `--speed` lets them take turns instead, a step each.
@@ -27,23 +28,28 @@ mod speed;
 mod train;
 
 use crate::common::checkpoint::History;
+use crate::common::measure::{singular_values, Outliers, WITHIN};
 use crate::common::norm::{share, Norm, NormArgs};
 use crate::common::{self, plot, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
 use clap::builder::RangedU64ValueParser;
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use data::Corpus;
 use indicatif::{ProgressBar, ProgressStyle};
 use model::Size;
 use search::Beam;
-use serde_json::json;
+use serde_json::{json, Map, Value};
+use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use train::{Run, Settings};
 
 const HEADS: usize = 4;
+
+/// The encoder's first normalization, where the paper looks.
+const FIRST_NORM: &str = "encoder.0.norm_1";
 
 /// Steps of each run under `--speed`.
 const SPEED_STEPS: usize = 50;
@@ -107,9 +113,10 @@ const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de,
 /// Trains a small transformer to translate German to English, with PowerNorm or another
 /// normalization in its encoder.
 ///
-/// Prints a line of JSON for each normalization: its results, or its error. Translations of the
-/// test split are made with the weights of the last checkpoint, which is the last step's; no
-/// average is taken of several checkpoints.
+/// Prints a line of JSON for each normalization: its results, or its error. "observed" has the
+/// encoder's first normalization after the warm-up, for each quantity the median over steps, the
+/// 99th percentile and the largest over the median, and the median of the last quarter over that of
+/// the first. "within" is the share of channels of each normalization with |γ| ≤ ψ.
 ///
 /// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and
 /// evaluations included, the translations not. It is null with --compare, since later runs would
@@ -166,6 +173,32 @@ pub struct Args {
     #[arg(long, value_parser = share, default_value_t = 0.1)]
     smoothing: f64,
 
+    /// Parts of a batch that pass the model one after the other: statistics are of a part, and the
+    /// gradients of all parts add up
+    #[arg(long, default_value_t = 1, value_parser = common::positive)]
+    parts: usize,
+
+    /// Translate with the mean of the weights at the last N evaluations, which are kept in --out
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = common::positive)]
+    average: usize,
+
+    /// Before translating, take PowerNorm's running statistic anew from N batches [default: none]
+    #[arg(long, value_name = "N", value_parser = common::positive)]
+    recalibrate: Option<usize>,
+
+    /// Let batch normalization take the statistics of its batch in evaluation and translation too
+    #[arg(long)]
+    own_statistics: bool,
+
+    /// The split to translate
+    #[arg(long, value_enum, default_value_t = Split::Test)]
+    split: Split,
+
+    /// The power of a translation's length that its log-probability is divided by in the search:
+    /// the larger, the longer the translations
+    #[arg(long, value_name = "POWER", default_value_t = 1.)]
+    length_penalty: f32,
+
     /// Translations of a sentence that the search follows at once
     #[arg(
         long,
@@ -182,8 +215,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
-    /// Folder of the checkpoints (NORM.SEED.safetensors), the translations of the test split
-    /// (NORM.SEED.hyp.en), the plots and the subwords
+    /// Folder of the checkpoints (NORM.SEED.safetensors), the translations (NORM.SEED.hyp.en) and
+    /// their references (test.en, val.en), the plots and the subwords
     #[arg(long, value_name = "DIR", default_value = "target/translate")]
     out: PathBuf,
 
@@ -199,6 +232,22 @@ pub struct Args {
     /// and nothing written to --out
     #[arg(long, conflicts_with_all = ["resume", "rate"])]
     speed: bool,
+}
+
+/// What to translate.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Split {
+    Val,
+    Test,
+}
+
+impl fmt::Display for Split {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Val => "val",
+            Self::Test => "test",
+        })
+    }
 }
 
 /// Parses a learning rate.
@@ -226,6 +275,11 @@ impl Args {
         self.file(norm, "safetensors")
     }
 
+    /// Its weights after `step` steps, for an average.
+    fn weights(&self, norm: Norm, step: u32) -> PathBuf {
+        self.file(norm, &format!("{step}.weights.safetensors"))
+    }
+
     /// The file of a normalization.
     fn file(&self, norm: Norm, extension: &str) -> PathBuf {
         self.out.join(format!("{norm}.{}.{extension}", self.seed))
@@ -237,6 +291,10 @@ pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     let folder = args.data.as_ref().context(SOURCES)?;
     let budget = Budget::of(args.device);
     args.layer.check(budget.width)?;
+    ensure!(
+        !args.own_statistics || args.norms() == [Norm::Batch],
+        "--own-statistics is for --norm batch"
+    );
     let has_checkpoint = |&norm: &Norm| args.checkpoint(norm).exists();
     ensure!(
         !args.resume || args.norms().iter().any(has_checkpoint),
@@ -297,8 +355,25 @@ fn train_and_translate(
     let peak_memory = peak_memory().filter(|_| {
         args.compare.is_none() && matches!(args.device, Place::Cpu) && run.steps() > begun
     });
-    let val_loss = report(&mut run, args, corpus, norm, peak_memory, out)?;
+    prepare(&mut run, args, norm)?;
+    let val_loss = report(&run, args, corpus, norm, peak_memory, out)?;
     Ok((format!("{norm}: {val_loss:.3}"), run.history))
+}
+
+/// Makes the model of a finished run what translates.
+fn prepare(run: &mut Run, args: &Args, norm: Norm) -> Result<()> {
+    if args.average > 1 {
+        let steps = run.history.val.iter().rev().take(args.average);
+        let paths: Vec<_> = steps.map(|&(step, _)| args.weights(norm, step)).collect();
+        run.average(&paths)?;
+    }
+    if let Some(batches) = args.recalibrate {
+        run.recalibrate(batches)?;
+    }
+    if args.own_statistics {
+        run.use_own_statistics()?;
+    }
+    Ok(())
 }
 
 /// Draws the losses of the normalizations trained so far, the last of them `norm`.
@@ -331,6 +406,7 @@ fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Wr
         .iter()
         .map(|norm| Run::new(settings(norm), corpus, device));
     let mut runs = runs.collect::<Result<Vec<_>>>()?;
+    runs.iter_mut().for_each(|run| run.observations = None);
     let bar = bar("speed", speed::UNTIMED + args.steps())?.with_message("turns");
     let speeds = speed::measure(&mut runs, args.steps(), || bar.inc(1))?;
     bar.finish_and_clear();
@@ -381,7 +457,8 @@ fn announce(args: &Args, corpus: &Corpus) {
 fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     let budget = Budget::of(args.device);
     Settings {
-        norm: args.layer.config(norm, HEADS, budget.warmup_steps),
+        // A layer's step is a forward, of which a step of the optimizer has one for each part.
+        norm: (args.layer).config(norm, HEADS, args.parts * budget.warmup_steps),
         size: Size {
             layers: budget.layers,
             heads: HEADS,
@@ -390,6 +467,7 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
             vocab: corpus.subwords.count(),
         },
         batch: budget.batch,
+        parts: args.parts,
         rate: args.rate.unwrap_or(budget.rate),
         warmup_steps: budget.warmup_steps,
         dropout: args.dropout.unwrap_or(budget.dropout),
@@ -417,6 +495,9 @@ fn train(run: &mut Run, args: &Args, norm: Norm, checkpoint: &Path) -> Result<()
         let step = run.steps();
         if step.is_multiple_of(args.eval_every) || step == steps {
             let val_loss = run.validate()?;
+            if args.average > 1 {
+                keep_weights(run, args, norm)?;
+            }
             run.save(checkpoint)?;
             bar.suspend(|| {
                 eprintln!(
@@ -432,26 +513,47 @@ fn train(run: &mut Run, args: &Args, norm: Norm, checkpoint: &Path) -> Result<()
     Ok(())
 }
 
-/// Translates the test split, prints the results of a finished run, and gives its validation loss.
+/// Keeps the weights of this evaluation, and of no more than an average takes before it.
+fn keep_weights(run: &Run, args: &Args, norm: Norm) -> Result<()> {
+    let mut steps = run.history.val.iter().rev().map(|&(step, _)| step);
+    if let Some(step) = steps.next() {
+        run.save_weights(&args.weights(norm, step))?;
+    }
+    for old in steps.skip(args.average - 1) {
+        let old = args.weights(norm, old);
+        if old.exists() {
+            std::fs::remove_file(old)?;
+        }
+    }
+    Ok(())
+}
+
+/// Translates, prints the results of a finished run, and gives its validation loss.
 fn report(
-    run: &mut Run,
+    run: &Run,
     args: &Args,
     corpus: &Corpus,
     norm: Norm,
     peak_memory: Option<u64>,
     out: &mut dyn Write,
 ) -> Result<f32> {
-    let val_loss = run.validate()?;
+    let val_loss = run.evaluate()?;
     let hypotheses = args.file(norm, "hyp.en");
     let searching = translate(run, args, corpus, norm, &hypotheses)?;
-    // Beside the translations, for the test split may be compressed, or among other files.
-    let references = args.out.join("test.en");
-    write_lines(&references, &corpus.references)?;
+    // Beside the translations, for the split may be compressed, or among other files.
+    let references = args.out.join(format!("{}.en", args.split));
+    let [val, test] = &corpus.references;
+    let lines = match args.split {
+        Split::Val => val,
+        Split::Test => test,
+    };
+    write_lines(&references, lines)?;
     eprintln!(
         "{norm:8} validation loss {val_loss:.4}. For BLEU: sacrebleu {} -i {}",
         references.display(),
         hypotheses.display(),
     );
+    let [spreads, within] = observed(run);
     writeln!(
         out,
         "{}",
@@ -469,7 +571,15 @@ fn report(
             "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
             "tokens_per_second": run.speed(),
             "peak_memory_bytes": peak_memory,
+            "average": args.average,
+            "recalibrate": args.recalibrate,
+            "own_statistics": args.own_statistics,
+            "observed": spreads,
+            "within": within,
+            "singular_values": singular_values(&run.varmap)?,
+            "split": args.split.to_string(),
             "beam": args.beam,
+            "length_penalty": args.length_penalty,
             "search_seconds": searching.as_secs_f64(),
             "hypotheses": hypotheses,
         })
@@ -477,15 +587,42 @@ fn report(
     Ok(val_loss)
 }
 
-/// Writes the translations of the test split to `path`. Gives the time they took.
+/// What was observed after the warm-up: the spread of each quantity of the encoder's first
+/// normalization, and by normalization the mean share of channels with |γ| ≤ σ_B, or ψ_B.
+fn observed(run: &Run) -> [Value; 2] {
+    let (mut spreads, mut within) = (Map::new(), Map::new());
+    let all = run.observations.iter().flat_map(|seen| &seen.series);
+    for (quantity, layers) in all {
+        for (layer, series) in layers {
+            let late = (series.iter()).filter(|&&(step, _)| step >= run.settings.warmup_steps);
+            let late: Vec<f64> = late.map(|&(_, value)| value).collect();
+            if quantity.starts_with(WITHIN) {
+                let mean = late.iter().sum::<f64>() / late.len() as f64;
+                within.insert(layer.clone(), json!(mean));
+            } else if layer == FIRST_NORM {
+                spreads.insert(quantity.clone(), json!(Outliers::of(&[late])));
+            }
+        }
+    }
+    [spreads.into(), within.into()]
+}
+
+/// Writes the translations of the split to `path`. Gives the time they took.
 fn translate(run: &Run, args: &Args, corpus: &Corpus, norm: Norm, path: &Path) -> Result<Duration> {
     let start = Instant::now();
-    let bar = bar(norm, corpus.test.len())?.with_message("sentences translated");
-    let beam = Beam::new(args.beam);
+    let pairs = match args.split {
+        Split::Val => &corpus.val,
+        Split::Test => &corpus.test,
+    };
+    let bar = bar(norm, pairs.len())?.with_message("sentences translated");
+    let beam = Beam {
+        length_penalty: args.length_penalty,
+        ..Beam::new(args.beam)
+    };
     let batch = Budget::of(args.device).batch;
     let translations = run.in_evaluation(|model| {
         let progress = |done| bar.set_position(done as u64);
-        search::translate(model, &corpus.test, &beam, batch, &run.device, progress)
+        search::translate(model, pairs, &beam, batch, &run.device, progress)
     })?;
     bar.finish_and_clear();
     let elapsed = start.elapsed();
@@ -514,7 +651,6 @@ fn peak_memory() -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::Value;
 
     const SAMPLE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/sample");
 
@@ -584,6 +720,58 @@ mod tests {
             }
         }
         assert_eq!(first, again);
+        Ok(())
+    }
+
+    /// A finished run translates again as other options say, without a step more.
+    #[test]
+    fn the_last_weights_are_kept_and_averaged() -> Result<()> {
+        let out = tempfile::tempdir()?;
+        let options = [
+            "--steps",
+            "4",
+            "--eval-every",
+            "1",
+            "--beam",
+            "1",
+            "--average",
+            "2",
+        ];
+        let (first, end) = results(&args(out.path(), &options)?);
+        end?;
+        let kept = |step| {
+            out.path()
+                .join(format!("power.1.{step}.weights.safetensors"))
+                .exists()
+        };
+        assert_eq!([1, 2, 3, 4].map(kept), [false, false, true, true]);
+
+        let again = |more: &[&str]| -> Result<Value> {
+            let options = [&options[..], &["--resume"], more].concat();
+            let (mut results, end) = results(&args(out.path(), &options)?);
+            end?;
+            Ok(results.remove(0))
+        };
+        assert_eq!(again(&[])?["val_loss"], first[0]["val_loss"]);
+        assert_ne!(
+            again(&["--recalibrate", "2"])?["val_loss"],
+            first[0]["val_loss"]
+        );
+        let val = again(&["--split", "val", "--length-penalty", "1.5"])?;
+        assert_eq!(
+            (&val["split"], &val["length_penalty"]),
+            (&json!("val"), &json!(1.5))
+        );
+        assert_eq!(val["val_loss"], first[0]["val_loss"]);
+        let lines = |name| std::fs::read_to_string(out.path().join(name));
+        let count = lines("val.en")?.lines().count();
+        assert_eq!(lines("power.1.hyp.en")?.lines().count(), count);
+
+        let (_, end) = results(&args(out.path(), &["--own-statistics", "--steps", "1"])?);
+        assert_eq!(
+            end.unwrap_err().to_string(),
+            "--own-statistics is for --norm batch"
+        );
         Ok(())
     }
 

@@ -13,6 +13,9 @@ pub struct Beam {
     pub size: usize,
     /// Tokens of a translation at most: so many times those of the source, and so many.
     pub max_length: (f64, usize),
+    /// The power of the number of tokens that a log-probability is divided by: 0 favors short
+    /// translations, 1 compares means over tokens, and more favors long ones.
+    pub length_penalty: f32,
 }
 
 impl Beam {
@@ -20,6 +23,7 @@ impl Beam {
         Self {
             size,
             max_length: (1.5, 10),
+            length_penalty: 1.,
         }
     }
 }
@@ -39,9 +43,9 @@ impl Hypothesis {
         }
     }
 
-    /// The mean over tokens: a sum would favor short translations.
-    fn normalized(&self) -> f32 {
-        self.score / self.tokens.len() as f32
+    /// What hypotheses of different lengths are compared by.
+    fn normalized(&self, beam: &Beam) -> f32 {
+        self.score / (self.tokens.len() as f32).powf(beam.length_penalty)
     }
 }
 
@@ -68,7 +72,7 @@ impl Search {
 
     /// One token more for each hypothesis, of which each of `log_probabilities` has the next
     /// token's.
-    fn extend(&mut self, log_probabilities: &[Vec<f32>], beam: usize) {
+    fn extend(&mut self, log_probabilities: &[Vec<f32>], beam: &Beam) {
         let last = self.live[0].tokens.len() + 1 == self.max_length;
         let mut next: Vec<(usize, u32, f32)> = vec![];
         for (i, (hypothesis, row)) in self.live.iter().zip(log_probabilities).enumerate() {
@@ -80,7 +84,7 @@ impl Search {
             next.extend(tokens.map(|(token, &score)| (i, token, hypothesis.score + score)));
         }
         // So many that, whichever of them end, enough go on: a hypothesis ends in one way.
-        let kept = next.len().min(2 * beam);
+        let kept = next.len().min(2 * beam.size);
         if kept < next.len() {
             next.select_nth_unstable_by(kept, |a, b| b.2.total_cmp(&a.2));
             next.truncate(kept);
@@ -91,19 +95,22 @@ impl Search {
             let hypothesis = live[i].and(token, score);
             if token != END {
                 self.live.push(hypothesis);
-            } else if rank < beam {
+            } else if rank < beam.size {
                 self.ended.push(hypothesis);
             }
         }
-        self.live.truncate(beam);
-        // The first to end are short, so the search stops once no live mean is above the worst of
-        // `beam` that ended. A heuristic: a mean can still rise.
-        self.ended
-            .sort_by(|a, b| b.normalized().total_cmp(&a.normalized()));
-        self.ended.truncate(beam);
-        if let Some(last) = self.ended.get(beam - 1) {
-            let mut live = self.live.iter();
-            if live.all(|hypothesis| hypothesis.normalized() <= last.normalized()) {
+        self.live.truncate(beam.size);
+        // The first to end are short, so the search stops once no live score is above the worst of
+        // `beam` that ended. A heuristic: a normalized score can still rise.
+        let normalized = |hypothesis: &Hypothesis| hypothesis.normalized(beam);
+        (self.ended).sort_by(|a, b| normalized(b).total_cmp(&normalized(a)));
+        self.ended.truncate(beam.size);
+        if let Some(last) = self.ended.get(beam.size - 1) {
+            if self
+                .live
+                .iter()
+                .all(|live| normalized(live) <= normalized(last))
+            {
                 self.live.clear();
             }
         }
@@ -149,7 +156,7 @@ fn translate_batch(
         let mut rows = rows.as_slice();
         for search in searches.iter_mut().filter(|search| !search.live.is_empty()) {
             let (own, others) = rows.split_at(search.live.len());
-            search.extend(own, beam.size);
+            search.extend(own, beam);
             rows = others;
         }
     }
@@ -229,8 +236,8 @@ mod tests {
     #[test]
     fn a_longer_translation_may_be_the_best() {
         let beam = Beam {
-            size: 2,
             max_length: (0., 9),
+            ..Beam::new(2)
         };
         let [a, b] = [END + 1, END + 2];
         let mut search = Search::new(1, &beam);
@@ -240,18 +247,36 @@ mod tests {
                 .for_each(|&(token, score)| row[token as usize] = score);
             row
         };
-        search.extend(&[scores(&[(a, -0.5), (END, -1.), (b, -1.2)])], 2);
+        search.extend(&[scores(&[(a, -0.5), (END, -1.), (b, -1.2)])], &beam);
         search.extend(
             &[scores(&[(a, -0.1), (END, -2.)]), scores(&[(END, -0.1)])],
-            2,
+            &beam,
         );
         assert_eq!(search.ended.len(), 2);
         let rows: Vec<_> = (search.live.iter())
             .map(|_| scores(&[(END, -0.1)]))
             .collect();
-        search.extend(&rows, 2);
+        search.extend(&rows, &beam);
         assert!(search.live.is_empty());
         assert_eq!(search.best(), [a, a]);
+    }
+
+    /// −1 for one token and −1.5 for three: the sum favors the short one, the mean the long one.
+    #[test]
+    fn the_length_penalty_decides_between_lengths() {
+        let hypothesis = |tokens: &[u32], score| Hypothesis {
+            tokens: tokens.to_vec(),
+            score,
+        };
+        let (short, long) = (hypothesis(&[END], -1.), hypothesis(&[5, 5, END], -1.5));
+        for (length_penalty, favors_long) in [(0., false), (0.3, false), (0.4, true), (1., true)] {
+            let beam = Beam {
+                length_penalty,
+                ..Beam::new(2)
+            };
+            let longer = long.normalized(&beam) > short.normalized(&beam);
+            assert_eq!(longer, favors_long, "{length_penalty}");
+        }
     }
 
     #[test]
@@ -259,8 +284,8 @@ mod tests {
         let vocab = 6;
         let model = model(Norm::Layer, vocab, &VarMap::new())?;
         let beam = Beam {
-            size: 200,
             max_length: (0., 4),
+            ..Beam::new(200)
         };
         let found = translate_batch(&model, &SENTENCES, &beam, &Device::Cpu)?;
         for (source, found) in SENTENCES.iter().zip(found) {

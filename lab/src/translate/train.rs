@@ -2,16 +2,18 @@
 
 use super::data::{by_length, cut, epoch, Batch, Corpus};
 use super::model::{init_weights, Dropout, Size, Transformer};
-use crate::common::checkpoint::{variables, Checkpoint, History};
-use crate::common::norm::{is_buffer, NormConfig};
+use crate::common::checkpoint::{variables, write_whole, Checkpoint, History};
+use crate::common::measure::{Observations, Snapshot};
+use crate::common::norm::{is_buffer, Norm, NormConfig};
 use crate::common::optim::{AdamW, AdamWConfig};
 use crate::common::random::{generator, Use};
 use anyhow::{ensure, Context, Result};
-use candle::{DType, Device};
+use candle::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use serde_json::{json, Value};
-use std::path::Path;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 const ADAMW: AdamWConfig = AdamWConfig {
@@ -28,6 +30,9 @@ pub struct Settings {
     pub size: Size,
     /// Tokens of a batch on either side, padding included, at most.
     pub batch: usize,
+    /// Parts of a batch that pass the model one after the other. Statistics are of a part, and the
+    /// gradients of all parts add up to the batch's.
+    pub parts: usize,
     /// The highest learning rate, where the warm-up ends.
     pub rate: f64,
     /// The steps over which the learning rate rises.
@@ -38,15 +43,17 @@ pub struct Settings {
 }
 
 pub struct Run<'a> {
-    settings: Settings,
+    pub settings: Settings,
     corpus: &'a Corpus,
     pub device: Device,
     mode: Mode,
-    varmap: VarMap,
+    pub varmap: VarMap,
     pub model: Transformer,
     optimizer: AdamW,
     /// Smoothed losses in training, plain ones in validation.
     pub history: History,
+    /// Of every step; `None` where nothing is observed.
+    pub observations: Option<Observations>,
     /// Target tokens trained on.
     pub tokens: u64,
     /// Time spent in steps, evaluations not included.
@@ -82,6 +89,8 @@ impl<'a> Run<'a> {
             model,
             optimizer,
             history: History::default(),
+            // With several parts, the state before the last of them is not known.
+            observations: (settings.parts == 1).then(Observations::default),
             tokens: 0,
             elapsed: Duration::ZERO,
             epoch: Epoch {
@@ -130,27 +139,50 @@ impl<'a> Run<'a> {
             ..
         } = self.settings;
         let step = self.steps();
-        let batch = self.next_batch()?;
+        let parts = self.next_parts()?;
         let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, step));
-        let objective = self.model.objective(&batch, smoothing, &dropout)?;
-        let count = batch.count() as f64;
-        let value = objective.loss.to_scalar::<f32>()? / count as f32;
+        let before = (self.observations.as_ref())
+            .map(|_| Snapshot::of(&self.varmap))
+            .transpose()?;
+        let count: usize = parts.iter().map(Batch::count).sum();
+        let (mut value, mut gradients) = (0., vec![]);
+        for part in &parts {
+            let objective = self.model.objective(part, smoothing, &dropout)?;
+            value += objective.loss.to_scalar::<f32>()? / count as f32;
+            let store = (objective.gradient / count as f64)?.backward()?;
+            let of_part = self.optimizer.gradients(&store)?;
+            gradients = match gradients.is_empty() {
+                true => of_part,
+                false => (gradients.iter().zip(&of_part))
+                    .map(|(sum, gradient)| sum + gradient)
+                    .collect::<candle::Result<_>>()?,
+            };
+        }
         ensure!(value.is_finite(), "the loss is {value} at step {step}");
-        let store = (objective.gradient / count)?.backward()?;
-        let gradients = self.optimizer.gradients(&store)?;
+        if let (Some(observations), Some(before)) = (&mut self.observations, before) {
+            let states = [&before, &Snapshot::of(&self.varmap)?];
+            let (norm, rows) = (&self.settings.norm, parts[0].sources.padding.rows.dim(0)?);
+            observations.observe(&self.optimizer, norm, rows, states, &gradients, true)?;
+        }
         let rate = rate * inverse_square_root(step, warmup_steps);
         self.optimizer.step(&gradients, rate)?;
         self.history.train.push(value);
-        self.tokens += batch.count() as u64;
+        self.tokens += count as u64;
         self.elapsed += start.elapsed();
         Ok(value)
     }
 
-    fn next_batch(&mut self) -> Result<Batch> {
+    /// The parts of the next batch. A batch of fewer pairs than parts has a part for each pair.
+    fn next_parts(&mut self) -> Result<Vec<Batch>> {
         self.find_epoch();
-        let indices = &self.epoch.batches[self.steps() - self.epoch.start];
-        let pairs = indices.iter().map(|&i| &self.corpus.train[i]);
-        Batch::new(pairs, &self.device)
+        let pairs = &self.epoch.batches[self.steps() - self.epoch.start];
+        let parts = self.settings.parts;
+        let part = |i: usize| &pairs[i * pairs.len() / parts..(i + 1) * pairs.len() / parts];
+        (0..parts)
+            .map(part)
+            .filter(|part| !part.is_empty())
+            .map(|part| Batch::new(part.iter().map(|&i| &self.corpus.train[i]), &self.device))
+            .collect()
     }
 
     /// Goes on to the epoch of the next step.
@@ -181,7 +213,7 @@ impl<'a> Run<'a> {
 
     /// The mean loss over the tokens of the validation split, without smoothing, in evaluation
     /// mode.
-    fn evaluate(&self) -> Result<f32> {
+    pub fn evaluate(&self) -> Result<f32> {
         let _guard = self.mode.eval_scope();
         let val = &self.corpus.val;
         let (mut sum, mut count) = (0., 0);
@@ -205,6 +237,62 @@ impl<'a> Run<'a> {
         translate(&self.model)
     }
 
+    /// Writes the weights and the running statistics alone, for [`average`](Self::average).
+    pub fn save_weights(&self, path: &Path) -> Result<()> {
+        let weights = (variables(&self.varmap).into_iter())
+            .map(|(name, var)| (name, var.as_detached_tensor()));
+        let bytes = safetensors::serialize(weights.collect::<Vec<_>>(), None)?;
+        write_whole(path, &bytes).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    /// Gives the model the mean of these weights, running statistics among them.
+    pub fn average(&mut self, paths: &[PathBuf]) -> Result<()> {
+        let read = |path: &PathBuf| {
+            candle::safetensors::load(path, &self.device)
+                .with_context(|| format!("cannot average {}", path.display()))
+        };
+        let all = paths.iter().map(read).collect::<Result<Vec<_>>>()?;
+        for (name, var) in variables(&self.varmap) {
+            // Counts of steps are no statistics: those of the last weights stay.
+            if !var.dtype().is_float() || name.ends_with(".iters") {
+                continue;
+            }
+            let of_name = |weights: &HashMap<String, Tensor>| {
+                let tensor = weights.get(&name).cloned();
+                tensor.with_context(|| format!("no {name} in the weights to average"))
+            };
+            let tensors = all.iter().map(of_name).collect::<Result<Vec<_>>>()?;
+            var.set(&Tensor::stack(&tensors, 0)?.mean(0)?)?;
+        }
+        Ok(())
+    }
+
+    /// Replaces the running statistics of PowerNorm by the mean over the next `batches` batches of
+    /// the training split.
+    pub fn recalibrate(&mut self, batches: usize) -> Result<()> {
+        self.find_epoch();
+        let _guard = self.mode.recalibrate_scope();
+        let Settings { batch, seed, .. } = self.settings;
+        let indices = epoch(&self.corpus.train, batch, seed, self.epoch.number);
+        for indices in indices.iter().cycle().take(batches) {
+            let pairs = indices.iter().map(|&i| &self.corpus.train[i]);
+            let batch = Batch::new(pairs, &self.device)?;
+            self.model.encode(&batch.sources, &Dropout::none())?;
+        }
+        Ok(())
+    }
+
+    /// Lets batch normalization take the statistics of its batch in evaluation too.
+    pub fn use_own_statistics(&mut self) -> Result<()> {
+        let norm = NormConfig {
+            norm: Norm::BatchOwn,
+            ..self.settings.norm
+        };
+        let vb = VarBuilder::from_varmap(&self.varmap, DType::F32, &self.device);
+        self.model = Transformer::new(self.settings.size, &norm, &self.mode, vb)?;
+        Ok(())
+    }
+
     /// Writes everything the run's future depends on.
     pub fn save(&self, path: &Path) -> Result<()> {
         let mut checkpoint = Checkpoint::new(
@@ -217,6 +305,8 @@ impl<'a> Run<'a> {
         checkpoint
             .notes
             .insert("tokens".into(), self.tokens.to_string());
+        let observations = serde_json::to_string(&self.observations)?;
+        checkpoint.notes.insert("observations".into(), observations);
         checkpoint.write(path)
     }
 
@@ -232,6 +322,7 @@ impl<'a> Run<'a> {
             Checkpoint::restore(path, &settings, &self.varmap, &mut self.optimizer)?;
         (self.history, self.elapsed) = checkpoint.take_history()?;
         self.tokens = checkpoint.note("tokens")?.parse()?;
+        self.observations = serde_json::from_str(checkpoint.note("observations")?)?;
         self.find_epoch();
         Ok(())
     }
@@ -242,6 +333,7 @@ impl<'a> Run<'a> {
             norm,
             size,
             batch,
+            parts,
             rate,
             warmup_steps,
             dropout,
@@ -257,6 +349,7 @@ impl<'a> Run<'a> {
             "PowerNorm warm-up": norm.warmup_steps,
             "PowerNorm alpha": norm.alpha,
             "batch": batch,
+            "--parts": parts,
             "learning rate": rate,
             "dropout": dropout,
             "label smoothing": smoothing,
@@ -280,7 +373,7 @@ fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::common::norm::Norm;
+    use crate::common::measure::numbers;
     use crate::translate::data::tests::corpus;
     use crate::translate::model::tests::{norm_config, size};
     use crate::translate::search::{translate, Beam};
@@ -291,6 +384,7 @@ mod tests {
             norm: norm_config(norm),
             size: size(corpus.subwords.count()),
             batch: 120,
+            parts: 1,
             rate: 1e-2,
             warmup_steps: 10,
             dropout: 0.1,
@@ -424,6 +518,101 @@ mod tests {
                 search(&on_gpu, &corpus)?;
             }
         }
+        Ok(())
+    }
+
+    /// The gradients of the parts add up to the batch's where no statistic is of a part. Batch
+    /// normalization takes another step then, and PowerNorm counts a step for each part.
+    #[test]
+    fn parts_add_up_but_for_statistics() -> Result<()> {
+        let corpus = corpus();
+        let gradient = |norm, parts| -> Result<Vec<f64>> {
+            let settings = Settings {
+                parts,
+                dropout: 0.,
+                ..settings(norm, &corpus)
+            };
+            let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
+            run.step()?;
+            let vars = variables(&run.varmap);
+            if norm == Norm::Power {
+                let steps = vars["encoder.0.norm_1.iters"].flatten_all()?;
+                let steps = steps.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+                assert_eq!(steps, [parts as f64]);
+            }
+            let mut slots = run.optimizer.slots.iter();
+            let slot = slots.find(|slot| slot.name == "encoder.0.mlp.expand.weight");
+            numbers(&slot.context("no such slot")?.mean)
+        };
+        for (norm, add_up) in [
+            (Norm::Layer, true),
+            (Norm::Batch, false),
+            (Norm::Power, false),
+        ] {
+            let (whole, parts) = (gradient(norm, 1)?, gradient(norm, 3)?);
+            let far = (whole.iter().zip(&parts)).fold(0f64, |far, (a, b)| far.max((a - b).abs()));
+            let largest = whole.iter().fold(0f64, |most, value| most.max(value.abs()));
+            assert!(largest > 0.);
+            assert_eq!(
+                far < 1e-4 * largest,
+                add_up,
+                "{norm}: {far} beside {largest}"
+            );
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn an_average_is_the_mean_of_weights_and_statistics() -> Result<()> {
+        let corpus = corpus();
+        let dir = tempfile::tempdir()?;
+        let paths = [1, 2].map(|step| dir.path().join(format!("{step}.safetensors")));
+        let mut run = Run::new(settings(Norm::Power, &corpus), &corpus, &Device::Cpu)?;
+        let mut states = vec![];
+        for path in &paths {
+            run.step()?;
+            run.save_weights(path)?;
+            let state = variables(&run.varmap).into_iter();
+            states.push(
+                state
+                    .map(|(name, var)| Ok((name, numbers(var.as_tensor())?)))
+                    .collect::<Result<Vec<_>>>()?,
+            );
+        }
+        run.average(&paths)?;
+        for (i, (name, var)) in variables(&run.varmap).into_iter().enumerate() {
+            let [(_, first), (_, second)] = [&states[0][i], &states[1][i]];
+            for ((mean, a), b) in numbers(var.as_tensor())?.iter().zip(first).zip(second) {
+                let expected = match name.ends_with(".iters") {
+                    true => *b,
+                    false => (a + b) / 2.,
+                };
+                assert!((mean - expected).abs() <= 1e-6 * expected.abs(), "{name}");
+            }
+        }
+        // ψ² anew is that of the batches: not the mean, and all else stays.
+        let before = bits(&run);
+        run.recalibrate(2)?;
+        for ((name, before), (_, after)) in before.iter().zip(&bits(&run)) {
+            assert_eq!(before != after, name.ends_with("running_phi"), "{name}");
+        }
+        let missing = dir.path().join("3.safetensors");
+        let error = run.average(&[missing]).unwrap_err().to_string();
+        assert!(error.starts_with("cannot average"), "{error}");
+        Ok(())
+    }
+
+    /// The loss by the batches' statistics is another one, of the same variables.
+    #[test]
+    fn batch_normalization_can_take_its_own_statistics() -> Result<()> {
+        let corpus = corpus();
+        let mut run = Run::new(settings(Norm::Batch, &corpus), &corpus, &Device::Cpu)?;
+        run.step()?;
+        let (before, running) = (bits(&run), run.evaluate()?);
+        run.use_own_statistics()?;
+        let own = run.evaluate()?;
+        assert!((own - running).abs() > 1e-3, "{own} and {running}");
+        assert_eq!(bits(&run), before);
         Ok(())
     }
 

@@ -2,17 +2,21 @@
 //! statistics before and after a step tell what its batch's were, and the gradients of its γ and β
 //! tell those of its statistics.
 
-use crate::common::checkpoint::variables;
-use crate::common::norm::{Norm, NormConfig, EPS};
-use crate::common::train::Run;
+use super::checkpoint::variables;
+use super::norm::{Norm, NormConfig, EPS};
+use super::optim::AdamW;
 use anyhow::{Context, Result};
 use candle::Tensor;
+use candle_nn::VarMap;
 use candle_powernorm::Recipe;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// BatchNorm's momentum, candle's default: the weight of the batch in the running statistics.
 const MOMENTUM: f64 = 0.1;
+
+/// What [`Observations`] calls the share of channels with |γ| ≤ σ_B, or ψ_B.
+pub const WITHIN: &str = "channels with |γ| ≤ the root";
 
 /// Numbers over a run, each with the steps made before it.
 pub type Series = Vec<(usize, f64)>;
@@ -22,7 +26,9 @@ pub type Series = Vec<(usize, f64)>;
 pub struct Observations {
     /// By quantity, then by layer: `(1/d)‖batch − running‖` of each statistic, d the channels, that
     /// distance beside the length of the running statistic (of the deviation, where it is the
-    /// mean's), and the norm of the statistic's gradient.
+    /// mean's), `(1/d)‖g/σ_B‖`, where g is what the statistic adds to the gradient of x̂, and σ_B is
+    /// the batch's deviation (ψ_B, where the layer divides by that), and the share of channels with
+    /// |γ| ≤ σ_B, or ψ_B.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
     /// Channels of all layers and steps after PowerNorm's warm-up, and those among them for which
     /// the guard of ν's update made a difference.
@@ -34,9 +40,9 @@ pub struct Observations {
 pub struct Snapshot(BTreeMap<String, Vec<f64>>);
 
 impl Snapshot {
-    pub fn of(run: &Run) -> Result<Self> {
+    pub fn of(varmap: &VarMap) -> Result<Self> {
         let mut state = BTreeMap::new();
-        for (name, var) in variables(&run.varmap) {
+        for (name, var) in variables(varmap) {
             let of_norm = name
                 .rsplit('.')
                 .nth(1)
@@ -67,41 +73,45 @@ pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 impl Observations {
-    /// Takes in one step of `run` over `rows` tokens, which the statistics went through from
-    /// `before` to `after`. `recorded` says whether the series get a point.
+    /// Takes in the step to come of `optimizer`, over `rows` tokens, which the statistics went
+    /// through from `before` to `after`. `recorded` says whether the series get a point.
     pub fn observe(
         &mut self,
-        run: &Run,
+        optimizer: &AdamW,
         norm: &NormConfig,
         rows: usize,
         [before, after]: [&Snapshot; 2],
         gradients: &[Tensor],
         recorded: bool,
     ) -> Result<()> {
-        let step = run.steps();
+        let step = optimizer.steps;
         let gradient = |layer: &str, name: &str| {
             let name = format!("{layer}.{name}");
-            let slot = (run.optimizer.slots.iter()).position(|slot| slot.name == name);
+            let slot = (optimizer.slots.iter()).position(|slot| slot.name == name);
             numbers(&gradients[slot.with_context(|| format!("no gradient of {name}"))?])
         };
         match norm.norm {
             Norm::Batch if recorded => {
                 for layer in before.layers("running_mean") {
+                    let batch = |name| -> Result<Vec<f64>> {
+                        let (old, new) = (before.get(&layer, name)?, after.get(&layer, name)?);
+                        let batch = |(new, old)| old + (new - old) / MOMENTUM;
+                        Ok(new.iter().zip(old).map(batch).collect())
+                    };
                     let variance = before.get(&layer, "running_var")?;
                     let deviation: Vec<f64> = variance.iter().map(|square| square.sqrt()).collect();
                     let gamma = before.get(&layer, "weight")?;
+                    let of_batch = batch("running_var")?;
+                    self.within("variance", &layer, step, gamma, &of_batch);
                     for (statistic, name, scale, param) in [
                         ("mean", "running_mean", &*deviation, "bias"),
                         ("variance", "running_var", variance, "weight"),
                     ] {
                         let running = before.get(&layer, name)?;
-                        let moved = after.get(&layer, name)?;
-                        let batch = |(new, old)| old + (new - old) / MOMENTUM;
-                        let batch: Vec<f64> = moved.iter().zip(running).map(batch).collect();
-                        self.distances(statistic, &layer, step, [&batch, running, scale]);
+                        self.distances(statistic, &layer, step, [&batch(name)?, running, scale]);
                         let gradient = gradient(&layer, param)?;
-                        let gradient = length(products(gamma, &gradient, rows));
-                        self.push("gradient", statistic, &layer, step, gradient);
+                        let gradient = products(gamma, &gradient, rows);
+                        self.gradient(statistic, &layer, step, gradient, &of_batch);
                     }
                 }
             }
@@ -117,9 +127,10 @@ impl Observations {
                         let statistic = "quadratic mean";
                         self.distances(statistic, &layer, step, [&batch, running, running]);
                         let gradient = gradient(&layer, "weight")?;
-                        let lambda = lambda(before, &layer, &gradient, rows)?;
-                        let lambda = length(lambda.into_iter());
-                        self.push("gradient", statistic, &layer, step, lambda);
+                        let lambda = lambda(before, &layer, &gradient, rows)?.into_iter();
+                        self.gradient(statistic, &layer, step, lambda, &batch);
+                        let gamma = before.get(&layer, "weight")?;
+                        self.within(statistic, &layer, step, gamma, &batch);
                     }
                 }
             }
@@ -143,6 +154,29 @@ impl Observations {
         self.push("relative distance", statistic, layer, step, relative);
     }
 
+    /// `(1/d)‖gradient / σ_B‖` with the batch's `variance` σ_B².
+    fn gradient(
+        &mut self,
+        statistic: &str,
+        layer: &str,
+        step: usize,
+        gradient: impl Iterator<Item = f64>,
+        variance: &[f64],
+    ) {
+        let scaled = gradient
+            .zip(variance)
+            .map(|(g, square)| g / (square + EPS).sqrt());
+        let mean = length(scaled) / variance.len() as f64;
+        self.push("gradient", statistic, layer, step, mean);
+    }
+
+    /// The share of channels whose γ is no larger than the root of the batch's `statistic`.
+    fn within(&mut self, statistic: &str, layer: &str, step: usize, gamma: &[f64], batch: &[f64]) {
+        let within = (gamma.iter().zip(batch)).filter(|(gamma, square)| gamma.powi(2) <= **square);
+        let share = within.count() as f64 / gamma.len() as f64;
+        self.push(WITHIN, statistic, layer, step, share);
+    }
+
     fn push(&mut self, what: &str, statistic: &str, layer: &str, step: usize, value: f64) {
         if !value.is_finite() {
             return;
@@ -150,6 +184,43 @@ impl Observations {
         let quantity = format!("{what} of the {statistic}");
         let layers = self.series.entry(quantity).or_default();
         layers.entry(layer.into()).or_default().push((step, value));
+    }
+}
+
+/// How a quantity is spread over steps.
+#[derive(Debug, Serialize)]
+pub struct Outliers {
+    pub median: f64,
+    /// The 99th percentile over the median.
+    pub percentile_99: f64,
+    /// The largest value over the median.
+    pub largest: f64,
+    /// The median of the last quarter of a run over that of the first quarter.
+    pub growth: f64,
+}
+
+impl Outliers {
+    /// Of the values of all `runs` together, each in the order of its steps.
+    pub fn of(runs: &[Vec<f64>]) -> Option<Self> {
+        let sorted = |part: fn(&[f64]) -> &[f64]| {
+            let mut values: Vec<f64> = runs.iter().flat_map(|run| part(run)).copied().collect();
+            values.sort_unstable_by(f64::total_cmp);
+            values
+        };
+        let nth = |values: &[f64], share: f64| {
+            let last = values.len().checked_sub(1)?;
+            Some(values[(last as f64 * share).round() as usize])
+        };
+        let all = sorted(|run| run);
+        let first = sorted(|run| &run[..run.len().div_ceil(4)]);
+        let last = sorted(|run| &run[run.len() - run.len().div_ceil(4)..]);
+        let median = nth(&all, 0.5)?;
+        Some(Self {
+            median,
+            percentile_99: nth(&all, 0.99)? / median,
+            largest: nth(&all, 1.)? / median,
+            growth: nth(&last, 0.5)? / nth(&first, 0.5)?,
+        })
     }
 }
 
@@ -198,14 +269,15 @@ fn outside<'a>(
 /// Gives ν the step that Eq. 13 has as the paper writes it, where the layer's guard made another of
 /// it.
 pub fn unguard(
-    run: &Run,
+    varmap: &VarMap,
+    optimizer: &AdamW,
     norm: &NormConfig,
     rows: usize,
     [before, after]: [&Snapshot; 2],
     gradients: &[Tensor],
 ) -> Result<()> {
     // In the warm-up Γ is below 1.
-    if run.steps() < norm.warmup_steps {
+    if optimizer.steps < norm.warmup_steps {
         return Ok(());
     }
     let share = 1. - norm.alpha[1];
@@ -214,14 +286,14 @@ pub fn unguard(
         let batch = batch_phi(
             running,
             after.get(&layer, "running_phi")?,
-            run.steps(),
+            optimizer.steps,
             norm,
         );
         let outside: Vec<_> = outside(&batch, running, norm).collect();
         if outside.is_empty() {
             continue;
         }
-        let slots = &run.optimizer.slots;
+        let slots = &optimizer.slots;
         let weight = format!("{layer}.weight");
         let slot = slots.iter().position(|slot| slot.name == weight);
         let gradient = numbers(&gradients[slot.with_context(|| format!("no {weight}"))?])?;
@@ -232,7 +304,7 @@ pub fn unguard(
             // ν = (1−α_b) ema_gz.
             ema_gz[channel] = (1. - share * gamma) * old[channel] + lambda[channel];
         }
-        let var = &variables(&run.varmap)[&format!("{layer}.ema_gz")];
+        let var = &variables(varmap)[&format!("{layer}.ema_gz")];
         let ema_gz = Tensor::from_vec(ema_gz, var.shape(), var.device())?;
         var.set(&ema_gz.to_dtype(var.dtype())?)?;
     }
@@ -241,8 +313,8 @@ pub fn unguard(
 
 /// γ/ψ of every channel, by layer: what a layer multiplies its input by. For BatchNorm ψ is the
 /// running deviation.
-pub fn gains(run: &Run) -> Result<BTreeMap<String, Vec<f64>>> {
-    let state = Snapshot::of(run)?;
+pub fn gains(varmap: &VarMap) -> Result<BTreeMap<String, Vec<f64>>> {
+    let state = Snapshot::of(varmap)?;
     let mut gains = BTreeMap::new();
     for statistic in ["running_phi", "running_var"] {
         for layer in state.layers(statistic) {
@@ -256,8 +328,8 @@ pub fn gains(run: &Run) -> Result<BTreeMap<String, Vec<f64>>> {
 }
 
 /// The singular values of the embedding, the largest first: the roots of the eigenvalues of EᵀE.
-pub fn singular_values(run: &Run) -> Result<Vec<f64>> {
-    let embedding = &variables(&run.varmap)["tokens.weight"];
+pub fn singular_values(varmap: &VarMap) -> Result<Vec<f64>> {
+    let embedding = &variables(varmap)["tokens.weight"];
     let (rows, cols) = embedding.dims2()?;
     let matrix = nalgebra::DMatrix::from_row_slice(rows, cols, &numbers(embedding)?);
     let gram = match rows > cols {
@@ -277,7 +349,7 @@ mod tests {
     use crate::common::data::{Batch, Corpus, Unit};
     use crate::common::model::Size;
     use crate::common::random::{generator, Use};
-    use crate::common::train::Settings;
+    use crate::common::train::{Run, Settings};
     use candle::{Device, Module};
     use candle_powernorm::GroupScaling;
 
@@ -378,16 +450,16 @@ mod tests {
             let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
             for _ in 0..6 {
                 let direct = direct_phi(&run)?;
-                let before = Snapshot::of(&run)?;
+                let before = Snapshot::of(&run.varmap)?;
                 let (loss, gradients) = run.gradients()?;
-                let after = Snapshot::of(&run)?;
+                let after = Snapshot::of(&run.varmap)?;
                 let phi = |state: &Snapshot| state.get(LAYER, "running_phi").map(<[f64]>::to_vec);
                 let ours = batch_phi(&phi(&before)?, &phi(&after)?, run.steps(), &settings.norm);
                 assert_close(&ours, &direct);
 
                 let mut seen = Observations::default();
                 seen.observe(
-                    &run,
+                    &run.optimizer,
                     &settings.norm,
                     ROWS,
                     [&before, &after],
@@ -418,12 +490,12 @@ mod tests {
         let input = scaled(&run)?;
         let mean = numbers(&input.mean(0)?)?;
         let variance = numbers(&input.var(0)?)?;
-        let before = Snapshot::of(&run)?;
+        let before = Snapshot::of(&run.varmap)?;
         let (_, gradients) = run.gradients()?;
-        let after = Snapshot::of(&run)?;
+        let after = Snapshot::of(&run.varmap)?;
         let mut seen = Observations::default();
         seen.observe(
-            &run,
+            &run.optimizer,
             &settings.norm,
             ROWS,
             [&before, &after],
@@ -448,7 +520,7 @@ mod tests {
                 of_variance / root,
             ],
         );
-        assert_eq!(seen.series.len(), 6);
+        assert_eq!(seen.series.len(), 7);
         Ok(())
     }
 
@@ -487,17 +559,36 @@ mod tests {
             let settings = settings(norm, Recipe::Paper, &corpus);
             let run = Run::new(settings, &corpus, &Device::Cpu)?;
             let gamma = spread_weight(&run)?;
-            let before = Snapshot::of(&run)?;
+            let input = scaled(&run)?;
+            let square = match norm {
+                Norm::Batch => numbers(&input.var(0)?)?,
+                _ => numbers(&input.sqr()?.mean(0)?)?,
+            };
+            let before = Snapshot::of(&run.varmap)?;
             let (_, gradients) = run.gradients()?;
-            let states = [&before, &Snapshot::of(&run)?];
+            let states = [&before, &Snapshot::of(&run.varmap)?];
             let mut seen = Observations::default();
-            seen.observe(&run, &settings.norm, ROWS, states, &gradients, true)?;
+            seen.observe(
+                &run.optimizer,
+                &settings.norm,
+                ROWS,
+                states,
+                &gradients,
+                true,
+            )?;
             for (statistic, param) in quantities {
                 let gradient = gradient_of(&run, &gradients, param)?;
-                let squares = gamma.iter().zip(&gradient).map(|(a, b)| (a * b).powi(2));
-                let expected = squares.sum::<f64>().sqrt() / ROWS as f64;
-                let value = seen.series[&format!("gradient of the {statistic}")][LAYER][0].1;
-                assert_close(&[value], &[expected]);
+                let share =
+                    |i: usize| gamma[i] * gradient[i] / ROWS as f64 / (square[i] + EPS).sqrt();
+                let expected = length((0..8).map(share)) / 8.;
+                let value =
+                    |what: &str| seen.series[&format!("{what} of the {statistic}")][LAYER][0].1;
+                assert_close(&[value("gradient")], &[expected]);
+                if *param == "weight" {
+                    let within = (0..8).filter(|&i| gamma[i] <= square[i].sqrt()).count();
+                    assert!((1..8).contains(&within), "{within}");
+                    assert_eq!(value(WITHIN), within as f64 / 8.);
+                }
             }
         }
         Ok(())
@@ -523,16 +614,30 @@ mod tests {
         set("running_phi", &[1., 1., 1e-3, 1., 1., 1., 1., 1.])?;
 
         let phi = direct_phi(&run)?;
-        let before = Snapshot::of(&run)?;
+        let before = Snapshot::of(&run.varmap)?;
         let (_, gradients) = run.gradients()?;
-        let after = Snapshot::of(&run)?;
+        let after = Snapshot::of(&run.varmap)?;
         let states = [&before, &after];
         let mut seen = Observations::default();
-        seen.observe(&run, &settings.norm, ROWS, states, &gradients, false)?;
+        seen.observe(
+            &run.optimizer,
+            &settings.norm,
+            ROWS,
+            states,
+            &gradients,
+            false,
+        )?;
         assert_eq!((seen.guarded, seen.channels), (1, 3 * 8));
         assert!(seen.series.is_empty());
 
-        unguard(&run, &settings.norm, ROWS, states, &gradients)?;
+        unguard(
+            &run.varmap,
+            &run.optimizer,
+            &settings.norm,
+            ROWS,
+            states,
+            &gradients,
+        )?;
         let new = numbers(vars[&format!("{LAYER}.ema_gz")].as_tensor())?;
         let gradient = gradient_of(&run, &gradients, "weight")?;
         let lambda = |i: usize| weight[i] * gradient[i] / ROWS as f64;
@@ -563,7 +668,7 @@ mod tests {
         let direct = nalgebra::DMatrix::from_row_slice(rows, cols, &values).singular_values();
         let mut direct = direct.as_slice().to_vec();
         direct.sort_unstable_by(|a, b| b.total_cmp(a));
-        assert_close(&singular_values(&run)?, &direct);
+        assert_close(&singular_values(&run.varmap)?, &direct);
         Ok(())
     }
 }
