@@ -21,7 +21,7 @@
 use crate::common::data::{Corpus, Unit};
 use crate::common::model::Size;
 use crate::common::norm::{Norm, NormArgs};
-use crate::common::train::{Run, Settings};
+use crate::common::train::{Regularization, Run, Settings};
 use crate::common::{self, optim, plot, Place};
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
@@ -79,6 +79,9 @@ pub struct Args {
 
     #[command(flatten)]
     layer: NormArgs,
+
+    #[command(flatten)]
+    regularization: Regularization,
 
     /// Steps between two evaluations on the validation split; each also writes a checkpoint
     #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = common::positive)]
@@ -167,6 +170,7 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
         },
         batch: BATCH,
         micro_batch: BATCH,
+        regularization: args.regularization,
         steps: args.steps,
         seed: args.seed,
     }

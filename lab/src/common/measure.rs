@@ -386,6 +386,7 @@ mod tests {
             },
             batch: BATCH,
             micro_batch: BATCH,
+            regularization: Default::default(),
             steps: 8,
             seed: 1,
         }

@@ -1,9 +1,10 @@
-//! A decoder-only transformer: pre-norm blocks, learned positions, no dropout, no
-//! bias in the linear layers, the embedding tied to the output.
+//! A decoder-only transformer: pre-norm blocks, learned positions, dropout on embeddings and
+//! branches, no bias in the linear layers, the embedding tied to the output.
 
 use super::causal_mask;
 use super::checkpoint::variables;
 use super::norm::{NormConfig, NormLayer};
+use super::random::Dropout;
 use candle::{Module, Result, Tensor, D};
 use candle_nn::{embedding, linear_no_bias, ops, Embedding, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;
@@ -52,18 +53,24 @@ impl Gpt {
     }
 
     pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+        self.forward_dropping(tokens, &Dropout::none())
+    }
+
+    /// [`forward`](Self::forward) in training, with dropout.
+    pub fn forward_dropping(&self, tokens: &Tensor, dropout: &Dropout) -> Result<Tensor> {
         let (_, time) = tokens.dims2()?;
         if time > self.context {
             candle::bail!("{time} tokens, the context is {}", self.context)
         }
         let mask = self.mask.narrow(0, 0, time)?.narrow(1, 0, time)?;
         let positions = self.positions.narrow(0, 0, time)?;
-        let mut stream = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
+        let embedded = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
+        let mut stream = dropout.forward(&embedded)?;
         let mut xs = self.first_norm(0).forward(&stream)?;
         for (i, block) in self.blocks.iter().enumerate() {
-            let branch = block.attention.forward(&xs, &mask)?;
+            let branch = dropout.forward(&block.attention.forward(&xs, &mask)?)?;
             (xs, stream) = block.norm_2.forward_residual(&branch, &stream)?;
-            let branch = block.mlp(&xs)?;
+            let branch = dropout.forward(&block.mlp(&xs)?)?;
             (xs, stream) = self.first_norm(i + 1).forward_residual(&branch, &stream)?;
         }
         self.output.forward(&xs)

@@ -3,9 +3,9 @@
 use super::checkpoint::{variables, Checkpoint, History};
 use super::data::{Batch, Corpus};
 use super::model::{init_weights, Gpt, Size};
-use super::norm::{is_buffer, NormConfig};
+use super::norm::{is_buffer, share, NormConfig};
 use super::optim::{learning_rate, AdamW, AdamWConfig, MAX_RATE, MIN_RATE, WARMUP_STEPS};
-use super::random::{generator, Use};
+use super::random::{generator, Dropout, Use};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device, Tensor, D};
 use candle_nn::{loss::cross_entropy, ops, VarBuilder, VarMap};
@@ -33,8 +33,21 @@ pub struct Settings {
     /// Sequences that pass the model together, a divisor of `batch`: a step adds up the gradients
     /// of each such part.
     pub micro_batch: usize,
+    pub regularization: Regularization,
     pub steps: usize,
     pub seed: u64,
+}
+
+/// What commands offer against overfitting, in training alone.
+#[derive(Debug, Clone, Copy, Default, PartialEq, clap::Args)]
+pub struct Regularization {
+    /// Share of elements that dropout zeroes, of embeddings and branches
+    #[arg(long, value_parser = share, default_value_t = 0.)]
+    pub dropout: f64,
+
+    /// Label smoothing: the share of a target that all tokens divide
+    #[arg(long, value_parser = share, default_value_t = 0.)]
+    pub smoothing: f64,
 }
 
 pub struct Run<'a> {
@@ -116,9 +129,12 @@ impl<'a> Run<'a> {
             size,
             batch: size_of_batch,
             micro_batch,
+            regularization,
             seed,
             ..
         } = self.settings;
+        let Regularization { dropout, smoothing } = regularization;
+        let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, step));
         let batch = Batch::random(
             &self.corpus.train,
             size_of_batch,
@@ -129,7 +145,7 @@ impl<'a> Run<'a> {
         let share = micro_batch as f64 / size_of_batch as f64;
         let (mut value, mut gradients) = (0., Vec::new());
         for part in batch.parts(micro_batch)? {
-            let loss = self.loss(&part)?;
+            let loss = self.loss(&part, smoothing, &dropout)?;
             value += loss.to_scalar::<f32>()? * share as f32;
             let part = self.optimizer.gradients(&loss.backward()?)?;
             gradients = match gradients.is_empty() {
@@ -160,7 +176,8 @@ impl<'a> Run<'a> {
         let Settings { size, batch, .. } = self.settings;
         let mut sum = 0.;
         for batch in Batch::spread(tokens, batches, batch, size.context, &self.device) {
-            sum += f64::from(self.loss(&batch?)?.to_scalar::<f32>()?);
+            let loss = self.loss(&batch?, 0., &Dropout::none())?;
+            sum += f64::from(loss.to_scalar::<f32>()?);
         }
         Ok((sum / batches as f64) as f32)
     }
@@ -176,9 +193,16 @@ impl<'a> Run<'a> {
         Ok(loss)
     }
 
-    fn loss(&self, batch: &Batch) -> Result<Tensor> {
-        let logits = self.model.forward(&batch.inputs)?.flatten_to(1)?;
-        Ok(cross_entropy(&logits, &batch.targets)?)
+    /// The cross entropy, with label smoothing.
+    fn loss(&self, batch: &Batch, smoothing: f64, dropout: &Dropout) -> Result<Tensor> {
+        let logits = self.model.forward_dropping(&batch.inputs, dropout)?;
+        let logits = logits.flatten_to(1)?;
+        let loss = cross_entropy(&logits, &batch.targets)?;
+        if smoothing == 0. {
+            return Ok(loss);
+        }
+        let of_all = ops::log_softmax(&logits, D::Minus1)?.mean_all()?;
+        Ok(((loss * (1. - smoothing))? - (of_all * smoothing)?)?)
     }
 
     /// The model as inference runs it: its normalizations folded into the linear layers after them.
@@ -274,6 +298,7 @@ impl Settings {
             size,
             batch,
             micro_batch,
+            regularization,
             steps,
             seed,
         } = *self;
@@ -288,6 +313,8 @@ impl Settings {
             "GroupNorm groups": norm.group_norm_groups,
             "batch": batch,
             "micro-batch": micro_batch,
+            "--dropout": regularization.dropout,
+            "--smoothing": regularization.smoothing,
             "layers": size.layers,
             "heads": size.heads,
             "width": size.width,
@@ -332,6 +359,7 @@ mod tests {
             },
             batch: 3,
             micro_batch: 3,
+            regularization: Regularization::default(),
             steps: 8,
             seed: 1,
         }
@@ -363,13 +391,46 @@ mod tests {
             .collect()
     }
 
+    /// Smoothing by s has the loss (1−s) of the target's and s of the mean over all tokens, in
+    /// training alone; so has dropout no part in an evaluation.
+    #[test]
+    fn smoothing_and_dropout_are_of_training() -> Result<()> {
+        let corpus = corpus();
+        let run = |dropout, smoothing| {
+            let settings = Settings {
+                regularization: Regularization { dropout, smoothing },
+                ..settings(Norm::Layer, &corpus)
+            };
+            Run::new(settings, &corpus, &Device::Cpu)
+        };
+        let loss = |dropout, smoothing| anyhow::Ok(run(dropout, smoothing)?.gradients()?.0);
+        let plain = loss(0., 0.)?;
+        let (half, all) = (loss(0., 0.5)?, loss(0., 0.999)?);
+        let of_all = (all - 0.001 * plain) / 0.999;
+        assert!(
+            (half - (plain + of_all) / 2.).abs() < 1e-5 * plain,
+            "{plain}, {half}, {all}"
+        );
+        assert!((half - plain).abs() > 1e-3 * plain);
+        assert!((loss(0.5, 0.)? - plain).abs() > 1e-3 * plain);
+        let evaluated = |run: &Run| run.evaluate(&corpus.val, 2);
+        assert_eq!(evaluated(&run(0.5, 0.5)?)?, evaluated(&run(0., 0.)?)?);
+        Ok(())
+    }
+
     #[test]
     fn a_resumed_run_is_the_run_that_never_stopped() -> Result<()> {
         let corpus = corpus();
         let dir = tempfile::tempdir()?;
         for &norm in &Norm::CAUSAL {
             let path = dir.path().join("run.safetensors");
-            let settings = settings(norm, &corpus);
+            let settings = Settings {
+                regularization: Regularization {
+                    dropout: 0.1,
+                    smoothing: 0.1,
+                },
+                ..settings(norm, &corpus)
+            };
             let mut whole = Run::new(settings, &corpus, &Device::Cpu)?;
             for step in 0..settings.steps {
                 if step == 5 {

@@ -25,7 +25,7 @@ use crate::common::measure::{self, Observations, Snapshot};
 use crate::common::model::Size;
 use crate::common::norm::{Norm, NormConfig};
 use crate::common::optim::WARMUP_STEPS;
-use crate::common::train::{Run, Settings};
+use crate::common::train::{Regularization, Run, Settings};
 use crate::common::{self, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
@@ -107,6 +107,9 @@ pub struct Args {
     /// every normalization
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
     seeds: Vec<u64>,
+
+    #[command(flatten)]
+    regularization: Regularization,
 
     /// Steps of each run
     #[arg(long, default_value_t = 600, value_parser = common::positive)]
@@ -392,6 +395,7 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
         },
         batch: BATCH,
         micro_batch: variant.micro_batch,
+        regularization: args.regularization,
         steps: args.steps,
         seed,
     }
@@ -504,6 +508,7 @@ mod tests {
             norms: vec![],
             groups: vec![],
             alphas: vec![],
+            regularization: Regularization::default(),
             seeds: vec![1],
             steps: 3,
             eval_every: 2,

@@ -1037,6 +1037,7 @@ mod tests {
             norms: vec![],
             groups: vec![],
             alphas: vec![],
+            regularization: Default::default(),
             seeds: vec![],
             steps: 4,
             eval_every: 2,

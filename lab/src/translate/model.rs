@@ -5,12 +5,12 @@ use super::data::{Batch, Sources};
 use crate::common::causal_mask;
 use crate::common::checkpoint::variables;
 use crate::common::norm::{Norm, NormConfig, NormLayer};
+use crate::common::random::Dropout;
 use candle::{DType, Device, Module, Result, Tensor, D};
 use candle_nn::{embedding, linear, Embedding, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use rand::{rngs::StdRng, Rng};
 use rand_distr::Normal;
-use std::cell::RefCell;
 
 /// The sizes of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,36 +21,6 @@ pub struct Size {
     pub width: usize,
     pub hidden: usize,
     pub vocab: usize,
-}
-
-/// Zeroes a share of the elements, in training. candle's own draws from a generator that cannot be
-/// seeded on a CPU.
-pub struct Dropout(Option<(f64, RefCell<StdRng>)>);
-
-impl Dropout {
-    pub fn new(share: f64, rng: StdRng) -> Self {
-        Self((share > 0.).then(|| (share, RefCell::new(rng))))
-    }
-
-    /// For evaluation.
-    pub fn none() -> Self {
-        Self(None)
-    }
-
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let Some((share, rng)) = &self.0 else {
-            return Ok(xs.clone());
-        };
-        // 16 random bits an element: a share in 65536ths.
-        let mut random = vec![0u16; xs.elem_count()];
-        rng.borrow_mut().fill(&mut random[..]);
-        let dropped = (share * 65536.) as u16;
-        let scale = 65536. / (65536. - f32::from(dropped));
-        let factors: Vec<f32> = (random.into_iter())
-            .map(|bits| if bits < dropped { 0. } else { scale })
-            .collect();
-        xs * Tensor::from_vec(factors, xs.shape(), xs.device())?
-    }
 }
 
 /// The transformer.
@@ -674,22 +644,6 @@ pub mod tests {
                 [&ours, &theirs].map(|store| store.get(var).unwrap().flatten_all());
             assert_close(&ours?.to_vec1()?, &theirs?.to_vec1()?, terms, "gradient");
         }
-        Ok(())
-    }
-
-    #[test]
-    fn dropout_drops_its_share_and_keeps_the_mean() -> Result<()> {
-        let ones = Tensor::ones((100, 100), DType::F32, &Device::Cpu)?;
-        let dropout = |step| Dropout::new(0.25, generator(1, Use::Dropout, step));
-        let drawn = |dropout: Dropout| dropout.forward(&ones)?.flatten_all()?.to_vec1::<f32>();
-        let values = drawn(dropout(0))?;
-        let zeros = values.iter().filter(|&&value| value == 0.).count();
-        // Of 10,000 draws: five standard deviations are 217.
-        assert!((2283..2717).contains(&zeros), "{zeros}");
-        assert!(values.iter().all(|&value| value == 0. || value == 4. / 3.));
-        assert_eq!(values, drawn(dropout(0))?);
-        assert_ne!(values, drawn(dropout(1))?);
-        assert!(drawn(Dropout::none())?.iter().all(|&value| value == 1.));
         Ok(())
     }
 }

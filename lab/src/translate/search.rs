@@ -1,7 +1,8 @@
 //! Beam search.
 
 use super::data::{by_length, cut, Pair, Sources, BEGIN, END, PAD};
-use super::model::{Dropout, Transformer};
+use super::model::Transformer;
+use crate::common::random::Dropout;
 use anyhow::Result;
 use candle::{Device, Tensor};
 use candle_nn::ops::log_softmax;

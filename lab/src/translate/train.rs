@@ -1,12 +1,12 @@
 //! One training run: a step, an evaluation, and the checkpoint that continues it.
 
 use super::data::{by_length, cut, epoch, Batch, Corpus};
-use super::model::{init_weights, Dropout, Size, Transformer};
+use super::model::{init_weights, Size, Transformer};
 use crate::common::checkpoint::{variables, write_whole, Checkpoint, History};
 use crate::common::measure::{Observations, Snapshot};
 use crate::common::norm::{is_buffer, Norm, NormConfig};
 use crate::common::optim::{AdamW, AdamWConfig};
-use crate::common::random::{generator, Use};
+use crate::common::random::{generator, Dropout, Use};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
