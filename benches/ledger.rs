@@ -28,14 +28,16 @@
 //!
 //! The checks change no count and take most of the time: they are off unless `SOFTGPU_CHECKS=on`.
 
+#[path = "common/ready.rs"]
+mod ready;
 #[path = "../tests/common/softgpu.rs"]
 mod softgpu;
 
-use candle::backend::BackendStorage;
-use candle::{CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, Result, Tensor, Var};
+use candle::{CustomOp3, DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
 use clap::Parser;
+use ready::Ready;
 use serde_json::Value;
 use softgpu::Softgpu;
 use std::hint::black_box;
@@ -290,52 +292,6 @@ fn median<T>(prepare: impl Fn() -> Result<T>, work: impl Fn(T) -> Result<()>) ->
     }
     times.sort();
     Ok(times[REPEATS / 2])
-}
-
-/// An operation on x, weight and bias whose backward has its gradients ready. What its backward
-/// takes is candle's own work.
-struct Ready([Tensor; 3]);
-
-impl CustomOp3 for Ready {
-    fn name(&self) -> &'static str {
-        "ready"
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, candle::Shape)> {
-        candle::bail!("this operation is for a GPU")
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, candle::Shape)> {
-        Ok((x.try_clone(layout)?, layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [x, weight, bias] = self.0.clone();
-        Ok((Some(x), Some(weight), Some(bias)))
-    }
 }
 
 fn stopwatch(softgpu: &Softgpu) -> Result<()> {

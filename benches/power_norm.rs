@@ -29,18 +29,18 @@
 //! threads spin while they wait. The benches give it one thread, in `t2` too. To time contenders
 //! made of candle's operations with two, run `CANDLE_NUM_THREADS=2 cargo bench -- '/t2$'`.
 
+#[path = "common/ready.rs"]
+mod ready;
 #[path = "../tests/common/reference.rs"]
 mod reference;
 
-use candle::backend::BackendStorage;
-use candle::{
-    CpuStorage, CudaStorage, CustomOp3, DType, Device, Layout, ModuleT, Result, Shape, Tensor, Var,
-};
+use candle::{DType, Device, ModuleT, Result, Tensor, Var};
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
 use criterion::{Criterion, Throughput};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use ready::Ready;
 use reference::{composed, Recipe, Spec};
 use std::hint::black_box;
 use std::sync::OnceLock;
@@ -371,53 +371,6 @@ impl Contender {
     }
 }
 
-/// An op that computes nothing: its output is its input, its gradients are ready.
-struct Nothing {
-    grads: [Tensor; 3],
-}
-
-impl CustomOp3 for Nothing {
-    fn name(&self) -> &'static str {
-        "nothing"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        layout: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        Ok((x.clone(), layout.shape().clone()))
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        layout: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        Ok((x.try_clone(layout)?, layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, dweight, dbias] = self.grads.clone();
-        Ok((Some(dx), Some(dweight), Some(dbias)))
-    }
-}
-
 /// What the inputs of some benchmarks are, and where.
 #[derive(Clone, Copy)]
 struct Case {
@@ -621,7 +574,7 @@ impl<'a> Arena<'a> {
             Contender::BatchNorm => self.batch_norm.forward_t(x, train),
             Contender::AutogradAlone => {
                 let grads = [x, weight, bias].map(Tensor::detach);
-                x.apply_op3(weight, bias, Nothing { grads })
+                x.apply_op3(weight, bias, Ready(grads))
             }
             Contender::Copy => x.copy(),
         }
