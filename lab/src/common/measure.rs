@@ -15,21 +15,26 @@ use std::collections::BTreeMap;
 /// BatchNorm's momentum, candle's default: the weight of the batch in the running statistics.
 const MOMENTUM: f64 = 0.1;
 
-/// What [`Observations`] calls the share of channels with |γ| ≤ σ_B, or ψ_B.
-pub const WITHIN: &str = "channels with |γ| ≤ the root";
-
 /// Numbers over a run, each with the steps made before it.
 pub type Series = Vec<(usize, f64)>;
 
 /// What was observed so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Observations {
-    /// By quantity, then by layer: `(1/d)‖batch − running‖` of each statistic, d the channels, that
-    /// distance beside the length of the running statistic (of the deviation, where it is the
-    /// mean's), `(1/d)‖g/σ_B‖`, where g is what the statistic adds to the gradient of x̂, and σ_B is
-    /// the batch's deviation (ψ_B, where the layer divides by that), and the share of channels with
-    /// |γ| ≤ σ_B, or ψ_B.
+    /// The only layer whose `series` are kept, or `None` for all layers.
+    only: Option<String>,
+    /// By quantity, then by layer. With d channels and a batch's statistic s_B beside its running
+    /// value s, the quantities are:
+    ///
+    /// - "distance": `(1/d)‖s_B − s‖`;
+    /// - "relative distance": `‖s_B − s‖/‖s‖`, and of a mean `‖μ_B − μ‖/‖σ‖`;
+    /// - "gradient": `(1/d)‖g/σ_B‖`, where g is the mean over tokens of `∂L/∂x̂` (for μ) or of
+    ///   `x̂ ∂L/∂x̂` (for σ², and with ψ_B in place of σ_B for ψ²). PowerNorm's ψ² has none: its
+    ///   backward takes ν instead.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
+    /// Over the recorded steps after the warm-up, by layer: the channels with |γ| ≤ ψ_B (σ_B with
+    /// BatchNorm), and all channels.
+    pub within: BTreeMap<String, [usize; 2]>,
     /// Channels of all layers and steps after PowerNorm's warm-up, and those among them for which
     /// the guard of ν's update made a difference.
     pub channels: usize,
@@ -73,8 +78,22 @@ pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 impl Observations {
-    /// Takes in the step to come of `optimizer`, over `rows` tokens, which the statistics went
-    /// through from `before` to `after`. `recorded` says whether the series get a point.
+    /// Whether there is anything to observe in this normalization.
+    pub fn are_of(norm: Norm) -> bool {
+        matches!(norm, Norm::Batch | Norm::Power | Norm::PowerV)
+    }
+
+    /// Keeps the series of one layer.
+    pub fn of_layer(layer: &str) -> Self {
+        Self {
+            only: Some(layer.into()),
+            ..Self::default()
+        }
+    }
+
+    /// Observes one step, between its gradients and the optimizer's update. The step has `rows`
+    /// real tokens, and its forward took the statistics from `before` to `after`. `recorded` says
+    /// whether the step is one of `series` and `within`.
     pub fn observe(
         &mut self,
         optimizer: &AdamW,
@@ -98,11 +117,14 @@ impl Observations {
                         let batch = |(new, old)| old + (new - old) / MOMENTUM;
                         Ok(new.iter().zip(old).map(batch).collect())
                     };
+                    // candle keeps the unbiased variance, and normalizes by the other.
+                    let bias = (rows - 1) as f64 / rows as f64;
+                    let variances = batch("running_var")?.into_iter();
+                    let own: Vec<f64> = variances.map(|square| (bias * square).max(0.)).collect();
                     let variance = before.get(&layer, "running_var")?;
                     let deviation: Vec<f64> = variance.iter().map(|square| square.sqrt()).collect();
                     let gamma = before.get(&layer, "weight")?;
-                    let of_batch = batch("running_var")?;
-                    self.within("variance", &layer, step, gamma, &of_batch);
+                    self.within(&layer, step, norm, gamma, &own);
                     for (statistic, name, scale, param) in [
                         ("mean", "running_mean", &*deviation, "bias"),
                         ("variance", "running_var", variance, "weight"),
@@ -111,7 +133,7 @@ impl Observations {
                         self.distances(statistic, &layer, step, [&batch(name)?, running, scale]);
                         let gradient = gradient(&layer, param)?;
                         let gradient = products(gamma, &gradient, rows);
-                        self.gradient(statistic, &layer, step, gradient, &of_batch);
+                        self.gradient(statistic, &layer, step, gradient, &own);
                     }
                 }
             }
@@ -126,11 +148,14 @@ impl Observations {
                     if recorded {
                         let statistic = "quadratic mean";
                         self.distances(statistic, &layer, step, [&batch, running, running]);
-                        let gradient = gradient(&layer, "weight")?;
-                        let lambda = lambda(before, &layer, &gradient, rows)?.into_iter();
-                        self.gradient(statistic, &layer, step, lambda, &batch);
                         let gamma = before.get(&layer, "weight")?;
-                        self.within(statistic, &layer, step, gamma, &batch);
+                        self.within(&layer, step, norm, gamma, &batch);
+                        // The backward takes ψ_B² as a variable here, and elsewhere takes ν.
+                        if norm.norm == Norm::PowerV && norm.recipe == Recipe::Paper {
+                            let gradient = gradient(&layer, "weight")?;
+                            let lambda = products(gamma, &gradient, rows);
+                            self.gradient(statistic, &layer, step, lambda, &batch);
+                        }
                     }
                 }
             }
@@ -170,15 +195,28 @@ impl Observations {
         self.push("gradient", statistic, layer, step, mean);
     }
 
-    /// The share of channels whose γ is no larger than the root of the batch's `statistic`.
-    fn within(&mut self, statistic: &str, layer: &str, step: usize, gamma: &[f64], batch: &[f64]) {
-        let within = (gamma.iter().zip(batch)).filter(|(gamma, square)| gamma.powi(2) <= **square);
-        let share = within.count() as f64 / gamma.len() as f64;
-        self.push(WITHIN, statistic, layer, step, share);
+    /// Counts the channels whose |γ| is at most the root of the batch's `square`.
+    fn within(
+        &mut self,
+        layer: &str,
+        step: usize,
+        norm: &NormConfig,
+        gamma: &[f64],
+        square: &[f64],
+    ) {
+        if step >= norm.warmup_steps {
+            let [within, all] = self.within.entry(layer.into()).or_default();
+            let channels = gamma.iter().zip(square);
+            *within += channels
+                .filter(|(gamma, square)| gamma.powi(2) <= **square)
+                .count();
+            *all += gamma.len();
+        }
     }
 
     fn push(&mut self, what: &str, statistic: &str, layer: &str, step: usize, value: f64) {
-        if !value.is_finite() {
+        let kept = self.only.as_ref().is_none_or(|only| only == layer);
+        if !kept || !value.is_finite() {
             return;
         }
         let quantity = format!("{what} of the {statistic}");
@@ -191,12 +229,10 @@ impl Observations {
 #[derive(Debug, Serialize)]
 pub struct Outliers {
     pub median: f64,
-    /// The 99th percentile over the median.
-    pub percentile_99: f64,
-    /// The largest value over the median.
-    pub largest: f64,
-    /// The median of the last quarter of a run over that of the first quarter.
-    pub growth: f64,
+    pub percentile_99_over_median: f64,
+    pub largest_over_median: f64,
+    /// Of the medians of each run's last quarter and first quarter.
+    pub last_quarter_over_first: f64,
 }
 
 impl Outliers {
@@ -217,9 +253,9 @@ impl Outliers {
         let median = nth(&all, 0.5)?;
         Some(Self {
             median,
-            percentile_99: nth(&all, 0.99)? / median,
-            largest: nth(&all, 1.)? / median,
-            growth: nth(&last, 0.5)? / nth(&first, 0.5)?,
+            percentile_99_over_median: nth(&all, 0.99)? / median,
+            largest_over_median: nth(&all, 1.)? / median,
+            last_quarter_over_first: nth(&last, 0.5)? / nth(&first, 0.5)?,
         })
     }
 }
@@ -237,11 +273,7 @@ fn batch_phi(old: &[f64], new: &[f64], steps: usize, norm: &NormConfig) -> Vec<f
         .collect()
 }
 
-/// Λ, `[C]`: the gradient of ψ_B² but for a factor, (1/n) Σ ∂L/∂X̂ X̂ = γ ∂L/∂γ / n.
-fn lambda(before: &Snapshot, layer: &str, gradient: &[f64], rows: usize) -> Result<Vec<f64>> {
-    Ok(products(before.get(layer, "weight")?, gradient, rows).collect())
-}
-
+/// The mean over tokens of `x̂ ∂L/∂x̂` (Λ) from γ's gradient, γ ∂L/∂γ / rows; of `∂L/∂x̂` from β's.
 fn products<'a>(
     gamma: &'a [f64],
     gradient: &'a [f64],
@@ -297,7 +329,8 @@ pub fn unguard(
         let weight = format!("{layer}.weight");
         let slot = slots.iter().position(|slot| slot.name == weight);
         let gradient = numbers(&gradients[slot.with_context(|| format!("no {weight}"))?])?;
-        let lambda = lambda(before, &layer, &gradient, rows)?;
+        let gamma = before.get(&layer, "weight")?;
+        let lambda: Vec<f64> = products(gamma, &gradient, rows).collect();
         let old = before.get(&layer, "ema_gz")?;
         let mut ema_gz = after.get(&layer, "ema_gz")?.to_vec();
         for (channel, gamma) in outside {
@@ -476,7 +509,11 @@ mod tests {
                     &[value("relative distance of the quadratic mean")],
                     &[relative],
                 );
-                assert_eq!(seen.series["gradient of the quadratic mean"].len(), 3);
+                let observed = seen.series.get("gradient of the quadratic mean");
+                assert_eq!(
+                    observed.map(BTreeMap::len),
+                    (norm == Norm::PowerV).then_some(3)
+                );
                 run.update(loss, &gradients)?;
             }
         }
@@ -521,7 +558,7 @@ mod tests {
                 of_variance / root,
             ],
         );
-        assert_eq!(seen.series.len(), 7);
+        assert_eq!(seen.series.len(), 6);
         Ok(())
     }
 
@@ -561,10 +598,11 @@ mod tests {
             let run = Run::new(settings, &corpus, &Device::Cpu)?;
             let gamma = spread_weight(&run)?;
             let input = scaled(&run)?;
-            let square = match norm {
-                Norm::Batch => numbers(&input.var(0)?)?,
-                _ => numbers(&input.sqr()?.mean(0)?)?,
+            let centred = match norm {
+                Norm::Batch => input.broadcast_sub(&input.mean_keepdim(0)?)?,
+                _ => input,
             };
+            let square = numbers(&centred.sqr()?.mean(0)?)?;
             let before = Snapshot::of(&run.varmap)?;
             let (_, gradients) = run.gradients()?;
             let states = [&before, &Snapshot::of(&run.varmap)?];
@@ -582,14 +620,23 @@ mod tests {
                 let share =
                     |i: usize| gamma[i] * gradient[i] / ROWS as f64 / (square[i] + EPS).sqrt();
                 let expected = length((0..8).map(share)) / 8.;
-                let value =
-                    |what: &str| seen.series[&format!("{what} of the {statistic}")][LAYER][0].1;
-                assert_close(&[value("gradient")], &[expected]);
-                if *param == "weight" {
-                    let within = (0..8).filter(|&i| gamma[i] <= square[i].sqrt()).count();
-                    assert!((1..8).contains(&within), "{within}");
-                    assert_eq!(value(WITHIN), within as f64 / 8.);
-                }
+                let value = seen.series[&format!("gradient of the {statistic}")][LAYER][0].1;
+                assert_close(&[value], &[expected]);
+            }
+            // The warm-up counts nothing.
+            assert!(seen.within.is_empty());
+            let after_warmup = NormConfig {
+                warmup_steps: 0,
+                ..settings.norm
+            };
+            let mut seen = Observations::of_layer("another");
+            let optimizer = &run.optimizer;
+            seen.observe(optimizer, &after_warmup, ROWS, states, &gradients, true)?;
+            assert!(seen.series.is_empty());
+            if norm == Norm::Batch {
+                let within = (0..8).filter(|&i| gamma[i] <= square[i].sqrt()).count();
+                assert!((1..8).contains(&within), "{within}");
+                assert_eq!(seen.within[LAYER], [within, 8]);
             }
         }
         Ok(())

@@ -38,7 +38,7 @@ pub struct Settings {
     pub seed: u64,
 }
 
-/// What commands offer against overfitting, in training alone.
+/// Dropout and label smoothing, which only training has.
 #[derive(Debug, Clone, Copy, Default, PartialEq, clap::Args)]
 pub struct Regularization {
     /// Share of elements that dropout zeroes, of embeddings and branches
@@ -391,8 +391,8 @@ mod tests {
             .collect()
     }
 
-    /// Smoothing by s has the loss (1−s) of the target's and s of the mean over all tokens, in
-    /// training alone; so has dropout no part in an evaluation.
+    /// With smoothing s the loss is (1−s) of the target's and s of the mean over all tokens. An
+    /// evaluation has neither smoothing nor dropout.
     #[test]
     fn smoothing_and_dropout_are_of_training() -> Result<()> {
         let corpus = corpus();

@@ -9,7 +9,7 @@ use crate::common::measure::{gains, singular_values, Observations, Outliers, Ser
 use crate::common::norm::Norm;
 use crate::common::optim::WARMUP_STEPS;
 use crate::common::plot::{self, draw, Chart, Line, Style};
-use crate::common::train::Run;
+use crate::common::train::{Regularization, Run};
 use anyhow::{ensure, Context, Result};
 use candle_powernorm::Recipe;
 use clap::ValueEnum;
@@ -226,12 +226,21 @@ struct Report<'a> {
 impl Report<'_> {
     fn text(&self) -> Result<String> {
         let unit = self.corpus.unit;
+        let Regularization { dropout, smoothing } = self.args.regularization;
         let mut text = format!(
-            "# {} {unit}s to train on, {} to validate, {} kinds; {} steps\n",
+            "# {} {unit}s to train on, {} to validate, {} kinds; {} steps{}{}\n",
             self.corpus.train.len(),
             self.corpus.val.len(),
             self.corpus.vocab.len(),
             self.args.steps,
+            match dropout > 0. {
+                true => format!(", dropout {dropout}"),
+                false => String::new(),
+            },
+            match smoothing > 0. {
+                true => format!(", label smoothing {smoothing}"),
+                false => String::new(),
+            },
         );
         self.losses(&mut text)?;
         self.scales(&mut text)?;
@@ -303,8 +312,9 @@ impl Report<'_> {
             text,
             "Nats a {}, mean (range) over seeds: of the finished model on both splits, which is \
              by running statistics where a normalization has them, and of the last {LAST_STEPS} \
-             batches in training, which is by theirs where it takes those. Less layer's: the \
-             difference to its validation loss from the same seed.\n",
+             batches in training, which is by theirs where it takes those, with dropout and \
+             smoothed labels if the run has them. Less layer's: the difference to its validation \
+             loss from the same seed.\n",
             self.corpus.unit
         )?;
         writeln!(
@@ -445,9 +455,9 @@ impl Report<'_> {
         writeln!(
             text,
             "\n\
-             Gradients are lengths over d, the channels: of (1/n) Σ ∂L/∂X̂ over σ_B for the mean, \
-             and of (1/n) Σ ∂L/∂X̂ ⊙ X̂ over σ_B or ψ_B for the variance and the quadratic mean. \
-             They are what a statistic adds to the gradient of the input. Means are over the second half of \
+             Gradients are (1/d)‖g/σ_B‖ of d channels. For the mean, g is (1/n) Σ ∂L/∂X̂. For the \
+             variance and the quadratic mean it is (1/n) Σ ∂L/∂X̂ ⊙ X̂, and the latter has ψ_B for \
+             σ_B. Means are over the second half of \
              training. The largest is of all of training, with the steps made before it.\n\n\
              | gradient | of | first layer | last layer | mean | largest | in layer | at step |\n\
              |---|---|---|---|---|---|---|---|"
@@ -475,7 +485,7 @@ impl Report<'_> {
                 )?;
             }
         }
-        self.layers(text, &shown, "gradient", "norm", "gradients.svg")?;
+        self.layers(text, &shown, "gradient", "(1/d)‖g/σ_B‖", "gradients.svg")?;
 
         writeln!(
             text,
@@ -762,7 +772,7 @@ impl Report<'_> {
                 false => Runs(paired).spread_over(&Runs(bases), val_loss),
             };
             let [forward, backward] = variant.alpha;
-            let scale = variant.groups.map_or("none", |_| "one group");
+            let scale = variant.groups.map_or("none", |_| "1 group");
             let seeds: Vec<String> = runs.keys().map(u64::to_string).collect();
             writeln!(
                 text,
@@ -887,16 +897,16 @@ impl Report<'_> {
         writeln!(
             text,
             "\n\
-             The share of channels with |γ| ≤ ψ, which Figure 7 has in every channel of PN-V:\n\n\
+             The share of channels with |γ| ≤ ψ_B, the batch's (σ_B with BatchNorm), over the \
+             recorded steps after the warm-up. In Figure 7 it is all channels of PN-V:\n\n\
              | layer | {} |",
             names.join(" | ")
         )?;
         writeln!(text, "|---|{}", "---|".repeat(names.len()))?;
         for layer in &layers {
             let share = |run: &Outcome| {
-                let gains = run.gains.get(*layer)?;
-                let within = gains.iter().filter(|gain| gain.abs() <= 1.).count();
-                Some(within as f64 / gains.len() as f64)
+                let [within, all] = run.observations.within.get(*layer)?;
+                Some(*within as f64 / *all as f64)
             };
             let cells: Vec<String> = (compared.0.iter())
                 .map(|(_, runs)| runs.spread(share))
@@ -955,14 +965,13 @@ fn outliers(runs: &Runs, quantity: &str) -> Option<String> {
         Some(late.map(|&(_, value)| value).collect())
     };
     let by_run: Vec<Vec<f64>> = runs.0.iter().filter_map(late).collect();
-    let Outliers {
-        median,
-        percentile_99,
-        largest,
-        growth,
-    } = Outliers::of(&by_run)?;
+    let outliers = Outliers::of(&by_run)?;
     Some(format!(
-        "{median:.2e} | {percentile_99:.2} | {largest:.2} | {growth:.2}"
+        "{:.2e} | {:.2} | {:.2} | {:.2}",
+        outliers.median,
+        outliers.percentile_99_over_median,
+        outliers.largest_over_median,
+        outliers.last_quarter_over_first,
     ))
 }
 
@@ -1270,7 +1279,10 @@ mod tests {
     fn gains_are_told_with_and_without_layer_scale() -> Result<()> {
         let with = |variant: Variant, gains: &[f64]| {
             let mut run = outcome(variant, 1, Some(2.));
-            run.gains.insert("blocks.0.norm_1".into(), gains.to_vec());
+            let layer = "blocks.0.norm_1";
+            run.gains.insert(layer.into(), gains.to_vec());
+            let within = gains.iter().filter(|gain| gain.abs() <= 1.).count();
+            (run.observations.within).insert(layer.into(), [within, gains.len()]);
             run
         };
         let (_, text) = report(vec![

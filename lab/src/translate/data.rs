@@ -4,8 +4,10 @@ use crate::common::norm::Padding;
 use crate::common::random::{fnv1a, generator, Use};
 use anyhow::{anyhow, bail, ensure, Context, Result};
 use candle::{Device, Tensor};
+use clap::ValueEnum;
 use flate2::read::GzDecoder;
 use rand::seq::SliceRandom;
+use std::fmt;
 use std::io::Read;
 use std::path::Path;
 use tokenizers::models::bpe::{BpeTrainer, BPE};
@@ -88,6 +90,22 @@ pub struct Pair {
     pub target: Vec<u32>,
 }
 
+/// What to translate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Split {
+    Val,
+    Test,
+}
+
+impl fmt::Display for Split {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Val => "val",
+            Self::Test => "test",
+        })
+    }
+}
+
 /// Parallel text, as tokens.
 pub struct Corpus {
     pub subwords: Subwords,
@@ -95,7 +113,7 @@ pub struct Corpus {
     pub val: Vec<Pair>,
     pub test: Vec<Pair>,
     /// The validation and the test split's translations, as they are in the files.
-    pub references: [Vec<String>; 2],
+    references: [Vec<String>; 2],
     /// A hash of the text, so that a checkpoint can tell whether it saw this one.
     pub fingerprint: u64,
 }
@@ -118,6 +136,15 @@ impl Corpus {
             Ok([source, target])
         };
         Self::new([read("train")?, read("val")?, read("test")?], subwords)
+    }
+
+    /// A split's pairs, and their translations as they are in the file.
+    pub fn split(&self, split: Split) -> (&[Pair], &[String]) {
+        let [val, test] = &self.references;
+        match split {
+            Split::Val => (&self.val, val),
+            Split::Test => (&self.test, test),
+        }
     }
 
     /// Of the lines of the train, val and test splits.

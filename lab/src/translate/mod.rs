@@ -6,7 +6,7 @@
 //! cargo run --release -p lab -- translate --data multi30k --compare layer,batch,power-v,power
 //! cargo run --release -p lab -- translate --data multi30k --speed \
 //!     --compare layer,batch,power-v,power
-//! sacrebleu target/translate/test.en -i target/translate/power.1.hyp.en
+//! sacrebleu target/translate/test.en -i target/translate/power.1.test.hyp.en -m bleu chrf
 //! ```
 //!
 //! As in the paper's Table 1 the encoder has the normalization that is compared and the decoder
@@ -14,9 +14,9 @@
 //! but the model and the text are small enough for a laptop's CPU.
 //!
 //! Progress goes to stderr, one line of JSON for each normalization to stdout; translations,
-//! checkpoints, subwords and loss curves go to the folder `--out`. With `--resume` a finished run is
-//! not trained again, but translates once more, as the other options say: another split, another
-//! length penalty, the mean of its last checkpoints.
+//! checkpoints, subwords and loss curves go to the folder `--out`. With `--resume` and its
+//! `--steps`, a finished run translates once more, as the other options say: another split, another
+//! length penalty, or the mean of its last weights if it was trained with `--average`.
 //!
 //! Runs one after the other, on a machine that does other things too, differ in speed by more than
 //! their normalizations do. `--speed` lets them take turns instead, a step each.
@@ -28,19 +28,19 @@ mod speed;
 mod train;
 
 use crate::common::checkpoint::History;
-use crate::common::measure::{singular_values, Outliers, WITHIN};
-use crate::common::norm::{share, Norm, NormArgs};
+use crate::common::measure::{singular_values, Outliers, Series};
+use crate::common::norm::{share, Norm, NormArgs, NormConfig};
 use crate::common::{self, plot, Place};
-use anyhow::{ensure, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
 use candle::Device;
 use clap::builder::RangedU64ValueParser;
-use clap::{Parser, ValueEnum};
-use data::Corpus;
+use clap::Parser;
+use data::{Corpus, Split};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::Size;
 use search::Beam;
-use serde_json::{json, Map, Value};
-use std::fmt;
+use serde_json::{json, Value};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -113,10 +113,14 @@ const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de,
 /// Trains a small transformer to translate German to English, with PowerNorm or another
 /// normalization in its encoder.
 ///
-/// Prints a line of JSON for each normalization: its results, or its error. "observed" has the
-/// encoder's first normalization after the warm-up, for each quantity the median over steps, the
-/// 99th percentile and the largest over the median, and the median of the last quarter over that of
-/// the first. "within" is the share of channels of each normalization with |γ| ≤ ψ.
+/// Prints a line of JSON for each normalization: its results, or its error. Of power, power-v and
+/// batch it has, over the steps after the warm-up:
+///
+/// - observed: how quantities of the encoder's first normalization are spread;
+/// - within: by normalization, the share of channels with |γ| ≤ ψ_B (of batch, σ_B);
+/// - guarded: the share of channels for which the guard of ν's update made a difference.
+///
+/// All are empty with --parts.
 ///
 /// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and
 /// evaluations included, the translations not. It is null with --compare, since later runs would
@@ -173,20 +177,23 @@ pub struct Args {
     #[arg(long, value_parser = share, default_value_t = 0.1)]
     smoothing: f64,
 
-    /// Parts of a batch that pass the model one after the other: statistics are of a part, and the
-    /// gradients of all parts add up
-    #[arg(long, default_value_t = 1, value_parser = common::positive)]
+    /// Cut each batch into N parts that pass the model one after the other. Statistics are of one
+    /// part, and the gradients of all parts add up. Warm-ups stay as many batches
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = common::positive)]
     parts: usize,
 
-    /// Translate with the mean of the weights at the last N evaluations, which are kept in --out
+    /// Translate with the mean of the weights at the last N evaluations. A run keeps them in --out
+    /// as it trains, so it needs this option from its start on
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = common::positive)]
     average: usize,
 
-    /// Before translating, take PowerNorm's running statistic anew from N batches [default: none]
+    /// Before translating, take PowerNorm's running statistic anew from the next N batches, without
+    /// dropout [default: none]
     #[arg(long, value_name = "N", value_parser = common::positive)]
     recalibrate: Option<usize>,
 
-    /// Let batch normalization take the statistics of its batch in evaluation and translation too
+    /// Let batch normalization take the statistics of its batch in evaluation and translation too.
+    /// A batch of the search has fewer sentences, the wider the beam
     #[arg(long)]
     own_statistics: bool,
 
@@ -196,8 +203,8 @@ pub struct Args {
 
     /// The power of a translation's length that its log-probability is divided by in the search:
     /// the larger, the longer the translations
-    #[arg(long, value_name = "POWER", default_value_t = 1.)]
-    length_penalty: f32,
+    #[arg(long, value_name = "POWER", value_parser = power, default_value_t = 1.)]
+    length_penalty: f64,
 
     /// Translations of a sentence that the search follows at once
     #[arg(
@@ -215,13 +222,14 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
-    /// Folder of the checkpoints (NORM.SEED.safetensors), the translations (NORM.SEED.hyp.en) and
-    /// their references (test.en, val.en), the plots and the subwords
+    /// Folder of the checkpoints (NORM.SEED.safetensors), the weights to average
+    /// (NORM.SEED.STEP.weights.safetensors), the translations (NORM.SEED.SPLIT.hyp.en), their
+    /// references (SPLIT.en), the plots and the subwords
     #[arg(long, value_name = "DIR", default_value = "target/translate")]
     out: PathBuf,
 
-    /// Continue from the checkpoints in --out, as if training had never stopped. Without it
-    /// training starts afresh and replaces them
+    /// Continue from the checkpoints in --out to --steps, as if training had never stopped. Without
+    /// it training starts afresh and replaces them
     #[arg(long)]
     resume: bool,
 
@@ -230,23 +238,18 @@ pub struct Args {
     /// medians over --steps steps. PowerNorm's warm-up is 1 step here, so that the steps timed are
     /// PowerNorm's own, and the learning rate is next to nothing. Nothing of the training is kept,
     /// and nothing written to --out
-    #[arg(long, conflicts_with_all = ["resume", "rate"])]
+    #[arg(long, conflicts_with_all = [
+        "resume", "rate", "average", "recalibrate", "own_statistics", "split", "length_penalty",
+    ])]
     speed: bool,
 }
 
-/// What to translate.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum Split {
-    Val,
-    Test,
-}
-
-impl fmt::Display for Split {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Val => "val",
-            Self::Test => "test",
-        })
+/// Parses a power that keeps the order of lengths.
+fn power(arg: &str) -> Result<f64, String> {
+    match arg.parse() {
+        Ok(power) if (0. ..f64::INFINITY).contains(&power) => Ok(power),
+        Ok(_) => Err("it must be at least 0, and finite".into()),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -294,6 +297,10 @@ pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     ensure!(
         !args.own_statistics || args.norms() == [Norm::Batch],
         "--own-statistics is for --norm batch"
+    );
+    ensure!(
+        args.recalibrate.is_none() || args.norms().iter().all(|norm| norm.is_power()),
+        "--recalibrate is for PowerNorm: --norm power or power-v"
     );
     let has_checkpoint = |&norm: &Norm| args.checkpoint(norm).exists();
     ensure!(
@@ -349,22 +356,42 @@ fn train_and_translate(
     // Comparing may have stopped before this one began.
     if args.resume && checkpoint.exists() {
         run.load(&checkpoint)?;
+        // Before hours of training: some of these may be averaged.
+        if let Some(lost) = (averaged(&run, args, norm).into_iter()).find(|path| !path.exists()) {
+            bail!(
+                "{} is not there: only a run with --average from its start keeps its weights",
+                lost.display(),
+            );
+        }
     }
     let begun = run.steps();
     train(&mut run, args, norm, &checkpoint)?;
     let peak_memory = peak_memory().filter(|_| {
         args.compare.is_none() && matches!(args.device, Place::Cpu) && run.steps() > begun
     });
+    let val_loss = run.validate()?;
     prepare(&mut run, args, norm)?;
-    let val_loss = report(&run, args, corpus, norm, peak_memory, out)?;
+    report(&run, args, corpus, norm, peak_memory, out)?;
     Ok((format!("{norm}: {val_loss:.3}"), run.history))
+}
+
+/// The files of the weights at the last evaluations, as many as an average takes.
+fn averaged(run: &Run, args: &Args, norm: Norm) -> Vec<PathBuf> {
+    let count = if args.average > 1 { args.average } else { 0 };
+    let steps = run.history.val.iter().rev().take(count);
+    steps.map(|&(step, _)| args.weights(norm, step)).collect()
 }
 
 /// Makes the model of a finished run what translates.
 fn prepare(run: &mut Run, args: &Args, norm: Norm) -> Result<()> {
     if args.average > 1 {
-        let steps = run.history.val.iter().rev().take(args.average);
-        let paths: Vec<_> = steps.map(|&(step, _)| args.weights(norm, step)).collect();
+        let paths = averaged(run, args, norm);
+        ensure!(
+            paths.len() == args.average,
+            "--average {}: the run had {} evaluations",
+            args.average,
+            paths.len(),
+        );
         run.average(&paths)?;
     }
     if let Some(batches) = args.recalibrate {
@@ -410,11 +437,11 @@ fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Wr
     let bar = bar("speed", speed::UNTIMED + args.steps())?.with_message("turns");
     let speeds = speed::measure(&mut runs, args.steps(), || bar.inc(1))?;
     bar.finish_and_clear();
-    for (norm, speed) in norms.into_iter().zip(speeds) {
+    for ((norm, run), speed) in norms.into_iter().zip(&runs).zip(speeds) {
         let result = json!({
             "norm": norm.to_string(),
             "data": args.data,
-            "groups": args.layer.groups,
+            "settings": run.describe(),
             "seed": args.seed,
             "timed_steps": args.steps(),
             "median_ms_per_step": 1e3 * speed.seconds_per_step,
@@ -456,9 +483,13 @@ fn announce(args: &Args, corpus: &Corpus) {
 
 fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     let budget = Budget::of(args.device);
+    let norm = (args.layer).config(norm, HEADS, budget.warmup_steps);
     Settings {
-        // A layer's step is a forward, of which a step of the optimizer has one for each part.
-        norm: (args.layer).config(norm, HEADS, args.parts * budget.warmup_steps),
+        norm: NormConfig {
+            // A layer's step is a forward, of which a step of the optimizer has one for each part.
+            warmup_steps: args.parts * norm.warmup_steps,
+            ..norm
+        },
         size: Size {
             layers: budget.layers,
             heads: HEADS,
@@ -528,7 +559,7 @@ fn keep_weights(run: &Run, args: &Args, norm: Norm) -> Result<()> {
     Ok(())
 }
 
-/// Translates, prints the results of a finished run, and gives its validation loss.
+/// Translates, and prints the results of a finished run.
 fn report(
     run: &Run,
     args: &Args,
@@ -536,24 +567,19 @@ fn report(
     norm: Norm,
     peak_memory: Option<u64>,
     out: &mut dyn Write,
-) -> Result<f32> {
+) -> Result<()> {
     let val_loss = run.evaluate()?;
-    let hypotheses = args.file(norm, "hyp.en");
+    let hypotheses = args.file(norm, &format!("{}.hyp.en", args.split));
     let searching = translate(run, args, corpus, norm, &hypotheses)?;
     // Beside the translations, for the split may be compressed, or among other files.
     let references = args.out.join(format!("{}.en", args.split));
-    let [val, test] = &corpus.references;
-    let lines = match args.split {
-        Split::Val => val,
-        Split::Test => test,
-    };
-    write_lines(&references, lines)?;
+    write_lines(&references, corpus.split(args.split).1)?;
     eprintln!(
-        "{norm:8} validation loss {val_loss:.4}. For BLEU: sacrebleu {} -i {}",
+        "{norm:8} validation loss {val_loss:.4}. For BLEU: sacrebleu {} -i {} -m bleu chrf",
         references.display(),
         hypotheses.display(),
     );
-    let [spreads, within] = observed(run);
+    let [spreads, within, guarded] = observed(run);
     writeln!(
         out,
         "{}",
@@ -571,11 +597,13 @@ fn report(
             "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
             "tokens_per_second": run.speed(),
             "peak_memory_bytes": peak_memory,
-            "average": args.average,
+            "averaged_weights": args.average,
+            "evaluation_steps": args.eval_every,
             "recalibrate": args.recalibrate,
             "own_statistics": args.own_statistics,
             "observed": spreads,
             "within": within,
+            "guarded": guarded,
             "singular_values": singular_values(&run.varmap)?,
             "split": args.split.to_string(),
             "beam": args.beam,
@@ -584,36 +612,39 @@ fn report(
             "hypotheses": hypotheses,
         })
     )?;
-    Ok(val_loss)
+    Ok(())
 }
 
-/// What was observed after the warm-up: the spread of each quantity of the encoder's first
-/// normalization, and by normalization the mean share of channels with |γ| ≤ σ_B, or ψ_B.
-fn observed(run: &Run) -> [Value; 2] {
-    let (mut spreads, mut within) = (Map::new(), Map::new());
-    let all = run.observations.iter().flat_map(|seen| &seen.series);
-    for (quantity, layers) in all {
-        for (layer, series) in layers {
-            let late = (series.iter()).filter(|&&(step, _)| step >= run.settings.warmup_steps);
-            let late: Vec<f64> = late.map(|&(_, value)| value).collect();
-            if quantity.starts_with(WITHIN) {
-                let mean = late.iter().sum::<f64>() / late.len() as f64;
-                within.insert(layer.clone(), json!(mean));
-            } else if layer == FIRST_NORM {
-                spreads.insert(quantity.clone(), json!(Outliers::of(&[late])));
-            }
-        }
-    }
-    [spreads.into(), within.into()]
+/// What was observed after the warm-up: the spread of each quantity, the share of channels with
+/// |γ| ≤ ψ_B by normalization, and the share of channels that the guard acted on.
+fn observed(run: &Run) -> [Value; 3] {
+    let Some(seen) = &run.observations else {
+        return [const { Value::Null }; 3];
+    };
+    let Settings {
+        norm, warmup_steps, ..
+    } = run.settings;
+    let warmup_steps = warmup_steps.max(norm.warmup_steps);
+    let spread = |(quantity, layers): (&String, &BTreeMap<String, Series>)| {
+        let series = layers.get(FIRST_NORM)?;
+        let late = series.iter().filter(|&&(step, _)| step >= warmup_steps);
+        let late: Vec<f64> = late.map(|&(_, value)| value).collect();
+        Some((quantity.clone(), json!(Outliers::of(&[late])?)))
+    };
+    let share = |(layer, [within, all]): (&String, &[usize; 2])| {
+        (layer.clone(), json!(*within as f64 / *all as f64))
+    };
+    [
+        Value::Object(seen.series.iter().filter_map(spread).collect()),
+        Value::Object(seen.within.iter().map(share).collect()),
+        json!((seen.channels > 0).then(|| seen.guarded as f64 / seen.channels as f64)),
+    ]
 }
 
 /// Writes the translations of the split to `path`. Gives the time they took.
 fn translate(run: &Run, args: &Args, corpus: &Corpus, norm: Norm, path: &Path) -> Result<Duration> {
     let start = Instant::now();
-    let pairs = match args.split {
-        Split::Val => &corpus.val,
-        Split::Test => &corpus.test,
-    };
+    let (pairs, _) = corpus.split(args.split);
     let bar = bar(norm, pairs.len())?.with_message("sentences translated");
     let beam = Beam {
         length_penalty: args.length_penalty,
@@ -723,20 +754,38 @@ mod tests {
         Ok(())
     }
 
+    /// Neither the warm-up nor another normalization's series is in what the JSON has.
+    #[test]
+    fn what_was_observed_is_of_the_steps_after_the_warmup() -> Result<()> {
+        let out = tempfile::tempdir()?;
+        let args = args(out.path(), &[])?;
+        let corpus = Corpus::read(Path::new(SAMPLE), CPU.subwords)?;
+        let settings = settings(&args, Norm::Power, &corpus);
+        let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
+        assert_eq!(observed(&run), [json!({}), json!({}), Value::Null]);
+        let seen = run.observations.as_mut().context("nothing to observe")?;
+        // A thousand in the warm-up's 400 steps, then 1 to 101.
+        let value = |step: usize| (step.max(399) as f64 - 399.).max(1e3 * f64::from(step < 400));
+        let series: Series = (0..501).map(|step| (step, value(step))).collect();
+        let quantity = "distance of the quadratic mean".to_string();
+        let layers = BTreeMap::from([("another".into(), vec![]), (FIRST_NORM.into(), series)]);
+        seen.series.insert(quantity.clone(), layers);
+        seen.within.insert("encoder.norm".into(), [3, 4]);
+        (seen.channels, seen.guarded) = (8, 2);
+        let [spreads, within, guarded] = observed(&run);
+        let spread = &spreads[&quantity];
+        assert_eq!((&spread["median"], &guarded), (&json!(51.), &json!(0.25)));
+        assert_eq!(spread["largest_over_median"], json!(101. / 51.));
+        assert_eq!(within, json!({ "encoder.norm": 0.75 }));
+        Ok(())
+    }
+
     /// A finished run translates again as other options say, without a step more.
     #[test]
     fn the_last_weights_are_kept_and_averaged() -> Result<()> {
         let out = tempfile::tempdir()?;
-        let options = [
-            "--steps",
-            "4",
-            "--eval-every",
-            "1",
-            "--beam",
-            "1",
-            "--average",
-            "2",
-        ];
+        let short = ["--steps=12", "--eval-every=3", "--beam=3", "--rate=1"];
+        let options = [&short[..], &["--average", "2"]].concat();
         let (first, end) = results(&args(out.path(), &options)?);
         end?;
         let kept = |step| {
@@ -744,28 +793,34 @@ mod tests {
                 .join(format!("power.1.{step}.weights.safetensors"))
                 .exists()
         };
-        assert_eq!([1, 2, 3, 4].map(kept), [false, false, true, true]);
+        assert_eq!([3, 6, 9, 12].map(kept), [false, false, true, true]);
 
-        let again = |more: &[&str]| -> Result<Value> {
-            let options = [&options[..], &["--resume"], more].concat();
+        let again = |average, more: &[&str]| -> Result<Value> {
+            let options = [&short[..], &["--resume", "--average", average], more].concat();
             let (mut results, end) = results(&args(out.path(), &options)?);
             end?;
             Ok(results.remove(0))
         };
-        assert_eq!(again(&[])?["val_loss"], first[0]["val_loss"]);
-        assert_ne!(
-            again(&["--recalibrate", "2"])?["val_loss"],
-            first[0]["val_loss"]
-        );
-        let val = again(&["--split", "val", "--length-penalty", "1.5"])?;
-        assert_eq!(
-            (&val["split"], &val["length_penalty"]),
-            (&json!("val"), &json!(1.5))
-        );
-        assert_eq!(val["val_loss"], first[0]["val_loss"]);
-        let lines = |name| std::fs::read_to_string(out.path().join(name));
-        let count = lines("val.en")?.lines().count();
-        assert_eq!(lines("power.1.hyp.en")?.lines().count(), count);
+        let translations =
+            |split| std::fs::read_to_string(out.path().join(format!("power.1.{split}.hyp.en")));
+        let val_loss = &first[0]["val_loss"];
+        assert_eq!(&again("2", &[])?["val_loss"], val_loss);
+        assert_ne!(&again("1", &[])?["val_loss"], val_loss);
+        assert_ne!(&again("2", &["--recalibrate", "2"])?["val_loss"], val_loss);
+        let test = translations("test")?;
+        let val = again("2", &["--split", "val"])?;
+        assert_eq!(&val["val_loss"], val_loss);
+        let mean = translations("val")?;
+        let references = std::fs::read_to_string(out.path().join("val.en"))?;
+        assert_eq!(mean.lines().count(), references.lines().count());
+        assert_eq!(translations("test")?, test);
+        let length = |penalty| -> Result<usize> {
+            again("2", &["--split", "val", "--length-penalty", penalty])?;
+            Ok(translations("val")?.len())
+        };
+        assert!(length("0")? < length("9")?);
+        // Weights that were not kept.
+        assert!(again("3", &[]).is_err());
 
         let (_, end) = results(&args(out.path(), &["--own-statistics", "--steps", "1"])?);
         assert_eq!(
@@ -805,6 +860,9 @@ mod tests {
             "--rate=x",
             "--beam=0",
             "--beam=65",
+            "--length-penalty=-1",
+            "--length-penalty=nan",
+            "--length-penalty=inf",
         ] {
             assert!(args(out, &[wrong]).is_err(), "{wrong}");
         }

@@ -16,7 +16,7 @@ pub struct Beam {
     pub max_length: (f64, usize),
     /// The power of the number of tokens that a log-probability is divided by: 0 favors short
     /// translations, 1 compares means over tokens, and more favors long ones.
-    pub length_penalty: f32,
+    pub length_penalty: f64,
 }
 
 impl Beam {
@@ -46,7 +46,7 @@ impl Hypothesis {
 
     /// What hypotheses of different lengths are compared by.
     fn normalized(&self, beam: &Beam) -> f32 {
-        self.score / (self.tokens.len() as f32).powf(beam.length_penalty)
+        self.score / (self.tokens.len() as f32).powf(beam.length_penalty as f32)
     }
 }
 
@@ -262,21 +262,23 @@ mod tests {
         assert_eq!(search.best(), [a, a]);
     }
 
-    /// −1 for one token and −1.5 for three: the sum favors the short one, the mean the long one.
+    /// An end at once has −1, and one after a token −1.8: −0.9 for each of its two tokens.
     #[test]
     fn the_length_penalty_decides_between_lengths() {
-        let hypothesis = |tokens: &[u32], score| Hypothesis {
-            tokens: tokens.to_vec(),
-            score,
-        };
-        let (short, long) = (hypothesis(&[END], -1.), hypothesis(&[5, 5, END], -1.5));
-        for (length_penalty, favors_long) in [(0., false), (0.3, false), (0.4, true), (1., true)] {
+        for (length_penalty, best) in [(0., &[][..]), (0.8, &[]), (0.9, &[5]), (1., &[5])] {
             let beam = Beam {
                 length_penalty,
                 ..Beam::new(2)
             };
-            let longer = long.normalized(&beam) > short.normalized(&beam);
-            assert_eq!(longer, favors_long, "{length_penalty}");
+            let mut search = Search::new(5, &beam);
+            let row = |end, five| {
+                let mut row = vec![-9.; 6];
+                (row[END as usize], row[5]) = (end, five);
+                row
+            };
+            search.extend(&[row(-1., -0.5)], &beam);
+            search.extend(&[row(-1.3, -9.), row(-9., -9.)][..search.live.len()], &beam);
+            assert_eq!(search.best(), best, "{length_penalty}");
         }
     }
 

@@ -2,6 +2,7 @@
 
 use super::data::{by_length, cut, epoch, Batch, Corpus};
 use super::model::{init_weights, Size, Transformer};
+use super::FIRST_NORM;
 use crate::common::checkpoint::{variables, write_whole, Checkpoint, History};
 use crate::common::measure::{Observations, Snapshot};
 use crate::common::norm::{is_buffer, Norm, NormConfig};
@@ -30,8 +31,8 @@ pub struct Settings {
     pub size: Size,
     /// Tokens of a batch on either side, padding included, at most.
     pub batch: usize,
-    /// Parts of a batch that pass the model one after the other. Statistics are of a part, and the
-    /// gradients of all parts add up to the batch's.
+    /// Parts of a batch that pass the model one after the other. Statistics are of one part, and
+    /// the gradients of all parts add up to the batch's.
     pub parts: usize,
     /// The highest learning rate, where the warm-up ends.
     pub rate: f64,
@@ -90,7 +91,8 @@ impl<'a> Run<'a> {
             optimizer,
             history: History::default(),
             // With several parts, the state before the last of them is not known.
-            observations: (settings.parts == 1).then(Observations::default),
+            observations: (settings.parts == 1 && Observations::are_of(settings.norm.norm))
+                .then(|| Observations::of_layer(FIRST_NORM)),
             tokens: 0,
             elapsed: Duration::ZERO,
             epoch: Epoch {
@@ -129,24 +131,43 @@ impl<'a> Run<'a> {
 
     /// One update of the parameters. Gives the loss before it.
     pub fn step(&mut self) -> Result<f32> {
+        // What is observed is not timed.
+        let before = (self.observations.as_ref())
+            .map(|_| Snapshot::of(&self.varmap))
+            .transpose()?;
         let start = Instant::now();
+        let parts = self.next_parts()?;
+        let (loss, gradients) = self.gradients(&parts)?;
+        let step = self.steps();
+        ensure!(loss.is_finite(), "the loss is {loss} at step {step}");
+        self.elapsed += start.elapsed();
+        if let (Some(observations), Some(before)) = (&mut self.observations, before) {
+            let states = [&before, &Snapshot::of(&self.varmap)?];
+            let (norm, rows) = (&self.settings.norm, parts[0].sources.padding.rows.dim(0)?);
+            observations.observe(&self.optimizer, norm, rows, states, &gradients, true)?;
+        }
+        let start = Instant::now();
+        let rate = self.settings.rate * inverse_square_root(step, self.settings.warmup_steps);
+        self.optimizer.step(&gradients, rate)?;
+        self.history.train.push(loss);
+        self.tokens += parts.iter().map(Batch::count).sum::<usize>() as u64;
+        self.elapsed += start.elapsed();
+        Ok(loss)
+    }
+
+    /// The loss of the batch that these are the parts of, and its gradients. Normalizations update
+    /// their statistics with each part.
+    fn gradients(&self, parts: &[Batch]) -> Result<(f32, Vec<Tensor>)> {
         let Settings {
-            rate,
-            warmup_steps,
             dropout,
             smoothing,
             seed,
             ..
         } = self.settings;
-        let step = self.steps();
-        let parts = self.next_parts()?;
-        let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, step));
-        let before = (self.observations.as_ref())
-            .map(|_| Snapshot::of(&self.varmap))
-            .transpose()?;
+        let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, self.steps()));
         let count: usize = parts.iter().map(Batch::count).sum();
         let (mut value, mut gradients) = (0., vec![]);
-        for part in &parts {
+        for part in parts {
             let objective = self.model.objective(part, smoothing, &dropout)?;
             value += objective.loss.to_scalar::<f32>()? / count as f32;
             let store = (objective.gradient / count as f64)?.backward()?;
@@ -158,18 +179,7 @@ impl<'a> Run<'a> {
                     .collect::<candle::Result<_>>()?,
             };
         }
-        ensure!(value.is_finite(), "the loss is {value} at step {step}");
-        if let (Some(observations), Some(before)) = (&mut self.observations, before) {
-            let states = [&before, &Snapshot::of(&self.varmap)?];
-            let (norm, rows) = (&self.settings.norm, parts[0].sources.padding.rows.dim(0)?);
-            observations.observe(&self.optimizer, norm, rows, states, &gradients, true)?;
-        }
-        let rate = rate * inverse_square_root(step, warmup_steps);
-        self.optimizer.step(&gradients, rate)?;
-        self.history.train.push(value);
-        self.tokens += count as u64;
-        self.elapsed += start.elapsed();
-        Ok(value)
+        Ok((value, gradients))
     }
 
     /// The parts of the next batch. A batch of fewer pairs than parts has a part for each pair.
@@ -237,23 +247,34 @@ impl<'a> Run<'a> {
         translate(&self.model)
     }
 
-    /// Writes the weights and the running statistics alone, for [`average`](Self::average).
+    /// Writes the weights and the running statistics, for [`average`](Self::average).
     pub fn save_weights(&self, path: &Path) -> Result<()> {
         let weights = (variables(&self.varmap).into_iter())
             .map(|(name, var)| (name, var.as_detached_tensor()));
-        let bytes = safetensors::serialize(weights.collect::<Vec<_>>(), None)?;
+        let notes = HashMap::from([("settings".to_string(), self.describe().to_string())]);
+        let bytes = safetensors::serialize(weights.collect::<Vec<_>>(), Some(notes))?;
         write_whole(path, &bytes).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Gives the model the mean of these weights, running statistics among them.
+    /// Gives the model the mean of these weights, running statistics among them. Weights of a run
+    /// with other settings are refused.
     pub fn average(&mut self, paths: &[PathBuf]) -> Result<()> {
-        let read = |path: &PathBuf| {
-            candle::safetensors::load(path, &self.device)
-                .with_context(|| format!("cannot average {}", path.display()))
+        let settings = self.describe().to_string();
+        let read = |path: &PathBuf| -> Result<_> {
+            let bytes = std::fs::read(path)?;
+            let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes)?;
+            let theirs = metadata
+                .metadata()
+                .as_ref()
+                .and_then(|notes| notes.get("settings"));
+            ensure!(theirs == Some(&settings), "its run has other settings");
+            Ok(candle::safetensors::load_buffer(&bytes, &self.device)?)
         };
-        let all = paths.iter().map(read).collect::<Result<Vec<_>>>()?;
+        let all = (paths.iter())
+            .map(|path| read(path).with_context(|| format!("cannot average {}", path.display())))
+            .collect::<Result<Vec<_>>>()?;
         for (name, var) in variables(&self.varmap) {
-            // Counts of steps are no statistics: those of the last weights stay.
+            // The model keeps its own counts of steps.
             if !var.dtype().is_float() || name.ends_with(".iters") {
                 continue;
             }
@@ -268,13 +289,12 @@ impl<'a> Run<'a> {
     }
 
     /// Replaces the running statistics of PowerNorm by the mean over the next `batches` batches of
-    /// the training split.
+    /// this epoch, then of its first ones, without dropout.
     pub fn recalibrate(&mut self, batches: usize) -> Result<()> {
         self.find_epoch();
         let _guard = self.mode.recalibrate_scope();
-        let Settings { batch, seed, .. } = self.settings;
-        let indices = epoch(&self.corpus.train, batch, seed, self.epoch.number);
-        for indices in indices.iter().cycle().take(batches) {
+        let made = self.steps() - self.epoch.start;
+        for indices in self.epoch.batches.iter().cycle().skip(made).take(batches) {
             let pairs = indices.iter().map(|&i| &self.corpus.train[i]);
             let batch = Batch::new(pairs, &self.device)?;
             self.model.encode(&batch.sources, &Dropout::none())?;
@@ -374,6 +394,7 @@ fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
 mod tests {
     use super::*;
     use crate::common::measure::numbers;
+    use crate::common::norm::EPS;
     use crate::translate::data::tests::corpus;
     use crate::translate::model::tests::{norm_config, size};
     use crate::translate::search::{translate, Beam};
@@ -439,6 +460,7 @@ mod tests {
                 resumed.step()?;
             }
             assert_eq!(resumed.history, whole.history, "{norm}");
+            assert_eq!(resumed.observations, whole.observations, "{norm}");
             assert_eq!(bits(&resumed), bits(&whole), "{norm}");
             assert_eq!(resumed.tokens, whole.tokens);
             assert_eq!(resumed.epochs(), whole.epochs());
@@ -522,43 +544,77 @@ mod tests {
     }
 
     /// The gradients of the parts add up to the batch's where no statistic is of a part. Batch
-    /// normalization takes another step then, and PowerNorm counts a step for each part.
+    /// normalization has others then, and PowerNorm counts a step for each part.
     #[test]
     fn parts_add_up_but_for_statistics() -> Result<()> {
         let corpus = corpus();
-        let gradient = |norm, parts| -> Result<Vec<f64>> {
+        let gradients = |norm, parts| -> Result<(f64, Vec<f64>)> {
             let settings = Settings {
                 parts,
                 dropout: 0.,
                 ..settings(norm, &corpus)
             };
             let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
-            run.step()?;
-            let vars = variables(&run.varmap);
+            let batches = run.next_parts()?;
+            assert_eq!(batches.len(), parts);
+            let (loss, gradients) = run.gradients(&batches)?;
             if norm == Norm::Power {
-                let steps = vars["encoder.0.norm_1.iters"].flatten_all()?;
-                let steps = steps.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-                assert_eq!(steps, [parts as f64]);
+                let steps = &variables(&run.varmap)["encoder.0.norm_1.iters"];
+                assert_eq!(numbers(steps.as_tensor())?, [parts as f64]);
             }
-            let mut slots = run.optimizer.slots.iter();
-            let slot = slots.find(|slot| slot.name == "encoder.0.mlp.expand.weight");
-            numbers(&slot.context("no such slot")?.mean)
+            let all = gradients.iter().map(numbers).collect::<Result<Vec<_>>>()?;
+            Ok((loss.into(), all.concat()))
         };
         for (norm, add_up) in [
             (Norm::Layer, true),
             (Norm::Batch, false),
             (Norm::Power, false),
         ] {
-            let (whole, parts) = (gradient(norm, 1)?, gradient(norm, 3)?);
+            let ((whole_loss, whole), (loss, parts)) = (gradients(norm, 1)?, gradients(norm, 3)?);
             let far = (whole.iter().zip(&parts)).fold(0f64, |far, (a, b)| far.max((a - b).abs()));
             let largest = whole.iter().fold(0f64, |most, value| most.max(value.abs()));
             assert!(largest > 0.);
-            assert_eq!(
-                far < 1e-4 * largest,
-                add_up,
-                "{norm}: {far} beside {largest}"
-            );
+            assert_eq!(far < 1e-4 * largest, add_up, "{norm}: {far}");
+            let same = (loss - whole_loss).abs() < 1e-6 * whole_loss;
+            assert_eq!(same, add_up, "{norm}: {loss} and {whole_loss}");
         }
+        Ok(())
+    }
+
+    /// Padding is no row of what is observed: after the first step ψ² is the batch's, and γ is 1.
+    #[test]
+    fn observations_are_of_real_tokens() -> Result<()> {
+        let corpus = corpus();
+        let new = || -> Result<_> {
+            let mut run = Run::new(settings(Norm::PowerV, &corpus), &corpus, &Device::Cpu)?;
+            // Of two lengths.
+            run.epoch.batches[0] = vec![0, 2];
+            Ok(run)
+        };
+        let mut run = new()?;
+        run.step()?;
+        let seen = run.observations.context("nothing was observed")?;
+        let (step, observed) = seen.series["gradient of the quadratic mean"][FIRST_NORM][0];
+
+        let mut run = new()?;
+        let parts = run.next_parts()?;
+        let (_, gradients) = run.gradients(&parts)?;
+        let pairs = &run.epoch.batches[0];
+        let rows: usize = pairs.iter().map(|&i| corpus.train[i].source.len()).sum();
+        let padded = parts[0].sources.tokens.elem_count();
+        assert!(rows < padded, "no padding among {padded} tokens");
+        let phi = &variables(&run.varmap)[&format!("{FIRST_NORM}.running_phi")];
+        let mut slots = run.optimizer.slots.iter();
+        let slot = slots.position(|slot| slot.name == format!("{FIRST_NORM}.weight"));
+        let gradient = numbers(&gradients[slot.context("no slot")?])?;
+        let shares = (gradient.iter().zip(numbers(phi.as_tensor())?))
+            .map(|(gradient, phi)| gradient / rows as f64 / (phi + EPS).sqrt());
+        let expected = shares.map(|share| share * share).sum::<f64>().sqrt() / 8.;
+        assert_eq!(step, 0);
+        assert!(
+            (observed - expected).abs() < 1e-4 * expected,
+            "{observed}, {expected}"
+        );
         Ok(())
     }
 
@@ -596,6 +652,9 @@ mod tests {
         for ((name, before), (_, after)) in before.iter().zip(&bits(&run)) {
             assert_eq!(before != after, name.ends_with("running_phi"), "{name}");
         }
+        let mut other = Run::new(settings(Norm::PowerV, &corpus), &corpus, &Device::Cpu)?;
+        let error = format!("{:#}", other.average(&paths).unwrap_err());
+        assert!(error.ends_with("its run has other settings"), "{error}");
         let missing = dir.path().join("3.safetensors");
         let error = run.average(&[missing]).unwrap_err().to_string();
         assert!(error.starts_with("cannot average"), "{error}");
