@@ -13,7 +13,7 @@
 use super::element::{Accumulator, Element};
 use super::lanes::{sum_terms, sweep, Columns, Lanes, Terms};
 use super::simd;
-use super::uninit::{fill_output, Piece, Values};
+use super::uninit::{fill_output, Piece, Reader, Values};
 use candle::WithDType;
 use pulp::{Scalar, Simd, WithSimd};
 use rayon::prelude::*;
@@ -382,9 +382,9 @@ fn run_pass<T: Element, K: Kernel<T::Acc>>(
     let len = rows.len() * rows.cols();
     let piece = chunk_rows(rows.len(), rows.cols()) * rows.cols();
     let (mut sum, mut sums) = (None, vec![]);
-    let y = fill_output(if y { len } else { 0 }, piece, |y| {
+    let y = fill_output(if y { len } else { 0 }, piece, Reader::Later, |y| {
         if rows.residual.is_some() {
-            sum = Some(fill_output(len, piece, |sum| {
+            sum = Some(fill_output(len, piece, Reader::SamePass, |sum| {
                 sums = run_chunks(kernel, rows, gradients, y, sum, width);
             }));
         } else {
@@ -499,6 +499,7 @@ impl<T: Element, K: Kernel<T::Acc>> WithSimd for Chunk<'_, '_, '_, T, K> {
                 }
             }
         }
+        out.finish();
     }
 }
 
