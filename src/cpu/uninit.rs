@@ -11,27 +11,24 @@ use std::mem::MaybeUninit;
 /// # Panics
 ///
 /// If `fill` leaves a piece unfinished, or puts another in its place.
-pub(super) fn fill_output<T: Copy>(
+pub(super) fn fill_output<T: Copy, const STREAMS: bool>(
     len: usize,
     piece: usize,
-    first_reader: Reader,
-    fill: impl FnOnce(&mut [Piece<T>]),
+    fill: impl FnOnce(&mut [Piece<T, STREAMS>]),
 ) -> Vec<T> {
     let mut out = Vec::with_capacity(len);
     advise_huge_pages(out.spare_capacity_mut());
     let (start, piece) = (out.as_ptr(), piece.max(1));
-    let streams = first_reader == Reader::Later && len * size_of::<T>() >= STREAMED;
-    let mut pieces: Vec<Piece<T>> = out.spare_capacity_mut()[..len]
+    let mut pieces: Vec<Piece<T, STREAMS>> = out.spare_capacity_mut()[..len]
         .chunks_mut(piece)
         .map(|slots| Piece {
             slots,
             filled: 0,
-            streams,
             is_fenced: true,
         })
         .collect();
     fill(&mut pieces);
-    let is_written = |(i, written): (usize, &Piece<T>)| {
+    let is_written = |(i, written): (usize, &Piece<T, STREAMS>)| {
         let first = i * piece;
         written.slots.as_ptr().cast() == start.wrapping_add(first)
             && written.filled == piece.min(len - first)
@@ -48,22 +45,13 @@ pub(super) fn fill_output<T: Copy>(
     out
 }
 
-/// Who reads an output first.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) enum Reader {
-    /// The pass that writes it, by [`Piece::last`].
-    SamePass,
-    /// Whoever gets the output.
-    Later,
-}
-
 /// Outputs of at least this many bytes are streamed: their stores bypass the caches, which would
 /// lose them before anyone reads them.
 ///
 /// At 16 MiB and more, on a processor with 32 MiB of L3, a forward or a backward took 13 to 49 %
 /// less time, and 4 to 39 % less with a read of the output right after it. At 8 MiB, that read took
 /// more than the stores had saved. See `benches/results/2026-11-22-cpu.md`.
-const STREAMED: usize = 16 << 20;
+pub(super) const STREAMED: usize = 16 << 20;
 
 /// Outputs of at least this many bytes ask for huge pages. Allocators take them from the system
 /// anew each time, and a fault for each page of 4 KiB then costs more than the arithmetic that
@@ -91,24 +79,22 @@ fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
 #[cfg(not(target_os = "linux"))]
 fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
 
-/// A run of rows of an output, written from the front.
-pub(crate) struct Piece<'a, T> {
+/// A run of rows of an output, written from the front, by stores that bypass the caches if
+/// `STREAMS`.
+pub(crate) struct Piece<'a, T, const STREAMS: bool> {
     slots: &'a mut [MaybeUninit<T>],
     /// How many of the slots hold a value, from the front.
     filled: usize,
-    /// Whether stores bypass the caches.
-    streams: bool,
     /// False while other threads may not see some of the values.
     is_fenced: bool,
 }
 
-impl<T> Default for Piece<'_, T> {
+impl<T, const STREAMS: bool> Default for Piece<'_, T, STREAMS> {
     /// Has room for nothing.
     fn default() -> Self {
         Self {
             slots: &mut [],
             filled: 0,
-            streams: false,
             is_fenced: true,
         }
     }
@@ -128,7 +114,7 @@ pub(super) trait Values<A: Accumulator> {
     ) -> Lanes<S, A, K>;
 }
 
-impl<T: Element> Piece<'_, T> {
+impl<T: Element, const STREAMS: bool> Piece<'_, T, STREAMS> {
     /// Writes `values` of the next row, `K` vectors at a time. Its `cols` columns are `groups` of
     /// `len` columns each.
     ///
@@ -146,15 +132,10 @@ impl<T: Element> Piece<'_, T> {
     ) {
         assert_eq!(groups.len() * len, cols, "groups that make up no row");
         let slots = &mut self.slots[self.filled..][..cols];
-        let streams = self.streams;
-        let mut write = Write {
-            slots,
-            streams,
-            values,
-        };
+        let mut write = Write::<STREAMS, _, _> { slots, values };
         sweep::<K, _, _, _>(simd, groups, len, &mut write);
         self.filled += cols;
-        self.is_fenced = !streams;
+        self.is_fenced = !STREAMS;
     }
 
     /// Ends the writing, on the thread that wrote.
@@ -169,38 +150,33 @@ impl<T: Element> Piece<'_, T> {
         }
         self.is_fenced = true;
     }
+}
 
+impl<T: Element> Piece<'_, T, false> {
     /// The last `n` values.
-    ///
-    /// # Panics
-    ///
-    /// If the piece is streamed: this pass was not to read it.
     #[inline(always)]
     pub fn last(&self, n: usize) -> &[T] {
-        assert!(
-            !self.streams,
-            "a streamed output is not for this pass to read"
-        );
         let slots = &self.slots[self.filled - n..self.filled];
         // SAFETY: `extend` wrote all slots up to `filled`.
         unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
     }
 }
 
-struct Write<'a, T, V> {
+struct Write<'a, const STREAMS: bool, T, V> {
     slots: &'a mut [MaybeUninit<T>],
-    streams: bool,
     values: V,
 }
 
-impl<T: Element, V: Values<T::Acc>> Columns<T::Acc> for Write<'_, T, V> {
+impl<const STREAMS: bool, T: Element, V: Values<T::Acc>> Columns<T::Acc>
+    for Write<'_, STREAMS, T, V>
+{
     type Group = V::Group;
 
     #[inline(always)]
     fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, group: V::Group) {
         let values: Lanes<S, _, K> = self.values.at(simd, at, group);
         #[cfg(target_arch = "x86_64")]
-        if self.streams && stream(values, self.slots, at) {
+        if STREAMS && stream(values, self.slots, at) {
             return;
         }
         values.write(self.slots, at);
@@ -256,7 +232,7 @@ mod tests {
         }
     }
 
-    struct Extend<'a, 'b>(&'a mut Piece<'b, f32>, &'a [f32]);
+    struct Extend<'a, 'b>(&'a mut Piece<'b, f32, true>, &'a [f32]);
 
     impl WithSimd for Extend<'_, '_> {
         type Output = ();
@@ -275,7 +251,7 @@ mod tests {
         let len = bytes / size_of::<f32>() + 3;
         let source: Vec<f32> = (0..len).map(|i| i as f32).collect();
         for level in Level::all() {
-            let out = fill_output(len, 1000, Reader::Later, |pieces: &mut [Piece<f32>]| {
+            let out = fill_output(len, 1000, |pieces: &mut [Piece<f32, true>]| {
                 for (piece, source) in pieces.iter_mut().zip(source.chunks(1000)) {
                     let (first, second) = source.split_at(source.len() / 3);
                     for part in [first, second] {
@@ -290,33 +266,18 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "16 MiB")]
     #[should_panic(expected = "unwritten")]
     fn a_piece_without_a_fence_is_no_output() {
-        let source = vec![1.; STREAMED / size_of::<f32>()];
-        fill_output(source.len(), source.len(), Reader::Later, |pieces| {
+        let source = [1.; 10];
+        fill_output(10, 10, |pieces: &mut [Piece<f32, true>]| {
             Level::Baseline.run(Extend(&mut pieces[0], &source));
         });
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "16 MiB")]
-    #[should_panic(expected = "not for this pass")]
-    fn a_streamed_piece_is_not_read() {
-        fill_output(
-            STREAMED,
-            STREAMED,
-            Reader::Later,
-            |pieces: &mut [Piece<f32>]| {
-                pieces[0].last(0);
-            },
-        );
-    }
-
-    #[test]
     #[should_panic(expected = "unwritten")]
     fn another_piece_is_no_output() {
-        fill_output(10, 5, Reader::SamePass, |pieces: &mut [Piece<f32>]| {
+        fill_output(10, 5, |pieces: &mut [Piece<f32, true>]| {
             pieces
                 .iter_mut()
                 .for_each(|piece| *piece = Piece::default())
@@ -326,7 +287,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "unwritten")]
     fn an_unfinished_piece_is_no_output() {
-        fill_output(10, 5, Reader::SamePass, |pieces: &mut [Piece<f32>]| {
+        fill_output(10, 5, |pieces: &mut [Piece<f32, true>]| {
             pieces[0].extend::<1, _, _>(Scalar128b, 5, &[()], 5, Negatives(&[1.; 5]))
         });
     }
