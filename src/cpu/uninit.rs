@@ -40,17 +40,19 @@ pub(super) fn fill_output<T: Copy, const STREAMS: bool>(
     );
     // SAFETY: there is room for `len` elements. By the assert, each piece of them is in its place
     // and counted as filled. Only `extend` counts: it asserts that the groups make up the row, of
-    // which `sweep` takes each column once, and `Write::step` writes it. Streamed stores are fenced.
+    // which `sweep` takes each column once, and `Write::step` writes it. Streamed stores are
+    // fenced.
     unsafe { out.set_len(len) };
     out
 }
 
 /// Outputs of at least this many bytes are streamed: their stores bypass the caches, which would
-/// lose them before anyone reads them.
+/// lose most values before anyone reads them.
 ///
-/// At 16 MiB and more, on a processor with 32 MiB of L3, a forward or a backward took 13 to 49 %
-/// less time, and 4 to 39 % less with a read of the output right after it. At 8 MiB, that read took
-/// more than the stores had saved. See `benches/results/2026-11-22-cpu.md`.
+/// On a processor with 32 MiB of L3, a backward of 16 MiB and more took 14 to 37 % less time, and a
+/// forward of f32 2 to 45 % less. In f32 both still took less with a read of the output right after
+/// them. At 8 MiB that read lost what the stores had saved. See
+/// `benches/results/2026-11-22-cpu.md`.
 pub(super) const STREAMED: usize = 16 << 20;
 
 /// Outputs of at least this many bytes ask for huge pages. Allocators take them from the system
@@ -140,7 +142,7 @@ impl<T: Element, const STREAMS: bool> Piece<'_, T, STREAMS> {
 
     /// Ends the writing, on the thread that wrote.
     ///
-    /// A fence after each row would cost 85 ns, which is half as much as a forward of 512 columns.
+    /// A fence after each row would cost 85 ns, as much as a whole forward of 512 columns.
     #[inline(always)]
     pub fn finish(&mut self) {
         #[cfg(target_arch = "x86_64")]
@@ -194,8 +196,8 @@ fn stream<S: Simd, T: Element, const K: usize>(
 ) -> bool {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
 
-    // 16 bytes at a time at every level: this is as fast as 64, within 10 %, and more allocators
-    // align outputs for it.
+    // 16 bytes at a time at every level. Stores of 64 bytes are up to 5 % faster at 64 MiB, but
+    // need an alignment that glibc does not give.
     let columns = &mut slots[at..][..Lanes::<S, T::Acc, K>::WIDTH];
     let to: *mut __m128i = columns.as_mut_ptr().cast();
     let size = size_of::<__m128i>();
