@@ -97,6 +97,11 @@ impl<T: Element> Rows<'_, T> {
         self.x.cols
     }
 
+    /// The bytes of the input, which are those of an output.
+    fn bytes(&self) -> usize {
+        self.len() * self.cols() * size_of::<T>()
+    }
+
     /// The number of rows that are not padding.
     pub fn kept(&self) -> usize {
         match self.keep {
@@ -163,7 +168,7 @@ pub(super) fn square_sum_cols<T: Element>(
     with_padded: bool,
 ) -> (Option<Vec<T>>, SquareSums<T::Acc>) {
     let width = rows.square_sums_width(with_padded);
-    let (outputs, sums) = run(&SquareSumCols, rows, None, false, width);
+    let (outputs, sums) = run_sums(&SquareSumCols, rows, None, width);
     (outputs.sum, SquareSums::split(sums, rows.cols()))
 }
 
@@ -173,7 +178,7 @@ pub(super) fn normalize<T: Element>(
     gain: &[T::Acc],
     shift: &[T::Acc],
 ) -> RowOutputs<T> {
-    run(&Normalize { gain, shift }, rows, None, true, 0).0
+    run(&Normalize { gain, shift }, rows, None, 0).0
 }
 
 /// [`normalize`], with the column sums of x̃² taken on the way.
@@ -184,7 +189,7 @@ pub(super) fn normalize_and_sum<T: Element>(
     with_padded: bool,
 ) -> (RowOutputs<T>, SquareSums<T::Acc>) {
     let width = rows.square_sums_width(with_padded);
-    let (outputs, sums) = run(&Normalize { gain, shift }, rows, None, true, width);
+    let (outputs, sums) = run(&Normalize { gain, shift }, rows, None, width);
     (outputs, SquareSums::split(sums, rows.cols()))
 }
 
@@ -193,7 +198,7 @@ pub(super) fn grad_sum_cols<T: Element>(
     rows: &Rows<T>,
     gradients: &RowGradients<T>,
 ) -> GradSums<T::Acc> {
-    let (_, sums) = run(&GradSumCols, rows, Some(gradients), false, 2 * rows.cols());
+    let (_, sums) = run_sums(&GradSumCols, rows, Some(gradients), 2 * rows.cols());
     GradSums::split(sums, rows.cols())
 }
 
@@ -228,8 +233,8 @@ fn run_normalize_bwd<T: Element>(
 ) -> (RowOutputs<T>, Vec<T::Acc>) {
     let kernel = NormalizeBwd { gain, decay };
     match gradients.dsum {
-        Some(_) => run(&ResidualBwd(kernel), rows, Some(gradients), true, width),
-        None => run(&kernel, rows, Some(gradients), true, width),
+        Some(_) => run(&ResidualBwd(kernel), rows, Some(gradients), width),
+        None => run(&kernel, rows, Some(gradients), width),
     }
 }
 
@@ -349,47 +354,58 @@ impl<T> Row<'_, T> {
     }
 }
 
-/// Runs `kernel` over all rows, and returns fresh outputs and `width` column sums. `y` says whether
-/// the kernel writes an output besides `x + residual`.
+/// Runs `kernel` over all rows, and returns fresh outputs and `width` column sums.
 fn run<T: Element, K: Kernel<T::Acc>>(
     kernel: &K,
     rows: &Rows<T>,
     gradients: Option<&RowGradients<T>>,
-    y: bool,
-    width: usize,
-) -> (RowOutputs<T>, Vec<T::Acc>) {
-    let large = rows.len() * rows.cols() * size_of::<T>() > LARGE;
-    let sum = match &rows.residual {
-        Some(_) if large => run_pass(&SumOnly, rows, None, false, 0).0.sum,
-        _ => None,
-    };
-    let Some(sum) = sum else {
-        return run_pass(kernel, rows, gradients, y, width);
-    };
-    let (outputs, sums) = run_pass(kernel, &rows.summed(&sum), gradients, y, width);
-    let sum = Some(sum);
-    (RowOutputs { sum, ..outputs }, sums)
-}
-
-/// [`run`], in one pass over the rows.
-fn run_pass<T: Element, K: Kernel<T::Acc>>(
-    kernel: &K,
-    rows: &Rows<T>,
-    gradients: Option<&RowGradients<T>>,
-    y: bool,
     width: usize,
 ) -> (RowOutputs<T>, Vec<T::Acc>) {
     // Compiled apart: in one loop with both kinds of stores, a backward in the caches took 3 to 7 %
     // longer.
-    let run = match y && rows.len() * rows.cols() * size_of::<T>() >= STREAMED {
-        true => run_storing::<T, K, true>,
-        false => run_storing::<T, K, false>,
+    let pass = match rows.bytes() >= STREAMED {
+        true => run_pass::<T, K, true>,
+        false => run_pass::<T, K, false>,
     };
-    run(kernel, rows, gradients, y, width)
+    with_sum(rows, |rows| pass(kernel, rows, gradients, true, width))
 }
 
-/// [`run_pass`], with stores of the output that bypass the caches if `STREAMS`.
-fn run_storing<T: Element, K: Kernel<T::Acc>, const STREAMS: bool>(
+/// [`run`] for a kernel that writes no output: `y` is empty.
+fn run_sums<T: Element, K: Kernel<T::Acc>>(
+    kernel: &K,
+    rows: &Rows<T>,
+    gradients: Option<&RowGradients<T>>,
+    width: usize,
+) -> (RowOutputs<T>, Vec<T::Acc>) {
+    with_sum(rows, |rows| {
+        run_pass::<T, K, false>(kernel, rows, gradients, false, width)
+    })
+}
+
+/// Calls `pass` with the rows. If there is a residual and they are large, `x + residual` has a pass
+/// of its own before.
+fn with_sum<T: Element>(
+    rows: &Rows<T>,
+    pass: impl FnOnce(&Rows<T>) -> (RowOutputs<T>, Vec<T::Acc>),
+) -> (RowOutputs<T>, Vec<T::Acc>) {
+    let sum = match &rows.residual {
+        Some(_) if rows.bytes() > LARGE => {
+            let (outputs, _) = run_pass::<T, _, false>(&SumOnly, rows, None, false, 0);
+            outputs.sum
+        }
+        _ => None,
+    };
+    let Some(sum) = sum else {
+        return pass(rows);
+    };
+    let (outputs, sums) = pass(&rows.summed(&sum));
+    let sum = Some(sum);
+    (RowOutputs { sum, ..outputs }, sums)
+}
+
+/// Runs `kernel` in one pass over the rows. `y` says whether it writes an output besides
+/// `x + residual`, and `STREAMS` whether that bypasses the caches.
+fn run_pass<T: Element, K: Kernel<T::Acc>, const STREAMS: bool>(
     kernel: &K,
     rows: &Rows<T>,
     gradients: Option<&RowGradients<T>>,
