@@ -38,21 +38,19 @@ pub(super) fn fill_output<T: Copy, const STREAMS: bool>(
         pieces.iter().enumerate().all(is_written),
         "a kernel left part of its output unwritten"
     );
-    // SAFETY: there is room for `len` elements. By the assert, each piece of them is in its place
-    // and counted as filled. Only `extend` counts: it asserts that the groups make up the row, of
-    // which `sweep` takes each column once, and `Write::step` writes it. Streamed stores are
-    // fenced.
+    // Only `extend` counts what is filled: it asserts that the groups make up the row, of which
+    // `sweep` takes each column once, and `Write::step` writes it.
+    // SAFETY: there is room for `len` elements. By the assert, each piece of them is in its place,
+    // counted as filled and fenced.
     unsafe { out.set_len(len) };
     out
 }
 
 /// Outputs of at least this many bytes are streamed: their stores bypass the caches, which would
-/// lose most values before anyone reads them.
+/// lose most values before anyone reads them. `x + residual` is not, because it is read at once.
 ///
-/// On a processor with 32 MiB of L3, a backward of 16 MiB and more took 14 to 37 % less time, and a
-/// forward of f32 2 to 45 % less. In f32 both still took less with a read of the output right after
-/// them. At 8 MiB that read lost what the stores had saved. See
-/// `benches/results/2026-11-22-cpu.md`.
+/// The size is from a processor with 32 MiB of L3. `benches/results/2026-11-22-cpu.md` has what it
+/// gains there: most in f32, and nothing in a bf16 forward.
 pub(super) const STREAMED: usize = 16 << 20;
 
 /// Outputs of at least this many bytes ask for huge pages. Allocators take them from the system
@@ -87,7 +85,7 @@ pub(crate) struct Piece<'a, T, const STREAMS: bool> {
     slots: &'a mut [MaybeUninit<T>],
     /// How many of the slots hold a value, from the front.
     filled: usize,
-    /// False while other threads may not see some of the values.
+    /// False while streamed values may be on their way to memory.
     is_fenced: bool,
 }
 
@@ -140,11 +138,12 @@ impl<T: Element, const STREAMS: bool> Piece<'_, T, STREAMS> {
         self.is_fenced = !STREAMS;
     }
 
-    /// Ends the writing, on the thread that wrote.
+    /// Waits for streamed values, on the thread that wrote them. Nothing else may access their
+    /// memory before.
     ///
     /// A fence after each row would cost 85 ns, as much as a whole forward of 512 columns.
     #[inline(always)]
-    pub fn finish(&mut self) {
+    pub fn fence(&mut self) {
         // Miri has no such fence, and needs none: see `stream`.
         #[cfg(all(target_arch = "x86_64", not(miri)))]
         if !self.is_fenced {
@@ -186,8 +185,8 @@ impl<const STREAMS: bool, T: Element, V: Values<T::Acc>> Columns<T::Acc>
     }
 }
 
-/// Writes the columns of a row from column `at` past the caches, if they are aligned for it. No
-/// other thread may read them before a fence.
+/// Writes the columns of a row from column `at` past the caches, if they are aligned for it. Nothing
+/// else may access them before a fence.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn stream<S: Simd, T: Element, const K: usize>(
@@ -195,36 +194,60 @@ fn stream<S: Simd, T: Element, const K: usize>(
     slots: &mut [MaybeUninit<T>],
     at: usize,
 ) -> bool {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128};
 
-    // 16 bytes at a time at every level. Stores of 64 bytes are up to 5 % faster at 64 MiB, but
-    // need an alignment that glibc does not give.
+    /// Columns of four vectors of 512 bits. They stay in registers.
+    const MOST: usize = 64;
+    const { assert!(Lanes::<S, T::Acc, K>::WIDTH <= MOST) };
+    // 16 bytes at a time at every level. Stores of 64 bytes are up to 5 % faster for 32768x1024,
+    // but need an alignment that glibc does not give.
     let columns = &mut slots[at..][..Lanes::<S, T::Acc, K>::WIDTH];
     let to: *mut __m128i = columns.as_mut_ptr().cast();
     let size = size_of::<__m128i>();
     if !to.is_aligned() || !size_of_val(columns).is_multiple_of(size) {
         return false;
     }
-    // Four vectors of 512 bits. It stays in registers.
-    let mut buffer = [MaybeUninit::<T>::uninit(); 64];
+    let mut buffer = [MaybeUninit::<T>::uninit(); MOST];
     let buffer = &mut buffer[..columns.len()];
     values.write(buffer, 0);
     let from: *const __m128i = buffer.as_ptr().cast();
     for i in 0..size_of_val(columns) / size {
-        // SAFETY: `buffer` and `columns` have the same length, a multiple of 16 bytes, and `i` is
-        // within it. `write` wrote all of `buffer`, and an `Element` has no padding. `to` is
-        // aligned. Every x86-64 processor has SSE2. `fill_output` returns after a fence.
-        unsafe {
-            let (to, value) = (to.add(i), _mm_loadu_si128(from.add(i)));
-            // Miri has no streaming stores. It checks plain ones.
-            if cfg!(miri) {
-                to.write(value);
-            } else {
-                _mm_stream_si128(to, value);
-            }
-        }
+        // `write` wrote all of `buffer`, and floating-point numbers have no padding.
+        // SAFETY: `buffer` and `columns` have the same length, a multiple of 16 bytes, which `i` is
+        // within, and `to` is aligned. A fence follows before anything reads.
+        unsafe { store::<S>(to.add(i), _mm_loadu_si128(from.add(i))) };
     }
     true
+}
+
+/// A streamed store of 16 bytes in the encoding of the level's other instructions. `_mm_stream_si128`
+/// always has the old one, between which and AVX some older processors take 70 cycles to switch.
+///
+/// # Safety
+///
+/// `to` must be valid for a write and aligned, and `S` a level of this processor. Nothing else may
+/// access the value before a fence.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn store<S: Simd>(to: *mut std::arch::x86_64::__m128i, value: std::arch::x86_64::__m128i) {
+    if cfg!(miri) {
+        // Miri has no streamed stores. It checks a plain one.
+        // SAFETY: by this function's contract.
+        unsafe { to.write(value) };
+    } else if size_of::<S::f32s>() > size_of_val(&value) {
+        // SAFETY: by this function's contract; levels of wider vectors have AVX.
+        unsafe {
+            std::arch::asm!(
+                "vmovntdq [{to}], {value}",
+                to = in(reg) to,
+                value = in(xmm_reg) value,
+                options(nostack, preserves_flags),
+            )
+        };
+    } else {
+        // SAFETY: by this function's contract; every x86-64 processor has SSE2.
+        unsafe { std::arch::x86_64::_mm_stream_si128(to, value) };
+    }
 }
 
 #[cfg(test)]
@@ -268,7 +291,7 @@ mod tests {
                     for part in [first, second] {
                         level.run(Extend(piece, part));
                     }
-                    piece.finish();
+                    piece.fence();
                 }
             });
             assert!(out.iter().zip(&source).all(|(out, source)| *out == -source));
@@ -299,7 +322,8 @@ mod tests {
     #[should_panic(expected = "unwritten")]
     fn an_unfinished_piece_is_no_output() {
         fill_output(10, 5, |pieces: &mut [Piece<f32, true>]| {
-            pieces[0].extend::<1, _, _>(Scalar128b, 5, &[()], 5, Negatives(&[1.; 5]))
+            pieces[0].extend::<1, _, _>(Scalar128b, 5, &[()], 5, Negatives(&[1.; 5]));
+            pieces[0].fence();
         });
     }
 }

@@ -100,7 +100,8 @@ fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
         let shapes = move |&groups| [1, 2, 37, 1000].map(move |rows| (rows, cols, groups));
         layer_scales.iter().flat_map(shapes)
     });
-    // On the CPU no path depends on larger sizes, and the variants take turns.
+    // On the CPU larger sizes differ in their stores alone, which unit tests compare. The variants
+    // take turns.
     let (most, every) = match device.is_cpu() {
         true => (1 << 19, 8),
         false => (5 << 19, 1),
