@@ -7,7 +7,7 @@
 //! 4. `group_scale` reads each group of a row and takes the sums of the layer-scale: Σ x² in a
 //!    forward; Σ x², Σ gain dy x and Σ decay x² in a backward.
 //! 5. `row` reads the whole row again, now from the first-level cache. Four vectors at a time, it
-//!    writes the output and adds to the chunk's sums.
+//!    writes the output, past the caches if all of it is large, and adds to the chunk's sums.
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
 
 use super::element::{Accumulator, Element};
