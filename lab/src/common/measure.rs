@@ -23,14 +23,14 @@ pub type Series = Vec<(usize, f64)>;
 pub struct Observations {
     /// The only layer whose `series` are kept, or `None` for all layers.
     only: Option<String>,
-    /// By quantity, then by layer. With d channels and a batch's statistic s_B beside its running
-    /// value s, the quantities are:
+    /// By quantity, then by layer. A layer has d channels. Its batch's statistic is s_B, and its
+    /// running value s. These are the quantities.
     ///
-    /// - "distance": `(1/d)‖s_B − s‖`;
-    /// - "relative distance": `‖s_B − s‖/‖s‖`, and of a mean `‖μ_B − μ‖/‖σ‖`;
-    /// - "gradient": `(1/d)‖g/σ_B‖`, where g is the mean over tokens of `∂L/∂x̂` (for μ) or of
-    ///   `x̂ ∂L/∂x̂` (for σ², and with ψ_B in place of σ_B for ψ²). PowerNorm's ψ² has none: its
-    ///   backward takes ν instead.
+    /// - "distance": `(1/d)‖s_B − s‖`.
+    /// - "relative distance": `‖s_B − s‖/‖s‖`, and of a mean `‖μ_B − μ‖/‖σ‖`.
+    /// - "gradient": `(1/d)‖g/σ_B‖`. For μ, g is the mean over tokens of `∂L/∂x̂`. For σ² it is that
+    ///   of `x̂ ∂L/∂x̂`. For ψ² it is the same with ψ_B in place of σ_B. Only PN-V has that one:
+    ///   PN's backward takes ν instead.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
     /// Over the recorded steps after the warm-up, by layer: the channels with |γ| ≤ ψ_B (σ_B with
     /// BatchNorm), and all channels.
@@ -472,6 +472,18 @@ mod tests {
         numbers(&gradients[slot.context("no slot")?])
     }
 
+    /// What one recorded step shows.
+    fn observed(
+        run: &Run,
+        norm: &NormConfig,
+        states: [&Snapshot; 2],
+        gradients: &[Tensor],
+    ) -> Result<Observations> {
+        let mut seen = Observations::default();
+        seen.observe(&run.optimizer, norm, ROWS, states, gradients, true)?;
+        Ok(seen)
+    }
+
     #[test]
     fn statistics_of_a_batch_follow_from_two_states() -> Result<()> {
         let corpus = corpus();
@@ -491,15 +503,7 @@ mod tests {
                 let ours = batch_phi(&phi(&before)?, &phi(&after)?, run.steps(), &settings.norm);
                 assert_close(&ours, &direct);
 
-                let mut seen = Observations::default();
-                seen.observe(
-                    &run.optimizer,
-                    &settings.norm,
-                    ROWS,
-                    [&before, &after],
-                    &gradients,
-                    true,
-                )?;
+                let seen = observed(&run, &settings.norm, [&before, &after], &gradients)?;
                 let running = phi(&before)?;
                 let off = length(direct.iter().zip(&running).map(|(a, b)| a - b));
                 let value = |quantity: &str| seen.series[quantity][LAYER][0].1;
@@ -509,9 +513,9 @@ mod tests {
                     &[value("relative distance of the quadratic mean")],
                     &[relative],
                 );
-                let observed = seen.series.get("gradient of the quadratic mean");
+                let series = seen.series.get("gradient of the quadratic mean");
                 assert_eq!(
-                    observed.map(BTreeMap::len),
+                    series.map(BTreeMap::len),
                     (norm == Norm::PowerV).then_some(3)
                 );
                 run.update(loss, &gradients)?;
@@ -531,15 +535,7 @@ mod tests {
         let before = Snapshot::of(&run.varmap)?;
         let (_, gradients) = run.gradients()?;
         let after = Snapshot::of(&run.varmap)?;
-        let mut seen = Observations::default();
-        seen.observe(
-            &run.optimizer,
-            &settings.norm,
-            ROWS,
-            [&before, &after],
-            &gradients,
-            true,
-        )?;
+        let seen = observed(&run, &settings.norm, [&before, &after], &gradients)?;
         let value = |quantity: &str| seen.series[quantity][LAYER][0].1;
         let of_mean = length(mean.into_iter());
         let of_variance = length(variance.into_iter().map(|variance| variance - 1.));
@@ -606,15 +602,7 @@ mod tests {
             let before = Snapshot::of(&run.varmap)?;
             let (_, gradients) = run.gradients()?;
             let states = [&before, &Snapshot::of(&run.varmap)?];
-            let mut seen = Observations::default();
-            seen.observe(
-                &run.optimizer,
-                &settings.norm,
-                ROWS,
-                states,
-                &gradients,
-                true,
-            )?;
+            let seen = observed(&run, &settings.norm, states, &gradients)?;
             for (statistic, param) in quantities {
                 let gradient = gradient_of(&run, &gradients, param)?;
                 let share =
