@@ -1,7 +1,7 @@
 //! The switch between training and evaluation.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A shared switch between training and evaluation.
 ///
@@ -23,7 +23,15 @@ use std::sync::Arc;
 /// assert!(shared.is_training());
 /// ```
 #[derive(Debug, Clone)]
-pub struct Mode(Arc<AtomicU64>);
+pub struct Mode(Arc<Mutex<Switch>>);
+
+#[derive(Debug)]
+struct Switch {
+    /// What holds outside every scope.
+    setting: Purpose,
+    /// The open scopes by number, in the order in which they were opened. The last one decides.
+    scopes: Vec<(u64, Purpose)>,
+}
 
 /// What a forward is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,27 +42,33 @@ pub(crate) enum Purpose {
     Recalibration(u64),
 }
 
-const EVALUATION: u64 = 0;
-const TRAINING: u64 = 1;
-
-/// The number of the next pass of a recalibration. Passes of all `Mode`s have different numbers.
-static NEXT_PASS: AtomicU64 = AtomicU64::new(TRAINING + 1);
+/// The number of the next scope. Scopes of all `Mode`s have different numbers, and none has 0, with
+/// which a state starts.
+static NEXT_SCOPE: AtomicU64 = AtomicU64::new(1);
 
 impl Mode {
     /// A new switch, in training.
     pub fn train() -> Self {
-        Self(Arc::new(AtomicU64::new(TRAINING)))
+        Self::new(Purpose::Training)
     }
 
     /// A new switch, in evaluation.
     pub fn eval() -> Self {
-        Self(Arc::new(AtomicU64::new(EVALUATION)))
+        Self::new(Purpose::Evaluation)
     }
 
-    /// Sets the switch, for every clone of it.
+    fn new(setting: Purpose) -> Self {
+        let scopes = vec![];
+        Self(Arc::new(Mutex::new(Switch { setting, scopes })))
+    }
+
+    /// Sets the switch, for every clone of it. While scopes are open they decide, and the setting
+    /// takes effect when the last of them ends.
     pub fn set_training(&self, training: bool) {
-        let purpose = if training { TRAINING } else { EVALUATION };
-        self.0.store(purpose, Ordering::Release);
+        self.switch().setting = match training {
+            true => Purpose::Training,
+            false => Purpose::Evaluation,
+        };
     }
 
     /// Whether the switch is set to training. In a scope of evaluation or recalibration it is not.
@@ -62,14 +76,16 @@ impl Mode {
         self.purpose() == Purpose::Training
     }
 
-    /// Switches to evaluation until the guard is dropped. The guard then restores the setting from
-    /// before.
+    /// Switches to evaluation until the guard is dropped.
+    ///
+    /// Several scopes of a `Mode` may be open, in one thread or in several, and their guards may be
+    /// dropped in any order. The scope that was opened last decides.
     pub fn eval_scope(&self) -> ModeScope {
-        self.scope(EVALUATION)
+        self.scope(|_| Purpose::Evaluation)
     }
 
     /// Recomputes ψ² of every layer that follows this switch, from the batches that the model gets
-    /// until the guard is dropped. The guard then restores the setting from before.
+    /// until the guard is dropped.
     ///
     /// Use it where ψ² no longer fits the weights: after checkpoints were averaged or edited, or
     /// for data of another kind.
@@ -108,35 +124,41 @@ impl Mode {
     /// # Ok(()) }
     /// ```
     pub fn recalibrate_scope(&self) -> ModeScope {
-        self.scope(NEXT_PASS.fetch_add(1, Ordering::Relaxed))
+        self.scope(Purpose::Recalibration)
     }
 
     pub(crate) fn purpose(&self) -> Purpose {
-        match self.0.load(Ordering::Acquire) {
-            EVALUATION => Purpose::Evaluation,
-            TRAINING => Purpose::Training,
-            pass => Purpose::Recalibration(pass),
+        let switch = self.switch();
+        (switch.scopes.last()).map_or(switch.setting, |&(_, purpose)| purpose)
+    }
+
+    /// Opens a scope for what `purpose` makes of its number.
+    fn scope(&self, purpose: impl FnOnce(u64) -> Purpose) -> ModeScope {
+        let number = NEXT_SCOPE.fetch_add(1, Ordering::Relaxed);
+        self.switch().scopes.push((number, purpose(number)));
+        ModeScope {
+            mode: self.clone(),
+            number,
         }
     }
 
-    fn scope(&self, purpose: u64) -> ModeScope {
-        ModeScope {
-            before: self.0.swap(purpose, Ordering::AcqRel),
-            mode: self.clone(),
-        }
+    fn switch(&self) -> MutexGuard<'_, Switch> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Restores a [`Mode`] when dropped. [`Mode::eval_scope`] and [`Mode::recalibrate_scope`] make it.
-#[must_use = "the mode is restored as soon as the guard is dropped"]
+/// Ends a scope of a [`Mode`] when dropped. [`Mode::eval_scope`] and [`Mode::recalibrate_scope`]
+/// make it.
+#[must_use = "the scope ends as soon as the guard is dropped"]
 #[derive(Debug)]
 pub struct ModeScope {
     mode: Mode,
-    before: u64,
+    number: u64,
 }
 
 impl Drop for ModeScope {
     fn drop(&mut self) {
-        self.mode.0.store(self.before, Ordering::Release);
+        let mut switch = self.mode.switch();
+        switch.scopes.retain(|&(number, _)| number != self.number);
     }
 }

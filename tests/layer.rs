@@ -451,6 +451,41 @@ fn an_eval_scope_restores_what_stood_before() {
     }
 }
 
+/// As when two threads evaluate one model.
+#[test]
+fn scopes_may_end_in_any_order() {
+    let mode = Mode::train();
+    let [first, second] = [mode.eval_scope(), mode.eval_scope()];
+    drop(first);
+    assert!(!mode.is_training());
+    drop(second);
+    assert!(mode.is_training());
+
+    let (layer, _) = layer(8, 1e-5.into(), DType::F32);
+    let forward = || layer.forward(&input(8)).unwrap();
+    let phi = || layer.running_phi().unwrap().to_vec1::<f32>().unwrap();
+    let evaluation = layer.mode().eval_scope();
+    let recalibration = layer.mode().recalibrate_scope();
+    let before = phi();
+    drop(evaluation);
+    forward();
+    assert_ne!(phi(), before);
+    assert_eq!(layer.steps().unwrap(), 0, "the recalibration goes on");
+    drop(recalibration);
+    forward();
+    assert_eq!(layer.steps().unwrap(), 1);
+}
+
+#[test]
+fn the_switch_may_be_set_in_a_scope() {
+    let mode = Mode::eval();
+    let scope = mode.eval_scope();
+    mode.set_training(true);
+    assert!(!mode.is_training(), "the scope decides");
+    drop(scope);
+    assert!(mode.is_training());
+}
+
 #[test]
 fn an_eval_scope_ends_with_a_panic_too() {
     let mode = Mode::train();
