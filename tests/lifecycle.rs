@@ -310,6 +310,31 @@ fn a_statistic_beyond_the_state_s_dtype_is_forgotten() {
     }
 }
 
+/// A model in f64 that gets batches in f32, whose sums are f32 too: a channel that keeps its
+/// statistic keeps the bits that f32 lacks.
+#[test]
+fn a_refused_statistic_keeps_every_bit() {
+    for warmup in WARM_UPS {
+        let mut data = Data::new(13);
+        let config = PowerNormConfig {
+            affine: false,
+            ..config(Recipe::Paper, warmup)
+        };
+        let layer = Twin::new(&mut data, SIZE, config, DType::F64).layer;
+        for _ in 0..2 {
+            run(&layer, &batch(&mut data, DType::F64), true);
+        }
+        let (phi, nu, _) = state(&layer);
+        let poisoned = poison(&batch(&mut data, DType::F32), f64::NAN, Where::Input);
+        run(&layer, &poisoned, true);
+        let (phi_after, nu_after, _) = state(&layer);
+        for channel in POISONED {
+            assert_eq!(phi_after[channel], phi[channel], "{channel}");
+            assert_eq!(nu_after[channel], nu[channel], "{channel}");
+        }
+    }
+}
+
 /// The released code has no such check: its poisoned channels, and only they, stay poisoned.
 #[test]
 fn the_released_recipe_does_not_forget() {

@@ -252,9 +252,10 @@ impl<T: Element> DeviceStep for CpuStep<T> {
             return Ok(false);
         };
         if let Some(step) = step {
-            let mut values = read_channels::<T::Acc>(phi)?;
+            // In f64, so that a channel that keeps its value keeps every bit of it.
+            let mut values = read_channels::<f64>(phi)?;
             for (old, &batch) in values.iter_mut().zip(&batch.batch_phi) {
-                let mut new = *old;
+                let mut new = T::Acc::from_f64(*old);
                 for shares in [step.cumulative, step.moving].into_iter().flatten() {
                     // The old ψ² does not count here, and may be NaN.
                     let kept = match shares.old {
@@ -264,7 +265,7 @@ impl<T: Element> DeviceStep for CpuStep<T> {
                     new = kept + T::Acc::from_f64(shares.new) * batch;
                 }
                 if accepts(self.config(), phi, new) {
-                    *old = new;
+                    *old = new.to_f64();
                 }
             }
             write_channels(phi, values)?;
@@ -467,16 +468,16 @@ fn update_nu<A: Accumulator>(
 ) -> Result<()> {
     let beta = A::from_f64(1. - config.alpha_bwd);
     let unscale = A::from_f64(loss_scale.recip());
-    let mut values = read_channels::<A>(ema_gz)?;
+    let mut values = read_channels::<f64>(ema_gz)?;
     for ((ema, &gamma), &lambda) in values.iter_mut().zip(gamma).zip(lambda) {
         let mut decay = A::ONE - beta * gamma;
         if config.recipe == Recipe::Paper && decay < A::ZERO {
             decay = A::ZERO;
         }
-        let new = decay * *ema + unscale * lambda;
+        let new = decay * A::from_f64(*ema) + unscale * lambda;
         // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
         if accepts(config, ema_gz, gamma) && accepts(config, ema_gz, new) {
-            *ema = new;
+            *ema = new.to_f64();
         }
     }
     write_channels(ema_gz, values)
