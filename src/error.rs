@@ -186,13 +186,20 @@ pub(crate) enum Error {
 
     // Ranks
     /// Another rank did not come to a sum, because its call failed. On a GPU, ranks tell each other
-    /// of a failure only until they have compared their layers. After that, this error means that a
-    /// sum failed on this rank, and that the step's backward was called again.
+    /// of a failure only until they have compared their layers.
     #[error(
         "power_norm: expected every rank to take part in a sum, got a rank whose call failed: \
          look for its error there, and go on with the next step on all ranks"
     )]
     RankFailed,
+
+    /// A backward on a GPU came to a step whose sums are gone: a sum over ranks failed before, or
+    /// another thread goes back through the same graph.
+    #[error(
+        "power_norm: expected a step that still has its sums, got one whose earlier backward took \
+         them: run the forward again"
+    )]
+    StepLost,
 
     /// The ranks brought different things to one sum. On a GPU the cause may also be a different
     /// step count, warm-up, recipe or statistic.

@@ -459,7 +459,7 @@ impl DeviceBackward for CudaBackward<'_> {
             },
             // Another thread goes back through the same graph, and took the forward's tensors.
             (_, None) if self.step.setting.shared && self.step.kind.is_training() => {
-                return Err(Error::RankFailed.into())
+                return Err(Error::StepLost.into())
             }
             (_, own) => own,
         };

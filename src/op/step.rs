@@ -31,8 +31,8 @@
 //!   before the device starts. The rank tells the others instead, and all of them fail: [`begin`].
 //! - *An exchange that fails on the CPU* fails on all ranks, because ranks announce what they bring
 //!   before they sum. The step still waits, so the backward can be called again. If it is not, the
-//!   next training forward skips the step. It does so on all ranks, with every step that waited
-//!   during the failure: [`LayerRanks::failures`].
+//!   next training forward skips the step, on all ranks. After a refused call or a disagreement it
+//!   also skips every other step that waited then: [`LayerRanks::failures`].
 //! - *An exchange that fails on a GPU* may have failed on one rank only. On a GPU ranks announce
 //!   nothing, because the host would have to wait for the GPU to learn of an announcement. A step
 //!   whose sums were in that exchange is lost, and its backward is refused.
@@ -186,7 +186,7 @@ impl Step {
             self.take_forward_sums()?;
         }
         if *self.life() == Life::Lost {
-            return Err(Error::RankFailed.into());
+            return Err(Error::StepLost.into());
         }
         let mut backward = self.device.backward(inputs)?;
         if self.shared {

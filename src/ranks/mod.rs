@@ -64,8 +64,10 @@ struct Shared {
     communicator: Box<dyn Communicator>,
     /// Layers that were given these ranks.
     layers: AtomicUsize,
-    /// The number of sums that failed. A sum fails on all ranks at the same place in their order,
-    /// and they all leave out the steps before it.
+    /// The number of sums to which a rank did not come, or for which ranks disagreed. Such a sum
+    /// fails on all ranks at the same place in their order, and they all leave out the steps that
+    /// wait by then. An error of the communicator itself does not count: it costs only the step
+    /// whose sum it was.
     failures: AtomicUsize,
 }
 
@@ -135,8 +137,8 @@ impl LayerRanks {
         self.0.is_none()
     }
 
-    /// The number of sums that failed so far. If it grows while a step waits for other ranks, that
-    /// step is left out.
+    /// The number of sums so far to which a rank did not come, or for which ranks disagreed. If it
+    /// grows while a step waits for other ranks, that step is left out.
     pub fn failures(&self) -> usize {
         let failures = |member: &Member| member.ranks.0.failures.load(Ordering::Acquire);
         self.0.as_ref().map_or(0, failures)
