@@ -210,19 +210,52 @@ fn the_same_bits_on_any_number_of_threads() {
     }
 }
 
-/// Every level of vector instructions that this processor has, each in a process of its own: a
-/// process chooses once.
+/// Runs tests of this file with a switch of the crate's set, in a process of its own: a process
+/// reads it once. Says whether they passed, and what they printed.
+fn run_with(switch: &str, value: &str, tests: &[&str]) -> (bool, String) {
+    let run = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(tests)
+        .env_remove("CANDLE_POWERNORM_SIMD")
+        .env_remove("CANDLE_POWERNORM_DEVICE")
+        .env(switch, value)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&run.stdout);
+    let passed = format!("{} passed", tests.len());
+    (
+        run.status.success() && text.contains(&passed),
+        text.into_owned(),
+    )
+}
+
+/// Every level of vector instructions that this processor has.
 #[test]
 fn every_simd_level() {
-    let tests = ["every_rank", "heights_around_a_cut"];
     for level in ["scalar", "avx2"] {
-        let run = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(tests)
-            .env("CANDLE_POWERNORM_SIMD", level)
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&run.stdout);
-        assert!(run.status.success(), "{level}: {text}");
-        assert!(text.contains("2 passed"), "{level}: {text}");
+        let tests = ["every_rank", "heights_around_a_cut"];
+        let (passed, text) = run_with("CANDLE_POWERNORM_SIMD", level, &tests);
+        assert!(passed, "{level}: {text}");
+    }
+}
+
+/// candle's own operations, which run the layer on devices without kernels.
+#[test]
+fn composed_of_candle_s_operations() {
+    let (passed, text) = run_with("CANDLE_POWERNORM_DEVICE", "composed", &["every_rank"]);
+    assert!(passed, "{text}");
+}
+
+/// So the tests above ran what they name.
+#[test]
+fn switches_are_read() {
+    for (switch, expected) in [
+        (
+            "CANDLE_POWERNORM_SIMD",
+            "expected scalar, avx2 or best, got fast",
+        ),
+        ("CANDLE_POWERNORM_DEVICE", "expected composed, got fast"),
+    ] {
+        let (passed, text) = run_with(switch, "fast", &["every_rank"]);
+        assert!(!passed && text.contains(expected), "{switch}: {text}");
     }
 }

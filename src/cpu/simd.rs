@@ -33,14 +33,17 @@ pub(super) enum Level {
 }
 
 /// Levels of 256 bits at most, and of 512: the best of this processor, or the one that the
-/// environment variable `CANDLE_POWERNORM_SIMD` names (`scalar` or `avx2`), so that each can be
-/// tested on one machine.
-static LEVELS: LazyLock<(Level, Level)> =
-    LazyLock::new(|| match std::env::var("CANDLE_POWERNORM_SIMD").as_deref() {
+/// environment variable `CANDLE_POWERNORM_SIMD` names (`scalar`, `avx2` or `best`), so that each can
+/// be tested on one machine.
+static LEVELS: LazyLock<(Level, Level)> = LazyLock::new(|| {
+    let name = std::env::var("CANDLE_POWERNORM_SIMD");
+    match name.as_deref() {
         Ok("scalar") => (Level::Baseline, Level::Baseline),
         Ok("avx2") => (avx2(), avx2()),
-        _ => best(),
-    });
+        Ok("best") | Err(_) => best(),
+        Ok(name) => panic!("CANDLE_POWERNORM_SIMD: expected scalar, avx2 or best, got {name}"),
+    }
+});
 
 #[cfg(target_arch = "x86_64")]
 fn best() -> (Level, Level) {

@@ -158,8 +158,14 @@ pub(crate) enum DeviceKind {
 }
 
 /// Tests set this environment variable to `composed` to run [`DeviceKind::Composed`] on a CPU.
-static COMPOSED: LazyLock<bool> =
-    LazyLock::new(|| std::env::var("CANDLE_POWERNORM_DEVICE").as_deref() == Ok("composed"));
+static COMPOSED: LazyLock<bool> = LazyLock::new(|| {
+    let name = std::env::var("CANDLE_POWERNORM_DEVICE");
+    match name.as_deref() {
+        Ok("composed") => true,
+        Err(_) => false,
+        Ok(name) => panic!("CANDLE_POWERNORM_DEVICE: expected composed, got {name}"),
+    }
+});
 
 impl DeviceKind {
     pub fn of(device: &Device) -> Self {
