@@ -724,7 +724,7 @@ __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trai
   }
 }
 
-// Whether a row is kept.
+// Whether the batch has a kept row.
 template <typename A> __device__ __forceinline__ bool has_rows(const void *count) {
   return *static_cast<const A *>(count) != 0;
 }

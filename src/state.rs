@@ -25,8 +25,8 @@ pub(crate) struct State {
     /// t, `[1]`, on the CPU: a step must not wait for a GPU to learn its number.
     iters: Var,
     /// Makes a read-modify-write of the variables whole. Held for channel-sized work only, never
-    /// while rows are processed: a rayon worker that waits for its rows may pick up another forward
-    /// of the same layer, which would then wait for a lock held further up its own stack.
+    /// while rows are processed. A rayon worker that waits for its rows may start another forward
+    /// of this layer, which would then wait for a lock held further up the same stack.
     lock: Mutex<Recalibration>,
     /// How often the statistics were reset.
     resets: AtomicUsize,

@@ -175,6 +175,9 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
             slowest = slowest.max(recovered + 1);
         }
     }
+    // What README.md and docs/guide/robustness.md say.
+    let documented = if groups.is_some() { 42 } else { 217 };
+    assert!(slowest <= documented, "{what}: {slowest} clean steps");
     println!(
         "{what}: {step} steps, {adversaries} adversaries in {bursts} bursts; ψ² up to \
          {worst_ratio:.3e} times what it would be, within 1 % again after at most {slowest} clean \

@@ -242,7 +242,7 @@ mod tests {
         }
     }
 
-    /// Widths below, at and above multiples of a vector, and of a round of `SETS` vectors.
+    /// Widths below, at and above multiples of a vector, and of `K` vectors.
     #[test]
     fn sums_of_every_width() {
         let a: Vec<f64> = (0..100).map(|i| 1. + (i as f64).sin()).collect();
