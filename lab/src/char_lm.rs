@@ -19,21 +19,15 @@
 //! stdout, checkpoints and loss curves to the folder `--out`.
 
 use crate::common::data::{Corpus, Unit};
-use crate::common::model::Size;
+use crate::common::model::{Size, CONTEXT, HEADS, WIDTH};
 use crate::common::norm::{Norm, NormArgs};
-use crate::common::train::{Regularization, Run, Settings};
+use crate::common::train::{Regularization, Run, Settings, BATCH};
 use crate::common::{self, optim, plot, Place};
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{json, Value};
 use std::path::{Path, PathBuf};
-
-const BATCH: usize = 12;
-const LAYERS: usize = 4;
-const HEADS: usize = 4;
-const WIDTH: usize = 128;
-const CONTEXT: usize = 64;
 
 /// Batches of an evaluation along the way, and of the final one.
 const EVAL_BATCHES: usize = 20;
@@ -91,7 +85,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
-    /// Folder of the checkpoints (NORM.safetensors) and plots (NORM.svg, compare.svg)
+    /// Folder of the checkpoints (NORM.SEED.safetensors) and plots (NORM.SEED.svg,
+    /// compare.SEED.svg)
     #[arg(long, value_name = "DIR", default_value = "target/char-lm")]
     out: PathBuf,
 
@@ -122,7 +117,8 @@ pub fn run(args: &Args) -> Result<()> {
             "--fold is for PowerNorm, --norm power or power-v, not {norm}"
         );
     }
-    let checkpoint = |norm: Norm| args.out.join(format!("{norm}.safetensors"));
+    let file = |name: &str, extension| args.out.join(format!("{name}.{}.{extension}", args.seed));
+    let checkpoint = |norm: Norm| file(&norm.to_string(), "safetensors");
     ensure!(
         !args.resume || norms.iter().any(|&norm| checkpoint(norm).exists()),
         "there is no checkpoint to resume from in {}",
@@ -152,7 +148,7 @@ pub fn run(args: &Args) -> Result<()> {
             .collect();
         let title = "Loss: thick on the validation split, thin in training";
         let chart = plot::losses(title.into(), "nats per character", &runs);
-        plot::draw(&args.out.join(plot).with_extension("svg"), &[chart], 1)?;
+        plot::draw(&file(&plot, "svg"), &[chart], 1)?;
     }
     eprintln!("\nCheckpoints and plots are in {}", args.out.display());
     Ok(())
@@ -161,13 +157,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     Settings {
         norm: args.layer.config(norm, HEADS, optim::WARMUP_STEPS),
-        size: Size {
-            layers: LAYERS,
-            heads: HEADS,
-            width: WIDTH,
-            context: CONTEXT,
-            vocab: corpus.vocab.len(),
-        },
+        size: Size::small(corpus.vocab.len()),
         batch: BATCH,
         micro_batch: BATCH,
         regularization: args.regularization,
@@ -286,7 +276,7 @@ mod tests {
 
     /// The losses of a run whose initial weights are off by up to `relative` of each.
     fn losses(norm: Norm, device: &Device, relative: f64) -> Result<Vec<f32>> {
-        let corpus = Corpus::new(include_str!("../sample/train.en"), Unit::Character, 32)?;
+        let corpus = Corpus::sample(32);
         let mut run = Run::new(small(norm, &corpus), &corpus, device)?;
         let mut rng = StdRng::seed_from_u64(1);
         for (name, var) in variables(&run.varmap) {

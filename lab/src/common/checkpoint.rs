@@ -145,3 +145,27 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     file.sync_all()?;
     std::fs::rename(&partial, path)
 }
+
+/// Every number that a run's future depends on, as bits.
+#[cfg(test)]
+pub fn bits(varmap: &VarMap, optimizer: &AdamW) -> Vec<(String, Vec<u64>)> {
+    let variables = variables(varmap).into_iter();
+    let mut tensors: Vec<_> = variables
+        .map(|(name, var)| (name, var.as_detached_tensor()))
+        .collect();
+    for slot in &optimizer.slots {
+        tensors.push((format!("{}.mean", slot.name), slot.mean.clone()));
+        tensors.push((format!("{}.square", slot.name), slot.square.clone()));
+    }
+    let bits = |tensor: Tensor| -> Result<Vec<u64>> {
+        let values = tensor.flatten_all()?.to_dtype(candle::DType::F64)?;
+        Ok(values
+            .to_vec1::<f64>()?
+            .into_iter()
+            .map(f64::to_bits)
+            .collect())
+    };
+    (tensors.into_iter())
+        .map(|(name, tensor)| (name, bits(tensor).unwrap()))
+        .collect()
+}

@@ -43,6 +43,13 @@ impl Corpus {
         Self::new(&text, unit, context).with_context(|| format!("cannot use {}", path.display()))
     }
 
+    /// The characters of the sample text.
+    #[cfg(test)]
+    pub fn sample(context: usize) -> Self {
+        let text = include_str!("../../sample/train.en");
+        Self::new(text, Unit::Character, context).unwrap()
+    }
+
     /// `context` is the longest stretch that must fit in either part.
     pub fn new(text: &str, unit: Unit, context: usize) -> Result<Self> {
         ensure!(!text.is_empty(), "the text is empty");

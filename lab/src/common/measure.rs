@@ -105,9 +105,7 @@ impl Observations {
     ) -> Result<()> {
         let step = optimizer.steps;
         let gradient = |layer: &str, name: &str| {
-            let name = format!("{layer}.{name}");
-            let slot = (optimizer.slots.iter()).position(|slot| slot.name == name);
-            numbers(&gradients[slot.with_context(|| format!("no gradient of {name}"))?])
+            numbers(optimizer.gradient(gradients, &format!("{layer}.{name}"))?)
         };
         match norm.norm {
             Norm::Batch if recorded => {
@@ -141,7 +139,8 @@ impl Observations {
                 for layer in before.layers("running_phi") {
                     let running = before.get(&layer, "running_phi")?;
                     let batch = batch_phi(running, after.get(&layer, "running_phi")?, step, norm);
-                    if norm.norm == Norm::Power && step >= norm.warmup_steps {
+                    let has_guard = norm.norm == Norm::Power && norm.recipe == Recipe::Paper;
+                    if has_guard && step >= norm.warmup_steps {
                         self.channels += running.len();
                         self.guarded += outside(&batch, running, norm).count();
                     }
@@ -325,10 +324,7 @@ pub fn unguard(
         if outside.is_empty() {
             continue;
         }
-        let slots = &optimizer.slots;
-        let weight = format!("{layer}.weight");
-        let slot = slots.iter().position(|slot| slot.name == weight);
-        let gradient = numbers(&gradients[slot.with_context(|| format!("no {weight}"))?])?;
+        let gradient = numbers(optimizer.gradient(gradients, &format!("{layer}.weight"))?)?;
         let gamma = before.get(&layer, "weight")?;
         let lambda: Vec<f64> = products(gamma, &gradient, rows).collect();
         let old = before.get(&layer, "ema_gz")?;
@@ -379,7 +375,7 @@ pub fn singular_values(varmap: &VarMap) -> Result<Vec<f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::common::data::{Batch, Corpus, Unit};
+    use crate::common::data::{Batch, Corpus};
     use crate::common::model::Size;
     use crate::common::random::{generator, Use};
     use crate::common::train::{Run, Settings};
@@ -392,12 +388,7 @@ mod tests {
     const LAYER: &str = "blocks.0.norm_1";
 
     fn corpus() -> Corpus {
-        Corpus::new(
-            include_str!("../../sample/train.en"),
-            Unit::Character,
-            CONTEXT,
-        )
-        .unwrap()
+        Corpus::sample(CONTEXT)
     }
 
     fn settings(norm: Norm, recipe: Recipe, corpus: &Corpus) -> Settings {
@@ -467,9 +458,7 @@ mod tests {
     }
 
     fn gradient_of(run: &Run, gradients: &[Tensor], name: &str) -> Result<Vec<f64>> {
-        let mut slots = run.optimizer.slots.iter();
-        let slot = slots.position(|slot| slot.name == format!("{LAYER}.{name}"));
-        numbers(&gradients[slot.context("no slot")?])
+        numbers((run.optimizer).gradient(gradients, &format!("{LAYER}.{name}"))?)
     }
 
     /// What one recorded step shows.

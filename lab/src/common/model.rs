@@ -11,6 +11,12 @@ use candle_powernorm::Mode;
 use rand::{rngs::StdRng, Rng};
 use rand_distr::Normal;
 
+/// The model that `char-lm` and `study` train, which is nanoGPT's for a CPU.
+pub const LAYERS: usize = 4;
+pub const HEADS: usize = 4;
+pub const WIDTH: usize = 128;
+pub const CONTEXT: usize = 64;
+
 /// The sizes of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Size {
@@ -19,6 +25,19 @@ pub struct Size {
     pub width: usize,
     pub context: usize,
     pub vocab: usize,
+}
+
+impl Size {
+    /// That of `char-lm` and `study`.
+    pub fn small(vocab: usize) -> Self {
+        Self {
+            layers: LAYERS,
+            heads: HEADS,
+            width: WIDTH,
+            context: CONTEXT,
+            vocab,
+        }
+    }
 }
 
 /// The transformer. `forward` takes tokens `[batch, time]` and gives logits `[batch, time, vocab]`.

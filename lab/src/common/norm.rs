@@ -47,7 +47,9 @@ pub enum Norm {
     Mabn,
     /// Batch normalization whose statistics count padding
     BatchPadded,
-    /// Batch normalization by the batch's statistics in evaluation too
+    /// Batch normalization by the batch's statistics in evaluation too. Its training is
+    /// [`Batch`](Self::Batch)'s, so no command trains it.
+    #[value(skip)]
     BatchOwn,
     /// Instance normalization: each sentence by itself
     Instance,
@@ -140,7 +142,7 @@ pub struct NormConfig {
     /// Channel groups of the layer-scale before the normalization, whichever it is, `None` for no
     /// layer-scale.
     pub groups: Option<usize>,
-    /// Steps before PowerNorm trusts its running statistic.
+    /// Steps before PowerNorm, BRN and MABN trust their running statistics.
     pub warmup_steps: usize,
     /// The equations PowerNorm runs.
     pub recipe: Recipe,
@@ -158,7 +160,8 @@ pub struct NormArgs {
     #[arg(long, default_value_t = 4)]
     pub groups: usize,
 
-    /// Steps of PowerNorm's warm-up [default: those of the learning rate's, as in the paper]
+    /// Steps of the warm-up of PowerNorm, BRN and MABN [default: those of the learning rate's, as
+    /// in the paper]
     #[arg(long, value_name = "STEPS")]
     pub norm_warmup: Option<usize>,
 

@@ -86,6 +86,12 @@ impl AdamW {
         self.slots.iter().map(gradient).collect()
     }
 
+    /// Of `gradients`, in the order of the slots, that of the parameter called `name`.
+    pub fn gradient<'a>(&self, gradients: &'a [Tensor], name: &str) -> Result<&'a Tensor> {
+        let slot = self.slots.iter().position(|slot| slot.name == name);
+        Ok(&gradients[slot.with_context(|| format!("there is no parameter {name}"))?])
+    }
+
     /// Moves every parameter by its gradient, in the order of the slots.
     pub fn step(&mut self, grads: &[Tensor], rate: f64) -> Result<()> {
         let AdamWConfig {

@@ -23,6 +23,9 @@ const ADAMW: AdamWConfig = AdamWConfig {
 
 const DTYPE: DType = DType::F32;
 
+/// Sequences of a batch of `char-lm` and `study`.
+pub const BATCH: usize = 12;
+
 /// What decides a run: two runs of the same settings on the same text are the same run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
@@ -335,9 +338,14 @@ mod tests {
     use super::super::data::Unit;
     use super::super::norm::Norm;
     use super::*;
+    use crate::common::checkpoint;
     use candle_powernorm::Recipe;
     use clap::ValueEnum;
     use rand::Rng;
+
+    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
+        checkpoint::bits(&run.varmap, &run.optimizer)
+    }
 
     /// A model small enough for a test; PowerNorm's warm-up ends before the run does.
     fn settings(norm: Norm, corpus: &Corpus) -> Settings {
@@ -366,29 +374,7 @@ mod tests {
     }
 
     fn corpus() -> Corpus {
-        Corpus::new(include_str!("../../sample/train.en"), Unit::Character, 8).unwrap()
-    }
-
-    /// Every number the run's future depends on, as bits.
-    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
-        let vars = variables(&run.varmap);
-        let vars = vars
-            .into_iter()
-            .map(|(name, var)| (name, var.as_detached_tensor()));
-        let slots = run.optimizer.slots.iter();
-        let moments = slots.flat_map(|slot| {
-            [
-                ("mean".to_string(), slot.mean.clone()),
-                ("square".to_string(), slot.square.clone()),
-            ]
-        });
-        vars.chain(moments)
-            .map(|(name, tensor)| {
-                let values = tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
-                let values = values.to_vec1::<f64>().unwrap();
-                (name, values.into_iter().map(f64::to_bits).collect())
-            })
-            .collect()
+        Corpus::sample(8)
     }
 
     /// With smoothing s the loss is (1−s) of the target's and s of the mean over all tokens. An

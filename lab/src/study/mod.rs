@@ -22,10 +22,10 @@ mod report;
 use crate::common::checkpoint::write_whole;
 use crate::common::data::{Corpus, Unit};
 use crate::common::measure::{self, Observations, Snapshot};
-use crate::common::model::Size;
+use crate::common::model::{Size, CONTEXT, HEADS};
 use crate::common::norm::{Norm, NormConfig};
 use crate::common::optim::WARMUP_STEPS;
-use crate::common::train::{Regularization, Run, Settings};
+use crate::common::train::{Regularization, Run, Settings, BATCH};
 use crate::common::{self, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
@@ -37,12 +37,6 @@ use serde_json::{json, Value};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Instant;
-
-const BATCH: usize = 12;
-const LAYERS: usize = 4;
-const HEADS: usize = 4;
-const WIDTH: usize = 128;
-const CONTEXT: usize = 64;
 
 /// What PowerNorm's α, forward and backward, are chosen from, as in the paper. The first is the
 /// crate's default, and what the other experiments have.
@@ -386,13 +380,7 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
             alpha: variant.alpha,
             group_norm_groups: HEADS,
         },
-        size: Size {
-            layers: LAYERS,
-            heads: HEADS,
-            width: WIDTH,
-            context: CONTEXT,
-            vocab: corpus.vocab.len(),
-        },
+        size: Size::small(corpus.vocab.len()),
         batch: BATCH,
         micro_batch: variant.micro_batch,
         regularization: args.regularization,
@@ -465,7 +453,12 @@ fn train(
             }
         }
         if !loss.is_finite() {
-            return Ok(Outcome::diverged(variant, description, &run, observations));
+            return Ok(Outcome::unfinished(
+                variant,
+                description,
+                &run,
+                observations,
+            ));
         }
         run.update(loss, &gradients)?;
         run.elapsed += start.elapsed();
@@ -475,7 +468,12 @@ fn train(
         if step.is_multiple_of(args.eval_every) && step < args.steps {
             let val_loss = run.evaluate(&corpus.val, EVAL_BATCHES)?;
             if !val_loss.is_finite() {
-                return Ok(Outcome::diverged(variant, description, &run, observations));
+                return Ok(Outcome::unfinished(
+                    variant,
+                    description,
+                    &run,
+                    observations,
+                ));
             }
             run.history.val.push((step as u32, val_loss));
             let notes = [("observations", serde_json::to_string(&observations)?)];
@@ -488,7 +486,12 @@ fn train(
         [&corpus.val, &corpus.train].map(|split| run.evaluate(split, batches));
     let (val_loss, train_loss) = (val_loss?, train_loss?);
     if !val_loss.is_finite() || !train_loss.is_finite() {
-        return Ok(Outcome::diverged(variant, description, &run, observations));
+        return Ok(Outcome::unfinished(
+            variant,
+            description,
+            &run,
+            observations,
+        ));
     }
     let losses = [train_loss, val_loss];
     Outcome::of(variant, description, &run, losses, observations)
@@ -497,6 +500,7 @@ fn train(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::common::model::LAYERS;
 
     fn args(out: PathBuf) -> Args {
         let text = "a text".into();
@@ -517,12 +521,7 @@ mod tests {
     }
 
     fn corpus() -> Corpus {
-        Corpus::new(
-            include_str!("../../sample/train.en"),
-            Unit::Character,
-            CONTEXT,
-        )
-        .unwrap()
+        Corpus::sample(CONTEXT)
     }
 
     #[test]
@@ -618,7 +617,7 @@ mod tests {
             let mut other = description.clone();
             assert_ne!(other[key], Value::Null, "{key}");
             other[key] = json!("another");
-            let outcome = Outcome::diverged(variant, other, &run, Observations::default());
+            let outcome = Outcome::unfinished(variant, other, &run, Observations::default());
             let bytes = serde_json::to_vec(&outcome)?;
             std::fs::write(result_path(&args, variant, 1), bytes)?;
             let error = report::check(&args, &corpus).unwrap_err().to_string();

@@ -1,15 +1,14 @@
 //! The results of runs, and the tables and plots made of them.
 
-use super::{
-    description, variants, Args, Experiment, Variant, ALPHAS, BATCH, BN, CONTEXT, LN, PN, PN_V,
-};
+use super::{description, variants, Args, Experiment, Variant, ALPHAS, BN, LN, PN, PN_V};
 use crate::common::checkpoint::History;
 use crate::common::data::{Corpus, Unit};
 use crate::common::measure::{gains, singular_values, Observations, Outliers, Series};
+use crate::common::model::CONTEXT;
 use crate::common::norm::Norm;
 use crate::common::optim::WARMUP_STEPS;
 use crate::common::plot::{self, draw, Chart, Line, Style};
-use crate::common::train::{Regularization, Run};
+use crate::common::train::{Regularization, Run, BATCH};
 use anyhow::{ensure, Context, Result};
 use candle_powernorm::Recipe;
 use clap::ValueEnum;
@@ -62,11 +61,12 @@ impl Outcome {
             val_loss: Some(val_loss),
             gains: gains(&run.varmap)?,
             singular_values: singular_values(&run.varmap)?,
-            ..Self::diverged(variant, settings, run, observations)
+            ..Self::unfinished(variant, settings, run, observations)
         })
     }
 
-    pub fn diverged(
+    /// A run without losses at its end.
+    pub fn unfinished(
         variant: Variant,
         settings: Value,
         run: &Run,
@@ -1075,11 +1075,7 @@ mod tests {
     fn report(outcomes: Vec<Outcome>) -> Result<(tempfile::TempDir, String)> {
         let dir = tempfile::tempdir()?;
         let args = args(dir.path().into());
-        let corpus = Corpus::new(
-            include_str!("../../sample/train.en"),
-            Unit::Character,
-            CONTEXT,
-        )?;
+        let corpus = Corpus::sample(CONTEXT);
         let mut all = Outcomes::new();
         for outcome in outcomes {
             let runs = all.entry(outcome.variant.clone()).or_default();

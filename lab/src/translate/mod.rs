@@ -120,7 +120,8 @@ const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de,
 /// - within: by normalization, the share of channels with |γ| ≤ ψ_B (of batch, σ_B);
 /// - guarded: the share of channels for which the guard of ν's update made a difference.
 ///
-/// All are empty with --parts.
+/// All are null with --parts, and with other normalizations. guarded is null with --recipe fairseq
+/// too, which has no guard.
 ///
 /// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and
 /// evaluations included, the translations not. It is null with --compare, since later runs would
@@ -223,8 +224,9 @@ pub struct Args {
     device: Place,
 
     /// Folder of the checkpoints (NORM.SEED.safetensors), the weights to average
-    /// (NORM.SEED.STEP.weights.safetensors), the translations (NORM.SEED.SPLIT.hyp.en), their
-    /// references (SPLIT.en), the plots and the subwords
+    /// (NORM.SEED.STEP.weights.safetensors), the translations (NORM.SEED.SPLIT.hyp.en) and their
+    /// results (.json), the references (SPLIT.en), the plots and the subwords. The options that a
+    /// finished run is translated with are in the name too: NORM.SEED.SPLIT.average10.hyp.en
     #[arg(long, value_name = "DIR", default_value = "target/translate")]
     out: PathBuf,
 
@@ -281,6 +283,27 @@ impl Args {
     /// Its weights after `step` steps, for an average.
     fn weights(&self, norm: Norm, step: u32) -> PathBuf {
         self.file(norm, &format!("{step}.weights.safetensors"))
+    }
+
+    /// A file of translations. Those made in another way have another one.
+    fn translations(&self, norm: Norm, extension: &str) -> PathBuf {
+        let mut name = self.split.to_string();
+        if self.average > 1 {
+            name += &format!(".average{}", self.average);
+        }
+        if let Some(batches) = self.recalibrate {
+            name += &format!(".recalibrate{batches}");
+        }
+        if self.own_statistics {
+            name += ".own-statistics";
+        }
+        if self.length_penalty != 1. {
+            name += &format!(".penalty{}", self.length_penalty);
+        }
+        if self.beam != 5 {
+            name += &format!(".beam{}", self.beam);
+        }
+        self.file(norm, &format!("{name}.{extension}"))
     }
 
     /// The file of a normalization.
@@ -569,7 +592,7 @@ fn report(
     out: &mut dyn Write,
 ) -> Result<()> {
     let val_loss = run.evaluate()?;
-    let hypotheses = args.file(norm, &format!("{}.hyp.en", args.split));
+    let hypotheses = args.translations(norm, "hyp.en");
     let searching = translate(run, args, corpus, norm, &hypotheses)?;
     // Beside the translations, for the split may be compressed, or among other files.
     let references = args.out.join(format!("{}.en", args.split));
@@ -580,39 +603,36 @@ fn report(
         hypotheses.display(),
     );
     let [spreads, within, guarded] = observed(run);
-    writeln!(
-        out,
-        "{}",
-        json!({
-            "norm": norm.to_string(),
-            "data": args.data,
-            "settings": run.describe(),
-            "seed": args.seed,
-            "steps": run.steps(),
-            "epochs": run.epochs(),
-            "parameters": run.parameters(),
-            "val_loss": val_loss,
-            "val_perplexity": val_loss.exp(),
-            "seconds": run.elapsed.as_secs_f64(),
-            "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
-            "tokens_per_second": run.speed(),
-            "peak_memory_bytes": peak_memory,
-            "averaged_weights": args.average,
-            "evaluation_steps": args.eval_every,
-            "recalibrate": args.recalibrate,
-            "own_statistics": args.own_statistics,
-            "observed": spreads,
-            "within": within,
-            "guarded": guarded,
-            "singular_values": singular_values(&run.varmap)?,
-            "split": args.split.to_string(),
-            "beam": args.beam,
-            "length_penalty": args.length_penalty,
-            "search_seconds": searching.as_secs_f64(),
-            "hypotheses": hypotheses,
-        })
-    )?;
-    Ok(())
+    let result = json!({
+        "norm": norm.to_string(),
+        "data": args.data,
+        "settings": run.describe(),
+        "seed": args.seed,
+        "steps": run.steps(),
+        "epochs": run.epochs(),
+        "parameters": run.parameters(),
+        "val_loss": val_loss,
+        "val_perplexity": val_loss.exp(),
+        "seconds": run.elapsed.as_secs_f64(),
+        "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
+        "tokens_per_second": run.speed(),
+        "peak_memory_bytes": peak_memory,
+        "averaged_weights": args.average,
+        "evaluation_steps": args.eval_every,
+        "recalibrate": args.recalibrate,
+        "own_statistics": args.own_statistics,
+        "observed": spreads,
+        "within": within,
+        "guarded": guarded,
+        "singular_values": singular_values(&run.varmap)?,
+        "split": args.split.to_string(),
+        "beam": args.beam,
+        "length_penalty": args.length_penalty,
+        "search_seconds": searching.as_secs_f64(),
+        "hypotheses": hypotheses,
+    });
+    writeln!(out, "{result}")?;
+    write_lines(&args.translations(norm, "json"), &[result.to_string()])
 }
 
 /// What was observed after the warm-up: the spread of each quantity, the share of channels with
@@ -801,22 +821,27 @@ mod tests {
             end?;
             Ok(results.remove(0))
         };
-        let translations =
-            |split| std::fs::read_to_string(out.path().join(format!("power.1.{split}.hyp.en")));
+        let file = |name: &str| std::fs::read_to_string(out.path().join(name));
         let val_loss = &first[0]["val_loss"];
         assert_eq!(&again("2", &[])?["val_loss"], val_loss);
         assert_ne!(&again("1", &[])?["val_loss"], val_loss);
         assert_ne!(&again("2", &["--recalibrate", "2"])?["val_loss"], val_loss);
-        let test = translations("test")?;
         let val = again("2", &["--split", "val"])?;
         assert_eq!(&val["val_loss"], val_loss);
-        let mean = translations("val")?;
-        let references = std::fs::read_to_string(out.path().join("val.en"))?;
-        assert_eq!(mean.lines().count(), references.lines().count());
-        assert_eq!(translations("test")?, test);
+        let mean = file("power.1.val.average2.beam3.hyp.en")?;
+        assert_eq!(mean.lines().count(), file("val.en")?.lines().count());
+        let result: Value = serde_json::from_str(&file("power.1.val.average2.beam3.json")?)?;
+        assert_eq!(result, val);
+        for way in ["average2", "average2.recalibrate2"] {
+            assert!(!file(&format!("power.1.test.{way}.beam3.hyp.en"))?.is_empty());
+        }
+        assert!(!file("power.1.test.beam3.hyp.en")?.is_empty());
         let length = |penalty| -> Result<usize> {
             again("2", &["--split", "val", "--length-penalty", penalty])?;
-            Ok(translations("val")?.len())
+            Ok(file(&format!(
+                "power.1.val.average2.penalty{penalty}.beam3.hyp.en"
+            ))?
+            .len())
         };
         assert!(length("0")? < length("9")?);
         // Weights that were not kept.
@@ -834,8 +859,8 @@ mod tests {
     fn speed_has_a_figure_for_each_normalization_and_leaves_no_files() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let out = folder.path().join("out");
-        let all = "power,power-v,batch,layer,rms,group,renorm,mabn,batch-padded,batch-own,\
-                   instance,instance-padded";
+        let all = "power,power-v,batch,layer,rms,group,renorm,mabn,batch-padded,instance,\
+                   instance-padded";
         let (results, end) = results(&args(&out, &["--speed", "--compare", all, "--steps", "2"])?);
         end?;
         assert_eq!(norms(&results).join(","), all);

@@ -393,12 +393,17 @@ fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::common::checkpoint;
     use crate::common::measure::numbers;
     use crate::common::norm::EPS;
     use crate::translate::data::tests::corpus;
     use crate::translate::model::tests::{norm_config, size};
     use crate::translate::search::{translate, Beam};
     use clap::ValueEnum;
+
+    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
+        checkpoint::bits(&run.varmap, &run.optimizer)
+    }
 
     fn settings(norm: Norm, corpus: &Corpus) -> Settings {
         Settings {
@@ -412,22 +417,6 @@ mod tests {
             smoothing: 0.1,
             seed: 1,
         }
-    }
-
-    /// Every number the run's future depends on, as bits.
-    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
-        let vars = variables(&run.varmap).into_iter();
-        let vars = vars.map(|(name, var)| (name, var.as_detached_tensor()));
-        let slots = run.optimizer.slots.iter();
-        let moments = slots
-            .flat_map(|slot| [&slot.mean, &slot.square].map(|m| (slot.name.clone(), m.clone())));
-        vars.chain(moments)
-            .map(|(name, tensor)| {
-                let values = tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
-                let values = values.to_vec1::<f64>().unwrap();
-                (name, values.into_iter().map(f64::to_bits).collect())
-            })
-            .collect()
     }
 
     #[test]
@@ -604,9 +593,8 @@ mod tests {
         let padded = parts[0].sources.tokens.elem_count();
         assert!(rows < padded, "no padding among {padded} tokens");
         let phi = &variables(&run.varmap)[&format!("{FIRST_NORM}.running_phi")];
-        let mut slots = run.optimizer.slots.iter();
-        let slot = slots.position(|slot| slot.name == format!("{FIRST_NORM}.weight"));
-        let gradient = numbers(&gradients[slot.context("no slot")?])?;
+        let name = format!("{FIRST_NORM}.weight");
+        let gradient = numbers(run.optimizer.gradient(&gradients, &name)?)?;
         let shares = (gradient.iter().zip(numbers(phi.as_tensor())?))
             .map(|(gradient, phi)| gradient / rows as f64 / (phi + EPS).sqrt());
         let expected = shares.map(|share| share * share).sum::<f64>().sqrt() / 8.;
