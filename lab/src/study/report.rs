@@ -310,11 +310,10 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "Nats a {}, mean (range) over seeds: of the finished model on both splits, which is \
-             by running statistics where a normalization has them, and of the last {LAST_STEPS} \
-             batches in training, which is by theirs where it takes those, with dropout and \
-             smoothed labels if the run has them. Less layer's: the difference to its validation \
-             loss from the same seed.\n",
+            "Nats a {}, mean (range) over seeds. On both splits, they are of the finished model, \
+             by running statistics where a normalization has them. The last steps are the last \
+             {LAST_STEPS} batches in training, with dropout and smoothed labels if the run has \
+             them. Less layer's: the difference to its validation loss from the same seed.\n",
             self.corpus.unit
         )?;
         writeln!(
@@ -420,9 +419,9 @@ impl Report<'_> {
         writeln!(
             text,
             "Means over the second half of training and over seeds, in the first normalization, \
-             in the last, and over all. Distances are (1/d)‖batch − running‖ of d channels; \
-             relative ones ‖batch − running‖ over the length of the running statistic, or of the \
-             running deviation where it is the mean's.\n\n\
+             in the last, and over all. Distances are (1/d)‖batch − running‖ of d channels. \
+             Relative distances are ‖batch − running‖ over the length of the running statistic. \
+             For the mean it is the length of the running deviation.\n\n\
              | distance | of | first layer | last layer | mean | first, relative | last, relative \
              | mean, relative |\n\
              |---|---|---|---|---|---|---|---|"
@@ -458,7 +457,7 @@ impl Report<'_> {
              Gradients are (1/d)‖g/σ_B‖ of d channels. For the mean, g is (1/n) Σ ∂L/∂X̂. For the \
              variance and the quadratic mean it is (1/n) Σ ∂L/∂X̂ ⊙ X̂, and the latter has ψ_B for \
              σ_B. Means are over the second half of \
-             training. The largest is of all of training, with the steps made before it.\n\n\
+             training. The largest is of all of training, and the step counts from 0.\n\n\
              | gradient | of | first layer | last layer | mean | largest | in layer | at step |\n\
              |---|---|---|---|---|---|---|---|"
         )?;
@@ -574,10 +573,10 @@ impl Report<'_> {
         writeln!(
             text,
             "Mean (range) over seeds. The rows of a step of the optimizer stay the same. \
-             {CONTEXT} rows are one sequence: the statistic of a batch then tells each token of \
-             those after it, and a model that is trained by it can read them, until it is \
-             evaluated. Running statistics forget by the forward, and of few rows have seen less. \
-             LN takes no statistic over rows: it is one run, whatever their number."
+             {CONTEXT} rows are one sequence. The statistic of such a batch tells each token of \
+             those after it, so a model in training can read them. Running statistics forget at \
+             each forward, and of few rows have seen less. LN takes no statistic over rows, so it \
+             is one run, whatever their number."
         )?;
         let rows: BTreeSet<usize> = compared
             .0
@@ -692,8 +691,8 @@ impl Report<'_> {
             text,
             "Mean (range) over seeds. The difference is to the validation loss of PN from the \
              same seed: the paper's recipe, with layer-scale and guard. The last column counts \
-             the channels, over all steps and layers after the warm-up, with (1−α_b)Γ > 1: where \
-             the guard acts. Where there is none, on and off are one run.\n\n\
+             the channels with (1−α_b)Γ > 1, over all steps and layers after the warm-up. There \
+             the guard acts.\n\n\
              | recipe | layer-scale | guard | validation | less PN's | training | outside \
              Assumption 10 |\n\
              |---|---|---|---|---|---|---|"
@@ -852,9 +851,8 @@ impl Report<'_> {
         };
         writeln!(
             text,
-            "Magnitudes in the finished model: ψ is the running one at the end of training, and \
-             of BatchNorm it is the running deviation σ. With layer-scale a token is divided by \
-             the quadratic means of its groups before. Mean (range) over seeds."
+            "Magnitudes in the finished model. ψ is the running one at the end of training, and \
+             of BatchNorm it is the running deviation σ. Mean (range) over seeds."
         )?;
         let layers: BTreeSet<&String> = (compared.0.iter())
             .flat_map(|(_, runs)| runs.0.iter().flat_map(|run| run.gains.keys()))
