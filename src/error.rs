@@ -193,11 +193,11 @@ pub(crate) enum Error {
     )]
     RankFailed,
 
-    /// A backward on a GPU came to a step whose sums are gone: a sum over ranks failed before, or
-    /// another thread goes back through the same graph.
+    /// A backward on a GPU came to a step whose sums are gone: they were in a sum over ranks that
+    /// failed, or another thread goes back through the same graph.
     #[error(
-        "power_norm: expected a step that still has its sums, got one whose earlier backward took \
-         them: run the forward again"
+        "power_norm: expected a step that still has its sums, got one whose sums were lost in a \
+         failure, or taken by another backward: run the forward again, on all ranks"
     )]
     StepLost,
 

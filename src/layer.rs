@@ -302,9 +302,9 @@ impl PowerNorm {
     /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The layer's [`Mode`]
     /// says whether this is training or evaluation.
     ///
-    /// The outputs have the bits of an addition and a [`forward`](Module::forward). On a GPU, and on
-    /// a CPU for inputs of up to 4 MiB, the addition takes no pass over memory of its own. Nor does
-    /// it in the backward, which adds both outputs' gradients and rounds their sum once.
+    /// The outputs have the bits of an addition and a [`forward`](Module::forward). On a GPU, and
+    /// on a CPU for inputs of up to 4 MiB, the addition takes no pass over memory of its own. Nor
+    /// does it in the backward, which adds both outputs' gradients and rounds their sum once.
     ///
     /// On a GPU, after a backward that failed, run the forward again: a second backward could use
     /// gradients left by the first.

@@ -71,7 +71,7 @@ impl Mode {
         };
     }
 
-    /// Whether the switch is set to training. In a scope of evaluation or recalibration it is not.
+    /// Whether layers train: what [`set_training`](Self::set_training) set, and not in a scope.
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }
@@ -99,8 +99,8 @@ impl Mode {
     ///   its old value. If that happens in the first batch, the value from before the scope takes
     ///   that batch's share.
     /// - On a GPU, a batch without a kept row does count. All channels keep their old value in it.
-    /// - A scope inside another one starts a new mean, and so does the return to the outer one. A
-    ///   clone of the layer that follows another `Mode` does the same.
+    /// - A recalibration inside another one starts a new mean, and so does the return to the outer
+    ///   one. A clone of the layer that follows another `Mode` does the same.
     /// - Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),
     ///   [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.
     ///

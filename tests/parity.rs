@@ -220,12 +220,9 @@ fn run_with(switch: &str, value: &str, tests: &[&str]) -> (bool, String) {
         .env(switch, value)
         .output()
         .unwrap();
-    let text = String::from_utf8_lossy(&run.stdout);
-    let passed = format!("{} passed", tests.len());
-    (
-        run.status.success() && text.contains(&passed),
-        text.into_owned(),
-    )
+    let text = String::from_utf8_lossy(&[run.stdout, run.stderr].concat()).into_owned();
+    let passed = text.contains(&format!("{} passed", tests.len()));
+    (run.status.success() && passed, text)
 }
 
 /// Every level of vector instructions that this processor has.

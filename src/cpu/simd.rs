@@ -32,15 +32,15 @@ pub(super) enum Level {
     Best(pulp::Arch),
 }
 
-/// Levels of 256 bits at most, and of 512: the best of this processor, or the one that the
-/// environment variable `CANDLE_POWERNORM_SIMD` names (`scalar`, `avx2` or `best`), so that each can
-/// be tested on one machine.
+/// Levels of 256 bits at most, and of 512: the best of this processor, or what the environment
+/// variable `CANDLE_POWERNORM_SIMD` names (`scalar`, `avx2` or `best`), so that each can be tested
+/// on one machine. Another name panics: a test that ignored it would test something else.
 static LEVELS: LazyLock<(Level, Level)> = LazyLock::new(|| {
     let name = std::env::var("CANDLE_POWERNORM_SIMD");
     match name.as_deref() {
         Ok("scalar") => (Level::Baseline, Level::Baseline),
         Ok("avx2") => (avx2(), avx2()),
-        Ok("best") | Err(_) => best(),
+        Ok("best" | "") | Err(_) => best(),
         Ok(name) => panic!("CANDLE_POWERNORM_SIMD: expected scalar, avx2 or best, got {name}"),
     }
 });

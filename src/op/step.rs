@@ -82,7 +82,7 @@ pub(crate) struct Step {
     purpose: Purpose,
     shared: bool,
     ranks: LayerRanks,
-    /// How many exchanges had failed before it.
+    /// [`LayerRanks::failures`] before it.
     failures: usize,
     /// The version of the state before it.
     version: Version,
@@ -213,7 +213,7 @@ impl Step {
 
     /// Moves ψ² and t without a backward.
     fn settle(&self, state: &State) -> Result<()> {
-        // An exchange has failed since then, so all ranks skip this step.
+        // A rank did not come to a sum since then, or ranks disagreed: all ranks skip this step.
         if self.ranks.failures() != self.failures {
             return Ok(());
         }

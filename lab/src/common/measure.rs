@@ -28,9 +28,9 @@ pub struct Observations {
     ///
     /// - "distance": `(1/d)‖s_B − s‖`.
     /// - "relative distance": `‖s_B − s‖/‖s‖`, and of a mean `‖μ_B − μ‖/‖σ‖`.
-    /// - "gradient": `(1/d)‖g/σ_B‖`. For μ, g is the mean over tokens of `∂L/∂x̂`. For σ² it is that
-    ///   of `x̂ ∂L/∂x̂`. For ψ² it is the same with ψ_B in place of σ_B. Only PN-V has that one:
-    ///   PN's backward takes ν instead.
+    /// - "gradient": `(1/d)‖g/σ_B‖`. For μ, g is the mean over tokens of `∂L/∂x̂`. For σ² it
+    ///   is the mean of `x̂ ∂L/∂x̂`, and for ψ² too, with ψ_B in place of σ_B. PN has no gradient of
+    ///   ψ²: its backward takes ν instead.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
     /// Over the recorded steps after the warm-up, by layer: the channels with |γ| ≤ ψ_B (σ_B with
     /// BatchNorm), and all channels.
@@ -139,8 +139,7 @@ impl Observations {
                 for layer in before.layers("running_phi") {
                     let running = before.get(&layer, "running_phi")?;
                     let batch = batch_phi(running, after.get(&layer, "running_phi")?, step, norm);
-                    let has_guard = norm.norm == Norm::Power && norm.recipe == Recipe::Paper;
-                    if has_guard && step >= norm.warmup_steps {
+                    if norm.norm == Norm::Power && step >= norm.warmup_steps {
                         self.channels += running.len();
                         self.guarded += outside(&batch, running, norm).count();
                     }

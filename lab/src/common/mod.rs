@@ -43,8 +43,7 @@ impl Place {
 /// `CANDLE_NUM_THREADS`. Call it before any of them: candle reads the variable once.
 ///
 /// The threads of candle's pool spin while they wait for each other. On a machine that does other
-/// things too, they take more time than they save: with one of two cores busy, `char-lm` fell from
-/// 10,900 tokens a second to 800. With one thread it keeps about 9,000, busy or not.
+/// things too, they take more time than they save: docs/guide/performance.md has figures.
 pub fn calm_candles_threads() {
     const VARIABLE: &str = "CANDLE_NUM_THREADS";
     if std::env::var_os(VARIABLE).is_none() {

@@ -28,7 +28,7 @@ pub struct Size {
 }
 
 impl Size {
-    /// That of `char-lm` and `study`.
+    /// The sizes of the model that `char-lm` and `study` train.
     pub fn small(vocab: usize) -> Self {
         Self {
             layers: LAYERS,

@@ -160,7 +160,7 @@ pub struct NormArgs {
     #[arg(long, default_value_t = 4)]
     pub groups: usize,
 
-    /// Steps of the warm-up of PowerNorm, BRN and MABN [default: those of the learning rate's, as
+    /// Steps of the warm-up of PowerNorm, BRN and MABN [default: as many as the learning rate's, as
     /// in the paper]
     #[arg(long, value_name = "STEPS")]
     pub norm_warmup: Option<usize>,

@@ -86,7 +86,7 @@ impl AdamW {
         self.slots.iter().map(gradient).collect()
     }
 
-    /// Of `gradients`, in the order of the slots, that of the parameter called `name`.
+    /// The gradient of the parameter called `name`, from `gradients` in the order of the slots.
     pub fn gradient<'a>(&self, gradients: &'a [Tensor], name: &str) -> Result<&'a Tensor> {
         let slot = self.slots.iter().position(|slot| slot.name == name);
         Ok(&gradients[slot.with_context(|| format!("there is no parameter {name}"))?])

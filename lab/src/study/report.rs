@@ -691,8 +691,8 @@ impl Report<'_> {
             text,
             "Mean (range) over seeds. The difference is to the validation loss of PN from the \
              same seed: the paper's recipe, with layer-scale and guard. The last column counts \
-             the channels with (1−α_b)Γ > 1, over all steps and layers after the warm-up. There \
-             the guard acts.\n\n\
+             the channels with (1−α_b)Γ > 1, over all steps and layers after the warm-up. The \
+             guard acts there, where it is on.\n\n\
              | recipe | layer-scale | guard | validation | less PN's | training | outside \
              Assumption 10 |\n\
              |---|---|---|---|---|---|---|"

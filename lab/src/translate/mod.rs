@@ -33,6 +33,7 @@ use crate::common::norm::{share, Norm, NormArgs, NormConfig};
 use crate::common::{self, plot, Place};
 use anyhow::{bail, ensure, Context, Result};
 use candle::Device;
+use candle_powernorm::Recipe;
 use clap::builder::RangedU64ValueParser;
 use clap::Parser;
 use data::{Corpus, Split};
@@ -120,8 +121,8 @@ const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de,
 /// - within: by normalization, the share of channels with |γ| ≤ ψ_B (of batch, σ_B);
 /// - guarded: the share of channels for which the guard of ν's update made a difference.
 ///
-/// All are null with --parts, and with other normalizations. guarded is null with --recipe fairseq
-/// too, which has no guard.
+/// All are null with --parts, and with other normalizations. guarded is of power only, and null
+/// with --recipe fairseq, which has no guard.
 ///
 /// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and
 /// evaluations included, the translations not. It is null with --compare, since later runs would
@@ -285,7 +286,7 @@ impl Args {
         self.file(norm, &format!("{step}.weights.safetensors"))
     }
 
-    /// A file of translations. Those made in another way have another one.
+    /// A file of translations. Each way to translate has its own.
     fn translations(&self, norm: Norm, extension: &str) -> PathBuf {
         let mut name = self.split.to_string();
         if self.average > 1 {
@@ -657,7 +658,8 @@ fn observed(run: &Run) -> [Value; 3] {
     [
         Value::Object(seen.series.iter().filter_map(spread).collect()),
         Value::Object(seen.within.iter().map(share).collect()),
-        json!((seen.channels > 0).then(|| seen.guarded as f64 / seen.channels as f64)),
+        json!((seen.channels > 0 && norm.recipe == Recipe::Paper)
+            .then(|| seen.guarded as f64 / seen.channels as f64)),
     ]
 }
 
