@@ -38,6 +38,12 @@ pub(crate) enum Error {
     #[error("power_norm: expected at least 1 group, got 0")]
     NoGroups,
 
+    #[error(
+        "power_norm: expected {groups} groups to divide the {size} channels of the input: \
+         choose another number of groups"
+    )]
+    GroupsOfInput { size: usize, groups: usize },
+
     #[error("power_norm: expected {name} of dtype F32, F64, F16 or BF16, got {got:?}")]
     LayerDType {
         /// What the layer is built from.

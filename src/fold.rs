@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::group_scaling::GroupScaling;
 use crate::layer::PowerNorm;
 use crate::mode::Purpose;
-use candle::{DType, Result, Tensor};
+use candle::{DType, Device, Result, Tensor};
 use candle_nn::Linear;
 
 impl PowerNorm {
@@ -68,7 +68,8 @@ impl PowerNorm {
     /// ```
     pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
         let weight = next.weight();
-        let (scale, shift) = self.multiply_add("next", weight, "input", weight.dim(1)?)?;
+        let (scale, shift) =
+            self.multiply_add("the weight of `next`", weight, "input", weight.dim(1)?)?;
         let weight = to_f64(weight)?;
         let moved = match shift {
             Some(shift) => Some(weight.matmul(&shift.unsqueeze(1)?)?.squeeze(1)?),
@@ -101,7 +102,8 @@ impl PowerNorm {
             return Err(Error::FoldThroughLayerScale { groups }.into());
         }
         let weight = previous.weight();
-        let (scale, shift) = self.multiply_add("previous", weight, "output", weight.dim(0)?)?;
+        let (scale, shift) =
+            self.multiply_add("the weight of `previous`", weight, "output", weight.dim(0)?)?;
         let scaled = match previous.bias() {
             Some(bias) => Some((to_f64(bias)? * &scale)?),
             None => None,
@@ -120,8 +122,8 @@ impl PowerNorm {
         })
     }
 
-    /// γ / sqrt(ψ² + ε) and β in f64, once the linear layer `name` is checked: it has this weight,
-    /// and `features` on the `side` that meets the layer.
+    /// γ / sqrt(ψ² + ε) and β in f64 on the CPU, once the linear layer is checked: it has the weight that errors
+    /// call `name`, and `features` on the `side` that meets the layer.
     fn multiply_add(
         &self,
         name: &'static str,
@@ -153,9 +155,11 @@ impl PowerNorm {
     }
 }
 
-/// A copy of the tensor in f64, which holds the values of every other dtype.
+/// A copy of the tensor in f64, which holds the values of every other dtype, on the CPU: Metal has
+/// no f64.
 fn to_f64(tensor: &Tensor) -> Result<Tensor> {
-    tensor.detach().copy()?.to_dtype(DType::F64)
+    let tensor = tensor.detach().copy()?.to_device(&Device::Cpu)?;
+    tensor.to_dtype(DType::F64)
 }
 
 /// The sum of two biases, or the one that there is.
@@ -166,8 +170,9 @@ fn add_biases(left: Option<Tensor>, right: Option<Tensor>) -> Result<Option<Tens
     }
 }
 
-/// The linear layer of this weight and bias, in the dtype of `like`.
+/// The linear layer of this weight and bias, in the dtype of `like` and on its device.
 fn linear_like(weight: Tensor, bias: Option<Tensor>, like: &Linear) -> Result<Linear> {
-    let round = |tensor: Tensor| tensor.to_dtype(like.weight().dtype());
+    let like = like.weight();
+    let round = |tensor: Tensor| tensor.to_dtype(like.dtype())?.to_device(like.device());
     Ok(Linear::new(round(weight)?, bias.map(round).transpose()?))
 }

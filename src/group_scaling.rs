@@ -89,7 +89,7 @@ impl Module for GroupScaling {
         }
         if !size.is_multiple_of(self.groups) {
             let groups = self.groups;
-            return Err(Error::Groups { size, groups }.into());
+            return Err(Error::GroupsOfInput { size, groups }.into());
         }
         validate_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;

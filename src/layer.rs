@@ -96,8 +96,8 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// - A backward through a training forward updates ν. A second `backward()` on the same graph
 ///   updates ν again. A backward uses the current ν and weight, and the statistics of its forward.
 /// - A training forward without rows, or with every row masked, is an evaluation and updates
-///   nothing. On a GPU the host does not know the mask, so a fully masked batch still counts as a
-///   step ([what follows](crate::guide::gpu)).
+///   nothing. On an NVIDIA GPU the host does not know the mask, so a fully masked batch still
+///   counts as a step ([what follows](crate::guide::gpu)).
 /// - An evaluation changes nothing, and neither does a call that fails. Over
 ///   [ranks](Self::with_ranks), a training forward first applies the pending step.
 /// - Clones share parameters, state, mode, loss scale and ranks. They may be used from several
@@ -179,6 +179,11 @@ impl PowerNorm {
     ///
     /// `weight` and `bias` have the dtype of the inputs or `F32`. `running_phi` is `F32`, or `F64`
     /// if `weight` is.
+    ///
+    /// # State
+    ///
+    /// ν and the step count are in no `VarMap`, so they are not saved. To resume training from a
+    /// checkpoint, build the layer with [`power_norm`].
     ///
     /// # Errors
     ///
@@ -302,12 +307,13 @@ impl PowerNorm {
     /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The layer's [`Mode`]
     /// says whether this is training or evaluation.
     ///
-    /// The outputs have the bits of an addition and a [`forward`](Module::forward). On a GPU, and
-    /// on a CPU for inputs of up to 4 MiB, the addition takes no pass over memory of its own. Nor
-    /// does it in the backward, which adds both outputs' gradients and rounds their sum once.
+    /// The outputs have the bits of an addition and a [`forward`](Module::forward). On an NVIDIA
+    /// GPU, and on a CPU for inputs of up to 4 MiB, the addition takes no pass over memory of its
+    /// own. Nor does it in the backward, which adds both outputs' gradients and rounds their sum
+    /// once.
     ///
-    /// On a GPU, after a backward that failed, run the forward again: a second backward could use
-    /// gradients left by the first.
+    /// On an NVIDIA GPU, after a backward that failed, run the forward again: a second backward
+    /// could use gradients left by the first.
     ///
     /// # Errors
     ///
@@ -374,44 +380,15 @@ impl PowerNorm {
     /// A rank is one of several processes or GPUs that train copies of one model, each on its own
     /// shard of every batch. ψ_B², Γ and Λ become means over the rows of all ranks. N ranks with
     /// B/N rows each then have the state and the gradients of one rank with B rows. Shards may
-    /// differ in size, and may be empty. [The guide](crate::guide::ranks) has the rules that
-    /// follow.
+    /// differ in size, and on a CPU may be empty.
     ///
-    /// # When ranks wait
-    ///
-    /// All ranks make the same training forwards and backwards in the same order.
-    ///
-    /// - While the batch's statistic normalizes, a forward waits for the other ranks' sums.
-    /// - After the warm-up a forward does not wait. Its sums travel with its backward's sums, in
-    ///   one exchange. [`Recipe::Fairseq`](crate::Recipe::Fairseq) needs two exchanges.
-    /// - If no backward follows, the forward's sums travel before the next training forward. Until
-    ///   then [`running_phi`](Self::running_phi) and [`steps`](Self::steps) return the values
-    ///   before the step.
-    /// - Evaluation and accessors never wait.
+    /// All ranks make the same training forwards and backwards in the same order. [The
+    /// guide](crate::guide::ranks) has the other rules, and says when a rank waits for the others.
     ///
     /// # Gradients
     ///
     /// Each rank's loss is its part of one sum, and the gradients of parameters are each rank's
-    /// part. The caller adds them up over the ranks, as for the model's other parameters. If each
-    /// loss is a mean over the rank's own rows instead, the gradients, Λ and ν are N times as
-    /// large. They still fit each other.
-    ///
-    /// # Checkpoints
-    ///
-    /// Save after the backward. Load before the forward or after the backward. A state loaded in
-    /// between still receives the pending step if its step count is equal.
-    ///
-    /// # On a GPU
-    ///
-    /// The sums stay on the device. With `NcclCommunicator` the GPU waits for the other ranks, and
-    /// the host does not. The host waits once, in a layer's first training forward, where ranks are
-    /// compared.
-    ///
-    /// Only the GPUs know how many rows there are, so every training forward over ranks counts as a
-    /// step. A step without a kept row on any rank leaves ψ² and ν as they were. On a GPU, candle
-    /// cannot launch its own operations on an empty tensor, and a backward uses some of these
-    /// operations. So a rank without rows must bring one padded row instead. Under
-    /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) that row counts in the means Γ and Λ.
+    /// part. The caller adds them up over the ranks, as for the model's other parameters.
     ///
     /// # Errors
     ///
@@ -420,8 +397,7 @@ impl PowerNorm {
     /// fails, and after it their backward. If they run no backward, their next forward fails, and
     /// the ranks are then a step apart. Ranks that sum different numbers fail in the same way.
     ///
-    /// On a GPU, ranks are compared once, in a layer's first training forward. Later mismatches go
-    /// unnoticed, because the host would have to wait at each sum to notice them. If a rank's call
+    /// On a GPU, ranks are compared once, in a layer's first training forward. If a rank's call
     /// fails later, for example because memory runs out, the other ranks wait in their sum. If
     /// ranks come to differ, NCCL hangs or sums what does not belong together.
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
@@ -561,7 +537,7 @@ impl PowerNorm {
 
     pub(crate) fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
         let own = self.state.device();
-        // `same_device` would not do: it calls two handles of one GPU two devices.
+        // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
         if device.location() == own.location() {
             return Ok(());
         }

@@ -71,7 +71,7 @@ impl Mode {
         };
     }
 
-    /// Whether layers train: what [`set_training`](Self::set_training) set, and not in a scope.
+    /// Whether layers train now: training is set, and no scope is open.
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }
@@ -98,7 +98,9 @@ impl Mode {
     /// - Under [`Recipe::Paper`](crate::Recipe::Paper), a channel whose mean is not finite keeps
     ///   its old value. If that happens in the first batch, the value from before the scope takes
     ///   that batch's share.
-    /// - On a GPU, a batch without a kept row does count. All channels keep their old value in it.
+    /// - On an NVIDIA GPU, a batch without a kept row does count. All channels keep their old value
+    ///   in it.
+    /// - Over [ranks](crate::Ranks) each forward waits for the other ranks, which recalibrate too.
     /// - A recalibration inside another one starts a new mean, and so does the return to the outer
     ///   one. A clone of the layer that follows another `Mode` does the same.
     /// - Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),

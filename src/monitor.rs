@@ -52,8 +52,10 @@ impl PowerNorm {
     ///
     /// - A channel that [`Recipe::Paper`](crate::Recipe::Paper) left out, because its batch was not
     ///   finite, looks like one with `ψ_B² = ψ²` and `Λ = Γ ν`.
-    /// - The same holds on a GPU for a batch with no kept row.
+    /// - The same holds on an NVIDIA GPU for a batch with no kept row.
     /// - A step without a backward has `Λ = Γ ν`.
+    /// - After a recalibration, a reset, a load or a second backward since `before`, the statistics
+    ///   mean nothing.
     /// - Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) with a mask, Γ and Λ run over padded
     ///   rows too, so `gamma` and `lambda` are then wrong.
     ///

@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::mode::Purpose;
 use crate::op::device::DeviceKind;
 use crate::op::step::Waiting;
-use candle::{DType, Device, Result, Tensor, TensorId, Var, WithDType};
+use candle::{DType, Device, Result, Tensor, TensorId, Var};
 use candle_nn::{Init, VarBuilder};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -196,11 +196,11 @@ impl State {
         })
     }
 
-    /// ψ² for a forward that begins now, and the version of the state.
-    pub fn phi_for_forward(&self) -> Result<(Tensor, Version)> {
+    /// ψ² for a forward that begins now with rows on `device`, and the version of the state.
+    pub fn phi_for_forward(&self, device: &Device) -> Result<(Tensor, Version)> {
         let _guard = self.lock();
         let phi = self.running_phi.as_detached_tensor();
-        let phi = match self.device_kind.reads_phi_in_place() {
+        let phi = match self.device_kind.reads_phi_in_place(device, phi.device()) {
             true => phi,
             false => phi.copy()?,
         };
@@ -305,19 +305,4 @@ fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {
         .into());
     }
     Var::from_tensor(tensor)
-}
-
-/// The values of a channel-sized tensor of any float dtype.
-pub(crate) fn read_channels<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
-    tensor
-        .detach()
-        .to_dtype(A::DTYPE)?
-        .flatten_all()?
-        .to_vec1::<A>()
-}
-
-/// Sets a variable of any float dtype to these values.
-pub(crate) fn write_channels<A: WithDType>(var: &Var, values: Vec<A>) -> Result<()> {
-    let values = Tensor::from_vec(values, var.shape(), var.device())?;
-    var.set(&values.to_dtype(var.dtype())?)
 }

@@ -410,7 +410,7 @@ fn layer_scales_out_of_range_are_refused() -> Result<()> {
     let ones = |shape: &[usize], dtype| Tensor::ones(shape, dtype, &CPU);
     let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
     refused(scaling, ones(&[], DType::F32)?, text);
-    let text = "group_scaling to divide the size 12, got 5: choose `None`, 1 or another divisor";
+    let text = "5 groups to divide the 12 channels of the input: choose another number of groups";
     refused(scaling, ones(&[2, SIZE], DType::F32)?, text);
     let text = "a size of at least 1, got 0";
     refused(scaling, ones(&[2, 0], DType::F32)?, text);

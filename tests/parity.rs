@@ -248,9 +248,9 @@ fn switches_are_read() {
     for (switch, expected) in [
         (
             "CANDLE_POWERNORM_SIMD",
-            "expected scalar, avx2 or best, got fast",
+            "expected scalar, avx2 or best, got \"fast\"",
         ),
-        ("CANDLE_POWERNORM_DEVICE", "expected composed, got fast"),
+        ("CANDLE_POWERNORM_DEVICE", "expected composed, got \"fast\""),
     ] {
         let (passed, text) = run_with(switch, "fast", &["every_rank"]);
         assert!(!passed && text.contains(expected), "{switch}: {text}");

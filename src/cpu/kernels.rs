@@ -21,7 +21,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 /// `[rows, cols]`, where the elements of a row are adjacent in memory.
-pub(crate) struct Matrix<'a, T> {
+pub(super) struct Matrix<'a, T> {
     /// C, at least 1.
     pub cols: usize,
     pub rows: usize,

@@ -1,7 +1,7 @@
 //! The CPU: rows on rayon's threads, in the vector instructions that the processor has.
 //!
 //! `step.rs` has the phases of a step, and computes what each channel needs. The passes in
-//! `kernels.rs` compute what each row needs.
+//! `kernels.rs` compute what each row needs. `tensors.rs` reads candle's tensors for both.
 
 mod element;
 mod half;
@@ -9,7 +9,7 @@ mod kernels;
 mod lanes;
 mod simd;
 mod step;
+mod tensors;
 mod uninit;
 
-pub(crate) use kernels::Matrix;
 pub(crate) use step::{scale_groups, scale_groups_bwd, CpuStep};

@@ -2,12 +2,11 @@
 
 use super::element::{Accumulator, Element};
 use super::kernels::{self, GradSums, RowGradients, Rows, SquareSums};
+use super::tensors::{matrix, on_cpu, packed, read_channels, widened, write_channels};
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use crate::op::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
-use crate::op::rows::{matrix, on_cpu, packed, widened};
-use crate::state::{read_channels, write_channels};
 use candle::{DType, Device, Result, Storage, Tensor, Var, WithDType};
 use num_traits::Float;
 use std::sync::OnceLock;

@@ -919,15 +919,22 @@ impl LaunchPlan {
         }
     }
 
+    /// Bytes of the factors that [`scale_groups`](Self::scale_groups) keeps between its launches;
+    /// `None` if it has one launch.
+    pub fn scale_groups_bytes(&self) -> Option<usize> {
+        let given = self.cut(Pass::Forward).layer_scale == LayerScale::Given;
+        given.then(|| self.group_bytes())
+    }
+
     /// The layer-scale without a layer: X̃ of `x`, into `y`. `factors` is as in
-    /// [`group_bytes`](Self::group_bytes).
+    /// [`scale_groups_bytes`](Self::scale_groups_bytes).
     pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
         let cut = self.cut(Pass::Forward);
         let given = cut.layer_scale == LayerScale::Given;
         let base = NormalizeParams {
             tiling: cut.tiling,
             x,
-            factors: if given { factors } else { 0 },
+            factors,
             layer_scale: cut.layer_scale,
             group_eps: self.config.eps,
             ..Default::default()

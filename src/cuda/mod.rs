@@ -14,7 +14,7 @@ use crate::error::Error;
 use candle::backend::BackendStorage;
 use candle::cuda_backend::{cudarc as candle_cudarc, CudaStorageSlice, WrapErr};
 use candle::{
-    CpuStorage, CudaDevice, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor,
+    CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor,
 };
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
@@ -27,14 +27,19 @@ use launch::{
 };
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The key of this crate's kernels among the modules of a device. Other crates, and other versions
-/// of this crate, keep their modules there too.
-const MODULE: &str = concat!("candle_powernorm-", env!("CARGO_PKG_VERSION"));
+/// The key of this crate's kernels among the modules of a device, where other crates and other
+/// builds of this crate keep their modules too. So it tells kernels apart by their PTX.
+static MODULE: LazyLock<String> = LazyLock::new(|| {
+    let mut hasher = DefaultHasher::new();
+    POWER_NORM.hash(&mut hasher);
+    format!("candle_powernorm-{:016x}", hasher.finish())
+});
 
 /// A type of the cudarc that candle is built with. The assertion below fails if candle's cudarc has
 /// another version than this crate's manifest names. Otherwise the error would come where the types
@@ -94,7 +99,7 @@ impl Kernels {
         // A sum over ranks may have left another GPU's context in this thread.
         device.cuda_stream().context().bind_to_thread().w()?;
         let function = device
-            .get_or_load_custom_func(&name, MODULE, POWER_NORM)
+            .get_or_load_custom_func(&name, &MODULE, POWER_NORM)
             .map_err(|error| unloadable(device, name, &error))?
             .into_cuda_function();
         // A block has 48 KiB of shared memory unless more is allowed.
@@ -141,8 +146,7 @@ impl Gpu {
         self.kernels.limits(&self.device)
     }
 
-    /// Queues `launches` in order on the device's stream, on which nothing else comes between them.
-    /// Once launches are queued, their buffers are safe, because they are freed in the stream's
+    /// Queues `launches` in order on the device's stream. Once launches are queued, their buffers are safe, because they are freed in the stream's
     /// order too. Across streams, cudarc's events and the user keep order, as for every tensor of
     /// candle.
     ///
@@ -179,6 +183,14 @@ impl Gpu {
         }
         Ok(())
     }
+}
+
+/// Whether these are handles of one GPU with one stream. A copy of ψ² is read on the stream of its
+/// variable. So all reads of the variable are on that stream, and of several readers cudarc's event
+/// tells only the last.
+pub(crate) fn have_one_stream(a: &Device, b: &Device) -> bool {
+    let stream = |device: &Device| Some(device.as_cuda_device().ok()?.cuda_stream().cu_stream());
+    stream(a).is_some() && stream(a) == stream(b)
 }
 
 fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> candle::Error {

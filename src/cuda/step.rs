@@ -20,6 +20,7 @@ pub(crate) struct CudaStep {
     /// If neither this process nor another has rows, a training step is an evaluation.
     kind: ForwardKind,
     setting: Setting,
+    /// Locked before the storage of ψ², and after that of ν.
     memory: Mutex<Memory>,
 }
 
@@ -278,6 +279,9 @@ impl DeviceStep for CudaStep {
     }
 
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
+        // Before `memory`: where ν moves, its storage is locked first too. Another thread may do so
+        // for the same step.
+        let ema_gz = inputs.ema_gz.storage_and_layout();
         let mut memory = self.memory();
         let mut backward = CudaBackward::new(self, inputs, memory.saved.is_some())?;
         if memory.saved.is_none() {
@@ -304,7 +308,6 @@ impl DeviceStep for CudaStep {
                 Some(backward.own.insert(own))
             }
         };
-        let ema_gz = inputs.ema_gz.storage_and_layout();
         let stream = device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let ema_gz = uses.read_vector(Some(argument(&ema_gz)?))?;
@@ -539,10 +542,13 @@ pub(crate) fn scale_groups(
     if plan.rows == 0 {
         return Ok(Storage::Cuda(device.zeros_impl(x.shape(), x.dtype())?));
     }
-    // SAFETY: the launches below write all of `y`, and of `factors` what they read.
+    // SAFETY: the launches below write all of `y`.
     let mut y = unsafe { device.alloc_uninit(x.shape(), x.dtype()) }?;
-    // SAFETY: as above.
-    let mut factors = unsafe { device.alloc::<u8>(plan.group_bytes()) }?;
+    let mut factors = match plan.scale_groups_bytes() {
+        // SAFETY: the first of two launches writes all of it.
+        Some(bytes) => Some(unsafe { device.alloc::<u8>(bytes) }?),
+        None => None,
+    };
     {
         let x = x.storage_and_layout();
         let stream = device.cuda_stream();
@@ -550,7 +556,7 @@ pub(crate) fn scale_groups(
         let launches = plan.scale_groups(
             uses.read_rows(argument(&x)?)?,
             uses.write(&mut y)?,
-            uses.write_bytes(Some(&mut factors)),
+            uses.write_bytes(factors.as_mut()),
         );
         // SAFETY: as in `CudaStep::forward`.
         unsafe { gpu.queue(&launches) }?;

@@ -160,11 +160,11 @@ pub(crate) enum DeviceKind {
 /// Tests set this environment variable to `composed` to run [`DeviceKind::Composed`] on a CPU.
 /// Another name panics: a test that ignored it would test something else.
 static COMPOSED: LazyLock<bool> = LazyLock::new(|| {
-    let name = std::env::var("CANDLE_POWERNORM_DEVICE");
-    match name.as_deref() {
-        Ok("composed") => true,
-        Ok("") | Err(_) => false,
-        Ok(name) => panic!("CANDLE_POWERNORM_DEVICE: expected composed, got {name}"),
+    let name = std::env::var_os("CANDLE_POWERNORM_DEVICE").unwrap_or_default();
+    match name.to_str() {
+        Some("composed") => true,
+        Some("") => false,
+        _ => panic!("CANDLE_POWERNORM_DEVICE: expected composed, got {name:?}"),
     }
 });
 
@@ -210,12 +210,13 @@ impl DeviceKind {
         }
     }
 
-    /// Whether a forward reads ψ² from its variable and not from a copy. That is right if the
-    /// device has a queue, in which the update comes after the read.
-    pub fn reads_phi_in_place(&self) -> bool {
+    /// Whether a forward on `rows` reads ψ² from its variable, which is on `state`, and not from a
+    /// copy. That is right if both have one queue, in which the update comes after the read.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn reads_phi_in_place(&self, rows: &Device, state: &Device) -> bool {
         match self {
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => true,
+            Self::Cuda(_) => cuda::have_one_stream(rows, state),
             _ => false,
         }
     }

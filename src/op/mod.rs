@@ -26,8 +26,8 @@ use crate::ranks::LayerRanks;
 use crate::state::{State, Version};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp3, DType, MetalStorage, Result, Shape, Storage,
-    Tensor,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp3, DType, Device, MetalStorage, Result, Shape,
+    Storage, Tensor,
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -51,7 +51,7 @@ pub(crate) fn power_norm(
 ) -> Result<Tensor> {
     let prepare = || {
         check()?;
-        let (xs, arguments) = (readable(xs)?, request.arguments()?);
+        let (xs, arguments) = (readable(xs)?, request.arguments(xs.device())?);
         Ok((xs, arguments))
     };
     let (xs, arguments) = step::begin(request, prepare)?;
@@ -100,14 +100,15 @@ impl Arguments {
 }
 
 impl Request<'_> {
-    fn arguments(&self) -> Result<Arguments> {
+    /// The arguments besides the rows, which are on `device`.
+    fn arguments(&self, device: &Device) -> Result<Arguments> {
         Ok(Arguments {
             affine: match self.affine {
                 Some((weight, bias)) => Some((weight.contiguous()?, bias.contiguous()?)),
                 None => None,
             },
             keep: self.keep.map(Tensor::contiguous).transpose()?,
-            before: self.state.phi_for_forward()?,
+            before: self.state.phi_for_forward(device)?,
         })
     }
 

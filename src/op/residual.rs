@@ -34,7 +34,11 @@ pub(crate) fn power_norm_residual(
     let params = Arc::new(Stored::default());
     let prepare = || {
         check()?;
-        let (xs, residual, arguments) = (readable(xs)?, readable(residual)?, request.arguments()?);
+        let (xs, residual, arguments) = (
+            readable(xs)?,
+            readable(residual)?,
+            request.arguments(xs.device())?,
+        );
         let affine_token = match arguments.affine() {
             Some([weight, bias]) => Some(weight.apply_op2(bias, Params(params.clone()))?),
             None => None,

@@ -1,6 +1,8 @@
 //! A layer among tensors of other devices, and in a model that trains.
 
 use super::*;
+use common::in_time;
+use std::sync::Barrier;
 
 /// Two handles of a GPU are one device to candle, each with a stream of its own. A layer that was
 /// built on one takes rows of the other, and its state moves as if there were one.
@@ -22,6 +24,57 @@ fn two_handles_of_one_gpu_are_one_device() {
             twin.check(&format!("{statistics:?}, step {step}"), &batch, true);
         }
     }
+}
+
+/// A step that begins on one handle waits for the evaluation that another still runs: both read ψ²,
+/// and the step moves it. (Seen: softgpu's report of a race.)
+#[test]
+fn a_step_on_one_handle_waits_for_an_evaluation_on_another() {
+    let handles = [(); 2].map(|()| Device::new_cuda_with_stream(0).unwrap());
+    let (layer, _varmap) = layer_on(&handles[0], 48, config(Some(4)), DType::F32);
+    let xs = handles.each_ref().map(|device| {
+        let mut data = Data::on(device, 23);
+        let values = data.normal(5 * 48);
+        data.tensor(&values, &[5, 48], DType::F32)
+    });
+    for (evaluated, trained) in [(0, 1), (1, 0), (1, 1), (0, 1)] {
+        let expected = to_f64(&layer.forward_t(&xs[evaluated], false).unwrap());
+        let ys = layer.forward_t(&xs[evaluated], false).unwrap();
+        layer.forward_t(&xs[trained], true).unwrap();
+        assert_eq!(to_f64(&ys), expected);
+    }
+}
+
+/// Two threads go back through one graph. (Seen: each waited for a lock that the other held.)
+#[test]
+fn two_threads_go_back_through_one_graph() {
+    let device = Device::new_cuda_with_stream(0).unwrap();
+    in_time(move || {
+        let step = |threads: bool| {
+            let (layer, _varmap) = layer_on(&device, 8, config(None), DType::F32);
+            let xs = Var::ones((4, 8), DType::F32, &device).unwrap();
+            let loss = layer.forward(&xs).unwrap().sum_all().unwrap();
+            if threads {
+                let start = Barrier::new(2);
+                std::thread::scope(|scope| {
+                    for _ in 0..2 {
+                        scope.spawn(|| {
+                            start.wait();
+                            loss.backward().unwrap();
+                        });
+                    }
+                });
+            } else {
+                loss.backward().unwrap();
+                loss.backward().unwrap();
+            }
+            state(&layer)
+        };
+        let expected = step(false);
+        for _ in 0..200 {
+            assert_eq!(step(true), expected);
+        }
+    });
 }
 
 /// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.
