@@ -13,9 +13,9 @@
 //!
 //! Passes: `forward_train` and `forward_eval` are one call. `backward` is `Tensor::backward` of a
 //! graph that holds only the layer. `train_step_through_autograd` is a forward and that backward.
-//! candle's autograd makes passes of its own around any op: contender `autograd_alone` is an op
-//! that computes nothing, and shows what they cost. `backward` less `autograd_alone` is the time of
-//! the layer's kernels.
+//! candle's autograd makes passes of its own around any op. Contender `autograd_alone` shows what
+//! they cost: its forward copies the input, and its gradients are ready. So `backward` less
+//! `autograd_alone` is the time of the layer's kernels.
 //!
 //! `--test` runs each benchmark once, on a sixteenth of the rows that its id says.
 //!
@@ -288,7 +288,7 @@ enum Contender {
     LayerNormSlow,
     RmsNormFused,
     BatchNorm,
-    /// An op whose forward and backward only hand out what is there.
+    /// An op whose forward copies its input, and whose backward hands out what is there.
     AutogradAlone,
     /// The rows copied into memory that is already mapped.
     Copy,

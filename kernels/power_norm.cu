@@ -354,9 +354,10 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: a group by shuffles, and through smem where it spans warps; columns in registers, then
 //        a tree over the block's rows.
-// Requires rows >= 1, cols >= 1, packed rows, x, residual, sum, y, partials 16-byte aligned if
-//        vectorized; whole warps a block; blockDim.x a multiple of 32 where a group that the block
-//        reduces spans warps; blockDim.y*cols < 2^32, or a row a thread.
+// Requires rows >= 1, cols >= 1, packed rows, whole warps a block.
+//        If vectorized, x, residual, sum, y and partials are 16-byte aligned.
+//        If a group that the block reduces spans warps, blockDim.x is a multiple of 32.
+//        Either blockDim.y*cols < 2^32, or a thread has one row.
 // Launcher: launch.rs::normalize.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;

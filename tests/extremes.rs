@@ -24,9 +24,8 @@ fn layer(config: PowerNormConfig, dtype: DType) -> Result<(PowerNorm, VarMap)> {
     Ok((power_norm(SIZE, config, vb)?, varmap))
 }
 
-/// A channel that has been silent has a tiny ψ² and so a large part of dx̃; its square of a large
-/// input must not overflow on the way to a gradient that is none. (Seen: infinity in the whole
-/// group.)
+/// A channel that has long been silent has a tiny ψ², so its part of dx̃ is large. Squaring a large
+/// input there must not overflow. (Seen: infinity in the whole group.)
 #[test]
 fn a_silent_channel_does_not_overflow_the_gradient() -> Result<()> {
     let mut data = Data::new(2);

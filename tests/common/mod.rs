@@ -159,8 +159,8 @@ pub fn in_time(work: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Every n-th case, where `CANDLE_POWERNORM_SWEEP=n` is in the environment, but three at least;
-/// else all. With a prime n that is not the number of values of an axis, every value of the axis is
+/// With `CANDLE_POWERNORM_SWEEP=n` in the environment, every n-th case, but at least three. Without
+/// it, all. With a prime n that is not the number of values of an axis, every value of the axis is
 /// still met.
 pub fn thinned<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let cases: Vec<T> = cases.into_iter().collect();

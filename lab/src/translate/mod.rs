@@ -9,9 +9,9 @@
 //! sacrebleu target/translate/test.en -i target/translate/power.1.test.hyp.en -m bleu chrf
 //! ```
 //!
-//! As in the paper's Table 1 the encoder has the normalization that is compared and the decoder
-//! LayerNorm, PowerNorm's warm-up is that of the learning rate, and padding enters no statistic;
-//! but the model and the text are small enough for a laptop's CPU.
+//! The encoder has the normalization that is compared, and the decoder LayerNorm, as in the paper's
+//! Table 1. PowerNorm's warm-up is the learning rate's, and padding enters no statistic. The model
+//! and the text are small enough for a laptop's CPU.
 //!
 //! Progress goes to stderr, one line of JSON for each normalization to stdout; translations,
 //! checkpoints, subwords and loss curves go to the folder `--out`. With `--resume` and its
@@ -125,10 +125,10 @@ const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de,
 /// with --recipe fairseq, which has no guard.
 ///
 /// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and
-/// evaluations included, the translations not. It is null with --compare, since later runs would
-/// have the memory of earlier ones; with --device cuda, since a GPU's memory is not in it; and
-/// where a resumed run was finished already, since nothing was trained. So for a figure of each
-/// normalization train each by --norm.
+/// evaluations included, the translations not. It is null with --compare, where later runs would
+/// have the memory of earlier ones. It is null with --device cuda, because a GPU's memory is not in
+/// it. It is null for a resumed run that was finished, because nothing was trained. So for a figure
+/// of each normalization train each by --norm.
 #[derive(Debug, Parser)]
 pub struct Args {
     /// Folder of the text: {train,val,test}.{de,en}, plain or compressed (.gz), also under the
