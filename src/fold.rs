@@ -122,8 +122,8 @@ impl PowerNorm {
         })
     }
 
-    /// γ / sqrt(ψ² + ε) and β in f64 on the CPU, once the linear layer is checked: it has the weight that errors
-    /// call `name`, and `features` on the `side` that meets the layer.
+    /// γ / sqrt(ψ² + ε) and β in f64 on the CPU, once the linear layer is checked: it has the
+    /// weight that errors call `name`, and `features` on the `side` that meets the layer.
     fn multiply_add(
         &self,
         name: &'static str,

@@ -1,4 +1,5 @@
 //! An operation that only copies its input in the forward, to time what candle does around one.
+
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 

@@ -146,9 +146,9 @@ impl Gpu {
         self.kernels.limits(&self.device)
     }
 
-    /// Queues `launches` in order on the device's stream. Once launches are queued, their buffers are safe, because they are freed in the stream's
-    /// order too. Across streams, cudarc's events and the user keep order, as for every tensor of
-    /// candle.
+    /// Queues `launches` in order on the device's stream. Once launches are queued, their buffers
+    /// are safe, because they are freed in the stream's order too. Across streams, cudarc's events
+    /// and the user keep order, as for every tensor of candle.
     ///
     /// # Safety
     /// Until the call returns, every address in `launches` is the address of a live buffer on this
@@ -185,12 +185,18 @@ impl Gpu {
     }
 }
 
-/// Whether these are handles of one GPU with one stream. A copy of ψ² is read on the stream of its
-/// variable. So all reads of the variable are on that stream, and of several readers cudarc's event
-/// tells only the last.
-pub(crate) fn have_one_stream(a: &Device, b: &Device) -> bool {
-    let stream = |device: &Device| Some(device.as_cuda_device().ok()?.cuda_stream().cu_stream());
-    stream(a).is_some() && stream(a) == stream(b)
+/// Whether a call with rows on `rows` reads a variable on `state` in place, and not from a copy.
+///
+/// With two streams, cudarc's events keep the order, but of several readers they tell only the last.
+/// So each call makes a copy on the variable's stream, and all reads of the variable are there.
+/// Without events the user keeps the order, and could not order a copy that is made in the call.
+pub(crate) fn reads_in_place(rows: &Device, state: &Device) -> bool {
+    let (Ok(rows), Ok(state)) = (rows.as_cuda_device(), state.as_cuda_device()) else {
+        return false;
+    };
+    let (rows, state) = (rows.cuda_stream(), state.cuda_stream());
+    let has_events = |stream: &CudaStream| stream.context().is_managing_stream_synchronization();
+    rows.cu_stream() == state.cu_stream() || !has_events(&rows) || !has_events(&state)
 }
 
 fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> candle::Error {

@@ -1,7 +1,7 @@
 //! A step on a GPU.
 
 use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan, Limits, Vector};
-use super::{argument, argument_opt, dtype, Gpu, InVariable, Kernels, Uses};
+use super::{argument, argument_opt, dtype, reads_in_place, Gpu, InVariable, Kernels, Uses};
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use crate::error::Error;
 use crate::op::device::{
@@ -9,7 +9,7 @@ use crate::op::device::{
 };
 use candle::backend::BackendDevice;
 use candle::op::BackpropOp;
-use candle::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor, Var, D};
+use candle::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Storage, Tensor, Var, D};
 use cudarc::driver::CudaSlice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -78,6 +78,16 @@ impl CudaStep {
 
     fn memory(&self) -> MutexGuard<'_, Memory> {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// ψ² or ν to read in a launch: the variable, or a copy of it.
+    fn in_order(&self, variable: &Tensor) -> Result<Tensor> {
+        let variable = variable.detach();
+        let rows = Device::Cuda(self.device().clone());
+        match reads_in_place(&rows, variable.device()) {
+            true => Ok(variable),
+            false => variable.copy(),
+        }
     }
 
     /// A fresh tensor like `like`, which launches write where there are rows.
@@ -268,6 +278,7 @@ impl DeviceStep for CudaStep {
                 self.make_statistics(&mut memory, phi, step)
             })?,
             None => {
+                let phi = self.in_order(phi)?;
                 let phi = phi.storage_and_layout();
                 let mut uses = Uses::on(&stream);
                 let phi = uses.read_vector(Some(argument(&phi)?))?;
@@ -281,16 +292,19 @@ impl DeviceStep for CudaStep {
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
         // Before `memory`: where ν moves, its storage is locked first too. Another thread may do so
         // for the same step.
-        let ema_gz = inputs.ema_gz.storage_and_layout();
+        let ema_gz = self.in_order(inputs.ema_gz)?;
+        let ema_gz = ema_gz.storage_and_layout();
         let mut memory = self.memory();
         let mut backward = CudaBackward::new(self, inputs, memory.saved.is_some())?;
         if memory.saved.is_none() {
             return Ok(Box::new(backward));
         }
-        if self.setting.config.recipe == Recipe::Fairseq && self.kind.is_training() {
+        let has_sums = matches!(memory.sums, ForwardSums::Partial | ForwardSums::Total(_));
+        if self.setting.config.recipe == Recipe::Fairseq && has_sums {
             // The divisor is the batch's. In a single process, ψ² has moved by now, and nothing is
             // left to do.
-            let phi = inputs.phi.storage_and_layout();
+            let phi = self.in_order(inputs.phi)?;
+            let phi = phi.storage_and_layout();
             let stream = self.device().cuda_stream();
             let mut uses = Uses::on(&stream);
             let phi = uses.read_vector(Some(argument(&phi)?))?;

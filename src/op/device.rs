@@ -210,13 +210,14 @@ impl DeviceKind {
         }
     }
 
-    /// Whether a forward on `rows` reads ψ² from its variable, which is on `state`, and not from a
-    /// copy. That is right if both have one queue, in which the update comes after the read.
+    /// Whether a forward with rows on `rows` reads ψ² from its variable, which is on `state`, and
+    /// not from a copy. That is right if both have one queue, in which the update comes after the
+    /// read.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn reads_phi_in_place(&self, rows: &Device, state: &Device) -> bool {
         match self {
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => cuda::have_one_stream(rows, state),
+            Self::Cuda(_) => cuda::reads_in_place(rows, state),
             _ => false,
         }
     }

@@ -45,6 +45,53 @@ fn a_step_on_one_handle_waits_for_an_evaluation_on_another() {
     }
 }
 
+/// The same of ν, which a copy for the user reads and a backward moves.
+#[test]
+fn a_backward_on_one_handle_waits_for_a_reader_of_nu_on_another() {
+    let [own, other] = [(); 2].map(|()| Device::new_cuda_with_stream(0).unwrap());
+    let (layer, _varmap) = layer_on(&own, 48, config(Some(4)), DType::F32);
+    let xs = Var::randn(0f32, 1., (5, 48), &other).unwrap();
+    for _ in 0..3 {
+        let expected = to_f64(&layer.nu().unwrap());
+        let loss = layer.forward(&xs).unwrap().sum_all().unwrap();
+        let nu = layer.nu().unwrap();
+        loss.backward().unwrap();
+        assert_eq!(to_f64(&nu), expected);
+    }
+}
+
+/// Without events, the user keeps the order of two handles' work, by waiting between calls. So
+/// nothing in a forward may depend on events. (Seen: reads of a copy of ψ² that was not written
+/// yet.) In a backward, candle itself adds gradients of both handles.
+#[test]
+fn two_handles_without_events() {
+    let with_stream = || {
+        let device = Device::new_cuda_with_stream(0).unwrap();
+        // SAFETY: the two streams wait for each other between calls, below.
+        unsafe { device.as_cuda_device().unwrap().disable_event_tracking() };
+        device
+    };
+    let plain = || Device::new_cuda(0).unwrap();
+    for handles in [[with_stream(), with_stream()], [plain(), with_stream()]] {
+        let wait = || {
+            handles
+                .iter()
+                .for_each(|device| device.synchronize().unwrap())
+        };
+        let (layer, _varmap) = layer_on(&handles[0], 48, config(Some(4)), DType::F32);
+        for device in handles.iter().chain(&handles) {
+            let xs = Tensor::ones((5, 48), DType::F32, device).unwrap();
+            wait();
+            let evaluated = layer.forward_t(&xs, false).unwrap();
+            wait();
+            layer.forward_t(&xs, true).unwrap();
+            wait();
+            assert!(to_f64(&evaluated).iter().all(|y| y.is_finite()));
+        }
+        assert_eq!(layer.steps().unwrap(), 4);
+    }
+}
+
 /// Two threads go back through one graph. (Seen: each waited for a lock that the other held.)
 #[test]
 fn two_threads_go_back_through_one_graph() {

@@ -1,6 +1,7 @@
 //! By default, a selection of settings in which every pair of values meets. With
 //! `CANDLE_POWERNORM_PAIRS=full` in the environment, the whole grid, cut into shards: each shard is
 //! a test that can be run by its name.
+
 use crate::arguments::{Arguments, Offsets, Purpose, Wanted};
 use crate::common::{keep, tensor, Data, DTYPES};
 use candle::{DType, Result};
