@@ -739,7 +739,7 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
 // Launch min(rows*groups, 65536), block 256, smem as in RowSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
-// Requires rows >= 1, packed rows.
+// Requires rows >= 1, packed rows, x, dy 16-byte aligned if vectorized.
 // Launcher: launch.rs::group_dots.
 template <typename T> __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
   using A = Sum<T>;
@@ -996,47 +996,46 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   }
 }
 
-// Every entry point: its name, the most threads of a block and the blocks that a multiprocessor
-// should hold (which bound its registers), its body, its argument, and the template arguments of
-// the body.
+// Every entry point: its name, the most threads of a block (which bounds its registers), its body,
+// its argument, and the template arguments of the body.
 #define FOR_EACH_KERNEL(DEFINE) \
-  DEFINE(group_factors_f32, 256, 1, group_factors, NormalizeParams, float) \
-  DEFINE(group_factors_f64, 256, 1, group_factors, NormalizeParams, double) \
-  DEFINE(group_factors_f16, 256, 1, group_factors, NormalizeParams, __half) \
-  DEFINE(group_factors_bf16, 256, 1, group_factors, NormalizeParams, __nv_bfloat16) \
-  DEFINE(normalize_f32_1, 512, 1, normalize, NormalizeParams, float, 1) \
-  DEFINE(normalize_f32_2, 512, 1, normalize, NormalizeParams, float, 2) \
-  DEFINE(normalize_f32_4, 512, 1, normalize, NormalizeParams, float, 4) \
-  DEFINE(normalize_f64_1, 512, 1, normalize, NormalizeParams, double, 1) \
-  DEFINE(normalize_f64_2, 512, 1, normalize, NormalizeParams, double, 2) \
-  DEFINE(normalize_f16_1, 512, 1, normalize, NormalizeParams, __half, 1) \
-  DEFINE(normalize_f16_2, 512, 1, normalize, NormalizeParams, __half, 2) \
-  DEFINE(normalize_f16_4, 512, 1, normalize, NormalizeParams, __half, 4) \
-  DEFINE(normalize_bf16_1, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 1) \
-  DEFINE(normalize_bf16_2, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 2) \
-  DEFINE(normalize_bf16_4, 512, 1, normalize, NormalizeParams, __nv_bfloat16, 4) \
-  DEFINE(sum_partials_f32, 1024, 1, sum_partials, SumPartialsParams, float) \
-  DEFINE(sum_partials_f64, 1024, 1, sum_partials, SumPartialsParams, double) \
-  DEFINE(update_phi_f32, 1024, 1, update_phi, UpdatePhiParams, float) \
-  DEFINE(update_phi_f64, 1024, 1, update_phi, UpdatePhiParams, double) \
-  DEFINE(group_dots_f32, 256, 1, group_dots, NormalizeBwdParams, float) \
-  DEFINE(group_dots_f64, 256, 1, group_dots, NormalizeBwdParams, double) \
-  DEFINE(group_dots_f16, 256, 1, group_dots, NormalizeBwdParams, __half) \
-  DEFINE(group_dots_bf16, 256, 1, group_dots, NormalizeBwdParams, __nv_bfloat16) \
-  DEFINE(normalize_bwd_f32_1, 512, 1, normalize_bwd, NormalizeBwdParams, float, 1) \
-  DEFINE(normalize_bwd_f32_2, 512, 1, normalize_bwd, NormalizeBwdParams, float, 2) \
-  DEFINE(normalize_bwd_f32_4, 512, 1, normalize_bwd, NormalizeBwdParams, float, 4) \
-  DEFINE(normalize_bwd_f64_1, 512, 1, normalize_bwd, NormalizeBwdParams, double, 1) \
-  DEFINE(normalize_bwd_f64_2, 512, 1, normalize_bwd, NormalizeBwdParams, double, 2) \
-  DEFINE(normalize_bwd_f16_1, 512, 1, normalize_bwd, NormalizeBwdParams, __half, 1) \
-  DEFINE(normalize_bwd_f16_2, 512, 1, normalize_bwd, NormalizeBwdParams, __half, 2) \
-  DEFINE(normalize_bwd_bf16_1, 512, 1, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
-  DEFINE(normalize_bwd_bf16_2, 512, 1, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 2) \
-  DEFINE(update_nu_f32, 1024, 1, update_nu, UpdateNuParams, float) \
-  DEFINE(update_nu_f64, 1024, 1, update_nu, UpdateNuParams, double)
+  DEFINE(group_factors_f32, 256, group_factors, NormalizeParams, float) \
+  DEFINE(group_factors_f64, 256, group_factors, NormalizeParams, double) \
+  DEFINE(group_factors_f16, 256, group_factors, NormalizeParams, __half) \
+  DEFINE(group_factors_bf16, 256, group_factors, NormalizeParams, __nv_bfloat16) \
+  DEFINE(normalize_f32_1, 512, normalize, NormalizeParams, float, 1) \
+  DEFINE(normalize_f32_2, 512, normalize, NormalizeParams, float, 2) \
+  DEFINE(normalize_f32_4, 512, normalize, NormalizeParams, float, 4) \
+  DEFINE(normalize_f64_1, 512, normalize, NormalizeParams, double, 1) \
+  DEFINE(normalize_f64_2, 512, normalize, NormalizeParams, double, 2) \
+  DEFINE(normalize_f16_1, 512, normalize, NormalizeParams, __half, 1) \
+  DEFINE(normalize_f16_2, 512, normalize, NormalizeParams, __half, 2) \
+  DEFINE(normalize_f16_4, 512, normalize, NormalizeParams, __half, 4) \
+  DEFINE(normalize_bf16_1, 512, normalize, NormalizeParams, __nv_bfloat16, 1) \
+  DEFINE(normalize_bf16_2, 512, normalize, NormalizeParams, __nv_bfloat16, 2) \
+  DEFINE(normalize_bf16_4, 512, normalize, NormalizeParams, __nv_bfloat16, 4) \
+  DEFINE(sum_partials_f32, 1024, sum_partials, SumPartialsParams, float) \
+  DEFINE(sum_partials_f64, 1024, sum_partials, SumPartialsParams, double) \
+  DEFINE(update_phi_f32, 1024, update_phi, UpdatePhiParams, float) \
+  DEFINE(update_phi_f64, 1024, update_phi, UpdatePhiParams, double) \
+  DEFINE(group_dots_f32, 256, group_dots, NormalizeBwdParams, float) \
+  DEFINE(group_dots_f64, 256, group_dots, NormalizeBwdParams, double) \
+  DEFINE(group_dots_f16, 256, group_dots, NormalizeBwdParams, __half) \
+  DEFINE(group_dots_bf16, 256, group_dots, NormalizeBwdParams, __nv_bfloat16) \
+  DEFINE(normalize_bwd_f32_1, 512, normalize_bwd, NormalizeBwdParams, float, 1) \
+  DEFINE(normalize_bwd_f32_2, 512, normalize_bwd, NormalizeBwdParams, float, 2) \
+  DEFINE(normalize_bwd_f32_4, 512, normalize_bwd, NormalizeBwdParams, float, 4) \
+  DEFINE(normalize_bwd_f64_1, 512, normalize_bwd, NormalizeBwdParams, double, 1) \
+  DEFINE(normalize_bwd_f64_2, 512, normalize_bwd, NormalizeBwdParams, double, 2) \
+  DEFINE(normalize_bwd_f16_1, 512, normalize_bwd, NormalizeBwdParams, __half, 1) \
+  DEFINE(normalize_bwd_f16_2, 512, normalize_bwd, NormalizeBwdParams, __half, 2) \
+  DEFINE(normalize_bwd_bf16_1, 512, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
+  DEFINE(normalize_bwd_bf16_2, 512, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 2) \
+  DEFINE(update_nu_f32, 1024, update_nu, UpdateNuParams, float) \
+  DEFINE(update_nu_f64, 1024, update_nu, UpdateNuParams, double)
 
-#define DEFINE_KERNEL(NAME, THREADS, BLOCKS, BODY, PARAMS, ...)                                    \
-  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                    \
+#define DEFINE_KERNEL(NAME, THREADS, BODY, PARAMS, ...)                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                            \
       NAME(const __grid_constant__ PARAMS params) {                                                \
     BODY<__VA_ARGS__>(params);                                                                     \
   }

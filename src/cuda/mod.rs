@@ -5,7 +5,9 @@
 //! Nothing here waits for the GPU.
 #![allow(unsafe_code)]
 
-pub(crate) mod launch;
+mod cut;
+mod launch;
+mod params;
 mod step;
 
 pub(crate) use step::{scale_groups, scale_groups_bwd, CudaStep};
@@ -21,9 +23,11 @@ use cudarc::driver::{
     CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig,
     PushKernelArg, SyncOnDrop,
 };
-use launch::{
-    Address, Dtype, Kernel, Launch, Limits, NormalizeBwdParams, NormalizeParams, Params,
-    SumPartialsParams, UpdateNuParams, UpdatePhiParams, Vector,
+use cut::Limits;
+use launch::{Kernel, Launch};
+use params::{
+    Address, Dtype, NormalizeBwdParams, NormalizeParams, Params, SumPartialsParams, UpdateNuParams,
+    UpdatePhiParams, Vector,
 };
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -147,8 +151,9 @@ impl Gpu {
     }
 
     /// Queues `launches` in order on the device's stream. Once launches are queued, their buffers
-    /// are safe, because they are freed in the stream's order too. Across streams, cudarc's events
-    /// and the user keep order, as for every tensor of candle.
+    /// are safe: they are freed in the stream's order or, if another stream frees them, after the
+    /// events that [`Uses`] records. With events off, the user keeps the order across streams, as
+    /// for every tensor of candle.
     ///
     /// # Safety
     /// Until the call returns, every address in `launches` is the address of a live buffer on this

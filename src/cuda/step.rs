@@ -1,6 +1,8 @@
 //! A step on a GPU.
 
-use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan, Limits, Vector};
+use super::cut::Limits;
+use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan};
+use super::params::Vector;
 use super::{argument, argument_opt, dtype, reads_in_place, Gpu, InVariable, Kernels, Uses};
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use crate::error::Error;
@@ -17,8 +19,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) struct CudaStep {
     gpu: Gpu,
     plan: LaunchPlan,
-    /// If neither this process nor another has rows, a training step is an evaluation.
-    kind: ForwardKind,
     setting: Setting,
     /// Locked before the storage of ψ², and after that of ν.
     memory: Mutex<Memory>,
@@ -50,23 +50,16 @@ impl CudaStep {
     pub fn new(x: &Tensor, setting: Setting, kernels: &Arc<Kernels>) -> Result<Self> {
         let cols = x.dim(D::Minus1)?;
         let gpu = Gpu::of(x, kernels)?;
-        let plan = LaunchPlan {
-            dtype: dtype(x.dtype())?,
-            rows: x.elem_count() / cols,
-            cols,
-            masked: false,
-            config: setting.config,
-            limits: gpu.limits()?,
-        };
-        // Other processes may have rows.
-        let kind = match plan.rows > 0 || setting.shared {
+        let rows = x.elem_count() / cols;
+        // Other processes may have rows. If none has, a training step is an evaluation.
+        let kind = match rows > 0 || setting.shared {
             true => setting.kind,
             false => ForwardKind::Evaluation,
         };
+        let (dtype, limits) = (dtype(x.dtype())?, gpu.limits()?);
         Ok(Self {
             gpu,
-            plan,
-            kind,
+            plan: LaunchPlan::new(dtype, [rows, cols], setting.config, kind, limits),
             setting,
             memory: Mutex::default(),
         })
@@ -74,6 +67,10 @@ impl CudaStep {
 
     fn device(&self) -> &CudaDevice {
         &self.gpu.device
+    }
+
+    fn kind(&self) -> ForwardKind {
+        self.plan.kind()
     }
 
     fn memory(&self) -> MutexGuard<'_, Memory> {
@@ -92,7 +89,7 @@ impl CudaStep {
 
     /// A fresh tensor like `like`, which launches write where there are rows.
     fn output(&self, like: &Tensor) -> Result<CudaStorage> {
-        match self.plan.rows {
+        match self.plan.rows() {
             0 => self.device().zeros_impl(like.shape(), like.dtype()),
             // SAFETY: the launches of the phase, or of the next, write all of it.
             _ => unsafe { self.device().alloc_uninit(like.shape(), like.dtype()) },
@@ -101,7 +98,7 @@ impl CudaStep {
 
     /// Whether there is nothing to launch.
     fn is_empty(&self) -> bool {
-        self.plan.rows == 0 && !self.kind.is_training()
+        self.plan.rows() == 0 && !self.kind().is_training()
     }
 
     /// Runs `launch` with the arrays of a forward, but for its sums.
@@ -133,7 +130,7 @@ impl CudaStep {
             buffers.weight = uses.read_vector(Some(argument(weight)?))?;
             buffers.bias = uses.read_vector(Some(argument(bias)?))?;
         }
-        if self.plan.rows > 0 {
+        if self.plan.rows() > 0 {
             buffers.x = uses.read_rows(argument(&x)?)?;
             buffers.residual = uses.read_rows_opt(argument_opt(&residual)?)?;
             buffers.keep = uses.read_opt(argument_opt(&keep)?)?;
@@ -169,7 +166,7 @@ impl CudaStep {
             totals: uses.read_totals(&total)?,
             ..Default::default()
         };
-        let launch = self.plan.update_phi(&buffers, self.kind, step);
+        let launch = self.plan.update_phi(&buffers, step);
         // SAFETY: as in `forward`; `saved` and the sums are those of this step, and the caller
         // holds ψ².
         unsafe { self.gpu.queue(&[launch]) }
@@ -179,7 +176,7 @@ impl CudaStep {
 impl DeviceStep for CudaStep {
     fn forward(&mut self, inputs: &ForwardInputs) -> Result<Outputs> {
         self.plan.masked = inputs.keep.is_some();
-        let (plan, kind) = (self.plan, self.kind);
+        let plan = self.plan;
         let mut y = self.output(inputs.x)?;
         let mut sum = inputs.residual.map(|_| self.output(inputs.x)).transpose()?;
         let outputs = |y, sum: Option<CudaStorage>| Outputs {
@@ -189,13 +186,16 @@ impl DeviceStep for CudaStep {
         if self.is_empty() {
             return Ok(outputs(y, sum));
         }
-        let (device, shared) = (self.device(), kind.is_training() && self.setting.shared);
-        let mut saved = match self.setting.tracked || plan.needs_saved(kind) {
+        let (device, shared) = (
+            self.device(),
+            self.kind().is_training() && self.setting.shared,
+        );
+        let mut saved = match self.setting.tracked || plan.needs_saved() {
             // SAFETY: the launches of the step write every part of it before it is read.
-            true => Some(unsafe { device.alloc::<u8>(plan.saved_bytes(kind)) }?),
+            true => Some(unsafe { device.alloc::<u8>(plan.saved_bytes()) }?),
             false => None,
         };
-        let room = plan.totals_room(kind);
+        let room = plan.totals_room();
         let mut totals = match shared {
             // SAFETY: the launches below write what comes after the room, and a backward fills the
             // room before it is read.
@@ -208,12 +208,12 @@ impl DeviceStep for CudaStep {
             buffers.totals = uses.write_totals(totals.as_mut(), room);
             // SAFETY: `uses`, here and in the caller, holds every buffer, each of the size that
             // `LaunchPlan` asks for, until the launches are queued.
-            unsafe { self.gpu.queue(&plan.forward(&buffers, kind)) }
+            unsafe { self.gpu.queue(&plan.forward(&buffers)) }
         };
         self.with_forward_buffers(inputs, &mut y, sum.as_mut(), saved.as_mut(), launch)?;
         let sums = match totals {
             Some(totals) => ForwardSums::Own(totals),
-            None if kind.is_training() => ForwardSums::Partial,
+            None if self.kind().is_training() => ForwardSums::Partial,
             None => ForwardSums::None,
         };
         self.memory = Mutex::new(Memory { saved, sums });
@@ -221,7 +221,7 @@ impl DeviceStep for CudaStep {
     }
 
     fn finish_forward(&mut self, inputs: &ForwardInputs, mut outputs: Outputs) -> Result<Outputs> {
-        let (plan, kind) = (self.plan, self.kind);
+        let plan = self.plan;
         let (Some(Storage::Cuda(y)), false) = (&mut outputs.y, self.is_empty()) else {
             return Ok(outputs);
         };
@@ -241,7 +241,7 @@ impl DeviceStep for CudaStep {
             let mut uses = Uses::on(&stream);
             buffers.totals = uses.read_totals(&total)?;
             // SAFETY: as in `forward`.
-            unsafe { self.gpu.queue(&plan.finish_forward(&buffers, kind)) }
+            unsafe { self.gpu.queue(&plan.finish_forward(&buffers)) }
         };
         self.with_forward_buffers(inputs, y, sum, saved.as_mut(), launch)?;
         drop(memory);
@@ -252,7 +252,7 @@ impl DeviceStep for CudaStep {
         let mut memory = self.memory();
         match std::mem::take(&mut memory.sums) {
             ForwardSums::Own(totals) => {
-                let room = self.plan.totals_room(self.kind);
+                let room = self.plan.totals_room();
                 let len = self.plan.forward_totals();
                 tensor(totals, self.device()).narrow(0, room, len)
             }
@@ -266,7 +266,7 @@ impl DeviceStep for CudaStep {
     }
 
     fn move_phi(&self, phi: &Var, step: Option<&PhiStep>) -> Result<bool> {
-        if !self.kind.is_training() {
+        if !self.kind().is_training() {
             return Ok(false);
         }
         let mut memory = self.memory();
@@ -315,10 +315,10 @@ impl DeviceStep for CudaStep {
         // If the forward's sums still wait, their tensor has room for the backward's.
         let totals = match sums {
             ForwardSums::Own(both) => Some(both),
-            _ if !self.kind.is_training() || !self.setting.shared => None,
+            _ if !self.kind().is_training() || !self.setting.shared => None,
             _ => {
                 // SAFETY: the launches below write all of it.
-                let own = unsafe { device.alloc::<f64>(plan.cols) }?;
+                let own = unsafe { device.alloc::<f64>(plan.cols()) }?;
                 Some(backward.own.insert(own))
             }
         };
@@ -326,14 +326,14 @@ impl DeviceStep for CudaStep {
         let mut uses = Uses::on(&stream);
         let ema_gz = uses.read_vector(Some(argument(&ema_gz)?))?;
         let totals = uses.write_totals(totals, 0);
-        let (kind, loss_scale) = (self.kind, inputs.loss_scale);
+        let loss_scale = inputs.loss_scale;
         backward
             .arrays
             .launch(saved.as_ref(), inputs, true, |mut buffers| {
                 buffers.ema_gz = ema_gz;
                 buffers.totals = totals;
                 // SAFETY: as in `forward`.
-                unsafe { (self.gpu).queue(&plan.backward(&buffers, kind, loss_scale)) }
+                unsafe { (self.gpu).queue(&plan.backward(&buffers, loss_scale)) }
             })?;
         drop(uses);
         Ok(Box::new(backward))
@@ -378,7 +378,7 @@ impl<'a> CudaBackward<'a> {
             Some([weight, bias]) => [dtype(weight), dtype(bias)],
             None => [None, None],
         };
-        let channels = Shape::from(step.plan.cols);
+        let channels = Shape::from(step.plan.cols());
         let input = inputs.wants_input.then(|| inputs.x.dtype());
         Ok(Self {
             step,
@@ -416,7 +416,7 @@ impl BackwardArrays<'_> {
             return Ok(());
         };
         let weight = inputs.affine.map(|[weight, _]| weight.storage_and_layout());
-        let with_rows = with_rows && self.step.plan.rows > 0;
+        let with_rows = with_rows && self.step.plan.rows() > 0;
         let row_tensors = with_rows.then(|| {
             let [x, dy] = [inputs.x, inputs.dy].map(Tensor::storage_and_layout);
             (
@@ -459,7 +459,7 @@ impl CudaBackward<'_> {
         (self.arrays).launch(memory.saved.as_ref(), &inputs, false, |mut buffers| {
             buffers.ema_gz = ema_gz;
             buffers.totals = totals;
-            let launch = (step.plan).update_nu(&buffers, step.kind, inputs.loss_scale);
+            let launch = (step.plan).update_nu(&buffers, inputs.loss_scale);
             // SAFETY: as in `CudaStep::forward`.
             unsafe { step.gpu.queue(launch.as_slice()) }
         })
@@ -475,7 +475,7 @@ impl DeviceBackward for CudaBackward<'_> {
                 _ => None,
             },
             // Another thread goes back through the same graph, and took the forward's tensors.
-            (_, None) if self.step.setting.shared && self.step.kind.is_training() => {
+            (_, None) if self.step.setting.shared && self.step.kind().is_training() => {
                 return Err(Error::StepLost.into())
             }
             (_, own) => own,
@@ -484,7 +484,7 @@ impl DeviceBackward for CudaBackward<'_> {
     }
 
     fn take_sums(&mut self, total: &Tensor) -> Result<()> {
-        let cols = self.step.plan.cols;
+        let cols = self.step.plan.cols();
         self.total = Some(total.narrow(0, 0, cols)?);
         let more = total.elem_count() - cols;
         if more > 0 {
@@ -495,7 +495,7 @@ impl DeviceBackward for CudaBackward<'_> {
 
     fn finish(&mut self, moves_nu: bool) -> Result<()> {
         let step = self.step;
-        let is_exact = step.setting.config.is_exact(step.kind);
+        let is_exact = step.setting.config.is_exact(step.kind());
         if is_exact || !moves_nu {
             self.update_nu(Vector::default())?;
         }
@@ -504,7 +504,7 @@ impl DeviceBackward for CudaBackward<'_> {
             let inputs = self.inputs;
             (self.arrays).launch(memory.saved.as_ref(), &inputs, true, |buffers| {
                 // SAFETY: as in `CudaStep::forward`.
-                unsafe { (step.gpu).queue(&step.plan.finish_backward(&buffers, step.kind)) }
+                unsafe { (step.gpu).queue(&step.plan.finish_backward(&buffers)) }
             })?;
         }
         Ok(())
@@ -524,7 +524,7 @@ impl DeviceBackward for CudaBackward<'_> {
         let tensor = |storage: Option<CudaStorage>, shape: &Shape| {
             storage.map(|storage| from_storage(storage, shape))
         };
-        let channels = Shape::from(step.plan.cols);
+        let channels = Shape::from(step.plan.cols());
         Gradients {
             input: tensor(self.arrays.input.take(), inputs.x.shape()),
             weight: tensor(self.arrays.weight.take(), &channels),
@@ -553,7 +553,7 @@ pub(crate) fn scale_groups(
     let gpu = Gpu::of(x, kernels)?;
     let plan = scale_plan(x, groups, eps, gpu.limits()?)?;
     let device = &gpu.device;
-    if plan.rows == 0 {
+    if plan.rows() == 0 {
         return Ok(Storage::Cuda(device.zeros_impl(x.shape(), x.dtype())?));
     }
     // SAFETY: the launches below write all of `y`.
@@ -589,7 +589,7 @@ pub(crate) fn scale_groups_bwd(
     let gpu = Gpu::of(x, kernels)?;
     let plan = scale_plan(x, groups, eps, gpu.limits()?)?;
     let device = &gpu.device;
-    if plan.rows == 0 {
+    if plan.rows() == 0 {
         return Ok(from_storage(
             device.zeros_impl(x.shape(), x.dtype())?,
             x.shape(),
@@ -617,16 +617,18 @@ pub(crate) fn scale_groups_bwd(
 
 fn scale_plan(x: &Tensor, groups: usize, eps: f64, limits: Limits) -> Result<LaunchPlan> {
     let cols = x.dim(D::Minus1)?;
-    Ok(LaunchPlan {
-        dtype: dtype(x.dtype())?,
-        rows: x.elem_count() / cols,
-        cols,
-        masked: false,
-        config: PowerNormConfig {
-            group_scaling: Some(groups),
-            affine: false,
-            ..eps.into()
-        },
+    let shape = [x.elem_count() / cols, cols];
+    let config = PowerNormConfig {
+        group_scaling: Some(groups),
+        affine: false,
+        ..eps.into()
+    };
+    let kind = ForwardKind::Evaluation;
+    Ok(LaunchPlan::new(
+        dtype(x.dtype())?,
+        shape,
+        config,
+        kind,
         limits,
-    })
+    ))
 }

@@ -186,8 +186,10 @@ impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let comm = self.comm.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !std::thread::panicking() {
-            // Whoever waits for the GPU's results gets the same error.
-            let _ = comm.0.context().synchronize();
+            // The first call may return an error that an earlier drop left, and not wait. Whoever
+            // waits for the GPU's results gets the second one's error too.
+            let context = comm.0.context();
+            let _ = context.synchronize().or_else(|_| context.synchronize());
         }
     }
 }
