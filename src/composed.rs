@@ -18,7 +18,7 @@ pub(crate) struct ComposedStep {
     setting: Setting,
     /// 1/D by ψ² before the step, `[C]`. The forward sets it.
     running_inv_rms: Option<Tensor>,
-    /// The sums over this process's rows, in training.
+    /// The sums over this process's rows, in training, if other processes have rows too.
     own: Option<ForwardSums>,
     /// The statistics of the whole batch, in training, once they are known; `None` without a kept
     /// row.
@@ -249,10 +249,10 @@ impl ComposedStep {
             rows: rows.kept()?,
         };
         let own = ForwardSums { kept, all };
-        if !self.setting.shared {
-            self.settle(&own)?;
+        match self.setting.shared {
+            true => self.own = Some(own),
+            false => self.settle(&own)?,
         }
-        self.own = Some(own);
         Ok(())
     }
 

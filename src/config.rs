@@ -130,9 +130,11 @@ pub struct PowerNormConfig {
     /// sums. Default 1e-5.
     pub eps: f64,
     /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
-    /// In (0, 1); default 0.9.
+    /// In (0, 1), also in the dtype of the sums; default 0.9. In `F32` the rounded weights of
+    /// 0.99999 make ψ² 0.14 % too small.
     pub alpha_fwd: f64,
-    /// α_b, the weight of the *old* ν in its moving average. In (0, 1); default 0.9.
+    /// α_b, the weight of the *old* ν in its moving average. In (0, 1), also in the dtype of the
+    /// sums; default 0.9.
     pub alpha_bwd: f64,
     /// T, the number of steps that use the batch's statistic before the running one takes over.
     /// Default 100. The paper makes it as long as the learning rate's warm-up.
@@ -146,7 +148,9 @@ pub struct PowerNormConfig {
     pub statistics: Statistics,
     /// The equations of a step. Default [`Recipe::Paper`].
     pub recipe: Recipe,
-    /// Whether the layer has a weight γ and a bias β. Default `true`.
+    /// Whether the layer has a weight γ and a bias β. Default `true`. (candle's own layers keep the
+    /// weight with `affine: false`. In place of `layer_norm_no_bias`, leave this `true`: the fresh
+    /// bias is 0.)
     pub affine: bool,
 }
 
@@ -205,10 +209,16 @@ impl PowerNormConfig {
             return Err(Error::Size);
         }
         // Unless its parameters are f64, the layer takes inputs whose sums are f32.
-        validate_eps(self.eps, if self.affine { dtype } else { DType::F32 })?;
+        let sums = if self.affine { dtype } else { DType::F32 };
+        validate_eps(self.eps, sums)?;
         for (name, got) in [("alpha_fwd", self.alpha_fwd), ("alpha_bwd", self.alpha_bwd)] {
-            if !(got > 0. && got < 1.) {
-                return Err(Error::Alpha { name, got });
+            let used = rounded(got, sums);
+            if !(used > 0. && used < 1.) {
+                return Err(Error::Alpha {
+                    name,
+                    got,
+                    dtype: sums,
+                });
             }
         }
         match self.group_scaling {
@@ -257,13 +267,18 @@ pub(crate) fn validate_input_dtype(dtype: DType) -> Result<(), Error> {
 
 /// Checks an ε in the dtype of the sums, where a value that is fine in f64 may be 0 or infinite.
 pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<(), Error> {
-    let used = match dtype {
-        DType::F64 => eps,
-        _ => f64::from(eps as f32),
-    };
+    let used = rounded(eps, dtype);
     if used > 0. && used.is_finite() {
         Ok(())
     } else {
         Err(Error::Eps { got: eps, dtype })
+    }
+}
+
+/// A setting as sums of `dtype` take it.
+fn rounded(setting: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => setting,
+        _ => f64::from(setting as f32),
     }
 }

@@ -24,10 +24,15 @@ pub(crate) enum Error {
     },
 
     #[error(
-        "power_norm: expected {name} between 0 and 1, both excluded, got {got}: \
+        "power_norm: expected {name} between 0 and 1 in {dtype:?}, both excluded, got {got}: \
          choose a number such as 0.9"
     )]
-    Alpha { name: &'static str, got: f64 },
+    Alpha {
+        name: &'static str,
+        got: f64,
+        /// The dtype of the layer's sums and state.
+        dtype: DType,
+    },
 
     #[error(
         "power_norm: expected group_scaling to divide the size {size}, got {groups}: \
@@ -232,7 +237,7 @@ pub(crate) enum Error {
     // Folding
     #[error(
         "power_norm: expected a layer in evaluation to fold, got one whose statistic moves: \
-         call `mode.set_training(false)` first"
+         call `mode.set_training(false)`, or end the recalibration, first"
     )]
     FoldOutsideEvaluation,
 

@@ -21,19 +21,21 @@ use std::sync::Arc;
 ///
 /// | name | shape | dtype | fresh value |
 /// |---|---|---|---|
-/// | `weight` (γ) | `[size]` | the builder's | 1 |
-/// | `bias` (β) | `[size]` | the builder's | 0 |
+/// | `weight` or `gamma` (γ) | `[size]` | the builder's | 1 |
+/// | `bias` or `beta` (β) | `[size]` | the builder's | 0 |
 /// | `running_phi` (ψ²) | `[size]` or `[1, size, 1, 1]` | `F32` (`F64` for an `F64` builder) | 1 |
 /// | `ema_gz` (ν/(1−α_b)) | `[size]` or `[1, size, 1, 1]` | as `running_phi` | 0 |
 /// | `iters` (t) | `[1]` | `I64`, on the CPU | 0 |
 ///
-/// With `affine: false` there is no `weight` and no `bias`. The statistics are in the `VarMap`, so
-/// they are saved and loaded with it. No gradient reaches them, so no optimizer moves them.
+/// As in candle's LayerNorm, the first of two names is taken unless the builder has the second one
+/// only. With `affine: false` there is neither weight nor bias. The statistics are in the `VarMap`,
+/// so they are saved and loaded with it. No gradient reaches them, so no optimizer moves them.
 ///
 /// # State
 ///
 /// A layer built on trainable variables (a `VarMap`) starts in training. A layer built on frozen
 /// tensors (a safetensors `VarBuilder`) starts in evaluation, and its statistics are a copy.
+/// Variables stay variables in any builder: to freeze what a `VarMap` holds, `detach` it.
 ///
 /// # Errors
 ///
@@ -41,6 +43,25 @@ use std::sync::Arc;
 /// - The builder's dtype is not a float that the layer computes in.
 /// - A tensor is missing, or has another shape or dtype.
 /// - A tensor is on another device. `iters` must be on the CPU, and the others together.
+///
+/// # Example
+///
+/// ```
+/// use candle::{DType, Device, Result};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::{power_norm, Mode, PowerNormConfig};
+///
+/// # fn main() -> Result<()> {
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// // Four groups, as for four heads, and the learning rate's warm-up.
+/// let config = PowerNormConfig { group_scaling: Some(4), warmup_steps: 4000, ..1e-6.into() };
+/// let mode = Mode::train(); // one for all layers of a model
+/// let first = power_norm(512, config, vb.pp("first"))?.with_mode(&mode);
+/// let last = power_norm(512, config, vb.pp("last"))?.with_mode(&mode);
+/// mode.set_training(false);
+/// assert!(!first.mode().is_training() && !last.mode().is_training());
+/// # Ok(()) }
+/// ```
 pub fn power_norm<C: Into<PowerNormConfig>>(
     size: usize,
     config: C,
@@ -51,13 +72,19 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
     config.validate(size, dtype)?;
     let affine = match config.affine {
         true => Some((
-            vb.get_with_hints(size, "weight", Init::Const(1.))?,
-            vb.get_with_hints(size, "bias", Init::Const(0.))?,
+            parameter(&vb, size, ["weight", "gamma"], 1.)?,
+            parameter(&vb, size, ["bias", "beta"], 0.)?,
         )),
         false => None,
     };
     let (state, trainable) = State::from_builder(size, config, dtype, vb)?;
     PowerNorm::from_parts(affine, state, trainable)
+}
+
+/// γ or β, by the first of `names` that the builder has. Fresh ones get the first name.
+fn parameter(vb: &VarBuilder, size: usize, names: [&str; 2], fresh: f64) -> Result<Tensor> {
+    let found = names.into_iter().find(|name| vb.contains_tensor(name));
+    vb.get_with_hints(size, found.unwrap_or(names[0]), Init::Const(fresh))
 }
 
 /// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
@@ -143,7 +170,6 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// ```
 #[derive(Debug, Clone)]
 pub struct PowerNorm {
-    size: usize,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     state: Arc<State>,
@@ -154,7 +180,7 @@ pub struct PowerNorm {
 
 impl Module for PowerNorm {
     /// Normalizes `xs`, `[.., size]`. The layer's [`Mode`] says whether this is training or
-    /// evaluation.
+    /// evaluation. It fails where [`PowerNorm::forward_t`] does.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.forward_for(xs, self.mode.purpose())
     }
@@ -246,7 +272,6 @@ impl PowerNorm {
         }
         let (weight, bias) = affine.unzip();
         Ok(Self {
-            size: state.size(),
             weight,
             bias,
             state: Arc::new(state),
@@ -262,14 +287,15 @@ impl PowerNorm {
     /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. This method
     /// ignores the layer's [`Mode`].
     ///
-    /// On a `PowerNorm`, `layer.forward_t(..)` calls this method. Generic code that takes a
-    /// [`ModuleT`] calls candle's blanket implementation instead, which drops `train`. Hand such
-    /// code a [`PowerNormT`].
+    /// On a `PowerNorm`, `layer.forward_t(..)` calls this method. [`Tensor::apply_t`] and generic
+    /// code that takes a [`ModuleT`] call candle's blanket implementation instead, which drops
+    /// `train`. Hand them a [`PowerNormT`].
     ///
     /// # Errors
     ///
     /// The input is a scalar, its last dimension is not `size`, or its dtype or device does not
-    /// fit. A refused call leaves the state as it was.
+    /// fit. The step count, which a checkpoint may bring, is negative. A refused call leaves the
+    /// state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         let purpose = if train {
             Purpose::Training
@@ -293,6 +319,24 @@ impl PowerNorm {
     /// # Errors
     ///
     /// As in [`forward_t`](Self::forward_t), or `keep` has another dtype, shape or device.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{DType, Device, Result, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_powernorm::power_norm;
+    ///
+    /// # fn main() -> Result<()> {
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let norm = power_norm(4, 1e-5, vb)?;
+    /// // Two sentences of at most three tokens. The second one has two, and padding.
+    /// let xs = Tensor::randn(0f32, 1., (2, 3, 4), &Device::Cpu)?;
+    /// let keep = Tensor::new(&[[1u8, 1, 1], [1, 1, 0]], &Device::Cpu)?;
+    /// let ys = norm.forward_masked(&xs, &keep)?;
+    /// assert_eq!(ys.dims(), [2, 3, 4]);
+    /// # Ok(()) }
+    /// ```
     pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
         let request = self.request(Some(keep), self.mode.purpose());
         op::power_norm(xs, &request, || {
@@ -359,6 +403,7 @@ impl PowerNorm {
     }
 
     /// The same layer, which follows `mode` from now on.
+    #[must_use]
     pub fn with_mode(self, mode: &Mode) -> Self {
         Self {
             mode: mode.clone(),
@@ -368,6 +413,7 @@ impl PowerNorm {
 
     /// The same layer, for a loss that is multiplied by the number in `loss_scale`. Without this
     /// call the number is 1.
+    #[must_use]
     pub fn with_loss_scale(self, loss_scale: &LossScale) -> Self {
         Self {
             loss_scale: loss_scale.clone(),
@@ -400,6 +446,7 @@ impl PowerNorm {
     /// On a GPU, ranks are compared once, in a layer's first training forward. If a rank's call
     /// fails later, for example because memory runs out, the other ranks wait in their sum. If
     /// ranks come to differ, NCCL hangs or sums what does not belong together.
+    #[must_use]
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         Self {
             ranks: LayerRanks::join(ranks),
@@ -434,11 +481,17 @@ impl PowerNorm {
     }
 
     /// t, the number of training steps so far.
+    ///
+    /// # Errors
+    ///
+    /// The count is negative, which only a checkpoint can bring.
     pub fn steps(&self) -> Result<usize> {
         self.state.steps()
     }
 
-    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again.
+    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again. Over ranks, a step
+    /// that waits for the other ranks is dropped, so reset on every rank at the same place in the
+    /// order of their calls.
     pub fn reset_running_stats(&self) -> Result<()> {
         self.state.reset()
     }
@@ -485,9 +538,9 @@ impl PowerNorm {
     fn check_input(&self, xs: &Tensor) -> Result<()> {
         match xs.dims().last() {
             None => return Err(Error::Rank.into()),
-            Some(&last) if last != self.size => {
+            Some(&last) if last != self.state.size() => {
                 return Err(Error::LastDim {
-                    size: self.size,
+                    size: self.state.size(),
                     got: xs.shape().clone(),
                 }
                 .into())
@@ -553,7 +606,9 @@ impl PowerNorm {
 /// A [`PowerNorm`] for generic code that takes a [`ModuleT`]: it honours `train`.
 ///
 /// candle implements [`ModuleT`] for every [`Module`] and drops `train` there. So the layer, which
-/// is a [`Module`], cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`].
+/// is a [`Module`], cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but
+/// the methods of the layer inside, such as
+/// [`forward_masked`](PowerNorm::forward_masked), follow it.
 ///
 /// ```
 /// use candle::{DType, Device, Result, Tensor};

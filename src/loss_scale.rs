@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use candle::Result;
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
@@ -47,8 +48,14 @@ use std::sync::Arc;
 ///
 /// Under [`Recipe::Paper`](crate::Recipe::Paper) a channel whose Λ overflowed keeps its ν, so a
 /// step that you leave out for an overflow leaves no trace there.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct LossScale(Arc<AtomicU64>);
+
+impl fmt::Debug for LossScale {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_tuple("LossScale").field(&self.get()).finish()
+    }
+}
 
 impl LossScale {
     /// A new shared number, `scale`.

@@ -41,7 +41,7 @@ struct Recalibration {
     batches: usize,
 }
 
-/// ψ², ν and the step count of a layer at one moment. See
+/// ψ², ν and the step count of a layer at one moment, for
 /// [`PowerNorm::step_since`](crate::PowerNorm::step_since).
 #[derive(Debug, Clone)]
 pub struct Snapshot {

@@ -211,17 +211,22 @@ fn a_negative_step_count_is_refused() {
 /// A LayerNorm's parameters in the `VarMap`: the layer takes them and makes its statistics.
 #[test]
 fn parameters_of_a_layer_norm_are_taken_over() {
-    let varmap = VarMap::new();
-    let weight = Var::from_tensor(&tensor(&[1., 2., 3.], &[3], DType::F32)).unwrap();
-    let bias = Var::from_tensor(&tensor(&[4., 5., 6.], &[3], DType::F32)).unwrap();
-    for (name, var) in [("norm.weight", &weight), ("norm.bias", &bias)] {
-        let mut vars = varmap.data().lock().unwrap();
-        vars.insert(name.to_string(), var.clone());
+    // The second names are those of older checkpoints, which candle's LayerNorm reads too.
+    for names in [["norm.weight", "norm.bias"], ["norm.gamma", "norm.beta"]] {
+        let varmap = VarMap::new();
+        let weight = Var::from_tensor(&tensor(&[1., 2., 3.], &[3], DType::F32)).unwrap();
+        let bias = Var::from_tensor(&tensor(&[4., 5., 6.], &[3], DType::F32)).unwrap();
+        for (name, var) in names.into_iter().zip([&weight, &bias]) {
+            let mut vars = varmap.data().lock().unwrap();
+            vars.insert(name.to_string(), var.clone());
+        }
+        let vb = || VarBuilder::from_varmap(&varmap, DType::F32, &CPU).pp("norm");
+        let layer = power_norm(3, 1e-5, vb()).unwrap();
+        assert_same_bits("weight", layer.weight().unwrap(), &weight);
+        assert_same_bits("bias", layer.bias().unwrap(), &bias);
+        assert!(layer.mode().is_training());
+        assert_eq!(varmap.all_vars().len(), 5);
+        let peer = candle_nn::layer_norm(3, 1e-5, vb()).unwrap();
+        assert_same_bits("LayerNorm's", peer.weight(), &weight);
     }
-    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
-    let layer = power_norm(3, 1e-5, vb.pp("norm")).unwrap();
-    assert_same_bits("weight", layer.weight().unwrap(), &weight);
-    assert_same_bits("bias", layer.bias().unwrap(), &bias);
-    assert!(layer.mode().is_training());
-    assert_eq!(varmap.all_vars().len(), 5);
 }

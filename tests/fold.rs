@@ -272,7 +272,7 @@ fn folds_that_would_be_wrong_are_refused() {
 
     layer.mode().set_training(true);
     let text = "a layer in evaluation to fold, got one whose statistic moves: \
-                call `mode.set_training(false)` first";
+                call `mode.set_training(false)`, or end the recalibration, first";
     refused(layer.fold_into(&next), text);
     refused(layer.fold_into_previous(&previous), text);
 

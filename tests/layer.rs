@@ -66,9 +66,11 @@ fn configurations_out_of_range_are_refused() {
         build(8, 1e-60.into(), DType::F64).unwrap().config().eps,
         1e-60
     );
-    for alpha in [0., 1., -0.1, 1.1, f64::NAN] {
-        let range =
-            format!("between 0 and 1, both excluded, got {alpha}: choose a number such as 0.9");
+    // The last two are 1 and 0 where the sums are f32.
+    for alpha in [0., 1., -0.1, 1.1, f64::NAN, 1. - 1e-9, 1e-60] {
+        let range = format!(
+            "between 0 and 1 in F32, both excluded, got {alpha}: choose a number such as 0.9"
+        );
         let fwd = PowerNormConfig {
             alpha_fwd: alpha,
             ..default
@@ -79,6 +81,9 @@ fn configurations_out_of_range_are_refused() {
             ..default
         };
         refused(8, bwd, DType::F32, &format!("alpha_bwd {range}"));
+        let is_in_f64 = alpha > 0. && alpha < 1.;
+        assert_eq!(build(8, fwd, DType::F64).is_ok(), is_in_f64, "{alpha}");
+        assert_eq!(build(8, bwd, DType::F64).is_ok(), is_in_f64, "{alpha}");
     }
     for groups in [0, 3, 16] {
         let config = PowerNormConfig {

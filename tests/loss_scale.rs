@@ -15,6 +15,12 @@ fn step(layer: &PowerNorm, batch: &Batch, scale: f64) -> Result<candle::Tensor> 
     dx / scale
 }
 
+#[test]
+fn it_prints_its_number() -> Result<()> {
+    assert_eq!(format!("{:?}", LossScale::new(1024.)?), "LossScale(1024.0)");
+    Ok(())
+}
+
 /// Without a switch ν carries the scale.
 #[test]
 fn nu_is_in_the_units_of_the_loss() -> Result<()> {

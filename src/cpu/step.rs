@@ -16,7 +16,7 @@ pub(crate) struct CpuStep<T: Element> {
     setting: Setting,
     /// 1/D by ψ² before the step, `[C]`.
     running_inv_rms: Vec<T::Acc>,
-    /// The sums over this process's rows, in training.
+    /// The sums over this process's rows, in training, if other processes have rows too.
     own: Option<ForwardSums<T::Acc>>,
     /// The statistics of the whole batch, in training, once they are known; `None` without a kept
     /// row.
@@ -24,7 +24,6 @@ pub(crate) struct CpuStep<T: Element> {
 }
 
 /// The sums over the rows of a training forward.
-#[derive(Clone)]
 struct ForwardSums<A> {
     /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
     kept: RowSum<A>,
@@ -33,7 +32,6 @@ struct ForwardSums<A> {
 }
 
 /// A sum over rows.
-#[derive(Clone)]
 struct RowSum<A> {
     /// Σ x̃², `[C]`.
     squares: Vec<A>,
@@ -128,10 +126,10 @@ impl<T: Element> CpuStep<T> {
             rows: kept,
         };
         let own = ForwardSums { kept, all };
-        if !self.setting.shared {
-            self.settle(own.clone());
+        match self.setting.shared {
+            true => self.own = Some(own),
+            false => self.settle(own),
         }
-        self.own = Some(own);
     }
 
     /// Fairseq's Γ runs over padded rows too.
@@ -300,7 +298,6 @@ impl<T: Element> DeviceStep for CpuStep<T> {
         let waits = is_step && config.is_exact(self.setting.kind);
         if waits || !inputs.wants_input {
             backward.sums = Some(backward.with_rows(kernels::grad_sum_cols)?);
-            backward.total = backward.sums.as_ref().map(|sums| sums.dy_x.clone());
             return Ok(Box::new(backward));
         }
         let decay = match is_step {
@@ -316,7 +313,6 @@ impl<T: Element> DeviceStep for CpuStep<T> {
             let (dx, sums) = backward.with_rows(|rows, gradients| {
                 kernels::normalize_bwd_and_sum(rows, gradients, &gain, &decay)
             })?;
-            backward.total = Some(sums.dy_x.clone());
             (backward.dx, backward.sums) = (Some(dx), Some(sums));
         } else {
             let dx = backward.with_rows(|rows, gradients| {
@@ -336,7 +332,7 @@ struct CpuBackward<'a, T: Element> {
     weight: Option<Vec<T::Acc>>,
     /// The sums over this process's rows.
     sums: Option<GradSums<T::Acc>>,
-    /// Σ dy x̃ of the whole batch, `[C]`.
+    /// Σ dy x̃ of the whole batch, `[C]`, if it was handed in.
     total: Option<Vec<T::Acc>>,
     /// Λ, `[C]`, after a training step.
     lambda: Option<Vec<T::Acc>>,
@@ -364,6 +360,12 @@ impl<T: Element> CpuBackward<'_, T> {
         })
     }
 
+    /// Σ dy x̃ of the whole batch, as far as it is known.
+    fn total(&self) -> Option<&[T::Acc]> {
+        let own = self.sums.as_ref().map(|sums| &sums.dy_x);
+        self.total.as_ref().or(own).map(Vec::as_slice)
+    }
+
     /// 1/D of the gradient.
     fn divisor(&self) -> &[T::Acc] {
         match self.step.batch() {
@@ -388,7 +390,7 @@ impl<T: Element> CpuBackward<'_, T> {
 
 impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
     fn sums(&mut self) -> Result<Option<Tensor>> {
-        let (Some(total), true) = (&self.total, self.step.may_be_step()) else {
+        let (Some(total), true) = (self.total(), self.step.may_be_step()) else {
             return Ok(None);
         };
         let mut numbers = to_f64(total);
@@ -411,7 +413,7 @@ impl<T: Element> DeviceBackward for CpuBackward<'_, T> {
     }
 
     fn finish(&mut self, _moves_nu: bool) -> Result<()> {
-        if let (Some(batch), Some(total)) = (self.step.batch(), &self.total) {
+        if let (Some(batch), Some(total)) = (self.step.batch(), self.total()) {
             let g_x_hat = times(total, self.step.inv_rms());
             let g_x_hat = match &self.weight {
                 Some(weight) => times(&g_x_hat, weight),

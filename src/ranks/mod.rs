@@ -23,6 +23,55 @@ use std::sync::Arc;
 /// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for
 /// GPUs. Another engine needs only these two methods. [`Ranks::new`] takes it for the layers of a
 /// model. A program that also sums its gradients shares one communicator with them, in an [`Arc`].
+///
+/// # Example
+///
+/// Two threads that are two ranks, and send each other what they have:
+///
+/// ```
+/// use candle::{DType, Device, Error, Module, Result, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::{power_norm, Communicator, Ranks};
+/// use std::sync::mpsc::{channel, Receiver, Sender};
+/// use std::sync::Mutex;
+///
+/// #[derive(Debug)]
+/// struct Pair {
+///     to: Sender<Tensor>,
+///     from: Mutex<Receiver<Tensor>>,
+/// }
+///
+/// impl Communicator for Pair {
+///     fn world_size(&self) -> usize {
+///         2
+///     }
+///
+///     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+///         self.to.send(tensor.copy()?).map_err(Error::wrap)?;
+///         tensor + self.from.lock().unwrap().recv().map_err(Error::wrap)?
+///     }
+/// }
+///
+/// /// ψ² after a step on a shard with this value everywhere.
+/// fn train(rank: Pair, value: f32) -> Result<Vec<f32>> {
+///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+///     let config = candle_powernorm::PowerNormConfig { group_scaling: None, ..1e-5.into() };
+///     let norm = power_norm(3, config, vb)?.with_ranks(&Ranks::new(rank));
+///     norm.forward(&Tensor::full(value, (5, 3), &Device::Cpu)?)?;
+///     norm.running_phi()?.to_vec1()
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let (to_second, from_first) = channel();
+/// let (to_first, from_second) = channel();
+/// let first = Pair { to: to_second, from: from_second.into() };
+/// let second = Pair { to: to_first, from: from_first.into() };
+/// let second = std::thread::spawn(|| train(second, 3.));
+/// let phi = train(first, 1.)?;
+/// assert_eq!(phi, [5.; 3]); // (1² + 3²)/2
+/// assert_eq!(phi, second.join().unwrap()?);
+/// # Ok(()) }
+/// ```
 pub trait Communicator: Debug + Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
