@@ -996,8 +996,9 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   }
 }
 
-// Every entry point: its name, the most threads of a block (which bounds its registers), its body,
-// its argument, and the template arguments of the body.
+// Every entry point: its name, the most threads of a block, its body, its argument, and the template
+// arguments of the body. One block a multiprocessor is enough for all: without saying so, ptxas
+// gives some kernels fewer registers, and they spill.
 #define FOR_EACH_KERNEL(DEFINE) \
   DEFINE(group_factors_f32, 256, group_factors, NormalizeParams, float) \
   DEFINE(group_factors_f64, 256, group_factors, NormalizeParams, double) \
@@ -1035,7 +1036,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   DEFINE(update_nu_f64, 1024, update_nu, UpdateNuParams, double)
 
 #define DEFINE_KERNEL(NAME, THREADS, BODY, PARAMS, ...)                                            \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1)                                         \
       NAME(const __grid_constant__ PARAMS params) {                                                \
     BODY<__VA_ARGS__>(params);                                                                     \
   }
