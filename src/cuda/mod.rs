@@ -182,7 +182,7 @@ impl Gpu {
             };
             // The kernel belongs to the stream's context, which is the GPU's primary context.
             // SAFETY: by the caller's promise about buffers. The one argument is the struct that
-            // this kernel takes, as a test in `launch` checks field by field, and `LaunchPlan` cuts
+            // this kernel takes, as a test in `params` checks field by field, and `LaunchPlan` cuts
             // grid, block and shared memory to it, as the tests on softgpu check.
             unsafe { builder.launch(config) }.w()?;
         }
