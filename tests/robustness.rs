@@ -822,12 +822,12 @@ proptest! {
         let config = PowerNormConfig {
             eps, alpha_fwd, alpha_bwd, warmup_steps, group_scaling, affine, ..Default::default()
         };
-        // ε in the dtype of the sums.
-        let eps_there = if affine && dtype == DType::F64 { eps } else { f64::from(eps as f32) };
+        // In the dtype of the sums.
+        let used = |x: f64| if affine && dtype == DType::F64 { x } else { f64::from(x as f32) };
         let valid = size > 0
             && dtype.is_float()
-            && 0. < eps_there && eps_there < f64::INFINITY
-            && [alpha_fwd, alpha_bwd].iter().all(|&alpha| 0. < alpha && alpha < 1.)
+            && 0. < used(eps) && used(eps) < f64::INFINITY
+            && [alpha_fwd, alpha_bwd].iter().all(|&alpha| 0. < used(alpha) && used(alpha) < 1.)
             && group_scaling.is_none_or(|groups| groups > 0 && size % groups == 0);
         let vb = VarMap::new();
         let vb = VarBuilder::from_varmap(&vb, dtype, &CPU);
