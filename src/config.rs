@@ -126,15 +126,15 @@ pub enum Recipe {
     serde(default, deny_unknown_fields)
 )]
 pub struct PowerNormConfig {
-    /// ε, added to each mean square inside the root. Positive and finite, also in the dtype of the
-    /// sums. Default 1e-5.
+    /// ε, added to each mean square inside the root. Positive and finite, also when rounded to
+    /// `F32`, or to `F64` if the parameters are. Default 1e-5.
     pub eps: f64,
     /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
-    /// In (0, 1), also in the dtype of the sums; default 0.9. In `F32` the rounded weights of
-    /// 0.99999 make ψ² 0.14 % too small.
+    /// In (0, 1), rounded as ε is; default 0.9. In `F32` the rounded weights of 0.99999 make ψ²
+    /// 0.14 % too small.
     pub alpha_fwd: f64,
-    /// α_b, the weight of the *old* ν in its moving average. In (0, 1), also in the dtype of the
-    /// sums; default 0.9.
+    /// α_b, the weight of the *old* ν in its moving average. In (0, 1), rounded as ε is; default
+    /// 0.9.
     pub alpha_bwd: f64,
     /// T, the number of steps that use the batch's statistic before the running one takes over.
     /// Default 100. The paper makes it as long as the learning rate's warm-up.
@@ -148,9 +148,10 @@ pub struct PowerNormConfig {
     pub statistics: Statistics,
     /// The equations of a step. Default [`Recipe::Paper`].
     pub recipe: Recipe,
-    /// Whether the layer has a weight γ and a bias β. Default `true`. (candle's own layers keep the
-    /// weight with `affine: false`. In place of `layer_norm_no_bias`, leave this `true`: the fresh
-    /// bias is 0.)
+    /// Whether the layer has a weight γ and a bias β. Default `true`.
+    ///
+    /// With `affine: false` candle's LayerNorm keeps its weight, and this layer does not. So in
+    /// place of `layer_norm_no_bias` leave this `true`: the fresh bias is 0.
     pub affine: bool,
 }
 

@@ -14,23 +14,23 @@ pub(crate) enum Error {
     Size,
 
     #[error(
-        "power_norm: expected eps positive and finite in {dtype:?}, got {got}: \
-         choose a number such as 1e-5"
+        "power_norm: expected eps positive and finite after rounding to {dtype:?}, \
+         got {got:?}: choose a number such as 1e-5"
     )]
     Eps {
         got: f64,
-        /// The dtype of the layer's sums and state.
+        /// The dtype that it was rounded to.
         dtype: DType,
     },
 
     #[error(
-        "power_norm: expected {name} between 0 and 1 in {dtype:?}, both excluded, got {got}: \
-         choose a number such as 0.9"
+        "power_norm: expected {name} between 0 and 1, both excluded, after rounding to {dtype:?}, \
+         got {got:?}: choose a number such as 0.9"
     )]
     Alpha {
         name: &'static str,
         got: f64,
-        /// The dtype of the layer's sums and state.
+        /// The dtype that it was rounded to.
         dtype: DType,
     },
 

@@ -35,7 +35,8 @@ use std::sync::Arc;
 ///
 /// A layer built on trainable variables (a `VarMap`) starts in training. A layer built on frozen
 /// tensors (a safetensors `VarBuilder`) starts in evaluation, and its statistics are a copy.
-/// Variables stay variables in any builder: to freeze what a `VarMap` holds, `detach` it.
+/// Variables stay variables in any builder. To freeze them, build from their detached tensors with
+/// `VarBuilder::from_tensors`.
 ///
 /// # Errors
 ///
@@ -489,9 +490,10 @@ impl PowerNorm {
         self.state.steps()
     }
 
-    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again. Over ranks, a step
-    /// that waits for the other ranks is dropped, so reset on every rank at the same place in the
-    /// order of their calls.
+    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again.
+    ///
+    /// Over ranks, reset on every rank at the same place in the order of their calls. What a pending
+    /// step would do to ψ² and t is dropped. If its backward still follows, it moves the new ν.
     pub fn reset_running_stats(&self) -> Result<()> {
         self.state.reset()
     }

@@ -399,8 +399,10 @@ fn layer_scales_out_of_range_are_refused() -> Result<()> {
     let text = "at least 1 group, got 0";
     assert_eq!(message(GroupScaling::new(0, 1e-5)), expected(text));
     for eps in [0., -1., f64::NAN, f64::INFINITY] {
-        let text =
-            format!("eps positive and finite in F64, got {eps}: choose a number such as 1e-5");
+        let text = format!(
+            "eps positive and finite after rounding to F64, got {eps:?}: \
+             choose a number such as 1e-5"
+        );
         assert_eq!(message(GroupScaling::new(1, eps)), expected(&text));
     }
     let refused = |scaling: GroupScaling, xs: Tensor, text: &str| {
@@ -419,10 +421,8 @@ fn layer_scales_out_of_range_are_refused() -> Result<()> {
     // Positive in f64, 0 in the sums of an f32 input.
     let tiny = GroupScaling::new(1, 1e-60)?;
     assert!(tiny.forward(&ones(&[2, 5], DType::F64)?).is_ok());
-    let text = format!(
-        "eps positive and finite in F32, got {}: choose a number such as 1e-5",
-        1e-60
-    );
-    refused(tiny, ones(&[2, 5], DType::BF16)?, &text);
+    let text =
+        "eps positive and finite after rounding to F32, got 1e-60: choose a number such as 1e-5";
+    refused(tiny, ones(&[2, 5], DType::BF16)?, text);
     Ok(())
 }

@@ -1092,7 +1092,8 @@ mod tests {
     /// Miri takes its time.
     const ROWS: usize = if cfg!(miri) { 2 } else { 6 };
 
-    /// Rows and groups of neither whole vectors nor whole cache lines, of whole vectors, and of both.
+    /// Rows and groups of neither whole vectors nor whole cache lines, of whole vectors, and of
+    /// both.
     fn streamed_outputs_have_the_bits_of_cached_ones<T: Element>() {
         let shapes = [
             (7, None),

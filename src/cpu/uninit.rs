@@ -185,8 +185,8 @@ impl<const STREAMS: bool, T: Element, V: Values<T::Acc>> Columns<T::Acc>
     }
 }
 
-/// Writes the columns of a row from column `at` past the caches, if they are aligned for it. Nothing
-/// else may access them before a fence.
+/// Writes the columns of a row from column `at` past the caches, if they are aligned for it.
+/// Nothing else may access them before a fence.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn stream<S: Simd, T: Element, const K: usize>(
@@ -220,8 +220,8 @@ fn stream<S: Simd, T: Element, const K: usize>(
     true
 }
 
-/// A streamed store of 16 bytes in the encoding of the level's other instructions. `_mm_stream_si128`
-/// always has the old one, between which and AVX some older processors take 70 cycles to switch.
+/// A streamed store of 16 bytes in the encoding of the level's other instructions.
+/// `_mm_stream_si128` always has the old one, between which and AVX some older processors take 70 cycles to switch.
 ///
 /// # Safety
 ///

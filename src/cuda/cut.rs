@@ -13,7 +13,7 @@ pub const WARP: usize = 32;
 const TILE_LANES: usize = 64;
 
 /// The fewest rows of a chunk, so that its partial sums stay small beside its rows. An evaluation
-/// has no sums, but with fewer rows a block would read more coefficients than rows.
+/// has no sums, but with fewer rows a block would read as many coefficients as rows, or more.
 const MIN_CHUNK_ROWS: usize = 4;
 
 /// The fewest rows a thread should take, so that the next row loads while the thread works on one.
@@ -178,7 +178,7 @@ impl Extent {
 
     /// The rows of a chunk, at least `chunk_rows` and a multiple of `block_rows`. There are up to
     /// an eighth more where a backward's partial sums would move more than 15 % of what it must
-    /// move. Rows in flight still fill the memory's time with an eighth of the multiprocessors idle.
+    /// move. With an eighth of the multiprocessors idle, rows in flight still keep the memory busy.
     fn spared(&self, chunk_rows: usize, block_rows: usize) -> usize {
         // Two sums of a column are written and read again, beside x, dy and dx.
         let sums = 2 * 2 * self.dtype.sums().size();

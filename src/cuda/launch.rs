@@ -498,7 +498,8 @@ impl LaunchPlan {
         self.update(Body::UpdatePhi, params.chunks, Params::UpdatePhi(params))
     }
 
-    /// The gradients of a [`forward`](Self::forward), for a loss times `loss_scale`. This makes what does not need the sums of the whole batch.
+    /// The gradients of a [`forward`](Self::forward), for a loss times `loss_scale`. This makes what
+    /// does not need the sums of the whole batch.
     /// [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) make the
     /// rest.
     ///

@@ -192,8 +192,8 @@ impl Gpu {
 
 /// Whether a call with rows on `rows` reads a variable on `state` in place, and not from a copy.
 ///
-/// With two streams, cudarc's events keep the order, but of several readers they tell only the last.
-/// So each call makes a copy on the variable's stream, and all reads of the variable are there.
+/// With two streams, cudarc's events keep the order. Of several readers they tell only the last. So
+/// each call makes a copy on the variable's stream, and all reads of the variable are there.
 /// Without events the user keeps the order, and could not order a copy that is made in the call.
 pub(crate) fn reads_in_place(rows: &Device, state: &Device) -> bool {
     let (Ok(rows), Ok(state)) = (rows.as_cuda_device(), state.as_cuda_device()) else {

@@ -38,8 +38,8 @@
 //!   whose sums were in that exchange is lost, and its backward is refused.
 //! - *A state that cannot move* fails the call. The sums are in by then, so the backward can be
 //!   called again.
-//! - *A state that was reset, or loaded with another t,* between a forward and its exchange keeps ψ²
-//!   and t. A backward still moves ν.
+//! - *A state that was reset, or loaded with another t,* between a forward and its exchange keeps
+//!   ψ² and t. A backward still moves ν.
 //! - *A backward that failed* leaves the step out, unless it is called again. Where ψ² had moved by
 //!   then, only ν is left out.
 

@@ -29,8 +29,8 @@ pub struct Observations {
     /// - "distance": `(1/d)‖s_B − s‖`.
     /// - "relative distance": `‖s_B − s‖/‖s‖`, and of a mean `‖μ_B − μ‖/‖σ‖`.
     /// - "gradient": `(1/d)‖g/σ_B‖`. For μ, g is the mean over tokens of `∂L/∂x̂`. For σ² it
-    ///   is the mean of `x̂ ∂L/∂x̂`, and for ψ² too, with ψ_B in place of σ_B. PN has no gradient of
-    ///   ψ²: its backward takes ν instead.
+    ///   is the mean of `x̂ ∂L/∂x̂`, and for ψ² too, with ψ_B in place of σ_B. PN has no gradient
+    ///   of ψ²: its backward takes ν instead.
     pub series: BTreeMap<String, BTreeMap<String, Series>>,
     /// Over the recorded steps after the warm-up, by layer: the channels with |γ| ≤ ψ_B (σ_B with
     /// BatchNorm), and all channels.
