@@ -83,6 +83,13 @@ pub(crate) enum Error {
         got: Shape,
     },
 
+    /// A frozen builder lacks ψ². Its full name.
+    #[error(
+        "power_norm: expected a tensor {0}, got none: a checkpoint of LayerNorm has no statistics, \
+         so put its tensors into a `VarMap` and train on"
+    )]
+    NoStatistics(String),
+
     /// A tensor of the state has another dtype than the layer keeps it in.
     #[error(
         "power_norm: expected {name} of dtype {expected:?}, got {got:?}: \
@@ -133,8 +140,12 @@ pub(crate) enum Error {
     InputDType(DType),
 
     #[error(
-        "power_norm: expected {name} of dtype {input:?} (as the input) or F32, got {got:?}: \
-         convert the input to {got:?}, or build the layer in F32"
+        "power_norm: expected {name} of dtype {}, got {got:?}: \
+         convert the input to {got:?}, or the parameters to F32",
+        match input {
+            DType::F32 => "F32 (as the input)".to_owned(),
+            other => format!("{other:?} (as the input) or F32"),
+        }
     )]
     ParameterDType {
         name: &'static str,
@@ -155,13 +166,13 @@ pub(crate) enum Error {
 
     #[error(
         "power_norm: expected keep of dtype U8, got {0:?}: \
-         convert it, with 1 for a token and 0 for padding"
+         make it 1 for a token and 0 for padding (an additive mask is 0 for a token)"
     )]
     KeepDType(DType),
 
     #[error(
         "power_norm: expected keep of shape {expected:?} (xs without its last dimension), \
-         got {got:?}"
+         got {got:?}: give it one number for each row of xs"
     )]
     KeepShape { expected: Shape, got: Shape },
 

@@ -78,7 +78,12 @@ impl State {
             // shape.
             get(&[size]).or_else(|err| get(&[1, size, 1, 1]).map_err(|_| err))
         };
-        let running_phi = buffer("running_phi", 1.)?;
+        let running_phi = buffer("running_phi", 1.).map_err(|err| {
+            if vb.contains_tensor("running_phi") {
+                return err;
+            }
+            Error::NoStatistics(vb.pp("running_phi").prefix()).into()
+        })?;
         let ema_gz = buffer("ema_gz", 0.)?;
         let iters = vb.clone().set_device(Device::Cpu).get_with_hints_dtype(
             1,

@@ -6,7 +6,9 @@ mod common;
 use candle::{DType, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe};
-use common::{assert_same_bits, layer, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU};
+use common::{
+    assert_same_bits, layer, message, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU,
+};
 use std::collections::HashMap;
 use tempfile::NamedTempFile;
 
@@ -206,6 +208,19 @@ fn a_negative_step_count_is_refused() {
     assert_eq!(phi, [1.; 4]);
     layer.reset_running_stats().unwrap();
     assert_eq!(layer.steps().unwrap(), 0);
+}
+
+#[test]
+fn frozen_parameters_of_a_layer_norm_are_refused() {
+    let ones = Tensor::ones(SIZE, DType::F32, &CPU).unwrap();
+    let names = ["weight", "bias"].map(|name| (format!("block.norm.{name}"), ones.clone()));
+    let vb = VarBuilder::from_tensors(HashMap::from(names), DType::F32, &CPU);
+    assert_eq!(
+        message(power_norm(SIZE, 1e-5, vb.pp("block").pp("norm"))),
+        "power_norm: expected a tensor block.norm.running_phi, got none: \
+         a checkpoint of LayerNorm has no statistics, \
+         so put its tensors into a `VarMap` and train on"
+    );
 }
 
 /// A LayerNorm's parameters in the `VarMap`: the layer takes them and makes its statistics.

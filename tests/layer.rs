@@ -374,9 +374,10 @@ fn parameters_that_do_not_fit_the_input_are_refused() {
         (DType::F16, DType::F64),
     ] {
         let (layer, _) = trained(8, parameters);
+        let or_f32 = if input == DType::F32 { "" } else { " or F32" };
         let text = format!(
-            "power_norm: expected weight of dtype {input:?} (as the input) or F32, \
-             got {parameters:?}: convert the input to {parameters:?}, or build the layer in F32"
+            "power_norm: expected weight of dtype {input:?} (as the input){or_f32}, \
+             got {parameters:?}: convert the input to {parameters:?}, or the parameters to F32"
         );
         refuses(&layer, &Tensor::zeros((5, 8), input, &CPU).unwrap(), &text);
     }
@@ -386,7 +387,7 @@ fn parameters_that_do_not_fit_the_input_are_refused() {
     varmap.data().lock().unwrap().insert("bias".into(), bias);
     let layer = power_norm(8, 1e-5, VarBuilder::from_varmap(&varmap, DType::F32, &CPU));
     let text = "power_norm: expected bias of dtype BF16 (as the input) or F32, got F16: \
-                convert the input to F16, or build the layer in F32";
+                convert the input to F16, or the parameters to F32";
     refuses(
         &layer.unwrap(),
         &Tensor::zeros((5, 8), DType::BF16, &CPU).unwrap(),
@@ -405,7 +406,7 @@ fn masks_that_do_not_fit_are_refused() {
             let keep = Tensor::ones((2, 5), dtype, &CPU).unwrap();
             let text = format!(
                 "power_norm: expected keep of dtype U8, got {dtype:?}: \
-                 convert it, with 1 for a token and 0 for padding"
+                 make it 1 for a token and 0 for padding (an additive mask is 0 for a token)"
             );
             assert_eq!(message(layer.forward_masked(&xs, &keep)), text);
         }
@@ -413,7 +414,7 @@ fn masks_that_do_not_fit_are_refused() {
             let keep = Tensor::ones(shape, DType::U8, &CPU).unwrap();
             let text = format!(
                 "power_norm: expected keep of shape [2, 5] (xs without its last dimension), \
-                 got {shape:?}"
+                 got {shape:?}: give it one number for each row of xs"
             );
             assert_eq!(message(layer.forward_masked(&xs, &keep)), text);
         }
