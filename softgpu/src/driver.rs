@@ -531,7 +531,8 @@ fn allocate(size: usize, stream: Option<&Stream>) -> Outcome<u64> {
         size = size.saturating_sub(4);
     }
     let memory = &engine().memory;
-    if memory.live().1 + size > DEVICE_MEMORY * device_count() as u64 {
+    let room = DEVICE_MEMORY * device_count() as u64;
+    if memory.live().1 + size > room && !memory.is_sparse() {
         return Err(Error::OUT_OF_MEMORY);
     }
     let (device, place) = match stream {

@@ -31,7 +31,15 @@ pub struct Conditions {
     pub seed: u64,
     /// Moves results of approximate functions within their documented error.
     pub perturb: bool,
+    /// Runs only the first and the last blocks of a large launch.
+    pub sparse: bool,
+    /// Of accesses to shared memory only the bounds are checked.
+    pub unchecked: bool,
 }
+
+/// A launch of more blocks is a large one, and how many run at each end if only its ends do.
+const LARGE: u64 = 1 << 10;
+const EDGE: u64 = 4;
 
 /// Branches that a warp may take before it is another's turn. Somebody may wait for what the other
 /// does.
@@ -91,6 +99,7 @@ pub fn run(
         mut slots,
     } = SPARE.try_with(Cell::take).unwrap_or_default();
     shared.resize(program.dynamic_start() + launch.shared_bytes as usize);
+    shared.check(!conditions.unchecked);
     let mut block = Block {
         launch,
         program: &program,
@@ -106,7 +115,15 @@ pub fn run(
         .map(|number| Warp::new(&block, number, perturb, slots.pop().unwrap_or_default()))
         .collect();
     let mut chance = Chance(conditions.seed);
-    for index in order(blocks, &mut chance) {
+    let left_out = match conditions.sparse && blocks > LARGE {
+        true => blocks - 2 * EDGE,
+        false => 0,
+    };
+    for place in order(blocks - left_out, &mut chance) {
+        let index = match left_out > 0 && place >= EDGE {
+            true => place + left_out,
+            false => place,
+        };
         let [x, y, _] = launch.grid.map(u64::from);
         block.index = [index % x, index / x % y, index / (x * y)].map(|axis| axis as u32);
         block.view.move_to(index as u32);

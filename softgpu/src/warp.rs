@@ -611,7 +611,7 @@ impl Warp {
         let uniform = lanes_of(mask).all(|lane| self.get32(op.more[0], lane) == first);
         if uniform && first & self.live() == mask {
             self.execute(block, self.at, mask, mask)?;
-            self.order.synchronize(mask, self.live());
+            self.met(op.kind, mask);
             self.at += 1;
             return Ok(true);
         }
@@ -638,6 +638,15 @@ impl Warp {
             self.counters[lane as usize] = here;
         }
         Ok(self.release(block)? || runs)
+    }
+
+    /// Lanes have met. CUDA promises an order of their accesses to memory only for `bar.warp.sync`:
+    /// shuffles, votes and matches exchange registers.
+    #[inline(always)]
+    fn met(&mut self, kind: Kind, members: u32) {
+        if kind == Kind::WarpBarrier {
+            self.order.synchronize(members, self.live());
+        }
     }
 
     /// Lets lanes go whose partners have all arrived or exited. False: there are none.
@@ -669,7 +678,7 @@ impl Warp {
                 self.counters[other as usize] += 1;
             }
             self.parked &= !here;
-            self.order.synchronize(here, self.live());
+            self.met(meeting.kind, here);
             any = true;
         }
         if any {
