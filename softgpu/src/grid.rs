@@ -37,9 +37,17 @@ pub struct Conditions {
     pub unchecked: bool,
 }
 
-/// A launch of more blocks is a large one, and how many run at each end if only its ends do.
-const LARGE: u64 = 1 << 10;
-const EDGE: u64 = 4;
+/// A launch of more blocks is a large one, if only the ends of those run.
+const LARGE: u64 = 1 << 12;
+
+/// How many blocks of a large launch run at each end.
+fn end_of([x, y, z]: [u64; 3]) -> u64 {
+    match (y, z) {
+        (1, 1) => 17,
+        (_, 1) => x,
+        _ => x * y,
+    }
+}
 
 /// Branches that a warp may take before it is another's turn. Somebody may wait for what the other
 /// does.
@@ -115,16 +123,17 @@ pub fn run(
         .map(|number| Warp::new(&block, number, perturb, slots.pop().unwrap_or_default()))
         .collect();
     let mut chance = Chance(conditions.seed);
+    let grid = launch.grid.map(u64::from);
+    let ([x, y, _], end) = (grid, end_of(grid));
     let left_out = match conditions.sparse && blocks > LARGE {
-        true => blocks - 2 * EDGE,
+        true => blocks.saturating_sub(2 * end),
         false => 0,
     };
     for place in order(blocks - left_out, &mut chance) {
-        let index = match left_out > 0 && place >= EDGE {
+        let index = match left_out > 0 && place >= end {
             true => place + left_out,
             false => place,
         };
-        let [x, y, _] = launch.grid.map(u64::from);
         block.index = [index % x, index / x % y, index / (x * y)].map(|axis| axis as u32);
         block.view.move_to(index as u32);
         block.shared.restart();

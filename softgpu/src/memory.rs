@@ -269,7 +269,7 @@ struct Arena {
 
 /// Bytes that an arena holds. What was freed is used again, so a program needs little more than it
 /// holds at once.
-const ARENA: u64 = 1 << 39;
+const ARENA: u64 = 1 << 41;
 /// Allocations are aligned so, as the driver aligns them.
 const ALIGNMENT: u64 = 512;
 /// Bytes after each allocation that belong to none.
@@ -698,6 +698,8 @@ pub struct View {
     agents: Agents,
     /// The agent of this block.
     own: u32,
+    /// What nothing wrote may be read.
+    sparse: bool,
     recent: [Option<Recent>; 4],
     oldest: usize,
     /// Ranges of agents, and whether they happened before.
@@ -791,6 +793,7 @@ impl View {
     pub fn new(memory: Arc<Memory>, work: Arc<Work>, block: u32) -> Self {
         let agents = *work.agents.get_or_init(|| memory.enlist(&work));
         Self {
+            sparse: memory.is_sparse(),
             memory,
             work,
             block,
@@ -1064,7 +1067,7 @@ impl View {
             let old = agents.load(Relaxed);
             let (writer, reader) = (old as u32, (old >> 32) as u32);
             let known = writer < floor || !READ_ONLY && writer | WHOLE == own;
-            if written.load(Relaxed) != WHOLE as u8 || !known {
+            if written.load(Relaxed) != WHOLE as u8 && !self.sparse || !known {
                 return start + i as u64 * 4;
             }
             if reader == own || reader == several {
@@ -1170,7 +1173,7 @@ impl View {
         let (agents, written) = (memory.arena.agents(address), memory.arena.written(address));
         if kind != Kind::Store {
             let missing = bytes & !u32::from(written.load(Relaxed));
-            if missing != 0 && !self.memory.is_sparse() {
+            if missing != 0 && !self.sparse {
                 let at = address + u64::from(missing.trailing_zeros());
                 return Err((
                     at,

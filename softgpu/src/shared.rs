@@ -367,6 +367,34 @@ impl Shared {
         Ok(())
     }
 
+    /// Copies of neighbouring lanes to bytes in a row begin, as for [`Shared::touch_row`].
+    pub fn fly_row(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
+        let settled = self.touch_row(who, mask, address, size, Touch::Write);
+        if settled && !self.unchecked {
+            let bytes = mask.count_ones() as usize * size as usize;
+            // A row that is settled has no split words.
+            for word in &mut self.words[address as usize / 4..][..bytes / 4] {
+                word.in_flight = true;
+                word.written = false;
+            }
+        }
+        settled
+    }
+
+    /// Copies of 16 bytes each have come to their end, if that needs no further look.
+    pub fn land_row(&mut self, who: &Who, mask: u32, address: u64, data: &[u8]) -> bool {
+        if !self.unchecked {
+            for word in &mut self.words[address as usize / 4..][..data.len() / 4] {
+                word.in_flight = false;
+            }
+        }
+        let settled = self.touch_row(who, mask, address, 16, Touch::Write);
+        if settled {
+            self.at(address, data.len() as u32).copy_from_slice(data);
+        }
+        settled
+    }
+
     /// A copy has come to its end: only now its bytes are there.
     pub fn land(&mut self, who: &Who, lane: u32, address: u64, data: &[u8]) -> Result<(), String> {
         self.set_in_flight(address, data.len(), false);

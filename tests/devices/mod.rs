@@ -342,19 +342,22 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
     const ROWS: usize = 10;
     const CHANNEL: usize = 5;
     let poisons = [
-        (DType::F32, f64::NAN),
-        (DType::F32, f64::INFINITY),
-        (DType::F32, 1e30),
-        (DType::F64, f64::NEG_INFINITY),
-        (DType::F64, 1e200),
-        (DType::F16, f64::INFINITY),
-        (DType::BF16, f64::NAN),
-        (DType::BF16, 1e30),
+        (DType::F32, DType::F32, f64::NAN),
+        (DType::F32, DType::F32, f64::INFINITY),
+        (DType::F32, DType::F32, 1e30),
+        (DType::F64, DType::F64, f64::NEG_INFINITY),
+        (DType::F64, DType::F64, 1e200),
+        // The sums are finite in f64. ψ², an f32, would not be.
+        (DType::F64, DType::F32, 1e30),
+        (DType::F16, DType::F16, f64::INFINITY),
+        (DType::BF16, DType::BF16, f64::NAN),
+        (DType::BF16, DType::BF16, 1e30),
     ];
     let cases = poisons
         .into_iter()
         .flat_map(|poison| PATHS.map(|path| (poison, path)));
-    for ((dtype, poison), (cols, groups)) in thinned(cases) {
+    // Each is a special case of its own, so none is left out.
+    for ((input, builder, poison), (cols, groups)) in cases {
         for warmup_steps in [1, 100] {
             for in_input in [true, false] {
                 // The layer-scale takes large inputs, and large gradients do not overflow.
@@ -366,8 +369,8 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
                     ..config(groups)
                 };
                 let mut data = Data::on(device, 15);
-                let twin = Twin::new(&mut data, cols, config, dtype);
-                let mut batch = || Batch::random(&mut data, &[ROWS, cols], dtype, false);
+                let twin = Twin::new(&mut data, cols, config, builder);
+                let mut batch = || Batch::random(&mut data, &[ROWS, cols], input, false);
                 for _ in 0..2 {
                     run(&twin.layer, &batch(), true);
                 }
@@ -378,7 +381,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
                 };
                 let mut values = to_f64(target);
                 values[3 * cols + CHANNEL] = poison;
-                *target = tensor(&values, &[ROWS, cols], dtype);
+                *target = tensor(&values, &[ROWS, cols], input);
                 let before = state(&twin.layer);
                 run(&twin.layer, &poisoned.to(device), true);
                 let after = state(&twin.layer);
@@ -390,11 +393,14 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
                 };
                 let hit = CHANNEL / reach * reach..(CHANNEL / reach + 1) * reach;
                 let what = format!(
-                    "{dtype:?}, {poison:e}, {cols} by {groups:?}, in the input: {in_input}"
+                    "{poison:e} in {input:?}, {builder:?}, {cols} by {groups:?}, in the input: \
+                     {in_input}"
                 );
+                // In the warm-up the batch's own ψ² divides: where that is finite, so is ν's step.
+                let divides = input != builder && poison.is_finite() && warmup_steps > 2;
                 for (name, before, after, kept) in [
                     ("ψ²", &before.0, &after.0, in_input),
-                    ("ν", &before.1, &after.1, true),
+                    ("ν", &before.1, &after.1, !divides),
                 ] {
                     let still = |channel: &usize| before[*channel] == after[*channel];
                     let count = hit.clone().filter(still).count();
