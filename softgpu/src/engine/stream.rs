@@ -5,10 +5,10 @@
 //! orders, go by it. Work runs on whichever host thread waits; the lock of the queues is not held
 //! meanwhile.
 
-use crate::counts::Counts;
-use crate::fault::Fault;
-use crate::grid::Conditions;
-use crate::memory::{Clock, Memory, Position, Work};
+use crate::engine::counts::Counts;
+use crate::engine::fault::Fault;
+use crate::engine::launch::Conditions;
+use crate::engine::memory::{Clock, Memory, Position, Work};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

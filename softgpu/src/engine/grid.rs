@@ -1,41 +1,15 @@
 //! Runs a launch: its blocks and warps in some order.
 
-use crate::alu::{self, Slot};
-use crate::counts::Counts;
-use crate::fault::Fault;
-use crate::memory::{Memory, View, Work};
-use crate::ptx::{Module, Op};
-use crate::shared::Shared;
-use crate::warp::{Block, State, Warp};
+use crate::engine::counts::Counts;
+use crate::engine::fault::Fault;
+use crate::engine::launch::{Conditions, Launch};
+use crate::engine::memory::{Memory, View, Work};
+use crate::engine::shared::Shared;
+use crate::engine::warp::{Block, State, Warp};
+use crate::isa::alu;
+use crate::isa::op::{Op, Slot};
 use std::cell::Cell;
 use std::sync::Arc;
-
-/// A kernel's launch, its arguments copied.
-pub struct Launch {
-    pub module: Arc<Module>,
-    pub entry: usize,
-    /// Where the module's variables are.
-    pub globals: u64,
-    pub grid: [u32; 3],
-    pub block: [u32; 3],
-    /// Bytes of dynamic shared memory.
-    pub shared_bytes: u32,
-    /// The arguments, laid out as [`Module::parameters`] says.
-    pub parameters: Vec<u8>,
-}
-
-/// What a GPU leaves open.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Conditions {
-    /// Orders blocks, and the warps of a block. 0: by index.
-    pub seed: u64,
-    /// Moves results of approximate functions within their documented error.
-    pub perturb: bool,
-    /// Runs only the first and the last blocks of a large launch.
-    pub sparse: bool,
-    /// Of accesses to shared memory only the bounds are checked.
-    pub unchecked: bool,
-}
 
 /// A launch of more blocks is a large one, if only the ends of those run.
 const LARGE: u64 = 1 << 12;

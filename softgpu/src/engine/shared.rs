@@ -1,7 +1,7 @@
 //! A block's shared memory, and what is known of each of its bytes: written or not, by whom, and
 //! who has read it since.
 
-use crate::counts::Counts;
+use crate::engine::counts::Counts;
 
 /// No warp, in the records of who touched a word.
 const NOBODY: u16 = u16::MAX;

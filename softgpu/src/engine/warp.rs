@@ -1,15 +1,14 @@
 //! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run
 //! together.
 
-use crate::alu::{self, put_predicate, put_slot, put_wide, Lanes, Slot};
-use crate::counts::Counts;
-use crate::fault::Fault;
-use crate::float::{self, Mode, BF16, F16};
-use crate::grid::Launch;
-use crate::memory::{Access, Kind as Global, Pattern, View};
-use crate::ptx::decode::{BarrierKind, LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW};
-use crate::ptx::{Address, Atomic, Kind, LaneMask, Op, Operation, Program, Scalar, Space, Value};
-use crate::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::engine::counts::Counts;
+use crate::engine::fault::Fault;
+use crate::engine::launch::Launch;
+use crate::engine::memory::{Access, Kind as Global, Pattern, View};
+use crate::engine::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
+use crate::isa::float::{self, Mode, BF16, F16};
+use crate::isa::op::*;
 use std::collections::VecDeque;
 
 /// What a block's warps share.
