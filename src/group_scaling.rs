@@ -1,9 +1,9 @@
 //! The layer-scale as a module of its own.
 
 use crate::config::{validate_eps, validate_input_dtype};
+use crate::device::sums_dtype;
 use crate::error::Error;
 use crate::op;
-use crate::op::device::sums_dtype;
 use candle::{DType, Module, Result, Tensor};
 
 /// The layer-scale as a layer of its own: divides each group of a row's channels by the group's

@@ -609,8 +609,8 @@ impl PowerNorm {
 ///
 /// candle implements [`ModuleT`] for every [`Module`] and drops `train` there. So the layer, which
 /// is a [`Module`], cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but
-/// the methods of the layer inside, such as
-/// [`forward_masked`](PowerNorm::forward_masked), follow it.
+/// the methods of the layer inside, such as [`forward_masked`](PowerNorm::forward_masked), follow
+/// it.
 ///
 /// ```
 /// use candle::{DType, Device, Result, Tensor};

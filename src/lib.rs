@@ -42,11 +42,8 @@
 #![deny(missing_docs, unsafe_code)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod composed;
 mod config;
-mod cpu;
-#[cfg(feature = "cuda")]
-mod cuda;
+mod device;
 mod error;
 mod fold;
 mod group_scaling;

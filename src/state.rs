@@ -1,9 +1,9 @@
 //! ψ², ν and t: where they live, how they are read, and how a step moves them.
 
 use crate::config::{PhiStep, PowerNormConfig, Shares};
+use crate::device::pick::DeviceKind;
 use crate::error::Error;
 use crate::mode::Purpose;
-use crate::op::device::DeviceKind;
 use crate::op::step::Waiting;
 use candle::{DType, Device, Result, Tensor, TensorId, Var};
 use candle_nn::{Init, VarBuilder};

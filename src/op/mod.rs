@@ -6,21 +6,19 @@
 //!    two tensors.
 //! 2. [`step::begin`] applies the step that still waits, if there is one. Then it runs the layer's
 //!    checks and makes the arguments readable.
-//! 3. [`Step::forward`] runs the forward on the tensors' [`device`].
+//! 3. [`Step::forward`] runs the forward on the tensors' [`device`](crate::device).
 //! 4. candle runs the custom op. The output exists already, and the op hands it out. The op gives
 //!    the output a place in the graph.
 //! 5. [`Step::finish_forward`] moves ψ² and t, now that nothing can fail any more.
 //! 6. A backward comes back through the op to [`Step::backward`], which moves ν.
 
-pub(crate) mod device;
 pub(crate) mod residual;
-pub(crate) mod rows;
 pub(crate) mod step;
 
+use crate::device::pick::{readable, DeviceKind};
+use crate::device::{BackwardInputs, ForwardInputs, Gradients, Outputs};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
-use crate::op::device::{BackwardInputs, DeviceKind, ForwardInputs, Gradients, Outputs};
-use crate::op::rows::readable;
 use crate::op::step::Step;
 use crate::ranks::LayerRanks;
 use crate::state::{State, Version};

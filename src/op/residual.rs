@@ -16,7 +16,7 @@
 //! 3. [`Params`] takes these and returns them.
 
 use super::{forwards, token, Backprop, Output, Request, TypedStorage};
-use crate::op::rows::readable;
+use crate::device::pick::readable;
 use crate::op::step;
 use candle::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Tensor};
 use std::collections::HashMap;

@@ -43,9 +43,9 @@
 //! - *A backward that failed* leaves the step out, unless it is called again. Where ψ² had moved by
 //!   then, only ν is left out.
 
-use super::device::{BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, Setting};
 use super::Request;
 use crate::config::{ForwardKind, PowerNormConfig, Recipe};
+use crate::device::{BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, Setting};
 use crate::error::Error;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, LayerRanks};

@@ -221,7 +221,8 @@ fn stream<S: Simd, T: Element, const K: usize>(
 }
 
 /// A streamed store of 16 bytes in the encoding of the level's other instructions.
-/// `_mm_stream_si128` always has the old one, between which and AVX some older processors take 70 cycles to switch.
+/// `_mm_stream_si128` always has the old one. Some older processors take 70 cycles to switch between
+/// that and AVX.
 ///
 /// # Safety
 ///
@@ -253,7 +254,7 @@ unsafe fn store<S: Simd>(to: *mut std::arch::x86_64::__m128i, value: std::arch::
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::simd::Level;
+    use crate::device::cpu::simd::Level;
     use pulp::{Scalar128b, WithSimd};
 
     struct Negatives<'a>(&'a [f32]);

@@ -214,11 +214,13 @@ pub enum Params {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::cut::{BLOCK, MAX_STAGES, WARP};
+    use crate::device::cuda::cut::{BLOCK, MAX_STAGES, WARP};
     use std::process::Command;
 
     fn assertion((expression, value): (&str, usize)) -> String {
-        format!("static_assert({expression} == {value}, \"{value} in src/cuda/params.rs\");\n")
+        format!(
+            "static_assert({expression} == {value}, \"{value} in src/device/cuda/params.rs\");\n"
+        )
     }
 
     /// Compiles assertions about `kernels/params.cuh`. Gives what nvcc said where it refused.
@@ -262,6 +264,9 @@ mod tests {
             std::mem::offset_of!(Tiling, span) + 4,
         );
         let refusal = nvcc(&assertion(elsewhere)).unwrap_err();
-        assert!(refusal.contains("in src/cuda/params.rs"), "{refusal}");
+        assert!(
+            refusal.contains("in src/device/cuda/params.rs"),
+            "{refusal}"
+        );
     }
 }

@@ -6,10 +6,29 @@
 
 use super::kernels::Matrix;
 use crate::error::Error;
-use crate::op::rows::packed_dims;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, Layout, Result, Storage, Tensor, Var, WithDType};
 use half::{bf16, f16};
+
+/// How many trailing dimensions make a block of packed rows; `None` if the elements of a row are
+/// not adjacent.
+fn packed_dims(layout: &Layout) -> Option<usize> {
+    let (mut dims, mut packed) = (0, 1);
+    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {
+        if dim != 1 && stride != packed {
+            break;
+        }
+        packed *= dim;
+        dims += 1;
+    }
+    let whole = packed.is_multiple_of(*layout.dims().last()?);
+    whole.then_some(dims)
+}
+
+/// Whether the elements of each row are adjacent.
+pub(crate) fn has_packed_rows(layout: &Layout) -> bool {
+    packed_dims(layout).is_some()
+}
 
 /// Where blocks of packed rows begin; `None` if the elements of a row are not adjacent.
 fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
@@ -41,7 +60,7 @@ pub(super) fn widened<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
     }
 }
 
-/// The rows of a tensor that is [`readable`](crate::op::rows::readable).
+/// The rows of a tensor that is [`readable`](crate::device::pick::readable).
 pub(super) fn matrix<'a, T: WithDType>(
     storage: &'a Storage,
     layout: &Layout,

@@ -1,5 +1,4 @@
-//! The seam between the layer and its devices: what a device does for a step, and which device does
-//! it.
+//! The seam between the layer and its devices: the traits of a device, and what they read and write.
 //!
 //! A training step has five phases, and every device has all of them:
 //!
@@ -13,21 +12,19 @@
 //!    was.
 //!
 //! Other processes may have rows of the same batch. A device does not know about them. It hands its
-//! own sums out and takes the sums of the whole batch in. [`step`](super::step) decides when.
+//! own sums out and takes the sums of the whole batch in. `op/step.rs` decides when.
 //!
-//! A new device is an implementation of the two traits, a variant of [`DeviceKind`], and an arm in
-//! each of its methods.
+//! A new device is an implementation of the two traits, a variant of [`DeviceKind`](pick::DeviceKind),
+//! and an arm in each of its methods.
 
-use crate::composed;
+mod composed;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+pub(crate) mod pick;
+
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig};
-use crate::cpu;
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::op::rows::with_element;
-use candle::{DType, Device, Result, Storage, Tensor, Var};
-#[cfg(feature = "cuda")]
-use std::sync::Arc;
-use std::sync::LazyLock;
+use candle::{DType, Result, Storage, Tensor, Var};
 
 /// What a device knows of a forward besides its tensors.
 #[derive(Debug, Clone, Copy)]
@@ -41,8 +38,8 @@ pub(crate) struct Setting {
     pub tracked: bool,
 }
 
-/// What a forward reads. Tensors of rows come from [`readable`](super::rows::readable), and the
-/// other tensors are contiguous.
+/// What a forward reads. Tensors of rows come from [`readable`](pick::readable), and the other
+/// tensors are contiguous.
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardInputs<'a> {
     /// `[.., C]`.
@@ -102,7 +99,7 @@ pub(crate) struct Gradients {
 
 /// A forward on a device, and what the device keeps from it for the phases that follow.
 ///
-/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`]. A forward's sums are Σ x̃² over
+/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A forward's sums are Σ x̃² over
 /// the kept rows, `[C]`, followed by the number of kept rows. Under
 /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same two follow for all rows.
 pub(crate) trait DeviceStep: Send + Sync {
@@ -145,110 +142,6 @@ pub(crate) trait DeviceBackward {
 
     /// Hands out the gradients.
     fn gradients(self: Box<Self>) -> Gradients;
-}
-
-/// The device of a layer.
-#[derive(Debug, Clone)]
-pub(crate) enum DeviceKind {
-    Cpu,
-    #[cfg(feature = "cuda")]
-    Cuda(Arc<cuda::Kernels>),
-    /// Any other device, by candle's own operations.
-    Composed,
-}
-
-/// Tests set this environment variable to `composed` to run [`DeviceKind::Composed`] on a CPU.
-/// Another name panics: a test that ignored it would test something else.
-static COMPOSED: LazyLock<bool> = LazyLock::new(|| {
-    let name = std::env::var_os("CANDLE_POWERNORM_DEVICE").unwrap_or_default();
-    match name.to_str() {
-        Some("composed") => true,
-        Some("") => false,
-        _ => panic!("CANDLE_POWERNORM_DEVICE: expected composed, got {name:?}"),
-    }
-});
-
-impl DeviceKind {
-    pub fn of(device: &Device) -> Self {
-        match device {
-            Device::Cpu if *COMPOSED => Self::Composed,
-            Device::Cpu => Self::Cpu,
-            #[cfg(feature = "cuda")]
-            Device::Cuda(_) => Self::Cuda(Arc::default()),
-            _ => Self::Composed,
-        }
-    }
-
-    /// The device of calls without a layer.
-    pub fn without_layer(device: &Device) -> Self {
-        match device {
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Self::Cuda(cuda::Kernels::without_layer(device)),
-            _ => Self::of(device),
-        }
-    }
-
-    /// A step on the rows of `x`.
-    pub fn step(&self, x: &Tensor, setting: Setting) -> Result<Box<dyn DeviceStep>> {
-        match self {
-            Self::Cpu => {
-                with_element!(x.dtype(), T => Ok(Box::new(cpu::CpuStep::<T>::new(setting))))
-            }
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => Ok(Box::new(cuda::CudaStep::new(x, setting, kernels)?)),
-            Self::Composed => Ok(Box::new(composed::ComposedStep::new(setting))),
-        }
-    }
-
-    /// Where a layer on `device` hands its sums out.
-    pub fn sums_device(&self, device: &Device) -> Device {
-        match self {
-            Self::Cpu => device.clone(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(_) => device.clone(),
-            Self::Composed => Device::Cpu,
-        }
-    }
-
-    /// Whether a forward with rows on `rows` reads ψ² from its variable, which is on `state`, and
-    /// not from a copy. That is right if both have one queue, in which the update comes after the
-    /// read.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub fn reads_phi_in_place(&self, rows: &Device, state: &Device) -> bool {
-        match self {
-            #[cfg(feature = "cuda")]
-            Self::Cuda(_) => cuda::reads_in_place(rows, state),
-            _ => false,
-        }
-    }
-
-    /// The layer-scale without a layer: X̃ of `x`, whose last dimension is a multiple of `groups`.
-    pub fn scale_groups(&self, x: &Tensor, groups: usize, eps: f64) -> Result<Storage> {
-        match self {
-            Self::Cpu => with_element!(x.dtype(), T => cpu::scale_groups::<T>(x, groups, eps)),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::scale_groups(x, groups, eps, kernels),
-            Self::Composed => composed::scale_groups(x, groups, eps),
-        }
-    }
-
-    /// The gradient of [`scale_groups`](Self::scale_groups) from `dy`.
-    pub fn scale_groups_bwd(
-        &self,
-        x: &Tensor,
-        dy: &Tensor,
-        groups: usize,
-        eps: f64,
-    ) -> Result<Tensor> {
-        match self {
-            Self::Cpu => {
-                with_element!(x.dtype(), T => cpu::scale_groups_bwd::<T>(x, dy, groups, eps))
-            }
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::scale_groups_bwd(x, dy, groups, eps, kernels),
-            Self::Composed => composed::scale_groups_bwd(x, dy, groups, eps),
-        }
-    }
 }
 
 /// The dtype that sums over rows of `dtype` are taken in.

@@ -12,4 +12,6 @@ mod step;
 mod tensors;
 mod uninit;
 
+pub(crate) use element::with_element;
 pub(crate) use step::{scale_groups, scale_groups_bwd, CpuStep};
+pub(crate) use tensors::has_packed_rows;

@@ -5,10 +5,10 @@ use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan};
 use super::params::Vector;
 use super::{argument, argument_opt, dtype, reads_in_place, Gpu, InVariable, Kernels, Uses};
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
-use crate::error::Error;
-use crate::op::device::{
+use crate::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
+use crate::error::Error;
 use candle::backend::BackendDevice;
 use candle::op::BackpropOp;
 use candle::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Storage, Tensor, Var, D};

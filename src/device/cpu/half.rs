@@ -263,8 +263,8 @@ mod tests {
     #![allow(unsafe_code)]
 
     use super::*;
-    use crate::cpu::lanes::{sweep, Columns, Lanes};
-    use crate::cpu::simd::Level;
+    use crate::device::cpu::lanes::{sweep, Columns, Lanes};
+    use crate::device::cpu::simd::Level;
     use pulp::WithSimd;
 
     /// The f32 of `halves`, and the halves of `floats`.

@@ -4,7 +4,7 @@ use super::element::{Accumulator, Element};
 use super::kernels::{self, GradSums, RowGradients, Rows, SquareSums};
 use super::tensors::{matrix, on_cpu, packed, read_channels, widened, write_channels};
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
-use crate::op::device::{
+use crate::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
 use candle::{DType, Device, Result, Storage, Tensor, Var, WithDType};

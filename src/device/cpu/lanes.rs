@@ -213,7 +213,7 @@ pub(super) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::simd::Level;
+    use crate::device::cpu::simd::Level;
     use approx::assert_relative_eq;
     use pulp::WithSimd;
 

@@ -499,9 +499,8 @@ impl LaunchPlan {
     }
 
     /// The gradients of a [`forward`](Self::forward), for a loss times `loss_scale`. This makes what
-    /// does not need the sums of the whole batch.
-    /// [`update_nu`](Self::update_nu) and then [`finish_backward`](Self::finish_backward) make the
-    /// rest.
+    /// does not need the sums of the whole batch. [`update_nu`](Self::update_nu) and then
+    /// [`finish_backward`](Self::finish_backward) make the rest.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
     /// same as in the CPU's backward.
@@ -898,7 +897,7 @@ mod tests {
                 }
             }
         }
-        let source = include_str!("../../kernels/power_norm.cu");
+        let source = include_str!("../../../kernels/power_norm.cu");
         let defined = source.lines().filter_map(|line| {
             let entry = line.trim().strip_prefix("DEFINE(")?;
             entry.split(',').next()

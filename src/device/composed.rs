@@ -6,7 +6,7 @@
 //! hand sums out.
 
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
-use crate::op::device::{
+use crate::device::{
     sums_dtype, BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs,
     Setting,
 };
