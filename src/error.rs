@@ -125,7 +125,7 @@ pub(crate) enum Error {
         "power_norm: expected an input of rank 1 or more, got a scalar: \
          give it a last dimension of channels"
     )]
-    Rank,
+    Scalar,
 
     #[error(
         "power_norm: expected a last dimension of {size}, got shape {got:?}: \
@@ -215,26 +215,18 @@ pub(crate) enum Error {
     )]
     RankFailed,
 
-    /// A backward on a GPU came to a step whose sums are gone: they were in a sum over ranks that
-    /// failed, or another thread goes back through the same graph.
+    /// Ranks have layers, or make calls, that do not fit each other.
     #[error(
-        "power_norm: expected a step that still has its sums, got one whose sums were lost in a \
-         failure, or taken by another backward: run the forward again, on all ranks"
+        "power_norm: expected one {name} on all ranks, got {least} on one and {most} on another: \
+         build and call the layers in one order on all ranks, with one configuration and from one \
+         checkpoint"
     )]
-    StepLost,
-
-    /// The ranks brought different things to one sum. On a GPU the cause may also be a different
-    /// step count, warm-up, recipe or statistic.
-    #[error(
-        "power_norm: expected every rank to sum {numbers} numbers of {exchange}, \
-         got ranks that differ: build and call the layers in one order on all ranks, \
-         with one configuration and from one checkpoint"
-    )]
-    RanksDisagree {
-        /// What this rank sums.
-        exchange: &'static str,
-        /// How many numbers it brought.
-        numbers: usize,
+    RanksDiffer {
+        /// What differs.
+        name: &'static str,
+        /// The least value and the largest value of all ranks.
+        least: String,
+        most: String,
     },
 
     /// The engine that sums over ranks could not be set up, or did not sum.

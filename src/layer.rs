@@ -1,15 +1,18 @@
 //! The layer: construction, the forward passes, the accessors.
 
 use crate::config::{validate_input_dtype, PowerNormConfig};
+use crate::device::pick::{readable, DeviceKind};
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
 use crate::op::residual::power_norm_residual;
-use crate::ranks::{LayerRanks, Ranks};
+use crate::op::step::{Call, Training};
+use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{same_device, State};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
+use std::fmt;
 use std::sync::Arc;
 
 /// Builds a [`PowerNorm`] layer over `size` channels from the tensors of `vb`.
@@ -169,21 +172,36 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// assert_eq!(norm.steps()?, 1);
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct PowerNorm {
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     state: Arc<State>,
+    device: DeviceKind,
     mode: Mode,
     loss_scale: LossScale,
-    ranks: LayerRanks,
+    /// The layer's place among its ranks; `None` in a single process.
+    ranks: Option<Member>,
+}
+
+impl fmt::Debug for PowerNorm {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let mut layer = f.debug_struct("PowerNorm");
+        layer.field("size", &self.state.size());
+        layer.field("config", self.config());
+        match self.steps() {
+            Ok(steps) => layer.field("steps", &steps),
+            Err(error) => layer.field("steps", &error.to_string()),
+        };
+        layer.finish_non_exhaustive()
+    }
 }
 
 impl Module for PowerNorm {
     /// Normalizes `xs`, `[.., size]`. The layer's [`Mode`] says whether this is training or
     /// evaluation. It fails where [`PowerNorm::forward_t`] does.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.forward_for(xs, self.mode.purpose())
+        self.run(xs, None, self.mode.purpose())
     }
 }
 
@@ -275,13 +293,14 @@ impl PowerNorm {
         Ok(Self {
             weight,
             bias,
+            device: DeviceKind::of(state.device()),
             state: Arc::new(state),
             mode: match trainable {
                 true => Mode::train(),
                 false => Mode::eval(),
             },
             loss_scale: LossScale::default(),
-            ranks: LayerRanks::default(),
+            ranks: None,
         })
     }
 
@@ -298,12 +317,7 @@ impl PowerNorm {
     /// fit. The step count, which a checkpoint may bring, is negative. A refused call leaves the
     /// state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        let purpose = if train {
-            Purpose::Training
-        } else {
-            Purpose::Evaluation
-        };
-        self.forward_for(xs, purpose)
+        self.run(xs, None, Purpose::of(train))
     }
 
     /// Normalizes `xs` and leaves padding out. A row whose `keep` is 0 is padding.
@@ -339,11 +353,12 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        let request = self.request(Some(keep), self.mode.purpose());
-        op::power_norm(xs, &request, || {
-            self.check_input(xs)?;
-            self.check_keep(xs, keep)
-        })
+        self.run(xs, Some(keep), self.mode.purpose())
+    }
+
+    /// [`forward_masked`](Self::forward_masked), in training if `train`, else in evaluation.
+    pub fn forward_masked_t(&self, xs: &Tensor, keep: &Tensor, train: bool) -> Result<Tensor> {
+        self.run(xs, Some(keep), Purpose::of(train))
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -383,7 +398,17 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, None)
+        self.run_residual(xs, residual, None, self.mode.purpose())
+    }
+
+    /// [`forward_residual`](Self::forward_residual), in training if `train`, else in evaluation.
+    pub fn forward_residual_t(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        train: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        self.run_residual(xs, residual, None, Purpose::of(train))
     }
 
     /// [`forward_residual`](Self::forward_residual) with the mask of
@@ -400,7 +425,19 @@ impl PowerNorm {
         residual: &Tensor,
         keep: &Tensor,
     ) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, Some(keep))
+        self.run_residual(xs, residual, Some(keep), self.mode.purpose())
+    }
+
+    /// [`forward_residual_masked`](Self::forward_residual_masked), in training if `train`, else in
+    /// evaluation.
+    pub fn forward_residual_masked_t(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        keep: &Tensor,
+        train: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        self.run_residual(xs, residual, Some(keep), Purpose::of(train))
     }
 
     /// The same layer, which follows `mode` from now on.
@@ -449,8 +486,9 @@ impl PowerNorm {
     /// ranks come to differ, NCCL hangs or sums what does not belong together.
     #[must_use]
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
+        let device = self.device.sums_device(self.state.device());
         Self {
-            ranks: LayerRanks::join(ranks),
+            ranks: Member::join(ranks, self.state.size(), self.config(), device),
             ..self
         }
     }
@@ -507,9 +545,8 @@ impl PowerNorm {
         &self.state
     }
 
-    fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
-        let request = self.request(None, purpose);
-        op::power_norm(xs, &request, || self.check_input(xs))
+    fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
+        op::power_norm(self.call(xs, None, keep, purpose)?)
     }
 
     fn run_residual(
@@ -517,29 +554,57 @@ impl PowerNorm {
         xs: &Tensor,
         residual: &Tensor,
         keep: Option<&Tensor>,
+        purpose: Purpose,
     ) -> Result<(Tensor, Tensor)> {
-        let request = self.request(keep, self.mode.purpose());
-        power_norm_residual(xs, residual, &request, || {
-            self.check_input(xs)?;
-            self.check_residual(xs, residual)?;
-            keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))
-        })
+        power_norm_residual(self.call(xs, Some(residual), keep, purpose)?)
     }
 
-    fn request<'a>(&'a self, keep: Option<&'a Tensor>, purpose: Purpose) -> op::Request<'a> {
-        op::Request {
-            affine: self.weight.as_ref().zip(self.bias.as_ref()),
-            keep,
-            state: &self.state,
-            purpose,
-            loss_scale: &self.loss_scale,
-            ranks: &self.ranks,
-        }
+    /// Checks the arguments of a forward, and makes them readable.
+    fn call(
+        &self,
+        xs: &Tensor,
+        residual: Option<&Tensor>,
+        keep: Option<&Tensor>,
+        purpose: Purpose,
+    ) -> Result<Call<'_>> {
+        let exchange = match purpose {
+            Purpose::Evaluation => None,
+            Purpose::Training => Some(Exchange::Forward),
+            Purpose::Recalibration(_) => Some(Exchange::Recalibration),
+        };
+        // First of all: from here on the other ranks hear of an error.
+        let turn =
+            (self.ranks.as_ref().zip(exchange)).map(|(ranks, exchange)| ranks.turn(exchange));
+        self.check_input(xs)?;
+        residual.map_or(Ok(()), |residual| self.check_residual(xs, residual))?;
+        keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))?;
+        let in_place = (self.device).reads_phi_in_place(xs.device(), self.state.device());
+        let (phi, steps) = self.state.begin(in_place)?;
+        Ok(Call {
+            device: &self.device,
+            config: *self.config(),
+            xs: readable(xs)?,
+            residual: residual.map(readable).transpose()?,
+            keep: keep.map(Tensor::contiguous).transpose()?,
+            affine: match (&self.weight, &self.bias) {
+                (Some(weight), Some(bias)) => Some([weight.contiguous()?, bias.contiguous()?]),
+                _ => None,
+            },
+            phi: Some(phi),
+            training: exchange.map(|_| Training {
+                state: self.state.clone(),
+                purpose,
+                steps,
+                loss_scale: self.loss_scale.clone(),
+                ranks: self.ranks.clone(),
+            }),
+            turn,
+        })
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
         match xs.dims().last() {
-            None => return Err(Error::Rank.into()),
+            None => return Err(Error::Scalar.into()),
             Some(&last) if last != self.state.size() => {
                 return Err(Error::LastDim {
                     size: self.state.size(),

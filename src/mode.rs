@@ -42,6 +42,15 @@ pub(crate) enum Purpose {
     Recalibration(u64),
 }
 
+impl Purpose {
+    pub fn of(train: bool) -> Self {
+        match train {
+            true => Self::Training,
+            false => Self::Evaluation,
+        }
+    }
+}
+
 /// The number of the next scope. Scopes of all `Mode`s have different numbers, and none has 0, with
 /// which a state starts.
 static NEXT_SCOPE: AtomicU64 = AtomicU64::new(1);
@@ -65,10 +74,7 @@ impl Mode {
     /// Sets the switch, for every clone of it. While scopes are open they decide, and the setting
     /// takes effect when the last of them ends.
     pub fn set_training(&self, training: bool) {
-        self.switch().setting = match training {
-            true => Purpose::Training,
-            false => Purpose::Evaluation,
-        };
+        self.switch().setting = Purpose::of(training);
     }
 
     /// Whether layers train now: training is set, and no scope is open.
@@ -134,7 +140,7 @@ impl Mode {
         (switch.scopes.last()).map_or(switch.setting, |&(_, purpose)| purpose)
     }
 
-    /// Opens a scope for what `purpose` makes of its number.
+    /// Opens a scope; `purpose` gets its number.
     fn scope(&self, purpose: impl FnOnce(u64) -> Purpose) -> ModeScope {
         let number = NEXT_SCOPE.fetch_add(1, Ordering::Relaxed);
         self.switch().scopes.push((number, purpose(number)));

@@ -1,22 +1,23 @@
 //! The seam between the layer and its devices: the traits of a device, and what they read and write.
 //!
-//! A training step has five phases, and every device has all of them:
+//! A training step has these phases, and every device has all of them:
 //!
-//! 1. [`DeviceStep::forward`] normalizes the rows and sums their squares. The batch's statistic is
-//!    known only after the sums. If it normalizes, this phase only sums.
-//! 2. [`DeviceStep::finish_forward`] then normalizes by the batch's statistic.
-//! 3. [`DeviceStep::move_phi`] moves ψ².
-//! 4. [`DeviceStep::backward`] makes the gradients and sums over them.
-//! 5. [`DeviceBackward::finish`] makes what is left of the gradients, and
-//!    [`DeviceBackward::move_nu`] moves ν. ν moves last, so a backward that fails leaves ν as it
+//! 1. A forward normalizes the rows and sums their squares. The batch's statistic is known only
+//!    after the sums. If it normalizes, the forward only sums, and
+//!    [`DeviceStep::normalize_by_batch`] writes the output.
+//! 2. [`DeviceStep::update_phi`] moves ψ².
+//! 3. [`DeviceStep::backward`] makes the gradients and sums over them.
+//! 4. [`DeviceBackward::finish`] makes the gradients that need the sums.
+//! 5. [`DeviceBackward::update_nu`] moves ν. ν moves last, so a backward that fails leaves ν as it
 //!    was.
 //!
-//! Other processes may have rows of the same batch. A device does not know about them. It hands its
-//! own sums out and takes the sums of the whole batch in. `op/step.rs` decides when.
+//! Other processes may have rows of the same batch. A device does not know about them. It hands out
+//! the sums over its local rows, and takes in the global sums. `op/step.rs` decides when.
 //!
-//! A new device is an implementation of the two traits, a variant of [`DeviceKind`](pick::DeviceKind),
-//! and an arm in each of its methods.
+//! A new device is an implementation of the two traits, a variant of
+//! [`DeviceKind`](pick::DeviceKind), and an arm in each of its methods.
 
+mod channels;
 mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -26,19 +27,19 @@ pub(crate) mod pick;
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig};
 use candle::{DType, Result, Storage, Tensor, Var};
 
-/// What a device knows of a forward besides its tensors.
+/// Settings of a forward.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setting {
     pub config: PowerNormConfig,
     pub kind: ForwardKind,
-    /// Whether sums are handed out and taken in. If not, the device has all rows of the batch.
-    pub shared: bool,
-    /// Whether a backward may follow.
+    /// Sums are handed out and taken in. If not, the device has all rows of the batch.
+    pub over_ranks: bool,
+    /// A backward may follow.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub tracked: bool,
 }
 
-/// What a forward reads. Tensors of rows come from [`readable`](pick::readable), and the other
+/// Inputs of a forward. Tensors of rows come from [`readable`](pick::readable), and the other
 /// tensors are contiguous.
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardInputs<'a> {
@@ -50,23 +51,23 @@ pub(crate) struct ForwardInputs<'a> {
     pub keep: Option<&'a Tensor>,
     /// γ and β, `[C]` each.
     pub affine: Option<[&'a Tensor; 2]>,
-    /// ψ² before the step, `[C]`.
-    pub phi: &'a Tensor,
+    /// ψ² before the step, `[C]`. Without it D is 1, which leaves the layer-scale.
+    pub phi: Option<&'a Tensor>,
 }
 
-/// What a forward writes, shaped as its input.
+/// Outputs of a forward, shaped as its input.
 pub(crate) struct Outputs {
-    /// If the batch's statistic normalizes, only [`DeviceStep::finish_forward`] writes it. It may
-    /// be `None` before.
+    /// If the batch's statistic normalizes, this may be `None` until
+    /// [`DeviceStep::normalize_by_batch`].
     pub y: Option<Storage>,
     /// `x + residual`, if there is a residual.
     pub sum: Option<Storage>,
 }
 
-/// What a backward reads.
+/// Inputs of a backward.
 #[derive(Clone, Copy)]
 pub(crate) struct BackwardInputs<'a> {
-    /// What the forward normalized: its input, or the sum with the residual.
+    /// The tensor that the forward normalized: its input, or the sum with the residual.
     pub x: &'a Tensor,
     /// The gradient of the output.
     pub dy: &'a Tensor,
@@ -76,16 +77,20 @@ pub(crate) struct BackwardInputs<'a> {
     pub keep: Option<&'a Tensor>,
     /// As in the forward.
     pub affine: Option<[&'a Tensor; 2]>,
-    /// ψ², `[C]`, in its variable.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub phi: &'a Tensor,
-    /// ν/(1−α_b), `[C]`, in its variable.
-    pub ema_gz: &'a Tensor,
-    /// What the loss was multiplied by.
-    pub loss_scale: f64,
-    /// Whether the gradient of `x` is wanted. A parameter's gradient is wanted if its
+    /// ν; `None` in an evaluation.
+    pub running: Option<RunningNu<'a>>,
+    /// The gradient of `x` is wanted. A parameter's gradient is wanted if its
     /// [`Tensor::track_op`] is true.
     pub wants_input: bool,
+}
+
+/// ν of the state.
+#[derive(Clone, Copy)]
+pub(crate) struct RunningNu<'a> {
+    /// ν/(1−α_b), `[C]`, in its variable.
+    pub ema_gz: &'a Tensor,
+    /// The factor of the loss.
+    pub loss_scale: f64,
 }
 
 /// The gradients of a backward, as far as they were wanted.
@@ -97,48 +102,46 @@ pub(crate) struct Gradients {
     pub bias: Option<Tensor>,
 }
 
-/// A forward on a device, and what the device keeps from it for the phases that follow.
+/// A forward on a device, and what the device keeps of it for later phases.
 ///
-/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A forward's sums are Σ x̃² over
-/// the kept rows, `[C]`, followed by the number of kept rows. Under
+/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A
+/// forward's sums are Σ x̃² over the kept rows, `[C]`, followed by the number of kept rows. Under
 /// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same two follow for all rows.
 pub(crate) trait DeviceStep: Send + Sync {
-    /// Adds the residual, sums the squares and writes the output. If the batch's statistic
-    /// normalizes, the output is left to [`finish_forward`](Self::finish_forward).
-    fn forward(&mut self, inputs: &ForwardInputs) -> Result<Outputs>;
+    /// Hands out the sums over the local rows.
+    fn local_sums(&self) -> Result<Tensor>;
 
-    /// Normalizes by the batch's statistic, once its sums are in, and writes the output.
-    fn finish_forward(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs>;
+    /// Takes in the sums over the rows of all processes.
+    fn set_global_sums(&mut self, global: &Tensor) -> Result<()>;
 
-    /// Hands out the forward's sums. A GPU keeps no copy.
-    fn sums(&self) -> Result<Tensor>;
+    /// Normalizes by the batch's statistic, once the global sums are known, and writes the output.
+    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs>;
 
-    /// Takes in the forward's sums of the whole batch.
-    fn take_sums(&self, total: &Tensor) -> Result<()>;
+    /// Whether this is a training step with a kept row. A GPU does not wait to learn the number of
+    /// rows, and says yes.
+    fn is_step(&self) -> bool;
 
-    /// Moves ψ² by the batch of this forward, and says whether the batch had a kept row. Without a
-    /// `step` ψ² stays, and only the statistics for the backward are made.
-    fn move_phi(&self, phi: &Var, step: Option<&PhiStep>) -> Result<bool>;
+    /// Moves ψ² by the batch of this step.
+    fn update_phi(&self, phi: &Var, step: &PhiStep) -> Result<()>;
 
     /// Sums over the rows, and makes those gradients that do not depend on the sums.
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>>;
 }
 
-/// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`. If the forward's sums
-/// were not handed out yet, they follow in the same tensor.
+/// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`.
 pub(crate) trait DeviceBackward {
-    /// Hands out the sums; `None` after an evaluation.
-    fn sums(&mut self) -> Result<Option<Tensor>>;
+    /// Hands out the sums over the local rows of a step.
+    fn local_sums(&self) -> Result<Tensor>;
 
-    /// Takes in the sums of the whole batch.
-    fn take_sums(&mut self, total: &Tensor) -> Result<()>;
+    /// Takes in the sums over the rows of all processes.
+    fn set_global_sums(&mut self, global: &Tensor) -> Result<()>;
 
-    /// Makes Λ and the remaining gradients. If `moves_nu`, a device may leave a part of this to
-    /// [`move_nu`](Self::move_nu), which then follows.
-    fn finish(&mut self, moves_nu: bool) -> Result<()>;
+    /// Makes Λ and the remaining gradients. If `updates_nu`, a device may leave a part of this to
+    /// [`update_nu`](Self::update_nu), which then follows.
+    fn finish(&mut self, updates_nu: bool) -> Result<()>;
 
     /// Moves ν, which `ema_gz` keeps. If this fails, ν is as it was.
-    fn move_nu(&mut self, ema_gz: &Var) -> Result<()>;
+    fn update_nu(&mut self, ema_gz: &Var) -> Result<()>;
 
     /// Hands out the gradients.
     fn gradients(self: Box<Self>) -> Gradients;

@@ -3,8 +3,8 @@
 use super::cpu::{self, with_element};
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{composed, DeviceStep, Setting};
-use candle::{Device, Result, Storage, Tensor};
+use super::{composed, DeviceStep, ForwardInputs, Outputs, Setting};
+use candle::{Device, Result, Tensor};
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 use std::sync::LazyLock;
@@ -41,24 +41,25 @@ impl DeviceKind {
         }
     }
 
-    /// The device of calls without a layer.
-    pub fn without_layer(device: &Device) -> Self {
-        match device {
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Self::Cuda(cuda::Kernels::without_layer(device)),
-            _ => Self::of(device),
+    /// Runs a forward.
+    pub fn forward(
+        &self,
+        setting: Setting,
+        inputs: &ForwardInputs,
+    ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
+        /// A step of any device.
+        fn boxed(
+            (step, outputs): (impl DeviceStep + 'static, Outputs),
+        ) -> (Box<dyn DeviceStep>, Outputs) {
+            (Box::new(step), outputs)
         }
-    }
-
-    /// A step on the rows of `x`.
-    pub fn step(&self, x: &Tensor, setting: Setting) -> Result<Box<dyn DeviceStep>> {
         match self {
-            Self::Cpu => {
-                with_element!(x.dtype(), T => Ok(Box::new(cpu::CpuStep::<T>::new(setting))))
-            }
+            Self::Cpu => with_element!(inputs.x.dtype(), T => {
+                cpu::CpuStep::<T>::forward(setting, inputs).map(boxed)
+            }),
             #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => Ok(Box::new(cuda::CudaStep::new(x, setting, kernels)?)),
-            Self::Composed => Ok(Box::new(composed::ComposedStep::new(setting))),
+            Self::Cuda(kernels) => cuda::CudaStep::forward(setting, inputs, kernels).map(boxed),
+            Self::Composed => composed::ComposedStep::forward(setting, inputs).map(boxed),
         }
     }
 
@@ -81,34 +82,6 @@ impl DeviceKind {
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => cuda::reads_in_place(rows, state),
             _ => false,
-        }
-    }
-
-    /// The layer-scale without a layer: X̃ of `x`, whose last dimension is a multiple of `groups`.
-    pub fn scale_groups(&self, x: &Tensor, groups: usize, eps: f64) -> Result<Storage> {
-        match self {
-            Self::Cpu => with_element!(x.dtype(), T => cpu::scale_groups::<T>(x, groups, eps)),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::scale_groups(x, groups, eps, kernels),
-            Self::Composed => composed::scale_groups(x, groups, eps),
-        }
-    }
-
-    /// The gradient of [`scale_groups`](Self::scale_groups) from `dy`.
-    pub fn scale_groups_bwd(
-        &self,
-        x: &Tensor,
-        dy: &Tensor,
-        groups: usize,
-        eps: f64,
-    ) -> Result<Tensor> {
-        match self {
-            Self::Cpu => {
-                with_element!(x.dtype(), T => cpu::scale_groups_bwd::<T>(x, dy, groups, eps))
-            }
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::scale_groups_bwd(x, dy, groups, eps, kernels),
-            Self::Composed => composed::scale_groups_bwd(x, dy, groups, eps),
         }
     }
 }

@@ -842,7 +842,6 @@ pub fn a_step_that_fails_is_tried_again(rank: &Rank) {
 }
 
 /// An engine that sums so many times more, and then fails.
-#[derive(Debug)]
 struct Breaks {
     engine: Arc<dyn Communicator>,
     sums_left: AtomicUsize,

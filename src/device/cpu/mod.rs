@@ -13,5 +13,5 @@ mod tensors;
 mod uninit;
 
 pub(crate) use element::with_element;
-pub(crate) use step::{scale_groups, scale_groups_bwd, CpuStep};
+pub(crate) use step::CpuStep;
 pub(crate) use tensors::has_packed_rows;

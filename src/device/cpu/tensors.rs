@@ -1,4 +1,4 @@
-//! Reads tensors on a CPU, and writes variables of a channel's size.
+//! Reads tensors on a CPU.
 //!
 //! Rows are read anywhere in a storage, if the elements of each row are adjacent. [`matrix`] lists
 //! the blocks of packed rows and where each begins. So leading dimensions that are transposed or
@@ -7,7 +7,7 @@
 use super::kernels::Matrix;
 use crate::error::Error;
 use candle::backend::BackendStorage;
-use candle::{CpuStorage, Layout, Result, Storage, Tensor, Var, WithDType};
+use candle::{CpuStorage, Layout, Result, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
 /// How many trailing dimensions make a block of packed rows; `None` if the elements of a row are
@@ -99,21 +99,6 @@ pub(super) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
             other.device().location()
         ),
     }
-}
-
-/// The values of a channel-sized tensor of any float dtype.
-pub(super) fn read_channels<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
-    tensor
-        .detach()
-        .to_dtype(A::DTYPE)?
-        .flatten_all()?
-        .to_vec1::<A>()
-}
-
-/// Sets a variable of any float dtype to these values.
-pub(super) fn write_channels<A: WithDType>(var: &Var, values: Vec<A>) -> Result<()> {
-    let values = Tensor::from_vec(values, var.shape(), var.device())?;
-    var.set(&values.to_dtype(var.dtype())?)
 }
 
 #[cfg(test)]
