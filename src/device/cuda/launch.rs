@@ -118,8 +118,10 @@ pub struct LaunchPlan {
     extent: Extent,
     kind: ForwardKind,
     config: PowerNormConfig,
-    /// Whether the forward has a mask.
+    /// The forward has a mask.
     pub masked: bool,
+    /// The forward divides by D. If not, it is the group scaling alone.
+    pub divides: bool,
     forward_cut: Cut,
     backward_cut: Cut,
 }
@@ -227,6 +229,7 @@ impl LaunchPlan {
             kind,
             config,
             masked: false,
+            divides: true,
             forward_cut: extent.cut(Pass::Forward),
             backward_cut: extent.cut(Pass::Backward),
         }
@@ -279,18 +282,9 @@ impl LaunchPlan {
         }
     }
 
-    /// Slots before the forward's totals, so that the backward's are handed out with them; 0 if the
-    /// forward's go separately.
-    pub fn totals_room(&self) -> usize {
-        match (self.kind, self.config.recipe) {
-            (ForwardKind::RunningStatistic, Recipe::Paper) => self.cols(),
-            _ => 0,
-        }
-    }
-
     /// A forward: `Y = γ ⊙ X̃/D + β`, and the sum of the input and its residual. Without a kept row
-    /// a training step is an evaluation. With the batch's statistic only the sums are taken here,
-    /// and [`finish_forward`](Self::finish_forward) writes the output.
+    /// a training step is an evaluation. With batch statistics only the sums are taken here;
+    /// [`normalize_by_batch`](Self::normalize_by_batch) writes the output.
     ///
     /// ψ² stays; [`update_phi`](Self::update_phi) comes after a training step.
     pub fn forward(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
@@ -366,7 +360,7 @@ impl LaunchPlan {
     }
 
     /// The rest of a [`forward`](Self::forward), whose buffers are still there.
-    pub fn finish_forward(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
+    pub fn normalize_by_batch(&self, buffers: &ForwardBuffers) -> Vec<Launch> {
         if self.kind != ForwardKind::BatchStatistic {
             return vec![];
         }
@@ -448,14 +442,15 @@ impl LaunchPlan {
         launches
     }
 
-    /// The statistics of a training [`forward`](Self::forward). Its ψ² and `saved` must still be
-    /// there, and its `totals` if it has them. If there is a step, this applies it to ψ².
-    pub fn update_phi(&self, buffers: &ForwardBuffers, step: Option<&PhiStep>) -> Launch {
-        self.statistics(buffers, self.kind == ForwardKind::BatchStatistic, step)
+    /// The statistics of a training [`forward`](Self::forward), and its step of ψ². Its `saved` must
+    /// still be there, and its `totals` if it has them.
+    pub fn update_phi(&self, buffers: &ForwardBuffers, step: &PhiStep) -> Launch {
+        let by_batch = self.kind == ForwardKind::BatchStatistic;
+        self.statistics(buffers, by_batch, Some(step))
     }
 
-    /// As [`update_phi`](Self::update_phi). `by_batch` says whether 1/D is made, of the batch's
-    /// statistic, or of ψ² in a batch without a kept row.
+    /// The statistics of a training forward. If `by_batch`, this computes 1/D from ψ_B², or from ψ²
+    /// if no row is kept. Without a `step` ψ² stays.
     fn statistics(
         &self,
         buffers: &ForwardBuffers,
@@ -648,67 +643,8 @@ impl LaunchPlan {
         }
     }
 
-    /// Bytes of the factors that [`scale_groups`](Self::scale_groups) keeps between its launches;
-    /// `None` if it has one launch.
-    pub fn scale_groups_bytes(&self) -> Option<usize> {
-        let given = self.forward_cut.layer_scale == LayerScale::Given;
-        given.then(|| self.group_bytes())
-    }
-
-    /// The layer-scale without a layer: X̃ of `x`, into `y`. `factors` is as in
-    /// [`scale_groups_bytes`](Self::scale_groups_bytes).
-    pub fn scale_groups(&self, x: Address, y: Address, factors: Address) -> Vec<Launch> {
-        let given = self.forward_cut.layer_scale == LayerScale::Given;
-        let base = NormalizeParams {
-            tiling: self.forward_cut.tiling,
-            x,
-            factors,
-            layer_scale: self.forward_cut.layer_scale,
-            group_eps: self.config.eps,
-            ..Default::default()
-        };
-        let output = self.normalize(NormalizeParams { y, ..base });
-        match given {
-            true => vec![self.group_factors(base), output],
-            false => vec![output],
-        }
-    }
-
-    /// The gradient of [`scale_groups`](Self::scale_groups) from `dy`, into `dx`. `workspace` is
-    /// twice as in [`group_bytes`](Self::group_bytes).
-    pub fn scale_groups_bwd(&self, [x, dy, dx]: [Address; 3], workspace: Address) -> Vec<Launch> {
-        let (factors, dots) = (workspace, workspace + self.group_bytes() as u64);
-        let scale = NormalizeParams {
-            tiling: self.forward_cut.tiling,
-            x,
-            factors,
-            layer_scale: self.forward_cut.layer_scale,
-            group_eps: self.config.eps,
-            ..Default::default()
-        };
-        let mut launches = vec![match self.forward_cut.layer_scale {
-            LayerScale::Given => self.group_factors(scale),
-            // Without an output it writes nothing but the factors.
-            _ => self.normalize(scale),
-        }];
-        let base = NormalizeBwdParams {
-            tiling: self.backward_cut.tiling,
-            x,
-            dy,
-            factors,
-            dots,
-            layer_scale: self.backward_cut.layer_scale,
-            ..Default::default()
-        };
-        if self.backward_cut.layer_scale == LayerScale::Given {
-            launches.push(self.group_dots(base));
-        }
-        launches.push(self.normalize_bwd(NormalizeBwdParams { dx, ..base }));
-        launches
-    }
-
     /// Bytes of a number for each row and group.
-    pub fn group_bytes(&self) -> usize {
+    fn group_bytes(&self) -> usize {
         self.extent.groups.unwrap_or(0) * self.rows() * self.sum_bytes()
     }
 
@@ -819,7 +755,7 @@ impl LaunchPlan {
         };
         let count = row(3);
         Saved {
-            inv_rms: row(0),
+            inv_rms: if self.divides { row(0) } else { 0 },
             gamma: row(1),
             batch_phi: row(2),
             count,

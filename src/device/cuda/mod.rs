@@ -10,7 +10,7 @@ mod launch;
 mod params;
 mod step;
 
-pub(crate) use step::{scale_groups, scale_groups_bwd, CudaStep};
+pub(crate) use step::CudaStep;
 
 use crate::error::Error;
 use candle::backend::BackendStorage;
@@ -30,10 +30,9 @@ use params::{
     UpdatePhiParams, Vector,
 };
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, OnceLock};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
@@ -61,12 +60,12 @@ const _: () = {
     assert_one_version::<cudarc::driver::CudaStream>()
 };
 
-/// The kernels of a GPU that were launched before, and its limits. To look a kernel up by its name
+/// Cache of loaded kernels and of the GPU's limits, one per layer. To look a kernel up by its name
 /// again would cost more than to launch it.
 ///
-/// Whoever launches kernels owns them, and so owns their module and their context. Both are
-/// released when the last owner is dropped. All handles of a GPU have one context, its primary one,
-/// so they share kernels.
+/// A layer owns its kernels, and so owns their module and their context. Both are released when the
+/// last owner is dropped. All handles of a GPU have one context, its primary one, so they share
+/// kernels.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     functions: [OnceLock<CudaFunction>; Kernel::COUNT],
@@ -82,18 +81,7 @@ impl Default for Kernels {
     }
 }
 
-/// The kernels of calls without a layer, by the GPU's number. They stay until the process ends, and
-/// so does the GPU's context.
-static WITHOUT_LAYER: Mutex<BTreeMap<usize, Arc<Kernels>>> = Mutex::new(BTreeMap::new());
-
 impl Kernels {
-    /// The kernels of calls on `device` without a layer that could own them.
-    pub fn without_layer(device: &CudaDevice) -> Arc<Self> {
-        let gpu = device.cuda_stream().context().ordinal();
-        let mut all = WITHOUT_LAYER.lock().unwrap_or_else(PoisonError::into_inner);
-        all.entry(gpu).or_default().clone()
-    }
-
     fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<&CudaFunction> {
         let place = &self.functions[kernel.index()];
         if let Some(function) = place.get() {
@@ -192,9 +180,9 @@ impl Gpu {
 
 /// Whether a call with rows on `rows` reads a variable on `state` in place, and not from a copy.
 ///
-/// With two streams, cudarc's events keep the order. Of several readers they tell only the last. So
-/// each call makes a copy on the variable's stream, and all reads of the variable are there.
-/// Without events the user keeps the order, and could not order a copy that is made in the call.
+/// With two streams, cudarc's events keep the order. Events remember only the last reader, so each
+/// call copies the variable on its own stream. Without events the user keeps the order, and could
+/// not order a copy that is made in the call.
 pub(crate) fn reads_in_place(rows: &Device, state: &Device) -> bool {
     let (Ok(rows), Ok(state)) = (rows.as_cuda_device(), state.as_cuda_device()) else {
         return false;
@@ -354,12 +342,8 @@ impl<'a> Uses<'a> {
         slice.map_or(0, |slice| self.hold(slice.device_ptr_mut(self.stream)))
     }
 
-    /// Where totals begin after `room` of them.
-    fn write_totals(&mut self, totals: Option<&'a mut CudaSlice<f64>>, room: usize) -> Address {
-        totals.map_or(0, |totals| {
-            let start = self.hold(totals.device_ptr_mut(self.stream));
-            start + (room * size_of::<f64>()) as Address
-        })
+    fn write_totals(&mut self, totals: Option<&'a mut CudaSlice<f64>>) -> Address {
+        totals.map_or(0, |totals| self.hold(totals.device_ptr_mut(self.stream)))
     }
 
     /// Where the totals of the whole batch begin.
