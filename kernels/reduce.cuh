@@ -1,4 +1,4 @@
-// What the kernels are made of: dtypes, 16-byte accesses, sums over warps and blocks. No entry
+// Building blocks of the kernels: dtypes, 16-byte accesses, sums over warps and blocks. No entry
 // points.
 #pragma once
 
@@ -240,7 +240,7 @@ __device__ __forceinline__ void add_to(Piece<T> &piece, const Piece<T> &residual
   piece = narrow<T>(sums);
 }
 
-// Whether the GPU copies into shared memory while threads go on.
+// True if the GPU copies into shared memory while threads go on.
 #if __CUDA_ARCH__ >= 800
 constexpr bool COPIES_BY_ITSELF = true;
 #else

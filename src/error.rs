@@ -51,7 +51,7 @@ pub(crate) enum Error {
 
     #[error("power_norm: expected {name} of dtype F32, F64, F16 or BF16, got {got:?}")]
     LayerDType {
-        /// What the layer is built from.
+        /// The argument that the layer is built from.
         name: &'static str,
         got: DType,
     },
@@ -222,7 +222,7 @@ pub(crate) enum Error {
          checkpoint"
     )]
     RanksDiffer {
-        /// What differs.
+        /// The setting or call that differs.
         name: &'static str,
         /// The least value and the largest value of all ranks.
         least: String,

@@ -18,7 +18,7 @@ impl PowerNorm {
     /// ```
     ///
     /// Without a layer-scale X̃ is the input itself, and nothing is left of the normalization. With
-    /// one, X̃ is the output of [`layer_scale`](Self::layer_scale). If several linear layers read
+    /// one, X̃ is the output of [`group_scaling`](Self::group_scaling). If several linear layers read
     /// the normalized input, as an attention's query, key and value do, fold into each.
     ///
     /// # Shapes
@@ -59,7 +59,7 @@ impl PowerNorm {
     ///
     /// norm.mode().set_training(false);
     /// let folded = norm.fold_into(&next)?;
-    /// let scaling = norm.layer_scale().expect("the default has a layer-scale");
+    /// let scaling = norm.group_scaling().expect("the default has a layer-scale");
     ///
     /// let expected = next.forward(&norm.forward(&xs)?)?;
     /// let error = (folded.forward(&scaling.forward(&xs)?)? - expected)?.abs()?.max_all()?;
@@ -114,7 +114,7 @@ impl PowerNorm {
 
     /// The layer-scale, which is what is left of the layer once it is
     /// [folded](Self::fold_into) into the linear layers after it; `None` for a layer without one.
-    pub fn layer_scale(&self) -> Option<GroupScaling> {
+    pub fn group_scaling(&self) -> Option<GroupScaling> {
         let config = self.config();
         config.group_scaling.map(|groups| GroupScaling {
             groups,

@@ -66,9 +66,17 @@ pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
+
+/// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
+#[cfg(feature = "mpi")]
+pub use ::mpi;
+/// The `cudarc` crate, whose types [`NcclCommunicator::new`] takes.
+#[cfg(feature = "nccl")]
+pub use cudarc;
+
 pub use state::Snapshot;
 
-/// Where the links between the guide's pages lead in rustdoc. Each page also defines its links, to
+/// The targets of links between the guide's pages in rustdoc. Each page also defines its links, to
 /// files, for readers of the repository. In rustdoc these definitions come first, and the first one
 /// wins.
 macro_rules! links {

@@ -27,13 +27,13 @@ pub struct Mode(Arc<Mutex<Switch>>);
 
 #[derive(Debug)]
 struct Switch {
-    /// What holds outside every scope.
+    /// The purpose outside every scope.
     setting: Purpose,
     /// The open scopes by number, in the order in which they were opened. The last one decides.
     scopes: Vec<(u64, Purpose)>,
 }
 
-/// What a forward is for.
+/// The purpose of a forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     Evaluation,
@@ -77,7 +77,7 @@ impl Mode {
         self.switch().setting = Purpose::of(training);
     }
 
-    /// Whether layers train now: training is set, and no scope is open.
+    /// `true` if layers train now: training is set, and no scope is open.
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }

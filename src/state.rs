@@ -25,7 +25,7 @@ pub(crate) struct State {
     lock: Mutex<Recalibration>,
 }
 
-/// How far the last recalibration came.
+/// The progress of the last recalibration.
 #[derive(Debug, Default)]
 struct Recalibration {
     pass: u64,
@@ -188,7 +188,7 @@ impl State {
         update(&self.ema_gz)
     }
 
-    /// How ψ² moves in the next step.
+    /// The shares by which ψ² moves in the next step.
     fn phi_step(&self, purpose: Purpose, recalibration: &Recalibration) -> Result<PhiStep> {
         let Purpose::Recalibration(pass) = purpose else {
             return Ok(self.config.phi_step(self.steps()? + 1));

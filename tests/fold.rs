@@ -142,7 +142,7 @@ fn folds_into_the_next_linear_layer() {
             assert_eq!(folded.bias().is_some(), biased, "{what}");
 
             let xs = Batch::random(data, &[2, 3, SIZE], dtype, false).xs;
-            let rest = match layer.layer_scale() {
+            let rest = match layer.group_scaling() {
                 Some(scaling) => scaling.forward(&xs).unwrap(),
                 None => xs.clone(),
             };
@@ -379,13 +379,13 @@ fn views_are_scaled_as_their_copies_are() -> Result<()> {
 }
 
 #[test]
-fn a_layer_gives_its_own_layer_scale() {
+fn a_layer_gives_its_own_group_scaling() {
     let of = |group_scaling| {
         let config = PowerNormConfig {
             group_scaling,
             ..1e-3.into()
         };
-        layer(SIZE, config, DType::F32).0.layer_scale()
+        layer(SIZE, config, DType::F32).0.group_scaling()
     };
     assert_eq!(of(None), None);
     let scaling = of(Some(4)).unwrap();

@@ -101,7 +101,7 @@ impl<V: Channels> ForwardChannels<V> {
         self.setting.kind
     }
 
-    /// Whether Γ runs over padded rows too.
+    /// `true` if Γ runs over padded rows too.
     pub fn sums_all_rows(&self) -> bool {
         self.config().recipe == Recipe::Fairseq
     }
@@ -177,7 +177,7 @@ impl<V: Channels> ForwardChannels<V> {
         Ok(())
     }
 
-    /// Whether this is a training step with a kept row, of whatever process.
+    /// `true` for a training step with a kept row, of whatever process.
     pub fn is_step(&self) -> bool {
         self.batch.is_some()
     }
@@ -259,13 +259,13 @@ impl<'a, V: Channels> BackwardChannels<'a, V> {
         })
     }
 
-    /// Whether the input's gradient needs Λ, and so the sums over all rows.
+    /// `true` if the input's gradient needs Λ, and so the sums over all rows.
     pub fn needs_lambda(&self) -> bool {
         let forward = self.forward;
         forward.is_step() && forward.config().is_exact(forward.kind())
     }
 
-    /// Whether the sums are needed at all.
+    /// `true` if the step or a gradient needs the sums.
     pub fn wants_sums(&self) -> bool {
         let affine = self.inputs.affine.into_iter().flatten();
         self.forward.is_step() || affine.into_iter().any(Tensor::track_op)

@@ -352,7 +352,7 @@ impl Channels for Tensor {
     }
 }
 
-/// How many rows are added up before they join a longer sum. In f32 the rounding error of a sum
+/// Rows that are added up before they join a longer sum. In f32 the rounding error of a sum
 /// grows with the number of its terms.
 const SUBTOTAL_ROWS: usize = 512;
 

@@ -117,7 +117,7 @@ pub(crate) trait DeviceStep: Send + Sync {
     /// Normalizes by the batch's statistic, once the global sums are known, and writes the output.
     fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs>;
 
-    /// Whether this is a training step with a kept row. A GPU does not wait to learn the number of
+    /// `true` for a training step with a kept row. A GPU does not wait to learn the number of
     /// rows, and says yes.
     fn is_step(&self) -> bool;
 

@@ -63,7 +63,7 @@ impl DeviceKind {
         }
     }
 
-    /// Where a layer on `device` hands its sums out.
+    /// The device on which a layer on `device` hands its sums out.
     pub fn sums_device(&self, device: &Device) -> Device {
         match self {
             Self::Cpu => device.clone(),
@@ -73,7 +73,7 @@ impl DeviceKind {
         }
     }
 
-    /// Whether a forward with rows on `rows` reads ψ² from its variable, which is on `state`, and
+    /// `true` if a forward with rows on `rows` reads ψ² from its variable, which is on `state`, and
     /// not from a copy. That is right if both have one queue, in which the update comes after the
     /// read.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]

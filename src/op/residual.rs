@@ -186,7 +186,7 @@ const SUM: f32 = 2.;
 /// Hands one of the outputs out as a tensor.
 struct HandOut {
     output: Output,
-    /// Where the output's gradient goes.
+    /// Receives the output's gradient.
     gradient: Arc<Stored<Tensor>>,
     mark: f32,
 }

@@ -145,9 +145,9 @@ pub(crate) struct Member {
     layer: usize,
     size: usize,
     config: PowerNormConfig,
-    /// Where the layer's device hands its sums out.
+    /// The device on which the layer hands its sums out.
     device: Device,
-    /// Whether the ranks have compared their layers of this number.
+    /// The ranks have compared their layers of this number.
     compared: Arc<AtomicBool>,
 }
 
@@ -220,7 +220,7 @@ impl Member {
         }
     }
 
-    /// What a rank on a CPU announces with its sums.
+    /// The announcement that comes with a rank's sums on a CPU.
     fn call(&self, exchange: Exchange, steps: usize) -> Vec<Common> {
         vec![
             Common::number("layer (counted by calls of `with_ranks`)", self.layer),
@@ -231,7 +231,7 @@ impl Member {
         ]
     }
 
-    /// What layers of one number have in common for good.
+    /// The settings that layers of one number have in common.
     fn settings(&self) -> Vec<Common> {
         let config = &self.config;
         vec![

@@ -10,7 +10,7 @@ use candle::backend::BackendStorage;
 use candle::{CpuStorage, Layout, Result, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
-/// How many trailing dimensions make a block of packed rows; `None` if the elements of a row are
+/// The number of trailing dimensions that make a block of packed rows; `None` if the elements of a row are
 /// not adjacent.
 fn packed_dims(layout: &Layout) -> Option<usize> {
     let (mut dims, mut packed) = (0, 1);
@@ -25,12 +25,12 @@ fn packed_dims(layout: &Layout) -> Option<usize> {
     whole.then_some(dims)
 }
 
-/// Whether the elements of each row are adjacent.
+/// `true` if the elements of each row are adjacent.
 pub(crate) fn has_packed_rows(layout: &Layout) -> bool {
     packed_dims(layout).is_some()
 }
 
-/// Where blocks of packed rows begin; `None` if the elements of a row are not adjacent.
+/// The starts of the blocks of packed rows; `None` if the elements of a row are not adjacent.
 fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
     let outer = layout.dims().len() - packed_dims(layout)?;
     let mut blocks = vec![layout.start_offset()];
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
     use candle::{DType, Device};
 
-    /// Where rows begin, by hand.
+    /// The starts of rows, by hand.
     #[test]
     fn views_are_blocks_of_rows() -> Result<()> {
         let base = Tensor::zeros((3, 4, 6), DType::F32, &Device::Cpu)?;

@@ -1,6 +1,6 @@
-//! How a pass over the rows is cut into blocks and threads.
+//! Cuts a pass over the rows into blocks and threads.
 
-use super::params::{Dtype, LayerScale, Tiling};
+use super::params::{Dtype, GroupScaling, Tiling};
 
 /// The most threads of a block that walks rows. At 128 registers each, they fill a multiprocessor.
 pub const BLOCK: usize = 512;
@@ -22,24 +22,24 @@ const MIN_THREAD_ROWS: usize = 2;
 /// The most rows on their way: what hides the memory's latency from one block a multiprocessor.
 pub const MAX_STAGES: usize = 3;
 
-/// What a row costs a thread beside its pieces, in pieces: the sum of a group, pointers, tests.
+/// Fixed cost of a row, in 16-byte pieces: the sum of a group, pointers, tests.
 const PIECES_A_ROW: usize = 2;
 
-/// How many rows of an array a block's rows are cut for: two rows of two arrays, or one of three.
+/// Rows of an array that a block's rows are cut for: two rows of two arrays, or one of three.
 const MIN_STAGE_ARRAYS: usize = 4;
 
-/// What launches are fitted to.
+/// The limits that launches are fitted to.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub multiprocessors: usize,
     /// The most shared memory that a block can have.
     pub shared_bytes: usize,
-    /// Whether the GPU copies into shared memory by itself. Kernels that were compiled for an older
+    /// The GPU copies into shared memory by itself. Kernels that were compiled for an older
     /// one load rows into registers even there.
     pub copies: bool,
 }
 
-/// What passes walk over, and the GPU that they run on.
+/// The rows that passes walk over, and the GPU that they run on.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
     pub dtype: Dtype,
@@ -90,15 +90,15 @@ struct Tile {
     groups: usize,
     /// Tiles in a group.
     per_group: usize,
-    layer_scale: LayerScale,
+    group_scaling: GroupScaling,
 }
 
-/// How a pass is cut into blocks and threads.
+/// The blocks and threads of a pass.
 #[derive(Debug, Clone, Copy)]
 pub struct Cut {
     /// Without the stages, which [`Extent::shared`] chooses for each launch.
     pub tiling: Tiling,
-    pub layer_scale: LayerScale,
+    pub group_scaling: GroupScaling,
     /// N of the kernels.
     pub pieces: usize,
     /// Tiles along x and chunks of rows along y.
@@ -108,7 +108,7 @@ pub struct Cut {
 }
 
 impl Extent {
-    /// How a pass is cut, from shape, dtype and GPU alone: two runs add the same terms in the same
+    /// Cuts a pass by shape, dtype and GPU only: two runs add the same terms in the same
     /// order.
     ///
     /// Rows are cut into as many chunks as give each multiprocessor at most one block. If there are
@@ -141,7 +141,7 @@ impl Extent {
         let least = WARP >> tile.lanes.trailing_zeros().min(WARP.ilog2());
         let mut most = 1 << (BLOCK / tile.lanes).ilog2();
         let has_room = |rows| {
-            let exchanges = exchanges(tile.layer_scale, tile.span);
+            let exchanges = exchanges(tile.group_scaling, tile.span);
             let fixed = self.fixed_bytes(tile.lanes, rows, exchanges, tile.pieces);
             let stages = MIN_STAGE_ARRAYS * stage_bytes(tile.lanes * rows, tile.pieces);
             !self.streams(vectorized) || fixed + stages <= self.limits.shared_bytes
@@ -169,7 +169,7 @@ impl Extent {
                 vectorized: vectorized.into(),
                 ..Default::default()
             },
-            layer_scale: tile.layer_scale,
+            group_scaling: tile.group_scaling,
             pieces: tile.pieces,
             grid: (tiles as u32, self.rows.div_ceil(chunk_rows) as u32),
             block: (tile.lanes as u32, block_rows as u32),
@@ -201,7 +201,7 @@ impl Extent {
         vectorized: bool,
     ) -> Tile {
         let reduces = self.groups.is_some();
-        // What a block needs if it has one row of such a group.
+        // The shared memory of a block that has one row of such a group.
         let lanes = group_pieces.div_ceil(most).next_multiple_of(WARP);
         let stages = match self.streams(vectorized) {
             true => pass.arrays() * stage_bytes(lanes, most),
@@ -219,15 +219,15 @@ impl Extent {
                 pieces,
                 groups: 1,
                 per_group,
-                layer_scale: match reduces {
-                    true => LayerScale::Given,
-                    false => LayerScale::None,
+                group_scaling: match reduces {
+                    true => GroupScaling::Given,
+                    false => GroupScaling::None,
                 },
             }
         }
     }
 
-    /// How many tiles a group of so many lanes is cut into, and the lanes of each tile. There are
+    /// The tiles that a group of so many lanes is cut into, and the lanes of each tile. There are
     /// as few tiles as possible, unless more of them keep an eighth more multiprocessors busy.
     fn parts(&self, groups: usize, group_lanes: usize) -> (usize, usize) {
         let multiprocessors = self.limits.multiprocessors;
@@ -237,7 +237,7 @@ impl Extent {
             few @ 0..4 => few.next_power_of_two(),
             lanes => lanes.next_multiple_of(4),
         };
-        // What the last multiprocessor has to do: tiles in turn, or a chunk of one.
+        // The work of the last multiprocessor: tiles in turn, or a chunk of one.
         let work = |per_group: usize| {
             let tiles = groups * per_group;
             let turns = tiles.div_ceil(multiprocessors) as f64;
@@ -292,16 +292,16 @@ impl Extent {
             pieces,
             groups,
             per_group: 1,
-            layer_scale: LayerScale::InTile,
+            group_scaling: GroupScaling::InTile,
         }
     }
 
-    /// How many rows of `arrays` arrays are on their way, and the bytes of a block that takes
+    /// The number of rows of `arrays` arrays that are on their way, and the bytes of a block that takes
     /// `sums` sums of each column: `Shared` of the kernels.
     pub fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (Tiling, u32) {
         let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
         let values = cut.pieces * self.dtype.piece();
-        let exchanges = exchanges(cut.layer_scale, cut.tiling.span as usize);
+        let exchanges = exchanges(cut.group_scaling, cut.tiling.span as usize);
         let fixed = self.fixed_bytes(lanes, rows, exchanges, cut.pieces);
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
         let added = rows / 2 * lanes * (((values * sums) | 1) * self.dtype.sums().size()).max(8);
@@ -324,7 +324,7 @@ impl Extent {
         (tiling, bytes as u32)
     }
 
-    /// Whether rows come by way of shared memory.
+    /// `true` if rows come by way of shared memory.
     fn streams(&self, vectorized: bool) -> bool {
         self.limits.copies && vectorized
     }
@@ -346,9 +346,9 @@ impl Extent {
     }
 }
 
-/// Whether a block's warps exchange sums, for groups of so many lanes.
-fn exchanges(layer_scale: LayerScale, span: usize) -> bool {
-    layer_scale == LayerScale::InTile && span > WARP
+/// `true` if a block's warps exchange sums, for groups of so many lanes.
+fn exchanges(group_scaling: GroupScaling, span: usize) -> bool {
+    group_scaling == GroupScaling::InTile && span > WARP
 }
 
 /// Bytes of a row of one array that so many threads have on its way.

@@ -1,10 +1,10 @@
-//! What is launched, and with what: every kernel's grid, block, shared memory and arguments.
+//! The launches of every pass: each kernel's grid, block, shared memory and arguments.
 //!
 //! This file deals only with numbers and device addresses. It calls nothing of CUDA.
 
 use super::cut::{Cut, Extent, Limits, Pass, WARP};
 use super::params::{
-    Address, Dtype, LayerScale, NormalizeBwdParams, NormalizeParams, Params, SumPartialsParams,
+    Address, Dtype, GroupScaling, NormalizeBwdParams, NormalizeParams, Params, SumPartialsParams,
     Tiling, UpdateNuParams, UpdatePhiParams, Vector,
 };
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
@@ -46,7 +46,7 @@ impl Body {
         }
     }
 
-    /// Whether there is one entry point for each number of pieces.
+    /// `true` if there is one entry point for each number of pieces.
     fn has_pieces(self) -> bool {
         matches!(self, Body::Normalize | Body::NormalizeBwd)
     }
@@ -58,7 +58,7 @@ impl Kernel {
 
     const DTYPES: usize = 4;
 
-    /// How many numbers of pieces there are: 1, 2 and 4.
+    /// The count of numbers of pieces: 1, 2 and 4.
     const PIECES: usize = 3;
 
     /// The place of this kernel in a table of all kernels.
@@ -126,7 +126,7 @@ pub struct LaunchPlan {
     backward_cut: Cut,
 }
 
-/// Where a forward's arrays are, from 16-byte boundaries on.
+/// Addresses of a forward's arrays, which begin on 16-byte boundaries.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ForwardBuffers {
     /// `[rows, cols]` of the pass's dtype.
@@ -153,7 +153,7 @@ pub struct ForwardBuffers {
     pub totals: Address,
 }
 
-/// Where a backward's arrays are, from 16-byte boundaries on.
+/// Addresses of a backward's arrays, which begin on 16-byte boundaries.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct BackwardBuffers {
     /// `[rows, cols]` of the pass's dtype: what was normalized.
@@ -174,7 +174,7 @@ pub struct BackwardBuffers {
     pub dweight: Vector,
     /// ∂L/∂β, `[cols]`, or 0 if it is not wanted.
     pub dbias: Vector,
-    /// What the forward left.
+    /// The forward's `saved`.
     pub saved: Address,
     /// [`LaunchPlan::backward_workspace_bytes`].
     pub workspace: Address,
@@ -263,9 +263,9 @@ impl LaunchPlan {
         (3 * self.cols() + 1) * self.sum_bytes() + self.group_bytes()
     }
 
-    /// Whether a forward needs `saved` even if no backward follows.
+    /// `true` if a forward needs `saved` even if no backward follows.
     pub fn needs_saved(&self) -> bool {
-        self.kind.is_training() || self.forward_cut.layer_scale == LayerScale::Given
+        self.kind.is_training() || self.forward_cut.group_scaling == GroupScaling::Given
     }
 
     /// Bytes that a backward works in.
@@ -339,7 +339,7 @@ impl LaunchPlan {
             };
 
         let mut launches = vec![];
-        if self.forward_cut.layer_scale == LayerScale::Given {
+        if self.forward_cut.group_scaling == GroupScaling::Given {
             launches.push(self.group_factors(added(base)));
         }
         let pass = match self.kind {
@@ -388,11 +388,11 @@ impl LaunchPlan {
             tiling: self.forward_cut.tiling,
             x: buffers.x,
             keep: buffers.keep,
-            factors: match self.forward_cut.layer_scale {
-                LayerScale::None => 0,
+            factors: match self.forward_cut.group_scaling {
+                GroupScaling::None => 0,
                 _ => saved.factors,
             },
-            layer_scale: self.forward_cut.layer_scale,
+            group_scaling: self.forward_cut.group_scaling,
             eps: self.config.eps,
             group_eps: self.config.eps,
             ..Default::default()
@@ -623,7 +623,7 @@ impl LaunchPlan {
             count: of_training(of_fairseq(saved.count)),
             factors: saved.factors,
             dots: self.backward_workspace(buffers.workspace).dots,
-            layer_scale: self.backward_cut.layer_scale,
+            group_scaling: self.backward_cut.group_scaling,
             eps: self.config.eps,
             ..Default::default()
         }
@@ -637,8 +637,8 @@ impl LaunchPlan {
             ..params
         };
         let output = self.normalize_bwd(output);
-        match self.backward_cut.layer_scale {
-            LayerScale::Given => vec![self.group_dots(params), output],
+        match self.backward_cut.group_scaling {
+            GroupScaling::Given => vec![self.group_dots(params), output],
             _ => vec![output],
         }
     }
@@ -653,7 +653,7 @@ impl LaunchPlan {
         self.config.recipe == Recipe::Fairseq && self.masked
     }
 
-    /// Whether a backward sums over rows.
+    /// `true` if a backward sums over rows.
     fn wants_sums(&self, buffers: &BackwardBuffers) -> bool {
         self.kind.is_training() || buffers.dweight.data != 0 || buffers.dbias.data != 0
     }
@@ -787,8 +787,8 @@ impl LaunchPlan {
         let row = (self.cols() * self.sum_bytes()) as u64;
         let partials = start + row;
         let dots = partials + 2 * u64::from(self.backward_cut.grid.1) * row;
-        let dots_bytes = match self.backward_cut.layer_scale {
-            LayerScale::Given => self.group_bytes(),
+        let dots_bytes = match self.backward_cut.group_scaling {
+            GroupScaling::Given => self.group_bytes(),
             _ => 0,
         };
         BackwardWorkspace {

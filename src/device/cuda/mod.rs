@@ -117,7 +117,7 @@ impl Kernels {
     }
 }
 
-/// Where a call is queued: on the stream of its input's handle of the GPU. Another handle, as the
+/// The stream that a call is queued on: that of its input's handle of the GPU. Another handle, as the
 /// layer's may be, can have another stream, and with cudarc's events off nothing would order the
 /// two.
 #[derive(Clone)]
@@ -178,7 +178,7 @@ impl Gpu {
     }
 }
 
-/// Whether a call with rows on `rows` reads a variable on `state` in place, and not from a copy.
+/// `true` if a call with rows on `rows` reads a variable on `state` in place, and not from a copy.
 ///
 /// With two streams, cudarc's events keep the order. Events remember only the last reader, so each
 /// call copies the variable on its own stream. Without events the user keeps the order, and could
@@ -279,7 +279,7 @@ impl<'a> Uses<'a> {
         }
     }
 
-    /// Where a contiguous tensor begins.
+    /// The address of a contiguous tensor.
     fn read(&mut self, (storage, layout): Argument<'a>) -> Result<Address> {
         let start = with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream)));
         Ok(start + offset(layout, storage.dtype())?)
@@ -316,7 +316,7 @@ impl<'a> Uses<'a> {
         self.hold(slice.device_ptr(self.stream))
     }
 
-    /// Where a fresh storage begins.
+    /// The address of a fresh storage.
     fn write(&mut self, storage: &'a mut CudaStorage) -> Result<Address> {
         Ok(with_slice!(&mut storage.slice, slice => self.hold(slice.device_ptr_mut(self.stream))))
     }
@@ -346,7 +346,7 @@ impl<'a> Uses<'a> {
         totals.map_or(0, |totals| self.hold(totals.device_ptr_mut(self.stream)))
     }
 
-    /// Where the totals of the whole batch begin.
+    /// The address of the whole batch's totals.
     fn read_totals<S: Deref<Target = Storage>>(
         &mut self,
         totals: &'a Option<(S, &'a Layout)>,

@@ -47,10 +47,10 @@ impl Dtype {
     }
 }
 
-/// `LayerScale` of `kernels/params.cuh`.
+/// `GroupScaling` of `kernels/params.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(i32)]
-pub enum LayerScale {
+pub enum GroupScaling {
     #[default]
     None = 0,
     InTile = 1,
@@ -70,7 +70,7 @@ macro_rules! structs {
             }
         )*
 
-        /// What nvcc must find: the size of each struct and the offset of each of its fields.
+        /// The layout that nvcc must find: the size of each struct and the offset of each of its fields.
         #[cfg(test)]
         fn layouts() -> Vec<(&'static str, usize)> {
             vec![$(
@@ -120,7 +120,7 @@ structs! {
         factors: Address,
         partials: Address,
         kept: Address,
-        layer_scale: LayerScale,
+        group_scaling: GroupScaling,
         eps: f64,
         group_eps: f64,
     }
@@ -177,7 +177,7 @@ structs! {
         factors: Address,
         dots: Address,
         partials: Address,
-        layer_scale: LayerScale,
+        group_scaling: GroupScaling,
         correction_scale: f64,
         eps: f64,
     }
@@ -252,9 +252,9 @@ mod tests {
             ("BF16", Dtype::BF16 as usize),
             ("MAX_STAGES", MAX_STAGES),
             ("MAX_WARPS", BLOCK / WARP),
-            ("NO_SCALE", LayerScale::None as usize),
-            ("IN_TILE", LayerScale::InTile as usize),
-            ("GIVEN", LayerScale::Given as usize),
+            ("NO_GROUPS", GroupScaling::None as usize),
+            ("IN_TILE", GroupScaling::InTile as usize),
+            ("GIVEN", GroupScaling::Given as usize),
         ];
         let all = layouts().into_iter().chain(numbers);
         nvcc(&all.map(assertion).collect::<String>()).unwrap();

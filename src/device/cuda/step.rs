@@ -124,7 +124,7 @@ impl CudaStep {
         }
     }
 
-    /// Whether there is nothing to launch.
+    /// `true` if there is nothing to launch.
     fn is_empty(&self) -> bool {
         self.plan.rows() == 0 && !self.kind().is_training()
     }
@@ -268,7 +268,7 @@ struct CudaBackward<'a> {
     sums: Option<Tensor>,
 }
 
-/// What a backward writes.
+/// Outputs of a backward.
 struct BackwardArrays<'a> {
     step: &'a CudaStep,
     input: Option<CudaStorage>,
