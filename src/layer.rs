@@ -129,8 +129,7 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// - A training forward without rows, or with every row masked, is an evaluation and updates
 ///   nothing. On an NVIDIA GPU the host does not know the mask, so a fully masked batch still
 ///   counts as a step ([what follows](crate::guide::gpu)).
-/// - An evaluation changes nothing, and neither does a call that fails. Over
-///   [ranks](Self::with_ranks), a training forward first applies the pending step.
+/// - An evaluation changes nothing, and neither does a call that fails.
 /// - Clones share parameters, state, mode, loss scale and ranks. They may be used from several
 ///   threads: a lock makes each update whole, and no forward waits while another forward computes
 ///   its rows. Each forward normalizes by the ψ² and `t` from when it began. On a GPU, candle gives
@@ -530,8 +529,7 @@ impl PowerNorm {
 
     /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again.
     ///
-    /// Over ranks, reset on every rank at the same place in the order of their calls. What a pending
-    /// step would do to ψ² and t is dropped. If its backward still follows, it moves the new ν.
+    /// Over ranks, reset on every rank at the same place in the order of their calls.
     pub fn reset_running_stats(&self) -> Result<()> {
         self.state.reset()
     }
