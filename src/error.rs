@@ -165,8 +165,8 @@ pub(crate) enum Error {
     },
 
     #[error(
-        "power_norm: expected keep of dtype U8, got {0:?}: \
-         make it 1 for a token and 0 for padding (an additive mask is 0 for a token)"
+        "power_norm: expected keep of dtype U8, U32 or I64, got {0:?}: make it 0 for padding, by \
+         `ne(0f64)` from a mask of 1 and 0, or by `eq(0f64)` from an additive mask"
     )]
     KeepDType(DType),
 

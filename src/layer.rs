@@ -321,9 +321,10 @@ impl PowerNorm {
 
     /// Normalizes `xs` and leaves padding out. A row whose `keep` is 0 is padding.
     ///
-    /// `keep` is `U8` and has the shape of `xs` without its last dimension. 1 marks a real token.
-    /// fairseq's padding mask is the inverse. The layer's [`Mode`] says whether this is training or
-    /// evaluation.
+    /// `keep` has the shape of `xs` without its last dimension. It is `U8`, `U32` or `I64`, as
+    /// comparisons and tokenizers give it: 0 marks padding, and any other number a real token.
+    /// fairseq's padding mask is the inverse. `None` keeps every row. The layer's [`Mode`] says
+    /// whether this is training or evaluation.
     ///
     /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) a padded
     /// row enters no statistic and no parameter gradient, and its input gradient is 0. This holds
@@ -351,13 +352,22 @@ impl PowerNorm {
     /// assert_eq!(ys.dims(), [2, 3, 4]);
     /// # Ok(()) }
     /// ```
-    pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        self.run(xs, Some(keep), self.mode.purpose())
+    pub fn forward_masked<'a>(
+        &self,
+        xs: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
+    ) -> Result<Tensor> {
+        self.run(xs, keep.into(), self.mode.purpose())
     }
 
     /// [`forward_masked`](Self::forward_masked), in training if `train`, else in evaluation.
-    pub fn forward_masked_t(&self, xs: &Tensor, keep: &Tensor, train: bool) -> Result<Tensor> {
-        self.run(xs, Some(keep), Purpose::of(train))
+    pub fn forward_masked_t<'a>(
+        &self,
+        xs: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
+        train: bool,
+    ) -> Result<Tensor> {
+        self.run(xs, keep.into(), Purpose::of(train))
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -418,25 +428,25 @@ impl PowerNorm {
     ///
     /// As in [`forward_residual`](Self::forward_residual) and
     /// [`forward_masked`](Self::forward_masked).
-    pub fn forward_residual_masked(
+    pub fn forward_residual_masked<'a>(
         &self,
         xs: &Tensor,
         residual: &Tensor,
-        keep: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, Some(keep), self.mode.purpose())
+        self.run_residual(xs, residual, keep.into(), self.mode.purpose())
     }
 
     /// [`forward_residual_masked`](Self::forward_residual_masked), in training if `train`, else in
     /// evaluation.
-    pub fn forward_residual_masked_t(
+    pub fn forward_residual_masked_t<'a>(
         &self,
         xs: &Tensor,
         residual: &Tensor,
-        keep: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
         train: bool,
     ) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, Some(keep), Purpose::of(train))
+        self.run_residual(xs, residual, keep.into(), Purpose::of(train))
     }
 
     /// The same layer, which follows `mode` from now on.
@@ -583,7 +593,7 @@ impl PowerNorm {
             config: *self.config(),
             xs: readable(xs)?,
             residual: residual.map(readable).transpose()?,
-            keep: keep.map(Tensor::contiguous).transpose()?,
+            keep: keep.map(as_bytes).transpose()?,
             affine: match (&self.weight, &self.bias) {
                 (Some(weight), Some(bias)) => Some([weight.contiguous()?, bias.contiguous()?]),
                 _ => None,
@@ -639,7 +649,7 @@ impl PowerNorm {
     }
 
     fn check_keep(&self, xs: &Tensor, keep: &Tensor) -> Result<()> {
-        if keep.dtype() != DType::U8 {
+        if !matches!(keep.dtype(), DType::U8 | DType::U32 | DType::I64) {
             return Err(Error::KeepDType(keep.dtype()).into());
         }
         let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
@@ -665,6 +675,14 @@ impl PowerNorm {
             got: device.location(),
         }
         .into())
+    }
+}
+
+/// The mask in the form in which devices read it: contiguous, of `U8`.
+fn as_bytes(keep: &Tensor) -> Result<Tensor> {
+    match keep.dtype() {
+        DType::U8 => keep.contiguous(),
+        _ => keep.ne(0u8),
     }
 }
 

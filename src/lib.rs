@@ -23,6 +23,7 @@
 //! running mean of its squares, which is known before a batch is read.
 //!
 //! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
+//! - [`PowerNorms`] builds all layers of a model alike.
 //! - [`Mode`] switches a whole model between training and evaluation.
 //! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes
 //!   a residual.
@@ -51,6 +52,7 @@ mod layer;
 mod loss_scale;
 mod mode;
 mod monitor;
+mod norms;
 mod op;
 mod ranks;
 mod state;
@@ -61,6 +63,7 @@ pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 pub use monitor::StepStatistics;
+pub use norms::PowerNorms;
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]

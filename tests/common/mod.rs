@@ -266,7 +266,7 @@ pub fn spec(config: &PowerNormConfig) -> Spec {
         batch_statistics: config.statistics == Statistics::Batch,
         recipe: match config.recipe {
             Recipe::Paper => reference::Recipe::Paper,
-            Recipe::Fairseq => reference::Recipe::Fairseq,
+            _ => reference::Recipe::Fairseq,
         },
     }
 }

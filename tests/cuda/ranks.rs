@@ -122,7 +122,7 @@ fn two_that_bring_the_same() {
                 let mut expected = match config.recipe {
                     Recipe::Paper if waits => vec![2 * cols + 1],
                     Recipe::Paper => vec![cols + 1, cols],
-                    Recipe::Fairseq => vec![2 * (cols + 1), cols],
+                    _ => vec![2 * (cols + 1), cols],
                 };
                 if step == 0 {
                     expected.insert(0, COMPARED);
