@@ -120,6 +120,14 @@ pub(crate) enum Error {
     )]
     Steps(i64),
 
+    /// An environment variable names something that there is not.
+    #[error("power_norm: expected {variable} to be {expected}, got {got:?}")]
+    Environment {
+        variable: &'static str,
+        expected: &'static str,
+        got: std::ffi::OsString,
+    },
+
     // Calls
     #[error(
         "power_norm: expected an input of rank 1 or more, got a scalar: \

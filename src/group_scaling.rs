@@ -97,7 +97,7 @@ impl Module for GroupScaling {
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         // An evaluation by D = 1.
         op::power_norm(Call {
-            device: &DeviceKind::of(xs.device()),
+            device: &DeviceKind::of(xs.device())?,
             config: PowerNormConfig {
                 group_scaling: Some(self.groups),
                 affine: false,

@@ -292,7 +292,7 @@ impl PowerNorm {
         Ok(Self {
             weight,
             bias,
-            device: DeviceKind::of(state.device()),
+            device: DeviceKind::of(state.device())?,
             state: Arc::new(state),
             mode: match trainable {
                 true => Mode::train(),

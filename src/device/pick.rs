@@ -4,7 +4,9 @@ use super::cpu::{self, with_element};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{composed, DeviceStep, ForwardInputs, Outputs, Setting};
+use crate::error::Error;
 use candle::{Device, Result, Tensor};
+use std::ffi::OsString;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 use std::sync::LazyLock;
@@ -19,25 +21,32 @@ pub(crate) enum DeviceKind {
     Composed,
 }
 
-/// Tests set this environment variable to `composed` to run [`DeviceKind::Composed`] on a CPU.
-/// Another name panics: a test that ignored it would test something else.
-static COMPOSED: LazyLock<bool> = LazyLock::new(|| {
-    let name = std::env::var_os("CANDLE_POWERNORM_DEVICE").unwrap_or_default();
-    match name.to_str() {
-        Some("composed") => true,
-        Some("") => false,
-        _ => panic!("CANDLE_POWERNORM_DEVICE: expected composed, got {name:?}"),
-    }
-});
-
 impl DeviceKind {
-    pub fn of(device: &Device) -> Self {
+    /// The device of a layer whose state is on `device`.
+    ///
+    /// The environment variable `CANDLE_POWERNORM_DEVICE=composed` runs [`DeviceKind::Composed`] on
+    /// a CPU, to test it there. Another name is an error: a test that ignored it would test
+    /// something else.
+    pub fn of(device: &Device) -> Result<Self> {
+        static NAME: LazyLock<OsString> =
+            LazyLock::new(|| std::env::var_os("CANDLE_POWERNORM_DEVICE").unwrap_or_default());
         match device {
-            Device::Cpu if *COMPOSED => Self::Composed,
-            Device::Cpu => Self::Cpu,
+            Device::Cpu => match NAME.to_str() {
+                Some("") => {
+                    cpu::check_level()?;
+                    Ok(Self::Cpu)
+                }
+                Some("composed") => Ok(Self::Composed),
+                _ => Err(Error::Environment {
+                    variable: "CANDLE_POWERNORM_DEVICE",
+                    expected: "composed",
+                    got: NAME.clone(),
+                }
+                .into()),
+            },
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) => Self::Cuda(Arc::default()),
-            _ => Self::Composed,
+            Device::Cuda(_) => Ok(Self::Cuda(Arc::default())),
+            _ => Ok(Self::Composed),
         }
     }
 

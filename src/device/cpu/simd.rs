@@ -2,6 +2,7 @@
 //! processor has.
 
 use super::element::Element;
+use crate::error::Error;
 use pulp::{Scalar128b, WithSimd};
 use std::sync::LazyLock;
 
@@ -32,18 +33,34 @@ pub(super) enum Level {
     Best(pulp::Arch),
 }
 
-/// Levels of 256 bits at most, and of 512: the best of this processor, or what the environment
-/// variable `CANDLE_POWERNORM_SIMD` names (`scalar`, `avx2` or `best`), so that each can be tested
-/// on one machine. Another name panics: a test that ignored it would test something else.
-static LEVELS: LazyLock<(Level, Level)> = LazyLock::new(|| {
-    let name = std::env::var_os("CANDLE_POWERNORM_SIMD").unwrap_or_default();
+/// The environment variable that names the level: `scalar`, `avx2` or `best`, so that each can be
+/// tested on one machine.
+const VARIABLE: &str = "CANDLE_POWERNORM_SIMD";
+
+/// Levels of 256 bits at most, and of 512: the best of this processor, or the level that [`VARIABLE`]
+/// names. `None` if it names no level.
+static LEVELS: LazyLock<Option<(Level, Level)>> = LazyLock::new(|| {
+    let name = std::env::var_os(VARIABLE).unwrap_or_default();
     match name.to_str() {
-        Some("scalar") => (Level::Baseline, Level::Baseline),
-        Some("avx2") => (avx2(), avx2()),
-        Some("best" | "") => best(),
-        _ => panic!("CANDLE_POWERNORM_SIMD: expected scalar, avx2 or best, got {name:?}"),
+        Some("scalar") => Some((Level::Baseline, Level::Baseline)),
+        Some("avx2") => Some((avx2(), avx2())),
+        Some("best" | "") => Some(best()),
+        _ => None,
     }
 });
+
+/// Refuses the name of a level that there is not: a test that ignored it would test something else.
+pub(crate) fn check_level() -> candle::Result<()> {
+    if LEVELS.is_some() {
+        return Ok(());
+    }
+    Err(Error::Environment {
+        variable: VARIABLE,
+        expected: "scalar, avx2 or best",
+        got: std::env::var_os(VARIABLE).unwrap_or_default(),
+    }
+    .into())
+}
 
 #[cfg(target_arch = "x86_64")]
 fn best() -> (Level, Level) {
@@ -78,7 +95,7 @@ fn avx2() -> Level {
 pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
     // The columns after a group's last whole vector go one by one.
     let widest = 64 / size_of::<T::Acc>();
-    let (narrow, wide) = *LEVELS;
+    let (narrow, wide) = LEVELS.unwrap_or_else(best);
     let level = match group_len.is_multiple_of(widest) {
         true => wide,
         false => narrow,
