@@ -83,6 +83,12 @@ pub(crate) enum Error {
         got: Shape,
     },
 
+    #[error(
+        "power_norm: expected a running_phi of finite numbers of at least 0, got {0:?}: \
+         pass the mean squares of a checkpoint, or ones for a fresh layer"
+    )]
+    RunningPhi(f64),
+
     /// A frozen builder lacks ψ². Its full name.
     #[error(
         "power_norm: expected a tensor {0}, got none: a checkpoint of LayerNorm has no statistics, \

@@ -232,7 +232,8 @@ impl PowerNorm {
     /// # Errors
     ///
     /// A configuration is out of range or has `affine: false`. A tensor has another shape, dtype or
-    /// device.
+    /// device. A number in `running_phi` is negative or not finite; on a GPU the host waits for
+    /// them.
     ///
     /// # Example
     ///
@@ -273,6 +274,13 @@ impl PowerNorm {
         let ema_gz = running_phi.detach().zeros_like()?;
         let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
         let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters])?;
+        let phi = state
+            .running_phi()?
+            .to_dtype(DType::F64)?
+            .to_vec1::<f64>()?;
+        if let Some(&got) = phi.iter().find(|phi| !(phi.is_finite() && **phi >= 0.)) {
+            return Err(Error::RunningPhi(got).into());
+        }
         let trainable = weight.is_variable();
         Self::from_parts(Some((weight, bias)), state, trainable)
     }

@@ -290,6 +290,21 @@ fn tensors_that_do_not_fit_make_no_layer() {
     refused(of([8, 7, 8]), 1e-5.into(), text);
     let text = "running_phi of shape [8] (as the weight), got [1]";
     refused(of([8, 8, 1]), 1e-5.into(), text);
+    for (odd, got) in [
+        (-1e-30, "-1e-30"),
+        (f64::NAN, "NaN"),
+        (f64::INFINITY, "inf"),
+    ] {
+        let mut phi = vec![1.; 8];
+        phi[5] = odd;
+        let phi = Tensor::new(phi, &CPU).unwrap();
+        let text = format!(
+            "a running_phi of finite numbers of at least 0, got {got}: \
+             pass the mean squares of a checkpoint, or ones for a fresh layer"
+        );
+        let ones = || ones(8, DType::F64);
+        refused([ones(), ones(), phi], 1e-5.into(), &text);
+    }
     let without = PowerNormConfig {
         affine: false,
         ..1e-5.into()
