@@ -10,6 +10,9 @@ pub(super) trait Channels: Clone + Send + Sync + Sized {
     /// Reads a tensor of any float dtype, as numbers like `like`.
     fn read(tensor: &Tensor, like: &Self) -> Result<Self>;
 
+    /// [`read`](Self::read), times both factors.
+    fn read_times(tensor: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self>;
+
     /// Sets a variable of the state. A channel keeps its value where one of `guards` is not finite
     /// in the dtype of the variable.
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()>;
@@ -316,10 +319,8 @@ impl<'a, V: Channels> BackwardChannels<'a, V> {
         let Some(running) = &self.inputs.running else {
             return Ok(None);
         };
-        let nu = running.ema_gz.detach();
-        let nu = nu.affine(1. - self.forward.config().alpha_bwd, 0.)?;
-        let nu = nu.affine(running.loss_scale, 0.)?;
-        V::read(&nu, &self.forward.running_inv_rms).map(Some)
+        let factors = [1. - self.forward.config().alpha_bwd, running.loss_scale];
+        V::read_times(running.ema_gz, factors, &self.forward.running_inv_rms).map(Some)
     }
 
     /// The factor of dy in `∂L/∂X̃`: γ/D.

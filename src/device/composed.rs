@@ -298,6 +298,10 @@ impl Channels for Tensor {
         tensor.detach().to_dtype(like.dtype())?.flatten_all()
     }
 
+    fn read_times(tensor: &Tensor, [first, second]: [f64; 2], like: &Self) -> Result<Self> {
+        <Self as Channels>::read(tensor, like)? * (first * second)
+    }
+
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
         let old = var.as_detached_tensor().flatten_all()?;
         let mut new = self.to_dtype(var.dtype())?;

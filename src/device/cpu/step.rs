@@ -264,6 +264,12 @@ impl<A: Accumulator> Channels for Vec<A> {
         tensor.flatten_all()?.to_vec1()
     }
 
+    fn read_times(tensor: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self> {
+        let [first, second] = factors;
+        let product = tensor.detach().affine(first, 0.)?.affine(second, 0.)?;
+        Self::read(&product, like)
+    }
+
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
         // In f64, so that a channel that keeps its value keeps every bit of it.
         let mut values: Vec<f64> = self.iter().map(|&new| WithDType::to_f64(new)).collect();
