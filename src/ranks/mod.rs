@@ -160,7 +160,7 @@ pub(crate) enum Exchange {
 }
 
 /// A rank's turn in an exchange. A turn that ends without a [`sum`](Self::sum), because the call
-/// was refused, tells the other ranks so.
+/// failed or panicked, tells the other ranks so.
 pub(crate) struct Turn<'a> {
     member: &'a Member,
     exchange: Exchange,
@@ -360,7 +360,7 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let member = self.member;
         let compared = member.compared.load(Ordering::Acquire);
-        if self.met || std::thread::panicking() || compared && !member.device.is_cpu() {
+        if self.met || compared && !member.device.is_cpu() {
             return;
         }
         let call = member.call(self.exchange, 0).len();
