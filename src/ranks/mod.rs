@@ -211,12 +211,12 @@ impl Member {
         }
     }
 
-    /// The length of an exchange's sums.
-    fn len(&self, exchange: Exchange) -> usize {
-        match (exchange, self.config.recipe) {
-            (Exchange::Backward, _) => self.size,
-            (_, Recipe::Paper) => self.size + 1,
-            (_, Recipe::Fairseq) => 2 * (self.size + 1),
+    /// The room for sums in a message. A forward fills it. A backward has fewer sums, but its
+    /// message is as long, so that ranks in different calls compare what they announce.
+    fn room(&self) -> usize {
+        match self.config.recipe {
+            Recipe::Paper => self.size + 1,
+            Recipe::Fairseq => 2 * (self.size + 1),
         }
     }
 
@@ -348,8 +348,11 @@ impl Turn<'_> {
         if !member.device.is_cpu() {
             return member.sum_on_device(sums);
         }
-        let global = member.sum_in_common(&call(), &sums.to_vec1::<f64>()?)?;
-        let len = global.len();
+        let len = sums.elem_count();
+        let mut padded = sums.to_vec1::<f64>()?;
+        padded.resize(member.room(), 0.);
+        let mut global = member.sum_in_common(&call(), &padded)?;
+        global.truncate(len);
         Tensor::from_vec(global, len, &Device::Cpu)
     }
 }
@@ -365,7 +368,7 @@ impl Drop for Turn<'_> {
         }
         let call = member.call(self.exchange, 0).len();
         let (common, sums) = match compared {
-            true => (call, member.len(self.exchange)),
+            true => (call, member.room()),
             false => (call + member.settings().len(), 0),
         };
         let mut message = vec![0.; 1 + common * ANNOUNCED + sums];
