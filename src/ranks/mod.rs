@@ -160,7 +160,7 @@ pub(crate) enum Exchange {
 }
 
 /// A rank's turn in an exchange. A turn that ends without a [`sum`](Self::sum), because the call
-/// was refused, tells the other ranks so.
+/// failed or panicked, tells the other ranks so.
 pub(crate) struct Turn<'a> {
     member: &'a Member,
     exchange: Exchange,
@@ -211,12 +211,12 @@ impl Member {
         }
     }
 
-    /// The length of an exchange's sums.
-    fn len(&self, exchange: Exchange) -> usize {
-        match (exchange, self.config.recipe) {
-            (Exchange::Backward, _) => self.size,
-            (_, Recipe::Paper) => self.size + 1,
-            (_, Recipe::Fairseq) => 2 * (self.size + 1),
+    /// The room for sums in a message. A forward fills it. A backward has fewer sums, but its
+    /// message is as long, so that ranks in different calls compare what they announce.
+    fn room(&self) -> usize {
+        match self.config.recipe {
+            Recipe::Paper => self.size + 1,
+            Recipe::Fairseq => 2 * (self.size + 1),
         }
     }
 
@@ -348,8 +348,11 @@ impl Turn<'_> {
         if !member.device.is_cpu() {
             return member.sum_on_device(sums);
         }
-        let global = member.sum_in_common(&call(), &sums.to_vec1::<f64>()?)?;
-        let len = global.len();
+        let len = sums.elem_count();
+        let mut padded = sums.to_vec1::<f64>()?;
+        padded.resize(member.room(), 0.);
+        let mut global = member.sum_in_common(&call(), &padded)?;
+        global.truncate(len);
         Tensor::from_vec(global, len, &Device::Cpu)
     }
 }
@@ -360,12 +363,12 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let member = self.member;
         let compared = member.compared.load(Ordering::Acquire);
-        if self.met || std::thread::panicking() || compared && !member.device.is_cpu() {
+        if self.met || compared && !member.device.is_cpu() {
             return;
         }
         let call = member.call(self.exchange, 0).len();
         let (common, sums) = match compared {
-            true => (call, member.len(self.exchange)),
+            true => (call, member.room()),
             false => (call + member.settings().len(), 0),
         };
         let mut message = vec![0.; 1 + common * ANNOUNCED + sums];

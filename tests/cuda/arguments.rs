@@ -389,11 +389,6 @@ impl Arguments {
 }
 
 impl Results {
-    /// ψ² and ν.
-    pub fn state(&self) -> (&Tensor, &Tensor) {
-        (&self.running_phi, &self.nu)
-    }
-
     fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
         let wanted = [
             ("sum", self.sum.as_ref()),
