@@ -25,7 +25,7 @@ struct Tiling {
   int64_t rows;
   int64_t cols;
   int64_t chunk_rows;
-  int32_t groups;          // of the layer-scale; 1 without
+  int32_t groups;          // of the group scaling; 1 without
   int32_t group_len;       // cols / groups
   int32_t span;            // lanes of a group in a tile
   int32_t groups_per_tile; // 1 where a group takes several tiles

@@ -1,6 +1,6 @@
 // The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
 //
-// Symbols are the paper's: X~ the input after its layer-scale, X^ = X~/D, g = weight * dy. All
+// Symbols are the paper's: X~ the input after its group scaling, X^ = X~/D, g = weight * dy. All
 // arrays are packed. T is the input's dtype, and A the dtype of the sums. kernels/params.cuh says
 // which pointers may be null. No kernel waits for the host, adds in an order that depends on
 // timing, or reads what another block of the same launch writes.
@@ -777,8 +777,8 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
   }
 }
 
-// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the layer-scale, dx = r
-//        (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
+// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the group scaling,
+//        dx = r (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
 // Determinism: bitwise. dsum is added to dx.
 // Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_GROUPS, dots
 //        [rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.

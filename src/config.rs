@@ -141,10 +141,10 @@ pub struct PowerNormConfig {
     /// T, the number of steps that use the batch's statistic before the running one takes over.
     /// Default 100. The paper makes it as long as the learning rate's warm-up.
     pub warmup_steps: usize,
-    /// G, the number of groups of the layer-scale, or `None` for no layer-scale. The layer-scale
-    /// first divides each of a row's G equal groups of channels by the group's root mean square
-    /// (paper, appendix A; `GroupScaling1D` in the released code). Default `Some(1)`. The released
-    /// code takes as many groups as there are attention heads.
+    /// G, the number of groups of the group scaling, or `None` for none. Group scaling, which the
+    /// paper calls layer-scale, first divides each of a row's G equal groups of channels by the
+    /// group's root mean square (appendix A; `GroupScaling1D` in the released code). Default
+    /// `Some(1)`. The released code takes as many groups as there are attention heads.
     pub group_scaling: Option<usize>,
     /// The statistic after the warm-up. Default [`Statistics::Running`].
     pub statistics: Statistics,

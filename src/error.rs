@@ -266,10 +266,10 @@ pub(crate) enum Error {
         got: usize,
     },
 
-    /// The layer-scale is no multiply-add, so it cannot be folded. It stands between the norm and
+    /// The group scaling is no multiply-add, so it cannot be folded. It stands between the norm and
     /// the linear layer before the norm.
     #[error(
-        "power_norm: expected no layer-scale after the linear layer to fold into, \
+        "power_norm: expected no group scaling after the linear layer to fold into, \
          got {groups} groups: fold into the linear layer after the norm, by `fold_into`"
     )]
     FoldThroughLayerScale { groups: usize },

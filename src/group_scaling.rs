@@ -1,4 +1,4 @@
-//! The layer-scale as a module of its own.
+//! Group scaling as a module of its own.
 
 use crate::config::{validate_eps, validate_input_dtype, PowerNormConfig};
 use crate::device::pick::{readable, DeviceKind};
@@ -8,8 +8,8 @@ use crate::op;
 use crate::op::step::Call;
 use candle::{DType, Module, Result, Tensor};
 
-/// The layer-scale as a layer of its own: divides each group of a row's channels by the group's
-/// root mean square.
+/// Group scaling as a layer of its own: divides each group of a row's channels by the group's root
+/// mean square. The paper calls it layer-scale.
 ///
 /// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` in each row, over G equal groups of adjacent
 /// channels (Shen et al., appendix A; `GroupScaling1D` in the released code). It has no parameters
@@ -52,7 +52,7 @@ pub struct GroupScaling {
 }
 
 impl GroupScaling {
-    /// A layer-scale of `groups` groups, with `eps` added to each mean square.
+    /// A group scaling of `groups` groups, with `eps` added to each mean square.
     ///
     /// # Errors
     ///

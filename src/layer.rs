@@ -105,8 +105,8 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 ///
 /// `Y = γ ⊙ X̃ / sqrt(ψ² + ε) + β` (Shen et al., "PowerNorm: Rethinking Batch Normalization in
 /// Transformers", ICML 2020, Eq. 8 and 9). ψ² is the running mean of `X̃²` over tokens. `X̃` is the
-/// input after the layer-scale, which divides each row by the root mean square of its groups
-/// ([`PowerNormConfig::group_scaling`]). Without a layer-scale `X̃` is the input itself.
+/// input after the group scaling, which divides each row by the root mean square of its groups
+/// ([`PowerNormConfig::group_scaling`]). Without group scaling `X̃` is the input itself.
 /// [`Recipe`](crate::Recipe) has the equations of a training step.
 ///
 /// # Shapes

@@ -1,4 +1,4 @@
-//! Folding into linear layers, and the layer-scale that is left.
+//! Folding into linear layers, and the group scaling that is left.
 
 mod common;
 
@@ -278,13 +278,13 @@ fn folds_that_would_be_wrong_are_refused() {
 
     let mut data = Data::new(5);
     let scaled = trained(&mut data, Some(4), true, DType::F32).layer;
-    let text = "no layer-scale after the linear layer to fold into, got 4 groups: \
+    let text = "no group scaling after the linear layer to fold into, got 4 groups: \
                 fold into the linear layer after the norm, by `fold_into`";
     refused(scaled.fold_into_previous(&previous), text);
     assert!(scaled.fold_into(&next).is_ok());
 }
 
-// The layer-scale
+// The group scaling
 
 /// x̃ in candle's own operations.
 fn composed(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {

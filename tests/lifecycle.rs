@@ -12,7 +12,7 @@ use common::{
 const SIZE: usize = 6;
 const ROWS: usize = 10;
 
-/// `warmup_steps` of batch statistics, no layer-scale: what happens in a channel stays in it.
+/// `warmup_steps` of batch statistics, no group scaling: what happens in a channel stays in it.
 fn config(recipe: Recipe, warmup_steps: usize) -> PowerNormConfig {
     PowerNormConfig {
         recipe,

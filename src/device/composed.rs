@@ -24,7 +24,7 @@ pub(crate) struct ComposedStep {
 struct Rows {
     /// X̃, `[rows, C]`.
     x_tilde: Tensor,
-    /// r = x̃/x of each group, `[rows, G, 1]`; `None` without a layer-scale.
+    /// r = x̃/x of each group, `[rows, G, 1]`; `None` without group scaling.
     factors: Option<Tensor>,
     /// The mask, `[rows, C]`; `None` without a mask or without rows.
     keep: Option<Tensor>,

@@ -1,4 +1,5 @@
-//! The seam between the layer and its devices: the traits of a device, and what they read and write.
+//! The seam between the layer and its devices: the traits of a device, and what they read and
+//! write.
 //!
 //! A training step has these phases, and every device has all of them:
 //!
@@ -51,7 +52,7 @@ pub(crate) struct ForwardInputs<'a> {
     pub keep: Option<&'a Tensor>,
     /// γ and β, `[C]` each.
     pub affine: Option<[&'a Tensor; 2]>,
-    /// ψ² before the step, `[C]`. Without it D is 1, which leaves the layer-scale.
+    /// ψ² before the step, `[C]`. Without it D is 1, which leaves the group scaling.
     pub phi: Option<&'a Tensor>,
 }
 

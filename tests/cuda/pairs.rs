@@ -34,7 +34,7 @@ const PADDINGS: [Padding; 5] = [
     Padding::ARank,
 ];
 
-/// Groups of the layer-scale.
+/// Groups of group scaling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Groups {
     None,
@@ -162,7 +162,7 @@ fn all_pairs() -> HashSet<Pair> {
         .collect()
 }
 
-/// Every combination of dtype, width, rows, mask, layer-scale, recipe, statistics and affine, in
+/// Every combination of dtype, width, rows, mask, group scaling, recipe, statistics and affine, in
 /// random order, so that a part of them is a fair one. Where an axis is finer than that, a random
 /// value of its kind stands for the others.
 fn whole_grid() -> Vec<Point> {

@@ -81,8 +81,8 @@ pub fn variants() -> Vec<(PowerNormConfig, bool)> {
 
 // Values against the oracle
 
-/// Widths, each with layer-scales of no group, one and several. Some groups lie inside a warp, and
-/// some span several. Some are whole 16-byte pieces. Some of the widest do not fit a block.
+/// Widths, each with group scalings of no group, one and several. Some groups lie inside a warp,
+/// and some span several. Some are whole 16-byte pieces. Some of the widest do not fit a block.
 const WIDTHS: [(usize, &[Option<usize>]); 13] = [
     (1, &[None, Some(1)]),
     (3, &[None, Some(1), Some(3)]),
@@ -260,7 +260,7 @@ fn read_own_buffers(device: &Device) {
 }
 
 /// Rows whose squares overflow in `f32` or are 0 there. `f64` holds the squares, and with a
-/// layer-scale a layer of either dtype gives the same. (What the overflow gave: y = β, a ψ² that
+/// group scaling a layer of either dtype gives the same. (What the overflow gave: y = β, a ψ² that
 /// sank, a gradient of NaN.) So do squares that overflow only with ε. (Seen: y = β on a CPU, and y
 /// without ε on a GPU.)
 pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
@@ -424,7 +424,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
     let cases = poisons
         .into_iter()
         .flat_map(|poison| paths(device).map(move |path| (poison, path)))
-        // The layer-scale takes large inputs.
+        // The group scaling takes large inputs.
         .filter(|((_, _, value), (_, groups))| !value.is_finite() || groups.is_none());
     for ((input, builder, value), (cols, groups)) in thinned(cases) {
         for warmup_steps in [1, 100] {
@@ -459,7 +459,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
                 // The oracle takes the clean batch, and leaves the poisoned channels as they were.
                 let pass = twin.oracle.train(&to_f64(&clean.xs), None);
                 twin.oracle.backward(&pass, &to_f64(&clean.dy));
-                // With a layer-scale the whole group is poisoned.
+                // With a group scaling the whole group is poisoned.
                 let reach = match (groups, in_input) {
                     (Some(groups), true) => cols / groups,
                     _ => 1,
@@ -484,7 +484,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
 }
 
 /// Trains a layer of 6 channels for two steps, in the dtype of the layer, and then for one on a
-/// batch of `input` with `value` in channel 4. Without a layer-scale, what happens in a channel
+/// batch of `input` with `value` in channel 4. Without group scaling, what happens in a channel
 /// stays in it. Returns the layer, its state before the last step, and a clean batch.
 fn poison_channel_4(
     device: &Device,

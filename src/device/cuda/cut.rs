@@ -8,7 +8,7 @@ pub const BLOCK: usize = 512;
 /// Threads that exchange values directly.
 pub const WARP: usize = 32;
 
-/// The most lanes of a block, unless a group of the layer-scale needs more. With more columns a
+/// The most lanes of a block, unless a group of the group scaling needs more. With more columns a
 /// block would have fewer rows. With fewer columns it would read shorter runs of bytes of each row.
 const TILE_LANES: usize = 64;
 
@@ -45,7 +45,7 @@ pub struct Extent {
     pub dtype: Dtype,
     pub rows: usize,
     pub cols: usize,
-    /// Groups of the layer-scale; `None` without one.
+    /// Groups of group scaling; `None` without one.
     pub groups: Option<usize>,
     pub limits: Limits,
 }
@@ -296,8 +296,8 @@ impl Extent {
         }
     }
 
-    /// The number of rows of `arrays` arrays that are on their way, and the bytes of a block that takes
-    /// `sums` sums of each column: `Shared` of the kernels.
+    /// The number of rows of `arrays` arrays that are on their way, and the bytes of a block that
+    /// takes `sums` sums of each column: `Shared` of the kernels.
     pub fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (Tiling, u32) {
         let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
         let values = cut.pieces * self.dtype.piece();

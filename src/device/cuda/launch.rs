@@ -381,7 +381,7 @@ impl LaunchPlan {
         vec![statistics, self.normalize(output)]
     }
 
-    /// The layer-scale of a forward, without an output.
+    /// The group scaling of a forward, without an output.
     fn normalized(&self, buffers: &ForwardBuffers) -> NormalizeParams {
         let saved = self.saved(buffers.saved);
         NormalizeParams {
@@ -399,7 +399,7 @@ impl LaunchPlan {
         }
     }
 
-    /// The layer-scale of a forward, with its output.
+    /// The group scaling of a forward, with its output.
     fn output(&self, base: NormalizeParams, buffers: &ForwardBuffers) -> NormalizeParams {
         NormalizeParams {
             y: buffers.y,
@@ -442,8 +442,8 @@ impl LaunchPlan {
         launches
     }
 
-    /// The statistics of a training [`forward`](Self::forward), and its step of ψ². Its `saved` must
-    /// still be there, and its `totals` if it has them.
+    /// The statistics of a training [`forward`](Self::forward), and its step of ψ². Its `saved`
+    /// must still be there, and its `totals` if it has them.
     pub fn update_phi(&self, buffers: &ForwardBuffers, step: &PhiStep) -> Launch {
         let by_batch = self.kind == ForwardKind::BatchStatistic;
         self.statistics(buffers, by_batch, Some(step))
@@ -493,8 +493,8 @@ impl LaunchPlan {
         self.update(Body::UpdatePhi, params.chunks, Params::UpdatePhi(params))
     }
 
-    /// The gradients of a [`forward`](Self::forward), for a loss times `loss_scale`. This makes what
-    /// does not need the sums of the whole batch. [`update_nu`](Self::update_nu) and then
+    /// The gradients of a [`forward`](Self::forward), for a loss times `loss_scale`. This makes
+    /// what does not need the sums of the whole batch. [`update_nu`](Self::update_nu) and then
     /// [`finish_backward`](Self::finish_backward) make the rest.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
