@@ -35,8 +35,8 @@ template <typename T, int N> struct Columns {
     for (int n = 0; n < N; ++n) {
       pieces += count(n) > 0;
     }
-    settle(pieces);
-    settle(stride);
+    hoist(pieces);
+    hoist(stride);
   }
 
   __device__ __forceinline__ bool valid() const { return left > 0; }
@@ -82,11 +82,11 @@ struct Rows {
     left = rows - static_cast<int>(threadIdx.y);
     step = static_cast<int>(blockDim.y);
     turns = (rows + step - 1) / step;
-    settle(step);
+    hoist(step);
     turn = step * static_cast<uint32_t>(tiling.cols);
     turn_groups = step * static_cast<uint32_t>(tiling.groups);
-    settle(turn);
-    settle(turn_groups);
+    hoist(turn);
+    hoist(turn_groups);
   }
 
   // The thread's row of this turn, or the one after `skipped` further rows of the block.
@@ -164,7 +164,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
       : from(static_cast<const T *>(starts[0]) + offset - rows.turn),
         copies(COPIES_BY_ITSELF && (N > 1 || tiling.stages > 0)), ring(ring),
         end(ring + tiling.ring_bytes), slot(ring) {
-    settle(this->ring);
+    hoist(this->ring);
 #pragma unroll
     for (int array = 0; array < ARRAYS; ++array) {
       gaps[array] = reinterpret_cast<int64_t>(starts[array]) - reinterpret_cast<int64_t>(starts[0]);
@@ -375,8 +375,8 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const A eps = A(p.eps);
   A group_eps = A(p.group_eps), share = A(1) / A(tiling.group_len);
-  settle(group_eps);
-  settle(share);
+  hoist(group_eps);
+  hoist(share);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
@@ -425,11 +425,11 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   bool in_tile = p.group_scaling == IN_TILE, adds = p.residual != nullptr, writes = p.y != nullptr;
   bool masked = p.keep != nullptr && p.partials != nullptr;
   bool writes_factor = p.factors != nullptr && columns.valid() && columns.place == 0;
-  settle(in_tile);
-  settle(adds);
-  settle(writes);
-  settle(masked);
-  settle(writes_factor);
+  hoist(in_tile);
+  hoist(adds);
+  hoist(writes);
+  hoist(masked);
+  hoist(writes_factor);
   // 1 if a row enters the sums. The mask is read a row ahead. A row that is not there is zeros.
   int next_counts = p.partials != nullptr;
   if (masked) {
@@ -831,11 +831,11 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   bool in_tile = p.group_scaling == IN_TILE;
   bool scaled = p.group_scaling != NO_GROUPS && columns.valid();
   A share = A(1) / A(tiling.group_len);
-  settle(adds);
-  settle(writes);
-  settle(masked);
-  settle(in_tile);
-  settle(scaled);
+  hoist(adds);
+  hoist(writes);
+  hoist(masked);
+  hoist(in_tile);
+  hoist(scaled);
   // r, and whether the row is kept, are read a row ahead. A row that is not there is zeros.
   A next_factor = scaled && rows.present() ? *next_factors : A(1);
   int next_keeps = !masked || (rows.present() && p.keep[rows.row()] != 0);

@@ -301,10 +301,10 @@ __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
 // Makes ptxas compute a number once, before a loop. It would compute the number anew in each turn,
 // even with registers left, but never does so with the result of a shuffle. All lanes of the warp
 // call this together.
-template <typename Number> __device__ __forceinline__ void settle(Number &x) {
+template <typename Number> __device__ __forceinline__ void hoist(Number &x) {
   x = __shfl_sync(ALL_LANES, x, thread_rank() % WARP);
 }
-__device__ __forceinline__ void settle(bool &x) {
+__device__ __forceinline__ void hoist(bool &x) {
   x = __shfl_sync(ALL_LANES, static_cast<int>(x), thread_rank() % WARP);
 }
 
