@@ -1,7 +1,7 @@
 //! The CPU: rows on rayon's threads, in the vector instructions that the processor has.
 //!
-//! `step.rs` has the phases of a step, and computes what each channel needs. The passes in
-//! `kernels.rs` compute what each row needs. `tensors.rs` reads candle's tensors for both.
+//! `step.rs` has the phases of a step, and the vectors of a number a channel. The passes in
+//! `kernels.rs` walk over the rows. `tensors.rs` reads candle's tensors for both.
 
 mod element;
 mod half;
