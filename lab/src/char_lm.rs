@@ -18,7 +18,7 @@
 //! Progress and a sample of made-up text go to stderr, one line of JSON for each normalization to
 //! stdout, checkpoints and loss curves to the folder `--out`.
 
-use crate::common::data::{Corpus, Unit};
+use crate::common::data::{Corpus, HeldOut, Unit};
 use crate::common::model::{Size, CONTEXT, HEADS, WIDTH};
 use crate::common::norm::{Norm, NormArgs};
 use crate::common::train::{Regularization, Run, Settings, BATCH};
@@ -104,7 +104,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     args.layer.check(WIDTH)?;
     let device = args.device.device("char-lm")?;
-    let corpus = Corpus::read(&args.text, Unit::Character, CONTEXT)?;
+    let corpus = Corpus::read(&args.text, &HeldOut::default(), Unit::Character, CONTEXT)?;
     let norms = match &args.compare {
         None => vec![args.norm],
         Some(norms) if norms.is_empty() => Norm::CAUSAL.to_vec(),
@@ -161,6 +161,7 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
         batch: BATCH,
         micro_batch: BATCH,
         regularization: args.regularization,
+        schedule: Default::default(),
         steps: args.steps,
         seed: args.seed,
     }

@@ -410,6 +410,7 @@ mod tests {
             batch: BATCH,
             micro_batch: BATCH,
             regularization: Default::default(),
+            schedule: Default::default(),
             steps: 8,
             seed: 1,
         }

@@ -4,7 +4,7 @@ use super::checkpoint::{variables, Checkpoint, History};
 use super::data::{Batch, Corpus};
 use super::model::{init_weights, Gpt, Size};
 use super::norm::{is_buffer, share, NormConfig};
-use super::optim::{learning_rate, AdamW, AdamWConfig, MAX_RATE, MIN_RATE, WARMUP_STEPS};
+use super::optim::{AdamW, AdamWConfig, Schedule};
 use super::random::{generator, Dropout, Use};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device, Tensor, D};
@@ -37,6 +37,7 @@ pub struct Settings {
     /// of each such part.
     pub micro_batch: usize,
     pub regularization: Regularization,
+    pub schedule: Schedule,
     pub steps: usize,
     pub seed: u64,
 }
@@ -166,7 +167,7 @@ impl<'a> Run<'a> {
     pub fn update(&mut self, loss: f32, gradients: &[Tensor]) -> Result<()> {
         let step = self.steps();
         ensure!(loss.is_finite(), "the loss is {loss} at step {step}");
-        let rate = learning_rate(step, self.settings.steps);
+        let rate = self.settings.schedule.rate(step, self.settings.steps);
         self.optimizer.step(gradients, rate)?;
         self.history.train.push(loss);
         Ok(())
@@ -200,12 +201,10 @@ impl<'a> Run<'a> {
     fn loss(&self, batch: &Batch, smoothing: f64, dropout: &Dropout) -> Result<Tensor> {
         let logits = self.model.forward_dropping(&batch.inputs, dropout)?;
         let logits = logits.flatten_to(1)?;
-        let loss = cross_entropy(&logits, &batch.targets)?;
-        if smoothing == 0. {
-            return Ok(loss);
-        }
-        let of_all = ops::log_softmax(&logits, D::Minus1)?.mean_all()?;
-        Ok(((loss * (1. - smoothing))? - (of_all * smoothing)?)?)
+        Ok(match smoothing > 0. {
+            true => smoothed_cross_entropy(&logits, &batch.targets, smoothing)?,
+            false => cross_entropy(&logits, &batch.targets)?,
+        })
     }
 
     /// The model as inference runs it: its normalizations folded into the linear layers after them.
@@ -293,6 +292,37 @@ impl<'a> Run<'a> {
     }
 }
 
+/// The mean cross entropy of `logits`, `[rows, vocab]`, with the `smoothing` share of each target
+/// spread over all of the vocabulary.
+///
+/// Its gradient is written down here: the softmax less the smoothed target. candle's would pass
+/// over the logits, the largest tensor of a step, three times as often.
+fn smoothed_cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    smoothing: f64,
+) -> candle::Result<Tensor> {
+    let (rows, vocab) = logits.dims2()?;
+    let targets = targets.unsqueeze(1)?;
+    let values = logits.detach();
+    let values = values.broadcast_sub(&values.max_keepdim(1)?)?;
+    let exps = values.exp()?;
+    let sums = exps.sum_keepdim(1)?;
+    let of_targets = values.gather(&targets, 1)?.mean_all()?;
+    let of_all = values.mean_all()?;
+    let loss =
+        ((sums.log()?.mean_all()? - (of_targets * (1. - smoothing))?)? - (of_all * smoothing)?)?;
+
+    let share = 1. / rows as f64;
+    let gradient = (exps.broadcast_div(&sums)? * share)? - smoothing / vocab as f64 * share;
+    let hit = (targets.ones_like()?.to_dtype(values.dtype())? * -((1. - smoothing) * share))?;
+    let gradient = gradient?.scatter_add(&targets, &hit, 1)?;
+    // Its gradient is that one, and its value is made the loss.
+    let carrier = (logits * gradient)?.sum_all()?;
+    let gap = (loss - carrier.detach())?;
+    carrier + gap
+}
+
 impl Settings {
     /// The settings, those that every run has, and the text, as checkpoints and results name them.
     pub fn describe(&self, corpus: &Corpus) -> Value {
@@ -302,6 +332,7 @@ impl Settings {
             batch,
             micro_batch,
             regularization,
+            schedule,
             steps,
             seed,
         } = *self;
@@ -322,8 +353,8 @@ impl Settings {
             "heads": size.heads,
             "width": size.width,
             "context": size.context,
-            "learning rate": [MAX_RATE, MIN_RATE],
-            "learning rate's warm-up": WARMUP_STEPS,
+            "learning rate": [schedule.rate, schedule.least()],
+            "learning rate's warm-up": schedule.rate_warmup,
             "AdamW's beta 2": ADAMW.beta_2,
             "weight decay": ADAMW.weight_decay,
             "largest norm of a gradient": ADAMW.max_grad_norm,
@@ -368,6 +399,7 @@ mod tests {
             batch: 3,
             micro_batch: 3,
             regularization: Regularization::default(),
+            schedule: Schedule::default(),
             steps: 8,
             seed: 1,
         }
@@ -401,6 +433,31 @@ mod tests {
         assert!((loss(0.5, 0.)? - plain).abs() > 1e-3 * plain);
         let evaluated = |run: &Run| run.evaluate(&corpus.val, 2);
         assert_eq!(evaluated(&run(0.5, 0.5)?)?, evaluated(&run(0., 0.)?)?);
+        Ok(())
+    }
+
+    /// The value, and the gradient, are those that candle's operations have by autograd.
+    #[test]
+    fn the_smoothed_loss_is_that_of_candles_operations() -> Result<()> {
+        let mut rng = generator(1, Use::Sample, 0);
+        let values: Vec<f32> = (0..7 * 5).map(|_| rng.random_range(-4f32..4.)).collect();
+        let logits = candle::Var::from_vec(values, (7, 5), &Device::Cpu)?;
+        let targets = Tensor::new(&[0u32, 4, 1, 1, 3, 2, 0], &Device::Cpu)?;
+        let ours = smoothed_cross_entropy(&logits, &targets, 0.1)?;
+        let of_all = ops::log_softmax(logits.as_tensor(), D::Minus1)?.mean_all()?;
+        let theirs = ((cross_entropy(&logits, &targets)? * 0.9)? - (of_all * 0.1)?)?;
+        let gradient = |loss: &Tensor| -> Result<Vec<f32>> {
+            let store = loss.backward()?;
+            let gradient = store.get(&logits).context("no gradient")?;
+            Ok(gradient.flatten_all()?.to_vec1()?)
+        };
+        let (gradient, theirs_gradient) = (gradient(&ours)?, gradient(&theirs)?);
+        let (ours, theirs) = (ours.to_scalar::<f32>()?, theirs.to_scalar::<f32>()?);
+        assert!((ours - theirs).abs() < 1e-6 * theirs, "{ours}, {theirs}");
+        for (ours, theirs) in gradient.iter().zip(&theirs_gradient) {
+            assert!((ours - theirs).abs() < 1e-7, "{ours}, {theirs}");
+        }
+        assert!(gradient.iter().any(|value| value.abs() > 0.01));
         Ok(())
     }
 

@@ -6,7 +6,6 @@ use crate::common::data::{Corpus, Unit};
 use crate::common::measure::{gains, singular_values, Observations, Outliers, Series};
 use crate::common::model::CONTEXT;
 use crate::common::norm::Norm;
-use crate::common::optim::WARMUP_STEPS;
 use crate::common::plot::{self, draw, Chart, Line, Style};
 use crate::common::train::{Regularization, Run, BATCH};
 use anyhow::{ensure, Context, Result};
@@ -27,6 +26,9 @@ pub struct Outcome {
     /// `None` of a run that diverged, as everything that its end would tell.
     pub val_loss: Option<f32>,
     pub train_loss: Option<f32>,
+    /// On the test split, if the study has one.
+    #[serde(default)]
+    pub test_loss: Option<f32>,
     pub train: Vec<f32>,
     pub val: Vec<(u32, f32)>,
     pub observations: Observations,
@@ -78,6 +80,7 @@ impl Outcome {
             settings,
             val_loss: None,
             train_loss: None,
+            test_loss: None,
             train: run.history.train.clone(),
             val: run.history.val.clone(),
             observations,
@@ -959,7 +962,8 @@ fn less(runs: &Runs, variant: Variant, compared: &Compared, base: Variant) -> St
 fn outliers(runs: &Runs, quantity: &str) -> Option<String> {
     let late = |run: &&Outcome| -> Option<Vec<f64>> {
         let (_, series) = run.observations.series.get(quantity)?.first_key_value()?;
-        let late = series.iter().filter(|(step, _)| *step >= WARMUP_STEPS);
+        let warmup = run.settings["PowerNorm warm-up"].as_u64().unwrap_or(0) as usize;
+        let late = series.iter().filter(|(step, _)| *step >= warmup);
         Some(late.map(|&(_, value)| value).collect())
     };
     let by_run: Vec<Vec<f64>> = runs.0.iter().filter_map(late).collect();
@@ -1045,6 +1049,9 @@ mod tests {
             groups: vec![],
             alphas: vec![],
             regularization: Default::default(),
+            held_out: Default::default(),
+            schedule: Default::default(),
+            norm_warmup: None,
             seeds: vec![],
             steps: 4,
             eval_every: 2,
@@ -1057,9 +1064,10 @@ mod tests {
         Outcome {
             variant: variant.name(),
             seed,
-            settings: Value::Null,
+            settings: serde_json::json!({ "PowerNorm warm-up": 100 }),
             val_loss,
             train_loss: val_loss,
+            test_loss: None,
             train: vec![2.; 4],
             val: vec![(2, 2.)],
             observations: Observations::default(),
