@@ -479,7 +479,7 @@ fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Wr
 /// Says what the run will take before it begins.
 fn announce(args: &Args, corpus: &Corpus) {
     let budget = Budget::of(args.device);
-    let batches = data::epoch(&corpus.train, budget.batch, args.seed, 0).len();
+    let batches = data::epoch(&corpus.train, budget.batch, args.seed, 0);
     if args.speed {
         eprintln!(
             "{} pairs, {} subwords. For each normalization: {} steps of up to {} tokens on either \
@@ -493,12 +493,13 @@ fn announce(args: &Args, corpus: &Corpus) {
     }
     eprintln!(
         "{} pairs to train on, {} subwords. For each normalization: {} steps of up to {} tokens \
-         on either side, about {:.1} passes",
+         on either side, about {:.1} passes. Of the encoder's tokens {:.1} % are padding",
         corpus.train.len(),
         corpus.subwords.count(),
         args.steps(),
         budget.batch,
-        args.steps() as f64 / batches as f64,
+        args.steps() as f64 / batches.len() as f64,
+        100. * data::padding_share(&corpus.train, &batches),
     );
     if args.steps.is_none() {
         eprintln!("Time on Multi30k for each: {}", budget.time);
