@@ -1,4 +1,5 @@
-"""Writes docs/paper.md and README's section "Losses" from their templates and the recorded files.
+"""Writes docs/paper.md, README's section "Losses" and docs/guide/training.md's "Which settings" from
+their templates and the recorded files.
 
     python3 docs/paper/write.py           writes them
     python3 docs/paper/write.py --check   fails if they say anything else
@@ -16,6 +17,13 @@ import records
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+# What is written: a file, its section or all of it, and the template.
+TEXTS = [
+    (ROOT / "docs/paper.md", None, "paper.md.in"),
+    (ROOT / "README.md", "Losses", "losses.md.in"),
+    (ROOT / "docs/guide/training.md", "Which settings", "settings.md.in"),
+]
+
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 EXPRESSION = re.compile(r"\{([^{}]+)\}")
 
@@ -80,18 +88,19 @@ def main():
     check = sys.argv[1:] == ["--check"]
     if sys.argv[1:] and not check:
         sys.exit(__doc__)
-    page, losses = Template(HERE / "paper.md.in"), Template(HERE / "losses.md.in")
-    readme = (ROOT / "README.md").read_text()
-    begin, end = section(readme, "Losses")
-    texts = {
-        ROOT / "docs/paper.md": page.text(),
-        ROOT / "README.md": readme[:begin] + losses.text() + readme[end:],
-    }
+    texts, templates = {}, []
+    for path, title, name in TEXTS:
+        template = Template(HERE / name)
+        text, old = template.text(), path.read_text()
+        begin, end = section(old, title) if title else (0, len(old))
+        texts[path] = old[:begin] + text + old[end:]
+        templates.append(template)
     for path, text in texts.items():
-        if check and path.read_text() != text:
+        if not check:
+            path.write_text(text)
+        elif path.read_text() != text:
             show(path, text)
-        path.write_text(text) if not check else None
-    for template in (page, losses):
+    for template in templates:
         print(
             f"{template.path.name}: {template.computed} numbers follow from the records, "
             f"{template.given} are settings and quotations"
