@@ -13,7 +13,7 @@
 //!
 //! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on
 //! from their last checkpoint. Two commands with other `--seeds` may share a folder, at the same
-//! time too. The report, tables and plots, is of all runs in the folder.
+//! time too. The report is of all runs in the folder.
 //!
 //! `docs/paper.md` sets what comes out beside the paper's claims.
 
@@ -57,7 +57,7 @@ const FINAL_EVAL_BATCHES: usize = 100;
 /// Steps of the run that the budget is told from.
 const TRIAL_STEPS: usize = 3;
 
-/// Trains a small transformer with each normalization and writes tables and plots of the paper's
+/// Trains a small transformer with each normalization and writes tables of the paper's
 /// claims.
 #[derive(Debug, Parser)]
 pub struct Args {
