@@ -11,7 +11,7 @@ pub const WARMUP_STEPS: usize = 100;
 const BETA_1: f64 = 0.9;
 const EPS: f64 = 1e-8;
 
-/// The learning rate of a run: a linear rise, then half a cosine down to a tenth.
+/// How far a run's steps go. The learning rate rises linearly, and falls by half a cosine to a tenth.
 #[derive(Debug, Clone, Copy, PartialEq, clap::Args)]
 pub struct Schedule {
     /// The highest learning rate
@@ -21,6 +21,10 @@ pub struct Schedule {
     /// Steps over which the learning rate rises, 0 for none
     #[arg(long, value_name = "STEPS", default_value_t = WARMUP_STEPS)]
     pub rate_warmup: usize,
+
+    /// The largest norm of all gradients together, to which they are clipped, 0 for no limit
+    #[arg(long, value_name = "NORM", default_value_t = 1.)]
+    pub clip: f64,
 }
 
 impl Default for Schedule {
@@ -28,6 +32,7 @@ impl Default for Schedule {
         Self {
             rate: 1e-3,
             rate_warmup: WARMUP_STEPS,
+            clip: 1.,
         }
     }
 }
@@ -57,6 +62,7 @@ impl Schedule {
 pub struct AdamWConfig {
     pub beta_2: f64,
     pub weight_decay: f64,
+    /// 0 for no limit.
     pub max_grad_norm: f64,
 }
 
@@ -125,12 +131,18 @@ impl AdamW {
             weight_decay,
             max_grad_norm,
         } = self.config;
-        let clip = clip_factor(grads, max_grad_norm)?;
+        let clip = match max_grad_norm > 0. {
+            true => Some(clip_factor(grads, max_grad_norm)?),
+            false => None,
+        };
         self.steps += 1;
         let mean_bias = 1. - BETA_1.powf(self.steps as f64);
         let square_bias = 1. - beta_2.powf(self.steps as f64);
         for (slot, grad) in self.slots.iter_mut().zip(grads) {
-            let grad = grad.broadcast_mul(&clip)?;
+            let grad = match &clip {
+                Some(clip) => grad.broadcast_mul(clip)?,
+                None => grad.clone(),
+            };
             slot.mean = ((&slot.mean * BETA_1)? + (&grad * (1. - BETA_1))?)?;
             slot.square = ((&slot.square * beta_2)? + (grad.sqr()? * (1. - beta_2))?)?;
             let root = ((&slot.square / square_bias)?.sqrt()? + EPS)?;
@@ -185,6 +197,7 @@ mod tests {
         let without = Schedule {
             rate: 4e-3,
             rate_warmup: 0,
+            ..schedule
         };
         assert_eq!(without.rate(0, 10), 4e-3);
         assert!(without.rate(1, 10) < 4e-3 && without.rate(10, 10) == without.least());
@@ -238,6 +251,20 @@ mod tests {
         assert!((factor - 0.2).abs() < 1e-6);
         let small = (large / 10.)?;
         assert_eq!(clip_factor(&[small], 1.)?.to_scalar::<f32>()?, 1.);
+
+        // Adam's first step is of one size whatever the gradient's, but for ε.
+        let first_step = |max_grad_norm| -> Result<f32> {
+            let var = Var::zeros(1, candle::DType::F32, &Device::Cpu)?;
+            let config = AdamWConfig {
+                max_grad_norm,
+                ..CONFIG
+            };
+            let mut adam = AdamW::new([("w".into(), var.clone())], config)?;
+            adam.step(&[Tensor::new(&[2f32], &Device::Cpu)?], 1.)?;
+            Ok(adam.slots[0].mean.get(0)?.to_scalar()?)
+        };
+        let [clipped, free] = [first_step(1.)?, first_step(0.)?];
+        assert!((clipped - 0.1).abs() < 1e-6 && (free - 0.2).abs() < 1e-6);
         Ok(())
     }
 

@@ -15,11 +15,8 @@ use serde_json::{json, Value};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-const ADAMW: AdamWConfig = AdamWConfig {
-    beta_2: 0.99,
-    weight_decay: 0.1,
-    max_grad_norm: 1.,
-};
+const BETA_2: f64 = 0.99;
+const WEIGHT_DECAY: f64 = 0.1;
 
 const DTYPE: DType = DType::F32;
 
@@ -78,7 +75,12 @@ impl<'a> Run<'a> {
         let parameters = variables(&varmap)
             .into_iter()
             .filter(|(name, _)| !is_buffer(name));
-        let optimizer = AdamW::new(parameters, ADAMW)?;
+        let config = AdamWConfig {
+            beta_2: BETA_2,
+            weight_decay: WEIGHT_DECAY,
+            max_grad_norm: settings.schedule.clip,
+        };
+        let optimizer = AdamW::new(parameters, config)?;
         Ok(Self {
             settings,
             corpus,
@@ -345,6 +347,7 @@ impl Settings {
             "PowerNorm recipe": format!("{:?}", norm.recipe),
             "PowerNorm alpha": norm.alpha,
             "GroupNorm groups": norm.group_norm_groups,
+            "BatchNorm momentum": norm.momentum,
             "batch": batch,
             "micro-batch": micro_batch,
             "--dropout": regularization.dropout,
@@ -355,9 +358,9 @@ impl Settings {
             "context": size.context,
             "learning rate": [schedule.rate, schedule.least()],
             "learning rate's warm-up": schedule.rate_warmup,
-            "AdamW's beta 2": ADAMW.beta_2,
-            "weight decay": ADAMW.weight_decay,
-            "largest norm of a gradient": ADAMW.max_grad_norm,
+            "AdamW's beta 2": BETA_2,
+            "weight decay": WEIGHT_DECAY,
+            "largest norm of a gradient": schedule.clip,
             "dtype": DTYPE.as_str(),
             "text (as a hash)": format!("{:016x}", corpus.fingerprint),
         })
@@ -367,7 +370,7 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::super::data::Unit;
-    use super::super::norm::Norm;
+    use super::super::norm::{Norm, MOMENTUM};
     use super::*;
     use crate::common::checkpoint;
     use candle_powernorm::Recipe;
@@ -388,6 +391,7 @@ mod tests {
                 recipe: Recipe::Paper,
                 alpha: [0.9; 2],
                 group_norm_groups: 2,
+                momentum: MOMENTUM,
             },
             size: Size {
                 layers: 2,

@@ -23,7 +23,7 @@ use crate::common::checkpoint::write_whole;
 use crate::common::data::{Corpus, HeldOut, Unit};
 use crate::common::measure::{self, Observations, Snapshot};
 use crate::common::model::{Size, CONTEXT, HEADS};
-use crate::common::norm::{Norm, NormConfig};
+use crate::common::norm::{Norm, NormConfig, MOMENTUM};
 use crate::common::optim::Schedule;
 use crate::common::train::{Regularization, Run, Settings, BATCH};
 use crate::common::{self, Place};
@@ -114,6 +114,10 @@ pub struct Args {
     /// in the paper]
     #[arg(long, value_name = "STEPS")]
     norm_warmup: Option<usize>,
+
+    /// BatchNorm's weight of the batch in its running statistics
+    #[arg(long, value_name = "WEIGHT", default_value_t = MOMENTUM)]
+    momentum: f64,
 
     /// Steps of each run
     #[arg(long, default_value_t = 600, value_parser = common::positive)]
@@ -391,6 +395,7 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
             recipe: variant.recipe,
             alpha: variant.alpha,
             group_norm_groups: HEADS,
+            momentum: args.momentum,
         },
         size: Size::small(corpus.vocab.len()),
         batch: BATCH,
@@ -536,6 +541,7 @@ mod tests {
             regularization: Regularization::default(),
             schedule: Schedule::default(),
             norm_warmup: None,
+            momentum: MOMENTUM,
             seeds: vec![1],
             steps: 3,
             eval_every: 2,
@@ -632,6 +638,7 @@ mod tests {
             schedule: Schedule {
                 rate: 4e-3,
                 rate_warmup: 0,
+                clip: 0.,
             },
             norm_warmup: Some(2),
             ..args(dir.path().into())
@@ -647,6 +654,8 @@ mod tests {
         assert_eq!(plain.settings["learning rate"][0], json!(4e-3));
         assert_eq!(plain.settings["learning rate's warm-up"], json!(0));
         assert_eq!(plain.settings["PowerNorm warm-up"], json!(2));
+        assert_eq!(plain.settings["largest norm of a gradient"], json!(0.));
+        assert_eq!(plain.settings["BatchNorm momentum"], json!(0.1));
         assert_eq!(plain.test_loss, None);
         // The first two losses are of the same weights and of those after one step.
         let slow = run(

@@ -830,6 +830,7 @@ mod tests {
             held_out: Default::default(),
             schedule: Default::default(),
             norm_warmup: None,
+            momentum: 0.1,
             seeds: vec![],
             steps: 4,
             eval_every: 2,
