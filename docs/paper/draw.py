@@ -38,7 +38,8 @@ def curves_of(study, run):
 
 def ticks(low, high):
     """Round numbers from `low` to `high`, about five."""
-    step = min((s * 10.0**e for e in range(-4, 5) for s in (1, 2, 5)), key=lambda s: abs((high - low) / s - 5))
+    steps = (digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5))
+    step = min(steps, key=lambda step: abs((high - low) / step - 5))
     first = int(low // step) + (low % step > 0)
     return [round(i * step, 9) for i in range(first, int(high // step) + 1)]
 
@@ -100,6 +101,9 @@ def chart(name, title, lines):
     (HERE / f"{name}.svg").write_text("\n".join(out + ["</svg>"]) + "\n")
 
 
+LN_SCALE1 = "layer-scale1"
+
+
 def main():
     rates = {"1e-3": "1e-3", "2e-3": "2e-3", "4e-3": "4e-3", "8e-3": "8e-3"}
     rates["2e-3-none"] = "2e-3, no warm-up"
@@ -107,7 +111,7 @@ def main():
         "sweep",
         "PN less LN at the same learning rate, nats a word (one seed)",
         [
-            (label, differences(f"sweep-{rate}", "power-scale1", f"sweep-{rate}", "layer-scale1"))
+            (label, differences(f"sweep-{rate}", "power-scale1", f"sweep-{rate}", LN_SCALE1))
             for rate, label in rates.items()
         ],
     )
@@ -115,7 +119,7 @@ def main():
         "words-30-own",
         "Less LN, each at its own learning rate, nats a word",
         [
-            (norm, differences(f"words-30-{run}", f"{run}-scale1", "words-30-layer", "layer-scale1"))
+            (norm, differences(f"words-30-{run}", f"{run}-scale1", "words-30-layer", LN_SCALE1))
             for run, norm in [("power", "PN"), ("power-v", "PN-V"), ("batch", "BN")]
         ],
     )

@@ -1,5 +1,4 @@
-"""Writes docs/paper.md, README's section "Losses" and docs/guide/training.md's "Which settings" from
-their templates and the recorded files.
+"""Writes docs/paper.md, and what other pages take from it, from templates and the recorded files.
 
     python3 docs/paper/write.py           writes them
     python3 docs/paper/write.py --check   fails if they say anything else
@@ -17,11 +16,12 @@ import records
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-# What is written: a file, its section or all of it, and the template.
+# What is written: a file, how its part begins and what comes after it, and the template.
 TEXTS = [
-    (ROOT / "docs/paper.md", None, "paper.md.in"),
-    (ROOT / "README.md", "Losses", "losses.md.in"),
-    (ROOT / "docs/guide/training.md", "Which settings", "settings.md.in"),
+    ("docs/paper.md", None, None, "paper.md.in"),
+    ("README.md", "- **It learns well.**", "- **It forgets", "learns.md.in"),
+    ("README.md", "## Losses\n", "## ", "losses.md.in"),
+    ("docs/guide/training.md", "## Which settings\n", "## ", "settings.md.in"),
 ]
 
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
@@ -77,11 +77,13 @@ class Template:
         )
 
 
-def section(page, title):
-    """A page's section: where it begins and ends."""
-    begin = page.index(f"\n## {title}\n") + 1
-    end = page.find("\n## ", begin)
-    return begin, end + 1 if end > 0 else len(page)
+def replaced(page, begins, after, text):
+    """The page with `text` as the part that begins so, up to the line that begins with `after`."""
+    if begins is None:
+        return text
+    begin = page.index("\n" + begins) + 1
+    end = page.index("\n" + after, begin) + 1
+    return page[:begin] + text + page[end:]
 
 
 def main():
@@ -89,11 +91,10 @@ def main():
     if sys.argv[1:] and not check:
         sys.exit(__doc__)
     texts, templates = {}, []
-    for path, title, name in TEXTS:
-        template = Template(HERE / name)
-        text, old = template.text(), path.read_text()
-        begin, end = section(old, title) if title else (0, len(old))
-        texts[path] = old[:begin] + text + old[end:]
+    for file, begins, after, name in TEXTS:
+        path, template = ROOT / file, Template(HERE / name)
+        page = texts[path] if path in texts else path.read_text()
+        texts[path] = replaced(page, begins, after, template.text())
         templates.append(template)
     for path, text in texts.items():
         if not check:
