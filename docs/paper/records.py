@@ -311,7 +311,7 @@ def best_rates():
 
 def SWEEP_SHORT():
     """The sweep in a sentence."""
-    return f"In a sweep of two epochs the best rates are: {best_rates()}. Above, all have 1e-3."
+    return f"In a sweep of two epochs of words the best rates are: {best_rates()}."
 
 
 SWEPT = {"layer-scale1": "LN", "power-scale1": "PN", "batch-scale1": "BN", "power-v-scale1": "PN-V"}
