@@ -297,31 +297,43 @@ impl<'a> Run<'a> {
 /// The mean cross entropy of `logits`, `[rows, vocab]`, with the `smoothing` share of each target
 /// spread over all of the vocabulary.
 ///
-/// Its gradient is written down here: the softmax less the smoothed target. candle's would pass
-/// over the logits, the largest tensor of a step, three times as often.
+/// Its gradient, the softmax less the smoothed target, is computed here with it, row by row.
+/// Autograd would pass over the logits, the largest tensor of a step, many times.
 fn smoothed_cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
     smoothing: f64,
 ) -> candle::Result<Tensor> {
     let (rows, vocab) = logits.dims2()?;
-    let targets = targets.unsqueeze(1)?;
-    let values = logits.detach();
-    let values = values.broadcast_sub(&values.max_keepdim(1)?)?;
-    let exps = values.exp()?;
-    let sums = exps.sum_keepdim(1)?;
-    let of_targets = values.gather(&targets, 1)?.mean_all()?;
-    let of_all = values.mean_all()?;
-    let loss =
-        ((sums.log()?.mean_all()? - (of_targets * (1. - smoothing))?)? - (of_all * smoothing)?)?;
-
+    let mut values: Vec<f32> = logits.detach().flatten_all()?.to_vec1()?;
     let share = 1. / rows as f64;
-    let gradient = (exps.broadcast_div(&sums)? * share)? - smoothing / vocab as f64 * share;
-    let hit = (targets.ones_like()?.to_dtype(values.dtype())? * -((1. - smoothing) * share))?;
-    let gradient = gradient?.scatter_add(&targets, &hit, 1)?;
-    // Its gradient is that one, and its value is made the loss.
+    let mut loss = 0.;
+    for (row, target) in values
+        .chunks_exact_mut(vocab)
+        .zip(targets.to_vec1::<u32>()?)
+    {
+        let target = target as usize;
+        let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let (mut sum, mut sum_of_exps) = (0., 0.);
+        let of_target = f64::from(row[target] - largest);
+        for value in &mut *row {
+            let less = *value - largest;
+            *value = less.exp();
+            sum += f64::from(less);
+            sum_of_exps += f64::from(*value);
+        }
+        let smoothed = (1. - smoothing) * of_target + smoothing * sum / vocab as f64;
+        loss += (sum_of_exps.ln() - smoothed) * share;
+        let scale = (share / sum_of_exps) as f32;
+        let of_each = (smoothing * share / vocab as f64) as f32;
+        row.iter_mut()
+            .for_each(|value| *value = *value * scale - of_each);
+        row[target] -= ((1. - smoothing) * share) as f32;
+    }
+    let gradient = Tensor::from_vec(values, (rows, vocab), logits.device())?;
+    // The carrier has that gradient, and its value is made the loss.
     let carrier = (logits * gradient)?.sum_all()?;
-    let gap = (loss - carrier.detach())?;
+    let gap = (Tensor::new(loss as f32, logits.device())? - carrier.detach())?;
     carrier + gap
 }
 
