@@ -30,7 +30,10 @@ def record(study, outcome):
 
 
 def common(settings):
-    return {key: settings[key] for key in settings if key not in OF_A_RUN}
+    """A run with smaller parts has as many warm-up steps of the optimizer, each of several parts."""
+    warmup = settings["PowerNorm warm-up"] * settings["micro-batch"] // settings["batch"]
+    shared = {key: settings[key] for key in settings if key not in OF_A_RUN}
+    return shared | {"PowerNorm warm-up": warmup}
 
 
 def main():
