@@ -6,7 +6,7 @@ as an area.
 
 from statistics import mean
 
-from records import HERE, LANGUAGE, SWEPT
+from results import HERE, LANGUAGE, SWEPT
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 120, 36, 44

@@ -3,7 +3,7 @@
     python3 docs/paper/write.py           writes them
     python3 docs/paper/write.py --check   fails if they say anything else
 
-A template has expressions in braces, such as {CD("power", "layer")}, which records.py defines.
+A template has expressions in braces, such as {CD("power", "layer")}, which results.py defines.
 Numbers outside of braces are settings and quotations.
 """
 
@@ -12,7 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import records
+import results
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -37,7 +37,7 @@ class Template:
     def line(self, line):
         def value(match):
             try:
-                value = str(eval(match[1], vars(records)))
+                value = str(eval(match[1], vars(results)))
             except Exception as error:
                 sys.exit(f"{self.path.name}: {{{match[1]}}}: {error!r}")
             self.computed += len(NUMBER.findall(value))
