@@ -312,7 +312,8 @@ def WITHOUT_WARMUP(run):
 
 
 def best_rates():
-    best = {name: sweep_best(run) for run, name in SWEPT.items() if sweep(run)}
+    whole = [run for run in SWEPT if set(RATES[:4]) <= sweep(run).keys()]
+    best = {SWEPT[run]: sweep_best(run) for run in whole}
     return ", ".join(f"{name} {rate}" for name, rate in best.items())
 
 
