@@ -342,7 +342,7 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
   }
 }
 
-// normalize: y = x~ * weight/D + bias (Eq. 8, 9), and the sums of psi_B^2 (Alg. 1) on the way.
+// normalize: y = x~ * weight/D + bias (Eq. 8, 9), and the sums of psi_B^2 (Alg. 2) on the way.
 // Determinism: bitwise.
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if
 //        GIVEN.
