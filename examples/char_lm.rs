@@ -41,6 +41,9 @@ const VALIDATIONS: usize = 5;
 const MOST_VALIDATION_STRETCHES: usize = 500;
 const MOST_SAMPLE_CHARACTERS: usize = 250;
 
+/// nanoGPT's, where a step has few characters.
+const BETA_2: f64 = 0.99;
+
 /// Steps whose mean loss is one point of the picture.
 const STEPS_A_POINT: usize = 10;
 
@@ -360,7 +363,7 @@ fn main() -> Result<()> {
         let model = Gpt::new(vocab.len(), &|vb| new_norm(warmup, &mode, vb), vb)?;
         let mut rng = StdRng::seed_from_u64(args.seed);
         init(&varmap, &mut rng)?;
-        let mut optimizer = AdamW::new(varmap.all_vars(), ParamsAdamW::default())?;
+        let mut optimizer = AdamW::new(varmap.all_vars(), ParamsAdamW { beta2: BETA_2, ..Default::default() })?;
         if reports.is_empty() {
             let numbers: usize = varmap.all_vars().iter().map(|var| var.elem_count()).sum();
             let minutes = (2 * steps * BATCH * CONTEXT) as f64 / SPEED / 60.;
