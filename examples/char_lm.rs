@@ -363,7 +363,13 @@ fn main() -> Result<()> {
         let model = Gpt::new(vocab.len(), &|vb| new_norm(warmup, &mode, vb), vb)?;
         let mut rng = StdRng::seed_from_u64(args.seed);
         init(&varmap, &mut rng)?;
-        let mut optimizer = AdamW::new(varmap.all_vars(), ParamsAdamW { beta2: BETA_2, ..Default::default() })?;
+        let mut optimizer = AdamW::new(
+            varmap.all_vars(),
+            ParamsAdamW {
+                beta2: BETA_2,
+                ..Default::default()
+            },
+        )?;
         if reports.is_empty() {
             let numbers: usize = varmap.all_vars().iter().map(|var| var.elem_count()).sum();
             let minutes = (2 * steps * BATCH * CONTEXT) as f64 / SPEED / 60.;

@@ -153,6 +153,25 @@ fn rows_that_fill_shared_memory() -> Result<()> {
     Ok(())
 }
 
+/// Blocks of threads of one piece that have more shared memory than the 48 KiB which a block gets
+/// unasked: on 132 multiprocessors, the launches of these forwards and backwards ask for 50,688
+/// and for 51,712 bytes.
+#[test]
+fn many_rows_of_narrow_groups() -> Result<()> {
+    let mut data = Data::new(12);
+    for (i, (input, rows, groups)) in [(DType::F32, 1056, 128), (DType::BF16, 2112, 64)]
+        .into_iter()
+        .enumerate()
+    {
+        let (recipe, statistics) = kinds()[i];
+        let config = config(Some(groups), recipe, statistics);
+        let arguments = Arguments::random(&mut data, config, rows, input, DType::F32, 512);
+        let what = format!("{rows}x512 in {groups}, {input:?}, {recipe:?} {statistics:?}");
+        check_once(&what, &arguments, DType::F32, Offsets::AtTheStart)?;
+    }
+    Ok(())
+}
+
 /// Without group scaling: the widest row, and rows enough for many chunks of sums.
 #[test]
 fn wide_and_tall_without_groups() -> Result<()> {

@@ -426,7 +426,8 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
         .flat_map(|poison| paths(device).map(move |path| (poison, path)))
         // The group scaling takes large inputs.
         .filter(|((_, _, value), (_, groups))| !value.is_finite() || groups.is_none());
-    for ((input, builder, value), (cols, groups)) in thinned(cases) {
+    // Each is a special case of its own, so none is left out.
+    for ((input, builder, value), (cols, groups)) in cases {
         for warmup_steps in [1, 100] {
             for in_input in [true, false] {
                 // Large gradients do not overflow.

@@ -4,11 +4,12 @@
 //! A sum is work of a stream on each rank. It runs once it is the next work of all ranks' streams,
 //! and adds in the order of the ranks.
 
-use crate::control::{entries, put, Error, Handles, Outcome};
-use crate::driver;
-use crate::fault::Fault;
-use crate::memory::{Kind, Memory, Work};
-use crate::stream::{engine, fault_of, Meeting, Step, Submission};
+use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::context;
+use crate::engine::fault::Fault;
+use crate::engine::memory::{Kind, Memory, Work};
+use crate::engine::stream::{engine, fault_of, Meeting, Step, Submission};
+use crate::queue;
 use half::{bf16, f16};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -221,7 +222,7 @@ fn reduce_as<T: Number>(memory: &Arc<Memory>, ranks: &[(&Arc<Work>, &Part)]) -> 
     let mut sums: Vec<T> = vec![];
     for (rank, (work, part)) in ranks.iter().enumerate() {
         let size = std::mem::size_of::<T>() as u64;
-        let mut view = driver::view(memory, work);
+        let mut view = queue::view(memory, work);
         view.touch(Kind::Load, part.from, part.count as u64 * size, size)?;
         for i in 0..part.count {
             // SAFETY: the range is checked to be an allocation's.
@@ -248,7 +249,7 @@ fn reduce_as<T: Number>(memory: &Arc<Memory>, ranks: &[(&Arc<Work>, &Part)]) -> 
         let bytes = std::mem::size_of_val(&sums[..]);
         // SAFETY: `sums` has as many bytes, and its elements have no padding.
         let bytes = unsafe { std::slice::from_raw_parts(sums.as_ptr().cast::<u8>(), bytes) };
-        driver::view(memory, work).upload(part.to, bytes)?;
+        queue::view(memory, work).upload(part.to, bytes)?;
     }
     Ok(())
 }
@@ -267,7 +268,7 @@ entries! {
 
     /// Waits for the other ranks, but in a group.
     fn ncclCommInitRank(communicator: *mut u64, size: i32, id: UniqueId, rank: i32) {
-        let device = driver::current_device()?;
+        let device = context::current_device()?;
         let (Ok(size), Ok(rank)) = (usize::try_from(size), usize::try_from(rank)) else {
             return Err(Error::INVALID_VALUE);
         };
@@ -361,13 +362,13 @@ entries! {
         communicator: u64, stream: u64,
     ) {
         let communicator = COMMUNICATORS.get(communicator)?;
-        let stream = driver::stream(stream)?;
+        let stream = context::stream(stream)?;
         let known = size_of(element).is_some() && operation <= AVERAGE;
         if !known || stream.device != communicator.device {
             return Err(Error::INVALID_VALUE);
         }
         let part = Part { from, to, count, element, operation };
-        driver::submit(&stream, Submission {
+        queue::submit(&stream, Submission {
             name: "ncclAllReduce".into(),
             blocks: 1,
             launch: false,

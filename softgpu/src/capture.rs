@@ -4,18 +4,18 @@
 //! stream capture) and of `cuThreadExchangeStreamCaptureMode`. What breaks one invalidates the
 //! capture; its end then fails too.
 
-use crate::control::{entries, put, Error, Handles, Outcome};
-use crate::driver::{self, Stream};
-use crate::stream::{engine, Manner, Node, Submission};
+use crate::abi::{Error, Handles, Outcome};
+use crate::context::{lock, Stream};
+use crate::engine::stream::{engine, Manner, Node, Submission};
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::ThreadId;
 
 /// Whom a capture keeps from calls that it cannot see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
+pub enum Mode {
     /// All threads.
     Global,
     /// The thread that began it.
@@ -24,7 +24,7 @@ enum Mode {
 }
 
 impl Mode {
-    fn new(number: u32) -> Outcome<Self> {
+    pub fn new(number: u32) -> Outcome<Self> {
         match number {
             0 => Ok(Self::Global),
             1 => Ok(Self::ThreadLocal),
@@ -56,15 +56,12 @@ struct Captured {
 }
 
 static CAPTURES: Mutex<Vec<Arc<Capture>>> = Mutex::new(vec![]);
+
 /// Its length, for those who would not take the lock for nothing.
 static ACTIVE: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static THREAD_MODE: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Capture {
@@ -153,7 +150,7 @@ impl Capture {
     }
 }
 
-fn free_node(address: u64) -> Submission {
+pub fn free_node(address: u64) -> Submission {
     Submission::new("cuMemFreeAsync", move |memory, work| {
         memory.sleep(address, work)
     })
@@ -250,14 +247,39 @@ impl Drop for Graph {
 
 /// A graph that can be launched.
 #[derive(Clone)]
-struct Executable {
-    graph: Arc<Graph>,
+pub struct Executable {
+    pub graph: Arc<Graph>,
     /// A launch frees what the launch before it left.
-    frees: bool,
+    pub frees: bool,
 }
 
-static GRAPHS: Handles<Arc<Graph>> = Handles::new(5);
-static EXECUTABLES: Handles<Executable> = Handles::new(6);
+impl Executable {
+    pub fn launch(&self, stream: &Stream) -> Outcome {
+        let Self { graph, frees } = self;
+        stream_call(stream)?;
+        if stream.manner == Manner::Legacy {
+            legacy_call(stream.device)?;
+        }
+        {
+            let mut kept = lock(&graph.kept);
+            if !kept.is_empty() && !*frees {
+                return Err(Error::INVALID_VALUE);
+            }
+            for address in kept.drain() {
+                engine().submit(stream.id, free_node(address))?;
+            }
+            let left = graph.allocations.iter().filter(|(_, freed)| !**freed);
+            kept.extend(left.map(|(address, _)| address));
+        }
+        let keep: Arc<dyn Any + Send + Sync> = graph.clone();
+        engine().submit_graph(stream.id, &graph.nodes, &keep)?;
+        Ok(())
+    }
+}
+
+pub static GRAPHS: Handles<Arc<Graph>> = Handles::new(5);
+
+pub static EXECUTABLES: Handles<Executable> = Handles::new(6);
 
 /// Graphs and executable graphs that the program holds.
 pub fn live() -> u64 {
@@ -275,7 +297,45 @@ pub fn free_kept(stream: &Stream, address: u64) -> Outcome<bool> {
     Ok(true)
 }
 
-fn end_capture(stream: &Stream) -> Outcome<Arc<Graph>> {
+/// Begins a capture with a stream.
+pub fn begin(stream: Stream, mode: Mode) -> Outcome {
+    if stream.manner == Manner::Legacy {
+        return Err(Error::CAPTURE_UNSUPPORTED);
+    }
+    if of(&stream).is_some() {
+        return Err(Error::INVALID_VALUE);
+    }
+    let capture = Capture {
+        mode,
+        thread: std::thread::current().id(),
+        state: Mutex::new(Captured {
+            last: HashMap::from([(stream.id, vec![])]),
+            blocking: stream.manner == Manner::Blocking,
+            ..Captured::default()
+        }),
+        origin: stream,
+    };
+    let mut all = lock(&CAPTURES);
+    all.push(Arc::new(capture));
+    ACTIVE.store(all.len(), Relaxed);
+    Ok(())
+}
+
+/// Whether a stream is captured: 0, not at all; 1; 2, in vain.
+pub fn status_of(stream: &Stream) -> u32 {
+    match of(&stream) {
+        None => 0,
+        Some(capture) if capture.state().invalid => 2,
+        Some(_) => 1,
+    }
+}
+
+/// Changes how this thread's calls meet captures; gives what it was.
+pub fn exchange_mode(mode: u32) -> u32 {
+    THREAD_MODE.replace(mode)
+}
+
+pub fn end_capture(stream: &Stream) -> Outcome<Arc<Graph>> {
     let capture = of(stream).ok_or(Error::INVALID_VALUE)?;
     if capture.origin.id != stream.id {
         capture.invalidate();
@@ -319,116 +379,5 @@ impl Captured {
             true => Ok(graph),
             false => Err(Error::CAPTURE_UNJOINED),
         }
-    }
-}
-
-/// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`, `.._UPLOAD`, `.._DEVICE_LAUNCH`,
-/// `.._USE_NODE_PRIORITY`.
-const AUTO_FREE: u64 = 1;
-const DEVICE_LAUNCH: u64 = 4;
-const KNOWN_FLAGS: u64 = 15;
-
-entries! {
-    fn cuStreamBeginCapture_v2(stream: u64, mode: u32) {
-        let stream = driver::stream(stream)?;
-        let mode = Mode::new(mode)?;
-        if stream.manner == Manner::Legacy {
-            return Err(Error::CAPTURE_UNSUPPORTED);
-        }
-        if of(&stream).is_some() {
-            return Err(Error::INVALID_VALUE);
-        }
-        let capture = Capture {
-            mode,
-            thread: std::thread::current().id(),
-            state: Mutex::new(Captured {
-                last: HashMap::from([(stream.id, vec![])]),
-                blocking: stream.manner == Manner::Blocking,
-                ..Captured::default()
-            }),
-            origin: stream,
-        };
-        let mut all = lock(&CAPTURES);
-        all.push(Arc::new(capture));
-        ACTIVE.store(all.len(), Relaxed);
-        Ok(())
-    }
-
-    fn cuStreamEndCapture(stream: u64, graph: *mut u64) {
-        let stream = driver::stream(stream)?;
-        // An end that fails gives no graph.
-        put(graph, 0)?;
-        let ended = end_capture(&stream)?;
-        put(graph, GRAPHS.add(ended))
-    }
-
-    fn cuStreamIsCapturing(stream: u64, status: *mut u32) {
-        let stream = driver::stream(stream)?;
-        let is = match of(&stream) {
-            None => 0,
-            Some(capture) if capture.state().invalid => 2,
-            Some(_) => 1,
-        };
-        put(status, is)
-    }
-
-    fn cuThreadExchangeStreamCaptureMode(mode: *mut u32) {
-        if mode.is_null() {
-            return Err(Error::INVALID_VALUE);
-        }
-        Mode::new(*mode)?;
-        *mode = THREAD_MODE.replace(*mode);
-        Ok(())
-    }
-
-    fn cuGraphInstantiateWithFlags(executable: *mut u64, graph: u64, flags: u64) {
-        let graph = GRAPHS.get(graph)?;
-        let both = AUTO_FREE | DEVICE_LAUNCH;
-        if flags & !KNOWN_FLAGS != 0 || flags & both == both {
-            return Err(Error::INVALID_VALUE);
-        }
-        if flags & DEVICE_LAUNCH != 0 {
-            return Err(Error::NOT_SUPPORTED);
-        }
-        put(executable, EXECUTABLES.add(Executable { graph, frees: flags & AUTO_FREE != 0 }))
-    }
-
-    fn cuGraphUpload(executable: u64, stream: u64) {
-        EXECUTABLES.get(executable)?;
-        driver::stream(stream)?;
-        Ok(())
-    }
-
-    fn cuGraphLaunch(executable: u64, stream: u64) {
-        let Executable { graph, frees } = EXECUTABLES.get(executable)?;
-        let stream = driver::stream(stream)?;
-        stream_call(&stream)?;
-        if stream.manner == Manner::Legacy {
-            legacy_call(stream.device)?;
-        }
-        {
-            let mut kept = lock(&graph.kept);
-            if !kept.is_empty() && !frees {
-                return Err(Error::INVALID_VALUE);
-            }
-            for address in kept.drain() {
-                engine().submit(stream.id, free_node(address))?;
-            }
-            let left = graph.allocations.iter().filter(|(_, freed)| !**freed);
-            kept.extend(left.map(|(address, _)| address));
-        }
-        let keep: Arc<dyn Any + Send + Sync> = graph.clone();
-        engine().submit_graph(stream.id, &graph.nodes, &keep)?;
-        Ok(())
-    }
-
-    fn cuGraphExecDestroy(executable: u64) {
-        EXECUTABLES.remove(executable)?;
-        Ok(())
-    }
-
-    fn cuGraphDestroy(graph: u64) {
-        GRAPHS.remove(graph)?;
-        Ok(())
     }
 }

@@ -1,5 +1,7 @@
 //! What a launch did, counted.
 
+use crate::isa::op::Class;
+
 /// Counts of a launch, or of many.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counts {
@@ -21,37 +23,6 @@ pub struct Counts {
     pub bank_conflicts: u64,
     /// Barriers of a block that warps arrived at.
     pub barriers: u64,
-}
-
-/// What a warp instruction occupies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(usize)]
-pub enum Class {
-    /// Integers, predicates, moves, conversions between integers.
-    Integer,
-    /// f32, f16 and bf16 arithmetic.
-    Float,
-    /// f64 arithmetic.
-    Double,
-    /// Conversions to or from a floating-point number.
-    Convert,
-    /// Roots, reciprocals, exponentials, logarithms.
-    Special,
-    /// Loads and stores of global memory.
-    Global,
-    /// Loads and stores of shared memory.
-    Shared,
-    /// Parameters, constants and local memory.
-    Other,
-    /// Branches, calls, returns.
-    Control,
-    /// Shuffles, votes, barriers.
-    Sync,
-}
-
-impl Class {
-    /// How many there are.
-    pub const COUNT: usize = 10;
 }
 
 impl Counts {

@@ -9,32 +9,9 @@
 // Lanes are numbered in PTX.
 #![allow(clippy::needless_range_loop)]
 
-use crate::counts::Class;
-use crate::float::{self, Approximate, Format, Mode, BF16, E4M3, E5M2, F16, F32, F64};
-use crate::ptx::Op;
+use crate::isa::float::{self, Approximate, Format, Mode, BF16, E4M3, E5M2, F16, F32, F64};
+use crate::isa::op::{Class, Exec, Lanes, Op};
 use std::mem::MaybeUninit;
-
-/// 32 values of 32 bits; two slots hold 32 values of 64 bits. A value of 16 bits is extended by
-/// zeros.
-#[derive(Clone, Copy)]
-#[repr(C, align(128))]
-pub struct Slot(pub [u32; 32]);
-
-/// The registers of a warp, as arithmetic sees them.
-pub struct Lanes {
-    pub slots: *mut Slot,
-    pub predicates: *mut u32,
-    /// The carry flag of each lane.
-    pub carry: u32,
-    /// The seed that moves approximate results, if they are to be moved.
-    pub perturb: Option<u64>,
-}
-
-/// Computes an instruction for the lanes of a mask.
-///
-/// A caller proves that the slots and predicates named by the instruction are those of the function
-/// it was decoded for.
-pub type Exec = unsafe fn(&mut Lanes, &Op, u32);
 
 /// An arithmetic instruction, found by its name.
 #[derive(Clone, Copy)]

@@ -269,7 +269,7 @@ struct Arena {
 
 /// Bytes that an arena holds. What was freed is used again, so a program needs little more than it
 /// holds at once.
-const ARENA: u64 = 1 << 39;
+const ARENA: u64 = 1 << 41;
 /// Allocations are aligned so, as the driver aligns them.
 const ALIGNMENT: u64 = 512;
 /// Bytes after each allocation that belong to none.
@@ -279,6 +279,10 @@ const GAP: u64 = 256;
 const QUARANTINE: usize = 16;
 /// Larger ones give their pages back when they are freed.
 const LARGE: u64 = 16 << 20;
+/// Where memory is sparse: a copy or fill of more bytes is a large one, of which so many are touched
+/// at each end.
+const SPARSE: u64 = 1 << 28;
+const SPARSE_END: u64 = 1 << 20;
 
 impl Arena {
     fn new() -> Self {
@@ -375,6 +379,8 @@ struct Room {
 pub struct Memory {
     arena: Arena,
     checks: AtomicBool,
+    /// Of large copies and fills only the ends are done, and what nothing wrote may be read.
+    sparse: AtomicBool,
     allocations: RwLock<BTreeMap<u64, Arc<Allocation>>>,
     room: Mutex<Room>,
     history: RwLock<History>,
@@ -385,6 +391,7 @@ impl Default for Memory {
         Self {
             arena: Arena::new(),
             checks: AtomicBool::new(true),
+            sparse: AtomicBool::new(false),
             allocations: RwLock::default(),
             room: Mutex::default(),
             history: RwLock::default(),
@@ -409,6 +416,24 @@ impl Memory {
     /// Turns all checks on or off.
     pub fn set_checks(&self, on: bool) {
         self.checks.store(on, Relaxed);
+    }
+
+    /// Whether memory is as large as the address space and only the ends of large arrays are
+    /// touched.
+    pub fn set_sparse(&self, on: bool) {
+        self.sparse.store(on, Relaxed);
+    }
+
+    pub fn is_sparse(&self) -> bool {
+        self.sparse.load(Relaxed)
+    }
+
+    /// Offsets and lengths of the parts of so many bytes that a copy or fill touches.
+    fn parts(&self, bytes: u64) -> Vec<(u64, u64)> {
+        match self.is_sparse() && bytes > SPARSE {
+            true => vec![(0, SPARSE_END), (bytes - SPARSE_END, SPARSE_END)],
+            false => vec![(0, bytes)],
+        }
     }
 
     /// Makes an allocation. Its bytes are not written. None: it does not fit.
@@ -463,7 +488,15 @@ impl Memory {
 
     fn forget_written(&self, start: u64, bytes: u64) {
         let (_, written) = self.arena.words(start, bytes as usize / 4);
-        for byte in written {
+        // Pages are discarded whole; what is left at either end is less than one.
+        let (head, tail) = match bytes >= LARGE {
+            true => {
+                Arena::discard(written.as_ptr() as u64, bytes / 4);
+                (4096, written.len() - 4096)
+            }
+            false => (written.len(), written.len()),
+        };
+        for byte in written[..head].iter().chain(&written[tail..]) {
             // Pages that were never touched stay so.
             if byte.load(Relaxed) != 0 {
                 byte.store(0, Relaxed);
@@ -665,6 +698,8 @@ pub struct View {
     agents: Agents,
     /// The agent of this block.
     own: u32,
+    /// What nothing wrote may be read.
+    sparse: bool,
     recent: [Option<Recent>; 4],
     oldest: usize,
     /// Ranges of agents, and whether they happened before.
@@ -758,6 +793,7 @@ impl View {
     pub fn new(memory: Arc<Memory>, work: Arc<Work>, block: u32) -> Self {
         let agents = *work.agents.get_or_init(|| memory.enlist(&work));
         Self {
+            sparse: memory.is_sparse(),
             memory,
             work,
             block,
@@ -1031,7 +1067,7 @@ impl View {
             let old = agents.load(Relaxed);
             let (writer, reader) = (old as u32, (old >> 32) as u32);
             let known = writer < floor || !READ_ONLY && writer | WHOLE == own;
-            if written.load(Relaxed) != WHOLE as u8 || !known {
+            if written.load(Relaxed) != WHOLE as u8 && !self.sparse || !known {
                 return start + i as u64 * 4;
             }
             if reader == own || reader == several {
@@ -1137,7 +1173,7 @@ impl View {
         let (agents, written) = (memory.arena.agents(address), memory.arena.written(address));
         if kind != Kind::Store {
             let missing = bytes & !u32::from(written.load(Relaxed));
-            if missing != 0 {
+            if missing != 0 && !self.sparse {
                 let at = address + u64::from(missing.trailing_zeros());
                 return Err((
                     at,
@@ -1375,6 +1411,13 @@ impl View {
 
     /// Copies within the device. What is not written there is not written here.
     pub fn copy(&mut self, to: u64, from: u64, bytes: u64) -> Result<(), String> {
+        for (start, bytes) in self.memory.parts(bytes) {
+            self.copy_part(to + start, from + start, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn copy_part(&mut self, to: u64, from: u64, bytes: u64) -> Result<(), String> {
         let checks = self.memory.checks.load(Relaxed);
         if checks {
             self.read_any(from, bytes).map_err(|(_, what)| what)?;
@@ -1405,6 +1448,14 @@ impl View {
 
     /// Fills memory with copies of a pattern of 1, 2 or 4 bytes.
     pub fn fill(&mut self, to: u64, pattern: &[u8], count: u64) -> Result<(), String> {
+        let step = pattern.len() as u64;
+        for (start, bytes) in self.memory.parts(count * step) {
+            self.fill_part(to + start, pattern, bytes / step)?;
+        }
+        Ok(())
+    }
+
+    fn fill_part(&mut self, to: u64, pattern: &[u8], count: u64) -> Result<(), String> {
         let step = pattern.len() as u64;
         self.touch(Kind::Store, to, count * step, step)?;
         match pattern {

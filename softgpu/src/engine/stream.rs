@@ -5,10 +5,10 @@
 //! orders, go by it. Work runs on whichever host thread waits; the lock of the queues is not held
 //! meanwhile.
 
-use crate::counts::Counts;
-use crate::fault::Fault;
-use crate::grid::Conditions;
-use crate::memory::{Clock, Memory, Position, Work};
+use crate::engine::counts::Counts;
+use crate::engine::fault::Fault;
+use crate::engine::launch::Conditions;
+use crate::engine::memory::{Clock, Memory, Position, Work};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -167,6 +167,8 @@ pub struct Engine {
     pub kernels: AtomicBool,
     seed: u64,
     perturb: bool,
+    sparse: bool,
+    unchecked: bool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -194,12 +196,20 @@ fn is_off(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| value == "off" || value == "0")
 }
 
+/// Whether the environment switches something on.
+fn is_on(name: &str) -> bool {
+    number_from(name).is_some_and(|on| on != 0)
+}
+
 /// The process's engine.
 pub fn engine() -> &'static Engine {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     ENGINE.get_or_init(|| {
         let memory = Memory::default();
-        memory.set_checks(!is_off("SOFTGPU_CHECKS"));
+        let unchecked = is_off("SOFTGPU_CHECKS");
+        memory.set_checks(!unchecked);
+        let sparse = is_on("SOFTGPU_SPARSE");
+        memory.set_sparse(sparse);
         let seed = number_from("SOFTGPU_SEED").unwrap_or(0);
         extern "C" fn at_exit() {
             engine().finish();
@@ -210,7 +220,9 @@ pub fn engine() -> &'static Engine {
             memory: Arc::new(memory),
             kernels: AtomicBool::new(!is_off("SOFTGPU_KERNELS")),
             seed,
-            perturb: number_from("SOFTGPU_PERTURB").is_some_and(|on| on != 0),
+            perturb: is_on("SOFTGPU_PERTURB"),
+            sparse,
+            unchecked,
             state: Mutex::new(State {
                 random: seed,
                 ..State::default()
@@ -234,6 +246,8 @@ impl Engine {
                 seed => scramble(seed ^ scramble(own)).max(1),
             },
             perturb: self.perturb,
+            sparse: self.sparse,
+            unchecked: self.unchecked,
         }
     }
 

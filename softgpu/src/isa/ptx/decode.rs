@@ -1,29 +1,23 @@
 //! A function's text to instructions.
 
-use super::{
-    declared, number, type_bytes, Address, Atomic, Copy, Kind, LaneMask, Module, Op, Operation,
-    Parameter, Program, Scalar, Space, Value,
-};
-use crate::alu::{self, Exec, Lanes};
-use crate::counts::Class;
+use super::source::{declared, number, type_bytes, Parameter, Source};
+use crate::isa::alu;
+use crate::isa::op::*;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Generic addresses of a block's own memory lie above all that hosts have.
-pub(crate) const SHARED_WINDOW: u64 = 1 << 60;
-pub(crate) const LOCAL_WINDOW: u64 = 2 << 60;
-pub(crate) const PARAMETER_WINDOW: u64 = 3 << 60;
-
 /// A predicate that holds in every lane, and one that nobody reads.
 const ALWAYS: u16 = 0;
+
 const SINK: u16 = 1;
+
 /// Slots that nobody reads; two, for 64 bits.
 const SINK_SLOT: u16 = 0;
 
 /// Decodes an entry and all that it calls.
-pub(super) fn program(module: &Module, function: usize) -> Result<Program, String> {
+pub(super) fn program(source: &Source, function: usize) -> Result<Program, String> {
     let mut decoder = Decoder {
-        module,
+        module: source,
         program: Program {
             ops: vec![],
             addresses: vec![],
@@ -66,7 +60,7 @@ pub(super) fn program(module: &Module, function: usize) -> Result<Program, Strin
     if program.slots >= 0xffff || program.predicates >= 0xffff {
         return Err(format!(
             "{} has too many registers",
-            module.functions[function].name
+            source.functions[function].name
         ));
     }
     Ok(program)
@@ -110,7 +104,7 @@ struct Scope {
 }
 
 struct Decoder<'a> {
-    module: &'a Module,
+    module: &'a Source,
     program: Program,
     known_values: HashMap<(Value, bool), u16>,
     frames: Vec<Frame>,
@@ -1361,28 +1355,6 @@ impl<'a> Decoder<'a> {
         let op = self.op(Kind::CopyParameter, Class::Other);
         self.push(Op { target, ..op });
         Some(())
-    }
-}
-
-/// What a barrier of a block does.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum BarrierKind {
-    Sync,
-    Arrive,
-    Count,
-    All,
-    Any,
-}
-
-impl BarrierKind {
-    pub fn of(immediate: u64) -> Self {
-        match immediate & 255 {
-            0 => Self::Sync,
-            1 => Self::Arrive,
-            2 => Self::Count,
-            3 => Self::All,
-            _ => Self::Any,
-        }
     }
 }
 

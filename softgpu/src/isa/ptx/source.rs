@@ -1,262 +1,51 @@
-//! PTX text to instructions.
-//!
-//! [`Module::parse`] finds the functions and variables. A function is decoded when it is first
-//! launched.
+//! The text of a PTX module: its functions and variables.
 
-pub(crate) mod decode;
-
-use crate::alu::Exec;
-use crate::counts::Class;
+use crate::isa::op::Space;
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
 
-/// A module as `cuModuleLoadData` takes it.
-pub struct Module {
-    text: String,
-    files: HashMap<u32, String>,
-    functions: Vec<Function>,
+/// A module's text, and what is found in it before a function is decoded.
+pub struct Source {
+    pub(super) text: String,
+    pub(super) files: HashMap<u32, String>,
+    pub(super) functions: Vec<Function>,
     /// Numbers of the functions that a host can launch.
-    entries: Vec<usize>,
-    variables: Vec<Variable>,
-    globals: (usize, usize),
-    programs: Vec<OnceLock<Result<Arc<Program>, String>>>,
+    pub(super) entries: Vec<usize>,
+    pub(super) variables: Vec<Variable>,
+    pub(super) globals: (usize, usize),
 }
 
-/// A function as its header declares it.
-struct Function {
-    name: String,
-    parameters: Vec<Parameter>,
-    returns: Vec<Parameter>,
-    /// Where the text between its braces is, and the number of its first line. None: it is only
-    /// declared.
-    body: Option<(Range<usize>, u32)>,
-    max_threads: u32,
-}
-
-struct Parameter {
-    name: String,
-    offset: usize,
-    size: usize,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Space {
-    Generic,
-    Global,
-    Shared,
-    Local,
-    Parameter,
-}
-
-/// A variable of the module.
-struct Variable {
-    name: String,
-    space: Space,
-    align: usize,
-    size: usize,
-    /// In the module's allocation.
-    offset: usize,
-    dynamic: bool,
-    initial: Vec<u8>,
-    /// Where in its bytes the address of another variable goes, and how far behind its start.
-    pointers: Vec<(usize, String, u64)>,
-}
-
-/// What a warp has to do for an instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Kind {
-    Arithmetic,
-    Branch,
-    Call,
-    Return,
-    Exit,
-    Load,
-    Store,
-    Atomic,
-    CopyParameter,
-    CopyAsync,
-    CommitGroup,
-    WaitGroup,
-    Shuffle,
-    Vote,
-    Match,
-    ActiveMask,
-    WarpBarrier,
-    Barrier,
-    Clock,
-    Nothing,
-    Assert,
-    Unknown,
-}
-
-/// A decoded instruction. Operands are numbers of slots or predicates.
-#[derive(Clone, Copy)]
-pub struct Op {
-    pub(crate) exec: Exec,
-    pub(crate) immediate: u64,
-    pub(crate) kind: Kind,
-    pub(crate) class: Class,
-    /// A lane takes part where this predicate differs from `flip`.
-    pub(crate) guard: u16,
-    pub(crate) flip: u32,
-    pub(crate) d: u16,
-    pub(crate) a: u16,
-    pub(crate) b: u16,
-    pub(crate) c: u16,
-    pub(crate) more: [u16; 2],
-    /// The instruction to go to, or the number of an [`Address`] or [`Copy`].
-    pub(crate) target: u32,
-    /// In the PTX text.
-    pub(crate) line: u32,
-}
-
-/// The memory operand of an instruction, and the registers that go there.
-pub(crate) struct Address {
-    pub space: Space,
-    /// Of one element.
-    pub bytes: u32,
-    pub count: u32,
-    pub signed: bool,
-    pub read_only: bool,
-    /// The slot of the address, if a register is part of it.
-    pub base: Option<u16>,
-    pub wide: bool,
-    pub offset: u64,
-    pub registers: [u16; 4],
-    /// Bits of each register.
-    pub widths: [u8; 4],
-    pub atomic: Option<Atomic>,
-}
-
-/// What an atomic instruction does, and to what type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Atomic {
-    pub operation: Operation,
-    pub ty: Scalar,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Operation {
-    Add,
-    Min,
-    Max,
-    And,
-    Or,
-    Xor,
-    Exchange,
-    CompareAndSwap,
-    Increment,
-    Decrement,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scalar {
-    Unsigned,
-    Signed,
-    F16,
-    Bf16,
-    F16x2,
-    Bf16x2,
-    F32,
-    F64,
-}
-
-/// A call's argument or result: bytes of a thread's own memory.
-pub(crate) struct Copy {
-    pub from: u32,
-    pub to: u32,
-    pub bytes: u32,
-}
-
-/// A value that does not change while a block runs.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) enum Value {
-    Bits(u64),
-    /// An address in the module's variables.
-    Global(u64),
-    /// An address behind the start of dynamic shared memory.
-    DynamicShared(u64),
-    /// The index of a thread, a block, or the size of either; the second number is the axis.
-    Thread(u8),
-    Threads(u8),
-    Block(u8),
-    Blocks(u8),
-    Lane,
-    Warp,
-    Warps,
-    LaneMask(LaneMask),
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) enum LaneMask {
-    Equal,
-    Less,
-    LessOrEqual,
-    Greater,
-    GreaterOrEqual,
-}
-
-/// An entry with all that it calls, decoded.
-pub(crate) struct Program {
-    pub ops: Vec<Op>,
-    pub addresses: Vec<Address>,
-    pub copies: Vec<Copy>,
-    /// What an unknown instruction, or a failed assertion, is told as.
-    pub messages: Vec<String>,
-    /// Where each instruction's text is.
-    pub texts: Vec<Range<u32>>,
-    /// File and line of each instruction's source; 0 if unknown.
-    pub sources: Vec<(u32, u32)>,
-    pub slots: usize,
-    pub predicates: usize,
-    /// Slots that are filled before a block runs, and whether they hold 64 bits.
-    pub values: Vec<(Value, bool, u16)>,
-    pub local_bytes: usize,
-    pub shared_bytes: usize,
-    pub dynamic_align: usize,
-}
-
-impl Program {
-    /// Where dynamic shared memory starts.
-    pub fn dynamic_start(&self) -> usize {
-        self.shared_bytes.next_multiple_of(self.dynamic_align)
-    }
-}
-
-impl Module {
+impl Source {
     /// Parses PTX. An error names the line.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let mut module = Self {
+        let mut source = Self {
             text: text.to_owned(),
             files: HashMap::new(),
             functions: vec![],
             entries: vec![],
             variables: vec![],
             globals: (0, 1),
-            programs: vec![],
         };
         Scanner {
             text,
             at: 0,
             line: 1,
         }
-        .module(&mut module)?;
-        if module.functions.is_empty() && module.variables.is_empty() {
+        .source(&mut source)?;
+        if source.functions.is_empty() && source.variables.is_empty() {
             return Err("this PTX has no function and no variable".into());
         }
-        for variable in module
+        for variable in source
             .variables
             .iter_mut()
             .filter(|v| v.space == Space::Global)
         {
-            let (size, align) = &mut module.globals;
+            let (size, align) = &mut source.globals;
             variable.offset = size.next_multiple_of(variable.align);
             *size = variable.offset + variable.size;
             *align = variable.align.max(*align);
         }
-        module.programs = module.entries.iter().map(|_| OnceLock::new()).collect();
-        Ok(module)
+        Ok(source)
     }
 
     /// Bytes and alignment of the module's global and constant variables, which live in one
@@ -311,35 +100,9 @@ impl Module {
             .collect()
     }
 
-    /// Bytes of static shared memory of an entry; none if the entry cannot be decoded.
-    pub fn static_shared(&self, entry: usize) -> usize {
-        self.program(entry)
-            .map_or(0, |program| program.shared_bytes)
-    }
-
     /// Most threads that a block of an entry may have (`.maxntid`, else 1024).
     pub fn max_threads(&self, entry: usize) -> u32 {
         self.functions[self.entries[entry]].max_threads
-    }
-
-    /// Instructions of an entry that this decoder does not know. Only who executes one gets a
-    /// fault.
-    pub fn unknown(&self, entry: usize) -> Result<Vec<String>, String> {
-        let program = self.program(entry)?;
-        let unknown = program
-            .ops
-            .iter()
-            .zip(&program.texts)
-            .filter(|(op, _)| op.kind == Kind::Unknown);
-        Ok(unknown
-            .map(|(op, text)| format!("line {}: {}", op.line, self.text_of(text)))
-            .collect())
-    }
-
-    pub(crate) fn program(&self, entry: usize) -> Result<Arc<Program>, String> {
-        self.programs[entry]
-            .get_or_init(|| decode::program(self, self.entries[entry]).map(Arc::new))
-            .clone()
     }
 
     /// An instruction's text on one line.
@@ -367,26 +130,35 @@ impl Module {
     }
 }
 
-/// The text without the `k`-th statement, counted from 0, whose opcode starts with `opcode`
-/// (`bar.sync`, `cp.async.wait_group`). Plants a fault.
-pub fn without_statement(text: &str, opcode: &str, k: usize) -> Option<String> {
-    let mut seen = 0;
-    let mut at = 0;
-    while let Some(found) = text[at..].find(opcode) {
-        let start = at + found;
-        let line = text[..start].rfind('\n').map_or(0, |newline| newline + 1);
-        let before = text[line..start].trim();
-        let end = start + text[start..].find(';')? + 1;
-        if before.is_empty() || before.starts_with('@') {
-            if seen == k {
-                let from = line + text[line..start].len() - text[line..start].trim_start().len();
-                return Some(format!("{}{}", &text[..from], &text[end..]));
-            }
-            seen += 1;
-        }
-        at = end;
-    }
-    None
+/// A function as its header declares it.
+pub(super) struct Function {
+    pub(super) name: String,
+    pub(super) parameters: Vec<Parameter>,
+    pub(super) returns: Vec<Parameter>,
+    /// Where the text between its braces is, and the number of its first line. None: it is only
+    /// declared.
+    pub(super) body: Option<(Range<usize>, u32)>,
+    pub(super) max_threads: u32,
+}
+
+pub(super) struct Parameter {
+    pub(super) name: String,
+    pub(super) offset: usize,
+    pub(super) size: usize,
+}
+
+/// A variable of the module.
+pub(super) struct Variable {
+    pub(super) name: String,
+    pub(super) space: Space,
+    pub(super) align: usize,
+    pub(super) size: usize,
+    /// In the module's allocation.
+    pub(super) offset: usize,
+    pub(super) dynamic: bool,
+    pub(super) initial: Vec<u8>,
+    /// Where in its bytes the address of another variable goes, and how far behind its start.
+    pub(super) pointers: Vec<(usize, String, u64)>,
 }
 
 /// Walks over the text outside of functions.
@@ -397,7 +169,7 @@ struct Scanner<'a> {
 }
 
 impl<'a> Scanner<'a> {
-    fn module(&mut self, module: &mut Module) -> Result<(), String> {
+    fn source(&mut self, source: &mut Source) -> Result<(), String> {
         loop {
             self.skip_space();
             let rest = &self.text[self.at..];
@@ -411,7 +183,7 @@ impl<'a> Scanner<'a> {
                     (words.next().and_then(|n| n.parse().ok()), words.next())
                 {
                     let name = line.split('"').nth(1).unwrap_or("");
-                    module.files.insert(number, name.to_owned());
+                    source.files.insert(number, name.to_owned());
                 }
             } else if [".version", ".target", ".address_size", ".loc"]
                 .iter()
@@ -422,7 +194,7 @@ impl<'a> Scanner<'a> {
                 self.take_until(b"{");
                 self.take_body()?;
             } else if rest.starts_with('.') {
-                self.declaration(module)?;
+                self.declaration(source)?;
             } else {
                 return Err(format!(
                     "line {}: what is {:?}?",
@@ -433,7 +205,7 @@ impl<'a> Scanner<'a> {
         }
     }
 
-    fn declaration(&mut self, module: &mut Module) -> Result<(), String> {
+    fn declaration(&mut self, source: &mut Source) -> Result<(), String> {
         let line = self.line;
         let keywords = &self.text[self.at..];
         let function = {
@@ -451,7 +223,7 @@ impl<'a> Scanner<'a> {
                 return Ok(());
             }
             let variable = variable(text).map_err(|what| format!("line {line}: {what}"))?;
-            module.variables.push(variable);
+            source.variables.push(variable);
             return Ok(());
         }
         let header = self.take_until_any(b"{;");
@@ -462,7 +234,7 @@ impl<'a> Scanner<'a> {
             function.body = Some((self.take_body()?, line));
         }
         // A declaration may stand before its definition.
-        if let Some(known) = module
+        if let Some(known) = source
             .functions
             .iter_mut()
             .find(|known| known.name == function.name)
@@ -473,9 +245,9 @@ impl<'a> Scanner<'a> {
             return Ok(());
         }
         if header.contains(".entry") {
-            module.entries.push(module.functions.len());
+            source.entries.push(source.functions.len());
         }
-        module.functions.push(function);
+        source.functions.push(function);
         Ok(())
     }
 
@@ -562,19 +334,25 @@ fn first_line(text: &str) -> &str {
 }
 
 /// Bytes of a type such as `.b32`.
-fn type_bytes(ty: &str) -> Option<usize> {
+pub(super) fn type_bytes(ty: &str) -> Option<usize> {
     let digits = ty.trim_start_matches(|c: char| !c.is_ascii_digit());
+
     let bits: usize = digits.parse().ok()?;
+
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
 /// `.param .align 8 .b8 name[192]`, without what comes before the type: its name, alignment and
 /// bytes.
-fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
+pub(super) fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
     let mut align = None;
+
     let mut element = None;
+
     let mut words = text.split_whitespace().peekable();
+
     let mut name = "";
+
     while let Some(word) = words.next() {
         match word {
             ".align" => align = words.next()?.parse().ok(),
@@ -587,11 +365,17 @@ fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
             _ => element = type_bytes(word).or(element),
         }
     }
+
     let rest: String = words.collect();
+
     let whole = format!("{name}{rest}");
+
     let bare = name.split('[').next()?;
+
     let element = element?;
+
     let mut count = 1;
+
     for length in whole.split('[').skip(1) {
         let length = length.split(']').next()?.trim();
         count *= if length.is_empty() {
@@ -600,22 +384,30 @@ fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
             length.parse::<usize>().ok()?
         };
     }
+
     Some((bare, align.unwrap_or(element), element * count, element))
 }
 
 fn variable(text: &str) -> Result<Variable, String> {
     let bad = || format!("a variable is not understood: {}", first_line(text));
+
     let (left, right) = match text.split_once('=') {
         Some((left, right)) => (left, Some(right)),
         None => (text, None),
     };
+
     let (name, align, mut size, element) = declared(left).ok_or_else(bad)?;
+
     let shared = left
         .split_whitespace()
         .any(|word| word.starts_with(".shared"));
+
     let dynamic = shared && left.contains(".extern");
+
     let mut initial = vec![];
+
     let mut pointers = vec![];
+
     for item in right
         .unwrap_or("")
         .split(['{', '}', ','])
@@ -637,7 +429,9 @@ fn variable(text: &str) -> Result<Variable, String> {
         };
         initial.extend_from_slice(&bits.to_le_bytes()[..element]);
     }
+
     size = size.max(initial.len());
+
     Ok(Variable {
         name: name.to_owned(),
         space: if shared { Space::Shared } else { Space::Global },
@@ -651,17 +445,22 @@ fn variable(text: &str) -> Result<Variable, String> {
 }
 
 /// An immediate's bits; a decimal fraction becomes f64 if `wide` and f32 else.
-fn number(text: &str, wide: bool) -> Option<u64> {
+pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
     let (negative, digits) = match text.strip_prefix('-') {
         Some(rest) => (true, rest.trim()),
         None => (false, text),
     };
+
     let first = digits.as_bytes().first()?;
+
     if !first.is_ascii_digit() {
         return None;
     }
+
     let lower = digits.get(..2).unwrap_or("");
+
     let sign = |bits: u64, top: u32| if negative { bits ^ 1 << top } else { bits };
+
     match lower {
         "0f" | "0F" => {
             return Some(sign(
@@ -672,12 +471,15 @@ fn number(text: &str, wide: bool) -> Option<u64> {
         "0d" | "0D" => return Some(sign(u64::from_str_radix(&digits[2..], 16).ok()?, 63)),
         _ => {}
     }
+
     let bare = digits.strip_suffix('U').unwrap_or(digits);
+
     let value = match lower {
         "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
         "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
         _ => bare.parse().ok(),
     };
+
     match value {
         Some(value) => Some(if negative {
             value.wrapping_neg()
@@ -699,25 +501,35 @@ fn header_of(text: &str) -> Option<Function> {
     let (_, rest) = text
         .split_once(".entry")
         .or_else(|| text.split_once(".func"))?;
+
     let mut rest = rest.trim_start();
+
     let mut returns = vec![];
+
     if let Some(inner) = rest.strip_prefix('(') {
         let (list, after) = inner.split_once(')')?;
         returns = parameters(list)?;
         rest = after.trim_start();
     }
+
     let end = rest
         .find(|c: char| c == '(' || c.is_whitespace())
         .unwrap_or(rest.len());
+
     let name = rest[..end].to_owned();
+
     let mut after = rest[end..].trim_start();
+
     let mut own = vec![];
+
     if let Some(inner) = after.strip_prefix('(') {
         let (list, directives) = inner.split_once(')')?;
         own = parameters(list)?;
         after = directives;
     }
+
     let mut max_threads = 1024;
+
     for directive in [".maxntid", ".reqntid"] {
         if let Some((_, numbers)) = after.split_once(directive) {
             let numbers = numbers.split('.').next()?.trim();
@@ -727,6 +539,7 @@ fn header_of(text: &str) -> Option<Function> {
                 .product();
         }
     }
+
     Some(Function {
         name,
         parameters: own,
@@ -738,7 +551,9 @@ fn header_of(text: &str) -> Option<Function> {
 
 fn parameters(list: &str) -> Option<Vec<Parameter>> {
     let mut offset = 0;
+
     let mut all = vec![];
+
     for text in list
         .split(',')
         .map(str::trim)
@@ -762,5 +577,6 @@ fn parameters(list: &str) -> Option<Vec<Parameter>> {
         });
         offset += size;
     }
+
     Some(all)
 }

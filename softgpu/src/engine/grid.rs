@@ -1,36 +1,26 @@
 //! Runs a launch: its blocks and warps in some order.
 
-use crate::alu::{self, Slot};
-use crate::counts::Counts;
-use crate::fault::Fault;
-use crate::memory::{Memory, View, Work};
-use crate::ptx::{Module, Op};
-use crate::shared::Shared;
-use crate::warp::{Block, State, Warp};
+use crate::engine::counts::Counts;
+use crate::engine::fault::Fault;
+use crate::engine::launch::{Conditions, Launch};
+use crate::engine::memory::{Memory, View, Work};
+use crate::engine::shared::Shared;
+use crate::engine::warp::{Block, State, Warp};
+use crate::isa::alu;
+use crate::isa::op::{Op, Slot};
 use std::cell::Cell;
 use std::sync::Arc;
 
-/// A kernel's launch, its arguments copied.
-pub struct Launch {
-    pub module: Arc<Module>,
-    pub entry: usize,
-    /// Where the module's variables are.
-    pub globals: u64,
-    pub grid: [u32; 3],
-    pub block: [u32; 3],
-    /// Bytes of dynamic shared memory.
-    pub shared_bytes: u32,
-    /// The arguments, laid out as [`Module::parameters`] says.
-    pub parameters: Vec<u8>,
-}
+/// A launch of more blocks is a large one, if only the ends of those run.
+const LARGE: u64 = 1 << 12;
 
-/// What a GPU leaves open.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Conditions {
-    /// Orders blocks, and the warps of a block. 0: by index.
-    pub seed: u64,
-    /// Moves results of approximate functions within their documented error.
-    pub perturb: bool,
+/// How many blocks of a large launch run at each end.
+fn end_of([x, y, z]: [u64; 3]) -> u64 {
+    match (y, z) {
+        (1, 1) => 17,
+        (_, 1) => x,
+        _ => x * y,
+    }
 }
 
 /// Branches that a warp may take before it is another's turn. Somebody may wait for what the other
@@ -91,6 +81,7 @@ pub fn run(
         mut slots,
     } = SPARE.try_with(Cell::take).unwrap_or_default();
     shared.resize(program.dynamic_start() + launch.shared_bytes as usize);
+    shared.check(!conditions.unchecked);
     let mut block = Block {
         launch,
         program: &program,
@@ -106,8 +97,17 @@ pub fn run(
         .map(|number| Warp::new(&block, number, perturb, slots.pop().unwrap_or_default()))
         .collect();
     let mut chance = Chance(conditions.seed);
-    for index in order(blocks, &mut chance) {
-        let [x, y, _] = launch.grid.map(u64::from);
+    let grid = launch.grid.map(u64::from);
+    let ([x, y, _], end) = (grid, end_of(grid));
+    let left_out = match conditions.sparse && blocks > LARGE {
+        true => blocks.saturating_sub(2 * end),
+        false => 0,
+    };
+    for place in order(blocks - left_out, &mut chance) {
+        let index = match left_out > 0 && place >= end {
+            true => place + left_out,
+            false => place,
+        };
         block.index = [index % x, index / x % y, index / (x * y)].map(|axis| axis as u32);
         block.view.move_to(index as u32);
         block.shared.restart();

@@ -1,15 +1,15 @@
 //! A block's shared memory, and what is known of each of its bytes: written or not, by whom, and
 //! who has read it since.
 
-use crate::counts::Counts;
+use crate::engine::counts::Counts;
 
 /// No warp, in the records of who touched a word.
 const NOBODY: u16 = u16::MAX;
 /// More warps than one.
 const MANY: u16 = u16::MAX - 1;
 
-/// How the lanes of a warp are ordered by the synchronizations among them. Nothing else orders
-/// them: each lane runs on its own.
+/// How the lanes of a warp are ordered by `bar.warp.sync` and by barriers of the block. Nothing else
+/// orders them: each lane runs on its own.
 pub struct Order {
     /// Counts the synchronizations.
     time: u32,
@@ -123,6 +123,8 @@ const UNTOUCHED: Record = Record {
 #[derive(Default)]
 pub struct Shared {
     bytes: Vec<u8>,
+    /// Only bounds are checked, and nothing is recorded.
+    unchecked: bool,
     words: Vec<Record>,
     /// The records of words whose bytes are accessed apart.
     split: Vec<[Record; 4]>,
@@ -153,6 +155,10 @@ impl Shared {
         if self.words.len() < bytes.div_ceil(4) {
             self.words.resize(bytes.div_ceil(4), UNTOUCHED);
         }
+    }
+
+    pub fn check(&mut self, on: bool) {
+        self.unchecked = !on;
     }
 
     /// Forgets all, for the next block.
@@ -200,6 +206,9 @@ impl Shared {
         touch: Touch,
     ) -> Result<(), String> {
         let start = self.place(address, size)?;
+        if self.unchecked {
+            return Ok(());
+        }
         if size >= 4 {
             let words = &mut self.words[start / 4..(start + size as usize) / 4];
             if words.iter().all(|word| {
@@ -269,6 +278,9 @@ impl Shared {
         if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
             return false;
         }
+        if self.unchecked {
+            return true;
+        }
         let (block, epoch) = (self.block, self.epoch);
         let words = &mut self.words[address as usize / 4..][..bytes / 4];
         // A size is a power of two.
@@ -304,6 +316,9 @@ impl Shared {
         if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
             return false;
         }
+        if self.unchecked {
+            return true;
+        }
         let (block, epoch) = (self.block, self.epoch);
         let words = &mut self.words[address as usize / 4..][..size as usize / 4];
         // Such as no lane needs a further look at, whichever wrote them.
@@ -326,6 +341,9 @@ impl Shared {
 
     /// Whether this lane's store meets another lane's of the same instruction, with another value.
     pub fn collides(&self, who: &Who, lane: u32, address: u64, value: &[u8]) -> Option<u32> {
+        if self.unchecked {
+            return None;
+        }
         let start = address as usize;
         let old = self.bytes.get(start..start + value.len())?;
         (start..start + value.len()).find_map(|at| {
@@ -349,6 +367,34 @@ impl Shared {
         Ok(())
     }
 
+    /// Copies of neighbouring lanes to bytes in a row begin, as for [`Shared::touch_row`].
+    pub fn fly_row(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
+        let settled = self.touch_row(who, mask, address, size, Touch::Write);
+        if settled && !self.unchecked {
+            let bytes = mask.count_ones() as usize * size as usize;
+            // A row that is settled has no split words.
+            for word in &mut self.words[address as usize / 4..][..bytes / 4] {
+                word.in_flight = true;
+                word.written = false;
+            }
+        }
+        settled
+    }
+
+    /// Copies of 16 bytes each have come to their end, if that needs no further look.
+    pub fn land_row(&mut self, who: &Who, mask: u32, address: u64, data: &[u8]) -> bool {
+        if !self.unchecked {
+            for word in &mut self.words[address as usize / 4..][..data.len() / 4] {
+                word.in_flight = false;
+            }
+        }
+        let settled = self.touch_row(who, mask, address, 16, Touch::Write);
+        if settled {
+            self.at(address, data.len() as u32).copy_from_slice(data);
+        }
+        settled
+    }
+
     /// A copy has come to its end: only now its bytes are there.
     pub fn land(&mut self, who: &Who, lane: u32, address: u64, data: &[u8]) -> Result<(), String> {
         self.set_in_flight(address, data.len(), false);
@@ -359,6 +405,9 @@ impl Shared {
 
     /// `size` is a multiple of 4.
     fn set_in_flight(&mut self, address: u64, size: usize, in_flight: bool) {
+        if self.unchecked {
+            return;
+        }
         for at in (address as usize..address as usize + size).step_by(4) {
             for record in self.records(at, 4) {
                 record.in_flight = in_flight;

@@ -1,10 +1,11 @@
 //! The little of cuRAND that candle calls. The numbers follow from the seed and their place alone;
 //! they are not cuRAND's.
 
-use crate::control::{entries, put, Error, Handles, Outcome};
-use crate::driver;
-use crate::graph;
-use crate::stream::{scramble, Submission};
+use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::capture;
+use crate::context;
+use crate::engine::stream::{scramble, Submission};
+use crate::queue;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 #[derive(Debug, Clone, Copy)]
@@ -74,13 +75,13 @@ fn generate(
         let mut generator = lock(&generator);
         let start = generator.given;
         generator.given += count as u64;
-        (start, generator.seed, driver::stream(generator.stream)?)
+        (start, generator.seed, context::stream(generator.stream)?)
     };
     let source = Source {
         seed,
         bits: if is_double { 53 } else { 24 },
     };
-    driver::submit(
+    queue::submit(
         &stream,
         Submission::new(name, move |memory, work| {
             let mut bytes = Vec::with_capacity(count * if is_double { 8 } else { 4 });
@@ -91,7 +92,7 @@ fn generate(
                     false => bytes.extend((value as f32).to_le_bytes()),
                 }
             }
-            driver::view(memory, work).upload(to, &bytes)
+            queue::view(memory, work).upload(to, &bytes)
         }),
     )
 }
@@ -107,14 +108,14 @@ fn normal(count: usize, mean: f64, deviation: f64) -> Outcome<Distribution> {
 entries! {
     fn curandCreateGenerator(generator: *mut u64, _kind: u32) {
         // It allocates.
-        graph::unsafe_call()?;
-        driver::current_device()?;
+        capture::unsafe_call()?;
+        context::current_device()?;
         let new = Generator { seed: 0, given: 0, stream: 0 };
         put(generator, GENERATORS.add(Arc::new(Mutex::new(new))))
     }
 
     fn curandDestroyGenerator(generator: u64) {
-        graph::unsafe_call()?;
+        capture::unsafe_call()?;
         GENERATORS.remove(generator)?;
         Ok(())
     }

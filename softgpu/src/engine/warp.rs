@@ -1,15 +1,15 @@
 //! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run
 //! together.
 
-use crate::alu::{self, put_predicate, put_slot, put_wide, Lanes, Slot};
-use crate::counts::Counts;
-use crate::fault::Fault;
-use crate::float::{self, Mode, BF16, F16};
-use crate::grid::Launch;
-use crate::memory::{Access, Kind as Global, Pattern, View};
-use crate::ptx::decode::{BarrierKind, LOCAL_WINDOW, PARAMETER_WINDOW, SHARED_WINDOW};
-use crate::ptx::{Address, Atomic, Kind, LaneMask, Op, Operation, Program, Scalar, Space, Value};
-use crate::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::engine::counts::Counts;
+use crate::engine::fault::Fault;
+use crate::engine::launch::Launch;
+use crate::engine::memory::{Access, Kind as Global, Pattern, View};
+use crate::engine::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
+use crate::isa::float::{self, Mode, BF16, F16};
+use crate::isa::op::*;
+use std::collections::VecDeque;
 
 /// What a block's warps share.
 pub(crate) struct Block<'a> {
@@ -47,13 +47,14 @@ struct Meeting {
     members: u32,
 }
 
-/// A copy in flight.
+/// Copies in flight, of one instruction.
 struct Flight {
-    lane: u32,
-    group: u32,
-    address: u64,
+    /// Lanes whose copies have not landed.
+    lanes: u32,
+    groups: [u32; 32],
+    addresses: [u64; 32],
     bytes: u32,
-    data: [u8; 16],
+    data: [[u8; 16]; 32],
 }
 
 pub(crate) struct Warp {
@@ -75,7 +76,7 @@ pub(crate) struct Warp {
     local: Vec<u8>,
     order: Order,
     serial: u32,
-    flights: Vec<Flight>,
+    flights: VecDeque<Flight>,
     groups: [u32; 32],
     clock: u64,
     /// The lanes that run, and where they are.
@@ -119,7 +120,7 @@ impl Warp {
             local: vec![0; program.local_bytes * 32],
             order: Order::new(),
             serial: 0,
-            flights: vec![],
+            flights: VecDeque::new(),
             groups: [0; 32],
             clock: 0,
             active: 0,
@@ -611,7 +612,7 @@ impl Warp {
         let uniform = lanes_of(mask).all(|lane| self.get32(op.more[0], lane) == first);
         if uniform && first & self.live() == mask {
             self.execute(block, self.at, mask, mask)?;
-            self.order.synchronize(mask, self.live());
+            self.met(op.kind, mask);
             self.at += 1;
             return Ok(true);
         }
@@ -638,6 +639,15 @@ impl Warp {
             self.counters[lane as usize] = here;
         }
         Ok(self.release(block)? || runs)
+    }
+
+    /// Lanes have met. CUDA promises an order of their accesses to memory only for `bar.warp.sync`:
+    /// shuffles, votes and matches exchange registers.
+    #[inline(always)]
+    fn met(&mut self, kind: Kind, members: u32) {
+        if kind == Kind::WarpBarrier {
+            self.order.synchronize(members, self.live());
+        }
     }
 
     /// Lets lanes go whose partners have all arrived or exited. False: there are none.
@@ -669,7 +679,7 @@ impl Warp {
                 self.counters[other as usize] += 1;
             }
             self.parked &= !here;
-            self.order.synchronize(here, self.live());
+            self.met(meeting.kind, here);
             any = true;
         }
         if any {
@@ -1382,11 +1392,16 @@ impl Warp {
             let pattern = Pattern::of(&sources, whole, bytes);
             self.check_global(block, Global::Load, whole, &sources, bytes, pattern)?;
         }
-        self.serial += 1;
+        let mut flight = Flight {
+            lanes: mask,
+            groups: self.groups,
+            addresses: places,
+            bytes,
+            data: [[0; 16]; 32],
+        };
         for lane in lanes_of(mask) {
             let wanted = self.get32(op.a, lane).min(bytes);
             let source = sources[lane as usize];
-            let mut data = [0; 16];
             if whole >> lane & 1 == 0 {
                 // A copy shorter than its destination is checked byte by byte.
                 for byte in 0..u64::from(wanted) {
@@ -1395,6 +1410,7 @@ impl Warp {
                     self.check_global(block, Global::Load, 1 << lane, &one, 1, Pattern::Same)?;
                 }
             }
+            let data = &mut flight.data[lane as usize];
             // SAFETY: the check says that the bytes are there and may be read.
             unsafe {
                 std::ptr::copy_nonoverlapping(
@@ -1403,50 +1419,83 @@ impl Warp {
                     wanted as usize,
                 )
             };
-            let address = places[lane as usize];
-            let who = self.who(block);
-            let flown = block.shared.fly(&who, lane, address, bytes);
-            flown.map_err(|what| self.fault(block, self.at, lane, what))?;
-            self.flights.push(Flight {
-                lane,
-                group: self.groups[lane as usize],
-                address,
-                bytes,
-                data,
-            });
         }
+        self.serial += 1;
+        let row = Pattern::of(&places, mask, bytes) == Pattern::Row;
+        let first = places[mask.trailing_zeros() as usize % 32];
+        let line = block.ops[self.at as usize].line;
+        if !row || !(block.shared).fly_row(&self.who_at(line), mask, first, bytes) {
+            for lane in lanes_of(mask) {
+                let who = self.who(block);
+                let flown = (block.shared).fly(&who, lane, places[lane as usize], bytes);
+                flown.map_err(|what| self.fault(block, self.at, lane, what))?;
+            }
+        }
+        self.flights.push_back(flight);
         Ok(())
     }
 
     /// Lands the copies of all groups but the latest few.
     #[inline(never)]
     fn wait_group(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        // Groups from these on stay in flight.
+        let mut ends = [0; 32];
         for lane in lanes_of(mask) {
             let group = &mut self.groups[lane as usize];
-            let end = if op.immediate == u64::MAX {
+            ends[lane as usize] = if op.immediate == u64::MAX {
                 *group += 1;
                 *group
             } else {
                 group.saturating_sub(op.immediate.min(u64::from(u32::MAX)) as u32)
             };
-            self.serial += 1;
-            let mut at = 0;
-            while at < self.flights.len() {
-                let flight = &self.flights[at];
-                if flight.lane != lane || flight.group >= end {
-                    at += 1;
-                    continue;
-                }
-                let flight = self.flights.remove(at);
-                let who = self.who(block);
-                let landed = block.shared.land(
-                    &who,
-                    lane,
-                    flight.address,
-                    &flight.data[..flight.bytes as usize],
-                );
-                landed.map_err(|what| self.fault(block, self.at, lane, what))?;
+        }
+        let mut flights = std::mem::take(&mut self.flights);
+        for flight in &mut flights {
+            let mut landing = 0;
+            for lane in 0..32 {
+                landing |= u32::from(flight.groups[lane] < ends[lane]) << lane;
             }
+            landing &= flight.lanes;
+            if landing != 0 {
+                flight.lanes &= !landing;
+                self.land(block, flight, landing)?;
+            }
+        }
+        while flights.front().is_some_and(|flight| flight.lanes == 0) {
+            flights.pop_front();
+        }
+        self.flights = flights;
+        Ok(())
+    }
+
+    fn land(&mut self, block: &mut Block, flight: &Flight, lanes: u32) -> Done<()> {
+        let &Flight {
+            ref addresses,
+            bytes,
+            ref data,
+            ..
+        } = flight;
+        self.serial += 1;
+        let row = bytes == 16 && Pattern::of(addresses, lanes, bytes) == Pattern::Row;
+        let start = lanes.trailing_zeros() as usize % 32;
+        let line = block.ops[self.at as usize].line;
+        let data_row = &data[start..start + lanes.count_ones() as usize * usize::from(row)];
+        if row
+            && (block.shared).land_row(
+                &self.who_at(line),
+                lanes,
+                addresses[start],
+                data_row.as_flattened(),
+            )
+        {
+            return Ok(());
+        }
+        for lane in lanes_of(lanes) {
+            self.serial += 1;
+            let who = self.who(block);
+            let (address, data) = (addresses[lane as usize], &data[lane as usize]);
+            let landed = (block.shared).land(&who, lane, address, &data[..bytes as usize]);
+            landed.map_err(|what| self.fault(block, self.at, lane, what))?;
         }
         Ok(())
     }

@@ -1,10 +1,11 @@
 //! The little of cuBLAS that candle calls: products of matrices, in columns, as work of a stream.
 
-use crate::control::{entries, put, Error, Handles, Outcome};
-use crate::driver;
-use crate::graph;
-use crate::memory::{Kind, View};
-use crate::stream::Submission;
+use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::capture;
+use crate::context;
+use crate::engine::memory::{Kind, View};
+use crate::engine::stream::Submission;
+use crate::queue;
 use half::{bf16, f16};
 use std::ffi::c_void;
 use std::ops::{Add, Mul};
@@ -344,14 +345,14 @@ impl Product {
 /// Queues a product.
 fn multiply(handle: u64, name: &str, product: Product) -> Outcome {
     let handle = HANDLES.get(handle)?;
-    let stream = driver::stream(handle.stream.load(Relaxed))?;
+    let stream = context::stream(handle.stream.load(Relaxed))?;
     if stream.device != handle.device {
         return Err(Error::INVALID_CONTEXT);
     }
-    driver::submit(
+    queue::submit(
         &stream,
         Submission::new(name, move |memory, work| {
-            product.run(&mut driver::view(memory, work))
+            product.run(&mut queue::view(memory, work))
         }),
     )
 }
@@ -386,15 +387,15 @@ unsafe fn factor(at: *const c_void, element: Element) -> Outcome<f64> {
 entries! {
     fn cublasCreate_v2(handle: *mut u64) {
         // It allocates.
-        graph::unsafe_call()?;
-        let device = driver::current_device()?;
+        capture::unsafe_call()?;
+        let device = context::current_device()?;
         put(handle, HANDLES.add(Arc::new(Handle { device, stream: AtomicU64::new(0) })))
     }
 
     /// It waits for the device, as its documentation says: a capture in any thread breaks.
     fn cublasDestroy_v2(handle: u64) {
         let device = HANDLES.get(handle)?.device;
-        let waited = driver::synchronize_device(device);
+        let waited = queue::synchronize_device(device);
         HANDLES.remove(handle)?;
         waited
     }
