@@ -483,8 +483,9 @@ impl PowerNorm {
     /// B/N rows each then have the state and the gradients of one rank with B rows. Shards may
     /// differ in size, and on a CPU may be empty.
     ///
-    /// All ranks make the same training forwards and backwards in the same order. [The
-    /// guide](crate::guide::ranks) has the other rules, and says when a rank waits for the others.
+    /// All ranks make the same training forwards and backwards in the same order. A training forward
+    /// adds its sums up over the ranks, and so does its backward. [The guide](crate::guide::ranks)
+    /// has the other rules.
     ///
     /// # Gradients
     ///
@@ -493,14 +494,17 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// If one rank's training forward is refused, the step fails on all ranks and is skipped.
-    /// Layers that already updated ψ² keep that update. During the warm-up the other ranks' forward
-    /// fails, and after it their backward. If they run no backward, their next forward fails, and
-    /// the ranks are then a step apart. Ranks that sum different numbers fail in the same way.
+    /// A layer's first training forward compares the ranks: the order of `with_ranks`, the step
+    /// count, the size, and the configuration but for `affine`. A difference is an error on every
+    /// rank, which names it.
     ///
-    /// On a GPU, ranks are compared once, in a layer's first training forward. If a rank's call
-    /// fails later, for example because memory runs out, the other ranks wait in their sum. If
-    /// ranks come to differ, NCCL hangs or sums what does not belong together.
+    /// On a CPU, each later exchange compares the order of calls and the step count. If one rank's
+    /// call fails, it fails on all ranks. They can go on with the next step. Layers that came first
+    /// in the failed step have moved ψ², on all ranks.
+    ///
+    /// On a GPU nothing is compared later. If a rank's call then fails, for example because memory
+    /// runs out, the other ranks wait in their sum. If ranks come to differ, NCCL hangs or sums what
+    /// does not belong together.
     #[must_use]
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         let device = self.device.sums_device(self.state.device());

@@ -85,7 +85,8 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     ///
     /// Whatever the engine reports. If an engine cannot sum, it should fail on every rank: an error
-    /// on one rank leaves the others waiting.
+    /// on one rank leaves the others waiting. Ranks in calls that do not fit each other may bring
+    /// tensors of different lengths.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 

@@ -140,7 +140,8 @@ impl MpiCommunicator {
         if least != [count, -count, dtype, -dtype] {
             return Err(failure(format!(
                 "expected tensors of one length and dtype on all ranks, \
-                 got {count} of {:?} on this one",
+                 got {count} of {:?} on this one: \
+                 make the same calls in the same order on all ranks",
                 T::DTYPE
             )));
         }
