@@ -272,7 +272,7 @@ pub(crate) enum Error {
         "power_norm: expected no group scaling after the linear layer to fold into, \
          got {groups} groups: fold into the linear layer after the norm, by `fold_into`"
     )]
-    FoldThroughLayerScale { groups: usize },
+    FoldThroughGroupScaling { groups: usize },
 
     /// A kernel did not load. Usually the kernels were compiled for another compute capability.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

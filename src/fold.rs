@@ -18,7 +18,7 @@ impl PowerNorm {
     /// ```
     ///
     /// Without group scaling X̃ is the input itself, and nothing is left of the normalization.
-    /// With one, X̃ is the output of [`group_scaling`](Self::group_scaling). If several linear
+    /// With it, X̃ is the output of [`group_scaling`](Self::group_scaling). If several linear
     /// layers read the normalized input, as an attention's query, key and value do, fold into each.
     ///
     /// # Shapes
@@ -100,7 +100,7 @@ impl PowerNorm {
     /// - `previous` is on another device.
     pub fn fold_into_previous(&self, previous: &Linear) -> Result<Linear> {
         if let Some(groups) = self.config().group_scaling {
-            return Err(Error::FoldThroughLayerScale { groups }.into());
+            return Err(Error::FoldThroughGroupScaling { groups }.into());
         }
         let weight = previous.weight();
         let (scale, shift) =
@@ -114,7 +114,7 @@ impl PowerNorm {
     }
 
     /// The group scaling, which is what is left of the layer once it is
-    /// [folded](Self::fold_into) into the linear layers after it; `None` for a layer without one.
+    /// [folded](Self::fold_into) into the linear layers after it; `None` for a layer without it.
     pub fn group_scaling(&self) -> Option<GroupScaling> {
         let config = self.config();
         config.group_scaling.map(|groups| GroupScaling {

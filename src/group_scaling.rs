@@ -1,6 +1,6 @@
 //! Group scaling as a module of its own.
 
-use crate::config::{validate_eps, validate_input_dtype, PowerNormConfig};
+use crate::config::{validate_eps, validate_input_dtype, ForwardKind, PowerNormConfig};
 use crate::device::pick::{readable, DeviceKind};
 use crate::device::sums_dtype;
 use crate::error::Error;
@@ -96,20 +96,20 @@ impl Module for GroupScaling {
         validate_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         // An evaluation by D = 1.
-        op::power_norm(Call {
+        let call = Call {
             device: &DeviceKind::of(xs.device())?,
             config: PowerNormConfig {
                 group_scaling: Some(self.groups),
                 affine: false,
                 ..self.eps.into()
             },
+            kind: ForwardKind::Evaluation,
             xs: readable(xs)?,
             residual: None,
             keep: None,
             affine: None,
             phi: None,
-            training: None,
-            turn: None,
-        })
+        };
+        op::power_norm(call, None, None)
     }
 }

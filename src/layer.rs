@@ -1,6 +1,6 @@
 //! The layer: construction, the forward passes, the accessors.
 
-use crate::config::{validate_input_dtype, PowerNormConfig};
+use crate::config::{validate_input_dtype, ForwardKind, PowerNormConfig};
 use crate::device::pick::{readable, DeviceKind};
 use crate::error::Error;
 use crate::loss_scale::LossScale;
@@ -8,7 +8,7 @@ use crate::mode::{Mode, Purpose};
 use crate::op;
 use crate::op::residual::power_norm_residual;
 use crate::op::step::{Call, Training};
-use crate::ranks::{Exchange, Member, Ranks};
+use crate::ranks::{Exchange, Member, Ranks, Turn};
 use crate::state::{same_device, State};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
@@ -274,10 +274,9 @@ impl PowerNorm {
         let ema_gz = running_phi.detach().zeros_like()?;
         let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
         let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters])?;
-        let phi = state
-            .running_phi()?
-            .to_dtype(DType::F64)?
-            .to_vec1::<f64>()?;
+        // On the CPU: Metal has no f64.
+        let phi = state.running_phi()?.to_device(&Device::Cpu)?;
+        let phi = phi.to_dtype(DType::F64)?.to_vec1::<f64>()?;
         if let Some(&got) = phi.iter().find(|phi| !(phi.is_finite() && **phi >= 0.)) {
             return Err(Error::RunningPhi(got).into());
         }
@@ -331,8 +330,11 @@ impl PowerNorm {
     ///
     /// `keep` has the shape of `xs` without its last dimension. It is `U8`, `U32` or `I64`, as
     /// comparisons and tokenizers give it: 0 marks padding, and any other number a real token.
-    /// fairseq's padding mask is the inverse. `None` keeps every row. The layer's [`Mode`] says
-    /// whether this is training or evaluation.
+    /// fairseq's padding mask is the inverse. `None` keeps every row. A mask that is not `U8` is
+    /// converted in each call, so convert it once if many layers take it. Pass a `&Tensor`: from
+    /// another kind of reference, such as `&Var`, call `as_tensor()`.
+    ///
+    /// The layer's [`Mode`] says whether this is training or evaluation.
     ///
     /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) a padded
     /// row enters no statistic and no parameter gradient, and its input gradient is 0. This holds
@@ -566,7 +568,9 @@ impl PowerNorm {
     }
 
     fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
-        op::power_norm(self.call(xs, None, keep, purpose)?)
+        let turn = self.turn(purpose);
+        let (call, training) = self.call(xs, None, keep, purpose)?;
+        op::power_norm(call, training, turn)
     }
 
     fn run_residual(
@@ -576,7 +580,20 @@ impl PowerNorm {
         keep: Option<&Tensor>,
         purpose: Purpose,
     ) -> Result<(Tensor, Tensor)> {
-        power_norm_residual(self.call(xs, Some(residual), keep, purpose)?)
+        let turn = self.turn(purpose);
+        let (call, training) = self.call(xs, Some(residual), keep, purpose)?;
+        power_norm_residual(call, training, turn)
+    }
+
+    /// The turn in a forward's exchange; `None` if the forward has none. It is taken before the
+    /// checks: if one fails, dropping the turn tells the other ranks.
+    fn turn(&self, purpose: Purpose) -> Option<Turn<'_>> {
+        let exchange = match purpose {
+            Purpose::Evaluation => return None,
+            Purpose::Training => Exchange::Forward,
+            Purpose::Recalibration(_) => Exchange::Recalibration,
+        };
+        self.ranks.as_ref().map(|ranks| ranks.turn(exchange))
     }
 
     /// Checks the arguments of a forward, and makes them readable.
@@ -586,23 +603,20 @@ impl PowerNorm {
         residual: Option<&Tensor>,
         keep: Option<&Tensor>,
         purpose: Purpose,
-    ) -> Result<Call<'_>> {
-        let exchange = match purpose {
-            Purpose::Evaluation => None,
-            Purpose::Training => Some(Exchange::Forward),
-            Purpose::Recalibration(_) => Some(Exchange::Recalibration),
-        };
-        // First of all: from here on the other ranks hear of an error.
-        let turn =
-            (self.ranks.as_ref().zip(exchange)).map(|(ranks, exchange)| ranks.turn(exchange));
+    ) -> Result<(Call<'_>, Option<Training>)> {
         self.check_input(xs)?;
         residual.map_or(Ok(()), |residual| self.check_residual(xs, residual))?;
         keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))?;
         let in_place = (self.device).reads_phi_in_place(xs.device(), self.state.device());
         let (phi, steps) = self.state.begin(in_place)?;
-        Ok(Call {
+        let call = Call {
             device: &self.device,
             config: *self.config(),
+            kind: match purpose {
+                Purpose::Evaluation => ForwardKind::Evaluation,
+                Purpose::Training => self.config().kind_at(steps + 1),
+                Purpose::Recalibration(_) => ForwardKind::BatchStatistic,
+            },
             xs: readable(xs)?,
             residual: residual.map(readable).transpose()?,
             keep: keep.map(as_bytes).transpose()?,
@@ -611,15 +625,15 @@ impl PowerNorm {
                 _ => None,
             },
             phi: Some(phi),
-            training: exchange.map(|_| Training {
-                state: self.state.clone(),
-                purpose,
-                steps,
-                loss_scale: self.loss_scale.clone(),
-                ranks: self.ranks.clone(),
-            }),
-            turn,
-        })
+        };
+        let training = call.kind.is_training().then(|| Training {
+            state: self.state.clone(),
+            purpose,
+            steps,
+            loss_scale: self.loss_scale.clone(),
+            ranks: self.ranks.clone(),
+        });
+        Ok((call, training))
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
@@ -694,6 +708,8 @@ impl PowerNorm {
 fn as_bytes(keep: &Tensor) -> Result<Tensor> {
     match keep.dtype() {
         DType::U8 => keep.contiguous(),
+        // A GPU cannot launch an operation on nothing.
+        _ if keep.elem_count() == 0 => Tensor::zeros(keep.shape(), DType::U8, keep.device()),
         _ => keep.ne(0u8),
     }
 }

@@ -10,8 +10,8 @@ pub(super) trait Channels: Clone + Send + Sync + Sized {
     /// Reads a tensor of any float dtype, as numbers like `like`.
     fn read(tensor: &Tensor, like: &Self) -> Result<Self>;
 
-    /// [`read`](Self::read), times both factors.
-    fn read_times(tensor: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self>;
+    /// Reads ν: `ema_gz` times (1−α_b) and the loss scale. A CPU rounds after each factor, other devices once.
+    fn read_nu(ema_gz: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self>;
 
     /// Sets a variable of the state. A channel keeps its value where one of `guards` is not finite
     /// in the dtype of the variable.
@@ -320,7 +320,7 @@ impl<'a, V: Channels> BackwardChannels<'a, V> {
             return Ok(None);
         };
         let factors = [1. - self.forward.config().alpha_bwd, running.loss_scale];
-        V::read_times(running.ema_gz, factors, &self.forward.running_inv_rms).map(Some)
+        V::read_nu(running.ema_gz, factors, &self.forward.running_inv_rms).map(Some)
     }
 
     /// The factor of dy in `∂L/∂X̃`: γ/D.

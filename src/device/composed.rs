@@ -275,7 +275,7 @@ impl DeviceBackward for ComposedBackward<'_> {
         self.channels.set_global_sums(global)
     }
 
-    fn finish(&mut self, _updates_nu: bool) -> Result<()> {
+    fn finish(&mut self, _nu_follows: bool) -> Result<()> {
         self.channels.make_lambda()?;
         if self.inputs.wants_input && self.dx.is_none() {
             self.dx = Some(self.input_gradient()?);
@@ -298,8 +298,8 @@ impl Channels for Tensor {
         tensor.detach().to_dtype(like.dtype())?.flatten_all()
     }
 
-    fn read_times(tensor: &Tensor, [first, second]: [f64; 2], like: &Self) -> Result<Self> {
-        <Self as Channels>::read(tensor, like)? * (first * second)
+    fn read_nu(ema_gz: &Tensor, [first, second]: [f64; 2], like: &Self) -> Result<Self> {
+        <Self as Channels>::read(ema_gz, like)? * (first * second)
     }
 
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {

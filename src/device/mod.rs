@@ -137,9 +137,9 @@ pub(crate) trait DeviceBackward {
     /// Takes in the sums over the rows of all processes.
     fn set_global_sums(&mut self, global: &Tensor) -> Result<()>;
 
-    /// Makes Λ and the remaining gradients. If `updates_nu`, a device may leave a part of this to
-    /// [`update_nu`](Self::update_nu), which then follows.
-    fn finish(&mut self, updates_nu: bool) -> Result<()>;
+    /// Makes Λ and the gradients. If `nu_follows`, [`update_nu`](Self::update_nu) comes next, and a
+    /// GPU makes the parameters' gradients in that launch.
+    fn finish(&mut self, nu_follows: bool) -> Result<()>;
 
     /// Moves ν, which `ema_gz` keeps. If this fails, ν is as it was.
     fn update_nu(&mut self, ema_gz: &Var) -> Result<()>;

@@ -13,7 +13,8 @@
 pub(crate) mod residual;
 pub(crate) mod step;
 
-use self::step::{Call, Step};
+use self::step::{Call, Step, Training};
+use crate::ranks::Turn;
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp3, DType, MetalStorage, Result, Shape, Storage,
@@ -21,13 +22,15 @@ use candle::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Runs the layer.
-pub(crate) fn power_norm(mut call: Call) -> Result<Tensor> {
-    let tracked = {
-        let affine = call.affine();
-        call.xs.track_op() || affine.is_some_and(|affine| affine.iter().any(|t| t.track_op()))
-    };
-    let (step, outputs) = Step::forward(&mut call, tracked)?;
+/// Runs the layer. The arguments are those of [`Step::forward`].
+pub(crate) fn power_norm(
+    call: Call,
+    training: Option<Training>,
+    turn: Option<Turn>,
+) -> Result<Tensor> {
+    let affine = call.affine().into_iter().flatten();
+    let tracked = call.xs.track_op() || affine.into_iter().any(Tensor::track_op);
+    let (step, outputs) = Step::forward(&call, training, turn, tracked)?;
     let step = Arc::new(step);
     let op = PowerNormOp {
         output: Output::new(outputs.y, call.xs.shape()),

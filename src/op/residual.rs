@@ -15,8 +15,9 @@
 //!    input and residual, and stores those of weight and bias.
 //! 3. [`Params`] takes these and returns them.
 
-use super::step::{Call, Step};
+use super::step::{Call, Step, Training};
 use super::{forwards, token, Output, TypedStorage};
+use crate::ranks::Turn;
 use candle::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,7 +25,11 @@ use std::thread::{self, ThreadId};
 
 /// Runs the layer on the sum of the call's input and residual. Returns the layer's output and the
 /// sum.
-pub(crate) fn power_norm_residual(mut call: Call) -> Result<(Tensor, Tensor)> {
+pub(crate) fn power_norm_residual(
+    call: Call,
+    training: Option<Training>,
+    turn: Option<Turn>,
+) -> Result<(Tensor, Tensor)> {
     let Some(residual) = call.residual.clone() else {
         candle::bail!("power_norm_residual: expected a residual, got none")
     };
@@ -35,7 +40,7 @@ pub(crate) fn power_norm_residual(mut call: Call) -> Result<(Tensor, Tensor)> {
     };
     let tracked = [Some(&call.xs), Some(&residual), affine_token.as_ref()];
     let tracked = tracked.into_iter().flatten().any(Tensor::track_op);
-    let (step, outputs) = Step::forward(&mut call, tracked)?;
+    let (step, outputs) = Step::forward(&call, training, turn, tracked)?;
     let step = Arc::new(step);
     let [y, sum] = [(); 2].map(|()| Arc::new(Stored::default()));
     let input = Arc::new(OnceLock::new());

@@ -25,6 +25,7 @@ use std::sync::Arc;
 pub(crate) struct Call<'a> {
     pub device: &'a DeviceKind,
     pub config: PowerNormConfig,
+    pub kind: ForwardKind,
     /// `[.., C]`.
     pub xs: Tensor,
     /// Added to `xs` first.
@@ -35,10 +36,6 @@ pub(crate) struct Call<'a> {
     pub affine: Option<[Tensor; 2]>,
     /// ψ² before the step, `[C]`. Without it D is 1.
     pub phi: Option<Tensor>,
-    /// `None` for an evaluation.
-    pub training: Option<Training>,
-    /// The turn in the forward's exchange, in training over ranks.
-    pub turn: Option<Turn<'a>>,
 }
 
 /// The state that a training forward and its backward move.
@@ -68,21 +65,18 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// Runs a forward. `tracked` says whether a backward may follow.
-    /// [`commit_forward`](Self::commit_forward) then moves the state.
-    pub fn forward(call: &mut Call, tracked: bool) -> Result<(Self, Outputs)> {
-        let (training, turn) = (call.training.take(), call.turn.take());
-        let kind = match &training {
-            None => ForwardKind::Evaluation,
-            Some(Training {
-                purpose: Purpose::Recalibration(_),
-                ..
-            }) => ForwardKind::BatchStatistic,
-            Some(training) => call.config.kind_at(training.steps + 1),
-        };
+    /// Runs a forward. `training` is `None` for an evaluation, and `turn` without other ranks.
+    /// `tracked` says whether a backward may follow. [`commit_forward`](Self::commit_forward) then
+    /// moves the state.
+    pub fn forward(
+        call: &Call,
+        training: Option<Training>,
+        turn: Option<Turn>,
+        tracked: bool,
+    ) -> Result<(Self, Outputs)> {
         let setting = Setting {
             config: call.config,
-            kind,
+            kind: call.kind,
             over_ranks: turn.is_some(),
             tracked,
         };
@@ -98,7 +92,7 @@ impl Step {
             let global = turn.sum(&device.local_sums()?, training.steps)?;
             device.set_global_sums(&global)?;
         }
-        if kind == ForwardKind::BatchStatistic {
+        if call.kind == ForwardKind::BatchStatistic {
             outputs = device.normalize_by_batch(&inputs, outputs)?;
         }
         let step = Self {
@@ -111,7 +105,7 @@ impl Step {
 
     /// Moves ψ² and t. The caller has its output by then.
     pub fn commit_forward(&self) -> Result<()> {
-        let Some(training) = self.training() else {
+        let Some(training) = self.counted() else {
             return Ok(());
         };
         (training.state).update_phi(training.purpose, |phi, step| {
@@ -129,7 +123,7 @@ impl Step {
         dsum: Option<&Tensor>,
         wants_input: bool,
     ) -> Result<Gradients> {
-        let training = self.training();
+        let training = self.counted();
         let ranks = training.and_then(|training| training.ranks.as_ref());
         let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
         let (dy, dsum) = (readable(dy)?, dsum.map(readable).transpose()?);
@@ -157,8 +151,8 @@ impl Step {
         Ok(backward.gradients())
     }
 
-    /// `None` for an evaluation, and for a batch without a kept row, which is evaluated.
-    fn training(&self) -> Option<&Training> {
+    /// The state to move, if this forward counts as a step. A batch without a kept row does not.
+    fn counted(&self) -> Option<&Training> {
         self.training.as_ref().filter(|_| self.device.is_step())
     }
 }

@@ -79,7 +79,8 @@ pub trait Communicator: Send + Sync {
     /// same bits on every rank.
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
-    /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
+    /// or `F64`). Ranks that call their layers in different orders may bring different shapes. An
+    /// engine should then fail on every rank. Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
     /// is on its layer's device if that is a CPU or an NVIDIA GPU, else on the CPU.
     ///
     /// # Errors
@@ -165,7 +166,8 @@ pub(crate) enum Exchange {
 pub(crate) struct Turn<'a> {
     member: &'a Member,
     exchange: Exchange,
-    met: bool,
+    /// Set before the first sum: from then on `drop` must not send a second message.
+    arrived: bool,
 }
 
 /// Something that all ranks must have in common.
@@ -208,7 +210,7 @@ impl Member {
         Turn {
             member: self,
             exchange,
-            met: false,
+            arrived: false,
         }
     }
 
@@ -222,13 +224,23 @@ impl Member {
     }
 
     /// The announcement that comes with a rank's sums on a CPU.
-    fn call(&self, exchange: Exchange, steps: usize) -> Vec<Common> {
+    fn announcement(&self, exchange: Exchange, steps: usize) -> Vec<Common> {
         vec![
             Common::number("layer (counted by calls of `with_ranks`)", self.layer),
             Common::choice("call", exchange as u64, |key| {
-                ["a training forward", "a recalibration", "a backward"][key as usize].to_owned()
+                name_of(
+                    key,
+                    &["a training forward", "a recalibration", "a backward"],
+                )
             }),
-            Common::number("step count", steps),
+            // A recalibration does not depend on it.
+            Common::number(
+                "step count",
+                match exchange {
+                    Exchange::Recalibration => 0,
+                    Exchange::Forward | Exchange::Backward => steps,
+                },
+            ),
         ]
     }
 
@@ -243,20 +255,23 @@ impl Member {
                 config.group_scaling.unwrap_or(0),
             ),
             Common::choice("recipe", config.recipe as u64, |key| {
-                ["Paper", "Fairseq"][key as usize].to_owned()
+                name_of(key, &["Paper", "Fairseq"])
             }),
             Common::choice("statistics", config.statistics as u64, |key| {
-                ["Running", "Batch"][key as usize].to_owned()
+                name_of(key, &["Running", "Batch"])
             }),
             Common::number("warmup_steps", config.warmup_steps),
+            Common::choice("affine", config.affine.into(), |key| {
+                name_of(key, &["false", "true"])
+            }),
             Common::positive("eps", config.eps),
             Common::positive("alpha_fwd", config.alpha_fwd),
             Common::positive("alpha_bwd", config.alpha_bwd),
         ]
     }
 
-    /// Adds up `sums` over the ranks, in one message with what the ranks announce. Fails on every
-    /// rank if they differ in `common`, or if a rank's call failed.
+    /// Adds up `sums` over the ranks, in a message with `common`: `[failed, keys and squares..,
+    /// sums..]`. Fails on every rank if the ranks differ in `common`, or if a rank's call failed.
     fn sum_in_common(&self, common: &[Common], sums: &[f64]) -> Result<Vec<f64>> {
         let mut message = vec![0.];
         message.extend(common.iter().flat_map(Common::announced));
@@ -267,10 +282,10 @@ impl Member {
             return Err(Error::RankFailed.into());
         }
         let ranks = self.ranks.world_size() as f64;
-        let pairs = message[1..].iter().zip(&global[1..announced]);
+        let mut pairs = message[1..].iter().zip(&global[1..announced]);
         // The sums of numbers and of their squares are those of equal numbers only if all are equal:
         // their variance is then 0. So every rank finds the same difference.
-        if let Some(differs) = pairs.clone().position(|(own, sum)| *sum != ranks * own) {
+        if let Some(differs) = pairs.position(|(own, sum)| *sum != ranks * own) {
             let common = &common[differs / ANNOUNCED];
             let [least, most] = self.range(common.key)?.map(common.show);
             let name = common.name;
@@ -337,12 +352,14 @@ impl Turn<'_> {
     /// sum, so that ranks that do not fit each other get an error. On a GPU the host would have to
     /// wait to hear of it.
     pub fn sum(mut self, sums: &Tensor, steps: usize) -> Result<Tensor> {
-        // From here on all ranks hear of a failure by themselves, or cannot be told of it.
-        self.met = true;
+        self.arrived = true;
         let member = self.member;
-        let call = || member.call(self.exchange, steps);
+        let announcement = || member.announcement(self.exchange, steps);
         if !member.compared.load(Ordering::Acquire) {
-            let common: Vec<_> = call().into_iter().chain(member.settings()).collect();
+            let common: Vec<_> = announcement()
+                .into_iter()
+                .chain(member.settings())
+                .collect();
             member.sum_in_common(&common, &[])?;
             member.compared.store(true, Ordering::Release);
         }
@@ -352,7 +369,7 @@ impl Turn<'_> {
         let len = sums.elem_count();
         let mut padded = sums.to_vec1::<f64>()?;
         padded.resize(member.room(), 0.);
-        let mut global = member.sum_in_common(&call(), &padded)?;
+        let mut global = member.sum_in_common(&announcement(), &padded)?;
         global.truncate(len);
         Tensor::from_vec(global, len, &Device::Cpu)
     }
@@ -364,13 +381,13 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let member = self.member;
         let compared = member.compared.load(Ordering::Acquire);
-        if self.met || compared && !member.device.is_cpu() {
+        if self.arrived || compared && !member.device.is_cpu() {
             return;
         }
-        let call = member.call(self.exchange, 0).len();
+        let announced = member.announcement(self.exchange, 0).len();
         let (common, sums) = match compared {
-            true => (call, member.room()),
-            false => (call + member.settings().len(), 0),
+            true => (announced, member.room()),
+            false => (announced + member.settings().len(), 0),
         };
         let mut message = vec![0.; 1 + common * ANNOUNCED + sums];
         message[0] = 1.;
@@ -412,4 +429,10 @@ impl Common {
             [piece, piece * piece]
         })
     }
+}
+
+/// The name of a choice. Another version of this crate may have more choices.
+fn name_of(key: u64, names: &[&str]) -> String {
+    let name = usize::try_from(key).ok().and_then(|key| names.get(key));
+    name.map_or_else(|| key.to_string(), |name| (*name).to_owned())
 }

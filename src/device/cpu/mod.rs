@@ -1,8 +1,9 @@
 //! The CPU: rows on rayon's threads, in the vector instructions that the processor has.
 //!
-//! `step.rs` has the phases of a step, and the vectors of a number a channel. The passes in
-//! `kernels.rs` walk over the rows. `tensors.rs` reads candle's tensors for both.
+//! `step.rs` has the phases of a step. The passes in `kernels.rs` walk over rows, and `channels.rs`
+//! computes with vectors of a number a channel. `tensors.rs` reads candle's tensors.
 
+mod channels;
 mod element;
 mod half;
 mod kernels;

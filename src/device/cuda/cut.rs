@@ -45,7 +45,7 @@ pub struct Extent {
     pub dtype: Dtype,
     pub rows: usize,
     pub cols: usize,
-    /// Groups of group scaling; `None` without one.
+    /// Groups of group scaling; `None` without it.
     pub groups: Option<usize>,
     pub limits: Limits,
 }

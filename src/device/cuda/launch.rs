@@ -460,17 +460,17 @@ impl LaunchPlan {
         let saved = self.saved(buffers.saved);
         let chunk_sums = self.chunk_sums(buffers.saved);
         let when = |yes: bool, address| if yes { address } else { 0 };
-        let shared = buffers.totals != 0;
+        let over_ranks = buffers.totals != 0;
         let fairseq = self.config.recipe == Recipe::Fairseq;
         let all_totals = buffers.totals + (self.cols() as u64 + 1) * TOTAL_BYTES;
         let cumulative = step.and_then(|step| step.cumulative);
         let moving = step.and_then(|step| step.moving);
         let params = UpdatePhiParams {
             totals: buffers.totals,
-            all_totals: when(shared && fairseq, all_totals),
-            partials: when(!shared, chunk_sums.partials),
-            all_partials: when(!shared && self.sums_all_rows(), chunk_sums.all_partials),
-            kept: when(!shared && self.masked, chunk_sums.kept),
+            all_totals: when(over_ranks && fairseq, all_totals),
+            partials: when(!over_ranks, chunk_sums.partials),
+            all_partials: when(!over_ranks && self.sums_all_rows(), chunk_sums.all_partials),
+            kept: when(!over_ranks && self.masked, chunk_sums.kept),
             rows: self.rows() as i64,
             cols: self.cols() as i64,
             chunks: self.forward_cut.grid.1.into(),

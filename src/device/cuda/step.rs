@@ -364,8 +364,8 @@ impl BackwardArrays<'_> {
 }
 
 impl CudaBackward<'_> {
-    /// Makes Λ and the parameters' gradients, and moves ν unless `ema_gz` is null.
-    fn launch_update(&mut self, ema_gz: Vector) -> Result<()> {
+    /// Makes Λ and the parameters' gradients, and moves ν if `ema_gz` is there.
+    fn launch_update(&mut self, ema_gz: Option<Vector>) -> Result<()> {
         let (step, inputs) = (self.step, self.inputs);
         let saved = step.saved();
         let global = self.sums.as_ref().map(Tensor::storage_and_layout);
@@ -374,7 +374,7 @@ impl CudaBackward<'_> {
         let totals = uses.read_totals(&global)?;
         let loss_scale = inputs.running.map_or(1., |nu| nu.loss_scale);
         (self.arrays).launch(saved.as_ref(), &inputs, false, |mut buffers| {
-            buffers.ema_gz = ema_gz;
+            buffers.ema_gz = ema_gz.unwrap_or_default();
             buffers.totals = totals;
             let launch = step.plan.update_nu(&buffers, loss_scale);
             // SAFETY: as in `CudaStep::forward`.
@@ -396,11 +396,11 @@ impl DeviceBackward for CudaBackward<'_> {
         Ok(())
     }
 
-    fn finish(&mut self, updates_nu: bool) -> Result<()> {
+    fn finish(&mut self, nu_follows: bool) -> Result<()> {
         let step = self.step;
         let is_exact = step.setting.config.is_exact(step.kind());
-        if is_exact || !updates_nu {
-            self.launch_update(Vector::default())?;
+        if is_exact || !nu_follows {
+            self.launch_update(None)?;
         }
         if is_exact {
             let saved = step.saved();
@@ -418,7 +418,7 @@ impl DeviceBackward for CudaBackward<'_> {
             let stream = self.step.device().cuda_stream();
             let mut uses = Uses::on(&stream);
             let ema_gz = uses.write_vector(ema_gz, layout)?;
-            self.launch_update(ema_gz)
+            self.launch_update(Some(ema_gz))
         })
     }
 
