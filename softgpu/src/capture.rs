@@ -323,7 +323,7 @@ pub fn begin(stream: Stream, mode: Mode) -> Outcome {
 
 /// Whether a stream is captured: 0, not at all; 1; 2, in vain.
 pub fn status_of(stream: &Stream) -> u32 {
-    match of(&stream) {
+    match of(stream) {
         None => 0,
         Some(capture) if capture.state().invalid => 2,
         Some(_) => 1,

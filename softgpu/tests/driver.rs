@@ -1037,6 +1037,18 @@ fn a_launch_that_is_wrong_shows() {
         (queue.try_get(to, &mut copied), copied)
     };
     assert_eq!(copied(3, false), (0, [1, 2, 3]));
+    // All blocks write one word, and the same to it.
+    queue.put(from, &[7u32, 7, 7]);
+    let to = queue.alloc(4);
+    run_kernel(
+        &queue,
+        &COPY.replace("%rd1, %rd3", "%rd1, 0"),
+        "copy",
+        3,
+        &[to, from],
+    );
+    gpu.assert_fault(&["race", "both write the same value"]);
+    queue.put(from, &[1u32, 2, 3]);
     // The last block is missing.
     assert_eq!(copied(2, false), (0, [1, 2, UNWRITTEN]));
     // The kernel reads what it should write.

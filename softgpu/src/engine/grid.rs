@@ -90,7 +90,6 @@ pub fn run(
         shared,
         view: View::new(memory.clone(), work.clone(), 0),
         counts: Counts::default(),
-        arrived: [0; 16],
     };
     let perturb = conditions.perturb.then_some(conditions.seed);
     let mut warps: Vec<Warp> = (0..threads.div_ceil(32) as u32)
@@ -111,7 +110,6 @@ pub fn run(
         block.index = [index % x, index / x % y, index / (x * y)].map(|axis| axis as u32);
         block.view.move_to(index as u32);
         block.shared.restart();
-        block.arrived = [0; 16];
         block.counts.blocks += 1;
         for warp in &mut warps {
             warp.restart(&block);
@@ -211,18 +209,11 @@ fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
     for number in (0..16).filter(|number| used >> number & 1 == 1) {
         let mut waiting = vec![];
         let mut expected = 0;
-        let mut holds_of_all = 0;
         for (index, warp) in warps.iter().enumerate() {
-            if let State::Waiting {
-                barrier,
-                threads,
-                holds,
-            } = warp.state
-            {
+            if let State::Waiting { barrier, threads } = warp.state {
                 if barrier == number {
                     waiting.push(index);
                     expected = expected.max(threads);
-                    holds_of_all += holds;
                 }
             }
         }
@@ -232,19 +223,14 @@ fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
                 .enumerate()
                 .all(|(index, warp)| warp.state == State::Done || waiting.contains(&index))
         } else {
-            waiting.len() as u32 * 32 + block.arrived[number as usize] >= expected
+            waiting.len() as u32 * 32 >= expected
         };
         if !complete {
             continue;
         }
-        block.arrived[number as usize] = 0;
         block.shared.barrier();
-        let present: u32 = waiting
-            .iter()
-            .map(|&index| warps[index].live_threads())
-            .sum();
         for index in waiting {
-            warps[index].pass(block, holds_of_all, present);
+            warps[index].pass();
         }
         passed = true;
     }

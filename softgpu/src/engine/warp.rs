@@ -21,20 +21,16 @@ pub(crate) struct Block<'a> {
     pub shared: Shared,
     pub view: View,
     pub counts: Counts,
-    /// Threads that arrived at a barrier without waiting there.
-    pub arrived: [u32; 16],
 }
 
 /// Where a warp stands when it stops.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
     Ready,
-    /// At a block's barrier: its number, the threads it is for (0: all), and the threads here for
-    /// which its predicate holds.
+    /// At a block's barrier: its number, and the threads it is for (0: all).
     Waiting {
         barrier: u32,
         threads: u32,
-        holds: u32,
     },
     Done,
 }
@@ -78,7 +74,6 @@ pub(crate) struct Warp {
     serial: u32,
     flights: VecDeque<Flight>,
     groups: [u32; 32],
-    clock: u64,
     /// The lanes that run, and where they are.
     active: u32,
     at: u32,
@@ -122,7 +117,6 @@ impl Warp {
             serial: 0,
             flights: VecDeque::new(),
             groups: [0; 32],
-            clock: 0,
             active: 0,
             at: 0,
             meet: u32::MAX,
@@ -419,41 +413,16 @@ impl Warp {
             Kind::CopyAsync => self.copy_async(block, op, mask)?,
             Kind::CommitGroup => lanes_of(mask).for_each(|lane| self.groups[lane as usize] += 1),
             Kind::WaitGroup => self.wait_group(block, op, mask)?,
-            Kind::Shuffle | Kind::Vote | Kind::Match | Kind::WarpBarrier => {
-                return self.meet(block, op, mask)
-            }
+            Kind::Shuffle | Kind::WarpBarrier => return self.meet(block, op, mask),
             Kind::ActiveMask => {
                 let results = [mask; 32];
                 // SAFETY: the decoder reserved the slot, and the warp has all that the program
                 // reserved.
                 unsafe { put_slot(&mut self.lanes, op.d, results, mask) };
             }
-            Kind::Clock => {
-                self.clock += 1;
-                for lane in lanes_of(mask) {
-                    if op.immediate == 1 {
-                        self.set64(op.d, lane, self.clock);
-                    } else {
-                        self.slots[usize::from(op.d)].0[lane as usize] = self.clock as u32;
-                    }
-                }
-            }
             Kind::Barrier => {
                 block.counts.barriers += 1;
-                if BarrierKind::of(op.immediate) == BarrierKind::Arrive {
-                    let lane = mask.trailing_zeros();
-                    let number = self.get32(op.a, lane);
-                    let Some(arrived) = block.arrived.get_mut(number as usize) else {
-                        return Err(self.fault_here(
-                            block,
-                            mask,
-                            format!("there is no barrier {number}"),
-                        ));
-                    };
-                    *arrived += 32;
-                } else {
-                    return self.block_at(mask);
-                }
+                return self.block_at(mask);
             }
             Kind::Call => {
                 for lane in lanes_of(mask) {
@@ -481,7 +450,6 @@ impl Warp {
                 let runs = self.leave(mask);
                 return Ok(self.release(block)? || runs);
             }
-            Kind::Nothing => {}
             Kind::Assert | Kind::Unknown => {
                 let message = block.program.messages[op.target as usize].clone();
                 return Err(self.fault_here(block, mask, message));
@@ -516,7 +484,6 @@ impl Warp {
         let at = self.counters[lane as usize];
         let op = &block.ops[at as usize];
         let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
-        let mut holds = 0;
         let mut alike = true;
         for other in 0..32 {
             alike &= live >> other & 1 == 0
@@ -524,13 +491,10 @@ impl Warp {
                     && self.get32(op.a, other) == barrier
                     && self.get32(op.b, other) == threads;
         }
-        if alike {
-            holds = (self.predicates[usize::from(op.c)] & live).count_ones();
-        }
         for other in lanes_of(if alike { 0 } else { live }) {
             let here = self.counters[other as usize];
             let it = &block.ops[here as usize];
-            let whole = op.immediate >> 8 == 1 || it.immediate >> 8 == 1;
+            let whole = op.immediate == 1 || it.immediate == 1;
             if (whole && here != at)
                 || self.get32(it.a, other) != barrier
                 || self.get32(it.b, other) != threads
@@ -541,7 +505,6 @@ impl Warp {
                 );
                 return Err(self.fault(block, here, other, what));
             }
-            holds += self.predicates[usize::from(it.c)] >> other & 1;
         }
         if barrier >= 16 || threads % 32 != 0 {
             return Err(self.fault(
@@ -551,11 +514,7 @@ impl Warp {
                 format!("there is no barrier {barrier} of {threads} threads"),
             ));
         }
-        self.state = State::Waiting {
-            barrier,
-            threads,
-            holds,
-        };
+        self.state = State::Waiting { barrier, threads };
         Ok(())
     }
 
@@ -570,33 +529,14 @@ impl Warp {
         Ok(runs)
     }
 
-    /// The barrier that the warp waited at is complete. `holds` of `threads` threads had its
-    /// predicate.
-    pub fn pass(&mut self, block: &Block, holds: u32, threads: u32) {
+    /// The barrier that the warp waited at is complete.
+    pub fn pass(&mut self) {
         for lane in lanes_of(self.blocked) {
-            let op = &block.ops[self.counters[lane as usize] as usize];
-            let predicate = match BarrierKind::of(op.immediate) {
-                BarrierKind::Count => {
-                    self.slots[usize::from(op.d)].0[lane as usize] = holds;
-                    None
-                }
-                BarrierKind::All => Some(holds == threads),
-                BarrierKind::Any => Some(holds > 0),
-                BarrierKind::Sync | BarrierKind::Arrive => None,
-            };
-            if let Some(truth) = predicate {
-                let bits = &mut self.predicates[usize::from(op.d)];
-                *bits = *bits & !(1 << lane) | u32::from(truth) << lane;
-            }
             self.counters[lane as usize] += 1;
         }
         self.blocked = 0;
         self.order.synchronize(!0, self.live());
         self.state = State::Ready;
-    }
-
-    pub fn live_threads(&self) -> u32 {
-        self.live().count_ones()
     }
 
     /// The fault of a warp that waits at a barrier which cannot complete.
@@ -688,71 +628,15 @@ impl Warp {
         Ok(any)
     }
 
-    /// What a shuffle, vote or match gives to the lanes of `group`, that came with all of
+    /// What a shuffle gives to the lanes of `group`, that came with all of
     /// `present`.
     #[inline(always)]
     fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
         let op = &block.ops[at as usize];
         match op.kind {
-            Kind::Shuffle => return self.shuffle(block, at, group, present),
-            Kind::Vote => {
-                let mut ballot = 0;
-                for lane in lanes_of(present) {
-                    let it = if group >> lane & 1 == 1 {
-                        op
-                    } else {
-                        &block.ops[self.counters[lane as usize] as usize]
-                    };
-                    ballot |= self.predicates[usize::from(it.a)] & 1 << lane;
-                }
-                let truth = |truth: bool| if truth { !0 } else { 0 };
-                // SAFETY: the decoder reserved the slot or predicate, and the warp has all that the
-                // program reserved.
-                unsafe {
-                    match op.immediate {
-                        0 => put_predicate(&mut self.lanes, op.d, truth(ballot == present), group),
-                        1 => put_predicate(&mut self.lanes, op.d, truth(ballot != 0), group),
-                        2 => put_predicate(
-                            &mut self.lanes,
-                            op.d,
-                            truth(ballot == 0 || ballot == present),
-                            group,
-                        ),
-                        _ => put_slot(&mut self.lanes, op.d, [ballot; 32], group),
-                    }
-                }
-            }
-            Kind::Match => {
-                let wide = op.immediate & 1 == 1;
-                let value = |warp: &Self, lane: u32| {
-                    let it = if group >> lane & 1 == 1 {
-                        op
-                    } else {
-                        &block.ops[warp.counters[lane as usize] as usize]
-                    };
-                    if wide {
-                        warp.get64(it.a, lane)
-                    } else {
-                        u64::from(warp.get32(it.a, lane))
-                    }
-                };
-                for lane in lanes_of(group) {
-                    let own = value(self, lane);
-                    let same = lanes_of(present)
-                        .filter(|other| value(self, *other) == own)
-                        .fold(0, |mask, other| mask | 1 << other);
-                    let all = op.immediate & 2 != 0;
-                    let result = if all && same != present { 0 } else { same };
-                    self.slots[usize::from(op.d)].0[lane as usize] = result;
-                    if all {
-                        let bits = &mut self.predicates[usize::from(op.more[1])];
-                        *bits = *bits & !(1 << lane) | u32::from(same == present) << lane;
-                    }
-                }
-            }
-            _ => {}
+            Kind::Shuffle => self.shuffle(block, at, group, present),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     #[inline(always)]
@@ -994,7 +878,20 @@ impl Warp {
         let pattern = Pattern::of(addresses, mask, size);
         match space {
             Space::Global | Space::Generic => {
-                self.check_global(block, Global::Store, mask, addresses, size, pattern)?;
+                if let Err(mut fault) =
+                    self.check_global(block, Global::Store, mask, addresses, size, pattern)
+                {
+                    let [x, y, _] = block.launch.block;
+                    let [tx, ty, tz] = fault.thread;
+                    let lane = (tx + x * (ty + y * tz)) % 32;
+                    let value = &self.stored(address, lane)[..size as usize];
+                    let at = addresses[lane as usize] as *const u8;
+                    // SAFETY: a race is about bytes of an allocation, and whole operands lie in it.
+                    let same = is_race(&fault.what)
+                        && unsafe { std::slice::from_raw_parts(at, value.len()) } == value;
+                    fault.what = of_class(fault.what, same);
+                    return Err(fault);
+                }
                 // SAFETY: the check says that each lane's bytes are there and may be
                 // written.
                 unsafe {
@@ -1059,16 +956,7 @@ impl Warp {
             count_conflicts(&mut block.counts, addresses, mask, size);
         }
         for lane in lanes_of(mask) {
-            let mut value = [0u8; 32];
-            for index in 0..address.count as usize {
-                let bits = if address.bytes == 8 || address.widths[index] == 64 {
-                    self.get64(address.registers[index], lane)
-                } else {
-                    u64::from(self.get32(address.registers[index], lane))
-                };
-                let bytes = address.bytes as usize;
-                value[index * bytes..][..bytes].copy_from_slice(&bits.to_le_bytes()[..bytes]);
-            }
+            let value = self.stored(address, lane);
             let value = &value[..size as usize];
             let at = addresses[lane as usize];
             let who = self.who(block);
@@ -1082,11 +970,28 @@ impl Warp {
                 );
                 return Err(self.fault(block, self.at, lane, what));
             }
-            let touched = block.shared.touch(&who, lane, at, size, Touch::Write);
-            touched.map_err(|what| self.fault(block, self.at, lane, what))?;
+            if let Err(what) = block.shared.touch(&who, lane, at, size, Touch::Write) {
+                let same = is_race(&what) && block.shared.at(at, size) == value;
+                return Err(self.fault(block, self.at, lane, of_class(what, same)));
+            }
             block.shared.at(at, size).copy_from_slice(value);
         }
         Ok(())
+    }
+
+    /// The bytes that a lane stores.
+    fn stored(&self, address: &Address, lane: u32) -> [u8; 32] {
+        let mut value = [0; 32];
+        for index in 0..address.count as usize {
+            let bits = if address.bytes == 8 || address.widths[index] == 64 {
+                self.get64(address.registers[index], lane)
+            } else {
+                u64::from(self.get32(address.registers[index], lane))
+            };
+            let bytes = address.bytes as usize;
+            value[index * bytes..][..bytes].copy_from_slice(&bits.to_le_bytes()[..bytes]);
+        }
+        value
     }
 
     #[inline(always)]
@@ -1329,7 +1234,7 @@ impl Warp {
         mask: u32,
         addresses: &[u64; 32],
     ) -> Done<()> {
-        let (size, Some(atomic)) = (address.bytes, address.atomic) else {
+        let (size, Some(ty)) = (address.bytes, address.adds) else {
             return Ok(());
         };
         let pattern = Pattern::of(addresses, mask, size);
@@ -1357,12 +1262,12 @@ impl Warp {
                     u64::from(self.get32(slot, lane))
                 }
             };
-            let (a, b) = (get(op.a), get(op.b));
+            let a = get(op.a);
             let mut bytes = [0u8; 8];
             // SAFETY: the check says that the bytes are there and may be read and written.
             unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
             let old = u64::from_le_bytes(bytes);
-            let new = combined(atomic, old, a, b, size);
+            let new = sum(ty, old, a);
             // SAFETY: as above.
             unsafe {
                 std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize)
@@ -1452,8 +1357,8 @@ impl Warp {
         let mut flights = std::mem::take(&mut self.flights);
         for flight in &mut flights {
             let mut landing = 0;
-            for lane in 0..32 {
-                landing |= u32::from(flight.groups[lane] < ends[lane]) << lane;
+            for (lane, (group, end)) in flight.groups.iter().zip(&ends).enumerate() {
+                landing |= u32::from(group < end) << lane;
             }
             landing &= flight.lanes;
             if landing != 0 {
@@ -1498,6 +1403,19 @@ impl Warp {
             landed.map_err(|what| self.fault(block, self.at, lane, what))?;
         }
         Ok(())
+    }
+}
+
+/// Whether a refused store met another store.
+fn is_race(what: &str) -> bool {
+    what.contains("race: ") && (what.contains(" wrote ") || what.contains(" writes;"))
+}
+
+/// Tells a race of two writes of one value from others: whoever comes last, the bytes are the same.
+fn of_class(what: String, same: bool) -> String {
+    match same {
+        true => format!("{what} (both write the same value)"),
+        false => what,
     }
 }
 
@@ -1589,84 +1507,20 @@ fn scattered_sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
     all.len() as u64
 }
 
-/// What an atomic leaves in memory.
-fn combined(atomic: Atomic, old: u64, a: u64, b: u64, size: u32) -> u64 {
-    let bits = size * 8;
-    let signed = |value: u64| ((value << (64 - bits)) as i64) >> (64 - bits);
-    match (atomic.operation, atomic.ty) {
-        (Operation::Exchange, _) => a,
-        (Operation::CompareAndSwap, _) => {
-            if old == a {
-                b
-            } else {
-                old
-            }
+/// What an atomic addition leaves in memory.
+fn sum(ty: Scalar, old: u64, a: u64) -> u64 {
+    let half = |format| {
+        let (x, y) = (float::widen(old, format), float::widen(a, format));
+        float::add(x, y, Mode::Nearest, format)
+    };
+    match ty {
+        Scalar::Integer => old.wrapping_add(a),
+        Scalar::F32 => {
+            let sum = f32::from_bits(old as u32) + f32::from_bits(a as u32);
+            u64::from(float::canonical32(sum).to_bits())
         }
-        (Operation::And, _) => old & a,
-        (Operation::Or, _) => old | a,
-        (Operation::Xor, _) => old ^ a,
-        (Operation::Increment, _) => {
-            if old >= a {
-                0
-            } else {
-                old + 1
-            }
-        }
-        (Operation::Decrement, _) => {
-            if old == 0 || old > a {
-                a
-            } else {
-                old - 1
-            }
-        }
-        (operation, Scalar::Unsigned) => match operation {
-            Operation::Min => old.min(a),
-            Operation::Max => old.max(a),
-            _ => old.wrapping_add(a),
-        },
-        (operation, Scalar::Signed) => match operation {
-            Operation::Min => signed(old).min(signed(a)) as u64,
-            Operation::Max => signed(old).max(signed(a)) as u64,
-            _ => old.wrapping_add(a),
-        },
-        (operation, Scalar::F32) => {
-            let (x, y) = (f32::from_bits(old as u32), f32::from_bits(a as u32));
-            u64::from(match operation {
-                Operation::Min => float::min32(x, y).to_bits(),
-                Operation::Max => float::max32(x, y).to_bits(),
-                _ => float::canonical32(x + y).to_bits(),
-            })
-        }
-        (operation, Scalar::F64) => {
-            let (x, y) = (f64::from_bits(old), f64::from_bits(a));
-            match operation {
-                Operation::Min => float::min64(x, y).to_bits(),
-                Operation::Max => float::max64(x, y).to_bits(),
-                _ => (x + y).to_bits(),
-            }
-        }
-        (operation, Scalar::F16 | Scalar::Bf16 | Scalar::F16x2 | Scalar::Bf16x2) => {
-            let format = if matches!(atomic.ty, Scalar::F16 | Scalar::F16x2) {
-                F16
-            } else {
-                BF16
-            };
-            let one = |old: u64, a: u64| {
-                let (x, y) = (
-                    float::widen(old & 0xffff, format),
-                    float::widen(a & 0xffff, format),
-                );
-                match operation {
-                    Operation::Min => float::narrow(float::min64(x, y), Mode::Nearest, format),
-                    Operation::Max => float::narrow(float::max64(x, y), Mode::Nearest, format),
-                    _ => float::add(x, y, Mode::Nearest, format),
-                }
-            };
-            if size == 4 {
-                one(old, a) | one(old >> 16, a >> 16) << 16
-            } else {
-                one(old, a)
-            }
-        }
+        Scalar::F64 => (f64::from_bits(old) + f64::from_bits(a)).to_bits(),
+        Scalar::F16 => half(F16),
+        Scalar::Bf16 => half(BF16),
     }
 }

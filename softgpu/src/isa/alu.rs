@@ -9,8 +9,9 @@
 // Lanes are numbered in PTX.
 #![allow(clippy::needless_range_loop)]
 
-use crate::isa::float::{self, Approximate, Format, Mode, BF16, E4M3, E5M2, F16, F32, F64};
+use crate::isa::float::{self, Approximate, Format, Mode, BF16, E4M3, F16, F32, F64};
 use crate::isa::op::{Class, Exec, Lanes, Op};
+
 use std::mem::MaybeUninit;
 
 /// An arithmetic instruction, found by its name.
@@ -313,7 +314,7 @@ fn saturate32(value: f32) -> f32 {
 
 fn width_of(ty: &str) -> Option<&'static str> {
     Some(match ty {
-        "b8" | "u8" | "s8" | "b16" | "u16" | "s16" | "f16" | "bf16" | "e4m3x2" | "e5m2x2" => "h",
+        "b8" | "u8" | "s8" | "b16" | "u16" | "s16" | "f16" | "bf16" | "e4m3x2" => "h",
         "b32" | "u32" | "s32" | "f32" | "f16x2" | "bf16x2" => "w",
         "b64" | "u64" | "s64" | "f64" => "d",
         "pred" => "p",
@@ -332,6 +333,7 @@ struct Flags {
 }
 
 const FLUSH: u64 = 1 << 8;
+
 const SATURATE: u64 = 1 << 9;
 
 impl Flags {
@@ -370,12 +372,12 @@ pub fn select(parts: &[&str]) -> Option<Arithmetic> {
         "setp" => condition(modifiers, ty),
         "cvt" => conversion(rest),
         "add" | "sub" | "mul" | "mad" | "fma" | "div" | "min" | "max" | "abs" | "neg" | "sqrt"
-        | "rcp" | "rsqrt" | "ex2" | "lg2" | "sin" | "cos" | "tanh"
+        | "rcp" | "rsqrt" | "ex2" | "lg2"
             if ty.contains('f') =>
         {
             floating(opcode, modifiers, ty)
         }
-        "copysign" | "testp" => sign(opcode, modifiers, ty),
+        "copysign" => sign(opcode, modifiers, ty),
         "add" | "sub" | "mad" | "addc" | "subc" | "madc"
             if opcode.len() == 4 || modifiers.contains(&"cc") =>
         {
@@ -463,8 +465,6 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
     };
     // What division by zero gives is the machine's affair; all bits set is what it does.
     let ((exec, width), sources) = match (opcode, modifier) {
-        ("add", "sat") if ty == "s32" => (integers!(ty, |a, b| a.saturating_add(b)), 2),
-        ("sub", "sat") if ty == "s32" => (integers!(ty, |a, b| a.saturating_sub(b)), 2),
         ("add", "") => (integers!(ty, |a, b| a.wrapping_add(b)), 2),
         ("sub", "") => (integers!(ty, |a, b| a.wrapping_sub(b)), 2),
         ("mul", "lo") => (integers!(ty, |a, b| a.wrapping_mul(b)), 2),
@@ -474,12 +474,6 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ),
         ("mad", "lo") => (
             integers!(ty, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
-            3,
-        ),
-        ("mad", "hi") => (
-            integers!(ty, |a, b, c| ((a as i128).wrapping_mul(b as i128)
-                >> T::BITS)
-                + c as i128),
             3,
         ),
         ("div", "") => (
@@ -501,18 +495,10 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             1,
         ),
         ("neg", "") => (integers!(ty, |a| (0 as T).wrapping_sub(a)), 1),
-        ("sad", "") => (
-            integers!(ty, |a, b, c| a
-                .max(b)
-                .wrapping_sub(a.min(b))
-                .wrapping_add(c)),
-            3,
-        ),
         ("and", "") => (integers!(ty, |a, b| a & b), 2),
         ("or", "") => (integers!(ty, |a, b| a | b), 2),
         ("xor", "") => (integers!(ty, |a, b| a ^ b), 2),
         ("not", "") => (integers!(ty, |a| !a), 1),
-        ("cnot", "") => (integers!(ty, |a| a == 0), 1),
         _ => return None,
     };
     made(exec, Class::Integer, alike(width, sources))
@@ -525,11 +511,6 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             width => (each!(|a: u32| u32: a), alike(width, 1)),
         },
         ("selp", [], _) => return choice(ty),
-        ("slct", [.., control], "s32" | "f32") => return chosen_by_sign(control, ty),
-        ("slct", [value], control) => return chosen_by_sign(value, control),
-        ("slct", [value, "ftz"] | ["ftz", value], control) => {
-            return chosen_by_sign(value, control)
-        }
         ("mul", ["wide"], "u16") => (each!(|a: u32, b: u32| u32: a * b), "w:hh"),
         ("mul", ["wide"], "s16") => (
             each!(|a: u32, b: u32| u32: (i32::from(a as i16) * i32::from(b as i16)) as u32),
@@ -543,16 +524,6 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             each!(|a: i32, b: i32| i64: i64::from(a) * i64::from(b)),
             "d:ww",
         ),
-        ("mad", ["wide"], "u16") => (
-            each!(|a: u32, b: u32, c: u32| u32: (a * b).wrapping_add(c)),
-            "w:hhw",
-        ),
-        ("mad", ["wide"], "s16") => (
-            each!(|a: u32, b: u32, c: u32| u32: {
-                ((a as i16 as i32 * b as i16 as i32) as u32).wrapping_add(c)
-            }),
-            "w:hhw",
-        ),
         ("mad", ["wide"], "u32") => (
             each!(|a: u32, b: u32, c: u64| u64: (u64::from(a) * u64::from(b)).wrapping_add(c)),
             "d:wwd",
@@ -560,32 +531,6 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ("mad", ["wide"], "s32") => (
             each!(|a: i32, b: i32, c: i64| i64: (i64::from(a) * i64::from(b)).wrapping_add(c)),
             "d:wwd",
-        ),
-        ("mul24", ["lo"], "u32") => (
-            each!(|a: u32, b: u32| u32: (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff)),
-            "w:ww",
-        ),
-        ("mul24", ["lo"], "s32") => (
-            each!(|a: i32, b: i32| i32: (a << 8 >> 8).wrapping_mul(b << 8 >> 8)),
-            "w:ww",
-        ),
-        ("mul24", ["hi"], "u32") => (
-            each!(|a: u32, b: u32| u32: {
-                ((u64::from(a & 0xff_ffff) * u64::from(b & 0xff_ffff)) >> 16) as u32
-            }),
-            "w:ww",
-        ),
-        ("mad24", ["lo"], "u32") => (
-            each!(|a: u32, b: u32, c: u32| u32: {
-                (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff).wrapping_add(c)
-            }),
-            "w:www",
-        ),
-        ("mad24", ["lo"], "s32") => (
-            each!(|a: i32, b: i32, c: i32| i32: {
-                (a << 8 >> 8).wrapping_mul(b << 8 >> 8).wrapping_add(c)
-            }),
-            "w:www",
         ),
         ("shl", [], "b16") => (
             each!(|a: u32, b: u32| u32: if b < 16 { a << b & 0xffff } else { 0 }),
@@ -617,103 +562,13 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "d:dw",
         ),
         ("shr", [], "s64") => (each!(|a: i64, b: u32| i64: a >> b.min(63)), "d:dw"),
-        ("shf", ["l", "wrap"], "b32") => (
-            each!(|a: u32, b: u32, c: u32| u32: funnel_left(a, b, c & 31)),
-            "w:www",
-        ),
-        ("shf", ["l", "clamp"], "b32") => (
-            each!(|a: u32, b: u32, c: u32| u32: funnel_left(a, b, c.min(32))),
-            "w:www",
-        ),
-        ("shf", ["r", "wrap"], "b32") => (
-            each!(|a: u32, b: u32, c: u32| u32: funnel_right(a, b, c & 31)),
-            "w:www",
-        ),
-        ("shf", ["r", "clamp"], "b32") => (
-            each!(|a: u32, b: u32, c: u32| u32: funnel_right(a, b, c.min(32))),
-            "w:www",
-        ),
-        ("popc", [], "b32") => (each!(|a: u32| u32: a.count_ones()), "w:w"),
-        ("popc", [], "b64") => (each!(|a: u64| u32: a.count_ones()), "w:d"),
         ("clz", [], "b32") => (each!(|a: u32| u32: a.leading_zeros()), "w:w"),
-        ("clz", [], "b64") => (each!(|a: u64| u32: a.leading_zeros()), "w:d"),
-        ("brev", [], "b32") => (each!(|a: u32| u32: a.reverse_bits()), "w:w"),
-        ("brev", [], "b64") => (each!(|a: u64| u64: a.reverse_bits()), "d:d"),
-        ("bfind", [], "u32") => (
-            each!(|a: u32| u32: 31u32.wrapping_sub(a.leading_zeros())),
-            "w:w",
-        ),
-        ("bfind", [], "s32") => (
-            each!(|a: i32| u32: 31u32.wrapping_sub((if a < 0 { !a } else { a }).leading_zeros())),
-            "w:w",
-        ),
-        ("bfind", ["shiftamt"], "u32") => (
-            each!(|a: u32| u32: if a == 0 { !0 } else { a.leading_zeros() }),
-            "w:w",
-        ),
-        ("bfind", [], "u64") => (
-            each!(|a: u64| u32: 63u32.wrapping_sub(a.leading_zeros())),
-            "w:d",
-        ),
-        ("bfe", [], "u32") => (
-            each!(|a: u32, b: u32, c: u32| u32: extract(u64::from(a), b, c, 32, false) as u32),
-            "w:www",
-        ),
-        ("bfe", [], "s32") => (
-            each!(|a: i32, b: u32, c: u32| u32: extract(a as i64 as u64, b, c, 32, true) as u32),
-            "w:www",
-        ),
-        ("bfe", [], "u64") => (
-            each!(|a: u64, b: u32, c: u32| u64: extract(a, b, c, 64, false)),
-            "d:dww",
-        ),
-        ("bfe", [], "s64") => (
-            each!(|a: u64, b: u32, c: u32| u64: extract(a, b, c, 64, true)),
-            "d:dww",
-        ),
         ("dp4a", [a], b) => return dot(a, b),
         ("prmt", _, "b32") => return permutation(modifiers),
         ("bfi", [], "b32") => (insert32 as Exec, "w:wwww"),
-        ("bfi", [], "b64") => (insert64 as Exec, "d:ddww"),
-        ("lop3", [], "b32") => (lookup3 as Exec, "w:wwww"),
         _ => return None,
     };
     made(exec, Class::Integer, operands)
-}
-
-#[inline(always)]
-fn funnel_left(low: u32, high: u32, by: u32) -> u32 {
-    let both = u64::from(high) << 32 | u64::from(low);
-    (both << by >> 32) as u32
-}
-
-#[inline(always)]
-fn funnel_right(low: u32, high: u32, by: u32) -> u32 {
-    let both = u64::from(high) << 32 | u64::from(low);
-    (both >> by) as u32
-}
-
-/// A field of `length` bits from `start`; what lies beyond the top repeats the sign.
-fn extract(value: u64, start: u32, length: u32, width: u32, signed: bool) -> u64 {
-    let (start, length) = (start & 255, length & 255);
-    if length == 0 {
-        return 0;
-    }
-    let negative = signed && value >> (start + length - 1).min(width - 1) & 1 == 1;
-    let field = if start >= width {
-        0
-    } else if width == 32 {
-        u64::from(value as u32) >> start
-    } else {
-        value >> start
-    };
-    let length = length.min(width.saturating_sub(start));
-    let mask = if length >= 64 { !0 } else { (1 << length) - 1 };
-    if negative {
-        field & mask | !mask
-    } else {
-        field & mask
-    }
 }
 
 unsafe fn insert32(lanes: &mut Lanes, op: &Op, mask: u32) {
@@ -731,16 +586,6 @@ unsafe fn insert32(lanes: &mut Lanes, op: &Op, mask: u32) {
     put(lanes, op.d, results.as_ptr(), mask);
 }
 
-unsafe fn insert64(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b] = [op.a, op.b].map(|slot| *lanes.slots.add(usize::from(slot)).cast::<[u64; 32]>());
-    let [start, length] = [op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    let mut results = [0u64; 32];
-    for lane in 0..32 {
-        results[lane] = insert(a[lane], b[lane], start[lane], length[lane]);
-    }
-    put(lanes, op.d, results.as_ptr(), mask);
-}
-
 /// `into` with a field replaced by the low bits of `field`.
 fn insert(field: u64, into: u64, start: u32, length: u32) -> u64 {
     let (start, length) = (start & 255, length & 255);
@@ -753,20 +598,6 @@ fn insert(field: u64, into: u64, start: u32, length: u32) -> u64 {
         (1u64 << length) - 1
     };
     into & !(ones << start) | (field & ones) << start
-}
-
-/// Any function of three bits; the fourth source is its table, a constant.
-unsafe fn lookup3(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b, c, table] =
-        [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    let mut results = [0u32; 32];
-    for row in (0..8).filter(|row| table[0] >> row & 1 == 1) {
-        let flips = [4, 2, 1].map(|bit| if row & bit == 0 { !0u32 } else { 0 });
-        for lane in 0..32 {
-            results[lane] |= (a[lane] ^ flips[0]) & (b[lane] ^ flips[1]) & (c[lane] ^ flips[2]);
-        }
-    }
-    put(lanes, op.d, results.as_ptr(), mask);
 }
 
 fn permutation(modifiers: &[&str]) -> Option<Arithmetic> {
@@ -861,37 +692,6 @@ fn choice(ty: &str) -> Option<Arithmetic> {
     }
 }
 
-fn chosen_by_sign(value: &str, control: &str) -> Option<Arithmetic> {
-    let (exec, operands) = match (width_of(value)?, control) {
-        ("d", "s32") => (
-            each!(|a: u64, b: u64, c: i32| u64: if c >= 0 { a } else { b }),
-            "d:ddw",
-        ),
-        ("d", "f32") => (
-            each!(|a: u64, b: u64, c: f32| u64: if c >= 0.0 { a } else { b }),
-            "d:ddw",
-        ),
-        ("w", "s32") => (
-            each!(|a: u32, b: u32, c: i32| u32: if c >= 0 { a } else { b }),
-            "w:www",
-        ),
-        ("w", "f32") => (
-            each!(|a: u32, b: u32, c: f32| u32: if c >= 0.0 { a } else { b }),
-            "w:www",
-        ),
-        ("h", "s32") => (
-            each!(|a: u32, b: u32, c: i32| u32: if c >= 0 { a } else { b }),
-            "h:hhw",
-        ),
-        ("h", "f32") => (
-            each!(|a: u32, b: u32, c: f32| u32: if c >= 0.0 { a } else { b }),
-            "h:hhw",
-        ),
-        _ => return None,
-    };
-    made(exec, Class::Integer, operands)
-}
-
 fn sign(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
     let (exec, operands) = match (opcode, modifiers, ty) {
         ("copysign", [], "f32") => (
@@ -902,41 +702,21 @@ fn sign(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             each!(|a: u64, b: u64| u64: a & 1 << 63 | b & !(1 << 63)),
             "d:dd",
         ),
-        ("testp", [what], "f32") => (
-            match *what {
-                "finite" => compare!(|a: f32, _b: f32| a.is_finite()),
-                "infinite" => compare!(|a: f32, _b: f32| a.is_infinite()),
-                "number" => compare!(|a: f32, _b: f32| !a.is_nan()),
-                "notanumber" => compare!(|a: f32, _b: f32| a.is_nan()),
-                // Zero counts as normal.
-                "normal" => compare!(|a: f32, _b: f32| a.is_normal() || a == 0.0),
-                "subnormal" => compare!(|a: f32, _b: f32| a.is_subnormal()),
-                _ => return None,
-            },
-            "p:w",
-        ),
-        ("testp", [what], "f64") => (
-            match *what {
-                "finite" => compare!(|a: f64, _b: f64| a.is_finite()),
-                "infinite" => compare!(|a: f64, _b: f64| a.is_infinite()),
-                "number" => compare!(|a: f64, _b: f64| !a.is_nan()),
-                "notanumber" => compare!(|a: f64, _b: f64| a.is_nan()),
-                "normal" => compare!(|a: f64, _b: f64| a.is_normal() || a == 0.0),
-                "subnormal" => compare!(|a: f64, _b: f64| a.is_subnormal()),
-                _ => return None,
-            },
-            "p:d",
-        ),
         _ => return None,
     };
     made(exec, Class::Integer, operands)
 }
 
 const CARRY_OUT: u64 = 1;
+
 const CARRY_IN: u64 = 2;
+
 const BORROW: u64 = 4;
+
 const MULTIPLY: u64 = 8;
+
 const HIGH: u64 = 16;
+
 const SIGNED: u64 = 32;
 
 fn carrying(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
@@ -1123,7 +903,6 @@ fn half(opcode: &str, ty: &str) -> Option<Arithmetic> {
         "mul" => (half_variants!(ty, |a, b| a * b), 2),
         "min" => (half_variants!(ty, |a, b| float::min32(a, b)), 2),
         "max" => (half_variants!(ty, |a, b| float::max32(a, b)), 2),
-        "tanh" => return None,
         "fma" => (fused_half(ty)?, 3),
         "abs" | "neg" => {
             let pair = ty.ends_with("x2");
@@ -1170,10 +949,10 @@ fn fused_half(ty: &str) -> Option<(Exec, &'static str)> {
     })
 }
 
-const FORMATS: [Format; 6] = [F16, BF16, F32, F64, E4M3, E5M2];
+const FORMATS: [Format; 5] = [F16, BF16, F32, F64, E4M3];
 
 fn format_number(ty: &str) -> Option<u64> {
-    ["f16", "bf16", "f32", "f64", "e4m3x2", "e5m2x2"]
+    ["f16", "bf16", "f32", "f64", "e4m3x2"]
         .iter()
         .position(|name| *name == ty)
         .map(|number| number as u64)
@@ -1272,7 +1051,7 @@ unsafe fn write(lanes: &mut Lanes, slot: u16, lane: usize, wide: bool, bits: u64
     }
 }
 
-/// The functions that hardware approximates. `tanh` and `ex2` exist for halves too.
+/// The functions that hardware approximates.
 fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
     if !flags.approximate && !flags.full {
         return None;
@@ -1283,9 +1062,6 @@ fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
         "rsqrt" => Approximate::InverseRoot,
         "ex2" => Approximate::Exponential,
         "lg2" => Approximate::Logarithm,
-        "sin" => Approximate::Sine,
-        "cos" => Approximate::Cosine,
-        "tanh" => Approximate::Tangent,
         "div" => Approximate::Quotient,
         _ => return None,
     };
@@ -1303,7 +1079,6 @@ fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
             });
         }
         (Approximate::Reciprocal | Approximate::InverseRoot, "f64") => (coarse, 1),
-        (Approximate::Tangent | Approximate::Exponential, "f16" | "bf16") => (approximated, 1),
         (_, "f32") => (approximated, 1),
         _ => return None,
     };
@@ -1553,26 +1328,8 @@ fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmeti
     let (exec, operands) = match (modifiers, to, from) {
         (["rn"], "f16x2", "f32") => (pair!(float::to_f16), "w:ww"),
         (["rn"], "bf16x2", "f32") => (pair!(float::to_bf16), "w:ww"),
-        (["rz"], "f16x2", "f32") => (
-            pair!(|x: f32| float::narrow(f64::from(x), Mode::Zero, F16) as u32),
-            "w:ww",
-        ),
-        (["rz"], "bf16x2", "f32") => (
-            pair!(|x: f32| float::narrow(f64::from(x), Mode::Zero, BF16) as u32),
-            "w:ww",
-        ),
-        (["rn", "relu"], "f16x2", "f32") => (
-            pair!(|x: f32| float::to_f16(if x < 0.0 || x == 0.0 { 0.0 } else { x })),
-            "w:ww",
-        ),
-        (["rn", "relu"], "bf16x2", "f32") => (
-            pair!(|x: f32| float::to_bf16(if x < 0.0 || x == 0.0 { 0.0 } else { x })),
-            "w:ww",
-        ),
         (["rn", "satfinite"], "e4m3x2", "f32") => (eighths!(E4M3), "h:ww"),
-        (["rn", "satfinite"], "e5m2x2", "f32") => (eighths!(E5M2), "h:ww"),
         (["rn"], "f16x2", "e4m3x2") => (from_eighths!(E4M3), "w:h"),
-        (["rn"], "f16x2", "e5m2x2") => (from_eighths!(E5M2), "w:h"),
         _ => return None,
     };
     made(exec, Class::Convert, operands)
@@ -1591,6 +1348,7 @@ fn finite_eighth(value: f32, format: Format) -> u32 {
 }
 
 const ROUNDED: u64 = 1 << 10;
+
 const TYPES: [&str; 12] = [
     "u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64",
 ];

@@ -56,7 +56,6 @@ pub const F64: Format = format(52, 11);
 pub const F32: Format = format(23, 8);
 pub const F16: Format = format(10, 5);
 pub const BF16: Format = format(7, 8);
-pub const E5M2: Format = format(2, 5);
 pub const E4M3: Format = Format {
     mantissa: 3,
     exponent: 4,
@@ -567,9 +566,6 @@ pub enum Approximate {
     InverseRoot,
     Exponential,
     Logarithm,
-    Sine,
-    Cosine,
-    Tangent,
     Quotient,
 }
 
@@ -582,9 +578,6 @@ impl Approximate {
             InverseRoot,
             Exponential,
             Logarithm,
-            Sine,
-            Cosine,
-            Tangent,
             Quotient,
         ][usize::from(number)]
     }
@@ -597,9 +590,6 @@ impl Approximate {
             Self::InverseRoot => a.sqrt().recip(),
             Self::Exponential => a.exp2(),
             Self::Logarithm => a.log2(),
-            Self::Sine => a.sin(),
-            Self::Cosine => a.cos(),
-            Self::Tangent => a.tanh(),
             Self::Quotient => a / b,
         }
     }
@@ -620,8 +610,6 @@ impl Approximate {
             // Absolute where the logarithm is small, relative elsewhere.
             Self::Logarithm if value.abs() < 1.0 => value + chance * 2f64.powi(-22),
             Self::Logarithm => value * (1.0 + chance * 2f64.powi(-22)),
-            Self::Sine | Self::Cosine => value + chance * 2f64.powf(-20.5),
-            Self::Tangent => value * (1.0 + chance * 2f64.powi(-11)),
             Self::Quotient => value * (1.0 + chance * ulp),
         }
     }

@@ -80,13 +80,9 @@ pub(crate) enum Kind {
     CommitGroup,
     WaitGroup,
     Shuffle,
-    Vote,
-    Match,
     ActiveMask,
     WarpBarrier,
     Barrier,
-    Clock,
-    Nothing,
     Assert,
     Unknown,
 }
@@ -127,38 +123,15 @@ pub(crate) struct Address {
     pub registers: [u16; 4],
     /// Bits of each register.
     pub widths: [u8; 4],
-    pub atomic: Option<Atomic>,
-}
-
-/// What an atomic instruction does, and to what type.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Atomic {
-    pub operation: Operation,
-    pub ty: Scalar,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Operation {
-    Add,
-    Min,
-    Max,
-    And,
-    Or,
-    Xor,
-    Exchange,
-    CompareAndSwap,
-    Increment,
-    Decrement,
+    /// Of what type an atomic addition is.
+    pub adds: Option<Scalar>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scalar {
-    Unsigned,
-    Signed,
+    Integer,
     F16,
     Bf16,
-    F16x2,
-    Bf16x2,
     F32,
     F64,
 }
@@ -231,25 +204,3 @@ pub(crate) const SHARED_WINDOW: u64 = 1 << 60;
 pub(crate) const LOCAL_WINDOW: u64 = 2 << 60;
 
 pub(crate) const PARAMETER_WINDOW: u64 = 3 << 60;
-
-/// What a barrier of a block does.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum BarrierKind {
-    Sync,
-    Arrive,
-    Count,
-    All,
-    Any,
-}
-
-impl BarrierKind {
-    pub fn of(immediate: u64) -> Self {
-        match immediate & 255 {
-            0 => Self::Sync,
-            1 => Self::Arrive,
-            2 => Self::Count,
-            3 => Self::All,
-            _ => Self::Any,
-        }
-    }
-}

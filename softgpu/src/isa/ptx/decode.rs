@@ -606,44 +606,24 @@ impl<'a> Decoder<'a> {
             "trap" => self.message(Kind::Assert, "the kernel trapped".into()),
             "call" => return self.call(operands),
             "ld" | "ldu" | "st" => return self.memory_access(parts, operands),
-            "atom" | "red" => return self.atomic(parts, operands),
+            "atom" => return self.atomic(parts, operands),
             "cp" => return self.copy_async(parts, operands),
             "shfl" => return self.shuffle(parts, operands),
-            "vote" | "match" | "activemask" => return self.votes(parts, operands),
+            "activemask" => return self.active_mask(operands),
             "bar" | "barrier" => return self.barrier(parts, operands),
-            "membar" | "fence" | "prefetch" | "prefetchu" | "nanosleep" | "pmevent" | "discard"
-            | "applypriority" | "griddepcontrol" | "setmaxnreg" => {
-                let op = self.op(Kind::Nothing, Class::Sync);
-                self.push(op);
-            }
             "cvta" => return self.convert_address(parts, operands),
             "mov" if operands.iter().any(|text| text.starts_with('{')) => {
                 return self.pack(operands)
-            }
-            "mov"
-                if operands.get(1).is_some_and(|text| {
-                    text.starts_with("%clock") || text.starts_with("%globaltimer")
-                }) =>
-            {
-                let wide = parts[1].ends_with("64");
-                let d = self.destination(operands[0], if wide { b'd' } else { b'w' })?;
-                let op = self.op(Kind::Clock, Class::Other);
-                self.push(Op {
-                    d,
-                    immediate: u64::from(wide),
-                    ..op
-                });
             }
             "mov"
                 if operands
                     .get(1)
                     .is_some_and(|text| text.trim() == "%activemask") =>
             {
-                return self.votes(&["activemask"], &operands[..1]);
+                return self.active_mask(&operands[..1]);
             }
             "setp" => return self.set_predicate(parts, operands),
             "set" => return self.set(parts, operands),
-            "isspacep" => return None,
             _ => return self.arithmetic(parts, operands),
         }
         Some(())
@@ -907,7 +887,7 @@ impl<'a> Decoder<'a> {
             offset: number(plus, true)?,
             registers: [SINK_SLOT; 4],
             widths: [32; 4],
-            atomic: None,
+            adds: None,
         };
         if let Some(register) = self.register(base) {
             address.base = Some(register.number);
@@ -1009,9 +989,8 @@ impl<'a> Decoder<'a> {
     }
 
     fn atomic(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        let returns = parts[0] == "atom";
         let mut space = Space::Generic;
-        let mut operation = None;
+        let mut adds = false;
         let (ty, modifiers) = parts[1..].split_last()?;
         for modifier in modifiers {
             match modifier
@@ -1022,59 +1001,38 @@ impl<'a> Decoder<'a> {
                 "shared" => space = Space::Shared,
                 "relaxed" | "acquire" | "release" | "acq_rel" | "gpu" | "sys" | "cta"
                 | "cluster" | "noftz" | "L2" => {}
-                "add" => operation = Some(Operation::Add),
-                "min" => operation = Some(Operation::Min),
-                "max" => operation = Some(Operation::Max),
-                "and" => operation = Some(Operation::And),
-                "or" => operation = Some(Operation::Or),
-                "xor" => operation = Some(Operation::Xor),
-                "exch" => operation = Some(Operation::Exchange),
-                "cas" => operation = Some(Operation::CompareAndSwap),
-                "inc" => operation = Some(Operation::Increment),
-                "dec" => operation = Some(Operation::Decrement),
+                "add" => adds = true,
                 _ => return None,
             }
         }
         let scalar = match *ty {
             "f16" => Scalar::F16,
             "bf16" => Scalar::Bf16,
-            "f16x2" => Scalar::F16x2,
-            "bf16x2" => Scalar::Bf16x2,
             "f32" => Scalar::F32,
             "f64" => Scalar::F64,
-            _ if ty.starts_with('s') => Scalar::Signed,
-            _ => Scalar::Unsigned,
+            "u32" | "s32" | "u64" => Scalar::Integer,
+            _ => return None,
         };
-        let first = usize::from(returns);
-        let mut address = self.address(space, operands.get(first)?)?;
+        if !adds {
+            return None;
+        }
+        let mut address = self.address(space, operands.get(1)?)?;
         address.bytes = u32::from(bits_of(ty)?) / 8;
         let width = match address.bytes {
             8 => b'd',
             4 => b'w',
             _ => b'h',
         };
-        address.atomic = Some(Atomic {
-            operation: operation?,
-            ty: scalar,
-        });
-        let a = self.source(operands.get(first + 1)?, width, *ty == "f64")?;
-        let b = match operands.get(first + 2) {
-            Some(text) => self.source(text, width, *ty == "f64")?,
-            None if operation == Some(Operation::CompareAndSwap) => return None,
-            None => SINK_SLOT,
-        };
-        let d = if returns {
-            self.destination(operands[0], width)?
-        } else {
-            SINK_SLOT
-        };
+        address.adds = Some(scalar);
+        let a = self.source(operands.get(2)?, width, *ty == "f64")?;
+        let d = self.destination(operands[0], width)?;
         let class = if address.space == Space::Shared {
             Class::Shared
         } else {
             Class::Global
         };
         let op = self.op(Kind::Atomic, class);
-        self.push_with_address(Op { d, a, b, ..op }, address);
+        self.push_with_address(Op { d, a, ..op }, address);
         Some(())
     }
 
@@ -1152,54 +1110,13 @@ impl<'a> Decoder<'a> {
         Some(())
     }
 
-    fn votes(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        match parts {
-            ["activemask", ..] => {
-                let d = self.destination(operands.first()?, b'w')?;
-                let op = self.op(Kind::ActiveMask, Class::Sync);
-                self.push(Op { d, ..op });
-            }
-            ["vote", "sync", mode, _] => {
-                let immediate = ["all", "any", "uni", "ballot"]
-                    .iter()
-                    .position(|name| name == mode)? as u64;
-                let d =
-                    self.destination(operands.first()?, if immediate == 3 { b'w' } else { b'p' })?;
-                let a = self.source(operands.get(1)?, b'p', false)?;
-                let members = self.source(operands.get(2)?, b'w', false)?;
-                let op = self.op(Kind::Vote, Class::Sync);
-                self.push(Op {
-                    d,
-                    a,
-                    more: [members, 0],
-                    immediate,
-                    ..op
-                });
-            }
-            ["match", mode, "sync", ty] => {
-                let (d, p) = operands
-                    .first()?
-                    .split_once('|')
-                    .map_or((operands[0], "_"), |two| two);
-                let wide = *ty == "b64";
-                let a = self.source(operands.get(1)?, if wide { b'd' } else { b'w' }, false)?;
-                let members = self.source(operands.get(2)?, b'w', false)?;
-                let (d, p) = (self.destination(d, b'w')?, self.destination(p, b'p')?);
-                let op = self.op(Kind::Match, Class::Sync);
-                self.push(Op {
-                    d,
-                    a,
-                    more: [members, p],
-                    immediate: u64::from(*mode == "all") << 1 | u64::from(wide),
-                    ..op
-                });
-            }
-            _ => return None,
-        }
+    fn active_mask(&mut self, operands: &[&'a str]) -> Option<()> {
+        let d = self.destination(operands.first()?, b'w')?;
+        let op = self.op(Kind::ActiveMask, Class::Sync);
+        self.push(Op { d, ..op });
         Some(())
     }
 
-    /// A barrier's immediate: what it does, and whether its warps must be whole.
     fn barrier(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
         let parts: Vec<&str> = parts
             .iter()
@@ -1216,44 +1133,20 @@ impl<'a> Decoder<'a> {
             return Some(());
         }
         let whole = parts[0] == "bar" || parts.contains(&"aligned");
-        let operation = match parts.get(1..)? {
-            ["sync"] | ["sync", "aligned"] => BarrierKind::Sync,
-            ["arrive"] | ["arrive", "aligned"] => BarrierKind::Arrive,
-            ["red", "popc", ..] => BarrierKind::Count,
-            ["red", "and", ..] => BarrierKind::All,
-            ["red", "or", ..] => BarrierKind::Any,
-            _ => return None,
-        };
-        let reduces = !matches!(operation, BarrierKind::Sync | BarrierKind::Arrive);
-        let mut rest = operands;
-        let mut d = SINK_SLOT;
-        let mut c = ALWAYS;
-        if reduces {
-            let (first, others) = rest.split_first()?;
-            d = self.destination(
-                first,
-                if operation == BarrierKind::Count {
-                    b'w'
-                } else {
-                    b'p'
-                },
-            )?;
-            let (last, others) = others.split_last()?;
-            c = self.source(last, b'p', false)?;
-            rest = others;
+        if !matches!(parts.get(1..)?, ["sync"] | ["sync", "aligned"]) {
+            return None;
         }
-        let a = self.source(rest.first()?, b'w', false)?;
-        let b = match rest.get(1) {
+        let a = self.source(operands.first()?, b'w', false)?;
+        let b = match operands.get(1) {
             Some(threads) => self.source(threads, b'w', false)?,
             None => self.value(Value::Bits(0), false)?,
         };
         let op = self.op(Kind::Barrier, Class::Sync);
+        // Whether its warps must be whole.
         self.push(Op {
-            d,
             a,
             b,
-            c,
-            immediate: operation as u64 | u64::from(whole) << 8,
+            immediate: whole.into(),
             ..op
         });
         Some(())
@@ -1400,7 +1293,7 @@ fn op_with(found: &alu::Arithmetic, op: Op, d: u16, a: u16, mut push: impl FnMut
 fn bits_of(ty: &str) -> Option<u8> {
     match ty {
         "f16x2" | "bf16x2" => Some(32),
-        "e4m3x2" | "e5m2x2" => Some(16),
+        "e4m3x2" => Some(16),
         _ => Some((type_bytes(ty)? * 8) as u8),
     }
 }
