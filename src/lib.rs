@@ -40,7 +40,11 @@
 //! | `mpi` | `MpiCommunicator`, which sums over the processes of an MPI job |
 //! | `nccl` | `NcclCommunicator`, which sums over GPUs; turns on `cuda` |
 //! | `serde` | [`PowerNormConfig`] in a model's `config.json` |
-#![deny(missing_docs, unsafe_code)]
+#![deny(missing_docs, unsafe_code, unsafe_op_in_unsafe_fn)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::expect_used, clippy::panic, clippy::unwrap_used)
+)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod config;

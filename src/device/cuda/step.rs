@@ -283,8 +283,8 @@ impl<'a> CudaBackward<'a> {
     fn new(step: &'a CudaStep, inputs: &BackwardInputs<'a>, launches: bool) -> Result<Self> {
         let device = step.device();
         let alloc = |shape: &Shape, dtype: Option<DType>| match dtype {
-            // SAFETY: the launches of this backward write all of it.
             Some(dtype) if launches && shape.elem_count() > 0 => {
+                // SAFETY: the launches of this backward write all of it.
                 unsafe { device.alloc_uninit(shape, dtype) }.map(Some)
             }
             Some(dtype) => device.zeros_impl(shape, dtype).map(Some),
@@ -306,9 +306,10 @@ impl<'a> CudaBackward<'a> {
                 weight: alloc(&channels, weight)?,
                 bias: alloc(&channels, bias)?,
                 workspace: match launches {
-                    // SAFETY: the launches write every part of it before they read it.
                     true => {
-                        Some(unsafe { device.alloc::<u8>(step.plan.backward_workspace_bytes()) }?)
+                        let bytes = step.plan.backward_workspace_bytes();
+                        // SAFETY: the launches write every part of it before they read it.
+                        Some(unsafe { device.alloc::<u8>(bytes) }?)
                     }
                     false => None,
                 },
