@@ -95,7 +95,8 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(avx2, v3) => avx2.vectorize(At(op, v3)),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512(v4) => pulp::Arch::V4(v4).dispatch(op),
+            // Not by `pulp::Arch`, which would compile `op` at its lower levels a second time.
+            Level::Avx512(v4) => pulp::Simd::vectorize(v4, op),
             #[cfg(not(target_arch = "x86_64"))]
             Level::Best(arch) => arch.dispatch(op),
         }
