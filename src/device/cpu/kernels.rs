@@ -10,7 +10,7 @@
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
 
 use super::element::{Accumulator, Element};
-use super::lanes::{sum_terms, Columns, Groups, Lanes, Scaling, Terms};
+use super::lanes::{sum_terms, sweep, Columns, Groups, Lanes, Scaling, Terms};
 use super::simd;
 use super::uninit::{fill_output, OutputChunk, RowWriter, Stores, NON_TEMPORAL};
 use candle::WithDType;
@@ -171,8 +171,9 @@ pub(super) fn square_sum_cols<T: Element>(
     rows: &Rows<T>,
     with_padded: bool,
 ) -> (Option<Vec<T>>, SquareSums<T::Acc>) {
-    let pass = Forward { affine: None };
-    let (outputs, sums) = run(rows, &pass, rows.square_sums_width(with_padded));
+    let (gain, shift) = (&[], &[]);
+    let width = rows.square_sums_width(with_padded);
+    let (outputs, sums) = run(rows, &Forward { gain, shift }, width);
     (outputs.sum, SquareSums::split(sums, rows.cols()))
 }
 
@@ -182,8 +183,7 @@ pub(super) fn normalize<T: Element>(
     gain: &[T::Acc],
     shift: &[T::Acc],
 ) -> RowOutputs<T> {
-    let affine = Some([gain, shift]);
-    run(rows, &Forward { affine }, 0).0
+    run(rows, &Forward { gain, shift }, 0).0
 }
 
 /// [`normalize`], with the column sums of x̃² taken on the way.
@@ -193,9 +193,8 @@ pub(super) fn normalize_and_sum<T: Element>(
     shift: &[T::Acc],
     with_padded: bool,
 ) -> (RowOutputs<T>, SquareSums<T::Acc>) {
-    let affine = Some([gain, shift]);
     let width = rows.square_sums_width(with_padded);
-    let (outputs, sums) = run(rows, &Forward { affine }, width);
+    let (outputs, sums) = run(rows, &Forward { gain, shift }, width);
     (outputs, SquareSums::split(sums, rows.cols()))
 }
 
@@ -204,8 +203,12 @@ pub(super) fn grad_sum_cols<T: Element>(
     rows: &Rows<T>,
     gradients: &RowGradients<T>,
 ) -> GradSums<T::Acc> {
-    let factors = None;
-    let (_, sums) = run(rows, &Backward { gradients, factors }, 2 * rows.cols());
+    let pass = Backward {
+        gradients,
+        gain: &[],
+        decay: &[],
+    };
+    let (_, sums) = run(rows, &pass, 2 * rows.cols());
     GradSums::split(sums, rows.cols())
 }
 
@@ -217,8 +220,12 @@ pub(super) fn normalize_bwd<T: Element>(
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> Vec<T> {
-    let factors = Some([gain, decay]);
-    run(rows, &Backward { gradients, factors }, 0).0.y
+    let pass = Backward {
+        gradients,
+        gain,
+        decay,
+    };
+    run(rows, &pass, 0).0.y
 }
 
 /// [`normalize_bwd`], with the sums of [`grad_sum_cols`] taken on the way.
@@ -228,8 +235,12 @@ pub(super) fn normalize_bwd_and_sum<T: Element>(
     gain: &[T::Acc],
     decay: &[T::Acc],
 ) -> (Vec<T>, GradSums<T::Acc>) {
-    let factors = Some([gain, decay]);
-    let (dx, sums) = run(rows, &Backward { gradients, factors }, 2 * rows.cols());
+    let pass = Backward {
+        gradients,
+        gain,
+        decay,
+    };
+    let (dx, sums) = run(rows, &pass, 2 * rows.cols());
     (dx.y, GradSums::split(sums, rows.cols()))
 }
 
@@ -255,14 +266,14 @@ trait Pass<T: Element>: Sync {
     /// False if only sums are wanted.
     fn has_output(&self) -> bool;
 
-    /// Writes a row of the output, and adds to the chunk's `sums`, which is empty if no sums are
-    /// wanted. If there is a layer-scale, sets the scalings of `groups`.
+    /// Writes a row of the output, if there is an output, and adds to the chunk's `sums`, which is
+    /// empty if no sums are wanted. If there is a layer-scale, sets the scalings of `groups`.
     fn row<S: Simd>(
         &self,
         simd: S,
         row: Row<T>,
         groups: &mut Groups<T::Acc>,
-        output: &mut RowWriter<T>,
+        output: Option<&mut RowWriter<T>>,
         sums: &mut [T::Acc],
     );
 }
@@ -278,15 +289,16 @@ struct Row<'a, T: Element> {
     group_scaling: Option<&'a GroupScaling<T::Acc>>,
 }
 
-/// `x̃ = r x`; Σ x̃²; `y = gain x̃ + shift`.
+/// `x̃ = r x`, Σ x̃² and `y = gain x̃ + shift`.
 struct Forward<'a, A> {
-    /// Gain and shift, `[C]` each; `None` if only sums are wanted.
-    affine: Option<[&'a [A]; 2]>,
+    /// `[C]`, as `shift`. Empty if only sums are wanted.
+    gain: &'a [A],
+    shift: &'a [A],
 }
 
 impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
     fn has_output(&self) -> bool {
-        self.affine.is_some()
+        !self.gain.is_empty()
     }
 
     #[inline(always)]
@@ -295,7 +307,7 @@ impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
         simd: S,
         row: Row<T>,
         groups: &mut Groups<T::Acc>,
-        y: &mut RowWriter<T>,
+        y: Option<&mut RowWriter<T>>,
         sums: &mut [T::Acc],
     ) {
         let (x, cols) = (row.x, row.x.len());
@@ -304,22 +316,27 @@ impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
         }
         // Squares of padded rows have sums of their own, or none.
         let start = if row.keeps { 0 } else { cols };
-        let mut columns = ForwardColumns {
-            x,
-            affine: (self.affine).map(|[gain, shift]| [&gain[..cols], &shift[..cols]]),
-            squares: (start < sums.len()).then(|| &mut sums[start..][..cols]),
+        let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
+        let mut squares = Squares { x, sums };
+        let Some(y) = y else {
+            return sweep::<STEP, _, T>(simd, groups, &mut squares, None);
+        };
+        let mut columns = Normalized {
+            squares,
+            gain: &self.gain[..cols],
+            shift: &self.shift[..cols],
         };
         y.extend::<STEP, _>(simd, groups, &mut columns);
     }
 }
 
-struct ForwardColumns<'a, T: Element> {
+/// x̃, added to Σ x̃².
+struct Squares<'a, T: Element> {
     x: &'a [T],
-    affine: Option<[&'a [T::Acc]; 2]>,
-    squares: Option<&'a mut [T::Acc]>,
+    sums: Option<&'a mut [T::Acc]>,
 }
 
-impl<T: Element> Columns<T::Acc> for ForwardColumns<'_, T> {
+impl<T: Element> Columns<T::Acc> for Squares<'_, T> {
     #[inline(always)]
     fn step<S: Simd, const K: usize>(
         &mut self,
@@ -328,31 +345,46 @@ impl<T: Element> Columns<T::Acc> for ForwardColumns<'_, T> {
         scaling: Scaling<T::Acc>,
     ) -> Lanes<S, T::Acc, K> {
         let x = Lanes::load(simd, self.x, at) * Lanes::splat(simd, scaling.factor);
-        if let Some(squares) = &mut self.squares {
-            let sum = x.mul_add(x, Lanes::load(simd, squares, at));
-            sum.store(squares, at);
+        if let Some(sums) = &mut self.sums {
+            x.mul_add(x, Lanes::load(simd, sums, at)).store(sums, at);
         }
-        match self.affine {
-            Some([gain, shift]) => {
-                let shift = Lanes::load(simd, shift, at);
-                x.mul_add(Lanes::load(simd, gain, at), shift)
-            }
-            None => x,
-        }
+        x
     }
 }
 
-/// `x̃ = r x`; Σ dy x̃ and Σ dy; `dx̃ = gain dy − decay x̃`;
+/// y.
+struct Normalized<'a, T: Element> {
+    squares: Squares<'a, T>,
+    gain: &'a [T::Acc],
+    shift: &'a [T::Acc],
+}
+
+impl<T: Element> Columns<T::Acc> for Normalized<'_, T> {
+    #[inline(always)]
+    fn step<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        scaling: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let x = self.squares.step(simd, at, scaling);
+        let shift = Lanes::load(simd, self.shift, at);
+        x.mul_add(Lanes::load(simd, self.gain, at), shift)
+    }
+}
+
+/// `x̃ = r x`, Σ dy x̃, Σ dy, `dx̃ = gain dy − decay x̃` and
 /// `dx = r (dx̃ − x̃ · mean(dx̃ x̃)) + dsum`.
 struct Backward<'a, T: Element> {
     gradients: &'a RowGradients<'a, T>,
-    /// Gain and decay, `[C]` each; `None` if only sums are wanted.
-    factors: Option<[&'a [T::Acc]; 2]>,
+    /// `[C]`, as `decay`. Empty if only sums are wanted.
+    gain: &'a [T::Acc],
+    decay: &'a [T::Acc],
 }
 
 impl<T: Element> Pass<T> for Backward<'_, T> {
     fn has_output(&self) -> bool {
-        self.factors.is_some()
+        !self.gain.is_empty()
     }
 
     #[inline(always)]
@@ -361,50 +393,73 @@ impl<T: Element> Pass<T> for Backward<'_, T> {
         simd: S,
         row: Row<T>,
         groups: &mut Groups<T::Acc>,
-        dx: &mut RowWriter<T>,
+        dx: Option<&mut RowWriter<T>>,
         sums: &mut [T::Acc],
     ) {
         let (x, cols) = (row.x, row.x.len());
         let dy = &self.gradients.dy.row(row.index)[..cols];
         let dsum = (self.gradients.dsum).map(|dsum| &dsum.row(row.index)[..cols]);
         if !row.keeps {
-            let mut columns = PaddedColumns { dsum };
-            dx.extend::<1, _>(simd, groups, &mut columns);
+            if let Some(dx) = dx {
+                dx.extend::<1, _>(simd, groups, &mut Padded { dsum });
+            }
             return;
         }
-        let factors = (self.factors).map(|[gain, decay]| [&gain[..cols], &decay[..cols]]);
-        match (row.group_scaling, factors) {
-            (Some(group_scaling), Some([gain, decay])) => {
-                let terms = GroupTerms { x, dy, gain, decay };
-                group_scaling.scale_bwd(simd, &terms, groups);
+        let Some(dx) = dx else {
+            let sums = Some(halves(sums, cols));
+            if let Some(group_scaling) = row.group_scaling {
+                group_scaling.scale(simd, x, groups);
             }
-            (Some(group_scaling), None) => group_scaling.scale(simd, x, groups),
-            (None, _) => (),
+            return sweep::<STEP, _, T>(simd, groups, &mut Products { x, dy, sums }, None);
+        };
+        let (gain, decay) = (&self.gain[..cols], &self.decay[..cols]);
+        if let Some(group_scaling) = row.group_scaling {
+            group_scaling.scale_bwd(simd, &GroupTerms { x, dy, gain, decay }, groups);
         }
-        let mut columns = BackwardColumns {
-            x,
-            dy,
+        let sums = (!sums.is_empty()).then(|| halves(sums, cols));
+        let mut columns = NormalizedBwd {
+            products: Products { x, dy, sums },
+            gain,
+            decay,
             dsum,
-            factors,
-            sums: (!sums.is_empty()).then(|| {
-                let (dy_x, dy_sum) = sums.split_at_mut(cols);
-                [dy_x, &mut dy_sum[..cols]]
-            }),
         };
         dx.extend::<STEP, _>(simd, groups, &mut columns);
     }
 }
 
-struct BackwardColumns<'a, T: Element> {
+/// Σ dy x̃ and Σ dy.
+#[inline(always)]
+fn halves<A>(sums: &mut [A], cols: usize) -> [&mut [A]; 2] {
+    let (dy_x, dy) = sums.split_at_mut(cols);
+    [dy_x, &mut dy[..cols]]
+}
+
+/// x̃ and dy, added to Σ dy x̃ and Σ dy.
+struct Products<'a, T: Element> {
     x: &'a [T],
     dy: &'a [T],
-    dsum: Option<&'a [T]>,
-    factors: Option<[&'a [T::Acc]; 2]>,
-    /// Σ dy x̃ and Σ dy.
     sums: Option<[&'a mut [T::Acc]; 2]>,
 }
 
-impl<T: Element> Columns<T::Acc> for BackwardColumns<'_, T> {
+impl<T: Element> Products<'_, T> {
+    #[inline(always)]
+    fn add<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        scaling: Scaling<T::Acc>,
+    ) -> [Lanes<S, T::Acc, K>; 2] {
+        let x = Lanes::load(simd, self.x, at) * Lanes::splat(simd, scaling.factor);
+        let dy = Lanes::load(simd, self.dy, at);
+        if let Some([dy_x, dy_sum]) = &mut self.sums {
+            dy.mul_add(x, Lanes::load(simd, dy_x, at)).store(dy_x, at);
+            (Lanes::load(simd, dy_sum, at) + dy).store(dy_sum, at);
+        }
+        [x, dy]
+    }
+}
+
+impl<T: Element> Columns<T::Acc> for Products<'_, T> {
     #[inline(always)]
     fn step<S: Simd, const K: usize>(
         &mut self,
@@ -412,18 +467,32 @@ impl<T: Element> Columns<T::Acc> for BackwardColumns<'_, T> {
         at: usize,
         scaling: Scaling<T::Acc>,
     ) -> Lanes<S, T::Acc, K> {
-        let factor = Lanes::splat(simd, scaling.factor);
-        let x = Lanes::load(simd, self.x, at) * factor;
-        let dy = Lanes::load(simd, self.dy, at);
-        if let Some([dy_x, dy_sum]) = &mut self.sums {
-            dy.mul_add(x, Lanes::load(simd, dy_x, at)).store(dy_x, at);
-            (Lanes::load(simd, dy_sum, at) + dy).store(dy_sum, at);
-        }
-        let Some([gain, decay]) = self.factors else {
-            return x;
-        };
-        let dx_tilde = Lanes::load(simd, gain, at) * dy - Lanes::load(simd, decay, at) * x;
-        let dx = (dx_tilde - x * Lanes::splat(simd, scaling.mean)) * factor;
+        let [x, _] = self.add(simd, at, scaling);
+        x
+    }
+}
+
+/// dx.
+struct NormalizedBwd<'a, T: Element> {
+    products: Products<'a, T>,
+    gain: &'a [T::Acc],
+    decay: &'a [T::Acc],
+    dsum: Option<&'a [T]>,
+}
+
+impl<T: Element> Columns<T::Acc> for NormalizedBwd<'_, T> {
+    #[inline(always)]
+    fn step<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        scaling: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let [x, dy] = self.products.add(simd, at, scaling);
+        let gain = Lanes::load(simd, self.gain, at);
+        let dx_tilde = gain * dy - Lanes::load(simd, self.decay, at) * x;
+        let dx = dx_tilde - x * Lanes::splat(simd, scaling.mean);
+        let dx = dx * Lanes::splat(simd, scaling.factor);
         match self.dsum {
             Some(dsum) => dx + Lanes::load(simd, dsum, at),
             None => dx,
@@ -432,11 +501,11 @@ impl<T: Element> Columns<T::Acc> for BackwardColumns<'_, T> {
 }
 
 /// dx of a padded row.
-struct PaddedColumns<'a, T> {
+struct Padded<'a, T> {
     dsum: Option<&'a [T]>,
 }
 
-impl<T: Element> Columns<T::Acc> for PaddedColumns<'_, T> {
+impl<T: Element> Columns<T::Acc> for Padded<'_, T> {
     #[inline(always)]
     fn step<S: Simd, const K: usize>(
         &mut self,
@@ -481,12 +550,12 @@ impl<A: Accumulator> GroupScaling<A> {
     /// Sets r of each group of a row.
     #[inline(always)]
     fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
-        let mut start = 0;
-        for scaling in &mut groups.scalings {
-            let group = start..start + groups.len;
-            let [squares] = sum_terms::<4, 1, S, A>(simd, group.clone(), &Squares { x });
+        let (mut start, len) = (0, groups.len());
+        for scaling in groups.scalings_mut() {
+            let group = start..start + len;
+            let [squares] = sum_terms::<4, 1, S, A>(simd, group.clone(), &GroupSquares { x });
             scaling.factor = self.factor(&x[group], squares);
-            start += groups.len;
+            start += len;
         }
     }
 
@@ -498,9 +567,9 @@ impl<A: Accumulator> GroupScaling<A> {
         terms: &GroupTerms<T>,
         groups: &mut Groups<A>,
     ) {
-        let mut start = 0;
-        for scaling in &mut groups.scalings {
-            let group = start..start + groups.len;
+        let (mut start, len) = (0, groups.len());
+        for scaling in groups.scalings_mut() {
+            let group = start..start + len;
             // Because x̃ = r x, all r in the mean of (gain dy − decay x̃) x̃ stand outside its sums.
             // So the pass that sums x² for r can take these sums too.
             let [squares, gain_dy_x, decay_x2] =
@@ -516,7 +585,7 @@ impl<A: Accumulator> GroupScaling<A> {
                 factor,
                 mean: total * self.share,
             };
-            start += groups.len;
+            start += len;
         }
     }
 
@@ -563,11 +632,11 @@ fn value<T: Element>(row: &[T], i: usize) -> T::Acc {
 }
 
 /// Σ x² of a group.
-struct Squares<'a, T> {
+struct GroupSquares<'a, T> {
     x: &'a [T],
 }
 
-impl<T: Element> Terms<T::Acc, 1> for Squares<'_, T> {
+impl<T: Element> Terms<T::Acc, 1> for GroupSquares<'_, T> {
     #[inline(always)]
     fn add<S: Simd, const K: usize>(
         &self,
@@ -729,15 +798,15 @@ impl<T: Element, P: Pass<T>> WithSimd for Chunk<'_, T, P> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let (rows, cols) = (self.rows, self.rows.cols());
-        let mut output = RowWriter::new(self.output);
-        let mut sum = RowWriter::new(self.sum);
+        let mut output = self.output.map(RowWriter::new);
+        let mut sum = self.sum.map(RowWriter::new);
         let mut subtotals = vec![T::Acc::ZERO; self.sums.len()];
         let group_scaling = rows.group_scaling();
         let mut groups = Groups::new(cols, rows.group_len());
         let whole_row = Groups::new(cols, cols);
         for index in self.range.clone() {
             let mut x = &rows.x.row(index)[..cols];
-            if let Some(residual) = &rows.residual {
+            if let (Some(residual), Some(sum)) = (&rows.residual, &mut sum) {
                 let residual = &residual.row(index)[..cols];
                 let mut columns = Addition { x, residual };
                 x = &sum.extend::<1, _>(simd, &whole_row, &mut columns)[..cols];
@@ -748,7 +817,7 @@ impl<T: Element, P: Pass<T>> WithSimd for Chunk<'_, T, P> {
                 keeps: rows.keeps(index),
                 group_scaling: group_scaling.as_ref(),
             };
-            (self.pass).row(simd, row, &mut groups, &mut output, &mut subtotals);
+            (self.pass).row(simd, row, &mut groups, output.as_mut(), &mut subtotals);
             let rows_done = index + 1 - self.range.start;
             if rows_done.is_multiple_of(SUBTOTAL_ROWS) || index + 1 == self.range.end {
                 for (sum, subtotal) in self.sums.iter_mut().zip(&mut subtotals) {

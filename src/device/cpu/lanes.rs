@@ -151,23 +151,46 @@ impl<A: Accumulator> Scaling<A> {
     };
 }
 
-/// The groups of a row, in order.
+/// The groups of a row, which make up its columns, in order.
 pub(super) struct Groups<A> {
-    pub scalings: Vec<Scaling<A>>,
-    /// Columns of each group.
-    pub len: usize,
+    cols: usize,
+    len: usize,
+    scalings: Vec<Scaling<A>>,
 }
 
 impl<A: Accumulator> Groups<A> {
     /// `cols` columns in groups of `len`, not scaled.
+    ///
+    /// # Panics
+    ///
+    /// If some columns are in no group.
+    #[inline(always)]
     pub fn new(cols: usize, len: usize) -> Self {
-        let scalings = vec![Scaling::NONE; cols / len];
-        Self { scalings, len }
+        assert!(
+            cols.is_multiple_of(len),
+            "{cols} columns in groups of {len}"
+        );
+        Self {
+            cols,
+            len,
+            scalings: vec![Scaling::NONE; cols / len],
+        }
     }
 
     #[inline(always)]
     pub fn cols(&self) -> usize {
-        self.scalings.len() * self.len
+        self.cols
+    }
+
+    /// Columns of each group.
+    #[inline(always)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline(always)]
+    pub fn scalings_mut(&mut self) -> &mut [Scaling<A>] {
+        &mut self.scalings
     }
 }
 
@@ -183,14 +206,14 @@ pub(super) trait Columns<A: Accumulator> {
     ) -> Lanes<S, A, K>;
 }
 
-/// Steps over a row in order, and writes its output to `row`, unless there is none. A step takes
-/// `K` vectors where as many are left of a group.
+/// Steps over a row in order, and writes its output to `row`, if there is one. A step takes `K`
+/// vectors where as many are left of a group.
 #[inline(always)]
 pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
     simd: S,
     groups: &Groups<T::Acc>,
     columns: &mut impl Columns<T::Acc>,
-    row: &mut Option<&mut [MaybeUninit<T>]>,
+    mut row: Option<&mut [MaybeUninit<T>]>,
 ) {
     let block = Lanes::<S, T::Acc, K>::WIDTH;
     let vector = Lanes::<S, T::Acc, 1>::WIDTH;
@@ -199,17 +222,17 @@ pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
         let end = at + groups.len;
         while at + block <= end {
             let output: Lanes<S, _, K> = columns.step(simd, at, scaling);
-            output.write_to(row, at);
+            output.write_to(&mut row, at);
             at += block;
         }
         while at + vector <= end {
             let output: Lanes<S, _, 1> = columns.step(simd, at, scaling);
-            output.write_to(row, at);
+            output.write_to(&mut row, at);
             at += vector;
         }
         while at < end {
             let output: Lanes<Scalar, _, 1> = columns.step(Scalar, at, scaling);
-            output.write_to(row, at);
+            output.write_to(&mut row, at);
             at += 1;
         }
     }
@@ -337,21 +360,19 @@ mod tests {
     impl WithSimd for Sweep<'_> {
         type Output = ();
 
-        fn with_simd<S: Simd>(mut self, simd: S) {
+        fn with_simd<S: Simd>(self, simd: S) {
             let mut visits = Visits(self.visited);
-            sweep::<4, _, _>(simd, self.groups, &mut visits, &mut self.row);
+            sweep::<4, _, _>(simd, self.groups, &mut visits, self.row);
         }
     }
 
     #[test]
     fn a_sweep_visits_and_writes_every_column_once_in_order_with_its_group() {
         for len in 1..140 {
-            let groups = Groups {
-                scalings: [0., 1., 2.]
-                    .map(|factor| Scaling { factor, mean: 0. })
-                    .into(),
-                len,
-            };
+            let mut groups = Groups::new(3 * len, len);
+            for (scaling, factor) in groups.scalings_mut().iter_mut().zip([0., 1., 2.]) {
+                scaling.factor = factor;
+            }
             let expected: Vec<_> = (0..3 * len).map(|i| (i, (i / len) as f32)).collect();
             for level in Level::all() {
                 for writes in [false, true] {

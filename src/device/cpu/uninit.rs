@@ -95,28 +95,26 @@ pub(super) struct OutputChunk<'a, T> {
 
 /// Writes a chunk from the front, row by row.
 pub(super) struct RowWriter<'a, T> {
-    /// `None` if there is no output.
-    chunk: Option<OutputChunk<'a, T>>,
+    chunk: OutputChunk<'a, T>,
     filled: usize,
-    /// The row that goes to memory next, with non-temporal stores.
+    /// The row that non-temporal stores take to memory next.
     scratch: Option<Vec<MaybeUninit<T>>>,
     /// Only a fence on the thread that wrote makes non-temporal stores visible to others.
     stays: PhantomData<*mut ()>,
 }
 
 impl<'a, T: Element> RowWriter<'a, T> {
-    pub fn new(chunk: Option<OutputChunk<'a, T>>) -> Self {
-        let stores = chunk.as_ref().map(|chunk| chunk.stores);
+    pub fn new(chunk: OutputChunk<'a, T>) -> Self {
         Self {
+            scratch: (chunk.stores == Stores::NonTemporal).then(Vec::new),
             chunk,
             filled: 0,
-            scratch: (stores == Some(Stores::NonTemporal)).then(Vec::new),
             stays: PhantomData,
         }
     }
 
     /// Sweeps `columns` over the next row, `K` vectors at a time, writes their output and returns
-    /// it. Without an output it is empty.
+    /// it.
     #[inline(always)]
     pub fn extend<const K: usize, S: Simd>(
         &mut self,
@@ -125,21 +123,15 @@ impl<'a, T: Element> RowWriter<'a, T> {
         columns: &mut impl Columns<T::Acc>,
     ) -> &[T] {
         let cols = groups.cols();
-        let slots = match &mut self.chunk {
-            Some(chunk) => Some(&mut chunk.slots[self.filled..][..cols]),
-            None => None,
-        };
-        let (mut row, memory) = match &mut self.scratch {
+        let slots = &mut self.chunk.slots[self.filled..][..cols];
+        let (row, memory) = match &mut self.scratch {
             Some(scratch) => {
                 scratch.resize(cols, MaybeUninit::uninit());
-                (Some(&mut scratch[..cols]), slots)
+                (&mut scratch[..cols], Some(slots))
             }
             None => (slots, None),
         };
-        sweep::<K, _, _>(simd, groups, columns, &mut row);
-        let Some(row) = row else {
-            return &[];
-        };
+        sweep::<K, _, _>(simd, groups, columns, Some(row));
         if let Some(memory) = memory {
             copy_past_caches(row, memory);
         }
@@ -161,9 +153,7 @@ impl<T> Drop for RowWriter<'_, T> {
             // SAFETY: every x86-64 processor has SSE.
             unsafe { std::arch::x86_64::_mm_sfence() };
         }
-        if let Some(chunk) = &mut self.chunk {
-            *chunk.filled = self.filled;
-        }
+        *self.chunk.filled = self.filled;
     }
 }
 
@@ -242,7 +232,7 @@ mod tests {
                 let out = fill_output(len, 1000, stores, |chunks| {
                     for (chunk, source) in chunks.into_iter().zip(source.chunks(1000)) {
                         let (first, second) = source.split_at(source.len() / 3);
-                        let mut writer = RowWriter::new(Some(chunk));
+                        let mut writer = RowWriter::new(chunk);
                         for part in [first, second] {
                             level.run(Extend(&mut writer, part));
                         }
@@ -259,7 +249,7 @@ mod tests {
     fn a_writer_without_its_fence_is_no_output() {
         fill_output(10, 10, Stores::NonTemporal, |chunks| {
             for chunk in chunks {
-                let mut writer = RowWriter::new(Some(chunk));
+                let mut writer = RowWriter::new(chunk);
                 extend(&mut writer, &[1.; 10]);
                 std::mem::forget(writer);
             }
@@ -271,7 +261,7 @@ mod tests {
     fn an_unfinished_chunk_is_no_output() {
         fill_output(10, 5, Stores::Cached, |chunks| {
             for (chunk, len) in chunks.into_iter().zip([5, 4]) {
-                extend(&mut RowWriter::new(Some(chunk)), &vec![1.; len]);
+                extend(&mut RowWriter::new(chunk), &vec![1.; len]);
             }
         });
     }
@@ -281,7 +271,7 @@ mod tests {
     fn a_row_too_many_is_no_output() {
         fill_output(10, 5, Stores::Cached, |chunks| {
             for chunk in chunks {
-                let mut writer = RowWriter::new(Some(chunk));
+                let mut writer = RowWriter::new(chunk);
                 extend(&mut writer, &[1.; 5]);
                 extend(&mut writer, &[1.; 5]);
             }
