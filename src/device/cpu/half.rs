@@ -303,7 +303,7 @@ mod tests {
                 floats: &self.floats,
                 widened: &mut self.widened,
             };
-            sweep::<4, _, _>(simd, &groups, &mut convert, Some(&mut self.narrowed));
+            sweep::<4, _, _>(simd, &groups, &mut convert, &mut self.narrowed[..]);
         }
     }
 

@@ -94,15 +94,16 @@ impl<T: Element> Rows<'_, T> {
         self.x.cols
     }
 
-    /// Non-temporal for a large output, if no row ends within a cache line: a line would be written
-    /// twice.
+    /// Non-temporal for a large output whose groups are whole cache lines, so that no line is
+    /// written in both ways if rows begin with one.
     fn stores(&self) -> Stores {
-        let row = self.cols() * size_of::<T>();
-        let is_large = self.len() * row >= NON_TEMPORAL;
-        match cfg!(target_arch = "x86_64") && is_large && row.is_multiple_of(64) {
-            true => Stores::NonTemporal,
-            false => Stores::Cached,
+        #[cfg(target_arch = "x86_64")]
+        if self.len() * self.cols() * size_of::<T>() >= NON_TEMPORAL
+            && (self.group_len() * size_of::<T>()).is_multiple_of(64)
+        {
+            return Stores::NonTemporal;
         }
+        Stores::Cached
     }
 
     /// The number of rows that are not padding.
@@ -319,7 +320,7 @@ impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
         let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
         let mut squares = Squares { x, sums };
         let Some(y) = y else {
-            return sweep::<STEP, _, T>(simd, groups, &mut squares, None);
+            return sweep::<STEP, _, T>(simd, groups, &mut squares, ());
         };
         let mut columns = Normalized {
             squares,
@@ -410,7 +411,7 @@ impl<T: Element> Pass<T> for Backward<'_, T> {
             if let Some(group_scaling) = row.group_scaling {
                 group_scaling.scale(simd, x, groups);
             }
-            return sweep::<STEP, _, T>(simd, groups, &mut Products { x, dy, sums }, None);
+            return sweep::<STEP, _, T>(simd, groups, &mut Products { x, dy, sums }, ());
         };
         let (gain, decay) = (&self.gain[..cols], &self.decay[..cols]);
         if let Some(group_scaling) = row.group_scaling {
@@ -809,7 +810,8 @@ impl<T: Element, P: Pass<T>> WithSimd for Chunk<'_, T, P> {
             if let (Some(residual), Some(sum)) = (&rows.residual, &mut sum) {
                 let residual = &residual.row(index)[..cols];
                 let mut columns = Addition { x, residual };
-                x = &sum.extend::<1, _>(simd, &whole_row, &mut columns)[..cols];
+                sum.extend::<1, _>(simd, &whole_row, &mut columns);
+                x = sum.last(cols);
             }
             let row = Row {
                 index,

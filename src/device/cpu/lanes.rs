@@ -52,14 +52,6 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
         }
     }
 
-    /// Writes the columns of an output from column `at`, if there is an output.
-    #[inline(always)]
-    fn write_to<T: Element<Acc = A>>(self, row: &mut Option<&mut [MaybeUninit<T>]>, at: usize) {
-        if let Some(row) = row {
-            self.write(row, at);
-        }
-    }
-
     /// `self * factor + term`, rounded once where the level has an instruction for it.
     #[inline(always)]
     pub fn mul_add(mut self, factor: Self, term: Self) -> Self {
@@ -206,14 +198,33 @@ pub(super) trait Columns<A: Accumulator> {
     ) -> Lanes<S, A, K>;
 }
 
-/// Steps over a row in order, and writes its output to `row`, if there is one. A step takes `K`
-/// vectors where as many are left of a group.
+/// The output of a row. Implementations are `#[inline(always)]`.
+pub(super) trait RowOutput<T: Element> {
+    /// Writes the columns from column `at`.
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize);
+}
+
+/// No output.
+impl<T: Element> RowOutput<T> for () {
+    #[inline(always)]
+    fn write<S: Simd, const K: usize>(&mut self, _: Lanes<S, T::Acc, K>, _: usize) {}
+}
+
+impl<T: Element> RowOutput<T> for &mut [MaybeUninit<T>] {
+    #[inline(always)]
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize) {
+        columns.write(self, at);
+    }
+}
+
+/// Steps over a row in order, and writes what each step gives to `row`. A step takes `K` vectors
+/// where as many are left of a group.
 #[inline(always)]
 pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
     simd: S,
     groups: &Groups<T::Acc>,
     columns: &mut impl Columns<T::Acc>,
-    mut row: Option<&mut [MaybeUninit<T>]>,
+    mut row: impl RowOutput<T>,
 ) {
     let block = Lanes::<S, T::Acc, K>::WIDTH;
     let vector = Lanes::<S, T::Acc, 1>::WIDTH;
@@ -222,17 +233,17 @@ pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
         let end = at + groups.len;
         while at + block <= end {
             let output: Lanes<S, _, K> = columns.step(simd, at, scaling);
-            output.write_to(&mut row, at);
+            row.write(output, at);
             at += block;
         }
         while at + vector <= end {
             let output: Lanes<S, _, 1> = columns.step(simd, at, scaling);
-            output.write_to(&mut row, at);
+            row.write(output, at);
             at += vector;
         }
         while at < end {
             let output: Lanes<Scalar, _, 1> = columns.step(Scalar, at, scaling);
-            output.write_to(&mut row, at);
+            row.write(output, at);
             at += 1;
         }
     }
@@ -354,7 +365,7 @@ mod tests {
     struct Sweep<'a> {
         groups: &'a Groups<f32>,
         visited: &'a mut Vec<(usize, f32)>,
-        row: Option<&'a mut [MaybeUninit<f32>]>,
+        row: &'a mut [MaybeUninit<f32>],
     }
 
     impl WithSimd for Sweep<'_> {
@@ -362,7 +373,7 @@ mod tests {
 
         fn with_simd<S: Simd>(self, simd: S) {
             let mut visits = Visits(self.visited);
-            sweep::<4, _, _>(simd, self.groups, &mut visits, self.row);
+            sweep::<4, _, f32>(simd, self.groups, &mut visits, self.row);
         }
     }
 

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 #[cfg(target_arch = "x86_64")]
 pulp::simd_type! {
-    /// What every processor with AVX2 has: the features of [`V3`](pulp::x86::V3), and F16C, which
+    /// The features of every processor with AVX2: those of [`V3`](pulp::x86::V3), and F16C, which
     /// rows of f16 need.
     pub(super) struct Avx2 {
         avx2: "avx2",
@@ -22,7 +22,7 @@ pulp::simd_type! {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Level {
-    /// What all processors of the target have.
+    /// Features that all processors of the target have.
     Baseline,
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2, pulp::x86::V3),

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::element::Element;
-use super::lanes::{sweep, Columns, Groups};
+use super::lanes::{sweep, Columns, Groups, Lanes, RowOutput};
 use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -12,6 +12,7 @@ use std::mem::MaybeUninit;
 pub(super) enum Stores {
     Cached,
     /// They bypass the caches, which would lose most values before anyone reads them.
+    #[cfg(target_arch = "x86_64")]
     NonTemporal,
 }
 
@@ -88,7 +89,7 @@ fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
 /// A run of rows of an output.
 pub(super) struct OutputChunk<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
-    /// How many of the slots hold a value, from the front.
+    /// The number of slots that hold a value, from the front.
     filled: &'a mut usize,
     stores: Stores,
 }
@@ -97,8 +98,6 @@ pub(super) struct OutputChunk<'a, T> {
 pub(super) struct RowWriter<'a, T> {
     chunk: OutputChunk<'a, T>,
     filled: usize,
-    /// The row that non-temporal stores take to memory next.
-    scratch: Option<Vec<MaybeUninit<T>>>,
     /// Only a fence on the thread that wrote makes non-temporal stores visible to others.
     stays: PhantomData<*mut ()>,
 }
@@ -106,38 +105,42 @@ pub(super) struct RowWriter<'a, T> {
 impl<'a, T: Element> RowWriter<'a, T> {
     pub fn new(chunk: OutputChunk<'a, T>) -> Self {
         Self {
-            scratch: (chunk.stores == Stores::NonTemporal).then(Vec::new),
             chunk,
             filled: 0,
             stays: PhantomData,
         }
     }
 
-    /// Sweeps `columns` over the next row, `K` vectors at a time, writes their output and returns
-    /// it.
+    /// Sweeps `columns` over the next row, `K` vectors at a time, and writes their output.
     #[inline(always)]
     pub fn extend<const K: usize, S: Simd>(
         &mut self,
         simd: S,
         groups: &Groups<T::Acc>,
         columns: &mut impl Columns<T::Acc>,
-    ) -> &[T] {
-        let cols = groups.cols();
-        let slots = &mut self.chunk.slots[self.filled..][..cols];
-        let (row, memory) = match &mut self.scratch {
-            Some(scratch) => {
-                scratch.resize(cols, MaybeUninit::uninit());
-                (&mut scratch[..cols], Some(slots))
-            }
-            None => (slots, None),
-        };
-        sweep::<K, _, _>(simd, groups, columns, Some(row));
-        if let Some(memory) = memory {
-            copy_past_caches(row, memory);
+    ) {
+        let slots = &mut self.chunk.slots[self.filled..][..groups.cols()];
+        // A test in each step would cost a tenth.
+        match self.chunk.stores {
+            Stores::Cached => sweep::<K, _, T>(simd, groups, columns, slots),
+            #[cfg(target_arch = "x86_64")]
+            Stores::NonTemporal => sweep::<K, _, T>(simd, groups, columns, PastCaches(slots)),
         }
-        self.filled += cols;
-        // SAFETY: `sweep` visits and writes each of the `cols` columns.
-        unsafe { &*(row as *const [MaybeUninit<T>] as *const [T]) }
+        self.filled += groups.cols();
+    }
+
+    /// The last `n` values.
+    ///
+    /// # Panics
+    ///
+    /// If the stores are not cached: these values may be on their way to memory.
+    #[inline(always)]
+    pub fn last(&self, n: usize) -> &[T] {
+        assert_eq!(self.chunk.stores, Stores::Cached);
+        let slots = &self.chunk.slots[self.filled - n..self.filled];
+        // SAFETY: `extend` wrote all slots up to `filled`, because `sweep` visits and writes each
+        // column of a row.
+        unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
     }
 }
 
@@ -147,9 +150,9 @@ impl<T> Drop for RowWriter<'_, T> {
     /// A fence after each row would cost 85 ns, as much as a whole forward of 512 columns.
     #[inline(always)]
     fn drop(&mut self) {
-        // Miri has no such fence, and needs none: see `copy_past_caches`.
+        // Miri has no such fence, and needs none: see `store`.
         #[cfg(all(target_arch = "x86_64", not(miri)))]
-        if self.scratch.is_some() {
+        if self.chunk.stores == Stores::NonTemporal {
             // SAFETY: every x86-64 processor has SSE.
             unsafe { std::arch::x86_64::_mm_sfence() };
         }
@@ -157,38 +160,90 @@ impl<T> Drop for RowWriter<'_, T> {
     }
 }
 
-/// Copies `row` to `memory` past the caches, if `memory` is aligned for that. Nothing else may
-/// access `memory` before a fence on this thread.
-///
-/// Not inlined: the instructions of SSE here must not mix with AVX, which takes some older
-/// processors 70 cycles.
-#[inline(never)]
-fn copy_past_caches<T: Copy>(row: &[MaybeUninit<T>], memory: &mut [MaybeUninit<T>]) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    {
-        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+/// A row that is written past the caches.
+#[cfg(target_arch = "x86_64")]
+struct PastCaches<'a, T>(&'a mut [MaybeUninit<T>]);
 
-        let (from, to): (*const __m128i, *mut __m128i) =
-            (row.as_ptr().cast(), memory.as_mut_ptr().cast());
-        let bytes = size_of_val(row);
-        // 16 bytes at a time. Stores of 64 bytes are up to 5 % faster for 32768x1024, but need an
-        // alignment that glibc does not give.
-        if to.is_aligned() && bytes.is_multiple_of(16) && bytes == size_of_val(memory) {
-            for i in 0..bytes / 16 {
-                // SAFETY: both have the same number of bytes, a multiple of 16, which `i` is
-                // within, and `to` is aligned. Every x86-64 processor has SSE2.
-                unsafe { _mm_stream_si128(to.add(i), _mm_loadu_si128(from.add(i))) };
-            }
-            return;
+#[cfg(target_arch = "x86_64")]
+impl<T: Element> RowOutput<T> for PastCaches<'_, T> {
+    #[inline(always)]
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize) {
+        if !stream(columns, self.0, at) {
+            columns.write(self.0, at);
         }
     }
-    memory.copy_from_slice(row);
+}
+
+/// Writes the columns of a row from column `at` past the caches, if they are aligned for it.
+/// Nothing else may access them before a fence.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn stream<S: Simd, T: Element, const K: usize>(
+    values: Lanes<S, T::Acc, K>,
+    slots: &mut [MaybeUninit<T>],
+    at: usize,
+) -> bool {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128};
+
+    /// Columns of four vectors of 512 bits. They stay in registers.
+    const MOST: usize = 64;
+    const { assert!(Lanes::<S, T::Acc, K>::WIDTH <= MOST) };
+    // 16 bytes at a time at every level. Stores of 64 bytes are up to 5 % faster for 32768x1024,
+    // but need an alignment that glibc does not give.
+    let columns = &mut slots[at..][..Lanes::<S, T::Acc, K>::WIDTH];
+    let to: *mut __m128i = columns.as_mut_ptr().cast();
+    let size = size_of::<__m128i>();
+    if !to.is_aligned() || !size_of_val(columns).is_multiple_of(size) {
+        return false;
+    }
+    let mut buffer = [MaybeUninit::<T>::uninit(); MOST];
+    let buffer = &mut buffer[..columns.len()];
+    values.write(buffer, 0);
+    let from: *const __m128i = buffer.as_ptr().cast();
+    for i in 0..size_of_val(columns) / size {
+        // `write` wrote all of `buffer`, and floating-point numbers have no padding.
+        // SAFETY: `buffer` and `columns` have the same length, a multiple of 16 bytes, which `i` is
+        // within, and `to` is aligned. A fence follows before anything reads.
+        unsafe { store::<S>(to.add(i), _mm_loadu_si128(from.add(i))) };
+    }
+    true
+}
+
+/// A streamed store of 16 bytes in the encoding of the level's other instructions.
+/// `_mm_stream_si128` always has the old one. Some older processors take 70 cycles to switch between
+/// that and AVX.
+///
+/// # Safety
+///
+/// `to` must be valid for a write and aligned, and `S` a level of this processor. Nothing else may
+/// access the value before a fence.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn store<S: Simd>(to: *mut std::arch::x86_64::__m128i, value: std::arch::x86_64::__m128i) {
+    if cfg!(miri) {
+        // Miri has no streamed stores. It checks a plain one.
+        // SAFETY: by this function's contract.
+        unsafe { to.write(value) };
+    } else if size_of::<S::f32s>() > size_of_val(&value) {
+        // SAFETY: by this function's contract; levels of wider vectors have AVX.
+        unsafe {
+            std::arch::asm!(
+                "vmovntdq [{to}], {value}",
+                to = in(reg) to,
+                value = in(xmm_reg) value,
+                options(nostack, preserves_flags),
+            )
+        };
+    } else {
+        // SAFETY: by this function's contract; every x86-64 processor has SSE2.
+        unsafe { std::arch::x86_64::_mm_stream_si128(to, value) };
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::lanes::{Lanes, Scaling};
+    use crate::device::cpu::lanes::Scaling;
     use crate::device::cpu::simd::Level;
     use pulp::{Scalar128b, WithSimd};
 
@@ -213,8 +268,7 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) {
             let Self(writer, source) = self;
             let groups = Groups::new(source.len(), source.len());
-            let row = writer.extend::<4, _>(simd, &groups, &mut Negatives(source));
-            assert!(row.iter().zip(source).all(|(row, source)| *row == -source));
+            writer.extend::<4, _>(simd, &groups, &mut Negatives(source));
         }
     }
 
