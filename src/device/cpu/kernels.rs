@@ -422,9 +422,12 @@ impl<T: Element> Pass<T> for Backward<'_, T> {
             products: Products { x, dy, sums },
             gain,
             decay,
-            dsum,
         };
-        dx.extend::<STEP, _>(simd, groups, &mut columns);
+        // A test of `dsum` in each step would cost up to a tenth.
+        match dsum {
+            Some(dsum) => dx.extend::<STEP, _>(simd, groups, &mut Plus { columns, dsum }),
+            None => dx.extend::<STEP, _>(simd, groups, &mut columns),
+        }
     }
 }
 
@@ -473,12 +476,11 @@ impl<T: Element> Columns<T::Acc> for Products<'_, T> {
     }
 }
 
-/// dx.
+/// dx without dsum.
 struct NormalizedBwd<'a, T: Element> {
     products: Products<'a, T>,
     gain: &'a [T::Acc],
     decay: &'a [T::Acc],
-    dsum: Option<&'a [T]>,
 }
 
 impl<T: Element> Columns<T::Acc> for NormalizedBwd<'_, T> {
@@ -493,11 +495,25 @@ impl<T: Element> Columns<T::Acc> for NormalizedBwd<'_, T> {
         let gain = Lanes::load(simd, self.gain, at);
         let dx_tilde = gain * dy - Lanes::load(simd, self.decay, at) * x;
         let dx = dx_tilde - x * Lanes::splat(simd, scaling.mean);
-        let dx = dx * Lanes::splat(simd, scaling.factor);
-        match self.dsum {
-            Some(dsum) => dx + Lanes::load(simd, dsum, at),
-            None => dx,
-        }
+        dx * Lanes::splat(simd, scaling.factor)
+    }
+}
+
+/// `columns + dsum`.
+struct Plus<'a, T, C> {
+    columns: C,
+    dsum: &'a [T],
+}
+
+impl<T: Element, C: Columns<T::Acc>> Columns<T::Acc> for Plus<'_, T, C> {
+    #[inline(always)]
+    fn step<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        scaling: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        self.columns.step(simd, at, scaling) + Lanes::load(simd, self.dsum, at)
     }
 }
 
