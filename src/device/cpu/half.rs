@@ -263,7 +263,7 @@ mod tests {
     #![allow(unsafe_code)]
 
     use super::*;
-    use crate::device::cpu::lanes::{sweep, Columns, Lanes};
+    use crate::device::cpu::lanes::{sweep, Columns, Groups, Lanes, Scaling};
     use crate::device::cpu::simd::Level;
     use pulp::WithSimd;
 
@@ -275,12 +275,21 @@ mod tests {
         narrowed: Vec<MaybeUninit<T>>,
     }
 
-    impl<T: Element<Acc = f32>> Columns<f32> for Conversions<T> {
-        type Group = ();
+    struct Convert<'a, T> {
+        halves: &'a [T],
+        floats: &'a [f32],
+        widened: &'a mut [f32],
+    }
 
-        fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, _: ()) {
-            Lanes::<S, _, K>::load(simd, &self.halves, at).store(&mut self.widened, at);
-            Lanes::<S, _, K>::load(simd, &self.floats, at).write(&mut self.narrowed, at);
+    impl<T: Element<Acc = f32>> Columns<f32> for Convert<'_, T> {
+        fn step<S: Simd, const K: usize>(
+            &mut self,
+            simd: S,
+            at: usize,
+            _: Scaling<f32>,
+        ) -> Lanes<S, f32, K> {
+            Lanes::<S, _, K>::load(simd, self.halves, at).store(self.widened, at);
+            Lanes::load(simd, self.floats, at)
         }
     }
 
@@ -288,7 +297,13 @@ mod tests {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
-            sweep::<4, _, _, _>(simd, &[()], self.halves.len(), self);
+            let groups = Groups::new(self.halves.len(), self.halves.len());
+            let mut convert = Convert {
+                halves: &self.halves,
+                floats: &self.floats,
+                widened: &mut self.widened,
+            };
+            sweep::<4, _, _>(simd, &groups, &mut convert, &mut self.narrowed[..]);
         }
     }
 

@@ -126,39 +126,124 @@ impl<S: Simd, A: Accumulator, const K: usize> Mul for Lanes<S, A, K> {
     }
 }
 
-/// The work of a pass on adjacent columns. Implementations are `#[inline(always)]`, so that they
-/// are compiled for each level.
-pub(super) trait Columns<A: Accumulator> {
-    /// What the columns of a group share.
-    type Group: Copy;
-
-    /// Works on the columns of `K` vectors, from column `at` of a row.
-    fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, group: Self::Group);
+/// The layer-scale of a group: `x̃ = r x` forward, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))` backward.
+#[derive(Clone, Copy)]
+pub(super) struct Scaling<A> {
+    /// r.
+    pub factor: A,
+    /// The mean of dx̃ x̃; 0 in a forward.
+    pub mean: A,
 }
 
-/// Steps over a row, which is `groups` of `len` columns each, in order. A step takes `K` vectors
+impl<A: Accumulator> Scaling<A> {
+    /// Changes nothing.
+    pub const NONE: Self = Self {
+        factor: A::ONE,
+        mean: A::ZERO,
+    };
+}
+
+/// The groups of a row, which make up its columns, in order.
+pub(super) struct Groups<A> {
+    cols: usize,
+    len: usize,
+    scalings: Vec<Scaling<A>>,
+}
+
+impl<A: Accumulator> Groups<A> {
+    /// `cols` columns in groups of `len`, not scaled.
+    ///
+    /// # Panics
+    ///
+    /// If some columns are in no group.
+    #[inline(always)]
+    pub fn new(cols: usize, len: usize) -> Self {
+        assert!(
+            cols.is_multiple_of(len),
+            "{cols} columns in groups of {len}"
+        );
+        Self {
+            cols,
+            len,
+            scalings: vec![Scaling::NONE; cols / len],
+        }
+    }
+
+    #[inline(always)]
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Columns of each group.
+    #[inline(always)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline(always)]
+    pub fn scalings_mut(&mut self) -> &mut [Scaling<A>] {
+        &mut self.scalings
+    }
+}
+
+/// The equations of a pass on adjacent columns. Implementations are `#[inline(always)]`, so that
+/// they are compiled for each level.
+pub(super) trait Columns<A: Accumulator> {
+    /// The output in the columns of `K` vectors, from column `at` of a row.
+    fn step<S: Simd, const K: usize>(
+        &mut self,
+        simd: S,
+        at: usize,
+        scaling: Scaling<A>,
+    ) -> Lanes<S, A, K>;
+}
+
+/// The output of a row. Implementations are `#[inline(always)]`.
+pub(super) trait RowOutput<T: Element> {
+    /// Writes the columns from column `at`.
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize);
+}
+
+/// No output.
+impl<T: Element> RowOutput<T> for () {
+    #[inline(always)]
+    fn write<S: Simd, const K: usize>(&mut self, _: Lanes<S, T::Acc, K>, _: usize) {}
+}
+
+impl<T: Element> RowOutput<T> for &mut [MaybeUninit<T>] {
+    #[inline(always)]
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize) {
+        columns.write(self, at);
+    }
+}
+
+/// Steps over a row in order, and writes what each step gives to `row`. A step takes `K` vectors
 /// where as many are left of a group.
 #[inline(always)]
-pub(super) fn sweep<const K: usize, S: Simd, A: Accumulator, C: Columns<A>>(
+pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
     simd: S,
-    groups: &[C::Group],
-    len: usize,
-    columns: &mut C,
+    groups: &Groups<T::Acc>,
+    columns: &mut impl Columns<T::Acc>,
+    mut row: impl RowOutput<T>,
 ) {
-    let (block, vector) = (Lanes::<S, A, K>::WIDTH, Lanes::<S, A, 1>::WIDTH);
+    let block = Lanes::<S, T::Acc, K>::WIDTH;
+    let vector = Lanes::<S, T::Acc, 1>::WIDTH;
     let mut at = 0;
-    for &group in groups {
-        let end = at + len;
+    for &scaling in &groups.scalings {
+        let end = at + groups.len;
         while at + block <= end {
-            columns.step::<S, K>(simd, at, group);
+            let output: Lanes<S, _, K> = columns.step(simd, at, scaling);
+            row.write(output, at);
             at += block;
         }
         while at + vector <= end {
-            columns.step::<S, 1>(simd, at, group);
+            let output: Lanes<S, _, 1> = columns.step(simd, at, scaling);
+            row.write(output, at);
             at += vector;
         }
         while at < end {
-            columns.step::<Scalar, 1>(Scalar, at, group);
+            let output: Lanes<Scalar, _, 1> = columns.step(Scalar, at, scaling);
+            row.write(output, at);
             at += 1;
         }
     }
@@ -212,6 +297,8 @@ pub(super) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
 
 #[cfg(test)]
 mod tests {
+    #![allow(unsafe_code)]
+
     use super::*;
     use crate::device::cpu::simd::Level;
     use approx::assert_relative_eq;
@@ -259,42 +346,58 @@ mod tests {
         }
     }
 
-    struct Visits<'a> {
-        visited: &'a mut Vec<(usize, usize)>,
-        groups: &'a [usize],
-        len: usize,
-    }
+    struct Visits<'a>(&'a mut Vec<(usize, f32)>);
 
     impl Columns<f32> for Visits<'_> {
-        type Group = usize;
-
-        fn step<S: Simd, const K: usize>(&mut self, _: S, at: usize, group: usize) {
+        fn step<S: Simd, const K: usize>(
+            &mut self,
+            simd: S,
+            at: usize,
+            scaling: Scaling<f32>,
+        ) -> Lanes<S, f32, K> {
             let columns = at..at + Lanes::<S, f32, K>::WIDTH;
-            self.visited.extend(columns.map(|column| (column, group)));
+            self.0
+                .extend(columns.map(|column| (column, scaling.factor)));
+            Lanes::splat(simd, scaling.factor)
         }
     }
 
-    impl WithSimd for Visits<'_> {
+    struct Sweep<'a> {
+        groups: &'a Groups<f32>,
+        visited: &'a mut Vec<(usize, f32)>,
+        row: &'a mut [MaybeUninit<f32>],
+    }
+
+    impl WithSimd for Sweep<'_> {
         type Output = ();
 
-        fn with_simd<S: Simd>(mut self, simd: S) {
-            sweep::<4, _, _, _>(simd, self.groups, self.len, &mut self);
+        fn with_simd<S: Simd>(self, simd: S) {
+            let mut visits = Visits(self.visited);
+            sweep::<4, _, f32>(simd, self.groups, &mut visits, self.row);
         }
     }
 
     #[test]
-    fn a_sweep_visits_every_column_once_in_order_with_its_group() {
+    fn a_sweep_visits_and_writes_every_column_once_in_order_with_its_group() {
         for len in 1..140 {
+            let mut groups = Groups::new(3 * len, len);
+            for (scaling, factor) in groups.scalings_mut().iter_mut().zip([0., 1., 2.]) {
+                scaling.factor = factor;
+            }
+            let expected: Vec<_> = (0..3 * len).map(|i| (i, (i / len) as f32)).collect();
             for level in Level::all() {
-                let (mut visited, groups) = (vec![], &[0, 1, 2]);
-                let visits = Visits {
+                let mut row = vec![MaybeUninit::new(-1.); 3 * len];
+                let mut visited = vec![];
+                level.run(Sweep {
+                    groups: &groups,
                     visited: &mut visited,
-                    groups,
-                    len,
-                };
-                level.run(visits);
-                let expected: Vec<_> = (0..3 * len).map(|column| (column, column / len)).collect();
+                    row: &mut row,
+                });
                 assert_eq!(visited, expected);
+                for (slot, &(_, factor)) in row.iter().zip(&expected) {
+                    // SAFETY: it held a value before the sweep.
+                    assert_eq!(unsafe { slot.assume_init() }, factor);
+                }
             }
         }
     }

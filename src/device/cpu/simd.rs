@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 
 #[cfg(target_arch = "x86_64")]
 pulp::simd_type! {
-    /// What every processor with AVX2 has: the features of [`V3`](pulp::x86::V3), and F16C, which
+    /// The features of every processor with AVX2: those of [`V3`](pulp::x86::V3), and F16C, which
     /// rows of f16 need.
     pub(super) struct Avx2 {
         avx2: "avx2",
@@ -23,7 +23,7 @@ pulp::simd_type! {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Level {
-    /// What all processors of the target have.
+    /// Features that all processors of the target have.
     Baseline,
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2, pulp::x86::V3),
@@ -112,7 +112,8 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(avx2, v3) => avx2.vectorize(At(op, v3)),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512(v4) => pulp::Arch::V4(v4).dispatch(op),
+            // Not by `pulp::Arch`, which would compile `op` at its lower levels a second time.
+            Level::Avx512(v4) => pulp::Simd::vectorize(v4, op),
             #[cfg(not(target_arch = "x86_64"))]
             Level::Best(arch) => arch.dispatch(op),
         }

@@ -1,57 +1,64 @@
 //! Outputs that are written once, never zero-filled first.
 #![allow(unsafe_code)]
 
-use super::element::{Accumulator, Element};
-use super::lanes::{sweep, Columns, Lanes};
+use super::element::Element;
+use super::lanes::{sweep, Columns, Groups, Lanes, RowOutput};
 use pulp::Simd;
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-/// A fresh output of `len` elements in pieces of `piece` elements, which `fill` writes.
-///
-/// # Panics
-///
-/// If `fill` leaves a piece unfinished, or puts another in its place.
-pub(super) fn fill_output<T: Copy, const STREAMS: bool>(
-    len: usize,
-    piece: usize,
-    fill: impl FnOnce(&mut [Piece<T, STREAMS>]),
-) -> Vec<T> {
-    let mut out = Vec::with_capacity(len);
-    advise_huge_pages(out.spare_capacity_mut());
-    let (start, piece) = (out.as_ptr(), piece.max(1));
-    let mut pieces: Vec<Piece<T, STREAMS>> = out.spare_capacity_mut()[..len]
-        .chunks_mut(piece)
-        .map(|slots| Piece {
-            slots,
-            filled: 0,
-            is_fenced: true,
-        })
-        .collect();
-    fill(&mut pieces);
-    let is_written = |(i, written): (usize, &Piece<T, STREAMS>)| {
-        let first = i * piece;
-        written.slots.as_ptr().cast() == start.wrapping_add(first)
-            && written.filled == piece.min(len - first)
-            && written.is_fenced
-    };
-    assert!(
-        pieces.iter().enumerate().all(is_written),
-        "a kernel left part of its output unwritten"
-    );
-    // Only `extend` counts what is filled: it asserts that the groups make up the row, of which
-    // `sweep` takes each column once, and `Write::step` writes it.
-    // SAFETY: there is room for `len` elements. By the assert, each piece of them is in its place,
-    // counted as filled and fenced.
-    unsafe { out.set_len(len) };
-    out
+/// The instructions that write an output.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Stores {
+    Cached,
+    /// They bypass the caches, which would lose most values before anyone reads them.
+    #[cfg(target_arch = "x86_64")]
+    NonTemporal,
 }
 
-/// Outputs of at least this many bytes are streamed: their stores bypass the caches, which would
-/// lose most values before anyone reads them. `x + residual` is not, because it is read at once.
+/// Outputs of at least this many bytes are written by non-temporal stores. `x + residual` is not,
+/// because it is read at once.
 ///
 /// The size is from a processor with 32 MiB of L3. `benches/results/2026-11-22-cpu.md` has what it
 /// gains there: most in f32, and nothing in a bf16 forward.
-pub(super) const STREAMED: usize = 16 << 20;
+pub(super) const NON_TEMPORAL: usize = 16 << 20;
+
+/// A fresh output of `len` elements in chunks of `chunk_len` elements, which `fill` writes.
+///
+/// # Panics
+///
+/// If `fill` leaves a part of the output unwritten.
+pub(super) fn fill_output<T: Copy>(
+    len: usize,
+    chunk_len: usize,
+    stores: Stores,
+    fill: impl FnOnce(Vec<OutputChunk<T>>),
+) -> Vec<T> {
+    let mut out = Vec::with_capacity(len);
+    advise_huge_pages(out.spare_capacity_mut());
+    let mut filled = vec![0; len.div_ceil(chunk_len)];
+    let chunks = out.spare_capacity_mut()[..len].chunks_mut(chunk_len);
+    fill(
+        chunks
+            .zip(&mut filled)
+            .map(|(slots, filled)| OutputChunk {
+                slots,
+                filled,
+                stores,
+            })
+            .collect(),
+    );
+    assert_eq!(
+        filled.into_iter().sum::<usize>(),
+        len,
+        "a kernel left part of its output unwritten"
+    );
+    // SAFETY: there is room for `len` elements. Only the drop of a `RowWriter` counts what is
+    // filled: once a chunk, no more than the chunk has, and after its fence. So by the assert
+    // every chunk is written.
+    unsafe { out.set_len(len) };
+    out
+}
 
 /// Outputs of at least this many bytes ask for huge pages. Allocators take them from the system
 /// anew each time, and a fault for each page of 4 KiB then costs more than the arithmetic that
@@ -79,109 +86,91 @@ fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
 #[cfg(not(target_os = "linux"))]
 fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
 
-/// A run of rows of an output, written from the front, by stores that bypass the caches if
-/// `STREAMS`.
-pub(crate) struct Piece<'a, T, const STREAMS: bool> {
+/// A run of rows of an output.
+pub(super) struct OutputChunk<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
-    /// How many of the slots hold a value, from the front.
-    filled: usize,
-    /// False while streamed values may be on their way to memory.
-    is_fenced: bool,
+    /// The number of slots that hold a value, from the front.
+    filled: &'a mut usize,
+    stores: Stores,
 }
 
-impl<T, const STREAMS: bool> Default for Piece<'_, T, STREAMS> {
-    /// Has room for nothing.
-    fn default() -> Self {
+/// Writes a chunk from the front, row by row.
+pub(super) struct RowWriter<'a, T> {
+    chunk: OutputChunk<'a, T>,
+    filled: usize,
+    /// Only a fence on the thread that wrote makes non-temporal stores visible to others.
+    stays: PhantomData<*mut ()>,
+}
+
+impl<'a, T: Element> RowWriter<'a, T> {
+    pub fn new(chunk: OutputChunk<'a, T>) -> Self {
         Self {
-            slots: &mut [],
+            chunk,
             filled: 0,
-            is_fenced: true,
+            stays: PhantomData,
         }
     }
-}
 
-/// Values of a row. Implementations are `#[inline(always)]`.
-pub(super) trait Values<A: Accumulator> {
-    /// What the columns of a group share.
-    type Group: Copy;
-
-    /// The values in the columns of `K` vectors, from column `at`.
-    fn at<S: Simd, const K: usize>(
+    /// Sweeps `columns` over the next row, `K` vectors at a time, and writes their output.
+    #[inline(always)]
+    pub fn extend<const K: usize, S: Simd>(
         &mut self,
         simd: S,
-        at: usize,
-        group: Self::Group,
-    ) -> Lanes<S, A, K>;
-}
+        groups: &Groups<T::Acc>,
+        columns: &mut impl Columns<T::Acc>,
+    ) {
+        let slots = &mut self.chunk.slots[self.filled..][..groups.cols()];
+        // A test in each step would cost a tenth.
+        match self.chunk.stores {
+            Stores::Cached => sweep::<K, _, T>(simd, groups, columns, slots),
+            #[cfg(target_arch = "x86_64")]
+            Stores::NonTemporal => sweep::<K, _, T>(simd, groups, columns, PastCaches(slots)),
+        }
+        self.filled += groups.cols();
+    }
 
-impl<T: Element, const STREAMS: bool> Piece<'_, T, STREAMS> {
-    /// Writes `values` of the next row, `K` vectors at a time. Its `cols` columns are `groups` of
-    /// `len` columns each.
+    /// The last `n` values.
     ///
     /// # Panics
     ///
-    /// If they are not.
-    #[inline(always)]
-    pub fn extend<const K: usize, S: Simd, V: Values<T::Acc>>(
-        &mut self,
-        simd: S,
-        cols: usize,
-        groups: &[V::Group],
-        len: usize,
-        values: V,
-    ) {
-        assert_eq!(groups.len() * len, cols, "groups that make up no row");
-        let slots = &mut self.slots[self.filled..][..cols];
-        let mut write = Write::<STREAMS, _, _> { slots, values };
-        sweep::<K, _, _, _>(simd, groups, len, &mut write);
-        self.filled += cols;
-        self.is_fenced = !STREAMS;
-    }
-
-    /// Waits for streamed values, on the thread that wrote them. Nothing else may access their
-    /// memory before.
-    ///
-    /// A fence after each row would cost 85 ns, as much as a whole forward of 512 columns.
-    #[inline(always)]
-    pub fn fence(&mut self) {
-        // Miri has no such fence, and needs none: see `stream`.
-        #[cfg(all(target_arch = "x86_64", not(miri)))]
-        if !self.is_fenced {
-            // SAFETY: every x86-64 processor has SSE.
-            unsafe { std::arch::x86_64::_mm_sfence() };
-        }
-        self.is_fenced = true;
-    }
-}
-
-impl<T: Element> Piece<'_, T, false> {
-    /// The last `n` values.
+    /// If the stores are not cached: these values may be on their way to memory.
     #[inline(always)]
     pub fn last(&self, n: usize) -> &[T] {
-        let slots = &self.slots[self.filled - n..self.filled];
-        // SAFETY: `extend` wrote all slots up to `filled`.
+        assert_eq!(self.chunk.stores, Stores::Cached);
+        let slots = &self.chunk.slots[self.filled - n..self.filled];
+        // SAFETY: `extend` wrote all slots up to `filled`, because `sweep` visits and writes each
+        // column of a row.
         unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
     }
 }
 
-struct Write<'a, const STREAMS: bool, T, V> {
-    slots: &'a mut [MaybeUninit<T>],
-    values: V,
+impl<T> Drop for RowWriter<'_, T> {
+    /// Waits for non-temporal stores, then counts what was written.
+    ///
+    /// A fence after each row would cost 85 ns, as much as a whole forward of 512 columns.
+    #[inline(always)]
+    fn drop(&mut self) {
+        // Miri has no such fence, and needs none: see `store`.
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        if self.chunk.stores == Stores::NonTemporal {
+            // SAFETY: every x86-64 processor has SSE.
+            unsafe { std::arch::x86_64::_mm_sfence() };
+        }
+        *self.chunk.filled = self.filled;
+    }
 }
 
-impl<const STREAMS: bool, T: Element, V: Values<T::Acc>> Columns<T::Acc>
-    for Write<'_, STREAMS, T, V>
-{
-    type Group = V::Group;
+/// A row that is written past the caches.
+#[cfg(target_arch = "x86_64")]
+struct PastCaches<'a, T>(&'a mut [MaybeUninit<T>]);
 
+#[cfg(target_arch = "x86_64")]
+impl<T: Element> RowOutput<T> for PastCaches<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, simd: S, at: usize, group: V::Group) {
-        let values: Lanes<S, _, K> = self.values.at(simd, at, group);
-        #[cfg(target_arch = "x86_64")]
-        if STREAMS && stream(values, self.slots, at) {
-            return;
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize) {
+        if !stream(columns, self.0, at) {
+            columns.write(self.0, at);
         }
-        values.write(self.slots, at);
     }
 }
 
@@ -254,77 +243,92 @@ unsafe fn store<S: Simd>(to: *mut std::arch::x86_64::__m128i, value: std::arch::
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::lanes::Scaling;
     use crate::device::cpu::simd::Level;
     use pulp::{Scalar128b, WithSimd};
 
     struct Negatives<'a>(&'a [f32]);
 
-    impl Values<f32> for Negatives<'_> {
-        type Group = ();
-
-        fn at<S: Simd, const K: usize>(&mut self, simd: S, at: usize, _: ()) -> Lanes<S, f32, K> {
+    impl Columns<f32> for Negatives<'_> {
+        fn step<S: Simd, const K: usize>(
+            &mut self,
+            simd: S,
+            at: usize,
+            _: Scaling<f32>,
+        ) -> Lanes<S, f32, K> {
             Lanes::splat(simd, 0.) - Lanes::load(simd, self.0, at)
         }
     }
 
-    struct Extend<'a, 'b>(&'a mut Piece<'b, f32, true>, &'a [f32]);
+    struct Extend<'a, 'b>(&'a mut RowWriter<'b, f32>, &'a [f32]);
 
     impl WithSimd for Extend<'_, '_> {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
-            let Self(piece, source) = self;
-            piece.extend::<4, _, _>(simd, source.len(), &[()], source.len(), Negatives(source));
+            let Self(writer, source) = self;
+            let groups = Groups::new(source.len(), source.len());
+            writer.extend::<4, _>(simd, &groups, &mut Negatives(source));
         }
     }
 
-    /// Large enough to be streamed, with parts that are aligned for it and parts that are not. Miri
-    /// takes its time, so there it is small.
+    fn extend(writer: &mut RowWriter<f32>, source: &[f32]) {
+        Extend(writer, source).with_simd(Scalar128b);
+    }
+
+    /// Chunks of rows, of which some are aligned for non-temporal stores and some are not.
     #[test]
-    fn pieces_make_up_the_output() {
-        let bytes = if cfg!(miri) { 6 << 11 } else { STREAMED };
-        let len = bytes / size_of::<f32>() + 3;
+    fn chunks_make_up_the_output() {
+        let len = if cfg!(miri) { 3003 } else { 300_003 };
         let source: Vec<f32> = (0..len).map(|i| i as f32).collect();
         for level in Level::all() {
-            let out = fill_output(len, 1000, |pieces: &mut [Piece<f32, true>]| {
-                for (piece, source) in pieces.iter_mut().zip(source.chunks(1000)) {
-                    let (first, second) = source.split_at(source.len() / 3);
-                    for part in [first, second] {
-                        level.run(Extend(piece, part));
+            for stores in [Stores::Cached, Stores::NonTemporal] {
+                let out = fill_output(len, 1000, stores, |chunks| {
+                    for (chunk, source) in chunks.into_iter().zip(source.chunks(1000)) {
+                        let (first, second) = source.split_at(source.len() / 3);
+                        let mut writer = RowWriter::new(chunk);
+                        for part in [first, second] {
+                            level.run(Extend(&mut writer, part));
+                        }
                     }
-                    piece.fence();
-                }
-            });
-            assert!(out.iter().zip(&source).all(|(out, source)| *out == -source));
-            assert_eq!(out.len(), len);
+                });
+                assert!(out.iter().zip(&source).all(|(out, source)| *out == -source));
+                assert_eq!(out.len(), len);
+            }
         }
     }
 
     #[test]
     #[should_panic(expected = "unwritten")]
-    fn a_piece_without_a_fence_is_no_output() {
-        let source = [1.; 10];
-        fill_output(10, 10, |pieces: &mut [Piece<f32, true>]| {
-            Level::Baseline.run(Extend(&mut pieces[0], &source));
+    fn a_writer_without_its_fence_is_no_output() {
+        fill_output(10, 10, Stores::NonTemporal, |chunks| {
+            for chunk in chunks {
+                let mut writer = RowWriter::new(chunk);
+                extend(&mut writer, &[1.; 10]);
+                std::mem::forget(writer);
+            }
         });
     }
 
     #[test]
     #[should_panic(expected = "unwritten")]
-    fn another_piece_is_no_output() {
-        fill_output(10, 5, |pieces: &mut [Piece<f32, true>]| {
-            pieces
-                .iter_mut()
-                .for_each(|piece| *piece = Piece::default())
+    fn an_unfinished_chunk_is_no_output() {
+        fill_output(10, 5, Stores::Cached, |chunks| {
+            for (chunk, len) in chunks.into_iter().zip([5, 4]) {
+                extend(&mut RowWriter::new(chunk), &vec![1.; len]);
+            }
         });
     }
 
     #[test]
-    #[should_panic(expected = "unwritten")]
-    fn an_unfinished_piece_is_no_output() {
-        fill_output(10, 5, |pieces: &mut [Piece<f32, true>]| {
-            pieces[0].extend::<1, _, _>(Scalar128b, 5, &[()], 5, Negatives(&[1.; 5]));
-            pieces[0].fence();
+    #[should_panic]
+    fn a_row_too_many_is_no_output() {
+        fill_output(10, 5, Stores::Cached, |chunks| {
+            for chunk in chunks {
+                let mut writer = RowWriter::new(chunk);
+                extend(&mut writer, &[1.; 5]);
+                extend(&mut writer, &[1.; 5]);
+            }
         });
     }
 }
