@@ -645,6 +645,8 @@ fn integers_of_64_bits() {
         ("rem.u64 %rd3, %rd1, %rd2;", 17, 5, 0, 2),
         ("cvt.s64.s32 %rd3, %r1;", 0, 0, u32::MAX, u64::MAX),
         ("cvt.u64.u32 %rd3, %r1;", 0, 0, u32::MAX, 0xffff_ffff),
+        ("clz.b64 %r2, %rd1; cvt.u64.u32 %rd3, %r2;", 1, 0, 0, 63),
+        ("bfi.b64 %rd3, %rd1, %rd2, 60, 8;", 0xff, 0, 0, 0xf << 60),
         (
             "mov.b64 {%r2, %r3}, %rd1; mov.b64 %rd3, {%r3, %r2};",
             0x1111_1111_2222_2222,

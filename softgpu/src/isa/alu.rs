@@ -562,10 +562,12 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "d:dw",
         ),
         ("shr", [], "s64") => (each!(|a: i64, b: u32| i64: a >> b.min(63)), "d:dw"),
+        ("clz", [], "b64") => (each!(|a: u64| u32: a.leading_zeros()), "w:d"),
         ("clz", [], "b32") => (each!(|a: u32| u32: a.leading_zeros()), "w:w"),
         ("dp4a", [a], b) => return dot(a, b),
         ("prmt", _, "b32") => return permutation(modifiers),
         ("bfi", [], "b32") => (insert32 as Exec, "w:wwww"),
+        ("bfi", [], "b64") => (insert64 as Exec, "d:ddww"),
         _ => return None,
     };
     made(exec, Class::Integer, operands)
@@ -582,6 +584,16 @@ unsafe fn insert32(lanes: &mut Lanes, op: &Op, mask: u32) {
             start[lane],
             length[lane],
         ) as u32;
+    }
+    put(lanes, op.d, results.as_ptr(), mask);
+}
+
+unsafe fn insert64(lanes: &mut Lanes, op: &Op, mask: u32) {
+    let [a, b] = [op.a, op.b].map(|slot| *lanes.slots.add(usize::from(slot)).cast::<[u64; 32]>());
+    let [start, length] = [op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
+    let mut results = [0u64; 32];
+    for lane in 0..32 {
+        results[lane] = insert(a[lane], b[lane], start[lane], length[lane]);
     }
     put(lanes, op.d, results.as_ptr(), mask);
 }
