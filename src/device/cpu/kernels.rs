@@ -2,9 +2,9 @@
 //!
 //! 1. `run` cuts the rows into chunks, whose size depends only on the shape. Threads take chunks.
 //! 2. A chunk takes its rows one by one. With a residual, it first writes the row's `x + residual`.
-//! 3. A row is cut into the groups of the layer-scale. Without a layer-scale it is one group.
+//! 3. A row is cut into the groups of the group scaling. Without group scaling it is one group.
 //! 4. A pass, `Forward` or `Backward`, reads each group of a row and takes the sums of the
-//!    layer-scale: Σ x² in a forward; Σ x², Σ gain dy x and Σ decay x² in a backward.
+//!    group scaling: Σ x² in a forward; Σ x², Σ gain dy x and Σ decay x² in a backward.
 //! 5. It reads the whole row again, now from the first-level cache. Four vectors at a time, it
 //!    writes the output and adds to the chunk's sums.
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
@@ -29,14 +29,14 @@ pub(super) struct Matrix<'a, T> {
     pub blocks: Vec<usize>,
 }
 
-/// The input's rows, with their padding mask and layer-scale.
+/// The input's rows, with their padding mask and group scaling.
 pub(crate) struct Rows<'a, T> {
     pub x: Matrix<'a, T>,
     /// Added to `x` before anything else. It has the shape of `x`.
     pub residual: Option<Matrix<'a, T>>,
     /// `[rows]`, 0 for a padded row.
     pub keep: Option<&'a [u8]>,
-    /// G, the groups of the layer-scale, and its ε.
+    /// G, the groups of the group scaling, and its ε.
     pub groups: Option<(usize, f64)>,
 }
 
@@ -139,7 +139,7 @@ impl<T: Element> Rows<'_, T> {
         self.cols() * (1 + usize::from(with_padded && self.keep.is_some()))
     }
 
-    /// Channels of a group; all of them without a layer-scale.
+    /// Channels of a group; all of them without group scaling.
     fn group_len(&self) -> usize {
         self.cols() / self.groups.map_or(1, |(groups, _)| groups)
     }
@@ -213,8 +213,8 @@ pub(super) fn grad_sum_cols<T: Element>(
     GradSums::split(sums, rows.cols())
 }
 
-/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the layer-scale, and 0
-/// in padded rows. If there is a `dsum`, it is added.
+/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the group scaling, and
+/// 0 in padded rows. If there is a `dsum`, it is added.
 pub(super) fn normalize_bwd<T: Element>(
     rows: &Rows<T>,
     gradients: &RowGradients<T>,
@@ -268,7 +268,7 @@ trait Pass<T: Element>: Sync {
     fn has_output(&self) -> bool;
 
     /// Writes a row of the output, if there is an output, and adds to the chunk's `sums`, which is
-    /// empty if no sums are wanted. If there is a layer-scale, sets the scalings of `groups`.
+    /// empty if no sums are wanted. If there is group scaling, sets the scalings of `groups`.
     fn row<S: Simd>(
         &self,
         simd: S,
@@ -286,7 +286,7 @@ struct Row<'a, T: Element> {
     x: &'a [T],
     /// False if the row is padding.
     keeps: bool,
-    /// `None` without a layer-scale.
+    /// `None` without group scaling.
     group_scaling: Option<&'a GroupScaling<T::Acc>>,
 }
 
@@ -556,7 +556,7 @@ impl<T: Element> Columns<T::Acc> for Addition<'_, T> {
     }
 }
 
-/// The layer-scale: `r = 1/√(mean(x²) + ε)` of each group.
+/// Group scaling: `r = 1/√(mean(x²) + ε)` of each group.
 struct GroupScaling<A> {
     /// 1 over the channels of a group.
     share: A,
@@ -587,8 +587,8 @@ impl<A: Accumulator> GroupScaling<A> {
         let (mut start, len) = (0, groups.len());
         for scaling in groups.scalings_mut() {
             let group = start..start + len;
-            // Because x̃ = r x, all r in the mean of (gain dy − decay x̃) x̃ stand outside its sums.
-            // So the pass that sums x² for r can take these sums too.
+            // Because x̃ = r x, all r in the mean of (gain dy − decay x̃) x̃ stand outside its
+            // sums. So the pass that sums x² for r can take these sums too.
             let [squares, gain_dy_x, decay_x2] =
                 sum_terms::<2, 3, S, A>(simd, group.clone(), terms);
             let factor = self.factor(&terms.x[group.clone()], squares);
@@ -666,7 +666,7 @@ impl<T: Element> Terms<T::Acc, 1> for GroupSquares<'_, T> {
     }
 }
 
-/// The sums for the backward of the layer-scale: Σ x², Σ gain dy x, Σ decay x².
+/// The sums for the backward of group scaling: Σ x², Σ gain dy x, Σ decay x².
 struct GroupTerms<'a, T: Element> {
     x: &'a [T],
     dy: &'a [T],
@@ -737,6 +737,16 @@ fn run<T: Element>(
     pass: &impl Pass<T>,
     width: usize,
 ) -> (RowOutputs<T>, Vec<T::Acc>) {
+    run_with(rows.stores(), rows, pass, width)
+}
+
+/// [`run`], whose output is written by `stores`.
+fn run_with<T: Element>(
+    stores: Stores,
+    rows: &Rows<T>,
+    pass: &impl Pass<T>,
+    width: usize,
+) -> (RowOutputs<T>, Vec<T::Acc>) {
     let chunk = chunk_rows(rows.len(), rows.cols());
     let len_if = |wanted: bool| match wanted {
         true => rows.len() * rows.cols(),
@@ -745,7 +755,7 @@ fn run<T: Element>(
     let chunk_len = chunk * rows.cols();
     let mut partials = vec![T::Acc::ZERO; rows.len().div_ceil(chunk) * width];
     let mut sum = None;
-    let y = fill_output(len_if(pass.has_output()), chunk_len, rows.stores(), |y| {
+    let y = fill_output(len_if(pass.has_output()), chunk_len, stores, |y| {
         let len = len_if(rows.residual.is_some());
         sum = Some(fill_output(len, chunk_len, Stores::Cached, |sum| {
             run_chunks(rows, pass, chunk, y, sum, &mut partials);
@@ -843,5 +853,83 @@ impl<T: Element, P: Pass<T>> WithSimd for Chunk<'_, T, P> {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matrix<T>(values: &[T], cols: usize) -> Matrix<'_, T> {
+        Matrix {
+            cols,
+            rows: values.len() / cols,
+            values,
+            blocks: vec![0],
+        }
+    }
+
+    /// The bits of an output and of its column sums, by every kind of stores.
+    fn bits<T: Element>(rows: &Rows<T>, pass: &impl Pass<T>, width: usize) -> [Vec<u64>; 2] {
+        [Stores::Cached, Stores::NonTemporal].map(|stores| {
+            let (outputs, sums) = run_with(stores, rows, pass, width);
+            let y = outputs.y.into_iter().map(WithDType::to_f64);
+            let sums = sums.into_iter().map(WithDType::to_f64);
+            y.chain(sums).map(f64::to_bits).collect()
+        })
+    }
+
+    /// Miri takes its time.
+    const ROWS: usize = if cfg!(miri) { 2 } else { 6 };
+
+    /// Rows and groups of neither whole vectors nor whole cache lines, of whole vectors, and of
+    /// both.
+    fn outputs_past_the_caches_have_the_bits_of_cached_ones<T: Element>() {
+        let shapes = [
+            (7, None),
+            (100, Some(4)),
+            (192, None),
+            (192, Some(1)),
+            (192, Some(3)),
+        ];
+        for (cols, groups) in shapes.into_iter().take(if cfg!(miri) { 2 } else { 5 }) {
+            let values = |scale: f64| -> Vec<T> {
+                let value = |i: usize| T::from_f64(scale * (i as f64 * 0.7 + scale).sin());
+                (0..ROWS * cols).map(value).collect()
+            };
+            let (x, dy, dsum) = (values(1.), values(2.), values(3.));
+            let numbers = |shift: f64| -> Vec<T::Acc> {
+                let number = |i: usize| <T::Acc as WithDType>::from_f64((i as f64 + shift).cos());
+                (0..cols).map(number).collect()
+            };
+            let (gain, other) = (&numbers(0.)[..], &numbers(1.)[..]);
+            let rows = Rows {
+                x: matrix(&x, cols),
+                residual: None,
+                keep: Some(&[1, 0, 1, 1, 0, 1][..ROWS]),
+                groups: groups.map(|groups| (groups, 1e-5)),
+            };
+            let width = rows.square_sums_width(true);
+            let [cached, past] = bits(&rows, &Forward { gain, shift: other }, width);
+            assert_eq!(cached, past, "forward, {cols} in {groups:?}");
+            let (dy, dsum) = (matrix(&dy, cols), matrix(&dsum, cols));
+            for dsum in [None, Some(&dsum)] {
+                let pass = Backward {
+                    gradients: &RowGradients { dy: &dy, dsum },
+                    gain,
+                    decay: other,
+                };
+                let [cached, past] = bits(&rows, &pass, 2 * cols);
+                assert_eq!(cached, past, "backward, {cols} in {groups:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn outputs_past_the_caches_have_the_bits_of_cached_ones_in_every_type() {
+        outputs_past_the_caches_have_the_bits_of_cached_ones::<f32>();
+        outputs_past_the_caches_have_the_bits_of_cached_ones::<f64>();
+        outputs_past_the_caches_have_the_bits_of_cached_ones::<half::f16>();
+        outputs_past_the_caches_have_the_bits_of_cached_ones::<half::bf16>();
     }
 }

@@ -126,7 +126,7 @@ impl<S: Simd, A: Accumulator, const K: usize> Mul for Lanes<S, A, K> {
     }
 }
 
-/// The layer-scale of a group: `x̃ = r x` forward, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))` backward.
+/// The group scaling of a group: `x̃ = r x` forward, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))` backward.
 #[derive(Clone, Copy)]
 pub(super) struct Scaling<A> {
     /// r.
