@@ -46,8 +46,8 @@ fn job(ranks: &str) -> Command {
     let mut job = Command::new("mpirun");
     job.args(["--allow-run-as-root", "--oversubscribe", "-n", ranks])
         .arg(std::env::current_exe().unwrap())
-        // A rank that waits lets others run. Where processors are busy, ranks that spin take minutes
-        // in place of seconds.
+        // A rank that waits lets others run. Where processors are busy, ranks that spin take
+        // minutes in place of seconds.
         .env("OMPI_MCA_mpi_yield_when_idle", "1");
     job
 }

@@ -283,8 +283,8 @@ impl Member {
         }
         let ranks = self.ranks.world_size() as f64;
         let mut pairs = message[1..].iter().zip(&global[1..announced]);
-        // The sums of numbers and of their squares are those of equal numbers only if all are equal:
-        // their variance is then 0. So every rank finds the same difference.
+        // The sums of numbers and of their squares are those of equal numbers only if all are
+        // equal: their variance is then 0. So every rank finds the same difference.
         if let Some(differs) = pairs.position(|(own, sum)| *sum != ranks * own) {
             let common = &common[differs / ANNOUNCED];
             let [least, most] = self.range(common.key)?.map(common.show);

@@ -1198,8 +1198,8 @@ impl Communicator for Breaks {
 }
 
 /// Sums that fail on all ranks, of a forward or of a backward. A forward leaves the state as it
-/// was. A backward leaves ν as it was, and its forward has moved ψ² on all ranks. Each can be called
-/// again, or skipped.
+/// was. A backward leaves ν as it was, and its forward has moved ψ² on all ranks. Each can be
+/// called again, or skipped.
 pub fn sums_that_fail(rank: &Rank) {
     let engine = Breaks::new(rank);
     let over = Ranks::new(engine.clone());
