@@ -20,6 +20,8 @@ print(next(p["manifest_path"] for p in packages if p["name"] == "candle-core"))'
 mkdir -p "$(dirname "$patched")"
 cp -r "$(dirname "$source")" "$patched"
 patch -d "$patched" -p1 --forward --fuzz=0 <docs/upstream/candle-first-gradient.patch
+# No member of a workspace around it.
+printf '\n[workspace]\n' >>"$patched/Cargo.toml"
 [[ ${1-} != --keep ]] || exit 0
 
 cd "$patched"
