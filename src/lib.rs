@@ -23,6 +23,7 @@
 //! running mean of its squares, which is known before a batch is read.
 //!
 //! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
+//! - [`PowerNorms`] builds all layers of a model alike.
 //! - [`Mode`] switches a whole model between training and evaluation.
 //! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes
 //!   a residual.
@@ -39,14 +40,15 @@
 //! | `mpi` | `MpiCommunicator`, which sums over the processes of an MPI job |
 //! | `nccl` | `NcclCommunicator`, which sums over GPUs; turns on `cuda` |
 //! | `serde` | [`PowerNormConfig`] in a model's `config.json` |
-#![deny(missing_docs, unsafe_code)]
+#![deny(missing_docs, unsafe_code, unsafe_op_in_unsafe_fn)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::expect_used, clippy::panic, clippy::unwrap_used)
+)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod composed;
 mod config;
-mod cpu;
-#[cfg(feature = "cuda")]
-mod cuda;
+mod device;
 mod error;
 mod fold;
 mod group_scaling;
@@ -54,6 +56,7 @@ mod layer;
 mod loss_scale;
 mod mode;
 mod monitor;
+mod norms;
 mod op;
 mod ranks;
 mod state;
@@ -64,14 +67,23 @@ pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 pub use monitor::StepStatistics;
+pub use norms::PowerNorms;
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
+
+/// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
+#[cfg(feature = "mpi")]
+pub use ::mpi;
+/// The `cudarc` crate, whose types [`NcclCommunicator::new`] takes.
+#[cfg(feature = "nccl")]
+pub use cudarc;
+
 pub use state::Snapshot;
 
-/// Where the links between the guide's pages lead in rustdoc. Each page also defines its links, to
+/// The targets of links between the guide's pages in rustdoc. Each page also defines its links, to
 /// files, for readers of the repository. In rustdoc these definitions come first, and the first one
 /// wins.
 macro_rules! links {

@@ -199,7 +199,7 @@ const SHAPES: [(usize, usize, Option<usize>, bool, bool); 4] = [
     (9, 48, None, false, false),
     (9, 48, Some(4), true, false),
     (9, 48, Some(4), true, true),
-    // The layer-scale's factors take a launch of their own.
+    // The group scaling's factors take a launch of their own.
     (3, 1025, Some(1), false, false),
 ];
 

@@ -16,13 +16,13 @@
 //! trained.
 //!
 //! Progress and a sample of made-up text go to stderr, one line of JSON for each normalization to
-//! stdout, checkpoints and loss curves to the folder `--out`.
+//! stdout, checkpoints to the folder `--out`.
 
-use crate::common::data::{Corpus, Unit};
+use crate::common::data::{Corpus, HeldOut, Unit};
 use crate::common::model::{Size, CONTEXT, HEADS, WIDTH};
 use crate::common::norm::{Norm, NormArgs};
 use crate::common::train::{Regularization, Run, Settings, BATCH};
-use crate::common::{self, optim, plot, Place};
+use crate::common::{self, optim, Place};
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -47,7 +47,7 @@ pub struct Args {
     norm: Norm,
 
     /// Train a model with each of these normalizations, separated by commas (all, if none is
-    /// named), from the same seed, and draw their losses in one plot
+    /// named), from the same seed
     #[arg(
         long,
         value_enum,
@@ -85,8 +85,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
-    /// Folder of the checkpoints (NORM.SEED.safetensors) and plots (NORM.SEED.svg,
-    /// compare.SEED.svg)
+    /// Folder of the checkpoints (NORM.SEED.safetensors)
     #[arg(long, value_name = "DIR", default_value = "target/char-lm")]
     out: PathBuf,
 
@@ -104,7 +103,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     args.layer.check(WIDTH)?;
     let device = args.device.device("char-lm")?;
-    let corpus = Corpus::read(&args.text, Unit::Character, CONTEXT)?;
+    let corpus = Corpus::read(&args.text, &HeldOut::default(), Unit::Character, CONTEXT)?;
     let norms = match &args.compare {
         None => vec![args.norm],
         Some(norms) if norms.is_empty() => Norm::CAUSAL.to_vec(),
@@ -117,8 +116,7 @@ pub fn run(args: &Args) -> Result<()> {
             "--fold is for PowerNorm, --norm power or power-v, not {norm}"
         );
     }
-    let file = |name: &str, extension| args.out.join(format!("{name}.{}.{extension}", args.seed));
-    let checkpoint = |norm: Norm| file(&norm.to_string(), "safetensors");
+    let checkpoint = |norm: Norm| args.out.join(format!("{norm}.{}.safetensors", args.seed));
     ensure!(
         !args.resume || norms.iter().any(|&norm| checkpoint(norm).exists()),
         "there is no checkpoint to resume from in {}",
@@ -127,7 +125,6 @@ pub fn run(args: &Args) -> Result<()> {
     std::fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
 
-    let mut curves = Vec::new();
     for norm in norms {
         let checkpoint = checkpoint(norm);
         let mut run = Run::new(settings(args, norm, &corpus), &corpus, &device)?;
@@ -137,20 +134,9 @@ pub fn run(args: &Args) -> Result<()> {
         }
         train(&mut run, args, &corpus, norm, &checkpoint)
             .with_context(|| format!("training with --norm {norm}"))?;
-        let val_loss = report(&run, args, &corpus, norm)?;
-        curves.push((format!("{norm}: {val_loss:.3}"), run.history));
-        let plot = args
-            .compare
-            .as_ref()
-            .map_or(norm.to_string(), |_| "compare".into());
-        let runs: Vec<_> = (curves.iter())
-            .map(|(label, history)| (label.clone(), history))
-            .collect();
-        let title = "Loss: thick on the validation split, thin in training";
-        let chart = plot::losses(title.into(), "nats per character", &runs);
-        plot::draw(&file(&plot, "svg"), &[chart], 1)?;
+        report(&run, args, &corpus, norm)?;
     }
-    eprintln!("\nCheckpoints and plots are in {}", args.out.display());
+    eprintln!("\nCheckpoints are in {}", args.out.display());
     Ok(())
 }
 
@@ -161,6 +147,7 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
         batch: BATCH,
         micro_batch: BATCH,
         regularization: args.regularization,
+        schedule: Default::default(),
         steps: args.steps,
         seed: args.seed,
     }
@@ -192,8 +179,8 @@ fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &P
     Ok(())
 }
 
-/// Prints the results of a finished run, and gives its validation loss.
-fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
+/// Prints the results of a finished run.
+fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<()> {
     // Twice over a short split is enough.
     let batches = |split: &[u32]| FINAL_EVAL_BATCHES.min(2 * split.len().div_ceil(BATCH * CONTEXT));
     let train_loss = run.evaluate_finite(&corpus.train, batches(&corpus.train))?;
@@ -216,13 +203,14 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<f32> {
             "parameters": run.parameters(),
             "train_loss": train_loss,
             "val_loss": val_loss,
+            "val": run.history.val,
             "seconds": run.elapsed.as_secs_f64(),
             "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
             "tokens_per_second": run.speed(),
             "fold": fold,
         })
     );
-    Ok(val_loss)
+    Ok(())
 }
 
 /// Prints how the folded model compares with the one that was trained, which made up `sample`, and

@@ -15,8 +15,8 @@ use std::sync::PoisonError;
 ///
 /// It is null or ends with a zero.
 unsafe fn text(text: *const c_char) -> Option<String> {
-    // SAFETY: as this function asks.
     (!text.is_null()).then(|| {
+        // SAFETY: as this function asks.
         unsafe { CStr::from_ptr(text) }
             .to_string_lossy()
             .into_owned()

@@ -185,7 +185,7 @@ fn many_rows_of_narrow_groups() -> Result<()> {
     Ok(())
 }
 
-/// Without a layer-scale: the widest row, and rows enough for many chunks of sums.
+/// Without group scaling: the widest row, and rows enough for many chunks of sums.
 #[test]
 fn wide_and_tall_without_groups() -> Result<()> {
     let mut data = Data::new(3);
@@ -344,7 +344,7 @@ fn huge_groups() -> Result<()> {
     Ok(())
 }
 
-/// The layer-scale by itself, in groups of every kind of plan.
+/// The group scaling by itself, in groups of every kind of plan.
 #[test]
 fn group_scaling_by_itself() -> Result<()> {
     let mut data = Data::new(9);

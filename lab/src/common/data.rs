@@ -5,7 +5,7 @@ use anyhow::{ensure, Context, Result};
 use candle::{Device, Tensor};
 use rand::{rngs::StdRng, Rng};
 use std::collections::{BTreeSet, HashMap};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What a token is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,27 +20,48 @@ pub enum Unit {
 const UNKNOWN: &str = "<unk>";
 const MIN_COUNT: usize = 3;
 
-/// A text split into its first nine tenths, to train on, and the rest, to validate on.
+/// A text to train on, and others to score on.
 pub struct Corpus {
     pub unit: Unit,
     /// The tokens of the text in order; a token is an index into them.
     pub vocab: Vec<String>,
     pub train: Vec<u32>,
     pub val: Vec<u32>,
-    /// A hash of the text and what it was cut into, so that a checkpoint can tell whether it saw
+    /// What no choice has seen.
+    pub test: Option<Vec<u32>>,
+    /// A hash of the texts and what it was cut into, so that a checkpoint can tell whether it saw
     /// this one.
     pub fingerprint: u64,
 }
 
+/// Texts that a model does not train on.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct HeldOut {
+    /// UTF-8 text to validate on [default: the last tenth of the text, which the model then does
+    /// not train on]
+    #[arg(long, value_name = "FILE")]
+    val: Option<PathBuf>,
+
+    /// UTF-8 text to score a finished run on, once. Nothing is chosen by it
+    #[arg(long, value_name = "FILE", requires = "val")]
+    test: Option<PathBuf>,
+}
+
 impl Corpus {
-    /// Reads a UTF-8 file.
-    pub fn read(path: &Path, unit: Unit, context: usize) -> Result<Self> {
-        let bytes =
-            std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let text = String::from_utf8(bytes)
-            .ok()
-            .with_context(|| format!("{} is not UTF-8 text", path.display()))?;
-        Self::new(&text, unit, context).with_context(|| format!("cannot use {}", path.display()))
+    /// Reads UTF-8 files.
+    pub fn read(path: &Path, held_out: &HeldOut, unit: Unit, context: usize) -> Result<Self> {
+        let HeldOut { val, test } = held_out;
+        let read = |path: &Path| {
+            let bytes =
+                std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+            (String::from_utf8(bytes).ok())
+                .with_context(|| format!("{} is not UTF-8 text", path.display()))
+        };
+        let text = read(path)?;
+        let val = val.as_deref().map(read).transpose()?;
+        let test = test.as_deref().map(read).transpose()?;
+        Self::of(&text, val.as_deref(), test.as_deref(), unit, context)
+            .with_context(|| format!("cannot use {}", path.display()))
     }
 
     /// The characters of the sample text.
@@ -50,36 +71,67 @@ impl Corpus {
         Self::new(text, Unit::Character, context).unwrap()
     }
 
-    /// `context` is the longest stretch that must fit in either part.
+    /// A text of which the last tenth is to validate on. `context` is the longest stretch that must
+    /// fit in either part.
+    #[cfg(test)]
     pub fn new(text: &str, unit: Unit, context: usize) -> Result<Self> {
+        Self::of(text, None, None, unit, context)
+    }
+
+    fn of(
+        text: &str,
+        val_text: Option<&str>,
+        test_text: Option<&str>,
+        unit: Unit,
+        context: usize,
+    ) -> Result<Self> {
         ensure!(!text.is_empty(), "the text is empty");
-        let tokens = match unit {
-            Unit::Character => text.split("").filter(|token| !token.is_empty()).collect(),
-            Unit::Word => words(text),
+        let tokens = unit.cut(text);
+        let val = val_text.map(|text| unit.cut(text));
+        let test = test_text.map(|text| unit.cut(text));
+        let (train, val) = match &val {
+            None => tokens.split_at(tokens.len() * 9 / 10),
+            Some(val) => (&*tokens, &**val),
         };
-        let (train, val) = tokens.split_at(tokens.len() * 9 / 10);
         ensure!(
             train.len().min(val.len()) > context,
-            "the text has {} {unit}s, too few for a context of {context}: its last tenth has {}",
-            tokens.len(),
+            "the text has {} {unit}s to train on and {} to validate on, too few for a context of \
+             {context}",
+            train.len(),
             val.len(),
         );
+        if let Some(test) = &test {
+            ensure!(
+                test.len() > context,
+                "the test text has {} {unit}s, too few for a context of {context}",
+                test.len()
+            );
+        }
         let known: BTreeSet<&str> = match unit {
-            Unit::Character => tokens.iter().copied().collect(),
+            Unit::Character => {
+                let held_out = val.iter().chain(test.iter().flatten());
+                train.iter().chain(held_out).copied().collect()
+            }
             Unit::Word => common(train),
         };
         let vocab: Vec<&str> = known.into_iter().collect();
         let unknown = vocab.binary_search(&UNKNOWN).unwrap_or_default();
         let number = |token: &&str| vocab.binary_search(token).unwrap_or(unknown) as u32;
+        let mut hashed = text.as_bytes().to_vec();
+        if unit == Unit::Word {
+            hashed.extend(b"words");
+        }
+        for other in [val_text, test_text].into_iter().flatten() {
+            hashed.push(0);
+            hashed.extend(other.as_bytes());
+        }
         Ok(Self {
             unit,
             train: train.iter().map(number).collect(),
             val: val.iter().map(number).collect(),
+            test: test.map(|test| test.iter().map(number).collect()),
+            fingerprint: fnv1a(&hashed),
             vocab: vocab.into_iter().map(String::from).collect(),
-            fingerprint: match unit {
-                Unit::Character => fnv1a(text.as_bytes()),
-                Unit::Word => fnv1a(&[text.as_bytes(), b"words"].concat()),
-            },
         })
     }
 
@@ -89,6 +141,15 @@ impl Corpus {
             Unit::Character => "",
             Unit::Word => " ",
         })
+    }
+}
+
+impl Unit {
+    fn cut(self, text: &str) -> Vec<&str> {
+        match self {
+            Self::Character => text.split("").filter(|token| !token.is_empty()).collect(),
+            Self::Word => words(text),
+        }
     }
 }
 
@@ -224,6 +285,39 @@ mod tests {
         assert_eq!(corpus("").err().unwrap().to_string(), "the text is empty");
         assert!(corpus(&"x".repeat(40)).is_err());
         assert!(corpus(&"x".repeat(50)).is_ok());
+    }
+
+    /// Texts of their own to validate and to test on leave the whole text to train on, which alone
+    /// decides the words. Each of them changes the fingerprint.
+    #[test]
+    fn held_out_texts_are_not_trained_on() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let file = |name: &str, line: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, line.repeat(10)).map(|()| path)
+        };
+        let text = file("text", "a dog runs .\n")?;
+        let val = Some(file("val", "a cat runs .\n")?);
+        let test = Some(file("test", "a dog and a dog .\n")?);
+        let read = |val: &Option<PathBuf>, test: &Option<PathBuf>| {
+            let (val, test) = (val.clone(), test.clone());
+            Corpus::read(&text, &HeldOut { val, test }, Unit::Word, CONTEXT)
+        };
+        let corpus = read(&val, &test)?;
+        assert_eq!(corpus.vocab, ["\n", ".", "<unk>", "a", "dog", "runs"]);
+        assert_eq!((corpus.train.len(), corpus.val.len()), (50, 50));
+        assert_eq!(corpus.decode(&corpus.val[..5]), "a <unk> runs . \n");
+        let tested = corpus.test.as_deref().context("no test split")?;
+        assert_eq!(corpus.decode(&tested[..7]), "a dog <unk> a dog . \n");
+        let prints: BTreeSet<u64> = [(&None, &None), (&val, &None), (&val, &test), (&test, &None)]
+            .into_iter()
+            .map(|(val, test)| anyhow::Ok(read(val, test)?.fingerprint))
+            .collect::<Result<_>>()?;
+        assert_eq!(prints.len(), 4);
+        assert!(read(&None, &None)?.test.is_none());
+        let short = Some(file("short", "")?);
+        assert!(read(&val, &short).is_err() && read(&short, &None).is_err());
+        Ok(())
     }
 
     #[test]

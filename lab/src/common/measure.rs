@@ -12,9 +12,6 @@ use candle_powernorm::Recipe;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// BatchNorm's momentum, candle's default: the weight of the batch in the running statistics.
-const MOMENTUM: f64 = 0.1;
-
 /// Numbers over a run, each with the steps made before it.
 pub type Series = Vec<(usize, f64)>;
 
@@ -112,7 +109,7 @@ impl Observations {
                 for layer in before.layers("running_mean") {
                     let batch = |name| -> Result<Vec<f64>> {
                         let (old, new) = (before.get(&layer, name)?, after.get(&layer, name)?);
-                        let batch = |(new, old)| old + (new - old) / MOMENTUM;
+                        let batch = |(new, old)| old + (new - old) / norm.momentum;
                         Ok(new.iter().zip(old).map(batch).collect())
                     };
                     // candle keeps the unbiased variance, and normalizes by the other.
@@ -399,6 +396,7 @@ mod tests {
                 recipe,
                 alpha: [0.9; 2],
                 group_norm_groups: 2,
+                momentum: 0.05,
             },
             size: Size {
                 layers: 1,
@@ -410,6 +408,7 @@ mod tests {
             batch: BATCH,
             micro_batch: BATCH,
             regularization: Default::default(),
+            schedule: Default::default(),
             steps: 8,
             seed: 1,
         }

@@ -6,7 +6,6 @@ pub mod measure;
 pub mod model;
 pub mod norm;
 pub mod optim;
-pub mod plot;
 pub mod random;
 pub mod relatives;
 pub mod train;

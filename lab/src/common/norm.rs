@@ -2,13 +2,16 @@
 
 use super::relatives::{Kind, Relative};
 use candle::{Device, Module, Result, Tensor};
-use candle_nn::{BatchNorm, GroupNorm, Init, ModuleT, VarBuilder};
+use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, ModuleT, VarBuilder};
 use candle_powernorm::{
     power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics,
 };
 use std::fmt;
 
 pub const EPS: f64 = 1e-5;
+
+/// BatchNorm's momentum, candle's default: the weight of the batch in the running statistics.
+pub const MOMENTUM: f64 = 0.1;
 
 /// Variables that the layers keep for themselves. No gradient reaches them and no optimizer may
 /// move them.
@@ -150,6 +153,8 @@ pub struct NormConfig {
     pub alpha: [f64; 2],
     /// Channel groups of GroupNorm.
     pub group_norm_groups: usize,
+    /// BatchNorm's weight of the batch in the running statistics.
+    pub momentum: f64,
 }
 
 /// The choices that commands offer for every model's normalizations.
@@ -189,6 +194,7 @@ impl NormArgs {
             recipe: self.recipe,
             alpha: [self.alpha_fwd, self.alpha_bwd],
             group_norm_groups: heads,
+            momentum: MOMENTUM,
         }
     }
 
@@ -292,7 +298,15 @@ impl NormLayer {
                 Self::Power(power_norm(size, config, vb)?.with_mode(mode))
             }
             Norm::Batch => Self::Batch {
-                norm: candle_nn::batch_norm(size, EPS, vb)?,
+                norm: candle_nn::batch_norm(
+                    size,
+                    BatchNormConfig {
+                        eps: EPS,
+                        momentum: config.momentum,
+                        ..Default::default()
+                    },
+                    vb,
+                )?,
                 mode: mode.clone(),
             },
             Norm::Layer => Self::Layer {
@@ -312,7 +326,7 @@ impl NormLayer {
     /// The layer to fold into every linear layer that reads it, and what then takes its place.
     pub fn to_fold(&self) -> Result<(&PowerNorm, Self)> {
         match self {
-            Self::Power(norm) => Ok((norm, Self::Folded(norm.layer_scale()))),
+            Self::Power(norm) => Ok((norm, Self::Folded(norm.group_scaling()))),
             _ => candle::bail!("only PowerNorm folds into linear layers"),
         }
     }
@@ -417,6 +431,7 @@ mod tests {
             recipe: Recipe::Paper,
             alpha: [0.9; 2],
             group_norm_groups,
+            momentum: MOMENTUM,
         }
     }
 

@@ -8,22 +8,53 @@ use candle::{backprop::GradStore, Tensor, Var};
 use std::f64::consts::PI;
 
 pub const WARMUP_STEPS: usize = 100;
-pub const MAX_RATE: f64 = 1e-3;
-pub const MIN_RATE: f64 = 1e-4;
 const BETA_1: f64 = 0.9;
 const EPS: f64 = 1e-8;
 
-/// The learning rate of `step`, counted from 0, in a run of `steps`: a linear rise, then half a
-/// cosine down.
-pub fn learning_rate(step: usize, steps: usize) -> f64 {
-    if step < WARMUP_STEPS {
-        return MAX_RATE * (step + 1) as f64 / (WARMUP_STEPS + 1) as f64;
+/// How far a run's steps go. The learning rate rises linearly, and falls by half a cosine to a tenth.
+#[derive(Debug, Clone, Copy, PartialEq, clap::Args)]
+pub struct Schedule {
+    /// The highest learning rate
+    #[arg(long, value_name = "RATE", default_value_t = 1e-3)]
+    pub rate: f64,
+
+    /// Steps over which the learning rate rises, 0 for none
+    #[arg(long, value_name = "STEPS", default_value_t = WARMUP_STEPS)]
+    pub rate_warmup: usize,
+
+    /// The largest norm of all gradients together, to which they are clipped, 0 for no limit
+    #[arg(long, value_name = "NORM", default_value_t = 1.)]
+    pub clip: f64,
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Self {
+            rate: 1e-3,
+            rate_warmup: WARMUP_STEPS,
+            clip: 1.,
+        }
     }
-    if step >= steps {
-        return MIN_RATE;
+}
+
+impl Schedule {
+    /// The learning rate of `step`, counted from 0, in a run of `steps`.
+    pub fn rate(&self, step: usize, steps: usize) -> f64 {
+        let (most, least, warmup) = (self.rate, self.least(), self.rate_warmup);
+        if step < warmup {
+            return most * (step + 1) as f64 / (warmup + 1) as f64;
+        }
+        if step >= steps {
+            return least;
+        }
+        let progress = (step - warmup) as f64 / (steps - warmup) as f64;
+        least + (most - least) * (1. + (PI * progress).cos()) / 2.
     }
-    let progress = (step - WARMUP_STEPS) as f64 / (steps - WARMUP_STEPS) as f64;
-    MIN_RATE + (MAX_RATE - MIN_RATE) * (1. + (PI * progress).cos()) / 2.
+
+    /// What the learning rate falls to.
+    pub fn least(&self) -> f64 {
+        self.rate * 0.1
+    }
 }
 
 /// The settings of an [`AdamW`] that each command chooses for itself.
@@ -31,6 +62,7 @@ pub fn learning_rate(step: usize, steps: usize) -> f64 {
 pub struct AdamWConfig {
     pub beta_2: f64,
     pub weight_decay: f64,
+    /// 0 for no limit.
     pub max_grad_norm: f64,
 }
 
@@ -99,12 +131,18 @@ impl AdamW {
             weight_decay,
             max_grad_norm,
         } = self.config;
-        let clip = clip_factor(grads, max_grad_norm)?;
+        let clip = match max_grad_norm > 0. {
+            true => Some(clip_factor(grads, max_grad_norm)?),
+            false => None,
+        };
         self.steps += 1;
         let mean_bias = 1. - BETA_1.powf(self.steps as f64);
         let square_bias = 1. - beta_2.powf(self.steps as f64);
         for (slot, grad) in self.slots.iter_mut().zip(grads) {
-            let grad = grad.broadcast_mul(&clip)?;
+            let grad = match &clip {
+                Some(clip) => grad.broadcast_mul(clip)?,
+                None => grad.clone(),
+            };
             slot.mean = ((&slot.mean * BETA_1)? + (&grad * (1. - BETA_1))?)?;
             slot.square = ((&slot.square * beta_2)? + (grad.sqr()? * (1. - beta_2))?)?;
             let root = ((&slot.square / square_bias)?.sqrt()? + EPS)?;
@@ -146,15 +184,23 @@ mod tests {
 
     #[test]
     fn the_rate_rises_for_the_warmup_then_falls() {
-        let rates: Vec<f64> = (0..2000).map(|step| learning_rate(step, 2000)).collect();
+        let schedule = Schedule::default();
+        let rates: Vec<f64> = (0..2000).map(|step| schedule.rate(step, 2000)).collect();
         assert!(rates[0] > 0. && rates[..=WARMUP_STEPS].is_sorted());
-        assert!((rates[WARMUP_STEPS] - MAX_RATE).abs() < 1e-12);
+        assert!((rates[WARMUP_STEPS] - 1e-3).abs() < 1e-12);
         assert!(rates[WARMUP_STEPS..].is_sorted_by(|a, b| a > b));
-        let middle = (MAX_RATE + MIN_RATE) / 2.;
-        assert!((rates[WARMUP_STEPS + 950] - middle).abs() < 1e-12);
-        assert!(rates[1999] < MIN_RATE * 1.001);
+        assert!((rates[WARMUP_STEPS + 950] - (1e-3 + 1e-4) / 2.).abs() < 1e-12);
+        assert!(rates[1999] < 1e-4 * 1.001);
         // A run shorter than the warm-up.
-        assert!(learning_rate(9, 10) < MAX_RATE);
+        assert!(schedule.rate(9, 10) < 1e-3);
+        // None: the first step has the highest rate.
+        let without = Schedule {
+            rate: 4e-3,
+            rate_warmup: 0,
+            ..schedule
+        };
+        assert_eq!(without.rate(0, 10), 4e-3);
+        assert!(without.rate(1, 10) < 4e-3 && without.rate(10, 10) == without.least());
     }
 
     /// Both from `values`, with `grad` as the gradient, for a few steps.
@@ -205,6 +251,20 @@ mod tests {
         assert!((factor - 0.2).abs() < 1e-6);
         let small = (large / 10.)?;
         assert_eq!(clip_factor(&[small], 1.)?.to_scalar::<f32>()?, 1.);
+
+        // Adam's first step is of one size whatever the gradient's, but for ε.
+        let first_step = |max_grad_norm| -> Result<f32> {
+            let var = Var::zeros(1, candle::DType::F32, &Device::Cpu)?;
+            let config = AdamWConfig {
+                max_grad_norm,
+                ..CONFIG
+            };
+            let mut adam = AdamW::new([("w".into(), var.clone())], config)?;
+            adam.step(&[Tensor::new(&[2f32], &Device::Cpu)?], 1.)?;
+            Ok(adam.slots[0].mean.get(0)?.to_scalar()?)
+        };
+        let [clipped, free] = [first_step(1.)?, first_step(0.)?];
+        assert!((clipped - 0.1).abs() < 1e-6 && (free - 0.2).abs() < 1e-6);
         Ok(())
     }
 

@@ -4,7 +4,7 @@ use super::checkpoint::{variables, Checkpoint, History};
 use super::data::{Batch, Corpus};
 use super::model::{init_weights, Gpt, Size};
 use super::norm::{is_buffer, share, NormConfig};
-use super::optim::{learning_rate, AdamW, AdamWConfig, MAX_RATE, MIN_RATE, WARMUP_STEPS};
+use super::optim::{AdamW, AdamWConfig, Schedule};
 use super::random::{generator, Dropout, Use};
 use anyhow::{ensure, Context, Result};
 use candle::{DType, Device, Tensor, D};
@@ -15,11 +15,8 @@ use serde_json::{json, Value};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-const ADAMW: AdamWConfig = AdamWConfig {
-    beta_2: 0.99,
-    weight_decay: 0.1,
-    max_grad_norm: 1.,
-};
+const BETA_2: f64 = 0.99;
+const WEIGHT_DECAY: f64 = 0.1;
 
 const DTYPE: DType = DType::F32;
 
@@ -37,6 +34,7 @@ pub struct Settings {
     /// of each such part.
     pub micro_batch: usize,
     pub regularization: Regularization,
+    pub schedule: Schedule,
     pub steps: usize,
     pub seed: u64,
 }
@@ -77,7 +75,12 @@ impl<'a> Run<'a> {
         let parameters = variables(&varmap)
             .into_iter()
             .filter(|(name, _)| !is_buffer(name));
-        let optimizer = AdamW::new(parameters, ADAMW)?;
+        let config = AdamWConfig {
+            beta_2: BETA_2,
+            weight_decay: WEIGHT_DECAY,
+            max_grad_norm: settings.schedule.clip,
+        };
+        let optimizer = AdamW::new(parameters, config)?;
         Ok(Self {
             settings,
             corpus,
@@ -166,7 +169,7 @@ impl<'a> Run<'a> {
     pub fn update(&mut self, loss: f32, gradients: &[Tensor]) -> Result<()> {
         let step = self.steps();
         ensure!(loss.is_finite(), "the loss is {loss} at step {step}");
-        let rate = learning_rate(step, self.settings.steps);
+        let rate = self.settings.schedule.rate(step, self.settings.steps);
         self.optimizer.step(gradients, rate)?;
         self.history.train.push(loss);
         Ok(())
@@ -200,12 +203,10 @@ impl<'a> Run<'a> {
     fn loss(&self, batch: &Batch, smoothing: f64, dropout: &Dropout) -> Result<Tensor> {
         let logits = self.model.forward_dropping(&batch.inputs, dropout)?;
         let logits = logits.flatten_to(1)?;
-        let loss = cross_entropy(&logits, &batch.targets)?;
-        if smoothing == 0. {
-            return Ok(loss);
-        }
-        let of_all = ops::log_softmax(&logits, D::Minus1)?.mean_all()?;
-        Ok(((loss * (1. - smoothing))? - (of_all * smoothing)?)?)
+        Ok(match smoothing > 0. {
+            true => smoothed_cross_entropy(&logits, &batch.targets, smoothing)?,
+            false => cross_entropy(&logits, &batch.targets)?,
+        })
     }
 
     /// The model as inference runs it: its normalizations folded into the linear layers after them.
@@ -293,6 +294,49 @@ impl<'a> Run<'a> {
     }
 }
 
+/// The mean cross entropy of `logits`, `[rows, vocab]`, with the `smoothing` share of each target
+/// spread over all of the vocabulary.
+///
+/// Its gradient, the softmax less the smoothed target, is computed here with it, row by row.
+/// Autograd would pass over the logits, the largest tensor of a step, many times.
+fn smoothed_cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    smoothing: f64,
+) -> candle::Result<Tensor> {
+    let (rows, vocab) = logits.dims2()?;
+    let mut values: Vec<f32> = logits.detach().flatten_all()?.to_vec1()?;
+    let share = 1. / rows as f64;
+    let mut loss = 0.;
+    for (row, target) in values
+        .chunks_exact_mut(vocab)
+        .zip(targets.to_vec1::<u32>()?)
+    {
+        let target = target as usize;
+        let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let (mut sum, mut sum_of_exps) = (0., 0.);
+        let of_target = f64::from(row[target] - largest);
+        for value in &mut *row {
+            let less = *value - largest;
+            *value = less.exp();
+            sum += f64::from(less);
+            sum_of_exps += f64::from(*value);
+        }
+        let smoothed = (1. - smoothing) * of_target + smoothing * sum / vocab as f64;
+        loss += (sum_of_exps.ln() - smoothed) * share;
+        let scale = (share / sum_of_exps) as f32;
+        let of_each = (smoothing * share / vocab as f64) as f32;
+        row.iter_mut()
+            .for_each(|value| *value = *value * scale - of_each);
+        row[target] -= ((1. - smoothing) * share) as f32;
+    }
+    let gradient = Tensor::from_vec(values, (rows, vocab), logits.device())?;
+    // The carrier has that gradient, and its value is made the loss.
+    let carrier = (logits * gradient)?.sum_all()?;
+    let gap = (Tensor::new(loss as f32, logits.device())? - carrier.detach())?;
+    carrier + gap
+}
+
 impl Settings {
     /// The settings, those that every run has, and the text, as checkpoints and results name them.
     pub fn describe(&self, corpus: &Corpus) -> Value {
@@ -302,6 +346,7 @@ impl Settings {
             batch,
             micro_batch,
             regularization,
+            schedule,
             steps,
             seed,
         } = *self;
@@ -314,6 +359,7 @@ impl Settings {
             "PowerNorm recipe": format!("{:?}", norm.recipe),
             "PowerNorm alpha": norm.alpha,
             "GroupNorm groups": norm.group_norm_groups,
+            "BatchNorm momentum": norm.momentum,
             "batch": batch,
             "micro-batch": micro_batch,
             "--dropout": regularization.dropout,
@@ -322,11 +368,11 @@ impl Settings {
             "heads": size.heads,
             "width": size.width,
             "context": size.context,
-            "learning rate": [MAX_RATE, MIN_RATE],
-            "learning rate's warm-up": WARMUP_STEPS,
-            "AdamW's beta 2": ADAMW.beta_2,
-            "weight decay": ADAMW.weight_decay,
-            "largest norm of a gradient": ADAMW.max_grad_norm,
+            "learning rate": [schedule.rate, schedule.least()],
+            "learning rate's warm-up": schedule.rate_warmup,
+            "AdamW's beta 2": BETA_2,
+            "weight decay": WEIGHT_DECAY,
+            "largest norm of a gradient": schedule.clip,
             "dtype": DTYPE.as_str(),
             "text (as a hash)": format!("{:016x}", corpus.fingerprint),
         })
@@ -336,7 +382,7 @@ impl Settings {
 #[cfg(test)]
 mod tests {
     use super::super::data::Unit;
-    use super::super::norm::Norm;
+    use super::super::norm::{Norm, MOMENTUM};
     use super::*;
     use crate::common::checkpoint;
     use candle_powernorm::Recipe;
@@ -357,6 +403,7 @@ mod tests {
                 recipe: Recipe::Paper,
                 alpha: [0.9; 2],
                 group_norm_groups: 2,
+                momentum: MOMENTUM,
             },
             size: Size {
                 layers: 2,
@@ -368,6 +415,7 @@ mod tests {
             batch: 3,
             micro_batch: 3,
             regularization: Regularization::default(),
+            schedule: Schedule::default(),
             steps: 8,
             seed: 1,
         }
@@ -401,6 +449,31 @@ mod tests {
         assert!((loss(0.5, 0.)? - plain).abs() > 1e-3 * plain);
         let evaluated = |run: &Run| run.evaluate(&corpus.val, 2);
         assert_eq!(evaluated(&run(0.5, 0.5)?)?, evaluated(&run(0., 0.)?)?);
+        Ok(())
+    }
+
+    /// The value, and the gradient, are those that candle's operations have by autograd.
+    #[test]
+    fn the_smoothed_loss_is_that_of_candles_operations() -> Result<()> {
+        let mut rng = generator(1, Use::Sample, 0);
+        let values: Vec<f32> = (0..7 * 5).map(|_| rng.random_range(-4f32..4.)).collect();
+        let logits = candle::Var::from_vec(values, (7, 5), &Device::Cpu)?;
+        let targets = Tensor::new(&[0u32, 4, 1, 1, 3, 2, 0], &Device::Cpu)?;
+        let ours = smoothed_cross_entropy(&logits, &targets, 0.1)?;
+        let of_all = ops::log_softmax(logits.as_tensor(), D::Minus1)?.mean_all()?;
+        let theirs = ((cross_entropy(&logits, &targets)? * 0.9)? - (of_all * 0.1)?)?;
+        let gradient = |loss: &Tensor| -> Result<Vec<f32>> {
+            let store = loss.backward()?;
+            let gradient = store.get(&logits).context("no gradient")?;
+            Ok(gradient.flatten_all()?.to_vec1()?)
+        };
+        let (gradient, theirs_gradient) = (gradient(&ours)?, gradient(&theirs)?);
+        let (ours, theirs) = (ours.to_scalar::<f32>()?, theirs.to_scalar::<f32>()?);
+        assert!((ours - theirs).abs() < 1e-6 * theirs, "{ours}, {theirs}");
+        for (ours, theirs) in gradient.iter().zip(&theirs_gradient) {
+            assert!((ours - theirs).abs() < 1e-7, "{ours}, {theirs}");
+        }
+        assert!(gradient.iter().any(|value| value.abs() > 0.01));
         Ok(())
     }
 

@@ -13,18 +13,18 @@
 //!
 //! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on
 //! from their last checkpoint. Two commands with other `--seeds` may share a folder, at the same
-//! time too. The report, tables and plots, is of all runs in the folder.
+//! time too. The report is of all runs in the folder.
 //!
 //! `docs/paper.md` sets what comes out beside the paper's claims.
 
 mod report;
 
 use crate::common::checkpoint::write_whole;
-use crate::common::data::{Corpus, Unit};
+use crate::common::data::{Corpus, HeldOut, Unit};
 use crate::common::measure::{self, Observations, Snapshot};
 use crate::common::model::{Size, CONTEXT, HEADS};
-use crate::common::norm::{Norm, NormConfig};
-use crate::common::optim::WARMUP_STEPS;
+use crate::common::norm::{Norm, NormConfig, MOMENTUM};
+use crate::common::optim::Schedule;
 use crate::common::train::{Regularization, Run, Settings, BATCH};
 use crate::common::{self, Place};
 use anyhow::{ensure, Context, Result};
@@ -57,13 +57,16 @@ const FINAL_EVAL_BATCHES: usize = 100;
 /// Steps of the run that the budget is told from.
 const TRIAL_STEPS: usize = 3;
 
-/// Trains a small transformer with each normalization and writes tables and plots of the paper's
+/// Trains a small transformer with each normalization and writes tables of the paper's
 /// claims.
 #[derive(Debug, Parser)]
 pub struct Args {
     /// UTF-8 text to learn
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
+
+    #[command(flatten)]
+    held_out: HeldOut,
 
     /// Learn words, those that come three times at least, and not characters
     #[arg(long)]
@@ -103,6 +106,18 @@ pub struct Args {
 
     #[command(flatten)]
     regularization: Regularization,
+
+    #[command(flatten)]
+    schedule: Schedule,
+
+    /// Steps of the warm-up of PowerNorm, BRN and MABN [default: as many as the learning rate's, as
+    /// in the paper]
+    #[arg(long, value_name = "STEPS")]
+    norm_warmup: Option<usize>,
+
+    /// BatchNorm's weight of the batch in its running statistics
+    #[arg(long, value_name = "WEIGHT", default_value_t = MOMENTUM)]
+    momentum: f64,
 
     /// Steps of each run
     #[arg(long, default_value_t = 600, value_parser = common::positive)]
@@ -282,7 +297,7 @@ pub fn run(args: &Args) -> Result<()> {
         true => Unit::Word,
         false => Unit::Character,
     };
-    let corpus = Corpus::read(&args.text, unit, CONTEXT)?;
+    let corpus = Corpus::read(&args.text, &args.held_out, unit, CONTEXT)?;
     std::fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
 
@@ -369,21 +384,24 @@ fn print_budget(args: &Args, corpus: &Corpus, runs: usize, device: &Device) -> R
 }
 
 fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settings {
+    let norm_warmup = args.norm_warmup.unwrap_or(args.schedule.rate_warmup);
     Settings {
         norm: NormConfig {
             norm: variant.norm,
             groups: variant.groups,
             // A layer's step is a forward, of which a step of the optimizer has several where
             // gradients accumulate.
-            warmup_steps: WARMUP_STEPS * (BATCH / variant.micro_batch),
+            warmup_steps: norm_warmup * (BATCH / variant.micro_batch),
             recipe: variant.recipe,
             alpha: variant.alpha,
             group_norm_groups: HEADS,
+            momentum: args.momentum,
         },
         size: Size::small(corpus.vocab.len()),
         batch: BATCH,
         micro_batch: variant.micro_batch,
         regularization: args.regularization,
+        schedule: args.schedule,
         steps: args.steps,
         seed,
     }
@@ -481,11 +499,15 @@ fn train(
         }
     }
     bar.finish_and_clear();
-    let batches = FINAL_EVAL_BATCHES.min(corpus.val.len().div_ceil(BATCH * CONTEXT));
-    let [val_loss, train_loss] =
-        [&corpus.val, &corpus.train].map(|split| run.evaluate(split, batches));
-    let (val_loss, train_loss) = (val_loss?, train_loss?);
-    if !val_loss.is_finite() || !train_loss.is_finite() {
+    let all_of = |split: &[u32]| split.len().div_ceil(BATCH * CONTEXT);
+    let batches = FINAL_EVAL_BATCHES.min(all_of(&corpus.val));
+    let val_loss = run.evaluate(&corpus.val, batches)?;
+    let train_loss = run.evaluate(&corpus.train, batches)?;
+    let test_loss = (corpus.test.as_deref())
+        .map(|test| run.evaluate(test, FINAL_EVAL_BATCHES.min(all_of(test))))
+        .transpose()?;
+    let finite = |loss: f32| loss.is_finite();
+    if !finite(val_loss) || !finite(train_loss) || !test_loss.is_none_or(finite) {
         return Ok(Outcome::unfinished(
             variant,
             description,
@@ -494,7 +516,11 @@ fn train(
         ));
     }
     let losses = [train_loss, val_loss];
-    Outcome::of(variant, description, &run, losses, observations)
+    let outcome = Outcome::of(variant, description, &run, losses, observations)?;
+    Ok(Outcome {
+        test_loss,
+        ..outcome
+    })
 }
 
 #[cfg(test)]
@@ -506,12 +532,16 @@ mod tests {
         let text = "a text".into();
         Args {
             text,
+            held_out: HeldOut::default(),
             words: false,
             experiments: vec![],
             norms: vec![],
             groups: vec![],
             alphas: vec![],
             regularization: Regularization::default(),
+            schedule: Schedule::default(),
+            norm_warmup: None,
+            momentum: MOMENTUM,
             seeds: vec![1],
             steps: 3,
             eval_every: 2,
@@ -596,6 +626,61 @@ mod tests {
             ),
             "{error}"
         );
+        Ok(())
+    }
+
+    /// The rate, its warm-up and PowerNorm's own are a run's settings. A test split is scored and
+    /// changes nothing else; without one there is no such score.
+    #[test]
+    fn a_run_has_its_schedule_and_its_test_split() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let args = Args {
+            schedule: Schedule {
+                rate: 4e-3,
+                rate_warmup: 0,
+                clip: 0.,
+            },
+            norm_warmup: Some(2),
+            ..args(dir.path().into())
+        };
+        let run = |args: &Args, corpus: &Corpus| {
+            let variant = Variant::of(Norm::Power).with_groups(Some(1));
+            let outcome = train(args, variant, 1, corpus, &Device::Cpu, String::new())?;
+            std::fs::remove_file(checkpoint_path(args, variant, 1))?;
+            anyhow::Ok(outcome)
+        };
+        let corpus = corpus();
+        let plain = run(&args, &corpus)?;
+        assert_eq!(plain.settings["learning rate"][0], json!(4e-3));
+        assert_eq!(plain.settings["learning rate's warm-up"], json!(0));
+        assert_eq!(plain.settings["PowerNorm warm-up"], json!(2));
+        assert_eq!(plain.settings["largest norm of a gradient"], json!(0.));
+        assert_eq!(plain.settings["BatchNorm momentum"], json!(0.1));
+        assert_eq!(plain.test_loss, None);
+        // The first two losses are of the same weights and of those after one step.
+        let slow = run(
+            &Args {
+                schedule: Schedule::default(),
+                ..self::args(dir.path().into())
+            },
+            &corpus,
+        )?;
+        assert!(slow.train[0] == plain.train[0] && slow.train[1] > plain.train[1]);
+
+        let tested = Corpus {
+            test: Some(corpus.val[..CONTEXT + 9].to_vec()),
+            ..corpus
+        };
+        let outcome = run(&args, &tested)?;
+        assert!(outcome
+            .test_loss
+            .is_some_and(|loss| Some(loss) != outcome.val_loss));
+        let but = |outcome: Outcome| Outcome {
+            test_loss: None,
+            seconds: 0.,
+            ..outcome
+        };
+        assert_eq!(but(outcome), but(plain));
         Ok(())
     }
 

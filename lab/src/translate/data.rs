@@ -320,6 +320,17 @@ pub fn cut(pairs: &[Pair], indices: &[usize], tokens: usize) -> Vec<Vec<usize>> 
     batches
 }
 
+/// The share of padding among the source tokens of these batches.
+pub fn padding_share(pairs: &[Pair], batches: &[Vec<usize>]) -> f64 {
+    let (mut real, mut all) = (0, 0);
+    for batch in batches {
+        let lengths = batch.iter().map(|&i| pairs[i].source.len());
+        real += lengths.clone().sum::<usize>();
+        all += batch.len() * lengths.max().unwrap_or(0);
+    }
+    1. - real as f64 / all as f64
+}
+
 /// The order of `pairs` by length, long ones first: a batch that does not fit in memory fails at
 /// once.
 pub fn by_length(pairs: &[Pair]) -> Vec<usize> {
@@ -449,6 +460,8 @@ pub mod tests {
             batch.sources.padding.keep.to_vec2::<u8>()?,
             [[1, 1, 0], [1, 1, 1]]
         );
+        assert!((padding_share(&pairs, &[vec![0, 1]]) - 1. / 6.).abs() < 1e-12);
+        assert_eq!(padding_share(&pairs, &[vec![0], vec![1]]), 0.);
         assert_eq!(
             batch.inputs.to_vec2::<u32>()?,
             [[BEGIN, 8, 9], [BEGIN, PAD, PAD]]

@@ -14,7 +14,7 @@
 //! and the text are small enough for a laptop's CPU.
 //!
 //! Progress goes to stderr, one line of JSON for each normalization to stdout; translations,
-//! checkpoints, subwords and loss curves go to the folder `--out`. With `--resume` and its
+//! checkpoints and subwords go to the folder `--out`. With `--resume` and its
 //! `--steps`, a finished run translates once more, as the other options say: another split, another
 //! length penalty, or the mean of its last weights if it was trained with `--average`.
 //!
@@ -27,10 +27,9 @@ mod search;
 mod speed;
 mod train;
 
-use crate::common::checkpoint::History;
 use crate::common::measure::{singular_values, Outliers, Series};
 use crate::common::norm::{share, Norm, NormArgs, NormConfig};
-use crate::common::{self, plot, Place};
+use crate::common::{self, Place};
 use anyhow::{bail, ensure, Context, Result};
 use candle::Device;
 use candle_powernorm::Recipe;
@@ -226,7 +225,7 @@ pub struct Args {
 
     /// Folder of the checkpoints (NORM.SEED.safetensors), the weights to average
     /// (NORM.SEED.STEP.weights.safetensors), the translations (NORM.SEED.SPLIT.hyp.en) and their
-    /// results (.json), the references (SPLIT.en), the plots and the subwords. The options that a
+    /// results (.json), the references (SPLIT.en) and the subwords. The options that a
     /// finished run is translated with are in the name too: NORM.SEED.SPLIT.average10.hyp.en
     #[arg(long, value_name = "DIR", default_value = "target/translate")]
     out: PathBuf,
@@ -343,20 +342,14 @@ pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
     corpus.subwords.save(&args.out.join("subwords.json"))?;
 
-    let (mut curves, mut failed) = (vec![], vec![]);
+    let mut failed = vec![];
     for norm in args.norms() {
-        match train_and_translate(args, norm, &corpus, &device, out) {
-            Ok(curve) => {
-                curves.push(curve);
-                draw(args, norm, &curves)?;
-            }
-            Err(error) => {
-                let error = format!("{error:#}");
-                eprintln!("{norm:8} failed: {error}");
-                let result = json!({ "norm": norm.to_string(), "error": error });
-                writeln!(out, "{result}")?;
-                failed.push(norm.to_string());
-            }
+        if let Err(error) = train_and_translate(args, norm, &corpus, &device, out) {
+            let error = format!("{error:#}");
+            eprintln!("{norm:8} failed: {error}");
+            let result = json!({ "norm": norm.to_string(), "error": error });
+            writeln!(out, "{result}")?;
+            failed.push(norm.to_string());
         }
     }
     ensure!(
@@ -367,14 +360,14 @@ pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// The whole run of a normalization. Gives its losses and what to call them.
+/// The whole run of a normalization.
 fn train_and_translate(
     args: &Args,
     norm: Norm,
     corpus: &Corpus,
     device: &Device,
     out: &mut dyn Write,
-) -> Result<(String, History)> {
+) -> Result<()> {
     let checkpoint = args.checkpoint(norm);
     let mut run = Run::new(settings(args, norm, corpus), corpus, device)?;
     // Comparing may have stopped before this one began.
@@ -393,10 +386,9 @@ fn train_and_translate(
     let peak_memory = peak_memory().filter(|_| {
         args.compare.is_none() && matches!(args.device, Place::Cpu) && run.steps() > begun
     });
-    let val_loss = run.validate()?;
+    run.validate()?;
     prepare(&mut run, args, norm)?;
-    report(&run, args, corpus, norm, peak_memory, out)?;
-    Ok((format!("{norm}: {val_loss:.3}"), run.history))
+    report(&run, args, corpus, norm, peak_memory, out)
 }
 
 /// The files of the weights at the last evaluations, as many as an average takes.
@@ -425,23 +417,6 @@ fn prepare(run: &mut Run, args: &Args, norm: Norm) -> Result<()> {
         run.use_own_statistics()?;
     }
     Ok(())
-}
-
-/// Draws the losses of the normalizations trained so far, the last of them `norm`.
-fn draw(args: &Args, norm: Norm, curves: &[(String, History)]) -> Result<()> {
-    let path = match args.compare {
-        None => args.file(norm, "svg"),
-        Some(_) => args.out.join(format!("compare.{}.svg", args.seed)),
-    };
-    let runs: Vec<_> = (curves.iter())
-        .map(|(label, history)| (label.clone(), history))
-        .collect();
-    let title = "Loss: thick on the validation split, thin in training (smoothed labels)";
-    plot::draw(
-        &path,
-        &[plot::losses(title.into(), "nats per subword", &runs)],
-        1,
-    )
 }
 
 /// Prints how fast the normalizations train, when they take turns.
@@ -479,7 +454,7 @@ fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Wr
 /// Says what the run will take before it begins.
 fn announce(args: &Args, corpus: &Corpus) {
     let budget = Budget::of(args.device);
-    let batches = data::epoch(&corpus.train, budget.batch, args.seed, 0).len();
+    let batches = data::epoch(&corpus.train, budget.batch, args.seed, 0);
     if args.speed {
         eprintln!(
             "{} pairs, {} subwords. For each normalization: {} steps of up to {} tokens on either \
@@ -493,12 +468,13 @@ fn announce(args: &Args, corpus: &Corpus) {
     }
     eprintln!(
         "{} pairs to train on, {} subwords. For each normalization: {} steps of up to {} tokens \
-         on either side, about {:.1} passes",
+         on either side, about {:.1} passes. Of the encoder's tokens {:.1} % are padding",
         corpus.train.len(),
         corpus.subwords.count(),
         args.steps(),
         budget.batch,
-        args.steps() as f64 / batches as f64,
+        args.steps() as f64 / batches.len() as f64,
+        100. * data::padding_share(&corpus.train, &batches),
     );
     if args.steps.is_none() {
         eprintln!("Time on Multi30k for each: {}", budget.time);
@@ -614,6 +590,7 @@ fn report(
         "parameters": run.parameters(),
         "val_loss": val_loss,
         "val_perplexity": val_loss.exp(),
+        "val": run.history.val,
         "seconds": run.elapsed.as_secs_f64(),
         "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
         "tokens_per_second": run.speed(),

@@ -444,6 +444,7 @@ pub mod tests {
             recipe: Recipe::Paper,
             alpha: [0.9; 2],
             group_norm_groups: 2,
+            momentum: 0.1,
         }
     }
 

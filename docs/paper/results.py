@@ -1,0 +1,578 @@
+"""What the recorded files say, as the page writes it. Python's standard library alone."""
+
+import json
+import math
+import re
+import statistics
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+# Two-sided 95 % points of Student's t, by the number of pairs.
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 14: 2.160}
+
+
+def lines(name):
+    """The records of a file, one a line."""
+    text = (HERE / name).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+LANGUAGE = lines("language.jsonl")
+TRANSLATION = lines("translation.jsonl")
+SPEED = lines("speed.jsonl")
+
+
+def number(value, digits=3, sign=False):
+    """A number as the page writes it: a true minus, and no sign for what rounds to zero."""
+    text = f"{abs(value):.{digits}f}"
+    if float(text) == 0:
+        return text
+    return ("−" if value < 0 else "+" if sign else "") + text
+
+
+def spread(values, digits=3, sign=False):
+    """Mean and range."""
+    values = list(values)
+    of = lambda value: number(value, digits, sign)
+    if len(values) == 1:
+        return of(values[0])
+    return f"{of(statistics.mean(values))} ({of(min(values))} to {of(max(values))})"
+
+
+def interval(values, digits=3):
+    """The 95 % interval of the mean: Student's t over seeds."""
+    half = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.mean(values)
+    return f"{number(mean - half, digits, True)} to {number(mean + half, digits, True)}"
+
+
+# Language models: a run is a study's, and has a name.
+
+
+def runs(study, run, key="val_loss"):
+    """By seed."""
+    found = [r for r in LANGUAGE if (r["study"], r["run"]) == (study, run)]
+    return {r["seed"]: r[key] for r in found}
+
+
+def pairs(study, a, b, seeds=None, key="val_loss"):
+    """The differences of two runs from the same seeds."""
+    a, b = runs(study, a, key), runs(study, b, key)
+    return [a[s] - b[s] for s in sorted(a.keys() & b.keys()) if seeds is None or s in seeds]
+
+
+def of(study):
+    """Loss and difference of a study, as the page writes them."""
+
+    def loss(run, seeds=None, key="val_loss"):
+        found = runs(study, run, key)
+        return spread(v for s, v in sorted(found.items()) if seeds is None or s in seeds)
+
+    def less(a, b, seeds=None, key="val_loss"):
+        return spread(pairs(study, a, b, seeds, key), sign=True)
+
+    return loss, less
+
+
+C, CD = of("characters")
+W, WD = of("words")
+
+
+def perplexity(study, run):
+    return spread((math.exp(v) for v in runs(study, run).values()), 1)
+
+
+# Translation.
+
+
+def translations(norm, groups=4, average=10, seeds=None, **others):
+    """A translation by seed. Average 1 is the last weights."""
+    wanted = {"parts": 1, "dropout": 0.1, "split": "test", "recalibrate": None}
+    wanted |= {"own_statistics": False, "length_penalty": 1.0}
+    wanted |= {"norm": norm, "groups": groups, "average": average} | others
+    found = [
+        r
+        for r in TRANSLATION
+        if r["kind"] == "translation" and all(r[key] == wanted[key] for key in wanted)
+    ]
+    return {r["seed"]: r for r in found if seeds is None or r["seed"] in seeds}
+
+
+def own_penalty(norm):
+    """The length penalty with the best BLEU on the validation split, from seed 1."""
+    tried = {
+        r["length_penalty"]: r["bleu"]
+        for r in TRANSLATION
+        if r["kind"] == "translation" and (r["split"], r["norm"]) == ("val", norm)
+    }
+    return max(tried, key=tried.get)
+
+
+NAMES = {
+    "layer": "LN",
+    "batch": "BN",
+    "power-v": "PN-V",
+    "power": "PN",
+    "group": "GN",
+    "mabn": "MABN",
+    "renorm": "BRN",
+}
+
+OWN_PENALTY = {norm: own_penalty(norm) for norm in NAMES}
+
+HOW = {"last": {"average": 1}, "mean": {}, "own": {}}
+
+
+def translated(norm, how, key, groups, seeds=None, **others):
+    others = HOW[how] | others
+    if how == "own":
+        others["length_penalty"] = OWN_PENALTY[norm]
+    found = translations(norm, groups, seeds=seeds, **others)
+    return {seed: record[key] for seed, record in found.items()}
+
+
+DIGITS = {"bleu": 1, "chrf": 1, "val_loss": 3, "length_ratio": 2}
+
+
+def X(norm, how="mean", key="bleu", groups=4, **others):
+    values = translated(norm, how, key, groups, **others)
+    return spread((values[s] for s in sorted(values)), DIGITS[key])
+
+
+def translated_pairs(a, b, how, key, groups, **others):
+    a = translated(a, how, key, groups, **others)
+    b = translated(b, how, key, groups, **others)
+    return [a[s] - b[s] for s in sorted(a.keys() & b.keys())]
+
+
+def XD(a, b, how="mean", key="bleu", groups=4, **others):
+    return spread(translated_pairs(a, b, how, key, groups, **others), DIGITS[key], True)
+
+
+def XI(a, b, how="mean", key="bleu", groups=4, **others):
+    return interval(translated_pairs(a, b, how, key, groups, **others), DIGITS[key])
+
+
+def training(norm, groups=4, parts=1, dropout=0.1):
+    wanted = {"norm": norm, "groups": groups, "parts": parts, "dropout": dropout}
+    found = [
+        r
+        for r in TRANSLATION
+        if r["kind"] == "training" and all(r[key] == wanted[key] for key in wanted)
+    ]
+    return {r["seed"]: r for r in found}
+
+
+def observed(norm, quantity, what):
+    """Over seeds: the mean, or of what is largest the largest."""
+    found = [r["observed"][quantity][what] for r in training(norm).values()]
+    return max(found) if what == "largest" else statistics.mean(found)
+
+
+# Reports, which have what the one line of a run has not.
+
+
+def cell(study, section, row, column, which=0):
+    """A cell of a report's table: by section, by how its row starts, and by its column's name, in
+    the section's `which`-th table that has this row and this column."""
+    text = (HERE / study / "report.md").read_text()
+    [part] = [p for p in text.split("\n## ") if p.startswith(section + "\n")]
+    found, head = [], None
+    for line in part.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            head = None
+        elif head is None:
+            head = cells
+        elif cells[: len(row)] == list(row) and column in head:
+            found.append(cells[head.index(column)])
+    return found[which].replace("-", "−")
+
+
+def rounded(text, digits):
+    """A report's cell with fewer digits."""
+    places = Decimal(1).scaleb(-digits)
+    of = lambda match: str(Decimal(match[0]).quantize(places, ROUND_HALF_UP))
+    return re.sub(r"\d+\.\d+", of, text)
+
+
+# What single places of the page say.
+
+mean = statistics.mean
+
+# Test perplexities on PTB and WikiText-103 (the paper's Tables 2 and 3).
+PAPER = {"LN": (53.2, 20.9), "BN": (60.7, 27.2), "PN-V": (55.3, 21.3), "PN": (47.6, 17.9)}
+
+WORDS = ["none", "one", "two", "three", "four", "five"]
+
+
+def PPL(norm):
+    return " and ".join(str(value) for value in PAPER[norm])
+
+
+def GAP(above, below):
+    """How far a normalization of the paper is above another, on both texts."""
+    return " and ".join(f"{a - b:.1f}" for a, b in zip(PAPER[above], PAPER[below]))
+
+
+def NATS(norm):
+    """What the paper's Table 2 says of a normalization less LN, on PTB."""
+    return number(math.log(PAPER[norm][0] / PAPER["LN"][0]), 2, True)
+
+
+def signs(values, sign):
+    """In how many pairs the difference has this sign."""
+    return f"{WORDS[sum(v * sign > 0 for v in values)]} of {WORDS[len(values)]}"
+
+
+def SIGNS(study, a, b, sign):
+    return signs(pairs(study, a, b), sign)
+
+
+def SIGNS_X(a, b, sign, how="mean", key="val_loss", groups=4):
+    return signs(translated_pairs(a, b, how, key, groups), sign)
+
+
+def LEAD(study, a, b):
+    """How far the mean of `a` is below that of `b`."""
+    return number(-mean(pairs(study, a, b)))
+
+
+def EPOCHS(study, steps):
+    """The passes over the text of so many steps of 768 tokens."""
+    text = (HERE / study / "report.md").read_text()
+    return number(768 * steps / int(text.split()[1]), 2)
+
+
+def OTHER_PENALTIES():
+    others = {OWN_PENALTY[norm] for norm in NAMES if norm not in ("batch", "renorm")}
+    if len(others) > 1:
+        raise ValueError(f"several: {others}")
+    return others.pop()
+
+
+def BELOW(study, a, b):
+    """How far `a` is below `b`: "0.009 (0.007 to 0.011)"."""
+    return spread(-v for v in pairs(study, a, b))
+
+
+def ABOVE(study, a, b):
+    return spread(pairs(study, a, b))
+
+
+def ORDER(study):
+    """All normalizations behind four groups, from the highest loss to the lowest."""
+    means = [(mean(runs(study, run).values()), name) for run, name in NAMES.items()]
+    return ", ".join(f"{name} {number(value)}" for value, name in sorted(means, reverse=True))
+
+
+def long_run(study, run):
+    [loss] = runs(study, run).values()
+    return f"{number(loss)} (perplexity {number(math.exp(loss), 1)})"
+
+
+def W30(run):
+    return long_run("words-30", run)
+
+
+def W10(run, name):
+    return f"{name} {long_run('words-10', run)}"
+
+
+def SWEEP_TEXT():
+    """What the sweep says so far."""
+    ln, pn = sweep("layer-scale1"), sweep("power-scale1")
+    best = pn[sweep_best("power-scale1")] - ln[sweep_best("layer-scale1")]
+    gaps = [pn[rate] - ln[rate] for rate in RATES[:4] if rate in pn and rate in ln]
+    text = (
+        f"The best rates are: {best_rates()}. PN less LN, each at its best, is "
+        f"{number(best, sign=True)}. At equal rates it goes from {number(min(gaps), sign=True)} to "
+        f"{number(max(gaps), sign=True)}, so one seed does not order them."
+    )
+    costs = ", ".join(
+        f"{name} {number(without_warmup(run), sign=True)}"
+        for run, name in SWEPT.items()
+        if {"2e-3", "2e-3-none"} <= sweep(run).keys()
+    )
+    text += f" Without a warm-up of the rate the loss changes by: {costs}. That of ψ² stays."
+    if any(len(sweep(run)) < len(RATES) for run in SWEPT):
+        text += " Empty cells are to come."
+    return text
+
+
+def without_warmup(run):
+    losses = sweep(run)
+    return losses["2e-3-none"] - losses["2e-3"]
+
+
+def WITHOUT_WARMUP(run):
+    return number(without_warmup(run))
+
+
+def best_rates():
+    whole = [run for run in SWEPT if set(RATES[:4]) <= sweep(run).keys()]
+    best = {SWEPT[run]: sweep_best(run) for run in whole}
+    return ", ".join(f"{name} {rate}" for name, rate in best.items())
+
+
+def SWEEP_SHORT():
+    """The sweep in a sentence."""
+    return f"In a sweep of two epochs of words the best rates are: {best_rates()}."
+
+
+SWEPT = {"layer-scale1": "LN", "power-scale1": "PN", "batch-scale1": "BN", "power-v-scale1": "PN-V"}
+RATES = ["1e-3", "2e-3", "4e-3", "8e-3", "2e-3-none"]
+
+
+def sweep(run):
+    """The losses that are on record, by rate."""
+    found = {rate: runs(f"sweep-{rate}", run) for rate in RATES}
+    return {rate: losses[10] for rate, losses in found.items() if 10 in losses}
+
+
+def sweep_best(run):
+    losses = {rate: loss for rate, loss in sweep(run).items() if rate != "2e-3-none"}
+    return min(losses, key=losses.get)
+
+
+def SWEEP_ROWS():
+    def row(run, name):
+        losses = sweep(run)
+        cells = [number(losses[rate]) if rate in losses else "" for rate in RATES]
+        return f"| {name} | {' | '.join(cells)} |"
+
+    return "\n".join(row(run, name) for run, name in SWEPT.items())
+
+
+def LENGTH_R(how):
+    """How BLEU goes with length over the runs of a kind, instance normalization left out."""
+    average = {"last": 1, "mean": 10}[how]
+    found = [
+        r
+        for r in TRANSLATION
+        if r["kind"] == "translation"
+        and (r["split"], r["length_penalty"], r["dropout"]) == ("test", 1.0, 0.1)
+        and r["average"] == average
+        and not r["recalibrate"]
+        and not r["own_statistics"]
+        and not r["norm"].startswith("instance")
+    ]
+    lengths, bleu = [r["length_ratio"] for r in found], [r["bleu"] for r in found]
+    return number(statistics.correlation(lengths, bleu), 1)
+
+
+def AVERAGING(norm):
+    """What the mean of ten weights does to BLEU."""
+    last, averaged = translations(norm, average=1), translations(norm)
+    return spread((averaged[s]["bleu"] - last[s]["bleu"] for s in last), 1, True)
+
+
+def recalibrated(norm, key):
+    again = [
+        r
+        for r in TRANSLATION
+        if r["kind"] == "translation" and r["norm"] == norm and r["recalibrate"]
+    ]
+    others = ["norm", "groups", "parts", "dropout", "split", "average", "seed", "length_penalty"]
+
+    def before(record):
+        return next(
+            r[key]
+            for r in TRANSLATION
+            if r["kind"] == "translation"
+            and not r["recalibrate"]
+            and not r["own_statistics"]
+            and all(r[name] == record[name] for name in others)
+        )
+
+    return [record[key] - before(record) for record in again]
+
+
+def RECALIBRATED(norm):
+    changes = recalibrated(norm, "bleu")
+    return f"{number(min(changes), 3, True)} to {number(max(changes), 3, True)}"
+
+
+def RECALIBRATED_LOSS():
+    changes = recalibrated("power", "val_loss") + recalibrated("power-v", "val_loss")
+    return number(math.ceil(1000 * max(map(abs, changes))) / 1000)
+
+
+def X0(norm):
+    """Without dropout: BLEU and loss of the mean weights."""
+    [record] = translations(norm, dropout=0.0).values()
+    return f"{number(record['bleu'], 1)} and {number(record['val_loss'])}"
+
+
+def X0D(a, b):
+    return XD(a, b, dropout=0.0)
+
+
+def X1(norm):
+    """From seed 1: BLEU and loss of the mean weights."""
+    record = translations(norm)[1]
+    return f"{number(record['bleu'], 1)} ({number(record['val_loss'])})"
+
+
+def PARTS(norm, key):
+    """From seed 1, by an eighth, a quarter, a half and all of a step's tokens."""
+    counts = [1] if norm == "layer" else [8, 4, 2, 1]
+    found = [translations(norm, parts=parts)[1][key] for parts in counts]
+    return ", ".join(number(value, DIGITS[key]) for value in found)
+
+
+def MEMORY(norm):
+    found = [r["peak_memory_bytes"] / 2**20 for r in training(norm).values()]
+    return f"{min(found):.0f} to {max(found):.0f}"
+
+
+[PADDING] = [r for r in SPEED if r["kind"] == "padding"]
+
+
+def TURNS(norm):
+    """A step's time over LN's, in each run."""
+    times = {(r["run"], r["norm"]): r["ms_per_step"] for r in SPEED if r["kind"] == "training"}
+    found = sorted({run for run, _ in times})
+    return " and ".join(f"{times[run, norm] / times[run, 'layer']:.2f}" for run in found)
+
+
+def FOLDED(groups):
+    found = [r for r in SPEED if r["kind"] == "fold" and r["groups"] == groups]
+    if any(r["sample_differs_from"] is not None for r in found):
+        raise ValueError("a folded sample differs")
+    ratios = [f"{r['tokens_per_second'] / r['tokens_per_second_unfolded']:.2f}" for r in found]
+    return ", ".join(ratios[:-1]) + " and " + ratios[-1]
+
+
+def scientific(value):
+    """0.0621, or 4.67e−8 where that would be long."""
+    if value > 1e-3:
+        return f"{value:.4f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}e−{-int(exponent)}"
+
+
+def OBSERVED(norm, quantity, what):
+    value = observed(norm, quantity, what)
+    return scientific(value) if what == "median" else f"{value:.2f}"
+
+
+def OUTLIER(study, quantity, norm, column, digits=2):
+    section = (HERE / study / "report.md").read_text()
+    [line] = [l for l in section.splitlines() if l.startswith(f"| {quantity} | {norm} |")]
+    heads = ["median", "99th percentile, over it", "largest, over it", "last quarter over first"]
+    value = float(line.strip("| ").split(" | ")[2 + heads.index(column)])
+    return scientific(value) if column == "median" else f"{value:.{digits}f}"
+
+
+def OUTLIER_LIMIT(study):
+    """What no distance's largest over the median comes to, to a tenth."""
+    text = (HERE / study / "report.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| relative distance of ")]
+    return number(math.ceil(10 * max(float(row.split(" | ")[4]) for row in rows)) / 10, 1)
+
+
+def MISSED(which):
+    """The square of the distance of means, in per cent."""
+    quantity = "relative distance of the mean"
+    medians = {
+        "X": observed("batch", quantity, "median"),
+        "S": float(OUTLIER("characters", quantity, "BN", "median")),
+    }
+    return number(100 * medians[which] ** 2, 1)
+
+
+def SINGULAR(norm):
+    return spread((r["singular_largest_over_median"] for r in training(norm).values()), 2)
+
+
+def within(norm):
+    found = [r["within"] for r in training(norm).values()]
+    return {layer: mean(r[layer] for r in found) for layer in found[0]}
+
+
+def WITHIN(norm):
+    shares = [f"{value:.2f}" for value in within(norm).values()]
+    return ", ".join(shares[:-1]) + " and " + shares[-1]
+
+
+def OUTSIDE(norm):
+    return f"{100 - 100 * mean(within(norm).values()):.0f}"
+
+
+def SHARE(layer):
+    """The same in language models, of PN-V."""
+    return f"{float(cell('characters', 'γ/ψ', (layer,), 'power-v', 2).split()[0]):.2f}"
+
+
+def ASSUMPTION(which, scale):
+    """The channels and steps outside Assumption 10, and all."""
+    row = ("paper", scale, "on")
+    some_of_all = cell("characters", "Recipes", row, "outside Assumption 10").split()
+    return f"{int(some_of_all[2 * which]):,}"
+
+
+def GUARDED():
+    row = ("paper", "off", "on")
+    some, all_ = cell("characters", "Recipes", row, "outside Assumption 10").split(" of ")
+    return number(100 * int(some) / int(all_), 1)
+
+
+def ROWS64(norm, table, digits):
+    section = "Rows that statistics are taken over"
+    # The cell is empty in the second table where there is nothing to compare.
+    return rounded(cell("characters", section, ("64",), norm, table).split()[0], digits)
+
+
+def LOWEST_TRAINING():
+    """The least loss of a run's last steps, one-sequence batches of BN and PN-V aside."""
+    section = "Rows that statistics are taken over"
+    cells = [
+        cell("characters", section, (rows,), norm, 2)
+        for norm in ("batch", "power-v", "power")
+        for rows in ("64", "192", "384", "768")
+        if norm == "power" or rows != "64"
+    ]
+    cells.append(cell("characters", "Recipes", ("PN-V", "off", "has none"), "training"))
+    least = min(float(re.search(r"\((\S+) to", cell)[1]) for cell in cells)
+    return number(math.floor(100 * least) / 100, 2)
+
+
+def alphas(run):
+    """Losses of seed 1 by pair of α, from the lowest."""
+    pairs_ = [(f, b) for f in ("0.9", "0.95", "0.99") for b in ("0.9", "0.95", "0.99")]
+    name = lambda f, b: run + ("" if f == b == "0.9" else f"-alpha{f}-{b}")
+    return {(f, b): runs("characters", name(f, b))[1] for f, b in pairs_}
+
+
+def ALPHA(run, place):
+    """How far the best pair is below the one in this place of their order."""
+    losses = sorted(alphas(run).values())
+    return number(losses[place] - losses[0])
+
+
+def ALPHA_BACKWARD():
+    """What 0.99 in the backward costs without a layer-scale, against 0.9."""
+    losses = alphas("power-noscale")
+    costs = [losses[f, "0.99"] - losses[f, "0.9"] for f in ("0.9", "0.95", "0.99")]
+    return f"{number(min(costs), 2)} to {number(max(costs), 2)}"
+
+
+def own(dropout, own_statistics, key):
+    seeds = (1, 2, 3)
+    found = translations(
+        "batch", average=1, seeds=seeds, dropout=dropout, own_statistics=own_statistics
+    )
+    return {seed: r[key] for seed, r in found.items()}
+
+
+def OWN(dropout, own_statistics, key):
+    return spread(own(dropout, own_statistics, key).values(), DIGITS[key])
+
+
+def OWN_LESS(dropout, sign=1):
+    """How far the batch's statistics lower BN's loss."""
+    running, batch = (own(dropout, which, "val_loss") for which in (False, True))
+    return number(sign * mean(running[s] - batch[s] for s in running))
