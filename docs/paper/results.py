@@ -284,12 +284,16 @@ def W10(run, name):
 def SWEEP_TEXT():
     """What the sweep says so far."""
     ln, pn = sweep("layer-scale1"), sweep("power-scale1")
-    best = pn[sweep_best("power-scale1")] - ln[sweep_best("layer-scale1")]
+    best = ", ".join(
+        f"{name} {number(sweep(run)[sweep_best(run)] - ln[sweep_best('layer-scale1')], sign=True)}"
+        for run, name in SWEPT.items()
+        if name != "LN"
+    )
     gaps = [pn[rate] - ln[rate] for rate in RATES[:4] if rate in pn and rate in ln]
     text = (
-        f"The best rates are: {best_rates()}. PN less LN, each at its best, is "
-        f"{number(best, sign=True)}. At equal rates it goes from {number(min(gaps), sign=True)} to "
-        f"{number(max(gaps), sign=True)}, so one seed does not order them."
+        f"The best rates are: {best_rates()}. Less LN, each at its best: {best}. At equal rates PN "
+        f"less LN goes from {number(min(gaps), sign=True)} to {number(max(gaps), sign=True)}, so "
+        "one seed does not order them."
     )
     costs = ", ".join(
         f"{name} {number(without_warmup(run), sign=True)}"
@@ -297,9 +301,13 @@ def SWEEP_TEXT():
         if {"2e-3", "2e-3-none"} <= sweep(run).keys()
     )
     text += f" Without a warm-up of the rate the loss changes by: {costs}. That of ψ² stays."
-    if any(len(sweep(run)) < len(RATES) for run in SWEPT):
-        text += " Empty cells are to come."
-    return text
+    return text + seed_11()
+
+
+def seed_11():
+    """The difference at the best rate from another seed."""
+    other = [r for r in pairs("sweep-4e-3", "power-scale1", "layer-scale1", (11,))]
+    return f" At 4e-3, seed 11 has {number(other[0], sign=True)}." if other else ""
 
 
 def without_warmup(run):
@@ -323,7 +331,7 @@ def SWEEP_SHORT():
 
 
 SWEPT = {"layer-scale1": "LN", "power-scale1": "PN", "batch-scale1": "BN", "power-v-scale1": "PN-V"}
-RATES = ["1e-3", "2e-3", "4e-3", "8e-3", "2e-3-none"]
+RATES = ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "2e-3-none"]
 
 
 def sweep(run):
