@@ -73,6 +73,7 @@ pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
+pub use state::Snapshot;
 
 /// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
 #[cfg(feature = "mpi")]
@@ -81,14 +82,13 @@ pub use ::mpi;
 #[cfg(feature = "nccl")]
 pub use cudarc;
 
-pub use state::Snapshot;
-
 /// The targets of links between the guide's pages in rustdoc. Each page also defines its links, to
 /// files, for readers of the repository. In rustdoc these definitions come first, and the first one
 /// wins.
 macro_rules! links {
     () => {
         "[checkpoints]: crate::guide::checkpoints\n\
+         [coming-from]: crate::guide::coming_from\n\
          [gpu]: crate::guide::gpu\n\
          [inference]: crate::guide::inference\n\
          [mixed-precision]: crate::guide::mixed_precision\n\
@@ -96,6 +96,7 @@ macro_rules! links {
          [paper]: crate::guide::paper\n\
          [performance]: crate::guide::performance\n\
          [ranks]: crate::guide::ranks\n\
+         [recipes]: crate::guide::recipes\n\
          [residuals]: crate::guide::residuals\n\
          [robustness]: crate::guide::robustness\n\
          [training]: crate::guide::training\n"
@@ -104,46 +105,80 @@ macro_rules! links {
 
 /// The guide: a page on each part of the crate. Start with [`training`](guide::training).
 pub mod guide {
+    /// `Mode`, settings, what a step changes, and watching a run.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/training.md")]
     pub mod training {}
 
+    /// The same layer in PyTorch's terms, and in those of the released code.
+    ///
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/coming-from.md")]
+    pub mod coming_from {}
+
+    /// Padded rows stay out of every statistic and gradient.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/padding.md")]
     pub mod padding {}
 
+    /// An addition and its normalization in one call.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/residuals.md")]
     pub mod residuals {}
 
+    /// Half precision, its traps in candle, and a loss scale that changes.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/mixed-precision.md")]
     pub mod mixed_precision {}
 
+    /// Activation checkpointing, frozen statistics, and a moving average of the weights.
+    ///
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/recipes.md")]
+    pub mod recipes {}
+
+    /// The layer folds into the linear layer beside it.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/inference.md")]
     pub mod inference {}
 
+    /// Saving, PyTorch, averaging, recalibration.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/checkpoints.md")]
     pub mod checkpoints {}
 
+    /// Several processes or GPUs, with shared statistics or without.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/ranks.md")]
     pub mod ranks {}
 
+    /// Bad batches, numerics, and what is tested.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/robustness.md")]
     pub mod robustness {}
 
+    /// Launches, limits, streams and CUDA graphs on NVIDIA GPUs.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/gpu.md")]
     pub mod gpu {}
 
+    /// Speed, threads and allocators.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/performance.md")]
     pub mod performance {}
 
+    /// Equations, symbols, and every difference from the paper.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/paper.md")]
     pub mod paper {}
