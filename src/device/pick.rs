@@ -1,11 +1,12 @@
 //! Which device a layer has, and in what layout it reads tensors.
 
-use super::cpu::{self, with_element};
+use super::cpu;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{composed, DeviceStep, ForwardInputs, Outputs, Setting};
 use crate::error::Error;
-use candle::{Device, Result, Tensor};
+use candle::{DType, Device, Result, Tensor};
+use half::{bf16, f16};
 use std::ffi::OsString;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -63,9 +64,13 @@ impl DeviceKind {
             (Box::new(step), outputs)
         }
         match self {
-            Self::Cpu => with_element!(inputs.x.dtype(), T => {
-                cpu::CpuStep::<T>::forward(setting, inputs).map(boxed)
-            }),
+            Self::Cpu => match inputs.x.dtype() {
+                DType::F32 => cpu::CpuStep::<f32>::forward(setting, inputs).map(boxed),
+                DType::F64 => cpu::CpuStep::<f64>::forward(setting, inputs).map(boxed),
+                DType::F16 => cpu::CpuStep::<f16>::forward(setting, inputs).map(boxed),
+                DType::BF16 => cpu::CpuStep::<bf16>::forward(setting, inputs).map(boxed),
+                other => Err(Error::InputDType(other).into()),
+            },
             #[cfg(feature = "cuda")]
             Self::Cuda(kernels) => cuda::CudaStep::forward(setting, inputs, kernels).map(boxed),
             Self::Composed => composed::ComposedStep::forward(setting, inputs).map(boxed),

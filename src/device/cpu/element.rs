@@ -143,29 +143,3 @@ accumulator!(
     mul_add_e_f64s,
     reduce_sum_f64s
 );
-
-/// Evaluates `$body` with `$element` the type of an input of dtype `$dtype`.
-macro_rules! with_element {
-    ($dtype:expr, $element:ident => $body:expr) => {
-        match $dtype {
-            candle::DType::F32 => {
-                type $element = f32;
-                $body
-            }
-            candle::DType::F64 => {
-                type $element = f64;
-                $body
-            }
-            candle::DType::F16 => {
-                type $element = half::f16;
-                $body
-            }
-            candle::DType::BF16 => {
-                type $element = half::bf16;
-                $body
-            }
-            other => Err($crate::error::Error::InputDType(other).into()),
-        }
-    };
-}
-pub(crate) use with_element;

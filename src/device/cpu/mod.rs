@@ -13,7 +13,6 @@ mod step;
 mod tensors;
 mod uninit;
 
-pub(crate) use element::with_element;
 pub(crate) use simd::check_level;
 pub(crate) use step::CpuStep;
 pub(crate) use tensors::has_packed_rows;
