@@ -573,7 +573,7 @@ impl Life {
             Refusal::Scalar => refused(&ones(&[], input)),
             Refusal::LastDim => refused(&ones(&[3, size, size + 1], input)),
             Refusal::Integers => refused(&ones(&[3, size], DType::U32)),
-            Refusal::MaskDType => masked(&ones(&[3, 2], DType::U32)),
+            Refusal::MaskDType => masked(&ones(&[3, 2], DType::F32)),
             Refusal::MaskShape => masked(&ones(&[3, 1], DType::U8)),
             Refusal::ParameterDType => {
                 let others = [DType::F64, DType::F16, DType::BF16, DType::F32];
