@@ -301,13 +301,16 @@ def SWEEP_TEXT():
         if {"2e-3", "2e-3-none"} <= sweep(run).keys()
     )
     text += f" Without a warm-up of the rate the loss changes by: {costs}. That of ψ² stays."
-    return text + seed_11()
+    return text + more_seeds()
 
 
-def seed_11():
-    """The difference at the best rate from another seed."""
-    other = [r for r in pairs("sweep-4e-3", "power-scale1", "layer-scale1", (11,))]
-    return f" At 4e-3, seed 11 has {number(other[0], sign=True)}." if other else ""
+def more_seeds():
+    """PN less LN at the rate that is best for both, from all seeds that ran."""
+    found = pairs("sweep-4e-3", "power-scale1", "layer-scale1")
+    return (
+        f" At 4e-3, PN less LN is {spread(found, sign=True)} over {WORDS[len(found)]} seeds (from "
+        f"10 on), 95 % {interval(found)}."
+    )
 
 
 def without_warmup(run):
