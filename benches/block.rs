@@ -61,7 +61,7 @@ impl Block {
         ];
         let mut rest = layers.iter().map(|layer| -> Norm {
             layer.mode().set_training(false);
-            match layer.layer_scale() {
+            match layer.group_scaling() {
                 Some(scaling) => Box::new(move |xs| scaling.forward(xs)),
                 None => Box::new(|xs| Ok(xs.clone())),
             }

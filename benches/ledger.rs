@@ -62,7 +62,7 @@ struct Args {
     shapes: Vec<Shape>,
     #[arg(long, value_delimiter = ',', default_value = "f32,bf16")]
     dtypes: Vec<DType>,
-    /// Groups of the layer-scale, or `none`.
+    /// Groups of group scaling, or `none`.
     #[arg(long, value_delimiter = ',', default_value = "none,8")]
     groups: Vec<Groups>,
     /// Takes the host's time for 256x1024 instead, with kernels switched off.

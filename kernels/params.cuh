@@ -1,5 +1,5 @@
-// The arguments of the kernels, one struct a kernel, passed by value. src/cuda/params.rs mirrors
-// them field by field, in order, which a test there compares. src/cuda/launch.rs fills them.
+// The arguments of the kernels, one struct a kernel, passed by value. params.rs in src/device/cuda
+// mirrors them field by field, in order, which a test there compares. launch.rs fills them.
 //
 // A is the dtype of the sums: double where T, the input's, is double, else float.
 #pragma once
@@ -25,7 +25,7 @@ struct Tiling {
   int64_t rows;
   int64_t cols;
   int64_t chunk_rows;
-  int32_t groups;          // of the layer-scale; 1 without
+  int32_t groups;          // of the group scaling; 1 without
   int32_t group_len;       // cols / groups
   int32_t span;            // lanes of a group in a tile
   int32_t groups_per_tile; // 1 where a group takes several tiles
@@ -43,9 +43,9 @@ struct Tiling {
 constexpr int32_t MAX_STAGES = 3;
 constexpr int32_t MAX_WARPS = 16;
 
-// Where the factor r of a group comes from: x~ = r x.
-enum LayerScale : int32_t {
-  NO_SCALE = 0, // r = 1
+// The origin of a group's factor r: x~ = r x.
+enum GroupScaling : int32_t {
+  NO_GROUPS = 0, // r = 1
   IN_TILE = 1,  // each block has whole groups and reduces them itself
   GIVEN = 2,    // groups are wider than a block; an earlier launch reduced them
 };
@@ -64,7 +64,7 @@ struct NormalizeParams {
   void *factors;       // [rows, groups] A, r: written (unless null), or read if GIVEN
   void *partials;      // [chunks, cols] A, sums of x~^2 over kept rows, or null
   int64_t *kept;       // [chunks] kept rows, or null
-  LayerScale layer_scale;
+  GroupScaling group_scaling;
   double eps;          // of D
   double group_eps;    // of r
 };
@@ -124,10 +124,10 @@ struct NormalizeBwdParams {
   const void *batch_phi; // [cols] A; null: the divisor is D, else sqrt(batch_phi + eps)
   const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply;
                          // null: they do
-  const void *factors;   // [rows, groups] A, r of the forward; unused if NO_SCALE
+  const void *factors;   // [rows, groups] A, r of the forward; unused if NO_GROUPS
   void *dots;            // [rows, groups] A, means of dx~ x~ over a group; used only if GIVEN
   void *partials;        // [chunks, 2, cols] A, sums of dy x~, then of dy, over kept rows; or null
-  LayerScale layer_scale;
+  GroupScaling group_scaling;
   double correction_scale;
   double eps; // of D
 };

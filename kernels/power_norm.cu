@@ -1,6 +1,6 @@
 // The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
 //
-// Symbols are the paper's: X~ the input after its layer-scale, X^ = X~/D, g = weight * dy. All
+// Symbols are the paper's: X~ the input after its group scaling, X^ = X~/D, g = weight * dy. All
 // arrays are packed. T is the input's dtype, and A the dtype of the sums. kernels/params.cuh says
 // which pointers may be null. No kernel waits for the host, adds in an order that depends on
 // timing, or reads what another block of the same launch writes.
@@ -35,8 +35,8 @@ template <typename T, int N> struct Columns {
     for (int n = 0; n < N; ++n) {
       pieces += count(n) > 0;
     }
-    settle(pieces);
-    settle(stride);
+    hoist(pieces);
+    hoist(stride);
   }
 
   __device__ __forceinline__ bool valid() const { return left > 0; }
@@ -82,11 +82,11 @@ struct Rows {
     left = rows - static_cast<int>(threadIdx.y);
     step = static_cast<int>(blockDim.y);
     turns = (rows + step - 1) / step;
-    settle(step);
+    hoist(step);
     turn = step * static_cast<uint32_t>(tiling.cols);
     turn_groups = step * static_cast<uint32_t>(tiling.groups);
-    settle(turn);
-    settle(turn_groups);
+    hoist(turn);
+    hoist(turn_groups);
   }
 
   // The thread's row of this turn, or the one after `skipped` further rows of the block.
@@ -95,7 +95,7 @@ struct Rows {
   __device__ __forceinline__ void advance() { left -= step, --turns; }
 };
 
-// What a pass over rows has in shared memory, in this order: rows on their way, two numbers a
+// Shared memory of a pass over rows, in this order: rows on their way, two numbers a
 // column, what warps exchange. The sums over block rows come last and reuse all of this memory.
 //
 // Places of a thread are a constant apart: each is then an address and a constant.
@@ -147,7 +147,7 @@ template <typename T, int N> struct Shared {
 // Threads of one piece do without where pieces are not whole or shared memory has no room: they
 // load the next row into registers. Where registers are too few for that, a row is loaded when it
 // is needed.
-template <typename T, int N, int ARRAYS> struct Stream {
+template <typename T, int N, int ARRAYS> struct RowPipeline {
   static constexpr bool HOLDS = N == 1 || (ARRAYS == 2 && N * PIECE<T> <= 16);
 
   const T *from;        // this thread's first piece of the first array's row to ask for
@@ -158,13 +158,13 @@ template <typename T, int N, int ARRAYS> struct Stream {
   Piece<T> held[ARRAYS * N];
 
   // `offset` is that of the thread's first piece in each array. Arrays not there come last.
-  __device__ __forceinline__ Stream(const Tiling &tiling, const Columns<T, N> &columns,
+  __device__ __forceinline__ RowPipeline(const Tiling &tiling, const Columns<T, N> &columns,
                                     const void *const (&starts)[ARRAYS], int arrays,
                                     unsigned ring, const Rows &rows, int64_t offset)
       : from(static_cast<const T *>(starts[0]) + offset - rows.turn),
         copies(COPIES_BY_ITSELF && (N > 1 || tiling.stages > 0)), ring(ring),
         end(ring + tiling.ring_bytes), slot(ring) {
-    settle(this->ring);
+    hoist(this->ring);
 #pragma unroll
     for (int array = 0; array < ARRAYS; ++array) {
       gaps[array] = reinterpret_cast<int64_t>(starts[array]) - reinterpret_cast<int64_t>(starts[0]);
@@ -370,12 +370,13 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   Rows rows(tiling);
   const int64_t offset = rows.row() * tiling.cols + columns.first;
   const int arrays = p.residual == nullptr ? 1 : 2;
-  Stream<T, N, 2> stream(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows, offset);
-  GroupSum<T, N> group_sum(tiling, columns, shared, p.layer_scale == IN_TILE);
+  RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows,
+                                offset);
+  GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const A eps = A(p.eps);
   A group_eps = A(p.group_eps), share = A(1) / A(tiling.group_len);
-  settle(group_eps);
-  settle(share);
+  hoist(group_eps);
+  hoist(share);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
@@ -421,15 +422,15 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   T *sum = static_cast<T *>(p.sum) + offset - rows.turn;
   T *y = static_cast<T *>(p.y) + offset - rows.turn;
   A *factors = static_cast<A *>(p.factors) + columns.group;
-  bool in_tile = p.layer_scale == IN_TILE, adds = p.residual != nullptr, writes = p.y != nullptr;
+  bool in_tile = p.group_scaling == IN_TILE, adds = p.residual != nullptr, writes = p.y != nullptr;
   bool masked = p.keep != nullptr && p.partials != nullptr;
   bool writes_factor = p.factors != nullptr && columns.valid() && columns.place == 0;
-  settle(in_tile);
-  settle(adds);
-  settle(writes);
-  settle(masked);
-  settle(writes_factor);
-  // Whether a row enters the sums. The mask is read a row ahead. A row that is not there is zeros.
+  hoist(in_tile);
+  hoist(adds);
+  hoist(writes);
+  hoist(masked);
+  hoist(writes_factor);
+  // 1 if a row enters the sums. The mask is read a row ahead. A row that is not there is zeros.
   int next_counts = p.partials != nullptr;
   if (masked) {
     next_counts = rows.present() && p.keep[rows.row()] != 0;
@@ -440,23 +441,23 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     if (masked) {
       next_counts = rows.present(rows.step) && p.keep[rows.row(rows.step)] != 0;
     }
-    stream.wait(tiling, rows);
+    pipeline.wait(tiling, rows);
     Piece<T> x[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      x[n] = stream.at(0, n, columns, rows);
+      x[n] = pipeline.at(0, n, columns, rows);
     }
-    stream.ask(0, tiling, columns, rows);
+    pipeline.ask(0, tiling, columns, rows);
     if (adds) {
       move(sum, rows.turn);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        add_to(x[n], stream.at(1, n, columns, rows));
+        add_to(x[n], pipeline.at(1, n, columns, rows));
         columns.store(sum, n, x[n], rows.present());
       }
-      stream.ask(1, tiling, columns, rows);
+      pipeline.ask(1, tiling, columns, rows);
     }
-    stream.advance(tiling);
+    pipeline.advance(tiling);
     A x_tilde[N * V];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -482,7 +483,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
       if (writes_factor && rows.present()) {
         factors[rows.row() * tiling.groups] = factor;
       }
-    } else if (p.layer_scale == GIVEN && rows.present() && columns.valid()) {
+    } else if (p.group_scaling == GIVEN && rows.present() && columns.valid()) {
       factor = factors[rows.row() * tiling.groups];
     }
 #pragma unroll
@@ -673,7 +674,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   if (p.update && kept != 0) {
     A next = old;
     if (p.cumulative) {
-      // What is left out may be anything.
+      // A value that is left out may be anything.
       next = (p.old_share == 0 ? A(0) : A(p.old_share) * next) + A(p.new_share) * batch;
     }
     if (p.moving) {
@@ -687,7 +688,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   }
 }
 
-// What the gradients of a piece's columns are made of: dx~ = gain * dy - decay * x~ (Eq. 6, Eq.
+// The factors in the gradients of a piece's columns: dx~ = gain * dy - decay * x~ (Eq. 6, Eq.
 // 12).
 template <typename A, int V>
 __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
@@ -725,7 +726,7 @@ __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trai
   }
 }
 
-// Whether the batch has a kept row.
+// True if the batch has a kept row.
 template <typename A> __device__ __forceinline__ bool has_rows(const void *count) {
   return *static_cast<const A *>(count) != 0;
 }
@@ -776,10 +777,10 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
   }
 }
 
-// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the layer-scale, dx = r
-//        (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
+// normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the group scaling,
+//        dx = r (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
 // Determinism: bitwise. dsum is added to dx.
-// Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_SCALE, dots
+// Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_GROUPS, dots
 //        [rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the
@@ -802,8 +803,9 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   Rows rows(tiling);
   const int64_t offset = rows.row() * tiling.cols + columns.first;
   const int arrays = p.dsum == nullptr ? 2 : 3;
-  Stream<T, N, 3> stream(tiling, columns, {p.x, p.dy, p.dsum}, arrays, shared.rows, rows, offset);
-  GroupSum<T, N> group_sum(tiling, columns, shared, p.layer_scale == IN_TILE);
+  RowPipeline<T, N, 3> pipeline(tiling, columns, {p.x, p.dy, p.dsum}, arrays, shared.rows, rows,
+                                offset);
+  GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
 
   // dx~ = gain dy - decay x~.
@@ -826,14 +828,14 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
       static_cast<const A *>(p.factors) + rows.row() * tiling.groups + columns.group;
   const A *dots = static_cast<const A *>(p.dots) + columns.group;
   bool adds = p.dsum != nullptr, writes = p.dx != nullptr, masked = p.keep != nullptr;
-  bool in_tile = p.layer_scale == IN_TILE;
-  bool scaled = p.layer_scale != NO_SCALE && columns.valid();
+  bool in_tile = p.group_scaling == IN_TILE;
+  bool scaled = p.group_scaling != NO_GROUPS && columns.valid();
   A share = A(1) / A(tiling.group_len);
-  settle(adds);
-  settle(writes);
-  settle(masked);
-  settle(in_tile);
-  settle(scaled);
+  hoist(adds);
+  hoist(writes);
+  hoist(masked);
+  hoist(in_tile);
+  hoist(scaled);
   // r, and whether the row is kept, are read a row ahead. A row that is not there is zeros.
   A next_factor = scaled && rows.present() ? *next_factors : A(1);
   int next_keeps = !masked || (rows.present() && p.keep[rows.row()] != 0);
@@ -848,15 +850,15 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     }
 
     // The sums come before the reduction, so that no more than x~ and dx~ wait for it.
-    stream.wait(tiling, rows);
+    pipeline.wait(tiling, rows);
     A x_tilde[N * V], dx_tilde[N * V];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      widen(stream.at(0, n, columns, rows), x_tilde + n * V);
-      widen(stream.at(1, n, columns, rows), dx_tilde + n * V);
+      widen(pipeline.at(0, n, columns, rows), x_tilde + n * V);
+      widen(pipeline.at(1, n, columns, rows), dx_tilde + n * V);
     }
-    stream.ask(0, tiling, columns, rows);
-    stream.ask(1, tiling, columns, rows);
+    pipeline.ask(0, tiling, columns, rows);
+    pipeline.ask(1, tiling, columns, rows);
 #pragma unroll
     for (int i = 0; i < N * V; ++i) {
       x_tilde[i] *= factor;
@@ -885,7 +887,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
       if (in_tile) {
         dot = group_sum.of(dot) * share;
       } else {
-        dot = p.layer_scale == GIVEN && scaled && rows.present()
+        dot = p.group_scaling == GIVEN && scaled && rows.present()
                   ? dots[rows.row() * tiling.groups]
                   : A(0);
       }
@@ -905,13 +907,13 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           A dsum[V];
-          widen(stream.at(2, n, columns, rows), dsum);
+          widen(pipeline.at(2, n, columns, rows), dsum);
 #pragma unroll
           for (int v = 0; v < V; ++v) {
             dx_tilde[n * V + v] += dsum[v];
           }
         }
-        stream.ask(2, tiling, columns, rows);
+        pipeline.ask(2, tiling, columns, rows);
       }
       move(dx, rows.turn);
 #pragma unroll
@@ -919,7 +921,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
         columns.store(dx, n, narrow<T>(dx_tilde + n * V), rows.present());
       }
     }
-    stream.advance(tiling);
+    pipeline.advance(tiling);
   }
 
   // Copies asked for beyond the last row are zeros, but the GPU still writes them.

@@ -1,4 +1,4 @@
-// What the kernels are made of: dtypes, 16-byte accesses, sums over warps and blocks. No entry
+// Building blocks of the kernels: dtypes, 16-byte accesses, sums over warps and blocks. No entry
 // points.
 #pragma once
 
@@ -240,7 +240,7 @@ __device__ __forceinline__ void add_to(Piece<T> &piece, const Piece<T> &residual
   piece = narrow<T>(sums);
 }
 
-// Whether the GPU copies into shared memory while threads go on.
+// True if the GPU copies into shared memory while threads go on.
 #if __CUDA_ARCH__ >= 800
 constexpr bool COPIES_BY_ITSELF = true;
 #else
@@ -301,10 +301,10 @@ __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
 // Makes ptxas compute a number once, before a loop. It would compute the number anew in each turn,
 // even with registers left, but never does so with the result of a shuffle. All lanes of the warp
 // call this together.
-template <typename Number> __device__ __forceinline__ void settle(Number &x) {
+template <typename Number> __device__ __forceinline__ void hoist(Number &x) {
   x = __shfl_sync(ALL_LANES, x, thread_rank() % WARP);
 }
-__device__ __forceinline__ void settle(bool &x) {
+__device__ __forceinline__ void hoist(bool &x) {
   x = __shfl_sync(ALL_LANES, static_cast<int>(x), thread_rank() % WARP);
 }
 

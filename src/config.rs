@@ -10,6 +10,7 @@ use candle::DType;
     derive(serde::Serialize, serde::Deserialize),
     serde(rename_all = "snake_case")
 )]
+#[non_exhaustive]
 pub enum Statistics {
     /// PN, Definition 3 of the paper. A step divides by the running quadratic mean,
     /// `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`. The backward is the paper's approximation, Eq. 12, with the running
@@ -22,7 +23,7 @@ pub enum Statistics {
     Batch,
 }
 
-/// What a forward normalizes by.
+/// The statistic that a forward normalizes by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ForwardKind {
     /// ψ², in evaluation. ψ² does not move.
@@ -50,6 +51,7 @@ impl ForwardKind {
     derive(serde::Serialize, serde::Deserialize),
     serde(rename_all = "snake_case")
 )]
+#[non_exhaustive]
 pub enum Recipe {
     /// The paper's equations, and two guards that keep a bad batch from outliving its step.
     ///
@@ -139,23 +141,23 @@ pub struct PowerNormConfig {
     /// T, the number of steps that use the batch's statistic before the running one takes over.
     /// Default 100. The paper makes it as long as the learning rate's warm-up.
     pub warmup_steps: usize,
-    /// G, the number of groups of the layer-scale, or `None` for no layer-scale. The layer-scale
-    /// first divides each of a row's G equal groups of channels by the group's root mean square
-    /// (paper, appendix A; `GroupScaling1D` in the released code). Default `Some(1)`. The released
-    /// code takes as many groups as there are attention heads.
+    /// G, the number of groups of the group scaling, or `None` for none. Group scaling, which the
+    /// paper calls layer-scale, first divides each of a row's G equal groups of channels by the
+    /// group's root mean square (appendix A; `GroupScaling1D` in the released code). Default
+    /// `Some(1)`. The released code takes as many groups as there are attention heads.
     pub group_scaling: Option<usize>,
     /// The statistic after the warm-up. Default [`Statistics::Running`].
     pub statistics: Statistics,
     /// The equations of a step. Default [`Recipe::Paper`].
     pub recipe: Recipe,
-    /// Whether the layer has a weight γ and a bias β. Default `true`.
+    /// `true` for a layer with a weight γ and a bias β. Default `true`.
     ///
     /// With `affine: false` candle's LayerNorm keeps its weight, and this layer does not. So in
     /// place of `layer_norm_no_bias` leave this `true`: the fresh bias is 0.
     pub affine: bool,
 }
 
-/// How a step moves ψ²: first by the cumulative mean, then by the moving average.
+/// The step of ψ²: first by the cumulative mean, then by the moving average.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PhiStep {
     pub cumulative: Option<Shares>,
@@ -228,7 +230,7 @@ impl PowerNormConfig {
         }
     }
 
-    /// How ψ² moves in training step `t`, counted from 1.
+    /// The step of ψ² in training step `t`, counted from 1.
     pub(crate) fn phi_step(&self, t: usize) -> PhiStep {
         let (cumulative, moving) = match self.recipe {
             Recipe::Paper => (t <= self.warmup_steps, t > self.warmup_steps),
@@ -243,7 +245,7 @@ impl PowerNormConfig {
         }
     }
 
-    /// What normalizes training step `t`, counted from 1.
+    /// The statistic that normalizes training step `t`, counted from 1.
     pub(crate) fn kind_at(&self, t: usize) -> ForwardKind {
         match self.statistics {
             Statistics::Running if t > self.warmup_steps => ForwardKind::RunningStatistic,
@@ -251,7 +253,7 @@ impl PowerNormConfig {
         }
     }
 
-    /// Whether the input's gradient is exact, as in PN-V. Such a gradient needs Λ of the whole
+    /// `true` if the input's gradient is exact, as in PN-V. Such a gradient needs Λ of the whole
     /// batch before any row can be computed.
     pub(crate) fn is_exact(&self, kind: ForwardKind) -> bool {
         kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper

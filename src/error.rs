@@ -51,7 +51,7 @@ pub(crate) enum Error {
 
     #[error("power_norm: expected {name} of dtype F32, F64, F16 or BF16, got {got:?}")]
     LayerDType {
-        /// What the layer is built from.
+        /// The argument that the layer is built from.
         name: &'static str,
         got: DType,
     },
@@ -82,6 +82,12 @@ pub(crate) enum Error {
         size: usize,
         got: Shape,
     },
+
+    #[error(
+        "power_norm: expected a running_phi of finite numbers of at least 0, got {0:?}: \
+         pass the mean squares of a checkpoint, or ones for a fresh layer"
+    )]
+    RunningPhi(f64),
 
     /// A frozen builder lacks ψ². Its full name.
     #[error(
@@ -120,12 +126,20 @@ pub(crate) enum Error {
     )]
     Steps(i64),
 
+    /// An environment variable names something that there is not.
+    #[error("power_norm: expected {variable} to be {expected}, got {got:?}")]
+    Environment {
+        variable: &'static str,
+        expected: &'static str,
+        got: std::ffi::OsString,
+    },
+
     // Calls
     #[error(
         "power_norm: expected an input of rank 1 or more, got a scalar: \
          give it a last dimension of channels"
     )]
-    Rank,
+    Scalar,
 
     #[error(
         "power_norm: expected a last dimension of {size}, got shape {got:?}: \
@@ -165,8 +179,8 @@ pub(crate) enum Error {
     },
 
     #[error(
-        "power_norm: expected keep of dtype U8, got {0:?}: \
-         make it 1 for a token and 0 for padding (an additive mask is 0 for a token)"
+        "power_norm: expected keep of dtype U8, U32 or I64, got {0:?}: make it 0 for padding, by \
+         `ne(0f64)` from a mask of 1 and 0, or by `eq(0f64)` from an additive mask"
     )]
     KeepDType(DType),
 
@@ -215,26 +229,18 @@ pub(crate) enum Error {
     )]
     RankFailed,
 
-    /// A backward on a GPU came to a step whose sums are gone: they were in a sum over ranks that
-    /// failed, or another thread goes back through the same graph.
+    /// Ranks have layers, or make calls, that do not fit each other.
     #[error(
-        "power_norm: expected a step that still has its sums, got one whose sums were lost in a \
-         failure, or taken by another backward: run the forward again, on all ranks"
+        "power_norm: expected one {name} on all ranks, got {least} on one and {most} on another: \
+         build and call the layers in one order on all ranks, with one configuration and from one \
+         checkpoint"
     )]
-    StepLost,
-
-    /// The ranks brought different things to one sum. On a GPU the cause may also be a different
-    /// step count, warm-up, recipe or statistic.
-    #[error(
-        "power_norm: expected every rank to sum {numbers} numbers of {exchange}, \
-         got ranks that differ: build and call the layers in one order on all ranks, \
-         with one configuration and from one checkpoint"
-    )]
-    RanksDisagree {
-        /// What this rank sums.
-        exchange: &'static str,
-        /// How many numbers it brought.
-        numbers: usize,
+    RanksDiffer {
+        /// The setting or call that differs.
+        name: &'static str,
+        /// The least value and the largest value of all ranks.
+        least: String,
+        most: String,
     },
 
     /// The engine that sums over ranks could not be set up, or did not sum.
@@ -260,13 +266,13 @@ pub(crate) enum Error {
         got: usize,
     },
 
-    /// The layer-scale is no multiply-add, so it cannot be folded. It stands between the norm and
+    /// The group scaling is no multiply-add, so it cannot be folded. It stands between the norm and
     /// the linear layer before the norm.
     #[error(
-        "power_norm: expected no layer-scale after the linear layer to fold into, \
+        "power_norm: expected no group scaling after the linear layer to fold into, \
          got {groups} groups: fold into the linear layer after the norm, by `fold_into`"
     )]
-    FoldThroughLayerScale { groups: usize },
+    FoldThroughGroupScaling { groups: usize },
 
     /// A kernel did not load. Usually the kernels were compiled for another compute capability.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

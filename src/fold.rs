@@ -17,9 +17,9 @@ impl PowerNorm {
     /// W' = W diag(s),   b' = b + W β
     /// ```
     ///
-    /// Without a layer-scale X̃ is the input itself, and nothing is left of the normalization. With
-    /// one, X̃ is the output of [`layer_scale`](Self::layer_scale). If several linear layers read
-    /// the normalized input, as an attention's query, key and value do, fold into each.
+    /// Without group scaling X̃ is the input itself, and nothing is left of the normalization.
+    /// With it, X̃ is the output of [`group_scaling`](Self::group_scaling). If several linear
+    /// layers read the normalized input, as an attention's query, key and value do, fold into each.
     ///
     /// # Shapes
     ///
@@ -59,7 +59,7 @@ impl PowerNorm {
     ///
     /// norm.mode().set_training(false);
     /// let folded = norm.fold_into(&next)?;
-    /// let scaling = norm.layer_scale().expect("the default has a layer-scale");
+    /// let scaling = norm.group_scaling().expect("the default has group scaling");
     ///
     /// let expected = next.forward(&norm.forward(&xs)?)?;
     /// let error = (folded.forward(&scaling.forward(&xs)?)? - expected)?.abs()?.max_all()?;
@@ -79,7 +79,8 @@ impl PowerNorm {
         linear_like(weight.broadcast_mul(&scale)?, bias, next)
     }
 
-    /// Folds a layer without a layer-scale into the linear layer `previous`, whose output it reads.
+    /// Folds a layer without group scaling into the linear layer `previous`, whose output it
+    /// reads.
     ///
     /// The result does what `previous` and then an evaluation of this layer do:
     /// `s ⊙ (W X + b) + β = W' X + b'` with `s = γ / sqrt(ψ² + ε)` and
@@ -93,13 +94,13 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// - The layer has a layer-scale, which would stand between the two.
+    /// - The layer has group scaling, which would stand between the two.
     /// - Its [`Mode`](crate::Mode) is not evaluation.
     /// - The output features of `previous` are not the layer's channels.
     /// - `previous` is on another device.
     pub fn fold_into_previous(&self, previous: &Linear) -> Result<Linear> {
         if let Some(groups) = self.config().group_scaling {
-            return Err(Error::FoldThroughLayerScale { groups }.into());
+            return Err(Error::FoldThroughGroupScaling { groups }.into());
         }
         let weight = previous.weight();
         let (scale, shift) =
@@ -112,9 +113,9 @@ impl PowerNorm {
         linear_like(weight, add_biases(scaled, shift)?, previous)
     }
 
-    /// The layer-scale, which is what is left of the layer once it is
-    /// [folded](Self::fold_into) into the linear layers after it; `None` for a layer without one.
-    pub fn layer_scale(&self) -> Option<GroupScaling> {
+    /// The group scaling, which is what is left of the layer once it is
+    /// [folded](Self::fold_into) into the linear layers after it; `None` for a layer without it.
+    pub fn group_scaling(&self) -> Option<GroupScaling> {
         let config = self.config();
         config.group_scaling.map(|groups| GroupScaling {
             groups,

@@ -1,13 +1,15 @@
-//! The layer-scale as a module of its own.
+//! Group scaling as a module of its own.
 
-use crate::config::{validate_eps, validate_input_dtype};
+use crate::config::{validate_eps, validate_input_dtype, ForwardKind, PowerNormConfig};
+use crate::device::pick::{readable, DeviceKind};
+use crate::device::sums_dtype;
 use crate::error::Error;
 use crate::op;
-use crate::op::device::sums_dtype;
+use crate::op::step::Call;
 use candle::{DType, Module, Result, Tensor};
 
-/// The layer-scale as a layer of its own: divides each group of a row's channels by the group's
-/// root mean square.
+/// Group scaling as a layer of its own: divides each group of a row's channels by the group's root
+/// mean square. The paper calls it layer-scale.
 ///
 /// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` in each row, over G equal groups of adjacent
 /// channels (Shen et al., appendix A; `GroupScaling1D` in the released code). It has no parameters
@@ -50,7 +52,7 @@ pub struct GroupScaling {
 }
 
 impl GroupScaling {
-    /// A layer-scale of `groups` groups, with `eps` added to each mean square.
+    /// A group scaling of `groups` groups, with `eps` added to each mean square.
     ///
     /// # Errors
     ///
@@ -83,7 +85,7 @@ impl Module for GroupScaling {
     /// - C is 0, or no multiple of the groups.
     /// - ε is 0 or infinite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let &size = xs.dims().last().ok_or(Error::Rank)?;
+        let &size = xs.dims().last().ok_or(Error::Scalar)?;
         if size == 0 {
             return Err(Error::Size.into());
         }
@@ -93,6 +95,21 @@ impl Module for GroupScaling {
         }
         validate_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
-        op::group_scaling(xs, self.groups, self.eps)
+        // An evaluation by D = 1.
+        let call = Call {
+            device: &DeviceKind::of(xs.device())?,
+            config: PowerNormConfig {
+                group_scaling: Some(self.groups),
+                affine: false,
+                ..self.eps.into()
+            },
+            kind: ForwardKind::Evaluation,
+            xs: readable(xs)?,
+            residual: None,
+            keep: None,
+            affine: None,
+            phi: None,
+        };
+        op::power_norm(call, None, None)
     }
 }

@@ -1,15 +1,18 @@
 //! The layer: construction, the forward passes, the accessors.
 
-use crate::config::{validate_input_dtype, PowerNormConfig};
+use crate::config::{validate_input_dtype, ForwardKind, PowerNormConfig};
+use crate::device::pick::{readable, DeviceKind};
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
 use crate::op::residual::power_norm_residual;
-use crate::ranks::{LayerRanks, Ranks};
+use crate::op::step::{Call, Training};
+use crate::ranks::{Exchange, Member, Ranks, Turn};
 use crate::state::{same_device, State};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
+use std::fmt;
 use std::sync::Arc;
 
 /// Builds a [`PowerNorm`] layer over `size` channels from the tensors of `vb`.
@@ -102,8 +105,8 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 ///
 /// `Y = γ ⊙ X̃ / sqrt(ψ² + ε) + β` (Shen et al., "PowerNorm: Rethinking Batch Normalization in
 /// Transformers", ICML 2020, Eq. 8 and 9). ψ² is the running mean of `X̃²` over tokens. `X̃` is the
-/// input after the layer-scale, which divides each row by the root mean square of its groups
-/// ([`PowerNormConfig::group_scaling`]). Without a layer-scale `X̃` is the input itself.
+/// input after the group scaling, which divides each row by the root mean square of its groups
+/// ([`PowerNormConfig::group_scaling`]). Without group scaling `X̃` is the input itself.
 /// [`Recipe`](crate::Recipe) has the equations of a training step.
 ///
 /// # Shapes
@@ -126,8 +129,7 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// - A training forward without rows, or with every row masked, is an evaluation and updates
 ///   nothing. On an NVIDIA GPU the host does not know the mask, so a fully masked batch still
 ///   counts as a step ([what follows](crate::guide::gpu)).
-/// - An evaluation changes nothing, and neither does a call that fails. Over
-///   [ranks](Self::with_ranks), a training forward first applies the pending step.
+/// - An evaluation changes nothing, and neither does a call that fails.
 /// - Clones share parameters, state, mode, loss scale and ranks. They may be used from several
 ///   threads: a lock makes each update whole, and no forward waits while another forward computes
 ///   its rows. Each forward normalizes by the ψ² and `t` from when it began. On a GPU, candle gives
@@ -169,21 +171,36 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// assert_eq!(norm.steps()?, 1);
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct PowerNorm {
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     state: Arc<State>,
+    device: DeviceKind,
     mode: Mode,
     loss_scale: LossScale,
-    ranks: LayerRanks,
+    /// The layer's place among its ranks; `None` in a single process.
+    ranks: Option<Member>,
+}
+
+impl fmt::Debug for PowerNorm {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let mut layer = f.debug_struct("PowerNorm");
+        layer.field("size", &self.state.size());
+        layer.field("config", self.config());
+        match self.steps() {
+            Ok(steps) => layer.field("steps", &steps),
+            Err(error) => layer.field("steps", &error.to_string()),
+        };
+        layer.finish_non_exhaustive()
+    }
 }
 
 impl Module for PowerNorm {
     /// Normalizes `xs`, `[.., size]`. The layer's [`Mode`] says whether this is training or
     /// evaluation. It fails where [`PowerNorm::forward_t`] does.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.forward_for(xs, self.mode.purpose())
+        self.run(xs, None, self.mode.purpose())
     }
 }
 
@@ -215,7 +232,8 @@ impl PowerNorm {
     /// # Errors
     ///
     /// A configuration is out of range or has `affine: false`. A tensor has another shape, dtype or
-    /// device.
+    /// device. A number in `running_phi` is negative or not finite; on a GPU the host waits for
+    /// them.
     ///
     /// # Example
     ///
@@ -256,6 +274,12 @@ impl PowerNorm {
         let ema_gz = running_phi.detach().zeros_like()?;
         let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
         let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters])?;
+        // On the CPU: Metal has no f64.
+        let phi = state.running_phi()?.to_device(&Device::Cpu)?;
+        let phi = phi.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        if let Some(&got) = phi.iter().find(|phi| !(phi.is_finite() && **phi >= 0.)) {
+            return Err(Error::RunningPhi(got).into());
+        }
         let trainable = weight.is_variable();
         Self::from_parts(Some((weight, bias)), state, trainable)
     }
@@ -275,13 +299,14 @@ impl PowerNorm {
         Ok(Self {
             weight,
             bias,
+            device: DeviceKind::of(state.device())?,
             state: Arc::new(state),
             mode: match trainable {
                 true => Mode::train(),
                 false => Mode::eval(),
             },
             loss_scale: LossScale::default(),
-            ranks: LayerRanks::default(),
+            ranks: None,
         })
     }
 
@@ -298,19 +323,18 @@ impl PowerNorm {
     /// fit. The step count, which a checkpoint may bring, is negative. A refused call leaves the
     /// state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        let purpose = if train {
-            Purpose::Training
-        } else {
-            Purpose::Evaluation
-        };
-        self.forward_for(xs, purpose)
+        self.run(xs, None, Purpose::of(train))
     }
 
     /// Normalizes `xs` and leaves padding out. A row whose `keep` is 0 is padding.
     ///
-    /// `keep` is `U8` and has the shape of `xs` without its last dimension. 1 marks a real token.
-    /// fairseq's padding mask is the inverse. The layer's [`Mode`] says whether this is training or
-    /// evaluation.
+    /// `keep` has the shape of `xs` without its last dimension. It is `U8`, `U32` or `I64`, as
+    /// comparisons and tokenizers give it: 0 marks padding, and any other number a real token.
+    /// fairseq's padding mask is the inverse. `None` keeps every row. A mask that is not `U8` is
+    /// converted in each call, so convert it once if many layers take it. Pass a `&Tensor`: from
+    /// another kind of reference, such as `&Var`, call `as_tensor()`.
+    ///
+    /// The layer's [`Mode`] says whether this is training or evaluation.
     ///
     /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) a padded
     /// row enters no statistic and no parameter gradient, and its input gradient is 0. This holds
@@ -338,12 +362,22 @@ impl PowerNorm {
     /// assert_eq!(ys.dims(), [2, 3, 4]);
     /// # Ok(()) }
     /// ```
-    pub fn forward_masked(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        let request = self.request(Some(keep), self.mode.purpose());
-        op::power_norm(xs, &request, || {
-            self.check_input(xs)?;
-            self.check_keep(xs, keep)
-        })
+    pub fn forward_masked<'a>(
+        &self,
+        xs: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
+    ) -> Result<Tensor> {
+        self.run(xs, keep.into(), self.mode.purpose())
+    }
+
+    /// [`forward_masked`](Self::forward_masked), in training if `train`, else in evaluation.
+    pub fn forward_masked_t<'a>(
+        &self,
+        xs: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
+        train: bool,
+    ) -> Result<Tensor> {
+        self.run(xs, keep.into(), Purpose::of(train))
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -383,7 +417,17 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, None)
+        self.run_residual(xs, residual, None, self.mode.purpose())
+    }
+
+    /// [`forward_residual`](Self::forward_residual), in training if `train`, else in evaluation.
+    pub fn forward_residual_t(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        train: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        self.run_residual(xs, residual, None, Purpose::of(train))
     }
 
     /// [`forward_residual`](Self::forward_residual) with the mask of
@@ -394,13 +438,25 @@ impl PowerNorm {
     ///
     /// As in [`forward_residual`](Self::forward_residual) and
     /// [`forward_masked`](Self::forward_masked).
-    pub fn forward_residual_masked(
+    pub fn forward_residual_masked<'a>(
         &self,
         xs: &Tensor,
         residual: &Tensor,
-        keep: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, Some(keep))
+        self.run_residual(xs, residual, keep.into(), self.mode.purpose())
+    }
+
+    /// [`forward_residual_masked`](Self::forward_residual_masked), in training if `train`, else in
+    /// evaluation.
+    pub fn forward_residual_masked_t<'a>(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        keep: impl Into<Option<&'a Tensor>>,
+        train: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        self.run_residual(xs, residual, keep.into(), Purpose::of(train))
     }
 
     /// The same layer, which follows `mode` from now on.
@@ -429,8 +485,9 @@ impl PowerNorm {
     /// B/N rows each then have the state and the gradients of one rank with B rows. Shards may
     /// differ in size, and on a CPU may be empty.
     ///
-    /// All ranks make the same training forwards and backwards in the same order. [The
-    /// guide](crate::guide::ranks) has the other rules, and says when a rank waits for the others.
+    /// All ranks make the same training forwards and backwards in the same order. A training forward
+    /// adds its sums up over the ranks, and so does its backward. [The guide](crate::guide::ranks)
+    /// has the other rules.
     ///
     /// # Gradients
     ///
@@ -439,18 +496,22 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// If one rank's training forward is refused, the step fails on all ranks and is skipped.
-    /// Layers that already updated ψ² keep that update. During the warm-up the other ranks' forward
-    /// fails, and after it their backward. If they run no backward, their next forward fails, and
-    /// the ranks are then a step apart. Ranks that sum different numbers fail in the same way.
+    /// A layer's first training forward compares the ranks: the order of `with_ranks`, the step
+    /// count, the size, and the configuration but for `affine`. A difference is an error on every
+    /// rank, which names it.
     ///
-    /// On a GPU, ranks are compared once, in a layer's first training forward. If a rank's call
-    /// fails later, for example because memory runs out, the other ranks wait in their sum. If
-    /// ranks come to differ, NCCL hangs or sums what does not belong together.
+    /// On a CPU, each later exchange compares the order of calls and the step count. If one rank's
+    /// call fails, it fails on all ranks. They can go on with the next step. Layers that came first
+    /// in the failed step have moved ψ², on all ranks.
+    ///
+    /// On a GPU nothing is compared later. If a rank's call then fails, for example because memory
+    /// runs out, the other ranks wait in their sum. If ranks come to differ, NCCL hangs or sums what
+    /// does not belong together.
     #[must_use]
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
+        let device = self.device.sums_device(self.state.device());
         Self {
-            ranks: LayerRanks::join(ranks),
+            ranks: Member::join(ranks, self.state.size(), self.config(), device),
             ..self
         }
     }
@@ -492,8 +553,7 @@ impl PowerNorm {
 
     /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again.
     ///
-    /// Over ranks, reset on every rank at the same place in the order of their calls. What a pending
-    /// step would do to ψ² and t is dropped. If its backward still follows, it moves the new ν.
+    /// Over ranks, reset on every rank at the same place in the order of their calls.
     pub fn reset_running_stats(&self) -> Result<()> {
         self.state.reset()
     }
@@ -507,9 +567,10 @@ impl PowerNorm {
         &self.state
     }
 
-    fn forward_for(&self, xs: &Tensor, purpose: Purpose) -> Result<Tensor> {
-        let request = self.request(None, purpose);
-        op::power_norm(xs, &request, || self.check_input(xs))
+    fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
+        let turn = self.turn(purpose);
+        let (call, training) = self.call(xs, None, keep, purpose)?;
+        op::power_norm(call, training, turn)
     }
 
     fn run_residual(
@@ -517,29 +578,67 @@ impl PowerNorm {
         xs: &Tensor,
         residual: &Tensor,
         keep: Option<&Tensor>,
+        purpose: Purpose,
     ) -> Result<(Tensor, Tensor)> {
-        let request = self.request(keep, self.mode.purpose());
-        power_norm_residual(xs, residual, &request, || {
-            self.check_input(xs)?;
-            self.check_residual(xs, residual)?;
-            keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))
-        })
+        let turn = self.turn(purpose);
+        let (call, training) = self.call(xs, Some(residual), keep, purpose)?;
+        power_norm_residual(call, training, turn)
     }
 
-    fn request<'a>(&'a self, keep: Option<&'a Tensor>, purpose: Purpose) -> op::Request<'a> {
-        op::Request {
-            affine: self.weight.as_ref().zip(self.bias.as_ref()),
-            keep,
-            state: &self.state,
+    /// The turn in a forward's exchange; `None` if the forward has none. It is taken before the
+    /// checks: if one fails, dropping the turn tells the other ranks.
+    fn turn(&self, purpose: Purpose) -> Option<Turn<'_>> {
+        let exchange = match purpose {
+            Purpose::Evaluation => return None,
+            Purpose::Training => Exchange::Forward,
+            Purpose::Recalibration(_) => Exchange::Recalibration,
+        };
+        self.ranks.as_ref().map(|ranks| ranks.turn(exchange))
+    }
+
+    /// Checks the arguments of a forward, and makes them readable.
+    fn call(
+        &self,
+        xs: &Tensor,
+        residual: Option<&Tensor>,
+        keep: Option<&Tensor>,
+        purpose: Purpose,
+    ) -> Result<(Call<'_>, Option<Training>)> {
+        self.check_input(xs)?;
+        residual.map_or(Ok(()), |residual| self.check_residual(xs, residual))?;
+        keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))?;
+        let in_place = (self.device).reads_phi_in_place(xs.device(), self.state.device());
+        let (phi, steps) = self.state.begin(in_place)?;
+        let call = Call {
+            device: &self.device,
+            config: *self.config(),
+            kind: match purpose {
+                Purpose::Evaluation => ForwardKind::Evaluation,
+                Purpose::Training => self.config().kind_at(steps + 1),
+                Purpose::Recalibration(_) => ForwardKind::BatchStatistic,
+            },
+            xs: readable(xs)?,
+            residual: residual.map(readable).transpose()?,
+            keep: keep.map(as_bytes).transpose()?,
+            affine: match (&self.weight, &self.bias) {
+                (Some(weight), Some(bias)) => Some([weight.contiguous()?, bias.contiguous()?]),
+                _ => None,
+            },
+            phi: Some(phi),
+        };
+        let training = call.kind.is_training().then(|| Training {
+            state: self.state.clone(),
             purpose,
-            loss_scale: &self.loss_scale,
-            ranks: &self.ranks,
-        }
+            steps,
+            loss_scale: self.loss_scale.clone(),
+            ranks: self.ranks.clone(),
+        });
+        Ok((call, training))
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
         match xs.dims().last() {
-            None => return Err(Error::Rank.into()),
+            None => return Err(Error::Scalar.into()),
             Some(&last) if last != self.state.size() => {
                 return Err(Error::LastDim {
                     size: self.state.size(),
@@ -576,7 +675,7 @@ impl PowerNorm {
     }
 
     fn check_keep(&self, xs: &Tensor, keep: &Tensor) -> Result<()> {
-        if keep.dtype() != DType::U8 {
+        if !matches!(keep.dtype(), DType::U8 | DType::U32 | DType::I64) {
             return Err(Error::KeepDType(keep.dtype()).into());
         }
         let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
@@ -605,12 +704,22 @@ impl PowerNorm {
     }
 }
 
+/// The mask in the form in which devices read it: contiguous, of `U8`.
+fn as_bytes(keep: &Tensor) -> Result<Tensor> {
+    match keep.dtype() {
+        DType::U8 => keep.contiguous(),
+        // A GPU cannot launch an operation on nothing.
+        _ if keep.elem_count() == 0 => Tensor::zeros(keep.shape(), DType::U8, keep.device()),
+        _ => keep.ne(0u8),
+    }
+}
+
 /// A [`PowerNorm`] for generic code that takes a [`ModuleT`]: it honours `train`.
 ///
 /// candle implements [`ModuleT`] for every [`Module`] and drops `train` there. So the layer, which
 /// is a [`Module`], cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but
-/// the methods of the layer inside, such as
-/// [`forward_masked`](PowerNorm::forward_masked), follow it.
+/// the methods of the layer inside, such as [`forward_masked`](PowerNorm::forward_masked), follow
+/// it.
 ///
 /// ```
 /// use candle::{DType, Device, Result, Tensor};

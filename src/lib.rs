@@ -23,6 +23,7 @@
 //! running mean of its squares, which is known before a batch is read.
 //!
 //! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
+//! - [`PowerNorms`] builds all layers of a model alike.
 //! - [`Mode`] switches a whole model between training and evaluation.
 //! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes
 //!   a residual.
@@ -39,14 +40,15 @@
 //! | `mpi` | `MpiCommunicator`, which sums over the processes of an MPI job |
 //! | `nccl` | `NcclCommunicator`, which sums over GPUs; turns on `cuda` |
 //! | `serde` | [`PowerNormConfig`] in a model's `config.json` |
-#![deny(missing_docs, unsafe_code)]
+#![deny(missing_docs, unsafe_code, unsafe_op_in_unsafe_fn)]
+#![cfg_attr(
+    not(test),
+    deny(clippy::expect_used, clippy::panic, clippy::unwrap_used)
+)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod composed;
 mod config;
-mod cpu;
-#[cfg(feature = "cuda")]
-mod cuda;
+mod device;
 mod error;
 mod fold;
 mod group_scaling;
@@ -54,6 +56,7 @@ mod layer;
 mod loss_scale;
 mod mode;
 mod monitor;
+mod norms;
 mod op;
 mod ranks;
 mod state;
@@ -64,6 +67,7 @@ pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 pub use monitor::StepStatistics;
+pub use norms::PowerNorms;
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
@@ -71,12 +75,20 @@ pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
 pub use state::Snapshot;
 
-/// Where the links between the guide's pages lead in rustdoc. Each page also defines its links, to
+/// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
+#[cfg(feature = "mpi")]
+pub use ::mpi;
+/// The `cudarc` crate, whose types [`NcclCommunicator::new`] takes.
+#[cfg(feature = "nccl")]
+pub use cudarc;
+
+/// The targets of links between the guide's pages in rustdoc. Each page also defines its links, to
 /// files, for readers of the repository. In rustdoc these definitions come first, and the first one
 /// wins.
 macro_rules! links {
     () => {
         "[checkpoints]: crate::guide::checkpoints\n\
+         [coming-from]: crate::guide::coming_from\n\
          [gpu]: crate::guide::gpu\n\
          [inference]: crate::guide::inference\n\
          [mixed-precision]: crate::guide::mixed_precision\n\
@@ -84,6 +96,7 @@ macro_rules! links {
          [paper]: crate::guide::paper\n\
          [performance]: crate::guide::performance\n\
          [ranks]: crate::guide::ranks\n\
+         [recipes]: crate::guide::recipes\n\
          [residuals]: crate::guide::residuals\n\
          [robustness]: crate::guide::robustness\n\
          [training]: crate::guide::training\n"
@@ -92,46 +105,80 @@ macro_rules! links {
 
 /// The guide: a page on each part of the crate. Start with [`training`](guide::training).
 pub mod guide {
+    /// `Mode`, settings, what a step changes, and watching a run.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/training.md")]
     pub mod training {}
 
+    /// The same layer in PyTorch's terms, and in those of the released code.
+    ///
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/coming-from.md")]
+    pub mod coming_from {}
+
+    /// Padded rows stay out of every statistic and gradient.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/padding.md")]
     pub mod padding {}
 
+    /// An addition and its normalization in one call.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/residuals.md")]
     pub mod residuals {}
 
+    /// Half precision, its traps in candle, and a loss scale that changes.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/mixed-precision.md")]
     pub mod mixed_precision {}
 
+    /// Activation checkpointing, frozen statistics, and a moving average of the weights.
+    ///
+    #[doc = links!()]
+    #[doc = include_str!("../docs/guide/recipes.md")]
+    pub mod recipes {}
+
+    /// The layer folds into the linear layer beside it.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/inference.md")]
     pub mod inference {}
 
+    /// Saving, PyTorch, averaging, recalibration.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/checkpoints.md")]
     pub mod checkpoints {}
 
+    /// Several processes or GPUs, with shared statistics or without.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/ranks.md")]
     pub mod ranks {}
 
+    /// Bad batches, numerics, and what is tested.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/robustness.md")]
     pub mod robustness {}
 
+    /// Launches, limits, streams and CUDA graphs on NVIDIA GPUs.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/gpu.md")]
     pub mod gpu {}
 
+    /// Speed, threads and allocators.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/performance.md")]
     pub mod performance {}
 
+    /// Equations, symbols, and every difference from the paper.
+    ///
     #[doc = links!()]
     #[doc = include_str!("../docs/guide/paper.md")]
     pub mod paper {}

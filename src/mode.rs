@@ -27,19 +27,28 @@ pub struct Mode(Arc<Mutex<Switch>>);
 
 #[derive(Debug)]
 struct Switch {
-    /// What holds outside every scope.
+    /// The purpose outside every scope.
     setting: Purpose,
     /// The open scopes by number, in the order in which they were opened. The last one decides.
     scopes: Vec<(u64, Purpose)>,
 }
 
-/// What a forward is for.
+/// The purpose of a forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     Evaluation,
     Training,
     /// ψ² is recomputed in the pass over the data of this number.
     Recalibration(u64),
+}
+
+impl Purpose {
+    pub fn of(train: bool) -> Self {
+        match train {
+            true => Self::Training,
+            false => Self::Evaluation,
+        }
+    }
 }
 
 /// The number of the next scope. Scopes of all `Mode`s have different numbers, and none has 0, with
@@ -65,13 +74,10 @@ impl Mode {
     /// Sets the switch, for every clone of it. While scopes are open they decide, and the setting
     /// takes effect when the last of them ends.
     pub fn set_training(&self, training: bool) {
-        self.switch().setting = match training {
-            true => Purpose::Training,
-            false => Purpose::Evaluation,
-        };
+        self.switch().setting = Purpose::of(training);
     }
 
-    /// Whether layers train now: training is set, and no scope is open.
+    /// `true` if layers train now: training is set, and no scope is open.
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }
@@ -134,7 +140,7 @@ impl Mode {
         (switch.scopes.last()).map_or(switch.setting, |&(_, purpose)| purpose)
     }
 
-    /// Opens a scope for what `purpose` makes of its number.
+    /// Opens a scope; `purpose` gets its number.
     fn scope(&self, purpose: impl FnOnce(u64) -> Purpose) -> ModeScope {
         let number = NEXT_SCOPE.fetch_add(1, Ordering::Relaxed);
         self.switch().scopes.push((number, purpose(number)));

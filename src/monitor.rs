@@ -1,4 +1,4 @@
-//! What a training step's batch was like, for whoever watches a run.
+//! The statistics of a training step's batch, for whoever watches a run.
 //!
 //! ψ_B² and Λ follow from the state before a step and after it, and Γ from ψ_B². So the layer keeps
 //! nothing for a monitor, and a run that is not watched pays nothing.
@@ -45,8 +45,8 @@ impl PowerNorm {
     /// `1/(1−α_f)`, and by t in the t-th step of the warm-up. With `α_f = 0.9`, ψ_B² has an error
     /// of about 10⁻⁶ ψ².
     ///
-    /// Where the batch's statistic normalizes, Γ and Λ are noise in a channel whose ψ_B² is below
-    /// that error.
+    /// If the batch's statistic normalizes, Γ and Λ are noise in a channel whose ψ_B² is below that
+    /// error.
     ///
     /// The state does not tell everything:
     ///

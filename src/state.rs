@@ -3,18 +3,14 @@
 use crate::config::{PhiStep, PowerNormConfig, Shares};
 use crate::error::Error;
 use crate::mode::Purpose;
-use crate::op::device::DeviceKind;
-use crate::op::step::Waiting;
 use candle::{DType, Device, Result, Tensor, TensorId, Var};
 use candle_nn::{Init, VarBuilder};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The running statistics of a layer, in variables that a `VarMap` shares.
 ///
 /// Nothing is cached outside the variables, so a `VarMap::load` after construction takes effect at
 /// the next call.
-#[derive(Debug)]
 pub(crate) struct State {
     size: usize,
     config: PowerNormConfig,
@@ -24,17 +20,12 @@ pub(crate) struct State {
     ema_gz: Var,
     /// t, `[1]`, on the CPU: a step must not wait for a GPU to learn its number.
     iters: Var,
-    /// Makes a read-modify-write of the variables whole. Held for channel-sized work only, never
-    /// while rows are processed. A rayon worker that waits for its rows may start another forward
-    /// of this layer, which would then wait for a lock held further up the same stack.
+    /// Makes a read-modify-write of the variables whole. Never held while rows run: rayon may start
+    /// this layer again on the same stack and deadlock.
     lock: Mutex<Recalibration>,
-    /// How often the statistics were reset.
-    resets: AtomicUsize,
-    waiting: Waiting,
-    device_kind: DeviceKind,
 }
 
-/// How far the last recalibration came.
+/// The progress of the last recalibration.
 #[derive(Debug, Default)]
 struct Recalibration {
     pass: u64,
@@ -53,14 +44,6 @@ pub struct Snapshot {
     pub(crate) ema_gz: Tensor,
     /// t.
     pub(crate) steps: usize,
-}
-
-/// Tells whether the state was replaced since it was read.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Version {
-    resets: usize,
-    /// t, the steps taken so far.
-    pub steps: usize,
 }
 
 impl State {
@@ -116,9 +99,6 @@ impl State {
             ema_gz: as_var("ema_gz", ema_gz, dtype)?,
             iters: as_var("iters", iters, DType::I64)?,
             lock: Mutex::default(),
-            resets: AtomicUsize::new(0),
-            waiting: Waiting::default(),
-            device_kind: DeviceKind::of(running_phi.device()),
         })
     }
 
@@ -130,26 +110,7 @@ impl State {
         &self.config
     }
 
-    pub fn device_kind(&self) -> &DeviceKind {
-        &self.device_kind
-    }
-
-    /// Where the device hands the sums of a step out.
-    pub fn sums_device(&self) -> Device {
-        self.device_kind.sums_device(self.device())
-    }
-
-    /// The pending step, which waits for the other ranks' sums, if there is one.
-    pub fn waiting(&self) -> &Waiting {
-        &self.waiting
-    }
-
-    /// The variable of ψ², `[C]` or in the builder's shape.
-    pub fn phi_variable(&self) -> &Var {
-        &self.running_phi
-    }
-
-    /// The variable that keeps ν, shaped as [`phi_variable`](Self::phi_variable).
+    /// The variable that keeps ν, `[C]` or in the builder's shape.
     pub fn nu_variable(&self) -> &Var {
         &self.ema_gz
     }
@@ -177,10 +138,8 @@ impl State {
     }
 
     pub fn reset(&self) -> Result<()> {
-        self.waiting.clear();
         let mut recalibration = self.lock();
         *recalibration = Recalibration::default();
-        self.resets.fetch_add(1, Ordering::Relaxed);
         self.running_phi.set(&self.running_phi.ones_like()?)?;
         self.ema_gz.set(&self.ema_gz.zeros_like()?)?;
         self.iters.set(&self.iters.zeros_like()?)
@@ -201,46 +160,35 @@ impl State {
         })
     }
 
-    /// ψ² for a forward that begins now with rows on `device`, and the version of the state.
-    pub fn phi_for_forward(&self, device: &Device) -> Result<(Tensor, Version)> {
+    /// ψ² and t for a forward that begins now: ψ² itself if `in_place`, else a copy.
+    pub fn begin(&self, in_place: bool) -> Result<(Tensor, usize)> {
         let _guard = self.lock();
         let phi = self.running_phi.as_detached_tensor();
-        let phi = match self.device_kind.reads_phi_in_place(device, phi.device()) {
+        let phi = match in_place {
             true => phi,
             false => phi.copy()?,
         };
-        Ok((phi, self.version()?))
+        Ok((phi, self.steps()?))
     }
 
-    pub fn version(&self) -> Result<Version> {
-        Ok(Version {
-            resets: self.resets.load(Ordering::Relaxed),
-            steps: self.steps()?,
-        })
-    }
-
-    /// Takes the step of a forward. `move_by` moves ψ², and says whether the batch counts. If so, t
-    /// counts up in training.
-    pub fn move_phi(
+    /// Takes the step of a forward: `update` moves ψ², and t counts up in training.
+    pub fn update_phi(
         &self,
         purpose: Purpose,
-        move_by: impl FnOnce(&Var, &PhiStep) -> Result<bool>,
+        update: impl FnOnce(&Var, &PhiStep) -> Result<()>,
     ) -> Result<()> {
         let mut recalibration = self.lock();
-        let step = self.phi_step(purpose, &recalibration)?;
-        if move_by(&self.running_phi, &step)? {
-            self.count(purpose, &mut recalibration)?;
-        }
-        Ok(())
+        update(&self.running_phi, &self.phi_step(purpose, &recalibration)?)?;
+        self.count(purpose, &mut recalibration)
     }
 
-    /// Takes the step of a backward. `move_by` moves ν, in [its variable](Self::nu_variable).
-    pub fn move_nu(&self, move_by: impl FnOnce(&Var) -> Result<()>) -> Result<()> {
+    /// Takes the step of a backward: `update` moves ν, in [its variable](Self::nu_variable).
+    pub fn update_nu(&self, update: impl FnOnce(&Var) -> Result<()>) -> Result<()> {
         let _guard = self.lock();
-        move_by(&self.ema_gz)
+        update(&self.ema_gz)
     }
 
-    /// How ψ² moves in the next step.
+    /// The shares by which ψ² moves in the next step.
     fn phi_step(&self, purpose: Purpose, recalibration: &Recalibration) -> Result<PhiStep> {
         let Purpose::Recalibration(pass) = purpose else {
             return Ok(self.config.phi_step(self.steps()? + 1));

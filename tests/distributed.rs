@@ -3,11 +3,14 @@
 
 mod common;
 
-use candle::{DType, Module, Result, Tensor, Var};
+use candle::{CpuStorage, DType, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
-use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Ranks};
-use common::distributed::{self, Rank};
-use common::{assert_relative, assert_same_bits, layer, run, state, to_f64, var, Batch, Data, CPU};
+use candle_powernorm::{PowerNorm, PowerNormConfig};
+use common::distributed::{self, Rank, Swap};
+use common::{
+    assert_relative, assert_same_bits, layer, message, run, state, to_f64, var, Batch, Data, CPU,
+};
+use std::panic::{catch_unwind, AssertUnwindSafe};
 
 /// Runs a case on two to four ranks.
 fn on_threads(case: fn(&Rank)) {
@@ -25,34 +28,50 @@ macro_rules! tests {
 distributed::cases!(tests);
 distributed::cases_of_a_cpu!(tests);
 
-/// Sums of another length than was asked for.
-#[derive(Debug)]
-struct Short;
-
-impl Communicator for Short {
-    fn world_size(&self) -> usize {
-        2
-    }
-
-    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
-        match tensor.elem_count() {
-            // What ranks announce.
-            5 => tensor * 2.,
-            _ => tensor.narrow(0, 0, 2),
-        }
-    }
+#[test]
+fn a_communicator_that_gives_back_less_is_an_error() {
+    distributed::a_communicator_that_gives_back_less(&CPU);
 }
 
+/// A rank that panics in its layer tells the others. It may catch the panic, and the ranks go on
+/// together.
 #[test]
-fn a_communicator_that_gives_back_less_is_an_error() -> Result<()> {
-    let layer = common::layer(6, 1e-5.into(), DType::F64).0;
-    let layer = layer.with_ranks(&Ranks::new(Short));
-    let xs = Tensor::ones((3, 6), DType::F64, &CPU)?;
-    assert!(
-        common::message(layer.forward(&xs)).contains("expected 7 sums of the communicator, got 2")
-    );
-    assert_eq!(layer.steps()?, 0);
-    Ok(())
+fn a_rank_that_panics() {
+    fn case(rank: &Rank) {
+        for config in [0, 100].map(|warmup_steps| PowerNormConfig {
+            warmup_steps,
+            ..1e-5.into()
+        }) {
+            let layer = layer(SIZE, config, DType::F64).0.with_ranks(&rank.over);
+            let mut data = Data::new(40 + rank.rank as u64);
+            let panics = |xs: &Tensor, call: &dyn Fn() -> Result<()>| {
+                let before = state(&layer);
+                if rank.rank == 1 {
+                    let too_few = Swap::with(CpuStorage::F64(vec![]));
+                    xs.inplace_op1(&too_few).unwrap();
+                    assert!(catch_unwind(AssertUnwindSafe(call)).is_err());
+                } else {
+                    let text = message(call());
+                    assert!(text.contains("got a rank whose call failed"), "{text}");
+                }
+                assert_eq!(state(&layer), before);
+            };
+            let mut batch = || Batch::random(&mut data, &[5, SIZE], DType::F64, false);
+            // Before the ranks have compared their layers, and after.
+            for t in 0..2 {
+                let xs = Var::from_tensor(&batch().xs).unwrap();
+                panics(&xs, &|| layer.forward(&xs).map(drop));
+                let xs = Var::from_tensor(&batch().xs).unwrap();
+                let ys = layer.forward(&xs).unwrap();
+                panics(&xs, &|| ys.backward().map(drop));
+                assert_eq!(layer.steps().unwrap(), 2 * t + 1);
+                run(&layer, &batch(), true);
+                rank.assert_same_on_all("ψ²", &layer.running_phi().unwrap());
+                rank.assert_same_on_all("ν", &layer.nu().unwrap());
+            }
+        }
+    }
+    on_threads(case);
 }
 
 /// Ranks without a communicator: each keeps its own statistics, and only the gradients of

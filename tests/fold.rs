@@ -1,4 +1,4 @@
-//! Folding into linear layers, and the layer-scale that is left.
+//! Folding into linear layers, and the group scaling that is left.
 
 mod common;
 
@@ -142,7 +142,7 @@ fn folds_into_the_next_linear_layer() {
             assert_eq!(folded.bias().is_some(), biased, "{what}");
 
             let xs = Batch::random(data, &[2, 3, SIZE], dtype, false).xs;
-            let rest = match layer.layer_scale() {
+            let rest = match layer.group_scaling() {
                 Some(scaling) => scaling.forward(&xs).unwrap(),
                 None => xs.clone(),
             };
@@ -278,13 +278,13 @@ fn folds_that_would_be_wrong_are_refused() {
 
     let mut data = Data::new(5);
     let scaled = trained(&mut data, Some(4), true, DType::F32).layer;
-    let text = "no layer-scale after the linear layer to fold into, got 4 groups: \
+    let text = "no group scaling after the linear layer to fold into, got 4 groups: \
                 fold into the linear layer after the norm, by `fold_into`";
     refused(scaled.fold_into_previous(&previous), text);
     assert!(scaled.fold_into(&next).is_ok());
 }
 
-// The layer-scale
+// The group scaling
 
 /// x̃ in candle's own operations.
 fn composed(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
@@ -379,13 +379,13 @@ fn views_are_scaled_as_their_copies_are() -> Result<()> {
 }
 
 #[test]
-fn a_layer_gives_its_own_layer_scale() {
+fn a_layer_gives_its_own_group_scaling() {
     let of = |group_scaling| {
         let config = PowerNormConfig {
             group_scaling,
             ..1e-3.into()
         };
-        layer(SIZE, config, DType::F32).0.layer_scale()
+        layer(SIZE, config, DType::F32).0.group_scaling()
     };
     assert_eq!(of(None), None);
     let scaling = of(Some(4)).unwrap();

@@ -4,7 +4,9 @@ mod common;
 
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, PowerNormT};
+use candle_powernorm::{
+    power_norm, LossScale, Mode, PowerNorm, PowerNormConfig, PowerNormT, PowerNorms,
+};
 use common::{assert_same_bits, layer, message, state, tensor, to_f64, var, Batch, Data, CPU};
 use std::collections::HashMap;
 
@@ -288,6 +290,21 @@ fn tensors_that_do_not_fit_make_no_layer() {
     refused(of([8, 7, 8]), 1e-5.into(), text);
     let text = "running_phi of shape [8] (as the weight), got [1]";
     refused(of([8, 8, 1]), 1e-5.into(), text);
+    for (odd, got) in [
+        (-1e-30, "-1e-30"),
+        (f64::NAN, "NaN"),
+        (f64::INFINITY, "inf"),
+    ] {
+        let mut phi = vec![1.; 8];
+        phi[5] = odd;
+        let phi = Tensor::new(phi, &CPU).unwrap();
+        let text = format!(
+            "a running_phi of finite numbers of at least 0, got {got}: \
+             pass the mean squares of a checkpoint, or ones for a fresh layer"
+        );
+        let ones = || ones(8, DType::F64);
+        refused([ones(), ones(), phi], 1e-5.into(), &text);
+    }
     let without = PowerNormConfig {
         affine: false,
         ..1e-5.into()
@@ -402,11 +419,12 @@ fn masks_that_do_not_fit_are_refused() {
     let before = state(&layer);
     for train in [true, false] {
         layer.mode().set_training(train);
-        for dtype in [DType::F32, DType::I64, DType::U32] {
+        for dtype in [DType::F32, DType::F64, DType::BF16] {
             let keep = Tensor::ones((2, 5), dtype, &CPU).unwrap();
             let text = format!(
-                "power_norm: expected keep of dtype U8, got {dtype:?}: \
-                 make it 1 for a token and 0 for padding (an additive mask is 0 for a token)"
+                "power_norm: expected keep of dtype U8, U32 or I64, got {dtype:?}: \
+                 make it 0 for padding, by `ne(0f64)` from a mask of 1 and 0, \
+                 or by `eq(0f64)` from an additive mask"
             );
             assert_eq!(message(layer.forward_masked(&xs, &keep)), text);
         }
@@ -420,6 +438,98 @@ fn masks_that_do_not_fit_are_refused() {
         }
     }
     assert_eq!(state(&layer), before);
+}
+
+/// A mask of any integer dtype, and the conversions that the refusal of floats names, mean the same.
+#[test]
+fn masks_of_any_integers() -> Result<()> {
+    let xs = Data::new(70).normal(2 * 5 * 8);
+    let xs = Tensor::from_vec(xs, (2, 5, 8), &CPU)?;
+    let ones = [[1u32, 1, 1, 0, 0], [1, 1, 1, 1, 1]];
+    let bytes = Tensor::new(&ones, &CPU)?.to_dtype(DType::U8)?;
+    let step = |keep: Option<&Tensor>| -> Result<_> {
+        let (layer, _) = trained(8, DType::F64);
+        let ys = layer.forward_masked_t(&xs, keep, true)?;
+        Ok((to_f64(&ys), state(&layer)))
+    };
+    let expected = step(Some(&bytes))?;
+    let floats = bytes.to_dtype(DType::F32)?;
+    let additive = ((floats.clone() - 1.)? * 1e9)?;
+    for keep in [
+        bytes.to_dtype(DType::U32)?,
+        (bytes.to_dtype(DType::I64)? * 7.)?,
+        floats.ne(0f64)?,
+        additive.eq(0f64)?,
+    ] {
+        assert_eq!(step(Some(&keep))?, expected, "{keep}");
+    }
+    // Without a mask every row counts.
+    let all = step(None)?;
+    assert_eq!(all, step(Some(&bytes.ones_like()?))?);
+    assert_ne!(all, expected);
+    Ok(())
+}
+
+/// Layers of one builder have its settings, and follow its mode even if they are frozen.
+#[test]
+fn a_builder_builds_layers_alike() -> Result<()> {
+    let (mode, scale) = (Mode::train(), LossScale::default());
+    let config = PowerNormConfig {
+        warmup_steps: 3,
+        ..1e-6.into()
+    };
+    let norms = PowerNorms::new(config, &mode).with_loss_scale(&scale);
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+    let layers = [
+        norms.layer(8, vb.pp("a"))?,
+        norms.clone().layer(8, vb.pp("b"))?,
+    ];
+    let frozen: HashMap<_, _> = (varmap.data().lock().unwrap().iter())
+        .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
+        .collect();
+    let frozen = norms.layer(
+        8,
+        VarBuilder::from_tensors(frozen, DType::F32, &CPU).pp("a"),
+    )?;
+    mode.set_training(false);
+    assert!(layers
+        .iter()
+        .chain([&frozen])
+        .all(|layer| !layer.mode().is_training()));
+    mode.set_training(true);
+    assert!(layers
+        .iter()
+        .chain([&frozen])
+        .all(|layer| layer.mode().is_training()));
+    assert!(layers.iter().all(|layer| *layer.config() == config));
+    // ν is in the units of the loss without its scale.
+    let xs = Var::from_tensor(
+        &Tensor::from_vec(Data::new(71).normal(32), (4, 8), &CPU)?.to_dtype(DType::F32)?,
+    )?;
+    for (layer, factor) in layers.iter().zip([1., 1024.]) {
+        scale.set(factor)?;
+        (layer.forward(&xs)?.sqr()?.sum_all()? * factor)?.backward()?;
+    }
+    assert_same_bits("ν", &layers[0].nu()?, &layers[1].nu()?);
+    assert!(message(norms.layer(0, vb.pp("c"))).contains("expected a size"));
+    Ok(())
+}
+
+/// What a layer prints is what one wants to know of it, also while another thread has its state.
+#[test]
+fn a_layer_prints_its_size_settings_and_steps() {
+    let (layer, _) = trained(8, DType::F32);
+    let text = format!("{layer:?}");
+    let expected = format!(
+        "PowerNorm {{ size: 8, config: {:?}, steps: ",
+        layer.config()
+    );
+    assert!(
+        text.starts_with(&expected) && text.ends_with(", .. }"),
+        "{text}"
+    );
+    assert!(!text.contains("Mutex") && !text.contains("Arc"), "{text}");
 }
 
 // Mode

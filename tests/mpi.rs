@@ -2,19 +2,29 @@
 //! what the engine promises besides.
 //!
 //! Started as any test it runs itself under `mpirun`, with two ranks and with four; started by
-//! `mpirun` it is a rank.
+//! `mpirun` it is a rank. In some jobs a rank dies, which must end the job.
 
 mod common;
 
-use candle::{DType, Tensor};
+use candle::{DType, Module, Tensor};
 use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
 use common::distributed::{self, Rank};
-use common::{message, CPU, LIMIT};
+use common::{layer, message, CPU, LIMIT};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator as _;
 use mpi::Threading;
-use std::process::{abort, Command};
+use std::io::{Read, Write};
+use std::process::{abort, exit, Command, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The environment variable that says how the last rank dies.
+const DEATH: &str = "CANDLE_POWERNORM_DEATH";
+
+const DEATHS: [&str; 4] = ["killed", "aborted", "left", "world.abort"];
+
+/// A job whose rank dies ends within this time, and within [`LIMIT`] it would end by itself.
+const END: Duration = Duration::from_secs(60);
 
 fn main() {
     // What Open MPI, and what MPICH tells a rank.
@@ -23,12 +33,76 @@ fn main() {
         return as_rank();
     }
     for ranks in ["2", "4"] {
-        let status = Command::new("mpirun")
-            .args(["--allow-run-as-root", "--oversubscribe", "-n", ranks])
-            .arg(std::env::current_exe().unwrap())
-            .status();
+        let status = job(ranks).status();
         let status = status.expect("mpirun, of Open MPI");
         assert!(status.success(), "mpirun -n {ranks}: {status}");
+        for death in DEATHS {
+            ends_with_a_rank(ranks, death);
+        }
+    }
+}
+
+fn job(ranks: &str) -> Command {
+    let mut job = Command::new("mpirun");
+    job.args(["--allow-run-as-root", "--oversubscribe", "-n", ranks])
+        .arg(std::env::current_exe().unwrap())
+        // A rank that waits lets others run. Where processors are busy, ranks that spin take
+        // minutes in place of seconds.
+        .env("OMPI_MCA_mpi_yield_when_idle", "1");
+    job
+}
+
+/// A job in which a rank dies while the others wait for it. It ends, and `mpirun` says that it
+/// failed.
+fn ends_with_a_rank(ranks: &str, death: &str) {
+    let mut job = job(ranks)
+        .env(DEATH, death)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("mpirun, of Open MPI");
+    let start = Instant::now();
+    let status = loop {
+        match job.try_wait().unwrap() {
+            Some(status) => break status,
+            None if start.elapsed() > END => {
+                job.kill().unwrap();
+                panic!("{ranks} ranks, one {death}: the job goes on");
+            }
+            None => std::thread::sleep(Duration::from_millis(50)),
+        }
+    };
+    let mut output = String::new();
+    (job.stdout.take().unwrap())
+        .read_to_string(&mut output)
+        .unwrap();
+    assert_eq!(output, "a rank dies\n", "{ranks} ranks, one {death}");
+    assert!(!status.success(), "{ranks} ranks, one {death}: {status}");
+    println!("{ranks} ranks: one {death}, and the job ends ... ok");
+}
+
+/// Trains without end. In its third step the last rank dies, and the others wait for it in their
+/// backward.
+fn die(world: &SimpleCommunicator, ranks: &Ranks, death: &str) {
+    let (norm, _varmap) = layer(8, 1e-5.into(), DType::F32);
+    let norm = norm.with_ranks(ranks);
+    let xs = Tensor::ones((4, 8), DType::F32, &CPU).unwrap();
+    loop {
+        let ys = norm.forward(&xs).unwrap();
+        if norm.steps().unwrap() == 3 && world.rank() + 1 == world.size() {
+            println!("a rank dies");
+            std::io::stdout().flush().unwrap();
+            match death {
+                "killed" => {
+                    let pid = std::process::id().to_string();
+                    Command::new("kill").args(["-9", &pid]).status().unwrap();
+                }
+                "aborted" => abort(),
+                "left" => exit(0),
+                _ => world.abort(1),
+            }
+        }
+        ys.backward().unwrap();
     }
 }
 
@@ -62,6 +136,9 @@ fn as_rank() {
         communicator: communicator.clone(),
         over: Ranks::new(communicator.clone()),
     };
+    if let Ok(death) = std::env::var(DEATH) {
+        return die(&world, &rank.over, &death);
+    }
     macro_rules! run {
         ($($case:ident),* $(,)?) => {
             $(

@@ -699,7 +699,7 @@ fn poisoned(
         values[at as usize] = value;
     }
     *target = tensor(&values, target.dims(), dtype);
-    // The layer forgets squares that overflow, except with a layer-scale, which can take them. An
+    // The layer forgets squares that overflow, except with group scaling, which can take them. An
     // infinity makes its whole group NaN. The oracle's equations would give 0 for the other
     // elements.
     let forgotten = |x: f64| !x.is_finite() || (!grouped && x.abs() >= 1e30);
@@ -737,7 +737,7 @@ proptest! {
                     run(&twin.layer, &batch.masked(&vec![false; rows]), true);
                     prop_assert_eq!(state(&twin.layer), before);
                 }
-                // The layer-scale can take these numbers, and the oracle's cannot.
+                // The group scaling can take these numbers, and the oracle's cannot.
                 Step::Poison { value: Poison::Overflow, .. } if grouped && dtype == DType::F64 => {}
                 Step::Poison { value, elements, gradient } => {
                     let (batch, seen) =

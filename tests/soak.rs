@@ -108,7 +108,7 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
     // k clean steps leave α^k of a burst's excess in ψ². A batch 10⁴ times too large makes ψ² about
     // 10⁸ times too large, and that is within 1 % again when α^k 10⁸ < 0.01. It makes ν about 10⁴
     // times too large. ν's excess fades once ψ² is back, and about as fast, because Γ is then about
-    // 1. With a layer-scale x̃² is at most SIZE, and ψ² and ν hardly move.
+    // 1. With a group scaling x̃² is at most SIZE, and ψ² and ν hardly move.
     let clean_steps = |largest: f64| ((100. * largest).ln() / (1. / alpha).ln()).ceil() as usize;
     let stretch = match groups {
         None => clean_steps(1e8) + clean_steps(1e4),

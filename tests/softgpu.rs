@@ -1,5 +1,5 @@
-//! What only softgpu can show: that a layer stays whole whatever call of the driver fails, and that
-//! the kernels need each of their barriers.
+//! What only softgpu can show: that a layer stays whole whatever call of the driver fails, that the
+//! kernels need each of their barriers, and that offsets have room for any batch.
 
 mod common;
 
@@ -7,7 +7,10 @@ use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::gpu::Gradient;
 use common::softgpu::Softgpu;
-use common::{config, same_bits, same_state, state, thinned, Batch, Data, Outcome, Twin, PATHS};
+use common::{
+    config, precision, same_bits, same_state, state, thinned, to_f64, Batch, Data, Outcome, Twin,
+    PATHS,
+};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -196,7 +199,7 @@ const SHAPES: [(usize, usize, Option<usize>, bool, bool); 4] = [
     (9, 48, None, false, false),
     (9, 48, Some(4), true, false),
     (9, 48, Some(4), true, true),
-    // The layer-scale's factors take a launch of their own.
+    // The group scaling's factors take a launch of their own.
     (3, 1025, Some(1), false, false),
 ];
 
@@ -254,17 +257,182 @@ fn any_call_may_fail_by_the_statistics_of_the_batch() {
     any_call_may_fail(Statistics::Batch, 1);
 }
 
+/// An array of so many elements, of which the first and the last are those of `ends` and the rest
+/// zeros.
+fn huge(ends: &Tensor, rows: usize) -> Tensor {
+    let (few, cols) = ends.dims2().unwrap();
+    let all = Tensor::zeros((rows, cols), ends.dtype(), ends.device()).unwrap();
+    let half = |from: usize| ends.narrow(0, from, few / 2).unwrap();
+    all.slice_set(&half(0), 0, 0).unwrap();
+    all.slice_set(
+        &half(few / 2).force_contiguous().unwrap(),
+        0,
+        rows - few / 2,
+    )
+    .unwrap();
+    all
+}
+
+/// The first and the last rows of a huge array.
+fn ends(huge: &Tensor, few: usize) -> Tensor {
+    let rows = huge.dims()[0];
+    let half = |from: usize| {
+        let rows = huge.narrow(0, from, few / 2).unwrap();
+        rows.force_contiguous().unwrap()
+    };
+    Tensor::cat(&[half(0), half(rows - few / 2)], 0).unwrap()
+}
+
+/// A step on more than 2³² elements, in every dtype and by every kernel that walks rows. Only the
+/// first and the last rows are there. They fare as by themselves, for under recipe Paper a row's
+/// output and gradient depend on no other row of the batch.
+#[test]
+#[ignore = "offsets_have_room runs it"]
+fn more_than_32_bits_of_elements() {
+    let gpu = Device::new_cuda_with_stream(0).unwrap();
+    let softgpu = Softgpu::find().unwrap();
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        let (builder, two, wide) = match dtype {
+            DType::F32 => (DType::F32, 8, 8200),
+            DType::F64 => (DType::F64, 4, 2056),
+            _ => (DType::F32, 16, 16392),
+        };
+        // One, two and four pieces a thread, and a group wider than a block.
+        for (cols, groups) in [(3, Some(1)), (two, None), (64, None), (wide, Some(1))] {
+            // candle launches as many threads as there are elements, modulo 2³². Kernels of a block a
+            // group take rows in turns, and so the last block has the last row.
+            let rows = ((1usize << 32) + (1 << 20)).div_ceil(cols);
+            let rows = rows.next_multiple_of(1 << 16);
+            let few = 2 * EDGE.div_ceil(cols);
+            let layer = || Twin::new(&mut Data::on(&gpu, 5), cols, config(groups), builder).layer;
+            let (large, small) = (layer(), layer());
+            let mut data = Data::on(&gpu, 6);
+            let what = format!("{dtype:?}, {cols} by {groups:?}");
+            for _ in 0..2 {
+                let batch = Batch::random(&mut data, &[few, cols], dtype, false);
+                same_bits(&what, &run(&large, &batch), &run(&small, &batch));
+            }
+            let batch = Batch::random(&mut data, &[few, cols], dtype, false);
+            let expected = run(&small, &batch);
+            softgpu.take_counts();
+            let whole = Batch {
+                xs: huge(&batch.xs, rows),
+                dy: huge(&batch.dy, rows),
+                keep: None,
+            };
+            let outcome = run(&large, &whole);
+            for ((name, actual), (_, expected)) in
+                outcome.tensors().into_iter().zip(expected.tensors())
+            {
+                let actual = match actual.rank() {
+                    1 => actual.clone(),
+                    _ => ends(actual, few),
+                };
+                let (actual, expected) = (to_f64(&actual), to_f64(expected));
+                // Rows and lanes are cut otherwise, so sums are added in another order.
+                let bound = 32. * ((few + cols) as f64).sqrt() * precision(dtype).0;
+                let near = |at: usize| {
+                    let magnitude = expected[at].abs().max(1.);
+                    (actual[at] - expected[at]).abs() <= bound * magnitude
+                };
+                // Of wide rows not all tiles run.
+                let edges = (0..EDGE).chain(expected.len().saturating_sub(EDGE)..expected.len());
+                for at in edges.filter(|&at| at < expected.len()) {
+                    assert!(
+                        near(at) || actual.len() == cols && cols > EDGE,
+                        "{what}: {name}, {at} of the ends: {} for {}",
+                        actual[at],
+                        expected[at]
+                    );
+                }
+            }
+            for kernel in softgpu.take_counts()["kernels"].as_object().unwrap().keys() {
+                println!("launched {kernel}");
+            }
+        }
+    }
+}
+
+/// Elements at each end of a huge array that are looked at.
+const EDGE: usize = 1024;
+
+/// A step whose upstream gradient candle hands through.
+fn run(layer: &PowerNorm, batch: &Batch) -> Outcome {
+    let x = Var::from_tensor(&batch.xs).unwrap();
+    let y = layer.forward_t(&x, true).unwrap();
+    let loss = y.apply_op1(Gradient(batch.dy.clone())).unwrap();
+    backward(layer, Pass { x, y, loss }).unwrap()
+}
+
+/// Kernels in place of candle's first addition to a gradient, to zeros, whose loop counts elements
+/// in 32 bits and never ends on so many. Each thread takes an element from the start and one from
+/// the end.
+fn additions() -> String {
+    let mut text = ".version 8.0\n.target sm_80\n.address_size 64\n".to_owned();
+    for (dtype, register, ty, bytes) in [
+        ("f32", "%r9", "b32", 4),
+        ("f64", "%rd9", "b64", 8),
+        ("f16", "%h9", "b16", 2),
+        ("bf16", "%h9", "b16", 2),
+    ] {
+        text += &format!(
+            ".visible .entry badd_{dtype}(.param .u64 count, .param .u64 dims, .param .u64 info, \
+             .param .u64 zeros, .param .u64 gradient, .param .u64 sum)\n{{\n\
+             .reg .pred %p; .reg .b16 %h9; .reg .b32 %r<10>; .reg .b64 %rd<10>;\n\
+             mov.u32 %r0, %ctaid.x; mov.u32 %r1, %ntid.x; mov.u32 %r2, %tid.x;\n\
+             mul.wide.u32 %rd0, %r0, %r1; cvt.u64.u32 %rd1, %r2; add.s64 %rd0, %rd0, %rd1;\n\
+             ld.param.u64 %rd1, [count]; sub.s64 %rd1, %rd1, 1; sub.s64 %rd1, %rd1, %rd0;\n\
+             ld.param.u64 %rd2, [gradient]; ld.param.u64 %rd3, [sum];\n\
+             setp.lt.s64 %p, %rd1, %rd0; @%p exit;\n\
+             mad.lo.s64 %rd4, %rd0, {bytes}, %rd2; ld.global.{ty} {register}, [%rd4];\n\
+             mad.lo.s64 %rd5, %rd0, {bytes}, %rd3; st.global.{ty} [%rd5], {register};\n\
+             mad.lo.s64 %rd4, %rd1, {bytes}, %rd2; ld.global.{ty} {register}, [%rd4];\n\
+             mad.lo.s64 %rd5, %rd1, {bytes}, %rd3; st.global.{ty} [%rd5], {register};\n\
+             ret;\n}}\n"
+        );
+    }
+    text
+}
+
+/// No offset is cut off at 32 bits, in any kernel that walks rows.
+#[test]
+fn offsets_have_room() {
+    let folder = tempfile::tempdir().unwrap();
+    let ptx = folder.path().join("additions.ptx");
+    std::fs::write(&ptx, additions()).unwrap();
+    let mut steps = Command::new(std::env::current_exe().unwrap());
+    steps.args([
+        "more_than_32_bits_of_elements",
+        "--exact",
+        "--ignored",
+        "--nocapture",
+    ]);
+    // So many blocks have few elements each.
+    steps.env("SOFTGPU_SPARSE", "1").env("SOFTGPU_SMS", "16384");
+    let run = steps.env("SOFTGPU_PTX", ptx).output().unwrap();
+    let [out, err] = [run.stdout, run.stderr].map(|text| String::from_utf8(text).unwrap());
+    assert!(run.status.success(), "{out}{err}");
+    for entry in POWER_NORM
+        .lines()
+        .filter_map(|line| line.strip_prefix(".visible .entry "))
+    {
+        let kernel = entry.trim_end_matches('(');
+        let walks = ["normalize", "group"]
+            .iter()
+            .any(|body| kernel.starts_with(body));
+        let launched = out.lines().any(|line| line == format!("launched {kernel}"));
+        assert!(launched || !walks, "{kernel} was not launched:\n{out}");
+    }
+}
+
 /// Steps of layers that walk the kernels in every way, with several chunks of rows.
 fn walk_every_path() {
     let _alone = alone();
     let gpu = Device::new_cuda_with_stream(0).unwrap();
-    // A group of several warps whose threads have a piece each. Two pieces without a group, and so
-    // many rows that with `SOFTGPU_SMS=4` a block has two warps: lanes of one are in order without
-    // a barrier.
-    let pieces = [(131, Some(1), 70), (12, None, 300)];
-    let paths = PATHS.map(|(cols, groups)| (cols, groups, 70));
+    // A group of several warps whose threads have a piece each, and two pieces without a group.
+    let pieces = [(131, Some(1)), (12, None)];
     let recipes = [Recipe::Paper, Recipe::Fairseq].into_iter().cycle();
-    for ((cols, groups, rows), recipe) in paths.into_iter().chain(pieces).zip(recipes) {
+    for ((cols, groups), recipe) in PATHS.into_iter().chain(pieces).zip(recipes) {
         let config = PowerNormConfig {
             recipe,
             ..config(groups)
@@ -272,7 +440,7 @@ fn walk_every_path() {
         let mut twin = Twin::new(&mut Data::on(&gpu, 3), cols, config, DType::F32);
         let mut data = Data::on(&gpu, 4);
         for step in 0..3 {
-            let batch = Batch::random(&mut data, &[rows, cols], DType::F32, step != 1);
+            let batch = Batch::random(&mut data, &[70, cols], DType::F32, step != 1);
             let what = format!("{cols} channels, groups {groups:?}, step {step}");
             twin.check(&what, &batch, true);
         }

@@ -15,51 +15,44 @@
 //!    input and residual, and stores those of weight and bias.
 //! 3. [`Params`] takes these and returns them.
 
-use super::{forwards, token, Backprop, Output, Request, TypedStorage};
-use crate::op::rows::readable;
-use crate::op::step;
+use super::step::{Call, Step, Training};
+use super::{forwards, token, Output, TypedStorage};
+use crate::ranks::Turn;
 use candle::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// Runs the layer on `xs + residual`, each `[.., C]`, if they pass `check`. Returns the layer's
-/// output and the sum.
+/// Runs the layer on the sum of the call's input and residual. Returns the layer's output and the
+/// sum.
 pub(crate) fn power_norm_residual(
-    xs: &Tensor,
-    residual: &Tensor,
-    request: &Request,
-    check: impl FnOnce() -> Result<()>,
+    call: Call,
+    training: Option<Training>,
+    turn: Option<Turn>,
 ) -> Result<(Tensor, Tensor)> {
-    let params = Arc::new(Stored::default());
-    let prepare = || {
-        check()?;
-        let (xs, residual, arguments) = (
-            readable(xs)?,
-            readable(residual)?,
-            request.arguments(xs.device())?,
-        );
-        let affine_token = match arguments.affine() {
-            Some([weight, bias]) => Some(weight.apply_op2(bias, Params(params.clone()))?),
-            None => None,
-        };
-        Ok((xs, residual, arguments, affine_token))
+    let Some(residual) = call.residual.clone() else {
+        candle::bail!("power_norm_residual: expected a residual, got none")
     };
-    let (xs, residual, arguments, affine_token) = step::begin(request, prepare)?;
-    let tracked = [Some(&xs), Some(&residual), affine_token.as_ref()];
+    let params = Arc::new(Stored::default());
+    let affine_token = match call.affine() {
+        Some([weight, bias]) => Some(weight.apply_op2(bias, Params(params.clone()))?),
+        None => None,
+    };
+    let tracked = [Some(&call.xs), Some(&residual), affine_token.as_ref()];
     let tracked = tracked.into_iter().flatten().any(Tensor::track_op);
-    let (backprop, outputs) = request.forward(&xs, Some(&residual), &arguments, tracked)?;
-    let step = backprop.step.clone();
+    let (step, outputs) = Step::forward(&call, training, turn, tracked)?;
+    let step = Arc::new(step);
     let [y, sum] = [(); 2].map(|()| Arc::new(Stored::default()));
     let input = Arc::new(OnceLock::new());
     let op = ResidualOp {
-        backprop,
-        affine: arguments.affine,
+        step: step.clone(),
+        affine: call.affine,
         params,
         y: y.clone(),
         sum: sum.clone(),
         input: input.clone(),
     };
+    let xs = call.xs;
     let token = match &affine_token {
         Some(affine) => xs.apply_op3_arc(&residual, affine, Arc::new(Box::new(op)))?,
         None => xs.apply_op2_arc(&residual, Arc::new(Box::new(op)))?,
@@ -74,11 +67,11 @@ pub(crate) fn power_norm_residual(
     let (y, sum) = (hand_out(outputs.y, y, Y)?, hand_out(outputs.sum, sum, SUM)?);
     // Detached, because the sum's graph holds the op, and the op would own itself.
     let _ = input.set(sum.detach());
-    step.finish_forward(request.state)?;
+    step.commit_forward()?;
     Ok((y, sum))
 }
 
-/// What one op stores for another, for each thread that runs a backward.
+/// Hands a value from one op to another, for each thread that runs a backward.
 struct Stored<T>(Mutex<HashMap<ThreadId, T>>);
 
 impl<T> Default for Stored<T> {
@@ -103,8 +96,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Gives the pass its place in the graph.
 struct ResidualOp {
-    backprop: Backprop,
-    affine: Option<(Tensor, Tensor)>,
+    step: Arc<Step>,
+    affine: Option<[Tensor; 2]>,
     params: Arc<Stored<[Option<Tensor>; 2]>>,
     /// The gradients of the outputs.
     y: Arc<Stored<Tensor>>,
@@ -138,8 +131,8 @@ impl ResidualOp {
         let Some(sum) = self.input.get() else {
             candle::bail!("{}: backward without a forward", Self::NAME)
         };
-        let affine = (self.affine.as_ref()).map(|(weight, bias)| [weight, bias]);
-        let gradients = (self.backprop).run(sum, input, affine, &dy, dsum.as_ref())?;
+        let affine = self.affine.as_ref().map(|affine| affine.each_ref());
+        let gradients = (self.step).backward(sum, affine, &dy, dsum.as_ref(), input)?;
         self.params.put([gradients.weight, gradients.bias]);
         Ok(gradients.input)
     }
@@ -198,7 +191,7 @@ const SUM: f32 = 2.;
 /// Hands one of the outputs out as a tensor.
 struct HandOut {
     output: Output,
-    /// Where the output's gradient goes.
+    /// Receives the output's gradient.
     gradient: Arc<Stored<Tensor>>,
     mark: f32,
 }

@@ -10,10 +10,10 @@ pub use self::mpi::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use self::nccl::NcclCommunicator;
 
-use crate::config::PowerNormConfig;
+use crate::config::{PowerNormConfig, Recipe};
 use crate::error::Error;
 use candle::{DType, Device, Result, Tensor};
-use std::fmt::Debug;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 
@@ -35,7 +35,6 @@ use std::sync::Arc;
 /// use std::sync::mpsc::{channel, Receiver, Sender};
 /// use std::sync::Mutex;
 ///
-/// #[derive(Debug)]
 /// struct Pair {
 ///     to: Sender<Tensor>,
 ///     from: Mutex<Receiver<Tensor>>,
@@ -72,7 +71,7 @@ use std::sync::Arc;
 /// assert_eq!(phi, second.join().unwrap()?);
 /// # Ok(()) }
 /// ```
-pub trait Communicator: Debug + Send + Sync {
+pub trait Communicator: Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
 
@@ -80,13 +79,15 @@ pub trait Communicator: Debug + Send + Sync {
     /// same bits on every rank.
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
-    /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
+    /// or `F64`). Ranks that call their layers in different orders may bring different shapes. An
+    /// engine should then fail on every rank. Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
     /// is on its layer's device if that is a CPU or an NVIDIA GPU, else on the CPU.
     ///
     /// # Errors
     ///
     /// Whatever the engine reports. If an engine cannot sum, it should fail on every rank: an error
-    /// on one rank leaves the others waiting.
+    /// on one rank leaves the others waiting. Ranks in calls that do not fit each other may bring
+    /// tensors of different lengths.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
@@ -105,19 +106,13 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
 /// [`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks) gives them to a layer. Ranks know the
 /// layers by the order of these calls, so every rank builds its model in the same order. Clones are
 /// the same ranks.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Ranks(Arc<Shared>);
 
-#[derive(Debug)]
 struct Shared {
     communicator: Box<dyn Communicator>,
     /// Layers that were given these ranks.
     layers: AtomicUsize,
-    /// The number of sums to which a rank did not come, or for which ranks disagreed. Such a sum
-    /// fails on all ranks at the same place in their order, and they all leave out the steps that
-    /// wait by then. An error of the communicator itself does not count: it costs only the step
-    /// whose sum it was.
-    failures: AtomicUsize,
 }
 
 impl Ranks {
@@ -126,7 +121,6 @@ impl Ranks {
         Self(Arc::new(Shared {
             communicator: Box::new(communicator),
             layers: AtomicUsize::new(0),
-            failures: AtomicUsize::new(0),
         }))
     }
 
@@ -135,177 +129,205 @@ impl Ranks {
     }
 }
 
-/// A layer's ranks; `None` in a single process.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct LayerRanks(Option<Member>);
+impl fmt::Debug for Ranks {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let mut ranks = f.debug_struct("Ranks");
+        ranks.field("world_size", &self.world_size()).finish()
+    }
+}
 
+/// A layer's place among the layers of its ranks.
+///
+/// Ranks meet twice in a training step: a forward adds its sums up over the ranks, and so does a
+/// backward. Each of these exchanges takes a [`Turn`].
 #[derive(Debug, Clone)]
-struct Member {
+pub(crate) struct Member {
     ranks: Ranks,
     /// The layer's number.
     layer: usize,
-    /// Whether the ranks have compared their layers of this number. On a GPU they do so once.
+    size: usize,
+    config: PowerNormConfig,
+    /// The device on which the layer hands its sums out.
+    device: Device,
+    /// The ranks have compared their layers of this number.
     compared: Arc<AtomicBool>,
 }
 
-/// Which sums an exchange carries. It is the same on every rank.
+/// Which call of a layer an exchange belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exchange {
-    /// The sums of a forward.
-    Forward = 1,
-    /// The sums of a backward.
-    Backward = 2,
-    /// The sums of a forward and of its backward.
-    Both = 3,
+    Forward,
+    Recalibration,
+    Backward,
 }
 
-/// Before a sum a rank announces two numbers: its layer, and which sums it brings.
-const ANNOUNCED: usize = 2;
-
-/// On a GPU ranks compare these two numbers, t, T, and one number for recipe and statistic.
-const COMPARED: usize = ANNOUNCED + 3;
-
-/// Numbers of steps are compared modulo this prime. Squares of numbers below it add up exactly over
-/// 2¹³ ranks.
-const STEPS: usize = 1_048_573;
-
-impl LayerRanks {
-    /// A layer's place among others of these ranks.
-    pub fn join(ranks: &Ranks) -> Self {
-        let layer = ranks.0.layers.fetch_add(1, Ordering::Relaxed);
-        let member = Member {
-            ranks: ranks.clone(),
-            layer,
-            compared: Arc::default(),
-        };
-        Self(Some(member).filter(|member| member.ranks.world_size() > 1))
-    }
-
-    /// Whether there is no other rank.
-    pub fn is_alone(&self) -> bool {
-        self.0.is_none()
-    }
-
-    /// The number of sums so far to which a rank did not come, or for which ranks disagreed. If it
-    /// grows while a step waits for other ranks, that step is left out.
-    pub fn failures(&self) -> usize {
-        let failures = |member: &Member| member.ranks.0.failures.load(Ordering::Acquire);
-        self.0.as_ref().map_or(0, failures)
-    }
-
-    /// Adds up the `sums` of all ranks.
-    ///
-    /// On the CPU ranks announce their sums first, so that ranks that do not fit each other get an
-    /// error. Engines do not promise one for vectors of different lengths. On a GPU nothing is
-    /// announced, because the host would have to wait for the GPU to hear of it.
-    pub fn sum(&self, exchange: Exchange, sums: &Tensor) -> Result<Tensor> {
-        match &self.0 {
-            Some(member) if sums.device().is_cpu() => {
-                member.announce(exchange, sums.elem_count(), &[], &Device::Cpu)?;
-                let total = member.sum(sums)?;
-                let len = total.len();
-                Tensor::from_vec(total, len, &Device::Cpu)
-            }
-            Some(member) => member.sum_on_device(sums),
-            None => Ok(sums.clone()),
-        }
-    }
-
-    /// Replaces announcements on a GPU. Once, before a layer's first sum, the ranks compare what
-    /// they bring to it and what their later sums depend on, and the host waits for the outcome.
-    /// `steps` is t before that sum.
-    pub fn compare(
-        &self,
-        exchange: Exchange,
-        numbers: usize,
-        config: &PowerNormConfig,
-        steps: usize,
-        device: &Device,
-    ) -> Result<()> {
-        match &self.0 {
-            Some(member) if !member.compared.load(Ordering::Acquire) => {
-                let equations = config.recipe as usize * 2 + config.statistics as usize;
-                let later = [steps % STEPS, config.warmup_steps % STEPS, equations];
-                member.announce(exchange, numbers, &later, device)?;
-                member.compared.store(true, Ordering::Release);
-                Ok(())
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Tells the other ranks that this one does not come to their next sum. On a GPU they hear it
-    /// only before they have compared their layers. `device` is the layer's.
-    pub fn fail(&self, device: &Device) {
-        if let Some(member) = &self.0 {
-            if device.is_cpu() || !member.compared.load(Ordering::Acquire) {
-                let brought = if device.is_cpu() { ANNOUNCED } else { COMPARED };
-                let mut numbers = vec![0.; 1 + 2 * brought];
-                numbers[0] = 1.;
-                // The caller already gets the error that led here.
-                let _ = Tensor::new(numbers, device).and_then(|numbers| member.sum(&numbers));
-            }
-            member.failed(Error::RankFailed);
-        }
-    }
+/// A rank's turn in an exchange. A turn that ends without a [`sum`](Self::sum), because the call
+/// failed or panicked, tells the other ranks so.
+pub(crate) struct Turn<'a> {
+    member: &'a Member,
+    exchange: Exchange,
+    /// Set before the first sum: from then on `drop` must not send a second message.
+    arrived: bool,
 }
+
+/// Something that all ranks must have in common.
+struct Common {
+    name: &'static str,
+    /// Equal keys mean equal values, and a larger key means a larger value.
+    key: u64,
+    /// The value of a key, as an error shows it.
+    show: fn(u64) -> String,
+}
+
+/// Keys are compared in pieces of so many bits. The squares of pieces add up exactly, over 2²¹
+/// ranks.
+const PIECE_BITS: u32 = 16;
+
+/// Numbers that announce one key: each of its pieces, and the square of each piece.
+const ANNOUNCED: usize = 2 * (u64::BITS / PIECE_BITS) as usize;
 
 impl Member {
-    /// Tells the other ranks which sums this one brings, and the numbers that they must have in
-    /// common `later`. Fails if the ranks differ.
-    fn announce(
-        &self,
-        exchange: Exchange,
-        numbers: usize,
-        later: &[usize],
-        device: &Device,
-    ) -> Result<()> {
-        let mut own = vec![0.];
-        let announced: [usize; ANNOUNCED] = [numbers * 4 + exchange as usize, self.layer];
-        for &number in announced.iter().chain(later) {
-            let number = number as f64;
-            own.extend([number, number * number]);
+    /// The place of a layer of `size` channels; `None` if there is no other rank.
+    pub fn join(
+        ranks: &Ranks,
+        size: usize,
+        config: &PowerNormConfig,
+        device: Device,
+    ) -> Option<Self> {
+        let layer = ranks.0.layers.fetch_add(1, Ordering::Relaxed);
+        (ranks.world_size() > 1).then(|| Self {
+            ranks: ranks.clone(),
+            layer,
+            size,
+            config: *config,
+            device,
+            compared: Arc::default(),
+        })
+    }
+
+    /// This rank's turn in the next exchange.
+    pub fn turn(&self, exchange: Exchange) -> Turn<'_> {
+        Turn {
+            member: self,
+            exchange,
+            arrived: false,
         }
-        let announced = self.sum(&Tensor::new(own.clone(), device)?)?;
-        if announced[0] > 0. {
-            return Err(self.failed(Error::RankFailed));
+    }
+
+    /// The room for sums in a message. A forward fills it. A backward has fewer sums, but its
+    /// message is as long, so that ranks in different calls compare what they announce.
+    fn room(&self) -> usize {
+        match self.config.recipe {
+            Recipe::Paper => self.size + 1,
+            Recipe::Fairseq => 2 * (self.size + 1),
         }
-        // A sum of numbers and a sum of their squares fit one rank's only if all numbers are equal:
-        // their variance is then 0.
+    }
+
+    /// The announcement that comes with a rank's sums on a CPU.
+    fn announcement(&self, exchange: Exchange, steps: usize) -> Vec<Common> {
+        vec![
+            Common::number("layer (counted by calls of `with_ranks`)", self.layer),
+            Common::choice("call", exchange as u64, |key| {
+                name_of(
+                    key,
+                    &["a training forward", "a recalibration", "a backward"],
+                )
+            }),
+            // A recalibration does not depend on it.
+            Common::number(
+                "step count",
+                match exchange {
+                    Exchange::Recalibration => 0,
+                    Exchange::Forward | Exchange::Backward => steps,
+                },
+            ),
+        ]
+    }
+
+    /// The settings that layers of one number have in common.
+    fn settings(&self) -> Vec<Common> {
+        let config = &self.config;
+        vec![
+            Common::number("size", self.size),
+            // A layer does not accept 0 groups.
+            Common::number(
+                "group_scaling (0 for None)",
+                config.group_scaling.unwrap_or(0),
+            ),
+            Common::choice("recipe", config.recipe as u64, |key| {
+                name_of(key, &["Paper", "Fairseq"])
+            }),
+            Common::choice("statistics", config.statistics as u64, |key| {
+                name_of(key, &["Running", "Batch"])
+            }),
+            Common::number("warmup_steps", config.warmup_steps),
+            Common::choice("affine", config.affine.into(), |key| {
+                name_of(key, &["false", "true"])
+            }),
+            Common::positive("eps", config.eps),
+            Common::positive("alpha_fwd", config.alpha_fwd),
+            Common::positive("alpha_bwd", config.alpha_bwd),
+        ]
+    }
+
+    /// Adds up `sums` over the ranks, in a message with `common`: `[failed, keys and squares..,
+    /// sums..]`. Fails on every rank if the ranks differ in `common`, or if a rank's call failed.
+    fn sum_in_common(&self, common: &[Common], sums: &[f64]) -> Result<Vec<f64>> {
+        let mut message = vec![0.];
+        message.extend(common.iter().flat_map(Common::announced));
+        let announced = message.len();
+        message.extend(sums);
+        let mut global = self.sum(&message)?;
+        if global[0] > 0. {
+            return Err(Error::RankFailed.into());
+        }
         let ranks = self.ranks.world_size() as f64;
-        if own
-            .iter()
-            .zip(&announced)
-            .any(|(own, sum)| *sum != ranks * own)
-        {
-            let exchange = exchange.name();
-            return Err(self.failed(Error::RanksDisagree { exchange, numbers }));
+        let mut pairs = message[1..].iter().zip(&global[1..announced]);
+        // The sums of numbers and of their squares are those of equal numbers only if all are
+        // equal: their variance is then 0. So every rank finds the same difference.
+        if let Some(differs) = pairs.position(|(own, sum)| *sum != ranks * own) {
+            let common = &common[differs / ANNOUNCED];
+            let [least, most] = self.range(common.key)?.map(common.show);
+            let name = common.name;
+            return Err(Error::RanksDiffer { name, least, most }.into());
         }
-        Ok(())
+        Ok(global.split_off(announced))
+    }
+
+    /// The least and the largest of all ranks' keys, found bit by bit from the highest. The ranks
+    /// whose key may still be the one that is sought say whether the bit is 1.
+    fn range(&self, key: u64) -> Result<[u64; 2]> {
+        let keys = [!key, key];
+        let (mut seeks, mut found) = ([true; 2], [0; 2]);
+        for bit in (0..u64::BITS).rev() {
+            let set = [0, 1].map(|k| seeks[k] && keys[k] >> bit & 1 == 1);
+            let ones = self.sum(&set.map(f64::from))?;
+            for k in [0, 1] {
+                if ones[k] > 0. {
+                    found[k] |= 1 << bit;
+                    seeks[k] = set[k];
+                }
+            }
+        }
+        Ok([!found[0], found[1]])
     }
 
     /// Adds up numbers that the host waits for.
-    fn sum(&self, numbers: &Tensor) -> Result<Vec<f64>> {
-        let len = numbers.elem_count();
-        let sums = self.ranks.0.communicator.all_reduce_sum(numbers)?;
-        let sums = sums.to_dtype(DType::F64)?.to_vec1()?;
-        if sums.len() == len {
-            return Ok(sums);
+    fn sum(&self, numbers: &[f64]) -> Result<Vec<f64>> {
+        let local = Tensor::new(numbers, &self.device)?;
+        let global = self.ranks.0.communicator.all_reduce_sum(&local)?;
+        let global = global.to_dtype(DType::F64)?.to_vec1()?;
+        let (expected, got) = (numbers.len(), global.len());
+        if got != expected {
+            candle::bail!("power_norm: expected {expected} sums of the communicator, got {got}")
         }
-        candle::bail!(
-            "power_norm: expected {len} sums of the communicator, got {}",
-            sums.len()
-        )
+        Ok(global)
     }
 
     /// Adds up numbers where they are.
-    fn sum_on_device(&self, numbers: &Tensor) -> Result<Tensor> {
-        let sums = self
-            .ranks
-            .0
-            .communicator
-            .all_reduce_sum(numbers)?
-            .contiguous()?;
+    fn sum_on_device(&self, local: &Tensor) -> Result<Tensor> {
+        let global = self.ranks.0.communicator.all_reduce_sum(local)?;
+        let global = global.contiguous()?;
         let likeness = |tensor: &Tensor| {
             (
                 tensor.elem_count(),
@@ -313,93 +335,104 @@ impl Member {
                 tensor.device().location(),
             )
         };
-        let (got, expected) = (likeness(&sums), likeness(numbers));
+        let (got, expected) = (likeness(&global), likeness(local));
         if got != expected {
             candle::bail!(
                 "power_norm: expected sums of the communicator like {expected:?}, got {got:?}"
             )
         }
-        sums.flatten_all()
-    }
-
-    /// Counts a sum that failed for this reason.
-    fn failed(&self, reason: Error) -> candle::Error {
-        self.ranks.0.failures.fetch_add(1, Ordering::AcqRel);
-        reason.into()
+        global.flatten_all()
     }
 }
 
-impl Exchange {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Forward => "a forward",
-            Self::Backward => "a backward",
-            Self::Both => "a forward and its backward",
+impl Turn<'_> {
+    /// Adds up the `sums` of all ranks. `steps` is t before the step.
+    ///
+    /// Before a layer's first sum, the ranks compare their layers. On a CPU they also announce each
+    /// sum, so that ranks that do not fit each other get an error. On a GPU the host would have to
+    /// wait to hear of it.
+    pub fn sum(mut self, sums: &Tensor, steps: usize) -> Result<Tensor> {
+        self.arrived = true;
+        let member = self.member;
+        let announcement = || member.announcement(self.exchange, steps);
+        if !member.compared.load(Ordering::Acquire) {
+            let common: Vec<_> = announcement()
+                .into_iter()
+                .chain(member.settings())
+                .collect();
+            member.sum_in_common(&common, &[])?;
+            member.compared.store(true, Ordering::Release);
         }
+        if !member.device.is_cpu() {
+            return member.sum_on_device(sums);
+        }
+        let len = sums.elem_count();
+        let mut padded = sums.to_vec1::<f64>()?;
+        padded.resize(member.room(), 0.);
+        let mut global = member.sum_in_common(&announcement(), &padded)?;
+        global.truncate(len);
+        Tensor::from_vec(global, len, &Device::Cpu)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::{Recipe, Statistics};
-    use std::sync::Mutex;
-
-    /// Two ranks one after the other: what the second brings is added to what the first brought.
-    #[derive(Debug, Default)]
-    struct Turns(Mutex<Option<Tensor>>);
-
-    impl Communicator for Turns {
-        fn world_size(&self) -> usize {
-            2
+impl Drop for Turn<'_> {
+    /// Tells the other ranks that this one does not come. On a GPU they hear it only before they
+    /// have compared their layers.
+    fn drop(&mut self) {
+        let member = self.member;
+        let compared = member.compared.load(Ordering::Acquire);
+        if self.arrived || compared && !member.device.is_cpu() {
+            return;
         }
+        let announced = member.announcement(self.exchange, 0).len();
+        let (common, sums) = match compared {
+            true => (announced, member.room()),
+            false => (announced + member.settings().len(), 0),
+        };
+        let mut message = vec![0.; 1 + common * ANNOUNCED + sums];
+        message[0] = 1.;
+        // The caller already gets the error that led here.
+        let _ = member.sum(&message);
+    }
+}
 
-        fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
-            assert_eq!(tensor.dims(), [1 + 2 * COMPARED]);
-            let first = self.0.lock().unwrap().replace(tensor.clone());
-            tensor + first.as_ref().unwrap_or(tensor)
+impl Common {
+    fn number(name: &'static str, value: usize) -> Self {
+        let show = |key: u64| key.to_string();
+        Self {
+            name,
+            key: value as u64,
+            show,
         }
     }
 
-    #[test]
-    fn ranks_compare_what_their_later_sums_follow_from() {
-        let own = PowerNormConfig {
-            warmup_steps: 5,
-            ..1e-5.into()
-        };
-        let longer = PowerNormConfig {
-            warmup_steps: usize::MAX,
-            ..own
-        };
-        let fairseq = PowerNormConfig {
-            recipe: Recipe::Fairseq,
-            ..own
-        };
-        let batch = PowerNormConfig {
-            statistics: Statistics::Batch,
-            ..own
-        };
-        let joined = || {
-            let turns = Arc::new(Turns::default());
-            [(); 2].map(|()| LayerRanks::join(&Ranks::new(turns.clone())))
-        };
-        let compare = |ranks: &LayerRanks, config: &PowerNormConfig, steps| {
-            ranks.compare(Exchange::Forward, 13, config, steps, &Device::Cpu)
-        };
-        for (of_first, config, steps, fits) in [
-            (own, own, 2, true),
-            (own, own, 3, false),
-            (own, longer, 2, false),
-            (own, fairseq, 2, false),
-            (own, batch, 2, false),
-            (fairseq, batch, 2, false),
-        ] {
-            let [first, second] = joined();
-            compare(&first, &of_first, 2).unwrap();
-            let compared = compare(&second, &config, steps);
-            assert_eq!(compared.is_ok(), fits, "{config:?}, {steps}");
-            // Ranks that fit do not compare again.
-            assert_eq!(compare(&second, &config, steps + 9).is_ok(), fits);
+    /// A positive number, whose bits have its order.
+    fn positive(name: &'static str, value: f64) -> Self {
+        let show = |key: u64| format!("{:?}", f64::from_bits(key));
+        Self {
+            name,
+            key: value.to_bits(),
+            show,
         }
     }
+
+    /// One of a few choices, whose number is `key`.
+    fn choice(name: &'static str, key: u64, show: fn(u64) -> String) -> Self {
+        Self { name, key, show }
+    }
+
+    /// The key's pieces and their squares.
+    fn announced(&self) -> impl Iterator<Item = f64> + '_ {
+        let pieces = (0..u64::BITS).step_by(PIECE_BITS as usize);
+        pieces.flat_map(|start| {
+            let piece = (self.key >> start & ((1 << PIECE_BITS) - 1)) as f64;
+            [piece, piece * piece]
+        })
+    }
+}
+
+/// The name of a choice. Another version of this crate may have more choices.
+fn name_of(key: u64, names: &[&str]) -> String {
+    let name = usize::try_from(key).ok().and_then(|key| names.get(key));
+    name.map_or_else(|| key.to_string(), |name| (*name).to_owned())
 }

@@ -131,7 +131,7 @@ impl MpiCommunicator {
     fn sum<T: Equivalence + WithDType + Default>(&self, tensor: &Tensor) -> Result<Tensor> {
         let values = values::<T>(tensor);
         let ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
-        // What the ranks agree on. -1 is a refusal.
+        // The ranks agree on these numbers. -1 is a refusal.
         let count = values.as_ref().map_or(-1, |values| values.len() as i64);
         let own = [count, (T::DTYPE == DType::F64).into()];
         let [count, dtype] = own;
@@ -140,7 +140,8 @@ impl MpiCommunicator {
         if least != [count, -count, dtype, -dtype] {
             return Err(failure(format!(
                 "expected tensors of one length and dtype on all ranks, \
-                 got {count} of {:?} on this one",
+                 got {count} of {:?} on this one: \
+                 make the same calls in the same order on all ranks",
                 T::DTYPE
             )));
         }
@@ -166,7 +167,7 @@ fn values<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// What to do with the ranks' values.
+/// A reduction of the ranks' values.
 enum Operation {
     Min,
     Sum,
@@ -224,7 +225,7 @@ impl Drop for Duplicate {
     }
 }
 
-/// What MPI's return code says.
+/// Turns MPI's return code into an error with MPI's text.
 fn check(code: c_int) -> Result<()> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());

@@ -38,8 +38,6 @@ use std::sync::{Mutex, PoisonError};
 ///   `THREAD_LOCAL`.
 /// - Run the first step of each layer before the capture, because it
 ///   [compares](crate::PowerNorm::with_ranks) the ranks.
-/// - After a forward without a backward, run a whole step before the capture, because the next
-///   training forward makes the sum that is missing.
 ///
 /// # Ranks that fail
 ///

@@ -2,13 +2,16 @@
 //! rank.
 
 use super::{
-    assert_relative, assert_same_bits, in_time, layer_on, message, precision, run, state, thinned,
-    to_f64, var, Batch, Data, Outcome, Twin, CPU, LIMIT,
+    assert_finite, assert_relative, assert_same_bits, in_time, layer_on, message, precision, run,
+    state, thinned, to_f64, var, Batch, Data, Outcome, Twin, CPU, LIMIT,
 };
-use candle::{DType, Device, Error, Module, Result, Tensor, Var};
+use candle::{CpuStorage, DType, Device, Error, InplaceOp1, Layout, Module, Result, Tensor, Var};
+use candle_nn::VarMap;
 use candle_powernorm::{
-    Communicator, LossScale, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
+    Communicator, LossScale, Mode, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
 };
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -30,15 +33,15 @@ macro_rules! cases {
         $run! {
             trajectories,
             a_sum_is_one_on_every_rank,
-            sums_after_the_warm_up_wait,
-            forwards_without_a_backward,
+            a_forward_moves_phi_and_a_backward_nu,
+            a_layer_used_twice,
             an_evaluation_is_local,
-            layers_of_different_sizes,
+            residuals_scales_recalibration,
+            nan_rows_and_empty_shards,
+            a_state_that_is_replaced,
+            settings_that_differ,
             a_rank_whose_first_call_fails,
             a_rank_that_cannot_read_its_state,
-            residuals_scales_recalibration,
-            a_state_that_is_replaced,
-            a_step_that_fails_is_tried_again,
             sums_that_fail,
         }
     };
@@ -46,13 +49,17 @@ macro_rules! cases {
 #[allow(unused_imports)]
 pub(crate) use cases;
 
-/// Those for a CPU, where ranks announce what they bring to every sum.
+/// Cases for a CPU, where each exchange says which call it belongs to.
 #[allow(unused_macros)]
 macro_rules! cases_of_a_cpu {
     ($run:ident) => {
         $run! {
             a_rank_whose_call_fails,
-            a_model_of_which_a_call_fails,
+            a_rank_whose_backward_fails,
+            a_model_in_which_calls_fail,
+            a_step_count_that_comes_to_differ,
+            calls_that_differ,
+            whatever_fails,
         }
     };
 }
@@ -122,6 +129,86 @@ impl Rank {
     fn meet(&self) {
         self.sum(&Tensor::zeros(1, DType::F64, &self.device).unwrap());
     }
+
+    /// Compares a tensor with the first rank's.
+    #[track_caller]
+    pub fn assert_same_on_all(&self, what: &str, tensor: &Tensor) {
+        let of_first = match self.rank {
+            0 => tensor.clone(),
+            _ => tensor.zeros_like().unwrap(),
+        };
+        assert_same_bits(what, tensor, &self.sum(&of_first));
+    }
+}
+
+/// A layer over all ranks, and its twin in one process, which gets the whole batch.
+struct Twins<'a> {
+    rank: &'a Rank,
+    sharded: PowerNorm,
+    /// Of the layer over all ranks.
+    varmap: VarMap,
+    whole: PowerNorm,
+    data: Data,
+}
+
+impl<'a> Twins<'a> {
+    fn new(rank: &'a Rank, config: PowerNormConfig) -> Self {
+        Self::over(rank, &rank.over, config)
+    }
+
+    fn over(rank: &'a Rank, over: &Ranks, config: PowerNormConfig) -> Self {
+        let twin = || Twin::new(&mut rank.data(11), SIZE, config, DType::F64);
+        let sharded = twin();
+        Self {
+            rank,
+            sharded: sharded.layer.with_ranks(over),
+            varmap: sharded.varmap,
+            whole: twin().layer,
+            data: rank.data(13),
+        }
+    }
+
+    /// A batch: this rank's share of it, and all of it.
+    fn next(&mut self) -> (Batch, Batch) {
+        let whole = batch(&mut self.data, 5 * self.rank.ranks(), DType::F64);
+        (self.rank.share(&whole), whole)
+    }
+
+    /// A training step of both layers, which have one state after it.
+    #[track_caller]
+    fn step(&mut self, what: &str) {
+        let (share, whole) = self.next();
+        run(&self.sharded, &share, true);
+        run(&self.whole, &whole, true);
+        self.compare(what);
+    }
+
+    #[track_caller]
+    fn compare(&self, what: &str) {
+        let close = Close::of(self.rank, DType::F64);
+        close.state(what, self.rank, &self.sharded, &self.whole);
+    }
+
+    /// Sets t of the layer over all ranks, on this rank.
+    fn set_steps(&self, t: i64) {
+        let t = Tensor::new(&[t], &CPU).unwrap();
+        var(&self.varmap, "iters").set(&t).unwrap();
+    }
+}
+
+/// The loss Σ y·dy of a training forward.
+fn loss(layer: &PowerNorm, batch: &Batch) -> Result<Tensor> {
+    let xs = Var::from_tensor(&batch.xs)?;
+    (layer.forward(&xs)? * &batch.dy)?.sum_all()
+}
+
+/// An error of this rank's call, and the state that the call left as it was.
+#[track_caller]
+fn refused<T>(layer: &PowerNorm, call: impl FnOnce() -> Result<T>) -> String {
+    let before = state(layer);
+    let text = message(call());
+    assert_eq!(state(layer), before, "{text}");
+    text
 }
 
 /// Threads that add up tensors.
@@ -446,11 +533,7 @@ impl Close {
         ] {
             let (name, actual) = (format!("{what}: {name}"), actual.unwrap());
             self.values(&name, &actual, &expected.unwrap(), 0..SIZE);
-            let of_first = match rank.rank {
-                0 => actual.clone(),
-                _ => actual.zeros_like().unwrap(),
-            };
-            assert_same_bits(&name, &actual, &rank.sum(&of_first));
+            rank.assert_same_on_all(&name, &actual);
         }
     }
 
@@ -493,268 +576,98 @@ pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
         }
         let expected = Tensor::from_vec(expected, (3, 5), &CPU).unwrap();
         Close::of(rank, dtype).values("a sum", &sum, &expected, 0..3 * 5);
-        let of_first = match rank.rank {
-            0 => sum.clone(),
-            _ => sum.zeros_like().unwrap(),
-        };
-        assert_same_bits("a sum", &sum, &rank.sum(&of_first));
+        rank.assert_same_on_all("a sum", &sum);
     }
 }
 
-/// A layer whose steps are all after the warm-up.
-fn warm() -> PowerNormConfig {
-    PowerNormConfig {
-        warmup_steps: 0,
+/// Every step is of the warm-up, or comes after it.
+fn before_and_after_the_warm_up() -> [PowerNormConfig; 2] {
+    [100, 0].map(|warmup_steps| PowerNormConfig {
+        warmup_steps,
         ..1e-5.into()
+    })
+}
+
+/// Nothing waits for a later call: each has moved its part of the state when it returns.
+pub fn a_forward_moves_phi_and_a_backward_nu(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        for t in 1..4 {
+            let (share, whole) = twins.next();
+            let ours = loss(&twins.sharded, &share).unwrap();
+            let theirs = loss(&twins.whole, &whole).unwrap();
+            assert_eq!(twins.sharded.steps().unwrap(), t);
+            twins.compare("a forward");
+            // A second backward of one forward is another update of ν.
+            for what in ["a backward", "a second backward"] {
+                let before = twins.sharded.nu().unwrap();
+                ours.backward().unwrap();
+                theirs.backward().unwrap();
+                twins.compare(what);
+                let moved = (twins.sharded.nu().unwrap() - before).unwrap();
+                assert!(to_f64(&moved).iter().all(|&nu| nu != 0.));
+            }
+        }
     }
 }
 
-/// After the warm-up a forward does not wait for the other ranks: ranks that take turns would not
-/// come through it.
-pub fn sums_after_the_warm_up_wait(rank: &Rank) {
-    let (sharded, whole) = rank.layers(warm(), DType::F64);
-    let batch = batch(&mut rank.data(13), 3 * rank.ranks(), DType::F64);
-    let share = rank.share(&batch);
-    // In the first the ranks of a GPU compare their layers.
-    run(&whole, &batch, true);
-    run(&sharded, &share, true);
-    let expected = run(&whole, &batch, true);
-    let xs = Var::from_tensor(&share.xs).unwrap();
-    let mut ys = None;
-    for turn in 0..rank.ranks() {
-        if turn == rank.rank {
-            ys = Some(sharded.forward(&xs).unwrap());
+/// Forwards with and without a backward, whose graphs go in each rank's own order.
+pub fn a_layer_used_twice(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        let mut graphs = vec![];
+        for what in ["a forward", "another one"] {
+            let (share, whole) = twins.next();
+            graphs.push(loss(&twins.sharded, &share).unwrap());
+            twins.whole.forward(&whole.xs).unwrap();
+            twins.compare(what);
+        }
+        graphs.swap_remove(rank.rank % 2);
+        twins.step("with an old graph alive");
+        drop(graphs);
+
+        let (first, second) = (twins.next(), twins.next());
+        let twice = |layer: &PowerNorm, [a, b]: [&Batch; 2]| {
+            let both = (loss(layer, a).unwrap() + loss(layer, b).unwrap()).unwrap();
+            both.backward().unwrap();
+        };
+        twice(&twins.sharded, [&first.0, &second.0]);
+        twice(&twins.whole, [&first.1, &second.1]);
+        twins.compare("used twice");
+        assert_eq!(twins.sharded.steps().unwrap(), 5);
+
+        // A clone's step.
+        let (share, whole) = twins.next();
+        let ours = loss(&twins.sharded.clone(), &share).unwrap();
+        let theirs = loss(&twins.whole, &whole).unwrap();
+        ours.backward().unwrap();
+        theirs.backward().unwrap();
+        twins.compare("by a clone");
+    }
+}
+
+/// One rank evaluates alone in the midst of a step, and the others are not waited for.
+pub fn an_evaluation_is_local(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        let (share, whole) = twins.next();
+        let ours = loss(&twins.sharded, &share).unwrap();
+        let theirs = loss(&twins.whole, &whole).unwrap();
+        if rank.is_last() {
+            let before = state(&twins.sharded);
+            let evaluated = run(&twins.sharded, &share, false);
+            let expected = run(&twins.whole, &share, false);
+            for ((name, actual), (_, expected)) in
+                evaluated.tensors().into_iter().zip(expected.tensors())
+            {
+                assert_relative(name, actual, &to_f64(expected), 1e-12);
+            }
+            assert_eq!(state(&twins.sharded), before);
         }
         rank.meet();
-    }
-    assert_eq!(sharded.steps().unwrap(), 1);
-    let loss = (ys.unwrap() * &share.dy).unwrap().sum_all().unwrap();
-    let grads = loss.backward().unwrap();
-    let dx = grads.get(&xs).unwrap();
-    let first = rank.rank * 3 * SIZE;
-    let close = Close::of(rank, DType::F64);
-    close.values("dx", dx, &expected.dx, first..first + 3 * SIZE);
-    close.state("two steps", rank, &sharded, &whole);
-    assert_eq!(sharded.steps().unwrap(), 2);
-
-    // A second backward of one forward is another update of ν.
-    let steps = |layer: &PowerNorm, batch: &Batch| {
-        let ys = layer
-            .forward(&Var::from_tensor(&batch.xs).unwrap())
-            .unwrap();
-        let loss = (ys * &batch.dy).unwrap().sum_all().unwrap();
-        loss.backward().unwrap();
-        loss.backward().unwrap();
-    };
-    steps(&sharded, &share);
-    steps(&whole, &batch);
-    close.state("two backwards", rank, &sharded, &whole);
-}
-
-/// What no backward settled, the next training forward does.
-pub fn forwards_without_a_backward(rank: &Rank) {
-    let (sharded, whole) = rank.layers(warm(), DType::F64);
-    let mut data = rank.data(14);
-    let mut batches = (0..4).map(|_| batch(&mut data, 5 * rank.ranks(), DType::F64));
-    let close = Close::of(rank, DType::F64);
-
-    let first = batches.next().unwrap();
-    sharded.forward(&rank.share(&first).xs).unwrap();
-    let second = batches.next().unwrap();
-    sharded.forward(&rank.share(&second).xs).unwrap();
-    whole.forward(&first.xs).unwrap();
-    close.state("two forwards", rank, &sharded, &whole);
-    assert_eq!(sharded.steps().unwrap(), 1);
-
-    // A layer used twice in a model.
-    let twice = |layer: &PowerNorm, a: &Batch, b: &Batch| {
-        let ys = |batch: &Batch| {
-            let ys = layer
-                .forward(&Var::from_tensor(&batch.xs).unwrap())
-                .unwrap();
-            (ys * &batch.dy).unwrap().sum_all().unwrap()
-        };
-        (ys(a) + ys(b)).unwrap().backward().unwrap();
-    };
-    whole.forward(&second.xs).unwrap();
-    let (third, fourth) = (batches.next().unwrap(), batches.next().unwrap());
-    twice(&sharded, &rank.share(&third), &rank.share(&fourth));
-    twice(&whole, &third, &fourth);
-    close.state("used twice", rank, &sharded, &whole);
-    assert_eq!(sharded.steps().unwrap(), 4);
-}
-
-/// One rank alone evaluates, with a step unsettled: the others are not waited for.
-pub fn an_evaluation_is_local(rank: &Rank) {
-    let (sharded, whole) = rank.layers(warm(), DType::F64);
-    let batch = batch(&mut rank.data(15), 4 * rank.ranks(), DType::F64);
-    let share = rank.share(&batch);
-    sharded.forward(&share.xs).unwrap();
-    if rank.is_last() {
-        let evaluated = run(&sharded, &share, false);
-        let expected = run(&whole, &share, false);
-        for ((name, actual), (_, expected)) in
-            evaluated.tensors().into_iter().zip(expected.tensors())
-        {
-            assert_same_bits(name, actual, expected);
-        }
-    }
-    rank.meet();
-}
-
-/// A forward of an input, and its backward.
-fn step(layer: &PowerNorm, xs: &Tensor) -> Result<()> {
-    let xs = Var::from_tensor(xs)?;
-    layer.forward(&xs)?.sqr()?.sum_all()?.backward()?;
-    Ok(())
-}
-
-/// The warm-up, whose forwards wait for the other ranks, and what comes after, where backwards do.
-fn before_and_after_the_warm_up() -> [PowerNormConfig; 2] {
-    let warming_up = PowerNormConfig {
-        warmup_steps: 100,
-        ..1e-5.into()
-    };
-    [warming_up, warm()]
-}
-
-/// Ranks that disagree on C have an error each, and none hangs: on a GPU too, which compares them
-/// once.
-pub fn layers_of_different_sizes(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let size = SIZE + rank.is_last() as usize;
-        let layer = rank.join(layer_on(&rank.device, size, config, DType::F32).0);
-        let before = state(&layer);
-        let xs = Tensor::ones((3, size), DType::F32, &rank.device).unwrap();
-        let text = message(step(&layer, &xs));
-        assert!(text.contains("got ranks that differ"), "{text}");
-        assert_eq!(state(&layer), before);
-    }
-}
-
-/// A rank whose very first call is refused fails the step on all ranks, which then go on without
-/// it.
-pub fn a_rank_whose_first_call_fails(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let (sharded, whole) = rank.layers(config, DType::F64);
-        // The second time no rank has heard of the others yet.
-        refuse_last(rank, &sharded);
-        refuse_last(rank, &sharded);
-        let mut data = rank.data(21);
-        for what in ["first step", "second step"] {
-            let batch = batch(&mut data, 6 * rank.ranks(), DType::F64);
-            run(&whole, &batch, true);
-            run(&sharded, &rank.share(&batch), true);
-            Close::of(rank, DType::F64).state(what, rank, &sharded, &whole);
-        }
-    }
-}
-
-/// What a rank finds wrong with its own state fails the first step on all ranks, and the next one
-/// is right.
-pub fn a_rank_that_cannot_read_its_state(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let [(sharded, varmap), (whole, _whole_varmap)] =
-            [(); 2].map(|()| layer_on(&rank.device, SIZE, config, DType::F64));
-        let sharded = rank.join(sharded);
-        let set_iters_of_last = |t: i64| {
-            if rank.is_last() {
-                let t = Tensor::new(&[t], &CPU).unwrap();
-                var(&varmap, "iters").set(&t).unwrap();
-            }
-        };
-        let batch = batch(&mut rank.data(23), 5 * rank.ranks(), DType::F64);
-        let share = rank.share(&batch);
-        set_iters_of_last(-1);
-        let text = message(step(&sharded, &share.xs));
-        let expected = match rank.is_last() {
-            true => "got -1",
-            false => "got a rank whose call failed",
-        };
-        assert!(text.contains(expected), "{text}");
-        set_iters_of_last(0);
-        run(&whole, &batch, true);
-        run(&sharded, &share, true);
-        Close::of(rank, DType::F64).state("one step", rank, &sharded, &whole);
-    }
-}
-
-/// A step that the last rank's layer refuses.
-fn refuse_last(rank: &Rank, sharded: &PowerNorm) {
-    let width = SIZE + rank.is_last() as usize;
-    let refused = Tensor::ones((2, width), DType::F64, &rank.device).unwrap();
-    let text = message(step(sharded, &refused));
-    let expected = match rank.is_last() {
-        true => "expected a last dimension of 12",
-        false => "got a rank whose call failed",
-    };
-    assert!(text.contains(expected), "{text}");
-}
-
-/// A rank whose call is refused fails the step on all ranks, which then go on without it.
-pub fn a_rank_whose_call_fails(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let (sharded, whole) = rank.layers(config, DType::F64);
-        let mut data = rank.data(16);
-        let mut both = |what: &str| {
-            let batch = batch(&mut data, 6 * rank.ranks(), DType::F64);
-            run(&whole, &batch, true);
-            run(&sharded, &rank.share(&batch), true);
-            Close::of(rank, DType::F64).state(what, rank, &sharded, &whole);
-        };
-        both("before");
-        // With a step that no backward has settled, which is not lost.
-        let batch = batch(&mut rank.data(17), 2 * rank.ranks(), DType::F64);
-        whole.forward(&batch.xs).unwrap();
-        sharded.forward(&rank.share(&batch).xs).unwrap();
-        refuse_last(rank, &sharded);
-        Close::of(rank, DType::F64).state("without it", rank, &sharded, &whole);
-        both("afterwards");
-    }
-}
-
-/// Wherever in a model of several layers a rank is refused, the ranks stay together: after the
-/// warm-up no layer takes the step; in it, those that came before do, as in one process.
-pub fn a_model_of_which_a_call_fails(rank: &Rank) {
-    const LAYERS: usize = 3;
-    for (config, refused) in before_and_after_the_warm_up()
-        .into_iter()
-        .flat_map(|config| (0..LAYERS).map(move |k| (config, k)))
-    {
-        let layers: Vec<_> = (0..LAYERS)
-            .map(|_| rank.layers(config, DType::F64))
-            .collect();
-        let (sharded, whole): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
-        let step = |layers: &[PowerNorm], batch: &Batch, refused: Option<usize>| -> Result<()> {
-            let mut xs = Var::from_tensor(&batch.xs)?.as_tensor().clone();
-            for (k, layer) in layers.iter().enumerate() {
-                if refused == Some(k) {
-                    xs = xs.narrow(1, 0, SIZE - 1)?;
-                }
-                xs = layer.forward(&xs)?.gelu()?;
-            }
-            (xs * &batch.dy)?.sum_all()?.backward()?;
-            Ok(())
-        };
-        let mut data = rank.data(18);
-        for t in 0..8 {
-            let batch = batch(&mut data, 4 * rank.ranks(), DType::F64);
-            let share = rank.share(&batch);
-            if [2, 3, 5].contains(&t) {
-                let here = rank.is_last().then_some(refused);
-                assert!(step(&sharded, &share, here).is_err());
-                if config.warmup_steps > t {
-                    assert!(step(&whole, &batch, Some(refused)).is_err());
-                }
-                continue;
-            }
-            step(&sharded, &share, None).unwrap();
-            step(&whole, &batch, None).unwrap();
-            for (k, (sharded, whole)) in sharded.iter().zip(&whole).enumerate() {
-                let what = format!("refused at {refused}: layer {k}, step {t}");
-                Close::of(rank, DType::F64).state(&what, rank, sharded, whole);
-            }
-        }
+        ours.backward().unwrap();
+        theirs.backward().unwrap();
+        twins.compare("afterwards");
     }
 }
 
@@ -790,62 +703,483 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
     }
 }
 
-/// A step that waits does not land on a state that was reset, or loaded, since its forward.
-pub fn a_state_that_is_replaced(rank: &Rank) {
-    let (sharded, whole) = rank.layers(warm(), DType::F64);
-    let xs = Var::from_tensor(&batch(&mut rank.data(20), 5, DType::F64).xs).unwrap();
-    let y = sharded.forward(&xs).unwrap();
-    sharded.reset_running_stats().unwrap();
-    y.sum_all().unwrap().backward().unwrap();
-    assert_eq!(sharded.steps().unwrap(), 0);
-    // ν takes the backward's: Λ, by the statistics of the forward. Every rank has the same rows.
-    let y = whole.forward(&xs).unwrap();
-    y.sum_all().unwrap().backward().unwrap();
-    let (nu, expected) = (sharded.nu().unwrap(), whole.nu().unwrap());
-    assert!(to_f64(&expected).iter().all(|&nu| nu != 0.));
-    Close::of(rank, DType::F64).values("ν", &nu, &expected, 0..SIZE);
+/// One rank has values that are not finite, and another one has no row that counts. All ranks keep
+/// one finite state.
+pub fn nan_rows_and_empty_shards(rank: &Rank) {
+    const ROWS: usize = 4;
+    for (config, statistics, group_scaling) in before_and_after_the_warm_up()
+        .into_iter()
+        .flat_map(|config| [Statistics::Running, Statistics::Batch].map(|s| (config, s)))
+        .flat_map(|(config, s)| [None, Some(1)].map(|groups| (config, s, groups)))
+    {
+        let config = PowerNormConfig {
+            statistics,
+            group_scaling,
+            ..config
+        };
+        let mut twins = Twins::new(rank, config);
+        for step in 0..6 {
+            let (poisoned, empty) = (step % rank.ranks(), (step + 1) % rank.ranks());
+            let mut counts = vec![ROWS; rank.ranks()];
+            if rank.device.is_cpu() {
+                counts[empty] = 0;
+            }
+            let shares = shares(&counts);
+            let rows = shares.last().unwrap().end;
+            let mut batch = batch(&mut twins.data, rows, DType::F64);
+            let at = |row: usize, channel: usize| (shares[poisoned].start + row) * SIZE + channel;
+            let poison = |tensor: &Tensor, poison: &[(usize, f64)]| {
+                let mut values = to_f64(tensor);
+                poison.iter().for_each(|&(k, value)| values[k] = value);
+                twins.data.tensor(&values, tensor.dims(), DType::F64)
+            };
+            if step % 2 == 1 {
+                let infinite = [(at(0, 3), f64::NAN), (at(1, 5), f64::INFINITY)];
+                batch.xs = poison(&batch.xs, &infinite);
+                batch.dy = poison(&batch.dy, &[(at(2, 7), f64::NAN)]);
+            }
+            let of_empty = |row: usize| shares[empty].contains(&row);
+            let mask: Vec<_> = (0..rows).map(|row| !of_empty(row)).collect();
+            let batch = batch.masked(&mask);
 
-    let (sharded, varmap) = layer_on(&rank.device, SIZE, warm(), DType::F64);
-    let sharded = rank.join(sharded);
-    sharded.forward(&xs).unwrap();
-    let loaded = Tensor::full(9., SIZE, &rank.device).unwrap();
-    var(&varmap, "running_phi").set(&loaded).unwrap();
-    var(&varmap, "iters")
-        .set(&Tensor::new(&[100i64], &CPU).unwrap())
-        .unwrap();
-    sharded.forward(&xs).unwrap();
-    assert_eq!(sharded.steps().unwrap(), 100);
-    assert_same_bits("ψ²", &sharded.running_phi().unwrap(), &loaded);
+            run(&twins.sharded, &rows_of(&batch, &shares[rank.rank]), true);
+            run(&twins.whole, &batch, true);
+            let what = format!("{config:?}, step {step}");
+            twins.compare(&what);
+            assert_finite(&what, &twins.sharded.running_phi().unwrap());
+            assert_finite(&what, &twins.sharded.nu().unwrap());
+        }
+        assert_eq!(twins.sharded.steps().unwrap(), 6);
+    }
 }
 
-/// A backward whose step the state could not take takes it when it is called again.
-pub fn a_step_that_fails_is_tried_again(rank: &Rank) {
-    let [(sharded, varmap), (whole, _whole_varmap)] =
-        [(); 2].map(|()| layer_on(&rank.device, SIZE, warm(), DType::F64));
-    let sharded = rank.join(sharded);
-    let batch = batch(&mut rank.data(22), 5 * rank.ranks(), DType::F64);
-    let share = rank.share(&batch);
-    let xs = Var::from_tensor(&share.xs).unwrap();
-    let ys = sharded.forward(&xs).unwrap();
-    let loss = (ys * &share.dy).unwrap().sum_all().unwrap();
-    let iters = |t: i64| {
-        let t = Tensor::new(&[t], &CPU).unwrap();
-        var(&varmap, "iters").set(&t).unwrap();
+/// A reset, a load and a save between a forward and its backward: the backward moves the ν that
+/// stands when it runs, and nothing else lands on a state that was replaced.
+pub fn a_state_that_is_replaced(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        twins.step("a step");
+        let mut between = |what: &str, replace: &dyn Fn(&Twins)| {
+            let (share, whole) = twins.next();
+            let ours = loss(&twins.sharded, &share).unwrap();
+            let theirs = loss(&twins.whole, &whole).unwrap();
+            replace(&twins);
+            let (phi, _, steps) = state(&twins.sharded);
+            ours.backward().unwrap();
+            theirs.backward().unwrap();
+            twins.compare(what);
+            let (phi_after, _, steps_after) = state(&twins.sharded);
+            assert_eq!((phi_after, steps_after), (phi, steps), "{what}");
+            twins.step("the step after");
+        };
+        between("a reset", &|twins| {
+            twins.sharded.reset_running_stats().unwrap();
+            twins.whole.reset_running_stats().unwrap();
+        });
+        between("a save and its load", &|twins| {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            twins.varmap.save(file.path()).unwrap();
+            let saved = state(&twins.sharded);
+            twins.sharded.reset_running_stats().unwrap();
+            twins.varmap.clone().load(file.path()).unwrap();
+            assert_eq!(state(&twins.sharded), saved);
+        });
+    }
+}
+
+/// Ranks whose layers differ get an error each in the layer's first forward. It names the setting,
+/// and the least and the largest value. Every state stays as it was.
+pub fn settings_that_differ(rank: &Rank) {
+    for warmup_steps in [0, 2, 10] {
+        let config = PowerNormConfig {
+            warmup_steps,
+            group_scaling: Some(2),
+            ..1e-5.into()
+        };
+        let longer = (warmup_steps + 1).to_string();
+        let warm_up = warmup_steps.to_string();
+        // What one rank has, and the others have `config`, `SIZE` channels and t = 0.
+        #[rustfmt::skip]
+        let cases: [(&str, PowerNormConfig, usize, i64, [&str; 2]); 13] = [
+            ("eps", PowerNormConfig { eps: 1e-6, ..config }, SIZE, 0, ["1e-6", "1e-5"]),
+            ("alpha_fwd", PowerNormConfig { alpha_fwd: 0.99, ..config }, SIZE, 0, ["0.9", "0.99"]),
+            ("alpha_bwd", PowerNormConfig { alpha_bwd: 0.5, ..config }, SIZE, 0, ["0.5", "0.9"]),
+            (
+                "group_scaling",
+                PowerNormConfig { group_scaling: Some(4), ..config }, SIZE, 0, ["2", "4"],
+            ),
+            (
+                "group_scaling",
+                PowerNormConfig { group_scaling: None, ..config }, SIZE, 0, ["0", "2"],
+            ),
+            (
+                "statistics",
+                PowerNormConfig { statistics: Statistics::Batch, ..config }, SIZE, 0,
+                ["Running", "Batch"],
+            ),
+            (
+                "recipe",
+                PowerNormConfig { recipe: Recipe::Fairseq, ..config }, SIZE, 0,
+                ["Paper", "Fairseq"],
+            ),
+            (
+                "warmup_steps",
+                PowerNormConfig { warmup_steps: warmup_steps + 1, ..config }, SIZE, 0,
+                [&warm_up, &longer],
+            ),
+            ("size", config, SIZE + 2, 0, ["12", "14"]),
+            ("size", config, 2, 0, ["2", "12"]),
+            // A checkpoint that one rank alone has loaded.
+            ("step count", config, SIZE, 1, ["0", "1"]),
+            ("step count", config, SIZE, 100, ["0", "100"]),
+            ("step count", config, SIZE, i64::MAX, ["0", "9223372036854775807"]),
+        ];
+        for (k, (name, other, size, steps, values)) in cases.into_iter().enumerate() {
+            let differs = k % rank.ranks() == rank.rank;
+            let (config, size, steps) = match differs {
+                true => (other, size, steps),
+                false => (config, SIZE, 0),
+            };
+            first_forward_is_refused(rank, config, size, steps, name, values);
+        }
+        // Every rank has its own.
+        let number = rank.rank as f64 + 1.;
+        let most = format!("{:?}", rank.ranks() as f64 * 1e-5);
+        let own = PowerNormConfig {
+            eps: number * 1e-5,
+            ..config
+        };
+        first_forward_is_refused(rank, own, SIZE, 0, "eps", ["1e-5", &most]);
+        // Numbers that f64 does not tell apart.
+        let large = 1 << 53;
+        let (least, most) = (large.to_string(), (large + 1).to_string());
+        let steps = large + i64::from(rank.is_last());
+        first_forward_is_refused(rank, config, SIZE, steps, "step count", [&least, &most]);
+    }
+}
+
+fn first_forward_is_refused(
+    rank: &Rank,
+    config: PowerNormConfig,
+    size: usize,
+    steps: i64,
+    name: &str,
+    [least, most]: [&str; 2],
+) {
+    let (layer, varmap) = layer_on(&rank.device, size, config, DType::F32);
+    let steps = Tensor::new(&[steps], &CPU).unwrap();
+    var(&varmap, "iters").set(&steps).unwrap();
+    let layer = rank.join(layer);
+    let xs = Tensor::ones((3, size), DType::F32, &rank.device).unwrap();
+    let text = refused(&layer, || layer.forward(&xs));
+    assert!(
+        text.contains(&format!("expected one {name}")),
+        "{name}: {text}"
+    );
+    let expected = format!("got {least} on one and {most} on another");
+    assert!(text.contains(&expected), "{name}: {text}");
+}
+
+/// A rank whose very first call is refused fails the step on all ranks, which then go on without
+/// it.
+pub fn a_rank_whose_first_call_fails(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        // The second time no rank has heard of the others yet.
+        refuse_last(rank, &twins.sharded);
+        refuse_last(rank, &twins.sharded);
+        twins.step("first step");
+        twins.step("second step");
+    }
+}
+
+/// What a rank finds wrong with its own state fails the first step on all ranks, and the next one
+/// is right.
+pub fn a_rank_that_cannot_read_its_state(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        if rank.is_last() {
+            twins.set_steps(-1);
+        }
+        let (share, _) = twins.next();
+        let text = message(twins.sharded.forward(&share.xs));
+        let expected = match rank.is_last() {
+            true => "got -1",
+            false => "got a rank whose call failed",
+        };
+        assert!(text.contains(expected), "{text}");
+        twins.set_steps(0);
+        twins.step("one step");
+    }
+}
+
+/// A forward that the last rank's layer refuses.
+fn refuse_last(rank: &Rank, sharded: &PowerNorm) {
+    let width = SIZE + rank.is_last() as usize;
+    let xs = Tensor::ones((2, width), DType::F64, &rank.device).unwrap();
+    let text = refused(sharded, || sharded.forward(&xs));
+    let expected = match rank.is_last() {
+        true => "expected a last dimension of 12",
+        false => "got a rank whose call failed",
     };
-    iters(-1);
-    let text = message(loss.backward());
-    assert!(text.contains("got -1"), "{text}");
-    iters(0);
-    loss.backward().unwrap();
-    run(&whole, &batch, true);
-    Close::of(rank, DType::F64).state("one step", rank, &sharded, &whole);
+    assert!(text.contains(expected), "{text}");
+}
+
+/// A rank whose call is refused fails the step on all ranks, which then go on without it.
+pub fn a_rank_whose_call_fails(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        twins.step("before");
+        let (share, whole) = twins.next();
+        let ours = loss(&twins.sharded, &share).unwrap();
+        let theirs = loss(&twins.whole, &whole).unwrap();
+        refuse_last(rank, &twins.sharded);
+        twins.compare("without it");
+        ours.backward().unwrap();
+        theirs.backward().unwrap();
+        twins.compare("a backward of a step before it");
+        twins.step("afterwards");
+    }
+}
+
+/// Puts other values into a tensor's storage, which are not what its layout says. Called again, it
+/// puts the values back.
+pub struct Swap(pub Mutex<CpuStorage>);
+
+impl Swap {
+    pub fn with(values: CpuStorage) -> Self {
+        Self(Mutex::new(values))
+    }
+}
+
+impl InplaceOp1 for Swap {
+    fn name(&self) -> &'static str {
+        "swap"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+        std::mem::swap(storage, &mut *self.0.lock().unwrap());
+        Ok(())
+    }
+}
+
+/// A rank whose backward fails tells the others. The forward has moved ψ² on all ranks, and ν moves
+/// on none. The backward can be called again, or skipped.
+pub fn a_rank_whose_backward_fails(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        for is_skipped in [false, true, false] {
+            let (share, whole) = twins.next();
+            let xs = Var::from_tensor(&share.xs).unwrap();
+            let ours = (twins.sharded.forward(&xs).unwrap() * &share.dy).unwrap();
+            let theirs = loss(&twins.whole, &whole).unwrap();
+            twins.compare("a forward");
+            let other_dtype = Swap::with(CpuStorage::F32(vec![0.; 5 * SIZE]));
+            if rank.is_last() {
+                xs.inplace_op1(&other_dtype).unwrap();
+            }
+            let text = refused(&twins.sharded, || ours.backward());
+            let expected = match rank.is_last() {
+                true => "dtype",
+                false => "got a rank whose call failed",
+            };
+            assert!(text.contains(expected), "{text}");
+            twins.compare("a backward that failed");
+            if rank.is_last() {
+                xs.inplace_op1(&other_dtype).unwrap();
+            }
+            if !is_skipped {
+                ours.backward().unwrap();
+                theirs.backward().unwrap();
+                twins.compare("called again");
+            }
+            twins.step("afterwards");
+        }
+    }
+}
+
+const LAYERS: usize = 3;
+
+/// A training step of a model, which refuses its input to one of the layers.
+fn model_step(layers: &[PowerNorm], batch: &Batch, refused: Option<usize>) -> Result<()> {
+    let mut xs = Var::from_tensor(&batch.xs)?.as_tensor().clone();
+    for (k, layer) in layers.iter().enumerate() {
+        if refused == Some(k) {
+            xs = xs.narrow(1, 0, SIZE - 1)?;
+        }
+        xs = layer.forward(&xs)?.gelu()?;
+    }
+    (xs * &batch.dy)?.sum_all()?.backward()?;
+    Ok(())
+}
+
+/// Wherever ranks are refused in a model of several layers, in one step perhaps at different
+/// layers, the ranks stay together. The layers that came first have taken the forward's step, as in
+/// one process.
+pub fn a_model_in_which_calls_fail(rank: &Rank) {
+    let places = [Some(0), Some(1), Some(2), None];
+    for config in before_and_after_the_warm_up() {
+        let layers: Vec<_> = (0..LAYERS)
+            .map(|_| rank.layers(config, DType::F64))
+            .collect();
+        let (sharded, whole): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
+        let mut data = rank.data(18);
+        for [first, last] in places.into_iter().flat_map(|a| places.map(|b| [a, b])) {
+            let batch = batch(&mut data, 4 * rank.ranks(), DType::F64);
+            let here = match rank.rank {
+                0 => first,
+                _ if rank.is_last() => last,
+                _ => None,
+            };
+            let earliest = first.into_iter().chain(last).min();
+            let ours = model_step(&sharded, &rank.share(&batch), here);
+            let theirs = model_step(&whole, &batch, earliest);
+            let what = format!("refused at {first:?} and {last:?}");
+            assert_eq!(ours.is_err(), earliest.is_some(), "{what}: {ours:?}");
+            assert_eq!(theirs.is_err(), earliest.is_some(), "{what}: {theirs:?}");
+            for (k, (sharded, whole)) in sharded.iter().zip(&whole).enumerate() {
+                let what = format!("{what}: layer {k}");
+                Close::of(rank, DType::F64).state(&what, rank, sharded, whole);
+            }
+        }
+    }
+}
+
+/// A step count that comes to differ after the layer's first step is an error on every rank in the
+/// next exchange. Once it is mended, the ranks go on.
+pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        twins.step("before");
+        let (share, whole) = twins.next();
+        let ours = loss(&twins.sharded, &share).unwrap();
+        let theirs = loss(&twins.whole, &whole).unwrap();
+        if rank.rank == 0 {
+            twins.set_steps(7);
+        }
+        // A backward goes by its forward's t.
+        ours.backward().unwrap();
+        theirs.backward().unwrap();
+        for _ in 0..2 {
+            let (share, _) = twins.next();
+            let text = refused(&twins.sharded, || loss(&twins.sharded, &share));
+            let expected = "expected one step count on all ranks, got 2 on one and 7 on another";
+            assert!(text.contains(expected), "{text}");
+        }
+        twins.set_steps(2);
+        twins.compare("mended");
+        twins.step("afterwards");
+
+        // Now a forward that only one rank has made.
+        let (share, whole) = twins.next();
+        let ours = loss(&twins.sharded, &share).unwrap();
+        loss(&twins.whole, &whole).unwrap();
+        let old = ours;
+        let (share, whole) = twins.next();
+        let ours = loss(&twins.sharded, &share).unwrap();
+        let theirs = loss(&twins.whole, &whole).unwrap();
+        let text = refused(&twins.sharded, || match rank.rank {
+            0 => old.backward(),
+            _ => ours.backward(),
+        });
+        let expected = "expected one step count on all ranks, got 3 on one and 4 on another";
+        assert!(text.contains(expected), "{text}");
+        ours.backward().unwrap();
+        theirs.backward().unwrap();
+        twins.compare("backwards of two forwards");
+    }
+}
+
+/// Ranks that make different calls get an error each, which names the difference.
+pub fn calls_that_differ(rank: &Rank) {
+    for config in before_and_after_the_warm_up() {
+        let mut twins = Twins::new(rank, config);
+        let mut second = Twins::new(rank, config);
+        let recalibrated = |twins: &mut Twins| {
+            let (share, _) = twins.next();
+            let mode = twins.sharded.mode().clone();
+            let _guard = rank.is_last().then(|| mode.recalibrate_scope());
+            let text = refused(&twins.sharded, || twins.sharded.forward(&share.xs));
+            let expected = "expected one call on all ranks, \
+                            got a training forward on one and a recalibration on another";
+            assert!(text.contains(expected), "{text}");
+        };
+        // In a layer's first call, and later.
+        recalibrated(&mut twins);
+        twins.step("the first step");
+        second.step("the first step of another layer");
+        recalibrated(&mut twins);
+        twins.step("the second step");
+
+        // Layers in another order.
+        let (share, _) = twins.next();
+        let layer = match rank.is_last() {
+            true => &twins.sharded,
+            false => &second.sharded,
+        };
+        let text = refused(layer, || layer.forward(&share.xs));
+        assert!(text.contains("expected one layer"), "{text}");
+        twins.step("the third step");
+        second.step("the second step of another layer");
+
+        // The last rank has left its step after the forward, and begins the next one.
+        let (share, whole) = twins.next();
+        let ours = loss(&twins.sharded, &share).unwrap();
+        let theirs = loss(&twins.whole, &whole).unwrap();
+        let text = refused(&twins.sharded, || match rank.is_last() {
+            true => twins.sharded.forward(&share.xs).map(drop),
+            false => ours.backward().map(drop),
+        });
+        let expected = "expected one call on all ranks, \
+                        got a training forward on one and a backward on another";
+        assert!(text.contains(expected), "{text}");
+        ours.backward().unwrap();
+        theirs.backward().unwrap();
+        twins.compare("the backward after all");
+    }
 }
 
 /// An engine that sums so many times more, and then fails.
-#[derive(Debug)]
 struct Breaks {
     engine: Arc<dyn Communicator>,
     sums_left: AtomicUsize,
+}
+
+impl Breaks {
+    fn new(rank: &Rank) -> Arc<Self> {
+        Arc::new(Self {
+            engine: rank.communicator.clone(),
+            sums_left: AtomicUsize::new(usize::MAX),
+        })
+    }
+
+    /// Makes a call while the engine is about to break.
+    fn after<T>(&self, sums: usize, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.sums_left.store(sums, Ordering::Relaxed);
+        let result = call();
+        self.sums_left.store(usize::MAX, Ordering::Relaxed);
+        result
+    }
+
+    /// Makes a call until the engine lasts: after no sum, after one, and so on. As long as the call
+    /// fails, it leaves the layer's state as it was.
+    #[track_caller]
+    fn until_it_lasts<T>(&self, layer: &PowerNorm, call: impl Fn() -> Result<T>) -> T {
+        let mut sums = 0;
+        loop {
+            let before = state(layer);
+            match self.after(sums, &call) {
+                Ok(_) if sums == 0 => panic!("a call without a sum"),
+                Ok(value) => return value,
+                Err(error) => {
+                    let text = message::<T>(Err(error));
+                    assert!(text.contains("the engine is broken"), "{text}");
+                    assert_eq!(state(layer), before);
+                }
+            }
+            sums += 1;
+        }
+    }
 }
 
 impl Communicator for Breaks {
@@ -863,87 +1197,184 @@ impl Communicator for Breaks {
     }
 }
 
-/// Sums that fail on all ranks, of a forward, of a backward, and of a step that waited: the state
-/// stays, and training goes on. What failed can be called again, but for the backward of a GPU
-/// whose forward waited for it.
+/// Sums that fail on all ranks, of a forward or of a backward. A forward leaves the state as it
+/// was. A backward leaves ν as it was, and its forward has moved ψ² on all ranks. Each can be
+/// called again, or skipped.
 pub fn sums_that_fail(rank: &Rank) {
-    let engine = Arc::new(Breaks {
-        engine: rank.communicator.clone(),
-        sums_left: AtomicUsize::new(usize::MAX),
-    });
+    let engine = Breaks::new(rank);
     let over = Ranks::new(engine.clone());
     let [warming_up, paper] = before_and_after_the_warm_up();
     let fairseq = PowerNormConfig {
         recipe: Recipe::Fairseq,
         ..paper
     };
-    let on_cpu = rank.device.is_cpu();
-    // The engine's sums in a backward, of which each but the announcements ends an exchange.
-    for (config, sums_of_a_backward) in [(warming_up, 2), (paper, 2), (fairseq, 4)] {
-        let (sharded, whole) = rank.layers(config, DType::F64);
-        let sharded = sharded.with_ranks(&over);
-        let close = Close::of(rank, DType::F64);
-        let mut data = rank.data(23);
-        let mut next = || batch(&mut data, 4 * rank.ranks(), DType::F64);
-        let step = |batch: &Batch| {
-            run(&whole, batch, true);
-            run(&sharded, &rank.share(batch), true);
-            close.state("a step", rank, &sharded, &whole);
-        };
-        let loss = |share: &Batch| -> Result<Tensor> {
-            let xs = Var::from_tensor(&share.xs)?;
-            (sharded.forward(&xs)? * &share.dy)?.sum_all()
-        };
-        let breaks_after = |sums: usize, call: &dyn Fn() -> String| {
-            let before = state(&sharded);
-            engine.sums_left.store(sums, Ordering::Relaxed);
-            let text = call();
-            engine.sums_left.store(usize::MAX, Ordering::Relaxed);
-            assert!(text.contains("the engine is broken"), "{text}");
-            assert_eq!(state(&sharded), before);
-        };
-        // The ranks of a GPU compare in their first.
-        step(&next());
-
-        let waits = config.warmup_steps == 0;
-        for sums in 0..(if on_cpu { sums_of_a_backward } else { 1 }) {
-            let batch = next();
-            let share = rank.share(&batch);
-            if !waits {
-                breaks_after(sums, &|| message(loss(&share)));
-            }
-            let loss_of_share = loss(&share).unwrap();
-            breaks_after(sums, &|| message(loss_of_share.backward()));
-            if waits && !on_cpu {
-                let before = state(&sharded);
-                let text = message(loss_of_share.backward());
-                assert!(
-                    text.contains("expected a step that still has its sums"),
-                    "{text}"
-                );
-                assert_eq!(state(&sharded), before);
-            } else {
-                loss_of_share.backward().unwrap();
-                run(&whole, &batch, true);
-            }
-            step(&next());
+    for config in [warming_up, paper, fairseq] {
+        let mut twins = Twins::over(rank, &over, config);
+        // The ranks compare their layers in the first.
+        for what in ["the first step", "the second step"] {
+            let (share, whole) = twins.next();
+            let ours = engine.until_it_lasts(&twins.sharded, || loss(&twins.sharded, &share));
+            let theirs = loss(&twins.whole, &whole).unwrap();
+            twins.compare(&format!("{what}: a forward"));
+            engine.until_it_lasts(&twins.sharded, || ours.backward());
+            theirs.backward().unwrap();
+            twins.compare(&format!("{what}: a backward"));
         }
+        // Skipped: a forward and its backward, and a backward alone.
+        let (share, whole) = twins.next();
+        let forward = || loss(&twins.sharded, &share);
+        refused(&twins.sharded, || engine.after(0, forward));
+        let ours = forward().unwrap();
+        twins.whole.forward(&whole.xs).unwrap();
+        refused(&twins.sharded, || engine.after(0, || ours.backward()));
+        twins.compare("a backward that is skipped");
+        twins.step("afterwards");
+    }
+}
 
-        if waits {
-            // The next forward's beginning.
-            let share = rank.share(&next());
-            loss(&share).unwrap();
-            breaks_after(0, &|| message(loss(&share)));
-            step(&next());
+/// What goes wrong in a step of [`whatever_fails`].
+#[derive(Debug)]
+enum Trouble {
+    Nothing,
+    /// A rank is refused at a layer, and perhaps another one at another layer.
+    Refused([(usize, usize); 2]),
+    /// A rank recalibrates.
+    Recalibrates(usize),
+    /// A rank has another step count in a layer.
+    Differs(usize, usize),
+    /// The engine breaks on all ranks, after so many sums.
+    Breaks(usize),
+    /// A rank has a row that is not finite.
+    Poison(usize),
+}
 
-            // A backward of another forward leaves the step that waits alone.
-            let [first, second] = [next(), next()];
-            let loss_of_first = loss(&rank.share(&first)).unwrap();
-            whole.forward(&first.xs).unwrap();
-            loss(&rank.share(&second)).unwrap();
-            whole.forward(&second.xs).unwrap();
-            breaks_after(0, &|| message(loss_of_first.backward()));
-            step(&next());
+/// Random troubles of random ranks in a model. A call gives an error on every rank or on none, and
+/// all ranks keep one finite state.
+pub fn whatever_fails(rank: &Rank) {
+    const STEPS: usize = 60;
+    let engine = Breaks::new(rank);
+    let over = Ranks::new(engine.clone());
+    let config = PowerNormConfig {
+        warmup_steps: STEPS / 4,
+        ..1e-5.into()
+    };
+    let mut twins: Vec<_> = (0..LAYERS)
+        .map(|_| Twins::over(rank, &over, config))
+        .collect();
+    let mode = Mode::train();
+    let layers: Vec<_> = (twins.iter())
+        .map(|twins| twins.sharded.clone().with_mode(&mode))
+        .collect();
+    let (mut rng, mut failed) = (StdRng::seed_from_u64(24), 0);
+    for step in 0..STEPS {
+        let (mut batch, _) = twins[0].next();
+        let mut who = || rng.random_range(0..rank.ranks());
+        let ranks = [who(), who()];
+        let mut layer = || rng.random_range(0..LAYERS);
+        let at = [layer(), layer()];
+        let trouble = match rng.random_range(0..8) {
+            0 | 1 => Trouble::Refused([(ranks[0], at[0]), (ranks[1], at[1])]),
+            2 => Trouble::Recalibrates(ranks[0]),
+            3 => Trouble::Differs(ranks[0], at[0]),
+            4 => Trouble::Breaks(rng.random_range(0..3 * LAYERS)),
+            5 => Trouble::Poison(ranks[0]),
+            _ => Trouble::Nothing,
+        };
+        let (mut here, mut sums, mut scope, mut mended) = (None, usize::MAX, None, None);
+        match &trouble {
+            Trouble::Refused(places) => {
+                let mine = places.iter().filter(|(who, _)| *who == rank.rank);
+                here = mine.map(|&(_, layer)| layer).min();
+            }
+            Trouble::Recalibrates(who) => {
+                scope = (*who == rank.rank).then(|| mode.recalibrate_scope());
+            }
+            Trouble::Differs(who, layer) if *who == rank.rank => {
+                let t = layers[*layer].steps().unwrap() as i64;
+                twins[*layer].set_steps(t + 1);
+                mended = Some((*layer, t));
+            }
+            Trouble::Breaks(after) => sums = *after,
+            Trouble::Poison(who) if *who == rank.rank => {
+                let mut values = to_f64(&batch.xs);
+                values[SIZE] = f64::NAN;
+                batch.xs = rank.data(0).tensor(&values, batch.xs.dims(), DType::F64);
+            }
+            _ => {}
+        }
+        let result = engine.after(sums, || model_step(&layers, &batch, here));
+        drop(scope);
+        if let Some((layer, t)) = mended {
+            twins[layer].set_steps(t);
+        }
+        let what = format!("step {step}: {trouble:?}: {result:?}");
+        let failures =
+            rank.sum(&Tensor::new(&[f64::from(u8::from(result.is_err()))], &CPU).unwrap());
+        let failures = failures.to_vec1::<f64>().unwrap()[0] as usize;
+        assert!(failures == 0 || failures == rank.ranks(), "{what}");
+        match trouble {
+            Trouble::Nothing | Trouble::Poison(_) => assert_eq!(failures, 0, "{what}"),
+            Trouble::Breaks(_) => {}
+            _ => assert_ne!(failures, 0, "{what}"),
+        }
+        failed += usize::from(failures > 0);
+        for layer in &layers {
+            let (phi, nu) = (layer.running_phi().unwrap(), layer.nu().unwrap());
+            for tensor in [&phi, &nu] {
+                assert_finite(&what, tensor);
+                rank.assert_same_on_all(&what, tensor);
+            }
+            let t = Tensor::new(&[layer.steps().unwrap() as f64], &CPU).unwrap();
+            rank.assert_same_on_all(&what, &t);
         }
     }
+    assert!(failed > STEPS / 4 && failed < STEPS, "{failed} failed");
+}
+
+/// Two ranks that bring the same. After so many sums it gives back less than was asked for.
+struct Shortens {
+    honest: Arc<AtomicUsize>,
+}
+
+impl Communicator for Shortens {
+    fn world_size(&self) -> usize {
+        2
+    }
+
+    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        let one_less = |left: usize| left.checked_sub(1);
+        let (set, fetch) = (Ordering::Relaxed, Ordering::Relaxed);
+        match self.honest.fetch_update(set, fetch, one_less) {
+            Ok(_) => tensor * 2.,
+            Err(_) => tensor.narrow(0, 0, tensor.elem_count() - 1),
+        }
+    }
+}
+
+/// Whichever sum of a step comes back shorter, the layer says so, and keeps its state.
+#[allow(dead_code)] // where no device is by itself
+pub fn a_communicator_that_gives_back_less(device: &Device) {
+    let honest = Arc::new(AtomicUsize::new(0));
+    let over = Ranks::new(Shortens {
+        honest: honest.clone(),
+    });
+    let batch = Batch::random(&mut Data::on(device, 25), &[3, 6], DType::F64, false);
+    let mut calls_that_failed = [0, 0];
+    for sums in 0.. {
+        let (layer, _varmap) = layer_on(device, 6, 1e-5.into(), DType::F64);
+        let layer = layer.with_ranks(&over);
+        honest.store(sums, Ordering::Relaxed);
+        let mut moved = state(&layer);
+        let result = loss(&layer, &batch).and_then(|loss| {
+            moved = state(&layer);
+            loss.backward()
+        });
+        let Err(error) = result else { break };
+        let text = message::<()>(Err(error));
+        assert!(text.contains("sums of the communicator"), "{text}");
+        assert_eq!(state(&layer), moved);
+        calls_that_failed[moved.2] += 1;
+    }
+    let [forwards, backwards] = calls_that_failed;
+    assert!(forwards > 0 && backwards > 0, "{calls_that_failed:?}");
 }

@@ -4,7 +4,8 @@ use super::{layer_on, run, Batch, Data};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
 use candle_powernorm::Communicator;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// GPU 0, on which each thread has a stream of its own.
 ///
@@ -35,9 +36,9 @@ fn warm(gpu: &OnceLock<Device>, new: fn() -> candle::Result<Device>) -> Device {
 }
 
 /// Two ranks that bring the same, of which one is here: their sums are twice its own, and are taken
-/// on the device. It keeps the lengths of what it summed.
+/// on the device. It counts its sums.
 #[derive(Clone, Debug, Default)]
-pub struct Echo(pub Arc<Mutex<Vec<usize>>>);
+pub struct Echo(pub Arc<AtomicUsize>);
 
 impl Communicator for Echo {
     fn world_size(&self) -> usize {
@@ -46,7 +47,7 @@ impl Communicator for Echo {
 
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
         assert!(tensor.device().is_cuda());
-        self.0.lock().unwrap().push(tensor.elem_count());
+        self.0.fetch_add(1, Ordering::Relaxed);
         tensor * 2.
     }
 }

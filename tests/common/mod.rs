@@ -159,31 +159,63 @@ pub fn in_time(work: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// With `CANDLE_POWERNORM_SWEEP=n` in the environment, every n-th case, but at least three. Without
-/// it, all. With a prime n that is not the number of values of an axis, every value of the axis is
-/// still met.
+/// With `CANDLE_POWERNORM_SWEEP=n` in the environment, every n-th case, or more often if less than
+/// three cases would be left. Without it, all.
+///
+/// Cases are the points of a grid, with the last axis innermost. A step that shares a factor with
+/// the length of an axis would leave out values of that axis, each time. So n is a prime, and a
+/// list whose length it divides is refused. (With 7, lists of 7 dtypes were f32 alone.)
 pub fn thinned<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let cases: Vec<T> = cases.into_iter().collect();
-    let step = sweep().min((cases.len() / 3) | 1);
+    let step = step_through(cases.len(), sweep());
     cases.into_iter().step_by(step)
 }
 
-/// Of the cases inside a loop over others, every n-th from another one on in each `turn`.
+fn step_through(cases: usize, sweep: usize) -> usize {
+    assert!(
+        sweep == 1 || !cases.is_multiple_of(sweep),
+        "{SWEEP}={sweep} divides {cases} cases, so that values of an axis could be left out: \
+         choose another prime"
+    );
+    let leaves_three = 1..cases.div_ceil(2);
+    let most = leaves_three.filter(|&step| coprime(step, cases)).max();
+    sweep.min(most.unwrap_or(1))
+}
+
+/// Of the cases inside a loop over others, every n-th from another one on in each `turn`. Cases of
+/// turns that follow each other are far apart.
 pub fn thinned_in_turn<T>(
     turn: usize,
     cases: impl IntoIterator<Item = T>,
 ) -> impl Iterator<Item = T> {
     let cases: Vec<T> = cases.into_iter().collect();
     let step = sweep().min(cases.len()).max(1);
-    cases.into_iter().skip(turn % step).step_by(step)
+    // By the golden ratio, so that a few turns meet all values of an axis.
+    let apart = (1..=step * 5 / 8)
+        .filter(|&apart| coprime(apart, step))
+        .max();
+    let first = turn * apart.unwrap_or(1) % step;
+    cases.into_iter().skip(first).step_by(step)
 }
 
+const SWEEP: &str = "CANDLE_POWERNORM_SWEEP";
+
 fn sweep() -> usize {
-    const NAME: &str = "CANDLE_POWERNORM_SWEEP";
-    std::env::var(NAME).map_or(1, |step| {
-        let step = step.parse().ok().filter(|&step: &usize| step > 0);
-        step.unwrap_or_else(|| panic!("expected a positive number in {NAME}"))
+    std::env::var(SWEEP).map_or(1, |step| {
+        let step = step
+            .parse()
+            .ok()
+            .filter(|&step| step == 1 || is_prime(step));
+        step.unwrap_or_else(|| panic!("{SWEEP}: expected 1 or a prime"))
     })
+}
+
+fn is_prime(n: usize) -> bool {
+    n > 1 && (2..n).all(|factor| !n.is_multiple_of(factor))
+}
+
+fn coprime(a: usize, b: usize) -> bool {
+    (2..=a).all(|factor| !a.is_multiple_of(factor) || !b.is_multiple_of(factor))
 }
 
 // Layers
@@ -266,7 +298,7 @@ pub fn spec(config: &PowerNormConfig) -> Spec {
         batch_statistics: config.statistics == Statistics::Batch,
         recipe: match config.recipe {
             Recipe::Paper => reference::Recipe::Paper,
-            Recipe::Fairseq => reference::Recipe::Fairseq,
+            _ => reference::Recipe::Fairseq,
         },
     }
 }

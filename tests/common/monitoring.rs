@@ -70,7 +70,7 @@ fn compare(device: &Device, config: PowerNormConfig, dtype: DType, padded: bool)
     Ok(())
 }
 
-/// Both recipes and statistics, with a layer-scale and without, with a mask and without.
+/// Both recipes and statistics, with group scaling and without, with a mask and without.
 pub fn statistics_are_those_of_the_batch(device: &Device) -> Result<()> {
     for dtype in [DType::F64, DType::F32] {
         for group_scaling in [None, Some(2)] {

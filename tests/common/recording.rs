@@ -96,7 +96,7 @@ impl Recording {
     pub fn backward_state(&self, t: usize) -> (&'static str, Vec<f64>) {
         match self.config.recipe {
             Recipe::Paper => ("nu", self.values(&format!("nu.{t}"))),
-            Recipe::Fairseq => ("ema_gz", self.values(&format!("ema_gz.{t}"))),
+            _ => ("ema_gz", self.values(&format!("ema_gz.{t}"))),
         }
     }
 }
@@ -130,7 +130,7 @@ pub fn replay(device: &Device, dtype: DType, relative: f64) {
             let (what, expected) = recording.backward_state(t);
             let actual = match recording.config.recipe {
                 Recipe::Paper => layer.nu().unwrap(),
-                Recipe::Fairseq => var(&varmap, "ema_gz").as_detached_tensor(),
+                _ => var(&varmap, "ema_gz").as_detached_tensor(),
             };
             check(what, &actual, &expected);
             assert_eq!(layer.steps().unwrap(), t, "{name}");

@@ -23,7 +23,7 @@ pub struct Spec {
     pub alpha_fwd: f64,
     pub alpha_bwd: f64,
     pub warmup_steps: usize,
-    /// Groups of the layer-scale, if there is one.
+    /// Groups of group scaling, if there is one.
     pub groups: Option<usize>,
     /// PN-V: the batch's statistic at every step.
     pub batch_statistics: bool,
@@ -76,7 +76,7 @@ pub struct Pass {
     /// ψ_B² of a training forward with a kept row.
     pub batch_phi: Option<Vec<f64>>,
     kind: Kind,
-    /// X̃, the input after the layer-scale, and 1/rms of its row and group.
+    /// X̃, the input after the group scaling, and 1/rms of its row and group.
     x_tilde: Vec<f64>,
     inv_scale: Vec<f64>,
     x_hat: Vec<f64>,

@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_void, CStr};
 use std::mem::transmute;
 use std::ptr::{null, null_mut};
 
-/// softgpu's functions, whose signatures its `control.rs` defines.
+/// softgpu's functions, whose signatures its `testing.rs` defines.
 pub struct Softgpu {
     fail: unsafe extern "C" fn(*const c_char, u64),
     calls: unsafe extern "C" fn(*const c_char) -> u64,
@@ -34,7 +34,7 @@ impl Softgpu {
         type Number = unsafe extern "C" fn(*const c_char) -> u64;
         type Counts = unsafe extern "C" fn(*mut c_char, usize, bool) -> usize;
         type Switch = extern "C" fn(bool);
-        // SAFETY: softgpu defines these functions with these signatures, in `control.rs`.
+        // SAFETY: softgpu defines these functions with these signatures, in `testing.rs`.
         unsafe {
             Ok(Self {
                 fail: transmute::<*mut c_void, Fail>(function(c"softgpu_fail")?),

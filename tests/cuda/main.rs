@@ -11,13 +11,12 @@ mod edges;
 mod handles;
 mod pairs;
 mod ranks;
-mod shards;
 mod values;
 
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, Sequential, VarBuilder, VarMap};
 use candle_powernorm::{
-    power_norm, Communicator, GroupScaling, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
+    power_norm, GroupScaling, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
 };
 use common::distributed::{self, on_threads, Rank};
 use common::gpu::{gpu, Echo};

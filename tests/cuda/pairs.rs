@@ -23,15 +23,18 @@ enum Padding {
     NoRow,
     SomeRows,
     AllRows,
+    /// Some rows, and all of the last rank.
+    ARank,
 }
-const PADDINGS: [Padding; 4] = [
+const PADDINGS: [Padding; 5] = [
     Padding::NoMask,
     Padding::NoRow,
     Padding::SomeRows,
     Padding::AllRows,
+    Padding::ARank,
 ];
 
-/// Groups of the layer-scale.
+/// Groups of group scaling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Groups {
     None,
@@ -159,7 +162,7 @@ fn all_pairs() -> HashSet<Pair> {
         .collect()
 }
 
-/// Every combination of dtype, width, rows, mask, layer-scale, recipe, statistics and affine, in
+/// Every combination of dtype, width, rows, mask, group scaling, recipe, statistics and affine, in
 /// random order, so that a part of them is a fair one. Where an axis is finer than that, a random
 /// value of its kind stands for the others.
 fn whole_grid() -> Vec<Point> {
@@ -168,7 +171,7 @@ fn whole_grid() -> Vec<Point> {
         vec![vec![0], vec![1, 2], vec![3, 4], vec![5, 6]],
         alone(1),
         alone(2),
-        vec![vec![0, 1], vec![2], vec![3]],
+        vec![vec![0, 1], vec![2, 4], vec![3]],
         vec![vec![0], vec![1], vec![2, 3, 4, 5]],
         alone(5),
         vec![vec![0, 1, 3, 5], vec![2, 4]],
@@ -303,10 +306,10 @@ impl Case {
             affine: self.affine,
             ..1e-5.into()
         };
-        let mask = match self.padding {
+        let mut mask = match self.padding {
             Padding::NoMask => None,
             Padding::NoRow => Some(vec![true; rows]),
-            Padding::SomeRows => Some(data.mask(rows)),
+            Padding::SomeRows | Padding::ARank => Some(data.mask(rows)),
             Padding::AllRows => Some(vec![false; rows]),
         };
         let mut arguments =
@@ -324,6 +327,9 @@ impl Case {
         arguments.loss_scale = self.loss_scale;
         if self.residual {
             arguments.residual = Some(tensor(&data.normal(rows * cols), &[rows, cols], self.input));
+        }
+        if let (Padding::ARank, [_, .., _], Some(mask)) = (self.padding, self.ranks, &mut mask) {
+            mask[arguments.rows_of(self.ranks, self.ranks.len() - 1)].fill(false);
         }
         arguments.keep = mask.map(|mask| keep(&mask, &[rows]));
         arguments

@@ -326,7 +326,7 @@ impl NormLayer {
     /// The layer to fold into every linear layer that reads it, and what then takes its place.
     pub fn to_fold(&self) -> Result<(&PowerNorm, Self)> {
         match self {
-            Self::Power(norm) => Ok((norm, Self::Folded(norm.layer_scale()))),
+            Self::Power(norm) => Ok((norm, Self::Folded(norm.group_scaling()))),
             _ => candle::bail!("only PowerNorm folds into linear layers"),
         }
     }

@@ -583,7 +583,7 @@ impl Report<'_> {
             let recipe = match (variant.norm, variant.recipe) {
                 (Norm::PowerV, _) => "PN-V",
                 (_, Recipe::Paper) => "paper",
-                (_, Recipe::Fairseq) => "released code",
+                _ => "released code",
             };
             let guard = match (variant.norm, variant.recipe) {
                 (Norm::Power, Recipe::Paper) => {

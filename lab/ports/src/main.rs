@@ -1,0 +1,187 @@
+//! Trains BERT and ViT of candle-transformers with PowerNorm, in single and in half precision:
+//!
+//! ```text
+//! cargo run --release -p ports
+//! ```
+//!
+//! `build.rs` makes both models from candle-transformers' files by the steps of the guide's page on
+//! training. Each learns a small task. Prints the losses, and fails if a parameter gets no gradient
+//! or a loss does not fall.
+
+use candle::backprop::GradStore;
+use candle::{bail, DType, Device, Result, Tensor};
+use candle_nn::{loss::cross_entropy, AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_powernorm::Mode;
+use rand::{rngs::StdRng, Rng, SeedableRng};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// As candle-transformers has them, with all that a model does not use.
+#[allow(dead_code, clippy::all)]
+mod bert {
+    include!(concat!(env!("OUT_DIR"), "/bert.rs"));
+}
+#[allow(dead_code, clippy::all)]
+mod vit {
+    include!(concat!(env!("OUT_DIR"), "/vit.rs"));
+}
+
+const WIDTH: usize = 64;
+const LAYERS: usize = 2;
+const HEADS: usize = 4;
+const STEPS: usize = 300;
+const BATCH: usize = 16;
+const RATE: f64 = 2e-3;
+
+/// The variables that got no gradient, but for PowerNorm's statistics.
+fn without_gradient(varmap: &VarMap, gradients: &GradStore) -> Vec<String> {
+    let statistics = ["running_phi", "ema_gz", "iters"];
+    let vars = varmap.data().lock().unwrap();
+    let names = vars.iter().filter(|(name, var)| {
+        let last = name.rsplit('.').next().unwrap_or(name);
+        gradients.get(var).is_none() && !statistics.contains(&last)
+    });
+    names.map(|(name, _)| name.clone()).collect()
+}
+
+/// Trains a model on batches that `loss` draws. Gives the loss of the first step, and the mean over
+/// the last ten.
+fn train(varmap: &VarMap, mut loss: impl FnMut() -> Result<Tensor>) -> Result<[f32; 2]> {
+    let params = ParamsAdamW {
+        lr: RATE,
+        // 1e-8 would be 0 in f16.
+        eps: 1e-6,
+        ..Default::default()
+    };
+    let mut optimizer = AdamW::new(varmap.all_vars(), params)?;
+    let mut losses = vec![];
+    for step in 0..STEPS {
+        optimizer.set_learning_rate(RATE * ((step + 1) as f64 / 50.).min(1.));
+        let loss = loss()?;
+        let gradients = loss.backward()?;
+        let frozen = without_gradient(varmap, &gradients);
+        if !frozen.is_empty() {
+            bail!("no gradient reaches {frozen:?}");
+        }
+        optimizer.step(&gradients)?;
+        losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+    }
+    let last = &losses[STEPS - 10..];
+    Ok([losses[0], last.iter().sum::<f32>() / last.len() as f32])
+}
+
+/// BERT fills in characters of sentences, which differ in length.
+fn train_bert(dtype: DType) -> Result<[f32; 2]> {
+    const TIME: usize = 48;
+    const PAD: u32 = 0;
+    const MASK: u32 = 1;
+    let device = Device::Cpu;
+    let sentences: Vec<&[u8]> = include_str!("../../sample/train.en")
+        .lines()
+        .map(|line| &line.as_bytes()[..line.len().min(TIME)])
+        .collect();
+    let (mode, varmap) = (Mode::train(), VarMap::new());
+    let config = bert::Config {
+        mode: mode.clone(),
+        vocab_size: 128,
+        hidden_size: WIDTH,
+        num_hidden_layers: LAYERS,
+        num_attention_heads: HEADS,
+        intermediate_size: 4 * WIDTH,
+        max_position_embeddings: TIME,
+        ..Default::default()
+    };
+    let vb = VarBuilder::from_varmap(&varmap, dtype, &device);
+    let model = bert::BertForMaskedLM::load(vb, &config)?;
+    let mut rng = StdRng::seed_from_u64(0);
+    train(&varmap, || {
+        let (mut ids, mut keep, mut places, mut targets) = (vec![], vec![], vec![], vec![]);
+        for _ in 0..BATCH {
+            let sentence = sentences[rng.random_range(..sentences.len())];
+            for i in 0..TIME {
+                let id = sentence
+                    .get(i)
+                    .map_or(PAD, |&byte| u32::from(byte.min(127)));
+                keep.push(u32::from(id != PAD));
+                let masked = id != PAD && rng.random_bool(0.15);
+                if masked {
+                    places.push(ids.len() as u32);
+                    targets.push(id);
+                }
+                ids.push(if masked { MASK } else { id });
+            }
+        }
+        let ids = Tensor::from_vec(ids, (BATCH, TIME), &device)?;
+        let keep = Tensor::from_vec(keep, (BATCH, TIME), &device)?;
+        let logits = model.forward(&ids, &ids.zeros_like()?, Some(&keep))?;
+        let logits = logits
+            .flatten_to(1)?
+            .index_select(&Tensor::new(places, &device)?, 0)?;
+        cross_entropy(
+            &logits.to_dtype(DType::F32)?,
+            &Tensor::new(targets, &device)?,
+        )
+    })
+}
+
+/// ViT tells the directions of stripes in noise.
+fn train_vit(dtype: DType) -> Result<[f32; 2]> {
+    const SIDE: usize = 16;
+    const DIRECTIONS: usize = 4;
+    let device = Device::Cpu;
+    let (mode, varmap) = (Mode::train(), VarMap::new());
+    let config = vit::Config {
+        mode: mode.clone(),
+        hidden_size: WIDTH,
+        num_hidden_layers: LAYERS,
+        num_attention_heads: HEADS,
+        intermediate_size: 4 * WIDTH,
+        image_size: SIDE,
+        patch_size: 4,
+        num_channels: 1,
+        ..vit::Config::vit_base_patch16_224()
+    };
+    let vb = VarBuilder::from_varmap(&varmap, dtype, &device);
+    let model = vit::Model::new(&config, DIRECTIONS, vb)?;
+    let mut rng = StdRng::seed_from_u64(0);
+    train(&varmap, || {
+        let (mut pixels, mut labels) = (vec![], vec![]);
+        for _ in 0..BATCH {
+            let label = rng.random_range(..DIRECTIONS);
+            let (across, down) = [(1., 0.), (0., 1.), (1., 1.), (1., -1.)][label];
+            let phase = rng.random_range(0f32..6.);
+            for i in 0..SIDE * SIDE {
+                let along = across * (i % SIDE) as f32 + down * (i / SIDE) as f32;
+                pixels.push((along + phase).sin() + rng.random_range(-1f32..1.));
+            }
+            labels.push(label as u32);
+        }
+        let pixels = Tensor::from_vec(pixels, (BATCH, 1, SIDE, SIDE), &device)?;
+        let logits = model.forward(&pixels.to_dtype(dtype)?)?;
+        cross_entropy(
+            &logits.to_dtype(DType::F32)?,
+            &Tensor::new(labels, &device)?,
+        )
+    })
+}
+
+type Train = fn(DType) -> Result<[f32; 2]>;
+
+fn main() -> Result<()> {
+    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
+        std::env::set_var("CANDLE_NUM_THREADS", "1");
+    }
+    println!("loss of                first step  after {STEPS}");
+    let models: [(&str, Train); 2] = [("BERT", train_bert), ("ViT", train_vit)];
+    for (name, train) in models {
+        for dtype in [DType::F32, DType::BF16] {
+            let [first, last] = train(dtype)?;
+            println!("{name:4} in {:12} {first:12.3} {last:9.3}", dtype.as_str());
+            if last.is_nan() || last >= 0.8 * first {
+                bail!("{name} did not learn");
+            }
+        }
+    }
+    Ok(())
+}

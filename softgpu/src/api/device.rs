@@ -1,0 +1,146 @@
+//! The driver's devices and contexts.
+
+use crate::abi::{entries, put, Error};
+use crate::context::*;
+use crate::engine::stream::{engine, number_from};
+use crate::queue::synchronize_device;
+use std::ffi::c_char;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// A device attribute of an H100, but for what the environment says.
+fn attribute(number: u32) -> i32 {
+    match number {
+        // Threads of a block, its dimensions, and those of a grid.
+        1..=3 => 1024,
+        4 => 64,
+        5 => i32::MAX,
+        6 | 7 => 65535,
+        // Shared memory of a block, constant memory, lanes, registers of a block.
+        8 => SHARED as i32,
+        9 => 65536,
+        10 => 32,
+        12 | 82 => 65536,
+        // kHz of the multiprocessors and of the memory, and the bits of its bus.
+        13 => 1_980_000,
+        36 => 2_619_000,
+        37 => 5120,
+        16 => number_from("SOFTGPU_SMS").map_or(132, |sms| sms as i32),
+        // Bytes of the L2 cache, threads of a multiprocessor, copy engines.
+        38 => 50 << 20,
+        39 => 2048,
+        40 => 3,
+        // Copies beside kernels, mapped host memory, kernels side by side, one address space,
+        // priorities, cooperation.
+        15 | 19 | 31 | 41 | 78 | 95 => 1,
+        75 => 9,
+        // Shared memory of a multiprocessor, of a block that asks, and what the driver keeps;
+        // blocks.
+        81 => (shared_on_request() + RESERVED) as i32,
+        97 => shared_on_request() as i32,
+        111 => RESERVED as i32,
+        106 => 32,
+        // Memory pools.
+        115 => 1,
+        _ => 0,
+    }
+}
+
+entries! {
+    fn cuInit(flags: u32) {
+        if flags != 0 {
+            return Err(Error::INVALID_VALUE);
+        }
+        engine();
+        INITIALISED.store(true, Relaxed);
+        Ok(())
+    }
+
+    fn cuDriverGetVersion(version: *mut i32) {
+        put(version, 13000)
+    }
+
+    fn cuGetErrorName(error: i32, name: *mut *const c_char) {
+        put(name, Error(error).name().as_ptr())
+    }
+
+    fn cuGetErrorString(error: i32, text: *mut *const c_char) {
+        put(text, Error(error).name().as_ptr())
+    }
+
+    fn cuDeviceGet(device: *mut i32, ordinal: i32) {
+        check_device(ordinal)?;
+        put(device, ordinal)
+    }
+
+    fn cuDeviceGetCount(count: *mut i32) {
+        check_device(0)?;
+        put(count, device_count())
+    }
+
+    fn cuDeviceGetAttribute(value: *mut i32, number: u32, device: i32) {
+        check_device(device)?;
+        put(value, attribute(number))
+    }
+
+    fn cuDeviceGetName(name: *mut c_char, room: i32, device: i32) {
+        check_device(device)?;
+        let text = b"softgpu H100\0";
+        if name.is_null() || (room as usize) < text.len() {
+            return Err(Error::INVALID_VALUE);
+        }
+        std::ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len());
+        Ok(())
+    }
+
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) {
+        check_device(device)?;
+        put(bytes, DEVICE_MEMORY as usize)
+    }
+
+    fn cuDevicePrimaryCtxRetain(context: *mut u64, device: i32) {
+        check_device(device)?;
+        *lock(&CONTEXTS).entry(device).or_default() += 1;
+        put(context, context_handle(device))
+    }
+
+    fn cuDevicePrimaryCtxRelease_v2(device: i32) {
+        check_device(device)?;
+        let mut all = lock(&CONTEXTS);
+        let Some(retained) = all.get_mut(&device) else {
+            return Err(Error::INVALID_CONTEXT);
+        };
+        *retained -= 1;
+        if *retained == 0 {
+            all.remove(&device);
+            drop(all);
+            // Its end waits for the work; that work faulted is for who waited before.
+            let _ = engine().synchronize_device(device);
+        }
+        Ok(())
+    }
+
+    /// No context but a device's primary one can be made, so there is none to destroy.
+    fn cuCtxDestroy_v2(_context: u64) {
+        Err(Error::INVALID_CONTEXT)
+    }
+
+    fn cuCtxGetCurrent(context: *mut u64) {
+        put(context, CURRENT.get().map_or(0, context_handle))
+    }
+
+    fn cuCtxSetCurrent(context: u64) {
+        CURRENT.set(match context {
+            0 => None,
+            context => Some(device_of_context(context)?),
+        });
+        Ok(())
+    }
+
+    fn cuCtxGetDevice(device: *mut i32) {
+        put(device, current_device()?)
+    }
+
+    fn cuCtxSynchronize() {
+        synchronize_device(current_device()?)
+    }
+}

@@ -1,0 +1,366 @@
+//! The driver's modules, functions and launches.
+
+use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::context::{self, current_device, lock, shared_on_request, SHARED};
+use crate::engine::grid;
+use crate::engine::launch::Launch;
+use crate::engine::stream::{engine, Action, Manner, Step, Submission};
+use crate::isa::ptx::Module;
+use crate::queue::{submit, view};
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{c_char, c_void, CStr};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, Weak};
+
+/// A module in a device's memory.
+pub struct Loaded {
+    module: Arc<Module>,
+    device: i32,
+    /// Where its variables are. 0: it has none.
+    globals: u64,
+    /// Handles of its functions.
+    functions: Mutex<HashMap<String, u64>>,
+}
+
+/// An entry of a module.
+pub struct Function {
+    loaded: Arc<Loaded>,
+    name: String,
+    entry: usize,
+    /// Offsets and sizes of its parameters, and their bytes in all.
+    parameters: Vec<(usize, usize)>,
+    parameter_bytes: usize,
+    static_shared: usize,
+    max_threads: u32,
+    /// Bytes of dynamic shared memory that it may have.
+    dynamic_shared: AtomicU32,
+}
+
+pub static MODULES: Handles<Arc<Loaded>> = Handles::new(4);
+
+static FUNCTIONS: Handles<Arc<Function>> = Handles::new(7);
+
+fn load(text: &str) -> Outcome<u64> {
+    let device = current_device()?;
+    let module = edited(parsed(text)?)?;
+    let (size, _) = module.globals();
+    let memory = &engine().memory;
+    let mut globals = 0;
+    if size > 0 {
+        globals = memory
+            .allocate(size as u64, device, None)
+            .ok_or(Error::OUT_OF_MEMORY)?;
+        let initial = module.initial_globals(globals);
+        let loader = engine().new_stream(device, Manner::NonBlocking);
+        let upload = Submission::new("cuModuleLoadData", move |memory, work| {
+            view(memory, work).upload(globals, &initial)
+        });
+        let done = engine()
+            .submit(loader, upload.always())
+            .and_then(|()| engine().synchronize(&engine().position(loader), device));
+        engine().destroy_stream(loader);
+        done?;
+    }
+    Ok(MODULES.add(Arc::new(Loaded {
+        module,
+        device,
+        globals,
+        functions: Mutex::default(),
+    })))
+}
+
+/// Parses PTX, or finds what it became before: each device of a program loads the same.
+fn parsed(text: &str) -> Outcome<Arc<Module>> {
+    static PARSED: Mutex<BTreeMap<String, Weak<Module>>> = Mutex::new(BTreeMap::new());
+    let mut all = lock(&PARSED);
+    if let Some(module) = all.get(text).and_then(Weak::upgrade) {
+        return Ok(module);
+    }
+    all.retain(|_, module| module.strong_count() > 0);
+    match Module::parse(text) {
+        Ok(module) => {
+            let module = Arc::new(module);
+            all.insert(text.into(), Arc::downgrade(&module));
+            Ok(module)
+        }
+        Err(error) => {
+            eprintln!("softgpu: this PTX is not understood: {error}");
+            Err(Error::INVALID_PTX)
+        }
+    }
+}
+
+/// The PTX in the file `SOFTGPU_PTX` instead of a module that defines all its entries: an edited
+/// kernel runs without a rebuild.
+fn edited(module: Arc<Module>) -> Outcome<Arc<Module>> {
+    let Some(file) = std::env::var_os("SOFTGPU_PTX") else {
+        return Ok(module);
+    };
+    let text = std::fs::read_to_string(&file).map_err(|error| {
+        eprintln!("softgpu: SOFTGPU_PTX names {file:?}, which cannot be read: {error}");
+        Error::FILE_NOT_FOUND
+    })?;
+    let edited = parsed(&text)?;
+    let replaces = edited.entries().all(|name| module.entry(name).is_some());
+    Ok(if replaces { edited } else { module })
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        if self.globals != 0 {
+            // The module's own memory; launches that are queued keep the module.
+            let _ = engine().memory.free(self.globals, None);
+        }
+    }
+}
+
+/// The functions of a module go with it.
+fn unload(handle: u64) -> Outcome {
+    let loaded = MODULES.remove(handle)?;
+    for function in lock(&loaded.functions).drain().map(|(_, handle)| handle) {
+        FUNCTIONS.remove(function)?;
+    }
+    Ok(())
+}
+
+fn function_named(module: u64, name: &str) -> Outcome<u64> {
+    let loaded = MODULES.get(module)?;
+    if let Some(&handle) = lock(&loaded.functions).get(name) {
+        return Ok(handle);
+    }
+    let entry = loaded.module.entry(name).ok_or(Error::NOT_FOUND)?;
+    let parameters = loaded.module.parameters(entry);
+    let handle = FUNCTIONS.add(Arc::new(Function {
+        name: name.into(),
+        entry,
+        parameter_bytes: parameters
+            .iter()
+            .map(|(at, size)| at + size)
+            .max()
+            .unwrap_or(0),
+        parameters,
+        static_shared: loaded.module.static_shared(entry),
+        max_threads: loaded.module.max_threads(entry),
+        dynamic_shared: AtomicU32::new(
+            SHARED.saturating_sub(loaded.module.static_shared(entry) as u32),
+        ),
+        loaded: loaded.clone(),
+    }));
+    lock(&loaded.functions).insert(name.into(), handle);
+    Ok(handle)
+}
+
+/// Packs a launch's arguments as the entry takes them.
+///
+/// # Safety
+///
+/// `arguments` has a pointer for each parameter, to as many bytes as the parameter has.
+unsafe fn pack(function: &Function, arguments: *const *const c_void) -> Outcome<Vec<u8>> {
+    let mut packed = vec![0; function.parameter_bytes];
+    if arguments.is_null() && !function.parameters.is_empty() {
+        return Err(Error::INVALID_VALUE);
+    }
+    for (i, &(at, size)) in function.parameters.iter().enumerate() {
+        // SAFETY: as this function asks.
+        let argument = unsafe { *arguments.add(i) };
+        if argument.is_null() {
+            return Err(Error::INVALID_VALUE);
+        }
+        // SAFETY: as this function asks; `packed` reaches to the end of the last parameter.
+        unsafe {
+            std::ptr::copy_nonoverlapping(argument.cast(), packed.as_mut_ptr().add(at), size);
+        }
+    }
+    Ok(packed)
+}
+
+/// The size of a launch.
+struct Shape {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+}
+
+impl Shape {
+    /// Whether a device has room for it.
+    fn check(&self, function: &Function) -> Outcome {
+        let threads: u64 = self.block.iter().map(|&n| u64::from(n)).product();
+        let [x, y, z] = self.grid;
+        let fits = x > 0
+            && x <= i32::MAX as u32
+            && (1..=65535).contains(&y)
+            && (1..=65535).contains(&z)
+            && threads > 0
+            && self.block[2] <= 64
+            && threads <= 1024
+            && self.shared_bytes <= function.dynamic_shared.load(Relaxed);
+        if !fits {
+            return Err(Error::INVALID_VALUE);
+        }
+        // What `.maxntid` excludes lacks registers.
+        match threads <= u64::from(function.max_threads) {
+            true => Ok(()),
+            false => Err(Error(701)),
+        }
+    }
+}
+
+fn launch(function: &Arc<Function>, shape: Shape, parameters: Vec<u8>) -> Submission {
+    let Shape {
+        grid,
+        block,
+        shared_bytes,
+    } = shape;
+    let loaded = function.loaded.clone();
+    let launch = Launch {
+        module: loaded.module.clone(),
+        entry: function.entry,
+        globals: loaded.globals,
+        grid,
+        block,
+        shared_bytes,
+        parameters,
+    };
+    let action: Action = Arc::new(move |memory, work| {
+        // The module's variables live until its last launch has run.
+        let _ = &loaded;
+        grid::run(&launch, memory, work, engine().conditions(work)).map(Some)
+    });
+    let blocks: u64 = grid.iter().map(|&n| u64::from(n)).product();
+    Submission {
+        name: function.name.clone(),
+        blocks: blocks.min(u64::from(u32::MAX)) as u32,
+        launch: true,
+        always: false,
+        step: Step::Run(action),
+    }
+}
+
+/// A text in a C string.
+///
+/// # Safety
+///
+/// It is null or ends with a zero.
+unsafe fn c_text<'a>(text: *const c_char) -> Outcome<&'a str> {
+    if text.is_null() {
+        return Err(Error::INVALID_VALUE);
+    }
+    // SAFETY: as this function asks.
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_str().map_err(|_| Error::INVALID_PTX)
+}
+
+/// Blocks of a function that fit on a multiprocessor, by threads and shared memory; registers are
+/// not known.
+fn resident_blocks(function: &Function, threads: i32, dynamic: usize) -> i32 {
+    if threads <= 0 || threads as u32 > function.max_threads {
+        return 0;
+    }
+    let warps = (threads as u32).div_ceil(32);
+    // A block takes another KiB of shared memory for the driver.
+    let shared = function.static_shared + dynamic + 1024;
+    (64 / warps).min(((228 << 10) / shared) as u32).min(32) as i32
+}
+
+entries! {
+    fn cuModuleLoadData(module: *mut u64, image: *const c_char) {
+        put(module, load(c_text(image)?)?)
+    }
+
+    fn cuModuleLoad(module: *mut u64, path: *const c_char) {
+        let text = std::fs::read_to_string(c_text(path)?).map_err(|_| Error::FILE_NOT_FOUND)?;
+        put(module, load(&text)?)
+    }
+
+    fn cuModuleUnload(module: u64) {
+        unload(module)
+    }
+
+    fn cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char) {
+        put(function, function_named(module, c_text(name)?)?)
+    }
+
+    fn cuModuleGetGlobal_v2(
+        address: *mut u64, bytes: *mut usize, module: u64, name: *const c_char,
+    ) {
+        let loaded = MODULES.get(module)?;
+        let (offset, size) = loaded.module.global(c_text(name)?).ok_or(Error::NOT_FOUND)?;
+        if !address.is_null() {
+            *address = loaded.globals + offset as u64;
+        }
+        if !bytes.is_null() {
+            *bytes = size;
+        }
+        Ok(())
+    }
+
+    fn cuFuncGetAttribute(value: *mut i32, number: u32, function: u64) {
+        let function = FUNCTIONS.get(function)?;
+        put(value, match number {
+            0 => function.max_threads as i32,
+            1 => function.static_shared as i32,
+            8 => function.dynamic_shared.load(Relaxed) as i32,
+            // What the assembler would tell: constants, local memory, registers, versions.
+            2..=7 => 0,
+            _ => return Err(Error::INVALID_VALUE),
+        })
+    }
+
+    fn cuFuncSetAttribute(function: u64, number: u32, value: i32) {
+        let function = FUNCTIONS.get(function)?;
+        match number {
+            8 => {
+                let most = (shared_on_request() as usize).saturating_sub(function.static_shared);
+                if value < 0 || value as usize > most {
+                    return Err(Error::INVALID_VALUE);
+                }
+                function.dynamic_shared.store(value as u32, Relaxed);
+                Ok(())
+            }
+            // How shared memory and L1 divide their room changes no result.
+            9 => Ok(()),
+            _ => Err(Error::INVALID_VALUE),
+        }
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        blocks: *mut i32, function: u64, threads: i32, dynamic: usize,
+    ) {
+        let function = FUNCTIONS.get(function)?;
+        put(blocks, resident_blocks(&function, threads, dynamic))
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
+        blocks: *mut i32, function: u64, threads: i32, dynamic: usize, _flags: u32,
+    ) {
+        let function = FUNCTIONS.get(function)?;
+        put(blocks, resident_blocks(&function, threads, dynamic))
+    }
+
+    fn cuLaunchKernel(
+        function: u64,
+        grid_x: u32, grid_y: u32, grid_z: u32,
+        block_x: u32, block_y: u32, block_z: u32,
+        shared_bytes: u32,
+        handle: u64,
+        arguments: *const *const c_void,
+        extra: *const *const c_void,
+    ) {
+        let function = FUNCTIONS.get(function)?;
+        let stream = context::stream(handle)?;
+        if !extra.is_null() {
+            return Err(Error::NOT_SUPPORTED);
+        }
+        if function.loaded.device != stream.device {
+            return Err(Error::INVALID_HANDLE);
+        }
+        let shape = Shape {
+            grid: [grid_x, grid_y, grid_z],
+            block: [block_x, block_y, block_z],
+            shared_bytes,
+        };
+        shape.check(&function)?;
+        let parameters = pack(&function, arguments)?;
+        submit(&stream, launch(&function, shape, parameters))
+    }
+}

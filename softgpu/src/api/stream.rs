@@ -1,0 +1,189 @@
+//! The driver's streams and events.
+
+use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::capture::{self, Capture};
+use crate::context::{self, current_device, lock, Stream, STREAMS};
+use crate::engine::memory::Clock;
+use crate::engine::stream::{engine, Manner};
+use crate::queue::synchronize;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+/// What an event stands for.
+#[derive(Clone, Default)]
+enum Recorded {
+    /// Nothing: whoever waits for it goes on.
+    #[default]
+    Never,
+    /// A point in a stream's work, and when the host put it there.
+    Point(Clock, Instant),
+    /// Nodes of a capture.
+    Nodes(Arc<Capture>, Vec<usize>),
+}
+
+pub struct Event {
+    device: i32,
+    recorded: Mutex<Recorded>,
+}
+
+pub static EVENTS: Handles<Arc<Event>> = Handles::new(3);
+
+fn new_stream(flags: u32) -> Outcome<u64> {
+    let device = current_device()?;
+    let manner = match flags {
+        0 => Manner::Blocking,
+        1 => Manner::NonBlocking,
+        _ => return Err(Error::INVALID_VALUE),
+    };
+    let id = engine().new_stream(device, manner);
+    Ok(STREAMS.add(Stream { id, device, manner }))
+}
+
+entries! {
+    fn cuStreamCreate(handle: *mut u64, flags: u32) {
+        put(handle, new_stream(flags)?)
+    }
+
+    fn cuStreamCreateWithPriority(handle: *mut u64, flags: u32, _priority: i32) {
+        put(handle, new_stream(flags)?)
+    }
+
+    fn cuStreamDestroy_v2(handle: u64) {
+        let stream = STREAMS.remove(handle)?;
+        if let Some(capture) = capture::of(&stream) {
+            capture.invalidate();
+        }
+        engine().destroy_stream(stream.id);
+        Ok(())
+    }
+
+    fn cuStreamSynchronize(handle: u64) {
+        let stream = context::stream(handle)?;
+        capture::stream_call(&stream)?;
+        if stream.manner == Manner::Legacy {
+            capture::legacy_call(stream.device)?;
+        }
+        synchronize(&stream)
+    }
+
+    fn cuStreamQuery(handle: u64) {
+        let stream = context::stream(handle)?;
+        capture::stream_call(&stream)?;
+        capture::unsafe_call()?;
+        engine().check_device(stream.device)?;
+        if engine().is_complete(&engine().position(stream.id)) {
+            return Ok(());
+        }
+        engine().advance();
+        Err(Error::NOT_READY)
+    }
+
+    fn cuStreamWaitEvent(handle: u64, event: u64, _flags: u32) {
+        let stream = context::stream(handle)?;
+        let recorded = lock(&EVENTS.get(event)?.recorded).clone();
+        match (capture::of(&stream), recorded) {
+            (_, Recorded::Never) => Ok(()),
+            (None, Recorded::Point(clock, _)) => {
+                engine().wait(stream.id, &clock);
+                Ok(())
+            }
+            (Some(capture), Recorded::Point(..)) => {
+                // The graph would depend on work outside of it.
+                capture.invalidate();
+                Err(Error::CAPTURE_ISOLATION)
+            }
+            (_, Recorded::Nodes(theirs, _)) if !theirs.is_active() => Err(Error::CAPTURED_EVENT),
+            (Some(capture), Recorded::Nodes(theirs, _)) if !Arc::ptr_eq(&capture, &theirs) => {
+                capture.invalidate();
+                theirs.invalidate();
+                Err(Error::CAPTURE_MERGE)
+            }
+            (None, Recorded::Nodes(..)) if stream.manner == Manner::Legacy => {
+                Err(Error::CAPTURE_IMPLICIT)
+            }
+            (_, Recorded::Nodes(theirs, nodes)) => theirs.wait(&stream, &nodes),
+        }
+    }
+
+    fn cuEventCreate(handle: *mut u64, _flags: u32) {
+        let device = current_device()?;
+        put(handle, EVENTS.add(Arc::new(Event { device, recorded: Mutex::default() })))
+    }
+
+    fn cuEventDestroy_v2(handle: u64) {
+        EVENTS.remove(handle)?;
+        Ok(())
+    }
+
+    fn cuEventRecord(handle: u64, stream_handle: u64) {
+        let event = EVENTS.get(handle)?;
+        let stream = context::stream(stream_handle)?;
+        if event.device != stream.device {
+            return Err(Error::INVALID_HANDLE);
+        }
+        let recorded = match capture::of(&stream) {
+            Some(capture) => {
+                let nodes = capture.position(&stream)?;
+                Recorded::Nodes(capture, nodes)
+            }
+            None => {
+                engine().check_device(stream.device)?;
+                Recorded::Point(engine().position(stream.id), Instant::now())
+            }
+        };
+        *lock(&event.recorded) = recorded;
+        Ok(())
+    }
+
+    fn cuEventSynchronize(handle: u64) {
+        let event = EVENTS.get(handle)?;
+        let recorded = lock(&event.recorded).clone();
+        match recorded {
+            Recorded::Never => Ok(()),
+            Recorded::Point(clock, _) => {
+                capture::unsafe_call()?;
+                Ok(engine().synchronize(&clock, event.device)?)
+            }
+            Recorded::Nodes(capture, _) => {
+                capture.invalidate();
+                Err(Error::CAPTURED_EVENT)
+            }
+        }
+    }
+
+    fn cuEventQuery(handle: u64) {
+        let event = EVENTS.get(handle)?;
+        let recorded = lock(&event.recorded).clone();
+        match recorded {
+            Recorded::Never => Ok(()),
+            Recorded::Point(clock, _) => {
+                capture::unsafe_call()?;
+                engine().check_device(event.device)?;
+                if engine().is_complete(&clock) {
+                    return Ok(());
+                }
+                engine().advance();
+                Err(Error::NOT_READY)
+            }
+            Recorded::Nodes(capture, _) => {
+                capture.invalidate();
+                Err(Error::CAPTURED_EVENT)
+            }
+        }
+    }
+
+    /// The time of the host between the two records: nothing here knows how long a GPU would take.
+    fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: u64, end: u64) {
+        let (start, end) = (EVENTS.get(start)?, EVENTS.get(end)?);
+        let (start, end) = (lock(&start.recorded).clone(), lock(&end.recorded).clone());
+        match (start, end) {
+            (Recorded::Point(_, start), Recorded::Point(clock, end)) => {
+                if !engine().is_complete(&clock) {
+                    return Err(Error::NOT_READY);
+                }
+                put(milliseconds, end.saturating_duration_since(start).as_secs_f32() * 1e3)
+            }
+            _ => Err(Error::INVALID_HANDLE),
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! The devices: their memory, their streams, and what runs a launch.
+
+pub mod counts;
+pub mod fault;
+pub mod grid;
+pub mod launch;
+pub mod memory;
+mod shared;
+pub mod stream;
+mod warp;

@@ -1,0 +1,554 @@
+//! A block's shared memory, and what is known of each of its bytes: written or not, by whom, and
+//! who has read it since.
+
+use crate::engine::counts::Counts;
+
+/// No warp, in the records of who touched a word.
+const NOBODY: u16 = u16::MAX;
+/// More warps than one.
+const MANY: u16 = u16::MAX - 1;
+
+/// How the lanes of a warp are ordered by `bar.warp.sync` and by barriers of the block. Nothing else
+/// orders them: each lane runs on its own.
+pub struct Order {
+    /// Counts the synchronizations.
+    time: u32,
+    /// What any lane did before this time, every lane has seen.
+    floor: u32,
+    /// `seen[a][b]`: what lane `b` did before this time, lane `a` has seen. Empty until some lanes
+    /// wait for each other without the rest.
+    seen: Vec<[u32; 32]>,
+}
+
+impl Order {
+    pub fn new() -> Self {
+        Self {
+            time: 1,
+            floor: 0,
+            seen: vec![],
+        }
+    }
+
+    pub fn restart(&mut self) {
+        self.floor = self.time;
+        self.synchronize(!0, !0);
+    }
+
+    /// Lanes have waited for each other. `live` are those that have not exited.
+    pub fn synchronize(&mut self, members: u32, live: u32) {
+        self.time += 1;
+        if members & live == live {
+            self.floor = self.time;
+            return;
+        }
+        self.seen.resize(32, [0; 32]);
+        let lanes = || (0..32).filter(|lane| members >> lane & 1 == 1);
+        let mut joined = [self.floor; 32];
+        for lane in lanes() {
+            for (known, &own) in joined.iter_mut().zip(&self.seen[lane]) {
+                *known = own.max(*known);
+            }
+        }
+        for lane in lanes() {
+            joined[lane] = self.time;
+        }
+        for lane in lanes() {
+            self.seen[lane] = joined;
+        }
+    }
+
+    /// Whether a lane has seen what another did at a time.
+    fn ordered(&self, lane: u32, other: u32, time: u32) -> bool {
+        lane == other
+            || time < self.floor
+            || self
+                .seen
+                .get(lane as usize)
+                .is_some_and(|seen| time < seen[other as usize])
+    }
+
+    fn all_ordered(&self, lane: u32, others: u32, time: u32) -> bool {
+        time < self.floor
+            || (0..32)
+                .filter(|other| others >> other & 1 == 1)
+                .all(|other| self.ordered(lane, other, time))
+    }
+}
+
+/// What is known of four bytes that are always accessed together, or of one byte.
+#[derive(Clone, Copy)]
+struct Record {
+    /// The block this record is of.
+    block: u32,
+    /// Where the records of the four bytes are, from 1 on, if they are not accessed together.
+    split: u32,
+    written: bool,
+    /// Whether a copy in flight will overwrite them.
+    in_flight: bool,
+    writer: u16,
+    reader: u16,
+    write_lane: u8,
+    write_atomic: bool,
+    write_epoch: u32,
+    write_time: u32,
+    /// Counts the instruction among the warp's own, to tell whether two lanes wrote in the same.
+    write_serial: u32,
+    write_line: u32,
+    read_epoch: u32,
+    read_time: u32,
+    read_lanes: u32,
+    read_line: u32,
+}
+
+const UNTOUCHED: Record = Record {
+    block: 0,
+    split: 0,
+    written: false,
+    in_flight: false,
+    writer: NOBODY,
+    reader: NOBODY,
+    write_lane: 0,
+    write_atomic: false,
+    write_epoch: 0,
+    write_time: 0,
+    write_serial: 0,
+    write_line: 0,
+    read_epoch: 0,
+    read_time: 0,
+    read_lanes: 0,
+    read_line: 0,
+};
+
+/// A block's shared memory.
+#[derive(Default)]
+pub struct Shared {
+    bytes: Vec<u8>,
+    /// Only bounds are checked, and nothing is recorded.
+    unchecked: bool,
+    words: Vec<Record>,
+    /// The records of words whose bytes are accessed apart.
+    split: Vec<[Record; 4]>,
+    block: u32,
+    /// Counts the barriers of the block.
+    epoch: u32,
+}
+
+/// Who accesses shared memory.
+pub struct Who<'a> {
+    pub warp: u16,
+    pub order: &'a Order,
+    pub serial: u32,
+    pub line: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Touch {
+    Read,
+    Write,
+    Atomic,
+}
+
+impl Shared {
+    /// Takes another size. Records stay, of blocks that are over.
+    pub fn resize(&mut self, bytes: usize) {
+        self.bytes.resize(bytes, 0);
+        if self.words.len() < bytes.div_ceil(4) {
+            self.words.resize(bytes.div_ceil(4), UNTOUCHED);
+        }
+    }
+
+    pub fn check(&mut self, on: bool) {
+        self.unchecked = !on;
+    }
+
+    /// Forgets all, for the next block.
+    pub fn restart(&mut self) {
+        self.block += 1;
+        self.epoch += 1;
+        self.split.clear();
+    }
+
+    /// All warps have waited for each other.
+    pub fn barrier(&mut self) {
+        self.epoch += 1;
+    }
+
+    /// Whether an access is inside and aligned.
+    fn place(&self, address: u64, size: u32) -> Result<usize, String> {
+        let end = address.checked_add(u64::from(size));
+        if end.is_none_or(|end| end > self.bytes.len() as u64) {
+            return Err(format!(
+                "{size} bytes at {address:#x} of shared memory are out of bounds: the block has \
+                 {} bytes",
+                self.bytes.len()
+            ));
+        }
+        if !address.is_multiple_of(u64::from(size)) {
+            return Err(format!(
+                "{size} bytes at {address:#x} of shared memory are misaligned"
+            ));
+        }
+        Ok(address as usize)
+    }
+
+    /// The bytes at an address that has been checked.
+    pub fn at(&mut self, address: u64, size: u32) -> &mut [u8] {
+        &mut self.bytes[address as usize..][..size as usize]
+    }
+
+    /// Checks a lane's access and records it.
+    pub fn touch(
+        &mut self,
+        who: &Who,
+        lane: u32,
+        address: u64,
+        size: u32,
+        touch: Touch,
+    ) -> Result<(), String> {
+        let start = self.place(address, size)?;
+        if self.unchecked {
+            return Ok(());
+        }
+        if size >= 4 {
+            let words = &mut self.words[start / 4..(start + size as usize) / 4];
+            if words.iter().all(|word| {
+                word.block == self.block && harmless(word, self.epoch, who, lane, touch)
+            }) {
+                for word in words {
+                    if touch == Touch::Read {
+                        read(word, self.epoch, who, 1 << lane);
+                    } else {
+                        write(word, self.epoch, who, lane, touch);
+                    }
+                }
+                return Ok(());
+            }
+        }
+        let epoch = self.epoch;
+        let mut at = start;
+        while at < start + size as usize {
+            let count = (4 - at % 4).min(start + size as usize - at);
+            for record in self.records(at, count) {
+                touched(record, epoch, who, lane, touch)
+                    .map_err(|what| format!("{what} (shared memory, at {at:#x})"))?;
+            }
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// The records of bytes of one word: one of a whole word, or one for each byte.
+    fn records(&mut self, at: usize, count: usize) -> &mut [Record] {
+        let word = &mut self.words[at / 4];
+        if word.block != self.block {
+            *word = Record {
+                block: self.block,
+                ..UNTOUCHED
+            };
+        }
+        if word.split == 0 {
+            if count == 4 {
+                return std::slice::from_mut(word);
+            }
+            self.split.push([*word; 4]);
+            word.split = self.split.len() as u32;
+        }
+        &mut self.split[word.split as usize - 1][at % 4..][..count]
+    }
+
+    /// Checks and records an access of a warp's neighbouring lanes to bytes in a row, `size` for
+    /// each from the lowest lane of `mask` on, if it needs no further look. False: it does, and
+    /// nothing is recorded.
+    #[inline(always)]
+    pub fn touch_row(
+        &mut self,
+        who: &Who,
+        mask: u32,
+        address: u64,
+        size: u32,
+        touch: Touch,
+    ) -> bool {
+        let (lowest, bytes) = (
+            mask.trailing_zeros(),
+            mask.count_ones() as usize * size as usize,
+        );
+        let inside = (address as usize)
+            .checked_add(bytes)
+            .is_some_and(|end| end <= self.bytes.len());
+        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
+            return false;
+        }
+        if self.unchecked {
+            return true;
+        }
+        let (block, epoch) = (self.block, self.epoch);
+        let words = &mut self.words[address as usize / 4..][..bytes / 4];
+        // A size is a power of two.
+        let lane_of = |word: usize| lowest + (word >> (size / 4).trailing_zeros()) as u32;
+        for (at, word) in words.iter().enumerate() {
+            let settled = match word.block == block {
+                true => harmless(word, epoch, who, lane_of(at), touch),
+                false => touch == Touch::Write,
+            };
+            if !settled {
+                return false;
+            }
+        }
+        for (at, word) in words.iter_mut().enumerate() {
+            if word.block != block {
+                *word = Record { block, ..UNTOUCHED };
+            }
+            if touch == Touch::Read {
+                read(word, epoch, who, 1 << lane_of(at));
+            } else {
+                write(word, epoch, who, lane_of(at), touch);
+            }
+        }
+        true
+    }
+
+    /// Checks and records a read of the same words by all lanes of `mask`, if it needs no further
+    /// look. False: it does, and nothing is recorded.
+    #[inline(always)]
+    pub fn read_same(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
+        let end = (address as usize).checked_add(size as usize);
+        let inside = end.is_some_and(|end| end <= self.bytes.len());
+        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
+            return false;
+        }
+        if self.unchecked {
+            return true;
+        }
+        let (block, epoch) = (self.block, self.epoch);
+        let words = &mut self.words[address as usize / 4..][..size as usize / 4];
+        // Such as no lane needs a further look at, whichever wrote them.
+        let known = |word: &Record| {
+            let written = word.writer == who.warp && word.write_time < who.order.floor;
+            word.block == block
+                && word.split == 0
+                && !word.in_flight
+                && word.written
+                && (word.write_epoch != epoch || written)
+        };
+        let known = words.iter().all(known);
+        if known {
+            for word in words {
+                read(word, epoch, who, mask);
+            }
+        }
+        known
+    }
+
+    /// Whether this lane's store meets another lane's of the same instruction, with another value.
+    pub fn collides(&self, who: &Who, lane: u32, address: u64, value: &[u8]) -> Option<u32> {
+        if self.unchecked {
+            return None;
+        }
+        let start = address as usize;
+        let old = self.bytes.get(start..start + value.len())?;
+        (start..start + value.len()).find_map(|at| {
+            // What an earlier block left says nothing, and its split records are gone.
+            let word = Some(&self.words[at / 4]).filter(|word| word.block == self.block)?;
+            let record = match word.split {
+                0 => word,
+                split => &self.split[split as usize - 1][at % 4],
+            };
+            let same = record.writer == who.warp
+                && record.write_serial == who.serial
+                && u32::from(record.write_lane) != lane;
+            (same && old != value).then_some(u32::from(record.write_lane))
+        })
+    }
+
+    /// A copy to these bytes begins.
+    pub fn fly(&mut self, who: &Who, lane: u32, address: u64, size: u32) -> Result<(), String> {
+        self.touch(who, lane, address, size, Touch::Write)?;
+        self.set_in_flight(address, size as usize, true);
+        Ok(())
+    }
+
+    /// Copies of neighbouring lanes to bytes in a row begin, as for [`Shared::touch_row`].
+    pub fn fly_row(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
+        let settled = self.touch_row(who, mask, address, size, Touch::Write);
+        if settled && !self.unchecked {
+            let bytes = mask.count_ones() as usize * size as usize;
+            // A row that is settled has no split words.
+            for word in &mut self.words[address as usize / 4..][..bytes / 4] {
+                word.in_flight = true;
+                word.written = false;
+            }
+        }
+        settled
+    }
+
+    /// Copies of 16 bytes each have come to their end, if that needs no further look.
+    pub fn land_row(&mut self, who: &Who, mask: u32, address: u64, data: &[u8]) -> bool {
+        if !self.unchecked {
+            for word in &mut self.words[address as usize / 4..][..data.len() / 4] {
+                word.in_flight = false;
+            }
+        }
+        let settled = self.touch_row(who, mask, address, 16, Touch::Write);
+        if settled {
+            self.at(address, data.len() as u32).copy_from_slice(data);
+        }
+        settled
+    }
+
+    /// A copy has come to its end: only now its bytes are there.
+    pub fn land(&mut self, who: &Who, lane: u32, address: u64, data: &[u8]) -> Result<(), String> {
+        self.set_in_flight(address, data.len(), false);
+        self.touch(who, lane, address, data.len() as u32, Touch::Write)?;
+        self.at(address, data.len() as u32).copy_from_slice(data);
+        Ok(())
+    }
+
+    /// `size` is a multiple of 4.
+    fn set_in_flight(&mut self, address: u64, size: usize, in_flight: bool) {
+        if self.unchecked {
+            return;
+        }
+        for at in (address as usize..address as usize + size).step_by(4) {
+            for record in self.records(at, 4) {
+                record.in_flight = in_flight;
+                record.written &= !in_flight;
+            }
+        }
+    }
+}
+
+fn touched(
+    word: &mut Record,
+    epoch: u32,
+    who: &Who,
+    lane: u32,
+    touch: Touch,
+) -> Result<(), String> {
+    if word.in_flight {
+        return Err("a cp.async to these bytes is still in flight".into());
+    }
+    if touch != Touch::Write && !word.written {
+        return Err("these bytes were never written".into());
+    }
+    // The last write.
+    if word.write_epoch == epoch && !(touch == Touch::Atomic && word.write_atomic) {
+        let other = u32::from(word.write_lane);
+        let racing = if word.writer == who.warp {
+            word.write_serial != who.serial && !who.order.ordered(lane, other, word.write_time)
+        } else {
+            true
+        };
+        if racing {
+            return Err(format!(
+                "a race: lane {other} of warp {} wrote these bytes (line {}), and nothing orders \
+                 the two",
+                word.writer, word.write_line
+            ));
+        }
+    }
+    if touch == Touch::Read {
+        read(word, epoch, who, 1 << lane);
+        return Ok(());
+    }
+    // Reads since the last barrier.
+    if word.read_epoch == epoch {
+        let racing = if word.reader == who.warp {
+            !who.order.all_ordered(lane, word.read_lanes, word.read_time)
+        } else {
+            true
+        };
+        if racing {
+            let reader = if word.reader == MANY {
+                "several warps".to_owned()
+            } else {
+                format!("warp {}", word.reader)
+            };
+            return Err(format!(
+                "a race: {reader} read these bytes (line {}), and nothing orders the two",
+                word.read_line
+            ));
+        }
+    }
+    write(word, epoch, who, lane, touch);
+    Ok(())
+}
+
+/// Whether an access to a whole word needs no further look. Most are such.
+#[inline(always)]
+fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
+    let written = word.writer == who.warp
+        && (u32::from(word.write_lane) == lane || word.write_time < who.order.floor);
+    let after_writes = word.write_epoch != epoch || written;
+    let after_reads = touch == Touch::Read
+        || word.read_epoch != epoch
+        || (word.reader == who.warp
+            && (word.read_lanes == 1 << lane || word.read_time < who.order.floor));
+    word.split == 0
+        && !word.in_flight
+        && (touch == Touch::Write || word.written)
+        && after_writes
+        && after_reads
+}
+
+#[inline(always)]
+fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32, touch: Touch) {
+    word.written = true;
+    word.writer = who.warp;
+    word.write_lane = lane as u8;
+    word.write_atomic = touch == Touch::Atomic;
+    word.write_epoch = epoch;
+    word.write_time = who.order.time;
+    word.write_serial = who.serial;
+    word.write_line = who.line;
+}
+
+#[inline(always)]
+fn read(word: &mut Record, epoch: u32, who: &Who, lanes: u32) {
+    if word.read_epoch != epoch {
+        word.reader = who.warp;
+        word.read_lanes = 0;
+        word.read_epoch = epoch;
+    } else if word.reader != who.warp {
+        word.reader = MANY;
+    }
+    if word.read_time < who.order.floor {
+        word.read_lanes = 0;
+    }
+    word.read_time = who.order.time;
+    word.read_lanes |= lanes;
+    word.read_line = who.line;
+}
+
+/// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole
+/// warps for up to 4 bytes, halves for 8, quarters for 16. Lanes that want the same word share it,
+/// so a row and a word for all take one pass.
+pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) {
+    let group = match size {
+        0..=4 => 32,
+        8 => 16,
+        _ => 8,
+    };
+    for start in (0..32).step_by(group) {
+        let lanes = (start..start + group).filter(|lane| mask >> lane & 1 == 1);
+        let words = lanes.flat_map(|lane| {
+            let first = addresses[lane] / 4;
+            first..first + u64::from(size).div_ceil(4)
+        });
+        // Of each bank, the words that it has to give, the first beside the others.
+        let mut firsts = [u64::MAX; 32];
+        let mut others: Vec<u64> = vec![];
+        for word in words {
+            let first = &mut firsts[word as usize % 32];
+            if *first == u64::MAX {
+                *first = word;
+            } else if *first != word && !others.contains(&word) {
+                others.push(word);
+            }
+        }
+        let mut more = [0u64; 32];
+        for word in others {
+            more[word as usize % 32] += 1;
+        }
+        counts.bank_conflicts += more.into_iter().max().unwrap_or(0);
+    }
+}

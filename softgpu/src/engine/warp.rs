@@ -1,0 +1,1526 @@
+//! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run
+//! together.
+
+use crate::engine::counts::Counts;
+use crate::engine::fault::Fault;
+use crate::engine::launch::Launch;
+use crate::engine::memory::{Access, Kind as Global, Pattern, View};
+use crate::engine::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
+use crate::isa::float::{self, Mode, BF16, F16};
+use crate::isa::op::*;
+use std::collections::VecDeque;
+
+/// What a block's warps share.
+pub(crate) struct Block<'a> {
+    pub launch: &'a Launch,
+    pub program: &'a Program,
+    /// The program's, but for those that the conditions change.
+    pub ops: &'a [Op],
+    pub index: [u32; 3],
+    pub shared: Shared,
+    pub view: View,
+    pub counts: Counts,
+}
+
+/// Where a warp stands when it stops.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum State {
+    Ready,
+    /// At a block's barrier: its number, and the threads it is for (0: all).
+    Waiting {
+        barrier: u32,
+        threads: u32,
+    },
+    Done,
+}
+
+/// Lanes wait for others at instructions of one kind with one mask of members.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Meeting {
+    kind: Kind,
+    immediate: u64,
+    members: u32,
+}
+
+/// Copies in flight, of one instruction.
+struct Flight {
+    /// Lanes whose copies have not landed.
+    lanes: u32,
+    groups: [u32; 32],
+    addresses: [u64; 32],
+    bytes: u32,
+    data: [[u8; 16]; 32],
+}
+
+pub(crate) struct Warp {
+    slots: Vec<Slot>,
+    predicates: Vec<u32>,
+    lanes: Lanes,
+    number: u16,
+    /// Lanes that have a thread.
+    exist: u32,
+    exited: u32,
+    /// Lanes that wait for others of their warp, and where.
+    parked: u32,
+    meetings: [Option<Meeting>; 32],
+    /// Lanes that wait for the block.
+    blocked: u32,
+    /// Of lanes that do not run just now.
+    counters: [u32; 32],
+    returns: [Vec<u32>; 32],
+    local: Vec<u8>,
+    order: Order,
+    serial: u32,
+    flights: VecDeque<Flight>,
+    groups: [u32; 32],
+    /// The lanes that run, and where they are.
+    active: u32,
+    at: u32,
+    /// The nearest instruction where another group may be met.
+    meet: u32,
+    pub state: State,
+}
+
+type Done<T> = Result<T, Box<Fault>>;
+
+impl Warp {
+    /// A register that nothing writes holds what earlier blocks, or users of `slots`, left.
+    pub fn new(block: &Block, number: u32, perturb: Option<u64>, mut slots: Vec<Slot>) -> Self {
+        let program = block.program;
+        slots.resize(program.slots.max(slots.len()), Slot([0; 32]));
+        let mut predicates = vec![0; program.predicates];
+        predicates[0] = !0;
+        let [x, y, z] = block.launch.block;
+        let threads = x * y * z;
+        let left = threads - number * 32;
+        let lanes = Lanes {
+            slots: slots.as_mut_ptr(),
+            predicates: predicates.as_mut_ptr(),
+            carry: 0,
+            perturb,
+        };
+        let mut warp = Self {
+            slots,
+            predicates,
+            lanes,
+            number: number as u16,
+            exist: if left >= 32 { !0 } else { (1 << left) - 1 },
+            exited: 0,
+            parked: 0,
+            meetings: [None; 32],
+            blocked: 0,
+            counters: [0; 32],
+            returns: Default::default(),
+            local: vec![0; program.local_bytes * 32],
+            order: Order::new(),
+            serial: 0,
+            flights: VecDeque::new(),
+            groups: [0; 32],
+            active: 0,
+            at: 0,
+            meet: u32::MAX,
+            state: State::Ready,
+        };
+        for (value, wide, slot) in &program.values {
+            warp.fill(block, *value, *wide, *slot);
+        }
+        warp
+    }
+
+    /// Gives back the room of the registers.
+    pub fn into_slots(self) -> Vec<Slot> {
+        self.slots
+    }
+
+    /// Makes the warp ready for the block, whose index may be another.
+    pub fn restart(&mut self, block: &Block) {
+        for (value, wide, slot) in &block.program.values {
+            if matches!(value, Value::Block(_)) {
+                self.fill(block, *value, *wide, *slot);
+            }
+        }
+        self.exited = !self.exist;
+        self.parked = 0;
+        self.blocked = 0;
+        self.counters = [0; 32];
+        self.returns.iter_mut().for_each(Vec::clear);
+        self.flights.clear();
+        self.order.restart();
+        self.active = 0;
+        self.state = State::Ready;
+    }
+
+    /// Fills a slot that holds the same for the whole of a block.
+    fn fill(&mut self, block: &Block, value: Value, wide: bool, slot: u16) {
+        let axis = usize::from;
+        let same = match value {
+            Value::Bits(bits) => bits,
+            Value::Global(offset) => block.launch.globals.wrapping_add(offset),
+            Value::DynamicShared(offset) => block.program.dynamic_start() as u64 + offset,
+            Value::Threads(of) => u64::from(block.launch.block[axis(of)]),
+            Value::Block(of) => u64::from(block.index[axis(of)]),
+            Value::Blocks(of) => u64::from(block.launch.grid[axis(of)]),
+            Value::Warp => u64::from(self.number),
+            Value::Warps => u64::from(block.launch.block.iter().product::<u32>().div_ceil(32)),
+            Value::Thread(_) | Value::Lane | Value::LaneMask(_) => {
+                return self.fill_lanes(block, value, wide, slot)
+            }
+        };
+        // SAFETY: the decoder reserved the slot, or two for 64 bits, and the warp has all that the
+        // program reserved.
+        unsafe {
+            match wide {
+                true => put_wide(&mut self.lanes, slot, [same; 32], !0),
+                false => put_slot(&mut self.lanes, slot, [same as u32; 32], !0),
+            }
+        }
+    }
+
+    /// Fills a slot that holds another value for each lane.
+    fn fill_lanes(&mut self, block: &Block, value: Value, wide: bool, slot: u16) {
+        let [x, y, _] = block.launch.block;
+        for lane in 0..32u32 {
+            let thread = u32::from(self.number) * 32 + lane;
+            let equal = 1u32 << lane;
+            let bits = match value {
+                Value::Thread(0) => thread % x,
+                Value::Thread(1) => thread / x % y,
+                Value::Thread(_) => thread / (x * y),
+                Value::LaneMask(LaneMask::Equal) => equal,
+                Value::LaneMask(LaneMask::Less) => equal - 1,
+                Value::LaneMask(LaneMask::LessOrEqual) => equal | (equal - 1),
+                Value::LaneMask(LaneMask::Greater) => !(equal | (equal - 1)),
+                Value::LaneMask(LaneMask::GreaterOrEqual) => !(equal - 1),
+                _ => lane,
+            };
+            if wide {
+                self.set64(slot, lane, u64::from(bits));
+            } else {
+                self.slots[usize::from(slot)].0[lane as usize] = bits;
+            }
+        }
+    }
+
+    fn get32(&self, slot: u16, lane: u32) -> u32 {
+        self.slots[usize::from(slot)].0[lane as usize]
+    }
+
+    fn get64(&self, slot: u16, lane: u32) -> u64 {
+        // Two slots hold 32 values of 64 bits, one after the other.
+        let (half, index) = (lane as usize / 16, lane as usize % 16 * 2);
+        let words = &self.slots[usize::from(slot) + half].0;
+        u64::from(words[index]) | u64::from(words[index + 1]) << 32
+    }
+
+    fn set64(&mut self, slot: u16, lane: u32, bits: u64) {
+        let (half, index) = (lane as usize / 16, lane as usize % 16 * 2);
+        let words = &mut self.slots[usize::from(slot) + half].0;
+        words[index] = bits as u32;
+        words[index + 1] = (bits >> 32) as u32;
+    }
+
+    fn live(&self) -> u32 {
+        !self.exited
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn fault(&self, block: &Block, at: u32, lane: u32, what: String) -> Box<Fault> {
+        let program = block.program;
+        let [x, y, _] = block.launch.block;
+        let thread = u32::from(self.number) * 32 + lane;
+        let module = &block.launch.module;
+        let at = at as usize;
+        Box::new(Fault {
+            kernel: module.name_of(block.launch.entry).to_owned(),
+            block: block.index,
+            thread: [thread % x, thread / x % y, thread / (x * y)],
+            source: module.source_of(program.sources[at]),
+            instruction: format!(
+                "{} (line {})",
+                module.text_of(&program.texts[at]),
+                program.ops[at].line
+            ),
+            what,
+        })
+    }
+
+    fn fault_here(&self, block: &Block, mask: u32, what: impl Into<String>) -> Box<Fault> {
+        self.fault(block, self.at, mask.trailing_zeros() % 32, what.into())
+    }
+
+    /// Notes where lanes of the running group are.
+    #[inline(always)]
+    fn lay_aside(&mut self, lanes: u32) {
+        for (lane, counter) in self.counters.iter_mut().enumerate() {
+            *counter = if lanes >> lane & 1 == 1 {
+                self.at
+            } else {
+                *counter
+            };
+        }
+    }
+
+    /// Lays the running group aside and takes up the one that is furthest behind, or, to be fair,
+    /// any other. False: none can run.
+    #[inline(always)]
+    fn pick(&mut self, fair: bool) -> bool {
+        self.lay_aside(self.active);
+        let runnable = self.live() & !self.parked & !self.blocked;
+        if runnable == 0 {
+            self.active = 0;
+            return false;
+        }
+        let mut candidates = runnable;
+        if fair && runnable & !self.active != 0 {
+            candidates = runnable & !self.active;
+        }
+        let mut at = u32::MAX;
+        for (lane, &counter) in self.counters.iter().enumerate() {
+            at = at.min(if candidates >> lane & 1 == 1 {
+                counter
+            } else {
+                u32::MAX
+            });
+        }
+        let (mut here, mut meet) = (0, u32::MAX);
+        for (lane, &counter) in self.counters.iter().enumerate() {
+            here |= u32::from(counter == at) << lane;
+            let ahead = runnable >> lane & 1 == 1 && counter > at;
+            meet = meet.min(if ahead { counter } else { u32::MAX });
+        }
+        self.active = here & runnable;
+        self.at = at;
+        self.meet = meet;
+        // Groups behind this one are met only by going back, which a fair turn sees to.
+        true
+    }
+
+    /// Runs until the warp waits for its block, is done, or has run about `budget` branches.
+    pub fn run(&mut self, block: &mut Block, budget: u64) -> Done<()> {
+        if alu::is_wide() {
+            // SAFETY: the processor has these features.
+            unsafe { self.run_wide(block, budget) }
+        } else {
+            self.run_lanes(block, budget)
+        }
+    }
+
+    /// Whatever is inlined here loops over lanes with wide vectors.
+    #[cfg_attr(
+        target_arch = "x86_64",
+        target_feature(enable = "avx2,fma,bmi1,popcnt")
+    )]
+    unsafe fn run_wide(&mut self, block: &mut Block, budget: u64) -> Done<()> {
+        self.run_lanes(block, budget)
+    }
+
+    #[inline(always)]
+    fn run_lanes(&mut self, block: &mut Block, budget: u64) -> Done<()> {
+        let mut left = budget;
+        // After a fair turn the group that was picked goes on.
+        if self.active == 0 && !self.pick(false) {
+            return self.stopped(block);
+        }
+        let ops = block.ops;
+        loop {
+            if self.at >= self.meet && !self.pick(false) {
+                return self.stopped(block);
+            }
+            let op = &ops[self.at as usize];
+            // The slots and predicates were reserved by the program that this instruction is of.
+            let mask = self.active & (self.predicates[usize::from(op.guard)] ^ op.flip);
+            block.counts.instructions[op.class as usize] += 1;
+            block.counts.thread_instructions += match mask {
+                u32::MAX => 32,
+                _ => u64::from(mask.count_ones()),
+            };
+            if op.kind == Kind::Arithmetic {
+                if mask != 0 {
+                    // SAFETY: the decoder reserved every slot and predicate that it gave to an
+                    // instruction, the warp has as many as the program reserved, and none of its
+                    // vectors grows.
+                    unsafe { (op.exec)(&mut self.lanes, op, mask) };
+                }
+                self.at += 1;
+                continue;
+            }
+            if op.kind == Kind::Branch {
+                left = left.wrapping_sub(1);
+                self.branch(op, mask);
+                if left == 0 {
+                    if self.active != self.live() {
+                        self.pick(true);
+                    }
+                    self.lay_aside(self.active);
+                    return Ok(());
+                }
+                continue;
+            }
+            if mask == 0 {
+                self.at += 1;
+                continue;
+            }
+            if !self.other(block, op, mask)? {
+                return self.stopped(block);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn branch(&mut self, op: &Op, mask: u32) {
+        if mask == self.active {
+            self.at = op.target;
+        } else if mask == 0 {
+            self.at += 1;
+        } else {
+            self.at += 1;
+            self.lay_aside(self.active & !mask);
+            self.at = op.target;
+            self.lay_aside(mask);
+            // Both sides are laid aside, and the one behind is taken up.
+            self.active = 0;
+            self.pick(false);
+        }
+    }
+
+    /// Sends part of the running group elsewhere, or all of it.
+    #[inline(never)]
+    fn leave(&mut self, mask: u32) -> bool {
+        self.at += 1;
+        self.lay_aside(self.active);
+        self.active &= !mask;
+        self.pick(false)
+    }
+
+    /// All instructions that are neither arithmetic nor branches. False: no lane can run.
+    #[inline(always)]
+    fn other(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
+        match op.kind {
+            Kind::Load => self.load(block, op, mask)?,
+            Kind::Store => self.store(block, op, mask)?,
+            Kind::Atomic => self.atomic(block, op, mask)?,
+            Kind::CopyParameter => {
+                let copy = &block.program.copies[op.target as usize];
+                for lane in lanes_of(mask) {
+                    let base = lane as usize * block.program.local_bytes;
+                    let from = base + copy.from as usize;
+                    self.local
+                        .copy_within(from..from + copy.bytes as usize, base + copy.to as usize);
+                }
+            }
+            Kind::CopyAsync => self.copy_async(block, op, mask)?,
+            Kind::CommitGroup => lanes_of(mask).for_each(|lane| self.groups[lane as usize] += 1),
+            Kind::WaitGroup => self.wait_group(block, op, mask)?,
+            Kind::Shuffle | Kind::WarpBarrier => return self.meet(block, op, mask),
+            Kind::ActiveMask => {
+                let results = [mask; 32];
+                // SAFETY: the decoder reserved the slot, and the warp has all that the program
+                // reserved.
+                unsafe { put_slot(&mut self.lanes, op.d, results, mask) };
+            }
+            Kind::Barrier => {
+                block.counts.barriers += 1;
+                return self.block_at(mask);
+            }
+            Kind::Call => {
+                for lane in lanes_of(mask) {
+                    self.returns[lane as usize].push(self.at + 1);
+                }
+                if self.returns[mask.trailing_zeros() as usize].len() > 1000 {
+                    return Err(self.fault_here(block, mask, "the calls go too deep"));
+                }
+                self.branch(op, mask);
+                return Ok(true);
+            }
+            Kind::Return => {
+                for lane in lanes_of(self.active) {
+                    self.counters[lane as usize] = self.at + 1;
+                }
+                for lane in lanes_of(mask) {
+                    self.counters[lane as usize] =
+                        self.returns[lane as usize].pop().unwrap_or(u32::MAX);
+                }
+                self.active = 0;
+                return Ok(self.pick(false));
+            }
+            Kind::Exit => {
+                self.exited |= mask;
+                let runs = self.leave(mask);
+                return Ok(self.release(block)? || runs);
+            }
+            Kind::Assert | Kind::Unknown => {
+                let message = block.program.messages[op.target as usize].clone();
+                return Err(self.fault_here(block, mask, message));
+            }
+            Kind::Arithmetic | Kind::Branch => unreachable!("the loop of a warp runs these itself"),
+        }
+        self.at += 1;
+        Ok(true)
+    }
+
+    /// No lane can run: all have exited, or wait for the block, or for lanes that will not come.
+    #[inline(never)]
+    fn stopped(&mut self, block: &Block) -> Done<()> {
+        let live = self.live();
+        if live == 0 {
+            self.state = State::Done;
+            return Ok(());
+        }
+        if self.parked != 0 {
+            let lane = self.parked.trailing_zeros();
+            let members = self.meetings[lane as usize].map_or(0, |meeting| meeting.members);
+            let what = format!(
+                "a deadlock within the warp: lanes {:#010x} wait here for the lanes \
+                 {members:#010x}; {:#010x} have exited and {:#010x} wait for the block",
+                self.parked,
+                self.exited & self.exist,
+                self.blocked
+            );
+            return Err(self.fault(block, self.counters[lane as usize], lane, what));
+        }
+        let lane = live.trailing_zeros();
+        let at = self.counters[lane as usize];
+        let op = &block.ops[at as usize];
+        let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
+        let mut alike = true;
+        for other in 0..32 {
+            alike &= live >> other & 1 == 0
+                || self.counters[other as usize] == at
+                    && self.get32(op.a, other) == barrier
+                    && self.get32(op.b, other) == threads;
+        }
+        for other in lanes_of(if alike { 0 } else { live }) {
+            let here = self.counters[other as usize];
+            let it = &block.ops[here as usize];
+            let whole = op.immediate == 1 || it.immediate == 1;
+            if (whole && here != at)
+                || self.get32(it.a, other) != barrier
+                || self.get32(it.b, other) != threads
+            {
+                let what = format!(
+                    "the warp has diverged: lane {lane} waits at line {}",
+                    op.line
+                );
+                return Err(self.fault(block, here, other, what));
+            }
+        }
+        if barrier >= 16 || threads % 32 != 0 {
+            return Err(self.fault(
+                block,
+                at,
+                lane,
+                format!("there is no barrier {barrier} of {threads} threads"),
+            ));
+        }
+        self.state = State::Waiting { barrier, threads };
+        Ok(())
+    }
+
+    /// The lanes of a mask wait for the block.
+    fn block_at(&mut self, mask: u32) -> Done<bool> {
+        let here = self.at;
+        self.blocked |= mask;
+        let runs = self.leave(mask);
+        for lane in lanes_of(mask) {
+            self.counters[lane as usize] = here;
+        }
+        Ok(runs)
+    }
+
+    /// The barrier that the warp waited at is complete.
+    pub fn pass(&mut self) {
+        for lane in lanes_of(self.blocked) {
+            self.counters[lane as usize] += 1;
+        }
+        self.blocked = 0;
+        self.order.synchronize(!0, self.live());
+        self.state = State::Ready;
+    }
+
+    /// The fault of a warp that waits at a barrier which cannot complete.
+    pub fn stuck(&self, block: &Block, what: String) -> Box<Fault> {
+        let lane = self.live().trailing_zeros() % 32;
+        self.fault(block, self.counters[lane as usize], lane, what)
+    }
+
+    /// Lanes come to where they wait for others of their warp.
+    #[inline(always)]
+    fn meet(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
+        let first = self.get32(op.more[0], mask.trailing_zeros());
+        let uniform = lanes_of(mask).all(|lane| self.get32(op.more[0], lane) == first);
+        if uniform && first & self.live() == mask {
+            self.execute(block, self.at, mask, mask)?;
+            self.met(op.kind, mask);
+            self.at += 1;
+            return Ok(true);
+        }
+        for lane in lanes_of(mask) {
+            let members = self.get32(op.more[0], lane);
+            if members >> lane & 1 == 0 {
+                return Err(self.fault(
+                    block,
+                    self.at,
+                    lane,
+                    format!("the lane is not in its own mask {members:#010x}"),
+                ));
+            }
+            self.meetings[lane as usize] = Some(Meeting {
+                kind: op.kind,
+                immediate: op.immediate,
+                members,
+            });
+        }
+        let here = self.at;
+        self.parked |= mask;
+        let runs = self.leave(mask);
+        for lane in lanes_of(mask) {
+            self.counters[lane as usize] = here;
+        }
+        Ok(self.release(block)? || runs)
+    }
+
+    /// Lanes have met. CUDA promises an order of their accesses to memory only for `bar.warp.sync`:
+    /// shuffles, votes and matches exchange registers.
+    #[inline(always)]
+    fn met(&mut self, kind: Kind, members: u32) {
+        if kind == Kind::WarpBarrier {
+            self.order.synchronize(members, self.live());
+        }
+    }
+
+    /// Lets lanes go whose partners have all arrived or exited. False: there are none.
+    #[inline(never)]
+    fn release(&mut self, block: &mut Block) -> Done<bool> {
+        let mut seen = 0;
+        let mut any = false;
+        while let Some(lane) = lanes_of(self.parked & !seen).next() {
+            let meeting = self.meetings[lane as usize];
+            let mine = |other: &u32| self.meetings[*other as usize] == meeting;
+            let here = lanes_of(self.parked)
+                .filter(mine)
+                .fold(0, |mask, other| mask | 1 << other);
+            seen |= here;
+            let Some(meeting) = meeting else { continue };
+            if meeting.members & self.live() & !here != 0 {
+                continue;
+            }
+            let mut left = here;
+            while left != 0 {
+                let at = self.counters[left.trailing_zeros() as usize];
+                let group = lanes_of(left)
+                    .filter(|other| self.counters[*other as usize] == at)
+                    .fold(0, |mask, other| mask | 1 << other);
+                self.execute(block, at, group, here)?;
+                left &= !group;
+            }
+            for other in lanes_of(here) {
+                self.counters[other as usize] += 1;
+            }
+            self.parked &= !here;
+            self.met(meeting.kind, here);
+            any = true;
+        }
+        if any {
+            self.pick(false);
+        }
+        Ok(any)
+    }
+
+    /// What a shuffle gives to the lanes of `group`, that came with all of
+    /// `present`.
+    #[inline(always)]
+    fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
+        let op = &block.ops[at as usize];
+        match op.kind {
+            Kind::Shuffle => self.shuffle(block, at, group, present),
+            _ => Ok(()),
+        }
+    }
+
+    #[inline(always)]
+    fn shuffle(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
+        let op = &block.ops[at as usize];
+        let mut values = self.slots[usize::from(op.a)].0;
+        for lane in lanes_of(present & !group) {
+            values[lane as usize] =
+                self.get32(block.ops[self.counters[lane as usize] as usize].a, lane);
+        }
+        let mut results = [0; 32];
+        let mut inside = 0;
+        for lane in lanes_of(group) {
+            let (b, c) = (self.get32(op.b, lane) & 31, self.get32(op.c, lane));
+            let (clamp, segment) = (c & 31, c >> 8 & 31);
+            let most = lane & segment | clamp & !segment;
+            let (source, within) = match op.immediate {
+                0 => (lane.wrapping_sub(b), lane as i32 - b as i32 >= most as i32),
+                1 => (lane + b, lane + b <= most),
+                2 => (lane ^ b, lane ^ b <= most),
+                _ => (
+                    lane & segment | b & !segment,
+                    lane & segment | b & !segment <= most,
+                ),
+            };
+            let within = if op.immediate == 3 {
+                source <= most
+            } else {
+                within
+            };
+            let source = if within { source } else { lane };
+            if present >> source & 1 == 0 {
+                let what = format!("the lane reads from lane {source}, which does not take part");
+                return Err(self.fault(block, at, lane, what));
+            }
+            results[lane as usize] = values[source as usize];
+            inside |= u32::from(within) << lane;
+        }
+        // SAFETY: the decoder reserved the slot and the predicate, and the warp has all that the
+        // program reserved.
+        unsafe {
+            put_slot(&mut self.lanes, op.d, results, group);
+            put_predicate(&mut self.lanes, op.more[1], inside, group);
+        }
+        Ok(())
+    }
+
+    /// Each lane's address in the space of an operand.
+    #[inline(always)]
+    fn addresses(&self, address: &Address) -> [u64; 32] {
+        let Some(base) = address.base else {
+            return [address.offset; 32];
+        };
+        let mut all = [0; 32];
+        if address.wide {
+            // SAFETY: a wide register is two slots, aligned to more than a u64, and all were
+            // reserved.
+            let values = unsafe {
+                &*self
+                    .slots
+                    .as_ptr()
+                    .add(usize::from(base))
+                    .cast::<[u64; 32]>()
+            };
+            for (at, value) in all.iter_mut().zip(values) {
+                *at = value.wrapping_add(address.offset);
+            }
+        } else {
+            let values = &self.slots[usize::from(base)].0;
+            for (at, value) in all.iter_mut().zip(values) {
+                *at = u64::from(value.wrapping_add(address.offset as u32));
+            }
+        }
+        all
+    }
+
+    /// A parameter at an address that the instruction names is the same in all lanes.
+    #[inline(always)]
+    fn load_parameter(&mut self, block: &Block, address: &Address, mask: u32) -> Option<()> {
+        let known =
+            address.space == Space::Parameter && address.base.is_none() && address.count == 1;
+        if !known || !address.offset.is_multiple_of(u64::from(address.bytes)) {
+            return None;
+        }
+        let start = address.offset as usize;
+        let bytes = block
+            .launch
+            .parameters
+            .get(start..start + address.bytes as usize)?;
+        // SAFETY: the decoder reserved the slot, and the warp has all that the program reserved.
+        unsafe {
+            match (bytes, address.widths[0]) {
+                (&[a, b, c, d], 32) => put_slot(
+                    &mut self.lanes,
+                    address.registers[0],
+                    [u32::from_le_bytes([a, b, c, d]); 32],
+                    mask,
+                ),
+                (bytes, 64) => put_wide(
+                    &mut self.lanes,
+                    address.registers[0],
+                    [u64::from_le_bytes(bytes.try_into().ok()?); 32],
+                    mask,
+                ),
+                _ => return None,
+            }
+        }
+        Some(())
+    }
+
+    #[inline(always)]
+    fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        let program = block.program;
+        if self
+            .load_parameter(block, &program.addresses[op.target as usize], mask)
+            .is_some()
+        {
+            return Ok(());
+        }
+        let address = &program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.load_from(block, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn load_from(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Global | Space::Generic => {
+                let kind = if address.read_only {
+                    Global::LoadReadOnly
+                } else {
+                    Global::Load
+                };
+                self.check_global(block, kind, mask, addresses, size, pattern)?;
+                // SAFETY: the check says that each lane's bytes are there and may be read.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *const u8
+                    })
+                };
+            }
+            Space::Shared => {
+                self.serial += 1;
+                let who = self.who(block);
+                let first = addresses[mask.trailing_zeros() as usize % 32];
+                let settled = match pattern {
+                    Pattern::Row => block.shared.touch_row(&who, mask, first, size, Touch::Read),
+                    Pattern::Same => block.shared.read_same(&who, mask, first, size),
+                    Pattern::Scattered => false,
+                };
+                if !settled {
+                    self.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
+                }
+                let base = block.shared.at(0, 0).as_ptr();
+                // SAFETY: the check says that each lane's bytes are inside.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        base.add(addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Local => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.program.local_bytes,
+                    "local memory",
+                )?;
+                let (base, stride) = (self.local.as_ptr(), block.program.local_bytes);
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    // The lanes' parts of local memory are apart.
+                    self.gather(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Parameter => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.launch.parameters.len(),
+                    "the parameters",
+                )?;
+                let base = block.launch.parameters.as_ptr();
+                // SAFETY: the check says that each lane's bytes are inside.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        base.add(addresses[lane as usize] as usize)
+                    })
+                };
+            }
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        let address = &block.program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.store_to(block, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn store_to(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Global | Space::Generic => {
+                if let Err(mut fault) =
+                    self.check_global(block, Global::Store, mask, addresses, size, pattern)
+                {
+                    let [x, y, _] = block.launch.block;
+                    let [tx, ty, tz] = fault.thread;
+                    let lane = (tx + x * (ty + y * tz)) % 32;
+                    let value = &self.stored(address, lane)[..size as usize];
+                    let at = addresses[lane as usize] as *const u8;
+                    // SAFETY: a race is about bytes of an allocation, and whole operands lie in it.
+                    let same = is_race(&fault.what)
+                        && unsafe { std::slice::from_raw_parts(at, value.len()) } == value;
+                    fault.what = of_class(fault.what, same);
+                    return Err(fault);
+                }
+                // SAFETY: the check says that each lane's bytes are there and may be
+                // written.
+                unsafe {
+                    self.scatter(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *mut u8
+                    })
+                };
+            }
+            Space::Shared => self.store_shared(block, address, mask, addresses, pattern)?,
+            Space::Local => {
+                self.check_inside(
+                    block,
+                    mask,
+                    addresses,
+                    size,
+                    block.program.local_bytes,
+                    "local memory",
+                )?;
+                let (base, stride) = (self.local.as_mut_ptr(), block.program.local_bytes);
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    // The lanes' parts of local memory are apart.
+                    self.scatter(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
+            }
+            Space::Parameter => {
+                return Err(self.fault_here(block, mask, "a kernel cannot write its parameters"))
+            }
+        }
+        Ok(())
+    }
+
+    /// A row at once; else lane by lane, because two lanes may write to the same place.
+    #[inline(always)]
+    fn store_shared(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        mask: u32,
+        addresses: &[u64; 32],
+        pattern: Pattern,
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        self.serial += 1;
+        let first = addresses[mask.trailing_zeros() as usize % 32];
+        let shared = &mut block.shared;
+        let row = pattern == Pattern::Row;
+        let line = block.ops[self.at as usize].line;
+        if row && shared.touch_row(&self.who_at(line), mask, first, size, Touch::Write) {
+            let base = shared.at(0, 0).as_mut_ptr();
+            // SAFETY: the check says that each lane's bytes are inside.
+            unsafe {
+                self.scatter(address, mask, pattern, |lane| {
+                    base.add(addresses[lane as usize] as usize)
+                })
+            };
+            return Ok(());
+        }
+        if pattern == Pattern::Scattered {
+            count_conflicts(&mut block.counts, addresses, mask, size);
+        }
+        for lane in lanes_of(mask) {
+            let value = self.stored(address, lane);
+            let value = &value[..size as usize];
+            let at = addresses[lane as usize];
+            let who = self.who(block);
+            let meeting = match row {
+                true => None,
+                false => block.shared.collides(&who, lane, at, value),
+            };
+            if let Some(other) = meeting {
+                let what = format!(
+                    "lanes {other} and {lane} store different values at {at:#x} of shared memory"
+                );
+                return Err(self.fault(block, self.at, lane, what));
+            }
+            if let Err(what) = block.shared.touch(&who, lane, at, size, Touch::Write) {
+                let same = is_race(&what) && block.shared.at(at, size) == value;
+                return Err(self.fault(block, self.at, lane, of_class(what, same)));
+            }
+            block.shared.at(at, size).copy_from_slice(value);
+        }
+        Ok(())
+    }
+
+    /// The bytes that a lane stores.
+    fn stored(&self, address: &Address, lane: u32) -> [u8; 32] {
+        let mut value = [0; 32];
+        for index in 0..address.count as usize {
+            let bits = if address.bytes == 8 || address.widths[index] == 64 {
+                self.get64(address.registers[index], lane)
+            } else {
+                u64::from(self.get32(address.registers[index], lane))
+            };
+            let bytes = address.bytes as usize;
+            value[index * bytes..][..bytes].copy_from_slice(&bits.to_le_bytes()[..bytes]);
+        }
+        value
+    }
+
+    #[inline(always)]
+    fn who(&self, block: &Block) -> Who<'_> {
+        self.who_at(block.ops[self.at as usize].line)
+    }
+
+    #[inline(always)]
+    fn who_at(&self, line: u32) -> Who<'_> {
+        Who {
+            warp: self.number,
+            order: &self.order,
+            serial: self.serial,
+            line,
+        }
+    }
+
+    #[inline(always)]
+    fn check_shared(
+        &mut self,
+        block: &mut Block,
+        mask: u32,
+        addresses: &[u64; 32],
+        size: u32,
+        pattern: Pattern,
+        touch: Touch,
+    ) -> Done<()> {
+        self.serial += 1;
+        if pattern == Pattern::Scattered {
+            count_conflicts(&mut block.counts, addresses, mask, size);
+        }
+        let who = self.who(block);
+        for lane in lanes_of(mask) {
+            let touched = block
+                .shared
+                .touch(&who, lane, addresses[lane as usize], size, touch);
+            touched.map_err(|what| self.fault(block, self.at, lane, what))?;
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn check_inside(
+        &self,
+        block: &Block,
+        mask: u32,
+        addresses: &[u64; 32],
+        size: u32,
+        bytes: usize,
+        place: &str,
+    ) -> Done<()> {
+        if all_inside(addresses, mask, size, bytes) {
+            return Ok(());
+        }
+        for lane in lanes_of(mask) {
+            let at = addresses[lane as usize];
+            let end = at.checked_add(u64::from(size));
+            if end.is_none_or(|end| end > bytes as u64) {
+                let what = format!(
+                    "{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}"
+                );
+                return Err(self.fault(block, self.at, lane, what));
+            }
+            if !at.is_multiple_of(u64::from(size)) {
+                return Err(self.fault(
+                    block,
+                    self.at,
+                    lane,
+                    format!("{size} bytes at {at:#x} of {place} are misaligned"),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn check_global(
+        &mut self,
+        block: &mut Block,
+        kind: Global,
+        mask: u32,
+        addresses: &[u64; 32],
+        size: u32,
+        pattern: Pattern,
+    ) -> Done<()> {
+        let access = Access {
+            kind,
+            size,
+            mask,
+            addresses,
+        };
+        let checked = block.view.check_as(&access, pattern);
+        checked.map_err(|violation| self.fault(block, self.at, violation.lane, violation.what))?;
+        let bytes = u64::from(mask.count_ones() * size);
+        let sectors = sectors(addresses, mask, size, pattern);
+        let counts = &mut block.counts;
+        if matches!(kind, Global::Load | Global::LoadReadOnly) {
+            counts.bytes_loaded += bytes;
+            counts.sectors_loaded += sectors;
+        } else {
+            counts.bytes_stored += bytes;
+            counts.sectors_stored += sectors;
+        }
+        Ok(())
+    }
+
+    /// Reads each lane's bytes into its registers.
+    ///
+    /// # Safety
+    /// `place` points to all bytes of the operand for each lane of the mask, and the places are as
+    /// the pattern says.
+    #[inline(always)]
+    unsafe fn gather(
+        &mut self,
+        address: &Address,
+        mask: u32,
+        pattern: Pattern,
+        place: impl Fn(u32) -> *const u8,
+    ) {
+        let size = (address.bytes * address.count) as usize;
+        let first = place(mask.trailing_zeros());
+        for index in 0..address.count as usize {
+            let slot = self
+                .slots
+                .as_mut_ptr()
+                .add(usize::from(address.registers[index]));
+            let plus = index * address.bytes as usize;
+            let first = first.add(plus);
+            macro_rules! each_lane {
+                ($from:ty, $register:ty, $mask:expr) => {{
+                    let slot = slot.cast::<$register>();
+                    let value = |from: *const u8| {
+                        (from.cast::<$from>().read_unaligned() as $register) & $mask
+                    };
+                    if pattern == Pattern::Row && mask == !0 && address.count == 1 {
+                        for lane in 0..32 {
+                            *slot.add(lane) = value(first.add(lane * size_of::<$from>()));
+                        }
+                    } else if pattern == Pattern::Row && mask == !0 {
+                        for lane in 0..32 {
+                            *slot.add(lane) = value(first.add(lane * size));
+                        }
+                    } else if pattern == Pattern::Same {
+                        let value = value(first);
+                        for lane in 0..32 {
+                            let to = slot.add(lane);
+                            *to = if mask >> lane & 1 == 1 { value } else { *to };
+                        }
+                    } else {
+                        for lane in lanes_of(mask) {
+                            *slot.add(lane as usize) = value(place(lane).add(plus));
+                        }
+                    }
+                }};
+            }
+            match (address.bytes, address.signed, address.widths[index]) {
+                (4, _, 32) => each_lane!(u32, u32, !0),
+                (8, _, _) => each_lane!(u64, u64, !0),
+                (4, true, _) => each_lane!(i32, u64, !0),
+                (4, false, _) => each_lane!(u32, u64, !0),
+                (2, false, 64) => each_lane!(u16, u64, !0),
+                (2, true, 64) => each_lane!(i16, u64, !0),
+                (2, true, 32) => each_lane!(i16, u32, !0),
+                (2, _, _) => each_lane!(u16, u32, !0),
+                (1, false, 64) => each_lane!(u8, u64, !0),
+                (1, true, 64) => each_lane!(i8, u64, !0),
+                (1, true, 32) => each_lane!(i8, u32, !0),
+                (1, true, _) => each_lane!(i8, u32, 0xffff),
+                _ => each_lane!(u8, u32, !0),
+            }
+        }
+    }
+
+    /// Writes each lane's registers to its bytes.
+    ///
+    /// # Safety
+    /// `place` points to all bytes of the operand for each lane of the mask, and the places are as
+    /// the pattern says.
+    #[inline(always)]
+    unsafe fn scatter(
+        &mut self,
+        address: &Address,
+        mask: u32,
+        pattern: Pattern,
+        place: impl Fn(u32) -> *mut u8,
+    ) {
+        let first = place(mask.trailing_zeros());
+        for index in 0..address.count as usize {
+            let slot = self
+                .slots
+                .as_ptr()
+                .add(usize::from(address.registers[index]));
+            let plus = index * address.bytes as usize;
+            macro_rules! each_lane {
+                ($to:ty, $register:ty) => {{
+                    let slot = slot.cast::<$register>();
+                    let put = |to: *mut u8, value| to.cast::<$to>().write_unaligned(value);
+                    if pattern == Pattern::Row && mask == !0 && address.count == 1 {
+                        for lane in 0..32 {
+                            put(first.add(lane * size_of::<$to>()), *slot.add(lane) as $to);
+                        }
+                    } else {
+                        for lane in lanes_of(mask) {
+                            put(place(lane).add(plus), *slot.add(lane as usize) as $to);
+                        }
+                    }
+                }};
+            }
+            match (address.bytes, address.widths[index]) {
+                (4, 32) => each_lane!(u32, u32),
+                (8, _) => each_lane!(u64, u64),
+                (4, _) => each_lane!(u32, u64),
+                (2, 64) => each_lane!(u16, u64),
+                (2, _) => each_lane!(u16, u32),
+                (1, 64) => each_lane!(u8, u64),
+                _ => each_lane!(u8, u32),
+            }
+        }
+    }
+
+    #[inline(never)]
+    fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        let address = &block.program.addresses[op.target as usize];
+        let mut addresses = self.addresses(address);
+        let mut left = mask;
+        while left != 0 {
+            let (space, here) = take_space(address.space, &mut addresses, left);
+            left &= !here;
+            self.atomic_in(block, op, address, space, here, &addresses)?;
+        }
+        Ok(())
+    }
+
+    fn atomic_in(
+        &mut self,
+        block: &mut Block,
+        op: &Op,
+        address: &Address,
+        space: Space,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let (size, Some(ty)) = (address.bytes, address.adds) else {
+            return Ok(());
+        };
+        let pattern = Pattern::of(addresses, mask, size);
+        match space {
+            Space::Shared => {
+                self.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
+            }
+            Space::Global | Space::Generic => {
+                self.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
+            }
+            _ => return Err(self.fault_here(block, mask, "an atomic of this space")),
+        }
+        for lane in lanes_of(mask) {
+            let at = addresses[lane as usize];
+            let place = if space == Space::Shared {
+                block.shared.at(at, size).as_mut_ptr()
+            } else {
+                at as *mut u8
+            };
+            let wide = size == 8;
+            let get = |slot: u16| {
+                if wide {
+                    self.get64(slot, lane)
+                } else {
+                    u64::from(self.get32(slot, lane))
+                }
+            };
+            let a = get(op.a);
+            let mut bytes = [0u8; 8];
+            // SAFETY: the check says that the bytes are there and may be read and written.
+            unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
+            let old = u64::from_le_bytes(bytes);
+            let new = sum(ty, old, a);
+            // SAFETY: as above.
+            unsafe {
+                std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize)
+            };
+            if wide {
+                self.set64(op.d, lane, old);
+            } else {
+                self.slots[usize::from(op.d)].0[lane as usize] = old as u32;
+            }
+        }
+        Ok(())
+    }
+
+    /// The source is read now, the destination written when somebody waits: a kernel may count on
+    /// neither.
+    #[inline(never)]
+    fn copy_async(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        let program = block.program;
+        let from = &program.addresses[op.target as usize];
+        let to = &program.addresses[op.immediate as usize];
+        let (sources, places) = (self.addresses(from), self.addresses(to));
+        let bytes = from.bytes;
+        let whole = lanes_of(mask)
+            .filter(|lane| self.get32(op.a, *lane) >= bytes)
+            .fold(0, |mask, lane| mask | 1 << lane);
+        if whole != 0 {
+            let pattern = Pattern::of(&sources, whole, bytes);
+            self.check_global(block, Global::Load, whole, &sources, bytes, pattern)?;
+        }
+        let mut flight = Flight {
+            lanes: mask,
+            groups: self.groups,
+            addresses: places,
+            bytes,
+            data: [[0; 16]; 32],
+        };
+        for lane in lanes_of(mask) {
+            let wanted = self.get32(op.a, lane).min(bytes);
+            let source = sources[lane as usize];
+            if whole >> lane & 1 == 0 {
+                // A copy shorter than its destination is checked byte by byte.
+                for byte in 0..u64::from(wanted) {
+                    let mut one = sources;
+                    one[lane as usize] = source + byte;
+                    self.check_global(block, Global::Load, 1 << lane, &one, 1, Pattern::Same)?;
+                }
+            }
+            let data = &mut flight.data[lane as usize];
+            // SAFETY: the check says that the bytes are there and may be read.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    source as *const u8,
+                    data.as_mut_ptr(),
+                    wanted as usize,
+                )
+            };
+        }
+        self.serial += 1;
+        let row = Pattern::of(&places, mask, bytes) == Pattern::Row;
+        let first = places[mask.trailing_zeros() as usize % 32];
+        let line = block.ops[self.at as usize].line;
+        if !row || !(block.shared).fly_row(&self.who_at(line), mask, first, bytes) {
+            for lane in lanes_of(mask) {
+                let who = self.who(block);
+                let flown = (block.shared).fly(&who, lane, places[lane as usize], bytes);
+                flown.map_err(|what| self.fault(block, self.at, lane, what))?;
+            }
+        }
+        self.flights.push_back(flight);
+        Ok(())
+    }
+
+    /// Lands the copies of all groups but the latest few.
+    #[inline(never)]
+    fn wait_group(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
+        // Groups from these on stay in flight.
+        let mut ends = [0; 32];
+        for lane in lanes_of(mask) {
+            let group = &mut self.groups[lane as usize];
+            ends[lane as usize] = if op.immediate == u64::MAX {
+                *group += 1;
+                *group
+            } else {
+                group.saturating_sub(op.immediate.min(u64::from(u32::MAX)) as u32)
+            };
+        }
+        let mut flights = std::mem::take(&mut self.flights);
+        for flight in &mut flights {
+            let mut landing = 0;
+            for (lane, (group, end)) in flight.groups.iter().zip(&ends).enumerate() {
+                landing |= u32::from(group < end) << lane;
+            }
+            landing &= flight.lanes;
+            if landing != 0 {
+                flight.lanes &= !landing;
+                self.land(block, flight, landing)?;
+            }
+        }
+        while flights.front().is_some_and(|flight| flight.lanes == 0) {
+            flights.pop_front();
+        }
+        self.flights = flights;
+        Ok(())
+    }
+
+    fn land(&mut self, block: &mut Block, flight: &Flight, lanes: u32) -> Done<()> {
+        let &Flight {
+            ref addresses,
+            bytes,
+            ref data,
+            ..
+        } = flight;
+        self.serial += 1;
+        let row = bytes == 16 && Pattern::of(addresses, lanes, bytes) == Pattern::Row;
+        let start = lanes.trailing_zeros() as usize % 32;
+        let line = block.ops[self.at as usize].line;
+        let data_row = &data[start..start + lanes.count_ones() as usize * usize::from(row)];
+        if row
+            && (block.shared).land_row(
+                &self.who_at(line),
+                lanes,
+                addresses[start],
+                data_row.as_flattened(),
+            )
+        {
+            return Ok(());
+        }
+        for lane in lanes_of(lanes) {
+            self.serial += 1;
+            let who = self.who(block);
+            let (address, data) = (addresses[lane as usize], &data[lane as usize]);
+            let landed = (block.shared).land(&who, lane, address, &data[..bytes as usize]);
+            landed.map_err(|what| self.fault(block, self.at, lane, what))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a refused store met another store.
+fn is_race(what: &str) -> bool {
+    what.contains("race: ") && (what.contains(" wrote ") || what.contains(" writes;"))
+}
+
+/// Tells a race of two writes of one value from others: whoever comes last, the bytes are the same.
+fn of_class(what: String, same: bool) -> String {
+    match same {
+        true => format!("{what} (both write the same value)"),
+        false => what,
+    }
+}
+
+fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
+    let mut left = mask;
+    std::iter::from_fn(move || {
+        let lane = (left != 0).then(|| left.trailing_zeros())?;
+        left &= left - 1;
+        Some(lane)
+    })
+}
+
+/// Whether each lane's `size` bytes, a power of two, are aligned and within `bytes` bytes.
+#[inline(always)]
+fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool {
+    let size = u64::from(size);
+    let Some(last) = (bytes as u64).checked_sub(size) else {
+        return false;
+    };
+    let mut outside = false;
+    for (lane, &at) in addresses.iter().enumerate() {
+        outside |= mask >> lane & 1 == 1 && (at > last || at & (size - 1) != 0);
+    }
+    !outside
+}
+
+/// Finds the space that the first lane's address is of, and which lanes' are too. Generic addresses
+/// become those of the space. What is in no window is global, where it is checked.
+#[inline(always)]
+fn take_space(space: Space, addresses: &mut [u64; 32], mask: u32) -> (Space, u32) {
+    if space != Space::Generic {
+        return (space, mask);
+    }
+    let window = addresses[mask.trailing_zeros() as usize % 32] >> 60;
+    let space = match window << 60 {
+        SHARED_WINDOW => Space::Shared,
+        LOCAL_WINDOW => Space::Local,
+        PARAMETER_WINDOW => Space::Parameter,
+        _ => Space::Global,
+    };
+    let mut here = 0;
+    for (lane, at) in addresses.iter_mut().enumerate() {
+        let inside = mask >> lane & 1 == 1 && *at >> 60 == window;
+        here |= u32::from(inside) << lane;
+        *at -= if inside && space != Space::Global {
+            window << 60
+        } else {
+            0
+        };
+    }
+    (space, here)
+}
+
+/// How many sectors of 32 bytes the lanes touch.
+#[inline(always)]
+fn sectors(addresses: &[u64; 32], mask: u32, size: u32, pattern: Pattern) -> u64 {
+    let first = addresses[mask.trailing_zeros() as usize % 32];
+    let bytes = match pattern {
+        Pattern::Row => mask.count_ones() * size,
+        Pattern::Same => size,
+        Pattern::Scattered => return scattered_sectors(addresses, mask, size),
+    };
+    ((first + u64::from(bytes) - 1) >> 5) - (first >> 5) + 1
+}
+
+fn scattered_sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
+    let mut least = u64::MAX;
+    let mut most = 0;
+    for lane in lanes_of(mask) {
+        let at = addresses[lane as usize];
+        least = least.min(at >> 5);
+        most = most.max((at + u64::from(size) - 1) >> 5);
+    }
+    if most - least < 64 {
+        let mut touched = 0u64;
+        for lane in lanes_of(mask) {
+            let at = addresses[lane as usize];
+            touched |= 1 << ((at >> 5) - least);
+            touched |= 1 << (((at + u64::from(size) - 1) >> 5) - least);
+        }
+        return u64::from(touched.count_ones());
+    }
+    // Operands are aligned and at most 16 bytes, so one lies in one sector.
+    let mut all: Vec<u64> = lanes_of(mask)
+        .map(|lane| addresses[lane as usize] >> 5)
+        .collect();
+    all.sort_unstable();
+    all.dedup();
+    all.len() as u64
+}
+
+/// What an atomic addition leaves in memory.
+fn sum(ty: Scalar, old: u64, a: u64) -> u64 {
+    let half = |format| {
+        let (x, y) = (float::widen(old, format), float::widen(a, format));
+        float::add(x, y, Mode::Nearest, format)
+    };
+    match ty {
+        Scalar::Integer => old.wrapping_add(a),
+        Scalar::F32 => {
+            let sum = f32::from_bits(old as u32) + f32::from_bits(a as u32);
+            u64::from(float::canonical32(sum).to_bits())
+        }
+        Scalar::F64 => (f64::from_bits(old) + f64::from_bits(a)).to_bits(),
+        Scalar::F16 => half(F16),
+        Scalar::Bf16 => half(BF16),
+    }
+}

@@ -1,0 +1,206 @@
+//! Decoded instructions, and what they work on: the registers of a warp's 32 lanes.
+
+use std::ops::Range;
+
+/// 32 values of 32 bits; two slots hold 32 values of 64 bits. A value of 16 bits is extended by
+/// zeros.
+#[derive(Clone, Copy)]
+#[repr(C, align(128))]
+pub struct Slot(pub [u32; 32]);
+
+/// The registers of a warp, as arithmetic sees them.
+pub struct Lanes {
+    pub slots: *mut Slot,
+    pub predicates: *mut u32,
+    /// The carry flag of each lane.
+    pub carry: u32,
+    /// The seed that moves approximate results, if they are to be moved.
+    pub perturb: Option<u64>,
+}
+
+/// Computes an instruction for the lanes of a mask.
+///
+/// A caller proves that the slots and predicates named by the instruction are those of the function
+/// it was decoded for.
+pub type Exec = unsafe fn(&mut Lanes, &Op, u32);
+
+/// What a warp instruction occupies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Class {
+    /// Integers, predicates, moves, conversions between integers.
+    Integer,
+    /// f32, f16 and bf16 arithmetic.
+    Float,
+    /// f64 arithmetic.
+    Double,
+    /// Conversions to or from a floating-point number.
+    Convert,
+    /// Roots, reciprocals, exponentials, logarithms.
+    Special,
+    /// Loads and stores of global memory.
+    Global,
+    /// Loads and stores of shared memory.
+    Shared,
+    /// Parameters, constants and local memory.
+    Other,
+    /// Branches, calls, returns.
+    Control,
+    /// Shuffles, votes, barriers.
+    Sync,
+}
+
+impl Class {
+    /// How many there are.
+    pub const COUNT: usize = 10;
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Space {
+    Generic,
+    Global,
+    Shared,
+    Local,
+    Parameter,
+}
+
+/// What a warp has to do for an instruction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Arithmetic,
+    Branch,
+    Call,
+    Return,
+    Exit,
+    Load,
+    Store,
+    Atomic,
+    CopyParameter,
+    CopyAsync,
+    CommitGroup,
+    WaitGroup,
+    Shuffle,
+    ActiveMask,
+    WarpBarrier,
+    Barrier,
+    Assert,
+    Unknown,
+}
+
+/// A decoded instruction. Operands are numbers of slots or predicates.
+#[derive(Clone, Copy)]
+pub struct Op {
+    pub(crate) exec: Exec,
+    pub(crate) immediate: u64,
+    pub(crate) kind: Kind,
+    pub(crate) class: Class,
+    /// A lane takes part where this predicate differs from `flip`.
+    pub(crate) guard: u16,
+    pub(crate) flip: u32,
+    pub(crate) d: u16,
+    pub(crate) a: u16,
+    pub(crate) b: u16,
+    pub(crate) c: u16,
+    pub(crate) more: [u16; 2],
+    /// The instruction to go to, or the number of an [`Address`] or [`Copy`].
+    pub(crate) target: u32,
+    /// In the PTX text.
+    pub(crate) line: u32,
+}
+
+/// The memory operand of an instruction, and the registers that go there.
+pub(crate) struct Address {
+    pub space: Space,
+    /// Of one element.
+    pub bytes: u32,
+    pub count: u32,
+    pub signed: bool,
+    pub read_only: bool,
+    /// The slot of the address, if a register is part of it.
+    pub base: Option<u16>,
+    pub wide: bool,
+    pub offset: u64,
+    pub registers: [u16; 4],
+    /// Bits of each register.
+    pub widths: [u8; 4],
+    /// Of what type an atomic addition is.
+    pub adds: Option<Scalar>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scalar {
+    Integer,
+    F16,
+    Bf16,
+    F32,
+    F64,
+}
+
+/// A call's argument or result: bytes of a thread's own memory.
+pub(crate) struct Copy {
+    pub from: u32,
+    pub to: u32,
+    pub bytes: u32,
+}
+
+/// A value that does not change while a block runs.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum Value {
+    Bits(u64),
+    /// An address in the module's variables.
+    Global(u64),
+    /// An address behind the start of dynamic shared memory.
+    DynamicShared(u64),
+    /// The index of a thread, a block, or the size of either; the second number is the axis.
+    Thread(u8),
+    Threads(u8),
+    Block(u8),
+    Blocks(u8),
+    Lane,
+    Warp,
+    Warps,
+    LaneMask(LaneMask),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum LaneMask {
+    Equal,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+}
+
+/// An entry with all that it calls, decoded.
+pub(crate) struct Program {
+    pub ops: Vec<Op>,
+    pub addresses: Vec<Address>,
+    pub copies: Vec<Copy>,
+    /// What an unknown instruction, or a failed assertion, is told as.
+    pub messages: Vec<String>,
+    /// Where each instruction's text is.
+    pub texts: Vec<Range<u32>>,
+    /// File and line of each instruction's source; 0 if unknown.
+    pub sources: Vec<(u32, u32)>,
+    pub slots: usize,
+    pub predicates: usize,
+    /// Slots that are filled before a block runs, and whether they hold 64 bits.
+    pub values: Vec<(Value, bool, u16)>,
+    pub local_bytes: usize,
+    pub shared_bytes: usize,
+    pub dynamic_align: usize,
+}
+
+impl Program {
+    /// Where dynamic shared memory starts.
+    pub fn dynamic_start(&self) -> usize {
+        self.shared_bytes.next_multiple_of(self.dynamic_align)
+    }
+}
+
+/// Generic addresses of a block's own memory lie above all that hosts have.
+pub(crate) const SHARED_WINDOW: u64 = 1 << 60;
+
+pub(crate) const LOCAL_WINDOW: u64 = 2 << 60;
+
+pub(crate) const PARAMETER_WINDOW: u64 = 3 << 60;

@@ -1,0 +1,1399 @@
+//! A function's text to instructions.
+
+use super::source::{declared, number, type_bytes, Parameter, Source};
+use crate::isa::alu;
+use crate::isa::op::*;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// A predicate that holds in every lane, and one that nobody reads.
+const ALWAYS: u16 = 0;
+
+const SINK: u16 = 1;
+
+/// Slots that nobody reads; two, for 64 bits.
+const SINK_SLOT: u16 = 0;
+
+/// Decodes an entry and all that it calls.
+pub(super) fn program(source: &Source, function: usize) -> Result<Program, String> {
+    let mut decoder = Decoder {
+        module: source,
+        program: Program {
+            ops: vec![],
+            addresses: vec![],
+            copies: vec![],
+            messages: vec![],
+            texts: vec![],
+            sources: vec![],
+            slots: 2,
+            predicates: 2,
+            values: vec![],
+            local_bytes: 0,
+            shared_bytes: 0,
+            dynamic_align: 16,
+        },
+        known_values: HashMap::new(),
+        frames: vec![],
+        shared: HashMap::new(),
+        registers: vec![],
+        memory: vec![],
+        scopes: vec![],
+        labels: vec![],
+        jumps: vec![],
+        calls: vec![],
+        guard: (ALWAYS, 0),
+        source: (0, 0),
+        line: 0,
+        text: 0..0,
+        function,
+    };
+    decoder.frame(function);
+    let mut next = 0;
+    while next < decoder.frames.len() {
+        decoder.function(next)?;
+        next += 1;
+    }
+    for &(op, callee) in &decoder.calls {
+        decoder.program.ops[op].target = decoder.frames[callee].start;
+    }
+    let program = decoder.program;
+    if program.slots >= 0xffff || program.predicates >= 0xffff {
+        return Err(format!(
+            "{} has too many registers",
+            source.functions[function].name
+        ));
+    }
+    Ok(program)
+}
+
+/// A function that is called, and where its parameters are in a thread's memory.
+struct Frame {
+    function: usize,
+    parameters: Vec<u32>,
+    returns: Vec<u32>,
+    start: u32,
+}
+
+#[derive(Clone, Copy)]
+struct Register {
+    number: u16,
+    /// 1 for a predicate.
+    bits: u8,
+}
+
+struct Declaration<'a> {
+    name: &'a str,
+    first: Register,
+    /// `%r<8>` declares `%r0` to `%r7`.
+    count: Option<u32>,
+}
+
+/// A variable of a thread's own memory: `.local`, or a parameter of a call.
+struct Own<'a> {
+    name: &'a str,
+    offset: u32,
+    bytes: u32,
+}
+
+/// What is declared from here on ends with the scope.
+struct Scope {
+    registers: usize,
+    memory: usize,
+    labels: usize,
+    jumps: usize,
+}
+
+struct Decoder<'a> {
+    module: &'a Source,
+    program: Program,
+    known_values: HashMap<(Value, bool), u16>,
+    frames: Vec<Frame>,
+    shared: HashMap<&'a str, u32>,
+    registers: Vec<Declaration<'a>>,
+    memory: Vec<Own<'a>>,
+    scopes: Vec<Scope>,
+    labels: Vec<(&'a str, u32)>,
+    jumps: Vec<(&'a str, usize)>,
+    calls: Vec<(usize, usize)>,
+    guard: (u16, u32),
+    source: (u32, u32),
+    line: u32,
+    text: Range<u32>,
+    function: usize,
+}
+
+/// What a symbol stands for.
+enum Symbol {
+    Value(Value),
+    Offset(Space, u64),
+}
+
+unsafe fn no_arithmetic(_: &mut Lanes, _: &Op, _: u32) {}
+
+impl<'a> Decoder<'a> {
+    /// The frame of a function, made at its first mention.
+    fn frame(&mut self, function: usize) -> usize {
+        if let Some(known) = self
+            .frames
+            .iter()
+            .position(|frame| frame.function == function)
+        {
+            return known;
+        }
+        let is_entry = self.frames.is_empty();
+        let mut places = |all: &[Parameter]| {
+            if is_entry {
+                return vec![];
+            }
+            let each = all
+                .iter()
+                .map(|one| self.program.reserve_local(one.size, 16));
+            each.collect()
+        };
+        let parameters = places(&self.module.functions[function].parameters);
+        let returns = places(&self.module.functions[function].returns);
+        self.frames.push(Frame {
+            function,
+            parameters,
+            returns,
+            start: 0,
+        });
+        self.frames.len() - 1
+    }
+
+    fn function(&mut self, frame: usize) -> Result<(), String> {
+        let module = self.module;
+        self.function = self.frames[frame].function;
+        let function = &module.functions[self.function];
+        let Some((body, line)) = &function.body else {
+            return Err(format!("{} has no body", function.name));
+        };
+        self.frames[frame].start = self.program.ops.len() as u32;
+        self.registers.clear();
+        self.memory.clear();
+        for (parameters, places) in [
+            (&function.parameters, &self.frames[frame].parameters),
+            (&function.returns, &self.frames[frame].returns),
+        ] {
+            for (parameter, &offset) in parameters.iter().zip(places) {
+                self.memory.push(Own {
+                    name: &parameter.name,
+                    offset,
+                    bytes: parameter.size as u32,
+                });
+            }
+        }
+        self.line = *line;
+        self.source = (0, 0);
+        self.open_scope();
+        self.statements(body.clone())?;
+        self.close_scope();
+        if let Some((label, _)) = self.jumps.pop() {
+            return Err(format!("{}: there is no label {label}", function.name));
+        }
+        // A body may end without `ret`.
+        self.guard = (ALWAYS, 0);
+        self.leave();
+        Ok(())
+    }
+
+    fn open_scope(&mut self) {
+        self.scopes.push(Scope {
+            registers: self.registers.len(),
+            memory: self.memory.len(),
+            labels: self.labels.len(),
+            jumps: self.jumps.len(),
+        });
+    }
+
+    fn close_scope(&mut self) {
+        let Some(scope) = self.scopes.pop() else {
+            return;
+        };
+        self.registers.truncate(scope.registers);
+        self.memory.truncate(scope.memory);
+        let labels: HashMap<&str, u32> = self.labels.drain(scope.labels..).collect();
+        let ops = &mut self.program.ops;
+        let mut kept = scope.jumps;
+        for index in scope.jumps..self.jumps.len() {
+            let (label, op) = self.jumps[index];
+            match labels.get(label) {
+                Some(&target) => ops[op].target = target,
+                None => {
+                    self.jumps[kept] = (label, op);
+                    kept += 1;
+                }
+            }
+        }
+        self.jumps.truncate(kept);
+    }
+
+    fn statements(&mut self, body: Range<usize>) -> Result<(), String> {
+        let text: &'a str = &self.module.text;
+        let bytes = text.as_bytes();
+        let mut at = body.start;
+        while at < body.end {
+            let byte = bytes[at];
+            match byte {
+                b'\n' => {
+                    self.line += 1;
+                    at += 1;
+                }
+                b'{' => {
+                    self.open_scope();
+                    at += 1;
+                }
+                b'}' => {
+                    self.close_scope();
+                    at += 1;
+                }
+                b';' => at += 1,
+                _ if byte.is_ascii_whitespace() => at += 1,
+                b'/' if bytes[at..].starts_with(b"//") => {
+                    at = text[at..body.end]
+                        .find('\n')
+                        .map_or(body.end, |end| at + end);
+                }
+                _ if bytes[at..].starts_with(b".loc")
+                    && bytes.get(at + 4).is_some_and(u8::is_ascii_whitespace) =>
+                {
+                    let end = text[at..body.end]
+                        .find('\n')
+                        .map_or(body.end, |end| at + end);
+                    let mut words = text[at..end]
+                        .split_whitespace()
+                        .skip(1)
+                        .map(|word| word.parse().unwrap_or(0));
+                    self.source = (words.next().unwrap_or(0), words.next().unwrap_or(0));
+                    at = end;
+                }
+                _ => {
+                    let length = bytes[at..body.end]
+                        .iter()
+                        .position(|byte| *byte == b';' || *byte == b':')
+                        .unwrap_or(body.end - at);
+                    let mut end = at + length;
+                    // `::` is part of a modifier.
+                    while bytes.get(end) == Some(&b':') && bytes.get(end + 1) == Some(&b':') {
+                        let more = bytes[end + 2..body.end]
+                            .iter()
+                            .position(|byte| *byte == b';' || *byte == b':');
+                        end = end + 2 + more.unwrap_or(body.end - end - 2);
+                    }
+                    let statement = &text[at..end];
+                    if bytes.get(end) == Some(&b':') {
+                        self.labels
+                            .push((statement.trim(), self.program.ops.len() as u32));
+                    } else {
+                        self.text = at as u32..end as u32;
+                        self.statement(statement)?;
+                    }
+                    self.line += statement.bytes().filter(|byte| *byte == b'\n').count() as u32;
+                    at = end + 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn statement(&mut self, text: &'a str) -> Result<(), String> {
+        if text.starts_with('.') {
+            return self
+                .directive(text)
+                .ok_or_else(|| self.not_understood(text));
+        }
+        let mut rest = text.trim();
+        self.guard = (ALWAYS, 0);
+        if let Some(guarded) = rest.strip_prefix('@') {
+            let (name, after) = guarded
+                .split_once(char::is_whitespace)
+                .ok_or_else(|| self.not_understood(text))?;
+            let (name, flip) = match name.strip_prefix('!') {
+                Some(name) => (name, !0),
+                None => (name, 0),
+            };
+            let register = self
+                .register(name)
+                .ok_or_else(|| self.not_understood(text))?;
+            self.guard = (register.number, flip);
+            rest = after.trim_start();
+        }
+        let (mnemonic, operands) = rest
+            .split_once(|c: char| c.is_whitespace())
+            .unwrap_or((rest, ""));
+        let operands = split(operands);
+        let before = self.program.ops.len();
+        if self.instruction(mnemonic, &operands).is_none() {
+            self.program.ops.truncate(before);
+            self.program.texts.truncate(before);
+            self.program.sources.truncate(before);
+            self.jumps.retain(|(_, op)| *op < before);
+            self.calls.retain(|(op, _)| *op < before);
+            self.message(
+                Kind::Unknown,
+                format!("softgpu does not know the instruction {mnemonic}"),
+            );
+        }
+        Ok(())
+    }
+
+    fn not_understood(&self, text: &str) -> String {
+        format!("line {}: not understood: {}", self.line, text.trim())
+    }
+
+    fn directive(&mut self, text: &'a str) -> Option<()> {
+        let word = text.split_whitespace().next()?;
+        let word = word.split('.').nth(1).map_or(word, |first| first);
+        match word {
+            "reg" => {
+                let rest = text[4..].trim_start();
+                let (ty, names) = rest.split_once(char::is_whitespace)?;
+                let bits = match ty {
+                    ".pred" => 1,
+                    _ => (type_bytes(ty)? * 8) as u8,
+                };
+                for name in names.split(',').map(str::trim) {
+                    let (name, count) = match name.split_once('<') {
+                        Some((name, count)) => {
+                            (name, Some(count.trim_end_matches('>').trim().parse().ok()?))
+                        }
+                        None => (name, None),
+                    };
+                    let first = self.program.reserve(bits, count.unwrap_or(1))?;
+                    self.registers.push(Declaration { name, first, count });
+                }
+            }
+            "local" | "param" => {
+                let (name, align, bytes, _) = declared(text)?;
+                let offset = self.program.reserve_local(bytes, align);
+                self.memory.push(Own {
+                    name,
+                    offset,
+                    bytes: bytes as u32,
+                });
+            }
+            "shared" => {
+                let (name, align, bytes, _) = declared(text)?;
+                let offset = self.program.reserve_shared(bytes, align);
+                self.shared.insert(name, offset);
+            }
+            "pragma" => {}
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn register(&self, name: &str) -> Option<Register> {
+        let digits = name.bytes().rev().take_while(u8::is_ascii_digit).count();
+        let (prefix, number) = name.split_at(name.len() - digits);
+        let number: Option<u32> = number.parse().ok();
+        for declaration in self.registers.iter().rev() {
+            match (declaration.count, number) {
+                (None, _) if declaration.name == name => return Some(declaration.first),
+                (Some(count), Some(number)) if declaration.name == prefix && number < count => {
+                    let Register {
+                        number: first,
+                        bits,
+                    } = declaration.first;
+                    let step = if bits == 64 { 2 } else { 1 };
+                    return Some(Register {
+                        number: first + number as u16 * step,
+                        bits,
+                    });
+                }
+                _ => {}
+            }
+        }
+        None
+    }
+
+    fn push(&mut self, op: Op) {
+        self.program.ops.push(op);
+        self.program.texts.push(self.text.clone());
+        self.program.sources.push(self.source);
+    }
+
+    /// An instruction without operands yet.
+    fn op(&self, kind: Kind, class: Class) -> Op {
+        Op {
+            exec: no_arithmetic,
+            immediate: 0,
+            kind,
+            class,
+            guard: self.guard.0,
+            flip: self.guard.1,
+            d: SINK_SLOT,
+            a: 0,
+            b: 0,
+            c: 0,
+            more: [0; 2],
+            target: 0,
+            line: self.line,
+        }
+    }
+
+    fn message(&mut self, kind: Kind, message: String) {
+        let target = self.program.messages.len() as u32;
+        self.program.messages.push(message);
+        let op = self.op(kind, Class::Control);
+        self.push(Op { target, ..op });
+    }
+
+    fn leave(&mut self) {
+        let entry = self.function == self.frames[0].function;
+        let kind = if entry { Kind::Exit } else { Kind::Return };
+        let op = self.op(kind, Class::Control);
+        self.push(op);
+    }
+
+    /// A slot with a value that lasts a block.
+    fn value(&mut self, value: Value, wide: bool) -> Option<u16> {
+        if let Some(&slot) = self.known_values.get(&(value, wide)) {
+            return Some(slot);
+        }
+        let slot = self.program.reserve(if wide { 64 } else { 32 }, 1)?.number;
+        self.known_values.insert((value, wide), slot);
+        self.program.values.push((value, wide, slot));
+        Some(slot)
+    }
+
+    fn symbol(&mut self, name: &str) -> Option<Symbol> {
+        if let Some(own) = self.memory.iter().rev().find(|own| own.name == name) {
+            return Some(Symbol::Offset(Space::Local, u64::from(own.offset)));
+        }
+        let module = self.module;
+        let entry = &module.functions[self.frames[0].function];
+        if self.function == self.frames[0].function {
+            if let Some(parameter) = entry
+                .parameters
+                .iter()
+                .find(|parameter| parameter.name == name)
+            {
+                return Some(Symbol::Offset(Space::Parameter, parameter.offset as u64));
+            }
+        }
+        if let Some(&offset) = self.shared.get(name) {
+            return Some(Symbol::Offset(Space::Shared, u64::from(offset)));
+        }
+        let variable = module
+            .variables
+            .iter()
+            .find(|variable| variable.name == name)?;
+        Some(match variable.space {
+            Space::Shared if variable.dynamic => {
+                let align = &mut self.program.dynamic_align;
+                *align = variable.align.max(*align);
+                Symbol::Value(Value::DynamicShared(0))
+            }
+            Space::Shared => {
+                let offset = self.program.reserve_shared(variable.size, variable.align);
+                self.shared.insert(&variable.name, offset);
+                Symbol::Offset(Space::Shared, u64::from(offset))
+            }
+            _ => Symbol::Value(Value::Global(variable.offset as u64)),
+        })
+    }
+
+    /// A symbol's address as a value, `name` or `name+4`.
+    fn symbol_value(&mut self, text: &str) -> Option<Value> {
+        let (name, plus) = text.split_once('+').unwrap_or((text, "0"));
+        let plus = number(plus.trim(), true)?;
+        Some(match self.symbol(name.trim())? {
+            Symbol::Offset(_, offset) => Value::Bits(offset.wrapping_add(plus)),
+            Symbol::Value(Value::Global(offset)) => Value::Global(offset.wrapping_add(plus)),
+            Symbol::Value(_) => Value::DynamicShared(plus),
+        })
+    }
+
+    /// The slot or predicate of a source operand. `width` is `h`, `w`, `d` or `p`; `fraction` says
+    /// that decimals are f64.
+    fn source(&mut self, text: &str, width: u8, fraction: bool) -> Option<u16> {
+        let text = text.trim();
+        if let Some(negated) = text.strip_prefix('!') {
+            let a = self.source(negated, b'p', false)?;
+            let d = self.program.reserve(1, 1)?.number;
+            let not = alu::select(&["not", "pred"])?;
+            let op = self.op(Kind::Arithmetic, Class::Integer);
+            self.push(Op {
+                exec: not.exec,
+                d,
+                a,
+                ..op
+            });
+            return Some(d);
+        }
+        if text == "_" {
+            return Some(SINK_SLOT);
+        }
+        if let Some(register) = self.register(text) {
+            return match (width, register.bits) {
+                (b'p', 1) | (b'h' | b'w', 8..=32) | (b'd', 64) => Some(register.number),
+                (b'h' | b'w', 64) => {
+                    self.arithmetic_into_new(&["cvt", "u32", "u64"], 32, register.number)
+                }
+                _ => None,
+            };
+        }
+        if width == b'p' {
+            let truth = number(text, false)?;
+            return if truth != 0 {
+                Some(ALWAYS)
+            } else {
+                self.source("!1", b'p', false)
+            };
+        }
+        let value = match number(text, fraction) {
+            Some(bits) => Value::Bits(match width {
+                b'h' => bits & 0xffff,
+                b'w' => bits & 0xffff_ffff,
+                _ => bits,
+            }),
+            None => match special(text) {
+                Some(value) => value,
+                None => self.symbol_value(text)?,
+            },
+        };
+        self.value(value, width == b'd')
+    }
+
+    /// Computes a function of one slot into a slot of its own.
+    fn arithmetic_into_new(&mut self, parts: &[&str], bits: u8, a: u16) -> Option<u16> {
+        let found = alu::select(parts)?;
+        let d = self.program.reserve(bits, 1)?.number;
+        let op = self.op(Kind::Arithmetic, found.class);
+        self.push(Op {
+            exec: found.exec,
+            immediate: found.immediate,
+            d,
+            a,
+            ..op
+        });
+        Some(d)
+    }
+
+    fn destination(&self, text: &str, width: u8) -> Option<u16> {
+        if text.trim() == "_" {
+            return Some(if width == b'p' { SINK } else { SINK_SLOT });
+        }
+        let register = self.register(text.trim())?;
+        let fits = match width {
+            b'p' => register.bits == 1,
+            b'd' => register.bits == 64,
+            _ => matches!(register.bits, 8..=32),
+        };
+        fits.then_some(register.number)
+    }
+
+    fn instruction(&mut self, mnemonic: &'a str, operands: &[&'a str]) -> Option<()> {
+        let mut parts = [""; 16];
+        let mut count = 0;
+        for part in mnemonic.split('.') {
+            *parts.get_mut(count)? = part;
+            count += 1;
+        }
+        let parts = &parts[..count];
+        match parts[0] {
+            "bra" => {
+                let op = self.op(Kind::Branch, Class::Control);
+                self.jumps.push((operands.first()?, self.program.ops.len()));
+                self.push(op);
+            }
+            "ret" => self.leave(),
+            "exit" => {
+                let op = self.op(Kind::Exit, Class::Control);
+                self.push(op);
+            }
+            "trap" => self.message(Kind::Assert, "the kernel trapped".into()),
+            "call" => return self.call(operands),
+            "ld" | "ldu" | "st" => return self.memory_access(parts, operands),
+            "atom" => return self.atomic(parts, operands),
+            "cp" => return self.copy_async(parts, operands),
+            "shfl" => return self.shuffle(parts, operands),
+            "activemask" => return self.active_mask(operands),
+            "bar" | "barrier" => return self.barrier(parts, operands),
+            "cvta" => return self.convert_address(parts, operands),
+            "mov" if operands.iter().any(|text| text.starts_with('{')) => {
+                return self.pack(operands)
+            }
+            "mov"
+                if operands
+                    .get(1)
+                    .is_some_and(|text| text.trim() == "%activemask") =>
+            {
+                return self.active_mask(&operands[..1]);
+            }
+            "setp" => return self.set_predicate(parts, operands),
+            "set" => return self.set(parts, operands),
+            _ => return self.arithmetic(parts, operands),
+        }
+        Some(())
+    }
+
+    fn arithmetic(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
+        let found = alu::select(parts)?;
+        let shape = found.operands.as_bytes();
+        let sources = &shape[2..];
+        if sources.len() + 1 != operands.len() {
+            return None;
+        }
+        let fraction = parts.last() == Some(&"f64");
+        let mut slots = [0; 4];
+        for ((slot, &width), text) in slots.iter_mut().zip(sources).zip(&operands[1..]) {
+            *slot = self.source(text, width, fraction)?;
+        }
+        let op = self.op(Kind::Arithmetic, found.class);
+        let mut op = Op {
+            exec: found.exec,
+            immediate: found.immediate,
+            a: slots[0],
+            b: slots[1],
+            c: slots[2],
+            more: [slots[3], 0],
+            ..op
+        };
+        let width = shape[0];
+        match self.register(operands[0].trim()) {
+            // A conversion may fill a register wider than its type.
+            Some(register)
+                if parts[0] == "cvt"
+                    && width != b'p'
+                    && register.bits > bits_of(parts[parts.len() - 2])? =>
+            {
+                let to = parts[parts.len() - 2];
+                let signed = to.starts_with('s');
+                let narrow = if bits_of(to)? <= 16 { "16" } else { "32" };
+                op.d = self.program.reserve(32, 1)?.number;
+                let middle = op.d;
+                self.push(op);
+                let letter = if signed { "s" } else { "u" };
+                let (from, wide) = (
+                    format!("{letter}{narrow}"),
+                    format!("{letter}{}", register.bits),
+                );
+                if from == wide {
+                    self.program.ops.last_mut()?.d = register.number;
+                    return Some(());
+                }
+                let found = alu::select(&["cvt", &wide, &from])?;
+                let op = self.op(Kind::Arithmetic, found.class);
+                op_with(&found, op, register.number, middle, |op| self.push(op));
+            }
+            _ => {
+                op.d = self.destination(operands[0], width)?;
+                self.push(op);
+            }
+        }
+        Some(())
+    }
+
+    /// `setp` may write a second predicate and combine its result with a third.
+    fn set_predicate(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
+        let combine = parts
+            .iter()
+            .copied()
+            .find(|part| matches!(*part, "and" | "or" | "xor"));
+        let plain: Vec<&str> = parts
+            .iter()
+            .copied()
+            .filter(|part| Some(*part) != combine)
+            .collect();
+        let (first, second) = match operands[0].split_once('|') {
+            Some((first, second)) => (first, Some(second)),
+            None => (operands[0], None),
+        };
+        if combine.is_none() && second.is_none() {
+            return self.arithmetic(&plain, operands);
+        }
+        let found = alu::select(&plain)?;
+        let width = found.operands.as_bytes()[2];
+        let fraction = plain.last() == Some(&"f64");
+        let a = self.source(operands.get(1)?, width, fraction)?;
+        let b = self.source(operands.get(2)?, width, fraction)?;
+        let third = match combine {
+            Some(_) => Some(self.source(operands.get(3)?, b'p', false)?),
+            None => None,
+        };
+        let (yes, no) = (
+            self.program.reserve(1, 1)?.number,
+            self.program.reserve(1, 1)?.number,
+        );
+        let op = self.op(Kind::Arithmetic, Class::Integer);
+        self.push(Op {
+            exec: found.exec,
+            d: yes,
+            a,
+            b,
+            ..op
+        });
+        self.push(Op {
+            exec: alu::select(&["not", "pred"])?.exec,
+            d: no,
+            a: yes,
+            ..op
+        });
+        // The first result may go where the third operand of the second comes from.
+        let third = match third {
+            Some(third) if second.is_some() => {
+                let kept = self.program.reserve(1, 1)?.number;
+                self.push(Op {
+                    exec: alu::select(&["mov", "pred"])?.exec,
+                    d: kept,
+                    a: third,
+                    b: ALWAYS,
+                    ..op
+                });
+                Some(kept)
+            }
+            third => third,
+        };
+        for (name, from) in [(Some(first), yes), (second, no)] {
+            let Some(name) = name else { continue };
+            let d = self.destination(name, b'p')?;
+            let parts = [combine.unwrap_or("mov"), "pred"];
+            self.push(Op {
+                exec: alu::select(&parts)?.exec,
+                d,
+                a: from,
+                b: third.unwrap_or(ALWAYS),
+                ..op
+            });
+        }
+        Some(())
+    }
+
+    /// `set` is `setp`, then a choice between all bits (or 1.0) and none.
+    fn set(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
+        let mut condition: Vec<&str> = parts.to_vec();
+        condition[0] = "setp";
+        let to = condition.remove(condition.len() - 2);
+        let combine = condition
+            .iter()
+            .copied()
+            .find(|part| matches!(*part, "and" | "or" | "xor"));
+        condition.retain(|part| Some(*part) != combine);
+        let found = alu::select(&condition)?;
+        let width = found.operands.as_bytes()[2];
+        let fraction = condition.last() == Some(&"f64");
+        let a = self.source(operands.get(1)?, width, fraction)?;
+        let b = self.source(operands.get(2)?, width, fraction)?;
+        let yes = self.program.reserve(1, 1)?.number;
+        let op = self.op(Kind::Arithmetic, Class::Integer);
+        self.push(Op {
+            exec: found.exec,
+            d: yes,
+            a,
+            b,
+            ..op
+        });
+        if let Some(combine) = combine {
+            let third = self.source(operands.get(3)?, b'p', false)?;
+            let exec = alu::select(&[combine, "pred"])?.exec;
+            self.push(Op {
+                exec,
+                d: yes,
+                a: yes,
+                b: third,
+                ..op
+            });
+        }
+        let ones = match to {
+            "f32" => 0x3f80_0000,
+            "f16" => 0x3c00,
+            "bf16" => 0x3f80,
+            "u16" | "s16" => 0xffff,
+            "u32" | "s32" => 0xffff_ffff,
+            _ => return None,
+        };
+        let a = self.value(Value::Bits(ones), false)?;
+        let b = self.value(Value::Bits(0), false)?;
+        let d = self.destination(operands[0], b'w')?;
+        self.push(Op {
+            exec: alu::select(&["selp", "b32"])?.exec,
+            d,
+            a,
+            b,
+            c: yes,
+            ..op
+        });
+        Some(())
+    }
+
+    /// `mov` between a register and parts of it in braces: both are runs of 16-bit halves.
+    fn pack(&mut self, operands: &[&str]) -> Option<()> {
+        let list = |text: &str| -> Vec<String> {
+            text.trim_matches(['{', '}', ' '])
+                .split(',')
+                .map(|part| part.trim().to_owned())
+                .collect()
+        };
+        let (to, from) = (operands.first()?.trim(), operands.get(1)?.trim());
+        let op = self.op(Kind::Arithmetic, Class::Integer);
+        if to.starts_with('{') {
+            let parts = list(to);
+            let whole = self.register(from)?;
+            let bits = u32::from(whole.bits) / parts.len() as u32;
+            for (index, part) in parts.iter().enumerate().filter(|(_, part)| *part != "_") {
+                let d = self.destination(part, b'w')?;
+                self.push(Op {
+                    exec: if whole.bits == 64 { take64 } else { take32 },
+                    d,
+                    a: whole.number,
+                    immediate: u64::from(index as u32 * bits) | u64::from(bits) << 8,
+                    ..op
+                });
+            }
+            return Some(());
+        }
+        let whole = self.register(to)?;
+        let parts = list(from);
+        let bits = whole.bits / parts.len() as u8;
+        let mut sources = [0; 4];
+        for (source, text) in sources.iter_mut().zip(&parts) {
+            *source = self.source(text, if bits == 16 { b'h' } else { b'w' }, false)?;
+        }
+        let exec: Exec = match (whole.bits, parts.len()) {
+            (32, 2) => join32,
+            (64, 2) => join64,
+            (64, 4) => join_quarters,
+            _ => return None,
+        };
+        self.push(Op {
+            exec,
+            d: whole.number,
+            a: sources[0],
+            b: sources[1],
+            c: sources[2],
+            more: [sources[3], 0],
+            ..op
+        });
+        Some(())
+    }
+
+    /// The operand in brackets.
+    fn address(&mut self, space: Space, text: &str) -> Option<Address> {
+        let inner = text.trim().strip_prefix('[')?.strip_suffix(']')?.trim();
+        let (base, plus) = match inner.find(['+']) {
+            Some(at) => (inner[..at].trim(), inner[at + 1..].trim()),
+            None => (inner, "0"),
+        };
+        let mut address = Address {
+            space,
+            bytes: 0,
+            count: 1,
+            signed: false,
+            read_only: false,
+            base: None,
+            wide: true,
+            offset: number(plus, true)?,
+            registers: [SINK_SLOT; 4],
+            widths: [32; 4],
+            adds: None,
+        };
+        if let Some(register) = self.register(base) {
+            address.base = Some(register.number);
+            address.wide = register.bits == 64;
+        } else if let Some(absolute) = number(base, true) {
+            address.offset = address.offset.wrapping_add(absolute);
+        } else {
+            match self.symbol(base)? {
+                Symbol::Offset(actual, offset) => {
+                    // A call's parameters live in a thread's own memory.
+                    address.space = actual;
+                    address.offset = address.offset.wrapping_add(offset);
+                }
+                Symbol::Value(value) => {
+                    if matches!(value, Value::DynamicShared(_)) {
+                        address.space = Space::Shared;
+                    }
+                    address.base = Some(self.value(value, true)?);
+                }
+            }
+        }
+        Some(address)
+    }
+
+    fn memory_access(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
+        let load = parts[0] != "st";
+        let mut space = Space::Generic;
+        let mut count = 1;
+        let mut read_only = parts[0] == "ldu";
+        let (ty, modifiers) = parts[1..].split_last()?;
+        for modifier in modifiers {
+            match modifier
+                .split_once("::")
+                .map_or(*modifier, |(first, _)| first)
+            {
+                "global" | "const" => space = Space::Global,
+                "shared" => space = Space::Shared,
+                "local" => space = Space::Local,
+                "param" => space = Space::Parameter,
+                "v2" => count = 2,
+                "v4" => count = 4,
+                "nc" => read_only = true,
+                "volatile" | "relaxed" | "acquire" | "release" | "weak" | "gpu" | "sys" | "cta"
+                | "cluster" | "ca" | "cg" | "cs" | "lu" | "cv" | "wb" | "wt" | "L1" | "L2" => {}
+                _ => return None,
+            }
+        }
+        let (values, place) = if load {
+            (operands.first()?, operands.get(1)?)
+        } else {
+            (operands.get(1)?, operands.first()?)
+        };
+        let mut address = self.address(space, place)?;
+        address.bytes = u32::from(bits_of(ty)?) / 8;
+        address.count = count;
+        address.signed = ty.starts_with('s');
+        address.read_only = read_only;
+        let list = values.trim().trim_matches(['{', '}']);
+        let mut seen = 0;
+        for (index, name) in list.split(',').map(str::trim).enumerate() {
+            let wide = address.bytes == 8;
+            let width = if wide { b'd' } else { b'w' };
+            let register = match self.register(name) {
+                Some(register) => register,
+                None if load && name == "_" => Register {
+                    number: SINK_SLOT,
+                    bits: if wide { 64 } else { 32 },
+                },
+                None if load => return None,
+                None => Register {
+                    number: self.source(name, width, *ty == "f64")?,
+                    bits: if wide { 64 } else { 32 },
+                },
+            };
+            if u32::from(register.bits) < address.bytes * 8 || register.bits == 1 {
+                return None;
+            }
+            *address.registers.get_mut(index)? = register.number;
+            address.widths[index] = register.bits;
+            seen += 1;
+        }
+        if seen != count {
+            return None;
+        }
+        let class = match address.space {
+            Space::Global | Space::Generic => Class::Global,
+            Space::Shared => Class::Shared,
+            _ => Class::Other,
+        };
+        let op = self.op(if load { Kind::Load } else { Kind::Store }, class);
+        self.push_with_address(op, address);
+        Some(())
+    }
+
+    fn push_with_address(&mut self, op: Op, address: Address) {
+        let target = self.program.addresses.len() as u32;
+        self.program.addresses.push(address);
+        self.push(Op { target, ..op });
+    }
+
+    fn atomic(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
+        let mut space = Space::Generic;
+        let mut adds = false;
+        let (ty, modifiers) = parts[1..].split_last()?;
+        for modifier in modifiers {
+            match modifier
+                .split_once("::")
+                .map_or(*modifier, |(first, _)| first)
+            {
+                "global" => space = Space::Global,
+                "shared" => space = Space::Shared,
+                "relaxed" | "acquire" | "release" | "acq_rel" | "gpu" | "sys" | "cta"
+                | "cluster" | "noftz" | "L2" => {}
+                "add" => adds = true,
+                _ => return None,
+            }
+        }
+        let scalar = match *ty {
+            "f16" => Scalar::F16,
+            "bf16" => Scalar::Bf16,
+            "f32" => Scalar::F32,
+            "f64" => Scalar::F64,
+            "u32" | "s32" | "u64" => Scalar::Integer,
+            _ => return None,
+        };
+        if !adds {
+            return None;
+        }
+        let mut address = self.address(space, operands.get(1)?)?;
+        address.bytes = u32::from(bits_of(ty)?) / 8;
+        let width = match address.bytes {
+            8 => b'd',
+            4 => b'w',
+            _ => b'h',
+        };
+        address.adds = Some(scalar);
+        let a = self.source(operands.get(2)?, width, *ty == "f64")?;
+        let d = self.destination(operands[0], width)?;
+        let class = if address.space == Space::Shared {
+            Class::Shared
+        } else {
+            Class::Global
+        };
+        let op = self.op(Kind::Atomic, class);
+        self.push_with_address(Op { d, a, ..op }, address);
+        Some(())
+    }
+
+    /// `cp.async` from global to shared memory. The source may be shorter than the copy; the rest
+    /// is zeros.
+    fn copy_async(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
+        match parts {
+            ["cp", "async", "commit_group"] => {
+                let op = self.op(Kind::CommitGroup, Class::Sync);
+                self.push(op);
+            }
+            ["cp", "async", "wait_all"] => {
+                let op = self.op(Kind::WaitGroup, Class::Sync);
+                self.push(Op {
+                    immediate: u64::MAX,
+                    ..op
+                });
+            }
+            ["cp", "async", "wait_group"] => {
+                let immediate = number(operands.first()?.trim(), true)?;
+                let op = self.op(Kind::WaitGroup, Class::Sync);
+                self.push(Op { immediate, ..op });
+            }
+            ["cp", "async", "ca" | "cg", to, from, ..]
+                if to.starts_with("shared") && from.starts_with("global") =>
+            {
+                let mut address = self.address(Space::Global, operands.get(1)?)?;
+                let to = self.address(Space::Shared, operands.first()?)?;
+                address.bytes = number(operands.get(2)?.trim(), false)? as u32;
+                if !matches!(address.bytes, 4 | 8 | 16) {
+                    return None;
+                }
+                // A cache policy may stand where the size of the source does.
+                let a = match operands.get(3) {
+                    Some(size) => self.source(size, b'w', false)?,
+                    None => self.value(Value::Bits(u64::from(address.bytes)), false)?,
+                };
+                let immediate = self.program.addresses.len() as u64;
+                self.program.addresses.push(to);
+                let op = self.op(Kind::CopyAsync, Class::Global);
+                self.push_with_address(Op { a, immediate, ..op }, address);
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn shuffle(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
+        let ["shfl", "sync", mode, "b32"] = parts else {
+            return None;
+        };
+        let immediate = ["up", "down", "bfly", "idx"]
+            .iter()
+            .position(|name| name == mode)? as u64;
+        let (d, p) = operands
+            .first()?
+            .split_once('|')
+            .map_or((operands[0], "_"), |two| two);
+        let mut slots = [0; 4];
+        for (slot, text) in slots.iter_mut().zip(operands.get(1..5)?) {
+            *slot = self.source(text, b'w', false)?;
+        }
+        let [a, b, c, members] = slots;
+        let (d, p) = (self.destination(d, b'w')?, self.destination(p, b'p')?);
+        let op = self.op(Kind::Shuffle, Class::Sync);
+        self.push(Op {
+            d,
+            a,
+            b,
+            c,
+            more: [members, p],
+            immediate,
+            ..op
+        });
+        Some(())
+    }
+
+    fn active_mask(&mut self, operands: &[&'a str]) -> Option<()> {
+        let d = self.destination(operands.first()?, b'w')?;
+        let op = self.op(Kind::ActiveMask, Class::Sync);
+        self.push(Op { d, ..op });
+        Some(())
+    }
+
+    fn barrier(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
+        let parts: Vec<&str> = parts
+            .iter()
+            .copied()
+            .filter(|part| *part != "cta")
+            .collect();
+        if parts[..] == ["bar", "warp", "sync"] {
+            let members = self.source(operands.first()?, b'w', false)?;
+            let op = self.op(Kind::WarpBarrier, Class::Sync);
+            self.push(Op {
+                more: [members, 0],
+                ..op
+            });
+            return Some(());
+        }
+        let whole = parts[0] == "bar" || parts.contains(&"aligned");
+        if !matches!(parts.get(1..)?, ["sync"] | ["sync", "aligned"]) {
+            return None;
+        }
+        let a = self.source(operands.first()?, b'w', false)?;
+        let b = match operands.get(1) {
+            Some(threads) => self.source(threads, b'w', false)?,
+            None => self.value(Value::Bits(0), false)?,
+        };
+        let op = self.op(Kind::Barrier, Class::Sync);
+        // Whether its warps must be whole.
+        self.push(Op {
+            a,
+            b,
+            immediate: whole.into(),
+            ..op
+        });
+        Some(())
+    }
+
+    /// Between an address of a space and a generic one. A window is added or taken away.
+    fn convert_address(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
+        let to_space = parts.contains(&"to");
+        let wide = parts.last()?.ends_with("64");
+        let space = parts.iter().rev().nth(1)?.split("::").next()?;
+        let window = match space {
+            "shared" => SHARED_WINDOW,
+            "local" => LOCAL_WINDOW,
+            "param" => PARAMETER_WINDOW,
+            "global" | "const" => 0,
+            _ => return None,
+        };
+        let d = self.destination(operands.first()?, if wide { b'd' } else { b'w' })?;
+        let a = self.source(operands.get(1)?, if wide { b'd' } else { b'w' }, false)?;
+        let name: &[&str] = match (window, to_space) {
+            (0, _) => &["mov", "b64"],
+            (_, true) => &["sub", "u64"],
+            (_, false) => &["add", "u64"],
+        };
+        let b = if wide {
+            self.value(Value::Bits(window), true)?
+        } else {
+            return None;
+        };
+        let op = self.op(Kind::Arithmetic, Class::Integer);
+        self.push(Op {
+            exec: alu::select(name)?.exec,
+            d,
+            a,
+            b,
+            ..op
+        });
+        Some(())
+    }
+
+    fn call(&mut self, operands: &[&'a str]) -> Option<()> {
+        let list = |text: &'a str| -> Vec<&'a str> {
+            let inner = text.trim().trim_start_matches('(').trim_end_matches(')');
+            inner
+                .split(',')
+                .map(str::trim)
+                .filter(|one| !one.is_empty())
+                .collect()
+        };
+        let mut rest = operands;
+        let mut results = vec![];
+        if rest.first()?.starts_with('(') {
+            results = list(rest[0]);
+            rest = &rest[1..];
+        }
+        let name = rest.first()?.trim();
+        let arguments = rest.get(1).map_or(vec![], |text| list(text));
+        if matches!(name, "__assertfail" | "__assert_fail") {
+            self.message(Kind::Assert, "an assertion of the kernel failed".into());
+            return Some(());
+        }
+        let module = self.module;
+        let number = module
+            .functions
+            .iter()
+            .position(|function| function.name == name)?;
+        let function = &module.functions[number];
+        function.body.as_ref()?;
+        if arguments.len() != function.parameters.len() || results.len() != function.returns.len() {
+            return None;
+        }
+        let frame = self.frame(number);
+        let (inside, outside) = (
+            self.frames[frame].parameters.clone(),
+            self.frames[frame].returns.clone(),
+        );
+        for (argument, to) in arguments.iter().zip(inside) {
+            self.copy_parameter(argument, Some(to), None)?;
+        }
+        let op = self.op(Kind::Call, Class::Control);
+        self.calls.push((self.program.ops.len(), frame));
+        self.push(op);
+        for (result, from) in results.iter().zip(outside) {
+            self.copy_parameter(result, None, Some(from))?;
+        }
+        Some(())
+    }
+
+    /// Copies the caller's variable to the callee's parameter, or a result back.
+    fn copy_parameter(&mut self, name: &str, to: Option<u32>, from: Option<u32>) -> Option<()> {
+        let own = self.memory.iter().rev().find(|own| own.name == name)?;
+        let copy = Copy {
+            from: from.unwrap_or(own.offset),
+            to: to.unwrap_or(own.offset),
+            bytes: own.bytes,
+        };
+        let target = self.program.copies.len() as u32;
+        self.program.copies.push(copy);
+        let op = self.op(Kind::CopyParameter, Class::Other);
+        self.push(Op { target, ..op });
+        Some(())
+    }
+}
+
+impl Program {
+    /// Registers that follow each other.
+    fn reserve(&mut self, bits: u8, count: u32) -> Option<Register> {
+        let (next, step) = match bits {
+            1 => (&mut self.predicates, 1),
+            8 | 16 | 32 => (&mut self.slots, 1),
+            64 => (&mut self.slots, 2),
+            _ => return None,
+        };
+        let number = u16::try_from(*next).ok()?;
+        *next += step * count as usize;
+        u16::try_from(*next).ok()?;
+        Some(Register { number, bits })
+    }
+
+    fn reserve_local(&mut self, bytes: usize, align: usize) -> u32 {
+        let offset = self.local_bytes.next_multiple_of(align.max(1));
+        self.local_bytes = offset + bytes;
+        offset as u32
+    }
+
+    fn reserve_shared(&mut self, bytes: usize, align: usize) -> u32 {
+        let offset = self.shared_bytes.next_multiple_of(align.max(1));
+        self.shared_bytes = offset + bytes;
+        offset as u32
+    }
+}
+
+fn op_with(found: &alu::Arithmetic, op: Op, d: u16, a: u16, mut push: impl FnMut(Op)) {
+    push(Op {
+        exec: found.exec,
+        immediate: found.immediate,
+        d,
+        a,
+        ..op
+    });
+}
+
+/// Bits of a type's name without its dot.
+fn bits_of(ty: &str) -> Option<u8> {
+    match ty {
+        "f16x2" | "bf16x2" => Some(32),
+        "e4m3x2" => Some(16),
+        _ => Some((type_bytes(ty)? * 8) as u8),
+    }
+}
+
+fn special(name: &str) -> Option<Value> {
+    let axis = |name: &str| match name.as_bytes().last() {
+        Some(b'x') => Some(0),
+        Some(b'y') => Some(1),
+        Some(b'z') => Some(2),
+        _ => None,
+    };
+    if name == "WARP_SZ" {
+        return Some(Value::Bits(32));
+    }
+    let (first, _) = name
+        .strip_prefix('%')?
+        .split_once('.')
+        .unwrap_or((&name[1..], ""));
+    Some(match first {
+        "tid" => Value::Thread(axis(name)?),
+        "ntid" => Value::Threads(axis(name)?),
+        "ctaid" => Value::Block(axis(name)?),
+        "nctaid" => Value::Blocks(axis(name)?),
+        "laneid" => Value::Lane,
+        "warpid" => Value::Warp,
+        "nwarpid" => Value::Warps,
+        "smid" => Value::Bits(0),
+        "nsmid" => Value::Bits(1),
+        "lanemask_eq" => Value::LaneMask(LaneMask::Equal),
+        "lanemask_lt" => Value::LaneMask(LaneMask::Less),
+        "lanemask_le" => Value::LaneMask(LaneMask::LessOrEqual),
+        "lanemask_gt" => Value::LaneMask(LaneMask::Greater),
+        "lanemask_ge" => Value::LaneMask(LaneMask::GreaterOrEqual),
+        _ => return None,
+    })
+}
+
+/// Splits at the commas that are not inside of brackets.
+fn split(text: &str) -> Vec<&str> {
+    let mut all = Vec::with_capacity(4);
+    let mut depth = 0;
+    let mut start = 0;
+    for (at, byte) in text.bytes().enumerate() {
+        match byte {
+            b'{' | b'[' | b'(' => depth += 1,
+            b'}' | b']' | b')' => depth -= 1,
+            b',' if depth == 0 => {
+                all.push(text[start..at].trim());
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    let last = text[start..].trim();
+    if !last.is_empty() {
+        all.push(last);
+    }
+    all
+}
+
+unsafe fn take32(lanes: &mut Lanes, op: &Op, mask: u32) {
+    let (shift, bits) = (op.immediate as u32 & 255, op.immediate >> 8);
+    let ones = if bits >= 32 { !0 } else { (1u32 << bits) - 1 };
+    let from = *lanes.slots.add(usize::from(op.a));
+    alu::put_slot(lanes, op.d, from.0.map(|value| value >> shift & ones), mask);
+}
+
+unsafe fn take64(lanes: &mut Lanes, op: &Op, mask: u32) {
+    let (shift, bits) = (op.immediate as u32 & 255, op.immediate >> 8);
+    let ones = if bits >= 32 { !0 } else { (1u32 << bits) - 1 };
+    let from = *lanes.slots.add(usize::from(op.a)).cast::<[u64; 32]>();
+    alu::put_slot(
+        lanes,
+        op.d,
+        from.map(|value| (value >> shift) as u32 & ones),
+        mask,
+    );
+}
+
+unsafe fn join32(lanes: &mut Lanes, op: &Op, mask: u32) {
+    let [a, b] = [op.a, op.b].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
+    alu::put_slot(
+        lanes,
+        op.d,
+        std::array::from_fn(|lane| a[lane] & 0xffff | b[lane] << 16),
+        mask,
+    );
+}
+
+unsafe fn join64(lanes: &mut Lanes, op: &Op, mask: u32) {
+    let [a, b] = [op.a, op.b].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
+    let joined = std::array::from_fn(|lane| u64::from(a[lane]) | u64::from(b[lane]) << 32);
+    alu::put_wide(lanes, op.d, joined, mask);
+}
+
+unsafe fn join_quarters(lanes: &mut Lanes, op: &Op, mask: u32) {
+    let parts = [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
+    let joined = std::array::from_fn(|lane| {
+        let quarter = |index: usize| u64::from(parts[index][lane] & 0xffff) << (16 * index);
+        quarter(0) | quarter(1) | quarter(2) | quarter(3)
+    });
+    alu::put_wide(lanes, op.d, joined, mask);
+}

@@ -1,0 +1,61 @@
+//! PTX text to instructions.
+//!
+//! [`Module::parse`] finds the functions and variables. A function is decoded when it is first
+//! launched.
+
+mod decode;
+mod source;
+
+use crate::isa::op::{Kind, Program};
+use source::Source;
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+
+/// A module as `cuModuleLoadData` takes it.
+pub struct Module {
+    source: Source,
+    programs: Vec<OnceLock<Result<Arc<Program>, String>>>,
+}
+
+impl Deref for Module {
+    type Target = Source;
+
+    fn deref(&self) -> &Source {
+        &self.source
+    }
+}
+
+impl Module {
+    /// Parses PTX. An error names the line.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let source = Source::parse(text)?;
+        let programs = source.entries.iter().map(|_| OnceLock::new()).collect();
+        Ok(Self { source, programs })
+    }
+
+    /// Bytes of static shared memory of an entry; none if the entry cannot be decoded.
+    pub fn static_shared(&self, entry: usize) -> usize {
+        self.program(entry)
+            .map_or(0, |program| program.shared_bytes)
+    }
+
+    /// Instructions of an entry that this decoder does not know. Only who executes one gets a
+    /// fault.
+    pub fn unknown(&self, entry: usize) -> Result<Vec<String>, String> {
+        let program = self.program(entry)?;
+        let unknown = program
+            .ops
+            .iter()
+            .zip(&program.texts)
+            .filter(|(op, _)| op.kind == Kind::Unknown);
+        Ok(unknown
+            .map(|(op, text)| format!("line {}: {}", op.line, self.text_of(text)))
+            .collect())
+    }
+
+    pub(crate) fn program(&self, entry: usize) -> Result<Arc<Program>, String> {
+        self.programs[entry]
+            .get_or_init(|| decode::program(&self.source, self.entries[entry]).map(Arc::new))
+            .clone()
+    }
+}

@@ -1,0 +1,582 @@
+//! The text of a PTX module: its functions and variables.
+
+use crate::isa::op::Space;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// A module's text, and what is found in it before a function is decoded.
+pub struct Source {
+    pub(super) text: String,
+    pub(super) files: HashMap<u32, String>,
+    pub(super) functions: Vec<Function>,
+    /// Numbers of the functions that a host can launch.
+    pub(super) entries: Vec<usize>,
+    pub(super) variables: Vec<Variable>,
+    pub(super) globals: (usize, usize),
+}
+
+impl Source {
+    /// Parses PTX. An error names the line.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let mut source = Self {
+            text: text.to_owned(),
+            files: HashMap::new(),
+            functions: vec![],
+            entries: vec![],
+            variables: vec![],
+            globals: (0, 1),
+        };
+        Scanner {
+            text,
+            at: 0,
+            line: 1,
+        }
+        .source(&mut source)?;
+        if source.functions.is_empty() && source.variables.is_empty() {
+            return Err("this PTX has no function and no variable".into());
+        }
+        for variable in source
+            .variables
+            .iter_mut()
+            .filter(|v| v.space == Space::Global)
+        {
+            let (size, align) = &mut source.globals;
+            variable.offset = size.next_multiple_of(variable.align);
+            *size = variable.offset + variable.size;
+            *align = variable.align.max(*align);
+        }
+        Ok(source)
+    }
+
+    /// Bytes and alignment of the module's global and constant variables, which live in one
+    /// allocation of a device.
+    pub fn globals(&self) -> (usize, usize) {
+        self.globals
+    }
+
+    /// Their initial bytes, for a module loaded with its variables at `base`.
+    pub fn initial_globals(&self, base: u64) -> Vec<u8> {
+        let mut bytes = vec![0; self.globals.0];
+        for variable in self.variables.iter().filter(|v| v.space == Space::Global) {
+            bytes[variable.offset..][..variable.initial.len()].copy_from_slice(&variable.initial);
+            for (at, name, plus) in &variable.pointers {
+                let address = self
+                    .global(name)
+                    .map_or(0, |(offset, _)| base + offset as u64 + plus);
+                bytes[variable.offset + at..][..8].copy_from_slice(&address.to_le_bytes());
+            }
+        }
+        bytes
+    }
+
+    /// Offset and size of a global variable.
+    pub fn global(&self, name: &str) -> Option<(usize, usize)> {
+        self.variables
+            .iter()
+            .find(|variable| variable.space == Space::Global && variable.name == name)
+            .map(|variable| (variable.offset, variable.size))
+    }
+
+    /// Number of an entry.
+    pub fn entry(&self, name: &str) -> Option<usize> {
+        self.entries
+            .iter()
+            .position(|&function| self.functions[function].name == name)
+    }
+
+    /// Names of the entries, by number.
+    pub fn entries(&self) -> impl Iterator<Item = &str> {
+        self.entries
+            .iter()
+            .map(|&function| self.functions[function].name.as_str())
+    }
+
+    /// Offsets and sizes of an entry's parameters, in order.
+    pub fn parameters(&self, entry: usize) -> Vec<(usize, usize)> {
+        let parameters = &self.functions[self.entries[entry]].parameters;
+        parameters
+            .iter()
+            .map(|one| (one.offset, one.size))
+            .collect()
+    }
+
+    /// Most threads that a block of an entry may have (`.maxntid`, else 1024).
+    pub fn max_threads(&self, entry: usize) -> u32 {
+        self.functions[self.entries[entry]].max_threads
+    }
+
+    /// An instruction's text on one line.
+    pub(crate) fn text_of(&self, range: &Range<u32>) -> String {
+        let text = &self.text[range.start as usize..range.end as usize];
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+
+    pub(crate) fn source_of(&self, (file, line): (u32, u32)) -> Option<String> {
+        let name = self.files.get(&file)?;
+        Some(format!("{name}:{line}"))
+    }
+
+    pub(crate) fn name_of(&self, entry: usize) -> &str {
+        &self.functions[self.entries[entry]].name
+    }
+
+    pub(crate) fn parameter_bytes(&self, entry: usize) -> usize {
+        let parameters = &self.functions[self.entries[entry]].parameters;
+        parameters
+            .iter()
+            .map(|one| one.offset + one.size)
+            .max()
+            .unwrap_or(0)
+    }
+}
+
+/// A function as its header declares it.
+pub(super) struct Function {
+    pub(super) name: String,
+    pub(super) parameters: Vec<Parameter>,
+    pub(super) returns: Vec<Parameter>,
+    /// Where the text between its braces is, and the number of its first line. None: it is only
+    /// declared.
+    pub(super) body: Option<(Range<usize>, u32)>,
+    pub(super) max_threads: u32,
+}
+
+pub(super) struct Parameter {
+    pub(super) name: String,
+    pub(super) offset: usize,
+    pub(super) size: usize,
+}
+
+/// A variable of the module.
+pub(super) struct Variable {
+    pub(super) name: String,
+    pub(super) space: Space,
+    pub(super) align: usize,
+    pub(super) size: usize,
+    /// In the module's allocation.
+    pub(super) offset: usize,
+    pub(super) dynamic: bool,
+    pub(super) initial: Vec<u8>,
+    /// Where in its bytes the address of another variable goes, and how far behind its start.
+    pub(super) pointers: Vec<(usize, String, u64)>,
+}
+
+/// Walks over the text outside of functions.
+struct Scanner<'a> {
+    text: &'a str,
+    at: usize,
+    line: u32,
+}
+
+impl<'a> Scanner<'a> {
+    fn source(&mut self, source: &mut Source) -> Result<(), String> {
+        loop {
+            self.skip_space();
+            let rest = &self.text[self.at..];
+            if rest.is_empty() {
+                return Ok(());
+            }
+            if rest.starts_with(".file") {
+                let line = self.take_line();
+                let mut words = line.split_whitespace().skip(1);
+                if let (Some(number), Some(_)) =
+                    (words.next().and_then(|n| n.parse().ok()), words.next())
+                {
+                    let name = line.split('"').nth(1).unwrap_or("");
+                    source.files.insert(number, name.to_owned());
+                }
+            } else if [".version", ".target", ".address_size", ".loc"]
+                .iter()
+                .any(|word| rest.starts_with(word))
+            {
+                self.take_line();
+            } else if rest.starts_with(".section") {
+                self.take_until(b"{");
+                self.take_body()?;
+            } else if rest.starts_with('.') {
+                self.declaration(source)?;
+            } else {
+                return Err(format!(
+                    "line {}: what is {:?}?",
+                    self.line,
+                    first_line(rest)
+                ));
+            }
+        }
+    }
+
+    fn declaration(&mut self, source: &mut Source) -> Result<(), String> {
+        let line = self.line;
+        let keywords = &self.text[self.at..];
+        let function = {
+            let end = keywords
+                .find(['{', ';', '(', '='])
+                .unwrap_or(keywords.len());
+            let words = &keywords[..end];
+            words
+                .split_whitespace()
+                .any(|word| word == ".entry" || word == ".func")
+        };
+        if !function {
+            let text = self.take_until(b";");
+            if text.trim_start().starts_with(".pragma") {
+                return Ok(());
+            }
+            let variable = variable(text).map_err(|what| format!("line {line}: {what}"))?;
+            source.variables.push(variable);
+            return Ok(());
+        }
+        let header = self.take_until_any(b"{;");
+        let mut function = header_of(header)
+            .ok_or_else(|| format!("line {line}: a function's header is not understood"))?;
+        if self.text.as_bytes()[self.at - 1] == b'{' {
+            let line = self.line;
+            function.body = Some((self.take_body()?, line));
+        }
+        // A declaration may stand before its definition.
+        if let Some(known) = source
+            .functions
+            .iter_mut()
+            .find(|known| known.name == function.name)
+        {
+            if function.body.is_some() {
+                *known = function;
+            }
+            return Ok(());
+        }
+        if header.contains(".entry") {
+            source.entries.push(source.functions.len());
+        }
+        source.functions.push(function);
+        Ok(())
+    }
+
+    fn skip_space(&mut self) {
+        let bytes = self.text.as_bytes();
+        while let Some(&byte) = bytes.get(self.at) {
+            if byte == b'\n' {
+                self.line += 1;
+                self.at += 1;
+            } else if byte.is_ascii_whitespace() || byte == b';' {
+                self.at += 1;
+            } else if bytes[self.at..].starts_with(b"//") {
+                self.take_line();
+            } else if bytes[self.at..].starts_with(b"/*") {
+                let end = self.text[self.at..]
+                    .find("*/")
+                    .map_or(bytes.len(), |end| self.at + end + 2);
+                self.move_to(end);
+            } else {
+                return;
+            }
+        }
+    }
+
+    fn move_to(&mut self, end: usize) -> &'a str {
+        let text = &self.text[self.at..end];
+        self.line += text.bytes().filter(|byte| *byte == b'\n').count() as u32;
+        self.at = end;
+        text
+    }
+
+    fn take_line(&mut self) -> &'a str {
+        let end = self.text[self.at..]
+            .find('\n')
+            .map_or(self.text.len(), |end| self.at + end);
+        self.move_to(end)
+    }
+
+    /// The text up to a byte, which is passed over.
+    fn take_until(&mut self, byte: &[u8; 1]) -> &'a str {
+        self.take_until_any(byte)
+    }
+
+    fn take_until_any(&mut self, bytes: &[u8]) -> &'a str {
+        let rest = &self.text.as_bytes()[self.at..];
+        let length = rest
+            .iter()
+            .position(|byte| bytes.contains(byte))
+            .unwrap_or(rest.len());
+        let text = self.move_to(self.at + length);
+        self.at = (self.at + 1).min(self.text.len());
+        text
+    }
+
+    /// The text up to the brace that closes the one just passed.
+    fn take_body(&mut self) -> Result<Range<usize>, String> {
+        let bytes = self.text.as_bytes();
+        let (start, line) = (self.at, self.line);
+        let mut depth = 1;
+        let mut at = start;
+        while at < bytes.len() {
+            match bytes[at] {
+                b'{' => depth += 1,
+                b'}' => depth -= 1,
+                b'"' => at += 1 + self.text[at + 1..].find('"').unwrap_or(0),
+                b'/' if bytes.get(at + 1) == Some(&b'/') => {
+                    at += self.text[at..].find('\n').unwrap_or(bytes.len() - at);
+                    continue;
+                }
+                _ => {}
+            }
+            if depth == 0 {
+                self.move_to(at + 1);
+                return Ok(start..at);
+            }
+            at += 1;
+        }
+        Err(format!("line {line}: no brace closes what begins here"))
+    }
+}
+
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or("")
+}
+
+/// Bytes of a type such as `.b32`.
+pub(super) fn type_bytes(ty: &str) -> Option<usize> {
+    let digits = ty.trim_start_matches(|c: char| !c.is_ascii_digit());
+
+    let bits: usize = digits.parse().ok()?;
+
+    bits.is_multiple_of(8).then_some(bits / 8)
+}
+
+/// `.param .align 8 .b8 name[192]`, without what comes before the type: its name, alignment and
+/// bytes.
+pub(super) fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
+    let mut align = None;
+
+    let mut element = None;
+
+    let mut words = text.split_whitespace().peekable();
+
+    let mut name = "";
+
+    while let Some(word) = words.next() {
+        match word {
+            ".align" => align = words.next()?.parse().ok(),
+            ".ptr" => {}
+            _ if !word.starts_with('.') => {
+                name = word;
+                break;
+            }
+            // `.param`, `.global` and the space a pointer points to have no number in them.
+            _ => element = type_bytes(word).or(element),
+        }
+    }
+
+    let rest: String = words.collect();
+
+    let whole = format!("{name}{rest}");
+
+    let bare = name.split('[').next()?;
+
+    let element = element?;
+
+    let mut count = 1;
+
+    for length in whole.split('[').skip(1) {
+        let length = length.split(']').next()?.trim();
+        count *= if length.is_empty() {
+            0
+        } else {
+            length.parse::<usize>().ok()?
+        };
+    }
+
+    Some((bare, align.unwrap_or(element), element * count, element))
+}
+
+fn variable(text: &str) -> Result<Variable, String> {
+    let bad = || format!("a variable is not understood: {}", first_line(text));
+
+    let (left, right) = match text.split_once('=') {
+        Some((left, right)) => (left, Some(right)),
+        None => (text, None),
+    };
+
+    let (name, align, mut size, element) = declared(left).ok_or_else(bad)?;
+
+    let shared = left
+        .split_whitespace()
+        .any(|word| word.starts_with(".shared"));
+
+    let dynamic = shared && left.contains(".extern");
+
+    let mut initial = vec![];
+
+    let mut pointers = vec![];
+
+    for item in right
+        .unwrap_or("")
+        .split(['{', '}', ','])
+        .map(str::trim)
+        .filter(|item| !item.is_empty())
+    {
+        let bits = match number(item, element == 8) {
+            Some(bits) => bits,
+            None => {
+                let item = item.trim_start_matches("generic(").trim_end_matches(')');
+                let (symbol, plus) = item.split_once('+').unwrap_or((item, "0"));
+                pointers.push((
+                    initial.len(),
+                    symbol.trim().trim_end_matches(')').to_owned(),
+                    plus.trim().parse().map_err(|_| bad())?,
+                ));
+                0
+            }
+        };
+        initial.extend_from_slice(&bits.to_le_bytes()[..element]);
+    }
+
+    size = size.max(initial.len());
+
+    Ok(Variable {
+        name: name.to_owned(),
+        space: if shared { Space::Shared } else { Space::Global },
+        align,
+        size,
+        offset: 0,
+        dynamic,
+        initial,
+        pointers,
+    })
+}
+
+/// An immediate's bits; a decimal fraction becomes f64 if `wide` and f32 else.
+pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
+    let (negative, digits) = match text.strip_prefix('-') {
+        Some(rest) => (true, rest.trim()),
+        None => (false, text),
+    };
+
+    let first = digits.as_bytes().first()?;
+
+    if !first.is_ascii_digit() {
+        return None;
+    }
+
+    let lower = digits.get(..2).unwrap_or("");
+
+    let sign = |bits: u64, top: u32| if negative { bits ^ 1 << top } else { bits };
+
+    match lower {
+        "0f" | "0F" => {
+            return Some(sign(
+                u64::from(u32::from_str_radix(&digits[2..], 16).ok()?),
+                31,
+            ))
+        }
+        "0d" | "0D" => return Some(sign(u64::from_str_radix(&digits[2..], 16).ok()?, 63)),
+        _ => {}
+    }
+
+    let bare = digits.strip_suffix('U').unwrap_or(digits);
+
+    let value = match lower {
+        "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
+        "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
+        _ => bare.parse().ok(),
+    };
+
+    match value {
+        Some(value) => Some(if negative {
+            value.wrapping_neg()
+        } else {
+            value
+        }),
+        None => {
+            let value: f64 = text.parse().ok()?;
+            Some(if wide {
+                value.to_bits()
+            } else {
+                u64::from((value as f32).to_bits())
+            })
+        }
+    }
+}
+
+fn header_of(text: &str) -> Option<Function> {
+    let (_, rest) = text
+        .split_once(".entry")
+        .or_else(|| text.split_once(".func"))?;
+
+    let mut rest = rest.trim_start();
+
+    let mut returns = vec![];
+
+    if let Some(inner) = rest.strip_prefix('(') {
+        let (list, after) = inner.split_once(')')?;
+        returns = parameters(list)?;
+        rest = after.trim_start();
+    }
+
+    let end = rest
+        .find(|c: char| c == '(' || c.is_whitespace())
+        .unwrap_or(rest.len());
+
+    let name = rest[..end].to_owned();
+
+    let mut after = rest[end..].trim_start();
+
+    let mut own = vec![];
+
+    if let Some(inner) = after.strip_prefix('(') {
+        let (list, directives) = inner.split_once(')')?;
+        own = parameters(list)?;
+        after = directives;
+    }
+
+    let mut max_threads = 1024;
+
+    for directive in [".maxntid", ".reqntid"] {
+        if let Some((_, numbers)) = after.split_once(directive) {
+            let numbers = numbers.split('.').next()?.trim();
+            max_threads = numbers
+                .split(',')
+                .map(|n| n.trim().parse::<u32>().unwrap_or(1))
+                .product();
+        }
+    }
+
+    Some(Function {
+        name,
+        parameters: own,
+        returns,
+        body: None,
+        max_threads,
+    })
+}
+
+fn parameters(list: &str) -> Option<Vec<Parameter>> {
+    let mut offset = 0;
+
+    let mut all = vec![];
+
+    for text in list
+        .split(',')
+        .map(str::trim)
+        .filter(|text| !text.is_empty())
+    {
+        let (name, align, size, element) = match text.split_once(".ptr") {
+            // The alignment that follows is what the pointer points to has.
+            Some((own, after)) => {
+                let name = after.split_whitespace().last()?;
+                let element = type_bytes(own.split_whitespace().last()?)?;
+                (name, element, element, element)
+            }
+            None => declared(text)?,
+        };
+        let align = align.max(element);
+        offset = usize::next_multiple_of(offset, align);
+        all.push(Parameter {
+            name: name.to_owned(),
+            offset,
+            size,
+        });
+        offset += size;
+    }
+
+    Some(all)
+}

@@ -1,0 +1,171 @@
+//! The element types of rows, and the vector arithmetic of their sums.
+
+use candle::WithDType;
+use num_traits::Float;
+use pulp::Simd;
+use std::mem::MaybeUninit;
+
+/// A type rows are stored in. Vectors come from code that [`Level::run`](super::simd::Level::run)
+/// runs.
+pub(crate) trait Element: WithDType {
+    type Acc: Accumulator;
+
+    /// The `i`-th vector of a row.
+    fn load<S: Simd>(simd: S, row: &[Self], i: usize) -> <Self::Acc as Accumulator>::Vector<S>;
+
+    /// Writes the `i`-th vector of a row, all of it, each element rounded to nearest, ties to even.
+    fn store<S: Simd>(
+        simd: S,
+        vector: <Self::Acc as Accumulator>::Vector<S>,
+        row: &mut [MaybeUninit<Self>],
+        i: usize,
+    );
+}
+
+/// The type sums are taken in: `f32`, or `f64` for `f64` rows.
+pub(crate) trait Accumulator: Element<Acc = Self> + Float {
+    const ZERO: Self;
+    const ONE: Self;
+
+    /// Elements that the instructions of a level work on at once.
+    type Vector<S: Simd>: Copy;
+
+    fn from_count(n: usize) -> Self {
+        Self::from_f64(n as f64)
+    }
+
+    /// The vectors that `row` is made of.
+    fn vectors_mut<S: Simd>(row: &mut [Self]) -> &mut [Self::Vector<S>];
+    fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
+    fn add_vectors<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn sub_vectors<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    fn mul_vectors<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// `a * b + c`.
+    fn mul_add_vectors<S: Simd>(
+        simd: S,
+        a: Self::Vector<S>,
+        b: Self::Vector<S>,
+        c: Self::Vector<S>,
+    ) -> Self::Vector<S>;
+    fn total<S: Simd>(simd: S, vector: Self::Vector<S>) -> Self;
+}
+
+/// Implements the traits by the methods of `Simd` for a type.
+macro_rules! accumulator {
+    ($type:ident, $vector:ident, $as_simd:ident, $as_mut_simd:ident, $as_uninit_mut_simd:ident,
+     $splat:ident, $add:ident, $sub:ident, $mul:ident, $mul_add:ident, $total:ident) => {
+        impl Element for $type {
+            type Acc = Self;
+
+            #[inline(always)]
+            fn load<S: Simd>(_: S, row: &[Self], i: usize) -> S::$vector {
+                S::$as_simd(row).0[i]
+            }
+
+            #[inline(always)]
+            fn store<S: Simd>(_: S, vector: S::$vector, row: &mut [MaybeUninit<Self>], i: usize) {
+                S::$as_uninit_mut_simd(row).0[i].write(vector);
+            }
+        }
+
+        impl Accumulator for $type {
+            const ZERO: Self = 0.;
+            const ONE: Self = 1.;
+
+            type Vector<S: Simd> = S::$vector;
+
+            #[inline(always)]
+            fn vectors_mut<S: Simd>(row: &mut [Self]) -> &mut [S::$vector] {
+                S::$as_mut_simd(row).0
+            }
+
+            #[inline(always)]
+            fn splat<S: Simd>(simd: S, value: Self) -> S::$vector {
+                simd.$splat(value)
+            }
+
+            #[inline(always)]
+            fn add_vectors<S: Simd>(simd: S, a: S::$vector, b: S::$vector) -> S::$vector {
+                simd.$add(a, b)
+            }
+
+            #[inline(always)]
+            fn sub_vectors<S: Simd>(simd: S, a: S::$vector, b: S::$vector) -> S::$vector {
+                simd.$sub(a, b)
+            }
+
+            #[inline(always)]
+            fn mul_vectors<S: Simd>(simd: S, a: S::$vector, b: S::$vector) -> S::$vector {
+                simd.$mul(a, b)
+            }
+
+            #[inline(always)]
+            fn mul_add_vectors<S: Simd>(
+                simd: S,
+                a: S::$vector,
+                b: S::$vector,
+                c: S::$vector,
+            ) -> S::$vector {
+                simd.$mul_add(a, b, c)
+            }
+
+            #[inline(always)]
+            fn total<S: Simd>(simd: S, vector: S::$vector) -> Self {
+                simd.$total(vector)
+            }
+        }
+    };
+}
+
+accumulator!(
+    f32,
+    f32s,
+    as_simd_f32s,
+    as_mut_simd_f32s,
+    as_uninit_mut_simd_f32s,
+    splat_f32s,
+    add_f32s,
+    sub_f32s,
+    mul_f32s,
+    mul_add_e_f32s,
+    reduce_sum_f32s
+);
+accumulator!(
+    f64,
+    f64s,
+    as_simd_f64s,
+    as_mut_simd_f64s,
+    as_uninit_mut_simd_f64s,
+    splat_f64s,
+    add_f64s,
+    sub_f64s,
+    mul_f64s,
+    mul_add_e_f64s,
+    reduce_sum_f64s
+);
+
+/// Evaluates `$body` with `$element` the type of an input of dtype `$dtype`.
+macro_rules! with_element {
+    ($dtype:expr, $element:ident => $body:expr) => {
+        match $dtype {
+            candle::DType::F32 => {
+                type $element = f32;
+                $body
+            }
+            candle::DType::F64 => {
+                type $element = f64;
+                $body
+            }
+            candle::DType::F16 => {
+                type $element = half::f16;
+                $body
+            }
+            candle::DType::BF16 => {
+                type $element = half::bf16;
+                $body
+            }
+            other => Err($crate::error::Error::InputDType(other).into()),
+        }
+    };
+}
+pub(crate) use with_element;
