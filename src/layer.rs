@@ -497,8 +497,8 @@ impl PowerNorm {
     /// # Errors
     ///
     /// A layer's first training forward compares the ranks: the order of `with_ranks`, the step
-    /// count, the size, and the configuration but for `affine`. A difference is an error on every
-    /// rank, which names it.
+    /// count, the size, and the configuration. A difference is an error on every rank, which names
+    /// it.
     ///
     /// On a CPU, each later exchange compares the order of calls and the step count. If one rank's
     /// call fails, it fails on all ranks. They can go on with the next step. Layers that came first

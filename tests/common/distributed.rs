@@ -800,7 +800,7 @@ pub fn settings_that_differ(rank: &Rank) {
         let warm_up = warmup_steps.to_string();
         // What one rank has, and the others have `config`, `SIZE` channels and t = 0.
         #[rustfmt::skip]
-        let cases: [(&str, PowerNormConfig, usize, i64, [&str; 2]); 13] = [
+        let cases: [(&str, PowerNormConfig, usize, i64, [&str; 2]); 14] = [
             ("eps", PowerNormConfig { eps: 1e-6, ..config }, SIZE, 0, ["1e-6", "1e-5"]),
             ("alpha_fwd", PowerNormConfig { alpha_fwd: 0.99, ..config }, SIZE, 0, ["0.9", "0.99"]),
             ("alpha_bwd", PowerNormConfig { alpha_bwd: 0.5, ..config }, SIZE, 0, ["0.5", "0.9"]),
@@ -826,6 +826,10 @@ pub fn settings_that_differ(rank: &Rank) {
                 "warmup_steps",
                 PowerNormConfig { warmup_steps: warmup_steps + 1, ..config }, SIZE, 0,
                 [&warm_up, &longer],
+            ),
+            (
+                "affine",
+                PowerNormConfig { affine: false, ..config }, SIZE, 0, ["false", "true"],
             ),
             ("size", config, SIZE + 2, 0, ["12", "14"]),
             ("size", config, 2, 0, ["2", "12"]),
