@@ -373,13 +373,16 @@ fn main() -> Result<()> {
         if reports.is_empty() {
             let numbers: usize = varmap.all_vars().iter().map(|var| var.elem_count()).sum();
             let minutes = (2 * steps * BATCH * CONTEXT) as f64 / SPEED / 60.;
+            let minutes = match minutes.ceil() {
+                ..=1. => "a minute".to_owned(),
+                minutes => format!("{minutes:.0} minutes"),
+            };
             println!(
                 "{} characters, {} different. Two models of {:.2} million parameters train for \
-                 {steps} steps: about {:.0} minutes on two cores.",
+                 {steps} steps: about {minutes} on two cores.",
                 text.len(),
                 vocab.len(),
                 numbers as f64 / 1e6,
-                minutes.ceil()
             );
         }
 
