@@ -94,13 +94,16 @@ impl<T: Element> Rows<'_, T> {
         self.x.cols
     }
 
+    /// The bytes of the input, which are those of an output.
+    fn bytes(&self) -> usize {
+        self.len() * self.cols() * size_of::<T>()
+    }
+
     /// Non-temporal for a large output whose groups are whole cache lines, so that no line is
     /// written in both ways if rows begin with one.
     fn stores(&self) -> Stores {
         #[cfg(target_arch = "x86_64")]
-        if self.len() * self.cols() * size_of::<T>() >= NON_TEMPORAL
-            && (self.group_len() * size_of::<T>()).is_multiple_of(64)
-        {
+        if self.bytes() >= NON_TEMPORAL && (self.group_len() * size_of::<T>()).is_multiple_of(64) {
             return Stores::NonTemporal;
         }
         Stores::Cached
@@ -556,6 +559,26 @@ impl<T: Element> Columns<T::Acc> for Addition<'_, T> {
     }
 }
 
+/// `x + residual` and nothing else.
+struct SumOnly;
+
+impl<T: Element> Pass<T> for SumOnly {
+    fn has_output(&self) -> bool {
+        false
+    }
+
+    #[inline(always)]
+    fn row<S: Simd>(
+        &self,
+        _: S,
+        _: Row<T>,
+        _: &mut Groups<T::Acc>,
+        _: Option<&mut RowWriter<T>>,
+        _: &mut [T::Acc],
+    ) {
+    }
+}
+
 /// Group scaling: `r = 1/√(mean(x²) + ε)` of each group.
 struct GroupScaling<A> {
     /// 1 over the channels of a group.
@@ -731,13 +754,25 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
+/// With a residual, inputs of more bytes have a pass of their own for `x + residual`, which reads
+/// and writes fewer arrays at a time. In one pass, a forward of 4096x512 f32 took 7 to 19 % longer.
+/// At 2 MiB and less one pass is faster, because a row that was just summed is still in the
+/// first-level cache.
+const LARGE: usize = 4 << 20;
+
 /// Runs `pass` over all rows, and returns fresh outputs and `width` column sums.
 fn run<T: Element>(
     rows: &Rows<T>,
     pass: &impl Pass<T>,
     width: usize,
 ) -> (RowOutputs<T>, Vec<T::Acc>) {
-    run_with(rows.stores(), rows, pass, width)
+    if rows.residual.is_none() || rows.bytes() <= LARGE {
+        return run_with(rows.stores(), rows, pass, width);
+    }
+    let sum = run_with(Stores::Cached, rows, &SumOnly, 0).0.sum;
+    let summed = rows.summed(sum.as_deref().unwrap_or_default());
+    let (outputs, sums) = run_with(rows.stores(), &summed, pass, width);
+    (RowOutputs { sum, ..outputs }, sums)
 }
 
 /// [`run`], whose output is written by `stores`.
