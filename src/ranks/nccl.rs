@@ -57,7 +57,7 @@ use std::sync::{Mutex, PoisonError};
 /// layers on that GPU.
 ///
 /// ```no_run
-/// use candle::cuda_backend::cudarc::nccl::Id;
+/// use candle_powernorm::cudarc::nccl::Id;
 /// use candle::{backend::BackendDevice, CudaDevice, Device, Tensor};
 /// use candle_powernorm::{Communicator, NcclCommunicator};
 ///

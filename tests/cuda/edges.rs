@@ -166,9 +166,9 @@ fn each_dtype() -> Result<()> {
     Ok(())
 }
 
-/// An odd number of rows, in blocks of threads of one piece that have more shared memory than the 48 KiB which a block gets
-/// unasked: on 132 multiprocessors, the launches of these forwards and backwards ask for 50,688
-/// and for 51,712 bytes.
+/// An odd number of rows, in blocks of threads of one piece that need more than the 48 KiB of
+/// shared memory which a block gets unasked. On 132 multiprocessors, the launches of these forwards
+/// and backwards ask for 50,688 and for 51,712 bytes.
 #[test]
 fn many_rows_of_narrow_groups() -> Result<()> {
     let mut data = Data::new(12);

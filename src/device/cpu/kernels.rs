@@ -2,9 +2,10 @@
 //!
 //! 1. `run` cuts the rows into chunks, whose size depends only on the shape. Threads take chunks.
 //! 2. A chunk takes its rows one by one. With a residual, it first writes the row's `x + residual`.
-//! 3. A row is cut into the groups of the group scaling. Without group scaling it is one group.
-//! 4. A pass, `Forward` or `Backward`, reads each group of a row and takes the sums of the
-//!    group scaling: Σ x² in a forward; Σ x², Σ gain dy x and Σ decay x² in a backward.
+//!    A large input has a pass of its own for that.
+//! 3. A row is cut into groups of channels. Without group scaling it is one group.
+//! 4. A pass is `Forward` or `Backward`. It reads each group of a row and takes the sums of group
+//!    scaling: Σ x² in a forward, and Σ gain dy x and Σ decay x² too in a backward.
 //! 5. It reads the whole row again, now from the first-level cache. Four vectors at a time, it
 //!    writes the output and adds to the chunk's sums.
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
