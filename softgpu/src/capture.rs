@@ -1,7 +1,8 @@
 //! Captures and graphs, with the driver's rules for what may happen during a capture.
 //!
 //! The rules are those of the CUDA programming guide ("Prohibited and Unhandled Operations" under
-//! stream capture) and of `cuThreadExchangeStreamCaptureMode`. What breaks one invalidates the
+//! stream capture) and of `cuThreadExchangeStreamCaptureMode`, for threads that keep the default
+//! mode. What breaks one invalidates the
 //! capture; its end then fails too.
 
 use crate::abi::{Error, Handles, Outcome};
@@ -59,10 +60,6 @@ static CAPTURES: Mutex<Vec<Arc<Capture>>> = Mutex::new(vec![]);
 
 /// Its length, for those who would not take the lock for nothing.
 static ACTIVE: AtomicUsize = AtomicUsize::new(0);
-
-thread_local! {
-    static THREAD_MODE: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
-}
 
 impl Capture {
     fn state(&self) -> MutexGuard<'_, Captured> {
@@ -184,15 +181,11 @@ fn forbid(error: Error, concerns: impl Fn(&Capture) -> bool) -> Outcome {
 /// in the mode GLOBAL while any does.
 pub fn unsafe_call() -> Outcome {
     let here = std::thread::current().id();
-    let mode = THREAD_MODE.get();
-    if mode == 2 {
-        return Ok(());
-    }
     forbid(Error::CAPTURE_UNSUPPORTED, |capture| {
         if capture.thread == here {
             capture.mode != Mode::Relaxed
         } else {
-            capture.mode == Mode::Global && mode == 0
+            capture.mode == Mode::Global
         }
     })
 }
@@ -328,11 +321,6 @@ pub fn status_of(stream: &Stream) -> u32 {
         Some(capture) if capture.state().invalid => 2,
         Some(_) => 1,
     }
-}
-
-/// Changes how this thread's calls meet captures; gives what it was.
-pub fn exchange_mode(mode: u32) -> u32 {
-    THREAD_MODE.replace(mode)
 }
 
 pub fn end_capture(stream: &Stream) -> Outcome<Arc<Graph>> {

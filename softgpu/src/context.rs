@@ -1,11 +1,12 @@
 //! Devices, their contexts, and streams by their handles.
 
 use crate::abi::{Error, Handles, Outcome};
+pub use crate::engine::memory::lock;
 use crate::engine::stream::{engine, number_from, Manner};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 /// A stream, as a call names it.
 #[derive(Debug, Clone, Copy)]
@@ -38,10 +39,6 @@ impl Drop for OwnStreams {
             engine().destroy_stream(stream.id);
         }
     }
-}
-
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Devices that there are: `SOFTGPU_DEVICES`, else one.

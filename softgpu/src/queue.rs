@@ -2,12 +2,11 @@
 
 use crate::abi::Outcome;
 use crate::capture;
-use crate::context::{current_device, legacy_stream, lock, Stream};
+use crate::context::Stream;
 use crate::engine::memory::{Memory, View, Work};
 use crate::engine::stream::{engine, Manner, Submission};
-use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Queues work in a stream, or adds it to the capture in which the stream is.
 pub fn submit(stream: &Stream, submission: Submission) -> Outcome {
@@ -32,39 +31,12 @@ pub fn synchronize_device(device: i32) -> Outcome {
     Ok(engine().synchronize_device(device)?)
 }
 
-/// Does something that has no stream: after all that blocking streams hold, and before the call
-/// returns.
-pub fn at_once(submission: Submission) -> Outcome {
-    capture::unsafe_call()?;
-    let stream = legacy_stream(current_device()?);
-    submit(&stream, submission)?;
-    synchronize(&stream)
-}
-
-/// Page-locked host memory: addresses and sizes.
-pub static PINNED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
-
-pub fn is_pinned(address: usize) -> bool {
-    let pinned = lock(&PINNED);
-    let found = pinned.range(..=address).next_back();
-    found.is_some_and(|(start, size)| address < start + size)
-}
-
-/// A copy from the host. Memory that is not page-locked is read now, other memory when the copy
-/// runs.
+/// A copy from the host, whose memory is read now: none of it is page-locked.
 ///
 /// # Safety
 ///
-/// `from` has `bytes` bytes; until the copy has run, if it is page-locked.
+/// `from` has `bytes` bytes.
 pub unsafe fn upload(name: &str, to: u64, from: *const c_void, bytes: usize) -> Submission {
-    if bytes > 0 && is_pinned(from as usize) {
-        let from = from as usize;
-        return Submission::new(name, move |memory, work| {
-            // SAFETY: the caller keeps it until the copy has run.
-            let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, bytes) };
-            view(memory, work).upload(to, bytes)
-        });
-    }
     let staged: Arc<[u8]> = match bytes {
         0 => [].into(),
         // SAFETY: as this function asks.

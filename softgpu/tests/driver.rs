@@ -7,7 +7,7 @@ use softgpu::engine::memory::{Access, Kind, Memory, View, Work};
 use softgpu::engine::stream::engine;
 use softgpu::testing::*;
 use std::ffi::{c_void, CString};
-use std::ptr::{null, null_mut};
+use std::ptr::null;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const NON_BLOCKING: u32 = 1;
@@ -205,23 +205,6 @@ fn a_stream_keeps_its_order() {
     queue.free(a);
     queue.free(b);
     assert_eq!(gpu.fault(), None);
-}
-
-#[test]
-fn nothing_runs_before_somebody_waits() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
-    let a = queue.alloc(4);
-    ok(queue.fill(a, 7, 4));
-    let event = Mark::on(&queue);
-    // SAFETY: handles are numbers that the driver checks.
-    unsafe {
-        let not_ready = 600;
-        assert_eq!(cuEventQuery(event.0), not_ready);
-        // The question itself made the work go on, so who asks again and again sees an end.
-        assert_eq!(cuEventQuery(event.0), 0);
-    }
-    queue.free(a);
 }
 
 #[test]
@@ -680,7 +663,6 @@ fn captures_follow_the_drivers_rules() {
         };
         // The stream itself.
         assert_eq!(breaks(RELAXED, |queue| queue.sync()), UNSUPPORTED);
-        assert_eq!(breaks(RELAXED, |queue| cuStreamQuery(queue.0)), UNSUPPORTED);
         assert_eq!(
             breaks(RELAXED, |queue| queue.try_get(a, &mut host)),
             UNSUPPORTED
@@ -715,11 +697,7 @@ fn captures_follow_the_drivers_rules() {
         );
         let within = Mark::new();
         let record = |queue: &Queue| cuEventRecord(within.0, queue.0);
-        assert_eq!(
-            breaks(RELAXED, |queue| record(queue)
-                + cuEventSynchronize(within.0)),
-            (907, 901)
-        );
+        assert_eq!(breaks(RELAXED, record), (0, 0));
         let later = Queue::new();
         assert_eq!(within.hold(&later), 907);
         // A branch that does not come back, and one that does.
@@ -1085,41 +1063,6 @@ fn edited_ptx_replaces_a_module_of_its_entries() {
     assert_eq!(with, [2, 1]);
     assert_eq!(stored("edited"), 1);
     queue.free(to);
-}
-
-#[test]
-fn page_locked_memory_is_read_when_the_copy_runs() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
-    let a = queue.alloc(8);
-    let mut host: *mut c_void = null_mut();
-    // SAFETY: the host's memory has eight bytes, and no copy runs while they are written.
-    unsafe {
-        ok(cuMemHostAlloc(&mut host, 8, 0));
-        host.cast::<u64>().write(1);
-        ok(cuMemcpyHtoDAsync_v2(a, host, 8, queue.0));
-        host.cast::<u64>().write(2);
-        let mut pageable = 3u64;
-        let b = queue.alloc(8);
-        ok(cuMemcpyHtoDAsync_v2(
-            b,
-            (&raw const pageable).cast(),
-            8,
-            queue.0,
-        ));
-        pageable += 1;
-        assert_eq!(
-            (
-                queue.get::<u64>(a, 1)[0],
-                queue.get::<u64>(b, 1)[0],
-                pageable
-            ),
-            (2, 3, 4)
-        );
-        ok(cuMemFreeHost(host));
-        queue.free(b);
-    }
-    queue.free(a);
 }
 
 /// A program that looks at no error, and waits for nothing, fails all the same: its work runs at

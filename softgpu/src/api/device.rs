@@ -55,14 +55,6 @@ entries! {
         Ok(())
     }
 
-    fn cuDriverGetVersion(version: *mut i32) {
-        put(version, 13000)
-    }
-
-    fn cuGetErrorName(error: i32, name: *mut *const c_char) {
-        put(name, Error(error).name().as_ptr())
-    }
-
     fn cuGetErrorString(error: i32, text: *mut *const c_char) {
         put(text, Error(error).name().as_ptr())
     }
@@ -80,21 +72,6 @@ entries! {
     fn cuDeviceGetAttribute(value: *mut i32, number: u32, device: i32) {
         check_device(device)?;
         put(value, attribute(number))
-    }
-
-    fn cuDeviceGetName(name: *mut c_char, room: i32, device: i32) {
-        check_device(device)?;
-        let text = b"softgpu H100\0";
-        if name.is_null() || (room as usize) < text.len() {
-            return Err(Error::INVALID_VALUE);
-        }
-        std::ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len());
-        Ok(())
-    }
-
-    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: i32) {
-        check_device(device)?;
-        put(bytes, DEVICE_MEMORY as usize)
     }
 
     fn cuDevicePrimaryCtxRetain(context: *mut u64, device: i32) {
@@ -134,10 +111,6 @@ entries! {
             context => Some(device_of_context(context)?),
         });
         Ok(())
-    }
-
-    fn cuCtxGetDevice(device: *mut i32) {
-        put(device, current_device()?)
     }
 
     fn cuCtxSynchronize() {

@@ -32,15 +32,6 @@ entries! {
         put(status, status_of(&stream))
     }
 
-    fn cuThreadExchangeStreamCaptureMode(mode: *mut u32) {
-        if mode.is_null() {
-            return Err(Error::INVALID_VALUE);
-        }
-        Mode::new(*mode)?;
-        *mode = exchange_mode(*mode);
-        Ok(())
-    }
-
     fn cuGraphInstantiateWithFlags(executable: *mut u64, graph: u64, flags: u64) {
         let graph = GRAPHS.get(graph)?;
         let both = AUTO_FREE | DEVICE_LAUNCH;
@@ -51,12 +42,6 @@ entries! {
             return Err(Error::NOT_SUPPORTED);
         }
         put(executable, EXECUTABLES.add(Executable { graph, frees: flags & AUTO_FREE != 0 }))
-    }
-
-    fn cuGraphUpload(executable: u64, stream: u64) {
-        EXECUTABLES.get(executable)?;
-        context::stream(stream)?;
-        Ok(())
     }
 
     fn cuGraphLaunch(executable: u64, stream: u64) {

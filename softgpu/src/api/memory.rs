@@ -34,13 +34,6 @@ fn allocate(size: usize, stream: Option<&Stream>) -> Outcome<u64> {
 }
 
 entries! {
-    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
-        current_device()?;
-        let used = engine().memory.live().1;
-        put(free, DEVICE_MEMORY.saturating_sub(used) as usize)?;
-        put(total, DEVICE_MEMORY as usize)
-    }
-
     fn cuMemAlloc_v2(address: *mut u64, size: usize) {
         capture::unsafe_call()?;
         if size == 0 {
@@ -83,56 +76,19 @@ entries! {
         submit(&stream, free(address))
     }
 
-    fn cuMemHostAlloc(address: *mut *mut c_void, size: usize, _flags: u32) {
-        capture::unsafe_call()?;
-        current_device()?;
-        let new = libc::aligned_alloc(4096, size.next_multiple_of(4096));
-        if new.is_null() {
-            return Err(Error::OUT_OF_MEMORY);
-        }
-        lock(&PINNED).insert(new as usize, size);
-        put(address, new)
-    }
-
-    fn cuMemFreeHost(address: *mut c_void) {
-        capture::unsafe_call()?;
-        lock(&PINNED).remove(&(address as usize)).ok_or(Error::INVALID_VALUE)?;
-        // Copies from it or to it may be queued.
-        synchronize_device(current_device()?)?;
-        libc::free(address);
-        Ok(())
-    }
-
-    fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) {
-        at_once(upload("cuMemcpyHtoD", to, from, bytes))
-    }
-
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, handle: u64) {
         let stream = context::stream(handle)?;
-        if !is_pinned(from as usize) {
-            // The driver stages it while the call lasts, which a graph cannot repeat.
-            capture::stream_call(&stream)?;
-        }
+        // The driver stages it while the call lasts, which a graph cannot repeat.
+        capture::stream_call(&stream)?;
         submit(&stream, upload("cuMemcpyHtoDAsync", to, from, bytes))
-    }
-
-    fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) {
-        at_once(download("cuMemcpyDtoH", to, from, bytes))
     }
 
     fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, handle: u64) {
         let stream = context::stream(handle)?;
-        if is_pinned(to as usize) {
-            return submit(&stream, download("cuMemcpyDtoHAsync", to, from, bytes));
-        }
         capture::stream_call(&stream)?;
         submit(&stream, download("cuMemcpyDtoHAsync", to, from, bytes))?;
-        // The call returns when pageable memory has its bytes.
+        // The call returns when the host has its bytes.
         synchronize(&stream)
-    }
-
-    fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) {
-        at_once(copy("cuMemcpyDtoD", to, from, bytes))
     }
 
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, handle: u64) {
@@ -140,46 +96,12 @@ entries! {
         submit(&stream, copy("cuMemcpyDtoDAsync", to, from, bytes))
     }
 
-    fn cuMemsetD8_v2(to: u64, value: u8, count: usize) {
-        at_once(fill("cuMemsetD8", to, &[value], count))
-    }
-
     fn cuMemsetD8Async(to: u64, value: u8, count: usize, handle: u64) {
         let stream = context::stream(handle)?;
         submit(&stream, fill("cuMemsetD8Async", to, &[value], count))
     }
 
-    fn cuMemsetD16Async(to: u64, value: u16, count: usize, handle: u64) {
-        let stream = context::stream(handle)?;
-        submit(&stream, fill("cuMemsetD16Async", to, &value.to_le_bytes(), count))
-    }
-
-    fn cuMemsetD32Async(to: u64, value: u32, count: usize, handle: u64) {
-        let stream = context::stream(handle)?;
-        submit(&stream, fill("cuMemsetD32Async", to, &value.to_le_bytes(), count))
-    }
-
-    fn cuPointerGetAttribute(to: *mut c_void, number: u32, address: u64) {
-        let around = engine().memory.allocation_around(address);
-        let (start, size, device) = around.ok_or(Error::INVALID_VALUE)?;
-        match number {
-            1 => put(to.cast(), context_handle(device)),
-            // CU_MEMORYTYPE_DEVICE.
-            2 => put(to.cast(), 2u32),
-            3 => put(to.cast(), address),
-            9 => put(to.cast(), device),
-            11 => put(to.cast(), start),
-            12 => put(to.cast(), size as usize),
-            _ => Err(Error::NOT_SUPPORTED),
-        }
-    }
-
     fn cuDeviceGetMemPool(pool: *mut u64, device: i32) {
-        check_device(device)?;
-        put(pool, pool_of(device))
-    }
-
-    fn cuDeviceGetDefaultMemPool(pool: *mut u64, device: i32) {
         check_device(device)?;
         put(pool, pool_of(device))
     }
@@ -191,10 +113,6 @@ entries! {
             return Err(Error::INVALID_VALUE);
         }
         Ok(())
-    }
-
-    fn cuMemPoolTrimTo(pool: u64, _bytes: usize) {
-        check_pool(pool)
     }
 
     fn cuMemcpyPeerAsync(

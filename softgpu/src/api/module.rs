@@ -250,18 +250,6 @@ unsafe fn c_text<'a>(text: *const c_char) -> Outcome<&'a str> {
     text.to_str().map_err(|_| Error::INVALID_PTX)
 }
 
-/// Blocks of a function that fit on a multiprocessor, by threads and shared memory; registers are
-/// not known.
-fn resident_blocks(function: &Function, threads: i32, dynamic: usize) -> i32 {
-    if threads <= 0 || threads as u32 > function.max_threads {
-        return 0;
-    }
-    let warps = (threads as u32).div_ceil(32);
-    // A block takes another KiB of shared memory for the driver.
-    let shared = function.static_shared + dynamic + 1024;
-    (64 / warps).min(((228 << 10) / shared) as u32).min(32) as i32
-}
-
 entries! {
     fn cuModuleLoadData(module: *mut u64, image: *const c_char) {
         put(module, load(c_text(image)?)?)
@@ -280,32 +268,6 @@ entries! {
         put(function, function_named(module, c_text(name)?)?)
     }
 
-    fn cuModuleGetGlobal_v2(
-        address: *mut u64, bytes: *mut usize, module: u64, name: *const c_char,
-    ) {
-        let loaded = MODULES.get(module)?;
-        let (offset, size) = loaded.module.global(c_text(name)?).ok_or(Error::NOT_FOUND)?;
-        if !address.is_null() {
-            *address = loaded.globals + offset as u64;
-        }
-        if !bytes.is_null() {
-            *bytes = size;
-        }
-        Ok(())
-    }
-
-    fn cuFuncGetAttribute(value: *mut i32, number: u32, function: u64) {
-        let function = FUNCTIONS.get(function)?;
-        put(value, match number {
-            0 => function.max_threads as i32,
-            1 => function.static_shared as i32,
-            8 => function.dynamic_shared.load(Relaxed) as i32,
-            // What the assembler would tell: constants, local memory, registers, versions.
-            2..=7 => 0,
-            _ => return Err(Error::INVALID_VALUE),
-        })
-    }
-
     fn cuFuncSetAttribute(function: u64, number: u32, value: i32) {
         let function = FUNCTIONS.get(function)?;
         match number {
@@ -321,20 +283,6 @@ entries! {
             9 => Ok(()),
             _ => Err(Error::INVALID_VALUE),
         }
-    }
-
-    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        blocks: *mut i32, function: u64, threads: i32, dynamic: usize,
-    ) {
-        let function = FUNCTIONS.get(function)?;
-        put(blocks, resident_blocks(&function, threads, dynamic))
-    }
-
-    fn cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-        blocks: *mut i32, function: u64, threads: i32, dynamic: usize, _flags: u32,
-    ) {
-        let function = FUNCTIONS.get(function)?;
-        put(blocks, resident_blocks(&function, threads, dynamic))
     }
 
     fn cuLaunchKernel(

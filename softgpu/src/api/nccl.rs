@@ -5,17 +5,15 @@
 //! and adds in the order of the ranks.
 
 use crate::abi::{entries, put, Error, Handles, Outcome};
-use crate::context;
+use crate::context::{self, lock};
 use crate::engine::fault::Fault;
 use crate::engine::memory::{Kind, Memory, Work};
 use crate::engine::stream::{engine, fault_of, Meeting, Step, Submission};
 use crate::queue;
-use half::{bf16, f16};
-use std::cell::RefCell;
 use std::collections::HashMap;
-use std::ffi::c_char;
+use std::ops::AddAssign;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// What ranks of one communicator are known by.
 #[repr(C)]
@@ -47,7 +45,6 @@ struct Part {
     to: u64,
     count: usize,
     element: u32,
-    operation: u32,
 }
 
 pub struct Communicator {
@@ -60,15 +57,6 @@ pub struct Communicator {
 
 pub static COMMUNICATORS: Handles<Arc<Communicator>> = Handles::new(11);
 static WORLDS: Mutex<Option<HashMap<u64, Arc<World>>>> = Mutex::new(None);
-
-thread_local! {
-    /// How deep the thread is in groups, and the worlds that it joined there.
-    static GROUP: RefCell<(u32, Vec<Arc<World>>)> = RefCell::default();
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl World {
     fn new(size: usize) -> Self {
@@ -150,75 +138,34 @@ impl Communicator {
     }
 }
 
-/// Numbers that ranks sum.
-trait Number: Copy {
-    fn to_f64(self) -> f64;
-    fn from_f64(value: f64) -> Self;
-    fn add(self, other: Self) -> Self;
-}
+/// NCCL's numbers of the element types and of the operation that a communicator calls it with.
+const F32: u32 = 7;
+const F64: u32 = 8;
+const SUM: u32 = 0;
 
-macro_rules! numbers {
-    ($($type:ty, $wide:ty, $to:expr, $from:expr);*) => {$(
-        impl Number for $type {
-            fn to_f64(self) -> f64 {
-                f64::from(self)
-            }
-
-            fn from_f64(value: f64) -> Self {
-                $from(value as $wide)
-            }
-
-            fn add(self, other: Self) -> Self {
-                $from($to(self) + $to(other))
-            }
-        }
-    )*};
-}
-
-numbers!(
-    f32, f32, |x| x, |x| x;
-    f64, f64, |x| x, |x| x;
-    f16, f32, f16::to_f32, f16::from_f32;
-    bf16, f32, bf16::to_f32, bf16::from_f32
-);
-
-/// NCCL's last operation.
-const AVERAGE: u32 = 4;
-
-/// Bytes of an element, by NCCL's number.
-fn size_of(element: u32) -> Option<usize> {
-    match element {
-        6 | 9 => Some(2),
-        7 => Some(4),
-        8 => Some(8),
-        _ => None,
-    }
-}
-
-/// Reduces what the ranks bring, in their order, and gives each the same.
+/// Sums what the ranks bring, in their order, and gives each the same.
 fn reduce(memory: &Arc<Memory>, works: &[Arc<Work>], parts: &[Option<Part>]) -> Result<(), Fault> {
     let ranks: Vec<_> = works.iter().zip(parts.iter().flatten()).collect();
     let Some(&(first_work, first)) = ranks.first() else {
         return Ok(());
     };
     for (rank, (work, part)) in ranks.iter().enumerate() {
-        if (part.count, part.element, part.operation)
-            != (first.count, first.element, first.operation)
-        {
+        if (part.count, part.element) != (first.count, first.element) {
             let what = format!("rank {rank} brings {part:?}, and rank 0 {first:?}");
             return Err(fault_of(work, what));
         }
     }
     let result = match first.element {
-        6 => reduce_as::<f16>(memory, &ranks),
-        7 => reduce_as::<f32>(memory, &ranks),
-        8 => reduce_as::<f64>(memory, &ranks),
-        _ => reduce_as::<bf16>(memory, &ranks),
+        F32 => sum::<f32>(memory, &ranks),
+        _ => sum::<f64>(memory, &ranks),
     };
     result.map_err(|what| fault_of(first_work, what))
 }
 
-fn reduce_as<T: Number>(memory: &Arc<Memory>, ranks: &[(&Arc<Work>, &Part)]) -> Result<(), String> {
+fn sum<T: Copy + AddAssign>(
+    memory: &Arc<Memory>,
+    ranks: &[(&Arc<Work>, &Part)],
+) -> Result<(), String> {
     let mut sums: Vec<T> = vec![];
     for (rank, (work, part)) in ranks.iter().enumerate() {
         let size = std::mem::size_of::<T>() as u64;
@@ -227,22 +174,10 @@ fn reduce_as<T: Number>(memory: &Arc<Memory>, ranks: &[(&Arc<Work>, &Part)]) -> 
         for i in 0..part.count {
             // SAFETY: the range is checked to be an allocation's.
             let value = unsafe { (part.from as *const T).add(i).read() };
-            if rank == 0 {
-                sums.push(value);
-                continue;
+            match rank {
+                0 => sums.push(value),
+                _ => sums[i] += value,
             }
-            let (sum, both) = (sums[i], (sums[i].to_f64(), value.to_f64()));
-            sums[i] = match part.operation {
-                1 => T::from_f64(both.0 * both.1),
-                2 => T::from_f64(both.0.max(both.1)),
-                3 => T::from_f64(both.0.min(both.1)),
-                _ => sum.add(value),
-            };
-        }
-    }
-    if ranks.iter().any(|(_, part)| part.operation == AVERAGE) {
-        for sum in &mut sums {
-            *sum = T::from_f64(sum.to_f64() / ranks.len() as f64);
         }
     }
     for (work, part) in ranks {
@@ -255,10 +190,6 @@ fn reduce_as<T: Number>(memory: &Arc<Memory>, ranks: &[(&Arc<Work>, &Part)]) -> 
 }
 
 entries! {
-    fn ncclGetVersion(version: *mut i32) {
-        put(version, 22800)
-    }
-
     fn ncclGetUniqueId(id: *mut UniqueId) {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let mut bytes = [0; 128];
@@ -289,54 +220,8 @@ entries! {
             }
             world
         };
-        let waits = GROUP.with(|group| {
-            let (depth, joined) = &mut *group.borrow_mut();
-            if *depth > 0 {
-                joined.push(world.clone());
-            }
-            *depth == 0
-        });
-        if waits {
-            world.wait();
-        }
+        world.wait();
         put(communicator, Communicator::open(world, rank, device))
-    }
-
-    fn ncclCommInitAll(communicators: *mut u64, size: i32, devices: *const i32) {
-        let size = usize::try_from(size).map_err(|_| Error::INVALID_VALUE)?;
-        let world = Arc::new(World::new(size));
-        for rank in 0..size {
-            world.join(rank)?;
-            let device = if devices.is_null() { rank as i32 } else { *devices.add(rank) };
-            put(communicators.add(rank), Communicator::open(world.clone(), rank, device))?;
-        }
-        Ok(())
-    }
-
-    fn ncclGroupStart() {
-        GROUP.with(|group| group.borrow_mut().0 += 1);
-        Ok(())
-    }
-
-    fn ncclGroupEnd() {
-        let joined = GROUP.with(|group| {
-            let (depth, joined) = &mut *group.borrow_mut();
-            *depth = depth.checked_sub(1).ok_or(Error::NOT_SUPPORTED)?;
-            let ended = *depth == 0;
-            Outcome::Ok(if ended { std::mem::take(joined) } else { vec![] })
-        })?;
-        joined.iter().for_each(|world| world.wait());
-        Ok(())
-    }
-
-    fn ncclCommFinalize(communicator: u64) {
-        COMMUNICATORS.get(communicator)?;
-        Ok(())
-    }
-
-    fn ncclCommDestroy(communicator: u64) {
-        COMMUNICATORS.remove(communicator)?;
-        Ok(())
     }
 
     /// Gives up the sums to which others have not come.
@@ -345,29 +230,19 @@ entries! {
         Ok(())
     }
 
-    fn ncclCommCount(communicator: u64, count: *mut i32) {
-        put(count, COMMUNICATORS.get(communicator)?.world.size as i32)
-    }
-
-    fn ncclCommCuDevice(communicator: u64, device: *mut i32) {
-        put(device, COMMUNICATORS.get(communicator)?.device)
-    }
-
-    fn ncclCommUserRank(communicator: u64, rank: *mut i32) {
-        put(rank, COMMUNICATORS.get(communicator)?.rank as i32)
-    }
-
     fn ncclAllReduce(
         from: u64, to: u64, count: usize, element: u32, operation: u32,
         communicator: u64, stream: u64,
     ) {
         let communicator = COMMUNICATORS.get(communicator)?;
         let stream = context::stream(stream)?;
-        let known = size_of(element).is_some() && operation <= AVERAGE;
-        if !known || stream.device != communicator.device {
+        if ![F32, F64].contains(&element) || operation != SUM {
+            return Err(Error::NOT_SUPPORTED);
+        }
+        if stream.device != communicator.device {
             return Err(Error::INVALID_VALUE);
         }
-        let part = Part { from, to, count, element, operation };
+        let part = Part { from, to, count, element };
         queue::submit(&stream, Submission {
             name: "ncclAllReduce".into(),
             blocks: 1,
@@ -380,18 +255,4 @@ entries! {
             })),
         })
     }
-}
-
-/// What a number means, in words.
-#[no_mangle]
-#[allow(non_snake_case)]
-pub extern "C" fn ncclGetErrorString(result: i32) -> *const c_char {
-    match result {
-        0 => c"no error",
-        1 => c"unhandled cuda error",
-        4 => c"invalid argument",
-        5 => c"invalid usage",
-        _ => c"unknown result code",
-    }
-    .as_ptr()
 }

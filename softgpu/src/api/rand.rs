@@ -3,10 +3,10 @@
 
 use crate::abi::{entries, put, Error, Handles, Outcome};
 use crate::capture;
-use crate::context;
+use crate::context::{self, lock};
 use crate::engine::stream::{scramble, Submission};
 use crate::queue;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 #[derive(Debug, Clone, Copy)]
 pub struct Generator {
@@ -18,10 +18,6 @@ pub struct Generator {
 }
 
 pub static GENERATORS: Handles<Arc<Mutex<Generator>>> = Handles::new(10);
-
-fn lock(generator: &Mutex<Generator>) -> MutexGuard<'_, Generator> {
-    generator.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// What numbers are drawn from.
 #[derive(Debug, Clone, Copy)]
@@ -124,11 +120,6 @@ entries! {
         let generator = GENERATORS.get(generator)?;
         let mut generator = lock(&generator);
         (generator.seed, generator.given) = (seed, 0);
-        Ok(())
-    }
-
-    fn curandSetGeneratorOffset(generator: u64, offset: u64) {
-        lock(&*GENERATORS.get(generator)?).given = offset;
         Ok(())
     }
 

@@ -7,7 +7,6 @@ use crate::engine::memory::Clock;
 use crate::engine::stream::{engine, Manner};
 use crate::queue::synchronize;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 /// What an event stands for.
 #[derive(Clone, Default)]
@@ -15,8 +14,8 @@ enum Recorded {
     /// Nothing: whoever waits for it goes on.
     #[default]
     Never,
-    /// A point in a stream's work, and when the host put it there.
-    Point(Clock, Instant),
+    /// A point in a stream's work.
+    Point(Clock),
     /// Nodes of a capture.
     Nodes(Arc<Capture>, Vec<usize>),
 }
@@ -44,10 +43,6 @@ entries! {
         put(handle, new_stream(flags)?)
     }
 
-    fn cuStreamCreateWithPriority(handle: *mut u64, flags: u32, _priority: i32) {
-        put(handle, new_stream(flags)?)
-    }
-
     fn cuStreamDestroy_v2(handle: u64) {
         let stream = STREAMS.remove(handle)?;
         if let Some(capture) = capture::of(&stream) {
@@ -66,28 +61,16 @@ entries! {
         synchronize(&stream)
     }
 
-    fn cuStreamQuery(handle: u64) {
-        let stream = context::stream(handle)?;
-        capture::stream_call(&stream)?;
-        capture::unsafe_call()?;
-        engine().check_device(stream.device)?;
-        if engine().is_complete(&engine().position(stream.id)) {
-            return Ok(());
-        }
-        engine().advance();
-        Err(Error::NOT_READY)
-    }
-
     fn cuStreamWaitEvent(handle: u64, event: u64, _flags: u32) {
         let stream = context::stream(handle)?;
         let recorded = lock(&EVENTS.get(event)?.recorded).clone();
         match (capture::of(&stream), recorded) {
             (_, Recorded::Never) => Ok(()),
-            (None, Recorded::Point(clock, _)) => {
+            (None, Recorded::Point(clock)) => {
                 engine().wait(stream.id, &clock);
                 Ok(())
             }
-            (Some(capture), Recorded::Point(..)) => {
+            (Some(capture), Recorded::Point(_)) => {
                 // The graph would depend on work outside of it.
                 capture.invalidate();
                 Err(Error::CAPTURE_ISOLATION)
@@ -128,62 +111,10 @@ entries! {
             }
             None => {
                 engine().check_device(stream.device)?;
-                Recorded::Point(engine().position(stream.id), Instant::now())
+                Recorded::Point(engine().position(stream.id))
             }
         };
         *lock(&event.recorded) = recorded;
         Ok(())
-    }
-
-    fn cuEventSynchronize(handle: u64) {
-        let event = EVENTS.get(handle)?;
-        let recorded = lock(&event.recorded).clone();
-        match recorded {
-            Recorded::Never => Ok(()),
-            Recorded::Point(clock, _) => {
-                capture::unsafe_call()?;
-                Ok(engine().synchronize(&clock, event.device)?)
-            }
-            Recorded::Nodes(capture, _) => {
-                capture.invalidate();
-                Err(Error::CAPTURED_EVENT)
-            }
-        }
-    }
-
-    fn cuEventQuery(handle: u64) {
-        let event = EVENTS.get(handle)?;
-        let recorded = lock(&event.recorded).clone();
-        match recorded {
-            Recorded::Never => Ok(()),
-            Recorded::Point(clock, _) => {
-                capture::unsafe_call()?;
-                engine().check_device(event.device)?;
-                if engine().is_complete(&clock) {
-                    return Ok(());
-                }
-                engine().advance();
-                Err(Error::NOT_READY)
-            }
-            Recorded::Nodes(capture, _) => {
-                capture.invalidate();
-                Err(Error::CAPTURED_EVENT)
-            }
-        }
-    }
-
-    /// The time of the host between the two records: nothing here knows how long a GPU would take.
-    fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: u64, end: u64) {
-        let (start, end) = (EVENTS.get(start)?, EVENTS.get(end)?);
-        let (start, end) = (lock(&start.recorded).clone(), lock(&end.recorded).clone());
-        match (start, end) {
-            (Recorded::Point(_, start), Recorded::Point(clock, end)) => {
-                if !engine().is_complete(&clock) {
-                    return Err(Error::NOT_READY);
-                }
-                put(milliseconds, end.saturating_duration_since(start).as_secs_f32() * 1e3)
-            }
-            _ => Err(Error::INVALID_HANDLE),
-        }
     }
 }

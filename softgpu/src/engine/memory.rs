@@ -401,7 +401,7 @@ impl Default for Memory {
 
 /// A lock whose holder panicked guards what it guarded before: each change here is whole or is only
 /// a counter.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -518,16 +518,6 @@ impl Memory {
         let found = self.find(start)?;
         (found.start == start && found.state.load(Relaxed) != FREED)
             .then_some((found.device, found.size))
-    }
-
-    /// Start, size and device of the allocation that holds an address and is not freed.
-    pub fn allocation_around(&self, address: u64) -> Option<(u64, u64, i32)> {
-        let found = self.find(address)?;
-        (address < found.start + found.size && found.state.load(Relaxed) != FREED).then_some((
-            found.start,
-            found.size,
-            found.device,
-        ))
     }
 
     /// Allocations that are not freed, and their bytes.

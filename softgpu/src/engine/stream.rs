@@ -8,7 +8,7 @@
 use crate::engine::counts::Counts;
 use crate::engine::fault::Fault;
 use crate::engine::launch::Conditions;
-use crate::engine::memory::{Clock, Memory, Position, Work};
+use crate::engine::memory::{lock, Clock, Memory, Position, Work};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -180,10 +180,6 @@ thread_local! {
 /// What this thread's submissions did so far.
 pub fn own_tally() -> Arc<Mutex<Tally>> {
     TALLY.try_with(Clone::clone).unwrap_or_default()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A number from the environment.
@@ -421,22 +417,6 @@ impl Engine {
         lock(&self.state).wait(stream, clock);
     }
 
-    /// Whether all of it has ended, as far as the host may know without waiting.
-    pub fn is_complete(&self, clock: &Clock) -> bool {
-        let mut state = lock(&self.state);
-        let complete = state.has_reached(clock);
-        if complete {
-            state.see(clock);
-        }
-        complete
-    }
-
-    /// Runs something, so that who asks again and again sees an end.
-    pub fn advance(&self) {
-        let state = lock(&self.state);
-        drop(self.run_one(state));
-    }
-
     /// Waits on the host.
     pub fn synchronize(&self, clock: &Clock, device: i32) -> Result<(), Broken> {
         self.run_until(|state| state.has_reached(clock));
@@ -573,16 +553,6 @@ impl Engine {
         let mut state = lock(&self.state);
         state.broken.clear();
         (!state.faults.is_empty()).then(|| state.faults.remove(0))
-    }
-
-    /// Streams with work that has not ended.
-    pub fn busy_streams(&self) -> usize {
-        let state = lock(&self.state);
-        state
-            .queues
-            .values()
-            .filter(|queue| queue.completed() < queue.queued)
-            .count()
     }
 
     /// Runs what nobody waited for, and fails the process if anything faulted.
