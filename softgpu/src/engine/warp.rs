@@ -97,7 +97,6 @@ impl Warp {
         let lanes = Lanes {
             slots: slots.as_mut_ptr(),
             predicates: predicates.as_mut_ptr(),
-            carry: 0,
             perturb,
         };
         let mut warp = Self {

@@ -9,7 +9,7 @@
 // Lanes are numbered in PTX.
 #![allow(clippy::needless_range_loop)]
 
-use crate::isa::float::{self, Approximate, Format, Mode, BF16, E4M3, F16, F32, F64};
+use crate::isa::float::{self, Approximate, Format, Mode, BF16, F16, F32, F64};
 use crate::isa::op::{Class, Exec, Lanes, Op};
 
 use std::mem::MaybeUninit;
@@ -197,50 +197,11 @@ macro_rules! integer_condition {
 }
 
 macro_rules! float_condition {
-    ($ty:expr, $ftz:expr, |$a:ident, $b:ident| $e:expr) => {
-        match ($ty, $ftz) {
-            ("f32", false) => (compare!(|$a: f32, $b: f32| $e), "p:ww"),
-            ("f32", true) => (
-                compare!(|$a: f32, $b: f32| {
-                    let ($a, $b) = (float::flush32($a), float::flush32($b));
-                    $e
-                }),
-                "p:ww",
-            ),
-            ("f64", _) => (compare!(|$a: f64, $b: f64| $e), "p:dd"),
-            ("f16", _) => (
-                compare!(|$a: u32, $b: u32| {
-                    let ($a, $b) = (float::of_f16($a), float::of_f16($b));
-                    $e
-                }),
-                "p:hh",
-            ),
-            ("bf16", _) => (
-                compare!(|$a: u32, $b: u32| {
-                    let ($a, $b) = (float::of_bf16($a), float::of_bf16($b));
-                    $e
-                }),
-                "p:hh",
-            ),
+    ($ty:expr, |$a:ident, $b:ident| $e:expr) => {
+        match $ty {
+            "f32" => (compare!(|$a: f32, $b: f32| $e), "p:ww"),
+            "f64" => (compare!(|$a: f64, $b: f64| $e), "p:dd"),
             _ => return None,
-        }
-    };
-}
-
-/// An f32 expression with or without flushing and saturation.
-macro_rules! f32_variants {
-    ($flags:expr, |$($x:ident),+| $e:expr) => {
-        match ($flags.flush, $flags.saturate) {
-            (false, false) => each!(|$($x: f32),+| f32: float::canonical32($e)),
-            (true, false) => each!(|$($x: f32),+| f32: {
-                $(let $x = float::flush32($x);)+
-                float::flush32(float::canonical32($e))
-            }),
-            (false, true) => each!(|$($x: f32),+| f32: saturate32($e)),
-            (true, true) => each!(|$($x: f32),+| f32: {
-                $(let $x = float::flush32($x);)+
-                saturate32(float::flush32($e))
-            }),
         }
     };
 }
@@ -257,17 +218,6 @@ macro_rules! half_variants {
                 each!(|$($x: u32),+| u32: half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)),
                 "h",
             ),
-            "f16x2" => (each!(|$($x: u32),+| u32: {
-                let low = {
-                    $(let $x = $x & 0xffff;)+
-                    half_variants!(@ of_f16, to_f16, [$($x),+], $e)
-                };
-                let high = {
-                    $(let $x = $x >> 16;)+
-                    half_variants!(@ of_f16, to_f16, [$($x),+], $e)
-                };
-                low | high << 16
-            }), "w"),
             "bf16x2" => (each!(|$($x: u32),+| u32: {
                 let low = {
                     $(let $x = $x & 0xffff;)+
@@ -298,23 +248,9 @@ fn alike(width: &str, sources: usize) -> &'static str {
     all[sources - 1]
 }
 
-#[inline(always)]
-fn saturate32(value: f32) -> f32 {
-    // A NaN is not greater than zero.
-    if value > 0.0 {
-        if value < 1.0 {
-            value
-        } else {
-            1.0
-        }
-    } else {
-        0.0
-    }
-}
-
 fn width_of(ty: &str) -> Option<&'static str> {
     Some(match ty {
-        "b8" | "u8" | "s8" | "b16" | "u16" | "s16" | "f16" | "bf16" | "e4m3x2" => "h",
+        "b8" | "u8" | "s8" | "b16" | "u16" | "s16" | "f16" | "bf16" => "h",
         "b32" | "u32" | "s32" | "f32" | "f16x2" | "bf16x2" => "w",
         "b64" | "u64" | "s64" | "f64" => "d",
         "pred" => "p",
@@ -329,7 +265,6 @@ struct Flags {
     flush: bool,
     saturate: bool,
     approximate: bool,
-    full: bool,
 }
 
 const FLUSH: u64 = 1 << 8;
@@ -344,7 +279,6 @@ impl Flags {
                 "ftz" => flags.flush = true,
                 "sat" => flags.saturate = true,
                 "approx" => flags.approximate = true,
-                "full" => flags.full = true,
                 "noftz" => {}
                 other => flags.rounding = Some(Mode::of_modifier(other)?),
             }
@@ -378,11 +312,6 @@ pub fn select(parts: &[&str]) -> Option<Arithmetic> {
             floating(opcode, modifiers, ty)
         }
         "copysign" => sign(opcode, modifiers, ty),
-        "add" | "sub" | "mad" | "addc" | "subc" | "madc"
-            if opcode.len() == 4 || modifiers.contains(&"cc") =>
-        {
-            carrying(opcode, modifiers, ty)
-        }
         _ => match ty {
             "pred" => predicate(opcode, modifiers),
             _ => integer(opcode, modifiers, ty).or_else(|| bits(opcode, modifiers, ty)),
@@ -415,35 +344,26 @@ fn predicate(opcode: &str, modifiers: &[&str]) -> Option<Arithmetic> {
 }
 
 fn condition(modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let (&comparison, flags) = modifiers.split_first()?;
-    let ftz = flags.contains(&"ftz");
+    let &[comparison] = modifiers else {
+        return None;
+    };
     let (exec, operands) = if ty.starts_with('f') || ty == "bf16" {
         match comparison {
-            "eq" => float_condition!(ty, ftz, |a, b| a == b),
-            "ne" => float_condition!(ty, ftz, |a, b| a < b || a > b),
-            "lt" => float_condition!(ty, ftz, |a, b| a < b),
-            "le" => float_condition!(ty, ftz, |a, b| a <= b),
-            "gt" => float_condition!(ty, ftz, |a, b| a > b),
-            "ge" => float_condition!(ty, ftz, |a, b| a >= b),
-            "equ" => float_condition!(ty, ftz, |a, b| !(a < b || a > b)),
-            "neu" => float_condition!(ty, ftz, |a, b| a != b),
-            "ltu" => float_condition!(ty, ftz, |a, b| !(a >= b)),
-            "leu" => float_condition!(ty, ftz, |a, b| !(a > b)),
-            "gtu" => float_condition!(ty, ftz, |a, b| !(a <= b)),
-            "geu" => float_condition!(ty, ftz, |a, b| !(a < b)),
-            "num" => float_condition!(ty, ftz, |a, b| !a.is_nan() && !b.is_nan()),
-            "nan" => float_condition!(ty, ftz, |a, b| a.is_nan() || b.is_nan()),
+            "eq" => float_condition!(ty, |a, b| a == b),
+            "ne" => float_condition!(ty, |a, b| a < b || a > b),
+            "lt" => float_condition!(ty, |a, b| a < b),
+            "le" => float_condition!(ty, |a, b| a <= b),
+            "gt" => float_condition!(ty, |a, b| a > b),
+            "ge" => float_condition!(ty, |a, b| a >= b),
+            "equ" => float_condition!(ty, |a, b| !(a < b || a > b)),
+            "neu" => float_condition!(ty, |a, b| a != b),
+            "ltu" => float_condition!(ty, |a, b| !(a >= b)),
+            "leu" => float_condition!(ty, |a, b| !(a > b)),
+            "gtu" => float_condition!(ty, |a, b| !(a <= b)),
+            "geu" => float_condition!(ty, |a, b| !(a < b)),
             _ => return None,
         }
     } else {
-        let unsigned = ty.replacen('s', "u", 1);
-        let (comparison, ty) = match comparison {
-            "lo" => ("lt", unsigned.as_str()),
-            "ls" => ("le", unsigned.as_str()),
-            "hi" => ("gt", unsigned.as_str()),
-            "hs" => ("ge", unsigned.as_str()),
-            _ => (comparison, ty),
-        };
         match comparison {
             "eq" => integer_condition!(ty, |a, b| a == b),
             "ne" => integer_condition!(ty, |a, b| a != b),
@@ -468,10 +388,6 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ("add", "") => (integers!(ty, |a, b| a.wrapping_add(b)), 2),
         ("sub", "") => (integers!(ty, |a, b| a.wrapping_sub(b)), 2),
         ("mul", "lo") => (integers!(ty, |a, b| a.wrapping_mul(b)), 2),
-        ("mul", "hi") => (
-            integers!(ty, |a, b| (a as i128).wrapping_mul(b as i128) >> T::BITS),
-            2,
-        ),
         ("mad", "lo") => (
             integers!(ty, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
             3,
@@ -511,11 +427,6 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             width => (each!(|a: u32| u32: a), alike(width, 1)),
         },
         ("selp", [], _) => return choice(ty),
-        ("mul", ["wide"], "u16") => (each!(|a: u32, b: u32| u32: a * b), "w:hh"),
-        ("mul", ["wide"], "s16") => (
-            each!(|a: u32, b: u32| u32: (i32::from(a as i16) * i32::from(b as i16)) as u32),
-            "w:hh",
-        ),
         ("mul", ["wide"], "u32") => (
             each!(|a: u32, b: u32| u64: u64::from(a) * u64::from(b)),
             "d:ww",
@@ -526,10 +437,6 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ),
         ("mad", ["wide"], "u32") => (
             each!(|a: u32, b: u32, c: u64| u64: (u64::from(a) * u64::from(b)).wrapping_add(c)),
-            "d:wwd",
-        ),
-        ("mad", ["wide"], "s32") => (
-            each!(|a: i32, b: i32, c: i64| i64: (i64::from(a) * i64::from(b)).wrapping_add(c)),
             "d:wwd",
         ),
         ("shl", [], "b16") => (
@@ -548,10 +455,6 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             each!(|a: u32, b: u32| u32: if b < 16 { a >> b } else { 0 }),
             "h:hw",
         ),
-        ("shr", [], "s16") => (
-            each!(|a: u32, b: u32| u32: ((a as i16) >> b.min(15)) as u16 as u32),
-            "h:hw",
-        ),
         ("shr", [], "u32" | "b32") => (
             each!(|a: u32, b: u32| u32: if b < 32 { a >> (b & 31) } else { 0 }),
             "w:ww",
@@ -562,9 +465,17 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "d:dw",
         ),
         ("shr", [], "s64") => (each!(|a: i64, b: u32| i64: a >> b.min(63)), "d:dw"),
-        ("clz", [], "b64") => (each!(|a: u64| u32: a.leading_zeros()), "w:d"),
-        ("clz", [], "b32") => (each!(|a: u32| u32: a.leading_zeros()), "w:w"),
-        ("dp4a", [a], b) => return dot(a, b),
+        ("dp4a", ["s32"], "s32") => (
+            each!(|a: u32, b: u32, c: u32| u32: {
+                let mut total = c;
+                for byte in 0..4 {
+                    let (a, b) = ((a >> (8 * byte)) as i8, (b >> (8 * byte)) as i8);
+                    total = total.wrapping_add((i32::from(a) * i32::from(b)) as u32);
+                }
+                total
+            }),
+            "w:www",
+        ),
         ("prmt", _, "b32") => return permutation(modifiers),
         ("bfi", [], "b32") => (insert32 as Exec, "w:wwww"),
         ("bfi", [], "b64") => (insert64 as Exec, "d:ddww"),
@@ -622,19 +533,6 @@ fn permutation(modifiers: &[&str]) -> Option<Arithmetic> {
             ((byte as i8) >> 7) as u8
         })
     }
-    macro_rules! selected {
-        (|$n:ident, $i:ident| $e:expr) => {
-            each!(|a: u32, b: u32, c: u32| u32: {
-                let both = u64::from(b) << 32 | u64::from(a);
-                let $n = c & 3;
-                let mut result = 0;
-                for $i in 0..4u32 {
-                    result |= pick(both, $e) << (8 * $i);
-                }
-                result
-            })
-        };
-    }
     let exec = match modifiers {
         [] => each!(|a: u32, b: u32, c: u32| u32: {
             let both = u64::from(b) << 32 | u64::from(a);
@@ -643,36 +541,6 @@ fn permutation(modifiers: &[&str]) -> Option<Arithmetic> {
                 | pick(both, c >> 8) << 16
                 | pick(both, c >> 12) << 24
         }),
-        ["f4e"] => selected!(|n, i| (n + i) & 7),
-        ["b4e"] => selected!(|n, i| n.wrapping_sub(i) & 7),
-        ["rc8"] => selected!(|n, _i| n),
-        ["ecl"] => selected!(|n, i| n.max(i)),
-        ["ecr"] => selected!(|n, i| n.min(i)),
-        ["rc16"] => selected!(|n, i| (n & 1) * 2 + (i & 1)),
-        _ => return None,
-    };
-    made(exec, Class::Integer, "w:www")
-}
-
-fn dot(a: &str, b: &str) -> Option<Arithmetic> {
-    macro_rules! dot {
-        ($a:ty, $b:ty) => {
-            each!(|a: u32, b: u32, c: u32| u32: {
-                let mut total = c;
-                for byte in 0..4 {
-                    let (a, b) = ((a >> (8 * byte)) as $a, (b >> (8 * byte)) as $b);
-                    let product = i32::from(a) * i32::from(b);
-                    total = total.wrapping_add(product as u32);
-                }
-                total
-            })
-        };
-    }
-    let exec = match (a, b) {
-        ("s32", "s32") => dot!(i8, i8),
-        ("s32", "u32") => dot!(i8, u8),
-        ("u32", "s32") => dot!(u8, i8),
-        ("u32", "u32") => dot!(u8, u8),
         _ => return None,
     };
     made(exec, Class::Integer, "w:www")
@@ -719,170 +587,40 @@ fn sign(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
     made(exec, Class::Integer, operands)
 }
 
-const CARRY_OUT: u64 = 1;
-
-const CARRY_IN: u64 = 2;
-
-const BORROW: u64 = 4;
-
-const MULTIPLY: u64 = 8;
-
-const HIGH: u64 = 16;
-
-const SIGNED: u64 = 32;
-
-fn carrying(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let mut immediate = 0;
-    for (set, flag) in [
-        (modifiers.contains(&"cc"), CARRY_OUT),
-        (opcode.ends_with('c') && opcode.len() == 4, CARRY_IN),
-        (opcode.starts_with("sub"), BORROW),
-        (opcode.starts_with("mad"), MULTIPLY),
-        (modifiers.contains(&"hi"), HIGH),
-        (ty.starts_with('s'), SIGNED),
-    ] {
-        immediate |= if set { flag } else { 0 };
-    }
-    let multiply = immediate & MULTIPLY != 0;
-    let (exec, operands): (Exec, _) = match (width_of(ty)?, multiply) {
-        ("w", false) => (carry::<u32>, "w:ww"),
-        ("w", true) => (carry::<u32>, "w:www"),
-        ("d", false) => (carry::<u64>, "d:dd"),
-        ("d", true) => (carry::<u64>, "d:ddd"),
-        _ => return None,
-    };
-    Some(Arithmetic {
-        exec,
-        class: Class::Integer,
-        operands,
-        immediate,
-    })
-}
-
-/// Sums and differences that read or write the carry flag.
-unsafe fn carry<T: Copy + Into<u64> + TryFrom<u64> + Default>(
-    lanes: &mut Lanes,
-    op: &Op,
-    mask: u32,
-) {
-    let width = 8 * size_of::<T>() as u32;
-    let flags = op.immediate;
-    let get = |slot: u16, lane: usize| -> u64 {
-        (*lanes.slots.add(usize::from(slot)).cast::<T>().add(lane)).into()
-    };
-    let mut results = [T::default(); 32];
-    let mut out = 0;
-    for lane in 0..32 {
-        let (mut a, mut b) = (get(op.a, lane), get(op.b, lane));
-        if flags & MULTIPLY != 0 {
-            let extend = |value: u64| match (flags & SIGNED != 0, width) {
-                (true, 32) => i128::from(value as i32),
-                (true, _) => i128::from(value as i64),
-                _ => i128::from(value),
-            };
-            // Both products of 64-bit numbers fit, as their low 128 bits.
-            let product = extend(a).wrapping_mul(extend(b)) as u128;
-            let part = if flags & HIGH != 0 {
-                product >> width
-            } else {
-                product
-            };
-            a = part as u64 & (!0 >> (64 - width));
-            b = get(op.c, lane);
-        }
-        let carried = u128::from(flags & CARRY_IN != 0 && lanes.carry >> lane & 1 == 1);
-        let total = if flags & BORROW != 0 {
-            u128::from(a)
-                .wrapping_sub(u128::from(b))
-                .wrapping_sub(carried)
-        } else {
-            u128::from(a) + u128::from(b) + carried
-        };
-        out |= ((total >> width & 1) as u32) << lane;
-        if let Ok(result) = T::try_from(total as u64 & (!0 >> (64 - width))) {
-            results[lane] = result;
-        }
-    }
-    put(lanes, op.d, results.as_ptr(), mask);
-    if flags & CARRY_OUT != 0 {
-        lanes.carry = lanes.carry & !mask | out & mask;
-    }
-}
-
 fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let lasting = modifiers.contains(&"NaN");
-    let flags = Flags::of(
-        &modifiers
-            .iter()
-            .copied()
-            .filter(|one| *one != "NaN")
-            .collect::<Vec<_>>(),
-    )?;
-    if lasting {
-        return with_lasting_nans(opcode, flags, ty);
-    }
+    let flags = Flags::of(modifiers)?;
     if let Some(arithmetic) = approximate(opcode, flags, ty) {
         return Some(arithmetic);
     }
-    let exact = matches!(
-        opcode,
-        "add" | "sub" | "mul" | "fma" | "mad" | "div" | "sqrt" | "rcp"
-    );
-    let fast = flags.nearest() && !flags.approximate && !flags.full;
-    let found = match ty {
-        "f32" if fast => single(opcode, flags),
-        "f64" if fast => double(opcode),
-        "f16" | "bf16" | "f16x2" | "bf16x2" if fast && !flags.flush && !flags.saturate => {
-            return half(opcode, ty);
-        }
-        _ => None,
-    };
-    if let Some((exec, sources)) = found {
-        let (class, width) = if ty == "f64" {
-            (Class::Double, "d")
-        } else {
-            (Class::Float, "w")
-        };
-        return made(exec, class, alike(width, sources));
-    }
-    if !exact || flags.approximate || flags.full {
+    if flags.approximate || flags.flush || flags.saturate {
         return None;
     }
-    rounded(opcode, flags, ty)
-}
-
-/// `min.NaN` and `max.NaN`, where a NaN wins.
-fn with_lasting_nans(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
-    let (exec, width) = match (opcode, ty) {
-        ("min", "f32") => (
-            f32_variants!(flags, |a, b| float::lasting(a, b, float::min32(a, b))),
-            "w",
-        ),
-        ("max", "f32") => (
-            f32_variants!(flags, |a, b| float::lasting(a, b, float::max32(a, b))),
-            "w",
-        ),
-        ("min", _) => half_variants!(ty, |a, b| float::lasting(a, b, float::min32(a, b))),
-        ("max", _) => half_variants!(ty, |a, b| float::lasting(a, b, float::max32(a, b))),
+    let (found, class, width) = match (ty, flags.nearest()) {
+        ("f32", true) => (single(opcode)?, Class::Float, "w"),
+        ("f64", true) => (double(opcode)?, Class::Double, "d"),
+        ("f32", false) => return directed(opcode, flags),
+        (_, true) => return half(opcode, ty),
         _ => return None,
     };
-    made(exec, Class::Float, alike(width, 2))
+    let (exec, sources) = found;
+    made(exec, class, alike(width, sources))
 }
 
-fn single(opcode: &str, flags: Flags) -> Option<(Exec, usize)> {
+fn single(opcode: &str) -> Option<(Exec, usize)> {
+    macro_rules! rounded {
+        (|$($x:ident),+| $e:expr) => { each!(|$($x: f32),+| f32: float::canonical32($e)) };
+    }
     Some(match opcode {
-        "add" => (f32_variants!(flags, |a, b| a + b), 2),
-        "sub" => (f32_variants!(flags, |a, b| a - b), 2),
-        "mul" => (f32_variants!(flags, |a, b| a * b), 2),
-        "fma" | "mad" => (f32_variants!(flags, |a, b, c| a.mul_add(b, c)), 3),
-        "div" => (f32_variants!(flags, |a, b| a / b), 2),
-        "rcp" => (f32_variants!(flags, |a| 1.0 / a), 1),
-        "sqrt" => (f32_variants!(flags, |a| a.sqrt()), 1),
-        "min" => (f32_variants!(flags, |a, b| float::min32(a, b)), 2),
-        "max" => (f32_variants!(flags, |a, b| float::max32(a, b)), 2),
+        "add" => (rounded!(|a, b| a + b), 2),
+        "sub" => (rounded!(|a, b| a - b), 2),
+        "mul" => (rounded!(|a, b| a * b), 2),
+        "fma" => (rounded!(|a, b, c| a.mul_add(b, c)), 3),
+        "div" => (rounded!(|a, b| a / b), 2),
+        "rcp" => (rounded!(|a| 1.0 / a), 1),
+        "sqrt" => (rounded!(|a| a.sqrt()), 1),
+        "min" => (rounded!(|a, b| float::min32(a, b)), 2),
+        "max" => (rounded!(|a, b| float::max32(a, b)), 2),
         // Signs change without a look at the rest.
-        "abs" if flags.flush => (each!(|a: f32| f32: float::flush32(a).abs()), 1),
-        "neg" if flags.flush => (each!(|a: f32| f32: -float::flush32(a)), 1),
         "abs" => (each!(|a: u32| u32: a & 0x7fff_ffff), 1),
         "neg" => (each!(|a: u32| u32: a ^ 0x8000_0000), 1),
         _ => return None,
@@ -894,7 +632,7 @@ fn double(opcode: &str) -> Option<(Exec, usize)> {
         "add" => (each!(|a: f64, b: f64| f64: a + b), 2),
         "sub" => (each!(|a: f64, b: f64| f64: a - b), 2),
         "mul" => (each!(|a: f64, b: f64| f64: a * b), 2),
-        "fma" | "mad" => (each!(|a: f64, b: f64, c: f64| f64: a.mul_add(b, c)), 3),
+        "fma" => (each!(|a: f64, b: f64, c: f64| f64: a.mul_add(b, c)), 3),
         "div" => (each!(|a: f64, b: f64| f64: a / b), 2),
         "rcp" => (each!(|a: f64| f64: 1.0 / a), 1),
         "sqrt" => (each!(|a: f64| f64: a.sqrt()), 1),
@@ -913,122 +651,50 @@ fn half(opcode: &str, ty: &str) -> Option<Arithmetic> {
         "add" => (half_variants!(ty, |a, b| a + b), 2),
         "sub" => (half_variants!(ty, |a, b| a - b), 2),
         "mul" => (half_variants!(ty, |a, b| a * b), 2),
-        "min" => (half_variants!(ty, |a, b| float::min32(a, b)), 2),
-        "max" => (half_variants!(ty, |a, b| float::max32(a, b)), 2),
-        "fma" => (fused_half(ty)?, 3),
-        "abs" | "neg" => {
-            let pair = ty.ends_with("x2");
-            let exec = match (opcode, pair) {
-                ("abs", false) => each!(|a: u32| u32: a & 0x7fff),
-                ("abs", true) => each!(|a: u32| u32: a & 0x7fff_7fff),
-                (_, false) => each!(|a: u32| u32: a ^ 0x8000),
-                (_, true) => each!(|a: u32| u32: a ^ 0x8000_8000),
-            };
-            ((exec, if pair { "w" } else { "h" }), 1)
-        }
         _ => return None,
     };
     made(exec, Class::Float, alike(width, sources))
 }
 
-fn fused_half(ty: &str) -> Option<(Exec, &'static str)> {
-    macro_rules! fused {
-        ($of:ident, $format:ident, $a:expr, $b:expr, $c:expr) => {
-            float::fused(
-                f64::from(float::$of($a)),
-                f64::from(float::$of($b)),
-                f64::from(float::$of($c)),
-                Mode::Nearest,
-                $format,
-            ) as u32
-        };
-        ($of:ident, $format:ident) => {
-            each!(|a: u32, b: u32, c: u32| u32: fused!($of, $format, a, b, c))
-        };
-        (pair $of:ident, $format:ident) => {
-            each!(|a: u32, b: u32, c: u32| u32: {
-                fused!($of, $format, a & 0xffff, b & 0xffff, c & 0xffff)
-                    | fused!($of, $format, a >> 16, b >> 16, c >> 16) << 16
-            })
-        };
-    }
-    Some(match ty {
-        "f16" => (fused!(of_f16, F16), "h"),
-        "bf16" => (fused!(of_bf16, BF16), "h"),
-        "f16x2" => (fused!(pair of_f16, F16), "w"),
-        "bf16x2" => (fused!(pair of_bf16, BF16), "w"),
-        _ => return None,
-    })
-}
-
-const FORMATS: [Format; 5] = [F16, BF16, F32, F64, E4M3];
+const FORMATS: [Format; 4] = [F16, BF16, F32, F64];
 
 fn format_number(ty: &str) -> Option<u64> {
-    ["f16", "bf16", "f32", "f64", "e4m3x2"]
+    ["f16", "bf16", "f32", "f64"]
         .iter()
         .position(|name| *name == ty)
         .map(|number| number as u64)
 }
 
-const EXACT: [&str; 7] = ["add", "sub", "mul", "fma", "div", "sqrt", "rcp"];
-
-/// Arithmetic in any rounding mode, any format, flushed and saturated or not. It takes its time.
-fn rounded(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
-    let opcode = if opcode == "mad" { "fma" } else { opcode };
-    let number = EXACT.iter().position(|name| *name == opcode)?;
-    let sources = match opcode {
-        "fma" => 3,
-        "sqrt" | "rcp" => 1,
-        _ => 2,
+/// A sum of f32, alone or of a product, in a rounding mode that the host's processor does not have.
+fn directed(opcode: &str, flags: Flags) -> Option<Arithmetic> {
+    let (exec, operands): (Exec, _) = match opcode {
+        "add" => (directed_sum, "w:ww"),
+        "fma" => (directed_sum_of_product, "w:www"),
+        _ => return None,
     };
-    #[inline(always)]
-    unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
-        exact(lanes, op, mask);
-    }
     Some(Arithmetic {
-        exec: both!(body),
-        class: if ty == "f64" {
-            Class::Double
-        } else {
-            Class::Float
-        },
-        operands: alike(width_of(ty)?, sources),
-        immediate: flags.bits() | (number as u64) << 16 | format_number(ty)? << 24,
+        exec,
+        class: Class::Float,
+        operands,
+        immediate: flags.bits(),
     })
 }
 
-#[inline(always)]
-unsafe fn exact(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let format = FORMATS[(op.immediate >> 24 & 7) as usize];
-    let mode = Mode::of_number(op.immediate as u8);
-    let opcode = EXACT[(op.immediate >> 16 & 7) as usize];
+unsafe fn directed_sum(lanes: &mut Lanes, op: &Op, mask: u32) {
     for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        let get = |slot: u16| {
-            let bits = read(lanes, slot, lane, format == F64);
-            let bits = if op.immediate & FLUSH != 0 {
-                float::flush(bits, format)
-            } else {
-                bits
-            };
-            float::widen(bits, format)
-        };
-        let (a, b) = (get(op.a), get(op.b));
-        let mut bits = match opcode {
-            "add" => float::add(a, b, mode, format),
-            "sub" => float::add(a, -b, mode, format),
-            "mul" => float::multiply(a, b, mode, format),
-            "fma" => float::fused(a, b, get(op.c), mode, format),
-            "div" => float::divide(a, b, mode, format),
-            "sqrt" => float::root(a, mode, format),
-            _ => float::divide(1.0, a, mode, format),
-        };
-        if op.immediate & FLUSH != 0 {
-            bits = float::flush(bits, format);
-        }
-        if op.immediate & SATURATE != 0 {
-            bits = saturated(bits, format);
-        }
-        write(lanes, op.d, lane, format == F64, bits);
+        let [a, b] = [op.a, op.b].map(|slot| float::widen(read(lanes, slot, lane, false), F32));
+        let bits = float::add(a, b, Mode::of_number(op.immediate as u8), F32);
+        write(lanes, op.d, lane, false, bits);
+    }
+}
+
+unsafe fn directed_sum_of_product(lanes: &mut Lanes, op: &Op, mask: u32) {
+    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
+        let [a, b, c] =
+            [op.a, op.b, op.c].map(|slot| float::widen(read(lanes, slot, lane, false), F32));
+        // The product of two f32 is exact in f64.
+        let bits = float::add(a * b, c, Mode::of_number(op.immediate as u8), F32);
+        write(lanes, op.d, lane, false, bits);
     }
 }
 
@@ -1065,21 +731,17 @@ unsafe fn write(lanes: &mut Lanes, slot: u16, lane: usize, wide: bool, bits: u64
 
 /// The functions that hardware approximates.
 fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
-    if !flags.approximate && !flags.full {
+    if !flags.approximate {
         return None;
     }
     let function = match opcode {
         "rcp" => Approximate::Reciprocal,
-        "sqrt" => Approximate::Root,
         "rsqrt" => Approximate::InverseRoot,
         "ex2" => Approximate::Exponential,
-        "lg2" => Approximate::Logarithm,
-        "div" => Approximate::Quotient,
         _ => return None,
     };
     let width = width_of(ty)?;
-    let (exec, sources): (Exec, _) = match (function, ty) {
-        (Approximate::Quotient, "f32") => (approximated, 2),
+    let exec: Exec = match (function, ty) {
         (Approximate::InverseRoot, "f32") if !flags.flush => {
             let fast = each!(|a: f32| f32: float::canonical32((1.0 / f64::from(a).sqrt()) as f32));
             return Some(Arithmetic {
@@ -1090,14 +752,14 @@ fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
                 immediate: perturbed(function, flags, ty)?,
             });
         }
-        (Approximate::Reciprocal | Approximate::InverseRoot, "f64") => (coarse, 1),
-        (_, "f32") => (approximated, 1),
+        (Approximate::InverseRoot, "f64") if !flags.flush => inverse_root64,
+        (_, "f32") => approximated,
         _ => return None,
     };
     Some(Arithmetic {
         exec,
         class: Class::Special,
-        operands: alike(width, sources),
+        operands: alike(width, 1),
         immediate: perturbed(function, flags, ty)?,
     })
 }
@@ -1106,13 +768,13 @@ fn perturbed(function: Approximate, flags: Flags, ty: &str) -> Option<u64> {
     Some(flags.bits() | (function as u64) << 16 | format_number(ty)? << 24 | PERTURBED)
 }
 
-/// Marks an instruction that [`Lanes::perturb`] turns into [`approximated`] or [`coarse`].
+/// Marks an instruction that [`Lanes::perturb`] turns into [`approximated`].
 const PERTURBED: u64 = 1 << 32;
 
 /// An instruction as it is where results are perturbed.
 pub fn under_perturbation(op: &Op) -> Op {
     let approximates = op.class == Class::Special && op.immediate & PERTURBED != 0;
-    let wide = FORMATS[(op.immediate >> 24 & 7) as usize % 6] == F64;
+    let wide = FORMATS[(op.immediate >> 24 & 7) as usize] == F64;
     match approximates && !wide {
         true => Op {
             exec: approximated,
@@ -1122,93 +784,45 @@ pub fn under_perturbation(op: &Op) -> Op {
     }
 }
 
-/// An approximate function, moved within its error if that is asked for.
+/// An approximate function of f32, moved within its error if that is asked for.
 unsafe fn approximated(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let format = FORMATS[(op.immediate >> 24 & 7) as usize];
     let function = Approximate::of_number((op.immediate >> 16) as u8);
+    let flushed = |value: f32| match op.immediate & FLUSH {
+        0 => value,
+        _ => float::flush32(value),
+    };
     for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        let get = |slot: u16| {
-            let bits = read(lanes, slot, lane, false);
-            let bits = if op.immediate & FLUSH != 0 {
-                float::flush(bits, format)
-            } else {
-                bits
-            };
-            match format == F32 {
-                true => f64::from(f32::from_bits(bits as u32)),
-                false => float::widen(bits, format),
-            }
-        };
-        let a = get(op.a);
-        let b = if function == Approximate::Quotient {
-            get(op.b)
-        } else {
-            0.0
-        };
-        let value = function.value(a, b);
+        let bits = read(lanes, op.a, lane, false) as u32;
+        let a = f64::from(flushed(f32::from_bits(bits)));
         let value = match lanes.perturb {
-            Some(seed) => function.moved(
-                value,
-                chance(
-                    seed,
-                    op.line,
-                    lane,
-                    a.to_bits() ^ b.to_bits().rotate_left(1),
-                ),
-            ),
-            None => value,
+            Some(seed) => {
+                function.moved(function.value(a), chance(seed, op.line, lane, a.to_bits()))
+            }
+            None => function.value(a),
         };
-        let mut bits = if format == F32 {
-            u64::from(float::canonical32(value as f32).to_bits())
-        } else {
-            float::narrow(value, Mode::Nearest, format)
-        };
-        if op.immediate & FLUSH != 0 {
-            bits = float::flush(bits, format);
-        }
-        if op.immediate & SATURATE != 0 {
-            bits = saturated(bits, format);
-        }
-        write(lanes, op.d, lane, false, bits);
+        let value = flushed(float::canonical32(value as f32));
+        write(lanes, op.d, lane, false, value.to_bits().into());
     }
 }
 
-/// `rcp.approx.ftz.f64` and `rsqrt.approx.ftz.f64`: the upper half of a result, good to 20 bits,
-/// which the compiler refines. `rsqrt.approx.f64` is emulated on a GPU: nvcc has it for `rsqrt`,
-/// which CUDA's guide says is off by one in the last place at most.
-unsafe fn coarse(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let function = Approximate::of_number((op.immediate >> 16) as u8);
+/// `rsqrt.approx.f64`, which is emulated on a GPU: nvcc has it for `rsqrt`, which CUDA's guide says
+/// is off by one in the last place at most.
+unsafe fn inverse_root64(lanes: &mut Lanes, op: &Op, mask: u32) {
     for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
         let bits = read(lanes, op.a, lane, true);
-        let bits = if op.immediate & FLUSH != 0 {
-            float::flush(bits, F64)
-        } else {
-            bits
-        };
-        let value = function.value(f64::from_bits(bits), 0.0);
-        let result = match lanes.perturb {
-            Some(seed) if value.is_finite() && value != 0.0 => {
-                let chance = chance(seed, op.line, lane, bits);
-                match function == Approximate::InverseRoot && op.immediate & FLUSH == 0 {
-                    true => (value * (1.0 + chance * 2f64.powi(-52))).to_bits(),
-                    false => (value * (1.0 + chance * 2f64.powi(-21))).to_bits() >> 32 << 32,
-                }
+        let value = Approximate::InverseRoot.value(f64::from_bits(bits));
+        let value = match lanes.perturb {
+            Some(seed) if value.is_finite() => {
+                value * (1.0 + chance(seed, op.line, lane, bits) * 2f64.powi(-52))
             }
-            _ if function == Approximate::Reciprocal => value.to_bits() >> 32 << 32,
-            _ => value.to_bits(),
+            _ => value,
         };
-        let result = if value.is_nan() { F64.nan() } else { result };
-        write(
-            lanes,
-            op.d,
-            lane,
-            true,
-            if op.immediate & FLUSH != 0 {
-                float::flush(result, F64)
-            } else {
-                result
-            },
-        );
+        let bits = if value.is_nan() {
+            F64.nan()
+        } else {
+            value.to_bits()
+        };
+        write(lanes, op.d, lane, true, bits);
     }
 }
 
@@ -1228,18 +842,7 @@ fn conversion(parts: &[&str]) -> Option<Arithmetic> {
     if let Some(found) = pair_conversion(modifiers, to, from) {
         return Some(found);
     }
-    let mut relevant = vec![];
-    let mut satfinite = false;
-    for modifier in modifiers {
-        match *modifier {
-            "satfinite" => satfinite = true,
-            other => relevant.push(other),
-        }
-    }
-    let flags = Flags::of(&relevant)?;
-    if satfinite {
-        return None;
-    }
+    let flags = Flags::of(modifiers)?;
     if let Some((exec, operands, class)) = common_conversion(modifiers, to, from) {
         return made(exec, class, operands);
     }
@@ -1321,42 +924,12 @@ fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmeti
             })
         };
     }
-    macro_rules! eighths {
-        ($format:ident) => {
-            each!(|a: f32, b: f32| u32: finite_eighth(a, $format) << 8 | finite_eighth(b, $format))
-        };
-    }
-    macro_rules! from_eighths {
-        ($format:ident) => {
-            each!(|a: u32| u32: {
-                let one = |bits: u32| {
-                    let value = float::widen(u64::from(bits & 255), $format);
-                    float::narrow(value, Mode::Nearest, F16) as u32
-                };
-                one(a >> 8) << 16 | one(a)
-            })
-        };
-    }
     let (exec, operands) = match (modifiers, to, from) {
         (["rn"], "f16x2", "f32") => (pair!(float::to_f16), "w:ww"),
         (["rn"], "bf16x2", "f32") => (pair!(float::to_bf16), "w:ww"),
-        (["rn", "satfinite"], "e4m3x2", "f32") => (eighths!(E4M3), "h:ww"),
-        (["rn"], "f16x2", "e4m3x2") => (from_eighths!(E4M3), "w:h"),
         _ => return None,
     };
     made(exec, Class::Convert, operands)
-}
-
-/// To 8 bits; what is too great becomes the greatest number.
-fn finite_eighth(value: f32, format: Format) -> u32 {
-    let value = f64::from(value);
-    let largest = if format == E4M3 { 448.0 } else { 57344.0 };
-    let clamped = if value.is_nan() {
-        value
-    } else {
-        value.clamp(-largest, largest)
-    };
-    float::narrow(clamped, Mode::Nearest, format) as u32
 }
 
 const ROUNDED: u64 = 1 << 10;

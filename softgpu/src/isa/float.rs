@@ -47,27 +47,14 @@ impl Mode {
 pub struct Format {
     pub mantissa: u32,
     pub exponent: u32,
-    /// Whether the highest exponent is kept for infinities and NaNs. E4M3 keeps one code for NaN
-    /// only.
-    pub infinite: bool,
 }
 
 pub const F64: Format = format(52, 11);
 pub const F32: Format = format(23, 8);
 pub const F16: Format = format(10, 5);
 pub const BF16: Format = format(7, 8);
-pub const E4M3: Format = Format {
-    mantissa: 3,
-    exponent: 4,
-    infinite: false,
-};
-
 const fn format(mantissa: u32, exponent: u32) -> Format {
-    Format {
-        mantissa,
-        exponent,
-        infinite: true,
-    }
+    Format { mantissa, exponent }
 }
 
 impl Format {
@@ -79,13 +66,9 @@ impl Format {
         1 << (self.mantissa + self.exponent)
     }
 
-    /// The bits of infinity, or of the NaN of a format without one.
+    /// The bits of infinity.
     fn infinity(self) -> u64 {
-        if self.infinite {
-            ((1 << self.exponent) - 1) << self.mantissa
-        } else {
-            self.nan()
-        }
+        ((1 << self.exponent) - 1) << self.mantissa
     }
 
     fn largest(self) -> u64 {
@@ -214,7 +197,7 @@ pub fn widen(bits: u64, format: Format) -> f64 {
         1.0
     };
     let magnitude = bits & (format.sign_bit() - 1);
-    if magnitude > format.infinity() || (!format.infinite && magnitude == format.infinity()) {
+    if magnitude > format.infinity() {
         return f64::NAN;
     }
     if magnitude == format.infinity() {
@@ -350,27 +333,6 @@ fn sum(a: f64, b: f64) -> Exact {
     }
 }
 
-/// Rounds to f64 in a mode; nearest is what the number already is.
-fn direct(number: Exact, mode: Mode) -> f64 {
-    let Exact { high, low } = number;
-    if high.is_nan() || high.is_infinite() || low == 0.0 {
-        return high;
-    }
-    let toward = match mode {
-        Mode::Nearest | Mode::Away => return high,
-        Mode::Zero if (low < 0.0) == (high > 0.0) => -high,
-        Mode::Zero => return high,
-        Mode::Down if low < 0.0 => f64::NEG_INFINITY,
-        Mode::Up if low > 0.0 => f64::INFINITY,
-        Mode::Down | Mode::Up => return high,
-    };
-    if toward > high {
-        high.next_up()
-    } else {
-        high.next_down()
-    }
-}
-
 /// Rounds to f64 so that a second rounding, to a format half as wide, is as if there were no first:
 /// an inexact number gets an odd last bit.
 fn odd(number: Exact) -> f64 {
@@ -397,90 +359,12 @@ fn zero_sum(result: f64, mode: Mode, operands: [f64; 2]) -> f64 {
     }
 }
 
-/// `a + b` in a format, which f64 contains.
+/// `a + b` in a format that has at most half the digits of f64.
 pub fn add(a: f64, b: f64, mode: Mode, format: Format) -> u64 {
     let exact = sum(a, b);
-    let value = if format == F64 {
-        direct(exact, mode)
-    } else {
-        odd(exact)
-    };
-    let value = if exact.low == 0.0 {
-        zero_sum(value, mode, [a, b])
-    } else {
-        value
-    };
-    narrow(value, mode, format)
-}
-
-/// `a * b` in a format.
-pub fn multiply(a: f64, b: f64, mode: Mode, format: Format) -> u64 {
-    let high = a * b;
-    let value = if format == F64 {
-        let low = a.mul_add(b, -high);
-        direct(Exact { high, low }, mode)
-    } else {
-        high
-    };
-    narrow(value, mode, format)
-}
-
-/// `a * b + c`, rounded once.
-pub fn fused(a: f64, b: f64, c: f64, mode: Mode, format: Format) -> u64 {
-    let product = a * b;
-    let value = if format == F64 {
-        let high = a.mul_add(b, c);
-        let rest = a.mul_add(b, -product);
-        let partial = sum(product, c);
-        let low = (partial.high - high) + (partial.low + rest);
-        direct(Exact { high, low }, mode)
-    } else {
-        // The product of two narrow numbers is exact.
-        odd(sum(product, c))
-    };
-    let value = if value == 0.0 {
-        zero_sum(value, mode, [product, c])
-    } else {
-        value
-    };
-    narrow(value, mode, format)
-}
-
-/// `a / b` in a format.
-pub fn divide(a: f64, b: f64, mode: Mode, format: Format) -> u64 {
-    let high = a / b;
-    let low = if high.is_finite() && b.is_finite() {
-        let rest = (-high).mul_add(b, a);
-        if b < 0.0 {
-            -rest
-        } else {
-            rest
-        }
-    } else {
-        0.0
-    };
-    let exact = Exact { high, low };
-    let value = if format == F64 {
-        direct(exact, mode)
-    } else {
-        odd(exact)
-    };
-    narrow(value, mode, format)
-}
-
-/// The square root in a format.
-pub fn root(a: f64, mode: Mode, format: Format) -> u64 {
-    let high = a.sqrt();
-    let low = if high.is_finite() {
-        (-high).mul_add(high, a)
-    } else {
-        0.0
-    };
-    let exact = Exact { high, low };
-    let value = if format == F64 {
-        direct(exact, mode)
-    } else {
-        odd(exact)
+    let value = match exact.low == 0.0 {
+        true => zero_sum(exact.high, mode, [a, b]),
+        false => odd(exact),
     };
     narrow(value, mode, format)
 }
@@ -514,16 +398,6 @@ pub fn max32(a: f32, b: f32) -> f32 {
         a
     } else {
         b
-    }
-}
-
-/// A NaN if one of the two is, else the result.
-#[inline(always)]
-pub fn lasting(a: f32, b: f32, result: f32) -> f32 {
-    if a.is_nan() || b.is_nan() {
-        f32::from_bits(0x7fff_ffff)
-    } else {
-        result
     }
 }
 
@@ -562,35 +436,21 @@ pub fn max64(a: f64, b: f64) -> f64 {
 #[repr(u8)]
 pub enum Approximate {
     Reciprocal,
-    Root,
     InverseRoot,
     Exponential,
-    Logarithm,
-    Quotient,
 }
 
 impl Approximate {
     pub fn of_number(number: u8) -> Self {
-        use Approximate::*;
-        [
-            Reciprocal,
-            Root,
-            InverseRoot,
-            Exponential,
-            Logarithm,
-            Quotient,
-        ][usize::from(number)]
+        [Self::Reciprocal, Self::InverseRoot, Self::Exponential][usize::from(number)]
     }
 
-    /// The function of `a` (the quotient: of `a` and `b`), before it is rounded.
-    pub fn value(self, a: f64, b: f64) -> f64 {
+    /// The function of a number, before it is rounded.
+    pub fn value(self, a: f64) -> f64 {
         match self {
             Self::Reciprocal => a.recip(),
-            Self::Root => a.sqrt(),
             Self::InverseRoot => a.sqrt().recip(),
             Self::Exponential => a.exp2(),
-            Self::Logarithm => a.log2(),
-            Self::Quotient => a / b,
         }
     }
 
@@ -603,14 +463,9 @@ impl Approximate {
         let ulp = 2f64.powi(-23);
         match self {
             Self::Reciprocal => value * (1.0 + chance * ulp / 2.0),
-            Self::Root => value * (1.0 + chance * ulp),
             Self::InverseRoot => value * (1.0 + chance * 2f64.powf(-22.9)),
             Self::Exponential if value == 1.0 => value,
             Self::Exponential => value * (1.0 + chance * ulp),
-            // Absolute where the logarithm is small, relative elsewhere.
-            Self::Logarithm if value.abs() < 1.0 => value + chance * 2f64.powi(-22),
-            Self::Logarithm => value * (1.0 + chance * 2f64.powi(-22)),
-            Self::Quotient => value * (1.0 + chance * ulp),
         }
     }
 }

@@ -12,8 +12,6 @@ pub struct Slot(pub [u32; 32]);
 pub struct Lanes {
     pub slots: *mut Slot,
     pub predicates: *mut u32,
-    /// The carry flag of each lane.
-    pub carry: u32,
     /// The seed that moves approximate results, if they are to be moved.
     pub perturb: Option<u64>,
 }

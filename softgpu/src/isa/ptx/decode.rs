@@ -622,8 +622,6 @@ impl<'a> Decoder<'a> {
             {
                 return self.active_mask(&operands[..1]);
             }
-            "setp" => return self.set_predicate(parts, operands),
-            "set" => return self.set(parts, operands),
             _ => return self.arithmetic(parts, operands),
         }
         Some(())
@@ -683,138 +681,6 @@ impl<'a> Decoder<'a> {
                 self.push(op);
             }
         }
-        Some(())
-    }
-
-    /// `setp` may write a second predicate and combine its result with a third.
-    fn set_predicate(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
-        let combine = parts
-            .iter()
-            .copied()
-            .find(|part| matches!(*part, "and" | "or" | "xor"));
-        let plain: Vec<&str> = parts
-            .iter()
-            .copied()
-            .filter(|part| Some(*part) != combine)
-            .collect();
-        let (first, second) = match operands[0].split_once('|') {
-            Some((first, second)) => (first, Some(second)),
-            None => (operands[0], None),
-        };
-        if combine.is_none() && second.is_none() {
-            return self.arithmetic(&plain, operands);
-        }
-        let found = alu::select(&plain)?;
-        let width = found.operands.as_bytes()[2];
-        let fraction = plain.last() == Some(&"f64");
-        let a = self.source(operands.get(1)?, width, fraction)?;
-        let b = self.source(operands.get(2)?, width, fraction)?;
-        let third = match combine {
-            Some(_) => Some(self.source(operands.get(3)?, b'p', false)?),
-            None => None,
-        };
-        let (yes, no) = (
-            self.program.reserve(1, 1)?.number,
-            self.program.reserve(1, 1)?.number,
-        );
-        let op = self.op(Kind::Arithmetic, Class::Integer);
-        self.push(Op {
-            exec: found.exec,
-            d: yes,
-            a,
-            b,
-            ..op
-        });
-        self.push(Op {
-            exec: alu::select(&["not", "pred"])?.exec,
-            d: no,
-            a: yes,
-            ..op
-        });
-        // The first result may go where the third operand of the second comes from.
-        let third = match third {
-            Some(third) if second.is_some() => {
-                let kept = self.program.reserve(1, 1)?.number;
-                self.push(Op {
-                    exec: alu::select(&["mov", "pred"])?.exec,
-                    d: kept,
-                    a: third,
-                    b: ALWAYS,
-                    ..op
-                });
-                Some(kept)
-            }
-            third => third,
-        };
-        for (name, from) in [(Some(first), yes), (second, no)] {
-            let Some(name) = name else { continue };
-            let d = self.destination(name, b'p')?;
-            let parts = [combine.unwrap_or("mov"), "pred"];
-            self.push(Op {
-                exec: alu::select(&parts)?.exec,
-                d,
-                a: from,
-                b: third.unwrap_or(ALWAYS),
-                ..op
-            });
-        }
-        Some(())
-    }
-
-    /// `set` is `setp`, then a choice between all bits (or 1.0) and none.
-    fn set(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
-        let mut condition: Vec<&str> = parts.to_vec();
-        condition[0] = "setp";
-        let to = condition.remove(condition.len() - 2);
-        let combine = condition
-            .iter()
-            .copied()
-            .find(|part| matches!(*part, "and" | "or" | "xor"));
-        condition.retain(|part| Some(*part) != combine);
-        let found = alu::select(&condition)?;
-        let width = found.operands.as_bytes()[2];
-        let fraction = condition.last() == Some(&"f64");
-        let a = self.source(operands.get(1)?, width, fraction)?;
-        let b = self.source(operands.get(2)?, width, fraction)?;
-        let yes = self.program.reserve(1, 1)?.number;
-        let op = self.op(Kind::Arithmetic, Class::Integer);
-        self.push(Op {
-            exec: found.exec,
-            d: yes,
-            a,
-            b,
-            ..op
-        });
-        if let Some(combine) = combine {
-            let third = self.source(operands.get(3)?, b'p', false)?;
-            let exec = alu::select(&[combine, "pred"])?.exec;
-            self.push(Op {
-                exec,
-                d: yes,
-                a: yes,
-                b: third,
-                ..op
-            });
-        }
-        let ones = match to {
-            "f32" => 0x3f80_0000,
-            "f16" => 0x3c00,
-            "bf16" => 0x3f80,
-            "u16" | "s16" => 0xffff,
-            "u32" | "s32" => 0xffff_ffff,
-            _ => return None,
-        };
-        let a = self.value(Value::Bits(ones), false)?;
-        let b = self.value(Value::Bits(0), false)?;
-        let d = self.destination(operands[0], b'w')?;
-        self.push(Op {
-            exec: alu::select(&["selp", "b32"])?.exec,
-            d,
-            a,
-            b,
-            c: yes,
-            ..op
-        });
         Some(())
     }
 
@@ -1293,7 +1159,6 @@ fn op_with(found: &alu::Arithmetic, op: Op, d: u16, a: u16, mut push: impl FnMut
 fn bits_of(ty: &str) -> Option<u8> {
     match ty {
         "f16x2" | "bf16x2" => Some(32),
-        "e4m3x2" => Some(16),
         _ => Some((type_bytes(ty)? * 8) as u8),
     }
 }
