@@ -755,7 +755,7 @@ fn lanes_leave_loops_at_their_own_time() {
 fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
     // Each lane runs i + 1 times; those that are left exchange with a mask of themselves.
     let output = buffer(&[0u32; 32]);
-    let body = "mov.u32 %r1, 0; mov.u32 %r4, 0;\nLOOP: activemask.b32 %r2; \
+    let body = "mov.u32 %r1, 0; mov.u32 %r4, 0;\nLOOP: shl.b32 %r2, -1, %r1; \
                 shfl.sync.idx.b32 %r3, %r1, 31, 31, %r2; add.u32 %r4, %r4, %r3;\n\
                 add.u32 %r1, %r1, 1; setp.le.u32 %p1, %r1, %i; @%p1 bra LOOP;\n\
                 mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
@@ -769,31 +769,16 @@ fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
 }
 
 #[test]
-fn functions_are_called_by_the_lanes_that_want_to() {
+fn each_lane_has_local_memory_of_its_own() {
     let output = buffer(&[0u32; 32]);
-    let text = kernel(
-        1,
-        0,
-        "mov.u32 %r1, 5; setp.lt.u32 %p1, %i, 8; @%p1 bra SKIP;\n{\n.param .b32 a; \
-         st.param.b32 [a], %i; .param .b32 r;\n\
-         call.uni (r), twice, (a);\nld.param.b32 %r1, [r];\n}\n\
-         SKIP: mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r1;",
-    );
-    let function = ".func (.param .b32 result) twice(.param .b32 value)\n{\n\
-                    .local .align 4 .b8 room[8];\n.reg .b32 %r<8>; .reg .b64 %rd<4>; \
-                    .reg .pred %p<2>;\n\
-                    ld.param.b32 %r1, [value]; mov.u64 %rd1, room; cvta.local.u64 %rd2, %rd1; \
-                    st.local.u32 [%rd1+4], %r1; ld.u32 %r2, [%rd2+4];\n\
-                    setp.gt.u32 %p1, %r1, 20; @%p1 bra BIG; shl.b32 %r2, %r2, 1;\n\
-                    BIG: st.param.b32 [result], %r2; ret;\n}\n";
-    let text = text.replace(".visible", &format!("{function}.visible"));
-    ok(&text, 32, &[output.address()]);
-    let want = |lane| match lane {
-        0..8 => 5,
-        8..=20 => 2 * lane,
-        _ => lane,
-    };
-    assert_eq!(output.read(), (0..32).map(want).collect::<Vec<u32>>());
+    let body = ".local .align 4 .b8 own[8]; mov.u64 %rd2, own; st.local.u32 [%rd2+4], %i; \
+                ld.local.u32 %r1, [own+4]; mad.wide.u32 %rd1, %i, 4, %rd0; \
+                st.global.u32 [%rd1], %r1;";
+    ok(&kernel(1, 0, body), 32, &[output.address()]);
+    assert_eq!(output.read(), (0..32).collect::<Vec<u32>>());
+    let beyond = body.replace("[own+4]", "[own+8]");
+    let message = fault(&kernel(1, 0, &beyond), 32, &[output.address()]);
+    assert!(message.contains("out of bounds"), "{message}");
 }
 
 #[test]

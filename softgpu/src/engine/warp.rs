@@ -68,7 +68,6 @@ pub(crate) struct Warp {
     blocked: u32,
     /// Of lanes that do not run just now.
     counters: [u32; 32],
-    returns: [Vec<u32>; 32],
     local: Vec<u8>,
     order: Order,
     serial: u32,
@@ -110,7 +109,6 @@ impl Warp {
             meetings: [None; 32],
             blocked: 0,
             counters: [0; 32],
-            returns: Default::default(),
             local: vec![0; program.local_bytes * 32],
             order: Order::new(),
             serial: 0,
@@ -143,7 +141,6 @@ impl Warp {
         self.parked = 0;
         self.blocked = 0;
         self.counters = [0; 32];
-        self.returns.iter_mut().for_each(Vec::clear);
         self.flights.clear();
         self.order.restart();
         self.active = 0;
@@ -160,11 +157,7 @@ impl Warp {
             Value::Threads(of) => u64::from(block.launch.block[axis(of)]),
             Value::Block(of) => u64::from(block.index[axis(of)]),
             Value::Blocks(of) => u64::from(block.launch.grid[axis(of)]),
-            Value::Warp => u64::from(self.number),
-            Value::Warps => u64::from(block.launch.block.iter().product::<u32>().div_ceil(32)),
-            Value::Thread(_) | Value::Lane | Value::LaneMask(_) => {
-                return self.fill_lanes(block, value, wide, slot)
-            }
+            Value::Thread(axis) => return self.fill_lanes(block, axis, wide, slot),
         };
         // SAFETY: the decoder reserved the slot, or two for 64 bits, and the warp has all that the
         // program reserved.
@@ -176,22 +169,15 @@ impl Warp {
         }
     }
 
-    /// Fills a slot that holds another value for each lane.
-    fn fill_lanes(&mut self, block: &Block, value: Value, wide: bool, slot: u16) {
+    /// Fills a slot that holds each lane's index in the block.
+    fn fill_lanes(&mut self, block: &Block, axis: u8, wide: bool, slot: u16) {
         let [x, y, _] = block.launch.block;
         for lane in 0..32u32 {
             let thread = u32::from(self.number) * 32 + lane;
-            let equal = 1u32 << lane;
-            let bits = match value {
-                Value::Thread(0) => thread % x,
-                Value::Thread(1) => thread / x % y,
-                Value::Thread(_) => thread / (x * y),
-                Value::LaneMask(LaneMask::Equal) => equal,
-                Value::LaneMask(LaneMask::Less) => equal - 1,
-                Value::LaneMask(LaneMask::LessOrEqual) => equal | (equal - 1),
-                Value::LaneMask(LaneMask::Greater) => !(equal | (equal - 1)),
-                Value::LaneMask(LaneMask::GreaterOrEqual) => !(equal - 1),
-                _ => lane,
+            let bits = match axis {
+                0 => thread % x,
+                1 => thread / x % y,
+                _ => thread / (x * y),
             };
             if wide {
                 self.set64(slot, lane, u64::from(bits));
@@ -400,49 +386,13 @@ impl Warp {
             Kind::Load => self.load(block, op, mask)?,
             Kind::Store => self.store(block, op, mask)?,
             Kind::Atomic => self.atomic(block, op, mask)?,
-            Kind::CopyParameter => {
-                let copy = &block.program.copies[op.target as usize];
-                for lane in lanes_of(mask) {
-                    let base = lane as usize * block.program.local_bytes;
-                    let from = base + copy.from as usize;
-                    self.local
-                        .copy_within(from..from + copy.bytes as usize, base + copy.to as usize);
-                }
-            }
             Kind::CopyAsync => self.copy_async(block, op, mask)?,
             Kind::CommitGroup => lanes_of(mask).for_each(|lane| self.groups[lane as usize] += 1),
             Kind::WaitGroup => self.wait_group(block, op, mask)?,
             Kind::Shuffle | Kind::WarpBarrier => return self.meet(block, op, mask),
-            Kind::ActiveMask => {
-                let results = [mask; 32];
-                // SAFETY: the decoder reserved the slot, and the warp has all that the program
-                // reserved.
-                unsafe { put_slot(&mut self.lanes, op.d, results, mask) };
-            }
             Kind::Barrier => {
                 block.counts.barriers += 1;
                 return self.block_at(mask);
-            }
-            Kind::Call => {
-                for lane in lanes_of(mask) {
-                    self.returns[lane as usize].push(self.at + 1);
-                }
-                if self.returns[mask.trailing_zeros() as usize].len() > 1000 {
-                    return Err(self.fault_here(block, mask, "the calls go too deep"));
-                }
-                self.branch(op, mask);
-                return Ok(true);
-            }
-            Kind::Return => {
-                for lane in lanes_of(self.active) {
-                    self.counters[lane as usize] = self.at + 1;
-                }
-                for lane in lanes_of(mask) {
-                    self.counters[lane as usize] =
-                        self.returns[lane as usize].pop().unwrap_or(u32::MAX);
-                }
-                self.active = 0;
-                return Ok(self.pick(false));
             }
             Kind::Exit => {
                 self.exited |= mask;
@@ -756,14 +706,8 @@ impl Warp {
             return Ok(());
         }
         let address = &program.addresses[op.target as usize];
-        let mut addresses = self.addresses(address);
-        let mut left = mask;
-        while left != 0 {
-            let (space, here) = take_space(address.space, &mut addresses, left);
-            left &= !here;
-            self.load_from(block, address, space, here, &addresses)?;
-        }
-        Ok(())
+        let addresses = self.addresses(address);
+        self.load_from(block, address, mask, &addresses)
     }
 
     #[inline(always)]
@@ -771,14 +715,13 @@ impl Warp {
         &mut self,
         block: &mut Block,
         address: &Address,
-        space: Space,
         mask: u32,
         addresses: &[u64; 32],
     ) -> Done<()> {
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
-        match space {
-            Space::Global | Space::Generic => {
+        match address.space {
+            Space::Global => {
                 let kind = if address.read_only {
                     Global::LoadReadOnly
                 } else {
@@ -854,14 +797,8 @@ impl Warp {
     #[inline(always)]
     fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let address = &block.program.addresses[op.target as usize];
-        let mut addresses = self.addresses(address);
-        let mut left = mask;
-        while left != 0 {
-            let (space, here) = take_space(address.space, &mut addresses, left);
-            left &= !here;
-            self.store_to(block, address, space, here, &addresses)?;
-        }
-        Ok(())
+        let addresses = self.addresses(address);
+        self.store_to(block, address, mask, &addresses)
     }
 
     #[inline(always)]
@@ -869,14 +806,13 @@ impl Warp {
         &mut self,
         block: &mut Block,
         address: &Address,
-        space: Space,
         mask: u32,
         addresses: &[u64; 32],
     ) -> Done<()> {
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
-        match space {
-            Space::Global | Space::Generic => {
+        match address.space {
+            Space::Global => {
                 if let Err(mut fault) =
                     self.check_global(block, Global::Store, mask, addresses, size, pattern)
                 {
@@ -1214,25 +1150,8 @@ impl Warp {
     #[inline(never)]
     fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let address = &block.program.addresses[op.target as usize];
-        let mut addresses = self.addresses(address);
-        let mut left = mask;
-        while left != 0 {
-            let (space, here) = take_space(address.space, &mut addresses, left);
-            left &= !here;
-            self.atomic_in(block, op, address, space, here, &addresses)?;
-        }
-        Ok(())
-    }
-
-    fn atomic_in(
-        &mut self,
-        block: &mut Block,
-        op: &Op,
-        address: &Address,
-        space: Space,
-        mask: u32,
-        addresses: &[u64; 32],
-    ) -> Done<()> {
+        let addresses = &self.addresses(address);
+        let space = address.space;
         let (size, Some(ty)) = (address.bytes, address.adds) else {
             return Ok(());
         };
@@ -1241,7 +1160,7 @@ impl Warp {
             Space::Shared => {
                 self.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
             }
-            Space::Global | Space::Generic => {
+            Space::Global => {
                 self.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
             }
             _ => return Err(self.fault_here(block, mask, "an atomic of this space")),
@@ -1439,33 +1358,6 @@ fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool
         outside |= mask >> lane & 1 == 1 && (at > last || at & (size - 1) != 0);
     }
     !outside
-}
-
-/// Finds the space that the first lane's address is of, and which lanes' are too. Generic addresses
-/// become those of the space. What is in no window is global, where it is checked.
-#[inline(always)]
-fn take_space(space: Space, addresses: &mut [u64; 32], mask: u32) -> (Space, u32) {
-    if space != Space::Generic {
-        return (space, mask);
-    }
-    let window = addresses[mask.trailing_zeros() as usize % 32] >> 60;
-    let space = match window << 60 {
-        SHARED_WINDOW => Space::Shared,
-        LOCAL_WINDOW => Space::Local,
-        PARAMETER_WINDOW => Space::Parameter,
-        _ => Space::Global,
-    };
-    let mut here = 0;
-    for (lane, at) in addresses.iter_mut().enumerate() {
-        let inside = mask >> lane & 1 == 1 && *at >> 60 == window;
-        here |= u32::from(inside) << lane;
-        *at -= if inside && space != Space::Global {
-            window << 60
-        } else {
-            0
-        };
-    }
-    (space, here)
 }
 
 /// How many sectors of 32 bytes the lanes touch.

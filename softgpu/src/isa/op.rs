@@ -42,7 +42,7 @@ pub enum Class {
     Shared,
     /// Parameters, constants and local memory.
     Other,
-    /// Branches, calls, returns.
+    /// Branches and ends.
     Control,
     /// Shuffles, votes, barriers.
     Sync,
@@ -55,7 +55,6 @@ impl Class {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Space {
-    Generic,
     Global,
     Shared,
     Local,
@@ -67,18 +66,14 @@ pub(crate) enum Space {
 pub(crate) enum Kind {
     Arithmetic,
     Branch,
-    Call,
-    Return,
     Exit,
     Load,
     Store,
     Atomic,
-    CopyParameter,
     CopyAsync,
     CommitGroup,
     WaitGroup,
     Shuffle,
-    ActiveMask,
     WarpBarrier,
     Barrier,
     Assert,
@@ -100,7 +95,7 @@ pub struct Op {
     pub(crate) b: u16,
     pub(crate) c: u16,
     pub(crate) more: [u16; 2],
-    /// The instruction to go to, or the number of an [`Address`] or [`Copy`].
+    /// The instruction to go to, or the number of an [`Address`].
     pub(crate) target: u32,
     /// In the PTX text.
     pub(crate) line: u32,
@@ -134,13 +129,6 @@ pub(crate) enum Scalar {
     F64,
 }
 
-/// A call's argument or result: bytes of a thread's own memory.
-pub(crate) struct Copy {
-    pub from: u32,
-    pub to: u32,
-    pub bytes: u32,
-}
-
 /// A value that does not change while a block runs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Value {
@@ -154,26 +142,12 @@ pub(crate) enum Value {
     Threads(u8),
     Block(u8),
     Blocks(u8),
-    Lane,
-    Warp,
-    Warps,
-    LaneMask(LaneMask),
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) enum LaneMask {
-    Equal,
-    Less,
-    LessOrEqual,
-    Greater,
-    GreaterOrEqual,
-}
-
-/// An entry with all that it calls, decoded.
+/// An entry, decoded.
 pub(crate) struct Program {
     pub ops: Vec<Op>,
     pub addresses: Vec<Address>,
-    pub copies: Vec<Copy>,
     /// What an unknown instruction, or a failed assertion, is told as.
     pub messages: Vec<String>,
     /// Where each instruction's text is.
@@ -195,10 +169,3 @@ impl Program {
         self.shared_bytes.next_multiple_of(self.dynamic_align)
     }
 }
-
-/// Generic addresses of a block's own memory lie above all that hosts have.
-pub(crate) const SHARED_WINDOW: u64 = 1 << 60;
-
-pub(crate) const LOCAL_WINDOW: u64 = 2 << 60;
-
-pub(crate) const PARAMETER_WINDOW: u64 = 3 << 60;

@@ -1,6 +1,6 @@
 //! A function's text to instructions.
 
-use super::source::{declared, number, type_bytes, Parameter, Source};
+use super::source::{declared, number, type_bytes, Entry, Source};
 use crate::isa::alu;
 use crate::isa::op::*;
 use std::collections::HashMap;
@@ -14,14 +14,13 @@ const SINK: u16 = 1;
 /// Slots that nobody reads; two, for 64 bits.
 const SINK_SLOT: u16 = 0;
 
-/// Decodes an entry and all that it calls.
-pub(super) fn program(source: &Source, function: usize) -> Result<Program, String> {
+/// Decodes an entry.
+pub(super) fn program(source: &Source, entry: usize) -> Result<Program, String> {
     let mut decoder = Decoder {
         module: source,
         program: Program {
             ops: vec![],
             addresses: vec![],
-            copies: vec![],
             messages: vec![],
             texts: vec![],
             sources: vec![],
@@ -33,45 +32,27 @@ pub(super) fn program(source: &Source, function: usize) -> Result<Program, Strin
             dynamic_align: 16,
         },
         known_values: HashMap::new(),
-        frames: vec![],
         shared: HashMap::new(),
         registers: vec![],
         memory: vec![],
         scopes: vec![],
         labels: vec![],
         jumps: vec![],
-        calls: vec![],
         guard: (ALWAYS, 0),
         source: (0, 0),
         line: 0,
         text: 0..0,
-        function,
+        entry,
     };
-    decoder.frame(function);
-    let mut next = 0;
-    while next < decoder.frames.len() {
-        decoder.function(next)?;
-        next += 1;
-    }
-    for &(op, callee) in &decoder.calls {
-        decoder.program.ops[op].target = decoder.frames[callee].start;
-    }
+    decoder.entry()?;
     let program = decoder.program;
     if program.slots >= 0xffff || program.predicates >= 0xffff {
         return Err(format!(
             "{} has too many registers",
-            source.functions[function].name
+            source.entries[entry].name
         ));
     }
     Ok(program)
-}
-
-/// A function that is called, and where its parameters are in a thread's memory.
-struct Frame {
-    function: usize,
-    parameters: Vec<u32>,
-    returns: Vec<u32>,
-    start: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -92,7 +73,6 @@ struct Declaration<'a> {
 struct Own<'a> {
     name: &'a str,
     offset: u32,
-    bytes: u32,
 }
 
 /// What is declared from here on ends with the scope.
@@ -107,19 +87,17 @@ struct Decoder<'a> {
     module: &'a Source,
     program: Program,
     known_values: HashMap<(Value, bool), u16>,
-    frames: Vec<Frame>,
     shared: HashMap<&'a str, u32>,
     registers: Vec<Declaration<'a>>,
     memory: Vec<Own<'a>>,
     scopes: Vec<Scope>,
     labels: Vec<(&'a str, u32)>,
     jumps: Vec<(&'a str, usize)>,
-    calls: Vec<(usize, usize)>,
     guard: (u16, u32),
     source: (u32, u32),
     line: u32,
     text: Range<u32>,
-    function: usize,
+    entry: usize,
 }
 
 /// What a symbol stands for.
@@ -131,65 +109,17 @@ enum Symbol {
 unsafe fn no_arithmetic(_: &mut Lanes, _: &Op, _: u32) {}
 
 impl<'a> Decoder<'a> {
-    /// The frame of a function, made at its first mention.
-    fn frame(&mut self, function: usize) -> usize {
-        if let Some(known) = self
-            .frames
-            .iter()
-            .position(|frame| frame.function == function)
-        {
-            return known;
-        }
-        let is_entry = self.frames.is_empty();
-        let mut places = |all: &[Parameter]| {
-            if is_entry {
-                return vec![];
-            }
-            let each = all
-                .iter()
-                .map(|one| self.program.reserve_local(one.size, 16));
-            each.collect()
-        };
-        let parameters = places(&self.module.functions[function].parameters);
-        let returns = places(&self.module.functions[function].returns);
-        self.frames.push(Frame {
-            function,
-            parameters,
-            returns,
-            start: 0,
-        });
-        self.frames.len() - 1
-    }
-
-    fn function(&mut self, frame: usize) -> Result<(), String> {
+    fn entry(&mut self) -> Result<(), String> {
         let module = self.module;
-        self.function = self.frames[frame].function;
-        let function = &module.functions[self.function];
-        let Some((body, line)) = &function.body else {
-            return Err(format!("{} has no body", function.name));
-        };
-        self.frames[frame].start = self.program.ops.len() as u32;
-        self.registers.clear();
-        self.memory.clear();
-        for (parameters, places) in [
-            (&function.parameters, &self.frames[frame].parameters),
-            (&function.returns, &self.frames[frame].returns),
-        ] {
-            for (parameter, &offset) in parameters.iter().zip(places) {
-                self.memory.push(Own {
-                    name: &parameter.name,
-                    offset,
-                    bytes: parameter.size as u32,
-                });
-            }
-        }
+        let Entry {
+            name, body, line, ..
+        } = &module.entries[self.entry];
         self.line = *line;
-        self.source = (0, 0);
         self.open_scope();
         self.statements(body.clone())?;
         self.close_scope();
         if let Some((label, _)) = self.jumps.pop() {
-            return Err(format!("{}: there is no label {label}", function.name));
+            return Err(format!("{name}: there is no label {label}"));
         }
         // A body may end without `ret`.
         self.guard = (ALWAYS, 0);
@@ -328,7 +258,6 @@ impl<'a> Decoder<'a> {
             self.program.texts.truncate(before);
             self.program.sources.truncate(before);
             self.jumps.retain(|(_, op)| *op < before);
-            self.calls.retain(|(op, _)| *op < before);
             self.message(
                 Kind::Unknown,
                 format!("softgpu does not know the instruction {mnemonic}"),
@@ -366,11 +295,7 @@ impl<'a> Decoder<'a> {
             "local" | "param" => {
                 let (name, align, bytes, _) = declared(text)?;
                 let offset = self.program.reserve_local(bytes, align);
-                self.memory.push(Own {
-                    name,
-                    offset,
-                    bytes: bytes as u32,
-                });
+                self.memory.push(Own { name, offset });
             }
             "shared" => {
                 let (name, align, bytes, _) = declared(text)?;
@@ -440,9 +365,7 @@ impl<'a> Decoder<'a> {
     }
 
     fn leave(&mut self) {
-        let entry = self.function == self.frames[0].function;
-        let kind = if entry { Kind::Exit } else { Kind::Return };
-        let op = self.op(kind, Class::Control);
+        let op = self.op(Kind::Exit, Class::Control);
         self.push(op);
     }
 
@@ -462,15 +385,9 @@ impl<'a> Decoder<'a> {
             return Some(Symbol::Offset(Space::Local, u64::from(own.offset)));
         }
         let module = self.module;
-        let entry = &module.functions[self.frames[0].function];
-        if self.function == self.frames[0].function {
-            if let Some(parameter) = entry
-                .parameters
-                .iter()
-                .find(|parameter| parameter.name == name)
-            {
-                return Some(Symbol::Offset(Space::Parameter, parameter.offset as u64));
-            }
+        let parameters = &module.entries[self.entry].parameters;
+        if let Some(parameter) = parameters.iter().find(|parameter| parameter.name == name) {
+            return Some(Symbol::Offset(Space::Parameter, parameter.offset as u64));
         }
         if let Some(&offset) = self.shared.get(name) {
             return Some(Symbol::Offset(Space::Shared, u64::from(offset)));
@@ -598,29 +515,17 @@ impl<'a> Decoder<'a> {
                 self.jumps.push((operands.first()?, self.program.ops.len()));
                 self.push(op);
             }
-            "ret" => self.leave(),
-            "exit" => {
-                let op = self.op(Kind::Exit, Class::Control);
-                self.push(op);
-            }
+            "ret" | "exit" => self.leave(),
             "trap" => self.message(Kind::Assert, "the kernel trapped".into()),
             "call" => return self.call(operands),
             "ld" | "ldu" | "st" => return self.memory_access(parts, operands),
             "atom" => return self.atomic(parts, operands),
             "cp" => return self.copy_async(parts, operands),
             "shfl" => return self.shuffle(parts, operands),
-            "activemask" => return self.active_mask(operands),
             "bar" | "barrier" => return self.barrier(parts, operands),
             "cvta" => return self.convert_address(parts, operands),
             "mov" if operands.iter().any(|text| text.starts_with('{')) => {
                 return self.pack(operands)
-            }
-            "mov"
-                if operands
-                    .get(1)
-                    .is_some_and(|text| text.trim() == "%activemask") =>
-            {
-                return self.active_mask(&operands[..1]);
             }
             _ => return self.arithmetic(parts, operands),
         }
@@ -780,7 +685,7 @@ impl<'a> Decoder<'a> {
 
     fn memory_access(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
         let load = parts[0] != "st";
-        let mut space = Space::Generic;
+        let mut space = None;
         let mut count = 1;
         let mut read_only = parts[0] == "ldu";
         let (ty, modifiers) = parts[1..].split_last()?;
@@ -789,10 +694,10 @@ impl<'a> Decoder<'a> {
                 .split_once("::")
                 .map_or(*modifier, |(first, _)| first)
             {
-                "global" | "const" => space = Space::Global,
-                "shared" => space = Space::Shared,
-                "local" => space = Space::Local,
-                "param" => space = Space::Parameter,
+                "global" | "const" => space = Some(Space::Global),
+                "shared" => space = Some(Space::Shared),
+                "local" => space = Some(Space::Local),
+                "param" => space = Some(Space::Parameter),
                 "v2" => count = 2,
                 "v4" => count = 4,
                 "nc" => read_only = true,
@@ -806,7 +711,7 @@ impl<'a> Decoder<'a> {
         } else {
             (operands.get(1)?, operands.first()?)
         };
-        let mut address = self.address(space, place)?;
+        let mut address = self.address(space?, place)?;
         address.bytes = u32::from(bits_of(ty)?) / 8;
         address.count = count;
         address.signed = ty.starts_with('s');
@@ -839,7 +744,7 @@ impl<'a> Decoder<'a> {
             return None;
         }
         let class = match address.space {
-            Space::Global | Space::Generic => Class::Global,
+            Space::Global => Class::Global,
             Space::Shared => Class::Shared,
             _ => Class::Other,
         };
@@ -855,7 +760,7 @@ impl<'a> Decoder<'a> {
     }
 
     fn atomic(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        let mut space = Space::Generic;
+        let mut space = None;
         let mut adds = false;
         let (ty, modifiers) = parts[1..].split_last()?;
         for modifier in modifiers {
@@ -863,8 +768,8 @@ impl<'a> Decoder<'a> {
                 .split_once("::")
                 .map_or(*modifier, |(first, _)| first)
             {
-                "global" => space = Space::Global,
-                "shared" => space = Space::Shared,
+                "global" => space = Some(Space::Global),
+                "shared" => space = Some(Space::Shared),
                 "relaxed" | "acquire" | "release" | "acq_rel" | "gpu" | "sys" | "cta"
                 | "cluster" | "noftz" | "L2" => {}
                 "add" => adds = true,
@@ -882,7 +787,7 @@ impl<'a> Decoder<'a> {
         if !adds {
             return None;
         }
-        let mut address = self.address(space, operands.get(1)?)?;
+        let mut address = self.address(space?, operands.get(1)?)?;
         address.bytes = u32::from(bits_of(ty)?) / 8;
         let width = match address.bytes {
             8 => b'd',
@@ -976,13 +881,6 @@ impl<'a> Decoder<'a> {
         Some(())
     }
 
-    fn active_mask(&mut self, operands: &[&'a str]) -> Option<()> {
-        let d = self.destination(operands.first()?, b'w')?;
-        let op = self.op(Kind::ActiveMask, Class::Sync);
-        self.push(Op { d, ..op });
-        Some(())
-    }
-
     fn barrier(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
         let parts: Vec<&str> = parts
             .iter()
@@ -1018,101 +916,22 @@ impl<'a> Decoder<'a> {
         Some(())
     }
 
-    /// Between an address of a space and a generic one. A window is added or taken away.
+    /// Generic addresses of global memory are those of its own.
     fn convert_address(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        let to_space = parts.contains(&"to");
-        let wide = parts.last()?.ends_with("64");
-        let space = parts.iter().rev().nth(1)?.split("::").next()?;
-        let window = match space {
-            "shared" => SHARED_WINDOW,
-            "local" => LOCAL_WINDOW,
-            "param" => PARAMETER_WINDOW,
-            "global" | "const" => 0,
-            _ => return None,
-        };
-        let d = self.destination(operands.first()?, if wide { b'd' } else { b'w' })?;
-        let a = self.source(operands.get(1)?, if wide { b'd' } else { b'w' }, false)?;
-        let name: &[&str] = match (window, to_space) {
-            (0, _) => &["mov", "b64"],
-            (_, true) => &["sub", "u64"],
-            (_, false) => &["add", "u64"],
-        };
-        let b = if wide {
-            self.value(Value::Bits(window), true)?
-        } else {
-            return None;
-        };
-        let op = self.op(Kind::Arithmetic, Class::Integer);
-        self.push(Op {
-            exec: alu::select(name)?.exec,
-            d,
-            a,
-            b,
-            ..op
-        });
-        Some(())
+        match parts {
+            ["cvta", "to", "global", "u64"] | ["cvta", "global", "u64"] => {
+                self.arithmetic(&["mov", "u64"], operands)
+            }
+            _ => None,
+        }
     }
 
-    fn call(&mut self, operands: &[&'a str]) -> Option<()> {
-        let list = |text: &'a str| -> Vec<&'a str> {
-            let inner = text.trim().trim_start_matches('(').trim_end_matches(')');
-            inner
-                .split(',')
-                .map(str::trim)
-                .filter(|one| !one.is_empty())
-                .collect()
-        };
-        let mut rest = operands;
-        let mut results = vec![];
-        if rest.first()?.starts_with('(') {
-            results = list(rest[0]);
-            rest = &rest[1..];
-        }
-        let name = rest.first()?.trim();
-        let arguments = rest.get(1).map_or(vec![], |text| list(text));
-        if matches!(name, "__assertfail" | "__assert_fail") {
-            self.message(Kind::Assert, "an assertion of the kernel failed".into());
-            return Some(());
-        }
-        let module = self.module;
-        let number = module
-            .functions
-            .iter()
-            .position(|function| function.name == name)?;
-        let function = &module.functions[number];
-        function.body.as_ref()?;
-        if arguments.len() != function.parameters.len() || results.len() != function.returns.len() {
+    /// Functions are inlined, so that only failed assertions call one.
+    fn call(&mut self, operands: &[&str]) -> Option<()> {
+        if !matches!(*operands.first()?, "__assertfail" | "__assert_fail") {
             return None;
         }
-        let frame = self.frame(number);
-        let (inside, outside) = (
-            self.frames[frame].parameters.clone(),
-            self.frames[frame].returns.clone(),
-        );
-        for (argument, to) in arguments.iter().zip(inside) {
-            self.copy_parameter(argument, Some(to), None)?;
-        }
-        let op = self.op(Kind::Call, Class::Control);
-        self.calls.push((self.program.ops.len(), frame));
-        self.push(op);
-        for (result, from) in results.iter().zip(outside) {
-            self.copy_parameter(result, None, Some(from))?;
-        }
-        Some(())
-    }
-
-    /// Copies the caller's variable to the callee's parameter, or a result back.
-    fn copy_parameter(&mut self, name: &str, to: Option<u32>, from: Option<u32>) -> Option<()> {
-        let own = self.memory.iter().rev().find(|own| own.name == name)?;
-        let copy = Copy {
-            from: from.unwrap_or(own.offset),
-            to: to.unwrap_or(own.offset),
-            bytes: own.bytes,
-        };
-        let target = self.program.copies.len() as u32;
-        self.program.copies.push(copy);
-        let op = self.op(Kind::CopyParameter, Class::Other);
-        self.push(Op { target, ..op });
+        self.message(Kind::Assert, "an assertion of the kernel failed".into());
         Some(())
     }
 }
@@ -1170,9 +989,6 @@ fn special(name: &str) -> Option<Value> {
         Some(b'z') => Some(2),
         _ => None,
     };
-    if name == "WARP_SZ" {
-        return Some(Value::Bits(32));
-    }
     let (first, _) = name
         .strip_prefix('%')?
         .split_once('.')
@@ -1182,16 +998,6 @@ fn special(name: &str) -> Option<Value> {
         "ntid" => Value::Threads(axis(name)?),
         "ctaid" => Value::Block(axis(name)?),
         "nctaid" => Value::Blocks(axis(name)?),
-        "laneid" => Value::Lane,
-        "warpid" => Value::Warp,
-        "nwarpid" => Value::Warps,
-        "smid" => Value::Bits(0),
-        "nsmid" => Value::Bits(1),
-        "lanemask_eq" => Value::LaneMask(LaneMask::Equal),
-        "lanemask_lt" => Value::LaneMask(LaneMask::Less),
-        "lanemask_le" => Value::LaneMask(LaneMask::LessOrEqual),
-        "lanemask_gt" => Value::LaneMask(LaneMask::Greater),
-        "lanemask_ge" => Value::LaneMask(LaneMask::GreaterOrEqual),
         _ => return None,
     })
 }

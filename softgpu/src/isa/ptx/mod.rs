@@ -1,12 +1,11 @@
 //! PTX text to instructions.
 //!
-//! [`Module::parse`] finds the functions and variables. A function is decoded when it is first
-//! launched.
+//! [`Module::parse`] finds the entries and variables. An entry is decoded when it is first launched.
 
 mod decode;
 mod source;
 
-use crate::isa::op::{Kind, Program};
+use crate::isa::op::Program;
 use source::Source;
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -39,23 +38,9 @@ impl Module {
             .map_or(0, |program| program.shared_bytes)
     }
 
-    /// Instructions of an entry that this decoder does not know. Only who executes one gets a
-    /// fault.
-    pub fn unknown(&self, entry: usize) -> Result<Vec<String>, String> {
-        let program = self.program(entry)?;
-        let unknown = program
-            .ops
-            .iter()
-            .zip(&program.texts)
-            .filter(|(op, _)| op.kind == Kind::Unknown);
-        Ok(unknown
-            .map(|(op, text)| format!("line {}: {}", op.line, self.text_of(text)))
-            .collect())
-    }
-
     pub(crate) fn program(&self, entry: usize) -> Result<Arc<Program>, String> {
         self.programs[entry]
-            .get_or_init(|| decode::program(&self.source, self.entries[entry]).map(Arc::new))
+            .get_or_init(|| decode::program(&self.source, entry).map(Arc::new))
             .clone()
     }
 }

@@ -8,9 +8,7 @@ use std::ops::Range;
 pub struct Source {
     pub(super) text: String,
     pub(super) files: HashMap<u32, String>,
-    pub(super) functions: Vec<Function>,
-    /// Numbers of the functions that a host can launch.
-    pub(super) entries: Vec<usize>,
+    pub(super) entries: Vec<Entry>,
     pub(super) variables: Vec<Variable>,
     pub(super) globals: (usize, usize),
 }
@@ -21,7 +19,6 @@ impl Source {
         let mut source = Self {
             text: text.to_owned(),
             files: HashMap::new(),
-            functions: vec![],
             entries: vec![],
             variables: vec![],
             globals: (0, 1),
@@ -32,7 +29,7 @@ impl Source {
             line: 1,
         }
         .source(&mut source)?;
-        if source.functions.is_empty() && source.variables.is_empty() {
+        if source.entries.is_empty() && source.variables.is_empty() {
             return Err("this PTX has no function and no variable".into());
         }
         for variable in source
@@ -79,21 +76,17 @@ impl Source {
 
     /// Number of an entry.
     pub fn entry(&self, name: &str) -> Option<usize> {
-        self.entries
-            .iter()
-            .position(|&function| self.functions[function].name == name)
+        self.entries.iter().position(|entry| entry.name == name)
     }
 
     /// Names of the entries, by number.
     pub fn entries(&self) -> impl Iterator<Item = &str> {
-        self.entries
-            .iter()
-            .map(|&function| self.functions[function].name.as_str())
+        self.entries.iter().map(|entry| entry.name.as_str())
     }
 
     /// Offsets and sizes of an entry's parameters, in order.
     pub fn parameters(&self, entry: usize) -> Vec<(usize, usize)> {
-        let parameters = &self.functions[self.entries[entry]].parameters;
+        let parameters = &self.entries[entry].parameters;
         parameters
             .iter()
             .map(|one| (one.offset, one.size))
@@ -102,7 +95,7 @@ impl Source {
 
     /// Most threads that a block of an entry may have (`.maxntid`, else 1024).
     pub fn max_threads(&self, entry: usize) -> u32 {
-        self.functions[self.entries[entry]].max_threads
+        self.entries[entry].max_threads
     }
 
     /// An instruction's text on one line.
@@ -117,11 +110,11 @@ impl Source {
     }
 
     pub(crate) fn name_of(&self, entry: usize) -> &str {
-        &self.functions[self.entries[entry]].name
+        &self.entries[entry].name
     }
 
     pub(crate) fn parameter_bytes(&self, entry: usize) -> usize {
-        let parameters = &self.functions[self.entries[entry]].parameters;
+        let parameters = &self.entries[entry].parameters;
         parameters
             .iter()
             .map(|one| one.offset + one.size)
@@ -130,14 +123,14 @@ impl Source {
     }
 }
 
-/// A function as its header declares it.
-pub(super) struct Function {
+/// A function that a host can launch.
+pub(super) struct Entry {
     pub(super) name: String,
     pub(super) parameters: Vec<Parameter>,
-    pub(super) returns: Vec<Parameter>,
-    /// Where the text between its braces is, and the number of its first line. None: it is only
-    /// declared.
-    pub(super) body: Option<(Range<usize>, u32)>,
+    /// The text between its braces is here.
+    pub(super) body: Range<usize>,
+    /// Number of the body's first line.
+    pub(super) line: u32,
     pub(super) max_threads: u32,
 }
 
@@ -227,27 +220,17 @@ impl<'a> Scanner<'a> {
             return Ok(());
         }
         let header = self.take_until_any(b"{;");
-        let mut function = header_of(header)
-            .ok_or_else(|| format!("line {line}: a function's header is not understood"))?;
-        if self.text.as_bytes()[self.at - 1] == b'{' {
-            let line = self.line;
-            function.body = Some((self.take_body()?, line));
-        }
-        // A declaration may stand before its definition.
-        if let Some(known) = source
-            .functions
-            .iter_mut()
-            .find(|known| known.name == function.name)
-        {
-            if function.body.is_some() {
-                *known = function;
-            }
+        if self.text.as_bytes()[self.at - 1] == b';' {
             return Ok(());
         }
+        let first_line = self.line;
+        let body = self.take_body()?;
+        // Other functions are called where an assertion fails, or not at all.
         if header.contains(".entry") {
-            source.entries.push(source.functions.len());
+            let entry = entry_of(header, body, first_line)
+                .ok_or_else(|| format!("line {line}: an entry's header is not understood"))?;
+            source.entries.push(entry);
         }
-        source.functions.push(function);
         Ok(())
     }
 
@@ -336,9 +319,7 @@ fn first_line(text: &str) -> &str {
 /// Bytes of a type such as `.b32`.
 pub(super) fn type_bytes(ty: &str) -> Option<usize> {
     let digits = ty.trim_start_matches(|c: char| !c.is_ascii_digit());
-
     let bits: usize = digits.parse().ok()?;
-
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
@@ -346,13 +327,9 @@ pub(super) fn type_bytes(ty: &str) -> Option<usize> {
 /// bytes.
 pub(super) fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
     let mut align = None;
-
     let mut element = None;
-
     let mut words = text.split_whitespace().peekable();
-
     let mut name = "";
-
     while let Some(word) = words.next() {
         match word {
             ".align" => align = words.next()?.parse().ok(),
@@ -365,17 +342,11 @@ pub(super) fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
             _ => element = type_bytes(word).or(element),
         }
     }
-
     let rest: String = words.collect();
-
     let whole = format!("{name}{rest}");
-
     let bare = name.split('[').next()?;
-
     let element = element?;
-
     let mut count = 1;
-
     for length in whole.split('[').skip(1) {
         let length = length.split(']').next()?.trim();
         count *= if length.is_empty() {
@@ -384,30 +355,22 @@ pub(super) fn declared(text: &str) -> Option<(&str, usize, usize, usize)> {
             length.parse::<usize>().ok()?
         };
     }
-
     Some((bare, align.unwrap_or(element), element * count, element))
 }
 
 fn variable(text: &str) -> Result<Variable, String> {
     let bad = || format!("a variable is not understood: {}", first_line(text));
-
     let (left, right) = match text.split_once('=') {
         Some((left, right)) => (left, Some(right)),
         None => (text, None),
     };
-
     let (name, align, mut size, element) = declared(left).ok_or_else(bad)?;
-
     let shared = left
         .split_whitespace()
         .any(|word| word.starts_with(".shared"));
-
     let dynamic = shared && left.contains(".extern");
-
     let mut initial = vec![];
-
     let mut pointers = vec![];
-
     for item in right
         .unwrap_or("")
         .split(['{', '}', ','])
@@ -429,9 +392,7 @@ fn variable(text: &str) -> Result<Variable, String> {
         };
         initial.extend_from_slice(&bits.to_le_bytes()[..element]);
     }
-
     size = size.max(initial.len());
-
     Ok(Variable {
         name: name.to_owned(),
         space: if shared { Space::Shared } else { Space::Global },
@@ -450,17 +411,12 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
         Some(rest) => (true, rest.trim()),
         None => (false, text),
     };
-
     let first = digits.as_bytes().first()?;
-
     if !first.is_ascii_digit() {
         return None;
     }
-
     let lower = digits.get(..2).unwrap_or("");
-
     let sign = |bits: u64, top: u32| if negative { bits ^ 1 << top } else { bits };
-
     match lower {
         "0f" | "0F" => {
             return Some(sign(
@@ -471,15 +427,12 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
         "0d" | "0D" => return Some(sign(u64::from_str_radix(&digits[2..], 16).ok()?, 63)),
         _ => {}
     }
-
     let bare = digits.strip_suffix('U').unwrap_or(digits);
-
     let value = match lower {
         "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
         "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
         _ => bare.parse().ok(),
     };
-
     match value {
         Some(value) => Some(if negative {
             value.wrapping_neg()
@@ -497,39 +450,21 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
     }
 }
 
-fn header_of(text: &str) -> Option<Function> {
-    let (_, rest) = text
-        .split_once(".entry")
-        .or_else(|| text.split_once(".func"))?;
-
-    let mut rest = rest.trim_start();
-
-    let mut returns = vec![];
-
-    if let Some(inner) = rest.strip_prefix('(') {
-        let (list, after) = inner.split_once(')')?;
-        returns = parameters(list)?;
-        rest = after.trim_start();
-    }
-
+fn entry_of(text: &str, body: Range<usize>, line: u32) -> Option<Entry> {
+    let (_, rest) = text.split_once(".entry")?;
+    let rest = rest.trim_start();
     let end = rest
         .find(|c: char| c == '(' || c.is_whitespace())
         .unwrap_or(rest.len());
-
     let name = rest[..end].to_owned();
-
     let mut after = rest[end..].trim_start();
-
     let mut own = vec![];
-
     if let Some(inner) = after.strip_prefix('(') {
         let (list, directives) = inner.split_once(')')?;
         own = parameters(list)?;
         after = directives;
     }
-
     let mut max_threads = 1024;
-
     for directive in [".maxntid", ".reqntid"] {
         if let Some((_, numbers)) = after.split_once(directive) {
             let numbers = numbers.split('.').next()?.trim();
@@ -539,21 +474,18 @@ fn header_of(text: &str) -> Option<Function> {
                 .product();
         }
     }
-
-    Some(Function {
+    Some(Entry {
         name,
         parameters: own,
-        returns,
-        body: None,
+        body,
+        line,
         max_threads,
     })
 }
 
 fn parameters(list: &str) -> Option<Vec<Parameter>> {
     let mut offset = 0;
-
     let mut all = vec![];
-
     for text in list
         .split(',')
         .map(str::trim)
@@ -577,6 +509,5 @@ fn parameters(list: &str) -> Option<Vec<Parameter>> {
         });
         offset += size;
     }
-
     Some(all)
 }
