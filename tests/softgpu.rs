@@ -297,8 +297,15 @@ fn more_than_32_bits_of_elements() {
             DType::F64 => (DType::F64, 4, 2056),
             _ => (DType::F32, 16, 16392),
         };
-        // One, two and four pieces a thread, and a group wider than a block.
-        for (cols, groups) in [(3, Some(1)), (two, None), (64, None), (wide, Some(1))] {
+        // One, two and four pieces a thread, as many groups as elements, and a group wider than a
+        // block.
+        for (cols, groups, with_residual) in [
+            (3, Some(1), false),
+            (3, Some(3), true),
+            (two, None, true),
+            (64, None, false),
+            (wide, Some(1), true),
+        ] {
             // candle launches as many threads as there are elements, modulo 2³². Kernels of a block a
             // group take rows in turns, and so the last block has the last row.
             let rows = ((1usize << 32) + (1 << 20)).div_ceil(cols);
@@ -307,23 +314,26 @@ fn more_than_32_bits_of_elements() {
             let layer = || Twin::new(&mut Data::on(&gpu, 5), cols, config(groups), builder).layer;
             let (large, small) = (layer(), layer());
             let mut data = Data::on(&gpu, 6);
-            let what = format!("{dtype:?}, {cols} by {groups:?}");
+            let what = format!("{dtype:?}, {cols} by {groups:?}, residual: {with_residual}");
             for _ in 0..2 {
                 let batch = Batch::random(&mut data, &[few, cols], dtype, false);
-                same_bits(&what, &run(&large, &batch), &run(&small, &batch));
+                let [ours, theirs] =
+                    [&large, &small].map(|layer| run(layer, &batch, with_residual).0);
+                same_bits(&what, &ours, &theirs);
             }
             let batch = Batch::random(&mut data, &[few, cols], dtype, false);
-            let expected = run(&small, &batch);
+            let (expected, expected_sum) = run(&small, &batch, with_residual);
             softgpu.take_counts();
             let whole = Batch {
                 xs: huge(&batch.xs, rows),
                 dy: huge(&batch.dy, rows),
                 keep: None,
             };
-            let outcome = run(&large, &whole);
-            for ((name, actual), (_, expected)) in
-                outcome.tensors().into_iter().zip(expected.tensors())
-            {
+            let (outcome, sum) = run(&large, &whole, with_residual);
+            let actual = (outcome.tensors().into_iter()).chain(sum.iter().map(|sum| ("sum", sum)));
+            let expected =
+                (expected.tensors().into_iter()).chain(expected_sum.iter().map(|sum| ("sum", sum)));
+            for ((name, actual), (_, expected)) in actual.zip(expected) {
                 let actual = match actual.rank() {
                     1 => actual.clone(),
                     _ => ends(actual, few),
@@ -356,12 +366,24 @@ fn more_than_32_bits_of_elements() {
 /// Elements at each end of a huge array that are looked at.
 const EDGE: usize = 1024;
 
-/// A step whose upstream gradient candle hands through.
-fn run(layer: &PowerNorm, batch: &Batch) -> Outcome {
+/// A step whose upstream gradients candle hands through. With a residual, which is the gradient
+/// again, it also gives the sum.
+fn run(layer: &PowerNorm, batch: &Batch, with_residual: bool) -> (Outcome, Option<Tensor>) {
     let x = Var::from_tensor(&batch.xs).unwrap();
-    let y = layer.forward_t(&x, true).unwrap();
-    let loss = y.apply_op1(Gradient(batch.dy.clone())).unwrap();
-    backward(layer, Pass { x, y, loss }).unwrap()
+    let of = |output: &Tensor| output.apply_op1(Gradient(batch.dy.clone())).unwrap();
+    let (y, sum) = match with_residual {
+        true => {
+            let (y, sum) = layer.forward_residual(&x, &batch.dy).unwrap();
+            (y, Some(sum))
+        }
+        false => (layer.forward_t(&x, true).unwrap(), None),
+    };
+    let mut loss = of(&y);
+    if let Some(sum) = &sum {
+        loss = (loss + of(sum)).unwrap();
+    }
+    let outcome = backward(layer, Pass { x, y, loss }).unwrap();
+    (outcome, sum)
 }
 
 /// Kernels in place of candle's first addition to a gradient, to zeros, whose loop counts elements

@@ -1,4 +1,4 @@
-//! What every function of the library is made of: its entry, its errors, handles.
+//! The parts of every function of the library: its entry, its errors, handles.
 
 use crate::engine::stream::Broken;
 use crate::inject;
@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Error(pub i32);
 
-/// What a call of the driver returns.
+/// The result of a call of the driver.
 pub type Outcome<T = ()> = Result<T, Error>;
 
 impl Error {
@@ -130,7 +130,7 @@ macro_rules! entries {
         $(#[$meta])*
         /// # Safety
         ///
-        /// What CUDA documents: handles are valid, and pointers have room for what is written
+        /// As CUDA documents: handles are valid, and pointers have room for what is written
         /// there.
         #[no_mangle]
         #[allow(non_snake_case, clippy::too_many_arguments)]

@@ -70,7 +70,7 @@ impl Capture {
         self.state().invalid = true;
     }
 
-    /// Whether events recorded in it still stand for its nodes.
+    /// Events recorded in it still stand for its nodes.
     pub fn is_active(&self) -> bool {
         !self.state().ended
     }
@@ -216,7 +216,7 @@ pub fn stream_call(stream: &Stream) -> Outcome {
     }
 }
 
-/// What a capture became.
+/// The result of a capture.
 pub struct Graph {
     nodes: Vec<Node>,
     /// Memory, and whether the graph frees it.
@@ -314,7 +314,7 @@ pub fn begin(stream: Stream, mode: Mode) -> Outcome {
     Ok(())
 }
 
-/// Whether a stream is captured: 0, not at all; 1; 2, in vain.
+/// 0: a stream is not captured. 1: it is. 2: it is, in vain.
 pub fn status_of(stream: &Stream) -> u32 {
     match of(stream) {
         None => 0,

@@ -19,7 +19,7 @@ pub struct Stream {
 
 pub static STREAMS: Handles<Stream> = Handles::new(2);
 
-/// How often each device's context is retained.
+/// The number of times that each device's context is retained.
 pub static CONTEXTS: Mutex<BTreeMap<i32, u64>> = Mutex::new(BTreeMap::new());
 
 pub static INITIALISED: AtomicBool = AtomicBool::new(false);

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-/// What a thread counts and awaits.
+/// A thread's counts, and the failure that it awaits.
 #[derive(Default)]
 struct Thread {
     calls: BTreeMap<&'static str, u64>,
@@ -24,7 +24,7 @@ fn is_release(function: &str) -> bool {
 }
 
 impl Thread {
-    /// Returns whether the call is to fail.
+    /// Counts a call. True: it is to fail.
     fn count(&mut self, function: &'static str) -> bool {
         *self.calls.entry(function).or_default() += 1;
         let Some((name, left)) = &mut self.failure else {
@@ -59,7 +59,7 @@ pub fn fail(function: Option<String>, n: u64) {
     THREAD.with(|thread| thread.borrow_mut().failure = (n > 0).then_some((function, n)));
 }
 
-/// How often this thread has called a function. None: all of them.
+/// The number of calls of a function by this thread. None: of all functions.
 pub fn calls(function: Option<&str>) -> u64 {
     THREAD.with(|thread| {
         let thread = thread.borrow();

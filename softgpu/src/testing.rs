@@ -1,4 +1,4 @@
-//! What a test asks of the library beside a driver's functions: counts, failures on demand, leaks,
+//! Functions for tests beside a driver's functions: counts, failures on demand, leaks,
 //! faults.
 
 use crate::engine::stream::{engine, own_tally, Tally};
@@ -53,7 +53,7 @@ pub unsafe extern "C" fn softgpu_fail(name: *const c_char, n: u64) {
     inject::fail(unsafe { text(name) }, n);
 }
 
-/// How often this thread has called a function. Null: all of them.
+/// The number of calls of a function by this thread. Null: of all functions.
 ///
 /// # Safety
 ///
@@ -64,8 +64,8 @@ pub unsafe extern "C" fn softgpu_calls(name: *const c_char) -> u64 {
     inject::calls(unsafe { text(name) }.as_deref())
 }
 
-/// How many of a kind the process holds: "contexts", "streams", "events", "allocations", "bytes",
-/// "graphs", "modules", "cublas", "curand", "nccl".
+/// The number of a kind that the process holds: "contexts", "streams", "events", "allocations",
+/// "bytes", "graphs", "modules", "cublas", "curand", "nccl".
 ///
 /// # Safety
 ///
@@ -121,8 +121,9 @@ pub unsafe extern "C" fn softgpu_take_fault(to: *mut c_char, room: usize) -> usi
     })
 }
 
-/// What this thread's submissions did, as JSON: its calls by function, and by kernel its launches
-/// and [`crate::engine::counts::Counts`]. `reset`: they count from 0 again. Returns the bytes of the text.
+/// The counts of this thread's submissions, as JSON: its calls by function, and by kernel its
+/// launches and [`crate::engine::counts::Counts`]. `reset`: they count from 0 again. Returns the
+/// bytes of the text.
 ///
 /// # Safety
 ///

@@ -613,7 +613,7 @@ fn memory_that_a_graph_leaves_is_freed_outside() {
     destroy(graph);
 }
 
-/// What breaks a capture: the call's error, then the end's.
+/// Errors of a call in a capture: the call's, then the end's.
 fn breaks(mode: u32, call: impl FnOnce(&Queue) -> i32) -> (i32, i32) {
     let queue = Queue::new();
     ok(queue.begin(mode));

@@ -1221,7 +1221,7 @@ fn copies_land_when_somebody_waits() {
     );
     ok(&kernel(2, 1024, &zeros), 32, &arguments);
     assert_eq!(to.read()[4..8], [9, 9, 0, 4]);
-    // What one lane copied, another may read only behind something that orders them.
+    // Another lane may read a copy only behind something that orders the two.
     let neighbour = COPY.replace(
         "ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1];",
         "xor.b32 %r6, %r1, 16; ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r6];",

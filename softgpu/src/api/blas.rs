@@ -12,7 +12,7 @@ use std::ops::{Add, Mul};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::Arc;
 
-/// What cuBLAS keeps for a caller.
+/// A handle of cuBLAS.
 pub struct Handle {
     device: i32,
     /// As the caller names it: the thread's own stream is that of whoever multiplies.
@@ -115,7 +115,7 @@ struct Product {
     batch: u64,
 }
 
-/// What products are summed in: f32, but f64 for matrices of f64.
+/// The type of the sums: f64 for matrices of f64, f32 for others.
 trait Scalar: Copy + Default + Add<Output = Self> + Mul<Output = Self> {
     fn from_f64(value: f64) -> Self;
     fn fused(self, factor: Self, sum: Self) -> Self;

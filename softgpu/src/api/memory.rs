@@ -106,7 +106,7 @@ entries! {
         put(pool, pool_of(device))
     }
 
-    /// How much a pool keeps back changes nothing here.
+    /// Pools keep nothing back here, so their attributes change nothing.
     fn cuMemPoolSetAttribute(pool: u64, number: u32, value: *mut c_void) {
         check_pool(pool)?;
         if value.is_null() || !(1..=8).contains(&number) {

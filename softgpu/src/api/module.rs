@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, Weak};
 pub struct Loaded {
     module: Arc<Module>,
     device: i32,
-    /// Where its variables are. 0: it has none.
+    /// The address of its variables. 0: it has none.
     globals: u64,
     /// Handles of its functions.
     functions: Mutex<HashMap<String, u64>>,
@@ -182,7 +182,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// Whether a device has room for it.
+    /// Refuses a launch that a device has no room for.
     fn check(&self, function: &Function) -> Outcome {
         let threads: u64 = self.block.iter().map(|&n| u64::from(n)).product();
         let [x, y, z] = self.grid;
@@ -197,7 +197,7 @@ impl Shape {
         if !fits {
             return Err(Error::INVALID_VALUE);
         }
-        // What `.maxntid` excludes lacks registers.
+        // A GPU lacks registers for more threads than `.maxntid`.
         match threads <= u64::from(function.max_threads) {
             true => Ok(()),
             false => Err(Error(701)),
@@ -279,7 +279,7 @@ entries! {
                 function.dynamic_shared.store(value as u32, Relaxed);
                 Ok(())
             }
-            // How shared memory and L1 divide their room changes no result.
+            // The division of room between shared memory and L1 changes no result.
             9 => Ok(()),
             _ => Err(Error::INVALID_VALUE),
         }

@@ -15,7 +15,7 @@ use std::ops::AddAssign;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// What ranks of one communicator are known by.
+/// The name that the ranks of one communicator share.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId {
@@ -38,7 +38,7 @@ struct Round {
     parts: Arc<Mutex<Vec<Option<Part>>>>,
 }
 
-/// What a rank brings to a sum.
+/// A rank's part of a sum.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     from: u64,

@@ -19,7 +19,7 @@ pub struct Generator {
 
 pub static GENERATORS: Handles<Arc<Mutex<Generator>>> = Handles::new(10);
 
-/// What numbers are drawn from.
+/// A distribution of numbers.
 #[derive(Debug, Clone, Copy)]
 enum Distribution {
     /// Above 0, up to 1.

@@ -8,7 +8,7 @@ use crate::engine::stream::{engine, Manner};
 use crate::queue::synchronize;
 use std::sync::{Arc, Mutex};
 
-/// What an event stands for.
+/// The work that an event stands for.
 #[derive(Clone, Default)]
 enum Recorded {
     /// Nothing: whoever waits for it goes on.

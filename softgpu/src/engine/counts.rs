@@ -1,4 +1,4 @@
-//! What a launch did, counted.
+//! Counts of the work of a launch.
 
 use crate::isa::op::Class;
 

@@ -1,4 +1,4 @@
-//! What a kernel did that a GPU would leave undefined.
+//! Faults: acts of a kernel that a GPU would leave undefined.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ pub struct Fault {
     pub source: Option<String>,
     /// The PTX instruction.
     pub instruction: String,
-    /// What happened, with address, allocation and the other side of a race where there is one.
+    /// The event, with address, allocation and the other side of a race where there is one.
     pub what: String,
 }
 

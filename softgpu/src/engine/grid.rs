@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// A launch of more blocks is a large one, if only the ends of those run.
 const LARGE: u64 = 1 << 12;
 
-/// How many blocks of a large launch run at each end.
+/// Blocks of a large launch that run at each end.
 fn end_of([x, y, z]: [u64; 3]) -> u64 {
     match (y, z) {
         (1, 1) => 17,
@@ -27,8 +27,8 @@ fn end_of([x, y, z]: [u64; 3]) -> u64 {
 /// does.
 const PATIENCE: u64 = 1 << 16;
 
-/// What a launch leaves for the next of its thread: making it anew takes longer than most launches
-/// run.
+/// Buffers that a launch leaves for the next of its thread: making them anew takes longer than most
+/// launches run.
 #[derive(Default)]
 struct Spare {
     shared: Shared,

@@ -1,4 +1,4 @@
-//! What a launch is made of.
+//! The parts of a launch.
 
 use crate::isa::ptx::Module;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 pub struct Launch {
     pub module: Arc<Module>,
     pub entry: usize,
-    /// Where the module's variables are.
+    /// The address of the module's variables.
     pub globals: u64,
     pub grid: [u32; 3],
     pub block: [u32; 3],
@@ -17,7 +17,7 @@ pub struct Launch {
     pub parameters: Vec<u8>,
 }
 
-/// What a GPU leaves open.
+/// Choices that a GPU leaves open.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Conditions {
     /// Orders blocks, and the warps of a block. 0: by index.

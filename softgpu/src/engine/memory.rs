@@ -55,9 +55,9 @@ pub struct Work {
     pub stream: u32,
     /// Counts the work of its stream, from 1.
     pub number: u64,
-    /// What its stream had waited for when it was queued.
+    /// The work that its stream had waited for when it was queued.
     pub after: Arc<Clock>,
-    /// What the host had seen complete by then.
+    /// The work that the host had seen complete by then.
     pub seen: Arc<Clock>,
     /// Blocks of the launch. 0: unknown.
     pub blocks: u32,
@@ -90,7 +90,7 @@ impl Work {
         }
     }
 
-    /// Whether it starts after that piece of work has ended.
+    /// It starts after that piece of work has ended.
     fn is_after(&self, stream: u32, number: u64) -> bool {
         if stream == self.stream {
             return number < self.number;
@@ -206,7 +206,7 @@ impl History {
     }
 }
 
-/// Where in the streams' work something happened.
+/// A place in the streams' work.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Position {
     pub stream: u32,
@@ -279,7 +279,7 @@ const GAP: u64 = 256;
 const QUARANTINE: usize = 16;
 /// Larger ones give their pages back when they are freed.
 const LARGE: u64 = 16 << 20;
-/// Where memory is sparse: a copy or fill of more bytes is a large one, of which so many are touched
+/// In sparse memory, a copy or fill of more bytes is a large one. So many of its bytes are touched
 /// at each end.
 const SPARSE: u64 = 1 << 28;
 const SPARSE_END: u64 = 1 << 20;
@@ -363,7 +363,7 @@ impl Drop for Arena {
     }
 }
 
-/// Where the next allocation goes.
+/// Room for the next allocations.
 #[derive(Default)]
 struct Room {
     /// Bytes of the arena that were used once.
@@ -418,8 +418,7 @@ impl Memory {
         self.checks.store(on, Relaxed);
     }
 
-    /// Whether memory is as large as the address space and only the ends of large arrays are
-    /// touched.
+    /// Makes memory as large as the address space. Only the ends of large arrays are touched then.
     pub fn set_sparse(&self, on: bool) {
         self.sparse.store(on, Relaxed);
     }
@@ -560,7 +559,7 @@ impl Memory {
         }
     }
 
-    /// Whether a free, or a second life of a graph's memory, comes after all uses.
+    /// Refuses a free, or a second life of a graph's memory, that does not come after all uses.
     fn unordered(
         &self,
         allocation: &Allocation,
@@ -688,7 +687,7 @@ pub struct View {
     agents: Agents,
     /// The agent of this block.
     own: u32,
-    /// What nothing wrote may be read.
+    /// Unwritten memory may be read.
     sparse: bool,
     recent: [Option<Recent>; 4],
     oldest: usize,
@@ -707,7 +706,7 @@ struct Recent {
     allocation: Arc<Allocation>,
 }
 
-/// What a warp does to global memory in one instruction.
+/// The access of a warp to global memory in one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Load,
@@ -728,8 +727,8 @@ pub struct Access<'a> {
     pub addresses: &'a [u64; 32],
 }
 
-/// How the operands of a warp's active lanes lie. Most accesses are a row or the same for all, and
-/// one look at the whole warp settles those.
+/// Layout of the operands of a warp's active lanes. Most accesses are a row or the same for all. One
+/// look at the whole warp settles those.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pattern {
     /// The active lanes are neighbours, and each operand follows the one before without a gap.
@@ -1096,7 +1095,7 @@ impl View {
         end
     }
 
-    /// Whether a mark is that of another block of this launch, for a whole word.
+    /// A mark is that of another block of this launch, for a whole word.
     #[inline]
     fn is_sibling(&self, other: u32) -> bool {
         let agent = other >> 4;
@@ -1280,7 +1279,7 @@ impl View {
         mark(group, all)
     }
 
-    /// Whether an agent's work ended before this one began.
+    /// An agent's work ended before this one began.
     fn is_before(&mut self, agent: u32, floor: u32) -> bool {
         if agent < floor {
             return true;

@@ -8,12 +8,12 @@ const NOBODY: u16 = u16::MAX;
 /// More warps than one.
 const MANY: u16 = u16::MAX - 1;
 
-/// How the lanes of a warp are ordered by `bar.warp.sync` and by barriers of the block. Nothing else
+/// The order of the lanes of a warp, by `bar.warp.sync` and by barriers of the block. Nothing else
 /// orders them: each lane runs on its own.
 pub struct Order {
     /// Counts the synchronizations.
     time: u32,
-    /// What any lane did before this time, every lane has seen.
+    /// Every lane has seen the accesses of all lanes before this time.
     floor: u32,
     /// `seen[a][b]`: what lane `b` did before this time, lane `a` has seen. Empty until some lanes
     /// wait for each other without the rest.
@@ -57,7 +57,7 @@ impl Order {
         }
     }
 
-    /// Whether a lane has seen what another did at a time.
+    /// A lane has seen another lane's access at a time.
     fn ordered(&self, lane: u32, other: u32, time: u32) -> bool {
         lane == other
             || time < self.floor
@@ -75,15 +75,15 @@ impl Order {
     }
 }
 
-/// What is known of four bytes that are always accessed together, or of one byte.
+/// The history of four bytes that are always accessed together, or of one byte.
 #[derive(Clone, Copy)]
 struct Record {
     /// The block this record is of.
     block: u32,
-    /// Where the records of the four bytes are, from 1 on, if they are not accessed together.
+    /// Number of the records of the four bytes, from 1 on, if they are not accessed together.
     split: u32,
     written: bool,
-    /// Whether a copy in flight will overwrite them.
+    /// A copy in flight will overwrite them.
     in_flight: bool,
     writer: u16,
     reader: u16,
@@ -173,7 +173,7 @@ impl Shared {
         self.epoch += 1;
     }
 
-    /// Whether an access is inside and aligned.
+    /// The place of an access that is inside and aligned.
     fn place(&self, address: u64, size: u32) -> Result<usize, String> {
         let end = address.checked_add(u64::from(size));
         if end.is_none_or(|end| end > self.bytes.len() as u64) {
@@ -339,7 +339,7 @@ impl Shared {
         known
     }
 
-    /// Whether this lane's store meets another lane's of the same instruction, with another value.
+    /// The lane that stores another value to these bytes in the same instruction, if one does.
     pub fn collides(&self, who: &Who, lane: u32, address: u64, value: &[u8]) -> Option<u32> {
         if self.unchecked {
             return None;
@@ -347,7 +347,7 @@ impl Shared {
         let start = address as usize;
         let old = self.bytes.get(start..start + value.len())?;
         (start..start + value.len()).find_map(|at| {
-            // What an earlier block left says nothing, and its split records are gone.
+            // Records of an earlier block say nothing, and its split records are gone.
             let word = Some(&self.words[at / 4]).filter(|word| word.block == self.block)?;
             let record = match word.split {
                 0 => word,
@@ -473,7 +473,7 @@ fn touched(
     Ok(())
 }
 
-/// Whether an access to a whole word needs no further look. Most are such.
+/// An access to a whole word needs no further look. Most are such.
 #[inline(always)]
 fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
     let written = word.writer == who.warp

@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// What a piece of work does.
+/// The action of a piece of work.
 pub type Action =
     Arc<dyn Fn(&Arc<Memory>, &Arc<Work>) -> Result<Option<Counts>, Fault> + Send + Sync>;
 
-/// What a meeting does.
+/// The action of a meeting.
 pub type JointAction = dyn Fn(&Arc<Memory>, &[Arc<Work>]) -> Result<(), Fault> + Send + Sync;
 
 /// Work of several streams that starts when all have come to it.
@@ -38,7 +38,7 @@ pub enum Step {
     Meet(Arc<dyn Fn() -> (Arc<Meeting>, usize) + Send + Sync>),
 }
 
-/// What is put into a stream.
+/// Work for a stream.
 #[derive(Clone)]
 pub struct Submission {
     pub name: String,
@@ -90,7 +90,7 @@ pub fn fault_of(work: &Work, what: String) -> Fault {
     }
 }
 
-/// What ran, by kernel: launches, and what they did.
+/// Launches and their counts, by kernel.
 pub type Tally = BTreeMap<String, (u64, Counts)>;
 
 enum Due {
@@ -109,7 +109,7 @@ struct Item {
     _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-/// How a stream stands to the device's legacy stream.
+/// The relation of a stream to the device's legacy stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Manner {
     /// It is that stream.
@@ -177,7 +177,7 @@ thread_local! {
     static TALLY: Arc<Mutex<Tally>> = Arc::default();
 }
 
-/// What this thread's submissions did so far.
+/// The counts of this thread's submissions so far.
 pub fn own_tally() -> Arc<Mutex<Tally>> {
     TALLY.try_with(Clone::clone).unwrap_or_default()
 }
@@ -187,12 +187,12 @@ pub fn number_from(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.trim().parse().ok()
 }
 
-/// Whether the environment switches something off.
+/// The environment switches something off.
 fn is_off(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| value == "off" || value == "0")
 }
 
-/// Whether the environment switches something on.
+/// The environment switches something on.
 fn is_on(name: &str) -> bool {
     number_from(name).is_some_and(|on| on != 0)
 }
@@ -233,7 +233,7 @@ pub fn engine() -> &'static Engine {
 pub struct Broken;
 
 impl Engine {
-    /// What a kernel runs under. Each launch has its own order.
+    /// The conditions of a kernel. Each launch has its own order.
     pub fn conditions(&self, work: &Work) -> Conditions {
         let own = u64::from(work.stream) << 32 | work.number;
         Conditions {
@@ -405,7 +405,7 @@ impl Engine {
         })
     }
 
-    /// What a stream's next work comes after.
+    /// The work that a stream's next work comes after.
     pub fn position(&self, stream: u32) -> Clock {
         let mut state = lock(&self.state);
         state.meet_legacy(stream);
@@ -493,7 +493,7 @@ impl Engine {
             state.faults.push(fault);
         }
         self.changed.notify_all();
-        // What a graph kept is dropped without the lock.
+        // Things that a graph kept are dropped without the lock.
         drop(state);
         drop(items);
         (lock(&self.state), true)

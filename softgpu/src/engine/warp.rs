@@ -11,7 +11,7 @@ use crate::isa::float::{self, Mode, BF16, F16};
 use crate::isa::op::*;
 use std::collections::VecDeque;
 
-/// What a block's warps share.
+/// State that a block's warps share.
 pub(crate) struct Block<'a> {
     pub launch: &'a Launch,
     pub program: &'a Program,
@@ -23,7 +23,7 @@ pub(crate) struct Block<'a> {
     pub counts: Counts,
 }
 
-/// Where a warp stands when it stops.
+/// The state of a warp that stops.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
     Ready,
@@ -577,8 +577,7 @@ impl Warp {
         Ok(any)
     }
 
-    /// What a shuffle gives to the lanes of `group`, that came with all of
-    /// `present`.
+    /// Runs an exchange for the lanes of `group`, which came with all of `present`.
     #[inline(always)]
     fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
         let op = &block.ops[at as usize];
@@ -1324,7 +1323,7 @@ impl Warp {
     }
 }
 
-/// Whether a refused store met another store.
+/// A refused store met another store.
 fn is_race(what: &str) -> bool {
     what.contains("race: ") && (what.contains(" wrote ") || what.contains(" writes;"))
 }
@@ -1346,7 +1345,7 @@ fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// Whether each lane's `size` bytes, a power of two, are aligned and within `bytes` bytes.
+/// Each lane's `size` bytes, a power of two, are aligned and within `bytes` bytes.
 #[inline(always)]
 fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool {
     let size = u64::from(size);
@@ -1360,7 +1359,7 @@ fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool
     !outside
 }
 
-/// How many sectors of 32 bytes the lanes touch.
+/// The number of 32-byte sectors that the lanes touch.
 #[inline(always)]
 fn sectors(addresses: &[u64; 32], mask: u32, size: u32, pattern: Pattern) -> u64 {
     let first = addresses[mask.trailing_zeros() as usize % 32];
@@ -1398,7 +1397,7 @@ fn scattered_sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
     all.len() as u64
 }
 
-/// What an atomic addition leaves in memory.
+/// The sum that an atomic addition leaves in memory.
 fn sum(ty: Scalar, old: u64, a: u64) -> u64 {
     let half = |format| {
         let (x, y) = (float::widen(old, format), float::widen(a, format));

@@ -19,7 +19,7 @@ use std::mem::MaybeUninit;
 pub struct Arithmetic {
     pub exec: Exec,
     pub class: Class,
-    /// What the operands are, destination first: `h`, `w` and `d` are slots with 16, 32 and 64
+    /// The operands, destination first: `h`, `w` and `d` are slots with 16, 32 and 64
     /// bits, `p` is a predicate.
     pub operands: &'static str,
     /// The instruction's immediate, which the function alone understands.
@@ -61,7 +61,7 @@ pub(crate) unsafe fn put_predicate(lanes: &mut Lanes, predicate: u16, bits: u32,
     *to = (*to & !mask) | (bits & mask);
 }
 
-/// Whether the processor has what `both` compiles for.
+/// The processor has the instructions that `both` compiles for.
 #[inline(always)]
 pub(crate) fn is_wide() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -258,7 +258,7 @@ fn width_of(ty: &str) -> Option<&'static str> {
     })
 }
 
-/// What follows an opcode.
+/// The modifiers of an opcode.
 #[derive(Clone, Copy, Default)]
 struct Flags {
     rounding: Option<Mode>,
@@ -383,7 +383,7 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         [one] => one,
         _ => return None,
     };
-    // What division by zero gives is the machine's affair; all bits set is what it does.
+    // PTX leaves the quotient by zero to the machine. GPUs set all its bits.
     let ((exec, width), sources) = match (opcode, modifier) {
         ("add", "") => (integers!(ty, |a, b| a.wrapping_add(b)), 2),
         ("sub", "") => (integers!(ty, |a, b| a.wrapping_sub(b)), 2),

@@ -3,7 +3,7 @@
 
 use std::cmp::Ordering;
 
-/// How a result that a format cannot hold is rounded.
+/// Rounding of a result that a format cannot hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {

@@ -22,7 +22,7 @@ pub struct Lanes {
 /// it was decoded for.
 pub type Exec = unsafe fn(&mut Lanes, &Op, u32);
 
-/// What a warp instruction occupies.
+/// The unit that a warp instruction occupies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Class {
@@ -49,7 +49,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// How many there are.
+    /// The number of classes.
     pub const COUNT: usize = 10;
 }
 
@@ -61,7 +61,7 @@ pub(crate) enum Space {
     Parameter,
 }
 
-/// What a warp has to do for an instruction.
+/// The part of a warp that runs an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     Arithmetic,
@@ -148,9 +148,9 @@ pub(crate) enum Value {
 pub(crate) struct Program {
     pub ops: Vec<Op>,
     pub addresses: Vec<Address>,
-    /// What an unknown instruction, or a failed assertion, is told as.
+    /// Texts for unknown instructions and failed assertions.
     pub messages: Vec<String>,
-    /// Where each instruction's text is.
+    /// The place of each instruction's text.
     pub texts: Vec<Range<u32>>,
     /// File and line of each instruction's source; 0 if unknown.
     pub sources: Vec<(u32, u32)>,
@@ -164,7 +164,7 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Where dynamic shared memory starts.
+    /// The start of dynamic shared memory.
     pub fn dynamic_start(&self) -> usize {
         self.shared_bytes.next_multiple_of(self.dynamic_align)
     }

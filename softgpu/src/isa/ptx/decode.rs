@@ -75,7 +75,7 @@ struct Own<'a> {
     offset: u32,
 }
 
-/// What is declared from here on ends with the scope.
+/// Declarations from here on end with the scope.
 struct Scope {
     registers: usize,
     memory: usize,
@@ -100,7 +100,7 @@ struct Decoder<'a> {
     entry: usize,
 }
 
-/// What a symbol stands for.
+/// The meaning of a symbol.
 enum Symbol {
     Value(Value),
     Offset(Space, u64),
@@ -906,7 +906,7 @@ impl<'a> Decoder<'a> {
             None => self.value(Value::Bits(0), false)?,
         };
         let op = self.op(Kind::Barrier, Class::Sync);
-        // Whether its warps must be whole.
+        // 1: its warps must be whole.
         self.push(Op {
             a,
             b,

@@ -1,6 +1,7 @@
 //! PTX text to instructions.
 //!
-//! [`Module::parse`] finds the entries and variables. An entry is decoded when it is first launched.
+//! [`Module::parse`] finds the entries and variables. An entry is decoded when it is first
+//! launched.
 
 mod decode;
 mod source;

@@ -150,7 +150,7 @@ pub(super) struct Variable {
     pub(super) offset: usize,
     pub(super) dynamic: bool,
     pub(super) initial: Vec<u8>,
-    /// Where in its bytes the address of another variable goes, and how far behind its start.
+    /// Places in its bytes for the address of another variable, and the distance behind its start.
     pub(super) pointers: Vec<(usize, String, u64)>,
 }
 
