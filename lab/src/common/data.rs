@@ -209,18 +209,6 @@ impl Batch {
         Ok(Self { inputs, targets })
     }
 
-    /// Batches of `size` stretches each, which divides this one's.
-    pub fn parts(&self, size: usize) -> Result<Vec<Self>> {
-        let (count, context) = self.inputs.dims2()?;
-        let part = |start| {
-            Ok(Self {
-                inputs: self.inputs.narrow(0, start, size)?,
-                targets: (self.targets).narrow(0, start * context, size * context)?,
-            })
-        };
-        (0..count).step_by(size).map(part).collect()
-    }
-
     /// Stretches drawn from `tokens`.
     pub fn random(
         tokens: &[u32],

@@ -1,7 +1,8 @@
-//! What the commands share.
+//! The parts that the commands share.
 
 pub mod checkpoint;
 pub mod data;
+pub mod language;
 pub mod measure;
 pub mod model;
 pub mod norm;
@@ -14,7 +15,7 @@ use anyhow::{ensure, Context, Result};
 use candle::{Device, Tensor};
 use clap::ValueEnum;
 
-/// What trains a model.
+/// The device that trains a model.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Place {
     Cpu,
