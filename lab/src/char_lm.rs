@@ -80,7 +80,7 @@ pub struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = common::positive)]
     eval_every: usize,
 
-    /// Where to train. A checkpoint loads on either device
+    /// Device to train on. A checkpoint loads on either device
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 

@@ -7,7 +7,7 @@ use rand::{rngs::StdRng, Rng};
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-/// What a token is.
+/// The kind of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     Character,
@@ -27,7 +27,7 @@ pub struct Corpus {
     pub vocab: Vec<String>,
     pub train: Vec<u32>,
     pub val: Vec<u32>,
-    /// What no choice has seen.
+    /// Scored once. No choice has seen it.
     pub test: Option<Vec<u32>>,
     /// A hash of the texts and what it was cut into, so that a checkpoint can tell whether it saw
     /// this one.

@@ -322,29 +322,11 @@ impl Settings {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::checkpoint::{self, variables};
-    use super::super::data::Unit;
-    use super::super::norm::{is_buffer, Norm, MOMENTUM};
-    use super::*;
-    use anyhow::Context;
-    use clap::ValueEnum;
-    use rand::Rng;
-
-    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
-        checkpoint::bits(&run.state.varmap, &run.state.optimizer)
-    }
-
-    /// A model small enough for a test; PowerNorm's warm-up ends before the run does.
-    fn settings(norm: Norm, corpus: &Corpus) -> Settings {
-        Settings {
-            norm: NormConfig {
-                norm,
-                groups: Some(2),
-                warmup_steps: 3,
-                group_norm_groups: 2,
-                momentum: MOMENTUM,
-            },
+impl Settings {
+    /// A model small enough for a test. PowerNorm's warm-up ends before the run does.
+    pub fn small(norm: super::norm::Norm, corpus: &Corpus) -> Self {
+        Self {
+            norm: NormConfig::small(norm),
             size: Size {
                 layers: 2,
                 heads: 2,
@@ -359,6 +341,21 @@ mod tests {
             seed: 1,
         }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::checkpoint::{self, variables};
+    use super::super::data::Unit;
+    use super::super::norm::{is_buffer, Norm};
+    use super::*;
+    use anyhow::Context;
+    use clap::ValueEnum;
+    use rand::Rng;
+
+    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
+        checkpoint::bits(&run.state.varmap, &run.state.optimizer)
+    }
 
     fn corpus() -> Corpus {
         Corpus::sample(8)
@@ -372,7 +369,7 @@ mod tests {
         let run = |dropout, smoothing| {
             let settings = Settings {
                 regularization: Regularization { dropout, smoothing },
-                ..settings(Norm::Layer, &corpus)
+                ..Settings::small(Norm::Layer, &corpus)
             };
             Run::new(settings, &corpus, &Device::Cpu)
         };
@@ -427,7 +424,7 @@ mod tests {
                     dropout: 0.1,
                     smoothing: 0.1,
                 },
-                ..settings(norm, &corpus)
+                ..Settings::small(norm, &corpus)
             };
             let mut whole = Run::new(settings, &corpus, &Device::Cpu)?;
             for step in 0..settings.steps {
@@ -460,7 +457,7 @@ mod tests {
         let corpus = corpus();
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("run.safetensors");
-        let settings = settings(Norm::Rms, &corpus);
+        let settings = Settings::small(Norm::Rms, &corpus);
         Run::new(settings, &corpus, &Device::Cpu)?.save(&path)?;
 
         let message = |settings, corpus| {
@@ -495,7 +492,7 @@ mod tests {
     fn a_seed_is_the_same_start_for_every_norm() -> Result<()> {
         let corpus = corpus();
         let matrices = |norm| -> Result<Vec<(String, Vec<u64>)>> {
-            let run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
+            let run = Run::new(Settings::small(norm, &corpus), &corpus, &Device::Cpu)?;
             let mut bits = bits(&run);
             bits.retain(|(name, _)| name.ends_with("weight") && !name.contains("norm"));
             Ok(bits)
@@ -513,7 +510,7 @@ mod tests {
     fn an_evaluation_changes_nothing() -> Result<()> {
         let corpus = corpus();
         for &norm in Norm::value_variants() {
-            let mut run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
+            let mut run = Run::new(Settings::small(norm, &corpus), &corpus, &Device::Cpu)?;
             run.step()?;
             let before = bits(&run);
             let loss = run.evaluate(&corpus.val, 2)?;
@@ -533,7 +530,7 @@ mod tests {
         for &norm in Norm::value_variants() {
             let settings = Settings {
                 steps: 200,
-                ..settings(norm, &corpus)
+                ..Settings::small(norm, &corpus)
             };
             let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
             while run.state.steps() < settings.steps {
@@ -564,7 +561,7 @@ mod tests {
         let path = dir.path().join("run.safetensors");
         let gpu = Device::new_cuda(0)?;
         for &norm in Norm::value_variants() {
-            let settings = settings(norm, &corpus);
+            let settings = Settings::small(norm, &corpus);
             let mut on_gpu = Run::new(settings, &corpus, &gpu)?;
             let mut on_cpu = Run::new(settings, &corpus, &Device::Cpu)?;
             for step in 0..settings.steps {
@@ -588,7 +585,7 @@ mod tests {
         let corpus = corpus();
         for &norm in Norm::value_variants() {
             for groups in [None, Some(2)] {
-                let mut settings = settings(norm, &corpus);
+                let mut settings = Settings::small(norm, &corpus);
                 settings.norm.groups = groups;
                 let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
                 while run.state.steps() < settings.steps {
@@ -628,7 +625,7 @@ mod tests {
     fn no_position_sees_its_future() -> Result<()> {
         let corpus = corpus();
         for &norm in Norm::value_variants() {
-            let run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
+            let run = Run::new(Settings::small(norm, &corpus), &corpus, &Device::Cpu)?;
             let _guard = run.state.mode.eval_scope();
             let logits = |tokens: [u32; 4]| -> Result<Vec<Vec<f32>>> {
                 let tokens = Tensor::new(&[tokens], &run.state.device)?;
@@ -645,7 +642,7 @@ mod tests {
     #[test]
     fn a_loss_that_is_no_number_stops_the_run() -> Result<()> {
         let corpus = corpus();
-        let mut run = Run::new(settings(Norm::Layer, &corpus), &corpus, &Device::Cpu)?;
+        let mut run = Run::new(Settings::small(Norm::Layer, &corpus), &corpus, &Device::Cpu)?;
         let positions = &variables(&run.state.varmap)["positions.weight"];
         positions.set(&(positions.ones_like()? * f64::NAN)?)?;
         let error = run.step().unwrap_err();

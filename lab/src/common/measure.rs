@@ -158,7 +158,7 @@ impl Observations {
         Ok(())
     }
 
-    /// How far the `batch` is from the `running` statistic, by itself and beside `scale`.
+    /// The distance of the `batch` from the `running` statistic, as it is and relative to `scale`.
     fn distances(
         &mut self,
         statistic: &str,
@@ -219,7 +219,7 @@ impl Observations {
     }
 }
 
-/// How a quantity is spread over steps.
+/// The spread of a quantity over steps.
 #[derive(Debug, Serialize)]
 pub struct Outliers {
     pub median: f64,
@@ -285,22 +285,6 @@ fn outside(batch: &[f64], running: &[f64]) -> usize {
         .count()
 }
 
-/// γ/ψ of every channel, by layer: the factor of a layer's input. For BatchNorm ψ is the running
-/// deviation.
-pub fn gains(varmap: &VarMap) -> Result<BTreeMap<String, Vec<f64>>> {
-    let state = Snapshot::of(varmap)?;
-    let mut gains = BTreeMap::new();
-    for statistic in ["running_phi", "running_var"] {
-        for layer in state.layers(statistic) {
-            let gamma = state.get(&layer, "weight")?.iter();
-            let squares = state.get(&layer, statistic)?;
-            let gain = |(gamma, square): (&f64, &f64)| gamma / (square + EPS).sqrt();
-            gains.insert(layer, gamma.zip(squares).map(gain).collect());
-        }
-    }
-    Ok(gains)
-}
-
 /// The singular values of the embedding, the largest first: the roots of the eigenvalues of EᵀE.
 pub fn singular_values(varmap: &VarMap) -> Result<Vec<f64>> {
     let embedding = &variables(varmap)["tokens.weight"];
@@ -338,30 +322,21 @@ mod tests {
     }
 
     fn settings(norm: Norm, corpus: &Corpus) -> Settings {
+        let settings = Settings::small(norm, corpus);
         Settings {
             norm: NormConfig {
-                norm,
-                groups: Some(2),
-                warmup_steps: 3,
-                group_norm_groups: 2,
                 momentum: 0.05,
+                ..settings.norm
             },
             size: Size {
                 layers: 1,
-                heads: 2,
-                width: 8,
-                context: CONTEXT,
-                vocab: corpus.vocab.len(),
+                ..settings.size
             },
-            batch: BATCH,
-            regularization: Default::default(),
-            schedule: Default::default(),
-            steps: 8,
-            seed: 1,
+            ..settings
         }
     }
 
-    /// What the first normalization gets in the coming step.
+    /// The input of the first normalization in the coming step.
     fn input(run: &Run) -> Result<Tensor> {
         let mut rng = generator(1, Use::Batch, run.state.steps());
         let batch = Batch::random(&run.corpus.train, BATCH, CONTEXT, &mut rng, &Device::Cpu)?;
@@ -406,7 +381,7 @@ mod tests {
         numbers((run.state.optimizer).gradient(gradients, &format!("{LAYER}.{name}"))?)
     }
 
-    /// What one recorded step shows.
+    /// The observations of one recorded step.
     fn observed(
         run: &Run,
         norm: &NormConfig,

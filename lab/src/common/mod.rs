@@ -73,3 +73,12 @@ pub fn positive(arg: &str) -> Result<usize, String> {
         Err(error) => Err(error.to_string()),
     }
 }
+
+/// Parses a number that `holds`, which `rule` says in words.
+pub fn number(arg: &str, holds: impl Fn(f64) -> bool, rule: &str) -> Result<f64, String> {
+    match arg.parse() {
+        Ok(number) if holds(number) => Ok(number),
+        Ok(_) => Err(format!("it must be {rule}")),
+        Err(error) => Err(error.to_string()),
+    }
+}

@@ -109,6 +109,20 @@ pub struct NormConfig {
     pub momentum: f64,
 }
 
+#[cfg(test)]
+impl NormConfig {
+    /// For models small enough for a test.
+    pub fn small(norm: Norm) -> Self {
+        Self {
+            norm,
+            groups: Some(2),
+            warmup_steps: 3,
+            group_norm_groups: 2,
+            momentum: MOMENTUM,
+        }
+    }
+}
+
 /// The choices that commands offer for every model's normalizations.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NormArgs {
@@ -149,11 +163,11 @@ impl NormArgs {
 
 /// Parses a number from 0 to less than 1.
 pub fn share(arg: &str) -> std::result::Result<f64, String> {
-    match arg.parse() {
-        Ok(share) if (0. ..1.).contains(&share) => Ok(share),
-        Ok(_) => Err("it must be at least 0 and less than 1".into()),
-        Err(error) => Err(error.to_string()),
-    }
+    super::number(
+        arg,
+        |share| (0. ..1.).contains(&share),
+        "at least 0 and less than 1",
+    )
 }
 
 /// One normalization layer over the last dimension.
@@ -402,7 +416,7 @@ mod tests {
                     let close = (ours - theirs).abs() <= bound;
                     assert!(close, "{norm}: {ours} and {theirs}");
                 }
-                // What scales or normalizes each token by itself gives NaN a gradient of 0 · NaN.
+                // A scale or a normalization of each token by itself gives NaN a gradient of 0 · NaN.
                 let by_itself = matches!(norm, Norm::Layer | Norm::Rms | Norm::Group);
                 let passes_nan = !norm.is_power() && (by_itself || groups.is_some());
                 if filling.is_finite() || !passes_nan {
@@ -413,9 +427,8 @@ mod tests {
         Ok(())
     }
 
-    /// What normalizes each token by itself is what it is without a layer-scale of one group, which
-    /// divides by a number that the normalization divides out again: but for ε, the paper's
-    /// layer-scale changes neither LN nor RMS, nor GN.
+    /// LN, RMS and GN normalize each token by itself. A layer-scale of one group divides a token by
+    /// a number, which they divide out again, but for ε. So it does not change them.
     #[test]
     fn a_layer_scale_of_one_group_leaves_norms_of_tokens_as_they_are() -> Result<()> {
         let device = &Device::Cpu;

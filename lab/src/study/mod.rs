@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 48
-//! runs, 24 for each of two seeds. At its start it says how long that takes on this machine.
+//! runs, 24 for each of two seeds.
 //!
 //! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on
 //! from their last checkpoint. Two commands with other `--seeds` may share a folder, at the same
@@ -25,7 +25,7 @@ use crate::common::measure::Observations;
 use crate::common::model::{Size, CONTEXT, HEADS};
 use crate::common::norm::{Norm, NormConfig, MOMENTUM};
 use crate::common::optim::Schedule;
-use crate::common::train::{train, Diverged, Plan, Train};
+use crate::common::train::{train, Diverged, Plan};
 use crate::common::{self, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
@@ -34,7 +34,6 @@ use report::Outcome;
 use serde_json::{json, Value};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::time::Instant;
 
 /// Steps between two points of the observed series.
 const OBSERVE_EVERY: usize = 10;
@@ -43,9 +42,6 @@ const OBSERVE_EVERY: usize = 10;
 /// have less.
 const EVAL_BATCHES: usize = 10;
 const FINAL_EVAL_BATCHES: usize = 100;
-
-/// Steps of the run that the budget is told from.
-const TRIAL_STEPS: usize = 3;
 
 /// Trains a small transformer with each normalization and writes tables of the paper's
 /// claims.
@@ -108,7 +104,7 @@ pub struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 100, value_parser = common::positive)]
     eval_every: usize,
 
-    /// Where to train
+    /// Device to train on
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
@@ -195,9 +191,6 @@ pub fn run(args: &Args) -> Result<()> {
         .flat_map(|&seed| variants.iter().map(move |&variant| (variant, seed)))
         .filter(|&(variant, seed)| !result_path(args, variant, seed).exists())
         .collect();
-    if !jobs.is_empty() {
-        print_budget(args, &corpus, jobs.len(), &device)?;
-    }
     for (i, &(variant, seed)) in jobs.iter().enumerate() {
         let prefix = format!("{}/{} {} {seed}", i + 1, jobs.len(), variant.name());
         let outcome = outcome(args, variant, seed, &corpus, &device, prefix.clone())
@@ -231,33 +224,6 @@ fn result_path(args: &Args, variant: Variant, seed: u64) -> PathBuf {
 
 fn checkpoint_path(args: &Args, variant: Variant, seed: u64) -> PathBuf {
     (args.out).join(format!("{}.safetensors", run_name(variant, seed)))
-}
-
-/// Says how long the runs will take, by a few steps of one.
-fn print_budget(args: &Args, corpus: &Corpus, runs: usize, device: &Device) -> Result<()> {
-    let variant = Variant {
-        norm: Norm::Layer,
-        groups: None,
-    };
-    let settings = settings(args, variant, 0, corpus);
-    let mut run = Run::new(settings, corpus, device)?;
-    run.step()?;
-    let start = Instant::now();
-    for _ in 0..TRIAL_STEPS {
-        run.step()?;
-    }
-    let step = start.elapsed() / TRIAL_STEPS as u32;
-    // An evaluation is a forward, about a third of a step.
-    let evaluations = args.steps / args.eval_every * EVAL_BATCHES + 2 * FINAL_EVAL_BATCHES;
-    let total = step * (runs * (args.steps + evaluations / 3)) as u32;
-    eprintln!(
-        "{runs} runs of {} steps, {} {}s each: about {:.0} minutes on this machine",
-        args.steps,
-        BATCH * CONTEXT,
-        corpus.unit,
-        total.as_secs_f64() / 60.
-    );
-    Ok(())
 }
 
 fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settings {
@@ -438,6 +404,23 @@ mod tests {
             ),
             "{error}"
         );
+        Ok(())
+    }
+
+    #[test]
+    fn a_run_that_diverges_has_an_outcome_without_losses() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let args = Args {
+            schedule: Schedule {
+                rate: 1e30,
+                rate_warmup: 0,
+                clip: 0.,
+            },
+            ..args(dir.path().into())
+        };
+        let outcome = outcome(&args, PN, 1, &corpus(), &Device::Cpu, String::new())?;
+        assert_eq!((outcome.val_loss, outcome.test_loss), (None, None));
+        assert!(outcome.train.len() < args.steps && outcome.singular_values.is_empty());
         Ok(())
     }
 

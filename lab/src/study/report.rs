@@ -3,7 +3,7 @@
 use super::{description, variants, Args, Experiment, Losses, Variant};
 use crate::common::data::{Corpus, Unit};
 use crate::common::language::{Regularization, Run};
-use crate::common::measure::{gains, singular_values, Observations, Outliers};
+use crate::common::measure::{singular_values, Observations, Outliers};
 use crate::common::norm::Norm;
 use anyhow::{ensure, Context, Result};
 use clap::ValueEnum;
@@ -28,8 +28,6 @@ pub struct Outcome {
     pub train: Vec<f32>,
     pub val: Vec<(u32, f32)>,
     pub observations: Observations,
-    /// γ/ψ by layer.
-    pub gains: BTreeMap<String, Vec<f64>>,
     /// Of the embedding.
     pub singular_values: Vec<f64>,
     pub seconds: f64,
@@ -52,7 +50,6 @@ impl Outcome {
             val_loss: Some(losses.val),
             train_loss: Some(losses.train),
             test_loss: losses.test,
-            gains: gains(&run.state.varmap)?,
             singular_values: singular_values(&run.state.varmap)?,
             ..Self::unfinished(variant, settings, run)
         })
@@ -70,7 +67,6 @@ impl Outcome {
             train: run.state.history.train.clone(),
             val: run.state.history.val.clone(),
             observations: run.state.observations.clone().unwrap_or_default(),
-            gains: BTreeMap::new(),
             singular_values: vec![],
             seconds: run.state.elapsed.as_secs_f64(),
         }
@@ -205,9 +201,9 @@ fn text(args: &Args, corpus: &Corpus, all: &Outcomes) -> Result<String> {
         .collect();
     text += "\n\nMean (range) over seeds.\n";
     losses(&mut text, corpus.unit, &ran)?;
-    statistics(&mut text, args.steps, &ran)?;
+    statistics(&mut text, &ran)?;
     embeddings(&mut text, &ran)?;
-    gain_tables(&mut text, &ran)?;
+    shares(&mut text, &ran)?;
     Ok(text)
 }
 
@@ -272,102 +268,21 @@ fn losses(text: &mut String, unit: Unit, ran: &[(Variant, &Runs)]) -> Result<()>
     Ok(())
 }
 
-/// Distances of batch from running statistics, and the norms of their gradients.
-fn statistics(text: &mut String, steps: usize, ran: &[(Variant, &Runs)]) -> Result<()> {
-    // Each statistic of each variant that was observed.
-    let observed: Vec<(String, String, &Runs)> = (ran.iter())
-        .flat_map(|&(variant, runs)| {
-            let quantities = runs.values().flat_map(|run| run.observations.series.keys());
-            let statistics: BTreeSet<String> = quantities
-                .filter_map(|quantity| quantity.strip_prefix("distance of the "))
-                .map(str::to_string)
-                .collect();
-            let statistics = statistics.into_iter();
-            statistics.map(move |statistic| (statistic, variant.name(), runs))
-        })
-        .collect();
-    if observed.is_empty() {
+/// The spread of the distances of batch from running statistics, and of their gradients.
+fn statistics(text: &mut String, ran: &[(Variant, &Runs)]) -> Result<()> {
+    if ran.iter().all(|(_, runs)| quantities(runs).is_empty()) {
         return Ok(());
     }
     writeln!(
         text,
         "\n## Statistics\n\n\
-         Means over the second half of training and over seeds, in the first normalization, in the \
-         last, and over all. Distances are (1/d)‖batch − running‖ of d channels. Relative distances \
-         are ‖batch − running‖ over the length of the running statistic. For the mean it is the \
-         length of the running deviation."
-    )?;
-    head(
-        text,
-        &[
-            "distance",
-            "of",
-            "first layer",
-            "last layer",
-            "mean",
-            "first, relative",
-            "last, relative",
-            "mean, relative",
-        ],
-    )?;
-    for (statistic, name, runs) in &observed {
-        let cells = |what: &str, show: fn(f64) -> String| {
-            let layers = late(runs, steps, &format!("{what} of the {statistic}"));
-            Some([*layers.first()?, *layers.last()?, mean(&layers)].map(show))
-        };
-        let absolute = cells("distance", |value| format!("{value:.2e}"));
-        let relative = cells("relative distance", |value| format!("{value:.4}"));
-        if let (Some(absolute), Some(relative)) = (absolute, relative) {
-            let cells = [absolute, relative].concat().join(" | ");
-            writeln!(text, "| {statistic} | {name} | {cells} |")?;
-        }
-    }
-    writeln!(
-        text,
-        "\n\
-         Gradients are (1/d)‖g/σ_B‖ of d channels. For the mean, g is (1/n) Σ ∂L/∂X̂. For the \
-         variance and the quadratic mean it is (1/n) Σ ∂L/∂X̂ ⊙ X̂, and the latter has ψ_B for σ_B. \
-         Means are over the second half of training. The largest is of all of training, and the \
-         step counts from 0."
-    )?;
-    head(
-        text,
-        &[
-            "gradient",
-            "of",
-            "first layer",
-            "last layer",
-            "mean",
-            "largest",
-            "in layer",
-            "at step",
-        ],
-    )?;
-    for (statistic, name, runs) in &observed {
-        let quantity = format!("gradient of the {statistic}");
-        let layers = late(runs, steps, &quantity);
-        let points = (runs.values())
-            .filter_map(|run| run.observations.series.get(&quantity))
-            .flatten()
-            .flat_map(|(layer, series)| series.iter().map(move |point| (layer, point)));
-        let largest = points.max_by(|(_, (_, a)), (_, (_, b))| a.total_cmp(b));
-        if let (Some(first), Some(last), Some((layer, (step, largest)))) =
-            (layers.first(), layers.last(), largest)
-        {
-            writeln!(
-                text,
-                "| {statistic} | {name} | {first:.2e} | {last:.2e} | {:.2e} | {largest:.2e} | \
-                 {layer} | {step} |",
-                mean(&layers)
-            )?;
-        }
-    }
-    writeln!(
-        text,
-        "\n\
-         Outliers in the first normalization, where the paper looks, over all seeds and recorded \
-         steps after the warm-up. The last column is the median of the last quarter of these steps \
-         over the median of the first quarter."
+         Of the first normalization, where the paper looks, over all seeds and recorded steps after \
+         the warm-up. Distances are (1/d)‖batch − running‖ of d channels. Relative distances are \
+         ‖batch − running‖ over the length of the running statistic. For the mean it is the length \
+         of the running deviation. Gradients are (1/d)‖g/σ_B‖. For the mean, g is (1/n) Σ ∂L/∂X̂. \
+         For the variance and the quadratic mean it is (1/n) Σ ∂L/∂X̂ ⊙ X̂, and the latter has ψ_B \
+         for σ_B. The last column is the median of the last quarter of these steps over the median \
+         of the first quarter."
     )?;
     head(
         text,
@@ -380,32 +295,20 @@ fn statistics(text: &mut String, steps: usize, ran: &[(Variant, &Runs)]) -> Resu
             "last quarter over first",
         ],
     )?;
-    for (statistic, name, runs) in &observed {
-        for what in ["distance", "relative distance", "gradient"] {
-            let quantity = format!("{what} of the {statistic}");
-            if let Some(outliers) = outliers(runs, &quantity) {
-                writeln!(text, "| {quantity} | {name} | {outliers} |")?;
+    for (variant, runs) in ran {
+        for quantity in quantities(runs) {
+            if let Some(outliers) = outliers(runs, quantity) {
+                writeln!(text, "| {quantity} | {} | {outliers} |", variant.name())?;
             }
         }
     }
     Ok(())
 }
 
-/// A quantity over the second half of training: its mean over steps and seeds in each layer, from
-/// the first to the last.
-fn late(runs: &Runs, steps: usize, quantity: &str) -> Vec<f64> {
-    let mut layers: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
-    for run in runs.values() {
-        for (layer, series) in run.observations.series.get(quantity).into_iter().flatten() {
-            let late = series.iter().filter(|(step, _)| *step >= steps / 2);
-            let values = layers.entry(layer).or_default();
-            values.extend(late.map(|&(_, value)| value));
-        }
-    }
-    (layers.values())
-        .filter(|values| !values.is_empty())
-        .map(|values| mean(values))
-        .collect()
+/// The quantities that were observed.
+fn quantities(runs: &Runs) -> BTreeSet<&String> {
+    let series = runs.values().map(|run| &run.observations.series);
+    series.flat_map(BTreeMap::keys).collect()
 }
 
 fn embeddings(text: &mut String, ran: &[(Variant, &Runs)]) -> Result<()> {
@@ -433,68 +336,40 @@ fn embeddings(text: &mut String, ran: &[(Variant, &Runs)]) -> Result<()> {
     Ok(())
 }
 
-/// |γ/ψ| and the channels in which it is at most 1, layer by layer.
-fn gain_tables(text: &mut String, ran: &[(Variant, &Runs)]) -> Result<()> {
-    let shown: Vec<_> = (ran.iter())
-        .filter(|(_, runs)| runs.values().any(|run| !run.gains.is_empty()))
-        .collect();
-    let layers: BTreeSet<&String> = (shown.iter())
-        .flat_map(|(_, runs)| runs.values().flat_map(|run| run.gains.keys()))
+/// The channels in which |γ/ψ_B| is at most 1, layer by layer.
+fn shares(text: &mut String, ran: &[(Variant, &Runs)]) -> Result<()> {
+    let within = |run: &Outcome, layer: &str| {
+        let [within, all] = run.observations.within.get(layer)?;
+        Some(*within as f64 / *all as f64)
+    };
+    let layers: BTreeSet<&String> = (ran.iter())
+        .flat_map(|(_, runs)| runs.values().flat_map(|run| run.observations.within.keys()))
         .collect();
     if layers.is_empty() {
         return Ok(());
     }
     writeln!(
         text,
-        "\n## γ/ψ\n\n\
-         Magnitudes in the finished model. ψ is the running one at the end of training, and of \
-         BatchNorm it is the running deviation σ."
+        "\n## |γ| ≤ ψ_B\n\n\
+         The share of channels with |γ| at most the batch's ψ_B (σ_B with BatchNorm), over the \
+         recorded steps after the warm-up. In Figure 7 it is all channels of PN-V."
     )?;
-    let names: Vec<String> = shown.iter().map(|(variant, _)| variant.name()).collect();
-    let heads: Vec<&str> = ["layer"]
-        .into_iter()
-        .chain(names.iter().map(String::as_str))
-        .collect();
-    type Cell = fn(&Outcome, &str) -> Option<f64>;
-    let tables: [(&str, Cell); 3] = [
-        ("The median over channels", |run, layer| {
-            let gains = sorted_gains(run, layer)?;
-            gains.get(gains.len() / 2).copied()
-        }),
-        ("The largest", |run, layer| {
-            sorted_gains(run, layer)?.last().copied()
-        }),
-        (
-            "The share of channels with |γ| ≤ ψ_B, the batch's (σ_B with BatchNorm), over the \
-             recorded steps after the warm-up. In Figure 7 it is all channels of PN-V",
-            |run, layer| {
-                let [within, all] = run.observations.within.get(layer)?;
-                Some(*within as f64 / *all as f64)
-            },
-        ),
-    ];
-    for (title, cell) in tables {
-        writeln!(text, "\n{title}:")?;
-        head(text, &heads)?;
-        for layer in &layers {
-            let cells: Vec<String> = (shown.iter())
-                .map(|(_, runs)| over_seeds(runs, |run| cell(run, layer)))
-                .collect();
-            writeln!(text, "| {layer} | {} |", cells.join(" | "))?;
-        }
+    let names = ran.iter().map(|(variant, _)| variant.name());
+    let heads: Vec<String> = ["layer".to_string()].into_iter().chain(names).collect();
+    head(text, &heads.iter().map(String::as_str).collect::<Vec<_>>())?;
+    for layer in layers {
+        let share = |runs: &Runs| over_seeds(runs, |run| within(run, layer));
+        let cells: Vec<String> = (ran.iter())
+            .map(
+                |(_, runs)| match runs.values().any(|run| within(run, layer).is_some()) {
+                    true => share(runs),
+                    false => String::new(),
+                },
+            )
+            .collect();
+        writeln!(text, "| {layer} | {} |", cells.join(" | "))?;
     }
     Ok(())
-}
-
-fn sorted_gains(run: &Outcome, layer: &str) -> Option<Vec<f64>> {
-    let mut gains: Vec<f64> = run
-        .gains
-        .get(layer)?
-        .iter()
-        .map(|gain| gain.abs())
-        .collect();
-    gains.sort_unstable_by(f64::total_cmp);
-    Some(gains)
 }
 
 /// The spread of a quantity of the first layer after the warm-up, as cells of a table.
@@ -540,7 +415,6 @@ mod tests {
             train: vec![2.; 4],
             val: vec![(2, 2.)],
             observations: Observations::default(),
-            gains: BTreeMap::new(),
             singular_values: vec![],
             seconds: 1.,
         }
@@ -586,32 +460,6 @@ mod tests {
         );
     }
 
-    /// Layers whose distances differ 500-fold were one mean.
-    #[test]
-    fn statistics_are_told_by_layer() {
-        let mut run = outcome(BN, 1, Some(2.));
-        let layer = |late: f64, early: f64| vec![(0, early), (2, late), (3, 3. * late)];
-        for (quantity, scale) in [
-            ("distance of the mean", 1.),
-            ("relative distance of the mean", 10.),
-            ("gradient of the mean", 100.),
-        ] {
-            let layers = BTreeMap::from([
-                ("blocks.0.norm_1".to_string(), layer(2e-3 * scale, 1.)),
-                ("blocks.0.norm_2".to_string(), layer(1e-3 * scale, 9.)),
-                ("norm".to_string(), layer(3e-3 * scale, 1.)),
-            ]);
-            run.observations.series.insert(quantity.into(), layers);
-        }
-        assert_lines(
-            vec![run],
-            &[
-                "| mean | batch-scale1 | 4.00e-3 | 6.00e-3 | 4.00e-3 | 0.0400 | 0.0600 | 0.0400 |",
-                "| mean | batch-scale1 | 4.00e-1 | 6.00e-1 | 4.00e-1 | 9.00e0 | blocks.0.norm_2 | 0 |",
-            ],
-        );
-    }
-
     #[test]
     fn outliers_are_told_beside_the_median() {
         let mut run = outcome(BN, 1, Some(2.));
@@ -628,25 +476,21 @@ mod tests {
     }
 
     #[test]
-    fn gains_are_told_by_layer() {
-        let with = |variant: Variant, gains: &[f64]| {
+    fn shares_of_channels_are_told_by_layer() {
+        let with = |variant: Variant, within: usize| {
             let mut run = outcome(variant, 1, Some(2.));
-            let layer = "blocks.0.norm_1";
-            run.gains.insert(layer.into(), gains.to_vec());
-            let within = gains.iter().filter(|gain| gain.abs() <= 1.).count();
-            (run.observations.within).insert(layer.into(), [within, gains.len()]);
+            (run.observations.within).insert("blocks.0.norm_1".into(), [within, 3]);
             run
         };
         assert_lines(
             vec![
-                with(PN, &[1., -1.25, 0.5]),
-                with(of(Norm::PowerV, None), &[16., -20., 17.]),
+                with(PN, 2),
+                with(of(Norm::PowerV, None), 0),
+                outcome(of(Norm::Layer, Some(1)), 1, Some(2.)),
             ],
             &[
-                "| layer | power-v-noscale | power-scale1 |",
-                "| blocks.0.norm_1 | 17.000 | 1.000 |",
-                "| blocks.0.norm_1 | 20.000 | 1.250 |",
-                "| blocks.0.norm_1 | 0.000 | 0.667 |",
+                "| layer | power-v-noscale | power-scale1 | layer-scale1 |",
+                "| blocks.0.norm_1 | 0.000 | 0.667 |  |",
             ],
         );
     }
