@@ -6,7 +6,7 @@ as an area.
 
 from statistics import mean
 
-from results import HERE, LANGUAGE, SWEPT
+from results import FULL, HERE, LANGUAGE
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 120, 36, 44
@@ -116,11 +116,12 @@ def main():
         ],
     )
     chart(
-        "words-30-own",
-        "Less LN, each at its own learning rate, nats a word",
+        "words-30",
+        "Words, 30 epochs: validation loss less LN's, nats a word",
         [
-            (norm, differences(f"words-30-{run}", f"{run}-scale1", "words-30-layer", LN_SCALE1))
-            for run, norm in [("power", "PN"), ("power-v", "PN-V"), ("batch", "BN")]
+            (name, differences(f"words-30-{norm}", f"{norm}-scale1", "words-30-layer", LN_SCALE1))
+            for norm, name in FULL.items()
+            if norm != "layer"
         ],
     )
     chart(

@@ -1,6 +1,6 @@
-"""Puts the finished runs of a folder of `lab study` on record, in language.jsonl.
+"""Puts the finished runs of folders of `lab study` on record, in language.jsonl.
 
-    python3 docs/paper/record.py STUDY FOLDER
+    python3 docs/paper/record.py STUDY FOLDER...
 
 STUDY is the name of the runs' study. Its settings, those that all its runs share, are in
 studies.json. A run with other settings is refused, and so is another result of a run that is on
@@ -36,15 +36,22 @@ def common(settings):
     return shared | {"PowerNorm warm-up": warmup}
 
 
+def files(folders, pattern):
+    return sorted(file for folder in folders for file in folder.glob(pattern))
+
+
 def main():
-    if len(sys.argv) != 3:
+    if len(sys.argv) < 3:
         sys.exit(__doc__)
-    study, folder = sys.argv[1], Path(sys.argv[2])
+    study, folders = sys.argv[1], [Path(folder) for folder in sys.argv[2:]]
+    for folder in folders:
+        if not folder.is_dir():
+            sys.exit(f"{folder} is no folder")
     path, settings_path = HERE / "language.jsonl", HERE / "studies.json"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     studies = json.loads(settings_path.read_text())
     by_name = {(r["study"], r["run"], r["seed"]): r for r in records}
-    for file in sorted(folder.glob("*.json")):
+    for file in files(folders, "*.json"):
         outcome = json.loads(file.read_text())
         ours = common(outcome["settings"])
         theirs = studies.setdefault(study, ours)
@@ -59,7 +66,7 @@ def main():
         if old is new:
             records.append(new)
             print("on record:", *name)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files(folders, "*.safetensors"):
         print("not finished:", file)
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     settings_path.write_text(json.dumps(studies, indent=1, sort_keys=True) + "\n")

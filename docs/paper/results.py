@@ -41,11 +41,16 @@ def spread(values, digits=3, sign=False):
     return f"{of(statistics.mean(values))} ({of(min(values))} to {of(max(values))})"
 
 
-def interval(values, digits=3):
+def bounds(values):
     """The 95 % interval of the mean: Student's t over seeds."""
     half = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.mean(values)
-    return f"{number(mean - half, digits, True)} to {number(mean + half, digits, True)}"
+    return mean - half, mean + half
+
+
+def interval(values, digits=3):
+    low, high = bounds(values)
+    return f"{number(low, digits, True)} to {number(high, digits, True)}"
 
 
 # Language models: a run is a study's, and has a name.
@@ -84,6 +89,147 @@ def perplexity(study, run):
     return spread((math.exp(v) for v in runs(study, run).values()), 1)
 
 
+# Table 2's protocol at full length: a study for each normalization, with its own learning rate.
+
+FULL = {"layer": "LN", "power": "PN", "power-v": "PN-V", "batch": "BN"}
+
+
+def full(norm, key="test_loss"):
+    """By seed. None of a run that diverged."""
+    return runs(f"words-30-{norm}", f"{norm}-scale1", key)
+
+
+def full_pairs(norm, key="test_loss"):
+    """Less LN from the same seed, of the pairs in which both runs came to their end."""
+    ours, layer = full(norm, key), full("layer", key)
+    both = sorted(ours.keys() & layer.keys())
+    ended = [seed for seed in both if None not in (ours[seed], layer[seed])]
+    return {seed: ours[seed] - layer[seed] for seed in ended}
+
+
+def listed(seeds):
+    return ", ".join(map(str, sorted(seeds)))
+
+
+def verdict(values, paper):
+    """Differences beside the paper's."""
+    if len(values) < 2:
+        return "cannot tell"
+    low, high = bounds(values)
+    zero, paper_in = low <= 0 <= high, low <= paper <= high
+    if zero and paper_in:
+        return "cannot tell"
+    if paper_in:
+        return "the paper's difference"
+    if zero:
+        return "level: the interval holds 0, and not the paper's value"
+    middle = statistics.mean(values)
+    if middle * paper < 0:
+        return "the opposite of the paper's order"
+    return f"the paper's order, by {'less' if abs(middle) < abs(paper) else 'more'}"
+
+
+def FULL_LOSSES():
+    def row(norm, name):
+        test = full(norm)
+        if not test:
+            return f"| {name} | | not run yet | | |"
+        ended = {seed: loss for seed, loss in test.items() if loss is not None}
+        if not ended:
+            return f"| {name} | {listed(test)} | all diverged | | |"
+        seeds, diverged = listed(ended), test.keys() - ended.keys()
+        if diverged:
+            seeds += f"; diverged: {listed(diverged)}"
+        val = full(norm, "val_loss")
+        return (
+            f"| {name} | {seeds} | {spread(ended.values())} "
+            f"| {spread((math.exp(loss) for loss in ended.values()), 2)} "
+            f"| {spread(val[seed] for seed in ended)} |"
+        )
+
+    return "\n".join(row(norm, name) for norm, name in FULL.items())
+
+
+def FULL_DIFFERENCES():
+    def row(norm, name):
+        start = f"| {name} less LN | {NATS(name)} "
+        pairs = full_pairs(norm)
+        if not pairs:
+            return start + "| | not run yet | | |"
+        values = list(pairs.values())
+        known = interval(values) if len(values) > 1 else ""
+        return (
+            f"{start}| {listed(pairs)} | {spread(values, sign=True)} | {known} "
+            f"| {verdict(values, predicted(name))} |"
+        )
+
+    return "\n".join(row(norm, name) for norm, name in FULL.items() if norm != "layer")
+
+
+def full_summary(norm, name="PN", layer="LN"):
+    """The difference with its interval in a phrase. None where nothing has run."""
+    values = list(full_pairs(norm).values())
+    if not values:
+        return None
+    text = f"{name} less {layer} is {spread(values, sign=True)} from {WORDS[len(values)]} seed"
+    if len(values) > 1:
+        text += f"s, 95 % {interval(values)}"
+    paper = FULL[norm]
+    return f"{text}, where the paper predicts {NATS(paper)}: {verdict(values, predicted(paper))}"
+
+
+def FULL_SHORT():
+    """The protocol's results in sentences, for the head of the page."""
+    found = [full_summary(norm, name) for norm, name in FULL.items() if norm != "layer"]
+    found = [text for text in found if text]
+    if not found:
+        return (
+            "*Long runs* are not decided. After the paper's 30 epochs PN is below LN by "
+            f"{LEAD('words-30', 'power', 'layer')} on words, from one seed, behind four groups, at "
+            "1e-3 too. [Table 2's protocol](#table-2s-protocol) says what will decide."
+        )
+    return (
+        "*Long runs.* After 30 epochs of words by "
+        "[Table 2's protocol](#table-2s-protocol-at-full-length), in nats on the test split: "
+        + ". ".join(found)
+        + "."
+    )
+
+
+def FULL_PICTURE():
+    if not (HERE / "words-30.svg").exists():
+        return "A picture of the loss over the steps comes with the runs."
+    return "![Validation loss less LN's over the steps of 30 epochs](paper/words-30.svg)"
+
+
+def FULL_VERDICT():
+    """For the row of the paper's long training."""
+    found = full_summary("power")
+    link = "[Table 2's protocol](#table-2s-protocol-at-full-length)"
+    return f"{link}: {found}" if found else f"one seed cannot tell. {link} is to decide"
+
+
+def README_LONG():
+    """The README's line of the long run."""
+    found = full_summary("power", "its loss", "LayerNorm's")
+    if found is None:
+        return (
+            f"After 30 epochs it is {LEAD('words-30', 'power', 'layer')} (one seed, 4 groups): "
+            "level, as far as is known."
+        )
+    return f"After 30 epochs of words, on a test split, {found}."
+
+
+def README_LOSSES_LONG():
+    found = full_summary("power")
+    if found is None:
+        return (
+            f"After 30 epochs PN is {BELOW('words-30', 'power', 'layer')} below, with 4 groups and "
+            "at 1e-3, from one seed: that decides nothing."
+        )
+    return f"After 30 epochs, on a test split, {found}."
+
+
 # Translation.
 
 
@@ -102,11 +248,9 @@ def translations(norm, groups=4, average=10, seeds=None, **others):
 
 def own_penalty(norm):
     """The length penalty with the best BLEU on the validation split, from seed 1."""
-    tried = {
-        r["length_penalty"]: r["bleu"]
-        for r in TRANSLATION
-        if r["kind"] == "translation" and (r["split"], r["norm"]) == ("val", norm)
-    }
+    of = {"kind": "translation", "split": "val", "norm": norm, "seed": 1, "dropout": 0.1, "groups": 4}
+    found = [r for r in TRANSLATION if all(r.get(key) == of[key] for key in of)]
+    tried = {r["length_penalty"]: r["bleu"] for r in found}
     return max(tried, key=tried.get)
 
 
@@ -217,9 +361,13 @@ def GAP(above, below):
     return " and ".join(f"{a - b:.1f}" for a, b in zip(PAPER[above], PAPER[below]))
 
 
+def predicted(norm):
+    """The paper's Table 2 of a normalization less LN, on PTB, in nats."""
+    return math.log(PAPER[norm][0] / PAPER["LN"][0])
+
+
 def NATS(norm):
-    """What the paper's Table 2 says of a normalization less LN, on PTB."""
-    return number(math.log(PAPER[norm][0] / PAPER["LN"][0]), 2, True)
+    return number(predicted(norm), 2, True)
 
 
 def signs(values, sign):

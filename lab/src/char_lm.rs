@@ -19,18 +19,17 @@
 //! stdout, checkpoints to the folder `--out`.
 
 use crate::common::data::{Corpus, HeldOut, Unit};
+use crate::common::language::{Regularization, Run, Settings, BATCH};
 use crate::common::model::{Size, CONTEXT, HEADS, WIDTH};
 use crate::common::norm::{Norm, NormArgs};
-use crate::common::train::{Regularization, Run, Settings, BATCH};
+use crate::common::train::{train, Plan, Train};
 use crate::common::{self, optim, Place};
 use anyhow::{ensure, Context, Result};
-use clap::Parser;
-use indicatif::{ProgressBar, ProgressStyle};
+use clap::{Parser, ValueEnum};
 use serde_json::{json, Value};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-/// Batches of an evaluation along the way, and of the final one.
-const EVAL_BATCHES: usize = 20;
+/// Batches of the final evaluation.
 const FINAL_EVAL_BATCHES: usize = 200;
 
 const SAMPLE_CHARACTERS: usize = 400;
@@ -81,7 +80,7 @@ pub struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = common::positive)]
     eval_every: usize,
 
-    /// Where to train. A checkpoint loads on either device
+    /// Device to train on. A checkpoint loads on either device
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
@@ -106,11 +105,10 @@ pub fn run(args: &Args) -> Result<()> {
     let corpus = Corpus::read(&args.text, &HeldOut::default(), Unit::Character, CONTEXT)?;
     let norms = match &args.compare {
         None => vec![args.norm],
-        Some(norms) if norms.is_empty() => Norm::CAUSAL.to_vec(),
+        Some(norms) if norms.is_empty() => Norm::value_variants().to_vec(),
         Some(norms) => norms.clone(),
     };
     for norm in &norms {
-        norm.check_causal()?;
         ensure!(
             !args.fold || norm.is_power(),
             "--fold is for PowerNorm, --norm power or power-v, not {norm}"
@@ -132,7 +130,14 @@ pub fn run(args: &Args) -> Result<()> {
         if args.resume && checkpoint.exists() {
             run.load(&checkpoint)?;
         }
-        train(&mut run, args, &corpus, norm, &checkpoint)
+        let plan = Plan {
+            name: norm.to_string(),
+            steps: args.steps,
+            eval_every: args.eval_every,
+            at_end: true,
+            checkpoint,
+        };
+        train(&mut run, &plan, |_| Ok(()))
             .with_context(|| format!("training with --norm {norm}"))?;
         report(&run, args, &corpus, norm)?;
     }
@@ -145,7 +150,6 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
         norm: args.layer.config(norm, HEADS, optim::WARMUP_STEPS),
         size: Size::small(corpus.vocab.len()),
         batch: BATCH,
-        micro_batch: BATCH,
         regularization: args.regularization,
         schedule: Default::default(),
         steps: args.steps,
@@ -153,38 +157,12 @@ fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     }
 }
 
-/// Makes the steps that are left, with evaluations and checkpoints along the way.
-fn train(run: &mut Run, args: &Args, corpus: &Corpus, norm: Norm, checkpoint: &Path) -> Result<()> {
-    let style = ProgressStyle::with_template("{prefix:8} {wide_bar} {pos}/{len} {msg} [{eta}]")?;
-    let bar = ProgressBar::new(args.steps as u64)
-        .with_style(style)
-        .with_prefix(norm.to_string())
-        .with_position(run.steps() as u64);
-    bar.reset_eta();
-    while run.steps() < args.steps {
-        let loss = run.step()?;
-        bar.set_message(format!("loss {loss:.3}, {:.0} tokens/s", run.speed()));
-        bar.inc(1);
-        let step = run.steps();
-        if step.is_multiple_of(args.eval_every) || step == args.steps {
-            let val_loss = run.evaluate_finite(&corpus.val, EVAL_BATCHES)?;
-            run.history.val.push((step as u32, val_loss));
-            run.save(checkpoint, &[])?;
-            bar.suspend(|| {
-                eprintln!("{norm:8} step {step:5}: loss {loss:.4}, validation loss {val_loss:.4}")
-            });
-        }
-    }
-    bar.finish_and_clear();
-    Ok(())
-}
-
 /// Prints the results of a finished run.
 fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<()> {
     // Twice over a short split is enough.
     let batches = |split: &[u32]| FINAL_EVAL_BATCHES.min(2 * split.len().div_ceil(BATCH * CONTEXT));
-    let train_loss = run.evaluate_finite(&corpus.train, batches(&corpus.train))?;
-    let val_loss = run.evaluate_finite(&corpus.val, batches(&corpus.val))?;
+    let train_loss = run.evaluate(&corpus.train, batches(&corpus.train))?;
+    let val_loss = run.evaluate(&corpus.val, batches(&corpus.val))?;
     let sample = run.sample(&run.model, SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
     eprintln!("{norm:8} training loss {train_loss:.4}, validation loss {val_loss:.4}. A sample:");
     eprintln!("{}", sample.trim());
@@ -199,13 +177,13 @@ fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm) -> Result<()> {
             "text": args.text,
             "settings": run.describe(),
             "seed": args.seed,
-            "steps": run.steps(),
-            "parameters": run.parameters(),
+            "steps": run.state.steps(),
+            "parameters": run.state.parameters(),
             "train_loss": train_loss,
             "val_loss": val_loss,
-            "val": run.history.val,
-            "seconds": run.elapsed.as_secs_f64(),
-            "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
+            "val": run.state.history.val,
+            "seconds": run.state.elapsed.as_secs_f64(),
+            "ms_per_step": 1e3 * run.state.elapsed.as_secs_f64() / run.state.steps() as f64,
             "tokens_per_second": run.speed(),
             "fold": fold,
         })
@@ -219,7 +197,7 @@ fn report_fold(run: &Run, norm: Norm, sample: &str) -> Result<Value> {
     let folded = run.fold()?;
     let theirs = run.sample(&folded, SAMPLE_CHARACTERS, SAMPLE_TEMPERATURE)?;
     let differs = (sample.chars().zip(theirs.chars())).position(|(ours, theirs)| ours != theirs);
-    let speed = run.inference_speed([&run.model, &folded], EVAL_BATCHES, FOLD_ROUNDS)?;
+    let speed = run.inference_speed([&run.model, &folded], run.eval_batches, FOLD_ROUNDS)?;
     let same = match differs {
         None => format!("the same {SAMPLE_CHARACTERS} characters"),
         Some(i) => format!("other characters from the {i}-th on"),
@@ -233,86 +211,4 @@ fn report_fold(run: &Run, norm: Norm, sample: &str) -> Result<Value> {
         "tokens_per_second": speed[1],
         "tokens_per_second_unfolded": speed[0],
     }))
-}
-
-#[cfg(all(test, feature = "cuda"))]
-mod tests {
-    use super::*;
-    use crate::common::checkpoint::variables;
-    use crate::common::norm::is_buffer;
-    use candle::{Device, Tensor};
-    use rand::rngs::StdRng;
-    use rand::{Rng, SeedableRng};
-
-    const STEPS: usize = 20;
-
-    /// The run of the command, in small. PowerNorm's warm-up ends on the way.
-    fn small(norm: Norm, corpus: &Corpus) -> Settings {
-        let mut settings = settings(
-            &Args::parse_from(["char-lm", "--text", "not read"]),
-            norm,
-            corpus,
-        );
-        settings.norm.warmup_steps = 6;
-        settings.steps = STEPS;
-        settings.size.layers = 2;
-        settings.size.width = 64;
-        settings.size.context = 32;
-        (settings.batch, settings.micro_batch) = (4, 4);
-        settings
-    }
-
-    /// The losses of a run whose initial weights are off by up to `relative` of each.
-    fn losses(norm: Norm, device: &Device, relative: f64) -> Result<Vec<f32>> {
-        let corpus = Corpus::sample(32);
-        let mut run = Run::new(small(norm, &corpus), &corpus, device)?;
-        let mut rng = StdRng::seed_from_u64(1);
-        for (name, var) in variables(&run.varmap) {
-            if relative > 0. && !is_buffer(&name) {
-                let factors: Vec<f32> = (0..var.elem_count())
-                    .map(|_| 1. + rng.random_range(-relative..relative) as f32)
-                    .collect();
-                let factors = Tensor::from_vec(factors, var.shape(), device)?;
-                var.set(&(var.as_tensor() * factors)?)?;
-            }
-        }
-        (0..STEPS).map(|_| run.step()).collect()
-    }
-
-    /// Both devices train from the same weights on the same batches, so they part by rounding only.
-    ///
-    /// The roundings of a pass add up to 8·sqrt(n)·u of its result, with n = 256 for the longest
-    /// sum here: 2^-17. How far training carries that, a run on the CPU tells whose weights are off
-    /// by as much from the start. Each step rounds anew, for which 8 allows.
-    #[test]
-    fn both_devices_train_alike() -> Result<()> {
-        const ROUNDING: f32 = 1. / 131072.;
-        let expected = losses(Norm::Power, &Device::Cpu, 0.)?;
-        let off = losses(Norm::Power, &Device::Cpu, ROUNDING.into())?;
-        let mut carried = 0f32;
-        let bounds: Vec<f32> = (expected.iter().zip(&off))
-            .map(|(loss, off)| {
-                carried = carried.max((loss - off).abs());
-                ROUNDING * loss + 8. * carried
-            })
-            .collect();
-        let parts_at = |losses: &[f32]| {
-            (0..STEPS).find(|&t| {
-                let difference = (losses[t] - expected[t]).abs();
-                difference > bounds[t] || difference.is_nan()
-            })
-        };
-        // Another statistic after the warm-up exceeds the bound.
-        let of_batch = losses(Norm::PowerV, &Device::Cpu, 0.)?;
-        assert!(parts_at(&of_batch).is_some_and(|t| t >= 6), "{bounds:?}");
-        assert!(expected[STEPS - 1] < expected[0] - 0.1, "{expected:?}");
-
-        let losses = losses(Norm::Power, &Device::new_cuda(0)?, 0.)?;
-        assert_eq!(
-            parts_at(&losses),
-            None,
-            "{losses:?}, {expected:?}, {bounds:?}"
-        );
-        Ok(())
-    }
 }

@@ -7,7 +7,7 @@ use rand::{rngs::StdRng, Rng};
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-/// What a token is.
+/// The kind of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
     Character,
@@ -27,7 +27,7 @@ pub struct Corpus {
     pub vocab: Vec<String>,
     pub train: Vec<u32>,
     pub val: Vec<u32>,
-    /// What no choice has seen.
+    /// Scored once. No choice has seen it.
     pub test: Option<Vec<u32>>,
     /// A hash of the texts and what it was cut into, so that a checkpoint can tell whether it saw
     /// this one.
@@ -207,18 +207,6 @@ impl Batch {
         let inputs = Tensor::from_vec(stretch(0), (starts.len(), context), device)?;
         let targets = Tensor::from_vec(stretch(1), starts.len() * context, device)?;
         Ok(Self { inputs, targets })
-    }
-
-    /// Batches of `size` stretches each, which divides this one's.
-    pub fn parts(&self, size: usize) -> Result<Vec<Self>> {
-        let (count, context) = self.inputs.dims2()?;
-        let part = |start| {
-            Ok(Self {
-                inputs: self.inputs.narrow(0, start, size)?,
-                targets: (self.targets).narrow(0, start * context, size * context)?,
-            })
-        };
-        (0..count).step_by(size).map(part).collect()
     }
 
     /// Stretches drawn from `tokens`.

@@ -1,21 +1,20 @@
-//! What the paper looks at inside a training run. Nothing is added to the model: a layer's running
+//! The paper's observations inside a training run. Nothing is added to the model: a layer's running
 //! statistics before and after a step tell what its batch's were, and the gradients of its γ and β
 //! tell those of its statistics.
 
 use super::checkpoint::variables;
-use super::norm::{Norm, NormConfig, EPS};
+use super::norm::{Norm, NormConfig, ALPHA, EPS};
 use super::optim::AdamW;
 use anyhow::{Context, Result};
 use candle::Tensor;
 use candle_nn::VarMap;
-use candle_powernorm::Recipe;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Numbers over a run, each with the steps made before it.
 pub type Series = Vec<(usize, f64)>;
 
-/// What was observed so far.
+/// The observations of a run so far.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Observations {
     /// The only layer whose `series` are kept, or `None` for all layers.
@@ -75,7 +74,7 @@ pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 }
 
 impl Observations {
-    /// Whether there is anything to observe in this normalization.
+    /// The normalizations that have statistics to observe.
     pub fn are_of(norm: Norm) -> bool {
         matches!(norm, Norm::Batch | Norm::Power | Norm::PowerV)
     }
@@ -138,7 +137,7 @@ impl Observations {
                     let batch = batch_phi(running, after.get(&layer, "running_phi")?, step, norm);
                     if norm.norm == Norm::Power && step >= norm.warmup_steps {
                         self.channels += running.len();
-                        self.guarded += outside(&batch, running, norm).count();
+                        self.guarded += outside(&batch, running);
                     }
                     if recorded {
                         let statistic = "quadratic mean";
@@ -146,7 +145,7 @@ impl Observations {
                         let gamma = before.get(&layer, "weight")?;
                         self.within(&layer, step, norm, gamma, &batch);
                         // The backward takes ψ_B² as a variable here, and elsewhere takes ν.
-                        if norm.norm == Norm::PowerV && norm.recipe == Recipe::Paper {
+                        if norm.norm == Norm::PowerV {
                             let gradient = gradient(&layer, "weight")?;
                             let lambda = products(gamma, &gradient, rows);
                             self.gradient(statistic, &layer, step, lambda, &batch);
@@ -159,7 +158,7 @@ impl Observations {
         Ok(())
     }
 
-    /// How far the `batch` is from the `running` statistic, by itself and beside `scale`.
+    /// The distance of the `batch` from the `running` statistic, as it is and relative to `scale`.
     fn distances(
         &mut self,
         statistic: &str,
@@ -220,7 +219,7 @@ impl Observations {
     }
 }
 
-/// How a quantity is spread over steps.
+/// The spread of a quantity over steps.
 #[derive(Debug, Serialize)]
 pub struct Outliers {
     pub median: f64,
@@ -257,11 +256,9 @@ impl Outliers {
 
 /// ψ_B² of the step that took ψ² from `old` to `new`, after `steps` others.
 fn batch_phi(old: &[f64], new: &[f64], steps: usize, norm: &NormConfig) -> Vec<f64> {
-    let (step, [alpha, _]) = (steps + 1, norm.alpha);
-    let share = match norm.recipe {
-        Recipe::Paper if step <= norm.warmup_steps => 1. / step as f64,
-        Recipe::Fairseq if step < norm.warmup_steps => alpha / step as f64 + 1. - alpha,
-        _ => 1. - alpha,
+    let share = match steps < norm.warmup_steps {
+        true => 1. / (steps + 1) as f64,
+        false => 1. - ALPHA,
     };
     (new.iter().zip(old))
         .map(|(new, old)| (old + (new - old) / share).max(0.))
@@ -281,75 +278,11 @@ fn length(values: impl Iterator<Item = f64>) -> f64 {
     values.map(|value| value * value).sum::<f64>().sqrt()
 }
 
-/// Γ of the channels for which Assumption 10 does not hold, (1−α_b) Γ > 1, with their numbers.
-fn outside<'a>(
-    batch: &'a [f64],
-    running: &'a [f64],
-    norm: &NormConfig,
-) -> impl Iterator<Item = (usize, f64)> + 'a {
-    let [_, alpha] = norm.alpha;
-    (batch.iter().zip(running).enumerate())
-        .map(|(channel, (batch, running))| (channel, batch / (running + EPS)))
-        .filter(move |&(_, gamma)| (1. - alpha) * gamma > 1.)
-}
-
-/// Gives ν the step that Eq. 13 has as the paper writes it, where the layer's guard made another of
-/// it.
-pub fn unguard(
-    varmap: &VarMap,
-    optimizer: &AdamW,
-    norm: &NormConfig,
-    rows: usize,
-    [before, after]: [&Snapshot; 2],
-    gradients: &[Tensor],
-) -> Result<()> {
-    // In the warm-up Γ is below 1.
-    if optimizer.steps < norm.warmup_steps {
-        return Ok(());
-    }
-    let share = 1. - norm.alpha[1];
-    for layer in before.layers("ema_gz") {
-        let running = before.get(&layer, "running_phi")?;
-        let batch = batch_phi(
-            running,
-            after.get(&layer, "running_phi")?,
-            optimizer.steps,
-            norm,
-        );
-        let outside: Vec<_> = outside(&batch, running, norm).collect();
-        if outside.is_empty() {
-            continue;
-        }
-        let gradient = numbers(optimizer.gradient(gradients, &format!("{layer}.weight"))?)?;
-        let gamma = before.get(&layer, "weight")?;
-        let lambda: Vec<f64> = products(gamma, &gradient, rows).collect();
-        let old = before.get(&layer, "ema_gz")?;
-        let mut ema_gz = after.get(&layer, "ema_gz")?.to_vec();
-        for (channel, gamma) in outside {
-            // ν = (1−α_b) ema_gz.
-            ema_gz[channel] = (1. - share * gamma) * old[channel] + lambda[channel];
-        }
-        let var = &variables(varmap)[&format!("{layer}.ema_gz")];
-        let ema_gz = Tensor::from_vec(ema_gz, var.shape(), var.device())?;
-        var.set(&ema_gz.to_dtype(var.dtype())?)?;
-    }
-    Ok(())
-}
-
-/// γ/ψ of every channel, by layer: what a layer multiplies its input by. For BatchNorm ψ is the
-/// running deviation.
-pub fn gains(varmap: &VarMap) -> Result<BTreeMap<String, Vec<f64>>> {
-    let state = Snapshot::of(varmap)?;
-    let mut gains = BTreeMap::new();
-    for statistic in ["running_phi", "running_var"] {
-        for layer in state.layers(statistic) {
-            let gamma = state.get(&layer, "weight")?.iter();
-            let squares = state.get(&layer, statistic)?;
-            let gain = |(gamma, square): (&f64, &f64)| gamma / (square + EPS).sqrt();
-            gains.insert(layer, gamma.zip(squares).map(gain).collect());
-        }
-    }
-    Ok(gains)
+/// Counts the channels for which Assumption 10 does not hold: (1−α_b) Γ > 1.
+fn outside(batch: &[f64], running: &[f64]) -> usize {
+    (batch.iter().zip(running))
+        .filter(|(batch, running)| (1. - ALPHA) * (*batch / (*running + EPS)) > 1.)
+        .count()
 }
 
 /// The singular values of the embedding, the largest first: the roots of the eigenvalues of EᵀE.
@@ -372,9 +305,10 @@ pub fn singular_values(varmap: &VarMap) -> Result<Vec<f64>> {
 mod tests {
     use super::*;
     use crate::common::data::{Batch, Corpus};
+    use crate::common::language::{Run, Settings};
     use crate::common::model::Size;
     use crate::common::random::{generator, Use};
-    use crate::common::train::{Run, Settings};
+    use crate::common::train::Train;
     use candle::{Device, Module};
     use candle_powernorm::GroupScaling;
 
@@ -387,38 +321,26 @@ mod tests {
         Corpus::sample(CONTEXT)
     }
 
-    fn settings(norm: Norm, recipe: Recipe, corpus: &Corpus) -> Settings {
+    fn settings(norm: Norm, corpus: &Corpus) -> Settings {
+        let settings = Settings::small(norm, corpus);
         Settings {
             norm: NormConfig {
-                norm,
-                groups: Some(2),
-                warmup_steps: 3,
-                recipe,
-                alpha: [0.9; 2],
-                group_norm_groups: 2,
                 momentum: 0.05,
+                ..settings.norm
             },
             size: Size {
                 layers: 1,
-                heads: 2,
-                width: 8,
-                context: CONTEXT,
-                vocab: corpus.vocab.len(),
+                ..settings.size
             },
-            batch: BATCH,
-            micro_batch: BATCH,
-            regularization: Default::default(),
-            schedule: Default::default(),
-            steps: 8,
-            seed: 1,
+            ..settings
         }
     }
 
-    /// What the first normalization gets in the coming step.
+    /// The input of the first normalization in the coming step.
     fn input(run: &Run) -> Result<Tensor> {
-        let mut rng = generator(1, Use::Batch, run.steps());
+        let mut rng = generator(1, Use::Batch, run.state.steps());
         let batch = Batch::random(&run.corpus.train, BATCH, CONTEXT, &mut rng, &Device::Cpu)?;
-        let vars = variables(&run.varmap);
+        let vars = variables(&run.state.varmap);
         let table = vars["tokens.weight"].as_tensor().clone();
         let tokens = candle_nn::Embedding::new(table, 8).forward(&batch.inputs)?;
         let stream = tokens.broadcast_add(&vars["positions.weight"])?;
@@ -450,16 +372,16 @@ mod tests {
     /// Gives γ of the first normalization values that are no ones.
     fn spread_weight(run: &Run) -> Result<Vec<f64>> {
         let gamma: Vec<f32> = (0..8).map(|i| 0.5 + 0.2 * i as f32).collect();
-        let var = &variables(&run.varmap)[&format!("{LAYER}.weight")];
+        let var = &variables(&run.state.varmap)[&format!("{LAYER}.weight")];
         var.set(&Tensor::new(&*gamma, &Device::Cpu)?)?;
         Ok(gamma.into_iter().map(f64::from).collect())
     }
 
     fn gradient_of(run: &Run, gradients: &[Tensor], name: &str) -> Result<Vec<f64>> {
-        numbers((run.optimizer).gradient(gradients, &format!("{LAYER}.{name}"))?)
+        numbers((run.state.optimizer).gradient(gradients, &format!("{LAYER}.{name}"))?)
     }
 
-    /// What one recorded step shows.
+    /// The observations of one recorded step.
     fn observed(
         run: &Run,
         norm: &NormConfig,
@@ -467,27 +389,28 @@ mod tests {
         gradients: &[Tensor],
     ) -> Result<Observations> {
         let mut seen = Observations::default();
-        seen.observe(&run.optimizer, norm, ROWS, states, gradients, true)?;
+        seen.observe(&run.state.optimizer, norm, ROWS, states, gradients, true)?;
         Ok(seen)
     }
 
     #[test]
     fn statistics_of_a_batch_follow_from_two_states() -> Result<()> {
         let corpus = corpus();
-        for (norm, recipe) in [
-            (Norm::Power, Recipe::Paper),
-            (Norm::PowerV, Recipe::Paper),
-            (Norm::Power, Recipe::Fairseq),
-        ] {
-            let settings = settings(norm, recipe, &corpus);
+        for norm in [Norm::Power, Norm::PowerV] {
+            let settings = settings(norm, &corpus);
             let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
             for _ in 0..6 {
                 let direct = direct_phi(&run)?;
-                let before = Snapshot::of(&run.varmap)?;
+                let before = Snapshot::of(&run.state.varmap)?;
                 let (loss, gradients) = run.gradients()?;
-                let after = Snapshot::of(&run.varmap)?;
+                let after = Snapshot::of(&run.state.varmap)?;
                 let phi = |state: &Snapshot| state.get(LAYER, "running_phi").map(<[f64]>::to_vec);
-                let ours = batch_phi(&phi(&before)?, &phi(&after)?, run.steps(), &settings.norm);
+                let ours = batch_phi(
+                    &phi(&before)?,
+                    &phi(&after)?,
+                    run.state.steps(),
+                    &settings.norm,
+                );
                 assert_close(&ours, &direct);
 
                 let seen = observed(&run, &settings.norm, [&before, &after], &gradients)?;
@@ -514,14 +437,14 @@ mod tests {
     #[test]
     fn distances_of_batch_norm_are_those_of_its_input() -> Result<()> {
         let corpus = corpus();
-        let settings = settings(Norm::Batch, Recipe::Paper, &corpus);
+        let settings = settings(Norm::Batch, &corpus);
         let run = Run::new(settings, &corpus, &Device::Cpu)?;
         let input = scaled(&run)?;
         let mean = numbers(&input.mean(0)?)?;
         let variance = numbers(&input.var(0)?)?;
-        let before = Snapshot::of(&run.varmap)?;
+        let before = Snapshot::of(&run.state.varmap)?;
         let (_, gradients) = run.gradients()?;
-        let after = Snapshot::of(&run.varmap)?;
+        let after = Snapshot::of(&run.state.varmap)?;
         let seen = observed(&run, &settings.norm, [&before, &after], &gradients)?;
         let value = |quantity: &str| seen.series[quantity][LAYER][0].1;
         let of_mean = length(mean.into_iter());
@@ -577,7 +500,7 @@ mod tests {
             (Norm::Batch, &[("mean", "bias"), ("variance", "weight")][..]),
             (Norm::PowerV, &[("quadratic mean", "weight")]),
         ] {
-            let settings = settings(norm, Recipe::Paper, &corpus);
+            let settings = settings(norm, &corpus);
             let run = Run::new(settings, &corpus, &Device::Cpu)?;
             let gamma = spread_weight(&run)?;
             let input = scaled(&run)?;
@@ -586,9 +509,9 @@ mod tests {
                 _ => input,
             };
             let square = numbers(&centred.sqr()?.mean(0)?)?;
-            let before = Snapshot::of(&run.varmap)?;
+            let before = Snapshot::of(&run.state.varmap)?;
             let (_, gradients) = run.gradients()?;
-            let states = [&before, &Snapshot::of(&run.varmap)?];
+            let states = [&before, &Snapshot::of(&run.state.varmap)?];
             let seen = observed(&run, &settings.norm, states, &gradients)?;
             for (statistic, param) in quantities {
                 let gradient = gradient_of(&run, &gradients, param)?;
@@ -605,7 +528,7 @@ mod tests {
                 ..settings.norm
             };
             let mut seen = Observations::of_layer("another");
-            let optimizer = &run.optimizer;
+            let optimizer = &run.state.optimizer;
             seen.observe(optimizer, &after_warmup, ROWS, states, &gradients, true)?;
             assert!(seen.series.is_empty());
             if norm == Norm::Batch {
@@ -617,81 +540,42 @@ mod tests {
         Ok(())
     }
 
-    /// ψ² is made so small in one channel that the guard acts there, and ν small enough for Λ to
-    /// show.
+    /// ψ² is made so small in one channel that the guard of ν acts there.
     #[test]
-    fn without_its_guard_nu_follows_equation_13() -> Result<()> {
+    fn channels_outside_assumption_10_are_counted() -> Result<()> {
         let corpus = corpus();
-        let settings = settings(Norm::Power, Recipe::Paper, &corpus);
+        let settings = settings(Norm::Power, &corpus);
         let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
-        while run.steps() < 4 {
+        while run.state.steps() < 4 {
             run.step()?;
         }
-        let vars = variables(&run.varmap);
-        let set = |name: &str, values: &[f32]| {
-            vars[&format!("{LAYER}.{name}")].set(&Tensor::new(values, &Device::Cpu)?)
-        };
-        let old = [0.3f32, -0.2, 0.5, 0.1, -0.4, 0.2, 0.6, -0.1].map(|nu| 1e-4 * nu);
-        set("ema_gz", &old)?;
-        let weight = spread_weight(&run)?;
-        set("running_phi", &[1., 1., 1e-3, 1., 1., 1., 1., 1.])?;
-
-        let phi = direct_phi(&run)?;
-        let before = Snapshot::of(&run.varmap)?;
+        let phi = &variables(&run.state.varmap)[&format!("{LAYER}.running_phi")];
+        phi.set(&Tensor::new(
+            &[1f32, 1., 1e-3, 1., 1., 1., 1., 1.],
+            &Device::Cpu,
+        )?)?;
+        let before = Snapshot::of(&run.state.varmap)?;
         let (_, gradients) = run.gradients()?;
-        let after = Snapshot::of(&run.varmap)?;
-        let states = [&before, &after];
-        let mut seen = Observations::default();
-        seen.observe(
-            &run.optimizer,
-            &settings.norm,
-            ROWS,
-            states,
-            &gradients,
-            false,
-        )?;
+        let states = [&before, &Snapshot::of(&run.state.varmap)?];
+        let (mut seen, optimizer) = (Observations::default(), &run.state.optimizer);
+        seen.observe(optimizer, &settings.norm, ROWS, states, &gradients, false)?;
         assert_eq!((seen.guarded, seen.channels), (1, 3 * 8));
         assert!(seen.series.is_empty());
-
-        unguard(
-            &run.varmap,
-            &run.optimizer,
-            &settings.norm,
-            ROWS,
-            states,
-            &gradients,
-        )?;
-        let new = numbers(vars[&format!("{LAYER}.ema_gz")].as_tensor())?;
-        let gradient = gradient_of(&run, &gradients, "weight")?;
-        let lambda = |i: usize| weight[i] * gradient[i] / ROWS as f64;
-        let expected: Vec<f64> = (0..8)
-            .map(|i| {
-                let running = if i == 2 { 1e-3 } else { 1. };
-                let gamma = phi[i] / (running + EPS);
-                (1. - 0.1 * gamma) * f64::from(old[i]) + lambda(i)
-            })
-            .collect();
-        // Far from Λ alone, and from what it would be without.
-        let size = expected[2].abs();
-        let without = expected[2] - lambda(2);
-        assert!(without.abs() > 0.01 * size && lambda(2).abs() > 0.01 * size);
-        assert_close(&new[2..3], &expected[2..3]);
-        assert_close(&new, &expected);
         Ok(())
     }
 
     #[test]
     fn singular_values_are_those_of_the_embedding() -> Result<()> {
         let corpus = corpus();
-        let settings = settings(Norm::Layer, Recipe::Paper, &corpus);
+        let settings = settings(Norm::Layer, &corpus);
         let run = Run::new(settings, &corpus, &Device::Cpu)?;
-        let embedding = &variables(&run.varmap)["tokens.weight"];
+        let embedding = &variables(&run.state.varmap)["tokens.weight"];
         let (rows, cols) = embedding.dims2()?;
         let values = numbers(embedding)?;
         let direct = nalgebra::DMatrix::from_row_slice(rows, cols, &values).singular_values();
         let mut direct = direct.as_slice().to_vec();
         direct.sort_unstable_by(|a, b| b.total_cmp(a));
-        assert_close(&singular_values(&run.varmap)?, &direct);
+        assert_close(&singular_values(&run.state.varmap)?, &direct);
         Ok(())
     }
 }

@@ -1,7 +1,8 @@
-//! What the commands share.
+//! The parts that the commands share.
 
 pub mod checkpoint;
 pub mod data;
+pub mod language;
 pub mod measure;
 pub mod model;
 pub mod norm;
@@ -14,7 +15,7 @@ use anyhow::{ensure, Context, Result};
 use candle::{Device, Tensor};
 use clap::ValueEnum;
 
-/// What trains a model.
+/// The device that trains a model.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Place {
     Cpu,
@@ -69,6 +70,15 @@ pub fn positive(arg: &str) -> Result<usize, String> {
     match arg.parse() {
         Ok(0) => Err("it must be at least 1".into()),
         Ok(number) => Ok(number),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Parses a number that `holds`, which `rule` says in words.
+pub fn number(arg: &str, holds: impl Fn(f64) -> bool, rule: &str) -> Result<f64, String> {
+    match arg.parse() {
+        Ok(number) if holds(number) => Ok(number),
+        Ok(_) => Err(format!("it must be {rule}")),
         Err(error) => Err(error.to_string()),
     }
 }

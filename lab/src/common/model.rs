@@ -110,7 +110,7 @@ impl Gpt {
         })
     }
 
-    /// What normalizes the residual stream where block `i` takes it up, or the output.
+    /// The normalization of the residual stream before block `i`, or of the output.
     fn first_norm(&self, i: usize) -> &NormLayer {
         self.blocks.get(i).map_or(&self.norm, |block| &block.norm_1)
     }

@@ -3,15 +3,17 @@
 use super::relatives::{Kind, Relative};
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, ModuleT, VarBuilder};
-use candle_powernorm::{
-    power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics,
-};
+use candle_powernorm::{power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Statistics};
+use clap::ValueEnum;
 use std::fmt;
 
 pub const EPS: f64 = 1e-5;
 
 /// BatchNorm's momentum, candle's default: the weight of the batch in the running statistics.
 pub const MOMENTUM: f64 = 0.1;
+
+/// Weight of the old value in PowerNorm's ψ² and in its ν, the crate's default.
+pub const ALPHA: f64 = 0.9;
 
 /// Variables that the layers keep for themselves. No gradient reaches them and no optimizer may
 /// move them.
@@ -25,12 +27,12 @@ const BUFFERS: [&str; 7] = [
     "buffer_gz",
 ];
 
-/// Whether the variable called `name` is a layer's running statistic and not a parameter.
+/// Tells a layer's running statistic from a parameter, by the variable's name.
 pub fn is_buffer(name: &str) -> bool {
     BUFFERS.contains(&name.rsplit('.').next().unwrap_or(name))
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Norm {
     /// PowerNorm, by its running quadratic mean
     Power,
@@ -48,44 +50,10 @@ pub enum Norm {
     Renorm,
     /// Moving Average Batch Normalization
     Mabn,
-    /// Batch normalization whose statistics count padding
-    BatchPadded,
-    /// Batch normalization by the batch's statistics in evaluation too. Its training is
-    /// [`Batch`](Self::Batch)'s, so no command trains it.
-    #[value(skip)]
-    BatchOwn,
-    /// Instance normalization: each sentence by itself
-    Instance,
-    /// Instance normalization whose statistics count padding
-    InstancePadded,
 }
 
 impl Norm {
-    /// The norms for models that predict the next token. In evaluation they see no later token. Of
-    /// the other norms some see later tokens, and some only count padding, which such a model does
-    /// not have.
-    pub const CAUSAL: [Self; 8] = [
-        Self::Power,
-        Self::PowerV,
-        Self::Batch,
-        Self::Layer,
-        Self::Rms,
-        Self::Group,
-        Self::Renorm,
-        Self::Mabn,
-    ];
-
-    /// Refuses a norm that is not for models that predict the next token.
-    pub fn check_causal(self) -> anyhow::Result<()> {
-        anyhow::ensure!(
-            Self::CAUSAL.contains(&self),
-            "{self} is for translate's encoder: a model that predicts the next token has no \
-             padding, and its statistics must not see that token"
-        );
-        Ok(())
-    }
-
-    /// Whether it is this crate's layer: its multiply-add folds into the linear layers after it.
+    /// This crate's layer, whose multiply-add folds into the linear layers after it.
     pub const fn is_power(self) -> bool {
         matches!(self, Self::Power | Self::PowerV)
     }
@@ -93,24 +61,12 @@ impl Norm {
 
 impl fmt::Display for Norm {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.pad(match self {
-            Self::Power => "power",
-            Self::PowerV => "power-v",
-            Self::Batch => "batch",
-            Self::Layer => "layer",
-            Self::Rms => "rms",
-            Self::Group => "group",
-            Self::Renorm => "renorm",
-            Self::Mabn => "mabn",
-            Self::BatchPadded => "batch-padded",
-            Self::BatchOwn => "batch-own",
-            Self::Instance => "instance",
-            Self::InstancePadded => "instance-padded",
-        })
+        let value = self.to_possible_value();
+        f.pad(value.as_ref().map_or("", |value| value.get_name()))
     }
 }
 
-/// Which rows of a padded batch are real.
+/// The real rows of a padded batch.
 #[derive(Debug)]
 pub struct Padding {
     /// `[batch, time]`, 1 for a real token.
@@ -138,7 +94,7 @@ impl Padding {
     }
 }
 
-/// What to build, the same for every normalization of a model.
+/// The configuration of every normalization of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NormConfig {
     pub norm: Norm,
@@ -147,14 +103,24 @@ pub struct NormConfig {
     pub groups: Option<usize>,
     /// Steps before PowerNorm, BRN and MABN trust their running statistics.
     pub warmup_steps: usize,
-    /// The equations PowerNorm runs.
-    pub recipe: Recipe,
-    /// Weights of the old value in PowerNorm's ψ² and in its ν.
-    pub alpha: [f64; 2],
     /// Channel groups of GroupNorm.
     pub group_norm_groups: usize,
     /// BatchNorm's weight of the batch in the running statistics.
     pub momentum: f64,
+}
+
+#[cfg(test)]
+impl NormConfig {
+    /// For models small enough for a test.
+    pub fn small(norm: Norm) -> Self {
+        Self {
+            norm,
+            groups: Some(2),
+            warmup_steps: 3,
+            group_norm_groups: 2,
+            momentum: MOMENTUM,
+        }
+    }
 }
 
 /// The choices that commands offer for every model's normalizations.
@@ -169,30 +135,16 @@ pub struct NormArgs {
     /// in the paper]
     #[arg(long, value_name = "STEPS")]
     pub norm_warmup: Option<usize>,
-
-    /// The equations PowerNorm runs: the paper's, or those of its authors' released code
-    #[arg(long, value_parser = recipe, value_name = "paper|fairseq", default_value = "paper")]
-    pub recipe: Recipe,
-
-    /// Weight of the old value in PowerNorm's running statistic, below 1
-    #[arg(long, value_name = "ALPHA", value_parser = share, default_value_t = 0.9)]
-    pub alpha_fwd: f64,
-
-    /// The same in ν, which corrects the gradient
-    #[arg(long, value_name = "ALPHA", value_parser = share, default_value_t = 0.9)]
-    pub alpha_bwd: f64,
 }
 
 impl NormArgs {
-    /// What to build in a model of `heads` heads whose learning rate rises over `warmup_steps`
-    /// steps.
+    /// The normalizations of a model of `heads` heads whose learning rate rises over
+    /// `warmup_steps` steps.
     pub fn config(&self, norm: Norm, heads: usize, warmup_steps: usize) -> NormConfig {
         NormConfig {
             norm,
             groups: (self.groups > 0).then_some(self.groups),
             warmup_steps: self.norm_warmup.unwrap_or(warmup_steps),
-            recipe: self.recipe,
-            alpha: [self.alpha_fwd, self.alpha_bwd],
             group_norm_groups: heads,
             momentum: MOMENTUM,
         }
@@ -209,21 +161,13 @@ impl NormArgs {
     }
 }
 
-fn recipe(arg: &str) -> std::result::Result<Recipe, String> {
-    match arg {
-        "paper" => Ok(Recipe::Paper),
-        "fairseq" => Ok(Recipe::Fairseq),
-        _ => Err("it must be paper or fairseq".into()),
-    }
-}
-
 /// Parses a number from 0 to less than 1.
 pub fn share(arg: &str) -> std::result::Result<f64, String> {
-    match arg.parse() {
-        Ok(share) if (0. ..1.).contains(&share) => Ok(share),
-        Ok(_) => Err("it must be at least 0 and less than 1".into()),
-        Err(error) => Err(error.to_string()),
-    }
+    super::number(
+        arg,
+        |share| (0. ..1.).contains(&share),
+        "at least 0 and less than 1",
+    )
 }
 
 /// One normalization layer over the last dimension.
@@ -243,15 +187,13 @@ pub enum NormLayer {
     },
     Group(GroupNorm),
     Relative(Relative),
-    /// One to which padding is like any token.
-    Padded(Box<NormLayer>),
     /// Any of these behind a layer-scale. PowerNorm has its own, in the same pass.
     Scaled {
         scale: GroupScaling,
         norm: Box<NormLayer>,
     },
-    /// What is left of a [`Power`](Self::Power) whose multiply-add is in the linear layers after
-    /// it: the layer-scale, if there is one.
+    /// The layer-scale, if there is one, of a [`Power`](Self::Power) whose multiply-add is in the
+    /// linear layers after it.
     Folded(Option<GroupScaling>),
 }
 
@@ -268,27 +210,17 @@ impl NormLayer {
             });
         }
         let relative = |kind| Relative::new(size, kind, config.warmup_steps, mode, vb.clone());
-        let padded = |norm| {
-            let config = NormConfig { norm, ..*config };
-            Self::new(size, &config, mode, vb.clone()).map(Box::new)
-        };
         let weight = || vb.get_with_hints(size, "weight", Init::Const(1.));
         Ok(match config.norm {
-            Norm::BatchPadded => Self::Padded(padded(Norm::Batch)?),
-            Norm::InstancePadded => Self::Padded(padded(Norm::Instance)?),
             Norm::Renorm => Self::Relative(relative(Kind::Renorm)?),
             Norm::Mabn => Self::Relative(relative(Kind::MovingAverage)?),
-            Norm::BatchOwn => Self::Relative(relative(Kind::OwnBatch)?),
-            Norm::Instance => Self::Relative(relative(Kind::Instance)?),
             Norm::Power | Norm::PowerV => {
-                let [alpha_fwd, alpha_bwd] = config.alpha;
                 let config = PowerNormConfig {
                     eps: EPS,
-                    alpha_fwd,
-                    alpha_bwd,
+                    alpha_fwd: ALPHA,
+                    alpha_bwd: ALPHA,
                     group_scaling: config.groups,
                     warmup_steps: config.warmup_steps,
-                    recipe: config.recipe,
                     statistics: match config.norm {
                         Norm::PowerV => Statistics::Batch,
                         _ => Statistics::Running,
@@ -347,9 +279,6 @@ impl NormLayer {
     pub fn forward_masked(&self, xs: &Tensor, padding: &Padding) -> Result<Tensor> {
         match self {
             Self::Power(norm) => norm.forward_masked(xs, &padding.keep),
-            Self::Relative(norm) if norm.is_of_sentences() => {
-                norm.forward_sentences(xs, &padding.keep)
-            }
             Self::Batch { .. } | Self::Relative(_) => {
                 let rows = xs.flatten_to(1)?;
                 let real = rows.index_select(&padding.rows, 0)?;
@@ -360,7 +289,7 @@ impl NormLayer {
                     .reshape(xs.shape())
             }
             Self::Scaled { scale, norm } => norm.forward_masked(&scale.forward(xs)?, padding),
-            // The others see each token by itself, or padding as they see all.
+            // The others see each token by itself.
             _ => self.forward(xs),
         }
     }
@@ -392,12 +321,10 @@ impl Module for NormLayer {
                 norm.forward_t(&rows, mode.is_training())?
                     .reshape(xs.shape())
             }
-            Self::Relative(norm) if norm.is_of_sentences() => norm.forward(xs),
             Self::Relative(norm) => {
                 let rows = xs.flatten_to(xs.rank() - 2)?;
                 norm.forward(&rows)?.reshape(xs.shape())
             }
-            Self::Padded(norm) => norm.forward(xs),
             // The `_slow` functions, because `candle_nn::LayerNorm` and `RmsNorm` take a fused
             // path that records no backward: all that lies upstream would silently stop training.
             Self::Layer { weight, bias } => {
@@ -428,8 +355,6 @@ mod tests {
             norm,
             groups,
             warmup_steps: 1,
-            recipe: Recipe::Paper,
-            alpha: [0.9; 2],
             group_norm_groups,
             momentum: MOMENTUM,
         }
@@ -444,10 +369,8 @@ mod tests {
         let padding = Padding::new(&[3, 1], time, device)?;
         assert_eq!(padding.keep.to_vec2::<u8>()?, [[1, 1, 1], [1, 0, 0]]);
         assert_eq!(padding.rows.to_vec1::<u32>()?, [0, 1, 2, 3]);
-        // Of those that are to be, and not of sentences, which a row alone has none of.
-        let norms = [&Norm::CAUSAL[..], &[Norm::BatchOwn]].concat();
         for (filling, norm, groups) in [f32::NAN, 1e3].into_iter().flat_map(|filling| {
-            let all = norms
+            let all = Norm::value_variants()
                 .iter()
                 .flat_map(|&norm| [None, Some(2)].map(|g| (norm, g)));
             all.map(move |(norm, groups)| (filling, norm, groups))
@@ -493,7 +416,7 @@ mod tests {
                     let close = (ours - theirs).abs() <= bound;
                     assert!(close, "{norm}: {ours} and {theirs}");
                 }
-                // What scales or normalizes each token by itself gives NaN a gradient of 0 · NaN.
+                // A scale or a normalization of each token by itself gives NaN a gradient of 0 · NaN.
                 let by_itself = matches!(norm, Norm::Layer | Norm::Rms | Norm::Group);
                 let passes_nan = !norm.is_power() && (by_itself || groups.is_some());
                 if filling.is_finite() || !passes_nan {
@@ -504,15 +427,14 @@ mod tests {
         Ok(())
     }
 
-    /// What normalizes each token by itself is what it is without a layer-scale of one group, which
-    /// divides by a number that the normalization divides out again: but for ε, the paper's
-    /// layer-scale changes neither LN nor RMS, nor GN.
+    /// LN, RMS and GN normalize each token by itself. A layer-scale of one group divides a token by
+    /// a number, which they divide out again, but for ε. So it does not change them.
     #[test]
     fn a_layer_scale_of_one_group_leaves_norms_of_tokens_as_they_are() -> Result<()> {
         let device = &Device::Cpu;
         let values: Vec<f32> = (0..80).map(|i| 30. * (i as f32 * 0.9).sin() + 7.).collect();
         let xs = Tensor::from_vec(values, (10, 8), device)?;
-        for &norm in &Norm::CAUSAL {
+        for &norm in Norm::value_variants() {
             let outputs = |groups| -> Result<Vec<f32>> {
                 let config = config(norm, groups, 2);
                 let varmap = VarMap::new();

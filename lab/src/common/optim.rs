@@ -11,7 +11,8 @@ pub const WARMUP_STEPS: usize = 100;
 const BETA_1: f64 = 0.9;
 const EPS: f64 = 1e-8;
 
-/// How far a run's steps go. The learning rate rises linearly, and falls by half a cosine to a tenth.
+/// The size of a run's steps. The learning rate rises linearly, and falls by half a cosine to a
+/// tenth.
 #[derive(Debug, Clone, Copy, PartialEq, clap::Args)]
 pub struct Schedule {
     /// The highest learning rate
@@ -51,7 +52,7 @@ impl Schedule {
         least + (most - least) * (1. + (PI * progress).cos()) / 2.
     }
 
-    /// What the learning rate falls to.
+    /// The last learning rate.
     pub fn least(&self) -> f64 {
         self.rate * 0.1
     }
@@ -159,7 +160,7 @@ impl AdamW {
     }
 }
 
-/// What to multiply gradients by, so that their common norm is at most `max`. A tensor, because
+/// The factor of all gradients that makes their common norm at most `max`. A tensor, because
 /// reading it would make every step wait for the device.
 fn clip_factor(grads: &[Tensor], max: f64) -> Result<Tensor> {
     let squares = grads

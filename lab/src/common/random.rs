@@ -4,7 +4,7 @@ use candle::{Result, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::cell::RefCell;
 
-/// What random numbers are for.
+/// A use of random numbers.
 #[derive(Debug, Clone, Copy)]
 pub enum Use {
     Weights,

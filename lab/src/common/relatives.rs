@@ -1,6 +1,6 @@
 //! Relatives of batch normalization that the paper and its authors' talk compare with PowerNorm,
-//! made of candle's operations. Each takes statistics of a channel over tokens: of a batch, of the
-//! last batches, or of a sentence.
+//! made of candle's operations. Each takes statistics of a channel over tokens, of a batch or of the
+//! last batches.
 
 use super::norm::EPS;
 use candle::backend::BackendStorage;
@@ -37,10 +37,6 @@ pub enum Kind {
     /// at least, where this one corrects right after the warm-up. Its running statistic moves from
     /// 1, where this one starts with a cumulative mean.
     MovingAverage,
-    /// Batch normalization by the batch's statistics in evaluation too.
-    OwnBatch,
-    /// Each sentence by itself, in training and in evaluation.
-    Instance,
 }
 
 /// One such layer over the last dimension.
@@ -75,7 +71,6 @@ impl Relative {
                 ("buffer_x2", BATCHES * size, 0.),
                 ("buffer_gz", BATCHES * size, 0.),
             ],
-            Kind::OwnBatch | Kind::Instance => &[],
         };
         let buffer = |&(name, length, value): &(&'static str, usize, f64)| {
             let tensor = vb.get_with_hints(length, name, Init::Const(value))?;
@@ -92,13 +87,7 @@ impl Relative {
         })
     }
 
-    /// Whether it takes its statistics over the tokens of one sentence.
-    pub fn is_of_sentences(&self) -> bool {
-        self.kind == Kind::Instance
-    }
-
-    /// Normalizes tokens, `[tokens, channels]`, or where [`is_of_sentences`](Self::is_of_sentences)
-    /// says so `[.., time, channels]`.
+    /// Normalizes tokens, `[tokens, channels]`.
     pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let training = self.mode.is_training();
         let normalized = match self.kind {
@@ -109,31 +98,8 @@ impl Relative {
                 centred.broadcast_div(&deviation(&self.value("running_var")?)?)?
             }
             Kind::MovingAverage => xs.broadcast_div(&deviation(&self.value("running_var")?)?)?,
-            Kind::OwnBatch => {
-                let (centred, deviation, _) = centre(xs, 0)?;
-                centred.broadcast_div(&deviation)?
-            }
-            Kind::Instance => {
-                let (centred, deviation, _) = centre(xs, xs.rank() - 2)?;
-                centred.broadcast_div(&deviation)?
-            }
         };
         self.affine(&normalized)
-    }
-
-    /// [`forward`](Self::forward) of sentences `[batch, time, channels]`, each by its tokens where
-    /// `keep`, `[batch, time]`, is 1.
-    pub fn forward_sentences(&self, xs: &Tensor, keep: &Tensor) -> Result<Tensor> {
-        let keep = keep.unsqueeze(2)?;
-        let count = keep.to_dtype(xs.dtype())?.sum_keepdim(1)?;
-        let mask = keep.broadcast_as(xs.shape())?;
-        let zeros = xs.zeros_like()?.detach();
-        // Whatever the padding holds, NaN too, is out of every sum.
-        let real = |values: &Tensor| mask.where_cond(values, &zeros);
-        let mean = |values: &Tensor| real(values)?.sum_keepdim(1)?.broadcast_div(&count);
-        let centred = real(&real(xs)?.broadcast_sub(&mean(xs)?)?)?;
-        let deviation = deviation(&mean(&centred.sqr()?)?)?;
-        self.affine(&centred.broadcast_div(&deviation)?)
     }
 
     fn affine(&self, normalized: &Tensor) -> Result<Tensor> {
@@ -141,7 +107,7 @@ impl Relative {
     }
 
     fn renorm(&self, xs: &Tensor) -> Result<Tensor> {
-        let (centred, spread, [batch_mean, batch_var]) = centre(xs, 0)?;
+        let (centred, spread, [batch_mean, batch_var]) = centre(xs)?;
         let (mean, var) = (self.buffer("running_mean")?, self.buffer("running_var")?);
         let running = deviation(&self.value("running_var")?)?;
         let normalized = centred.broadcast_div(&spread)?;
@@ -200,7 +166,7 @@ impl Relative {
         buffer.map_or_else(|| candle::bail!("no {name}"), |(_, var)| Ok(var))
     }
 
-    /// What the buffer called `name` holds. No gradient reaches it.
+    /// The value of the buffer called `name`. No gradient reaches it.
     fn value(&self, name: &str) -> Result<Tensor> {
         Ok(self.buffer(name)?.as_detached_tensor())
     }
@@ -219,13 +185,12 @@ fn deviation(square: &Tensor) -> Result<Tensor> {
     (square + EPS)?.sqrt()
 }
 
-/// `xs` less its mean over `dim`, its deviation over `dim`, and its mean and variance without that
-/// dimension and without gradient.
-fn centre(xs: &Tensor, dim: usize) -> Result<(Tensor, Tensor, [Tensor; 2])> {
-    let mean = xs.mean_keepdim(dim)?;
+/// `xs` less its mean over tokens, its deviation, and its mean and variance without gradient.
+fn centre(xs: &Tensor) -> Result<(Tensor, Tensor, [Tensor; 2])> {
+    let mean = xs.mean_keepdim(0)?;
     let centred = xs.broadcast_sub(&mean)?;
-    let var = centred.sqr()?.mean_keepdim(dim)?;
-    let numbers = [mean.squeeze(dim)?.detach(), var.squeeze(dim)?.detach()];
+    let var = centred.sqr()?.mean_keepdim(0)?;
+    let numbers = [mean.squeeze(0)?.detach(), var.squeeze(0)?.detach()];
     Ok((centred, deviation(&var)?, numbers))
 }
 
@@ -452,51 +417,6 @@ mod tests {
             .map(|(i, x)| x / (running[i % SIZE] + EPS).sqrt())
             .collect();
         assert_close(&numbers(&layer.forward(&xs)?)?, &expected, "evaluation");
-        Ok(())
-    }
-
-    /// A norm without running statistics is the same in evaluation as in training. Padding changes
-    /// no real token of a sentence.
-    #[test]
-    fn batches_and_sentences_are_normalized_by_themselves() -> Result<()> {
-        for kind in [Kind::OwnBatch, Kind::Instance] {
-            let (layer, mode) = layer(kind, 0)?;
-            let [xs, _] = batch(1)?;
-            let trained = numbers(&layer.forward(&xs)?)?;
-            mode.set_training(false);
-            assert_eq!(numbers(&layer.forward(&xs)?)?, trained);
-            for c in 0..SIZE {
-                let column = column(&trained, c);
-                let level = mean(column.iter().copied());
-                let square = mean(column.iter().map(|y| y * y));
-                assert!(level.abs() < 1e-12 && (square - 1.).abs() < 1e-4);
-            }
-        }
-        let (layer, _) = layer(Kind::Instance, 0)?;
-        let [one, other] = batch(2)?;
-        let both = Tensor::stack(&[one.as_tensor(), other.as_tensor()], 0)?;
-        let alone = [
-            layer.forward(&one.narrow(0, 0, 2)?)?,
-            layer.forward(&other)?,
-        ];
-        assert_close(
-            &numbers(&layer.forward(&both)?.get(1)?)?,
-            &numbers(&alone[1])?,
-            "without padding",
-        );
-        let keep: Vec<u8> = (0..2 * ROWS)
-            .map(|i| u8::from(!(2..ROWS).contains(&i)))
-            .collect();
-        let keep = Tensor::from_vec(keep, (2, ROWS), &Device::Cpu)?;
-        let nan = (one.as_tensor() * f64::NAN)?.narrow(0, 2, ROWS - 2)?;
-        let poisoned = Tensor::cat(&[&one.narrow(0, 0, 2)?, &nan], 0)?;
-        let both = Tensor::stack(&[&poisoned, other.as_tensor()], 0)?;
-        let masked = layer.forward_sentences(&both, &keep)?;
-        for (sentence, alone) in alone.iter().enumerate() {
-            let real = masked.get(sentence)?.narrow(0, 0, alone.dim(0)?)?;
-            assert_close(&numbers(&real)?, &numbers(alone)?, "with padding");
-        }
-        assert!(numbers(&masked)?.iter().all(|y| y.is_finite()));
         Ok(())
     }
 }

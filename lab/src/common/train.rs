@@ -1,101 +1,81 @@
-//! One training run: a step, an evaluation, a sample, and the checkpoint that continues it.
+//! The parts of a training run that do not depend on its model, and the loop that trains.
 
 use super::checkpoint::{variables, Checkpoint, History};
-use super::data::{Batch, Corpus};
-use super::model::{init_weights, Gpt, Size};
-use super::norm::{is_buffer, share, NormConfig};
-use super::optim::{AdamW, AdamWConfig, Schedule};
-use super::random::{generator, Dropout, Use};
-use anyhow::{ensure, Context, Result};
-use candle::{DType, Device, Tensor, D};
-use candle_nn::{loss::cross_entropy, ops, VarBuilder, VarMap};
+use super::measure::{Observations, Snapshot};
+use super::norm::{is_buffer, NormConfig};
+use super::optim::{AdamW, AdamWConfig};
+use anyhow::{Context, Result};
+use candle::{Device, Tensor};
+use candle_nn::VarMap;
 use candle_powernorm::Mode;
-use rand::distr::{weighted::WeightedIndex, Distribution};
-use serde_json::{json, Value};
-use std::path::Path;
-use std::time::{Duration, Instant};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use std::{error, fmt};
 
-const BETA_2: f64 = 0.99;
-const WEIGHT_DECAY: f64 = 0.1;
+/// A loss that is no number.
+#[derive(Debug, Clone, Copy)]
+pub struct Diverged {
+    loss: f32,
+    step: usize,
+    in_evaluation: bool,
+}
 
-const DTYPE: DType = DType::F32;
+impl fmt::Display for Diverged {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let place = if self.in_evaluation {
+            " in evaluation"
+        } else {
+            ""
+        };
+        write!(f, "the loss is {}{place} at step {}", self.loss, self.step)
+    }
+}
 
-/// Sequences of a batch of `char-lm` and `study`.
-pub const BATCH: usize = 12;
+impl error::Error for Diverged {}
 
-/// What decides a run: two runs of the same settings on the same text are the same run.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Settings {
+/// The variables of a run and all that belongs to them.
+pub struct State {
     pub norm: NormConfig,
-    pub size: Size,
-    /// Sequences of a step.
-    pub batch: usize,
-    /// Sequences that pass the model together, a divisor of `batch`: a step adds up the gradients
-    /// of each such part.
-    pub micro_batch: usize,
-    pub regularization: Regularization,
-    pub schedule: Schedule,
-    pub steps: usize,
-    pub seed: u64,
-}
-
-/// Dropout and label smoothing, which only training has.
-#[derive(Debug, Clone, Copy, Default, PartialEq, clap::Args)]
-pub struct Regularization {
-    /// Share of elements that dropout zeroes, of embeddings and branches
-    #[arg(long, value_parser = share, default_value_t = 0.)]
-    pub dropout: f64,
-
-    /// Label smoothing: the share of a target that all tokens divide
-    #[arg(long, value_parser = share, default_value_t = 0.)]
-    pub smoothing: f64,
-}
-
-pub struct Run<'a> {
-    settings: Settings,
-    pub corpus: &'a Corpus,
-    device: Device,
-    mode: Mode,
+    pub device: Device,
+    /// All normalizations of the model follow it.
+    pub mode: Mode,
     pub varmap: VarMap,
-    pub model: Gpt,
     pub optimizer: AdamW,
+    /// Losses with dropout and smoothing in training, and plain ones in validation.
     pub history: History,
-    /// Time spent in steps, evaluations not included.
+    /// `None` where nothing is observed.
+    pub observations: Option<Observations>,
+    /// Steps between two points of the observed series.
+    pub observe_every: usize,
+    /// Time spent in steps, without evaluations and observations.
     pub elapsed: Duration,
 }
 
-impl<'a> Run<'a> {
-    pub fn new(settings: Settings, corpus: &'a Corpus, device: &Device) -> Result<Self> {
-        let mode = Mode::train();
-        let varmap = VarMap::new();
-        let vb = VarBuilder::from_varmap(&varmap, DTYPE, device);
-        let model = Gpt::new(settings.size, &settings.norm, &mode, vb)?;
-        let mut rng = generator(settings.seed, Use::Weights, 0);
-        init_weights(&varmap, settings.size.layers, &mut rng)?;
+impl State {
+    /// The state of a new run with the model whose variables are in `varmap`.
+    pub fn new(
+        norm: NormConfig,
+        device: &Device,
+        mode: Mode,
+        varmap: VarMap,
+        optimizer: AdamWConfig,
+    ) -> Result<Self> {
         let parameters = variables(&varmap)
             .into_iter()
             .filter(|(name, _)| !is_buffer(name));
-        let config = AdamWConfig {
-            beta_2: BETA_2,
-            weight_decay: WEIGHT_DECAY,
-            max_grad_norm: settings.schedule.clip,
-        };
-        let optimizer = AdamW::new(parameters, config)?;
         Ok(Self {
-            settings,
-            corpus,
+            norm,
             device: device.clone(),
             mode,
+            optimizer: AdamW::new(parameters, optimizer)?,
             varmap,
-            model,
-            optimizer,
             history: History::default(),
+            observations: None,
+            observe_every: 1,
             elapsed: Duration::ZERO,
         })
-    }
-
-    pub fn settings(&self) -> &Settings {
-        &self.settings
     }
 
     /// Steps made so far.
@@ -103,642 +83,163 @@ impl<'a> Run<'a> {
         self.optimizer.steps
     }
 
-    /// Numbers the optimizer moves.
+    /// Numbers that the optimizer moves.
     pub fn parameters(&self) -> usize {
-        self.optimizer
-            .slots
-            .iter()
-            .map(|slot| slot.var.elem_count())
-            .sum()
+        let slots = self.optimizer.slots.iter();
+        slots.map(|slot| slot.var.elem_count()).sum()
     }
 
-    /// Tokens trained on in a second, so far.
-    pub fn speed(&self) -> f64 {
-        let tokens = self.steps() * self.settings.batch * self.settings.size.context;
-        tokens as f64 / self.elapsed.as_secs_f64()
+    /// The normalizations before a step that is observed.
+    pub fn snapshot(&self) -> Result<Option<Snapshot>> {
+        let observed = self.observations.as_ref();
+        observed.map(|_| Snapshot::of(&self.varmap)).transpose()
     }
 
-    /// One update of the parameters. Gives the loss before it.
-    pub fn step(&mut self) -> Result<f32> {
-        let start = Instant::now();
-        let (loss, gradients) = self.gradients()?;
-        self.update(loss, &gradients)?;
-        self.elapsed += start.elapsed();
-        Ok(loss)
-    }
-
-    /// The first half of a [`step`](Self::step): the loss, and the gradients of the parameters as
-    /// the optimizer has them. Normalizations update their statistics.
-    pub fn gradients(&self) -> Result<(f32, Vec<Tensor>)> {
-        let step = self.steps();
-        let Settings {
-            size,
-            batch: size_of_batch,
-            micro_batch,
-            regularization,
-            seed,
-            ..
-        } = self.settings;
-        let Regularization { dropout, smoothing } = regularization;
-        let dropout = Dropout::new(dropout, generator(seed, Use::Dropout, step));
-        let batch = Batch::random(
-            &self.corpus.train,
-            size_of_batch,
-            size.context,
-            &mut generator(seed, Use::Batch, step),
-            &self.device,
-        )?;
-        let share = micro_batch as f64 / size_of_batch as f64;
-        let (mut value, mut gradients) = (0., Vec::new());
-        for part in batch.parts(micro_batch)? {
-            let loss = self.loss(&part, smoothing, &dropout)?;
-            value += loss.to_scalar::<f32>()? * share as f32;
-            let part = self.optimizer.gradients(&loss.backward()?)?;
-            gradients = match gradients.is_empty() {
-                true if micro_batch == size_of_batch => part,
-                true => (part.iter().map(|grad| grad * share)).collect::<candle::Result<_>>()?,
-                false => (gradients.iter().zip(&part))
-                    .map(|(sum, grad)| sum + (grad * share)?)
-                    .collect::<candle::Result<_>>()?,
-            };
+    /// Observes a step of `rows` real tokens between its gradients and its update.
+    pub fn observe(
+        &mut self,
+        before: Option<Snapshot>,
+        rows: usize,
+        gradients: &[Tensor],
+    ) -> Result<()> {
+        let recorded = self.steps().is_multiple_of(self.observe_every);
+        if let (Some(observations), Some(before)) = (&mut self.observations, before) {
+            let states = [&before, &Snapshot::of(&self.varmap)?];
+            let (optimizer, norm) = (&self.optimizer, &self.norm);
+            observations.observe(optimizer, norm, rows, states, gradients, recorded)?;
         }
-        Ok((value, gradients))
+        Ok(())
     }
 
-    /// The other half.
-    pub fn update(&mut self, loss: f32, gradients: &[Tensor]) -> Result<()> {
-        let step = self.steps();
-        ensure!(loss.is_finite(), "the loss is {loss} at step {step}");
-        let rate = self.settings.schedule.rate(step, self.settings.steps);
+    /// Moves the parameters, if the loss is a number.
+    pub fn update(&mut self, loss: f32, gradients: &[Tensor], rate: f64) -> Result<()> {
+        self.finite(loss, false)?;
         self.optimizer.step(gradients, rate)?;
         self.history.train.push(loss);
         Ok(())
     }
 
-    /// The mean loss over `batches` batches spread over `tokens`, in evaluation mode. It need not
-    /// be finite.
-    pub fn evaluate(&self, tokens: &[u32], batches: usize) -> Result<f32> {
-        let _guard = self.mode.eval_scope();
-        let Settings { size, batch, .. } = self.settings;
-        let mut sum = 0.;
-        for batch in Batch::spread(tokens, batches, batch, size.context, &self.device) {
-            let loss = self.loss(&batch?, 0., &Dropout::none())?;
-            sum += f64::from(loss.to_scalar::<f32>()?);
-        }
-        Ok((sum / batches as f64) as f32)
+    /// The `loss` of an evaluation, if it is a number.
+    pub fn evaluated(&self, loss: f32) -> Result<f32> {
+        self.finite(loss, true)
     }
 
-    /// [`evaluate`](Self::evaluate), where a run cannot go on without a number.
-    pub fn evaluate_finite(&self, tokens: &[u32], batches: usize) -> Result<f32> {
-        let loss = self.evaluate(tokens, batches)?;
+    fn finite(&self, loss: f32, in_evaluation: bool) -> Result<f32> {
         let step = self.steps();
-        ensure!(
-            loss.is_finite(),
-            "the loss is {loss} in evaluation at step {step}"
-        );
-        Ok(loss)
-    }
-
-    /// The cross entropy, with label smoothing.
-    fn loss(&self, batch: &Batch, smoothing: f64, dropout: &Dropout) -> Result<Tensor> {
-        let logits = self.model.forward_dropping(&batch.inputs, dropout)?;
-        let logits = logits.flatten_to(1)?;
-        Ok(match smoothing > 0. {
-            true => smoothed_cross_entropy(&logits, &batch.targets, smoothing)?,
-            false => cross_entropy(&logits, &batch.targets)?,
-        })
-    }
-
-    /// The model as inference runs it: its normalizations folded into the linear layers after them.
-    pub fn fold(&self) -> Result<Gpt> {
-        let _guard = self.mode.eval_scope();
-        Ok(self.model.fold()?)
-    }
-
-    /// The tokens a second that each model evaluates, the fastest of `rounds` times over the same
-    /// `batches` batches of the validation split. The models take turns, so that what else the
-    /// machine does slows both.
-    pub fn inference_speed(
-        &self,
-        models: [&Gpt; 2],
-        batches: usize,
-        rounds: usize,
-    ) -> Result<[f64; 2]> {
-        let _guard = self.mode.eval_scope();
-        let Settings { size, batch, .. } = self.settings;
-        let tokens = batches * batch * size.context;
-        let batches = Batch::spread(&self.corpus.val, batches, batch, size.context, &self.device);
-        let batches = batches.collect::<Result<Vec<_>>>()?;
-        let mut fastest = [Duration::MAX; 2];
-        for _ in 0..rounds {
-            for (model, fastest) in models.iter().zip(&mut fastest) {
-                let start = Instant::now();
-                for batch in &batches {
-                    model.forward(&batch.inputs)?;
-                }
-                self.device.synchronize()?;
-                *fastest = start.elapsed().min(*fastest);
+        match loss.is_finite() {
+            true => Ok(loss),
+            false => Err(Diverged {
+                loss,
+                step,
+                in_evaluation,
             }
+            .into()),
         }
-        Ok(fastest.map(|time| tokens as f64 / time.as_secs_f64()))
     }
 
-    /// `length` characters that `model`, the run's own or the folded one, makes up, drawn at
-    /// `temperature`.
-    pub fn sample(&self, model: &Gpt, length: usize, temperature: f64) -> Result<String> {
-        let _guard = self.mode.eval_scope();
-        let mut rng = generator(self.settings.seed, Use::Sample, self.steps());
-        let mut tokens = vec![self.corpus.val[0]];
-        for _ in 0..length {
-            let seen = &tokens[tokens.len().saturating_sub(self.settings.size.context)..];
-            let logits = model.forward(&Tensor::new(seen, &self.device)?.unsqueeze(0)?)?;
-            let last = (logits.get(0)?.get(seen.len() - 1)? / temperature)?;
-            let weights = ops::softmax(&last, D::Minus1)?.to_vec1::<f32>()?;
-            tokens.push(WeightedIndex::new(weights)?.sample(&mut rng) as u32);
-        }
-        Ok(self.corpus.decode(&tokens[1..]))
-    }
-
-    /// Writes everything the run's future depends on, and `notes`.
-    pub fn save(&self, path: &Path, notes: &[(&str, String)]) -> Result<()> {
-        let mut checkpoint = Checkpoint::new(
-            &self.describe(),
-            &self.varmap,
-            &self.optimizer,
-            &self.history,
-            self.elapsed,
-        )?;
-        for (key, note) in notes {
-            checkpoint.notes.insert(key.to_string(), note.clone());
-        }
+    /// Writes everything that the future of the run with these `settings` depends on, and `notes`.
+    pub fn save(&self, path: &Path, settings: &Value, notes: &[(&str, String)]) -> Result<()> {
+        let (varmap, optimizer, history) = (&self.varmap, &self.optimizer, &self.history);
+        let mut checkpoint = Checkpoint::new(settings, varmap, optimizer, history, self.elapsed)?;
+        let observations = serde_json::to_string(&self.observations)?;
+        checkpoint.notes.insert("observations".into(), observations);
+        let notes = notes.iter().cloned();
+        (checkpoint.notes).extend(notes.map(|(key, note)| (key.to_string(), note)));
         checkpoint.write(path)
     }
 
-    /// Takes up the run that [`save`](Self::save) wrote to `path`, and gives what else is there.
-    pub fn load(&mut self, path: &Path) -> Result<Checkpoint> {
-        self.try_load(path)
-            .with_context(|| format!("cannot resume from {}", path.display()))
-    }
-
-    fn try_load(&mut self, path: &Path) -> Result<Checkpoint> {
-        let settings = self.describe();
-        let mut checkpoint =
-            Checkpoint::restore(path, &settings, &self.varmap, &mut self.optimizer)?;
-        (self.history, self.elapsed) = checkpoint.take_history()?;
-        Ok(checkpoint)
-    }
-
-    /// The run's settings, as its checkpoint names them.
-    pub fn describe(&self) -> Value {
-        self.settings.describe(self.corpus)
+    /// Takes up the run that [`save`](Self::save) wrote to `path`, and gives its notes.
+    pub fn load(&mut self, path: &Path, settings: &Value) -> Result<Checkpoint> {
+        let mut load = || -> Result<Checkpoint> {
+            let (varmap, optimizer) = (&self.varmap, &mut self.optimizer);
+            let mut checkpoint = Checkpoint::restore(path, settings, varmap, optimizer)?;
+            (self.history, self.elapsed) = checkpoint.take_history()?;
+            if self.observations.is_some() {
+                self.observations = serde_json::from_str(checkpoint.note("observations")?)?;
+            }
+            Ok(checkpoint)
+        };
+        load().with_context(|| format!("cannot resume from {}", path.display()))
     }
 }
 
-/// The mean cross entropy of `logits`, `[rows, vocab]`, with the `smoothing` share of each target
-/// spread over all of the vocabulary.
-///
-/// Its gradient, the softmax less the smoothed target, is computed here with it, row by row.
-/// Autograd would pass over the logits, the largest tensor of a step, many times.
-fn smoothed_cross_entropy(
-    logits: &Tensor,
-    targets: &Tensor,
-    smoothing: f64,
-) -> candle::Result<Tensor> {
-    let (rows, vocab) = logits.dims2()?;
-    let mut values: Vec<f32> = logits.detach().flatten_all()?.to_vec1()?;
-    let share = 1. / rows as f64;
-    let mut loss = 0.;
-    for (row, target) in values
-        .chunks_exact_mut(vocab)
-        .zip(targets.to_vec1::<u32>()?)
-    {
-        let target = target as usize;
-        let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let (mut sum, mut sum_of_exps) = (0., 0.);
-        let of_target = f64::from(row[target] - largest);
-        for value in &mut *row {
-            let less = *value - largest;
-            *value = less.exp();
-            sum += f64::from(less);
-            sum_of_exps += f64::from(*value);
-        }
-        let smoothed = (1. - smoothing) * of_target + smoothing * sum / vocab as f64;
-        loss += (sum_of_exps.ln() - smoothed) * share;
-        let scale = (share / sum_of_exps) as f32;
-        let of_each = (smoothing * share / vocab as f64) as f32;
-        row.iter_mut()
-            .for_each(|value| *value = *value * scale - of_each);
-        row[target] -= ((1. - smoothing) * share) as f32;
-    }
-    let gradient = Tensor::from_vec(values, (rows, vocab), logits.device())?;
-    // The carrier has that gradient, and its value is made the loss.
-    let carrier = (logits * gradient)?.sum_all()?;
-    let gap = (Tensor::new(loss as f32, logits.device())? - carrier.detach())?;
-    carrier + gap
-}
+/// A run that [`train`] trains.
+pub trait Train {
+    fn state(&self) -> &State;
 
-impl Settings {
-    /// The settings, those that every run has, and the text, as checkpoints and results name them.
-    pub fn describe(&self, corpus: &Corpus) -> Value {
-        let Settings {
-            norm,
-            size,
-            batch,
-            micro_batch,
-            regularization,
-            schedule,
-            steps,
-            seed,
-        } = *self;
-        json!({
-            "--norm": norm.norm.to_string(),
-            "--groups": norm.groups,
-            "--steps": steps,
-            "--seed": seed,
-            "PowerNorm warm-up": norm.warmup_steps,
-            "PowerNorm recipe": format!("{:?}", norm.recipe),
-            "PowerNorm alpha": norm.alpha,
-            "GroupNorm groups": norm.group_norm_groups,
-            "BatchNorm momentum": norm.momentum,
-            "batch": batch,
-            "micro-batch": micro_batch,
-            "--dropout": regularization.dropout,
-            "--smoothing": regularization.smoothing,
-            "layers": size.layers,
-            "heads": size.heads,
-            "width": size.width,
-            "context": size.context,
-            "learning rate": [schedule.rate, schedule.least()],
-            "learning rate's warm-up": schedule.rate_warmup,
-            "AdamW's beta 2": BETA_2,
-            "weight decay": WEIGHT_DECAY,
-            "largest norm of a gradient": schedule.clip,
-            "dtype": DTYPE.as_str(),
-            "text (as a hash)": format!("{:016x}", corpus.fingerprint),
-        })
+    /// Makes one update of the parameters, and gives the loss before it.
+    fn step(&mut self) -> Result<f32>;
+
+    /// The loss on the validation split, which the history then has.
+    fn validate(&mut self) -> Result<f32>;
+
+    fn save(&self, path: &Path) -> Result<()>;
+
+    /// Tokens trained on so far.
+    fn tokens(&self) -> u64;
+
+    /// Tokens trained on in a second.
+    fn speed(&self) -> f64 {
+        self.tokens() as f64 / self.state().elapsed.as_secs_f64()
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::super::data::Unit;
-    use super::super::norm::{Norm, MOMENTUM};
-    use super::*;
-    use crate::common::checkpoint;
-    use candle_powernorm::Recipe;
-    use clap::ValueEnum;
-    use rand::Rng;
+/// The way of a run to its end.
+pub struct Plan {
+    /// The run's name on the screen.
+    pub name: String,
+    pub steps: usize,
+    pub eval_every: usize,
+    /// Evaluates after the last step too.
+    pub at_end: bool,
+    pub checkpoint: PathBuf,
+}
 
-    fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {
-        checkpoint::bits(&run.varmap, &run.optimizer)
-    }
-
-    /// A model small enough for a test; PowerNorm's warm-up ends before the run does.
-    fn settings(norm: Norm, corpus: &Corpus) -> Settings {
-        Settings {
-            norm: NormConfig {
-                norm,
-                groups: Some(2),
-                warmup_steps: 3,
-                recipe: Recipe::Paper,
-                alpha: [0.9; 2],
-                group_norm_groups: 2,
-                momentum: MOMENTUM,
-            },
-            size: Size {
-                layers: 2,
-                heads: 2,
-                width: 8,
-                context: 8,
-                vocab: corpus.vocab.len(),
-            },
-            batch: 3,
-            micro_batch: 3,
-            regularization: Regularization::default(),
-            schedule: Schedule::default(),
-            steps: 8,
-            seed: 1,
-        }
-    }
-
-    fn corpus() -> Corpus {
-        Corpus::sample(8)
-    }
-
-    /// With smoothing s the loss is (1−s) of the target's and s of the mean over all tokens. An
-    /// evaluation has neither smoothing nor dropout.
-    #[test]
-    fn smoothing_and_dropout_are_of_training() -> Result<()> {
-        let corpus = corpus();
-        let run = |dropout, smoothing| {
-            let settings = Settings {
-                regularization: Regularization { dropout, smoothing },
-                ..settings(Norm::Layer, &corpus)
-            };
-            Run::new(settings, &corpus, &Device::Cpu)
+/// Makes the steps that are left. Each evaluation also writes the checkpoint, after `evaluated`.
+pub fn train<R: Train>(
+    run: &mut R,
+    plan: &Plan,
+    evaluated: impl Fn(&R) -> Result<()>,
+) -> Result<()> {
+    let Plan {
+        name,
+        steps,
+        eval_every,
+        at_end,
+        checkpoint,
+    } = plan;
+    let bar = bar(name, *steps)?.with_position(run.state().steps() as u64);
+    bar.reset_eta();
+    while run.state().steps() < *steps {
+        let loss = run.step()?;
+        let speed = run.speed();
+        bar.set_message(format!("loss {loss:.3}, {speed:.0} tokens/s"));
+        bar.inc(1);
+        let step = run.state().steps();
+        let evaluates = match step == *steps {
+            true => *at_end,
+            false => step.is_multiple_of(*eval_every),
         };
-        let loss = |dropout, smoothing| anyhow::Ok(run(dropout, smoothing)?.gradients()?.0);
-        let plain = loss(0., 0.)?;
-        let (half, all) = (loss(0., 0.5)?, loss(0., 0.999)?);
-        let of_all = (all - 0.001 * plain) / 0.999;
-        assert!(
-            (half - (plain + of_all) / 2.).abs() < 1e-5 * plain,
-            "{plain}, {half}, {all}"
-        );
-        assert!((half - plain).abs() > 1e-3 * plain);
-        assert!((loss(0.5, 0.)? - plain).abs() > 1e-3 * plain);
-        let evaluated = |run: &Run| run.evaluate(&corpus.val, 2);
-        assert_eq!(evaluated(&run(0.5, 0.5)?)?, evaluated(&run(0., 0.)?)?);
-        Ok(())
-    }
-
-    /// The value, and the gradient, are those that candle's operations have by autograd.
-    #[test]
-    fn the_smoothed_loss_is_that_of_candles_operations() -> Result<()> {
-        let mut rng = generator(1, Use::Sample, 0);
-        let values: Vec<f32> = (0..7 * 5).map(|_| rng.random_range(-4f32..4.)).collect();
-        let logits = candle::Var::from_vec(values, (7, 5), &Device::Cpu)?;
-        let targets = Tensor::new(&[0u32, 4, 1, 1, 3, 2, 0], &Device::Cpu)?;
-        let ours = smoothed_cross_entropy(&logits, &targets, 0.1)?;
-        let of_all = ops::log_softmax(logits.as_tensor(), D::Minus1)?.mean_all()?;
-        let theirs = ((cross_entropy(&logits, &targets)? * 0.9)? - (of_all * 0.1)?)?;
-        let gradient = |loss: &Tensor| -> Result<Vec<f32>> {
-            let store = loss.backward()?;
-            let gradient = store.get(&logits).context("no gradient")?;
-            Ok(gradient.flatten_all()?.to_vec1()?)
-        };
-        let (gradient, theirs_gradient) = (gradient(&ours)?, gradient(&theirs)?);
-        let (ours, theirs) = (ours.to_scalar::<f32>()?, theirs.to_scalar::<f32>()?);
-        assert!((ours - theirs).abs() < 1e-6 * theirs, "{ours}, {theirs}");
-        for (ours, theirs) in gradient.iter().zip(&theirs_gradient) {
-            assert!((ours - theirs).abs() < 1e-7, "{ours}, {theirs}");
+        if evaluates {
+            let val_loss = run.validate()?;
+            evaluated(run)?;
+            run.save(checkpoint)?;
+            bar.suspend(|| {
+                eprintln!(
+                    "{name:8} step {step:5}: loss {loss:.4}, validation loss {val_loss:.4}, \
+                     {speed:.0} tokens/s"
+                )
+            });
         }
-        assert!(gradient.iter().any(|value| value.abs() > 0.01));
-        Ok(())
     }
+    bar.finish_and_clear();
+    Ok(())
+}
 
-    #[test]
-    fn a_resumed_run_is_the_run_that_never_stopped() -> Result<()> {
-        let corpus = corpus();
-        let dir = tempfile::tempdir()?;
-        for &norm in &Norm::CAUSAL {
-            let path = dir.path().join("run.safetensors");
-            let settings = Settings {
-                regularization: Regularization {
-                    dropout: 0.1,
-                    smoothing: 0.1,
-                },
-                ..settings(norm, &corpus)
-            };
-            let mut whole = Run::new(settings, &corpus, &Device::Cpu)?;
-            for step in 0..settings.steps {
-                if step == 5 {
-                    whole.history.val.push((5, whole.evaluate(&corpus.val, 2)?));
-                    whole.save(&path, &[])?;
-                }
-                whole.step()?;
-            }
-            let mut resumed = Run::new(settings, &corpus, &Device::Cpu)?;
-            resumed.load(&path)?;
-            assert_eq!(resumed.steps(), 5);
-            while resumed.steps() < settings.steps {
-                resumed.step()?;
-            }
-            assert_eq!(resumed.history, whole.history, "{norm}");
-            assert_eq!(bits(&resumed), bits(&whole), "{norm}");
-            let sample = |run: &Run| run.sample(&run.model, 20, 0.8);
-            assert_eq!(sample(&resumed)?, sample(&whole)?, "{norm}");
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn a_checkpoint_of_other_settings_is_refused() -> Result<()> {
-        let corpus = corpus();
-        let dir = tempfile::tempdir()?;
-        let path = dir.path().join("run.safetensors");
-        let settings = settings(Norm::Rms, &corpus);
-        Run::new(settings, &corpus, &Device::Cpu)?.save(&path, &[])?;
-
-        let message = |settings, corpus| {
-            let error = Run::new(settings, corpus, &Device::Cpu)
-                .unwrap()
-                .load(&path)
-                .unwrap_err();
-            format!("{:#}", error)
-        };
-        let error = message(
-            Settings {
-                seed: 2,
-                ..settings
-            },
-            &corpus,
-        );
-        assert!(
-            error.ends_with("its run has --seed 1, this one 2"),
-            "{error}"
-        );
-        let other = Corpus::new(include_str!("../../sample/train.de"), Unit::Character, 8)?;
-        let error = message(settings, &other);
-        assert!(error.contains("text (as a hash)"), "{error}");
-        std::fs::write(&path, "no checkpoint")?;
-        assert!(Run::new(settings, &corpus, &Device::Cpu)?
-            .load(&path)
-            .is_err());
-        Ok(())
-    }
-
-    #[test]
-    fn a_seed_is_the_same_start_for_every_norm() -> Result<()> {
-        let corpus = corpus();
-        let matrices = |norm| -> Result<Vec<(String, Vec<u64>)>> {
-            let run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
-            let mut bits = bits(&run);
-            bits.retain(|(name, _)| name.ends_with("weight") && !name.contains("norm"));
-            Ok(bits)
-        };
-        let power = matrices(Norm::Power)?;
-        // Two embeddings, and six matrices a layer.
-        assert_eq!(power.len(), 2 + 2 * 6);
-        for &norm in &Norm::CAUSAL {
-            assert_eq!(matrices(norm)?, power, "{norm}");
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn an_evaluation_changes_nothing() -> Result<()> {
-        let corpus = corpus();
-        for &norm in &Norm::CAUSAL {
-            let mut run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
-            run.step()?;
-            let before = bits(&run);
-            let loss = run.evaluate(&corpus.val, 2)?;
-            assert_eq!(run.evaluate(&corpus.val, 2)?, loss, "{norm}");
-            assert_eq!(bits(&run), before, "{norm}");
-            assert!(run.mode.is_training());
-        }
-        Ok(())
-    }
-
-    /// The loss falls in a short run of every normalization, and its checkpoint is the run.
-    #[test]
-    fn learns() -> Result<()> {
-        let corpus = corpus();
-        let dir = tempfile::tempdir()?;
-        let path = dir.path().join("run.safetensors");
-        for &norm in &Norm::CAUSAL {
-            let settings = Settings {
-                steps: 200,
-                ..settings(norm, &corpus)
-            };
-            let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
-            while run.steps() < settings.steps {
-                run.step()?;
-            }
-            let mean = |losses: &[f32]| losses.iter().sum::<f32>() / losses.len() as f32;
-            let (first, last) = run.history.train.split_at(10);
-            let (first, last) = (mean(first), mean(&last[last.len() - 10..]));
-            assert!(last < first - 0.1, "{norm}: {first} to {last}");
-            run.sample(&run.model, 20, 0.8)?;
-
-            run.save(&path, &[])?;
-            let mut loaded = Run::new(settings, &corpus, &Device::Cpu)?;
-            loaded.load(&path)?;
-            assert_eq!(bits(&loaded), bits(&run), "{norm}");
-            let loss = |run: &Run| run.evaluate(&corpus.val, 2);
-            assert_eq!(loss(&loaded)?, loss(&run)?, "{norm}");
-        }
-        Ok(())
-    }
-
-    /// Losses differ by roundings only, and the CPU continues from the GPU's checkpoint.
-    #[cfg(feature = "cuda")]
-    #[test]
-    fn a_gpu_takes_the_steps_of_the_cpu() -> Result<()> {
-        let corpus = corpus();
-        let dir = tempfile::tempdir()?;
-        let path = dir.path().join("run.safetensors");
-        let gpu = Device::new_cuda(0)?;
-        for &norm in &Norm::CAUSAL {
-            let settings = settings(norm, &corpus);
-            let mut on_gpu = Run::new(settings, &corpus, &gpu)?;
-            let mut on_cpu = Run::new(settings, &corpus, &Device::Cpu)?;
-            for step in 0..settings.steps {
-                let (got, expected) = (on_gpu.step()?, on_cpu.step()?);
-                assert!(
-                    (got - expected).abs() < 1e-4 * expected,
-                    "{norm}, step {step}: {got} and {expected}"
-                );
-            }
-            on_gpu.save(&path, &[])?;
-            on_cpu.load(&path)?;
-            assert_eq!(bits(&on_cpu), bits(&on_gpu), "{norm}");
-        }
-        Ok(())
-    }
-
-    /// With a layer-scale left and without; every norm has statistics, weights and shifts of its
-    /// own.
-    #[test]
-    fn a_folded_model_is_the_same_function() -> Result<()> {
-        let corpus = corpus();
-        for &norm in &Norm::CAUSAL {
-            for groups in [None, Some(2)] {
-                let mut settings = settings(norm, &corpus);
-                settings.norm.groups = groups;
-                let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
-                while run.steps() < settings.steps {
-                    run.step()?;
-                }
-                if !norm.is_power() {
-                    assert!(run.fold().is_err(), "{norm}");
-                    continue;
-                }
-                let mut rng = generator(settings.seed, Use::Weights, 1);
-                for (name, var) in variables(&run.varmap) {
-                    if var.rank() == 1 && !is_buffer(&name) {
-                        let random = (0..var.elem_count()).map(|_| rng.random_range(-1f32..1.5));
-                        let values: Vec<_> = random.collect();
-                        var.set(&Tensor::from_vec(values, var.shape(), &run.device)?)?;
-                    }
-                }
-                let folded = run.fold()?;
-                let _guard = run.mode.eval_scope();
-                let tokens = Tensor::new(&[[1u32, 2, 3, 4], [4, 3, 2, 1]], &run.device)?;
-                let logits = |model: &Gpt| model.forward(&tokens)?.flatten_all()?.to_vec1::<f32>();
-                let (ours, theirs) = (logits(&run.model)?, logits(&folded)?);
-                let largest = ours.iter().fold(0f32, |max, logit| max.max(logit.abs()));
-                for (i, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
-                    assert!(
-                        (ours - theirs).abs() < 1e-5 * largest,
-                        "{norm}, groups {groups:?}, logit {i}: {ours} and folded {theirs}"
-                    );
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// In evaluation. What the commands refuse to language models does see it.
-    #[test]
-    fn no_position_sees_its_future() -> Result<()> {
-        let corpus = corpus();
-        for &norm in Norm::value_variants() {
-            let run = Run::new(settings(norm, &corpus), &corpus, &Device::Cpu)?;
-            let _guard = run.mode.eval_scope();
-            let logits = |tokens: [u32; 4]| -> Result<Vec<Vec<f32>>> {
-                let tokens = Tensor::new(&[tokens], &run.device)?;
-                Ok(run.model.forward(&tokens)?.get(0)?.to_vec2()?)
-            };
-            let (one, other) = (logits([1, 2, 3, 4])?, logits([1, 2, 5, 4])?);
-            let blind = one[..2] == other[..2];
-            // Without padding BatchPadded is Batch.
-            let causal = norm.check_causal().is_ok() || norm == Norm::BatchPadded;
-            assert_eq!(blind, causal, "{norm}");
-            assert_ne!(one[2], other[2], "{norm}");
-            assert_ne!(one[3], other[3], "{norm}");
-        }
-        Ok(())
-    }
-
-    /// Of a norm without statistics, a batch in parts has the loss and the gradients of the whole.
-    #[test]
-    fn gradients_of_parts_add_up_to_those_of_the_batch() -> Result<()> {
-        let corpus = corpus();
-        let gradients = |micro_batch| {
-            let settings = Settings {
-                micro_batch,
-                ..settings(Norm::Layer, &corpus)
-            };
-            Run::new(settings, &corpus, &Device::Cpu)?.gradients()
-        };
-        let ((whole_loss, whole), (loss, parts)) = (gradients(3)?, gradients(1)?);
-        // Sums of some hundred terms, in another order.
-        let bound = 100. * f32::EPSILON;
-        assert!((loss - whole_loss).abs() <= bound * whole_loss);
-        for (whole, parts) in whole.iter().zip(&parts) {
-            let largest = |tensor: &Tensor| {
-                let values = tensor.flatten_all()?.to_vec1::<f32>()?;
-                anyhow::Ok(values.iter().fold(0f32, |max, value| max.max(value.abs())))
-            };
-            let size = largest(whole)?;
-            assert!(size > 0. && largest(&(whole - parts)?)? <= bound * size);
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn a_loss_that_is_no_number_stops_the_run() -> Result<()> {
-        let corpus = corpus();
-        let mut run = Run::new(settings(Norm::Layer, &corpus), &corpus, &Device::Cpu)?;
-        let positions = &variables(&run.varmap)["positions.weight"];
-        positions.set(&(positions.ones_like()? * f64::NAN)?)?;
-        let error = run.step().unwrap_err();
-        assert_eq!(error.to_string(), "the loss is NaN at step 0");
-        assert!(run.evaluate(&corpus.val, 2)?.is_nan());
-        let error = run.evaluate_finite(&corpus.val, 2).unwrap_err();
-        assert_eq!(error.to_string(), "the loss is NaN in evaluation at step 0");
-        Ok(())
-    }
+/// A progress bar of `length`.
+pub fn bar(name: &str, length: usize) -> Result<ProgressBar> {
+    let style = ProgressStyle::with_template("{prefix:8} {wide_bar} {pos}/{len} {msg} [{eta}]")?;
+    Ok(ProgressBar::new(length as u64)
+        .with_style(style)
+        .with_prefix(name.to_string()))
 }

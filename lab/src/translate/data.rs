@@ -56,7 +56,7 @@ impl Subwords {
         Ok(Self(tokenizer))
     }
 
-    /// How many tokens there are, those that are no text included.
+    /// The number of tokens, with those that are no text.
     pub fn count(&self) -> usize {
         self.0.get_vocab_size(false) + SPECIAL as usize
     }
@@ -90,7 +90,7 @@ pub struct Pair {
     pub target: Vec<u32>,
 }
 
-/// What to translate.
+/// A split to translate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Split {
     Val,
@@ -99,10 +99,8 @@ pub enum Split {
 
 impl fmt::Display for Split {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Val => "val",
-            Self::Test => "test",
-        })
+        let value = self.to_possible_value();
+        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
     }
 }
 
@@ -278,7 +276,7 @@ impl Batch {
         })
     }
 
-    /// How many tokens there are to predict.
+    /// The number of tokens to predict.
     pub fn count(&self) -> usize {
         self.targets.elem_count()
     }

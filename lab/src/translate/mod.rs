@@ -4,8 +4,6 @@
 //! ```text
 //! cargo run --release -p lab -- translate --data multi30k --norm power
 //! cargo run --release -p lab -- translate --data multi30k --compare layer,batch,power-v,power
-//! cargo run --release -p lab -- translate --data multi30k --speed \
-//!     --compare layer,batch,power-v,power
 //! sacrebleu target/translate/test.en -i target/translate/power.1.test.hyp.en -m bleu chrf
 //! ```
 //!
@@ -17,26 +15,21 @@
 //! checkpoints and subwords go to the folder `--out`. With `--resume` and its
 //! `--steps`, a finished run translates once more, as the other options say: another split, another
 //! length penalty, or the mean of its last weights if it was trained with `--average`.
-//!
-//! Runs one after the other, on a machine that does other things too, differ in speed by more than
-//! their normalizations do. `--speed` lets them take turns instead, a step each.
 
 mod data;
 mod model;
 mod search;
-mod speed;
 mod train;
 
 use crate::common::measure::{singular_values, Outliers, Series};
-use crate::common::norm::{share, Norm, NormArgs, NormConfig};
+use crate::common::norm::{share, Norm, NormArgs};
+use crate::common::train::{bar, train, Plan, Train};
 use crate::common::{self, Place};
 use anyhow::{bail, ensure, Context, Result};
 use candle::Device;
-use candle_powernorm::Recipe;
 use clap::builder::RangedU64ValueParser;
 use clap::Parser;
 use data::{Corpus, Split};
-use indicatif::{ProgressBar, ProgressStyle};
 use model::Size;
 use search::Beam;
 use serde_json::{json, Value};
@@ -51,58 +44,14 @@ const HEADS: usize = 4;
 /// The encoder's first normalization, where the paper looks.
 const FIRST_NORM: &str = "encoder.0.norm_1";
 
-/// Steps of each run under `--speed`.
-const SPEED_STEPS: usize = 50;
-/// Its learning rate: nothing is to be learned, and without a warm-up much might diverge.
-const SPEED_RATE: f64 = 1e-5;
-
-/// What differs between devices.
-struct Budget {
-    layers: usize,
-    width: usize,
-    subwords: usize,
-    batch: usize,
-    rate: f64,
-    warmup_steps: usize,
-    dropout: f64,
-    steps: usize,
-    /// How long that takes on Multi30k, in words.
-    time: &'static str,
-}
-
-const CPU: Budget = Budget {
-    layers: 2,
-    width: 128,
-    subwords: 4000,
-    batch: 1500,
-    // Of 3e-3 and 5e-3 the better one on the validation split, with LayerNorm.
-    rate: 5e-3,
-    warmup_steps: 400,
-    dropout: 0.1,
-    steps: 1800,
-    time: "about 10 minutes of one core (AMD EPYC), which more cores share",
-};
-
-const CUDA: Budget = Budget {
-    layers: 4,
-    width: 256,
-    subwords: 6000,
-    batch: 4000,
-    rate: 2e-3,
-    warmup_steps: 1000,
-    dropout: 0.3,
-    steps: 5000,
-    time: "not measured on a GPU",
-};
-
-impl Budget {
-    fn of(place: Place) -> &'static Self {
-        match place {
-            Place::Cpu => &CPU,
-            Place::Cuda => &CUDA,
-        }
-    }
-}
+/// Layers of the encoder, and of the decoder.
+const LAYERS: usize = 2;
+const WIDTH: usize = 128;
+const SUBWORDS: usize = 4000;
+/// Tokens of a batch on either side.
+const BATCH: usize = 1500;
+/// Of the learning rate and of PowerNorm.
+const WARMUP_STEPS: usize = 400;
 
 const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de, train.en, \
     val.de, val.en, test.de and test.en, a sentence a line, plain or with .gz. Multi30k has \
@@ -120,14 +69,7 @@ const SOURCES: &str = "--data DIR must name a folder of parallel text: train.de,
 /// - within: by normalization, the share of channels with |γ| ≤ ψ_B (of batch, σ_B);
 /// - guarded: the share of channels for which the guard of ν's update made a difference.
 ///
-/// All are null with --parts, and with other normalizations. guarded is of power only, and null
-/// with --recipe fairseq, which has no guard.
-///
-/// peak_memory_bytes is this process's peak resident memory: learning the subwords, training and
-/// evaluations included, the translations not. It is null with --compare, where later runs would
-/// have the memory of earlier ones. It is null with --device cuda, because a GPU's memory is not in
-/// it. It is null for a resumed run that was finished, because nothing was trained. So for a figure
-/// of each normalization train each by --norm.
+/// All are null with other normalizations, and guarded is of power only.
 #[derive(Debug, Parser)]
 pub struct Args {
     /// Folder of the text: {train,val,test}.{de,en}, plain or compressed (.gz), also under the
@@ -153,15 +95,15 @@ pub struct Args {
     )]
     compare: Option<Vec<Norm>>,
 
-    /// Steps to train [default: about 10 minutes' on a CPU, more on a GPU; 50 with --speed]. The
-    /// learning rate does not depend on them: a finished run goes on with --resume and more of them
-    #[arg(long, value_parser = common::positive)]
-    steps: Option<usize>,
+    /// Steps to train, about 10 minutes' of a CPU's core on Multi30k. The learning rate does not
+    /// depend on them: a finished run goes on with --resume and more of them
+    #[arg(long, default_value_t = 1800, value_parser = common::positive)]
+    steps: usize,
 
-    /// Highest learning rate, where the warm-up ends [default: 0.005, chosen with LayerNorm; on a
-    /// GPU 0.002]
-    #[arg(long, value_parser = rate)]
-    rate: Option<f64>,
+    /// Highest learning rate, where the warm-up ends. The default is the better one of 3e-3 and
+    /// 5e-3 on the validation split, with LayerNorm
+    #[arg(long, value_parser = rate, default_value_t = 5e-3)]
+    rate: f64,
 
     /// Decides the initial weights, the batches and the dropout
     #[arg(long, default_value_t = 1)]
@@ -170,33 +112,18 @@ pub struct Args {
     #[command(flatten)]
     layer: NormArgs,
 
-    /// Share of elements that dropout zeroes [default: 0.1; on a GPU 0.3]
-    #[arg(long, value_parser = share)]
-    dropout: Option<f64>,
+    /// Share of elements that dropout zeroes
+    #[arg(long, value_parser = share, default_value_t = 0.1)]
+    dropout: f64,
 
     /// Label smoothing: the share of a target that all subwords divide
     #[arg(long, value_parser = share, default_value_t = 0.1)]
     smoothing: f64,
 
-    /// Cut each batch into N parts that pass the model one after the other. Statistics are of one
-    /// part, and the gradients of all parts add up. Warm-ups stay as many batches
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = common::positive)]
-    parts: usize,
-
     /// Translate with the mean of the weights at the last N evaluations. A run keeps them in --out
     /// as it trains, so it needs this option from its start on
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = common::positive)]
     average: usize,
-
-    /// Before translating, take PowerNorm's running statistic anew from the next N batches, without
-    /// dropout [default: none]
-    #[arg(long, value_name = "N", value_parser = common::positive)]
-    recalibrate: Option<usize>,
-
-    /// Let batch normalization take the statistics of its batch in evaluation and translation too.
-    /// A batch of the search has fewer sentences, the wider the beam
-    #[arg(long)]
-    own_statistics: bool,
 
     /// The split to translate
     #[arg(long, value_enum, default_value_t = Split::Test)]
@@ -219,7 +146,7 @@ pub struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 250, value_parser = common::positive)]
     eval_every: usize,
 
-    /// Where to train. On a GPU the model is larger
+    /// Device to train on
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
 
@@ -234,46 +161,29 @@ pub struct Args {
     /// it training starts afresh and replaces them
     #[arg(long)]
     resume: bool,
-
-    /// Only measure speed: the normalizations of --compare take turns, a step each, so that
-    /// whatever slows the machine down slows all of them. After 3 steps each to warm up, prints the
-    /// medians over --steps steps. PowerNorm's warm-up is 1 step here, so that the steps timed are
-    /// PowerNorm's own, and the learning rate is next to nothing. Nothing of the training is kept,
-    /// and nothing written to --out
-    #[arg(long, conflicts_with_all = [
-        "resume", "rate", "average", "recalibrate", "own_statistics", "split", "length_penalty",
-    ])]
-    speed: bool,
 }
 
 /// Parses a power that keeps the order of lengths.
 fn power(arg: &str) -> Result<f64, String> {
-    match arg.parse() {
-        Ok(power) if (0. ..f64::INFINITY).contains(&power) => Ok(power),
-        Ok(_) => Err("it must be at least 0, and finite".into()),
-        Err(error) => Err(error.to_string()),
-    }
+    common::number(
+        arg,
+        |power| (0. ..f64::INFINITY).contains(&power),
+        "at least 0, and finite",
+    )
 }
 
 /// Parses a learning rate.
 fn rate(arg: &str) -> Result<f64, String> {
-    match arg.parse() {
-        Ok(rate) if rate > 0. && rate < f64::INFINITY => Ok(rate),
-        Ok(_) => Err("it must be more than 0, and finite".into()),
-        Err(error) => Err(error.to_string()),
-    }
+    common::number(
+        arg,
+        |rate| rate > 0. && rate.is_finite(),
+        "more than 0, and finite",
+    )
 }
 
 impl Args {
     fn norms(&self) -> Vec<Norm> {
         self.compare.clone().unwrap_or_else(|| vec![self.norm])
-    }
-
-    fn steps(&self) -> usize {
-        self.steps.unwrap_or(match self.speed {
-            true => SPEED_STEPS,
-            false => Budget::of(self.device).steps,
-        })
     }
 
     fn checkpoint(&self, norm: Norm) -> PathBuf {
@@ -290,12 +200,6 @@ impl Args {
         let mut name = self.split.to_string();
         if self.average > 1 {
             name += &format!(".average{}", self.average);
-        }
-        if let Some(batches) = self.recalibrate {
-            name += &format!(".recalibrate{batches}");
-        }
-        if self.own_statistics {
-            name += ".own-statistics";
         }
         if self.length_penalty != 1. {
             name += &format!(".penalty{}", self.length_penalty);
@@ -315,16 +219,7 @@ impl Args {
 /// Results go to `out`.
 pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     let folder = args.data.as_ref().context(SOURCES)?;
-    let budget = Budget::of(args.device);
-    args.layer.check(budget.width)?;
-    ensure!(
-        !args.own_statistics || args.norms() == [Norm::Batch],
-        "--own-statistics is for --norm batch"
-    );
-    ensure!(
-        args.recalibrate.is_none() || args.norms().iter().all(|norm| norm.is_power()),
-        "--recalibrate is for PowerNorm: --norm power or power-v"
-    );
+    args.layer.check(WIDTH)?;
     let has_checkpoint = |&norm: &Norm| args.checkpoint(norm).exists();
     ensure!(
         !args.resume || args.norms().iter().any(has_checkpoint),
@@ -332,12 +227,9 @@ pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
         args.out.display(),
     );
     let device = args.device.device("translate")?;
-    let corpus = Corpus::read(folder, budget.subwords)
+    let corpus = Corpus::read(folder, SUBWORDS)
         .with_context(|| format!("cannot use {} as --data", folder.display()))?;
     announce(args, &corpus);
-    if args.speed {
-        return compare_speed(args, &corpus, &device, out);
-    }
     std::fs::create_dir_all(&args.out)
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
     corpus.subwords.save(&args.out.join("subwords.json"))?;
@@ -381,27 +273,20 @@ fn train_and_translate(
             );
         }
     }
-    let begun = run.steps();
-    train(&mut run, args, norm, &checkpoint)?;
-    let peak_memory = peak_memory().filter(|_| {
-        args.compare.is_none() && matches!(args.device, Place::Cpu) && run.steps() > begun
-    });
+    let plan = Plan {
+        name: norm.to_string(),
+        steps: args.steps,
+        eval_every: args.eval_every,
+        at_end: true,
+        checkpoint,
+    };
+    train(&mut run, &plan, |run| match args.average > 1 {
+        true => keep_weights(run, args, norm),
+        false => Ok(()),
+    })?;
     run.validate()?;
-    prepare(&mut run, args, norm)?;
-    report(&run, args, corpus, norm, peak_memory, out)
-}
-
-/// The files of the weights at the last evaluations, as many as an average takes.
-fn averaged(run: &Run, args: &Args, norm: Norm) -> Vec<PathBuf> {
-    let count = if args.average > 1 { args.average } else { 0 };
-    let steps = run.history.val.iter().rev().take(count);
-    steps.map(|&(step, _)| args.weights(norm, step)).collect()
-}
-
-/// Makes the model of a finished run what translates.
-fn prepare(run: &mut Run, args: &Args, norm: Norm) -> Result<()> {
     if args.average > 1 {
-        let paths = averaged(run, args, norm);
+        let paths = averaged(&run, args, norm);
         ensure!(
             paths.len() == args.average,
             "--average {}: the run had {} evaluations",
@@ -410,143 +295,53 @@ fn prepare(run: &mut Run, args: &Args, norm: Norm) -> Result<()> {
         );
         run.average(&paths)?;
     }
-    if let Some(batches) = args.recalibrate {
-        run.recalibrate(batches)?;
-    }
-    if args.own_statistics {
-        run.use_own_statistics()?;
-    }
-    Ok(())
+    report(&run, args, corpus, norm, out)
 }
 
-/// Prints how fast the normalizations train, when they take turns.
-fn compare_speed(args: &Args, corpus: &Corpus, device: &Device, out: &mut dyn Write) -> Result<()> {
-    let norms = args.norms();
-    let settings = |&norm: &Norm| {
-        let mut settings = settings(args, norm, corpus);
-        settings.norm.warmup_steps = 1;
-        settings.rate = SPEED_RATE;
-        settings
-    };
-    let runs = norms
-        .iter()
-        .map(|norm| Run::new(settings(norm), corpus, device));
-    let mut runs = runs.collect::<Result<Vec<_>>>()?;
-    runs.iter_mut().for_each(|run| run.observations = None);
-    let bar = bar("speed", speed::UNTIMED + args.steps())?.with_message("turns");
-    let speeds = speed::measure(&mut runs, args.steps(), || bar.inc(1))?;
-    bar.finish_and_clear();
-    for ((norm, run), speed) in norms.into_iter().zip(&runs).zip(speeds) {
-        let result = json!({
-            "norm": norm.to_string(),
-            "data": args.data,
-            "settings": run.describe(),
-            "seed": args.seed,
-            "timed_steps": args.steps(),
-            "median_ms_per_step": 1e3 * speed.seconds_per_step,
-            "median_tokens_per_second": speed.tokens_per_second,
-        });
-        writeln!(out, "{result}")?;
-    }
-    Ok(())
+/// The files of the weights at the last evaluations, as many as an average takes.
+fn averaged(run: &Run, args: &Args, norm: Norm) -> Vec<PathBuf> {
+    let count = if args.average > 1 { args.average } else { 0 };
+    let steps = run.state.history.val.iter().rev().take(count);
+    steps.map(|&(step, _)| args.weights(norm, step)).collect()
 }
 
-/// Says what the run will take before it begins.
+/// Says how long the run will take before it begins.
 fn announce(args: &Args, corpus: &Corpus) {
-    let budget = Budget::of(args.device);
-    let batches = data::epoch(&corpus.train, budget.batch, args.seed, 0);
-    if args.speed {
-        eprintln!(
-            "{} pairs, {} subwords. For each normalization: {} steps of up to {} tokens on either \
-             side, in turns",
-            corpus.train.len(),
-            corpus.subwords.count(),
-            speed::UNTIMED + args.steps(),
-            budget.batch,
-        );
-        return;
-    }
+    let batches = data::epoch(&corpus.train, BATCH, args.seed, 0);
     eprintln!(
         "{} pairs to train on, {} subwords. For each normalization: {} steps of up to {} tokens \
          on either side, about {:.1} passes. Of the encoder's tokens {:.1} % are padding",
         corpus.train.len(),
         corpus.subwords.count(),
-        args.steps(),
-        budget.batch,
-        args.steps() as f64 / batches.len() as f64,
+        args.steps,
+        BATCH,
+        args.steps as f64 / batches.len() as f64,
         100. * data::padding_share(&corpus.train, &batches),
     );
-    if args.steps.is_none() {
-        eprintln!("Time on Multi30k for each: {}", budget.time);
-    }
 }
 
 fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
-    let budget = Budget::of(args.device);
-    let norm = (args.layer).config(norm, HEADS, budget.warmup_steps);
     Settings {
-        norm: NormConfig {
-            // A layer's step is a forward, of which a step of the optimizer has one for each part.
-            warmup_steps: args.parts * norm.warmup_steps,
-            ..norm
-        },
+        norm: (args.layer).config(norm, HEADS, WARMUP_STEPS),
         size: Size {
-            layers: budget.layers,
+            layers: LAYERS,
             heads: HEADS,
-            width: budget.width,
-            hidden: 4 * budget.width,
+            width: WIDTH,
+            hidden: 4 * WIDTH,
             vocab: corpus.subwords.count(),
         },
-        batch: budget.batch,
-        parts: args.parts,
-        rate: args.rate.unwrap_or(budget.rate),
-        warmup_steps: budget.warmup_steps,
-        dropout: args.dropout.unwrap_or(budget.dropout),
+        batch: BATCH,
+        rate: args.rate,
+        warmup_steps: WARMUP_STEPS,
+        dropout: args.dropout,
         smoothing: args.smoothing,
         seed: args.seed,
     }
 }
 
-fn bar(prefix: impl ToString, length: usize) -> Result<ProgressBar> {
-    let style = ProgressStyle::with_template("{prefix:8} {wide_bar} {pos}/{len} {msg} [{eta}]")?;
-    Ok(ProgressBar::new(length as u64)
-        .with_style(style)
-        .with_prefix(prefix.to_string()))
-}
-
-/// Makes the steps that are left, with evaluations and checkpoints along the way.
-fn train(run: &mut Run, args: &Args, norm: Norm, checkpoint: &Path) -> Result<()> {
-    let steps = args.steps();
-    let bar = bar(norm, steps)?.with_position(run.steps() as u64);
-    bar.reset_eta();
-    while run.steps() < steps {
-        let loss = run.step()?;
-        bar.set_message(format!("loss {loss:.3}, {:.0} tokens/s", run.speed()));
-        bar.inc(1);
-        let step = run.steps();
-        if step.is_multiple_of(args.eval_every) || step == steps {
-            let val_loss = run.validate()?;
-            if args.average > 1 {
-                keep_weights(run, args, norm)?;
-            }
-            run.save(checkpoint)?;
-            bar.suspend(|| {
-                eprintln!(
-                    "{norm:8} step {step:5}, pass {:4.1}: loss {loss:.4}, validation loss \
-                     {val_loss:.4}, {:.0} tokens/s",
-                    run.epochs(),
-                    run.speed(),
-                )
-            });
-        }
-    }
-    bar.finish_and_clear();
-    Ok(())
-}
-
 /// Keeps the weights of this evaluation, and of no more than an average takes before it.
 fn keep_weights(run: &Run, args: &Args, norm: Norm) -> Result<()> {
-    let mut steps = run.history.val.iter().rev().map(|&(step, _)| step);
+    let mut steps = run.state.history.val.iter().rev().map(|&(step, _)| step);
     if let Some(step) = steps.next() {
         run.save_weights(&args.weights(norm, step))?;
     }
@@ -560,14 +355,7 @@ fn keep_weights(run: &Run, args: &Args, norm: Norm) -> Result<()> {
 }
 
 /// Translates, and prints the results of a finished run.
-fn report(
-    run: &Run,
-    args: &Args,
-    corpus: &Corpus,
-    norm: Norm,
-    peak_memory: Option<u64>,
-    out: &mut dyn Write,
-) -> Result<()> {
+fn report(run: &Run, args: &Args, corpus: &Corpus, norm: Norm, out: &mut dyn Write) -> Result<()> {
     let val_loss = run.evaluate()?;
     let hypotheses = args.translations(norm, "hyp.en");
     let searching = translate(run, args, corpus, norm, &hypotheses)?;
@@ -585,24 +373,24 @@ fn report(
         "data": args.data,
         "settings": run.describe(),
         "seed": args.seed,
-        "steps": run.steps(),
+        "steps": run.state.steps(),
         "epochs": run.epochs(),
-        "parameters": run.parameters(),
+        "parameters": run.state.parameters(),
         "val_loss": val_loss,
         "val_perplexity": val_loss.exp(),
-        "val": run.history.val,
-        "seconds": run.elapsed.as_secs_f64(),
-        "ms_per_step": 1e3 * run.elapsed.as_secs_f64() / run.steps() as f64,
+        "val": run.state.history.val,
+        "seconds": run.state.elapsed.as_secs_f64(),
+        "ms_per_step": 1e3 * run.state.elapsed.as_secs_f64() / run.state.steps() as f64,
         "tokens_per_second": run.speed(),
-        "peak_memory_bytes": peak_memory,
         "averaged_weights": args.average,
         "evaluation_steps": args.eval_every,
-        "recalibrate": args.recalibrate,
-        "own_statistics": args.own_statistics,
+        // Of results of earlier labs, where these were options.
+        "recalibrate": null,
+        "own_statistics": false,
         "observed": spreads,
         "within": within,
         "guarded": guarded,
-        "singular_values": singular_values(&run.varmap)?,
+        "singular_values": singular_values(&run.state.varmap)?,
         "split": args.split.to_string(),
         "beam": args.beam,
         "length_penalty": args.length_penalty,
@@ -613,10 +401,10 @@ fn report(
     write_lines(&args.translations(norm, "json"), &[result.to_string()])
 }
 
-/// What was observed after the warm-up: the spread of each quantity, the share of channels with
+/// The observations after the warm-up: the spread of each quantity, the share of channels with
 /// |γ| ≤ ψ_B by normalization, and the share of channels that the guard acted on.
 fn observed(run: &Run) -> [Value; 3] {
-    let Some(seen) = &run.observations else {
+    let Some(seen) = &run.state.observations else {
         return [const { Value::Null }; 3];
     };
     let Settings {
@@ -635,8 +423,7 @@ fn observed(run: &Run) -> [Value; 3] {
     [
         Value::Object(seen.series.iter().filter_map(spread).collect()),
         Value::Object(seen.within.iter().map(share).collect()),
-        json!((seen.channels > 0 && norm.recipe == Recipe::Paper)
-            .then(|| seen.guarded as f64 / seen.channels as f64)),
+        json!((seen.channels > 0).then(|| seen.guarded as f64 / seen.channels as f64)),
     ]
 }
 
@@ -644,15 +431,14 @@ fn observed(run: &Run) -> [Value; 3] {
 fn translate(run: &Run, args: &Args, corpus: &Corpus, norm: Norm, path: &Path) -> Result<Duration> {
     let start = Instant::now();
     let (pairs, _) = corpus.split(args.split);
-    let bar = bar(norm, pairs.len())?.with_message("sentences translated");
+    let bar = bar(&norm.to_string(), pairs.len())?.with_message("sentences translated");
     let beam = Beam {
         length_penalty: args.length_penalty,
         ..Beam::new(args.beam)
     };
-    let batch = Budget::of(args.device).batch;
     let translations = run.in_evaluation(|model| {
         let progress = |done| bar.set_position(done as u64);
-        search::translate(model, pairs, &beam, batch, &run.device, progress)
+        search::translate(model, pairs, &beam, BATCH, &run.state.device, progress)
     })?;
     bar.finish_and_clear();
     let elapsed = start.elapsed();
@@ -668,16 +454,6 @@ fn write_lines(path: &Path, lines: &[String]) -> Result<()> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// The most memory that this process has held, where the system tells.
-fn peak_memory() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmHWM:"))?;
-    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(1024 * kilobytes)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -689,7 +465,7 @@ mod tests {
         Args::try_parse_from([&["translate", "--data", SAMPLE, "--out", out], more].concat())
     }
 
-    /// What a command prints, and how it ends.
+    /// The output of a command, and its end.
     fn results(args: &Args) -> (Vec<Value>, Result<()>) {
         let mut out = vec![];
         let end = run(args, &mut out);
@@ -727,27 +503,20 @@ mod tests {
         assert_eq!(norms(&mixed), ["rms", "layer"]);
         assert!(mixed[0]["error"].is_string() && mixed[1]["error"].is_null());
         assert!(mixed[1]["val_loss"].as_f64() > Some(0.));
-        assert_eq!(mixed[1]["peak_memory_bytes"], Value::Null);
         assert!(end.is_err());
         Ok(())
     }
 
     #[test]
-    fn a_finished_run_resumed_gives_the_same_result_without_memory() -> Result<()> {
+    fn a_finished_run_resumed_gives_the_same_result() -> Result<()> {
         let out = tempfile::tempdir()?;
         let short = ["--norm", "power", "--steps", "3", "--beam", "1"];
         let (mut first, end) = results(&args(out.path(), &short)?);
         end?;
         let (mut again, end) = results(&args(out.path(), &[&short[..], &["--resume"]].concat())?);
         end?;
-        assert_eq!(again[0]["peak_memory_bytes"], Value::Null);
-        if cfg!(target_os = "linux") {
-            assert!(first[0]["peak_memory_bytes"].as_u64() > Some(0));
-        }
         for results in [&mut first, &mut again] {
-            for key in ["peak_memory_bytes", "search_seconds"] {
-                results[0].as_object_mut().unwrap().remove(key);
-            }
+            results[0].as_object_mut().unwrap().remove("search_seconds");
         }
         assert_eq!(first, again);
         Ok(())
@@ -758,11 +527,15 @@ mod tests {
     fn what_was_observed_is_of_the_steps_after_the_warmup() -> Result<()> {
         let out = tempfile::tempdir()?;
         let args = args(out.path(), &[])?;
-        let corpus = Corpus::read(Path::new(SAMPLE), CPU.subwords)?;
+        let corpus = Corpus::read(Path::new(SAMPLE), SUBWORDS)?;
         let settings = settings(&args, Norm::Power, &corpus);
         let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
         assert_eq!(observed(&run), [json!({}), json!({}), Value::Null]);
-        let seen = run.observations.as_mut().context("nothing to observe")?;
+        let seen = run
+            .state
+            .observations
+            .as_mut()
+            .context("nothing to observe")?;
         // A thousand in the warm-up's 400 steps, then 1 to 101.
         let value = |step: usize| (step.max(399) as f64 - 399.).max(1e3 * f64::from(step < 400));
         let series: Series = (0..501).map(|step| (step, value(step))).collect();
@@ -804,16 +577,13 @@ mod tests {
         let val_loss = &first[0]["val_loss"];
         assert_eq!(&again("2", &[])?["val_loss"], val_loss);
         assert_ne!(&again("1", &[])?["val_loss"], val_loss);
-        assert_ne!(&again("2", &["--recalibrate", "2"])?["val_loss"], val_loss);
         let val = again("2", &["--split", "val"])?;
         assert_eq!(&val["val_loss"], val_loss);
         let mean = file("power.1.val.average2.beam3.hyp.en")?;
         assert_eq!(mean.lines().count(), file("val.en")?.lines().count());
         let result: Value = serde_json::from_str(&file("power.1.val.average2.beam3.json")?)?;
         assert_eq!(result, val);
-        for way in ["average2", "average2.recalibrate2"] {
-            assert!(!file(&format!("power.1.test.{way}.beam3.hyp.en"))?.is_empty());
-        }
+        assert!(!file("power.1.test.average2.beam3.hyp.en")?.is_empty());
         assert!(!file("power.1.test.beam3.hyp.en")?.is_empty());
         let length = |penalty| -> Result<usize> {
             again("2", &["--split", "val", "--length-penalty", penalty])?;
@@ -825,31 +595,6 @@ mod tests {
         assert!(length("0")? < length("9")?);
         // Weights that were not kept.
         assert!(again("3", &[]).is_err());
-
-        let (_, end) = results(&args(out.path(), &["--own-statistics", "--steps", "1"])?);
-        assert_eq!(
-            end.unwrap_err().to_string(),
-            "--own-statistics is for --norm batch"
-        );
-        Ok(())
-    }
-
-    #[test]
-    fn speed_has_a_figure_for_each_normalization_and_leaves_no_files() -> Result<()> {
-        let folder = tempfile::tempdir()?;
-        let out = folder.path().join("out");
-        let all = "power,power-v,batch,layer,rms,group,renorm,mabn,batch-padded,instance,\
-                   instance-padded";
-        let (results, end) = results(&args(&out, &["--speed", "--compare", all, "--steps", "2"])?);
-        end?;
-        assert_eq!(norms(&results).join(","), all);
-        for result in &results {
-            for key in ["median_ms_per_step", "median_tokens_per_second"] {
-                let value = result[key].as_f64().unwrap();
-                assert!(value > 0. && value.is_finite(), "{result}");
-            }
-        }
-        assert!(!out.exists());
         Ok(())
     }
 
@@ -871,7 +616,7 @@ mod tests {
             assert!(args(out, &[wrong]).is_err(), "{wrong}");
         }
         let args = args(out, &["--rate=0.001", "--beam=64"])?;
-        assert_eq!((args.rate, args.beam), (Some(1e-3), 64));
+        assert_eq!((args.rate, args.beam), (1e-3, 64));
         Ok(())
     }
 }

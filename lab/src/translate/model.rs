@@ -34,7 +34,7 @@ pub struct Transformer {
     output: Linear,
 }
 
-/// What the decoder knows of the source sentences.
+/// The source sentences, as the decoder reads them.
 pub struct Memory {
     /// Keys and values of each of its layers: `[batch, heads, time, width / heads]`
     layers: Vec<(Tensor, Tensor)>,
@@ -162,7 +162,7 @@ impl Transformer {
         embedded.broadcast_add(&positions(tokens.dim(1)?, self.width, tokens.device())?)
     }
 
-    /// What normalizes the residual stream where block `i` takes it up, or the output.
+    /// The normalization of the residual stream before block `i`, or of the output.
     fn encoder_norm_of(&self, i: usize) -> &NormLayer {
         let block = self.encoder.get(i);
         block.map_or(&self.encoder_norm, |block| &block.norm_1)
@@ -385,7 +385,7 @@ fn cross_entropy(
     Ok(loss)
 }
 
-/// The loss of a model's output, and what gives its gradient.
+/// The loss of a model's output, and a tensor that has its gradient.
 pub struct Objective {
     /// The [`cross_entropy`].
     pub loss: Tensor,
@@ -431,22 +431,9 @@ pub mod tests {
     use crate::common::random::{generator, Use};
     use crate::translate::data::{Pair, BEGIN, END, PAD};
     use candle::Var;
-    use candle_powernorm::Recipe;
     use clap::ValueEnum;
 
     pub const VOCAB: usize = 12;
-
-    pub fn norm_config(norm: Norm) -> NormConfig {
-        NormConfig {
-            norm,
-            groups: Some(2),
-            warmup_steps: 3,
-            recipe: Recipe::Paper,
-            alpha: [0.9; 2],
-            group_norm_groups: 2,
-            momentum: 0.1,
-        }
-    }
 
     pub fn size(vocab: usize) -> Size {
         Size {
@@ -462,7 +449,7 @@ pub mod tests {
     pub fn model(norm: Norm, vocab: usize, varmap: &VarMap) -> Result<Transformer> {
         let mode = Mode::train();
         let vb = VarBuilder::from_varmap(varmap, DType::F32, &Device::Cpu);
-        let model = Transformer::new(size(vocab), &norm_config(norm), &mode, vb)?;
+        let model = Transformer::new(size(vocab), &NormConfig::small(norm), &mode, vb)?;
         init_weights(varmap, &mut generator(5, Use::Weights, 0))?;
         for _ in 0..4 {
             model.encode(&sources(&[&[5, 4, END], &[3, END]]), &Dropout::none())?;
@@ -491,7 +478,7 @@ pub mod tests {
     /// blocks of at most eight sums of at most 16, its hidden size.
     const FORWARD: usize = 2 * 2 * 8 * 16;
 
-    /// How far two computations of a value of `size` may lie apart, each with sums of `terms` terms
+    /// The largest distance of two computations of a value of `size`, each with sums of `terms` terms
     /// in all: their roundings are independent, so that they grow as the root of their number; 8 is
     /// for safety, and for what cancels.
     fn bound(terms: usize, size: f32) -> f32 {
@@ -515,10 +502,6 @@ pub mod tests {
     #[test]
     fn neither_other_sentences_nor_their_padding_change_a_translation() -> Result<()> {
         for &norm in Norm::value_variants() {
-            // Its statistics count the padding.
-            if norm == Norm::InstancePadded {
-                continue;
-            }
             let varmap = VarMap::new();
             let model = model(norm, VOCAB, &varmap)?;
             let (short, long): (&[u32], &[u32]) = (&[4, 7, END], &[9, 3, 3, 8, 5, 6, END]);
@@ -526,7 +509,7 @@ pub mod tests {
             let alone = logits(&model, &[short], &target, 4);
             let beside = logits(&model, &[short, long], &target, 4);
             assert_close(&beside, &alone, FORWARD, norm);
-            // What comes later in the translation, padding say, is not seen.
+            // Later tokens of the translation, padding for example, are not seen.
             let padded = [BEGIN, 5, PAD, PAD];
             let begun = logits(&model, &[short], &padded, 2);
             assert_close(&begun, &alone[..2 * VOCAB], FORWARD, norm);
@@ -543,14 +526,11 @@ pub mod tests {
             target: target.to_vec(),
         });
         for &norm in Norm::value_variants() {
-            if matches!(norm, Norm::BatchPadded | Norm::InstancePadded) {
-                continue;
-            }
             // The gradient of a matrix of the encoder, and the statistics afterwards.
             let step = |poison: bool, padding: usize| -> Result<(Vec<f32>, Vec<Vec<f32>>)> {
                 let varmap = VarMap::new();
                 let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
-                let (config, mode) = (norm_config(norm), Mode::train());
+                let (config, mode) = (NormConfig::small(norm), Mode::train());
                 let model = Transformer::new(size(VOCAB), &config, &mode, vb)?;
                 init_weights(&varmap, &mut generator(5, Use::Weights, 0))?;
                 let vars = variables(&varmap);

@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle::{Device, Tensor};
 use candle_nn::ops::log_softmax;
 
-/// What a search may try.
+/// The limits of a search.
 #[derive(Debug, Clone, Copy)]
 pub struct Beam {
     /// Translations of a sentence that are followed at once.
@@ -44,7 +44,7 @@ impl Hypothesis {
         }
     }
 
-    /// What hypotheses of different lengths are compared by.
+    /// The score that compares hypotheses of different lengths.
     fn normalized(&self, beam: &Beam) -> f32 {
         self.score / (self.tokens.len() as f32).powf(beam.length_penalty as f32)
     }
