@@ -36,7 +36,7 @@ const RATE: f64 = 2e-3;
 
 /// The variables that got no gradient, but for PowerNorm's statistics.
 fn without_gradient(varmap: &VarMap, gradients: &GradStore) -> Vec<String> {
-    let statistics = ["running_phi", "ema_gz", "iters"];
+    let statistics = ["running_phi", "ema_gz", "iters", "groups"];
     let vars = varmap.data().lock().unwrap();
     let names = vars.iter().filter(|(name, var)| {
         let last = name.rsplit('.').next().unwrap_or(name);
