@@ -54,8 +54,7 @@ use std::sync::Arc;
 /// - A tensor is on another device. `iters` and `groups` must be on the CPU, and the others
 ///   together.
 /// - The statistics are from a layer with another group scaling.
-/// - A number in a frozen `running_phi` is negative or not finite; on a GPU the host waits for
-///   them.
+/// - A number in a frozen `running_phi` on a CPU is negative or not finite.
 ///
 /// # Example
 ///

@@ -94,7 +94,8 @@ impl State {
         let tensors = [&running_phi, &ema_gz, &iters];
         let state = Self::new(size, config, dtype, tensors, groups)?;
         state.check_groups()?;
-        if !trainable {
+        // No wait for a GPU to copy ψ² back.
+        if !trainable && state.device().is_cpu() {
             state.check_phi()?;
         }
         Ok((state, trainable))
