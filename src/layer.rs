@@ -35,9 +35,9 @@ use std::sync::Arc;
 /// only. With `affine: false` there is neither weight nor bias. The statistics are in the `VarMap`,
 /// so they are saved and loaded with it. No gradient reaches them, so no optimizer moves them.
 ///
-/// The first training step writes `groups`, and a layer with another group scaling refuses the
-/// statistics from then on. A frozen builder may lack it. A `VarMap` whose statistics have
-/// PyTorch's shape, `[1, size, 1, 1]`, does not get it.
+/// The first step of a training or recalibration writes `groups`, and a layer with another group
+/// scaling refuses the statistics from then on. A frozen builder may lack it. A `VarMap` whose
+/// statistics have PyTorch's shape, `[1, size, 1, 1]`, does not get it.
 ///
 /// # State
 ///
