@@ -27,7 +27,7 @@ pub(crate) struct State {
     lock: Mutex<Recalibration>,
 }
 
-/// In `groups`: no step is known. A fresh layer has it, and so has a checkpoint of other programs.
+/// `groups` of a fresh layer, and of a checkpoint that does not say its group scaling.
 const UNKNOWN: i64 = 0;
 
 /// The group scaling as `groups` records it: G, or −1 without.
@@ -80,21 +80,20 @@ impl State {
         let ema_gz = buffer("ema_gz", 0.)?;
         let has_groups = vb.contains_tensor("groups");
         let on_cpu = vb.set_device(Device::Cpu);
-        let count =
-            |name| on_cpu.get_with_hints_dtype(1, name, Init::Const(UNKNOWN as f64), DType::I64);
+        let count = |name| on_cpu.get_with_hints_dtype(1, name, Init::Const(0.), DType::I64);
         let iters = count("iters")?;
         let groups = match has_groups {
             true => Some(count("groups")?),
             // PyTorch's layer has no such tensor, and takes back only what it gave.
             false if running_phi.rank() > 1 => None,
-            // A `VarMap` makes it. Other builders do not have to have it.
+            // A `VarMap` makes it. A frozen builder may lack it.
             false => count("groups").ok(),
         };
         let trainable = running_phi.is_variable();
         let tensors = [&running_phi, &ema_gz, &iters];
         let state = Self::new(size, config, dtype, tensors, groups)?;
         state.check_groups()?;
-        // No wait for a GPU to copy ψ² back.
+        // On a GPU the host would wait for ψ².
         if !trainable && state.device().is_cpu() {
             state.check_phi()?;
         }
