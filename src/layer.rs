@@ -323,8 +323,8 @@ impl PowerNorm {
     /// # Errors
     ///
     /// The input is a scalar, its last dimension is not `size`, or its dtype or device does not
-    /// fit. A loaded checkpoint has a negative step count, or the statistics of a layer with another
-    /// group scaling. A refused call leaves the state as it was.
+    /// fit. A loaded checkpoint has a negative step count, or the statistics of a layer with
+    /// another group scaling. A refused call leaves the state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.run(xs, None, Purpose::of(train))
     }
