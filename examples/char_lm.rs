@@ -373,7 +373,7 @@ fn main() -> Result<()> {
         if reports.is_empty() {
             let numbers: usize = varmap.all_vars().iter().map(|var| var.elem_count()).sum();
             let minutes = (2 * steps * BATCH * CONTEXT) as f64 / SPEED / 60.;
-            let minutes = match minutes.ceil() {
+            let minutes = match minutes.round() {
                 ..=1. => "a minute".to_owned(),
                 minutes => format!("{minutes:.0} minutes"),
             };

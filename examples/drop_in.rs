@@ -41,7 +41,12 @@ fn gradients(model: fn(VarBuilder) -> Result<Sequential>) -> Result<[Vec<String>
 fn main() -> Result<()> {
     let upstream = ["input.bias", "input.weight", "norm.bias", "norm.weight"];
     let downstream = ["output.bias", "output.weight"];
-    let statistics = ["norm.ema_gz", "norm.iters", "norm.running_phi"];
+    let statistics = [
+        "norm.ema_gz",
+        "norm.groups",
+        "norm.iters",
+        "norm.running_phi",
+    ];
 
     let [without, with] = gradients(before)?;
     println!("LayerNorm: {with:?} train, {without:?} silently do not");

@@ -94,13 +94,27 @@ def to_candle(tensors):
                 tensor = tensor.float()
         # safetensors has no strides and no shared memory, which tied embeddings have.
         converted[name] = tensor.clone(memory_format=torch.contiguous_format)
+    # candle's layer also records its group scaling. 0 says that it is not known.
+    converted.update({name: torch.zeros(1, dtype=torch.int64) for name in groups_of(tensors)})
     return converted
 
 
 def to_torch(tensors):
+    not_theirs = groups_of(tensors)
     return {
         name: tensor.reshape(1, -1, 1, 1) if is_statistic(name) else tensor
         for name, tensor in tensors.items()
+        if name not in not_theirs
+    }
+
+
+def groups_of(tensors):
+    """The names under which candle's layers record their group scaling. PyTorch's layer has no such
+    tensor."""
+    return {
+        name.removesuffix("running_phi") + "groups"
+        for name in tensors
+        if name.rpartition(".")[2] == "running_phi"
     }
 
 

@@ -107,6 +107,17 @@ pub(crate) enum Error {
         got: DType,
     },
 
+    /// A checkpoint brought the statistics of a layer with another group scaling.
+    #[error(
+        "power_norm: expected groups of {expected}, got {got} (-1 is no group scaling): \
+         set `group_scaling` as it was in training, or call `reset_running_stats`"
+    )]
+    StateGroups {
+        /// As `groups` records them.
+        expected: i64,
+        got: i64,
+    },
+
     /// A tensor of the layer lives on another device than the layer needs it on.
     #[error(
         "power_norm: expected {name} on {expected:?}, got it on {got:?}: \

@@ -40,6 +40,7 @@ impl PowerNorm {
     /// # Errors
     ///
     /// - The layer's [`Mode`](crate::Mode) is not evaluation.
+    /// - The statistics are from a layer with another group scaling.
     /// - The input features of `next` are not the layer's channels.
     /// - `next` is on another device.
     ///
@@ -96,6 +97,7 @@ impl PowerNorm {
     ///
     /// - The layer has group scaling, which would stand between the two.
     /// - Its [`Mode`](crate::Mode) is not evaluation.
+    /// - The statistics are from a layer with another group scaling.
     /// - The output features of `previous` are not the layer's channels.
     /// - `previous` is on another device.
     pub fn fold_into_previous(&self, previous: &Linear) -> Result<Linear> {
@@ -136,6 +138,7 @@ impl PowerNorm {
         if self.mode().purpose() != Purpose::Evaluation {
             return Err(Error::FoldOutsideEvaluation.into());
         }
+        self.state().check_groups()?;
         let phi = to_f64(&self.running_phi()?)?;
         let size = phi.dim(0)?;
         if features != size {

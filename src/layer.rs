@@ -29,10 +29,15 @@ use std::sync::Arc;
 /// | `running_phi` (ψ²) | `[size]` or `[1, size, 1, 1]` | `F32` (`F64` for an `F64` builder) | 1 |
 /// | `ema_gz` (ν/(1−α_b)) | `[size]` or `[1, size, 1, 1]` | as `running_phi` | 0 |
 /// | `iters` (t) | `[1]` | `I64`, on the CPU | 0 |
+/// | `groups` (G of the group scaling, −1 without it) | `[1]` | `I64`, on the CPU | 0 |
 ///
 /// As in candle's LayerNorm, the first of two names is taken unless the builder has the second one
 /// only. With `affine: false` there is neither weight nor bias. The statistics are in the `VarMap`,
 /// so they are saved and loaded with it. No gradient reaches them, so no optimizer moves them.
+///
+/// The first step of a training or recalibration writes `groups`, and a layer with another group
+/// scaling refuses the statistics from then on. A frozen builder may lack it. A `VarMap` whose
+/// statistics have PyTorch's shape, `[1, size, 1, 1]`, does not get it.
 ///
 /// # State
 ///
@@ -46,7 +51,10 @@ use std::sync::Arc;
 /// - A configuration is out of range.
 /// - The builder's dtype is not a float that the layer computes in.
 /// - A tensor is missing, or has another shape or dtype.
-/// - A tensor is on another device. `iters` must be on the CPU, and the others together.
+/// - A tensor is on another device. `iters` and `groups` must be on the CPU, and the others
+///   together.
+/// - The statistics are from a layer with another group scaling.
+/// - A number in a frozen `running_phi` on a CPU is negative or not finite.
 ///
 /// # Example
 ///
@@ -273,13 +281,8 @@ impl PowerNorm {
         }
         let ema_gz = running_phi.detach().zeros_like()?;
         let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
-        let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters])?;
-        // On the CPU: Metal has no f64.
-        let phi = state.running_phi()?.to_device(&Device::Cpu)?;
-        let phi = phi.to_dtype(DType::F64)?.to_vec1::<f64>()?;
-        if let Some(&got) = phi.iter().find(|phi| !(phi.is_finite() && **phi >= 0.)) {
-            return Err(Error::RunningPhi(got).into());
-        }
+        let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters], None)?;
+        state.check_phi()?;
         let trainable = weight.is_variable();
         Self::from_parts(Some((weight, bias)), state, trainable)
     }
@@ -320,8 +323,8 @@ impl PowerNorm {
     /// # Errors
     ///
     /// The input is a scalar, its last dimension is not `size`, or its dtype or device does not
-    /// fit. The step count, which a checkpoint may bring, is negative. A refused call leaves the
-    /// state as it was.
+    /// fit. A loaded checkpoint has a negative step count, or the statistics of a layer with
+    /// another group scaling. A refused call leaves the state as it was.
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.run(xs, None, Purpose::of(train))
     }

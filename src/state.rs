@@ -20,9 +20,19 @@ pub(crate) struct State {
     ema_gz: Var,
     /// t, `[1]`, on the CPU: a step must not wait for a GPU to learn its number.
     iters: Var,
+    /// The group scaling of the steps so far, `[1]`, on the CPU, as [`recorded`] writes it.
+    groups: Var,
     /// Makes a read-modify-write of the variables whole. Never held while rows run: rayon may start
     /// this layer again on the same stack and deadlock.
     lock: Mutex<Recalibration>,
+}
+
+/// `groups` of a fresh layer, and of a checkpoint that does not say its group scaling.
+const UNKNOWN: i64 = 0;
+
+/// The group scaling as `groups` records it: G, or −1 without.
+fn recorded(group_scaling: Option<usize>) -> i64 {
+    group_scaling.map_or(-1, |groups| groups as i64)
 }
 
 /// The progress of the last recalibration.
@@ -68,27 +78,46 @@ impl State {
             Error::NoStatistics(vb.pp("running_phi").prefix()).into()
         })?;
         let ema_gz = buffer("ema_gz", 0.)?;
-        let iters = vb.clone().set_device(Device::Cpu).get_with_hints_dtype(
-            1,
-            "iters",
-            Init::Const(0.),
-            DType::I64,
-        )?;
-        let state = Self::new(size, config, dtype, [&running_phi, &ema_gz, &iters])?;
-        Ok((state, running_phi.is_variable()))
+        let has_groups = vb.contains_tensor("groups");
+        let on_cpu = vb.set_device(Device::Cpu);
+        let count = |name| on_cpu.get_with_hints_dtype(1, name, Init::Const(0.), DType::I64);
+        let iters = count("iters")?;
+        let groups = match has_groups {
+            true => Some(count("groups")?),
+            // PyTorch's layer has no such tensor, and takes back only what it gave.
+            false if running_phi.rank() > 1 => None,
+            // A `VarMap` makes it. A frozen builder may lack it.
+            false => count("groups").ok(),
+        };
+        let trainable = running_phi.is_variable();
+        let tensors = [&running_phi, &ema_gz, &iters];
+        let state = Self::new(size, config, dtype, tensors, groups)?;
+        state.check_groups()?;
+        // On a GPU the host would wait for ψ².
+        if !trainable && state.device().is_cpu() {
+            state.check_phi()?;
+        }
+        Ok((state, trainable))
     }
 
-    /// The state in these tensors: ψ², ν/(1−α_b) and t. Variables are shared, others copied.
+    /// The state in these tensors: ψ², ν/(1−α_b) and t, and the group scaling of the steps so far
+    /// if it is recorded. Variables are shared, others copied.
     pub fn new(
         size: usize,
         config: PowerNormConfig,
         dtype: DType,
         [running_phi, ema_gz, iters]: [&Tensor; 3],
+        groups: Option<Tensor>,
     ) -> Result<Self> {
+        let groups = match groups {
+            Some(groups) => groups,
+            None => Tensor::full(UNKNOWN, 1, &Device::Cpu)?,
+        };
         // A `VarMap` hands out what it holds, on whatever device that is.
         for (name, buffer, expected) in [
             ("ema_gz", ema_gz, running_phi.device()),
             ("iters", iters, &Device::Cpu),
+            ("groups", &groups, &Device::Cpu),
         ] {
             same_device(name, buffer, expected)?;
         }
@@ -98,8 +127,31 @@ impl State {
             running_phi: as_var("running_phi", running_phi, dtype)?,
             ema_gz: as_var("ema_gz", ema_gz, dtype)?,
             iters: as_var("iters", iters, DType::I64)?,
+            groups: as_var("groups", &groups, DType::I64)?,
             lock: Mutex::default(),
         })
+    }
+
+    /// Refuses a ψ² that no training can have left. On a GPU the host waits for it.
+    pub fn check_phi(&self) -> Result<()> {
+        // On the CPU: Metal has no f64.
+        let phi = self.running_phi()?.to_device(&Device::Cpu)?;
+        let phi = phi.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        match phi.iter().find(|phi| !(phi.is_finite() && **phi >= 0.)) {
+            Some(&got) => Err(Error::RunningPhi(got).into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses the state of a layer with another group scaling, under which ψ² and ν mean something
+    /// else.
+    pub fn check_groups(&self) -> Result<()> {
+        let got = first(&self.groups)?;
+        let expected = recorded(self.config.group_scaling);
+        if got == UNKNOWN || got == expected {
+            return Ok(());
+        }
+        Err(Error::StateGroups { expected, got }.into())
     }
 
     pub fn size(&self) -> usize {
@@ -133,7 +185,7 @@ impl State {
     }
 
     pub fn steps(&self) -> Result<usize> {
-        let got = self.iters.as_detached_tensor().to_vec1::<i64>()?[0];
+        let got = first(&self.iters)?;
         usize::try_from(got).map_err(|_| Error::Steps(got).into())
     }
 
@@ -142,7 +194,8 @@ impl State {
         *recalibration = Recalibration::default();
         self.running_phi.set(&self.running_phi.ones_like()?)?;
         self.ema_gz.set(&self.ema_gz.zeros_like()?)?;
-        self.iters.set(&self.iters.zeros_like()?)
+        self.iters.set(&self.iters.zeros_like()?)?;
+        self.groups.set(&Tensor::full(UNKNOWN, 1, &Device::Cpu)?)
     }
 
     /// A copy of the whole state, in f64 on the CPU.
@@ -160,9 +213,11 @@ impl State {
         })
     }
 
-    /// ψ² and t for a forward that begins now: ψ² itself if `in_place`, else a copy.
+    /// ψ² and t for a forward that begins now: ψ² itself if `in_place`, else a copy. Refuses what
+    /// a checkpoint may have brought: a negative t, or another group scaling.
     pub fn begin(&self, in_place: bool) -> Result<(Tensor, usize)> {
         let _guard = self.lock();
+        self.check_groups()?;
         let phi = self.running_phi.as_detached_tensor();
         let phi = match in_place {
             true => phi,
@@ -200,8 +255,12 @@ impl State {
         })
     }
 
-    /// Counts the step that was taken.
+    /// Counts the step that was taken, and records its group scaling.
     fn count(&self, purpose: Purpose, recalibration: &mut Recalibration) -> Result<()> {
+        if first(&self.groups)? == UNKNOWN {
+            let groups = recorded(self.config.group_scaling);
+            self.groups.set(&Tensor::full(groups, 1, &Device::Cpu)?)?;
+        }
         if let Purpose::Recalibration(pass) = purpose {
             *recalibration = Recalibration {
                 pass,
@@ -245,6 +304,11 @@ pub(crate) fn same_device(name: &'static str, tensor: &Tensor, expected: &Device
         .into());
     }
     Ok(())
+}
+
+/// The number in a variable of one, which is on the CPU.
+fn first(count: &Var) -> Result<i64> {
+    Ok(count.as_detached_tensor().to_vec1::<i64>()?[0])
 }
 
 fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {

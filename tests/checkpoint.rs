@@ -210,6 +210,115 @@ fn a_negative_step_count_is_refused() {
     assert_eq!(layer.steps().unwrap(), 0);
 }
 
+/// A layer that was trained with this group scaling, its variables, and their file.
+fn trained_with(group_scaling: Option<usize>) -> (PowerNorm, VarMap, NamedTempFile) {
+    let config = PowerNormConfig {
+        group_scaling,
+        ..config()
+    };
+    let (layer, varmap) = layer(SIZE, config, DType::F32);
+    run(&layer, &batches(6, DType::F32, 1)[0], true);
+    let file = save(&varmap);
+    (layer, varmap, file)
+}
+
+const GROUP_SCALINGS: [(Option<usize>, i64); 3] = [(None, -1), (Some(1), 1), (Some(3), 3)];
+
+/// Before there was a record, another group scaling gave wrong outputs without an error.
+#[test]
+fn statistics_of_another_group_scaling_are_refused() {
+    let xs = &batches(7, DType::F32, 1)[0].xs;
+    let next = candle_nn::Linear::new(Tensor::ones((2, SIZE), DType::F32, &CPU).unwrap(), None);
+    for (theirs, got) in GROUP_SCALINGS {
+        let (_, _, file) = trained_with(theirs);
+        for (ours, expected) in GROUP_SCALINGS {
+            let (layer, mut varmap, _) = trained_with(ours);
+            varmap.load(file.path()).unwrap();
+            let before = state(&layer);
+            let frozen = || {
+                let bytes = std::fs::read(file.path()).unwrap();
+                let vb = VarBuilder::from_buffered_safetensors(bytes, DType::F32, &CPU)?;
+                power_norm(SIZE, *layer.config(), vb)
+            };
+            let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+            let again = power_norm(SIZE, *layer.config(), vb);
+            let _guard = layer.mode().eval_scope();
+            let folded = layer.fold_into(&next);
+            let recalibrated = {
+                let _guard = layer.mode().recalibrate_scope();
+                layer.forward(xs)
+            };
+            if ours == theirs {
+                assert!(frozen().is_ok() && again.is_ok());
+                assert!(folded.is_ok() && recalibrated.is_ok());
+                assert!(layer.forward_t(xs, true).is_ok());
+                continue;
+            }
+            let text = format!(
+                "power_norm: expected groups of {expected}, got {got} (-1 is no group scaling): \
+                 set `group_scaling` as it was in training, or call `reset_running_stats`"
+            );
+            assert_eq!(message(layer.forward_t(xs, true)), text);
+            assert_eq!(message(layer.forward(xs)), text);
+            assert_eq!(message(recalibrated), text);
+            assert_eq!(message(folded), text);
+            assert_eq!(message(frozen()), text);
+            assert_eq!(message(again), text);
+            assert_eq!(state(&layer), before);
+
+            layer.reset_running_stats().unwrap();
+            assert!(layer.forward_t(xs, true).is_ok());
+            assert_eq!(to_f64(&var(&varmap, "groups")), [expected as f64]);
+        }
+    }
+}
+
+/// A file of another program does not say which group scaling it is of.
+#[test]
+fn statistics_without_a_record_are_taken() {
+    let (layer, _, file) = trained_with(Some(3));
+    let mut tensors = candle::safetensors::load(file.path(), &CPU).unwrap();
+    tensors.remove("groups").unwrap();
+    let frozen = VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
+    let frozen = power_norm(SIZE, *layer.config(), frozen).unwrap();
+    assert_eq!(state(&frozen), state(&layer));
+
+    let varmap = VarMap::new();
+    for (name, tensor) in &tensors {
+        let var = Var::from_tensor(tensor).unwrap();
+        varmap.data().lock().unwrap().insert(name.clone(), var);
+    }
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+    let filled = power_norm(SIZE, *layer.config(), vb).unwrap();
+    assert_eq!(to_f64(&var(&varmap, "groups")), [0.]);
+    assert_same_future(&filled, &layer, DType::F32);
+    assert_eq!(to_f64(&var(&varmap, "groups")), [3.]);
+
+    // Zeros for all tensors, as candle's tests of shapes have them.
+    let zeros = VarBuilder::zeros(DType::F32, &CPU);
+    assert!(power_norm(SIZE, *layer.config(), zeros).is_ok());
+}
+
+#[test]
+fn frozen_statistics_that_no_training_leaves_are_refused() {
+    let (layer, _, file) = trained_with(Some(3));
+    let tensors = candle::safetensors::load(file.path(), &CPU).unwrap();
+    for got in [-1e-3f32, f32::NAN, f32::INFINITY] {
+        let mut tensors = tensors.clone();
+        let mut phi = tensors["running_phi"].to_vec1::<f32>().unwrap();
+        phi[5] = got;
+        let phi = Tensor::new(phi, &CPU).unwrap();
+        tensors.insert("running_phi".to_owned(), phi);
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+        let text = format!(
+            "power_norm: expected a running_phi of finite numbers of at least 0, got {:?}: \
+             pass the mean squares of a checkpoint, or ones for a fresh layer",
+            f64::from(got)
+        );
+        assert_eq!(message(power_norm(SIZE, *layer.config(), vb)), text);
+    }
+}
+
 #[test]
 fn frozen_parameters_of_a_layer_norm_are_refused() {
     let ones = Tensor::ones(SIZE, DType::F32, &CPU).unwrap();
@@ -240,7 +349,7 @@ fn parameters_of_a_layer_norm_are_taken_over() {
         assert_same_bits("weight", layer.weight().unwrap(), &weight);
         assert_same_bits("bias", layer.bias().unwrap(), &bias);
         assert!(layer.mode().is_training());
-        assert_eq!(varmap.all_vars().len(), 5);
+        assert_eq!(varmap.all_vars().len(), 6);
         let peer = candle_nn::layer_norm(3, 1e-5, vb()).unwrap();
         assert_same_bits("LayerNorm's", peer.weight(), &weight);
     }

@@ -116,9 +116,10 @@ fn buffers_of_another_dtype_are_refused() {
         ("running_phi", DType::F16, DType::F32),
         ("ema_gz", DType::F64, DType::F32),
         ("iters", DType::F32, DType::I64),
+        ("groups", DType::U32, DType::I64),
     ] {
         let varmap = VarMap::new();
-        let shape = if name == "iters" { 1 } else { 8 };
+        let shape = if expected == DType::I64 { 1 } else { 8 };
         let held = Var::ones(shape, wrong, &CPU).unwrap();
         varmap.data().lock().unwrap().insert(name.into(), held);
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
@@ -171,6 +172,7 @@ fn fresh_layers_hold_the_documented_tensors() {
             ("running_phi", 8, state_dtype, 1.),
             ("ema_gz", 8, state_dtype, 0.),
             ("iters", 1, DType::I64, 0.),
+            ("groups", 1, DType::I64, 0.),
         ];
         assert_eq!(varmap.all_vars().len(), documented.len());
         for (name, len, dtype, fresh) in documented {
@@ -197,7 +199,7 @@ fn fresh_layers_hold_the_documented_tensors() {
     };
     let (layer, varmap) = layer(8, config, DType::F32);
     assert!(layer.weight().is_none() && layer.bias().is_none());
-    assert_eq!(varmap.all_vars().len(), 3);
+    assert_eq!(varmap.all_vars().len(), 4);
 }
 
 /// The accessors return copies, which later steps do not change.

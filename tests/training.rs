@@ -8,7 +8,7 @@ use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
 use common::{bits, layer, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU};
 use std::collections::HashMap;
 
-const BUFFERS: [&str; 3] = ["running_phi", "ema_gz", "iters"];
+const BUFFERS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 
 #[test]
 fn optimizers_leave_the_buffers_alone() {

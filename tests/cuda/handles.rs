@@ -130,6 +130,7 @@ fn tensors_in_the_wrong_place_are_refused() {
     let gpu = gpu();
     for (name, place, expected) in [
         ("iters", &gpu, &CPU),
+        ("groups", &gpu, &CPU),
         ("ema_gz", &CPU, &gpu),
         ("weight", &CPU, &gpu),
         ("bias", &CPU, &gpu),
@@ -205,7 +206,8 @@ fn a_model_trains_and_its_checkpoint_loads_on_the_cpu() {
     let (trained, norm, varmap) = model(&gpu);
     for (name, var) in varmap.data().lock().unwrap().iter() {
         // No step waits for the GPU to learn its number.
-        let expected = if name == "norm.iters" { &CPU } else { &gpu };
+        let on_cpu = ["norm.iters", "norm.groups"].contains(&name.as_str());
+        let expected = if on_cpu { &CPU } else { &gpu };
         assert!(var.device().same_device(expected), "{name}");
     }
     let mut data = Data::on(&gpu, 16);

@@ -11,7 +11,7 @@
 use candle::backprop::GradStore;
 use candle::{bail, DType, Device, Result, Tensor};
 use candle_nn::{loss::cross_entropy, AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::Mode;
+use candle_powernorm::{Mode, PowerNorms};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 #[global_allocator]
@@ -36,7 +36,7 @@ const RATE: f64 = 2e-3;
 
 /// The variables that got no gradient, but for PowerNorm's statistics.
 fn without_gradient(varmap: &VarMap, gradients: &GradStore) -> Vec<String> {
-    let statistics = ["running_phi", "ema_gz", "iters"];
+    let statistics = ["running_phi", "ema_gz", "iters", "groups"];
     let vars = varmap.data().lock().unwrap();
     let names = vars.iter().filter(|(name, var)| {
         let last = name.rsplit('.').next().unwrap_or(name);
@@ -81,9 +81,9 @@ fn train_bert(dtype: DType) -> Result<[f32; 2]> {
         .lines()
         .map(|line| &line.as_bytes()[..line.len().min(TIME)])
         .collect();
-    let (mode, varmap) = (Mode::train(), VarMap::new());
+    let varmap = VarMap::new();
     let config = bert::Config {
-        mode: mode.clone(),
+        norms: PowerNorms::new(1e-5, &Mode::train()),
         vocab_size: 128,
         hidden_size: WIDTH,
         num_hidden_layers: LAYERS,
@@ -130,9 +130,9 @@ fn train_vit(dtype: DType) -> Result<[f32; 2]> {
     const SIDE: usize = 16;
     const DIRECTIONS: usize = 4;
     let device = Device::Cpu;
-    let (mode, varmap) = (Mode::train(), VarMap::new());
+    let varmap = VarMap::new();
     let config = vit::Config {
-        mode: mode.clone(),
+        norms: PowerNorms::new(1e-5, &Mode::train()),
         hidden_size: WIDTH,
         num_hidden_layers: LAYERS,
         num_attention_heads: HEADS,

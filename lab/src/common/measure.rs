@@ -48,7 +48,7 @@ impl Snapshot {
                 .rsplit('.')
                 .nth(1)
                 .is_some_and(|part| part.starts_with("norm"));
-            if of_norm && !name.ends_with("iters") {
+            if of_norm && !name.ends_with("iters") && var.dtype().is_float() {
                 state.insert(name, numbers(var.as_tensor())?);
             }
         }

@@ -17,10 +17,11 @@ pub const ALPHA: f64 = 0.9;
 
 /// Variables that the layers keep for themselves. No gradient reaches them and no optimizer may
 /// move them.
-const BUFFERS: [&str; 7] = [
+const BUFFERS: [&str; 8] = [
     "running_phi",
     "ema_gz",
     "iters",
+    "groups",
     "running_mean",
     "running_var",
     "buffer_x2",
