@@ -488,9 +488,9 @@ impl PowerNorm {
     /// B/N rows each then have the state and the gradients of one rank with B rows. Shards may
     /// differ in size, and on a CPU may be empty.
     ///
-    /// All ranks make the same training forwards and backwards in the same order. A training forward
-    /// adds its sums up over the ranks, and so does its backward. [The guide](crate::guide::ranks)
-    /// has the other rules.
+    /// All ranks make the same training forwards and backwards in the same order. A training
+    /// forward adds its sums up over the ranks, and so does its backward. [The
+    /// guide](crate::guide::ranks) has the other rules.
     ///
     /// # Gradients
     ///
@@ -508,8 +508,8 @@ impl PowerNorm {
     /// in the failed step have moved ψ², on all ranks.
     ///
     /// On a GPU nothing is compared later. If a rank's call then fails, for example because memory
-    /// runs out, the other ranks wait in their sum. If ranks come to differ, NCCL hangs or sums what
-    /// does not belong together.
+    /// runs out, the other ranks wait in their sum. If ranks come to differ, NCCL hangs or sums
+    /// what does not belong together.
     #[must_use]
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         let device = self.device.sums_device(self.state.device());

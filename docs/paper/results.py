@@ -114,7 +114,7 @@ def listed(seeds):
 def verdict(values, paper):
     """Differences beside the paper's."""
     if len(values) < 2:
-        return "cannot tell"
+        return "one seed cannot tell"
     low, high = bounds(values)
     zero, paper_in = low <= 0 <= high, low <= paper <= high
     if zero and paper_in:

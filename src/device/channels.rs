@@ -10,7 +10,8 @@ pub(super) trait Channels: Clone + Send + Sync + Sized {
     /// Reads a tensor of any float dtype, as numbers like `like`.
     fn read(tensor: &Tensor, like: &Self) -> Result<Self>;
 
-    /// Reads ν: `ema_gz` times (1−α_b) and the loss scale. A CPU rounds after each factor, other devices once.
+    /// Reads ν: `ema_gz` times (1−α_b) and the loss scale. A CPU rounds after each factor, other
+    /// devices once.
     fn read_nu(ema_gz: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self>;
 
     /// Sets a variable of the state. A channel keeps its value where one of `guards` is not finite

@@ -80,8 +80,9 @@ pub trait Communicator: Send + Sync {
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
     /// or `F64`). Ranks that call their layers in different orders may bring different shapes. An
-    /// engine should then fail on every rank. Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
-    /// is on its layer's device if that is a CPU or an NVIDIA GPU, else on the CPU.
+    /// engine should then fail on every rank. Each rank waits for the others, or has its GPU wait.
+    /// `tensor` is contiguous. It is on its layer's device if that is a CPU or an NVIDIA GPU, else
+    /// on the CPU.
     ///
     /// # Errors
     ///

@@ -37,8 +37,8 @@ pub(super) enum Level {
 /// tested on one machine.
 const VARIABLE: &str = "CANDLE_POWERNORM_SIMD";
 
-/// Levels of 256 bits at most, and of 512: the best of this processor, or the level that [`VARIABLE`]
-/// names. `None` if it names no level.
+/// Levels of 256 bits at most, and of 512: the best of this processor, or the level that
+/// [`VARIABLE`] names. `None` if it names no level.
 static LEVELS: LazyLock<Option<(Level, Level)>> = LazyLock::new(|| {
     let name = std::env::var_os(VARIABLE).unwrap_or_default();
     match name.to_str() {

@@ -10,8 +10,8 @@ use candle::backend::BackendStorage;
 use candle::{CpuStorage, Layout, Result, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
-/// The number of trailing dimensions that make a block of packed rows; `None` if the elements of a row are
-/// not adjacent.
+/// The number of trailing dimensions that make a block of packed rows; `None` if the elements of a
+/// row are not adjacent.
 fn packed_dims(layout: &Layout) -> Option<usize> {
     let (mut dims, mut packed) = (0, 1);
     for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {

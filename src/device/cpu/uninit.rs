@@ -210,8 +210,8 @@ fn stream<S: Simd, T: Element, const K: usize>(
 }
 
 /// A streamed store of 16 bytes in the encoding of the level's other instructions.
-/// `_mm_stream_si128` always has the old one. Some older processors take 70 cycles to switch between
-/// that and AVX.
+/// `_mm_stream_si128` always has the old one. Some older processors take 70 cycles to switch
+/// between that and AVX.
 ///
 /// # Safety
 ///

@@ -117,9 +117,9 @@ impl Kernels {
     }
 }
 
-/// The stream that a call is queued on: that of its input's handle of the GPU. Another handle, as the
-/// layer's may be, can have another stream, and with cudarc's events off nothing would order the
-/// two.
+/// The stream that a call is queued on: that of its input's handle of the GPU. Another handle, as
+/// the layer's may be, can have another stream, and with cudarc's events off nothing would order
+/// the two.
 #[derive(Clone)]
 struct Gpu {
     device: CudaDevice,
