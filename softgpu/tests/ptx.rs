@@ -1334,7 +1334,8 @@ fn perturbed_results_stay_within_their_error() {
             0,
             &format!(
                 "mul.wide.u32 %rd3, %i, 4; add.u64 %rd4, %rd0, %rd3; \
-                 ld.global.f32 %f1, [%rd4]; {scale} {instruction} %f2, %f1; \
+                 ld.global.f32 %f1, [%rd4]; cvt.rzi.s64.f32 %rd6, %f1; \
+                 {scale} {instruction} %f2, %f1; \
                  add.u64 %rd5, %rd1, %rd3; st.global.f32 [%rd5], %f2;"
             ),
         );

@@ -749,7 +749,7 @@ fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
                 class: Class::Special,
                 operands: "w:w",
                 // The slow way, where results are to be moved.
-                immediate: perturbed(function, flags, ty)?,
+                immediate: perturbed(function, flags),
             });
         }
         (Approximate::InverseRoot, "f64") if !flags.flush => inverse_root64,
@@ -760,12 +760,15 @@ fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
         exec,
         class: Class::Special,
         operands: alike(width, 1),
-        immediate: perturbed(function, flags, ty)?,
+        immediate: match ty {
+            "f64" => flags.bits(),
+            _ => perturbed(function, flags),
+        },
     })
 }
 
-fn perturbed(function: Approximate, flags: Flags, ty: &str) -> Option<u64> {
-    Some(flags.bits() | (function as u64) << 16 | format_number(ty)? << 24 | PERTURBED)
+fn perturbed(function: Approximate, flags: Flags) -> u64 {
+    flags.bits() | (function as u64) << 16 | PERTURBED
 }
 
 /// Marks an instruction that [`Lanes::perturb`] turns into [`approximated`].
@@ -773,9 +776,7 @@ const PERTURBED: u64 = 1 << 32;
 
 /// An instruction as it is where results are perturbed.
 pub fn under_perturbation(op: &Op) -> Op {
-    let approximates = op.class == Class::Special && op.immediate & PERTURBED != 0;
-    let wide = FORMATS[(op.immediate >> 24 & 7) as usize] == F64;
-    match approximates && !wide {
+    match op.class == Class::Special && op.immediate & PERTURBED != 0 {
         true => Op {
             exec: approximated,
             ..*op
