@@ -260,14 +260,6 @@ impl PowerNormConfig {
     }
 }
 
-/// Checks the dtype of an input.
-pub(crate) fn validate_input_dtype(dtype: DType) -> Result<(), Error> {
-    match dtype {
-        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => Ok(()),
-        other => Err(Error::InputDType(other)),
-    }
-}
-
 /// Checks an ε in the dtype of the sums, where a value that is fine in f64 may be 0 or infinite.
 pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<(), Error> {
     let used = rounded(eps, dtype);

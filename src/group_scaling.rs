@@ -1,9 +1,10 @@
 //! Group scaling as a module of its own.
 
-use crate::config::{validate_eps, validate_input_dtype, ForwardKind, PowerNormConfig};
-use crate::device::pick::{readable, DeviceKind};
+use crate::config::{validate_eps, PowerNormConfig};
+use crate::device::pick::{Arguments, DeviceKind};
 use crate::device::sums_dtype;
 use crate::error::Error;
+use crate::layer::check_input_dtype;
 use crate::op;
 use crate::op::step::Call;
 use candle::{DType, Module, Result, Tensor};
@@ -93,23 +94,24 @@ impl Module for GroupScaling {
             let groups = self.groups;
             return Err(Error::GroupsOfInput { size, groups }.into());
         }
-        validate_input_dtype(xs.dtype())?;
+        check_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
-        // An evaluation by D = 1.
-        let call = Call {
+        op::power_norm(Call {
             device: &DeviceKind::of(xs.device())?,
-            config: PowerNormConfig {
+            config: &PowerNormConfig {
                 group_scaling: Some(self.groups),
                 affine: false,
                 ..self.eps.into()
             },
-            kind: ForwardKind::Evaluation,
-            xs: readable(xs)?,
-            residual: None,
-            keep: None,
-            affine: None,
-            phi: None,
-        };
-        op::power_norm(call, None, None)
+            arguments: Arguments {
+                xs,
+                residual: None,
+                keep: None,
+                affine: None,
+            },
+            state: None,
+            training: None,
+            turn: None,
+        })
     }
 }

@@ -1,14 +1,14 @@
 //! The layer: construction, the forward passes, the accessors.
 
-use crate::config::{validate_input_dtype, ForwardKind, PowerNormConfig};
-use crate::device::pick::{readable, DeviceKind};
+use crate::config::PowerNormConfig;
+use crate::device::pick::{Arguments, DeviceKind};
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
 use crate::op::residual::power_norm_residual;
 use crate::op::step::{Call, Training};
-use crate::ranks::{Exchange, Member, Ranks, Turn};
+use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{same_device, State};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::{Init, ModuleT, VarBuilder};
@@ -571,9 +571,7 @@ impl PowerNorm {
     }
 
     fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
-        let turn = self.turn(purpose);
-        let (call, training) = self.call(xs, None, keep, purpose)?;
-        op::power_norm(call, training, turn)
+        op::power_norm(self.call(xs, None, keep, purpose)?)
     }
 
     fn run_residual(
@@ -583,60 +581,49 @@ impl PowerNorm {
         keep: Option<&Tensor>,
         purpose: Purpose,
     ) -> Result<(Tensor, Tensor)> {
-        let turn = self.turn(purpose);
-        let (call, training) = self.call(xs, Some(residual), keep, purpose)?;
-        power_norm_residual(call, training, turn)
+        power_norm_residual(self.call(xs, Some(residual), keep, purpose)?)
     }
 
-    /// The turn in a forward's exchange; `None` if the forward has none. It is taken before the
-    /// checks: if one fails, dropping the turn tells the other ranks.
-    fn turn(&self, purpose: Purpose) -> Option<Turn<'_>> {
-        let exchange = match purpose {
-            Purpose::Evaluation => return None,
-            Purpose::Training => Exchange::Forward,
-            Purpose::Recalibration(_) => Exchange::Recalibration,
-        };
-        self.ranks.as_ref().map(|ranks| ranks.turn(exchange))
-    }
-
-    /// Checks the arguments of a forward, and makes them readable.
-    fn call(
-        &self,
-        xs: &Tensor,
-        residual: Option<&Tensor>,
-        keep: Option<&Tensor>,
+    /// Checks the arguments of a forward.
+    fn call<'a>(
+        &'a self,
+        xs: &'a Tensor,
+        residual: Option<&'a Tensor>,
+        keep: Option<&'a Tensor>,
         purpose: Purpose,
-    ) -> Result<(Call<'_>, Option<Training>)> {
+    ) -> Result<Call<'a>> {
+        // Before the checks: if one fails, dropping the turn tells the other ranks.
+        let exchange = match purpose {
+            Purpose::Evaluation => None,
+            Purpose::Training => Some(Exchange::Forward),
+            Purpose::Recalibration(_) => Some(Exchange::Recalibration),
+        };
+        let turn =
+            (self.ranks.as_ref().zip(exchange)).map(|(ranks, exchange)| ranks.turn(exchange));
         self.check_input(xs)?;
         residual.map_or(Ok(()), |residual| self.check_residual(xs, residual))?;
         keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))?;
-        let in_place = (self.device).reads_phi_in_place(xs.device(), self.state.device());
-        let (phi, steps) = self.state.begin(in_place)?;
-        let call = Call {
+        Ok(Call {
             device: &self.device,
-            config: *self.config(),
-            kind: match purpose {
-                Purpose::Evaluation => ForwardKind::Evaluation,
-                Purpose::Training => self.config().kind_at(steps + 1),
-                Purpose::Recalibration(_) => ForwardKind::BatchStatistic,
+            config: self.config(),
+            arguments: Arguments {
+                xs,
+                residual,
+                keep,
+                affine: match (&self.weight, &self.bias) {
+                    (Some(weight), Some(bias)) => Some([weight, bias]),
+                    _ => None,
+                },
             },
-            xs: readable(xs)?,
-            residual: residual.map(readable).transpose()?,
-            keep: keep.map(as_bytes).transpose()?,
-            affine: match (&self.weight, &self.bias) {
-                (Some(weight), Some(bias)) => Some([weight.contiguous()?, bias.contiguous()?]),
-                _ => None,
-            },
-            phi: Some(phi),
-        };
-        let training = call.kind.is_training().then(|| Training {
-            state: self.state.clone(),
-            purpose,
-            steps,
-            loss_scale: self.loss_scale.clone(),
-            ranks: self.ranks.clone(),
-        });
-        Ok((call, training))
+            state: Some(&self.state),
+            training: (purpose != Purpose::Evaluation).then(|| Training {
+                state: self.state.clone(),
+                purpose,
+                loss_scale: self.loss_scale.clone(),
+                ranks: self.ranks.clone(),
+            }),
+            turn,
+        })
     }
 
     fn check_input(&self, xs: &Tensor) -> Result<()> {
@@ -652,7 +639,7 @@ impl PowerNorm {
             Some(_) => {}
         }
         let input = xs.dtype();
-        validate_input_dtype(input)?;
+        check_input_dtype(input)?;
         for (name, parameter) in [("weight", &self.weight), ("bias", &self.bias)] {
             if let Some(parameter) = parameter {
                 let got = parameter.dtype();
@@ -707,13 +694,11 @@ impl PowerNorm {
     }
 }
 
-/// The mask in the form in which devices read it: contiguous, of `U8`.
-fn as_bytes(keep: &Tensor) -> Result<Tensor> {
-    match keep.dtype() {
-        DType::U8 => keep.contiguous(),
-        // A GPU cannot launch an operation on nothing.
-        _ if keep.elem_count() == 0 => Tensor::zeros(keep.shape(), DType::U8, keep.device()),
-        _ => keep.ne(0u8),
+/// Checks the dtype of an input.
+pub(crate) fn check_input_dtype(dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => Ok(()),
+        other => Err(Error::InputDType(other).into()),
     }
 }
 

@@ -5,23 +5,19 @@
 //! The host waits for the device only where it needs a number: to count the rows of a mask, and to
 //! hand sums out.
 
-use super::channels::{
-    BackwardChannels, Channels, ForwardChannels, ForwardSums, GradientSums, RowSum,
+use super::host::{
+    Affine, Channels, ForwardSums, GradientOutputs, GradientSums, HostRows, InputFactors, RowSum,
+    SquareSums,
 };
-use super::{
-    sums_dtype, BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs,
-    Setting,
-};
-use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
+use super::{sums_dtype, BackwardInputs, Outputs};
+use crate::config::PowerNormConfig;
 use candle::{DType, Device, Result, Storage, Tensor, Var, D};
 
-/// A forward, and what its backward needs.
-pub(crate) struct ComposedStep {
-    channels: ForwardChannels<Tensor>,
-}
-
 /// Rows that are ready to be computed with.
-struct Rows {
+pub(crate) struct ComposedRows {
+    /// The input, or its sum with a residual, `[.., C]`.
+    x: Tensor,
+    adds_residual: bool,
     /// X̃, `[rows, C]`.
     x_tilde: Tensor,
     /// r = x̃/x of each group, `[rows, G, 1]`; `None` without group scaling.
@@ -30,27 +26,7 @@ struct Rows {
     keep: Option<Tensor>,
 }
 
-impl Rows {
-    fn new(x: &Tensor, keep: Option<&Tensor>, config: &PowerNormConfig) -> Result<Self> {
-        let x = as_rows(x)?;
-        let keep = match keep {
-            // candle cannot read an empty view that begins past the end of its storage.
-            Some(keep) if x.dims()[0] > 0 => Some(keep.reshape(((), 1))?.broadcast_as(x.shape())?),
-            _ => None,
-        };
-        let factors = |groups| factors(&x, groups, config.eps);
-        let factors = config.group_scaling.map(factors).transpose()?;
-        let x_tilde = match &factors {
-            Some(factors) => by_group(&x, factors, |x, factors| x.broadcast_mul(factors))?,
-            None => x,
-        };
-        Ok(Self {
-            x_tilde,
-            factors,
-            keep,
-        })
-    }
-
+impl ComposedRows {
     fn len(&self) -> usize {
         self.x_tilde.dims()[0]
     }
@@ -86,6 +62,24 @@ impl Rows {
         })?;
         let dx = (dx_tilde - (&self.x_tilde * mean)?)?;
         by_group(&dx, factors, |dx, factors| dx.broadcast_mul(factors))
+    }
+
+    /// `∂L/∂x`, by way of `∂L/∂X̃`.
+    fn input_gradient(
+        &self,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        factors: &InputFactors<Tensor>,
+    ) -> Result<Tensor> {
+        let mut dx_tilde = dy.broadcast_mul(&factors.gain)?;
+        if let Some(decay) = &factors.decay {
+            dx_tilde = (dx_tilde - self.x_tilde.broadcast_mul(decay)?)?;
+        }
+        let mut dx = self.masked(self.through_factors(dx_tilde)?)?;
+        if let Some(dsum) = dsum {
+            dx = (dx + as_rows(dsum)?)?;
+        }
+        shaped(dx, &self.x)
     }
 }
 
@@ -129,167 +123,113 @@ fn is_finite(values: &Tensor) -> Result<Tensor> {
     (values * 0.)?.eq(0f64)
 }
 
-impl ComposedStep {
-    /// Adds the residual, sums the squares and writes the output. If the batch's statistic
-    /// normalizes, the output is left to [`normalize_by_batch`](DeviceStep::normalize_by_batch).
-    pub fn forward(setting: Setting, inputs: &ForwardInputs) -> Result<(Self, Outputs)> {
-        let x = sum_with_residual(inputs)?;
-        let rows = Rows::new(&x, inputs.keep, &setting.config)?;
-        let ones = Tensor::ones(x.dim(D::Minus1)?, rows.x_tilde.dtype(), x.device())?;
-        let mut step = Self {
-            channels: ForwardChannels::new(setting, inputs.phi, ones)?,
-        };
-        if setting.kind.is_training() {
-            let squares = rows.x_tilde.sqr()?;
-            let all = match step.channels.sums_all_rows() {
-                true => Some(RowSum {
-                    squares: sum_rows(&squares)?,
-                    rows: rows.len(),
-                }),
-                false => None,
-            };
-            let kept = RowSum {
-                squares: sum_rows(&rows.masked(squares)?)?,
-                rows: rows.kept()?,
-            };
-            step.channels.store_sums(ForwardSums { kept, all })?;
-        }
-        let y = match setting.kind {
-            ForwardKind::BatchStatistic => None,
-            _ => Some(step.output(inputs, &rows)?),
-        };
-        let sum = inputs.residual.map(|_| storage(&x)).transpose()?;
-        Ok((step, Outputs { y, sum }))
-    }
-
-    /// `Y = γ ⊙ X̃/D + β`, shaped as the input and in its dtype.
-    fn output(&self, inputs: &ForwardInputs, rows: &Rows) -> Result<Storage> {
-        let y = rows.x_tilde.broadcast_mul(self.channels.inv_rms())?;
-        let y = match inputs.affine {
-            Some(affine) => {
-                let [weight, bias] = affine.map(|parameter| Channels::read(parameter, &y));
-                y.broadcast_mul(&weight?)?.broadcast_add(&bias?)?
-            }
-            None => y,
-        };
-        storage(&shaped(y, inputs.x)?)
-    }
-}
-
-/// The input of the normalization, in the dtype of the forward's input.
-fn sum_with_residual(inputs: &ForwardInputs) -> Result<Tensor> {
-    let Some(residual) = inputs.residual else {
-        return Ok(inputs.x.detach());
-    };
+/// `x + residual`, in the dtype of `x`.
+fn sum_with_residual(x: &Tensor, residual: &Tensor) -> Result<Tensor> {
     // Rounded once, as kernels do: candle's own sum may flush the smallest halves to 0.
-    let sums = sums_dtype(inputs.x.dtype());
-    let [x, residual] = [inputs.x, residual].map(|rows| rows.detach().to_dtype(sums));
-    (x? + residual?)?.to_dtype(inputs.x.dtype())
+    let sums = sums_dtype(x.dtype());
+    let [wide, residual] = [x, residual].map(|rows| rows.detach().to_dtype(sums));
+    (wide? + residual?)?.to_dtype(x.dtype())
 }
 
-impl DeviceStep for ComposedStep {
-    fn local_sums(&self) -> Result<Tensor> {
-        self.channels.local_sums()
+impl HostRows for ComposedRows {
+    type Channels = Tensor;
+
+    fn ones(x: &Tensor) -> Result<Tensor> {
+        Tensor::ones(x.dim(D::Minus1)?, sums_dtype(x.dtype()), x.device())
     }
 
-    fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
-        self.channels.set_global_sums(global)
-    }
-
-    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs> {
-        let x = sum_with_residual(inputs)?;
-        let rows = Rows::new(&x, inputs.keep, self.channels.config())?;
-        Ok(Outputs {
-            y: Some(self.output(inputs, &rows)?),
-            ..outputs
+    fn new(
+        x: &Tensor,
+        residual: Option<&Tensor>,
+        keep: Option<&Tensor>,
+        config: &PowerNormConfig,
+    ) -> Result<Self> {
+        let x = match residual {
+            Some(residual) => sum_with_residual(x, residual)?,
+            None => x.detach(),
+        };
+        let rows = as_rows(&x)?;
+        let keep = match keep {
+            // candle cannot read an empty view that begins past the end of its storage.
+            Some(keep) if rows.dims()[0] > 0 => {
+                Some(keep.reshape(((), 1))?.broadcast_as(rows.shape())?)
+            }
+            _ => None,
+        };
+        let factors = |groups| factors(&rows, groups, config.eps);
+        let factors = config.group_scaling.map(factors).transpose()?;
+        let x_tilde = match &factors {
+            Some(factors) => by_group(&rows, factors, |x, factors| x.broadcast_mul(factors))?,
+            None => rows,
+        };
+        Ok(Self {
+            x,
+            adds_residual: residual.is_some(),
+            x_tilde,
+            factors,
+            keep,
         })
     }
 
-    fn is_step(&self) -> bool {
-        self.channels.is_step()
-    }
-
-    fn update_phi(&self, phi: &Var, step: &PhiStep) -> Result<()> {
-        self.channels.update_phi(phi, step)
-    }
-
-    fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
-        let config = self.channels.config();
-        // Under recipe Fairseq the backward does not know the mask.
-        let keep = inputs.keep.filter(|_| config.recipe == Recipe::Paper);
-        let rows = Rows::new(inputs.x, keep, config)?;
-        let dy = as_rows(inputs.dy)?;
-        let mut channels = BackwardChannels::new(&self.channels, inputs)?;
-        channels.store_sums(GradientSums {
-            dy: sum_rows(&rows.masked(dy.clone())?)?,
-            dy_x: sum_rows(&rows.masked((&dy * &rows.x_tilde)?)?)?,
-        });
-        let mut backward = ComposedBackward {
-            inputs: *inputs,
-            rows,
-            dy,
-            channels,
-            dx: None,
-            gradients: Gradients::default(),
+    fn forward(
+        &self,
+        y: Option<Affine<Tensor>>,
+        sums: Option<SquareSums>,
+    ) -> Result<(Outputs, Option<ForwardSums<Tensor>>)> {
+        let of_squares = |sums| {
+            let squares = self.x_tilde.sqr()?;
+            let all = match sums {
+                SquareSums::Kept => None,
+                SquareSums::KeptAndAll => Some(RowSum {
+                    squares: sum_rows(&squares)?,
+                    rows: self.len(),
+                }),
+            };
+            let kept = RowSum {
+                squares: sum_rows(&self.masked(squares)?)?,
+                rows: self.kept()?,
+            };
+            Ok::<_, candle::Error>(ForwardSums { kept, all })
         };
-        if inputs.wants_input && !backward.channels.needs_lambda() {
-            backward.dx = Some(backward.input_gradient()?);
-        }
-        Ok(Box::new(backward))
-    }
-}
-
-/// A backward.
-struct ComposedBackward<'a> {
-    inputs: BackwardInputs<'a>,
-    rows: Rows,
-    /// `[rows, C]`.
-    dy: Tensor,
-    channels: BackwardChannels<'a, Tensor>,
-    dx: Option<Tensor>,
-    gradients: Gradients,
-}
-
-impl ComposedBackward<'_> {
-    /// `∂L/∂x`, by way of `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`.
-    fn input_gradient(&self) -> Result<Tensor> {
-        let mut dx_tilde = self.dy.broadcast_mul(&self.channels.gain()?)?;
-        if let Some(correction) = self.channels.correction()? {
-            let decay = self.channels.decay(&correction)?;
-            dx_tilde = (dx_tilde - self.rows.x_tilde.broadcast_mul(&decay)?)?;
-        }
-        let mut dx = self.rows.masked(self.rows.through_factors(dx_tilde)?)?;
-        if let Some(dsum) = self.inputs.dsum {
-            dx = (dx + as_rows(dsum)?)?;
-        }
-        shaped(dx, self.inputs.x)
-    }
-}
-
-impl DeviceBackward for ComposedBackward<'_> {
-    fn local_sums(&self) -> Result<Tensor> {
-        self.channels.local_sums()
+        let sums = sums.map(of_squares).transpose()?;
+        let outputs = Outputs {
+            y: y.map_or(Ok(None), |y| self.normalize(y, None))?,
+            sum: self.adds_residual.then(|| storage(&self.x)).transpose()?,
+        };
+        Ok((outputs, sums))
     }
 
-    fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
-        self.channels.set_global_sums(global)
+    fn normalize(&self, y: Affine<Tensor>, _: Option<&Storage>) -> Result<Option<Storage>> {
+        let rows = self.x_tilde.broadcast_mul(y.inv_rms)?;
+        let rows = match y.parameters {
+            Some(affine) => {
+                let [weight, bias] = affine.map(|parameter| Channels::read(parameter, &rows));
+                rows.broadcast_mul(&weight?)?.broadcast_add(&bias?)?
+            }
+            None => rows,
+        };
+        storage(&shaped(rows, &self.x)?).map(Some)
     }
 
-    fn finish(&mut self, _nu_follows: bool) -> Result<()> {
-        self.channels.make_lambda()?;
-        if self.inputs.wants_input && self.dx.is_none() {
-            self.dx = Some(self.input_gradient()?);
-        }
-        self.gradients = self.channels.gradients(self.dx.take())?;
-        Ok(())
-    }
-
-    fn update_nu(&mut self, ema_gz: &Var) -> Result<()> {
-        self.channels.update_nu(ema_gz)
-    }
-
-    fn gradients(self: Box<Self>) -> Gradients {
-        self.gradients
+    fn backward(
+        &self,
+        inputs: &BackwardInputs,
+        factors: Option<InputFactors<Tensor>>,
+        sums: bool,
+    ) -> Result<GradientOutputs<Tensor>> {
+        let dy = as_rows(inputs.dy)?;
+        let sums = match sums {
+            true => Some(GradientSums {
+                dy: sum_rows(&self.masked(dy.clone())?)?,
+                dy_x: sum_rows(&self.masked((&dy * &self.x_tilde)?)?)?,
+            }),
+            false => None,
+        };
+        let input = factors.map(|factors| self.input_gradient(&dy, inputs.dsum, &factors));
+        Ok(GradientOutputs {
+            input: input.transpose()?,
+            sums,
+        })
     }
 }
 

@@ -16,13 +16,14 @@
 //! the sums over its local rows, and takes in the global sums. `op/step.rs` decides when.
 //!
 //! A new device is an implementation of the two traits, a variant of
-//! [`DeviceKind`](pick::DeviceKind), and an arm in each of its methods.
+//! [`DeviceKind`](pick::DeviceKind), and an arm in each of its methods. Where the host computes the
+//! numbers of channels, `host.rs` implements both traits, and the device computes rows.
 
-mod channels;
 mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod host;
 pub(crate) mod pick;
 
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig};
@@ -40,20 +41,18 @@ pub(crate) struct Setting {
     pub tracked: bool,
 }
 
-/// Inputs of a forward. Tensors of rows come from [`readable`](pick::readable), and the other
-/// tensors are contiguous.
-#[derive(Clone, Copy)]
-pub(crate) struct ForwardInputs<'a> {
+/// Inputs of a forward, in a layout that the device reads.
+pub(crate) struct ForwardInputs {
     /// `[.., C]`.
-    pub x: &'a Tensor,
+    pub x: Tensor,
     /// Added to `x` before anything else. It has the shape of `x`.
-    pub residual: Option<&'a Tensor>,
-    /// The padding mask: `x` without its last dimension, 0 for a padded row.
-    pub keep: Option<&'a Tensor>,
+    pub residual: Option<Tensor>,
+    /// The padding mask: `x` without its last dimension, of `U8`, 0 for a padded row.
+    pub keep: Option<Tensor>,
     /// γ and β, `[C]` each.
-    pub affine: Option<[&'a Tensor; 2]>,
+    pub affine: Option<[Tensor; 2]>,
     /// ψ² before the step, `[C]`. Without it D is 1, which leaves the group scaling.
-    pub phi: Option<&'a Tensor>,
+    pub phi: Option<Tensor>,
 }
 
 /// Outputs of a forward, shaped as its input.

@@ -13,8 +13,7 @@
 pub(crate) mod residual;
 pub(crate) mod step;
 
-use self::step::{Call, Step, Training};
-use crate::ranks::Turn;
+use self::step::{Call, Step};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp3, DType, MetalStorage, Result, Shape, Storage,
@@ -22,25 +21,17 @@ use candle::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Runs the layer. The arguments are those of [`Step::forward`].
-pub(crate) fn power_norm(
-    call: Call,
-    training: Option<Training>,
-    turn: Option<Turn>,
-) -> Result<Tensor> {
-    let affine = call.affine().into_iter().flatten();
-    let tracked = call.xs.track_op() || affine.into_iter().any(Tensor::track_op);
-    let (step, outputs) = Step::forward(&call, training, turn, tracked)?;
-    let step = Arc::new(step);
+/// Runs the layer.
+pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
+    let (step, inputs, outputs) = Step::forward(call)?;
+    let xs = inputs.x;
     let op = PowerNormOp {
-        output: Output::new(outputs.y, call.xs.shape()),
+        output: Output::new(outputs.y, xs.shape()),
         step: step.clone(),
     };
-    let ys = match call.affine() {
-        Some([weight, bias]) => call
-            .xs
-            .apply_op3_arc(weight, bias, Arc::new(Box::new(op)))?,
-        None => call.xs.apply_op1_arc(Arc::new(Box::new(op)))?,
+    let ys = match &inputs.affine {
+        Some([weight, bias]) => xs.apply_op3_arc(weight, bias, Arc::new(Box::new(op)))?,
+        None => xs.apply_op1_arc(Arc::new(Box::new(op)))?,
     };
     step.commit_forward()?;
     Ok(ys)

@@ -15,9 +15,8 @@
 //!    input and residual, and stores those of weight and bias.
 //! 3. [`Params`] takes these and returns them.
 
-use super::step::{Call, Step, Training};
+use super::step::{Call, Step};
 use super::{forwards, token, Output, TypedStorage};
-use crate::ranks::Turn;
 use candle::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -25,34 +24,27 @@ use std::thread::{self, ThreadId};
 
 /// Runs the layer on the sum of the call's input and residual. Returns the layer's output and the
 /// sum.
-pub(crate) fn power_norm_residual(
-    call: Call,
-    training: Option<Training>,
-    turn: Option<Turn>,
-) -> Result<(Tensor, Tensor)> {
-    let Some(residual) = call.residual.clone() else {
+pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
+    let (step, inputs, outputs) = Step::forward(call)?;
+    let (xs, affine) = (inputs.x, inputs.affine);
+    let Some(residual) = inputs.residual else {
         candle::bail!("power_norm_residual: expected a residual, got none")
     };
     let params = Arc::new(Stored::default());
-    let affine_token = match call.affine() {
+    let affine_token = match &affine {
         Some([weight, bias]) => Some(weight.apply_op2(bias, Params(params.clone()))?),
         None => None,
     };
-    let tracked = [Some(&call.xs), Some(&residual), affine_token.as_ref()];
-    let tracked = tracked.into_iter().flatten().any(Tensor::track_op);
-    let (step, outputs) = Step::forward(&call, training, turn, tracked)?;
-    let step = Arc::new(step);
     let [y, sum] = [(); 2].map(|()| Arc::new(Stored::default()));
     let input = Arc::new(OnceLock::new());
     let op = ResidualOp {
         step: step.clone(),
-        affine: call.affine,
+        affine,
         params,
         y: y.clone(),
         sum: sum.clone(),
         input: input.clone(),
     };
-    let xs = call.xs;
     let token = match &affine_token {
         Some(affine) => xs.apply_op3_arc(&residual, affine, Arc::new(Box::new(op)))?,
         None => xs.apply_op2_arc(&residual, Arc::new(Box::new(op)))?,

@@ -9,10 +9,8 @@
 //! Nothing is pending between calls.
 
 use crate::config::{ForwardKind, PowerNormConfig};
-use crate::device::pick::{readable, DeviceKind};
-use crate::device::{
-    BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, RunningNu, Setting,
-};
+use crate::device::pick::{readable, Arguments, DeviceKind};
+use crate::device::{BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, RunningNu};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
@@ -20,22 +18,17 @@ use crate::state::State;
 use candle::{Result, Tensor};
 use std::sync::Arc;
 
-/// A forward that is about to run. Its arguments are checked, and in a layout that its device
-/// reads.
+/// A forward that is about to run.
 pub(crate) struct Call<'a> {
     pub device: &'a DeviceKind,
-    pub config: PowerNormConfig,
-    pub kind: ForwardKind,
-    /// `[.., C]`.
-    pub xs: Tensor,
-    /// Added to `xs` first.
-    pub residual: Option<Tensor>,
-    /// The padding mask: `xs` without its last dimension.
-    pub keep: Option<Tensor>,
-    /// γ and β, `[C]`.
-    pub affine: Option<[Tensor; 2]>,
-    /// ψ² before the step, `[C]`. Without it D is 1.
-    pub phi: Option<Tensor>,
+    pub config: &'a PowerNormConfig,
+    pub arguments: Arguments<'a>,
+    /// Has ψ². Without it D is 1.
+    pub state: Option<&'a State>,
+    /// `None` in an evaluation.
+    pub training: Option<Training>,
+    /// `None` without other ranks.
+    pub turn: Option<Turn<'a>>,
 }
 
 /// The state that a training forward and its backward move.
@@ -43,64 +36,48 @@ pub(crate) struct Training {
     pub state: Arc<State>,
     /// Training or recalibration.
     pub purpose: Purpose,
-    /// t before the step.
-    pub steps: usize,
     pub loss_scale: LossScale,
     /// `None` if there is no other rank.
     pub ranks: Option<Member>,
-}
-
-impl Call<'_> {
-    /// γ and β.
-    pub fn affine(&self) -> Option<[&Tensor; 2]> {
-        self.affine.as_ref().map(|affine| affine.each_ref())
-    }
 }
 
 /// A forward that ran, and what its backward needs.
 pub(crate) struct Step {
     device: Box<dyn DeviceStep>,
     training: Option<Training>,
+    /// t before the step.
+    steps: usize,
     keep: Option<Tensor>,
 }
 
 impl Step {
-    /// Runs a forward. `training` is `None` for an evaluation, and `turn` without other ranks.
-    /// `tracked` says whether a backward may follow. [`commit_forward`](Self::commit_forward) then
-    /// moves the state.
-    pub fn forward(
-        call: &Call,
-        training: Option<Training>,
-        turn: Option<Turn>,
-        tracked: bool,
-    ) -> Result<(Self, Outputs)> {
-        let setting = Setting {
-            config: call.config,
-            kind: call.kind,
-            over_ranks: turn.is_some(),
-            tracked,
-        };
-        let inputs = ForwardInputs {
-            x: &call.xs,
-            residual: call.residual.as_ref(),
-            keep: call.keep.as_ref(),
-            affine: call.affine(),
-            phi: call.phi.as_ref(),
-        };
-        let (mut device, mut outputs) = call.device.forward(setting, &inputs)?;
-        if let (Some(turn), Some(training)) = (turn, &training) {
-            let global = turn.sum(&device.local_sums()?, training.steps)?;
+    /// Runs a forward. Returns its inputs as the device read them, and its outputs.
+    /// [`commit_forward`](Self::commit_forward) then moves the state.
+    pub fn forward(call: Call) -> Result<(Arc<Self>, ForwardInputs, Outputs)> {
+        let purpose = (call.training.as_ref()).map_or(Purpose::Evaluation, |it| it.purpose);
+        let over_ranks = call.turn.is_some();
+        let ran = (call.device).forward(
+            &call.arguments,
+            call.config,
+            purpose,
+            call.state,
+            over_ranks,
+        )?;
+        let (mut device, inputs, mut outputs) = (ran.step, ran.inputs, ran.outputs);
+        if let Some(turn) = call.turn {
+            let global = turn.sum(&device.local_sums()?, ran.steps)?;
             device.set_global_sums(&global)?;
         }
-        if call.kind == ForwardKind::BatchStatistic {
+        if ran.kind == ForwardKind::BatchStatistic {
             outputs = device.normalize_by_batch(&inputs, outputs)?;
         }
         let step = Self {
             device,
-            training,
-            keep: call.keep.clone(),
+            training: call.training,
+            steps: ran.steps,
+            keep: inputs.keep.clone(),
         };
-        Ok((step, outputs))
+        Ok((Arc::new(step), inputs, outputs))
     }
 
     /// Moves ψ² and t. The caller has its output by then.
@@ -139,8 +116,8 @@ impl Step {
             }),
             wants_input,
         })?;
-        if let (Some(turn), Some(training)) = (turn, training) {
-            let global = turn.sum(&backward.local_sums()?, training.steps)?;
+        if let Some(turn) = turn {
+            let global = turn.sum(&backward.local_sums()?, self.steps)?;
             backward.set_global_sums(&global)?;
         }
         let updates_nu = training.filter(|training| training.purpose == Purpose::Training);

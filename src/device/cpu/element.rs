@@ -50,6 +50,9 @@ pub(crate) trait Accumulator: Element<Acc = Self> + Float {
     fn total<S: Simd>(simd: S, vector: Self::Vector<S>) -> Self;
 }
 
+/// A number for each channel, in the type that sums over `T` are taken in.
+pub(super) type Numbers<T> = Vec<<T as Element>::Acc>;
+
 /// Implements the traits by the methods of `Simd` for a type.
 macro_rules! accumulator {
     ($type:ident, $vector:ident, $as_simd:ident, $as_mut_simd:ident, $as_uninit_mut_simd:ident,

@@ -10,10 +10,11 @@
 //!    writes the output and adds to the chunk's sums.
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
 
-use super::element::{Accumulator, Element};
+use super::element::{Accumulator, Element, Numbers};
 use super::lanes::{sum_terms, sweep, Columns, Groups, Lanes, Scaling, Terms};
 use super::simd;
 use super::uninit::{fill_output, OutputChunk, RowWriter, Stores, NON_TEMPORAL};
+use crate::device::host::{ForwardSums, GradientSums, RowSum, SquareSums};
 use candle::WithDType;
 use pulp::{Scalar, Simd, WithSimd};
 use rayon::prelude::*;
@@ -50,26 +51,10 @@ pub(super) struct RowGradients<'a, T> {
 
 /// Outputs of a forward, `[rows, cols]` each.
 pub(super) struct RowOutputs<T> {
-    /// Empty if only sums were wanted.
-    pub y: Vec<T>,
+    /// `None` if only sums were wanted.
+    pub y: Option<Vec<T>>,
     /// `x + residual`, if there is a residual.
     pub sum: Option<Vec<T>>,
-}
-
-/// Column sums of x̃², `[cols]` each.
-pub(super) struct SquareSums<A> {
-    /// Over kept rows.
-    pub kept: Vec<A>,
-    /// Over padded rows, if asked for and if there is a mask.
-    pub padded: Option<Vec<A>>,
-}
-
-/// Column sums of a backward over kept rows, `[cols]` each.
-pub(super) struct GradSums<A> {
-    /// Σ dy x̃.
-    pub dy_x: Vec<A>,
-    /// Σ dy.
-    pub dy: Vec<A>,
 }
 
 impl<T> Matrix<'_, T> {
@@ -138,9 +123,29 @@ impl<T: Element> Rows<'_, T> {
         self.keep.is_none_or(|keep| keep[row] != 0)
     }
 
-    /// The number of sums of squares: C over kept rows, then C over padded ones if asked for.
-    fn square_sums_width(&self, with_padded: bool) -> usize {
-        self.cols() * (1 + usize::from(with_padded && self.keep.is_some()))
+    /// The number of sums of squares: C over kept rows, then C over padded ones if they count.
+    fn squares_width(&self, sums: SquareSums) -> usize {
+        let padded = sums == SquareSums::KeptAndAll && self.keep.is_some();
+        self.cols() * (1 + usize::from(padded))
+    }
+
+    /// Sums of squares from column sums, as [`Self::squares_width`] lists them.
+    fn forward_sums(&self, sums: SquareSums, mut kept: Numbers<T>) -> ForwardSums<Numbers<T>> {
+        let mut all = kept.clone();
+        for (all, padded) in all.iter_mut().zip(kept.split_off(self.cols())) {
+            *all += padded;
+        }
+        all.truncate(self.cols());
+        ForwardSums {
+            kept: RowSum {
+                squares: kept,
+                rows: self.kept(),
+            },
+            all: (sums == SquareSums::KeptAndAll).then(|| RowSum {
+                squares: all,
+                rows: self.len(),
+            }),
+        }
     }
 
     /// Channels of a group; all of them without group scaling.
@@ -157,96 +162,48 @@ impl<T: Element> Rows<'_, T> {
     }
 }
 
-impl<A: Accumulator> SquareSums<A> {
-    fn split(mut sums: Vec<A>, cols: usize) -> Self {
-        let padded = (sums.len() > cols).then(|| sums.split_off(cols));
-        Self { kept: sums, padded }
-    }
-}
-
-impl<A: Accumulator> GradSums<A> {
-    fn split(mut sums: Vec<A>, cols: usize) -> Self {
-        let dy = sums.split_off(cols);
-        Self { dy_x: sums, dy }
-    }
-}
-
-/// `x + residual`, if there is a residual, and the column sums of x̃².
-pub(super) fn square_sum_cols<T: Element>(
+/// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if these are given, and the column
+/// sums of x̃² that are wanted.
+pub(super) fn forward<T: Element>(
     rows: &Rows<T>,
-    with_padded: bool,
-) -> (Option<Vec<T>>, SquareSums<T::Acc>) {
-    let (gain, shift) = (&[], &[]);
-    let width = rows.square_sums_width(with_padded);
-    let (outputs, sums) = run(rows, &Forward { gain, shift }, width);
-    (outputs.sum, SquareSums::split(sums, rows.cols()))
+    factors: Option<&[Numbers<T>; 2]>,
+    sums: Option<SquareSums>,
+) -> (RowOutputs<T>, Option<ForwardSums<Numbers<T>>>) {
+    let [gain, shift] = slices(factors);
+    let pass = Forward { gain, shift };
+    let (outputs, totals) = run(rows, &pass, sums.map_or(0, |sums| rows.squares_width(sums)));
+    (outputs, sums.map(|sums| rows.forward_sums(sums, totals)))
 }
 
-/// `y = gain ⊙ x̃ + shift`, and `x + residual`.
-pub(super) fn normalize<T: Element>(
-    rows: &Rows<T>,
-    gain: &[T::Acc],
-    shift: &[T::Acc],
-) -> RowOutputs<T> {
-    run(rows, &Forward { gain, shift }, 0).0
-}
-
-/// [`normalize`], with the column sums of x̃² taken on the way.
-pub(super) fn normalize_and_sum<T: Element>(
-    rows: &Rows<T>,
-    gain: &[T::Acc],
-    shift: &[T::Acc],
-    with_padded: bool,
-) -> (RowOutputs<T>, SquareSums<T::Acc>) {
-    let width = rows.square_sums_width(with_padded);
-    let (outputs, sums) = run(rows, &Forward { gain, shift }, width);
-    (outputs, SquareSums::split(sums, rows.cols()))
-}
-
-/// Column sums of dy x̃ and dy over kept rows.
-pub(super) fn grad_sum_cols<T: Element>(
+/// The input's gradient, if its gain and decay are given, and the column sums of dy x̃ and dy over
+/// kept rows, if they are wanted.
+///
+/// The gradient is `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the group scaling, and 0 in
+/// padded rows. If there is a `dsum`, it is added.
+pub(super) fn backward<T: Element>(
     rows: &Rows<T>,
     gradients: &RowGradients<T>,
-) -> GradSums<T::Acc> {
-    let pass = Backward {
-        gradients,
-        gain: &[],
-        decay: &[],
-    };
-    let (_, sums) = run(rows, &pass, 2 * rows.cols());
-    GradSums::split(sums, rows.cols())
-}
-
-/// The input's gradient: `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the group scaling, and
-/// 0 in padded rows. If there is a `dsum`, it is added.
-pub(super) fn normalize_bwd<T: Element>(
-    rows: &Rows<T>,
-    gradients: &RowGradients<T>,
-    gain: &[T::Acc],
-    decay: &[T::Acc],
-) -> Vec<T> {
+    factors: Option<&[Numbers<T>; 2]>,
+    sums: bool,
+) -> (RowOutputs<T>, Option<GradientSums<Numbers<T>>>) {
+    let [gain, decay] = slices(factors);
     let pass = Backward {
         gradients,
         gain,
         decay,
     };
-    run(rows, &pass, 0).0.y
+    let width = if sums { 2 * rows.cols() } else { 0 };
+    let (outputs, mut dy_x) = run(rows, &pass, width);
+    let sums = sums.then(|| GradientSums {
+        dy: dy_x.split_off(rows.cols()),
+        dy_x,
+    });
+    (outputs, sums)
 }
 
-/// [`normalize_bwd`], with the sums of [`grad_sum_cols`] taken on the way.
-pub(super) fn normalize_bwd_and_sum<T: Element>(
-    rows: &Rows<T>,
-    gradients: &RowGradients<T>,
-    gain: &[T::Acc],
-    decay: &[T::Acc],
-) -> (Vec<T>, GradSums<T::Acc>) {
-    let pass = Backward {
-        gradients,
-        gain,
-        decay,
-    };
-    let (dx, sums) = run(rows, &pass, 2 * rows.cols());
-    (dx.y, GradSums::split(sums, rows.cols()))
+/// The factors of a pass; empty without an output.
+fn slices<A>(factors: Option<&[Vec<A>; 2]>) -> [&[A]; 2] {
+    factors.map_or([&[], &[]], |factors| factors.each_ref().map(Vec::as_slice))
 }
 
 /// Vectors per bounds check in a pass.
@@ -797,8 +754,11 @@ fn run_with<T: Element>(
             run_chunks(rows, pass, chunk, y, sum, &mut partials);
         }));
     });
-    let sum = sum.filter(|_| rows.residual.is_some());
-    (RowOutputs { y, sum }, add_partials(&partials, width))
+    let outputs = RowOutputs {
+        y: pass.has_output().then_some(y),
+        sum: sum.filter(|_| rows.residual.is_some()),
+    };
+    (outputs, add_partials(&partials, width))
 }
 
 /// Runs `pass` over all chunks of `chunk` rows. Each has its part of `y`, of `x + residual` and of
@@ -909,7 +869,7 @@ mod tests {
     fn bits<T: Element>(rows: &Rows<T>, pass: &impl Pass<T>, width: usize) -> [Vec<u64>; 2] {
         [Stores::Cached, Stores::NonTemporal].map(|stores| {
             let (outputs, sums) = run_with(stores, rows, pass, width);
-            let y = outputs.y.into_iter().map(WithDType::to_f64);
+            let y = outputs.y.into_iter().flatten().map(WithDType::to_f64);
             let sums = sums.into_iter().map(WithDType::to_f64);
             y.chain(sums).map(f64::to_bits).collect()
         })
@@ -945,7 +905,7 @@ mod tests {
                 keep: Some(&[1, 0, 1, 1, 0, 1][..ROWS]),
                 groups: groups.map(|groups| (groups, 1e-5)),
             };
-            let width = rows.square_sums_width(true);
+            let width = rows.squares_width(SquareSums::KeptAndAll);
             let [cached, past] = bits(&rows, &Forward { gain, shift: other }, width);
             assert_eq!(cached, past, "forward, {cols} in {groups:?}");
             let (dy, dsum) = (matrix(&dy, cols), matrix(&dsum, cols));

@@ -1,18 +1,15 @@
 //! The CPU: rows on rayon's threads, in the vector instructions that the processor has.
 //!
-//! `step.rs` has the phases of a step. The passes in `kernels.rs` walk over rows, and `channels.rs`
-//! computes with vectors of a number a channel. `tensors.rs` reads candle's tensors.
+//! `rows.rs` reads candle's tensors, and computes with vectors of a number a channel. The passes in
+//! `kernels.rs` walk over rows.
 
-mod channels;
 mod element;
 mod half;
 mod kernels;
 mod lanes;
+mod rows;
 mod simd;
-mod step;
-mod tensors;
 mod uninit;
 
+pub(crate) use rows::CpuRows;
 pub(crate) use simd::check_level;
-pub(crate) use step::CpuStep;
-pub(crate) use tensors::has_packed_rows;

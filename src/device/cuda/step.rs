@@ -34,11 +34,14 @@ impl CudaStep {
         setting: Setting,
         inputs: &ForwardInputs,
         kernels: &Arc<Kernels>,
-    ) -> Result<(Self, Outputs)> {
+    ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
         let mut step = Self::new(setting, inputs, kernels)?;
         let plan = step.plan;
-        let mut y = step.output(inputs.x)?;
-        let mut sum = inputs.residual.map(|_| step.output(inputs.x)).transpose()?;
+        let mut y = step.output(&inputs.x)?;
+        let mut sum = match inputs.residual {
+            Some(_) => Some(step.output(&inputs.x)?),
+            None => None,
+        };
         if !step.is_empty() {
             let device = step.device();
             let mut saved = match setting.tracked || plan.needs_saved() {
@@ -67,11 +70,11 @@ impl CudaStep {
             y: Some(Storage::Cuda(y)),
             sum: sum.map(Storage::Cuda),
         };
-        Ok((step, outputs))
+        Ok((Box::new(step), outputs))
     }
 
     fn new(setting: Setting, inputs: &ForwardInputs, kernels: &Arc<Kernels>) -> Result<Self> {
-        let x = inputs.x;
+        let x = &inputs.x;
         let cols = x.dim(D::Minus1)?;
         let gpu = Gpu::of(x, kernels)?;
         let rows = x.elem_count() / cols;
@@ -139,12 +142,10 @@ impl CudaStep {
         launch: impl FnOnce(ForwardBuffers) -> Result<()>,
     ) -> Result<()> {
         let x = inputs.x.storage_and_layout();
-        let residual = inputs.residual.map(Tensor::storage_and_layout);
-        let keep = inputs.keep.map(Tensor::storage_and_layout);
-        let affine = inputs
-            .affine
-            .map(|affine| affine.map(Tensor::storage_and_layout));
-        let phi = inputs.phi.map(Tensor::storage_and_layout);
+        let [residual, keep, phi] = [&inputs.residual, &inputs.keep, &inputs.phi]
+            .map(|tensor| tensor.as_ref().map(Tensor::storage_and_layout));
+        let affine = (inputs.affine.as_ref())
+            .map(|affine| affine.each_ref().map(Tensor::storage_and_layout));
         let stream = self.device().cuda_stream();
         let mut uses = Uses::on(&stream);
         let mut buffers = ForwardBuffers {

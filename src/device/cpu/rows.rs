@@ -1,0 +1,354 @@
+//! Rows and channels on a CPU. The passes over rows are in `kernels.rs`.
+//!
+//! Rows are read anywhere in a storage, if the elements of each row are adjacent. [`matrix`] lists
+//! the blocks of packed rows and where each begins. So leading dimensions that are transposed or
+//! narrowed cost no copy.
+
+use super::element::{Accumulator, Element, Numbers};
+use super::kernels::{self, Matrix, RowGradients, Rows};
+use crate::config::PowerNormConfig;
+use crate::device::host::{
+    Affine, Channels, ForwardSums, GradientOutputs, HostRows, InputFactors, SquareSums,
+};
+use crate::device::{BackwardInputs, Outputs};
+use crate::error::Error;
+use candle::backend::BackendStorage;
+use candle::{CpuStorage, DType, Layout, Result, Storage, Tensor, Var, WithDType, D};
+use half::{bf16, f16};
+use std::marker::PhantomData;
+
+/// Rows of elements `T`.
+pub(crate) struct CpuRows<T> {
+    x: Tensor,
+    residual: Option<Tensor>,
+    keep: Option<Tensor>,
+    /// G of the group scaling, and its ε.
+    groups: Option<(usize, f64)>,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> CpuRows<T> {
+    /// Runs `run` on the rows, with [`Self::residual`] if `adds_residual`.
+    fn read<R>(&self, adds_residual: bool, run: impl FnOnce(&Rows<T>) -> Result<R>) -> Result<R> {
+        let x = self.x.storage_and_layout();
+        let residual = self.residual.as_ref().filter(|_| adds_residual);
+        let residual = residual.map(Tensor::storage_and_layout);
+        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
+        let residual = match &residual {
+            Some((storage, layout)) => Some(matrix(storage, layout)?),
+            None => None,
+        };
+        let keep = match &keep {
+            Some((storage, layout)) => Some(packed(on_cpu(storage)?, layout)?),
+            None => None,
+        };
+        run(&Rows {
+            x: matrix(&x.0, x.1)?,
+            residual,
+            keep,
+            groups: self.groups,
+        })
+    }
+}
+
+impl<T: Element> HostRows for CpuRows<T> {
+    type Channels = Numbers<T>;
+
+    fn ones(x: &Tensor) -> Result<Self::Channels> {
+        Ok(vec![T::Acc::ONE; x.dim(D::Minus1)?])
+    }
+
+    fn new(
+        x: &Tensor,
+        residual: Option<&Tensor>,
+        keep: Option<&Tensor>,
+        config: &PowerNormConfig,
+    ) -> Result<Self> {
+        Ok(Self {
+            x: x.clone(),
+            residual: residual.cloned(),
+            keep: keep.cloned(),
+            groups: config.group_scaling.map(|groups| (groups, config.eps)),
+            element: PhantomData,
+        })
+    }
+
+    fn forward(
+        &self,
+        y: Option<Affine<Self::Channels>>,
+        sums: Option<SquareSums>,
+    ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)> {
+        let factors = y.map(gain_and_shift).transpose()?;
+        self.read(true, |rows| {
+            let (outputs, sums) = kernels::forward(rows, factors.as_ref(), sums);
+            let outputs = Outputs {
+                y: outputs.y.map(storage),
+                sum: outputs.sum.map(storage),
+            };
+            Ok((outputs, sums))
+        })
+    }
+
+    fn normalize(
+        &self,
+        y: Affine<Self::Channels>,
+        sum: Option<&Storage>,
+    ) -> Result<Option<Storage>> {
+        let factors = gain_and_shift(y)?;
+        self.read(false, |rows| {
+            let run = |rows: &Rows<T>| kernels::forward(rows, Some(&factors), None).0;
+            let outputs = match sum {
+                Some(sum) => run(&rows.summed(T::cpu_storage_as_slice(on_cpu(sum)?)?)),
+                None => run(rows),
+            };
+            Ok(outputs.y.map(storage))
+        })
+    }
+
+    fn backward(
+        &self,
+        inputs: &BackwardInputs,
+        factors: Option<InputFactors<Self::Channels>>,
+        sums: bool,
+    ) -> Result<GradientOutputs<Self::Channels>> {
+        let factors = factors.map(|InputFactors { gain, decay }| {
+            let decay = decay.unwrap_or_else(|| vec![T::Acc::ZERO; gain.len()]);
+            [gain, decay]
+        });
+        let (outputs, sums) = self.read(false, |rows| {
+            let dy = inputs.dy.storage_and_layout();
+            let dsum = inputs.dsum.map(Tensor::storage_and_layout);
+            let dsum = match &dsum {
+                Some((storage, layout)) => Some(matrix(storage, layout)?),
+                None => None,
+            };
+            let gradients = RowGradients {
+                dy: &matrix(&dy.0, dy.1)?,
+                dsum: dsum.as_ref(),
+            };
+            Ok(kernels::backward(rows, &gradients, factors.as_ref(), sums))
+        })?;
+        let tensor = |dx| Tensor::from_vec(dx, self.x.shape(), self.x.device());
+        Ok(GradientOutputs {
+            input: outputs.y.map(tensor).transpose()?,
+            sums,
+        })
+    }
+}
+
+/// γ/D and β: `Y = gain ⊙ X̃ + shift`.
+fn gain_and_shift<A: Accumulator>(affine: Affine<Vec<A>>) -> Result<[Vec<A>; 2]> {
+    let inv_rms = affine.inv_rms;
+    match affine.parameters {
+        Some([weight, bias]) => Ok([
+            zip(&widened(weight)?, inv_rms, |weight, inv_rms| {
+                weight * inv_rms
+            }),
+            widened(bias)?,
+        ]),
+        None => Ok([inv_rms.clone(), vec![A::ZERO; inv_rms.len()]]),
+    }
+}
+
+fn storage<T: Element>(values: Vec<T>) -> Storage {
+    Storage::Cpu(T::to_cpu_storage_owned(values))
+}
+
+impl<A: Accumulator> Channels for Vec<A> {
+    fn read(tensor: &Tensor, _like: &Self) -> Result<Self> {
+        let tensor = tensor.detach().to_dtype(A::DTYPE)?;
+        tensor.flatten_all()?.to_vec1()
+    }
+
+    fn read_nu(ema_gz: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self> {
+        let [first, second] = factors;
+        let nu = ema_gz.detach().affine(first, 0.)?.affine(second, 0.)?;
+        Self::read(&nu, like)
+    }
+
+    fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
+        // In f64, so that a channel that keeps its value keeps every bit of it.
+        let mut values: Vec<f64> = self.iter().map(|&new| WithDType::to_f64(new)).collect();
+        let is_finite = |value: A| match var.dtype() {
+            DType::F64 => WithDType::to_f64(value).is_finite(),
+            _ => (WithDType::to_f64(value) as f32).is_finite(),
+        };
+        let is_refused = |k: usize| guards.iter().any(|guard| !is_finite(guard[k]));
+        if (0..values.len()).any(is_refused) {
+            let old = var.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+            for (k, value) in values
+                .iter_mut()
+                .enumerate()
+                .filter(|(k, _)| is_refused(*k))
+            {
+                *value = old[k];
+            }
+        }
+        let values = Tensor::from_vec(values, var.shape(), var.device())?;
+        var.set(&values.to_dtype(var.dtype())?)
+    }
+
+    fn to_tensor(&self, like: &Tensor) -> Result<Tensor> {
+        let tensor = Tensor::from_slice(self, like.shape(), like.device())?;
+        tensor.to_dtype(like.dtype())
+    }
+
+    fn to_numbers(&self) -> Result<Vec<f64>> {
+        Ok(self
+            .iter()
+            .map(|&number| WithDType::to_f64(number))
+            .collect())
+    }
+
+    fn of_numbers(numbers: &[f64], _like: &Self) -> Result<Self> {
+        Ok(numbers.iter().map(|&number| A::from_f64(number)).collect())
+    }
+
+    fn plus(&self, other: &Self) -> Result<Self> {
+        Ok(zip(self, other, |left, right| left + right))
+    }
+
+    fn times(&self, other: &Self) -> Result<Self> {
+        Ok(zip(self, other, |left, right| left * right))
+    }
+
+    fn scaled(&self, factor: f64) -> Result<Self> {
+        let factor = A::from_f64(factor);
+        Ok(self.iter().map(|&value| factor * value).collect())
+    }
+
+    fn affine(&self, factor: f64, shift: f64) -> Result<Self> {
+        let [factor, shift] = [factor, shift].map(A::from_f64);
+        Ok(self.iter().map(|&value| factor * value + shift).collect())
+    }
+
+    fn mean(&self, rows: usize) -> Result<Self> {
+        let rows = A::from_count(rows);
+        Ok(self.iter().map(|&sum| sum / rows).collect())
+    }
+
+    fn inverse_root(&self, eps: f64) -> Result<Self> {
+        let eps = A::from_f64(eps);
+        let inverse_root = |&value: &A| (value + eps).sqrt().recip();
+        Ok(self.iter().map(inverse_root).collect())
+    }
+
+    fn clamp_at_0(&self) -> Result<Self> {
+        let clamp = |&value| if value < A::ZERO { A::ZERO } else { value };
+        Ok(self.iter().map(clamp).collect())
+    }
+}
+
+/// `f` of each pair of numbers.
+fn zip<A: Copy>(left: &[A], right: &[A], f: impl Fn(A, A) -> A) -> Vec<A> {
+    left.iter().zip(right).map(|(&l, &r)| f(l, r)).collect()
+}
+
+/// The number of trailing dimensions that make a block of packed rows; `None` if the elements of a
+/// row are not adjacent.
+fn packed_dims(layout: &Layout) -> Option<usize> {
+    let (mut dims, mut packed) = (0, 1);
+    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {
+        if dim != 1 && stride != packed {
+            break;
+        }
+        packed *= dim;
+        dims += 1;
+    }
+    let whole = packed.is_multiple_of(*layout.dims().last()?);
+    whole.then_some(dims)
+}
+
+/// The starts of the blocks of packed rows; `None` if the elements of a row are not adjacent.
+fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
+    let outer = layout.dims().len() - packed_dims(layout)?;
+    let mut blocks = vec![layout.start_offset()];
+    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).take(outer) {
+        let shifts = || (0..dim).map(|i| i * stride);
+        blocks = (blocks.iter())
+            .flat_map(|block| shifts().map(move |shift| block + shift))
+            .collect();
+    }
+    Some(blocks)
+}
+
+/// The values of a contiguous tensor of any float dtype on the CPU.
+fn widened<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
+    fn widen<S: WithDType, A: WithDType>(storage: &CpuStorage, layout: &Layout) -> Result<Vec<A>> {
+        let values = packed::<S>(storage, layout)?.iter();
+        Ok(values.map(|value| A::from_f64(value.to_f64())).collect())
+    }
+    let (storage, layout) = tensor.storage_and_layout();
+    let storage = on_cpu(&storage)?;
+    match storage {
+        CpuStorage::F32(_) => widen::<f32, A>(storage, layout),
+        CpuStorage::F64(_) => widen::<f64, A>(storage, layout),
+        CpuStorage::F16(_) => widen::<f16, A>(storage, layout),
+        CpuStorage::BF16(_) => widen::<bf16, A>(storage, layout),
+        other => Err(Error::InputDType(other.dtype()).into()),
+    }
+}
+
+/// The rows of a tensor that is [`readable`](crate::device::pick::readable).
+fn matrix<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result<Matrix<'a, T>> {
+    let Some(blocks) = row_blocks(layout) else {
+        candle::bail!("power_norm: expected rows of adjacent elements, got {layout:?}")
+    };
+    let cols = layout.shape().dim(candle::D::Minus1)?;
+    Ok(Matrix {
+        cols,
+        rows: layout.shape().elem_count() / cols,
+        values: on_cpu(storage)?.as_slice()?,
+        blocks,
+    })
+}
+
+/// The elements of a contiguous tensor.
+fn packed<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        candle::bail!("power_norm: expected a contiguous tensor, got {layout:?}")
+    };
+    // A view of nothing may begin past the end of its storage.
+    let elements = if start < end { start..end } else { 0..0 };
+    Ok(&storage.as_slice()?[elements])
+}
+
+/// The storage of a tensor that must be on the CPU.
+fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        other => candle::bail!(
+            "power_norm: expected a tensor on the CPU, got one on {:?}",
+            other.device().location()
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle::{DType, Device};
+
+    /// The starts of rows, by hand.
+    #[test]
+    fn views_are_blocks_of_rows() -> Result<()> {
+        let base = Tensor::zeros((3, 4, 6), DType::F32, &Device::Cpu)?;
+        let blocks = |view: &Tensor| row_blocks(view.layout());
+        assert_eq!(blocks(&base), Some(vec![0]));
+        assert_eq!(blocks(&base.narrow(0, 1, 2)?), Some(vec![24]));
+        assert_eq!(blocks(&base.narrow(1, 1, 2)?), Some(vec![6, 30, 54]));
+        assert_eq!(
+            blocks(&base.transpose(0, 1)?),
+            Some((0..12).map(|i| i % 3 * 24 + i / 3 * 6).collect())
+        );
+        let narrowed = base.narrow(2, 2, 3)?.narrow(0, 0, 1)?;
+        assert_eq!(blocks(&narrowed), Some(vec![2, 8, 14, 20]));
+        let row = base.narrow(0, 2, 1)?.narrow(1, 3, 1)?;
+        assert_eq!(blocks(&row.broadcast_as((2, 1, 6))?), Some(vec![66, 66]));
+        assert_eq!(blocks(&base.narrow(2, 4, 1)?).map(|b| b.len()), Some(12));
+        assert_eq!(blocks(&base.transpose(1, 2)?), None);
+        // Three blocks of no rows.
+        assert_eq!(blocks(&base.narrow(1, 0, 0)?), Some(vec![0, 24, 48]));
+        Ok(())
+    }
+}

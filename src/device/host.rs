@@ -1,0 +1,493 @@
+//! A step on a device whose host computes the numbers of channels: the phases of a step, and the
+//! equations of [`Recipe`] on `[C]`. What is computed on rows is each device's own, behind
+//! [`HostRows`].
+
+use super::{
+    BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
+};
+use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
+use candle::{Device, Result, Storage, Tensor, Var};
+
+/// The rows of a forward's input, or of what a forward normalized.
+pub(super) trait HostRows: Sized {
+    type Channels: Channels;
+
+    /// 1 for each channel of `x`.
+    fn ones(x: &Tensor) -> Result<Self::Channels>;
+
+    /// The rows of `x + residual`. Padded rows have a 0 in `keep`.
+    fn new(
+        x: &Tensor,
+        residual: Option<&Tensor>,
+        keep: Option<&Tensor>,
+        config: &PowerNormConfig,
+    ) -> Result<Self>;
+
+    /// Adds the residual, writes y if it is wanted, and sums the squares that are wanted.
+    fn forward(
+        &self,
+        y: Option<Affine<Self::Channels>>,
+        sums: Option<SquareSums>,
+    ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)>;
+
+    /// Writes y. `sum` is `x + residual`, if there is a residual.
+    fn normalize(
+        &self,
+        y: Affine<Self::Channels>,
+        sum: Option<&Storage>,
+    ) -> Result<Option<Storage>>;
+
+    /// Writes `∂L/∂x` if its factors are given, and takes the sums if they are wanted. Reads dy and
+    /// dsum of `inputs`.
+    fn backward(
+        &self,
+        inputs: &BackwardInputs,
+        factors: Option<InputFactors<Self::Channels>>,
+        sums: bool,
+    ) -> Result<GradientOutputs<Self::Channels>>;
+}
+
+/// `Y = γ ⊙ X̃/D + β`.
+pub(super) struct Affine<'a, V> {
+    /// 1/D.
+    pub inv_rms: &'a V,
+    /// γ and β.
+    pub parameters: Option<[&'a Tensor; 2]>,
+}
+
+/// The rows whose squares are summed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum SquareSums {
+    Kept,
+    /// Kept rows, and all rows as well.
+    KeptAndAll,
+}
+
+/// Outputs of a backward over rows, as far as they were wanted.
+pub(super) struct GradientOutputs<V> {
+    /// `∂L/∂x`.
+    pub input: Option<Tensor>,
+    pub sums: Option<GradientSums<V>>,
+}
+
+/// `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`.
+pub(super) struct InputFactors<V> {
+    pub gain: V,
+    /// `None` stands for 0.
+    pub decay: Option<V>,
+}
+
+/// One number for each channel, `[C]`, in the dtype of the sums.
+pub(super) trait Channels: Clone + Send + Sync + Sized {
+    /// Reads a tensor of any float dtype, as numbers like `like`.
+    fn read(tensor: &Tensor, like: &Self) -> Result<Self>;
+
+    /// Reads ν: `ema_gz` times (1−α_b) and the loss scale. A CPU rounds after each factor, other
+    /// devices once.
+    fn read_nu(ema_gz: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self>;
+
+    /// Sets a variable of the state. A channel keeps its value where one of `guards` is not finite
+    /// in the dtype of the variable.
+    fn store(&self, var: &Var, guards: &[&Self]) -> Result<()>;
+
+    /// A tensor in the shape, the dtype and on the device of `like`.
+    fn to_tensor(&self, like: &Tensor) -> Result<Tensor>;
+
+    fn to_numbers(&self) -> Result<Vec<f64>>;
+
+    fn of_numbers(numbers: &[f64], like: &Self) -> Result<Self>;
+
+    fn plus(&self, other: &Self) -> Result<Self>;
+
+    fn times(&self, other: &Self) -> Result<Self>;
+
+    /// `factor · self`.
+    fn scaled(&self, factor: f64) -> Result<Self>;
+
+    /// `factor · self + shift`.
+    fn affine(&self, factor: f64, shift: f64) -> Result<Self>;
+
+    /// The mean over `rows` rows, from the sum.
+    fn mean(&self, rows: usize) -> Result<Self>;
+
+    /// `1/sqrt(self + ε)`.
+    fn inverse_root(&self, eps: f64) -> Result<Self>;
+
+    /// 0 in place of negative numbers.
+    fn clamp_at_0(&self) -> Result<Self>;
+}
+
+/// A forward, and what its backward needs.
+pub(super) struct HostStep<R: HostRows> {
+    setting: Setting,
+    /// 1/D by ψ² before the step.
+    running_inv_rms: R::Channels,
+    /// The sums over this process's rows, in training, if other processes have rows too.
+    local: Option<ForwardSums<R::Channels>>,
+    /// The statistics of the whole batch, in a training step with a kept row.
+    batch: Option<BatchStatistics<R::Channels>>,
+}
+
+/// The sums over the rows of a training forward.
+pub(super) struct ForwardSums<V> {
+    /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
+    pub kept: RowSum<V>,
+    /// Over all rows, padded ones included, for Γ under recipe Fairseq.
+    pub all: Option<RowSum<V>>,
+}
+
+/// A sum over rows.
+pub(super) struct RowSum<V> {
+    /// Σ x̃².
+    pub squares: V,
+    pub rows: usize,
+}
+
+/// The statistics of a batch.
+struct BatchStatistics<V> {
+    /// ψ_B².
+    batch_phi: V,
+    /// 1/D by ψ_B².
+    inv_rms: V,
+    /// Γ, the mean of X̂².
+    gamma: V,
+    /// The rows that Γ and Λ are means over.
+    rows: usize,
+}
+
+impl<R: HostRows + 'static> HostStep<R> {
+    /// Adds the residual, sums the squares and writes the output. If the batch's statistic
+    /// normalizes, the output is left to [`normalize_by_batch`](DeviceStep::normalize_by_batch).
+    pub fn forward(
+        setting: Setting,
+        inputs: &ForwardInputs,
+    ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
+        let ones = R::ones(&inputs.x)?;
+        let running_inv_rms = match &inputs.phi {
+            Some(phi) => R::Channels::read(phi, &ones)?.inverse_root(setting.config.eps)?,
+            None => ones,
+        };
+        let mut step = Self {
+            setting,
+            running_inv_rms,
+            local: None,
+            batch: None,
+        };
+        let normalizes = setting.kind != ForwardKind::BatchStatistic;
+        let squares = match step.sums_all_rows() {
+            true => SquareSums::KeptAndAll,
+            false => SquareSums::Kept,
+        };
+        let (outputs, sums) = step.rows(inputs)?.forward(
+            normalizes.then(|| step.affine(inputs)),
+            setting.kind.is_training().then_some(squares),
+        )?;
+        match sums {
+            Some(sums) if setting.over_ranks => step.local = Some(sums),
+            Some(sums) => step.make_statistics(&sums)?,
+            None => {}
+        }
+        Ok((Box::new(step), outputs))
+    }
+}
+
+impl<R: HostRows> HostStep<R> {
+    fn rows(&self, inputs: &ForwardInputs) -> Result<R> {
+        let (residual, keep) = (inputs.residual.as_ref(), inputs.keep.as_ref());
+        R::new(&inputs.x, residual, keep, self.config())
+    }
+
+    fn affine<'a>(&'a self, inputs: &'a ForwardInputs) -> Affine<'a, R::Channels> {
+        Affine {
+            inv_rms: self.inv_rms(),
+            parameters: inputs.affine.as_ref().map(|affine| affine.each_ref()),
+        }
+    }
+
+    fn config(&self) -> &PowerNormConfig {
+        &self.setting.config
+    }
+
+    /// `true` if Γ runs over padded rows too.
+    fn sums_all_rows(&self) -> bool {
+        self.config().recipe == Recipe::Fairseq
+    }
+
+    fn make_statistics(&mut self, sums: &ForwardSums<R::Channels>) -> Result<()> {
+        if sums.kept.rows == 0 {
+            return Ok(());
+        }
+        let batch_phi = sums.kept.squares.mean(sums.kept.rows)?;
+        let batch_inv_rms = batch_phi.inverse_root(self.config().eps)?;
+        let inv_rms = match self.setting.kind {
+            ForwardKind::BatchStatistic => &batch_inv_rms,
+            _ => &self.running_inv_rms,
+        };
+        let over = sums.all.as_ref().unwrap_or(&sums.kept);
+        let square = over.squares.mean(over.rows)?;
+        self.batch = Some(BatchStatistics {
+            gamma: square.times(inv_rms)?.times(inv_rms)?,
+            rows: over.rows,
+            batch_phi,
+            inv_rms: batch_inv_rms,
+        });
+        Ok(())
+    }
+
+    /// 1/D of the forward.
+    fn inv_rms(&self) -> &R::Channels {
+        match &self.batch {
+            Some(batch) if self.setting.kind == ForwardKind::BatchStatistic => &batch.inv_rms,
+            _ => &self.running_inv_rms,
+        }
+    }
+
+    /// Recipe Paper's guard: an overflowed batch must not outlive its step.
+    fn guards<'a>(&self, guards: &'a [&'a R::Channels]) -> &'a [&'a R::Channels] {
+        match self.config().recipe {
+            Recipe::Paper => guards,
+            Recipe::Fairseq => &[],
+        }
+    }
+}
+
+impl<R: HostRows> DeviceStep for HostStep<R> {
+    fn local_sums(&self) -> Result<Tensor> {
+        let Some(local) = &self.local else {
+            candle::bail!("power_norm: expected the sums of a forward, got none")
+        };
+        let mut numbers = vec![];
+        for sum in [&local.kept].into_iter().chain(&local.all) {
+            numbers.extend(sum.squares.to_numbers()?);
+            numbers.push(sum.rows as f64);
+        }
+        Tensor::new(numbers, &Device::Cpu)
+    }
+
+    fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
+        let numbers = global.to_vec1::<f64>()?;
+        let like = &self.running_inv_rms;
+        let sum = |numbers: &[f64]| match numbers.split_last() {
+            Some((&rows, squares)) => Ok(RowSum {
+                squares: R::Channels::of_numbers(squares, like)?,
+                rows: rows as usize,
+            }),
+            None => candle::bail!("power_norm: expected the sums of a forward, got none"),
+        };
+        let sums = match self.sums_all_rows() {
+            true => {
+                let (kept, all) = numbers.split_at(numbers.len() / 2);
+                let all = Some(sum(all)?);
+                ForwardSums {
+                    kept: sum(kept)?,
+                    all,
+                }
+            }
+            false => ForwardSums {
+                kept: sum(&numbers)?,
+                all: None,
+            },
+        };
+        self.make_statistics(&sums)
+    }
+
+    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs> {
+        let affine = self.affine(inputs);
+        let y = self.rows(inputs)?.normalize(affine, outputs.sum.as_ref())?;
+        Ok(Outputs { y, ..outputs })
+    }
+
+    fn is_step(&self) -> bool {
+        self.batch.is_some()
+    }
+
+    /// Moves ψ² by Eq. 10, or by the mean of the warm-up.
+    fn update_phi(&self, phi: &Var, step: &PhiStep) -> Result<()> {
+        let Some(batch) = &self.batch else {
+            return Ok(());
+        };
+        let mut new = R::Channels::read(phi, &batch.batch_phi)?;
+        for shares in [step.cumulative, step.moving].into_iter().flatten() {
+            let of_batch = batch.batch_phi.scaled(shares.new)?;
+            new = match shares.old {
+                // The old ψ² does not count here, and may be NaN.
+                0. => of_batch,
+                share => new.scaled(share)?.plus(&of_batch)?,
+            };
+        }
+        new.store(phi, self.guards(&[&new]))
+    }
+
+    fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
+        // Under recipe Fairseq the backward does not know the mask.
+        let keep = (inputs.keep).filter(|_| self.config().recipe == Recipe::Paper);
+        let weight = inputs.affine.map(|[weight, _]| weight);
+        let like = &self.running_inv_rms;
+        let mut backward = HostBackward {
+            forward: self,
+            inputs: *inputs,
+            rows: R::new(inputs.x, None, keep, self.config())?,
+            weight: (weight.map(|weight| R::Channels::read(weight, like))).transpose()?,
+            local: None,
+            global: None,
+            lambda: None,
+            gradients: Gradients::default(),
+        };
+        let dx_now = inputs.wants_input && !backward.needs_lambda();
+        let factors = dx_now.then(|| backward.input_factors()).transpose()?;
+        let sums_now = backward.wants_sums() || !dx_now;
+        let outputs = backward.rows.backward(inputs, factors, sums_now)?;
+        backward.local = outputs.sums;
+        backward.gradients.input = outputs.input;
+        Ok(Box::new(backward))
+    }
+}
+
+/// A backward.
+///
+/// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`:
+///
+/// - an evaluation: `g/D`;
+/// - PN-V, Eq. 6: `(g − Λ X̂)/D`, which needs the sums of the whole batch first;
+/// - PN, Eq. 12: `(g − ν X̂)/D`; under recipe Fairseq the divisor is the batch's, and this is the
+///   gradient at every step.
+struct HostBackward<'a, R: HostRows> {
+    forward: &'a HostStep<R>,
+    inputs: BackwardInputs<'a>,
+    rows: R,
+    /// γ.
+    weight: Option<R::Channels>,
+    /// The sums over this process's rows.
+    local: Option<GradientSums<R::Channels>>,
+    /// Σ dy x̃ over the rows of all processes, if it was handed in.
+    global: Option<R::Channels>,
+    /// Λ, after a training step.
+    lambda: Option<R::Channels>,
+    gradients: Gradients,
+}
+
+/// The sums over the rows of a backward.
+pub(super) struct GradientSums<V> {
+    /// Σ dy x̃.
+    pub dy_x: V,
+    /// Σ dy.
+    pub dy: V,
+}
+
+impl<R: HostRows> HostBackward<'_, R> {
+    /// `true` if the input's gradient needs Λ, and so the sums over all rows.
+    fn needs_lambda(&self) -> bool {
+        let forward = self.forward;
+        forward.is_step() && forward.config().is_exact(forward.setting.kind)
+    }
+
+    /// `true` if the step or a gradient needs the sums.
+    fn wants_sums(&self) -> bool {
+        let affine = self.inputs.affine.into_iter().flatten();
+        self.forward.is_step() || affine.into_iter().any(Tensor::track_op)
+    }
+
+    /// Makes Λ from the sums.
+    fn make_lambda(&mut self) -> Result<()> {
+        let local = self.local.as_ref().map(|sums| &sums.dy_x);
+        let dy_x = self.global.as_ref().or(local);
+        if let (Some(batch), Some(dy_x)) = (&self.forward.batch, dy_x) {
+            let g_x_hat = dy_x.times(self.forward.inv_rms())?;
+            let g_x_hat = match &self.weight {
+                Some(weight) => g_x_hat.times(weight)?,
+                None => g_x_hat,
+            };
+            self.lambda = Some(g_x_hat.mean(batch.rows)?);
+        }
+        Ok(())
+    }
+
+    /// The factors of dy and X̃ in `∂L/∂X̃`: γ/D, and the correction's.
+    fn input_factors(&self) -> Result<InputFactors<R::Channels>> {
+        let forward = self.forward;
+        let divisor = match &forward.batch {
+            Some(batch) if forward.config().recipe == Recipe::Fairseq => &batch.inv_rms,
+            _ => forward.inv_rms(),
+        };
+        let decay = |correction: R::Channels| correction.times(divisor)?.times(forward.inv_rms());
+        Ok(InputFactors {
+            gain: match &self.weight {
+                Some(weight) => weight.times(divisor)?,
+                None => divisor.clone(),
+            },
+            decay: self.correction()?.map(decay).transpose()?,
+        })
+    }
+
+    /// Λ of the batch, or else the running ν; `None` in evaluation.
+    fn correction(&self) -> Result<Option<R::Channels>> {
+        if !self.forward.is_step() {
+            return Ok(None);
+        }
+        if self.needs_lambda() {
+            return Ok(self.lambda.clone());
+        }
+        let Some(running) = &self.inputs.running else {
+            return Ok(None);
+        };
+        let factors = [1. - self.forward.config().alpha_bwd, running.loss_scale];
+        R::Channels::read_nu(running.ema_gz, factors, &self.forward.running_inv_rms).map(Some)
+    }
+}
+
+impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
+    fn local_sums(&self) -> Result<Tensor> {
+        match &self.local {
+            Some(local) => Tensor::new(local.dy_x.to_numbers()?, &Device::Cpu),
+            None => candle::bail!("power_norm: expected the sums of a backward, got none"),
+        }
+    }
+
+    fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
+        let (numbers, like) = (global.to_vec1()?, &self.forward.running_inv_rms);
+        self.global = Some(R::Channels::of_numbers(&numbers, like)?);
+        Ok(())
+    }
+
+    fn finish(&mut self, _nu_follows: bool) -> Result<()> {
+        self.make_lambda()?;
+        if self.inputs.wants_input && self.gradients.input.is_none() {
+            let factors = Some(self.input_factors()?);
+            self.gradients.input = self.rows.backward(&self.inputs, factors, false)?.input;
+        }
+        if let (Some([weight, bias]), Some(local)) = (self.inputs.affine, &self.local) {
+            if weight.track_op() {
+                let dweight = local.dy_x.times(self.forward.inv_rms())?;
+                self.gradients.weight = Some(dweight.to_tensor(weight)?);
+            }
+            if bias.track_op() {
+                self.gradients.bias = Some(local.dy.to_tensor(bias)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:
+    /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
+    fn update_nu(&mut self, ema_gz: &Var) -> Result<()> {
+        let (Some(batch), Some(lambda), Some(running)) =
+            (&self.forward.batch, &self.lambda, &self.inputs.running)
+        else {
+            return Ok(());
+        };
+        let config = self.forward.config();
+        let decay = batch.gamma.affine(config.alpha_bwd - 1., 1.)?;
+        let decay = match config.recipe {
+            Recipe::Paper => decay.clamp_at_0()?,
+            Recipe::Fairseq => decay,
+        };
+        let old = decay.times(&R::Channels::read(ema_gz, &decay)?)?;
+        let new = old.plus(&lambda.scaled(running.loss_scale.recip())?)?;
+        // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
+        new.store(ema_gz, self.forward.guards(&[&new, &batch.gamma]))
+    }
+
+    fn gradients(self: Box<Self>) -> Gradients {
+        self.gradients
+    }
+}
