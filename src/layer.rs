@@ -571,7 +571,8 @@ impl PowerNorm {
     }
 
     fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
-        op::power_norm(self.call(xs, None, keep, purpose)?)
+        let call = self.call(xs, None, keep, purpose)?;
+        op::power_norm(call)
     }
 
     fn run_residual(
@@ -581,7 +582,8 @@ impl PowerNorm {
         keep: Option<&Tensor>,
         purpose: Purpose,
     ) -> Result<(Tensor, Tensor)> {
-        power_norm_residual(self.call(xs, Some(residual), keep, purpose)?)
+        let call = self.call(xs, Some(residual), keep, purpose)?;
+        power_norm_residual(call)
     }
 
     /// Checks the arguments of a forward.
