@@ -68,10 +68,10 @@ impl DeviceKind {
         state: Option<&State>,
         over_ranks: bool,
     ) -> Result<Forward> {
-        let in_place = |state: &State| self.reads_phi_in_place(arguments.xs, state.device());
         let (phi, steps) = match state {
             Some(state) => {
-                let (phi, steps) = state.begin(in_place(state))?;
+                let in_place = self.reads_phi_in_place(arguments.xs, state.device());
+                let (phi, steps) = state.begin(in_place)?;
                 (Some(phi), steps)
             }
             None => (None, 0),
