@@ -1,4 +1,4 @@
-//! What a normalization costs in a model: one transformer block, with the layer, with candle's
+//! The cost of a normalization in a model: one transformer block, with the layer, with candle's
 //! LayerNorm, and with no normalization at all.
 //!
 //! ```text

@@ -1,4 +1,4 @@
-//! What each pass of the layer costs a GPU, counted by softgpu. It needs no GPU.
+//! The cost of each pass of the layer on a GPU, counted by softgpu. It needs no GPU.
 //!
 //! ```text
 //! softgpu/run cargo test --features cuda --bench ledger                 # small inputs
@@ -48,7 +48,7 @@ use std::time::{Duration, Instant};
 /// The source that names this crate's kernels.
 const KERNELS: &str = include_str!("../kernels/power_norm.cu");
 
-/// What the stopwatch passes over, and how often.
+/// The input of the stopwatch's passes, and their number.
 const TIMED: Shape = Shape {
     rows: 256,
     cols: 1024,
@@ -68,7 +68,7 @@ struct Args {
     /// Takes the host's time for 256x1024 instead, with kernels switched off.
     #[arg(long)]
     stopwatch: bool,
-    /// What `cargo bench` says.
+    /// `cargo bench` passes this.
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -176,7 +176,7 @@ impl Case {
         }
     }
 
-    /// What one pass did, alone.
+    /// The counts of one pass, alone.
     fn count(&self, softgpu: &Softgpu, pass: Pass) -> Result<Tally> {
         let graph = match pass {
             Pass::Backward => Some(self.forward(true)?),
@@ -195,7 +195,7 @@ impl Case {
     }
 }
 
-/// What this crate's kernels did in a pass.
+/// The counts of this crate's kernels in a pass.
 #[derive(Default)]
 struct Tally {
     bytes: u64,
@@ -231,7 +231,7 @@ impl Tally {
     }
 }
 
-/// Whether a kernel is this crate's: its source defines the name.
+/// `true` for a kernel of this crate: its source defines the name.
 fn is_ours(kernel: &str) -> bool {
     KERNELS.contains(&format!("DEFINE({kernel},"))
 }
@@ -250,7 +250,7 @@ fn ledger(softgpu: &Softgpu, args: &Args, device: &Device) -> Result<()> {
                     if with_residual {
                         case.residual = Some(Var::from_tensor(&case.x.copy()?)?);
                     }
-                    // What a first step does once.
+                    // A first step does some things once.
                     case.forward(true)?.backward()?;
                     for pass in [Pass::Training, Pass::Evaluation, Pass::Backward] {
                         let tally = case.count(softgpu, pass)?;

@@ -65,7 +65,7 @@ const CHECKED_ROWS: usize = 256;
 /// Chooses the set; see the head of this file.
 const SET: &str = "CANDLE_POWERNORM_BENCH";
 
-/// What `cargo bench` runs.
+/// The benchmarks that `cargo bench` runs.
 #[derive(Clone, Copy, PartialEq)]
 enum Set {
     /// The CPU's benchmarks of one shape and two dtypes, and all of a GPU's.
@@ -329,12 +329,12 @@ impl Contender {
         }
     }
 
-    /// Whether there is a benchmark of the contender.
+    /// `true` if there is a benchmark of the contender.
     fn takes_part(self, pass: Pass, case: Case) -> bool {
         self.can(pass, case) && self.is_wanted(pass, case.place)
     }
 
-    /// What contenders cannot do.
+    /// `false` for what a contender cannot do.
     fn can(self, pass: Pass, Case { dtype, shape, .. }: Case) -> bool {
         match self {
             Self::PowerNorm(groups) => shape.1.is_multiple_of(groups.unwrap_or(1)),
@@ -349,7 +349,7 @@ impl Contender {
         }
     }
 
-    /// Whether a comparison with the contender tells something.
+    /// `true` if a comparison with the contender tells something.
     fn is_wanted(self, pass: Pass, place: Place) -> bool {
         match self {
             Self::PowerNorm(_) | Self::LayerNormFused | Self::RmsNormFused | Self::Copy => true,
@@ -365,20 +365,20 @@ impl Contender {
         matches!(self, Self::Residual | Self::ResidualApart)
     }
 
-    /// Whether it is this crate's.
+    /// `true` for this crate's own.
     fn is_ours(self) -> bool {
         matches!(self, Self::PowerNorm(_) | Self::PowerNormV | Self::Residual)
     }
 }
 
-/// What the inputs of some benchmarks are, and where.
+/// The inputs of some benchmarks, and their place.
 #[derive(Clone, Copy)]
 struct Case {
     place: Place,
     dtype: DType,
     /// Rows and channels.
     shape: (usize, usize),
-    /// Whether it runs once, and is not timed.
+    /// It runs once, and is not timed.
     test: bool,
 }
 
@@ -437,7 +437,7 @@ impl Inputs {
     }
 }
 
-/// What one id needs.
+/// The needs of one id.
 struct Arena<'a> {
     pass: Pass,
     contender: Contender,
@@ -505,8 +505,7 @@ impl<'a> Arena<'a> {
         Ok(arena)
     }
 
-    /// What the fresh layer computes must be what its composed form does, or its speed means
-    /// nothing.
+    /// The fresh layer must compute what its composed form does, or its speed means nothing.
     ///
     /// Its first backward has ν = 0, the gradient that autograd finds while ψ² is held. The
     /// composed form takes seconds for the largest inputs, so it only computes the last rows,

@@ -19,7 +19,7 @@ fn f32_layers_replay_every_recording() {
     replay(&CPU, DType::F32, 1e-5);
 }
 
-/// What makes the other tests' oracle worth believing.
+/// The other tests believe the oracle because of this one.
 #[test]
 fn the_oracle_replays_every_recording() {
     for name in RECORDINGS {

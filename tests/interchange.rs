@@ -49,7 +49,7 @@ impl Stored {
         power_norm(self.size, self.recording().config, vb.pp(self.name)).unwrap()
     }
 
-    /// What `layer` holds is the state of the recording, rounded to `dtype` once.
+    /// `layer` holds the state of the recording, rounded to `dtype` once.
     #[track_caller]
     fn assert_loaded(&self, layer: &PowerNorm, dtype: DType) {
         let recording = self.recording();

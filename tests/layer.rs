@@ -518,7 +518,7 @@ fn a_builder_builds_layers_alike() -> Result<()> {
     Ok(())
 }
 
-/// What a layer prints is what one wants to know of it, also while another thread has its state.
+/// A layer prints while another thread has its state, too.
 #[test]
 fn a_layer_prints_its_size_settings_and_steps() {
     let (layer, _) = trained(8, DType::F32);
@@ -670,7 +670,7 @@ fn forward_t_does_not_ask_the_mode() {
     }
 }
 
-/// What generic code calls.
+/// A call of generic code.
 fn generic(layer: &impl ModuleT, xs: &Tensor, train: bool) -> Tensor {
     layer.forward_t(xs, train).unwrap()
 }

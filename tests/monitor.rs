@@ -14,7 +14,7 @@ fn statistics_are_those_of_the_batch() -> Result<()> {
     monitoring::statistics_are_those_of_the_batch(&CPU)
 }
 
-/// Where Γ is large the clamp takes ν's whole past, and Γ says so.
+/// If Γ is large, the clamp takes ν's whole past, and Γ says so.
 #[test]
 fn a_clamped_factor_is_seen() -> Result<()> {
     let config = PowerNormConfig {

@@ -27,7 +27,7 @@ const DEATHS: [&str; 4] = ["killed", "aborted", "left", "world.abort"];
 const END: Duration = Duration::from_secs(60);
 
 fn main() {
-    // What Open MPI, and what MPICH tells a rank.
+    // Variables that Open MPI and MPICH set for a rank.
     let is_rank = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].map(std::env::var_os);
     if is_rank.iter().any(Option::is_some) {
         return as_rank();

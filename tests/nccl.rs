@@ -98,7 +98,7 @@ fn the_documented_program() {
     }
 }
 
-/// What NCCL would hang on, or sum wrongly, is refused before it sees it.
+/// Arguments on which NCCL would hang, or would sum wrongly, are refused first.
 #[test]
 fn what_cannot_be_summed_is_refused() {
     on_gpus(|rank| {

@@ -154,7 +154,7 @@ fn bounded_batch(data: &mut Data, rows: usize, size: usize, low: f64, high: f64)
     }
 }
 
-/// What Assumption 10 and Lemma 11 bound, over the steps of a run: ‖x̂_i‖ and ‖g_i‖ of every token,
+/// The bounds of Assumption 10 and Lemma 11, over the steps of a run: ‖x̂_i‖ and ‖g_i‖ of every token,
 /// |ν| by max|Λ|/min Γ, and ψ from below.
 struct Bounds {
     c_0: f64,

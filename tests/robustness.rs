@@ -24,7 +24,7 @@ fn cases(cases: u32) -> ProptestConfig {
     }
 }
 
-// What lives
+// The layers that live
 
 /// A layer to build.
 #[derive(Clone, Debug)]
@@ -85,14 +85,14 @@ fn layer_cases() -> impl Strategy<Value = LayerCase> {
         )
 }
 
-/// How one dimension lies in memory.
+/// The place of one dimension in memory.
 #[derive(Clone, Debug)]
 struct Axis {
     /// Elements of the base that a `narrow` leaves out, on either side.
     margins: (usize, usize),
     /// 2 if every other element of the base is skipped.
     step: usize,
-    /// Whether the dimension is one element, broadcast with a stride of 0.
+    /// The dimension is one element, broadcast with a stride of 0.
     repeated: bool,
     /// Dimensions lie in memory in the order of their places.
     place: u8,
@@ -160,7 +160,7 @@ fn elements(view: &Tensor) -> Vec<f64> {
     }
 }
 
-/// What tensors are filled with.
+/// The values of tensors.
 #[derive(Clone, Copy, Debug)]
 enum Values {
     Normal,
@@ -609,8 +609,8 @@ proptest! {
     }
 }
 
-/// What the layer did: it sliced a mask by its offset, which is 1 here, in a storage of nothing,
-/// and panicked. In candle's own operations it did so with one channel only.
+/// The layer once sliced a mask by its offset, which is 1 here, in a storage of nothing, and
+/// panicked. In candle's own operations it did so with one channel only.
 #[test]
 fn a_mask_of_nothing_may_begin_past_its_storage() {
     for size in [1, 3] {

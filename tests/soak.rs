@@ -39,7 +39,7 @@ impl Adversary {
         ADVERSARIES[data.uniform(1, 0., ADVERSARIES.len() as f64)[0] as usize]
     }
 
-    /// What becomes of `xs`, `[rows, ..]`, in f64.
+    /// `xs`, `[rows, ..]`, spoiled, in f64.
     fn spoil(self, xs: &Tensor, data: &mut Data) -> Result<Tensor> {
         let poisoned = |value: f64, data: &mut Data| {
             let mut values = to_f64(xs);
@@ -175,7 +175,7 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
             slowest = slowest.max(recovered + 1);
         }
     }
-    // What README.md and docs/guide/robustness.md say.
+    // The numbers of README.md and docs/guide/robustness.md.
     let documented = if groups.is_some() { 42 } else { 217 };
     assert!(slowest <= documented, "{what}: {slowest} clean steps");
     println!(

@@ -1,5 +1,5 @@
-//! What only softgpu can show: that a layer stays whole whatever call of the driver fails, that the
-//! kernels need each of their barriers, and that offsets have room for any batch.
+//! Tests that only softgpu can run: a layer stays whole whatever call of the driver fails, the
+//! kernels need each of their barriers, and offsets have room for any batch.
 
 mod common;
 
@@ -176,8 +176,8 @@ impl Pair<'_> {
         }
     }
 
-    /// How many calls can fail of those that candle makes between the layer's backward and its end:
-    /// it adds each gradient to zeros.
+    /// The number of calls that can fail between the end of the layer's backward and the end of
+    /// candle's: candle adds each gradient to zeros.
     fn calls_after_the_layer(&self) -> usize {
         let layer = &self.layer;
         let gradients = [Some(&self.batch.xs), layer.weight(), layer.bias()];

@@ -4,7 +4,7 @@ use candle::backend::BackendStorage;
 use candle::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 
 /// An operation on x, weight and bias whose output is x and whose backward has its gradients ready.
-/// What its backward takes is candle's own work.
+/// The time of its backward is candle's own.
 pub struct Ready(pub [Tensor; 3]);
 
 impl CustomOp3 for Ready {

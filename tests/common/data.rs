@@ -28,7 +28,7 @@ pub fn precision(dtype: DType) -> (f64, f64) {
     }
 }
 
-/// Where numbers begin to round to infinity: half a unit beyond the largest.
+/// The least number that rounds to infinity: half a unit beyond the largest.
 pub fn overflow(dtype: DType) -> f64 {
     let past = match dtype {
         DType::F64 => return f64::INFINITY,

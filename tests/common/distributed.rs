@@ -1,5 +1,5 @@
-//! What must hold of a layer on several ranks, whatever sums for them: each case is run by every
-//! rank.
+//! Cases that a layer on several ranks must pass, with any communicator. Every rank runs each
+//! case.
 
 use super::{
     assert_finite, assert_relative, assert_same_bits, in_time, layer_on, message, precision, run,
@@ -19,7 +19,7 @@ use std::sync::{Arc, Condvar, Mutex};
 /// One of the ranks.
 pub struct Rank {
     pub rank: usize,
-    /// Where its layers are.
+    /// The device of its layers.
     pub device: Device,
     pub communicator: Arc<dyn Communicator>,
     /// By the same communicator, for layers.
@@ -114,8 +114,8 @@ impl Rank {
         self.communicator.all_reduce_sum(tensor).unwrap()
     }
 
-    /// Whether a batch is left out: on a GPU candle's own operations cannot be launched on an empty
-    /// tensor.
+    /// `true` if a batch is left out: on a GPU candle's own operations cannot be launched on an
+    /// empty tensor.
     fn misses(&self, spread: Spread, masked: bool) -> bool {
         let has_empty_shards = match spread {
             Spread::OneEmpty | Spread::OneAlone => true,
@@ -225,7 +225,7 @@ struct Round {
     brought: Vec<Option<Tensor>>,
     /// Of the last round. The next one cannot end before all ranks have taken it.
     sum: Option<Tensor>,
-    /// Whether a rank will not come any more.
+    /// A rank will not come any more.
     left: bool,
 }
 
@@ -353,7 +353,7 @@ fn batch(data: &mut Data, rows: usize, dtype: DType) -> Batch {
     Batch::random(data, &[rows, SIZE], dtype, false)
 }
 
-/// How a step's batch is spread over the ranks.
+/// The spread of a step's batch over the ranks.
 #[derive(Clone, Copy, Debug)]
 enum Spread {
     Evenly,
@@ -459,7 +459,7 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
         close.outcome(&what, rank, &actual, &expected, &shares[rank.rank]);
         close.state(&what, rank, &sharded, &whole);
     }
-    // What all this compared was not nothing.
+    // The comparisons above saw steps.
     let counts = |spread: Spread| match spread {
         // On a GPU a batch whose rows are all padding is counted.
         Spread::Nothing => !rank.device.is_cpu() && masked,
@@ -554,7 +554,7 @@ impl Close {
     }
 }
 
-/// What the trait promises of a communicator.
+/// The trait's promises about a communicator.
 pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
     for dtype in [DType::F32, DType::F64] {
         // Every rank knows what every other brings. Sums of these depend on the order of their
@@ -798,7 +798,7 @@ pub fn settings_that_differ(rank: &Rank) {
         };
         let longer = (warmup_steps + 1).to_string();
         let warm_up = warmup_steps.to_string();
-        // What one rank has, and the others have `config`, `SIZE` channels and t = 0.
+        // One rank has these. The others have `config`, `SIZE` channels and t = 0.
         #[rustfmt::skip]
         let cases: [(&str, PowerNormConfig, usize, i64, [&str; 2]); 14] = [
             ("eps", PowerNormConfig { eps: 1e-6, ..config }, SIZE, 0, ["1e-6", "1e-5"]),
@@ -897,8 +897,7 @@ pub fn a_rank_whose_first_call_fails(rank: &Rank) {
     }
 }
 
-/// What a rank finds wrong with its own state fails the first step on all ranks, and the next one
-/// is right.
+/// A rank that refuses its own state fails the first step on all ranks. The next step is right.
 pub fn a_rank_that_cannot_read_its_state(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let mut twins = Twins::new(rank, config);
@@ -1236,7 +1235,7 @@ pub fn sums_that_fail(rank: &Rank) {
     }
 }
 
-/// What goes wrong in a step of [`whatever_fails`].
+/// The trouble in a step of [`whatever_fails`].
 #[derive(Debug)]
 enum Trouble {
     Nothing,

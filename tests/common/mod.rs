@@ -1,4 +1,4 @@
-//! What the test files share: seeded data, comparisons with computed tolerances, a layer and its
+//! Shared by the test files: seeded data, comparisons with computed tolerances, a layer and its
 //! oracle stepped side by side.
 #![allow(dead_code)] // every test file uses its share
 
@@ -28,10 +28,10 @@ pub fn bits(tensor: &Tensor) -> Vec<u64> {
     to_f64(tensor).iter().map(|value| value.to_bits()).collect()
 }
 
-/// How far a computed value may be from the exact one: `u(out)·|e| + 8·√n·u(sums)·magnitude`.
+/// The largest distance of a computed value from the exact one: `u(out)·|e| + 8·√n·u(sums)·magnitude`.
 ///
-/// The first term is the rounding of the result (below the normal numbers a constant), the second
-/// what `n` roundings of partial sums add up to, with 8 for safety.
+/// The first term is the rounding of the result (below the normal numbers a constant). The second
+/// is what `n` roundings of partial sums add up to, with 8 for safety.
 #[derive(Clone, Copy, Debug)]
 pub struct Bound {
     /// Dtype of the result.
@@ -50,7 +50,7 @@ pub fn assert_close(what: &str, actual: &Tensor, expected: &Quantity, bound: Bou
     let sums = 8. * (bound.n as f64).sqrt() * precision(bound.sums).0 * expected.magnitude;
     assert!(sums.is_finite(), "{what}: a bound of {sums}");
     let bound_of = |e: f64| u_out * e.abs().max(min_normal) + sums;
-    // What may be beyond the largest number may be infinite.
+    // A value that may be beyond the largest number may be infinite.
     let overflow = overflow(bound.out);
     let expected: Vec<f64> = (to_f64(actual).iter().zip(&expected.values))
         .map(|(&a, &e)| {
@@ -140,7 +140,7 @@ pub fn message<T>(result: candle::Result<T>) -> String {
     error.to_string()
 }
 
-/// What takes longer than this hangs. No test comes near it, whatever runs its kernels.
+/// A test that takes longer than this hangs. No test comes near it, whatever runs its kernels.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
 /// Runs `work` in a thread of its own, and fails if it hangs.
@@ -268,7 +268,7 @@ pub fn same_bits(what: &str, a: &Outcome, b: &Outcome) {
     }
 }
 
-/// What [`state`] gives.
+/// The result of [`state`].
 pub type State = (Vec<u64>, Vec<u64>, usize);
 
 /// `assert_eq`, for layers too wide to print.
@@ -362,7 +362,7 @@ impl Batch {
     }
 }
 
-/// What a forward and a backward of a layer gave.
+/// The results of a layer's forward and backward.
 pub struct Outcome {
     pub y: Tensor,
     pub dx: Tensor,
@@ -497,7 +497,7 @@ impl Twin {
             sums,
             n: (x.len() / self.oracle.phi.len() + self.oracle.phi.len()) * self.oracle.steps.max(1),
         };
-        // What the running statistics do not enter is as precise as the input.
+        // Results without the running statistics are as precise as the input.
         let forward = if by_batch { sums } else { state };
         let backward = match spec.recipe {
             reference::Recipe::Paper => forward,

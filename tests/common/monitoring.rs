@@ -17,7 +17,7 @@ fn largest(values: &[f64]) -> f64 {
 fn compare(device: &Device, config: PowerNormConfig, dtype: DType, padded: bool) -> Result<()> {
     let mut data = Data::on(device, 1);
     let mut twin = Twin::new(&mut data, SIZE, config, dtype);
-    // What the loss is multiplied by does not show.
+    // The factor of the loss does not show.
     let scale = LossScale::new(8.)?;
     twin.layer = twin.layer.with_loss_scale(&scale);
     for _ in 0..8 {
@@ -37,7 +37,7 @@ fn compare(device: &Device, config: PowerNormConfig, dtype: DType, padded: bool)
         let gradients = twin.oracle.backward(&pass, &to_f64(&batch.dy));
         let batch_phi = pass.batch_phi.expect("a training step");
 
-        // What the roundings of the state are magnified by.
+        // The factors by which roundings of the state grow.
         let t = twin.oracle.steps;
         let by_batch = t <= config.warmup_steps || config.statistics == Statistics::Batch;
         let in_phi = (t as f64).max(1. / (1. - config.alpha_fwd)) * largest(&twin.oracle.phi);

@@ -6,7 +6,7 @@ use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Where the recordings are, from the root of the crate, in which cargo runs tests.
+/// The folder of the recordings, from the root of the crate, in which cargo runs tests.
 pub const FIXTURES: &str = "tests/fixtures";
 
 pub const RECORDINGS: [&str; 7] = [

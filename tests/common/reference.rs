@@ -16,7 +16,7 @@ pub enum Recipe {
     Fairseq,
 }
 
-/// What the equations depend on.
+/// Settings of the equations.
 #[derive(Clone, Copy, Debug)]
 pub struct Spec {
     pub eps: f64,
@@ -80,13 +80,13 @@ pub struct Pass {
     x_tilde: Vec<f64>,
     inv_scale: Vec<f64>,
     x_hat: Vec<f64>,
-    /// What the backward divides by, a channel.
+    /// The divisor of the backward, a channel.
     backward_rms: Vec<f64>,
     /// The rows that enter Γ, Λ and the gradients.
     counted: Vec<bool>,
 }
 
-/// What normalized a forward.
+/// The statistic that normalized a forward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Evaluation,
@@ -313,7 +313,7 @@ impl Oracle {
     fn update_nu(&mut self, c: usize, gamma: f64, lambda: f64, lambda_terms: f64) {
         let share = 1. - self.spec.alpha_bwd;
         let mut factor = 1. - share * gamma;
-        // What rounds Γ moves the factor by as much, however little is left of it.
+        // An error of Γ moves the factor by as much, however little is left of the factor.
         let mut cancelled = share * gamma * self.nu[c].abs();
         if self.spec.recipe == Recipe::Paper {
             // An infinite Γ is an overflowed batch, though its clamped factor is a number.

@@ -1,4 +1,4 @@
-//! What softgpu lets a program do beside what a driver does: let calls fail, count, switch kernels
+//! softgpu's own functions, which no driver has: they let calls fail, count, and switch kernels
 //! off.
 #![allow(dead_code)] // every program uses its share
 
@@ -67,9 +67,9 @@ impl Softgpu {
         (result, calls() - before)
     }
 
-    /// How many there are of what the driver hands out.
+    /// The number of live objects of each kind that the driver hands out.
     pub fn live(&self, device: &Device) -> Vec<(&'static CStr, u64)> {
-        // What is freed in the order of a stream is there until then.
+        // An array that is freed in the order of a stream is there until then.
         device.synchronize().unwrap();
         [c"allocations", c"bytes", c"events", c"streams", c"modules"]
             // SAFETY: the names end with a zero.
@@ -77,7 +77,7 @@ impl Softgpu {
             .to_vec()
     }
 
-    /// What this thread's work that has run did, by kernel, since the last call of this function.
+    /// Counts of this thread's finished work, by kernel, since the last call of this function.
     pub fn take_counts(&self) -> Value {
         // SAFETY: no text is asked for.
         let room = 1 + unsafe { (self.counts)(null_mut(), 0, false) };

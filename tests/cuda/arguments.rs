@@ -17,9 +17,9 @@ pub struct Arguments {
     pub config: PowerNormConfig,
     /// Training steps taken before.
     pub steps: usize,
-    /// What the forward is.
+    /// The purpose of the forward.
     pub purpose: Purpose,
-    /// What the loss is multiplied by.
+    /// The factor of the loss.
     pub loss_scale: f64,
     /// `[rows, cols]`.
     pub x: Tensor,
@@ -70,14 +70,14 @@ impl Wanted {
     }
 }
 
-/// Where mask and parameters begin in their storage.
+/// The offset of mask and parameters in their storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offsets {
     AtTheStart,
     AnElementIn,
 }
 
-/// What the passes leave, on the CPU.
+/// The results of the passes, on the CPU.
 pub struct Results {
     /// `[rows, cols]`.
     y: Tensor,
@@ -333,7 +333,7 @@ impl Arguments {
         Ok(of_ranks)
     }
 
-    /// Whether the batch's own statistic normalizes, if this trains.
+    /// `true` if the batch's own statistic normalizes, if this trains.
     fn by_batch(&self) -> bool {
         self.steps < self.config.warmup_steps
             || self.config.statistics == Statistics::Batch
@@ -572,8 +572,8 @@ pub fn assert_near(what: &str, actual: &Tensor, expected: &Tensor, sums: impl Fn
     }
 }
 
-/// What ranks give in all, and how much more the gradients of parameters may be off: each rank has
-/// rounded its part. All must have the same state.
+/// The ranks' results joined, and how much more the gradients of parameters may be off: each rank
+/// has rounded its part. All must have the same state.
 #[track_caller]
 fn joined(what: &str, of_ranks: &[Results]) -> Result<(Results, HashMap<&'static str, Vec<f64>>)> {
     let (first, others) = of_ranks.split_first().expect("a rank");

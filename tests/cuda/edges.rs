@@ -1,4 +1,4 @@
-//! What the grid of cases leaves out: values at the ends of their range, groups wider than a block,
+//! Cases that the grid leaves out: values at the ends of their range, groups wider than a block,
 //! odd ones.
 
 use crate::arguments::{assert_near, Arguments, Offsets, Wanted};
@@ -222,7 +222,7 @@ fn a_state_wider_than_the_sums() -> Result<()> {
     Ok(())
 }
 
-/// Where mask and parameters begin changes no bit.
+/// The offset of mask and parameters changes no bit.
 #[test]
 fn vectors_may_begin_anywhere() -> Result<()> {
     let mut data = Data::new(10);

@@ -57,11 +57,11 @@ const GROUPS: [Groups; 6] = [
     Groups::All,
 ];
 
-/// Where in a layer's life the pass is.
+/// The phase of a layer's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     WarmUp,
-    /// Where the recipes differ about the cumulative mean.
+    /// The step in which the recipes differ about the cumulative mean.
     WarmUpEnds,
     Running,
     /// PN-V, after the warm-up.
@@ -96,7 +96,7 @@ const WANTED: [Wanted; 5] = [
 ];
 const OFFSETS: [Offsets; 2] = [Offsets::AtTheStart, Offsets::AnElementIn];
 
-/// Whether a residual is added.
+/// A residual is added.
 const RESIDUAL: [bool; 2] = [false, true];
 const LOSS_SCALES: [f64; 2] = [1., 64.];
 

@@ -566,7 +566,7 @@ pub fn the_released_recipe_does_not_forget(device: &Device) {
 
 // Rows that do not count, and batches without a row
 
-/// What padded rows hold changes no bit, NaN included. Against gathered rows: `properties.rs`.
+/// The values of padded rows change no bit, NaN included. Against gathered rows: `properties.rs`.
 pub fn padding_may_hold_anything(device: &Device) {
     for statistics in [Statistics::Running, Statistics::Batch] {
         for ((cols, groups), (input, builder)) in layers(device) {
@@ -694,7 +694,7 @@ pub fn empty_batches_pass_through(device: &Device) {
     }
 }
 
-// What must come to the same bits
+// Cases that must come to the same bits
 
 /// Views, aligned to 16 bytes or not, give the same bits as contiguous copies of them.
 pub fn views_are_what_their_copies_are(device: &Device) {
