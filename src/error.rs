@@ -109,13 +109,13 @@ pub(crate) enum Error {
 
     /// A checkpoint brought the statistics of a layer with another group scaling.
     #[error(
-        "power_norm: expected groups of {expected}, got {got} (-1 is no group scaling): \
-         set `group_scaling` as it was in training, or call `reset_running_stats`"
+        "power_norm: expected statistics with group_scaling {expected:?}, got group_scaling {got}: \
+         set it as it was in training, or begin new statistics by `reset_running_stats`"
     )]
     StateGroups {
-        /// As `groups` records them.
-        expected: i64,
-        got: i64,
+        expected: Option<usize>,
+        /// The setting that `groups` records.
+        got: String,
     },
 
     /// A tensor of the layer lives on another device than the layer needs it on.

@@ -35,6 +35,14 @@ fn recorded(group_scaling: Option<usize>) -> i64 {
     group_scaling.map_or(-1, |groups| groups as i64)
 }
 
+/// The setting that `groups` records.
+fn setting(groups: i64) -> String {
+    match groups {
+        -1 => "None".to_owned(),
+        groups => format!("Some({groups})"),
+    }
+}
+
 /// The progress of the last recalibration.
 #[derive(Debug, Default)]
 struct Recalibration {
@@ -146,11 +154,12 @@ impl State {
     /// Refuses the state of a layer with another group scaling, under which ψ² and ν mean something
     /// else.
     pub fn check_groups(&self) -> Result<()> {
-        let got = first(&self.groups)?;
-        let expected = recorded(self.config.group_scaling);
-        if got == UNKNOWN || got == expected {
+        let groups = first(&self.groups)?;
+        let expected = self.config.group_scaling;
+        if groups == UNKNOWN || groups == recorded(expected) {
             return Ok(());
         }
+        let got = setting(groups);
         Err(Error::StateGroups { expected, got }.into())
     }
 

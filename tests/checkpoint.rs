@@ -4,7 +4,7 @@
 mod common;
 
 use candle::{DType, Module, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe};
 use common::{
     assert_same_bits, layer, message, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU,
@@ -222,6 +222,16 @@ fn trained_with(group_scaling: Option<usize>) -> (PowerNorm, VarMap, NamedTempFi
     (layer, varmap, file)
 }
 
+/// The error of a layer with group scaling `expected` whose statistics are from `got`.
+fn refusal(expected: Option<usize>, got: Option<usize>) -> String {
+    format!(
+        "power_norm: expected statistics with group_scaling {expected:?}, \
+         got group_scaling {got:?}: set it as it was in training, \
+         or begin new statistics by `reset_running_stats`"
+    )
+}
+
+/// Settings, and what a checkpoint records of them.
 const GROUP_SCALINGS: [(Option<usize>, i64); 3] = [(None, -1), (Some(1), 1), (Some(3), 3)];
 
 /// Before there was a record, another group scaling gave wrong outputs without an error.
@@ -229,7 +239,7 @@ const GROUP_SCALINGS: [(Option<usize>, i64); 3] = [(None, -1), (Some(1), 1), (So
 fn statistics_of_another_group_scaling_are_refused() {
     let xs = &batches(7, DType::F32, 1)[0].xs;
     let next = candle_nn::Linear::new(Tensor::ones((2, SIZE), DType::F32, &CPU).unwrap(), None);
-    for (theirs, got) in GROUP_SCALINGS {
+    for (theirs, _) in GROUP_SCALINGS {
         let (_, _, file) = trained_with(theirs);
         for (ours, expected) in GROUP_SCALINGS {
             let (layer, mut varmap, _) = trained_with(ours);
@@ -254,10 +264,7 @@ fn statistics_of_another_group_scaling_are_refused() {
                 assert!(layer.forward_t(xs, true).is_ok());
                 continue;
             }
-            let text = format!(
-                "power_norm: expected groups of {expected}, got {got} (-1 is no group scaling): \
-                 set `group_scaling` as it was in training, or call `reset_running_stats`"
-            );
+            let text = refusal(ours, theirs);
             assert_eq!(message(layer.forward_t(xs, true)), text);
             assert_eq!(message(layer.forward(xs)), text);
             assert_eq!(message(recalibrated), text);
@@ -297,6 +304,88 @@ fn statistics_without_a_record_are_taken() {
     // Zeros for all tensors, as candle's tests of shapes have them.
     let zeros = VarBuilder::zeros(DType::F32, &CPU);
     assert!(power_norm(SIZE, *layer.config(), zeros).is_ok());
+}
+
+/// A checkpoint from before the first step goes with every group scaling, also if it comes between
+/// two steps.
+#[test]
+fn statistics_before_the_first_step_are_taken() {
+    let (_, untrained) = layer(SIZE, config(), DType::F32);
+    let file = save(&untrained);
+    for (ours, recorded) in GROUP_SCALINGS {
+        let (layer, mut varmap, _) = trained_with(ours);
+        varmap.load(file.path()).unwrap();
+        assert_eq!(layer.steps().unwrap(), 0);
+        // An evaluation records nothing, so what is saved after it is as open.
+        let batch = &batches(8, DType::F32, 1)[0];
+        run(&layer, batch, false);
+        let saved = candle::safetensors::load(save(&varmap).path(), &CPU).unwrap();
+        assert_eq!(to_f64(&saved["groups"]), [0.]);
+        run(&layer, batch, true);
+        let saved = candle::safetensors::load(save(&varmap).path(), &CPU).unwrap();
+        assert_eq!(to_f64(&saved["groups"]), [recorded as f64]);
+    }
+}
+
+/// Clones share the record, and optimizers leave it alone.
+#[test]
+fn the_record_of_clones() {
+    let (layer, mut varmap, _) = trained_with(Some(3));
+    let clone = layer.clone();
+    let xs = &batches(9, DType::F32, 1)[0].xs;
+    let params = ParamsAdamW {
+        weight_decay: 0.5,
+        ..Default::default()
+    };
+    let mut adam = AdamW::new(varmap.all_vars(), params).unwrap();
+    let mut sgd = SGD::new(varmap.all_vars(), 0.1).unwrap();
+    for optimizer_step in 0..2 {
+        let loss = clone.forward(xs).unwrap().sqr().unwrap();
+        let gradients = loss.sum_all().unwrap().backward().unwrap();
+        adam.step(&gradients).unwrap();
+        sgd.step(&gradients).unwrap();
+        assert_eq!(layer.steps().unwrap(), optimizer_step + 2);
+        assert_eq!(to_f64(&var(&varmap, "groups")), [3.]);
+    }
+
+    for groups in [4i64, -7] {
+        let record = Tensor::new(&[groups], &CPU).unwrap();
+        varmap.set_one("groups", record).unwrap();
+        let before = state(&layer);
+        let text = format!("got group_scaling Some({groups}): ");
+        for layer in [&layer, &clone] {
+            assert!(message(layer.forward(xs)).contains(&text));
+            let residual = layer.forward_residual_t(xs, xs, false);
+            assert!(message(residual).contains(&text));
+        }
+        assert_eq!(state(&layer), before);
+        clone.reset_running_stats().unwrap();
+        assert!(layer.forward(xs).is_ok());
+        assert_eq!(to_f64(&var(&varmap, "groups")), [3.]);
+    }
+}
+
+/// To change the group scaling, take the weights over and leave the statistics out.
+#[test]
+fn weights_go_on_with_another_group_scaling() {
+    let (trained, _, file) = trained_with(Some(3));
+    let varmap = VarMap::new();
+    for (name, tensor) in candle::safetensors::load(file.path(), &CPU).unwrap() {
+        if name == "weight" || name == "bias" {
+            let var = Var::from_tensor(&tensor).unwrap();
+            varmap.data().lock().unwrap().insert(name, var);
+        }
+    }
+    let config = PowerNormConfig {
+        group_scaling: Some(4),
+        ..config()
+    };
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+    let layer = power_norm(SIZE, config, vb).unwrap();
+    assert_same_bits("weight", layer.weight().unwrap(), trained.weight().unwrap());
+    run(&layer, &batches(10, DType::F32, 1)[0], true);
+    assert_eq!(layer.steps().unwrap(), 1);
+    assert_eq!(to_f64(&var(&varmap, "groups")), [4.]);
 }
 
 #[test]

@@ -211,23 +211,13 @@ def FULL_VERDICT():
 
 def README_LONG():
     """The README's line of the long run."""
-    found = full_summary("power", "its loss", "LayerNorm's")
+    found = full_summary("power", "its test loss", "LayerNorm's")
     if found is None:
         return (
             f"After 30 epochs it is {LEAD('words-30', 'power', 'layer')} (one seed, 4 groups): "
             "level, as far as is known."
         )
-    return f"After 30 epochs of words, on a test split, {found}."
-
-
-def README_LOSSES_LONG():
-    found = full_summary("power")
-    if found is None:
-        return (
-            f"After 30 epochs PN is {BELOW('words-30', 'power', 'layer')} below, with 4 groups and "
-            "at 1e-3, from one seed: that decides nothing."
-        )
-    return f"After 30 epochs, on a test split, {found}."
+    return f"After 30 epochs {found}."
 
 
 # Translation.
