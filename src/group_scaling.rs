@@ -109,6 +109,7 @@ impl Module for GroupScaling {
                 keep: None,
                 affine: None,
             },
+            // Without a state D is 1.
             state: None,
             training: None,
             turn: None,

@@ -586,7 +586,7 @@ impl PowerNorm {
         power_norm_residual(call)
     }
 
-    /// Checks the arguments of a forward.
+    /// Takes the turn over ranks, checks the arguments, and gathers what a forward needs.
     fn call<'a>(
         &'a self,
         xs: &'a Tensor,

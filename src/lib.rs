@@ -103,85 +103,49 @@ macro_rules! links {
     };
 }
 
+/// Defines the pages: each has a line about it, a name and a file.
+macro_rules! pages {
+    ($($(#[$line:meta])* $page:ident: $file:literal,)*) => {
+        $(
+            $(#[$line])*
+            #[doc = ""]
+            #[doc = links!()]
+            #[doc = include_str!(concat!("../docs/guide/", $file, ".md"))]
+            pub mod $page {}
+        )*
+    };
+}
+
 /// The guide: a page on each part of the crate. Start with [`training`](guide::training).
 pub mod guide {
-    /// `Mode`, settings, what a step changes, and watching a run.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/training.md")]
-    pub mod training {}
-
-    /// The same layer in PyTorch's terms, and in those of the released code.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/coming-from.md")]
-    pub mod coming_from {}
-
-    /// Padded rows stay out of every statistic and gradient.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/padding.md")]
-    pub mod padding {}
-
-    /// An addition and its normalization in one call.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/residuals.md")]
-    pub mod residuals {}
-
-    /// Half precision, its traps in candle, and a loss scale that changes.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/mixed-precision.md")]
-    pub mod mixed_precision {}
-
-    /// Activation checkpointing, frozen statistics, and a moving average of the weights.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/recipes.md")]
-    pub mod recipes {}
-
-    /// The layer folds into the linear layer beside it.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/inference.md")]
-    pub mod inference {}
-
-    /// Saving, PyTorch, averaging, recalibration.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/checkpoints.md")]
-    pub mod checkpoints {}
-
-    /// Several processes or GPUs, with shared statistics or without.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/ranks.md")]
-    pub mod ranks {}
-
-    /// Bad batches, numerics, and what is tested.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/robustness.md")]
-    pub mod robustness {}
-
-    /// Launches, limits, streams and CUDA graphs on NVIDIA GPUs.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/gpu.md")]
-    pub mod gpu {}
-
-    /// Speed, threads and allocators.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/performance.md")]
-    pub mod performance {}
-
-    /// Equations, symbols, and every difference from the paper.
-    ///
-    #[doc = links!()]
-    #[doc = include_str!("../docs/guide/paper.md")]
-    pub mod paper {}
+    pages! {
+        /// `Mode`, settings, what a step changes, and watching a run.
+        training: "training",
+        /// The same layer in PyTorch's terms, and in those of the released code.
+        coming_from: "coming-from",
+        /// Padded rows stay out of every statistic and gradient.
+        padding: "padding",
+        /// An addition and its normalization in one call.
+        residuals: "residuals",
+        /// Half precision, its traps in candle, and a loss scale that changes.
+        mixed_precision: "mixed-precision",
+        /// Activation checkpointing, frozen statistics, and a moving average of the weights.
+        recipes: "recipes",
+        /// The layer folds into the linear layer beside it.
+        inference: "inference",
+        /// Saving, PyTorch, averaging, recalibration.
+        checkpoints: "checkpoints",
+        /// Several processes or GPUs, with shared statistics or without.
+        ranks: "ranks",
+        /// Bad batches, numerics, and what is tested.
+        robustness: "robustness",
+        /// Launches, limits, streams and CUDA graphs on NVIDIA GPUs.
+        gpu: "gpu",
+        /// Speed, threads and allocators.
+        performance: "performance",
+        /// Equations, symbols, and every difference from the paper.
+        paper: "paper",
+    }
 }
 
 /// Runs the README's code among the doctests.

@@ -13,7 +13,7 @@ use super::{sums_dtype, BackwardInputs, Outputs};
 use crate::config::PowerNormConfig;
 use candle::{DType, Device, Result, Storage, Tensor, Var, D};
 
-/// Rows that are ready to be computed with.
+/// Rows after the group scaling.
 pub(crate) struct ComposedRows {
     /// The input, or its sum with a residual, `[.., C]`.
     x: Tensor,
@@ -173,7 +173,7 @@ impl HostRows for ComposedRows {
 
     fn forward(
         &self,
-        y: Option<Affine<Tensor>>,
+        affine: Option<Affine<Tensor>>,
         sums: Option<SquareSums>,
     ) -> Result<(Outputs, Option<ForwardSums<Tensor>>)> {
         let of_squares = |sums| {
@@ -193,17 +193,17 @@ impl HostRows for ComposedRows {
         };
         let sums = sums.map(of_squares).transpose()?;
         let outputs = Outputs {
-            y: y.map_or(Ok(None), |y| self.normalize(y, None))?,
+            y: affine.map_or(Ok(None), |affine| self.normalize(affine, None))?,
             sum: self.adds_residual.then(|| storage(&self.x)).transpose()?,
         };
         Ok((outputs, sums))
     }
 
-    fn normalize(&self, y: Affine<Tensor>, _: Option<&Storage>) -> Result<Option<Storage>> {
-        let rows = self.x_tilde.broadcast_mul(y.inv_rms)?;
-        let rows = match y.parameters {
-            Some(affine) => {
-                let [weight, bias] = affine.map(|parameter| Channels::read(parameter, &rows));
+    fn normalize(&self, affine: Affine<Tensor>, _: Option<&Storage>) -> Result<Option<Storage>> {
+        let rows = self.x_tilde.broadcast_mul(affine.inv_rms)?;
+        let rows = match affine.parameters {
+            Some(parameters) => {
+                let [weight, bias] = parameters.map(|parameter| Channels::read(parameter, &rows));
                 rows.broadcast_mul(&weight?)?.broadcast_add(&bias?)?
             }
             None => rows,

@@ -8,7 +8,7 @@ use super::{
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use candle::{Device, Result, Storage, Tensor, Var};
 
-/// The rows of a forward's input, or of what a forward normalized.
+/// Rows to normalize: a forward's input. In a backward: the tensor that its forward normalized.
 pub(super) trait HostRows: Sized {
     type Channels: Channels;
 
@@ -23,22 +23,22 @@ pub(super) trait HostRows: Sized {
         config: &PowerNormConfig,
     ) -> Result<Self>;
 
-    /// Adds the residual, writes y if it is wanted, and sums the squares that are wanted.
+    /// Adds the residual. Writes y if `affine` is given. Takes the `sums` of squares.
     fn forward(
         &self,
-        y: Option<Affine<Self::Channels>>,
+        affine: Option<Affine<Self::Channels>>,
         sums: Option<SquareSums>,
     ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)>;
 
     /// Writes y. `sum` is `x + residual`, if there is a residual.
     fn normalize(
         &self,
-        y: Affine<Self::Channels>,
+        affine: Affine<Self::Channels>,
         sum: Option<&Storage>,
     ) -> Result<Option<Storage>>;
 
-    /// Writes `∂L/∂x` if its factors are given, and takes the sums if they are wanted. Reads dy and
-    /// dsum of `inputs`.
+    /// Writes `∂L/∂x` if its factors are given, and takes the sums if they are wanted. Reads only dy
+    /// and dsum of `inputs`: `new` has the rest.
     fn backward(
         &self,
         inputs: &BackwardInputs,
@@ -59,7 +59,7 @@ pub(super) struct Affine<'a, V> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum SquareSums {
     Kept,
-    /// Kept rows, and all rows as well.
+    /// Over kept rows, and over all rows.
     KeptAndAll,
 }
 
@@ -82,8 +82,8 @@ pub(super) trait Channels: Clone + Send + Sync + Sized {
     /// Reads a tensor of any float dtype, as numbers like `like`.
     fn read(tensor: &Tensor, like: &Self) -> Result<Self>;
 
-    /// Reads ν: `ema_gz` times (1−α_b) and the loss scale. A CPU rounds after each factor, other
-    /// devices once.
+    /// Reads ν: `ema_gz` times (1−α_b) and the loss scale. A CPU rounds after each factor, in the
+    /// dtype of `ema_gz`. Other devices round once, in that of the sums.
     fn read_nu(ema_gz: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self>;
 
     /// Sets a variable of the state. A channel keeps its value where one of `guards` is not finite
@@ -122,7 +122,7 @@ pub(super) struct HostStep<R: HostRows> {
     setting: Setting,
     /// 1/D by ψ² before the step.
     running_inv_rms: R::Channels,
-    /// The sums over this process's rows, in training, if other processes have rows too.
+    /// The local sums of a training forward. `None` in a single process.
     local: Option<ForwardSums<R::Channels>>,
     /// The statistics of the whole batch, in a training step with a kept row.
     batch: Option<BatchStatistics<R::Channels>>,
@@ -274,21 +274,14 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
             }),
             None => candle::bail!("power_norm: expected the sums of a forward, got none"),
         };
-        let sums = match self.sums_all_rows() {
-            true => {
-                let (kept, all) = numbers.split_at(numbers.len() / 2);
-                let all = Some(sum(all)?);
-                ForwardSums {
-                    kept: sum(kept)?,
-                    all,
-                }
-            }
-            false => ForwardSums {
-                kept: sum(&numbers)?,
-                all: None,
-            },
+        let (kept, all) = match self.sums_all_rows() {
+            true => numbers.split_at(numbers.len() / 2),
+            false => (&numbers[..], &[][..]),
         };
-        self.make_statistics(&sums)
+        self.make_statistics(&ForwardSums {
+            kept: sum(kept)?,
+            all: (!all.is_empty()).then(|| sum(all)).transpose()?,
+        })
     }
 
     fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs> {
@@ -329,7 +322,6 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
             rows: R::new(inputs.x, None, keep, self.config())?,
             weight: (weight.map(|weight| R::Channels::read(weight, like))).transpose()?,
             local: None,
-            global: None,
             lambda: None,
             gradients: Gradients::default(),
         };
@@ -337,8 +329,11 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
         let factors = dx_now.then(|| backward.input_factors()).transpose()?;
         let sums_now = backward.wants_sums() || !dx_now;
         let outputs = backward.rows.backward(inputs, factors, sums_now)?;
-        backward.local = outputs.sums;
         backward.gradients.input = outputs.input;
+        if let (Some(sums), false) = (&outputs.sums, self.setting.over_ranks) {
+            backward.make_lambda(&sums.dy_x)?;
+        }
+        backward.local = outputs.sums;
         Ok(Box::new(backward))
     }
 }
@@ -359,9 +354,7 @@ struct HostBackward<'a, R: HostRows> {
     weight: Option<R::Channels>,
     /// The sums over this process's rows.
     local: Option<GradientSums<R::Channels>>,
-    /// Σ dy x̃ over the rows of all processes, if it was handed in.
-    global: Option<R::Channels>,
-    /// Λ, after a training step.
+    /// Λ, once the sums over the rows of all processes are known.
     lambda: Option<R::Channels>,
     gradients: Gradients,
 }
@@ -387,11 +380,9 @@ impl<R: HostRows> HostBackward<'_, R> {
         self.forward.is_step() || affine.into_iter().any(Tensor::track_op)
     }
 
-    /// Makes Λ from the sums.
-    fn make_lambda(&mut self) -> Result<()> {
-        let local = self.local.as_ref().map(|sums| &sums.dy_x);
-        let dy_x = self.global.as_ref().or(local);
-        if let (Some(batch), Some(dy_x)) = (&self.forward.batch, dy_x) {
+    /// Makes Λ from Σ dy x̃ over all rows.
+    fn make_lambda(&mut self, dy_x: &R::Channels) -> Result<()> {
+        if let Some(batch) = &self.forward.batch {
             let g_x_hat = dy_x.times(self.forward.inv_rms())?;
             let g_x_hat = match &self.weight {
                 Some(weight) => g_x_hat.times(weight)?,
@@ -445,12 +436,10 @@ impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
 
     fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
         let (numbers, like) = (global.to_vec1()?, &self.forward.running_inv_rms);
-        self.global = Some(R::Channels::of_numbers(&numbers, like)?);
-        Ok(())
+        self.make_lambda(&R::Channels::of_numbers(&numbers, like)?)
     }
 
     fn finish(&mut self, _nu_follows: bool) -> Result<()> {
-        self.make_lambda()?;
         if self.inputs.wants_input && self.gradients.input.is_none() {
             let factors = Some(self.input_factors()?);
             self.gradients.input = self.rows.backward(&self.inputs, factors, false)?.input;

@@ -15,9 +15,9 @@
 //! Other processes may have rows of the same batch. A device does not know about them. It hands out
 //! the sums over its local rows, and takes in the global sums. `op/step.rs` decides when.
 //!
-//! A new device is an implementation of the two traits, a variant of
-//! [`DeviceKind`](pick::DeviceKind), and an arm in each of its methods. Where the host computes the
-//! numbers of channels, `host.rs` implements both traits, and the device computes rows.
+//! For a new device, implement the two traits. If the host computes the numbers of channels,
+//! implement `HostRows` of `host.rs` instead. Then add the device to
+//! [`DeviceKind`](pick::DeviceKind).
 
 mod composed;
 mod cpu;

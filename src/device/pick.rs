@@ -1,4 +1,4 @@
-//! Which device a layer has, and the start of a forward on it.
+//! Picks a layer's device, and starts a forward on it.
 
 use super::composed::ComposedRows;
 use super::cpu::{self, CpuRows};
@@ -58,7 +58,7 @@ impl DeviceKind {
 
     /// Runs a forward on the arguments of a layer.
     ///
-    /// `state` has ψ² and t; without it D is 1. If the batch's statistic normalizes, the output is
+    /// `state` has ψ² and t. Without it D is 1. If the batch's statistic normalizes, the output is
     /// left to [`normalize_by_batch`](DeviceStep::normalize_by_batch).
     pub fn forward(
         &self,
@@ -111,20 +111,18 @@ impl DeviceKind {
     /// The device on which a layer on `device` hands its sums out.
     pub fn sums_device(&self, device: &Device) -> Device {
         match self {
-            Self::Cpu => device.clone(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(_) => device.clone(),
             Self::Composed => Device::Cpu,
+            _ => device.clone(),
         }
     }
 
-    /// `true` if a forward of `xs` reads ψ² from its variable, which is on `state`, and not from a
-    /// copy. That is right if both have one queue, in which the update comes after the read.
+    /// `true` if a forward of `xs` reads ψ² in its variable, else it reads a copy. In place is safe
+    /// if one queue orders both: the update comes after the read.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    fn reads_phi_in_place(&self, xs: &Tensor, state: &Device) -> bool {
+    fn reads_phi_in_place(&self, xs: &Tensor, state_device: &Device) -> bool {
         match self {
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => cuda::reads_in_place(xs.device(), state),
+            Self::Cuda(_) => cuda::reads_in_place(xs.device(), state_device),
             _ => false,
         }
     }
@@ -181,7 +179,8 @@ pub(crate) struct Forward {
 /// anywhere, if their elements are adjacent. Other devices read packed rows, and on an NVIDIA GPU
 /// they begin on a 16-byte boundary.
 pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
-    let is_adjacent = matches!((xs.dims(), xs.stride()), ([.., 1], _) | (_, [.., 1]));
+    // A row of one element may have any stride.
+    let is_adjacent = xs.dims().last() == Some(&1) || xs.stride().last() == Some(&1);
     if xs.device().is_cpu() && is_adjacent {
         return Ok(xs.clone());
     }

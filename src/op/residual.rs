@@ -17,7 +17,7 @@
 
 use super::step::{Call, Step};
 use super::{forwards, token, Output, TypedStorage};
-use candle::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Tensor};
+use candle::{CustomOp1, CustomOp2, CustomOp3, DType, Device, Result, Shape, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, ThreadId};
@@ -32,8 +32,8 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
     };
     let params = Arc::new(Stored::default());
     let affine_token = match &affine {
-        Some([weight, bias]) => Some(weight.apply_op2(bias, Params(params.clone()))?),
-        None => None,
+        Some([weight, bias]) => weight.apply_op2(bias, Params(params.clone()))?,
+        None => Tensor::zeros(1, DType::F32, xs.device())?,
     };
     let [y, sum] = [(); 2].map(|()| Arc::new(Stored::default()));
     let input = Arc::new(OnceLock::new());
@@ -45,10 +45,7 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
         sum: sum.clone(),
         input: input.clone(),
     };
-    let token = match &affine_token {
-        Some(affine) => xs.apply_op3_arc(&residual, affine, Arc::new(Box::new(op)))?,
-        None => xs.apply_op2_arc(&residual, Arc::new(Box::new(op)))?,
-    };
+    let token = xs.apply_op3(&residual, &affine_token, op)?;
     let hand_out = |output, gradient, mark| {
         token.apply_op1(HandOut {
             output: Output::new(output, xs.shape()),
@@ -148,25 +145,6 @@ impl CustomOp3 for ResidualOp {
         let dx = self.backward(xs.track_op() || residual.track_op(), gradient)?;
         let params = params.track_op().then(|| params.detach());
         Ok((if_tracked(xs, &dx), if_tracked(residual, &dx), params))
-    }
-}
-
-impl CustomOp2 for ResidualOp {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
-    forwards!(2);
-
-    fn bwd(
-        &self,
-        xs: &Tensor,
-        residual: &Tensor,
-        _token: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let dx = self.backward(xs.track_op() || residual.track_op(), gradient)?;
-        Ok((if_tracked(xs, &dx), if_tracked(residual, &dx)))
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct Call<'a> {
     pub device: &'a DeviceKind,
     pub config: &'a PowerNormConfig,
     pub arguments: Arguments<'a>,
-    /// Has ψ². Without it D is 1.
+    /// ψ² and t. `None` for the group scaling alone, whose D is 1.
     pub state: Option<&'a State>,
     /// `None` in an evaluation.
     pub training: Option<Training>,
@@ -43,7 +43,7 @@ pub(crate) struct Training {
 
 /// A forward that ran, and what its backward needs.
 pub(crate) struct Step {
-    device: Box<dyn DeviceStep>,
+    device_step: Box<dyn DeviceStep>,
     training: Option<Training>,
     /// t before the step.
     steps: usize,
@@ -63,16 +63,16 @@ impl Step {
             call.state,
             over_ranks,
         )?;
-        let (mut device, inputs, mut outputs) = (ran.step, ran.inputs, ran.outputs);
+        let (mut device_step, inputs, mut outputs) = (ran.step, ran.inputs, ran.outputs);
         if let Some(turn) = call.turn {
-            let global = turn.sum(&device.local_sums()?, ran.steps)?;
-            device.set_global_sums(&global)?;
+            let global = turn.sum(&device_step.local_sums()?, ran.steps)?;
+            device_step.set_global_sums(&global)?;
         }
         if ran.kind == ForwardKind::BatchStatistic {
-            outputs = device.normalize_by_batch(&inputs, outputs)?;
+            outputs = device_step.normalize_by_batch(&inputs, outputs)?;
         }
         let step = Self {
-            device,
+            device_step,
             training: call.training,
             steps: ran.steps,
             keep: inputs.keep.clone(),
@@ -86,7 +86,7 @@ impl Step {
             return Ok(());
         };
         (training.state).update_phi(training.purpose, |phi, step| {
-            self.device.update_phi(phi, step)
+            self.device_step.update_phi(phi, step)
         })
     }
 
@@ -104,7 +104,7 @@ impl Step {
         let ranks = training.and_then(|training| training.ranks.as_ref());
         let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
         let (dy, dsum) = (readable(dy)?, dsum.map(readable).transpose()?);
-        let mut backward = self.device.backward(&BackwardInputs {
+        let mut backward = self.device_step.backward(&BackwardInputs {
             x,
             dy: &dy,
             dsum: dsum.as_ref(),
@@ -130,6 +130,8 @@ impl Step {
 
     /// The state to move, if this forward counts as a step. A batch without a kept row does not.
     fn counted(&self) -> Option<&Training> {
-        self.training.as_ref().filter(|_| self.device.is_step())
+        self.training
+            .as_ref()
+            .filter(|_| self.device_step.is_step())
     }
 }

@@ -129,23 +129,21 @@ impl<T: Element> Rows<'_, T> {
         self.cols() * (1 + usize::from(padded))
     }
 
-    /// Sums of squares from column sums, as [`Self::squares_width`] lists them.
-    fn forward_sums(&self, sums: SquareSums, mut kept: Numbers<T>) -> ForwardSums<Numbers<T>> {
-        let mut all = kept.clone();
-        for (all, padded) in all.iter_mut().zip(kept.split_off(self.cols())) {
-            *all += padded;
-        }
-        all.truncate(self.cols());
-        ForwardSums {
-            kept: RowSum {
-                squares: kept,
-                rows: self.kept(),
-            },
-            all: (sums == SquareSums::KeptAndAll).then(|| RowSum {
-                squares: all,
-                rows: self.len(),
-            }),
-        }
+    /// Splits a pass's column sums, laid out as [`Self::squares_width`] says, into those over kept
+    /// rows and over all rows.
+    fn forward_sums(&self, sums: SquareSums, mut totals: Numbers<T>) -> ForwardSums<Numbers<T>> {
+        let padded = totals.split_off(self.cols());
+        let all = (sums == SquareSums::KeptAndAll).then(|| {
+            let mut squares = totals.clone();
+            for (square, padded) in squares.iter_mut().zip(padded) {
+                *square += padded;
+            }
+            let rows = self.len();
+            RowSum { squares, rows }
+        });
+        let (squares, rows) = (totals, self.kept());
+        let kept = RowSum { squares, rows };
+        ForwardSums { kept, all }
     }
 
     /// Channels of a group; all of them without group scaling.
@@ -272,6 +270,9 @@ impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
         y: Option<&mut RowWriter<T>>,
         sums: &mut [T::Acc],
     ) {
+        if y.is_none() && sums.is_empty() {
+            return; // `run` wants `x + residual` alone
+        }
         let (x, cols) = (row.x, row.x.len());
         if let Some(group_scaling) = row.group_scaling {
             group_scaling.scale(simd, x, groups);
@@ -517,26 +518,6 @@ impl<T: Element> Columns<T::Acc> for Addition<'_, T> {
     }
 }
 
-/// `x + residual` and nothing else.
-struct SumOnly;
-
-impl<T: Element> Pass<T> for SumOnly {
-    fn has_output(&self) -> bool {
-        false
-    }
-
-    #[inline(always)]
-    fn row<S: Simd>(
-        &self,
-        _: S,
-        _: Row<T>,
-        _: &mut Groups<T::Acc>,
-        _: Option<&mut RowWriter<T>>,
-        _: &mut [T::Acc],
-    ) {
-    }
-}
-
 /// Group scaling: `r = 1/√(mean(x²) + ε)` of each group.
 struct GroupScaling<A> {
     /// 1 over the channels of a group.
@@ -727,7 +708,8 @@ fn run<T: Element>(
     if rows.residual.is_none() || rows.bytes() <= LARGE {
         return run_with(rows.stores(), rows, pass, width);
     }
-    let sum = run_with(Stores::Cached, rows, &SumOnly, 0).0.sum;
+    let [gain, shift] = slices(None);
+    let (RowOutputs { sum, .. }, _) = run_with(Stores::Cached, rows, &Forward { gain, shift }, 0);
     let summed = rows.summed(sum.as_deref().unwrap_or_default());
     let (outputs, sums) = run_with(rows.stores(), &summed, pass, width);
     (RowOutputs { sum, ..outputs }, sums)

@@ -28,10 +28,13 @@ pub(crate) struct CpuRows<T> {
 }
 
 impl<T: Element> CpuRows<T> {
-    /// Runs `run` on the rows, with [`Self::residual`] if `adds_residual`.
-    fn read<R>(&self, adds_residual: bool, run: impl FnOnce(&Rows<T>) -> Result<R>) -> Result<R> {
+    /// Runs `run` on the rows, to which `residual` is added.
+    fn read<R>(
+        &self,
+        residual: Option<&Tensor>,
+        run: impl FnOnce(&Rows<T>) -> Result<R>,
+    ) -> Result<R> {
         let x = self.x.storage_and_layout();
-        let residual = self.residual.as_ref().filter(|_| adds_residual);
         let residual = residual.map(Tensor::storage_and_layout);
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
         let residual = match &residual {
@@ -75,11 +78,11 @@ impl<T: Element> HostRows for CpuRows<T> {
 
     fn forward(
         &self,
-        y: Option<Affine<Self::Channels>>,
+        affine: Option<Affine<Self::Channels>>,
         sums: Option<SquareSums>,
     ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)> {
-        let factors = y.map(gain_and_shift).transpose()?;
-        self.read(true, |rows| {
+        let factors = affine.map(gain_and_shift).transpose()?;
+        self.read(self.residual.as_ref(), |rows| {
             let (outputs, sums) = kernels::forward(rows, factors.as_ref(), sums);
             let outputs = Outputs {
                 y: outputs.y.map(storage),
@@ -91,11 +94,11 @@ impl<T: Element> HostRows for CpuRows<T> {
 
     fn normalize(
         &self,
-        y: Affine<Self::Channels>,
+        affine: Affine<Self::Channels>,
         sum: Option<&Storage>,
     ) -> Result<Option<Storage>> {
-        let factors = gain_and_shift(y)?;
-        self.read(false, |rows| {
+        let factors = gain_and_shift(affine)?;
+        self.read(None, |rows| {
             let run = |rows: &Rows<T>| kernels::forward(rows, Some(&factors), None).0;
             let outputs = match sum {
                 Some(sum) => run(&rows.summed(T::cpu_storage_as_slice(on_cpu(sum)?)?)),
@@ -115,7 +118,7 @@ impl<T: Element> HostRows for CpuRows<T> {
             let decay = decay.unwrap_or_else(|| vec![T::Acc::ZERO; gain.len()]);
             [gain, decay]
         });
-        let (outputs, sums) = self.read(false, |rows| {
+        let (outputs, sums) = self.read(None, |rows| {
             let dy = inputs.dy.storage_and_layout();
             let dsum = inputs.dsum.map(Tensor::storage_and_layout);
             let dsum = match &dsum {
@@ -168,22 +171,17 @@ impl<A: Accumulator> Channels for Vec<A> {
 
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
         // In f64, so that a channel that keeps its value keeps every bit of it.
-        let mut values: Vec<f64> = self.iter().map(|&new| WithDType::to_f64(new)).collect();
+        let old = var.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         let is_finite = |value: A| match var.dtype() {
             DType::F64 => WithDType::to_f64(value).is_finite(),
             _ => (WithDType::to_f64(value) as f32).is_finite(),
         };
         let is_refused = |k: usize| guards.iter().any(|guard| !is_finite(guard[k]));
-        if (0..values.len()).any(is_refused) {
-            let old = var.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
-            for (k, value) in values
-                .iter_mut()
-                .enumerate()
-                .filter(|(k, _)| is_refused(*k))
-            {
-                *value = old[k];
-            }
-        }
+        let value = |k: usize| match is_refused(k) {
+            true => old[k],
+            false => WithDType::to_f64(self[k]),
+        };
+        let values: Vec<f64> = (0..self.len()).map(value).collect();
         let values = Tensor::from_vec(values, var.shape(), var.device())?;
         var.set(&values.to_dtype(var.dtype())?)
     }
@@ -349,6 +347,29 @@ mod tests {
         assert_eq!(blocks(&base.transpose(1, 2)?), None);
         // Three blocks of no rows.
         assert_eq!(blocks(&base.narrow(1, 0, 0)?), Some(vec![0, 24, 48]));
+        Ok(())
+    }
+
+    /// `readable` copies the views whose rows cannot be read where they are, and no others.
+    #[test]
+    fn readable_views_have_adjacent_elements() -> Result<()> {
+        let base = Tensor::zeros((3, 4, 1, 6), DType::F32, &Device::Cpu)?;
+        let mut views = vec![
+            base.narrow(3, 1, 1)?,
+            base.narrow(3, 1, 3)?,
+            base.narrow(1, 0, 0)?,
+        ];
+        for last in 0..3 {
+            views.push(base.transpose(last, 3)?);
+            views.push(base.transpose(last, 3)?.transpose(0, 1)?.narrow(0, 0, 1)?);
+        }
+        views.push(base.narrow(3, 2, 1)?.broadcast_as((2, 3, 4, 1, 6))?);
+        for view in views {
+            let read = crate::device::pick::readable(&view)?;
+            assert!(row_blocks(read.layout()).is_some(), "{read:?}");
+            let in_place = row_blocks(view.layout()).is_some();
+            assert_eq!(read.stride() == view.stride(), in_place, "{view:?}");
+        }
         Ok(())
     }
 }
