@@ -181,43 +181,33 @@ def full_summary(norm, name="PN", layer="LN"):
 def FULL_SHORT():
     """The protocol's results in sentences, for the head of the page."""
     found = [full_summary(norm, name) for norm, name in FULL.items() if norm != "layer"]
-    found = [text for text in found if text]
-    if not found:
-        return (
-            "*Long runs* are not decided. After the paper's 30 epochs PN is below LN by "
-            f"{LEAD('words-30', 'power', 'layer')} on words, from one seed, behind four groups, at "
-            "1e-3 too. [Table 2's protocol](#table-2s-protocol) says what will decide."
-        )
     return (
         "*Long runs.* After 30 epochs of words by "
         "[Table 2's protocol](#table-2s-protocol-at-full-length), in nats on the test split: "
-        + ". ".join(found)
+        + ". ".join(text for text in found if text)
         + "."
     )
 
 
-def FULL_PICTURE():
-    if not (HERE / "words-30.svg").exists():
-        return "A picture of the loss over the steps comes with the runs."
-    return "![Validation loss less LN's over the steps of 30 epochs](paper/words-30.svg)"
-
-
 def FULL_VERDICT():
     """For the row of the paper's long training."""
-    found = full_summary("power")
-    link = "[Table 2's protocol](#table-2s-protocol-at-full-length)"
-    return f"{link}: {found}" if found else f"one seed cannot tell. {link} is to decide"
+    return f"[Table 2's protocol](#table-2s-protocol-at-full-length): {full_summary('power')}"
 
 
 def README_LONG():
-    """The README's line of the long run."""
-    found = full_summary("power", "its test loss", "LayerNorm's")
-    if found is None:
-        return (
-            f"After 30 epochs it is {LEAD('words-30', 'power', 'layer')} (one seed, 4 groups): "
-            "level, as far as is known."
-        )
-    return f"After 30 epochs {found}."
+    """The README's sentences on the long run."""
+    values = list(full_pairs("power").values())
+    found = verdict(values, predicted("PN"))
+    starts = {
+        "level": "it is level with LayerNorm",
+        "cannot": "seeds cannot tell it from LayerNorm",
+    }
+    start = starts.get(found.split()[0].rstrip(":"), f"it shows {found}")
+    return (
+        f"After 30 epochs of words {start}: its test loss less LayerNorm's is "
+        f"{spread(values, sign=True)} over {WORDS[len(values)]} seeds, 95 % {interval(values)}. "
+        f"The paper predicts {NATS('PN')}."
+    )
 
 
 # Translation.
