@@ -338,21 +338,8 @@ impl<'a> Uses<'a> {
         Ok(vector)
     }
 
-    fn write_bytes(&mut self, slice: Option<&'a mut CudaSlice<u8>>) -> Address {
+    fn write_slice<T>(&mut self, slice: Option<&'a mut CudaSlice<T>>) -> Address {
         slice.map_or(0, |slice| self.hold(slice.device_ptr_mut(self.stream)))
-    }
-
-    fn write_totals(&mut self, totals: Option<&'a mut CudaSlice<f64>>) -> Address {
-        totals.map_or(0, |totals| self.hold(totals.device_ptr_mut(self.stream)))
-    }
-
-    /// The address of the whole batch's totals.
-    fn read_totals<S: Deref<Target = Storage>>(
-        &mut self,
-        totals: &'a Option<(S, &'a Layout)>,
-    ) -> Result<Address> {
-        let totals = argument_opt(totals)?;
-        self.read_opt(totals)
     }
 
     fn hold(&mut self, (address, guard): (Address, SyncOnDrop<'a>)) -> Address {

@@ -57,7 +57,7 @@ impl CudaStep {
             let launch = |mut buffers: ForwardBuffers| {
                 let stream = device.cuda_stream();
                 let mut uses = Uses::on(&stream);
-                buffers.totals = uses.write_totals(totals.as_mut());
+                buffers.totals = uses.write_slice(totals.as_mut());
                 // SAFETY: `uses`, here and in the caller, holds every buffer, each of the size that
                 // `LaunchPlan` asks for, until the launches are queued.
                 unsafe { step.gpu.queue(&plan.forward(&buffers)) }
@@ -152,7 +152,7 @@ impl CudaStep {
             sum: uses.write_opt(sum)?.data,
             y: uses.write(y)?,
             phi: uses.read_vector(argument_opt(&phi)?)?,
-            saved: uses.write_bytes(saved),
+            saved: uses.write_slice(saved),
             ..Default::default()
         };
         if let Some([weight, bias]) = &affine {
@@ -198,7 +198,7 @@ impl DeviceStep for CudaStep {
         let launch = |mut buffers: ForwardBuffers| {
             let stream = self.device().cuda_stream();
             let mut uses = Uses::on(&stream);
-            buffers.totals = uses.read_totals(&global)?;
+            buffers.totals = uses.read_opt(argument_opt(&global)?)?;
             // SAFETY: as in `forward`.
             unsafe { self.gpu.queue(&self.plan.normalize_by_batch(&buffers)) }
         };
@@ -218,8 +218,8 @@ impl DeviceStep for CudaStep {
             let mut uses = Uses::on(&stream);
             let buffers = ForwardBuffers {
                 phi: uses.write_vector(phi, layout)?,
-                saved: uses.write_bytes(saved.as_mut()),
-                totals: uses.read_totals(&global)?,
+                saved: uses.write_slice(saved.as_mut()),
+                totals: uses.read_opt(argument_opt(&global)?)?,
                 ..Default::default()
             };
             // SAFETY: as in `forward`; `saved` and the sums are those of this step, and the caller
@@ -244,7 +244,7 @@ impl DeviceStep for CudaStep {
             let stream = self.device().cuda_stream();
             let mut uses = Uses::on(&stream);
             let ema_gz = uses.read_vector(argument_opt(&ema_gz)?)?;
-            let address = uses.write_totals(totals.as_mut());
+            let address = uses.write_slice(totals.as_mut());
             let loss_scale = inputs.running.map_or(1., |nu| nu.loss_scale);
             backward
                 .arrays
@@ -351,7 +351,7 @@ impl BackwardArrays<'_> {
             dweight: uses.write_opt(self.weight.as_mut())?,
             dbias: uses.write_opt(self.bias.as_mut())?,
             saved: uses.read_bytes(saved),
-            workspace: uses.write_bytes(Some(workspace)),
+            workspace: uses.write_slice(Some(workspace)),
             ..Default::default()
         };
         if let Some((x, dy, dsum, keep)) = &row_tensors {
@@ -373,7 +373,7 @@ impl CudaBackward<'_> {
         let global = self.sums.as_ref().map(Tensor::storage_and_layout);
         let stream = step.device().cuda_stream();
         let mut uses = Uses::on(&stream);
-        let totals = uses.read_totals(&global)?;
+        let totals = uses.read_opt(argument_opt(&global)?)?;
         let loss_scale = inputs.running.map_or(1., |nu| nu.loss_scale);
         (self.arrays).launch(saved.as_ref(), &inputs, false, |mut buffers| {
             buffers.ema_gz = ema_gz.unwrap_or_default();
