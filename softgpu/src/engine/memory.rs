@@ -111,7 +111,7 @@ impl fmt::Display for Work {
     }
 }
 
-/// The agents of a work: its blocks, then two that stand for several of them.
+/// The agents of a work: its blocks, then one that stands for several of them.
 #[derive(Debug, Clone, Copy)]
 struct Agents {
     first: u32,
@@ -126,13 +126,8 @@ impl Agents {
         self.first + self.blocks
     }
 
-    /// Any blocks, in atomic accesses.
-    fn atomics(self) -> u32 {
-        self.first + self.blocks + 1
-    }
-
     fn end(self) -> u32 {
-        self.first + self.blocks + 2
+        self.first + self.blocks + 1
     }
 }
 
@@ -634,7 +629,7 @@ impl Memory {
             0 => 1 << 16,
             blocks => blocks.min(MOST_BLOCKS),
         };
-        if history.next + blocks + 2 > GROUPS {
+        if history.next + blocks + 1 > GROUPS {
             // Numbers begin again. All shadows become those of words that nobody touched. Work that
             // runs meanwhile keeps its numbers, which nobody finds any more and which count as
             // earlier.
@@ -654,7 +649,7 @@ impl Memory {
             history.forgotten += REMEMBERED / 2;
         }
         let first = history.next;
-        history.next += blocks + 2;
+        history.next += blocks + 1;
         // A stream's later work is after all that its earlier work was after.
         let settled = history.settled.entry(work.stream).or_default();
         *settled = (*settled).max(history.forgotten);
@@ -713,8 +708,6 @@ pub enum Kind {
     /// Through the read-only cache (`ld.global.nc`): nothing may write there while the kernel runs.
     LoadReadOnly,
     Store,
-    /// Reads and writes at once; no race with its like.
-    Atomic,
 }
 
 /// One access of a warp.
@@ -922,7 +915,6 @@ impl View {
         let does = match kind {
             Kind::Load | Kind::LoadReadOnly => "reads",
             Kind::Store => "writes",
-            Kind::Atomic => "updates",
         };
         let inside = start.wrapping_sub(self.memory.arena.base) < self.memory.arena.size;
         let Some(allocation) = self.memory.find(start).filter(|_| inside) else {
@@ -1034,7 +1026,6 @@ impl View {
                 Kind::Load => self.plain_loads::<false>(at, end, floor),
                 Kind::LoadReadOnly => self.plain_loads::<true>(at, end, floor),
                 Kind::Store => self.plain_stores(at, end, floor),
-                Kind::Atomic => at,
             };
             if at < end {
                 self.word(kind, at, WHOLE, floor)?;
@@ -1144,7 +1135,6 @@ impl View {
                 agents.store(u64::from(left) << 32 | u64::from(joined(writer)), Relaxed);
                 written.fetch_or(bytes as u8, Relaxed);
             }
-            Kind::Atomic => return false,
         }
         true
     }
@@ -1178,7 +1168,6 @@ impl View {
                 Kind::Load => "reads",
                 Kind::LoadReadOnly => "reads, as memory that nothing writes,",
                 Kind::Store => "writes",
-                Kind::Atomic => "updates",
             };
             (
                 address,
@@ -1191,18 +1180,15 @@ impl View {
         };
         for (other, theirs) in self.members(writer) {
             let both = bytes & theirs;
-            let atomic = kind == Kind::Atomic && other == self.agents.atomics();
-            // After its own plain store a block's update is one that other blocks may come between.
-            let own = other == self.own && !matches!(kind, Kind::LoadReadOnly | Kind::Atomic);
-            if both != 0 && !atomic && !own && !self.is_before(other, floor) {
+            let own = other == self.own && kind != Kind::LoadReadOnly;
+            if both != 0 && !own && !self.is_before(other, floor) {
                 return Err(conflict(self, both, other, "writes"));
             }
         }
-        if matches!(kind, Kind::Store | Kind::Atomic) {
+        if kind == Kind::Store {
             for (other, theirs) in self.members(reader) {
                 let both = bytes & theirs;
-                let atomic = kind == Kind::Atomic && other == self.agents.atomics();
-                if both != 0 && !atomic && other != self.own && !self.is_before(other, floor) {
+                if both != 0 && other != self.own && !self.is_before(other, floor) {
                     return Err(conflict(self, both, other, "reads"));
                 }
             }
@@ -1219,13 +1205,9 @@ impl View {
                     reader
                 },
             ),
-            Kind::Atomic => {
-                let agent = self.agents.atomics();
-                (self.merge(writer, agent, bytes, floor, false), reader)
-            }
         };
         agents.store(u64::from(reader) << 32 | u64::from(writer), Relaxed);
-        if matches!(kind, Kind::Store | Kind::Atomic) {
+        if kind == Kind::Store {
             written.fetch_or(bytes as u8, Relaxed);
         }
         Ok(())
@@ -1316,7 +1298,6 @@ impl View {
             Some((agents, work)) if agent == agents.several() => {
                 format!("several blocks of {work}")
             }
-            Some((agents, work)) if agent == agents.atomics() => format!("an atomic of {work}"),
             Some((agents, work)) if agents.blocks > 1 => {
                 format!("block {} of {work}", agent - agents.first)
             }

@@ -88,7 +88,6 @@ struct Record {
     writer: u16,
     reader: u16,
     write_lane: u8,
-    write_atomic: bool,
     write_epoch: u32,
     write_time: u32,
     /// Counts the instruction among the warp's own, to tell whether two lanes wrote in the same.
@@ -108,7 +107,6 @@ const UNTOUCHED: Record = Record {
     writer: NOBODY,
     reader: NOBODY,
     write_lane: 0,
-    write_atomic: false,
     write_epoch: 0,
     write_time: 0,
     write_serial: 0,
@@ -145,7 +143,6 @@ pub struct Who<'a> {
 pub enum Touch {
     Read,
     Write,
-    Atomic,
 }
 
 impl Shared {
@@ -218,7 +215,7 @@ impl Shared {
                     if touch == Touch::Read {
                         read(word, self.epoch, who, 1 << lane);
                     } else {
-                        write(word, self.epoch, who, lane, touch);
+                        write(word, self.epoch, who, lane);
                     }
                 }
                 return Ok(());
@@ -301,7 +298,7 @@ impl Shared {
             if touch == Touch::Read {
                 read(word, epoch, who, 1 << lane_of(at));
             } else {
-                write(word, epoch, who, lane_of(at), touch);
+                write(word, epoch, who, lane_of(at));
             }
         }
         true
@@ -431,7 +428,7 @@ fn touched(
         return Err("these bytes were never written".into());
     }
     // The last write.
-    if word.write_epoch == epoch && !(touch == Touch::Atomic && word.write_atomic) {
+    if word.write_epoch == epoch {
         let other = u32::from(word.write_lane);
         let racing = if word.writer == who.warp {
             word.write_serial != who.serial && !who.order.ordered(lane, other, word.write_time)
@@ -469,7 +466,7 @@ fn touched(
             ));
         }
     }
-    write(word, epoch, who, lane, touch);
+    write(word, epoch, who, lane);
     Ok(())
 }
 
@@ -491,11 +488,10 @@ fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bo
 }
 
 #[inline(always)]
-fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32, touch: Touch) {
+fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32) {
     word.written = true;
     word.writer = who.warp;
     word.write_lane = lane as u8;
-    word.write_atomic = touch == Touch::Atomic;
     word.write_epoch = epoch;
     word.write_time = who.order.time;
     word.write_serial = who.serial;

@@ -7,7 +7,6 @@ use crate::engine::launch::Launch;
 use crate::engine::memory::{Access, Kind as Global, Pattern, View};
 use crate::engine::shared::{count_conflicts, Order, Shared, Touch, Who};
 use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
-use crate::isa::float::{self, Mode, BF16, F16};
 use crate::isa::op::*;
 use std::collections::VecDeque;
 
@@ -15,8 +14,6 @@ use std::collections::VecDeque;
 pub(crate) struct Block<'a> {
     pub launch: &'a Launch,
     pub program: &'a Program,
-    /// The program's, but for those that the conditions change.
-    pub ops: &'a [Op],
     pub index: [u32; 3],
     pub shared: Shared,
     pub view: View,
@@ -308,7 +305,7 @@ impl Warp {
         if self.active == 0 && !self.pick(false) {
             return self.stopped(block);
         }
-        let ops = block.ops;
+        let ops = &block.program.ops;
         loop {
             if self.at >= self.meet && !self.pick(false) {
                 return self.stopped(block);
@@ -385,7 +382,6 @@ impl Warp {
         match op.kind {
             Kind::Load => self.load(block, op, mask)?,
             Kind::Store => self.store(block, op, mask)?,
-            Kind::Atomic => self.atomic(block, op, mask)?,
             Kind::CopyAsync => self.copy_async(block, op, mask)?,
             Kind::CommitGroup => lanes_of(mask).for_each(|lane| self.groups[lane as usize] += 1),
             Kind::WaitGroup => self.wait_group(block, op, mask)?,
@@ -431,7 +427,7 @@ impl Warp {
         }
         let lane = live.trailing_zeros();
         let at = self.counters[lane as usize];
-        let op = &block.ops[at as usize];
+        let op = &block.program.ops[at as usize];
         let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
         let mut alike = true;
         for other in 0..32 {
@@ -442,7 +438,7 @@ impl Warp {
         }
         for other in lanes_of(if alike { 0 } else { live }) {
             let here = self.counters[other as usize];
-            let it = &block.ops[here as usize];
+            let it = &block.program.ops[here as usize];
             let whole = op.immediate == 1 || it.immediate == 1;
             if (whole && here != at)
                 || self.get32(it.a, other) != barrier
@@ -497,8 +493,8 @@ impl Warp {
     /// Lanes come to where they wait for others of their warp.
     #[inline(always)]
     fn meet(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
-        let first = self.get32(op.more[0], mask.trailing_zeros());
-        let uniform = lanes_of(mask).all(|lane| self.get32(op.more[0], lane) == first);
+        let first = self.get32(op.e, mask.trailing_zeros());
+        let uniform = lanes_of(mask).all(|lane| self.get32(op.e, lane) == first);
         if uniform && first & self.live() == mask {
             self.execute(block, self.at, mask, mask)?;
             self.met(op.kind, mask);
@@ -506,7 +502,7 @@ impl Warp {
             return Ok(true);
         }
         for lane in lanes_of(mask) {
-            let members = self.get32(op.more[0], lane);
+            let members = self.get32(op.e, lane);
             if members >> lane & 1 == 0 {
                 return Err(self.fault(
                     block,
@@ -580,7 +576,7 @@ impl Warp {
     /// Runs an exchange for the lanes of `group`, which came with all of `present`.
     #[inline(always)]
     fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
-        let op = &block.ops[at as usize];
+        let op = &block.program.ops[at as usize];
         match op.kind {
             Kind::Shuffle => self.shuffle(block, at, group, present),
             _ => Ok(()),
@@ -589,11 +585,13 @@ impl Warp {
 
     #[inline(always)]
     fn shuffle(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
-        let op = &block.ops[at as usize];
+        let op = &block.program.ops[at as usize];
         let mut values = self.slots[usize::from(op.a)].0;
         for lane in lanes_of(present & !group) {
-            values[lane as usize] =
-                self.get32(block.ops[self.counters[lane as usize] as usize].a, lane);
+            values[lane as usize] = self.get32(
+                block.program.ops[self.counters[lane as usize] as usize].a,
+                lane,
+            );
         }
         let mut results = [0; 32];
         let mut inside = 0;
@@ -627,7 +625,7 @@ impl Warp {
         // program reserved.
         unsafe {
             put_slot(&mut self.lanes, op.d, results, group);
-            put_predicate(&mut self.lanes, op.more[1], inside, group);
+            put_predicate(&mut self.lanes, op.p, inside, group);
         }
         Ok(())
     }
@@ -875,7 +873,7 @@ impl Warp {
         let first = addresses[mask.trailing_zeros() as usize % 32];
         let shared = &mut block.shared;
         let row = pattern == Pattern::Row;
-        let line = block.ops[self.at as usize].line;
+        let line = block.program.ops[self.at as usize].line;
         if row && shared.touch_row(&self.who_at(line), mask, first, size, Touch::Write) {
             let base = shared.at(0, 0).as_mut_ptr();
             // SAFETY: the check says that each lane's bytes are inside.
@@ -930,7 +928,7 @@ impl Warp {
 
     #[inline(always)]
     fn who(&self, block: &Block) -> Who<'_> {
-        self.who_at(block.ops[self.at as usize].line)
+        self.who_at(block.program.ops[self.at as usize].line)
     }
 
     #[inline(always)]
@@ -1146,58 +1144,6 @@ impl Warp {
         }
     }
 
-    #[inline(never)]
-    fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        let address = &block.program.addresses[op.target as usize];
-        let addresses = &self.addresses(address);
-        let space = address.space;
-        let (size, Some(ty)) = (address.bytes, address.adds) else {
-            return Ok(());
-        };
-        let pattern = Pattern::of(addresses, mask, size);
-        match space {
-            Space::Shared => {
-                self.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
-            }
-            Space::Global => {
-                self.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
-            }
-            _ => return Err(self.fault_here(block, mask, "an atomic of this space")),
-        }
-        for lane in lanes_of(mask) {
-            let at = addresses[lane as usize];
-            let place = if space == Space::Shared {
-                block.shared.at(at, size).as_mut_ptr()
-            } else {
-                at as *mut u8
-            };
-            let wide = size == 8;
-            let get = |slot: u16| {
-                if wide {
-                    self.get64(slot, lane)
-                } else {
-                    u64::from(self.get32(slot, lane))
-                }
-            };
-            let a = get(op.a);
-            let mut bytes = [0u8; 8];
-            // SAFETY: the check says that the bytes are there and may be read and written.
-            unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
-            let old = u64::from_le_bytes(bytes);
-            let new = sum(ty, old, a);
-            // SAFETY: as above.
-            unsafe {
-                std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize)
-            };
-            if wide {
-                self.set64(op.d, lane, old);
-            } else {
-                self.slots[usize::from(op.d)].0[lane as usize] = old as u32;
-            }
-        }
-        Ok(())
-    }
-
     /// The source is read now, the destination written when somebody waits: a kernel may count on
     /// neither.
     #[inline(never)]
@@ -1245,7 +1191,7 @@ impl Warp {
         self.serial += 1;
         let row = Pattern::of(&places, mask, bytes) == Pattern::Row;
         let first = places[mask.trailing_zeros() as usize % 32];
-        let line = block.ops[self.at as usize].line;
+        let line = block.program.ops[self.at as usize].line;
         if !row || !(block.shared).fly_row(&self.who_at(line), mask, first, bytes) {
             for lane in lanes_of(mask) {
                 let who = self.who(block);
@@ -1300,7 +1246,7 @@ impl Warp {
         self.serial += 1;
         let row = bytes == 16 && Pattern::of(addresses, lanes, bytes) == Pattern::Row;
         let start = lanes.trailing_zeros() as usize % 32;
-        let line = block.ops[self.at as usize].line;
+        let line = block.program.ops[self.at as usize].line;
         let data_row = &data[start..start + lanes.count_ones() as usize * usize::from(row)];
         if row
             && (block.shared).land_row(
@@ -1395,22 +1341,4 @@ fn scattered_sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
     all.sort_unstable();
     all.dedup();
     all.len() as u64
-}
-
-/// The sum that an atomic addition leaves in memory.
-fn sum(ty: Scalar, old: u64, a: u64) -> u64 {
-    let half = |format| {
-        let (x, y) = (float::widen(old, format), float::widen(a, format));
-        float::add(x, y, Mode::Nearest, format)
-    };
-    match ty {
-        Scalar::Integer => old.wrapping_add(a),
-        Scalar::F32 => {
-            let sum = f32::from_bits(old as u32) + f32::from_bits(a as u32);
-            u64::from(float::canonical32(sum).to_bits())
-        }
-        Scalar::F64 => (f64::from_bits(old) + f64::from_bits(a)).to_bits(),
-        Scalar::F16 => half(F16),
-        Scalar::Bf16 => half(BF16),
-    }
 }

@@ -69,7 +69,6 @@ pub(crate) enum Kind {
     Exit,
     Load,
     Store,
-    Atomic,
     CopyAsync,
     CommitGroup,
     WaitGroup,
@@ -94,7 +93,10 @@ pub struct Op {
     pub(crate) a: u16,
     pub(crate) b: u16,
     pub(crate) c: u16,
-    pub(crate) more: [u16; 2],
+    /// A fourth source.
+    pub(crate) e: u16,
+    /// A second destination, which is a predicate.
+    pub(crate) p: u16,
     /// The instruction to go to, or the number of an [`Address`].
     pub(crate) target: u32,
     /// In the PTX text.
@@ -116,17 +118,6 @@ pub(crate) struct Address {
     pub registers: [u16; 4],
     /// Bits of each register.
     pub widths: [u8; 4],
-    /// Of what type an atomic addition is.
-    pub adds: Option<Scalar>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scalar {
-    Integer,
-    F16,
-    Bf16,
-    F32,
-    F64,
 }
 
 /// A value that does not change while a block runs.
