@@ -10,6 +10,7 @@
 //! shadow names a *group* of them. Whether older work happened before an access follows from vector
 //! clocks.
 
+use crate::isa::op::lane_count;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering::Relaxed};
@@ -738,7 +739,7 @@ impl Pattern {
         let (first, step) = (addresses[lowest as usize], u64::from(size));
         let start = first.wrapping_sub(u64::from(lowest) * step);
         let (mut astray, mut other) = (0, 0);
-        for (lane, &at) in addresses.iter().enumerate() {
+        for (lane, &at) in addresses[..lane_count()].iter().enumerate() {
             let active = u64::from(mask >> lane & 1).wrapping_neg();
             astray |= (at ^ start.wrapping_add(lane as u64 * step)) & active;
             other |= (at ^ first) & active;

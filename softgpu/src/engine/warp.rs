@@ -5,7 +5,7 @@ use crate::engine::counts::Counts;
 use crate::engine::fault::Fault;
 use crate::engine::launch::Launch;
 use crate::engine::memory::{Access, Kind as Global, Pattern, View};
-use crate::engine::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::engine::shared::{count_conflicts, Shared, Touch, Who};
 use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
 use crate::isa::op::*;
 use std::collections::VecDeque;
@@ -66,7 +66,8 @@ pub(crate) struct Warp {
     /// Of lanes that do not run just now.
     counters: [u32; 32],
     local: Vec<u8>,
-    order: Order,
+    /// Counts the synchronizations of its lanes.
+    time: u32,
     serial: u32,
     flights: VecDeque<Flight>,
     groups: [u32; 32],
@@ -107,7 +108,7 @@ impl Warp {
             blocked: 0,
             counters: [0; 32],
             local: vec![0; program.local_bytes * 32],
-            order: Order::new(),
+            time: 1,
             serial: 0,
             flights: VecDeque::new(),
             groups: [0; 32],
@@ -139,7 +140,7 @@ impl Warp {
         self.blocked = 0;
         self.counters = [0; 32];
         self.flights.clear();
-        self.order.restart();
+        self.time += 1;
         self.active = 0;
         self.state = State::Ready;
     }
@@ -235,7 +236,7 @@ impl Warp {
     /// Notes where lanes of the running group are.
     #[inline(always)]
     fn lay_aside(&mut self, lanes: u32) {
-        for (lane, counter) in self.counters.iter_mut().enumerate() {
+        for (lane, counter) in self.counters[..lane_count()].iter_mut().enumerate() {
             *counter = if lanes >> lane & 1 == 1 {
                 self.at
             } else {
@@ -259,7 +260,8 @@ impl Warp {
             candidates = runnable & !self.active;
         }
         let mut at = u32::MAX;
-        for (lane, &counter) in self.counters.iter().enumerate() {
+        let counters = &self.counters[..lane_count()];
+        for (lane, &counter) in counters.iter().enumerate() {
             at = at.min(if candidates >> lane & 1 == 1 {
                 counter
             } else {
@@ -267,7 +269,7 @@ impl Warp {
             });
         }
         let (mut here, mut meet) = (0, u32::MAX);
-        for (lane, &counter) in self.counters.iter().enumerate() {
+        for (lane, &counter) in counters.iter().enumerate() {
             here |= u32::from(counter == at) << lane;
             let ahead = runnable >> lane & 1 == 1 && counter > at;
             meet = meet.min(if ahead { counter } else { u32::MAX });
@@ -305,7 +307,7 @@ impl Warp {
         if self.active == 0 && !self.pick(false) {
             return self.stopped(block);
         }
-        let ops = &block.program.ops;
+        let ops: &[Op] = &block.program.ops;
         loop {
             if self.at >= self.meet && !self.pick(false) {
                 return self.stopped(block);
@@ -480,7 +482,7 @@ impl Warp {
             self.counters[lane as usize] += 1;
         }
         self.blocked = 0;
-        self.order.synchronize(!0, self.live());
+        self.time += 1;
         self.state = State::Ready;
     }
 
@@ -495,9 +497,11 @@ impl Warp {
     fn meet(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
         let first = self.get32(op.e, mask.trailing_zeros());
         let uniform = lanes_of(mask).all(|lane| self.get32(op.e, lane) == first);
-        if uniform && first & self.live() == mask {
+        // A barrier that is not for the whole warp comes to its fault below.
+        let whole = op.kind == Kind::Shuffle || mask == self.live();
+        if uniform && whole && first & self.live() == mask {
             self.execute(block, self.at, mask, mask)?;
-            self.met(op.kind, mask);
+            self.met(op.kind);
             self.at += 1;
             return Ok(true);
         }
@@ -510,6 +514,10 @@ impl Warp {
                     lane,
                     format!("the lane is not in its own mask {members:#010x}"),
                 ));
+            }
+            if op.kind == Kind::WarpBarrier && self.live() & !members != 0 {
+                let what = format!("softgpu knows no barrier of the lanes {members:#010x} alone");
+                return Err(self.fault(block, self.at, lane, what));
             }
             self.meetings[lane as usize] = Some(Meeting {
                 kind: op.kind,
@@ -529,9 +537,9 @@ impl Warp {
     /// Lanes have met. CUDA promises an order of their accesses to memory only for `bar.warp.sync`:
     /// shuffles, votes and matches exchange registers.
     #[inline(always)]
-    fn met(&mut self, kind: Kind, members: u32) {
+    fn met(&mut self, kind: Kind) {
         if kind == Kind::WarpBarrier {
-            self.order.synchronize(members, self.live());
+            self.time += 1;
         }
     }
 
@@ -564,7 +572,7 @@ impl Warp {
                 self.counters[other as usize] += 1;
             }
             self.parked &= !here;
-            self.met(meeting.kind, here);
+            self.met(meeting.kind);
             any = true;
         }
         if any {
@@ -920,22 +928,22 @@ impl Warp {
             } else {
                 u64::from(self.get32(address.registers[index], lane))
             };
-            let bytes = address.bytes as usize;
-            value[index * bytes..][..bytes].copy_from_slice(&bits.to_le_bytes()[..bytes]);
+            // Too many bytes: the next element overwrites them, or nobody looks at them.
+            value[index * address.bytes as usize..][..8].copy_from_slice(&bits.to_le_bytes());
         }
         value
     }
 
     #[inline(always)]
-    fn who(&self, block: &Block) -> Who<'_> {
+    fn who(&self, block: &Block) -> Who {
         self.who_at(block.program.ops[self.at as usize].line)
     }
 
     #[inline(always)]
-    fn who_at(&self, line: u32) -> Who<'_> {
+    fn who_at(&self, line: u32) -> Who {
         Who {
             warp: self.number,
-            order: &self.order,
+            time: self.time,
             serial: self.serial,
             line,
         }
@@ -957,9 +965,7 @@ impl Warp {
         }
         let who = self.who(block);
         for lane in lanes_of(mask) {
-            let touched = block
-                .shared
-                .touch(&who, lane, addresses[lane as usize], size, touch);
+            let touched = (block.shared).touch(&who, lane, addresses[lane as usize], size, touch);
             touched.map_err(|what| self.fault(block, self.at, lane, what))?;
         }
         Ok(())

@@ -10,7 +10,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::isa::float;
-use crate::isa::op::{Class, Exec, Lanes, Op};
+use crate::isa::op::{lane_count, Class, Exec, Lanes, Op};
 
 use std::mem::MaybeUninit;
 
@@ -24,10 +24,11 @@ pub struct Arithmetic {
     pub operands: &'static str,
 }
 
+#[inline(always)]
 unsafe fn blend<T: Copy>(to: *mut T, from: *const T, mask: u32) {
-    for lane in 0..32 {
-        let chosen = if mask >> lane & 1 == 1 { from } else { to };
-        *to.add(lane) = *chosen.add(lane);
+    for lane in 0..lane_count() {
+        let (old, new) = (*to.add(lane), *from.add(lane));
+        *to.add(lane) = if mask >> lane & 1 == 1 { new } else { old };
     }
 }
 
@@ -35,7 +36,9 @@ unsafe fn blend<T: Copy>(to: *mut T, from: *const T, mask: u32) {
 unsafe fn put<T: Copy>(lanes: &mut Lanes, slot: u16, from: *const T, mask: u32) {
     let to = lanes.slots.add(usize::from(slot)).cast::<T>();
     if mask == !0 {
-        std::ptr::copy_nonoverlapping(from, to, 32);
+        // In halves: all of it at once would be a call of memcpy.
+        std::ptr::copy_nonoverlapping(from, to, 16);
+        std::ptr::copy_nonoverlapping(from.add(16), to.add(16), 16);
     } else {
         blend(to, from, mask);
     }
@@ -113,7 +116,7 @@ macro_rules! each {
             $(let $x = lanes.slots.add(usize::from(op.$field)).cast::<$t>();)*
             let mut results = MaybeUninit::<[$r; 32]>::uninit();
             let to = results.as_mut_ptr().cast::<$r>();
-            for lane in 0..32 {
+            for lane in 0..lane_count() {
                 $(let $x = *$x.add(lane);)*
                 *to.add(lane) = $e;
             }
@@ -504,9 +507,9 @@ fn choice(ty: &str) -> Option<Arithmetic> {
                 let b = lanes.slots.add(usize::from(op.b)).cast::<$t>();
                 let which = *lanes.predicates.add(usize::from(op.c));
                 let mut results = [0; 32];
-                for lane in 0..32 {
+                for (lane, result) in results[..lane_count()].iter_mut().enumerate() {
                     let (a, b) = (*a.add(lane), *b.add(lane));
-                    results[lane] = if which >> lane & 1 == 1 { a } else { b };
+                    *result = if which >> lane & 1 == 1 { a } else { b };
                 }
                 put::<$t>(lanes, op.d, results.as_ptr(), mask);
             }

@@ -1,6 +1,7 @@
 //! Decoded instructions, and what they work on: the registers of a warp's 32 lanes.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// 32 values of 32 bits; two slots hold 32 values of 64 bits. A value of 16 bits is extended by
 /// zeros.
@@ -14,6 +15,14 @@ pub struct Lanes {
     pub predicates: *mut u32,
     /// The seed that moves approximate results, if they are to be moved.
     pub perturb: Option<u64>,
+}
+
+/// The number of lanes, 32, unknown to the compiler: it unrolls loops whose end it knows, and then
+/// turns few of them into vectors.
+#[inline(always)]
+pub(crate) fn lane_count() -> usize {
+    static COUNT: AtomicUsize = AtomicUsize::new(32);
+    COUNT.load(Relaxed)
 }
 
 /// Computes an instruction for the lanes of a mask.
