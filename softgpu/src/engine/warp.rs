@@ -369,11 +369,11 @@ impl Warp {
         }
     }
 
-    /// Sends part of the running group elsewhere, or all of it.
+    /// Lays part of the running group aside, or all of it, and sends the rest on.
     #[inline(never)]
     fn leave(&mut self, mask: u32) -> bool {
+        self.lay_aside(mask);
         self.at += 1;
-        self.lay_aside(self.active);
         self.active &= !mask;
         self.pick(false)
     }
@@ -431,27 +431,17 @@ impl Warp {
         let at = self.counters[lane as usize];
         let op = &block.program.ops[at as usize];
         let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
-        let mut alike = true;
-        for other in 0..32 {
-            alike &= live >> other & 1 == 0
-                || self.counters[other as usize] == at
-                    && self.get32(op.a, other) == barrier
-                    && self.get32(op.b, other) == threads;
-        }
-        for other in lanes_of(if alike { 0 } else { live }) {
-            let here = self.counters[other as usize];
-            let it = &block.program.ops[here as usize];
-            let whole = op.immediate == 1 || it.immediate == 1;
-            if (whole && here != at)
-                || self.get32(it.a, other) != barrier
-                || self.get32(it.b, other) != threads
-            {
-                let what = format!(
-                    "the warp has diverged: lane {lane} waits at line {}",
-                    op.line
-                );
-                return Err(self.fault(block, here, other, what));
-            }
+        let alike = |&other: &u32| {
+            self.counters[other as usize] == at
+                && self.get32(op.a, other) == barrier
+                && self.get32(op.b, other) == threads
+        };
+        if let Some(other) = lanes_of(live).find(|other| !alike(other)) {
+            let what = format!(
+                "the warp has diverged: lane {lane} waits at line {}",
+                op.line
+            );
+            return Err(self.fault(block, self.counters[other as usize], other, what));
         }
         if barrier >= 16 || threads % 32 != 0 {
             return Err(self.fault(
@@ -467,13 +457,8 @@ impl Warp {
 
     /// The lanes of a mask wait for the block.
     fn block_at(&mut self, mask: u32) -> Done<bool> {
-        let here = self.at;
         self.blocked |= mask;
-        let runs = self.leave(mask);
-        for lane in lanes_of(mask) {
-            self.counters[lane as usize] = here;
-        }
-        Ok(runs)
+        Ok(self.leave(mask))
     }
 
     /// The barrier that the warp waited at is complete.
@@ -525,12 +510,8 @@ impl Warp {
                 members,
             });
         }
-        let here = self.at;
         self.parked |= mask;
         let runs = self.leave(mask);
-        for lane in lanes_of(mask) {
-            self.counters[lane as usize] = here;
-        }
         Ok(self.release(block)? || runs)
     }
 
@@ -607,19 +588,15 @@ impl Warp {
             let (b, c) = (self.get32(op.b, lane) & 31, self.get32(op.c, lane));
             let (clamp, segment) = (c & 31, c >> 8 & 31);
             let most = lane & segment | clamp & !segment;
-            let (source, within) = match op.immediate {
-                0 => (lane.wrapping_sub(b), lane as i32 - b as i32 >= most as i32),
-                1 => (lane + b, lane + b <= most),
-                2 => (lane ^ b, lane ^ b <= most),
-                _ => (
-                    lane & segment | b & !segment,
-                    lane & segment | b & !segment <= most,
-                ),
+            let source = match op.immediate {
+                0 => lane.wrapping_sub(b),
+                1 => lane + b,
+                2 => lane ^ b,
+                _ => lane & segment | b & !segment,
             };
-            let within = if op.immediate == 3 {
-                source <= most
-            } else {
-                within
+            let within = match op.immediate {
+                0 => lane as i32 - b as i32 >= most as i32,
+                _ => source <= most,
             };
             let source = if within { source } else { lane };
             if present >> source & 1 == 0 {
@@ -703,26 +680,11 @@ impl Warp {
 
     #[inline(always)]
     fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        let program = block.program;
-        if self
-            .load_parameter(block, &program.addresses[op.target as usize], mask)
-            .is_some()
-        {
+        let address = &block.program.addresses[op.target as usize];
+        if self.load_parameter(block, address, mask).is_some() {
             return Ok(());
         }
-        let address = &program.addresses[op.target as usize];
-        let addresses = self.addresses(address);
-        self.load_from(block, address, mask, &addresses)
-    }
-
-    #[inline(always)]
-    fn load_from(
-        &mut self,
-        block: &mut Block,
-        address: &Address,
-        mask: u32,
-        addresses: &[u64; 32],
-    ) -> Done<()> {
+        let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
         match address.space {
@@ -760,38 +722,12 @@ impl Warp {
                     })
                 };
             }
-            Space::Local => {
-                self.check_inside(
-                    block,
-                    mask,
-                    addresses,
-                    size,
-                    block.program.local_bytes,
-                    "local memory",
-                )?;
-                let (base, stride) = (self.local.as_ptr(), block.program.local_bytes);
+            Space::Local | Space::Parameter => {
+                let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
                 // SAFETY: the check says that each lane's bytes are inside of its part.
                 unsafe {
-                    // The lanes' parts of local memory are apart.
                     self.gather(address, mask, Pattern::Scattered, |lane| {
                         base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                    })
-                };
-            }
-            Space::Parameter => {
-                self.check_inside(
-                    block,
-                    mask,
-                    addresses,
-                    size,
-                    block.launch.parameters.len(),
-                    "the parameters",
-                )?;
-                let base = block.launch.parameters.as_ptr();
-                // SAFETY: the check says that each lane's bytes are inside.
-                unsafe {
-                    self.gather(address, mask, pattern, |lane| {
-                        base.add(addresses[lane as usize] as usize)
                     })
                 };
             }
@@ -802,18 +738,7 @@ impl Warp {
     #[inline(always)]
     fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let address = &block.program.addresses[op.target as usize];
-        let addresses = self.addresses(address);
-        self.store_to(block, address, mask, &addresses)
-    }
-
-    #[inline(always)]
-    fn store_to(
-        &mut self,
-        block: &mut Block,
-        address: &Address,
-        mask: u32,
-        addresses: &[u64; 32],
-    ) -> Done<()> {
+        let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
         match address.space {
@@ -842,18 +767,9 @@ impl Warp {
             }
             Space::Shared => self.store_shared(block, address, mask, addresses, pattern)?,
             Space::Local => {
-                self.check_inside(
-                    block,
-                    mask,
-                    addresses,
-                    size,
-                    block.program.local_bytes,
-                    "local memory",
-                )?;
-                let (base, stride) = (self.local.as_mut_ptr(), block.program.local_bytes);
+                let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
                 // SAFETY: the check says that each lane's bytes are inside of its part.
                 unsafe {
-                    // The lanes' parts of local memory are apart.
                     self.scatter(address, mask, Pattern::Scattered, |lane| {
                         base.add(lane as usize * stride + addresses[lane as usize] as usize)
                     })
@@ -971,38 +887,41 @@ impl Warp {
         Ok(())
     }
 
-    #[inline(always)]
-    fn check_inside(
-        &self,
+    /// The start of lane 0's local memory, or of the parameters, and the distance to the next
+    /// lane's. The operands of all lanes are inside.
+    fn own_bytes(
+        &mut self,
         block: &Block,
+        address: &Address,
         mask: u32,
         addresses: &[u64; 32],
-        size: u32,
-        bytes: usize,
-        place: &str,
-    ) -> Done<()> {
-        if all_inside(addresses, mask, size, bytes) {
-            return Ok(());
-        }
+    ) -> Done<(*mut u8, usize)> {
+        let parameters = &block.launch.parameters;
+        let (place, base, bytes, stride) = match address.space {
+            Space::Local => {
+                let bytes = block.program.local_bytes;
+                ("local memory", self.local.as_mut_ptr(), bytes, bytes)
+            }
+            _ => (
+                "the parameters",
+                parameters.as_ptr().cast_mut(),
+                parameters.len(),
+                0,
+            ),
+        };
+        let size = u64::from(address.bytes * address.count);
         for lane in lanes_of(mask) {
             let at = addresses[lane as usize];
-            let end = at.checked_add(u64::from(size));
-            if end.is_none_or(|end| end > bytes as u64) {
-                let what = format!(
-                    "{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}"
-                );
-                return Err(self.fault(block, self.at, lane, what));
-            }
-            if !at.is_multiple_of(u64::from(size)) {
-                return Err(self.fault(
-                    block,
-                    self.at,
-                    lane,
-                    format!("{size} bytes at {at:#x} of {place} are misaligned"),
-                ));
-            }
+            let what = if at.checked_add(size).is_none_or(|end| end > bytes as u64) {
+                format!("{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}")
+            } else if !at.is_multiple_of(size) {
+                format!("{size} bytes at {at:#x} of {place} are misaligned")
+            } else {
+                continue;
+            };
+            return Err(self.fault(block, self.at, lane, what));
         }
-        Ok(())
+        Ok((base, stride))
     }
 
     #[inline(always)]
@@ -1295,20 +1214,6 @@ fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
         left &= left - 1;
         Some(lane)
     })
-}
-
-/// Each lane's `size` bytes, a power of two, are aligned and within `bytes` bytes.
-#[inline(always)]
-fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool {
-    let size = u64::from(size);
-    let Some(last) = (bytes as u64).checked_sub(size) else {
-        return false;
-    };
-    let mut outside = false;
-    for (lane, &at) in addresses.iter().enumerate() {
-        outside |= mask >> lane & 1 == 1 && (at > last || at & (size - 1) != 0);
-    }
-    !outside
 }
 
 /// The number of 32-byte sectors that the lanes touch.

@@ -509,7 +509,7 @@ impl<'a> Decoder<'a> {
             "ld" | "ldu" | "st" => return self.memory_access(parts, operands),
             "cp" => return self.copy_async(parts, operands),
             "shfl" => return self.shuffle(parts, operands),
-            "bar" | "barrier" => return self.barrier(parts, operands),
+            "bar" => return self.barrier(parts, operands),
             "cvta" => return self.convert_address(parts, operands),
             "mov" if operands.iter().any(|text| text.starts_with('{')) => {
                 return self.pack(operands)
@@ -775,19 +775,13 @@ impl<'a> Decoder<'a> {
     }
 
     fn barrier(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        let parts: Vec<&str> = parts
-            .iter()
-            .copied()
-            .filter(|part| *part != "cta")
-            .collect();
-        if parts[..] == ["bar", "warp", "sync"] {
-            let members = self.source(operands.first()?, b'w', false)?;
+        if parts == ["bar", "warp", "sync"] {
+            let e = self.source(operands.first()?, b'w', false)?;
             let op = self.op(Kind::WarpBarrier, Class::Sync);
-            self.push(Op { e: members, ..op });
+            self.push(Op { e, ..op });
             return Some(());
         }
-        let whole = parts[0] == "bar" || parts.contains(&"aligned");
-        if !matches!(parts.get(1..)?, ["sync"] | ["sync", "aligned"]) {
+        if parts != ["bar", "sync"] {
             return None;
         }
         let a = self.source(operands.first()?, b'w', false)?;
@@ -796,13 +790,7 @@ impl<'a> Decoder<'a> {
             None => self.value(Value::Bits(0), false)?,
         };
         let op = self.op(Kind::Barrier, Class::Sync);
-        // 1: its warps must be whole.
-        self.push(Op {
-            a,
-            b,
-            immediate: whole.into(),
-            ..op
-        });
+        self.push(Op { a, b, ..op });
         Some(())
     }
 
