@@ -3,7 +3,6 @@
 use crate::engine::stream::Broken;
 use crate::inject;
 use std::collections::HashMap;
-use std::ffi::CStr;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
@@ -14,62 +13,53 @@ pub struct Error(pub i32);
 /// The result of a call of the driver.
 pub type Outcome<T = ()> = Result<T, Error>;
 
+/// Defines the driver's errors, whose names begin with `CUDA_ERROR_`.
+macro_rules! errors {
+    ($($name:ident = $number:literal,)*) => {
+        impl Error {
+            $(pub const $name: Self = Self($number);)*
+
+            /// Its name, with the end that C asks for.
+            pub fn name(self) -> &'static str {
+                match self.0 {
+                    0 => "CUDA_SUCCESS\0",
+                    $($number => concat!("CUDA_ERROR_", stringify!($name), "\0"),)*
+                    _ => "CUDA_ERROR_UNKNOWN\0",
+                }
+            }
+        }
+    };
+}
+
+errors! {
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
+    INVALID_PTX = 218,
+    FILE_NOT_FOUND = 301,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
+    LAUNCH_FAILED = 719,
+    NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
+    STREAM_CAPTURE_INVALIDATED = 901,
+    STREAM_CAPTURE_MERGE = 902,
+    STREAM_CAPTURE_UNMATCHED = 903,
+    STREAM_CAPTURE_UNJOINED = 904,
+    STREAM_CAPTURE_ISOLATION = 905,
+    STREAM_CAPTURE_IMPLICIT = 906,
+    CAPTURED_EVENT = 907,
+    STREAM_CAPTURE_WRONG_THREAD = 908,
+}
+
 impl Error {
-    pub const INVALID_VALUE: Self = Self(1);
-    pub const OUT_OF_MEMORY: Self = Self(2);
-    pub const NOT_INITIALIZED: Self = Self(3);
-    pub const INVALID_DEVICE: Self = Self(101);
-    pub const INVALID_CONTEXT: Self = Self(201);
-    pub const INVALID_PTX: Self = Self(218);
-    pub const FILE_NOT_FOUND: Self = Self(301);
-    pub const INVALID_HANDLE: Self = Self(400);
-    pub const NOT_FOUND: Self = Self(500);
-    pub const NOT_READY: Self = Self(600);
-    pub const ILLEGAL_ADDRESS: Self = Self(700);
-    pub const LAUNCH_FAILED: Self = Self(719);
-    pub const NOT_SUPPORTED: Self = Self(801);
-    pub const CAPTURE_UNSUPPORTED: Self = Self(900);
-    pub const CAPTURE_INVALIDATED: Self = Self(901);
-    pub const CAPTURE_MERGE: Self = Self(902);
-    pub const CAPTURE_UNMATCHED: Self = Self(903);
-    pub const CAPTURE_UNJOINED: Self = Self(904);
-    pub const CAPTURE_ISOLATION: Self = Self(905);
-    pub const CAPTURE_IMPLICIT: Self = Self(906);
-    pub const CAPTURED_EVENT: Self = Self(907);
-    pub const CAPTURE_WRONG_THREAD: Self = Self(908);
     pub const UNKNOWN: Self = Self(999);
     /// cuRAND's alone.
     pub const ODD_LENGTH: Self = Self(-105);
-
-    /// Its name, with the end that C asks for.
-    pub fn name(self) -> &'static CStr {
-        match self.0 {
-            0 => c"CUDA_SUCCESS",
-            1 => c"CUDA_ERROR_INVALID_VALUE",
-            2 => c"CUDA_ERROR_OUT_OF_MEMORY",
-            3 => c"CUDA_ERROR_NOT_INITIALIZED",
-            101 => c"CUDA_ERROR_INVALID_DEVICE",
-            201 => c"CUDA_ERROR_INVALID_CONTEXT",
-            218 => c"CUDA_ERROR_INVALID_PTX",
-            301 => c"CUDA_ERROR_FILE_NOT_FOUND",
-            400 => c"CUDA_ERROR_INVALID_HANDLE",
-            500 => c"CUDA_ERROR_NOT_FOUND",
-            600 => c"CUDA_ERROR_NOT_READY",
-            700 => c"CUDA_ERROR_ILLEGAL_ADDRESS",
-            719 => c"CUDA_ERROR_LAUNCH_FAILED",
-            801 => c"CUDA_ERROR_NOT_SUPPORTED",
-            900 => c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
-            901 => c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
-            902 => c"CUDA_ERROR_STREAM_CAPTURE_MERGE",
-            903 => c"CUDA_ERROR_STREAM_CAPTURE_UNMATCHED",
-            904 => c"CUDA_ERROR_STREAM_CAPTURE_UNJOINED",
-            905 => c"CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
-            906 => c"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
-            907 => c"CUDA_ERROR_CAPTURED_EVENT",
-            908 => c"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
-            _ => c"CUDA_ERROR_UNKNOWN",
-        }
-    }
 
     /// The number by which the library that has a function knows it.
     fn number_for(self, function: &str) -> i32 {

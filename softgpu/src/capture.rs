@@ -79,7 +79,7 @@ impl Capture {
     pub fn add(&self, stream: &Stream, submission: Submission) -> Outcome {
         let mut state = self.state();
         if state.invalid {
-            return Err(Error::CAPTURE_INVALIDATED);
+            return Err(Error::STREAM_CAPTURE_INVALIDATED);
         }
         let node = state.nodes.len();
         let after = state.last.insert(stream.id, vec![node]).unwrap_or_default();
@@ -95,7 +95,7 @@ impl Capture {
     pub fn position(&self, stream: &Stream) -> Outcome<Vec<usize>> {
         let state = self.state();
         match state.invalid {
-            true => Err(Error::CAPTURE_INVALIDATED),
+            true => Err(Error::STREAM_CAPTURE_INVALIDATED),
             false => Ok(state.last.get(&stream.id).cloned().unwrap_or_default()),
         }
     }
@@ -104,7 +104,7 @@ impl Capture {
     pub fn wait(&self, stream: &Stream, nodes: &[usize]) -> Outcome {
         let mut state = self.state();
         if state.invalid {
-            return Err(Error::CAPTURE_INVALIDATED);
+            return Err(Error::STREAM_CAPTURE_INVALIDATED);
         }
         state.blocking |= stream.manner == Manner::Blocking;
         let last = state.last.entry(stream.id).or_default();
@@ -181,7 +181,7 @@ fn forbid(error: Error, concerns: impl Fn(&Capture) -> bool) -> Outcome {
 /// in the mode GLOBAL while any does.
 pub fn unsafe_call() -> Outcome {
     let here = std::thread::current().id();
-    forbid(Error::CAPTURE_UNSUPPORTED, |capture| {
+    forbid(Error::STREAM_CAPTURE_UNSUPPORTED, |capture| {
         if capture.thread == here {
             capture.mode != Mode::Relaxed
         } else {
@@ -193,14 +193,14 @@ pub fn unsafe_call() -> Outcome {
 /// A call that waits for all streams of a device. It would have to wait for those in capture,
 /// whatever their mode and thread.
 pub fn device_wide_call(device: i32) -> Outcome {
-    forbid(Error::CAPTURE_UNSUPPORTED, |capture| {
+    forbid(Error::STREAM_CAPTURE_UNSUPPORTED, |capture| {
         capture.origin.device == device
     })
 }
 
 /// Use of the legacy stream, which would wait for blocking streams in capture.
 pub fn legacy_call(device: i32) -> Outcome {
-    forbid(Error::CAPTURE_IMPLICIT, |capture| {
+    forbid(Error::STREAM_CAPTURE_IMPLICIT, |capture| {
         capture.origin.device == device && capture.state().blocking
     })
 }
@@ -210,7 +210,7 @@ pub fn stream_call(stream: &Stream) -> Outcome {
     match of(stream) {
         Some(capture) => {
             capture.invalidate();
-            Err(Error::CAPTURE_UNSUPPORTED)
+            Err(Error::STREAM_CAPTURE_UNSUPPORTED)
         }
         None => Ok(()),
     }
@@ -293,7 +293,7 @@ pub fn free_kept(stream: &Stream, address: u64) -> Outcome<bool> {
 /// Begins a capture with a stream.
 pub fn begin(stream: Stream, mode: Mode) -> Outcome {
     if stream.manner == Manner::Legacy {
-        return Err(Error::CAPTURE_UNSUPPORTED);
+        return Err(Error::STREAM_CAPTURE_UNSUPPORTED);
     }
     if of(&stream).is_some() {
         return Err(Error::INVALID_VALUE);
@@ -327,10 +327,10 @@ pub fn end_capture(stream: &Stream) -> Outcome<Arc<Graph>> {
     let capture = of(stream).ok_or(Error::INVALID_VALUE)?;
     if capture.origin.id != stream.id {
         capture.invalidate();
-        return Err(Error::CAPTURE_UNMATCHED);
+        return Err(Error::STREAM_CAPTURE_UNMATCHED);
     }
     if capture.mode != Mode::Relaxed && capture.thread != std::thread::current().id() {
-        return Err(Error::CAPTURE_WRONG_THREAD);
+        return Err(Error::STREAM_CAPTURE_WRONG_THREAD);
     }
     {
         let mut all = lock(&CAPTURES);
@@ -353,7 +353,7 @@ impl Captured {
             kept: Mutex::default(),
         });
         if self.invalid {
-            return Err(Error::CAPTURE_INVALIDATED);
+            return Err(Error::STREAM_CAPTURE_INVALIDATED);
         }
         // Each node must come before the end of the stream that began.
         let mut joined = vec![false; graph.nodes.len()];
@@ -365,7 +365,7 @@ impl Captured {
         }
         match joined.iter().all(|&joined| joined) {
             true => Ok(graph),
-            false => Err(Error::CAPTURE_UNJOINED),
+            false => Err(Error::STREAM_CAPTURE_UNJOINED),
         }
     }
 }

@@ -433,15 +433,6 @@ fn blocks_do_not_touch_what_others_write() {
     }
     let refused = access(&mut block(0), Kind::Store, 4, |lane| a + lane * 4).unwrap_err();
     assert!(refused.contains("several blocks of last"), "{refused}");
-    // Atomics meet.
-    let sums = work("sums", 1, 101, 4);
-    for block in 0..4 {
-        let mut view = View::new(memory.clone(), sums.clone(), block);
-        access(&mut view, Kind::Atomic, 4, |_| a).unwrap();
-    }
-    let mut view = View::new(memory.clone(), sums, 0);
-    let refused = access(&mut view, Kind::Load, 4, |_| a).unwrap_err();
-    assert!(refused.contains("an atomic of sums"), "{refused}");
 }
 
 #[test]

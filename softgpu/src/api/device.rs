@@ -56,7 +56,7 @@ entries! {
     }
 
     fn cuGetErrorString(error: i32, text: *mut *const c_char) {
-        put(text, Error(error).name().as_ptr())
+        put(text, Error(error).name().as_ptr().cast())
     }
 
     fn cuDeviceGet(device: *mut i32, ordinal: i32) {

@@ -73,16 +73,16 @@ entries! {
             (Some(capture), Recorded::Point(_)) => {
                 // The graph would depend on work outside of it.
                 capture.invalidate();
-                Err(Error::CAPTURE_ISOLATION)
+                Err(Error::STREAM_CAPTURE_ISOLATION)
             }
             (_, Recorded::Nodes(theirs, _)) if !theirs.is_active() => Err(Error::CAPTURED_EVENT),
             (Some(capture), Recorded::Nodes(theirs, _)) if !Arc::ptr_eq(&capture, &theirs) => {
                 capture.invalidate();
                 theirs.invalidate();
-                Err(Error::CAPTURE_MERGE)
+                Err(Error::STREAM_CAPTURE_MERGE)
             }
             (None, Recorded::Nodes(..)) if stream.manner == Manner::Legacy => {
-                Err(Error::CAPTURE_IMPLICIT)
+                Err(Error::STREAM_CAPTURE_IMPLICIT)
             }
             (_, Recorded::Nodes(theirs, nodes)) => theirs.wait(&stream, &nodes),
         }

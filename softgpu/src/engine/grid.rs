@@ -6,8 +6,7 @@ use crate::engine::launch::{Conditions, Launch};
 use crate::engine::memory::{Memory, View, Work};
 use crate::engine::shared::Shared;
 use crate::engine::warp::{Block, State, Warp};
-use crate::isa::alu;
-use crate::isa::op::{Op, Slot};
+use crate::isa::op::Slot;
 use std::cell::Cell;
 use std::sync::Arc;
 
@@ -69,13 +68,6 @@ pub fn run(
             launch.parameters.len()
         )));
     }
-    let perturbed: Vec<Op>;
-    let ops: &[Op] = if conditions.perturb {
-        perturbed = program.ops.iter().map(alu::under_perturbation).collect();
-        &perturbed
-    } else {
-        &program.ops
-    };
     let Spare {
         mut shared,
         mut slots,
@@ -85,7 +77,6 @@ pub fn run(
     let mut block = Block {
         launch,
         program: &program,
-        ops,
         index: [0; 3],
         shared,
         view: View::new(memory.clone(), work.clone(), 0),

@@ -10,10 +10,11 @@
 //! shadow names a *group* of them. Whether older work happened before an access follows from vector
 //! clocks.
 
+use crate::isa::op::lane_count;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 /// A point in the work of streams: of each stream, the number of the last piece of work.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -111,7 +112,7 @@ impl fmt::Display for Work {
     }
 }
 
-/// The agents of a work: its blocks, then two that stand for several of them.
+/// The agents of a work: its blocks, then one that stands for several of them.
 #[derive(Debug, Clone, Copy)]
 struct Agents {
     first: u32,
@@ -126,13 +127,8 @@ impl Agents {
         self.first + self.blocks
     }
 
-    /// Any blocks, in atomic accesses.
-    fn atomics(self) -> u32 {
-        self.first + self.blocks + 1
-    }
-
     fn end(self) -> u32 {
-        self.first + self.blocks + 2
+        self.first + self.blocks + 1
     }
 }
 
@@ -474,15 +470,17 @@ impl Memory {
             users: Mutex::default(),
             last_user: AtomicU64::new(0),
         });
-        self.allocations
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(start, allocation);
+        let mut allocations = (self.allocations.write()).unwrap_or_else(PoisonError::into_inner);
+        allocations.insert(start, allocation);
         Some(start)
     }
 
-    fn history(&self) -> std::sync::RwLockReadGuard<'_, History> {
+    fn history(&self) -> RwLockReadGuard<'_, History> {
         self.history.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn allocations(&self) -> RwLockReadGuard<'_, BTreeMap<u64, Arc<Allocation>>> {
+        (self.allocations.read()).unwrap_or_else(PoisonError::into_inner)
     }
 
     fn forget_written(&self, start: u64, bytes: u64) {
@@ -504,10 +502,7 @@ impl Memory {
     }
 
     fn find(&self, address: u64) -> Option<Arc<Allocation>> {
-        let allocations = self
-            .allocations
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
+        let allocations = self.allocations();
         let (_, allocation) = allocations.range(..=address).next_back()?;
         Some(allocation.clone())
     }
@@ -535,24 +530,18 @@ impl Memory {
             return Err(format!("{allocation} is freed a second time"));
         }
         let users = std::mem::take(&mut *lock(&allocation.users));
-        {
-            let block = block_size(allocation.size);
-            if block >= LARGE {
-                Arena::discard(start, block);
-                Arena::discard(
-                    self.arena.agents + ((start - self.arena.base) >> 2) * 8,
-                    block * 2,
-                );
-                Arena::discard(
-                    self.arena.written + ((start - self.arena.base) >> 2),
-                    block / 4,
-                );
-            }
-            let mut room = lock(&self.room);
-            room.live -= 1;
-            room.live_bytes -= allocation.size;
-            room.freed.entry(block).or_default().push_back(start);
+        let block = block_size(allocation.size);
+        if block >= LARGE {
+            let word = (start - self.arena.base) >> 2;
+            Arena::discard(start, block);
+            Arena::discard(self.arena.agents + word * 8, block * 2);
+            Arena::discard(self.arena.written + word, block / 4);
         }
+        let mut room = lock(&self.room);
+        room.live -= 1;
+        room.live_bytes -= allocation.size;
+        room.freed.entry(block).or_default().push_back(start);
+        drop(room);
         match work {
             Some(work) if self.checks.load(Relaxed) => self.unordered(&allocation, &users, work),
             _ => Ok(()),
@@ -634,18 +623,13 @@ impl Memory {
             0 => 1 << 16,
             blocks => blocks.min(MOST_BLOCKS),
         };
-        if history.next + blocks + 2 > GROUPS {
+        if history.next + blocks + 1 > GROUPS {
             // Numbers begin again. All shadows become those of words that nobody touched. Work that
             // runs meanwhile keeps its numbers, which nobody finds any more and which count as
             // earlier.
             *history = History::default();
             Arena::discard(self.arena.agents, self.arena.size * 2);
-            for allocation in self
-                .allocations
-                .read()
-                .unwrap_or_else(PoisonError::into_inner)
-                .values()
-            {
+            for allocation in self.allocations().values() {
                 allocation.first_agent.store(0, Relaxed);
             }
         }
@@ -654,7 +638,7 @@ impl Memory {
             history.forgotten += REMEMBERED / 2;
         }
         let first = history.next;
-        history.next += blocks + 2;
+        history.next += blocks + 1;
         // A stream's later work is after all that its earlier work was after.
         let settled = history.settled.entry(work.stream).or_default();
         *settled = (*settled).max(history.forgotten);
@@ -713,8 +697,6 @@ pub enum Kind {
     /// Through the read-only cache (`ld.global.nc`): nothing may write there while the kernel runs.
     LoadReadOnly,
     Store,
-    /// Reads and writes at once; no race with its like.
-    Atomic,
 }
 
 /// One access of a warp.
@@ -745,7 +727,7 @@ impl Pattern {
         let (first, step) = (addresses[lowest as usize], u64::from(size));
         let start = first.wrapping_sub(u64::from(lowest) * step);
         let (mut astray, mut other) = (0, 0);
-        for (lane, &at) in addresses.iter().enumerate() {
+        for (lane, &at) in addresses[..lane_count()].iter().enumerate() {
             let active = u64::from(mask >> lane & 1).wrapping_neg();
             astray |= (at ^ start.wrapping_add(lane as u64 * step)) & active;
             other |= (at ^ first) & active;
@@ -776,6 +758,16 @@ const WHOLE: u32 = 15;
 /// An agent with the bytes of a word that it touched, as a shadow holds it.
 fn mark(agent: u32, bytes: u32) -> u32 {
     agent << 4 | bytes
+}
+
+/// The words of a range, and which of their bytes are in it.
+fn words_of(start: u64, bytes: u64) -> impl Iterator<Item = (u64, u32)> {
+    let end = start + bytes;
+    (start & !3..end).step_by(4).map(move |word| {
+        let head = start.saturating_sub(word) as u32;
+        let tail = (end - word).min(4) as u32;
+        (word, ((1 << tail) - 1) & !((1 << head) - 1))
+    })
 }
 
 impl View {
@@ -880,23 +872,15 @@ impl View {
             return Ok(());
         }
         if !start.is_multiple_of(step) {
-            return Err((
-                start,
-                format!("misaligned: {start:#x} is no multiple of {step}"),
-            ));
+            let what = format!("misaligned: {start:#x} is no multiple of {step}");
+            return Err((start, what));
         }
         let floor = self.enter(kind, start, bytes)?;
         if (start | bytes) & 3 == 0 {
             return self.whole_words(kind, start, bytes, floor);
         }
-        let end = start + bytes;
-        let mut word = start & !3;
-        while word < end {
-            let head = start.saturating_sub(word) as u32;
-            let tail = (end - word).min(4) as u32;
-            let mask = ((1 << tail) - 1) & !((1 << head) - 1);
+        for (word, mask) in words_of(start, bytes) {
             self.word(kind, word, mask, floor)?;
-            word += 4;
         }
         Ok(())
     }
@@ -922,73 +906,49 @@ impl View {
         let does = match kind {
             Kind::Load | Kind::LoadReadOnly => "reads",
             Kind::Store => "writes",
-            Kind::Atomic => "updates",
         };
+        let refuse = |at, what| Err((at, what));
         let inside = start.wrapping_sub(self.memory.arena.base) < self.memory.arena.size;
         let Some(allocation) = self.memory.find(start).filter(|_| inside) else {
-            return Err((
-                start,
-                format!("{does} {start:#x}, where no memory of a device is"),
-            ));
+            let what = format!("{does} {start:#x}, where no memory of a device is");
+            return refuse(start, what);
         };
         let end = allocation.start + allocation.size;
-        let offset = start.wrapping_sub(allocation.start);
         if start >= end {
-            return Err((
-                start,
-                format!(
-                    "out of bounds: {does} {start:#x}, {} bytes after the end of {allocation}",
-                    start - end
-                ),
-            ));
+            let beyond = start - end;
+            let what = format!(
+                "out of bounds: {does} {start:#x}, {beyond} bytes after the end of {allocation}"
+            );
+            return refuse(start, what);
         }
+        let offset = start - allocation.start;
+        let place = || format!("{start:#x}, byte {offset} of {allocation}");
         match allocation.state.load(Relaxed) {
-            FREED => {
-                return Err((
-                    start,
-                    format!("{does} {start:#x}, byte {offset} of {allocation}, which is freed"),
-                ))
-            }
+            FREED => return refuse(start, format!("{does} {}, which is freed", place())),
             DORMANT => {
-                return Err((
-                    start,
-                    format!(
-                        "{does} {start:#x}, byte {offset} of {allocation}, memory of a \
-                         graph that is not alive"
-                    ),
-                ))
+                let what = format!("{does} {}, memory of a graph that is not alive", place());
+                return refuse(start, what);
             }
             _ => {}
         }
         if start + bytes > end {
-            return Err((
-                end,
-                format!(
-                    "out of bounds: {does} {end:#x}, the first byte after the end of {allocation}"
-                ),
-            ));
+            let what = format!(
+                "out of bounds: {does} {end:#x}, the first byte after the end of {allocation}"
+            );
+            return refuse(end, what);
         }
-        if allocation.device != self.work.device {
-            return Err((
-                start,
-                format!(
-                    "device {} {does} {start:#x}, byte {offset} of {allocation}",
-                    self.work.device
-                ),
-            ));
+        let device = self.work.device;
+        if allocation.device != device {
+            return refuse(start, format!("device {device} {does} {}", place()));
         }
         let born = *lock(&allocation.born);
-        if let Some(born) = born {
-            if !self.work.is_after(born.stream, born.number) {
-                return Err((
-                    start,
-                    format!(
-                        "{does} {start:#x}, byte {offset} of {allocation}, and nothing \
-                         orders {} after the allocation",
-                        self.work
-                    ),
-                ));
-            }
+        if born.is_some_and(|born| !self.work.is_after(born.stream, born.number)) {
+            let work = &self.work;
+            let what = format!(
+                "{does} {}, and nothing orders {work} after the allocation",
+                place()
+            );
+            return refuse(start, what);
         }
         let name = Arc::as_ptr(&self.work) as u64;
         if allocation.last_user.swap(name, Relaxed) != name {
@@ -1034,7 +994,6 @@ impl View {
                 Kind::Load => self.plain_loads::<false>(at, end, floor),
                 Kind::LoadReadOnly => self.plain_loads::<true>(at, end, floor),
                 Kind::Store => self.plain_stores(at, end, floor),
-                Kind::Atomic => at,
             };
             if at < end {
                 self.word(kind, at, WHOLE, floor)?;
@@ -1144,7 +1103,6 @@ impl View {
                 agents.store(u64::from(left) << 32 | u64::from(joined(writer)), Relaxed);
                 written.fetch_or(bytes as u8, Relaxed);
             }
-            Kind::Atomic => return false,
         }
         true
     }
@@ -1178,7 +1136,6 @@ impl View {
                 Kind::Load => "reads",
                 Kind::LoadReadOnly => "reads, as memory that nothing writes,",
                 Kind::Store => "writes",
-                Kind::Atomic => "updates",
             };
             (
                 address,
@@ -1191,18 +1148,15 @@ impl View {
         };
         for (other, theirs) in self.members(writer) {
             let both = bytes & theirs;
-            let atomic = kind == Kind::Atomic && other == self.agents.atomics();
-            // After its own plain store a block's update is one that other blocks may come between.
-            let own = other == self.own && !matches!(kind, Kind::LoadReadOnly | Kind::Atomic);
-            if both != 0 && !atomic && !own && !self.is_before(other, floor) {
+            let own = other == self.own && kind != Kind::LoadReadOnly;
+            if both != 0 && !own && !self.is_before(other, floor) {
                 return Err(conflict(self, both, other, "writes"));
             }
         }
-        if matches!(kind, Kind::Store | Kind::Atomic) {
+        if kind == Kind::Store {
             for (other, theirs) in self.members(reader) {
                 let both = bytes & theirs;
-                let atomic = kind == Kind::Atomic && other == self.agents.atomics();
-                if both != 0 && !atomic && other != self.own && !self.is_before(other, floor) {
+                if both != 0 && other != self.own && !self.is_before(other, floor) {
                     return Err(conflict(self, both, other, "reads"));
                 }
             }
@@ -1219,13 +1173,9 @@ impl View {
                     reader
                 },
             ),
-            Kind::Atomic => {
-                let agent = self.agents.atomics();
-                (self.merge(writer, agent, bytes, floor, false), reader)
-            }
         };
         agents.store(u64::from(reader) << 32 | u64::from(writer), Relaxed);
-        if matches!(kind, Kind::Store | Kind::Atomic) {
+        if kind == Kind::Store {
             written.fetch_or(bytes as u8, Relaxed);
         }
         Ok(())
@@ -1316,7 +1266,6 @@ impl View {
             Some((agents, work)) if agent == agents.several() => {
                 format!("several blocks of {work}")
             }
-            Some((agents, work)) if agent == agents.atomics() => format!("an atomic of {work}"),
             Some((agents, work)) if agents.blocks > 1 => {
                 format!("block {} of {work}", agent - agents.first)
             }
@@ -1331,17 +1280,11 @@ impl View {
             return Ok(());
         }
         let floor = self.enter(Kind::Load, start, bytes)?;
-        let end = start + bytes;
-        let mut word = start & !3;
-        while word < end {
-            let head = start.saturating_sub(word) as u32;
-            let tail = (end - word).min(4) as u32;
-            let mask = ((1 << tail) - 1) & !((1 << head) - 1);
+        for (word, mask) in words_of(start, bytes) {
             let mask = mask & u32::from(self.memory.arena.written(word).load(Relaxed));
             if mask != 0 {
                 self.word_of_copy(word, mask, floor)?;
             }
-            word += 4;
         }
         Ok(())
     }

@@ -8,73 +8,6 @@ const NOBODY: u16 = u16::MAX;
 /// More warps than one.
 const MANY: u16 = u16::MAX - 1;
 
-/// The order of the lanes of a warp, by `bar.warp.sync` and by barriers of the block. Nothing else
-/// orders them: each lane runs on its own.
-pub struct Order {
-    /// Counts the synchronizations.
-    time: u32,
-    /// Every lane has seen the accesses of all lanes before this time.
-    floor: u32,
-    /// `seen[a][b]`: what lane `b` did before this time, lane `a` has seen. Empty until some lanes
-    /// wait for each other without the rest.
-    seen: Vec<[u32; 32]>,
-}
-
-impl Order {
-    pub fn new() -> Self {
-        Self {
-            time: 1,
-            floor: 0,
-            seen: vec![],
-        }
-    }
-
-    pub fn restart(&mut self) {
-        self.floor = self.time;
-        self.synchronize(!0, !0);
-    }
-
-    /// Lanes have waited for each other. `live` are those that have not exited.
-    pub fn synchronize(&mut self, members: u32, live: u32) {
-        self.time += 1;
-        if members & live == live {
-            self.floor = self.time;
-            return;
-        }
-        self.seen.resize(32, [0; 32]);
-        let lanes = || (0..32).filter(|lane| members >> lane & 1 == 1);
-        let mut joined = [self.floor; 32];
-        for lane in lanes() {
-            for (known, &own) in joined.iter_mut().zip(&self.seen[lane]) {
-                *known = own.max(*known);
-            }
-        }
-        for lane in lanes() {
-            joined[lane] = self.time;
-        }
-        for lane in lanes() {
-            self.seen[lane] = joined;
-        }
-    }
-
-    /// A lane has seen another lane's access at a time.
-    fn ordered(&self, lane: u32, other: u32, time: u32) -> bool {
-        lane == other
-            || time < self.floor
-            || self
-                .seen
-                .get(lane as usize)
-                .is_some_and(|seen| time < seen[other as usize])
-    }
-
-    fn all_ordered(&self, lane: u32, others: u32, time: u32) -> bool {
-        time < self.floor
-            || (0..32)
-                .filter(|other| others >> other & 1 == 1)
-                .all(|other| self.ordered(lane, other, time))
-    }
-}
-
 /// The history of four bytes that are always accessed together, or of one byte.
 #[derive(Clone, Copy)]
 struct Record {
@@ -88,10 +21,9 @@ struct Record {
     writer: u16,
     reader: u16,
     write_lane: u8,
-    write_atomic: bool,
     write_epoch: u32,
     write_time: u32,
-    /// Counts the instruction among the warp's own, to tell whether two lanes wrote in the same.
+    /// Tells whether two lanes wrote in the same instruction.
     write_serial: u32,
     write_line: u32,
     read_epoch: u32,
@@ -108,7 +40,6 @@ const UNTOUCHED: Record = Record {
     writer: NOBODY,
     reader: NOBODY,
     write_lane: 0,
-    write_atomic: false,
     write_epoch: 0,
     write_time: 0,
     write_serial: 0,
@@ -134,9 +65,12 @@ pub struct Shared {
 }
 
 /// Who accesses shared memory.
-pub struct Who<'a> {
+#[derive(Clone, Copy)]
+pub struct Who {
     pub warp: u16,
-    pub order: &'a Order,
+    /// Counts the synchronizations of the warp: it has seen what it did before the last.
+    pub time: u32,
+    /// Counts the instructions of the warp that access shared memory.
     pub serial: u32,
     pub line: u32,
 }
@@ -145,7 +79,6 @@ pub struct Who<'a> {
 pub enum Touch {
     Read,
     Write,
-    Atomic,
 }
 
 impl Shared {
@@ -197,7 +130,24 @@ impl Shared {
     }
 
     /// Checks a lane's access and records it.
+    #[inline]
     pub fn touch(
+        &mut self,
+        who: &Who,
+        lane: u32,
+        address: u64,
+        size: u32,
+        touch: Touch,
+    ) -> Result<(), String> {
+        if self.touch_row(who, 1 << lane, address, size, touch) {
+            return Ok(());
+        }
+        self.touch_bytes(who, lane, address, size, touch)
+    }
+
+    /// [`Shared::touch`] of bytes that may need a further look.
+    #[inline(never)]
+    fn touch_bytes(
         &mut self,
         who: &Who,
         lane: u32,
@@ -208,21 +158,6 @@ impl Shared {
         let start = self.place(address, size)?;
         if self.unchecked {
             return Ok(());
-        }
-        if size >= 4 {
-            let words = &mut self.words[start / 4..(start + size as usize) / 4];
-            if words.iter().all(|word| {
-                word.block == self.block && harmless(word, self.epoch, who, lane, touch)
-            }) {
-                for word in words {
-                    if touch == Touch::Read {
-                        read(word, self.epoch, who, 1 << lane);
-                    } else {
-                        write(word, self.epoch, who, lane, touch);
-                    }
-                }
-                return Ok(());
-            }
         }
         let epoch = self.epoch;
         let mut at = start;
@@ -301,7 +236,7 @@ impl Shared {
             if touch == Touch::Read {
                 read(word, epoch, who, 1 << lane_of(at));
             } else {
-                write(word, epoch, who, lane_of(at), touch);
+                write(word, epoch, who, lane_of(at));
             }
         }
         true
@@ -323,7 +258,7 @@ impl Shared {
         let words = &mut self.words[address as usize / 4..][..size as usize / 4];
         // Such as no lane needs a further look at, whichever wrote them.
         let known = |word: &Record| {
-            let written = word.writer == who.warp && word.write_time < who.order.floor;
+            let written = word.writer == who.warp && word.write_time < who.time;
             word.block == block
                 && word.split == 0
                 && !word.in_flight
@@ -431,10 +366,10 @@ fn touched(
         return Err("these bytes were never written".into());
     }
     // The last write.
-    if word.write_epoch == epoch && !(touch == Touch::Atomic && word.write_atomic) {
+    if word.write_epoch == epoch {
         let other = u32::from(word.write_lane);
         let racing = if word.writer == who.warp {
-            word.write_serial != who.serial && !who.order.ordered(lane, other, word.write_time)
+            word.write_serial != who.serial && lane != other && word.write_time == who.time
         } else {
             true
         };
@@ -453,7 +388,7 @@ fn touched(
     // Reads since the last barrier.
     if word.read_epoch == epoch {
         let racing = if word.reader == who.warp {
-            !who.order.all_ordered(lane, word.read_lanes, word.read_time)
+            word.read_lanes != 1 << lane && word.read_time == who.time
         } else {
             true
         };
@@ -469,7 +404,7 @@ fn touched(
             ));
         }
     }
-    write(word, epoch, who, lane, touch);
+    write(word, epoch, who, lane);
     Ok(())
 }
 
@@ -477,12 +412,11 @@ fn touched(
 #[inline(always)]
 fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
     let written = word.writer == who.warp
-        && (u32::from(word.write_lane) == lane || word.write_time < who.order.floor);
+        && (u32::from(word.write_lane) == lane || word.write_time < who.time);
     let after_writes = word.write_epoch != epoch || written;
     let after_reads = touch == Touch::Read
         || word.read_epoch != epoch
-        || (word.reader == who.warp
-            && (word.read_lanes == 1 << lane || word.read_time < who.order.floor));
+        || (word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time < who.time));
     word.split == 0
         && !word.in_flight
         && (touch == Touch::Write || word.written)
@@ -491,13 +425,12 @@ fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bo
 }
 
 #[inline(always)]
-fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32, touch: Touch) {
+fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32) {
     word.written = true;
     word.writer = who.warp;
     word.write_lane = lane as u8;
-    word.write_atomic = touch == Touch::Atomic;
     word.write_epoch = epoch;
-    word.write_time = who.order.time;
+    word.write_time = who.time;
     word.write_serial = who.serial;
     word.write_line = who.line;
 }
@@ -511,10 +444,10 @@ fn read(word: &mut Record, epoch: u32, who: &Who, lanes: u32) {
     } else if word.reader != who.warp {
         word.reader = MANY;
     }
-    if word.read_time < who.order.floor {
+    if word.read_time < who.time {
         word.read_lanes = 0;
     }
-    word.read_time = who.order.time;
+    word.read_time = who.time;
     word.read_lanes |= lanes;
     word.read_line = who.line;
 }
@@ -523,6 +456,14 @@ fn read(word: &mut Record, epoch: u32, who: &Who, lanes: u32) {
 /// warps for up to 4 bytes, halves for 8, quarters for 16. Lanes that want the same word share it,
 /// so a row and a word for all take one pass.
 pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) {
+    // Most of a warp's words of 4 bytes are in banks of their own.
+    let mut banks = 0u32;
+    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
+        banks |= 1 << (addresses[lane] / 4 % 32);
+    }
+    if size <= 4 && banks.count_ones() == mask.count_ones() {
+        return;
+    }
     let group = match size {
         0..=4 => 32,
         8 => 16,

@@ -5,9 +5,8 @@ use crate::engine::counts::Counts;
 use crate::engine::fault::Fault;
 use crate::engine::launch::Launch;
 use crate::engine::memory::{Access, Kind as Global, Pattern, View};
-use crate::engine::shared::{count_conflicts, Order, Shared, Touch, Who};
+use crate::engine::shared::{count_conflicts, Shared, Touch, Who};
 use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
-use crate::isa::float::{self, Mode, BF16, F16};
 use crate::isa::op::*;
 use std::collections::VecDeque;
 
@@ -15,8 +14,6 @@ use std::collections::VecDeque;
 pub(crate) struct Block<'a> {
     pub launch: &'a Launch,
     pub program: &'a Program,
-    /// The program's, but for those that the conditions change.
-    pub ops: &'a [Op],
     pub index: [u32; 3],
     pub shared: Shared,
     pub view: View,
@@ -69,7 +66,8 @@ pub(crate) struct Warp {
     /// Of lanes that do not run just now.
     counters: [u32; 32],
     local: Vec<u8>,
-    order: Order,
+    /// Counts the synchronizations of its lanes.
+    time: u32,
     serial: u32,
     flights: VecDeque<Flight>,
     groups: [u32; 32],
@@ -110,7 +108,7 @@ impl Warp {
             blocked: 0,
             counters: [0; 32],
             local: vec![0; program.local_bytes * 32],
-            order: Order::new(),
+            time: 1,
             serial: 0,
             flights: VecDeque::new(),
             groups: [0; 32],
@@ -142,7 +140,7 @@ impl Warp {
         self.blocked = 0;
         self.counters = [0; 32];
         self.flights.clear();
-        self.order.restart();
+        self.time += 1;
         self.active = 0;
         self.state = State::Ready;
     }
@@ -238,7 +236,7 @@ impl Warp {
     /// Notes where lanes of the running group are.
     #[inline(always)]
     fn lay_aside(&mut self, lanes: u32) {
-        for (lane, counter) in self.counters.iter_mut().enumerate() {
+        for (lane, counter) in self.counters[..lane_count()].iter_mut().enumerate() {
             *counter = if lanes >> lane & 1 == 1 {
                 self.at
             } else {
@@ -262,7 +260,8 @@ impl Warp {
             candidates = runnable & !self.active;
         }
         let mut at = u32::MAX;
-        for (lane, &counter) in self.counters.iter().enumerate() {
+        let counters = &self.counters[..lane_count()];
+        for (lane, &counter) in counters.iter().enumerate() {
             at = at.min(if candidates >> lane & 1 == 1 {
                 counter
             } else {
@@ -270,7 +269,7 @@ impl Warp {
             });
         }
         let (mut here, mut meet) = (0, u32::MAX);
-        for (lane, &counter) in self.counters.iter().enumerate() {
+        for (lane, &counter) in counters.iter().enumerate() {
             here |= u32::from(counter == at) << lane;
             let ahead = runnable >> lane & 1 == 1 && counter > at;
             meet = meet.min(if ahead { counter } else { u32::MAX });
@@ -308,7 +307,7 @@ impl Warp {
         if self.active == 0 && !self.pick(false) {
             return self.stopped(block);
         }
-        let ops = block.ops;
+        let ops: &[Op] = &block.program.ops;
         loop {
             if self.at >= self.meet && !self.pick(false) {
                 return self.stopped(block);
@@ -370,11 +369,11 @@ impl Warp {
         }
     }
 
-    /// Sends part of the running group elsewhere, or all of it.
+    /// Lays part of the running group aside, or all of it, and sends the rest on.
     #[inline(never)]
     fn leave(&mut self, mask: u32) -> bool {
+        self.lay_aside(mask);
         self.at += 1;
-        self.lay_aside(self.active);
         self.active &= !mask;
         self.pick(false)
     }
@@ -385,7 +384,6 @@ impl Warp {
         match op.kind {
             Kind::Load => self.load(block, op, mask)?,
             Kind::Store => self.store(block, op, mask)?,
-            Kind::Atomic => self.atomic(block, op, mask)?,
             Kind::CopyAsync => self.copy_async(block, op, mask)?,
             Kind::CommitGroup => lanes_of(mask).for_each(|lane| self.groups[lane as usize] += 1),
             Kind::WaitGroup => self.wait_group(block, op, mask)?,
@@ -431,29 +429,19 @@ impl Warp {
         }
         let lane = live.trailing_zeros();
         let at = self.counters[lane as usize];
-        let op = &block.ops[at as usize];
+        let op = &block.program.ops[at as usize];
         let (barrier, threads) = (self.get32(op.a, lane), self.get32(op.b, lane));
-        let mut alike = true;
-        for other in 0..32 {
-            alike &= live >> other & 1 == 0
-                || self.counters[other as usize] == at
-                    && self.get32(op.a, other) == barrier
-                    && self.get32(op.b, other) == threads;
-        }
-        for other in lanes_of(if alike { 0 } else { live }) {
-            let here = self.counters[other as usize];
-            let it = &block.ops[here as usize];
-            let whole = op.immediate == 1 || it.immediate == 1;
-            if (whole && here != at)
-                || self.get32(it.a, other) != barrier
-                || self.get32(it.b, other) != threads
-            {
-                let what = format!(
-                    "the warp has diverged: lane {lane} waits at line {}",
-                    op.line
-                );
-                return Err(self.fault(block, here, other, what));
-            }
+        let alike = |&other: &u32| {
+            self.counters[other as usize] == at
+                && self.get32(op.a, other) == barrier
+                && self.get32(op.b, other) == threads
+        };
+        if let Some(other) = lanes_of(live).find(|other| !alike(other)) {
+            let what = format!(
+                "the warp has diverged: lane {lane} waits at line {}",
+                op.line
+            );
+            return Err(self.fault(block, self.counters[other as usize], other, what));
         }
         if barrier >= 16 || threads % 32 != 0 {
             return Err(self.fault(
@@ -469,13 +457,8 @@ impl Warp {
 
     /// The lanes of a mask wait for the block.
     fn block_at(&mut self, mask: u32) -> Done<bool> {
-        let here = self.at;
         self.blocked |= mask;
-        let runs = self.leave(mask);
-        for lane in lanes_of(mask) {
-            self.counters[lane as usize] = here;
-        }
-        Ok(runs)
+        Ok(self.leave(mask))
     }
 
     /// The barrier that the warp waited at is complete.
@@ -484,7 +467,7 @@ impl Warp {
             self.counters[lane as usize] += 1;
         }
         self.blocked = 0;
-        self.order.synchronize(!0, self.live());
+        self.time += 1;
         self.state = State::Ready;
     }
 
@@ -497,16 +480,18 @@ impl Warp {
     /// Lanes come to where they wait for others of their warp.
     #[inline(always)]
     fn meet(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
-        let first = self.get32(op.more[0], mask.trailing_zeros());
-        let uniform = lanes_of(mask).all(|lane| self.get32(op.more[0], lane) == first);
-        if uniform && first & self.live() == mask {
+        let first = self.get32(op.e, mask.trailing_zeros());
+        let uniform = lanes_of(mask).all(|lane| self.get32(op.e, lane) == first);
+        // A barrier that is not for the whole warp comes to its fault below.
+        let whole = op.kind == Kind::Shuffle || mask == self.live();
+        if uniform && whole && first & self.live() == mask {
             self.execute(block, self.at, mask, mask)?;
-            self.met(op.kind, mask);
+            self.met(op.kind);
             self.at += 1;
             return Ok(true);
         }
         for lane in lanes_of(mask) {
-            let members = self.get32(op.more[0], lane);
+            let members = self.get32(op.e, lane);
             if members >> lane & 1 == 0 {
                 return Err(self.fault(
                     block,
@@ -515,27 +500,27 @@ impl Warp {
                     format!("the lane is not in its own mask {members:#010x}"),
                 ));
             }
+            if op.kind == Kind::WarpBarrier && self.live() & !members != 0 {
+                let what = format!("softgpu knows no barrier of the lanes {members:#010x} alone");
+                return Err(self.fault(block, self.at, lane, what));
+            }
             self.meetings[lane as usize] = Some(Meeting {
                 kind: op.kind,
                 immediate: op.immediate,
                 members,
             });
         }
-        let here = self.at;
         self.parked |= mask;
         let runs = self.leave(mask);
-        for lane in lanes_of(mask) {
-            self.counters[lane as usize] = here;
-        }
         Ok(self.release(block)? || runs)
     }
 
     /// Lanes have met. CUDA promises an order of their accesses to memory only for `bar.warp.sync`:
     /// shuffles, votes and matches exchange registers.
     #[inline(always)]
-    fn met(&mut self, kind: Kind, members: u32) {
+    fn met(&mut self, kind: Kind) {
         if kind == Kind::WarpBarrier {
-            self.order.synchronize(members, self.live());
+            self.time += 1;
         }
     }
 
@@ -568,7 +553,7 @@ impl Warp {
                 self.counters[other as usize] += 1;
             }
             self.parked &= !here;
-            self.met(meeting.kind, here);
+            self.met(meeting.kind);
             any = true;
         }
         if any {
@@ -580,7 +565,7 @@ impl Warp {
     /// Runs an exchange for the lanes of `group`, which came with all of `present`.
     #[inline(always)]
     fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
-        let op = &block.ops[at as usize];
+        let op = &block.program.ops[at as usize];
         match op.kind {
             Kind::Shuffle => self.shuffle(block, at, group, present),
             _ => Ok(()),
@@ -589,11 +574,13 @@ impl Warp {
 
     #[inline(always)]
     fn shuffle(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
-        let op = &block.ops[at as usize];
+        let op = &block.program.ops[at as usize];
         let mut values = self.slots[usize::from(op.a)].0;
         for lane in lanes_of(present & !group) {
-            values[lane as usize] =
-                self.get32(block.ops[self.counters[lane as usize] as usize].a, lane);
+            values[lane as usize] = self.get32(
+                block.program.ops[self.counters[lane as usize] as usize].a,
+                lane,
+            );
         }
         let mut results = [0; 32];
         let mut inside = 0;
@@ -601,19 +588,15 @@ impl Warp {
             let (b, c) = (self.get32(op.b, lane) & 31, self.get32(op.c, lane));
             let (clamp, segment) = (c & 31, c >> 8 & 31);
             let most = lane & segment | clamp & !segment;
-            let (source, within) = match op.immediate {
-                0 => (lane.wrapping_sub(b), lane as i32 - b as i32 >= most as i32),
-                1 => (lane + b, lane + b <= most),
-                2 => (lane ^ b, lane ^ b <= most),
-                _ => (
-                    lane & segment | b & !segment,
-                    lane & segment | b & !segment <= most,
-                ),
+            let source = match op.immediate {
+                0 => lane.wrapping_sub(b),
+                1 => lane + b,
+                2 => lane ^ b,
+                _ => lane & segment | b & !segment,
             };
-            let within = if op.immediate == 3 {
-                source <= most
-            } else {
-                within
+            let within = match op.immediate {
+                0 => lane as i32 - b as i32 >= most as i32,
+                _ => source <= most,
             };
             let source = if within { source } else { lane };
             if present >> source & 1 == 0 {
@@ -627,7 +610,7 @@ impl Warp {
         // program reserved.
         unsafe {
             put_slot(&mut self.lanes, op.d, results, group);
-            put_predicate(&mut self.lanes, op.more[1], inside, group);
+            put_predicate(&mut self.lanes, op.p, inside, group);
         }
         Ok(())
     }
@@ -697,26 +680,11 @@ impl Warp {
 
     #[inline(always)]
     fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        let program = block.program;
-        if self
-            .load_parameter(block, &program.addresses[op.target as usize], mask)
-            .is_some()
-        {
+        let address = &block.program.addresses[op.target as usize];
+        if self.load_parameter(block, address, mask).is_some() {
             return Ok(());
         }
-        let address = &program.addresses[op.target as usize];
-        let addresses = self.addresses(address);
-        self.load_from(block, address, mask, &addresses)
-    }
-
-    #[inline(always)]
-    fn load_from(
-        &mut self,
-        block: &mut Block,
-        address: &Address,
-        mask: u32,
-        addresses: &[u64; 32],
-    ) -> Done<()> {
+        let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
         match address.space {
@@ -754,38 +722,12 @@ impl Warp {
                     })
                 };
             }
-            Space::Local => {
-                self.check_inside(
-                    block,
-                    mask,
-                    addresses,
-                    size,
-                    block.program.local_bytes,
-                    "local memory",
-                )?;
-                let (base, stride) = (self.local.as_ptr(), block.program.local_bytes);
+            Space::Local | Space::Parameter => {
+                let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
                 // SAFETY: the check says that each lane's bytes are inside of its part.
                 unsafe {
-                    // The lanes' parts of local memory are apart.
                     self.gather(address, mask, Pattern::Scattered, |lane| {
                         base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                    })
-                };
-            }
-            Space::Parameter => {
-                self.check_inside(
-                    block,
-                    mask,
-                    addresses,
-                    size,
-                    block.launch.parameters.len(),
-                    "the parameters",
-                )?;
-                let base = block.launch.parameters.as_ptr();
-                // SAFETY: the check says that each lane's bytes are inside.
-                unsafe {
-                    self.gather(address, mask, pattern, |lane| {
-                        base.add(addresses[lane as usize] as usize)
                     })
                 };
             }
@@ -796,18 +738,7 @@ impl Warp {
     #[inline(always)]
     fn store(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let address = &block.program.addresses[op.target as usize];
-        let addresses = self.addresses(address);
-        self.store_to(block, address, mask, &addresses)
-    }
-
-    #[inline(always)]
-    fn store_to(
-        &mut self,
-        block: &mut Block,
-        address: &Address,
-        mask: u32,
-        addresses: &[u64; 32],
-    ) -> Done<()> {
+        let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
         match address.space {
@@ -836,18 +767,9 @@ impl Warp {
             }
             Space::Shared => self.store_shared(block, address, mask, addresses, pattern)?,
             Space::Local => {
-                self.check_inside(
-                    block,
-                    mask,
-                    addresses,
-                    size,
-                    block.program.local_bytes,
-                    "local memory",
-                )?;
-                let (base, stride) = (self.local.as_mut_ptr(), block.program.local_bytes);
+                let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
                 // SAFETY: the check says that each lane's bytes are inside of its part.
                 unsafe {
-                    // The lanes' parts of local memory are apart.
                     self.scatter(address, mask, Pattern::Scattered, |lane| {
                         base.add(lane as usize * stride + addresses[lane as usize] as usize)
                     })
@@ -875,7 +797,7 @@ impl Warp {
         let first = addresses[mask.trailing_zeros() as usize % 32];
         let shared = &mut block.shared;
         let row = pattern == Pattern::Row;
-        let line = block.ops[self.at as usize].line;
+        let line = block.program.ops[self.at as usize].line;
         if row && shared.touch_row(&self.who_at(line), mask, first, size, Touch::Write) {
             let base = shared.at(0, 0).as_mut_ptr();
             // SAFETY: the check says that each lane's bytes are inside.
@@ -922,22 +844,22 @@ impl Warp {
             } else {
                 u64::from(self.get32(address.registers[index], lane))
             };
-            let bytes = address.bytes as usize;
-            value[index * bytes..][..bytes].copy_from_slice(&bits.to_le_bytes()[..bytes]);
+            // Too many bytes: the next element overwrites them, or nobody looks at them.
+            value[index * address.bytes as usize..][..8].copy_from_slice(&bits.to_le_bytes());
         }
         value
     }
 
     #[inline(always)]
-    fn who(&self, block: &Block) -> Who<'_> {
-        self.who_at(block.ops[self.at as usize].line)
+    fn who(&self, block: &Block) -> Who {
+        self.who_at(block.program.ops[self.at as usize].line)
     }
 
     #[inline(always)]
-    fn who_at(&self, line: u32) -> Who<'_> {
+    fn who_at(&self, line: u32) -> Who {
         Who {
             warp: self.number,
-            order: &self.order,
+            time: self.time,
             serial: self.serial,
             line,
         }
@@ -959,46 +881,47 @@ impl Warp {
         }
         let who = self.who(block);
         for lane in lanes_of(mask) {
-            let touched = block
-                .shared
-                .touch(&who, lane, addresses[lane as usize], size, touch);
+            let touched = (block.shared).touch(&who, lane, addresses[lane as usize], size, touch);
             touched.map_err(|what| self.fault(block, self.at, lane, what))?;
         }
         Ok(())
     }
 
-    #[inline(always)]
-    fn check_inside(
-        &self,
+    /// The start of lane 0's local memory, or of the parameters, and the distance to the next
+    /// lane's. The operands of all lanes are inside.
+    fn own_bytes(
+        &mut self,
         block: &Block,
+        address: &Address,
         mask: u32,
         addresses: &[u64; 32],
-        size: u32,
-        bytes: usize,
-        place: &str,
-    ) -> Done<()> {
-        if all_inside(addresses, mask, size, bytes) {
-            return Ok(());
-        }
+    ) -> Done<(*mut u8, usize)> {
+        let parameters = &block.launch.parameters;
+        let (place, base, bytes, stride) = match address.space {
+            Space::Local => {
+                let bytes = block.program.local_bytes;
+                ("local memory", self.local.as_mut_ptr(), bytes, bytes)
+            }
+            _ => (
+                "the parameters",
+                parameters.as_ptr().cast_mut(),
+                parameters.len(),
+                0,
+            ),
+        };
+        let size = u64::from(address.bytes * address.count);
         for lane in lanes_of(mask) {
             let at = addresses[lane as usize];
-            let end = at.checked_add(u64::from(size));
-            if end.is_none_or(|end| end > bytes as u64) {
-                let what = format!(
-                    "{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}"
-                );
-                return Err(self.fault(block, self.at, lane, what));
-            }
-            if !at.is_multiple_of(u64::from(size)) {
-                return Err(self.fault(
-                    block,
-                    self.at,
-                    lane,
-                    format!("{size} bytes at {at:#x} of {place} are misaligned"),
-                ));
-            }
+            let what = if at.checked_add(size).is_none_or(|end| end > bytes as u64) {
+                format!("{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}")
+            } else if !at.is_multiple_of(size) {
+                format!("{size} bytes at {at:#x} of {place} are misaligned")
+            } else {
+                continue;
+            };
+            return Err(self.fault(block, self.at, lane, what));
         }
-        Ok(())
+        Ok((base, stride))
     }
 
     #[inline(always)]
@@ -1146,58 +1069,6 @@ impl Warp {
         }
     }
 
-    #[inline(never)]
-    fn atomic(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
-        let address = &block.program.addresses[op.target as usize];
-        let addresses = &self.addresses(address);
-        let space = address.space;
-        let (size, Some(ty)) = (address.bytes, address.adds) else {
-            return Ok(());
-        };
-        let pattern = Pattern::of(addresses, mask, size);
-        match space {
-            Space::Shared => {
-                self.check_shared(block, mask, addresses, size, pattern, Touch::Atomic)?;
-            }
-            Space::Global => {
-                self.check_global(block, Global::Atomic, mask, addresses, size, pattern)?
-            }
-            _ => return Err(self.fault_here(block, mask, "an atomic of this space")),
-        }
-        for lane in lanes_of(mask) {
-            let at = addresses[lane as usize];
-            let place = if space == Space::Shared {
-                block.shared.at(at, size).as_mut_ptr()
-            } else {
-                at as *mut u8
-            };
-            let wide = size == 8;
-            let get = |slot: u16| {
-                if wide {
-                    self.get64(slot, lane)
-                } else {
-                    u64::from(self.get32(slot, lane))
-                }
-            };
-            let a = get(op.a);
-            let mut bytes = [0u8; 8];
-            // SAFETY: the check says that the bytes are there and may be read and written.
-            unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size as usize) };
-            let old = u64::from_le_bytes(bytes);
-            let new = sum(ty, old, a);
-            // SAFETY: as above.
-            unsafe {
-                std::ptr::copy_nonoverlapping(new.to_le_bytes().as_ptr(), place, size as usize)
-            };
-            if wide {
-                self.set64(op.d, lane, old);
-            } else {
-                self.slots[usize::from(op.d)].0[lane as usize] = old as u32;
-            }
-        }
-        Ok(())
-    }
-
     /// The source is read now, the destination written when somebody waits: a kernel may count on
     /// neither.
     #[inline(never)]
@@ -1245,7 +1116,7 @@ impl Warp {
         self.serial += 1;
         let row = Pattern::of(&places, mask, bytes) == Pattern::Row;
         let first = places[mask.trailing_zeros() as usize % 32];
-        let line = block.ops[self.at as usize].line;
+        let line = block.program.ops[self.at as usize].line;
         if !row || !(block.shared).fly_row(&self.who_at(line), mask, first, bytes) {
             for lane in lanes_of(mask) {
                 let who = self.who(block);
@@ -1300,7 +1171,7 @@ impl Warp {
         self.serial += 1;
         let row = bytes == 16 && Pattern::of(addresses, lanes, bytes) == Pattern::Row;
         let start = lanes.trailing_zeros() as usize % 32;
-        let line = block.ops[self.at as usize].line;
+        let line = block.program.ops[self.at as usize].line;
         let data_row = &data[start..start + lanes.count_ones() as usize * usize::from(row)];
         if row
             && (block.shared).land_row(
@@ -1345,20 +1216,6 @@ fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// Each lane's `size` bytes, a power of two, are aligned and within `bytes` bytes.
-#[inline(always)]
-fn all_inside(addresses: &[u64; 32], mask: u32, size: u32, bytes: usize) -> bool {
-    let size = u64::from(size);
-    let Some(last) = (bytes as u64).checked_sub(size) else {
-        return false;
-    };
-    let mut outside = false;
-    for (lane, &at) in addresses.iter().enumerate() {
-        outside |= mask >> lane & 1 == 1 && (at > last || at & (size - 1) != 0);
-    }
-    !outside
-}
-
 /// The number of 32-byte sectors that the lanes touch.
 #[inline(always)]
 fn sectors(addresses: &[u64; 32], mask: u32, size: u32, pattern: Pattern) -> u64 {
@@ -1395,22 +1252,4 @@ fn scattered_sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
     all.sort_unstable();
     all.dedup();
     all.len() as u64
-}
-
-/// The sum that an atomic addition leaves in memory.
-fn sum(ty: Scalar, old: u64, a: u64) -> u64 {
-    let half = |format| {
-        let (x, y) = (float::widen(old, format), float::widen(a, format));
-        float::add(x, y, Mode::Nearest, format)
-    };
-    match ty {
-        Scalar::Integer => old.wrapping_add(a),
-        Scalar::F32 => {
-            let sum = f32::from_bits(old as u32) + f32::from_bits(a as u32);
-            u64::from(float::canonical32(sum).to_bits())
-        }
-        Scalar::F64 => (f64::from_bits(old) + f64::from_bits(a)).to_bits(),
-        Scalar::F16 => half(F16),
-        Scalar::Bf16 => half(BF16),
-    }
 }

@@ -9,8 +9,8 @@
 // Lanes are numbered in PTX.
 #![allow(clippy::needless_range_loop)]
 
-use crate::isa::float::{self, Approximate, Format, Mode, BF16, F16, F32, F64};
-use crate::isa::op::{Class, Exec, Lanes, Op};
+use crate::isa::float;
+use crate::isa::op::{lane_count, Class, Exec, Lanes, Op};
 
 use std::mem::MaybeUninit;
 
@@ -22,14 +22,13 @@ pub struct Arithmetic {
     /// The operands, destination first: `h`, `w` and `d` are slots with 16, 32 and 64
     /// bits, `p` is a predicate.
     pub operands: &'static str,
-    /// The instruction's immediate, which the function alone understands.
-    pub immediate: u64,
 }
 
+#[inline(always)]
 unsafe fn blend<T: Copy>(to: *mut T, from: *const T, mask: u32) {
-    for lane in 0..32 {
-        let chosen = if mask >> lane & 1 == 1 { from } else { to };
-        *to.add(lane) = *chosen.add(lane);
+    for lane in 0..lane_count() {
+        let (old, new) = (*to.add(lane), *from.add(lane));
+        *to.add(lane) = if mask >> lane & 1 == 1 { new } else { old };
     }
 }
 
@@ -37,7 +36,9 @@ unsafe fn blend<T: Copy>(to: *mut T, from: *const T, mask: u32) {
 unsafe fn put<T: Copy>(lanes: &mut Lanes, slot: u16, from: *const T, mask: u32) {
     let to = lanes.slots.add(usize::from(slot)).cast::<T>();
     if mask == !0 {
-        std::ptr::copy_nonoverlapping(from, to, 32);
+        // In halves: all of it at once would be a call of memcpy.
+        std::ptr::copy_nonoverlapping(from, to, 16);
+        std::ptr::copy_nonoverlapping(from.add(16), to.add(16), 16);
     } else {
         blend(to, from, mask);
     }
@@ -95,7 +96,7 @@ macro_rules! both {
     }};
 }
 
-/// An expression of one to three operands, computed for 32 lanes.
+/// An expression of one to four operands, computed for 32 lanes.
 macro_rules! each {
     (|$a:ident: $ta:ty| $r:ty: $e:expr) => {
         each!(@ [$a: $ta = a], $r, $e)
@@ -106,13 +107,16 @@ macro_rules! each {
     (|$a:ident: $ta:ty, $b:ident: $tb:ty, $c:ident: $tc:ty| $r:ty: $e:expr) => {
         each!(@ [$a: $ta = a, $b: $tb = b, $c: $tc = c], $r, $e)
     };
+    (|$a:ident: $ta:ty, $b:ident: $tb:ty, $c:ident: $tc:ty, $d:ident: $td:ty| $r:ty: $e:expr) => {
+        each!(@ [$a: $ta = a, $b: $tb = b, $c: $tc = c, $d: $td = e], $r, $e)
+    };
     (@ [$($x:ident: $t:ty = $field:ident),*], $r:ty, $e:expr) => {{
         #[inline(always)]
         unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
             $(let $x = lanes.slots.add(usize::from(op.$field)).cast::<$t>();)*
             let mut results = MaybeUninit::<[$r; 32]>::uninit();
             let to = results.as_mut_ptr().cast::<$r>();
-            for lane in 0..32 {
+            for lane in 0..lane_count() {
                 $(let $x = *$x.add(lane);)*
                 *to.add(lane) = $e;
             }
@@ -258,45 +262,6 @@ fn width_of(ty: &str) -> Option<&'static str> {
     })
 }
 
-/// The modifiers of an opcode.
-#[derive(Clone, Copy, Default)]
-struct Flags {
-    rounding: Option<Mode>,
-    flush: bool,
-    saturate: bool,
-    approximate: bool,
-}
-
-const FLUSH: u64 = 1 << 8;
-
-const SATURATE: u64 = 1 << 9;
-
-impl Flags {
-    fn of(modifiers: &[&str]) -> Option<Self> {
-        let mut flags = Self::default();
-        for modifier in modifiers {
-            match *modifier {
-                "ftz" => flags.flush = true,
-                "sat" => flags.saturate = true,
-                "approx" => flags.approximate = true,
-                "noftz" => {}
-                other => flags.rounding = Some(Mode::of_modifier(other)?),
-            }
-        }
-        Some(flags)
-    }
-
-    fn nearest(self) -> bool {
-        matches!(self.rounding, None | Some(Mode::Nearest))
-    }
-
-    fn bits(self) -> u64 {
-        self.rounding.unwrap_or(Mode::Nearest) as u64
-            | if self.flush { FLUSH } else { 0 }
-            | if self.saturate { SATURATE } else { 0 }
-    }
-}
-
 /// Finds an arithmetic instruction by its parts, as in `cvt`, `rn`, `f32`, `f64`. None if there is
 /// no such.
 pub fn select(parts: &[&str]) -> Option<Arithmetic> {
@@ -306,12 +271,11 @@ pub fn select(parts: &[&str]) -> Option<Arithmetic> {
         "setp" => condition(modifiers, ty),
         "cvt" => conversion(rest),
         "add" | "sub" | "mul" | "mad" | "fma" | "div" | "min" | "max" | "abs" | "neg" | "sqrt"
-        | "rcp" | "rsqrt" | "ex2" | "lg2"
+        | "rcp" | "rsqrt" | "ex2"
             if ty.contains('f') =>
         {
             floating(opcode, modifiers, ty)
         }
-        "copysign" => sign(opcode, modifiers, ty),
         _ => match ty {
             "pred" => predicate(opcode, modifiers),
             _ => integer(opcode, modifiers, ty).or_else(|| bits(opcode, modifiers, ty)),
@@ -324,7 +288,6 @@ fn made(exec: Exec, class: Class, operands: &'static str) -> Option<Arithmetic> 
         exec,
         class,
         operands,
-        immediate: 0,
     })
 }
 
@@ -347,15 +310,13 @@ fn condition(modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
     let &[comparison] = modifiers else {
         return None;
     };
-    let (exec, operands) = if ty.starts_with('f') || ty == "bf16" {
+    let (exec, operands) = if ty.starts_with('f') {
         match comparison {
             "eq" => float_condition!(ty, |a, b| a == b),
-            "ne" => float_condition!(ty, |a, b| a < b || a > b),
             "lt" => float_condition!(ty, |a, b| a < b),
             "le" => float_condition!(ty, |a, b| a <= b),
             "gt" => float_condition!(ty, |a, b| a > b),
             "ge" => float_condition!(ty, |a, b| a >= b),
-            "equ" => float_condition!(ty, |a, b| !(a < b || a > b)),
             "neu" => float_condition!(ty, |a, b| a != b),
             "ltu" => float_condition!(ty, |a, b| !(a >= b)),
             "leu" => float_condition!(ty, |a, b| !(a > b)),
@@ -402,14 +363,6 @@ fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
         ),
         ("min", "") => (integers!(ty, |a, b| a.min(b)), 2),
         ("max", "") => (integers!(ty, |a, b| a.max(b)), 2),
-        ("abs", "") => (
-            integers!(ty, |a| if (a as i64) < 0 {
-                (0 as T).wrapping_sub(a)
-            } else {
-                a
-            }),
-            1,
-        ),
         ("neg", "") => (integers!(ty, |a| (0 as T).wrapping_sub(a)), 1),
         ("and", "") => (integers!(ty, |a, b| a & b), 2),
         ("or", "") => (integers!(ty, |a, b| a | b), 2),
@@ -464,7 +417,6 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             each!(|a: u64, b: u32| u64: if b < 64 { a >> (b & 63) } else { 0 }),
             "d:dw",
         ),
-        ("shr", [], "s64") => (each!(|a: i64, b: u32| i64: a >> b.min(63)), "d:dw"),
         ("dp4a", ["s32"], "s32") => (
             each!(|a: u32, b: u32, c: u32| u32: {
                 let mut total = c;
@@ -476,74 +428,74 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             }),
             "w:www",
         ),
-        ("prmt", _, "b32") => return permutation(modifiers),
-        ("bfi", [], "b32") => (insert32 as Exec, "w:wwww"),
-        ("bfi", [], "b64") => (insert64 as Exec, "d:ddww"),
+        ("prmt", [], "b32") => (
+            each!(|a: u32, b: u32, c: u32| u32: {
+                let both = u64::from(b) << 32 | u64::from(a);
+                byte(both, c)
+                    | byte(both, c >> 4) << 8
+                    | byte(both, c >> 8) << 16
+                    | byte(both, c >> 12) << 24
+            }),
+            "w:www",
+        ),
+        ("bfi", [], "b32") => (
+            each!(|a: u32, b: u32, c: u32, d: u32| u32: insert(a.into(), b.into(), c, d) as u32),
+            "w:wwww",
+        ),
+        ("bfi", [], "b64") => (
+            each!(|a: u64, b: u64, c: u32, d: u32| u64: insert(a, b, c, d)),
+            "d:ddww",
+        ),
+        ("copysign", [], "f32") => (
+            each!(|a: u32, b: u32| u32: a & 0x8000_0000 | b & 0x7fff_ffff),
+            "w:ww",
+        ),
+        ("copysign", [], "f64") => (
+            each!(|a: u64, b: u64| u64: a & 1 << 63 | b & !(1 << 63)),
+            "d:dd",
+        ),
         _ => return None,
     };
     made(exec, Class::Integer, operands)
 }
 
-unsafe fn insert32(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b, start, length] =
-        [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    let mut results = [0u32; 32];
-    for lane in 0..32 {
-        results[lane] = insert(
-            u64::from(a[lane]),
-            u64::from(b[lane]),
-            start[lane],
-            length[lane],
-        ) as u32;
-    }
-    put(lanes, op.d, results.as_ptr(), mask);
-}
-
-unsafe fn insert64(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b] = [op.a, op.b].map(|slot| *lanes.slots.add(usize::from(slot)).cast::<[u64; 32]>());
-    let [start, length] = [op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    let mut results = [0u64; 32];
-    for lane in 0..32 {
-        results[lane] = insert(a[lane], b[lane], start[lane], length[lane]);
-    }
-    put(lanes, op.d, results.as_ptr(), mask);
+/// The byte of eight that a selector names. With 8 added, it is its sign.
+#[inline(always)]
+fn byte(both: u64, selector: u32) -> u32 {
+    let byte = (both >> (8 * (selector & 7))) as u8;
+    u32::from(match selector & 8 {
+        0 => byte,
+        _ => ((byte as i8) >> 7) as u8,
+    })
 }
 
 /// `into` with a field replaced by the low bits of `field`.
+#[inline(always)]
 fn insert(field: u64, into: u64, start: u32, length: u32) -> u64 {
     let (start, length) = (start & 255, length & 255);
-    if start >= 64 {
-        return into;
-    }
-    let ones = if length >= 64 {
-        !0
-    } else {
-        (1u64 << length) - 1
-    };
-    into & !(ones << start) | (field & ones) << start
+    let ones = !u64::MAX.checked_shl(length).unwrap_or(0);
+    let place = ones.checked_shl(start).unwrap_or(0);
+    into & !place | field.checked_shl(start).unwrap_or(0) & place
 }
 
-fn permutation(modifiers: &[&str]) -> Option<Arithmetic> {
-    #[inline(always)]
-    fn pick(both: u64, selector: u32) -> u32 {
-        let byte = (both >> (8 * (selector & 7))) as u8;
-        u32::from(if selector & 8 == 0 {
-            byte
-        } else {
-            ((byte as i8) >> 7) as u8
-        })
-    }
-    let exec = match modifiers {
-        [] => each!(|a: u32, b: u32, c: u32| u32: {
-            let both = u64::from(b) << 32 | u64::from(a);
-            pick(both, c)
-                | pick(both, c >> 4) << 8
-                | pick(both, c >> 8) << 16
-                | pick(both, c >> 12) << 24
-        }),
+/// One half of a register of 32 or 64 bits.
+pub fn half_of(bits: u8, upper: bool) -> Option<Exec> {
+    Some(match (bits, upper) {
+        (32, false) => each!(|a: u32| u32: a & 0xffff),
+        (32, true) => each!(|a: u32| u32: a >> 16),
+        (64, false) => each!(|a: u64| u32: a as u32),
+        (64, true) => each!(|a: u64| u32: (a >> 32) as u32),
         _ => return None,
-    };
-    made(exec, Class::Integer, "w:www")
+    })
+}
+
+/// A register of 32 or 64 bits from its lower and its upper half.
+pub fn joined(bits: u8) -> Option<Exec> {
+    Some(match bits {
+        32 => each!(|a: u32, b: u32| u32: a & 0xffff | b << 16),
+        64 => each!(|a: u32, b: u32| u64: u64::from(a) | u64::from(b) << 32),
+        _ => return None,
+    })
 }
 
 fn choice(ty: &str) -> Option<Arithmetic> {
@@ -555,9 +507,9 @@ fn choice(ty: &str) -> Option<Arithmetic> {
                 let b = lanes.slots.add(usize::from(op.b)).cast::<$t>();
                 let which = *lanes.predicates.add(usize::from(op.c));
                 let mut results = [0; 32];
-                for lane in 0..32 {
+                for (lane, result) in results[..lane_count()].iter_mut().enumerate() {
                     let (a, b) = (*a.add(lane), *b.add(lane));
-                    results[lane] = if which >> lane & 1 == 1 { a } else { b };
+                    *result = if which >> lane & 1 == 1 { a } else { b };
                 }
                 put::<$t>(lanes, op.d, results.as_ptr(), mask);
             }
@@ -572,37 +524,28 @@ fn choice(ty: &str) -> Option<Arithmetic> {
     }
 }
 
-fn sign(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let (exec, operands) = match (opcode, modifiers, ty) {
-        ("copysign", [], "f32") => (
-            each!(|a: u32, b: u32| u32: a & 0x8000_0000 | b & 0x7fff_ffff),
-            "w:ww",
-        ),
-        ("copysign", [], "f64") => (
-            each!(|a: u64, b: u64| u64: a & 1 << 63 | b & !(1 << 63)),
-            "d:dd",
-        ),
-        _ => return None,
-    };
-    made(exec, Class::Integer, operands)
-}
-
 fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let flags = Flags::of(modifiers)?;
-    if let Some(arithmetic) = approximate(opcode, flags, ty) {
-        return Some(arithmetic);
-    }
-    if flags.approximate || flags.flush || flags.saturate {
-        return None;
-    }
-    let (found, class, width) = match (ty, flags.nearest()) {
-        ("f32", true) => (single(opcode)?, Class::Float, "w"),
-        ("f64", true) => (double(opcode)?, Class::Double, "d"),
-        ("f32", false) => return directed(opcode, flags),
-        (_, true) => return half(opcode, ty),
+    let ((exec, sources), class, width) = match (opcode, modifiers, ty) {
+        (_, [] | ["rn"], "f32") => (single(opcode)?, Class::Float, "w"),
+        (_, [] | ["rn"], "f64") => (double(opcode)?, Class::Double, "d"),
+        (_, [] | ["rn"], _) => return half(opcode, ty),
+        ("add", ["rz"], "f32") => {
+            let sum = each!(|a: f32, b: f32| f32: float::sum_to_zero(a.into(), b.into()));
+            ((sum, 2), Class::Float, "w")
+        }
+        // The product of two f32 is exact in f64.
+        ("fma", ["rm"], "f32") => {
+            let sum = each!(|a: f32, b: f32, c: f32| f32: {
+                float::sum_down(f64::from(a) * f64::from(b), c.into())
+            });
+            ((sum, 3), Class::Float, "w")
+        }
+        (_, ["approx", flush @ ..], _) => {
+            let width = width_of(ty)?;
+            ((approximate(opcode, flush, ty)?, 1), Class::Special, width)
+        }
         _ => return None,
     };
-    let (exec, sources) = found;
     made(exec, class, alike(width, sources))
 }
 
@@ -619,7 +562,7 @@ fn single(opcode: &str) -> Option<(Exec, usize)> {
         "rcp" => (rounded!(|a| 1.0 / a), 1),
         "sqrt" => (rounded!(|a| a.sqrt()), 1),
         "min" => (rounded!(|a, b| float::min32(a, b)), 2),
-        "max" => (rounded!(|a, b| float::max32(a, b)), 2),
+        "max" => (rounded!(|a, b| -float::min32(-a, -b)), 2),
         // Signs change without a look at the rest.
         "abs" => (each!(|a: u32| u32: a & 0x7fff_ffff), 1),
         "neg" => (each!(|a: u32| u32: a ^ 0x8000_0000), 1),
@@ -637,7 +580,7 @@ fn double(opcode: &str) -> Option<(Exec, usize)> {
         "rcp" => (each!(|a: f64| f64: 1.0 / a), 1),
         "sqrt" => (each!(|a: f64| f64: a.sqrt()), 1),
         "min" => (each!(|a: f64, b: f64| f64: float::min64(a, b)), 2),
-        "max" => (each!(|a: f64, b: f64| f64: float::max64(a, b)), 2),
+        "max" => (each!(|a: f64, b: f64| f64: -float::min64(-a, -b)), 2),
         "abs" => (each!(|a: u64| u64: a & !(1 << 63)), 1),
         "neg" => (each!(|a: u64| u64: a ^ 1 << 63), 1),
         _ => return None,
@@ -656,391 +599,189 @@ fn half(opcode: &str, ty: &str) -> Option<Arithmetic> {
     made(exec, Class::Float, alike(width, sources))
 }
 
-const FORMATS: [Format; 4] = [F16, BF16, F32, F64];
-
-fn format_number(ty: &str) -> Option<u64> {
-    ["f16", "bf16", "f32", "f64"]
-        .iter()
-        .position(|name| *name == ty)
-        .map(|number| number as u64)
-}
-
-/// A sum of f32, alone or of a product, in a rounding mode that the host's processor does not have.
-fn directed(opcode: &str, flags: Flags) -> Option<Arithmetic> {
-    let (exec, operands): (Exec, _) = match opcode {
-        "add" => (directed_sum, "w:ww"),
-        "fma" => (directed_sum_of_product, "w:www"),
-        _ => return None,
-    };
-    Some(Arithmetic {
-        exec,
-        class: Class::Float,
-        operands,
-        immediate: flags.bits(),
-    })
-}
-
-unsafe fn directed_sum(lanes: &mut Lanes, op: &Op, mask: u32) {
-    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        let [a, b] = [op.a, op.b].map(|slot| float::widen(read(lanes, slot, lane, false), F32));
-        let bits = float::add(a, b, Mode::of_number(op.immediate as u8), F32);
-        write(lanes, op.d, lane, false, bits);
-    }
-}
-
-unsafe fn directed_sum_of_product(lanes: &mut Lanes, op: &Op, mask: u32) {
-    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        let [a, b, c] =
-            [op.a, op.b, op.c].map(|slot| float::widen(read(lanes, slot, lane, false), F32));
-        // The product of two f32 is exact in f64.
-        let bits = float::add(a * b, c, Mode::of_number(op.immediate as u8), F32);
-        write(lanes, op.d, lane, false, bits);
-    }
-}
-
-fn saturated(bits: u64, format: Format) -> u64 {
-    let value = float::widen(bits, format);
-    if value > 0.0 {
-        if value < 1.0 {
-            bits
-        } else {
-            float::narrow(1.0, Mode::Nearest, format)
-        }
-    } else {
-        0
-    }
-}
-
-unsafe fn read(lanes: &Lanes, slot: u16, lane: usize, wide: bool) -> u64 {
-    let slot = lanes.slots.add(usize::from(slot));
-    if wide {
-        *slot.cast::<u64>().add(lane)
-    } else {
-        u64::from((*slot).0[lane])
-    }
-}
-
-unsafe fn write(lanes: &mut Lanes, slot: u16, lane: usize, wide: bool, bits: u64) {
-    let slot = lanes.slots.add(usize::from(slot));
-    if wide {
-        *slot.cast::<u64>().add(lane) = bits;
-    } else {
-        (*slot).0[lane] = bits as u32;
-    }
-}
-
-/// The functions that hardware approximates.
-fn approximate(opcode: &str, flags: Flags, ty: &str) -> Option<Arithmetic> {
-    if !flags.approximate {
-        return None;
-    }
-    let function = match opcode {
-        "rcp" => Approximate::Reciprocal,
-        "rsqrt" => Approximate::InverseRoot,
-        "ex2" => Approximate::Exponential,
-        _ => return None,
-    };
-    let width = width_of(ty)?;
-    let exec: Exec = match (function, ty) {
-        (Approximate::InverseRoot, "f32") if !flags.flush => {
-            let fast = each!(|a: f32| f32: float::canonical32((1.0 / f64::from(a).sqrt()) as f32));
-            return Some(Arithmetic {
-                exec: fast,
-                class: Class::Special,
-                operands: "w:w",
-                // The slow way, where results are to be moved.
-                immediate: perturbed(function, flags),
-            });
-        }
-        (Approximate::InverseRoot, "f64") if !flags.flush => inverse_root64,
-        (_, "f32") => approximated,
-        _ => return None,
-    };
-    Some(Arithmetic {
-        exec,
-        class: Class::Special,
-        operands: alike(width, 1),
-        immediate: match ty {
-            "f64" => flags.bits(),
-            _ => perturbed(function, flags),
-        },
-    })
-}
-
-fn perturbed(function: Approximate, flags: Flags) -> u64 {
-    flags.bits() | (function as u64) << 16 | PERTURBED
-}
-
-/// Marks an instruction that [`Lanes::perturb`] turns into [`approximated`].
-const PERTURBED: u64 = 1 << 32;
-
-/// An instruction as it is where results are perturbed.
-pub fn under_perturbation(op: &Op) -> Op {
-    match op.class == Class::Special && op.immediate & PERTURBED != 0 {
-        true => Op {
-            exec: approximated,
-            ..*op
-        },
-        false => *op,
-    }
-}
-
-/// An approximate function of f32, moved within its error if that is asked for.
-unsafe fn approximated(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let function = Approximate::of_number((op.immediate >> 16) as u8);
-    let flushed = |value: f32| match op.immediate & FLUSH {
-        0 => value,
-        _ => float::flush32(value),
-    };
-    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        let bits = read(lanes, op.a, lane, false) as u32;
-        let a = f64::from(flushed(f32::from_bits(bits)));
-        let value = match lanes.perturb {
-            Some(seed) => {
-                function.moved(function.value(a), chance(seed, op.line, lane, a.to_bits()))
+/// A function that hardware only approximates, computed in f64. Where results are perturbed, they
+/// move within the relative error that the manual allows.
+fn approximate(opcode: &str, flush: &[&str], ty: &str) -> Option<Exec> {
+    macro_rules! within {
+        ($error:expr, |$a:ident: $t:ty| $value:expr, $round:expr) => {{
+            #[inline(always)]
+            unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
+                let from = lanes.slots.add(usize::from(op.a)).cast::<$t>();
+                let mut results = [0 as $t; 32];
+                for lane in 0..32 {
+                    let $a = *from.add(lane);
+                    let value: f64 = $value;
+                    let moved = match lanes.perturb {
+                        // Results at zero and infinity are exact, and powers of two may be theirs.
+                        Some(seed) if value.is_normal() && value != 1.0 => {
+                            value * (1.0 + chance(seed, op.line, lane, value) * $error)
+                        }
+                        _ => value,
+                    };
+                    results[lane] = $round(moved as $t);
+                }
+                put(lanes, op.d, results.as_ptr(), mask);
             }
-            None => function.value(a),
-        };
-        let value = flushed(float::canonical32(value as f32));
-        write(lanes, op.d, lane, false, value.to_bits().into());
+            both!(body)
+        }};
     }
-}
-
-/// `rsqrt.approx.f64`, which is emulated on a GPU: nvcc has it for `rsqrt`, which CUDA's guide says
-/// is off by one in the last place at most.
-unsafe fn inverse_root64(lanes: &mut Lanes, op: &Op, mask: u32) {
-    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        let bits = read(lanes, op.a, lane, true);
-        let value = Approximate::InverseRoot.value(f64::from_bits(bits));
-        let value = match lanes.perturb {
-            Some(seed) if value.is_finite() => {
-                value * (1.0 + chance(seed, op.line, lane, bits) * 2f64.powi(-52))
-            }
-            _ => value,
-        };
-        let bits = if value.is_nan() {
-            F64.nan()
-        } else {
-            value.to_bits()
-        };
-        write(lanes, op.d, lane, true, bits);
+    fn flushed(value: f32) -> f32 {
+        float::canonical32(float::flush32(value))
     }
+    const ULP: f64 = 1.0 / (1 << 23) as f64;
+    Some(match (opcode, flush, ty) {
+        ("rcp", ["ftz"], "f32") => {
+            within!(
+                ULP / 2.0,
+                |a: f32| f64::from(float::flush32(a)).recip(),
+                flushed
+            )
+        }
+        ("ex2", ["ftz"], "f32") => {
+            within!(ULP, |a: f32| f64::from(float::flush32(a)).exp2(), flushed)
+        }
+        ("ex2", [], "f32") => within!(ULP, |a: f32| f64::from(a).exp2(), float::canonical32),
+        ("rsqrt", [], "f32") => {
+            within!(
+                2f64.powf(-22.9),
+                |a: f32| f64::from(a).sqrt().recip(),
+                float::canonical32
+            )
+        }
+        // A GPU emulates it for `rsqrt`, which is off by one in the last place at most.
+        ("rsqrt", [], "f64") => within!(
+            f64::EPSILON,
+            |a: f64| a.sqrt().recip(),
+            std::convert::identity
+        ),
+        _ => return None,
+    })
 }
 
 /// A number in [-1, 1] that looks drawn by chance.
-fn chance(seed: u64, line: u32, lane: usize, input: u64) -> f64 {
-    let mut state =
-        seed ^ input.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(line) << 32 ^ lane as u64;
+fn chance(seed: u64, line: u32, lane: usize, value: f64) -> f64 {
+    let input = value.to_bits().wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut state = seed ^ input ^ u64::from(line) << 32 ^ lane as u64;
     state = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     state = (state ^ state >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     ((state ^ state >> 31) >> 11) as f64 / (1u64 << 52) as f64 - 1.0
 }
 
 fn conversion(parts: &[&str]) -> Option<Arithmetic> {
-    let (&[to, from], modifiers) = parts
-        .split_last_chunk::<2>()
-        .map(|(rest, two)| (two, rest))?;
-    if let Some(found) = pair_conversion(modifiers, to, from) {
-        return Some(found);
-    }
-    let flags = Flags::of(modifiers)?;
-    if let Some((exec, operands, class)) = common_conversion(modifiers, to, from) {
-        return made(exec, class, operands);
-    }
-    let immediate = flags.bits()
-        | if flags.rounding.is_some() { ROUNDED } else { 0 }
-        | type_number(from)? << 16
-        | type_number(to)? << 24;
-    let operands = match (width_of(to)?, width_of(from)?) {
-        ("h", "h") => "h:h",
-        ("h", "w") => "h:w",
-        ("h", "d") => "h:d",
-        ("w", "h") => "w:h",
-        ("w", "w") => "w:w",
-        ("w", "d") => "w:d",
-        ("d", "h") => "d:h",
-        ("d", "w") => "d:w",
-        _ => "d:d",
-    };
-    Some(Arithmetic {
-        exec: convert,
-        class: if to.contains('f') || from.contains('f') {
-            Class::Convert
-        } else {
-            Class::Integer
-        },
-        operands,
-        immediate,
-    })
-}
-
-/// The conversions that kernels are full of.
-fn common_conversion(
-    modifiers: &[&str],
-    to: &str,
-    from: &str,
-) -> Option<(Exec, &'static str, Class)> {
-    let integer = |exec, operands| Some((exec, operands, Class::Integer));
-    let float = |exec, operands| Some((exec, operands, Class::Convert));
-    match (modifiers, to, from) {
-        ([], "u64" | "s64", "u32") => integer(each!(|a: u32| u64: u64::from(a)), "d:w"),
-        ([], "u64" | "s64", "s32") => integer(each!(|a: i32| i64: i64::from(a)), "d:w"),
-        ([], "u32" | "s32", "u64" | "s64") => integer(each!(|a: u64| u32: a as u32), "w:d"),
-        ([], "u32" | "s32", "u16") => integer(each!(|a: u32| u32: a & 0xffff), "w:h"),
-        ([], "u32" | "s32", "s16") => integer(each!(|a: u32| i32: i32::from(a as i16)), "w:h"),
-        ([], "u16" | "s16", "u32" | "s32") => integer(each!(|a: u32| u32: a & 0xffff), "h:w"),
-        ([], "f64", "f32") => float(each!(|a: f32| f64: f64::from(a)), "d:w"),
-        (["rn"], "f32", "f64") => float(each!(|a: f64| f32: float::canonical32(a as f32)), "w:d"),
-        ([], "f32", "f16") => float(
+    let (modifiers, &[to, from]) = parts.split_last_chunk::<2>()?;
+    let (exec, operands) = match (modifiers, to, from) {
+        ([], "u64" | "s64", "u32") => (each!(|a: u32| u64: u64::from(a)), "d:w"),
+        ([], "u64" | "s64", "s32") => (each!(|a: i32| i64: i64::from(a)), "d:w"),
+        ([], "u64" | "s64", "s16") => (each!(|a: u32| i64: i64::from(a as i16)), "d:h"),
+        ([], "u32" | "s32", "u64" | "s64") => (each!(|a: u64| u32: a as u32), "w:d"),
+        ([], "u32" | "s32", "u16") => (each!(|a: u32| u32: a & 0xffff), "w:h"),
+        ([], "u32" | "s32", "s16") => (each!(|a: u32| i32: i32::from(a as i16)), "w:h"),
+        ([], "u32" | "s32", "u8") => (each!(|a: u32| u32: a & 0xff), "w:h"),
+        ([], "u32" | "s32", "s8") => (each!(|a: u32| i32: i32::from(a as i8)), "w:h"),
+        ([], "u16" | "s16", "u32" | "s32") => (each!(|a: u32| u32: a & 0xffff), "h:w"),
+        ([], "s16", "s8") => (each!(|a: u32| u32: u32::from(a as i8 as u16)), "h:h"),
+        ([], "f64", "f32") => (each!(|a: f32| f64: f64::from(a)), "d:w"),
+        ([], "f32", "f16") => (
             each!(|a: u32| f32: float::canonical32(float::of_f16(a))),
             "w:h",
         ),
-        ([], "f32", "bf16") => float(
+        ([], "f32", "bf16") => (
             each!(|a: u32| f32: float::canonical32(float::of_bf16(a))),
             "w:h",
         ),
-        (["rn"], "f16", "f32") => float(each!(|a: f32| u32: float::to_f16(a)), "h:w"),
-        (["rn"], "bf16", "f32") => float(each!(|a: f32| u32: float::to_bf16(a)), "h:w"),
-        (["rn"], "f32", "s32") => float(each!(|a: i32| f32: a as f32), "w:w"),
-        (["rn"], "f32", "u32") => float(each!(|a: u32| f32: a as f32), "w:w"),
-        (["rn"], "f64", "s32") | ([], "f64", "s32") => {
-            float(each!(|a: i32| f64: f64::from(a)), "d:w")
-        }
-        (["rn"], "f64", "u32") | ([], "f64", "u32") => {
-            float(each!(|a: u32| f64: f64::from(a)), "d:w")
-        }
-        (["rn"], "f64", "s64") => float(each!(|a: i64| f64: a as f64), "d:d"),
-        (["rn"], "f64", "u64") => float(each!(|a: u64| f64: a as f64), "d:d"),
-        _ => None,
-    }
-}
-
-/// Conversions between pairs of numbers: the first source becomes the upper half.
-fn pair_conversion(modifiers: &[&str], to: &str, from: &str) -> Option<Arithmetic> {
-    macro_rules! pair {
-        ($one:expr) => {
-            each!(|a: f32, b: f32| u32: {
-                let one = $one;
-                one(a) << 16 | one(b)
-            })
-        };
-    }
-    let (exec, operands) = match (modifiers, to, from) {
-        (["rn"], "f16x2", "f32") => (pair!(float::to_f16), "w:ww"),
-        (["rn"], "bf16x2", "f32") => (pair!(float::to_bf16), "w:ww"),
+        (["rn"], "f32", "f64") => (each!(|a: f64| f32: float::canonical32(a as f32)), "w:d"),
+        (["rn"], "f16", "f32") => (each!(|a: f32| u32: float::to_f16(a)), "h:w"),
+        (["rn"], "bf16", "f32") => (each!(|a: f32| u32: float::to_bf16(a)), "h:w"),
+        (["rn"], "f16", "f64") => (each!(|a: f64| u32: float::to_f16(float::odd(a))), "h:d"),
+        (["rn"], "bf16", "f64") => (each!(|a: f64| u32: float::to_bf16(float::odd(a))), "h:d"),
+        (["rn"], "f16", "u32") => (
+            each!(|a: u32| u32: float::to_f16(float::odd(a.into()))),
+            "h:w",
+        ),
+        (["rn"], "bf16", "u32") => (
+            each!(|a: u32| u32: float::to_bf16(float::odd(a.into()))),
+            "h:w",
+        ),
+        (["rn"], "f16", "s32") => (
+            each!(|a: i32| u32: float::to_f16(float::odd(a.into()))),
+            "h:w",
+        ),
+        (["rn"], "bf16", "s32") => (
+            each!(|a: i32| u32: float::to_bf16(float::odd(a.into()))),
+            "h:w",
+        ),
+        (["rn"], "f32", "u16") => (each!(|a: u32| f32: f32::from(a as u16)), "w:h"),
+        (["rn"], "f32", "s16") => (each!(|a: u32| f32: f32::from(a as i16)), "w:h"),
+        (["rn"], "f32", "u32") => (each!(|a: u32| f32: a as f32), "w:w"),
+        (["rn"], "f32", "s32") => (each!(|a: i32| f32: a as f32), "w:w"),
+        (["rn"], "f32", "s64") => (each!(|a: i64| f32: a as f32), "w:d"),
+        (["rn"], "f64", "u16") => (each!(|a: u32| f64: f64::from(a as u16)), "d:h"),
+        (["rn"], "f64", "u32") => (each!(|a: u32| f64: f64::from(a)), "d:w"),
+        (["rn"], "f64", "s32") => (each!(|a: i32| f64: f64::from(a)), "d:w"),
+        (["rn"], "f64", "u64") => (each!(|a: u64| f64: a as f64), "d:d"),
+        (["rn"], "f64", "s64") => (each!(|a: i64| f64: a as f64), "d:d"),
+        // Rust's casts saturate, and NaN becomes 0. From f64 or to 64 bits it becomes the
+        // top bit.
+        (["rzi"], "u32", "f16") => (each!(|a: u32| u32: float::of_f16(a) as u32), "w:h"),
+        (["rzi"], "u32", "bf16") => (each!(|a: u32| u32: float::of_bf16(a) as u32), "w:h"),
+        (["rzi"], "u32", "f32") => (each!(|a: f32| u32: a as u32), "w:w"),
+        (["rzi"], "s32", "f32") => (each!(|a: f32| i32: a as i32), "w:w"),
+        (["rni"], "s32", "f32") => (each!(|a: f32| i32: a.round_ties_even() as i32), "w:w"),
+        (["rzi"], "s64", "f32") => (
+            each!(|a: f32| i64: if a.is_nan() { i64::MIN } else { a as i64 }),
+            "d:w",
+        ),
+        (["rzi"], "u32", "f64") => (
+            each!(|a: f64| u32: if a.is_nan() { 1 << 31 } else { a as u32 }),
+            "w:d",
+        ),
+        (["rni"], "s32", "f64") => (
+            each!(|a: f64| i32: if a.is_nan() { i32::MIN } else { a.round_ties_even() as i32 }),
+            "w:d",
+        ),
+        (["rzi"], "u64", "f64") => (
+            each!(|a: f64| u64: if a.is_nan() { 1 << 63 } else { a as u64 }),
+            "d:d",
+        ),
+        (["rzi"], "s64", "f64") => (
+            each!(|a: f64| i64: if a.is_nan() { i64::MIN } else { a as i64 }),
+            "d:d",
+        ),
+        ([mode @ ("rni" | "rzi" | "rmi" | "rpi")], "f32", "f32") => (
+            match *mode {
+                "rni" => each!(|a: f32| f32: float::canonical32(a.round_ties_even())),
+                "rzi" => each!(|a: f32| f32: float::canonical32(a.trunc())),
+                "rmi" => each!(|a: f32| f32: float::canonical32(a.floor())),
+                _ => each!(|a: f32| f32: float::canonical32(a.ceil())),
+            },
+            "w:w",
+        ),
+        (["rzi"], "f64", "f64") => (each!(|a: f64| f64: a.trunc()), "d:d"),
+        (["rpi"], "f64", "f64") => (each!(|a: f64| f64: a.ceil()), "d:d"),
+        (["rmi"], "f64", "f64") => (each!(|a: f64| f64: a.floor()), "d:d"),
+        // NaN becomes 0.
+        (["sat"], "f32", "f32") => (
+            each!(|a: f32| f32: if a > 0.0 { a.min(1.0) } else { 0.0 }),
+            "w:w",
+        ),
+        (["sat"], "f64", "f64") => (
+            each!(|a: f64| f64: if a > 0.0 { a.min(1.0) } else { 0.0 }),
+            "d:d",
+        ),
+        // The first source becomes the upper half.
+        (["rn"], "f16x2", "f32") => (
+            each!(|a: f32, b: f32| u32: float::to_f16(a) << 16 | float::to_f16(b)),
+            "w:ww",
+        ),
+        (["rn"], "bf16x2", "f32") => (
+            each!(|a: f32, b: f32| u32: float::to_bf16(a) << 16 | float::to_bf16(b)),
+            "w:ww",
+        ),
         _ => return None,
     };
-    made(exec, Class::Convert, operands)
-}
-
-const ROUNDED: u64 = 1 << 10;
-
-const TYPES: [&str; 12] = [
-    "u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64",
-];
-
-fn type_number(ty: &str) -> Option<u64> {
-    TYPES
-        .iter()
-        .position(|name| *name == ty)
-        .map(|number| number as u64)
-}
-
-/// A number on its way from one type to another.
-enum Number {
-    Integer(i128),
-    Float(f64),
-}
-
-/// Any other conversion, lane by lane.
-unsafe fn convert(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let from = TYPES[(op.immediate >> 16 & 15) as usize];
-    let to = TYPES[(op.immediate >> 24 & 15) as usize];
-    let (from_wide, to_wide) = (from.ends_with("64"), to.ends_with("64"));
-    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        let bits = read(lanes, op.a, lane, from_wide);
-        let bits = convert_one(bits, from, to, op.immediate);
-        write(lanes, op.d, lane, to_wide, bits);
-    }
-}
-
-fn convert_one(bits: u64, from: &str, to: &str, flags: u64) -> u64 {
-    let mode = Mode::of_number(flags as u8);
-    let number = match from {
-        "u8" => Number::Integer(i128::from(bits as u8)),
-        "s8" => Number::Integer(i128::from(bits as i8)),
-        "u16" => Number::Integer(i128::from(bits as u16)),
-        "s16" => Number::Integer(i128::from(bits as i16)),
-        "u32" => Number::Integer(i128::from(bits as u32)),
-        "s32" => Number::Integer(i128::from(bits as i32)),
-        "u64" => Number::Integer(i128::from(bits)),
-        "s64" => Number::Integer(i128::from(bits as i64)),
-        _ => {
-            let format = FORMATS[format_number(from).unwrap_or(2) as usize];
-            let bits = if flags & FLUSH != 0 && format == F32 {
-                float::flush(bits, format)
-            } else {
-                bits
-            };
-            Number::Float(float::widen(bits, format))
-        }
+    let class = match to.contains('f') || from.contains('f') {
+        true => Class::Convert,
+        false => Class::Integer,
     };
-    let Some(format) = format_number(to) else {
-        return to_integer(number, from, to, mode, flags & SATURATE != 0);
-    };
-    let format = FORMATS[format as usize];
-    let bits = match number {
-        Number::Integer(value) => float::of_integer(value, mode, format),
-        // Between equal formats a mode means: to a whole number.
-        Number::Float(value) if from == to && flags & ROUNDED != 0 => {
-            float::narrow(float::whole(value, mode), Mode::Nearest, format)
-        }
-        Number::Float(value) => float::narrow(value, mode, format),
-    };
-    let bits = if flags & FLUSH != 0 && format == F32 {
-        float::flush(bits, format)
-    } else {
-        bits
-    };
-    if flags & SATURATE != 0 {
-        saturated(bits, format)
-    } else {
-        bits
-    }
-}
-
-/// From a float it clamps always; from an integer only where that is asked for.
-fn to_integer(number: Number, from: &str, to: &str, mode: Mode, saturate: bool) -> u64 {
-    let width: u32 = to[1..].parse().unwrap_or(32);
-    let (least, greatest) = if to.starts_with('s') {
-        (-(1i128 << (width - 1)), (1i128 << (width - 1)) - 1)
-    } else {
-        (0, (1i128 << width) - 1)
-    };
-    let value = match number {
-        // A NaN becomes 0, but from f64 to 64 bits, and to other widths, the top bit alone, as
-        // hardware has it.
-        Number::Float(value) if value.is_nan() => match (from, width) {
-            ("f64", _) | (_, 64) => {
-                return if width == 64 {
-                    1 << 63
-                } else {
-                    1 << (width - 1)
-                }
-            }
-            _ => 0,
-        },
-        Number::Float(value) => (float::whole(value, mode) as i128).clamp(least, greatest),
-        Number::Integer(value) if saturate => value.clamp(least, greatest),
-        Number::Integer(value) => value,
-    };
-    // A value of 8 bits fills a register of 16 or more with its sign; so does 16 in a slot, where
-    // it ends.
-    match to {
-        "u8" => u64::from(value as u8),
-        "s8" => u64::from(value as i8 as u16),
-        "u16" | "s16" => u64::from(value as u16),
-        "u32" | "s32" => u64::from(value as u32),
-        _ => value as u64,
-    }
+    made(exec, class, operands)
 }

@@ -1,6 +1,7 @@
 //! Decoded instructions, and what they work on: the registers of a warp's 32 lanes.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// 32 values of 32 bits; two slots hold 32 values of 64 bits. A value of 16 bits is extended by
 /// zeros.
@@ -14,6 +15,14 @@ pub struct Lanes {
     pub predicates: *mut u32,
     /// The seed that moves approximate results, if they are to be moved.
     pub perturb: Option<u64>,
+}
+
+/// The number of lanes, 32, unknown to the compiler: it unrolls loops whose end it knows, and then
+/// turns few of them into vectors.
+#[inline(always)]
+pub(crate) fn lane_count() -> usize {
+    static COUNT: AtomicUsize = AtomicUsize::new(32);
+    COUNT.load(Relaxed)
 }
 
 /// Computes an instruction for the lanes of a mask.
@@ -69,7 +78,6 @@ pub(crate) enum Kind {
     Exit,
     Load,
     Store,
-    Atomic,
     CopyAsync,
     CommitGroup,
     WaitGroup,
@@ -94,7 +102,10 @@ pub struct Op {
     pub(crate) a: u16,
     pub(crate) b: u16,
     pub(crate) c: u16,
-    pub(crate) more: [u16; 2],
+    /// A fourth source.
+    pub(crate) e: u16,
+    /// A second destination, which is a predicate.
+    pub(crate) p: u16,
     /// The instruction to go to, or the number of an [`Address`].
     pub(crate) target: u32,
     /// In the PTX text.
@@ -116,17 +127,6 @@ pub(crate) struct Address {
     pub registers: [u16; 4],
     /// Bits of each register.
     pub widths: [u8; 4],
-    /// Of what type an atomic addition is.
-    pub adds: Option<Scalar>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scalar {
-    Integer,
-    F16,
-    Bf16,
-    F32,
-    F64,
 }
 
 /// A value that does not change while a block runs.

@@ -351,7 +351,8 @@ impl<'a> Decoder<'a> {
             a: 0,
             b: 0,
             c: 0,
-            more: [0; 2],
+            e: 0,
+            p: SINK,
             target: 0,
             line: self.line,
         }
@@ -428,16 +429,8 @@ impl<'a> Decoder<'a> {
         let text = text.trim();
         if let Some(negated) = text.strip_prefix('!') {
             let a = self.source(negated, b'p', false)?;
-            let d = self.program.reserve(1, 1)?.number;
             let not = alu::select(&["not", "pred"])?;
-            let op = self.op(Kind::Arithmetic, Class::Integer);
-            self.push(Op {
-                exec: not.exec,
-                d,
-                a,
-                ..op
-            });
-            return Some(d);
+            return self.computed(not.exec, 1, a);
         }
         if text == "_" {
             return Some(SINK_SLOT);
@@ -445,8 +438,10 @@ impl<'a> Decoder<'a> {
         if let Some(register) = self.register(text) {
             return match (width, register.bits) {
                 (b'p', 1) | (b'h' | b'w', 8..=32) | (b'd', 64) => Some(register.number),
+                // A conversion may take a part of its source.
                 (b'h' | b'w', 64) => {
-                    self.arithmetic_into_new(&["cvt", "u32", "u64"], 32, register.number)
+                    let lower = alu::half_of(64, false)?;
+                    self.computed(lower, 32, register.number)
                 }
                 _ => None,
             };
@@ -473,18 +468,11 @@ impl<'a> Decoder<'a> {
         self.value(value, width == b'd')
     }
 
-    /// Computes a function of one slot into a slot of its own.
-    fn arithmetic_into_new(&mut self, parts: &[&str], bits: u8, a: u16) -> Option<u16> {
-        let found = alu::select(parts)?;
+    /// A function of one operand, in a register of its own.
+    fn computed(&mut self, exec: Exec, bits: u8, a: u16) -> Option<u16> {
         let d = self.program.reserve(bits, 1)?.number;
-        let op = self.op(Kind::Arithmetic, found.class);
-        self.push(Op {
-            exec: found.exec,
-            immediate: found.immediate,
-            d,
-            a,
-            ..op
-        });
+        let op = self.op(Kind::Arithmetic, Class::Integer);
+        self.push(Op { exec, d, a, ..op });
         Some(d)
     }
 
@@ -519,10 +507,9 @@ impl<'a> Decoder<'a> {
             "trap" => self.message(Kind::Assert, "the kernel trapped".into()),
             "call" => return self.call(operands),
             "ld" | "ldu" | "st" => return self.memory_access(parts, operands),
-            "atom" => return self.atomic(parts, operands),
             "cp" => return self.copy_async(parts, operands),
             "shfl" => return self.shuffle(parts, operands),
-            "bar" | "barrier" => return self.barrier(parts, operands),
+            "bar" => return self.barrier(parts, operands),
             "cvta" => return self.convert_address(parts, operands),
             "mov" if operands.iter().any(|text| text.starts_with('{')) => {
                 return self.pack(operands)
@@ -545,96 +532,50 @@ impl<'a> Decoder<'a> {
             *slot = self.source(text, width, fraction)?;
         }
         let op = self.op(Kind::Arithmetic, found.class);
-        let mut op = Op {
+        let d = self.destination(operands[0], shape[0])?;
+        self.push(Op {
             exec: found.exec,
-            immediate: found.immediate,
+            d,
             a: slots[0],
             b: slots[1],
             c: slots[2],
-            more: [slots[3], 0],
+            e: slots[3],
             ..op
-        };
-        let width = shape[0];
-        match self.register(operands[0].trim()) {
-            // A conversion may fill a register wider than its type.
-            Some(register)
-                if parts[0] == "cvt"
-                    && width != b'p'
-                    && register.bits > bits_of(parts[parts.len() - 2])? =>
-            {
-                let to = parts[parts.len() - 2];
-                let signed = to.starts_with('s');
-                let narrow = if bits_of(to)? <= 16 { "16" } else { "32" };
-                op.d = self.program.reserve(32, 1)?.number;
-                let middle = op.d;
-                self.push(op);
-                let letter = if signed { "s" } else { "u" };
-                let (from, wide) = (
-                    format!("{letter}{narrow}"),
-                    format!("{letter}{}", register.bits),
-                );
-                if from == wide {
-                    self.program.ops.last_mut()?.d = register.number;
-                    return Some(());
-                }
-                let found = alu::select(&["cvt", &wide, &from])?;
-                let op = self.op(Kind::Arithmetic, found.class);
-                op_with(&found, op, register.number, middle, |op| self.push(op));
-            }
-            _ => {
-                op.d = self.destination(operands[0], width)?;
-                self.push(op);
-            }
-        }
+        });
         Some(())
     }
 
-    /// `mov` between a register and parts of it in braces: both are runs of 16-bit halves.
-    fn pack(&mut self, operands: &[&str]) -> Option<()> {
-        let list = |text: &str| -> Vec<String> {
-            text.trim_matches(['{', '}', ' '])
-                .split(',')
-                .map(|part| part.trim().to_owned())
-                .collect()
+    /// `mov` between a register and its two halves in braces.
+    fn pack(&mut self, operands: &[&'a str]) -> Option<()> {
+        let halves = |text: &'a str| {
+            let inner = text.strip_prefix('{')?.strip_suffix('}')?;
+            inner.split_once(',')
         };
-        let (to, from) = (operands.first()?.trim(), operands.get(1)?.trim());
+        let &[to, from] = operands else { return None };
         let op = self.op(Kind::Arithmetic, Class::Integer);
-        if to.starts_with('{') {
-            let parts = list(to);
+        if let Some((low, high)) = halves(to) {
             let whole = self.register(from)?;
-            let bits = u32::from(whole.bits) / parts.len() as u32;
-            for (index, part) in parts.iter().enumerate().filter(|(_, part)| *part != "_") {
+            for (part, upper) in [(low, false), (high, true)] {
                 let d = self.destination(part, b'w')?;
                 self.push(Op {
-                    exec: if whole.bits == 64 { take64 } else { take32 },
+                    exec: alu::half_of(whole.bits, upper)?,
                     d,
                     a: whole.number,
-                    immediate: u64::from(index as u32 * bits) | u64::from(bits) << 8,
                     ..op
                 });
             }
             return Some(());
         }
         let whole = self.register(to)?;
-        let parts = list(from);
-        let bits = whole.bits / parts.len() as u8;
-        let mut sources = [0; 4];
-        for (source, text) in sources.iter_mut().zip(&parts) {
-            *source = self.source(text, if bits == 16 { b'h' } else { b'w' }, false)?;
-        }
-        let exec: Exec = match (whole.bits, parts.len()) {
-            (32, 2) => join32,
-            (64, 2) => join64,
-            (64, 4) => join_quarters,
-            _ => return None,
-        };
+        let (low, high) = halves(from)?;
+        let width = if whole.bits == 32 { b'h' } else { b'w' };
+        let a = self.source(low, width, false)?;
+        let b = self.source(high, width, false)?;
         self.push(Op {
-            exec,
+            exec: alu::joined(whole.bits)?,
             d: whole.number,
-            a: sources[0],
-            b: sources[1],
-            c: sources[2],
-            more: [sources[3], 0],
+            a,
+            b,
             ..op
         });
         Some(())
@@ -658,7 +599,6 @@ impl<'a> Decoder<'a> {
             offset: number(plus, true)?,
             registers: [SINK_SLOT; 4],
             widths: [32; 4],
-            adds: None,
         };
         if let Some(register) = self.register(base) {
             address.base = Some(register.number);
@@ -759,54 +699,6 @@ impl<'a> Decoder<'a> {
         self.push(Op { target, ..op });
     }
 
-    fn atomic(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        let mut space = None;
-        let mut adds = false;
-        let (ty, modifiers) = parts[1..].split_last()?;
-        for modifier in modifiers {
-            match modifier
-                .split_once("::")
-                .map_or(*modifier, |(first, _)| first)
-            {
-                "global" => space = Some(Space::Global),
-                "shared" => space = Some(Space::Shared),
-                "relaxed" | "acquire" | "release" | "acq_rel" | "gpu" | "sys" | "cta"
-                | "cluster" | "noftz" | "L2" => {}
-                "add" => adds = true,
-                _ => return None,
-            }
-        }
-        let scalar = match *ty {
-            "f16" => Scalar::F16,
-            "bf16" => Scalar::Bf16,
-            "f32" => Scalar::F32,
-            "f64" => Scalar::F64,
-            "u32" | "s32" | "u64" => Scalar::Integer,
-            _ => return None,
-        };
-        if !adds {
-            return None;
-        }
-        let mut address = self.address(space?, operands.get(1)?)?;
-        address.bytes = u32::from(bits_of(ty)?) / 8;
-        let width = match address.bytes {
-            8 => b'd',
-            4 => b'w',
-            _ => b'h',
-        };
-        address.adds = Some(scalar);
-        let a = self.source(operands.get(2)?, width, *ty == "f64")?;
-        let d = self.destination(operands[0], width)?;
-        let class = if address.space == Space::Shared {
-            Class::Shared
-        } else {
-            Class::Global
-        };
-        let op = self.op(Kind::Atomic, class);
-        self.push_with_address(Op { d, a, ..op }, address);
-        Some(())
-    }
-
     /// `cp.async` from global to shared memory. The source may be shorter than the copy; the rest
     /// is zeros.
     fn copy_async(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
@@ -874,7 +766,8 @@ impl<'a> Decoder<'a> {
             a,
             b,
             c,
-            more: [members, p],
+            e: members,
+            p,
             immediate,
             ..op
         });
@@ -882,22 +775,13 @@ impl<'a> Decoder<'a> {
     }
 
     fn barrier(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        let parts: Vec<&str> = parts
-            .iter()
-            .copied()
-            .filter(|part| *part != "cta")
-            .collect();
-        if parts[..] == ["bar", "warp", "sync"] {
-            let members = self.source(operands.first()?, b'w', false)?;
+        if parts == ["bar", "warp", "sync"] {
+            let e = self.source(operands.first()?, b'w', false)?;
             let op = self.op(Kind::WarpBarrier, Class::Sync);
-            self.push(Op {
-                more: [members, 0],
-                ..op
-            });
+            self.push(Op { e, ..op });
             return Some(());
         }
-        let whole = parts[0] == "bar" || parts.contains(&"aligned");
-        if !matches!(parts.get(1..)?, ["sync"] | ["sync", "aligned"]) {
+        if parts != ["bar", "sync"] {
             return None;
         }
         let a = self.source(operands.first()?, b'w', false)?;
@@ -906,13 +790,7 @@ impl<'a> Decoder<'a> {
             None => self.value(Value::Bits(0), false)?,
         };
         let op = self.op(Kind::Barrier, Class::Sync);
-        // 1: its warps must be whole.
-        self.push(Op {
-            a,
-            b,
-            immediate: whole.into(),
-            ..op
-        });
+        self.push(Op { a, b, ..op });
         Some(())
     }
 
@@ -964,16 +842,6 @@ impl Program {
     }
 }
 
-fn op_with(found: &alu::Arithmetic, op: Op, d: u16, a: u16, mut push: impl FnMut(Op)) {
-    push(Op {
-        exec: found.exec,
-        immediate: found.immediate,
-        d,
-        a,
-        ..op
-    });
-}
-
 /// Bits of a type's name without its dot.
 fn bits_of(ty: &str) -> Option<u8> {
     match ty {
@@ -1023,48 +891,4 @@ fn split(text: &str) -> Vec<&str> {
         all.push(last);
     }
     all
-}
-
-unsafe fn take32(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let (shift, bits) = (op.immediate as u32 & 255, op.immediate >> 8);
-    let ones = if bits >= 32 { !0 } else { (1u32 << bits) - 1 };
-    let from = *lanes.slots.add(usize::from(op.a));
-    alu::put_slot(lanes, op.d, from.0.map(|value| value >> shift & ones), mask);
-}
-
-unsafe fn take64(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let (shift, bits) = (op.immediate as u32 & 255, op.immediate >> 8);
-    let ones = if bits >= 32 { !0 } else { (1u32 << bits) - 1 };
-    let from = *lanes.slots.add(usize::from(op.a)).cast::<[u64; 32]>();
-    alu::put_slot(
-        lanes,
-        op.d,
-        from.map(|value| (value >> shift) as u32 & ones),
-        mask,
-    );
-}
-
-unsafe fn join32(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b] = [op.a, op.b].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    alu::put_slot(
-        lanes,
-        op.d,
-        std::array::from_fn(|lane| a[lane] & 0xffff | b[lane] << 16),
-        mask,
-    );
-}
-
-unsafe fn join64(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let [a, b] = [op.a, op.b].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    let joined = std::array::from_fn(|lane| u64::from(a[lane]) | u64::from(b[lane]) << 32);
-    alu::put_wide(lanes, op.d, joined, mask);
-}
-
-unsafe fn join_quarters(lanes: &mut Lanes, op: &Op, mask: u32) {
-    let parts = [op.a, op.b, op.c, op.more[0]].map(|slot| (*lanes.slots.add(usize::from(slot))).0);
-    let joined = std::array::from_fn(|lane| {
-        let quarter = |index: usize| u64::from(parts[index][lane] & 0xffff) << (16 * index);
-        quarter(0) | quarter(1) | quarter(2) | quarter(3)
-    });
-    alu::put_wide(lanes, op.d, joined, mask);
 }
