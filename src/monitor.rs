@@ -116,7 +116,7 @@ fn step_statistics(
         old => (&after.phi - (&before.phi * old)?)?,
     };
     // A mean of squares, which rounding must not make negative.
-    let batch_phi = (of_batch / new)?.maximum(0.)?;
+    let batch_phi = at_least_zero(&(of_batch / new)?)?;
     let divisor = match config.kind_at(after.steps) {
         ForwardKind::BatchStatistic => &batch_phi,
         _ => &before.phi,
@@ -125,8 +125,7 @@ fn step_statistics(
     // Eq. 13 divided by 1−α_b: ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ.
     let decay = gamma.affine(config.alpha_bwd - 1., 1.)?;
     let decay = match config.recipe {
-        // Not `relu`, which makes 0 of NaN.
-        Recipe::Paper => decay.maximum(0.)?,
+        Recipe::Paper => at_least_zero(&decay)?,
         Recipe::Fairseq => decay,
     };
     Ok(StepStatistics {
@@ -134,4 +133,12 @@ fn step_statistics(
         batch_phi,
         gamma,
     })
+}
+
+/// The larger of each number and 0. NaN stays NaN, of which `relu` would make 0.
+///
+/// `maximum(0.)` would give the same. But it is generic, so it would compile candle's `maximum` of
+/// every dtype into this crate: 83 KB of code.
+fn at_least_zero(numbers: &Tensor) -> Result<Tensor> {
+    numbers.broadcast_maximum(&Tensor::zeros((), numbers.dtype(), numbers.device())?)
 }

@@ -10,15 +10,15 @@ use std::mem::MaybeUninit;
 pub(crate) trait Element: WithDType {
     type Acc: Accumulator;
 
-    /// The `i`-th vector of a row.
-    fn load<S: Simd>(simd: S, row: &[Self], i: usize) -> <Self::Acc as Accumulator>::Vector<S>;
+    /// Reads `vectors` from a row, which is as long.
+    fn load<S: Simd>(simd: S, row: &[Self], vectors: &mut [<Self::Acc as Accumulator>::Vector<S>]);
 
-    /// Writes the `i`-th vector of a row, all of it, each element rounded to nearest, ties to even.
+    /// Writes `vectors` to a row, which is as long, all of it, each element rounded to nearest,
+    /// ties to even.
     fn store<S: Simd>(
         simd: S,
-        vector: <Self::Acc as Accumulator>::Vector<S>,
+        vectors: &[<Self::Acc as Accumulator>::Vector<S>],
         row: &mut [MaybeUninit<Self>],
-        i: usize,
     );
 }
 
@@ -61,13 +61,17 @@ macro_rules! accumulator {
             type Acc = Self;
 
             #[inline(always)]
-            fn load<S: Simd>(_: S, row: &[Self], i: usize) -> S::$vector {
-                S::$as_simd(row).0[i]
+            fn load<S: Simd>(_: S, row: &[Self], vectors: &mut [S::$vector]) {
+                for k in 0..vectors.len() {
+                    vectors[k] = S::$as_simd(row).0[k];
+                }
             }
 
             #[inline(always)]
-            fn store<S: Simd>(_: S, vector: S::$vector, row: &mut [MaybeUninit<Self>], i: usize) {
-                S::$as_uninit_mut_simd(row).0[i].write(vector);
+            fn store<S: Simd>(_: S, vectors: &[S::$vector], row: &mut [MaybeUninit<Self>]) {
+                for k in 0..vectors.len() {
+                    S::$as_uninit_mut_simd(row).0[k].write(vectors[k]);
+                }
             }
         }
 

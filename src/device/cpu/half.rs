@@ -5,49 +5,78 @@ use half::{bf16, f16};
 use pulp::bytemuck::{cast_slice, cast_slice_mut};
 use pulp::Simd;
 use std::mem::MaybeUninit;
-use std::slice;
 
-/// Implements [`Element`] by the conversions of vectors in `x86`, or else by a loop over
-/// conversions of one element.
+/// Implements [`Element`] by the conversions of vectors in `x86`, or else by conversions of one
+/// element.
 macro_rules! half {
-    ($type:ident, $widen:ident, $narrow:ident) => {
+    ($type:ident, $widen:ident, $narrow:ident, $widen_row:ident, $narrow_row:ident) => {
         impl Element for $type {
             type Acc = f32;
 
             #[inline(always)]
-            fn load<S: Simd>(simd: S, row: &[Self], i: usize) -> S::f32s {
+            #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+            fn load<S: Simd>(simd: S, row: &[Self], vectors: &mut [S::f32s]) {
                 #[cfg(target_arch = "x86_64")]
-                if let Some(vector) = x86::$widen(simd, row, i) {
-                    return vector;
+                if x86::$widen(simd, row, vectors) {
+                    return;
                 }
-                let row = &row[i * S::F32_LANES..][..S::F32_LANES];
-                let mut vector = simd.splat_f32s(0.);
-                let lanes: &mut [f32] = cast_slice_mut(slice::from_mut(&mut vector));
-                for (lane, &value) in lanes.iter_mut().zip(row) {
-                    *lane = $widen(value);
+                match cast_slice_mut(vectors) {
+                    [lane] => *lane = $widen(row[0]),
+                    lanes => $widen_row(row, lanes),
                 }
-                vector
             }
 
             #[inline(always)]
             #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-            fn store<S: Simd>(simd: S, vector: S::f32s, row: &mut [MaybeUninit<Self>], i: usize) {
+            fn store<S: Simd>(simd: S, vectors: &[S::f32s], row: &mut [MaybeUninit<Self>]) {
                 #[cfg(target_arch = "x86_64")]
-                if x86::$narrow(simd, vector, row, i) {
+                if x86::$narrow(simd, vectors, row) {
                     return;
                 }
-                let row = &mut row[i * S::F32_LANES..][..S::F32_LANES];
-                let lanes: &[f32] = cast_slice(slice::from_ref(&vector));
-                for (slot, &lane) in row.iter_mut().zip(lanes) {
-                    slot.write($narrow(lane));
+                match cast_slice(vectors) {
+                    &[lane] => row[0] = MaybeUninit::new($narrow(lane)),
+                    lanes => $narrow_row(lanes, row),
                 }
             }
         }
     };
 }
 
-half!(bf16, widen_bf16, narrow_bf16);
-half!(f16, widen_f16, narrow_f16);
+half!(bf16, widen_bf16, narrow_bf16, widen_bf16s, narrow_bf16s);
+half!(f16, widen_f16, narrow_f16, widen_f16s, narrow_f16s);
+
+#[inline(always)]
+fn widen_bf16s(row: &[bf16], lanes: &mut [f32]) {
+    for (lane, &value) in lanes.iter_mut().zip(row) {
+        *lane = widen_bf16(value);
+    }
+}
+
+#[inline(always)]
+fn narrow_bf16s(lanes: &[f32], row: &mut [MaybeUninit<bf16>]) {
+    for (slot, &lane) in row.iter_mut().zip(lanes) {
+        slot.write(narrow_bf16(lane));
+    }
+}
+
+// On x86-64 only the baseline level comes here, where a conversion takes many instructions. Inlined
+// into every kernel they took a seventh of the time to compile the crate, and twice as long to run.
+
+#[cfg_attr(target_arch = "x86_64", inline(never))]
+#[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+fn widen_f16s(row: &[f16], lanes: &mut [f32]) {
+    for (lane, &value) in lanes.iter_mut().zip(row) {
+        *lane = widen_f16(value);
+    }
+}
+
+#[cfg_attr(target_arch = "x86_64", inline(never))]
+#[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+fn narrow_f16s(lanes: &[f32], row: &mut [MaybeUninit<f16>]) {
+    for (slot, &lane) in row.iter_mut().zip(lanes) {
+        slot.write(narrow_f16(lane));
+    }
+}
 
 #[inline(always)]
 fn narrow_bf16(value: f32) -> bf16 {
@@ -157,103 +186,114 @@ mod x86 {
         }
     }
 
+    // Each returns false if the level has no such conversion.
+
     #[inline(always)]
-    pub fn widen_bf16<S: Simd>(simd: S, row: &[bf16], i: usize) -> Option<S::f32s> {
+    pub fn widen_bf16<S: Simd>(simd: S, row: &[bf16], vectors: &mut [S::f32s]) -> bool {
         if let Some(V4 { avx512f, .. }) = level(simd) {
-            let wide = avx512f._mm512_cvtepu16_epi32(cast(bits::<_, 16>(row, i)));
-            return Some(same(avx512f._mm512_slli_epi32::<16>(wide)));
+            for (i, vector) in vectors.iter_mut().enumerate() {
+                let wide = avx512f._mm512_cvtepu16_epi32(cast(bits::<_, 16>(row, i)));
+                *vector = same(avx512f._mm512_slli_epi32::<16>(wide));
+            }
+            return true;
         }
-        let V3 { avx2, .. } = level(simd)?;
-        let wide = avx2._mm256_cvtepu16_epi32(cast(bits::<_, 8>(row, i)));
-        Some(same(avx2._mm256_slli_epi32::<16>(wide)))
+        let Some(V3 { avx2, .. }) = level(simd) else {
+            return false;
+        };
+        for (i, vector) in vectors.iter_mut().enumerate() {
+            let wide = avx2._mm256_cvtepu16_epi32(cast(bits::<_, 8>(row, i)));
+            *vector = same(avx2._mm256_slli_epi32::<16>(wide));
+        }
+        true
     }
 
-    /// [`super::narrow_bf16`], of a vector.
+    /// [`super::narrow_bf16`], of vectors.
     #[inline(always)]
     pub fn narrow_bf16<S: Simd>(
         simd: S,
-        vector: S::f32s,
+        vectors: &[S::f32s],
         row: &mut [MaybeUninit<bf16>],
-        i: usize,
     ) -> bool {
         const QUIET: i32 = 0x40_0000;
         if let Some(V4 { avx512f, .. }) = level(simd) {
-            let bits = same(vector);
-            let odd = avx512f._mm512_and_si512(
-                avx512f._mm512_srli_epi32::<16>(bits),
-                avx512f._mm512_set1_epi32(1),
-            );
-            let half = avx512f._mm512_add_epi32(odd, avx512f._mm512_set1_epi32(0x7fff));
-            let rounded = avx512f._mm512_mask_or_epi32(
-                avx512f._mm512_add_epi32(bits, half),
-                avx512f._mm512_cmp_ps_mask::<_CMP_UNORD_Q>(same(vector), same(vector)),
-                bits,
-                avx512f._mm512_set1_epi32(QUIET),
-            );
-            let high = avx512f._mm512_srli_epi32::<16>(rounded);
-            write::<_, 16>(
-                row,
-                i,
-                cast(avx512f._mm512_cvtepi32_epi16(high)),
-                bf16::from_bits,
-            );
+            for (i, &vector) in vectors.iter().enumerate() {
+                let (bits, values) = (same(vector), same(vector));
+                let odd = avx512f._mm512_and_si512(
+                    avx512f._mm512_srli_epi32::<16>(bits),
+                    avx512f._mm512_set1_epi32(1),
+                );
+                let half = avx512f._mm512_add_epi32(odd, avx512f._mm512_set1_epi32(0x7fff));
+                let rounded = avx512f._mm512_mask_or_epi32(
+                    avx512f._mm512_add_epi32(bits, half),
+                    avx512f._mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values),
+                    bits,
+                    avx512f._mm512_set1_epi32(QUIET),
+                );
+                let high = avx512f._mm512_cvtepi32_epi16(avx512f._mm512_srli_epi32::<16>(rounded));
+                write::<_, 16>(row, i, cast(high), bf16::from_bits);
+            }
             return true;
         }
         let Some(V3 { avx, avx2, .. }) = level(simd) else {
             return false;
         };
-        let bits = same(vector);
-        let odd =
-            avx2._mm256_and_si256(avx2._mm256_srli_epi32::<16>(bits), avx._mm256_set1_epi32(1));
-        let half = avx2._mm256_add_epi32(odd, avx._mm256_set1_epi32(0x7fff));
-        let rounded = avx._mm256_blendv_ps(
-            cast(avx2._mm256_add_epi32(bits, half)),
-            cast(avx2._mm256_or_si256(bits, avx._mm256_set1_epi32(QUIET))),
-            avx._mm256_cmp_ps::<_CMP_UNORD_Q>(same(vector), same(vector)),
-        );
-        // Moves the high halves to the front of each 16 bytes, then to the front of all.
-        const HIGH: [i8; 16] = [2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1];
-        let high = avx2._mm256_shuffle_epi8(cast(rounded), cast([HIGH; 2]));
-        let front = avx2._mm256_permute4x64_epi64::<0b1000>(high);
-        write::<_, 8>(
-            row,
-            i,
-            cast(avx._mm256_castsi256_si128(front)),
-            bf16::from_bits,
-        );
+        for (i, &vector) in vectors.iter().enumerate() {
+            let (bits, values) = (same(vector), same(vector));
+            let odd =
+                avx2._mm256_and_si256(avx2._mm256_srli_epi32::<16>(bits), avx._mm256_set1_epi32(1));
+            let half = avx2._mm256_add_epi32(odd, avx._mm256_set1_epi32(0x7fff));
+            let rounded = avx._mm256_blendv_ps(
+                cast(avx2._mm256_add_epi32(bits, half)),
+                cast(avx2._mm256_or_si256(bits, avx._mm256_set1_epi32(QUIET))),
+                avx._mm256_cmp_ps::<_CMP_UNORD_Q>(values, values),
+            );
+            // Moves the high halves to the front of each 16 bytes, then to the front of all.
+            const HIGH: [i8; 16] = [2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1];
+            let high = avx2._mm256_shuffle_epi8(cast(rounded), cast([HIGH; 2]));
+            let front = avx2._mm256_permute4x64_epi64::<0b1000>(high);
+            let front = avx._mm256_castsi256_si128(front);
+            write::<_, 8>(row, i, cast(front), bf16::from_bits);
+        }
         true
     }
 
     #[inline(always)]
-    pub fn widen_f16<S: Simd>(simd: S, row: &[f16], i: usize) -> Option<S::f32s> {
+    pub fn widen_f16<S: Simd>(simd: S, row: &[f16], vectors: &mut [S::f32s]) -> bool {
         if let Some(V4 { avx512f, .. }) = level(simd) {
-            return Some(same(avx512f._mm512_cvtph_ps(cast(bits::<_, 16>(row, i)))));
-        }
-        let V3 { .. } = level(simd)?;
-        // SAFETY: `Level::run` takes V3 only where the processor has F16C too.
-        Some(same(unsafe { _mm256_cvtph_ps(cast(bits::<_, 8>(row, i))) }))
-    }
-
-    #[inline(always)]
-    pub fn narrow_f16<S: Simd>(
-        simd: S,
-        vector: S::f32s,
-        row: &mut [MaybeUninit<f16>],
-        i: usize,
-    ) -> bool {
-        // To nearest, ties to even.
-        const NEAREST: i32 = 0;
-        if let Some(V4 { avx512f, .. }) = level(simd) {
-            let bits = avx512f._mm512_cvtps_ph::<NEAREST>(same(vector));
-            write::<_, 16>(row, i, cast(bits), f16::from_bits);
+            for (i, vector) in vectors.iter_mut().enumerate() {
+                *vector = same(avx512f._mm512_cvtph_ps(cast(bits::<_, 16>(row, i))));
+            }
             return true;
         }
         if level::<V3>(simd).is_none() {
             return false;
         }
-        // SAFETY: as in `widen_f16`.
-        let bits = unsafe { _mm256_cvtps_ph::<NEAREST>(same(vector)) };
-        write::<_, 8>(row, i, cast(bits), f16::from_bits);
+        for (i, vector) in vectors.iter_mut().enumerate() {
+            // SAFETY: `Level::run` takes V3 only where the processor has F16C too.
+            *vector = same(unsafe { _mm256_cvtph_ps(cast(bits::<_, 8>(row, i))) });
+        }
+        true
+    }
+
+    #[inline(always)]
+    pub fn narrow_f16<S: Simd>(simd: S, vectors: &[S::f32s], row: &mut [MaybeUninit<f16>]) -> bool {
+        // To nearest, ties to even.
+        const NEAREST: i32 = 0;
+        if let Some(V4 { avx512f, .. }) = level(simd) {
+            for (i, &vector) in vectors.iter().enumerate() {
+                let bits = avx512f._mm512_cvtps_ph::<NEAREST>(same(vector));
+                write::<_, 16>(row, i, cast(bits), f16::from_bits);
+            }
+            return true;
+        }
+        if level::<V3>(simd).is_none() {
+            return false;
+        }
+        for (i, &vector) in vectors.iter().enumerate() {
+            // SAFETY: as in `widen_f16`.
+            let bits = unsafe { _mm256_cvtps_ph::<NEAREST>(same(vector)) };
+            write::<_, 8>(row, i, cast(bits), f16::from_bits);
+        }
         true
     }
 }

@@ -223,6 +223,10 @@ const STEP: usize = 4;
 // written, though that hides the time of their roots: a backward of 4096x512 f32 then took 0.95 ms
 // instead of 0.60. See `benches/results/2026-11-22-cpu.md`.
 trait Pass<T: Element>: Sync {
+    /// True if rows with a residual come as two arrays. A backward reads `x + residual`, which the
+    /// forward wrote.
+    const ADDS_RESIDUAL: bool;
+
     /// False if only sums are wanted.
     fn has_output(&self) -> bool;
 
@@ -257,6 +261,8 @@ struct Forward<'a, A> {
 }
 
 impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
+    const ADDS_RESIDUAL: bool = true;
+
     fn has_output(&self) -> bool {
         !self.gain.is_empty()
     }
@@ -271,7 +277,7 @@ impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
         sums: &mut [T::Acc],
     ) {
         if y.is_none() && sums.is_empty() {
-            return; // `run` wants `x + residual` alone
+            return; // only `x + residual` was wanted
         }
         let (x, cols) = (row.x, row.x.len());
         if let Some(group_scaling) = row.group_scaling {
@@ -346,6 +352,8 @@ struct Backward<'a, T: Element> {
 }
 
 impl<T: Element> Pass<T> for Backward<'_, T> {
+    const ADDS_RESIDUAL: bool = false;
+
     fn has_output(&self) -> bool {
         !self.gain.is_empty()
     }
@@ -722,57 +730,55 @@ fn run_with<T: Element>(
     pass: &impl Pass<T>,
     width: usize,
 ) -> (RowOutputs<T>, Vec<T::Acc>) {
+    run_chunks(stores, rows, pass.has_output(), width, &|chunk| {
+        simd::vectorize::<T, _>(rows.group_len(), ChunkPass { pass, rows, chunk });
+    })
+}
+
+/// Calls `run` for each chunk of rows, in threads, and returns the outputs and the sums.
+///
+/// What does not depend on the pass is here, so that it is compiled once for each dtype.
+fn run_chunks<T: Element>(
+    stores: Stores,
+    rows: &Rows<T>,
+    has_output: bool,
+    width: usize,
+    run: &(dyn Fn(Chunk<T>) + Sync),
+) -> (RowOutputs<T>, Vec<T::Acc>) {
     let chunk = chunk_rows(rows.len(), rows.cols());
+    let count = rows.len().div_ceil(chunk);
     let len_if = |wanted: bool| match wanted {
         true => rows.len() * rows.cols(),
         false => 0,
     };
     let chunk_len = chunk * rows.cols();
-    let mut partials = vec![T::Acc::ZERO; rows.len().div_ceil(chunk) * width];
+    let mut partials = vec![T::Acc::ZERO; count * width];
     let mut sum = None;
-    let y = fill_output(len_if(pass.has_output()), chunk_len, stores, |y| {
+    let y = fill_output(len_if(has_output), chunk_len, stores, |y| {
         let len = len_if(rows.residual.is_some());
         sum = Some(fill_output(len, chunk_len, Stores::Cached, |sum| {
-            run_chunks(rows, pass, chunk, y, sum, &mut partials);
+            let (mut y, mut sum) = (y.into_iter(), sum.into_iter());
+            let mut partials = partials.chunks_mut(width.max(1));
+            let chunks: Vec<_> = (0..count)
+                .map(|i| Chunk {
+                    range: i * chunk..rows.len().min((i + 1) * chunk),
+                    output: y.next(),
+                    sum: sum.next(),
+                    sums: partials.next().unwrap_or_default(),
+                })
+                .collect();
+            if rows.len() * rows.cols() <= SERIAL {
+                chunks.into_iter().for_each(run);
+            } else {
+                chunks.into_par_iter().for_each(run);
+            }
         }));
     });
     let outputs = RowOutputs {
-        y: pass.has_output().then_some(y),
+        y: has_output.then_some(y),
         sum: sum.filter(|_| rows.residual.is_some()),
     };
     (outputs, add_partials(&partials, width))
-}
-
-/// Runs `pass` over all chunks of `chunk` rows. Each has its part of `y`, of `x + residual` and of
-/// `partials`, if there are such.
-fn run_chunks<T: Element>(
-    rows: &Rows<T>,
-    pass: &impl Pass<T>,
-    chunk: usize,
-    y: Vec<OutputChunk<T>>,
-    sum: Vec<OutputChunk<T>>,
-    partials: &mut [T::Acc],
-) {
-    let count = rows.len().div_ceil(chunk);
-    let width = partials.len() / count.max(1);
-    let (mut y, mut sum) = (y.into_iter(), sum.into_iter());
-    let mut partials = partials.chunks_mut(width.max(1));
-    let chunks: Vec<_> = (0..count)
-        .map(|i| Chunk {
-            pass,
-            rows,
-            range: i * chunk..rows.len().min((i + 1) * chunk),
-            output: y.next(),
-            sum: sum.next(),
-            sums: partials.next().unwrap_or_default(),
-        })
-        .collect();
-    let run = |chunk| simd::vectorize::<T, _>(rows.group_len(), chunk);
-    if rows.len() * rows.cols() <= SERIAL {
-        chunks.into_iter().for_each(run);
-    } else {
-        chunks.into_par_iter().for_each(run);
-    }
 }
 
 /// The sum of the rows of `partials`, first to last.
@@ -786,10 +792,8 @@ fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
     total
 }
 
-/// One chunk of the rows of a pass, to be run at a SIMD level.
-struct Chunk<'a, T: Element, P> {
-    pass: &'a P,
-    rows: &'a Rows<'a, T>,
+/// A chunk of rows, and its parts of the outputs and sums, if there are such.
+struct Chunk<'a, T: Element> {
     range: Range<usize>,
     output: Option<OutputChunk<'a, T>>,
     /// `x + residual`.
@@ -797,25 +801,35 @@ struct Chunk<'a, T: Element, P> {
     sums: &'a mut [T::Acc],
 }
 
-impl<T: Element, P: Pass<T>> WithSimd for Chunk<'_, T, P> {
+/// A pass over a chunk, to be run at a SIMD level.
+struct ChunkPass<'a, 'b, T: Element, P> {
+    pass: &'a P,
+    rows: &'a Rows<'a, T>,
+    chunk: Chunk<'b, T>,
+}
+
+impl<T: Element, P: Pass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let (rows, cols) = (self.rows, self.rows.cols());
-        let mut output = self.output.map(RowWriter::new);
-        let mut sum = self.sum.map(RowWriter::new);
-        let mut subtotals = vec![T::Acc::ZERO; self.sums.len()];
+        let Self { pass, rows, chunk } = self;
+        let cols = rows.cols();
+        let mut output = chunk.output.map(RowWriter::new);
+        let mut sum = chunk.sum.map(RowWriter::new);
+        let mut subtotals = vec![T::Acc::ZERO; chunk.sums.len()];
         let group_scaling = rows.group_scaling();
         let mut groups = Groups::new(cols, rows.group_len());
         let whole_row = Groups::new(cols, cols);
-        for index in self.range.clone() {
+        for index in chunk.range.clone() {
             let mut x = &rows.x.row(index)[..cols];
-            if let (Some(residual), Some(sum)) = (&rows.residual, &mut sum) {
-                let residual = &residual.row(index)[..cols];
-                let mut columns = Addition { x, residual };
-                sum.extend::<1, _>(simd, &whole_row, &mut columns);
-                x = sum.last(cols);
+            if P::ADDS_RESIDUAL {
+                if let (Some(residual), Some(sum)) = (&rows.residual, &mut sum) {
+                    let residual = &residual.row(index)[..cols];
+                    let mut columns = Addition { x, residual };
+                    sum.extend_cached::<1, _>(simd, &whole_row, &mut columns);
+                    x = sum.last(cols);
+                }
             }
             let row = Row {
                 index,
@@ -823,10 +837,10 @@ impl<T: Element, P: Pass<T>> WithSimd for Chunk<'_, T, P> {
                 keeps: rows.keeps(index),
                 group_scaling: group_scaling.as_ref(),
             };
-            (self.pass).row(simd, row, &mut groups, output.as_mut(), &mut subtotals);
-            let rows_done = index + 1 - self.range.start;
-            if rows_done.is_multiple_of(SUBTOTAL_ROWS) || index + 1 == self.range.end {
-                for (sum, subtotal) in self.sums.iter_mut().zip(&mut subtotals) {
+            pass.row(simd, row, &mut groups, output.as_mut(), &mut subtotals);
+            let rows_done = index + 1 - chunk.range.start;
+            if rows_done.is_multiple_of(SUBTOTAL_ROWS) || index + 1 == chunk.range.end {
+                for (sum, subtotal) in chunk.sums.iter_mut().zip(&mut subtotals) {
                     *sum += std::mem::replace(subtotal, T::Acc::ZERO);
                 }
             }

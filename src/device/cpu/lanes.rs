@@ -28,9 +28,7 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
     pub fn load<T: Element<Acc = A>>(simd: S, row: &[T], at: usize) -> Self {
         let columns = &row[at..][..Self::WIDTH];
         let mut lanes = Self::splat(simd, A::ZERO);
-        for k in 0..K {
-            lanes.vectors[k] = T::load(simd, columns, k);
-        }
+        T::load(simd, columns, &mut lanes.vectors);
         lanes
     }
 
@@ -47,9 +45,7 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
     #[inline(always)]
     pub fn write<T: Element<Acc = A>>(self, row: &mut [MaybeUninit<T>], at: usize) {
         let columns = &mut row[at..][..Self::WIDTH];
-        for k in 0..K {
-            T::store(self.simd, self.vectors[k], columns, k);
-        }
+        T::store(self.simd, &self.vectors, columns);
     }
 
     /// `self * factor + term`, rounded once where the level has an instruction for it.

@@ -119,13 +119,28 @@ impl<'a, T: Element> RowWriter<'a, T> {
         groups: &Groups<T::Acc>,
         columns: &mut impl Columns<T::Acc>,
     ) {
-        let slots = &mut self.chunk.slots[self.filled..][..groups.cols()];
         // A test in each step would cost a tenth.
         match self.chunk.stores {
-            Stores::Cached => sweep::<K, _, T>(simd, groups, columns, slots),
+            Stores::Cached => self.extend_cached::<K, _>(simd, groups, columns),
             #[cfg(target_arch = "x86_64")]
-            Stores::NonTemporal => sweep::<K, _, T>(simd, groups, columns, PastCaches(slots)),
+            Stores::NonTemporal => {
+                let row = &mut self.chunk.slots[self.filled..][..groups.cols()];
+                sweep::<K, _, T>(simd, groups, columns, PastCaches(row));
+                self.filled += groups.cols();
+            }
         }
+    }
+
+    /// [`extend`](Self::extend), always by cached stores.
+    #[inline(always)]
+    pub fn extend_cached<const K: usize, S: Simd>(
+        &mut self,
+        simd: S,
+        groups: &Groups<T::Acc>,
+        columns: &mut impl Columns<T::Acc>,
+    ) {
+        let row = &mut self.chunk.slots[self.filled..][..groups.cols()];
+        sweep::<K, _, T>(simd, groups, columns, row);
         self.filled += groups.cols();
     }
 
