@@ -1193,35 +1193,27 @@ fn conflicts_and_sectors_are_counted() {
         )
         .unwrap()
     };
-    assert_eq!(
-        count("mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], 1;").bank_conflicts,
-        0
-    );
-    assert_eq!(
-        count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.u32 [%r1], 1;").bank_conflicts,
-        1
-    );
-    assert_eq!(
-        count("mad.lo.u32 %r1, %i, 128, %r9; st.shared.u32 [%r1], 1;").bank_conflicts,
-        31
-    );
-    assert_eq!(
-        count("mad.lo.u32 %r1, %i, 8, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts,
-        0
-    );
-    assert_eq!(
-        count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v2.u32 [%r1], {1, 1};").bank_conflicts,
-        2
-    );
-    assert_eq!(
-        count("mad.lo.u32 %r1, %i, 16, %r9; st.shared.v4.u32 [%r1], {1, 1, 1, 1};").bank_conflicts,
-        0
-    );
-    assert_eq!(
-        count("shr.u32 %r2, %i, 4; mad.lo.u32 %r1, %r2, 128, %r9; st.shared.u32 [%r1], 1;")
-            .bank_conflicts,
-        1
-    );
+    for (place, store, conflicts) in [
+        ("mad.lo.u32 %r1, %i, 4, %r9;", "u32 [%r1], 1", 0),
+        ("mad.lo.u32 %r1, %i, 8, %r9;", "u32 [%r1], 1", 1),
+        ("mad.lo.u32 %r1, %i, 128, %r9;", "u32 [%r1], 1", 31),
+        ("mad.lo.u32 %r1, %i, 8, %r9;", "v2.u32 [%r1], {1, 1}", 0),
+        ("mad.lo.u32 %r1, %i, 16, %r9;", "v2.u32 [%r1], {1, 1}", 2),
+        (
+            "mad.lo.u32 %r1, %i, 16, %r9;",
+            "v4.u32 [%r1], {1, 1, 1, 1}",
+            0,
+        ),
+        // Each word for 16 lanes.
+        (
+            "shr.u32 %r2, %i, 4; mad.lo.u32 %r1, %r2, 128, %r9;",
+            "u32 [%r1], 1",
+            1,
+        ),
+    ] {
+        let counts = count(&format!("{place} st.shared.{store};"));
+        assert_eq!(counts.bank_conflicts, conflicts, "{place} {store}");
+    }
     let aligned =
         count("mad.wide.u32 %rd1, %i, 4, %rd0; add.u64 %rd1, %rd1, 32; ld.global.u32 %r1, [%rd1];");
     assert_eq!((aligned.sectors_loaded, aligned.bytes_loaded), (4, 128));

@@ -456,11 +456,10 @@ fn read(word: &mut Record, epoch: u32, who: &Who, lanes: u32) {
 /// warps for up to 4 bytes, halves for 8, quarters for 16. Lanes that want the same word share it,
 /// so a row and a word for all take one pass.
 pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) {
-    // Most of a warp's words of 4 bytes are in banks of their own.
-    let mut banks = 0u32;
-    for lane in (0..32).filter(|lane| mask >> lane & 1 == 1) {
-        banks |= 1 << (addresses[lane] / 4 % 32);
-    }
+    // Mostly each lane has a bank of its own.
+    let bank_of = |lane: usize| 1u32 << (addresses[lane] / 4 % 32);
+    let lanes = (0..32).filter(|lane| mask >> lane & 1 == 1);
+    let banks = lanes.fold(0, |banks, lane| banks | bank_of(lane));
     if size <= 4 && banks.count_ones() == mask.count_ones() {
         return;
     }

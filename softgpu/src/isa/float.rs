@@ -1,4 +1,4 @@
-//! Floating-point numbers as PTX defines them, where Rust's own differ: half precision, NaNs, modes of
+//! Floating-point numbers as PTX defines them, where Rust differs: half precision, NaNs, modes of
 //! rounding.
 
 /// A subnormal number becomes a zero of its sign.
