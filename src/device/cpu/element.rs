@@ -10,11 +10,11 @@ use std::mem::MaybeUninit;
 pub(crate) trait Element: WithDType {
     type Acc: Accumulator;
 
-    /// Reads `vectors` from a row, which is as long.
+    /// Reads `vectors` from a row, which has as many elements.
     fn load<S: Simd>(simd: S, row: &[Self], vectors: &mut [<Self::Acc as Accumulator>::Vector<S>]);
 
-    /// Writes `vectors` to a row, which is as long, all of it, each element rounded to nearest,
-    /// ties to even.
+    /// Writes `vectors` to a row, which has as many elements: all of it, each element rounded to
+    /// nearest, ties to even.
     fn store<S: Simd>(
         simd: S,
         vectors: &[<Self::Acc as Accumulator>::Vector<S>],

@@ -223,8 +223,8 @@ const STEP: usize = 4;
 // written, though that hides the time of their roots: a backward of 4096x512 f32 then took 0.95 ms
 // instead of 0.60. See `benches/results/2026-11-22-cpu.md`.
 trait Pass<T: Element>: Sync {
-    /// True if rows with a residual come as two arrays. A backward reads `x + residual`, which the
-    /// forward wrote.
+    /// True if the rows may have a residual. A backward reads `x + residual`, which the forward
+    /// wrote.
     const ADDS_RESIDUAL: bool;
 
     /// False if only sums are wanted.
@@ -716,6 +716,7 @@ fn run<T: Element>(
     if rows.residual.is_none() || rows.bytes() <= LARGE {
         return run_with(rows.stores(), rows, pass, width);
     }
+    // Without an output and without sums, a forward adds the residual and does nothing else.
     let [gain, shift] = slices(None);
     let (RowOutputs { sum, .. }, _) = run_with(Stores::Cached, rows, &Forward { gain, shift }, 0);
     let summed = rows.summed(sum.as_deref().unwrap_or_default());
