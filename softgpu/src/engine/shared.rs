@@ -79,6 +79,10 @@ pub struct Who {
 pub enum Touch {
     Read,
     Write,
+    /// A copy to these bytes begins.
+    Fly,
+    /// A copy has come to its end: only now its bytes are there.
+    Land,
 }
 
 impl Shared {
@@ -223,7 +227,7 @@ impl Shared {
         for (at, word) in words.iter().enumerate() {
             let settled = match word.block == block {
                 true => harmless(word, epoch, who, lane_of(at), touch),
-                false => touch == Touch::Write,
+                false => touch != Touch::Read,
             };
             if !settled {
                 return false;
@@ -236,7 +240,7 @@ impl Shared {
             if touch == Touch::Read {
                 read(word, epoch, who, 1 << lane_of(at));
             } else {
-                write(word, epoch, who, lane_of(at));
+                write(word, epoch, who, lane_of(at), touch);
             }
         }
         true
@@ -294,62 +298,6 @@ impl Shared {
             (same && old != value).then_some(u32::from(record.write_lane))
         })
     }
-
-    /// A copy to these bytes begins.
-    pub fn fly(&mut self, who: &Who, lane: u32, address: u64, size: u32) -> Result<(), String> {
-        self.touch(who, lane, address, size, Touch::Write)?;
-        self.set_in_flight(address, size as usize, true);
-        Ok(())
-    }
-
-    /// Copies of neighbouring lanes to bytes in a row begin, as for [`Shared::touch_row`].
-    pub fn fly_row(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
-        let settled = self.touch_row(who, mask, address, size, Touch::Write);
-        if settled && !self.unchecked {
-            let bytes = mask.count_ones() as usize * size as usize;
-            // A row that is settled has no split words.
-            for word in &mut self.words[address as usize / 4..][..bytes / 4] {
-                word.in_flight = true;
-                word.written = false;
-            }
-        }
-        settled
-    }
-
-    /// Copies of 16 bytes each have come to their end, if that needs no further look.
-    pub fn land_row(&mut self, who: &Who, mask: u32, address: u64, data: &[u8]) -> bool {
-        if !self.unchecked {
-            for word in &mut self.words[address as usize / 4..][..data.len() / 4] {
-                word.in_flight = false;
-            }
-        }
-        let settled = self.touch_row(who, mask, address, 16, Touch::Write);
-        if settled {
-            self.at(address, data.len() as u32).copy_from_slice(data);
-        }
-        settled
-    }
-
-    /// A copy has come to its end: only now its bytes are there.
-    pub fn land(&mut self, who: &Who, lane: u32, address: u64, data: &[u8]) -> Result<(), String> {
-        self.set_in_flight(address, data.len(), false);
-        self.touch(who, lane, address, data.len() as u32, Touch::Write)?;
-        self.at(address, data.len() as u32).copy_from_slice(data);
-        Ok(())
-    }
-
-    /// `size` is a multiple of 4.
-    fn set_in_flight(&mut self, address: u64, size: usize, in_flight: bool) {
-        if self.unchecked {
-            return;
-        }
-        for at in (address as usize..address as usize + size).step_by(4) {
-            for record in self.records(at, 4) {
-                record.in_flight = in_flight;
-                record.written &= !in_flight;
-            }
-        }
-    }
 }
 
 fn touched(
@@ -359,10 +307,10 @@ fn touched(
     lane: u32,
     touch: Touch,
 ) -> Result<(), String> {
-    if word.in_flight {
+    if word.in_flight && touch != Touch::Land {
         return Err("a cp.async to these bytes is still in flight".into());
     }
-    if touch != Touch::Write && !word.written {
+    if touch == Touch::Read && !word.written {
         return Err("these bytes were never written".into());
     }
     // The last write.
@@ -404,7 +352,7 @@ fn touched(
             ));
         }
     }
-    write(word, epoch, who, lane);
+    write(word, epoch, who, lane, touch);
     Ok(())
 }
 
@@ -418,15 +366,16 @@ fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bo
         || word.read_epoch != epoch
         || (word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time < who.time));
     word.split == 0
-        && !word.in_flight
-        && (touch == Touch::Write || word.written)
+        && (touch == Touch::Land || !word.in_flight)
+        && (touch != Touch::Read || word.written)
         && after_writes
         && after_reads
 }
 
 #[inline(always)]
-fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32) {
-    word.written = true;
+fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32, touch: Touch) {
+    word.written = touch != Touch::Fly;
+    word.in_flight = touch == Touch::Fly;
     word.writer = who.warp;
     word.write_lane = lane as u8;
     word.write_epoch = epoch;
@@ -454,14 +403,15 @@ fn read(word: &mut Record, epoch: u32, who: &Who, lanes: u32) {
 
 /// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole
 /// warps for up to 4 bytes, halves for 8, quarters for 16. Lanes that want the same word share it,
-/// so a row and a word for all take one pass.
-pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) {
+/// so a row and a word for all take one pass. True: each lane has a word of its own, in a bank of
+/// its own.
+pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, size: u32) -> bool {
     // Mostly each lane has a bank of its own.
     let bank_of = |lane: usize| 1u32 << (addresses[lane] / 4 % 32);
     let lanes = (0..32).filter(|lane| mask >> lane & 1 == 1);
     let banks = lanes.fold(0, |banks, lane| banks | bank_of(lane));
     if size <= 4 && banks.count_ones() == mask.count_ones() {
-        return;
+        return true;
     }
     let group = match size {
         0..=4 => 32,
@@ -491,4 +441,5 @@ pub fn count_conflicts(counts: &mut Counts, addresses: &[u64; 32], mask: u32, si
         }
         counts.bank_conflicts += more.into_iter().max().unwrap_or(0);
     }
+    false
 }

@@ -703,17 +703,7 @@ impl Warp {
                 };
             }
             Space::Shared => {
-                self.serial += 1;
-                let who = self.who(block);
-                let first = addresses[mask.trailing_zeros() as usize % 32];
-                let settled = match pattern {
-                    Pattern::Row => block.shared.touch_row(&who, mask, first, size, Touch::Read),
-                    Pattern::Same => block.shared.read_same(&who, mask, first, size),
-                    Pattern::Scattered => false,
-                };
-                if !settled {
-                    self.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
-                }
+                self.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
                 let base = block.shared.at(0, 0).as_ptr();
                 // SAFETY: the check says that each lane's bytes are inside.
                 unsafe {
@@ -743,19 +733,12 @@ impl Warp {
         let pattern = Pattern::of(addresses, mask, size);
         match address.space {
             Space::Global => {
-                if let Err(mut fault) =
+                if let Err(fault) =
                     self.check_global(block, Global::Store, mask, addresses, size, pattern)
                 {
-                    let [x, y, _] = block.launch.block;
-                    let [tx, ty, tz] = fault.thread;
-                    let lane = (tx + x * (ty + y * tz)) % 32;
-                    let value = &self.stored(address, lane)[..size as usize];
-                    let at = addresses[lane as usize] as *const u8;
+                    let place = |lane: u32| addresses[lane as usize] as *const u8;
                     // SAFETY: a race is about bytes of an allocation, and whole operands lie in it.
-                    let same = is_race(&fault.what)
-                        && unsafe { std::slice::from_raw_parts(at, value.len()) } == value;
-                    fault.what = of_class(fault.what, same);
-                    return Err(fault);
+                    return Err(unsafe { self.classed(block, fault, address, place) });
                 }
                 // SAFETY: the check says that each lane's bytes are there and may be
                 // written.
@@ -782,7 +765,7 @@ impl Warp {
         Ok(())
     }
 
-    /// A row at once; else lane by lane, because two lanes may write to the same place.
+    /// At once if no two lanes write to the same place; else lane by lane.
     #[inline(always)]
     fn store_shared(
         &mut self,
@@ -793,46 +776,83 @@ impl Warp {
         pattern: Pattern,
     ) -> Done<()> {
         let size = address.bytes * address.count;
+        let apart = match pattern {
+            Pattern::Row => true,
+            Pattern::Same => false,
+            Pattern::Scattered => count_conflicts(&mut block.counts, addresses, mask, size),
+        };
+        if !apart {
+            return self.store_in_turn(block, address, mask, addresses);
+        }
+        let checked = self.check_shared(block, mask, addresses, size, pattern, Touch::Write);
+        let base = block.shared.at(0, 0).as_mut_ptr();
+        // SAFETY: the check says that each lane's bytes are inside. So are those of a race.
+        unsafe {
+            let place = |lane: u32| base.add(addresses[lane as usize] as usize);
+            if let Err(fault) = checked {
+                return Err(self.classed(block, fault, address, |lane| place(lane).cast_const()));
+            }
+            self.scatter(address, mask, pattern, place);
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn store_in_turn(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        mask: u32,
+        addresses: &[u64; 32],
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
         self.serial += 1;
-        let first = addresses[mask.trailing_zeros() as usize % 32];
-        let shared = &mut block.shared;
-        let row = pattern == Pattern::Row;
-        let line = block.program.ops[self.at as usize].line;
-        if row && shared.touch_row(&self.who_at(line), mask, first, size, Touch::Write) {
-            let base = shared.at(0, 0).as_mut_ptr();
-            // SAFETY: the check says that each lane's bytes are inside.
-            unsafe {
-                self.scatter(address, mask, pattern, |lane| {
-                    base.add(addresses[lane as usize] as usize)
-                })
-            };
-            return Ok(());
-        }
-        if pattern == Pattern::Scattered {
-            count_conflicts(&mut block.counts, addresses, mask, size);
-        }
         for lane in lanes_of(mask) {
             let value = self.stored(address, lane);
             let value = &value[..size as usize];
             let at = addresses[lane as usize];
             let who = self.who(block);
-            let meeting = match row {
-                true => None,
-                false => block.shared.collides(&who, lane, at, value),
-            };
-            if let Some(other) = meeting {
+            if let Some(other) = block.shared.collides(&who, lane, at, value) {
                 let what = format!(
                     "lanes {other} and {lane} store different values at {at:#x} of shared memory"
                 );
                 return Err(self.fault(block, self.at, lane, what));
             }
             if let Err(what) = block.shared.touch(&who, lane, at, size, Touch::Write) {
-                let same = is_race(&what) && block.shared.at(at, size) == value;
-                return Err(self.fault(block, self.at, lane, of_class(what, same)));
+                let fault = self.fault(block, self.at, lane, what);
+                let place = block.shared.at(0, 0).as_ptr().wrapping_add(at as usize);
+                // SAFETY: a race is about bytes that are inside.
+                return Err(unsafe { self.classed(block, fault, address, |_| place) });
             }
             block.shared.at(at, size).copy_from_slice(value);
         }
         Ok(())
+    }
+
+    /// Tells a race of two writes of one value from others: whoever comes last, the bytes are the
+    /// same.
+    ///
+    /// # Safety
+    /// If the fault is a race of writes, `place` points to the bytes of a lane's operand.
+    #[cold]
+    unsafe fn classed(
+        &self,
+        block: &Block,
+        mut fault: Box<Fault>,
+        address: &Address,
+        place: impl FnOnce(u32) -> *const u8,
+    ) -> Box<Fault> {
+        let what = &mut fault.what;
+        if what.contains("race: ") && (what.contains(" wrote ") || what.contains(" writes;")) {
+            let [x, y, _] = block.launch.block;
+            let [tx, ty, tz] = fault.thread;
+            let lane = (tx + x * (ty + y * tz)) % 32;
+            let value = &self.stored(address, lane)[..(address.bytes * address.count) as usize];
+            if std::slice::from_raw_parts(place(lane), value.len()) == value {
+                what.push_str(" (both write the same value)");
+            }
+        }
+        fault
     }
 
     /// The bytes that a lane stores.
@@ -876,10 +896,21 @@ impl Warp {
         touch: Touch,
     ) -> Done<()> {
         self.serial += 1;
-        if pattern == Pattern::Scattered {
+        let who = self.who(block);
+        let first = addresses[mask.trailing_zeros() as usize % 32];
+        let settled = match pattern {
+            Pattern::Row => block.shared.touch_row(&who, mask, first, size, touch),
+            Pattern::Same if touch == Touch::Read => {
+                block.shared.read_same(&who, mask, first, size)
+            }
+            _ => false,
+        };
+        if settled {
+            return Ok(());
+        }
+        if pattern == Pattern::Scattered && touch == Touch::Read {
             count_conflicts(&mut block.counts, addresses, mask, size);
         }
-        let who = self.who(block);
         for lane in lanes_of(mask) {
             let touched = (block.shared).touch(&who, lane, addresses[lane as usize], size, touch);
             touched.map_err(|what| self.fault(block, self.at, lane, what))?;
@@ -1113,17 +1144,8 @@ impl Warp {
                 )
             };
         }
-        self.serial += 1;
-        let row = Pattern::of(&places, mask, bytes) == Pattern::Row;
-        let first = places[mask.trailing_zeros() as usize % 32];
-        let line = block.program.ops[self.at as usize].line;
-        if !row || !(block.shared).fly_row(&self.who_at(line), mask, first, bytes) {
-            for lane in lanes_of(mask) {
-                let who = self.who(block);
-                let flown = (block.shared).fly(&who, lane, places[lane as usize], bytes);
-                flown.map_err(|what| self.fault(block, self.at, lane, what))?;
-            }
-        }
+        let pattern = Pattern::of(&places, mask, bytes);
+        self.check_shared(block, mask, &places, bytes, pattern, Touch::Fly)?;
         self.flights.push_back(flight);
         Ok(())
     }
@@ -1168,42 +1190,19 @@ impl Warp {
             ref data,
             ..
         } = flight;
-        self.serial += 1;
-        let row = bytes == 16 && Pattern::of(addresses, lanes, bytes) == Pattern::Row;
-        let start = lanes.trailing_zeros() as usize % 32;
-        let line = block.program.ops[self.at as usize].line;
-        let data_row = &data[start..start + lanes.count_ones() as usize * usize::from(row)];
-        if row
-            && (block.shared).land_row(
-                &self.who_at(line),
-                lanes,
-                addresses[start],
-                data_row.as_flattened(),
-            )
-        {
+        let pattern = Pattern::of(addresses, lanes, bytes);
+        self.check_shared(block, lanes, addresses, bytes, pattern, Touch::Land)?;
+        if pattern == Pattern::Row && bytes == 16 {
+            let (start, count) = (lanes.trailing_zeros() as usize, lanes.count_ones());
+            let row = data[start..start + count as usize].as_flattened();
+            (block.shared.at(addresses[start], 16 * count)).copy_from_slice(row);
             return Ok(());
         }
-        for lane in lanes_of(lanes) {
-            self.serial += 1;
-            let who = self.who(block);
-            let (address, data) = (addresses[lane as usize], &data[lane as usize]);
-            let landed = (block.shared).land(&who, lane, address, &data[..bytes as usize]);
-            landed.map_err(|what| self.fault(block, self.at, lane, what))?;
+        for lane in lanes_of(lanes).map(|lane| lane as usize) {
+            let to = block.shared.at(addresses[lane], bytes);
+            to.copy_from_slice(&data[lane][..bytes as usize]);
         }
         Ok(())
-    }
-}
-
-/// A refused store met another store.
-fn is_race(what: &str) -> bool {
-    what.contains("race: ") && (what.contains(" wrote ") || what.contains(" writes;"))
-}
-
-/// Tells a race of two writes of one value from others: whoever comes last, the bytes are the same.
-fn of_class(what: String, same: bool) -> String {
-    match same {
-        true => format!("{what} (both write the same value)"),
-        false => what,
     }
 }
 
