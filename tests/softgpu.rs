@@ -298,13 +298,14 @@ fn more_than_32_bits_of_elements() {
             _ => (DType::F32, 16, 16392),
         };
         // One, two and four pieces a thread, as many groups as elements, and a group wider than a
-        // block.
-        for (cols, groups, with_residual) in [
-            (3, Some(1), false),
-            (3, Some(3), true),
-            (two, None, true),
-            (64, None, false),
-            (wide, Some(1), true),
+        // block. With one channel the rows of a mask are beyond 2³² too.
+        for (cols, groups, with_residual, masked) in [
+            (1, None, false, true),
+            (3, Some(1), false, false),
+            (3, Some(3), true, false),
+            (two, None, true, false),
+            (64, None, false, false),
+            (wide, Some(1), true, false),
         ] {
             // candle launches as many threads as there are elements, modulo 2³². Kernels of a block a
             // group take rows in turns, and so the last block has the last row.
@@ -316,18 +317,21 @@ fn more_than_32_bits_of_elements() {
             let mut data = Data::on(&gpu, 6);
             let what = format!("{dtype:?}, {cols} by {groups:?}, residual: {with_residual}");
             for _ in 0..2 {
-                let batch = Batch::random(&mut data, &[few, cols], dtype, false);
+                let batch = Batch::random(&mut data, &[few, cols], dtype, masked);
                 let [ours, theirs] =
                     [&large, &small].map(|layer| run(layer, &batch, with_residual).0);
                 same_bits(&what, &ours, &theirs);
             }
-            let batch = Batch::random(&mut data, &[few, cols], dtype, false);
+            let batch = Batch::random(&mut data, &[few, cols], dtype, masked);
             let (expected, expected_sum) = run(&small, &batch, with_residual);
             softgpu.take_counts();
             let whole = Batch {
                 xs: huge(&batch.xs, rows),
                 dy: huge(&batch.dy, rows),
-                keep: None,
+                keep: batch.keep.as_ref().map(|keep| {
+                    let keep = huge(&keep.unsqueeze(1).unwrap(), rows);
+                    keep.squeeze(1).unwrap()
+                }),
             };
             let (outcome, sum) = run(&large, &whole, with_residual);
             let actual = (outcome.tensors().into_iter()).chain(sum.iter().map(|sum| ("sum", sum)));
@@ -376,7 +380,10 @@ fn run(layer: &PowerNorm, batch: &Batch, with_residual: bool) -> (Outcome, Optio
             let (y, sum) = layer.forward_residual(&x, &batch.dy).unwrap();
             (y, Some(sum))
         }
-        false => (layer.forward_t(&x, true).unwrap(), None),
+        false => {
+            let keep = batch.keep.as_ref();
+            (layer.forward_masked(&x, keep).unwrap(), None)
+        }
     };
     let mut loss = of(&y);
     if let Some(sum) = &sum {
