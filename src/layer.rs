@@ -554,7 +554,8 @@ impl PowerNorm {
         self.state.steps()
     }
 
-    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again.
+    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again. The record of the group
+    /// scaling is cleared.
     ///
     /// Over ranks, reset on every rank at the same place in the order of their calls.
     pub fn reset_running_stats(&self) -> Result<()> {

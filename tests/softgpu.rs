@@ -360,6 +360,13 @@ fn more_than_32_bits_of_elements() {
                     );
                 }
             }
+            // The rows that are kept are those of the small batch.
+            if masked {
+                let states = [&large, &small].map(|layer| layer.running_phi().unwrap());
+                let [actual, expected] = states.map(|phi| to_f64(&phi)[0]);
+                let near = (actual / expected - 1.).abs() <= 1e-5;
+                assert!(near, "{what}: ψ² is {actual}, not {expected}");
+            }
             for kernel in softgpu.take_counts()["kernels"].as_object().unwrap().keys() {
                 println!("launched {kernel}");
             }
