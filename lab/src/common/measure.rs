@@ -3,8 +3,9 @@
 //! tell those of its statistics.
 
 use super::checkpoint::variables;
-use super::norm::{Norm, NormConfig, ALPHA, EPS};
+use super::norm::{Norm, NormConfig, ALPHA};
 use super::optim::AdamW;
+use super::EPS;
 use anyhow::{Context, Result};
 use candle::Tensor;
 use candle_nn::VarMap;

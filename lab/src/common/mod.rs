@@ -15,6 +15,9 @@ use anyhow::{ensure, Context, Result};
 use candle::{Device, Tensor};
 use clap::ValueEnum;
 
+/// ε of every normalization.
+pub const EPS: f64 = 1e-5;
+
 /// The device that trains a model.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Place {

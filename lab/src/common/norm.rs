@@ -1,13 +1,12 @@
 //! The normalization layers that the commands compare, behind one type.
 
 use super::relatives::{Kind, Relative};
+use super::EPS;
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, ModuleT, VarBuilder};
 use candle_powernorm::{power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Statistics};
 use clap::ValueEnum;
 use std::fmt;
-
-pub const EPS: f64 = 1e-5;
 
 /// BatchNorm's momentum, candle's default: the weight of the batch in the running statistics.
 pub const MOMENTUM: f64 = 0.1;

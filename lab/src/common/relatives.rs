@@ -2,7 +2,7 @@
 //! made of candle's operations. Each takes statistics of a channel over tokens, of a batch or of the
 //! last batches.
 
-use super::norm::EPS;
+use super::EPS;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder};

@@ -292,7 +292,8 @@ mod tests {
     use super::*;
     use crate::common::checkpoint;
     use crate::common::measure::numbers;
-    use crate::common::norm::{Norm, EPS};
+    use crate::common::norm::Norm;
+    use crate::common::EPS;
     use crate::translate::data::tests::corpus;
     use crate::translate::model::tests::size;
     use crate::translate::search::{translate, Beam};
