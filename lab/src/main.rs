@@ -1,14 +1,12 @@
 //! Trains models with PowerNorm and with other normalizations, and compares them.
 //!
 //! ```text
-//! cargo run --release -p lab -- char-lm --text shakespeare.txt --compare power,layer
 //! cargo run --release -p lab -- study --text shakespeare.txt
 //! cargo run --release -p lab -- translate --data multi30k
 //! ```
 //!
 //! `--help` after a command lists its options. With `--features cuda`, each has `--device cuda`.
 
-mod char_lm;
 mod common;
 mod study;
 mod translate;
@@ -24,7 +22,6 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 #[derive(Debug, Parser)]
 #[command(about)]
 enum Command {
-    CharLm(char_lm::Args),
     Study(study::Args),
     Translate(translate::Args),
 }
@@ -32,7 +29,6 @@ enum Command {
 fn main() -> ExitCode {
     common::calm_candles_threads();
     let result = match Command::parse() {
-        Command::CharLm(args) => char_lm::run(&args),
         Command::Study(args) => study::run(&args),
         Command::Translate(args) => translate::run(&args, &mut std::io::stdout()),
     };

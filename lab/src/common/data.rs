@@ -134,14 +134,6 @@ impl Corpus {
             vocab: vocab.into_iter().map(String::from).collect(),
         })
     }
-
-    pub fn decode(&self, tokens: &[u32]) -> String {
-        let tokens: Vec<&str> = tokens.iter().map(|&t| &*self.vocab[t as usize]).collect();
-        tokens.join(match self.unit {
-            Unit::Character => "",
-            Unit::Word => " ",
-        })
-    }
 }
 
 impl Unit {
@@ -250,20 +242,23 @@ mod tests {
 
     const CONTEXT: usize = 4;
 
+    fn decode(corpus: &Corpus, tokens: &[u32]) -> Vec<String> {
+        let token = |&token: &u32| corpus.vocab[token as usize].clone();
+        tokens.iter().map(token).collect()
+    }
+
     fn corpus() -> Corpus {
         let text = "the quick brown fox, ünïcode. ".repeat(4);
         Corpus::new(&text, Unit::Character, CONTEXT).unwrap()
     }
 
     #[test]
-    fn splits_off_the_last_tenth_and_decodes_to_the_text() {
+    fn splits_off_the_last_tenth_of_the_text() {
         let corpus = corpus();
         assert_eq!((corpus.train.len(), corpus.val.len()), (108, 12));
         let tokens = [&*corpus.train, &*corpus.val].concat();
-        assert_eq!(
-            corpus.decode(&tokens),
-            "the quick brown fox, ünïcode. ".repeat(4)
-        );
+        let text = "the quick brown fox, ünïcode. ".repeat(4);
+        assert_eq!(decode(&corpus, &tokens).concat(), text);
         assert!(corpus.vocab.is_sorted());
     }
 
@@ -294,9 +289,11 @@ mod tests {
         let corpus = read(&val, &test)?;
         assert_eq!(corpus.vocab, ["\n", ".", "<unk>", "a", "dog", "runs"]);
         assert_eq!((corpus.train.len(), corpus.val.len()), (50, 50));
-        assert_eq!(corpus.decode(&corpus.val[..5]), "a <unk> runs . \n");
+        let words = ["a", "<unk>", "runs", ".", "\n"];
+        assert_eq!(decode(&corpus, &corpus.val[..5]), words);
         let tested = corpus.test.as_deref().context("no test split")?;
-        assert_eq!(corpus.decode(&tested[..7]), "a dog <unk> a dog . \n");
+        let words = ["a", "dog", "<unk>", "a"];
+        assert_eq!(decode(&corpus, &tested[..4]), words);
         let prints: BTreeSet<u64> = [(&None, &None), (&val, &None), (&val, &test), (&test, &None)]
             .into_iter()
             .map(|(val, test)| anyhow::Ok(read(val, test)?.fingerprint))
@@ -315,7 +312,8 @@ mod tests {
         let vocab = ["\n", ",", ".", "<unk>", "Hunde", "Zwei", "müde"];
         assert_eq!(corpus.vocab, vocab);
         assert_eq!(corpus.train.len() + corpus.val.len(), 67);
-        assert_eq!(corpus.decode(&corpus.val), "<unk> <unk> , <unk> Hunde . \n");
+        let words = ["<unk>", "<unk>", ",", "<unk>", "Hunde", ".", "\n"];
+        assert_eq!(decode(&corpus, &corpus.val), words);
         let characters = Corpus::new(&text, Unit::Character, CONTEXT).unwrap();
         assert_ne!(corpus.fingerprint, characters.fingerprint);
     }

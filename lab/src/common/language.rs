@@ -1,4 +1,4 @@
-//! A training run of a language model: a step, an evaluation, and a sample.
+//! A training run of a language model: its steps and its evaluations.
 
 use super::checkpoint::Checkpoint;
 use super::data::{Batch, Corpus};
@@ -8,20 +8,19 @@ use super::optim::{AdamWConfig, Schedule};
 use super::random::{generator, Dropout, Use};
 use super::train::{State, Train};
 use anyhow::Result;
-use candle::{DType, Device, Tensor, D};
-use candle_nn::{loss::cross_entropy, ops, VarBuilder, VarMap};
+use candle::{DType, Device, Tensor};
+use candle_nn::{loss::cross_entropy, VarBuilder, VarMap};
 use candle_powernorm::Mode;
-use rand::distr::{weighted::WeightedIndex, Distribution};
 use serde_json::{json, Value};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const BETA_2: f64 = 0.99;
 const WEIGHT_DECAY: f64 = 0.1;
 
 const DTYPE: DType = DType::F32;
 
-/// Sequences of a batch of `char-lm` and `study`.
+/// Sequences of a batch of `study`.
 pub const BATCH: usize = 12;
 
 /// Two runs of the same settings on the same text are the same run.
@@ -129,68 +128,12 @@ impl<'a> Run<'a> {
 
     /// The cross entropy, with label smoothing.
     fn loss(&self, batch: &Batch, smoothing: f64, dropout: &Dropout) -> Result<Tensor> {
-        let logits = self.model.forward_dropping(&batch.inputs, dropout)?;
+        let logits = self.model.forward(&batch.inputs, dropout)?;
         let logits = logits.flatten_to(1)?;
         Ok(match smoothing > 0. {
             true => smoothed_cross_entropy(&logits, &batch.targets, smoothing)?,
             false => cross_entropy(&logits, &batch.targets)?,
         })
-    }
-
-    /// The model as inference runs it: its normalizations folded into the linear layers after them.
-    pub fn fold(&self) -> Result<Gpt> {
-        let _guard = self.state.mode.eval_scope();
-        Ok(self.model.fold()?)
-    }
-
-    /// The tokens a second that each model evaluates, the fastest of `rounds` times over the same
-    /// `batches` batches of the validation split. The models take turns, so that what else the
-    /// machine does slows both.
-    pub fn inference_speed(
-        &self,
-        models: [&Gpt; 2],
-        batches: usize,
-        rounds: usize,
-    ) -> Result<[f64; 2]> {
-        let _guard = self.state.mode.eval_scope();
-        let Settings { size, batch, .. } = self.settings;
-        let tokens = batches * batch * size.context;
-        let batches = Batch::spread(
-            &self.corpus.val,
-            batches,
-            batch,
-            size.context,
-            &self.state.device,
-        );
-        let batches = batches.collect::<Result<Vec<_>>>()?;
-        let mut fastest = [Duration::MAX; 2];
-        for _ in 0..rounds {
-            for (model, fastest) in models.iter().zip(&mut fastest) {
-                let start = Instant::now();
-                for batch in &batches {
-                    model.forward(&batch.inputs)?;
-                }
-                self.state.device.synchronize()?;
-                *fastest = start.elapsed().min(*fastest);
-            }
-        }
-        Ok(fastest.map(|time| tokens as f64 / time.as_secs_f64()))
-    }
-
-    /// `length` characters that `model`, the run's own or the folded one, makes up, drawn at
-    /// `temperature`.
-    pub fn sample(&self, model: &Gpt, length: usize, temperature: f64) -> Result<String> {
-        let _guard = self.state.mode.eval_scope();
-        let mut rng = generator(self.settings.seed, Use::Sample, self.state.steps());
-        let mut tokens = vec![self.corpus.val[0]];
-        for _ in 0..length {
-            let seen = &tokens[tokens.len().saturating_sub(self.settings.size.context)..];
-            let logits = model.forward(&Tensor::new(seen, &self.state.device)?.unsqueeze(0)?)?;
-            let last = (logits.get(0)?.get(seen.len() - 1)? / temperature)?;
-            let weights = ops::softmax(&last, D::Minus1)?.to_vec1::<f32>()?;
-            tokens.push(WeightedIndex::new(weights)?.sample(&mut rng) as u32);
-        }
-        Ok(self.corpus.decode(&tokens[1..]))
     }
 
     /// Takes up the run that was saved to `path`.
@@ -347,9 +290,11 @@ impl Settings {
 mod tests {
     use super::super::checkpoint::{self, variables};
     use super::super::data::Unit;
-    use super::super::norm::{is_buffer, Norm};
+    use super::super::norm::Norm;
     use super::*;
     use anyhow::Context;
+    use candle::D;
+    use candle_nn::ops;
     use clap::ValueEnum;
     use rand::Rng;
 
@@ -391,7 +336,7 @@ mod tests {
     /// The value, and the gradient, are those that candle's operations have by autograd.
     #[test]
     fn the_smoothed_loss_is_that_of_candles_operations() -> Result<()> {
-        let mut rng = generator(1, Use::Sample, 0);
+        let mut rng = generator(1, Use::Weights, 0);
         let values: Vec<f32> = (0..7 * 5).map(|_| rng.random_range(-4f32..4.)).collect();
         let logits = candle::Var::from_vec(values, (7, 5), &Device::Cpu)?;
         let targets = Tensor::new(&[0u32, 4, 1, 1, 3, 2, 0], &Device::Cpu)?;
@@ -446,8 +391,6 @@ mod tests {
             }
             assert_eq!(resumed.state.history, whole.state.history, "{norm}");
             assert_eq!(bits(&resumed), bits(&whole), "{norm}");
-            let sample = |run: &Run| run.sample(&run.model, 20, 0.8);
-            assert_eq!(sample(&resumed)?, sample(&whole)?, "{norm}");
         }
         Ok(())
     }
@@ -540,7 +483,6 @@ mod tests {
             let (first, last) = run.state.history.train.split_at(10);
             let (first, last) = (mean(first), mean(&last[last.len() - 10..]));
             assert!(last < first - 0.1, "{norm}: {first} to {last}");
-            run.sample(&run.model, 20, 0.8)?;
 
             run.save(&path)?;
             let mut loaded = Run::new(settings, &corpus, &Device::Cpu)?;
@@ -578,48 +520,6 @@ mod tests {
         Ok(())
     }
 
-    /// With a layer-scale left and without; every norm has statistics, weights and shifts of its
-    /// own.
-    #[test]
-    fn a_folded_model_is_the_same_function() -> Result<()> {
-        let corpus = corpus();
-        for &norm in Norm::value_variants() {
-            for groups in [None, Some(2)] {
-                let mut settings = Settings::small(norm, &corpus);
-                settings.norm.groups = groups;
-                let mut run = Run::new(settings, &corpus, &Device::Cpu)?;
-                while run.state.steps() < settings.steps {
-                    run.step()?;
-                }
-                if !norm.is_power() {
-                    assert!(run.fold().is_err(), "{norm}");
-                    continue;
-                }
-                let mut rng = generator(settings.seed, Use::Weights, 1);
-                for (name, var) in variables(&run.state.varmap) {
-                    if var.rank() == 1 && !is_buffer(&name) {
-                        let random = (0..var.elem_count()).map(|_| rng.random_range(-1f32..1.5));
-                        let values: Vec<_> = random.collect();
-                        var.set(&Tensor::from_vec(values, var.shape(), &run.state.device)?)?;
-                    }
-                }
-                let folded = run.fold()?;
-                let _guard = run.state.mode.eval_scope();
-                let tokens = Tensor::new(&[[1u32, 2, 3, 4], [4, 3, 2, 1]], &run.state.device)?;
-                let logits = |model: &Gpt| model.forward(&tokens)?.flatten_all()?.to_vec1::<f32>();
-                let (ours, theirs) = (logits(&run.model)?, logits(&folded)?);
-                let largest = ours.iter().fold(0f32, |max, logit| max.max(logit.abs()));
-                for (i, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
-                    assert!(
-                        (ours - theirs).abs() < 1e-5 * largest,
-                        "{norm}, groups {groups:?}, logit {i}: {ours} and folded {theirs}"
-                    );
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// In evaluation.
     #[test]
     fn no_position_sees_its_future() -> Result<()> {
@@ -629,7 +529,11 @@ mod tests {
             let _guard = run.state.mode.eval_scope();
             let logits = |tokens: [u32; 4]| -> Result<Vec<Vec<f32>>> {
                 let tokens = Tensor::new(&[tokens], &run.state.device)?;
-                Ok(run.model.forward(&tokens)?.get(0)?.to_vec2()?)
+                Ok(run
+                    .model
+                    .forward(&tokens, &Dropout::none())?
+                    .get(0)?
+                    .to_vec2()?)
             };
             let (one, other) = (logits([1, 2, 3, 4])?, logits([1, 2, 5, 4])?);
             assert_eq!(one[..2], other[..2], "{norm}");

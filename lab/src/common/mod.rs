@@ -8,7 +8,6 @@ pub mod model;
 pub mod norm;
 pub mod optim;
 pub mod random;
-pub mod relatives;
 pub mod train;
 
 use anyhow::{ensure, Context, Result};

@@ -11,7 +11,7 @@ use candle_powernorm::Mode;
 use rand::{rngs::StdRng, Rng};
 use rand_distr::Normal;
 
-/// The model that `char-lm` and `study` train, which is nanoGPT's for a CPU.
+/// The model that `study` trains, which is nanoGPT's for a CPU.
 pub const LAYERS: usize = 4;
 pub const HEADS: usize = 4;
 pub const WIDTH: usize = 128;
@@ -28,7 +28,7 @@ pub struct Size {
 }
 
 impl Size {
-    /// The sizes of the model that `char-lm` and `study` train.
+    /// The sizes of the model that `study` trains.
     pub fn small(vocab: usize) -> Self {
         Self {
             layers: LAYERS,
@@ -46,7 +46,7 @@ pub struct Gpt {
     positions: Tensor,
     blocks: Vec<Block>,
     norm: NormLayer,
-    /// On the variable of `tokens`, unless `norm` was folded into it.
+    /// On the variable of `tokens`.
     output: Linear,
     mask: Tensor,
     context: usize,
@@ -71,12 +71,7 @@ impl Gpt {
         })
     }
 
-    pub fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        self.forward_dropping(tokens, &Dropout::none())
-    }
-
-    /// [`forward`](Self::forward) in training, with dropout.
-    pub fn forward_dropping(&self, tokens: &Tensor, dropout: &Dropout) -> Result<Tensor> {
+    pub fn forward(&self, tokens: &Tensor, dropout: &Dropout) -> Result<Tensor> {
         let (_, time) = tokens.dims2()?;
         if time > self.context {
             candle::bail!("{time} tokens, the context is {}", self.context)
@@ -93,21 +88,6 @@ impl Gpt {
             (xs, stream) = self.first_norm(i + 1).forward_residual(&branch, &stream)?;
         }
         self.output.forward(&xs)
-    }
-
-    /// The same function in evaluation, with every normalization folded into the linear layers that
-    /// read it.
-    pub fn fold(&self) -> Result<Self> {
-        let (folding, norm) = self.norm.to_fold()?;
-        Ok(Self {
-            tokens: self.tokens.clone(),
-            positions: self.positions.clone(),
-            blocks: self.blocks.iter().map(Block::fold).collect::<Result<_>>()?,
-            norm,
-            output: folding.fold_into(&self.output)?,
-            mask: self.mask.clone(),
-            context: self.context,
-        })
     }
 
     /// The normalization of the residual stream before block `i`, or of the output.
@@ -133,25 +113,6 @@ impl Block {
             norm_2: NormLayer::new(width, norm, mode, vb.pp("norm_2"))?,
             expand: linear_no_bias(width, 4 * width, vb.pp("mlp.expand"))?,
             project: linear_no_bias(4 * width, width, vb.pp("mlp.project"))?,
-        })
-    }
-
-    fn fold(&self) -> Result<Self> {
-        let (folding_1, norm_1) = self.norm_1.to_fold()?;
-        let (folding_2, norm_2) = self.norm_2.to_fold()?;
-        let attention = &self.attention;
-        Ok(Self {
-            norm_1,
-            attention: Attention {
-                query: folding_1.fold_into(&attention.query)?,
-                key: folding_1.fold_into(&attention.key)?,
-                value: folding_1.fold_into(&attention.value)?,
-                project: attention.project.clone(),
-                heads: attention.heads,
-            },
-            norm_2,
-            expand: folding_2.fold_into(&self.expand)?,
-            project: self.project.clone(),
         })
     }
 

@@ -1,6 +1,5 @@
 //! The normalization layers that the commands compare, behind one type.
 
-use super::relatives::{Kind, Relative};
 use super::EPS;
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, ModuleT, VarBuilder};
@@ -16,15 +15,13 @@ pub const ALPHA: f64 = 0.9;
 
 /// Variables that the layers keep for themselves. No gradient reaches them and no optimizer may
 /// move them.
-const BUFFERS: [&str; 8] = [
+const BUFFERS: [&str; 6] = [
     "running_phi",
     "ema_gz",
     "iters",
     "groups",
     "running_mean",
     "running_var",
-    "buffer_x2",
-    "buffer_gz",
 ];
 
 /// Tells a layer's running statistic from a parameter, by the variable's name.
@@ -46,14 +43,10 @@ pub enum Norm {
     Rms,
     /// Group normalization of each token by itself
     Group,
-    /// Batch Renormalization
-    Renorm,
-    /// Moving Average Batch Normalization
-    Mabn,
 }
 
 impl Norm {
-    /// This crate's layer, whose multiply-add folds into the linear layers after it.
+    /// This crate's layer.
     pub const fn is_power(self) -> bool {
         matches!(self, Self::Power | Self::PowerV)
     }
@@ -101,7 +94,7 @@ pub struct NormConfig {
     /// Channel groups of the layer-scale before the normalization, whichever it is, `None` for no
     /// layer-scale.
     pub groups: Option<usize>,
-    /// Steps before PowerNorm, BRN and MABN trust their running statistics.
+    /// Steps of PowerNorm's warm-up.
     pub warmup_steps: usize,
     /// Channel groups of GroupNorm.
     pub group_norm_groups: usize,
@@ -120,44 +113,6 @@ impl NormConfig {
             group_norm_groups: 2,
             momentum: MOMENTUM,
         }
-    }
-}
-
-/// The choices that commands offer for every model's normalizations.
-#[derive(Debug, Clone, clap::Args)]
-pub struct NormArgs {
-    /// Channel groups of the layer-scale before every normalization compared, a divisor of the
-    /// model's width; 0 for no layer-scale
-    #[arg(long, default_value_t = 4)]
-    pub groups: usize,
-
-    /// Steps of the warm-up of PowerNorm, BRN and MABN [default: as many as the learning rate's, as
-    /// in the paper]
-    #[arg(long, value_name = "STEPS")]
-    pub norm_warmup: Option<usize>,
-}
-
-impl NormArgs {
-    /// The normalizations of a model of `heads` heads whose learning rate rises over
-    /// `warmup_steps` steps.
-    pub fn config(&self, norm: Norm, heads: usize, warmup_steps: usize) -> NormConfig {
-        NormConfig {
-            norm,
-            groups: (self.groups > 0).then_some(self.groups),
-            warmup_steps: self.norm_warmup.unwrap_or(warmup_steps),
-            group_norm_groups: heads,
-            momentum: MOMENTUM,
-        }
-    }
-
-    /// Refuses groups that do not divide the model's width.
-    pub fn check(&self, width: usize) -> anyhow::Result<()> {
-        let groups = self.groups;
-        anyhow::ensure!(
-            groups == 0 || width.is_multiple_of(groups),
-            "--groups {groups}: the model's width, {width}, is not a multiple of it"
-        );
-        Ok(())
     }
 }
 
@@ -186,15 +141,11 @@ pub enum NormLayer {
         weight: Tensor,
     },
     Group(GroupNorm),
-    Relative(Relative),
     /// Any of these behind a layer-scale. PowerNorm has its own, in the same pass.
     Scaled {
         scale: GroupScaling,
         norm: Box<NormLayer>,
     },
-    /// The layer-scale, if there is one, of a [`Power`](Self::Power) whose multiply-add is in the
-    /// linear layers after it.
-    Folded(Option<GroupScaling>),
 }
 
 impl NormLayer {
@@ -209,11 +160,8 @@ impl NormLayer {
                 norm: Box::new(Self::new(size, &plain, mode, vb)?),
             });
         }
-        let relative = |kind| Relative::new(size, kind, config.warmup_steps, mode, vb.clone());
         let weight = || vb.get_with_hints(size, "weight", Init::Const(1.));
         Ok(match config.norm {
-            Norm::Renorm => Self::Relative(relative(Kind::Renorm)?),
-            Norm::Mabn => Self::Relative(relative(Kind::MovingAverage)?),
             Norm::Power | Norm::PowerV => {
                 let config = PowerNormConfig {
                     eps: EPS,
@@ -255,14 +203,6 @@ impl NormLayer {
         })
     }
 
-    /// The layer to fold into every linear layer that reads it, and what then takes its place.
-    pub fn to_fold(&self) -> Result<(&PowerNorm, Self)> {
-        match self {
-            Self::Power(norm) => Ok((norm, Self::Folded(norm.group_scaling()))),
-            _ => candle::bail!("only PowerNorm folds into linear layers"),
-        }
-    }
-
     /// `xs + residual`, normalized, and as it is.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         match self {
@@ -279,7 +219,7 @@ impl NormLayer {
     pub fn forward_masked(&self, xs: &Tensor, padding: &Padding) -> Result<Tensor> {
         match self {
             Self::Power(norm) => norm.forward_masked(xs, &padding.keep),
-            Self::Batch { .. } | Self::Relative(_) => {
+            Self::Batch { .. } => {
                 let rows = xs.flatten_to(1)?;
                 let real = rows.index_select(&padding.rows, 0)?;
                 let real = self.forward(&real)?.contiguous()?;
@@ -321,10 +261,6 @@ impl Module for NormLayer {
                 norm.forward_t(&rows, mode.is_training())?
                     .reshape(xs.shape())
             }
-            Self::Relative(norm) => {
-                let rows = xs.flatten_to(xs.rank() - 2)?;
-                norm.forward(&rows)?.reshape(xs.shape())
-            }
             // The `_slow` functions, because `candle_nn::LayerNorm` and `RmsNorm` take a fused
             // path that records no backward: all that lies upstream would silently stop training.
             Self::Layer { weight, bias } => {
@@ -338,8 +274,6 @@ impl Module for NormLayer {
                 norm.forward(&rows)?.reshape(xs.shape())
             }
             Self::Scaled { scale, norm } => norm.forward(&scale.forward(xs)?),
-            Self::Folded(Some(scaling)) => scaling.forward(xs),
-            Self::Folded(None) => Ok(xs.clone()),
         }
     }
 }

@@ -4,13 +4,12 @@ use candle::{Result, Tensor};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::cell::RefCell;
 
-/// A use of random numbers.
+/// A use of random numbers. Its number is part of the seed: recorded runs have these.
 #[derive(Debug, Clone, Copy)]
 pub enum Use {
-    Weights,
-    Batch,
-    Sample,
-    Dropout,
+    Weights = 0,
+    Batch = 1,
+    Dropout = 3,
 }
 
 /// The generator for one `use_` of one `step` of the run with this `seed`. Nothing carries over

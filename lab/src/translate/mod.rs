@@ -22,7 +22,7 @@ mod search;
 mod train;
 
 use crate::common::measure::{singular_values, Outliers, Series};
-use crate::common::norm::{share, Norm, NormArgs};
+use crate::common::norm::{share, Norm, NormConfig, MOMENTUM};
 use crate::common::train::{bar, train, Plan, Train};
 use crate::common::{self, Place};
 use anyhow::{bail, ensure, Context, Result};
@@ -109,8 +109,10 @@ pub struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
-    #[command(flatten)]
-    layer: NormArgs,
+    /// Channel groups of the layer-scale before every normalization compared, a divisor of the
+    /// model's width; 0 for no layer-scale
+    #[arg(long, default_value_t = 4)]
+    groups: usize,
 
     /// Share of elements that dropout zeroes
     #[arg(long, value_parser = share, default_value_t = 0.1)]
@@ -219,7 +221,11 @@ impl Args {
 /// Results go to `out`.
 pub fn run(args: &Args, out: &mut dyn Write) -> Result<()> {
     let folder = args.data.as_ref().context(SOURCES)?;
-    args.layer.check(WIDTH)?;
+    let groups = args.groups;
+    ensure!(
+        groups == 0 || WIDTH.is_multiple_of(groups),
+        "--groups {groups}: the model's width, {WIDTH}, is not a multiple of it"
+    );
     let has_checkpoint = |&norm: &Norm| args.checkpoint(norm).exists();
     ensure!(
         !args.resume || args.norms().iter().any(has_checkpoint),
@@ -322,7 +328,13 @@ fn announce(args: &Args, corpus: &Corpus) {
 
 fn settings(args: &Args, norm: Norm, corpus: &Corpus) -> Settings {
     Settings {
-        norm: (args.layer).config(norm, HEADS, WARMUP_STEPS),
+        norm: NormConfig {
+            norm,
+            groups: (args.groups > 0).then_some(args.groups),
+            warmup_steps: WARMUP_STEPS,
+            group_norm_groups: HEADS,
+            momentum: MOMENTUM,
+        },
         size: Size {
             layers: LAYERS,
             heads: HEADS,

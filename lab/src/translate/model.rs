@@ -595,7 +595,7 @@ pub mod tests {
     fn the_objective_has_the_gradient_that_autograd_finds() -> Result<()> {
         // More rows than one stretch has.
         let (count, vocab, width) = (ROWS + 9, 7, 3);
-        let mut rng = generator(1, Use::Sample, 0);
+        let mut rng = generator(1, Use::Weights, 0);
         let mut random = |rows| -> Result<Var> {
             let values: Vec<f32> = (0..rows * width)
                 .map(|_| rng.random_range(-1f32..1.))
