@@ -43,8 +43,8 @@ impl ForwardKind {
 /// Whose equations a training step runs: the paper's, or the equations of the code that its authors
 /// released.
 ///
-/// Symbols: ψ_B² the batch's mean square, `t` the step counted from 1, `T` the warm-up steps,
-/// `n` the kept rows out of `B`, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²`, `Λ = mean g X̂`.
+/// Symbols: ψ_B² is the batch's mean square, `t` the step counted from 1, `T` the warm-up steps,
+/// `B` the rows, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²`, `Λ = mean g X̂`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(
     feature = "serde",
@@ -132,7 +132,7 @@ pub struct PowerNormConfig {
     /// `F32`, or to `F64` if the parameters are. Default 1e-5.
     pub eps: f64,
     /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
-    /// In (0, 1), rounded as ε is; default 0.9. In `F32` the rounded weights of 0.99999 make ψ²
+    /// In (0, 1), rounded as ε is; default 0.9. In `F32`, 0.99999 is rounded so that ψ² becomes
     /// 0.14 % too small.
     pub alpha_fwd: f64,
     /// α_b, the weight of the *old* ν in its moving average. In (0, 1), rounded as ε is; default

@@ -31,8 +31,8 @@ use std::sync::Arc;
 /// | `iters` (t) | `[1]` | `I64`, on the CPU | 0 |
 /// | `groups` (G of the group scaling, −1 without it) | `[1]` | `I64`, on the CPU | 0 |
 ///
-/// As in candle's LayerNorm, the first of two names is taken unless the builder has the second one
-/// only. With `affine: false` there is neither weight nor bias. The statistics are in the `VarMap`,
+/// As in candle's LayerNorm, `gamma` and `beta` are read if the builder has no `weight` and `bias`.
+/// With `affine: false` there is neither weight nor bias. The statistics are in the `VarMap`,
 /// so they are saved and loaded with it. No gradient reaches them, so no optimizer moves them.
 ///
 /// The first step of a training or recalibration writes `groups`, and a layer with another group
@@ -152,10 +152,9 @@ fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
 /// # Gradients
 ///
 /// The gradients of weight and bias are exact in every mode. The input's gradient is exact in
-/// evaluation. It is also exact in training while the batch's statistic normalizes, under
-/// [`Recipe::Paper`](crate::Recipe::Paper): during the warm-up, and with
-/// [`Statistics::Batch`](crate::Statistics::Batch). After the warm-up it is the paper's
-/// approximation, which replaces the batch mean Λ by its running estimate ν.
+/// evaluation. Under [`Recipe::Paper`](crate::Recipe::Paper) it is also exact in training during
+/// the warm-up, and with [`Statistics::Batch`](crate::Statistics::Batch). With PN after the warm-up
+/// it is the paper's approximation, which replaces the batch mean Λ by its running estimate ν.
 ///
 /// # Example
 ///
@@ -391,7 +390,7 @@ impl PowerNorm {
     ///
     /// The outputs have the bits of an addition and a [`forward`](Module::forward). On an NVIDIA
     /// GPU, and on a CPU for inputs of up to 4 MiB, the addition takes no pass over memory of its
-    /// own. Nor does it in the backward, which adds both outputs' gradients and rounds their sum
+    /// own. Neither does the backward's addition of both outputs' gradients, whose sum is rounded
     /// once.
     ///
     /// On an NVIDIA GPU, after a backward that failed, run the forward again: a second backward
@@ -500,16 +499,16 @@ impl PowerNorm {
     /// # Errors
     ///
     /// A layer's first training forward compares the ranks: the order of `with_ranks`, the step
-    /// count, the size, and the configuration. A difference is an error on every rank, which names
-    /// it.
+    /// count, the size, and the configuration. If they differ, every rank gets an error that says in
+    /// what.
     ///
     /// On a CPU, each later exchange compares the order of calls and the step count. If one rank's
     /// call fails, it fails on all ranks. They can go on with the next step. Layers that came first
     /// in the failed step have moved ψ², on all ranks.
     ///
     /// On a GPU nothing is compared later. If a rank's call then fails, for example because memory
-    /// runs out, the other ranks wait in their sum. If ranks come to differ, NCCL hangs or sums
-    /// what does not belong together.
+    /// runs out, the other ranks wait in their sum. If ranks later make different calls, NCCL hangs
+    /// or adds unrelated numbers.
     #[must_use]
     pub fn with_ranks(self, ranks: &Ranks) -> Self {
         let device = self.device.sums_device(self.state.device());

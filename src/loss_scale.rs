@@ -46,8 +46,8 @@ use std::sync::Arc;
 ///
 /// A CUDA graph keeps the number from when it was captured.
 ///
-/// Under [`Recipe::Paper`](crate::Recipe::Paper) a channel whose Λ overflowed keeps its ν, so a
-/// step that you leave out for an overflow leaves no trace there.
+/// Under [`Recipe::Paper`](crate::Recipe::Paper) a channel whose Λ overflowed keeps its ν. ψ² and
+/// the step count have moved by then.
 #[derive(Clone)]
 pub struct LossScale(Arc<AtomicU64>);
 

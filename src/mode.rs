@@ -51,8 +51,7 @@ impl Purpose {
     }
 }
 
-/// The number of the next scope. Scopes of all `Mode`s have different numbers, and none has 0, with
-/// which a state starts.
+/// The number of the next scope, unique among all `Mode`s. No scope has 0, which a new state has.
 static NEXT_SCOPE: AtomicU64 = AtomicU64::new(1);
 
 impl Mode {
@@ -96,8 +95,8 @@ impl Mode {
     /// Use it where ψ² no longer fits the weights: after checkpoints were averaged or edited, or
     /// for data of another kind.
     ///
-    /// ψ² becomes the mean of ψ_B² over the batches, `ψ² ← ψ²(k−1)/k + ψ_B²/k` in the k-th,
-    /// whatever it was before. Every batch counts the same, so use batches of one size. Each batch
+    /// ψ² becomes the mean of ψ_B² over the batches: `ψ² ← ψ²(k−1)/k + ψ_B²/k` in the k-th. The
+    /// old ψ² does not count. Every batch counts the same, so use batches of one size. Each batch
     /// is normalized by its own ψ_B². ν, t and the weights stay.
     ///
     /// - A layer that gets no batch keeps its ψ². A batch without a kept row does not count.

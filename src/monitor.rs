@@ -1,7 +1,7 @@
-//! The statistics of a training step's batch, for whoever watches a run.
+//! The statistics of a training step's batch, for monitoring.
 //!
-//! ψ_B² and Λ follow from the state before a step and after it, and Γ from ψ_B². So the layer keeps
-//! nothing for a monitor, and a run that is not watched pays nothing.
+//! They follow from the state before and after a step. So the layer stores nothing for a monitor,
+//! and a run without one pays nothing.
 
 use crate::config::{ForwardKind, PowerNormConfig, Recipe};
 use crate::error::Error;

@@ -122,7 +122,7 @@ def verdict(values, paper):
     if paper_in:
         return "the paper's difference"
     if zero:
-        return "level: the interval holds 0, and not the paper's value"
+        return "level (the interval holds 0 and not the paper's value)"
     middle = statistics.mean(values)
     if middle * paper < 0:
         return "the opposite of the paper's order"
@@ -204,8 +204,9 @@ def README_LONG():
     }
     start = starts.get(found.split()[0].rstrip(":"), f"it shows {found}")
     return (
-        f"After 30 epochs of words {start}: its test loss less LayerNorm's is "
-        f"{spread(values, sign=True)} over {WORDS[len(values)]} seeds, 95 % {interval(values)}. "
+        f"After 30 epochs of words {start}: its test loss minus LayerNorm's is "
+        f"{spread(values, sign=True)} over {WORDS[len(values)]} seeds, 95 % interval "
+        f"{interval(values)}. "
         f"The paper predicts {NATS('PN')}."
     )
 

@@ -87,8 +87,7 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     ///
     /// Whatever the engine reports. If an engine cannot sum, it should fail on every rank: an error
-    /// on one rank leaves the others waiting. Ranks in calls that do not fit each other may bring
-    /// tensors of different lengths.
+    /// on one rank leaves the others waiting.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
@@ -284,8 +283,8 @@ impl Member {
         }
         let ranks = self.ranks.world_size() as f64;
         let mut pairs = message[1..].iter().zip(&global[1..announced]);
-        // The sums of numbers and of their squares are those of equal numbers only if all are
-        // equal: their variance is then 0. So every rank finds the same difference.
+        // If a sum and the sum of squares are this rank's times the number of ranks, the variance
+        // is 0, so all are equal. Hence every rank finds the same difference.
         if let Some(differs) = pairs.position(|(own, sum)| *sum != ranks * own) {
             let common = &common[differs / ANNOUNCED];
             let [least, most] = self.range(common.key)?.map(common.show);
@@ -295,8 +294,8 @@ impl Member {
         Ok(global.split_off(announced))
     }
 
-    /// The least and the largest of all ranks' keys, found bit by bit from the highest. The ranks
-    /// whose key may still be the one that is sought say whether the bit is 1.
+    /// The least and the largest of all ranks' keys, found bit by bit from the highest. Only ranks
+    /// whose key agrees with the bits found so far report the next one.
     fn range(&self, key: u64) -> Result<[u64; 2]> {
         let keys = [!key, key];
         let (mut seeks, mut found) = ([true; 2], [0; 2]);
