@@ -315,3 +315,55 @@ fn threads_may_share_a_graph() -> Result<()> {
     }
     Ok(())
 }
+
+/// The identity. Its backward runs another backward first, as a rayon worker may that waits for
+/// rows.
+struct Nested(Tensor);
+
+impl CustomOp1 for Nested {
+    fn name(&self) -> &'static str {
+        "nested"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        self.0.backward()?;
+        Ok(Some(gradient.clone()))
+    }
+}
+
+#[test]
+fn a_backward_may_run_inside_another_of_the_same_graph() -> Result<()> {
+    let mut data = Data::new(13);
+    let case = Case::random(&mut data, &[40, 6], DType::F64)?;
+    let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
+    layer.mode().set_training(false);
+    let (y, sum) = layer.forward_residual(&case.xs, &case.residual)?;
+    let vars = [&case.xs, &case.residual];
+    let gradients = |y: &Tensor| -> Result<Vec<Tensor>> {
+        let outputs = (y.clone(), sum.clone());
+        let store = case.gradients(&outputs, [true, true])?;
+        let params = [layer.weight(), layer.bias()].map(|param| param.unwrap().clone());
+        let vars = vars.into_iter().map(|var| var.as_tensor().clone());
+        Ok((vars.chain(params))
+            .map(|var| store.get(&var).unwrap().clone())
+            .collect())
+    };
+    let alone = gradients(&y)?;
+    for uses in USES {
+        let [mut inner, of_sum] = [&y, &sum].map(|output| output.affine(3., 0.)?.sum_all());
+        inner = match uses {
+            [true, true] => inner? + of_sum?,
+            [true, false] => inner,
+            _ => of_sum,
+        };
+        let nested = gradients(&y.apply_op1(Nested(inner?))?)?;
+        for (nested, alone) in nested.iter().zip(&alone) {
+            assert_same_bits("gradient", nested, alone);
+        }
+    }
+    Ok(())
+}

@@ -60,8 +60,9 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
     Ok((y, sum))
 }
 
-/// Hands a value from one op to another, for each thread that runs a backward.
-struct Stored<T>(Mutex<HashMap<ThreadId, T>>);
+/// Hands values from one op to another, for each thread that runs a backward. The last comes first:
+/// a thread that waits in rayon may be given a backward of the same graph to run inside its own.
+struct Stored<T>(Mutex<HashMap<ThreadId, Vec<T>>>);
 
 impl<T> Default for Stored<T> {
     fn default() -> Self {
@@ -71,11 +72,15 @@ impl<T> Default for Stored<T> {
 
 impl<T> Stored<T> {
     fn put(&self, value: T) {
-        lock(&self.0).insert(thread::current().id(), value);
+        let mut threads = lock(&self.0);
+        threads
+            .entry(thread::current().id())
+            .or_default()
+            .push(value);
     }
 
     fn take(&self) -> Option<T> {
-        lock(&self.0).remove(&thread::current().id())
+        lock(&self.0).get_mut(&thread::current().id())?.pop()
     }
 }
 
@@ -102,19 +107,26 @@ impl ResidualOp {
         token(first)
     }
 
-    /// Returns the gradient of `xs`, which is also the residual's.
-    fn backward(&self, input: bool, token_gradient: &Tensor) -> Result<Option<Tensor>> {
-        let (dy, dsum) = (self.y.take(), self.sum.take());
+    /// Returns the gradient of `xs`, which is also the residual's, and stores those of weight and
+    /// bias.
+    fn backward(
+        &self,
+        input: bool,
+        params: bool,
+        token_gradient: &Tensor,
+    ) -> Result<Option<Tensor>> {
         // A backward that failed may have left gradients here. The marks tell which gradients came
         // in this backward. On a GPU the host would have to wait to read them.
         let came = match token_gradient.device() {
             Device::Cpu => token_gradient.to_vec1::<f32>()?[0],
             _ => Y + SUM,
         };
-        let dy = dy.filter(|_| came != SUM);
-        let dsum = dsum.filter(|_| came != Y);
+        let dy = if came == SUM { None } else { self.y.take() };
+        let dsum = if came == Y { None } else { self.sum.take() };
         let Some(dy) = dy else {
-            self.params.take();
+            if params {
+                self.params.put([None, None]);
+            }
             return Ok(dsum.filter(|_| input));
         };
         let Some(sum) = self.input.get() else {
@@ -122,7 +134,9 @@ impl ResidualOp {
         };
         let affine = self.affine.as_ref().map(|affine| affine.each_ref());
         let gradients = (self.step).backward(sum, affine, &dy, dsum.as_ref(), input)?;
-        self.params.put([gradients.weight, gradients.bias]);
+        if params {
+            self.params.put([gradients.weight, gradients.bias]);
+        }
         Ok(gradients.input)
     }
 }
@@ -142,7 +156,8 @@ impl CustomOp3 for ResidualOp {
         _token: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let dx = self.backward(xs.track_op() || residual.track_op(), gradient)?;
+        let input = xs.track_op() || residual.track_op();
+        let dx = self.backward(input, params.track_op(), gradient)?;
         let params = params.track_op().then(|| params.detach());
         Ok((if_tracked(xs, &dx), if_tracked(residual, &dx), params))
     }
@@ -218,8 +233,8 @@ impl CustomOp2 for Params {
             false => Ok(None),
         };
         match self.0.take() {
+            Some([None, None]) | None => Ok((zero(weight)?, zero(bias)?)),
             Some(gradients) => Ok(gradients.into()),
-            None => Ok((zero(weight)?, zero(bias)?)),
         }
     }
 }
