@@ -107,10 +107,18 @@ pub(crate) enum Error {
         got: DType,
     },
 
+    /// Of a state's tensors, only some are variables, so not all of it would be saved.
+    #[error(
+        "power_norm: expected {0} to be a variable, as running_phi is, got a copy: \
+         on a GPU, build the layer without `rename` and `rename_f`"
+    )]
+    CopiedState(&'static str),
+
     /// A checkpoint brought the statistics of a layer with another group scaling.
     #[error(
         "power_norm: expected statistics with group_scaling {expected:?}, got group_scaling {got}: \
-         set it as it was in training, or begin new statistics by `reset_running_stats`"
+         set it as it was in training, or begin new statistics, by `reset_running_stats` or from a \
+         checkpoint without running_phi, ema_gz, iters and groups"
     )]
     StateGroups {
         expected: Option<usize>,

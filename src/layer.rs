@@ -53,6 +53,8 @@ use std::sync::Arc;
 /// - A tensor is missing, or has another shape or dtype.
 /// - A tensor is on another device. `iters` and `groups` must be on the CPU, and the others
 ///   together.
+/// - `running_phi` is a variable, and another tensor of the state is not. candle's `rename` copies
+///   `iters` to the CPU if the builder's device is a GPU.
 /// - The statistics are from a layer with another group scaling.
 /// - A number in a frozen `running_phi` on a CPU is negative or not finite.
 ///
@@ -388,10 +390,10 @@ impl PowerNorm {
     /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The layer's [`Mode`]
     /// says whether this is training or evaluation.
     ///
-    /// The outputs have the bits of an addition and a [`forward`](Module::forward). On an NVIDIA
-    /// GPU, and on a CPU for inputs of up to 4 MiB, the addition takes no pass over memory of its
-    /// own. Neither does the backward's addition of both outputs' gradients, whose sum is rounded
-    /// once.
+    /// The outputs have the bits of an addition and a [`forward`](Module::forward), except where
+    /// candle's addition flushes subnormal bf16 numbers to 0. On an NVIDIA GPU, and on a CPU for
+    /// inputs of up to 4 MiB, the addition takes no pass over memory of its own. Neither does the
+    /// backward's addition of both outputs' gradients, whose sum is rounded once.
     ///
     /// On an NVIDIA GPU, after a backward that failed, run the forward again: a second backward
     /// could use gradients left by the first.

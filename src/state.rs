@@ -98,6 +98,17 @@ impl State {
             false => count("groups").ok(),
         };
         let trainable = running_phi.is_variable();
+        let others = [
+            ("ema_gz", Some(&ema_gz)),
+            ("iters", Some(&iters)),
+            ("groups", groups.as_ref()),
+        ];
+        for (name, tensor) in others {
+            // The builder's own would stay as it is.
+            if trainable && tensor.is_some_and(|tensor| !tensor.is_variable()) {
+                return Err(Error::CopiedState(name).into());
+            }
+        }
         let tensors = [&running_phi, &ema_gz, &iters];
         let state = Self::new(size, config, dtype, tensors, groups)?;
         state.check_groups()?;

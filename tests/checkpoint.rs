@@ -227,7 +227,8 @@ fn refusal(expected: Option<usize>, got: Option<usize>) -> String {
     format!(
         "power_norm: expected statistics with group_scaling {expected:?}, \
          got group_scaling {got:?}: set it as it was in training, \
-         or begin new statistics by `reset_running_stats`"
+         or begin new statistics, by `reset_running_stats` or from a checkpoint without \
+         running_phi, ema_gz, iters and groups"
     )
 }
 
@@ -405,6 +406,39 @@ fn frozen_statistics_that_no_training_leaves_are_refused() {
             f64::from(got)
         );
         assert_eq!(message(power_norm(SIZE, *layer.config(), vb)), text);
+    }
+}
+
+/// A layer that trains on a copy would not be saved.
+#[test]
+fn a_state_of_which_only_a_part_is_variables_is_refused() {
+    let (_, varmap, _) = trained_with(Some(3));
+    let variables: HashMap<String, Tensor> = (varmap.data().lock().unwrap().iter())
+        .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
+        .collect();
+    let build = |copied: Option<&str>| {
+        let mut tensors = variables.clone();
+        if let Some(copied) = copied {
+            let copy = tensors[copied].detach();
+            tensors.insert(copied.to_owned(), copy);
+        }
+        let config = PowerNormConfig {
+            group_scaling: Some(3),
+            ..config()
+        };
+        power_norm(
+            SIZE,
+            config,
+            VarBuilder::from_tensors(tensors, DType::F32, &CPU),
+        )
+    };
+    assert!(build(None).unwrap().mode().is_training());
+    for copied in ["ema_gz", "iters", "groups"] {
+        let expected = format!(
+            "power_norm: expected {copied} to be a variable, as running_phi is, got a copy: \
+             on a GPU, build the layer without `rename` and `rename_f`"
+        );
+        assert_eq!(message(build(Some(copied))), expected);
     }
 }
 

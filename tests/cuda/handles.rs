@@ -242,3 +242,14 @@ fn a_model_trains_and_its_checkpoint_loads_on_the_cpu() {
     let actual = loaded.forward(&xs.to_device(&CPU).unwrap()).unwrap();
     assert_relative("on the CPU", &actual, &expected, 1e-5);
 }
+
+/// candle copies the step count to the CPU there, so no `VarMap` would have it.
+#[test]
+fn a_builder_that_renames_is_refused() {
+    let device = Device::new_cuda_with_stream(0).unwrap();
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device);
+    let vb = vb.rename_f(|name| name.replace("LayerNorm", "norm"));
+    let error = message(power_norm(4, 1e-5, vb.pp("LayerNorm")));
+    let expected = "power_norm: expected iters to be a variable, as running_phi is, got a copy";
+    assert!(error.starts_with(expected), "{error}");
+}
