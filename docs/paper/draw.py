@@ -124,14 +124,6 @@ def main():
             if norm != "layer"
         ],
     )
-    chart(
-        "characters-2000",
-        "Less LN behind four groups, nats a character",
-        [
-            (norm, differences("characters-2000", run, "characters-2000", "layer"))
-            for run, norm in [("power", "PN"), ("power-v", "PN-V"), ("batch", "BN")]
-        ],
-    )
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def FULL_LOSSES():
     def row(norm, name):
         test = full(norm)
         if not test:
-            return f"| {name} | | not run yet | | |"
+            return f"| {name} | | not run | | |"
         ended = {seed: loss for seed, loss in test.items() if loss is not None}
         if not ended:
             return f"| {name} | {listed(test)} | all diverged | | |"
@@ -155,7 +155,7 @@ def FULL_DIFFERENCES():
         start = f"| {name} less LN | {NATS(name)} "
         pairs = full_pairs(norm)
         if not pairs:
-            return start + "| | not run yet | | |"
+            return start + "| | not run | | |"
         values = list(pairs.values())
         known = interval(values) if len(values) > 1 else ""
         return (
