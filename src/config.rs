@@ -94,7 +94,8 @@ pub enum Recipe {
 /// With this feature the configuration can be part of the model's configuration, which is read from
 /// the JSON file beside the weights. A missing field has its default, and `"group_scaling": null`
 /// is `None`. A format without null, such as TOML, cannot say `None`. An unknown field is an error,
-/// because otherwise a misspelt name would pass unnoticed. Values are checked when a layer is built.
+/// because otherwise a misspelt name would pass unnoticed. Values are checked when a layer is
+/// built.
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {

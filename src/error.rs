@@ -109,8 +109,9 @@ pub(crate) enum Error {
 
     /// Of a state's tensors, only some are variables, so not all of it would be saved.
     #[error(
-        "power_norm: expected {0} to be a variable, as running_phi is, got a copy: \
-         on a GPU, build the layer without `rename` and `rename_f`"
+        "power_norm: expected variables for all of the state or for none, got a copy of {0}: \
+         keep running_phi and ema_gz in F32 (F64 in an F64 model), and iters and groups on the CPU; \
+         on a GPU, rename the variables themselves, not by `rename`"
     )]
     CopiedState(&'static str),
 

@@ -43,7 +43,7 @@ use std::sync::Arc;
 ///
 /// A layer built on trainable variables (a `VarMap`) starts in training. A layer built on frozen
 /// tensors (a safetensors `VarBuilder`) starts in evaluation, and its statistics are a copy.
-/// Variables stay variables in any builder. To freeze them, build from their detached tensors with
+/// Variables stay variables unless the builder converts or moves them. To freeze them, build from their detached tensors with
 /// `VarBuilder::from_tensors`.
 ///
 /// # Errors
@@ -53,8 +53,8 @@ use std::sync::Arc;
 /// - A tensor is missing, or has another shape or dtype.
 /// - A tensor is on another device. `iters` and `groups` must be on the CPU, and the others
 ///   together.
-/// - `running_phi` is a variable, and another tensor of the state is not. candle's `rename` copies
-///   `iters` to the CPU if the builder's device is a GPU.
+/// - Some tensors of the state are variables, and some are not. A builder copies a variable if it
+///   converts or moves it. candle's `rename` does so to `iters` on a GPU.
 /// - The statistics are from a layer with another group scaling.
 /// - A number in a frozen `running_phi` on a CPU is negative or not finite.
 ///
@@ -390,13 +390,14 @@ impl PowerNorm {
     /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The layer's [`Mode`]
     /// says whether this is training or evaluation.
     ///
-    /// The outputs have the bits of an addition and a [`forward`](Module::forward), except where
-    /// candle's addition flushes subnormal bf16 numbers to 0. On an NVIDIA GPU, and on a CPU for
-    /// inputs of up to 4 MiB, the addition takes no pass over memory of its own. Neither does the
-    /// backward's addition of both outputs' gradients, whose sum is rounded once.
+    /// The outputs have the bits of an addition that rounds to nearest and a
+    /// [`forward`](Module::forward). candle's own addition of half precision truncates or flushes
+    /// subnormals on some processors. On an NVIDIA GPU, and on a CPU for inputs of up to 4 MiB, the
+    /// addition takes no pass over memory of its own. Neither does the backward's addition of both
+    /// outputs' gradients, whose sum is rounded once.
     ///
-    /// On an NVIDIA GPU, after a backward that failed, run the forward again: a second backward
-    /// could use gradients left by the first.
+    /// After a backward that failed on an NVIDIA GPU, or inside another backward of the same graph,
+    /// run the forward again: the next backward could use the gradients that it left.
     ///
     /// # Errors
     ///
@@ -501,8 +502,8 @@ impl PowerNorm {
     /// # Errors
     ///
     /// A layer's first training forward compares the ranks: the order of `with_ranks`, the step
-    /// count, the size, and the configuration. If they differ, every rank gets an error that says in
-    /// what.
+    /// count, the size, and the configuration. If they differ, every rank gets an error that says
+    /// in what.
     ///
     /// On a CPU, each later exchange compares the order of calls and the step count. If one rank's
     /// call fails, it fails on all ranks. They can go on with the next step. Layers that came first

@@ -90,23 +90,25 @@ impl State {
         let on_cpu = vb.set_device(Device::Cpu);
         let count = |name| on_cpu.get_with_hints_dtype(1, name, Init::Const(0.), DType::I64);
         let iters = count("iters")?;
+        let trainable = running_phi.is_variable();
         let groups = match has_groups {
             true => Some(count("groups")?),
             // PyTorch's layer has no such tensor, and takes back only what it gave.
             false if running_phi.rank() > 1 => None,
-            // A `VarMap` makes it. A frozen builder may lack it.
-            false => count("groups").ok(),
+            // A `VarMap` makes it. Another builder may lack it, or make a constant.
+            false => (count("groups").ok()).filter(|made| made.is_variable() == trainable),
         };
-        let trainable = running_phi.is_variable();
         let others = [
             ("ema_gz", Some(&ema_gz)),
             ("iters", Some(&iters)),
             ("groups", groups.as_ref()),
         ];
         for (name, tensor) in others {
-            // The builder's own would stay as it is.
-            if trainable && tensor.is_some_and(|tensor| !tensor.is_variable()) {
-                return Err(Error::CopiedState(name).into());
+            // A copy moves, and what the builder has stays as it is.
+            match tensor.map(Tensor::is_variable) {
+                Some(false) if trainable => return Err(Error::CopiedState(name).into()),
+                Some(true) if !trainable => return Err(Error::CopiedState("running_phi").into()),
+                _ => {}
             }
         }
         let tensors = [&running_phi, &ema_gz, &iters];

@@ -80,7 +80,13 @@ impl<T> Stored<T> {
     }
 
     fn take(&self) -> Option<T> {
-        lock(&self.0).get_mut(&thread::current().id())?.pop()
+        let mut threads = lock(&self.0);
+        let values = threads.get_mut(&thread::current().id())?;
+        let value = values.pop();
+        if values.is_empty() {
+            threads.remove(&thread::current().id());
+        }
+        value
     }
 }
 
@@ -115,8 +121,8 @@ impl ResidualOp {
         params: bool,
         token_gradient: &Tensor,
     ) -> Result<Option<Tensor>> {
-        // A backward that failed may have left gradients here. The marks tell which gradients came
-        // in this backward. On a GPU the host would have to wait to read them.
+        // A backward that failed may have left gradients below. The marks tell which outputs have
+        // one in this backward. On a GPU the host would have to wait to read them.
         let came = match token_gradient.device() {
             Device::Cpu => token_gradient.to_vec1::<f32>()?[0],
             _ => Y + SUM,

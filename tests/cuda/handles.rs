@@ -250,6 +250,5 @@ fn a_builder_that_renames_is_refused() {
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device);
     let vb = vb.rename_f(|name| name.replace("LayerNorm", "norm"));
     let error = message(power_norm(4, 1e-5, vb.pp("LayerNorm")));
-    let expected = "power_norm: expected iters to be a variable, as running_phi is, got a copy";
-    assert!(error.starts_with(expected), "{error}");
+    assert!(error.contains("got a copy of iters: "), "{error}");
 }

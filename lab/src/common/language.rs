@@ -23,6 +23,9 @@ const DTYPE: DType = DType::F32;
 /// Sequences of a batch of `study`.
 pub const BATCH: usize = 12;
 
+/// Batches of an evaluation along the way, for which the validation split may have less.
+const EVAL_BATCHES: usize = 10;
+
 /// Two runs of the same settings on the same text are the same run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
@@ -53,8 +56,6 @@ pub struct Run<'a> {
     pub corpus: &'a Corpus,
     pub model: Gpt,
     pub state: State,
-    /// Batches of an evaluation along the way.
-    pub eval_batches: usize,
 }
 
 impl<'a> Run<'a> {
@@ -74,7 +75,6 @@ impl<'a> Run<'a> {
             corpus,
             model,
             state: State::new(settings.norm, device, mode, varmap, optimizer)?,
-            eval_batches: 20,
         })
     }
 
@@ -166,7 +166,7 @@ impl Train for Run<'_> {
     }
 
     fn validate(&mut self) -> Result<f32> {
-        let loss = self.evaluate(&self.corpus.val, self.eval_batches)?;
+        let loss = self.evaluate(&self.corpus.val, EVAL_BATCHES)?;
         (self.state.history.val).push((self.state.steps() as u32, loss));
         Ok(loss)
     }

@@ -1,4 +1,4 @@
-//! The parts that the commands share.
+//! The parts that the commands share, and the language model of `study`.
 
 pub mod checkpoint;
 pub mod data;

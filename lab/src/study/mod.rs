@@ -38,9 +38,7 @@ use std::path::PathBuf;
 /// Steps between two points of the observed series.
 const OBSERVE_EVERY: usize = 10;
 
-/// Batches of an evaluation along the way, and of the final one, for which the validation split may
-/// have less.
-const EVAL_BATCHES: usize = 10;
+/// Batches of the final evaluation, for which a split may have less.
 const FINAL_EVAL_BATCHES: usize = 100;
 
 /// Trains a small transformer with each normalization and writes tables of the paper's
@@ -271,7 +269,6 @@ fn outcome(
     };
     let settings = description(args, variant, seed, corpus);
     let mut run = Run::new(self::settings(args, variant, seed, corpus), corpus, device)?;
-    run.eval_batches = EVAL_BATCHES;
     run.state.observe_every = OBSERVE_EVERY;
     run.state.observations = Observations::are_of(variant.norm).then(Observations::default);
     if plan.checkpoint.exists() {
