@@ -189,6 +189,13 @@ def FULL_SHORT():
     )
 
 
+def FULL_LESS(a, b):
+    """Over the seeds that both ran."""
+    ours, theirs = full(a), full(b)
+    found = [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
+    return f"{spread(found, sign=True)} over {WORDS[len(found)]} seeds"
+
+
 def FULL_VERDICT():
     """For the row of the paper's long training."""
     return f"[Table 2's protocol](#table-2s-protocol-at-full-length): {full_summary('power')}"
