@@ -43,8 +43,8 @@ impl ForwardKind {
 /// Whose equations a training step runs: the paper's, or the equations of the code that its authors
 /// released.
 ///
-/// Symbols: ψ_B² is the batch's mean square, `t` the step counted from 1, `T` the warm-up steps,
-/// `B` the rows, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²`, `Λ = mean g X̂`.
+/// ψ_B² is the mean square of a batch of `B` rows. `t` is the step, counted from 1, and `T` the
+/// number of warm-up steps. Further, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²` and `Λ = mean g X̂`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(
     feature = "serde",
