@@ -44,7 +44,8 @@ impl ForwardKind {
 /// released.
 ///
 /// ψ_B² is the mean square of a batch of `B` rows. `t` is the step, counted from 1, and `T` the
-/// number of warm-up steps. Further, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²` and `Λ = mean g X̂`.
+/// number of warm-up steps. Further, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²` and
+/// `Λ = mean g X̂`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(
     feature = "serde",

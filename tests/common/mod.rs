@@ -6,7 +6,6 @@ mod data;
 pub mod distributed;
 #[cfg(feature = "cuda")]
 pub mod gpu;
-pub mod monitoring;
 pub mod recording;
 pub mod reference;
 #[cfg(all(feature = "cuda", target_os = "linux"))]

@@ -242,10 +242,7 @@ impl Arguments {
             (None, Some(keep)) => (layer.forward_masked(&x, keep)?, None),
             (Some(residual), keep) => {
                 let residual = to(residual)?;
-                let (y, sum) = match keep {
-                    Some(keep) => layer.forward_residual_masked(&x, &residual, keep)?,
-                    None => layer.forward_residual(&x, &residual)?,
-                };
+                let (y, sum) = layer.forward_residual(&x, &residual, keep.as_ref())?;
                 (y, Some(sum))
             }
         };

@@ -119,7 +119,8 @@ impl<'a> Run<'a> {
         self.evaluate_model(&self.model, tokens, batches)
     }
 
-    /// [`evaluate`](Self::evaluate) of the model whose normalizations are folded away, if they fold.
+    /// [`evaluate`](Self::evaluate) of the model whose normalizations are folded away, if they
+    /// fold.
     pub fn evaluate_folded(&self, tokens: &[u32], batches: usize) -> Result<Option<f32>> {
         let folded = {
             let _guard = self.state.mode.eval_scope();
@@ -478,8 +479,8 @@ mod tests {
         Ok(())
     }
 
-    /// Without a layer-scale PN and PN-V fold away, and the loss stays, but for roundings. Others do
-    /// not fold.
+    /// Without a layer-scale PN and PN-V fold away, and the loss stays, but for roundings. Others
+    /// do not fold.
     #[test]
     fn normalizations_that_fold_leave_the_loss() -> Result<()> {
         let corpus = corpus();

@@ -70,7 +70,7 @@ macro_rules! structs {
             }
         )*
 
-        /// The layout that nvcc must find: the size of each struct and the offset of each of its fields.
+        /// The layout that nvcc must find: the size of each struct and the offsets of its fields.
         #[cfg(test)]
         fn layouts() -> Vec<(&'static str, usize)> {
             vec![$(
