@@ -547,6 +547,14 @@ fn comparisons_know_nan_and_sign() {
         ("geu.f32", 1f32.to_bits(), 2f32.to_bits(), false),
         ("neu.f32", nan, nan, true),
         ("eq.f32", 0, 0x8000_0000, true),
+        ("ne.f32", 1f32.to_bits(), 2f32.to_bits(), true),
+        ("ne.f32", nan, 2f32.to_bits(), false),
+        ("equ.f32", nan, 2f32.to_bits(), true),
+        ("equ.f32", 1f32.to_bits(), 2f32.to_bits(), false),
+        ("num.f32", 1f32.to_bits(), 2f32.to_bits(), true),
+        ("num.f32", 1f32.to_bits(), nan, false),
+        ("nan.f32", 1f32.to_bits(), nan, true),
+        ("nan.f32", 1f32.to_bits(), 2f32.to_bits(), false),
         ("lt.s32", u32::MAX, 1, true),
         ("lt.u32", u32::MAX, 1, false),
     ] {
@@ -1111,6 +1119,78 @@ fn barriers_that_cannot_complete_are_faults() {
         ),
         128,
         &[0],
+    );
+}
+
+/// A part of a warp waits for the block, the rest goes on and ends.
+#[test]
+fn lanes_that_pass_a_barrier_by_are_a_fault() {
+    let output = buffer(&[0u32; 32]);
+    let address = "mad.wide.u32 %rd1, %i, 4, %rd0;";
+    let passes = [
+        "setp.ge.u32 %p1, %i, 16; @%p1 bar.sync 0; st.global.u32 [%rd1], %i;",
+        "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0;\nA: st.global.u32 [%rd1], %i;",
+    ];
+    for body in passes {
+        let text = kernel(1, 0, &format!("{address} {body}"));
+        let message = fault(&text, 32, &[output.address()]);
+        assert!(message.contains("passed the barrier by"), "{message}");
+    }
+    // A return before the barrier, as compilers write it.
+    let body = "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0; st.global.u32 [%rd1], %i;\nA:";
+    ok(
+        &kernel(1, 0, &format!("{address} {body}")),
+        32,
+        &[output.address()],
+    );
+    // Both sides come to the barrier, one of them after a store.
+    let body = "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bra B;\n\
+                A: st.global.u32 [%rd1], %i;\nB: bar.sync 0;";
+    ok(
+        &kernel(1, 0, &format!("{address} {body}")),
+        32,
+        &[output.address()],
+    );
+}
+
+#[test]
+fn literals_and_comments_are_read_as_ptx_has_them() {
+    assert_eq!(one("mov.u32 %r4, 017;", 0, 0, 0), 15);
+    assert_eq!(one("mov.u32 %r4, 0;", 0, 0, 0), 0);
+    assert_eq!(one("mov.u32 %r4, 17U;", 0, 0, 0), 17);
+    assert_eq!(
+        one("/* mov.u32 %r4, 1;\n */ mov.u32 %r4, 2; /**/", 0, 0, 0),
+        2
+    );
+    let text = kernel(1, 0, "mov.u32 %r4, 09;");
+    assert!(fault(&text, 1, &[0]).contains("mov.u32"));
+}
+
+#[test]
+fn bits_are_counted() {
+    for (value, want) in [(0, 0), (u32::MAX, 32), (0x8001_0100, 3)] {
+        assert_eq!(one("popc.b32 %r4, %r1;", value, 0, 0), want);
+    }
+}
+
+#[test]
+fn signed_halves_extend_into_wider_registers() {
+    for (from, want) in [
+        ("s32", 0xffff_ff80),
+        ("u32", 0xffff_ff80),
+        ("s8", 0xffff_ff80u32),
+    ] {
+        let instruction = format!("cvt.s16.{from} %r4, %r1;");
+        assert_eq!(one(&instruction, 0x1234_ff80, 0, 0), want, "{instruction}");
+    }
+    assert_eq!(
+        one(
+            "cvt.s16.s32 %h1, %r1; cvt.u32.u16 %r4, %h1;",
+            0x1234_ff80,
+            0,
+            0
+        ),
+        0xff80
     );
 }
 

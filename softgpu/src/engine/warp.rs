@@ -63,6 +63,9 @@ pub(crate) struct Warp {
     meetings: [Option<Meeting>; 32],
     /// Lanes that wait for the block.
     blocked: u32,
+    /// Lanes that used memory while others of the warp waited for the block. They have yet to come
+    /// to the barrier.
+    strayed: u32,
     /// Of lanes that do not run just now.
     counters: [u32; 32],
     local: Vec<u8>,
@@ -106,6 +109,7 @@ impl Warp {
             parked: 0,
             meetings: [None; 32],
             blocked: 0,
+            strayed: 0,
             counters: [0; 32],
             local: vec![0; program.local_bytes * 32],
             time: 1,
@@ -138,6 +142,7 @@ impl Warp {
         self.exited = !self.exist;
         self.parked = 0;
         self.blocked = 0;
+        self.strayed = 0;
         self.counters = [0; 32];
         self.flights.clear();
         self.time += 1;
@@ -381,6 +386,9 @@ impl Warp {
     /// All instructions that are neither arithmetic nor branches. False: no lane can run.
     #[inline(always)]
     fn other(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
+        if self.blocked != 0 && matches!(op.kind, Kind::Load | Kind::Store | Kind::CopyAsync) {
+            self.strayed |= mask;
+        }
         match op.kind {
             Kind::Load => self.load(block, op, mask)?,
             Kind::Store => self.store(block, op, mask)?,
@@ -393,6 +401,15 @@ impl Warp {
                 return self.block_at(mask);
             }
             Kind::Exit => {
+                if self.strayed & mask != 0 {
+                    let what = format!(
+                        "lanes {:#010x} end here, which have passed the barrier by at which lanes \
+                         {:#010x} of the warp wait",
+                        self.strayed & mask,
+                        self.blocked
+                    );
+                    return Err(self.fault_here(block, self.strayed & mask, what));
+                }
                 self.exited |= mask;
                 let runs = self.leave(mask);
                 return Ok(self.release(block)? || runs);
@@ -467,6 +484,7 @@ impl Warp {
             self.counters[lane as usize] += 1;
         }
         self.blocked = 0;
+        self.strayed = 0;
         self.time += 1;
         self.state = State::Ready;
     }

@@ -184,6 +184,11 @@ impl<'a> Decoder<'a> {
                         .find('\n')
                         .map_or(body.end, |end| at + end);
                 }
+                b'/' if bytes[at..].starts_with(b"/*") => {
+                    at = text[at..body.end]
+                        .find("*/")
+                        .map_or(body.end, |end| at + end + 2);
+                }
                 _ if bytes[at..].starts_with(b".loc")
                     && bytes.get(at + 4).is_some_and(u8::is_ascii_whitespace) =>
                 {
@@ -520,6 +525,14 @@ impl<'a> Decoder<'a> {
     }
 
     fn arithmetic(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
+        // A wider register gets the half with its sign.
+        let wide = || self.register(operands.first()?.trim());
+        let parts = match parts {
+            ["cvt", "s16", from] if wide().is_some_and(|register| register.bits == 32) => {
+                &["cvt", "s32", if *from == "s8" { "s8" } else { "s16" }]
+            }
+            _ => parts,
+        };
         let found = alu::select(parts)?;
         let shape = found.operands.as_bytes();
         let sources = &shape[2..];

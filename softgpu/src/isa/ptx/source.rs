@@ -431,6 +431,13 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
     let value = match lower {
         "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
         "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
+        // A digit above 7 makes it no number at all, and not a decimal one.
+        _ if bare.len() > 1
+            && bare.starts_with('0')
+            && bare.bytes().all(|b| b.is_ascii_digit()) =>
+        {
+            Some(u64::from_str_radix(bare, 8).ok()?)
+        }
         _ => bare.parse().ok(),
     };
     match value {
