@@ -1,10 +1,8 @@
 //! ψ_B², Γ and Λ of a step, from the state before and after it.
 
-mod common;
-
+use crate::common::{self, layer, message, monitoring, run, to_f64, var, Batch, Data, CPU};
 use candle::{DType, Module, Result, Tensor};
 use candle_powernorm::{PowerNormConfig, Statistics, StepStatistics};
-use common::{layer, message, monitoring, run, to_f64, var, Batch, Data, CPU};
 
 const SIZE: usize = 6;
 const ROWS: usize = 9;
