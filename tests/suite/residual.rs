@@ -1,15 +1,13 @@
 //! `forward_residual` beside an addition and a forward.
 
-mod common;
-
+use crate::common::{
+    add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, tensor,
+    to_f64, Data, Twin, CPU,
+};
 use candle::backprop::GradStore;
 use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
-use common::{
-    add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, tensor,
-    to_f64, Data, Twin, CPU,
-};
 
 /// Which outputs the loss sees.
 const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];

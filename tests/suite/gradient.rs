@@ -4,16 +4,14 @@
 //!
 //! The loss is Σ y·dy throughout, with random dy, weight and bias.
 
-mod common;
-
-use candle::{DType, Tensor, Var};
-use candle_nn::VarBuilder;
-use candle_powernorm::{power_norm, PowerNormConfig, Recipe, Statistics};
-use common::reference::{composed, Oracle, Quantity};
-use common::{
+use crate::common::reference::{composed, Oracle, Quantity};
+use crate::common::{
     assert_close, assert_relative, assert_same_bits, assert_zero, central_differences, forward,
     run, spec, tensor, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
 };
+use candle::{DType, Tensor, Var};
+use candle_nn::VarBuilder;
+use candle_powernorm::{power_norm, PowerNormConfig, Recipe, Statistics};
 
 struct Case {
     shape: &'static [usize],

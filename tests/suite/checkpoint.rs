@@ -1,14 +1,12 @@
 //! Saving and loading: our own checkpoints, and those of the code that the paper's authors
 //! released.
 
-mod common;
-
+use crate::common::{
+    self, assert_same_bits, layer, message, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU,
+};
 use candle::{DType, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe};
-use common::{
-    assert_same_bits, layer, message, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU,
-};
 use std::collections::HashMap;
 use tempfile::NamedTempFile;
 

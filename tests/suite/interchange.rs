@@ -1,13 +1,11 @@
 //! Checkpoints of the code that the paper's authors released, as PyTorch writes them: read, trained
 //! on, written back. `tests/torch/make.py` made them, out of states in the recordings of that code.
 
-mod common;
-
+use crate::common::recording::Recording;
+use crate::common::{assert_relative, bits, run, tensor, to_f64, var, CPU};
 use candle::{pickle, DType, Module, Shape, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm};
-use common::recording::Recording;
-use common::{assert_relative, bits, run, tensor, to_f64, var, CPU};
 use std::collections::BTreeMap;
 use std::process::Command;
 

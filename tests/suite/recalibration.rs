@@ -1,13 +1,12 @@
 //! ψ² recomputed from data.
 
-mod common;
-
+use crate::common::{
+    self, assert_relative, assert_same_bits, config, layer, run, state, to_f64, var, Batch, Data,
+    CPU,
+};
 use candle::{safetensors, DType, Module, Result, Tensor, Var};
 use candle_nn::{linear, loss, AdamW, Linear, Optimizer, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe};
-use common::{
-    assert_relative, assert_same_bits, config, layer, run, state, to_f64, var, Batch, Data, CPU,
-};
 use std::collections::HashMap;
 use tempfile::TempDir;
 

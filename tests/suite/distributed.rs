@@ -1,15 +1,14 @@
 //! A layer on several ranks that are threads of this process. `mpi.rs` runs the same cases on
 //! processes. Last come ranks that share their gradients and not their statistics.
 
-mod common;
-
+use crate::common::distributed::{self, Rank, Swap};
+use crate::common::{
+    self, assert_relative, assert_same_bits, layer, message, run, state, to_f64, var, Batch, Data,
+    CPU,
+};
 use candle::{CpuStorage, DType, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
 use candle_powernorm::{PowerNorm, PowerNormConfig};
-use common::distributed::{self, Rank, Swap};
-use common::{
-    assert_relative, assert_same_bits, layer, message, run, state, to_f64, var, Batch, Data, CPU,
-};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 /// Runs a case on two to four ranks.

@@ -1,11 +1,9 @@
 //! The layer among others: optimizers, a transformer, frozen parameters, inputs nobody tracks.
 
-mod common;
-
+use crate::common::{self, bits, layer, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU};
 use candle::{DType, Module, Result, Tensor, Var, D};
 use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
-use common::{bits, layer, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU};
 use std::collections::HashMap;
 
 const BUFFERS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];

@@ -1,13 +1,11 @@
 //! What moves the state, and what does not: forwards without a backward, layers used twice, graphs
 //! walked twice. `devices/mod.rs` has batches without tokens, and poisoned ones.
 
-mod common;
-
-use candle::{DType, Tensor, Var};
-use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
-use common::{
+use crate::common::{
     assert_close, assert_same_bits, forward, run, state, to_f64, var, Batch, Bound, Data, Twin,
 };
+use candle::{DType, Tensor, Var};
+use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 
 const SIZE: usize = 6;
 const ROWS: usize = 10;

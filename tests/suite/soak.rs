@@ -1,15 +1,13 @@
 //! Trains for 10,000 steps with bursts of bad batches, and measures how soon a layer is back where
 //! it would be without them. `cargo test --test soak -- --nocapture` prints the figures.
 
-mod common;
-
-use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
-use common::{
+use crate::common::{
     assert_finite, assert_same_bits, forward, keep, precision, run, tensor, to_f64, Batch, Data,
     Twin, CPU,
 };
+use candle::{DType, Module, Result, Tensor, Var};
+use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
 
 const STEPS: usize = 10_000;
 

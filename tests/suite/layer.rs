@@ -1,13 +1,13 @@
 //! Construction, refusals, the mode switch and the accessors.
 
-mod common;
-
+use crate::common::{
+    self, assert_same_bits, layer, message, state, tensor, to_f64, var, Batch, Data, CPU,
+};
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
 use candle_powernorm::{
     power_norm, LossScale, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig, PowerNormT,
 };
-use common::{assert_same_bits, layer, message, state, tensor, to_f64, var, Batch, Data, CPU};
 use std::collections::HashMap;
 
 fn build(size: usize, config: PowerNormConfig, dtype: DType) -> Result<PowerNorm> {

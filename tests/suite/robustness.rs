@@ -1,16 +1,14 @@
 //! Random layers live random lives. Whatever shapes, strides, dtypes, masks and values they get,
 //! nothing panics and nothing harms the state. `PROPTEST_CASES` sets the number of cases.
 
-mod common;
-
-use candle::{DType, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
-use common::reference::Quantity;
-use common::{
+use crate::common::reference::Quantity;
+use crate::common::{
     add_rounded, assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state,
     tensor, to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
 };
+use candle::{DType, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
 use proptest::prelude::*;
 use proptest::sample::{select, Index};
 use std::panic::{catch_unwind, AssertUnwindSafe};

@@ -1,14 +1,12 @@
 //! The paper's theory and the layer's promises, as properties of random cases, in `f64`.
 
-mod common;
-
+use crate::common::reference::Quantity;
+use crate::common::{
+    self, assert_close, assert_zero, layer, precision, run, state, tensor, to_f64, Batch, Bound,
+    Data, Outcome, Twin,
+};
 use candle::{DType, Tensor};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
-use common::reference::Quantity;
-use common::{
-    assert_close, assert_zero, layer, precision, run, state, tensor, to_f64, Batch, Bound, Data,
-    Outcome, Twin,
-};
 use proptest::prelude::*;
 
 /// Few cases, because each runs a layer. A failure prints its case, so no file has to remember it.

@@ -1,13 +1,11 @@
 //! The recorded trajectories of both recipes, step by step. `fairseq_*` came out of the code that
 //! the paper's authors released, `paper_*` out of a transcription of the paper in another language.
 
-mod common;
-
+use crate::common::recording::{replay, Recording, FIXTURES, RECORDINGS};
+use crate::common::reference::Oracle;
+use crate::common::{assert_relative, spec, tensor, to_f64, CPU};
 use candle::DType;
 use candle_powernorm::Recipe;
-use common::recording::{replay, Recording, FIXTURES, RECORDINGS};
-use common::reference::Oracle;
-use common::{assert_relative, spec, tensor, to_f64, CPU};
 
 #[test]
 fn f64_layers_replay_every_recording() {

@@ -1,15 +1,13 @@
 //! Folding into linear layers, and the group scaling that is left.
 
-mod common;
-
+use crate::common::reference::Quantity;
+use crate::common::{
+    self, assert_close, assert_relative, assert_same_bits, bits, central_differences, layer,
+    message, state, to_f64, var, Batch, Bound, Data, Twin, CPU, DTYPES,
+};
 use candle::{DType, Module, Result, Tensor, Var, D};
 use candle_nn::Linear;
 use candle_powernorm::{GroupScaling, PowerNormConfig};
-use common::reference::Quantity;
-use common::{
-    assert_close, assert_relative, assert_same_bits, bits, central_differences, layer, message,
-    state, to_f64, var, Batch, Bound, Data, Twin, CPU, DTYPES,
-};
 
 const SIZE: usize = 12;
 const OUT: usize = 5;

@@ -1,16 +1,14 @@
 //! Every dtype and shape against the `f64` oracle, which sees what the layer sees: inputs and
 //! parameters after rounding. And the same bits from run to run, whatever the number of threads.
 
-mod common;
-mod devices;
-
-use candle::{DType, Tensor};
-use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe};
-use common::reference::Quantity;
-use common::{
+use crate::common::reference::Quantity;
+use crate::common::{
     assert_close, assert_same_bits, bits, config, precision, run, state, to_f64, Batch, Bound,
     Data, Outcome, Twin, CPU, DTYPES,
 };
+use crate::devices;
+use candle::{DType, Tensor};
+use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe};
 use std::io::Write;
 
 macro_rules! on_the_cpu {
@@ -232,8 +230,8 @@ const FINGERPRINT: &str = "fingerprint: ";
 /// reads it once. Says whether they passed, and what they printed.
 fn run_with(switch: &str, value: &str, tests: &[&str]) -> (bool, String) {
     let run = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(tests)
-        .arg("--nocapture")
+        .args(tests.iter().map(|test| format!("parity::{test}")))
+        .args(["--exact", "--nocapture"])
         .env_remove("CANDLE_POWERNORM_SIMD")
         .env_remove("CANDLE_POWERNORM_DEVICE")
         .env(switch, value)

@@ -1,10 +1,8 @@
 //! A loss times a factor that changes.
 
-mod common;
-
+use crate::common::{assert_relative, layer, message, to_f64, var, Batch, Data, Twin};
 use candle::{DType, Result, Var};
 use candle_powernorm::{LossScale, PowerNorm, PowerNormConfig};
-use common::{assert_relative, layer, message, to_f64, var, Batch, Data, Twin};
 
 /// A training step on the loss times the scale that stands; the gradient of the input, unscaled.
 fn step(layer: &PowerNorm, batch: &Batch, scale: f64) -> Result<candle::Tensor> {

@@ -1,12 +1,10 @@
 //! One layer in many hands at once. What may hang runs under a watchdog.
 
-mod common;
-
-use candle::{DType, Module};
-use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
-use common::{
+use crate::common::{
     assert_close, assert_finite, in_time, layer, run, state, to_f64, Batch, Bound, Data, Twin,
 };
+use candle::{DType, Module};
+use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
 use std::sync::mpsc;
 use std::time::Duration;
 

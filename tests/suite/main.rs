@@ -1,0 +1,28 @@
+//! The tests that need neither a GPU nor a process of their own, as one program. A test's name has
+//! the file that it is in: `cargo test --test suite parity::`.
+//!
+//! Nothing in here sets what a process has once. Thread pools are local, and a test that needs
+//! another environment starts this program again.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../devices/mod.rs"]
+mod devices;
+
+mod checkpoint;
+mod distributed;
+mod fold;
+mod golden;
+mod gradient;
+mod interchange;
+mod layer;
+mod lifecycle;
+mod loss_scale;
+mod parity;
+mod properties;
+mod recalibration;
+mod residual;
+mod robustness;
+mod soak;
+mod threads;
+mod training;
