@@ -62,16 +62,11 @@ impl Pair<'_> {
 
     /// The layer's part of a forward.
     fn outputs(&self, layer: &PowerNorm, x: &Tensor) -> Result<Outputs> {
-        let residual = &self.batch.dy;
-        match (self.with_residual, &self.batch.keep) {
-            (false, None) => Ok((layer.forward_t(x, true)?, None)),
-            (false, Some(keep)) => Ok((layer.forward_masked(x, keep)?, None)),
-            (true, None) => {
-                let (y, sum) = layer.forward_residual(x, residual)?;
-                Ok((y, Some(sum)))
-            }
-            (true, Some(keep)) => {
-                let (y, sum) = layer.forward_residual_masked(x, residual, keep)?;
+        let Batch { dy, keep, .. } = &self.batch;
+        match self.with_residual {
+            false => Ok((layer.forward_masked(x, keep.as_ref())?, None)),
+            true => {
+                let (y, sum) = layer.forward_residual(x, dy, keep.as_ref())?;
                 Ok((y, Some(sum)))
             }
         }
@@ -384,7 +379,7 @@ fn run(layer: &PowerNorm, batch: &Batch, with_residual: bool) -> (Outcome, Optio
     let of = |output: &Tensor| output.apply_op1(Gradient(batch.dy.clone())).unwrap();
     let (y, sum) = match with_residual {
         true => {
-            let (y, sum) = layer.forward_residual(&x, &batch.dy).unwrap();
+            let (y, sum) = layer.forward_residual(&x, &batch.dy, None).unwrap();
             (y, Some(sum))
         }
         false => {

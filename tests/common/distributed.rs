@@ -685,7 +685,7 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
             let [xs, other] = [(); 2].map(|()| batch(&mut data, rows, DType::F64));
             let step = |layer: &PowerNorm, xs: &Batch, other: &Batch| -> Result<Tensor> {
                 let var = Var::from_tensor(&xs.xs)?;
-                let (y, sum) = layer.forward_residual(&var, &other.xs)?;
+                let (y, sum) = layer.forward_residual(&var, &other.xs, None)?;
                 let loss = ((y * &xs.dy)?.sum_all()? + (sum * &other.dy)?.sum_all()?)?;
                 Ok((loss * scale.get())?.backward()?.remove(&var).unwrap())
             };

@@ -20,7 +20,6 @@ use candle_powernorm::{
 };
 use common::distributed::{self, on_threads, Rank};
 use common::gpu::{gpu, Echo};
-use common::monitoring;
 use common::recording::replay;
 use common::{
     assert_close, assert_relative, assert_same_bits, assert_zero, bits, config, forward, layer,

@@ -3,11 +3,6 @@
 use super::*;
 
 #[test]
-fn monitored_steps() -> Result<()> {
-    monitoring::statistics_are_those_of_the_batch(&gpu())
-}
-
-#[test]
 fn recordings_replay() {
     replay(&gpu(), DType::F64, 1e-12);
     replay(&gpu(), DType::F32, 1e-5);

@@ -354,7 +354,7 @@ fn the_record_of_clones() {
         let text = format!("got group_scaling Some({groups}): ");
         for layer in [&layer, &clone] {
             assert!(message(layer.forward(xs)).contains(&text));
-            let residual = layer.forward_residual_t(xs, xs, false);
+            let residual = layer.forward_residual(xs, xs, None);
             assert!(message(residual).contains(&text));
         }
         assert_eq!(state(&layer), before);

@@ -152,40 +152,6 @@ fn folds_into_the_next_linear_layer() {
     );
 }
 
-#[test]
-fn folds_into_the_previous_linear_layer() {
-    for_all_cases(&[None], |what, data, twin, dtype, bias| {
-        let Twin { layer, oracle, .. } = &twin;
-        let previous = linear(data, OUT, SIZE, bias, dtype);
-        let folded = layer.fold_into_previous(&previous).unwrap();
-
-        let exact = Exact::of(&previous);
-        let scale = scale(&twin);
-        let weights = exact.weight.chunks(OUT).zip(&scale);
-        let weights = weights.flat_map(|(row, s)| row.iter().map(move |w| w * s));
-        let terms = exact.bias.iter().zip(&scale).zip(&oracle.bias);
-        let terms: Vec<_> = terms.map(|((b, s), shift)| (b * s, *shift)).collect();
-        let bias_sums = Quantity {
-            values: terms.iter().map(|(b, shift)| b + shift).collect(),
-            magnitude: (terms.iter()).fold(0., |max: f64, (b, s)| max.max(b.abs()).max(s.abs())),
-        };
-        check_numbers(what, &folded, weights.collect(), bias_sums, dtype);
-        let biased = bias || layer.bias().is_some();
-        assert_eq!(folded.bias().is_some(), biased, "{what}");
-
-        let xs = Batch::random(data, &[2, 3, OUT], dtype, false).xs;
-        let hidden = exact.apply(&to_f64(&xs));
-        let largest_scale = scale.iter().fold(0., |max: f64, s| max.max(s.abs()));
-        let expected = Quantity {
-            values: oracle.evaluate(&hidden.values, None).y.values,
-            magnitude: hidden.magnitude * largest_scale,
-        };
-        check_output(what, &folded.forward(&xs).unwrap(), &expected);
-        let unfolded = layer.forward_t(&previous.forward(&xs).unwrap(), false);
-        check_output(&format!("{what}, unfolded"), &unfolded.unwrap(), &expected);
-    });
-}
-
 /// `[1, C, 1, 1]`, as the released checkpoints have them.
 #[test]
 fn the_released_shape_of_the_statistics_folds_as_well() {
@@ -210,15 +176,8 @@ fn the_released_shape_of_the_statistics_folds_as_well() {
     let (ours, released) = (build(&[SIZE]), build(&[1, SIZE, 1, 1]));
     let mut data = Data::new(4);
     let next = linear(&mut data, SIZE, OUT, true, DType::F64);
-    let previous = linear(&mut data, OUT, SIZE, true, DType::F64);
-    let folds = |layer: &candle_powernorm::PowerNorm| {
-        let next = layer.fold_into(&next).unwrap();
-        let previous = layer.fold_into_previous(&previous).unwrap();
-        [next, previous].map(|linear| linear.weight().clone())
-    };
-    for (ours, released) in folds(&ours).iter().zip(&folds(&released)) {
-        assert_same_bits("W'", released, ours);
-    }
+    let [ours, released] = [ours, released].map(|layer| layer.fold_into(&next).unwrap());
+    assert_same_bits("W'", released.weight(), ours.weight());
 }
 
 /// Folding changes nothing, and what it gives does not follow what it was made of.
@@ -228,23 +187,18 @@ fn a_folded_layer_stands_by_itself() {
         let layer = &twin.layer;
         let before = state(layer);
         let next = linear(data, SIZE, OUT, bias, dtype);
-        let previous = linear(data, OUT, SIZE, bias, dtype);
-        let folded = [
-            layer.fold_into(&next).unwrap(),
-            layer.fold_into_previous(&previous).unwrap(),
-        ];
+        let folded = layer.fold_into(&next).unwrap();
         assert_eq!(state(layer), before, "{what}");
 
         let numbers = || {
-            let tensors = (folded.iter()).flat_map(|l| [Some(l.weight()), l.bias()]);
-            tensors.flatten().collect::<Vec<_>>()
+            let tensors = [Some(folded.weight()), folded.bias()];
+            tensors.into_iter().flatten().collect::<Vec<_>>()
         };
         assert!(numbers().iter().all(|tensor| !tensor.track_op()), "{what}");
         let bits_of = || numbers().into_iter().map(bits).collect::<Vec<_>>();
         let before = bits_of();
-        let of_linears = [&next, &previous].map(|l| [Some(l.weight()), l.bias()]);
-        let of_linears = of_linears.into_iter().flatten().flatten();
-        let vars = of_linears.map(|tensor| Var::from_tensor(tensor).unwrap());
+        let of_linear = [Some(next.weight()), next.bias()].into_iter().flatten();
+        let vars = of_linear.map(|tensor| Var::from_tensor(tensor).unwrap());
         for var in vars.chain(twin.varmap.all_vars()) {
             var.set(&var.ones_like().unwrap()).unwrap();
         }
@@ -258,28 +212,16 @@ fn folds_that_would_be_wrong_are_refused() {
         assert_eq!(message(folded), format!("power_norm: expected {text}"));
     };
     let mut data = Data::new(5);
-    let twin = trained(&mut data, None, true, DType::F32);
-    let layer = &twin.layer;
-    let mut linear = |from, to| linear(&mut data, from, to, true, DType::F32);
-    let (next, previous) = (linear(SIZE, OUT), linear(OUT, SIZE));
-
+    let layer = trained(&mut data, None, true, DType::F32).layer;
+    let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
     let text = "a linear layer of 12 input features, got 5";
-    refused(layer.fold_into(&previous), text);
-    let text = "a linear layer of 12 output features, got 5";
-    refused(layer.fold_into_previous(&next), text);
+    refused(layer.fold_into(&other_size), text);
 
     layer.mode().set_training(true);
     let text = "a layer in evaluation to fold, got one whose statistic moves: \
                 call `mode.set_training(false)`, or end the recalibration, first";
+    let next = linear(&mut data, SIZE, OUT, true, DType::F32);
     refused(layer.fold_into(&next), text);
-    refused(layer.fold_into_previous(&previous), text);
-
-    let mut data = Data::new(5);
-    let scaled = trained(&mut data, Some(4), true, DType::F32).layer;
-    let text = "no group scaling after the linear layer to fold into, got 4 groups: \
-                fold into the linear layer after the norm, by `fold_into`";
-    refused(scaled.fold_into_previous(&previous), text);
-    assert!(scaled.fold_into(&next).is_ok());
 }
 
 // The group scaling

@@ -6,7 +6,7 @@ use crate::common::{
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
 use candle_powernorm::{
-    power_norm, LossScale, Mode, PowerNorm, PowerNormConfig, PowerNormT, PowerNorms,
+    power_norm, LossScale, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig, PowerNormT,
 };
 use std::collections::HashMap;
 
@@ -451,7 +451,7 @@ fn masks_of_any_integers() -> Result<()> {
     let bytes = Tensor::new(&ones, &CPU)?.to_dtype(DType::U8)?;
     let step = |keep: Option<&Tensor>| -> Result<_> {
         let (layer, _) = trained(8, DType::F64);
-        let ys = layer.forward_masked_t(&xs, keep, true)?;
+        let ys = layer.forward_masked(&xs, keep)?;
         Ok((to_f64(&ys), state(&layer)))
     };
     let expected = step(Some(&bytes))?;
@@ -480,17 +480,17 @@ fn a_builder_builds_layers_alike() -> Result<()> {
         warmup_steps: 3,
         ..1e-6.into()
     };
-    let norms = PowerNorms::new(config, &mode).with_loss_scale(&scale);
+    let norms = PowerNormBuilder::new(config, &mode).with_loss_scale(&scale);
     let varmap = VarMap::new();
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
     let layers = [
-        norms.layer(8, vb.pp("a"))?,
-        norms.clone().layer(8, vb.pp("b"))?,
+        norms.build(8, vb.pp("a"))?,
+        norms.clone().build(8, vb.pp("b"))?,
     ];
     let frozen: HashMap<_, _> = (varmap.data().lock().unwrap().iter())
         .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
         .collect();
-    let frozen = norms.layer(
+    let frozen = norms.build(
         8,
         VarBuilder::from_tensors(frozen, DType::F32, &CPU).pp("a"),
     )?;
@@ -514,7 +514,7 @@ fn a_builder_builds_layers_alike() -> Result<()> {
         (layer.forward(&xs)?.sqr()?.sum_all()? * factor)?.backward()?;
     }
     assert_same_bits("ν", &layers[0].nu()?, &layers[1].nu()?);
-    assert!(message(norms.layer(0, vb.pp("c"))).contains("expected a size"));
+    assert!(message(norms.build(0, vb.pp("c"))).contains("expected a size"));
     Ok(())
 }
 

@@ -18,7 +18,6 @@ mod interchange;
 mod layer;
 mod lifecycle;
 mod loss_scale;
-mod monitor;
 mod parity;
 mod properties;
 mod recalibration;

@@ -496,22 +496,4 @@ proptest! {
             close("ν", &nu, &expected_nu, gathered.oracle.nu());
         }
     }
-
-    /// A mask that keeps everything is no mask.
-    #[test]
-    fn a_mask_of_ones_is_no_mask(seed: u64, rows in 1..60usize, size in 1..20usize) {
-        let config = PowerNormConfig { warmup_steps: 1, ..1e-5.into() };
-        let (plain, _) = layer(size, config, DType::F64);
-        let (masked, _) = layer(size, config, DType::F64);
-        let mut data = Data::new(seed);
-        for _ in 0..3 {
-            let batch = Batch::random(&mut data, &[rows, size], DType::F64, false);
-            let expected = run(&plain, &batch, true);
-            let actual = run(&masked, &batch.masked(&vec![true; rows]), true);
-            for ((name, a), (_, b)) in actual.tensors().into_iter().zip(expected.tensors()) {
-                common::assert_same_bits(name, a, b);
-            }
-            prop_assert_eq!(state(&masked), state(&plain));
-        }
-    }
 }

@@ -67,7 +67,7 @@ fn takes_any_strides() -> Result<()> {
     for (view, variables) in views {
         let (fused, plain) = (layer(), layer());
         let [ours, theirs] = [
-            fused.forward_residual(&view()?, &packed)?,
+            fused.forward_residual(&view()?, &packed, None)?,
             unfused(&plain, &view()?.contiguous()?, &packed)?,
         ];
         assert_same_bits("y", &ours.0, &theirs.0);
@@ -114,7 +114,7 @@ fn a_large_residual_is_an_addition_and_a_forward() -> Result<()> {
         let xs = xs.narrow(1, 0, shape[1])?;
         let keep: Vec<u8> = (0..shape[0]).map(|row| u8::from(row % 3 > 0)).collect();
         let keep = Tensor::new(keep, &CPU)?;
-        let ours = fused.forward_residual_masked(&xs, &case.residual, &keep)?;
+        let ours = fused.forward_residual(&xs, &case.residual, &keep)?;
         let sum = add_rounded(&xs, &case.residual)?;
         let theirs = plain.forward_masked(&sum, &keep)?;
         assert_same_bits("y", &ours.0, &theirs);
@@ -130,7 +130,7 @@ fn gradients_go_where_they_are_wanted() -> Result<()> {
     let mut data = Data::new(7);
     let case = Case::random(&mut data, &[4, 6], DType::F64)?;
     let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
-    let outputs = layer.forward_residual(&case.xs, &case.residual.detach())?;
+    let outputs = layer.forward_residual(&case.xs, &case.residual.detach(), None)?;
     let first = case.gradients(&outputs, [true, true])?;
     let second = case.gradients(&outputs, [true, true])?;
     assert_same_bits(
@@ -142,7 +142,7 @@ fn gradients_go_where_they_are_wanted() -> Result<()> {
     assert_same_bits("the sum's", sum_alone.get(&case.xs).unwrap(), &case.dsum);
     assert!(first.get(&case.residual).is_none());
 
-    let outputs = layer.forward_residual(&case.xs.detach(), &case.residual.detach())?;
+    let outputs = layer.forward_residual(&case.xs.detach(), &case.residual.detach(), None)?;
     let gradients = case.gradients(&outputs, [true, true])?;
     assert!(gradients.get(layer.weight().unwrap()).is_some());
     assert!(gradients.get(&case.xs).is_none());
@@ -172,7 +172,7 @@ fn gradients_go_through_a_computed_weight() -> Result<()> {
     for bias in [master.affine(1., 1.)?, Tensor::zeros(6, DType::F64, &CPU)?] {
         for uses in USES {
             let [fused, plain] = [computed(&bias)?, computed(&bias)?];
-            let ours = fused.forward_residual(&case.xs, &case.residual)?;
+            let ours = fused.forward_residual(&case.xs, &case.residual, None)?;
             let theirs = unfused(&plain, &case.xs, &case.residual)?;
             let (ours, theirs) = (case.gradients(&ours, uses)?, case.gradients(&theirs, uses)?);
             let zeros = master.zeros_like()?;
@@ -205,7 +205,9 @@ fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
         case.gradients(&(xs, stream), [true, true])
     };
     let (fused, plain) = (layers(), layers());
-    let ours = run(&fused, PowerNorm::forward_residual)?;
+    let ours = run(&fused, |layer, xs, stream| {
+        layer.forward_residual(xs, stream, None)
+    })?;
     let theirs = run(&plain, unfused)?;
     for var in [&case.xs, &case.residual] {
         assert_relative(
@@ -238,7 +240,7 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
     ] {
         let expected =
             "power_norm: expected a residual of shape [2, 6] and dtype F32 (as the input)";
-        let error = message(layer.forward_residual(&xs, &residual));
+        let error = message(layer.forward_residual(&xs, &residual, None));
         assert_eq!(
             error,
             format!("{expected}, got {got}: give it the input's shape and dtype")
@@ -246,13 +248,13 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
     }
     let narrow = Tensor::ones((2, 5), DType::F32, &CPU)?;
     assert_eq!(
-        message(layer.forward_residual(&narrow, &narrow)),
+        message(layer.forward_residual(&narrow, &narrow, None)),
         "power_norm: expected a last dimension of 6, got shape [2, 5]: \
          move the channels last, or build a layer of another size"
     );
     assert_eq!(state(&layer), before);
     let empty = Tensor::ones((0, 6), DType::F32, &CPU)?;
-    let (y, sum) = layer.forward_residual(&empty, &empty)?;
+    let (y, sum) = layer.forward_residual(&empty, &empty, None)?;
     assert_eq!((y.dims(), sum.dims()), (&[0, 6][..], &[0, 6][..]));
     assert_eq!(state(&layer), before);
     Ok(())
@@ -276,7 +278,7 @@ fn a_backward_that_fails_leaves_nothing_to_the_next() -> Result<()> {
     let mut data = Data::new(11);
     let case = Case::random(&mut data, &[5, 6], DType::F64)?;
     let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
-    let (y, sum) = layer.forward_residual(&case.xs, &case.residual)?;
+    let (y, sum) = layer.forward_residual(&case.xs, &case.residual, None)?;
     let fails = (sum.apply_op1(NoBackward)?.sum_all()? + y.sum_all()?)?;
     assert!(fails.backward().is_err());
     let before = state(&layer);
@@ -294,7 +296,7 @@ fn threads_may_share_a_graph() -> Result<()> {
     let case = Case::random(&mut data, &[40, 6], DType::F64)?;
     let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
     layer.mode().set_training(false);
-    let outputs = layer.forward_residual(&case.xs, &case.residual)?;
+    let outputs = layer.forward_residual(&case.xs, &case.residual, None)?;
     let gradient =
         |uses| -> Result<Tensor> { Ok(case.gradients(&outputs, uses)?.remove(&case.xs).unwrap()) };
     let alone = USES.map(|uses| gradient(uses).unwrap());
@@ -339,7 +341,7 @@ fn a_backward_may_run_inside_another_of_the_same_graph() -> Result<()> {
     let case = Case::random(&mut data, &[40, 6], DType::F64)?;
     let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
     layer.mode().set_training(false);
-    let (y, sum) = layer.forward_residual(&case.xs, &case.residual)?;
+    let (y, sum) = layer.forward_residual(&case.xs, &case.residual, None)?;
     let vars = [&case.xs, &case.residual];
     let gradients = |y: &Tensor| -> Result<Vec<Tensor>> {
         let outputs = (y.clone(), sum.clone());

@@ -460,10 +460,7 @@ impl Life {
             Some((addend, residual)) => {
                 let mode = if train { Mode::train() } else { Mode::eval() };
                 let layer = self.layer.clone().with_mode(&mode);
-                let outputs = match &mask {
-                    Some(mask) => layer.forward_residual_masked(addend, residual, mask),
-                    None => layer.forward_residual(addend, residual),
-                };
+                let outputs = layer.forward_residual(addend, residual, mask.as_ref());
                 let (y, sum) = outputs.unwrap();
                 // For empty tensors candle's sum is its argument, which may be a view.
                 if rows > 0 {
