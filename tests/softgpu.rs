@@ -62,12 +62,11 @@ impl Pair<'_> {
 
     /// The layer's part of a forward.
     fn outputs(&self, layer: &PowerNorm, x: &Tensor) -> Result<Outputs> {
-        let residual = &self.batch.dy;
-        let keep = self.batch.keep.as_ref();
+        let Batch { dy, keep, .. } = &self.batch;
         match self.with_residual {
-            false => Ok((layer.forward_masked(x, keep)?, None)),
+            false => Ok((layer.forward_masked(x, keep.as_ref())?, None)),
             true => {
-                let (y, sum) = layer.forward_residual(x, residual, keep)?;
+                let (y, sum) = layer.forward_residual(x, dy, keep.as_ref())?;
                 Ok((y, Some(sum)))
             }
         }

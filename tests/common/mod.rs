@@ -389,10 +389,7 @@ impl Outcome {
 pub fn forward(layer: &PowerNorm, xs: &Tensor, keep: Option<&Tensor>, train: bool) -> Tensor {
     let mode = if train { Mode::train() } else { Mode::eval() };
     let layer = layer.clone().with_mode(&mode);
-    match keep {
-        Some(keep) => layer.forward_masked(xs, keep).unwrap(),
-        None => layer.forward(xs).unwrap(),
-    }
+    layer.forward_masked(xs, keep).unwrap()
 }
 
 /// `xs + residual`, rounded to nearest. candle's own sum of `BF16` is not rounded so on AArch64,

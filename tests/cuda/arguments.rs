@@ -237,12 +237,10 @@ impl Arguments {
             (true, _) => Var::from_tensor(&to(&self.x)?)?.into_inner(),
             (false, _) => to(&self.x)?,
         };
-        let (y, sum) = match (&self.residual, &keep) {
-            (None, None) => (layer.forward(&x)?, None),
-            (None, Some(keep)) => (layer.forward_masked(&x, keep)?, None),
-            (Some(residual), keep) => {
-                let residual = to(residual)?;
-                let (y, sum) = layer.forward_residual(&x, &residual, keep.as_ref())?;
+        let (y, sum) = match &self.residual {
+            None => (layer.forward_masked(&x, keep.as_ref())?, None),
+            Some(residual) => {
+                let (y, sum) = layer.forward_residual(&x, &to(residual)?, keep.as_ref())?;
                 (y, Some(sum))
             }
         };

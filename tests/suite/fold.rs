@@ -190,15 +190,15 @@ fn a_folded_layer_stands_by_itself() {
         let folded = layer.fold_into(&next).unwrap();
         assert_eq!(state(layer), before, "{what}");
 
-        let numbers = || -> Vec<_> {
+        let numbers = || {
             let tensors = [Some(folded.weight()), folded.bias()];
-            tensors.into_iter().flatten().collect()
+            tensors.into_iter().flatten().collect::<Vec<_>>()
         };
         assert!(numbers().iter().all(|tensor| !tensor.track_op()), "{what}");
         let bits_of = || numbers().into_iter().map(bits).collect::<Vec<_>>();
         let before = bits_of();
-        let of_next = [Some(next.weight()), next.bias()].into_iter().flatten();
-        let vars = of_next.map(|tensor| Var::from_tensor(tensor).unwrap());
+        let of_linear = [Some(next.weight()), next.bias()].into_iter().flatten();
+        let vars = of_linear.map(|tensor| Var::from_tensor(tensor).unwrap());
         for var in vars.chain(twin.varmap.all_vars()) {
             var.set(&var.ones_like().unwrap()).unwrap();
         }
@@ -212,17 +212,15 @@ fn folds_that_would_be_wrong_are_refused() {
         assert_eq!(message(folded), format!("power_norm: expected {text}"));
     };
     let mut data = Data::new(5);
-    let twin = trained(&mut data, None, true, DType::F32);
-    let layer = &twin.layer;
-    let mut linear = |from, to| linear(&mut data, from, to, true, DType::F32);
-    let next = linear(SIZE, OUT);
-
+    let layer = trained(&mut data, None, true, DType::F32).layer;
+    let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
     let text = "a linear layer of 12 input features, got 5";
-    refused(layer.fold_into(&linear(OUT, SIZE)), text);
+    refused(layer.fold_into(&other_size), text);
 
     layer.mode().set_training(true);
     let text = "a layer in evaluation to fold, got one whose statistic moves: \
                 call `mode.set_training(false)`, or end the recalibration, first";
+    let next = linear(&mut data, SIZE, OUT, true, DType::F32);
     refused(layer.fold_into(&next), text);
 }
 

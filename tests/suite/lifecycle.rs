@@ -108,33 +108,3 @@ fn a_late_backward_uses_its_own_statistics_and_the_standing_correction() {
         }
     }
 }
-
-#[test]
-fn evaluation_moves_nothing() {
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        let mut data = Data::new(5);
-        let mut twin = trained(recipe, 1, &mut data);
-        let before = state(&twin.layer);
-        twin.check("evaluation", &batch(&mut data), false);
-        let padded = Batch::random(&mut data, &[ROWS, SIZE], DType::F64, true);
-        twin.check("padded evaluation", &padded, false);
-        assert_eq!(state(&twin.layer), before);
-    }
-}
-
-/// PN-V keeps the state up to date, though it does not use it in training.
-#[test]
-fn batch_statistics_keep_the_state() {
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        let mut data = Data::new(7);
-        let config = PowerNormConfig {
-            statistics: Statistics::Batch,
-            ..config(recipe, 2)
-        };
-        let mut twin = Twin::new(&mut data, SIZE, config, DType::F64);
-        for _ in 0..5 {
-            twin.check("PN-V", &batch(&mut data), true);
-        }
-        twin.check("evaluation", &batch(&mut data), false);
-    }
-}

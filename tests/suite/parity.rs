@@ -133,30 +133,6 @@ fn every_rank() {
     }
 }
 
-#[test]
-fn the_released_recipe() {
-    let mut data = Data::new(3);
-    for (groups, padded) in [(None, true), (Some(1), false), (Some(13), true)] {
-        let config = PowerNormConfig {
-            recipe: Recipe::Fairseq,
-            ..config(groups)
-        };
-        follow(&mut data, config, &[150, 130], padded);
-    }
-}
-
-#[test]
-fn no_parameters() {
-    let mut data = Data::new(4);
-    for groups in [None, Some(3)] {
-        let config = PowerNormConfig {
-            affine: false,
-            ..config(groups)
-        };
-        follow(&mut data, config, &[40, 33], true);
-    }
-}
-
 /// A few steps of a fresh layer, and the state they leave.
 fn trajectory(builder: DType, batches: &[Batch], threads: usize) -> (PowerNorm, Vec<Outcome>) {
     let size = batches[0].xs.dims()[1];

@@ -205,8 +205,8 @@ fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
         case.gradients(&(xs, stream), [true, true])
     };
     let (fused, plain) = (layers(), layers());
-    let ours = run(&fused, |layer, xs, residual| {
-        layer.forward_residual(xs, residual, None)
+    let ours = run(&fused, |layer, xs, stream| {
+        layer.forward_residual(xs, stream, None)
     })?;
     let theirs = run(&plain, unfused)?;
     for var in [&case.xs, &case.residual] {
