@@ -63,9 +63,8 @@ pub(crate) struct Warp {
     meetings: [Option<Meeting>; 32],
     /// Lanes that wait for the block.
     blocked: u32,
-    /// Lanes that used memory while others of the warp waited for the block. They have yet to come
-    /// to the barrier.
-    strayed: u32,
+    /// Lanes that were past the barrier, and not at their end, when others began to wait there.
+    around: u32,
     /// Of lanes that do not run just now.
     counters: [u32; 32],
     local: Vec<u8>,
@@ -109,7 +108,7 @@ impl Warp {
             parked: 0,
             meetings: [None; 32],
             blocked: 0,
-            strayed: 0,
+            around: 0,
             counters: [0; 32],
             local: vec![0; program.local_bytes * 32],
             time: 1,
@@ -142,7 +141,7 @@ impl Warp {
         self.exited = !self.exist;
         self.parked = 0;
         self.blocked = 0;
-        self.strayed = 0;
+        self.around = 0;
         self.counters = [0; 32];
         self.flights.clear();
         self.time += 1;
@@ -386,9 +385,6 @@ impl Warp {
     /// All instructions that are neither arithmetic nor branches. False: no lane can run.
     #[inline(always)]
     fn other(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<bool> {
-        if self.blocked != 0 && matches!(op.kind, Kind::Load | Kind::Store | Kind::CopyAsync) {
-            self.strayed |= mask;
-        }
         match op.kind {
             Kind::Load => self.load(block, op, mask)?,
             Kind::Store => self.store(block, op, mask)?,
@@ -398,17 +394,15 @@ impl Warp {
             Kind::Shuffle | Kind::WarpBarrier => return self.meet(block, op, mask),
             Kind::Barrier => {
                 block.counts.barriers += 1;
-                return self.block_at(mask);
+                return self.block_at(block, mask);
             }
             Kind::Exit => {
-                if self.strayed & mask != 0 {
+                if mask & self.around != 0 {
                     let what = format!(
-                        "lanes {:#010x} end here, which have passed the barrier by at which lanes \
-                         {:#010x} of the warp wait",
-                        self.strayed & mask,
+                        "the lane ends without the barrier where lanes {:#010x} wait",
                         self.blocked
                     );
-                    return Err(self.fault_here(block, self.strayed & mask, what));
+                    return Err(self.fault_here(block, mask & self.around, what));
                 }
                 self.exited |= mask;
                 let runs = self.leave(mask);
@@ -472,9 +466,20 @@ impl Warp {
         Ok(())
     }
 
-    /// The lanes of a mask wait for the block.
-    fn block_at(&mut self, mask: u32) -> Done<bool> {
+    /// The lanes of a mask wait for the block. The others of the warp must come here too, or end
+    /// before they do anything else.
+    fn block_at(&mut self, block: &Block, mask: u32) -> Done<bool> {
         self.blocked |= mask;
+        self.around &= !mask;
+        for lane in lanes_of(self.live() & !self.blocked) {
+            let next = match self.active >> lane & 1 {
+                1 => self.at + 1,
+                _ => self.counters[lane as usize],
+            };
+            if next > self.at && block.program.ops[next as usize].kind != Kind::Exit {
+                self.around |= 1 << lane;
+            }
+        }
         Ok(self.leave(mask))
     }
 
@@ -484,7 +489,7 @@ impl Warp {
             self.counters[lane as usize] += 1;
         }
         self.blocked = 0;
-        self.strayed = 0;
+        self.around = 0;
         self.time += 1;
         self.state = State::Ready;
     }

@@ -313,13 +313,13 @@ fn condition(modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
     let (exec, operands) = if ty.starts_with('f') {
         match comparison {
             "eq" => float_condition!(ty, |a, b| a == b),
-            "ne" => float_condition!(ty, |a, b| a < b || a > b),
-            "num" => float_condition!(ty, |a, b| !a.is_nan() && !b.is_nan()),
-            "nan" => float_condition!(ty, |a, b| a.is_nan() || b.is_nan()),
             "lt" => float_condition!(ty, |a, b| a < b),
             "le" => float_condition!(ty, |a, b| a <= b),
             "gt" => float_condition!(ty, |a, b| a > b),
             "ge" => float_condition!(ty, |a, b| a >= b),
+            "ne" => float_condition!(ty, |a, b| a < b || a > b),
+            "num" => float_condition!(ty, |a, b| a <= b || a > b),
+            "nan" => float_condition!(ty, |a, b| !(a <= b || a > b)),
             "equ" => float_condition!(ty, |a, b| !(a < b || a > b)),
             "neu" => float_condition!(ty, |a, b| a != b),
             "ltu" => float_condition!(ty, |a, b| !(a >= b)),

@@ -179,16 +179,6 @@ impl<'a> Decoder<'a> {
                 }
                 b';' => at += 1,
                 _ if byte.is_ascii_whitespace() => at += 1,
-                b'/' if bytes[at..].starts_with(b"//") => {
-                    at = text[at..body.end]
-                        .find('\n')
-                        .map_or(body.end, |end| at + end);
-                }
-                b'/' if bytes[at..].starts_with(b"/*") => {
-                    at = text[at..body.end]
-                        .find("*/")
-                        .map_or(body.end, |end| at + end + 2);
-                }
                 _ if bytes[at..].starts_with(b".loc")
                     && bytes.get(at + 4).is_some_and(u8::is_ascii_whitespace) =>
                 {
@@ -525,15 +515,14 @@ impl<'a> Decoder<'a> {
     }
 
     fn arithmetic(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
-        // A wider register gets the half with its sign.
-        let wide = || self.register(operands.first()?.trim());
-        let parts = match parts {
-            ["cvt", "s16", from] if wide().is_some_and(|register| register.bits == 32) => {
-                &["cvt", "s32", if *from == "s8" { "s8" } else { "s16" }]
+        let found = match parts {
+            // A register wider than the type gets the sign too.
+            ["cvt", "s16", from] if self.register(operands.first()?)?.bits == 32 => {
+                let from = if *from == "s8" { "s8" } else { "s16" };
+                alu::select(&["cvt", "s32", from])?
             }
-            _ => parts,
+            _ => alu::select(parts)?,
         };
-        let found = alu::select(parts)?;
         let shape = found.operands.as_bytes();
         let sources = &shape[2..];
         if sources.len() + 1 != operands.len() {

@@ -16,6 +16,8 @@ pub struct Source {
 impl Source {
     /// Parses PTX. An error names the line.
     pub fn parse(text: &str) -> Result<Self, String> {
+        let text = without_comments(text);
+        let text: &str = &text;
         let mut source = Self {
             text: text.to_owned(),
             files: HashMap::new(),
@@ -242,13 +244,6 @@ impl<'a> Scanner<'a> {
                 self.at += 1;
             } else if byte.is_ascii_whitespace() || byte == b';' {
                 self.at += 1;
-            } else if bytes[self.at..].starts_with(b"//") {
-                self.take_line();
-            } else if bytes[self.at..].starts_with(b"/*") {
-                let end = self.text[self.at..]
-                    .find("*/")
-                    .map_or(bytes.len(), |end| self.at + end + 2);
-                self.move_to(end);
             } else {
                 return;
             }
@@ -296,10 +291,6 @@ impl<'a> Scanner<'a> {
                 b'{' => depth += 1,
                 b'}' => depth -= 1,
                 b'"' => at += 1 + self.text[at + 1..].find('"').unwrap_or(0),
-                b'/' if bytes.get(at + 1) == Some(&b'/') => {
-                    at += self.text[at..].find('\n').unwrap_or(bytes.len() - at);
-                    continue;
-                }
                 _ => {}
             }
             if depth == 0 {
@@ -310,6 +301,39 @@ impl<'a> Scanner<'a> {
         }
         Err(format!("line {line}: no brace closes what begins here"))
     }
+}
+
+/// The text without comments. Each line keeps its number.
+fn without_comments(text: &str) -> String {
+    let mut kept = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find(['/', '"']) {
+        let (before, from) = rest.split_at(at);
+        kept.push_str(before);
+        let length = |end: &str| {
+            from[1..]
+                .find(end)
+                .map_or(from.len(), |at| at + 1 + end.len())
+        };
+        let length = if from.starts_with("//") {
+            from.find('\n').unwrap_or(from.len())
+        } else if from.starts_with("/*") {
+            let length = length("*/");
+            kept.push(' ');
+            kept.extend(from[..length].matches('\n'));
+            length
+        } else {
+            let length = if from.starts_with('"') {
+                length("\"")
+            } else {
+                1
+            };
+            kept.push_str(&from[..length]);
+            length
+        };
+        rest = &from[length..];
+    }
+    kept + rest
 }
 
 fn first_line(text: &str) -> &str {
@@ -431,11 +455,7 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
     let value = match lower {
         "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
         "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
-        // A digit above 7 makes it no number at all, and not a decimal one.
-        _ if bare.len() > 1
-            && bare.starts_with('0')
-            && bare.bytes().all(|b| b.is_ascii_digit()) =>
-        {
+        _ if bare.starts_with('0') && bare.bytes().all(|digit| digit.is_ascii_digit()) => {
             Some(u64::from_str_radix(bare, 8).ok()?)
         }
         _ => bare.parse().ok(),
