@@ -59,10 +59,10 @@ mod op;
 mod ranks;
 mod state;
 
-pub use builder::PowerNormBuilder;
+pub use builder::{power_norm, PowerNormBuilder};
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use group_scaling::GroupScaling;
-pub use layer::{power_norm, PowerNorm, PowerNormT};
+pub use layer::{PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 #[cfg(feature = "mpi")]
