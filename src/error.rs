@@ -279,6 +279,14 @@ pub(crate) enum Error {
         compute_capability: String,
         reason: String,
     },
+
+    /// The kernels count channels, and the rows of a block, in 32 bits.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[error(
+        "power_norm: expected at most 2147483647 channels, and as many rows for each block of the \
+         GPU, got {rows} rows of {cols} channels: split the batch"
+    )]
+    TooLarge { rows: usize, cols: usize },
 }
 
 impl From<Error> for candle::Error {

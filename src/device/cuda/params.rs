@@ -4,7 +4,7 @@
 pub type Address = u64;
 
 /// A dtype the kernels know, by its number in `kernels/params.cuh`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(i64)]
 pub enum Dtype {
     #[default]
