@@ -63,8 +63,8 @@ pub(crate) struct Warp {
     meetings: [Option<Meeting>; 32],
     /// Lanes that wait for the block.
     blocked: u32,
-    /// Lanes that were past the barrier, and not at their end, when others began to wait there.
-    around: u32,
+    /// Lanes that passed by a barrier where others wait.
+    skipped: u32,
     /// Of lanes that do not run just now.
     counters: [u32; 32],
     local: Vec<u8>,
@@ -108,7 +108,7 @@ impl Warp {
             parked: 0,
             meetings: [None; 32],
             blocked: 0,
-            around: 0,
+            skipped: 0,
             counters: [0; 32],
             local: vec![0; program.local_bytes * 32],
             time: 1,
@@ -141,7 +141,7 @@ impl Warp {
         self.exited = !self.exist;
         self.parked = 0;
         self.blocked = 0;
-        self.around = 0;
+        self.skipped = 0;
         self.counters = [0; 32];
         self.flights.clear();
         self.time += 1;
@@ -394,15 +394,12 @@ impl Warp {
             Kind::Shuffle | Kind::WarpBarrier => return self.meet(block, op, mask),
             Kind::Barrier => {
                 block.counts.barriers += 1;
-                return self.block_at(block, mask);
+                return Ok(self.block_at(block.program, mask));
             }
             Kind::Exit => {
-                if mask & self.around != 0 {
-                    let what = format!(
-                        "the lane ends without the barrier where lanes {:#010x} wait",
-                        self.blocked
-                    );
-                    return Err(self.fault_here(block, mask & self.around, what));
+                if mask & self.skipped != 0 && self.blocked != 0 {
+                    let what = "the thread passed the barrier by where lanes of its warp wait";
+                    return Err(self.fault_here(block, mask & self.skipped, what));
                 }
                 self.exited |= mask;
                 let runs = self.leave(mask);
@@ -466,21 +463,25 @@ impl Warp {
         Ok(())
     }
 
-    /// The lanes of a mask wait for the block. The others of the warp must come here too, or end
-    /// before they do anything else.
-    fn block_at(&mut self, block: &Block, mask: u32) -> Done<bool> {
+    /// The lanes of a mask wait for the block.
+    fn block_at(&mut self, program: &Program, mask: u32) -> bool {
         self.blocked |= mask;
-        self.around &= !mask;
+        let barrier = self.at;
+        let runs = self.leave(mask);
+        self.skipped &= !mask;
         for lane in lanes_of(self.live() & !self.blocked) {
-            let next = match self.active >> lane & 1 {
-                1 => self.at + 1,
-                _ => self.counters[lane as usize],
+            let running = self.active >> lane & 1 == 1;
+            let at = if running {
+                self.at
+            } else {
+                self.counters[lane as usize]
             };
-            if next > self.at && block.program.ops[next as usize].kind != Kind::Exit {
-                self.around |= 1 << lane;
+            // Who runs what only those run that do not wait has left early.
+            if at > barrier && program.reaches(barrier + 1, at) {
+                self.skipped |= 1 << lane;
             }
         }
-        Ok(self.leave(mask))
+        runs
     }
 
     /// The barrier that the warp waited at is complete.
@@ -489,7 +490,7 @@ impl Warp {
             self.counters[lane as usize] += 1;
         }
         self.blocked = 0;
-        self.around = 0;
+        self.skipped = 0;
         self.time += 1;
         self.state = State::Ready;
     }

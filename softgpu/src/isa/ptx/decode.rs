@@ -515,14 +515,13 @@ impl<'a> Decoder<'a> {
     }
 
     fn arithmetic(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
+        let narrow = self.register(operands.first()?).is_none_or(|d| d.bits < 32);
         let found = match parts {
-            // A register wider than the type gets the sign too.
-            ["cvt", "s16", from] if self.register(operands.first()?)?.bits == 32 => {
-                let from = if *from == "s8" { "s8" } else { "s16" };
-                alu::select(&["cvt", "s32", from])?
-            }
-            _ => alu::select(parts)?,
-        };
+            // A register of more bits is filled with the sign.
+            ["cvt", "s16", "s8"] if !narrow => alu::select(&["cvt", "s32", "s8"]),
+            ["cvt", "s16", "s32" | "u32"] if !narrow => alu::select(&["cvt", "s32", "s16"]),
+            _ => alu::select(parts),
+        }?;
         let shape = found.operands.as_bytes();
         let sources = &shape[2..];
         if sources.len() + 1 != operands.len() {

@@ -17,20 +17,20 @@ impl Source {
     /// Parses PTX. An error names the line.
     pub fn parse(text: &str) -> Result<Self, String> {
         let text = without_comments(text);
-        let text: &str = &text;
         let mut source = Self {
-            text: text.to_owned(),
+            text: String::new(),
             files: HashMap::new(),
             entries: vec![],
             variables: vec![],
             globals: (0, 1),
         };
         Scanner {
-            text,
+            text: &text,
             at: 0,
             line: 1,
         }
         .source(&mut source)?;
+        source.text = text;
         if source.entries.is_empty() && source.variables.is_empty() {
             return Err("this PTX has no function and no variable".into());
         }
@@ -88,11 +88,8 @@ impl Source {
 
     /// Offsets and sizes of an entry's parameters, in order.
     pub fn parameters(&self, entry: usize) -> Vec<(usize, usize)> {
-        let parameters = &self.entries[entry].parameters;
-        parameters
-            .iter()
-            .map(|one| (one.offset, one.size))
-            .collect()
+        let all = self.entries[entry].parameters.iter();
+        all.map(|one| (one.offset, one.size)).collect()
     }
 
     /// Most threads that a block of an entry may have (`.maxntid`, else 1024).
@@ -116,12 +113,8 @@ impl Source {
     }
 
     pub(crate) fn parameter_bytes(&self, entry: usize) -> usize {
-        let parameters = &self.entries[entry].parameters;
-        parameters
-            .iter()
-            .map(|one| one.offset + one.size)
-            .max()
-            .unwrap_or(0)
+        let all = self.entries[entry].parameters.iter();
+        all.map(|one| one.offset + one.size).max().unwrap_or(0)
     }
 }
 
@@ -221,7 +214,7 @@ impl<'a> Scanner<'a> {
             source.variables.push(variable);
             return Ok(());
         }
-        let header = self.take_until_any(b"{;");
+        let header = self.take_until(b"{;");
         if self.text.as_bytes()[self.at - 1] == b';' {
             return Ok(());
         }
@@ -264,12 +257,8 @@ impl<'a> Scanner<'a> {
         self.move_to(end)
     }
 
-    /// The text up to a byte, which is passed over.
-    fn take_until(&mut self, byte: &[u8; 1]) -> &'a str {
-        self.take_until_any(byte)
-    }
-
-    fn take_until_any(&mut self, bytes: &[u8]) -> &'a str {
+    /// The text up to any of the bytes, which is passed over.
+    fn take_until(&mut self, bytes: &[u8]) -> &'a str {
         let rest = &self.text.as_bytes()[self.at..];
         let length = rest
             .iter()
@@ -303,37 +292,28 @@ impl<'a> Scanner<'a> {
     }
 }
 
-/// The text without comments. Each line keeps its number.
+/// The text with spaces in place of comments, on the same lines.
 fn without_comments(text: &str) -> String {
     let mut kept = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find(['/', '"']) {
-        let (before, from) = rest.split_at(at);
+    let mut left = text;
+    while let Some(at) = left.find(['"', '/']) {
+        let (before, rest) = left.split_at(at);
+        let after = |from: usize, end: &str| rest[from..].find(end).map(|at| from + at);
+        let (length, comment) = match rest.as_bytes() {
+            [b'/', b'/', ..] => (after(2, "\n"), true),
+            [b'/', b'*', ..] => (after(2, "*/").map(|end| end + 2), true),
+            [b'"', ..] => (after(1, "\"").map(|end| end + 1), false),
+            _ => (Some(1), false),
+        };
+        let (part, rest) = rest.split_at(length.unwrap_or(rest.len()));
         kept.push_str(before);
-        let length = |end: &str| {
-            from[1..]
-                .find(end)
-                .map_or(from.len(), |at| at + 1 + end.len())
-        };
-        let length = if from.starts_with("//") {
-            from.find('\n').unwrap_or(from.len())
-        } else if from.starts_with("/*") {
-            let length = length("*/");
-            kept.push(' ');
-            kept.extend(from[..length].matches('\n'));
-            length
-        } else {
-            let length = if from.starts_with('"') {
-                length("\"")
-            } else {
-                1
-            };
-            kept.push_str(&from[..length]);
-            length
-        };
-        rest = &from[length..];
+        match comment {
+            true => kept.extend(part.chars().map(|c| if c == '\n' { c } else { ' ' })),
+            false => kept.push_str(part),
+        }
+        left = rest;
     }
-    kept + rest
+    kept + left
 }
 
 fn first_line(text: &str) -> &str {
@@ -455,7 +435,8 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
     let value = match lower {
         "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
         "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
-        _ if bare.starts_with('0') && bare.bytes().all(|digit| digit.is_ascii_digit()) => {
+        // An octal number, or zero.
+        _ if bare.starts_with('0') && bare.bytes().all(|byte| byte.is_ascii_digit()) => {
             Some(u64::from_str_radix(bare, 8).ok()?)
         }
         _ => bare.parse().ok(),
