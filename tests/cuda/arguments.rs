@@ -4,7 +4,7 @@
 use crate::common::distributed::{on_ranks, Rank};
 use crate::common::gpu::{gpu, gpu_of_one_stream, Gradient};
 use crate::common::{add_rounded, assert_same_bits, coarser, precision, tensor, to_f64, Data, CPU};
-use candle::{DType, Device, Module, Result, Tensor, Var};
+use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
 use std::collections::HashMap;
