@@ -73,9 +73,14 @@ use std::sync::Arc;
 /// assert_eq!(ys.dims(), &[2, 3, 4]);
 /// assert_eq!(norm.steps()?, 1);
 ///
+/// let keep = Tensor::new(&[[1u8, 1, 1], [1, 1, 0]], &Device::Cpu)?; // the last token is padding
+/// norm.forward_masked(&xs, &keep)?;
+/// norm.forward_residual(&ys, &xs, &keep)?; // the normalized sum, and the sum
+/// assert_eq!(norm.steps()?, 3);
+///
 /// norm.mode().set_training(false);
 /// norm.forward(&xs)?; // an evaluation: nothing moves
-/// assert_eq!(norm.steps()?, 1);
+/// assert_eq!(norm.steps()?, 3);
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
@@ -146,7 +151,7 @@ impl PowerNorm {
     /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. This method
     /// ignores the layer's [`Mode`].
     ///
-    /// [`Tensor::apply_t`] and generic code that takes a [`ModuleT`] do not call this method but
+    /// `Tensor::apply_t` and generic code that takes a `ModuleT` do not call this method but
     /// candle's blanket implementation, which drops `train`. Hand them a [`PowerNormT`].
     ///
     /// # Errors
@@ -188,7 +193,7 @@ impl PowerNorm {
     /// row is computed too. The layer's [`Mode`] says whether this is training or evaluation.
     ///
     /// The outputs have the bits of an addition that rounds to nearest and a
-    /// [`forward`](Module::forward). [Residuals](crate::guide::residuals) has an example, and says
+    /// `forward`. [Residuals](crate::guide::residuals) has an example, and says
     /// what this saves.
     ///
     /// After a backward that failed on an NVIDIA GPU, or inside another backward of the same graph,
@@ -439,10 +444,10 @@ pub(crate) fn check_input_dtype(dtype: DType) -> Result<()> {
     }
 }
 
-/// A [`PowerNorm`] for generic code that takes a [`ModuleT`]: it honours `train`.
+/// A [`PowerNorm`] for generic code that takes a `ModuleT`: it honours `train`.
 ///
-/// candle implements [`ModuleT`] for every [`Module`] and drops `train` there. So the layer, which
-/// is a [`Module`], cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but
+/// candle implements `ModuleT` for every `Module` and drops `train` there. So the layer, which
+/// is a `Module`, cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but
 /// the methods of the layer inside, such as [`forward_masked`](PowerNorm::forward_masked), follow
 /// it.
 /// [Training](crate::guide::training) has an example.

@@ -1,6 +1,6 @@
-//! PowerNorm for [candle]: a normalization layer in place of LayerNorm, with a fused forward and a
-//! fused backward on CPUs and NVIDIA GPUs. On other devices the layer runs as candle's own
-//! operations.
+//! PowerNorm for [candle](https://github.com/huggingface/candle): a normalization layer in place of
+//! LayerNorm, with a fused forward and a fused backward on CPUs and NVIDIA GPUs. On other devices
+//! the layer runs as candle's own operations.
 //!
 //! ```
 //! use candle::{DType, Device, Module, Result, Tensor};
