@@ -192,9 +192,8 @@ impl PowerNorm {
     /// [`forward_masked`](Self::forward_masked), and `None` keeps every row. The sum of a padded
     /// row is computed too. The layer's [`Mode`] says whether this is training or evaluation.
     ///
-    /// The outputs have the bits of an addition that rounds to nearest and a
-    /// `forward`. [Residuals](crate::guide::residuals) has an example, and says
-    /// what this saves.
+    /// The outputs have the bits of an addition that rounds to nearest, followed by a `forward`.
+    /// [Residuals](crate::guide::residuals) has an example, and says what this saves.
     ///
     /// After a backward that failed on an NVIDIA GPU, or inside another backward of the same graph,
     /// run the forward again: the next backward could use the gradients that it left.
@@ -446,10 +445,9 @@ pub(crate) fn check_input_dtype(dtype: DType) -> Result<()> {
 
 /// A [`PowerNorm`] for generic code that takes a `ModuleT`: it honours `train`.
 ///
-/// candle implements `ModuleT` for every `Module` and drops `train` there. So the layer, which
-/// is a `Module`, cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but
-/// the methods of the layer inside, such as [`forward_masked`](PowerNorm::forward_masked), follow
-/// it.
+/// candle implements `ModuleT` for every `Module` and drops `train` there. So the layer, which is a
+/// `Module`, cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but the
+/// methods of the layer inside, such as [`forward_masked`](PowerNorm::forward_masked), follow it.
 /// [Training](crate::guide::training) has an example.
 #[derive(Debug, Clone)]
 pub struct PowerNormT(

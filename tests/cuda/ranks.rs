@@ -1,6 +1,8 @@
 //! Several ranks that are threads of one GPU, each with a stream of its own; the host adds up.
 
 use super::*;
+use crate::common::distributed::Rank;
+use candle_powernorm::Recipe;
 
 macro_rules! tests {
     ($($case:ident),* $(,)?) => {
@@ -12,23 +14,42 @@ macro_rules! tests {
 }
 distributed::cases!(tests);
 
-/// Where no rank has a row, the step is counted, because the host does not know.
+/// A rank without rows takes part in the sums of the others' forwards. (Its backward is not asked
+/// for, as in `empty_batches_pass_through`.) Where no rank has one, the step is counted, for the
+/// host does not know.
 #[test]
-fn a_batch_without_rows_is_counted() {
-    on_threads(gpu, |rank| {
+fn shards_without_rows() {
+    fn case(rank: &Rank) {
         for warmup_steps in [0, 100] {
-            let config = PowerNormConfig {
-                warmup_steps,
-                ..config(Some(4))
-            };
-            let (layer, _varmap) = layer_on(&rank.device, 48, config, DType::F64);
-            let layer = layer.with_ranks(&rank.over);
-            let (phi, nu, _) = state(&layer);
-            let empty = Tensor::zeros((0, 48), DType::F64, &rank.device).unwrap();
-            layer.forward(&empty).unwrap();
-            same_state("no rows", &state(&layer), &(phi, nu, 1));
+            for recipe in [Recipe::Paper, Recipe::Fairseq] {
+                let config = PowerNormConfig {
+                    warmup_steps,
+                    recipe,
+                    ..config(Some(4))
+                };
+                let twin = || Twin::new(&mut Data::on(&rank.device, 50), 48, config, DType::F64);
+                let (sharded, whole) = (twin().layer.with_ranks(&rank.over), twin().layer);
+                let mut data = Data::on(&rank.device, 51);
+                let empty = Tensor::zeros((0, 48), DType::F64, &rank.device).unwrap();
+                let mut batch = || Batch::random(&mut data, &[9, 48], DType::F64, false).xs;
+                let (first, second) = (batch(), batch());
+                for xs in [first, second] {
+                    sharded
+                        .forward(if rank.rank == 0 { &xs } else { &empty })
+                        .unwrap();
+                    whole.forward(&xs).unwrap();
+                }
+                let expected = whole.running_phi().unwrap();
+                let what = format!("{config:?}");
+                let actual = sharded.running_phi().unwrap();
+                assert_relative(&what, &actual, &to_f64(&expected), 1e-12);
+                sharded.forward(&empty).unwrap();
+                assert_same_bits(&what, &sharded.running_phi().unwrap(), &actual);
+                assert_eq!(sharded.steps().unwrap(), 3, "{what}");
+            }
         }
-    });
+    }
+    on_threads(gpu, case);
 }
 
 #[test]
