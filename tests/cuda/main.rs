@@ -21,7 +21,7 @@ use common::gpu::gpu;
 use common::recording::replay;
 use common::{
     assert_close, assert_relative, assert_same_bits, assert_zero, config, forward, layer, layer_on,
-    message, run, same_state, state, to_f64, var, Batch, Bound, Data, Twin, CPU,
+    message, run, state, to_f64, var, Batch, Bound, Data, Twin, CPU,
 };
 
 macro_rules! on_the_gpu {
