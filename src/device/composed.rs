@@ -241,10 +241,6 @@ impl Channels for Tensor {
         tensor.detach().to_dtype(like.dtype())?.flatten_all()
     }
 
-    fn read_nu(ema_gz: &Tensor, [first, second]: [f64; 2], like: &Self) -> Result<Self> {
-        <Self as Channels>::read(ema_gz, like)? * (first * second)
-    }
-
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
         let old = var.as_detached_tensor().flatten_all()?;
         let mut new = self.to_dtype(var.dtype())?;

@@ -84,10 +84,6 @@ pub(super) trait Channels: Clone + Send + Sync + Sized {
     /// Reads a tensor of any float dtype, as numbers like `like`.
     fn read(tensor: &Tensor, like: &Self) -> Result<Self>;
 
-    /// Reads ν: `ema_gz` times (1−α_b) and the loss scale. A CPU rounds after each factor, in the
-    /// dtype of `ema_gz`. Other devices round once, in that of the sums.
-    fn read_nu(ema_gz: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self>;
-
     /// Sets a variable of the state. A channel keeps its value where one of `guards` is not finite
     /// in the dtype of the variable.
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()>;
@@ -423,8 +419,9 @@ impl<R: HostRows> HostBackward<'_, R> {
         let Some(running) = &self.inputs.running else {
             return Ok(None);
         };
-        let factors = [1. - self.forward.config().alpha_bwd, running.loss_scale];
-        R::Channels::read_nu(running.ema_gz, factors, &self.forward.running_inv_rms).map(Some)
+        let ema_gz = R::Channels::read(running.ema_gz, &self.forward.running_inv_rms)?;
+        let factor = (1. - self.forward.config().alpha_bwd) * running.loss_scale;
+        ema_gz.scaled(factor).map(Some)
     }
 
     /// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:

@@ -163,12 +163,6 @@ impl<A: Accumulator> Channels for Vec<A> {
         tensor.flatten_all()?.to_vec1()
     }
 
-    fn read_nu(ema_gz: &Tensor, factors: [f64; 2], like: &Self) -> Result<Self> {
-        let [first, second] = factors;
-        let nu = ema_gz.detach().affine(first, 0.)?.affine(second, 0.)?;
-        Self::read(&nu, like)
-    }
-
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
         // In f64, so that a channel that keeps its value keeps every bit of it.
         let old = var.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
