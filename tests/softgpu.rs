@@ -1,5 +1,6 @@
-//! Tests that only softgpu can run: a layer stays whole whatever call of the driver fails, the
-//! kernels need each of their barriers, and offsets have room for any batch.
+//! Tests that only softgpu can run: whatever call of the driver fails, a layer's state has moved by
+//! a whole step or not at all; the kernels need each of their barriers, and offsets have room for
+//! any batch.
 
 mod common;
 
@@ -97,6 +98,11 @@ impl Pair<'_> {
         same_state(what, &state(&self.layer), &state(&self.twin));
     }
 
+    /// The launches of this crate's kernels since the last time.
+    fn launches(&self) -> u64 {
+        launches(self.softgpu, self.device)
+    }
+
     /// Every call of a forward fails once.
     fn disturb_forwards(&self) {
         let x = self.input();
@@ -111,11 +117,17 @@ impl Pair<'_> {
             let before = state(&self.layer);
             let x = self.input();
             let disturbed = || self.outputs(&self.layer, &x);
+            self.launches();
             match self.softgpu.failing(self.device, n, disturbed) {
+                Err(_) if state(&self.layer) == before => {
+                    drop(x);
+                    failures += 1;
+                }
+                // ψ² has moved, in the second launch: t too, as in a forward that succeeds.
                 Err(_) => {
                     drop(x);
-                    same_state(&what, &state(&self.layer), &before);
-                    failures += 1;
+                    assert!(self.launches() >= 2, "{what}");
+                    self.forward(&self.twin);
                 }
                 // The call did not matter, or there was none.
                 Ok(outputs) => {
@@ -133,7 +145,9 @@ impl Pair<'_> {
     /// Every call of a backward fails once.
     fn disturb_backwards(&self) {
         let pass = self.forward(&self.twin);
+        self.launches();
         let (_, calls) = (self.softgpu).counting(|| backward(&self.twin, pass).unwrap());
+        let all_launches = self.launches();
         backward(&self.layer, self.forward(&self.layer)).unwrap();
         let device = Device::Cuda(self.device.clone());
         let live = self.softgpu.live(&device);
@@ -143,15 +157,18 @@ impl Pair<'_> {
             let [ours, theirs] = [&self.layer, &self.twin].map(|layer| self.forward(layer));
             let before = state(&self.layer);
             let disturbed = || backward(&self.layer, ours);
+            self.launches();
             match self.softgpu.failing(self.device, n, disturbed) {
                 Err(_) if state(&self.layer) == before => {
                     drop(theirs);
                     failures += 1;
                 }
-                // The layer's own part was done.
+                // ν has moved, in the second launch. A third may follow.
                 Err(_) => {
+                    let launches = self.launches();
+                    assert!(launches >= 2, "{what}");
                     backward(&self.twin, theirs).unwrap();
-                    late += 1;
+                    late += usize::from(launches == all_launches);
                 }
                 Ok(ours) => same_bits(&what, &ours, &backward(&self.twin, theirs).unwrap()),
             }
@@ -165,9 +182,39 @@ impl Pair<'_> {
             let what = &self.what;
             assert!(
                 late <= after,
-                "{what}: of the calls that fail a backward {late} come after ν has moved, but \
+                "{what}: of the calls that fail a backward {late} come after its last launch, but \
                  candle makes {after} there"
             );
+        }
+    }
+
+    /// A forward and a backward allocate all that they need before their first launch.
+    fn disturb_allocations(&self) {
+        let allocate = Some(c"cuMemAllocAsync");
+        let x = self.input();
+        let forward = || self.outputs(&self.layer, &x);
+        let (outputs, allocations) = self.softgpu.counting_in(allocate, || forward().unwrap());
+        assert!(allocations > 0);
+        let pass = self.pass(x.clone(), outputs);
+        self.launches();
+        let back = |pass| backward(&self.layer, pass);
+        let (_, more) = self.softgpu.counting_in(allocate, || back(pass).unwrap());
+        let all_launches = self.launches();
+        for n in 1..=allocations {
+            let failed = (self.softgpu).failing_in(allocate, self.device, n, forward);
+            assert!(failed.is_err());
+            assert_eq!(self.launches(), 0, "{}: allocation {n}", self.what);
+        }
+        for n in 1..=more {
+            let pass = self.forward(&self.layer);
+            self.launches();
+            let disturbed = || back(pass);
+            let failed = (self.softgpu).failing_in(allocate, self.device, n, disturbed);
+            assert!(failed.is_err());
+            // candle allocates before and after the layer.
+            let launches = self.launches();
+            let what = format!("{}: allocation {n} of a backward", self.what);
+            assert!(launches == 0 || launches == all_launches, "{what}");
         }
     }
 
@@ -189,6 +236,17 @@ impl Pair<'_> {
     }
 }
 
+/// The launches of this crate's kernels since the last time.
+fn launches(softgpu: &Softgpu, device: &CudaDevice) -> u64 {
+    Device::Cuda(device.clone()).synchronize().unwrap();
+    let counts = softgpu.take_counts();
+    let kernels = counts["kernels"].as_object().unwrap();
+    let ours = |name: &str| POWER_NORM.contains(&format!(".entry {name}("));
+    (kernels.iter().filter(|(name, _)| ours(name)))
+        .map(|(_, counts)| counts["launches"].as_u64().unwrap())
+        .sum()
+}
+
 /// Rows, channels, groups, whether there is a mask, and whether a residual.
 const SHAPES: [(usize, usize, Option<usize>, bool, bool); 4] = [
     (9, 48, None, false, false),
@@ -198,8 +256,9 @@ const SHAPES: [(usize, usize, Option<usize>, bool, bool); 4] = [
     (3, 1025, Some(1), false, false),
 ];
 
-/// A call that fails makes the forward or the backward fail, if it matters. The state is then as it
-/// was before, the next step is right, and nothing leaks.
+/// A call that fails makes the forward or the backward fail, if it matters. Before the launches, the
+/// state is then as it was. After them it has taken the whole step. The next step is right, and
+/// nothing leaks.
 fn any_call_may_fail(statistics: Statistics, warmup_steps: usize) {
     let _alone = alone();
     let softgpu = Softgpu::find().unwrap();
@@ -233,6 +292,10 @@ fn any_call_may_fail(statistics: Statistics, warmup_steps: usize) {
             }
             pair.disturb_forwards();
             pair.disturb_backwards();
+            // candle gives the tokens of a residual their memory after the launches.
+            if !with_residual {
+                pair.disturb_allocations();
+            }
         }
     }
 }
@@ -250,6 +313,50 @@ fn any_call_may_fail_after_the_warm_up() {
 #[test]
 fn any_call_may_fail_by_the_statistics_of_the_batch() {
     any_call_may_fail(Statistics::Batch, 1);
+}
+
+/// A call loads all kernels that it and its step of the state launch before the first launch. The
+/// layers of a GPU load each kernel once.
+#[test]
+fn kernels_are_loaded_before_the_first_launch() {
+    let _alone = alone();
+    let softgpu = Softgpu::find().unwrap();
+    let device = CudaDevice::new_with_stream(0).unwrap();
+    let gpu = Device::Cuda(device.clone());
+    let load = Some(c"cuModuleGetFunction");
+    // Warm-up, and a group wider than a block.
+    let config = PowerNormConfig {
+        warmup_steps: 1000,
+        ..1e-5.into()
+    };
+    let new = || Twin::new(&mut Data::on(&gpu, 1), 16392, config, DType::F32).layer;
+    let batch = Batch::random(&mut Data::on(&gpu, 2), &[3, 16392], DType::F32, false);
+    let x = Var::from_tensor(&batch.xs).unwrap();
+    let forward = |layer: &PowerNorm| layer.forward_t(&x, true);
+    let layer = new();
+    let (_, loads) = softgpu.counting_in(load, || forward(&layer).map(drop).unwrap());
+    assert_eq!(loads, 3);
+    // Kernels leave with the last layer.
+    drop(layer);
+    for n in 1..=loads {
+        let layer = new();
+        launches(&softgpu, &device);
+        let failed = softgpu.failing_in(load, &device, n, || forward(&layer).map(drop));
+        assert!(failed.is_err());
+        assert_eq!(launches(&softgpu, &device), 0, "load {n}");
+    }
+    let [first, second] = [(); 2].map(|()| {
+        let layer = new();
+        let (y, forward) = softgpu.counting_in(load, || forward(&layer).unwrap());
+        let loss = y.apply_op1(Gradient(batch.dy.clone())).unwrap();
+        let (grads, backward) = softgpu.counting_in(load, || loss.backward().unwrap());
+        // They keep nothing of the layer. `loss` does.
+        drop(grads);
+        (loss, forward, backward)
+    });
+    assert_eq!([first.1, second.1], [3, 0]);
+    // candle looks its own kernels up each time.
+    assert_eq!(first.2 - second.2, 3);
 }
 
 /// An array of so many elements, of which the first and the last are those of `ends` and the rest

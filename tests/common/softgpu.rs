@@ -48,11 +48,23 @@ impl Softgpu {
 
     /// Runs `work`, whose n-th call of the driver fails. (Calls that give something back do not.)
     pub fn failing<T>(&self, device: &CudaDevice, n: u64, work: impl FnOnce() -> T) -> T {
-        // SAFETY: null is for any function.
-        unsafe { (self.fail)(null(), n) };
+        self.failing_in(None, device, n, work)
+    }
+
+    /// Runs `work`, whose n-th call of a function of the driver fails.
+    pub fn failing_in<T>(
+        &self,
+        function: Option<&CStr>,
+        device: &CudaDevice,
+        n: u64,
+        work: impl FnOnce() -> T,
+    ) -> T {
+        let name = function.map_or(null(), CStr::as_ptr);
+        // SAFETY: null is for any function, and another name ends with a zero.
+        unsafe { (self.fail)(name, n) };
         let result = work();
         // SAFETY: as above.
-        unsafe { (self.fail)(null(), 0) };
+        unsafe { (self.fail)(name, 0) };
         // cudarc keeps what fails while it drops something, for the next call to report.
         let _ = device.cuda_stream().context().check_err();
         result
@@ -60,8 +72,14 @@ impl Softgpu {
 
     /// Runs `work`, and counts its calls of the driver.
     pub fn counting<T>(&self, work: impl FnOnce() -> T) -> (T, u64) {
-        // SAFETY: null is for all functions.
-        let calls = || unsafe { (self.calls)(null()) };
+        self.counting_in(None, work)
+    }
+
+    /// Runs `work`, and counts its calls of a function of the driver.
+    pub fn counting_in<T>(&self, function: Option<&CStr>, work: impl FnOnce() -> T) -> (T, u64) {
+        let name = function.map_or(null(), CStr::as_ptr);
+        // SAFETY: null is for all functions, and another name ends with a zero.
+        let calls = || unsafe { (self.calls)(name) };
         let before = calls();
         let result = work();
         (result, calls() - before)

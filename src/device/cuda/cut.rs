@@ -1,6 +1,8 @@
 //! Cuts a pass over the rows into blocks and threads.
 
-use super::params::{Dtype, GroupScaling, Tiling};
+use super::params::{FactorOrigin, Tiling};
+use crate::device::sums_dtype;
+use candle::DType;
 
 /// The most threads of a block that walks rows. At 128 registers each, they fill a multiprocessor.
 pub const BLOCK: usize = 512;
@@ -42,7 +44,7 @@ pub struct Limits {
 /// The rows that passes walk over, and the GPU that they run on.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
-    pub dtype: Dtype,
+    pub dtype: DType,
     pub rows: usize,
     pub cols: usize,
     /// Groups of group scaling; `None` without it.
@@ -69,10 +71,10 @@ impl Pass {
     /// The most 16-byte pieces a thread can own. Its registers must hold the pieces, widened, next
     /// to one sum for each value, or in a backward two. With more pieces they would spill. Without
     /// `copies` into shared memory, they also hold the next row of a forward.
-    fn max_pieces(self, dtype: Dtype, copies: bool) -> usize {
+    fn max_pieces(self, dtype: DType, copies: bool) -> usize {
         match (dtype, self) {
-            (Dtype::F32, _) => 4,
-            (Dtype::F16 | Dtype::BF16, Pass::Forward) if copies => 4,
+            (DType::F32, _) => 4,
+            (DType::F16 | DType::BF16, Pass::Forward) if copies => 4,
             _ => 2,
         }
     }
@@ -90,7 +92,7 @@ struct Tile {
     groups: usize,
     /// Tiles in a group.
     per_group: usize,
-    group_scaling: GroupScaling,
+    group_scaling: FactorOrigin,
 }
 
 /// The blocks and threads of a pass.
@@ -98,7 +100,7 @@ struct Tile {
 pub struct Cut {
     /// Without the stages, which [`Extent::shared`] chooses for each launch.
     pub tiling: Tiling,
-    pub group_scaling: GroupScaling,
+    pub group_scaling: FactorOrigin,
     /// N of the kernels.
     pub pieces: usize,
     /// Tiles along x and chunks of rows along y.
@@ -129,9 +131,9 @@ impl Extent {
     fn cut_by(&self, pass: Pass, most: usize) -> Cut {
         let groups = self.groups.unwrap_or(1);
         let group_len = self.cols / groups;
-        let vectorized = group_len.is_multiple_of(self.dtype.piece());
+        let vectorized = group_len.is_multiple_of(piece(self.dtype));
         let most_pieces = if vectorized { most } else { 1 };
-        let group_pieces = group_len.div_ceil(self.dtype.piece());
+        let group_pieces = group_len.div_ceil(piece(self.dtype));
         let tile = self.tile(pass, groups, group_pieces, most_pieces, vectorized);
         let tiles = groups.div_ceil(tile.groups) * tile.per_group;
         let chunks = (self.limits.multiprocessors / tiles).max(1);
@@ -181,8 +183,8 @@ impl Extent {
     /// move. With an eighth of the multiprocessors idle, rows in flight still keep the memory busy.
     fn spared(&self, chunk_rows: usize, block_rows: usize) -> usize {
         // Two sums of a column are written and read again, beside x, dy and dx.
-        let sums = 2 * 2 * self.dtype.sums().size();
-        let enough = (100 * sums).div_ceil(15 * 3 * self.dtype.size());
+        let sums = 2 * 2 * sums_dtype(self.dtype).size_in_bytes();
+        let enough = (100 * sums).div_ceil(15 * 3 * self.dtype.size_in_bytes());
         let longest = chunk_rows + chunk_rows / 8;
         let wanted = enough.clamp(chunk_rows, longest);
         match wanted.next_multiple_of(block_rows) {
@@ -220,8 +222,8 @@ impl Extent {
                 groups: 1,
                 per_group,
                 group_scaling: match reduces {
-                    true => GroupScaling::Given,
-                    false => GroupScaling::None,
+                    true => FactorOrigin::Given,
+                    false => FactorOrigin::None,
                 },
             }
         }
@@ -292,7 +294,7 @@ impl Extent {
             pieces,
             groups,
             per_group: 1,
-            group_scaling: GroupScaling::InTile,
+            group_scaling: FactorOrigin::InTile,
         }
     }
 
@@ -300,11 +302,13 @@ impl Extent {
     /// takes `sums` sums of each column: `Shared` of the kernels.
     pub fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (Tiling, u32) {
         let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
-        let values = cut.pieces * self.dtype.piece();
+        let values = cut.pieces * piece(self.dtype);
         let exchanges = exchanges(cut.group_scaling, cut.tiling.span as usize);
         let fixed = self.fixed_bytes(lanes, rows, exchanges, cut.pieces);
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
-        let added = rows / 2 * lanes * (((values * sums) | 1) * self.dtype.sums().size()).max(8);
+        let added = rows / 2
+            * lanes
+            * (((values * sums) | 1) * sums_dtype(self.dtype).size_in_bytes()).max(8);
         let warps = lanes * rows / WARP;
         let stage_bytes = arrays * stage_bytes(WARP, cut.pieces);
         let room = self.limits.shared_bytes.saturating_sub(fixed);
@@ -332,7 +336,8 @@ impl Extent {
     /// Bytes of shared memory beside rows on their way: two numbers a column, in an odd number of
     /// 16-byte pieces for each lane, and what warps exchange if they do.
     fn fixed_bytes(&self, lanes: usize, rows: usize, exchanges: bool, pieces: usize) -> usize {
-        let columns = 2 * pieces * self.dtype.sums().size() / self.dtype.size() + 1;
+        let columns =
+            2 * pieces * sums_dtype(self.dtype).size_in_bytes() / self.dtype.size_in_bytes() + 1;
         let exchanged = match exchanges {
             true => self.exchanged_bytes(rows),
             false => 0,
@@ -342,13 +347,18 @@ impl Extent {
 
     /// Bytes by which the warps of each of a block's rows add numbers up: `RowSum` of the kernels.
     pub fn exchanged_bytes(&self, rows: usize) -> usize {
-        2 * rows * (BLOCK / WARP) * self.dtype.sums().size()
+        2 * rows * (BLOCK / WARP) * sums_dtype(self.dtype).size_in_bytes()
     }
 }
 
+/// V of the kernels: elements in a 16-byte access.
+fn piece(dtype: DType) -> usize {
+    16 / dtype.size_in_bytes()
+}
+
 /// `true` if a block's warps exchange sums, for groups of so many lanes.
-fn exchanges(group_scaling: GroupScaling, span: usize) -> bool {
-    group_scaling == GroupScaling::InTile && span > WARP
+fn exchanges(group_scaling: FactorOrigin, span: usize) -> bool {
+    group_scaling == FactorOrigin::InTile && span > WARP
 }
 
 /// Bytes of a row of one array that so many threads have on its way.
@@ -375,7 +385,7 @@ mod tests {
             .into_iter()
             .chain(gpus)
         {
-            for dtype in [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16] {
+            for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
                 let odd = [1, 3, 8, 96, 760, 4095, 65536];
                 for cols in odd.into_iter().chain((64..=16384).step_by(64)) {
                     for groups in [None, Some(1), Some(8), Some(cols)] {
@@ -411,7 +421,7 @@ mod tests {
         } = extent.limits;
         let cut = extent.cut(pass);
         // `Stream::HOLDS` of the kernels: else no row would be on its way.
-        let holds = cut.pieces == 1 || cut.pieces * extent.dtype.piece() <= 16;
+        let holds = cut.pieces == 1 || cut.pieces * piece(extent.dtype) <= 16;
         assert!(
             copies || pass == Pass::Backward || holds,
             "{extent:?}, {cut:?}"
@@ -440,7 +450,7 @@ mod tests {
         let pieces = cut.tiling.tiles_per_group as usize * span * cut.pieces;
         let group_len = cut.tiling.group_len as usize;
         assert!(
-            pieces * extent.dtype.piece() >= group_len,
+            pieces * piece(extent.dtype) >= group_len,
             "{extent:?}, {cut:?}"
         );
         for (arrays, sums) in match pass {
@@ -482,20 +492,20 @@ mod tests {
                 },
             };
             let cut = extent.cut(Pass::Backward);
-            let moved = 2 * 2 * cut.grid.1 as usize * dtype.sums().size();
-            let share = moved as f64 / (3 * rows * dtype.size()) as f64;
+            let moved = 2 * 2 * cut.grid.1 as usize * sums_dtype(dtype).size_in_bytes();
+            let share = moved as f64 / (3 * rows * dtype.size_in_bytes()) as f64;
             (cut.grid.1, share)
         };
         for (rows, cols, dtype) in [
-            (2048, 4096, Dtype::BF16),
-            (2048, 8192, Dtype::F16),
-            (8192, 1024, Dtype::BF16),
+            (2048, 4096, DType::BF16),
+            (2048, 8192, DType::F16),
+            (8192, 1024, DType::BF16),
         ] {
             let (chunks, share) = share(rows, cols, dtype);
             assert!(share <= 0.15, "{rows}x{cols}: {chunks} chunks, {share}");
             assert!(chunks >= 132 * 6 / 7, "{rows}x{cols}: {chunks} chunks");
         }
         // Few rows are shared out all the same.
-        assert_eq!(share(256, 1024, Dtype::BF16).0, 64);
+        assert_eq!(share(256, 1024, DType::BF16).0, 64);
     }
 }

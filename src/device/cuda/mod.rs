@@ -1,8 +1,7 @@
-//! NVIDIA GPUs: memory, addresses and launches. [`launch`] says what is launched, `kernels/` what
-//! runs.
+//! NVIDIA GPUs: memory, addresses and launches.
 //!
-//! `step.rs` has the phases of a step. This file has what the phases queue their launches with.
-//! Nothing here waits for the GPU.
+//! `step.rs` has the phases of a step, `launch.rs` what they launch, in numbers, and `kernels/` what
+//! runs. This file has what the phases queue their launches with. Nothing here waits for the GPU.
 #![allow(unsafe_code)]
 
 mod cut;
@@ -25,10 +24,7 @@ use cudarc::driver::{
 };
 use cut::Limits;
 use launch::{Kernel, Launch};
-use params::{
-    Address, Dtype, NormalizeBwdParams, NormalizeParams, Params, SumPartialsParams, UpdateNuParams,
-    UpdatePhiParams, Vector,
-};
+use params::{number, Address, Vector};
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -144,41 +140,38 @@ impl Gpu {
         })
     }
 
-    /// Queues `launches` in order on the device's stream. Once launches are queued, their buffers
-    /// are safe: they are freed in the stream's order or, if another stream frees them, after the
-    /// events that [`Uses`] records. With events off, the user keeps the order across streams, as
-    /// for every tensor of candle.
+    /// Loads kernels. Nothing but the driver's launch can fail a launch of one after that.
+    fn load(&self, kernels: &[Kernel]) -> Result<()> {
+        for kernel in kernels {
+            self.kernels.get(&self.device, *kernel)?;
+        }
+        Ok(())
+    }
+
+    /// Queues a launch on the device's stream. Once it is queued, its buffers are safe: they are
+    /// freed in the stream's order or, if another stream frees them, after the events that [`Uses`]
+    /// records. With events off, the user keeps the order across streams, as for every tensor of
+    /// candle.
     ///
     /// # Safety
-    /// Until the call returns, every address in `launches` is the address of a live buffer on this
-    /// device, as large as [`LaunchPlan`](launch::LaunchPlan) asks.
-    unsafe fn queue(&self, launches: &[Launch]) -> Result<()> {
-        // All kernels are loaded before one is launched, because a step of the state may be among
-        // them. A failure here does not undo what earlier phases queued.
-        let kernels = (launches.iter())
-            .map(|launch| self.kernels.get(&self.device, launch.kernel))
-            .collect::<Result<Vec<_>>>()?;
+    /// `params` is the struct that the kernel takes. Until the call returns, each address in it is
+    /// 0 where `kernels/params.cuh` allows null, or the address of a live buffer on this device that
+    /// is as large as it says there.
+    unsafe fn launch<P: DeviceRepr>(&self, launch: &Launch, params: &P) -> Result<()> {
+        let kernel = self.kernels.get(&self.device, launch.kernel)?;
+        let config = LaunchConfig {
+            grid_dim: (launch.grid.0, launch.grid.1, 1),
+            block_dim: (launch.block.0, launch.block.1, 1),
+            shared_mem_bytes: launch.shared_bytes,
+        };
         let stream = self.device.cuda_stream();
-        for (launch, kernel) in launches.iter().zip(&kernels) {
-            let config = LaunchConfig {
-                grid_dim: (launch.grid.0, launch.grid.1, 1),
-                block_dim: (launch.block.0, launch.block.1, 1),
-                shared_mem_bytes: launch.shared_bytes,
-            };
-            let mut builder = stream.launch_builder(kernel);
-            match &launch.params {
-                Params::Normalize(params) => builder.arg(params),
-                Params::SumPartials(params) => builder.arg(params),
-                Params::UpdatePhi(params) => builder.arg(params),
-                Params::NormalizeBwd(params) => builder.arg(params),
-                Params::UpdateNu(params) => builder.arg(params),
-            };
-            // The kernel belongs to the stream's context, which is the GPU's primary context.
-            // SAFETY: by the caller's promise about buffers. The one argument is the struct that
-            // this kernel takes, as a test in `params` checks field by field, and `LaunchPlan` cuts
-            // grid, block and shared memory to it, as the tests on softgpu check.
-            unsafe { builder.launch(config) }.w()?;
-        }
+        let mut builder = stream.launch_builder(&kernel);
+        builder.arg(params);
+        // The kernel belongs to the stream's context, which is the GPU's primary context.
+        // SAFETY: by the caller's promise. Rust and nvcc lay the struct out as one, as a test in
+        // `params` checks field by field, and `LaunchPlan` cuts grid, block and shared memory to
+        // it, as the tests on softgpu check.
+        unsafe { builder.launch(config) }.w()?;
         Ok(())
     }
 }
@@ -211,48 +204,14 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
     .into()
 }
 
-// SAFETY: plain numbers in the layout of C, those of `struct NormalizeParams` in
-// `kernels/params.cuh`.
-unsafe impl DeviceRepr for NormalizeParams {}
-// SAFETY: likewise those of `struct SumPartialsParams`.
-unsafe impl DeviceRepr for SumPartialsParams {}
-// SAFETY: likewise those of `struct UpdatePhiParams`.
-unsafe impl DeviceRepr for UpdatePhiParams {}
-// SAFETY: likewise those of `struct NormalizeBwdParams`.
-unsafe impl DeviceRepr for NormalizeBwdParams {}
-// SAFETY: likewise those of `struct UpdateNuParams`.
-unsafe impl DeviceRepr for UpdateNuParams {}
+/// A tensor that launches read, locked for them. `None` where there is none.
+type Held<'a, S> = Option<(S, &'a Layout)>;
 
-/// A contiguous tensor's storage and layout.
-type Argument<'a> = (&'a CudaStorage, &'a Layout);
-
-/// The storage and layout of a tensor that must be on a GPU.
-fn argument<'a, S: Deref<Target = Storage>>(
-    (storage, layout): &'a (S, &Layout),
-) -> Result<Argument<'a>> {
-    match &**storage {
-        Storage::Cuda(storage) => Ok((storage, layout)),
-        other => candle::bail!(
-            "power_norm: expected a tensor on a GPU, got one on {:?}",
-            other.device().location()
-        ),
-    }
-}
-
-fn argument_opt<'a, S: Deref<Target = Storage>>(
-    tensor: &'a Option<(S, &Layout)>,
-) -> Result<Option<Argument<'a>>> {
-    tensor.as_ref().map(argument).transpose()
-}
-
-fn dtype(dtype: DType) -> Result<Dtype> {
-    match dtype {
-        DType::F32 => Ok(Dtype::F32),
-        DType::F64 => Ok(Dtype::F64),
-        DType::F16 => Ok(Dtype::F16),
-        DType::BF16 => Ok(Dtype::BF16),
-        other => Err(Error::InputDType(other).into()),
-    }
+/// Locks tensors for the launches that read them.
+fn held<'a, const N: usize>(
+    tensors: [Option<&'a Tensor>; N],
+) -> [Held<'a, impl Deref<Target = Storage> + 'a>; N] {
+    tensors.map(|tensor| tensor.map(Tensor::storage_and_layout))
 }
 
 /// The buffers that launches on a stream use. When this is dropped, after the launches, it records
@@ -284,66 +243,52 @@ impl<'a> Uses<'a> {
         }
     }
 
-    /// The address of a contiguous tensor.
-    fn read(&mut self, (storage, layout): Argument<'a>) -> Result<Address> {
+    /// The address of a contiguous tensor, or 0.
+    fn read<S: Deref<Target = Storage>>(&mut self, tensor: &'a Held<S>) -> Result<Address> {
+        let Some((storage, layout)) = tensor else {
+            return Ok(0);
+        };
+        let Storage::Cuda(storage) = &**storage else {
+            let location = storage.device().location();
+            candle::bail!("power_norm: expected a tensor on a GPU, got one on {location:?}")
+        };
         let start = with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream)));
         Ok(start + offset(layout, storage.dtype())?)
     }
 
     /// [`read`](Self::read), of rows that kernels take 16 bytes at a time.
-    fn read_rows(&mut self, argument: Argument<'a>) -> Result<Address> {
-        let start = self.read(argument)?;
+    fn read_rows<S: Deref<Target = Storage>>(&mut self, tensor: &'a Held<S>) -> Result<Address> {
+        let start = self.read(tensor)?;
         if !start.is_multiple_of(16) {
             candle::bail!("power_norm: expected rows from a 16-byte boundary on, got {start:#x}")
         }
         Ok(start)
     }
 
-    fn read_rows_opt(&mut self, argument: Option<Argument<'a>>) -> Result<Address> {
-        argument.map_or(Ok(0), |argument| self.read_rows(argument))
+    /// [`read`](Self::read), of numbers of channels, which may have any dtype.
+    fn read_vector<S: Deref<Target = Storage>>(&mut self, tensor: &'a Held<S>) -> Result<Vector> {
+        match tensor {
+            Some((storage, _)) => Ok(Vector {
+                dtype: number(storage.dtype())?,
+                data: self.read(tensor)?,
+            }),
+            None => Ok(Vector::default()),
+        }
     }
 
-    fn read_opt(&mut self, argument: Option<Argument<'a>>) -> Result<Address> {
-        argument.map_or(Ok(0), |argument| self.read(argument))
-    }
-
-    fn read_vector(&mut self, argument: Option<Argument<'a>>) -> Result<Vector> {
-        let Some(argument) = argument else {
-            return Ok(Vector::default());
-        };
-        Ok(Vector {
-            dtype: dtype(argument.0.dtype())?,
-            data: self.read(argument)?,
-        })
-    }
-
-    fn read_bytes(&mut self, slice: &'a CudaSlice<u8>) -> Address {
-        self.hold(slice.device_ptr(self.stream))
-    }
-
-    /// The address of a fresh storage.
-    fn write(&mut self, storage: &'a mut CudaStorage) -> Result<Address> {
-        Ok(with_slice!(&mut storage.slice, slice => self.hold(slice.device_ptr_mut(self.stream))))
-    }
-
-    fn write_opt(&mut self, storage: Option<&'a mut CudaStorage>) -> Result<Vector> {
+    /// The start of a storage, or 0.
+    fn write(&mut self, storage: Option<&'a mut CudaStorage>) -> Result<Vector> {
         let Some(storage) = storage else {
             return Ok(Vector::default());
         };
-        Ok(Vector {
-            dtype: dtype(storage.dtype())?,
-            data: self.write(storage)?,
-        })
+        let dtype = number(storage.dtype())?;
+        let stream = self.stream;
+        let data =
+            with_slice!(&mut storage.slice, slice => self.hold(slice.device_ptr_mut(stream)));
+        Ok(Vector { data, dtype })
     }
 
-    fn write_vector(&mut self, storage: &'a mut CudaStorage, layout: &Layout) -> Result<Vector> {
-        let offset = offset(layout, storage.dtype())?;
-        let mut vector = self.write_opt(Some(storage))?;
-        vector.data += offset;
-        Ok(vector)
-    }
-
-    fn write_slice<T>(&mut self, slice: Option<&'a mut CudaSlice<T>>) -> Address {
+    fn slice<T>(&mut self, slice: Option<&'a mut CudaSlice<T>>) -> Address {
         slice.map_or(0, |slice| self.hold(slice.device_ptr_mut(self.stream)))
     }
 
@@ -361,16 +306,17 @@ fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
     }
 }
 
-/// Runs a launch that writes a variable's storage.
+/// Runs a launch that writes a variable. It is given the variable's storage, and the bytes from its
+/// start to the variable.
 struct InVariable<F>(Cell<Option<F>>);
 
-impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> InVariable<F> {
+impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InVariable<F> {
     fn run(variable: &Tensor, launch: F) -> Result<()> {
         variable.inplace_op1(&Self(Cell::new(Some(launch))))
     }
 }
 
-impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> InplaceOp1 for InVariable<F> {
+impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InplaceOp1 for InVariable<F> {
     fn name(&self) -> &'static str {
         "power_norm"
     }
@@ -380,8 +326,9 @@ impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> InplaceOp1 for InVariab
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
+        let offset = offset(layout, storage.dtype())?;
         match self.0.take() {
-            Some(launch) => launch(storage, layout),
+            Some(launch) => launch(storage, offset),
             None => candle::bail!("power_norm: a step that runs twice"),
         }
     }

@@ -1,56 +1,36 @@
 //! The arguments of the kernels, as `kernels/params.cuh` declares them.
 
+use crate::error::Error;
+use candle::DType;
+use cudarc::driver::DeviceRepr;
+
 /// An address in device memory; 0 for an array that is not there.
 pub type Address = u64;
 
-/// A dtype the kernels know, by its number in `kernels/params.cuh`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[repr(i64)]
-pub enum Dtype {
-    #[default]
-    F32 = 0,
-    F64 = 1,
-    F16 = 2,
-    BF16 = 3,
-}
-
-impl Dtype {
-    /// Bytes of an element.
-    pub fn size(self) -> usize {
-        match self {
-            Dtype::F64 => 8,
-            Dtype::F32 => 4,
-            Dtype::F16 | Dtype::BF16 => 2,
-        }
-    }
-
-    /// The dtype its sums are taken in: A of the kernels.
-    pub fn sums(self) -> Self {
-        match self {
-            Dtype::F64 => Dtype::F64,
-            _ => Dtype::F32,
-        }
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Dtype::F32 => "f32",
-            Dtype::F64 => "f64",
-            Dtype::F16 => "f16",
-            Dtype::BF16 => "bf16",
-        }
-    }
-
-    /// V of the kernels: elements in a 16-byte access.
-    pub fn piece(self) -> usize {
-        16 / self.size()
+/// The address of an array that is there only in some launches.
+pub fn when(is_there: bool, address: Address) -> Address {
+    if is_there {
+        address
+    } else {
+        0
     }
 }
 
-/// `GroupScaling` of `kernels/params.cuh`.
+/// The number of a dtype in `kernels/params.cuh`.
+pub fn number(dtype: DType) -> Result<i64, Error> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::F64 => Ok(1),
+        DType::F16 => Ok(2),
+        DType::BF16 => Ok(3),
+        other => Err(Error::InputDType(other)),
+    }
+}
+
+/// The origin of a group's factor: `GroupScaling` of `kernels/params.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(i32)]
-pub enum GroupScaling {
+pub enum FactorOrigin {
     #[default]
     None = 0,
     InTile = 1,
@@ -68,9 +48,12 @@ macro_rules! structs {
             pub struct $name {
                 $(pub $field: $type,)*
             }
+
+            // SAFETY: plain numbers in the layout of C, in which nvcc has them, as a test compares.
+            unsafe impl DeviceRepr for $name {}
         )*
 
-        /// The layout that nvcc must find: the size of each struct and the offsets of its fields.
+        /// The layout that nvcc must find: the size of each struct and the offset of each of its fields.
         #[cfg(test)]
         fn layouts() -> Vec<(&'static str, usize)> {
             vec![$(
@@ -87,7 +70,7 @@ macro_rules! structs {
 structs! {
     struct Vector {
         data: Address,
-        dtype: Dtype,
+        dtype: i64,
     }
 
     struct Tiling {
@@ -120,7 +103,7 @@ structs! {
         factors: Address,
         partials: Address,
         kept: Address,
-        group_scaling: GroupScaling,
+        group_scaling: FactorOrigin,
         eps: f64,
         group_eps: f64,
     }
@@ -177,7 +160,7 @@ structs! {
         factors: Address,
         dots: Address,
         partials: Address,
-        group_scaling: GroupScaling,
+        group_scaling: FactorOrigin,
         correction_scale: f64,
         eps: f64,
     }
@@ -199,16 +182,6 @@ structs! {
         unscale: f64,
         guard: i64,
     }
-}
-
-/// The one argument of a kernel.
-#[derive(Debug, Clone, Copy)]
-pub enum Params {
-    Normalize(NormalizeParams),
-    SumPartials(SumPartialsParams),
-    UpdatePhi(UpdatePhiParams),
-    NormalizeBwd(NormalizeBwdParams),
-    UpdateNu(UpdateNuParams),
 }
 
 #[cfg(test)]
@@ -245,16 +218,17 @@ mod tests {
     /// nvcc lays the arguments of the kernels out as Rust does.
     #[test]
     fn arguments_are_laid_out_as_nvcc_has_them() {
+        let dtype = |dtype| number(dtype).unwrap() as usize;
         let numbers = [
-            ("F32", Dtype::F32 as usize),
-            ("F64", Dtype::F64 as usize),
-            ("F16", Dtype::F16 as usize),
-            ("BF16", Dtype::BF16 as usize),
+            ("F32", dtype(DType::F32)),
+            ("F64", dtype(DType::F64)),
+            ("F16", dtype(DType::F16)),
+            ("BF16", dtype(DType::BF16)),
             ("MAX_STAGES", MAX_STAGES),
             ("MAX_WARPS", BLOCK / WARP),
-            ("NO_GROUPS", GroupScaling::None as usize),
-            ("IN_TILE", GroupScaling::InTile as usize),
-            ("GIVEN", GroupScaling::Given as usize),
+            ("NO_GROUPS", FactorOrigin::None as usize),
+            ("IN_TILE", FactorOrigin::InTile as usize),
+            ("GIVEN", FactorOrigin::Given as usize),
         ];
         let all = layouts().into_iter().chain(numbers);
         nvcc(&all.map(assertion).collect::<String>()).unwrap();

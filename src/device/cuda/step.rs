@@ -1,27 +1,36 @@
 //! A step on a GPU.
+//!
+//! A forward allocates and loads all that it and its step of ψ² need before its first launch, and
+//! so does a backward. A call that fails before its launches changes nothing.
 
-use super::launch::{BackwardBuffers, ForwardBuffers, LaunchPlan};
-use super::params::Vector;
-use super::{argument, argument_opt, dtype, reads_in_place, Gpu, InVariable, Kernels, Uses};
-use crate::config::{ForwardKind, PhiStep};
+use super::cut::Extent;
+use super::launch::{LaunchPlan, Saved, Workspace};
+use super::params::{
+    when, Address, NormalizeBwdParams, NormalizeParams, SumPartialsParams, UpdateNuParams,
+    UpdatePhiParams, Vector,
+};
+use super::{held, number, reads_in_place, Gpu, InVariable, Kernels, Uses};
+use crate::config::{ForwardKind, PhiStep, Recipe};
 use crate::device::{
-    BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, RunningNu,
-    Setting,
+    BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
 use candle::backend::BackendDevice;
 use candle::op::BackpropOp;
-use candle::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Storage, Tensor, Var, D};
-use cudarc::driver::CudaSlice;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use candle::{CudaStorage, Device, Result, Shape, Storage, Tensor, Var, D};
+use cudarc::driver::{CudaSlice, DevicePtr};
+use std::sync::Arc;
+
+/// Bytes of a total.
+const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 
 /// A forward, and what it leaves.
 pub(crate) struct CudaStep {
     gpu: Gpu,
     plan: LaunchPlan,
-    setting: Setting,
+    over_ranks: bool,
     /// Device memory that the backward needs. `None` where there are no rows, or no backward was to
-    /// follow. Locked before the storage of ψ², and after that of ν.
-    saved: Mutex<Option<CudaSlice<u8>>>,
+    /// follow.
+    saved: Option<CudaSlice<u8>>,
     /// The sums of a training forward over ranks: local ones, and later global ones. In a single
     /// process the sums are in `saved`, chunk by chunk.
     sums: Option<Tensor>,
@@ -36,82 +45,69 @@ impl CudaStep {
         kernels: &Arc<Kernels>,
     ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
         let mut step = Self::new(setting, inputs, kernels)?;
+        let mut outputs = Outputs {
+            y: Some(step.output(&inputs.x)?),
+            sum: match inputs.residual {
+                Some(_) => Some(step.output(&inputs.x)?),
+                None => None,
+            },
+        };
         let plan = step.plan;
-        let mut y = step.output(&inputs.x)?;
-        let mut sum = match inputs.residual {
-            Some(_) => Some(step.output(&inputs.x)?),
-            None => None,
-        };
-        if !step.is_empty() {
-            let device = step.device();
-            let mut saved = match setting.tracked || plan.needs_saved() {
-                // SAFETY: the launches of the step write every part of it before it is read.
-                true => Some(unsafe { device.alloc::<u8>(plan.saved_bytes()) }?),
-                false => None,
-            };
-            let mut totals = match setting.over_ranks {
-                // SAFETY: the launches below write all of it.
-                true => Some(unsafe { device.alloc::<f64>(plan.forward_totals()) }?),
-                false => None,
-            };
-            let launch = |mut buffers: ForwardBuffers| {
-                let stream = device.cuda_stream();
-                let mut uses = Uses::on(&stream);
-                buffers.totals = uses.write_slice(totals.as_mut());
-                // SAFETY: `uses`, here and in the caller, holds every buffer, each of the size that
-                // `LaunchPlan` asks for, until the launches are queued.
-                unsafe { step.gpu.queue(&plan.forward(&buffers)) }
-            };
-            step.with_forward_buffers(inputs, &mut y, sum.as_mut(), saved.as_mut(), launch)?;
-            step.sums = totals.map(|totals| tensor(totals, step.device()));
-            step.saved = Mutex::new(saved);
+        if plan.rows() == 0 && !plan.kind.is_training() {
+            return Ok((Box::new(step), outputs));
         }
-        let outputs = Outputs {
-            y: Some(Storage::Cuda(y)),
-            sum: sum.map(Storage::Cuda),
+        let device = &step.gpu.device;
+        if setting.tracked || plan.needs_saved() {
+            // SAFETY: the launches of the step write every part of it before it is read.
+            step.saved = Some(unsafe { device.alloc::<u8>(plan.saved_bytes()) }?);
+        }
+        let mut totals = match setting.over_ranks {
+            true => Some(step.gpu.totals(plan.forward_totals())?),
+            false => None,
         };
+        step.gpu.load(&plan.kernels(setting.over_ranks))?;
+        step.launch_rows(inputs, &mut outputs)?;
+        if let Some(totals) = &mut totals {
+            step.launch_totals(totals)?;
+        }
+        step.sums = totals.map(|totals| step.gpu.sums(totals));
         Ok((Box::new(step), outputs))
     }
 
     fn new(setting: Setting, inputs: &ForwardInputs, kernels: &Arc<Kernels>) -> Result<Self> {
         let x = &inputs.x;
         let cols = x.dim(D::Minus1)?;
-        let gpu = Gpu::of(x, kernels)?;
         let rows = x.elem_count() / cols;
+        // The kernels have no others.
+        number(x.dtype())?;
+        let extent = Extent {
+            dtype: x.dtype(),
+            rows,
+            cols,
+            groups: setting.config.group_scaling,
+            limits: kernels.limits,
+        };
         // Other processes may have rows. If none has, a training step is an evaluation.
         let kind = match rows > 0 || setting.over_ranks {
             true => setting.kind,
             false => ForwardKind::Evaluation,
         };
-        let (dtype, limits) = (dtype(x.dtype())?, gpu.kernels.limits);
-        let mut plan = LaunchPlan::new(dtype, [rows, cols], setting.config, kind, limits)?;
+        let mut plan = LaunchPlan::new(extent, setting.config, kind)?;
         plan.masked = inputs.keep.is_some();
         plan.divides = inputs.phi.is_some();
         Ok(Self {
-            gpu,
+            gpu: Gpu::of(x, kernels)?,
             plan,
-            setting,
-            saved: Mutex::default(),
+            over_ranks: setting.over_ranks,
+            saved: None,
             sums: None,
         })
     }
 
-    fn device(&self) -> &CudaDevice {
-        &self.gpu.device
-    }
-
-    fn kind(&self) -> ForwardKind {
-        self.plan.kind()
-    }
-
-    fn saved(&self) -> MutexGuard<'_, Option<CudaSlice<u8>>> {
-        self.saved.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// ν to read in a launch: the variable, or a copy of it.
-    fn in_order(&self, nu: RunningNu) -> Result<Tensor> {
-        let variable = nu.ema_gz.detach();
-        let rows = Device::Cuda(self.device().clone());
+    /// A variable to read in a launch, or a copy of it.
+    fn in_order(&self, variable: &Tensor) -> Result<Tensor> {
+        let variable = variable.detach();
+        let rows = Device::Cuda(self.gpu.device.clone());
         match reads_in_place(&rows, variable.device()) {
             true => Ok(variable),
             false => variable.copy(),
@@ -119,52 +115,139 @@ impl CudaStep {
     }
 
     /// A fresh tensor like `like`, which launches write where there are rows.
-    fn output(&self, like: &Tensor) -> Result<CudaStorage> {
-        match self.plan.rows() {
-            0 => self.device().zeros_impl(like.shape(), like.dtype()),
+    fn output(&self, like: &Tensor) -> Result<Storage> {
+        let device = &self.gpu.device;
+        let storage = match self.plan.rows() {
+            0 => device.zeros_impl(like.shape(), like.dtype()),
             // SAFETY: the launches of the phase, or of the next, write all of it.
-            _ => unsafe { self.device().alloc_uninit(like.shape(), like.dtype()) },
-        }
+            _ => unsafe { device.alloc_uninit(like.shape(), like.dtype()) },
+        };
+        storage.map(Storage::Cuda)
     }
 
-    /// `true` if there is nothing to launch.
-    fn is_empty(&self) -> bool {
-        self.plan.rows() == 0 && !self.kind().is_training()
-    }
-
-    /// Runs `launch` with the arrays of a forward, but for its sums.
-    fn with_forward_buffers(
-        &self,
+    /// Runs `launch` with the arguments of a forward's pass over the rows, as if it made all
+    /// results.
+    fn with_rows(
+        &mut self,
         inputs: &ForwardInputs,
-        y: &mut CudaStorage,
-        sum: Option<&mut CudaStorage>,
-        saved: Option<&mut CudaSlice<u8>>,
-        launch: impl FnOnce(ForwardBuffers) -> Result<()>,
+        outputs: &mut Outputs,
+        launch: impl FnOnce(&Gpu, &LaunchPlan, NormalizeParams, &Saved) -> Result<()>,
     ) -> Result<()> {
-        let x = inputs.x.storage_and_layout();
-        let [residual, keep, phi] = [&inputs.residual, &inputs.keep, &inputs.phi]
-            .map(|tensor| tensor.as_ref().map(Tensor::storage_and_layout));
-        let affine = (inputs.affine.as_ref())
-            .map(|affine| affine.each_ref().map(Tensor::storage_and_layout));
-        let stream = self.device().cuda_stream();
+        let (gpu, plan) = (&self.gpu, &self.plan);
+        let tensors = held([
+            Some(&inputs.x),
+            inputs.residual.as_ref(),
+            inputs.keep.as_ref(),
+            inputs.weight.as_ref(),
+            inputs.bias.as_ref(),
+            inputs.phi.as_ref(),
+        ]);
+        let [x, residual, keep, weight, bias, phi] = &tensors;
+        let sum = match residual {
+            Some(_) => Some(on_gpu(&mut outputs.sum)?),
+            None => None,
+        };
+        let stream = gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
-        let mut buffers = ForwardBuffers {
-            sum: uses.write_opt(sum)?.data,
-            y: uses.write(y)?,
-            phi: uses.read_vector(argument_opt(&phi)?)?,
-            saved: uses.write_slice(saved),
+        let saved = plan.saved(uses.slice(self.saved.as_mut()));
+        let params = NormalizeParams {
+            x: uses.read_rows(x)?,
+            residual: uses.read_rows(residual)?,
+            sum: uses.write(sum)?.data,
+            y: uses.write(Some(on_gpu(&mut outputs.y)?))?.data,
+            keep: uses.read(keep)?,
+            weight: uses.read_vector(weight)?,
+            bias: uses.read_vector(bias)?,
+            phi: uses.read_vector(phi)?,
+            inv_rms: saved.inv_rms,
+            factors: saved.factors,
+            partials: saved.partials,
+            kept: saved.kept,
+            group_scaling: plan.cut.group_scaling,
+            eps: plan.config.eps,
+            group_eps: plan.config.eps,
             ..Default::default()
         };
-        if let Some([weight, bias]) = &affine {
-            buffers.weight = uses.read_vector(Some(argument(weight)?))?;
-            buffers.bias = uses.read_vector(Some(argument(bias)?))?;
+        launch(gpu, plan, params, &saved)
+    }
+
+    /// Launches a forward: `Y = γ ⊙ X̃/D + β`, the sum of the input and its residual, and the sums
+    /// that move ψ². By the batch's statistic, no output yet.
+    fn launch_rows(&mut self, inputs: &ForwardInputs, outputs: &mut Outputs) -> Result<()> {
+        self.with_rows(inputs, outputs, |gpu, plan, mut params, saved| {
+            if plan.rows() == 0 {
+                // 1/D by ψ², as for any batch without a kept row. Elsewhere the launch of the
+                // output writes it.
+                let params = statistics(plan, saved, 0, params.phi, true);
+                return match plan.kind {
+                    // SAFETY: `with_rows` holds every buffer until the launches are queued, each
+                    // of the size that `LaunchPlan` asks for.
+                    ForwardKind::RunningStatistic => unsafe {
+                        gpu.launch(&plan.channels_launch("update_phi"), &params)
+                    },
+                    _ => Ok(()),
+                };
+            }
+            if plan.has_wide_groups() {
+                let (launch, tiling) = plan.groups_launch();
+                // SAFETY: as above.
+                unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..params }) }?;
+                params = added(params);
+            }
+            if plan.kind == ForwardKind::BatchStatistic {
+                params.y = 0;
+            }
+            // SAFETY: as above.
+            unsafe { gpu.normalize(plan, params) }?;
+            if saved.all_partials == 0 {
+                return Ok(());
+            }
+            let all_rows = NormalizeParams {
+                y: 0,
+                keep: 0,
+                kept: 0,
+                partials: saved.all_partials,
+                ..added(params)
+            };
+            // SAFETY: as above.
+            unsafe { gpu.normalize(plan, all_rows) }
+        })
+    }
+
+    /// Sums over the rows of this process, to be handed out.
+    fn launch_totals(&mut self, totals: &mut CudaSlice<f64>) -> Result<()> {
+        let (gpu, plan) = (&self.gpu, &self.plan);
+        let stream = gpu.device.cuda_stream();
+        let mut uses = Uses::on(&stream);
+        let saved = plan.saved(uses.slice(self.saved.as_mut()));
+        let totals = uses.slice(Some(totals));
+        let cols_bytes = plan.cols() as u64 * TOTAL_BYTES;
+        let count = totals + cols_bytes;
+        let kept = SumPartialsParams {
+            partials: saved.partials,
+            kept: saved.kept,
+            stride: plan.cols() as i64,
+            totals,
+            count,
+            ..Default::default()
+        };
+        // SAFETY: as in `launch_rows`.
+        unsafe { gpu.sum_partials(plan, kept) }?;
+        if plan.config.recipe == Recipe::Paper {
+            return Ok(());
         }
-        if self.plan.rows() > 0 {
-            buffers.x = uses.read_rows(argument(&x)?)?;
-            buffers.residual = uses.read_rows_opt(argument_opt(&residual)?)?;
-            buffers.keep = uses.read_opt(argument_opt(&keep)?)?;
-        }
-        launch(buffers)
+        let all_rows = SumPartialsParams {
+            partials: match saved.all_partials {
+                0 => saved.partials,
+                all_partials => all_partials,
+            },
+            kept: 0,
+            totals: count + TOTAL_BYTES,
+            count: count + TOTAL_BYTES + cols_bytes,
+            ..kept
+        };
+        // SAFETY: as in `launch_rows`.
+        unsafe { gpu.sum_partials(plan, all_rows) }
     }
 }
 
@@ -181,85 +264,81 @@ impl DeviceStep for CudaStep {
         Ok(())
     }
 
+    fn is_step(&self) -> bool {
+        self.plan.kind.is_training()
+    }
+
+    fn update_phi(&mut self, phi: &Var, step: &PhiStep) -> Result<()> {
+        let Self {
+            gpu,
+            plan,
+            saved,
+            sums,
+            ..
+        } = self;
+        let [global] = &held([sums.as_ref()]);
+        InVariable::run(phi, |phi, offset| {
+            let stream = gpu.device.cuda_stream();
+            let mut uses = Uses::on(&stream);
+            let mut phi = uses.write(Some(phi))?;
+            phi.data += offset;
+            let saved = plan.saved(uses.slice(saved.as_mut()));
+            let by_batch = plan.kind == ForwardKind::BatchStatistic;
+            let totals = uses.read(global)?;
+            let params = UpdatePhiParams {
+                update: 1,
+                cumulative: step.cumulative.is_some().into(),
+                moving: step.moving.is_some().into(),
+                old_share: step.cumulative.map_or(0., |shares| shares.old),
+                new_share: step.cumulative.map_or(0., |shares| shares.new),
+                alpha: step.moving.map_or(0., |shares| shares.old),
+                beta: step.moving.map_or(0., |shares| shares.new),
+                ..statistics(plan, &saved, totals, phi, by_batch)
+            };
+            // SAFETY: as in `launch_rows`; `saved` and the sums are those of this step, and the
+            // caller holds ψ².
+            unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
+        })
+    }
+
     fn normalize_by_batch(
         &mut self,
         inputs: &ForwardInputs,
         mut outputs: Outputs,
     ) -> Result<Outputs> {
-        if self.is_empty() {
+        if self.plan.rows() == 0 {
             return Ok(outputs);
         }
-        let Some(Storage::Cuda(y)) = &mut outputs.y else {
-            candle::bail!("power_norm: expected an output on a GPU to write, got none")
-        };
-        let sum = match &mut outputs.sum {
-            Some(Storage::Cuda(sum)) => Some(sum),
-            _ => None,
-        };
-        let global = self.sums.as_ref().map(Tensor::storage_and_layout);
-        let mut saved = self.saved();
-        let launch = |mut buffers: ForwardBuffers| {
-            let stream = self.device().cuda_stream();
-            let mut uses = Uses::on(&stream);
-            buffers.totals = uses.read_opt(argument_opt(&global)?)?;
-            // SAFETY: as in `forward`.
-            unsafe { self.gpu.queue(&self.plan.normalize_by_batch(&buffers)) }
-        };
-        self.with_forward_buffers(inputs, y, sum, saved.as_mut(), launch)?;
+        self.with_rows(inputs, &mut outputs, |gpu, plan, params, _| {
+            let output = NormalizeParams {
+                // `update_phi` left 1/D in `inv_rms`.
+                phi: Vector::default(),
+                partials: 0,
+                kept: 0,
+                ..added(params)
+            };
+            // SAFETY: as in `launch_rows`.
+            unsafe { gpu.normalize(plan, output) }
+        })?;
         Ok(outputs)
     }
 
-    fn is_step(&self) -> bool {
-        self.kind().is_training()
-    }
-
-    fn update_phi(&self, phi: &Var, step: &PhiStep) -> Result<()> {
-        let mut saved = self.saved();
-        let global = self.sums.as_ref().map(Tensor::storage_and_layout);
-        InVariable::run(phi, |phi, layout| {
-            let stream = self.device().cuda_stream();
-            let mut uses = Uses::on(&stream);
-            let buffers = ForwardBuffers {
-                phi: uses.write_vector(phi, layout)?,
-                saved: uses.write_slice(saved.as_mut()),
-                totals: uses.read_opt(argument_opt(&global)?)?,
-                ..Default::default()
-            };
-            // SAFETY: as in `forward`; `saved` and the sums are those of this step, and the caller
-            // holds ψ².
-            unsafe { self.gpu.queue(&[self.plan.update_phi(&buffers, step)]) }
-        })
-    }
-
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
-        // Before `saved`: where ν moves, its storage is locked first too. Another thread may do so
-        // for the same step.
-        let ema_gz = inputs.running.map(|nu| self.in_order(nu)).transpose()?;
-        let ema_gz = ema_gz.as_ref().map(Tensor::storage_and_layout);
-        let saved = self.saved();
-        let mut backward = CudaBackward::new(self, inputs, saved.is_some())?;
-        let plan = backward.plan;
-        let mut totals = match self.setting.over_ranks && saved.is_some() {
-            // SAFETY: the launches below write all of it.
-            true => Some(unsafe { self.device().alloc::<f64>(self.plan.cols()) }?),
+        // ν to read in a launch: the variable, or a copy of it.
+        let ema_gz = match inputs.running {
+            Some(nu) => Some(self.in_order(nu.ema_gz)?),
+            None => None,
+        };
+        let mut backward = CudaBackward::new(self, inputs)?;
+        let mut totals = match self.over_ranks && self.saved.is_some() {
+            true => Some(self.gpu.totals(self.plan.cols())?),
             false => None,
         };
-        {
-            let stream = self.device().cuda_stream();
-            let mut uses = Uses::on(&stream);
-            let ema_gz = uses.read_vector(argument_opt(&ema_gz)?)?;
-            let address = uses.write_slice(totals.as_mut());
-            let loss_scale = inputs.running.map_or(1., |nu| nu.loss_scale);
-            backward
-                .arrays
-                .launch(saved.as_ref(), inputs, true, |mut buffers| {
-                    buffers.ema_gz = ema_gz;
-                    buffers.totals = address;
-                    // SAFETY: as in `forward`.
-                    unsafe { (self.gpu).queue(&plan.backward(&buffers, loss_scale)) }
-                })?;
+        backward.launch_rows(ema_gz.as_ref())?;
+        if let Some(totals) = &mut totals {
+            backward.launch_totals(totals)?;
         }
-        backward.sums = totals.map(|totals| tensor(totals, self.device()));
+        backward.sums = totals.map(|totals| self.gpu.sums(totals));
         Ok(Box::new(backward))
     }
 }
@@ -269,126 +348,197 @@ struct CudaBackward<'a> {
     step: &'a CudaStep,
     plan: LaunchPlan,
     inputs: BackwardInputs<'a>,
-    arrays: BackwardArrays<'a>,
-    /// Σ dy x̃ over ranks, `[cols]`: local sums, and later global ones. `None` in a single process.
-    sums: Option<Tensor>,
-}
-
-/// Outputs of a backward.
-struct BackwardArrays<'a> {
-    step: &'a CudaStep,
     input: Option<CudaStorage>,
     weight: Option<CudaStorage>,
     bias: Option<CudaStorage>,
     /// `None` where there is nothing to launch.
     workspace: Option<CudaSlice<u8>>,
+    /// Σ dy x̃ over ranks, `[cols]`: local sums, and later global ones. `None` in a single process.
+    sums: Option<Tensor>,
 }
 
 impl<'a> CudaBackward<'a> {
-    /// Allocates what a backward writes; `launches` says whether anything will.
-    fn new(step: &'a CudaStep, inputs: &BackwardInputs<'a>, launches: bool) -> Result<Self> {
-        let device = step.device();
+    /// Allocates what a backward writes, and loads its kernels.
+    fn new(step: &'a CudaStep, inputs: &BackwardInputs<'a>) -> Result<Self> {
+        let device = &step.gpu.device;
+        let launches = step.saved.is_some();
         let plan = step.plan.of_backward()?;
-        let alloc = |shape: &Shape, dtype: Option<DType>| match dtype {
-            Some(dtype) if launches && shape.elem_count() > 0 => {
+        let gradient = |of: Option<&Tensor>| match of {
+            Some(of) if launches && of.elem_count() > 0 => {
                 // SAFETY: the launches of this backward write all of it.
-                unsafe { device.alloc_uninit(shape, dtype) }.map(Some)
+                unsafe { device.alloc_uninit(of.shape(), of.dtype()) }.map(Some)
             }
-            Some(dtype) => device.zeros_impl(shape, dtype).map(Some),
+            Some(of) => device.zeros_impl(of.shape(), of.dtype()).map(Some),
             None => Ok(None),
         };
-        let dtype = |param: &Tensor| param.track_op().then(|| param.dtype());
-        let [weight, bias] = match inputs.affine {
-            Some([weight, bias]) => [dtype(weight), dtype(bias)],
-            None => [None, None],
+        let tracked = |param: Option<&'a Tensor>| param.filter(|param| param.track_op());
+        let workspace = match launches {
+            // SAFETY: the launches write every part of it before they read it.
+            true => Some(unsafe { device.alloc::<u8>(plan.workspace_bytes()) }?),
+            false => None,
         };
-        let channels = Shape::from(step.plan.cols());
-        let input = inputs.wants_input.then(|| inputs.x.dtype());
+        if launches {
+            step.gpu.load(&plan.kernels(step.over_ranks))?;
+        }
         Ok(Self {
             step,
             plan,
             inputs: *inputs,
-            arrays: BackwardArrays {
-                step,
-                input: alloc(inputs.x.shape(), input)?,
-                weight: alloc(&channels, weight)?,
-                bias: alloc(&channels, bias)?,
-                workspace: match launches {
-                    true => {
-                        let bytes = plan.backward_workspace_bytes();
-                        // SAFETY: the launches write every part of it before they read it.
-                        Some(unsafe { device.alloc::<u8>(bytes) }?)
-                    }
-                    false => None,
-                },
-            },
+            input: gradient(inputs.wants_input.then_some(inputs.x))?,
+            weight: gradient(tracked(inputs.weight))?,
+            bias: gradient(tracked(inputs.bias))?,
+            workspace,
             sums: None,
         })
     }
-}
 
-impl BackwardArrays<'_> {
-    /// Runs `launch` with the arrays of a backward, except ν and the totals. Arrays of rows are
-    /// among them only if `with_rows`.
-    fn launch(
+    /// The gradients need sums over the rows.
+    fn wants_sums(&self) -> bool {
+        self.plan.kind.is_training() || self.weight.is_some() || self.bias.is_some()
+    }
+
+    /// Runs `launch` with the arguments of a pass over the rows that has no correction and takes no
+    /// sums. Does nothing without rows.
+    fn with_rows(
         &mut self,
-        saved: Option<&CudaSlice<u8>>,
-        inputs: &BackwardInputs,
-        with_rows: bool,
-        launch: impl FnOnce(BackwardBuffers) -> Result<()>,
+        launch: impl FnOnce(&Gpu, &LaunchPlan, NormalizeBwdParams, &Workspace) -> Result<()>,
     ) -> Result<()> {
-        let (Some(saved), Some(workspace)) = (saved, &mut self.workspace) else {
+        let (plan, inputs, gpu) = (&self.plan, &self.inputs, &self.step.gpu);
+        let (Some(saved), Some(workspace), 1..) =
+            (&self.step.saved, &mut self.workspace, plan.rows())
+        else {
             return Ok(());
         };
-        let weight = inputs.affine.map(|[weight, _]| weight.storage_and_layout());
-        let with_rows = with_rows && self.step.plan.rows() > 0;
-        let row_tensors = with_rows.then(|| {
-            let [x, dy] = [inputs.x, inputs.dy].map(Tensor::storage_and_layout);
-            (
-                x,
-                dy,
-                inputs.dsum.map(Tensor::storage_and_layout),
-                inputs.keep.map(Tensor::storage_and_layout),
-            )
-        });
-        let stream = self.step.device().cuda_stream();
+        let tensors = held([
+            Some(inputs.x),
+            Some(inputs.dy),
+            inputs.dsum,
+            inputs.keep,
+            inputs.weight,
+        ]);
+        let [x, dy, dsum, keep, weight] = &tensors;
+        let stream = gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
-        let mut buffers = BackwardBuffers {
-            weight: uses.read_vector(argument_opt(&weight)?)?,
-            dweight: uses.write_opt(self.weight.as_mut())?,
-            dbias: uses.write_opt(self.bias.as_mut())?,
-            saved: uses.read_bytes(saved),
-            workspace: uses.write_slice(Some(workspace)),
+        let saved = plan.saved(uses.hold(saved.device_ptr(&stream)));
+        let workspace = plan.workspace(uses.slice(Some(workspace)));
+        // Under recipe Fairseq the backward does not know the mask, so it reads the count.
+        // Elsewhere the mask shows a batch without a kept row, and the count need not be known yet.
+        let fairseq = plan.config.recipe == Recipe::Fairseq;
+        let reads_count = fairseq && plan.kind.is_training();
+        let params = NormalizeBwdParams {
+            x: uses.read_rows(x)?,
+            dy: uses.read_rows(dy)?,
+            dsum: uses.read_rows(dsum)?,
+            dx: uses.write(self.input.as_mut())?.data,
+            keep: when(!fairseq, uses.read(keep)?),
+            weight: uses.read_vector(weight)?,
+            inv_rms: saved.inv_rms,
+            batch_phi: when(reads_count, saved.batch_phi),
+            count: when(reads_count, saved.count),
+            factors: saved.factors,
+            dots: workspace.dots,
+            group_scaling: plan.cut.group_scaling,
+            eps: plan.config.eps,
             ..Default::default()
         };
-        if let Some((x, dy, dsum, keep)) = &row_tensors {
-            buffers.x = uses.read_rows(argument(x)?)?;
-            buffers.dy = uses.read_rows(argument(dy)?)?;
-            buffers.dsum = uses.read_rows_opt(argument_opt(dsum)?)?;
-            buffers.dx = uses.write_opt(self.input.as_mut())?.data;
-            buffers.keep = uses.read_opt(argument_opt(keep)?)?;
-        }
-        launch(buffers)
+        launch(gpu, plan, params, &workspace)
     }
-}
 
-impl CudaBackward<'_> {
-    /// Makes Λ and the parameters' gradients, and moves ν if `ema_gz` is there.
-    fn launch_update(&mut self, ema_gz: Option<Vector>) -> Result<()> {
-        let (step, plan, inputs) = (self.step, self.plan, self.inputs);
-        let saved = step.saved();
-        let global = self.sums.as_ref().map(Tensor::storage_and_layout);
-        let stream = step.device().cuda_stream();
+    /// Makes the gradients that do not depend on the sums of the whole batch, and the sums.
+    ///
+    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
+    /// same as in the CPU's backward.
+    fn launch_rows(&mut self, ema_gz: Option<&Tensor>) -> Result<()> {
+        let stream = self.step.gpu.device.cuda_stream();
+        let [ema_gz] = &held([ema_gz]);
         let mut uses = Uses::on(&stream);
-        let totals = uses.read_opt(argument_opt(&global)?)?;
-        let loss_scale = inputs.running.map_or(1., |nu| nu.loss_scale);
-        (self.arrays).launch(saved.as_ref(), &inputs, false, |mut buffers| {
-            buffers.ema_gz = ema_gz.unwrap_or_default();
-            buffers.totals = totals;
-            let launch = plan.update_nu(&buffers, loss_scale);
-            // SAFETY: as in `CudaStep::forward`.
-            unsafe { step.gpu.queue(launch.as_slice()) }
+        let correction = uses.read_vector(ema_gz)?;
+        let loss_scale = self.loss_scale();
+        let wants_sums = self.wants_sums();
+        self.with_rows(|gpu, plan, mut params, workspace| {
+            if plan.is_exact() {
+                // Made at last, by Λ.
+                params.dx = 0;
+            }
+            params.correction = correction;
+            params.correction_scale = (1. - plan.config.alpha_bwd) * loss_scale;
+            if wants_sums {
+                params.partials = workspace.partials;
+            }
+            match params.dx != 0 || wants_sums {
+                // SAFETY: `uses`, here and in `with_rows`, holds every buffer until the launches
+                // are queued, each of the size that `LaunchPlan` asks for.
+                true => unsafe { gpu.normalize_bwd(plan, params) },
+                false => Ok(()),
+            }
         })
+    }
+
+    /// Sums Σ dy x̃ over the rows of this process, to be handed out.
+    fn launch_totals(&mut self, totals: &mut CudaSlice<f64>) -> Result<()> {
+        let (plan, gpu) = (&self.plan, &self.step.gpu);
+        let stream = gpu.device.cuda_stream();
+        let mut uses = Uses::on(&stream);
+        let workspace = plan.workspace(uses.slice(self.workspace.as_mut()));
+        let params = SumPartialsParams {
+            partials: workspace.partials,
+            stride: 2 * plan.cols() as i64,
+            totals: uses.slice(Some(totals)),
+            ..Default::default()
+        };
+        // SAFETY: as in `launch_rows`.
+        unsafe { gpu.sum_partials(plan, params) }
+    }
+
+    /// Makes Λ and the parameters' gradients. Moves ν, if it is given: its storage, and the bytes
+    /// from there to ν.
+    fn launch_update(&mut self, ema_gz: Option<(&mut CudaStorage, Address)>) -> Result<()> {
+        let (wants_sums, loss_scale) = (self.wants_sums(), self.loss_scale());
+        let (plan, gpu) = (&self.plan, &self.step.gpu);
+        let (Some(saved), Some(workspace), true) =
+            (&self.step.saved, &mut self.workspace, wants_sums)
+        else {
+            return Ok(());
+        };
+        let tensors = held([self.inputs.weight, self.sums.as_ref()]);
+        let [weight, global] = &tensors;
+        let stream = gpu.device.cuda_stream();
+        let mut uses = Uses::on(&stream);
+        let ema_gz = match ema_gz {
+            Some((storage, offset)) => {
+                let start = uses.write(Some(storage))?;
+                Vector {
+                    data: start.data + offset,
+                    ..start
+                }
+            }
+            None => Vector::default(),
+        };
+        let saved = plan.saved(uses.hold(saved.device_ptr(&stream)));
+        let workspace = plan.workspace(uses.slice(Some(workspace)));
+        let params = UpdateNuParams {
+            partials: workspace.partials,
+            totals: uses.read(global)?,
+            cols: plan.cols() as i64,
+            chunks: plan.chunks().into(),
+            weight: uses.read_vector(weight)?,
+            inv_rms: saved.inv_rms,
+            gamma: saved.gamma,
+            count: when(plan.kind.is_training(), saved.count),
+            lambda: workspace.lambda,
+            ema_gz,
+            dweight: uses.write(self.weight.as_mut())?,
+            dbias: uses.write(self.bias.as_mut())?,
+            beta: 1. - plan.config.alpha_bwd,
+            unscale: loss_scale.recip(),
+            guard: (plan.config.recipe == Recipe::Paper).into(),
+        };
+        // SAFETY: as in `launch_rows`; the caller holds ν.
+        unsafe { gpu.launch(&plan.channels_launch("update_nu"), &params) }
+    }
+
+    fn loss_scale(&self) -> f64 {
+        self.inputs.running.map_or(1., |nu| nu.loss_scale)
     }
 }
 
@@ -405,52 +555,146 @@ impl DeviceBackward for CudaBackward<'_> {
         Ok(())
     }
 
-    fn finish(&mut self, nu_follows: bool) -> Result<()> {
-        let (step, plan) = (self.step, self.plan);
-        let is_exact = step.setting.config.is_exact(step.kind());
-        if is_exact || !nu_follows {
-            self.launch_update(None)?;
+    fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
+        match ema_gz {
+            Some(ema_gz) => InVariable::run(ema_gz, |ema_gz, offset| {
+                self.launch_update(Some((ema_gz, offset)))
+            }),
+            None => self.launch_update(None),
         }
-        if is_exact {
-            let saved = step.saved();
-            let inputs = self.inputs;
-            (self.arrays).launch(saved.as_ref(), &inputs, true, |buffers| {
-                // SAFETY: as in `CudaStep::forward`.
-                unsafe { (step.gpu).queue(&plan.finish_backward(&buffers)) }
+    }
+
+    fn gradients(mut self: Box<Self>) -> Result<Gradients> {
+        if self.plan.is_exact() && self.input.is_some() {
+            self.with_rows(|gpu, plan, mut params, workspace| {
+                params.correction = Vector {
+                    data: workspace.lambda,
+                    dtype: number(plan.sums_dtype())?,
+                };
+                params.correction_scale = 1.;
+                // SAFETY: as in `launch_rows`.
+                unsafe { gpu.normalize_bwd(plan, params) }
             })?;
         }
-        Ok(())
-    }
-
-    fn update_nu(&mut self, ema_gz: &Var) -> Result<()> {
-        InVariable::run(ema_gz, |ema_gz, layout| {
-            let stream = self.step.device().cuda_stream();
-            let mut uses = Uses::on(&stream);
-            let ema_gz = uses.write_vector(ema_gz, layout)?;
-            self.launch_update(Some(ema_gz))
-        })
-    }
-
-    fn gradients(mut self: Box<Self>) -> Gradients {
-        let (step, inputs) = (self.step, self.inputs);
+        let (x, channels) = (self.inputs.x.shape(), Shape::from(self.plan.cols()));
         let tensor = |storage: Option<CudaStorage>, shape: &Shape| {
             storage.map(|storage| from_storage(storage, shape))
         };
-        let channels = Shape::from(step.plan.cols());
-        Gradients {
-            input: tensor(self.arrays.input.take(), inputs.x.shape()),
-            weight: tensor(self.arrays.weight.take(), &channels),
-            bias: tensor(self.arrays.bias.take(), &channels),
+        Ok(Gradients {
+            input: tensor(self.input, x),
+            weight: tensor(self.weight, &channels),
+            bias: tensor(self.bias, &channels),
+        })
+    }
+}
+
+/// The storage of an output.
+fn on_gpu(output: &mut Option<Storage>) -> Result<&mut CudaStorage> {
+    match output {
+        Some(Storage::Cuda(storage)) => Ok(storage),
+        _ => candle::bail!("power_norm: expected an output on a GPU, got none to write"),
+    }
+}
+
+/// The arguments of a later pass, which reads the sum with the residual that the first wrote.
+fn added(params: NormalizeParams) -> NormalizeParams {
+    match params.residual {
+        0 => params,
+        _ => NormalizeParams {
+            x: params.sum,
+            residual: 0,
+            sum: 0,
+            ..params
+        },
+    }
+}
+
+/// The arguments for the statistics of a training forward, by which ψ² stays. If `by_batch`, 1/D is
+/// made from ψ_B², or from ψ² if no row is kept.
+fn statistics(
+    plan: &LaunchPlan,
+    saved: &Saved,
+    totals: Address,
+    phi: Vector,
+    by_batch: bool,
+) -> UpdatePhiParams {
+    let (over_ranks, fairseq) = (totals != 0, plan.config.recipe == Recipe::Fairseq);
+    let all_totals = totals + (plan.cols() as u64 + 1) * TOTAL_BYTES;
+    UpdatePhiParams {
+        totals,
+        all_totals: when(over_ranks && fairseq, all_totals),
+        partials: when(!over_ranks, saved.partials),
+        all_partials: when(!over_ranks, saved.all_partials),
+        kept: when(!over_ranks, saved.kept),
+        rows: plan.rows() as i64,
+        cols: plan.cols() as i64,
+        chunks: plan.chunks().into(),
+        phi,
+        batch_phi: saved.batch_phi,
+        inv_rms: saved.inv_rms,
+        gamma: saved.gamma,
+        count: saved.count,
+        eps: plan.config.eps,
+        by_batch: by_batch.into(),
+        guard: (plan.config.recipe == Recipe::Paper).into(),
+        ..Default::default()
+    }
+}
+
+/// Launches of a plan. The promise of [`Gpu::launch`] about addresses holds for each of them.
+impl Gpu {
+    /// Memory for sums to hand out.
+    fn totals(&self, count: usize) -> Result<CudaSlice<f64>> {
+        // SAFETY: the launches of the phase write all of it.
+        unsafe { self.device.alloc::<f64>(count) }
+    }
+
+    /// Sums as they are handed out.
+    fn sums(&self, totals: CudaSlice<f64>) -> Tensor {
+        let shape = Shape::from(totals.len());
+        from_storage(
+            CudaStorage::wrap_cuda_slice(totals, self.device.clone()),
+            &shape,
+        )
+    }
+
+    unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
+        let arrays = 1 + usize::from(params.residual != 0);
+        let sums = usize::from(params.partials != 0);
+        let (launch, tiling) = plan.rows_launch(arrays, sums);
+        // SAFETY: by the caller's promise.
+        unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
+    }
+
+    unsafe fn sum_partials(&self, plan: &LaunchPlan, params: SumPartialsParams) -> Result<()> {
+        let params = SumPartialsParams {
+            rows: plan.rows() as i64,
+            cols: plan.cols() as i64,
+            chunks: plan.chunks().into(),
+            ..params
+        };
+        // SAFETY: by the caller's promise.
+        unsafe { self.launch(&plan.channels_launch("sum_partials"), &params) }
+    }
+
+    unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
+        let (mut params, writes) = (params, params.dx != 0);
+        if !writes {
+            params.dsum = 0;
         }
+        if writes && plan.has_wide_groups() {
+            let (launch, tiling) = plan.groups_launch();
+            // SAFETY: by the caller's promise.
+            unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
+        }
+        let arrays = 2 + usize::from(params.dsum != 0);
+        let sums = 2 * usize::from(params.partials != 0);
+        let (launch, tiling) = plan.rows_launch(arrays, sums);
+        // SAFETY: as above.
+        unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
     }
 }
 
 fn from_storage(storage: CudaStorage, shape: &Shape) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
-}
-
-/// Sums as they are handed out.
-fn tensor(totals: CudaSlice<f64>, device: &CudaDevice) -> Tensor {
-    let len = Shape::from(totals.len());
-    from_storage(CudaStorage::wrap_cuda_slice(totals, device.clone()), &len)
 }
