@@ -11,12 +11,13 @@
 //! 6. The chunks' sums are added in order. So the bits are the same for any number of threads.
 
 use super::element::{Accumulator, Element, Numbers};
-use super::lanes::{sum_terms, sweep, Columns, Groups, Lanes, Scaling, Terms};
+use super::lanes::{sum_terms, sweep, Columns, Groups, Lanes, Scaling, Span, Terms};
 use super::simd;
-use super::uninit::{fill_output, OutputChunk, RowWriter, Stores, NON_TEMPORAL};
+use super::uninit::{fill_output, Part, RowWriter, Stores, NON_TEMPORAL};
 use crate::device::host::{ForwardSums, GradientSums, RowSum, SquareSums};
 use candle::WithDType;
-use pulp::{Scalar, Simd, WithSimd};
+use num_traits::Float;
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -49,9 +50,9 @@ pub(super) struct RowGradients<'a, T> {
     pub dsum: Option<&'a Matrix<'a, T>>,
 }
 
-/// Outputs of a forward, `[rows, cols]` each.
-pub(super) struct RowOutputs<T> {
-    /// `None` if only sums were wanted.
+/// The arrays that a pass wrote, `[rows, cols]` each.
+pub(super) struct Written<T> {
+    /// The output, which is dx in a backward. `None` if only sums were wanted.
     pub y: Option<Vec<T>>,
     /// `x + residual`, if there is a residual.
     pub sum: Option<Vec<T>>,
@@ -151,9 +152,9 @@ impl<T: Element> Rows<'_, T> {
         self.cols() / self.groups.map_or(1, |(groups, _)| groups)
     }
 
-    fn group_scaling(&self) -> Option<GroupScaling<T::Acc>> {
+    fn scaler(&self) -> Option<Scaler<T::Acc>> {
         let (_, eps) = self.groups?;
-        Some(GroupScaling {
+        Some(Scaler {
             share: T::Acc::ONE / T::Acc::from_count(self.group_len()),
             eps: T::Acc::from_f64(eps),
         })
@@ -166,11 +167,10 @@ pub(super) fn forward<T: Element>(
     rows: &Rows<T>,
     factors: Option<&[Numbers<T>; 2]>,
     sums: Option<SquareSums>,
-) -> (RowOutputs<T>, Option<ForwardSums<Numbers<T>>>) {
-    let [gain, shift] = slices(factors);
-    let pass = Forward { gain, shift };
-    let (outputs, totals) = run(rows, &pass, sums.map_or(0, |sums| rows.squares_width(sums)));
-    (outputs, sums.map(|sums| rows.forward_sums(sums, totals)))
+) -> (Written<T>, Option<ForwardSums<Numbers<T>>>) {
+    let width = sums.map_or(0, |sums| rows.squares_width(sums));
+    let (written, totals) = run(rows, &Forward { factors }, width);
+    (written, sums.map(|sums| rows.forward_sums(sums, totals)))
 }
 
 /// The input's gradient, if its gain and decay are given, and the column sums of dy x̃ and dy over
@@ -183,25 +183,15 @@ pub(super) fn backward<T: Element>(
     gradients: &RowGradients<T>,
     factors: Option<&[Numbers<T>; 2]>,
     sums: bool,
-) -> (RowOutputs<T>, Option<GradientSums<Numbers<T>>>) {
-    let [gain, decay] = slices(factors);
-    let pass = Backward {
-        gradients,
-        gain,
-        decay,
-    };
+) -> (Written<T>, Option<GradientSums<Numbers<T>>>) {
+    let pass = Backward { gradients, factors };
     let width = if sums { 2 * rows.cols() } else { 0 };
-    let (outputs, mut dy_x) = run(rows, &pass, width);
+    let (written, mut dy_x) = run(rows, &pass, width);
     let sums = sums.then(|| GradientSums {
         dy: dy_x.split_off(rows.cols()),
         dy_x,
     });
-    (outputs, sums)
-}
-
-/// The factors of a pass; empty without an output.
-fn slices<A>(factors: Option<&[Vec<A>; 2]>) -> [&[A]; 2] {
-    factors.map_or([&[], &[]], |factors| factors.each_ref().map(Vec::as_slice))
+    (written, sums)
 }
 
 /// Vectors per bounds check in a pass.
@@ -224,7 +214,7 @@ const STEP: usize = 4;
 // instead of 0.60. See `benches/results/2026-11-22-cpu.md`.
 trait Pass<T: Element>: Sync {
     /// True if the rows may have a residual. A backward reads `x + residual`, which the forward
-    /// wrote.
+    /// wrote. Code to add one would take registers from its loops, and up to 7 % more time in f16.
     const ADDS_RESIDUAL: bool;
 
     /// False if only sums are wanted.
@@ -250,21 +240,20 @@ struct Row<'a, T: Element> {
     /// False if the row is padding.
     keeps: bool,
     /// `None` without group scaling.
-    group_scaling: Option<&'a GroupScaling<T::Acc>>,
+    scaler: Option<&'a Scaler<T::Acc>>,
 }
 
 /// `x̃ = r x`, Σ x̃² and `y = gain x̃ + shift`.
 struct Forward<'a, A> {
-    /// `[C]`, as `shift`. Empty if only sums are wanted.
-    gain: &'a [A],
-    shift: &'a [A],
+    /// Gain and shift, `[C]` each. `None` if only sums are wanted.
+    factors: Option<&'a [Vec<A>; 2]>,
 }
 
 impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
     const ADDS_RESIDUAL: bool = true;
 
     fn has_output(&self) -> bool {
-        !self.gain.is_empty()
+        self.factors.is_some()
     }
 
     #[inline(always)]
@@ -280,20 +269,20 @@ impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
             return; // only `x + residual` was wanted
         }
         let (x, cols) = (row.x, row.x.len());
-        if let Some(group_scaling) = row.group_scaling {
-            group_scaling.scale(simd, x, groups);
+        if let Some(scaler) = row.scaler {
+            scaler.scale(simd, x, groups);
         }
         // Squares of padded rows have sums of their own, or none.
         let start = if row.keeps { 0 } else { cols };
         let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
         let mut squares = Squares { x, sums };
-        let Some(y) = y else {
+        let (Some(y), Some([gain, shift])) = (y, self.factors) else {
             return sweep::<STEP, _, T>(simd, groups, &mut squares, ());
         };
         let mut columns = Normalized {
             squares,
-            gain: &self.gain[..cols],
-            shift: &self.shift[..cols],
+            gain: &gain[..cols],
+            shift: &shift[..cols],
         };
         y.extend::<STEP, _>(simd, groups, &mut columns);
     }
@@ -307,15 +296,10 @@ struct Squares<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for Squares<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        scaling: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let x = Lanes::load(simd, self.x, at) * Lanes::splat(simd, scaling.factor);
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let x = at.load(self.x) * at.splat(at.scaling.factor);
         if let Some(sums) = &mut self.sums {
-            x.mul_add(x, Lanes::load(simd, sums, at)).store(sums, at);
+            at.store(x.mul_add(x, at.load(sums)), sums);
         }
         x
     }
@@ -330,15 +314,10 @@ struct Normalized<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for Normalized<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        scaling: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let x = self.squares.step(simd, at, scaling);
-        let shift = Lanes::load(simd, self.shift, at);
-        x.mul_add(Lanes::load(simd, self.gain, at), shift)
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let x = self.squares.step(at);
+        let shift = at.load(self.shift);
+        x.mul_add(at.load(self.gain), shift)
     }
 }
 
@@ -346,16 +325,15 @@ impl<T: Element> Columns<T::Acc> for Normalized<'_, T> {
 /// `dx = r (dx̃ − x̃ · mean(dx̃ x̃)) + dsum`.
 struct Backward<'a, T: Element> {
     gradients: &'a RowGradients<'a, T>,
-    /// `[C]`, as `decay`. Empty if only sums are wanted.
-    gain: &'a [T::Acc],
-    decay: &'a [T::Acc],
+    /// Gain and decay, `[C]` each. `None` if only sums are wanted.
+    factors: Option<&'a [Numbers<T>; 2]>,
 }
 
 impl<T: Element> Pass<T> for Backward<'_, T> {
     const ADDS_RESIDUAL: bool = false;
 
     fn has_output(&self) -> bool {
-        !self.gain.is_empty()
+        self.factors.is_some()
     }
 
     #[inline(always)]
@@ -372,32 +350,44 @@ impl<T: Element> Pass<T> for Backward<'_, T> {
         let dsum = (self.gradients.dsum).map(|dsum| &dsum.row(row.index)[..cols]);
         if !row.keeps {
             if let Some(dx) = dx {
-                dx.extend::<1, _>(simd, groups, &mut Padded { dsum });
+                write_sum::<1, S, T>(simd, groups, Zeros, dsum, dx);
             }
             return;
         }
-        let Some(dx) = dx else {
+        let (Some(dx), Some([gain, decay])) = (dx, self.factors) else {
             let sums = Some(halves(sums, cols));
-            if let Some(group_scaling) = row.group_scaling {
-                group_scaling.scale(simd, x, groups);
+            if let Some(scaler) = row.scaler {
+                scaler.scale(simd, x, groups);
             }
             return sweep::<STEP, _, T>(simd, groups, &mut Products { x, dy, sums }, ());
         };
-        let (gain, decay) = (&self.gain[..cols], &self.decay[..cols]);
-        if let Some(group_scaling) = row.group_scaling {
-            group_scaling.scale_bwd(simd, &GroupTerms { x, dy, gain, decay }, groups);
+        let (gain, decay) = (&gain[..cols], &decay[..cols]);
+        if let Some(scaler) = row.scaler {
+            scaler.scale_bwd(simd, &GroupTerms { x, dy, gain, decay }, groups);
         }
         let sums = (!sums.is_empty()).then(|| halves(sums, cols));
-        let mut columns = NormalizedBwd {
+        let columns = NormalizedBwd {
             products: Products { x, dy, sums },
             gain,
             decay,
         };
-        // A test of `dsum` in each step would cost up to a tenth.
-        match dsum {
-            Some(dsum) => dx.extend::<STEP, _>(simd, groups, &mut Plus { columns, dsum }),
-            None => dx.extend::<STEP, _>(simd, groups, &mut columns),
-        }
+        write_sum::<STEP, S, T>(simd, groups, columns, dsum, dx);
+    }
+}
+
+/// Writes a row of dx, which is `columns`, plus `dsum` if there is one.
+#[inline(always)]
+fn write_sum<const K: usize, S: Simd, T: Element>(
+    simd: S,
+    groups: &Groups<T::Acc>,
+    mut columns: impl Columns<T::Acc>,
+    dsum: Option<&[T]>,
+    dx: &mut RowWriter<T>,
+) {
+    // A test of `dsum` in each step would cost up to a tenth.
+    match dsum {
+        Some(row) => dx.extend::<K, _>(simd, groups, &mut Plus { columns, row }),
+        None => dx.extend::<K, _>(simd, groups, &mut columns),
     }
 }
 
@@ -417,17 +407,12 @@ struct Products<'a, T: Element> {
 
 impl<T: Element> Products<'_, T> {
     #[inline(always)]
-    fn add<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        scaling: Scaling<T::Acc>,
-    ) -> [Lanes<S, T::Acc, K>; 2] {
-        let x = Lanes::load(simd, self.x, at) * Lanes::splat(simd, scaling.factor);
-        let dy = Lanes::load(simd, self.dy, at);
+    fn add<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> [Lanes<S, T::Acc, K>; 2] {
+        let x = at.load(self.x) * at.splat(at.scaling.factor);
+        let dy = at.load(self.dy);
         if let Some([dy_x, dy_sum]) = &mut self.sums {
-            dy.mul_add(x, Lanes::load(simd, dy_x, at)).store(dy_x, at);
-            (Lanes::load(simd, dy_sum, at) + dy).store(dy_sum, at);
+            at.store(dy.mul_add(x, at.load(dy_x)), dy_x);
+            at.store(at.load(dy_sum) + dy, dy_sum);
         }
         [x, dy]
     }
@@ -435,13 +420,8 @@ impl<T: Element> Products<'_, T> {
 
 impl<T: Element> Columns<T::Acc> for Products<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        scaling: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let [x, _] = self.add(simd, at, scaling);
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let [x, _] = self.add(at);
         x
     }
 }
@@ -455,94 +435,51 @@ struct NormalizedBwd<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for NormalizedBwd<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        scaling: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let [x, dy] = self.products.add(simd, at, scaling);
-        let gain = Lanes::load(simd, self.gain, at);
-        let dx_tilde = gain * dy - Lanes::load(simd, self.decay, at) * x;
-        let dx = dx_tilde - x * Lanes::splat(simd, scaling.mean);
-        dx * Lanes::splat(simd, scaling.factor)
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let [x, dy] = self.products.add(at);
+        let dx_tilde = at.load(self.gain) * dy - at.load(self.decay) * x;
+        let dx = dx_tilde - x * at.splat(at.scaling.mean);
+        dx * at.splat(at.scaling.factor)
     }
 }
 
-/// `columns + dsum`.
+/// dx of a padded row without dsum.
+struct Zeros;
+
+impl<A: Accumulator> Columns<A> for Zeros {
+    #[inline(always)]
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K> {
+        at.splat(A::ZERO)
+    }
+}
+
+/// `columns + row`.
 struct Plus<'a, T, C> {
     columns: C,
-    dsum: &'a [T],
+    row: &'a [T],
 }
 
 impl<T: Element, C: Columns<T::Acc>> Columns<T::Acc> for Plus<'_, T, C> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        scaling: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        self.columns.step(simd, at, scaling) + Lanes::load(simd, self.dsum, at)
-    }
-}
-
-/// dx of a padded row.
-struct Padded<'a, T> {
-    dsum: Option<&'a [T]>,
-}
-
-impl<T: Element> Columns<T::Acc> for Padded<'_, T> {
-    #[inline(always)]
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        _: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let zero = Lanes::splat(simd, T::Acc::ZERO);
-        match self.dsum {
-            Some(dsum) => zero + Lanes::load(simd, dsum, at),
-            None => zero,
-        }
-    }
-}
-
-/// `x + residual`.
-struct Addition<'a, T> {
-    x: &'a [T],
-    residual: &'a [T],
-}
-
-impl<T: Element> Columns<T::Acc> for Addition<'_, T> {
-    #[inline(always)]
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        _: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        Lanes::load(simd, self.x, at) + Lanes::load(simd, self.residual, at)
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        self.columns.step(at) + at.load(self.row)
     }
 }
 
 /// Group scaling: `r = 1/√(mean(x²) + ε)` of each group.
-struct GroupScaling<A> {
+struct Scaler<A> {
     /// 1 over the channels of a group.
     share: A,
     eps: A,
 }
 
-impl<A: Accumulator> GroupScaling<A> {
+impl<A: Accumulator> Scaler<A> {
     /// Sets r of each group of a row.
     #[inline(always)]
     fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
-        let (mut start, len) = (0, groups.len());
-        for scaling in groups.scalings_mut() {
-            let group = start..start + len;
+        for (group, scaling) in groups.each_mut() {
             let [squares] = sum_terms::<4, 1, S, A>(simd, group.clone(), &GroupSquares { x });
             scaling.factor = self.factor(&x[group], squares);
-            start += len;
         }
     }
 
@@ -554,9 +491,7 @@ impl<A: Accumulator> GroupScaling<A> {
         terms: &GroupTerms<T>,
         groups: &mut Groups<A>,
     ) {
-        let (mut start, len) = (0, groups.len());
-        for scaling in groups.scalings_mut() {
-            let group = start..start + len;
+        for (group, scaling) in groups.each_mut() {
             // Because x̃ = r x, all r in the mean of (gain dy − decay x̃) x̃ stand outside its
             // sums. So the pass that sums x² for r can take these sums too.
             let [squares, gain_dy_x, decay_x2] =
@@ -572,7 +507,6 @@ impl<A: Accumulator> GroupScaling<A> {
                 factor,
                 mean: total * self.share,
             };
-            start += len;
         }
     }
 
@@ -592,18 +526,11 @@ impl<A: Accumulator> GroupScaling<A> {
     /// the statistics leave the batch out.
     #[cold]
     fn factor_of_huge<T: Element<Acc = A>>(&self, x: &[T]) -> A {
-        let x = || (0..x.len()).map(|i| value(x, i));
-        if !x().all(|x| x.is_finite()) {
+        let x = || x.iter().copied().map(widened);
+        if !x().all(Float::is_finite) {
             return A::nan();
         }
-        let largest = x().fold(A::ZERO, |largest, x| {
-            let magnitude = x.abs();
-            if magnitude > largest {
-                magnitude
-            } else {
-                largest
-            }
-        });
+        let largest = x().map(Float::abs).fold(A::ZERO, Float::max);
         let squares = x().fold(A::ZERO, |sum, x| {
             let x = x / largest;
             sum + x * x
@@ -614,8 +541,8 @@ impl<A: Accumulator> GroupScaling<A> {
 }
 
 /// An element in the dtype of the sums.
-fn value<T: Element>(row: &[T], i: usize) -> T::Acc {
-    Lanes::<Scalar, _, 1>::load(Scalar, row, i).total()
+fn widened<T: Element>(value: T) -> T::Acc {
+    T::Acc::from_f64(value.to_f64())
 }
 
 /// Σ x² of a group.
@@ -627,11 +554,10 @@ impl<T: Element> Terms<T::Acc, 1> for GroupSquares<'_, T> {
     #[inline(always)]
     fn add<S: Simd, const K: usize>(
         &self,
-        simd: S,
-        at: usize,
+        at: Span<S, T::Acc, K>,
         [squares]: &mut [Lanes<S, T::Acc, K>; 1],
     ) {
-        let x = Lanes::load(simd, self.x, at);
+        let x = at.load(self.x);
         *squares = x.mul_add(x, *squares);
     }
 }
@@ -648,17 +574,15 @@ impl<T: Element> Terms<T::Acc, 3> for GroupTerms<'_, T> {
     #[inline(always)]
     fn add<S: Simd, const K: usize>(
         &self,
-        simd: S,
-        at: usize,
-        sums: &mut [Lanes<S, T::Acc, K>; 3],
+        at: Span<S, T::Acc, K>,
+        [squares, gain_dy_x, decay_x2]: &mut [Lanes<S, T::Acc, K>; 3],
     ) {
-        let [squares, gain_dy_x, decay_x2] = sums;
-        let x = Lanes::load(simd, self.x, at);
-        let gain_dy = Lanes::load(simd, self.gain, at) * Lanes::load(simd, self.dy, at);
+        let x = at.load(self.x);
+        let gain_dy = at.load(self.gain) * at.load(self.dy);
         let square = x * x;
         *squares = *squares + square;
         *gain_dy_x = gain_dy.mul_add(x, *gain_dy_x);
-        *decay_x2 = square.mul_add(Lanes::load(simd, self.decay, at), *decay_x2);
+        *decay_x2 = square.mul_add(at.load(self.decay), *decay_x2);
     }
 }
 
@@ -668,8 +592,8 @@ impl<T: Element> GroupTerms<'_, T> {
     fn total_with(&self, factor: T::Acc, group: Range<usize>) -> T::Acc {
         let mut total = T::Acc::ZERO;
         for i in group {
-            let x = factor * value(self.x, i);
-            total += (self.gain[i] * value(self.dy, i) - self.decay[i] * x) * x;
+            let x = factor * widened(self.x[i]);
+            total += (self.gain[i] * widened(self.dy[i]) - self.decay[i] * x) * x;
         }
         total
     }
@@ -707,31 +631,25 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 /// first-level cache.
 const LARGE: usize = 4 << 20;
 
-/// Runs `pass` over all rows, and returns fresh outputs and `width` column sums.
-fn run<T: Element>(
-    rows: &Rows<T>,
-    pass: &impl Pass<T>,
-    width: usize,
-) -> (RowOutputs<T>, Vec<T::Acc>) {
+/// Runs `pass` over all rows, and returns what it wrote and `width` column sums.
+fn run<T: Element>(rows: &Rows<T>, pass: &impl Pass<T>, width: usize) -> (Written<T>, Vec<T::Acc>) {
     if rows.residual.is_none() || rows.bytes() <= LARGE {
-        return run_with(rows.stores(), rows, pass, width);
+        return run_at_once(rows, pass, width);
     }
-    // Without an output and without sums, a forward adds the residual and does nothing else.
-    let [gain, shift] = slices(None);
-    let (RowOutputs { sum, .. }, _) = run_with(Stores::Cached, rows, &Forward { gain, shift }, 0);
+    // Without factors and without sums, a forward adds the residual and does nothing else.
+    let (Written { sum, .. }, _) = run_at_once(rows, &Forward { factors: None }, 0);
     let summed = rows.summed(sum.as_deref().unwrap_or_default());
-    let (outputs, sums) = run_with(rows.stores(), &summed, pass, width);
-    (RowOutputs { sum, ..outputs }, sums)
+    let (written, sums) = run_at_once(&summed, pass, width);
+    (Written { sum, ..written }, sums)
 }
 
-/// [`run`], whose output is written by `stores`.
-fn run_with<T: Element>(
-    stores: Stores,
+/// [`run`], which adds a residual row by row.
+fn run_at_once<T: Element>(
     rows: &Rows<T>,
     pass: &impl Pass<T>,
     width: usize,
-) -> (RowOutputs<T>, Vec<T::Acc>) {
-    run_chunks(stores, rows, pass.has_output(), width, &|chunk| {
+) -> (Written<T>, Vec<T::Acc>) {
+    run_chunks(rows, pass.has_output(), width, &|chunk| {
         simd::vectorize::<T, _>(rows.group_len(), ChunkPass { pass, rows, chunk });
     })
 }
@@ -740,12 +658,11 @@ fn run_with<T: Element>(
 ///
 /// What does not depend on the pass is here, so that it is compiled once for each dtype.
 fn run_chunks<T: Element>(
-    stores: Stores,
     rows: &Rows<T>,
     has_output: bool,
     width: usize,
     run: &(dyn Fn(Chunk<T>) + Sync),
-) -> (RowOutputs<T>, Vec<T::Acc>) {
+) -> (Written<T>, Vec<T::Acc>) {
     let chunk = chunk_rows(rows.len(), rows.cols());
     let count = rows.len().div_ceil(chunk);
     let len_if = |wanted: bool| match wanted {
@@ -755,7 +672,7 @@ fn run_chunks<T: Element>(
     let chunk_len = chunk * rows.cols();
     let mut partials = vec![T::Acc::ZERO; count * width];
     let mut sum = None;
-    let y = fill_output(len_if(has_output), chunk_len, stores, |y| {
+    let y = fill_output(len_if(has_output), chunk_len, rows.stores(), |y| {
         let len = len_if(rows.residual.is_some());
         sum = Some(fill_output(len, chunk_len, Stores::Cached, |sum| {
             let (mut y, mut sum) = (y.into_iter(), sum.into_iter());
@@ -775,11 +692,11 @@ fn run_chunks<T: Element>(
             }
         }));
     });
-    let outputs = RowOutputs {
+    let written = Written {
         y: has_output.then_some(y),
         sum: sum.filter(|_| rows.residual.is_some()),
     };
-    (outputs, add_partials(&partials, width))
+    (written, add_partials(&partials, width))
 }
 
 /// The sum of the rows of `partials`, first to last.
@@ -796,9 +713,9 @@ fn add_partials<A: Accumulator>(partials: &[A], width: usize) -> Vec<A> {
 /// A chunk of rows, and its parts of the outputs and sums, if there are such.
 struct Chunk<'a, T: Element> {
     range: Range<usize>,
-    output: Option<OutputChunk<'a, T>>,
+    output: Option<Part<'a, T>>,
     /// `x + residual`.
-    sum: Option<OutputChunk<'a, T>>,
+    sum: Option<Part<'a, T>>,
     sums: &'a mut [T::Acc],
 }
 
@@ -819,16 +736,15 @@ impl<T: Element, P: Pass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
         let mut output = chunk.output.map(RowWriter::new);
         let mut sum = chunk.sum.map(RowWriter::new);
         let mut subtotals = vec![T::Acc::ZERO; chunk.sums.len()];
-        let group_scaling = rows.group_scaling();
+        let scaler = rows.scaler();
         let mut groups = Groups::new(cols, rows.group_len());
         let whole_row = Groups::new(cols, cols);
         for index in chunk.range.clone() {
             let mut x = &rows.x.row(index)[..cols];
             if P::ADDS_RESIDUAL {
                 if let (Some(residual), Some(sum)) = (&rows.residual, &mut sum) {
-                    let residual = &residual.row(index)[..cols];
-                    let mut columns = Addition { x, residual };
-                    sum.extend_cached::<1, _>(simd, &whole_row, &mut columns);
+                    let (columns, row) = (x, &residual.row(index)[..cols]);
+                    sum.extend_cached::<1, _>(simd, &whole_row, &mut Plus { columns, row });
                     x = sum.last(cols);
                 }
             }
@@ -836,7 +752,7 @@ impl<T: Element, P: Pass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
                 index,
                 x,
                 keeps: rows.keeps(index),
-                group_scaling: group_scaling.as_ref(),
+                scaler: scaler.as_ref(),
             };
             pass.row(simd, row, &mut groups, output.as_mut(), &mut subtotals);
             let rows_done = index + 1 - chunk.range.start;
@@ -846,83 +762,5 @@ impl<T: Element, P: Pass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
                 }
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn matrix<T>(values: &[T], cols: usize) -> Matrix<'_, T> {
-        Matrix {
-            cols,
-            rows: values.len() / cols,
-            values,
-            blocks: vec![0],
-        }
-    }
-
-    /// The bits of an output and of its column sums, by every kind of stores.
-    fn bits<T: Element>(rows: &Rows<T>, pass: &impl Pass<T>, width: usize) -> [Vec<u64>; 2] {
-        [Stores::Cached, Stores::NonTemporal].map(|stores| {
-            let (outputs, sums) = run_with(stores, rows, pass, width);
-            let y = outputs.y.into_iter().flatten().map(WithDType::to_f64);
-            let sums = sums.into_iter().map(WithDType::to_f64);
-            y.chain(sums).map(f64::to_bits).collect()
-        })
-    }
-
-    /// Miri takes its time.
-    const ROWS: usize = if cfg!(miri) { 2 } else { 6 };
-
-    /// Rows and groups of neither whole vectors nor whole cache lines, of whole vectors, and of
-    /// both.
-    fn outputs_past_the_caches_have_the_bits_of_cached_ones<T: Element>() {
-        let shapes = [
-            (7, None),
-            (100, Some(4)),
-            (192, None),
-            (192, Some(1)),
-            (192, Some(3)),
-        ];
-        for (cols, groups) in shapes.into_iter().take(if cfg!(miri) { 2 } else { 5 }) {
-            let values = |scale: f64| -> Vec<T> {
-                let value = |i: usize| T::from_f64(scale * (i as f64 * 0.7 + scale).sin());
-                (0..ROWS * cols).map(value).collect()
-            };
-            let (x, dy, dsum) = (values(1.), values(2.), values(3.));
-            let numbers = |shift: f64| -> Vec<T::Acc> {
-                let number = |i: usize| <T::Acc as WithDType>::from_f64((i as f64 + shift).cos());
-                (0..cols).map(number).collect()
-            };
-            let (gain, other) = (&numbers(0.)[..], &numbers(1.)[..]);
-            let rows = Rows {
-                x: matrix(&x, cols),
-                residual: None,
-                keep: Some(&[1, 0, 1, 1, 0, 1][..ROWS]),
-                groups: groups.map(|groups| (groups, 1e-5)),
-            };
-            let width = rows.squares_width(SquareSums::KeptAndAll);
-            let [cached, past] = bits(&rows, &Forward { gain, shift: other }, width);
-            assert_eq!(cached, past, "forward, {cols} in {groups:?}");
-            let (dy, dsum) = (matrix(&dy, cols), matrix(&dsum, cols));
-            for dsum in [None, Some(&dsum)] {
-                let pass = Backward {
-                    gradients: &RowGradients { dy: &dy, dsum },
-                    gain,
-                    decay: other,
-                };
-                let [cached, past] = bits(&rows, &pass, 2 * cols);
-                assert_eq!(cached, past, "backward, {cols} in {groups:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn outputs_past_the_caches_have_the_bits_of_cached_ones_in_every_type() {
-        outputs_past_the_caches_have_the_bits_of_cached_ones::<f32>();
-        outputs_past_the_caches_have_the_bits_of_cached_ones::<f64>();
-        outputs_past_the_caches_have_the_bits_of_cached_ones::<half::f16>();
-        outputs_past_the_caches_have_the_bits_of_cached_ones::<half::bf16>();
     }
 }

@@ -6,7 +6,54 @@ use std::any::TypeId;
 use std::mem::MaybeUninit;
 use std::ops::{Add, Mul, Range, Sub};
 
-/// Adjacent columns in the dtype of the sums, as many as `K` vectors of `S` hold.
+/// Adjacent columns of a row, as many as `K` vectors of `S` hold.
+#[derive(Clone, Copy)]
+pub(super) struct Span<S, A, const K: usize> {
+    simd: S,
+    /// The first of them.
+    start: usize,
+    /// The scaling of their group.
+    pub scaling: Scaling<A>,
+}
+
+impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
+    /// The number of columns.
+    pub const WIDTH: usize = K * size_of::<A::Vector<S>>() / size_of::<A>();
+
+    #[inline(always)]
+    fn new(simd: S, start: usize, scaling: Scaling<A>) -> Self {
+        Self {
+            simd,
+            start,
+            scaling,
+        }
+    }
+
+    #[inline(always)]
+    pub fn splat(self, value: A) -> Lanes<S, A, K> {
+        Lanes::splat(self.simd, value)
+    }
+
+    /// These columns of a row of any dtype.
+    #[inline(always)]
+    pub fn load<T: Element<Acc = A>>(self, row: &[T]) -> Lanes<S, A, K> {
+        let mut lanes = self.splat(A::ZERO);
+        let columns = &row[self.start..][..Self::WIDTH];
+        T::load(self.simd, columns, &mut lanes.vectors);
+        lanes
+    }
+
+    /// Writes these columns of a row.
+    #[inline(always)]
+    pub fn store(self, lanes: Lanes<S, A, K>, row: &mut [A]) {
+        let columns = &mut row[self.start..][..Self::WIDTH];
+        for k in 0..K {
+            A::vectors_mut::<S>(columns)[k] = lanes.vectors[k];
+        }
+    }
+}
+
+/// The numbers of a [`Span`], in the dtype of the sums.
 #[derive(Clone, Copy)]
 pub(super) struct Lanes<S: Simd, A: Accumulator, const K: usize> {
     simd: S,
@@ -14,37 +61,16 @@ pub(super) struct Lanes<S: Simd, A: Accumulator, const K: usize> {
 }
 
 impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
-    /// The number of columns.
-    pub const WIDTH: usize = K * size_of::<A::Vector<S>>() / size_of::<A>();
-
     #[inline(always)]
-    pub fn splat(simd: S, value: A) -> Self {
+    fn splat(simd: S, value: A) -> Self {
         let vectors = [A::splat(simd, value); K];
         Self { simd, vectors }
     }
 
-    /// The columns of a row of any dtype from column `at`.
+    /// Writes the columns of an output from column `start`, rounded to its dtype.
     #[inline(always)]
-    pub fn load<T: Element<Acc = A>>(simd: S, row: &[T], at: usize) -> Self {
-        let columns = &row[at..][..Self::WIDTH];
-        let mut lanes = Self::splat(simd, A::ZERO);
-        T::load(simd, columns, &mut lanes.vectors);
-        lanes
-    }
-
-    /// Writes the columns of a row from column `at`.
-    #[inline(always)]
-    pub fn store(self, row: &mut [A], at: usize) {
-        let columns = &mut row[at..][..Self::WIDTH];
-        for k in 0..K {
-            A::vectors_mut::<S>(columns)[k] = self.vectors[k];
-        }
-    }
-
-    /// Writes the columns of an output from column `at`, rounded to its dtype.
-    #[inline(always)]
-    pub fn write<T: Element<Acc = A>>(self, row: &mut [MaybeUninit<T>], at: usize) {
-        let columns = &mut row[at..][..Self::WIDTH];
+    pub fn write<T: Element<Acc = A>>(self, row: &mut [MaybeUninit<T>], start: usize) {
+        let columns = &mut row[start..][..Span::<S, A, K>::WIDTH];
         T::store(self.simd, &self.vectors, columns);
     }
 
@@ -81,46 +107,30 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
 
     /// The sum of all lanes.
     #[inline(always)]
-    pub fn total(self) -> A {
+    fn total(self) -> A {
         A::total(self.simd, self.sum().vectors[0])
     }
 }
 
-impl<S: Simd, A: Accumulator, const K: usize> Add for Lanes<S, A, K> {
-    type Output = Self;
+macro_rules! operator {
+    ($operator:ident, $method:ident, $of_vectors:ident) => {
+        impl<S: Simd, A: Accumulator, const K: usize> $operator for Lanes<S, A, K> {
+            type Output = Self;
 
-    #[inline(always)]
-    fn add(mut self, other: Self) -> Self {
-        for k in 0..K {
-            self.vectors[k] = A::add_vectors(self.simd, self.vectors[k], other.vectors[k]);
+            #[inline(always)]
+            fn $method(mut self, other: Self) -> Self {
+                for k in 0..K {
+                    self.vectors[k] = A::$of_vectors(self.simd, self.vectors[k], other.vectors[k]);
+                }
+                self
+            }
         }
-        self
-    }
+    };
 }
 
-impl<S: Simd, A: Accumulator, const K: usize> Sub for Lanes<S, A, K> {
-    type Output = Self;
-
-    #[inline(always)]
-    fn sub(mut self, other: Self) -> Self {
-        for k in 0..K {
-            self.vectors[k] = A::sub_vectors(self.simd, self.vectors[k], other.vectors[k]);
-        }
-        self
-    }
-}
-
-impl<S: Simd, A: Accumulator, const K: usize> Mul for Lanes<S, A, K> {
-    type Output = Self;
-
-    #[inline(always)]
-    fn mul(mut self, other: Self) -> Self {
-        for k in 0..K {
-            self.vectors[k] = A::mul_vectors(self.simd, self.vectors[k], other.vectors[k]);
-        }
-        self
-    }
-}
+operator!(Add, add, add_vectors);
+operator!(Sub, sub, sub_vectors);
+operator!(Mul, mul, mul_vectors);
 
 /// The group scaling of a group: `x̃ = r x` forward, `dx = r (dx̃ − x̃ · mean(dx̃ x̃))` backward.
 #[derive(Clone, Copy)]
@@ -170,46 +180,47 @@ impl<A: Accumulator> Groups<A> {
         self.cols
     }
 
-    /// Columns of each group.
+    /// The columns and the scaling of each group.
     #[inline(always)]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    #[inline(always)]
-    pub fn scalings_mut(&mut self) -> &mut [Scaling<A>] {
-        &mut self.scalings
+    pub fn each_mut(&mut self) -> impl Iterator<Item = (Range<usize>, &mut Scaling<A>)> {
+        let len = self.len;
+        let columns = move |group| group * len..(group + 1) * len;
+        let scalings = self.scalings.iter_mut().enumerate();
+        scalings.map(move |(group, scaling)| (columns(group), scaling))
     }
 }
 
 /// The equations of a pass on adjacent columns. Implementations are `#[inline(always)]`, so that
 /// they are compiled for each level.
 pub(super) trait Columns<A: Accumulator> {
-    /// The output in the columns of `K` vectors, from column `at` of a row.
-    fn step<S: Simd, const K: usize>(
-        &mut self,
-        simd: S,
-        at: usize,
-        scaling: Scaling<A>,
-    ) -> Lanes<S, A, K>;
+    /// The output in the columns of a row that are next in order.
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K>;
 }
 
-/// The output of a row. Implementations are `#[inline(always)]`.
-pub(super) trait RowOutput<T: Element> {
-    /// Writes the columns from column `at`.
-    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize);
+/// A row as it is.
+impl<T: Element> Columns<T::Acc> for &[T] {
+    #[inline(always)]
+    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        at.load(self)
+    }
 }
 
-/// No output.
-impl<T: Element> RowOutput<T> for () {
+/// Where the output of a row goes. Implementations are `#[inline(always)]`.
+pub(super) trait Sink<T: Element> {
+    /// Writes the columns from column `start`.
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, start: usize);
+}
+
+/// Nowhere.
+impl<T: Element> Sink<T> for () {
     #[inline(always)]
     fn write<S: Simd, const K: usize>(&mut self, _: Lanes<S, T::Acc, K>, _: usize) {}
 }
 
-impl<T: Element> RowOutput<T> for &mut [MaybeUninit<T>] {
+impl<T: Element> Sink<T> for &mut [MaybeUninit<T>] {
     #[inline(always)]
-    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize) {
-        columns.write(self, at);
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, start: usize) {
+        columns.write(self, start);
     }
 }
 
@@ -220,35 +231,34 @@ pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
     simd: S,
     groups: &Groups<T::Acc>,
     columns: &mut impl Columns<T::Acc>,
-    mut row: impl RowOutput<T>,
+    mut row: impl Sink<T>,
 ) {
-    let block = Lanes::<S, T::Acc, K>::WIDTH;
-    let vector = Lanes::<S, T::Acc, 1>::WIDTH;
-    let mut at = 0;
+    let (block, vector) = (Span::<S, T::Acc, K>::WIDTH, Span::<S, T::Acc, 1>::WIDTH);
+    let mut start = 0;
     for &scaling in &groups.scalings {
-        let end = at + groups.len;
-        while at + block <= end {
-            let output: Lanes<S, _, K> = columns.step(simd, at, scaling);
-            row.write(output, at);
-            at += block;
+        let end = start + groups.len;
+        while start + block <= end {
+            let at: Span<S, _, K> = Span::new(simd, start, scaling);
+            row.write(columns.step(at), start);
+            start += block;
         }
-        while at + vector <= end {
-            let output: Lanes<S, _, 1> = columns.step(simd, at, scaling);
-            row.write(output, at);
-            at += vector;
+        while start + vector <= end {
+            let at: Span<S, _, 1> = Span::new(simd, start, scaling);
+            row.write(columns.step(at), start);
+            start += vector;
         }
-        while at < end {
-            let output: Lanes<Scalar, _, 1> = columns.step(Scalar, at, scaling);
-            row.write(output, at);
-            at += 1;
+        while start < end {
+            let at: Span<_, _, 1> = Span::new(Scalar, start, scaling);
+            row.write(columns.step(at), start);
+            start += 1;
         }
     }
 }
 
 /// `N` values of each column, to be summed. Implementations are `#[inline(always)]`.
 pub(super) trait Terms<A: Accumulator, const N: usize> {
-    /// Adds the values of the columns of `K` vectors, from column `at`, to `sums`.
-    fn add<S: Simd, const K: usize>(&self, simd: S, at: usize, sums: &mut [Lanes<S, A, K>; N]);
+    /// Adds the values of the columns to `sums`.
+    fn add<S: Simd, const K: usize>(&self, at: Span<S, A, K>, sums: &mut [Lanes<S, A, K>; N]);
 }
 
 /// The sums of `terms` over `columns`.
@@ -261,28 +271,28 @@ pub(super) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
     columns: Range<usize>,
     terms: &impl Terms<A, N>,
 ) -> [A; N] {
-    let (block, vector) = (Lanes::<S, A, K>::WIDTH, Lanes::<S, A, 1>::WIDTH);
-    let Range { start: mut at, end } = columns;
+    let (block, vector) = (Span::<S, A, K>::WIDTH, Span::<S, A, 1>::WIDTH);
+    let Range { mut start, end } = columns;
     let mut blocks = [Lanes::<S, A, K>::splat(simd, A::ZERO); N];
-    while at + block <= end {
-        terms.add(simd, at, &mut blocks);
-        at += block;
+    while start + block <= end {
+        terms.add(Span::new(simd, start, Scaling::NONE), &mut blocks);
+        start += block;
     }
     let mut vectors = [Lanes::<S, A, 1>::splat(simd, A::ZERO); N];
     for n in 0..N {
         vectors[n] = blocks[n].sum();
     }
-    while at + vector <= end {
-        terms.add(simd, at, &mut vectors);
-        at += vector;
+    while start + vector <= end {
+        terms.add(Span::new(simd, start, Scaling::NONE), &mut vectors);
+        start += vector;
     }
     let mut lanes = [Lanes::<Scalar, A, 1>::splat(Scalar, A::ZERO); N];
     for n in 0..N {
         lanes[n] = Lanes::splat(Scalar, vectors[n].total());
     }
-    while at < end {
-        terms.add(Scalar, at, &mut lanes);
-        at += 1;
+    while start < end {
+        terms.add(Span::new(Scalar, start, Scaling::NONE), &mut lanes);
+        start += 1;
     }
     let mut totals = [A::ZERO; N];
     for n in 0..N {
@@ -297,102 +307,40 @@ mod tests {
 
     use super::*;
     use crate::device::cpu::simd::Level;
-    use approx::assert_relative_eq;
     use pulp::WithSimd;
 
-    struct Products<'a>(&'a [f64], &'a [f64]);
+    /// The factor of each column's group.
+    struct Factors;
 
-    impl Terms<f64, 2> for Products<'_> {
-        fn add<S: Simd, const K: usize>(
-            &self,
-            simd: S,
-            at: usize,
-            [products, sums]: &mut [Lanes<S, f64, K>; 2],
-        ) {
-            let (a, b) = (Lanes::load(simd, self.0, at), Lanes::load(simd, self.1, at));
-            *products = a.mul_add(b, *products);
-            *sums = *sums + (a + b);
+    impl Columns<f32> for Factors {
+        fn step<S: Simd, const K: usize>(&mut self, at: Span<S, f32, K>) -> Lanes<S, f32, K> {
+            at.splat(at.scaling.factor)
         }
     }
 
-    struct Sums<'a>(Products<'a>);
-
-    impl WithSimd for Sums<'_> {
-        type Output = [f64; 2];
-
-        fn with_simd<S: Simd>(self, simd: S) -> [f64; 2] {
-            sum_terms::<3, 2, S, f64>(simd, 0..self.0 .0.len(), &self.0)
-        }
-    }
-
-    /// Widths below, at and above multiples of a vector, and of `K` vectors.
-    #[test]
-    fn sums_of_every_width() {
-        let a: Vec<f64> = (0..100).map(|i| 1. + (i as f64).sin()).collect();
-        let b: Vec<f64> = (0..100).map(|i| 2. + (i as f64).cos()).collect();
-        for n in 0..=a.len() {
-            for level in Level::all() {
-                let [products, sums] = level.run(Sums(Products(&a[..n], &b[..n])));
-                let pairs = || a[..n].iter().zip(&b[..n]);
-                let expected: f64 = pairs().map(|(a, b)| a * b).sum();
-                assert_relative_eq!(products, expected, max_relative = 1e-14);
-                let expected: f64 = pairs().map(|(a, b)| a + b).sum();
-                assert_relative_eq!(sums, expected, max_relative = 1e-14);
-            }
-        }
-    }
-
-    struct Visits<'a>(&'a mut Vec<(usize, f32)>);
-
-    impl Columns<f32> for Visits<'_> {
-        fn step<S: Simd, const K: usize>(
-            &mut self,
-            simd: S,
-            at: usize,
-            scaling: Scaling<f32>,
-        ) -> Lanes<S, f32, K> {
-            let columns = at..at + Lanes::<S, f32, K>::WIDTH;
-            self.0
-                .extend(columns.map(|column| (column, scaling.factor)));
-            Lanes::splat(simd, scaling.factor)
-        }
-    }
-
-    struct Sweep<'a> {
-        groups: &'a Groups<f32>,
-        visited: &'a mut Vec<(usize, f32)>,
-        row: &'a mut [MaybeUninit<f32>],
-    }
+    struct Sweep<'a>(&'a Groups<f32>, &'a mut [MaybeUninit<f32>]);
 
     impl WithSimd for Sweep<'_> {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
-            let mut visits = Visits(self.visited);
-            sweep::<4, _, f32>(simd, self.groups, &mut visits, self.row);
+            sweep::<4, _, f32>(simd, self.0, &mut Factors, self.1);
         }
     }
 
     #[test]
-    fn a_sweep_visits_and_writes_every_column_once_in_order_with_its_group() {
+    fn a_sweep_writes_every_column_with_its_group() {
         for len in 1..140 {
             let mut groups = Groups::new(3 * len, len);
-            for (scaling, factor) in groups.scalings_mut().iter_mut().zip([0., 1., 2.]) {
+            for ((_, scaling), factor) in groups.each_mut().zip([0., 1., 2.]) {
                 scaling.factor = factor;
             }
-            let expected: Vec<_> = (0..3 * len).map(|i| (i, (i / len) as f32)).collect();
             for level in Level::all() {
                 let mut row = vec![MaybeUninit::new(-1.); 3 * len];
-                let mut visited = vec![];
-                level.run(Sweep {
-                    groups: &groups,
-                    visited: &mut visited,
-                    row: &mut row,
-                });
-                assert_eq!(visited, expected);
-                for (slot, &(_, factor)) in row.iter().zip(&expected) {
+                level.run(Sweep(&groups, &mut row));
+                for (i, slot) in row.iter().enumerate() {
                     // SAFETY: it held a value before the sweep.
-                    assert_eq!(unsafe { slot.assume_init() }, factor);
+                    assert_eq!(unsafe { slot.assume_init() }, (i / len) as f32);
                 }
             }
         }

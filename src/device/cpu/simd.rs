@@ -110,7 +110,10 @@ impl Level {
             // target has.
             Level::Baseline => op.with_simd(Scalar128b),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2(avx2, v3) => avx2.vectorize(At(op, v3)),
+            Level::Avx2(avx2, v3) => avx2.vectorize(
+                #[inline(always)]
+                || op.with_simd(v3),
+            ),
             #[cfg(target_arch = "x86_64")]
             // Not by `pulp::Arch`, which would compile `op` at its lower levels a second time.
             Level::Avx512(v4) => pulp::Simd::vectorize(v4, op),
@@ -124,18 +127,5 @@ impl Level {
     pub(super) fn all() -> [Self; 3] {
         let (_, best) = best();
         [Level::Baseline, avx2(), best]
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-struct At<Op, S>(Op, S);
-
-#[cfg(target_arch = "x86_64")]
-impl<Op: WithSimd, S: pulp::Simd> pulp::NullaryFnOnce for At<Op, S> {
-    type Output = Op::Output;
-
-    #[inline(always)]
-    fn call(self) -> Op::Output {
-        self.0.with_simd(self.1)
     }
 }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::element::Element;
-use super::lanes::{sweep, Columns, Groups, Lanes, RowOutput};
+use super::lanes::{sweep, Columns, Groups, Lanes, Sink, Span};
 use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -32,7 +32,7 @@ pub(super) fn fill_output<T: Copy>(
     len: usize,
     chunk_len: usize,
     stores: Stores,
-    fill: impl FnOnce(Vec<OutputChunk<T>>),
+    fill: impl FnOnce(Vec<Part<T>>),
 ) -> Vec<T> {
     let mut out = Vec::with_capacity(len);
     advise_huge_pages(out.spare_capacity_mut());
@@ -41,7 +41,7 @@ pub(super) fn fill_output<T: Copy>(
     fill(
         chunks
             .zip(&mut filled)
-            .map(|(slots, filled)| OutputChunk {
+            .map(|(slots, filled)| Part {
                 slots,
                 filled,
                 stores,
@@ -86,26 +86,26 @@ fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
 #[cfg(not(target_os = "linux"))]
 fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
 
-/// A run of rows of an output.
-pub(super) struct OutputChunk<'a, T> {
+/// A chunk's part of an output.
+pub(super) struct Part<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
     /// The number of slots that hold a value, from the front.
     filled: &'a mut usize,
     stores: Stores,
 }
 
-/// Writes a chunk from the front, row by row.
+/// Writes a part from the front, row by row.
 pub(super) struct RowWriter<'a, T> {
-    chunk: OutputChunk<'a, T>,
+    part: Part<'a, T>,
     filled: usize,
     /// Only a fence on the thread that wrote makes non-temporal stores visible to others.
     stays: PhantomData<*mut ()>,
 }
 
 impl<'a, T: Element> RowWriter<'a, T> {
-    pub fn new(chunk: OutputChunk<'a, T>) -> Self {
+    pub fn new(part: Part<'a, T>) -> Self {
         Self {
-            chunk,
+            part,
             filled: 0,
             stays: PhantomData,
         }
@@ -120,11 +120,11 @@ impl<'a, T: Element> RowWriter<'a, T> {
         columns: &mut impl Columns<T::Acc>,
     ) {
         // A test in each step would cost a tenth.
-        match self.chunk.stores {
+        match self.part.stores {
             Stores::Cached => self.extend_cached::<K, _>(simd, groups, columns),
             #[cfg(target_arch = "x86_64")]
             Stores::NonTemporal => {
-                let row = &mut self.chunk.slots[self.filled..][..groups.cols()];
+                let row = &mut self.part.slots[self.filled..][..groups.cols()];
                 sweep::<K, _, T>(simd, groups, columns, PastCaches(row));
                 self.filled += groups.cols();
             }
@@ -139,7 +139,7 @@ impl<'a, T: Element> RowWriter<'a, T> {
         groups: &Groups<T::Acc>,
         columns: &mut impl Columns<T::Acc>,
     ) {
-        let row = &mut self.chunk.slots[self.filled..][..groups.cols()];
+        let row = &mut self.part.slots[self.filled..][..groups.cols()];
         sweep::<K, _, T>(simd, groups, columns, row);
         self.filled += groups.cols();
     }
@@ -151,11 +151,10 @@ impl<'a, T: Element> RowWriter<'a, T> {
     /// If the stores are not cached: these values may be on their way to memory.
     #[inline(always)]
     pub fn last(&self, n: usize) -> &[T] {
-        assert_eq!(self.chunk.stores, Stores::Cached);
-        let slots = &self.chunk.slots[self.filled - n..self.filled];
+        assert_eq!(self.part.stores, Stores::Cached);
         // SAFETY: `extend` wrote all slots up to `filled`, because `sweep` visits and writes each
         // column of a row.
-        unsafe { &*(slots as *const [MaybeUninit<T>] as *const [T]) }
+        unsafe { self.part.slots[self.filled - n..self.filled].assume_init_ref() }
     }
 }
 
@@ -167,11 +166,11 @@ impl<T> Drop for RowWriter<'_, T> {
     fn drop(&mut self) {
         // Miri has no such fence, and needs none: see `store`.
         #[cfg(all(target_arch = "x86_64", not(miri)))]
-        if self.chunk.stores == Stores::NonTemporal {
+        if self.part.stores == Stores::NonTemporal {
             // SAFETY: every x86-64 processor has SSE.
             unsafe { std::arch::x86_64::_mm_sfence() };
         }
-        *self.chunk.filled = self.filled;
+        *self.part.filled = self.filled;
     }
 }
 
@@ -180,32 +179,32 @@ impl<T> Drop for RowWriter<'_, T> {
 struct PastCaches<'a, T>(&'a mut [MaybeUninit<T>]);
 
 #[cfg(target_arch = "x86_64")]
-impl<T: Element> RowOutput<T> for PastCaches<'_, T> {
+impl<T: Element> Sink<T> for PastCaches<'_, T> {
     #[inline(always)]
-    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, at: usize) {
-        if !stream(columns, self.0, at) {
-            columns.write(self.0, at);
+    fn write<S: Simd, const K: usize>(&mut self, columns: Lanes<S, T::Acc, K>, start: usize) {
+        if !stream(columns, self.0, start) {
+            columns.write(self.0, start);
         }
     }
 }
 
-/// Writes the columns of a row from column `at` past the caches, if they are aligned for it.
+/// Writes the columns of a row from column `start` past the caches, if they are aligned for it.
 /// Nothing else may access them before a fence.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn stream<S: Simd, T: Element, const K: usize>(
     values: Lanes<S, T::Acc, K>,
     slots: &mut [MaybeUninit<T>],
-    at: usize,
+    start: usize,
 ) -> bool {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128};
 
     /// Columns of four vectors of 512 bits. They stay in registers.
     const MOST: usize = 64;
-    const { assert!(Lanes::<S, T::Acc, K>::WIDTH <= MOST) };
+    const { assert!(Span::<S, T::Acc, K>::WIDTH <= MOST) };
     // 16 bytes at a time at every level. Stores of 64 bytes are up to 5 % faster for 32768x1024,
     // but need an alignment that glibc does not give.
-    let columns = &mut slots[at..][..Lanes::<S, T::Acc, K>::WIDTH];
+    let columns = &mut slots[start..][..Span::<S, T::Acc, K>::WIDTH];
     let to: *mut __m128i = columns.as_mut_ptr().cast();
     let size = size_of::<__m128i>();
     if !to.is_aligned() || !size_of_val(columns).is_multiple_of(size) {
@@ -256,94 +255,89 @@ unsafe fn store<S: Simd>(to: *mut std::arch::x86_64::__m128i, value: std::arch::
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
-    use crate::device::cpu::lanes::Scaling;
     use crate::device::cpu::simd::Level;
-    use pulp::{Scalar128b, WithSimd};
+    use half::{bf16, f16};
+    use pulp::WithSimd;
 
-    struct Negatives<'a>(&'a [f32]);
+    struct Extend<'a, 'b, T, U>(&'a mut RowWriter<'b, U>, &'a [T]);
 
-    impl Columns<f32> for Negatives<'_> {
-        fn step<S: Simd, const K: usize>(
-            &mut self,
-            simd: S,
-            at: usize,
-            _: Scaling<f32>,
-        ) -> Lanes<S, f32, K> {
-            Lanes::splat(simd, 0.) - Lanes::load(simd, self.0, at)
-        }
-    }
-
-    struct Extend<'a, 'b>(&'a mut RowWriter<'b, f32>, &'a [f32]);
-
-    impl WithSimd for Extend<'_, '_> {
+    impl<T: Element, U: Element<Acc = T::Acc>> WithSimd for Extend<'_, '_, T, U> {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
-            let Self(writer, source) = self;
+            let Self(writer, mut source) = self;
             let groups = Groups::new(source.len(), source.len());
-            writer.extend::<4, _>(simd, &groups, &mut Negatives(source));
+            writer.extend::<4, _>(simd, &groups, &mut source);
         }
     }
 
-    fn extend(writer: &mut RowWriter<f32>, source: &[f32]) {
-        Extend(writer, source).with_simd(Scalar128b);
+    /// The numbers of `source` in another dtype, as one row.
+    pub fn convert<T: Element, U: Element<Acc = T::Acc>>(level: Level, source: &[T]) -> Vec<U> {
+        fill_output(source.len(), source.len(), Stores::Cached, |parts| {
+            for part in parts {
+                level.run(Extend(&mut RowWriter::new(part), source));
+            }
+        })
     }
 
-    /// Chunks of rows, of which some are aligned for non-temporal stores and some are not.
-    #[test]
-    fn chunks_make_up_the_output() {
-        let len = if cfg!(miri) { 3003 } else { 300_003 };
-        let source: Vec<f32> = (0..len).map(|i| i as f32).collect();
+    /// Chunks of two rows, of which some are aligned for non-temporal stores and some are not.
+    fn chunks_make_up_the_output_in<T: Element>() {
+        let len = if cfg!(miri) { 3003 } else { 30_003 };
+        let source: Vec<_> = (0..len).map(|i| T::from_f64((i % 1000) as f64)).collect();
         for level in Level::all() {
             for stores in [Stores::Cached, Stores::NonTemporal] {
-                let out = fill_output(len, 1000, stores, |chunks| {
-                    for (chunk, source) in chunks.into_iter().zip(source.chunks(1000)) {
+                let out: Vec<T> = fill_output(len, 1000, stores, |parts| {
+                    for (part, source) in parts.into_iter().zip(source.chunks(1000)) {
                         let (first, second) = source.split_at(source.len() / 3);
-                        let mut writer = RowWriter::new(chunk);
-                        for part in [first, second] {
-                            level.run(Extend(&mut writer, part));
+                        let mut writer = RowWriter::new(part);
+                        for row in [first, second] {
+                            level.run(Extend(&mut writer, row));
                         }
                     }
                 });
-                assert!(out.iter().zip(&source).all(|(out, source)| *out == -source));
-                assert_eq!(out.len(), len);
+                assert!(out == source, "{level:?}, {stores:?}");
             }
         }
+    }
+
+    #[test]
+    fn chunks_make_up_the_output() {
+        chunks_make_up_the_output_in::<f32>();
+        chunks_make_up_the_output_in::<f64>();
+        chunks_make_up_the_output_in::<f16>();
+        chunks_make_up_the_output_in::<bf16>();
+    }
+
+    /// Writes `rows` rows of five to each part of an output of ten.
+    fn fill_with(rows: [usize; 2], finish: impl Fn(RowWriter<f32>)) {
+        fill_output(10, 5, Stores::NonTemporal, |parts| {
+            for (part, rows) in parts.into_iter().zip(rows) {
+                let mut writer = RowWriter::new(part);
+                for _ in 0..rows {
+                    Level::Baseline.run(Extend(&mut writer, &[1f32; 5]));
+                }
+                finish(writer);
+            }
+        });
     }
 
     #[test]
     #[should_panic(expected = "unwritten")]
     fn a_writer_without_its_fence_is_no_output() {
-        fill_output(10, 10, Stores::NonTemporal, |chunks| {
-            for chunk in chunks {
-                let mut writer = RowWriter::new(chunk);
-                extend(&mut writer, &[1.; 10]);
-                std::mem::forget(writer);
-            }
-        });
+        fill_with([1, 1], |writer| std::mem::forget(writer));
     }
 
     #[test]
     #[should_panic(expected = "unwritten")]
-    fn an_unfinished_chunk_is_no_output() {
-        fill_output(10, 5, Stores::Cached, |chunks| {
-            for (chunk, len) in chunks.into_iter().zip([5, 4]) {
-                extend(&mut RowWriter::new(chunk), &vec![1.; len]);
-            }
-        });
+    fn an_unfinished_part_is_no_output() {
+        fill_with([1, 0], |writer| drop(writer));
     }
 
     #[test]
-    #[should_panic]
+    #[should_panic(expected = "out of range")]
     fn a_row_too_many_is_no_output() {
-        fill_output(10, 5, Stores::Cached, |chunks| {
-            for chunk in chunks {
-                let mut writer = RowWriter::new(chunk);
-                extend(&mut writer, &[1.; 5]);
-                extend(&mut writer, &[1.; 5]);
-            }
-        });
+        fill_with([1, 2], |writer| drop(writer));
     }
 }
