@@ -6,7 +6,8 @@ use pulp::bytemuck::{cast_slice, cast_slice_mut};
 use pulp::Simd;
 use std::mem::MaybeUninit;
 
-/// The compiler turns these loops into the vectors of each level.
+/// The compiler turns these loops into the vectors of each level. Beside them, intrinsics took up
+/// to 4 % less time at 256 bits, and up to 4 % more at 512.
 impl Element for bf16 {
     type Acc = f32;
 
