@@ -168,7 +168,7 @@ impl Case {
             return self.layer.forward_t(&self.x, train);
         };
         let _scope = (!train).then(|| self.layer.mode().eval_scope());
-        let (y, sum) = self.layer.forward_residual(&self.x, residual)?;
+        let (y, sum) = self.layer.forward_residual(&self.x, residual, None)?;
         match train {
             // A backward then reaches both.
             true => y + sum,

@@ -552,7 +552,7 @@ impl<'a> Arena<'a> {
         if let Some(residual) = self.residual {
             let residual = residual.as_tensor();
             let (y, sum) = match self.contender {
-                Contender::Residual => self.power_norm.forward_residual(x, residual)?,
+                Contender::Residual => self.power_norm.forward_residual(x, residual, None)?,
                 _ => {
                     let sum = (x + residual)?;
                     (self.power_norm.forward_t(&sum, train)?, sum)

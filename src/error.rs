@@ -227,19 +227,6 @@ pub(crate) enum Error {
     )]
     LossScale(f64),
 
-    // Monitoring
-    #[error(
-        "power_norm: expected a snapshot of this layer, got one of another layer: \
-         take it by this layer's `snapshot`, or by a clone's"
-    )]
-    OtherLayer,
-
-    #[error(
-        "power_norm: expected one training step since the snapshot, \
-         got {after} steps after {before}: take a snapshot before each step"
-    )]
-    NotOneStep { before: usize, after: usize },
-
     // Ranks
     /// Another rank did not come to a sum, because its call failed. On a GPU, ranks tell each other
     /// of a failure only until they have compared their layers.
@@ -278,21 +265,8 @@ pub(crate) enum Error {
     )]
     FoldOutsideEvaluation,
 
-    #[error("power_norm: expected a linear layer of {size} {side} features, got {got}")]
-    FoldFeatures {
-        /// `input` of the layer after the norm, `output` of the one before it.
-        side: &'static str,
-        size: usize,
-        got: usize,
-    },
-
-    /// The group scaling is no multiply-add, so it cannot be folded. It stands between the norm and
-    /// the linear layer before the norm.
-    #[error(
-        "power_norm: expected no group scaling after the linear layer to fold into, \
-         got {groups} groups: fold into the linear layer after the norm, by `fold_into`"
-    )]
-    FoldThroughGroupScaling { groups: usize },
+    #[error("power_norm: expected a linear layer of {size} input features, got {got}")]
+    FoldFeatures { size: usize, got: usize },
 
     /// A kernel did not load. Usually the kernels were compiled for another compute capability.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

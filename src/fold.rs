@@ -1,4 +1,4 @@
-//! Folding: moves a trained layer's multiply-add into the linear layer beside it.
+//! Folding: moves a trained layer's multiply-add into the linear layer after it.
 
 use crate::error::Error;
 use crate::group_scaling::GroupScaling;
@@ -68,51 +68,22 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
-        let weight = next.weight();
-        let (scale, shift) =
-            self.multiply_add("the weight of `next`", weight, "input", weight.dim(1)?)?;
-        let weight = to_f64(weight)?;
+        let (scale, shift) = self.multiply_add(next.weight())?;
+        let weight = to_f64(next.weight())?;
         let moved = match shift {
             Some(shift) => Some(weight.matmul(&shift.unsqueeze(1)?)?.squeeze(1)?),
             None => None,
         };
-        let bias = add_biases(next.bias().map(to_f64).transpose()?, moved)?;
-        linear_like(weight.broadcast_mul(&scale)?, bias, next)
-    }
-
-    /// Folds a layer without group scaling into the linear layer `previous`, whose output it
-    /// reads.
-    ///
-    /// The result does what `previous` and then an evaluation of this layer do:
-    /// `s ⊙ (W X + b) + β = W' X + b'` with `s = γ / sqrt(ψ² + ε)` and
-    ///
-    /// ```text
-    /// W' = diag(s) W,   b' = s ⊙ b + β
-    /// ```
-    ///
-    /// Use it only if nothing else reads the output of `previous`. `previous` and the result map
-    /// `[.., in]` to `[.., size]`. Dtypes and state are as in [`fold_into`](Self::fold_into).
-    ///
-    /// # Errors
-    ///
-    /// - The layer has group scaling, which would stand between the two.
-    /// - Its [`Mode`](crate::Mode) is not evaluation.
-    /// - The statistics are from a layer with another group scaling.
-    /// - The output features of `previous` are not the layer's channels.
-    /// - `previous` is on another device.
-    pub fn fold_into_previous(&self, previous: &Linear) -> Result<Linear> {
-        if let Some(groups) = self.config().group_scaling {
-            return Err(Error::FoldThroughGroupScaling { groups }.into());
-        }
-        let weight = previous.weight();
-        let (scale, shift) =
-            self.multiply_add("the weight of `previous`", weight, "output", weight.dim(0)?)?;
-        let scaled = match previous.bias() {
-            Some(bias) => Some((to_f64(bias)? * &scale)?),
-            None => None,
+        let bias = match (next.bias().map(to_f64).transpose()?, moved) {
+            (Some(bias), Some(moved)) => Some((bias + moved)?),
+            (bias, moved) => bias.or(moved),
         };
-        let weight = to_f64(weight)?.broadcast_mul(&scale.unsqueeze(1)?)?;
-        linear_like(weight, add_biases(scaled, shift)?, previous)
+        let round = |tensor: Tensor| {
+            let tensor = tensor.to_dtype(next.weight().dtype())?;
+            tensor.to_device(next.weight().device())
+        };
+        let weight = round(weight.broadcast_mul(&scale)?)?;
+        Ok(Linear::new(weight, bias.map(round).transpose()?))
     }
 
     /// The group scaling, which is what is left of the layer once it is
@@ -125,31 +96,20 @@ impl PowerNorm {
         })
     }
 
-    /// γ / sqrt(ψ² + ε) and β in f64 on the CPU, once the linear layer is checked: it has the
-    /// weight that errors call `name`, and `features` on the `side` that meets the layer.
-    fn multiply_add(
-        &self,
-        name: &'static str,
-        weight: &Tensor,
-        side: &'static str,
-        features: usize,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    /// γ / sqrt(ψ² + ε) and β in f64 on the CPU, once the layer and the weight that follows it are
+    /// checked.
+    fn multiply_add(&self, next: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         // A recalibration moves ψ² too.
         if self.mode().purpose() != Purpose::Evaluation {
             return Err(Error::FoldOutsideEvaluation.into());
         }
         self.state().check_groups()?;
-        let phi = to_f64(&self.running_phi()?)?;
-        let size = phi.dim(0)?;
-        if features != size {
-            return Err(Error::FoldFeatures {
-                side,
-                size,
-                got: features,
-            }
-            .into());
+        let (size, got) = (self.size(), next.dim(1)?);
+        if got != size {
+            return Err(Error::FoldFeatures { size, got }.into());
         }
-        self.check_device(name, weight.device())?;
+        self.check_device("the weight of `next`", next.device())?;
+        let phi = to_f64(&self.running_phi()?)?;
         let inv_rms = (phi + self.config().eps)?.sqrt()?.recip()?;
         let scale = match self.weight() {
             Some(weight) => (to_f64(weight)? * inv_rms)?,
@@ -164,19 +124,4 @@ impl PowerNorm {
 fn to_f64(tensor: &Tensor) -> Result<Tensor> {
     let tensor = tensor.detach().copy()?.to_device(&Device::Cpu)?;
     tensor.to_dtype(DType::F64)
-}
-
-/// The sum of two biases, or the one that there is.
-fn add_biases(left: Option<Tensor>, right: Option<Tensor>) -> Result<Option<Tensor>> {
-    match (left, right) {
-        (Some(left), Some(right)) => (left + right).map(Some),
-        (left, right) => Ok(left.or(right)),
-    }
-}
-
-/// The linear layer of this weight and bias, in the dtype of `like` and on its device.
-fn linear_like(weight: Tensor, bias: Option<Tensor>, like: &Linear) -> Result<Linear> {
-    let like = like.weight();
-    let round = |tensor: Tensor| tensor.to_dtype(like.dtype())?.to_device(like.device());
-    Ok(Linear::new(round(weight)?, bias.map(round).transpose()?))
 }

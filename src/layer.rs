@@ -374,21 +374,12 @@ impl PowerNorm {
         self.run(xs, keep.into(), self.mode.purpose())
     }
 
-    /// [`forward_masked`](Self::forward_masked), in training if `train`, else in evaluation.
-    pub fn forward_masked_t<'a>(
-        &self,
-        xs: &Tensor,
-        keep: impl Into<Option<&'a Tensor>>,
-        train: bool,
-    ) -> Result<Tensor> {
-        self.run(xs, keep.into(), Purpose::of(train))
-    }
-
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
     /// transformer the next block reads the normalized sum, and the sum is the residual stream.
     ///
-    /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The layer's [`Mode`]
-    /// says whether this is training or evaluation.
+    /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. `keep` is the mask of
+    /// [`forward_masked`](Self::forward_masked), and `None` keeps every row. The sum of a padded
+    /// row is computed too. The layer's [`Mode`] says whether this is training or evaluation.
     ///
     /// The outputs have the bits of an addition that rounds to nearest and a
     /// [`forward`](Module::forward). candle's own addition of half precision truncates or flushes
@@ -401,7 +392,8 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// As in [`forward_t`](Self::forward_t), or `residual` has another dtype, shape or device.
+    /// As in [`forward_masked`](Self::forward_masked), or `residual` has another dtype, shape or
+    /// device.
     ///
     /// # Example
     ///
@@ -417,51 +409,17 @@ impl PowerNorm {
     /// let stream = Tensor::randn(0f32, 1., (3, 4), &Device::Cpu)?;
     /// let xs = norm?.forward(&stream)?;
     /// // The end of one block and the start of the next.
-    /// let (xs, stream) = next?.forward_residual(&mlp.forward(&xs)?, &stream)?;
+    /// let (xs, stream) = next?.forward_residual(&mlp.forward(&xs)?, &stream, None)?;
     /// assert_eq!(xs.shape(), stream.shape());
     /// # Ok(()) }
     /// ```
-    pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, None, self.mode.purpose())
-    }
-
-    /// [`forward_residual`](Self::forward_residual), in training if `train`, else in evaluation.
-    pub fn forward_residual_t(
-        &self,
-        xs: &Tensor,
-        residual: &Tensor,
-        train: bool,
-    ) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, None, Purpose::of(train))
-    }
-
-    /// [`forward_residual`](Self::forward_residual) with the mask of
-    /// [`forward_masked`](Self::forward_masked). The sum of a padded row is computed too. The
-    /// layer's [`Mode`] says whether this is training or evaluation.
-    ///
-    /// # Errors
-    ///
-    /// As in [`forward_residual`](Self::forward_residual) and
-    /// [`forward_masked`](Self::forward_masked).
-    pub fn forward_residual_masked<'a>(
+    pub fn forward_residual<'a>(
         &self,
         xs: &Tensor,
         residual: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
         self.run_residual(xs, residual, keep.into(), self.mode.purpose())
-    }
-
-    /// [`forward_residual_masked`](Self::forward_residual_masked), in training if `train`, else in
-    /// evaluation.
-    pub fn forward_residual_masked_t<'a>(
-        &self,
-        xs: &Tensor,
-        residual: &Tensor,
-        keep: impl Into<Option<&'a Tensor>>,
-        train: bool,
-    ) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, keep.into(), Purpose::of(train))
     }
 
     /// The same layer, which follows `mode` from now on.
@@ -562,6 +520,11 @@ impl PowerNorm {
     /// Over ranks, reset on every rank at the same place in the order of their calls.
     pub fn reset_running_stats(&self) -> Result<()> {
         self.state.reset()
+    }
+
+    /// The number of channels.
+    pub fn size(&self) -> usize {
+        self.state.size()
     }
 
     /// The configuration that the layer was built with.

@@ -23,12 +23,11 @@
 //! running mean of its squares, which is known before a batch is read.
 //!
 //! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
-//! - [`PowerNorms`] builds all layers of a model alike.
+//! - [`PowerNormBuilder`] builds all layers of a model alike.
 //! - [`Mode`] switches a whole model between training and evaluation.
 //! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes
 //!   a residual.
 //! - [`PowerNorm::fold_into`] moves a trained layer into the linear layer after it.
-//! - [`PowerNorm::step_since`] shows the statistics of a step, for monitoring.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //! - [`Recipe`] chooses between the paper's equations and the equations of the released code.
 //!
@@ -47,6 +46,7 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod builder;
 mod config;
 mod device;
 mod error;
@@ -55,25 +55,21 @@ mod group_scaling;
 mod layer;
 mod loss_scale;
 mod mode;
-mod monitor;
-mod norms;
 mod op;
 mod ranks;
 mod state;
 
+pub use builder::PowerNormBuilder;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use group_scaling::GroupScaling;
 pub use layer::{power_norm, PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
-pub use monitor::StepStatistics;
-pub use norms::PowerNorms;
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
-pub use state::Snapshot;
 
 /// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
 #[cfg(feature = "mpi")]

@@ -3,7 +3,7 @@
 use crate::config::{PhiStep, PowerNormConfig, Shares};
 use crate::error::Error;
 use crate::mode::Purpose;
-use candle::{DType, Device, Result, Tensor, TensorId, Var};
+use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -48,20 +48,6 @@ fn setting(groups: i64) -> String {
 struct Recalibration {
     pass: u64,
     batches: usize,
-}
-
-/// ψ², ν and the step count of a layer at one moment, for
-/// [`PowerNorm::step_since`](crate::PowerNorm::step_since).
-#[derive(Debug, Clone)]
-pub struct Snapshot {
-    /// The variable of ψ², which tells layers apart.
-    pub(crate) layer: TensorId,
-    /// ψ², `[C]`.
-    pub(crate) phi: Tensor,
-    /// ν/(1−α_b), `[C]`.
-    pub(crate) ema_gz: Tensor,
-    /// t.
-    pub(crate) steps: usize,
 }
 
 impl State {
@@ -218,21 +204,6 @@ impl State {
         self.ema_gz.set(&self.ema_gz.zeros_like()?)?;
         self.iters.set(&self.iters.zeros_like()?)?;
         self.groups.set(&Tensor::full(UNKNOWN, 1, &Device::Cpu)?)
-    }
-
-    /// A copy of the whole state, in f64 on the CPU.
-    pub fn snapshot(&self) -> Result<Snapshot> {
-        let _guard = self.lock();
-        let copy = |var: &Var| {
-            let values = self.copy(var)?.to_device(&Device::Cpu)?;
-            values.to_dtype(DType::F64)
-        };
-        Ok(Snapshot {
-            layer: self.running_phi.id(),
-            phi: copy(&self.running_phi)?,
-            ema_gz: copy(&self.ema_gz)?,
-            steps: self.steps()?,
-        })
     }
 
     /// ψ² and t for a forward that begins now: ψ² itself if `in_place`, else a copy. Refuses what

@@ -11,7 +11,7 @@
 use candle::backprop::GradStore;
 use candle::{bail, DType, Device, Result, Tensor};
 use candle_nn::{loss::cross_entropy, AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{Mode, PowerNorms};
+use candle_powernorm::{Mode, PowerNormBuilder};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 
 #[global_allocator]
@@ -83,7 +83,7 @@ fn train_bert(dtype: DType) -> Result<[f32; 2]> {
         .collect();
     let varmap = VarMap::new();
     let config = bert::Config {
-        norms: PowerNorms::new(1e-5, &Mode::train()),
+        norms: PowerNormBuilder::new(1e-5, &Mode::train()),
         vocab_size: 128,
         hidden_size: WIDTH,
         num_hidden_layers: LAYERS,
@@ -132,7 +132,7 @@ fn train_vit(dtype: DType) -> Result<[f32; 2]> {
     let device = Device::Cpu;
     let varmap = VarMap::new();
     let config = vit::Config {
-        norms: PowerNorms::new(1e-5, &Mode::train()),
+        norms: PowerNormBuilder::new(1e-5, &Mode::train()),
         hidden_size: WIDTH,
         num_hidden_layers: LAYERS,
         num_attention_heads: HEADS,

@@ -206,7 +206,7 @@ impl NormLayer {
     /// `xs + residual`, normalized, and as it is.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         match self {
-            Self::Power(norm) => norm.forward_residual(xs, residual),
+            Self::Power(norm) => norm.forward_residual(xs, residual, None),
             _ => {
                 let sum = (xs + residual)?;
                 Ok((self.forward(&sum)?, sum))
@@ -242,7 +242,7 @@ impl NormLayer {
         padding: &Padding,
     ) -> Result<(Tensor, Tensor)> {
         match self {
-            Self::Power(norm) => norm.forward_residual_masked(xs, residual, &padding.keep),
+            Self::Power(norm) => norm.forward_residual(xs, residual, &padding.keep),
             _ => {
                 let sum = (xs + residual)?;
                 Ok((self.forward_masked(&sum, padding)?, sum))

@@ -16,7 +16,7 @@ use candle_nn::VarBuilder;
 /// ```
 /// use candle::{DType, Device, Module, Result, Tensor};
 /// use candle_nn::{linear, Linear, VarBuilder, VarMap};
-/// use candle_powernorm::{Mode, PowerNorm, PowerNorms};
+/// use candle_powernorm::{Mode, PowerNorm, PowerNormBuilder};
 ///
 /// struct Block {
 ///     norm: PowerNorm,
@@ -24,8 +24,8 @@ use candle_nn::VarBuilder;
 /// }
 ///
 /// impl Block {
-///     fn new(size: usize, norms: &PowerNorms, vb: VarBuilder) -> Result<Self> {
-///         let norm = norms.layer(size, vb.pp("norm"))?;
+///     fn new(size: usize, norms: &PowerNormBuilder, vb: VarBuilder) -> Result<Self> {
+///         let norm = norms.build(size, vb.pp("norm"))?;
 ///         Ok(Self { norm, mlp: linear(size, size, vb.pp("mlp"))? })
 ///     }
 ///
@@ -36,7 +36,7 @@ use candle_nn::VarBuilder;
 ///
 /// # fn main() -> Result<()> {
 /// let mode = Mode::train();
-/// let norms = PowerNorms::new(1e-5, &mode);
+/// let norms = PowerNormBuilder::new(1e-5, &mode);
 /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 /// let blocks = ["first", "second"].map(|name| Block::new(8, &norms, vb.pp(name)));
 /// let mut xs = Tensor::randn(0f32, 1., (16, 8), &Device::Cpu)?;
@@ -49,14 +49,14 @@ use candle_nn::VarBuilder;
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone)]
-pub struct PowerNorms {
+pub struct PowerNormBuilder {
     config: PowerNormConfig,
     mode: Mode,
     loss_scale: LossScale,
     ranks: Option<Ranks>,
 }
 
-impl PowerNorms {
+impl PowerNormBuilder {
     /// Layers of this configuration that follow `mode`.
     pub fn new<C: Into<PowerNormConfig>>(config: C, mode: &Mode) -> Self {
         Self {
@@ -94,7 +94,7 @@ impl PowerNorms {
     /// # Errors
     ///
     /// As in [`power_norm`].
-    pub fn layer(&self, size: usize, vb: VarBuilder) -> Result<PowerNorm> {
+    pub fn build(&self, size: usize, vb: VarBuilder) -> Result<PowerNorm> {
         let layer = power_norm(size, self.config, vb)?
             .with_mode(&self.mode)
             .with_loss_scale(&self.loss_scale);
