@@ -242,38 +242,6 @@ fn vectors_may_begin_anywhere() -> Result<()> {
     Ok(())
 }
 
-/// Whatever padded rows hold, it reaches nothing but their own outputs.
-#[test]
-fn padding_that_is_not_finite() -> Result<()> {
-    let mut data = Data::new(4);
-    let (rows, cols) = (37, 96);
-    for (input, builder) in [
-        (DType::F32, DType::F32),
-        (DType::F16, DType::F32),
-        (DType::F64, DType::F64),
-    ] {
-        for groups in [None, Some(1), Some(8)] {
-            for statistics in [Statistics::Running, Statistics::Batch] {
-                for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-                    let config = config(groups, Recipe::Paper, statistics);
-                    let mut arguments =
-                        Arguments::random(&mut data, config, rows, input, builder, cols);
-                    let mask = data.mask(rows);
-                    arguments.keep = Some(keep(&mask, &[rows]));
-                    let arguments = with_x(&arguments, |k, x| {
-                        if !mask[k / cols] && k % 3 == 0 {
-                            *x = value;
-                        }
-                    });
-                    let what = format!("{value} in {input:?}, {groups:?}, {statistics:?}");
-                    check(&what, &arguments, builder)?;
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
 /// An infinity or a NaN in a row that counts: its groups' channels forget the batch (recipe Paper)
 /// or take it in.
 #[test]
@@ -340,45 +308,6 @@ fn huge_groups() -> Result<()> {
             });
             check(&format!("{what}, infinity"), &arguments, builder)?;
         }
-    }
-    Ok(())
-}
-
-/// The group scaling by itself, in groups of every kind of plan.
-#[test]
-fn group_scaling_by_itself() -> Result<()> {
-    let mut data = Data::new(9);
-    for (rows, cols, groups, dtype) in [
-        (7, 12, 3, DType::F32),
-        (19, 33, 3, DType::F16),
-        (40, 1024, 1, DType::BF16),
-        (3, 4096, 1, DType::F32),
-        (2, 8204, 1, DType::F32),
-        (2, 8200, 1, DType::BF16),
-        (3, 4104, 2, DType::F64),
-    ] {
-        let mut random = || tensor(&data.normal(rows * cols), &[rows, cols], dtype);
-        let (x, dy) = (random(), random());
-        let scaled = |device: &Device| -> Result<[Tensor; 2]> {
-            let x = Var::from_tensor(&x.to_device(device)?)?;
-            let y = GroupScaling::new(groups, 1e-5)?.forward(&x)?;
-            let loss = (&y * &dy.to_device(device)?)?.sum_all()?;
-            let dx = loss.backward()?.remove(&x).unwrap();
-            Ok([y.detach().to_device(&CPU)?, dx.to_device(&CPU)?])
-        };
-        let sums = if dtype == DType::F64 {
-            DType::F64
-        } else {
-            DType::F32
-        };
-        let bound = 32. * (cols as f64).sqrt() * precision(sums).0;
-        let [expected_y, expected_dx] = scaled(&CPU)?;
-        let [y, dx] = scaled(&gpu())?;
-        assert_near("y", &y, &expected_y, |_| bound);
-        assert_near("dx", &dx, &expected_dx, |_| bound);
-        let [again_y, again_dx] = scaled(&gpu_of_one_stream())?;
-        assert_same_bits("y", &again_y, &y);
-        assert_same_bits("dx", &again_dx, &dx);
     }
     Ok(())
 }

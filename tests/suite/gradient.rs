@@ -277,68 +277,6 @@ fn trajectories_agree_with_the_oracle() {
     }
 }
 
-/// Views of a variable as input: the values and the gradient that reaches the variable through the
-/// view are those of a packed copy.
-#[test]
-fn strided_inputs_get_their_gradient() {
-    type View = fn(&Tensor) -> candle::Result<Tensor>;
-    let views: [(&str, &[usize], View); 7] = [
-        ("transposed", &[6, 5], |base| base.t()),
-        ("narrowed columns", &[5, 11], |base| base.narrow(1, 3, 6)),
-        ("narrowed rows", &[9, 6], |base| base.narrow(0, 2, 5)),
-        ("permuted", &[6, 5, 2], |base| base.permute((2, 1, 0))),
-        ("exchanged rows", &[3, 5, 6], |base| base.transpose(0, 1)),
-        ("exchanged pairs of rows", &[3, 4, 2, 6], |base| {
-            base.transpose(0, 1)
-        }),
-        ("rows apart, narrowed", &[4, 3, 11], |base| {
-            base.narrow(0, 1, 2)?.narrow(2, 5, 6)?.transpose(0, 1)
-        }),
-    ];
-    for (seed, (name, base_shape, view)) in views.into_iter().enumerate() {
-        for way in [Way::Batch, Way::Evaluation] {
-            let mut data = Data::new(300 + seed as u64);
-            let len = base_shape.iter().product();
-            let base = tensor(&data.normal(len), base_shape, DType::F64);
-            let base = Var::from_tensor(&base).unwrap();
-            let xs = view(&base).unwrap();
-            let dy = tensor(&data.normal(xs.elem_count()), xs.dims(), DType::F64);
-
-            let case = Case {
-                shape: &[6],
-                groups: Some(2),
-                padded: false,
-                affine: true,
-            };
-            let (twin, _) = way.twin(&case, seed as u64);
-            let packed = Batch {
-                xs: xs.detach().force_contiguous().unwrap(),
-                dy: dy.clone(),
-                keep: None,
-            };
-            let expected = run(&twin.layer, &packed, way.trains());
-            reset(&twin);
-
-            let y = forward(&twin.layer, &xs, None, way.trains());
-            // The gradient of y comes back strided too.
-            let exchanged = |t: &Tensor| t.transpose(0, 1).unwrap();
-            let loss = (exchanged(&y) * exchanged(&dy)).unwrap().sum_all().unwrap();
-            let grads = loss.backward().unwrap();
-            assert_same_bits(&format!("{name}, y"), &y, &expected.y);
-            let dbase = grads.get(&base).unwrap();
-            assert_same_bits(&format!("{name}, dx"), &view(dbase).unwrap(), &expected.dx);
-            let outside = dbase.abs().unwrap().sum_all().unwrap();
-            let inside = expected.dx.abs().unwrap().sum_all().unwrap();
-            assert_relative(
-                &format!("{name}, all of dx"),
-                &outside,
-                &to_f64(&inside),
-                1e-12,
-            );
-        }
-    }
-}
-
 /// A mask, weight and bias that are views count like packed copies of them.
 #[test]
 fn strided_masks_and_parameters_are_read_as_they_lie() {
@@ -381,40 +319,5 @@ fn strided_masks_and_parameters_are_read_as_they_lie() {
     });
     for (k, name) in ["y", "dx", "ψ²"].into_iter().enumerate() {
         assert_same_bits(name, &actual[k], &expected[k]);
-    }
-}
-
-/// The output used through a transposition: the gradient comes back through it.
-#[test]
-fn transposed_outputs_get_their_gradient() {
-    let (twin, batch) = Way::Batch.twin(&CASES[1], 400);
-    let expected = run(&twin.layer, &batch, true);
-    reset(&twin);
-    let xs = Var::from_tensor(&batch.xs).unwrap();
-    let y = forward(&twin.layer, &xs, None, true);
-    let loss = (y.t().unwrap() * batch.dy.t().unwrap()).unwrap();
-    let grads = loss.sum_all().unwrap().backward().unwrap();
-    assert_same_bits("dx", grads.get(&xs).unwrap(), &expected.dx);
-}
-
-/// A padded row gets no gradient, and a fully padded batch gives none to anything.
-#[test]
-fn padding_gets_no_gradient() {
-    for way in Way::ALL {
-        let (twin, batch) = way.twin(&CASES[2], 500);
-        let dx = run(&twin.layer, &batch, way.trains()).dx;
-        let dx = dx.flatten_to(1).unwrap();
-        for (row, kept) in batch.mask().unwrap().into_iter().enumerate() {
-            let dx = dx.get(row).unwrap();
-            if kept {
-                assert!(to_f64(&dx).iter().all(|&dx| dx != 0.), "{way:?}, row {row}");
-            } else {
-                assert_zero(&format!("{way:?}, row {row}"), &dx);
-            }
-        }
-        let batch = batch.masked(&[false; 8]);
-        for (name, gradient) in &run(&twin.layer, &batch, way.trains()).tensors()[1..] {
-            assert_zero(&format!("{way:?}, {name}"), gradient);
-        }
     }
 }

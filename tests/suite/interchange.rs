@@ -2,7 +2,7 @@
 //! on, written back. `tests/torch/make.py` made them, out of states in the recordings of that code.
 
 use crate::common::recording::Recording;
-use crate::common::{assert_relative, bits, run, tensor, to_f64, var, CPU};
+use crate::common::{assert_relative, bits, run, state, tensor, to_f64, var, CPU};
 use candle::{pickle, DType, Module, Shape, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm};
@@ -159,9 +159,15 @@ fn training_continues_from_a_checkpoint() {
     ENCODER.continue_to_the_end(&layer, &varmap);
 
     let out = tempfile::tempdir().unwrap();
-    let saved = out.path().join("model.safetensors");
-    varmap.save(&saved).unwrap();
-    let saved = candle::safetensors::load(saved, &CPU).unwrap();
+    let file = out.path().join("model.safetensors");
+    varmap.save(&file).unwrap();
+    // A state of PyTorch's shapes is reset and loaded like any other.
+    let before = state(&layer);
+    layer.reset_running_stats().unwrap();
+    assert_eq!(to_f64(&var(&varmap, "encoder.norm.running_phi")), [1.; 12]);
+    varmap.clone().load(&file).unwrap();
+    assert_eq!(state(&layer), before);
+    let saved = candle::safetensors::load(file, &CPU).unwrap();
     assert_eq!(to_f64(&saved["encoder.norm.iters"]), [12.]);
     let original = pickle::read_all_with_key(FAIRSEQ, Some("model")).unwrap();
     assert_eq!(contents(saved), contents(original));

@@ -332,20 +332,6 @@ fn tensors_that_do_not_fit_make_no_layer() {
     refused([weight, bias, phi], 1e-5.into(), text);
 }
 
-#[test]
-fn reset_starts_the_warm_up_again() {
-    let (reset, varmap) = trained(8, DType::F32);
-    reset.reset_running_stats().unwrap();
-    let (fresh, _) = layer(8, 1e-5.into(), DType::F32);
-    assert_eq!(state(&reset), state(&fresh));
-    assert_eq!(to_f64(&var(&varmap, "iters")), [0.]);
-    // The next step is a first one again.
-    let batch = Batch::random(&mut Data::new(3), &[6, 8], DType::F32, false);
-    common::run(&reset, &batch, true);
-    common::run(&fresh, &batch, true);
-    assert_eq!(state(&reset), state(&fresh));
-}
-
 // Refused inputs
 
 /// Both forwards refuse `xs` in both modes with `text`, and the layer is as it was.
@@ -537,35 +523,30 @@ fn a_layer_prints_its_size_settings_and_steps() {
 // Mode
 
 #[test]
-fn a_mode_is_shared_by_its_clones() {
-    let mode = Mode::train();
-    let shared = mode.clone();
-    assert!(mode.is_training() && !Mode::eval().is_training());
-    shared.set_training(false);
-    assert!(!mode.is_training());
-    mode.set_training(true);
-    assert!(shared.is_training());
-}
-
-#[test]
-fn an_eval_scope_restores_what_stood_before() {
+fn a_scope_decides_until_it_ends() {
     for before in [true, false] {
         let mode = Mode::train();
         mode.set_training(before);
-        {
-            let _outer = mode.eval_scope();
-            assert!(!mode.is_training());
-            {
-                let _inner = mode.eval_scope();
-                assert!(!mode.is_training());
-            }
-            assert!(
-                !mode.is_training(),
-                "the inner scope restores the outer one's"
-            );
-        }
+        let outer = mode.eval_scope();
+        drop(mode.eval_scope());
+        assert!(!mode.is_training(), "the inner scope restores the outer");
+        drop(outer);
         assert_eq!(mode.is_training(), before);
     }
+    // What is set in a scope shows after it.
+    let mode = Mode::eval();
+    let scope = mode.eval_scope();
+    mode.set_training(true);
+    assert!(!mode.is_training());
+    drop(scope);
+    assert!(mode.is_training());
+    // A panic ends it too.
+    let shared = mode.clone();
+    let panicked = std::panic::catch_unwind(move || {
+        let _guard = shared.eval_scope();
+        panic!("on purpose");
+    });
+    assert!(panicked.is_err() && mode.is_training());
 }
 
 /// As when two threads evaluate one model.
@@ -591,27 +572,6 @@ fn scopes_may_end_in_any_order() {
     drop(recalibration);
     forward();
     assert_eq!(layer.steps().unwrap(), 1);
-}
-
-#[test]
-fn the_switch_may_be_set_in_a_scope() {
-    let mode = Mode::eval();
-    let scope = mode.eval_scope();
-    mode.set_training(true);
-    assert!(!mode.is_training(), "the scope decides");
-    drop(scope);
-    assert!(mode.is_training());
-}
-
-#[test]
-fn an_eval_scope_ends_with_a_panic_too() {
-    let mode = Mode::train();
-    let shared = mode.clone();
-    let panicked = std::panic::catch_unwind(move || {
-        let _guard = shared.eval_scope();
-        panic!("on purpose");
-    });
-    assert!(panicked.is_err() && mode.is_training());
 }
 
 #[test]
