@@ -12,7 +12,7 @@ pub mod reference;
 pub mod softgpu;
 
 use candle::backprop::GradStore;
-use candle::{DType, Device, Module, Tensor, Var};
+use candle::{DType, Device, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
 pub use data::*;

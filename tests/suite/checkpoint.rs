@@ -4,8 +4,8 @@ use crate::common::{
     self, assert_same_bits, layer, message, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU,
 };
 use candle::{DType, Module, Tensor, Var};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe};
+use candle_nn::{VarBuilder, VarMap};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
 use std::collections::HashMap;
 use tempfile::NamedTempFile;
 

@@ -6,8 +6,8 @@
 
 use crate::common::reference::{composed, Oracle, Quantity};
 use crate::common::{
-    assert_close, assert_relative, assert_same_bits, assert_zero, central_differences, forward,
-    run, spec, tensor, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
+    assert_close, assert_relative, assert_same_bits, central_differences, forward, run, spec,
+    tensor, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
 };
 use candle::{DType, Tensor, Var};
 use candle_nn::VarBuilder;

@@ -5,7 +5,7 @@ use crate::common::{
     assert_close, assert_same_bits, forward, run, state, to_f64, var, Batch, Bound, Data, Twin,
 };
 use candle::{DType, Tensor, Var};
-use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{PowerNormConfig, Recipe};
 
 const SIZE: usize = 6;
 const ROWS: usize = 10;

@@ -8,7 +8,7 @@ use crate::common::{
 };
 use crate::devices;
 use candle::{DType, Tensor};
-use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe};
+use candle_powernorm::{PowerNorm, PowerNormConfig};
 use std::io::Write;
 
 macro_rules! on_the_cpu {

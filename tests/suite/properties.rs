@@ -2,8 +2,8 @@
 
 use crate::common::reference::Quantity;
 use crate::common::{
-    self, assert_close, assert_zero, layer, precision, run, state, tensor, to_f64, Batch, Bound,
-    Data, Outcome, Twin,
+    self, assert_close, assert_zero, precision, run, state, tensor, to_f64, Batch, Bound, Data,
+    Outcome, Twin,
 };
 use candle::{DType, Tensor};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};

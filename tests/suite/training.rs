@@ -39,7 +39,7 @@ fn optimizers_leave_the_buffers_alone() {
             let buffers = || BUFFERS.map(|name| bits(&var(&varmap, name)));
             let (before, weight) = (buffers(), bits(layer.weight().unwrap()));
             assert_ne!(
-                before.1,
+                before[1],
                 bits(&tensor(&[0.; 8], &[8], DType::F32)),
                 "ν to decay"
             );
