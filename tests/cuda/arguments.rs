@@ -2,8 +2,10 @@
 //! several, and is compared with the CPU path on all rows.
 
 use crate::common::distributed::{on_ranks, Rank};
-use crate::common::gpu::{gpu, gpu_of_one_stream, Gradient};
-use crate::common::{add_rounded, assert_same_bits, coarser, precision, tensor, to_f64, Data, CPU};
+use crate::common::gpu::{gpu, gpu_of_one_stream};
+use crate::common::{
+    add_rounded, assert_same_bits, coarser, precision, sums_of, tensor, to_f64, Data, Gradient, CPU,
+};
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
@@ -105,10 +107,7 @@ impl Arguments {
         builder: DType,
         cols: usize,
     ) -> Self {
-        let state = match builder {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let state = sums_of(builder);
         // Channels differ in scale, so that a mix-up shows.
         let scales = data.uniform(cols, 0.5, 2.);
         let x: Vec<f64> = (data.normal(rows * cols).iter())
@@ -344,10 +343,7 @@ impl Arguments {
         // A group of one channel has an input gradient near 0, and the exact gradient of a batch of
         // one row may be 0 too: all of it cancels.
         let dx_cancels = self.config.group_scaling == Some(cols) || terms.counted == 1;
-        let sums = match self.x.dtype() {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let sums = sums_of(self.x.dtype());
         // ν is rounded to the state's dtype on its way into dx.
         let with_state = coarser(sums, self.ema_gz.dtype());
         let expected = expected.tensors();

@@ -4,7 +4,7 @@
 use crate::common::reference::Quantity;
 use crate::common::{
     add_rounded, assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state,
-    tensor, to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
+    sums_of, tensor, to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
 };
 use candle::{DType, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -741,7 +741,7 @@ proptest! {
                     let pass = twin.oracle.train(&seen, batch.mask().as_deref());
                     twin.oracle.backward(&pass, &to_f64(&batch.dy));
                     let out = twin.layer.running_phi().unwrap().dtype();
-                    let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+                    let sums = sums_of(dtype);
                     let n = (rows + case.size) * twin.oracle.steps.max(1);
                     twin.check_state(&what, Bound { out, sums: coarser(sums, out), n });
                 }
