@@ -6,7 +6,7 @@ use crate::common::gpu::{gpu, gpu_of_one_stream};
 use crate::common::{
     add_rounded, assert_same_bits, coarser, precision, sums_of, tensor, to_f64, Data, Gradient, CPU,
 };
-use candle::{DType, Device, Module, Result, Tensor, Var};
+use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
 use std::collections::HashMap;

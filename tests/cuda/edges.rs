@@ -1,11 +1,10 @@
 //! Cases that the grid leaves out: values at the ends of their range, groups wider than a block,
 //! odd ones.
 
-use crate::arguments::{assert_near, Arguments, Offsets, Wanted};
-use crate::common::gpu::{gpu, gpu_of_one_stream};
-use crate::common::{assert_same_bits, keep, precision, tensor, to_f64, Data, CPU, DTYPES};
-use candle::{DType, Device, Module, Result, Tensor, Var};
-use candle_powernorm::{GroupScaling, PowerNormConfig, Recipe, Statistics};
+use crate::arguments::{Arguments, Offsets, Wanted};
+use crate::common::{keep, tensor, to_f64, Data, DTYPES};
+use candle::{DType, Result};
+use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 
 fn config(groups: Option<usize>, recipe: Recipe, statistics: Statistics) -> PowerNormConfig {
     PowerNormConfig {

@@ -15,18 +15,14 @@ mod values;
 
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, Sequential, VarBuilder, VarMap};
-use candle_powernorm::{
-    power_norm, GroupScaling, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
-};
-use common::distributed::{self, on_threads, Rank};
-use common::gpu::{gpu, Echo};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
+use common::distributed::{self, on_threads};
+use common::gpu::gpu;
 use common::recording::replay;
 use common::{
-    assert_close, assert_relative, assert_same_bits, assert_zero, bits, config, forward, layer,
-    layer_on, message, precision, run, same_bits, same_state, state, thinned_in_turn, to_f64, var,
-    Batch, Bound, Data, Twin, CPU, DTYPES, PATHS,
+    assert_close, assert_relative, assert_same_bits, assert_zero, config, forward, layer, layer_on,
+    message, run, same_state, state, to_f64, var, Batch, Bound, Data, Twin, CPU,
 };
-use devices::{layers, variants};
 
 macro_rules! on_the_gpu {
     ($($case:ident),* $(,)?) => {
