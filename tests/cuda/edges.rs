@@ -221,26 +221,6 @@ fn a_state_wider_than_the_sums() -> Result<()> {
     Ok(())
 }
 
-/// The offset of mask and parameters changes no bit.
-#[test]
-fn vectors_may_begin_anywhere() -> Result<()> {
-    let mut data = Data::new(10);
-    for (input, builder) in [
-        (DType::F32, DType::F32),
-        (DType::BF16, DType::BF16),
-        (DType::F64, DType::F64),
-    ] {
-        let config = config(Some(2), Recipe::Paper, Statistics::Running);
-        let mut arguments = Arguments::random(&mut data, config, 37, input, builder, 512);
-        arguments.keep = Some(keep(&data.mask(37), &[37]));
-        let what = format!("{input:?}");
-        let [start, in_it] = [Offsets::AtTheStart, Offsets::AnElementIn]
-            .map(|offsets| arguments.check(&what, builder, Wanted::ALL, offsets, &[1], false));
-        start?[0].assert_same_bits(&what, &in_it?[0]);
-    }
-    Ok(())
-}
-
 /// An infinity or a NaN in a row that counts: its groups' channels forget the batch (recipe Paper)
 /// or take it in.
 #[test]

@@ -610,49 +610,32 @@ fn layers_start_as_their_tensors_suggest() {
     assert_eq!(frozen.steps().unwrap(), 0);
 }
 
-#[test]
-fn forward_t_does_not_ask_the_mode() {
-    let (layer, _) = layer(8, 1e-5.into(), DType::F32);
-    for (training, train, steps) in [
-        (false, true, 1),
-        (true, false, 1),
-        (true, true, 2),
-        (false, false, 2),
-    ] {
-        layer.mode().set_training(training);
-        layer.forward_t(&input(8), train).unwrap();
-        assert_eq!(
-            layer.steps().unwrap(),
-            steps,
-            "mode {training}, train {train}"
-        );
-        assert_eq!(layer.mode().is_training(), training);
-    }
-}
-
 /// A call of generic code.
 fn generic(layer: &impl ModuleT, xs: &Tensor, train: bool) -> Tensor {
     layer.forward_t(xs, train).unwrap()
 }
 
 #[test]
-fn the_newtype_honours_train_in_generic_code() {
+fn forward_t_does_not_ask_the_mode_and_neither_does_the_newtype() {
     let (layer, _) = layer(8, 1e-5.into(), DType::F32);
     let honours = PowerNormT(layer.clone());
-    for training in [true, false] {
+    for (training, train) in [(false, true), (true, false), (true, true), (false, false)] {
         layer.mode().set_training(training);
-        let before = layer.steps().unwrap();
-        let y = generic(&honours, &input(8), false);
-        assert_eq!(layer.steps().unwrap(), before);
-        assert_same_bits("y", &y, &layer.forward_t(&input(8), false).unwrap());
-        generic(&honours, &input(8), true);
-        assert_eq!(layer.steps().unwrap(), before + 1);
+        let steps = || layer.steps().unwrap();
+        let before = steps();
+        let y = layer.forward_t(&input(8), train).unwrap();
+        assert_eq!(steps(), before + usize::from(train));
+        let in_generic_code = generic(&honours, &input(8), train);
+        assert_eq!(steps(), before + 2 * usize::from(train));
+        if !train {
+            assert_same_bits("y", &in_generic_code, &y);
+        }
+        // This is why `PowerNormT` exists: the layer itself follows its mode there.
+        let before = steps();
+        generic(&layer, &input(8), train);
+        assert_eq!(steps(), before + usize::from(training));
+        assert_eq!(layer.mode().is_training(), training);
     }
-    // This is why `PowerNormT` exists: the layer itself follows its mode there.
-    layer.mode().set_training(false);
-    let before = layer.steps().unwrap();
-    generic(&layer, &input(8), true);
-    assert_eq!(layer.steps().unwrap(), before);
 }
 
 #[test]
