@@ -9,18 +9,17 @@
 //! cargo run --release --features cuda --example char_lm -- --device cuda
 //! ```
 
-use candle::{bail, DType, Device, Error, Module, Result, Tensor, D};
-use candle_nn::{
-    embedding, linear_no_bias, loss::cross_entropy, ops, seq, Activation, AdamW, Embedding, Init,
-    Linear, Optimizer, ParamsAdamW, Sequential, VarBuilder, VarMap,
-};
+mod model;
+
+use candle::{bail, Device, Error, Result, Tensor, D};
+use candle_nn::{ops, VarBuilder};
 use candle_powernorm::{power_norm, Mode, PowerNormConfig};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
+use model::{Gpt, Norm, Text, Training, BATCH, CONTEXT, WIDTH};
 use plotters::prelude::*;
 use rand::distr::{weighted::WeightedIndex, Distribution};
-use rand::{rngs::StdRng, Rng, SeedableRng};
-use std::collections::BTreeSet;
+use rand::{rngs::StdRng, SeedableRng};
 use std::path::{Path, PathBuf};
 use std::{env, fs, time::Instant};
 
@@ -28,35 +27,15 @@ use std::{env, fs, time::Instant};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-const LAYERS: usize = 3;
-const HEADS: usize = 4;
-const WIDTH: usize = 96;
-const CONTEXT: usize = 64;
-const BATCH: usize = 8;
-
-/// Every tenth piece of the text, of so many characters, is for validation.
-const PIECE: usize = 10 * (CONTEXT + 1);
-
 const VALIDATIONS: usize = 5;
 const MOST_VALIDATION_STRETCHES: usize = 500;
 const MOST_SAMPLE_CHARACTERS: usize = 250;
-
-/// nanoGPT's, where a step has few characters.
-const BETA_2: f64 = 0.99;
 
 /// Steps whose mean loss is one point of the picture.
 const STEPS_A_POINT: usize = 10;
 
 /// Characters on which two cores train a model in a second.
 const SPEED: f64 = 6e3;
-
-/// The text to learn without `--text`.
-const SOURCES: &str = concat!(
-    include_str!("../README.md"),
-    include_str!("../src/layer.rs"),
-    include_str!("../src/state.rs"),
-    include_str!("../kernels/power_norm.cu"),
-);
 
 /// Trains a small transformer on a text, with PowerNorm and with LayerNorm
 #[derive(Parser)]
@@ -99,144 +78,25 @@ fn device(name: &str) -> Result<Device> {
 }
 
 /// Builds a normalization, whose warm-up is as long as the learning rate's.
-type Norm = fn(warmup: usize, &Mode, VarBuilder) -> Result<Sequential>;
+type NewNorm = fn(warmup: usize, &Mode, VarBuilder) -> Result<Norm>;
 
 /// Names, the best rate of a sweep over 2e-3, 4e-3 and 8e-3, colors.
-const CONTENDERS: [(&str, f64, Norm, RGBColor); 2] = [
+const CONTENDERS: [(&str, f64, NewNorm, RGBColor); 2] = [
     ("PowerNorm", 4e-3, new_power_norm, BLUE),
     ("LayerNorm", 4e-3, new_layer_norm, RED),
 ];
 
-fn new_power_norm(warmup_steps: usize, mode: &Mode, vb: VarBuilder) -> Result<Sequential> {
+fn new_power_norm(warmup_steps: usize, mode: &Mode, vb: VarBuilder) -> Result<Norm> {
     let config = PowerNormConfig {
         warmup_steps,
         ..Default::default()
     };
-    Ok(seq().add(power_norm(WIDTH, config, vb)?.with_mode(mode)))
+    let norm = power_norm(WIDTH, config, vb)?;
+    Ok(Norm::Power(norm.with_mode(mode)))
 }
 
-/// Builds LayerNorm from candle's operations. `candle_nn::layer_norm` records no backward, so
-/// nothing before it would train.
-fn new_layer_norm(_: usize, _: &Mode, vb: VarBuilder) -> Result<Sequential> {
-    let weight = vb.get_with_hints(WIDTH, "weight", Init::Const(1.))?;
-    let bias = vb.get_with_hints(WIDTH, "bias", Init::Const(0.))?;
-    Ok(seq().add_fn(move |xs| ops::layer_norm_slow(xs, &weight, &bias, 1e-5)))
-}
-
-type NewNorm<'a> = &'a dyn Fn(VarBuilder) -> Result<Sequential>;
-
-/// A decoder-only transformer: from tokens `[batch, time]` to logits `[batch, time, vocab]`.
-struct Gpt {
-    tokens: Embedding,
-    positions: Tensor,
-    blocks: Vec<Block>,
-    output: Sequential,
-}
-
-impl Gpt {
-    fn new(vocab: usize, norm: NewNorm, vb: VarBuilder) -> Result<Self> {
-        let blocks = (0..LAYERS).map(|i| Block::new(norm, vb.pp(i)));
-        let output = linear_no_bias(WIDTH, vocab, vb.pp("output"))?;
-        Ok(Self {
-            tokens: embedding(vocab, WIDTH, vb.pp("tokens"))?,
-            positions: vb.get((CONTEXT, WIDTH), "positions")?,
-            blocks: blocks.collect::<Result<_>>()?,
-            output: norm(vb.pp("norm"))?.add(output),
-        })
-    }
-
-    fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        let positions = self.positions.narrow(0, 0, tokens.dim(1)?)?;
-        let mut xs = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
-        for block in &self.blocks {
-            xs = block.forward(&xs)?;
-        }
-        self.output.forward(&xs)
-    }
-
-    fn loss(&self, [tokens, targets]: [Tensor; 2]) -> Result<Tensor> {
-        let logits = self.forward(&tokens)?.flatten_to(1)?;
-        cross_entropy(&logits, &targets.flatten_all()?)
-    }
-}
-
-/// Attention and two linear layers, each after a normalization and added to what came in.
-struct Block {
-    query_key_value: Sequential,
-    project: Linear,
-    mlp: Sequential,
-}
-
-impl Block {
-    fn new(norm: NewNorm, vb: VarBuilder) -> Result<Self> {
-        let linear = |from, to, name| linear_no_bias(from, to, vb.pp(name));
-        let query_key_value = linear(WIDTH, 3 * WIDTH, "query_key_value")?;
-        Ok(Self {
-            query_key_value: norm(vb.pp("norm_1"))?.add(query_key_value),
-            project: linear(WIDTH, WIDTH, "project")?,
-            mlp: norm(vb.pp("norm_2"))?
-                .add(linear(WIDTH, 4 * WIDTH, "expand")?)
-                .add(Activation::Gelu)
-                .add(linear(4 * WIDTH, WIDTH, "contract")?),
-        })
-    }
-
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let xs = (xs + self.attention(xs)?)?;
-        &xs + self.mlp.forward(&xs)?
-    }
-
-    fn attention(&self, xs: &Tensor) -> Result<Tensor> {
-        let (batch, time, _) = xs.dims3()?;
-        let head = WIDTH / HEADS;
-        let all = self.query_key_value.forward(xs)?;
-        let all = all.reshape((batch, time, 3 * HEADS, head))?;
-        let all = all.transpose(1, 2)?;
-        let heads = |i| all.narrow(1, i * HEADS, HEADS)?.contiguous();
-        let (query, key, value) = (heads(0)?, heads(1)?, heads(2)?);
-        let scores = (query.matmul(&key.t()?)? * (head as f64).powf(-0.5))?;
-        // 0 where a position may look, -1e9 where it would see the future.
-        let mask = ((Tensor::tril2(time, xs.dtype(), xs.device())? - 1.)? * 1e9)?;
-        let weights = ops::softmax(&scores.broadcast_add(&mask)?, D::Minus1)?;
-        let mixed = weights.matmul(&value)?.transpose(1, 2)?;
-        self.project.forward(&mixed.reshape((batch, time, WIDTH))?)
-    }
-}
-
-/// Draws every matrix, in the order of their names. candle's generator has no seed on a CPU.
-fn init(varmap: &VarMap, rng: &mut StdRng) -> Result<()> {
-    let data = varmap.data().lock().unwrap();
-    let mut vars: Vec<_> = data.iter().filter(|(_, var)| var.rank() == 2).collect();
-    vars.sort_by_key(|(name, _)| *name);
-    for (_, var) in vars {
-        let values = (0..var.elem_count()).map(|_| rng.random_range(-0.04f32..0.04));
-        var.set(&Tensor::from_iter(values, var.device())?.reshape(var.shape())?)?;
-    }
-    Ok(())
-}
-
-/// Stretches of a text, and for each character the one after it.
-fn batch(stretches: &[&[u32]], device: &Device) -> Result<[Tensor; 2]> {
-    let (mut inputs, mut targets) = (vec![], vec![]);
-    for stretch in stretches {
-        inputs.extend_from_slice(&stretch[..CONTEXT]);
-        targets.extend_from_slice(&stretch[1..]);
-    }
-    let tensor = |tokens| Tensor::from_vec(tokens, (stretches.len(), CONTEXT), device);
-    Ok([tensor(inputs)?, tensor(targets)?])
-}
-
-/// The mean loss, over a few stretches at a time: their tensors live until the loss is known.
-fn validate(model: &Gpt, stretches: &[&[u32]], bar: ProgressBar, device: &Device) -> Result<f32> {
-    bar.set_length(stretches.len() as u64);
-    let mut sum = 0.;
-    for few in stretches.chunks(BATCH) {
-        let loss: f32 = model.loss(batch(few, device)?)?.to_scalar()?;
-        sum += loss * few.len() as f32;
-        bar.inc(few.len() as u64);
-    }
-    bar.finish_and_clear();
-    Ok(sum / stretches.len() as f32)
+fn new_layer_norm(_: usize, _: &Mode, vb: VarBuilder) -> Result<Norm> {
+    Norm::layer(vb)
 }
 
 /// A text that the model makes up.
@@ -324,30 +184,8 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let (steps, device) = (args.steps, &args.device);
     let warmup = args.warmup.unwrap_or(steps / 4);
-    let text = match args.text {
-        None => SOURCES.to_string(),
-        Some(path) => fs::read_to_string(&path).map_err(|e| Error::from(e).with_path(path))?,
-    };
-    let vocab: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
-    let token = |c| vocab.partition_point(|&known| known < c) as u32;
-    let text: Vec<u32> = text.chars().map(token).collect();
-    let (mut train, mut validation) = (vec![], vec![]);
-    for (i, piece) in text.chunks(PIECE).enumerate() {
-        match i % 10 {
-            1 => validation.extend(piece.chunks_exact(CONTEXT + 1)),
-            _ => train.extend_from_slice(piece),
-        }
-    }
-    if validation.is_empty() {
-        bail!(
-            "the text must have more than {} characters",
-            PIECE + CONTEXT
-        );
-    }
-    // As many as are wanted, from all of the text.
-    let wanted = steps.clamp(1, MOST_VALIDATION_STRETCHES);
-    let apart = validation.len().div_ceil(wanted);
-    let validation: Vec<&[u32]> = validation.into_iter().step_by(apart).collect();
+    let text = Text::read(args.text)?;
+    let validation = text.validation(steps.clamp(1, MOST_VALIDATION_STRETCHES));
 
     let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len} {msg} [{eta}]");
     let style = style.map_err(Error::wrap)?;
@@ -358,20 +196,14 @@ fn main() -> Result<()> {
     };
     let mut reports = vec![];
     for (name, best_rate, new_norm, color) in CONTENDERS {
-        let (mode, varmap) = (Mode::train(), VarMap::new());
-        let vb = VarBuilder::from_varmap(&varmap, DType::F32, device);
-        let model = Gpt::new(vocab.len(), &|vb| new_norm(warmup, &mode, vb), vb)?;
-        let mut rng = StdRng::seed_from_u64(args.seed);
-        init(&varmap, &mut rng)?;
-        let mut optimizer = AdamW::new(
-            varmap.all_vars(),
-            ParamsAdamW {
-                beta2: BETA_2,
-                ..Default::default()
-            },
-        )?;
+        let mode = Mode::train();
+        let new_norm = |vb: VarBuilder| new_norm(warmup, &mode, vb);
+        let rate = args.rate.unwrap_or(best_rate);
+        let schedule = (rate, warmup, steps);
+        let mut training = Training::new(text.vocab.len(), &new_norm, schedule, args.seed, device)?;
         if reports.is_empty() {
-            let numbers: usize = varmap.all_vars().iter().map(|var| var.elem_count()).sum();
+            let variables = training.varmap.all_vars();
+            let numbers: usize = variables.iter().map(|var| var.elem_count()).sum();
             let minutes = (2 * steps * BATCH * CONTEXT) as f64 / SPEED / 60.;
             let minutes = match minutes.round() {
                 ..=1. => "a minute".to_owned(),
@@ -380,13 +212,12 @@ fn main() -> Result<()> {
             println!(
                 "{} characters, {} different. Two models of {:.2} million parameters train for \
                  {steps} steps: about {minutes} on two cores.",
-                text.len(),
-                vocab.len(),
+                text.len,
+                text.vocab.len(),
                 numbers as f64 / 1e6,
             );
         }
 
-        let rate = args.rate.unwrap_or(best_rate);
         let mut report = Report {
             name,
             color,
@@ -398,23 +229,16 @@ fn main() -> Result<()> {
         };
         let mut seconds = 0.;
         let mut losses = vec![];
-        let training = bar(name);
-        training.set_length(steps as u64);
+        let progress = bar(name);
+        progress.set_length(steps as u64);
         for step in 1..=steps {
             let start = Instant::now();
-            let rise = step as f64 / (warmup + 1) as f64;
-            let fall = (steps - step + 1) as f64 / (steps - warmup).max(1) as f64;
-            optimizer.set_learning_rate(rate * rise.min(fall).min(1.));
-            let starts = (0..BATCH).map(|_| rng.random_range(..train.len() - CONTEXT));
-            let stretches: Vec<_> = starts.map(|i| &train[i..=i + CONTEXT]).collect();
-            let loss = model.loss(batch(&stretches, device)?)?;
-            optimizer.backward_step(&loss)?;
-            losses.push(f64::from(loss.to_scalar::<f32>()?));
+            losses.push(training.step(&text.train, device)?);
             seconds += start.elapsed().as_secs_f64();
-            training.inc(1);
+            progress.inc(1);
             if losses.len() == STEPS_A_POINT || step == steps {
                 let mean = losses.iter().sum::<f64>() / losses.len() as f64;
-                training.set_message(format!("loss {mean:.3}"));
+                progress.set_message(format!("loss {mean:.3}"));
                 report
                     .train
                     .push((step as f64 - losses.len() as f64 / 2., mean));
@@ -422,15 +246,16 @@ fn main() -> Result<()> {
             }
             if step.is_multiple_of(steps.div_ceil(VALIDATIONS)) || step == steps {
                 let _evaluation = mode.eval_scope();
-                let loss = validate(&model, &validation, bar("validation"), device)?;
+                let loss = training.model.validate(&validation, device)?;
                 report.validation.push((step as f64, f64::from(loss)));
-                training.suspend(|| println!("{name}, step {step}: validation loss {loss:.3}"));
+                progress.suspend(|| println!("{name}, step {step}: validation loss {loss:.3}"));
             }
         }
-        training.finish_and_clear();
+        progress.finish_and_clear();
         report.speed = (steps * BATCH * CONTEXT) as f64 / seconds;
         let _evaluation = mode.eval_scope();
-        report.sample = sample(&model, MOST_SAMPLE_CHARACTERS.min(steps), &vocab, device)?;
+        let most = MOST_SAMPLE_CHARACTERS.min(steps);
+        report.sample = sample(&training.model, most, &text.vocab, device)?;
         reports.push(report);
     }
 

@@ -1,12 +1,150 @@
-//! Builds all layers of a model alike.
+//! Builds layers: from a `VarBuilder`, from tensors, or all layers of a model alike.
 
 use crate::config::PowerNormConfig;
-use crate::layer::{power_norm, PowerNorm};
+use crate::error::Error;
+use crate::layer::PowerNorm;
 use crate::loss_scale::LossScale;
 use crate::mode::Mode;
 use crate::ranks::Ranks;
-use candle::Result;
-use candle_nn::VarBuilder;
+use crate::state::State;
+use candle::{DType, Device, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+
+/// Builds a [`PowerNorm`] layer over `size` channels from the tensors of `vb`.
+///
+/// The call `layer_norm(512, 1e-5, vb.pp("norm"))` becomes `power_norm(512, 1e-5, vb.pp("norm"))`.
+/// [`PowerNormBuilder`](crate::PowerNormBuilder) builds all layers of a model.
+///
+/// # Tensors
+///
+/// | name | shape | dtype | fresh value |
+/// |---|---|---|---|
+/// | `weight` or `gamma` (γ) | `[size]` | the builder's | 1 |
+/// | `bias` or `beta` (β) | `[size]` | the builder's | 0 |
+/// | `running_phi` (ψ²) | `[size]` or `[1, size, 1, 1]` | `F32` (`F64` for an `F64` builder) | 1 |
+/// | `ema_gz` (ν/(1−α_b)) | `[size]` or `[1, size, 1, 1]` | as `running_phi` | 0 |
+/// | `iters` (t) | `[1]` | `I64`, on the CPU | 0 |
+/// | `groups` (G of the group scaling, −1 without it) | `[1]` | `I64`, on the CPU | 0 |
+///
+/// `gamma` and `beta` are read if the builder has no `weight` and `bias`, as in candle's LayerNorm.
+/// With `affine: false` there is neither weight nor bias. A `VarMap` saves and loads the statistics
+/// with the weights. No gradient reaches them, so no optimizer moves them. A frozen builder may
+/// lack `groups`. [Checkpoints](crate::guide::checkpoints) has more.
+///
+/// # State
+///
+/// A layer built on trainable variables (a `VarMap`) starts in training. A layer built on frozen
+/// tensors (a safetensors `VarBuilder`) starts in evaluation, and its statistics are a copy.
+///
+/// # Errors
+///
+/// - A configuration is out of range.
+/// - The builder's dtype is not a float that the layer computes in.
+/// - A tensor is missing, or has another shape, dtype or device.
+/// - Some tensors of the state are variables, and some are copies. A builder copies a variable if
+///   it converts or moves it. candle's `rename` does so to `iters` on a GPU.
+/// - The statistics are from a layer with another group scaling.
+/// - A number in a frozen `running_phi` on a CPU is negative or not finite.
+pub fn power_norm<C: Into<PowerNormConfig>>(
+    size: usize,
+    config: C,
+    vb: VarBuilder,
+) -> Result<PowerNorm> {
+    let config = config.into();
+    let dtype = state_dtype("a builder", vb.dtype())?;
+    config.validate(size, dtype)?;
+    let affine = match config.affine {
+        true => Some((
+            parameter(&vb, size, ["weight", "gamma"], 1.)?,
+            parameter(&vb, size, ["bias", "beta"], 0.)?,
+        )),
+        false => None,
+    };
+    let (state, trainable) = State::from_builder(size, config, dtype, vb)?;
+    PowerNorm::from_parts(affine, state, trainable)
+}
+
+/// γ or β, by the first of `names` that the builder has. Fresh ones get the first name.
+fn parameter(vb: &VarBuilder, size: usize, names: [&str; 2], fresh: f64) -> Result<Tensor> {
+    let found = names.into_iter().find(|name| vb.contains_tensor(name));
+    vb.get_with_hints(size, found.unwrap_or(names[0]), Init::Const(fresh))
+}
+
+impl PowerNorm {
+    /// Builds a layer from these tensors, as candle's `LayerNorm::new` does.
+    ///
+    /// `running_phi` is ψ²: a trained layer's, or `Tensor::ones` for a fresh layer. ν and the step
+    /// count start at 0, so training starts with the configuration's warm-up. They are in no
+    /// `VarMap`. To resume training from a checkpoint, build the layer with [`power_norm`].
+    ///
+    /// The layer starts in training if `weight` is a variable, else in evaluation. Training updates
+    /// `running_phi` in place if it is a variable, else a copy.
+    ///
+    /// # Shapes and dtypes
+    ///
+    /// All three are `[size]`. `weight` and `bias` have the dtype of the inputs or `F32`.
+    /// `running_phi` is `F32`, or `F64` if `weight` is.
+    ///
+    /// # Errors
+    ///
+    /// - A configuration is out of range or has `affine: false`.
+    /// - A tensor has another shape, dtype or device.
+    /// - A number in `running_phi` is negative or not finite. On a GPU the host waits for them.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{Device, Module, Tensor};
+    /// use candle_powernorm::{PowerNorm, PowerNormConfig};
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let [weight, bias, running_phi] = [[2f32, 2.], [0., 1.], [4., 9.]];
+    /// let tensor = |values: [f32; 2]| Tensor::new(&values, &Device::Cpu);
+    /// let config = PowerNormConfig { group_scaling: None, ..1e-12.into() };
+    /// let norm = PowerNorm::new(tensor(weight)?, tensor(bias)?, tensor(running_phi)?, config)?;
+    /// let ys = norm.forward(&Tensor::new(&[[2f32, 3.]], &Device::Cpu)?)?;
+    /// assert_eq!(ys.to_vec2::<f32>()?, [[2., 3.]]); // 2 · 2/√4 + 0, 2 · 3/√9 + 1
+    /// # Ok(()) }
+    /// ```
+    pub fn new<C: Into<PowerNormConfig>>(
+        weight: Tensor,
+        bias: Tensor,
+        running_phi: Tensor,
+        config: C,
+    ) -> Result<Self> {
+        let config = config.into();
+        if !config.affine {
+            return Err(Error::NotAffine.into());
+        }
+        let &[size] = weight.dims() else {
+            return Err(Error::WeightRank(weight.shape().clone()).into());
+        };
+        let dtype = state_dtype("weight", weight.dtype())?;
+        config.validate(size, dtype)?;
+        for (name, tensor) in [("bias", &bias), ("running_phi", &running_phi)] {
+            if tensor.dims() != [size] {
+                let got = tensor.shape().clone();
+                return Err(Error::ChannelShape { name, size, got }.into());
+            }
+        }
+        let ema_gz = running_phi.detach().zeros_like()?;
+        let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
+        let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters], None)?;
+        state.check_phi()?;
+        let trainable = weight.is_variable();
+        Self::from_parts(Some((weight, bias)), state, trainable)
+    }
+}
+
+/// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
+/// `dtype`. Refuses a dtype that the layer does not compute in.
+pub(crate) fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F64 => Ok(DType::F64),
+        DType::F32 | DType::F16 | DType::BF16 => Ok(DType::F32),
+        got => Err(Error::LayerDType { name, got }.into()),
+    }
+}
 
 /// Builds the layers of a model, which share a configuration, a [`Mode`] and, if need be, a
 /// [`LossScale`] and [`Ranks`].
@@ -14,40 +152,21 @@ use candle_nn::VarBuilder;
 /// Hand it down through the model's constructors, as the `VarBuilder` is.
 ///
 /// ```
-/// use candle::{DType, Device, Module, Result, Tensor};
-/// use candle_nn::{linear, Linear, VarBuilder, VarMap};
-/// use candle_powernorm::{Mode, PowerNorm, PowerNormBuilder};
-///
-/// struct Block {
-///     norm: PowerNorm,
-///     mlp: Linear,
-/// }
-///
-/// impl Block {
-///     fn new(size: usize, norms: &PowerNormBuilder, vb: VarBuilder) -> Result<Self> {
-///         let norm = norms.build(size, vb.pp("norm"))?;
-///         Ok(Self { norm, mlp: linear(size, size, vb.pp("mlp"))? })
-///     }
-///
-///     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-///         xs + self.mlp.forward(&self.norm.forward(xs)?)?
-///     }
-/// }
+/// use candle::{DType, Device, Result};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::{Mode, PowerNormBuilder};
 ///
 /// # fn main() -> Result<()> {
 /// let mode = Mode::train();
 /// let norms = PowerNormBuilder::new(1e-5, &mode);
 /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-/// let blocks = ["first", "second"].map(|name| Block::new(8, &norms, vb.pp(name)));
-/// let mut xs = Tensor::randn(0f32, 1., (16, 8), &Device::Cpu)?;
-/// for block in blocks {
-///     let block = block?;
-///     xs = block.forward(&xs)?; // a step of training
-///     assert_eq!(block.norm.steps()?, 1);
-/// }
-/// mode.set_training(false); // all layers evaluate from now on
+/// let [first, second] = ["first", "second"].map(|name| norms.build(8, vb.pp(name)));
+/// mode.set_training(false); // both layers evaluate from now on
+/// # assert!(!first?.mode().is_training() && !second?.mode().is_training());
 /// # Ok(()) }
 /// ```
+///
+/// [Training](crate::guide::training) has a whole model.
 #[derive(Debug, Clone)]
 pub struct PowerNormBuilder {
     config: PowerNormConfig,
@@ -70,21 +189,17 @@ impl PowerNormBuilder {
     /// The same builder, whose layers serve a loss that is multiplied by the number in
     /// `loss_scale`. See [`PowerNorm::with_loss_scale`].
     #[must_use]
-    pub fn with_loss_scale(self, loss_scale: &LossScale) -> Self {
-        Self {
-            loss_scale: loss_scale.clone(),
-            ..self
-        }
+    pub fn with_loss_scale(mut self, loss_scale: &LossScale) -> Self {
+        self.loss_scale = loss_scale.clone();
+        self
     }
 
     /// The same builder, whose layers take statistics over the rows of all ranks. See
     /// [`PowerNorm::with_ranks`].
     #[must_use]
-    pub fn with_ranks(self, ranks: &Ranks) -> Self {
-        Self {
-            ranks: Some(ranks.clone()),
-            ..self
-        }
+    pub fn with_ranks(mut self, ranks: &Ranks) -> Self {
+        self.ranks = Some(ranks.clone());
+        self
     }
 
     /// Builds a layer over `size` channels from the tensors of `vb`, as [`power_norm`] does.

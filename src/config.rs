@@ -44,7 +44,8 @@ impl ForwardKind {
 /// released.
 ///
 /// ψ_B² is the mean square of a batch of `B` rows. `t` is the step, counted from 1, and `T` the
-/// number of warm-up steps. Further, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²` and `Λ = mean g X̂`.
+/// number of warm-up steps. Further, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²` and
+/// `Λ = mean g X̂`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(
     feature = "serde",
@@ -91,37 +92,11 @@ pub enum Recipe {
 ///
 /// # Feature `serde`
 ///
-/// With this feature the configuration can be part of the model's configuration, which is read from
-/// the JSON file beside the weights. A missing field has its default, and `"group_scaling": null`
-/// is `None`. A format without null, such as TOML, cannot say `None`. An unknown field is an error,
-/// because otherwise a misspelt name would pass unnoticed. Values are checked when a layer is
-/// built.
-///
-/// ```
-/// # #[cfg(feature = "serde")] {
-/// use candle_powernorm::{PowerNormConfig, Statistics};
-///
-/// #[derive(serde::Deserialize)]
-/// struct Config {
-///     hidden_size: usize,
-///     norm: PowerNormConfig,
-/// }
-///
-/// let json = r#"{
-///     "hidden_size": 512,
-///     "norm": { "warmup_steps": 4000, "group_scaling": 8, "statistics": "batch" }
-/// }"#;
-/// let config: Config = serde_json::from_str(json).unwrap();
-/// assert_eq!(config.hidden_size, 512);
-/// let norm = PowerNormConfig {
-///     warmup_steps: 4000,
-///     group_scaling: Some(8),
-///     statistics: Statistics::Batch,
-///     ..Default::default()
-/// };
-/// assert_eq!(config.norm, norm);
-/// # }
-/// ```
+/// The configuration can be part of the model's configuration, in the JSON file beside the weights:
+/// `"norm": { "warmup_steps": 4000, "group_scaling": 8, "statistics": "batch" }`. A missing field
+/// has its default, and `"group_scaling": null` is `None`. A format without null, such as TOML,
+/// cannot say `None`. An unknown field is an error, because otherwise a misspelt name would pass
+/// unnoticed. Values are checked when a layer is built.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[cfg_attr(
     feature = "serde",

@@ -110,8 +110,8 @@ pub(crate) enum Error {
     /// Of a state's tensors, only some are variables, so not all of it would be saved.
     #[error(
         "power_norm: expected variables for all of the state or for none, got a copy of {0}: \
-         keep running_phi and ema_gz in F32 (F64 in an F64 model), and iters and groups on the CPU; \
-         on a GPU, rename the variables themselves, not by `rename`"
+         keep running_phi and ema_gz in F32 (F64 in an F64 model), and iters and groups on the \
+         CPU; on a GPU, rename the variables themselves, not by `rename`"
     )]
     CopiedState(&'static str),
 
@@ -279,6 +279,14 @@ pub(crate) enum Error {
         compute_capability: String,
         reason: String,
     },
+
+    /// The kernels count channels, and the rows of a block, in 32 bits.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[error(
+        "power_norm: expected at most 2147483647 channels, and as many rows for each block of the \
+         GPU, got {rows} rows of {cols} channels: split the batch"
+    )]
+    TooLarge { rows: usize, cols: usize },
 }
 
 impl From<Error> for candle::Error {

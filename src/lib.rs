@@ -1,6 +1,6 @@
-//! PowerNorm for [candle]: a normalization layer in place of LayerNorm, with a fused forward and a
-//! fused backward on CPUs and NVIDIA GPUs. On other devices the layer runs as candle's own
-//! operations.
+//! PowerNorm for [candle](https://github.com/huggingface/candle): a normalization layer in place of
+//! LayerNorm, with a fused forward and a fused backward on CPUs and NVIDIA GPUs. On other devices
+//! the layer runs as candle's own operations.
 //!
 //! ```
 //! use candle::{DType, Device, Module, Result, Tensor};
@@ -59,10 +59,10 @@ mod op;
 mod ranks;
 mod state;
 
-pub use builder::PowerNormBuilder;
+pub use builder::{power_norm, PowerNormBuilder};
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use group_scaling::GroupScaling;
-pub use layer::{power_norm, PowerNorm, PowerNormT};
+pub use layer::{PowerNorm, PowerNormT};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 #[cfg(feature = "mpi")]

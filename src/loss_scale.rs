@@ -15,36 +15,18 @@ use std::sync::Arc;
 /// its gradient is `(g − S ν X̂)/D`, and ν takes `Λ/S`. A change of S then changes nothing.
 ///
 /// Clones share the number. A backward uses the number that is set when it runs, so change it only
-/// between steps:
+/// between steps. A CUDA graph keeps the number from when it was captured.
+/// [Mixed precision](crate::guide::mixed_precision) has a training loop.
 ///
 /// ```
-/// use candle::{DType, Device, Module, Tensor};
-/// use candle_nn::{VarBuilder, VarMap};
-/// use candle_powernorm::{power_norm, LossScale};
+/// use candle_powernorm::{LossScale, Mode, PowerNormBuilder};
 ///
 /// # fn main() -> candle::Result<()> {
 /// let scale = LossScale::new(65536.)?;
-/// let varmap = VarMap::new();
-/// let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
-/// let norm = power_norm(4, 1e-5, vb.pp("norm"))?.with_loss_scale(&scale);
-///
-/// let xs = Tensor::randn(0f32, 1., (3, 4), &Device::Cpu)?;
-/// let loss = norm.forward(&xs)?.sqr()?.mean_all()?;
-/// let gradients = (loss * scale.get())?.backward()?;
-/// let mut overflowed = false;
-/// for var in varmap.all_vars() {
-///     if let Some(gradient) = gradients.get(&var) {
-///         let gradient = (gradient / scale.get())?;
-///         overflowed |= !gradient.abs()?.max_all()?.to_scalar::<f32>()?.is_finite();
-///     }
-/// }
-/// if overflowed {
-///     scale.set(scale.get() / 2.)?; // and leave this step out
-/// }
+/// let norms = PowerNormBuilder::new(1e-5, &Mode::train()).with_loss_scale(&scale);
+/// scale.set(scale.get() / 2.)?; // for all layers that `norms` builds
 /// # Ok(()) }
 /// ```
-///
-/// A CUDA graph keeps the number from when it was captured.
 ///
 /// Under [`Recipe::Paper`](crate::Recipe::Paper) a channel whose Λ overflowed keeps its ν. ψ² and
 /// the step count have moved by then.

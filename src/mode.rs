@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A shared switch between training and evaluation.
 ///
-/// [`candle::Module`] has no `train` argument, so a layer reads a `Mode` instead. Clones share the
+/// candle's `Module` has no `train` argument, so a layer reads a `Mode` instead. Clones share the
 /// switch. Give one `Mode` to every layer of a model
 /// ([`PowerNorm::with_mode`](crate::PowerNorm::with_mode)), and it switches them all, as
 /// `model.eval()` does in PyTorch. [`recalibrate_scope`](Self::recalibrate_scope) is a third
@@ -99,37 +99,9 @@ impl Mode {
     /// old ψ² does not count. Every batch counts the same, so use batches of one size. Each batch
     /// is normalized by its own ψ_B². ν, t and the weights stay.
     ///
-    /// - A layer that gets no batch keeps its ψ². A batch without a kept row does not count.
-    /// - Under [`Recipe::Paper`](crate::Recipe::Paper), a channel whose mean is not finite keeps
-    ///   its old value. If that happens in the first batch, the value from before the scope takes
-    ///   that batch's share.
-    /// - On an NVIDIA GPU, a batch without a kept row does count. All channels keep their old value
-    ///   in it.
-    /// - Over [ranks](crate::Ranks) each forward waits for the other ranks, which recalibrate too.
-    /// - A recalibration inside another one starts a new mean, and so does the return to the outer
-    ///   one. A clone of the layer that follows another `Mode` does the same.
-    /// - Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),
-    ///   [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.
-    ///
-    /// ```
-    /// use candle::{DType, Device, Module, Tensor};
-    /// use candle_nn::{VarBuilder, VarMap};
-    /// use candle_powernorm::{power_norm, PowerNormConfig};
-    ///
-    /// # fn main() -> candle::Result<()> {
-    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-    /// let config = PowerNormConfig { group_scaling: None, ..Default::default() };
-    /// let model = power_norm(2, config, vb)?;
-    /// {
-    ///     let _guard = model.mode().recalibrate_scope();
-    ///     for batch in [[[1f32, 2.], [3., 2.]], [[2., 4.], [0., 0.]]] {
-    ///         model.forward(&Tensor::new(&batch, &Device::Cpu)?)?;
-    ///     }
-    /// }
-    /// assert_eq!(model.running_phi()?.to_vec1::<f32>()?, [3.5, 6.]);
-    /// assert_eq!(model.steps()?, 0);
-    /// # Ok(()) }
-    /// ```
+    /// A layer that gets no batch keeps its ψ². Calls that say themselves whether they train
+    /// ([`forward_t`](crate::PowerNorm::forward_t), [`PowerNormT`](crate::PowerNormT)) recalibrate
+    /// nothing. [Checkpoints](crate::guide::checkpoints) has an example, and more rules.
     pub fn recalibrate_scope(&self) -> ModeScope {
         self.scope(Purpose::Recalibration)
     }

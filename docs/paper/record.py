@@ -24,6 +24,8 @@ def short(value):
 
 def record(study, outcome):
     losses = {key: short(outcome[key]) for key in ("val_loss", "train_loss", "test_loss")}
+    if outcome.get("test_loss_folded") is not None:
+        losses["test_loss_folded"] = short(outcome["test_loss_folded"])
     curve = [[step, short(loss)] for step, loss in outcome["val"]]
     of = {"study": study, "run": outcome["variant"], "seed": outcome["seed"]}
     return of | losses | {"val": curve}

@@ -189,6 +189,60 @@ def FULL_SHORT():
     )
 
 
+# The same without a layer-scale: PN and PN-V, which then fold away.
+
+FREE = {"power": "PN", "power-v": "PN-V"}
+FREE_RATES = ["1e-3", "2e-3", "4e-3", "8e-3"]
+
+
+def free(norm, key="test_loss"):
+    """By seed."""
+    return runs(f"words-30-none-{norm}", f"{norm}-noscale", key)
+
+
+def FREE_SWEEP_ROWS():
+    def row(norm, name):
+        losses = [runs(f"sweep-none-{rate}", f"{norm}-noscale")[10] for rate in FREE_RATES]
+        return f"| {name} | " + " | ".join(map(number, losses)) + " |"
+
+    return "\n".join(row(norm, name) for norm, name in FREE.items())
+
+
+def FREE_BEST(norm):
+    """The best rate of the sweep."""
+    return min(FREE_RATES, key=lambda rate: runs(f"sweep-none-{rate}", f"{norm}-noscale")[10])
+
+
+def free_pairs(norm, key="test_loss"):
+    """Less LN from the same seed."""
+    ours, layer = free(norm, key), full("layer", key)
+    return {seed: ours[seed] - layer[seed] for seed in sorted(ours.keys() & layer.keys())}
+
+
+def FREE_LOSSES():
+    def row(norm, name):
+        test, folded, less = free(norm), free(norm, "test_loss_folded"), free_pairs(norm)
+        known = interval(list(less.values())) if len(less) > 1 else ""
+        return (
+            f"| {name} | {listed(test)} | {spread(test.values())} | {spread(folded.values())} "
+            f"| {spread(less.values(), sign=True)} | {known} |"
+        )
+
+    return "\n".join(row(norm, name) for norm, name in FREE.items())
+
+
+def FREE_FOLDING():
+    """What folding does to the losses, which are recorded to six digits."""
+    changes = [
+        abs(folded - free(norm)[seed])
+        for norm in FREE
+        for seed, folded in free(norm, "test_loss_folded").items()
+    ]
+    if max(changes) == 0:
+        return "Folding leaves every loss the same to six digits."
+    return f"Folding changes no loss by more than {number(max(changes), 5)}."
+
+
 def FULL_LESS(a, b):
     """Over the seeds that both ran."""
     ours, theirs = full(a), full(b)

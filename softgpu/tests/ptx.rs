@@ -127,6 +127,10 @@ fn fault(text: &str, threads: u32, arguments: &[u64]) -> String {
     }
 }
 
+fn says(message: &str, parts: &[&str]) {
+    assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+}
+
 /// Runs one instruction on the 32-bit values of each thread: `%r1`, `%r2`, `%r3` to `%r4`.
 fn word(instruction: &str, operands: &[[u32; 3]]) -> Vec<u32> {
     let input = buffer(&operands.iter().flatten().copied().collect::<Vec<_>>());
@@ -432,11 +436,16 @@ fn integers_of_32_bits() {
         ("shr.s32", 1 << 31, 40, u32::MAX),
         ("min.s32", minus(-1), 1, minus(-1)),
         ("min.u32", minus(-1), 1, 1),
+        ("popc.b32 %r1, %r1; add.u32", 0xf000_000f, 0, 8),
+        ("add.u32 %r1, %r1, 010; /* ; add */ add.u32", 1, 0, 9),
     ] {
         let got = one(&format!("{instruction} %r4, %r1, %r2;"), a, b, 0);
         assert_eq!(got, want, "{instruction} of {a:#x} and {b:#x}");
     }
     for (instructions, a, want) in [
+        ("cvt.s16.s8 %r4, %r1;", 0x1234_ff80, 0xffff_ff80),
+        ("cvt.s16.s32 %r4, %r1;", 0x1234_ff80, 0xffff_ff80),
+        ("cvt.s16.u32 %r4, %r1;", 0x1234_ff80, 0xffff_ff80),
         ("neg.s32 %r4, %r1;", 1 << 31, 1 << 31),
         ("bfi.b32 %r4, %r1, -1, 8, 4;", 0xf5, 0xffff_f5ff),
         (
@@ -547,6 +556,10 @@ fn comparisons_know_nan_and_sign() {
         ("geu.f32", 1f32.to_bits(), 2f32.to_bits(), false),
         ("neu.f32", nan, nan, true),
         ("eq.f32", 0, 0x8000_0000, true),
+        ("ne.f32", nan, nan, false),
+        ("equ.f32", nan, 0, true),
+        ("num.f32", nan, 0, false),
+        ("nan.f32", 0, nan, true),
         ("lt.s32", u32::MAX, 1, true),
         ("lt.u32", u32::MAX, 1, false),
     ] {
@@ -637,16 +650,12 @@ fn shuffles_reach_where_they_may() {
 
 #[test]
 fn a_shuffle_from_a_lane_that_is_away_is_a_fault() {
-    let text = kernel(
-        1,
-        0,
-        "setp.ge.u32 %p1, %i, 16; @%p1 exit; shfl.sync.down.b32 %r2|%p2, %i, 1, 31, 0xffff;",
-    );
+    let body = "setp.ge.u32 %p1, %i, 16; @%p1 exit; shfl.sync.down.b32 %r2|%p2, %i, 1, 31, 0xffff;";
+    let text = kernel(1, 0, body);
     let message = fault(&text, 32, &[0]);
-    assert!(
-        message.contains("lane 16, which does not take part")
-            && message.contains("thread [15, 0, 0]"),
-        "{message}"
+    says(
+        &message,
+        &["lane 16, which does not take part", "thread [15, 0, 0]"],
     );
     let text = kernel(
         1,
@@ -678,10 +687,8 @@ fn a_shuffle_waits_for_lanes_that_come_another_way() {
                 JOIN: mad.wide.u32 %rd1, %i, 4, %rd0; \
                 st.global.u32 [%rd1], %r3;";
     ok(&kernel(1, 0, body), 32, &[output.address()]);
-    assert_eq!(
-        output.read(),
-        (0..32).map(|lane| lane ^ 1).collect::<Vec<u32>>()
-    );
+    let want: Vec<u32> = (0..32).map(|lane| lane ^ 1).collect();
+    assert_eq!(output.read(), want);
 }
 
 #[test]
@@ -698,11 +705,8 @@ fn lanes_leave_loops_at_their_own_time() {
     ok(&kernel(1, 0, body), 64, &[output.address()]);
     for (lane, got) in output.read().into_iter().enumerate() {
         let sum: usize = (0..lane).flat_map(|j| (0..j).map(move |k| j * k)).sum();
-        assert_eq!(
-            got as usize,
-            if lane % 3 == 2 { 77 } else { sum },
-            "lane {lane}"
-        );
+        let want = if lane % 3 == 2 { 77 } else { sum };
+        assert_eq!(got as usize, want, "lane {lane}");
     }
 }
 
@@ -715,12 +719,8 @@ fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
                 add.u32 %r1, %r1, 1; setp.le.u32 %p1, %r1, %i; @%p1 bra LOOP;\n\
                 mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
     ok(&kernel(1, 0, body), 32, &[output.address()]);
-    assert_eq!(
-        output.read(),
-        (0..32)
-            .map(|lane| lane * (lane + 1) / 2)
-            .collect::<Vec<u32>>()
-    );
+    let want: Vec<u32> = (0..32).map(|lane| lane * (lane + 1) / 2).collect();
+    assert_eq!(output.read(), want);
 }
 
 #[test]
@@ -748,22 +748,19 @@ fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
     let text = text.replace(".visible", &format!("{declared}.visible"));
     ok(&text, 32, &[0]);
     let message = fault(&text, 64, &[0]);
-    assert!(
-        message.contains("an assertion of the kernel failed")
-            && message.contains("thread [40, 0, 0]"),
-        "{message}"
+    says(
+        &message,
+        &["an assertion of the kernel failed", "thread [40, 0, 0]"],
     );
-    let text = kernel(
-        1,
-        0,
-        "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;",
-    );
+    let text = "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;";
+    let text = kernel(1, 0, text);
+    let unknown = Module::parse(&text).unwrap().unknown();
+    assert_eq!(unknown, ["k, line 16: @%p1 frobnicate.b32 %r1, %r2"]);
     ok(&text, 32, &[0]);
     let message = fault(&text, 64, &[0]);
-    assert!(
-        message.contains("does not know the instruction frobnicate.b32")
-            && message.contains("(line "),
-        "{message}"
+    says(
+        &message,
+        &["does not know the instruction frobnicate.b32", "(line "],
     );
 }
 
@@ -811,10 +808,7 @@ fn lanes_of_a_warp_race_too() {
         )
     };
     let message = fault(&kernel(1, 128, &body("")), 32, &[0]);
-    assert!(
-        message.contains("a race: lane 1 of warp 0 wrote"),
-        "{message}"
-    );
+    says(&message, &["a race: lane 1 of warp 0 wrote"]);
     for legal in ["bar.warp.sync -1;", "bar.sync 0;"] {
         ok(&kernel(1, 128, &body(legal)), 32, &[0]);
     }
@@ -825,10 +819,7 @@ fn lanes_of_a_warp_race_too() {
     // Lanes are ordered all together or not at all.
     let pairs = "and.b32 %r6, %i, 30; shl.b32 %r7, 3, %r6; bar.warp.sync %r7;";
     let message = fault(&kernel(1, 128, &body(pairs)), 32, &[0]);
-    assert!(
-        message.contains("no barrier of the lanes 0x00000003"),
-        "{message}"
-    );
+    says(&message, &["no barrier of the lanes 0x00000003"]);
     // A lane may read again what it wrote itself.
     ok(
         &kernel(
@@ -887,10 +878,7 @@ fn a_race_of_equal_writes_is_a_class_of_its_own() {
         // A lane of each warp, so that no two are of one instruction.
         let body = format!("and.b32 %r1, %i, 31; setp.ne.u32 %p1, %r1, 0; @%p1 exit;\n{body}");
         let message = fault(&kernel(1, 128, &body), 64, &[0]);
-        assert!(
-            message.contains("a race: lane 0 of warp 0 wrote"),
-            "{message}"
-        );
+        says(&message, &["a race: lane 0 of warp 0 wrote"]);
         assert_eq!(
             message.contains("both write the same value"),
             same,
@@ -976,10 +964,7 @@ fn lanes_change_their_own_parts_of_a_word() {
         let other = format!("xor.b32 %r1, %i, 1; mad.lo.u32 %r1, %r1, {bytes}, %r9;");
         let text = kernel(1, 64 * bytes, &body(&other));
         let message = fault(&text, 2, &[output.address()]);
-        assert!(
-            message.contains("a race: lane 1 of warp 0 wrote"),
-            "{message}"
-        );
+        says(&message, &["a race: lane 1 of warp 0 wrote"]);
         let text = kernel(1, 64 * bytes, &body(&format!("bar.warp.sync 3; {other}")));
         ok(&text, 2, &[output.address()]);
         assert_eq!(output.read()[..2], [101, 100], "{ty}");
@@ -1024,10 +1009,7 @@ fn races_are_found_in_rows_and_in_words_for_all() {
             2048 - 4 * bytes
         );
         let message = run(32, &far).unwrap_err();
-        assert!(
-            message.contains("thread [4, 0, 0]") && message.contains("out of bounds"),
-            "{message}"
-        );
+        says(&message, &["thread [4, 0, 0]", "out of bounds"]);
     }
 }
 
@@ -1046,11 +1028,8 @@ fn a_load_gives_the_same_whichever_lanes_take_part() {
              @%p2 ld.global.{ty} %r3, [%rd2]; @%p1 ld.global.{ty} %r4, [%rd0+{size}];\n\
              st.global.v4.u32 [%rd3], {{%r1, %r2, %r3, %r4}};"
         );
-        ok(
-            &kernel(2, 0, &body),
-            32,
-            &[input.address(), output.address()],
-        );
+        let text = kernel(2, 0, &body);
+        ok(&text, 32, &[input.address(), output.address()]);
         let element = |index: usize| {
             let bytes = &bytes[index * size..];
             match ty {
@@ -1078,40 +1057,31 @@ fn a_load_gives_the_same_whichever_lanes_take_part() {
 #[test]
 fn barriers_that_cannot_complete_are_faults() {
     // Half of a warp waits, the other waits elsewhere.
-    let text = kernel(
-        1,
-        0,
-        "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0; bra END;\nA: bar.sync 0;\nEND:",
-    );
+    let two = "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 1; bra END;\nA: bar.sync 0;\nEND:";
+    let text = kernel(1, 0, two);
     assert!(fault(&text, 32, &[0]).contains("has diverged"));
-    // Two warps wait at two barriers.
-    let text = kernel(
-        1,
-        0,
-        "setp.lt.u32 %p1, %i, 32; @%p1 bra A; bar.sync 1; bra END;\nA: bar.sync 0;\nEND:",
-    );
-    let message = fault(&text, 64, &[0]);
-    assert!(
-        message.contains("cannot complete") && message.contains("warp 1 at barrier 1"),
-        "{message}"
-    );
-    // Threads that exited are not waited for; threads that are counted on are.
+    // A part of a warp passes the barrier by and exits. To exit instead of it is allowed.
+    let text = "setp.ge.u32 %p1, %i, 16; @%p1 bar.sync 0; st.global.u32 [%rd0], 1; ret;";
+    let text = kernel(1, 0, text);
+    assert!(fault(&text, 32, &[buffer(&[0]).address()]).contains("passed the barrier by"));
+    let early = "setp.ge.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0; ret;\nA: mov.u32 %r1, 0;";
+    ok(&kernel(1, 0, early), 32, &[0]);
     ok(
-        &kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 exit; bar.sync 0;"),
-        128,
+        &kernel(1, 0, &early.replace("mov.u32 %r1, 0", "ret")),
+        32,
         &[0],
     );
+    // Two warps wait at two barriers.
+    let text = kernel(1, 0, &two.replace("16", "32"));
+    let message = fault(&text, 64, &[0]);
+    says(&message, &["cannot complete", "warp 1 at barrier 1"]);
+    // Threads that exited are not waited for; threads that are counted on are.
+    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 exit; bar.sync 0;");
+    ok(&text, 128, &[0]);
     let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 64; @%p1 exit; bar.sync 1, 128;");
     assert!(fault(&text, 128, &[0]).contains("cannot complete"));
-    ok(
-        &kernel(
-            1,
-            0,
-            "setp.lt.u32 %p1, %i, 64; @%p1 bra END; bar.sync 1, 64;\nEND:",
-        ),
-        128,
-        &[0],
-    );
+    let text = "setp.lt.u32 %p1, %i, 64; @%p1 bra END; bar.sync 1, 64;\nEND:";
+    ok(&kernel(1, 0, text), 128, &[0]);
 }
 
 #[test]

@@ -37,8 +37,8 @@ pub(super) trait HostRows: Sized {
         sum: Option<&Storage>,
     ) -> Result<Option<Storage>>;
 
-    /// Writes `∂L/∂x` if its factors are given, and takes the sums if they are wanted. Reads only dy
-    /// and dsum of `inputs`: `new` has the rest.
+    /// Writes `∂L/∂x` if its factors are given, and takes the sums if they are wanted. Reads only
+    /// dy and dsum of `inputs`: `new` has the rest.
     fn backward(
         &self,
         inputs: &BackwardInputs,

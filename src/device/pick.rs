@@ -51,7 +51,7 @@ impl DeviceKind {
                 .into()),
             },
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) => Ok(Self::Cuda(Arc::default())),
+            Device::Cuda(_) => Ok(Self::Cuda(cuda::Kernels::of(device)?)),
             _ => Ok(Self::Composed),
         }
     }

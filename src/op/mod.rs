@@ -5,8 +5,8 @@
 //! 1. The layer checks its arguments and calls [`power_norm`], or
 //!    [`power_norm_residual`](residual::power_norm_residual).
 //! 2. [`Step::forward`] runs the forward on the tensors' [device](crate::device).
-//! 3. candle runs the custom op, which hands out the output that exists already and gives it a place
-//!    in the graph.
+//! 3. candle runs the custom op, which hands out the output that exists already and gives it a
+//!    place in the graph.
 //! 4. [`Step::commit_forward`] moves ψ² and t, now that nothing can fail any more.
 //! 5. A backward comes back through the op to [`Step::backward`], which moves ν.
 

@@ -39,14 +39,14 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// # Example
 ///
-/// It runs under `mpirun -n 4`, and takes the same version of the `mpi` crate as this crate:
+/// It runs under `mpirun -n 4`. `candle_powernorm::mpi` is the `mpi` crate in the version that this
+/// crate needs:
 ///
 /// ```no_run
 /// use candle::{DType, Device, Module, Result, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::mpi::{self, topology::SimpleCommunicator, traits::Communicator as _};
 /// use candle_powernorm::{power_norm, Communicator, MpiCommunicator, Ranks};
-/// use mpi::topology::SimpleCommunicator;
-/// use mpi::traits::Communicator as _;
 /// use std::sync::Arc;
 ///
 /// fn train(world: &SimpleCommunicator) -> Result<()> {

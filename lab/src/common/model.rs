@@ -90,6 +90,24 @@ impl Gpt {
         self.output.forward(&xs)
     }
 
+    /// The model without normalizations, for inference: the linear layers behind each do its work.
+    /// `None` if a normalization does not fold.
+    pub fn folded(&self) -> Result<Option<Self>> {
+        if !self.norm.folds() {
+            return Ok(None);
+        }
+        let blocks = self.blocks.iter().map(Block::folded);
+        Ok(Some(Self {
+            tokens: self.tokens.clone(),
+            positions: self.positions.clone(),
+            blocks: blocks.collect::<Result<_>>()?,
+            norm: NormLayer::Folded,
+            output: self.norm.fold_into(&self.output)?,
+            mask: self.mask.clone(),
+            context: self.context,
+        }))
+    }
+
     /// The normalization of the residual stream before block `i`, or of the output.
     fn first_norm(&self, i: usize) -> &NormLayer {
         self.blocks.get(i).map_or(&self.norm, |block| &block.norm_1)
@@ -113,6 +131,24 @@ impl Block {
             norm_2: NormLayer::new(width, norm, mode, vb.pp("norm_2"))?,
             expand: linear_no_bias(width, 4 * width, vb.pp("mlp.expand"))?,
             project: linear_no_bias(4 * width, width, vb.pp("mlp.project"))?,
+        })
+    }
+
+    fn folded(&self) -> Result<Self> {
+        let Attention { heads, .. } = self.attention;
+        let into = |linear| self.norm_1.fold_into(linear);
+        Ok(Self {
+            norm_1: NormLayer::Folded,
+            attention: Attention {
+                query: into(&self.attention.query)?,
+                key: into(&self.attention.key)?,
+                value: into(&self.attention.value)?,
+                project: self.attention.project.clone(),
+                heads,
+            },
+            norm_2: NormLayer::Folded,
+            expand: self.norm_2.fold_into(&self.expand)?,
+            project: self.project.clone(),
         })
     }
 

@@ -2,7 +2,7 @@
 
 use super::EPS;
 use candle::{Device, Module, Result, Tensor};
-use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, ModuleT, VarBuilder};
+use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, Linear, ModuleT, VarBuilder};
 use candle_powernorm::{power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Statistics};
 use clap::ValueEnum;
 use std::fmt;
@@ -146,6 +146,8 @@ pub enum NormLayer {
         scale: GroupScaling,
         norm: Box<NormLayer>,
     },
+    /// Nothing: the linear layers behind it do its work.
+    Folded,
 }
 
 impl NormLayer {
@@ -201,6 +203,19 @@ impl NormLayer {
                 vb,
             )?),
         })
+    }
+
+    /// `true` if the linear layers behind it can do all of its work in evaluation.
+    pub fn folds(&self) -> bool {
+        matches!(self, Self::Power(norm) if norm.group_scaling().is_none())
+    }
+
+    /// `next`, with the evaluation of this layer before it.
+    pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
+        match self {
+            Self::Power(norm) if self.folds() => norm.fold_into(next),
+            _ => candle::bail!("expected PowerNorm without a layer-scale"),
+        }
     }
 
     /// `xs + residual`, normalized, and as it is.
@@ -274,6 +289,7 @@ impl Module for NormLayer {
                 norm.forward(&rows)?.reshape(xs.shape())
             }
             Self::Scaled { scale, norm } => norm.forward(&scale.forward(xs)?),
+            Self::Folded => Ok(xs.clone()),
         }
     }
 }

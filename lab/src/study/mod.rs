@@ -286,6 +286,8 @@ pub struct Losses {
     train: f32,
     val: f32,
     test: Option<f32>,
+    /// Of the model whose normalizations are folded away, if they fold.
+    test_folded: Option<f32>,
 }
 
 impl Losses {
@@ -294,12 +296,15 @@ impl Losses {
         let all_of = |split: &[u32]| split.len().div_ceil(BATCH * CONTEXT);
         let batches = FINAL_EVAL_BATCHES.min(all_of(&corpus.val));
         let test = corpus.test.as_deref();
+        let test_batches = |test| FINAL_EVAL_BATCHES.min(all_of(test));
+        let folded = |test| run.evaluate_folded(test, test_batches(test));
         Ok(Self {
             val: run.evaluate(&corpus.val, batches)?,
             train: run.evaluate(&corpus.train, batches)?,
             test: test
-                .map(|test| run.evaluate(test, FINAL_EVAL_BATCHES.min(all_of(test))))
+                .map(|test| run.evaluate(test, test_batches(test)))
                 .transpose()?,
+            test_folded: test.map(folded).transpose()?.flatten(),
         })
     }
 }

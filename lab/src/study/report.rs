@@ -25,6 +25,9 @@ pub struct Outcome {
     /// On the test split, if the study has one.
     #[serde(default)]
     pub test_loss: Option<f32>,
+    /// The same of the model whose normalizations are folded away, if they fold.
+    #[serde(default)]
+    pub test_loss_folded: Option<f32>,
     pub train: Vec<f32>,
     pub val: Vec<(u32, f32)>,
     pub observations: Observations,
@@ -50,6 +53,7 @@ impl Outcome {
             val_loss: Some(losses.val),
             train_loss: Some(losses.train),
             test_loss: losses.test,
+            test_loss_folded: losses.test_folded,
             singular_values: singular_values(&run.state.varmap)?,
             ..Self::unfinished(variant, settings, run)
         })
@@ -64,6 +68,7 @@ impl Outcome {
             val_loss: None,
             train_loss: None,
             test_loss: None,
+            test_loss_folded: None,
             train: run.state.history.train.clone(),
             val: run.state.history.val.clone(),
             observations: run.state.observations.clone().unwrap_or_default(),
@@ -412,6 +417,7 @@ mod tests {
             val_loss,
             train_loss: val_loss,
             test_loss: None,
+            test_loss_folded: None,
             train: vec![2.; 4],
             val: vec![(2, 2.)],
             observations: Observations::default(),

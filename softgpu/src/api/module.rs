@@ -133,11 +133,7 @@ fn function_named(module: u64, name: &str) -> Outcome<u64> {
     let handle = FUNCTIONS.add(Arc::new(Function {
         name: name.into(),
         entry,
-        parameter_bytes: parameters
-            .iter()
-            .map(|(at, size)| at + size)
-            .max()
-            .unwrap_or(0),
+        parameter_bytes: loaded.module.parameter_bytes(entry),
         parameters,
         static_shared: loaded.module.static_shared(entry),
         max_threads: loaded.module.max_threads(entry),

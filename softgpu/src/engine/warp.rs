@@ -63,6 +63,8 @@ pub(crate) struct Warp {
     meetings: [Option<Meeting>; 32],
     /// Lanes that wait for the block.
     blocked: u32,
+    /// Lanes that passed by a barrier where others wait.
+    skipped: u32,
     /// Of lanes that do not run just now.
     counters: [u32; 32],
     local: Vec<u8>,
@@ -106,6 +108,7 @@ impl Warp {
             parked: 0,
             meetings: [None; 32],
             blocked: 0,
+            skipped: 0,
             counters: [0; 32],
             local: vec![0; program.local_bytes * 32],
             time: 1,
@@ -138,6 +141,7 @@ impl Warp {
         self.exited = !self.exist;
         self.parked = 0;
         self.blocked = 0;
+        self.skipped = 0;
         self.counters = [0; 32];
         self.flights.clear();
         self.time += 1;
@@ -390,9 +394,13 @@ impl Warp {
             Kind::Shuffle | Kind::WarpBarrier => return self.meet(block, op, mask),
             Kind::Barrier => {
                 block.counts.barriers += 1;
-                return self.block_at(mask);
+                return Ok(self.block_at(block.program, mask));
             }
             Kind::Exit => {
+                if mask & self.skipped != 0 && self.blocked != 0 {
+                    let what = "the thread passed the barrier by where lanes of its warp wait";
+                    return Err(self.fault_here(block, mask & self.skipped, what));
+                }
                 self.exited |= mask;
                 let runs = self.leave(mask);
                 return Ok(self.release(block)? || runs);
@@ -456,9 +464,24 @@ impl Warp {
     }
 
     /// The lanes of a mask wait for the block.
-    fn block_at(&mut self, mask: u32) -> Done<bool> {
+    fn block_at(&mut self, program: &Program, mask: u32) -> bool {
         self.blocked |= mask;
-        Ok(self.leave(mask))
+        let barrier = self.at;
+        let runs = self.leave(mask);
+        self.skipped &= !mask;
+        for lane in lanes_of(self.live() & !self.blocked) {
+            let running = self.active >> lane & 1 == 1;
+            let at = if running {
+                self.at
+            } else {
+                self.counters[lane as usize]
+            };
+            // Who runs what only those run that do not wait has left early.
+            if at > barrier && program.reaches(barrier + 1, at) {
+                self.skipped |= 1 << lane;
+            }
+        }
+        runs
     }
 
     /// The barrier that the warp waited at is complete.
@@ -467,6 +490,7 @@ impl Warp {
             self.counters[lane as usize] += 1;
         }
         self.blocked = 0;
+        self.skipped = 0;
         self.time += 1;
         self.state = State::Ready;
     }

@@ -317,6 +317,10 @@ fn condition(modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "le" => float_condition!(ty, |a, b| a <= b),
             "gt" => float_condition!(ty, |a, b| a > b),
             "ge" => float_condition!(ty, |a, b| a >= b),
+            "ne" => float_condition!(ty, |a, b| a < b || a > b),
+            "equ" => float_condition!(ty, |a, b| !(a < b || a > b)),
+            "num" => float_condition!(ty, |a, b| !a.is_nan() && !b.is_nan()),
+            "nan" => float_condition!(ty, |a, b| a.is_nan() || b.is_nan()),
             "neu" => float_condition!(ty, |a, b| a != b),
             "ltu" => float_condition!(ty, |a, b| !(a >= b)),
             "leu" => float_condition!(ty, |a, b| !(a > b)),
@@ -380,6 +384,7 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             width => (each!(|a: u32| u32: a), alike(width, 1)),
         },
         ("selp", [], _) => return choice(ty),
+        ("popc", [], "b32") => (each!(|a: u32| u32: a.count_ones()), "w:w"),
         ("mul", ["wide"], "u32") => (
             each!(|a: u32, b: u32| u64: u64::from(a) * u64::from(b)),
             "d:ww",

@@ -164,6 +164,29 @@ pub(crate) struct Program {
 }
 
 impl Program {
+    /// A thread may come from one instruction to another, which is not an end.
+    pub fn reaches(&self, from: u32, to: u32) -> bool {
+        let mut seen = vec![false; self.ops.len()];
+        let mut left = vec![from];
+        while let Some(at) = left.pop() {
+            let op = &self.ops[at as usize];
+            let ends = matches!(op.kind, Kind::Exit | Kind::Assert | Kind::Unknown);
+            if at == to && op.kind != Kind::Exit {
+                return true;
+            }
+            if std::mem::replace(&mut seen[at as usize], true) {
+                continue;
+            }
+            if op.kind == Kind::Branch {
+                left.push(op.target);
+            }
+            if op.guard != 0 || !(ends || op.kind == Kind::Branch) {
+                left.push(at + 1);
+            }
+        }
+        false
+    }
+
     /// The start of dynamic shared memory.
     pub fn dynamic_start(&self) -> usize {
         self.shared_bytes.next_multiple_of(self.dynamic_align)

@@ -8,10 +8,11 @@ use super::params::{
     Tiling, UpdateNuParams, UpdatePhiParams, Vector,
 };
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
+use crate::error::Error;
 use std::fmt;
 
 /// An entry point of `kernels/power_norm.cu`. It displays as its name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Kernel {
     body: Body,
     dtype: Dtype,
@@ -20,7 +21,7 @@ pub struct Kernel {
 }
 
 /// The function that an entry point runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Body {
     GroupFactors,
     Normalize,
@@ -32,8 +33,6 @@ pub enum Body {
 }
 
 impl Body {
-    const COUNT: usize = Body::UpdateNu as usize + 1;
-
     fn name(self) -> &'static str {
         match self {
             Body::GroupFactors => "group_factors",
@@ -49,22 +48,6 @@ impl Body {
     /// `true` if there is one entry point for each number of pieces.
     fn has_pieces(self) -> bool {
         matches!(self, Body::Normalize | Body::NormalizeBwd)
-    }
-}
-
-impl Kernel {
-    /// One more than the largest [`index`](Self::index).
-    pub const COUNT: usize = Body::COUNT * Self::DTYPES * Self::PIECES;
-
-    const DTYPES: usize = 4;
-
-    /// The count of numbers of pieces: 1, 2 and 4.
-    const PIECES: usize = 3;
-
-    /// The place of this kernel in a table of all kernels.
-    pub fn index(self) -> usize {
-        let of_body = self.body as usize * Self::DTYPES + self.dtype as usize;
-        of_body * Self::PIECES + self.pieces.ilog2() as usize
     }
 }
 
@@ -122,8 +105,8 @@ pub struct LaunchPlan {
     pub masked: bool,
     /// The forward divides by D. If not, it is the group scaling alone.
     pub divides: bool,
-    forward_cut: Cut,
-    backward_cut: Cut,
+    /// Of the forward, or of the backward.
+    cut: Cut,
 }
 
 /// Addresses of a forward's arrays, which begin on 16-byte boundaries.
@@ -209,14 +192,14 @@ struct BackwardWorkspace {
 }
 
 impl LaunchPlan {
-    /// A plan for `rows` rows of `cols` channels, without a mask.
+    /// The plan of a forward for `rows` rows of `cols` channels, without a mask.
     pub fn new(
         dtype: Dtype,
         [rows, cols]: [usize; 2],
         config: PowerNormConfig,
         kind: ForwardKind,
         limits: Limits,
-    ) -> Self {
+    ) -> Result<Self, Error> {
         let extent = Extent {
             dtype,
             rows,
@@ -224,15 +207,20 @@ impl LaunchPlan {
             groups: config.group_scaling,
             limits,
         };
-        Self {
+        Ok(Self {
             extent,
             kind,
             config,
             masked: false,
             divides: true,
-            forward_cut: extent.cut(Pass::Forward),
-            backward_cut: extent.cut(Pass::Backward),
-        }
+            cut: checked_cut(&extent, Pass::Forward)?,
+        })
+    }
+
+    /// The plan of the backward of this forward.
+    pub fn of_backward(&self) -> Result<Self, Error> {
+        let cut = checked_cut(&self.extent, Pass::Backward)?;
+        Ok(Self { cut, ..*self })
     }
 
     pub fn rows(&self) -> usize {
@@ -265,7 +253,7 @@ impl LaunchPlan {
 
     /// `true` if a forward needs `saved` even if no backward follows.
     pub fn needs_saved(&self) -> bool {
-        self.kind.is_training() || self.forward_cut.group_scaling == GroupScaling::Given
+        self.kind.is_training() || self.cut.group_scaling == GroupScaling::Given
     }
 
     /// Bytes that a backward works in.
@@ -339,7 +327,7 @@ impl LaunchPlan {
             };
 
         let mut launches = vec![];
-        if self.forward_cut.group_scaling == GroupScaling::Given {
+        if self.cut.group_scaling == GroupScaling::Given {
             launches.push(self.group_factors(added(base)));
         }
         let pass = match self.kind {
@@ -385,14 +373,14 @@ impl LaunchPlan {
     fn normalized(&self, buffers: &ForwardBuffers) -> NormalizeParams {
         let saved = self.saved(buffers.saved);
         NormalizeParams {
-            tiling: self.forward_cut.tiling,
+            tiling: self.cut.tiling,
             x: buffers.x,
             keep: buffers.keep,
-            factors: match self.forward_cut.group_scaling {
+            factors: match self.cut.group_scaling {
                 GroupScaling::None => 0,
                 _ => saved.factors,
             },
-            group_scaling: self.forward_cut.group_scaling,
+            group_scaling: self.cut.group_scaling,
             eps: self.config.eps,
             group_eps: self.config.eps,
             ..Default::default()
@@ -420,7 +408,7 @@ impl LaunchPlan {
             kept: if self.masked { chunk_sums.kept } else { 0 },
             rows: self.rows() as i64,
             cols: self.cols() as i64,
-            chunks: self.forward_cut.grid.1.into(),
+            chunks: self.cut.grid.1.into(),
             stride: self.cols() as i64,
             totals: buffers.totals,
             count,
@@ -473,7 +461,7 @@ impl LaunchPlan {
             kept: when(!over_ranks && self.masked, chunk_sums.kept),
             rows: self.rows() as i64,
             cols: self.cols() as i64,
-            chunks: self.forward_cut.grid.1.into(),
+            chunks: self.cut.grid.1.into(),
             phi: buffers.phi,
             batch_phi: saved.batch_phi,
             inv_rms: saved.inv_rms,
@@ -508,7 +496,7 @@ impl LaunchPlan {
             launches.push(self.sum_partials(SumPartialsParams {
                 partials: self.backward_workspace(buffers.workspace).partials,
                 cols: self.cols() as i64,
-                chunks: self.backward_cut.grid.1.into(),
+                chunks: self.cut.grid.1.into(),
                 stride: 2 * self.cols() as i64,
                 totals: buffers.totals,
                 ..Default::default()
@@ -564,7 +552,7 @@ impl LaunchPlan {
             partials: workspace.partials,
             totals: buffers.totals,
             cols: self.cols() as i64,
-            chunks: self.backward_cut.grid.1.into(),
+            chunks: self.cut.grid.1.into(),
             weight: buffers.weight,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
@@ -613,7 +601,7 @@ impl LaunchPlan {
         let of_fairseq = |address| if fairseq { address } else { 0 };
         let of_training = |address| if self.kind.is_training() { address } else { 0 };
         NormalizeBwdParams {
-            tiling: self.backward_cut.tiling,
+            tiling: self.cut.tiling,
             x: buffers.x,
             dy: buffers.dy,
             keep: if fairseq { 0 } else { buffers.keep },
@@ -623,7 +611,7 @@ impl LaunchPlan {
             count: of_training(of_fairseq(saved.count)),
             factors: saved.factors,
             dots: self.backward_workspace(buffers.workspace).dots,
-            group_scaling: self.backward_cut.group_scaling,
+            group_scaling: self.cut.group_scaling,
             eps: self.config.eps,
             ..Default::default()
         }
@@ -637,7 +625,7 @@ impl LaunchPlan {
             ..params
         };
         let output = self.normalize_bwd(output);
-        match self.backward_cut.group_scaling {
+        match self.cut.group_scaling {
             GroupScaling::Given => vec![self.group_dots(params), output],
             _ => vec![output],
         }
@@ -661,17 +649,17 @@ impl LaunchPlan {
     fn normalize(&self, params: NormalizeParams) -> Launch {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
-        let (tiling, shared_bytes) = self.extent.shared(&self.forward_cut, arrays, sums);
+        let (tiling, shared_bytes) = self.extent.shared(&self.cut, arrays, sums);
         let params = Params::Normalize(NormalizeParams { tiling, ..params });
-        self.tiled(Body::Normalize, &self.forward_cut, shared_bytes, params)
+        self.tiled(Body::Normalize, &self.cut, shared_bytes, params)
     }
 
     fn normalize_bwd(&self, params: NormalizeBwdParams) -> Launch {
         let arrays = 2 + usize::from(params.dsum != 0);
         let sums = 2 * usize::from(params.partials != 0);
-        let (tiling, shared_bytes) = self.extent.shared(&self.backward_cut, arrays, sums);
+        let (tiling, shared_bytes) = self.extent.shared(&self.cut, arrays, sums);
         let params = Params::NormalizeBwd(NormalizeBwdParams { tiling, ..params });
-        self.tiled(Body::NormalizeBwd, &self.backward_cut, shared_bytes, params)
+        self.tiled(Body::NormalizeBwd, &self.cut, shared_bytes, params)
     }
 
     /// A launch over the tiles of `cut`.
@@ -767,7 +755,7 @@ impl LaunchPlan {
     }
 
     fn chunk_sums(&self, saved: Address) -> ChunkSums {
-        let chunks = u64::from(self.forward_cut.grid.1);
+        let chunks = u64::from(self.cut.grid.1);
         let sums = chunks * (self.cols() * self.sum_bytes()) as u64;
         let start = saved + self.statistics_bytes().next_multiple_of(SECTOR) as u64;
         let partials = start + (chunks * 8).next_multiple_of(SECTOR as u64);
@@ -786,8 +774,8 @@ impl LaunchPlan {
     fn backward_workspace(&self, start: Address) -> BackwardWorkspace {
         let row = (self.cols() * self.sum_bytes()) as u64;
         let partials = start + row;
-        let dots = partials + 2 * u64::from(self.backward_cut.grid.1) * row;
-        let dots_bytes = match self.backward_cut.group_scaling {
+        let dots = partials + 2 * u64::from(self.cut.grid.1) * row;
+        let dots_bytes = match self.cut.group_scaling {
             GroupScaling::Given => self.group_bytes(),
             _ => 0,
         };
@@ -800,14 +788,56 @@ impl LaunchPlan {
     }
 }
 
+/// Cuts a pass. Kernels count channels, and the rows of a chunk, in 32 bits.
+fn checked_cut(extent: &Extent, pass: Pass) -> Result<Cut, Error> {
+    let Extent { rows, cols, .. } = *extent;
+    let too_large = Error::TooLarge { rows, cols };
+    if i32::try_from(cols).is_err() {
+        return Err(too_large);
+    }
+    let cut = extent.cut(pass);
+    match i32::try_from(cut.tiling.chunk_rows) {
+        Ok(_) => Ok(cut),
+        Err(_) => Err(too_large),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    /// Each entry point that `kernels/power_norm.cu` defines is a kernel with a place of its own.
+    /// Numbers that a kernel has no room for are refused, and numbers just below are not.
     #[test]
-    fn kernels_have_names_and_places_of_their_own() {
+    fn shapes_beyond_32_bits_are_refused() {
+        let plan = |rows: usize, cols: usize| {
+            let limits = Limits {
+                multiprocessors: 1,
+                shared_bytes: 99 << 10,
+                copies: true,
+            };
+            let config = PowerNormConfig {
+                group_scaling: None,
+                ..1e-5.into()
+            };
+            let kind = ForwardKind::Evaluation;
+            let plan = LaunchPlan::new(Dtype::F32, [rows, cols], config, kind, limits);
+            plan.and_then(|plan| plan.of_backward()).map(drop)
+        };
+        plan(4, (1 << 31) - 1).unwrap();
+        plan(1 << 30, 1).unwrap();
+        for (rows, cols) in [(4, 1 << 31), (1 << 31, 1), (usize::MAX >> 8, 1)] {
+            let error = plan(rows, cols).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("{rows} rows of {cols} channels")),
+                "{error}"
+            );
+        }
+    }
+
+    /// Each entry point that `kernels/power_norm.cu` defines is a kernel.
+    #[test]
+    fn kernels_have_the_names_of_entry_points() {
         let bodies = [
             Body::GroupFactors,
             Body::Normalize,
@@ -817,18 +847,15 @@ mod tests {
             Body::NormalizeBwd,
             Body::UpdateNu,
         ];
-        let dtypes = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16];
-        let (mut names, mut places) = (HashSet::new(), HashSet::new());
+        let mut names = HashSet::new();
         for body in bodies {
-            for dtype in dtypes {
+            for dtype in [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::BF16] {
                 for pieces in [1, 2, 4] {
                     let kernel = Kernel {
                         body,
                         dtype,
                         pieces,
                     };
-                    assert!(kernel.index() < Kernel::COUNT);
-                    assert!(places.insert(kernel.index()), "{kernel}");
                     names.insert(kernel.to_string());
                 }
             }

@@ -30,9 +30,10 @@ use params::{
     UpdatePhiParams, Vector,
 };
 use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, Weak};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
@@ -60,33 +61,53 @@ const _: () = {
     assert_one_version::<cudarc::driver::CudaStream>()
 };
 
-/// Cache of loaded kernels and of the GPU's limits, one per layer. To look a kernel up by its name
-/// again would cost more than to launch it.
+/// The loaded kernels of a GPU and its limits, which all layers on the GPU share. To look a kernel
+/// up by its name again would cost more than to launch it.
 ///
-/// A layer owns its kernels, and so owns their module and their context. Both are released when the
-/// last owner is dropped. All handles of a GPU have one context, its primary one, so they share
+/// Layers own the kernels, and so own their module and their context. Both are released when the
+/// last layer is dropped. All handles of a GPU have one context, its primary one, so they share
 /// kernels.
 #[derive(Debug)]
 pub(crate) struct Kernels {
-    functions: [OnceLock<CudaFunction>; Kernel::COUNT],
-    limits: OnceLock<Limits>,
-}
-
-impl Default for Kernels {
-    fn default() -> Self {
-        Self {
-            functions: [const { OnceLock::new() }; Kernel::COUNT],
-            limits: OnceLock::new(),
-        }
-    }
+    functions: RwLock<HashMap<Kernel, CudaFunction>>,
+    limits: Limits,
 }
 
 impl Kernels {
-    fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<&CudaFunction> {
-        let place = &self.functions[kernel.index()];
-        if let Some(function) = place.get() {
-            return Ok(function);
+    /// The kernels of the GPU that `device` is a handle of.
+    pub fn of(device: &Device) -> Result<Arc<Self>> {
+        static GPUS: Mutex<BTreeMap<usize, Weak<Kernels>>> = Mutex::new(BTreeMap::new());
+        use CUdevice_attribute::*;
+        let stream = device.as_cuda_device()?.cuda_stream();
+        let context = stream.context();
+        let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = gpus.entry(context.ordinal()).or_default();
+        if let Some(kernels) = place.upgrade() {
+            return Ok(kernels);
         }
+        let number = |attribute| context.attribute(attribute).w();
+        let limits = Limits {
+            multiprocessors: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            shared_bytes: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+            copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8,
+        };
+        let kernels = Arc::new(Self {
+            functions: RwLock::default(),
+            limits,
+        });
+        *place = Arc::downgrade(&kernels);
+        Ok(kernels)
+    }
+
+    fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<CudaFunction> {
+        let functions = self
+            .functions
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(&kernel) {
+            return Ok(function.clone());
+        }
+        drop(functions);
         let name = kernel.to_string();
         // A sum over ranks may have left another GPU's context in this thread.
         device.cuda_stream().context().bind_to_thread().w()?;
@@ -96,24 +117,13 @@ impl Kernels {
             .into_cuda_function();
         // A block has 48 KiB of shared memory unless more is allowed.
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        let most = self.limits(device)?.shared_bytes as i32;
+        let most = self.limits.shared_bytes as i32;
         function.set_attribute(attribute, most).w()?;
-        Ok(place.get_or_init(|| function))
-    }
-
-    fn limits(&self, device: &CudaDevice) -> Result<Limits> {
-        if let Some(limits) = self.limits.get() {
-            return Ok(*limits);
-        }
-        use CUdevice_attribute::*;
-        let stream = device.cuda_stream();
-        let number = |attribute| stream.context().attribute(attribute).w();
-        let limits = Limits {
-            multiprocessors: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
-            shared_bytes: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
-            copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8,
-        };
-        Ok(*self.limits.get_or_init(|| limits))
+        let mut functions = self
+            .functions
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        Ok(functions.entry(kernel).or_insert(function).clone())
     }
 }
 
@@ -134,10 +144,6 @@ impl Gpu {
         })
     }
 
-    fn limits(&self) -> Result<Limits> {
-        self.kernels.limits(&self.device)
-    }
-
     /// Queues `launches` in order on the device's stream. Once launches are queued, their buffers
     /// are safe: they are freed in the stream's order or, if another stream frees them, after the
     /// events that [`Uses`] records. With events off, the user keeps the order across streams, as
@@ -149,12 +155,11 @@ impl Gpu {
     unsafe fn queue(&self, launches: &[Launch]) -> Result<()> {
         // All kernels are loaded before one is launched, because a step of the state may be among
         // them. A failure here does not undo what earlier phases queued.
-        for launch in launches {
-            self.kernels.get(&self.device, launch.kernel)?;
-        }
+        let kernels = (launches.iter())
+            .map(|launch| self.kernels.get(&self.device, launch.kernel))
+            .collect::<Result<Vec<_>>>()?;
         let stream = self.device.cuda_stream();
-        for launch in launches {
-            let kernel = self.kernels.get(&self.device, launch.kernel)?;
+        for (launch, kernel) in launches.iter().zip(&kernels) {
             let config = LaunchConfig {
                 grid_dim: (launch.grid.0, launch.grid.1, 1),
                 block_dim: (launch.block.0, launch.block.1, 1),

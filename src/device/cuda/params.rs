@@ -4,7 +4,7 @@
 pub type Address = u64;
 
 /// A dtype the kernels know, by its number in `kernels/params.cuh`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[repr(i64)]
 pub enum Dtype {
     #[default]
@@ -70,7 +70,7 @@ macro_rules! structs {
             }
         )*
 
-        /// The layout that nvcc must find: the size of each struct and the offset of each of its fields.
+        /// The layout that nvcc must find: the size of each struct and the offsets of its fields.
         #[cfg(test)]
         fn layouts() -> Vec<(&'static str, usize)> {
             vec![$(

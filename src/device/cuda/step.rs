@@ -83,8 +83,8 @@ impl CudaStep {
             true => setting.kind,
             false => ForwardKind::Evaluation,
         };
-        let (dtype, limits) = (dtype(x.dtype())?, gpu.limits()?);
-        let mut plan = LaunchPlan::new(dtype, [rows, cols], setting.config, kind, limits);
+        let (dtype, limits) = (dtype(x.dtype())?, gpu.kernels.limits);
+        let mut plan = LaunchPlan::new(dtype, [rows, cols], setting.config, kind, limits)?;
         plan.masked = inputs.keep.is_some();
         plan.divides = inputs.phi.is_some();
         Ok(Self {
@@ -186,8 +186,11 @@ impl DeviceStep for CudaStep {
         inputs: &ForwardInputs,
         mut outputs: Outputs,
     ) -> Result<Outputs> {
-        let (Some(Storage::Cuda(y)), false) = (&mut outputs.y, self.is_empty()) else {
+        if self.is_empty() {
             return Ok(outputs);
+        }
+        let Some(Storage::Cuda(y)) = &mut outputs.y else {
+            candle::bail!("power_norm: expected an output on a GPU to write, got none")
         };
         let sum = match &mut outputs.sum {
             Some(Storage::Cuda(sum)) => Some(sum),
@@ -235,6 +238,7 @@ impl DeviceStep for CudaStep {
         let ema_gz = ema_gz.as_ref().map(Tensor::storage_and_layout);
         let saved = self.saved();
         let mut backward = CudaBackward::new(self, inputs, saved.is_some())?;
+        let plan = backward.plan;
         let mut totals = match self.setting.over_ranks && saved.is_some() {
             // SAFETY: the launches below write all of it.
             true => Some(unsafe { self.device().alloc::<f64>(self.plan.cols()) }?),
@@ -252,7 +256,7 @@ impl DeviceStep for CudaStep {
                     buffers.ema_gz = ema_gz;
                     buffers.totals = address;
                     // SAFETY: as in `forward`.
-                    unsafe { (self.gpu).queue(&self.plan.backward(&buffers, loss_scale)) }
+                    unsafe { (self.gpu).queue(&plan.backward(&buffers, loss_scale)) }
                 })?;
         }
         backward.sums = totals.map(|totals| tensor(totals, self.device()));
@@ -263,6 +267,7 @@ impl DeviceStep for CudaStep {
 /// A backward.
 struct CudaBackward<'a> {
     step: &'a CudaStep,
+    plan: LaunchPlan,
     inputs: BackwardInputs<'a>,
     arrays: BackwardArrays<'a>,
     /// Σ dy x̃ over ranks, `[cols]`: local sums, and later global ones. `None` in a single process.
@@ -283,6 +288,7 @@ impl<'a> CudaBackward<'a> {
     /// Allocates what a backward writes; `launches` says whether anything will.
     fn new(step: &'a CudaStep, inputs: &BackwardInputs<'a>, launches: bool) -> Result<Self> {
         let device = step.device();
+        let plan = step.plan.of_backward()?;
         let alloc = |shape: &Shape, dtype: Option<DType>| match dtype {
             Some(dtype) if launches && shape.elem_count() > 0 => {
                 // SAFETY: the launches of this backward write all of it.
@@ -300,6 +306,7 @@ impl<'a> CudaBackward<'a> {
         let input = inputs.wants_input.then(|| inputs.x.dtype());
         Ok(Self {
             step,
+            plan,
             inputs: *inputs,
             arrays: BackwardArrays {
                 step,
@@ -308,7 +315,7 @@ impl<'a> CudaBackward<'a> {
                 bias: alloc(&channels, bias)?,
                 workspace: match launches {
                     true => {
-                        let bytes = step.plan.backward_workspace_bytes();
+                        let bytes = plan.backward_workspace_bytes();
                         // SAFETY: the launches write every part of it before they read it.
                         Some(unsafe { device.alloc::<u8>(bytes) }?)
                     }
@@ -368,7 +375,7 @@ impl BackwardArrays<'_> {
 impl CudaBackward<'_> {
     /// Makes Λ and the parameters' gradients, and moves ν if `ema_gz` is there.
     fn launch_update(&mut self, ema_gz: Option<Vector>) -> Result<()> {
-        let (step, inputs) = (self.step, self.inputs);
+        let (step, plan, inputs) = (self.step, self.plan, self.inputs);
         let saved = step.saved();
         let global = self.sums.as_ref().map(Tensor::storage_and_layout);
         let stream = step.device().cuda_stream();
@@ -378,7 +385,7 @@ impl CudaBackward<'_> {
         (self.arrays).launch(saved.as_ref(), &inputs, false, |mut buffers| {
             buffers.ema_gz = ema_gz.unwrap_or_default();
             buffers.totals = totals;
-            let launch = step.plan.update_nu(&buffers, loss_scale);
+            let launch = plan.update_nu(&buffers, loss_scale);
             // SAFETY: as in `CudaStep::forward`.
             unsafe { step.gpu.queue(launch.as_slice()) }
         })
@@ -399,7 +406,7 @@ impl DeviceBackward for CudaBackward<'_> {
     }
 
     fn finish(&mut self, nu_follows: bool) -> Result<()> {
-        let step = self.step;
+        let (step, plan) = (self.step, self.plan);
         let is_exact = step.setting.config.is_exact(step.kind());
         if is_exact || !nu_follows {
             self.launch_update(None)?;
@@ -409,7 +416,7 @@ impl DeviceBackward for CudaBackward<'_> {
             let inputs = self.inputs;
             (self.arrays).launch(saved.as_ref(), &inputs, true, |buffers| {
                 // SAFETY: as in `CudaStep::forward`.
-                unsafe { (step.gpu).queue(&step.plan.finish_backward(&buffers)) }
+                unsafe { (step.gpu).queue(&plan.finish_backward(&buffers)) }
             })?;
         }
         Ok(())

@@ -179,11 +179,6 @@ impl<'a> Decoder<'a> {
                 }
                 b';' => at += 1,
                 _ if byte.is_ascii_whitespace() => at += 1,
-                b'/' if bytes[at..].starts_with(b"//") => {
-                    at = text[at..body.end]
-                        .find('\n')
-                        .map_or(body.end, |end| at + end);
-                }
                 _ if bytes[at..].starts_with(b".loc")
                     && bytes.get(at + 4).is_some_and(u8::is_ascii_whitespace) =>
                 {
@@ -520,7 +515,13 @@ impl<'a> Decoder<'a> {
     }
 
     fn arithmetic(&mut self, parts: &[&str], operands: &[&str]) -> Option<()> {
-        let found = alu::select(parts)?;
+        let narrow = self.register(operands.first()?).is_none_or(|d| d.bits < 32);
+        let found = match parts {
+            // A register of more bits is filled with the sign.
+            ["cvt", "s16", "s8"] if !narrow => alu::select(&["cvt", "s32", "s8"]),
+            ["cvt", "s16", "s32" | "u32"] if !narrow => alu::select(&["cvt", "s32", "s16"]),
+            _ => alu::select(parts),
+        }?;
         let shape = found.operands.as_bytes();
         let sources = &shape[2..];
         if sources.len() + 1 != operands.len() {

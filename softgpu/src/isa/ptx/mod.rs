@@ -6,7 +6,7 @@
 mod decode;
 mod source;
 
-use crate::isa::op::Program;
+use crate::isa::op::{Kind, Program};
 use source::Source;
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -37,6 +37,23 @@ impl Module {
     pub fn static_shared(&self, entry: usize) -> usize {
         self.program(entry)
             .map_or(0, |program| program.shared_bytes)
+    }
+
+    /// Each instruction that is not known, with its entry and line, or why an entry has none.
+    pub fn unknown(&self) -> Vec<String> {
+        let mut all = vec![];
+        for (entry, name) in self.entries().enumerate() {
+            let program = match self.program(entry) {
+                Ok(program) => program,
+                Err(error) => return vec![error],
+            };
+            for (op, text) in program.ops.iter().zip(&program.texts) {
+                if op.kind == Kind::Unknown {
+                    all.push(format!("{name}, line {}: {}", op.line, self.text_of(text)));
+                }
+            }
+        }
+        all
     }
 
     pub(crate) fn program(&self, entry: usize) -> Result<Arc<Program>, String> {

@@ -16,19 +16,21 @@ pub struct Source {
 impl Source {
     /// Parses PTX. An error names the line.
     pub fn parse(text: &str) -> Result<Self, String> {
+        let text = without_comments(text);
         let mut source = Self {
-            text: text.to_owned(),
+            text: String::new(),
             files: HashMap::new(),
             entries: vec![],
             variables: vec![],
             globals: (0, 1),
         };
         Scanner {
-            text,
+            text: &text,
             at: 0,
             line: 1,
         }
         .source(&mut source)?;
+        source.text = text;
         if source.entries.is_empty() && source.variables.is_empty() {
             return Err("this PTX has no function and no variable".into());
         }
@@ -86,11 +88,8 @@ impl Source {
 
     /// Offsets and sizes of an entry's parameters, in order.
     pub fn parameters(&self, entry: usize) -> Vec<(usize, usize)> {
-        let parameters = &self.entries[entry].parameters;
-        parameters
-            .iter()
-            .map(|one| (one.offset, one.size))
-            .collect()
+        let all = self.entries[entry].parameters.iter();
+        all.map(|one| (one.offset, one.size)).collect()
     }
 
     /// Most threads that a block of an entry may have (`.maxntid`, else 1024).
@@ -114,12 +113,8 @@ impl Source {
     }
 
     pub(crate) fn parameter_bytes(&self, entry: usize) -> usize {
-        let parameters = &self.entries[entry].parameters;
-        parameters
-            .iter()
-            .map(|one| one.offset + one.size)
-            .max()
-            .unwrap_or(0)
+        let all = self.entries[entry].parameters.iter();
+        all.map(|one| one.offset + one.size).max().unwrap_or(0)
     }
 }
 
@@ -219,7 +214,7 @@ impl<'a> Scanner<'a> {
             source.variables.push(variable);
             return Ok(());
         }
-        let header = self.take_until_any(b"{;");
+        let header = self.take_until(b"{;");
         if self.text.as_bytes()[self.at - 1] == b';' {
             return Ok(());
         }
@@ -242,13 +237,6 @@ impl<'a> Scanner<'a> {
                 self.at += 1;
             } else if byte.is_ascii_whitespace() || byte == b';' {
                 self.at += 1;
-            } else if bytes[self.at..].starts_with(b"//") {
-                self.take_line();
-            } else if bytes[self.at..].starts_with(b"/*") {
-                let end = self.text[self.at..]
-                    .find("*/")
-                    .map_or(bytes.len(), |end| self.at + end + 2);
-                self.move_to(end);
             } else {
                 return;
             }
@@ -269,12 +257,8 @@ impl<'a> Scanner<'a> {
         self.move_to(end)
     }
 
-    /// The text up to a byte, which is passed over.
-    fn take_until(&mut self, byte: &[u8; 1]) -> &'a str {
-        self.take_until_any(byte)
-    }
-
-    fn take_until_any(&mut self, bytes: &[u8]) -> &'a str {
+    /// The text up to any of the bytes, which is passed over.
+    fn take_until(&mut self, bytes: &[u8]) -> &'a str {
         let rest = &self.text.as_bytes()[self.at..];
         let length = rest
             .iter()
@@ -296,10 +280,6 @@ impl<'a> Scanner<'a> {
                 b'{' => depth += 1,
                 b'}' => depth -= 1,
                 b'"' => at += 1 + self.text[at + 1..].find('"').unwrap_or(0),
-                b'/' if bytes.get(at + 1) == Some(&b'/') => {
-                    at += self.text[at..].find('\n').unwrap_or(bytes.len() - at);
-                    continue;
-                }
                 _ => {}
             }
             if depth == 0 {
@@ -310,6 +290,30 @@ impl<'a> Scanner<'a> {
         }
         Err(format!("line {line}: no brace closes what begins here"))
     }
+}
+
+/// The text with spaces in place of comments, on the same lines.
+fn without_comments(text: &str) -> String {
+    let mut kept = String::with_capacity(text.len());
+    let mut left = text;
+    while let Some(at) = left.find(['"', '/']) {
+        let (before, rest) = left.split_at(at);
+        let after = |from: usize, end: &str| rest[from..].find(end).map(|at| from + at);
+        let (length, comment) = match rest.as_bytes() {
+            [b'/', b'/', ..] => (after(2, "\n"), true),
+            [b'/', b'*', ..] => (after(2, "*/").map(|end| end + 2), true),
+            [b'"', ..] => (after(1, "\"").map(|end| end + 1), false),
+            _ => (Some(1), false),
+        };
+        let (part, rest) = rest.split_at(length.unwrap_or(rest.len()));
+        kept.push_str(before);
+        match comment {
+            true => kept.extend(part.chars().map(|c| if c == '\n' { c } else { ' ' })),
+            false => kept.push_str(part),
+        }
+        left = rest;
+    }
+    kept + left
 }
 
 fn first_line(text: &str) -> &str {
@@ -431,6 +435,10 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
     let value = match lower {
         "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
         "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
+        // An octal number, or zero.
+        _ if bare.starts_with('0') && bare.bytes().all(|byte| byte.is_ascii_digit()) => {
+            Some(u64::from_str_radix(bare, 8).ok()?)
+        }
         _ => bare.parse().ok(),
     };
     match value {
