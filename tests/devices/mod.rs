@@ -1,17 +1,17 @@
 //! Tests of what holds on every device. `parity.rs` runs each case on a CPU, and `cuda/main.rs` on
 //! a GPU.
 
-use crate::common::reference::{Oracle, Quantity};
+use crate::common::reference::{Gradients, Oracle, Quantity};
 use crate::common::{
     add_rounded, assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero,
     config, forward, in_time, layer_on, precision, residual_gradients, run, same_bits, same_state,
     spec, state, sums_of, tensor, thinned, thinned_in_turn, to_f64, var, Batch, Bound, Data,
-    Gradient, Outcome, State, Twin, CPU, DTYPES, PATHS,
+    Gradient, Outcome, State, Twin, CPU, DTYPES, PARAMETERS, PATHS,
 };
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{
-    power_norm, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Recipe, Statistics,
+    power_norm, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics,
 };
 use std::collections::HashMap;
 
@@ -43,6 +43,7 @@ macro_rules! cases {
             gradients_that_are_views_are_what_their_copies_are,
             a_recalibration_replaces_the_mean,
             group_scaling_by_itself,
+            rms_norm_is_candle_s,
             a_residual_is_an_addition_and_a_forward,
             a_sum_by_itself_gives_a_computed_bias_zeros,
             a_loss_scale_that_changes_changes_nothing,
@@ -67,12 +68,13 @@ pub fn variants() -> Vec<(PowerNormConfig, bool)> {
     let mut variants = vec![];
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for statistics in [Statistics::Running, Statistics::Batch] {
-            for affine in [true, false] {
+            for (affine, bias) in PARAMETERS {
                 for padded in [false, true] {
                     let config = PowerNormConfig {
                         recipe,
                         statistics,
                         affine,
+                        bias,
                         ..config(None)
                     };
                     variants.push((config, padded));
@@ -114,13 +116,13 @@ fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
     // On the CPU larger sizes differ in their stores alone, which unit tests compare. The variants
     // take turns.
     let (most, every) = match device.is_cpu() {
-        true => (1 << 19, 8),
+        true => (1 << 19, 12),
         false => (5 << 19, 1),
     };
     let shapes = shapes.filter(|(rows, cols, _)| rows * cols <= most);
     for (turn, (rows, cols, group_scaling)) in thinned(shapes).enumerate() {
         let large = rows * cols > 40_000;
-        let stride = if large { 8 } else { every };
+        let stride = if large { 12 } else { every };
         // Each variant meets other numbers of rows.
         let first = (turn + turn / 4) % stride;
         let variants = variants().into_iter().skip(first).step_by(stride);
@@ -849,9 +851,25 @@ pub fn a_recalibration_replaces_the_mean(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Group scaling as a layer of its own: the oracle's evaluation where D is 1.
+/// A power of two, which `f32` holds too.
+const EPS: f64 = 1. / 128.;
+
+/// The oracle's evaluation and its gradients where D is 1.
+fn scaled_only(groups: usize, weight: Vec<f64>, batch: &Batch) -> (Quantity, Gradients) {
+    let config = PowerNormConfig {
+        eps: EPS,
+        ..config(Some(groups))
+    };
+    let size = weight.len();
+    let mut oracle = Oracle::new(spec(&config), weight, vec![0.; size]);
+    oracle.phi.fill(1. - EPS);
+    let pass = oracle.evaluate(&to_f64(&batch.xs), None);
+    let gradients = oracle.backward(&pass, &to_f64(&batch.dy));
+    (pass.y, gradients)
+}
+
+/// Group scaling as a layer of its own.
 pub fn group_scaling_by_itself(device: &Device) -> Result<()> {
-    const EPS: f64 = 1e-2;
     // Groups that end in part of a piece, and groups wider than a block of a GPU.
     let more = [
         (12, Some(12)),
@@ -864,15 +882,8 @@ pub fn group_scaling_by_itself(device: &Device) -> Result<()> {
     let widths = widths.filter_map(|(cols, groups)| Some((cols, groups?)));
     let dtypes = [DType::F32, DType::F64, DType::F16, DType::BF16];
     for ((cols, groups), dtype) in thinned(widths.flat_map(|width| dtypes.map(|d| (width, d)))) {
-        let config = PowerNormConfig {
-            eps: EPS,
-            ..config(Some(groups))
-        };
-        let mut oracle = Oracle::new(spec(&config), vec![1.; cols], vec![0.; cols]);
-        oracle.phi.fill(1. - EPS);
         let batch = Batch::random(&mut Data::on(device, 47), &[3, 7, cols], dtype, false);
-        let pass = oracle.evaluate(&to_f64(&batch.xs), None);
-        let expected = oracle.backward(&pass, &to_f64(&batch.dy));
+        let (expected_y, expected) = scaled_only(groups, vec![1.; cols], &batch);
         let xs = Var::from_tensor(&batch.xs)?;
         let y = GroupScaling::new(groups, EPS)?.forward(&xs)?;
         let grads = (&y * &batch.dy)?.sum_all()?.backward()?;
@@ -882,9 +893,65 @@ pub fn group_scaling_by_itself(device: &Device) -> Result<()> {
             n: cols / groups,
         };
         let what = format!("{dtype:?}, {cols} by {groups}");
-        assert_close(&format!("{what}: y"), &y, &pass.y, bound);
+        assert_close(&format!("{what}: y"), &y, &expected_y, bound);
         let dx = grads.get(&xs).unwrap();
         assert_close(&format!("{what}: dx"), dx, &expected.dx, bound);
+    }
+    Ok(())
+}
+
+/// RMSNorm has the oracle's values and gradients, and those of candle's `rms_norm_slow` in `f64`.
+pub fn rms_norm_is_candle_s(device: &Device) -> Result<()> {
+    const ROWS: [usize; 2] = [3, 7];
+    let mut widths = vec![1, 33, 130, 760, 1024];
+    if !device.is_cpu() {
+        widths.extend([8192, 8204]);
+    }
+    let cases = widths
+        .into_iter()
+        .flat_map(|cols| DTYPES.map(|dtypes| (cols, dtypes)));
+    for (cols, (input, builder)) in thinned(cases) {
+        let mut data = Data::on(device, 50);
+        let weight: Vec<f64> = data.normal(cols).iter().map(|w| 1. + 0.3 * w).collect();
+        let weight = Var::from_tensor(&data.tensor(&weight, &[cols], builder))?;
+        let batch = Batch::random(&mut data, &[ROWS[0], ROWS[1], cols], input, false);
+        let run = |weight: &Tensor, xs: &Tensor, y: Tensor, dy: &Tensor| -> Result<_> {
+            let mut grads = (&y * dy)?.sum_all()?.backward()?;
+            Ok([y, grads.remove(xs).unwrap(), grads.remove(weight).unwrap()])
+        };
+        let xs = Var::from_tensor(&batch.xs)?;
+        let y = RmsNorm::new(weight.as_tensor().clone(), EPS)?.forward(&xs)?;
+        let ours = run(&weight, &xs, y, &batch.dy)?;
+
+        let [xs, weight_64, dy] = [&batch.xs, weight.as_tensor(), &batch.dy]
+            .map(|tensor| Var::from_tensor(&tensor.to_dtype(DType::F64).unwrap()).unwrap());
+        let y = candle_nn::ops::rms_norm_slow(&xs, &weight_64, EPS as f32)?;
+        let candles = run(&weight_64, &xs, y, &dy.as_detached_tensor())?;
+
+        let (expected_y, expected) = scaled_only(1, to_f64(&weight), &batch);
+        let exact = [expected_y, expected.dx, expected.dweight];
+        for (name, ((ours, candles), exact)) in ["y", "dx", "dweight"]
+            .into_iter()
+            .zip(ours.iter().zip(&candles).zip(exact))
+        {
+            let what = format!("{name}, {input:?} with a weight of {builder:?}, {cols} channels");
+            let bound = |out| Bound {
+                out,
+                sums: sums_of(input),
+                n: cols + ROWS[0] * ROWS[1],
+            };
+            assert_close(&what, ours, &exact, bound(ours.dtype()));
+            let candles = Quantity {
+                values: to_f64(candles),
+                ..exact
+            };
+            assert_close(
+                &format!("{what}, candle's"),
+                ours,
+                &candles,
+                bound(ours.dtype()),
+            );
+        }
     }
     Ok(())
 }
@@ -896,7 +963,8 @@ pub fn group_scaling_by_itself(device: &Device) -> Result<()> {
 pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
     const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
     for (k, ((cols, groups), (dtype, builder))) in layers(device).enumerate() {
-        let (config, padded) = variants()[(cols + 3 * k) % 16];
+        let variants = variants();
+        let (config, padded) = variants[(cols + 5 * k) % variants.len()];
         let config = PowerNormConfig {
             group_scaling: groups,
             ..config

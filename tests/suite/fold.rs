@@ -3,7 +3,7 @@
 use crate::common::reference::Quantity;
 use crate::common::{
     assert_close, assert_same_bits, bits, layer, message, state, to_f64, var, Batch, Bound, Data,
-    Twin, CPU, DTYPES,
+    Twin, CPU, DTYPES, PARAMETERS,
 };
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::Linear;
@@ -13,10 +13,16 @@ const SIZE: usize = 12;
 const OUT: usize = 5;
 
 /// A layer in evaluation whose channels all differ, beside its oracle.
-fn trained(data: &mut Data, groups: Option<usize>, affine: bool, dtype: DType) -> Twin {
+fn trained(
+    data: &mut Data,
+    groups: Option<usize>,
+    (affine, bias): (bool, bool),
+    dtype: DType,
+) -> Twin {
     let config = PowerNormConfig {
         group_scaling: groups,
         affine,
+        bias,
         ..1e-5.into()
     };
     let mut twin = Twin::new(data, SIZE, config, dtype);
@@ -103,20 +109,23 @@ fn scale(twin: &Twin) -> Vec<f64> {
         .collect()
 }
 
-/// Every dtype, groups, affine or not, with or without a bias of the linear layer.
+/// Every dtype, groups and parameters, with or without a bias of the linear layer.
 fn for_all_cases(
     groups: &[Option<usize>],
     mut check: impl FnMut(&str, &mut Data, Twin, DType, bool),
 ) {
     for (dtype, builder) in DTYPES {
         for &groups in groups {
-            for (affine, bias) in [(true, true), (true, false), (false, true), (false, false)] {
-                let what = format!(
-                    "{dtype:?} in {builder:?}, groups {groups:?}, affine {affine}, bias {bias}"
-                );
-                let mut data = Data::new(11);
-                let twin = trained(&mut data, groups, affine, builder);
-                check(&what, &mut data, twin, dtype, bias);
+            for parameters in PARAMETERS {
+                for bias in [true, false] {
+                    let what = format!(
+                        "{dtype:?} in {builder:?}, groups {groups:?}, affine and bias \
+                         {parameters:?}, linear layer's bias {bias}"
+                    );
+                    let mut data = Data::new(11);
+                    let twin = trained(&mut data, groups, parameters, builder);
+                    check(&what, &mut data, twin, dtype, bias);
+                }
             }
         }
     }
@@ -212,7 +221,7 @@ fn folds_that_would_be_wrong_are_refused() {
         assert_eq!(message(folded), format!("power_norm: expected {text}"));
     };
     let mut data = Data::new(5);
-    let layer = trained(&mut data, None, true, DType::F32).layer;
+    let layer = trained(&mut data, None, (true, true), DType::F32).layer;
     let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
     let text = "a linear layer of 12 input features, got 5";
     refused(layer.fold_into(&other_size), text);
