@@ -19,6 +19,7 @@ const OTHER: PowerNormConfig = PowerNormConfig {
     statistics: Statistics::Batch,
     recipe: Recipe::Fairseq,
     affine: false,
+    bias: false,
 };
 
 #[test]
@@ -32,6 +33,7 @@ fn every_field_has_its_name_and_value() {
         "statistics": "batch",
         "recipe": "fairseq",
         "affine": false,
+        "bias": false,
     });
     assert_eq!(to_value(OTHER).unwrap(), json);
     assert_eq!(read(json).unwrap(), OTHER);

@@ -6,11 +6,10 @@ mod common;
 
 use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
-use common::gpu::Gradient;
 use common::softgpu::Softgpu;
 use common::{
-    config, precision, same_bits, same_state, state, thinned, to_f64, Batch, Data, Outcome, Twin,
-    PATHS,
+    config, precision, same_bits, same_state, state, thinned, to_f64, Batch, Data, Gradient,
+    Outcome, Twin, PATHS,
 };
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -36,13 +35,7 @@ struct Pass {
 
 fn backward(layer: &PowerNorm, pass: Pass) -> Result<Outcome> {
     let grads = pass.loss.backward()?;
-    let grad = |of: &Tensor| grads.get(of).unwrap().clone();
-    Ok(Outcome {
-        dx: grad(&pass.x),
-        dweight: layer.weight().map(grad),
-        dbias: layer.bias().map(grad),
-        y: pass.y.detach(),
-    })
+    Ok(Outcome::of(layer, &pass.x, &pass.y, &grads))
 }
 
 /// A layer whose calls fail one by one, and its twin, of which none does.

@@ -47,6 +47,14 @@ pub fn coarser(a: DType, b: DType) -> DType {
     }
 }
 
+/// The dtype of the sums over an input of `dtype`.
+pub fn sums_of(dtype: DType) -> DType {
+    match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}
+
 /// A seeded source of test data, for a device: layers and batches made with it live there.
 pub struct Data {
     rng: StdRng,

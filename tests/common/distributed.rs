@@ -3,7 +3,7 @@
 
 use super::{
     assert_finite, assert_relative, assert_same_bits, in_time, layer_on, message, precision, run,
-    state, thinned, to_f64, var, Batch, Data, Outcome, Twin, CPU, LIMIT,
+    state, thinned, to_f64, var, Batch, Data, Outcome, Twin, CPU, LIMIT, PARAMETERS,
 };
 use candle::{CpuStorage, DType, Device, Error, InplaceOp1, Layout, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
@@ -429,12 +429,13 @@ impl Spread {
 /// whole.
 pub fn trajectories(rank: &Rank) {
     for dtype in [DType::F64, DType::F32] {
-        for (recipe, statistics, group_scaling, affine, masked) in thinned(settings()) {
+        for (recipe, statistics, group_scaling, (affine, bias), masked) in thinned(settings()) {
             let config = PowerNormConfig {
                 recipe,
                 statistics,
                 group_scaling,
                 affine,
+                bias,
                 warmup_steps: WARM_UP,
                 ..1e-5.into()
             };
@@ -443,17 +444,17 @@ pub fn trajectories(rank: &Rank) {
     }
 }
 
-type Setting = (Recipe, Statistics, Option<usize>, bool, bool);
+type Setting = (Recipe, Statistics, Option<usize>, (bool, bool), bool);
 
 fn settings() -> impl Iterator<Item = Setting> {
-    (0..32).map(|bits: usize| {
-        let bit = |k: usize| bits >> k & 1 == 1;
+    (0..16 * PARAMETERS.len()).map(|setting| {
+        let bit = |k: usize| setting >> k & 1 == 1;
         (
             [Recipe::Paper, Recipe::Fairseq][bit(0) as usize],
             [Statistics::Running, Statistics::Batch][bit(1) as usize],
             bit(2).then_some(2),
+            PARAMETERS[setting / 16],
             bit(3),
-            bit(4),
         )
     })
 }
@@ -802,7 +803,7 @@ pub fn settings_that_differ(rank: &Rank) {
         type Change = fn(&mut PowerNormConfig);
         // One rank has these. The others have `config`, `SIZE` channels and t = 0.
         #[rustfmt::skip]
-        let configs: [(&str, Change, [&str; 2]); 9] = [
+        let configs: [(&str, Change, [&str; 2]); 10] = [
             ("eps", |config| config.eps = 1e-6, ["1e-6", "1e-5"]),
             ("alpha_fwd", |config| config.alpha_fwd = 0.99, ["0.9", "0.99"]),
             ("alpha_bwd", |config| config.alpha_bwd = 0.5, ["0.5", "0.9"]),
@@ -812,6 +813,7 @@ pub fn settings_that_differ(rank: &Rank) {
             ("recipe", |config| config.recipe = Recipe::Fairseq, ["Paper", "Fairseq"]),
             ("warmup_steps", |config| config.warmup_steps += 1, [&warm_up, &longer]),
             ("affine", |config| config.affine = false, ["false", "true"]),
+            ("bias", |config| config.bias = false, ["false", "true"]),
         ];
         let configs = configs.map(|(name, change, values)| {
             let mut config = config;

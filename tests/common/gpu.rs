@@ -1,8 +1,7 @@
 //! The GPU that the tests of a process share, and what they try on it.
 
 use super::{layer_on, run, Batch, Data};
-use candle::backend::{BackendDevice, BackendStorage};
-use candle::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
+use candle::{DType, Device, Result, Tensor};
 use candle_powernorm::Communicator;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -49,29 +48,5 @@ impl Communicator for Echo {
         assert!(tensor.device().is_cuda());
         self.0.fetch_add(1, Ordering::Relaxed);
         tensor * 2.
-    }
-}
-
-/// A loss of 0 whose gradient is given. No kernel of candle has a part in it, and it takes a tensor
-/// without elements, which candle's kernels do not.
-pub struct Gradient(pub Tensor);
-
-impl CustomOp1 for Gradient {
-    fn name(&self) -> &'static str {
-        "gradient"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(vec![0.]), Shape::from(())))
-    }
-
-    fn cuda_fwd(&self, storage: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        let shape = Shape::from(());
-        let loss = storage.device().zeros_impl(&shape, DType::F32)?;
-        Ok((loss, shape))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(self.0.clone()))
     }
 }

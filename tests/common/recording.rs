@@ -56,7 +56,7 @@ impl Recording {
                 "fairseq" => Recipe::Fairseq,
                 other => panic!("recipe: {other}"),
             },
-            affine: true,
+            ..Default::default()
         };
         Self {
             config,

@@ -2,8 +2,10 @@
 //! several, and is compared with the CPU path on all rows.
 
 use crate::common::distributed::{on_ranks, Rank};
-use crate::common::gpu::{gpu, gpu_of_one_stream, Gradient};
-use crate::common::{add_rounded, assert_same_bits, coarser, precision, tensor, to_f64, Data, CPU};
+use crate::common::gpu::{gpu, gpu_of_one_stream};
+use crate::common::{
+    add_rounded, assert_same_bits, coarser, precision, sums_of, tensor, to_f64, Data, Gradient, CPU,
+};
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
@@ -31,8 +33,10 @@ pub struct Arguments {
     pub dsum: Tensor,
     /// `[rows]`, u8.
     pub keep: Option<Tensor>,
-    /// γ and β, `[cols]`.
-    pub affine: Option<[Tensor; 2]>,
+    /// γ, `[cols]`.
+    pub weight: Option<Tensor>,
+    /// β, `[cols]`.
+    pub bias: Option<Tensor>,
     /// ψ², `[cols]`.
     pub running_phi: Tensor,
     /// ν/(1−α_b), `[cols]`.
@@ -105,10 +109,7 @@ impl Arguments {
         builder: DType,
         cols: usize,
     ) -> Self {
-        let state = match builder {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let state = sums_of(builder);
         // Channels differ in scale, so that a mix-up shows.
         let scales = data.uniform(cols, 0.5, 2.);
         let x: Vec<f64> = (data.normal(rows * cols).iter())
@@ -122,10 +123,8 @@ impl Arguments {
             .skip(2)
             .step_by(7)
             .for_each(|phi| *phi *= 0.02);
-        let affine = [
-            tensor(&weight, &[cols], builder),
-            tensor(&data.normal(cols), &[cols], builder),
-        ];
+        let bias = data.normal(cols);
+        let parameter = |values: &[f64]| tensor(values, &[cols], builder);
         Self {
             config,
             steps: config.warmup_steps + 3,
@@ -136,7 +135,8 @@ impl Arguments {
             dy: tensor(&data.normal(rows * cols), &[rows, cols], input),
             dsum: tensor(&data.normal(rows * cols), &[rows, cols], input),
             keep: None,
-            affine: config.affine.then_some(affine),
+            weight: config.affine.then(|| parameter(&weight)),
+            bias: (config.affine && config.bias).then(|| parameter(&bias)),
             running_phi: tensor(&phi, &[cols], state),
             ema_gz: tensor(&data.normal(cols), &[cols], state),
         }
@@ -202,12 +202,12 @@ impl Arguments {
             ("iters".to_owned(), Tensor::new(&[self.steps as i64], &CPU)?),
         ]);
         let mut parameters = [None, None];
-        if let Some([weight, bias]) = &self.affine {
-            let of = [
-                ("weight", weight, wanted.weight),
-                ("bias", bias, wanted.bias),
-            ];
-            for (kept, (name, tensor, wanted)) in parameters.iter_mut().zip(of) {
+        let of = [
+            ("weight", &self.weight, wanted.weight),
+            ("bias", &self.bias, wanted.bias),
+        ];
+        for (kept, (name, tensor, wanted)) in parameters.iter_mut().zip(of) {
+            if let Some(tensor) = tensor {
                 let (whole, part) = placed(tensor, wanted)?;
                 tensors.insert(name.to_owned(), part);
                 *kept = Some(whole);
@@ -344,10 +344,7 @@ impl Arguments {
         // A group of one channel has an input gradient near 0, and the exact gradient of a batch of
         // one row may be 0 too: all of it cancels.
         let dx_cancels = self.config.group_scaling == Some(cols) || terms.counted == 1;
-        let sums = match self.x.dtype() {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
+        let sums = sums_of(self.x.dtype());
         // ν is rounded to the state's dtype on its way into dx.
         let with_state = coarser(sums, self.ema_gz.dtype());
         let expected = expected.tensors();
@@ -437,10 +434,11 @@ impl Terms {
             Some(keep) => keep.to_vec1::<u8>().unwrap(),
             None => vec![1; rows],
         };
-        let [weight, bias] = match &arguments.affine {
-            Some(affine) => affine.each_ref().map(to_f64),
-            None => [vec![1.; cols], vec![0.; cols]],
+        let parameter = |values: &Option<Tensor>, absent: f64| {
+            values.as_ref().map_or(vec![absent; cols], to_f64)
         };
+        let weight = parameter(&arguments.weight, 1.);
+        let bias = parameter(&arguments.bias, 0.);
         let phi = to_f64(&arguments.running_phi);
         let ema_gz = to_f64(&arguments.ema_gz);
         let beta = 1. - config.alpha_bwd;

@@ -3,7 +3,7 @@
 //! a test that can be run by its name.
 
 use crate::arguments::{Arguments, Offsets, Purpose, Wanted};
-use crate::common::{keep, tensor, Data, DTYPES};
+use crate::common::{keep, tensor, Data, DTYPES, PARAMETERS};
 use candle::{DType, Result};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 use rand::rngs::StdRng;
@@ -78,8 +78,6 @@ const PHASES: [Phase; 6] = [
     Phase::Recalibration,
 ];
 
-const AFFINE: [bool; 2] = [true, false];
-
 const fn wanted(input: bool, weight: bool, bias: bool) -> Wanted {
     Wanted {
         input,
@@ -112,7 +110,7 @@ const SIZES: [usize; 13] = [
     GROUPS.len(),
     RECIPES.len(),
     PHASES.len(),
-    AFFINE.len(),
+    PARAMETERS.len(),
     WANTED.len(),
     OFFSETS.len(),
     RESIDUAL.len(),
@@ -137,7 +135,8 @@ struct Case {
     groups: Groups,
     recipe: Recipe,
     phase: Phase,
-    affine: bool,
+    /// `affine` and `bias`.
+    parameters: (bool, bool),
     wanted: Wanted,
     offsets: Offsets,
     residual: bool,
@@ -162,8 +161,8 @@ fn all_pairs() -> HashSet<Pair> {
         .collect()
 }
 
-/// Every combination of dtype, width, rows, mask, group scaling, recipe, statistics and affine, in
-/// random order, so that a part of them is a fair one. Where an axis is finer than that, a random
+/// Every combination of dtype, width, rows, mask, group scaling, recipe, statistics and parameters,
+/// in random order, so that a part of them is a fair one. Where an axis is finer than that, a random
 /// value of its kind stands for the others.
 fn whole_grid() -> Vec<Point> {
     let alone = |axis: usize| (0..SIZES[axis]).map(|value| vec![value]).collect();
@@ -241,7 +240,7 @@ impl Case {
         #[rustfmt::skip]
         let [
             dtypes, cols, rows, padding, groups, recipe, phase,
-            affine, wanted, offsets, residual, scale, ranks,
+            parameters, wanted, offsets, residual, scale, ranks,
         ] = point;
         let (input, builder) = DTYPES[dtypes];
         Self {
@@ -253,7 +252,7 @@ impl Case {
             groups: GROUPS[groups],
             recipe: RECIPES[recipe],
             phase: PHASES[phase],
-            affine: AFFINE[affine],
+            parameters: PARAMETERS[parameters],
             wanted: WANTED[wanted],
             offsets: OFFSETS[offsets],
             residual: RESIDUAL[residual],
@@ -263,13 +262,11 @@ impl Case {
     }
 
     fn check(&self, twice: bool) -> Result<()> {
-        let wanted = match self.affine {
-            true => self.wanted,
-            false => Wanted {
-                weight: false,
-                bias: false,
-                ..self.wanted
-            },
+        let (affine, bias) = self.parameters;
+        let wanted = Wanted {
+            weight: self.wanted.weight && affine,
+            bias: self.wanted.bias && affine && bias,
+            ..self.wanted
         };
         // An evaluation is each rank's own.
         let ranks = match self.phase {
@@ -294,6 +291,7 @@ impl Case {
             Groups::All => Some(cols),
         };
         const WARM_UP: usize = 4;
+        let (affine, bias) = self.parameters;
         let config = PowerNormConfig {
             alpha_fwd: 0.8,
             warmup_steps: WARM_UP,
@@ -303,7 +301,8 @@ impl Case {
                 _ => Statistics::Running,
             },
             recipe: self.recipe,
-            affine: self.affine,
+            affine,
+            bias,
             ..1e-5.into()
         };
         let mut mask = match self.padding {

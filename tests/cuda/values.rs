@@ -72,33 +72,3 @@ fn a_batch_beyond_31_bits() {
         last = tile();
     }
 }
-
-#[test]
-fn a_recalibration_is_that_of_the_cpu() -> Result<()> {
-    let device = gpu();
-    let mut data = Data::on(&device, 45);
-    let (ours, varmap) = layer_on(&device, 130, config(Some(13)), DType::F32);
-    let (theirs, _) = layer(130, config(Some(13)), DType::F32);
-    // Whatever stood before.
-    var(&varmap, "running_phi").set(&Tensor::full(f32::NAN, 130, &device)?)?;
-    {
-        let _guards = (
-            ours.mode().recalibrate_scope(),
-            theirs.mode().recalibrate_scope(),
-        );
-        for _ in 0..3 {
-            let batch = Batch::random(&mut data, &[37, 130], DType::F32, false);
-            ours.forward(&batch.xs)?;
-            theirs.forward(&batch.xs.to_device(&CPU)?)?;
-        }
-    }
-    assert_relative(
-        "ψ²",
-        &ours.running_phi()?,
-        &to_f64(&theirs.running_phi()?),
-        1e-5,
-    );
-    assert_eq!((ours.steps()?, theirs.steps()?), (0, 0));
-    assert_zero("ν", &ours.nu()?);
-    Ok(())
-}

@@ -1,16 +1,18 @@
 //! Tests of what holds on every device. `parity.rs` runs each case on a CPU, and `cuda/main.rs` on
 //! a GPU.
 
-use crate::common::reference::Quantity;
+use crate::common::reference::{Gradients, Oracle, Quantity};
 use crate::common::{
     add_rounded, assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero,
     config, forward, in_time, layer_on, precision, residual_gradients, run, same_bits, same_state,
-    state, tensor, thinned, thinned_in_turn, to_f64, var, Batch, Bound, Data, Outcome, State, Twin,
-    CPU, DTYPES, PATHS,
+    spec, state, sums_of, tensor, thinned, thinned_in_turn, to_f64, var, Batch, Bound, Data,
+    Gradient, Outcome, State, Twin, CPU, DTYPES, PARAMETERS, PATHS,
 };
-use candle::{DType, Device, Result, Tensor, Var};
+use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
-use candle_powernorm::{power_norm, LossScale, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{
+    power_norm, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics,
+};
 use std::collections::HashMap;
 
 /// Hands the names of the cases to the macro `$run`.
@@ -38,7 +40,10 @@ macro_rules! cases {
             a_batch_without_a_kept_row_is_evaluated,
             empty_batches_pass_through,
             views_are_what_their_copies_are,
-            upstream_gradients_may_come_through_views,
+            gradients_that_are_views_are_what_their_copies_are,
+            a_recalibration_replaces_the_mean,
+            group_scaling_by_itself,
+            rms_norm_is_candle_s,
             a_residual_is_an_addition_and_a_forward,
             a_sum_by_itself_gives_a_computed_bias_zeros,
             a_loss_scale_that_changes_changes_nothing,
@@ -63,12 +68,13 @@ pub fn variants() -> Vec<(PowerNormConfig, bool)> {
     let mut variants = vec![];
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for statistics in [Statistics::Running, Statistics::Batch] {
-            for affine in [true, false] {
+            for (affine, bias) in PARAMETERS {
                 for padded in [false, true] {
                     let config = PowerNormConfig {
                         recipe,
                         statistics,
                         affine,
+                        bias,
                         ..config(None)
                     };
                     variants.push((config, padded));
@@ -110,13 +116,13 @@ fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
     // On the CPU larger sizes differ in their stores alone, which unit tests compare. The variants
     // take turns.
     let (most, every) = match device.is_cpu() {
-        true => (1 << 19, 8),
+        true => (1 << 19, 12),
         false => (5 << 19, 1),
     };
     let shapes = shapes.filter(|(rows, cols, _)| rows * cols <= most);
     for (turn, (rows, cols, group_scaling)) in thinned(shapes).enumerate() {
         let large = rows * cols > 40_000;
-        let stride = if large { 8 } else { every };
+        let stride = if large { 12 } else { every };
         // Each variant meets other numbers of rows.
         let first = (turn + turn / 4) % stride;
         let variants = variants().into_iter().skip(first).step_by(stride);
@@ -696,28 +702,33 @@ pub fn empty_batches_pass_through(device: &Device) {
 
 // Cases that must come to the same bits
 
+const ROWS: usize = 40;
+const COLS: usize = 64;
+
+type View = fn(&Tensor) -> Result<Tensor>;
+
+/// Views of so many rows and columns, each with the shape of what it is a view of.
+const VIEWS: [(&str, &[usize], View); 7] = [
+    ("one element in", &[1 + ROWS * COLS], |base| {
+        base.narrow(0, 1, ROWS * COLS)?.reshape((ROWS, COLS))
+    }),
+    ("rows of many", &[ROWS + 3, COLS], |base| {
+        base.narrow(0, 3, ROWS)
+    }),
+    ("columns of many", &[ROWS, COLS + 5], |base| {
+        base.narrow(1, 3, COLS)
+    }),
+    ("transposed", &[COLS, ROWS], |base| base.t()),
+    ("one row", &[COLS], |base| base.broadcast_as((ROWS, COLS))),
+    ("one column", &[ROWS, 1], |base| {
+        base.broadcast_as((ROWS, COLS))
+    }),
+    ("one element", &[1], |base| base.broadcast_as((ROWS, COLS))),
+];
+
 /// Views, aligned to 16 bytes or not, give the same bits as contiguous copies of them.
 pub fn views_are_what_their_copies_are(device: &Device) {
-    const ROWS: usize = 40;
-    const COLS: usize = 64;
-    type View = fn(&Tensor) -> Result<Tensor>;
-    let views: [(&str, &[usize], View); 6] = [
-        ("one element in", &[1 + ROWS * COLS], |base| {
-            base.narrow(0, 1, ROWS * COLS)?.reshape((ROWS, COLS))
-        }),
-        ("rows of many", &[ROWS + 3, COLS], |base| {
-            base.narrow(0, 3, ROWS)
-        }),
-        ("columns of many", &[ROWS, COLS + 5], |base| {
-            base.narrow(1, 3, COLS)
-        }),
-        ("transposed", &[COLS, ROWS], |base| base.t()),
-        ("one row", &[COLS], |base| base.broadcast_as((ROWS, COLS))),
-        ("one column", &[ROWS, 1], |base| {
-            base.broadcast_as((ROWS, COLS))
-        }),
-    ];
-    for (name, shape, view) in views {
+    for (name, shape, view) in VIEWS {
         for (input, builder) in DTYPES {
             let step = |copies: bool| {
                 let mut data = Data::on(device, 11);
@@ -738,13 +749,7 @@ pub fn views_are_what_their_copies_are(device: &Device) {
                 }
                 let y = forward(&twin.layer, &xs, Some(&keep), true);
                 let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-                let grad = |parameter: &Tensor| grads.get(parameter).unwrap().clone();
-                let outcome = Outcome {
-                    dx: grad(&base),
-                    dweight: twin.layer.weight().map(grad),
-                    dbias: twin.layer.bias().map(grad),
-                    y,
-                };
+                let outcome = Outcome::of(&twin.layer, &base, &y, &grads);
                 (outcome, state(&twin.layer))
             };
             let (view, copy) = (step(false), step(true));
@@ -755,33 +760,200 @@ pub fn views_are_what_their_copies_are(device: &Device) {
     }
 }
 
-/// Upstream gradients that are transposed or come in two halves.
-pub fn upstream_gradients_may_come_through_views(device: &Device) {
-    for (input, builder) in DTYPES {
-        let gradients = |loss: fn(&Tensor, &Tensor) -> Result<Tensor>| {
-            let mut data = Data::on(device, 12);
-            let twin = Twin::new(&mut data, 64, config(Some(4)), builder);
-            let batch = Batch::random(&mut data, &[40, 64], input, false);
-            let xs = Var::from_tensor(&batch.xs).unwrap();
-            let y = forward(&twin.layer, &xs, None, true);
-            let grads = loss(&y, &batch.dy).unwrap().backward().unwrap();
-            let grad = |parameter: &Tensor| grads.get(parameter).unwrap().clone();
-            Outcome {
-                dx: grad(&xs),
-                dweight: twin.layer.weight().map(grad),
-                dbias: twin.layer.bias().map(grad),
-                y,
-            }
-        };
-        let plain = gradients(|y, dy| (y * dy)?.sum_all());
-        let transposed = gradients(|y, dy| (y.t()? * dy.t()?)?.sum_all());
-        same_bits("transposed", &transposed, &plain);
-        let halves = gradients(|y, dy| {
-            let half = |from| (y.narrow(1, from, 32)? * dy.narrow(1, from, 32)?)?.sum_all();
-            half(0)? + half(32)?
-        });
-        same_bits("halves", &halves, &plain);
+/// Gradients of both outputs that are strided, broadcast, or one tensor, give the same bits as
+/// copies of them. candle 0.11 copies each gradient before a layer gets it. `docs/upstream` has a
+/// patch after which it does not.
+pub fn gradients_that_are_views_are_what_their_copies_are(device: &Device) -> Result<()> {
+    let cases = VIEWS
+        .into_iter()
+        .flat_map(|view| DTYPES.map(|dtypes| (view, dtypes)));
+    for (k, ((name, shape, view), (input, builder))) in thinned(cases).enumerate() {
+        let mut data = Data::on(device, 12);
+        let batch = Batch::random(&mut data, &[ROWS, COLS], input, k % 2 == 1);
+        let base = data.normal(shape.iter().product());
+        let gradient = view(&data.tensor(&base, shape, input))?;
+        // Of y, and of the sum with a residual, if there is one.
+        let pairs = [
+            (&gradient, None),
+            (&gradient, Some(&batch.dy)),
+            (&batch.dy, Some(&gradient)),
+            (&gradient, Some(&gradient)),
+        ];
+        let settings = [Statistics::Running, Statistics::Batch].map(|s| pairs.map(|p| (s, p)));
+        for (statistics, (dy, dsum)) in settings.into_iter().flatten() {
+            let config = PowerNormConfig {
+                statistics,
+                ..config(Some(4))
+            };
+            let step = |copies: bool| -> Result<_> {
+                let layer = Twin::new(&mut Data::on(device, 11), COLS, config, builder).layer;
+                let given = |gradient: &Tensor| -> Result<Gradient> {
+                    let copy = copies.then(|| gradient.force_contiguous());
+                    Ok(Gradient(copy.unwrap_or(Ok(gradient.clone()))?))
+                };
+                let (xs, keep) = (Var::from_tensor(&batch.xs)?, batch.keep.as_ref());
+                let (y, loss) = match dsum {
+                    None => {
+                        let y = layer.forward_masked(&xs, keep)?;
+                        let loss = y.apply_op1(given(dy)?)?;
+                        (y, loss)
+                    }
+                    Some(dsum) => {
+                        let (y, sum) = layer.forward_residual(&xs, &batch.dy, keep)?;
+                        let loss = (y.apply_op1(given(dy)?)? + sum.apply_op1(given(dsum)?)?)?;
+                        (y, loss)
+                    }
+                };
+                let outcome = Outcome::of(&layer, &xs, &y, &loss.backward()?);
+                Ok((outcome, state(&layer)))
+            };
+            let (view, copy) = (step(false)?, step(true)?);
+            let what = format!("{name}, {input:?}, {statistics:?}, dsum {}", dsum.is_some());
+            same_bits(&what, &view.0, &copy.0);
+            same_state(&what, &view.1, &copy.1);
+        }
     }
+    Ok(())
+}
+
+/// A recalibration replaces ψ² by the mean over its batches, whatever stood before: ψ², outputs and
+/// gradients are those of a fresh layer's warm-up. ν, t and the mode stay.
+pub fn a_recalibration_replaces_the_mean(device: &Device) -> Result<()> {
+    for (k, ((cols, groups), (input, builder))) in layers(device).enumerate() {
+        let config = PowerNormConfig {
+            warmup_steps: 100,
+            ..config(groups)
+        };
+        let [ours, fresh] =
+            [(); 2].map(|()| Twin::new(&mut Data::on(device, 48), cols, config, builder));
+        let mut data = Data::on(device, 49);
+        let mut batch = || Batch::random(&mut data, &[9, cols], input, k % 2 == 1);
+        run(&ours.layer, &batch(), true);
+        let (_, nu, t) = state(&ours.layer);
+        let phi = var(&ours.varmap, "running_phi");
+        phi.set(&phi.affine(0., f64::NAN)?)?;
+        ours.layer.mode().set_training(k % 3 == 1);
+        let scope = ours.layer.mode().recalibrate_scope();
+        for step in 1..=3 {
+            let what = format!("{input:?}, {cols} by {groups:?}, batch {step}");
+            let batch = batch();
+            let xs = Var::from_tensor(&batch.xs)?;
+            let y = ours.layer.forward_masked(&xs, batch.keep.as_ref())?;
+            let grads = (&y * &batch.dy)?.sum_all()?.backward()?;
+            let outcome = Outcome::of(&ours.layer, &xs, &y, &grads);
+            same_bits(&what, &outcome, &run(&fresh.layer, &batch, true));
+            let (phi, ..) = state(&fresh.layer);
+            same_state(&what, &state(&ours.layer), &(phi, nu.clone(), t));
+        }
+        drop(scope);
+        assert_eq!(ours.layer.mode().is_training(), k % 3 == 1);
+    }
+    Ok(())
+}
+
+/// A power of two, which `f32` holds too.
+const EPS: f64 = 1. / 128.;
+
+/// The oracle's evaluation and its gradients where D is 1.
+fn scaled_only(groups: usize, weight: Vec<f64>, batch: &Batch) -> (Quantity, Gradients) {
+    let config = PowerNormConfig {
+        eps: EPS,
+        ..config(Some(groups))
+    };
+    let size = weight.len();
+    let mut oracle = Oracle::new(spec(&config), weight, vec![0.; size]);
+    oracle.phi.fill(1. - EPS);
+    let pass = oracle.evaluate(&to_f64(&batch.xs), None);
+    let gradients = oracle.backward(&pass, &to_f64(&batch.dy));
+    (pass.y, gradients)
+}
+
+/// Group scaling as a layer of its own.
+pub fn group_scaling_by_itself(device: &Device) -> Result<()> {
+    // Groups that end in part of a piece, and groups wider than a block of a GPU.
+    let more = [
+        (12, Some(12)),
+        (33, Some(3)),
+        (4104, Some(2)),
+        (8204, Some(1)),
+    ];
+    let most = if device.is_cpu() { 1024 } else { usize::MAX };
+    let widths = paths(device).chain(more.into_iter().filter(|&(cols, _)| cols <= most));
+    let widths = widths.filter_map(|(cols, groups)| Some((cols, groups?)));
+    let dtypes = [DType::F32, DType::F64, DType::F16, DType::BF16];
+    for ((cols, groups), dtype) in thinned(widths.flat_map(|width| dtypes.map(|d| (width, d)))) {
+        let batch = Batch::random(&mut Data::on(device, 47), &[3, 7, cols], dtype, false);
+        let (expected_y, expected) = scaled_only(groups, vec![1.; cols], &batch);
+        let xs = Var::from_tensor(&batch.xs)?;
+        let y = GroupScaling::new(groups, EPS)?.forward(&xs)?;
+        let grads = (&y * &batch.dy)?.sum_all()?.backward()?;
+        let bound = Bound {
+            out: dtype,
+            sums: sums_of(dtype),
+            n: cols / groups,
+        };
+        let what = format!("{dtype:?}, {cols} by {groups}");
+        assert_close(&format!("{what}: y"), &y, &expected_y, bound);
+        let dx = grads.get(&xs).unwrap();
+        assert_close(&format!("{what}: dx"), dx, &expected.dx, bound);
+    }
+    Ok(())
+}
+
+/// RMSNorm has the oracle's values and gradients, and those of candle's `rms_norm_slow` in `f64`.
+pub fn rms_norm_is_candle_s(device: &Device) -> Result<()> {
+    const ROWS: [usize; 2] = [3, 7];
+    let mut widths = vec![1, 33, 130, 760, 1024];
+    if !device.is_cpu() {
+        widths.extend([8192, 8204]);
+    }
+    let cases = widths
+        .into_iter()
+        .flat_map(|cols| DTYPES.map(|dtypes| (cols, dtypes)));
+    for (cols, (input, builder)) in thinned(cases) {
+        let mut data = Data::on(device, 50);
+        let weight: Vec<f64> = data.normal(cols).iter().map(|w| 1. + 0.3 * w).collect();
+        let weight = Var::from_tensor(&data.tensor(&weight, &[cols], builder))?;
+        let batch = Batch::random(&mut data, &[ROWS[0], ROWS[1], cols], input, false);
+        let run = |weight: &Tensor, xs: &Tensor, y: Tensor, dy: &Tensor| -> Result<_> {
+            let mut grads = (&y * dy)?.sum_all()?.backward()?;
+            Ok([y, grads.remove(xs).unwrap(), grads.remove(weight).unwrap()])
+        };
+        let xs = Var::from_tensor(&batch.xs)?;
+        let y = RmsNorm::new(weight.as_tensor().clone(), EPS)?.forward(&xs)?;
+        let ours = run(&weight, &xs, y, &batch.dy)?;
+
+        let [xs, weight_64, dy] = [&batch.xs, weight.as_tensor(), &batch.dy]
+            .map(|tensor| Var::from_tensor(&tensor.to_dtype(DType::F64).unwrap()).unwrap());
+        let y = candle_nn::ops::rms_norm_slow(&xs, &weight_64, EPS as f32)?;
+        let candles = run(&weight_64, &xs, y, &dy.as_detached_tensor())?;
+
+        let (expected_y, expected) = scaled_only(1, to_f64(&weight), &batch);
+        let exact = [expected_y, expected.dx, expected.dweight];
+        for (name, ((ours, candles), exact)) in ["y", "dx", "dweight"]
+            .into_iter()
+            .zip(ours.iter().zip(&candles).zip(exact))
+        {
+            let what = format!("{name}, {input:?} with a weight of {builder:?}, {cols} channels");
+            let bound = |out| Bound {
+                out,
+                sums: sums_of(input),
+                n: cols + ROWS[0] * ROWS[1],
+            };
+            assert_close(&what, ours, &exact, bound(ours.dtype()));
+            let candles = Quantity {
+                values: to_f64(candles),
+                ..exact
+            };
+            assert_close(
+                &format!("{what}, candle's"),
+                ours,
+                &candles,
+                bound(ours.dtype()),
+            );
+        }
+    }
+    Ok(())
 }
 
 // A residual, a loss scale
@@ -791,7 +963,8 @@ pub fn upstream_gradients_may_come_through_views(device: &Device) {
 pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
     const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
     for (k, ((cols, groups), (dtype, builder))) in layers(device).enumerate() {
-        let (config, padded) = variants()[(cols + 3 * k) % 16];
+        let variants = variants();
+        let (config, padded) = variants[(cols + 5 * k) % variants.len()];
         let config = PowerNormConfig {
             group_scaling: groups,
             ..config

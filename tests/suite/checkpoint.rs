@@ -6,8 +6,8 @@ use crate::common::{
 };
 use candle::{DType, Module, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe};
-use std::collections::HashMap;
+use candle_powernorm::{power_norm, power_norm_no_bias, PowerNorm, PowerNormConfig, Recipe};
+use std::collections::{BTreeSet, HashMap};
 use tempfile::NamedTempFile;
 
 const SIZE: usize = 12;
@@ -48,15 +48,22 @@ fn assert_same_future(a: &PowerNorm, b: &PowerNorm, dtype: DType) {
 
 #[test]
 fn a_loaded_layer_continues_as_if_never_stopped() {
-    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+    for (dtype, bias) in [
+        (DType::F32, true),
+        (DType::F32, false),
+        (DType::F64, true),
+        (DType::BF16, false),
+        (DType::F16, true),
+    ] {
+        let config = PowerNormConfig { bias, ..config() };
         // Stopped in the warm-up, at its last step, and after it.
         for stop in [2, 4, 6] {
-            let twin = Twin::new(&mut Data::new(1), SIZE, config(), dtype);
+            let twin = Twin::new(&mut Data::new(1), SIZE, config, dtype);
             for batch in batches(1, dtype, stop) {
                 run(&twin.layer, &batch, true);
             }
             let file = save(&twin.varmap);
-            let (loaded, mut varmap) = layer(SIZE, config(), dtype);
+            let (loaded, mut varmap) = layer(SIZE, config, dtype);
             // After construction: what a layer was built with is not what counts.
             varmap.load(file.path()).unwrap();
             assert_eq!(state(&loaded), state(&twin.layer), "{dtype:?}, {stop}");
@@ -459,4 +466,34 @@ fn parameters_of_a_layer_norm_are_taken_over() {
         let peer = candle_nn::layer_norm(3, 1e-5, vb()).unwrap();
         assert_same_bits("LayerNorm's", peer.weight(), &weight);
     }
+}
+
+/// A layer without a bias saves none, and leaves one in a checkpoint unread, as candle does.
+#[test]
+fn a_bias_that_is_not_asked_for_stays_unread() {
+    let (with_bias, varmap, file) = trained_with(Some(3));
+    let bytes = std::fs::read(file.path()).unwrap();
+    let vb = VarBuilder::from_buffered_safetensors(bytes, DType::F32, &CPU).unwrap();
+    let loaded = power_norm_no_bias(SIZE, *with_bias.config(), vb).unwrap();
+    assert!(loaded.bias().is_none() && !loaded.config().bias);
+    assert_eq!(state(&loaded), state(&with_bias));
+    // The other layer's fresh bias is 0.
+    let xs = &batches(11, DType::F32, 1)[0].xs;
+    let [ours, theirs] = [&loaded, &with_bias].map(|layer| layer.forward_t(xs, false).unwrap());
+    assert_same_bits("y", &ours, &theirs);
+
+    let without = VarMap::new();
+    let vb = VarBuilder::from_varmap(&without, DType::F32, &CPU);
+    power_norm_no_bias(SIZE, 1e-5, vb).unwrap();
+    let names = |varmap: &VarMap| -> BTreeSet<String> {
+        varmap.data().lock().unwrap().keys().cloned().collect()
+    };
+    let (all, ours) = (names(&varmap), names(&without));
+    let missing: Vec<_> = all.difference(&ours).collect();
+    assert_eq!(missing, ["bias"]);
+    // A layer with a bias does not load what has none.
+    let path = save(&without);
+    let bytes = std::fs::read(path.path()).unwrap();
+    let vb = VarBuilder::from_buffered_safetensors(bytes, DType::F32, &CPU).unwrap();
+    assert!(message(power_norm(SIZE, 1e-5, vb)).contains("bias"));
 }

@@ -2,10 +2,10 @@
 
 use crate::common::reference::Quantity;
 use crate::common::{
-    self, assert_close, assert_relative, assert_same_bits, bits, central_differences, layer,
-    message, state, to_f64, var, Batch, Bound, Data, Twin, CPU, DTYPES,
+    assert_close, assert_same_bits, bits, layer, message, state, to_f64, var, Batch, Bound, Data,
+    Twin, CPU, DTYPES, PARAMETERS,
 };
-use candle::{DType, Module, Result, Tensor, Var, D};
+use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::Linear;
 use candle_powernorm::{GroupScaling, PowerNormConfig};
 
@@ -13,10 +13,16 @@ const SIZE: usize = 12;
 const OUT: usize = 5;
 
 /// A layer in evaluation whose channels all differ, beside its oracle.
-fn trained(data: &mut Data, groups: Option<usize>, affine: bool, dtype: DType) -> Twin {
+fn trained(
+    data: &mut Data,
+    groups: Option<usize>,
+    (affine, bias): (bool, bool),
+    dtype: DType,
+) -> Twin {
     let config = PowerNormConfig {
         group_scaling: groups,
         affine,
+        bias,
         ..1e-5.into()
     };
     let mut twin = Twin::new(data, SIZE, config, dtype);
@@ -103,20 +109,23 @@ fn scale(twin: &Twin) -> Vec<f64> {
         .collect()
 }
 
-/// Every dtype, groups, affine or not, with or without a bias of the linear layer.
+/// Every dtype, groups and parameters, with or without a bias of the linear layer.
 fn for_all_cases(
     groups: &[Option<usize>],
     mut check: impl FnMut(&str, &mut Data, Twin, DType, bool),
 ) {
     for (dtype, builder) in DTYPES {
         for &groups in groups {
-            for (affine, bias) in [(true, true), (true, false), (false, true), (false, false)] {
-                let what = format!(
-                    "{dtype:?} in {builder:?}, groups {groups:?}, affine {affine}, bias {bias}"
-                );
-                let mut data = Data::new(11);
-                let twin = trained(&mut data, groups, affine, builder);
-                check(&what, &mut data, twin, dtype, bias);
+            for parameters in PARAMETERS {
+                for bias in [true, false] {
+                    let what = format!(
+                        "{dtype:?} in {builder:?}, groups {groups:?}, affine and bias \
+                         {parameters:?}, linear layer's bias {bias}"
+                    );
+                    let mut data = Data::new(11);
+                    let twin = trained(&mut data, groups, parameters, builder);
+                    check(&what, &mut data, twin, dtype, bias);
+                }
             }
         }
     }
@@ -212,7 +221,7 @@ fn folds_that_would_be_wrong_are_refused() {
         assert_eq!(message(folded), format!("power_norm: expected {text}"));
     };
     let mut data = Data::new(5);
-    let layer = trained(&mut data, None, true, DType::F32).layer;
+    let layer = trained(&mut data, None, (true, true), DType::F32).layer;
     let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
     let text = "a linear layer of 12 input features, got 5";
     refused(layer.fold_into(&other_size), text);
@@ -226,14 +235,6 @@ fn folds_that_would_be_wrong_are_refused() {
 
 // The group scaling
 
-/// x̃ in candle's own operations.
-fn composed(xs: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
-    let rows = xs.elem_count() / SIZE;
-    let grouped = xs.reshape((rows, groups, SIZE / groups))?;
-    let rms = (grouped.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-    grouped.broadcast_div(&rms)?.reshape(xs.shape())
-}
-
 /// The output of `f` at `xs`, and the gradient of Σ f(xs)·dy.
 fn output_and_gradient(
     f: impl Fn(&Tensor) -> Result<Tensor>,
@@ -244,53 +245,6 @@ fn output_and_gradient(
     let y = f(&xs)?;
     let grads = (&y * dy)?.sum_all()?.backward()?;
     Ok((y.detach(), grads.get(&xs).expect("a gradient").clone()))
-}
-
-/// Output and gradient, against candle's operations in `f64`.
-#[test]
-fn scales_groups_and_their_gradients() -> Result<()> {
-    const EPS: f64 = 1e-2;
-    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
-        for groups in [1, 4, SIZE] {
-            let what = format!("{dtype:?}, {groups} groups");
-            let batch = Batch::random(&mut Data::new(6), &[3, 7, SIZE], dtype, false);
-            let scaling = GroupScaling::new(groups, EPS)?;
-            let (y, dx) = output_and_gradient(|xs| scaling.forward(xs), &batch.xs, &batch.dy)?;
-            let exact = [&batch.xs, &batch.dy].map(|t| t.to_dtype(DType::F64).unwrap());
-            let [xs, dy] = exact;
-            let (exact_y, exact_dx) =
-                output_and_gradient(|xs| composed(xs, groups, EPS), &xs, &dy)?;
-            let bound = Bound {
-                out: dtype,
-                sums: match dtype {
-                    DType::F64 => DType::F64,
-                    _ => DType::F32,
-                },
-                n: SIZE,
-            };
-            assert_close(&what, &y, &to_f64(&exact_y).into(), bound);
-            assert_close(&what, &dx, &to_f64(&exact_dx).into(), bound);
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn the_gradient_agrees_with_central_differences() -> Result<()> {
-    const SHAPE: [usize; 2] = [4, SIZE];
-    let batch = Batch::random(&mut Data::new(7), &SHAPE, DType::F64, false);
-    let dy = to_f64(&batch.dy);
-    for groups in [1, 4] {
-        let scaling = GroupScaling::new(groups, 1e-2)?;
-        let (_, dx) = output_and_gradient(|xs| scaling.forward(xs), &batch.xs, &batch.dy)?;
-        let expected = central_differences(&to_f64(&batch.xs), |xs| {
-            let y = scaling.forward(&common::tensor(xs, &SHAPE, DType::F64));
-            let y = to_f64(&y.unwrap());
-            y.iter().zip(&dy).map(|(y, dy)| y * dy).sum()
-        });
-        assert_relative(&format!("{groups} groups"), &dx, &expected, 1e-8);
-    }
-    Ok(())
 }
 
 /// Views give what their contiguous copies give: rows apart, and the elements of a row apart.

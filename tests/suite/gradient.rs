@@ -18,17 +18,18 @@ struct Case {
     groups: Option<usize>,
     padded: bool,
     affine: bool,
+    bias: bool,
 }
 
 #[rustfmt::skip]
 const CASES: [Case; 7] = [
-    Case { shape: &[5, 3, 8], groups: None, padded: false, affine: true },
-    Case { shape: &[4, 12], groups: Some(1), padded: false, affine: true },
-    Case { shape: &[2, 4, 12], groups: Some(3), padded: true, affine: true },
-    Case { shape: &[2, 3, 2, 6], groups: None, padded: true, affine: true },
-    Case { shape: &[7, 10], groups: Some(2), padded: true, affine: false },
-    Case { shape: &[9, 1], groups: None, padded: false, affine: false },
-    Case { shape: &[33, 33], groups: Some(1), padded: true, affine: true },
+    Case { shape: &[5, 3, 8], groups: None, padded: false, affine: true, bias: true },
+    Case { shape: &[4, 12], groups: Some(1), padded: false, affine: true, bias: false },
+    Case { shape: &[2, 4, 12], groups: Some(3), padded: true, affine: true, bias: true },
+    Case { shape: &[2, 3, 2, 6], groups: None, padded: true, affine: true, bias: false },
+    Case { shape: &[7, 10], groups: Some(2), padded: true, affine: false, bias: true },
+    Case { shape: &[9, 1], groups: None, padded: false, affine: false, bias: true },
+    Case { shape: &[33, 33], groups: Some(1), padded: true, affine: true, bias: true },
 ];
 
 /// The ways to normalize whose gradient is exact.
@@ -64,6 +65,7 @@ impl Way {
             },
             group_scaling: case.groups,
             affine: case.affine,
+            bias: case.bias,
             ..1e-5.into()
         }
     }

@@ -2,11 +2,13 @@
 
 use crate::common::{
     self, assert_same_bits, layer, message, state, tensor, to_f64, var, Batch, Data, CPU,
+    PARAMETERS,
 };
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
 use candle_powernorm::{
-    power_norm, LossScale, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig, PowerNormT,
+    power_norm, rms_norm, LossScale, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig,
+    PowerNormT, RmsNorm,
 };
 use std::collections::HashMap;
 
@@ -193,13 +195,18 @@ fn fresh_layers_hold_the_documented_tensors() {
         assert_eq!(weight.id(), var(&varmap, "weight").id());
         assert_eq!(layer.bias().unwrap().id(), var(&varmap, "bias").id());
     }
-    let config = PowerNormConfig {
-        affine: false,
-        ..1e-5.into()
-    };
-    let (layer, varmap) = layer(8, config, DType::F32);
-    assert!(layer.weight().is_none() && layer.bias().is_none());
-    assert_eq!(varmap.all_vars().len(), 4);
+    for (affine, bias) in PARAMETERS {
+        let config = PowerNormConfig {
+            affine,
+            bias,
+            ..1e-5.into()
+        };
+        let (layer, varmap) = layer(8, config, DType::F32);
+        assert_eq!((layer.size(), layer.weight().is_some()), (8, affine));
+        assert_eq!(layer.bias().is_some(), affine && bias);
+        let parameters = usize::from(affine) + usize::from(affine && bias);
+        assert_eq!(varmap.all_vars().len(), 4 + parameters);
+    }
 }
 
 /// The accessors return copies, which later steps do not change.
@@ -314,6 +321,18 @@ fn tensors_that_do_not_fit_make_no_layer() {
     let text = "affine: true beside a weight and a bias, got false: \
                 build a layer without them by `power_norm`";
     refused(of([8; 3]), without, text);
+    let without = PowerNormConfig {
+        bias: false,
+        ..1e-5.into()
+    };
+    let text = "bias: true beside a bias, got false: pass `None` in place of the bias";
+    refused(of([8; 3]), without, text);
+    // `None` is a layer without a bias, whatever the configuration says of it.
+    let [weight, _, phi] = of([8; 3]);
+    for config in [without, 1e-5.into()] {
+        let layer = PowerNorm::new(weight.clone(), None, phi.clone(), config).unwrap();
+        assert!(layer.bias().is_none() && !layer.config().bias);
+    }
     refused(of([0; 3]), 1e-5.into(), "a size of at least 1, got 0");
     let [weight, bias, phi] = [DType::U8, DType::F32, DType::F32].map(|dtype| ones(8, dtype));
     let text = "weight of dtype F32, F64, F16 or BF16, got U8";
@@ -520,6 +539,77 @@ fn a_layer_prints_its_size_settings_and_steps() {
     assert!(!text.contains("Mutex") && !text.contains("Arc"), "{text}");
 }
 
+// RMSNorm
+
+#[test]
+fn an_rms_norm_that_does_not_fit_is_refused() -> Result<()> {
+    let refused = |result: Result<RmsNorm>, text: &str| {
+        assert_eq!(message(result), format!("power_norm: expected {text}"));
+    };
+    let varmap = VarMap::new();
+    let vb = |dtype| VarBuilder::from_varmap(&varmap, dtype, &CPU);
+    refused(
+        rms_norm(0, 1e-5, vb(DType::F32)),
+        "a size of at least 1, got 0",
+    );
+    let text = "a builder of dtype F32, F64, F16 or BF16, got U8";
+    refused(rms_norm(8, 1e-5, vb(DType::U8)), text);
+    let ones = |shape: &[usize], dtype| Tensor::ones(shape, dtype, &CPU).unwrap();
+    refused(
+        RmsNorm::new(ones(&[0], DType::F32), 1e-5),
+        "a size of at least 1, got 0",
+    );
+    let text = "a weight of rank 1, got shape [2, 4]: flatten it, to one number a channel";
+    refused(RmsNorm::new(ones(&[2, 4], DType::F32), 1e-5), text);
+    let text = "weight of dtype F32, F64, F16 or BF16, got I64";
+    refused(RmsNorm::new(ones(&[8], DType::I64), 1e-5), text);
+    for eps in [0., -1., f64::NAN, f64::INFINITY, 1e-60] {
+        let text = format!(
+            "eps positive and finite after rounding to F32, got {eps:?}: \
+             choose a number such as 1e-5"
+        );
+        refused(RmsNorm::new(ones(&[8], DType::BF16), eps), &text);
+    }
+    // A weight of another size, or none.
+    let frozen = |weight: &[(&str, usize)]| {
+        let tensors = weight
+            .iter()
+            .map(|&(name, size)| (name.to_owned(), ones(&[size], DType::F32)));
+        rms_norm(
+            8,
+            1e-5,
+            VarBuilder::from_tensors(tensors.collect(), DType::F32, &CPU),
+        )
+    };
+    assert!(message(frozen(&[("weight", 7)])).contains("weight"));
+    assert!(message(frozen(&[])).contains("weight"));
+    let layer = frozen(&[("gamma", 8)])?;
+    assert_eq!(
+        (layer.size(), layer.eps(), layer.weight().dims()),
+        (8, 1e-5, &[8][..])
+    );
+
+    let refuses = |xs: Tensor, text: &str| {
+        assert_eq!(
+            message(layer.forward(&xs)),
+            format!("power_norm: expected {text}")
+        );
+    };
+    let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
+    refuses(ones(&[], DType::F32), text);
+    let text = "a last dimension of 8, got shape [8, 7]: \
+                move the channels last, or build a layer of another size";
+    refuses(ones(&[8, 7], DType::F32), text);
+    let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
+    refuses(ones(&[2, 8], DType::U32), text);
+    let half = RmsNorm::new(ones(&[8], DType::F16), 1e-5)?;
+    let text = "power_norm: expected weight of dtype F32 (as the input), got F16: \
+                convert the input to F16, or the parameters to F32";
+    assert_eq!(message(half.forward(&ones(&[2, 8], DType::F32))), text);
+    assert_eq!(layer.forward(&ones(&[0, 8], DType::F32))?.dims(), [0, 8]);
+    Ok(())
+}
+
 // Mode
 
 #[test]
@@ -610,49 +700,32 @@ fn layers_start_as_their_tensors_suggest() {
     assert_eq!(frozen.steps().unwrap(), 0);
 }
 
-#[test]
-fn forward_t_does_not_ask_the_mode() {
-    let (layer, _) = layer(8, 1e-5.into(), DType::F32);
-    for (training, train, steps) in [
-        (false, true, 1),
-        (true, false, 1),
-        (true, true, 2),
-        (false, false, 2),
-    ] {
-        layer.mode().set_training(training);
-        layer.forward_t(&input(8), train).unwrap();
-        assert_eq!(
-            layer.steps().unwrap(),
-            steps,
-            "mode {training}, train {train}"
-        );
-        assert_eq!(layer.mode().is_training(), training);
-    }
-}
-
 /// A call of generic code.
 fn generic(layer: &impl ModuleT, xs: &Tensor, train: bool) -> Tensor {
     layer.forward_t(xs, train).unwrap()
 }
 
 #[test]
-fn the_newtype_honours_train_in_generic_code() {
+fn forward_t_does_not_ask_the_mode_and_neither_does_the_newtype() {
     let (layer, _) = layer(8, 1e-5.into(), DType::F32);
     let honours = PowerNormT(layer.clone());
-    for training in [true, false] {
+    for (training, train) in [(false, true), (true, false), (true, true), (false, false)] {
         layer.mode().set_training(training);
-        let before = layer.steps().unwrap();
-        let y = generic(&honours, &input(8), false);
-        assert_eq!(layer.steps().unwrap(), before);
-        assert_same_bits("y", &y, &layer.forward_t(&input(8), false).unwrap());
-        generic(&honours, &input(8), true);
-        assert_eq!(layer.steps().unwrap(), before + 1);
+        let steps = || layer.steps().unwrap();
+        let before = steps();
+        let y = layer.forward_t(&input(8), train).unwrap();
+        assert_eq!(steps(), before + usize::from(train));
+        let in_generic_code = generic(&honours, &input(8), train);
+        assert_eq!(steps(), before + 2 * usize::from(train));
+        if !train {
+            assert_same_bits("y", &in_generic_code, &y);
+        }
+        // This is why `PowerNormT` exists: the layer itself follows its mode there.
+        let before = steps();
+        generic(&layer, &input(8), train);
+        assert_eq!(steps(), before + usize::from(training));
+        assert_eq!(layer.mode().is_training(), training);
     }
-    // This is why `PowerNormT` exists: the layer itself follows its mode there.
-    layer.mode().set_training(false);
-    let before = layer.steps().unwrap();
-    generic(&layer, &input(8), true);
-    assert_eq!(layer.steps().unwrap(), before);
 }
 
 #[test]

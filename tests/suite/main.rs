@@ -18,6 +18,7 @@ mod interchange;
 mod layer;
 mod lifecycle;
 mod loss_scale;
+mod micro_batches;
 mod parity;
 mod properties;
 mod recalibration;

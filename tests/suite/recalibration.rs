@@ -1,10 +1,9 @@
 //! ψ² recomputed from data.
 
 use crate::common::{
-    self, assert_relative, assert_same_bits, config, layer, run, state, to_f64, var, Batch, Data,
-    CPU,
+    self, assert_relative, assert_same_bits, config, layer, state, to_f64, var, Batch, Data, CPU,
 };
-use candle::{safetensors, DType, Module, Result, Tensor, Var};
+use candle::{safetensors, DType, Module, Result, Tensor};
 use candle_nn::{linear, loss, AdamW, Linear, Optimizer, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe};
 use std::collections::HashMap;
@@ -35,52 +34,6 @@ fn recalibrate(layer: &PowerNorm, batches: &[Batch]) -> Result<()> {
     Ok(())
 }
 
-/// Whatever stood before; ν, t and the mode stay.
-#[test]
-fn the_mean_over_the_batches_replaces_the_state() -> Result<()> {
-    let mut data = Data::new(1);
-    let (layer, varmap) = layer(SIZE, config(Some(2)), DType::F64);
-    for batch in batches(&mut data, 5) {
-        run(&layer, &batch, true);
-    }
-    let (_, nu, t) = state(&layer);
-    let pass = batches(&mut data, 4);
-    let expected = mean_square(&pass, 2)?;
-    for (training, broken) in [(true, false), (false, false), (false, true)] {
-        layer.mode().set_training(training);
-        if broken {
-            var(&varmap, "running_phi").set(&Tensor::full(f64::NAN, SIZE, &CPU)?)?;
-        }
-        recalibrate(&layer, &pass)?;
-        assert_relative("ψ²", &layer.running_phi()?, &expected, 1e-14);
-        assert_eq!((state(&layer).1, state(&layer).2), (nu.clone(), t));
-        assert_eq!(layer.mode().is_training(), training);
-    }
-    // Another pass starts anew.
-    recalibrate(&layer, &pass[..1])?;
-    assert_relative(
-        "ψ²",
-        &layer.running_phi()?,
-        &mean_square(&pass[..1], 2)?,
-        1e-14,
-    );
-    Ok(())
-}
-
-/// Each batch by its own ψ_B², so that the layers of a model are fed what they expect.
-#[test]
-fn outputs_are_those_of_the_batch() -> Result<()> {
-    let mut data = Data::new(2);
-    let (layer, _) = layer(SIZE, config(Some(2)), DType::F64);
-    let batch = &batches(&mut data, 1)[0];
-    let guard = layer.mode().recalibrate_scope();
-    let y = layer.forward(&batch.xs)?;
-    drop(guard);
-    let own = layer.forward_t(&batch.xs, false)?;
-    assert_relative("y", &y, &to_f64(&own), 1e-14);
-    Ok(())
-}
-
 /// Layers of one mode are recalibrated together. A scope inside another ends alone, and a call that
 /// says whether it trains does as it says.
 #[test]
@@ -105,32 +58,10 @@ fn follows_the_mode() -> Result<()> {
     }
     assert_relative("ψ²", &a.running_phi()?, &mean_square(&pass, 2)?, 1e-14);
     assert!(to_f64(&b.running_phi()?).iter().all(|&phi| phi != 1.));
+    // Another pass starts anew.
+    recalibrate(&a, &pass[..1])?;
+    assert_relative("ψ²", &a.running_phi()?, &mean_square(&pass[..1], 2)?, 1e-14);
     assert_eq!((a.steps()?, b.steps()?), (0, 0));
-    Ok(())
-}
-
-/// A gradient through it is the exact one of the batch's statistic, and moves nothing.
-#[test]
-fn a_backward_leaves_nu() -> Result<()> {
-    let mut data = Data::new(4);
-    let (layer, _) = layer(SIZE, config(Some(2)), DType::F64);
-    for batch in batches(&mut data, 5) {
-        run(&layer, &batch, true);
-    }
-    let batch = &batches(&mut data, 1)[0];
-    let xs = Var::from_tensor(&batch.xs)?;
-    let gradient = |y: Tensor| -> Result<Tensor> {
-        Ok((y * &batch.dy)?.sum_all()?.backward()?.remove(&xs).unwrap())
-    };
-    let nu = layer.nu()?;
-    let guard = layer.mode().recalibrate_scope();
-    let dx = gradient(layer.forward(&xs)?)?;
-    drop(guard);
-    assert_same_bits("ν", &layer.nu()?, &nu);
-    // A fresh layer's warm-up has that gradient.
-    let fresh = common::layer(SIZE, config(Some(2)), DType::F64).0;
-    let expected = gradient(fresh.forward_t(&xs, true)?)?;
-    assert_relative("dx", &dx, &to_f64(&expected), 1e-14);
     Ok(())
 }
 

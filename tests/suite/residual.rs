@@ -1,8 +1,8 @@
 //! `forward_residual` beside an addition and a forward.
 
 use crate::common::{
-    add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, tensor,
-    to_f64, Data, Twin, CPU,
+    add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, to_f64,
+    Data, Twin, CPU,
 };
 use candle::backprop::GradStore;
 use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
@@ -43,48 +43,6 @@ impl Case {
 fn unfused(layer: &PowerNorm, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
     let sum = add_rounded(xs, residual)?;
     Ok((layer.forward(&sum)?, sum))
-}
-
-/// Views are read in place, or copied, each on its own.
-#[test]
-fn takes_any_strides() -> Result<()> {
-    let mut data = Data::new(5);
-    let layer = || Twin::new(&mut Data::new(6), 8, 1e-5.into(), DType::F32).layer;
-    let base = Var::from_tensor(&tensor(&data.normal(8 * 6 * 4), &[8, 6, 4], DType::F32))?;
-    let packed = Var::from_tensor(&tensor(&data.normal(8 * 6 * 4), &[4, 6, 8], DType::F32))?;
-    type View<'a> = &'a dyn Fn() -> Result<Tensor>;
-    let views: [(View, &[&Var]); 3] = [
-        (&|| base.transpose(0, 2), &[&base, &packed]),
-        (
-            &|| packed.narrow(1, 0, 1)?.broadcast_as((4, 6, 8)),
-            &[&packed],
-        ),
-        (
-            &|| packed.transpose(0, 1)?.contiguous()?.transpose(0, 1),
-            &[&packed],
-        ),
-    ];
-    for (view, variables) in views {
-        let (fused, plain) = (layer(), layer());
-        let [ours, theirs] = [
-            fused.forward_residual(&view()?, &packed, None)?,
-            unfused(&plain, &view()?.contiguous()?, &packed)?,
-        ];
-        assert_same_bits("y", &ours.0, &theirs.0);
-        assert_same_bits("sum", &ours.1, &theirs.1);
-        // A transposed gradient too.
-        let loss = |(y, sum): &(Tensor, Tensor)| -> Result<GradStore> {
-            (y.sqr()? + sum.transpose(0, 2)?.contiguous()?.sqr()?.transpose(0, 2)?)?
-                .sum_all()?
-                .backward()
-        };
-        let (ours, theirs) = (loss(&ours)?, loss(&theirs)?);
-        for var in variables {
-            let [ours, theirs] = [&ours, &theirs].map(|grads| grads.get(var).unwrap());
-            assert_relative("gradient", ours, &to_f64(theirs), 1e-6);
-        }
-    }
-    Ok(())
 }
 
 /// A CPU first writes all sums of inputs of more than 4 MiB, in a pass of their own.

@@ -4,7 +4,7 @@
 use crate::common::reference::Quantity;
 use crate::common::{
     add_rounded, assert_close, assert_finite, bits, coarser, forward, keep, layer, run, state,
-    tensor, to_f64, Batch, Bound, Data, Twin, CPU, DTYPES,
+    sums_of, tensor, to_f64, Batch, Bound, Data, Twin, CPU, DTYPES, PARAMETERS,
 };
 use candle::{DType, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -54,12 +54,13 @@ fn layer_cases() -> impl Strategy<Value = LayerCase> {
         0..4usize,
         select(vec![Statistics::Running, Statistics::Batch]),
         select(vec![Recipe::Paper, Recipe::Fairseq]),
-        any::<bool>(),
+        select(&PARAMETERS[..]),
         (alphas(), alphas()),
         seed,
     )
         .prop_map(
-            |(size, groups, pair, other, warmup, statistics, recipe, affine, alphas, seed)| {
+            |(size, groups, pair, other, warmup, statistics, recipe, parameters, alphas, seed)| {
+                let (affine, bias) = parameters;
                 let divisors: Vec<usize> = (1..=size).filter(|&d| size.is_multiple_of(d)).collect();
                 let config = PowerNormConfig {
                     alpha_fwd: alphas.0,
@@ -69,6 +70,7 @@ fn layer_cases() -> impl Strategy<Value = LayerCase> {
                     statistics,
                     recipe,
                     affine,
+                    bias,
                     ..Default::default()
                 };
                 // Without parameters a layer of any builder takes any input.
@@ -741,7 +743,7 @@ proptest! {
                     let pass = twin.oracle.train(&seen, batch.mask().as_deref());
                     twin.oracle.backward(&pass, &to_f64(&batch.dy));
                     let out = twin.layer.running_phi().unwrap().dtype();
-                    let sums = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+                    let sums = sums_of(dtype);
                     let n = (rows + case.size) * twin.oracle.steps.max(1);
                     twin.check_state(&what, Bound { out, sums: coarser(sums, out), n });
                 }

@@ -35,18 +35,23 @@ fn spread(layer: &PowerNorm, batch: &Batch, threads: usize, steps: usize) {
     });
 }
 
+/// Threads' steps, and the same number of steps one after another.
+fn both(config: PowerNormConfig, batch: &Batch, threads: usize, steps: usize) -> [PowerNorm; 2] {
+    let new = || Twin::new(&mut Data::new(2), SIZE, config, DType::F32).layer;
+    let [concurrent, sequential] = [new(), new()];
+    spread(&concurrent, batch, threads, steps);
+    for _ in 0..threads * steps {
+        run(&sequential, batch, true);
+    }
+    assert_eq!(concurrent.steps().unwrap(), threads * steps);
+    [concurrent, sequential]
+}
+
 #[test]
 fn steps_from_many_threads_are_all_counted() {
     in_time(|| {
-        let (threads, steps) = (6, 500);
         let batch = Batch::random(&mut Data::new(1), &[3, SIZE], DType::F32, true);
-        let concurrent = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
-        spread(&concurrent, &batch, threads, steps);
-        let sequential = Twin::new(&mut Data::new(2), SIZE, orderless(), DType::F32).layer;
-        for _ in 0..threads * steps {
-            run(&sequential, &batch, true);
-        }
-        assert_eq!(concurrent.steps().unwrap(), threads * steps);
+        let [concurrent, sequential] = both(orderless(), &batch, 6, 500);
         assert_eq!(state(&concurrent), state(&sequential));
     });
 }
@@ -62,27 +67,16 @@ fn running_statistics_survive_many_threads() {
             ..1e-5.into()
         };
         let batch = Batch::random(&mut Data::new(3), &[40, SIZE], DType::F32, false);
-        let concurrent = Twin::new(&mut Data::new(4), SIZE, config, DType::F32).layer;
-        spread(&concurrent, &batch, threads, steps);
-        assert_eq!(concurrent.steps().unwrap(), threads * steps);
+        let [concurrent, sequential] = both(config, &batch, threads, steps);
         assert_finite("ν", &concurrent.nu().unwrap());
         // ψ_B² is the batch's, whatever normalizes: its mean depends on the number of steps alone.
-        let sequential = Twin::new(&mut Data::new(4), SIZE, config, DType::F32).layer;
-        for _ in 0..threads * steps {
-            run(&sequential, &batch, true);
-        }
-        let expected = to_f64(&sequential.running_phi().unwrap());
+        let [phi, expected] = [concurrent, sequential].map(|layer| layer.running_phi().unwrap());
         let bound = Bound {
             out: DType::F32,
             sums: DType::F32,
             n: 40 * threads * steps,
         };
-        assert_close(
-            "ψ²",
-            &concurrent.running_phi().unwrap(),
-            &expected.into(),
-            bound,
-        );
+        assert_close("ψ²", &phi, &to_f64(&expected).into(), bound);
     });
 }
 
