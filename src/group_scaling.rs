@@ -1,7 +1,7 @@
 //! Group scaling as a module of its own.
 
 use crate::config::{validate_eps, PowerNormConfig};
-use crate::device::pick::{Arguments, DeviceKind};
+use crate::device::pick::DeviceKind;
 use crate::device::sums_dtype;
 use crate::error::Error;
 use crate::layer::check_input_dtype;
@@ -103,12 +103,11 @@ impl Module for GroupScaling {
                 affine: false,
                 ..self.eps.into()
             },
-            arguments: Arguments {
-                xs,
-                residual: None,
-                keep: None,
-                affine: None,
-            },
+            xs,
+            residual: None,
+            keep: None,
+            weight: None,
+            bias: None,
             // Without a state D is 1.
             state: None,
             training: None,

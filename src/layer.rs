@@ -2,7 +2,7 @@
 
 use crate::builder::state_dtype;
 use crate::config::PowerNormConfig;
-use crate::device::pick::{Arguments, DeviceKind};
+use crate::device::pick::DeviceKind;
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
@@ -348,15 +348,11 @@ impl PowerNorm {
         Ok(Call {
             device: &self.device,
             config: self.config(),
-            arguments: Arguments {
-                xs,
-                residual,
-                keep,
-                affine: match (&self.weight, &self.bias) {
-                    (Some(weight), Some(bias)) => Some([weight, bias]),
-                    _ => None,
-                },
-            },
+            xs,
+            residual,
+            keep,
+            weight: self.weight(),
+            bias: self.bias(),
             state: Some(&self.state),
             training: (purpose != Purpose::Evaluation).then(|| Training {
                 state: self.state.clone(),

@@ -175,6 +175,12 @@ impl State {
         &self.ema_gz
     }
 
+    /// `true` if `tensor` is a view of ψ²'s variable.
+    pub fn is_phi(&self, tensor: &Tensor) -> bool {
+        let storage = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0);
+        storage(tensor) == storage(&self.running_phi)
+    }
+
     pub fn device(&self) -> &Device {
         self.running_phi.device()
     }

@@ -6,8 +6,8 @@
 //! hand sums out.
 
 use super::host::{
-    Affine, Channels, ForwardSums, GradientOutputs, GradientSums, HostRows, InputFactors, RowSum,
-    SquareSums,
+    Channels, ForwardSums, GradientOutputs, GradientSums, HostRows, InputFactors, OutputFactors,
+    RowSum, SquareSums,
 };
 use super::{sums_dtype, BackwardInputs, Outputs};
 use crate::config::PowerNormConfig;
@@ -173,7 +173,7 @@ impl HostRows for ComposedRows {
 
     fn forward(
         &self,
-        affine: Option<Affine<Tensor>>,
+        factors: Option<OutputFactors<Tensor>>,
         sums: Option<SquareSums>,
     ) -> Result<(Outputs, Option<ForwardSums<Tensor>>)> {
         let of_squares = |sums| {
@@ -193,21 +193,24 @@ impl HostRows for ComposedRows {
         };
         let sums = sums.map(of_squares).transpose()?;
         let outputs = Outputs {
-            y: affine.map_or(Ok(None), |affine| self.normalize(affine, None))?,
+            y: factors.map_or(Ok(None), |factors| self.normalize(factors, None))?,
             sum: self.adds_residual.then(|| storage(&self.x)).transpose()?,
         };
         Ok((outputs, sums))
     }
 
-    fn normalize(&self, affine: Affine<Tensor>, _: Option<&Storage>) -> Result<Option<Storage>> {
-        let rows = self.x_tilde.broadcast_mul(affine.inv_rms)?;
-        let rows = match affine.parameters {
-            Some(parameters) => {
-                let [weight, bias] = parameters.map(|parameter| Channels::read(parameter, &rows));
-                rows.broadcast_mul(&weight?)?.broadcast_add(&bias?)?
-            }
-            None => rows,
-        };
+    fn normalize(
+        &self,
+        factors: OutputFactors<Tensor>,
+        _: Option<&Storage>,
+    ) -> Result<Option<Storage>> {
+        let mut rows = self.x_tilde.broadcast_mul(factors.inv_rms)?;
+        if let Some(weight) = factors.weight {
+            rows = rows.broadcast_mul(&Channels::read(weight, &rows)?)?;
+        }
+        if let Some(bias) = factors.bias {
+            rows = rows.broadcast_add(&Channels::read(bias, &rows)?)?;
+        }
         storage(&shaped(rows, &self.x)?).map(Some)
     }
 
@@ -279,7 +282,7 @@ impl Channels for Tensor {
         self * factor
     }
 
-    fn affine(&self, factor: f64, shift: f64) -> Result<Self> {
+    fn scaled_plus(&self, factor: f64, shift: f64) -> Result<Self> {
         Tensor::affine(self, factor, shift)
     }
 

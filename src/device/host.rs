@@ -23,17 +23,17 @@ pub(super) trait HostRows: Sized {
         config: &PowerNormConfig,
     ) -> Result<Self>;
 
-    /// Adds the residual. Writes y if `affine` is given. Takes the `sums` of squares.
+    /// Adds the residual. Writes y if its `factors` are given. Takes the `sums` of squares.
     fn forward(
         &self,
-        affine: Option<Affine<Self::Channels>>,
+        factors: Option<OutputFactors<Self::Channels>>,
         sums: Option<SquareSums>,
     ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)>;
 
     /// Writes y. `sum` is `x + residual`, if there is a residual.
     fn normalize(
         &self,
-        affine: Affine<Self::Channels>,
+        factors: OutputFactors<Self::Channels>,
         sum: Option<&Storage>,
     ) -> Result<Option<Storage>>;
 
@@ -48,11 +48,13 @@ pub(super) trait HostRows: Sized {
 }
 
 /// `Y = γ ⊙ X̃/D + β`.
-pub(super) struct Affine<'a, V> {
+pub(super) struct OutputFactors<'a, V> {
     /// 1/D.
     pub inv_rms: &'a V,
-    /// γ and β.
-    pub parameters: Option<[&'a Tensor; 2]>,
+    /// γ.
+    pub weight: Option<&'a Tensor>,
+    /// β.
+    pub bias: Option<&'a Tensor>,
 }
 
 /// The rows whose squares are summed.
@@ -105,7 +107,7 @@ pub(super) trait Channels: Clone + Send + Sync + Sized {
     fn scaled(&self, factor: f64) -> Result<Self>;
 
     /// `factor · self + shift`.
-    fn affine(&self, factor: f64, shift: f64) -> Result<Self>;
+    fn scaled_plus(&self, factor: f64, shift: f64) -> Result<Self>;
 
     /// The mean over `rows` rows, from the sum.
     fn mean(&self, rows: usize) -> Result<Self>;
@@ -179,7 +181,7 @@ impl<R: HostRows + 'static> HostStep<R> {
             false => SquareSums::Kept,
         };
         let (outputs, sums) = step.rows(inputs)?.forward(
-            normalizes.then(|| step.affine(inputs)),
+            normalizes.then(|| step.output_factors(inputs)),
             setting.kind.is_training().then_some(squares),
         )?;
         match sums {
@@ -197,10 +199,11 @@ impl<R: HostRows> HostStep<R> {
         R::new(&inputs.x, residual, keep, self.config())
     }
 
-    fn affine<'a>(&'a self, inputs: &'a ForwardInputs) -> Affine<'a, R::Channels> {
-        Affine {
+    fn output_factors<'a>(&'a self, inputs: &'a ForwardInputs) -> OutputFactors<'a, R::Channels> {
+        OutputFactors {
             inv_rms: self.inv_rms(),
-            parameters: inputs.affine.as_ref().map(|affine| affine.each_ref()),
+            weight: inputs.weight.as_ref(),
+            bias: inputs.bias.as_ref(),
         }
     }
 
@@ -284,18 +287,12 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
         })
     }
 
-    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs> {
-        let affine = self.affine(inputs);
-        let y = self.rows(inputs)?.normalize(affine, outputs.sum.as_ref())?;
-        Ok(Outputs { y, ..outputs })
-    }
-
     fn is_step(&self) -> bool {
         self.batch.is_some()
     }
 
     /// Moves ψ² by Eq. 10, or by the mean of the warm-up.
-    fn update_phi(&self, phi: &Var, step: &PhiStep) -> Result<()> {
+    fn update_phi(&mut self, phi: &Var, step: &PhiStep) -> Result<()> {
         let Some(batch) = &self.batch else {
             return Ok(());
         };
@@ -311,16 +308,21 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
         new.store(phi, self.guards(&[&new]))
     }
 
+    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs> {
+        let factors = self.output_factors(inputs);
+        let y = (self.rows(inputs)?).normalize(factors, outputs.sum.as_ref())?;
+        Ok(Outputs { y, ..outputs })
+    }
+
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
         // Under recipe Fairseq the backward does not know the mask.
         let keep = (inputs.keep).filter(|_| self.config().recipe == Recipe::Paper);
-        let weight = inputs.affine.map(|[weight, _]| weight);
-        let like = &self.running_inv_rms;
+        let weight = |weight| R::Channels::read(weight, &self.running_inv_rms);
         let mut backward = HostBackward {
             forward: self,
             inputs: *inputs,
             rows: R::new(inputs.x, None, keep, self.config())?,
-            weight: (weight.map(|weight| R::Channels::read(weight, like))).transpose()?,
+            weight: inputs.weight.map(weight).transpose()?,
             local: None,
             lambda: None,
             gradients: Gradients::default(),
@@ -376,8 +378,8 @@ impl<R: HostRows> HostBackward<'_, R> {
 
     /// `true` if the step or a gradient needs the sums.
     fn wants_sums(&self) -> bool {
-        let affine = self.inputs.affine.into_iter().flatten();
-        self.forward.is_step() || affine.into_iter().any(Tensor::track_op)
+        let mut parameters = [self.inputs.weight, self.inputs.bias].into_iter().flatten();
+        self.forward.is_step() || parameters.any(Tensor::track_op)
     }
 
     /// Makes Λ from Σ dy x̃ over all rows.
@@ -424,6 +426,26 @@ impl<R: HostRows> HostBackward<'_, R> {
         let factors = [1. - self.forward.config().alpha_bwd, running.loss_scale];
         R::Channels::read_nu(running.ema_gz, factors, &self.forward.running_inv_rms).map(Some)
     }
+
+    /// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:
+    /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
+    fn move_nu(&self, ema_gz: &Var) -> Result<()> {
+        let (Some(batch), Some(lambda), Some(running)) =
+            (&self.forward.batch, &self.lambda, &self.inputs.running)
+        else {
+            return Ok(());
+        };
+        let config = self.forward.config();
+        let decay = batch.gamma.scaled_plus(config.alpha_bwd - 1., 1.)?;
+        let decay = match config.recipe {
+            Recipe::Paper => decay.clamp_at_0()?,
+            Recipe::Fairseq => decay,
+        };
+        let old = decay.times(&R::Channels::read(ema_gz, &decay)?)?;
+        let new = old.plus(&lambda.scaled(running.loss_scale.recip())?)?;
+        // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
+        new.store(ema_gz, self.forward.guards(&[&new, &batch.gamma]))
+    }
 }
 
 impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
@@ -439,44 +461,25 @@ impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
         self.make_lambda(&R::Channels::of_numbers(&numbers, like)?)
     }
 
-    fn finish(&mut self, _nu_follows: bool) -> Result<()> {
+    fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
+        let is_tracked = |parameter: &&Tensor| parameter.track_op();
+        if let Some(local) = &self.local {
+            if let Some(weight) = self.inputs.weight.filter(is_tracked) {
+                let dweight = local.dy_x.times(self.forward.inv_rms())?;
+                self.gradients.weight = Some(dweight.to_tensor(weight)?);
+            }
+            if let Some(bias) = self.inputs.bias.filter(is_tracked) {
+                self.gradients.bias = Some(local.dy.to_tensor(bias)?);
+            }
+        }
+        ema_gz.map_or(Ok(()), |ema_gz| self.move_nu(ema_gz))
+    }
+
+    fn gradients(mut self: Box<Self>) -> Result<Gradients> {
         if self.inputs.wants_input && self.gradients.input.is_none() {
             let factors = Some(self.input_factors()?);
             self.gradients.input = self.rows.backward(&self.inputs, factors, false)?.input;
         }
-        if let (Some([weight, bias]), Some(local)) = (self.inputs.affine, &self.local) {
-            if weight.track_op() {
-                let dweight = local.dy_x.times(self.forward.inv_rms())?;
-                self.gradients.weight = Some(dweight.to_tensor(weight)?);
-            }
-            if bias.track_op() {
-                self.gradients.bias = Some(local.dy.to_tensor(bias)?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:
-    /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
-    fn update_nu(&mut self, ema_gz: &Var) -> Result<()> {
-        let (Some(batch), Some(lambda), Some(running)) =
-            (&self.forward.batch, &self.lambda, &self.inputs.running)
-        else {
-            return Ok(());
-        };
-        let config = self.forward.config();
-        let decay = batch.gamma.affine(config.alpha_bwd - 1., 1.)?;
-        let decay = match config.recipe {
-            Recipe::Paper => decay.clamp_at_0()?,
-            Recipe::Fairseq => decay,
-        };
-        let old = decay.times(&R::Channels::read(ema_gz, &decay)?)?;
-        let new = old.plus(&lambda.scaled(running.loss_scale.recip())?)?;
-        // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
-        new.store(ema_gz, self.forward.guards(&[&new, &batch.gamma]))
-    }
-
-    fn gradients(self: Box<Self>) -> Gradients {
-        self.gradients
+        Ok(self.gradients)
     }
 }

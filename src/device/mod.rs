@@ -4,13 +4,17 @@
 //! A training step has these phases, and every device has all of them:
 //!
 //! 1. A forward normalizes the rows and sums their squares. The batch's statistic is known only
-//!    after the sums. If it normalizes, the forward only sums, and
-//!    [`DeviceStep::normalize_by_batch`] writes the output.
-//! 2. [`DeviceStep::update_phi`] moves ψ².
-//! 3. [`DeviceStep::backward`] makes the gradients and sums over them.
-//! 4. [`DeviceBackward::finish`] makes the gradients that need the sums.
-//! 5. [`DeviceBackward::update_nu`] moves ν. ν moves last, so a backward that fails leaves ν as it
-//!    was.
+//!    after the sums. If it normalizes, the forward only sums.
+//! 2. [`DeviceStep::update_phi`] makes the batch's statistics of the sums, and moves ψ².
+//! 3. [`DeviceStep::normalize_by_batch`] writes the output, if the batch's statistic normalizes.
+//! 4. [`DeviceStep::backward`] makes the input's gradient and sums over the rows. An exact gradient
+//!    needs these sums first, and is left to phase 6.
+//! 5. [`DeviceBackward::update_nu`] makes Λ and the parameters' gradients of the sums, and moves ν.
+//! 6. [`DeviceBackward::gradients`] makes an exact gradient of the input, and hands out all
+//!    gradients.
+//!
+//! On a CPU and on an NVIDIA GPU, phases 1 and 4 check, allocate and load all that the later phases
+//! need, before they compute. So a call that fails there has moved nothing.
 //!
 //! Other processes may have rows of the same batch. A device does not know about them. It hands out
 //! the sums over its local rows, and takes in the global sums. `op/step.rs` decides when.
@@ -49,8 +53,10 @@ pub(crate) struct ForwardInputs {
     pub residual: Option<Tensor>,
     /// The padding mask: `x` without its last dimension, of `U8`, 0 for a padded row.
     pub keep: Option<Tensor>,
-    /// γ and β, `[C]` each.
-    pub affine: Option<[Tensor; 2]>,
+    /// γ, `[C]`.
+    pub weight: Option<Tensor>,
+    /// β, `[C]`.
+    pub bias: Option<Tensor>,
     /// ψ² before the step, `[C]`. Without it D is 1, which leaves the group scaling.
     pub phi: Option<Tensor>,
 }
@@ -76,7 +82,9 @@ pub(crate) struct BackwardInputs<'a> {
     /// As in the forward.
     pub keep: Option<&'a Tensor>,
     /// As in the forward.
-    pub affine: Option<[&'a Tensor; 2]>,
+    pub weight: Option<&'a Tensor>,
+    /// As in the forward.
+    pub bias: Option<&'a Tensor>,
     /// ν; `None` in an evaluation.
     pub running: Option<RunningNu<'a>>,
     /// The gradient of `x` is wanted. A parameter's gradient is wanted if its
@@ -114,17 +122,20 @@ pub(crate) trait DeviceStep: Send + Sync {
     /// Takes in the sums over the rows of all processes.
     fn set_global_sums(&mut self, global: &Tensor) -> Result<()>;
 
-    /// Normalizes by the batch's statistic, once the global sums are known, and writes the output.
-    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs>;
-
     /// `true` for a training step with a kept row. A GPU does not wait to learn the number of
     /// rows, and says yes.
     fn is_step(&self) -> bool;
 
-    /// Moves ψ² by the batch of this step.
-    fn update_phi(&self, phi: &Var, step: &PhiStep) -> Result<()>;
+    /// Makes the batch's statistics from the sums, and moves ψ² by them. The state is locked. Not
+    /// called if [`is_step`](Self::is_step) says no.
+    fn update_phi(&mut self, phi: &Var, step: &PhiStep) -> Result<()>;
 
-    /// Sums over the rows, and makes those gradients that do not depend on the sums.
+    /// Normalizes by the batch's statistic and writes the output. Called only for
+    /// [`ForwardKind::BatchStatistic`]. The state is not locked: a CPU runs rows here. If no row
+    /// is kept, ψ² normalizes.
+    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs>;
+
+    /// Sums over the rows, and makes the input's gradient unless it depends on the sums.
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>>;
 }
 
@@ -136,15 +147,12 @@ pub(crate) trait DeviceBackward {
     /// Takes in the sums over the rows of all processes.
     fn set_global_sums(&mut self, global: &Tensor) -> Result<()>;
 
-    /// Makes Λ and the gradients. If `nu_follows`, [`update_nu`](Self::update_nu) comes next, and a
-    /// GPU makes the parameters' gradients in that launch.
-    fn finish(&mut self, nu_follows: bool) -> Result<()>;
+    /// Makes Λ and the parameters' gradients from the sums. Moves ν, which `ema_gz` keeps, if it is
+    /// given; the state is locked then.
+    fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()>;
 
-    /// Moves ν, which `ema_gz` keeps. If this fails, ν is as it was.
-    fn update_nu(&mut self, ema_gz: &Var) -> Result<()>;
-
-    /// Hands out the gradients.
-    fn gradients(self: Box<Self>) -> Gradients;
+    /// Makes the input's gradient if it needs Λ, and hands out the gradients.
+    fn gradients(self: Box<Self>) -> Result<Gradients>;
 }
 
 /// The dtype that sums over rows of `dtype` are taken in.

@@ -4,20 +4,21 @@
 //!
 //! 1. The layer checks its arguments and calls [`power_norm`], or
 //!    [`power_norm_residual`](residual::power_norm_residual).
-//! 2. [`Step::forward`] runs the forward on the tensors' [device](crate::device).
+//! 2. [`Step::forward`] runs the forward on the tensors' [device](crate::device), and moves ψ² and
+//!    t.
 //! 3. candle runs the custom op, which hands out the output that exists already and gives it a
 //!    place in the graph.
-//! 4. [`Step::commit_forward`] moves ψ² and t, now that nothing can fail any more.
-//! 5. A backward comes back through the op to [`Step::backward`], which moves ν.
+//! 4. A backward comes back through the op to [`Step::backward`], which moves ν.
 
 pub(crate) mod residual;
 pub(crate) mod step;
 
 use self::step::{Call, Step};
+use crate::device::Gradients;
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp3, DType, MetalStorage, Result, Shape, Storage,
-    Tensor,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, MetalStorage, Result, Shape,
+    Storage, Tensor,
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,14 +28,41 @@ pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
     let xs = inputs.x;
     let op = PowerNormOp {
         output: Output::new(outputs.y, xs.shape()),
-        step: step.clone(),
+        step,
+        has_weight: inputs.weight.is_some(),
     };
-    let ys = match &inputs.affine {
-        Some([weight, bias]) => xs.apply_op3_arc(weight, bias, Arc::new(Box::new(op)))?,
-        None => xs.apply_op1_arc(Arc::new(Box::new(op)))?,
-    };
-    step.commit_forward()?;
-    Ok(ys)
+    match (&inputs.weight, &inputs.bias) {
+        (Some(weight), Some(bias)) => xs.apply_op3(weight, bias, op),
+        (Some(parameter), None) | (None, Some(parameter)) => xs.apply_op2(parameter, op),
+        (None, None) => xs.apply_op1(op),
+    }
+}
+
+/// Returns the rows in a layout that their device reads, copied if need be. A CPU reads rows
+/// anywhere, if their elements are adjacent. Other devices read packed rows, and on an NVIDIA GPU
+/// they begin on a 16-byte boundary.
+pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
+    // A row of one element may have any stride.
+    let is_adjacent = xs.dims().last() == Some(&1) || xs.stride().last() == Some(&1);
+    if xs.device().is_cpu() && is_adjacent {
+        return Ok(xs.clone());
+    }
+    let xs = xs.contiguous()?;
+    let start = xs.layout().start_offset() * xs.dtype().size_in_bytes();
+    if xs.device().is_cuda() && !start.is_multiple_of(16) {
+        return xs.force_contiguous();
+    }
+    Ok(xs)
+}
+
+/// The mask in the form in which devices read it: contiguous, of `U8`.
+fn as_bytes(keep: &Tensor) -> Result<Tensor> {
+    match keep.dtype() {
+        DType::U8 => keep.contiguous(),
+        // A GPU cannot launch an operation on nothing.
+        _ if keep.elem_count() == 0 => Tensor::zeros(keep.shape(), DType::U8, keep.device()),
+        _ => keep.ne(0u8),
+    }
 }
 
 /// An output that was computed before candle runs the op that hands it out.
@@ -115,11 +143,22 @@ pub(crate) use forwards;
 struct PowerNormOp {
     output: Output,
     step: Arc<Step>,
+    /// The one parameter of a layer with one is the weight.
+    has_weight: bool,
 }
 
 impl PowerNormOp {
     fn output<S: TypedStorage>(&self, first: &S) -> Result<(S, Shape)> {
         self.output.hand_out(first)
+    }
+
+    fn backward(
+        &self,
+        x: &Tensor,
+        parameters: [Option<&Tensor>; 2],
+        dy: &Tensor,
+    ) -> Result<Gradients> {
+        (self.step).backward(x, parameters, dy, None, x.track_op())
     }
 }
 
@@ -138,9 +177,31 @@ impl CustomOp3 for PowerNormOp {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let affine = Some([weight, bias]);
-        let gradients = (self.step).backward(x, affine, dy, None, x.track_op())?;
+        let gradients = self.backward(x, [Some(weight), Some(bias)], dy)?;
         Ok((gradients.input, gradients.weight, gradients.bias))
+    }
+}
+
+impl CustomOp2 for PowerNormOp {
+    fn name(&self) -> &'static str {
+        "power_norm"
+    }
+
+    forwards!(2);
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        parameter: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let parameters = match self.has_weight {
+            true => [Some(parameter), None],
+            false => [None, Some(parameter)],
+        };
+        let gradients = self.backward(x, parameters, dy)?;
+        Ok((gradients.input, gradients.weight.or(gradients.bias)))
     }
 }
 
@@ -152,7 +213,6 @@ impl CustomOp1 for PowerNormOp {
     forwards!(1);
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let gradients = (self.step).backward(x, None, dy, None, x.track_op())?;
-        Ok(gradients.input)
+        Ok(self.backward(x, [None, None], dy)?.input)
     }
 }

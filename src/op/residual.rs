@@ -26,26 +26,32 @@ use std::thread::{self, ThreadId};
 /// sum.
 pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
     let (step, inputs, outputs) = Step::forward(call)?;
-    let (xs, affine) = (inputs.x, inputs.affine);
+    let (xs, weight, bias) = (inputs.x, inputs.weight, inputs.bias);
     let Some(residual) = inputs.residual else {
         candle::bail!("power_norm_residual: expected a residual, got none")
     };
     let params = Arc::new(Stored::default());
-    let affine_token = match &affine {
-        Some([weight, bias]) => weight.apply_op2(bias, Params(params.clone()))?,
-        None => Tensor::zeros(1, DType::F32, xs.device())?,
+    let op = Params {
+        gradients: params.clone(),
+        has_weight: weight.is_some(),
+    };
+    let params_token = match (&weight, &bias) {
+        (Some(weight), Some(bias)) => weight.apply_op2(bias, op)?,
+        (Some(parameter), None) | (None, Some(parameter)) => parameter.apply_op1(op)?,
+        (None, None) => Tensor::zeros(1, DType::F32, xs.device())?,
     };
     let [y, sum] = [(); 2].map(|()| Arc::new(Stored::default()));
     let input = Arc::new(OnceLock::new());
     let op = ResidualOp {
-        step: step.clone(),
-        affine,
+        step,
+        weight,
+        bias,
         params,
         y: y.clone(),
         sum: sum.clone(),
         input: input.clone(),
     };
-    let token = xs.apply_op3(&residual, &affine_token, op)?;
+    let token = xs.apply_op3(&residual, &params_token, op)?;
     let hand_out = |output, gradient, mark| {
         token.apply_op1(HandOut {
             output: Output::new(output, xs.shape()),
@@ -56,7 +62,6 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
     let (y, sum) = (hand_out(outputs.y, y, Y)?, hand_out(outputs.sum, sum, SUM)?);
     // Detached, because the sum's graph holds the op, and the op would own itself.
     let _ = input.set(sum.detach());
-    step.commit_forward()?;
     Ok((y, sum))
 }
 
@@ -97,7 +102,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Gives the pass its place in the graph.
 struct ResidualOp {
     step: Arc<Step>,
-    affine: Option<[Tensor; 2]>,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
     params: Arc<Stored<[Option<Tensor>; 2]>>,
     /// The gradients of the outputs.
     y: Arc<Stored<Tensor>>,
@@ -138,8 +144,8 @@ impl ResidualOp {
         let Some(sum) = self.input.get() else {
             candle::bail!("{}: backward without a forward", Self::NAME)
         };
-        let affine = self.affine.as_ref().map(|affine| affine.each_ref());
-        let gradients = (self.step).backward(sum, affine, &dy, dsum.as_ref(), input)?;
+        let parameters = [self.weight.as_ref(), self.bias.as_ref()];
+        let gradients = (self.step).backward(sum, parameters, &dy, dsum.as_ref(), input)?;
         if params {
             self.params.put([gradients.weight, gradients.bias]);
         }
@@ -211,11 +217,31 @@ impl CustomOp1 for HandOut {
 }
 
 /// Makes a token of weight and bias.
-struct Params(Arc<Stored<[Option<Tensor>; 2]>>);
+struct Params {
+    gradients: Arc<Stored<[Option<Tensor>; 2]>>,
+    /// The one parameter of a layer with one is the weight.
+    has_weight: bool,
+}
 
 impl Params {
     fn output<S: TypedStorage>(&self, first: &S) -> Result<(S, Shape)> {
         token(first)
+    }
+
+    /// The gradients that the backward stored, of those parameters that there are.
+    fn take(&self, parameters: [Option<&Tensor>; 2]) -> Result<[Option<Tensor>; 2]> {
+        // candle panics if a computed tensor that a backward reaches has no gradient.
+        let zero = |parameter: Option<&Tensor>| match parameter {
+            Some(it) if it.track_op() && !it.is_variable() => it.zeros_like().map(Some),
+            _ => Ok(None),
+        };
+        match self.gradients.take() {
+            Some([None, None]) | None => {
+                let [weight, bias] = parameters.map(zero);
+                Ok([weight?, bias?])
+            }
+            Some(gradients) => Ok(gradients),
+        }
     }
 }
 
@@ -233,14 +259,22 @@ impl CustomOp2 for Params {
         _token: &Tensor,
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        // candle panics if a computed tensor that a backward reaches has no gradient.
-        let zero = |param: &Tensor| match param.track_op() && !param.is_variable() {
-            true => param.zeros_like().map(Some),
-            false => Ok(None),
+        Ok(self.take([Some(weight), Some(bias)])?.into())
+    }
+}
+
+impl CustomOp1 for Params {
+    fn name(&self) -> &'static str {
+        "power_norm_residual_params"
+    }
+
+    forwards!(1);
+
+    fn bwd(&self, parameter: &Tensor, _token: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        let [weight, bias] = match self.has_weight {
+            true => self.take([Some(parameter), None])?,
+            false => self.take([None, Some(parameter)])?,
         };
-        match self.0.take() {
-            Some([None, None]) | None => Ok((zero(weight)?, zero(bias)?)),
-            Some(gradients) => Ok(gradients.into()),
-        }
+        Ok(weight.or(bias))
     }
 }

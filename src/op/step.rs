@@ -5,12 +5,17 @@
 //! over the ranks, in an exchange. All ranks come to the same exchanges in the same order. A rank
 //! whose call fails before its exchange tells the others, when its [`Turn`] is dropped.
 //!
-//! A forward that fails leaves the state as it was, and a backward that fails leaves ν as it was.
-//! Nothing is pending between calls.
+//! A call that fails before its launches changes nothing. On a CPU and an NVIDIA GPU all that can
+//! fail comes first: checks, allocations, the loading of kernels. The exchange comes before ψ² or ν
+//! moves. A call that fails later, in the driver or among candle's own operations, may have moved
+//! the state. Nothing is pending between calls.
 
+use super::{as_bytes, readable};
 use crate::config::{ForwardKind, PowerNormConfig};
-use crate::device::pick::{readable, Arguments, DeviceKind};
-use crate::device::{BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, RunningNu};
+use crate::device::pick::DeviceKind;
+use crate::device::{
+    BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, RunningNu, Setting,
+};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
@@ -18,17 +23,68 @@ use crate::state::State;
 use candle::{Result, Tensor};
 use std::sync::Arc;
 
-/// A forward that is about to run.
+/// A forward that is about to run, on arguments that the layer has checked.
 pub(crate) struct Call<'a> {
     pub device: &'a DeviceKind,
     pub config: &'a PowerNormConfig,
-    pub arguments: Arguments<'a>,
+    /// `[.., C]`.
+    pub xs: &'a Tensor,
+    /// Added to `xs` first.
+    pub residual: Option<&'a Tensor>,
+    /// The padding mask: `xs` without its last dimension.
+    pub keep: Option<&'a Tensor>,
+    /// γ, `[C]`.
+    pub weight: Option<&'a Tensor>,
+    /// β, `[C]`.
+    pub bias: Option<&'a Tensor>,
     /// ψ² and t. `None` for the group scaling alone, whose D is 1.
     pub state: Option<&'a State>,
     /// `None` in an evaluation.
     pub training: Option<Training>,
     /// `None` without other ranks.
     pub turn: Option<Turn<'a>>,
+}
+
+impl Call<'_> {
+    /// Reads ψ² and t, and brings the arguments into a layout that their device reads. Returns t
+    /// last.
+    fn begin(&self) -> Result<(Setting, ForwardInputs, usize)> {
+        let (phi, steps) = match self.state {
+            Some(state) => {
+                let rows = self.xs.device();
+                let in_place = self.device.reads_phi_in_place(rows, state.device());
+                let (phi, steps) = state.begin(in_place)?;
+                (Some(phi), steps)
+            }
+            None => (None, 0),
+        };
+        let arguments = [Some(self.xs), self.residual, self.weight, self.bias];
+        let setting = Setting {
+            config: *self.config,
+            kind: match self.training.as_ref().map(|training| training.purpose) {
+                None | Some(Purpose::Evaluation) => ForwardKind::Evaluation,
+                Some(Purpose::Training) => self.config.kind_at(steps + 1),
+                Some(Purpose::Recalibration(_)) => ForwardKind::BatchStatistic,
+            },
+            over_ranks: self.turn.is_some(),
+            tracked: arguments.into_iter().flatten().any(Tensor::track_op),
+        };
+        let is_phi = |rows: &Tensor| self.state.is_some_and(|state| state.is_phi(rows));
+        let readable = |rows: &Tensor| match setting.kind {
+            // ψ² moves before these rows are read for the last time.
+            ForwardKind::BatchStatistic if is_phi(rows) => rows.force_contiguous(),
+            _ => readable(rows),
+        };
+        let inputs = ForwardInputs {
+            x: readable(self.xs)?,
+            residual: self.residual.map(readable).transpose()?,
+            keep: self.keep.map(as_bytes).transpose()?,
+            weight: self.weight.map(Tensor::contiguous).transpose()?,
+            bias: self.bias.map(Tensor::contiguous).transpose()?,
+            phi,
+        };
+        Ok((setting, inputs, steps))
+    }
 }
 
 /// The state that a training forward and its backward move.
@@ -51,38 +107,32 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// Runs a forward. Returns its inputs as the device read them, and its outputs.
-    /// [`commit_forward`](Self::commit_forward) then moves the state.
+    /// Runs a forward, which moves ψ² and t. Returns its inputs as the device read them, and its
+    /// outputs.
     pub fn forward(call: Call) -> Result<(Arc<Self>, ForwardInputs, Outputs)> {
-        let purpose = (call.training.as_ref()).map_or(Purpose::Evaluation, |it| it.purpose);
-        let over_ranks = call.turn.is_some();
-        let ran = (call.device).forward(
-            &call.arguments,
-            call.config,
-            purpose,
-            call.state,
-            over_ranks,
-        )?;
-        let (mut device_step, inputs, mut outputs) = (ran.step, ran.inputs, ran.outputs);
-        if let Some(turn) = call.turn {
-            let global = turn.sum(&device_step.local_sums()?, ran.steps)?;
-            device_step.set_global_sums(&global)?;
-        }
-        if ran.kind == ForwardKind::BatchStatistic {
-            outputs = device_step.normalize_by_batch(&inputs, outputs)?;
-        }
-        let step = Self {
+        let (setting, inputs, steps) = call.begin()?;
+        let (device_step, mut outputs) = call.device.forward(setting, &inputs)?;
+        let mut step = Self {
             device_step,
             training: call.training,
-            steps: ran.steps,
+            steps,
             keep: inputs.keep.clone(),
         };
+        if let Some(turn) = call.turn {
+            let global = turn.sum(&step.device_step.local_sums()?, steps)?;
+            step.device_step.set_global_sums(&global)?;
+        }
+        if step.device_step.is_step() {
+            step.update_phi()?;
+        }
+        if setting.kind == ForwardKind::BatchStatistic {
+            outputs = step.device_step.normalize_by_batch(&inputs, outputs)?;
+        }
         Ok((Arc::new(step), inputs, outputs))
     }
 
-    /// Moves ψ² and t. The caller has its output by then.
-    pub fn commit_forward(&self) -> Result<()> {
-        let Some(training) = self.counted() else {
+    fn update_phi(&mut self) -> Result<()> {
+        let Some(training) = &self.training else {
             return Ok(());
         };
         (training.state).update_phi(training.purpose, |phi, step| {
@@ -90,12 +140,12 @@ impl Step {
         })
     }
 
-    /// Runs a backward, which moves ν. `x` is what was normalized, `dy` the gradient of the output,
-    /// and `dsum` the gradient of the sum with a residual.
+    /// Runs a backward, which moves ν. `x` is what was normalized, `parameters` are weight and
+    /// bias, `dy` is the gradient of the output, and `dsum` that of the sum with a residual.
     pub fn backward(
         &self,
         x: &Tensor,
-        affine: Option<[&Tensor; 2]>,
+        parameters: [Option<&Tensor>; 2],
         dy: &Tensor,
         dsum: Option<&Tensor>,
         wants_input: bool,
@@ -104,12 +154,14 @@ impl Step {
         let ranks = training.and_then(|training| training.ranks.as_ref());
         let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
         let (dy, dsum) = (readable(dy)?, dsum.map(readable).transpose()?);
+        let [weight, bias] = parameters;
         let mut backward = self.device_step.backward(&BackwardInputs {
             x,
             dy: &dy,
             dsum: dsum.as_ref(),
             keep: self.keep.as_ref(),
-            affine,
+            weight,
+            bias,
             running: training.map(|training| RunningNu {
                 ema_gz: training.state.nu_variable(),
                 loss_scale: training.loss_scale.get(),
@@ -120,12 +172,11 @@ impl Step {
             let global = turn.sum(&backward.local_sums()?, self.steps)?;
             backward.set_global_sums(&global)?;
         }
-        let updates_nu = training.filter(|training| training.purpose == Purpose::Training);
-        backward.finish(updates_nu.is_some())?;
-        if let Some(training) = updates_nu {
-            (training.state).update_nu(|ema_gz| backward.update_nu(ema_gz))?;
+        match training.filter(|training| training.purpose == Purpose::Training) {
+            Some(training) => (training.state).update_nu(|nu| backward.update_nu(Some(nu)))?,
+            None => backward.update_nu(None)?,
         }
-        Ok(backward.gradients())
+        backward.gradients()
     }
 
     /// The state to move, if this forward counts as a step. A batch without a kept row does not.

@@ -8,7 +8,7 @@ use super::element::{Accumulator, Element, Numbers};
 use super::kernels::{self, Matrix, RowGradients, Rows};
 use crate::config::PowerNormConfig;
 use crate::device::host::{
-    Affine, Channels, ForwardSums, GradientOutputs, HostRows, InputFactors, SquareSums,
+    Channels, ForwardSums, GradientOutputs, HostRows, InputFactors, OutputFactors, SquareSums,
 };
 use crate::device::{BackwardInputs, Outputs};
 use crate::error::Error;
@@ -78,10 +78,10 @@ impl<T: Element> HostRows for CpuRows<T> {
 
     fn forward(
         &self,
-        affine: Option<Affine<Self::Channels>>,
+        factors: Option<OutputFactors<Self::Channels>>,
         sums: Option<SquareSums>,
     ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)> {
-        let factors = affine.map(gain_and_shift).transpose()?;
+        let factors = factors.map(gain_and_shift).transpose()?;
         self.read(self.residual.as_ref(), |rows| {
             let (outputs, sums) = kernels::forward(rows, factors.as_ref(), sums);
             let outputs = Outputs {
@@ -94,10 +94,10 @@ impl<T: Element> HostRows for CpuRows<T> {
 
     fn normalize(
         &self,
-        affine: Affine<Self::Channels>,
+        factors: OutputFactors<Self::Channels>,
         sum: Option<&Storage>,
     ) -> Result<Option<Storage>> {
-        let factors = gain_and_shift(affine)?;
+        let factors = gain_and_shift(factors)?;
         self.read(None, |rows| {
             let run = |rows: &Rows<T>| kernels::forward(rows, Some(&factors), None).0;
             let outputs = match sum {
@@ -140,17 +140,17 @@ impl<T: Element> HostRows for CpuRows<T> {
 }
 
 /// γ/D and β: `Y = gain ⊙ X̃ + shift`.
-fn gain_and_shift<A: Accumulator>(affine: Affine<Vec<A>>) -> Result<[Vec<A>; 2]> {
-    let inv_rms = affine.inv_rms;
-    match affine.parameters {
-        Some([weight, bias]) => Ok([
-            zip(&widened(weight)?, inv_rms, |weight, inv_rms| {
-                weight * inv_rms
-            }),
-            widened(bias)?,
-        ]),
-        None => Ok([inv_rms.clone(), vec![A::ZERO; inv_rms.len()]]),
-    }
+fn gain_and_shift<A: Accumulator>(factors: OutputFactors<Vec<A>>) -> Result<[Vec<A>; 2]> {
+    let inv_rms = factors.inv_rms;
+    let gain = match factors.weight {
+        Some(weight) => widened(weight)?.times(inv_rms)?,
+        None => inv_rms.clone(),
+    };
+    let shift = match factors.bias {
+        Some(bias) => widened(bias)?,
+        None => vec![A::ZERO; inv_rms.len()],
+    };
+    Ok([gain, shift])
 }
 
 fn storage<T: Element>(values: Vec<T>) -> Storage {
@@ -215,7 +215,7 @@ impl<A: Accumulator> Channels for Vec<A> {
         Ok(self.iter().map(|&value| factor * value).collect())
     }
 
-    fn affine(&self, factor: f64, shift: f64) -> Result<Self> {
+    fn scaled_plus(&self, factor: f64, shift: f64) -> Result<Self> {
         let [factor, shift] = [factor, shift].map(A::from_f64);
         Ok(self.iter().map(|&value| factor * value + shift).collect())
     }
@@ -287,7 +287,7 @@ fn widened<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
     }
 }
 
-/// The rows of a tensor that is [`readable`](crate::device::pick::readable).
+/// The rows of a tensor that is [`readable`](crate::op::readable).
 fn matrix<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result<Matrix<'a, T>> {
     let Some(blocks) = row_blocks(layout) else {
         candle::bail!("power_norm: expected rows of adjacent elements, got {layout:?}")
@@ -365,7 +365,7 @@ mod tests {
         }
         views.push(base.narrow(3, 2, 1)?.broadcast_as((2, 3, 4, 1, 6))?);
         for view in views {
-            let read = crate::device::pick::readable(&view)?;
+            let read = crate::op::readable(&view)?;
             assert!(row_blocks(read.layout()).is_some(), "{read:?}");
             let in_place = row_blocks(view.layout()).is_some();
             assert_eq!(read.stride() == view.stride(), in_place, "{view:?}");
