@@ -27,9 +27,10 @@ use candle_nn::{Init, VarBuilder};
 /// | `groups` (G of the group scaling, −1 without it) | `[1]` | `I64`, on the CPU | 0 |
 ///
 /// `gamma` and `beta` are read if the builder has no `weight` and `bias`, as in candle's LayerNorm.
-/// With `affine: false` there is neither weight nor bias. A `VarMap` saves and loads the statistics
-/// with the weights. No gradient reaches them, so no optimizer moves them. A frozen builder may
-/// lack `groups`. [Checkpoints](crate::guide::checkpoints) has more.
+/// With `affine: false` there is neither weight nor bias, and with `bias: false` no bias. What the
+/// layer does not have is not asked for, and stays unread if the builder has it. A `VarMap` saves
+/// and loads the statistics with the weights. No gradient reaches them, so no optimizer moves them.
+/// A frozen builder may lack `groups`. [Checkpoints](crate::guide::checkpoints) has more.
 ///
 /// # State
 ///
@@ -53,25 +54,69 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
     let config = config.into();
     let dtype = state_dtype("a builder", vb.dtype())?;
     config.validate(size, dtype)?;
-    let affine = match config.affine {
-        true => Some((
-            parameter(&vb, size, ["weight", "gamma"], 1.)?,
-            parameter(&vb, size, ["bias", "beta"], 0.)?,
-        )),
+    let weight = match config.affine {
+        true => Some(parameter(&vb, size, ["weight", "gamma"], 1.)?),
+        false => None,
+    };
+    let bias = match config.has_bias() {
+        true => Some(parameter(&vb, size, ["bias", "beta"], 0.)?),
         false => None,
     };
     let (state, trainable) = State::from_builder(size, config, dtype, vb)?;
-    PowerNorm::from_parts(affine, state, trainable)
+    PowerNorm::from_parts(weight, bias, state, trainable)
+}
+
+/// Builds a [`PowerNorm`] layer with a weight and no bias, as candle's `layer_norm_no_bias` does:
+/// [`power_norm`] with [`bias: false`](PowerNormConfig::bias).
+///
+/// A bias in the checkpoint stays unread, as in candle.
+///
+/// # Errors
+///
+/// As in [`power_norm`].
+///
+/// # Example
+///
+/// ```
+/// use candle::{DType, Device, Result};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::power_norm_no_bias;
+///
+/// # fn main() -> Result<()> {
+/// let varmap = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+/// let norm = power_norm_no_bias(512, 1e-5, vb.pp("norm"))?;
+/// assert!(norm.weight().is_some() && norm.bias().is_none());
+/// assert!(!varmap.data().lock().unwrap().contains_key("norm.bias"));
+/// # Ok(()) }
+/// ```
+pub fn power_norm_no_bias<C: Into<PowerNormConfig>>(
+    size: usize,
+    config: C,
+    vb: VarBuilder,
+) -> Result<PowerNorm> {
+    let config = PowerNormConfig {
+        bias: false,
+        ..config.into()
+    };
+    power_norm(size, config, vb)
 }
 
 /// γ or β, by the first of `names` that the builder has. Fresh ones get the first name.
-fn parameter(vb: &VarBuilder, size: usize, names: [&str; 2], fresh: f64) -> Result<Tensor> {
+pub(crate) fn parameter(
+    vb: &VarBuilder,
+    size: usize,
+    names: [&str; 2],
+    fresh: f64,
+) -> Result<Tensor> {
     let found = names.into_iter().find(|name| vb.contains_tensor(name));
     vb.get_with_hints(size, found.unwrap_or(names[0]), Init::Const(fresh))
 }
 
 impl PowerNorm {
-    /// Builds a layer from these tensors, as candle's `LayerNorm::new` does.
+    /// Builds a layer from these tensors, as candle's `LayerNorm::new` and `new_no_bias` do.
+    ///
+    /// `bias` is a tensor or `None`. The configuration of a layer without one has `bias: false`.
     ///
     /// `running_phi` is ψ²: a trained layer's, or `Tensor::ones` for a fresh layer. ν and the step
     /// count start at 0, so training starts with the configuration's warm-up. They are in no
@@ -87,7 +132,7 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// - A configuration is out of range or has `affine: false`.
+    /// - A configuration is out of range or has `affine: false`, or `bias: false` beside a bias.
     /// - A tensor has another shape, dtype or device.
     /// - A number in `running_phi` is negative or not finite. On a GPU the host waits for them.
     ///
@@ -108,31 +153,36 @@ impl PowerNorm {
     /// ```
     pub fn new<C: Into<PowerNormConfig>>(
         weight: Tensor,
-        bias: Tensor,
+        bias: impl Into<Option<Tensor>>,
         running_phi: Tensor,
         config: C,
     ) -> Result<Self> {
-        let config = config.into();
+        let (bias, mut config) = (bias.into(), config.into());
         if !config.affine {
             return Err(Error::NotAffine.into());
         }
+        if bias.is_some() && !config.bias {
+            return Err(Error::UnwantedBias.into());
+        }
+        config.bias = bias.is_some();
         let &[size] = weight.dims() else {
             return Err(Error::WeightRank(weight.shape().clone()).into());
         };
         let dtype = state_dtype("weight", weight.dtype())?;
         config.validate(size, dtype)?;
-        for (name, tensor) in [("bias", &bias), ("running_phi", &running_phi)] {
-            if tensor.dims() != [size] {
-                let got = tensor.shape().clone();
-                return Err(Error::ChannelShape { name, size, got }.into());
-            }
+        for (name, tensor) in [("bias", bias.as_ref()), ("running_phi", Some(&running_phi))] {
+            let Some(tensor) = tensor.filter(|tensor| tensor.dims() != [size]) else {
+                continue;
+            };
+            let got = tensor.shape().clone();
+            return Err(Error::ChannelShape { name, size, got }.into());
         }
         let ema_gz = running_phi.detach().zeros_like()?;
         let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
         let state = State::new(size, config, dtype, [&running_phi, &ema_gz, &iters], None)?;
         state.check_phi()?;
         let trainable = weight.is_variable();
-        Self::from_parts(Some((weight, bias)), state, trainable)
+        Self::from_parts(Some(weight), bias, state, trainable)
     }
 }
 

@@ -126,11 +126,13 @@ pub struct PowerNormConfig {
     pub statistics: Statistics,
     /// The equations of a step. Default [`Recipe::Paper`].
     pub recipe: Recipe,
-    /// `true` for a layer with a weight γ and a bias β. Default `true`.
-    ///
-    /// With `affine: false` candle's LayerNorm keeps its weight, and this layer does not. So in
-    /// place of `layer_norm_no_bias` leave this `true`: the fresh bias is 0.
+    /// `true` for a layer with a weight γ, and with a bias β unless [`bias`](Self::bias) says no.
+    /// Default `true`. With `affine: false` candle's LayerNorm keeps its weight, and this layer
+    /// does not.
     pub affine: bool,
+    /// `false` for a weight without a bias, as in candle's `layer_norm_no_bias`. Default `true`.
+    /// Without `affine` there is no bias either way.
+    pub bias: bool,
 }
 
 /// The step of ψ²: first by the cumulative mean, then by the moving average.
@@ -168,6 +170,7 @@ impl Default for PowerNormConfig {
             statistics: Statistics::default(),
             recipe: Recipe::default(),
             affine: true,
+            bias: true,
         }
     }
 }
@@ -204,6 +207,11 @@ impl PowerNormConfig {
             Some(groups) if !size.is_multiple_of(groups) => Err(Error::Groups { size, groups }),
             _ => Ok(()),
         }
+    }
+
+    /// `true` for a layer with a β.
+    pub(crate) fn has_bias(&self) -> bool {
+        self.affine && self.bias
     }
 
     /// The step of ψ² in training step `t`, counted from 1.

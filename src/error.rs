@@ -63,6 +63,12 @@ pub(crate) enum Error {
     NotAffine,
 
     #[error(
+        "power_norm: expected bias: true beside a bias, got false: \
+         pass `None` in place of the bias"
+    )]
+    UnwantedBias,
+
+    #[error(
         "power_norm: expected a weight of rank 1, got shape {0:?}: \
          flatten it, to one number a channel"
     )]

@@ -75,17 +75,9 @@ impl GroupScaling {
     pub fn eps(&self) -> f64 {
         self.eps
     }
-}
 
-impl Module for GroupScaling {
-    /// Scales `xs`, `[.., C]`.
-    ///
-    /// # Errors
-    ///
-    /// - `xs` is a scalar, or has another dtype than those above.
-    /// - C is 0, or no multiple of the groups.
-    /// - ε is 0 or infinite in the dtype of the sums.
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+    /// Scales `xs`, and multiplies each channel by `weight`, `[C]`.
+    pub(crate) fn scale(&self, xs: &Tensor, weight: Option<&Tensor>) -> Result<Tensor> {
         let &size = xs.dims().last().ok_or(Error::Scalar)?;
         if size == 0 {
             return Err(Error::Size.into());
@@ -100,18 +92,30 @@ impl Module for GroupScaling {
             device: &DeviceKind::of(xs.device())?,
             config: &PowerNormConfig {
                 group_scaling: Some(self.groups),
-                affine: false,
                 ..self.eps.into()
             },
             xs,
             residual: None,
             keep: None,
-            weight: None,
+            weight,
             bias: None,
             // Without a state D is 1.
             state: None,
             training: None,
             turn: None,
         })
+    }
+}
+
+impl Module for GroupScaling {
+    /// Scales `xs`, `[.., C]`.
+    ///
+    /// # Errors
+    ///
+    /// - `xs` is a scalar, or has another dtype than those above.
+    /// - C is 0, or no multiple of the groups.
+    /// - ε is 0 or infinite in the dtype of the sums.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.scale(xs, None)
     }
 }

@@ -119,21 +119,23 @@ impl Module for PowerNorm {
 impl PowerNorm {
     /// A layer of this γ and β, which starts in training if `trainable`.
     pub(crate) fn from_parts(
-        affine: Option<(Tensor, Tensor)>,
+        weight: Option<Tensor>,
+        bias: Option<Tensor>,
         state: State,
         trainable: bool,
     ) -> Result<Self> {
-        if let Some((weight, bias)) = &affine {
-            for (name, parameter) in [("weight", weight), ("bias", bias)] {
+        for (name, parameter) in [("weight", &weight), ("bias", &bias)] {
+            if let Some(parameter) = parameter {
                 same_device(name, parameter, state.device())?;
                 state_dtype(name, parameter.dtype())?;
             }
+        }
+        if let (Some(weight), Some(bias)) = (&weight, &bias) {
             let (weight, got) = (weight.dtype(), bias.dtype());
             if got != weight && got != DType::F32 && weight != DType::F32 {
                 return Err(Error::BiasDType { weight, got }.into());
             }
         }
-        let (weight, bias) = affine.unzip();
         Ok(Self {
             weight,
             bias,
@@ -263,7 +265,7 @@ impl PowerNorm {
         self.weight.as_ref()
     }
 
-    /// β, `[size]`; `None` without `affine`.
+    /// β, `[size]`; `None` without `affine` or `bias`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
@@ -342,7 +344,8 @@ impl PowerNorm {
         };
         let turn =
             (self.ranks.as_ref().zip(exchange)).map(|(ranks, exchange)| ranks.turn(exchange));
-        self.check_input(xs)?;
+        let parameters = [self.weight(), self.bias()];
+        check_input(xs, self.size(), parameters, self.state.device())?;
         residual.map_or(Ok(()), |residual| self.check_residual(xs, residual))?;
         keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))?;
         Ok(Call {
@@ -362,31 +365,6 @@ impl PowerNorm {
             }),
             turn,
         })
-    }
-
-    fn check_input(&self, xs: &Tensor) -> Result<()> {
-        match xs.dims().last() {
-            None => return Err(Error::Scalar.into()),
-            Some(&last) if last != self.state.size() => {
-                return Err(Error::LastDim {
-                    size: self.state.size(),
-                    got: xs.shape().clone(),
-                }
-                .into())
-            }
-            Some(_) => {}
-        }
-        let input = xs.dtype();
-        check_input_dtype(input)?;
-        for (name, parameter) in [("weight", &self.weight), ("bias", &self.bias)] {
-            if let Some(parameter) = parameter {
-                let got = parameter.dtype();
-                if got != input && got != DType::F32 {
-                    return Err(Error::ParameterDType { name, input, got }.into());
-                }
-            }
-        }
-        self.check_device("xs", xs.device())
     }
 
     fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
@@ -418,18 +396,49 @@ impl PowerNorm {
     }
 
     pub(crate) fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
-        let own = self.state.device();
-        // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
-        if device.location() == own.location() {
-            return Ok(());
-        }
-        Err(Error::Device {
-            name,
-            expected: own.location(),
-            got: device.location(),
-        }
-        .into())
+        check_device(name, device, self.state.device())
     }
+}
+
+/// Checks the input of a layer of `size` channels on `own`, whose parameters are weight and bias.
+pub(crate) fn check_input(
+    xs: &Tensor,
+    size: usize,
+    [weight, bias]: [Option<&Tensor>; 2],
+    own: &Device,
+) -> Result<()> {
+    match xs.dims().last() {
+        None => return Err(Error::Scalar.into()),
+        Some(&last) if last != size => {
+            let got = xs.shape().clone();
+            return Err(Error::LastDim { size, got }.into());
+        }
+        Some(_) => {}
+    }
+    let input = xs.dtype();
+    check_input_dtype(input)?;
+    for (name, parameter) in [("weight", weight), ("bias", bias)] {
+        if let Some(parameter) = parameter {
+            let got = parameter.dtype();
+            if got != input && got != DType::F32 {
+                return Err(Error::ParameterDType { name, input, got }.into());
+            }
+        }
+    }
+    check_device("xs", xs.device(), own)
+}
+
+fn check_device(name: &'static str, device: &Device, own: &Device) -> Result<()> {
+    // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
+    if device.location() == own.location() {
+        return Ok(());
+    }
+    Err(Error::Device {
+        name,
+        expected: own.location(),
+        got: device.location(),
+    }
+    .into())
 }
 
 /// Checks the dtype of an input.

@@ -28,6 +28,7 @@
 //! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes
 //!   a residual.
 //! - [`PowerNorm::fold_into`] moves a trained layer into the linear layer after it.
+//! - [`RmsNorm`] is RMSNorm with the same fused backward.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //! - [`Recipe`] chooses between the paper's equations and the equations of the released code.
 //!
@@ -57,9 +58,10 @@ mod loss_scale;
 mod mode;
 mod op;
 mod ranks;
+mod rms_norm;
 mod state;
 
-pub use builder::{power_norm, PowerNormBuilder};
+pub use builder::{power_norm, power_norm_no_bias, PowerNormBuilder};
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use group_scaling::GroupScaling;
 pub use layer::{PowerNorm, PowerNormT};
@@ -70,6 +72,7 @@ pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
+pub use rms_norm::{rms_norm, RmsNorm};
 
 /// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
 #[cfg(feature = "mpi")]

@@ -264,6 +264,9 @@ impl Member {
             Common::choice("affine", config.affine.into(), |key| {
                 name_of(key, &["false", "true"])
             }),
+            Common::choice("bias", config.bias.into(), |key| {
+                name_of(key, &["false", "true"])
+            }),
             Common::positive("eps", config.eps),
             Common::positive("alpha_fwd", config.alpha_fwd),
             Common::positive("alpha_bwd", config.alpha_bwd),
