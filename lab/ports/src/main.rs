@@ -1,10 +1,11 @@
-//! Trains BERT and ViT of candle-transformers with PowerNorm, in single and in half precision:
+//! Trains BERT and ViT of candle-transformers with PowerNorm, and Llama with this crate's RmsNorm,
+//! in single and in half precision:
 //!
 //! ```text
 //! cargo run --release -p ports
 //! ```
 //!
-//! `build.rs` makes both models from candle-transformers' files by the steps of the guide's page on
+//! `build.rs` makes the models from candle-transformers' files by the steps of the guide's page on
 //! training. Each learns a small task. Prints the losses, and fails if a parameter gets no gradient
 //! or a loss does not fall.
 
@@ -21,6 +22,10 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 #[allow(dead_code, clippy::all)]
 mod bert {
     include!(concat!(env!("OUT_DIR"), "/bert.rs"));
+}
+#[allow(dead_code, clippy::all)]
+mod llama {
+    include!(concat!(env!("OUT_DIR"), "/llama.rs"));
 }
 #[allow(dead_code, clippy::all)]
 mod vit {
@@ -71,13 +76,15 @@ fn train(varmap: &VarMap, mut loss: impl FnMut() -> Result<Tensor>) -> Result<[f
     Ok([losses[0], last.iter().sum::<f32>() / last.len() as f32])
 }
 
+const SENTENCES: &str = include_str!("../../sample/train.en");
+
 /// BERT fills in characters of sentences, which differ in length.
 fn train_bert(dtype: DType) -> Result<[f32; 2]> {
     const TIME: usize = 48;
     const PAD: u32 = 0;
     const MASK: u32 = 1;
     let device = Device::Cpu;
-    let sentences: Vec<&[u8]> = include_str!("../../sample/train.en")
+    let sentences: Vec<&[u8]> = SENTENCES
         .lines()
         .map(|line| &line.as_bytes()[..line.len().min(TIME)])
         .collect();
@@ -122,6 +129,42 @@ fn train_bert(dtype: DType) -> Result<[f32; 2]> {
             &logits.to_dtype(DType::F32)?,
             &Tensor::new(targets, &device)?,
         )
+    })
+}
+
+/// Llama continues text, character by character.
+fn train_llama(dtype: DType) -> Result<[f32; 2]> {
+    const TIME: usize = 48;
+    let device = Device::Cpu;
+    let varmap = VarMap::new();
+    let config = llama::Config {
+        hidden_size: WIDTH,
+        intermediate_size: 4 * WIDTH,
+        vocab_size: 128,
+        num_hidden_layers: LAYERS,
+        num_attention_heads: HEADS,
+        num_key_value_heads: HEADS / 2,
+        max_position_embeddings: TIME,
+        ..llama::Config::config_7b_v2(false)
+    };
+    let vb = VarBuilder::from_varmap(&varmap, dtype, &device);
+    let model = llama::Llama::load(vb, &config)?;
+    // In training nothing is kept of earlier calls but the mask.
+    let mut cache = llama::Cache::new(false, dtype, &config, &device)?;
+    let mut rng = StdRng::seed_from_u64(0);
+    let text = SENTENCES.as_bytes();
+    train(&varmap, || {
+        let mut ids = vec![];
+        for _ in 0..BATCH {
+            let start = rng.random_range(..text.len() - TIME);
+            let window = &text[start..=start + TIME];
+            ids.extend(window.iter().map(|&byte| u32::from(byte.min(127))));
+        }
+        let ids = Tensor::from_vec(ids, (BATCH, TIME + 1), &device)?;
+        let inputs = ids.narrow(1, 0, TIME)?.contiguous()?;
+        let targets = ids.narrow(1, 1, TIME)?.flatten_all()?;
+        let logits = model.forward(&inputs, 0, &mut cache)?;
+        cross_entropy(&logits.flatten_to(1)?, &targets)
     })
 }
 
@@ -173,11 +216,15 @@ fn main() -> Result<()> {
         std::env::set_var("CANDLE_NUM_THREADS", "1");
     }
     println!("loss of                first step  after {STEPS}");
-    let models: [(&str, Train); 2] = [("BERT", train_bert), ("ViT", train_vit)];
+    let models: [(&str, Train); 3] = [
+        ("BERT", train_bert),
+        ("ViT", train_vit),
+        ("Llama", train_llama),
+    ];
     for (name, train) in models {
         for dtype in [DType::F32, DType::BF16] {
             let [first, last] = train(dtype)?;
-            println!("{name:4} in {:12} {first:12.3} {last:9.3}", dtype.as_str());
+            println!("{name:5} in {:11} {first:12.3} {last:9.3}", dtype.as_str());
             if last.is_nan() || last >= 0.8 * first {
                 bail!("{name} did not learn");
             }
