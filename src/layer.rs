@@ -197,9 +197,6 @@ impl PowerNorm {
     /// The outputs have the bits of an addition that rounds to nearest, followed by a `forward`.
     /// [Residuals](crate::guide::residuals) has an example, and says what this saves.
     ///
-    /// After a backward that failed on an NVIDIA GPU, or inside another backward of the same graph,
-    /// run the forward again: the next backward could use the gradients that it left.
-    ///
     /// # Errors
     ///
     /// As in [`forward_masked`](Self::forward_masked), or `residual` has another dtype, shape or

@@ -27,9 +27,8 @@ pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
     let (step, inputs, outputs) = Step::forward(call)?;
     let xs = inputs.x;
     let op = PowerNormOp {
-        output: Output::new(outputs.y, xs.shape()),
+        y: Computed::new(outputs.y, xs.shape()),
         step,
-        has_weight: inputs.weight.is_some(),
     };
     match (&inputs.weight, &inputs.bias) {
         (Some(weight), Some(bias)) => xs.apply_op3(weight, bias, op),
@@ -66,12 +65,12 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
 }
 
 /// An output that was computed before candle runs the op that hands it out.
-struct Output {
+struct Computed {
     storage: Mutex<Option<Storage>>,
     shape: Shape,
 }
 
-impl Output {
+impl Computed {
     fn new(storage: Option<Storage>, shape: &Shape) -> Self {
         Self {
             storage: Mutex::new(storage),
@@ -109,31 +108,35 @@ macro_rules! typed_storage {
 }
 typed_storage!(Cpu => CpuStorage, Cuda => CudaStorage, Metal => MetalStorage);
 
-/// A tensor of one element, which stands for others in the graph.
-fn token<S: TypedStorage>(like: &S) -> Result<(S, Shape)> {
+/// The output of `_op`, if it is a token: a tensor of one element, which stands for others in the
+/// graph.
+fn token<S: TypedStorage>(_op: &impl Sized, like: &S) -> Result<(S, Shape)> {
     let shape = Shape::from(1);
     Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))
 }
 
-/// Defines the forwards of a custom op with one, two or three arguments. Each calls the op's method
-/// `output` with the storage of the first argument.
+/// Defines the forwards of a custom op with one, two or three arguments. Each calls `$output` with
+/// the op and the storage of the first argument.
 macro_rules! forwards {
-    (1) => { $crate::op::forwards! { @ (first, l1) } };
-    (2) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) } };
-    (3) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) (_s3, _l3) } };
-    (@ $($arguments:tt)*) => {
-        $crate::op::forwards! { cpu_fwd candle::CpuStorage, $($arguments)* }
-        $crate::op::forwards! { cuda_fwd candle::CudaStorage, $($arguments)* }
-        $crate::op::forwards! { metal_fwd candle::MetalStorage, $($arguments)* }
+    (1, $output:path) => { $crate::op::forwards! { @ $output, (first, l1) } };
+    (2, $output:path) => { $crate::op::forwards! { @ $output, (first, l1) (_s2, _l2) } };
+    (3, $output:path) => { $crate::op::forwards! { @ $output, (first, l1) (_s2, _l2) (_s3, _l3) } };
+    (@ $output:path, $($arguments:tt)*) => {
+        $crate::op::forwards! { cpu_fwd candle::CpuStorage, $output, $($arguments)* }
+        $crate::op::forwards! { cuda_fwd candle::CudaStorage, $output, $($arguments)* }
+        $crate::op::forwards! { metal_fwd candle::MetalStorage, $output, $($arguments)* }
     };
-    ($forward:ident $storage:ty, ($first:ident, $l1:ident) $(($more:ident, $layout:ident))*) => {
+    (
+        $forward:ident $storage:ty, $output:path,
+        ($first:ident, $l1:ident) $(($more:ident, $layout:ident))*
+    ) => {
         fn $forward(
             &self,
             $first: &$storage,
             _: &candle::Layout,
             $($more: &$storage, $layout: &candle::Layout),*
         ) -> candle::Result<($storage, candle::Shape)> {
-            self.output($first)
+            $output(self, $first)
         }
     };
 }
@@ -141,78 +144,70 @@ pub(crate) use forwards;
 
 /// A layer's place in the graph.
 struct PowerNormOp {
-    output: Output,
+    y: Computed,
     step: Arc<Step>,
-    /// The one parameter of a layer with one is the weight.
-    has_weight: bool,
 }
 
 impl PowerNormOp {
-    fn output<S: TypedStorage>(&self, first: &S) -> Result<(S, Shape)> {
-        self.output.hand_out(first)
+    const NAME: &'static str = "power_norm";
+
+    fn hand_out<S: TypedStorage>(&self, first: &S) -> Result<(S, Shape)> {
+        self.y.hand_out(first)
     }
 
-    fn backward(
-        &self,
-        x: &Tensor,
-        parameters: [Option<&Tensor>; 2],
-        dy: &Tensor,
-    ) -> Result<Gradients> {
-        (self.step).backward(x, parameters, dy, None, x.track_op())
+    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<Gradients> {
+        (self.step).backward(x, dy, None, x.track_op())
     }
 }
 
 impl CustomOp3 for PowerNormOp {
     fn name(&self) -> &'static str {
-        "power_norm"
+        Self::NAME
     }
 
-    forwards!(3);
+    forwards!(3, Self::hand_out);
 
     fn bwd(
         &self,
         x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
+        _weight: &Tensor,
+        _bias: &Tensor,
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradients = self.backward(x, [Some(weight), Some(bias)], dy)?;
+        let gradients = self.backward(x, dy)?;
         Ok((gradients.input, gradients.weight, gradients.bias))
     }
 }
 
+/// A layer with a weight or a bias only.
 impl CustomOp2 for PowerNormOp {
     fn name(&self) -> &'static str {
-        "power_norm"
+        Self::NAME
     }
 
-    forwards!(2);
+    forwards!(2, Self::hand_out);
 
     fn bwd(
         &self,
         x: &Tensor,
-        parameter: &Tensor,
+        _parameter: &Tensor,
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let parameters = match self.has_weight {
-            true => [Some(parameter), None],
-            false => [None, Some(parameter)],
-        };
-        let gradients = self.backward(x, parameters, dy)?;
+        let gradients = self.backward(x, dy)?;
         Ok((gradients.input, gradients.weight.or(gradients.bias)))
     }
 }
 
 impl CustomOp1 for PowerNormOp {
     fn name(&self) -> &'static str {
-        "power_norm"
+        Self::NAME
     }
 
-    forwards!(1);
+    forwards!(1, Self::hand_out);
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        Ok(self.backward(x, [None, None], dy)?.input)
+        Ok(self.backward(x, dy)?.input)
     }
 }

@@ -104,6 +104,8 @@ pub(crate) struct Step {
     /// t before the step.
     steps: usize,
     keep: Option<Tensor>,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
 }
 
 impl Step {
@@ -117,6 +119,8 @@ impl Step {
             training: call.training,
             steps,
             keep: inputs.keep.clone(),
+            weight: inputs.weight.clone(),
+            bias: inputs.bias.clone(),
         };
         if let Some(turn) = call.turn {
             let global = turn.sum(&step.device_step.local_sums()?, steps)?;
@@ -140,12 +144,11 @@ impl Step {
         })
     }
 
-    /// Runs a backward, which moves ν. `x` is what was normalized, `parameters` are weight and
-    /// bias, `dy` is the gradient of the output, and `dsum` that of the sum with a residual.
+    /// Runs a backward, which moves ν. `x` is what was normalized, `dy` the gradient of the output,
+    /// and `dsum` the gradient of the sum with a residual.
     pub fn backward(
         &self,
         x: &Tensor,
-        parameters: [Option<&Tensor>; 2],
         dy: &Tensor,
         dsum: Option<&Tensor>,
         wants_input: bool,
@@ -154,14 +157,13 @@ impl Step {
         let ranks = training.and_then(|training| training.ranks.as_ref());
         let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
         let (dy, dsum) = (readable(dy)?, dsum.map(readable).transpose()?);
-        let [weight, bias] = parameters;
         let mut backward = self.device_step.backward(&BackwardInputs {
             x,
             dy: &dy,
             dsum: dsum.as_ref(),
             keep: self.keep.as_ref(),
-            weight,
-            bias,
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref(),
             running: training.map(|training| RunningNu {
                 ema_gz: training.state.nu_variable(),
                 loss_scale: training.loss_scale.get(),

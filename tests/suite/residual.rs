@@ -218,35 +218,6 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// An op without a backward.
-struct NoBackward;
-
-impl CustomOp1 for NoBackward {
-    fn name(&self) -> &'static str {
-        "no_backward"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
-}
-
-#[test]
-fn a_backward_that_fails_leaves_nothing_to_the_next() -> Result<()> {
-    let mut data = Data::new(11);
-    let case = Case::random(&mut data, &[5, 6], DType::F64)?;
-    let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
-    let (y, sum) = layer.forward_residual(&case.xs, &case.residual, None)?;
-    let fails = (sum.apply_op1(NoBackward)?.sum_all()? + y.sum_all()?)?;
-    assert!(fails.backward().is_err());
-    let before = state(&layer);
-    let gradients = case.gradients(&(y, sum), [false, true])?;
-    assert_same_bits("dx", gradients.get(&case.xs).unwrap(), &case.dsum);
-    assert!(gradients.get(layer.weight().unwrap()).is_none());
-    assert_eq!(state(&layer), before);
-    Ok(())
-}
-
 /// Threads that go back through one graph, each from a loss of its own.
 #[test]
 fn threads_may_share_a_graph() -> Result<()> {
