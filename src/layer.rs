@@ -207,7 +207,7 @@ impl PowerNorm {
         residual: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
-        self.run_residual(xs, residual, keep.into(), self.mode.purpose())
+        power_norm_residual(self.call(xs, Some(residual), keep.into(), self.mode.purpose())?)
     }
 
     /// The same layer, which follows `mode` from now on.
@@ -309,19 +309,7 @@ impl PowerNorm {
     }
 
     fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
-        let call = self.call(xs, None, keep, purpose)?;
-        op::power_norm(call)
-    }
-
-    fn run_residual(
-        &self,
-        xs: &Tensor,
-        residual: &Tensor,
-        keep: Option<&Tensor>,
-        purpose: Purpose,
-    ) -> Result<(Tensor, Tensor)> {
-        let call = self.call(xs, Some(residual), keep, purpose)?;
-        power_norm_residual(call)
+        op::power_norm(self.call(xs, None, keep, purpose)?)
     }
 
     /// Takes the turn over ranks, checks the arguments, and gathers what a forward needs.

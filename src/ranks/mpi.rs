@@ -22,20 +22,13 @@ use std::sync::{Mutex, PoisonError};
 /// does not require it. Before each sum, the ranks agree on its length and dtype in a sum of
 /// integers.
 ///
-/// # Ranks that fail
+/// A tensor that cannot be summed, because its dtype is neither `F32` nor `F64`, or because its
+/// length or dtype differs from the other ranks', is an error on every rank. An error of MPI itself
+/// reaches the rank to which MPI reports it.
 ///
-/// - If a tensor cannot be summed, because its dtype is neither `F32` nor `F64`, or because its
-///   length or dtype differs from the other ranks', every rank gets an error.
-/// - If MPI itself reports an error, the rank gets it to which MPI reports it. MPI promises nothing
-///   about the communicator afterwards.
-/// - If a process is killed, or exits without `MPI_Finalize`, the job ends: `mpirun` kills the
-///   others.
-/// - If a rank leaves `main` early, by an error or a panic, **the job hangs**. The rank drops its
-///   [`Universe`](mpi::environment::Universe) and waits in `MPI_Finalize` for the others, which
-///   wait for it in a sum. Such a rank must call `world.abort(1)`, as in the example, or be built
-///   with `panic = "abort"`.
-/// - If a rank makes fewer sums than the others, or makes them in another order, the job hangs or
-///   mixes sums. No engine notices that.
+/// A rank that leaves `main` early, by an error or a panic, **leaves the others waiting**: it must
+/// call `world.abort(1)`, as in the example, or be built with `panic = "abort"`.
+/// [Ranks](crate::guide::ranks) says what follows if a process dies.
 ///
 /// # Example
 ///

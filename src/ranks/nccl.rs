@@ -41,14 +41,9 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// # Ranks that fail
 ///
-/// NCCL checks nothing and waits forever:
-///
-/// - Ranks that disagree on the length or dtype of a tensor, or on the order of their sums, hang or
-///   sum what does not belong together, without an error. Layers notice it once, at their first
-///   sum.
-/// - A rank that fails, or whose process dies, leaves the others waiting on their GPUs. Their host
-///   waits at the next value that it reads. Use a launcher that ends all processes when one ends.
-/// - What NCCL reports when a sum is queued is an error on that rank only.
+/// NCCL checks nothing and waits forever: for a rank that failed, and for one that brings other
+/// tensors or another order of sums, unless it adds up what does not belong together. Layers
+/// compare the ranks once, at their first sum. [Ranks](crate::guide::ranks) has more.
 ///
 /// # Example
 ///

@@ -1,6 +1,8 @@
 //! Conversions between rows of half precision and vectors of f32.
 
 use super::element::Element;
+use super::lanes::MOST_COLUMNS;
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::bytemuck::{cast_slice, cast_slice_mut};
 use pulp::Simd;
@@ -36,7 +38,7 @@ fn narrow_bf16(value: f32) -> bf16 {
     bf16::from_bits(if value.is_nan() { quiet } else { rounded } as u16)
 }
 
-/// By the conversions of vectors in `x86`, or else by conversions of one element.
+/// By the conversions of vectors in `x86`, or else by those of the `half` crate.
 impl Element for f16 {
     type Acc = f32;
 
@@ -47,10 +49,7 @@ impl Element for f16 {
         if x86::widen(simd, row, vectors) {
             return;
         }
-        match cast_slice_mut(vectors) {
-            [lane] => *lane = widen_f16(row[0]),
-            lanes => widen_f16s(row, lanes),
-        }
+        row.convert_to_f32_slice(cast_slice_mut(vectors));
     }
 
     #[inline(always)]
@@ -60,76 +59,11 @@ impl Element for f16 {
         if x86::narrow(simd, vectors, row) {
             return;
         }
-        match cast_slice(vectors) {
-            &[lane] => row[0] = MaybeUninit::new(narrow_f16(lane)),
-            lanes => narrow_f16s(lanes, row),
-        }
+        let mut narrowed = [f16::ZERO; MOST_COLUMNS];
+        let narrowed = &mut narrowed[..row.len()];
+        narrowed.convert_from_f32_slice(cast_slice(vectors));
+        row.write_copy_of_slice(narrowed);
     }
-}
-
-// On x86-64 only the baseline level comes here, where a conversion takes many instructions. Inlined
-// into every kernel they took a seventh of the time to compile the crate, and twice as long to run.
-
-#[cfg_attr(target_arch = "x86_64", inline(never))]
-#[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-fn widen_f16s(row: &[f16], lanes: &mut [f32]) {
-    for (lane, &value) in lanes.iter_mut().zip(row) {
-        *lane = widen_f16(value);
-    }
-}
-
-#[cfg_attr(target_arch = "x86_64", inline(never))]
-#[cfg_attr(not(target_arch = "x86_64"), inline(always))]
-fn narrow_f16s(lanes: &[f32], row: &mut [MaybeUninit<f16>]) {
-    for (slot, &lane) in row.iter_mut().zip(lanes) {
-        slot.write(narrow_f16(lane));
-    }
-}
-
-/// 2⁻¹⁴, the smallest normal f16.
-const F16_MIN_NORMAL: f32 = 6.103_515_6e-5;
-
-#[inline(always)]
-fn narrow_f16(value: f32) -> f16 {
-    let bits = value.to_bits();
-    let sign = (bits >> 16) & 0x8000;
-    let magnitude = bits & 0x7fff_ffff;
-    let absolute = f32::from_bits(magnitude);
-    // Rounded in the integer, a carry out of the mantissa goes to the exponent, where it belongs;
-    // past the largest f16 that gives infinity.
-    let normal = magnitude.wrapping_sub((112 << 23) - 0xfff - ((magnitude >> 13) & 1)) >> 13;
-    // Next to 0.5 an f32 counts in steps of 2⁻²⁴, as an f16 subnormal does.
-    let subnormal = (absolute + 0.5).to_bits() - 0.5f32.to_bits();
-    let narrowed = if absolute < F16_MIN_NORMAL {
-        subnormal
-    } else if absolute < 65520. {
-        normal
-    } else if value.is_nan() {
-        0x7e00 | (magnitude >> 13)
-    } else {
-        0x7c00
-    };
-    f16::from_bits((sign | (narrowed & 0x7fff)) as u16)
-}
-
-#[inline(always)]
-fn widen_f16(value: f16) -> f32 {
-    let bits = u32::from(value.to_bits());
-    let sign = (bits & 0x8000) << 16;
-    let magnitude = (bits & 0x7fff) << 13;
-    let exponent = bits & 0x7c00;
-    // f32's exponents have a bias of 127, f16's of 15.
-    let normal = magnitude + (112 << 23);
-    let non_finite = magnitude | 0x7f80_0000;
-    // A subnormal m·2⁻²⁴ is the mantissa of 2⁻¹⁴ + m·2⁻²⁴.
-    let subnormal =
-        (f32::from_bits(F16_MIN_NORMAL.to_bits() | magnitude) - F16_MIN_NORMAL).to_bits();
-    let magnitude = match exponent {
-        0x7c00 => non_finite,
-        0 => subnormal,
-        _ => normal,
-    };
-    f32::from_bits(sign | magnitude)
 }
 
 /// Conversions by one instruction, at the levels that have one.

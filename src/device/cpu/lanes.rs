@@ -6,6 +6,9 @@ use std::any::TypeId;
 use std::mem::MaybeUninit;
 use std::ops::{Add, Mul, Range, Sub};
 
+/// The most columns of a [`Span`]: four vectors of 512 bits.
+pub(super) const MOST_COLUMNS: usize = 64;
+
 /// Adjacent columns of a row, as many as `K` vectors of `S` hold.
 #[derive(Clone, Copy)]
 pub(super) struct Span<S, A, const K: usize> {

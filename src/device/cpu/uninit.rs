@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::element::Element;
-use super::lanes::{sweep, Columns, Groups, Lanes, Sink, Span};
+use super::lanes::{sweep, Columns, Groups, Lanes, Sink, Span, MOST_COLUMNS};
 use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -202,9 +202,7 @@ fn stream<S: Simd, T: Element, const K: usize>(
 ) -> bool {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128};
 
-    /// Columns of four vectors of 512 bits. They stay in registers.
-    const MOST: usize = 64;
-    const { assert!(Span::<S, T::Acc, K>::WIDTH <= MOST) };
+    const { assert!(Span::<S, T::Acc, K>::WIDTH <= MOST_COLUMNS) };
     // 16 bytes at a time at every level. Stores of 64 bytes are up to 5 % faster for 32768x1024,
     // but need an alignment that glibc does not give.
     let columns = &mut slots[start..][..Span::<S, T::Acc, K>::WIDTH];
@@ -213,7 +211,8 @@ fn stream<S: Simd, T: Element, const K: usize>(
     if !to.is_aligned() || !size_of_val(columns).is_multiple_of(size) {
         return false;
     }
-    let mut buffer = [MaybeUninit::<T>::uninit(); MOST];
+    // It stays in registers.
+    let mut buffer = [MaybeUninit::<T>::uninit(); MOST_COLUMNS];
     let buffer = &mut buffer[..columns.len()];
     values.write(buffer, 0);
     let from: *const __m128i = buffer.as_ptr().cast();
