@@ -188,6 +188,15 @@ impl<'a> Twins<'a> {
         self.compare(what);
     }
 
+    /// A recalibration of both layers, by one batch.
+    fn recalibrate(&mut self) {
+        let (share, whole) = self.next();
+        for (layer, batch) in [(&self.sharded, share), (&self.whole, whole)] {
+            let _guard = layer.mode().recalibrate_scope();
+            layer.forward(&batch.xs).unwrap();
+        }
+    }
+
     #[track_caller]
     fn compare(&self, what: &str) {
         let close = Close::of(self.rank, self.dtype);
@@ -666,10 +675,7 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
             let expected = theirs.narrow(0, twins.share().start, ROWS).unwrap();
             assert_relative("dx", &ours, &to_f64(&expected), 1e-12);
             if t == 3 {
-                for (layer, batch) in [(&twins.sharded, &other.0), (&twins.whole, &other.1)] {
-                    let _guard = layer.mode().recalibrate_scope();
-                    layer.forward(&batch.xs).unwrap();
-                }
+                twins.recalibrate();
             }
             twins.compare(&format!("step {t}"));
         }
@@ -797,6 +803,11 @@ pub fn settings_that_differ(rank: &Rank) {
         own.config.eps *= rank.rank as f64 + 1.;
         let most = format!("{:?}", rank.ranks() as f64 * 1e-5);
         first_forward_is_refused(rank, own, "eps", ["1e-5", &most]);
+        // Of three ranks the second one has the mean of all.
+        let mut own = usual;
+        own.steps = rank.rank as i64;
+        let most = (rank.ranks() - 1).to_string();
+        first_forward_is_refused(rank, own, "step count", ["0", &most]);
         // Numbers that f64 does not tell apart.
         let large = 1 << 53;
         let (least, most) = (large.to_string(), (large + 1).to_string());
@@ -991,6 +1002,8 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
             let expected = "expected one step count on all ranks, got 2 on one and 7 on another";
             assert!(text.contains(expected), "{text}");
         }
+        // A recalibration does not depend on t.
+        twins.recalibrate();
         twins.set_steps(2);
         twins.compare("mended");
         twins.step("afterwards");

@@ -543,7 +543,9 @@ pub fn padding_may_hold_anything(device: &Device) {
                     }
                     data.tensor(&values, t.dims(), input)
                 };
-                let nan = Batch::new(poison(&batch.xs), poison(&batch.dy)).masked(&mask);
+                let mut nan = Batch::new(poison(&batch.xs), poison(&batch.dy));
+                // Any number but 0 keeps a row.
+                nan.keep = batch.keep.as_ref().map(|keep| (keep * 3.).unwrap());
                 let mut expected = run(&padded, &batch, true);
                 let mut outcome = run(&poisoned, &nan, true);
                 let what = format!("{input:?}, {cols} by {groups:?}, step {step}");
