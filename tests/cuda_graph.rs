@@ -6,7 +6,7 @@ mod common;
 use candle::cuda_backend::cudarc::driver::sys;
 use candle::{CudaDevice, DType, Device, Var};
 use candle_powernorm::{PowerNorm, Ranks};
-use common::gpu::Echo;
+use common::distributed::Same;
 use common::{assert_same_bits, config, run, same_state, state, thinned, Batch, Data, Twin, PATHS};
 
 /// Past its warm-up a training step, forward and backward, allocates nothing that outlives it and
@@ -15,7 +15,10 @@ use common::{assert_same_bits, config, run, same_state, state, thinned, Batch, D
 #[test]
 fn a_training_step_replays_as_a_cuda_graph() {
     replay_a_step(|layer| layer);
-    replay_a_step(|layer| layer.with_ranks(&Ranks::new(Echo::default())));
+    replay_a_step(|layer| {
+        let same = Same(layer.weight().unwrap().device().clone());
+        layer.with_ranks(&Ranks::new(same))
+    });
 }
 
 fn replay_a_step(join: fn(PowerNorm) -> PowerNorm) {
@@ -41,11 +44,8 @@ fn replay_a_step(join: fn(PowerNorm) -> PowerNorm) {
             };
             let zeros = |shape: &[usize]| Var::zeros(shape, DType::F32, &gpu).unwrap();
             let inputs = [zeros(&shape), zeros(&shape)];
-            let batch = Batch {
-                xs: inputs[0].as_detached_tensor(),
-                dy: inputs[1].as_detached_tensor(),
-                keep: None,
-            };
+            let [xs, dy] = inputs.each_ref().map(Var::as_detached_tensor);
+            let batch = Batch::new(xs, dy);
             let batch = match padded {
                 true => batch.masked(&Data::new(19).mask(70)),
                 false => batch,

@@ -8,8 +8,8 @@ use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
 use common::softgpu::Softgpu;
 use common::{
-    config, precision, same_bits, same_state, state, thinned, to_f64, Batch, Data, Gradient,
-    Outcome, Twin, PATHS,
+    config, loss_of, outputs, precision, same_bits, same_state, state, thinned, to_f64, Batch,
+    Data, Gradient, Outcome, Outputs, Twin, With, PATHS,
 };
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,14 +23,20 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Outputs of a layer: of its input, and the sum with a residual.
-type Outputs = (Tensor, Option<Tensor>);
-
 /// A forward that waits for its backward.
 struct Pass {
     x: Var,
     y: Tensor,
     loss: Tensor,
+}
+
+impl Pass {
+    /// With a loss whose gradient the batch has.
+    fn new(x: Var, outputs: Outputs, batch: &Batch) -> Self {
+        let loss = loss_of(&outputs, &batch.dy, &batch.dy).unwrap();
+        let (y, _) = outputs;
+        Self { x, y, loss }
+    }
 }
 
 fn backward(layer: &PowerNorm, pass: Pass) -> Result<Outcome> {
@@ -54,33 +60,17 @@ impl Pair<'_> {
         Var::from_tensor(&self.batch.xs).unwrap()
     }
 
-    /// The layer's part of a forward.
+    /// The layer's part of a forward. A residual is the gradient again.
     fn outputs(&self, layer: &PowerNorm, x: &Tensor) -> Result<Outputs> {
-        let Batch { dy, keep, .. } = &self.batch;
-        match self.with_residual {
-            false => Ok((layer.forward_masked(x, keep.as_ref())?, None)),
-            true => {
-                let (y, sum) = layer.forward_residual(x, dy, keep.as_ref())?;
-                Ok((y, Some(sum)))
-            }
-        }
-    }
-
-    /// With a loss whose gradient the batch has.
-    fn pass(&self, x: Var, (y, sum): Outputs) -> Pass {
-        let of = |output: &Tensor| output.apply_op1(Gradient(self.batch.dy.clone()));
-        let mut loss = of(&y).unwrap();
-        if let Some(sum) = &sum {
-            loss = (loss + of(sum).unwrap()).unwrap();
-        }
-        Pass { x, y, loss }
+        let residual = self.with_residual.then_some(&self.batch.dy);
+        outputs(layer, x, residual, self.batch.keep.as_ref())
     }
 
     /// A forward that nothing disturbs.
     fn forward(&self, layer: &PowerNorm) -> Pass {
         let x = self.input();
         let outputs = self.outputs(layer, &x).unwrap();
-        self.pass(x, outputs)
+        Pass::new(x, outputs, &self.batch)
     }
 
     /// A step of both that nothing disturbs.
@@ -100,7 +90,7 @@ impl Pair<'_> {
     fn disturb_forwards(&self) {
         let x = self.input();
         let (outputs, calls) = (self.softgpu).counting(|| self.outputs(&self.twin, &x).unwrap());
-        backward(&self.twin, self.pass(x, outputs)).unwrap();
+        backward(&self.twin, Pass::new(x, outputs, &self.batch)).unwrap();
         backward(&self.layer, self.forward(&self.layer)).unwrap();
         let device = Device::Cuda(self.device.clone());
         let live = self.softgpu.live(&device);
@@ -124,7 +114,8 @@ impl Pair<'_> {
                 }
                 // The call did not matter, or there was none.
                 Ok(outputs) => {
-                    let ours = backward(&self.layer, self.pass(x, outputs)).unwrap();
+                    let ours = Pass::new(x, outputs, &self.batch);
+                    let ours = backward(&self.layer, ours).unwrap();
                     let theirs = backward(&self.twin, self.forward(&self.twin)).unwrap();
                     same_bits(&what, &ours, &theirs);
                 }
@@ -188,7 +179,7 @@ impl Pair<'_> {
         let forward = || self.outputs(&self.layer, &x);
         let (outputs, allocations) = self.softgpu.counting_in(allocate, || forward().unwrap());
         assert!(allocations > 0);
-        let pass = self.pass(x.clone(), outputs);
+        let pass = Pass::new(x.clone(), outputs, &self.batch);
         self.launches();
         let back = |pass| backward(&self.layer, pass);
         let (_, more) = self.softgpu.counting_in(allocate, || back(pass).unwrap());
@@ -318,10 +309,7 @@ fn kernels_are_loaded_before_the_first_launch() {
     let gpu = Device::Cuda(device.clone());
     let load = Some(c"cuModuleGetFunction");
     // Warm-up, and a group wider than a block.
-    let config = PowerNormConfig {
-        warmup_steps: 1000,
-        ..1e-5.into()
-    };
+    let config = 1e-5.with_warm_up(1000);
     let new = || Twin::new(&mut Data::on(&gpu, 1), 16392, config, DType::F32).layer;
     let batch = Batch::random(&mut Data::on(&gpu, 2), &[3, 16392], DType::F32, false);
     let x = Var::from_tensor(&batch.xs).unwrap();
@@ -357,14 +345,11 @@ fn kernels_are_loaded_before_the_first_launch() {
 fn huge(ends: &Tensor, rows: usize) -> Tensor {
     let (few, cols) = ends.dims2().unwrap();
     let all = Tensor::zeros((rows, cols), ends.dtype(), ends.device()).unwrap();
-    let half = |from: usize| ends.narrow(0, from, few / 2).unwrap();
-    all.slice_set(&half(0), 0, 0).unwrap();
-    all.slice_set(
-        &half(few / 2).force_contiguous().unwrap(),
-        0,
-        rows - few / 2,
-    )
-    .unwrap();
+    for (from, to) in [(0, 0), (few / 2, rows - few / 2)] {
+        let half = ends.narrow(0, from, few / 2).unwrap();
+        all.slice_set(&half.force_contiguous().unwrap(), 0, to)
+            .unwrap();
+    }
     all
 }
 
@@ -429,10 +414,10 @@ fn more_than_32_bits_of_elements() {
                 }),
             };
             let (outcome, sum) = run(&large, &whole, with_residual);
-            let actual = (outcome.tensors().into_iter()).chain(sum.iter().map(|sum| ("sum", sum)));
-            let expected =
-                (expected.tensors().into_iter()).chain(expected_sum.iter().map(|sum| ("sum", sum)));
-            for ((name, actual), (_, expected)) in actual.zip(expected) {
+            let [mut actual, mut expected] = [&outcome, &expected].map(Outcome::tensors);
+            actual.extend(sum.iter().map(|sum| ("sum", sum)));
+            expected.extend(expected_sum.iter().map(|sum| ("sum", sum)));
+            for ((name, actual), (_, expected)) in actual.into_iter().zip(expected) {
                 let actual = match actual.rank() {
                     1 => actual.clone(),
                     _ => ends(actual, few),
@@ -476,23 +461,10 @@ const EDGE: usize = 1024;
 /// again, it also gives the sum.
 fn run(layer: &PowerNorm, batch: &Batch, with_residual: bool) -> (Outcome, Option<Tensor>) {
     let x = Var::from_tensor(&batch.xs).unwrap();
-    let of = |output: &Tensor| output.apply_op1(Gradient(batch.dy.clone())).unwrap();
-    let (y, sum) = match with_residual {
-        true => {
-            let (y, sum) = layer.forward_residual(&x, &batch.dy, None).unwrap();
-            (y, Some(sum))
-        }
-        false => {
-            let keep = batch.keep.as_ref();
-            (layer.forward_masked(&x, keep).unwrap(), None)
-        }
-    };
-    let mut loss = of(&y);
-    if let Some(sum) = &sum {
-        loss = (loss + of(sum)).unwrap();
-    }
-    let outcome = backward(layer, Pass { x, y, loss }).unwrap();
-    (outcome, sum)
+    let residual = with_residual.then_some(&batch.dy);
+    let (y, sum) = outputs(layer, &x, residual, batch.keep.as_ref()).unwrap();
+    let pass = Pass::new(x, (y, sum.clone()), batch);
+    (backward(layer, pass).unwrap(), sum)
 }
 
 /// Kernels in place of candle's first addition to a gradient, to zeros, whose loop counts elements
@@ -532,25 +504,17 @@ fn offsets_have_room() {
     let ptx = folder.path().join("additions.ptx");
     std::fs::write(&ptx, additions()).unwrap();
     let mut steps = Command::new(std::env::current_exe().unwrap());
-    steps.args([
-        "more_than_32_bits_of_elements",
-        "--exact",
-        "--ignored",
-        "--nocapture",
-    ]);
+    let huge = "more_than_32_bits_of_elements";
+    steps.args([huge, "--exact", "--ignored", "--nocapture"]);
     // So many blocks have few elements each.
     steps.env("SOFTGPU_SPARSE", "1").env("SOFTGPU_SMS", "16384");
     let run = steps.env("SOFTGPU_PTX", ptx).output().unwrap();
     let [out, err] = [run.stdout, run.stderr].map(|text| String::from_utf8(text).unwrap());
     assert!(run.status.success(), "{out}{err}");
-    for entry in POWER_NORM
-        .lines()
-        .filter_map(|line| line.strip_prefix(".visible .entry "))
-    {
+    let entry = |line: &'static str| line.strip_prefix(".visible .entry ");
+    for entry in POWER_NORM.lines().filter_map(entry) {
         let kernel = entry.trim_end_matches('(');
-        let walks = ["normalize", "group"]
-            .iter()
-            .any(|body| kernel.starts_with(body));
+        let walks = kernel.starts_with("normalize") || kernel.starts_with("group");
         let launched = out.lines().any(|line| line == format!("launched {kernel}"));
         assert!(launched || !walks, "{kernel} was not launched:\n{out}");
     }
@@ -564,10 +528,7 @@ fn walk_every_path() {
     let pieces = [(131, Some(1)), (12, None)];
     let recipes = [Recipe::Paper, Recipe::Fairseq].into_iter().cycle();
     for ((cols, groups), recipe) in PATHS.into_iter().chain(pieces).zip(recipes) {
-        let config = PowerNormConfig {
-            recipe,
-            ..config(groups)
-        };
+        let config = config(groups).with_recipe(recipe);
         let mut twin = Twin::new(&mut Data::on(&gpu, 3), cols, config, DType::F32);
         let mut data = Data::on(&gpu, 4);
         for step in 0..3 {

@@ -87,6 +87,11 @@ impl Data {
         (0..len).map(|_| value()).collect()
     }
 
+    /// Numbers about 1.
+    pub fn weight(&mut self, size: usize) -> Vec<f64> {
+        self.normal(size).iter().map(|w| 1. + 0.3 * w).collect()
+    }
+
     /// Values in `[low, high)`.
     pub fn uniform(&mut self, len: usize, low: f64, high: f64) -> Vec<f64> {
         (0..len).map(|_| self.rng.random_range(low..high)).collect()
@@ -120,6 +125,15 @@ pub fn tensor(values: &[f64], shape: &[usize], dtype: DType) -> Tensor {
 pub fn keep(mask: &[bool], dims: &[usize]) -> Tensor {
     let mask: Vec<u8> = mask.iter().map(|&keep| keep.into()).collect();
     Tensor::from_vec(mask, dims, &CPU).unwrap()
+}
+
+/// The rows of `values`, `[rows, ..]`, that `mask` keeps, on the CPU.
+pub fn gather(values: &Tensor, mask: &[bool]) -> Tensor {
+    let rows = (0u32..).zip(mask).filter(|(_, &keep)| keep);
+    let rows: Vec<u32> = rows.map(|(row, _)| row).collect();
+    let rows = Tensor::new(rows, &CPU).unwrap();
+    let values = values.to_device(&CPU).unwrap();
+    values.index_select(&rows, 0).unwrap()
 }
 
 /// The elements, each exactly.

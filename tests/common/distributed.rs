@@ -3,7 +3,8 @@
 
 use super::{
     assert_finite, assert_relative, assert_same_bits, in_time, layer_on, message, precision, run,
-    state, thinned, to_f64, var, Batch, Data, Outcome, Twin, CPU, LIMIT, PARAMETERS,
+    state, tensor, thinned, to_f64, var, Batch, Data, Outcome, Twin, With, CPU, KINDS, LIMIT,
+    PARAMETERS,
 };
 use candle::{CpuStorage, DType, Device, Error, InplaceOp1, Layout, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
@@ -83,28 +84,8 @@ impl Rank {
         self.rank + 1 == self.ranks()
     }
 
-    fn join(&self, layer: PowerNorm) -> PowerNorm {
-        layer.with_ranks(&self.over)
-    }
-
-    /// A layer over all ranks and its twin for the whole batch, with the same random parameters.
-    fn layers(&self, config: PowerNormConfig, dtype: DType) -> (PowerNorm, PowerNorm) {
-        let twin = || Twin::new(&mut self.data(11), SIZE, config, dtype).layer;
-        (self.join(twin()), twin())
-    }
-
     fn data(&self, seed: u64) -> Data {
         Data::on(&self.device, seed)
-    }
-
-    /// This rank's rows of `batch`, which the ranks share out evenly.
-    fn share(&self, batch: &Batch) -> Batch {
-        let rows = batch.xs.dims()[0];
-        assert_eq!(rows % self.ranks(), 0);
-        rows_of(
-            batch,
-            &shares(&vec![rows / self.ranks(); self.ranks()])[self.rank],
-        )
     }
 
     /// The sum over all ranks.
@@ -142,6 +123,7 @@ impl Rank {
 /// A layer over all ranks, and its twin in one process, which gets the whole batch.
 struct Twins<'a> {
     rank: &'a Rank,
+    dtype: DType,
     sharded: PowerNorm,
     /// Of the layer over all ranks.
     varmap: VarMap,
@@ -149,16 +131,21 @@ struct Twins<'a> {
     data: Data,
 }
 
+/// Rows of each rank in the batches of [`Twins::next`].
+const ROWS: usize = 5;
+
 impl<'a> Twins<'a> {
     fn new(rank: &'a Rank, config: PowerNormConfig) -> Self {
-        Self::over(rank, &rank.over, config)
+        Self::over(rank, &rank.over, config, DType::F64)
     }
 
-    fn over(rank: &'a Rank, over: &Ranks, config: PowerNormConfig) -> Self {
-        let twin = || Twin::new(&mut rank.data(11), SIZE, config, DType::F64);
+    /// With the same random parameters.
+    fn over(rank: &'a Rank, over: &Ranks, config: PowerNormConfig, dtype: DType) -> Self {
+        let twin = || Twin::new(&mut rank.data(11), SIZE, config, dtype);
         let sharded = twin();
         Self {
             rank,
+            dtype,
             sharded: sharded.layer.with_ranks(over),
             varmap: sharded.varmap,
             whole: twin().layer,
@@ -166,10 +153,20 @@ impl<'a> Twins<'a> {
         }
     }
 
+    /// A batch of so many rows.
+    fn batch(&mut self, rows: usize) -> Batch {
+        Batch::random(&mut self.data, &[rows, SIZE], self.dtype, false)
+    }
+
     /// A batch: this rank's share of it, and all of it.
     fn next(&mut self) -> (Batch, Batch) {
-        let whole = batch(&mut self.data, 5 * self.rank.ranks(), DType::F64);
-        (self.rank.share(&whole), whole)
+        let whole = self.batch(ROWS * self.rank.ranks());
+        (whole.rows(self.share()), whole)
+    }
+
+    /// The rows of this rank in such a batch.
+    fn share(&self) -> Range<usize> {
+        ROWS * self.rank.rank..ROWS * (self.rank.rank + 1)
     }
 
     /// A training forward of both layers.
@@ -191,9 +188,18 @@ impl<'a> Twins<'a> {
         self.compare(what);
     }
 
+    /// A recalibration of both layers, by one batch.
+    fn recalibrate(&mut self) {
+        let (share, whole) = self.next();
+        for (layer, batch) in [(&self.sharded, share), (&self.whole, whole)] {
+            let _guard = layer.mode().recalibrate_scope();
+            layer.forward(&batch.xs).unwrap();
+        }
+    }
+
     #[track_caller]
     fn compare(&self, what: &str) {
-        let close = Close::of(self.rank, DType::F64);
+        let close = Close::of(self.rank, self.dtype);
         close.state(what, self.rank, &self.sharded, &self.whole);
     }
 
@@ -362,19 +368,6 @@ fn shares(counts: &[usize]) -> Vec<Range<usize>> {
         .collect()
 }
 
-fn rows_of(batch: &Batch, rows: &Range<usize>) -> Batch {
-    let narrow = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len()).unwrap();
-    Batch {
-        xs: narrow(&batch.xs),
-        dy: narrow(&batch.dy),
-        keep: batch.keep.as_ref().map(narrow),
-    }
-}
-
-fn batch(data: &mut Data, rows: usize, dtype: DType) -> Batch {
-    Batch::random(data, &[rows, SIZE], dtype, false)
-}
-
 /// The spread of a step's batch over the ranks.
 #[derive(Clone, Copy, Debug)]
 enum Spread {
@@ -429,40 +422,32 @@ impl Spread {
 /// whole.
 pub fn trajectories(rank: &Rank) {
     for dtype in [DType::F64, DType::F32] {
-        for (recipe, statistics, group_scaling, (affine, bias), masked) in thinned(settings()) {
-            let config = PowerNormConfig {
-                recipe,
-                statistics,
-                group_scaling,
-                affine,
-                bias,
-                warmup_steps: WARM_UP,
-                ..1e-5.into()
-            };
+        for (config, masked) in thinned(settings()) {
             trajectory(rank, config, dtype, masked);
         }
     }
 }
 
-type Setting = (Recipe, Statistics, Option<usize>, (bool, bool), bool);
-
-fn settings() -> impl Iterator<Item = Setting> {
+fn settings() -> impl Iterator<Item = (PowerNormConfig, bool)> {
     (0..16 * PARAMETERS.len()).map(|setting| {
         let bit = |k: usize| setting >> k & 1 == 1;
-        (
-            [Recipe::Paper, Recipe::Fairseq][bit(0) as usize],
-            [Statistics::Running, Statistics::Batch][bit(1) as usize],
-            bit(2).then_some(2),
-            PARAMETERS[setting / 16],
-            bit(3),
-        )
+        let (recipe, statistics) = KINDS[setting % 4];
+        let (affine, bias) = PARAMETERS[setting / 16];
+        let config = PowerNormConfig {
+            recipe,
+            statistics,
+            group_scaling: bit(2).then_some(2),
+            affine,
+            bias,
+            warmup_steps: WARM_UP,
+            ..1e-5.into()
+        };
+        (config, bit(3))
     })
 }
 
 fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) {
-    let close = Close::of(rank, dtype);
-    let (sharded, whole) = rank.layers(config, dtype);
-    let mut data = rank.data(12);
+    let mut twins = Twins::over(rank, &rank.over, config, dtype);
     for step in 0..STEPS {
         let spread = SPREADS[step % SPREADS.len()];
         if rank.misses(spread, masked) {
@@ -470,17 +455,18 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
         }
         let who = step % rank.ranks();
         let shares = shares(&spread.counts(rank.ranks(), who, masked));
-        let mut batch = batch(&mut data, shares.last().unwrap().end, dtype);
+        let mut batch = twins.batch(shares.last().unwrap().end);
         if masked {
-            let mask = spread.mask(&mut data, &shares, who);
+            let mask = spread.mask(&mut twins.data, &shares, who);
             batch = batch.masked(&mask);
         }
-        let expected = run(&whole, &batch, true);
-        let actual = run(&sharded, &rows_of(&batch, &shares[rank.rank]), true);
+        let share = shares[rank.rank].clone();
+        let expected = run(&twins.whole, &batch, true);
+        let actual = run(&twins.sharded, &batch.rows(share.clone()), true);
 
         let what = format!("{config:?}, {dtype:?}, masked: {masked}, step {step}, {spread:?}");
-        close.outcome(&what, rank, &actual, &expected, &shares[rank.rank]);
-        close.state(&what, rank, &sharded, &whole);
+        Close::of(rank, dtype).outcome(&what, rank, &actual, &expected, &share);
+        twins.compare(&what);
     }
     // The comparisons above saw steps.
     let counts = |spread: Spread| match spread {
@@ -489,8 +475,9 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
         _ => !rank.misses(spread, masked),
     };
     let taken = (0..STEPS).filter(|step| counts(SPREADS[step % SPREADS.len()]));
-    assert_eq!(whole.steps().unwrap(), taken.count());
-    assert!(to_f64(&whole.nu().unwrap()).iter().all(|&nu| nu != 0.));
+    assert_eq!(twins.whole.steps().unwrap(), taken.count());
+    let nu = to_f64(&twins.whole.nu().unwrap());
+    assert!(nu.iter().all(|&nu| nu != 0.));
 }
 
 /// Comparisons, to the precision that a dtype leaves sums whose terms come in another order.
@@ -573,20 +560,13 @@ pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
         // terms.
         let brought = |other: usize| {
             let mut data = rank.data(20 + other as u64);
-            let values = data.normal(3 * 5);
-            data.tensor(&values, &[3, 5], dtype)
+            Batch::random(&mut data, &[3, 5], dtype, false).xs
         };
         let sum = rank.sum(&brought(rank.rank));
         assert_eq!((sum.dims(), sum.dtype()), (&[3, 5][..], dtype));
-        let mut expected = vec![0.; 3 * 5];
-        for other in 0..rank.ranks() {
-            let values = to_f64(&brought(other));
-            expected
-                .iter_mut()
-                .zip(values)
-                .for_each(|(sum, value)| *sum += value);
-        }
-        let expected = Tensor::from_vec(expected, (3, 5), &CPU).unwrap();
+        let in_f64 = |other: usize| tensor(&to_f64(&brought(other)), &[3, 5], DType::F64);
+        let add = |sum: Tensor, other: usize| (sum + in_f64(other)).unwrap();
+        let expected = (1..rank.ranks()).fold(in_f64(0), add);
         Close::of(rank, dtype).values("a sum", &sum, &expected, 0..3 * 5);
         rank.assert_same_on_all("a sum", &sum);
     }
@@ -594,10 +574,7 @@ pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
 
 /// Every step is of the warm-up, or comes after it.
 fn before_and_after_the_warm_up() -> [PowerNormConfig; 2] {
-    [100, 0].map(|warmup_steps| PowerNormConfig {
-        warmup_steps,
-        ..1e-5.into()
-    })
+    [100, 0].map(|warmup_steps| 1e-5.with_warm_up(warmup_steps))
 }
 
 /// Nothing waits for a later call: each has moved its part of the state when it returns.
@@ -681,29 +658,26 @@ pub fn an_evaluation_is_local(rank: &Rank) {
 pub fn residuals_scales_recalibration(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
         let scale = LossScale::default();
-        let (sharded, whole) = rank.layers(config, DType::F64);
-        let [sharded, whole] = [sharded, whole].map(|layer| layer.with_loss_scale(&scale));
-        let mut data = rank.data(19);
+        let mut twins = Twins::new(rank, config);
+        twins.sharded = twins.sharded.with_loss_scale(&scale);
+        twins.whole = twins.whole.with_loss_scale(&scale);
         for t in 0..6 {
             scale.set([1., 256., 0.5][t % 3]).unwrap();
-            let rows = 5 * rank.ranks();
-            let [xs, other] = [(); 2].map(|()| batch(&mut data, rows, DType::F64));
+            let (xs, other) = (twins.next(), twins.next());
             let step = |layer: &PowerNorm, xs: &Batch, other: &Batch| -> Result<Tensor> {
                 let var = Var::from_tensor(&xs.xs)?;
                 let (y, sum) = layer.forward_residual(&var, &other.xs, None)?;
                 let loss = ((y * &xs.dy)?.sum_all()? + (sum * &other.dy)?.sum_all()?)?;
                 Ok((loss * scale.get())?.backward()?.remove(&var).unwrap())
             };
-            let ours = step(&sharded, &rank.share(&xs), &rank.share(&other)).unwrap();
-            let theirs = step(&whole, &xs, &other).unwrap();
-            let expected = theirs.narrow(0, rank.rank * 5, 5).unwrap();
+            let ours = step(&twins.sharded, &xs.0, &other.0).unwrap();
+            let theirs = step(&twins.whole, &xs.1, &other.1).unwrap();
+            let expected = theirs.narrow(0, twins.share().start, ROWS).unwrap();
             assert_relative("dx", &ours, &to_f64(&expected), 1e-12);
             if t == 3 {
-                let _guards = [&sharded, &whole].map(|layer| layer.mode().recalibrate_scope());
-                sharded.forward(&rank.share(&other).xs).unwrap();
-                whole.forward(&other.xs).unwrap();
+                twins.recalibrate();
             }
-            Close::of(rank, DType::F64).state(&format!("step {t}"), rank, &sharded, &whole);
+            twins.compare(&format!("step {t}"));
         }
     }
 }
@@ -711,17 +685,13 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
 /// One rank has values that are not finite, and another one has no row that counts. All ranks keep
 /// one finite state.
 pub fn nan_rows_and_empty_shards(rank: &Rank) {
-    const ROWS: usize = 4;
-    for (config, statistics, group_scaling) in before_and_after_the_warm_up()
+    for config in before_and_after_the_warm_up()
         .into_iter()
-        .flat_map(|config| [Statistics::Running, Statistics::Batch].map(|s| (config, s)))
-        .flat_map(|(config, s)| [None, Some(1)].map(|groups| (config, s, groups)))
+        .flat_map(|config| {
+            [Statistics::Running, Statistics::Batch].map(|s| config.with_statistics(s))
+        })
+        .flat_map(|config| [None, Some(1)].map(|groups| config.with_groups(groups)))
     {
-        let config = PowerNormConfig {
-            statistics,
-            group_scaling,
-            ..config
-        };
         let mut twins = Twins::new(rank, config);
         for step in 0..6 {
             let (poisoned, empty) = (step % rank.ranks(), (step + 1) % rank.ranks());
@@ -731,7 +701,7 @@ pub fn nan_rows_and_empty_shards(rank: &Rank) {
             }
             let shares = shares(&counts);
             let rows = shares.last().unwrap().end;
-            let mut batch = batch(&mut twins.data, rows, DType::F64);
+            let mut batch = twins.batch(rows);
             let at = |row: usize, channel: usize| (shares[poisoned].start + row) * SIZE + channel;
             let poison = |tensor: &Tensor, poison: &[(usize, f64)]| {
                 let mut values = to_f64(tensor);
@@ -747,7 +717,7 @@ pub fn nan_rows_and_empty_shards(rank: &Rank) {
             let mask: Vec<_> = (0..rows).map(|row| !of_empty(row)).collect();
             let batch = batch.masked(&mask);
 
-            run(&twins.sharded, &rows_of(&batch, &shares[rank.rank]), true);
+            run(&twins.sharded, &batch.rows(shares[rank.rank].clone()), true);
             run(&twins.whole, &batch, true);
             let what = format!("{config:?}, step {step}");
             twins.compare(&what);
@@ -793,84 +763,74 @@ pub fn a_state_that_is_replaced(rank: &Rank) {
 /// and the least and the largest value. Every state stays as it was.
 pub fn settings_that_differ(rank: &Rank) {
     for warmup_steps in [0, 2, 10] {
-        let config = PowerNormConfig {
-            warmup_steps,
-            group_scaling: Some(2),
-            ..1e-5.into()
+        let usual = Settings {
+            config: 1e-5.with_warm_up(warmup_steps).with_groups(Some(2)),
+            size: SIZE,
+            steps: 0,
         };
         let longer = (warmup_steps + 1).to_string();
         let warm_up = warmup_steps.to_string();
-        type Change = fn(&mut PowerNormConfig);
-        // One rank has these. The others have `config`, `SIZE` channels and t = 0.
+        type Change = fn(&mut Settings);
+        // One rank has these. The others have the usual ones.
         #[rustfmt::skip]
-        let configs: [(&str, Change, [&str; 2]); 10] = [
-            ("eps", |config| config.eps = 1e-6, ["1e-6", "1e-5"]),
-            ("alpha_fwd", |config| config.alpha_fwd = 0.99, ["0.9", "0.99"]),
-            ("alpha_bwd", |config| config.alpha_bwd = 0.5, ["0.5", "0.9"]),
-            ("group_scaling", |config| config.group_scaling = Some(4), ["2", "4"]),
-            ("group_scaling", |config| config.group_scaling = None, ["0", "2"]),
-            ("statistics", |config| config.statistics = Statistics::Batch, ["Running", "Batch"]),
-            ("recipe", |config| config.recipe = Recipe::Fairseq, ["Paper", "Fairseq"]),
-            ("warmup_steps", |config| config.warmup_steps += 1, [&warm_up, &longer]),
-            ("affine", |config| config.affine = false, ["false", "true"]),
-            ("bias", |config| config.bias = false, ["false", "true"]),
-        ];
-        let configs = configs.map(|(name, change, values)| {
-            let mut config = config;
-            change(&mut config);
-            (name, config, SIZE, 0, values)
-        });
-        let others = [
-            ("size", config, SIZE + 2, 0, ["12", "14"]),
-            ("size", config, 2, 0, ["2", "12"]),
+        let changes: [(&str, Change, [&str; 2]); 15] = [
+            ("eps", |one| one.config.eps = 1e-6, ["1e-6", "1e-5"]),
+            ("alpha_fwd", |one| one.config.alpha_fwd = 0.99, ["0.9", "0.99"]),
+            ("alpha_bwd", |one| one.config.alpha_bwd = 0.5, ["0.5", "0.9"]),
+            ("group_scaling", |one| one.config.group_scaling = Some(4), ["2", "4"]),
+            ("group_scaling", |one| one.config.group_scaling = None, ["0", "2"]),
+            ("statistics", |one| one.config.statistics = Statistics::Batch, ["Running", "Batch"]),
+            ("recipe", |one| one.config.recipe = Recipe::Fairseq, ["Paper", "Fairseq"]),
+            ("warmup_steps", |one| one.config.warmup_steps += 1, [&warm_up, &longer]),
+            ("affine", |one| one.config.affine = false, ["false", "true"]),
+            ("bias", |one| one.config.bias = false, ["false", "true"]),
+            ("size", |one| one.size = SIZE + 2, ["12", "14"]),
+            ("size", |one| one.size = 2, ["2", "12"]),
             // A checkpoint that one rank alone has loaded.
-            ("step count", config, SIZE, 1, ["0", "1"]),
-            ("step count", config, SIZE, 100, ["0", "100"]),
-            (
-                "step count",
-                config,
-                SIZE,
-                i64::MAX,
-                ["0", "9223372036854775807"],
-            ),
+            ("step count", |one| one.steps = 1, ["0", "1"]),
+            ("step count", |one| one.steps = 100, ["0", "100"]),
+            ("step count", |one| one.steps = i64::MAX, ["0", "9223372036854775807"]),
         ];
-        for (k, (name, other, size, steps, values)) in configs.into_iter().chain(others).enumerate()
-        {
-            let (config, size, steps) = match k % rank.ranks() == rank.rank {
-                true => (other, size, steps),
-                false => (config, SIZE, 0),
-            };
-            first_forward_is_refused(rank, config, size, steps, name, values);
+        for (k, (name, change, values)) in changes.into_iter().enumerate() {
+            let mut own = usual;
+            if k % rank.ranks() == rank.rank {
+                change(&mut own);
+            }
+            first_forward_is_refused(rank, own, name, values);
         }
         // Every rank has its own.
-        let number = rank.rank as f64 + 1.;
+        let mut own = usual;
+        own.config.eps *= rank.rank as f64 + 1.;
         let most = format!("{:?}", rank.ranks() as f64 * 1e-5);
-        let own = PowerNormConfig {
-            eps: number * 1e-5,
-            ..config
-        };
-        first_forward_is_refused(rank, own, SIZE, 0, "eps", ["1e-5", &most]);
+        first_forward_is_refused(rank, own, "eps", ["1e-5", &most]);
+        // Of three ranks the second one has the mean of all.
+        let mut own = usual;
+        own.steps = rank.rank as i64;
+        let most = (rank.ranks() - 1).to_string();
+        first_forward_is_refused(rank, own, "step count", ["0", &most]);
         // Numbers that f64 does not tell apart.
         let large = 1 << 53;
         let (least, most) = (large.to_string(), (large + 1).to_string());
-        let steps = large + i64::from(rank.is_last());
-        first_forward_is_refused(rank, config, SIZE, steps, "step count", [&least, &most]);
+        let mut own = usual;
+        own.steps = large + i64::from(rank.is_last());
+        first_forward_is_refused(rank, own, "step count", [&least, &most]);
     }
 }
 
-fn first_forward_is_refused(
-    rank: &Rank,
+/// What the ranks' layers of one number have in common.
+#[derive(Clone, Copy)]
+struct Settings {
     config: PowerNormConfig,
     size: usize,
     steps: i64,
-    name: &str,
-    [least, most]: [&str; 2],
-) {
-    let (layer, varmap) = layer_on(&rank.device, size, config, DType::F32);
-    let steps = Tensor::new(&[steps], &CPU).unwrap();
+}
+
+fn first_forward_is_refused(rank: &Rank, own: Settings, name: &str, [least, most]: [&str; 2]) {
+    let (layer, varmap) = layer_on(&rank.device, own.size, own.config, DType::F32);
+    let steps = Tensor::new(&[own.steps], &CPU).unwrap();
     var(&varmap, "iters").set(&steps).unwrap();
-    let layer = rank.join(layer);
-    let xs = Tensor::ones((3, size), DType::F32, &rank.device).unwrap();
+    let layer = layer.with_ranks(&rank.over);
+    let xs = Tensor::ones((3, own.size), DType::F32, &rank.device).unwrap();
     let text = refused(&layer, || layer.forward(&xs));
     assert!(
         text.contains(&format!("expected one {name}")),
@@ -957,7 +917,7 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
             twins.compare("a forward");
             refuse_last(rank, &twins.sharded);
             twins.compare("a forward that is refused");
-            let other_dtype = Swap::with(CpuStorage::F32(vec![0.; 5 * SIZE]));
+            let other_dtype = Swap::with(CpuStorage::F32(vec![0.; ROWS * SIZE]));
             if rank.is_last() {
                 xs.inplace_op1(&other_dtype).unwrap();
             }
@@ -981,9 +941,13 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
 const LAYERS: usize = 3;
 
 /// A training step of a model, which refuses its input to one of the layers.
-fn model_step(layers: &[PowerNorm], batch: &Batch, refused: Option<usize>) -> Result<()> {
+fn model_step<'a>(
+    layers: impl Iterator<Item = &'a PowerNorm>,
+    batch: &Batch,
+    refused: Option<usize>,
+) -> Result<()> {
     let mut xs = Var::from_tensor(&batch.xs)?.as_tensor().clone();
-    for (k, layer) in layers.iter().enumerate() {
+    for (k, layer) in layers.enumerate() {
         if refused == Some(k) {
             xs = xs.narrow(1, 0, SIZE - 1)?;
         }
@@ -999,27 +963,22 @@ fn model_step(layers: &[PowerNorm], batch: &Batch, refused: Option<usize>) -> Re
 pub fn a_model_in_which_calls_fail(rank: &Rank) {
     let places = [Some(0), Some(1), Some(2), None];
     for config in before_and_after_the_warm_up() {
-        let layers: Vec<_> = (0..LAYERS)
-            .map(|_| rank.layers(config, DType::F64))
-            .collect();
-        let (sharded, whole): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
-        let mut data = rank.data(18);
+        let mut twins = [(); LAYERS].map(|()| Twins::new(rank, config));
         for [first, last] in places.into_iter().flat_map(|a| places.map(|b| [a, b])) {
-            let batch = batch(&mut data, 4 * rank.ranks(), DType::F64);
+            let (share, whole) = twins[0].next();
             let here = match rank.rank {
                 0 => first,
                 _ if rank.is_last() => last,
                 _ => None,
             };
             let earliest = first.into_iter().chain(last).min();
-            let ours = model_step(&sharded, &rank.share(&batch), here);
-            let theirs = model_step(&whole, &batch, earliest);
+            let ours = model_step(twins.iter().map(|twins| &twins.sharded), &share, here);
+            let theirs = model_step(twins.iter().map(|twins| &twins.whole), &whole, earliest);
             let what = format!("refused at {first:?} and {last:?}");
             assert_eq!(ours.is_err(), earliest.is_some(), "{what}: {ours:?}");
             assert_eq!(theirs.is_err(), earliest.is_some(), "{what}: {theirs:?}");
-            for (k, (sharded, whole)) in sharded.iter().zip(&whole).enumerate() {
-                let what = format!("{what}: layer {k}");
-                Close::of(rank, DType::F64).state(&what, rank, sharded, whole);
+            for (k, twins) in twins.iter().enumerate() {
+                twins.compare(&format!("{what}: layer {k}"));
             }
         }
     }
@@ -1043,6 +1002,8 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
             let expected = "expected one step count on all ranks, got 2 on one and 7 on another";
             assert!(text.contains(expected), "{text}");
         }
+        // A recalibration does not depend on t.
+        twins.recalibrate();
         twins.set_steps(2);
         twins.compare("mended");
         twins.step("afterwards");
@@ -1173,12 +1134,8 @@ pub fn sums_that_fail(rank: &Rank) {
     let engine = Breaks::new(rank);
     let over = Ranks::new(engine.clone());
     let [warming_up, paper] = before_and_after_the_warm_up();
-    let fairseq = PowerNormConfig {
-        recipe: Recipe::Fairseq,
-        ..paper
-    };
-    for config in [warming_up, paper, fairseq] {
-        let mut twins = Twins::over(rank, &over, config);
+    for config in [warming_up, paper, paper.with_recipe(Recipe::Fairseq)] {
+        let mut twins = Twins::over(rank, &over, config, DType::F64);
         // The ranks compare their layers in the first.
         for what in ["the first step", "the second step"] {
             let (share, whole) = twins.next();
@@ -1228,17 +1185,12 @@ pub fn whatever_fails(rank: &Rank) {
     const STEPS: usize = 60;
     let engine = Breaks::new(rank);
     let over = Ranks::new(engine.clone());
-    let config = PowerNormConfig {
-        warmup_steps: STEPS / 4,
-        ..1e-5.into()
-    };
-    let mut twins: Vec<_> = (0..LAYERS)
-        .map(|_| Twins::over(rank, &over, config))
-        .collect();
+    let config = 1e-5.with_warm_up(STEPS / 4);
+    let mut twins = [(); LAYERS].map(|()| Twins::over(rank, &over, config, DType::F64));
     let mode = Mode::train();
-    let layers: Vec<_> = (twins.iter())
-        .map(|twins| twins.sharded.clone().with_mode(&mode))
-        .collect();
+    let layers = twins
+        .each_ref()
+        .map(|twins| twins.sharded.clone().with_mode(&mode));
     let (mut rng, mut failed) = (StdRng::seed_from_u64(24), 0);
     for step in 0..STEPS {
         let (mut batch, _) = twins[0].next();
@@ -1272,19 +1224,19 @@ pub fn whatever_fails(rank: &Rank) {
             Trouble::Poison(who) if *who == rank.rank => {
                 let mut values = to_f64(&batch.xs);
                 values[SIZE] = f64::NAN;
-                batch.xs = rank.data(0).tensor(&values, batch.xs.dims(), DType::F64);
+                batch.xs = tensor(&values, batch.xs.dims(), DType::F64);
             }
             _ => {}
         }
-        let result = engine.after(sums, || model_step(&layers, &batch, here));
+        let result = engine.after(sums, || model_step(layers.iter(), &batch, here));
         drop(scope);
         if let Some((layer, t)) = mended {
             twins[layer].set_steps(t);
         }
         let what = format!("step {step}: {trouble:?}: {result:?}");
-        let failures =
-            rank.sum(&Tensor::new(&[f64::from(u8::from(result.is_err()))], &CPU).unwrap());
-        let failures = failures.to_vec1::<f64>().unwrap()[0] as usize;
+        let failures = f64::from(u8::from(result.is_err()));
+        let failures = rank.sum(&Tensor::new(&[failures], &CPU).unwrap());
+        let failures = to_f64(&failures)[0] as usize;
         assert!(failures == 0 || failures == rank.ranks(), "{what}");
         match trouble {
             Trouble::Nothing | Trouble::Poison(_) => assert_eq!(failures, 0, "{what}"),
@@ -1305,8 +1257,8 @@ pub fn whatever_fails(rank: &Rank) {
     assert!(failed > STEPS / 4 && failed < STEPS, "{failed} failed");
 }
 
-/// Two ranks that bring the same.
-struct Same;
+/// Two ranks on this device that bring the same, of which one is here.
+pub struct Same(pub Device);
 
 impl Communicator for Same {
     fn world_size(&self) -> usize {
@@ -1314,6 +1266,7 @@ impl Communicator for Same {
     }
 
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        assert!(tensor.device().same_device(&self.0));
         tensor * 2.
     }
 }
@@ -1322,7 +1275,7 @@ impl Communicator for Same {
 #[allow(dead_code)] // where no device is by itself
 pub fn a_communicator_that_gives_back_less(device: &Device) {
     let engine = Arc::new(Breaks {
-        engine: Arc::new(Same),
+        engine: Arc::new(Same(device.clone())),
         sums_left: AtomicUsize::new(0),
         then: |tensor| tensor.narrow(0, 0, tensor.elem_count() - 1),
     });

@@ -1,10 +1,8 @@
-//! The GPU that the tests of a process share, and what they try on it.
+//! The GPU that the tests of a process share.
 
 use super::{layer_on, run, Batch, Data};
-use candle::{DType, Device, Result, Tensor};
-use candle_powernorm::Communicator;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use candle::{DType, Device};
+use std::sync::OnceLock;
 
 /// GPU 0, on which each thread has a stream of its own.
 ///
@@ -32,21 +30,4 @@ fn warm(gpu: &OnceLock<Device>, new: fn() -> candle::Result<Device>) -> Device {
         gpu
     };
     gpu.get_or_init(new).clone()
-}
-
-/// Two ranks that bring the same, of which one is here: their sums are twice its own, and are taken
-/// on the device. It counts its sums.
-#[derive(Clone, Debug, Default)]
-pub struct Echo(pub Arc<AtomicUsize>);
-
-impl Communicator for Echo {
-    fn world_size(&self) -> usize {
-        2
-    }
-
-    fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
-        assert!(tensor.device().is_cuda());
-        self.0.fetch_add(1, Ordering::Relaxed);
-        tensor * 2.
-    }
 }

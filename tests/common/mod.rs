@@ -20,6 +20,8 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
 pub use data::*;
 use reference::{Oracle, Quantity, Spec};
+use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -42,6 +44,14 @@ pub struct Bound {
     pub sums: DType,
     /// Terms added up, times the steps of a trajectory.
     pub n: usize,
+}
+
+impl Bound {
+    /// Of a result in the dtype of its sums.
+    pub const fn of(dtype: DType, n: usize) -> Self {
+        let (out, sums) = (dtype, dtype);
+        Self { out, sums, n }
+    }
 }
 
 /// Checks `actual` against the exact values, which must not be trivial.
@@ -243,6 +253,39 @@ pub fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()
 }
 
+/// Makes `tensor` the variable called `name`, whatever was there.
+pub fn insert(varmap: &VarMap, name: &str, tensor: &Tensor) {
+    let var = Var::from_tensor(tensor).unwrap();
+    varmap.data().lock().unwrap().insert(name.to_owned(), var);
+}
+
+/// The variables of these tensors.
+pub fn variables(tensors: &HashMap<String, Tensor>) -> VarMap {
+    let varmap = VarMap::new();
+    for (name, tensor) in tensors {
+        insert(&varmap, name, tensor);
+    }
+    varmap
+}
+
+/// The variables as tensors that are none.
+pub fn frozen(varmap: &VarMap) -> HashMap<String, Tensor> {
+    (varmap.data().lock().unwrap().iter())
+        .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
+        .collect()
+}
+
+/// A layer in `f64` of this weight and this bias, with a fresh state that is no variable.
+pub fn layer_of([weight, bias]: [&Tensor; 2]) -> PowerNorm {
+    let size = weight.elem_count();
+    let (_, varmap) = layer(size, 1e-5.into(), DType::F64);
+    let mut tensors = frozen(&varmap);
+    tensors.insert("weight".to_owned(), weight.clone());
+    tensors.insert("bias".to_owned(), bias.clone());
+    let vb = VarBuilder::from_tensors(tensors, DType::F64, &CPU);
+    power_norm(size, 1e-5, vb).unwrap()
+}
+
 /// One layer for each way to walk the kernels: width and groups.
 pub const PATHS: [(usize, Option<usize>); 7] = [
     (33, None),
@@ -256,12 +299,46 @@ pub const PATHS: [(usize, Option<usize>); 7] = [
 
 /// A layer whose second step is the first by its running statistics.
 pub fn config(groups: Option<usize>) -> PowerNormConfig {
-    PowerNormConfig {
-        warmup_steps: 1,
-        group_scaling: groups,
-        ..1e-5.into()
+    1e-5.with_groups(groups).with_warm_up(1)
+}
+
+/// Configurations that differ from another one in a setting or two.
+pub trait With: Sized {
+    /// What has no method of its own.
+    fn with(self, change: impl FnOnce(&mut PowerNormConfig)) -> PowerNormConfig;
+
+    fn with_recipe(self, recipe: Recipe) -> PowerNormConfig {
+        self.with(|config| config.recipe = recipe)
+    }
+
+    fn with_statistics(self, statistics: Statistics) -> PowerNormConfig {
+        self.with(|config| config.statistics = statistics)
+    }
+
+    fn with_warm_up(self, steps: usize) -> PowerNormConfig {
+        self.with(|config| config.warmup_steps = steps)
+    }
+
+    fn with_groups(self, groups: Option<usize>) -> PowerNormConfig {
+        self.with(|config| config.group_scaling = groups)
     }
 }
+
+impl<C: Into<PowerNormConfig>> With for C {
+    fn with(self, change: impl FnOnce(&mut PowerNormConfig)) -> PowerNormConfig {
+        let mut config = self.into();
+        change(&mut config);
+        config
+    }
+}
+
+/// Every recipe with every statistic.
+pub const KINDS: [(Recipe, Statistics); 4] = [
+    (Recipe::Paper, Statistics::Running),
+    (Recipe::Paper, Statistics::Batch),
+    (Recipe::Fairseq, Statistics::Running),
+    (Recipe::Fairseq, Statistics::Batch),
+];
 
 /// Weight and bias, a weight alone, and neither: `affine` and `bias`.
 pub const PARAMETERS: [(bool, bool); 3] = [(true, true), (true, false), (false, true)];
@@ -287,7 +364,7 @@ pub fn same_state(what: &str, a: &State, b: &State) {
 }
 
 /// The bits of ψ² and ν, and t.
-pub fn state(layer: &PowerNorm) -> (Vec<u64>, Vec<u64>, usize) {
+pub fn state(layer: &PowerNorm) -> State {
     let phi = layer.running_phi().unwrap();
     let nu = layer.nu().unwrap();
     (bits(&phi), bits(&nu), layer.steps().unwrap())
@@ -317,6 +394,12 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Without a mask.
+    pub fn new(xs: Tensor, dy: Tensor) -> Self {
+        let keep = None;
+        Self { xs, dy, keep }
+    }
+
     /// Random values; channels differ in scale, so that a mix-up of columns shows.
     pub fn random(data: &mut Data, shape: &[usize], dtype: DType, padded: bool) -> Self {
         let len = shape.iter().product();
@@ -327,11 +410,8 @@ impl Batch {
             row.iter_mut().zip(&scales).for_each(|(x, s)| *x *= s);
         }
         let dy = data.normal(len);
-        let batch = Self {
-            xs: data.tensor(&x, shape, dtype),
-            dy: data.tensor(&dy, shape, dtype),
-            keep: None,
-        };
+        let [xs, dy] = [x, dy].map(|values| data.tensor(&values, shape, dtype));
+        let batch = Self::new(xs, dy);
         if padded {
             let mask = data.mask(len / size);
             batch.masked(&mask)
@@ -353,11 +433,28 @@ impl Batch {
 
     /// The same batch on `device`.
     pub fn to(&self, device: &Device) -> Self {
-        let to = |t: &Tensor| t.to_device(device).unwrap();
+        self.each(|tensor| tensor.to_device(device))
+    }
+
+    /// Some of the rows, `[rows, ..]`.
+    pub fn rows(&self, rows: Range<usize>) -> Self {
+        self.each(|tensor| tensor.narrow(0, rows.start, rows.len()))
+    }
+
+    fn each(&self, change: impl Fn(&Tensor) -> Result<Tensor>) -> Self {
+        let change = |tensor: &Tensor| change(tensor).unwrap();
         Self {
-            xs: to(&self.xs),
-            dy: to(&self.dy),
-            keep: self.keep.as_ref().map(to),
+            xs: change(&self.xs),
+            dy: change(&self.dy),
+            keep: self.keep.as_ref().map(change),
+        }
+    }
+
+    /// The same batch in another dtype.
+    pub fn cast(&self, dtype: DType) -> Self {
+        Self {
+            keep: self.keep.clone(),
+            ..self.each(|tensor| tensor.to_dtype(dtype))
         }
     }
 
@@ -410,6 +507,34 @@ pub fn forward(layer: &PowerNorm, xs: &Tensor, keep: Option<&Tensor>, train: boo
     layer.forward_masked(xs, keep).unwrap()
 }
 
+/// A forward's output, and the sum if there is a residual.
+pub type Outputs = (Tensor, Option<Tensor>);
+
+/// A forward in the layer's mode, perhaps with a residual.
+pub fn outputs(
+    layer: &PowerNorm,
+    xs: &Tensor,
+    residual: Option<&Tensor>,
+    keep: Option<&Tensor>,
+) -> Result<Outputs> {
+    match residual {
+        None => Ok((layer.forward_masked(xs, keep)?, None)),
+        Some(residual) => {
+            let (y, sum) = layer.forward_residual(xs, residual, keep)?;
+            Ok((y, Some(sum)))
+        }
+    }
+}
+
+/// A loss whose gradients are `dy` and `dsum`, without a kernel of candle.
+pub fn loss_of((y, sum): &Outputs, dy: &Tensor, dsum: &Tensor) -> Result<Tensor> {
+    let loss = y.apply_op1(Gradient(dy.clone()))?;
+    match sum {
+        None => Ok(loss),
+        Some(sum) => loss + sum.apply_op1(Gradient(dsum.clone()))?,
+    }
+}
+
 /// `xs + residual`, rounded to nearest. candle's own sum of `BF16` is not rounded so on AArch64,
 /// and its sum of `F16` flushes subnormals to 0 in vectors of 32.
 pub fn add_rounded(xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
@@ -440,8 +565,13 @@ pub fn residual_gradients(
 pub fn run(layer: &PowerNorm, batch: &Batch, train: bool) -> Outcome {
     let xs = Var::from_tensor(&batch.xs).unwrap();
     let y = forward(layer, &xs, batch.keep.as_ref(), train);
-    let loss = (&y * &batch.dy).unwrap().sum_all().unwrap();
-    Outcome::of(layer, &xs, &y, &loss.backward().unwrap())
+    Outcome::of(layer, &xs, &y, &backward(&y, &batch.dy))
+}
+
+/// The gradients of Σ y·dy.
+pub fn backward(y: &Tensor, dy: &Tensor) -> GradStore {
+    let loss = (y * dy).unwrap().sum_all().unwrap();
+    loss.backward().unwrap()
 }
 
 /// A loss of 0 whose gradient is given. No kernel of candle has a part in it, and it takes a tensor
@@ -481,7 +611,7 @@ impl Twin {
         let (layer, mut varmap) = layer_on(data.device(), size, config, dtype);
         let (mut weight, mut bias) = (vec![1.; size], vec![0.; size]);
         if config.affine {
-            let values: Vec<f64> = data.normal(size).iter().map(|w| 1. + 0.3 * w).collect();
+            let values = data.weight(size);
             let values = data.tensor(&values, &[size], dtype);
             weight = to_f64(&values);
             varmap.set_one("weight", values).unwrap();
@@ -530,19 +660,14 @@ impl Twin {
             reference::Recipe::Fairseq => state,
         };
 
-        assert_close(&what("y"), &outcome.y, &pass.y, bound(&outcome.y, forward));
-        assert_close(
-            &what("dx"),
-            &outcome.dx,
-            &grads.dx,
-            bound(&outcome.dx, backward),
-        );
-        if let Some(dweight) = &outcome.dweight {
-            let bound = bound(dweight, forward);
-            assert_close(&what("dweight"), dweight, &grads.dweight, bound);
-        }
-        if let Some(dbias) = &outcome.dbias {
-            assert_close(&what("dbias"), dbias, &grads.dbias, bound(dbias, sums));
+        for (name, actual) in outcome.tensors() {
+            let (expected, sums) = match name {
+                "y" => (&pass.y, forward),
+                "dx" => (&grads.dx, backward),
+                "dweight" => (&grads.dweight, forward),
+                _ => (&grads.dbias, sums),
+            };
+            assert_close(&what(name), actual, expected, bound(actual, sums));
         }
         self.check_state(&what("state"), bound(&phi, state));
     }
@@ -551,18 +676,12 @@ impl Twin {
     #[track_caller]
     pub fn check_state(&self, what: &str, bound: Bound) {
         assert_eq!(self.layer.steps().unwrap(), self.oracle.steps, "{what}: t");
-        let phi = self.layer.running_phi().unwrap();
-        assert_close(
-            &format!("{what}: ψ²"),
-            &phi,
-            &self.oracle.phi.clone().into(),
-            bound,
-        );
-        let nu = self.layer.nu().unwrap();
-        if self.oracle.nu.iter().all(|&nu| nu == 0.) {
-            assert_zero(&format!("{what}: ν"), &nu);
-        } else {
-            assert_close(&format!("{what}: ν"), &nu, &self.oracle.nu(), bound);
+        let (phi, nu) = (self.layer.running_phi(), self.layer.nu());
+        let (expected_phi, of_nu) = (self.oracle.phi.clone().into(), format!("{what}: ν"));
+        assert_close(&format!("{what}: ψ²"), &phi.unwrap(), &expected_phi, bound);
+        match self.oracle.nu.iter().all(|&nu| nu == 0.) {
+            true => assert_zero(&of_nu, &nu.unwrap()),
+            false => assert_close(&of_nu, &nu.unwrap(), &self.oracle.nu(), bound),
         }
     }
 }

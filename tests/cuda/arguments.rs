@@ -4,7 +4,8 @@
 use crate::common::distributed::{on_ranks, Rank};
 use crate::common::gpu::{gpu, gpu_of_one_stream};
 use crate::common::{
-    add_rounded, assert_same_bits, coarser, precision, sums_of, tensor, to_f64, Data, Gradient, CPU,
+    add_rounded, assert_same_bits, coarser, loss_of, outputs, precision, sums_of, tensor, to_f64,
+    Data, CPU,
 };
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -112,11 +113,10 @@ impl Arguments {
         let state = sums_of(builder);
         // Channels differ in scale, so that a mix-up shows.
         let scales = data.uniform(cols, 0.5, 2.);
-        let x: Vec<f64> = (data.normal(rows * cols).iter())
-            .enumerate()
-            .map(|(k, x)| x * scales[k % cols])
-            .collect();
-        let weight: Vec<f64> = data.normal(cols).iter().map(|w| 1. + 0.3 * w).collect();
+        let x = (data.normal(rows * cols).iter().zip(scales.iter().cycle()))
+            .map(|(x, scale)| x * scale)
+            .collect::<Vec<_>>();
+        let weight = data.weight(cols);
         // In some channels so small that ν's factor would be negative, and is clamped.
         let mut phi = data.uniform(cols, 0.5, 2.);
         phi.iter_mut()
@@ -237,23 +237,13 @@ impl Arguments {
             (true, _) => Var::from_tensor(&to(&self.x)?)?.into_inner(),
             (false, _) => to(&self.x)?,
         };
-        let (y, sum) = match &self.residual {
-            None => (layer.forward_masked(&x, keep.as_ref())?, None),
-            Some(residual) => {
-                let (y, sum) = layer.forward_residual(&x, &to(residual)?, keep.as_ref())?;
-                (y, Some(sum))
-            }
-        };
+        let residual = self.residual.as_ref().map(to).transpose()?;
+        let outputs = outputs(&layer, &x, residual.as_ref(), keep.as_ref())?;
         let grads = match wanted.any() {
-            true => {
-                let mut loss = y.apply_op1(Gradient(to(&self.dy)?))?;
-                if let Some(sum) = &sum {
-                    loss = (loss + sum.apply_op1(Gradient(to(&self.dsum)?))?)?;
-                }
-                Some(loss.backward()?)
-            }
+            true => Some(loss_of(&outputs, &to(&self.dy)?, &to(&self.dsum)?)?.backward()?),
             false => None,
         };
+        let (y, sum) = outputs;
         let to_host = |tensor: &Tensor| match tensor.elem_count() {
             0 => Tensor::zeros(tensor.shape(), tensor.dtype(), &CPU),
             _ => tensor.detach().to_device(&CPU),
@@ -617,10 +607,9 @@ fn joined(what: &str, of_ranks: &[Results]) -> Result<(Results, HashMap<&'static
 }
 
 fn finite(value: f64) -> f64 {
-    if value.is_finite() {
-        value
-    } else {
-        0.
+    match value.is_finite() {
+        true => value,
+        false => 0.,
     }
 }
 

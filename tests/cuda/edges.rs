@@ -2,11 +2,11 @@
 //! odd ones.
 
 use crate::arguments::{Arguments, Offsets, Wanted};
-use crate::common::{keep, tensor, to_f64, Data, DTYPES};
+use crate::common::{keep, tensor, to_f64, Data, With, DTYPES, KINDS};
 use candle::{DType, Result};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 
-fn config(groups: Option<usize>, recipe: Recipe, statistics: Statistics) -> PowerNormConfig {
+fn config(groups: Option<usize>, (recipe, statistics): (Recipe, Statistics)) -> PowerNormConfig {
     PowerNormConfig {
         group_scaling: groups,
         recipe,
@@ -48,18 +48,6 @@ fn with_x(arguments: &Arguments, change: impl Fn(usize, &mut f64)) -> Arguments 
     }
 }
 
-/// By recipe and statistic.
-fn kinds() -> [(Recipe, Statistics); 4] {
-    let statistics = [Statistics::Running, Statistics::Batch];
-    let [running, batch] = statistics;
-    [
-        (Recipe::Paper, running),
-        (Recipe::Paper, batch),
-        (Recipe::Fairseq, running),
-        (Recipe::Fairseq, batch),
-    ]
-}
-
 /// Groups whose lanes are no power of two, in all places of a warp; and those that end in part of a
 /// piece.
 #[test]
@@ -81,10 +69,9 @@ fn odd_groups() -> Result<()> {
     ];
     for (i, (cols, groups)) in shapes.into_iter().enumerate() {
         for (j, (input, builder)) in dtypes.into_iter().enumerate() {
-            let (recipe, statistics) = kinds()[(i + j) % 4];
-            let config = config(Some(groups), recipe, statistics);
+            let config = config(Some(groups), KINDS[(i + j) % 4]);
             let arguments = Arguments::random(&mut data, config, 19, input, builder, cols);
-            let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
+            let what = format!("{cols}, {input:?}, {config:?}");
             check(&what, &arguments, builder)?;
         }
     }
@@ -119,14 +106,13 @@ fn wide_groups() -> Result<()> {
         ),
     ] {
         for (i, cols) in widths.into_iter().enumerate() {
-            let (recipe, statistics) = kinds()[i % 4];
             let groups = if cols % 2 == 0 && i % 3 == 2 { 2 } else { 1 };
-            let config = config(Some(groups), recipe, statistics);
+            let config = config(Some(groups), KINDS[i % 4]);
             let mut arguments = Arguments::random(&mut data, config, 5, input, builder, cols);
             if i % 2 == 0 {
                 arguments.keep = Some(keep(&[true, false, true, true, false], &[5]));
             }
-            let what = format!("{cols} in {groups}, {input:?}, {recipe:?} {statistics:?}");
+            let what = format!("{cols}, {input:?}, {config:?}");
             check_once(&what, &arguments, builder, Offsets::AtTheStart)?;
         }
     }
@@ -143,11 +129,9 @@ fn rows_that_fill_shared_memory() -> Result<()> {
         .into_iter()
         .enumerate()
     {
-        let (recipe, statistics) = kinds()[i];
-        let config = config(groups, recipe, statistics);
+        let config = config(groups, KINDS[i]);
         let arguments = Arguments::random(&mut data, config, 300, DType::F32, DType::F32, cols);
-        let what = format!("{cols} channels, {groups:?}, {recipe:?} {statistics:?}");
-        check(&what, &arguments, DType::F32)?;
+        check(&format!("{cols}, {config:?}"), &arguments, DType::F32)?;
     }
     Ok(())
 }
@@ -157,7 +141,7 @@ fn rows_that_fill_shared_memory() -> Result<()> {
 fn each_dtype() -> Result<()> {
     let mut data = Data::new(13);
     for (input, builder) in DTYPES {
-        let config = config(Some(4), Recipe::Paper, Statistics::Running);
+        let config = config(Some(4), KINDS[0]);
         let arguments = Arguments::random(&mut data, config, 37, input, builder, 256);
         let what = format!("{input:?}, {builder:?}");
         check_once(&what, &arguments, builder, Offsets::AtTheStart)?;
@@ -175,10 +159,9 @@ fn many_rows_of_narrow_groups() -> Result<()> {
         .into_iter()
         .enumerate()
     {
-        let (recipe, statistics) = kinds()[i];
-        let config = config(Some(groups), recipe, statistics);
+        let config = config(Some(groups), KINDS[i]);
         let arguments = Arguments::random(&mut data, config, rows, input, DType::F32, 512);
-        let what = format!("{rows}x512 in {groups}, {input:?}, {recipe:?} {statistics:?}");
+        let what = format!("{rows}x512, {input:?}, {config:?}");
         check_once(&what, &arguments, DType::F32, Offsets::AtTheStart)?;
     }
     Ok(())
@@ -192,12 +175,11 @@ fn wide_and_tall_without_groups() -> Result<()> {
         .into_iter()
         .enumerate()
     {
-        let (recipe, statistics) = kinds()[i];
-        let config = config(None, recipe, statistics);
+        let config = config(None, KINDS[i]);
         let mut arguments =
             Arguments::random(&mut data, config, rows, DType::BF16, DType::F32, cols);
         arguments.keep = Some(keep(&data.mask(rows), &[rows]));
-        let what = format!("{rows}x{cols}, {recipe:?} {statistics:?}");
+        let what = format!("{rows}x{cols}, {config:?}");
         check_once(&what, &arguments, DType::F32, Offsets::AnElementIn)?;
     }
     Ok(())
@@ -207,15 +189,11 @@ fn wide_and_tall_without_groups() -> Result<()> {
 #[test]
 fn a_state_wider_than_the_sums() -> Result<()> {
     let mut data = Data::new(9);
-    for (recipe, statistics) in kinds() {
+    for kind in KINDS {
         for input in [DType::F32, DType::F16, DType::BF16] {
-            let config = PowerNormConfig {
-                affine: false,
-                ..config(Some(2), recipe, statistics)
-            };
+            let config = config(Some(2), kind).with(|config| config.affine = false);
             let arguments = Arguments::random(&mut data, config, 37, input, DType::F64, 66);
-            let what = format!("{input:?}, {recipe:?} {statistics:?}");
-            check(&what, &arguments, DType::F64)?;
+            check(&format!("{input:?}, {config:?}"), &arguments, DType::F64)?;
         }
     }
     Ok(())
@@ -233,9 +211,9 @@ fn rows_that_are_not_finite() -> Result<()> {
         (DType::F64, DType::F32),
     ] {
         for groups in [None, Some(1), Some(4)] {
-            for (recipe, statistics) in kinds() {
+            for kind in KINDS {
                 for value in [f64::NAN, f64::INFINITY] {
-                    let config = config(groups, recipe, statistics);
+                    let config = config(groups, kind);
                     let arguments =
                         Arguments::random(&mut data, config, rows, input, builder, cols);
                     let arguments = with_x(&arguments, |k, x| {
@@ -243,8 +221,7 @@ fn rows_that_are_not_finite() -> Result<()> {
                             *x = value;
                         }
                     });
-                    let what =
-                        format!("{value} in {input:?}, {groups:?}, {recipe:?} {statistics:?}");
+                    let what = format!("{value} in {input:?}, {config:?}");
                     check(&what, &arguments, builder)?;
                 }
             }
@@ -259,7 +236,7 @@ fn rows_that_are_not_finite() -> Result<()> {
 fn huge_groups() -> Result<()> {
     let mut data = Data::new(6);
     for (cols, groups) in [(48, 1), (48, 4), (1024, 2), (8200, 1)] {
-        for (i, (recipe, statistics)) in kinds().into_iter().enumerate() {
+        for (i, kind) in KINDS.into_iter().enumerate() {
             let dtypes = [
                 (DType::F32, DType::F32, 1e25),
                 (DType::BF16, DType::F32, 1e25),
@@ -269,15 +246,14 @@ fn huge_groups() -> Result<()> {
             if cols > 1000 && i % 2 == 1 {
                 continue;
             }
-            let config = config(Some(groups), recipe, statistics);
+            let config = config(Some(groups), kind);
             let arguments = Arguments::random(&mut data, config, 6, input, builder, cols);
             let arguments = with_x(&arguments, |k, x| {
                 if k / cols == 4 && k % cols < cols / groups {
                     *x *= magnitude;
                 }
             });
-            let what =
-                format!("{magnitude:e} in {cols}, {groups}, {input:?}, {recipe:?} {statistics:?}");
+            let what = format!("{magnitude:e} in {cols}, {input:?}, {config:?}");
             check(&what, &arguments, builder)?;
             // An infinity too, in a group whose squares overflow for it.
             let arguments = with_x(&arguments, |k, x| {

@@ -13,10 +13,7 @@ use std::sync::Barrier;
 fn two_handles_of_one_gpu_are_one_device() {
     let [own, other] = [(); 2].map(|()| Device::new_cuda_with_stream(0).unwrap());
     for statistics in [Statistics::Running, Statistics::Batch] {
-        let config = PowerNormConfig {
-            statistics,
-            ..config(Some(4))
-        };
+        let config = config(Some(4)).with_statistics(statistics);
         let mut twin = Twin::new(&mut Data::on(&own, 21), 48, config, DType::F32);
         let mut data = Data::on(&other, 22);
         for step in 0..3 {
@@ -32,11 +29,8 @@ fn two_handles_of_one_gpu_are_one_device() {
 fn a_step_on_one_handle_waits_for_an_evaluation_on_another() {
     let handles = [(); 2].map(|()| Device::new_cuda_with_stream(0).unwrap());
     let (layer, _varmap) = layer_on(&handles[0], 48, config(Some(4)), DType::F32);
-    let xs = handles.each_ref().map(|device| {
-        let mut data = Data::on(device, 23);
-        let values = data.normal(5 * 48);
-        data.tensor(&values, &[5, 48], DType::F32)
-    });
+    let xs = (handles.each_ref())
+        .map(|device| Batch::random(&mut Data::on(device, 23), &[5, 48], DType::F32, false).xs);
     for (evaluated, trained) in [(0, 1), (1, 0), (1, 1), (0, 1)] {
         let expected = to_f64(&layer.forward_t(&xs[evaluated], false).unwrap());
         let ys = layer.forward_t(&xs[evaluated], false).unwrap();
@@ -73,11 +67,7 @@ fn two_handles_without_events() {
     };
     let plain = || Device::new_cuda(0).unwrap();
     for handles in [[with_stream(), with_stream()], [plain(), with_stream()]] {
-        let wait = || {
-            handles
-                .iter()
-                .for_each(|device| device.synchronize().unwrap())
-        };
+        let wait = || (handles.iter()).for_each(|device| device.synchronize().unwrap());
         let (layer, _varmap) = layer_on(&handles[0], 48, config(Some(4)), DType::F32);
         for device in handles.iter().chain(&handles) {
             let xs = Tensor::ones((5, 48), DType::F32, device).unwrap();
@@ -137,8 +127,7 @@ fn tensors_in_the_wrong_place_are_refused() {
     ] {
         let (_, varmap) = layer_on(&gpu, 8, config(None), DType::F32);
         let moved = var(&varmap, name).to_device(place).unwrap();
-        let moved = Var::from_tensor(&moved).unwrap();
-        varmap.data().lock().unwrap().insert(name.to_owned(), moved);
+        insert(&varmap, name, &moved);
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, &gpu);
         let (expected, got) = (expected.location(), place.location());
         assert_eq!(
@@ -150,6 +139,7 @@ fn tensors_in_the_wrong_place_are_refused() {
         );
     }
 }
+
 #[test]
 fn tensors_of_another_device_are_refused() {
     let gpu = gpu();
@@ -158,15 +148,7 @@ fn tensors_of_another_device_are_refused() {
     for (layer, own, other) in [(on_gpu, &gpu, &CPU), (on_cpu, &CPU, &gpu)] {
         let xs = |device| Tensor::ones((5, 8), DType::F32, device).unwrap();
         let keep = |device| Tensor::ones(5, DType::U8, device).unwrap();
-        run(
-            &layer,
-            &Batch {
-                xs: xs(own),
-                dy: xs(own),
-                keep: None,
-            },
-            true,
-        );
+        run(&layer, &Batch::new(xs(own), xs(own)), true);
         let before = state(&layer);
         let text = |name| {
             let (own, other) = (own.location(), other.location());

@@ -15,13 +15,13 @@ mod values;
 
 use candle::{DType, Device, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, Sequential, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
+use candle_powernorm::{power_norm, PowerNorm, Statistics};
 use common::distributed::{self, on_threads};
 use common::gpu::gpu;
 use common::recording::replay;
 use common::{
-    assert_close, assert_relative, assert_same_bits, config, forward, layer, layer_on, message,
-    run, state, to_f64, var, Batch, Bound, Data, Twin, CPU,
+    assert_close, assert_relative, assert_same_bits, config, forward, insert, layer, layer_on,
+    message, run, state, to_f64, var, Batch, Bound, Data, Twin, With, CPU,
 };
 
 macro_rules! on_the_gpu {

@@ -22,21 +22,17 @@ fn shards_without_rows() {
     fn case(rank: &Rank) {
         for warmup_steps in [0, 100] {
             for recipe in [Recipe::Paper, Recipe::Fairseq] {
-                let config = PowerNormConfig {
-                    warmup_steps,
-                    recipe,
-                    ..config(Some(4))
-                };
+                let config = config(Some(4))
+                    .with_warm_up(warmup_steps)
+                    .with_recipe(recipe);
                 let twin = || Twin::new(&mut Data::on(&rank.device, 50), 48, config, DType::F64);
                 let (sharded, whole) = (twin().layer.with_ranks(&rank.over), twin().layer);
                 let mut data = Data::on(&rank.device, 51);
                 let empty = Tensor::zeros((0, 48), DType::F64, &rank.device).unwrap();
-                let mut batch = || Batch::random(&mut data, &[9, 48], DType::F64, false).xs;
-                let (first, second) = (batch(), batch());
-                for xs in [first, second] {
-                    sharded
-                        .forward(if rank.rank == 0 { &xs } else { &empty })
-                        .unwrap();
+                for _ in 0..2 {
+                    let xs = Batch::random(&mut data, &[9, 48], DType::F64, false).xs;
+                    let share = if rank.rank == 0 { &xs } else { &empty };
+                    sharded.forward(share).unwrap();
                     whole.forward(&xs).unwrap();
                 }
                 let expected = whole.running_phi().unwrap();

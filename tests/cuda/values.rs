@@ -22,15 +22,7 @@ fn a_batch_beyond_31_bits() {
     let mut twin = Twin::new(&mut data, COLS, config(Some(8)), DType::F32);
     let mut tile = || Batch::random(&mut data, &[ROWS, COLS], DType::F16, false).xs;
     let mut last = tile();
-    twin.check(
-        "before",
-        &Batch {
-            dy: tile(),
-            xs: tile(),
-            keep: None,
-        },
-        true,
-    );
+    twin.check("before", &Batch::new(tile(), tile()), true);
     for train in [true, false] {
         let xs = Tensor::cat(&vec![&last; TILES], 0).unwrap();
         let xs = Var::from_tensor(&xs).unwrap();

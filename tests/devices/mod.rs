@@ -4,9 +4,10 @@
 use crate::common::reference::{Gradients, Oracle, Quantity};
 use crate::common::{
     add_rounded, assert_close, assert_finite, assert_relative, assert_same_bits, assert_zero,
-    config, forward, in_time, layer_on, precision, residual_gradients, run, same_bits, same_state,
-    spec, state, sums_of, tensor, thinned, thinned_in_turn, to_f64, var, Batch, Bound, Data,
-    Gradient, Outcome, State, Twin, CPU, DTYPES, PARAMETERS, PATHS,
+    backward, config, forward, frozen, gather, in_time, keep, layer_on, loss_of, outputs,
+    precision, residual_gradients, run, same_bits, same_state, spec, state, sums_of, tensor,
+    thinned, thinned_in_turn, to_f64, var, Batch, Bound, Data, Outcome, State, Twin, With, DTYPES,
+    KINDS, PARAMETERS, PATHS,
 };
 use candle::backend::BackendStorage;
 use candle::{
@@ -16,7 +17,6 @@ use candle_nn::VarBuilder;
 use candle_powernorm::{
     power_norm, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics,
 };
-use std::collections::HashMap;
 
 /// Hands the names of the cases to the macro `$run`.
 macro_rules! cases {
@@ -68,21 +68,19 @@ pub fn layers(device: &Device) -> impl Iterator<Item = ((usize, Option<usize>), 
 }
 
 /// Every choice for a layer and its batches, apart from shape and dtype.
-pub fn variants() -> Vec<(PowerNormConfig, bool)> {
+fn variants() -> Vec<(PowerNormConfig, bool)> {
     let mut variants = vec![];
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        for statistics in [Statistics::Running, Statistics::Batch] {
-            for (affine, bias) in PARAMETERS {
-                for padded in [false, true] {
-                    let config = PowerNormConfig {
-                        recipe,
-                        statistics,
-                        affine,
-                        bias,
-                        ..config(None)
-                    };
-                    variants.push((config, padded));
-                }
+    for (recipe, statistics) in KINDS {
+        for (affine, bias) in PARAMETERS {
+            for padded in [false, true] {
+                let config = PowerNormConfig {
+                    recipe,
+                    statistics,
+                    affine,
+                    bias,
+                    ..config(None)
+                };
+                variants.push((config, padded));
             }
         }
     }
@@ -135,10 +133,7 @@ fn follow_every_width(device: &Device, (input, builder): (DType, DType)) {
             if config.recipe == Recipe::Fairseq && input == DType::F16 && rows <= 2 {
                 continue;
             }
-            let config = PowerNormConfig {
-                group_scaling,
-                ..config
-            };
+            let config = config.with_groups(group_scaling);
             let mut twin = Twin::new(&mut data, cols, config, builder);
             let what = format!(
                 "{input:?} with {builder:?} parameters, {rows}x{cols}, padded {padded}, {config:?}"
@@ -171,40 +166,34 @@ every_width! {
     every_width_in_bf16_with_f32_parameters = 6;
 }
 
-/// A layer used twice in a model, and its graph walked twice: each backward uses the statistics of
-/// its own forward, and the current ν.
+/// A layer used twice in a model, with an evaluation in between, and its graph walked twice: a
+/// forward moves ψ² and t. Each backward uses the statistics of its own forward, and the current ν.
 pub fn each_backward_belongs_to_its_forward(device: &Device) {
     const ROWS: usize = 20;
     const SIZE: usize = 48;
-    let bound = Bound {
-        out: DType::F64,
-        sums: DType::F64,
-        n: 8 * (ROWS + SIZE),
-    };
+    let bound = Bound::of(DType::F64, 8 * (ROWS + SIZE));
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         // The warm-up ends between the two forwards in the last case.
         for warmup_steps in [100, 1, 3] {
             let mut data = Data::on(device, 2);
-            let config = PowerNormConfig {
-                recipe,
-                warmup_steps,
-                ..config(None)
-            };
+            let config = config(None).with_recipe(recipe).with_warm_up(warmup_steps);
             let mut twin = Twin::new(&mut data, SIZE, config, DType::F64);
             let mut batch = || Batch::random(&mut data, &[ROWS, SIZE], DType::F64, false);
             for _ in 0..2 {
                 twin.check("before", &batch(), true);
             }
+            let evaluated = batch();
             let batch = batch();
             let xs = Var::from_tensor(&batch.xs).unwrap();
             let inner = forward(&twin.layer, &xs, None, true);
             let outer = forward(&twin.layer, &inner, None, true);
-            let loss = (&outer * &batch.dy).unwrap().sum_all().unwrap();
             let first = twin.oracle.train(&to_f64(&xs), None);
             let second = twin.oracle.train(&first.y.values, None);
             assert_close("y", &outer, &second.y, bound);
+            twin.check_state("two forwards", bound);
+            twin.check("in between", &evaluated, false);
             for walk in ["first walk", "second walk"] {
-                let grads = loss.backward().unwrap();
+                let grads = backward(&outer, &batch.dy);
                 let of_outer = twin.oracle.backward(&second, &to_f64(&batch.dy));
                 let of_inner = twin.oracle.backward(&first, &of_outer.dx.values);
                 assert_close(walk, grads.get(&xs).unwrap(), &of_inner.dx, bound);
@@ -217,6 +206,7 @@ pub fn each_backward_belongs_to_its_forward(device: &Device) {
                 assert_close(walk, dweight, &expected, bound);
                 twin.check_state(&format!("{recipe:?}, {warmup_steps}, {walk}"), bound);
             }
+            twin.check("and a whole step", &evaluated, true);
         }
     }
 }
@@ -232,17 +222,10 @@ pub fn a_layer_can_read_its_own_buffers(device: &Device) {
 
 fn read_own_buffers(device: &Device) {
     const SIZE: usize = 48;
-    let bound = Bound {
-        out: DType::F64,
-        sums: DType::F64,
-        n: 8 * SIZE,
-    };
+    let bound = Bound::of(DType::F64, 8 * SIZE);
     for warmup_steps in [1, 100] {
         let mut data = Data::on(device, 12);
-        let config = PowerNormConfig {
-            warmup_steps,
-            ..config(None)
-        };
+        let config = config(None).with_warm_up(warmup_steps);
         let mut twin = Twin::new(&mut data, SIZE, config, DType::F64);
         let batch = Batch::random(&mut data, &[7, SIZE], DType::F64, false);
         twin.check("before", &batch, true);
@@ -288,31 +271,15 @@ pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
         let xs = (&batch.xs * magnitude).unwrap();
         batch.xs = xs.to_dtype(DType::F32).unwrap();
         for (warmup_steps, train) in [(0, true), (1, true), (0, false)] {
-            let config = PowerNormConfig {
-                warmup_steps,
-                eps,
-                ..config(groups)
-            };
-            let pass = |dtype: DType| {
+            let config = eps.with_groups(groups).with_warm_up(warmup_steps);
+            let pass = |dtype: DType| -> Vec<_> {
                 let (layer, _varmap) = layer_on(device, cols, config, dtype);
-                let batch = Batch {
-                    xs: batch.xs.to_dtype(dtype).unwrap(),
-                    dy: batch.dy.to_dtype(dtype).unwrap(),
-                    keep: None,
-                };
-                let outcome = run(&layer, &batch, train);
+                let outcome = run(&layer, &batch.cast(dtype), train);
                 let (phi, nu) = (layer.running_phi().unwrap(), layer.nu().unwrap());
-                let (dweight, dbias) = (outcome.dweight.unwrap(), outcome.dbias.unwrap());
-                let (y, dx) = (outcome.y, outcome.dx);
-                [
-                    ("y", y),
-                    ("dx", dx),
-                    ("dweight", dweight),
-                    ("dbias", dbias),
-                    ("ψ²", phi),
-                    ("ν", nu),
-                ]
-                .map(|(name, values)| (name, to_f64(&values)))
+                (outcome.tensors().into_iter())
+                    .chain([("ψ²", &phi), ("ν", &nu)])
+                    .map(|(name, values)| (name, to_f64(values)))
+                    .collect()
             };
             let (ours, theirs) = (pass(DType::F32), pass(DType::F64));
             for ((name, ours), (_, expected)) in ours.iter().zip(&theirs) {
@@ -338,13 +305,11 @@ pub fn rows_of_any_magnitude_are_scaled(device: &Device) {
 pub fn a_silent_channel_does_not_overflow_the_gradient(device: &Device) {
     const SIZE: usize = 48;
     let mut data = Data::on(device, 18);
-    let Batch { xs, dy, .. } = Batch::random(&mut data, &[4, SIZE], DType::F64, false);
+    let mut batch = Batch::random(&mut data, &[4, SIZE], DType::F64, false);
     // Both layers get the numbers as `f32` rounds them.
-    let xs = (xs * 1e17).unwrap().to_dtype(DType::F32).unwrap();
-    let config = PowerNormConfig {
-        warmup_steps: 0,
-        ..config(Some(1))
-    };
+    let xs = (&batch.xs * 1e17).unwrap();
+    batch.xs = xs.to_dtype(DType::F32).unwrap();
+    let config = config(Some(1)).with_warm_up(0);
     let gradient = |dtype| {
         let (layer, varmap) = layer_on(device, SIZE, config, dtype);
         let set = |name, silent: f64, other: f64| {
@@ -355,12 +320,7 @@ pub fn a_silent_channel_does_not_overflow_the_gradient(device: &Device) {
         };
         set("running_phi", 0., 1.);
         set("ema_gz", 10., 0.);
-        let batch = Batch {
-            xs: xs.to_dtype(dtype).unwrap(),
-            dy: dy.to_dtype(dtype).unwrap(),
-            keep: None,
-        };
-        run(&layer, &batch, true).dx
+        run(&layer, &batch.cast(dtype), true).dx
     };
     let expected = to_f64(&gradient(DType::F64));
     assert_relative("dx", &gradient(DType::F32), &expected, 1e-5);
@@ -448,10 +408,7 @@ pub fn poisoned_batches_are_forgotten(device: &Device) {
                     "{input:?} with {builder:?} parameters, {value:e}, {cols} by {groups:?}, \
                      warm-up {warmup_steps}, in the input: {in_input}"
                 );
-                let config = PowerNormConfig {
-                    warmup_steps,
-                    ..config(groups)
-                };
+                let config = config(groups).with_warm_up(warmup_steps);
                 let mut data = Data::on(device, 15);
                 let mut twin = Twin::new(&mut data, cols, config, builder);
                 let mut batch = || Batch::random(&mut data, &[ROWS, cols], input, false);
@@ -523,10 +480,7 @@ fn poison_channel_4(
 /// overflows in the dtype of the state.
 pub fn a_statistic_beyond_the_state_s_dtype_is_forgotten(device: &Device) {
     for warmup_steps in [1, 100] {
-        let config = PowerNormConfig {
-            warmup_steps,
-            ..config(None)
-        };
+        let config = config(None).with_warm_up(warmup_steps);
         let dtypes = (DType::F64, DType::F32);
         let (layer, before, clean) = poison_channel_4(device, config, dtypes, 1e60);
         let after = state(&layer);
@@ -560,10 +514,7 @@ pub fn a_refused_statistic_keeps_every_bit(device: &Device) {
 
 /// The released code has no such check: its poisoned channels, and only they, stay poisoned.
 pub fn the_released_recipe_does_not_forget(device: &Device) {
-    let config = PowerNormConfig {
-        recipe: Recipe::Fairseq,
-        ..config(None)
-    };
+    let config = config(None).with_recipe(Recipe::Fairseq);
     let dtypes = (DType::F32, DType::F32);
     let (layer, _, clean) = poison_channel_4(device, config, dtypes, f64::NAN);
     run(&layer, &clean, true);
@@ -580,10 +531,7 @@ pub fn the_released_recipe_does_not_forget(device: &Device) {
 pub fn padding_may_hold_anything(device: &Device) {
     for statistics in [Statistics::Running, Statistics::Batch] {
         for ((cols, groups), (input, builder)) in layers(device) {
-            let config = PowerNormConfig {
-                statistics,
-                ..config(groups)
-            };
+            let config = config(groups).with_statistics(statistics);
             let twin = || Twin::new(&mut Data::on(device, 4), cols, config, builder).layer;
             let (padded, poisoned) = (twin(), twin());
             let mut data = Data::on(device, 5);
@@ -599,27 +547,17 @@ pub fn padding_may_hold_anything(device: &Device) {
                     }
                     data.tensor(&values, t.dims(), input)
                 };
-                let nan = Batch {
-                    xs: poison(&batch.xs),
-                    dy: poison(&batch.dy),
-                    ..batch.clone()
-                };
+                let mut nan = Batch::new(poison(&batch.xs), poison(&batch.dy));
+                // Any number but 0 keeps a row.
+                nan.keep = batch.keep.as_ref().map(|keep| (keep * 3.).unwrap());
                 let mut expected = run(&padded, &batch, true);
                 let mut outcome = run(&poisoned, &nan, true);
                 let what = format!("{input:?}, {cols} by {groups:?}, step {step}");
-                for (y, dx) in [
-                    (&mut expected.y, &expected.dx),
-                    (&mut outcome.y, &outcome.dx),
-                ] {
-                    let rows = |t: &Tensor, kept: bool| {
-                        let rows = (0u32..).zip(&mask).filter(|(_, &keep)| keep == kept);
-                        let rows: Vec<_> = rows.map(|(row, _)| row).collect();
-                        let t = t.to_device(&CPU).unwrap();
-                        t.index_select(&Tensor::new(rows, &CPU).unwrap(), 0)
-                            .unwrap()
-                    };
-                    *y = rows(y, true);
-                    assert_zero(&format!("{what}, dx of padding"), &rows(dx, false));
+                let padding: Vec<bool> = mask.iter().map(|keep| !keep).collect();
+                for outcome in [&mut expected, &mut outcome] {
+                    outcome.y = gather(&outcome.y, &mask);
+                    let dx = gather(&outcome.dx, &padding);
+                    assert_zero(&format!("{what}, dx of padding"), &dx);
                 }
                 same_bits(&what, &outcome, &expected);
                 same_state(&what, &state(&poisoned), &state(&padded));
@@ -631,38 +569,36 @@ pub fn padding_may_hold_anything(device: &Device) {
 /// A batch without a kept row is evaluated, and moves neither ψ² nor ν. On a GPU it counts as a
 /// step, because only the GPU knows what a mask holds, and the host does not wait to hear it.
 pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        for statistics in [Statistics::Running, Statistics::Batch] {
-            for warmup_steps in [100, 1] {
-                for ((cols, groups), (input, builder)) in layers(device) {
-                    let config = PowerNormConfig {
-                        recipe,
-                        statistics,
-                        warmup_steps,
-                        ..config(groups)
-                    };
-                    let mut data = Data::on(device, 6);
-                    let mut twin = Twin::new(&mut data, cols, config, builder);
-                    let what = format!("{input:?}, {cols}, {config:?}");
-                    let mut batch = || Batch::random(&mut data, &[9, cols], input, false);
-                    for _ in 0..2 {
-                        twin.check(&what, &batch(), true);
-                    }
-                    let (phi, nu, t) = state(&twin.layer);
-                    let masked = batch().masked(&[false; 9]);
-                    let expected = run(&twin.layer, &masked, false);
-                    let outcome = run(&twin.layer, &masked, true);
-                    same_bits(&what, &outcome, &expected);
-                    if recipe == Recipe::Paper {
-                        for (name, gradient) in &outcome.tensors()[1..] {
-                            assert_zero(name, gradient);
-                        }
-                    }
-                    let counted = usize::from(device.is_cuda());
-                    same_state(&what, &state(&twin.layer), &(phi, nu, t + counted));
-                    twin.oracle.steps += counted;
-                    twin.check(&format!("{what}, next"), &batch(), true);
+    for (recipe, statistics) in KINDS {
+        for warmup_steps in [100, 1] {
+            for ((cols, groups), (input, builder)) in layers(device) {
+                let config = PowerNormConfig {
+                    recipe,
+                    statistics,
+                    warmup_steps,
+                    ..config(groups)
+                };
+                let mut data = Data::on(device, 6);
+                let mut twin = Twin::new(&mut data, cols, config, builder);
+                let what = format!("{input:?}, {cols}, {config:?}");
+                let mut batch = || Batch::random(&mut data, &[9, cols], input, false);
+                for _ in 0..2 {
+                    twin.check(&what, &batch(), true);
                 }
+                let (phi, nu, t) = state(&twin.layer);
+                let masked = batch().masked(&[false; 9]);
+                let expected = run(&twin.layer, &masked, false);
+                let outcome = run(&twin.layer, &masked, true);
+                same_bits(&what, &outcome, &expected);
+                if recipe == Recipe::Paper {
+                    for (name, gradient) in &outcome.tensors()[1..] {
+                        assert_zero(name, gradient);
+                    }
+                }
+                let counted = usize::from(device.is_cuda());
+                same_state(&what, &state(&twin.layer), &(phi, nu, t + counted));
+                twin.oracle.steps += counted;
+                twin.check(&format!("{what}, next"), &batch(), true);
             }
         }
     }
@@ -673,10 +609,7 @@ pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
 pub fn empty_batches_pass_through(device: &Device) {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for (input, builder) in DTYPES {
-            let config = PowerNormConfig {
-                recipe,
-                ..config(Some(1))
-            };
+            let config = config(Some(1)).with_recipe(recipe);
             let mut data = Data::on(device, 7);
             let twin = Twin::new(&mut data, 7, config, builder);
             let batch = Batch::random(&mut data, &[4, 7], input, false);
@@ -731,37 +664,33 @@ const VIEWS: [(&str, &[usize], View); 7] = [
 ];
 
 /// Views, aligned to 16 bytes or not, give the same bits as contiguous copies of them.
-pub fn views_are_what_their_copies_are(device: &Device) {
+pub fn views_are_what_their_copies_are(device: &Device) -> Result<()> {
     for (name, shape, view) in VIEWS {
         for (input, builder) in DTYPES {
-            let step = |copies: bool| {
+            let step = |copies: bool| -> Result<_> {
                 let mut data = Data::on(device, 11);
                 let twin = Twin::new(&mut data, COLS, config(Some(4)), builder);
                 let dy = Batch::random(&mut data, &[ROWS, COLS], input, false).dy;
-                let mask = data.mask(ROWS + 1);
-                let mask: Vec<u8> = mask.into_iter().map(u8::from).collect();
-                let keep = Tensor::new(mask, device)
-                    .unwrap()
-                    .narrow(0, 1, ROWS)
-                    .unwrap();
+                let mask = keep(&data.mask(ROWS + 1), &[ROWS + 1]);
+                let mut keep = mask.to_device(device)?.narrow(0, 1, ROWS)?;
                 let base = data.normal(shape.iter().product());
-                let base = Var::from_tensor(&data.tensor(&base, shape, input)).unwrap();
-                let (mut xs, mut keep) = (view(&base).unwrap(), keep);
+                let base = Var::from_tensor(&data.tensor(&base, shape, input))?;
+                let mut xs = view(&base)?;
                 if copies {
-                    xs = xs.force_contiguous().unwrap();
-                    keep = keep.force_contiguous().unwrap();
+                    xs = xs.force_contiguous()?;
+                    keep = keep.force_contiguous()?;
                 }
                 let y = forward(&twin.layer, &xs, Some(&keep), true);
-                let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
-                let outcome = Outcome::of(&twin.layer, &base, &y, &grads);
-                (outcome, state(&twin.layer))
+                let outcome = Outcome::of(&twin.layer, &base, &y, &backward(&y, &dy));
+                Ok((outcome, state(&twin.layer)))
             };
-            let (view, copy) = (step(false), step(true));
+            let (view, copy) = (step(false)?, step(true)?);
             let what = format!("{name}, {input:?}");
             same_bits(&what, &view.0, &copy.0);
             same_state(&what, &view.1, &copy.1);
         }
     }
+    Ok(())
 }
 
 /// Gradients of both outputs that are strided, broadcast, or one tensor, give the same bits as
@@ -785,30 +714,17 @@ pub fn gradients_that_are_views_are_what_their_copies_are(device: &Device) -> Re
         ];
         let settings = [Statistics::Running, Statistics::Batch].map(|s| pairs.map(|p| (s, p)));
         for (statistics, (dy, dsum)) in settings.into_iter().flatten() {
-            let config = PowerNormConfig {
-                statistics,
-                ..config(Some(4))
-            };
+            let config = config(Some(4)).with_statistics(statistics);
             let step = |copies: bool| -> Result<_> {
                 let layer = Twin::new(&mut Data::on(device, 11), COLS, config, builder).layer;
-                let given = |gradient: &Tensor| -> Result<Gradient> {
-                    let copy = copies.then(|| gradient.force_contiguous());
-                    Ok(Gradient(copy.unwrap_or(Ok(gradient.clone()))?))
+                let given = |gradient: &Tensor| match copies {
+                    true => gradient.force_contiguous(),
+                    false => Ok(gradient.clone()),
                 };
                 let (xs, keep) = (Var::from_tensor(&batch.xs)?, batch.keep.as_ref());
-                let (y, loss) = match dsum {
-                    None => {
-                        let y = layer.forward_masked(&xs, keep)?;
-                        let loss = y.apply_op1(given(dy)?)?;
-                        (y, loss)
-                    }
-                    Some(dsum) => {
-                        let (y, sum) = layer.forward_residual(&xs, &batch.dy, keep)?;
-                        let loss = (y.apply_op1(given(dy)?)? + sum.apply_op1(given(dsum)?)?)?;
-                        (y, loss)
-                    }
-                };
-                let outcome = Outcome::of(&layer, &xs, &y, &loss.backward()?);
+                let outputs = outputs(&layer, &xs, dsum.map(|_| &batch.dy), keep)?;
+                let loss = loss_of(&outputs, &given(dy)?, &given(dsum.unwrap_or(dy))?)?;
+                let outcome = Outcome::of(&layer, &xs, &outputs.0, &loss.backward()?);
                 Ok((outcome, state(&layer)))
             };
             let (view, copy) = (step(false)?, step(true)?);
@@ -824,10 +740,7 @@ pub fn gradients_that_are_views_are_what_their_copies_are(device: &Device) -> Re
 /// gradients are those of a fresh layer's warm-up. ν, t and the mode stay.
 pub fn a_recalibration_replaces_the_mean(device: &Device) -> Result<()> {
     for (k, ((cols, groups), (input, builder))) in layers(device).enumerate() {
-        let config = PowerNormConfig {
-            warmup_steps: 100,
-            ..config(groups)
-        };
+        let config = config(groups).with_warm_up(100);
         let [ours, fresh] =
             [(); 2].map(|()| Twin::new(&mut Data::on(device, 48), cols, config, builder));
         let mut data = Data::on(device, 49);
@@ -843,8 +756,7 @@ pub fn a_recalibration_replaces_the_mean(device: &Device) -> Result<()> {
             let batch = batch();
             let xs = Var::from_tensor(&batch.xs)?;
             let y = ours.layer.forward_masked(&xs, batch.keep.as_ref())?;
-            let grads = (&y * &batch.dy)?.sum_all()?.backward()?;
-            let outcome = Outcome::of(&ours.layer, &xs, &y, &grads);
+            let outcome = Outcome::of(&ours.layer, &xs, &y, &backward(&y, &batch.dy));
             same_bits(&what, &outcome, &run(&fresh.layer, &batch, true));
             let (phi, ..) = state(&fresh.layer);
             same_state(&what, &state(&ours.layer), &(phi, nu.clone(), t));
@@ -860,12 +772,9 @@ const EPS: f64 = 1. / 128.;
 
 /// The oracle's evaluation and its gradients where D is 1.
 fn scaled_only(groups: usize, weight: Vec<f64>, batch: &Batch) -> (Quantity, Gradients) {
-    let config = PowerNormConfig {
-        eps: EPS,
-        ..config(Some(groups))
-    };
     let size = weight.len();
-    let mut oracle = Oracle::new(spec(&config), weight, vec![0.; size]);
+    let spec = spec(&EPS.with_groups(Some(groups)));
+    let mut oracle = Oracle::new(spec, weight, vec![0.; size]);
     oracle.phi.fill(1. - EPS);
     let pass = oracle.evaluate(&to_f64(&batch.xs), None);
     let gradients = oracle.backward(&pass, &to_f64(&batch.dy));
@@ -890,7 +799,7 @@ pub fn group_scaling_by_itself(device: &Device) -> Result<()> {
         let (expected_y, expected) = scaled_only(groups, vec![1.; cols], &batch);
         let xs = Var::from_tensor(&batch.xs)?;
         let y = GroupScaling::new(groups, EPS)?.forward(&xs)?;
-        let grads = (&y * &batch.dy)?.sum_all()?.backward()?;
+        let grads = backward(&y, &batch.dy);
         let bound = Bound {
             out: dtype,
             sums: sums_of(dtype),
@@ -916,21 +825,22 @@ pub fn rms_norm_is_candle_s(device: &Device) -> Result<()> {
         .flat_map(|cols| DTYPES.map(|dtypes| (cols, dtypes)));
     for (cols, (input, builder)) in thinned(cases) {
         let mut data = Data::on(device, 50);
-        let weight: Vec<f64> = data.normal(cols).iter().map(|w| 1. + 0.3 * w).collect();
+        let weight = data.weight(cols);
         let weight = Var::from_tensor(&data.tensor(&weight, &[cols], builder))?;
         let batch = Batch::random(&mut data, &[ROWS[0], ROWS[1], cols], input, false);
-        let run = |weight: &Tensor, xs: &Tensor, y: Tensor, dy: &Tensor| -> Result<_> {
-            let mut grads = (&y * dy)?.sum_all()?.backward()?;
-            Ok([y, grads.remove(xs).unwrap(), grads.remove(weight).unwrap()])
+        let run = |weight: &Tensor, xs: &Tensor, y: Tensor, dy: &Tensor| {
+            let mut grads = backward(&y, dy);
+            [y, grads.remove(xs).unwrap(), grads.remove(weight).unwrap()]
         };
         let xs = Var::from_tensor(&batch.xs)?;
         let y = RmsNorm::new(weight.as_tensor().clone(), EPS)?.forward(&xs)?;
-        let ours = run(&weight, &xs, y, &batch.dy)?;
+        let ours = run(&weight, &xs, y, &batch.dy);
 
-        let [xs, weight_64, dy] = [&batch.xs, weight.as_tensor(), &batch.dy]
-            .map(|tensor| Var::from_tensor(&tensor.to_dtype(DType::F64).unwrap()).unwrap());
+        let in_f64 = batch.cast(DType::F64);
+        let xs = Var::from_tensor(&in_f64.xs)?;
+        let weight_64 = Var::from_tensor(&weight.to_dtype(DType::F64)?)?;
         let y = candle_nn::ops::rms_norm_slow(&xs, &weight_64, EPS as f32)?;
-        let candles = run(&weight_64, &xs, y, &dy.as_detached_tensor())?;
+        let candles = run(&weight_64, &xs, y, &in_f64.dy);
 
         let (expected_y, expected) = scaled_only(1, to_f64(&weight), &batch);
         let exact = [expected_y, expected.dx, expected.dweight];
@@ -939,22 +849,17 @@ pub fn rms_norm_is_candle_s(device: &Device) -> Result<()> {
             .zip(ours.iter().zip(&candles).zip(exact))
         {
             let what = format!("{name}, {input:?} with a weight of {builder:?}, {cols} channels");
-            let bound = |out| Bound {
-                out,
+            let bound = Bound {
+                out: ours.dtype(),
                 sums: sums_of(input),
                 n: cols + ROWS[0] * ROWS[1],
             };
-            assert_close(&what, ours, &exact, bound(ours.dtype()));
+            assert_close(&what, ours, &exact, bound);
             let candles = Quantity {
                 values: to_f64(candles),
                 ..exact
             };
-            assert_close(
-                &format!("{what}, candle's"),
-                ours,
-                &candles,
-                bound(ours.dtype()),
-            );
+            assert_close(&format!("{what}, candle's"), ours, &candles, bound);
         }
     }
     Ok(())
@@ -969,10 +874,7 @@ pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
     for (k, ((cols, groups), (dtype, builder))) in layers(device).enumerate() {
         let variants = variants();
         let (config, padded) = variants[(cols + 5 * k) % variants.len()];
-        let config = PowerNormConfig {
-            group_scaling: groups,
-            ..config
-        };
+        let config = config.with_groups(groups);
         let [uses_y, uses_sum] = USES[k % USES.len()];
         let what = format!("{dtype:?} {cols} {config:?} padded {padded} {uses_y} {uses_sum}");
         let [fused, plain] =
@@ -1020,9 +922,7 @@ pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
 pub fn a_sum_by_itself_gives_a_computed_bias_zeros(device: &Device) -> Result<()> {
     let master = Var::ones(8, DType::F32, device)?;
     let (_, varmap) = layer_on(device, 8, config(None), DType::F32);
-    let mut tensors: HashMap<String, Tensor> = (varmap.data().lock().unwrap().iter())
-        .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
-        .collect();
+    let mut tensors = frozen(&varmap);
     tensors.insert("bias".to_owned(), master.affine(2., 0.)?);
     let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
     let layer = power_norm(8, config(None), vb)?;
@@ -1095,11 +995,7 @@ pub fn a_backward_that_fails_leaves_nothing_to_the_next(device: &Device) -> Resu
 
 /// Loss scales that are powers of two cancel exactly, in the warm-up and after it.
 pub fn a_loss_scale_that_changes_changes_nothing(device: &Device) -> Result<()> {
-    for (statistics, recipe) in [
-        (Statistics::Running, Recipe::Paper),
-        (Statistics::Batch, Recipe::Paper),
-        (Statistics::Running, Recipe::Fairseq),
-    ] {
+    for (recipe, statistics) in KINDS {
         let config = PowerNormConfig {
             statistics,
             recipe,

@@ -3,8 +3,8 @@
 
 use crate::common::distributed::{self, Rank, Swap};
 use crate::common::{
-    self, assert_relative, assert_same_bits, layer, message, run, state, to_f64, var, Batch, Data,
-    CPU,
+    assert_relative, assert_same_bits, config, layer, message, run, state, to_f64, var, Batch,
+    Data, With, CPU,
 };
 use candle::{CpuStorage, DType, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
@@ -37,10 +37,7 @@ fn a_communicator_that_gives_back_less_is_an_error() {
 #[test]
 fn a_rank_that_panics() {
     fn case(rank: &Rank) {
-        for config in [0, 100].map(|warmup_steps| PowerNormConfig {
-            warmup_steps,
-            ..1e-5.into()
-        }) {
+        for config in [0, 100].map(|warmup_steps| 1e-5.with_warm_up(warmup_steps)) {
             let layer = layer(SIZE, config, DType::F64).0.with_ranks(&rank.over);
             let mut data = Data::new(40 + rank.rank as u64);
             let panics = |xs: &Tensor, call: &dyn Fn() -> Result<()>| {
@@ -84,10 +81,7 @@ const RANKS: usize = 2;
 const ROWS: usize = 40;
 
 fn apart_config() -> PowerNormConfig {
-    PowerNormConfig {
-        warmup_steps: 4,
-        ..common::config(Some(2))
-    }
+    config(Some(2)).with_warm_up(4)
 }
 
 impl Apart {
@@ -104,11 +98,7 @@ impl Apart {
         let rows = ROWS / RANKS;
         let mut gradient = Tensor::zeros(SIZE, DType::F64, &CPU)?;
         for (rank, (layer, _)) in self.layers.iter().enumerate() {
-            let share = Batch {
-                xs: batch.xs.narrow(0, rank * rows, rows)?,
-                dy: batch.dy.narrow(0, rank * rows, rows)?,
-                keep: None,
-            };
+            let share = batch.rows(rank * rows..(rank + 1) * rows);
             let dweight = run(layer, &share, true).dweight.expect("a weight");
             gradient = (gradient + (dweight / RANKS as f64)?)?;
         }

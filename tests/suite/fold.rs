@@ -2,12 +2,12 @@
 
 use crate::common::reference::Quantity;
 use crate::common::{
-    assert_close, assert_same_bits, bits, layer, message, state, to_f64, var, Batch, Bound, Data,
-    Twin, CPU, DTYPES, PARAMETERS,
+    assert_close, assert_same_bits, backward, bits, frozen, insert, layer, message, state, to_f64,
+    var, Batch, Bound, Data, Twin, With, CPU, DTYPES, PARAMETERS,
 };
 use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::Linear;
-use candle_powernorm::{GroupScaling, PowerNormConfig};
+use candle_nn::{Linear, VarBuilder};
+use candle_powernorm::{power_norm, GroupScaling, PowerNormConfig};
 
 const SIZE: usize = 12;
 const OUT: usize = 5;
@@ -93,12 +93,7 @@ fn check_numbers(what: &str, folded: &Linear, weight: Vec<f64>, bias: Quantity, 
 
 /// Checks a forward in which numbers of its dtype were multiplied and added up.
 fn check_output(what: &str, actual: &Tensor, expected: &Quantity) {
-    let bound = Bound {
-        out: actual.dtype(),
-        sums: actual.dtype(),
-        n: SIZE,
-    };
-    assert_close(what, actual, expected, bound);
+    assert_close(what, actual, expected, Bound::of(actual.dtype(), SIZE));
 }
 
 /// γ/√(ψ²+ε).
@@ -167,20 +162,15 @@ fn the_released_shape_of_the_statistics_folds_as_well() {
     let mut data = Data::new(3);
     let phi = data.uniform(SIZE, 0.05, 20.);
     let build = |shape: &[usize]| {
-        let buffer = |values: &[f64]| data.tensor(values, shape, DType::F64);
-        let tensors = [
-            ("running_phi", buffer(&phi)),
-            ("ema_gz", buffer(&[0.; SIZE])),
-            ("iters", Tensor::new(&[7i64], &CPU).unwrap()),
-        ];
-        let tensors = tensors.map(|(name, tensor)| (name.to_string(), tensor));
-        let config = PowerNormConfig {
-            affine: false,
-            group_scaling: None,
-            ..1e-5.into()
-        };
-        let vb = candle_nn::VarBuilder::from_tensors(tensors.into(), DType::F64, &CPU);
-        candle_powernorm::power_norm(SIZE, config, vb).unwrap()
+        let config = 1e-5.with_groups(None).with(|config| config.affine = false);
+        let (_, varmap) = layer(SIZE, config, DType::F64);
+        insert(
+            &varmap,
+            "running_phi",
+            &data.tensor(&phi, shape, DType::F64),
+        );
+        let vb = VarBuilder::from_tensors(frozen(&varmap), DType::F64, &CPU);
+        power_norm(SIZE, config, vb).unwrap()
     };
     let (ours, released) = (build(&[SIZE]), build(&[1, SIZE, 1, 1]));
     let mut data = Data::new(4);
@@ -243,8 +233,8 @@ fn output_and_gradient(
 ) -> Result<(Tensor, Tensor)> {
     let xs = Var::from_tensor(xs)?;
     let y = f(&xs)?;
-    let grads = (&y * dy)?.sum_all()?.backward()?;
-    Ok((y.detach(), grads.get(&xs).expect("a gradient").clone()))
+    let dx = backward(&y, dy).remove(&xs).expect("a gradient");
+    Ok((y.detach(), dx))
 }
 
 /// Views give what their contiguous copies give: rows apart, and the elements of a row apart.
@@ -274,12 +264,9 @@ fn views_are_scaled_as_their_copies_are() -> Result<()> {
 
 #[test]
 fn a_layer_gives_its_own_group_scaling() {
-    let of = |group_scaling| {
-        let config = PowerNormConfig {
-            group_scaling,
-            ..1e-3.into()
-        };
-        layer(SIZE, config, DType::F32).0.group_scaling()
+    let of = |groups| {
+        let (layer, _) = layer(SIZE, 1e-3.with_groups(groups), DType::F32);
+        layer.group_scaling()
     };
     assert_eq!(of(None), None);
     let scaling = of(Some(4)).unwrap();

@@ -4,14 +4,13 @@
 //!
 //! The loss is Σ y·dy throughout, with random dy, weight and bias.
 
-use crate::common::reference::{composed, Oracle, Quantity};
+use crate::common::reference::{composed, Quantity};
 use crate::common::{
-    assert_close, assert_relative, assert_same_bits, central_differences, forward, run, spec,
-    tensor, to_f64, var, Batch, Bound, Data, Outcome, Twin, CPU,
+    assert_close, assert_relative, assert_same_bits, backward, central_differences, forward,
+    layer_of, run, spec, tensor, to_f64, var, Batch, Bound, Data, Outcome, Twin,
 };
 use candle::{DType, Tensor, Var};
-use candle_nn::VarBuilder;
-use candle_powernorm::{power_norm, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 
 struct Case {
     shape: &'static [usize],
@@ -84,21 +83,16 @@ impl Way {
 
 /// Puts the layer into the state of the oracle.
 fn reset(twin: &Twin) {
-    let Oracle {
-        phi,
-        nu,
-        steps,
-        spec,
-        ..
-    } = &twin.oracle;
-    let set = |name: &str, values: &[f64], dtype| {
+    let oracle = &twin.oracle;
+    let set = |name: &str, values: &[f64]| {
         let var = var(&twin.varmap, name);
-        var.set(&tensor(values, var.dims(), dtype)).unwrap();
+        var.set(&tensor(values, var.dims(), var.dtype())).unwrap();
     };
-    let ema_gz: Vec<f64> = nu.iter().map(|nu| nu / (1. - spec.alpha_bwd)).collect();
-    set("running_phi", phi, DType::F64);
-    set("ema_gz", &ema_gz, DType::F64);
-    set("iters", &[*steps as f64], DType::I64);
+    let share = 1. - oracle.spec.alpha_bwd;
+    let ema_gz: Vec<f64> = oracle.nu.iter().map(|nu| nu / share).collect();
+    set("running_phi", &oracle.phi);
+    set("ema_gz", &ema_gz);
+    set("iters", &[oracle.steps as f64]);
 }
 
 /// The loss of the layer's forward from the oracle's state. Padded rows are outside of it.
@@ -183,12 +177,8 @@ fn parameter_gradients_are_exact_under_running_statistics() {
         reset(&twin);
         let outcome = run(&twin.layer, &batch, true);
         check_parameters(&twin, &batch, true, &outcome, |what, actual, expected| {
-            assert_relative(
-                &format!("{:?}, {what}", case.shape),
-                actual,
-                &expected,
-                1e-8,
-            );
+            let what = format!("{:?}, {what}", case.shape);
+            assert_relative(&what, actual, &expected, 1e-8);
         });
     }
 }
@@ -204,18 +194,11 @@ fn exact_gradients_agree_with_autograd() {
                 _ => Some(tensor(&twin.oracle.phi, &[size], DType::F64)),
             };
             let xs = Var::from_tensor(&batch.xs).unwrap();
-            let weight = Var::from_tensor(&tensor(&twin.oracle.weight, &[size], DType::F64));
-            let bias = Var::from_tensor(&tensor(&twin.oracle.bias, &[size], DType::F64));
-            let (weight, bias) = (weight.unwrap(), bias.unwrap());
-            let y = composed(
-                &xs,
-                Some((&weight, &bias)),
-                batch.keep.as_ref(),
-                phi.as_ref(),
-                &spec(twin.layer.config()),
-            );
-            let loss = (y.unwrap() * dy_of_kept_rows(&batch)).unwrap();
-            let expected = loss.sum_all().unwrap().backward().unwrap();
+            let [weight, bias] = [&twin.oracle.weight, &twin.oracle.bias]
+                .map(|values| Var::from_tensor(&tensor(values, &[size], DType::F64)).unwrap());
+            let (affine, spec) = (Some((&*weight, &*bias)), spec(twin.layer.config()));
+            let y = composed(&xs, affine, batch.keep.as_ref(), phi.as_ref(), &spec).unwrap();
+            let expected = backward(&y, &dy_of_kept_rows(&batch));
 
             // The oracle says how large the terms are that cancel in these gradients.
             let (x, mask) = (to_f64(&batch.xs), batch.mask());
@@ -235,12 +218,8 @@ fn exact_gradients_agree_with_autograd() {
                     values: to_f64(expected.get(of).unwrap()),
                     ..terms
                 };
-                let bound = Bound {
-                    out: DType::F64,
-                    sums: DType::F64,
-                    n: rows + size,
-                };
                 let what = format!("{way:?}, {:?}, {what}", case.shape);
+                let bound = Bound::of(DType::F64, rows + size);
                 assert_close(&what, actual, &expected, bound);
             };
             check("dx", &Some(outcome.dx), &xs, terms.dx);
@@ -298,26 +277,11 @@ fn strided_masks_and_parameters_are_read_as_they_lie() {
     let strided_keep = keep.t().unwrap().force_contiguous().unwrap().t().unwrap();
     assert!(!strided_keep.is_contiguous() && !strided[0].is_contiguous());
     let [actual, expected] = [(strided, strided_keep), (packed, keep)].map(|(affine, keep)| {
-        let [weight, bias] = affine;
-        let tensors = [
-            ("weight", weight),
-            ("bias", bias),
-            ("running_phi", Tensor::ones(size, DType::F64, &CPU).unwrap()),
-            ("ema_gz", Tensor::zeros(size, DType::F64, &CPU).unwrap()),
-            ("iters", Tensor::zeros(1, DType::I64, &CPU).unwrap()),
-        ];
-        let tensors = tensors.map(|(name, tensor)| (name.to_string(), tensor));
-        let vb = VarBuilder::from_tensors(tensors.into(), DType::F64, &CPU);
-        let layer = power_norm(size, 1e-5, vb).unwrap();
+        let layer = layer_of(affine.each_ref());
         let xs = Var::from_tensor(&batch.xs).unwrap();
         let y = forward(&layer, &xs, Some(&keep), true);
-        let loss = (&y * &batch.dy).unwrap().sum_all().unwrap();
-        let grads = loss.backward().unwrap();
-        [
-            y,
-            grads.get(&xs).unwrap().clone(),
-            layer.running_phi().unwrap(),
-        ]
+        let dx = backward(&y, &batch.dy).remove(&xs).unwrap();
+        [y, dx, layer.running_phi().unwrap()]
     });
     for (k, name) in ["y", "dx", "ψ²"].into_iter().enumerate() {
         assert_same_bits(name, &actual[k], &expected[k]);

@@ -2,8 +2,8 @@
 //! on, written back. `tests/torch/make.py` made them, out of states in the recordings of that code.
 
 use crate::common::recording::Recording;
-use crate::common::{assert_relative, bits, run, state, tensor, to_f64, var, CPU};
-use candle::{pickle, DType, Module, Shape, Tensor, Var};
+use crate::common::{assert_relative, bits, insert, run, state, tensor, to_f64, var, CPU};
+use candle::{pickle, DType, Module, Shape, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm};
 use std::collections::BTreeMap;
@@ -55,10 +55,8 @@ impl Stored {
             let values = tensor(&recording.values(what), &[self.size], dtype);
             values.to_dtype(DType::F32).unwrap()
         };
-        let (phi, ema_gz) = (
-            rounded(&format!("running_phi.{}", self.step)),
-            rounded(&format!("ema_gz.{}", self.step)),
-        );
+        let phi = rounded(&format!("running_phi.{}", self.step));
+        let ema_gz = rounded(&format!("ema_gz.{}", self.step));
         let nu = (ema_gz * (1. - recording.config.alpha_bwd)).unwrap();
         for (what, actual, expected) in [
             ("weight", layer.weight().unwrap(), &rounded("weight")),
@@ -87,11 +85,8 @@ impl Stored {
             let phi = layer.running_phi().unwrap();
             check("ψ²", &phi, &recording.values(&format!("running_phi.{t}")));
             let (what, expected) = recording.backward_state(t);
-            check(
-                what,
-                &var(varmap, &format!("{}.{what}", self.name)),
-                &expected,
-            );
+            let actual = var(varmap, &format!("{}.{what}", self.name));
+            check(what, &actual, &expected);
         }
         assert_eq!(layer.steps().unwrap(), recording.steps);
         layer.mode().set_training(false);
@@ -117,13 +112,11 @@ fn contents(tensors: impl IntoIterator<Item = (String, Tensor)>) -> Contents {
 /// A checkpoint's tensors as variables to train on, in single precision.
 fn variables(path: &str, key: Option<&str>) -> VarMap {
     let varmap = VarMap::new();
-    for (name, tensor) in pickle::read_all_with_key(path, key).unwrap() {
-        let tensor = match tensor.dtype().is_float() {
-            true => tensor.to_dtype(DType::F32).unwrap(),
-            false => tensor,
-        };
-        let var = Var::from_tensor(&tensor).unwrap();
-        varmap.data().lock().unwrap().insert(name, var);
+    for (name, mut tensor) in pickle::read_all_with_key(path, key).unwrap() {
+        if tensor.dtype().is_float() {
+            tensor = tensor.to_dtype(DType::F32).unwrap();
+        }
+        insert(&varmap, &name, &tensor);
     }
     varmap
 }
@@ -210,11 +203,8 @@ fn the_script_goes_both_ways() {
     let out = tempfile::tempdir().unwrap();
     let file = |name: &str| out.path().join(name).to_str().unwrap().to_owned();
     let (ours, theirs) = (file("model.safetensors"), file("model.pt"));
-    for (checkpoint, dtype) in [
-        (HALF, DType::F16),
-        (LEGACY, DType::F32),
-        (FAIRSEQ, DType::F32),
-    ] {
+    let dtypes = [DType::F16, DType::F32, DType::F32];
+    for (checkpoint, dtype) in [HALF, LEGACY, FAIRSEQ].into_iter().zip(dtypes) {
         python(&[SCRIPT, "to-candle", checkpoint, &ours]);
         let mut varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, dtype, &CPU);
@@ -230,9 +220,7 @@ fn the_script_goes_both_ways() {
     }
     python(&[SCRIPT, "to-torch", &ours, &theirs]);
     let original = pickle::read_all_with_key(FAIRSEQ, Some("model")).unwrap();
-    assert_eq!(
-        contents(pickle::read_all(&theirs).unwrap()),
-        contents(original)
-    );
+    let written = pickle::read_all(&theirs).unwrap();
+    assert_eq!(contents(written), contents(original));
     python(&[CHECK, "--check", &theirs]);
 }

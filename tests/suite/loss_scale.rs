@@ -1,10 +1,12 @@
 //! A loss times a factor that changes.
 
-use crate::common::{assert_relative, layer, message, tensor, to_f64, var, Batch, Data, Twin, CPU};
+use crate::common::{
+    assert_relative, layer, message, tensor, to_f64, var, Batch, Data, Twin, With, CPU,
+};
 use candle::{DType, Module, Result, Var};
 use candle_nn::{linear, loss::mse, seq, Activation};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{LossScale, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig};
+use candle_powernorm::{LossScale, Mode, PowerNorm, PowerNormBuilder};
 
 /// A training step on the loss times the scale that stands; the gradient of the input, unscaled.
 fn step(layer: &PowerNorm, batch: &Batch, scale: f64) -> Result<candle::Tensor> {
@@ -39,10 +41,7 @@ fn nu_is_in_the_units_of_the_loss() -> Result<()> {
 /// unscaled step makes of it, or what it was.
 #[test]
 fn overflowed_steps_leave_no_trace() -> Result<()> {
-    let config = PowerNormConfig {
-        warmup_steps: 2,
-        ..Default::default()
-    };
+    let config = 1e-5.with_warm_up(2);
     let (size, dtype) = (8, DType::F16);
     let scale = LossScale::new(2f64.powi(20))?;
     let (plain, unscaled) = layer(size, config, DType::F32);

@@ -21,7 +21,7 @@
 //! warm-up. E and F are O(a²), because r is O(a), and 1−q is O(a): the distance is O(a).
 
 use crate::common::{run, to_f64, Batch, Bound, Data, Twin};
-use candle::{DType, Tensor};
+use candle::DType;
 use candle_powernorm::PowerNormConfig;
 
 const SIZE: usize = 6;
@@ -57,31 +57,20 @@ fn statistics(twin: &Twin, c: usize) -> [f64; 2] {
 }
 
 /// What the bounds of a channel are made of, over all windows after the warm-up.
+#[derive(Default)]
 struct Channel {
     delta: f64,
     /// G, L, r, g and N.
     most_gamma: f64,
     most_lambda: f64,
     most_off: f64,
-    least_mean_gamma: f64,
+    least_mean_gamma: Option<f64>,
     most_nu: f64,
     /// The distances of ψ² and of ν, by window.
     apart: Vec<[f64; 2]>,
 }
 
 impl Channel {
-    fn new() -> Self {
-        Self {
-            delta: 0.,
-            most_gamma: 0.,
-            most_lambda: 0.,
-            most_off: 0.,
-            least_mean_gamma: f64::INFINITY,
-            most_nu: 0.,
-            apart: vec![],
-        }
-    }
-
     fn take(&mut self, c: usize, eps: f64, whole: &Step, parts: &[Step]) {
         let mean = |of: &dyn Fn(&Step) -> f64| parts.iter().map(of).sum::<f64>() / K as f64;
         let deviation = mean(&|part| (part.batch_phi[c] - whole.batch_phi[c]).abs());
@@ -93,7 +82,8 @@ impl Channel {
             self.most_off = self.most_off.max(off);
         }
         let mean_gamma = mean(&|part| part.gamma[c]);
-        self.least_mean_gamma = self.least_mean_gamma.min(mean_gamma);
+        let least = self.least_mean_gamma.get_or_insert(mean_gamma);
+        *least = least.min(mean_gamma);
     }
 
     /// The bounds of both distances after so many windows.
@@ -104,7 +94,7 @@ impl Channel {
         assert!(s * g < 1., "ν's factor is clamped");
         let e = (s * g).powi(2) / 2. + s * g * r + a * a / alpha * g;
         let f = s * s * g * l + s * l * r + a * a / alpha * l;
-        let q = (-s * self.least_mean_gamma).exp();
+        let q = (-s * self.least_mean_gamma.expect("a window")).exp();
         let [_, after_warm_up] = self.apart[0];
         let left = q.powi(windows as i32) * after_warm_up;
         let nu = (e * self.most_nu + f) / (1. - q) + left;
@@ -139,7 +129,7 @@ fn largest_distances(alpha: f64) -> Largest {
     let mut micro = twin(config(alpha.powf(1. / K as f64), K * WARM_UP));
     let unchanged = twin(config(alpha, WARM_UP));
     let mut data = Data::new(31);
-    let mut channels: Vec<_> = (0..SIZE).map(|_| Channel::new()).collect();
+    let mut channels = [(); SIZE].map(|()| Channel::default());
     let mut unchanged_apart = [0f64; SIZE];
     // ν has forgotten the warm-up in the second half.
     let all = (16. / (1. - alpha)) as usize;
@@ -148,12 +138,7 @@ fn largest_distances(alpha: f64) -> Largest {
         let of_whole = step(&mut whole, &batch);
         let of_parts: Vec<_> = (0..K)
             .map(|part| {
-                let rows = |t: &Tensor| t.narrow(0, part * MICRO_ROWS, MICRO_ROWS).unwrap();
-                let part = Batch {
-                    xs: rows(&batch.xs),
-                    dy: rows(&batch.dy),
-                    keep: None,
-                };
+                let part = batch.rows(part * MICRO_ROWS..(part + 1) * MICRO_ROWS);
                 run(&unchanged.layer, &part, true);
                 step(&mut micro, &part)
             })
@@ -163,11 +148,8 @@ fn largest_distances(alpha: f64) -> Largest {
             let [of_micro_phi, of_micro_nu] = statistics(&micro, c);
             let apart = [of_micro_phi - of_whole_phi, of_micro_nu - of_whole_nu].map(f64::abs);
             if window < WARM_UP {
-                assert!(
-                    apart[0] <= 1e-13 * of_whole_phi,
-                    "{} in the warm-up",
-                    apart[0]
-                );
+                let [phi, _] = apart;
+                assert!(phi <= 1e-13 * of_whole_phi, "{phi} in the warm-up");
                 channel.apart = vec![apart];
             } else {
                 channel.take(c, whole.oracle.spec.eps, &of_whole, &of_parts);
@@ -181,8 +163,7 @@ fn largest_distances(alpha: f64) -> Largest {
     assert_eq!(micro.layer.steps().unwrap(), K * (WARM_UP + all));
     for twin in [&whole, &micro] {
         let n = (K * MICRO_ROWS + SIZE) * twin.oracle.steps;
-        let (out, sums) = (DType::F64, DType::F64);
-        twin.check_state("all steps", Bound { out, sums, n });
+        twin.check_state("all steps", Bound::of(DType::F64, n));
     }
     let mut largest = Largest::default();
     for (c, (channel, unchanged)) in channels.iter().zip(unchanged_apart).enumerate() {

@@ -3,7 +3,7 @@
 
 use crate::common::reference::Quantity;
 use crate::common::{
-    assert_close, assert_same_bits, bits, config, precision, run, state, to_f64, Batch, Bound,
+    assert_close, bits, config, precision, run, same_bits, same_state, state, to_f64, Batch, Bound,
     Data, Outcome, Twin, CPU, DTYPES,
 };
 use crate::devices;
@@ -70,21 +70,13 @@ fn a_tiled_batch_is_its_tile_many_times() {
     for step in 1..=2 {
         let tile = Batch::random(&mut data, &[rows, cols], DType::F32, false);
         let repeat = |t: &Tensor| t.repeat((TILES, 1)).unwrap();
-        let tiled = Batch {
-            xs: repeat(&tile.xs),
-            dy: repeat(&tile.dy),
-            keep: None,
-        };
+        let tiled = Batch::new(repeat(&tile.xs), repeat(&tile.dy));
         let outcome = run(&large.layer, &tiled, true);
         let expected = run(&small.layer, &tile, true);
         // For the size of the terms that cancel.
         let pass = small.oracle.train(&to_f64(&tile.xs), None);
         let terms = small.oracle.backward(&pass, &to_f64(&tile.dy));
-        let bound = Bound {
-            out: DType::F32,
-            sums: DType::F32,
-            n: step * (TILES * rows + cols),
-        };
+        let bound = Bound::of(DType::F32, step * (TILES * rows + cols));
         let (u, n) = (precision(DType::F32).0, bound.n as f64);
         let tiles = [
             ("y", outcome.y, expected.y, pass.y.magnitude),
@@ -120,13 +112,9 @@ fn a_tiled_batch_is_its_tile_many_times() {
 #[test]
 fn every_rank() {
     let mut data = Data::new(2);
-    for shape in [
-        &[48][..],
-        &[5, 48],
-        &[2, 3, 48],
-        &[2, 2, 3, 48],
-        &[1, 2, 1, 3, 48],
-    ] {
+    let shape = [1, 2, 2, 3, 48];
+    for rank in 1..=shape.len() {
+        let shape = &shape[shape.len() - rank..];
         for padded in [false, true] {
             follow(&mut data, config(Some(4)), shape, padded);
         }
@@ -154,32 +142,18 @@ fn the_same_bits_on_any_number_of_threads() {
         let padded: Vec<_> = (0..2)
             .map(|step| Batch::random(&mut data, &shape, DType::F64, step == 1))
             .collect();
-        for (input, builder) in DTYPES
-            .into_iter()
-            .filter(|(input, builder)| input == builder)
-        {
-            let cast = |t: &Tensor| t.to_dtype(input).unwrap();
-            let batches: Vec<_> = padded
-                .iter()
-                .map(|batch| Batch {
-                    xs: cast(&batch.xs),
-                    dy: cast(&batch.dy),
-                    keep: batch.keep.clone(),
-                })
-                .collect();
-            let (first, expected) = trajectory(builder, &batches, 1);
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            let batches: Vec<_> = padded.iter().map(|batch| batch.cast(dtype)).collect();
+            let (first, expected) = trajectory(dtype, &batches, 1);
             assert!(bits(&expected[1].dx).iter().any(|&bits| bits != 0));
             // Once more the same, then with more threads than this machine may have.
             for threads in [1, 2, 5] {
-                let (layer, outcomes) = trajectory(builder, &batches, threads);
+                let (layer, outcomes) = trajectory(dtype, &batches, threads);
+                let what = format!("{dtype:?}, {shape:?}, {threads} threads");
                 for (outcome, expected) in outcomes.iter().zip(&expected) {
-                    for ((name, a), (_, b)) in outcome.tensors().into_iter().zip(expected.tensors())
-                    {
-                        let what = format!("{input:?}, {shape:?}, {threads} threads, {name}");
-                        assert_same_bits(&what, a, b);
-                    }
+                    same_bits(&what, outcome, expected);
                 }
-                assert_eq!(state(&layer), state(&first), "{input:?}, {threads} threads");
+                same_state(&what, &state(&layer), &state(&first));
             }
         }
     }

@@ -1,11 +1,12 @@
 //! ψ² recomputed from data.
 
 use crate::common::{
-    self, assert_relative, assert_same_bits, config, layer, state, to_f64, var, Batch, Data, CPU,
+    assert_relative, assert_same_bits, config, layer, state, tensor, to_f64, var, Batch, Data,
+    With, CPU,
 };
 use candle::{safetensors, DType, Module, Result, Tensor};
 use candle_nn::{linear, loss, AdamW, Linear, Optimizer, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe};
+use candle_powernorm::{power_norm, Mode, PowerNorm, Recipe};
 use std::collections::HashMap;
 use tempfile::TempDir;
 
@@ -70,10 +71,7 @@ fn follows_the_mode() -> Result<()> {
 fn padding_and_empty_batches_count_for_nothing() -> Result<()> {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         let mut data = Data::new(5);
-        let config = PowerNormConfig {
-            recipe,
-            ..config(Some(2))
-        };
+        let config = config(Some(2)).with_recipe(recipe);
         let [(whole, _), (masked, _)] = [(); 2].map(|()| layer(SIZE, config, DType::F64));
         let pass = batches(&mut data, 2);
         recalibrate(&whole, &pass)?;
@@ -86,12 +84,8 @@ fn padding_and_empty_batches_count_for_nothing() -> Result<()> {
             let keep = Tensor::cat(&[&none.ones_like()?, &none], 0)?;
             masked.forward_masked(&padded, &keep)?;
         }
-        assert_relative(
-            "ψ²",
-            &masked.running_phi()?,
-            &to_f64(&whole.running_phi()?),
-            1e-14,
-        );
+        let (actual, expected) = (masked.running_phi()?, whole.running_phi()?);
+        assert_relative("ψ²", &actual, &to_f64(&expected), 1e-14);
     }
     Ok(())
 }
@@ -99,11 +93,7 @@ fn padding_and_empty_batches_count_for_nothing() -> Result<()> {
 /// A reset starts the mean anew, and what a channel cannot take leaves it as it is.
 #[test]
 fn resets_and_overflows() -> Result<()> {
-    let config = PowerNormConfig {
-        group_scaling: None,
-        ..Default::default()
-    };
-    let (layer, _) = layer(2, config, DType::F64);
+    let (layer, _) = layer(2, config(None), DType::F64);
     let _guard = layer.mode().recalibrate_scope();
     layer.forward(&Tensor::new(&[[5f64, 5.]], &CPU)?)?;
     layer.reset_running_stats()?;
@@ -138,7 +128,7 @@ impl Model {
         for name in ["input.weight", "input.bias", "output.weight", "output.bias"] {
             let var = var(&model.varmap, name);
             let values = data.uniform(var.elem_count(), -0.5, 0.5);
-            var.set(&common::tensor(&values, var.dims(), DType::F64))?;
+            var.set(&tensor(&values, var.dims(), DType::F64))?;
         }
         Ok(model)
     }
@@ -226,5 +216,5 @@ fn averaged_checkpoints_are_recalibrated() -> Result<()> {
 }
 
 fn tensor_of(data: &mut Data, rows: usize) -> Tensor {
-    common::tensor(&data.normal(rows * SIZE), &[rows, SIZE], DType::F64)
+    tensor(&data.normal(rows * SIZE), &[rows, SIZE], DType::F64)
 }

@@ -3,22 +3,13 @@
 
 use crate::common::{
     assert_finite, assert_same_bits, forward, keep, precision, run, tensor, to_f64, Batch, Data,
-    Twin, CPU,
+    Twin, With, CPU,
 };
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
 
 const STEPS: usize = 10_000;
-
-const ADVERSARIES: [Adversary; 6] = [
-    Adversary::Scaled,
-    Adversary::Zeros,
-    Adversary::Nan,
-    Adversary::Infinity,
-    Adversary::SingleRow,
-    Adversary::Padding,
-];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Adversary {
@@ -34,7 +25,9 @@ enum Adversary {
 
 impl Adversary {
     fn any(data: &mut Data) -> Self {
-        ADVERSARIES[data.uniform(1, 0., ADVERSARIES.len() as f64)[0] as usize]
+        use Adversary::*;
+        let all = [Scaled, Zeros, Nan, Infinity, SingleRow, Padding];
+        all[data.uniform(1, 0., all.len() as f64)[0] as usize]
     }
 
     /// `xs`, `[rows, ..]`, spoiled, in f64.
@@ -59,11 +52,7 @@ impl Adversary {
         let dtype = clean.xs.dtype();
         let xs = self.spoil(&clean.xs.to_dtype(DType::F64)?, data)?;
         let rows = xs.dim(0)?;
-        let batch = Batch {
-            xs: xs.to_dtype(dtype)?,
-            dy: clean.dy.narrow(0, 0, rows)?,
-            keep: None,
-        };
+        let batch = Batch::new(xs.to_dtype(dtype)?, clean.dy.narrow(0, 0, rows)?);
         Ok(match self {
             Self::Padding => batch.masked(&vec![false; rows]),
             _ => batch,
@@ -90,11 +79,7 @@ const BURST: f64 = 20.;
 
 /// A layer that gets bursts of adversaries, beside one that gets the clean batches alone.
 fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
-    let config = PowerNormConfig {
-        statistics,
-        group_scaling: groups,
-        ..Default::default()
-    };
+    let config = 1e-5.with_groups(groups).with_statistics(statistics);
     let alpha = config.alpha_fwd;
     let what = format!("{dtype:?}, {statistics:?}, {groups:?} groups");
     let layer = |seed| Twin::new(&mut Data::new(seed), SIZE, config, dtype).layer;
@@ -227,12 +212,9 @@ impl Model {
         let mut parameters = varmap.all_vars();
         let mut linear = |inputs: usize, outputs: usize| {
             let weight = data.normal(inputs * outputs);
-            let weight =
-                (tensor(&weight, &[outputs, inputs], DType::F32) / (inputs as f64).sqrt())?;
-            let (weight, bias) = (
-                Var::from_tensor(&weight)?,
-                Var::zeros(outputs, DType::F32, &CPU)?,
-            );
+            let weight = tensor(&weight, &[outputs, inputs], DType::F32);
+            let weight = Var::from_tensor(&(weight / (inputs as f64).sqrt())?)?;
+            let bias = Var::zeros(outputs, DType::F32, &CPU)?;
             parameters.extend([weight.clone(), bias.clone()]);
             candle::Result::Ok(Linear::new(weight.into_inner(), Some(bias.into_inner())))
         };
@@ -299,10 +281,7 @@ fn points(data: &mut Data, rows: usize) -> Result<(Tensor, Tensor)> {
 fn a_model_learns_among_adversaries() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         for statistics in [Statistics::Running, Statistics::Batch] {
-            let config = PowerNormConfig {
-                statistics,
-                ..Default::default()
-            };
+            let config = 1e-5.with_statistics(statistics);
             let what = format!("{dtype:?}, {statistics:?}");
             let (mut shaken, mut clean) = (Model::new(dtype, config)?, Model::new(dtype, config)?);
             let mut data = Data::new(4);

@@ -1,7 +1,7 @@
 //! One layer in many hands at once. What may hang runs under a watchdog.
 
 use crate::common::{
-    assert_close, assert_finite, in_time, layer, run, state, to_f64, Batch, Bound, Data, Twin,
+    assert_close, assert_finite, in_time, layer, run, state, to_f64, Batch, Bound, Data, Twin, With,
 };
 use candle::{DType, Module};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
@@ -15,11 +15,7 @@ const SIZE: usize = 1024;
 /// Every step of the same batch adds the same to ψ² and ν if the batch's own statistic normalizes,
 /// so that the order of the steps does not show.
 fn orderless() -> PowerNormConfig {
-    PowerNormConfig {
-        statistics: Statistics::Batch,
-        warmup_steps: 5,
-        ..1e-5.into()
-    }
+    1e-5.with_statistics(Statistics::Batch).with_warm_up(5)
 }
 
 fn spread(layer: &PowerNorm, batch: &Batch, threads: usize, steps: usize) {
@@ -62,20 +58,12 @@ fn steps_from_many_threads_are_all_counted() {
 fn running_statistics_survive_many_threads() {
     in_time(|| {
         let (threads, steps) = (6, 20);
-        let config = PowerNormConfig {
-            warmup_steps: 3,
-            ..1e-5.into()
-        };
         let batch = Batch::random(&mut Data::new(3), &[40, SIZE], DType::F32, false);
-        let [concurrent, sequential] = both(config, &batch, threads, steps);
+        let [concurrent, sequential] = both(1e-5.with_warm_up(3), &batch, threads, steps);
         assert_finite("ν", &concurrent.nu().unwrap());
         // ψ_B² is the batch's, whatever normalizes: its mean depends on the number of steps alone.
         let [phi, expected] = [concurrent, sequential].map(|layer| layer.running_phi().unwrap());
-        let bound = Bound {
-            out: DType::F32,
-            sums: DType::F32,
-            n: 40 * threads * steps,
-        };
+        let bound = Bound::of(DType::F32, 40 * threads * steps);
         assert_close("ψ²", &phi, &to_f64(&expected).into(), bound);
     });
 }
@@ -89,10 +77,8 @@ fn forwards_inside_rayon_do_not_deadlock() {
         let (layer, _) = layer(512, orderless(), DType::F32);
         // Large enough to be cut into pieces itself.
         let batch = Batch::random(&mut Data::new(5), &[1024, 512], DType::F32, false);
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(2)
-            .build()
-            .unwrap();
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build();
+        let pool = pool.unwrap();
         let (done, finished) = mpsc::channel();
         for k in 0..FORWARDS {
             // After its nap a worker takes over rows of the other one's forward, and the other one,

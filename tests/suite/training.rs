@@ -1,10 +1,12 @@
 //! The layer among others: optimizers, a transformer, frozen parameters, inputs nobody tracks.
 
-use crate::common::{self, bits, layer, run, state, tensor, to_f64, var, Batch, Data, Twin, CPU};
+use crate::common::{
+    assert_finite, assert_same_bits, backward, bits, layer, layer_of, run, state, to_f64, var,
+    Batch, Data, Twin, With, CPU,
+};
 use candle::{DType, Module, Result, Tensor, Var, D};
 use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
-use std::collections::HashMap;
 
 const BUFFERS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 
@@ -31,18 +33,13 @@ fn optimizers_leave_the_buffers_alone() {
         let mut data = Data::new(1);
         for _ in 0..3 {
             let batch = Batch::random(&mut data, &[5, 8], DType::F32, false);
-            let loss = (layer.forward(&batch.xs).unwrap() * &batch.dy).unwrap();
-            let grads = loss.sum_all().unwrap().backward().unwrap();
+            let grads = backward(&layer.forward(&batch.xs).unwrap(), &batch.dy);
             for name in BUFFERS {
                 assert!(grads.get(&var(&varmap, name)).is_none(), "{name}");
             }
             let buffers = || BUFFERS.map(|name| bits(&var(&varmap, name)));
             let (before, weight) = (buffers(), bits(layer.weight().unwrap()));
-            assert_ne!(
-                before[1],
-                bits(&tensor(&[0.; 8], &[8], DType::F32)),
-                "ν to decay"
-            );
+            assert_ne!(before[1], [0; 8], "ν to decay");
             step(&grads);
             assert_eq!(buffers(), before);
             assert_ne!(bits(layer.weight().unwrap()), weight);
@@ -108,11 +105,9 @@ impl Module for Block {
 #[test]
 fn every_parameter_of_a_transformer_gets_a_gradient() {
     for warmup_steps in [100, 0] {
-        let config = PowerNormConfig {
-            warmup_steps,
-            group_scaling: Some(Block::HEADS),
-            ..1e-5.into()
-        };
+        let config = 1e-5
+            .with_groups(Some(Block::HEADS))
+            .with_warm_up(warmup_steps);
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
         let (vocabulary, width) = (11, 8);
@@ -130,10 +125,8 @@ fn every_parameter_of_a_transformer_gets_a_gradient() {
             xs = block.forward(&xs).unwrap();
         }
         let logits = head.forward(&last.forward(&xs).unwrap()).unwrap();
-        let (logits, targets) = (
-            logits.flatten_to(1).unwrap(),
-            targets.flatten_all().unwrap(),
-        );
+        let logits = logits.flatten_to(1).unwrap();
+        let targets = targets.flatten_all().unwrap();
         let loss = candle_nn::loss::cross_entropy(&logits, &targets).unwrap();
         let grads = loss.backward().unwrap();
         let mut parameters = 0;
@@ -143,29 +136,14 @@ fn every_parameter_of_a_transformer_gets_a_gradient() {
                 continue;
             }
             parameters += 1;
-            let grad = grads
-                .get(var)
-                .unwrap_or_else(|| panic!("{name} gets no gradient"));
+            let grad = grads.get(var);
+            let grad = grad.unwrap_or_else(|| panic!("{name} gets no gradient"));
             assert!(to_f64(grad).iter().any(|&g| g != 0.), "{name} gets zeros");
-            common::assert_finite(name, grad);
+            assert_finite(name, grad);
         }
         // The embedding, the head, two blocks of 11 tensors and two norms, and the last norm.
         assert_eq!(parameters, 1 + 2 + 2 * (11 + 4) + 2);
     }
-}
-
-/// A layer on given tensors, some of them variables.
-fn on(tensors: &[(&str, &Tensor)]) -> PowerNorm {
-    let buffers = [
-        ("running_phi", tensor(&[1.; 8], &[8], DType::F64)),
-        ("ema_gz", tensor(&[0.; 8], &[8], DType::F64)),
-        ("iters", tensor(&[0.], &[1], DType::I64)),
-    ];
-    let tensors: HashMap<_, _> = (tensors.iter().map(|&(name, t)| (name, t)))
-        .chain(buffers.iter().map(|(name, t)| (*name, t)))
-        .map(|(name, t)| (name.to_string(), t.clone()))
-        .collect();
-    power_norm(8, 1e-5, VarBuilder::from_tensors(tensors, DType::F64, &CPU)).unwrap()
 }
 
 /// Frozen parameters get no gradient, and neither does data; all else gets the same as ever.
@@ -176,31 +154,21 @@ fn frozen_parameters_get_no_gradient() {
     let batch = Batch::random(&mut data, &[6, 8], DType::F64, false);
     let expected = run(&twin.layer, &batch, true);
     let expected = expected.tensors();
-    let given = |name: &str, trainable: bool| {
-        let var = var(&twin.varmap, name);
-        if trainable {
-            var.into_inner()
-        } else {
-            var.as_detached_tensor()
-        }
+    let given = |var: Var, trainable: bool| match trainable {
+        true => var.into_inner(),
+        false => var.as_detached_tensor(),
     };
     for trainable in [[false, false], [true, false], [false, true], [true, true]] {
-        let weight = given("weight", trainable[0]);
-        let bias = given("bias", trainable[1]);
-        let layer = on(&[("weight", &weight), ("bias", &bias)]);
+        let weight = given(var(&twin.varmap, "weight"), trainable[0]);
+        let bias = given(var(&twin.varmap, "bias"), trainable[1]);
+        let layer = layer_of([&weight, &bias]);
         for tracked in [true, false] {
-            let xs = Var::from_tensor(&batch.xs).unwrap();
-            let xs = if tracked {
-                xs.into_inner()
-            } else {
-                xs.as_detached_tensor()
-            };
+            let xs = given(Var::from_tensor(&batch.xs).unwrap(), tracked);
             layer.reset_running_stats().unwrap();
             let y = layer.forward_t(&xs, true).unwrap();
             let has_backward = tracked || trainable.contains(&true);
             assert_eq!(y.track_op(), has_backward);
-            let loss = (&y * &batch.dy).unwrap().sum_all().unwrap();
-            let grads = loss.backward().unwrap();
+            let grads = backward(&y, &batch.dy);
             let gradients = [
                 (None, &y),
                 (Some(tracked), &xs),
@@ -217,7 +185,7 @@ fn frozen_parameters_get_no_gradient() {
                     }
                 };
                 if let Some(actual) = actual {
-                    common::assert_same_bits(name, actual, expected);
+                    assert_same_bits(name, actual, expected);
                 }
             }
             let (phi, nu, _) = state(&twin.layer);
