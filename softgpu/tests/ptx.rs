@@ -754,8 +754,11 @@ fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
     );
     let text = "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;";
     let text = kernel(1, 0, text);
-    let unknown = Module::parse(&text).unwrap().unknown();
-    assert_eq!(unknown, ["k, line 16: @%p1 frobnicate.b32 %r1, %r2"]);
+    let unknown = Module::parse(&text).unwrap().unknown(0);
+    assert_eq!(
+        unknown,
+        ["line 16: @%p1 frobnicate.b32 %r1, %r2 is unknown"]
+    );
     ok(&text, 32, &[0]);
     let message = fault(&text, 64, &[0]);
     says(
