@@ -5,6 +5,7 @@ pub use crate::engine::memory::lock;
 use crate::engine::stream::{engine, number_from, Manner};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
 
@@ -106,14 +107,102 @@ pub fn stream(handle: u64) -> Outcome<Stream> {
     }
 }
 
-/// Bytes of shared memory of a block, and what the driver keeps of a multiprocessor's for each.
+/// Bytes of shared memory of a block.
 pub const SHARED: u32 = 48 << 10;
 
-pub const RESERVED: u32 = 1 << 10;
+/// A GPU as kernels and those who launch them see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Architecture {
+    /// Compute capability 7.5 is 75.
+    pub capability: u32,
+    pub multiprocessors: u32,
+    /// KiB of shared memory of a multiprocessor, and what the driver keeps of it for each block.
+    pub shared_kib: u32,
+    pub reserved_kib: u32,
+    /// The most threads and blocks of a multiprocessor.
+    pub threads: u32,
+    pub blocks: u32,
+}
+
+/// T4, A100, RTX 3090, RTX 4090, H100, B200 and RTX 5090. `README.md` names the sources.
+pub const ARCHITECTURES: [Architecture; 7] = [
+    architecture(75, 40, 64, 0, 1024, 16),
+    architecture(80, 108, 164, 1, 2048, 32),
+    architecture(86, 82, 100, 1, 1536, 16),
+    architecture(89, 128, 100, 1, 1536, 24),
+    architecture(90, 132, 228, 1, 2048, 32),
+    architecture(100, 148, 228, 1, 2048, 32),
+    architecture(120, 170, 100, 1, 1536, 24),
+];
+
+const fn architecture(
+    capability: u32,
+    multiprocessors: u32,
+    shared_kib: u32,
+    reserved_kib: u32,
+    threads: u32,
+    blocks: u32,
+) -> Architecture {
+    Architecture {
+        capability,
+        multiprocessors,
+        shared_kib,
+        reserved_kib,
+        threads,
+        blocks,
+    }
+}
+
+impl Architecture {
+    /// The one of a compute capability, as in `7.5`.
+    pub fn named(text: &str) -> Option<Self> {
+        let named = |one: &Self| one.to_string() == text;
+        ARCHITECTURES.into_iter().find(named)
+    }
+
+    /// PTX with this `.target` runs here. A suffix `a` is for one capability alone, and `f` for
+    /// those of one family.
+    pub fn runs(&self, target: &str) -> bool {
+        let Some(number) = target.strip_prefix("sm_") else {
+            return false;
+        };
+        let Ok(least) = number.trim_end_matches(['a', 'f']).parse::<u32>() else {
+            return false;
+        };
+        match number.as_bytes().last() {
+            Some(b'a') => self.capability == least,
+            Some(b'f') => self.capability >= least && self.capability / 10 == least / 10,
+            _ => self.capability >= least,
+        }
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.capability / 10, self.capability % 10)
+    }
+}
+
+/// The devices' architecture: that of `SOFTGPU_COMPUTE_CAPABILITY`, else 9.0.
+pub fn architecture_of_devices() -> Outcome<Architecture> {
+    static CHOSEN: OnceLock<Option<Architecture>> = OnceLock::new();
+    let chosen = CHOSEN.get_or_init(|| {
+        let text = std::env::var("SOFTGPU_COMPUTE_CAPABILITY").unwrap_or_else(|_| "9.0".into());
+        let found = Architecture::named(text.trim());
+        if found.is_none() {
+            let all = ARCHITECTURES.map(|one| one.to_string()).join(", ");
+            eprintln!("softgpu: SOFTGPU_COMPUTE_CAPABILITY is {text:?}, which is none of {all}");
+        }
+        found
+    });
+    chosen.ok_or(Error::INVALID_VALUE)
+}
 
 /// Bytes of shared memory of a block whose function asks for more.
-pub fn shared_on_request() -> u32 {
-    number_from("SOFTGPU_SHARED_KIB").map_or(227, |kib| kib as u32) << 10
+pub fn shared_on_request() -> Outcome<u32> {
+    let of = architecture_of_devices()?;
+    let own = u64::from(of.shared_kib - of.reserved_kib);
+    Ok((number_from("SOFTGPU_SHARED_KIB").unwrap_or(own) as u32) << 10)
 }
 
 /// Bytes that a device says it has.

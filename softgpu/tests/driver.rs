@@ -1079,6 +1079,79 @@ fn a_fault_that_nobody_looks_at_fails_the_process() {
     assert!(errors.contains("softgpu: cuMemsetD8Async"), "{errors}");
 }
 
+/// The numbers of an architecture, and what is refused there, in a process of its own.
+#[test]
+fn a_device_has_the_capability_that_is_asked_for() {
+    const NAME: &str = "a_device_has_the_capability_that_is_asked_for";
+    const CHILD: &str = "SOFTGPU_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        // SAFETY: each pointer has room for what is written there, and the texts end with a zero.
+        unsafe {
+            let (mut number, mut module, mut function) = (0, 0, 0);
+            println!("initialised: {}", cuInit(0));
+            use_device(0);
+            for attribute in [75, 76, 16, 81, 97, 111, 39, 106] {
+                cuDeviceGetAttribute(&mut number, attribute, 0);
+                print!("{number} ");
+            }
+            for target in ["sm_75", "sm_80", "sm_90a", "sm_120f"] {
+                let text = storing(target, 1).replace("ret;", "frobnicate;\nret;");
+                let text = CString::new(text.replace("target sm_90", &format!("target {target}")));
+                let loaded = cuModuleLoadData(&mut module, text.unwrap().as_ptr());
+                print!("{target}:{loaded} ");
+                if loaded == 0 {
+                    let name = CString::new(target).unwrap();
+                    ok(cuModuleGetFunction(&mut function, module, name.as_ptr()));
+                }
+            }
+        }
+        return;
+    }
+    let run = |capability: &str| {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([NAME, "--exact", "--nocapture"])
+            .env(CHILD, "1")
+            .env("SOFTGPU_COMPUTE_CAPABILITY", capability)
+            .output()
+            .unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (text(&output.stdout), text(&output.stderr))
+    };
+    for (capability, seen) in [
+        (
+            "7.5",
+            "7 5 40 65536 65536 0 1024 16 sm_75:0 sm_80:218 sm_90a:218 sm_120f:218",
+        ),
+        (
+            "8.9",
+            "8 9 128 102400 101376 1024 1536 24 sm_75:0 sm_80:0 sm_90a:218 sm_120f:218",
+        ),
+        (
+            "9.0",
+            "9 0 132 233472 232448 1024 2048 32 sm_75:0 sm_80:0 sm_90a:0 sm_120f:218",
+        ),
+        (
+            "12.0",
+            "12 0 170 102400 101376 1024 1536 24 sm_75:0 sm_80:0 sm_90a:218 sm_120f:0",
+        ),
+    ] {
+        let (output, errors) = run(capability);
+        assert!(output.contains(seen), "{capability}: {output}{errors}");
+        let refused = format!(
+            "line 2: the PTX with sm_80 is for sm_80, which compute capability {capability}"
+        );
+        assert_eq!(errors.contains(&refused), capability == "7.5", "{errors}");
+        let unknown = "softgpu: sm_75, line 10: frobnicate is unknown";
+        assert!(errors.contains(unknown), "{errors}");
+    }
+    let (output, errors) = run("7.7");
+    assert!(output.contains("initialised: 1"), "{output}");
+    assert!(
+        errors.contains("is \"7.7\", which is none of 7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0"),
+        "{errors}"
+    );
+}
+
 #[test]
 fn calls_are_cheap_when_kernels_are_off() {
     let _gpu = Gpu::new();

@@ -1,5 +1,7 @@
 //! Kernels written in PTX by hand, run and compared with what the PTX manual says.
 
+mod exact;
+
 use softgpu::engine::counts::Counts;
 use softgpu::engine::fault::Fault;
 use softgpu::engine::grid::run;
@@ -131,460 +133,60 @@ fn says(message: &str, parts: &[&str]) {
     assert!(parts.iter().all(|part| message.contains(part)), "{message}");
 }
 
-/// Runs one instruction on the 32-bit values of each thread: `%r1`, `%r2`, `%r3` to `%r4`.
-fn word(instruction: &str, operands: &[[u32; 3]]) -> Vec<u32> {
-    let input = buffer(&operands.iter().flatten().copied().collect::<Vec<_>>());
-    let output = buffer(&vec![0u32; operands.len()]);
-    let count = operands.len() as u32;
-    let text = kernel(
-        2,
-        0,
-        &format!(
-            "mov.u32 %r10, %ctaid.x; mov.u32 %r11, %ntid.x; mad.lo.u32 %r12, %r10, %r11, %i;\n\
-             setp.ge.u32 %p15, %r12, {count}; @%p15 bra DONE;\n\
-             mad.wide.u32 %rd10, %r12, 12, %rd0;\nld.global.u32 %r1, [%rd10]; \
-             ld.global.u32 %r2, [%rd10+4]; ld.global.u32 %r3, [%rd10+8];\n\
-             {instruction}\nmad.wide.u32 %rd11, %r12, 4, %rd1; st.global.u32 [%rd11], %r4;\nDONE:"
-        ),
-    );
-    let shape = shape(count.div_ceil(256), 256);
-    let result = launch(
-        &text,
-        &shape,
-        &[input.address(), output.address()],
-        Conditions::default(),
-    );
-    result.unwrap_or_else(|fault| panic!("{fault}"));
-    output.read()
-}
-
-fn word1(instruction: &str, operands: &[u32]) -> Vec<u32> {
-    word(
-        instruction,
-        &operands.iter().map(|one| [*one, 0, 0]).collect::<Vec<_>>(),
-    )
-}
-
-fn one(instruction: &str, a: u32, b: u32, c: u32) -> u32 {
-    word(instruction, &[[a, b, c]])[0]
-}
-
-/// The same for 64-bit values: `%rd1`, `%rd2` to `%rd3`; `%r1` is a 32-bit third.
-fn double_word(instruction: &str, a: u64, b: u64, c: u32) -> u64 {
-    let input = buffer(&[a, b, u64::from(c), 0]);
-    let text = kernel(
-        1,
-        0,
-        &format!(
-            "ld.global.u64 %rd1, [%rd0]; ld.global.u64 %rd2, [%rd0+8]; \
-             ld.global.u32 %r1, [%rd0+16];\n\
-             mov.b64 %fd1, %rd1; mov.b64 %fd2, %rd2;\n{instruction}\nst.global.u64 [%rd0+24], %rd3;"
-        ),
-    );
-    ok(&text, 1, &[input.address()]);
-    input.read()[3]
-}
-
-/// Values where rounding is hard, and many others.
-fn samples() -> Vec<f32> {
-    let mut all = vec![
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-        f32::MIN_POSITIVE,
-        f32::MAX,
-    ];
-    let mut state = 1u32;
-    for _ in 0..20_000 {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        all.push(f32::from_bits(state));
-        // Halfway between two values of f16 and of bf16, and next to there.
-        for near in [0u32, 1, !0] {
-            all.push(f32::from_bits(
-                (state & !0x1fff | 0x1000).wrapping_add(near),
-            ));
-            all.push(f32::from_bits(
-                (state & !0xffff | 0x8000).wrapping_add(near),
-            ));
-        }
-        // In the range of f16, with its subnormal numbers.
-        all.push(f32::from_bits(
-            state % (0x4780_0000 - 0x3300_0000) + 0x3300_0000,
-        ));
-        all.push(-f32::from_bits(
-            state % (0x3900_0000 - 0x3280_0000) + 0x3280_0000,
-        ));
-    }
-    all
-}
-
+/// What `exact` cannot ask: registers wider than a type, numbers in the text, results that the
+/// manual leaves to the machine.
 #[test]
-fn halves_widen_as_they_should() {
-    let all: Vec<u32> = (0..0x1_0000).collect();
-    let f16 = word1(
-        "cvt.u16.u32 %h1, %r1; cvt.f32.f16 %f1, %h1; mov.b32 %r4, %f1;",
-        &all,
-    );
-    let bf16 = word1(
-        "cvt.u16.u32 %h1, %r1; cvt.f32.bf16 %f1, %h1; mov.b32 %r4, %f1;",
-        &all,
-    );
-    for bits in all {
-        for (got, want) in [
-            (
-                f16[bits as usize],
-                half::f16::from_bits(bits as u16).to_f32(),
-            ),
-            (
-                bf16[bits as usize],
-                half::bf16::from_bits(bits as u16).to_f32(),
-            ),
-        ] {
-            let want = if want.is_nan() {
-                0x7fff_ffff
-            } else {
-                want.to_bits()
-            };
-            assert_eq!(got, want, "{bits:#06x}");
-        }
-    }
-}
-
-#[test]
-fn floats_narrow_to_the_nearest_half() {
-    let all = samples();
-    let bits: Vec<u32> = all.iter().map(|one| one.to_bits()).collect();
-    let f16 = word1(
-        "mov.b32 %f1, %r1; cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;",
-        &bits,
-    );
-    let bf16 = word1(
-        "mov.b32 %f1, %r1; cvt.rn.bf16.f32 %h1, %f1; cvt.u32.u16 %r4, %h1;",
-        &bits,
-    );
-    let pair = word1(
-        "mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.bf16x2.f32 %r4, %f2, %f1;",
-        &bits,
-    );
-    let twice = word1(
-        "mov.b32 %f1, %r1; neg.f32 %f2, %f1; cvt.rn.f16x2.f32 %r4, %f2, %f1;",
-        &bits,
-    );
-    let wide = word1(
-        "mov.b32 %f1, %r1; cvt.f64.f32 %fd1, %f1; cvt.rn.f16.f64 %h1, %fd1; cvt.u32.u16 %r4, %h1;",
-        &bits,
-    );
-    for (index, value) in all.iter().enumerate() {
-        let or_nan = |bits: u16| {
-            if value.is_nan() {
-                0x7fff
-            } else {
-                u32::from(bits)
-            }
-        };
-        let want = [
-            or_nan(half::f16::from_f32(*value).to_bits()),
-            or_nan(half::bf16::from_f32(*value).to_bits()),
-        ];
-        assert_eq!([f16[index], bf16[index]], want, "{value:e}");
-        assert_eq!(wide[index], want[0], "{value:e}, from f64");
-        let sign = if value.is_nan() { 0 } else { 0x8000 };
-        assert_eq!(pair[index], want[1] | (want[1] ^ sign) << 16, "{value:e}");
-        assert_eq!(twice[index], want[0] | (want[0] ^ sign) << 16, "{value:e}");
-    }
-}
-
-#[test]
-fn rounding_modes_bracket_the_truth() {
-    let all = samples();
-    let operands: Vec<[u32; 3]> = all
-        .windows(3)
-        .step_by(3)
-        .map(|w| [w[0], w[1], w[2]].map(f32::to_bits))
-        .collect();
-    let run = |instruction: &str| -> Vec<f32> {
-        let body = format!(
-            "mov.b32 %f1, %r1; mov.b32 %f2, %r2; mov.b32 %f3, %r3; {instruction} mov.b32 %r4, %f4;"
-        );
-        word(&body, &operands)
-            .into_iter()
-            .map(f32::from_bits)
-            .collect()
-    };
-    type Of<T> = fn(T, T, T) -> T;
-    for (got, &[a, b, _]) in run("add.rz.f32 %f4, %f1, %f2;").iter().zip(&operands) {
-        let exact = f64::from(f32::from_bits(a)) + f64::from(f32::from_bits(b));
-        let (least, most) = (f64::from(got.abs()), f64::from(got.abs().next_up()));
-        let right = least <= exact.abs() && exact.abs() <= most;
-        assert!(
-            right || exact.is_nan() && got.to_bits() == 0x7fff_ffff,
-            "{got:e} for {exact:e}"
-        );
-    }
-    for (got, abc) in run("fma.rm.f32 %f4, %f1, %f2, %f3;").iter().zip(&operands) {
-        let [a, b, c] = abc.map(|bits| f64::from(f32::from_bits(bits)));
-        let exact = a.mul_add(b, c);
-        let right = f64::from(*got) <= exact && exact <= f64::from(got.next_up());
-        assert!(
-            right || exact.is_nan() && got.to_bits() == 0x7fff_ffff,
-            "{got:e} for {exact:e}"
-        );
-    }
-    // What is exact stays, and f32 has no digits for the least of these.
-    let directed = |instruction, a: f32, b: f32| {
-        let body = format!(
-            "mov.b32 %f1, %r1; mov.b32 %f2, %r2; mov.f32 %f3, 0f3F800000; {instruction} \
-             mov.b32 %r4, %f4;"
-        );
-        f32::from_bits(one(&body, a.to_bits(), b.to_bits(), 0))
-    };
-    for (a, b, to_zero, down) in [
-        (1.0, 2.0, 3.0, 3.0),
-        (1.0, -1e-30, 1f32.next_down(), 1f32.next_down()),
-        (-1.0, 1e-30, -(1f32.next_down()), -1.0),
-        (1.0, 1e-30, 1.0, 1.0),
-        (f32::MAX, f32::MAX, f32::MAX, f32::MAX),
-        (-f32::MAX, -f32::MAX, -f32::MAX, f32::NEG_INFINITY),
-        (1.0, -1.0, 0.0, -0.0),
-    ] {
-        let got = directed("add.rz.f32 %f4, %f1, %f2;", a, b);
-        assert_eq!(
-            got.to_bits(),
-            to_zero.to_bits(),
-            "{a:e} and {b:e} to zero: {got:e}"
-        );
-        let got = directed("fma.rm.f32 %f4, %f1, %f3, %f2;", a, b);
-        assert_eq!(
-            got.to_bits(),
-            f32::to_bits(down),
-            "{a:e} and {b:e} down: {got:e}"
-        );
-    }
-    for (instruction, native) in [
-        ("add.f32 %f4, %f1, %f2;", (|a, b, _| a + b) as Of<f32>),
-        ("mul.f32 %f4, %f1, %f2;", |a, b, _| a * b),
-        ("fma.rn.f32 %f4, %f1, %f2, %f3;", |a, b, c| a.mul_add(b, c)),
-        ("div.rn.f32 %f4, %f1, %f2;", |a, b, _| a / b),
-        ("sqrt.rn.f32 %f4, %f1;", |a, _, _| a.sqrt()),
-    ] {
-        for (got, abc) in run(instruction).iter().zip(&operands) {
-            let [a, b, c] = abc.map(f32::from_bits);
-            let want = native(a, b, c);
-            assert!(
-                got.to_bits() == want.to_bits() || want.is_nan(),
-                "{instruction} {got:e} {want:e}"
-            );
-        }
-    }
-}
-
-#[test]
-fn flushing_and_saturation() {
-    let tiny = 0x0000_1234u32;
-    let f = |body: &str, a: f32, b: f32| {
-        let text = format!("mov.b32 %f1, %r1; mov.b32 %f2, %r2; {body} mov.b32 %r4, %f4;");
-        f32::from_bits(one(&text, a.to_bits(), b.to_bits(), 0))
-    };
-    assert_eq!(
-        f("add.f32 %f4, %f1, %f2;", f32::from_bits(tiny), 0.0).to_bits(),
-        tiny
-    );
-    assert_eq!(f("cvt.sat.f32.f32 %f4, %f1;", 0.25, 0.0), 0.25);
-    assert_eq!(f("cvt.sat.f32.f32 %f4, %f1;", f32::NAN, 0.0), 0.0);
-    assert_eq!(f("ex2.approx.ftz.f32 %f4, %f1;", 3.0, 0.0), 8.0);
-    assert_eq!(f("ex2.approx.ftz.f32 %f4, %f1;", -140.0, 0.0), 0.0);
-    assert_eq!(f("rsqrt.approx.f32 %f4, %f1;", 4.0, 0.0), 0.5);
-    assert_eq!(
-        f("rsqrt.approx.f32 %f4, %f1;", -0.0, 0.0),
-        f32::NEG_INFINITY
-    );
-    assert!(f("rsqrt.approx.f32 %f4, %f1;", -1.0, 0.0).is_nan());
-}
-
-#[test]
-fn minimum_and_maximum_lose_nans() {
-    let f = |body: &str, a: f32, b: f32| {
-        one(
-            &format!("mov.b32 %f1, %r1; mov.b32 %f2, %r2; {body} mov.b32 %r4, %f4;"),
-            a.to_bits(),
-            b.to_bits(),
-            0,
-        )
-    };
-    assert_eq!(f("min.f32 %f4, %f1, %f2;", f32::NAN, 2.0), 2f32.to_bits());
-    assert_eq!(f("max.f32 %f4, %f1, %f2;", 2.0, f32::NAN), 2f32.to_bits());
-    assert_eq!(f("max.f32 %f4, %f1, %f2;", f32::NAN, f32::NAN), 0x7fff_ffff);
-    assert_eq!(f("min.f32 %f4, %f1, %f2;", 0.0, -0.0), 0x8000_0000);
-    assert_eq!(f("max.f32 %f4, %f1, %f2;", -0.0, 0.0), 0);
-}
-
-#[test]
-fn integers_of_32_bits() {
-    let minus = |value: i32| value as u32;
-    for (instruction, a, b, want) in [
-        ("add.s32", u32::MAX, 2, 1),
-        ("div.s32", minus(-7), 2, minus(-3)),
-        ("rem.s32", minus(-7), 2, minus(-1)),
-        ("div.s32", 1 << 31, u32::MAX, 1 << 31),
-        ("div.u32", 7, 0, u32::MAX),
-        ("shl.b32", 1, 32, 0),
-        ("shr.u32", 1 << 31, 40, 0),
-        ("shr.s32", 1 << 31, 40, u32::MAX),
-        ("min.s32", minus(-1), 1, minus(-1)),
-        ("min.u32", minus(-1), 1, 1),
-        ("popc.b32 %r1, %r1; add.u32", 0xf000_000f, 0, 8),
-        ("add.u32 %r1, %r1, 010; /* ; add */ add.u32", 1, 0, 9),
-    ] {
-        let got = one(&format!("{instruction} %r4, %r1, %r2;"), a, b, 0);
-        assert_eq!(got, want, "{instruction} of {a:#x} and {b:#x}");
-    }
+fn operands_are_wider_registers_and_numbers() {
+    let minus = |value: i64| value as u64;
     for (instructions, a, want) in [
-        ("cvt.s16.s8 %r4, %r1;", 0x1234_ff80, 0xffff_ff80),
-        ("cvt.s16.s32 %r4, %r1;", 0x1234_ff80, 0xffff_ff80),
-        ("cvt.s16.u32 %r4, %r1;", 0x1234_ff80, 0xffff_ff80),
-        ("neg.s32 %r4, %r1;", 1 << 31, 1 << 31),
-        ("bfi.b32 %r4, %r1, -1, 8, 4;", 0xf5, 0xffff_f5ff),
         (
-            "prmt.b32 %r4, %r1, 0x77665544, 0x5140;",
-            0x3322_1100,
-            0x5511_4400,
+            "cvt.s16.s8 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
+            0x1234_ff80,
+            0xffff_ff80,
         ),
-        ("prmt.b32 %r4, %r1, 0, 0x8888;", 0x80, u32::MAX),
         (
-            "dp4a.s32.s32 %r4, %r1, 0x01020304, 100;",
-            0xff02_0103,
-            100 - 1 + 4 + 3 + 12,
+            "cvt.s16.s32 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
+            0x1234_ff80,
+            0xffff_ff80,
         ),
-        ("selp.b32 %r4, 1, 2, 1;", 0, 1),
         (
-            "cvt.s16.s8 %h1, %r1; cvt.s32.s16 %r4, %h1;",
-            0x80,
-            minus(-128),
+            "cvt.s16.u32 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
+            0x1234_ff80,
+            0xffff_ff80,
         ),
-        ("cvt.s32.s8 %r4, %r1;", 0x1ff, u32::MAX),
-        ("cvt.u32.u8 %r4, %r1;", 0x1ff, 0xff),
+        ("cvt.s64.s32 %rd2, %rd1;", 1 << 31, minus(-1 << 31)),
+        ("cvt.u32.u8 %r1, %r0; cvt.u64.u32 %rd2, %r1;", 0x1ff, 0xff),
+        ("add.u64 %rd2, %rd1, 010; /* ; add */", 1, 9),
+        ("and.b64 %rd2, %rd1, 0xfU; // ;", 0x123, 3),
+        ("sub.s64 %rd2, %rd1, -2;", 1, 3),
         (
-            "mov.b32 {%h1, %h2}, %r1; mov.b32 %r4, {%h2, %h1};",
-            0x1234_5678,
-            0x5678_1234,
+            "sub.f64 %rd2, %rd1, 0d3FF0000000000000;",
+            3f64.to_bits(),
+            2f64.to_bits(),
         ),
-    ] {
-        assert_eq!(one(instructions, a, 0, 0), want, "{instructions} of {a:#x}");
-    }
-    for (conversion, a, want) in [
-        ("cvt.rzi.s32.f32", 3e9, i32::MAX as u32),
-        ("cvt.rzi.s32.f32", -1.5, minus(-1)),
-        ("cvt.rni.s32.f32", 2.5, 2),
-        ("cvt.rzi.u32.f32", -1.5, 0),
-        ("cvt.rzi.s32.f32", f32::NAN, 0),
-    ] {
-        let body = format!("mov.b32 %f1, %r1; {conversion} %r4, %f1;");
-        assert_eq!(one(&body, a.to_bits(), 0, 0), want, "{conversion} of {a:e}");
-    }
-}
-
-#[test]
-fn integers_of_64_bits() {
-    for (instructions, a, b, c, want) in [
-        ("add.s64 %rd3, %rd1, %rd2;", u64::MAX, 2, 0, 1),
-        ("mul.lo.s64 %rd3, %rd1, %rd2;", 1 << 40, 1 << 20, 0, 1 << 60),
-        ("mul.wide.s32 %rd3, %r1, %r1;", 0, 0, u32::MAX, 1),
-        ("mul.wide.u32 %rd3, %r1, %r1;", 0, 0, 1 << 31, 1 << 62),
-        ("shl.b64 %rd3, %rd1, %r1;", 1, 0, 40, 1 << 40),
-        ("shl.b64 %rd3, %rd1, %r1;", 1, 0, 64, 0),
-        ("shr.u64 %rd3, %rd1, %r1;", 1 << 63, 0, 100, 0),
+        ("add.f64 %rd2, %rd1, 0.5;", 3f64.to_bits(), 3.5f64.to_bits()),
+        ("selp.b64 %rd2, 1, 2, 1;", 0, 1),
+        ("div.u64 %rd2, 7, %rd1;", 0, u64::MAX),
+        ("rem.u64 %rd2, 7, %rd1;", 0, 7),
         (
-            "div.s64 %rd3, %rd1, %rd2;",
-            -9i64 as u64,
-            2,
+            "ex2.approx.ftz.f32 %f1, %r0; mov.b64 %rd2, {%f1, %r0};",
+            u64::from(3f32.to_bits()),
+            u64::from(3f32.to_bits()) << 32 | u64::from(8f32.to_bits()),
+        ),
+        (
+            "ex2.approx.ftz.f32 %f1, %r0; cvt.u64.u32 %rd2, %f1;",
+            u64::from((-140f32).to_bits()),
             0,
-            -4i64 as u64,
-        ),
-        ("rem.u64 %rd3, %rd1, %rd2;", 17, 5, 0, 2),
-        ("cvt.s64.s32 %rd3, %r1;", 0, 0, u32::MAX, u64::MAX),
-        ("cvt.s64.s32 %rd3, %rd1;", 1 << 31, 0, 0, i32::MIN as u64),
-        ("cvt.u64.u32 %rd3, %r1;", 0, 0, u32::MAX, 0xffff_ffff),
-        ("bfi.b64 %rd3, %rd1, %rd2, 60, 8;", 0xff, 0, 0, 0xf << 60),
-        (
-            "mov.b64 {%r2, %r3}, %rd1; mov.b64 %rd3, {%r3, %r2};",
-            7 << 32 | 3,
-            0,
-            0,
-            3 << 32 | 7,
         ),
     ] {
-        let got = double_word(instructions, a, b, c);
-        assert_eq!(got, want, "{instructions} of {a:#x}, {b:#x}, {c:#x}");
-    }
-    let f64s = |instruction: &str, a: f64, b: f64| {
-        let body = format!("{instruction} mov.b64 %rd3, %fd3;");
-        f64::from_bits(double_word(&body, a.to_bits(), b.to_bits(), 0))
-    };
-    assert_eq!(f64s("copysign.f64 %fd3, %fd1, %fd2;", -1.0, 3.0), -3.0);
-    assert_eq!(
-        f64s("sub.f64 %fd3, %fd1, 0d3FF0000000000000;", 3.0, 0.0),
-        2.0
-    );
-    assert_eq!(f64s("cvt.rmi.f64.f64 %fd3, %fd1;", -2.5, 0.0), -3.0);
-    for (instructions, a, want) in [
-        ("cvt.rzi.s64.f64 %rd3, %fd1;", -2.75, -2i64 as u64),
-        ("cvt.rzi.u64.f64 %rd3, %fd1;", -2.75, 0),
-        (
-            "cvt.rzi.u32.f64 %r2, %fd1; cvt.u64.u32 %rd3, %r2;",
-            1e30,
-            0xffff_ffff,
-        ),
-    ] {
-        let got = double_word(instructions, f64::to_bits(a), 0, 0);
-        assert_eq!(got, want, "{instructions} of {a:e}");
-    }
-    let whole = "cvt.rn.f64.u64 %fd3, %rd1; mov.b64 %rd3, %fd3;";
-    assert_eq!(double_word(whole, u64::MAX, 0, 0), 2f64.powi(64).to_bits());
-}
-
-#[test]
-fn comparisons_know_nan_and_sign() {
-    let nan = f32::NAN.to_bits();
-    for (condition, a, b, want) in [
-        ("lt.f32", 1f32.to_bits(), 2f32.to_bits(), true),
-        ("lt.f32", nan, 2f32.to_bits(), false),
-        ("ltu.f32", nan, 2f32.to_bits(), true),
-        ("geu.f32", 1f32.to_bits(), 2f32.to_bits(), false),
-        ("neu.f32", nan, nan, true),
-        ("eq.f32", 0, 0x8000_0000, true),
-        ("ne.f32", nan, nan, false),
-        ("equ.f32", nan, 0, true),
-        ("num.f32", nan, 0, false),
-        ("nan.f32", 0, nan, true),
-        ("lt.s32", u32::MAX, 1, true),
-        ("lt.u32", u32::MAX, 1, false),
-    ] {
-        let ty = if condition.ends_with("f32") { "f" } else { "r" };
+        let data = buffer(&[a, 0]);
         let body = format!(
-            "mov.b32 %f1, %r1; mov.b32 %f2, %r2; setp.{condition} %p1, %{ty}1, %{ty}2; \
-             selp.u32 %r4, 1, 0, %p1;"
+            "ld.global.u64 %rd1, [%rd0]; cvt.u32.u64 %r0, %rd1;\n{instructions}\n\
+             st.global.u64 [%rd0+8], %rd2;"
         );
-        assert_eq!(
-            one(&body, a, b, 0),
-            u32::from(want),
-            "{condition} of {a:#x}, {b:#x}"
-        );
+        ok(&kernel(1, 0, &body), 1, &[data.address()]);
+        assert_eq!(data.read()[1], want, "{instructions} of {a:#x}");
     }
-}
-
-#[test]
-fn halves_compute_in_pairs() {
-    let pair = |low: f32, high: f32| {
-        u32::from(half::bf16::from_f32(low).to_bits())
-            | u32::from(half::bf16::from_f32(high).to_bits()) << 16
-    };
-    let of = |instruction| one(instruction, pair(3.0, 2.0), pair(0.5, -3.0), 0);
-    assert_eq!(of("add.bf16x2 %r4, %r1, %r2;"), pair(3.5, -1.0));
-    assert_eq!(of("mul.bf16x2 %r4, %r1, %r2;"), pair(1.5, -6.0));
 }
 
 /// Each lane gives its own number times 10 and stores what it got, with the predicate in bit 16.
@@ -754,8 +356,11 @@ fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
     );
     let text = "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;";
     let text = kernel(1, 0, text);
-    let unknown = Module::parse(&text).unwrap().unknown();
-    assert_eq!(unknown, ["k, line 16: @%p1 frobnicate.b32 %r1, %r2"]);
+    let unknown = Module::parse(&text).unwrap().unknown(0);
+    assert_eq!(
+        unknown,
+        ["line 16: @%p1 frobnicate.b32 %r1, %r2 is unknown"]
+    );
     ok(&text, 32, &[0]);
     let message = fault(&text, 64, &[0]);
     says(

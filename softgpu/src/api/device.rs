@@ -1,22 +1,24 @@
 //! The driver's devices and contexts.
 
-use crate::abi::{entries, put, Error};
+use crate::abi::{entries, put, Error, Outcome};
 use crate::context::*;
 use crate::engine::stream::{engine, number_from};
 use crate::queue::synchronize_device;
 use std::ffi::c_char;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// A device attribute of an H100, but for what the environment says.
-fn attribute(number: u32) -> i32 {
-    match number {
+/// A device attribute: of an H100, but for what the architecture and the environment say.
+fn attribute(number: u32) -> Outcome<i32> {
+    let of = architecture_of_devices()?;
+    let reserved = of.reserved_kib << 10;
+    let known = match number {
         // Threads of a block, its dimensions, and those of a grid.
         1..=3 => 1024,
         4 => 64,
-        5 => i32::MAX,
+        5 => i32::MAX as u32,
         6 | 7 => 65535,
         // Shared memory of a block, constant memory, lanes, registers of a block.
-        8 => SHARED as i32,
+        8 => SHARED,
         9 => 65536,
         10 => 32,
         12 | 82 => 65536,
@@ -24,25 +26,27 @@ fn attribute(number: u32) -> i32 {
         13 => 1_980_000,
         36 => 2_619_000,
         37 => 5120,
-        16 => number_from("SOFTGPU_SMS").map_or(132, |sms| sms as i32),
+        16 => number_from("SOFTGPU_SMS").map_or(of.multiprocessors, |sms| sms as u32),
         // Bytes of the L2 cache, threads of a multiprocessor, copy engines.
         38 => 50 << 20,
-        39 => 2048,
+        39 => of.threads,
         40 => 3,
         // Copies beside kernels, mapped host memory, kernels side by side, one address space,
         // priorities, cooperation.
         15 | 19 | 31 | 41 | 78 | 95 => 1,
-        75 => 9,
+        75 => of.capability / 10,
+        76 => of.capability % 10,
         // Shared memory of a multiprocessor, of a block that asks, and what the driver keeps;
         // blocks.
-        81 => (shared_on_request() + RESERVED) as i32,
-        97 => shared_on_request() as i32,
-        111 => RESERVED as i32,
-        106 => 32,
+        81 => shared_on_request()? + reserved,
+        97 => shared_on_request()?,
+        111 => reserved,
+        106 => of.blocks,
         // Memory pools.
         115 => 1,
         _ => 0,
-    }
+    };
+    Ok(known as i32)
 }
 
 entries! {
@@ -50,6 +54,7 @@ entries! {
         if flags != 0 {
             return Err(Error::INVALID_VALUE);
         }
+        architecture_of_devices()?;
         engine();
         INITIALISED.store(true, Relaxed);
         Ok(())
@@ -71,7 +76,7 @@ entries! {
 
     fn cuDeviceGetAttribute(value: *mut i32, number: u32, device: i32) {
         check_device(device)?;
-        put(value, attribute(number))
+        put(value, attribute(number)?)
     }
 
     fn cuDevicePrimaryCtxRetain(context: *mut u64, device: i32) {

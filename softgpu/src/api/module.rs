@@ -1,7 +1,9 @@
 //! The driver's modules, functions and launches.
 
 use crate::abi::{entries, put, Error, Handles, Outcome};
-use crate::context::{self, current_device, lock, shared_on_request, SHARED};
+use crate::context::{
+    self, architecture_of_devices, current_device, lock, shared_on_request, SHARED,
+};
 use crate::engine::grid;
 use crate::engine::launch::Launch;
 use crate::engine::stream::{engine, Action, Manner, Step, Submission};
@@ -10,7 +12,7 @@ use crate::queue::{submit, view};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{c_char, c_void, CStr};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, Once, Weak};
 
 /// A module in a device's memory.
 pub struct Loaded {
@@ -91,10 +93,11 @@ fn parsed(text: &str) -> Outcome<Arc<Module>> {
 }
 
 /// The PTX in the file `SOFTGPU_PTX` instead of a module that defines all its entries: an edited
-/// kernel runs without a rebuild.
+/// kernel runs without a rebuild, and so does one for another architecture. Other modules are then
+/// those of the build, and may be for a newer architecture than the device's.
 fn edited(module: Arc<Module>) -> Outcome<Arc<Module>> {
     let Some(file) = std::env::var_os("SOFTGPU_PTX") else {
-        return Ok(module);
+        return fitting(module);
     };
     let text = std::fs::read_to_string(&file).map_err(|error| {
         eprintln!("softgpu: SOFTGPU_PTX names {file:?}, which cannot be read: {error}");
@@ -102,7 +105,27 @@ fn edited(module: Arc<Module>) -> Outcome<Arc<Module>> {
     })?;
     let edited = parsed(&text)?;
     let replaces = edited.entries().all(|name| module.entry(name).is_some());
-    Ok(if replaces { edited } else { module })
+    if !replaces {
+        return Ok(module);
+    }
+    static SAID: Once = Once::new();
+    SAID.call_once(|| eprintln!("softgpu: {file:?} replaces a module"));
+    fitting(edited)
+}
+
+/// Refuses PTX that the device cannot run.
+fn fitting(module: Arc<Module>) -> Outcome<Arc<Module>> {
+    let device = architecture_of_devices()?;
+    let (target, line) = module.target();
+    if device.runs(target) {
+        return Ok(module);
+    }
+    let entry = module.entries().next().unwrap_or("");
+    eprintln!(
+        "softgpu: line {line}: the PTX with {entry} is for {target}, \
+         which compute capability {device} cannot run"
+    );
+    Err(Error::INVALID_PTX)
 }
 
 impl Drop for Loaded {
@@ -129,6 +152,10 @@ fn function_named(module: u64, name: &str) -> Outcome<u64> {
         return Ok(handle);
     }
     let entry = loaded.module.entry(name).ok_or(Error::NOT_FOUND)?;
+    // An instruction that is never reached does no harm, so the kernel may run.
+    for unknown in loaded.module.unknown(entry) {
+        eprintln!("softgpu: {name}, {unknown}");
+    }
     let parameters = loaded.module.parameters(entry);
     let handle = FUNCTIONS.add(Arc::new(Function {
         name: name.into(),
@@ -268,7 +295,7 @@ entries! {
         let function = FUNCTIONS.get(function)?;
         match number {
             8 => {
-                let most = (shared_on_request() as usize).saturating_sub(function.static_shared);
+                let most = (shared_on_request()? as usize).saturating_sub(function.static_shared);
                 if value < 0 || value as usize > most {
                     return Err(Error::INVALID_VALUE);
                 }

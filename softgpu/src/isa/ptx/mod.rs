@@ -8,7 +8,7 @@ mod source;
 
 use crate::isa::op::{Kind, Program};
 use source::Source;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::{Arc, OnceLock};
 
 /// A module as `cuModuleLoadData` takes it.
@@ -39,21 +39,43 @@ impl Module {
             .map_or(0, |program| program.shared_bytes)
     }
 
-    /// Each instruction that is not known, with its entry and line, or why an entry has none.
-    pub fn unknown(&self) -> Vec<String> {
-        let mut all = vec![];
-        for (entry, name) in self.entries().enumerate() {
-            let program = match self.program(entry) {
-                Ok(program) => program,
-                Err(error) => return vec![error],
-            };
-            for (op, text) in program.ops.iter().zip(&program.texts) {
-                if op.kind == Kind::Unknown {
-                    all.push(format!("{name}, line {}: {}", op.line, self.text_of(text)));
-                }
-            }
+    /// The instructions of an entry that are not known, each with its line, or why the entry cannot
+    /// be decoded.
+    pub fn unknown(&self, entry: usize) -> Vec<String> {
+        let program = match self.program(entry) {
+            Ok(program) => program,
+            Err(error) => return vec![error],
+        };
+        let all = program.ops.iter().zip(&program.texts);
+        all.filter(|(op, _)| op.kind == Kind::Unknown)
+            .map(|(op, text)| format!("line {}: {} is unknown", op.line, self.text_of(text)))
+            .collect()
+    }
+
+    /// The forms of an entry's instructions, in order, as in `add.f32`. A `mov` of halves is
+    /// `mov.b64 packs` or `mov.b64 unpacks`.
+    pub fn forms(&self, entry: usize) -> Vec<String> {
+        let Ok(program) = self.program(entry) else {
+            return vec![];
+        };
+        let mut texts = program.texts.clone();
+        // One instruction may have become several.
+        texts.dedup();
+        texts.iter().map(|range| self.form_of(range)).collect()
+    }
+
+    fn form_of(&self, range: &Range<u32>) -> String {
+        let text = self.text_of(range);
+        let unguarded = match text.strip_prefix('@') {
+            Some(guarded) => guarded.split_once(' ').map_or("", |(_, rest)| rest),
+            None => &text,
+        };
+        let (name, operands) = unguarded.split_once(' ').unwrap_or((unguarded, ""));
+        match (name.starts_with("mov."), operands.find('{')) {
+            (true, Some(0)) => format!("{name} unpacks"),
+            (true, Some(_)) => format!("{name} packs"),
+            _ => name.to_owned(),
         }
-        all
     }
 
     pub(crate) fn program(&self, entry: usize) -> Result<Arc<Program>, String> {

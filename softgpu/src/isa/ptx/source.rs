@@ -11,6 +11,8 @@ pub struct Source {
     pub(super) entries: Vec<Entry>,
     pub(super) variables: Vec<Variable>,
     pub(super) globals: (usize, usize),
+    /// What `.target` says, as in `sm_90`, and its line.
+    pub(super) target: (String, u32),
 }
 
 impl Source {
@@ -23,6 +25,7 @@ impl Source {
             entries: vec![],
             variables: vec![],
             globals: (0, 1),
+            target: (String::new(), 0),
         };
         Scanner {
             text: &text,
@@ -45,6 +48,11 @@ impl Source {
             *align = variable.align.max(*align);
         }
         Ok(source)
+    }
+
+    /// The architecture that it was compiled for, as in `sm_90`, and the line that says so.
+    pub fn target(&self) -> (&str, u32) {
+        (&self.target.0, self.target.1)
     }
 
     /// Bytes and alignment of the module's global and constant variables, which live in one
@@ -173,7 +181,12 @@ impl<'a> Scanner<'a> {
                     let name = line.split('"').nth(1).unwrap_or("");
                     source.files.insert(number, name.to_owned());
                 }
-            } else if [".version", ".target", ".address_size", ".loc"]
+            } else if rest.starts_with(".target") {
+                let number = self.line;
+                let text = self.take_line().trim_start_matches(".target");
+                let first = text.split(',').next().unwrap_or("");
+                source.target = (first.trim().to_owned(), number);
+            } else if [".version", ".address_size", ".loc"]
                 .iter()
                 .any(|word| rest.starts_with(word))
             {
