@@ -31,9 +31,8 @@ use std::sync::{Mutex, PoisonError};
 /// - If a process is killed, or exits without `MPI_Finalize`, the job ends: `mpirun` kills the
 ///   others.
 /// - If a rank leaves `main` early, by an error or a panic, **the job hangs**. The rank drops its
-///   [`Universe`](mpi::environment::Universe) and waits in `MPI_Finalize` for the others, which
-///   wait for it in a sum. Such a rank must call `world.abort(1)`, as in the example, or be built
-///   with `panic = "abort"`.
+///   `Universe` and waits in `MPI_Finalize` for the others, which wait for it in a sum. Such a rank
+///   must call `world.abort(1)`, as in the example, or be built with `panic = "abort"`.
 /// - If a rank makes fewer sums than the others, or makes them in another order, the job hangs or
 ///   mixes sums. No engine notices that.
 ///
@@ -85,7 +84,7 @@ impl MpiCommunicator {
     ///
     /// # Errors
     ///
-    /// MPI was initialized with less than [`Threading::Multiple`], which is needed because layers
+    /// MPI was initialized with less than `Threading::Multiple`, which is needed because layers
     /// and the rest of the program may call MPI from different threads.
     pub fn new(world: &SimpleCommunicator) -> Result<Self> {
         let got = mpi::environment::threading_support();
