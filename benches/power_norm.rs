@@ -1,8 +1,8 @@
 //! Throughput of the layer's passes beside candle's own normalizations and a plain copy.
 //!
 //! ```text
-//! cargo bench --bench power_norm                    # 4096x512 on the CPU: 4 min on two cores
-//! CANDLE_POWERNORM_BENCH=full cargo bench            # every shape and dtype: some 50 minutes
+//! cargo bench --bench power_norm                    # 4096x512 on the CPU: 5 min on two cores
+//! CANDLE_POWERNORM_BENCH=full cargo bench            # every shape and dtype: about an hour
 //! cargo bench --bench power_norm -- --test           # each of the full set once: half a minute
 //! cargo bench --bench power_norm -- 'forward.*/t1'   # what the regular expression matches
 //! cargo bench --features cuda --bench power_norm -- '/cuda$'   # on a GPU
@@ -34,9 +34,9 @@ mod ready;
 #[path = "../tests/common/reference.rs"]
 mod reference;
 
-use candle::{DType, Device, ModuleT, Result, Tensor, Var};
+use candle::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, RmsNorm, Statistics};
 use criterion::{Criterion, Throughput};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -286,7 +286,10 @@ enum Contender {
     Composed,
     LayerNormFused,
     LayerNormSlow,
+    /// This crate's.
+    RmsNorm,
     RmsNormFused,
+    RmsNormSlow,
     BatchNorm,
     /// An op whose forward copies its input, and whose backward hands out what is there.
     AutogradAlone,
@@ -295,7 +298,7 @@ enum Contender {
 }
 
 impl Contender {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 15] = [
         Self::PowerNorm(None),
         Self::PowerNorm(Some(1)),
         Self::PowerNorm(Some(8)),
@@ -305,7 +308,9 @@ impl Contender {
         Self::Composed,
         Self::LayerNormFused,
         Self::LayerNormSlow,
+        Self::RmsNorm,
         Self::RmsNormFused,
+        Self::RmsNormSlow,
         Self::BatchNorm,
         Self::AutogradAlone,
         Self::Copy,
@@ -322,7 +327,9 @@ impl Contender {
             Self::Composed => "composed",
             Self::LayerNormFused => "layer_norm_fused",
             Self::LayerNormSlow => "layer_norm_slow",
+            Self::RmsNorm => "rms_norm",
             Self::RmsNormFused => "rms_norm_fused",
+            Self::RmsNormSlow => "rms_norm_slow",
             Self::BatchNorm => "batch_norm",
             Self::AutogradAlone => "autograd_alone",
             Self::Copy => "copy",
@@ -352,11 +359,12 @@ impl Contender {
     /// `true` if a comparison with the contender tells something.
     fn is_wanted(self, pass: Pass, place: Place) -> bool {
         match self {
-            Self::PowerNorm(_) | Self::LayerNormFused | Self::RmsNormFused | Self::Copy => true,
+            Self::PowerNorm(_) | Self::RmsNorm => true,
+            Self::LayerNormFused | Self::RmsNormFused | Self::Copy => true,
             Self::PowerNormV => !place.is_cpu() && pass != Pass::ForwardEval,
             Self::Residual | Self::ResidualApart => pass != Pass::ForwardEval,
             Self::Composed | Self::BatchNorm => place.is_cpu(),
-            Self::LayerNormSlow => pass != Pass::ForwardEval,
+            Self::LayerNormSlow | Self::RmsNormSlow => pass != Pass::ForwardEval,
             Self::AutogradAlone => matches!(pass, Pass::Backward | Pass::TrainStep),
         }
     }
@@ -367,7 +375,10 @@ impl Contender {
 
     /// `true` for this crate's own.
     fn is_ours(self) -> bool {
-        matches!(self, Self::PowerNorm(_) | Self::PowerNormV | Self::Residual)
+        matches!(
+            self,
+            Self::PowerNorm(_) | Self::PowerNormV | Self::Residual | Self::RmsNorm
+        )
     }
 }
 
@@ -448,6 +459,7 @@ struct Arena<'a> {
     weight: Var,
     bias: Var,
     power_norm: PowerNorm,
+    rms_norm: RmsNorm,
     batch_norm: BatchNorm,
     spec: Spec,
 }
@@ -475,13 +487,15 @@ impl<'a> Arena<'a> {
             },
             ..EPS.into()
         };
+        let weight = Var::ones(cols, dtype, device)?;
         let arena = Self {
             pass,
             contender,
             place,
             xs: &inputs.xs,
             residual: contender.has_residual().then(|| inputs.residual()),
-            weight: Var::ones(cols, dtype, device)?,
+            rms_norm: RmsNorm::new(weight.as_tensor().clone(), EPS)?,
+            weight,
             bias: Var::zeros(cols, dtype, device)?,
             power_norm: power_norm(cols, config, vb.pp("power_norm"))?,
             batch_norm: candle_nn::batch_norm(
@@ -515,6 +529,11 @@ impl<'a> Arena<'a> {
         let (phi, checked) = match self.spec.batch_statistics {
             true => (None, rows),
             false => (Some(self.power_norm.running_phi()?), rows.min(CHECKED_ROWS)),
+        };
+        let phi = match (phi, self.contender) {
+            // Its D is 1.
+            (Some(phi), Contender::RmsNorm) => Some((phi - EPS)?),
+            (phi, _) => phi,
         };
         let last = |tensor: &Tensor| tensor.narrow(0, rows - checked, checked);
         let mut input = last(&self.xs[0])?;
@@ -569,7 +588,9 @@ impl<'a> Arena<'a> {
             }
             Contender::LayerNormFused => candle_nn::ops::layer_norm(x, weight, bias, eps),
             Contender::LayerNormSlow => candle_nn::ops::layer_norm_slow(x, weight, bias, eps),
+            Contender::RmsNorm => self.rms_norm.forward(x),
             Contender::RmsNormFused => candle_nn::ops::rms_norm(x, weight, eps),
+            Contender::RmsNormSlow => candle_nn::ops::rms_norm_slow(x, weight, eps),
             Contender::BatchNorm => self.batch_norm.forward_t(x, train),
             Contender::AutogradAlone => {
                 let grads = [x, weight, bias].map(Tensor::detach);

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNELS = "backward, kernels alone"
-BLOCKS = ["block_train", "block_evaluate"]
+BLOCKS = ["block_train", "block_evaluate", "decode", "prompt"]
 PASSES = [
     "forward_train",
     "forward_eval",

@@ -128,7 +128,7 @@ pub mod guide {
         residuals: "residuals",
         /// Half precision, its traps in candle, and a loss scale that changes.
         mixed_precision: "mixed-precision",
-        /// Activation checkpointing, frozen statistics, and a moving average of the weights.
+        /// Activation checkpointing, micro-batches, frozen statistics, averaged weights.
         recipes: "recipes",
         /// The layer folds into the linear layer beside it.
         inference: "inference",

@@ -78,7 +78,7 @@ impl MpiCommunicator {
     ///
     /// # Errors
     ///
-    /// MPI was initialized with less than [`Threading::Multiple`], which is needed because layers
+    /// MPI was initialized with less than `Threading::Multiple`, which is needed because layers
     /// and the rest of the program may call MPI from different threads.
     pub fn new(world: &SimpleCommunicator) -> Result<Self> {
         let got = mpi::environment::threading_support();
