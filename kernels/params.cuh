@@ -44,10 +44,10 @@ constexpr int32_t MAX_STAGES = 3;
 constexpr int32_t MAX_WARPS = 16;
 
 // The origin of a group's factor r: x~ = r x.
-enum GroupScaling : int32_t {
+enum FactorOrigin : int32_t {
   NO_GROUPS = 0, // r = 1
-  IN_TILE = 1,  // each block has whole groups and reduces them itself
-  GIVEN = 2,    // groups are wider than a block; an earlier launch reduced them
+  IN_TILE = 1,   // each block has whole groups and reduces them itself
+  GIVEN = 2,     // groups are wider than a block; an earlier launch reduced them
 };
 
 struct NormalizeParams {
@@ -64,7 +64,7 @@ struct NormalizeParams {
   void *factors;       // [rows, groups] A, r: written (unless null), or read if GIVEN
   void *partials;      // [chunks, cols] A, sums of x~^2 over kept rows, or null
   int64_t *kept;       // [chunks] kept rows, or null
-  GroupScaling group_scaling;
+  FactorOrigin group_scaling;
   double eps;          // of D
   double group_eps;    // of r
 };
@@ -92,7 +92,7 @@ struct UpdatePhiParams {
   int64_t rows;
   int64_t cols;
   int64_t chunks;
-  Vector phi;       // psi^2 before the step; written if `update`
+  Vector phi;       // psi^2 before the step; written if `cumulative` or `moving`
   void *batch_phi;  // [cols] A, written
   void *inv_rms;    // [cols] A, 1/D: written if `by_batch`, else read
   void *gamma;      // [cols] A, written
@@ -100,14 +100,13 @@ struct UpdatePhiParams {
                     // Written
   double eps;       // of D
   int64_t by_batch; // whether psi_B^2 is D^2 - eps
-  int64_t update;   // whether psi^2 takes the step:
-  int64_t guard;    //   only where the result is finite
+  int64_t guard;    // whether psi^2 takes a step only where the result is finite
   int64_t cumulative;
   int64_t moving;
-  double old_share; //   psi^2 <- old_share psi^2 + new_share psi_B^2, if `cumulative` (0: whatever
-                    //   psi^2 was);
+  double old_share; // psi^2 <- old_share psi^2 + new_share psi_B^2, if `cumulative` (0: whatever
+                    // psi^2 was);
   double new_share;
-  double alpha; //   then psi^2 <- alpha psi^2 + beta psi_B^2, if `moving`
+  double alpha; // then psi^2 <- alpha psi^2 + beta psi_B^2, if `moving`
   double beta;
 };
 
@@ -127,7 +126,7 @@ struct NormalizeBwdParams {
   const void *factors;   // [rows, groups] A, r of the forward; unused if NO_GROUPS
   void *dots;            // [rows, groups] A, means of dx~ x~ over a group; used only if GIVEN
   void *partials;        // [chunks, 2, cols] A, sums of dy x~, then of dy, over kept rows; or null
-  GroupScaling group_scaling;
+  FactorOrigin group_scaling;
   double correction_scale;
   double eps; // of D
 };
@@ -139,7 +138,7 @@ struct UpdateNuParams {
   int64_t cols;
   int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1
-  const void *inv_rms; // [cols] A
+  const void *inv_rms; // [cols] A; null: 1
   const void *gamma;   // [cols] A
   const void *count;   // [1] A; null or 0: the forward was an evaluation
   void *lambda;        // [cols] A, or null. Written

@@ -31,11 +31,7 @@ template <typename T, int N> struct Columns {
     // Several pieces are always whole.
     vectorized = N > 1 || tiling.vectorized;
     pieces = 0;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      pieces += count(n) > 0;
-    }
-    hoist(pieces);
+    each<N>([&](int n) { pieces += count(n) > 0; });
     hoist(stride);
   }
 
@@ -85,8 +81,6 @@ struct Rows {
     hoist(step);
     turn = step * static_cast<uint32_t>(tiling.cols);
     turn_groups = step * static_cast<uint32_t>(tiling.groups);
-    hoist(turn);
-    hoist(turn_groups);
   }
 
   // The thread's row of this turn, or the one after `skipped` further rows of the block.
@@ -121,20 +115,18 @@ template <typename T, int N> struct Shared {
 
   // The first or the second number of each column of this thread's piece n.
   __device__ __forceinline__ void write(int which, int n, const A (&values)[PIECE<T>]) const {
-#pragma unroll
-    for (int q = 0; q < QUADS; ++q) {
+    each<QUADS>([&](int q) {
       Piece<A> piece;
       memcpy(&piece, values + q * PIECE<A>, sizeof(piece));
       put(columns + (which * N + n) * QUADS + q, piece);
-    }
+    });
   }
 
   __device__ __forceinline__ void read(int which, int n, A (&values)[PIECE<T>]) const {
-#pragma unroll
-    for (int q = 0; q < QUADS; ++q) {
+    each<QUADS>([&](int q) {
       const Piece<A> piece = get(columns + (which * N + n) * QUADS + q);
       memcpy(values + q * PIECE<A>, &piece, sizeof(piece));
-    }
+    });
   }
 };
 
@@ -145,11 +137,8 @@ template <typename T, int N> struct Shared {
 // waits for its own copies and for no barrier. Threads of several pieces always take rows from
 // there, unless the GPU is too old. A choice in each row would cost them a fifth more instructions.
 // Threads of one piece do without where pieces are not whole or shared memory has no room: they
-// load the next row into registers. Where registers are too few for that, a row is loaded when it
-// is needed.
+// load the next row into registers, as all threads do on an old GPU.
 template <typename T, int N, int ARRAYS> struct RowPipeline {
-  static constexpr bool HOLDS = N == 1 || (ARRAYS == 2 && N * PIECE<T> <= 16);
-
   const T *from;        // this thread's first piece of the first array's row to ask for
   int64_t gaps[ARRAYS]; // bytes from there to the other arrays: fewer registers than pointers
   bool copies;
@@ -164,21 +153,18 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
       : from(static_cast<const T *>(starts[0]) + offset - rows.turn),
         copies(COPIES_BY_ITSELF && (N > 1 || tiling.stages > 0)), ring(ring),
         end(ring + tiling.ring_bytes), slot(ring) {
-    hoist(this->ring);
-#pragma unroll
-    for (int array = 0; array < ARRAYS; ++array) {
+    each<ARRAYS>([&](int array) {
       gaps[array] = reinterpret_cast<int64_t>(starts[array]) - reinterpret_cast<int64_t>(starts[0]);
-    }
-    const int first = copies ? tiling.stages : HOLDS;
+    });
+    const int first = copies ? tiling.stages : 1;
 #pragma unroll 1
     for (int i = 0; i < first; ++i) {
       move(from, rows.turn);
-#pragma unroll
-      for (int array = 0; array < ARRAYS; ++array) {
+      each<ARRAYS>([&](int array) {
         if (array < arrays) {
           ask(array, columns, rows.present(i * rows.step));
         }
-      }
+      });
       advance(tiling);
     }
   }
@@ -196,12 +182,8 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
   }
 
   // Piece n of it, zeros where it is not there.
-  __device__ __forceinline__ Piece<T> at(int array, int n, const Columns<T, N> &columns,
-                                         const Rows &rows) const {
-    if (copies) {
-      return get_shared<T>(place(array, n));
-    }
-    return HOLDS ? held[array * N + n] : columns.load(row(array), n, rows.present());
+  __device__ __forceinline__ Piece<T> at(int array, int n) const {
+    return copies ? get_shared<T>(place(array, n)) : held[array * N + n];
   }
 
   // Asks for the row that takes its place: all of it has been read.
@@ -219,21 +201,14 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
 
 private:
   __device__ __forceinline__ void ask(int array, const Columns<T, N> &columns, bool present) {
-    const T *next = row(array);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      if (copies) {
-        copy_async(place(array, n), next + n * columns.stride, present && n < columns.pieces);
-      } else if (HOLDS) {
-        held[array * N + n] = columns.load(next, n, present);
-      }
-    }
-  }
-
-  __device__ __forceinline__ const T *row(int array) const {
     const T *row = reinterpret_cast<const T *>(reinterpret_cast<const char *>(from) + gaps[array]);
-    move(row, 0); // nvcc would take the sum apart
-    return row;
+    each<N>([&](int n) {
+      if (copies) {
+        copy_async(place(array, n), row + n * columns.stride, present && n < columns.pieces);
+      } else {
+        held[array * N + n] = columns.load(row, n, present);
+      }
+    });
   }
 
   __device__ __forceinline__ unsigned place(int array, int n) const {
@@ -262,20 +237,20 @@ template <typename T, int N> struct GroupSum {
   using A = Sum<T>;
   bool in_warp; // whether a group's lanes are in one warp
   int place, span;
-  RowSum<A> row_sum;
+  LaneSum<A> lane_sum;
 
   // `reduces`: whether there are sums to come.
   __device__ GroupSum(const Tiling &tiling, const Columns<T, N> &columns,
                       const Shared<T, N> &shared, bool reduces)
       : in_warp(tiling.span <= WARP), place(columns.place), span(tiling.span),
-        row_sum(shared.exchanged, in_warp || !reduces) {}
+        lane_sum(shared.exchanged, in_warp || !reduces) {}
 
   // All threads of the block call this together.
   __device__ __forceinline__ A of(A value) {
     if (__builtin_expect(in_warp, false)) {
       return sum_segment(value, place, span);
     }
-    return row_sum.of(value);
+    return lane_sum.of(value);
   }
 };
 
@@ -286,15 +261,14 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
                                            const Tiling &tiling, const Columns<T, N> &columns) {
   using A = Sum<T>;
   A *to = static_cast<A *>(partials) + row * tiling.cols;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
+  each<N>([&](int n) {
 #pragma unroll
     for (int q = 0; q < PIECE<T>; q += PIECE<A>) {
       Piece<A> piece;
       memcpy(&piece, sums + n * PIECE<T> + q, sizeof(piece));
       store_piece(to + columns.col(n) + q, piece, columns.count(n) - q, columns.vectorized);
     }
-  }
+  });
 }
 
 // group_factors: r of each row and group, for groups wider than a block.
@@ -302,16 +276,16 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 // Reads  x, residual [rows, cols] T; residual unless null.
 // Writes factors[rows, groups] A; sum[rows, cols] T unless null; overwrites.
 // Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual.
-// Launch min(rows*groups, 65536), block 256, smem as in RowSum.
+// Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows, x, residual, sum 16-byte aligned if vectorized.
-// Launcher: launch.rs::group_factors.
+// Launcher: launch.rs::groups_launch.
 template <typename T> __device__ __forceinline__ void group_factors(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory), false);
+  LaneSum<A> lane_sum(reinterpret_cast<A *>(shared_memory), false);
   const Tiling &tiling = p.tiling;
   const int64_t len = tiling.group_len;
   for (int64_t group = blockIdx.x; group < tiling.rows * tiling.groups; group += gridDim.x) {
@@ -326,12 +300,9 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
         add_to(piece, load_piece(residual + i, count, tiling.vectorized));
         store_piece(static_cast<T *>(p.sum) + group * len + i, piece, count, tiling.vectorized);
       }
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        squares += widen(piece.at[v]) * widen(piece.at[v]);
-      }
+      each<V>([&](int v) { squares += widen(piece.at[v]) * widen(piece.at[v]); });
     }
-    squares = row_sum.of(squares);
+    squares = lane_sum.of(squares);
     if (threadIdx.x == 0) {
       const A square = squares / A(len) + A(p.group_eps);
       const A factor = inverse_root(square);
@@ -358,10 +329,15 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 //        If vectorized, x, residual, sum, y and partials are 16-byte aligned.
 //        If a group that the block reduces spans warps, blockDim.x is a multiple of 32.
 //        Either blockDim.y*cols < 2^32, or a thread has one row.
-// Launcher: launch.rs::normalize.
+// Launcher: launch.rs::rows_launch.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
+  if constexpr (!COPIES_BY_ITSELF && N * V > 16) {
+    // Registers have no room for the next row. cut.rs gives threads fewer pieces.
+    __trap();
+    return;
+  }
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Tiling &tiling = p.tiling;
   const Shared<T, N> shared(tiling, shared_memory);
@@ -375,48 +351,31 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const A eps = A(p.eps);
   A group_eps = A(p.group_eps), share = A(1) / A(tiling.group_len);
-  hoist(group_eps);
-  hoist(share);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
     if (p.y == nullptr) {
       return;
     }
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      scale[v] = 1;
-    }
+    A weight[V];
+    each<V>([&](int v) { scale[v] = weight[v] = 1; });
+    load_run(p.weight, col, count, weight);
+    load_run(p.bias, col, count, bias);
     if (p.phi.data != nullptr) {
       load_run(p.phi, col, count, scale);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
+      each<V>([&](int v) {
         scale[v] = inverse_root(scale[v] + eps);
         if (p.inv_rms != nullptr && blockIdx.y == 0 && v < count) {
           static_cast<A *>(p.inv_rms)[col + v] = scale[v];
         }
-      }
-    } else if (p.inv_rms != nullptr) {
+      });
+    } else {
       load_run<A>(p.inv_rms, col, count, scale);
     }
-    if (p.weight.data != nullptr) {
-      A weight[V] = {};
-      load_run(p.weight, col, count, weight);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        scale[v] *= weight[v];
-      }
-    }
-    if (p.bias.data != nullptr) {
-      load_run(p.bias, col, count, bias);
-    }
+    each<V>([&](int v) { scale[v] *= weight[v]; });
   });
   __syncthreads();
-  A sums[N * V];
-#pragma unroll
-  for (int i = 0; i < N * V; ++i) {
-    sums[i] = 0;
-  }
+  A sums[N * V] = {};
 
   // Belongs to the row before the thread's.
   T *sum = static_cast<T *>(p.sum) + offset - rows.turn;
@@ -428,7 +387,6 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   hoist(in_tile);
   hoist(adds);
   hoist(writes);
-  hoist(masked);
   hoist(writes_factor);
   // 1 if a row enters the sums. The mask is read a row ahead. A row that is not there is zeros.
   int next_counts = p.partials != nullptr;
@@ -443,34 +401,24 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     }
     pipeline.wait(tiling, rows);
     Piece<T> x[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      x[n] = pipeline.at(0, n, columns, rows);
-    }
+    each<N>([&](int n) { x[n] = pipeline.at(0, n); });
     pipeline.ask(0, tiling, columns, rows);
     if (adds) {
       move(sum, rows.turn);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        add_to(x[n], pipeline.at(1, n, columns, rows));
+      each<N>([&](int n) {
+        add_to(x[n], pipeline.at(1, n));
         columns.store(sum, n, x[n], rows.present());
-      }
+      });
       pipeline.ask(1, tiling, columns, rows);
     }
     pipeline.advance(tiling);
     A x_tilde[N * V];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      widen(x[n], x_tilde + n * V);
-    }
+    each<N>([&](int n) { widen(x[n], x_tilde + n * V); });
 
     A factor = 1;
     if (in_tile) {
       A squares = 0;
-#pragma unroll
-      for (int i = 0; i < N * V; ++i) {
-        squares += x_tilde[i] * x_tilde[i];
-      }
+      each<N * V>([&](int i) { squares += x_tilde[i] * x_tilde[i]; });
       const A square = group_sum.of(squares) * share + group_eps;
       factor = inverse_root(square);
       // Rare: the squares overflowed, or x is not finite.
@@ -486,29 +434,19 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     } else if (p.group_scaling == GIVEN && rows.present() && columns.valid()) {
       factor = factors[rows.row() * tiling.groups];
     }
-#pragma unroll
-    for (int i = 0; i < N * V; ++i) {
-      x_tilde[i] *= factor;
-    }
+    each<N * V>([&](int i) { x_tilde[i] *= factor; });
     if (row_counts) {
-#pragma unroll
-      for (int i = 0; i < N * V; ++i) {
-        sums[i] += x_tilde[i] * x_tilde[i];
-      }
+      each<N * V>([&](int i) { sums[i] += x_tilde[i] * x_tilde[i]; });
     }
     if (writes) {
       move(y, rows.turn);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
+      each<N>([&](int n) {
         A scale[V], to[V];
         shared.read(0, n, scale);
         shared.read(1, n, to);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          to[v] += x_tilde[n * V + v] * scale[v];
-        }
+        each<V>([&](int v) { to[v] += x_tilde[n * V + v] * scale[v]; });
         columns.store(y, n, narrow<T>(to), rows.present());
-      }
+      });
     }
   }
 
@@ -532,56 +470,29 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   }
 }
 
-// The sums of M columns of partials[chunks, stride] over the chunks, for the first row of the
-// block: `col`, and every `gap`-th after it. All threads call this together; `shared` is as for
-// sum_block_rows.  Fixed order.
-template <int M, typename A>
-__device__ __forceinline__ void sum_chunks(A (&totals)[M], const void *partials, int64_t col,
+// Adds M columns of partials[chunks, stride] up over the chunks, for the first row of the block:
+// `col`, and every `gap`-th after it. `totals` are zeros before. All threads call this together;
+// `shared` is as for sum_block_rows. Fixed order.
+template <int M, typename Value>
+__device__ __forceinline__ void sum_chunks(Value (&totals)[M], const void *partials, int64_t col,
                                            int64_t gap, int64_t stride, int64_t chunks, bool valid,
-                                           A *shared) {
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-    totals[m] = 0;
-  }
+                                           void *shared) {
   if (valid) {
-    const A *from = static_cast<const A *>(partials) + col;
+    const Value *from = static_cast<const Value *>(partials) + col;
 #pragma unroll 4
     for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        totals[m] += from[chunk * stride + m * gap];
-      }
+      each<M>([&](int m) { totals[m] += from[chunk * stride + m * gap]; });
     }
   }
-  sum_block_rows(totals, shared);
+  sum_block_rows(totals, static_cast<Value *>(shared));
 }
 
-template <typename A>
-__device__ __forceinline__ A sum_chunks(const void *partials, int64_t col, int64_t stride,
-                                        int64_t chunks, bool valid, A *shared) {
-  A total[1];
+template <typename Value>
+__device__ __forceinline__ Value sum_chunks(const void *partials, int64_t col, int64_t stride,
+                                            int64_t chunks, bool valid, void *shared) {
+  Value total[1] = {};
   sum_chunks(total, partials, col, 0, stride, chunks, valid, shared);
   return total[0];
-}
-
-// Returns the number of kept rows of all chunks to every thread. All threads call this together.
-__device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks, int64_t *shared) {
-  int64_t total[1] = {0};
-  for (int64_t chunk = thread_rank(); chunk < chunks; chunk += block_size()) {
-    total[0] += kept[chunk];
-  }
-  sum_block_rows(total, shared);
-  if (threadIdx.y == 0) {
-    // Only this thread has read this place since the last barrier.
-    shared[threadIdx.x] = total[0];
-  }
-  __syncthreads();
-  int64_t sum = 0;
-  for (unsigned x = 0; x < blockDim.x; ++x) {
-    sum += shared[x];
-  }
-  // The next writer of this memory, sum_block_rows, begins with a barrier.
-  return sum;
 }
 
 // sum_partials: what the rows of one process add up to, to be handed out.
@@ -594,17 +505,16 @@ __device__ __forceinline__ int64_t sum_kept(const int64_t *kept, int64_t chunks,
 // Thread owns one column of every blockDim.y-th chunk.
 // Reduction: registers, then a smem tree.
 // Requires partials by `normalize` or `normalize_bwd`.
-// Launcher: launch.rs::sum_partials.
+// Launcher: launch.rs::channels_launch.
 template <typename A> __device__ __forceinline__ void sum_partials(const SumPartialsParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const bool valid = col < p.cols;
   int64_t kept = p.rows;
   if (p.count != nullptr && p.kept != nullptr) {
-    kept = sum_kept(p.kept, p.chunks, reinterpret_cast<int64_t *>(shared_memory));
+    kept = sum_chunks<int64_t>(p.kept, 0, 1, p.chunks, valid, shared_memory);
   }
-  const A total = sum_chunks(p.partials, col, p.stride, p.chunks, valid,
-                             reinterpret_cast<A *>(shared_memory));
+  const A total = sum_chunks<A>(p.partials, col, p.stride, p.chunks, valid, shared_memory);
   if (threadIdx.y != 0 || !valid) {
     return;
   }
@@ -619,13 +529,13 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
 // Reads  totals, all_totals [cols + 1] f64; or partials, all_partials [chunks, cols] A,
 //        kept[chunks] i64. phi[cols], inv_rms[cols] A.
 // Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if
-//        update; overwrites.
+//        cumulative or moving; overwrites.
 // Bytes  chunks*cols*sizeof(A), twice with all_partials.
 // Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
 // Thread owns one column of every blockDim.y-th chunk.
 // Reduction: registers, then a smem tree.
 // Requires totals by `sum_partials`, or partials by `normalize`.
-// Launcher: launch.rs::update_phi.
+// Launcher: launch.rs::channels_launch.
 template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhiParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -643,13 +553,12 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   } else {
     kept = p.rows;
     if (p.kept != nullptr) {
-      kept = sum_kept(p.kept, p.chunks, reinterpret_cast<int64_t *>(shared_memory));
+      kept = sum_chunks<int64_t>(p.kept, 0, 1, p.chunks, valid, shared_memory);
     }
-    A *shared = reinterpret_cast<A *>(shared_memory);
-    sum = square = sum_chunks(p.partials, col, p.cols, p.chunks, valid, shared);
+    sum = square = sum_chunks<A>(p.partials, col, p.cols, p.chunks, valid, shared_memory);
     count = kept;
     if (p.all_partials != nullptr) {
-      square = sum_chunks(p.all_partials, col, p.cols, p.chunks, valid, shared);
+      square = sum_chunks<A>(p.all_partials, col, p.cols, p.chunks, valid, shared_memory);
       count = p.rows;
     }
   }
@@ -671,7 +580,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   }
   static_cast<A *>(p.batch_phi)[col] = batch;
   static_cast<A *>(p.gamma)[col] = kept == 0 ? A(0) : square / A(count) * inv_rms * inv_rms;
-  if (p.update && kept != 0) {
+  if ((p.cumulative || p.moving) && kept != 0) {
     A next = old;
     if (p.cumulative) {
       // A value that is left out may be anything.
@@ -681,8 +590,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
       next = A(p.alpha) * next + A(p.beta) * batch;
     }
     // An overflowed batch must not outlive its step. What counts is the dtype of the state.
-    const bool finite = p.phi.dtype == F64 ? isfinite(next) : isfinite(static_cast<float>(next));
-    if (finite || !p.guard) {
+    if (holds(p.phi, next) || !p.guard) {
       store(p.phi, col, next);
     }
   }
@@ -694,36 +602,22 @@ template <typename A, int V>
 __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
                                           int count, A (&gain)[V], A (&decay)[V]) {
   A inv_rms[V], weight[V], correction[V] = {};
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    inv_rms[v] = weight[v] = 1;
-  }
-  if (p.inv_rms != nullptr) {
-    load_run<A>(p.inv_rms, col, count, inv_rms);
-  }
-  if (p.weight.data != nullptr) {
-    load_run(p.weight, col, count, weight);
-  }
-  if (trained && p.correction.data != nullptr) {
+  each<V>([&](int v) { inv_rms[v] = weight[v] = 1; });
+  load_run<A>(p.inv_rms, col, count, inv_rms);
+  load_run(p.weight, col, count, weight);
+  if (trained) {
     load_run(p.correction, col, count, correction);
   }
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    gain[v] = inv_rms[v];
-  }
+  each<V>([&](int v) { gain[v] = inv_rms[v]; });
   if (trained && p.batch_phi != nullptr) {
     load_run<A>(p.batch_phi, col, count, gain);
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      gain[v] = inverse_root(gain[v] + A(p.eps));
-    }
+    each<V>([&](int v) { gain[v] = inverse_root(gain[v] + A(p.eps)); });
   }
   const A correction_scale = A(p.correction_scale);
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
+  each<V>([&](int v) {
     decay[v] = correction[v] * correction_scale * gain[v] * inv_rms[v];
     gain[v] *= weight[v];
-  }
+  });
 }
 
 // True if the batch has a kept row.
@@ -737,16 +631,16 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
 //        [cols], count[1] A.
 // Writes dots[rows, groups] A, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + 2*rows*groups*sizeof(A).
-// Launch min(rows*groups, 65536), block 256, smem as in RowSum.
+// Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows, x, dy 16-byte aligned if vectorized.
-// Launcher: launch.rs::group_dots.
+// Launcher: launch.rs::groups_launch.
 template <typename T> __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  RowSum<A> row_sum(reinterpret_cast<A *>(shared_memory), false);
+  LaneSum<A> lane_sum(reinterpret_cast<A *>(shared_memory), false);
   const Tiling &tiling = p.tiling;
   const int64_t len = tiling.group_len;
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
@@ -762,15 +656,14 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
       const Piece<T> dy_piece = load_piece(dy + i, count, tiling.vectorized);
       A gain[V], decay[V];
       slopes_of(p, trained, col + i, count, gain, decay);
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
+      each<V>([&](int v) {
         if (v < count) {
           const A x_tilde = widen(x_piece.at[v]) * factor;
           dot += (gain[v] * widen(dy_piece.at[v]) - decay[v] * x_tilde) * x_tilde;
         }
-      }
+      });
     }
-    dot = row_sum.of(dot);
+    dot = lane_sum.of(dot);
     if (threadIdx.x == 0) {
       static_cast<A *>(p.dots)[group] = dot / A(len);
     }
@@ -790,11 +683,16 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 // Reduction: as in normalize.
 // Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx, partials 16-byte aligned if
 //        vectorized; inv_rms, factors, count by the forward; blocks as for `normalize`.
-// Launcher: launch.rs::normalize_bwd.
+// Launcher: launch.rs::rows_launch.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
+  if constexpr (!COPIES_BY_ITSELF && N > 2) {
+    // As in `normalize`.
+    __trap();
+    return;
+  }
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Tiling &tiling = p.tiling;
   const Shared<T, N> shared(tiling, shared_memory);
@@ -816,11 +714,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   });
   __syncthreads();
   // The sums of dy x~, then of dy.
-  A sums[2 * N * V];
-#pragma unroll
-  for (int i = 0; i < 2 * N * V; ++i) {
-    sums[i] = 0;
-  }
+  A sums[2 * N * V] = {};
 
   // `dx` is of the row before the thread's first, `next_factors` of its first.
   T *dx = static_cast<T *>(p.dx) + offset - rows.turn;
@@ -835,7 +729,6 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   hoist(writes);
   hoist(masked);
   hoist(in_tile);
-  hoist(scaled);
   // r, and whether the row is kept, are read a row ahead. A row that is not there is zeros.
   A next_factor = scaled && rows.present() ? *next_factors : A(1);
   int next_keeps = !masked || (rows.present() && p.keep[rows.row()] != 0);
@@ -852,38 +745,31 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     // The sums come before the reduction, so that no more than x~ and dx~ wait for it.
     pipeline.wait(tiling, rows);
     A x_tilde[N * V], dx_tilde[N * V];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      widen(pipeline.at(0, n, columns, rows), x_tilde + n * V);
-      widen(pipeline.at(1, n, columns, rows), dx_tilde + n * V);
-    }
+    each<N>([&](int n) {
+      widen(pipeline.at(0, n), x_tilde + n * V);
+      widen(pipeline.at(1, n), dx_tilde + n * V);
+    });
     pipeline.ask(0, tiling, columns, rows);
     pipeline.ask(1, tiling, columns, rows);
-#pragma unroll
-    for (int i = 0; i < N * V; ++i) {
-      x_tilde[i] *= factor;
-    }
+    each<N * V>([&](int i) { x_tilde[i] *= factor; });
     if (keeps) {
-#pragma unroll
-      for (int i = 0; i < N * V; ++i) {
+      each<N * V>([&](int i) {
         sums[i] += dx_tilde[i] * x_tilde[i];
         sums[N * V + i] += dx_tilde[i];
-      }
+      });
     }
     if (writes) {
       A dot = 0;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
+      each<N>([&](int n) {
         A gain[V], decay[V];
         shared.read(0, n, gain);
         shared.read(1, n, decay);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
+        each<V>([&](int v) {
           const int i = n * V + v;
           dx_tilde[i] = gain[v] * dx_tilde[i] - decay[v] * x_tilde[i];
           dot += dx_tilde[i] * x_tilde[i];
-        }
-      }
+        });
+      });
       if (in_tile) {
         dot = group_sum.of(dot) * share;
       } else {
@@ -891,35 +777,23 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
                   ? dots[rows.row() * tiling.groups]
                   : A(0);
       }
-#pragma unroll
-      for (int i = 0; i < N * V; ++i) {
-        dx_tilde[i] = factor * (dx_tilde[i] - x_tilde[i] * dot);
-      }
+      each<N * V>([&](int i) { dx_tilde[i] = factor * (dx_tilde[i] - x_tilde[i] * dot); });
       if (!keeps) {
-        // A branch: nvcc would make it a selection for each element.
+        // A branch: nvcc would make it a selection for each element, 257 instructions in a row of
+        // normalize_bwd_f32_4 instead of 216.
         asm volatile("");
-#pragma unroll
-        for (int i = 0; i < N * V; ++i) {
-          dx_tilde[i] = 0;
-        }
+        each<N * V>([&](int i) { dx_tilde[i] = 0; });
       }
       if (adds) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
+        each<N>([&](int n) {
           A dsum[V];
-          widen(pipeline.at(2, n, columns, rows), dsum);
-#pragma unroll
-          for (int v = 0; v < V; ++v) {
-            dx_tilde[n * V + v] += dsum[v];
-          }
-        }
+          widen(pipeline.at(2, n), dsum);
+          each<V>([&](int v) { dx_tilde[n * V + v] += dsum[v]; });
+        });
         pipeline.ask(2, tiling, columns, rows);
       }
       move(dx, rows.turn);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        columns.store(dx, n, narrow<T>(dx_tilde + n * V), rows.present());
-      }
+      each<N>([&](int n) { columns.store(dx, n, narrow<T>(dx_tilde + n * V), rows.present()); });
     }
     pipeline.advance(tiling);
   }
@@ -946,19 +820,18 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 // Thread owns one column of every blockDim.y-th chunk.
 // Reduction: registers, then a smem tree.
 // Requires partials by `normalize_bwd`, totals by `sum_partials`.
-// Launcher: launch.rs::update_nu.
+// Launcher: launch.rs::channels_launch.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  A *shared = reinterpret_cast<A *>(shared_memory);
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const bool valid = col < p.cols;
-  A totals[2];
-  sum_chunks(totals, p.partials, col, p.cols, 2 * p.cols, p.chunks, valid, shared);
+  A totals[2] = {};
+  sum_chunks(totals, p.partials, col, p.cols, 2 * p.cols, p.chunks, valid, shared_memory);
   const A dy_x = totals[0], dy = totals[1];
   if (threadIdx.y != 0 || !valid) {
     return;
   }
-  const A inv_rms = static_cast<const A *>(p.inv_rms)[col];
+  const A inv_rms = p.inv_rms == nullptr ? A(1) : static_cast<const A *>(p.inv_rms)[col];
   // This process's part; Lambda is of the whole batch.
   const A dweight = dy_x * inv_rms;
   if (p.dweight.data != nullptr) {
@@ -988,11 +861,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     }
     const A next = decay * load<A>(p.ema_gz, col) + A(p.unscale) * lambda;
     // Gamma is checked too: the clamp would turn an infinite Gamma into a finite factor.
-    const bool wide = p.ema_gz.dtype == F64;
-    const bool finite =
-        wide ? isfinite(gamma) && isfinite(next)
-             : isfinite(static_cast<float>(gamma)) && isfinite(static_cast<float>(next));
-    if (finite || !p.guard) {
+    if ((holds(p.ema_gz, gamma) && holds(p.ema_gz, next)) || !p.guard) {
       store(p.ema_gz, col, next);
     }
   }

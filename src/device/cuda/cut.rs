@@ -40,8 +40,8 @@ pub struct Limits {
     pub multiprocessors: usize,
     /// The most shared memory that a block can have.
     pub shared_bytes: usize,
-    /// The GPU copies into shared memory by itself. Kernels that were compiled for an older
-    /// one load rows into registers even there.
+    /// The kernels have the GPU copy rows into shared memory by itself. Otherwise they load rows
+    /// into registers.
     pub copies: bool,
 }
 
@@ -61,16 +61,6 @@ pub struct Extent {
 pub enum Pass {
     Forward,
     Backward,
-}
-
-impl Pass {
-    /// The most arrays of rows that it reads: x and a residual, or x, dy and dsum.
-    fn arrays(self) -> usize {
-        match self {
-            Pass::Forward => 2,
-            Pass::Backward => 3,
-        }
-    }
 }
 
 /// The blocks and threads of a pass.
@@ -137,7 +127,12 @@ impl Extent {
     fn columns(&self, pass: Pass) -> Cut {
         let most = self.max_pieces(pass);
         let whole = self.whole_groups(most);
-        match self.groups.is_some() && self.has_room(&whole, pass.arrays()) {
+        // The most that a pass reads: x and a residual, or x, dy and dsum.
+        let arrays = match pass {
+            Pass::Forward => 2,
+            Pass::Backward => 3,
+        };
+        match self.groups.is_some() && self.has_room(&whole, arrays) {
             true => whole,
             false => self.parts_of_groups(most),
         }
@@ -145,18 +140,14 @@ impl Extent {
 
     /// The most 16-byte pieces a thread can own. Its registers must hold the pieces, widened, next
     /// to one sum for each value, or in a backward two. With more pieces they would spill. Without
-    /// `copies` into shared memory, they also hold the next row of a forward.
+    /// `copies` into shared memory, they also hold the next row.
     fn max_pieces(&self, pass: Pass) -> usize {
-        let Limits {
-            copies,
-            shared_bytes,
-            ..
-        } = self.limits;
+        let copies = self.limits.copies;
         match self.dtype {
             _ if !self.vectorized() => 1,
             // Threads of several pieces take rows only from shared memory, if the GPU copies.
-            _ if copies && shared_bytes < LEAST_SHARED_BYTES => 1,
-            DType::F32 => 4,
+            _ if copies && self.limits.shared_bytes < LEAST_SHARED_BYTES => 1,
+            DType::F32 if copies || pass == Pass::Forward => 4,
             DType::F16 | DType::BF16 if copies && pass == Pass::Forward => 4,
             _ => 2,
         }
@@ -192,10 +183,8 @@ impl Extent {
         };
         // Tiles in turn, or a chunk of one.
         let work = |&parts: &usize| {
-            let (tiles, gpu) = (
-                self.groups.unwrap_or(1) * parts,
-                self.limits.multiprocessors,
-            );
+            let tiles = self.groups.unwrap_or(1) * parts;
+            let gpu = self.limits.multiprocessors;
             let (turns, chunks) = (tiles.div_ceil(gpu), (gpu / tiles).max(1));
             lanes(parts) as f64 * turns as f64 / chunks as f64
         };
@@ -305,7 +294,7 @@ impl Extent {
         cut.block.0 as usize * columns * 16 + exchanged
     }
 
-    /// Bytes by which the warps of each of a block's rows add numbers up: `RowSum` of the kernels.
+    /// Bytes by which the warps of each of a block's rows add numbers up: `LaneSum` of the kernels.
     pub fn exchanged_bytes(&self, rows: usize) -> usize {
         2 * rows * (BLOCK / WARP) * sums_dtype(self.dtype).size_in_bytes()
     }

@@ -55,9 +55,24 @@ const CHANNEL_CHUNKS: u32 = 4;
 const GROUP_BLOCK: usize = 256;
 const GROUP_BLOCKS: usize = 1 << 16;
 
-/// The fewest bytes that a GPU's memory moves. Rows of sums that a forward writes begin at
-/// multiples of them.
+/// The fewest bytes that a GPU's memory moves. Parts of an allocation begin at multiples of them.
 const SECTOR: u64 = 32;
+
+/// Hands out the parts of an allocation, one after another.
+struct Parts {
+    next: Address,
+}
+
+impl Parts {
+    /// The address of a part of so many bytes, or 0 if the part is not there.
+    fn take(&mut self, is_there: bool, bytes: u64) -> Address {
+        let start = self.next;
+        if is_there {
+            self.next += bytes.next_multiple_of(SECTOR);
+        }
+        when(is_there, start)
+    }
+}
 
 /// A forward, or its backward. There is at least one row, except in a training step whose batch is
 /// shared with other processes.
@@ -69,32 +84,34 @@ pub struct LaunchPlan {
     pub masked: bool,
     /// The forward divides by D. If not, D is 1.
     pub divides: bool,
-    extent: Extent,
-    pass: Pass,
+    pub extent: Extent,
+    pub pass: Pass,
     pub cut: Cut,
 }
 
-/// Addresses inside a forward's `saved`; all are 0 where there is none.
+/// Addresses inside a forward's `saved`. A part that is not there has address 0.
 ///
-/// Three rows, a count and the factors, of A each, are for the backward too. After those come the
-/// sums of a training forward's chunks of rows. They are not needed after the step of ψ². An
-/// allocation of their own would take the host a seventh of a forward, by softgpu's stopwatch. So
-/// they stay until the backward: 256 KiB for 256x1024 in bf16, 2 MiB for 2048x4096.
+/// The parts up to the factors, of A each, are for the backward too. After those come the sums of a
+/// training forward's chunks of rows. They are not needed after the step of ψ². An allocation of
+/// their own would take the host a seventh of a forward, by softgpu's stopwatch. So they stay until
+/// the backward: 256 KiB for 256x1024 in bf16, 2 MiB for 2048x4096.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Saved {
-    /// 0 if the forward does not divide by D.
+    /// There if the forward divides by D.
     pub inv_rms: Address,
+    /// This, ψ_B² and the count are there in training.
     pub gamma: Address,
     pub batch_phi: Address,
     pub count: Address,
-    /// 0 without group scaling.
+    /// There with group scaling.
     pub factors: Address,
-    /// 0 without a mask.
+    /// There with a mask, in training.
     pub kept: Address,
+    /// There in training.
     pub partials: Address,
-    /// 0 if Γ is over kept rows.
+    /// There in training, if Γ runs over padded rows too.
     pub all_partials: Address,
-    end: Address,
+    pub end: Address,
 }
 
 /// Addresses inside a backward's `workspace`.
@@ -102,12 +119,10 @@ pub struct Saved {
 pub struct Workspace {
     pub lambda: Address,
     pub partials: Address,
+    /// There if groups are wider than a block.
     pub dots: Address,
-    end: Address,
+    pub end: Address,
 }
-
-/// An address to measure layouts from, which 0 is not.
-const SOME_ADDRESS: Address = 1 << 8;
 
 impl LaunchPlan {
     /// The plan of a forward without a mask. Refuses a shape that the kernels' numbers have no room
@@ -151,108 +166,60 @@ impl LaunchPlan {
         self.cut.group_scaling == FactorOrigin::Given
     }
 
-    /// The input's gradient needs Λ of the whole batch.
-    pub fn is_exact(&self) -> bool {
-        self.config.is_exact(self.kind)
-    }
-
-    /// Γ runs over padded rows too.
-    pub fn sums_all_rows(&self) -> bool {
-        self.config.recipe == Recipe::Fairseq && self.masked
-    }
-
-    /// The f64 numbers of a training forward that are handed out: Σ x̃² over kept rows and the
-    /// number of kept rows. Under recipe Fairseq the same two follow for all rows.
-    pub fn forward_totals(&self) -> usize {
+    /// A training forward hands out Σ x̃² over kept rows and the number of kept rows. Under recipe
+    /// Fairseq the same two follow for all rows.
+    pub fn forward_sums(&self) -> usize {
         match self.config.recipe {
-            Recipe::Paper => self.cols() + 1,
-            Recipe::Fairseq => 2 * (self.cols() + 1),
+            Recipe::Paper => 1,
+            Recipe::Fairseq => 2,
         }
-    }
-
-    /// `true` if a forward needs `saved` even if no backward follows.
-    pub fn needs_saved(&self) -> bool {
-        self.kind.is_training() || self.has_wide_groups()
-    }
-
-    /// Bytes that a forward works in and leaves to its backward.
-    pub fn saved_bytes(&self) -> usize {
-        (self.saved(SOME_ADDRESS).end - SOME_ADDRESS) as usize
     }
 
     /// The layout of a forward's `saved`. A backward has no chunks of the forward's rows.
     pub fn saved(&self, start: Address) -> Saved {
-        if start == 0 {
-            return Saved::default();
-        }
         let row = self.row_bytes();
-        let count = start + 3 * row;
-        let factors = count + self.sum_bytes() as u64;
-        let groups = self.extent.groups;
-        let statistics = Saved {
-            inv_rms: when(self.divides, start),
-            gamma: start + row,
-            batch_phi: start + 2 * row,
-            count,
-            factors: when(groups.is_some(), factors),
-            end: factors + self.group_bytes(),
-            ..Saved::default()
-        };
-        if self.pass == Pass::Backward || !self.kind.is_training() {
-            return statistics;
-        }
         let chunks = u64::from(self.chunks());
-        let kept = start + (statistics.end - start).next_multiple_of(SECTOR);
-        let partials = kept + (chunks * 8).next_multiple_of(SECTOR);
-        let all_partials = partials + chunks * row;
-        let all_end = all_partials + chunks * row;
+        let trains = self.kind.is_training();
+        let sums = trains && self.pass == Pass::Forward;
+        let all_sums = sums && self.masked && self.config.recipe == Recipe::Fairseq;
+        let mut parts = Parts { next: start };
         Saved {
-            kept: when(self.masked, kept),
-            partials,
-            all_partials: when(self.sums_all_rows(), all_partials),
-            end: if self.sums_all_rows() {
-                all_end
-            } else {
-                all_partials
-            },
-            ..statistics
+            inv_rms: parts.take(self.divides, row),
+            gamma: parts.take(trains, row),
+            batch_phi: parts.take(trains, row),
+            count: parts.take(trains, self.sum_bytes()),
+            factors: parts.take(self.extent.groups.is_some(), self.group_bytes()),
+            kept: parts.take(sums && self.masked, chunks * 8),
+            partials: parts.take(sums, chunks * row),
+            all_partials: parts.take(all_sums, chunks * row),
+            end: parts.next,
         }
-    }
-
-    /// Bytes that a backward works in.
-    pub fn workspace_bytes(&self) -> usize {
-        self.workspace(0).end as usize
     }
 
     /// The layout of a backward's `workspace`.
     pub fn workspace(&self, start: Address) -> Workspace {
         let row = self.row_bytes();
-        let partials = start + row;
-        let dots = partials + 2 * u64::from(self.chunks()) * row;
-        let dots_bytes = match self.has_wide_groups() {
-            true => self.group_bytes(),
-            false => 0,
-        };
+        let mut parts = Parts { next: start };
         Workspace {
-            lambda: start,
-            partials,
-            dots,
-            end: dots + dots_bytes,
+            lambda: parts.take(true, row),
+            partials: parts.take(true, 2 * u64::from(self.chunks()) * row),
+            dots: parts.take(self.has_wide_groups(), self.group_bytes()),
+            end: parts.next,
         }
     }
 
     /// Bytes of a number for each channel.
     fn row_bytes(&self) -> u64 {
-        (self.cols() * self.sum_bytes()) as u64
+        self.cols() as u64 * self.sum_bytes()
     }
 
     /// Bytes of a number for each row and group.
     fn group_bytes(&self) -> u64 {
-        (self.extent.groups.unwrap_or(0) * self.rows() * self.sum_bytes()) as u64
+        (self.extent.groups.unwrap_or(0) * self.rows()) as u64 * self.sum_bytes()
     }
 
-    fn sum_bytes(&self) -> usize {
-        self.sums_dtype().size_in_bytes()
+    fn sum_bytes(&self) -> u64 {
+        self.sums_dtype().size_in_bytes() as u64
     }
 
     /// A of the kernels.
@@ -260,19 +227,12 @@ impl LaunchPlan {
         sums_dtype(self.extent.dtype)
     }
 
-    /// The functions of the pass: over the rows, over wide groups, and over channels, which moves the
-    /// state.
-    fn bodies(&self) -> [&'static str; 3] {
-        match self.pass {
-            Pass::Forward => ["normalize", "group_factors", "update_phi"],
-            Pass::Backward => ["normalize_bwd", "group_dots", "update_nu"],
-        }
-    }
-
     /// Every kernel that the pass may launch, the step of the state included.
     pub fn kernels(&self, over_ranks: bool) -> Vec<Kernel> {
-        let [_, _, update] = self.bodies();
-        let updates = self.pass == Pass::Backward || self.kind.is_training();
+        let (update, updates) = match self.pass {
+            Pass::Forward => ("update_phi", self.kind.is_training()),
+            Pass::Backward => ("update_nu", true),
+        };
         [
             (self.has_wide_groups(), self.groups_kernel()),
             (self.rows() > 0, self.rows_kernel()),
@@ -285,16 +245,24 @@ impl LaunchPlan {
     }
 
     fn rows_kernel(&self) -> Kernel {
+        let body = match self.pass {
+            Pass::Forward => "normalize",
+            Pass::Backward => "normalize_bwd",
+        };
         Kernel {
-            body: self.bodies()[0],
+            body,
             dtype: self.extent.dtype,
             pieces: Some(self.cut.pieces),
         }
     }
 
     fn groups_kernel(&self) -> Kernel {
+        let body = match self.pass {
+            Pass::Forward => "group_factors",
+            Pass::Backward => "group_dots",
+        };
         Kernel {
-            body: self.bodies()[1],
+            body,
             dtype: self.extent.dtype,
             pieces: None,
         }

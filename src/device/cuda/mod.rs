@@ -15,7 +15,8 @@ use crate::error::Error;
 use candle::backend::BackendStorage;
 use candle::cuda_backend::{cudarc as candle_cudarc, CudaStorageSlice, WrapErr};
 use candle::{
-    CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor,
+    CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
+    StorageRef, Tensor,
 };
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
@@ -28,8 +29,7 @@ use params::{number, Address, Vector};
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::ops::Deref;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, Weak};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
@@ -65,7 +65,7 @@ const _: () = {
 /// kernels.
 #[derive(Debug)]
 pub(crate) struct Kernels {
-    functions: RwLock<HashMap<Kernel, CudaFunction>>,
+    functions: Mutex<HashMap<Kernel, CudaFunction>>,
     limits: Limits,
 }
 
@@ -85,10 +85,10 @@ impl Kernels {
         let limits = Limits {
             multiprocessors: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
             shared_bytes: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
-            copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8,
+            copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8 && kernels_copy(),
         };
         let kernels = Arc::new(Self {
-            functions: RwLock::default(),
+            functions: Mutex::default(),
             limits,
         });
         *place = Arc::downgrade(&kernels);
@@ -96,14 +96,13 @@ impl Kernels {
     }
 
     fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<CudaFunction> {
-        let functions = self
+        let mut functions = self
             .functions
-            .read()
+            .lock()
             .unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(&kernel) {
             return Ok(function.clone());
         }
-        drop(functions);
         let name = kernel.to_string();
         // A sum over ranks may have left another GPU's context in this thread.
         device.cuda_stream().context().bind_to_thread().w()?;
@@ -115,11 +114,8 @@ impl Kernels {
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let most = self.limits.shared_bytes as i32;
         function.set_attribute(attribute, most).w()?;
-        let mut functions = self
-            .functions
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
-        Ok(functions.entry(kernel).or_insert(function).clone())
+        functions.insert(kernel, function.clone());
+        Ok(function)
     }
 }
 
@@ -133,13 +129,6 @@ struct Gpu {
 }
 
 impl Gpu {
-    fn of(x: &Tensor, kernels: &Arc<Kernels>) -> Result<Self> {
-        Ok(Self {
-            device: x.device().as_cuda_device()?.clone(),
-            kernels: kernels.clone(),
-        })
-    }
-
     /// Loads kernels. Nothing but the driver's launch can fail a launch of one after that.
     fn load(&self, kernels: &[Kernel]) -> Result<()> {
         for kernel in kernels {
@@ -190,6 +179,14 @@ pub(crate) fn reads_in_place(rows: &Device, state: &Device) -> bool {
     rows.cu_stream() == state.cu_stream() || !has_events(&rows) || !has_events(&state)
 }
 
+/// `true` if the kernels were compiled for GPUs that copy into shared memory by themselves. Those
+/// for an older GPU run on a later one too.
+fn kernels_copy() -> bool {
+    let target = POWER_NORM.split(".target sm_").nth(1).unwrap_or_default();
+    let digits = target.split(|c: char| !c.is_ascii_digit()).next();
+    digits.and_then(|digits| digits.parse().ok()) >= Some(80)
+}
+
 fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> candle::Error {
     let (major, minor) = device
         .cuda_stream()
@@ -205,12 +202,10 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
 }
 
 /// A tensor that launches read, locked for them. `None` where there is none.
-type Held<'a, S> = Option<(S, &'a Layout)>;
+type Held<'a> = Option<(StorageRef<'a>, &'a Layout)>;
 
 /// Locks tensors for the launches that read them.
-fn held<'a, const N: usize>(
-    tensors: [Option<&'a Tensor>; N],
-) -> [Held<'a, impl Deref<Target = Storage> + 'a>; N] {
+fn held<'a, const N: usize>(tensors: [Option<&'a Tensor>; N]) -> [Held<'a>; N] {
     tensors.map(|tensor| tensor.map(Tensor::storage_and_layout))
 }
 
@@ -244,7 +239,7 @@ impl<'a> Uses<'a> {
     }
 
     /// The address of a contiguous tensor, or 0.
-    fn read<S: Deref<Target = Storage>>(&mut self, tensor: &'a Held<S>) -> Result<Address> {
+    fn read(&mut self, tensor: &'a Held) -> Result<Address> {
         let Some((storage, layout)) = tensor else {
             return Ok(0);
         };
@@ -257,7 +252,7 @@ impl<'a> Uses<'a> {
     }
 
     /// [`read`](Self::read), of rows that kernels take 16 bytes at a time.
-    fn read_rows<S: Deref<Target = Storage>>(&mut self, tensor: &'a Held<S>) -> Result<Address> {
+    fn read_rows(&mut self, tensor: &'a Held) -> Result<Address> {
         let start = self.read(tensor)?;
         if !start.is_multiple_of(16) {
             candle::bail!("power_norm: expected rows from a 16-byte boundary on, got {start:#x}")
@@ -266,7 +261,7 @@ impl<'a> Uses<'a> {
     }
 
     /// [`read`](Self::read), of numbers of channels, which may have any dtype.
-    fn read_vector<S: Deref<Target = Storage>>(&mut self, tensor: &'a Held<S>) -> Result<Vector> {
+    fn read_vector(&mut self, tensor: &'a Held) -> Result<Vector> {
         match tensor {
             Some((storage, _)) => Ok(Vector {
                 dtype: number(storage.dtype())?,
@@ -276,20 +271,23 @@ impl<'a> Uses<'a> {
         }
     }
 
-    /// The start of a storage, or 0.
-    fn write(&mut self, storage: Option<&'a mut CudaStorage>) -> Result<Vector> {
+    /// The address so many bytes from the start of a storage, or 0.
+    fn write(&mut self, storage: Option<&'a mut CudaStorage>, offset: Address) -> Result<Vector> {
         let Some(storage) = storage else {
             return Ok(Vector::default());
         };
         let dtype = number(storage.dtype())?;
         let stream = self.stream;
-        let data =
+        let start =
             with_slice!(&mut storage.slice, slice => self.hold(slice.device_ptr_mut(stream)));
-        Ok(Vector { data, dtype })
+        Ok(Vector {
+            data: start + offset,
+            dtype,
+        })
     }
 
-    fn slice<T>(&mut self, slice: Option<&'a mut CudaSlice<T>>) -> Address {
-        slice.map_or(0, |slice| self.hold(slice.device_ptr_mut(self.stream)))
+    fn slice<T>(&mut self, slice: &'a mut CudaSlice<T>) -> Address {
+        self.hold(slice.device_ptr_mut(self.stream))
     }
 
     fn hold(&mut self, (address, guard): (Address, SyncOnDrop<'a>)) -> Address {
@@ -306,30 +304,30 @@ fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
     }
 }
 
-/// Runs a launch that writes a variable. It is given the variable's storage, and the bytes from its
-/// start to the variable.
-struct InVariable<F>(Cell<Option<F>>);
+/// Runs a launch that writes a tensor in place. It is given the tensor's storage, and the bytes from
+/// its start to the tensor.
+struct InPlace<F>(Cell<Option<F>>);
 
-impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InVariable<F> {
-    fn run(variable: &Tensor, launch: F) -> Result<()> {
-        variable.inplace_op1(&Self(Cell::new(Some(launch))))
+impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InPlace<F> {
+    fn run(tensor: &Tensor, launch: F) -> Result<()> {
+        tensor.inplace_op1(&Self(Cell::new(Some(launch))))
     }
 }
 
-impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InplaceOp1 for InVariable<F> {
+impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InplaceOp1 for InPlace<F> {
     fn name(&self) -> &'static str {
         "power_norm"
     }
 
     fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-        candle::bail!("power_norm: expected a variable on a GPU, got one on the CPU")
+        candle::bail!("power_norm: expected a tensor on a GPU, got one on the CPU")
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
         let offset = offset(layout, storage.dtype())?;
         match self.0.take() {
             Some(launch) => launch(storage, offset),
-            None => candle::bail!("power_norm: a step that runs twice"),
+            None => candle::bail!("power_norm: a launch that runs twice"),
         }
     }
 }

@@ -27,7 +27,7 @@ pub fn number(dtype: DType) -> Result<i64, Error> {
     }
 }
 
-/// The origin of a group's factor: `GroupScaling` of `kernels/params.cuh`.
+/// `FactorOrigin` of `kernels/params.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(i32)]
 pub enum FactorOrigin {
@@ -135,7 +135,6 @@ structs! {
         count: Address,
         eps: f64,
         by_batch: i64,
-        update: i64,
         guard: i64,
         cumulative: i64,
         moving: i64,

@@ -9,14 +9,14 @@ use super::params::{
     when, Address, NormalizeBwdParams, NormalizeParams, SumPartialsParams, UpdateNuParams,
     UpdatePhiParams, Vector,
 };
-use super::{held, number, reads_in_place, Gpu, InVariable, Kernels, Uses};
+use super::{held, number, reads_in_place, Gpu, InPlace, Kernels, Uses};
 use crate::config::{ForwardKind, PhiStep, Recipe};
 use crate::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
 use candle::backend::BackendDevice;
 use candle::op::BackpropOp;
-use candle::{CudaStorage, Device, Result, Shape, Storage, Tensor, Var, D};
+use candle::{CudaStorage, DType, Device, Result, Shape, Storage, Tensor, Var, D};
 use cudarc::driver::{CudaSlice, DevicePtr};
 use std::sync::Arc;
 
@@ -27,7 +27,6 @@ const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 pub(crate) struct CudaStep {
     gpu: Gpu,
     plan: LaunchPlan,
-    over_ranks: bool,
     /// Device memory that the backward needs. `None` where there are no rows, or no backward was to
     /// follow.
     saved: Option<CudaSlice<u8>>,
@@ -45,32 +44,29 @@ impl CudaStep {
         kernels: &Arc<Kernels>,
     ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
         let mut step = Self::new(setting, inputs, kernels)?;
-        let mut outputs = Outputs {
-            y: Some(step.output(&inputs.x)?),
-            sum: match inputs.residual {
-                Some(_) => Some(step.output(&inputs.x)?),
-                None => None,
-            },
-        };
         let plan = step.plan;
+        let output = |like: &Tensor| {
+            let storage = step.gpu.storage(like, plan.rows() > 0);
+            storage.map(Storage::Cuda)
+        };
+        let mut outputs = Outputs {
+            y: Some(output(&inputs.x)?),
+            sum: inputs.residual.as_ref().map(output).transpose()?,
+        };
         if plan.rows() == 0 && !plan.kind.is_training() {
             return Ok((Box::new(step), outputs));
         }
-        let device = &step.gpu.device;
-        if setting.tracked || plan.needs_saved() {
-            // SAFETY: the launches of the step write every part of it before it is read.
-            step.saved = Some(unsafe { device.alloc::<u8>(plan.saved_bytes()) }?);
+        if setting.tracked || plan.kind.is_training() || plan.has_wide_groups() {
+            step.saved = Some(step.gpu.room(plan.saved(0).end)?);
         }
-        let mut totals = match setting.over_ranks {
-            true => Some(step.gpu.totals(plan.forward_totals())?),
-            false => None,
-        };
+        if setting.over_ranks {
+            step.sums = Some(step.gpu.sums(plan.forward_sums() * (plan.cols() + 1))?);
+        }
         step.gpu.load(&plan.kernels(setting.over_ranks))?;
         step.launch_rows(inputs, &mut outputs)?;
-        if let Some(totals) = &mut totals {
-            step.launch_totals(totals)?;
+        if let Some(sums) = step.sums.clone() {
+            InPlace::run(&sums, |sums, _| step.launch_totals(sums))?;
         }
-        step.sums = totals.map(|totals| step.gpu.sums(totals));
         Ok((Box::new(step), outputs))
     }
 
@@ -92,37 +88,19 @@ impl CudaStep {
             true => setting.kind,
             false => ForwardKind::Evaluation,
         };
-        let mut plan = LaunchPlan::new(extent, setting.config, kind)?;
-        plan.masked = inputs.keep.is_some();
-        plan.divides = inputs.phi.is_some();
         Ok(Self {
-            gpu: Gpu::of(x, kernels)?,
-            plan,
-            over_ranks: setting.over_ranks,
+            gpu: Gpu {
+                device: x.device().as_cuda_device()?.clone(),
+                kernels: kernels.clone(),
+            },
+            plan: LaunchPlan {
+                masked: inputs.keep.is_some(),
+                divides: inputs.phi.is_some(),
+                ..LaunchPlan::new(extent, setting.config, kind)?
+            },
             saved: None,
             sums: None,
         })
-    }
-
-    /// A variable to read in a launch, or a copy of it.
-    fn in_order(&self, variable: &Tensor) -> Result<Tensor> {
-        let variable = variable.detach();
-        let rows = Device::Cuda(self.gpu.device.clone());
-        match reads_in_place(&rows, variable.device()) {
-            true => Ok(variable),
-            false => variable.copy(),
-        }
-    }
-
-    /// A fresh tensor like `like`, which launches write where there are rows.
-    fn output(&self, like: &Tensor) -> Result<Storage> {
-        let device = &self.gpu.device;
-        let storage = match self.plan.rows() {
-            0 => device.zeros_impl(like.shape(), like.dtype()),
-            // SAFETY: the launches of the phase, or of the next, write all of it.
-            _ => unsafe { device.alloc_uninit(like.shape(), like.dtype()) },
-        };
-        storage.map(Storage::Cuda)
     }
 
     /// Runs `launch` with the arguments of a forward's pass over the rows, as if it made all
@@ -149,12 +127,15 @@ impl CudaStep {
         };
         let stream = gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
-        let saved = plan.saved(uses.slice(self.saved.as_mut()));
+        let saved = match &mut self.saved {
+            Some(saved) => plan.saved(uses.slice(saved)),
+            None => Saved::default(),
+        };
         let params = NormalizeParams {
             x: uses.read_rows(x)?,
             residual: uses.read_rows(residual)?,
-            sum: uses.write(sum)?.data,
-            y: uses.write(Some(on_gpu(&mut outputs.y)?))?.data,
+            sum: uses.write(sum, 0)?.data,
+            y: uses.write(Some(on_gpu(&mut outputs.y)?), 0)?.data,
             keep: uses.read(keep)?,
             weight: uses.read_vector(weight)?,
             bias: uses.read_vector(bias)?,
@@ -215,39 +196,36 @@ impl CudaStep {
     }
 
     /// Sums over the rows of this process, to be handed out.
-    fn launch_totals(&mut self, totals: &mut CudaSlice<f64>) -> Result<()> {
+    fn launch_totals(&mut self, sums: &mut CudaStorage) -> Result<()> {
         let (gpu, plan) = (&self.gpu, &self.plan);
+        let Some(saved) = &mut self.saved else {
+            candle::bail!("power_norm: expected sums of chunks, got none")
+        };
         let stream = gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
-        let saved = plan.saved(uses.slice(self.saved.as_mut()));
-        let totals = uses.slice(Some(totals));
-        let cols_bytes = plan.cols() as u64 * TOTAL_BYTES;
-        let count = totals + cols_bytes;
-        let kept = SumPartialsParams {
-            partials: saved.partials,
-            kept: saved.kept,
-            stride: plan.cols() as i64,
-            totals,
-            count,
-            ..Default::default()
+        let saved = plan.saved(uses.slice(saved));
+        let mut totals = uses.write(Some(sums), 0)?.data;
+        let all_partials = match saved.all_partials {
+            0 => saved.partials,
+            all_partials => all_partials,
         };
-        // SAFETY: as in `launch_rows`.
-        unsafe { gpu.sum_partials(plan, kept) }?;
-        if plan.config.recipe == Recipe::Paper {
-            return Ok(());
+        // Of kept rows, then of all rows.
+        let partials = [(saved.partials, saved.kept), (all_partials, 0)];
+        for (partials, kept) in partials.into_iter().take(plan.forward_sums()) {
+            let count = totals + plan.cols() as u64 * TOTAL_BYTES;
+            let params = SumPartialsParams {
+                partials,
+                kept,
+                stride: plan.cols() as i64,
+                totals,
+                count,
+                ..Default::default()
+            };
+            // SAFETY: as in `launch_rows`.
+            unsafe { gpu.sum_partials(plan, params) }?;
+            totals = count + TOTAL_BYTES;
         }
-        let all_rows = SumPartialsParams {
-            partials: match saved.all_partials {
-                0 => saved.partials,
-                all_partials => all_partials,
-            },
-            kept: 0,
-            totals: count + TOTAL_BYTES,
-            count: count + TOTAL_BYTES + cols_bytes,
-            ..kept
-        };
-        // SAFETY: as in `launch_rows`.
-        unsafe { gpu.sum_partials(plan, all_rows) }
+        Ok(())
     }
 }
 
@@ -269,24 +247,19 @@ impl DeviceStep for CudaStep {
     }
 
     fn update_phi(&mut self, phi: &Var, step: &PhiStep) -> Result<()> {
-        let Self {
-            gpu,
-            plan,
-            saved,
-            sums,
-            ..
-        } = self;
-        let [global] = &held([sums.as_ref()]);
-        InVariable::run(phi, |phi, offset| {
+        let (gpu, plan) = (&self.gpu, &self.plan);
+        let Some(saved) = &mut self.saved else {
+            candle::bail!("power_norm: expected sums of chunks, got none")
+        };
+        let [global] = &held([self.sums.as_ref()]);
+        InPlace::run(phi, |phi, offset| {
             let stream = gpu.device.cuda_stream();
             let mut uses = Uses::on(&stream);
-            let mut phi = uses.write(Some(phi))?;
-            phi.data += offset;
-            let saved = plan.saved(uses.slice(saved.as_mut()));
+            let phi = uses.write(Some(phi), offset)?;
+            let saved = plan.saved(uses.slice(saved));
             let by_batch = plan.kind == ForwardKind::BatchStatistic;
             let totals = uses.read(global)?;
             let params = UpdatePhiParams {
-                update: 1,
                 cumulative: step.cumulative.is_some().into(),
                 moving: step.moving.is_some().into(),
                 old_share: step.cumulative.map_or(0., |shares| shares.old),
@@ -324,21 +297,16 @@ impl DeviceStep for CudaStep {
     }
 
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
-        // ν to read in a launch: the variable, or a copy of it.
-        let ema_gz = match inputs.running {
-            Some(nu) => Some(self.in_order(nu.ema_gz)?),
-            None => None,
+        let rows = Device::Cuda(self.gpu.device.clone());
+        let ema_gz = match inputs.running.map(|nu| nu.ema_gz.detach()) {
+            Some(nu) if !reads_in_place(&rows, nu.device()) => Some(nu.copy()?),
+            nu => nu,
         };
         let mut backward = CudaBackward::new(self, inputs)?;
-        let mut totals = match self.over_ranks && self.saved.is_some() {
-            true => Some(self.gpu.totals(self.plan.cols())?),
-            false => None,
-        };
         backward.launch_rows(ema_gz.as_ref())?;
-        if let Some(totals) = &mut totals {
-            backward.launch_totals(totals)?;
+        if let Some(sums) = backward.sums.clone() {
+            InPlace::run(&sums, |sums, _| backward.launch_totals(sums))?;
         }
-        backward.sums = totals.map(|totals| self.gpu.sums(totals));
         Ok(Box::new(backward))
     }
 }
@@ -360,25 +328,24 @@ struct CudaBackward<'a> {
 impl<'a> CudaBackward<'a> {
     /// Allocates what a backward writes, and loads its kernels.
     fn new(step: &'a CudaStep, inputs: &BackwardInputs<'a>) -> Result<Self> {
-        let device = &step.gpu.device;
-        let launches = step.saved.is_some();
+        let gpu = &step.gpu;
         let plan = step.plan.of_backward()?;
-        let gradient = |of: Option<&Tensor>| match of {
-            Some(of) if launches && of.elem_count() > 0 => {
-                // SAFETY: the launches of this backward write all of it.
-                unsafe { device.alloc_uninit(of.shape(), of.dtype()) }.map(Some)
-            }
-            Some(of) => device.zeros_impl(of.shape(), of.dtype()).map(Some),
-            None => Ok(None),
+        let (launches, over_ranks) = (step.saved.is_some(), step.sums.is_some());
+        let gradient = |of: Option<&Tensor>| {
+            let storage = of.map(|of| gpu.storage(of, launches && of.elem_count() > 0));
+            storage.transpose()
         };
         let tracked = |param: Option<&'a Tensor>| param.filter(|param| param.track_op());
         let workspace = match launches {
-            // SAFETY: the launches write every part of it before they read it.
-            true => Some(unsafe { device.alloc::<u8>(plan.workspace_bytes()) }?),
+            true => Some(gpu.room(plan.workspace(0).end)?),
+            false => None,
+        };
+        let sums = match over_ranks {
+            true => Some(gpu.sums(plan.cols())?),
             false => None,
         };
         if launches {
-            step.gpu.load(&plan.kernels(step.over_ranks))?;
+            gpu.load(&plan.kernels(over_ranks))?;
         }
         Ok(Self {
             step,
@@ -388,7 +355,7 @@ impl<'a> CudaBackward<'a> {
             weight: gradient(tracked(inputs.weight))?,
             bias: gradient(tracked(inputs.bias))?,
             workspace,
-            sums: None,
+            sums,
         })
     }
 
@@ -397,10 +364,11 @@ impl<'a> CudaBackward<'a> {
         self.plan.kind.is_training() || self.weight.is_some() || self.bias.is_some()
     }
 
-    /// Runs `launch` with the arguments of a pass over the rows that has no correction and takes no
-    /// sums. Does nothing without rows.
+    /// Runs `launch` with the arguments of a pass over the rows that takes no sums. Does nothing
+    /// without rows.
     fn with_rows(
         &mut self,
+        ema_gz: Option<&Tensor>,
         launch: impl FnOnce(&Gpu, &LaunchPlan, NormalizeBwdParams, &Workspace) -> Result<()>,
     ) -> Result<()> {
         let (plan, inputs, gpu) = (&self.plan, &self.inputs, &self.step.gpu);
@@ -415,12 +383,13 @@ impl<'a> CudaBackward<'a> {
             inputs.dsum,
             inputs.keep,
             inputs.weight,
+            ema_gz,
         ]);
-        let [x, dy, dsum, keep, weight] = &tensors;
+        let [x, dy, dsum, keep, weight, ema_gz] = &tensors;
         let stream = gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
         let saved = plan.saved(uses.hold(saved.device_ptr(&stream)));
-        let workspace = plan.workspace(uses.slice(Some(workspace)));
+        let workspace = plan.workspace(uses.slice(workspace));
         // Under recipe Fairseq the backward does not know the mask, so it reads the count.
         // Elsewhere the mask shows a batch without a kept row, and the count need not be known yet.
         let fairseq = plan.config.recipe == Recipe::Fairseq;
@@ -429,9 +398,10 @@ impl<'a> CudaBackward<'a> {
             x: uses.read_rows(x)?,
             dy: uses.read_rows(dy)?,
             dsum: uses.read_rows(dsum)?,
-            dx: uses.write(self.input.as_mut())?.data,
+            dx: uses.write(self.input.as_mut(), 0)?.data,
             keep: when(!fairseq, uses.read(keep)?),
             weight: uses.read_vector(weight)?,
+            correction: uses.read_vector(ema_gz)?,
             inv_rms: saved.inv_rms,
             batch_phi: when(reads_count, saved.batch_phi),
             count: when(reads_count, saved.count),
@@ -449,25 +419,20 @@ impl<'a> CudaBackward<'a> {
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
     /// same as in the CPU's backward.
     fn launch_rows(&mut self, ema_gz: Option<&Tensor>) -> Result<()> {
-        let stream = self.step.gpu.device.cuda_stream();
-        let [ema_gz] = &held([ema_gz]);
-        let mut uses = Uses::on(&stream);
-        let correction = uses.read_vector(ema_gz)?;
         let loss_scale = self.loss_scale();
         let wants_sums = self.wants_sums();
-        self.with_rows(|gpu, plan, mut params, workspace| {
-            if plan.is_exact() {
+        self.with_rows(ema_gz, |gpu, plan, mut params, workspace| {
+            if plan.config.is_exact(plan.kind) {
                 // Made at last, by Λ.
                 params.dx = 0;
             }
-            params.correction = correction;
             params.correction_scale = (1. - plan.config.alpha_bwd) * loss_scale;
             if wants_sums {
                 params.partials = workspace.partials;
             }
             match params.dx != 0 || wants_sums {
-                // SAFETY: `uses`, here and in `with_rows`, holds every buffer until the launches
-                // are queued, each of the size that `LaunchPlan` asks for.
+                // SAFETY: `with_rows` holds every buffer until the launches are queued, each of
+                // the size that `LaunchPlan` asks for.
                 true => unsafe { gpu.normalize_bwd(plan, params) },
                 false => Ok(()),
             }
@@ -475,15 +440,17 @@ impl<'a> CudaBackward<'a> {
     }
 
     /// Sums Σ dy x̃ over the rows of this process, to be handed out.
-    fn launch_totals(&mut self, totals: &mut CudaSlice<f64>) -> Result<()> {
+    fn launch_totals(&mut self, sums: &mut CudaStorage) -> Result<()> {
         let (plan, gpu) = (&self.plan, &self.step.gpu);
+        let Some(workspace) = &mut self.workspace else {
+            candle::bail!("power_norm: expected sums of chunks, got none")
+        };
         let stream = gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
-        let workspace = plan.workspace(uses.slice(self.workspace.as_mut()));
         let params = SumPartialsParams {
-            partials: workspace.partials,
+            partials: plan.workspace(uses.slice(workspace)).partials,
             stride: 2 * plan.cols() as i64,
-            totals: uses.slice(Some(totals)),
+            totals: uses.write(Some(sums), 0)?.data,
             ..Default::default()
         };
         // SAFETY: as in `launch_rows`.
@@ -504,18 +471,10 @@ impl<'a> CudaBackward<'a> {
         let [weight, global] = &tensors;
         let stream = gpu.device.cuda_stream();
         let mut uses = Uses::on(&stream);
-        let ema_gz = match ema_gz {
-            Some((storage, offset)) => {
-                let start = uses.write(Some(storage))?;
-                Vector {
-                    data: start.data + offset,
-                    ..start
-                }
-            }
-            None => Vector::default(),
-        };
+        let (ema_gz, offset) = ema_gz.unzip();
+        let ema_gz = uses.write(ema_gz, offset.unwrap_or_default())?;
         let saved = plan.saved(uses.hold(saved.device_ptr(&stream)));
-        let workspace = plan.workspace(uses.slice(Some(workspace)));
+        let workspace = plan.workspace(uses.slice(workspace));
         let params = UpdateNuParams {
             partials: workspace.partials,
             totals: uses.read(global)?,
@@ -524,11 +483,11 @@ impl<'a> CudaBackward<'a> {
             weight: uses.read_vector(weight)?,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
-            count: when(plan.kind.is_training(), saved.count),
+            count: saved.count,
             lambda: workspace.lambda,
             ema_gz,
-            dweight: uses.write(self.weight.as_mut())?,
-            dbias: uses.write(self.bias.as_mut())?,
+            dweight: uses.write(self.weight.as_mut(), 0)?,
+            dbias: uses.write(self.bias.as_mut(), 0)?,
             beta: 1. - plan.config.alpha_bwd,
             unscale: loss_scale.recip(),
             guard: (plan.config.recipe == Recipe::Paper).into(),
@@ -557,7 +516,7 @@ impl DeviceBackward for CudaBackward<'_> {
 
     fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
         match ema_gz {
-            Some(ema_gz) => InVariable::run(ema_gz, |ema_gz, offset| {
+            Some(ema_gz) => InPlace::run(ema_gz, |ema_gz, offset| {
                 self.launch_update(Some((ema_gz, offset)))
             }),
             None => self.launch_update(None),
@@ -565,8 +524,8 @@ impl DeviceBackward for CudaBackward<'_> {
     }
 
     fn gradients(mut self: Box<Self>) -> Result<Gradients> {
-        if self.plan.is_exact() && self.input.is_some() {
-            self.with_rows(|gpu, plan, mut params, workspace| {
+        if self.plan.config.is_exact(self.plan.kind) && self.input.is_some() {
+            self.with_rows(None, |gpu, plan, mut params, workspace| {
                 params.correction = Vector {
                     data: workspace.lambda,
                     dtype: number(plan.sums_dtype())?,
@@ -643,19 +602,27 @@ fn statistics(
 
 /// Launches of a plan. The promise of [`Gpu::launch`] about addresses holds for each of them.
 impl Gpu {
-    /// Memory for sums to hand out.
-    fn totals(&self, count: usize) -> Result<CudaSlice<f64>> {
-        // SAFETY: the launches of the phase write all of it.
-        unsafe { self.device.alloc::<f64>(count) }
+    /// A storage like `like`: zeros, unless launches write all of it.
+    fn storage(&self, like: &Tensor, written: bool) -> Result<CudaStorage> {
+        match written {
+            // SAFETY: the launches of the phase, or of the next, write all of it.
+            true => unsafe { self.device.alloc_uninit(like.shape(), like.dtype()) },
+            false => self.device.zeros_impl(like.shape(), like.dtype()),
+        }
     }
 
-    /// Sums as they are handed out.
-    fn sums(&self, totals: CudaSlice<f64>) -> Tensor {
-        let shape = Shape::from(totals.len());
-        from_storage(
-            CudaStorage::wrap_cuda_slice(totals, self.device.clone()),
-            &shape,
-        )
+    /// Sums to hand out.
+    fn sums(&self, count: usize) -> Result<Tensor> {
+        let shape = Shape::from(count);
+        // SAFETY: the launches of the phase write all of it.
+        let sums = unsafe { self.device.alloc_uninit(&shape, DType::F64) }?;
+        Ok(from_storage(sums, &shape))
+    }
+
+    /// Memory for a layout of a plan.
+    fn room(&self, bytes: u64) -> Result<CudaSlice<u8>> {
+        // SAFETY: the launches of the step write every part of it before they read it.
+        unsafe { self.device.alloc::<u8>(bytes as usize) }
     }
 
     unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
