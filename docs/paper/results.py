@@ -192,7 +192,7 @@ def FULL_SHORT():
 # The same without a layer-scale: PN and PN-V, which then fold away.
 
 FREE = {"power": "PN", "power-v": "PN-V"}
-FREE_RATES = ["1e-3", "2e-3", "4e-3", "8e-3"]
+FREE_RATES = ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"]
 
 
 def free(norm, key="test_loss"):
