@@ -302,6 +302,10 @@ const EVALUATED_WITHOUT_GROUPS: NewBlock =
 const FOLDED: NewBlock = |width, vb| Block::folded(width, vb, Some(1));
 const FOLDED_WITHOUT_GROUPS: NewBlock = |width, vb| Block::folded(width, vb, None);
 
+/// Of candle's fresh weights. Without a normalization between blocks larger ones grow, until a
+/// softmax picks one value, and a rounding may decide which.
+const WEIGHTS: f64 = 0.3;
+
 /// The tensors of all contenders. Frozen, so that no forward keeps anything for a backward.
 fn frozen(width: usize, dtype: DType) -> Result<VarBuilder<'static>> {
     let varmap = VarMap::new();
@@ -311,9 +315,10 @@ fn frozen(width: usize, dtype: DType) -> Result<VarBuilder<'static>> {
     }
     let vars = varmap.data().lock().unwrap();
     let tensors = vars.iter().map(|(name, var)| {
-        let tensor = match name.ends_with("running_phi") {
-            true => Tensor::rand(0.5f32, 2., width, &Device::Cpu)?,
-            false => var.as_detached_tensor(),
+        let tensor = match (name.ends_with("running_phi"), var.rank()) {
+            (true, _) => Tensor::rand(0.5f32, 2., width, &Device::Cpu)?,
+            (false, 2) => (var.as_detached_tensor() * WEIGHTS)?,
+            (false, _) => var.as_detached_tensor(),
         };
         Ok((name.clone(), tensor))
     });
