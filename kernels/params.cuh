@@ -1,5 +1,5 @@
-// The arguments of the kernels, one struct a kernel, passed by value. params.rs in src/device/cuda
-// mirrors them field by field, in order, which a test there compares. launch.rs fills them.
+// The arguments of the kernels, one struct a kernel, passed by value. build.rs writes the same
+// structs in Rust, from a field on each line. step.rs fills them.
 //
 // A is the dtype of the sums: double where T, the input's, is double, else float.
 #pragma once

@@ -118,7 +118,7 @@ macro_rules! pages {
 /// The guide: a page on each part of the crate. Start with [`training`](guide::training).
 pub mod guide {
     pages! {
-        /// `Mode`, settings, what a step changes, and watching a run.
+        /// `Mode`, settings, existing models, and what a step changes.
         training: "training",
         /// The same layer in PyTorch's terms, and in those of the released code.
         coming_from: "coming-from",
@@ -130,7 +130,7 @@ pub mod guide {
         mixed_precision: "mixed-precision",
         /// Activation checkpointing, micro-batches, frozen statistics, averaged weights.
         recipes: "recipes",
-        /// The layer folds into the linear layer beside it.
+        /// The layer folds into the linear layer after it.
         inference: "inference",
         /// Saving, PyTorch, averaging, recalibration.
         checkpoints: "checkpoints",

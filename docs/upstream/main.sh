@@ -13,8 +13,8 @@ version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$candle/Cargo.toml")
 # In a copy, because this changes Cargo.toml and Cargo.lock.
 git -C "$repository" archive HEAD | tar -x --one-top-level="$out/crate"
 cd "$out/crate"
-# A patch counts only in the version that is asked for, and main may have any: an older one than the
-# last release, too.
+# Cargo uses a patch only if it has the version that is asked for. Main may have any version, even one
+# older than the last release.
 sed -i "s/^\(candle.*\)\"0\.11\"/\1\"=$version\"/" Cargo.toml lab/ports/Cargo.toml
 {
   printf '\n[patch.crates-io]\n'

@@ -157,9 +157,9 @@ impl Gpu {
         let mut builder = stream.launch_builder(&kernel);
         builder.arg(params);
         // The kernel belongs to the stream's context, which is the GPU's primary context.
-        // SAFETY: by the caller's promise. Rust and nvcc lay the struct out as one, as a test in
-        // `params` checks field by field, and `LaunchPlan` cuts grid, block and shared memory to
-        // it, as the tests on softgpu check.
+        // SAFETY: by the caller's promise. Rust and nvcc lay the struct out as one, as build.rs
+        // writes it from the header, and `LaunchPlan` cuts grid, block and shared memory to it, as
+        // the tests on softgpu check.
         unsafe { builder.launch(config) }.w()?;
         Ok(())
     }
