@@ -69,7 +69,8 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 /// Builds a [`PowerNorm`] layer with a weight and no bias, as candle's `layer_norm_no_bias` does:
 /// [`power_norm`] with [`bias: false`](PowerNormConfig::bias).
 ///
-/// A bias in the checkpoint stays unread, as in candle.
+/// A bias in the checkpoint stays unread, as in candle. A configuration with `affine: false` has no
+/// weight here either.
 ///
 /// # Errors
 ///

@@ -77,7 +77,12 @@ impl GroupScaling {
     }
 
     /// Scales `xs`, and multiplies each channel by `weight`, `[C]`.
-    pub(crate) fn scale(&self, xs: &Tensor, weight: Option<&Tensor>) -> Result<Tensor> {
+    pub(crate) fn scale(
+        &self,
+        xs: &Tensor,
+        weight: Option<&Tensor>,
+        device: &DeviceKind,
+    ) -> Result<Tensor> {
         let &size = xs.dims().last().ok_or(Error::Scalar)?;
         if size == 0 {
             return Err(Error::Size.into());
@@ -89,7 +94,7 @@ impl GroupScaling {
         check_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         op::power_norm(Call {
-            device: &DeviceKind::of(xs.device())?,
+            device,
             config: &PowerNormConfig {
                 group_scaling: Some(self.groups),
                 ..self.eps.into()
@@ -116,6 +121,6 @@ impl Module for GroupScaling {
     /// - C is 0, or no multiple of the groups.
     /// - ε is 0 or infinite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.scale(xs, None)
+        self.scale(xs, None, &DeviceKind::of(xs.device())?)
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::builder::{parameter, state_dtype};
 use crate::config::validate_eps;
+use crate::device::pick::DeviceKind;
 use crate::error::Error;
 use crate::group_scaling::GroupScaling;
 use crate::layer::check_input;
@@ -74,6 +75,8 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 pub struct RmsNorm {
     weight: Tensor,
     scaling: GroupScaling,
+    /// It keeps the kernels of a GPU loaded.
+    device: DeviceKind,
 }
 
 impl RmsNorm {
@@ -91,7 +94,11 @@ impl RmsNorm {
         }
         validate_eps(eps, state_dtype("weight", weight.dtype())?)?;
         let scaling = GroupScaling { groups: 1, eps };
-        Ok(Self { weight, scaling })
+        Ok(Self {
+            device: DeviceKind::of(weight.device())?,
+            weight,
+            scaling,
+        })
     }
 
     /// γ, `[size]`.
@@ -124,6 +131,6 @@ impl Module for RmsNorm {
             [Some(&self.weight), None],
             self.weight.device(),
         )?;
-        self.scaling.scale(xs, Some(&self.weight))
+        self.scaling.scale(xs, Some(&self.weight), &self.device)
     }
 }

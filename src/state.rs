@@ -175,10 +175,13 @@ impl State {
         &self.ema_gz
     }
 
-    /// `true` if `tensor` is a view of ψ²'s variable.
-    pub fn is_phi(&self, tensor: &Tensor) -> bool {
+    /// `true` if `tensor` is a view of the variable of ψ² or ν.
+    pub fn owns(&self, tensor: &Tensor) -> bool {
         let storage = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0);
-        storage(tensor) == storage(&self.running_phi)
+        let of_tensor = storage(tensor);
+        [&self.running_phi, &self.ema_gz]
+            .map(|var| storage(var))
+            .contains(&of_tensor)
     }
 
     pub fn device(&self) -> &Device {

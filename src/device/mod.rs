@@ -13,8 +13,8 @@
 //! 6. [`DeviceBackward::gradients`] makes an exact gradient of the input, and hands out all
 //!    gradients.
 //!
-//! On a CPU and on an NVIDIA GPU, phases 1 and 4 check, allocate and load all that the later phases
-//! need, before they compute. So a call that fails there has moved nothing.
+//! Phases 1 and 4 check their inputs before they compute. On an NVIDIA GPU they also allocate and
+//! load all that the later phases need. So a call that fails there has moved nothing.
 //!
 //! Other processes may have rows of the same batch. A device does not know about them. It hands out
 //! the sums over its local rows, and takes in the global sums. `op/step.rs` decides when.

@@ -65,15 +65,16 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
 }
 
 /// An output that was computed before candle runs the op that hands it out.
+#[derive(Clone)]
 struct Computed {
-    storage: Mutex<Option<Storage>>,
+    storage: Arc<Mutex<Option<Storage>>>,
     shape: Shape,
 }
 
 impl Computed {
     fn new(storage: Option<Storage>, shape: &Shape) -> Self {
         Self {
-            storage: Mutex::new(storage),
+            storage: Arc::new(Mutex::new(storage)),
             shape: shape.clone(),
         }
     }
@@ -143,6 +144,7 @@ macro_rules! forwards {
 pub(crate) use forwards;
 
 /// A layer's place in the graph.
+#[derive(Clone)]
 struct PowerNormOp {
     y: Computed,
     step: Arc<Step>,

@@ -25,7 +25,8 @@
 //!   may reach fewer outputs than the outer one, so the token's gradient says which outputs have a
 //!   gradient. On a CPU the op reads it. A GPU's host would have to wait for it, but rayon runs
 //!   nothing there: only an op of the user's could run a backward inside a backward.
-//! - A backward that failed: candle drops its gradients. An output's gradient is alive only as long
+//! - A backward that failed leaves parameters' gradients at most, below those that the next one puts
+//!   and takes. As for outputs: candle drops its gradients. An output's gradient is alive only as long
 //!   as the token's gradient, and the slot has a weak reference.
 
 use super::step::{Call, Step};
@@ -151,6 +152,7 @@ impl<T> Slot<T> {
 }
 
 /// Gives the pass its place in the graph.
+#[derive(Clone)]
 struct ResidualOp(Arc<Pass>);
 
 impl ResidualOp {
@@ -182,6 +184,7 @@ impl CustomOp3 for ResidualOp {
 }
 
 /// Hands one of the outputs out as a tensor.
+#[derive(Clone)]
 struct HandOut {
     computed: Computed,
     pass: Arc<Pass>,
@@ -221,6 +224,7 @@ impl CustomOp1 for HandOut {
 }
 
 /// Owns an output's gradient, as part of the graph of the token's gradient.
+#[derive(Clone)]
 struct Owner {
     _owned: Arc<Tensor>,
 }
@@ -234,6 +238,7 @@ impl CustomOp1 for Owner {
 }
 
 /// Makes a token of weight and bias.
+#[derive(Clone)]
 struct Params(Arc<Pass>);
 
 impl Params {

@@ -5,10 +5,10 @@
 //! over the ranks, in an exchange. All ranks come to the same exchanges in the same order. A rank
 //! whose call fails before its exchange tells the others, when its [`Turn`] is dropped.
 //!
-//! A call that fails before its launches changes nothing. On a CPU and an NVIDIA GPU all that can
-//! fail comes first: checks, allocations, the loading of kernels. The exchange comes before ψ² or ν
-//! moves. A call that fails later, in the driver or among candle's own operations, may have moved
-//! the state. Nothing is pending between calls.
+//! A call that fails before its state moves changes nothing. Checks and the exchange come first, and
+//! on an NVIDIA GPU so do allocations and the loading of kernels. A call that fails later, in the
+//! driver or among candle's own operations, may have moved the state. Nothing is pending between
+//! calls.
 
 use super::{as_bytes, readable};
 use crate::config::{ForwardKind, PowerNormConfig};
@@ -69,11 +69,11 @@ impl Call<'_> {
             over_ranks: self.turn.is_some(),
             tracked: arguments.into_iter().flatten().any(Tensor::track_op),
         };
-        let is_phi = |rows: &Tensor| self.state.is_some_and(|state| state.is_phi(rows));
-        let readable = |rows: &Tensor| match setting.kind {
-            // ψ² moves before these rows are read for the last time.
-            ForwardKind::BatchStatistic if is_phi(rows) => rows.force_contiguous(),
-            _ => readable(rows),
+        let is_own = |rows: &Tensor| self.state.is_some_and(|state| state.owns(rows));
+        let readable = |rows: &Tensor| match setting.kind.is_training() && is_own(rows) {
+            // ψ² and ν move before these rows are read for the last time.
+            true => rows.force_contiguous(),
+            false => readable(rows),
         };
         let inputs = ForwardInputs {
             x: readable(self.xs)?,

@@ -264,7 +264,7 @@ impl Member {
             Common::choice("affine", config.affine.into(), |key| {
                 name_of(key, &["false", "true"])
             }),
-            Common::choice("bias", config.bias.into(), |key| {
+            Common::choice("bias", config.has_bias().into(), |key| {
                 name_of(key, &["false", "true"])
             }),
             Common::positive("eps", config.eps),
