@@ -247,7 +247,7 @@ template <typename T, int N> struct GroupSum {
 
   // All threads of the block call this together.
   __device__ __forceinline__ A of(A value) {
-    if (__builtin_expect(in_warp, false)) {
+    if (in_warp) {
       return sum_segment(value, place, span);
     }
     return lane_sum.of(value);

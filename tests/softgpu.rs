@@ -584,5 +584,8 @@ fn every_barrier_is_needed() {
             succeeds
         })
         .collect();
-    assert!(needless.is_empty(), "nothing shows without {needless:?}");
+    // Threads of two pieces of f32 never share a group with another warp: they would have four.
+    let unreached = ["normalize_f32_2", "normalize_bwd_f32_2"];
+    let kernels: Vec<&str> = needless.iter().map(|&(kernel, _)| kernel).collect();
+    assert_eq!(kernels, unreached, "nothing shows without {needless:?}");
 }

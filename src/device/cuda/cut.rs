@@ -357,7 +357,7 @@ mod tests {
 
     fn fits(mut extent: Extent) {
         for groups in [None, Some(1), Some(8), Some(extent.cols)] {
-            if groups.is_none_or(|groups| extent.cols % groups == 0) {
+            if groups.is_none_or(|groups| extent.cols.is_multiple_of(groups)) {
                 extent.groups = groups;
                 cut_fits(&extent, Pass::Forward, [(1, 0), (2, 1)]);
                 cut_fits(&extent, Pass::Backward, [(2, 0), (3, 2)]);

@@ -12,7 +12,11 @@ pub type Address = u64;
 
 /// The address of an array that is there only in some launches.
 pub fn when(is_there: bool, address: Address) -> Address {
-    is_there.then_some(address).unwrap_or_default()
+    if is_there {
+        address
+    } else {
+        0
+    }
 }
 
 /// The number of a dtype in `kernels/params.cuh`.

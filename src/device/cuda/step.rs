@@ -645,10 +645,9 @@ impl Gpu {
     }
 
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
-        let (mut params, writes) = (params, params.dx != 0);
-        if !writes {
-            params.dsum = 0;
-        }
+        let writes = params.dx != 0;
+        let dsum = when(writes, params.dsum);
+        let params = NormalizeBwdParams { dsum, ..params };
         if writes && plan.has_wide_groups() {
             let (launch, tiling) = plan.groups_launch();
             // SAFETY: by the caller's promise.
