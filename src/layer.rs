@@ -43,8 +43,8 @@ use std::sync::Arc;
 /// - A backward uses the current ν and weight, and the statistics of its forward.
 /// - A training forward without a kept row is an evaluation. On an NVIDIA GPU the host does not
 ///   know the mask, so a fully masked batch [counts as a step](crate::guide::gpu).
-/// - An evaluation changes nothing, and neither does a call that is refused. A call that fails later,
-///   for want of memory or in a GPU's driver, may have moved the state.
+/// - An evaluation changes nothing, and neither does a call that is refused. A call that fails
+///   later, for want of memory or in a GPU's driver, may have moved the state.
 /// - Clones share parameters, state, mode, loss scale and ranks, and may be used from several
 ///   threads. Two layers built on one path of a `VarMap` share their variables, but not the lock
 ///   that makes each update whole. So share a layer by cloning it.

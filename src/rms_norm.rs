@@ -46,8 +46,10 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 ///
 /// # Gradients
 ///
-/// Exact, for the input and the weight: with `r = 1 / sqrt(mean(x²) + ε)` and `g = γ ⊙ ∂L/∂y`,
-/// `∂L/∂x = r (g − r x · mean(g ⊙ r x))` and `∂L/∂γ = Σ ∂L/∂y ⊙ r x` over rows.
+/// Both are exact. Let `r = 1 / sqrt(mean(x²) + ε)` and `g = γ ⊙ ∂L/∂y`. Then
+///
+/// - `∂L/∂x = r (g − r x · mean(g ⊙ r x))`,
+/// - `∂L/∂γ = Σ ∂L/∂y ⊙ r x` over rows.
 ///
 /// # Example
 ///

@@ -1,6 +1,8 @@
-//! Tests that only softgpu can run: whatever call of the driver fails, a layer's state has moved by
-//! a whole step or not at all; the kernels need each of their barriers, and offsets have room for
-//! any batch.
+//! Tests that only softgpu can run:
+//!
+//! - Whatever call of the driver fails, a layer's state has moved by a whole step or not at all.
+//! - The kernels need each of their barriers.
+//! - Offsets have room for any batch.
 
 mod common;
 
@@ -240,8 +242,8 @@ const SHAPES: [(usize, usize, Option<usize>, bool, bool); 4] = [
     (3, 1025, Some(1), false, false),
 ];
 
-/// A call that fails makes the forward or the backward fail, if it matters. Before the launches, the
-/// state is then as it was. After them it has taken the whole step. The next step is right, and
+/// A call that fails makes the forward or the backward fail, if it matters. Before the launches,
+/// the state is then as it was. After them it has taken the whole step. The next step is right, and
 /// nothing leaks.
 fn any_call_may_fail(statistics: Statistics, warmup_steps: usize) {
     let _alone = alone();
@@ -387,8 +389,8 @@ fn more_than_32_bits_of_elements() {
             (64, None, false, false),
             (wide, Some(1), true, false),
         ] {
-            // candle launches as many threads as there are elements, modulo 2³². Kernels of a block a
-            // group take rows in turns, and so the last block has the last row.
+            // candle launches as many threads as there are elements, modulo 2³². Kernels of a block
+            // a group take rows in turns, and so the last block has the last row.
             let rows = ((1usize << 32) + (1 << 20)).div_ceil(cols);
             let rows = rows.next_multiple_of(1 << 16);
             let few = 2 * EDGE.div_ceil(cols);

@@ -109,8 +109,8 @@ macro_rules! typed_storage {
 }
 typed_storage!(Cpu => CpuStorage, Cuda => CudaStorage, Metal => MetalStorage);
 
-/// The output of `_op`, if it is a token: a tensor of one element, which stands for others in the
-/// graph.
+/// A token, the output of an op that computes nothing: a tensor of one element, which stands for
+/// others in the graph.
 fn token<S: TypedStorage>(_op: &impl Sized, like: &S) -> Result<(S, Shape)> {
     let shape = Shape::from(1);
     Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))

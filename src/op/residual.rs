@@ -25,9 +25,9 @@
 //!   may reach fewer outputs than the outer one, so the token's gradient says which outputs have a
 //!   gradient. On a CPU the op reads it. A GPU's host would have to wait for it, but rayon runs
 //!   nothing there: only an op of the user's could run a backward inside a backward.
-//! - A backward that failed leaves parameters' gradients at most, below those that the next one puts
-//!   and takes. As for outputs: candle drops its gradients. An output's gradient is alive only as long
-//!   as the token's gradient, and the slot has a weak reference.
+//! - A backward that failed: candle drops its gradients. An output's gradient is alive only as long
+//!   as the token's gradient, and the slot has a weak reference. Gradients of weight and bias may
+//!   stay in their slot. The next backward puts its own on top before it takes them.
 
 use super::step::{Call, Step};
 use super::{forwards, token, Computed, TypedStorage};
@@ -249,8 +249,8 @@ impl Params {
     }
 }
 
-/// The gradient of a parameter, or 0: candle panics if a computed tensor that a backward reaches has
-/// no gradient.
+/// The gradient of a parameter, or 0: candle panics if a computed tensor that a backward reaches
+/// has no gradient.
 fn or_zero(gradient: Option<Tensor>, parameter: &Tensor) -> Result<Option<Tensor>> {
     match gradient {
         None if parameter.track_op() && !parameter.is_variable() => {

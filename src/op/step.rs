@@ -5,10 +5,10 @@
 //! over the ranks, in an exchange. All ranks come to the same exchanges in the same order. A rank
 //! whose call fails before its exchange tells the others, when its [`Turn`] is dropped.
 //!
-//! A call that fails before its state moves changes nothing. Checks and the exchange come first, and
-//! on an NVIDIA GPU so do allocations and the loading of kernels. A call that fails later, in the
-//! driver or among candle's own operations, may have moved the state. Nothing is pending between
-//! calls.
+//! A call that fails before its state moves changes nothing. Checks and the exchange come first,
+//! and on an NVIDIA GPU so do allocations and the loading of kernels. A call that fails later, in
+//! the driver or among candle's own operations, may have moved the state. Nothing is pending
+//! between calls.
 
 use super::{as_bytes, readable};
 use crate::config::{ForwardKind, PowerNormConfig};

@@ -32,7 +32,8 @@ pub fn bits(tensor: &Tensor) -> Vec<u64> {
     to_f64(tensor).iter().map(|value| value.to_bits()).collect()
 }
 
-/// The largest distance of a computed value from the exact one: `u(out)·|e| + 8·√n·u(sums)·magnitude`.
+/// The largest distance of a computed value from the exact one: `u(out)·|e| +
+/// 8·√n·u(sums)·magnitude`.
 ///
 /// The first term is the rounding of the result (below the normal numbers a constant). The second
 /// is what `n` roundings of partial sums add up to, with 8 for safety.

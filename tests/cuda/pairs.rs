@@ -162,8 +162,8 @@ fn all_pairs() -> HashSet<Pair> {
 }
 
 /// Every combination of dtype, width, rows, mask, group scaling, recipe, statistics and parameters,
-/// in random order, so that a part of them is a fair one. Where an axis is finer than that, a random
-/// value of its kind stands for the others.
+/// in random order, so that a part of them is a fair one. Where an axis is finer than that, a
+/// random value of its kind stands for the others.
 fn whole_grid() -> Vec<Point> {
     let alone = |axis: usize| (0..SIZES[axis]).map(|value| vec![value]).collect();
     let kinds: [Vec<Vec<usize>>; SIZES.len()] = [

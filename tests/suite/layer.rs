@@ -410,7 +410,8 @@ fn masks_that_do_not_fit_are_refused() {
     assert_eq!(state(&layer), before);
 }
 
-/// A mask of any integer dtype, and the conversions that the refusal of floats names, mean the same.
+/// A mask of any integer dtype, and the conversions that the refusal of floats names, mean the
+/// same.
 #[test]
 fn masks_of_any_integers() -> Result<()> {
     let xs = Data::new(70).normal(2 * 5 * 8);

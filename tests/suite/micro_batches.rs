@@ -5,17 +5,18 @@
 //! Let a = 1−α, a' = 1−α^(1/k) and S = k·a', so that a ≤ S ≤ a/α. A window is the k steps.
 //!
 //! **ψ².** In the warm-up both are the mean of the same squares. After it, a window weighs the
-//! micro-batches' ψ_b² by a'·α^(i/k), i = k−1..0. These weights add up to a, and are within a factor
-//! α of each other. So each differs from the whole batch's a/k by at most a²/(αk), and a window
-//! moves the two ψ² apart by at most (a²/α)·δ, where δ is the mean distance of the ψ_b² from their
-//! mean. Of an earlier distance a window leaves the share α. So the distance is at most (a/α)·δ.
+//! micro-batches' ψ_b² by a'·α^(i/k), i = k−1..0. These weights add up to a, and are within a
+//! factor α of each other. So each differs from the whole batch's a/k by at most a²/(αk). Hence a
+//! window moves the two ψ² apart by at most (a²/α)·δ. Here δ is the mean distance of the ψ_b² from
+//! their mean. Of an earlier distance a window leaves the share α. So the distance is at most
+//! (a/α)·δ.
 //!
 //! **ν.** Let Γ ≤ G and |Λ| ≤ L in every step, and let ψ²+ε in each micro-step be within a share r
-//! of what the whole batch's step has. In a window
+//! of what the whole batch's step has. Three things hold in a window:
 //!
-//! - the factors 1−a'Γ_i multiply to 1−aΓ, up to E = (SG)²/2 + SGr + (a²/α)G;
-//! - the terms a'Λ_i, times the factors after them, add up to aΛ, up to F = S²GL + SLr + (a²/α)L;
-//! - an earlier distance shrinks by q = exp(−Sg) or more, where g is the least mean of a window's Γ.
+//! - The factors 1−a'Γ_i multiply to 1−aΓ, up to E = (SG)²/2 + SGr + (a²/α)G.
+//! - The terms a'Λ_i, times the factors after them, add up to aΛ, up to F = S²GL + SLr + (a²/α)L.
+//! - An earlier distance shrinks by q = exp(−Sg) or more. Here g is the least mean of a window's Γ.
 //!
 //! So the distance is at most (E·N + F)/(1−q) if |ν| ≤ N, and what is left of that after the
 //! warm-up. E and F are O(a²), because r is O(a), and 1−q is O(a): the distance is O(a).

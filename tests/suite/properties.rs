@@ -153,7 +153,8 @@ fn bounded_batch(data: &mut Data, rows: usize, size: usize, low: f64, high: f64)
     Batch::new(xs, dy)
 }
 
-/// The bounds of Assumption 10 and Lemma 11, over the steps of a run: ‖x̂_i‖ and ‖g_i‖ of every token,
+/// The bounds of Assumption 10 and Lemma 11, over the steps of a run: ‖x̂_i‖ and ‖g_i‖ of every
+/// token,
 /// |ν| by max|Λ|/min Γ, and ψ from below.
 struct Bounds {
     c_0: f64,
@@ -274,8 +275,8 @@ proptest! {
     /// is at least c, which leaves single steps free to have a Γ of almost 0.
     ///
     /// With a = (1−α_b)Γ, which is below 1, that average is Σ α_b^k a over the steps k before. All
-    /// but the last K of them add at most α_b^K/(1−α_b), which is c/2 for the K below. So the last K
-    /// steps have Σ a ≥ c/2, and |ν| ≤ (1−α_b) max|Λ| Σ_j exp(−⌊j/K⌋ c/2), a geometric sum.
+    /// but the last K of them add at most α_b^K/(1−α_b), which is c/2 for the K below. So the last
+    /// K steps have Σ a ≥ c/2, and |ν| ≤ (1−α_b) max|Λ| Σ_j exp(−⌊j/K⌋ c/2), a geometric sum.
     #[test]
     fn lemma_11(
         seed: u64,
@@ -290,8 +291,8 @@ proptest! {
         let mut averages = vec![0.; size];
         let (mut least, mut min_gamma) = (f64::INFINITY, f64::INFINITY);
         let (mut max_lambda, mut largest) = (0f64, 0f64);
-        // Two steps of three are quiet. Over three of them ψ² becomes 0.729 ψ² + 0.081 ψ_B² or more,
-        // ψ_B² being 0.64 at least, so it stays above 0.19, and Γ < 1.5625/0.19 < 1/(1−0.9).
+        // Two steps of three are quiet. Over three of them ψ² becomes 0.729 ψ² + 0.081 ψ_B² or
+        // more, ψ_B² being 0.64 at least, so it stays above 0.19, and Γ < 1.5625/0.19 < 1/(1−0.9).
         for step in 0..300 {
             let [low, high] = if step % 3 == 0 { [0.8, 1.25] } else { [1e-3, 2e-3] };
             let batch = bounded_batch(&mut data, rows, size, low, high);

@@ -68,8 +68,8 @@ impl Draw {
         (self.bits() % u64::from(end)) as u32
     }
 
-    /// An edge, any bits, a sum of few powers of two, or a float whose exponent is near another's, so
-    /// that sums cancel. So results are halfway between two numbers, or next to there.
+    /// An edge, any bits, a sum of few powers of two, or a float whose exponent is near another's,
+    /// so that sums cancel. So results are halfway between two numbers, or next to there.
     fn operand(&mut self, ty: &str, edges: &[u64], near: u64) -> u64 {
         let (way, bits) = (self.below(4), self.bits() & ones(room_of(ty)));
         if way == 0 {

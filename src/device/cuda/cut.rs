@@ -27,8 +27,8 @@ pub const MAX_STAGES: usize = 3;
 /// Rows of an array that a block's rows are cut for: two rows of two arrays, or one of three.
 const MIN_STAGE_ARRAYS: usize = 4;
 
-/// A block of half the rows is better where more than an eighth of a chunk's turns would be idle. It
-/// keeps 256 threads, which were as fast as 512 on simulated GPUs.
+/// A block of half the rows is better where more than an eighth of a chunk's turns would be idle.
+/// It keeps 256 threads, which were as fast as 512 on simulated GPUs.
 const IDLE: usize = 8;
 
 /// The least shared memory of GPUs that copy into it: 8.6, 8.9 and 12.0 let a block have so much.
@@ -172,8 +172,9 @@ impl Extent {
         self.blocks(FactorOrigin::InTile, pieces, lanes, span)
     }
 
-    /// Blocks of a part of a group. All parts have as many lanes, by which a block of whole warps has
-    /// a power of two of rows. They are as few as give the busiest multiprocessor the least work.
+    /// Blocks of a part of a group. All parts have as many lanes, by which a block of whole warps
+    /// has a power of two of rows. They are as few as give the busiest multiprocessor the least
+    /// work.
     fn parts_of_groups(&self, most: usize) -> Cut {
         let pieces = most.min(1 << self.group_pieces().ilog2());
         let group_lanes = self.group_pieces().div_ceil(pieces);

@@ -1,7 +1,8 @@
 //! NVIDIA GPUs: memory, addresses and launches.
 //!
-//! `step.rs` has the phases of a step, `launch.rs` what they launch, in numbers, and `kernels/` what
-//! runs. This file has what the phases queue their launches with. Nothing here waits for the GPU.
+//! `step.rs` has the phases of a step, `launch.rs` what they launch, in numbers, and `kernels/`
+//! what runs. This file has what the phases queue their launches with. Nothing here waits for the
+//! GPU.
 #![allow(unsafe_code)]
 
 mod cut;
@@ -144,8 +145,8 @@ impl Gpu {
     ///
     /// # Safety
     /// `params` is the struct that the kernel takes. Until the call returns, each address in it is
-    /// 0 where `kernels/params.cuh` allows null, or the address of a live buffer on this device that
-    /// is as large as it says there.
+    /// 0 where `kernels/params.cuh` allows null, or the address of a live buffer on this device.
+    /// The buffer is as large as it says there.
     unsafe fn launch<P: DeviceRepr>(&self, launch: &Launch, params: &P) -> Result<()> {
         let kernel = self.kernels.get(&self.device, launch.kernel)?;
         let config = LaunchConfig {
@@ -304,8 +305,8 @@ fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
     }
 }
 
-/// Runs a launch that writes a tensor in place. It is given the tensor's storage, and the bytes from
-/// its start to the tensor.
+/// Runs a launch that writes a tensor in place. It is given the tensor's storage, and the bytes
+/// from its start to the tensor.
 struct InPlace<F>(Cell<Option<F>>);
 
 impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InPlace<F> {
