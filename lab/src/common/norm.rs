@@ -3,7 +3,9 @@
 use super::EPS;
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, Linear, ModuleT, VarBuilder};
-use candle_powernorm::{power_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, Statistics};
+use candle_powernorm::{
+    power_norm, rms_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, RmsNorm, Statistics,
+};
 use clap::ValueEnum;
 use std::fmt;
 
@@ -43,12 +45,21 @@ pub enum Norm {
     Rms,
     /// Group normalization of each token by itself
     Group,
+    /// Dynamic tanh, tanh(αx) in place of a normalization
+    Dyt,
+    /// Derf, erf(αx + s) in place of a normalization
+    Derf,
 }
 
 impl Norm {
     /// This crate's layer.
     pub const fn is_power(self) -> bool {
         matches!(self, Self::Power | Self::PowerV)
+    }
+
+    /// A function of each number by itself, which takes a normalization's place.
+    pub const fn is_pointwise(self) -> bool {
+        matches!(self, Self::Dyt | Self::Derf)
     }
 }
 
@@ -133,14 +144,20 @@ pub enum NormLayer {
         norm: BatchNorm,
         mode: Mode,
     },
-    Layer {
-        weight: Tensor,
-        bias: Tensor,
-    },
-    Rms {
-        weight: Tensor,
-    },
+    Layer(Affine),
+    Rms(RmsNorm),
     Group(GroupNorm),
+    /// `γ ⊙ tanh(α x) + β`, arXiv 2503.10622.
+    Dyt {
+        alpha: Tensor,
+        affine: Affine,
+    },
+    /// `γ ⊙ erf(α x + s) + β`, arXiv 2512.10938.
+    Derf {
+        alpha: Tensor,
+        shift: Tensor,
+        affine: Affine,
+    },
     /// Any of these behind a layer-scale. PowerNorm has its own, in the same pass.
     Scaled {
         scale: GroupScaling,
@@ -149,6 +166,29 @@ pub enum NormLayer {
     /// Nothing: the linear layers behind it do its work.
     Folded,
 }
+
+/// γ and β.
+#[derive(Debug)]
+pub struct Affine {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl Affine {
+    fn new(size: usize, vb: &VarBuilder) -> Result<Self> {
+        Ok(Self {
+            weight: vb.get_with_hints(size, "weight", Init::Const(1.))?,
+            bias: vb.get_with_hints(size, "bias", Init::Const(0.))?,
+        })
+    }
+
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        xs.broadcast_mul(&self.weight)?.broadcast_add(&self.bias)
+    }
+}
+
+/// The first α of [`Norm::Dyt`] and [`Norm::Derf`], which their papers recommend.
+const POINTWISE_ALPHA: f64 = 0.5;
 
 impl NormLayer {
     pub fn new(size: usize, config: &NormConfig, mode: &Mode, vb: VarBuilder) -> Result<Self> {
@@ -162,7 +202,7 @@ impl NormLayer {
                 norm: Box::new(Self::new(size, &plain, mode, vb)?),
             });
         }
-        let weight = || vb.get_with_hints(size, "weight", Init::Const(1.));
+        let number = |name, value| vb.get_with_hints(1, name, Init::Const(value));
         Ok(match config.norm {
             Norm::Power | Norm::PowerV => {
                 let config = PowerNormConfig {
@@ -191,11 +231,17 @@ impl NormLayer {
                 )?,
                 mode: mode.clone(),
             },
-            Norm::Layer => Self::Layer {
-                weight: weight()?,
-                bias: vb.get_with_hints(size, "bias", Init::Const(0.))?,
+            Norm::Layer => Self::Layer(Affine::new(size, &vb)?),
+            Norm::Rms => Self::Rms(rms_norm(size, EPS, vb)?),
+            Norm::Dyt => Self::Dyt {
+                alpha: number("alpha", POINTWISE_ALPHA)?,
+                affine: Affine::new(size, &vb)?,
             },
-            Norm::Rms => Self::Rms { weight: weight()? },
+            Norm::Derf => Self::Derf {
+                alpha: number("alpha", POINTWISE_ALPHA)?,
+                shift: number("shift", 0.)?,
+                affine: Affine::new(size, &vb)?,
+            },
             Norm::Group => Self::Group(candle_nn::group_norm(
                 config.group_norm_groups,
                 size,
@@ -276,12 +322,21 @@ impl Module for NormLayer {
                 norm.forward_t(&rows, mode.is_training())?
                     .reshape(xs.shape())
             }
-            // The `_slow` functions, because `candle_nn::LayerNorm` and `RmsNorm` take a fused
-            // path that records no backward: all that lies upstream would silently stop training.
-            Self::Layer { weight, bias } => {
+            // `layer_norm_slow`, because `candle_nn::LayerNorm` takes a fused path that records no
+            // backward: all that lies upstream would silently stop training.
+            Self::Layer(Affine { weight, bias }) => {
                 candle_nn::ops::layer_norm_slow(xs, weight, bias, EPS as f32)
             }
-            Self::Rms { weight } => candle_nn::ops::rms_norm_slow(xs, weight, EPS as f32),
+            Self::Rms(norm) => norm.forward(xs),
+            Self::Dyt { alpha, affine } => affine.forward(&xs.broadcast_mul(alpha)?.tanh()?),
+            Self::Derf {
+                alpha,
+                shift,
+                affine,
+            } => {
+                let inside = xs.broadcast_mul(alpha)?.broadcast_add(shift)?;
+                affine.forward(&inside.erf()?)
+            }
             // Over channels alone, not over the tokens of a sequence: those of the future are among
             // them.
             Self::Group(norm) => {
@@ -368,6 +423,7 @@ mod tests {
                 }
                 // A scale or a normalization of each token by itself gives NaN a gradient of 0 · NaN.
                 let by_itself = matches!(norm, Norm::Layer | Norm::Rms | Norm::Group);
+                let by_itself = by_itself || norm.is_pointwise();
                 let passes_nan = !norm.is_power() && (by_itself || groups.is_some());
                 if filling.is_finite() || !passes_nan {
                     assert_eq!(of_padding, [0.; 8], "{norm}");

@@ -7,8 +7,8 @@
 //! cargo run --release -p lab -- study --text captions.en --words --experiments norms
 //! ```
 //!
-//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 36
-//! runs, 18 for each of two seeds.
+//! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 40
+//! runs, 20 for each of two seeds.
 //!
 //! Every run goes to its own file in `--out`. Finished runs are skipped and interrupted ones go on
 //! from their last checkpoint. Two commands with other `--seeds` may share a folder, at the same
@@ -117,6 +117,8 @@ enum Experiment {
     Norms,
     /// Every normalization without layer-scale, and behind one of one group, as in the paper
     Scales,
+    /// Functions of each number by itself in place of a normalization
+    Pointwise,
 }
 
 /// One configuration of the model, run from several seeds.
@@ -144,10 +146,13 @@ impl Experiment {
         let scales: &[_] = match self {
             Self::Norms => &[Some(HEADS)],
             Self::Scales => &[None, Some(1)],
+            Self::Pointwise => &[None],
         };
         let of_scale = |&groups| {
             let norms = Norm::value_variants().iter();
-            norms.map(move |&norm| Variant { norm, groups })
+            norms
+                .filter(|norm| norm.is_pointwise() == (self == Self::Pointwise))
+                .map(move |&norm| Variant { norm, groups })
         };
         scales.iter().flat_map(of_scale).collect()
     }
@@ -344,7 +349,7 @@ mod tests {
         let variants = variants(Experiment::value_variants());
         let names: BTreeSet<String> = variants.iter().map(Variant::name).collect();
         assert_eq!(names.len(), variants.len());
-        assert_eq!(variants.len(), 6 * 3);
+        assert_eq!(variants.len(), 6 * 3 + 2);
         let twice = [Experiment::Norms, Experiment::Norms];
         assert_eq!(self::variants(&twice).len(), 6);
     }
