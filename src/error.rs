@@ -233,37 +233,6 @@ pub(crate) enum Error {
     )]
     LossScale(f64),
 
-    // Ranks
-    /// Another rank did not come to a sum, because its call failed. On a GPU, ranks tell each other
-    /// of a failure only until they have compared their layers.
-    #[error(
-        "power_norm: expected every rank to take part in a sum, got a rank whose call failed: \
-         look for its error there, and go on with the next step on all ranks"
-    )]
-    RankFailed,
-
-    /// Ranks have layers, or make calls, that do not fit each other.
-    #[error(
-        "power_norm: expected one {name} on all ranks, got {least} on one and {most} on another: \
-         build and call the layers in one order on all ranks, with one configuration and from one \
-         checkpoint"
-    )]
-    RanksDiffer {
-        /// The setting or call that differs.
-        name: &'static str,
-        /// The least value and the largest value of all ranks.
-        least: String,
-        most: String,
-    },
-
-    /// The engine that sums over ranks could not be set up, or did not sum.
-    #[cfg_attr(not(any(feature = "mpi", feature = "nccl")), allow(dead_code))]
-    #[error("power_norm: {engine}: {reason}")]
-    Communicator {
-        engine: &'static str,
-        reason: String,
-    },
-
     // Folding
     #[error(
         "power_norm: expected a layer in evaluation to fold, got one whose statistic moves: \
