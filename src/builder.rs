@@ -1,6 +1,6 @@
 //! Builds layers: from a `VarBuilder`, from tensors, or all layers of a model alike.
 
-use crate::config::PowerNormConfig;
+use crate::config::{state_dtype, PowerNormConfig};
 use crate::error::Error;
 use crate::layer::PowerNorm;
 use crate::loss_scale::LossScale;
@@ -160,10 +160,16 @@ impl PowerNorm {
     ) -> Result<Self> {
         let (bias, mut config) = (bias.into(), config.into());
         if !config.affine {
-            return Err(Error::NotAffine.into());
+            candle::bail!(
+                "power_norm: expected affine: true beside a weight and a bias, got false: \
+                 build a layer without them by `power_norm`"
+            )
         }
         if bias.is_some() && !config.bias {
-            return Err(Error::UnwantedBias.into());
+            candle::bail!(
+                "power_norm: expected bias: true beside a bias, got false: \
+                 pass `None` in place of the bias"
+            )
         }
         config.bias = bias.is_some();
         let &[size] = weight.dims() else {
@@ -172,11 +178,12 @@ impl PowerNorm {
         let dtype = state_dtype("weight", weight.dtype())?;
         config.validate(size, dtype)?;
         for (name, tensor) in [("bias", bias.as_ref()), ("running_phi", Some(&running_phi))] {
-            let Some(tensor) = tensor.filter(|tensor| tensor.dims() != [size]) else {
-                continue;
-            };
-            let got = tensor.shape().clone();
-            return Err(Error::ChannelShape { name, size, got }.into());
+            let shape = tensor.map(Tensor::shape);
+            if let Some(got) = shape.filter(|shape| shape.dims() != [size]) {
+                candle::bail!(
+                    "power_norm: expected {name} of shape [{size}] (as the weight), got {got:?}"
+                )
+            }
         }
         let ema_gz = running_phi.detach().zeros_like()?;
         let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
@@ -184,16 +191,6 @@ impl PowerNorm {
         state.check_phi()?;
         let trainable = weight.is_variable();
         Self::from_parts(Some(weight), bias, state, trainable)
-    }
-}
-
-/// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
-/// `dtype`. Refuses a dtype that the layer does not compute in.
-pub(crate) fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
-    match dtype {
-        DType::F64 => Ok(DType::F64),
-        DType::F32 | DType::F16 | DType::BF16 => Ok(DType::F32),
-        got => Err(Error::LayerDType { name, got }.into()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The layer's configuration and its checks.
 
 use crate::error::Error;
-use candle::DType;
+use candle::{DType, Result};
 
 /// Which statistic normalizes a training step after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -186,9 +186,9 @@ impl From<f64> for PowerNormConfig {
 
 impl PowerNormConfig {
     /// Checks the values against a layer of `size` channels whose state is kept in `dtype`.
-    pub(crate) fn validate(&self, size: usize, dtype: DType) -> Result<(), Error> {
+    pub(crate) fn validate(&self, size: usize, dtype: DType) -> Result<()> {
         if size == 0 {
-            return Err(Error::Size);
+            return Err(Error::Size.into());
         }
         // Unless its parameters are f64, the layer takes inputs whose sums are f32.
         let sums = if self.affine { dtype } else { DType::F32 };
@@ -196,15 +196,17 @@ impl PowerNormConfig {
         for (name, got) in [("alpha_fwd", self.alpha_fwd), ("alpha_bwd", self.alpha_bwd)] {
             let used = rounded(got, sums);
             if !(used > 0. && used < 1.) {
-                return Err(Error::Alpha {
-                    name,
-                    got,
-                    dtype: sums,
-                });
+                candle::bail!(
+                    "power_norm: expected {name} between 0 and 1, both excluded, after rounding \
+                     to {sums:?}, got {got:?}: choose a number such as 0.9"
+                )
             }
         }
         match self.group_scaling {
-            Some(groups) if !size.is_multiple_of(groups) => Err(Error::Groups { size, groups }),
+            Some(groups) if !size.is_multiple_of(groups) => candle::bail!(
+                "power_norm: expected group_scaling to divide the size {size}, got {groups}: \
+                 choose `None`, 1 or another divisor"
+            ),
             _ => Ok(()),
         }
     }
@@ -245,12 +247,26 @@ impl PowerNormConfig {
 }
 
 /// Checks an ε in the dtype of the sums, where a value that is fine in f64 may be 0 or infinite.
-pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<(), Error> {
+pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<()> {
     let used = rounded(eps, dtype);
-    if used > 0. && used.is_finite() {
-        Ok(())
-    } else {
-        Err(Error::Eps { got: eps, dtype })
+    if !(used > 0. && used.is_finite()) {
+        candle::bail!(
+            "power_norm: expected eps positive and finite after rounding to {dtype:?}, \
+             got {eps:?}: choose a number such as 1e-5"
+        )
+    }
+    Ok(())
+}
+
+/// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
+/// `dtype`. Refuses a dtype that the layer does not compute in.
+pub(crate) fn state_dtype(name: &str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F64 => Ok(DType::F64),
+        DType::F32 | DType::F16 | DType::BF16 => Ok(DType::F32),
+        got => {
+            candle::bail!("power_norm: expected {name} of dtype F32, F64, F16 or BF16, got {got:?}")
+        }
     }
 }
 

@@ -1,6 +1,5 @@
 //! Folding: moves a trained layer's multiply-add into the linear layer after it.
 
-use crate::error::Error;
 use crate::group_scaling::GroupScaling;
 use crate::layer::PowerNorm;
 use crate::mode::Purpose;
@@ -94,12 +93,15 @@ impl PowerNorm {
     fn multiply_add(&self, next: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         // A recalibration moves ψ² too.
         if self.mode().purpose() != Purpose::Evaluation {
-            return Err(Error::FoldOutsideEvaluation.into());
+            candle::bail!(
+                "power_norm: expected a layer in evaluation to fold, got one whose statistic \
+                 moves: call `mode.set_training(false)`, or end the recalibration, first"
+            )
         }
         self.state().check_groups()?;
         let (size, got) = (self.size(), next.dim(1)?);
         if got != size {
-            return Err(Error::FoldFeatures { size, got }.into());
+            candle::bail!("power_norm: expected a linear layer of {size} input features, got {got}")
         }
         self.check_device("the weight of `next`", next.device())?;
         let phi = to_f64(&self.running_phi()?)?;

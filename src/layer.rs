@@ -1,7 +1,6 @@
 //! The layer: the forward passes, the accessors, the checks of arguments.
 
-use crate::builder::state_dtype;
-use crate::config::PowerNormConfig;
+use crate::config::{state_dtype, PowerNormConfig};
 use crate::device::pick::DeviceKind;
 use crate::error::Error;
 use crate::loss_scale::LossScale;
@@ -133,8 +132,12 @@ impl PowerNorm {
         }
         if let (Some(weight), Some(bias)) = (&weight, &bias) {
             let (weight, got) = (weight.dtype(), bias.dtype());
+            // No input would fit both.
             if got != weight && got != DType::F32 && weight != DType::F32 {
-                return Err(Error::BiasDType { weight, got }.into());
+                candle::bail!(
+                    "power_norm: expected bias of dtype {weight:?} (as the weight) or F32, \
+                     got {got:?}: convert one of them"
+                )
             }
         }
         Ok(Self {
@@ -354,33 +357,39 @@ impl PowerNorm {
 
     fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
         if residual.dtype() != xs.dtype() || residual.shape() != xs.shape() {
-            return Err(Error::Residual {
-                expected: xs.shape().clone(),
-                dtype: xs.dtype(),
-                got: residual.shape().clone(),
-                got_dtype: residual.dtype(),
-            }
-            .into());
+            candle::bail!(
+                "power_norm: expected a residual of shape {:?} and dtype {:?} (as the input), \
+                 got {:?} and {:?}: give it the input's shape and dtype",
+                xs.shape(),
+                xs.dtype(),
+                residual.shape(),
+                residual.dtype()
+            )
         }
         self.check_device("residual", residual.device())
     }
 
     fn check_keep(&self, xs: &Tensor, keep: &Tensor) -> Result<()> {
         if !matches!(keep.dtype(), DType::U8 | DType::U32 | DType::I64) {
-            return Err(Error::KeepDType(keep.dtype()).into());
+            candle::bail!(
+                "power_norm: expected keep of dtype U8, U32 or I64, got {:?}: make it 0 for \
+                 padding, by `ne(0f64)` from a mask of 1 and 0, or by `eq(0f64)` from an additive \
+                 mask",
+                keep.dtype()
+            )
         }
         let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
         if keep.shape() != &expected {
-            return Err(Error::KeepShape {
-                expected,
-                got: keep.shape().clone(),
-            }
-            .into());
+            candle::bail!(
+                "power_norm: expected keep of shape {expected:?} (xs without its last dimension), \
+                 got {:?}: give it one number for each row of xs",
+                keep.shape()
+            )
         }
         self.check_device("keep", keep.device())
     }
 
-    pub(crate) fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
+    pub(crate) fn check_device(&self, name: &str, device: &Device) -> Result<()> {
         check_device(name, device, self.state.device())
     }
 }
@@ -394,10 +403,11 @@ pub(crate) fn check_input(
 ) -> Result<()> {
     match xs.dims().last() {
         None => return Err(Error::Scalar.into()),
-        Some(&last) if last != size => {
-            let got = xs.shape().clone();
-            return Err(Error::LastDim { size, got }.into());
-        }
+        Some(&last) if last != size => candle::bail!(
+            "power_norm: expected a last dimension of {size}, got shape {:?}: \
+             move the channels last, or build a layer of another size",
+            xs.shape()
+        ),
         Some(_) => {}
     }
     let input = xs.dtype();
@@ -406,24 +416,27 @@ pub(crate) fn check_input(
         if let Some(parameter) = parameter {
             let got = parameter.dtype();
             if got != input && got != DType::F32 {
-                return Err(Error::ParameterDType { name, input, got }.into());
+                let or_f32 = if input == DType::F32 { "" } else { " or F32" };
+                candle::bail!(
+                    "power_norm: expected {name} of dtype {input:?} (as the input){or_f32}, \
+                     got {got:?}: convert the input to {got:?}, or the parameters to F32"
+                )
             }
         }
     }
     check_device("xs", xs.device(), own)
 }
 
-fn check_device(name: &'static str, device: &Device, own: &Device) -> Result<()> {
+fn check_device(name: &str, device: &Device, own: &Device) -> Result<()> {
     // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
-    if device.location() == own.location() {
-        return Ok(());
+    let (expected, got) = (own.location(), device.location());
+    if got != expected {
+        candle::bail!(
+            "power_norm: expected {name} on the layer's device {expected:?}, got {got:?}: \
+             move it by `to_device`"
+        )
     }
-    Err(Error::Device {
-        name,
-        expected: own.location(),
-        got: device.location(),
-    }
-    .into())
+    Ok(())
 }
 
 /// Checks the dtype of an input.

@@ -1,6 +1,5 @@
 //! The factor that mixed-precision training puts on its loss.
 
-use crate::error::Error;
 use candle::Result;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,7 +59,10 @@ impl LossScale {
         // Sums are in f32 as a rule, and f32 must hold the number and its inverse.
         let single = scale as f32;
         if !(single > 0. && single.is_finite() && single.recip().is_finite()) {
-            return Err(Error::LossScale(scale).into());
+            candle::bail!(
+                "power_norm: expected a loss scale that is positive and finite in F32, \
+                 and whose inverse is too, got {scale}"
+            )
         }
         self.0.store(scale.to_bits(), Ordering::Release);
         Ok(())
