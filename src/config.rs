@@ -60,22 +60,16 @@ pub enum Recipe {
     ///   `ψ² ← ψ²(t−1)/t + ψ_B²/t`.
     /// - `t > T`: `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`, `∂L/∂X̃ = (g − ν₍ₜ₋₁₎ X̂)/D`;
     ///   `ψ² ← α_f ψ² + (1−α_f) ψ_B²` (Eq. 8, 10, 12).
-    /// - Always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ`, Eq. 13 with its factor clamped at 0. A
-    ///   negative factor would change ν's sign at each step, and Eq. 13 diverges if `Γ > 2/(1−α_b)`
-    ///   persists.
+    /// - Always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ`, Eq. 13 with its factor clamped at 0.
     /// - A channel whose new ψ² or ν is not finite keeps the old value for that step.
     /// - Padded rows enter no sum, and their input gradient is 0.
+    ///
+    /// [Robustness](crate::guide::robustness) explains the two guards.
     #[default]
     Paper,
     /// The code that the authors released (`MaskPowerNorm` of sIncerass/powernorm), to continue
-    /// from its checkpoints. It differs from [`Recipe::Paper`]:
-    ///
-    /// - The backward always divides by the batch's `sqrt(ψ_B² + ε)`, whatever the forward used.
-    /// - ν corrects the gradient at every `t`, warm-up included.
-    /// - For `t < T` the cumulative mean is applied to ψ². The moving average is applied at every
-    ///   `t`, after the cumulative mean.
-    /// - Γ, Λ, ∂L/∂γ and ∂L/∂β run over all `B` rows, and padded rows get an input gradient.
-    /// - There is no guard and no finite check.
+    /// from its checkpoints. It has no guards. [The paper's page](crate::guide::paper) lists how
+    /// its equations differ.
     Fairseq,
 }
 
@@ -92,11 +86,10 @@ pub enum Recipe {
 ///
 /// # Feature `serde`
 ///
-/// The configuration can be part of the model's configuration, in the JSON file beside the weights:
+/// The configuration can be part of a model's `config.json`:
 /// `"norm": { "warmup_steps": 4000, "group_scaling": 8, "statistics": "batch" }`. A missing field
-/// has its default, and `"group_scaling": null` is `None`. A format without null, such as TOML,
-/// cannot say `None`. An unknown field is an error, because otherwise a misspelt name would pass
-/// unnoticed. Values are checked when a layer is built.
+/// has its default, and an unknown field is an error. `"group_scaling": null` is `None`, which a
+/// format without null, such as TOML, cannot say. Values are checked when a layer is built.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[cfg_attr(
     feature = "serde",
@@ -117,10 +110,9 @@ pub struct PowerNormConfig {
     /// T, the number of steps that use the batch's statistic before the running one takes over.
     /// Default 100. The paper makes it as long as the learning rate's warm-up.
     pub warmup_steps: usize,
-    /// G, the number of groups of the group scaling, or `None` for none. Group scaling, which the
-    /// paper calls layer-scale, first divides each of a row's G equal groups of channels by the
-    /// group's root mean square (appendix A; `GroupScaling1D` in the released code). Default
-    /// `Some(1)`. The released code takes as many groups as there are attention heads.
+    /// G, the number of groups of the [group scaling](crate::GroupScaling), which comes first, or
+    /// `None` for none. Default `Some(1)`. The released code takes as many groups as there are
+    /// attention heads.
     pub group_scaling: Option<usize>,
     /// The statistic after the warm-up. Default [`Statistics::Running`].
     pub statistics: Statistics,

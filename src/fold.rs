@@ -11,25 +11,15 @@ impl PowerNorm {
     ///
     /// The result does what an evaluation of this layer and then `next` do. In evaluation
     /// `Y = s ⊙ X̃ + β` with `s = γ / sqrt(ψ² + ε)`, so `W Y + b = W' X̃ + b'` with
+    /// `W' = W diag(s)` and `b' = b + W β`. The result reads X̃, which is the output of
+    /// [`group_scaling`](Self::group_scaling), or the layer's input without it.
+    /// [Inference](crate::guide::inference) says when to fold.
     ///
-    /// ```text
-    /// W' = W diag(s),   b' = b + W β
-    /// ```
+    /// # Shapes and dtypes
     ///
-    /// Without group scaling X̃ is the input itself, and nothing is left of the normalization.
-    /// With it, X̃ is the output of [`group_scaling`](Self::group_scaling). If several linear
-    /// layers read the normalized input, as an attention's query, key and value do, fold into each.
-    ///
-    /// # Shapes
-    ///
-    /// `next` and the result map `[.., size]` to `[.., out]`. The result has a bias if `next` or
-    /// this layer has one.
-    ///
-    /// # Dtypes
-    ///
-    /// The result has the dtype of `next`, which may differ from this layer's. Its numbers are
-    /// computed in `F64` and rounded once. If `s` is far from 1, W' may leave the short range of
-    /// `F16`.
+    /// `next` and the result map `[.., size]` to `[.., out]`, in the dtype of `next`, which may
+    /// differ from this layer's. The result has a bias if `next` or this layer has one. If `s` is
+    /// far from 1, W' may leave the short range of `F16`.
     ///
     /// # State
     ///

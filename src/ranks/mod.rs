@@ -20,8 +20,8 @@ use std::sync::Arc;
 /// own shard of every batch.
 ///
 /// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for
-/// GPUs. Another engine needs only these two methods. [`Ranks::new`] takes it for the layers of a
-/// model. A program that also sums its gradients shares one communicator with them, in an [`Arc`].
+/// GPUs. Another engine needs only these two methods. [Ranks](crate::guide::ranks) says how a
+/// program sums its gradients by the same communicator.
 ///
 /// # Example
 ///
@@ -78,15 +78,14 @@ pub trait Communicator: Send + Sync {
     /// same bits on every rank.
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
-    /// or `F64`). Ranks that call their layers in different orders may bring different shapes. An
-    /// engine should then fail on every rank. Each rank waits for the others, or has its GPU wait.
-    /// `tensor` is contiguous. It is on its layer's device if that is a CPU or an NVIDIA GPU, else
-    /// on the CPU.
+    /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
+    /// is on its layer's device if that is a CPU or an NVIDIA GPU, else on the CPU.
     ///
     /// # Errors
     ///
-    /// Whatever the engine reports. If an engine cannot sum, it should fail on every rank: an error
-    /// on one rank leaves the others waiting.
+    /// Whatever the engine reports. If an engine cannot sum, or if ranks that call their layers in
+    /// different orders bring different shapes, it should fail on every rank: an error on one rank
+    /// leaves the others waiting.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 

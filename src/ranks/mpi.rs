@@ -19,12 +19,11 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// A sum is an `MPI_Allreduce`. MPI requires that all processes receive identical results. The
 /// order of the addition is the library's: MPI recommends that it be the same from run to run, but
-/// does not require it. Before each sum, the ranks agree on its length and dtype in a sum of
-/// integers.
+/// does not require it.
 ///
-/// A tensor that cannot be summed, because its dtype is neither `F32` nor `F64`, or because its
-/// length or dtype differs from the other ranks', is an error on every rank. An error of MPI itself
-/// reaches the rank to which MPI reports it.
+/// Before each sum, the ranks compare lengths and dtypes. If they differ, or a dtype is neither
+/// `F32` nor `F64`, every rank gets an error. An error of MPI itself reaches the rank to which MPI
+/// reports it.
 ///
 /// A rank that leaves `main` early, by an error or a panic, **leaves the others waiting**: it must
 /// call `world.abort(1)`, as in the example, or be built with `panic = "abort"`.

@@ -27,22 +27,11 @@ use std::sync::{Mutex, PoisonError};
 /// its gradients through another communicator while backwards are under way can deadlock. Sum them
 /// through this one, in an [`Arc`](std::sync::Arc).
 ///
-/// # CUDA graphs
-///
-/// NCCL documents that its sums can be captured from CUDA 11.3 on. A graph of a whole training
-/// step, forward and backward, then has its sums in it.
-///
-/// - NCCL asks that all ranks capture the same sums, and that all replay them.
-/// - NCCL advises one process for each GPU. Threads of one process capture in the mode
-///   `THREAD_LOCAL`.
-/// - Run the first step of each layer before the capture, because it
-///   [compares](crate::PowerNorm::with_ranks) the ranks.
-///
 /// # Ranks that fail
 ///
-/// NCCL checks nothing and waits forever: for a rank that failed, and for one that brings other
-/// tensors or another order of sums, unless it adds up what does not belong together. Layers
-/// compare the ranks once, at their first sum. [Ranks](crate::guide::ranks) has more.
+/// NCCL checks nothing. It waits forever for a rank that failed. If a rank brings other tensors or
+/// another order of sums, it waits forever too, or adds up what does not belong together.
+/// [Ranks](crate::guide::ranks) has more, also on CUDA graphs.
 ///
 /// # Example
 ///
