@@ -1,6 +1,6 @@
 //! Builds layers: from a `VarBuilder`, from tensors, or all layers of a model alike.
 
-use crate::config::PowerNormConfig;
+use crate::config::{state_dtype, PowerNormConfig};
 use crate::error::Error;
 use crate::layer::PowerNorm;
 use crate::loss_scale::LossScale;
@@ -17,20 +17,14 @@ use candle_nn::{Init, VarBuilder};
 ///
 /// # Tensors
 ///
-/// | name | shape | dtype | fresh value |
-/// |---|---|---|---|
-/// | `weight` or `gamma` (γ) | `[size]` | the builder's | 1 |
-/// | `bias` or `beta` (β) | `[size]` | the builder's | 0 |
-/// | `running_phi` (ψ²) | `[size]` or `[1, size, 1, 1]` | `F32` (`F64` for an `F64` builder) | 1 |
-/// | `ema_gz` (ν/(1−α_b)) | `[size]` or `[1, size, 1, 1]` | as `running_phi` | 0 |
-/// | `iters` (t) | `[1]` | `I64`, on the CPU | 0 |
-/// | `groups` (G of the group scaling, −1 without it) | `[1]` | `I64`, on the CPU | 0 |
+/// `weight` (γ) and `bias` (β), `[size]`, have the builder's dtype. If the builder has `gamma` and
+/// `beta` instead, those are read, as in candle's LayerNorm. With `affine: false` there is neither,
+/// and with `bias: false` no bias. What the layer does not have is not asked for, and stays unread
+/// if the builder has it.
 ///
-/// `gamma` and `beta` are read if the builder has no `weight` and `bias`, as in candle's LayerNorm.
-/// With `affine: false` there is neither weight nor bias, and with `bias: false` no bias. What the
-/// layer does not have is not asked for, and stays unread if the builder has it. A `VarMap` saves
-/// and loads the statistics with the weights. No gradient reaches them, so no optimizer moves them.
-/// A frozen builder may lack `groups`. [Checkpoints](crate::guide::checkpoints) has more.
+/// The statistics are `running_phi` (ψ²), `ema_gz` (ν/(1−α_b)), `iters` (t) and `groups`. No
+/// optimizer moves them. [Checkpoints](crate::guide::checkpoints) has the shapes, dtypes and fresh
+/// values of all tensors.
 ///
 /// # State
 ///
@@ -75,22 +69,6 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
 /// # Errors
 ///
 /// As in [`power_norm`].
-///
-/// # Example
-///
-/// ```
-/// use candle::{DType, Device, Result};
-/// use candle_nn::{VarBuilder, VarMap};
-/// use candle_powernorm::power_norm_no_bias;
-///
-/// # fn main() -> Result<()> {
-/// let varmap = VarMap::new();
-/// let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
-/// let norm = power_norm_no_bias(512, 1e-5, vb.pp("norm"))?;
-/// assert!(norm.weight().is_some() && norm.bias().is_none());
-/// assert!(!varmap.data().lock().unwrap().contains_key("norm.bias"));
-/// # Ok(()) }
-/// ```
 pub fn power_norm_no_bias<C: Into<PowerNormConfig>>(
     size: usize,
     config: C,
@@ -120,8 +98,8 @@ impl PowerNorm {
     /// `bias` is a tensor or `None`. The configuration of a layer without one has `bias: false`.
     ///
     /// `running_phi` is ψ²: a trained layer's, or `Tensor::ones` for a fresh layer. ν and the step
-    /// count start at 0, so training starts with the configuration's warm-up. They are in no
-    /// `VarMap`. To resume training from a checkpoint, build the layer with [`power_norm`].
+    /// count start at 0, and no `VarMap` saves them. To resume training from a checkpoint, build
+    /// the layer with [`power_norm`].
     ///
     /// The layer starts in training if `weight` is a variable, else in evaluation. Training updates
     /// `running_phi` in place if it is a variable, else a copy.
@@ -160,10 +138,16 @@ impl PowerNorm {
     ) -> Result<Self> {
         let (bias, mut config) = (bias.into(), config.into());
         if !config.affine {
-            return Err(Error::NotAffine.into());
+            candle::bail!(
+                "power_norm: expected affine: true beside a weight and a bias, got false: \
+                 build a layer without them by `power_norm`"
+            )
         }
         if bias.is_some() && !config.bias {
-            return Err(Error::UnwantedBias.into());
+            candle::bail!(
+                "power_norm: expected bias: true beside a bias, got false: \
+                 pass `None` in place of the bias"
+            )
         }
         config.bias = bias.is_some();
         let &[size] = weight.dims() else {
@@ -172,11 +156,12 @@ impl PowerNorm {
         let dtype = state_dtype("weight", weight.dtype())?;
         config.validate(size, dtype)?;
         for (name, tensor) in [("bias", bias.as_ref()), ("running_phi", Some(&running_phi))] {
-            let Some(tensor) = tensor.filter(|tensor| tensor.dims() != [size]) else {
-                continue;
-            };
-            let got = tensor.shape().clone();
-            return Err(Error::ChannelShape { name, size, got }.into());
+            let shape = tensor.map(Tensor::shape);
+            if let Some(got) = shape.filter(|shape| shape.dims() != [size]) {
+                candle::bail!(
+                    "power_norm: expected {name} of shape [{size}] (as the weight), got {got:?}"
+                )
+            }
         }
         let ema_gz = running_phi.detach().zeros_like()?;
         let iters = Tensor::zeros(1, DType::I64, &Device::Cpu)?;
@@ -184,16 +169,6 @@ impl PowerNorm {
         state.check_phi()?;
         let trainable = weight.is_variable();
         Self::from_parts(Some(weight), bias, state, trainable)
-    }
-}
-
-/// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
-/// `dtype`. Refuses a dtype that the layer does not compute in.
-pub(crate) fn state_dtype(name: &'static str, dtype: DType) -> Result<DType> {
-    match dtype {
-        DType::F64 => Ok(DType::F64),
-        DType::F32 | DType::F16 | DType::BF16 => Ok(DType::F32),
-        got => Err(Error::LayerDType { name, got }.into()),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The layer's configuration and its checks.
 
 use crate::error::Error;
-use candle::DType;
+use candle::{DType, Result};
 
 /// Which statistic normalizes a training step after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -60,22 +60,16 @@ pub enum Recipe {
     ///   `ψ² ← ψ²(t−1)/t + ψ_B²/t`.
     /// - `t > T`: `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`, `∂L/∂X̃ = (g − ν₍ₜ₋₁₎ X̂)/D`;
     ///   `ψ² ← α_f ψ² + (1−α_f) ψ_B²` (Eq. 8, 10, 12).
-    /// - Always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ`, Eq. 13 with its factor clamped at 0. A
-    ///   negative factor would change ν's sign at each step, and Eq. 13 diverges if `Γ > 2/(1−α_b)`
-    ///   persists.
+    /// - Always: `ν ← max(0, 1−(1−α_b)Γ) ν + (1−α_b) Λ`, Eq. 13 with its factor clamped at 0.
     /// - A channel whose new ψ² or ν is not finite keeps the old value for that step.
     /// - Padded rows enter no sum, and their input gradient is 0.
+    ///
+    /// [Robustness](crate::guide::robustness) explains the two guards.
     #[default]
     Paper,
     /// The code that the authors released (`MaskPowerNorm` of sIncerass/powernorm), to continue
-    /// from its checkpoints. It differs from [`Recipe::Paper`]:
-    ///
-    /// - The backward always divides by the batch's `sqrt(ψ_B² + ε)`, whatever the forward used.
-    /// - ν corrects the gradient at every `t`, warm-up included.
-    /// - For `t < T` the cumulative mean is applied to ψ². The moving average is applied at every
-    ///   `t`, after the cumulative mean.
-    /// - Γ, Λ, ∂L/∂γ and ∂L/∂β run over all `B` rows, and padded rows get an input gradient.
-    /// - There is no guard and no finite check.
+    /// from its checkpoints. It has no guards. [The paper's page](crate::guide::paper) lists how
+    /// its equations differ.
     Fairseq,
 }
 
@@ -92,11 +86,10 @@ pub enum Recipe {
 ///
 /// # Feature `serde`
 ///
-/// The configuration can be part of the model's configuration, in the JSON file beside the weights:
+/// The configuration can be part of a model's `config.json`:
 /// `"norm": { "warmup_steps": 4000, "group_scaling": 8, "statistics": "batch" }`. A missing field
-/// has its default, and `"group_scaling": null` is `None`. A format without null, such as TOML,
-/// cannot say `None`. An unknown field is an error, because otherwise a misspelt name would pass
-/// unnoticed. Values are checked when a layer is built.
+/// has its default, and an unknown field is an error. `"group_scaling": null` is `None`, which a
+/// format without null, such as TOML, cannot say. Values are checked when a layer is built.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[cfg_attr(
     feature = "serde",
@@ -117,10 +110,9 @@ pub struct PowerNormConfig {
     /// T, the number of steps that use the batch's statistic before the running one takes over.
     /// Default 100. The paper makes it as long as the learning rate's warm-up.
     pub warmup_steps: usize,
-    /// G, the number of groups of the group scaling, or `None` for none. Group scaling, which the
-    /// paper calls layer-scale, first divides each of a row's G equal groups of channels by the
-    /// group's root mean square (appendix A; `GroupScaling1D` in the released code). Default
-    /// `Some(1)`. The released code takes as many groups as there are attention heads.
+    /// G, the number of groups of the [group scaling](crate::GroupScaling), which comes first, or
+    /// `None` for none. Default `Some(1)`. The released code takes as many groups as there are
+    /// attention heads.
     pub group_scaling: Option<usize>,
     /// The statistic after the warm-up. Default [`Statistics::Running`].
     pub statistics: Statistics,
@@ -186,9 +178,9 @@ impl From<f64> for PowerNormConfig {
 
 impl PowerNormConfig {
     /// Checks the values against a layer of `size` channels whose state is kept in `dtype`.
-    pub(crate) fn validate(&self, size: usize, dtype: DType) -> Result<(), Error> {
+    pub(crate) fn validate(&self, size: usize, dtype: DType) -> Result<()> {
         if size == 0 {
-            return Err(Error::Size);
+            return Err(Error::Size.into());
         }
         // Unless its parameters are f64, the layer takes inputs whose sums are f32.
         let sums = if self.affine { dtype } else { DType::F32 };
@@ -196,15 +188,17 @@ impl PowerNormConfig {
         for (name, got) in [("alpha_fwd", self.alpha_fwd), ("alpha_bwd", self.alpha_bwd)] {
             let used = rounded(got, sums);
             if !(used > 0. && used < 1.) {
-                return Err(Error::Alpha {
-                    name,
-                    got,
-                    dtype: sums,
-                });
+                candle::bail!(
+                    "power_norm: expected {name} between 0 and 1, both excluded, after rounding \
+                     to {sums:?}, got {got:?}: choose a number such as 0.9"
+                )
             }
         }
         match self.group_scaling {
-            Some(groups) if !size.is_multiple_of(groups) => Err(Error::Groups { size, groups }),
+            Some(groups) if !size.is_multiple_of(groups) => candle::bail!(
+                "power_norm: expected group_scaling to divide the size {size}, got {groups}: \
+                 choose `None`, 1 or another divisor"
+            ),
             _ => Ok(()),
         }
     }
@@ -245,12 +239,26 @@ impl PowerNormConfig {
 }
 
 /// Checks an ε in the dtype of the sums, where a value that is fine in f64 may be 0 or infinite.
-pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<(), Error> {
+pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<()> {
     let used = rounded(eps, dtype);
-    if used > 0. && used.is_finite() {
-        Ok(())
-    } else {
-        Err(Error::Eps { got: eps, dtype })
+    if !(used > 0. && used.is_finite()) {
+        candle::bail!(
+            "power_norm: expected eps positive and finite after rounding to {dtype:?}, \
+             got {eps:?}: choose a number such as 1e-5"
+        )
+    }
+    Ok(())
+}
+
+/// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
+/// `dtype`. Refuses a dtype that the layer does not compute in.
+pub(crate) fn state_dtype(name: &str, dtype: DType) -> Result<DType> {
+    match dtype {
+        DType::F64 => Ok(DType::F64),
+        DType::F32 | DType::F16 | DType::BF16 => Ok(DType::F32),
+        got => {
+            candle::bail!("power_norm: expected {name} of dtype F32, F64, F16 or BF16, got {got:?}")
+        }
     }
 }
 

@@ -1,6 +1,5 @@
 //! Folding: moves a trained layer's multiply-add into the linear layer after it.
 
-use crate::error::Error;
 use crate::group_scaling::GroupScaling;
 use crate::layer::PowerNorm;
 use crate::mode::Purpose;
@@ -12,25 +11,15 @@ impl PowerNorm {
     ///
     /// The result does what an evaluation of this layer and then `next` do. In evaluation
     /// `Y = s ⊙ X̃ + β` with `s = γ / sqrt(ψ² + ε)`, so `W Y + b = W' X̃ + b'` with
+    /// `W' = W diag(s)` and `b' = b + W β`. The result reads X̃, which is the output of
+    /// [`group_scaling`](Self::group_scaling), or the layer's input without it.
+    /// [Inference](crate::guide::inference) says when to fold.
     ///
-    /// ```text
-    /// W' = W diag(s),   b' = b + W β
-    /// ```
+    /// # Shapes and dtypes
     ///
-    /// Without group scaling X̃ is the input itself, and nothing is left of the normalization.
-    /// With it, X̃ is the output of [`group_scaling`](Self::group_scaling). If several linear
-    /// layers read the normalized input, as an attention's query, key and value do, fold into each.
-    ///
-    /// # Shapes
-    ///
-    /// `next` and the result map `[.., size]` to `[.., out]`. The result has a bias if `next` or
-    /// this layer has one.
-    ///
-    /// # Dtypes
-    ///
-    /// The result has the dtype of `next`, which may differ from this layer's. Its numbers are
-    /// computed in `F64` and rounded once. If `s` is far from 1, W' may leave the short range of
-    /// `F16`.
+    /// `next` and the result map `[.., size]` to `[.., out]`, in the dtype of `next`, which may
+    /// differ from this layer's. The result has a bias if `next` or this layer has one. If `s` is
+    /// far from 1, W' may leave the short range of `F16`.
     ///
     /// # State
     ///
@@ -94,12 +83,15 @@ impl PowerNorm {
     fn multiply_add(&self, next: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         // A recalibration moves ψ² too.
         if self.mode().purpose() != Purpose::Evaluation {
-            return Err(Error::FoldOutsideEvaluation.into());
+            candle::bail!(
+                "power_norm: expected a layer in evaluation to fold, got one whose statistic \
+                 moves: call `mode.set_training(false)`, or end the recalibration, first"
+            )
         }
         self.state().check_groups()?;
         let (size, got) = (self.size(), next.dim(1)?);
         if got != size {
-            return Err(Error::FoldFeatures { size, got }.into());
+            candle::bail!("power_norm: expected a linear layer of {size} input features, got {got}")
         }
         self.check_device("the weight of `next`", next.device())?;
         let phi = to_f64(&self.running_phi()?)?;

@@ -60,7 +60,7 @@ impl GroupScaling {
     /// `groups` is 0, or `eps` is not positive and finite.
     pub fn new(groups: usize, eps: f64) -> Result<Self> {
         if groups == 0 {
-            return Err(Error::NoGroups.into());
+            candle::bail!("power_norm: expected at least 1 group, got 0")
         }
         validate_eps(eps, DType::F64)?;
         Ok(Self { groups, eps })
@@ -88,8 +88,11 @@ impl GroupScaling {
             return Err(Error::Size.into());
         }
         if !size.is_multiple_of(self.groups) {
-            let groups = self.groups;
-            return Err(Error::GroupsOfInput { size, groups }.into());
+            candle::bail!(
+                "power_norm: expected {} groups to divide the {size} channels of the input: \
+                 choose another number of groups",
+                self.groups
+            )
         }
         check_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;

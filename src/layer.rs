@@ -1,7 +1,6 @@
 //! The layer: the forward passes, the accessors, the checks of arguments.
 
-use crate::builder::state_dtype;
-use crate::config::PowerNormConfig;
+use crate::config::{state_dtype, PowerNormConfig};
 use crate::device::pick::DeviceKind;
 use crate::error::Error;
 use crate::loss_scale::LossScale;
@@ -37,17 +36,12 @@ use std::sync::Arc;
 ///
 /// # State
 ///
-/// - A training forward updates ψ² and counts a step, whether or not a backward follows. Its
-///   backward updates ν, each time that it runs. [Training](crate::guide::training) says what
-///   follows.
-/// - A backward uses the current ν and weight, and the statistics of its forward.
-/// - A training forward without a kept row is an evaluation. On an NVIDIA GPU the host does not
-///   know the mask, so a fully masked batch [counts as a step](crate::guide::gpu).
-/// - An evaluation changes nothing, and neither does a call that is refused. A call that fails
-///   later, for want of memory or in a GPU's driver, may have moved the state.
-/// - Clones share parameters, state, mode, loss scale and ranks, and may be used from several
-///   threads. Two layers built on one path of a `VarMap` share their variables, but not the lock
-///   that makes each update whole. So share a layer by cloning it.
+/// A training forward updates ψ² and counts a step, whether or not a backward follows. Its backward
+/// updates ν, each time that it runs. An evaluation changes nothing, and neither does a refused
+/// call.
+///
+/// To use a layer in several places, clone it: clones share parameters, state, mode, loss scale and
+/// ranks. [Training](crate::guide::training) has more on steps and on clones.
 ///
 /// # Gradients
 ///
@@ -77,10 +71,6 @@ use std::sync::Arc;
 /// let keep = Tensor::new(&[[1u8, 1, 1], [1, 1, 0]], &Device::Cpu)?; // the last token is padding
 /// norm.forward_masked(&xs, &keep)?;
 /// norm.forward_residual(&ys, &xs, &keep)?; // the normalized sum, and the sum
-/// assert_eq!(norm.steps()?, 3);
-///
-/// norm.mode().set_training(false);
-/// norm.forward(&xs)?; // an evaluation: nothing moves
 /// assert_eq!(norm.steps()?, 3);
 /// # Ok(()) }
 /// ```
@@ -133,8 +123,12 @@ impl PowerNorm {
         }
         if let (Some(weight), Some(bias)) = (&weight, &bias) {
             let (weight, got) = (weight.dtype(), bias.dtype());
+            // No input would fit both.
             if got != weight && got != DType::F32 && weight != DType::F32 {
-                return Err(Error::BiasDType { weight, got }.into());
+                candle::bail!(
+                    "power_norm: expected bias of dtype {weight:?} (as the weight) or F32, \
+                     got {got:?}: convert one of them"
+                )
             }
         }
         Ok(Self {
@@ -154,8 +148,8 @@ impl PowerNorm {
     /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. This method
     /// ignores the layer's [`Mode`].
     ///
-    /// `Tensor::apply_t` and generic code that takes a `ModuleT` do not call this method but
-    /// candle's blanket implementation, which drops `train`. Hand them a [`PowerNormT`].
+    /// `Tensor::apply_t` and generic code that takes a `ModuleT` do not call it, and drop `train`.
+    /// Hand them a [`PowerNormT`].
     ///
     /// # Errors
     ///
@@ -173,9 +167,9 @@ impl PowerNorm {
     /// padding, and any other number a real token. `None` keeps every row. Some models' masks are
     /// the inverse: [masks](crate::guide::padding) has a table and an example.
     ///
-    /// A padded row's output is computed. Under [`Recipe::Paper`](crate::Recipe::Paper) a padded
-    /// row enters no statistic and no parameter gradient, and its input gradient is 0, whatever the
-    /// row holds. Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask changes only ψ_B².
+    /// A padded row's output is computed. The row enters no statistic and no parameter gradient,
+    /// and its input gradient is 0. Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask
+    /// changes only ψ_B².
     ///
     /// # Errors
     ///
@@ -195,7 +189,6 @@ impl PowerNorm {
     /// [`forward_masked`](Self::forward_masked), and `None` keeps every row. The sum of a padded
     /// row is computed too. The layer's [`Mode`] says whether this is training or evaluation.
     ///
-    /// The outputs have the bits of an addition that rounds to nearest, followed by a `forward`.
     /// [Residuals](crate::guide::residuals) has an example, and says what this saves.
     ///
     /// # Errors
@@ -228,23 +221,17 @@ impl PowerNorm {
 
     /// The same layer, with statistics over the rows of all ranks.
     ///
-    /// A rank is one of several processes or GPUs that train copies of one model, each on its own
-    /// shard of every batch. N ranks with B/N rows each then have the state and the gradients of
-    /// one rank with B rows. All ranks make the same training forwards and backwards in the same
-    /// order, and each of these adds its sums up over the ranks.
-    /// [Ranks](crate::guide::ranks) has the other rules, and says what happens if a rank fails.
-    ///
-    /// # Gradients
-    ///
-    /// Each rank's loss is its part of one sum, and the gradients of parameters are each rank's
-    /// part. The caller adds them up over the ranks, as for the model's other parameters.
+    /// N ranks with B/N rows each then have the state and the gradients of one rank with B rows.
+    /// All ranks make the same training forwards and backwards in the same order. Each rank's loss
+    /// is its part of one sum. The gradients of parameters are each rank's part too, and the caller
+    /// adds them up. [Ranks](crate::guide::ranks) has the other rules, and says what happens if a
+    /// rank fails.
     ///
     /// # Errors
     ///
-    /// A layer's first training forward compares the ranks: the order of `with_ranks`, the step
-    /// count, the size, and the configuration. If they differ, every rank gets an error that says
-    /// in what. Later exchanges are compared on a CPU only. On a GPU, ranks that make different
-    /// calls hang, or add unrelated numbers.
+    /// A layer's first training forward compares the ranks. If they differ, every rank gets an
+    /// error that says in what. Later exchanges are compared on a CPU only. On a GPU, ranks that
+    /// make different calls hang, or add unrelated numbers.
     #[must_use]
     pub fn with_ranks(mut self, ranks: &Ranks) -> Self {
         let device = self.device.sums_device(self.state.device());
@@ -354,33 +341,39 @@ impl PowerNorm {
 
     fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
         if residual.dtype() != xs.dtype() || residual.shape() != xs.shape() {
-            return Err(Error::Residual {
-                expected: xs.shape().clone(),
-                dtype: xs.dtype(),
-                got: residual.shape().clone(),
-                got_dtype: residual.dtype(),
-            }
-            .into());
+            candle::bail!(
+                "power_norm: expected a residual of shape {:?} and dtype {:?} (as the input), \
+                 got {:?} and {:?}: give it the input's shape and dtype",
+                xs.shape(),
+                xs.dtype(),
+                residual.shape(),
+                residual.dtype()
+            )
         }
         self.check_device("residual", residual.device())
     }
 
     fn check_keep(&self, xs: &Tensor, keep: &Tensor) -> Result<()> {
         if !matches!(keep.dtype(), DType::U8 | DType::U32 | DType::I64) {
-            return Err(Error::KeepDType(keep.dtype()).into());
+            candle::bail!(
+                "power_norm: expected keep of dtype U8, U32 or I64, got {:?}: make it 0 for \
+                 padding, by `ne(0f64)` from a mask of 1 and 0, or by `eq(0f64)` from an additive \
+                 mask",
+                keep.dtype()
+            )
         }
         let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
         if keep.shape() != &expected {
-            return Err(Error::KeepShape {
-                expected,
-                got: keep.shape().clone(),
-            }
-            .into());
+            candle::bail!(
+                "power_norm: expected keep of shape {expected:?} (xs without its last dimension), \
+                 got {:?}: give it one number for each row of xs",
+                keep.shape()
+            )
         }
         self.check_device("keep", keep.device())
     }
 
-    pub(crate) fn check_device(&self, name: &'static str, device: &Device) -> Result<()> {
+    pub(crate) fn check_device(&self, name: &str, device: &Device) -> Result<()> {
         check_device(name, device, self.state.device())
     }
 }
@@ -394,10 +387,11 @@ pub(crate) fn check_input(
 ) -> Result<()> {
     match xs.dims().last() {
         None => return Err(Error::Scalar.into()),
-        Some(&last) if last != size => {
-            let got = xs.shape().clone();
-            return Err(Error::LastDim { size, got }.into());
-        }
+        Some(&last) if last != size => candle::bail!(
+            "power_norm: expected a last dimension of {size}, got shape {:?}: \
+             move the channels last, or build a layer of another size",
+            xs.shape()
+        ),
         Some(_) => {}
     }
     let input = xs.dtype();
@@ -406,24 +400,27 @@ pub(crate) fn check_input(
         if let Some(parameter) = parameter {
             let got = parameter.dtype();
             if got != input && got != DType::F32 {
-                return Err(Error::ParameterDType { name, input, got }.into());
+                let or_f32 = if input == DType::F32 { "" } else { " or F32" };
+                candle::bail!(
+                    "power_norm: expected {name} of dtype {input:?} (as the input){or_f32}, \
+                     got {got:?}: convert the input to {got:?}, or the parameters to F32"
+                )
             }
         }
     }
     check_device("xs", xs.device(), own)
 }
 
-fn check_device(name: &'static str, device: &Device, own: &Device) -> Result<()> {
+fn check_device(name: &str, device: &Device, own: &Device) -> Result<()> {
     // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
-    if device.location() == own.location() {
-        return Ok(());
+    let (expected, got) = (own.location(), device.location());
+    if got != expected {
+        candle::bail!(
+            "power_norm: expected {name} on the layer's device {expected:?}, got {got:?}: \
+             move it by `to_device`"
+        )
     }
-    Err(Error::Device {
-        name,
-        expected: own.location(),
-        got: device.location(),
-    }
-    .into())
+    Ok(())
 }
 
 /// Checks the dtype of an input.
@@ -434,12 +431,11 @@ pub(crate) fn check_input_dtype(dtype: DType) -> Result<()> {
     }
 }
 
-/// A [`PowerNorm`] for generic code that takes a `ModuleT`: it honours `train`.
+/// A [`PowerNorm`] for generic code that takes a `ModuleT`: it honours `train` and ignores the
+/// layer's [`Mode`].
 ///
-/// candle implements `ModuleT` for every `Module` and drops `train` there. So the layer, which is a
-/// `Module`, cannot honour `train` itself. A `PowerNormT` ignores the layer's [`Mode`], but the
-/// methods of the layer inside, such as [`forward_masked`](PowerNorm::forward_masked), follow it.
-/// [Training](crate::guide::training) has an example.
+/// candle implements `ModuleT` for every `Module`, and drops `train` there. So the layer cannot
+/// honour it itself. [Training](crate::guide::training) has an example.
 #[derive(Debug, Clone)]
 pub struct PowerNormT(
     /// The layer.

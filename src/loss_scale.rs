@@ -1,6 +1,5 @@
 //! The factor that mixed-precision training puts on its loss.
 
-use crate::error::Error;
 use candle::Result;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,15 +7,13 @@ use std::sync::Arc;
 
 /// A shared number: the factor S of a scaled loss, `S · L`.
 ///
-/// Training in `F16` multiplies the loss by a large number, so that small gradients do not vanish,
-/// and divides the parameters' gradients by it afterwards. ν averages over many steps a quantity
-/// that scales with the loss. A layer with a `LossScale`
-/// ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale)) keeps ν in the units of `L`:
-/// its gradient is `(g − S ν X̂)/D`, and ν takes `Λ/S`. A change of S then changes nothing.
+/// A layer with a `LossScale` ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale))
+/// keeps ν in the units of `L`: its gradient is `(g − S ν X̂)/D`, and ν takes `Λ/S`. A change of S
+/// then changes nothing. [Mixed precision](crate::guide::mixed_precision) says which training needs
+/// it, and has a loop.
 ///
 /// Clones share the number. A backward uses the number that is set when it runs, so change it only
-/// between steps. A CUDA graph keeps the number from when it was captured.
-/// [Mixed precision](crate::guide::mixed_precision) has a training loop.
+/// between steps.
 ///
 /// ```
 /// use candle_powernorm::{LossScale, Mode, PowerNormBuilder};
@@ -27,9 +24,6 @@ use std::sync::Arc;
 /// scale.set(scale.get() / 2.)?; // for all layers that `norms` builds
 /// # Ok(()) }
 /// ```
-///
-/// Under [`Recipe::Paper`](crate::Recipe::Paper) a channel whose Λ overflowed keeps its ν. ψ² and
-/// the step count have moved by then.
 #[derive(Clone)]
 pub struct LossScale(Arc<AtomicU64>);
 
@@ -60,7 +54,10 @@ impl LossScale {
         // Sums are in f32 as a rule, and f32 must hold the number and its inverse.
         let single = scale as f32;
         if !(single > 0. && single.is_finite() && single.recip().is_finite()) {
-            return Err(Error::LossScale(scale).into());
+            candle::bail!(
+                "power_norm: expected a loss scale that is positive and finite in F32, \
+                 and whose inverse is too, got {scale}"
+            )
         }
         self.0.store(scale.to_bits(), Ordering::Release);
         Ok(())

@@ -95,13 +95,12 @@ impl Mode {
     /// Use it where ψ² no longer fits the weights: after checkpoints were averaged or edited, or
     /// for data of another kind.
     ///
-    /// ψ² becomes the mean of ψ_B² over the batches: `ψ² ← ψ²(k−1)/k + ψ_B²/k` in the k-th. The
-    /// old ψ² does not count. Every batch counts the same, so use batches of one size. Each batch
-    /// is normalized by its own ψ_B². ν, t and the weights stay.
+    /// ψ² becomes the mean of ψ_B² over the batches, each of which is normalized by its own ψ_B².
+    /// Every batch counts the same, so use batches of one size. ν, t and the weights stay.
     ///
-    /// A layer that gets no batch keeps its ψ². Calls that say themselves whether they train
-    /// ([`forward_t`](crate::PowerNorm::forward_t), [`PowerNormT`](crate::PowerNormT)) recalibrate
-    /// nothing. [Checkpoints](crate::guide::checkpoints) has an example, and more rules.
+    /// Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),
+    /// [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.
+    /// [Checkpoints](crate::guide::checkpoints) has an example, and more rules.
     pub fn recalibrate_scope(&self) -> ModeScope {
         self.scope(Purpose::Recalibration)
     }

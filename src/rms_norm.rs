@@ -1,7 +1,7 @@
 //! RMSNorm: the group scaling of one group, with a weight.
 
-use crate::builder::{parameter, state_dtype};
-use crate::config::validate_eps;
+use crate::builder::parameter;
+use crate::config::{state_dtype, validate_eps};
 use crate::device::pick::DeviceKind;
 use crate::error::Error;
 use crate::group_scaling::GroupScaling;

@@ -11,7 +11,6 @@ pub use self::mpi::MpiCommunicator;
 pub use self::nccl::NcclCommunicator;
 
 use crate::config::{PowerNormConfig, Recipe};
-use crate::error::Error;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -21,8 +20,8 @@ use std::sync::Arc;
 /// own shard of every batch.
 ///
 /// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for
-/// GPUs. Another engine needs only these two methods. [`Ranks::new`] takes it for the layers of a
-/// model. A program that also sums its gradients shares one communicator with them, in an [`Arc`].
+/// GPUs. Another engine needs only these two methods. [Ranks](crate::guide::ranks) says how a
+/// program sums its gradients by the same communicator.
 ///
 /// # Example
 ///
@@ -79,15 +78,14 @@ pub trait Communicator: Send + Sync {
     /// same bits on every rank.
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
-    /// or `F64`). Ranks that call their layers in different orders may bring different shapes. An
-    /// engine should then fail on every rank. Each rank waits for the others, or has its GPU wait.
-    /// `tensor` is contiguous. It is on its layer's device if that is a CPU or an NVIDIA GPU, else
-    /// on the CPU.
+    /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
+    /// is on its layer's device if that is a CPU or an NVIDIA GPU, else on the CPU.
     ///
     /// # Errors
     ///
-    /// Whatever the engine reports. If an engine cannot sum, it should fail on every rank: an error
-    /// on one rank leaves the others waiting.
+    /// Whatever the engine reports. If an engine cannot sum, or if ranks that call their layers in
+    /// different orders bring different shapes, it should fail on every rank: an error on one rank
+    /// leaves the others waiting.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 
@@ -107,32 +105,27 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
 /// layers by the order of these calls, so every rank builds its model in the same order. Clones are
 /// the same ranks.
 #[derive(Clone)]
-pub struct Ranks(Arc<Shared>);
-
-struct Shared {
-    communicator: Box<dyn Communicator>,
+pub struct Ranks {
+    communicator: Arc<dyn Communicator>,
     /// Layers that were given these ranks.
-    layers: AtomicUsize,
+    layers: Arc<AtomicUsize>,
 }
 
 impl Ranks {
     /// The ranks over which `communicator` sums.
     pub fn new(communicator: impl Communicator + 'static) -> Self {
-        Self(Arc::new(Shared {
-            communicator: Box::new(communicator),
-            layers: AtomicUsize::new(0),
-        }))
-    }
-
-    fn world_size(&self) -> usize {
-        self.0.communicator.world_size()
+        Self {
+            communicator: Arc::new(communicator),
+            layers: Arc::default(),
+        }
     }
 }
 
 impl fmt::Debug for Ranks {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let mut ranks = f.debug_struct("Ranks");
-        ranks.field("world_size", &self.world_size()).finish()
+        ranks.field("world_size", &self.communicator.world_size());
+        ranks.finish()
     }
 }
 
@@ -175,8 +168,17 @@ struct Common {
     name: &'static str,
     /// Equal keys mean equal values, and a larger key means a larger value.
     key: u64,
-    /// The value of a key, as an error shows it.
-    show: fn(u64) -> String,
+    values: Values,
+}
+
+/// The values that keys stand for.
+enum Values {
+    /// The keys themselves.
+    Integers,
+    /// Positive numbers, whose bits have their order.
+    Floats,
+    /// Choices, by their number.
+    Names(&'static [&'static str]),
 }
 
 /// Keys are compared in pieces of so many bits. The squares of pieces add up exactly, over 2²¹
@@ -194,8 +196,8 @@ impl Member {
         config: &PowerNormConfig,
         device: Device,
     ) -> Option<Self> {
-        let layer = ranks.0.layers.fetch_add(1, Ordering::Relaxed);
-        (ranks.world_size() > 1).then(|| Self {
+        let layer = ranks.layers.fetch_add(1, Ordering::Relaxed);
+        (ranks.communicator.world_size() > 1).then(|| Self {
             ranks: ranks.clone(),
             layer,
             size,
@@ -225,51 +227,36 @@ impl Member {
 
     /// The announcement that comes with a rank's sums on a CPU.
     fn announcement(&self, exchange: Exchange, steps: usize) -> Vec<Common> {
+        let calls = &["a training forward", "a recalibration", "a backward"];
+        let steps = match exchange {
+            // It does not depend on them.
+            Exchange::Recalibration => 0,
+            Exchange::Forward | Exchange::Backward => steps,
+        };
         vec![
-            Common::number("layer (counted by calls of `with_ranks`)", self.layer),
-            Common::choice("call", exchange as u64, |key| {
-                name_of(
-                    key,
-                    &["a training forward", "a recalibration", "a backward"],
-                )
-            }),
-            // A recalibration does not depend on it.
-            Common::number(
-                "step count",
-                match exchange {
-                    Exchange::Recalibration => 0,
-                    Exchange::Forward | Exchange::Backward => steps,
-                },
-            ),
+            Common::integer("layer (counted by calls of `with_ranks`)", self.layer),
+            Common::choice("call", exchange as u64, calls),
+            Common::integer("step count", steps),
         ]
     }
 
     /// The settings that layers of one number have in common.
     fn settings(&self) -> Vec<Common> {
         let config = &self.config;
+        let statistics = config.statistics as u64;
+        // A layer does not accept 0 groups.
+        let groups = config.group_scaling.unwrap_or(0);
         vec![
-            Common::number("size", self.size),
-            // A layer does not accept 0 groups.
-            Common::number(
-                "group_scaling (0 for None)",
-                config.group_scaling.unwrap_or(0),
-            ),
-            Common::choice("recipe", config.recipe as u64, |key| {
-                name_of(key, &["Paper", "Fairseq"])
-            }),
-            Common::choice("statistics", config.statistics as u64, |key| {
-                name_of(key, &["Running", "Batch"])
-            }),
-            Common::number("warmup_steps", config.warmup_steps),
-            Common::choice("affine", config.affine.into(), |key| {
-                name_of(key, &["false", "true"])
-            }),
-            Common::choice("bias", config.has_bias().into(), |key| {
-                name_of(key, &["false", "true"])
-            }),
-            Common::positive("eps", config.eps),
-            Common::positive("alpha_fwd", config.alpha_fwd),
-            Common::positive("alpha_bwd", config.alpha_bwd),
+            Common::integer("size", self.size),
+            Common::integer("group_scaling (0 for None)", groups),
+            Common::choice("recipe", config.recipe as u64, &["Paper", "Fairseq"]),
+            Common::choice("statistics", statistics, &["Running", "Batch"]),
+            Common::integer("warmup_steps", config.warmup_steps),
+            Common::choice("affine", config.affine.into(), &["false", "true"]),
+            Common::choice("bias", config.has_bias().into(), &["false", "true"]),
+            Common::float("eps", config.eps),
+            Common::float("alpha_fwd", config.alpha_fwd),
+            Common::float("alpha_bwd", config.alpha_bwd),
         ]
     }
 
@@ -282,17 +269,24 @@ impl Member {
         message.extend(sums);
         let mut global = self.sum(&message)?;
         if global[0] > 0. {
-            return Err(Error::RankFailed.into());
+            candle::bail!(
+                "power_norm: expected every rank to take part in a sum, got a rank whose call \
+                 failed: look for its error there, and go on with the next step on all ranks"
+            )
         }
-        let ranks = self.ranks.world_size() as f64;
+        let ranks = self.ranks.communicator.world_size() as f64;
         let mut pairs = message[1..].iter().zip(&global[1..announced]);
         // If a sum and the sum of squares are this rank's times the number of ranks, the variance
         // is 0, so all are equal. Hence every rank finds the same difference.
         if let Some(differs) = pairs.position(|(own, sum)| *sum != ranks * own) {
             let common = &common[differs / ANNOUNCED];
-            let [least, most] = self.range(common.key)?.map(common.show);
-            let name = common.name;
-            return Err(Error::RanksDiffer { name, least, most }.into());
+            let [least, most] = self.range(common.key)?.map(|key| common.show(key));
+            candle::bail!(
+                "power_norm: expected one {} on all ranks, got {least} on one and {most} on \
+                 another: build and call the layers in one order on all ranks, with one \
+                 configuration and from one checkpoint",
+                common.name
+            )
         }
         Ok(global.split_off(announced))
     }
@@ -318,7 +312,7 @@ impl Member {
     /// Adds up numbers that the host waits for.
     fn sum(&self, numbers: &[f64]) -> Result<Vec<f64>> {
         let local = Tensor::new(numbers, &self.device)?;
-        let global = self.ranks.0.communicator.all_reduce_sum(&local)?;
+        let global = self.ranks.communicator.all_reduce_sum(&local)?;
         let global = global.to_dtype(DType::F64)?.to_vec1()?;
         let (expected, got) = (numbers.len(), global.len());
         if got != expected {
@@ -329,7 +323,7 @@ impl Member {
 
     /// Adds up numbers where they are.
     fn sum_on_device(&self, local: &Tensor) -> Result<Tensor> {
-        let global = self.ranks.0.communicator.all_reduce_sum(local)?;
+        let global = self.ranks.communicator.all_reduce_sum(local)?;
         let global = global.contiguous()?;
         let likeness = |tensor: &Tensor| {
             (
@@ -359,10 +353,8 @@ impl Turn<'_> {
         let member = self.member;
         let announcement = || member.announcement(self.exchange, steps);
         if !member.compared.load(Ordering::Acquire) {
-            let common: Vec<_> = announcement()
-                .into_iter()
-                .chain(member.settings())
-                .collect();
+            let mut common = announcement();
+            common.extend(member.settings());
             member.sum_in_common(&common, &[])?;
             member.compared.store(true, Ordering::Release);
         }
@@ -400,28 +392,32 @@ impl Drop for Turn<'_> {
 }
 
 impl Common {
-    fn number(name: &'static str, value: usize) -> Self {
-        let show = |key: u64| key.to_string();
-        Self {
-            name,
-            key: value as u64,
-            show,
-        }
+    fn integer(name: &'static str, value: usize) -> Self {
+        let (key, values) = (value as u64, Values::Integers);
+        Self { name, key, values }
     }
 
-    /// A positive number, whose bits have its order.
-    fn positive(name: &'static str, value: f64) -> Self {
-        let show = |key: u64| format!("{:?}", f64::from_bits(key));
-        Self {
-            name,
-            key: value.to_bits(),
-            show,
-        }
+    fn float(name: &'static str, value: f64) -> Self {
+        let (key, values) = (value.to_bits(), Values::Floats);
+        Self { name, key, values }
     }
 
-    /// One of a few choices, whose number is `key`.
-    fn choice(name: &'static str, key: u64, show: fn(u64) -> String) -> Self {
-        Self { name, key, show }
+    fn choice(name: &'static str, key: u64, names: &'static [&'static str]) -> Self {
+        let values = Values::Names(names);
+        Self { name, key, values }
+    }
+
+    /// The value of a rank's `key`, as an error shows it.
+    fn show(&self, key: u64) -> String {
+        match self.values {
+            Values::Integers => key.to_string(),
+            Values::Floats => format!("{:?}", f64::from_bits(key)),
+            Values::Names(names) => match names.get(key as usize) {
+                Some(name) => (*name).to_owned(),
+                // Another version of this crate may have more choices.
+                None => key.to_string(),
+            },
+        }
     }
 
     /// The key's pieces and their squares.
@@ -432,10 +428,4 @@ impl Common {
             [piece, piece * piece]
         })
     }
-}
-
-/// The name of a choice. Another version of this crate may have more choices.
-fn name_of(key: u64, names: &[&str]) -> String {
-    let name = usize::try_from(key).ok().and_then(|key| names.get(key));
-    name.map_or_else(|| key.to_string(), |name| (*name).to_owned())
 }

@@ -2,8 +2,8 @@
 #![allow(unsafe_code)]
 
 use super::Communicator;
-use crate::error::Error;
 use candle::{DType, Result, Tensor, WithDType};
+use mpi::collective::SystemOperation;
 use mpi::datatype::Equivalence;
 use mpi::ffi;
 use mpi::topology::SimpleCommunicator;
@@ -19,12 +19,11 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// A sum is an `MPI_Allreduce`. MPI requires that all processes receive identical results. The
 /// order of the addition is the library's: MPI recommends that it be the same from run to run, but
-/// does not require it. Before each sum, the ranks agree on its length and dtype in a sum of
-/// integers.
+/// does not require it.
 ///
-/// A tensor that cannot be summed, because its dtype is neither `F32` nor `F64`, or because its
-/// length or dtype differs from the other ranks', is an error on every rank. An error of MPI itself
-/// reaches the rank to which MPI reports it.
+/// Before each sum, the ranks compare lengths and dtypes. If they differ, or a dtype is neither
+/// `F32` nor `F64`, every rank gets an error. An error of MPI itself reaches the rank to which MPI
+/// reports it.
 ///
 /// A rank that leaves `main` early, by an error or a panic, **leaves the others waiting**: it must
 /// call `world.abort(1)`, as in the example, or be built with `panic = "abort"`.
@@ -83,9 +82,10 @@ impl MpiCommunicator {
     pub fn new(world: &SimpleCommunicator) -> Result<Self> {
         let got = mpi::environment::threading_support();
         if got < Threading::Multiple {
-            return Err(failure(format!(
-                "expected initialize_with_threading(Threading::Multiple), got Threading::{got:?}"
-            )));
+            candle::bail!(
+                "power_norm: MPI: expected initialize_with_threading(Threading::Multiple), \
+                 got Threading::{got:?}"
+            )
         }
         // SAFETY: MPI writes to a null handle. By its type, `world` is alive and not an
         // inter-communicator.
@@ -126,44 +126,32 @@ impl MpiCommunicator {
         let ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
         // The ranks agree on these numbers. -1 is a refusal.
         let count = values.as_ref().map_or(-1, |values| values.len() as i64);
-        let own = [count, (T::DTYPE == DType::F64).into()];
-        let [count, dtype] = own;
-        let least = ranks.all_reduce(&[count, -count, dtype, -dtype], Operation::Min)?;
+        let dtype = i64::from(T::DTYPE == DType::F64);
+        let least = ranks.all_reduce(&[count, -count, dtype, -dtype], SystemOperation::min())?;
         let values = values?;
         if least != [count, -count, dtype, -dtype] {
-            return Err(failure(format!(
-                "expected tensors of one length and dtype on all ranks, \
-                 got {count} of {:?} on this one: \
-                 make the same calls in the same order on all ranks",
+            candle::bail!(
+                "power_norm: MPI: expected tensors of one length and dtype on all ranks, \
+                 got {count} of {:?} on this one: make the same calls in the same order on all \
+                 ranks",
                 T::DTYPE
-            )));
+            )
         }
-        let sum = ranks.all_reduce(&values, Operation::Sum)?;
+        let sum = ranks.all_reduce(&values, SystemOperation::sum())?;
         Tensor::from_vec(sum, tensor.shape(), tensor.device())
     }
 }
 
 /// The elements of a tensor, no more than MPI can count.
 fn values<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
-    if tensor.dtype() != T::DTYPE {
-        return Err(failure(format!(
-            "expected a tensor of F32 or F64, got {:?}",
-            tensor.dtype()
-        )));
+    let (dtype, len) = (tensor.dtype(), tensor.elem_count());
+    if dtype != T::DTYPE {
+        candle::bail!("power_norm: MPI: expected a tensor of F32 or F64, got {dtype:?}")
     }
-    if c_int::try_from(tensor.elem_count()).is_err() {
-        let got = tensor.elem_count();
-        return Err(failure(format!(
-            "expected at most 2^31-1 elements, got {got}"
-        )));
+    if c_int::try_from(len).is_err() {
+        candle::bail!("power_norm: MPI: expected at most 2^31-1 elements, got {len}")
     }
     tensor.flatten_all()?.to_vec1()
-}
-
-/// A reduction of the ranks' values.
-enum Operation {
-    Min,
-    Sum,
 }
 
 /// A communicator of this crate's own.
@@ -179,26 +167,22 @@ impl Duplicate {
     fn all_reduce<T: Equivalence + Copy + Default>(
         &self,
         values: &[T],
-        operation: Operation,
+        operation: SystemOperation,
     ) -> Result<Vec<T>> {
         if mpi::is_finalized() {
-            return Err(failure("expected MPI in use, got it finalized".into()));
+            candle::bail!("power_norm: MPI: expected MPI in use, got it finalized")
         }
         let mut result = vec![T::default(); values.len()];
         // SAFETY: each buffer holds `values.len()` elements of the datatype, a number that fits an
         // int (see `values`). The operation is defined for integers and floats. The communicator is
         // alive, and its owner has locked it.
         unsafe {
-            let operation = match operation {
-                Operation::Min => ffi::RSMPI_MIN,
-                Operation::Sum => ffi::RSMPI_SUM,
-            };
             check(ffi::MPI_Allreduce(
                 values.as_ptr().cast(),
                 result.as_mut_ptr().cast(),
                 values.len() as c_int,
                 T::equivalent_datatype().as_raw(),
-                operation,
+                operation.as_raw(),
                 self.0,
             ))?;
         }
@@ -228,13 +212,5 @@ fn check(code: c_int) -> Result<()> {
     // SAFETY: the buffer is as long as the longest text.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len) };
     let text = String::from_utf8_lossy(&text[..len as usize]);
-    Err(failure(format!("expected success, got {text}")))
-}
-
-fn failure(reason: String) -> candle::Error {
-    Error::Communicator {
-        engine: "MPI",
-        reason,
-    }
-    .into()
+    candle::bail!("power_norm: MPI: expected success, got {text}")
 }

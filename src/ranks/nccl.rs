@@ -2,12 +2,11 @@
 #![allow(unsafe_code)]
 
 use super::Communicator;
-use crate::error::Error;
 use candle::backend::BackendStorage;
 use candle::cuda_backend::CudaDType;
 use candle::op::BackpropOp;
 use candle::{CudaDevice, CudaStorage, DType, Layout, Result, Storage, Tensor};
-use cudarc::driver::{DeviceRepr, DriverError};
+use cudarc::driver::DeviceRepr;
 use cudarc::nccl::result::NcclError;
 use cudarc::nccl::{Comm, Id, NcclType, ReduceOp};
 use std::sync::{Mutex, PoisonError};
@@ -28,22 +27,11 @@ use std::sync::{Mutex, PoisonError};
 /// its gradients through another communicator while backwards are under way can deadlock. Sum them
 /// through this one, in an [`Arc`](std::sync::Arc).
 ///
-/// # CUDA graphs
-///
-/// NCCL documents that its sums can be captured from CUDA 11.3 on. A graph of a whole training
-/// step, forward and backward, then has its sums in it.
-///
-/// - NCCL asks that all ranks capture the same sums, and that all replay them.
-/// - NCCL advises one process for each GPU. Threads of one process capture in the mode
-///   `THREAD_LOCAL`.
-/// - Run the first step of each layer before the capture, because it
-///   [compares](crate::PowerNorm::with_ranks) the ranks.
-///
 /// # Ranks that fail
 ///
-/// NCCL checks nothing and waits forever: for a rank that failed, and for one that brings other
-/// tensors or another order of sums, unless it adds up what does not belong together. Layers
-/// compare the ranks once, at their first sum. [Ranks](crate::guide::ranks) has more.
+/// NCCL checks nothing. It waits forever for a rank that failed. If a rank brings other tensors or
+/// another order of sums, it waits forever too, or adds up what does not belong together.
+/// [Ranks](crate::guide::ranks) has more, also on CUDA graphs.
 ///
 /// # Example
 ///
@@ -95,14 +83,18 @@ impl NcclCommunicator {
     /// `rank` is not below `world_size`, or NCCL reports an error.
     pub fn new(device: &CudaDevice, id: Id, rank: usize, world_size: usize) -> Result<Self> {
         if rank >= world_size || i32::try_from(world_size).is_err() {
-            return Err(failure(format!(
-                "expected a rank below a world size that fits an i32, got {rank} of {world_size}"
-            )));
+            candle::bail!(
+                "power_norm: NCCL: expected a rank below a world size that fits an i32, \
+                 got {rank} of {world_size}"
+            )
         }
         let stream = device.cuda_stream();
         // NCCL takes the GPU that is current in the thread.
-        stream.context().bind_to_thread().map_err(driver_failure)?;
-        let comm = Comm::from_rank(stream, rank, world_size, id).map_err(nccl_failure)?;
+        stream.context().bind_to_thread().map_err(|error| {
+            let text = format!("power_norm: NCCL: expected the GPU's context, got {error}");
+            candle::Error::msg(text)
+        })?;
+        let comm = Comm::from_rank(stream, rank, world_size, id).map_err(failure)?;
         Ok(Self {
             comm: Mutex::new(AnyThread(comm)),
             world_size,
@@ -120,12 +112,10 @@ impl Communicator for NcclCommunicator {
         let sum = match (&*storage, tensor.dtype()) {
             (Storage::Cuda(storage), DType::F32) => self.sum::<f32>(storage, layout)?,
             (Storage::Cuda(storage), DType::F64) => self.sum::<f64>(storage, layout)?,
-            (_, dtype) => {
-                return Err(failure(format!(
-                    "expected a tensor of F32 or F64 on a GPU, got {dtype:?} on {:?}",
-                    tensor.device().location()
-                )))
-            }
+            (_, dtype) => candle::bail!(
+                "power_norm: NCCL: expected a tensor of F32 or F64 on a GPU, got {dtype:?} on {:?}",
+                tensor.device().location()
+            ),
         };
         let shape = tensor.shape();
         Ok(Tensor::from_storage(
@@ -143,33 +133,31 @@ impl NcclCommunicator {
         T: CudaDType + DeviceRepr + NcclType,
     {
         let Some((start, end)) = layout.contiguous_offsets() else {
-            return Err(failure(format!(
-                "expected a contiguous tensor, got {layout:?}"
-            )));
+            candle::bail!("power_norm: NCCL: expected a contiguous tensor, got {layout:?}")
         };
         let comm = self.comm.lock().unwrap_or_else(PoisonError::into_inner);
         let device = storage.device();
         let (got, expected) = (device.cuda_stream(), comm.0.stream());
         if got.context().ordinal() != expected.context().ordinal() {
-            return Err(failure(format!(
-                "expected a tensor on GPU {}, got it on {}",
+            candle::bail!(
+                "power_norm: NCCL: expected a tensor on GPU {}, got it on {}",
                 expected.context().ordinal(),
                 got.context().ordinal()
-            )));
+            )
         }
         if got.cu_stream() != expected.cu_stream() {
-            return Err(failure(format!(
-                "expected a tensor on stream {:?} of its GPU, got it on {:?}",
+            candle::bail!(
+                "power_norm: NCCL: expected a tensor on stream {:?} of its GPU, got it on {:?}",
                 expected.cu_stream(),
                 got.cu_stream()
-            )));
+            )
         }
         let values = storage.as_cuda_slice::<T>()?.slice(start..end);
         // SAFETY: the sum writes all of it, and all reads are queued after the sum.
         let mut sum = unsafe { device.alloc::<T>(end - start) }?;
         comm.0
             .all_reduce(&values, &mut sum, &ReduceOp::Sum)
-            .map_err(nccl_failure)?;
+            .map_err(failure)?;
         Ok(CudaStorage::wrap_cuda_slice(sum, device.clone()))
     }
 }
@@ -187,18 +175,9 @@ impl Drop for NcclCommunicator {
     }
 }
 
-fn nccl_failure(error: NcclError) -> candle::Error {
-    failure(format!("expected success, got {:?}", error.0))
-}
-
-fn driver_failure(error: DriverError) -> candle::Error {
-    failure(format!("expected the GPU's context, got {error}"))
-}
-
-fn failure(reason: String) -> candle::Error {
-    Error::Communicator {
-        engine: "NCCL",
-        reason,
-    }
-    .into()
+fn failure(error: NcclError) -> candle::Error {
+    candle::Error::msg(format!(
+        "power_norm: NCCL: expected success, got {:?}",
+        error.0
+    ))
 }
