@@ -31,14 +31,11 @@ const MIN_STAGE_ARRAYS: usize = 4;
 /// It keeps 256 threads, which were as fast as 512 on simulated GPUs.
 const IDLE: usize = 8;
 
-/// The least shared memory of GPUs that copy into it: 8.6, 8.9 and 12.0 let a block have so much.
-const LEAST_SHARED_BYTES: usize = 99 << 10;
-
 /// The limits that launches are fitted to.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub multiprocessors: usize,
-    /// The most shared memory that a block can have.
+    /// The most shared memory that a block can have: 99 KiB or more if `copies`.
     pub shared_bytes: usize,
     /// The kernels have the GPU copy rows into shared memory by itself. Otherwise they load rows
     /// into registers.
@@ -93,7 +90,16 @@ impl Extent {
     /// A pass takes as long as its longest chunk. So chunks are even, though a block's last turn
     /// may then lack rows.
     pub fn cut(&self, pass: Pass) -> Cut {
-        let mut cut = self.columns(pass);
+        // The most arrays of rows that the pass reads: x and a residual, or x, dy and dsum.
+        let arrays = match pass {
+            Pass::Forward => 2,
+            Pass::Backward => 3,
+        };
+        let pieces = self.max_pieces(pass);
+        let whole = self.groups.map(|_| self.whole_groups(pieces));
+        let mut cut = whole
+            .filter(|whole| self.has_room(whole, arrays))
+            .unwrap_or_else(|| self.parts_of_groups(pieces));
         let chunks = (self.limits.multiprocessors / cut.grid.0 as usize).max(1);
         let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
         // Rows are a power of two, for the tree that adds sums of columns.
@@ -123,21 +129,6 @@ impl Extent {
         rows * MIN_THREAD_ROWS <= chunk_rows && busy && self.has_room(cut, MIN_STAGE_ARRAYS)
     }
 
-    /// Blocks of one warp or one row. They reduce their groups if they have room for whole ones.
-    fn columns(&self, pass: Pass) -> Cut {
-        let most = self.max_pieces(pass);
-        let whole = self.whole_groups(most);
-        // The most that a pass reads: x and a residual, or x, dy and dsum.
-        let arrays = match pass {
-            Pass::Forward => 2,
-            Pass::Backward => 3,
-        };
-        match self.groups.is_some() && self.has_room(&whole, arrays) {
-            true => whole,
-            false => self.parts_of_groups(most),
-        }
-    }
-
     /// The most 16-byte pieces a thread can own. Its registers must hold the pieces, widened, next
     /// to one sum for each value, or in a backward two. With more pieces they would spill. Without
     /// `copies` into shared memory, they also hold the next row.
@@ -145,8 +136,6 @@ impl Extent {
         let copies = self.limits.copies;
         match self.dtype {
             _ if !self.vectorized() => 1,
-            // Threads of several pieces take rows only from shared memory, if the GPU copies.
-            _ if copies && self.limits.shared_bytes < LEAST_SHARED_BYTES => 1,
             DType::F32 if copies || pass == Pass::Forward => 4,
             DType::F16 | DType::BF16 if copies && pass == Pass::Forward => 4,
             _ => 2,
@@ -157,12 +146,12 @@ impl Extent {
     /// takes: a row costs a thread about two pieces more, for the group's sum, pointers and tests.
     /// But a few lanes, an odd number, would read halves of 32-byte sectors.
     fn whole_groups(&self, most: usize) -> Cut {
-        let (pieces, span) = [4, 2]
-            .into_iter()
-            .filter(|&pieces| pieces <= most)
-            .map(|pieces| (pieces, self.group_pieces().div_ceil(pieces)))
-            .find(|&(_, span)| span.is_multiple_of(2) || span > WARP / 2)
-            .unwrap_or((1, self.group_pieces()));
+        let span = |pieces: usize| self.group_pieces().div_ceil(pieces);
+        let mut pieces = most;
+        while pieces > 1 && !span(pieces).is_multiple_of(2) && span(pieces) <= WARP / 2 {
+            pieces /= 2;
+        }
+        let span = span(pieces);
         if span > WARP {
             let lanes = span.next_multiple_of(WARP);
             return self.blocks(FactorOrigin::InTile, pieces, lanes, lanes);
@@ -312,11 +301,11 @@ fn stage_bytes(threads: usize, pieces: usize) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
     /// An extent of `[rows, cols]` on a GPU whose blocks have so much shared memory.
-    fn extent(
+    pub fn extent(
         dtype: DType,
         [rows, cols]: [usize; 2],
         multiprocessors: usize,
@@ -343,9 +332,7 @@ mod tests {
         for cols in odd.into_iter().chain((64..=16384).step_by(64)) {
             for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
                 for rows in [1, 7, 256, 2048, 100_000] {
-                    let gpus = [(1, 99), (84, 99), (108, 163), (132, 227)];
-                    // No GPU is known that copies into 64 KiB.
-                    for (multiprocessors, kib) in gpus.into_iter().chain([(84, 64)]) {
+                    for (multiprocessors, kib) in [(1, 99), (84, 99), (108, 163), (132, 227)] {
                         fits(extent(dtype, [rows, cols], multiprocessors, kib));
                     }
                     let mut old = extent(dtype, [rows, cols], 40, 64);
@@ -370,43 +357,26 @@ mod tests {
     fn cut_fits(extent: &Extent, pass: Pass, launches: [(usize, usize); 2]) {
         let cut = extent.cut(pass);
         let check = |holds: bool, what: &str| assert!(holds, "{what}: {extent:?}, {cut:?}");
-        let [tiles, chunks, lanes, block_rows] =
+        let [tiles, chunks, lanes, rows] =
             [cut.grid.0, cut.grid.1, cut.block.0, cut.block.1].map(|n| n as usize);
         let chunk_rows = cut.tiling.chunk_rows as usize;
-        check(chunks * chunk_rows >= extent.rows, "rows without a block");
-        check(
-            (chunks - 1) * chunk_rows < extent.rows,
-            "a block without rows",
-        );
-        let multiprocessors = extent.limits.multiprocessors;
-        check(
-            chunks * tiles <= multiprocessors.max(tiles),
-            "more blocks than multiprocessors",
-        );
-        check(lanes * block_rows <= BLOCK, "too many threads");
-        check(
-            (lanes * block_rows).is_multiple_of(WARP),
-            "a part of a warp",
-        );
-        check(block_rows.is_power_of_two(), "rows");
-        let span = cut.tiling.span as usize;
-        check(
-            cut.tiling.groups_per_tile as usize * span <= lanes,
-            "groups without lanes",
-        );
-        let parts = cut.tiling.tiles_per_group as usize;
-        let columns = parts * span * cut.pieces * piece(extent.dtype);
-        check(columns >= extent.group_len(), "columns without a lane");
+        let tile_lanes = (cut.tiling.groups_per_tile * cut.tiling.span) as usize;
+        let group_lanes = (cut.tiling.tiles_per_group * cut.tiling.span) as usize;
+        let group_columns = group_lanes * cut.pieces * piece(extent.dtype);
+        let most = extent.limits.multiprocessors.max(tiles);
+        check(chunks * chunk_rows >= extent.rows, "all rows");
+        check((chunks - 1) * chunk_rows < extent.rows, "empty chunks");
+        check(chunks * tiles <= most, "blocks");
+        check(lanes * rows <= BLOCK, "threads");
+        check((lanes * rows).is_multiple_of(WARP), "whole warps");
+        check(rows.is_power_of_two(), "rows of a block");
+        check(tile_lanes <= lanes, "lanes of the groups");
+        check(group_columns >= extent.group_len(), "all columns");
         for (arrays, sums) in launches {
             let (tiling, bytes) = extent.shared(&cut, arrays, sums);
             let shared_bytes = extent.limits.shared_bytes;
-            check(bytes as usize <= shared_bytes, "too much shared memory");
-            let must = cut.pieces > 1 || shared_bytes >= LEAST_SHARED_BYTES;
-            check(
-                tiling.stages > 0 || !(extent.streams() && must),
-                "no row on its way",
-            );
-            check(tiling.stages == 0 || extent.streams(), "rows on their way");
+            check(bytes as usize <= shared_bytes, "shared memory");
+            check((tiling.stages > 0) == extent.streams(), "stages");
         }
     }
 
