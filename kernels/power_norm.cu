@@ -162,7 +162,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
       move(from, rows.turn);
       each<ARRAYS>([&](int array) {
         if (array < arrays) {
-          ask(array, columns, rows.present(i * rows.step));
+          fetch(array, columns, rows.present(i * rows.step));
         }
       });
       advance(tiling);
@@ -189,7 +189,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
   // Asks for the row that takes its place: all of it has been read.
   __device__ __forceinline__ void ask(int array, const Tiling &tiling,
                                       const Columns<T, N> &columns, const Rows &rows) {
-    ask(array, columns, rows.present(copies ? tiling.ahead : rows.step));
+    fetch(array, columns, rows.present(copies ? tiling.ahead : rows.step));
   }
 
   // On to the next row.
@@ -200,7 +200,8 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
   }
 
 private:
-  __device__ __forceinline__ void ask(int array, const Columns<T, N> &columns, bool present) {
+  // Has the GPU copy the row at `from` into the slot, or loads it.
+  __device__ __forceinline__ void fetch(int array, const Columns<T, N> &columns, bool present) {
     const T *row = reinterpret_cast<const T *>(reinterpret_cast<const char *>(from) + gaps[array]);
     each<N>([&](int n) {
       if (copies) {
