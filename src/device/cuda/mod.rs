@@ -318,11 +318,10 @@ impl<F: Fn(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
-        let offset = offset(layout, storage.dtype())?;
-        let locks = Locks::default();
-        let mut uses = Uses::on(self.stream, &locks);
-        let Vector { data, dtype } = uses.write(storage)?;
-        let data = data + offset;
-        (self.launch)(Vector { data, dtype })
+        let (offset, dtype) = (offset(layout, storage.dtype())?, number(storage.dtype())?);
+        with_slice!(&mut storage.slice, slice => {
+            let (start, _held) = slice.device_ptr_mut(self.stream);
+            (self.launch)(Vector { data: start + offset, dtype })
+        })
     }
 }

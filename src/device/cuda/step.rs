@@ -59,10 +59,10 @@ impl CudaStep {
         }
         let sums = setting.over_ranks.then(|| gpu.sums(plan)).transpose()?;
         gpu.load(&plan.kernels(setting.over_ranks))?;
-        match plan.kind {
-            _ if has_rows => step.launch_rows(inputs, &mut outputs)?,
-            ForwardKind::RunningStatistic => step.launch_inv_rms(inputs)?,
-            _ => (),
+        if has_rows {
+            step.launch_rows(inputs, &mut outputs)?;
+        } else if plan.kind == ForwardKind::RunningStatistic {
+            step.launch_inv_rms(inputs)?;
         }
         if let Some(sums) = sums {
             step.launch_totals(sums)?;
@@ -106,8 +106,10 @@ impl CudaStep {
         let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
-        let sum = inputs.residual.is_some().then(|| on_gpu(&mut outputs.sum));
-        let sum = uses.write(sum.transpose()?)?.data;
+        let sum = match inputs.residual {
+            Some(_) => uses.write(on_gpu(&mut outputs.sum)?)?.data,
+            None => 0,
+        };
         let y = uses.write(on_gpu(&mut outputs.y)?)?.data;
         let reads = NormalizeParams {
             x: uses.read_rows(&inputs.x)?,
@@ -558,14 +560,15 @@ fn statistics(
     phi: Vector,
     by_batch: bool,
 ) -> UpdatePhiParams {
-    let (over_ranks, fairseq) = (totals != 0, plan.config.recipe == Recipe::Fairseq);
+    let has_all_totals = totals != 0 && plan.config.recipe == Recipe::Fairseq;
     let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
     UpdatePhiParams {
         totals,
-        all_totals: when(over_ranks && fairseq, all_totals),
-        partials: when(!over_ranks, saved.partials),
-        all_partials: when(!over_ranks, saved.all_partials),
-        kept: when(!over_ranks, saved.kept),
+        all_totals: when(has_all_totals, all_totals),
+        // Read only without totals.
+        partials: saved.partials,
+        all_partials: saved.all_partials,
+        kept: saved.kept,
         rows: plan.extent.rows as i64,
         cols: plan.extent.cols as i64,
         chunks: plan.chunks().into(),
