@@ -136,8 +136,8 @@ template <typename T, int N> struct Shared {
 // The GPU copies `stages` rows into shared memory, a ring. A thread copies only for itself, so it
 // waits for its own copies and for no barrier. Threads of several pieces always take rows from
 // there, unless the GPU is too old. A choice in each row would cost them a fifth more instructions.
-// Threads of one piece do without where pieces are not whole or shared memory has no room: they
-// load the next row into registers, as all threads do on an old GPU.
+// Threads of one piece do without where pieces are not whole: they load the next row into
+// registers, as all threads do on an old GPU.
 template <typename T, int N, int ARRAYS> struct RowPipeline {
   const T *from;        // this thread's first piece of the first array's row to ask for
   int64_t gaps[ARRAYS]; // bytes from there to the other arrays: fewer registers than pointers

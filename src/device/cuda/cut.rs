@@ -68,21 +68,22 @@ pub struct Cut {
     pub group_scaling: FactorOrigin,
     /// N of the kernels.
     pub pieces: usize,
-    /// Tiles along x and chunks of rows along y.
-    pub grid: (u32, u32),
-    /// Lanes along x and rows along y.
-    pub block: (u32, u32),
+    /// Blocks along x, and chunks of rows along y.
+    pub tiles: usize,
+    pub chunks: usize,
+    /// Threads of a block along x, and along y.
+    pub lanes: usize,
+    pub rows: usize,
 }
 
 impl Cut {
     fn threads(&self) -> usize {
-        (self.block.0 * self.block.1) as usize
+        self.lanes * self.rows
     }
 }
 
 impl Extent {
-    /// Cuts a pass by shape, dtype and GPU only: two runs add the same terms in the same
-    /// order.
+    /// Cuts a pass by shape, dtype and GPU only: two runs add the same terms in the same order.
     ///
     /// Rows are cut into as many chunks as give each multiprocessor at most one block. If there are
     /// more tiles than multiprocessors, there is one chunk. One block is enough, because its next
@@ -100,33 +101,28 @@ impl Extent {
         let mut cut = whole
             .filter(|whole| self.has_room(whole, arrays))
             .unwrap_or_else(|| self.parts_of_groups(pieces));
-        let chunks = (self.limits.multiprocessors / cut.grid.0 as usize).max(1);
+        let chunks = (self.limits.multiprocessors / cut.tiles).max(1);
         let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
         // Rows are a power of two, for the tree that adds sums of columns.
-        let twice = |cut: &Cut| Cut {
-            block: (cut.block.0, 2 * cut.block.1),
-            ..*cut
-        };
-        while self.suits(&twice(&cut), chunk_rows) {
-            cut = twice(&cut);
+        while self.suits(&cut, 2 * cut.rows, chunk_rows) {
+            cut.rows *= 2;
         }
-        let block_rows = cut.block.1 as usize;
         // Kernels count the elements from a thread's row to its next in 32 bits.
-        let chunk_rows = match u32::try_from(block_rows * self.cols) {
+        let chunk_rows = match u32::try_from(cut.rows * self.cols) {
             Ok(_) => chunk_rows,
-            Err(_) => block_rows,
+            Err(_) => cut.rows,
         };
         cut.tiling.chunk_rows = chunk_rows as i64;
-        cut.grid.1 = self.rows.div_ceil(chunk_rows) as u32;
+        cut.chunks = self.rows.div_ceil(chunk_rows);
         cut
     }
 
-    /// `true` if the rows of these blocks are better than half as many.
-    fn suits(&self, cut: &Cut, chunk_rows: usize) -> bool {
-        let rows = cut.block.1 as usize;
+    /// `true` if blocks of so many rows are better than blocks of half as many.
+    fn suits(&self, cut: &Cut, rows: usize, chunk_rows: usize) -> bool {
+        let cut = Cut { rows, ..*cut };
         let idle = chunk_rows.next_multiple_of(rows) - chunk_rows;
         let busy = idle * IDLE <= chunk_rows || cut.threads() <= BLOCK / 2;
-        rows * MIN_THREAD_ROWS <= chunk_rows && busy && self.has_room(cut, MIN_STAGE_ARRAYS)
+        rows * MIN_THREAD_ROWS <= chunk_rows && busy && self.has_room(&cut, MIN_STAGE_ARRAYS)
     }
 
     /// The most 16-byte pieces a thread can own. Its registers must hold the pieces, widened, next
@@ -193,8 +189,6 @@ impl Extent {
         let groups = self.groups.unwrap_or(1);
         let groups_per_tile = lanes / span;
         let tiles_per_group = self.group_pieces().div_ceil(pieces * span);
-        let tiles = groups.div_ceil(groups_per_tile) * tiles_per_group;
-        let rows = WARP >> lanes.trailing_zeros().min(WARP.ilog2());
         Cut {
             tiling: Tiling {
                 rows: self.rows as i64,
@@ -209,8 +203,10 @@ impl Extent {
             },
             group_scaling,
             pieces,
-            grid: (tiles as u32, 1),
-            block: (lanes as u32, rows as u32),
+            tiles: groups.div_ceil(groups_per_tile) * tiles_per_group,
+            chunks: 1,
+            lanes,
+            rows: WARP >> lanes.trailing_zeros().min(WARP.ilog2()),
         }
     }
 
@@ -244,13 +240,11 @@ impl Extent {
     /// The number of rows of `arrays` arrays that are on their way, and the bytes of a block that
     /// takes `sums` sums of each column: `Shared` of the kernels.
     pub fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (Tiling, u32) {
-        let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
-        let values = cut.pieces * piece(self.dtype);
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
-        let added = rows / 2
-            * lanes
-            * (((values * sums) | 1) * sums_dtype(self.dtype).size_in_bytes()).max(8);
-        let warps = lanes * rows / WARP;
+        let values = (cut.pieces * piece(self.dtype) * sums) | 1;
+        let thread_bytes = (values * sums_dtype(self.dtype).size_in_bytes()).max(8);
+        let added = cut.rows / 2 * cut.lanes * thread_bytes;
+        let warps = cut.threads() / WARP;
         let stage_bytes = arrays * stage_bytes(WARP, cut.pieces);
         let fixed = self.fixed_bytes(cut);
         let room = self.limits.shared_bytes.saturating_sub(fixed);
@@ -262,7 +256,7 @@ impl Extent {
         let bytes = (warps * ring_bytes + fixed).max(added);
         let tiling = Tiling {
             stages: stages as i32,
-            ahead: (stages * rows) as i32,
+            ahead: (stages * cut.rows) as i32,
             stage_bytes: stage_bytes as i32,
             ring_bytes: ring_bytes as i32,
             ..cut.tiling
@@ -273,15 +267,14 @@ impl Extent {
     /// Bytes of shared memory beside rows on their way: two numbers a column, in an odd number of
     /// 16-byte pieces for each lane, and what warps exchange if a group has several.
     fn fixed_bytes(&self, cut: &Cut) -> usize {
-        let columns = 2 * cut.pieces * sums_dtype(self.dtype).size_in_bytes()
-            / self.dtype.size_in_bytes()
-            + 1;
+        let widening = sums_dtype(self.dtype).size_in_bytes() / self.dtype.size_in_bytes();
+        let columns = 2 * cut.pieces * widening + 1;
         let exchanges = cut.group_scaling == FactorOrigin::InTile && cut.tiling.span > WARP as i32;
         let exchanged = match exchanges {
-            true => self.exchanged_bytes(cut.block.1 as usize),
+            true => self.exchanged_bytes(cut.rows),
             false => 0,
         };
-        cut.block.0 as usize * columns * 16 + exchanged
+        cut.lanes * columns * 16 + exchanged
     }
 
     /// Bytes by which the warps of each of a block's rows add numbers up: `LaneSum` of the kernels.
@@ -357,8 +350,7 @@ pub mod tests {
     fn cut_fits(extent: &Extent, pass: Pass, launches: [(usize, usize); 2]) {
         let cut = extent.cut(pass);
         let check = |holds: bool, what: &str| assert!(holds, "{what}: {extent:?}, {cut:?}");
-        let [tiles, chunks, lanes, rows] =
-            [cut.grid.0, cut.grid.1, cut.block.0, cut.block.1].map(|n| n as usize);
+        let Cut { tiles, chunks, .. } = cut;
         let chunk_rows = cut.tiling.chunk_rows as usize;
         let tile_lanes = (cut.tiling.groups_per_tile * cut.tiling.span) as usize;
         let group_lanes = (cut.tiling.tiles_per_group * cut.tiling.span) as usize;
@@ -367,10 +359,10 @@ pub mod tests {
         check(chunks * chunk_rows >= extent.rows, "all rows");
         check((chunks - 1) * chunk_rows < extent.rows, "empty chunks");
         check(chunks * tiles <= most, "blocks");
-        check(lanes * rows <= BLOCK, "threads");
-        check((lanes * rows).is_multiple_of(WARP), "whole warps");
-        check(rows.is_power_of_two(), "rows of a block");
-        check(tile_lanes <= lanes, "lanes of the groups");
+        check(cut.threads() <= BLOCK, "threads");
+        check(cut.threads().is_multiple_of(WARP), "whole warps");
+        check(cut.rows.is_power_of_two(), "rows of a block");
+        check(tile_lanes <= cut.lanes, "lanes of the groups");
         check(group_columns >= extent.group_len(), "all columns");
         for (arrays, sums) in launches {
             let (tiling, bytes) = extent.shared(&cut, arrays, sums);

@@ -150,7 +150,7 @@ impl LaunchPlan {
 
     /// Chunks of rows, each of which has sums of its own.
     pub fn chunks(&self) -> u32 {
-        self.cut.grid.1
+        self.cut.chunks as u32
     }
 
     /// Groups are wider than a block. A launch of their own reduces them before the rows' launch.
@@ -257,8 +257,8 @@ impl LaunchPlan {
                 dtype: self.extent.dtype,
                 pieces: Some(self.cut.pieces),
             },
-            grid: self.cut.grid,
-            block: self.cut.block,
+            grid: (self.cut.tiles as u32, self.cut.chunks as u32),
+            block: (self.cut.lanes as u32, self.cut.rows as u32),
             shared_bytes,
         };
         (launch, tiling)

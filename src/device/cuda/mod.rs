@@ -200,7 +200,8 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
     .into()
 }
 
-/// The tensors that launches read, locked until the launches are queued.
+/// The tensors that launches read, locked until the launches are queued. A tensor has a cell, so
+/// that it can be locked while others are in use.
 #[derive(Default)]
 struct Locks<'t>([OnceCell<StorageRef<'t>>; 8]);
 
