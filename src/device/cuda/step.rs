@@ -111,6 +111,7 @@ impl CudaStep {
             None => 0,
         };
         let y = uses.write(on_gpu(&mut outputs.y)?)?.data;
+        // The launches also write 1/D and the factors, for the backward.
         let reads = NormalizeParams {
             x: uses.read_rows(&inputs.x)?,
             weight: uses.read_vector(inputs.weight.as_ref())?,
