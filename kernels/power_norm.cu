@@ -136,8 +136,8 @@ template <typename T, int N> struct Shared {
 // The GPU copies `stages` rows into shared memory, a ring. A thread copies only for itself, so it
 // waits for its own copies and for no barrier. Threads of several pieces always take rows from
 // there, unless the GPU is too old. A choice in each row would cost them a fifth more instructions.
-// Threads of one piece do without where pieces are not whole or shared memory has no room: they
-// load the next row into registers, as all threads do on an old GPU.
+// Threads of one piece do without where pieces are not whole: they load the next row into
+// registers, as all threads do on an old GPU.
 template <typename T, int N, int ARRAYS> struct RowPipeline {
   const T *from;        // this thread's first piece of the first array's row to ask for
   int64_t gaps[ARRAYS]; // bytes from there to the other arrays: fewer registers than pointers
@@ -162,7 +162,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
       move(from, rows.turn);
       each<ARRAYS>([&](int array) {
         if (array < arrays) {
-          ask(array, columns, rows.present(i * rows.step));
+          fetch(array, columns, rows.present(i * rows.step));
         }
       });
       advance(tiling);
@@ -189,7 +189,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
   // Asks for the row that takes its place: all of it has been read.
   __device__ __forceinline__ void ask(int array, const Tiling &tiling,
                                       const Columns<T, N> &columns, const Rows &rows) {
-    ask(array, columns, rows.present(copies ? tiling.ahead : rows.step));
+    fetch(array, columns, rows.present(copies ? tiling.ahead : rows.step));
   }
 
   // On to the next row.
@@ -200,7 +200,8 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
   }
 
 private:
-  __device__ __forceinline__ void ask(int array, const Columns<T, N> &columns, bool present) {
+  // Has the GPU copy the row at `from` into the slot, or loads it.
+  __device__ __forceinline__ void fetch(int array, const Columns<T, N> &columns, bool present) {
     const T *row = reinterpret_cast<const T *>(reinterpret_cast<const char *>(from) + gaps[array]);
     each<N>([&](int n) {
       if (copies) {

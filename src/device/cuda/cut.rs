@@ -31,14 +31,11 @@ const MIN_STAGE_ARRAYS: usize = 4;
 /// It keeps 256 threads, which were as fast as 512 on simulated GPUs.
 const IDLE: usize = 8;
 
-/// The least shared memory of GPUs that copy into it: 8.6, 8.9 and 12.0 let a block have so much.
-const LEAST_SHARED_BYTES: usize = 99 << 10;
-
 /// The limits that launches are fitted to.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub multiprocessors: usize,
-    /// The most shared memory that a block can have.
+    /// The most shared memory that a block can have: 99 KiB or more if `copies`.
     pub shared_bytes: usize,
     /// The kernels have the GPU copy rows into shared memory by itself. Otherwise they load rows
     /// into registers.
@@ -71,21 +68,22 @@ pub struct Cut {
     pub group_scaling: FactorOrigin,
     /// N of the kernels.
     pub pieces: usize,
-    /// Tiles along x and chunks of rows along y.
-    pub grid: (u32, u32),
-    /// Lanes along x and rows along y.
-    pub block: (u32, u32),
+    /// Blocks along x, and chunks of rows along y.
+    pub tiles: usize,
+    pub chunks: usize,
+    /// Threads of a block along x, and along y.
+    pub lanes: usize,
+    pub rows: usize,
 }
 
 impl Cut {
     fn threads(&self) -> usize {
-        (self.block.0 * self.block.1) as usize
+        self.lanes * self.rows
     }
 }
 
 impl Extent {
-    /// Cuts a pass by shape, dtype and GPU only: two runs add the same terms in the same
-    /// order.
+    /// Cuts a pass by shape, dtype and GPU only: two runs add the same terms in the same order.
     ///
     /// Rows are cut into as many chunks as give each multiprocessor at most one block. If there are
     /// more tiles than multiprocessors, there is one chunk. One block is enough, because its next
@@ -93,49 +91,38 @@ impl Extent {
     /// A pass takes as long as its longest chunk. So chunks are even, though a block's last turn
     /// may then lack rows.
     pub fn cut(&self, pass: Pass) -> Cut {
-        let mut cut = self.columns(pass);
-        let chunks = (self.limits.multiprocessors / cut.grid.0 as usize).max(1);
-        let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
-        // Rows are a power of two, for the tree that adds sums of columns.
-        let twice = |cut: &Cut| Cut {
-            block: (cut.block.0, 2 * cut.block.1),
-            ..*cut
-        };
-        while self.suits(&twice(&cut), chunk_rows) {
-            cut = twice(&cut);
-        }
-        let block_rows = cut.block.1 as usize;
-        // Kernels count the elements from a thread's row to its next in 32 bits.
-        let chunk_rows = match u32::try_from(block_rows * self.cols) {
-            Ok(_) => chunk_rows,
-            Err(_) => block_rows,
-        };
-        cut.tiling.chunk_rows = chunk_rows as i64;
-        cut.grid.1 = self.rows.div_ceil(chunk_rows) as u32;
-        cut
-    }
-
-    /// `true` if the rows of these blocks are better than half as many.
-    fn suits(&self, cut: &Cut, chunk_rows: usize) -> bool {
-        let rows = cut.block.1 as usize;
-        let idle = chunk_rows.next_multiple_of(rows) - chunk_rows;
-        let busy = idle * IDLE <= chunk_rows || cut.threads() <= BLOCK / 2;
-        rows * MIN_THREAD_ROWS <= chunk_rows && busy && self.has_room(cut, MIN_STAGE_ARRAYS)
-    }
-
-    /// Blocks of one warp or one row. They reduce their groups if they have room for whole ones.
-    fn columns(&self, pass: Pass) -> Cut {
-        let most = self.max_pieces(pass);
-        let whole = self.whole_groups(most);
-        // The most that a pass reads: x and a residual, or x, dy and dsum.
+        // The most arrays of rows that the pass reads: x and a residual, or x, dy and dsum.
         let arrays = match pass {
             Pass::Forward => 2,
             Pass::Backward => 3,
         };
-        match self.groups.is_some() && self.has_room(&whole, arrays) {
-            true => whole,
-            false => self.parts_of_groups(most),
+        let pieces = self.max_pieces(pass);
+        let whole = self.groups.map(|_| self.whole_groups(pieces));
+        let mut cut = whole
+            .filter(|whole| self.has_room(whole, arrays))
+            .unwrap_or_else(|| self.parts_of_groups(pieces));
+        let chunks = (self.limits.multiprocessors / cut.tiles).max(1);
+        let chunk_rows = self.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
+        // Rows are a power of two, for the tree that adds sums of columns.
+        while self.suits(&cut, 2 * cut.rows, chunk_rows) {
+            cut.rows *= 2;
         }
+        // Kernels count the elements from a thread's row to its next in 32 bits.
+        let chunk_rows = match u32::try_from(cut.rows * self.cols) {
+            Ok(_) => chunk_rows,
+            Err(_) => cut.rows,
+        };
+        cut.tiling.chunk_rows = chunk_rows as i64;
+        cut.chunks = self.rows.div_ceil(chunk_rows);
+        cut
+    }
+
+    /// `true` if blocks of so many rows are better than blocks of half as many.
+    fn suits(&self, cut: &Cut, rows: usize, chunk_rows: usize) -> bool {
+        let cut = Cut { rows, ..*cut };
+        let idle = chunk_rows.next_multiple_of(rows) - chunk_rows;
+        let busy = idle * IDLE <= chunk_rows || cut.threads() <= BLOCK / 2;
+        rows * MIN_THREAD_ROWS <= chunk_rows && busy && self.has_room(&cut, MIN_STAGE_ARRAYS)
     }
 
     /// The most 16-byte pieces a thread can own. Its registers must hold the pieces, widened, next
@@ -145,8 +132,6 @@ impl Extent {
         let copies = self.limits.copies;
         match self.dtype {
             _ if !self.vectorized() => 1,
-            // Threads of several pieces take rows only from shared memory, if the GPU copies.
-            _ if copies && self.limits.shared_bytes < LEAST_SHARED_BYTES => 1,
             DType::F32 if copies || pass == Pass::Forward => 4,
             DType::F16 | DType::BF16 if copies && pass == Pass::Forward => 4,
             _ => 2,
@@ -157,12 +142,12 @@ impl Extent {
     /// takes: a row costs a thread about two pieces more, for the group's sum, pointers and tests.
     /// But a few lanes, an odd number, would read halves of 32-byte sectors.
     fn whole_groups(&self, most: usize) -> Cut {
-        let (pieces, span) = [4, 2]
-            .into_iter()
-            .filter(|&pieces| pieces <= most)
-            .map(|pieces| (pieces, self.group_pieces().div_ceil(pieces)))
-            .find(|&(_, span)| span.is_multiple_of(2) || span > WARP / 2)
-            .unwrap_or((1, self.group_pieces()));
+        let span = |pieces: usize| self.group_pieces().div_ceil(pieces);
+        let mut pieces = most;
+        while pieces > 1 && !span(pieces).is_multiple_of(2) && span(pieces) <= WARP / 2 {
+            pieces /= 2;
+        }
+        let span = span(pieces);
         if span > WARP {
             let lanes = span.next_multiple_of(WARP);
             return self.blocks(FactorOrigin::InTile, pieces, lanes, lanes);
@@ -204,8 +189,6 @@ impl Extent {
         let groups = self.groups.unwrap_or(1);
         let groups_per_tile = lanes / span;
         let tiles_per_group = self.group_pieces().div_ceil(pieces * span);
-        let tiles = groups.div_ceil(groups_per_tile) * tiles_per_group;
-        let rows = WARP >> lanes.trailing_zeros().min(WARP.ilog2());
         Cut {
             tiling: Tiling {
                 rows: self.rows as i64,
@@ -220,8 +203,10 @@ impl Extent {
             },
             group_scaling,
             pieces,
-            grid: (tiles as u32, 1),
-            block: (lanes as u32, rows as u32),
+            tiles: groups.div_ceil(groups_per_tile) * tiles_per_group,
+            chunks: 1,
+            lanes,
+            rows: WARP >> lanes.trailing_zeros().min(WARP.ilog2()),
         }
     }
 
@@ -255,13 +240,11 @@ impl Extent {
     /// The number of rows of `arrays` arrays that are on their way, and the bytes of a block that
     /// takes `sums` sums of each column: `Shared` of the kernels.
     pub fn shared(&self, cut: &Cut, arrays: usize, sums: usize) -> (Tiling, u32) {
-        let (lanes, rows) = (cut.block.0 as usize, cut.block.1 as usize);
-        let values = cut.pieces * piece(self.dtype);
         // Half of the rows hand over sums, an odd number of values each, or an int64 count of rows.
-        let added = rows / 2
-            * lanes
-            * (((values * sums) | 1) * sums_dtype(self.dtype).size_in_bytes()).max(8);
-        let warps = lanes * rows / WARP;
+        let values = (cut.pieces * piece(self.dtype) * sums) | 1;
+        let thread_bytes = (values * sums_dtype(self.dtype).size_in_bytes()).max(8);
+        let added = cut.rows / 2 * cut.lanes * thread_bytes;
+        let warps = cut.threads() / WARP;
         let stage_bytes = arrays * stage_bytes(WARP, cut.pieces);
         let fixed = self.fixed_bytes(cut);
         let room = self.limits.shared_bytes.saturating_sub(fixed);
@@ -273,7 +256,7 @@ impl Extent {
         let bytes = (warps * ring_bytes + fixed).max(added);
         let tiling = Tiling {
             stages: stages as i32,
-            ahead: (stages * rows) as i32,
+            ahead: (stages * cut.rows) as i32,
             stage_bytes: stage_bytes as i32,
             ring_bytes: ring_bytes as i32,
             ..cut.tiling
@@ -284,15 +267,14 @@ impl Extent {
     /// Bytes of shared memory beside rows on their way: two numbers a column, in an odd number of
     /// 16-byte pieces for each lane, and what warps exchange if a group has several.
     fn fixed_bytes(&self, cut: &Cut) -> usize {
-        let columns = 2 * cut.pieces * sums_dtype(self.dtype).size_in_bytes()
-            / self.dtype.size_in_bytes()
-            + 1;
+        let widening = sums_dtype(self.dtype).size_in_bytes() / self.dtype.size_in_bytes();
+        let columns = 2 * cut.pieces * widening + 1;
         let exchanges = cut.group_scaling == FactorOrigin::InTile && cut.tiling.span > WARP as i32;
         let exchanged = match exchanges {
-            true => self.exchanged_bytes(cut.block.1 as usize),
+            true => self.exchanged_bytes(cut.rows),
             false => 0,
         };
-        cut.block.0 as usize * columns * 16 + exchanged
+        cut.lanes * columns * 16 + exchanged
     }
 
     /// Bytes by which the warps of each of a block's rows add numbers up: `LaneSum` of the kernels.
@@ -312,11 +294,11 @@ fn stage_bytes(threads: usize, pieces: usize) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
     /// An extent of `[rows, cols]` on a GPU whose blocks have so much shared memory.
-    fn extent(
+    pub fn extent(
         dtype: DType,
         [rows, cols]: [usize; 2],
         multiprocessors: usize,
@@ -343,9 +325,7 @@ mod tests {
         for cols in odd.into_iter().chain((64..=16384).step_by(64)) {
             for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
                 for rows in [1, 7, 256, 2048, 100_000] {
-                    let gpus = [(1, 99), (84, 99), (108, 163), (132, 227)];
-                    // No GPU is known that copies into 64 KiB.
-                    for (multiprocessors, kib) in gpus.into_iter().chain([(84, 64)]) {
+                    for (multiprocessors, kib) in [(1, 99), (84, 99), (108, 163), (132, 227)] {
                         fits(extent(dtype, [rows, cols], multiprocessors, kib));
                     }
                     let mut old = extent(dtype, [rows, cols], 40, 64);
@@ -370,43 +350,25 @@ mod tests {
     fn cut_fits(extent: &Extent, pass: Pass, launches: [(usize, usize); 2]) {
         let cut = extent.cut(pass);
         let check = |holds: bool, what: &str| assert!(holds, "{what}: {extent:?}, {cut:?}");
-        let [tiles, chunks, lanes, block_rows] =
-            [cut.grid.0, cut.grid.1, cut.block.0, cut.block.1].map(|n| n as usize);
+        let Cut { tiles, chunks, .. } = cut;
         let chunk_rows = cut.tiling.chunk_rows as usize;
-        check(chunks * chunk_rows >= extent.rows, "rows without a block");
-        check(
-            (chunks - 1) * chunk_rows < extent.rows,
-            "a block without rows",
-        );
-        let multiprocessors = extent.limits.multiprocessors;
-        check(
-            chunks * tiles <= multiprocessors.max(tiles),
-            "more blocks than multiprocessors",
-        );
-        check(lanes * block_rows <= BLOCK, "too many threads");
-        check(
-            (lanes * block_rows).is_multiple_of(WARP),
-            "a part of a warp",
-        );
-        check(block_rows.is_power_of_two(), "rows");
-        let span = cut.tiling.span as usize;
-        check(
-            cut.tiling.groups_per_tile as usize * span <= lanes,
-            "groups without lanes",
-        );
-        let parts = cut.tiling.tiles_per_group as usize;
-        let columns = parts * span * cut.pieces * piece(extent.dtype);
-        check(columns >= extent.group_len(), "columns without a lane");
+        let tile_lanes = (cut.tiling.groups_per_tile * cut.tiling.span) as usize;
+        let group_lanes = (cut.tiling.tiles_per_group * cut.tiling.span) as usize;
+        let group_columns = group_lanes * cut.pieces * piece(extent.dtype);
+        let most = extent.limits.multiprocessors.max(tiles);
+        check(chunks * chunk_rows >= extent.rows, "all rows");
+        check((chunks - 1) * chunk_rows < extent.rows, "empty chunks");
+        check(chunks * tiles <= most, "blocks");
+        check(cut.threads() <= BLOCK, "threads");
+        check(cut.threads().is_multiple_of(WARP), "whole warps");
+        check(cut.rows.is_power_of_two(), "rows of a block");
+        check(tile_lanes <= cut.lanes, "lanes of the groups");
+        check(group_columns >= extent.group_len(), "all columns");
         for (arrays, sums) in launches {
             let (tiling, bytes) = extent.shared(&cut, arrays, sums);
             let shared_bytes = extent.limits.shared_bytes;
-            check(bytes as usize <= shared_bytes, "too much shared memory");
-            let must = cut.pieces > 1 || shared_bytes >= LEAST_SHARED_BYTES;
-            check(
-                tiling.stages > 0 || !(extent.streams() && must),
-                "no row on its way",
-            );
-            check(tiling.stages == 0 || extent.streams(), "rows on their way");
+            check(bytes as usize <= shared_bytes, "shared memory");
+            check((tiling.stages > 0) == extent.streams(), "stages");
         }
     }
 

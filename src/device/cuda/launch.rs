@@ -148,17 +148,9 @@ impl LaunchPlan {
         })
     }
 
-    pub fn rows(&self) -> usize {
-        self.extent.rows
-    }
-
-    pub fn cols(&self) -> usize {
-        self.extent.cols
-    }
-
     /// Chunks of rows, each of which has sums of its own.
     pub fn chunks(&self) -> u32 {
-        self.cut.grid.1
+        self.cut.chunks as u32
     }
 
     /// Groups are wider than a block. A launch of their own reduces them before the rows' launch.
@@ -172,6 +164,14 @@ impl LaunchPlan {
         match self.config.recipe {
             Recipe::Paper => 1,
             Recipe::Fairseq => 2,
+        }
+    }
+
+    /// The sums that the pass hands out for one process.
+    pub fn sums(&self) -> usize {
+        match self.pass {
+            Pass::Forward => self.forward_sums() * (self.extent.cols + 1),
+            Pass::Backward => self.extent.cols,
         }
     }
 
@@ -210,12 +210,12 @@ impl LaunchPlan {
 
     /// Bytes of a number for each channel.
     fn row_bytes(&self) -> u64 {
-        self.cols() as u64 * self.sum_bytes()
+        self.extent.cols as u64 * self.sum_bytes()
     }
 
     /// Bytes of a number for each row and group.
     fn group_bytes(&self) -> u64 {
-        (self.extent.groups.unwrap_or(0) * self.rows()) as u64 * self.sum_bytes()
+        (self.extent.groups.unwrap_or(0) * self.extent.rows) as u64 * self.sum_bytes()
     }
 
     fn sum_bytes(&self) -> u64 {
@@ -234,46 +234,14 @@ impl LaunchPlan {
             Pass::Backward => ("update_nu", true),
         };
         [
-            (self.has_wide_groups(), self.groups_kernel()),
-            (self.rows() > 0, self.rows_kernel()),
-            (over_ranks, self.channels_kernel("sum_partials")),
-            (updates, self.channels_kernel(update)),
+            (self.has_wide_groups(), self.groups_launch().0),
+            (self.extent.rows > 0, self.rows_launch(1, 0).0),
+            (over_ranks, self.channels_launch("sum_partials")),
+            (updates, self.channels_launch(update)),
         ]
         .into_iter()
-        .filter_map(|(launches, kernel)| launches.then_some(kernel))
+        .filter_map(|(launches, launch)| launches.then_some(launch.kernel))
         .collect()
-    }
-
-    fn rows_kernel(&self) -> Kernel {
-        let body = match self.pass {
-            Pass::Forward => "normalize",
-            Pass::Backward => "normalize_bwd",
-        };
-        Kernel {
-            body,
-            dtype: self.extent.dtype,
-            pieces: Some(self.cut.pieces),
-        }
-    }
-
-    fn groups_kernel(&self) -> Kernel {
-        let body = match self.pass {
-            Pass::Forward => "group_factors",
-            Pass::Backward => "group_dots",
-        };
-        Kernel {
-            body,
-            dtype: self.extent.dtype,
-            pieces: None,
-        }
-    }
-
-    fn channels_kernel(&self, body: &'static str) -> Kernel {
-        Kernel {
-            body,
-            dtype: self.sums_dtype(),
-            pieces: None,
-        }
     }
 
     /// The walk over the rows, which reads `arrays` arrays of rows and takes `sums` sums of each
@@ -281,9 +249,16 @@ impl LaunchPlan {
     pub fn rows_launch(&self, arrays: usize, sums: usize) -> (Launch, Tiling) {
         let (tiling, shared_bytes) = self.extent.shared(&self.cut, arrays, sums);
         let launch = Launch {
-            kernel: self.rows_kernel(),
-            grid: self.cut.grid,
-            block: self.cut.block,
+            kernel: Kernel {
+                body: match self.pass {
+                    Pass::Forward => "normalize",
+                    Pass::Backward => "normalize_bwd",
+                },
+                dtype: self.extent.dtype,
+                pieces: Some(self.cut.pieces),
+            },
+            grid: (self.cut.tiles as u32, self.cut.chunks as u32),
+            block: (self.cut.lanes as u32, self.cut.rows as u32),
             shared_bytes,
         };
         (launch, tiling)
@@ -291,9 +266,16 @@ impl LaunchPlan {
 
     /// The reduction of wide groups, a block for each.
     pub fn groups_launch(&self) -> (Launch, Tiling) {
-        let groups = self.rows() * self.extent.groups.unwrap_or(1);
+        let groups = self.extent.rows * self.extent.groups.unwrap_or(1);
         let launch = Launch {
-            kernel: self.groups_kernel(),
+            kernel: Kernel {
+                body: match self.pass {
+                    Pass::Forward => "group_factors",
+                    Pass::Backward => "group_dots",
+                },
+                dtype: self.extent.dtype,
+                pieces: None,
+            },
             grid: (groups.min(GROUP_BLOCKS) as u32, 1),
             block: (GROUP_BLOCK as u32, 1),
             shared_bytes: self.extent.exchanged_bytes(1) as u32,
@@ -304,14 +286,18 @@ impl LaunchPlan {
     /// `body`, with a lane for each channel, which adds up the sums of chunks.
     pub fn channels_launch(&self, body: &'static str) -> Launch {
         let [few, many] = CHANNEL_LANES;
-        let cols = self.cols() as u32;
+        let cols = self.extent.cols as u32;
         let wide = cols.div_ceil(many) as usize >= self.extent.limits.multiprocessors;
         let lanes = if wide { many } else { few };
         let side_by_side = (self.chunks() / CHANNEL_CHUNKS)
             .next_power_of_two()
             .clamp(WARP as u32 / few, CHANNEL_THREADS / lanes);
         Launch {
-            kernel: self.channels_kernel(body),
+            kernel: Kernel {
+                body,
+                dtype: self.sums_dtype(),
+                pieces: None,
+            },
             grid: (cols.div_ceil(lanes), 1),
             block: (lanes, side_by_side),
             // Half of the threads hand over two sums of 8 bytes at most, in the room of three.
@@ -336,26 +322,19 @@ fn checked_cut(extent: &Extent, pass: Pass) -> Result<Cut, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cut::Limits;
+    use super::super::cut::tests::extent;
     use super::*;
     use std::collections::BTreeSet;
 
     fn plan(
         dtype: DType,
-        [rows, cols]: [usize; 2],
+        shape: [usize; 2],
         groups: Option<usize>,
         multiprocessors: usize,
     ) -> Result<[LaunchPlan; 2], Error> {
         let extent = Extent {
-            dtype,
-            rows,
-            cols,
             groups,
-            limits: Limits {
-                multiprocessors,
-                shared_bytes: 227 << 10,
-                copies: true,
-            },
+            ..extent(dtype, shape, multiprocessors, 227)
         };
         let kind = ForwardKind::RunningStatistic;
         let forward = LaunchPlan::new(extent, 1e-5.into(), kind)?;

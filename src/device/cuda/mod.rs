@@ -14,20 +14,20 @@ pub(crate) use step::CudaStep;
 
 use crate::error::Error;
 use candle::backend::BackendStorage;
-use candle::cuda_backend::{cudarc as candle_cudarc, CudaStorageSlice, WrapErr};
+use candle::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
+use candle::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
+    SyncOnDrop,
+};
+use candle::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle::{
     CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
     StorageRef, Tensor,
 };
-use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
-use cudarc::driver::{
-    CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig,
-    PushKernelArg, SyncOnDrop,
-};
 use cut::Limits;
 use launch::{Kernel, Launch};
 use params::{number, Address, Vector};
-use std::cell::Cell;
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
@@ -41,22 +41,6 @@ static MODULE: LazyLock<String> = LazyLock::new(|| {
     POWER_NORM.hash(&mut hasher);
     format!("candle_powernorm-{:016x}", hasher.finish())
 });
-
-/// A type of the cudarc that candle is built with. The assertion below fails if candle's cudarc has
-/// another version than this crate's manifest names. Otherwise the error would come where the types
-/// of both versions meet.
-#[diagnostic::on_unimplemented(
-    message = "candle-core and candle-powernorm are built with two versions of cudarc",
-    note = "give `cudarc` in candle-powernorm's Cargo.toml the version range that candle-core's has"
-)]
-trait CudarcOfCandle {}
-
-impl CudarcOfCandle for candle_cudarc::driver::CudaStream {}
-
-const _: () = {
-    const fn assert_one_version<T: CudarcOfCandle>() {}
-    assert_one_version::<cudarc::driver::CudaStream>()
-};
 
 /// The loaded kernels of a GPU and its limits, which all layers on the GPU share. To look a kernel
 /// up by its name again would cost more than to launch it.
@@ -123,13 +107,22 @@ impl Kernels {
 /// The stream that a call is queued on: that of its input's handle of the GPU. Another handle, as
 /// the layer's may be, can have another stream, and with cudarc's events off nothing would order
 /// the two.
-#[derive(Clone)]
 struct Gpu {
     device: CudaDevice,
+    stream: Arc<CudaStream>,
     kernels: Arc<Kernels>,
 }
 
 impl Gpu {
+    fn of(device: &Device, kernels: &Arc<Kernels>) -> Result<Self> {
+        let device = device.as_cuda_device()?.clone();
+        Ok(Self {
+            stream: device.cuda_stream(),
+            device,
+            kernels: kernels.clone(),
+        })
+    }
+
     /// Loads kernels. Nothing but the driver's launch can fail a launch of one after that.
     fn load(&self, kernels: &[Kernel]) -> Result<()> {
         for kernel in kernels {
@@ -154,8 +147,7 @@ impl Gpu {
             block_dim: (launch.block.0, launch.block.1, 1),
             shared_mem_bytes: launch.shared_bytes,
         };
-        let stream = self.device.cuda_stream();
-        let mut builder = stream.launch_builder(&kernel);
+        let mut builder = self.stream.launch_builder(&kernel);
         builder.arg(params);
         // The kernel belongs to the stream's context, which is the GPU's primary context.
         // SAFETY: by the caller's promise. Rust and nvcc lay the struct out as one, as build.rs
@@ -163,6 +155,12 @@ impl Gpu {
         // the tests on softgpu check.
         unsafe { builder.launch(config) }.w()?;
         Ok(())
+    }
+
+    /// Runs `launch` on a tensor that it writes in place.
+    fn in_place(&self, tensor: &Tensor, launch: impl Fn(Vector) -> Result<()>) -> Result<()> {
+        let stream = &self.stream;
+        tensor.inplace_op1(&InPlace { stream, launch })
     }
 }
 
@@ -202,19 +200,26 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
     .into()
 }
 
-/// A tensor that launches read, locked for them. `None` where there is none.
-type Held<'a> = Option<(StorageRef<'a>, &'a Layout)>;
+/// The tensors that launches read, locked until the launches are queued. A tensor has a cell, so
+/// that it can be locked while others are in use.
+#[derive(Default)]
+struct Locks<'t>([OnceCell<StorageRef<'t>>; 8]);
 
-/// Locks tensors for the launches that read them.
-fn held<'a, const N: usize>(tensors: [Option<&'a Tensor>; N]) -> [Held<'a>; N] {
-    tensors.map(|tensor| tensor.map(Tensor::storage_and_layout))
+impl<'t> Locks<'t> {
+    fn lock(&self, tensor: &'t Tensor) -> Result<&StorageRef<'t>> {
+        match self.0.iter().find(|lock| lock.get().is_none()) {
+            Some(lock) => Ok(lock.get_or_init(|| tensor.storage_and_layout().0)),
+            None => candle::bail!("power_norm: expected at most 8 tensors to read"),
+        }
+    }
 }
 
 /// The buffers that launches on a stream use. When this is dropped, after the launches, it records
 /// an event that other streams wait for.
-struct Uses<'a> {
-    stream: &'a CudaStream,
-    held: Vec<SyncOnDrop<'a>>,
+struct Uses<'u, 't> {
+    stream: &'u CudaStream,
+    locks: &'u Locks<'t>,
+    held: Vec<SyncOnDrop<'u>>,
 }
 
 /// Evaluates `$body` with `$slice` the typed slice of a storage.
@@ -231,30 +236,31 @@ macro_rules! with_slice {
     };
 }
 
-impl<'a> Uses<'a> {
-    fn on(stream: &'a CudaStream) -> Self {
+impl<'u, 't> Uses<'u, 't> {
+    fn on(stream: &'u CudaStream, locks: &'u Locks<'t>) -> Self {
         Self {
             stream,
+            locks,
             held: vec![],
         }
     }
 
     /// The address of a contiguous tensor, or 0.
-    fn read(&mut self, tensor: &'a Held) -> Result<Address> {
-        let Some((storage, layout)) = tensor else {
+    fn read(&mut self, tensor: Option<&'t Tensor>) -> Result<Address> {
+        let Some(tensor) = tensor else {
             return Ok(0);
         };
-        let Storage::Cuda(storage) = &**storage else {
-            let location = storage.device().location();
+        let Storage::Cuda(storage) = &**self.locks.lock(tensor)? else {
+            let location = tensor.device().location();
             candle::bail!("power_norm: expected a tensor on a GPU, got one on {location:?}")
         };
         let start = with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream)));
-        Ok(start + offset(layout, storage.dtype())?)
+        Ok(start + offset(tensor.layout(), tensor.dtype())?)
     }
 
     /// [`read`](Self::read), of rows that kernels take 16 bytes at a time.
-    fn read_rows(&mut self, tensor: &'a Held) -> Result<Address> {
-        let start = self.read(tensor)?;
+    fn read_rows(&mut self, tensor: impl Into<Option<&'t Tensor>>) -> Result<Address> {
+        let start = self.read(tensor.into())?;
         if !start.is_multiple_of(16) {
             candle::bail!("power_norm: expected rows from a 16-byte boundary on, got {start:#x}")
         }
@@ -262,36 +268,28 @@ impl<'a> Uses<'a> {
     }
 
     /// [`read`](Self::read), of numbers of channels, which may have any dtype.
-    fn read_vector(&mut self, tensor: &'a Held) -> Result<Vector> {
+    fn read_vector(&mut self, tensor: Option<&'t Tensor>) -> Result<Vector> {
         match tensor {
-            Some((storage, _)) => Ok(Vector {
-                dtype: number(storage.dtype())?,
+            Some(numbers) => Ok(Vector {
+                dtype: number(numbers.dtype())?,
                 data: self.read(tensor)?,
             }),
             None => Ok(Vector::default()),
         }
     }
 
-    /// The address so many bytes from the start of a storage, or 0.
-    fn write(&mut self, storage: Option<&'a mut CudaStorage>, offset: Address) -> Result<Vector> {
-        let Some(storage) = storage else {
+    /// The address of a storage that launches write, or 0.
+    fn write(&mut self, storage: impl Into<Option<&'u mut CudaStorage>>) -> Result<Vector> {
+        let Some(storage) = storage.into() else {
             return Ok(Vector::default());
         };
-        let dtype = number(storage.dtype())?;
-        let stream = self.stream;
-        let start =
+        let (dtype, stream) = (number(storage.dtype())?, self.stream);
+        let data =
             with_slice!(&mut storage.slice, slice => self.hold(slice.device_ptr_mut(stream)));
-        Ok(Vector {
-            data: start + offset,
-            dtype,
-        })
+        Ok(Vector { data, dtype })
     }
 
-    fn slice<T>(&mut self, slice: &'a mut CudaSlice<T>) -> Address {
-        self.hold(slice.device_ptr_mut(self.stream))
-    }
-
-    fn hold(&mut self, (address, guard): (Address, SyncOnDrop<'a>)) -> Address {
+    fn hold(&mut self, (address, guard): (Address, SyncOnDrop<'u>)) -> Address {
         self.held.push(guard);
         address
     }
@@ -305,17 +303,13 @@ fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
     }
 }
 
-/// Runs a launch that writes a tensor in place. It is given the tensor's storage, and the bytes
-/// from its start to the tensor.
-struct InPlace<F>(Cell<Option<F>>);
-
-impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InPlace<F> {
-    fn run(tensor: &Tensor, launch: F) -> Result<()> {
-        tensor.inplace_op1(&Self(Cell::new(Some(launch))))
-    }
+/// A launch that writes a tensor in place. It is given the tensor's address.
+struct InPlace<'a, F> {
+    stream: &'a CudaStream,
+    launch: F,
 }
 
-impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InplaceOp1 for InPlace<F> {
+impl<F: Fn(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
     fn name(&self) -> &'static str {
         "power_norm"
     }
@@ -325,10 +319,10 @@ impl<F: FnOnce(&mut CudaStorage, Address) -> Result<()>> InplaceOp1 for InPlace<
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
-        let offset = offset(layout, storage.dtype())?;
-        match self.0.take() {
-            Some(launch) => launch(storage, offset),
-            None => candle::bail!("power_norm: a launch that runs twice"),
-        }
+        let (offset, dtype) = (offset(layout, storage.dtype())?, number(storage.dtype())?);
+        with_slice!(&mut storage.slice, slice => {
+            let (start, _held) = slice.device_ptr_mut(self.stream);
+            (self.launch)(Vector { data: start + offset, dtype })
+        })
     }
 }

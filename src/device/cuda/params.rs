@@ -2,8 +2,8 @@
 //! `kernels/params.cuh`, where their fields are described.
 
 use crate::error::Error;
+use candle::cuda_backend::cudarc::driver::DeviceRepr;
 use candle::DType;
-use cudarc::driver::DeviceRepr;
 
 include!(concat!(env!("OUT_DIR"), "/params.rs"));
 

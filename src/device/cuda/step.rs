@@ -9,15 +9,15 @@ use super::params::{
     when, Address, NormalizeBwdParams, NormalizeParams, SumPartialsParams, UpdateNuParams,
     UpdatePhiParams, Vector,
 };
-use super::{held, number, reads_in_place, Gpu, InPlace, Kernels, Uses};
+use super::{number, reads_in_place, Gpu, Kernels, Locks, Uses};
 use crate::config::{ForwardKind, PhiStep, Recipe};
 use crate::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
 use candle::backend::BackendDevice;
+use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle::op::BackpropOp;
-use candle::{CudaStorage, DType, Device, Result, Shape, Storage, Tensor, Var, D};
-use cudarc::driver::{CudaSlice, DevicePtr};
+use candle::{CudaStorage, DType, Result, Shape, Storage, Tensor, Var, D};
 use std::sync::Arc;
 
 /// Bytes of a total.
@@ -44,28 +44,28 @@ impl CudaStep {
         kernels: &Arc<Kernels>,
     ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
         let mut step = Self::new(setting, inputs, kernels)?;
-        let plan = step.plan;
-        let output = |like: &Tensor| {
-            let storage = step.gpu.storage(like, plan.rows() > 0);
-            storage.map(Storage::Cuda)
-        };
+        let (gpu, plan) = (&step.gpu, &step.plan);
+        let has_rows = plan.extent.rows > 0;
+        let output = |like: &Tensor| gpu.storage(like.shape(), like.dtype()).map(Storage::Cuda);
         let mut outputs = Outputs {
             y: Some(output(&inputs.x)?),
             sum: inputs.residual.as_ref().map(output).transpose()?,
         };
-        if plan.rows() == 0 && !plan.kind.is_training() {
+        if !has_rows && !plan.kind.is_training() {
             return Ok((Box::new(step), outputs));
         }
         if setting.tracked || plan.kind.is_training() || plan.has_wide_groups() {
-            step.saved = Some(step.gpu.room(plan.saved(0).end)?);
+            step.saved = Some(gpu.room(plan.saved(0).end)?);
         }
-        if setting.over_ranks {
-            step.sums = Some(step.gpu.sums(plan.forward_sums() * (plan.cols() + 1))?);
+        let sums = setting.over_ranks.then(|| gpu.sums(plan)).transpose()?;
+        gpu.load(&plan.kernels(setting.over_ranks))?;
+        if has_rows {
+            step.launch_rows(inputs, &mut outputs)?;
+        } else if plan.kind == ForwardKind::RunningStatistic {
+            step.launch_inv_rms(inputs)?;
         }
-        step.gpu.load(&plan.kernels(setting.over_ranks))?;
-        step.launch_rows(inputs, &mut outputs)?;
-        if let Some(sums) = step.sums.clone() {
-            InPlace::run(&sums, |sums, _| step.launch_totals(sums))?;
+        if let Some(sums) = sums {
+            step.launch_totals(sums)?;
         }
         Ok((Box::new(step), outputs))
     }
@@ -89,10 +89,7 @@ impl CudaStep {
             false => ForwardKind::Evaluation,
         };
         Ok(Self {
-            gpu: Gpu {
-                device: x.device().as_cuda_device()?.clone(),
-                kernels: kernels.clone(),
-            },
+            gpu: Gpu::of(x.device(), kernels)?,
             plan: LaunchPlan {
                 masked: inputs.keep.is_some(),
                 divides: inputs.phi.is_some(),
@@ -103,108 +100,86 @@ impl CudaStep {
         })
     }
 
-    /// Runs `launch` with the arguments of a forward's pass over the rows, as if it made all
-    /// results.
-    fn with_rows(
-        &mut self,
-        inputs: &ForwardInputs,
-        outputs: &mut Outputs,
-        launch: impl FnOnce(&Gpu, &LaunchPlan, NormalizeParams, &Saved) -> Result<()>,
-    ) -> Result<()> {
-        let (gpu, plan) = (&self.gpu, &self.plan);
-        let tensors = held([
-            Some(&inputs.x),
-            inputs.residual.as_ref(),
-            inputs.keep.as_ref(),
-            inputs.weight.as_ref(),
-            inputs.bias.as_ref(),
-            inputs.phi.as_ref(),
-        ]);
-        let [x, residual, keep, weight, bias, phi] = &tensors;
-        let sum = match residual {
-            Some(_) => Some(on_gpu(&mut outputs.sum)?),
-            None => None,
+    /// Launches a forward: `Y = γ ⊙ X̃/D + β`, the sum of the input and its residual, and the sums
+    /// that move ψ². By the batch's statistic, no output yet.
+    fn launch_rows(&mut self, inputs: &ForwardInputs, outputs: &mut Outputs) -> Result<()> {
+        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
+        let sum = match inputs.residual {
+            Some(_) => uses.write(on_gpu(&mut outputs.sum)?)?.data,
+            None => 0,
         };
-        let stream = gpu.device.cuda_stream();
-        let mut uses = Uses::on(&stream);
-        let saved = match &mut self.saved {
-            Some(saved) => plan.saved(uses.slice(saved)),
-            None => Saved::default(),
-        };
-        let params = NormalizeParams {
-            x: uses.read_rows(x)?,
-            residual: uses.read_rows(residual)?,
-            sum: uses.write(sum, 0)?.data,
-            y: uses.write(Some(on_gpu(&mut outputs.y)?), 0)?.data,
-            keep: uses.read(keep)?,
-            weight: uses.read_vector(weight)?,
-            bias: uses.read_vector(bias)?,
-            phi: uses.read_vector(phi)?,
+        let y = uses.write(on_gpu(&mut outputs.y)?)?.data;
+        // The launches also write 1/D and the factors, for the backward.
+        let reads = NormalizeParams {
+            x: uses.read_rows(&inputs.x)?,
+            weight: uses.read_vector(inputs.weight.as_ref())?,
+            bias: uses.read_vector(inputs.bias.as_ref())?,
+            phi: uses.read_vector(inputs.phi.as_ref())?,
             inv_rms: saved.inv_rms,
             factors: saved.factors,
-            partials: saved.partials,
-            kept: saved.kept,
             group_scaling: plan.cut.group_scaling,
             eps: plan.config.eps,
             group_eps: plan.config.eps,
             ..Default::default()
         };
-        launch(gpu, plan, params, &saved)
+        // The first launch adds the residual and writes the sum, which later launches read.
+        let adding = NormalizeParams {
+            residual: uses.read_rows(inputs.residual.as_ref())?,
+            sum,
+            ..reads
+        };
+        let added = match inputs.residual {
+            Some(_) => NormalizeParams { x: sum, ..reads },
+            None => reads,
+        };
+        let mut first = adding;
+        if plan.has_wide_groups() {
+            let (launch, tiling) = plan.groups_launch();
+            // SAFETY: `uses` holds every buffer until the launches are queued, each of the size
+            // that `LaunchPlan` asks for.
+            unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..adding }) }?;
+            first = added;
+        }
+        let kept_rows = NormalizeParams {
+            keep: uses.read(inputs.keep.as_ref())?,
+            y: when(plan.kind != ForwardKind::BatchStatistic, y),
+            partials: saved.partials,
+            kept: saved.kept,
+            ..first
+        };
+        // SAFETY: as above.
+        unsafe { gpu.normalize(plan, kept_rows) }?;
+        if saved.all_partials == 0 {
+            return Ok(());
+        }
+        let all_rows = NormalizeParams {
+            partials: saved.all_partials,
+            ..added
+        };
+        // SAFETY: as above.
+        unsafe { gpu.normalize(plan, all_rows) }
     }
 
-    /// Launches a forward: `Y = γ ⊙ X̃/D + β`, the sum of the input and its residual, and the sums
-    /// that move ψ². By the batch's statistic, no output yet.
-    fn launch_rows(&mut self, inputs: &ForwardInputs, outputs: &mut Outputs) -> Result<()> {
-        self.with_rows(inputs, outputs, |gpu, plan, mut params, saved| {
-            if plan.rows() == 0 {
-                // 1/D by ψ², as for any batch without a kept row. Elsewhere the launch of the
-                // output writes it.
-                let params = statistics(plan, saved, 0, params.phi, true);
-                return match plan.kind {
-                    // SAFETY: `with_rows` holds every buffer until the launches are queued, each
-                    // of the size that `LaunchPlan` asks for.
-                    ForwardKind::RunningStatistic => unsafe {
-                        gpu.launch(&plan.channels_launch("update_phi"), &params)
-                    },
-                    _ => Ok(()),
-                };
-            }
-            if plan.has_wide_groups() {
-                let (launch, tiling) = plan.groups_launch();
-                // SAFETY: as above.
-                unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..params }) }?;
-                params = added(params);
-            }
-            if plan.kind == ForwardKind::BatchStatistic {
-                params.y = 0;
-            }
-            // SAFETY: as above.
-            unsafe { gpu.normalize(plan, params) }?;
-            if saved.all_partials == 0 {
-                return Ok(());
-            }
-            let all_rows = NormalizeParams {
-                y: 0,
-                keep: 0,
-                kept: 0,
-                partials: saved.all_partials,
-                ..added(params)
-            };
-            // SAFETY: as above.
-            unsafe { gpu.normalize(plan, all_rows) }
-        })
+    /// Makes 1/D by ψ² where other processes have all rows. Elsewhere the launch of the output
+    /// writes it, or by the batch's statistic the step of ψ².
+    fn launch_inv_rms(&mut self, inputs: &ForwardInputs) -> Result<()> {
+        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
+        let phi = uses.read_vector(inputs.phi.as_ref())?;
+        let params = statistics(plan, &saved, 0, phi, true);
+        // SAFETY: as in `launch_rows`.
+        unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
     }
 
     /// Sums over the rows of this process, to be handed out.
-    fn launch_totals(&mut self, sums: &mut CudaStorage) -> Result<()> {
-        let (gpu, plan) = (&self.gpu, &self.plan);
-        let Some(saved) = &mut self.saved else {
-            candle::bail!("power_norm: expected sums of chunks, got none")
-        };
-        let stream = gpu.device.cuda_stream();
-        let mut uses = Uses::on(&stream);
-        let saved = plan.saved(uses.slice(saved));
-        let mut totals = uses.write(Some(sums), 0)?.data;
+    fn launch_totals(&mut self, mut sums: CudaStorage) -> Result<()> {
+        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
+        let mut totals = uses.write(&mut sums)?.data;
         let all_partials = match saved.all_partials {
             0 => saved.partials,
             all_partials => all_partials,
@@ -212,11 +187,11 @@ impl CudaStep {
         // Of kept rows, then of all rows.
         let partials = [(saved.partials, saved.kept), (all_partials, 0)];
         for (partials, kept) in partials.into_iter().take(plan.forward_sums()) {
-            let count = totals + plan.cols() as u64 * TOTAL_BYTES;
+            let count = totals + plan.extent.cols as u64 * TOTAL_BYTES;
             let params = SumPartialsParams {
                 partials,
                 kept,
-                stride: plan.cols() as i64,
+                stride: plan.extent.cols as i64,
                 totals,
                 count,
                 ..Default::default()
@@ -225,7 +200,33 @@ impl CudaStep {
             unsafe { gpu.sum_partials(plan, params) }?;
             totals = count + TOTAL_BYTES;
         }
+        drop(uses);
+        self.sums = Some(from_storage(sums, &plan.sums().into()));
         Ok(())
+    }
+
+    /// Launches the output by the batch's statistic, of which `update_phi` has left 1/D.
+    fn launch_output(&mut self, inputs: &ForwardInputs, outputs: &mut Outputs) -> Result<()> {
+        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
+        let params = NormalizeParams {
+            x: match inputs.residual {
+                // `launch_rows` has written it.
+                Some(_) => uses.write(on_gpu(&mut outputs.sum)?)?.data,
+                None => uses.read_rows(&inputs.x)?,
+            },
+            y: uses.write(on_gpu(&mut outputs.y)?)?.data,
+            weight: uses.read_vector(inputs.weight.as_ref())?,
+            bias: uses.read_vector(inputs.bias.as_ref())?,
+            inv_rms: saved.inv_rms,
+            factors: saved.factors,
+            group_scaling: plan.cut.group_scaling,
+            group_eps: plan.config.eps,
+            ..Default::default()
+        };
+        // SAFETY: as in `launch_rows`.
+        unsafe { gpu.normalize(plan, params) }
     }
 }
 
@@ -247,18 +248,12 @@ impl DeviceStep for CudaStep {
     }
 
     fn update_phi(&mut self, phi: &Var, step: &PhiStep) -> Result<()> {
-        let (gpu, plan) = (&self.gpu, &self.plan);
-        let Some(saved) = &mut self.saved else {
-            candle::bail!("power_norm: expected sums of chunks, got none")
-        };
-        let [global] = &held([self.sums.as_ref()]);
-        InPlace::run(phi, |phi, offset| {
-            let stream = gpu.device.cuda_stream();
-            let mut uses = Uses::on(&stream);
-            let phi = uses.write(Some(phi), offset)?;
-            let saved = plan.saved(uses.slice(saved));
-            let by_batch = plan.kind == ForwardKind::BatchStatistic;
-            let totals = uses.read(global)?;
+        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
+        let totals = uses.read(self.sums.as_ref())?;
+        let by_batch = plan.kind == ForwardKind::BatchStatistic;
+        gpu.in_place(phi, |phi| {
             let params = UpdatePhiParams {
                 cumulative: step.cumulative.is_some().into(),
                 moving: step.moving.is_some().into(),
@@ -268,8 +263,8 @@ impl DeviceStep for CudaStep {
                 beta: step.moving.map_or(0., |shares| shares.new),
                 ..statistics(plan, &saved, totals, phi, by_batch)
             };
-            // SAFETY: as in `launch_rows`; `saved` and the sums are those of this step, and the
-            // caller holds ψ².
+            // SAFETY: as in `launch_rows`; `saved` and the sums are those of this step, and
+            // `in_place` holds ψ².
             unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
         })
     }
@@ -279,33 +274,27 @@ impl DeviceStep for CudaStep {
         inputs: &ForwardInputs,
         mut outputs: Outputs,
     ) -> Result<Outputs> {
-        if self.plan.rows() == 0 {
-            return Ok(outputs);
+        if self.plan.extent.rows > 0 {
+            self.launch_output(inputs, &mut outputs)?;
         }
-        self.with_rows(inputs, &mut outputs, |gpu, plan, params, _| {
-            let output = NormalizeParams {
-                // `update_phi` left 1/D in `inv_rms`.
-                phi: Vector::default(),
-                partials: 0,
-                kept: 0,
-                ..added(params)
-            };
-            // SAFETY: as in `launch_rows`.
-            unsafe { gpu.normalize(plan, output) }
-        })?;
         Ok(outputs)
     }
 
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
-        let rows = Device::Cuda(self.gpu.device.clone());
         let ema_gz = match inputs.running.map(|nu| nu.ema_gz.detach()) {
-            Some(nu) if !reads_in_place(&rows, nu.device()) => Some(nu.copy()?),
+            Some(nu) if !reads_in_place(inputs.x.device(), nu.device()) => Some(nu.copy()?),
             nu => nu,
         };
         let mut backward = CudaBackward::new(self, inputs)?;
-        backward.launch_rows(ema_gz.as_ref())?;
-        if let Some(sums) = backward.sums.clone() {
-            InPlace::run(&sums, |sums, _| backward.launch_totals(sums))?;
+        let over_ranks = self.sums.is_some();
+        let sums = over_ranks
+            .then(|| self.gpu.sums(&backward.plan))
+            .transpose()?;
+        if backward.plan.extent.rows > 0 {
+            backward.launch_rows(ema_gz.as_ref())?;
+        }
+        if let Some(sums) = sums {
+            backward.launch_totals(sums)?;
         }
         Ok(Box::new(backward))
     }
@@ -319,8 +308,8 @@ struct CudaBackward<'a> {
     input: Option<CudaStorage>,
     weight: Option<CudaStorage>,
     bias: Option<CudaStorage>,
-    /// `None` where there is nothing to launch.
-    workspace: Option<CudaSlice<u8>>,
+    /// What the forward saved, and the workspace. `None` where there is nothing to launch.
+    memory: Option<(&'a CudaSlice<u8>, CudaSlice<u8>)>,
     /// Σ dy x̃ over ranks, `[cols]`: local sums, and later global ones. `None` in a single process.
     sums: Option<Tensor>,
 }
@@ -330,32 +319,33 @@ impl<'a> CudaBackward<'a> {
     fn new(step: &'a CudaStep, inputs: &BackwardInputs<'a>) -> Result<Self> {
         let gpu = &step.gpu;
         let plan = step.plan.of_backward()?;
-        let (launches, over_ranks) = (step.saved.is_some(), step.sums.is_some());
-        let gradient = |of: Option<&Tensor>| {
-            let storage = of.map(|of| gpu.storage(of, launches && of.elem_count() > 0));
-            storage.transpose()
+        let memory = match &step.saved {
+            Some(saved) => Some((saved, gpu.room(plan.workspace(0).end)?)),
+            None => None,
         };
-        let tracked = |param: Option<&'a Tensor>| param.filter(|param| param.track_op());
-        let workspace = match launches {
-            true => Some(gpu.room(plan.workspace(0).end)?),
-            false => None,
+        let gradient = |of: &Tensor| match memory {
+            Some(_) => gpu.storage(of.shape(), of.dtype()),
+            None => gpu.device.zeros_impl(of.shape(), of.dtype()),
         };
-        let sums = match over_ranks {
-            true => Some(gpu.sums(plan.cols())?),
-            false => None,
+        let of_parameter = |parameter: Option<&Tensor>| {
+            let tracked = parameter.filter(|parameter| parameter.track_op());
+            tracked.map(gradient).transpose()
         };
-        if launches {
-            gpu.load(&plan.kernels(over_ranks))?;
+        let input = inputs.wants_input.then(|| gradient(inputs.x)).transpose()?;
+        let weight = of_parameter(inputs.weight)?;
+        let bias = of_parameter(inputs.bias)?;
+        if memory.is_some() {
+            gpu.load(&plan.kernels(step.sums.is_some()))?;
         }
         Ok(Self {
             step,
             plan,
             inputs: *inputs,
-            input: gradient(inputs.wants_input.then_some(inputs.x))?,
-            weight: gradient(tracked(inputs.weight))?,
-            bias: gradient(tracked(inputs.bias))?,
-            workspace,
-            sums,
+            input,
+            weight,
+            bias,
+            memory,
+            sums: None,
         })
     }
 
@@ -364,54 +354,13 @@ impl<'a> CudaBackward<'a> {
         self.plan.kind.is_training() || self.weight.is_some() || self.bias.is_some()
     }
 
-    /// Runs `launch` with the arguments of a pass over the rows that takes no sums. Does nothing
-    /// without rows.
-    fn with_rows(
-        &mut self,
-        ema_gz: Option<&Tensor>,
-        launch: impl FnOnce(&Gpu, &LaunchPlan, NormalizeBwdParams, &Workspace) -> Result<()>,
-    ) -> Result<()> {
-        let (plan, inputs, gpu) = (&self.plan, &self.inputs, &self.step.gpu);
-        let (Some(saved), Some(workspace), 1..) =
-            (&self.step.saved, &mut self.workspace, plan.rows())
-        else {
-            return Ok(());
-        };
-        let tensors = held([
-            Some(inputs.x),
-            Some(inputs.dy),
-            inputs.dsum,
-            inputs.keep,
-            inputs.weight,
-            ema_gz,
-        ]);
-        let [x, dy, dsum, keep, weight, ema_gz] = &tensors;
-        let stream = gpu.device.cuda_stream();
-        let mut uses = Uses::on(&stream);
-        let saved = plan.saved(uses.hold(saved.device_ptr(&stream)));
-        let workspace = plan.workspace(uses.slice(workspace));
-        // Under recipe Fairseq the backward does not know the mask, so it reads the count.
-        // Elsewhere the mask shows a batch without a kept row, and the count need not be known yet.
-        let fairseq = plan.config.recipe == Recipe::Fairseq;
-        let reads_count = fairseq && plan.kind.is_training();
-        let params = NormalizeBwdParams {
-            x: uses.read_rows(x)?,
-            dy: uses.read_rows(dy)?,
-            dsum: uses.read_rows(dsum)?,
-            dx: uses.write(self.input.as_mut(), 0)?.data,
-            keep: when(!fairseq, uses.read(keep)?),
-            weight: uses.read_vector(weight)?,
-            correction: uses.read_vector(ema_gz)?,
-            inv_rms: saved.inv_rms,
-            batch_phi: when(reads_count, saved.batch_phi),
-            count: when(reads_count, saved.count),
-            factors: saved.factors,
-            dots: workspace.dots,
-            group_scaling: plan.cut.group_scaling,
-            eps: plan.config.eps,
-            ..Default::default()
-        };
-        launch(gpu, plan, params, &workspace)
+    /// The input's gradient is made at last, by Λ.
+    fn is_exact(&self) -> bool {
+        self.plan.config.is_exact(self.plan.kind)
+    }
+
+    fn loss_scale(&self) -> f64 {
+        self.inputs.running.map_or(1., |nu| nu.loss_scale)
     }
 
     /// Makes the gradients that do not depend on the sums of the whole batch, and the sums.
@@ -419,85 +368,66 @@ impl<'a> CudaBackward<'a> {
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
     /// same as in the CPU's backward.
     fn launch_rows(&mut self, ema_gz: Option<&Tensor>) -> Result<()> {
-        let loss_scale = self.loss_scale();
-        let wants_sums = self.wants_sums();
-        self.with_rows(ema_gz, |gpu, plan, mut params, workspace| {
-            if plan.config.is_exact(plan.kind) {
-                // Made at last, by Λ.
-                params.dx = 0;
-            }
-            params.correction_scale = (1. - plan.config.alpha_bwd) * loss_scale;
-            if wants_sums {
-                params.partials = workspace.partials;
-            }
-            match params.dx != 0 || wants_sums {
-                // SAFETY: `with_rows` holds every buffer until the launches are queued, each of
-                // the size that `LaunchPlan` asks for.
-                true => unsafe { gpu.normalize_bwd(plan, params) },
-                false => Ok(()),
-            }
-        })
+        let writes = self.input.is_some() && !self.is_exact();
+        let sums = self.wants_sums();
+        let correction_scale = (1. - self.plan.config.alpha_bwd) * self.loss_scale();
+        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
+        let (Some((saved, workspace)), true) = (&mut self.memory, writes || sums) else {
+            return Ok(());
+        };
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let dx = uses.write(self.input.as_mut().filter(|_| writes))?.data;
+        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
+        let params = NormalizeBwdParams {
+            correction: uses.read_vector(ema_gz)?,
+            correction_scale,
+            partials: when(sums, workspace.partials),
+            ..rows_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?
+        };
+        // SAFETY: as in a forward's `launch_rows`.
+        unsafe { gpu.normalize_bwd(plan, params) }
     }
 
     /// Sums Σ dy x̃ over the rows of this process, to be handed out.
-    fn launch_totals(&mut self, sums: &mut CudaStorage) -> Result<()> {
-        let (plan, gpu) = (&self.plan, &self.step.gpu);
-        let Some(workspace) = &mut self.workspace else {
+    fn launch_totals(&mut self, mut sums: CudaStorage) -> Result<()> {
+        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
+        let Some((_, workspace)) = &mut self.memory else {
             candle::bail!("power_norm: expected sums of chunks, got none")
         };
-        let stream = gpu.device.cuda_stream();
-        let mut uses = Uses::on(&stream);
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
         let params = SumPartialsParams {
-            partials: plan.workspace(uses.slice(workspace)).partials,
-            stride: 2 * plan.cols() as i64,
-            totals: uses.write(Some(sums), 0)?.data,
+            partials: workspace.partials,
+            stride: 2 * plan.extent.cols as i64,
+            totals: uses.write(&mut sums)?.data,
             ..Default::default()
         };
         // SAFETY: as in `launch_rows`.
-        unsafe { gpu.sum_partials(plan, params) }
+        unsafe { gpu.sum_partials(plan, params) }?;
+        drop(uses);
+        self.sums = Some(from_storage(sums, &plan.sums().into()));
+        Ok(())
     }
 
-    /// Makes Λ and the parameters' gradients. Moves ν, if it is given: its storage, and the bytes
-    /// from there to ν.
-    fn launch_update(&mut self, ema_gz: Option<(&mut CudaStorage, Address)>) -> Result<()> {
-        let (wants_sums, loss_scale) = (self.wants_sums(), self.loss_scale());
-        let (plan, gpu) = (&self.plan, &self.step.gpu);
-        let (Some(saved), Some(workspace), true) =
-            (&self.step.saved, &mut self.workspace, wants_sums)
-        else {
+    /// Launches an exact gradient of the input, by Λ.
+    fn launch_exact(&mut self) -> Result<()> {
+        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
+        let Some((saved, workspace)) = &mut self.memory else {
             return Ok(());
         };
-        let tensors = held([self.inputs.weight, self.sums.as_ref()]);
-        let [weight, global] = &tensors;
-        let stream = gpu.device.cuda_stream();
-        let mut uses = Uses::on(&stream);
-        let (ema_gz, offset) = ema_gz.unzip();
-        let ema_gz = uses.write(ema_gz, offset.unwrap_or_default())?;
-        let saved = plan.saved(uses.hold(saved.device_ptr(&stream)));
-        let workspace = plan.workspace(uses.slice(workspace));
-        let params = UpdateNuParams {
-            partials: workspace.partials,
-            totals: uses.read(global)?,
-            cols: plan.cols() as i64,
-            chunks: plan.chunks().into(),
-            weight: uses.read_vector(weight)?,
-            inv_rms: saved.inv_rms,
-            gamma: saved.gamma,
-            count: saved.count,
-            lambda: workspace.lambda,
-            ema_gz,
-            dweight: uses.write(self.weight.as_mut(), 0)?,
-            dbias: uses.write(self.bias.as_mut(), 0)?,
-            beta: 1. - plan.config.alpha_bwd,
-            unscale: loss_scale.recip(),
-            guard: (plan.config.recipe == Recipe::Paper).into(),
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let dx = uses.write(self.input.as_mut())?.data;
+        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
+        let params = NormalizeBwdParams {
+            correction: Vector {
+                data: workspace.lambda,
+                dtype: number(plan.sums_dtype())?,
+            },
+            correction_scale: 1.,
+            ..rows_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?
         };
-        // SAFETY: as in `launch_rows`; the caller holds ν.
-        unsafe { gpu.launch(&plan.channels_launch("update_nu"), &params) }
-    }
-
-    fn loss_scale(&self) -> f64 {
-        self.inputs.running.map_or(1., |nu| nu.loss_scale)
+        // SAFETY: as in `launch_rows`.
+        unsafe { gpu.normalize_bwd(plan, params) }
     }
 }
 
@@ -515,27 +445,47 @@ impl DeviceBackward for CudaBackward<'_> {
     }
 
     fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
+        let (wants_sums, loss_scale) = (self.wants_sums(), self.loss_scale());
+        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
+        let (Some((saved, workspace)), true) = (&mut self.memory, wants_sums) else {
+            return Ok(());
+        };
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = plan.saved(uses.hold(saved.device_ptr(&gpu.stream)));
+        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
+        let params = UpdateNuParams {
+            partials: workspace.partials,
+            totals: uses.read(self.sums.as_ref())?,
+            cols: plan.extent.cols as i64,
+            chunks: plan.chunks().into(),
+            weight: uses.read_vector(self.inputs.weight)?,
+            inv_rms: saved.inv_rms,
+            gamma: saved.gamma,
+            count: saved.count,
+            lambda: workspace.lambda,
+            dweight: uses.write(self.weight.as_mut())?,
+            dbias: uses.write(self.bias.as_mut())?,
+            beta: 1. - plan.config.alpha_bwd,
+            unscale: loss_scale.recip(),
+            guard: (plan.config.recipe == Recipe::Paper).into(),
+            ..Default::default()
+        };
+        let launch = |ema_gz| {
+            let params = UpdateNuParams { ema_gz, ..params };
+            // SAFETY: as in `launch_rows`, and `in_place` holds ν.
+            unsafe { gpu.launch(&plan.channels_launch("update_nu"), &params) }
+        };
         match ema_gz {
-            Some(ema_gz) => InPlace::run(ema_gz, |ema_gz, offset| {
-                self.launch_update(Some((ema_gz, offset)))
-            }),
-            None => self.launch_update(None),
+            Some(ema_gz) => gpu.in_place(ema_gz, launch),
+            None => launch(Vector::default()),
         }
     }
 
     fn gradients(mut self: Box<Self>) -> Result<Gradients> {
-        if self.plan.config.is_exact(self.plan.kind) && self.input.is_some() {
-            self.with_rows(None, |gpu, plan, mut params, workspace| {
-                params.correction = Vector {
-                    data: workspace.lambda,
-                    dtype: number(plan.sums_dtype())?,
-                };
-                params.correction_scale = 1.;
-                // SAFETY: as in `launch_rows`.
-                unsafe { gpu.normalize_bwd(plan, params) }
-            })?;
+        if self.is_exact() && self.input.is_some() && self.plan.extent.rows > 0 {
+            self.launch_exact()?;
         }
-        let (x, channels) = (self.inputs.x.shape(), Shape::from(self.plan.cols()));
+        let (x, channels) = (self.inputs.x.shape(), Shape::from(self.plan.extent.cols));
         let tensor = |storage: Option<CudaStorage>, shape: &Shape| {
             storage.map(|storage| from_storage(storage, shape))
         };
@@ -555,17 +505,51 @@ fn on_gpu(output: &mut Option<Storage>) -> Result<&mut CudaStorage> {
     }
 }
 
-/// The arguments of a later pass, which reads the sum with the residual that the first wrote.
-fn added(params: NormalizeParams) -> NormalizeParams {
-    match params.residual {
-        0 => params,
-        _ => NormalizeParams {
-            x: params.sum,
-            residual: 0,
-            sum: 0,
-            ..params
-        },
+/// The addresses in `saved`, which an evaluation may do without.
+fn saved_parts<'u>(
+    plan: &LaunchPlan,
+    saved: &'u mut Option<CudaSlice<u8>>,
+    uses: &mut Uses<'u, '_>,
+) -> Result<Saved> {
+    match saved {
+        Some(saved) => Ok(plan.saved(uses.hold(saved.device_ptr_mut(uses.stream)))),
+        None if plan.kind.is_training() => {
+            candle::bail!("power_norm: expected sums of chunks, got none")
+        }
+        None => Ok(Saved::default()),
     }
+}
+
+/// The arguments of a backward's pass over the rows, but for its correction and its sums.
+fn rows_params<'t, 'u>(
+    plan: &LaunchPlan,
+    inputs: &BackwardInputs<'t>,
+    dx: Address,
+    saved: &'u CudaSlice<u8>,
+    workspace: &Workspace,
+    uses: &mut Uses<'u, 't>,
+) -> Result<NormalizeBwdParams> {
+    let saved = plan.saved(uses.hold(saved.device_ptr(uses.stream)));
+    // Under recipe Fairseq the backward does not know the mask, so it reads the count. Elsewhere
+    // the mask shows a batch without a kept row, and the count need not be known yet.
+    let fairseq = plan.config.recipe == Recipe::Fairseq;
+    let reads_count = fairseq && plan.kind.is_training();
+    Ok(NormalizeBwdParams {
+        x: uses.read_rows(inputs.x)?,
+        dy: uses.read_rows(inputs.dy)?,
+        dsum: uses.read_rows(inputs.dsum.filter(|_| dx != 0))?,
+        dx,
+        keep: uses.read(inputs.keep.filter(|_| !fairseq))?,
+        weight: uses.read_vector(inputs.weight)?,
+        inv_rms: saved.inv_rms,
+        batch_phi: when(reads_count, saved.batch_phi),
+        count: when(reads_count, saved.count),
+        factors: saved.factors,
+        dots: workspace.dots,
+        group_scaling: plan.cut.group_scaling,
+        eps: plan.config.eps,
+        ..Default::default()
+    })
 }
 
 /// The arguments for the statistics of a training forward, by which ψ² stays. If `by_batch`, 1/D is
@@ -577,16 +561,17 @@ fn statistics(
     phi: Vector,
     by_batch: bool,
 ) -> UpdatePhiParams {
-    let (over_ranks, fairseq) = (totals != 0, plan.config.recipe == Recipe::Fairseq);
-    let all_totals = totals + (plan.cols() as u64 + 1) * TOTAL_BYTES;
+    let has_all_totals = totals != 0 && plan.config.recipe == Recipe::Fairseq;
+    let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
     UpdatePhiParams {
         totals,
-        all_totals: when(over_ranks && fairseq, all_totals),
-        partials: when(!over_ranks, saved.partials),
-        all_partials: when(!over_ranks, saved.all_partials),
-        kept: when(!over_ranks, saved.kept),
-        rows: plan.rows() as i64,
-        cols: plan.cols() as i64,
+        all_totals: when(has_all_totals, all_totals),
+        // Read only without totals.
+        partials: saved.partials,
+        all_partials: saved.all_partials,
+        kept: saved.kept,
+        rows: plan.extent.rows as i64,
+        cols: plan.extent.cols as i64,
         chunks: plan.chunks().into(),
         phi,
         batch_phi: saved.batch_phi,
@@ -602,21 +587,15 @@ fn statistics(
 
 /// Launches of a plan. The promise of [`Gpu::launch`] about addresses holds for each of them.
 impl Gpu {
-    /// A storage like `like`: zeros, unless launches write all of it.
-    fn storage(&self, like: &Tensor, written: bool) -> Result<CudaStorage> {
-        match written {
-            // SAFETY: the launches of the phase, or of the next, write all of it.
-            true => unsafe { self.device.alloc_uninit(like.shape(), like.dtype()) },
-            false => self.device.zeros_impl(like.shape(), like.dtype()),
-        }
+    /// A storage for launches to write.
+    fn storage(&self, shape: &Shape, dtype: DType) -> Result<CudaStorage> {
+        // SAFETY: the launches of the phase, or of the next, write all of it.
+        unsafe { self.device.alloc_uninit(shape, dtype) }
     }
 
-    /// Sums to hand out.
-    fn sums(&self, count: usize) -> Result<Tensor> {
-        let shape = Shape::from(count);
-        // SAFETY: the launches of the phase write all of it.
-        let sums = unsafe { self.device.alloc_uninit(&shape, DType::F64) }?;
-        Ok(from_storage(sums, &shape))
+    /// Sums for a pass to hand out.
+    fn sums(&self, plan: &LaunchPlan) -> Result<CudaStorage> {
+        self.storage(&plan.sums().into(), DType::F64)
     }
 
     /// Memory for a layout of a plan.
@@ -635,8 +614,8 @@ impl Gpu {
 
     unsafe fn sum_partials(&self, plan: &LaunchPlan, params: SumPartialsParams) -> Result<()> {
         let params = SumPartialsParams {
-            rows: plan.rows() as i64,
-            cols: plan.cols() as i64,
+            rows: plan.extent.rows as i64,
+            cols: plan.extent.cols as i64,
             chunks: plan.chunks().into(),
             ..params
         };
@@ -644,11 +623,9 @@ impl Gpu {
         unsafe { self.launch(&plan.channels_launch("sum_partials"), &params) }
     }
 
+    /// Reduces wide groups if there is a gradient to write, and walks the rows.
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
-        let writes = params.dx != 0;
-        let dsum = when(writes, params.dsum);
-        let params = NormalizeBwdParams { dsum, ..params };
-        if writes && plan.has_wide_groups() {
+        if params.dx != 0 && plan.has_wide_groups() {
             let (launch, tiling) = plan.groups_launch();
             // SAFETY: by the caller's promise.
             unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
