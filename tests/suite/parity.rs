@@ -176,11 +176,11 @@ fn fingerprint() {
 
 const FINGERPRINT: &str = "fingerprint: ";
 
-/// Runs tests of this file with a switch of the crate's set, in a process of its own: a process
-/// reads it once. Says whether they passed, and what they printed.
+/// Runs tests with a switch of the crate's set, in a process of its own: a process reads it once.
+/// Says whether they passed, and what they printed.
 fn run_with(switch: &str, value: &str, tests: &[&str]) -> (bool, String) {
     let run = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(tests.iter().map(|test| format!("parity::{test}")))
+        .args(tests)
         .args(["--exact", "--nocapture"])
         .env_remove("CANDLE_POWERNORM_SIMD")
         .env_remove("CANDLE_POWERNORM_DEVICE")
@@ -197,7 +197,11 @@ fn run_with(switch: &str, value: &str, tests: &[&str]) -> (bool, String) {
 #[test]
 fn every_simd_level() {
     let level = |name| {
-        let tests = ["every_rank", "heights_around_a_cut", "fingerprint"];
+        let tests = [
+            "parity::every_rank",
+            "parity::heights_around_a_cut",
+            "parity::fingerprint",
+        ];
         let (passed, text) = run_with("CANDLE_POWERNORM_SIMD", name, &tests);
         assert!(passed, "{name}: {text}");
         let (_, fingerprint) = text.split_once(FINGERPRINT).expect("a fingerprint");
@@ -226,10 +230,26 @@ fn has_avx2() -> bool {
     false
 }
 
-/// candle's own operations, which run the layer on devices without kernels.
+/// candle's own operations, which run the layer on devices without kernels. They have branches of
+/// their own for squares that overflow, long sums, masks, empty batches, residuals and ranks.
 #[test]
 fn composed_of_candle_s_operations() {
-    let (passed, text) = run_with("CANDLE_POWERNORM_DEVICE", "composed", &["every_rank"]);
+    let tests = [
+        "parity::every_rank",
+        "parity::heights_around_a_cut",
+        "parity::rows_of_any_magnitude_are_scaled",
+        "parity::long_sums_of_one_value_keep_their_precision",
+        "parity::poisoned_batches_are_forgotten",
+        "parity::a_statistic_beyond_the_state_s_dtype_is_forgotten",
+        "parity::a_refused_statistic_keeps_every_bit",
+        "parity::the_released_recipe_does_not_forget",
+        "parity::a_batch_without_a_kept_row_is_evaluated",
+        "parity::empty_batches_pass_through",
+        "parity::a_residual_is_an_addition_and_a_forward",
+        "parity::a_sum_by_itself_gives_a_computed_bias_zeros",
+        "distributed::trajectories",
+    ];
+    let (passed, text) = run_with("CANDLE_POWERNORM_DEVICE", "composed", &tests);
     assert!(passed, "{text}");
 }
 
@@ -246,7 +266,7 @@ fn switches_are_read() {
             "expected CANDLE_POWERNORM_DEVICE to be composed, got",
         ),
     ] {
-        let (passed, text) = run_with(switch, "fast", &["every_rank"]);
+        let (passed, text) = run_with(switch, "fast", &["parity::every_rank"]);
         assert!(!passed && text.contains(expected), "{switch}: {text}");
     }
 }
