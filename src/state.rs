@@ -35,14 +35,6 @@ fn recorded(group_scaling: Option<usize>) -> i64 {
     group_scaling.map_or(-1, |groups| groups as i64)
 }
 
-/// The setting that `groups` records.
-fn setting(groups: i64) -> String {
-    match groups {
-        -1 => "None".to_owned(),
-        groups => format!("Some({groups})"),
-    }
-}
-
 /// The progress of the last recalibration.
 #[derive(Debug, Default)]
 struct Recalibration {
@@ -84,12 +76,11 @@ impl State {
             // A `VarMap` makes it. Another builder may lack it, or make a constant.
             false => (count("groups").ok()).filter(|made| made.is_variable() == trainable),
         };
-        let others = [
+        for (name, tensor) in [
             ("ema_gz", Some(&ema_gz)),
             ("iters", Some(&iters)),
             ("groups", groups.as_ref()),
-        ];
-        for (name, tensor) in others {
+        ] {
             // A copy moves, and what the builder has stays as it is.
             match tensor.map(Tensor::is_variable) {
                 Some(false) if trainable => return Err(Error::CopiedState(name).into()),
@@ -158,7 +149,10 @@ impl State {
         if groups == UNKNOWN || groups == recorded(expected) {
             return Ok(());
         }
-        let got = setting(groups);
+        let got = match groups {
+            -1 => "None".to_owned(),
+            groups => format!("Some({groups})"),
+        };
         Err(Error::StateGroups { expected, got }.into())
     }
 

@@ -6,11 +6,10 @@
 //! hand sums out.
 
 use super::host::{
-    Channels, ForwardSums, GradientOutputs, GradientSums, HostRows, InputFactors, OutputFactors,
-    RowSum, SquareSums,
+    Channels, GradientOutputs, GradientSums, HostRows, InputFactors, OutputFactors, RowSum,
 };
 use super::{sums_dtype, BackwardInputs, Outputs};
-use crate::config::PowerNormConfig;
+use crate::config::{PowerNormConfig, Recipe};
 use candle::{DType, Device, Result, Storage, Tensor, Var, D};
 
 /// Rows after the group scaling.
@@ -24,6 +23,8 @@ pub(crate) struct ComposedRows {
     factors: Option<Tensor>,
     /// The mask, `[rows, C]`; `None` without a mask or without rows.
     keep: Option<Tensor>,
+    /// Squares are summed over all rows too.
+    sums_all: bool,
 }
 
 impl ComposedRows {
@@ -55,13 +56,11 @@ impl ComposedRows {
         let Some(factors) = &self.factors else {
             return Ok(dx_tilde);
         };
-        let products = (&dx_tilde * &self.x_tilde)?;
-        let mean = by_group(&products, factors, |products, _| {
-            let mean = products.mean_keepdim(D::Minus1)?;
-            mean.broadcast_as(products.shape())
-        })?;
-        let dx = (dx_tilde - (&self.x_tilde * mean)?)?;
-        by_group(&dx, factors, |dx, factors| dx.broadcast_mul(factors))
+        let groups = factors.dim(1)?;
+        let (dx_tilde, x_tilde) = (grouped(&dx_tilde, groups)?, grouped(&self.x_tilde, groups)?);
+        let mean = (&dx_tilde * &x_tilde)?.mean_keepdim(D::Minus1)?;
+        let dx = (dx_tilde - x_tilde.broadcast_mul(&mean)?)?;
+        dx.broadcast_mul(factors)?.flatten_from(1)
     }
 
     /// `∂L/∂x`, by way of `∂L/∂X̃`.
@@ -90,24 +89,18 @@ fn as_rows(x: &Tensor) -> Result<Tensor> {
     x.reshape((x.elem_count() / cols, cols))
 }
 
-/// Runs `run` on rows as groups, `[rows, G, C/G]`, and gives the rows back.
-fn by_group(
-    rows: &Tensor,
-    factors: &Tensor,
-    run: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>,
-) -> Result<Tensor> {
-    let (count, groups, _) = factors.dims3()?;
-    let cols = rows.dim(1)?;
-    run(&rows.reshape((count, groups, cols / groups))?, factors)?.reshape(rows.shape())
+/// Rows as groups, `[rows, G, C/G]`.
+fn grouped(rows: &Tensor, groups: usize) -> Result<Tensor> {
+    let (count, cols) = rows.dims2()?;
+    rows.reshape((count, groups, cols / groups))
 }
 
-/// r of each group of the rows `x`, `[rows, G, 1]`.
-fn factors(x: &Tensor, groups: usize, eps: f64) -> Result<Tensor> {
-    let (rows, cols) = x.dims2()?;
+/// r of each group of rows, `[rows, G, 1]`.
+fn factors(x: &Tensor, eps: f64) -> Result<Tensor> {
+    let (rows, groups, _) = x.dims3()?;
     if rows == 0 {
         return Tensor::zeros((0, groups, 1), x.dtype(), x.device());
     }
-    let x = x.reshape((rows, groups, cols / groups))?;
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
     let factors = squares.inverse_root(eps)?;
     // If squares overflow, or do with ε, x and √ε are first divided by the largest magnitude of x.
@@ -156,11 +149,14 @@ impl HostRows for ComposedRows {
             }
             _ => None,
         };
-        let factors = |groups| factors(&rows, groups, config.eps);
-        let factors = config.group_scaling.map(factors).transpose()?;
-        let x_tilde = match &factors {
-            Some(factors) => by_group(&rows, factors, |x, factors| x.broadcast_mul(factors))?,
-            None => rows,
+        let (x_tilde, factors) = match config.group_scaling {
+            Some(groups) => {
+                let rows = grouped(&rows, groups)?;
+                let factors = factors(&rows, config.eps)?;
+                let x_tilde = rows.broadcast_mul(&factors)?.flatten_from(1)?;
+                (x_tilde, Some(factors))
+            }
+            None => (rows, None),
         };
         Ok(Self {
             x,
@@ -168,35 +164,34 @@ impl HostRows for ComposedRows {
             x_tilde,
             factors,
             keep,
+            sums_all: config.recipe == Recipe::Fairseq,
         })
     }
 
     fn forward(
         &self,
         factors: Option<OutputFactors<Tensor>>,
-        sums: Option<SquareSums>,
-    ) -> Result<(Outputs, Option<ForwardSums<Tensor>>)> {
-        let of_squares = |sums| {
+        sums: bool,
+    ) -> Result<(Outputs, Vec<RowSum<Tensor>>)> {
+        let mut of_squares = vec![];
+        if sums {
             let squares = self.x_tilde.sqr()?;
-            let all = match sums {
-                SquareSums::Kept => None,
-                SquareSums::KeptAndAll => Some(RowSum {
+            of_squares.push(RowSum {
+                squares: sum_rows(&self.masked(squares.clone())?)?,
+                rows: self.kept()?,
+            });
+            if self.sums_all {
+                of_squares.push(RowSum {
                     squares: sum_rows(&squares)?,
                     rows: self.len(),
-                }),
-            };
-            let kept = RowSum {
-                squares: sum_rows(&self.masked(squares)?)?,
-                rows: self.kept()?,
-            };
-            Ok::<_, candle::Error>(ForwardSums { kept, all })
-        };
-        let sums = sums.map(of_squares).transpose()?;
+                });
+            }
+        }
         let outputs = Outputs {
             y: factors.map_or(Ok(None), |factors| self.normalize(factors, None))?,
             sum: self.adds_residual.then(|| storage(&self.x)).transpose()?,
         };
-        Ok((outputs, sums))
+        Ok((outputs, of_squares))
     }
 
     fn normalize(
@@ -228,17 +223,15 @@ impl HostRows for ComposedRows {
             }),
             false => None,
         };
-        let input = factors.map(|factors| self.input_gradient(&dy, inputs.dsum, &factors));
-        Ok(GradientOutputs {
-            input: input.transpose()?,
-            sums,
-        })
+        let dx = factors.map(|factors| self.input_gradient(&dy, inputs.dsum, &factors));
+        Ok((dx.transpose()?, sums))
     }
 }
 
 impl Channels for Tensor {
     fn read(tensor: &Tensor, like: &Self) -> Result<Self> {
-        tensor.detach().to_dtype(like.dtype())?.flatten_all()
+        let tensor = tensor.detach().to_dtype(like.dtype())?.flatten_all()?;
+        tensor.to_device(like.device())
     }
 
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
@@ -251,19 +244,9 @@ impl Channels for Tensor {
         var.set(&new.reshape(var.shape())?)
     }
 
-    fn to_tensor(&self, like: &Tensor) -> Result<Tensor> {
-        self.to_dtype(like.dtype())
-    }
-
-    /// The host waits for the numbers. Not every device has f64, so they become f64 on the CPU.
-    fn to_numbers(&self) -> Result<Vec<f64>> {
-        let numbers = self.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
-        numbers.to_vec1()
-    }
-
-    fn of_numbers(numbers: &[f64], like: &Self) -> Result<Self> {
-        let numbers = Tensor::new(numbers, &Device::Cpu)?.to_dtype(like.dtype())?;
-        numbers.to_device(like.device())
+    fn to_tensor(&self, dtype: DType, device: &Device) -> Result<Tensor> {
+        // On `device`, because not every one has f64.
+        self.to_device(device)?.to_dtype(dtype)
     }
 
     fn plus(&self, other: &Self) -> Result<Self> {
@@ -310,12 +293,8 @@ fn sum_rows(values: &Tensor) -> Result<Tensor> {
         return values.sum(0);
     }
     let (head, tail) = (subtotals * SUBTOTAL_ROWS, rows % SUBTOTAL_ROWS);
-    let by_subtotal = values.narrow(0, 0, head)?;
-    let total = sum_rows(
-        &by_subtotal
-            .reshape((subtotals, SUBTOTAL_ROWS, cols))?
-            .sum(1)?,
-    )?;
+    let by_subtotal = (values.narrow(0, 0, head)?).reshape((subtotals, SUBTOTAL_ROWS, cols))?;
+    let total = sum_rows(&by_subtotal.sum(1)?)?;
     match tail {
         0 => Ok(total),
         _ => total + values.narrow(0, head, tail)?.sum(0)?,

@@ -6,7 +6,7 @@ use super::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
 use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
-use candle::{Device, Result, Storage, Tensor, Var};
+use candle::{DType, Device, Result, Storage, Tensor, Var};
 
 /// Rows to normalize: a forward's input. In a backward: the tensor that its forward normalized.
 pub(super) trait HostRows: Sized {
@@ -23,12 +23,13 @@ pub(super) trait HostRows: Sized {
         config: &PowerNormConfig,
     ) -> Result<Self>;
 
-    /// Adds the residual. Writes y if its `factors` are given. Takes the `sums` of squares.
+    /// Adds the residual. Writes y if its `factors` are given. Takes the sums of squares if they
+    /// are wanted: over the kept rows, and under [`Recipe::Fairseq`] over all rows as well.
     fn forward(
         &self,
         factors: Option<OutputFactors<Self::Channels>>,
-        sums: Option<SquareSums>,
-    ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)>;
+        sums: bool,
+    ) -> Result<(Outputs, Vec<RowSum<Self::Channels>>)>;
 
     /// Writes y. `sum` is `x + residual`, if there is a residual.
     fn normalize(
@@ -47,6 +48,9 @@ pub(super) trait HostRows: Sized {
     ) -> Result<GradientOutputs<Self::Channels>>;
 }
 
+/// `∂L/∂x` and the sums over the rows, as far as they were wanted.
+pub(super) type GradientOutputs<V> = (Option<Tensor>, Option<GradientSums<V>>);
+
 /// `Y = γ ⊙ X̃/D + β`.
 pub(super) struct OutputFactors<'a, V> {
     /// 1/D.
@@ -55,21 +59,6 @@ pub(super) struct OutputFactors<'a, V> {
     pub weight: Option<&'a Tensor>,
     /// β.
     pub bias: Option<&'a Tensor>,
-}
-
-/// The rows whose squares are summed.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum SquareSums {
-    Kept,
-    /// Over kept rows, and over all rows.
-    KeptAndAll,
-}
-
-/// Outputs of a backward over rows, as far as they were wanted.
-pub(super) struct GradientOutputs<V> {
-    /// `∂L/∂x`.
-    pub input: Option<Tensor>,
-    pub sums: Option<GradientSums<V>>,
 }
 
 /// `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`.
@@ -81,19 +70,15 @@ pub(super) struct InputFactors<V> {
 
 /// One number for each channel, `[C]`, in the dtype of the sums.
 pub(super) trait Channels: Clone + Send + Sync + Sized {
-    /// Reads a tensor of any float dtype, as numbers like `like`.
+    /// Reads a tensor of any float dtype, into the dtype and onto the device of `like`.
     fn read(tensor: &Tensor, like: &Self) -> Result<Self>;
 
     /// Sets a variable of the state. A channel keeps its value where one of `guards` is not finite
     /// in the dtype of the variable.
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()>;
 
-    /// A tensor in the shape, the dtype and on the device of `like`.
-    fn to_tensor(&self, like: &Tensor) -> Result<Tensor>;
-
-    fn to_numbers(&self) -> Result<Vec<f64>>;
-
-    fn of_numbers(numbers: &[f64], like: &Self) -> Result<Self>;
+    /// A tensor `[C]`.
+    fn to_tensor(&self, dtype: DType, device: &Device) -> Result<Tensor>;
 
     fn plus(&self, other: &Self) -> Result<Self>;
 
@@ -120,18 +105,10 @@ pub(super) struct HostStep<R: HostRows> {
     setting: Setting,
     /// 1/D by ψ² before the step.
     running_inv_rms: R::Channels,
-    /// The local sums of a training forward. `None` in a single process.
-    local: Option<ForwardSums<R::Channels>>,
+    /// The local sums of a training forward. Empty in a single process.
+    local: Vec<RowSum<R::Channels>>,
     /// The statistics of the whole batch, in a training step with a kept row.
     batch: Option<BatchStatistics<R::Channels>>,
-}
-
-/// The sums over the rows of a training forward.
-pub(super) struct ForwardSums<V> {
-    /// Over kept rows, for ψ_B², and for Γ unless `all` is there.
-    pub kept: RowSum<V>,
-    /// Over all rows, padded ones included, for Γ under recipe Fairseq.
-    pub all: Option<RowSum<V>>,
 }
 
 /// A sum over rows.
@@ -168,22 +145,15 @@ impl<R: HostRows + 'static> HostStep<R> {
         let mut step = Self {
             setting,
             running_inv_rms,
-            local: None,
+            local: vec![],
             batch: None,
         };
         let normalizes = setting.kind != ForwardKind::BatchStatistic;
-        let squares = match step.sums_all_rows() {
-            true => SquareSums::KeptAndAll,
-            false => SquareSums::Kept,
-        };
-        let (outputs, sums) = step.rows(inputs)?.forward(
-            normalizes.then(|| step.output_factors(inputs)),
-            setting.kind.is_training().then_some(squares),
-        )?;
-        match sums {
-            Some(sums) if setting.over_ranks => step.local = Some(sums),
-            Some(sums) => step.make_statistics(&sums)?,
-            None => {}
+        let factors = normalizes.then(|| step.output_factors(inputs));
+        let (outputs, sums) = (step.rows(inputs)?).forward(factors, setting.kind.is_training())?;
+        match setting.over_ranks {
+            true => step.local = sums,
+            false => step.make_statistics(&sums)?,
         }
         Ok((Box::new(step), outputs))
     }
@@ -207,22 +177,21 @@ impl<R: HostRows> HostStep<R> {
         &self.setting.config
     }
 
-    /// `true` if Γ runs over padded rows too.
-    fn sums_all_rows(&self) -> bool {
-        self.config().recipe == Recipe::Fairseq
-    }
-
-    fn make_statistics(&mut self, sums: &ForwardSums<R::Channels>) -> Result<()> {
-        if sums.kept.rows == 0 {
+    /// Makes the batch's statistics from the sums over kept rows, which come first, and the sums
+    /// that Γ is made of, which come last. Without a kept row there are none.
+    fn make_statistics(&mut self, sums: &[RowSum<R::Channels>]) -> Result<()> {
+        let (Some(kept), Some(over)) = (sums.first(), sums.last()) else {
+            return Ok(());
+        };
+        if kept.rows == 0 {
             return Ok(());
         }
-        let batch_phi = sums.kept.squares.mean(sums.kept.rows)?;
+        let batch_phi = kept.squares.mean(kept.rows)?;
         let batch_inv_rms = batch_phi.inverse_root(self.config().eps)?;
         let inv_rms = match self.setting.kind {
             ForwardKind::BatchStatistic => &batch_inv_rms,
             _ => &self.running_inv_rms,
         };
-        let over = sums.all.as_ref().unwrap_or(&sums.kept);
         let square = over.squares.mean(over.rows)?;
         self.batch = Some(BatchStatistics {
             gamma: square.times(inv_rms)?.times(inv_rms)?,
@@ -241,6 +210,11 @@ impl<R: HostRows> HostStep<R> {
         }
     }
 
+    /// `true` if the input's gradient needs Λ, and so the sums over all rows.
+    fn needs_lambda(&self) -> bool {
+        self.is_step() && self.config().is_exact(self.setting.kind)
+    }
+
     /// Recipe Paper's guard: an overflowed batch must not outlive its step.
     fn guards<'a>(&self, guards: &'a [&'a R::Channels]) -> &'a [&'a R::Channels] {
         match self.config().recipe {
@@ -252,35 +226,28 @@ impl<R: HostRows> HostStep<R> {
 
 impl<R: HostRows> DeviceStep for HostStep<R> {
     fn local_sums(&self) -> Result<Tensor> {
-        let Some(local) = &self.local else {
-            candle::bail!("power_norm: expected the sums of a forward, got none")
-        };
-        let mut numbers = vec![];
-        for sum in [&local.kept].into_iter().chain(&local.all) {
-            numbers.extend(sum.squares.to_numbers()?);
-            numbers.push(sum.rows as f64);
+        let mut sums = vec![];
+        for sum in &self.local {
+            sums.push(sum.squares.to_tensor(DType::F64, &Device::Cpu)?);
+            sums.push(Tensor::new(&[sum.rows as f64], &Device::Cpu)?);
         }
-        Tensor::new(numbers, &Device::Cpu)
+        Tensor::cat(&sums, 0)
     }
 
     fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
-        let numbers = global.to_vec1::<f64>()?;
-        let like = &self.running_inv_rms;
-        let sum = |numbers: &[f64]| match numbers.split_last() {
-            Some((&rows, squares)) => Ok(RowSum {
-                squares: R::Channels::of_numbers(squares, like)?,
-                rows: rows as usize,
-            }),
-            None => candle::bail!("power_norm: expected the sums of a forward, got none"),
+        let count = match self.config().recipe {
+            Recipe::Paper => 1,
+            Recipe::Fairseq => 2,
         };
-        let (kept, all) = match self.sums_all_rows() {
-            true => numbers.split_at(numbers.len() / 2),
-            false => (&numbers[..], &[][..]),
-        };
-        self.make_statistics(&ForwardSums {
-            kept: sum(kept)?,
-            all: (!all.is_empty()).then(|| sum(all)).transpose()?,
-        })
+        let mut sums = vec![];
+        for sum in global.chunk(count, 0)? {
+            let cols = sum.elem_count() - 1;
+            sums.push(RowSum {
+                squares: R::Channels::read(&sum.narrow(0, 0, cols)?, &self.running_inv_rms)?,
+                rows: sum.get(cols)?.to_scalar::<f64>()? as usize,
+            });
+        }
+        self.make_statistics(&sums)
     }
 
     fn is_step(&self) -> bool {
@@ -323,15 +290,16 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
             lambda: None,
             gradients: Gradients::default(),
         };
-        let dx_now = inputs.wants_input && !backward.needs_lambda();
-        let factors = dx_now.then(|| backward.input_factors()).transpose()?;
-        let sums_now = backward.wants_sums() || !dx_now;
-        let outputs = backward.rows.backward(inputs, factors, sums_now)?;
-        backward.gradients.input = outputs.input;
-        if let (Some(sums), false) = (&outputs.sums, self.setting.over_ranks) {
+        let makes_dx = inputs.wants_input && !self.needs_lambda();
+        let factors = makes_dx.then(|| backward.input_factors()).transpose()?;
+        let mut parameters = [inputs.weight, inputs.bias].into_iter().flatten();
+        let wants_sums = self.is_step() || parameters.any(Tensor::track_op);
+        let (dx, sums) = backward.rows.backward(inputs, factors, wants_sums)?;
+        if let (Some(sums), false) = (&sums, self.setting.over_ranks) {
             backward.make_lambda(&sums.dy_x)?;
         }
-        backward.local = outputs.sums;
+        backward.gradients.input = dx;
+        backward.local = sums;
         Ok(Box::new(backward))
     }
 }
@@ -366,26 +334,10 @@ pub(super) struct GradientSums<V> {
 }
 
 impl<R: HostRows> HostBackward<'_, R> {
-    /// `true` if the input's gradient needs Λ, and so the sums over all rows.
-    fn needs_lambda(&self) -> bool {
-        let forward = self.forward;
-        forward.is_step() && forward.config().is_exact(forward.setting.kind)
-    }
-
-    /// `true` if the step or a gradient needs the sums.
-    fn wants_sums(&self) -> bool {
-        let mut parameters = [self.inputs.weight, self.inputs.bias].into_iter().flatten();
-        self.forward.is_step() || parameters.any(Tensor::track_op)
-    }
-
     /// Makes Λ from Σ dy x̃ over all rows.
     fn make_lambda(&mut self, dy_x: &R::Channels) -> Result<()> {
         if let Some(batch) = &self.forward.batch {
-            let g_x_hat = dy_x.times(self.forward.inv_rms())?;
-            let g_x_hat = match &self.weight {
-                Some(weight) => g_x_hat.times(weight)?,
-                None => g_x_hat,
-            };
+            let g_x_hat = self.times_weight(dy_x.times(self.forward.inv_rms())?)?;
             self.lambda = Some(g_x_hat.mean(batch.rows)?);
         }
         Ok(())
@@ -400,20 +352,21 @@ impl<R: HostRows> HostBackward<'_, R> {
         };
         let decay = |correction: R::Channels| correction.times(divisor)?.times(forward.inv_rms());
         Ok(InputFactors {
-            gain: match &self.weight {
-                Some(weight) => weight.times(divisor)?,
-                None => divisor.clone(),
-            },
+            gain: self.times_weight(divisor.clone())?,
             decay: self.correction()?.map(decay).transpose()?,
         })
     }
 
+    fn times_weight(&self, channels: R::Channels) -> Result<R::Channels> {
+        match &self.weight {
+            Some(weight) => channels.times(weight),
+            None => Ok(channels),
+        }
+    }
+
     /// Λ of the batch, or else the running ν; `None` in evaluation.
     fn correction(&self) -> Result<Option<R::Channels>> {
-        if !self.forward.is_step() {
-            return Ok(None);
-        }
-        if self.needs_lambda() {
+        if self.forward.needs_lambda() {
             return Ok(self.lambda.clone());
         }
         let Some(running) = &self.inputs.running else {
@@ -448,14 +401,13 @@ impl<R: HostRows> HostBackward<'_, R> {
 impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
     fn local_sums(&self) -> Result<Tensor> {
         match &self.local {
-            Some(local) => Tensor::new(local.dy_x.to_numbers()?, &Device::Cpu),
+            Some(local) => local.dy_x.to_tensor(DType::F64, &Device::Cpu),
             None => candle::bail!("power_norm: expected the sums of a backward, got none"),
         }
     }
 
     fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
-        let (numbers, like) = (global.to_vec1()?, &self.forward.running_inv_rms);
-        self.make_lambda(&R::Channels::of_numbers(&numbers, like)?)
+        self.make_lambda(&R::Channels::read(global, &self.forward.running_inv_rms)?)
     }
 
     fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
@@ -463,10 +415,10 @@ impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
         if let Some(local) = &self.local {
             if let Some(weight) = self.inputs.weight.filter(is_tracked) {
                 let dweight = local.dy_x.times(self.forward.inv_rms())?;
-                self.gradients.weight = Some(dweight.to_tensor(weight)?);
+                self.gradients.weight = Some(dweight.to_tensor(weight.dtype(), weight.device())?);
             }
             if let Some(bias) = self.inputs.bias.filter(is_tracked) {
-                self.gradients.bias = Some(local.dy.to_tensor(bias)?);
+                self.gradients.bias = Some(local.dy.to_tensor(bias.dtype(), bias.device())?);
             }
         }
         ema_gz.map_or(Ok(()), |ema_gz| self.move_nu(ema_gz))
@@ -475,7 +427,7 @@ impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
     fn gradients(mut self: Box<Self>) -> Result<Gradients> {
         if self.inputs.wants_input && self.gradients.input.is_none() {
             let factors = Some(self.input_factors()?);
-            self.gradients.input = self.rows.backward(&self.inputs, factors, false)?.input;
+            (self.gradients.input, _) = self.rows.backward(&self.inputs, factors, false)?;
         }
         Ok(self.gradients)
     }

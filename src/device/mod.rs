@@ -19,9 +19,7 @@
 //! Other processes may have rows of the same batch. A device does not know about them. It hands out
 //! the sums over its local rows, and takes in the global sums. `op/step.rs` decides when.
 //!
-//! For a new device, implement the two traits. If the host computes the numbers of channels,
-//! implement `HostRows` of `host.rs` instead. Then add the device to
-//! [`DeviceKind`](pick::DeviceKind).
+//! CONTRIBUTING.md says how to add a device.
 
 mod composed;
 mod cpu;

@@ -14,11 +14,9 @@ pub(crate) mod residual;
 pub(crate) mod step;
 
 use self::step::{Call, Step};
-use crate::device::Gradients;
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, MetalStorage, Result, Shape,
-    Storage, Tensor,
+    CpuStorage, CudaStorage, CustomOp3, DType, MetalStorage, Result, Shape, Storage, Tensor,
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -30,11 +28,9 @@ pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
         y: Computed::new(outputs.y, xs.shape()),
         step,
     };
-    match (&inputs.weight, &inputs.bias) {
-        (Some(weight), Some(bias)) => xs.apply_op3(weight, bias, op),
-        (Some(parameter), None) | (None, Some(parameter)) => xs.apply_op2(parameter, op),
-        (None, None) => xs.apply_op1(op),
-    }
+    // In place of a parameter that the layer lacks, the op has the input a second time.
+    let parameter = |parameter: Option<Tensor>| parameter.unwrap_or_else(|| xs.clone());
+    xs.apply_op3(&parameter(inputs.weight), &parameter(inputs.bias), op)
 }
 
 /// Returns the rows in a layout that their device reads, copied if need be. A CPU reads rows
@@ -151,20 +147,14 @@ struct PowerNormOp {
 }
 
 impl PowerNormOp {
-    const NAME: &'static str = "power_norm";
-
     fn hand_out<S: TypedStorage>(&self, first: &S) -> Result<(S, Shape)> {
         self.y.hand_out(first)
-    }
-
-    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<Gradients> {
-        (self.step).backward(x, dy, None, x.track_op())
     }
 }
 
 impl CustomOp3 for PowerNormOp {
     fn name(&self) -> &'static str {
-        Self::NAME
+        "power_norm"
     }
 
     forwards!(3, Self::hand_out);
@@ -177,39 +167,7 @@ impl CustomOp3 for PowerNormOp {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradients = self.backward(x, dy)?;
+        let gradients = (self.step).backward(x, dy, None, x.track_op())?;
         Ok((gradients.input, gradients.weight, gradients.bias))
-    }
-}
-
-/// A layer with a weight or a bias only.
-impl CustomOp2 for PowerNormOp {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
-    forwards!(2, Self::hand_out);
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        _parameter: &Tensor,
-        _y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradients = self.backward(x, dy)?;
-        Ok((gradients.input, gradients.weight.or(gradients.bias)))
-    }
-}
-
-impl CustomOp1 for PowerNormOp {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
-    forwards!(1, Self::hand_out);
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        Ok(self.backward(x, dy)?.input)
     }
 }

@@ -11,27 +11,28 @@
 //!
 //! In a backward candle visits them in the reverse order:
 //!
-//! 1. Each [`HandOut`] puts its output's gradient into a [`Slot`], and returns a gradient for the
+//! 1. Each [`HandOut`] leaves its output's gradient in the pass, and returns a gradient for the
 //!    token.
 //! 2. [`ResidualOp`] takes the gradients and runs the backward. It returns the gradient of input
-//!    and residual, and puts the gradients of weight and bias into a slot.
-//! 3. [`Params`] takes these and returns them.
+//!    and residual, and leaves the gradients of weight and bias in the pass.
+//! 3. [`Params`] takes these and returns them. candle visits it right after [`ResidualOp`].
 //!
-//! Another backward of the same graph may be under way meanwhile, or may have failed on the way:
+//! Other backwards may leave gradients in the same pass:
 //!
-//! - In another thread: a slot keeps each thread's values apart.
-//! - Inside this backward: a thread that waits in rayon may be given another backward to run. It
-//!   ends before this one goes on, so the last value in a slot is the right one. An inner backward
-//!   may reach fewer outputs than the outer one, so the token's gradient says which outputs have a
-//!   gradient. On a CPU the op reads it. A GPU's host would have to wait for it, but rayon runs
-//!   nothing there: only an op of the user's could run a backward inside a backward.
+//! - In another thread: each gradient is left together with its thread.
 //! - A backward that failed: candle drops its gradients. An output's gradient is alive only as long
-//!   as the token's gradient, and the slot has a weak reference. Gradients of weight and bias may
-//!   stay in their slot. The next backward puts its own on top before it takes them.
+//!   as the token's gradient, and the pass has a weak reference.
+//! - Inside this backward: a thread that waits in rayon may be given another backward to run. It
+//!   ends before this one goes on, so the last gradient left is the right one. An inner backward
+//!   may reach fewer outputs than the outer one, so the token's gradient says which [`Output`]s
+//!   have a gradient. On a CPU the op reads it. A GPU's host would have to wait for it, but rayon
+//!   runs nothing there: only an op of the user's could run a backward inside a backward.
 
 use super::step::{Call, Step};
 use super::{forwards, token, Computed, TypedStorage};
-use candle::{CustomOp1, CustomOp2, CustomOp3, DType, Device, Result, Shape, Storage, Tensor};
+use crate::device::Gradients;
+use candle::{CustomOp1, CustomOp2, CustomOp3, Device, Result, Shape, Storage, Tensor};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 
@@ -42,13 +43,11 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
         candle::bail!("power_norm_residual: expected a residual, got none")
     };
     let pass = Arc::new(Pass::default());
+    // In place of a parameter that the layer lacks, the op has a constant.
+    let constant = call.xs.detach();
+    let [weight, bias] = [call.weight, call.bias].map(|param| param.unwrap_or(&constant));
     // Tokens are allocated before the forward launches anything.
-    let params = Params(pass.clone());
-    let params = match (call.weight, call.bias) {
-        (Some(weight), Some(bias)) => weight.apply_op2(bias, params)?,
-        (Some(parameter), None) | (None, Some(parameter)) => parameter.apply_op1(params)?,
-        (None, None) => Tensor::zeros(1, DType::F32, call.xs.device())?,
-    };
+    let params = weight.apply_op2(bias, Params(pass.clone()))?;
     let token = (call.xs).apply_op3(residual, &params, ResidualOp(pass.clone()))?;
     let (step, inputs, outputs) = Step::forward(call)?;
     let hand_out = |storage: Option<Storage>, output| {
@@ -58,7 +57,8 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
             output,
         })
     };
-    let (y, sum) = (hand_out(outputs.y, Y)?, hand_out(outputs.sum, SUM)?);
+    let y = hand_out(outputs.y, Output::Y)?;
+    let sum = hand_out(outputs.sum, Output::Sum)?;
     // Detached, because the sum's graph holds the pass, and the pass would own itself.
     let _ = pass.forward.set((step, sum.detach()));
     Ok((y, sum))
@@ -69,99 +69,51 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
 struct Pass {
     /// The forward, and `xs + residual`, which it normalized.
     forward: OnceLock<(Arc<Step>, Tensor)>,
-    /// The gradients of the outputs, [`Y`] and [`SUM`].
-    outputs: [Slot<Weak<Tensor>>; 2],
-    /// The gradients of weight and bias.
-    params: Slot<[Option<Tensor>; 2]>,
+    /// Gradients of outputs, for [`ResidualOp`].
+    outputs: Mutex<Vec<OutputGradient>>,
+    /// The gradients of weight and bias, for [`Params`], by the thread of their backward. A
+    /// backward that fails in between leaves some, which the thread's next one replaces.
+    params: Mutex<HashMap<ThreadId, [Option<Tensor>; 2]>>,
 }
 
-/// Places of the outputs in [`Pass::outputs`].
-const Y: usize = 0;
-const SUM: usize = 1;
+/// The outputs. The numbers are what an output with a gradient adds to the token's gradient.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Output {
+    Y = 1,
+    Sum = 2,
+}
+
+/// An output's gradient, and the thread of its backward.
+struct OutputGradient {
+    thread: ThreadId,
+    output: Output,
+    gradient: Weak<Tensor>,
+}
 
 impl Pass {
-    /// The gradient that an output has in this thread's backward.
-    fn output_gradient(&self, output: usize) -> Option<Tensor> {
-        while let Some(gradient) = self.outputs[output].take() {
-            if let Some(gradient) = gradient.upgrade() {
-                return Some(gradient.as_ref().clone());
-            }
-        }
-        None
-    }
-
-    /// Returns the gradient of `xs`, which is also the residual's, and puts those of weight and
-    /// bias into their slot.
-    fn backward(
-        &self,
-        wants_input: bool,
-        wants_params: bool,
-        token_gradient: &Tensor,
-    ) -> Result<Option<Tensor>> {
-        let came = match token_gradient.device() {
-            Device::Cpu => token_gradient.to_vec1::<f32>()?[0] as u32,
-            _ => mark(Y) | mark(SUM),
-        };
-        let [dy, dsum] = [Y, SUM].map(|output| match came & mark(output) {
-            0 => None,
-            _ => self.output_gradient(output),
-        });
-        let (dx, params) = match (dy, self.forward.get()) {
-            (Some(dy), Some((step, sum))) => {
-                let gradients = step.backward(sum, &dy, dsum.as_ref(), wants_input)?;
-                (gradients.input, [gradients.weight, gradients.bias])
-            }
-            (None, Some(_)) if dsum.is_some() => (dsum.filter(|_| wants_input), [None, None]),
-            _ => candle::bail!(
-                "{}: expected a gradient of an output, got none",
-                ResidualOp::NAME
-            ),
-        };
-        if wants_params {
-            self.params.put(params);
-        }
-        Ok(dx)
+    /// Takes the last gradient of `output` that this thread left, of a backward that still runs.
+    fn take(&self, output: Output) -> Option<Tensor> {
+        let thread = thread::current().id();
+        let mut outputs = lock(&self.outputs);
+        outputs.retain(|left| left.gradient.strong_count() > 0);
+        let last =
+            (outputs.iter()).rposition(|left| left.thread == thread && left.output == output)?;
+        let gradient = outputs.remove(last).gradient.upgrade()?;
+        Some(gradient.as_ref().clone())
     }
 }
 
-/// Values that one op of a backward hands to another, apart for each thread that runs a backward.
-struct Slot<T>(Mutex<Vec<(ThreadId, T)>>);
-
-impl<T> Default for Slot<T> {
-    fn default() -> Self {
-        Self(Mutex::default())
-    }
-}
-
-impl<T> Slot<T> {
-    fn put(&self, value: T) {
-        self.lock().push((thread::current().id(), value));
-    }
-
-    /// The last value that this thread put.
-    fn take(&self) -> Option<T> {
-        let mut values = self.lock();
-        let own = thread::current().id();
-        let last = values.iter().rposition(|(thread, _)| *thread == own)?;
-        Some(values.remove(last).1)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<(ThreadId, T)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock<T>(values: &Mutex<T>) -> MutexGuard<'_, T> {
+    values.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Gives the pass its place in the graph.
 #[derive(Clone)]
 struct ResidualOp(Arc<Pass>);
 
-impl ResidualOp {
-    const NAME: &'static str = "power_norm_residual";
-}
-
 impl CustomOp3 for ResidualOp {
     fn name(&self) -> &'static str {
-        Self::NAME
+        "power_norm_residual"
     }
 
     forwards!(3, token);
@@ -174,12 +126,37 @@ impl CustomOp3 for ResidualOp {
         _token: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let pass = &self.0;
+        let reached = match gradient.device() {
+            Device::Cpu => gradient.to_vec1::<f32>()?[0] as u32,
+            _ => Output::Y as u32 | Output::Sum as u32,
+        };
+        let [dy, dsum] = [Output::Y, Output::Sum].map(|output| match reached & output as u32 {
+            0 => None,
+            _ => pass.take(output),
+        });
         let wants_input = xs.track_op() || residual.track_op();
-        let dx = (self.0).backward(wants_input, params.track_op(), gradient)?;
-        let of = |arg: &Tensor| dx.clone().filter(|_| arg.track_op());
+        let gradients = match (pass.forward.get(), dy, dsum) {
+            (Some((step, sum)), Some(dy), dsum) => {
+                step.backward(sum, &dy, dsum.as_ref(), wants_input)?
+            }
+            (Some(_), None, Some(dsum)) => Gradients {
+                input: Some(dsum),
+                ..Gradients::default()
+            },
+            _ => candle::bail!(
+                "{}: expected a gradient of an output, got none",
+                self.name()
+            ),
+        };
+        if params.track_op() {
+            let of_params = [gradients.weight, gradients.bias];
+            lock(&pass.params).insert(thread::current().id(), of_params);
+        }
+        let input = |arg: &Tensor| gradients.input.clone().filter(|_| arg.track_op());
         // Nobody reads the gradient of the parameters' token, and this tensor costs no launch.
         let params = params.track_op().then(|| params.detach());
-        Ok((of(xs), of(residual), params))
+        Ok((input(xs), input(residual), params))
     }
 }
 
@@ -188,19 +165,13 @@ impl CustomOp3 for ResidualOp {
 struct HandOut {
     computed: Computed,
     pass: Arc<Pass>,
-    /// [`Y`] or [`SUM`].
-    output: usize,
+    output: Output,
 }
 
 impl HandOut {
     fn hand_out<S: TypedStorage>(&self, first: &S) -> Result<(S, Shape)> {
         self.computed.hand_out(first)
     }
-}
-
-/// What an output with a gradient adds to the token's gradient. candle adds the marks up.
-fn mark(output: usize) -> u32 {
-    1 << output
 }
 
 impl CustomOp1 for HandOut {
@@ -212,13 +183,17 @@ impl CustomOp1 for HandOut {
 
     fn bwd(&self, token: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let gradient = Arc::new(gradient.clone());
-        let weak = Arc::downgrade(&gradient);
+        let left = OutputGradient {
+            thread: thread::current().id(),
+            output: self.output,
+            gradient: Arc::downgrade(&gradient),
+        };
         // Not detached: candle keeps what it was made of until the backward ends.
         let mut of_token = token.apply_op1(Owner { _owned: gradient })?;
         if of_token.device().is_cpu() {
-            of_token = of_token.affine(1., mark(self.output).into())?;
+            of_token = of_token.affine(1., f64::from(self.output as u32))?;
         }
-        self.pass.outputs[self.output].put(weak);
+        lock(&self.pass.outputs).push(left);
         Ok(Some(of_token))
     }
 }
@@ -241,14 +216,6 @@ impl CustomOp1 for Owner {
 #[derive(Clone)]
 struct Params(Arc<Pass>);
 
-impl Params {
-    const NAME: &'static str = "power_norm_residual_params";
-
-    fn gradients(&self) -> [Option<Tensor>; 2] {
-        self.0.params.take().unwrap_or_default()
-    }
-}
-
 /// The gradient of a parameter, or 0: candle panics if a computed tensor that a backward reaches
 /// has no gradient.
 fn or_zero(gradient: Option<Tensor>, parameter: &Tensor) -> Result<Option<Tensor>> {
@@ -262,7 +229,7 @@ fn or_zero(gradient: Option<Tensor>, parameter: &Tensor) -> Result<Option<Tensor
 
 impl CustomOp2 for Params {
     fn name(&self) -> &'static str {
-        Self::NAME
+        "power_norm_residual_params"
     }
 
     forwards!(2, token);
@@ -274,21 +241,8 @@ impl CustomOp2 for Params {
         _token: &Tensor,
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dweight, dbias] = self.gradients();
+        let gradients = lock(&self.0.params).remove(&thread::current().id());
+        let [dweight, dbias] = gradients.unwrap_or_default();
         Ok((or_zero(dweight, weight)?, or_zero(dbias, bias)?))
-    }
-}
-
-/// A layer with a weight or a bias only.
-impl CustomOp1 for Params {
-    fn name(&self) -> &'static str {
-        Self::NAME
-    }
-
-    forwards!(1, token);
-
-    fn bwd(&self, parameter: &Tensor, _token: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        let [dweight, dbias] = self.gradients();
-        or_zero(dweight.or(dbias), parameter)
     }
 }

@@ -126,22 +126,15 @@ impl Step {
             let global = turn.sum(&step.device_step.local_sums()?, steps)?;
             step.device_step.set_global_sums(&global)?;
         }
-        if step.device_step.is_step() {
-            step.update_phi()?;
+        if let (true, Some(training)) = (step.device_step.is_step(), &step.training) {
+            (training.state).update_phi(training.purpose, |phi, shares| {
+                step.device_step.update_phi(phi, shares)
+            })?;
         }
         if setting.kind == ForwardKind::BatchStatistic {
             outputs = step.device_step.normalize_by_batch(&inputs, outputs)?;
         }
         Ok((Arc::new(step), inputs, outputs))
-    }
-
-    fn update_phi(&mut self) -> Result<()> {
-        let Some(training) = &self.training else {
-            return Ok(());
-        };
-        (training.state).update_phi(training.purpose, |phi, step| {
-            self.device_step.update_phi(phi, step)
-        })
     }
 
     /// Runs a backward, which moves ν. `x` is what was normalized, `dy` the gradient of the output,

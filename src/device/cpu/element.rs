@@ -30,10 +30,6 @@ pub(crate) trait Accumulator: Element<Acc = Self> + Float {
     /// Elements that the instructions of a level work on at once.
     type Vector<S: Simd>: Copy;
 
-    fn from_count(n: usize) -> Self {
-        Self::from_f64(n as f64)
-    }
-
     /// The vectors that `row` is made of.
     fn vectors_mut<S: Simd>(row: &mut [Self]) -> &mut [Self::Vector<S>];
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;

@@ -14,7 +14,7 @@ use super::element::{Accumulator, Element, Numbers};
 use super::lanes::{sum_terms, sweep, Columns, Groups, Lanes, Scaling, Span, Terms};
 use super::simd;
 use super::uninit::{fill_output, Part, RowWriter, Stores, NON_TEMPORAL};
-use crate::device::host::{ForwardSums, GradientSums, RowSum, SquareSums};
+use crate::device::host::{GradientSums, RowSum};
 use candle::WithDType;
 use num_traits::Float;
 use pulp::{Simd, WithSimd};
@@ -41,13 +41,15 @@ pub(crate) struct Rows<'a, T> {
     pub keep: Option<&'a [u8]>,
     /// G, the groups of the group scaling, and its ε.
     pub groups: Option<(usize, f64)>,
+    /// A forward's squares are summed over all rows too.
+    pub sums_all: bool,
 }
 
 /// The gradients of a forward's outputs, shaped as its rows.
 pub(super) struct RowGradients<'a, T> {
-    pub dy: &'a Matrix<'a, T>,
+    pub dy: Matrix<'a, T>,
     /// The gradient of `x + residual`, if that is an output.
-    pub dsum: Option<&'a Matrix<'a, T>>,
+    pub dsum: Option<Matrix<'a, T>>,
 }
 
 /// The arrays that a pass wrote, `[rows, cols]` each.
@@ -116,35 +118,13 @@ impl<T: Element> Rows<'_, T> {
             residual: None,
             keep: self.keep,
             groups: self.groups,
+            sums_all: self.sums_all,
         }
     }
 
     #[inline(always)]
     fn keeps(&self, row: usize) -> bool {
         self.keep.is_none_or(|keep| keep[row] != 0)
-    }
-
-    /// The number of sums of squares: C over kept rows, then C over padded ones if they count.
-    fn squares_width(&self, sums: SquareSums) -> usize {
-        let padded = sums == SquareSums::KeptAndAll && self.keep.is_some();
-        self.cols() * (1 + usize::from(padded))
-    }
-
-    /// Splits a pass's column sums, laid out as [`Self::squares_width`] says, into those over kept
-    /// rows and over all rows.
-    fn forward_sums(&self, sums: SquareSums, mut totals: Numbers<T>) -> ForwardSums<Numbers<T>> {
-        let padded = totals.split_off(self.cols());
-        let all = (sums == SquareSums::KeptAndAll).then(|| {
-            let mut squares = totals.clone();
-            for (square, padded) in squares.iter_mut().zip(padded) {
-                *square += padded;
-            }
-            let rows = self.len();
-            RowSum { squares, rows }
-        });
-        let (squares, rows) = (totals, self.kept());
-        let kept = RowSum { squares, rows };
-        ForwardSums { kept, all }
     }
 
     /// Channels of a group; all of them without group scaling.
@@ -155,22 +135,46 @@ impl<T: Element> Rows<'_, T> {
     fn scaler(&self) -> Option<Scaler<T::Acc>> {
         let (_, eps) = self.groups?;
         Some(Scaler {
-            share: T::Acc::ONE / T::Acc::from_count(self.group_len()),
+            share: T::Acc::ONE / T::Acc::from_f64(self.group_len() as f64),
             eps: T::Acc::from_f64(eps),
         })
     }
 }
 
 /// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if these are given, and the column
-/// sums of x̃² that are wanted.
+/// sums of x̃² if they are wanted.
 pub(super) fn forward<T: Element>(
     rows: &Rows<T>,
     factors: Option<&[Numbers<T>; 2]>,
-    sums: Option<SquareSums>,
-) -> (Written<T>, Option<ForwardSums<Numbers<T>>>) {
-    let width = sums.map_or(0, |sums| rows.squares_width(sums));
-    let (written, totals) = run(rows, &Forward { factors }, width);
-    (written, sums.map(|sums| rows.forward_sums(sums, totals)))
+    sums: bool,
+) -> (Written<T>, Vec<RowSum<Numbers<T>>>) {
+    let cols = rows.cols();
+    // Sums over kept rows, and then sums over padded ones if they count.
+    let width = match (sums, rows.keep) {
+        (false, _) => 0,
+        (true, Some(_)) if rows.sums_all => 2 * cols,
+        (true, _) => cols,
+    };
+    let (written, mut squares) = run(rows, &Forward { factors }, width);
+    if !sums {
+        return (written, vec![]);
+    }
+    let of_padded = squares.split_off(cols);
+    let mut sums = vec![RowSum {
+        squares,
+        rows: rows.kept(),
+    }];
+    if rows.sums_all {
+        let mut squares = sums[0].squares.clone();
+        for (square, padded) in squares.iter_mut().zip(of_padded) {
+            *square += padded;
+        }
+        sums.push(RowSum {
+            squares,
+            rows: rows.len(),
+        });
+    }
+    (written, sums)
 }
 
 /// The input's gradient, if its gain and decay are given, and the column sums of dy x̃ and dy over
@@ -347,7 +351,8 @@ impl<T: Element> Pass<T> for Backward<'_, T> {
     ) {
         let (x, cols) = (row.x, row.x.len());
         let dy = &self.gradients.dy.row(row.index)[..cols];
-        let dsum = (self.gradients.dsum).map(|dsum| &dsum.row(row.index)[..cols]);
+        let dsum = self.gradients.dsum.as_ref();
+        let dsum = dsum.map(|dsum| &dsum.row(row.index)[..cols]);
         if !row.keeps {
             if let Some(dx) = dx {
                 write_sum::<1, S, T>(simd, groups, Zeros, dsum, dx);
@@ -535,7 +540,7 @@ impl<A: Accumulator> Scaler<A> {
             let x = x / largest;
             sum + x * x
         });
-        let square = squares / A::from_count(x().len()) + self.eps / largest / largest;
+        let square = squares / A::from_f64(x().len() as f64) + self.eps / largest / largest;
         (largest * square.sqrt()).recip()
     }
 }

@@ -6,14 +6,14 @@
 
 use super::element::{Accumulator, Element, Numbers};
 use super::kernels::{self, Matrix, RowGradients, Rows};
-use crate::config::PowerNormConfig;
+use crate::config::{PowerNormConfig, Recipe};
 use crate::device::host::{
-    Channels, ForwardSums, GradientOutputs, HostRows, InputFactors, OutputFactors, SquareSums,
+    Channels, GradientOutputs, HostRows, InputFactors, OutputFactors, RowSum,
 };
 use crate::device::{BackwardInputs, Outputs};
 use crate::error::Error;
 use candle::backend::BackendStorage;
-use candle::{CpuStorage, DType, Layout, Result, Storage, Tensor, Var, WithDType, D};
+use candle::{CpuStorage, DType, Device, Layout, Result, Storage, Tensor, Var, WithDType, D};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
@@ -22,8 +22,7 @@ pub(crate) struct CpuRows<T> {
     x: Tensor,
     residual: Option<Tensor>,
     keep: Option<Tensor>,
-    /// G of the group scaling, and its ε.
-    groups: Option<(usize, f64)>,
+    config: PowerNormConfig,
     element: PhantomData<T>,
 }
 
@@ -37,19 +36,14 @@ impl<T: Element> CpuRows<T> {
         let x = self.x.storage_and_layout();
         let residual = residual.map(Tensor::storage_and_layout);
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
-        let residual = match &residual {
-            Some((storage, layout)) => Some(matrix(storage, layout)?),
-            None => None,
-        };
-        let keep = match &keep {
-            Some((storage, layout)) => Some(packed(on_cpu(storage)?, layout)?),
-            None => None,
-        };
+        let residual = (residual.as_ref()).map(|(storage, layout)| matrix(storage, layout));
+        let keep = (keep.as_ref()).map(|(storage, layout)| packed(on_cpu(storage)?, layout));
         run(&Rows {
             x: matrix(&x.0, x.1)?,
-            residual,
-            keep,
-            groups: self.groups,
+            residual: residual.transpose()?,
+            keep: keep.transpose()?,
+            groups: (self.config.group_scaling).map(|groups| (groups, self.config.eps)),
+            sums_all: self.config.recipe == Recipe::Fairseq,
         })
     }
 }
@@ -71,7 +65,7 @@ impl<T: Element> HostRows for CpuRows<T> {
             x: x.clone(),
             residual: residual.cloned(),
             keep: keep.cloned(),
-            groups: config.group_scaling.map(|groups| (groups, config.eps)),
+            config: *config,
             element: PhantomData,
         })
     }
@@ -79,8 +73,8 @@ impl<T: Element> HostRows for CpuRows<T> {
     fn forward(
         &self,
         factors: Option<OutputFactors<Self::Channels>>,
-        sums: Option<SquareSums>,
-    ) -> Result<(Outputs, Option<ForwardSums<Self::Channels>>)> {
+        sums: bool,
+    ) -> Result<(Outputs, Vec<RowSum<Self::Channels>>)> {
         let factors = factors.map(gain_and_shift).transpose()?;
         self.read(self.residual.as_ref(), |rows| {
             let (outputs, sums) = kernels::forward(rows, factors.as_ref(), sums);
@@ -99,7 +93,7 @@ impl<T: Element> HostRows for CpuRows<T> {
     ) -> Result<Option<Storage>> {
         let factors = gain_and_shift(factors)?;
         self.read(None, |rows| {
-            let run = |rows: &Rows<T>| kernels::forward(rows, Some(&factors), None).0;
+            let run = |rows: &Rows<T>| kernels::forward(rows, Some(&factors), false).0;
             let outputs = match sum {
                 Some(sum) => run(&rows.summed(T::cpu_storage_as_slice(on_cpu(sum)?)?)),
                 None => run(rows),
@@ -121,21 +115,15 @@ impl<T: Element> HostRows for CpuRows<T> {
         let (outputs, sums) = self.read(None, |rows| {
             let dy = inputs.dy.storage_and_layout();
             let dsum = inputs.dsum.map(Tensor::storage_and_layout);
-            let dsum = match &dsum {
-                Some((storage, layout)) => Some(matrix(storage, layout)?),
-                None => None,
-            };
+            let dsum = (dsum.as_ref()).map(|(storage, layout)| matrix(storage, layout));
             let gradients = RowGradients {
-                dy: &matrix(&dy.0, dy.1)?,
-                dsum: dsum.as_ref(),
+                dy: matrix(&dy.0, dy.1)?,
+                dsum: dsum.transpose()?,
             };
             Ok(kernels::backward(rows, &gradients, factors.as_ref(), sums))
         })?;
         let tensor = |dx| Tensor::from_vec(dx, self.x.shape(), self.x.device());
-        Ok(GradientOutputs {
-            input: outputs.y.map(tensor).transpose()?,
-            sums,
-        })
+        Ok((outputs.y.map(tensor).transpose()?, sums))
     }
 }
 
@@ -143,11 +131,11 @@ impl<T: Element> HostRows for CpuRows<T> {
 fn gain_and_shift<A: Accumulator>(factors: OutputFactors<Vec<A>>) -> Result<[Vec<A>; 2]> {
     let inv_rms = factors.inv_rms;
     let gain = match factors.weight {
-        Some(weight) => widened(weight)?.times(inv_rms)?,
+        Some(weight) => numbers(weight)?.times(inv_rms)?,
         None => inv_rms.clone(),
     };
     let shift = match factors.bias {
-        Some(bias) => widened(bias)?,
+        Some(bias) => numbers(bias)?,
         None => vec![A::ZERO; inv_rms.len()],
     };
     Ok([gain, shift])
@@ -159,49 +147,37 @@ fn storage<T: Element>(values: Vec<T>) -> Storage {
 
 impl<A: Accumulator> Channels for Vec<A> {
     fn read(tensor: &Tensor, _like: &Self) -> Result<Self> {
-        let tensor = tensor.detach().to_dtype(A::DTYPE)?;
-        tensor.flatten_all()?.to_vec1()
+        numbers(tensor)
     }
 
     fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
         // In f64, so that a channel that keeps its value keeps every bit of it.
-        let old = var.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        let mut values = numbers::<f64>(var)?;
         let is_finite = |value: A| match var.dtype() {
             DType::F64 => WithDType::to_f64(value).is_finite(),
             _ => (WithDType::to_f64(value) as f32).is_finite(),
         };
-        let is_refused = |k: usize| guards.iter().any(|guard| !is_finite(guard[k]));
-        let value = |k: usize| match is_refused(k) {
-            true => old[k],
-            false => WithDType::to_f64(self[k]),
-        };
-        let values: Vec<f64> = (0..self.len()).map(value).collect();
+        for (k, value) in values.iter_mut().enumerate() {
+            if guards.iter().all(|guard| is_finite(guard[k])) {
+                *value = WithDType::to_f64(self[k]);
+            }
+        }
         let values = Tensor::from_vec(values, var.shape(), var.device())?;
         var.set(&values.to_dtype(var.dtype())?)
     }
 
-    fn to_tensor(&self, like: &Tensor) -> Result<Tensor> {
-        let tensor = Tensor::from_slice(self, like.shape(), like.device())?;
-        tensor.to_dtype(like.dtype())
-    }
-
-    fn to_numbers(&self) -> Result<Vec<f64>> {
-        Ok(self
-            .iter()
-            .map(|&number| WithDType::to_f64(number))
-            .collect())
-    }
-
-    fn of_numbers(numbers: &[f64], _like: &Self) -> Result<Self> {
-        Ok(numbers.iter().map(|&number| A::from_f64(number)).collect())
+    fn to_tensor(&self, dtype: DType, device: &Device) -> Result<Tensor> {
+        Tensor::from_slice(self, self.len(), device)?.to_dtype(dtype)
     }
 
     fn plus(&self, other: &Self) -> Result<Self> {
-        Ok(zip(self, other, |left, right| left + right))
+        let pairs = self.iter().zip(other);
+        Ok(pairs.map(|(&left, &right)| left + right).collect())
     }
 
     fn times(&self, other: &Self) -> Result<Self> {
-        Ok(zip(self, other, |left, right| left * right))
+        let pairs = self.iter().zip(other);
+        Ok(pairs.map(|(&left, &right)| left * right).collect())
     }
 
     fn scaled(&self, factor: f64) -> Result<Self> {
@@ -215,7 +191,7 @@ impl<A: Accumulator> Channels for Vec<A> {
     }
 
     fn mean(&self, rows: usize) -> Result<Self> {
-        let rows = A::from_count(rows);
+        let rows = A::from_f64(rows as f64);
         Ok(self.iter().map(|&sum| sum / rows).collect())
     }
 
@@ -231,31 +207,23 @@ impl<A: Accumulator> Channels for Vec<A> {
     }
 }
 
-/// `f` of each pair of numbers.
-fn zip<A: Copy>(left: &[A], right: &[A], f: impl Fn(A, A) -> A) -> Vec<A> {
-    left.iter().zip(right).map(|(&l, &r)| f(l, r)).collect()
-}
-
-/// The number of trailing dimensions that make a block of packed rows; `None` if the elements of a
-/// row are not adjacent.
-fn packed_dims(layout: &Layout) -> Option<usize> {
-    let (mut dims, mut packed) = (0, 1);
-    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).rev() {
+/// The starts of the blocks of packed rows; `None` if the elements of a row are not adjacent.
+fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
+    let dims = || layout.dims().iter().zip(layout.stride());
+    // Trailing dimensions make up a block.
+    let (mut outer, mut packed) = (layout.dims().len(), 1);
+    for (&dim, &stride) in dims().rev() {
         if dim != 1 && stride != packed {
             break;
         }
         packed *= dim;
-        dims += 1;
+        outer -= 1;
     }
-    let whole = packed.is_multiple_of(*layout.dims().last()?);
-    whole.then_some(dims)
-}
-
-/// The starts of the blocks of packed rows; `None` if the elements of a row are not adjacent.
-fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
-    let outer = layout.dims().len() - packed_dims(layout)?;
+    if !packed.is_multiple_of(*layout.dims().last()?) {
+        return None;
+    }
     let mut blocks = vec![layout.start_offset()];
-    for (&dim, &stride) in layout.dims().iter().zip(layout.stride()).take(outer) {
+    for (&dim, &stride) in dims().take(outer) {
         let shifts = || (0..dim).map(|i| i * stride);
         blocks = (blocks.iter())
             .flat_map(|block| shifts().map(move |shift| block + shift))
@@ -264,8 +232,8 @@ fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
     Some(blocks)
 }
 
-/// The values of a contiguous tensor of any float dtype on the CPU.
-fn widened<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
+/// The numbers of a contiguous tensor of any float dtype on the CPU.
+fn numbers<A: WithDType>(tensor: &Tensor) -> Result<Vec<A>> {
     fn widen<S: WithDType, A: WithDType>(storage: &CpuStorage, layout: &Layout) -> Result<Vec<A>> {
         let values = packed::<S>(storage, layout)?.iter();
         Ok(values.map(|value| A::from_f64(value.to_f64())).collect())
@@ -319,7 +287,6 @@ fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle::{DType, Device};
 
     /// The starts of rows, by hand.
     #[test]

@@ -127,9 +127,9 @@ impl<'a, T: Element> RowWriter<'a, T> {
             Stores::Cached => self.extend_cached::<K, _>(simd, groups, columns),
             #[cfg(target_arch = "x86_64")]
             Stores::NonTemporal => {
-                let row = &mut self.part.slots[self.filled..][..groups.cols()];
+                let row = &mut self.part.slots[self.filled..][..groups.cols];
                 sweep::<K, _, T>(simd, groups, columns, PastCaches(row));
-                self.filled += groups.cols();
+                self.filled += groups.cols;
             }
         }
     }
@@ -142,9 +142,9 @@ impl<'a, T: Element> RowWriter<'a, T> {
         groups: &Groups<T::Acc>,
         columns: &mut impl Columns<T::Acc>,
     ) {
-        let row = &mut self.part.slots[self.filled..][..groups.cols()];
+        let row = &mut self.part.slots[self.filled..][..groups.cols];
         sweep::<K, _, T>(simd, groups, columns, row);
-        self.filled += groups.cols();
+        self.filled += groups.cols;
     }
 
     /// The last `n` values.
