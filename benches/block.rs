@@ -20,11 +20,18 @@
 //! also what folding leaves of layers without group scaling and bias. For ratios of rates, run it
 //! several times with `--save-baseline`, and then
 //! `python3 benches/table.py --runs .. --against layer_norm_fused`.
+//!
+//! `softgpu/run cargo test --features cuda --bench block -- launches` counts the kernels that a
+//! decoded token launches on a GPU.
+
+#[cfg(feature = "cuda")]
+#[path = "../tests/common/softgpu.rs"]
+mod softgpu;
 
 use candle::{bail, DType, Device, Module, Result, Tensor, Var, D};
 use candle_nn::{linear_no_bias, ops, Activation, Linear, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, rms_norm, PowerNorm, PowerNormConfig};
-use criterion::{criterion_group, criterion_main, Criterion, Throughput};
+use criterion::{criterion_group, Criterion, Throughput};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::hint::black_box;
 use std::time::Duration;
@@ -59,13 +66,19 @@ struct Cache {
 
 impl Cache {
     /// For so many texts of `context` tokens, of which a forward reads the last `time`.
-    fn new(batch: usize, context: usize, time: usize, width: usize, dtype: DType) -> Result<Self> {
+    fn new(
+        batch: usize,
+        context: usize,
+        time: usize,
+        width: usize,
+        of: &VarBuilder,
+    ) -> Result<Self> {
+        let (dtype, device) = (of.dtype(), of.device());
         let shape = (batch, width / HEAD, context, HEAD);
-        let kept = || Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype);
+        let kept = || Tensor::randn(0f32, 1., shape, device)?.to_dtype(dtype);
         let mask = || {
-            let later = Tensor::tril2(time, DType::U8, &Device::Cpu)?.eq(0u8)?;
-            let hidden =
-                Tensor::new(f32::NEG_INFINITY, &Device::Cpu)?.broadcast_as((time, time))?;
+            let later = Tensor::tril2(time, DType::U8, device)?.eq(0u8)?;
+            let hidden = Tensor::new(f32::NEG_INFINITY, device)?.broadcast_as((time, time))?;
             later
                 .where_cond(&hidden, &hidden.zeros_like()?)?
                 .to_dtype(dtype)
@@ -307,23 +320,23 @@ const FOLDED_WITHOUT_GROUPS: NewBlock = |width, vb| Block::folded(width, vb, Non
 const WEIGHTS: f64 = 0.3;
 
 /// The tensors of all contenders. Frozen, so that no forward keeps anything for a backward.
-fn frozen(width: usize, dtype: DType) -> Result<VarBuilder<'static>> {
+fn frozen(width: usize, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
     let varmap = VarMap::new();
-    let vb = VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu);
+    let vb = VarBuilder::from_varmap(&varmap, dtype, device);
     for i in 0..BLOCKS {
         EVALUATED(width, vb.pp(i))?;
     }
     let vars = varmap.data().lock().unwrap();
     let tensors = vars.iter().map(|(name, var)| {
         let tensor = match (name.ends_with("running_phi"), var.rank()) {
-            (true, _) => Tensor::rand(0.5f32, 2., width, &Device::Cpu)?,
+            (true, _) => Tensor::rand(0.5f32, 2., width, device)?,
             (false, 2) => (var.as_detached_tensor() * WEIGHTS)?,
             (false, _) => var.as_detached_tensor(),
         };
         Ok((name.clone(), tensor))
     });
     let tensors = tensors.collect::<Result<_>>()?;
-    Ok(VarBuilder::from_tensors(tensors, dtype, &Device::Cpu))
+    Ok(VarBuilder::from_tensors(tensors, dtype, device))
 }
 
 /// An inference of all blocks on so many texts, of which each reads `time` tokens.
@@ -335,14 +348,15 @@ struct Inference {
 }
 
 impl Inference {
-    fn all(width: usize, dtype: DType, context: usize) -> Result<Vec<Self>> {
+    /// All inferences of a model of these tensors.
+    fn all(width: usize, vb: &VarBuilder, context: usize) -> Result<Vec<Self>> {
         let new = |pass, batch: usize, time, rows| {
-            let xs = Tensor::randn(0f32, 1., (batch, time, width), &Device::Cpu)?;
-            let cache = |_| Cache::new(batch, context, time, width, dtype);
+            let xs = Tensor::randn(0f32, 1., (batch, time, width), vb.device())?;
+            let cache = |_| Cache::new(batch, context, time, width, vb);
             Ok(Self {
                 pass,
-                id: format!("{}/{rows}x{width}", dtype.as_str()),
-                xs: xs.to_dtype(dtype)?,
+                id: format!("{}/{rows}x{width}", vb.dtype().as_str()),
+                xs: xs.to_dtype(vb.dtype())?,
                 caches: (0..BLOCKS).map(cache).collect::<Result<_>>()?,
             })
         };
@@ -376,8 +390,8 @@ const SAME: [[NewBlock; 2]; 3] = [
 
 fn check() -> Result<()> {
     let width = WIDTHS[0];
-    let vb = frozen(width, DType::F32)?;
-    for inference in Inference::all(width, DType::F32, CONTEXT_OF_A_TEST)? {
+    let vb = frozen(width, DType::F32, &Device::Cpu)?;
+    for inference in Inference::all(width, &vb, CONTEXT_OF_A_TEST)? {
         for (i, pair) in SAME.into_iter().enumerate() {
             let [got, expected] = pair.map(|new| inference.run(&blocks(width, &vb, new)?));
             let (got, expected) = (got?, expected?);
@@ -401,8 +415,8 @@ fn bench_inference(criterion: &mut Criterion) {
     let context = if is_test { CONTEXT_OF_A_TEST } else { CONTEXT };
     for width in WIDTHS {
         for dtype in [DType::F32, DType::BF16] {
-            let vb = frozen(width, dtype).unwrap();
-            let inferences = Inference::all(width, dtype, context).unwrap();
+            let vb = frozen(width, dtype, &Device::Cpu).unwrap();
+            let inferences = Inference::all(width, &vb, context).unwrap();
             for (name, new) in CONTENDERS {
                 let blocks = blocks(width, &vb, new).unwrap();
                 for (threads, pool) in pools() {
@@ -423,6 +437,24 @@ fn bench_inference(criterion: &mut Criterion) {
     }
 }
 
+/// Prints the kernels that a decoded token launches, by contender. softgpu multiplies matrices
+/// without kernels, so these are all others.
+#[cfg(feature = "cuda")]
+fn count_launches() -> Result<()> {
+    let softgpu = softgpu::Softgpu::find().map_err(candle::Error::msg)?;
+    let width = WIDTHS[0];
+    let vb = frozen(width, DType::F32, &Device::new_cuda(0)?)?;
+    let inferences = Inference::all(width, &vb, CONTEXT_OF_A_TEST)?;
+    for (name, new) in CONTENDERS {
+        let blocks = blocks(width, &vb, new)?;
+        let (decoded, launches) =
+            softgpu.counting_in(Some(c"cuLaunchKernel"), || inferences[0].run(&blocks));
+        decoded?;
+        println!("{name}: {launches} launches");
+    }
+    Ok(())
+}
+
 criterion_group! {
     name = benches;
     config = Criterion::default()
@@ -431,4 +463,12 @@ criterion_group! {
         .measurement_time(Duration::from_secs(3));
     targets = bench, bench_inference
 }
-criterion_main!(benches);
+
+fn main() {
+    #[cfg(feature = "cuda")]
+    if std::env::args().any(|arg| arg == "launches") {
+        return count_launches().unwrap();
+    }
+    benches();
+    Criterion::default().configure_from_args().final_summary();
+}
