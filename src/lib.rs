@@ -87,6 +87,7 @@ pub use cudarc;
 macro_rules! links {
     () => {
         "[checkpoints]: crate::guide::checkpoints\n\
+         [choosing]: crate::guide::choosing\n\
          [coming-from]: crate::guide::coming_from\n\
          [gpu]: crate::guide::gpu\n\
          [inference]: crate::guide::inference\n\
@@ -120,6 +121,8 @@ pub mod guide {
     pages! {
         /// `Mode`, settings, existing models, and what a step changes.
         training: "training",
+        /// When PN, when PN-V, when RMSNorm, when LayerNorm, with the number of each.
+        choosing: "choosing",
         /// The same layer in PyTorch's terms, and in those of the released code.
         coming_from: "coming-from",
         /// Padded rows stay out of every statistic and gradient.

@@ -219,6 +219,12 @@ def free_pairs(norm, key="test_loss"):
     return {seed: ours[seed] - layer[seed] for seed in sorted(ours.keys() & layer.keys())}
 
 
+def FREE_LESS(norm):
+    """Less LN, over the seeds so far."""
+    less = free_pairs(norm).values()
+    return f"{spread(less, sign=True)} over {WORDS[len(less)]} seeds"
+
+
 def FREE_LOSSES():
     def row(norm, name):
         test, folded, less = free(norm), free(norm, "test_loss_folded"), free_pairs(norm)

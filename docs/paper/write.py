@@ -19,6 +19,7 @@ ROOT = HERE.parent.parent
 # What is written: a file, how its part begins and what comes after it, and the template.
 TEXTS = [
     ("docs/paper.md", None, None, "paper.md.in"),
+    ("docs/guide/choosing.md", None, None, "choosing.md.in"),
     ("README.md", "- **It learns well.**", "- **It forgets", "learns.md.in"),
     ("README.md", "## Losses\n", "## ", "losses.md.in"),
     ("docs/guide/training.md", "## Which settings\n", "## ", "settings.md.in"),
@@ -93,7 +94,7 @@ def main():
     texts, templates = {}, []
     for file, begins, after, name in TEXTS:
         path, template = ROOT / file, Template(HERE / name)
-        page = texts[path] if path in texts else path.read_text()
+        page = "" if begins is None else texts.get(path) or path.read_text()
         texts[path] = replaced(page, begins, after, template.text())
         templates.append(template)
     for path, text in texts.items():

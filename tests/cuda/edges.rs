@@ -120,8 +120,8 @@ fn wide_groups() -> Result<()> {
 }
 
 /// Rows of a block that take the most shared memory there is: tiles of 60 lanes of four pieces. On
-/// a GPU with 99 KiB a block, one row of a backward with a residual fits. With 64 KiB none does,
-/// and rows come by way of registers (`SOFTGPU_SHARED_KIB`).
+/// a GPU with 99 KiB a block (`SOFTGPU_SHARED_KIB`), the least that copies into shared memory, one
+/// row of a backward with a residual fits.
 #[test]
 fn rows_that_fill_shared_memory() -> Result<()> {
     let mut data = Data::new(9);

@@ -298,3 +298,49 @@ pub(super) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
     }
     totals
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(unsafe_code)]
+
+    use super::*;
+    use crate::device::cpu::simd::Level;
+    use pulp::WithSimd;
+
+    /// The factor of each column's group.
+    struct Factors;
+
+    impl Columns<f32> for Factors {
+        fn step<S: Simd, const K: usize>(&mut self, at: Span<S, f32, K>) -> Lanes<S, f32, K> {
+            at.splat(at.scaling.factor)
+        }
+    }
+
+    struct Sweep<'a>(&'a Groups<f32>, &'a mut [MaybeUninit<f32>]);
+
+    impl WithSimd for Sweep<'_> {
+        type Output = ();
+
+        fn with_simd<S: Simd>(self, simd: S) {
+            sweep::<4, _, f32>(simd, self.0, &mut Factors, self.1);
+        }
+    }
+
+    #[test]
+    fn a_sweep_writes_every_column_with_its_group() {
+        for len in 1..140 {
+            let mut groups = Groups::new(3 * len, len);
+            for ((_, scaling), factor) in groups.each_mut().zip([0., 1., 2.]) {
+                scaling.factor = factor;
+            }
+            for level in Level::all() {
+                let mut row = vec![MaybeUninit::new(-1.); 3 * len];
+                level.run(Sweep(&groups, &mut row));
+                for (i, slot) in row.iter().enumerate() {
+                    // SAFETY: it held a value before the sweep.
+                    assert_eq!(unsafe { slot.assume_init() }, (i / len) as f32);
+                }
+            }
+        }
+    }
+}
