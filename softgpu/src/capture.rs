@@ -2,8 +2,7 @@
 //!
 //! The rules are those of the CUDA programming guide ("Prohibited and Unhandled Operations" under
 //! stream capture) and of `cuThreadExchangeStreamCaptureMode`, for threads that keep the default
-//! mode. What breaks one invalidates the
-//! capture; its end then fails too.
+//! mode. What breaks one invalidates the capture; its end then fails too.
 
 use crate::abi::{Error, Handles, Outcome};
 use crate::context::{lock, Stream};

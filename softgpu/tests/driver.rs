@@ -992,6 +992,30 @@ const COPY: &str = "
     }";
 
 #[test]
+fn plain_copies_and_generic_addresses_reach_the_memory_of_a_context() {
+    let gpu = Gpu::new();
+    let (mut context, mut address) = (0, 0);
+    let (mut free, mut total) = (0, 0);
+    let mut words = [5u32, 6];
+    // SAFETY: handles and addresses are numbers that the driver checks, and pointers are to local
+    // variables.
+    unsafe {
+        ok(cuCtxCreate_v2(&mut context, 0, 1));
+        ok(cuMemAlloc_v2(&mut address, 8));
+        ok(cuMemGetInfo_v2(&mut free, &mut total));
+        ok(cuMemcpyHtoD_v2(address, words.as_ptr().cast(), 8));
+        let generic = COPY.replace(".global", "");
+        run_kernel(&Queue(0), &generic, "copy", 1, &[address, address + 4]);
+        ok(cuMemcpyDtoH_v2(words.as_mut_ptr().cast(), address, 8));
+        ok(cuMemFree_v2(address));
+        ok(cuCtxDestroy_v2(context));
+    }
+    assert_eq!(words, [6, 6]);
+    assert!((8..1 << 30).contains(&(total - free)));
+    assert_eq!(gpu.fault(), None);
+}
+
+#[test]
 fn a_launch_that_is_wrong_shows() {
     const UNWRITTEN: u32 = u32::MAX;
     let gpu = Gpu::new();

@@ -63,6 +63,16 @@ struct Matrices {
 }
 
 impl Matrices {
+    /// As a call names them.
+    fn new(address: u64, element: Element, leading: i32, stride: i64) -> Outcome<Self> {
+        Ok(Self {
+            address,
+            element,
+            leading: extent(leading)?,
+            stride: extent(stride)?,
+        })
+    }
+
     /// Column `column` of matrix `batch`.
     fn column(&self, batch: u64, column: u64) -> u64 {
         self.address + (batch * self.stride + column * self.leading) * self.element.size()
@@ -85,18 +95,6 @@ impl Matrices {
             view.touch(kind, self.column(batch, column), rows * size, size)?;
         }
         Ok(())
-    }
-}
-
-impl Matrices {
-    /// As a call names them.
-    fn new(address: u64, element: Element, leading: i32, stride: i64) -> Outcome<Self> {
-        Ok(Self {
-            address,
-            element,
-            leading: extent(leading)?,
-            stride: extent(stride)?,
-        })
     }
 }
 

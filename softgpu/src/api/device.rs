@@ -49,6 +49,26 @@ fn attribute(number: u32) -> Outcome<i32> {
     Ok(known as i32)
 }
 
+/// Counts one more use of a device's primary context.
+fn retain(device: i32) -> Outcome<u64> {
+    check_device(device)?;
+    *lock(&CONTEXTS).entry(device).or_default() += 1;
+    Ok(context_handle(device))
+}
+
+fn release(device: i32) -> Outcome {
+    let mut all = lock(&CONTEXTS);
+    let retained = all.get_mut(&device).ok_or(Error::INVALID_CONTEXT)?;
+    *retained -= 1;
+    if *retained == 0 {
+        all.remove(&device);
+        drop(all);
+        // Its end waits for the work; that work faulted is for who waited before.
+        let _ = engine().synchronize_device(device);
+    }
+    Ok(())
+}
+
 entries! {
     fn cuInit(flags: u32) {
         if flags != 0 {
@@ -80,30 +100,23 @@ entries! {
     }
 
     fn cuDevicePrimaryCtxRetain(context: *mut u64, device: i32) {
-        check_device(device)?;
-        *lock(&CONTEXTS).entry(device).or_default() += 1;
-        put(context, context_handle(device))
+        put(context, retain(device)?)
     }
 
     fn cuDevicePrimaryCtxRelease_v2(device: i32) {
         check_device(device)?;
-        let mut all = lock(&CONTEXTS);
-        let Some(retained) = all.get_mut(&device) else {
-            return Err(Error::INVALID_CONTEXT);
-        };
-        *retained -= 1;
-        if *retained == 0 {
-            all.remove(&device);
-            drop(all);
-            // Its end waits for the work; that work faulted is for who waited before.
-            let _ = engine().synchronize_device(device);
-        }
+        release(device)
+    }
+
+    /// A device has its primary context only, so this is one more use of it.
+    fn cuCtxCreate_v2(context: *mut u64, _flags: u32, device: i32) {
+        put(context, retain(device)?)?;
+        CURRENT.set(Some(device));
         Ok(())
     }
 
-    /// No context but a device's primary one can be made, so there is none to destroy.
-    fn cuCtxDestroy_v2(_context: u64) {
-        Err(Error::INVALID_CONTEXT)
+    fn cuCtxDestroy_v2(context: u64) {
+        release(device_of_context(context)?)
     }
 
     fn cuCtxGetCurrent(context: *mut u64) {

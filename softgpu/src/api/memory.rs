@@ -52,9 +52,7 @@ entries! {
         if address == 0 {
             return Ok(());
         }
-        let Some((device, _)) = engine().memory.allocation(address) else {
-            return Err(Error::INVALID_VALUE);
-        };
+        let device = engine().memory.device_of(address).ok_or(Error::INVALID_VALUE)?;
         synchronize_device(device)?;
         engine().memory.free(address, None).map_err(|_| Error::INVALID_VALUE)
     }
@@ -70,10 +68,31 @@ entries! {
         if capture::free_kept(&stream, address)? {
             return Ok(());
         }
-        if engine().memory.allocation(address).is_none() {
+        if engine().memory.device_of(address).is_none() {
             return Err(Error::INVALID_VALUE);
         }
         submit(&stream, free(address))
+    }
+
+    /// Allocations of all devices count.
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        current_device()?;
+        put(free, DEVICE_MEMORY.saturating_sub(engine().memory.live().1) as usize)?;
+        put(total, DEVICE_MEMORY as usize)
+    }
+
+    fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) {
+        capture::unsafe_call()?;
+        let stream = context::stream(0)?;
+        submit(&stream, upload("cuMemcpyHtoD", to, from, bytes))?;
+        synchronize(&stream)
+    }
+
+    fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) {
+        capture::unsafe_call()?;
+        let stream = context::stream(0)?;
+        submit(&stream, download("cuMemcpyDtoH", to, from, bytes))?;
+        synchronize(&stream)
     }
 
     fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, handle: u64) {

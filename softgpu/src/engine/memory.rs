@@ -48,7 +48,7 @@ impl Clock {
 }
 
 /// One launch or copy, as the memory knows it: what it is ordered after.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Work {
     /// The kernel, or the driver's function.
     pub name: String,
@@ -80,14 +80,9 @@ impl Work {
     /// The same work, at another device's memory.
     pub fn on_device(&self, device: i32) -> Self {
         Self {
-            name: self.name.clone(),
             device,
-            stream: self.stream,
-            number: self.number,
-            after: self.after.clone(),
-            seen: self.seen.clone(),
-            blocks: self.blocks,
             agents: OnceLock::new(),
+            ..self.clone()
         }
     }
 
@@ -507,11 +502,20 @@ impl Memory {
         Some(allocation.clone())
     }
 
-    /// The device and the size of the allocation that starts at an address and is not freed.
-    pub fn allocation(&self, start: u64) -> Option<(i32, u64)> {
-        let found = self.find(start)?;
-        (found.start == start && found.state.load(Relaxed) != FREED)
-            .then_some((found.device, found.size))
+    /// The allocation that starts at an address.
+    fn starting_at(&self, start: u64) -> Option<Arc<Allocation>> {
+        self.find(start).filter(|found| found.start == start)
+    }
+
+    fn of_graph(&self, start: u64) -> Result<Arc<Allocation>, String> {
+        self.starting_at(start)
+            .ok_or_else(|| format!("{start:#x} is no memory of a graph"))
+    }
+
+    /// The device of the allocation that starts at an address and is not freed.
+    pub fn device_of(&self, start: u64) -> Option<i32> {
+        let found = self.starting_at(start)?;
+        (found.state.load(Relaxed) != FREED).then_some(found.device)
     }
 
     /// Allocations that are not freed, and their bytes.
@@ -522,10 +526,9 @@ impl Memory {
 
     /// Ends an allocation. `work` is when, if the host did not wait for all before.
     pub fn free(&self, start: u64, work: Option<&Arc<Work>>) -> Result<(), String> {
-        let found = self.find(start).filter(|found| found.start == start);
-        let Some(allocation) = found else {
-            return Err(format!("{start:#x}, which is freed, was never allocated"));
-        };
+        let allocation = self
+            .starting_at(start)
+            .ok_or_else(|| format!("{start:#x}, which is freed, was never allocated"))?;
         if allocation.state.swap(FREED, Relaxed) == FREED {
             return Err(format!("{allocation} is freed a second time"));
         }
@@ -576,17 +579,14 @@ impl Memory {
     /// Makes an allocation memory of a graph: it is there from [`Memory::wake`] to
     /// [`Memory::sleep`].
     pub fn make_dormant(&self, start: u64) {
-        if let Some(found) = self.find(start).filter(|found| found.start == start) {
+        if let Some(found) = self.starting_at(start) {
             found.state.store(DORMANT, Relaxed);
         }
     }
 
     /// A graph's allocation comes to life, with nothing written in it.
     pub fn wake(&self, start: u64, work: &Arc<Work>) -> Result<(), String> {
-        let found = self.find(start).filter(|found| found.start == start);
-        let Some(allocation) = found else {
-            return Err(format!("{start:#x} is no memory of a graph"));
-        };
+        let allocation = self.of_graph(start)?;
         let users = std::mem::take(&mut *lock(&allocation.users));
         self.unordered(&allocation, &users, work)?;
         if self.checks.load(Relaxed) {
@@ -603,10 +603,7 @@ impl Memory {
 
     /// A graph's allocation ends until the graph runs again.
     pub fn sleep(&self, start: u64, work: &Arc<Work>) -> Result<(), String> {
-        let found = self.find(start).filter(|found| found.start == start);
-        let Some(allocation) = found else {
-            return Err(format!("{start:#x} is no memory of a graph"));
-        };
+        let allocation = self.of_graph(start)?;
         if allocation.state.swap(DORMANT, Relaxed) != LIVE {
             return Err(format!("{allocation} is freed a second time"));
         }

@@ -10,7 +10,7 @@ use crate::engine::fault::Fault;
 use crate::engine::launch::Conditions;
 use crate::engine::memory::{lock, Clock, Memory, Position, Work};
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -153,7 +153,7 @@ struct State {
     random: u64,
     seen: Arc<Clock>,
     /// Devices whose work faulted.
-    broken: HashMap<i32, ()>,
+    broken: HashSet<i32>,
     faults: Vec<Fault>,
     faults_expected: bool,
     /// Faults were printed that nobody expected.
@@ -469,7 +469,7 @@ impl Engine {
         }
         let devices: Vec<i32> = items.iter().map(|item| item.work.device).collect();
         // Ranks that meet fail together.
-        let broken = (devices.iter()).any(|device| state.broken.contains_key(device));
+        let broken = (devices.iter()).any(|device| state.broken.contains(device));
         drop(state);
         let result = if broken { Ok(()) } else { self.execute(&items) };
         let mut state = lock(&self.state);
@@ -481,9 +481,7 @@ impl Engine {
             state.forget_if_done(stream);
         }
         if broken || result.is_err() {
-            state
-                .broken
-                .extend(devices.into_iter().map(|device| (device, ())));
+            state.broken.extend(devices);
         }
         if let Err(fault) = result {
             if !state.faults_expected {
@@ -615,7 +613,7 @@ impl State {
     }
 
     fn check_device(&self, device: i32) -> Result<(), Broken> {
-        match self.broken.contains_key(&device) {
+        match self.broken.contains(&device) {
             true => Err(Broken),
             false => Ok(()),
         }

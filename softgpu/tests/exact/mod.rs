@@ -6,6 +6,7 @@ use super::{buffer, kernel, launch, shape};
 use reference::{bits_of, is_float, ones, Form, Format};
 use softgpu::engine::fault::Fault;
 use softgpu::engine::launch::Conditions;
+use softgpu::engine::stream::scramble;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::Mutex;
 
@@ -58,10 +59,8 @@ struct Draw(u64);
 
 impl Draw {
     fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let state = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let state = (state ^ state >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        state ^ state >> 31
+        self.0 += 1;
+        scramble(self.0)
     }
 
     fn below(&mut self, end: u32) -> u32 {

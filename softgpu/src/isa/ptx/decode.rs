@@ -652,7 +652,8 @@ impl<'a> Decoder<'a> {
         } else {
             (operands.get(1)?, operands.first()?)
         };
-        let mut address = self.address(space?, place)?;
+        // A generic address is that of global memory: `cvta` knows no other.
+        let mut address = self.address(space.unwrap_or(Space::Global), place)?;
         address.bytes = u32::from(bits_of(ty)?) / 8;
         address.count = count;
         address.signed = ty.starts_with('s');
