@@ -102,24 +102,21 @@ fn launch(
     run(&launch, &memory, &Arc::new(Work::default()), conditions)
 }
 
+/// Blocks and warps in the order of a seed.
+fn seeded(seed: u64) -> Conditions {
+    Conditions {
+        seed,
+        ..Conditions::default()
+    }
+}
+
 fn ok(text: &str, threads: u32, arguments: &[u64]) -> Counts {
     // The order of warps must not matter.
-    for seed in [0, 1, 2, 3] {
-        let result = launch(
-            text,
-            &shape(1, threads),
-            arguments,
-            Conditions {
-                seed,
-                ..Conditions::default()
-            },
-        );
-        let counts = result.unwrap_or_else(|fault| panic!("{fault}\n{text}"));
-        if seed == 3 {
-            return counts;
-        }
-    }
-    unreachable!()
+    let counts = [0, 1, 2, 3].map(|seed| {
+        launch(text, &shape(1, threads), arguments, seeded(seed))
+            .unwrap_or_else(|fault| panic!("{fault}\n{text}"))
+    });
+    counts[3].clone()
 }
 
 fn fault(text: &str, threads: u32, arguments: &[u64]) -> String {
@@ -206,47 +203,26 @@ fn shuffled(instruction: &str) -> Vec<u32> {
 
 #[test]
 fn shuffles_reach_where_they_may() {
-    let expect = |source: &dyn Fn(u32) -> (u32, bool)| -> Vec<u32> {
-        (0..32)
-            .map(|lane| {
-                let (from, within) = source(lane);
-                (from * 10) | if within { 1 << 16 } else { 0 }
-            })
-            .collect()
+    // The lane that each reads from; none if that is out of reach, so that it gets its own.
+    let expect = |source: &dyn Fn(u32) -> Option<u32>| -> Vec<u32> {
+        let got = |lane| source(lane).map_or(lane * 10, |from| (from * 10) | 1 << 16);
+        (0..32).map(got).collect()
     };
     let down = shuffled("shfl.sync.down.b32 %r2|%p1, %r1, 4, 31, 0xffffffff;");
-    assert_eq!(
-        down,
-        expect(&|lane| if lane + 4 < 32 {
-            (lane + 4, true)
-        } else {
-            (lane, false)
-        })
-    );
+    assert_eq!(down, expect(&|lane| (lane + 4 < 32).then_some(lane + 4)));
     let up = shuffled("shfl.sync.up.b32 %r2|%p1, %r1, 3, 0, -1;");
-    assert_eq!(
-        up,
-        expect(&|lane| if lane >= 3 {
-            (lane - 3, true)
-        } else {
-            (lane, false)
-        })
-    );
+    assert_eq!(up, expect(&|lane| lane.checked_sub(3)));
     let across = shuffled("shfl.sync.bfly.b32 %r2|%p1, %r1, 5, 31, -1;");
-    assert_eq!(across, expect(&|lane| (lane ^ 5, true)));
+    assert_eq!(across, expect(&|lane| Some(lane ^ 5)));
     let index = shuffled("shfl.sync.idx.b32 %r2|%p1, %r1, 7, 31, -1;");
-    assert_eq!(index, expect(&|_| (7, true)));
+    assert_eq!(index, expect(&|_| Some(7)));
     // Segments of 8 lanes: the mask of segments is 0x18.
     let segments = shuffled("shfl.sync.idx.b32 %r2|%p1, %r1, 3, 0x181f, -1;");
-    assert_eq!(segments, expect(&|lane| (lane & 24 | 3, true)));
+    assert_eq!(segments, expect(&|lane| Some(lane & 24 | 3)));
     let within = shuffled("shfl.sync.down.b32 %r2|%p1, %r1, 3, 0x1807, -1;");
     assert_eq!(
         within,
-        expect(&|lane| if lane % 8 + 3 < 8 {
-            (lane + 3, true)
-        } else {
-            (lane, false)
-        })
+        expect(&|lane| (lane % 8 + 3 < 8).then_some(lane + 3))
     );
 }
 
@@ -386,15 +362,7 @@ fn a_barrier_makes_an_exchange_right_and_its_absence_is_found() {
     assert_eq!(counts.barriers, 2);
     let without = text.replacen("bar.sync 0;", "", 1);
     for seed in 0..4 {
-        let result = launch(
-            &without,
-            &shape(1, 64),
-            &[output.address()],
-            Conditions {
-                seed,
-                ..Conditions::default()
-            },
-        );
+        let result = launch(&without, &shape(1, 64), &[output.address()], seeded(seed));
         let message = result.unwrap_err().to_string();
         assert!(
             message.contains("never written") || message.contains("a race"),
@@ -405,6 +373,8 @@ fn a_barrier_makes_an_exchange_right_and_its_absence_is_found() {
 
 #[test]
 fn lanes_of_a_warp_race_too() {
+    let ok = |body: &str| ok(&kernel(1, 128, body), 32, &[0]);
+    let fault = |body: &str| fault(&kernel(1, 128, body), 32, &[0]);
     // The neighbour's word, without and with something that orders the lanes.
     let body = |between: &str| {
         format!(
@@ -412,54 +382,34 @@ fn lanes_of_a_warp_race_too() {
              {between}\nxor.b32 %r2, %i, 1; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];"
         )
     };
-    let message = fault(&kernel(1, 128, &body("")), 32, &[0]);
-    says(&message, &["a race: lane 1 of warp 0 wrote"]);
+    says(&fault(&body("")), &["a race: lane 1 of warp 0 wrote"]);
     for legal in ["bar.warp.sync -1;", "bar.sync 0;"] {
-        ok(&kernel(1, 128, &body(legal)), 32, &[0]);
+        ok(&body(legal));
     }
     // Lanes wait for each other here too, but CUDA promises no order of memory.
     let exchange = "shfl.sync.idx.b32 %r5, %i, 0, 31, -1;";
-    let message = fault(&kernel(1, 128, &body(exchange)), 32, &[0]);
-    assert!(message.contains("a race: lane 1"), "{message}");
+    says(&fault(&body(exchange)), &["a race: lane 1"]);
     // Lanes are ordered all together or not at all.
     let pairs = "and.b32 %r6, %i, 30; shl.b32 %r7, 3, %r6; bar.warp.sync %r7;";
-    let message = fault(&kernel(1, 128, &body(pairs)), 32, &[0]);
-    says(&message, &["no barrier of the lanes 0x00000003"]);
+    says(
+        &fault(&body(pairs)),
+        &["no barrier of the lanes 0x00000003"],
+    );
     // A lane may read again what it wrote itself.
     ok(
-        &kernel(
-            1,
-            128,
-            "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i; \
-             ld.shared.u32 %r2, [%r1]; st.shared.u32 [%r1], %r2;",
-        ),
-        32,
-        &[0],
+        "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i; \
+        ld.shared.u32 %r2, [%r1]; st.shared.u32 [%r1], %r2;",
     );
     // All may read one word; then one may not write it.
     let message = fault(
-        &kernel(
-            1,
-            128,
-            "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; \
-             @%p1 st.shared.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9]; \
-             @%p1 st.shared.u32 [%r9], 2;",
-        ),
-        32,
-        &[0],
+        "mov.u32 %r9, room; setp.eq.u32 %p1, %i, 0; \
+         @%p1 st.shared.u32 [%r9], 1; bar.sync 0; ld.shared.u32 %r1, [%r9]; \
+         @%p1 st.shared.u32 [%r9], 2;",
     );
-    assert!(message.contains("a race: warp 0 read"), "{message}");
-    let message = fault(
-        &kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], %i;"),
-        32,
-        &[0],
-    );
-    assert!(message.contains("store different values"), "{message}");
-    ok(
-        &kernel(1, 128, "mov.u32 %r9, room; st.shared.u32 [%r9], 5;"),
-        32,
-        &[0],
-    );
+    says(&message, &["a race: warp 0 read"]);
+    let message = fault("mov.u32 %r9, room; st.shared.u32 [%r9], %i;");
+    says(&message, &["store different values"]);
+    ok("mov.u32 %r9, room; st.shared.u32 [%r9], 5;");
 }
 
 #[test]
@@ -833,9 +783,8 @@ fn perturbed_results_stay_within_their_error() {
         let mut seen = vec![];
         for seed in [1, 2, 1] {
             let conditions = Conditions {
-                seed,
                 perturb: true,
-                ..Conditions::default()
+                ..seeded(seed)
             };
             launch(
                 &text,
@@ -904,12 +853,8 @@ fn all_blocks_run_once_in_an_order_of_the_seed() {
              mad.wide.u32 %rd2, %r2, 4, %rd0; \
              st.global.u32 [%rd2], %r1;",
         );
-        let conditions = Conditions {
-            seed,
-            ..Conditions::default()
-        };
         let addresses = [order.address(), next.address()];
-        let counts = launch(&text, &shape(40, 64), &addresses, conditions).unwrap();
+        let counts = launch(&text, &shape(40, 64), &addresses, seeded(seed)).unwrap();
         assert_eq!(counts.blocks, 40);
         order.read()
     };
