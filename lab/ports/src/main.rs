@@ -39,15 +39,25 @@ const STEPS: usize = 300;
 const BATCH: usize = 16;
 const RATE: f64 = 2e-3;
 
-/// The variables that got no gradient, but for PowerNorm's statistics.
-fn without_gradient(varmap: &VarMap, gradients: &GradStore) -> Vec<String> {
+/// The variables that a backward does not train, but for PowerNorm's statistics: those with no
+/// gradient, or only zeros.
+fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<String>> {
     let statistics = ["running_phi", "ema_gz", "iters", "groups"];
-    let vars = varmap.data().lock().unwrap();
-    let names = vars.iter().filter(|(name, var)| {
-        let last = name.rsplit('.').next().unwrap_or(name);
-        gradients.get(var).is_none() && !statistics.contains(&last)
-    });
-    names.map(|(name, _)| name.clone()).collect()
+    let mut names = vec![];
+    for (name, var) in varmap.data().lock().unwrap().iter() {
+        let size = match gradients.get(var) {
+            Some(gradient) => gradient
+                .to_dtype(DType::F32)?
+                .abs()?
+                .sum_all()?
+                .to_scalar()?,
+            None => 0f32,
+        };
+        if size == 0. && !statistics.contains(&name.rsplit('.').next().unwrap_or(name)) {
+            names.push(name.clone());
+        }
+    }
+    Ok(names)
 }
 
 /// Trains a model on batches that `loss` draws. Gives the loss of the first step, and the mean over
@@ -65,9 +75,9 @@ fn train(varmap: &VarMap, mut loss: impl FnMut() -> Result<Tensor>) -> Result<[f
         optimizer.set_learning_rate(RATE * ((step + 1) as f64 / 50.).min(1.));
         let loss = loss()?;
         let gradients = loss.backward()?;
-        let frozen = without_gradient(varmap, &gradients);
+        let frozen = untrained(varmap, &gradients)?;
         if !frozen.is_empty() {
-            bail!("no gradient reaches {frozen:?}");
+            bail!("a backward does not train {frozen:?}");
         }
         optimizer.step(&gradients)?;
         losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
