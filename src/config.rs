@@ -231,6 +231,15 @@ impl PowerNormConfig {
         }
     }
 
+    /// A training forward hands out Σ x̃² over kept rows and the number of kept rows. Under recipe
+    /// Fairseq the same two follow for all rows.
+    pub(crate) fn square_sums(&self) -> usize {
+        match self.recipe {
+            Recipe::Paper => 1,
+            Recipe::Fairseq => 2,
+        }
+    }
+
     /// `true` if the input's gradient is exact, as in PN-V. Such a gradient needs Λ of the whole
     /// batch before any row can be computed.
     pub(crate) fn is_exact(&self, kind: ForwardKind) -> bool {

@@ -318,8 +318,12 @@ impl PowerNorm {
             (self.ranks.as_ref().zip(exchange)).map(|(ranks, exchange)| ranks.turn(exchange));
         let parameters = [self.weight(), self.bias()];
         check_input(xs, self.size(), parameters, self.state.device())?;
-        residual.map_or(Ok(()), |residual| self.check_residual(xs, residual))?;
-        keep.map_or(Ok(()), |keep| self.check_keep(xs, keep))?;
+        if let Some(residual) = residual {
+            self.check_residual(xs, residual)?;
+        }
+        if let Some(keep) = keep {
+            self.check_keep(xs, keep)?;
+        }
         Ok(Call {
             device: &self.device,
             config: self.config(),

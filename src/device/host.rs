@@ -150,7 +150,8 @@ impl<R: HostRows + 'static> HostStep<R> {
         };
         let normalizes = setting.kind != ForwardKind::BatchStatistic;
         let factors = normalizes.then(|| step.output_factors(inputs));
-        let (outputs, sums) = (step.rows(inputs)?).forward(factors, setting.kind.is_training())?;
+        let rows = step.rows(inputs)?;
+        let (outputs, sums) = rows.forward(factors, setting.kind.is_training())?;
         match setting.over_ranks {
             true => step.local = sums,
             false => step.make_statistics(&sums)?,
@@ -235,12 +236,8 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
     }
 
     fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
-        let count = match self.config().recipe {
-            Recipe::Paper => 1,
-            Recipe::Fairseq => 2,
-        };
         let mut sums = vec![];
-        for sum in global.chunk(count, 0)? {
+        for sum in global.chunk(self.config().square_sums(), 0)? {
             let cols = sum.elem_count() - 1;
             sums.push(RowSum {
                 squares: R::Channels::read(&sum.narrow(0, 0, cols)?, &self.running_inv_rms)?,
@@ -273,13 +270,16 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
 
     fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs> {
         let factors = self.output_factors(inputs);
-        let y = (self.rows(inputs)?).normalize(factors, outputs.sum.as_ref())?;
+        let y = self
+            .rows(inputs)?
+            .normalize(factors, outputs.sum.as_ref())?;
         Ok(Outputs { y, ..outputs })
     }
 
     fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
         // Under recipe Fairseq the backward does not know the mask.
-        let keep = (inputs.keep).filter(|_| self.config().recipe == Recipe::Paper);
+        let knows_mask = self.config().recipe == Recipe::Paper;
+        let keep = inputs.keep.filter(|_| knows_mask);
         let weight = |weight| R::Channels::read(weight, &self.running_inv_rms);
         let mut backward = HostBackward {
             forward: self,
@@ -293,7 +293,8 @@ impl<R: HostRows> DeviceStep for HostStep<R> {
         let makes_dx = inputs.wants_input && !self.needs_lambda();
         let factors = makes_dx.then(|| backward.input_factors()).transpose()?;
         let mut parameters = [inputs.weight, inputs.bias].into_iter().flatten();
-        let wants_sums = self.is_step() || parameters.any(Tensor::track_op);
+        // The pass over the rows has to have something to make.
+        let wants_sums = !makes_dx || self.is_step() || parameters.any(Tensor::track_op);
         let (dx, sums) = backward.rows.backward(inputs, factors, wants_sums)?;
         if let (Some(sums), false) = (&sums, self.setting.over_ranks) {
             backward.make_lambda(&sums.dy_x)?;
@@ -421,7 +422,10 @@ impl<R: HostRows> DeviceBackward for HostBackward<'_, R> {
                 self.gradients.bias = Some(local.dy.to_tensor(bias.dtype(), bias.device())?);
             }
         }
-        ema_gz.map_or(Ok(()), |ema_gz| self.move_nu(ema_gz))
+        match ema_gz {
+            Some(ema_gz) => self.move_nu(ema_gz),
+            None => Ok(()),
+        }
     }
 
     fn gradients(mut self: Box<Self>) -> Result<Gradients> {

@@ -167,7 +167,7 @@ impl CustomOp3 for PowerNormOp {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradients = (self.step).backward(x, dy, None, x.track_op())?;
+        let gradients = self.step.backward(x, dy, None, x.track_op())?;
         Ok((gradients.input, gradients.weight, gradients.bias))
     }
 }

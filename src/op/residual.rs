@@ -2,7 +2,7 @@
 //!
 //! This pass has up to four arguments (input, residual, weight, bias) and two outputs (the
 //! normalized rows and the sum). A custom op of candle has at most three arguments and one output.
-//! So several ops share the [`Pass`], and tokens, which are tensors of one element, connect them in
+//! So several ops share the [`Shared`], and tokens, which are tensors of one element, connect them in
 //! the graph:
 //!
 //! 1. [`Params`] makes a token of weight and bias.
@@ -24,7 +24,7 @@
 //!   as the token's gradient, and the pass has a weak reference.
 //! - Inside this backward: a thread that waits in rayon may be given another backward to run. It
 //!   ends before this one goes on, so the last gradient left is the right one. An inner backward
-//!   may reach fewer outputs than the outer one, so the token's gradient says which [`Output`]s
+//!   may reach fewer outputs than the outer one, so the token's gradient says which [`OutputKind`]s
 //!   have a gradient. On a CPU the op reads it. A GPU's host would have to wait for it, but rayon
 //!   runs nothing there: only an op of the user's could run a backward inside a backward.
 
@@ -40,33 +40,33 @@ use std::thread::{self, ThreadId};
 /// sum.
 pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
     let Some(residual) = call.residual else {
-        candle::bail!("power_norm_residual: expected a residual, got none")
+        candle::bail!("power_norm: expected a residual, got none")
     };
-    let pass = Arc::new(Pass::default());
+    let shared = Arc::new(Shared::default());
     // In place of a parameter that the layer lacks, the op has a constant.
     let constant = call.xs.detach();
     let [weight, bias] = [call.weight, call.bias].map(|param| param.unwrap_or(&constant));
     // Tokens are allocated before the forward launches anything.
-    let params = weight.apply_op2(bias, Params(pass.clone()))?;
-    let token = (call.xs).apply_op3(residual, &params, ResidualOp(pass.clone()))?;
+    let params = weight.apply_op2(bias, Params(shared.clone()))?;
+    let token = (call.xs).apply_op3(residual, &params, ResidualOp(shared.clone()))?;
     let (step, inputs, outputs) = Step::forward(call)?;
     let hand_out = |storage: Option<Storage>, output| {
         token.apply_op1(HandOut {
             computed: Computed::new(storage, inputs.x.shape()),
-            pass: pass.clone(),
+            shared: shared.clone(),
             output,
         })
     };
-    let y = hand_out(outputs.y, Output::Y)?;
-    let sum = hand_out(outputs.sum, Output::Sum)?;
+    let y = hand_out(outputs.y, OutputKind::Y)?;
+    let sum = hand_out(outputs.sum, OutputKind::Sum)?;
     // Detached, because the sum's graph holds the pass, and the pass would own itself.
-    let _ = pass.forward.set((step, sum.detach()));
+    let _ = shared.forward.set((step, sum.detach()));
     Ok((y, sum))
 }
 
 /// What the ops share.
 #[derive(Default)]
-struct Pass {
+struct Shared {
     /// The forward, and `xs + residual`, which it normalized.
     forward: OnceLock<(Arc<Step>, Tensor)>,
     /// Gradients of outputs, for [`ResidualOp`].
@@ -78,7 +78,7 @@ struct Pass {
 
 /// The outputs. The numbers are what an output with a gradient adds to the token's gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Output {
+enum OutputKind {
     Y = 1,
     Sum = 2,
 }
@@ -86,13 +86,13 @@ enum Output {
 /// An output's gradient, and the thread of its backward.
 struct OutputGradient {
     thread: ThreadId,
-    output: Output,
+    output: OutputKind,
     gradient: Weak<Tensor>,
 }
 
-impl Pass {
+impl Shared {
     /// Takes the last gradient of `output` that this thread left, of a backward that still runs.
-    fn take(&self, output: Output) -> Option<Tensor> {
+    fn take(&self, output: OutputKind) -> Option<Tensor> {
         let thread = thread::current().id();
         let mut outputs = lock(&self.outputs);
         outputs.retain(|left| left.gradient.strong_count() > 0);
@@ -109,7 +109,7 @@ fn lock<T>(values: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Gives the pass its place in the graph.
 #[derive(Clone)]
-struct ResidualOp(Arc<Pass>);
+struct ResidualOp(Arc<Shared>);
 
 impl CustomOp3 for ResidualOp {
     fn name(&self) -> &'static str {
@@ -126,17 +126,18 @@ impl CustomOp3 for ResidualOp {
         _token: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let pass = &self.0;
+        let shared = &self.0;
         let reached = match gradient.device() {
             Device::Cpu => gradient.to_vec1::<f32>()?[0] as u32,
-            _ => Output::Y as u32 | Output::Sum as u32,
+            _ => OutputKind::Y as u32 | OutputKind::Sum as u32,
         };
-        let [dy, dsum] = [Output::Y, Output::Sum].map(|output| match reached & output as u32 {
-            0 => None,
-            _ => pass.take(output),
-        });
+        let [dy, dsum] =
+            [OutputKind::Y, OutputKind::Sum].map(|output| match reached & output as u32 {
+                0 => None,
+                _ => shared.take(output),
+            });
         let wants_input = xs.track_op() || residual.track_op();
-        let gradients = match (pass.forward.get(), dy, dsum) {
+        let gradients = match (shared.forward.get(), dy, dsum) {
             (Some((step, sum)), Some(dy), dsum) => {
                 step.backward(sum, &dy, dsum.as_ref(), wants_input)?
             }
@@ -144,14 +145,11 @@ impl CustomOp3 for ResidualOp {
                 input: Some(dsum),
                 ..Gradients::default()
             },
-            _ => candle::bail!(
-                "{}: expected a gradient of an output, got none",
-                self.name()
-            ),
+            _ => candle::bail!("power_norm: expected a gradient of an output, got none"),
         };
         if params.track_op() {
             let of_params = [gradients.weight, gradients.bias];
-            lock(&pass.params).insert(thread::current().id(), of_params);
+            lock(&shared.params).insert(thread::current().id(), of_params);
         }
         let input = |arg: &Tensor| gradients.input.clone().filter(|_| arg.track_op());
         // Nobody reads the gradient of the parameters' token, and this tensor costs no launch.
@@ -164,8 +162,8 @@ impl CustomOp3 for ResidualOp {
 #[derive(Clone)]
 struct HandOut {
     computed: Computed,
-    pass: Arc<Pass>,
-    output: Output,
+    shared: Arc<Shared>,
+    output: OutputKind,
 }
 
 impl HandOut {
@@ -193,7 +191,7 @@ impl CustomOp1 for HandOut {
         if of_token.device().is_cpu() {
             of_token = of_token.affine(1., f64::from(self.output as u32))?;
         }
-        lock(&self.pass.outputs).push(left);
+        lock(&self.shared.outputs).push(left);
         Ok(Some(of_token))
     }
 }
@@ -214,7 +212,7 @@ impl CustomOp1 for Owner {
 
 /// Makes a token of weight and bias.
 #[derive(Clone)]
-struct Params(Arc<Pass>);
+struct Params(Arc<Shared>);
 
 /// The gradient of a parameter, or 0: candle panics if a computed tensor that a backward reaches
 /// has no gradient.
@@ -242,7 +240,9 @@ impl CustomOp2 for Params {
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let gradients = lock(&self.0.params).remove(&thread::current().id());
-        let [dweight, dbias] = gradients.unwrap_or_default();
+        let Some([dweight, dbias]) = gradients else {
+            candle::bail!("power_norm: expected the gradients of weight and bias, got none")
+        };
         Ok((or_zero(dweight, weight)?, or_zero(dbias, bias)?))
     }
 }

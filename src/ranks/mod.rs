@@ -10,7 +10,7 @@ pub use self::mpi::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use self::nccl::NcclCommunicator;
 
-use crate::config::{PowerNormConfig, Recipe};
+use crate::config::PowerNormConfig;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -219,10 +219,7 @@ impl Member {
     /// The room for sums in a message. A forward fills it. A backward has fewer sums, but its
     /// message is as long, so that ranks in different calls compare what they announce.
     fn room(&self) -> usize {
-        match self.config.recipe {
-            Recipe::Paper => self.size + 1,
-            Recipe::Fairseq => 2 * (self.size + 1),
-        }
+        self.config.square_sums() * (self.size + 1)
     }
 
     /// The announcement that comes with a rank's sums on a CPU.

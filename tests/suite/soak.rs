@@ -1,5 +1,5 @@
 //! Trains for 10,000 steps with bursts of bad batches, and measures how soon a layer is back where
-//! it would be without them. `cargo test --test soak -- --nocapture` prints the figures.
+//! it would be without them. `cargo test --test suite soak:: -- --nocapture` prints the figures.
 
 use crate::common::{
     assert_finite, assert_same_bits, forward, keep, precision, run, tensor, to_f64, Batch, Data,
@@ -7,7 +7,7 @@ use crate::common::{
 };
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe, Statistics};
 
 const STEPS: usize = 10_000;
 
@@ -326,5 +326,43 @@ fn a_model_learns_among_adversaries() -> Result<()> {
             );
         }
     }
+    Ok(())
+}
+
+/// Trains without group scaling, where one batch in twenty is 30 times louder. Gives the first step
+/// after which ν is infinite, and the largest |ν| before that.
+fn train_with_loud_batches(recipe: Recipe) -> Result<(Option<usize>, f64)> {
+    let config = PowerNormConfig {
+        recipe,
+        group_scaling: None,
+        ..1e-5.into()
+    };
+    let mut model = Model::new(DType::F32, config)?;
+    let mut data = Data::new(5);
+    let mut largest = 0f64;
+    for step in 1..=5000 {
+        let (xs, targets) = points(&mut data, 32)?;
+        let is_loud = data.uniform(1, 0., 1.)[0] < 0.05;
+        let xs = (xs * if is_loud { 30. } else { 1. })?;
+        let loss = model.loss(&xs, &targets, None, true)?;
+        model.step(&loss)?;
+        for nu in to_f64(&model.norm.nu()?) {
+            if !nu.is_finite() {
+                return Ok((Some(step), largest));
+            }
+            largest = largest.max(nu.abs());
+        }
+    }
+    Ok((None, largest))
+}
+
+/// Quiet batches let ψ² fall, so that Eq. 13's factor is far below −1 when a loud one comes.
+#[test]
+fn loud_batches_make_nu_infinite_without_the_clamp() -> Result<()> {
+    let released = train_with_loud_batches(Recipe::Fairseq)?;
+    let paper = train_with_loud_batches(Recipe::Paper)?;
+    println!("first infinite ν, largest |ν| before it: Fairseq {released:?}, Paper {paper:?}");
+    assert!(released.0.is_some(), "{released:?}");
+    assert!(paper.0.is_none() && paper.1 < 10., "{paper:?}");
     Ok(())
 }

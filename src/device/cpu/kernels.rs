@@ -216,7 +216,7 @@ const STEP: usize = 4;
 // Prefetches did not make up for it. Nor are the scales of the next row computed before a row is
 // written, though that hides the time of their roots: a backward of 4096x512 f32 then took 0.95 ms
 // instead of 0.60. See `benches/results/2026-11-22-cpu.md`.
-trait Pass<T: Element>: Sync {
+trait RowPass<T: Element>: Sync {
     /// True if the rows may have a residual. A backward reads `x + residual`, which the forward
     /// wrote. Code to add one would take registers from its loops, and up to 7 % more time in f16.
     const ADDS_RESIDUAL: bool;
@@ -253,7 +253,7 @@ struct Forward<'a, A> {
     factors: Option<&'a [Vec<A>; 2]>,
 }
 
-impl<T: Element> Pass<T> for Forward<'_, T::Acc> {
+impl<T: Element> RowPass<T> for Forward<'_, T::Acc> {
     const ADDS_RESIDUAL: bool = true;
 
     fn has_output(&self) -> bool {
@@ -333,7 +333,7 @@ struct Backward<'a, T: Element> {
     factors: Option<&'a [Numbers<T>; 2]>,
 }
 
-impl<T: Element> Pass<T> for Backward<'_, T> {
+impl<T: Element> RowPass<T> for Backward<'_, T> {
     const ADDS_RESIDUAL: bool = false;
 
     fn has_output(&self) -> bool {
@@ -637,7 +637,11 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 const LARGE: usize = 4 << 20;
 
 /// Runs `pass` over all rows, and returns what it wrote and `width` column sums.
-fn run<T: Element>(rows: &Rows<T>, pass: &impl Pass<T>, width: usize) -> (Written<T>, Vec<T::Acc>) {
+fn run<T: Element>(
+    rows: &Rows<T>,
+    pass: &impl RowPass<T>,
+    width: usize,
+) -> (Written<T>, Vec<T::Acc>) {
     if rows.residual.is_none() || rows.bytes() <= LARGE {
         return run_at_once(rows, pass, width);
     }
@@ -651,7 +655,7 @@ fn run<T: Element>(rows: &Rows<T>, pass: &impl Pass<T>, width: usize) -> (Writte
 /// [`run`], which adds a residual row by row.
 fn run_at_once<T: Element>(
     rows: &Rows<T>,
-    pass: &impl Pass<T>,
+    pass: &impl RowPass<T>,
     width: usize,
 ) -> (Written<T>, Vec<T::Acc>) {
     run_chunks(rows, pass.has_output(), width, &|chunk| {
@@ -670,16 +674,13 @@ fn run_chunks<T: Element>(
 ) -> (Written<T>, Vec<T::Acc>) {
     let chunk = chunk_rows(rows.len(), rows.cols());
     let count = rows.len().div_ceil(chunk);
-    let len_if = |wanted: bool| match wanted {
-        true => rows.len() * rows.cols(),
-        false => 0,
-    };
+    let len = rows.len() * rows.cols();
     let chunk_len = chunk * rows.cols();
     let mut partials = vec![T::Acc::ZERO; count * width];
     let mut sum = None;
-    let y = fill_output(len_if(has_output), chunk_len, rows.stores(), |y| {
-        let len = len_if(rows.residual.is_some());
-        sum = Some(fill_output(len, chunk_len, Stores::Cached, |sum| {
+    let y = fill_output(has_output.then_some(len), chunk_len, rows.stores(), |y| {
+        let sum_len = rows.residual.is_some().then_some(len);
+        sum = fill_output(sum_len, chunk_len, Stores::Cached, |sum| {
             let (mut y, mut sum) = (y.into_iter(), sum.into_iter());
             let mut partials = partials.chunks_mut(width.max(1));
             let chunks: Vec<_> = (0..count)
@@ -690,18 +691,14 @@ fn run_chunks<T: Element>(
                     sums: partials.next().unwrap_or_default(),
                 })
                 .collect();
-            if rows.len() * rows.cols() <= SERIAL {
+            if len <= SERIAL {
                 chunks.into_iter().for_each(run);
             } else {
                 chunks.into_par_iter().for_each(run);
             }
-        }));
+        });
     });
-    let written = Written {
-        y: has_output.then_some(y),
-        sum: sum.filter(|_| rows.residual.is_some()),
-    };
-    (written, add_partials(&partials, width))
+    (Written { y, sum }, add_partials(&partials, width))
 }
 
 /// The sum of the rows of `partials`, first to last.
@@ -731,7 +728,7 @@ struct ChunkPass<'a, 'b, T: Element, P> {
     chunk: Chunk<'b, T>,
 }
 
-impl<T: Element, P: Pass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
+impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
     type Output = ();
 
     #[inline(always)]

@@ -158,19 +158,10 @@ impl LaunchPlan {
         self.cut.group_scaling == FactorOrigin::Given
     }
 
-    /// A training forward hands out Σ x̃² over kept rows and the number of kept rows. Under recipe
-    /// Fairseq the same two follow for all rows.
-    pub fn forward_sums(&self) -> usize {
-        match self.config.recipe {
-            Recipe::Paper => 1,
-            Recipe::Fairseq => 2,
-        }
-    }
-
     /// The sums that the pass hands out for one process.
     pub fn sums(&self) -> usize {
         match self.pass {
-            Pass::Forward => self.forward_sums() * (self.extent.cols + 1),
+            Pass::Forward => self.config.square_sums() * (self.extent.cols + 1),
             Pass::Backward => self.extent.cols,
         }
     }

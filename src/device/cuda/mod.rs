@@ -72,6 +72,13 @@ impl Kernels {
             shared_bytes: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
             copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8 && kernels_copy(),
         };
+        // Rows of several pieces a thread are copied into it, at least one stage of them.
+        if limits.copies && limits.shared_bytes < 99 << 10 {
+            candle::bail!(
+                "power_norm: expected a GPU with 99 KiB of shared memory a block, got {} bytes",
+                limits.shared_bytes
+            )
+        }
         let kernels = Arc::new(Self {
             functions: Mutex::default(),
             limits,

@@ -106,34 +106,8 @@ impl CudaStep {
         let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
-        let sum = match inputs.residual {
-            Some(_) => uses.write(on_gpu(&mut outputs.sum)?)?.data,
-            None => 0,
-        };
         let y = uses.write(on_gpu(&mut outputs.y)?)?.data;
-        // The launches also write 1/D and the factors, for the backward.
-        let reads = NormalizeParams {
-            x: uses.read_rows(&inputs.x)?,
-            weight: uses.read_vector(inputs.weight.as_ref())?,
-            bias: uses.read_vector(inputs.bias.as_ref())?,
-            phi: uses.read_vector(inputs.phi.as_ref())?,
-            inv_rms: saved.inv_rms,
-            factors: saved.factors,
-            group_scaling: plan.cut.group_scaling,
-            eps: plan.config.eps,
-            group_eps: plan.config.eps,
-            ..Default::default()
-        };
-        // The first launch adds the residual and writes the sum, which later launches read.
-        let adding = NormalizeParams {
-            residual: uses.read_rows(inputs.residual.as_ref())?,
-            sum,
-            ..reads
-        };
-        let added = match inputs.residual {
-            Some(_) => NormalizeParams { x: sum, ..reads },
-            None => reads,
-        };
+        let [adding, added] = forward_params(plan, inputs, &mut outputs.sum, &saved, &mut uses)?;
         let mut first = adding;
         if plan.has_wide_groups() {
             let (launch, tiling) = plan.groups_launch();
@@ -186,7 +160,7 @@ impl CudaStep {
         };
         // Of kept rows, then of all rows.
         let partials = [(saved.partials, saved.kept), (all_partials, 0)];
-        for (partials, kept) in partials.into_iter().take(plan.forward_sums()) {
+        for (partials, kept) in partials.into_iter().take(plan.config.square_sums()) {
             let count = totals + plan.extent.cols as u64 * TOTAL_BYTES;
             let params = SumPartialsParams {
                 partials,
@@ -378,11 +352,13 @@ impl<'a> CudaBackward<'a> {
         let mut uses = Uses::on(&gpu.stream, &locks);
         let dx = uses.write(self.input.as_mut().filter(|_| writes))?.data;
         let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
+        // The weight is locked before ν, as in `update_nu`.
+        let params = backward_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?;
         let params = NormalizeBwdParams {
             correction: uses.read_vector(ema_gz)?,
             correction_scale,
             partials: when(sums, workspace.partials),
-            ..rows_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?
+            ..params
         };
         // SAFETY: as in a forward's `launch_rows`.
         unsafe { gpu.normalize_bwd(plan, params) }
@@ -413,7 +389,7 @@ impl<'a> CudaBackward<'a> {
     fn launch_exact(&mut self) -> Result<()> {
         let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
         let Some((saved, workspace)) = &mut self.memory else {
-            return Ok(());
+            candle::bail!("power_norm: expected sums of chunks, got none")
         };
         let mut uses = Uses::on(&gpu.stream, &locks);
         let dx = uses.write(self.input.as_mut())?.data;
@@ -424,7 +400,7 @@ impl<'a> CudaBackward<'a> {
                 dtype: number(plan.sums_dtype())?,
             },
             correction_scale: 1.,
-            ..rows_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?
+            ..backward_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?
         };
         // SAFETY: as in `launch_rows`.
         unsafe { gpu.normalize_bwd(plan, params) }
@@ -520,8 +496,42 @@ fn saved_parts<'u>(
     }
 }
 
+/// The arguments of a forward's passes over the rows, but for what is made of them: of the first
+/// launch, which adds the residual and writes the sum, and of later ones, which read the sum.
+fn forward_params<'t, 'u>(
+    plan: &LaunchPlan,
+    inputs: &'t ForwardInputs,
+    sum: &'u mut Option<Storage>,
+    saved: &Saved,
+    uses: &mut Uses<'u, 't>,
+) -> Result<[NormalizeParams; 2]> {
+    let reads = NormalizeParams {
+        x: uses.read_rows(&inputs.x)?,
+        weight: uses.read_vector(inputs.weight.as_ref())?,
+        bias: uses.read_vector(inputs.bias.as_ref())?,
+        phi: uses.read_vector(inputs.phi.as_ref())?,
+        // 1/D and the factors are also written, for the backward.
+        inv_rms: saved.inv_rms,
+        factors: saved.factors,
+        group_scaling: plan.cut.group_scaling,
+        eps: plan.config.eps,
+        group_eps: plan.config.eps,
+        ..Default::default()
+    };
+    let Some(residual) = &inputs.residual else {
+        return Ok([reads; 2]);
+    };
+    let sum = uses.write(on_gpu(sum)?)?.data;
+    let adding = NormalizeParams {
+        residual: uses.read_rows(residual)?,
+        sum,
+        ..reads
+    };
+    Ok([adding, NormalizeParams { x: sum, ..reads }])
+}
+
 /// The arguments of a backward's pass over the rows, but for its correction and its sums.
-fn rows_params<'t, 'u>(
+fn backward_params<'t, 'u>(
     plan: &LaunchPlan,
     inputs: &BackwardInputs<'t>,
     dx: Address,
