@@ -187,6 +187,10 @@ impl<T: Clone> Handles<T> {
     }
 
     pub fn count(&self) -> u64 {
-        self.with(|all| all.len() as u64)
+        self.sum(|_| 1)
+    }
+
+    pub fn sum(&self, of: impl Fn(&T) -> u64) -> u64 {
+        self.with(|all| all.values().map(of).sum())
     }
 }

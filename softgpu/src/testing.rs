@@ -65,7 +65,7 @@ pub unsafe extern "C" fn softgpu_calls(name: *const c_char) -> u64 {
 }
 
 /// The number of a kind that the process holds: "contexts", "streams", "events", "allocations",
-/// "bytes", "graphs", "modules", "cublas", "curand", "nccl".
+/// "bytes", "graphs", "modules", "entries" of modules, "cublas", "curand", "nccl".
 ///
 /// # Safety
 ///
@@ -81,6 +81,7 @@ pub unsafe extern "C" fn softgpu_live(kind: *const c_char) -> u64 {
         Some("streams") => context::STREAMS.count(),
         Some("events") => api::stream::EVENTS.count(),
         Some("modules") => api::module::MODULES.count(),
+        Some("entries") => api::module::MODULES.sum(|loaded| loaded.entries()),
         Some("graphs") => capture::live(),
         Some("cublas") => api::blas::HANDLES.count(),
         Some("curand") => api::rand::GENERATORS.count(),

@@ -1061,7 +1061,7 @@ fn storing(kernel: &str, number: u32) -> String {
 }
 
 #[test]
-fn edited_ptx_replaces_a_module_of_its_entries() {
+fn edited_ptx_replaces_modules_that_have_its_entries() {
     let _gpu = Gpu::new();
     let queue = Queue::new();
     let to = queue.alloc(4);
@@ -1070,12 +1070,14 @@ fn edited_ptx_replaces_a_module_of_its_entries() {
         queue.get::<u32>(to, 1)[0]
     };
     let file = std::env::temp_dir().join(format!("softgpu-{}.ptx", std::process::id()));
-    std::fs::write(&file, storing("edited", 2)).unwrap();
+    let too = storing("too", 3);
+    let (_, too) = too.split_once(".address_size 64\n").unwrap();
+    std::fs::write(&file, storing("edited", 2) + too).unwrap();
     std::env::set_var("SOFTGPU_PTX", &file);
-    let with = [stored("edited"), stored("other")];
+    let with = [stored("edited"), stored("too"), stored("other")];
     std::env::remove_var("SOFTGPU_PTX");
     std::fs::remove_file(&file).unwrap();
-    assert_eq!(with, [2, 1]);
+    assert_eq!(with, [2, 3, 1]);
     assert_eq!(stored("edited"), 1);
     queue.free(to);
 }

@@ -95,6 +95,12 @@ impl Softgpu {
             .to_vec()
     }
 
+    /// The number of kernels in the modules that are loaded.
+    pub fn loaded(&self) -> u64 {
+        // SAFETY: the name ends with a zero.
+        unsafe { (self.live)(c"entries".as_ptr()) }
+    }
+
     /// Counts of this thread's finished work, by kernel, since the last call of this function.
     pub fn take_counts(&self) -> Value {
         // SAFETY: no text is asked for.

@@ -24,6 +24,13 @@ pub struct Loaded {
     functions: Mutex<HashMap<String, u64>>,
 }
 
+impl Loaded {
+    /// The number of its entries.
+    pub fn entries(&self) -> u64 {
+        self.module.entries().count() as u64
+    }
+}
+
 /// An entry of a module.
 pub struct Function {
     loaded: Arc<Loaded>,
@@ -92,7 +99,7 @@ fn parsed(text: &str) -> Outcome<Arc<Module>> {
     }
 }
 
-/// The PTX in the file `SOFTGPU_PTX` instead of a module that defines all its entries: an edited
+/// The PTX in the file `SOFTGPU_PTX` instead of a module that defines one of its entries: an edited
 /// kernel runs without a rebuild, and so does one for another architecture. Other modules are then
 /// those of the build, and may be for a newer architecture than the device's.
 fn edited(module: Arc<Module>) -> Outcome<Arc<Module>> {
@@ -104,7 +111,7 @@ fn edited(module: Arc<Module>) -> Outcome<Arc<Module>> {
         Error::FILE_NOT_FOUND
     })?;
     let edited = parsed(&text)?;
-    let replaces = edited.entries().all(|name| module.entry(name).is_some());
+    let replaces = edited.entries().any(|name| module.entry(name).is_some());
     if !replaces {
         return Ok(module);
     }

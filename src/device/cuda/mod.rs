@@ -30,22 +30,31 @@ use params::{number, Address, Vector};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The key of this crate's kernels among the modules of a device, where other crates and other
-/// builds of this crate keep their modules too. So it tells kernels apart by their PTX.
-static MODULE: LazyLock<String> = LazyLock::new(|| {
-    let mut hasher = DefaultHasher::new();
-    POWER_NORM.hash(&mut hasher);
-    format!("candle_powernorm-{:016x}", hasher.finish())
-});
+/// The PTX of a kernel alone. The driver compiles all of a module when it loads the module, so each
+/// kernel has a module of its own. A step launches four of the kernels.
+fn module_of(kernel: &str) -> String {
+    const ENTRY: &str = ".visible .entry ";
+    let mut parts = POWER_NORM.split(ENTRY);
+    let mut module = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        // nvcc ends an entry with a brace at the start of a line. What follows belongs to no entry.
+        let (entry, rest) = part.split_once("\n}").unwrap_or((part, ""));
+        if entry.split('(').next() == Some(kernel) {
+            module += &format!("{ENTRY}{entry}\n}}");
+        }
+        module += rest;
+    }
+    module
+}
 
 /// The loaded kernels of a GPU and its limits, which all layers on the GPU share. To look a kernel
 /// up by its name again would cost more than to launch it.
 ///
-/// Layers own the kernels, and so own their module and their context. Both are released when the
+/// Layers own the kernels, and so own their modules and their context. All are released when the
 /// last layer is dropped. All handles of a GPU have one context, its primary one, so they share
 /// kernels.
 #[derive(Debug)]
@@ -98,8 +107,13 @@ impl Kernels {
         let name = kernel.to_string();
         // A sum over ranks may have left another GPU's context in this thread.
         device.cuda_stream().context().bind_to_thread().w()?;
+        // Other crates, and other builds of this crate, keep modules of the device there too.
+        let module = module_of(&name);
+        let mut hasher = DefaultHasher::new();
+        module.hash(&mut hasher);
+        let key = format!("candle_powernorm-{name}-{:016x}", hasher.finish());
         let function = device
-            .get_or_load_custom_func(&name, &MODULE, POWER_NORM)
+            .get_or_load_custom_func(&name, &key, &module)
             .map_err(|error| unloadable(device, name, &error))?
             .into_cuda_function();
         // A block has 48 KiB of shared memory unless more is allowed.
