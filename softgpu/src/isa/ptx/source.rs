@@ -1,6 +1,6 @@
 //! The text of a PTX module: its functions and variables.
 
-use crate::isa::op::Space;
+use crate::isa::op::{bits_of, Space};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -334,9 +334,8 @@ fn first_line(text: &str) -> &str {
 }
 
 /// Bytes of a type such as `.b32`.
-pub(super) fn type_bytes(ty: &str) -> Option<usize> {
-    let digits = ty.trim_start_matches(|c: char| !c.is_ascii_digit());
-    let bits: usize = digits.parse().ok()?;
+fn type_bytes(ty: &str) -> Option<usize> {
+    let bits = usize::from(bits_of(ty)?);
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
