@@ -3,13 +3,12 @@
 
 use crate::engine::counts::Counts;
 
-/// No warp, in the records of who touched a word.
-const NOBODY: u16 = u16::MAX;
-/// More warps than one.
-const MANY: u16 = u16::MAX - 1;
+/// More warps than one, in the records of who touched a word.
+const MANY: u16 = u16::MAX;
 
-/// The history of four bytes that are always accessed together, or of one byte.
-#[derive(Clone, Copy)]
+/// The history of four bytes that are always accessed together, or of one byte. Blocks, epochs,
+/// times and serial numbers begin at 1, so those of an access that never was are 0.
+#[derive(Clone, Copy, Default)]
 struct Record {
     /// The block this record is of.
     block: u32,
@@ -31,24 +30,6 @@ struct Record {
     read_lanes: u32,
     read_line: u32,
 }
-
-const UNTOUCHED: Record = Record {
-    block: 0,
-    split: 0,
-    written: false,
-    in_flight: false,
-    writer: NOBODY,
-    reader: NOBODY,
-    write_lane: 0,
-    write_epoch: 0,
-    write_time: 0,
-    write_serial: 0,
-    write_line: 0,
-    read_epoch: 0,
-    read_time: 0,
-    read_lanes: 0,
-    read_line: 0,
-};
 
 /// A block's shared memory.
 #[derive(Default)]
@@ -90,7 +71,7 @@ impl Shared {
     pub fn resize(&mut self, bytes: usize) {
         self.bytes.resize(bytes, 0);
         if self.words.len() < bytes.div_ceil(4) {
-            self.words.resize(bytes.div_ceil(4), UNTOUCHED);
+            self.words.resize(bytes.div_ceil(4), Record::default());
         }
     }
 
@@ -134,7 +115,6 @@ impl Shared {
     }
 
     /// Checks a lane's access and records it.
-    #[inline]
     pub fn touch(
         &mut self,
         who: &Who,
@@ -146,19 +126,6 @@ impl Shared {
         if self.touch_row(who, 1 << lane, address, size, touch) {
             return Ok(());
         }
-        self.touch_bytes(who, lane, address, size, touch)
-    }
-
-    /// [`Shared::touch`] of bytes that may need a further look.
-    #[inline(never)]
-    fn touch_bytes(
-        &mut self,
-        who: &Who,
-        lane: u32,
-        address: u64,
-        size: u32,
-        touch: Touch,
-    ) -> Result<(), String> {
         let start = self.place(address, size)?;
         if self.unchecked {
             return Ok(());
@@ -182,7 +149,7 @@ impl Shared {
         if word.block != self.block {
             *word = Record {
                 block: self.block,
-                ..UNTOUCHED
+                ..Record::default()
             };
         }
         if word.split == 0 {
@@ -193,6 +160,14 @@ impl Shared {
             word.split = self.split.len() as u32;
         }
         &mut self.split[word.split as usize - 1][at % 4..][..count]
+    }
+
+    /// The bytes are inside, and elements of so many bytes are aligned whole words.
+    #[inline(always)]
+    fn is_plain(&self, address: u64, size: u32, bytes: u32) -> bool {
+        let end = address.checked_add(u64::from(bytes));
+        let inside = end.is_some_and(|end| end <= self.bytes.len() as u64);
+        size >= 4 && address.is_multiple_of(u64::from(size)) && inside
     }
 
     /// Checks and records an access of a warp's neighbouring lanes to bytes in a row, `size` for
@@ -207,21 +182,16 @@ impl Shared {
         size: u32,
         touch: Touch,
     ) -> bool {
-        let (lowest, bytes) = (
-            mask.trailing_zeros(),
-            mask.count_ones() as usize * size as usize,
-        );
-        let inside = (address as usize)
-            .checked_add(bytes)
-            .is_some_and(|end| end <= self.bytes.len());
-        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
+        let bytes = mask.count_ones() * size;
+        if !self.is_plain(address, size, bytes) {
             return false;
         }
         if self.unchecked {
             return true;
         }
+        let lowest = mask.trailing_zeros();
         let (block, epoch) = (self.block, self.epoch);
-        let words = &mut self.words[address as usize / 4..][..bytes / 4];
+        let words = &mut self.words[address as usize / 4..][..bytes as usize / 4];
         // A size is a power of two.
         let lane_of = |word: usize| lowest + (word >> (size / 4).trailing_zeros()) as u32;
         for (at, word) in words.iter().enumerate() {
@@ -235,7 +205,10 @@ impl Shared {
         }
         for (at, word) in words.iter_mut().enumerate() {
             if word.block != block {
-                *word = Record { block, ..UNTOUCHED };
+                *word = Record {
+                    block,
+                    ..Record::default()
+                };
             }
             if touch == Touch::Read {
                 read(word, epoch, who, 1 << lane_of(at));
@@ -250,9 +223,7 @@ impl Shared {
     /// look. False: it does, and nothing is recorded.
     #[inline(always)]
     pub fn read_same(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
-        let end = (address as usize).checked_add(size as usize);
-        let inside = end.is_some_and(|end| end <= self.bytes.len());
-        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
+        if !self.is_plain(address, size, size) {
             return false;
         }
         if self.unchecked {
@@ -316,12 +287,8 @@ fn touched(
     // The last write.
     if word.write_epoch == epoch {
         let other = u32::from(word.write_lane);
-        let racing = if word.writer == who.warp {
-            word.write_serial != who.serial && lane != other && word.write_time == who.time
-        } else {
-            true
-        };
-        if racing {
+        let apart = word.write_serial == who.serial || lane == other || word.write_time != who.time;
+        if word.writer != who.warp || !apart {
             return Err(format!(
                 "a race: lane {other} of warp {} wrote these bytes (line {}), and nothing orders \
                  the two",
@@ -335,12 +302,8 @@ fn touched(
     }
     // Reads since the last barrier.
     if word.read_epoch == epoch {
-        let racing = if word.reader == who.warp {
-            word.read_lanes != 1 << lane && word.read_time == who.time
-        } else {
-            true
-        };
-        if racing {
+        let apart = word.read_lanes == 1 << lane || word.read_time != who.time;
+        if word.reader != who.warp || !apart {
             let reader = if word.reader == MANY {
                 "several warps".to_owned()
             } else {
