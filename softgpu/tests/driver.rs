@@ -3,7 +3,7 @@
 use softgpu::api::{
     blas::*, device::*, graph::*, memory::*, module::*, nccl::*, rand::*, stream::*,
 };
-use softgpu::engine::memory::{Access, Kind, Memory, View, Work};
+use softgpu::engine::memory::{Kind, Memory, Pattern, View, Work};
 use softgpu::engine::stream::engine;
 use softgpu::testing::*;
 use std::ffi::{c_void, CString};
@@ -378,14 +378,9 @@ fn access_of(
     address: impl Fn(u64) -> u64,
 ) -> Result<(), String> {
     let addresses = std::array::from_fn(|lane| address(lane as u64));
-    let access = Access {
-        kind,
-        size,
-        mask,
-        addresses: &addresses,
-    };
-    view.check(&access)
-        .map_err(|violation| format!("lane {}: {}", violation.lane, violation.what))
+    let pattern = Pattern::of(&addresses, mask, size);
+    view.check(kind, size, mask, &addresses, pattern)
+        .map_err(|(lane, what)| format!("lane {lane}: {what}"))
 }
 
 #[test]

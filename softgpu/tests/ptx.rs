@@ -96,10 +96,15 @@ fn launch(
             .collect(),
         module,
     };
-    let memory = Arc::new(Memory::default());
+    let mut memory = Memory::default();
     // The buffers are the host's own.
-    memory.set_checks(false);
-    run(&launch, &memory, &Arc::new(Work::default()), conditions)
+    memory.unchecked = true;
+    run(
+        &launch,
+        &Arc::new(memory),
+        &Arc::new(Work::default()),
+        conditions,
+    )
 }
 
 /// Blocks and warps in the order of a seed.

@@ -167,8 +167,6 @@ pub struct Engine {
     pub kernels: AtomicBool,
     seed: u64,
     perturb: bool,
-    sparse: bool,
-    unchecked: bool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -201,11 +199,9 @@ fn is_on(name: &str) -> bool {
 pub fn engine() -> &'static Engine {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     ENGINE.get_or_init(|| {
-        let memory = Memory::default();
-        let unchecked = is_off("SOFTGPU_CHECKS");
-        memory.set_checks(!unchecked);
-        let sparse = is_on("SOFTGPU_SPARSE");
-        memory.set_sparse(sparse);
+        let mut memory = Memory::default();
+        memory.unchecked = is_off("SOFTGPU_CHECKS");
+        memory.sparse = is_on("SOFTGPU_SPARSE");
         let seed = number_from("SOFTGPU_SEED").unwrap_or(0);
         extern "C" fn at_exit() {
             engine().finish();
@@ -217,8 +213,6 @@ pub fn engine() -> &'static Engine {
             kernels: AtomicBool::new(!is_off("SOFTGPU_KERNELS")),
             seed,
             perturb: is_on("SOFTGPU_PERTURB"),
-            sparse,
-            unchecked,
             state: Mutex::new(State {
                 random: seed,
                 ..State::default()
@@ -242,8 +236,8 @@ impl Engine {
                 seed => scramble(seed ^ scramble(own)).max(1),
             },
             perturb: self.perturb,
-            sparse: self.sparse,
-            unchecked: self.unchecked,
+            sparse: self.memory.sparse,
+            unchecked: self.memory.unchecked,
         }
     }
 
