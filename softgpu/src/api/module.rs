@@ -45,7 +45,7 @@ static FUNCTIONS: Handles<Arc<Function>> = Handles::new(7);
 fn load(text: &str) -> Outcome<u64> {
     let device = current_device()?;
     let module = edited(parsed(text)?)?;
-    let (size, _) = module.globals();
+    let size = module.globals();
     let memory = &engine().memory;
     let mut globals = 0;
     if size > 0 {
