@@ -46,14 +46,8 @@ pub fn run(
     work: &Arc<Work>,
     conditions: Conditions,
 ) -> Result<Counts, Fault> {
-    let refused = |what: String| Fault {
-        kernel: launch.module.name_of(launch.entry).to_owned(),
-        block: [0; 3],
-        thread: [0; 3],
-        source: None,
-        instruction: "the launch".to_owned(),
-        what,
-    };
+    let kernel = launch.module.name_of(launch.entry);
+    let refused = |what| Fault::outside(kernel, "the launch".into(), what);
     let program = launch.module.program(launch.entry).map_err(refused)?;
     let threads: u64 = launch.block.iter().map(|size| u64::from(*size)).product();
     let blocks: u64 = launch.grid.iter().map(|size| u64::from(*size)).product();
