@@ -109,6 +109,11 @@ impl Shared {
         Ok(address as usize)
     }
 
+    /// Where its bytes are.
+    pub fn base(&mut self) -> u64 {
+        self.bytes.as_mut_ptr() as u64
+    }
+
     /// The bytes at an address that has been checked.
     pub fn at(&mut self, address: u64, size: u32) -> &mut [u8] {
         &mut self.bytes[address as usize..][..size as usize]

@@ -637,45 +637,33 @@ impl Warp {
         let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
-        match address.space {
+        // The places of an operand are at a base, and each lane's is a stride further.
+        let (base, stride) = match address.space {
             Space::Global => {
-                let kind = if address.read_only {
-                    Global::LoadReadOnly
-                } else {
-                    Global::Load
+                let kind = match address.read_only {
+                    true => Global::LoadReadOnly,
+                    false => Global::Load,
                 };
                 self.check_global(block, kind, mask, addresses, size, pattern)?;
-                // SAFETY: the check says that each lane's bytes are there and may be read.
-                unsafe {
-                    self.gather(address, mask, pattern, |lane| {
-                        addresses[lane as usize] as *const u8
-                    })
-                };
+                (0, 0)
             }
             Space::Shared => {
                 self.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
-                let base = block.shared.at(0, 0).as_ptr();
-                // SAFETY: the check says that each lane's bytes are inside.
-                unsafe {
-                    self.gather(address, mask, pattern, |lane| {
-                        base.add(addresses[lane as usize] as usize)
-                    })
-                };
+                (block.shared.base(), 0)
             }
-            Space::Local | Space::Parameter => {
-                let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
-                let pattern = match stride {
-                    0 => pattern,
-                    _ => Pattern::Scattered,
-                };
-                // SAFETY: the check says that each lane's bytes are inside of its part.
-                unsafe {
-                    self.gather(address, mask, pattern, |lane| {
-                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                    })
-                };
-            }
-        }
+            Space::Local | Space::Parameter => self.own_bytes(block, address, mask, addresses)?,
+        };
+        let pattern = if stride == 0 {
+            pattern
+        } else {
+            Pattern::Scattered
+        };
+        // SAFETY: the check says that each lane's bytes are there and may be read.
+        unsafe {
+            self.gather(address, mask, pattern, |lane| {
+                (base + u64::from(lane) * stride + addresses[lane as usize]) as *const u8
+            })
+        };
         Ok(())
     }
 
@@ -685,72 +673,52 @@ impl Warp {
         let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
-        match address.space {
+        let (checked, base, stride) = match address.space {
             Space::Global => {
-                if let Err(fault) =
-                    self.check_global(block, Global::Store, mask, addresses, size, pattern)
-                {
-                    let place = |lane: u32| addresses[lane as usize] as *const u8;
-                    // SAFETY: a race is about bytes of an allocation, and whole operands lie in it.
-                    return Err(unsafe { self.classed(block, fault, address, place) });
-                }
-                // SAFETY: the check says that each lane's bytes are there and may be
-                // written.
-                unsafe {
-                    self.scatter(address, mask, pattern, |lane| {
-                        addresses[lane as usize] as *mut u8
-                    })
-                };
+                let kind = Global::Store;
+                let checked = self.check_global(block, kind, mask, addresses, size, pattern);
+                (checked, 0, 0)
             }
-            Space::Shared => self.store_shared(block, address, mask, addresses, pattern)?,
+            Space::Shared => {
+                let apart = match pattern {
+                    Pattern::Row => true,
+                    Pattern::Same => false,
+                    Pattern::Scattered => count_conflicts(&mut block.counts, addresses, mask, size),
+                };
+                if !apart {
+                    return self.store_in_turn(block, address, mask, addresses);
+                }
+                let touch = Touch::Write;
+                let checked = self.check_shared(block, mask, addresses, size, pattern, touch);
+                (checked, block.shared.base(), 0)
+            }
             Space::Local => {
                 let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
-                // SAFETY: the check says that each lane's bytes are inside of its part.
-                unsafe {
-                    self.scatter(address, mask, Pattern::Scattered, |lane| {
-                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
-                    })
-                };
+                (Ok(()), base, stride)
             }
             Space::Parameter => {
                 return Err(self.fault_here(block, mask, "a kernel cannot write its parameters"))
             }
-        }
-        Ok(())
-    }
-
-    /// At once if no two lanes write to the same place; else lane by lane.
-    #[inline(always)]
-    fn store_shared(
-        &mut self,
-        block: &mut Block,
-        address: &Address,
-        mask: u32,
-        addresses: &[u64; 32],
-        pattern: Pattern,
-    ) -> Done<()> {
-        let size = address.bytes * address.count;
-        let apart = match pattern {
-            Pattern::Row => true,
-            Pattern::Same => false,
-            Pattern::Scattered => count_conflicts(&mut block.counts, addresses, mask, size),
         };
-        if !apart {
-            return self.store_in_turn(block, address, mask, addresses);
-        }
-        let checked = self.check_shared(block, mask, addresses, size, pattern, Touch::Write);
-        let base = block.shared.at(0, 0).as_mut_ptr();
-        // SAFETY: the check says that each lane's bytes are inside. So are those of a race.
+        let place =
+            |lane: u32| (base + u64::from(lane) * stride + addresses[lane as usize]) as *mut u8;
+        let pattern = if stride == 0 {
+            pattern
+        } else {
+            Pattern::Scattered
+        };
+        // SAFETY: the check says that each lane's bytes are there and may be written. A race is
+        // about bytes of an allocation, or of shared memory, and whole operands lie in it.
         unsafe {
-            let place = |lane: u32| base.add(addresses[lane as usize] as usize);
-            if let Err(fault) = checked {
-                return Err(self.classed(block, fault, address, |lane| place(lane).cast_const()));
+            match checked {
+                Ok(()) => self.scatter(address, mask, pattern, place),
+                Err(fault) => return Err(self.classed(block, fault, address, place)),
             }
-            self.scatter(address, mask, pattern, place);
         }
         Ok(())
     }
 
+    /// Stores lane by lane: some write to the same place.
     #[inline(never)]
     fn store_in_turn(
         &mut self,
@@ -774,7 +742,7 @@ impl Warp {
             }
             if let Err(what) = block.shared.touch(&who, lane, at, size, Touch::Write) {
                 let fault = self.fault(block, self.at, lane, what);
-                let place = block.shared.at(0, 0).as_ptr().wrapping_add(at as usize);
+                let place = (block.shared.base() + at) as *mut u8;
                 // SAFETY: a race is about bytes that are inside.
                 return Err(unsafe { self.classed(block, fault, address, |_| place) });
             }
@@ -794,7 +762,7 @@ impl Warp {
         block: &Block,
         mut fault: Box<Fault>,
         address: &Address,
-        place: impl FnOnce(u32) -> *const u8,
+        place: impl FnOnce(u32) -> *mut u8,
     ) -> Box<Fault> {
         let what = &mut fault.what;
         if what.contains("race: ") && (what.contains(" wrote ") || what.contains(" writes;")) {
@@ -880,19 +848,18 @@ impl Warp {
         address: &Address,
         mask: u32,
         addresses: &[u64; 32],
-    ) -> Done<(*mut u8, usize)> {
+    ) -> Done<(u64, u64)> {
         let parameters = &block.launch.parameters;
-        let (place, base, bytes, stride) = match address.space {
-            Space::Local => {
-                let bytes = block.program.local_bytes;
-                ("local memory", self.local.as_mut_ptr(), bytes, bytes)
+        let local = address.space == Space::Local;
+        let (place, base, bytes) = match local {
+            true => {
+                let base = self.local.as_mut_ptr() as u64;
+                ("local memory", base, block.program.local_bytes)
             }
-            _ => (
-                "the parameters",
-                parameters.as_ptr().cast_mut(),
-                parameters.len(),
-                0,
-            ),
+            false => {
+                let base = parameters.as_ptr() as u64;
+                ("the parameters", base, parameters.len())
+            }
         };
         let size = u64::from(address.bytes * address.count);
         let distinct = match address.base {
@@ -910,7 +877,7 @@ impl Warp {
             };
             return Err(self.fault(block, self.at, lane, what));
         }
-        Ok((base, stride))
+        Ok((base, if local { bytes as u64 } else { 0 }))
     }
 
     #[inline(always)]
