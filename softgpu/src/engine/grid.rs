@@ -185,39 +185,25 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
 /// exited are not waited for.
 fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
     let mut passed = false;
-    let mut used = 0u32;
-    for warp in warps.iter() {
-        if let State::Waiting { barrier, .. } = warp.state {
-            used |= 1 << barrier;
-        }
-    }
-    for number in (0..16).filter(|number| used >> number & 1 == 1) {
-        let mut waiting = vec![];
-        let mut expected = 0;
-        for (index, warp) in warps.iter().enumerate() {
-            if let State::Waiting { barrier, threads } = warp.state {
-                if barrier == number {
-                    waiting.push(index);
-                    expected = expected.max(threads);
-                }
-            }
-        }
-        let complete = if expected == 0 {
-            warps
-                .iter()
-                .enumerate()
-                .all(|(index, warp)| warp.state == State::Done || waiting.contains(&index))
-        } else {
-            waiting.len() as u32 * 32 >= expected
+    for number in 0..16 {
+        let waits_for = |warp: &Warp| match warp.state {
+            State::Waiting { barrier, threads } if barrier == number => Some(threads),
+            _ => None,
         };
-        if !complete {
+        let here: Vec<u32> = warps.iter().filter_map(waits_for).collect();
+        let Some(&expected) = here.iter().max() else {
             continue;
+        };
+        let complete = match expected {
+            0 => (warps.iter()).all(|warp| warp.state == State::Done || waits_for(warp).is_some()),
+            _ => here.len() as u32 * 32 >= expected,
+        };
+        if complete {
+            block.shared.barrier();
+            let waiting = warps.iter_mut().filter(|warp| waits_for(warp).is_some());
+            waiting.for_each(Warp::pass);
+            passed = true;
         }
-        block.shared.barrier();
-        for index in waiting {
-            warps[index].pass();
-        }
-        passed = true;
     }
     passed
 }

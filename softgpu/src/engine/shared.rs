@@ -201,7 +201,7 @@ impl Shared {
         let lane_of = |word: usize| lowest + (word >> (size / 4).trailing_zeros()) as u32;
         for (at, word) in words.iter().enumerate() {
             let settled = match word.block == block {
-                true => harmless(word, epoch, who, lane_of(at), touch),
+                true => word.split == 0 && obstacle(word, epoch, who, lane_of(at), touch).is_none(),
                 false => touch != Touch::Read,
             };
             if !settled {
@@ -276,6 +276,7 @@ impl Shared {
     }
 }
 
+/// Checks an access to bytes that share a record, and records it.
 fn touched(
     word: &mut Record,
     epoch: u32,
@@ -283,61 +284,67 @@ fn touched(
     lane: u32,
     touch: Touch,
 ) -> Result<(), String> {
-    if word.in_flight && touch != Touch::Land {
-        return Err("a cp.async to these bytes is still in flight".into());
-    }
-    if touch == Touch::Read && !word.written {
-        return Err("these bytes were never written".into());
-    }
-    // The last write.
-    if word.write_epoch == epoch {
-        let other = u32::from(word.write_lane);
-        let apart = word.write_serial == who.serial || lane == other || word.write_time != who.time;
-        if word.writer != who.warp || !apart {
-            return Err(format!(
-                "a race: lane {other} of warp {} wrote these bytes (line {}), and nothing orders \
-                 the two",
-                word.writer, word.write_line
-            ));
+    match obstacle(word, epoch, who, lane, touch) {
+        Some(obstacle) => Err(obstacle.of(word)),
+        None if touch == Touch::Read => {
+            read(word, epoch, who, 1 << lane);
+            Ok(())
+        }
+        None => {
+            write(word, epoch, who, lane, touch);
+            Ok(())
         }
     }
-    if touch == Touch::Read {
-        read(word, epoch, who, 1 << lane);
-        return Ok(());
-    }
-    // Reads since the last barrier.
-    if word.read_epoch == epoch {
-        let apart = word.read_lanes == 1 << lane || word.read_time != who.time;
-        if word.reader != who.warp || !apart {
-            let reader = if word.reader == MANY {
-                "several warps".to_owned()
-            } else {
-                format!("warp {}", word.reader)
-            };
-            return Err(format!(
-                "a race: {reader} read these bytes (line {}), and nothing orders the two",
-                word.read_line
-            ));
-        }
-    }
-    write(word, epoch, who, lane, touch);
-    Ok(())
 }
 
-/// An access to a whole word needs no further look. Most are such.
+/// Why an access is refused.
+enum Obstacle {
+    InFlight,
+    Unwritten,
+    /// The last write.
+    Written,
+    /// Reads since the last barrier.
+    Read,
+}
+
+impl Obstacle {
+    fn of(self, word: &Record) -> String {
+        let (does, line) = match self {
+            Self::InFlight => return "a cp.async to these bytes is still in flight".into(),
+            Self::Unwritten => return "these bytes were never written".into(),
+            Self::Written => {
+                let (lane, warp) = (word.write_lane, word.writer);
+                (format!("lane {lane} of warp {warp} wrote"), word.write_line)
+            }
+            Self::Read if word.reader == MANY => ("several warps read".into(), word.read_line),
+            Self::Read => (format!("warp {} read", word.reader), word.read_line),
+        };
+        format!("a race: {does} these bytes (line {line}), and nothing orders the two")
+    }
+}
+
+/// What forbids an access, mostly nothing.
 #[inline(always)]
-fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
-    let written = word.writer == who.warp
-        && (u32::from(word.write_lane) == lane || word.write_time < who.time);
-    let after_writes = word.write_epoch != epoch || written;
+fn obstacle(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> Option<Obstacle> {
+    let after_writes = word.write_epoch != epoch
+        || word.writer == who.warp
+            && (u32::from(word.write_lane) == lane
+                || word.write_time != who.time
+                || word.write_serial == who.serial);
     let after_reads = touch == Touch::Read
         || word.read_epoch != epoch
-        || (word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time < who.time));
-    word.split == 0
-        && (touch == Touch::Land || !word.in_flight)
-        && (touch != Touch::Read || word.written)
-        && after_writes
-        && after_reads
+        || word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time != who.time);
+    if word.in_flight && touch != Touch::Land {
+        Some(Obstacle::InFlight)
+    } else if touch == Touch::Read && !word.written {
+        Some(Obstacle::Unwritten)
+    } else if !after_writes {
+        Some(Obstacle::Written)
+    } else if !after_reads {
+        Some(Obstacle::Read)
+    } else {
+        None
+    }
 }
 
 #[inline(always)]
