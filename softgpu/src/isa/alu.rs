@@ -266,7 +266,7 @@ pub fn select(parts: &[&str]) -> Option<Arithmetic> {
         }
         _ if ty == "pred" => predicate(opcode, modifiers),
         _ => integer(opcode, modifiers, ty).or_else(|| bits(opcode, modifiers, ty)),
-    };
+    }?;
     let types = types_of(opcode, modifiers, ty);
     let class = match opcode {
         "setp" | "selp" | "mov" | "copysign" => Class::Integer,
@@ -277,7 +277,7 @@ pub fn select(parts: &[&str]) -> Option<Arithmetic> {
         _ => Class::Integer,
     };
     Some(Arithmetic {
-        exec: exec?,
+        exec,
         class,
         operands: types.into_iter().map(bits_of).collect::<Option<_>>()?,
     })
