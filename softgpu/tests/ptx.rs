@@ -145,22 +145,12 @@ fn says(message: &str, parts: &[&str]) {
 #[test]
 fn operands_are_wider_registers_and_numbers() {
     let minus = |value: i64| value as u64;
+    let to_s16 =
+        ["s8", "s32", "u32"].map(|from| format!("cvt.s16.{from} %r1, %r0; cvt.u64.u32 %rd2, %r1;"));
     for (instructions, a, want) in [
-        (
-            "cvt.s16.s8 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
-            0x1234_ff80,
-            0xffff_ff80,
-        ),
-        (
-            "cvt.s16.s32 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
-            0x1234_ff80,
-            0xffff_ff80,
-        ),
-        (
-            "cvt.s16.u32 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
-            0x1234_ff80,
-            0xffff_ff80,
-        ),
+        (&*to_s16[0], 0x1234_ff80, 0xffff_ff80),
+        (&to_s16[1], 0x1234_ff80, 0xffff_ff80),
+        (&to_s16[2], 0x1234_ff80, 0xffff_ff80),
         ("cvt.s64.s32 %rd2, %rd1;", 1 << 31, minus(-1 << 31)),
         ("cvt.u32.u8 %r1, %r0; cvt.u64.u32 %rd2, %r1;", 0x1ff, 0xff),
         ("add.u64 %rd2, %rd1, 010; /* ; add */", 1, 9),

@@ -185,18 +185,19 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
 /// exited are not waited for.
 fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
     let mut passed = false;
-    for number in 0..16 {
+    let used = warps.iter().fold(0, |used, warp| match warp.state {
+        State::Waiting { barrier, .. } => used | 1 << barrier,
+        _ => used,
+    });
+    for number in (0..16).filter(|number| used >> number & 1 == 1) {
         let waits_for = |warp: &Warp| match warp.state {
             State::Waiting { barrier, threads } if barrier == number => Some(threads),
             _ => None,
         };
         let here: Vec<u32> = warps.iter().filter_map(waits_for).collect();
-        let Some(&expected) = here.iter().max() else {
-            continue;
-        };
-        let complete = match expected {
+        let complete = match here.iter().copied().max().unwrap_or(0) {
             0 => (warps.iter()).all(|warp| warp.state == State::Done || waits_for(warp).is_some()),
-            _ => here.len() as u32 * 32 >= expected,
+            expected => here.len() as u32 * 32 >= expected,
         };
         if complete {
             block.shared.barrier();

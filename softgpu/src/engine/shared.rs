@@ -109,17 +109,13 @@ impl Shared {
         Ok(address as usize)
     }
 
-    /// Where its bytes are.
-    pub fn base(&mut self) -> u64 {
-        self.bytes.as_mut_ptr() as u64
-    }
-
     /// The bytes at an address that has been checked.
     pub fn at(&mut self, address: u64, size: u32) -> &mut [u8] {
         &mut self.bytes[address as usize..][..size as usize]
     }
 
     /// Checks a lane's access and records it.
+    #[inline(never)]
     pub fn touch(
         &mut self,
         who: &Who,
@@ -284,17 +280,14 @@ fn touched(
     lane: u32,
     touch: Touch,
 ) -> Result<(), String> {
-    match obstacle(word, epoch, who, lane, touch) {
-        Some(obstacle) => Err(obstacle.of(word)),
-        None if touch == Touch::Read => {
-            read(word, epoch, who, 1 << lane);
-            Ok(())
-        }
-        None => {
-            write(word, epoch, who, lane, touch);
-            Ok(())
-        }
+    if let Some(obstacle) = obstacle(word, epoch, who, lane, touch) {
+        return Err(obstacle.of(word));
     }
+    match touch {
+        Touch::Read => read(word, epoch, who, 1 << lane),
+        _ => write(word, epoch, who, lane, touch),
+    }
+    Ok(())
 }
 
 /// Why an access is refused.

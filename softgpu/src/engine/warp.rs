@@ -156,6 +156,13 @@ impl Warp {
         } = block.launch;
         let values = match value {
             Value::Bits(bits) => [bits; 32],
+            Value::Parameter(offset) => {
+                let parameter = &block.launch.parameters[offset as usize..];
+                let mut bytes = [0; 8];
+                let filled = &mut bytes[..if wide { 8 } else { 4 }];
+                filled.copy_from_slice(&parameter[..filled.len()]);
+                [u64::from_le_bytes(bytes); 32]
+            }
             Value::Global(offset) => [block.launch.globals.wrapping_add(offset); 32],
             Value::DynamicShared(offset) => [block.program.dynamic_start() as u64 + offset; 32],
             Value::Threads(axis) => [size[usize::from(axis)].into(); 32],
@@ -637,33 +644,41 @@ impl Warp {
         let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
-        // The places of an operand are at a base, and each lane's is a stride further.
-        let (base, stride) = match address.space {
+        match address.space {
             Space::Global => {
-                let kind = match address.read_only {
-                    true => Global::LoadReadOnly,
-                    false => Global::Load,
+                let kind = if address.read_only {
+                    Global::LoadReadOnly
+                } else {
+                    Global::Load
                 };
                 self.check_global(block, kind, mask, addresses, size, pattern)?;
-                (0, 0)
+                // SAFETY: the check says that each lane's bytes are there and may be read.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *const u8
+                    })
+                };
             }
             Space::Shared => {
                 self.check_shared(block, mask, addresses, size, pattern, Touch::Read)?;
-                (block.shared.base(), 0)
+                let base = block.shared.at(0, 0).as_ptr();
+                // SAFETY: the check says that each lane's bytes are inside.
+                unsafe {
+                    self.gather(address, mask, pattern, |lane| {
+                        base.add(addresses[lane as usize] as usize)
+                    })
+                };
             }
-            Space::Local | Space::Parameter => self.own_bytes(block, address, mask, addresses)?,
-        };
-        let pattern = if stride == 0 {
-            pattern
-        } else {
-            Pattern::Scattered
-        };
-        // SAFETY: the check says that each lane's bytes are there and may be read.
-        unsafe {
-            self.gather(address, mask, pattern, |lane| {
-                (base + u64::from(lane) * stride + addresses[lane as usize]) as *const u8
-            })
-        };
+            Space::Local | Space::Parameter => {
+                let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    self.gather(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
+            }
+        }
         Ok(())
     }
 
@@ -673,52 +688,72 @@ impl Warp {
         let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
-        let (checked, base, stride) = match address.space {
+        match address.space {
             Space::Global => {
-                let kind = Global::Store;
-                let checked = self.check_global(block, kind, mask, addresses, size, pattern);
-                (checked, 0, 0)
-            }
-            Space::Shared => {
-                let apart = match pattern {
-                    Pattern::Row => true,
-                    Pattern::Same => false,
-                    Pattern::Scattered => count_conflicts(&mut block.counts, addresses, mask, size),
-                };
-                if !apart {
-                    return self.store_in_turn(block, address, mask, addresses);
+                if let Err(fault) =
+                    self.check_global(block, Global::Store, mask, addresses, size, pattern)
+                {
+                    let place = |lane: u32| addresses[lane as usize] as *const u8;
+                    // SAFETY: a race is about bytes of an allocation, and whole operands lie in it.
+                    return Err(unsafe { self.classed(block, fault, address, place) });
                 }
-                let touch = Touch::Write;
-                let checked = self.check_shared(block, mask, addresses, size, pattern, touch);
-                (checked, block.shared.base(), 0)
+                // SAFETY: the check says that each lane's bytes are there and may be
+                // written.
+                unsafe {
+                    self.scatter(address, mask, pattern, |lane| {
+                        addresses[lane as usize] as *mut u8
+                    })
+                };
             }
+            Space::Shared => self.store_shared(block, address, mask, addresses, pattern)?,
             Space::Local => {
                 let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
-                (Ok(()), base, stride)
+                // SAFETY: the check says that each lane's bytes are inside of its part.
+                unsafe {
+                    self.scatter(address, mask, Pattern::Scattered, |lane| {
+                        base.add(lane as usize * stride + addresses[lane as usize] as usize)
+                    })
+                };
             }
             Space::Parameter => {
                 return Err(self.fault_here(block, mask, "a kernel cannot write its parameters"))
-            }
-        };
-        let place =
-            |lane: u32| (base + u64::from(lane) * stride + addresses[lane as usize]) as *mut u8;
-        let pattern = if stride == 0 {
-            pattern
-        } else {
-            Pattern::Scattered
-        };
-        // SAFETY: the check says that each lane's bytes are there and may be written. A race is
-        // about bytes of an allocation, or of shared memory, and whole operands lie in it.
-        unsafe {
-            match checked {
-                Ok(()) => self.scatter(address, mask, pattern, place),
-                Err(fault) => return Err(self.classed(block, fault, address, place)),
             }
         }
         Ok(())
     }
 
-    /// Stores lane by lane: some write to the same place.
+    /// At once if no two lanes write to the same place; else lane by lane.
+    #[inline(always)]
+    fn store_shared(
+        &mut self,
+        block: &mut Block,
+        address: &Address,
+        mask: u32,
+        addresses: &[u64; 32],
+        pattern: Pattern,
+    ) -> Done<()> {
+        let size = address.bytes * address.count;
+        let apart = match pattern {
+            Pattern::Row => true,
+            Pattern::Same => false,
+            Pattern::Scattered => count_conflicts(&mut block.counts, addresses, mask, size),
+        };
+        if !apart {
+            return self.store_in_turn(block, address, mask, addresses);
+        }
+        let checked = self.check_shared(block, mask, addresses, size, pattern, Touch::Write);
+        let base = block.shared.at(0, 0).as_mut_ptr();
+        // SAFETY: the check says that each lane's bytes are inside. So are those of a race.
+        unsafe {
+            let place = |lane: u32| base.add(addresses[lane as usize] as usize);
+            if let Err(fault) = checked {
+                return Err(self.classed(block, fault, address, |lane| place(lane).cast_const()));
+            }
+            self.scatter(address, mask, pattern, place);
+        }
+        Ok(())
+    }
+
     #[inline(never)]
     fn store_in_turn(
         &mut self,
@@ -742,7 +777,7 @@ impl Warp {
             }
             if let Err(what) = block.shared.touch(&who, lane, at, size, Touch::Write) {
                 let fault = self.fault(block, self.at, lane, what);
-                let place = (block.shared.base() + at) as *mut u8;
+                let place = block.shared.at(0, 0).as_ptr().wrapping_add(at as usize);
                 // SAFETY: a race is about bytes that are inside.
                 return Err(unsafe { self.classed(block, fault, address, |_| place) });
             }
@@ -762,7 +797,7 @@ impl Warp {
         block: &Block,
         mut fault: Box<Fault>,
         address: &Address,
-        place: impl FnOnce(u32) -> *mut u8,
+        place: impl FnOnce(u32) -> *const u8,
     ) -> Box<Fault> {
         let what = &mut fault.what;
         if what.contains("race: ") && (what.contains(" wrote ") || what.contains(" writes;")) {
@@ -848,25 +883,16 @@ impl Warp {
         address: &Address,
         mask: u32,
         addresses: &[u64; 32],
-    ) -> Done<(u64, u64)> {
+    ) -> Done<(*mut u8, usize)> {
+        let own = block.program.local_bytes;
         let parameters = &block.launch.parameters;
-        let local = address.space == Space::Local;
-        let (place, base, bytes) = match local {
-            true => {
-                let base = self.local.as_mut_ptr() as u64;
-                ("local memory", base, block.program.local_bytes)
-            }
-            false => {
-                let base = parameters.as_ptr() as u64;
-                ("the parameters", base, parameters.len())
-            }
+        let start = parameters.as_ptr().cast_mut();
+        let (place, base, bytes, stride) = match address.space {
+            Space::Local => ("local memory", self.local.as_mut_ptr(), own, own),
+            _ => ("the parameters", start, parameters.len(), 0),
         };
         let size = u64::from(address.bytes * address.count);
-        let distinct = match address.base {
-            Some(_) => mask,
-            None => mask & mask.wrapping_neg(),
-        };
-        for lane in lanes_of(distinct) {
+        for lane in lanes_of(mask) {
             let at = addresses[lane as usize];
             let what = if at.checked_add(size).is_none_or(|end| end > bytes as u64) {
                 format!("{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}")
@@ -877,7 +903,7 @@ impl Warp {
             };
             return Err(self.fault(block, self.at, lane, what));
         }
-        Ok((base, if local { bytes as u64 } else { 0 }))
+        Ok((base, stride))
     }
 
     #[inline(always)]
@@ -1143,6 +1169,7 @@ fn sectors(addresses: &[u64; 32], mask: u32, size: u32, pattern: Pattern) -> u64
     ((first + u64::from(bytes) - 1) >> 5) - (first >> 5) + 1
 }
 
+#[inline(never)]
 fn scattered_sectors(addresses: &[u64; 32], mask: u32) -> u64 {
     // Operands are aligned and at most 16 bytes, so one lies in one sector.
     let sectors = || lanes_of(mask).map(|lane| addresses[lane as usize] >> 5);

@@ -441,6 +441,24 @@ pub fn half_of(bits: u8, upper: bool) -> Option<Exec> {
     })
 }
 
+/// A move from slots that hold the same for all lanes, which is faster than any other.
+pub fn spread(wide: bool) -> Exec {
+    macro_rules! spread {
+        ($t:ty) => {{
+            #[inline(always)]
+            unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
+                let value = *lanes.slots.add(usize::from(op.a)).cast::<$t>();
+                put(lanes, op.d, [value; 32].as_ptr(), mask);
+            }
+            both!(body)
+        }};
+    }
+    match wide {
+        true => spread!(u64),
+        false => spread!(u32),
+    }
+}
+
 /// A register of 32 or 64 bits from its lower and its upper half.
 pub fn joined(bits: u8) -> Option<Exec> {
     Some(match bits {

@@ -145,6 +145,8 @@ pub(crate) fn bits_of(ty: &str) -> Option<u8> {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Value {
     Bits(u64),
+    /// The bytes at this offset in the parameters.
+    Parameter(u64),
     /// An address in the module's variables.
     Global(u64),
     /// An address behind the start of dynamic shared memory.

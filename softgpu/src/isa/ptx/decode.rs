@@ -611,6 +611,13 @@ impl<'a> Decoder<'a> {
         if seen != count {
             return None;
         }
+        if let Some((value, wide)) = self.parameter(&address).filter(|_| load) {
+            let a = self.value(value, wide)?;
+            self.push(Kind::Arithmetic, Class::Other, |op| {
+                (op.exec, op.d, op.a) = (alu::spread(wide), address.registers[0], a);
+            });
+            return Some(());
+        }
         let class = match address.space {
             Space::Global => Class::Global,
             Space::Shared => Class::Shared,
@@ -621,6 +628,23 @@ impl<'a> Decoder<'a> {
         self.program.addresses.push(address);
         self.push(kind, class, |op| op.target = target);
         Some(())
+    }
+
+    /// A parameter that fills a register is the same for the whole launch. The second part of the
+    /// result says that it has 64 bits.
+    fn parameter(&self, address: &Address) -> Option<(Value, bool)> {
+        let end = address.offset.checked_add(address.bytes.into())?;
+        let known = address.space == Space::Parameter
+            && address.base.is_none()
+            && address.count == 1
+            && address.offset.is_multiple_of(address.bytes.into())
+            && end <= self.module.parameter_bytes(self.entry) as u64;
+        let wide = match (address.bytes, address.widths[0]) {
+            (4, 32) => false,
+            (8, 64) => true,
+            _ => return None,
+        };
+        known.then_some((Value::Parameter(address.offset), wide))
     }
 
     /// `cp.async` from global to shared memory. The source may be shorter than the copy; the rest
