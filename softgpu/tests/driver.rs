@@ -178,6 +178,11 @@ impl Drop for Queue {
     }
 }
 
+/// The GPU for one test, and a stream.
+fn alone() -> (Gpu, Queue) {
+    (Gpu::new(), Queue::new())
+}
+
 struct Mark(u64);
 
 impl Mark {
@@ -217,8 +222,7 @@ fn fail(name: Option<&str>, n: u64) {
 
 #[test]
 fn a_stream_keeps_its_order() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let (a, b) = (queue.alloc(64), queue.alloc(64));
     ok(queue.fill(a, 1, 64));
     ok(queue.copy(b, a, 64));
@@ -329,8 +333,7 @@ fn freed_memory_is_not_used() {
 
 #[test]
 fn what_nothing_wrote_is_poison() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let (a, b) = (queue.alloc(12), queue.alloc(12));
     ok(queue.fill(a + 5, 0, 2));
     // A copy and a download may have it.
@@ -352,8 +355,7 @@ fn what_nothing_wrote_is_poison() {
 
 #[test]
 fn one_element_too_many_is_out_of_bounds() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let a = queue.alloc(1000);
     ok(queue.fill(a, 0, 1000));
     ok(queue.sync());
@@ -368,8 +370,7 @@ fn one_element_too_many_is_out_of_bounds() {
 
 #[test]
 fn a_device_has_its_own_memory() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let a = queue.alloc(64);
     ok(queue.sync());
     use_device(1);
@@ -596,8 +597,7 @@ fn branches_of_a_graph_race_as_streams_do() {
 
 #[test]
 fn memory_that_a_graph_leaves_is_freed_outside() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let mut left = 0;
     let graph = capture(&queue, || {
         left = queue.alloc(16);
@@ -712,8 +712,7 @@ fn captures_follow_the_drivers_rules() {
 
 #[test]
 fn the_nth_call_fails_and_does_nothing() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let a = queue.alloc(4);
     fail(Some("cuMemAllocAsync"), 2);
     let second = queue.alloc(4);
@@ -748,8 +747,7 @@ fn handles_that_are_not_given_back_show() {
 
 #[test]
 fn products_are_those_of_plain_loops() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let (m, n, k, batch) = (37, 21, 19, 2);
     let numbers = |count: usize, first: usize| -> Vec<f32> {
         let number = |i| ((i * 37 + 11) % 17) as f32 / 8. - 1.;
@@ -814,8 +812,7 @@ fn products_are_those_of_plain_loops() {
 
 #[test]
 fn random_numbers_follow_from_the_seed() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let count = 10_000;
     let a = queue.alloc(count * 4);
     let draw = |seed, normal: bool| {
@@ -881,8 +878,7 @@ fn ranks_sum_over_threads() {
 
 #[test]
 fn a_fault_breaks_the_context_until_it_is_taken() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let a = queue.alloc(4);
     ok(queue.fill(a, 0, 8));
     assert_eq!(queue.sync(), 700);
@@ -954,8 +950,7 @@ fn plain_copies_and_generic_addresses_reach_the_memory_of_a_context() {
 #[test]
 fn a_launch_that_is_wrong_shows() {
     const UNWRITTEN: u32 = u32::MAX;
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let from = queue.holding(&[1u32, 2, 3]);
     let copied = |blocks: u32, swapped: bool| {
         let to = queue.alloc(12);
@@ -992,8 +987,7 @@ fn storing(kernel: &str, number: u32) -> String {
 
 #[test]
 fn edited_ptx_replaces_a_module_of_its_entries() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let to = queue.alloc(4);
     let stored = |kernel: &str| {
         run_kernel(&queue, &storing(kernel, 1), kernel, 1, &[to]);
@@ -1106,8 +1100,7 @@ fn a_device_has_the_capability_that_is_asked_for() {
 
 #[test]
 fn calls_are_cheap_when_kernels_are_off() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let a = queue.alloc(4);
     ok(queue.fill(a, 1, 4));
     softgpu_kernels(false);
