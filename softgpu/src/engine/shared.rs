@@ -301,6 +301,7 @@ enum Obstacle {
 }
 
 impl Obstacle {
+    #[cold]
     fn of(self, word: &Record) -> String {
         let (does, line) = match self {
             Self::InFlight => return "a cp.async to these bytes is still in flight".into(),

@@ -671,9 +671,13 @@ impl Warp {
             }
             Space::Local | Space::Parameter => {
                 let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
+                let pattern = match stride {
+                    0 => pattern,
+                    _ => Pattern::Scattered,
+                };
                 // SAFETY: the check says that each lane's bytes are inside of its part.
                 unsafe {
-                    self.gather(address, mask, Pattern::Scattered, |lane| {
+                    self.gather(address, mask, pattern, |lane| {
                         base.add(lane as usize * stride + addresses[lane as usize] as usize)
                     })
                 };
@@ -892,7 +896,11 @@ impl Warp {
             _ => ("the parameters", start, parameters.len(), 0),
         };
         let size = u64::from(address.bytes * address.count);
-        for lane in lanes_of(mask) {
+        let distinct = match address.base {
+            Some(_) => mask,
+            None => mask & mask.wrapping_neg(),
+        };
+        for lane in lanes_of(distinct) {
             let at = addresses[lane as usize];
             let what = if at.checked_add(size).is_none_or(|end| end > bytes as u64) {
                 format!("{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}")
