@@ -1,10 +1,11 @@
 //! The parts of every function of the library: its entry, its errors, handles.
 
+use crate::engine::memory::lock;
 use crate::engine::stream::Broken;
 use crate::inject;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// A call's failure, as the driver numbers them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -149,41 +150,37 @@ pub unsafe fn put<T>(to: *mut T, value: T) -> Outcome {
 /// Handles of one kind, which are numbers that no other kind has.
 pub struct Handles<T> {
     kind: u64,
-    all: Mutex<Option<HashMap<u64, T>>>,
+    all: Mutex<BTreeMap<u64, T>>,
 }
 
 impl<T: Clone> Handles<T> {
     pub const fn new(kind: u64) -> Self {
         Self {
             kind,
-            all: Mutex::new(None),
+            all: Mutex::new(BTreeMap::new()),
         }
-    }
-
-    fn with<R>(&self, f: impl FnOnce(&mut HashMap<u64, T>) -> R) -> R {
-        let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
-        f(all.get_or_insert_default())
     }
 
     pub fn add(&self, value: T) -> u64 {
         static NEXT: AtomicI64 = AtomicI64::new(1);
         let handle = self.kind << 40 | (NEXT.fetch_add(1, Relaxed) as u64) << 4;
-        self.with(|all| all.insert(handle, value));
+        lock(&self.all).insert(handle, value);
         handle
     }
 
     pub fn get(&self, handle: u64) -> Outcome<T> {
-        self.with(|all| all.get(&handle).cloned())
-            .ok_or(Error::INVALID_HANDLE)
+        let found = lock(&self.all).get(&handle).cloned();
+        found.ok_or(Error::INVALID_HANDLE)
     }
 
     pub fn remove(&self, handle: u64) -> Outcome<T> {
-        self.with(|all| all.remove(&handle))
-            .ok_or(Error::INVALID_HANDLE)
+        let found = lock(&self.all).remove(&handle);
+        found.ok_or(Error::INVALID_HANDLE)
     }
 
     pub fn find(&self, matches: impl Fn(&T) -> bool) -> Option<T> {
-        self.with(|all| all.values().find(|value| matches(value)).cloned())
+        let all = lock(&self.all);
+        all.values().find(|value| matches(value)).cloned()
     }
 
     pub fn count(&self) -> u64 {
@@ -191,6 +188,6 @@ impl<T: Clone> Handles<T> {
     }
 
     pub fn sum(&self, of: impl Fn(&T) -> u64) -> u64 {
-        self.with(|all| all.values().map(of).sum())
+        lock(&self.all).values().map(of).sum()
     }
 }

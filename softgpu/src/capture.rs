@@ -65,6 +65,15 @@ impl Capture {
         lock(&self.state)
     }
 
+    /// The state of a capture that nothing has broken.
+    fn valid(&self) -> Outcome<MutexGuard<'_, Captured>> {
+        let state = self.state();
+        match state.invalid {
+            true => Err(Error::STREAM_CAPTURE_INVALIDATED),
+            false => Ok(state),
+        }
+    }
+
     pub fn invalidate(&self) {
         self.state().invalid = true;
     }
@@ -76,10 +85,7 @@ impl Capture {
 
     /// Adds a node to a stream's.
     pub fn add(&self, stream: &Stream, submission: Submission) -> Outcome {
-        let mut state = self.state();
-        if state.invalid {
-            return Err(Error::STREAM_CAPTURE_INVALIDATED);
-        }
+        let mut state = self.valid()?;
         let node = state.nodes.len();
         let after = state.last.insert(stream.id, vec![node]).unwrap_or_default();
         state.nodes.push(Node {
@@ -92,19 +98,13 @@ impl Capture {
 
     /// The nodes that an event recorded now stands for.
     pub fn position(&self, stream: &Stream) -> Outcome<Vec<usize>> {
-        let state = self.state();
-        match state.invalid {
-            true => Err(Error::STREAM_CAPTURE_INVALIDATED),
-            false => Ok(state.last.get(&stream.id).cloned().unwrap_or_default()),
-        }
+        let state = self.valid()?;
+        Ok(state.last.get(&stream.id).cloned().unwrap_or_default())
     }
 
     /// A stream, which joins if it does not take part yet, waits for nodes.
     pub fn wait(&self, stream: &Stream, nodes: &[usize]) -> Outcome {
-        let mut state = self.state();
-        if state.invalid {
-            return Err(Error::STREAM_CAPTURE_INVALIDATED);
-        }
+        let mut state = self.valid()?;
         state.blocking |= stream.manner == Manner::Blocking;
         let last = state.last.entry(stream.id).or_default();
         for &node in nodes {

@@ -73,10 +73,9 @@ pub fn copy(name: &str, to: u64, from: u64, bytes: usize) -> Submission {
     })
 }
 
-pub fn fill(name: &str, to: u64, pattern: &[u8], count: usize) -> Submission {
-    let pattern = pattern.to_vec();
+pub fn fill(name: &str, to: u64, value: u8, bytes: usize) -> Submission {
     Submission::new(name, move |memory, work| {
-        view(memory, work).fill(to, &pattern, count as u64)
+        view(memory, work).fill(to, value, bytes as u64)
     })
 }
 

@@ -81,7 +81,9 @@ pub unsafe extern "C" fn softgpu_live(kind: *const c_char) -> u64 {
         Some("streams") => context::STREAMS.count(),
         Some("events") => api::stream::EVENTS.count(),
         Some("modules") => api::module::MODULES.count(),
-        Some("entries") => api::module::MODULES.sum(|loaded| loaded.entries()),
+        Some("entries") => {
+            api::module::MODULES.sum(|loaded| loaded.module.entries().count() as u64)
+        }
         Some("graphs") => capture::live(),
         Some("cublas") => api::blas::HANDLES.count(),
         Some("curand") => api::rand::GENERATORS.count(),
@@ -123,7 +125,7 @@ pub unsafe extern "C" fn softgpu_take_fault(to: *mut c_char, room: usize) -> usi
 }
 
 /// The counts of this thread's submissions, as JSON: its calls by function, and by kernel its
-/// launches and [`crate::engine::counts::Counts`]. `reset`: they count from 0 again. Returns the
+/// launches and [`crate::engine::launch::Counts`]. `reset`: they count from 0 again. Returns the
 /// bytes of the text.
 ///
 /// # Safety

@@ -1,14 +1,35 @@
 //! The driver through its C interface, with copies, fills and products as work.
 
+// Arguments are numbers, and pointers that are valid.
+#![allow(clippy::macro_metavars_in_unsafe)]
+
 use softgpu::api::{
     blas::*, device::*, graph::*, memory::*, module::*, nccl::*, rand::*, stream::*,
 };
-use softgpu::engine::memory::{Access, Kind, Memory, View, Work};
+use softgpu::engine::memory::{Kind, Memory, Pattern, View, Work};
 use softgpu::engine::stream::engine;
 use softgpu::testing::*;
 use std::ffi::{c_void, CString};
 use std::ptr::null;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Calls a function of the library.
+macro_rules! call {
+    ($function:ident($($argument:expr),* $(,)?)) => {
+        // SAFETY: handles and addresses are numbers that the library checks. Pointers are to local
+        // variables, to slices of as many bytes as are named, and to texts that end with a zero.
+        unsafe { $function($($argument),*) }
+    };
+}
+
+/// What a function hands out through its first argument.
+macro_rules! made {
+    ($function:ident($($argument:expr),*)) => {{
+        let mut made = 0;
+        ok(call!($function(&mut made, $($argument),*)));
+        made
+    }};
+}
 
 const NON_BLOCKING: u32 = 1;
 const GLOBAL: u32 = 0;
@@ -40,8 +61,7 @@ impl Gpu {
             let _ = engine().synchronize_device(device);
         }
         let mut text = vec![0u8; 4096];
-        // SAFETY: the buffer has the room that is named.
-        let bytes = unsafe { softgpu_take_fault(text.as_mut_ptr().cast(), text.len()) };
+        let bytes = call!(softgpu_take_fault(text.as_mut_ptr().cast(), text.len()));
         (bytes > 0).then(|| String::from_utf8_lossy(&text[..bytes]).into_owned())
     }
 
@@ -63,13 +83,19 @@ impl Drop for Gpu {
 
 /// Makes a device's context current in this thread.
 fn use_device(device: i32) {
-    let mut context = 0;
-    // SAFETY: the pointer is to a local variable.
-    unsafe {
-        ok(cuInit(0));
-        ok(cuDevicePrimaryCtxRetain(&mut context, device));
-        ok(cuCtxSetCurrent(context));
-    }
+    ok(call!(cuInit(0)));
+    let context = made!(cuDevicePrimaryCtxRetain(device));
+    ok(call!(cuCtxSetCurrent(context)));
+}
+
+/// What `cuMemAlloc` and `cuMemAllocAsync` say, and the address that they give.
+fn try_alloc(stream: Option<u64>) -> (i32, u64) {
+    let mut address = 0;
+    let status = match stream {
+        Some(stream) => call!(cuMemAllocAsync(&mut address, 64, stream)),
+        None => call!(cuMemAlloc_v2(&mut address, 64)),
+    };
+    (status, address)
 }
 
 /// A stream that is destroyed at the end.
@@ -77,38 +103,40 @@ struct Queue(u64);
 
 impl Queue {
     fn new() -> Self {
-        let mut stream = 0;
-        // SAFETY: the pointer is to a local variable.
-        ok(unsafe { cuStreamCreate(&mut stream, NON_BLOCKING) });
-        Self(stream)
+        Self(made!(cuStreamCreate(NON_BLOCKING)))
     }
 
     fn alloc(&self, bytes: usize) -> u64 {
-        let mut address = 0;
-        // SAFETY: the pointer is to a local variable.
-        ok(unsafe { cuMemAllocAsync(&mut address, bytes, self.0) });
-        address
+        made!(cuMemAllocAsync(bytes, self.0))
     }
 
     fn free(&self, address: u64) {
-        // SAFETY: handles and addresses are numbers that the driver checks.
-        ok(unsafe { cuMemFreeAsync(address, self.0) });
+        ok(call!(cuMemFreeAsync(address, self.0)));
     }
 
     fn fill(&self, address: u64, value: u8, bytes: usize) -> i32 {
-        // SAFETY: handles and addresses are numbers that the driver checks.
-        unsafe { cuMemsetD8Async(address, value, bytes, self.0) }
+        call!(cuMemsetD8Async(address, value, bytes, self.0))
     }
 
     fn copy(&self, to: u64, from: u64, bytes: usize) -> i32 {
-        // SAFETY: handles and addresses are numbers that the driver checks.
-        unsafe { cuMemcpyDtoDAsync_v2(to, from, bytes, self.0) }
+        call!(cuMemcpyDtoDAsync_v2(to, from, bytes, self.0))
     }
 
     fn put<T: Copy>(&self, address: u64, values: &[T]) {
         let bytes = std::mem::size_of_val(values);
-        // SAFETY: the host's side is a slice of as many bytes.
-        ok(unsafe { cuMemcpyHtoDAsync_v2(address, values.as_ptr().cast(), bytes, self.0) });
+        ok(call!(cuMemcpyHtoDAsync_v2(
+            address,
+            values.as_ptr().cast(),
+            bytes,
+            self.0
+        )));
+    }
+
+    /// An allocation with these contents.
+    fn holding<T: Copy>(&self, values: &[T]) -> u64 {
+        let address = self.alloc(std::mem::size_of_val(values));
+        self.put(address, values);
+        address
     }
 
     fn get<T: Copy + Default>(&self, address: u64, count: usize) -> Vec<T> {
@@ -119,24 +147,25 @@ impl Queue {
 
     fn try_get<T: Copy>(&self, address: u64, values: &mut [T]) -> i32 {
         let bytes = std::mem::size_of_val(values);
-        // SAFETY: the host's side is a slice of as many bytes.
-        unsafe { cuMemcpyDtoHAsync_v2(values.as_mut_ptr().cast(), address, bytes, self.0) }
+        call!(cuMemcpyDtoHAsync_v2(
+            values.as_mut_ptr().cast(),
+            address,
+            bytes,
+            self.0
+        ))
     }
 
     fn sync(&self) -> i32 {
-        // SAFETY: handles are numbers that the driver checks.
-        unsafe { cuStreamSynchronize(self.0) }
+        call!(cuStreamSynchronize(self.0))
     }
 
     fn begin(&self, mode: u32) -> i32 {
-        // SAFETY: handles are numbers that the driver checks.
-        unsafe { cuStreamBeginCapture_v2(self.0, mode) }
+        call!(cuStreamBeginCapture_v2(self.0, mode))
     }
 
     fn end(&self) -> Result<u64, i32> {
         let mut graph = 0;
-        // SAFETY: the pointer is to a local variable.
-        match unsafe { cuStreamEndCapture(self.0, &mut graph) } {
+        match call!(cuStreamEndCapture(self.0, &mut graph)) {
             0 => Ok(graph),
             error => Err(error),
         }
@@ -145,57 +174,55 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // SAFETY: handles are numbers that the driver checks.
-        unsafe { cuStreamDestroy_v2(self.0) };
+        call!(cuStreamDestroy_v2(self.0));
     }
+}
+
+/// The GPU for one test, and a stream.
+fn alone() -> (Gpu, Queue) {
+    (Gpu::new(), Queue::new())
 }
 
 struct Mark(u64);
 
 impl Mark {
     fn new() -> Self {
-        let mut event = 0;
-        // SAFETY: the pointer is to a local variable.
-        ok(unsafe { cuEventCreate(&mut event, 2) });
-        Self(event)
+        Self(made!(cuEventCreate(2)))
     }
 
     fn on(queue: &Queue) -> Self {
         let mark = Self::new();
-        // SAFETY: handles are numbers that the driver checks.
-        ok(unsafe { cuEventRecord(mark.0, queue.0) });
+        ok(call!(cuEventRecord(mark.0, queue.0)));
         mark
     }
 
     fn hold(&self, queue: &Queue) -> i32 {
-        // SAFETY: handles are numbers that the driver checks.
-        unsafe { cuStreamWaitEvent(queue.0, self.0, 0) }
+        call!(cuStreamWaitEvent(queue.0, self.0, 0))
     }
 }
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        // SAFETY: handles are numbers that the driver checks.
-        unsafe { cuEventDestroy_v2(self.0) };
+        call!(cuEventDestroy_v2(self.0));
     }
 }
 
 fn live(kind: &str) -> u64 {
     let kind = CString::new(kind).unwrap();
-    // SAFETY: the text ends with a zero.
-    unsafe { softgpu_live(kind.as_ptr()) }
+    call!(softgpu_live(kind.as_ptr()))
 }
 
 fn fail(name: Option<&str>, n: u64) {
     let name = name.map(|name| CString::new(name).unwrap());
-    // SAFETY: the text ends with a zero.
-    unsafe { softgpu_fail(name.as_ref().map_or(null(), |name| name.as_ptr()), n) }
+    call!(softgpu_fail(
+        name.as_ref().map_or(null(), |name| name.as_ptr()),
+        n
+    ))
 }
 
 #[test]
 fn a_stream_keeps_its_order() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let (a, b) = (queue.alloc(64), queue.alloc(64));
     ok(queue.fill(a, 1, 64));
     ok(queue.copy(b, a, 64));
@@ -265,9 +292,7 @@ fn an_allocation_belongs_to_its_stream_until_others_wait() {
 #[test]
 fn the_legacy_stream_waits_for_blocking_ones() {
     let gpu = Gpu::new();
-    let mut stream = 0;
-    // SAFETY: the pointer is to a local variable.
-    ok(unsafe { cuStreamCreate(&mut stream, 0) });
+    let stream = made!(cuStreamCreate(0));
     let (blocking, legacy, other) = (Queue(stream), Queue(0), Queue::new());
     let a = blocking.alloc(64);
     ok(blocking.fill(a, 1, 64));
@@ -308,8 +333,7 @@ fn freed_memory_is_not_used() {
 
 #[test]
 fn what_nothing_wrote_is_poison() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let (a, b) = (queue.alloc(12), queue.alloc(12));
     ok(queue.fill(a + 5, 0, 2));
     // A copy and a download may have it.
@@ -331,8 +355,7 @@ fn what_nothing_wrote_is_poison() {
 
 #[test]
 fn one_element_too_many_is_out_of_bounds() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let a = queue.alloc(1000);
     ok(queue.fill(a, 0, 1000));
     ok(queue.sync());
@@ -347,8 +370,7 @@ fn one_element_too_many_is_out_of_bounds() {
 
 #[test]
 fn a_device_has_its_own_memory() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let a = queue.alloc(64);
     ok(queue.sync());
     use_device(1);
@@ -378,14 +400,9 @@ fn access_of(
     address: impl Fn(u64) -> u64,
 ) -> Result<(), String> {
     let addresses = std::array::from_fn(|lane| address(lane as u64));
-    let access = Access {
-        kind,
-        size,
-        mask,
-        addresses: &addresses,
-    };
-    view.check(&access)
-        .map_err(|violation| format!("lane {}: {}", violation.lane, violation.what))
+    let pattern = Pattern::of(&addresses, mask, size);
+    view.check(kind, size, mask, &addresses, pattern)
+        .map_err(|(lane, what)| format!("lane {lane}: {what}"))
 }
 
 #[test]
@@ -512,23 +529,17 @@ fn capture(queue: &Queue, body: impl FnOnce()) -> (u64, u64) {
     ok(queue.begin(THREAD_LOCAL));
     body();
     let graph = queue.end().expect("a graph");
-    let mut executable = 0;
-    // SAFETY: the pointer is to a local variable.
-    ok(unsafe { cuGraphInstantiateWithFlags(&mut executable, graph, 0) });
+    let executable = made!(cuGraphInstantiateWithFlags(graph, 0));
     (graph, executable)
 }
 
 fn launch(executable: u64, queue: &Queue) -> i32 {
-    // SAFETY: handles are numbers that the driver checks.
-    unsafe { cuGraphLaunch(executable, queue.0) }
+    call!(cuGraphLaunch(executable, queue.0))
 }
 
 fn destroy((graph, executable): (u64, u64)) {
-    // SAFETY: handles are numbers that the driver checks.
-    unsafe {
-        ok(cuGraphExecDestroy(executable));
-        ok(cuGraphDestroy(graph));
-    }
+    ok(call!(cuGraphExecDestroy(executable)));
+    ok(call!(cuGraphDestroy(graph)));
 }
 
 #[test]
@@ -586,8 +597,7 @@ fn branches_of_a_graph_race_as_streams_do() {
 
 #[test]
 fn memory_that_a_graph_leaves_is_freed_outside() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let mut left = 0;
     let graph = capture(&queue, || {
         left = queue.alloc(16);
@@ -604,20 +614,17 @@ fn memory_that_a_graph_leaves_is_freed_outside() {
     destroy(graph);
 }
 
-/// Errors of a call in a capture: the call's, then the end's.
-fn breaks(mode: u32, call: impl FnOnce(&Queue) -> i32) -> (i32, i32) {
+/// A call in a capture has these errors: its own, then that of the capture's end.
+#[track_caller]
+fn breaks(mode: u32, errors: (i32, i32), call: impl FnOnce(&Queue) -> i32) {
     let queue = Queue::new();
     ok(queue.begin(mode));
     let error = call(&queue);
     let end = match queue.end() {
-        Ok(graph) => {
-            // SAFETY: handles are numbers that the driver checks.
-            ok(unsafe { cuGraphDestroy(graph) });
-            0
-        }
+        Ok(graph) => call!(cuGraphDestroy(graph)),
         Err(end) => end,
     };
-    (error, end)
+    assert_eq!((error, end), errors);
 }
 
 const UNSUPPORTED: (i32, i32) = (900, 901);
@@ -643,114 +650,82 @@ fn captures_follow_the_drivers_rules() {
     ok(outside.fill(a, 0, 64));
     ok(outside.sync());
     let mut host = [0u8; 4];
-    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to
-    // local variables.
-    unsafe {
-        let allocate = || {
-            let mut address = 0;
-            let error = cuMemAlloc_v2(&mut address, 64);
-            cuMemFree_v2(address);
-            error
-        };
-        // The stream itself.
-        assert_eq!(breaks(RELAXED, |queue| queue.sync()), UNSUPPORTED);
-        assert_eq!(
-            breaks(RELAXED, |queue| queue.try_get(a, &mut host)),
-            UNSUPPORTED
-        );
-        // All streams, from any thread and in any mode.
-        for mode in [GLOBAL, THREAD_LOCAL, RELAXED] {
-            assert_eq!(breaks(mode, |_| cuCtxSynchronize()), UNSUPPORTED);
-            assert_eq!(
-                breaks(mode, |_| elsewhere(|| cuCtxSynchronize())),
-                UNSUPPORTED
-            );
-            let mut blas = 0;
-            ok(cublasCreate_v2(&mut blas));
-            let not_executed = 13;
-            assert_eq!(
-                breaks(mode, |_| elsewhere(|| cublasDestroy_v2(blas))),
-                (not_executed, 901)
-            );
-        }
-        // Calls that no stream sees: by mode.
-        assert_eq!(breaks(GLOBAL, |_| allocate()), UNSUPPORTED);
-        assert_eq!(breaks(THREAD_LOCAL, |_| allocate()), UNSUPPORTED);
-        assert_eq!(breaks(GLOBAL, |_| elsewhere(allocate)), UNSUPPORTED);
-        assert_eq!(breaks(THREAD_LOCAL, |_| elsewhere(allocate_only)), (0, 0));
-        assert_eq!(breaks(RELAXED, |_| allocate_only()), (0, 0));
-        // Events.
-        let before = Mark::on(&outside);
-        assert_eq!(breaks(THREAD_LOCAL, |queue| before.hold(queue)), (905, 901));
-        assert_eq!(
-            breaks(THREAD_LOCAL, |queue| Mark::new().hold(queue)),
-            (0, 0)
-        );
-        let within = Mark::new();
-        let record = |queue: &Queue| cuEventRecord(within.0, queue.0);
-        assert_eq!(breaks(RELAXED, record), (0, 0));
-        let later = Queue::new();
-        assert_eq!(within.hold(&later), 907);
-        // A branch that does not come back, and one that does.
-        let fork = |queue: &Queue| record(queue) + within.hold(&later) + later.fill(a, 1, 64);
-        assert_eq!(breaks(THREAD_LOCAL, fork), (0, 904));
-        assert_eq!(
-            breaks(THREAD_LOCAL, |queue| fork(queue)
-                + Mark::on(&later).hold(queue)),
-            (0, 0)
-        );
-        // Memory from outside.
-        assert_eq!(
-            breaks(THREAD_LOCAL, |queue| cuMemFreeAsync(a, queue.0)),
-            (1, 901)
-        );
-        // Who begins ends.
-        assert_eq!(
-            breaks(THREAD_LOCAL, |queue| elsewhere(|| queue.end().unwrap_err())),
-            (908, 0)
-        );
-        assert_eq!(Queue(0).begin(GLOBAL), 900);
-        // The legacy stream would wait for a blocking one.
-        let mut stream = 0;
-        ok(cuStreamCreate(&mut stream, 0));
-        let blocking = Queue(stream);
-        ok(blocking.begin(RELAXED));
-        assert_eq!(cuMemsetD8Async(a, 0, 64, 0), 906);
-        assert_eq!(blocking.end(), Err(901));
+    let allocate = || {
+        let (error, address) = try_alloc(None);
+        call!(cuMemFree_v2(address));
+        error
+    };
+    // The free, which waits for the device, is left out.
+    let allocate_only = || try_alloc(None).0;
+    // The stream itself.
+    breaks(RELAXED, UNSUPPORTED, |queue| queue.sync());
+    breaks(RELAXED, UNSUPPORTED, |queue| queue.try_get(a, &mut host));
+    // All streams, from any thread and in any mode.
+    for mode in [GLOBAL, THREAD_LOCAL, RELAXED] {
+        breaks(mode, UNSUPPORTED, |_| call!(cuCtxSynchronize()));
+        breaks(mode, UNSUPPORTED, |_| {
+            elsewhere(|| call!(cuCtxSynchronize()))
+        });
+        let blas = made!(cublasCreate_v2());
+        let not_executed = 13;
+        breaks(mode, (not_executed, 901), |_| {
+            elsewhere(|| call!(cublasDestroy_v2(blas)))
+        });
     }
+    // Calls that no stream sees: by mode.
+    breaks(GLOBAL, UNSUPPORTED, |_| allocate());
+    breaks(THREAD_LOCAL, UNSUPPORTED, |_| allocate());
+    breaks(GLOBAL, UNSUPPORTED, |_| elsewhere(allocate));
+    breaks(THREAD_LOCAL, (0, 0), |_| elsewhere(allocate_only));
+    breaks(RELAXED, (0, 0), |_| allocate_only());
+    // Events.
+    let before = Mark::on(&outside);
+    breaks(THREAD_LOCAL, (905, 901), |queue| before.hold(queue));
+    breaks(THREAD_LOCAL, (0, 0), |queue| Mark::new().hold(queue));
+    let within = Mark::new();
+    let record = |queue: &Queue| call!(cuEventRecord(within.0, queue.0));
+    breaks(RELAXED, (0, 0), record);
+    let later = Queue::new();
+    assert_eq!(within.hold(&later), 907);
+    // A branch that does not come back, and one that does.
+    let fork = |queue: &Queue| record(queue) + within.hold(&later) + later.fill(a, 1, 64);
+    breaks(THREAD_LOCAL, (0, 904), fork);
+    breaks(THREAD_LOCAL, (0, 0), |queue| {
+        fork(queue) + Mark::on(&later).hold(queue)
+    });
+    // Memory from outside.
+    breaks(THREAD_LOCAL, (1, 901), |queue| {
+        call!(cuMemFreeAsync(a, queue.0))
+    });
+    // Who begins ends.
+    breaks(THREAD_LOCAL, (908, 0), |queue| {
+        elsewhere(|| queue.end().unwrap_err())
+    });
+    assert_eq!(Queue(0).begin(GLOBAL), 900);
+    // The legacy stream would wait for a blocking one.
+    let blocking = Queue(made!(cuStreamCreate(0)));
+    ok(blocking.begin(RELAXED));
+    assert_eq!(Queue(0).fill(a, 0, 64), 906);
+    assert_eq!(blocking.end(), Err(901));
     outside.free(a);
 }
 
-/// Allocates and leaves the free to another call, which waits for the device.
-fn allocate_only() -> i32 {
-    let mut address = 0;
-    // SAFETY: the pointer is to a local variable.
-    let error = unsafe { cuMemAlloc_v2(&mut address, 64) };
-    LEFT.lock().unwrap().push(address);
-    error
-}
-
-static LEFT: Mutex<Vec<u64>> = Mutex::new(vec![]);
-
 #[test]
 fn the_nth_call_fails_and_does_nothing() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let a = queue.alloc(4);
     fail(Some("cuMemAllocAsync"), 2);
     let second = queue.alloc(4);
     let before = live("allocations");
-    let mut address = 0;
-    // SAFETY: the pointer is to a local variable.
-    unsafe {
-        assert_eq!(cuMemAllocAsync(&mut address, 4, queue.0), 2);
-        assert_eq!((address, live("allocations")), (0, before));
-        ok(queue.fill(a, 1, 4));
-        fail(None, 1);
-        // A free is not concerned.
-        queue.free(second);
-        assert_eq!(queue.fill(a, 2, 4), 719);
-    }
+    assert_eq!(
+        (try_alloc(Some(queue.0)), live("allocations")),
+        ((2, 0), before)
+    );
+    ok(queue.fill(a, 1, 4));
+    fail(None, 1);
+    // A free is not concerned.
+    queue.free(second);
+    assert_eq!(queue.fill(a, 2, 4), 719);
     assert_eq!(queue.get::<u8>(a, 4), [1; 4]);
     queue.free(a);
 }
@@ -758,127 +733,99 @@ fn the_nth_call_fails_and_does_nothing() {
 #[test]
 fn handles_that_are_not_given_back_show() {
     let _gpu = Gpu::new();
-    let before = [live("streams"), live("events"), live("allocations")];
+    let count = || ["streams", "events", "allocations"].map(live);
+    let before = count();
     let queue = Queue::new();
     let mark = Mark::on(&queue);
     let a = queue.alloc(4);
-    let now = [live("streams"), live("events"), live("allocations")];
-    assert_eq!(now, before.map(|n| n + 1));
+    assert_eq!(count(), before.map(|n| n + 1));
     queue.free(a);
     ok(queue.sync());
     drop((mark, queue));
-    assert_eq!(
-        [live("streams"), live("events"), live("allocations")],
-        before
-    );
+    assert_eq!(count(), before);
 }
 
 #[test]
 fn products_are_those_of_plain_loops() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
-    let mut blas = 0;
+    let (gpu, queue) = alone();
     let (m, n, k, batch) = (37, 21, 19, 2);
-    let number = |i: usize| ((i * 37 + 11) % 17) as f32 / 8. - 1.;
-    // SAFETY: handles and addresses are numbers that the driver checks, and other pointers are to
-    // local variables.
-    unsafe {
-        ok(cublasCreate_v2(&mut blas));
-        ok(cublasSetStream_v2(blas, queue.0));
-        for (transpose_a, transpose_b, beta) in [(0, 0, 0f32), (1, 0, 0.5), (0, 1, 0.), (1, 1, 2.)]
-        {
-            let left: Vec<f32> = (0..m * k * batch).map(number).collect();
-            let right: Vec<f32> = (0..k * n * batch).map(|i| number(i + 5)).collect();
-            let start: Vec<f32> = (0..m * n * batch).map(|i| number(i + 3)).collect();
-            let (a, b, c) = (
-                queue.alloc(left.len() * 4),
-                queue.alloc(right.len() * 4),
-                queue.alloc(start.len() * 4),
-            );
-            queue.put(a, &left);
-            queue.put(b, &right);
-            queue.put(c, &start);
-            let (lda, ldb) = (
-                if transpose_a == 1 { k } else { m },
-                if transpose_b == 1 { n } else { k },
-            );
-            let alpha = 1.5f32;
-            ok(cublasGemmStridedBatchedEx(
-                blas,
-                transpose_a,
-                transpose_b,
-                m as i32,
-                n as i32,
-                k as i32,
-                (&raw const alpha).cast(),
-                a,
-                0,
-                lda as i32,
-                (m * k) as i64,
-                b,
-                0,
-                ldb as i32,
-                (k * n) as i64,
-                (&raw const beta).cast(),
-                c,
-                0,
-                m as i32,
-                (m * n) as i64,
-                batch as i32,
-                68,
-                99,
-            ));
-            let got = queue.get::<f32>(c, start.len());
-            for (i, &got) in got.iter().enumerate() {
-                let (of, row, column) = (i / (m * n), i % m, i / m % n);
-                let mut sum = 0f64;
-                for p in 0..k {
-                    let l = if transpose_a == 1 {
-                        row * k + p
-                    } else {
-                        p * m + row
-                    };
-                    let r = if transpose_b == 1 {
-                        p * n + column
-                    } else {
-                        column * k + p
-                    };
-                    sum += f64::from(left[of * m * k + l]) * f64::from(right[of * k * n + r]);
-                }
-                let expected = 1.5 * sum + f64::from(beta * start[i]);
-                // Multiples of 1/64 below 2^12: every step is exact in f32.
-                assert_eq!(f64::from(got), expected, "{i}");
+    let numbers = |count: usize, first: usize| -> Vec<f32> {
+        let number = |i| ((i * 37 + 11) % 17) as f32 / 8. - 1.;
+        (first..first + count * batch).map(number).collect()
+    };
+    let (left, right, start) = (numbers(m * k, 0), numbers(k * n, 5), numbers(m * n, 3));
+    let blas = made!(cublasCreate_v2());
+    ok(call!(cublasSetStream_v2(blas, queue.0)));
+    for (transpose_a, transpose_b, beta) in [(0, 0, 0f32), (1, 0, 0.5), (0, 1, 0.), (1, 1, 2.)] {
+        let [a, b, c] = [&left, &right, &start].map(|values| queue.holding(values));
+        let lda = if transpose_a == 1 { k } else { m };
+        let ldb = if transpose_b == 1 { n } else { k };
+        let alpha = 1.5f32;
+        ok(call!(cublasGemmStridedBatchedEx(
+            blas,
+            transpose_a,
+            transpose_b,
+            m as i32,
+            n as i32,
+            k as i32,
+            (&raw const alpha).cast(),
+            a,
+            0,
+            lda as i32,
+            (m * k) as i64,
+            b,
+            0,
+            ldb as i32,
+            (k * n) as i64,
+            (&raw const beta).cast(),
+            c,
+            0,
+            m as i32,
+            (m * n) as i64,
+            batch as i32,
+            68,
+            99,
+        )));
+        let at = |transpose, rows, columns, row, column| match transpose {
+            1 => row * columns + column,
+            _ => column * rows + row,
+        };
+        for (i, &got) in queue.get::<f32>(c, start.len()).iter().enumerate() {
+            let (of, row, column) = (i / (m * n), i % m, i / m % n);
+            let mut sum = 0f64;
+            for p in 0..k {
+                let l = left[of * m * k + at(transpose_a, m, k, row, p)];
+                let r = right[of * k * n + at(transpose_b, k, n, p, column)];
+                sum += f64::from(l) * f64::from(r);
             }
-            for address in [a, b, c] {
-                queue.free(address);
-            }
+            let expected = 1.5 * sum + f64::from(beta * start[i]);
+            // Multiples of 1/64 below 2^12: every step is exact in f32.
+            assert_eq!(f64::from(got), expected, "{i}");
         }
-        ok(cublasDestroy_v2(blas));
+        for address in [a, b, c] {
+            queue.free(address);
+        }
     }
+    ok(call!(cublasDestroy_v2(blas)));
     assert_eq!(gpu.fault(), None);
 }
 
 #[test]
 fn random_numbers_follow_from_the_seed() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let count = 10_000;
     let a = queue.alloc(count * 4);
     let draw = |seed, normal: bool| {
-        let mut generator = 0;
-        // SAFETY: handles and addresses are numbers that the driver checks.
-        unsafe {
-            ok(curandCreateGenerator(&mut generator, 100));
-            ok(curandSetStream(generator, queue.0));
-            ok(curandSetPseudoRandomGeneratorSeed(generator, seed));
-            match normal {
-                true => ok(curandGenerateNormal(generator, a, count, 3., 2.)),
-                false => ok(curandGenerateUniform(generator, a, count)),
-            }
-            let values = queue.get::<f32>(a, count);
-            ok(curandDestroyGenerator(generator));
-            values
-        }
+        let generator = made!(curandCreateGenerator(100));
+        ok(call!(curandSetStream(generator, queue.0)));
+        ok(call!(curandSetPseudoRandomGeneratorSeed(generator, seed)));
+        ok(match normal {
+            true => call!(curandGenerateNormal(generator, a, count, 3., 2.)),
+            false => call!(curandGenerateUniform(generator, a, count)),
+        });
+        let values = queue.get::<f32>(a, count);
+        ok(call!(curandDestroyGenerator(generator)));
+        values
     };
     let uniform = draw(1, false);
     assert_eq!(uniform, draw(1, false));
@@ -907,29 +854,23 @@ fn ranks_sum_over_threads() {
     let _gpu = Gpu::new();
     let mut id = UniqueId { bytes: [0; 128] };
     const RANKS: i32 = 4;
-    // SAFETY: the pointer is to a local variable.
-    ok(unsafe { ncclGetUniqueId(&mut id) });
+    ok(call!(ncclGetUniqueId(&mut id)));
     std::thread::scope(|scope| {
         for rank in 0..RANKS {
             scope.spawn(move || {
                 use_device(rank % 2);
                 let queue = Queue::new();
-                let mut communicator = 0;
-                // SAFETY: handles and addresses are numbers that the library checks.
-                unsafe {
-                    ok(ncclCommInitRank(&mut communicator, RANKS, id, rank));
-                    let (a, b) = (queue.alloc(12), queue.alloc(12));
-                    for round in 0..20 {
-                        let own = [rank as f32, 1., round as f32];
-                        queue.put(a, &own);
-                        ok(ncclAllReduce(a, b, 3, 7, 0, communicator, queue.0));
-                        assert_eq!(queue.get::<f32>(b, 3), [6., 4., 4. * round as f32]);
-                    }
-                    queue.free(a);
-                    queue.free(b);
-                    ok(queue.sync());
-                    ok(ncclCommAbort(communicator));
+                let communicator = made!(ncclCommInitRank(RANKS, id, rank));
+                let (a, b) = (queue.alloc(12), queue.alloc(12));
+                for round in 0..20 {
+                    queue.put(a, &[rank as f32, 1., round as f32]);
+                    ok(call!(ncclAllReduce(a, b, 3, 7, 0, communicator, queue.0)));
+                    assert_eq!(queue.get::<f32>(b, 3), [6., 4., 4. * round as f32]);
                 }
+                queue.free(a);
+                queue.free(b);
+                ok(queue.sync());
+                ok(call!(ncclCommAbort(communicator)));
             });
         }
     });
@@ -937,15 +878,12 @@ fn ranks_sum_over_threads() {
 
 #[test]
 fn a_fault_breaks_the_context_until_it_is_taken() {
-    let gpu = Gpu::new();
-    let queue = Queue::new();
+    let (gpu, queue) = alone();
     let a = queue.alloc(4);
     ok(queue.fill(a, 0, 8));
     assert_eq!(queue.sync(), 700);
     assert_eq!(queue.fill(a, 0, 4), 700);
-    let mut address = 0;
-    // SAFETY: the pointer is to a local variable.
-    assert_eq!(unsafe { cuMemAllocAsync(&mut address, 4, queue.0) }, 700);
+    assert_eq!(try_alloc(Some(queue.0)).0, 700);
     gpu.assert_fault(&["cuMemsetD8Async"]);
     ok(queue.fill(a, 0, 4));
     ok(queue.sync());
@@ -953,22 +891,17 @@ fn a_fault_breaks_the_context_until_it_is_taken() {
 
 /// Launches the one kernel of a module, whose parameters are addresses, with blocks of a thread.
 fn run_kernel(queue: &Queue, ptx: &str, name: &str, blocks: u32, addresses: &[u64]) {
-    let (mut module, mut function) = (0, 0);
     let [ptx, name] = [ptx, name].map(|text| CString::new(text).unwrap());
     let arguments: Vec<_> = (addresses.iter())
         .map(|address| (&raw const *address).cast::<c_void>())
         .collect();
-    // SAFETY: pointers are to local variables and to texts that end with a zero. The kernel has as
-    // many parameters as there are addresses.
-    unsafe {
-        ok(cuModuleLoadData(&mut module, ptx.as_ptr().cast()));
-        ok(cuModuleGetFunction(&mut function, module, name.as_ptr()));
-        let (arguments, none) = (arguments.as_ptr(), null());
-        ok(cuLaunchKernel(
-            function, blocks, 1, 1, 1, 1, 1, 0, queue.0, arguments, none,
-        ));
-        ok(cuModuleUnload(module));
-    }
+    let module = made!(cuModuleLoadData(ptx.as_ptr()));
+    let function = made!(cuModuleGetFunction(module, name.as_ptr()));
+    let (arguments, none) = (arguments.as_ptr(), null());
+    ok(call!(cuLaunchKernel(
+        function, blocks, 1, 1, 1, 1, 1, 0, queue.0, arguments, none
+    )));
+    ok(call!(cuModuleUnload(module)));
 }
 
 /// PTX of a kernel of which each block copies a number.
@@ -994,22 +927,21 @@ const COPY: &str = "
 #[test]
 fn plain_copies_and_generic_addresses_reach_the_memory_of_a_context() {
     let gpu = Gpu::new();
-    let (mut context, mut address) = (0, 0);
-    let (mut free, mut total) = (0, 0);
+    let mut total = 0;
     let mut words = [5u32, 6];
-    // SAFETY: handles and addresses are numbers that the driver checks, and pointers are to local
-    // variables.
-    unsafe {
-        ok(cuCtxCreate_v2(&mut context, 0, 1));
-        ok(cuMemAlloc_v2(&mut address, 8));
-        ok(cuMemGetInfo_v2(&mut free, &mut total));
-        ok(cuMemcpyHtoD_v2(address, words.as_ptr().cast(), 8));
-        let generic = COPY.replace(".global", "");
-        run_kernel(&Queue(0), &generic, "copy", 1, &[address, address + 4]);
-        ok(cuMemcpyDtoH_v2(words.as_mut_ptr().cast(), address, 8));
-        ok(cuMemFree_v2(address));
-        ok(cuCtxDestroy_v2(context));
-    }
+    let context = made!(cuCtxCreate_v2(0, 1));
+    let address = made!(cuMemAlloc_v2(8));
+    let free: usize = made!(cuMemGetInfo_v2(&mut total));
+    ok(call!(cuMemcpyHtoD_v2(address, words.as_ptr().cast(), 8)));
+    let generic = COPY.replace(".global", "");
+    run_kernel(&Queue(0), &generic, "copy", 1, &[address, address + 4]);
+    ok(call!(cuMemcpyDtoH_v2(
+        words.as_mut_ptr().cast(),
+        address,
+        8
+    )));
+    ok(call!(cuMemFree_v2(address)));
+    ok(call!(cuCtxDestroy_v2(context)));
     assert_eq!(words, [6, 6]);
     assert!((8..1 << 30).contains(&(total - free)));
     assert_eq!(gpu.fault(), None);
@@ -1018,10 +950,8 @@ fn plain_copies_and_generic_addresses_reach_the_memory_of_a_context() {
 #[test]
 fn a_launch_that_is_wrong_shows() {
     const UNWRITTEN: u32 = u32::MAX;
-    let gpu = Gpu::new();
-    let queue = Queue::new();
-    let from = queue.alloc(12);
-    queue.put(from, &[1u32, 2, 3]);
+    let (gpu, queue) = alone();
+    let from = queue.holding(&[1u32, 2, 3]);
     let copied = |blocks: u32, swapped: bool| {
         let to = queue.alloc(12);
         let arguments = if swapped { [from, to] } else { [to, from] };
@@ -1033,13 +963,8 @@ fn a_launch_that_is_wrong_shows() {
     // All blocks write one word, and the same to it.
     queue.put(from, &[7u32, 7, 7]);
     let to = queue.alloc(4);
-    run_kernel(
-        &queue,
-        &COPY.replace("%rd1, %rd3", "%rd1, 0"),
-        "copy",
-        3,
-        &[to, from],
-    );
+    let into_one = COPY.replace("%rd1, %rd3", "%rd1, 0");
+    run_kernel(&queue, &into_one, "copy", 3, &[to, from]);
     gpu.assert_fault(&["race", "both write the same value"]);
     queue.put(from, &[1u32, 2, 3]);
     // The last block is missing.
@@ -1062,8 +987,7 @@ fn storing(kernel: &str, number: u32) -> String {
 
 #[test]
 fn edited_ptx_replaces_modules_that_have_its_entries() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let to = queue.alloc(4);
     let stored = |kernel: &str| {
         run_kernel(&queue, &storing(kernel, 1), kernel, 1, &[to]);
@@ -1082,11 +1006,25 @@ fn edited_ptx_replaces_modules_that_have_its_entries() {
     queue.free(to);
 }
 
+/// Set in a process that runs one test for another.
+const CHILD: &str = "SOFTGPU_TEST_CHILD";
+
+/// Status, output and errors of a test in a process of its own, on a device of a capability.
+fn child(test: &str, capability: &str) -> (Option<i32>, String, String) {
+    let run = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env(CHILD, "1")
+        .env("SOFTGPU_COMPUTE_CAPABILITY", capability)
+        .output()
+        .unwrap();
+    let [output, errors] = [run.stdout, run.stderr].map(|text| String::from_utf8(text).unwrap());
+    (run.status.code(), output, errors)
+}
+
 /// A program that looks at no error, and waits for nothing, fails all the same: its work runs at
 /// its exit.
 #[test]
 fn a_fault_that_nobody_looks_at_fails_the_process() {
-    const CHILD: &str = "SOFTGPU_TEST_CHILD";
     if std::env::var_os(CHILD).is_some() {
         use_device(0);
         let queue = Queue::new();
@@ -1094,54 +1032,38 @@ fn a_fault_that_nobody_looks_at_fails_the_process() {
         let _ = queue.fill(a, 0, 8);
         return;
     }
-    let name = "a_fault_that_nobody_looks_at_fails_the_process";
-    let run = std::process::Command::new(std::env::current_exe().unwrap())
-        .args([name, "--exact"])
-        .env(CHILD, "1")
-        .output()
-        .unwrap();
-    let errors = String::from_utf8_lossy(&run.stderr);
-    assert_eq!(run.status.code(), Some(99), "{errors}");
+    let (status, _, errors) = child("a_fault_that_nobody_looks_at_fails_the_process", "9.0");
+    assert_eq!(status, Some(99), "{errors}");
     assert!(errors.contains("softgpu: cuMemsetD8Async"), "{errors}");
 }
 
 /// The numbers of an architecture, and what is refused there, in a process of its own.
 #[test]
 fn a_device_has_the_capability_that_is_asked_for() {
-    const NAME: &str = "a_device_has_the_capability_that_is_asked_for";
-    const CHILD: &str = "SOFTGPU_TEST_CHILD";
     if std::env::var_os(CHILD).is_some() {
-        // SAFETY: each pointer has room for what is written there, and the texts end with a zero.
-        unsafe {
-            let (mut number, mut module, mut function) = (0, 0, 0);
-            println!("initialised: {}", cuInit(0));
-            use_device(0);
-            for attribute in [75, 76, 16, 81, 97, 111, 39, 106] {
-                cuDeviceGetAttribute(&mut number, attribute, 0);
-                print!("{number} ");
-            }
-            for target in ["sm_75", "sm_80", "sm_90a", "sm_120f"] {
-                let text = storing(target, 1).replace("ret;", "frobnicate;\nret;");
-                let text = CString::new(text.replace("target sm_90", &format!("target {target}")));
-                let loaded = cuModuleLoadData(&mut module, text.unwrap().as_ptr());
-                print!("{target}:{loaded} ");
-                if loaded == 0 {
-                    let name = CString::new(target).unwrap();
-                    ok(cuModuleGetFunction(&mut function, module, name.as_ptr()));
-                }
+        println!("initialised: {}", call!(cuInit(0)));
+        use_device(0);
+        for attribute in [75, 76, 16, 81, 97, 111, 39, 106] {
+            let number: i32 = made!(cuDeviceGetAttribute(attribute, 0));
+            print!("{number} ");
+        }
+        for target in ["sm_75", "sm_80", "sm_90a", "sm_120f"] {
+            let text = storing(target, 1).replace("ret;", "frobnicate;\nret;");
+            let text = text.replace("target sm_90", &format!("target {target}"));
+            let [text, name] = [&text, target].map(|text| CString::new(text).unwrap());
+            let mut module = 0;
+            let loaded = call!(cuModuleLoadData(&mut module, text.as_ptr()));
+            print!("{target}:{loaded} ");
+            if loaded == 0 {
+                let _: u64 = made!(cuModuleGetFunction(module, name.as_ptr()));
             }
         }
         return;
     }
     let run = |capability: &str| {
-        let output = std::process::Command::new(std::env::current_exe().unwrap())
-            .args([NAME, "--exact", "--nocapture"])
-            .env(CHILD, "1")
-            .env("SOFTGPU_COMPUTE_CAPABILITY", capability)
-            .output()
-            .unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        (text(&output.stdout), text(&output.stderr))
+        let (_, output, errors) =
+            child("a_device_has_the_capability_that_is_asked_for", capability);
+        (output, errors)
     };
     for (capability, seen) in [
         (
@@ -1180,8 +1102,7 @@ fn a_device_has_the_capability_that_is_asked_for() {
 
 #[test]
 fn calls_are_cheap_when_kernels_are_off() {
-    let _gpu = Gpu::new();
-    let queue = Queue::new();
+    let (_gpu, queue) = alone();
     let a = queue.alloc(4);
     ok(queue.fill(a, 1, 4));
     softgpu_kernels(false);

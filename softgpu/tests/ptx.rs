@@ -2,10 +2,9 @@
 
 mod exact;
 
-use softgpu::engine::counts::Counts;
 use softgpu::engine::fault::Fault;
 use softgpu::engine::grid::run;
-use softgpu::engine::launch::{Conditions, Launch};
+use softgpu::engine::launch::{Conditions, Counts, Launch};
 use softgpu::engine::memory::{Memory, Work};
 use softgpu::isa::ptx::Module;
 use std::sync::Arc;
@@ -57,6 +56,11 @@ fn kernel(parameters: usize, shared: usize, body: &str) -> String {
     )
 }
 
+/// A kernel with one parameter and no shared memory.
+fn plain(body: &str) -> String {
+    kernel(1, 0, body)
+}
+
 struct Shape {
     blocks: u32,
     threads: u32,
@@ -78,7 +82,7 @@ fn launch(
     conditions: Conditions,
 ) -> Result<Counts, Fault> {
     let module = Arc::new(Module::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}")));
-    let globals = vec![0u64; module.globals().0.div_ceil(8)];
+    let globals = vec![0u64; module.globals().div_ceil(8)];
     let base = globals.as_ptr() as u64;
     let initial = module.initial_globals(base);
     // SAFETY: the vector has at least as many bytes as the variables.
@@ -96,10 +100,15 @@ fn launch(
             .collect(),
         module,
     };
-    let memory = Arc::new(Memory::default());
+    let mut memory = Memory::default();
     // The buffers are the host's own.
-    memory.set_checks(false);
-    run(&launch, &memory, &Arc::new(Work::default()), conditions)
+    memory.unchecked = true;
+    run(
+        &launch,
+        &Arc::new(memory),
+        &Arc::new(Work::default()),
+        conditions,
+    )
 }
 
 /// Blocks and warps in the order of a seed.
@@ -135,22 +144,12 @@ fn says(message: &str, parts: &[&str]) {
 #[test]
 fn operands_are_wider_registers_and_numbers() {
     let minus = |value: i64| value as u64;
+    let to_s16 =
+        ["s8", "s32", "u32"].map(|from| format!("cvt.s16.{from} %r1, %r0; cvt.u64.u32 %rd2, %r1;"));
     for (instructions, a, want) in [
-        (
-            "cvt.s16.s8 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
-            0x1234_ff80,
-            0xffff_ff80,
-        ),
-        (
-            "cvt.s16.s32 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
-            0x1234_ff80,
-            0xffff_ff80,
-        ),
-        (
-            "cvt.s16.u32 %r1, %r0; cvt.u64.u32 %rd2, %r1;",
-            0x1234_ff80,
-            0xffff_ff80,
-        ),
+        (&*to_s16[0], 0x1234_ff80, 0xffff_ff80),
+        (&to_s16[1], 0x1234_ff80, 0xffff_ff80),
+        (&to_s16[2], 0x1234_ff80, 0xffff_ff80),
         ("cvt.s64.s32 %rd2, %rd1;", 1 << 31, minus(-1 << 31)),
         ("cvt.u32.u8 %r1, %r0; cvt.u64.u32 %rd2, %r1;", 0x1ff, 0xff),
         ("add.u64 %rd2, %rd1, 010; /* ; add */", 1, 9),
@@ -181,7 +180,7 @@ fn operands_are_wider_registers_and_numbers() {
             "ld.global.u64 %rd1, [%rd0]; cvt.u32.u64 %r0, %rd1;\n{instructions}\n\
              st.global.u64 [%rd0+8], %rd2;"
         );
-        ok(&kernel(1, 0, &body), 1, &[data.address()]);
+        ok(&plain(&body), 1, &[data.address()]);
         assert_eq!(data.read()[1], want, "{instructions} of {a:#x}");
     }
 }
@@ -189,14 +188,10 @@ fn operands_are_wider_registers_and_numbers() {
 /// Each lane gives its own number times 10 and stores what it got, with the predicate in bit 16.
 fn shuffled(instruction: &str) -> Vec<u32> {
     let output = buffer(&[0u32; 32]);
-    let text = kernel(
-        1,
-        0,
-        &format!(
-            "mul.lo.u32 %r1, %i, 10; {instruction} selp.u32 %r3, 65536, 0, %p1; \
+    let text = plain(&format!(
+        "mul.lo.u32 %r1, %i, 10; {instruction} selp.u32 %r3, 65536, 0, %p1; \
              or.b32 %r2, %r2, %r3;\nmad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r2;"
-        ),
-    );
+    ));
     ok(&text, 32, &[output.address()]);
     output.read()
 }
@@ -229,24 +224,18 @@ fn shuffles_reach_where_they_may() {
 #[test]
 fn a_shuffle_from_a_lane_that_is_away_is_a_fault() {
     let body = "setp.ge.u32 %p1, %i, 16; @%p1 exit; shfl.sync.down.b32 %r2|%p2, %i, 1, 31, 0xffff;";
-    let text = kernel(1, 0, body);
+    let text = plain(body);
     let message = fault(&text, 32, &[0]);
     says(
         &message,
         &["lane 16, which does not take part", "thread [15, 0, 0]"],
     );
-    let text = kernel(
-        1,
-        0,
+    let text = plain(
         "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; shfl.sync.idx.b32 %r2, %i, 0, 31, 0xff;\nOUT:",
     );
-    assert!(
-        fault(&text, 32, &[0]).contains("not in its own mask"),
-        "lane 8 is not a member"
-    );
-    let text = kernel(
-        1,
-        0,
+    // Lane 8 is not a member.
+    assert!(fault(&text, 32, &[0]).contains("not in its own mask"));
+    let text = plain(
         "setp.ge.u32 %p1, %i, 16; @%p1 bra OUT; \
          shfl.sync.idx.b32 %r2, %i, 0, 31, -1; bra END;\nOUT: bar.sync 0;\nEND:",
     );
@@ -264,7 +253,7 @@ fn a_shuffle_waits_for_lanes_that_come_another_way() {
                 EVEN: shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1;\n\
                 JOIN: mad.wide.u32 %rd1, %i, 4, %rd0; \
                 st.global.u32 [%rd1], %r3;";
-    ok(&kernel(1, 0, body), 32, &[output.address()]);
+    ok(&plain(body), 32, &[output.address()]);
     let want: Vec<u32> = (0..32).map(|lane| lane ^ 1).collect();
     assert_eq!(output.read(), want);
 }
@@ -280,7 +269,7 @@ fn lanes_leave_loops_at_their_own_time() {
                 add.u32 %r3, %r3, 1; bra INNER;\n\
                 NEXT: add.u32 %r2, %r2, 1; bra OUTER;\nEND: mad.wide.u32 %rd1, %i, 4, %rd0; \
                 st.global.u32 [%rd1], %r1;";
-    ok(&kernel(1, 0, body), 64, &[output.address()]);
+    ok(&plain(body), 64, &[output.address()]);
     for (lane, got) in output.read().into_iter().enumerate() {
         let sum: usize = (0..lane).flat_map(|j| (0..j).map(move |k| j * k)).sum();
         let want = if lane % 3 == 2 { 77 } else { sum };
@@ -296,7 +285,7 @@ fn a_loop_with_a_shuffle_ends_though_lanes_leave_it() {
                 shfl.sync.idx.b32 %r3, %r1, 31, 31, %r2; add.u32 %r4, %r4, %r3;\n\
                 add.u32 %r1, %r1, 1; setp.le.u32 %p1, %r1, %i; @%p1 bra LOOP;\n\
                 mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
-    ok(&kernel(1, 0, body), 32, &[output.address()]);
+    ok(&plain(body), 32, &[output.address()]);
     let want: Vec<u32> = (0..32).map(|lane| lane * (lane + 1) / 2).collect();
     assert_eq!(output.read(), want);
 }
@@ -307,19 +296,17 @@ fn each_lane_has_local_memory_of_its_own() {
     let body = ".local .align 4 .b8 own[8]; mov.u64 %rd2, own; st.local.u32 [%rd2+4], %i; \
                 ld.local.u32 %r1, [own+4]; mad.wide.u32 %rd1, %i, 4, %rd0; \
                 st.global.u32 [%rd1], %r1;";
-    ok(&kernel(1, 0, body), 32, &[output.address()]);
+    ok(&plain(body), 32, &[output.address()]);
     assert_eq!(output.read(), (0..32).collect::<Vec<u32>>());
     let beyond = body.replace("[own+4]", "[own+8]");
-    let message = fault(&kernel(1, 0, &beyond), 32, &[output.address()]);
+    let message = fault(&plain(&beyond), 32, &[output.address()]);
     assert!(message.contains("out of bounds"), "{message}");
 }
 
 #[test]
 fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
     let declared = ".extern .func __assertfail(.param .b64 a);\n";
-    let text = kernel(
-        1,
-        0,
+    let text = plain(
         "setp.lt.u32 %p1, %i, 40; @%p1 bra OK;\n{ .param .b64 a; \
          st.param.b64 [a], 0; call.uni __assertfail, (a); }\nOK:",
     );
@@ -331,7 +318,7 @@ fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
         &["an assertion of the kernel failed", "thread [40, 0, 0]"],
     );
     let text = "setp.gt.u32 %p1, %i, 40; @%p1 frobnicate.b32 %r1, %r2;";
-    let text = kernel(1, 0, text);
+    let text = plain(text);
     let unknown = Module::parse(&text).unwrap().unknown(0);
     assert_eq!(
         unknown,
@@ -613,30 +600,26 @@ fn a_load_gives_the_same_whichever_lanes_take_part() {
 fn barriers_that_cannot_complete_are_faults() {
     // Half of a warp waits, the other waits elsewhere.
     let two = "setp.lt.u32 %p1, %i, 16; @%p1 bra A; bar.sync 1; bra END;\nA: bar.sync 0;\nEND:";
-    let text = kernel(1, 0, two);
+    let text = plain(two);
     assert!(fault(&text, 32, &[0]).contains("has diverged"));
     // A part of a warp passes the barrier by and exits. To exit instead of it is allowed.
     let text = "setp.ge.u32 %p1, %i, 16; @%p1 bar.sync 0; st.global.u32 [%rd0], 1; ret;";
-    let text = kernel(1, 0, text);
+    let text = plain(text);
     assert!(fault(&text, 32, &[buffer(&[0]).address()]).contains("passed the barrier by"));
     let early = "setp.ge.u32 %p1, %i, 16; @%p1 bra A; bar.sync 0; ret;\nA: mov.u32 %r1, 0;";
-    ok(&kernel(1, 0, early), 32, &[0]);
-    ok(
-        &kernel(1, 0, &early.replace("mov.u32 %r1, 0", "ret")),
-        32,
-        &[0],
-    );
+    ok(&plain(early), 32, &[0]);
+    ok(&plain(&early.replace("mov.u32 %r1, 0", "ret")), 32, &[0]);
     // Two warps wait at two barriers.
-    let text = kernel(1, 0, &two.replace("16", "32"));
+    let text = plain(&two.replace("16", "32"));
     let message = fault(&text, 64, &[0]);
     says(&message, &["cannot complete", "warp 1 at barrier 1"]);
     // Threads that exited are not waited for; threads that are counted on are.
-    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 40; @%p1 exit; bar.sync 0;");
+    let text = plain("setp.lt.u32 %p1, %i, 40; @%p1 exit; bar.sync 0;");
     ok(&text, 128, &[0]);
-    let text = kernel(1, 0, "setp.lt.u32 %p1, %i, 64; @%p1 exit; bar.sync 1, 128;");
+    let text = plain("setp.lt.u32 %p1, %i, 64; @%p1 exit; bar.sync 1, 128;");
     assert!(fault(&text, 128, &[0]).contains("cannot complete"));
     let text = "setp.lt.u32 %p1, %i, 64; @%p1 bra END; bar.sync 1, 64;\nEND:";
-    ok(&kernel(1, 0, text), 128, &[0]);
+    ok(&plain(text), 128, &[0]);
 }
 
 #[test]
@@ -647,7 +630,7 @@ fn vectors_and_narrow_loads_fill_their_registers() {
                 ld.global.s16 %r5, [%rd0+2]; st.global.u32 [%rd0+24], %r5; \
                 ld.global.s8 %h1, [%rd0+4]; \
                 cvt.s32.s16 %r6, %h1; st.global.u32 [%rd0+28], %r6;";
-    ok(&kernel(1, 0, body), 1, &[data.address()]);
+    ok(&plain(body), 1, &[data.address()]);
     assert_eq!(data.read()[4..], [7, 0x8001_7fff, 0xffff_8001, 0xffff_fffe]);
 }
 
@@ -808,9 +791,7 @@ fn perturbed_results_stay_within_their_error() {
 #[test]
 fn module_variables_have_their_places_and_contents() {
     let output = buffer(&[0u64; 3]);
-    let text = kernel(
-        1,
-        0,
+    let text = plain(
         "mov.u64 %rd1, table; ld.global.u64 %rd2, [%rd1+8]; \
          st.global.u64 [%rd0], %rd2; ld.global.u64 %rd3, [there]; ld.global.u8 %rd4, [%rd3]; \
          st.global.u64 [%rd0+8], %rd4; ld.const.u32 %rd5, [few+4]; st.global.u64 [%rd0+16], %rd5;",
@@ -832,12 +813,8 @@ fn a_fault_names_the_source_line() {
     )
     .replace(".extern", ".file 1 \"kernels/some.cu\"\n.extern");
     let message = fault(&text, 32, &[0]);
-    assert!(
-        message.contains("of kernels/some.cu:43")
-            && message.contains("at ld.shared.u32 %r1, [%r9]")
-            && message.contains("k, block [0, 0, 0]"),
-        "{message}"
-    );
+    says(&message, &["of kernels/some.cu:43", "k, block [0, 0, 0]"]);
+    says(&message, &["at ld.shared.u32 %r1, [%r9]"]);
 }
 
 /// Each block notes its number in the place that it draws.

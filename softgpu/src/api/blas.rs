@@ -49,6 +49,40 @@ impl Element {
             Self::F64 => 8,
         }
     }
+
+    /// # Safety
+    ///
+    /// `address` is that of an element.
+    #[inline(always)]
+    unsafe fn load(self, address: u64) -> f64 {
+        // SAFETY: as this function asks.
+        unsafe {
+            match self {
+                Self::F16 => (address as *const f16).read().into(),
+                Self::Bf16 => (address as *const bf16).read().into(),
+                Self::F32 => (address as *const f32).read().into(),
+                Self::F64 => (address as *const f64).read(),
+            }
+        }
+    }
+
+    /// Rounds a sum, which is one of f32 but for f64.
+    ///
+    /// # Safety
+    ///
+    /// `address` is that of an element.
+    #[inline(always)]
+    unsafe fn store(self, address: u64, value: f64) {
+        // SAFETY: as this function asks.
+        unsafe {
+            match self {
+                Self::F16 => (address as *mut f16).write(f16::from_f32(value as f32)),
+                Self::Bf16 => (address as *mut bf16).write(bf16::from_f32(value as f32)),
+                Self::F32 => (address as *mut f32).write(value as f32),
+                Self::F64 => (address as *mut f64).write(value),
+            }
+        }
+    }
 }
 
 /// Matrices of a batch, in columns.
@@ -114,88 +148,28 @@ struct Product {
 }
 
 /// The type of the sums: f64 for matrices of f64, f32 for others.
-trait Scalar: Copy + Default + Add<Output = Self> + Mul<Output = Self> {
+trait Scalar: Copy + Default + Add<Output = Self> + Mul<Output = Self> + Into<f64> {
     fn from_f64(value: f64) -> Self;
     fn fused(self, factor: Self, sum: Self) -> Self;
-    /// # Safety
-    ///
-    /// `address` is that of an element.
-    unsafe fn load(element: Element, address: u64) -> Self;
-    /// # Safety
-    ///
-    /// `address` is that of an element.
-    unsafe fn store(self, element: Element, address: u64);
 }
 
-impl Scalar for f32 {
-    fn from_f64(value: f64) -> Self {
-        value as f32
-    }
+macro_rules! scalars {
+    ($($type:ty)*) => {$(
+        impl Scalar for $type {
+            #[inline(always)]
+            fn from_f64(value: f64) -> Self {
+                value as Self
+            }
 
-    #[inline(always)]
-    fn fused(self, factor: Self, sum: Self) -> Self {
-        self.mul_add(factor, sum)
-    }
-
-    #[inline(always)]
-    unsafe fn load(element: Element, address: u64) -> Self {
-        // SAFETY: as this function asks.
-        unsafe {
-            match element {
-                Element::F16 => (address as *const f16).read().to_f32(),
-                Element::Bf16 => (address as *const bf16).read().to_f32(),
-                Element::F32 => (address as *const f32).read(),
-                Element::F64 => (address as *const f64).read() as f32,
+            #[inline(always)]
+            fn fused(self, factor: Self, sum: Self) -> Self {
+                self.mul_add(factor, sum)
             }
         }
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, element: Element, address: u64) {
-        // SAFETY: as this function asks.
-        unsafe {
-            match element {
-                Element::F16 => (address as *mut f16).write(f16::from_f32(self)),
-                Element::Bf16 => (address as *mut bf16).write(bf16::from_f32(self)),
-                Element::F32 => (address as *mut f32).write(self),
-                Element::F64 => (address as *mut f64).write(self.into()),
-            }
-        }
-    }
+    )*};
 }
 
-impl Scalar for f64 {
-    fn from_f64(value: f64) -> Self {
-        value
-    }
-
-    #[inline(always)]
-    fn fused(self, factor: Self, sum: Self) -> Self {
-        self.mul_add(factor, sum)
-    }
-
-    #[inline(always)]
-    unsafe fn load(element: Element, address: u64) -> Self {
-        // SAFETY: as this function asks.
-        unsafe {
-            match element {
-                Element::F64 => (address as *const f64).read(),
-                element => f32::load(element, address).into(),
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store(self, element: Element, address: u64) {
-        // SAFETY: as this function asks.
-        unsafe {
-            match element {
-                Element::F64 => (address as *mut f64).write(self),
-                element => (self as f32).store(element, address),
-            }
-        }
-    }
-}
+scalars!(f32 f64);
 
 /// Rows and columns of C that are summed at once, in registers.
 const ROWS: usize = 16;
@@ -251,7 +225,8 @@ unsafe fn panels<T: Scalar>(
             let first = panel * width;
             for (i, packed) in packed.iter_mut().enumerate().take(rows - first) {
                 // SAFETY: as this function asks.
-                *packed = unsafe { T::load(element, at((first + i) as u64, column as u64)) };
+                *packed =
+                    T::from_f64(unsafe { element.load(at((first + i) as u64, column as u64)) });
             }
         }
     }
@@ -329,9 +304,9 @@ impl Product {
                         unsafe {
                             let value = match self.beta {
                                 0. => alpha * sum,
-                                _ => alpha * sum + beta * T::load(c.element, address),
+                                _ => alpha * sum + beta * T::from_f64(c.element.load(address)),
                             };
-                            value.store(c.element, address);
+                            c.element.store(address, value.into());
                         }
                     }
                 }
@@ -379,7 +354,7 @@ unsafe fn factor(at: *const c_void, element: Element) -> Outcome<f64> {
         return Err(Error::INVALID_VALUE);
     }
     // SAFETY: as this function asks.
-    Ok(unsafe { f64::load(element, at as u64) })
+    Ok(unsafe { element.load(at as u64) })
 }
 
 entries! {

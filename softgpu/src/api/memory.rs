@@ -12,7 +12,7 @@ fn allocate(size: usize, stream: Option<&Stream>) -> Outcome<u64> {
     let size = size as u64;
     let memory = &engine().memory;
     let room = DEVICE_MEMORY * device_count() as u64;
-    if memory.live().1 + size > room && !memory.is_sparse() {
+    if memory.live().1 + size > room && !memory.sparse {
         return Err(Error::OUT_OF_MEMORY);
     }
     let (device, place) = match stream {
@@ -117,7 +117,7 @@ entries! {
 
     fn cuMemsetD8Async(to: u64, value: u8, count: usize, handle: u64) {
         let stream = context::stream(handle)?;
-        submit(&stream, fill("cuMemsetD8Async", to, &[value], count))
+        submit(&stream, fill("cuMemsetD8Async", to, value, count))
     }
 
     fn cuDeviceGetMemPool(pool: *mut u64, device: i32) {

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, Once, Weak};
 
 /// A module in a device's memory.
 pub struct Loaded {
-    module: Arc<Module>,
+    pub module: Arc<Module>,
     device: i32,
     /// The address of its variables. 0: it has none.
     globals: u64,
@@ -24,23 +24,12 @@ pub struct Loaded {
     functions: Mutex<HashMap<String, u64>>,
 }
 
-impl Loaded {
-    /// The number of its entries.
-    pub fn entries(&self) -> u64 {
-        self.module.entries().count() as u64
-    }
-}
-
 /// An entry of a module.
 pub struct Function {
     loaded: Arc<Loaded>,
-    name: String,
     entry: usize,
-    /// Offsets and sizes of its parameters, and their bytes in all.
+    /// Offsets and sizes of its parameters.
     parameters: Vec<(usize, usize)>,
-    parameter_bytes: usize,
-    static_shared: usize,
-    max_threads: u32,
     /// Bytes of dynamic shared memory that it may have.
     dynamic_shared: AtomicU32,
 }
@@ -52,7 +41,7 @@ static FUNCTIONS: Handles<Arc<Function>> = Handles::new(7);
 fn load(text: &str) -> Outcome<u64> {
     let device = current_device()?;
     let module = edited(parsed(text)?)?;
-    let (size, _) = module.globals();
+    let size = module.globals();
     let memory = &engine().memory;
     let mut globals = 0;
     if size > 0 {
@@ -163,17 +152,11 @@ fn function_named(module: u64, name: &str) -> Outcome<u64> {
     for unknown in loaded.module.unknown(entry) {
         eprintln!("softgpu: {name}, {unknown}");
     }
-    let parameters = loaded.module.parameters(entry);
+    let static_shared = loaded.module.static_shared(entry) as u32;
     let handle = FUNCTIONS.add(Arc::new(Function {
-        name: name.into(),
         entry,
-        parameter_bytes: loaded.module.parameter_bytes(entry),
-        parameters,
-        static_shared: loaded.module.static_shared(entry),
-        max_threads: loaded.module.max_threads(entry),
-        dynamic_shared: AtomicU32::new(
-            SHARED.saturating_sub(loaded.module.static_shared(entry) as u32),
-        ),
+        parameters: loaded.module.parameters(entry),
+        dynamic_shared: AtomicU32::new(SHARED.saturating_sub(static_shared)),
         loaded: loaded.clone(),
     }));
     lock(&loaded.functions).insert(name.into(), handle);
@@ -186,7 +169,7 @@ fn function_named(module: u64, name: &str) -> Outcome<u64> {
 ///
 /// `arguments` has a pointer for each parameter, to as many bytes as the parameter has.
 unsafe fn pack(function: &Function, arguments: *const *const c_void) -> Outcome<Vec<u8>> {
-    let mut packed = vec![0; function.parameter_bytes];
+    let mut packed = vec![0; function.loaded.module.parameter_bytes(function.entry)];
     if arguments.is_null() && !function.parameters.is_empty() {
         return Err(Error::INVALID_VALUE);
     }
@@ -204,61 +187,38 @@ unsafe fn pack(function: &Function, arguments: *const *const c_void) -> Outcome<
     Ok(packed)
 }
 
-/// The size of a launch.
-struct Shape {
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared_bytes: u32,
-}
-
-impl Shape {
-    /// Refuses a launch that a device has no room for.
-    fn check(&self, function: &Function) -> Outcome {
-        let threads: u64 = self.block.iter().map(|&n| u64::from(n)).product();
-        let [x, y, z] = self.grid;
-        let fits = x > 0
-            && x <= i32::MAX as u32
-            && (1..=65535).contains(&y)
-            && (1..=65535).contains(&z)
-            && threads > 0
-            && self.block[2] <= 64
-            && threads <= 1024
-            && self.shared_bytes <= function.dynamic_shared.load(Relaxed);
-        if !fits {
-            return Err(Error::INVALID_VALUE);
-        }
-        // A GPU lacks registers for more threads than `.maxntid`.
-        match threads <= u64::from(function.max_threads) {
-            true => Ok(()),
-            false => Err(Error(701)),
-        }
+/// Refuses a launch that a device has no room for.
+fn check(launch: &Launch, function: &Function) -> Outcome {
+    let threads: u64 = launch.block.iter().map(|&n| u64::from(n)).product();
+    let [x, y, z] = launch.grid;
+    let fits = x > 0
+        && x <= i32::MAX as u32
+        && (1..=65535).contains(&y)
+        && (1..=65535).contains(&z)
+        && threads > 0
+        && launch.block[2] <= 64
+        && threads <= 1024
+        && launch.shared_bytes <= function.dynamic_shared.load(Relaxed);
+    if !fits {
+        return Err(Error::INVALID_VALUE);
+    }
+    // A GPU lacks registers for more threads than `.maxntid`.
+    match threads <= u64::from(launch.module.max_threads(launch.entry)) {
+        true => Ok(()),
+        false => Err(Error(701)),
     }
 }
 
-fn launch(function: &Arc<Function>, shape: Shape, parameters: Vec<u8>) -> Submission {
-    let Shape {
-        grid,
-        block,
-        shared_bytes,
-    } = shape;
-    let loaded = function.loaded.clone();
-    let launch = Launch {
-        module: loaded.module.clone(),
-        entry: function.entry,
-        globals: loaded.globals,
-        grid,
-        block,
-        shared_bytes,
-        parameters,
-    };
+/// The work of a launch. The module's variables live until it has run.
+fn work_of(launch: Launch, loaded: Arc<Loaded>) -> Submission {
+    let blocks: u64 = launch.grid.iter().map(|&n| u64::from(n)).product();
+    let name = launch.module.name_of(launch.entry).to_owned();
     let action: Action = Arc::new(move |memory, work| {
-        // The module's variables live until its last launch has run.
         let _ = &loaded;
         grid::run(&launch, memory, work, engine().conditions(work)).map(Some)
     });
-    let blocks: u64 = grid.iter().map(|&n| u64::from(n)).product();
     Submission {
-        name: function.name.clone(),
+        name,
         blocks: blocks.min(u64::from(u32::MAX)) as u32,
         launch: true,
         always: false,
@@ -302,11 +262,12 @@ entries! {
         let function = FUNCTIONS.get(function)?;
         match number {
             8 => {
-                let most = (shared_on_request()? as usize).saturating_sub(function.static_shared);
-                if value < 0 || value as usize > most {
+                let own = function.loaded.module.static_shared(function.entry) as u32;
+                let bytes = u32::try_from(value).map_err(|_| Error::INVALID_VALUE)?;
+                if bytes > shared_on_request()?.saturating_sub(own) {
                     return Err(Error::INVALID_VALUE);
                 }
-                function.dynamic_shared.store(value as u32, Relaxed);
+                function.dynamic_shared.store(bytes, Relaxed);
                 Ok(())
             }
             // The division of room between shared memory and L1 changes no result.
@@ -329,16 +290,20 @@ entries! {
         if !extra.is_null() {
             return Err(Error::NOT_SUPPORTED);
         }
-        if function.loaded.device != stream.device {
+        let loaded = function.loaded.clone();
+        if loaded.device != stream.device {
             return Err(Error::INVALID_HANDLE);
         }
-        let shape = Shape {
+        let launch = Launch {
+            module: loaded.module.clone(),
+            entry: function.entry,
+            globals: loaded.globals,
             grid: [grid_x, grid_y, grid_z],
             block: [block_x, block_y, block_z],
             shared_bytes,
+            parameters: pack(&function, arguments)?,
         };
-        shape.check(&function)?;
-        let parameters = pack(&function, arguments)?;
-        submit(&stream, launch(&function, shape, parameters))
+        check(&launch, &function)?;
+        submit(&stream, work_of(launch, loaded))
     }
 }

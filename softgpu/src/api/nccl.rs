@@ -10,7 +10,7 @@ use crate::engine::fault::Fault;
 use crate::engine::memory::{Kind, Memory, Work};
 use crate::engine::stream::{engine, fault_of, Meeting, Step, Submission};
 use crate::queue;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::AddAssign;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -56,7 +56,7 @@ pub struct Communicator {
 }
 
 pub static COMMUNICATORS: Handles<Arc<Communicator>> = Handles::new(11);
-static WORLDS: Mutex<Option<HashMap<u64, Arc<World>>>> = Mutex::new(None);
+static WORLDS: Mutex<BTreeMap<u64, Arc<World>>> = Mutex::new(BTreeMap::new());
 
 impl World {
     fn new(size: usize) -> Self {
@@ -113,28 +113,6 @@ impl World {
             rounds.remove(&number);
         }
         meeting
-    }
-}
-
-impl Communicator {
-    /// Returns its handle.
-    fn open(world: Arc<World>, rank: usize, device: i32) -> u64 {
-        COMMUNICATORS.add(Arc::new(Self {
-            world,
-            rank,
-            device,
-            rounds: AtomicU64::new(0),
-        }))
-    }
-
-    /// Gives up the sums to which others have not come.
-    fn abort(&self) {
-        for round in lock(&self.world.rounds).values() {
-            if lock(&round.parts)[self.rank].is_some() {
-                round.meeting.cancelled.store(true, Relaxed);
-            }
-        }
-        engine().wake();
     }
 }
 
@@ -208,7 +186,6 @@ entries! {
         let number = u64::from_le_bytes(number);
         let world = {
             let mut worlds = lock(&WORLDS);
-            let worlds = worlds.get_or_insert_default();
             let world = worlds.entry(number).or_insert_with(|| Arc::new(World::new(size))).clone();
             if world.size != size {
                 return Err(Error::INVALID_VALUE);
@@ -221,12 +198,19 @@ entries! {
             world
         };
         world.wait();
-        put(communicator, Communicator::open(world, rank, device))
+        let rounds = AtomicU64::new(0);
+        put(communicator, COMMUNICATORS.add(Arc::new(Communicator { world, rank, device, rounds })))
     }
 
     /// Gives up the sums to which others have not come.
     fn ncclCommAbort(communicator: u64) {
-        COMMUNICATORS.remove(communicator)?.abort();
+        let own = COMMUNICATORS.remove(communicator)?;
+        for round in lock(&own.world.rounds).values() {
+            if lock(&round.parts)[own.rank].is_some() {
+                round.meeting.cancelled.store(true, Relaxed);
+            }
+        }
+        engine().wake();
         Ok(())
     }
 

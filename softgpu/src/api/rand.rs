@@ -30,25 +30,19 @@ enum Distribution {
     },
 }
 
-/// Numbers of a seed, each by its place.
-struct Source {
-    seed: u64,
-    /// Bits of a fraction.
-    bits: u32,
+/// A number above 0, up to 1, with a fraction of so many bits. It follows from seed and place.
+fn uniform(seed: u64, bits: u32, place: u64) -> f64 {
+    let drawn = scramble(scramble(seed) ^ place.wrapping_mul(0x2545_f491_4f6c_dd1d));
+    ((drawn >> (64 - bits)) + 1) as f64 / (1u64 << bits) as f64
 }
 
-impl Source {
-    fn uniform(&self, place: u64) -> f64 {
-        let bits = scramble(scramble(self.seed) ^ place.wrapping_mul(0x2545_f491_4f6c_dd1d));
-        ((bits >> (64 - self.bits)) + 1) as f64 / (1u64 << self.bits) as f64
-    }
-
-    fn draw(&self, distribution: Distribution, place: u64) -> f64 {
-        match distribution {
-            Distribution::Uniform => self.uniform(place),
-            Distribution::Normal { mean, deviation } => {
+impl Distribution {
+    fn draw(self, seed: u64, bits: u32, place: u64) -> f64 {
+        match self {
+            Self::Uniform => uniform(seed, bits, place),
+            Self::Normal { mean, deviation } => {
                 // Box and Muller: two places make two numbers.
-                let (first, second) = (self.uniform(place & !1), self.uniform(place | 1));
+                let [first, second] = [place & !1, place | 1].map(|at| uniform(seed, bits, at));
                 let radius = (-2. * first.ln()).sqrt();
                 let (sine, cosine) = (second * std::f64::consts::TAU).sin_cos();
                 mean + deviation * radius * if place & 1 == 0 { cosine } else { sine }
@@ -73,16 +67,13 @@ fn generate(
         generator.given += count as u64;
         (start, generator.seed, context::stream(generator.stream)?)
     };
-    let source = Source {
-        seed,
-        bits: if is_double { 53 } else { 24 },
-    };
+    let bits = if is_double { 53 } else { 24 };
     queue::submit(
         &stream,
         Submission::new(name, move |memory, work| {
             let mut bytes = Vec::with_capacity(count * if is_double { 8 } else { 4 });
             for place in start..start + count as u64 {
-                let value = source.draw(distribution, place);
+                let value = distribution.draw(seed, bits, place);
                 match is_double {
                     true => bytes.extend(value.to_le_bytes()),
                     false => bytes.extend((value as f32).to_le_bytes()),

@@ -19,20 +19,25 @@ pub struct Fault {
     pub what: String,
 }
 
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            kernel,
-            block,
-            thread,
+impl Fault {
+    /// A fault that is no thread's.
+    pub fn outside(kernel: &str, instruction: String, what: String) -> Self {
+        Self {
+            kernel: kernel.to_owned(),
+            block: [0; 3],
+            thread: [0; 3],
+            source: None,
             instruction,
             what,
-            ..
-        } = self;
-        write!(
-            f,
-            "{kernel}, block {block:?}, thread {thread:?}: {what}\n  at {instruction}"
-        )?;
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (block, thread) = (self.block, self.thread);
+        write!(f, "{}, block {block:?}, thread {thread:?}: ", self.kernel)?;
+        write!(f, "{}\n  at {}", self.what, self.instruction)?;
         match &self.source {
             Some(source) => write!(f, "\n  of {source}"),
             None => Ok(()),

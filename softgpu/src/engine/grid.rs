@@ -1,8 +1,7 @@
 //! Runs a launch: its blocks and warps in some order.
 
-use crate::engine::counts::Counts;
 use crate::engine::fault::Fault;
-use crate::engine::launch::{Conditions, Launch};
+use crate::engine::launch::{Conditions, Counts, Launch};
 use crate::engine::memory::{Memory, View, Work};
 use crate::engine::shared::Shared;
 use crate::engine::warp::{Block, State, Warp};
@@ -46,14 +45,8 @@ pub fn run(
     work: &Arc<Work>,
     conditions: Conditions,
 ) -> Result<Counts, Fault> {
-    let refused = |what: String| Fault {
-        kernel: launch.module.name_of(launch.entry).to_owned(),
-        block: [0; 3],
-        thread: [0; 3],
-        source: None,
-        instruction: "the launch".to_owned(),
-        what,
-    };
+    let kernel = launch.module.name_of(launch.entry);
+    let refused = |what| Fault::outside(kernel, "the launch".into(), what);
     let program = launch.module.program(launch.entry).map_err(refused)?;
     let threads: u64 = launch.block.iter().map(|size| u64::from(*size)).product();
     let blocks: u64 = launch.grid.iter().map(|size| u64::from(*size)).product();
@@ -191,39 +184,26 @@ fn run_block(block: &mut Block, warps: &mut [Warp], chance: &mut Chance) -> Resu
 /// exited are not waited for.
 fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
     let mut passed = false;
-    let mut used = 0u32;
-    for warp in warps.iter() {
-        if let State::Waiting { barrier, .. } = warp.state {
-            used |= 1 << barrier;
-        }
-    }
+    let used = warps.iter().fold(0, |used, warp| match warp.state {
+        State::Waiting { barrier, .. } => used | 1 << barrier,
+        _ => used,
+    });
     for number in (0..16).filter(|number| used >> number & 1 == 1) {
-        let mut waiting = vec![];
-        let mut expected = 0;
-        for (index, warp) in warps.iter().enumerate() {
-            if let State::Waiting { barrier, threads } = warp.state {
-                if barrier == number {
-                    waiting.push(index);
-                    expected = expected.max(threads);
-                }
-            }
-        }
-        let complete = if expected == 0 {
-            warps
-                .iter()
-                .enumerate()
-                .all(|(index, warp)| warp.state == State::Done || waiting.contains(&index))
-        } else {
-            waiting.len() as u32 * 32 >= expected
+        let waits_for = |warp: &Warp| match warp.state {
+            State::Waiting { barrier, threads } if barrier == number => Some(threads),
+            _ => None,
         };
-        if !complete {
-            continue;
+        let here: Vec<u32> = warps.iter().filter_map(waits_for).collect();
+        let complete = match here.iter().copied().max().unwrap_or(0) {
+            0 => (warps.iter()).all(|warp| warp.state == State::Done || waits_for(warp).is_some()),
+            expected => here.len() as u32 * 32 >= expected,
+        };
+        if complete {
+            block.shared.barrier();
+            let waiting = warps.iter_mut().filter(|warp| waits_for(warp).is_some());
+            waiting.for_each(Warp::pass);
+            passed = true;
         }
-        block.shared.barrier();
-        for index in waiting {
-            warps[index].pass();
-        }
-        passed = true;
     }
     passed
 }

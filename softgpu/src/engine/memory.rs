@@ -13,8 +13,8 @@
 use crate::isa::op::lane_count;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicU8, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A point in the work of streams: of each stream, the number of the last piece of work.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -97,13 +97,8 @@ impl Work {
 
 impl fmt::Display for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            name,
-            stream,
-            number,
-            ..
-        } = self;
-        write!(f, "{name} (work {number} of stream {stream})")
+        let (number, stream) = (self.number, self.stream);
+        write!(f, "{} (work {number} of stream {stream})", self.name)
     }
 }
 
@@ -228,15 +223,11 @@ struct Allocation {
 
 impl fmt::Display for Allocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            number,
-            size,
-            device,
-            ..
-        } = self;
+        let (size, device) = (self.size, self.device);
         write!(
             f,
-            "allocation {number} ({size} bytes of device {device}, made"
+            "allocation {} ({size} bytes of device {device}, made",
+            self.number
         )?;
         match *lock(&self.born) {
             Some(Position { stream, number }) => {
@@ -275,8 +266,8 @@ const LARGE: u64 = 16 << 20;
 const SPARSE: u64 = 1 << 28;
 const SPARSE_END: u64 = 1 << 20;
 
-impl Arena {
-    fn new() -> Self {
+impl Default for Arena {
+    fn default() -> Self {
         let mut size = ARENA;
         loop {
             // Data, then 8 bytes a word, then one byte a word.
@@ -306,27 +297,25 @@ impl Arena {
             assert!(size > 1 << 24, "no address space for a device's memory");
         }
     }
+}
 
+impl Arena {
     /// The shadow of the word at an address in the arena.
     fn agents(&self, address: u64) -> &AtomicU64 {
-        debug_assert!(address - self.base < self.size);
-        // SAFETY: each word of the arena has eight bytes there, mapped as long as the arena lives,
-        // and used as atomics alone.
-        unsafe { &*((self.agents + ((address - self.base) >> 2) * 8) as *const AtomicU64) }
+        &self.words(address, 1).0[0]
     }
 
     fn written(&self, address: u64) -> &AtomicU8 {
-        debug_assert!(address - self.base < self.size);
-        // SAFETY: each word of the arena has a byte there, mapped as long as the arena lives, and
-        // used as an atomic alone.
-        unsafe { &*((self.written + ((address - self.base) >> 2)) as *const AtomicU8) }
+        &self.words(address, 1).1[0]
     }
 
     /// The shadows of whole words from an address in the arena on.
+    #[inline(always)]
     fn words(&self, address: u64, count: usize) -> (&[AtomicU64], &[AtomicU8]) {
         debug_assert!(address - self.base + count as u64 * 4 <= self.size);
         let word = (address - self.base) >> 2;
-        // SAFETY: as for `agents` and `written`, for words that follow each other.
+        // SAFETY: each word of the arena has eight bytes and one byte there, mapped as long as the
+        // arena lives, and used as atomics alone.
         unsafe {
             (
                 std::slice::from_raw_parts((self.agents + word * 8) as *const AtomicU64, count),
@@ -367,27 +356,17 @@ struct Room {
 }
 
 /// All memory of the devices.
+#[derive(Default)]
 pub struct Memory {
+    /// No access is checked, and nothing is recorded.
+    pub unchecked: bool,
+    /// The memory is as large as the address space: of large copies and fills only the ends are
+    /// done, and what nothing wrote may be read.
+    pub sparse: bool,
     arena: Arena,
-    checks: AtomicBool,
-    /// Of large copies and fills only the ends are done, and what nothing wrote may be read.
-    sparse: AtomicBool,
-    allocations: RwLock<BTreeMap<u64, Arc<Allocation>>>,
+    allocations: Mutex<BTreeMap<u64, Arc<Allocation>>>,
     room: Mutex<Room>,
-    history: RwLock<History>,
-}
-
-impl Default for Memory {
-    fn default() -> Self {
-        Self {
-            arena: Arena::new(),
-            checks: AtomicBool::new(true),
-            sparse: AtomicBool::new(false),
-            allocations: RwLock::default(),
-            room: Mutex::default(),
-            history: RwLock::default(),
-        }
-    }
+    history: Mutex<History>,
 }
 
 /// A lock whose holder panicked guards what it guarded before: each change here is whole or is only
@@ -404,23 +383,9 @@ fn block_size(size: u64) -> u64 {
 }
 
 impl Memory {
-    /// Turns all checks on or off.
-    pub fn set_checks(&self, on: bool) {
-        self.checks.store(on, Relaxed);
-    }
-
-    /// Makes memory as large as the address space. Only the ends of large arrays are touched then.
-    pub fn set_sparse(&self, on: bool) {
-        self.sparse.store(on, Relaxed);
-    }
-
-    pub fn is_sparse(&self) -> bool {
-        self.sparse.load(Relaxed)
-    }
-
     /// Offsets and lengths of the parts of so many bytes that a copy or fill touches.
     fn parts(&self, bytes: u64) -> Vec<(u64, u64)> {
-        match self.is_sparse() && bytes > SPARSE {
+        match self.sparse && bytes > SPARSE {
             true => vec![(0, SPARSE_END), (bytes - SPARSE_END, SPARSE_END)],
             false => vec![(0, bytes)],
         }
@@ -451,7 +416,7 @@ impl Memory {
         room.live_bytes += size;
         let number = room.numbers;
         drop(room);
-        if self.checks.load(Relaxed) {
+        if !self.unchecked {
             self.forget_written(start, block);
         }
         let allocation = Arc::new(Allocation {
@@ -460,22 +425,13 @@ impl Memory {
             size,
             device,
             state: AtomicU8::new(LIVE),
-            first_agent: AtomicU32::new(self.history().next),
+            first_agent: AtomicU32::new(lock(&self.history).next),
             born: Mutex::new(born),
             users: Mutex::default(),
             last_user: AtomicU64::new(0),
         });
-        let mut allocations = (self.allocations.write()).unwrap_or_else(PoisonError::into_inner);
-        allocations.insert(start, allocation);
+        lock(&self.allocations).insert(start, allocation);
         Some(start)
-    }
-
-    fn history(&self) -> RwLockReadGuard<'_, History> {
-        self.history.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn allocations(&self) -> RwLockReadGuard<'_, BTreeMap<u64, Arc<Allocation>>> {
-        (self.allocations.read()).unwrap_or_else(PoisonError::into_inner)
     }
 
     fn forget_written(&self, start: u64, bytes: u64) {
@@ -497,7 +453,7 @@ impl Memory {
     }
 
     fn find(&self, address: u64) -> Option<Arc<Allocation>> {
-        let allocations = self.allocations();
+        let allocations = lock(&self.allocations);
         let (_, allocation) = allocations.range(..=address).next_back()?;
         Some(allocation.clone())
     }
@@ -546,7 +502,7 @@ impl Memory {
         room.freed.entry(block).or_default().push_back(start);
         drop(room);
         match work {
-            Some(work) if self.checks.load(Relaxed) => self.unordered(&allocation, &users, work),
+            Some(work) if !self.unchecked => self.unordered(&allocation, &users, work),
             _ => Ok(()),
         }
     }
@@ -589,7 +545,7 @@ impl Memory {
         let allocation = self.of_graph(start)?;
         let users = std::mem::take(&mut *lock(&allocation.users));
         self.unordered(&allocation, &users, work)?;
-        if self.checks.load(Relaxed) {
+        if !self.unchecked {
             self.forget_written(start, block_size(allocation.size));
         }
         *lock(&allocation.born) = Some(Position {
@@ -614,7 +570,7 @@ impl Memory {
 
     /// Gives a work its agents, at its first access.
     fn enlist(&self, work: &Arc<Work>) -> Agents {
-        let mut history = self.history.write().unwrap_or_else(PoisonError::into_inner);
+        let mut history = lock(&self.history);
         let history = &mut *history;
         let blocks = match work.blocks {
             0 => 1 << 16,
@@ -626,7 +582,7 @@ impl Memory {
             // earlier.
             *history = History::default();
             Arena::discard(self.arena.agents, self.arena.size * 2);
-            for allocation in self.allocations().values() {
+            for allocation in lock(&self.allocations).values() {
                 allocation.first_agent.store(0, Relaxed);
             }
         }
@@ -668,8 +624,6 @@ pub struct View {
     agents: Agents,
     /// The agent of this block.
     own: u32,
-    /// Unwritten memory may be read.
-    sparse: bool,
     recent: [Option<Recent>; 4],
     oldest: usize,
     /// Ranges of agents, and whether they happened before.
@@ -694,16 +648,6 @@ pub enum Kind {
     /// Through the read-only cache (`ld.global.nc`): nothing may write there while the kernel runs.
     LoadReadOnly,
     Store,
-}
-
-/// One access of a warp.
-pub struct Access<'a> {
-    pub kind: Kind,
-    /// Bytes of a lane, of all elements of a vector together; addresses must be multiples of it.
-    pub size: u32,
-    /// Active lanes.
-    pub mask: u32,
-    pub addresses: &'a [u64; 32],
 }
 
 /// Layout of the operands of a warp's active lanes. Most accesses are a row or the same for all. One
@@ -738,14 +682,6 @@ impl Pattern {
     }
 }
 
-/// Why an access is refused.
-#[derive(Debug, Clone)]
-pub struct Violation {
-    /// Of the first lane at fault.
-    pub lane: u32,
-    pub what: String,
-}
-
 /// Why a range is refused: the first byte at fault, and what it is.
 type Refusal = (u64, String);
 
@@ -755,6 +691,14 @@ const WHOLE: u32 = 15;
 /// An agent with the bytes of a word that it touched, as a shadow holds it.
 fn mark(agent: u32, bytes: u32) -> u32 {
     agent << 4 | bytes
+}
+
+/// What is left of a mark of readers when these bytes are written.
+fn left_of(reader: u32, bytes: u32) -> u32 {
+    match reader & WHOLE & !bytes {
+        0 => 0,
+        _ => reader,
+    }
 }
 
 /// The words of a range, and which of their bytes are in it.
@@ -771,7 +715,6 @@ impl View {
     pub fn new(memory: Arc<Memory>, work: Arc<Work>, block: u32) -> Self {
         let agents = *work.agents.get_or_init(|| memory.enlist(&work));
         Self {
-            sparse: memory.is_sparse(),
             memory,
             work,
             block,
@@ -791,25 +734,21 @@ impl View {
         self.own = self.agents.first + block % self.agents.blocks;
     }
 
-    /// Checks an access and records it. If it stands, each active lane may read or write `size`
-    /// bytes at its address.
-    pub fn check(&mut self, access: &Access) -> Result<(), Violation> {
-        let pattern = Pattern::of(access.addresses, access.mask, access.size);
-        self.check_as(access, pattern)
-    }
-
-    /// [`View::check`] of an access whose pattern is known.
+    /// Checks an access of a warp and records it. If it stands, each active lane may read or write
+    /// `size` bytes at its address, which is a multiple of `size`. Else returns the first lane at
+    /// fault, and why.
     #[inline(always)]
-    pub fn check_as(&mut self, access: &Access, pattern: Pattern) -> Result<(), Violation> {
-        if !self.memory.checks.load(Relaxed) {
+    pub fn check(
+        &mut self,
+        kind: Kind,
+        size: u32,
+        mask: u32,
+        addresses: &[u64; 32],
+        pattern: Pattern,
+    ) -> Result<(), (u32, String)> {
+        if self.memory.unchecked {
             return Ok(());
         }
-        let &Access {
-            kind,
-            size,
-            mask,
-            addresses,
-        } = access;
         let step = u64::from(size);
         let lowest = mask.trailing_zeros() % 32;
         let first = addresses[lowest as usize];
@@ -818,11 +757,10 @@ impl View {
             Pattern::Same => step,
             Pattern::Scattered => return self.check_runs(kind, step, mask, addresses),
         };
-        self.range(kind, first, bytes, step)
-            .map_err(|(at, what)| Violation {
-                lane: lowest + (at.wrapping_sub(first) / step) as u32,
-                what,
-            })
+        self.range(kind, first, bytes, step).map_err(|(at, what)| {
+            let lane = lowest + (at.wrapping_sub(first) / step) as u32;
+            (lane, what)
+        })
     }
 
     /// Checks runs of lanes whose bytes follow each other, or are the same.
@@ -832,7 +770,7 @@ impl View {
         step: u64,
         mask: u32,
         addresses: &[u64; 32],
-    ) -> Result<(), Violation> {
+    ) -> Result<(), (u32, String)> {
         let mut left = mask;
         while left != 0 {
             let first_lane = left.trailing_zeros();
@@ -853,10 +791,7 @@ impl View {
                     let at_fault = |lane: &u32| {
                         mask >> lane & 1 == 1 && at.wrapping_sub(addresses[*lane as usize]) < step
                     };
-                    Violation {
-                        lane: (0..32).find(at_fault).unwrap_or(first_lane),
-                        what,
-                    }
+                    ((0..32).find(at_fault).unwrap_or(first_lane), what)
                 })?;
         }
         Ok(())
@@ -900,9 +835,10 @@ impl View {
 
     #[cold]
     fn enter_anew(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Refusal> {
-        let does = match kind {
-            Kind::Load | Kind::LoadReadOnly => "reads",
-            Kind::Store => "writes",
+        let does = if kind == Kind::Store {
+            "writes"
+        } else {
+            "reads"
         };
         let refuse = |at, what| Err((at, what));
         let inside = start.wrapping_sub(self.memory.arena.base) < self.memory.arena.size;
@@ -1012,7 +948,7 @@ impl View {
             let old = agents.load(Relaxed);
             let (writer, reader) = (old as u32, (old >> 32) as u32);
             let known = writer < floor || !READ_ONLY && writer | WHOLE == own;
-            if written.load(Relaxed) != WHOLE as u8 && !self.sparse || !known {
+            if written.load(Relaxed) != WHOLE as u8 && !self.memory.sparse || !known {
                 return start + i as u64 * 4;
             }
             if reader == own || reader == several {
@@ -1092,11 +1028,7 @@ impl View {
                 if !settled(writer) || !settled(reader) {
                     return false;
                 }
-                let left = if reader & WHOLE & !bytes == 0 {
-                    0
-                } else {
-                    reader
-                };
+                let left = left_of(reader, bytes);
                 agents.store(u64::from(left) << 32 | u64::from(joined(writer)), Relaxed);
                 written.fetch_or(bytes as u8, Relaxed);
             }
@@ -1117,7 +1049,7 @@ impl View {
         let (agents, written) = (memory.arena.agents(address), memory.arena.written(address));
         if kind != Kind::Store {
             let missing = bytes & !u32::from(written.load(Relaxed));
-            if missing != 0 && !self.sparse {
+            if missing != 0 && !self.memory.sparse {
                 let at = address + u64::from(missing.trailing_zeros());
                 return Err((
                     at,
@@ -1159,17 +1091,11 @@ impl View {
             }
         }
         let (writer, reader) = match kind {
-            Kind::Load | Kind::LoadReadOnly => {
-                (writer, self.merge(reader, self.own, bytes, floor, true))
+            Kind::Load | Kind::LoadReadOnly => (writer, self.merge(reader, bytes, floor, true)),
+            Kind::Store => {
+                let writer = self.merge(writer, bytes, floor, false);
+                (writer, left_of(reader, bytes))
             }
-            Kind::Store => (
-                self.merge(writer, self.own, bytes, floor, false),
-                if reader & WHOLE & !bytes == 0 {
-                    0
-                } else {
-                    reader
-                },
-            ),
         };
         agents.store(u64::from(reader) << 32 | u64::from(writer), Relaxed);
         if kind == Kind::Store {
@@ -1182,25 +1108,24 @@ impl View {
     fn members(&self, mark: u32) -> Vec<Member> {
         match mark >> 4 {
             0 => vec![],
-            group if group >= GROUPS => self
-                .memory
-                .history()
-                .groups
-                .get(&group)
-                .map_or(vec![], |members| members.to_vec()),
+            group if group >= GROUPS => {
+                let history = lock(&self.memory.history);
+                (history.groups.get(&group)).map_or(vec![], |members| members.to_vec())
+            }
             agent => vec![(agent, mark & WHOLE)],
         }
     }
 
-    /// The mark of those in `old` that are still of interest, and of `agent`.
-    fn merge(&mut self, old: u32, agent: u32, bytes: u32, floor: u32, reads: bool) -> u32 {
+    /// The mark of those in `old` that are still of interest, and of this block.
+    fn merge(&mut self, old: u32, bytes: u32, floor: u32, reads: bool) -> u32 {
         let mut members = self.members(old);
+        let own = members.iter().filter(|(other, _)| *other == self.own);
+        let own = own.fold(bytes, |all, &(_, theirs)| all | theirs);
         members.retain(|&(other, theirs)| {
-            other != agent && !self.is_before(other, floor) && (reads || theirs & !bytes != 0)
+            other != self.own && !self.is_before(other, floor) && (reads || theirs & !bytes != 0)
         });
         if members.is_empty() {
-            let own = if old >> 4 == agent { old & WHOLE } else { 0 };
-            return mark(agent, bytes | own);
+            return mark(self.own, own);
         }
         if reads && members.iter().all(|&(_, theirs)| theirs == bytes) {
             let several = self.agents.several();
@@ -1209,21 +1134,10 @@ impl View {
                 return mark(several, bytes);
             }
         }
-        let own = self
-            .members(old)
-            .iter()
-            .filter(|&&(other, _)| other == agent)
-            .fold(bytes, |all, &(_, theirs)| all | theirs);
-        members.push((agent, own));
+        members.push((self.own, own));
         members.sort_unstable();
         let all = members.iter().fold(0, |all, &(_, theirs)| all | theirs);
-        let group = self
-            .memory
-            .history
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .group(members);
-        mark(group, all)
+        mark(lock(&self.memory.history).group(members), all)
     }
 
     /// An agent's work ended before this one began.
@@ -1235,7 +1149,7 @@ impl View {
         if let Some(&(_, _, before)) = self.known.iter().find(known) {
             return before;
         }
-        let found = match self.memory.history().work_of(agent) {
+        let found = match lock(&self.memory.history).work_of(agent) {
             // Long ago.
             None => return true,
             Some((agents, other)) => {
@@ -1259,7 +1173,7 @@ impl View {
     }
 
     fn name(&self, agent: u32) -> String {
-        match self.memory.history().work_of(agent) {
+        match lock(&self.memory.history).work_of(agent) {
             Some((agents, work)) if agent == agents.several() => {
                 format!("several blocks of {work}")
             }
@@ -1301,7 +1215,7 @@ impl View {
 
     /// Checks and records an access of consecutive elements, by a whole work.
     pub fn touch(&mut self, kind: Kind, start: u64, bytes: u64, step: u64) -> Result<(), String> {
-        if !self.memory.checks.load(Relaxed) {
+        if self.memory.unchecked {
             return Ok(());
         }
         self.range(kind, start, bytes, step)
@@ -1319,7 +1233,7 @@ impl View {
 
     /// Reads the device's memory. What nothing has written comes as bytes of ones, which are NaN.
     pub fn download(&mut self, from: u64, bytes: u64) -> Result<Vec<u8>, String> {
-        let checks = self.memory.checks.load(Relaxed);
+        let checks = !self.memory.unchecked;
         if checks {
             self.read_any(from, bytes).map_err(|(_, what)| what)?;
         }
@@ -1347,7 +1261,7 @@ impl View {
     }
 
     fn copy_part(&mut self, to: u64, from: u64, bytes: u64) -> Result<(), String> {
-        let checks = self.memory.checks.load(Relaxed);
+        let checks = !self.memory.unchecked;
         if checks {
             self.read_any(from, bytes).map_err(|(_, what)| what)?;
             self.touch(Kind::Store, to, bytes, 1)?;
@@ -1375,30 +1289,13 @@ impl View {
         Ok(())
     }
 
-    /// Fills memory with copies of a pattern of 1, 2 or 4 bytes.
-    pub fn fill(&mut self, to: u64, pattern: &[u8], count: u64) -> Result<(), String> {
-        let step = pattern.len() as u64;
-        for (start, bytes) in self.memory.parts(count * step) {
-            self.fill_part(to + start, pattern, bytes / step)?;
-        }
-        Ok(())
-    }
-
-    fn fill_part(&mut self, to: u64, pattern: &[u8], count: u64) -> Result<(), String> {
-        let step = pattern.len() as u64;
-        self.touch(Kind::Store, to, count * step, step)?;
-        match pattern {
+    /// Fills memory with a byte.
+    pub fn fill(&mut self, to: u64, value: u8, bytes: u64) -> Result<(), String> {
+        for (start, bytes) in self.memory.parts(bytes) {
+            let to = to + start;
+            self.touch(Kind::Store, to, bytes, 1)?;
             // SAFETY: the range is checked to be an allocation's.
-            &[byte] => unsafe { std::ptr::write_bytes(to as *mut u8, byte, count as usize) },
-            _ => {
-                for i in 0..count {
-                    // SAFETY: the element lies within the range that is checked.
-                    unsafe {
-                        let target = (to + i * step) as *mut u8;
-                        std::ptr::copy_nonoverlapping(pattern.as_ptr(), target, pattern.len());
-                    }
-                }
-            }
+            unsafe { std::ptr::write_bytes(to as *mut u8, value, bytes as usize) };
         }
         Ok(())
     }

@@ -1,6 +1,5 @@
 //! The devices: their memory, their streams, and what runs a launch.
 
-pub mod counts;
 pub mod fault;
 pub mod grid;
 pub mod launch;

@@ -1,15 +1,14 @@
 //! A block's shared memory, and what is known of each of its bytes: written or not, by whom, and
 //! who has read it since.
 
-use crate::engine::counts::Counts;
+use crate::engine::launch::Counts;
 
-/// No warp, in the records of who touched a word.
-const NOBODY: u16 = u16::MAX;
-/// More warps than one.
-const MANY: u16 = u16::MAX - 1;
+/// More warps than one, in the records of who touched a word.
+const MANY: u16 = u16::MAX;
 
-/// The history of four bytes that are always accessed together, or of one byte.
-#[derive(Clone, Copy)]
+/// The history of four bytes that are always accessed together, or of one byte. Blocks, epochs,
+/// times and serial numbers begin at 1, so those of an access that never was are 0.
+#[derive(Clone, Copy, Default)]
 struct Record {
     /// The block this record is of.
     block: u32,
@@ -31,24 +30,6 @@ struct Record {
     read_lanes: u32,
     read_line: u32,
 }
-
-const UNTOUCHED: Record = Record {
-    block: 0,
-    split: 0,
-    written: false,
-    in_flight: false,
-    writer: NOBODY,
-    reader: NOBODY,
-    write_lane: 0,
-    write_epoch: 0,
-    write_time: 0,
-    write_serial: 0,
-    write_line: 0,
-    read_epoch: 0,
-    read_time: 0,
-    read_lanes: 0,
-    read_line: 0,
-};
 
 /// A block's shared memory.
 #[derive(Default)]
@@ -90,7 +71,7 @@ impl Shared {
     pub fn resize(&mut self, bytes: usize) {
         self.bytes.resize(bytes, 0);
         if self.words.len() < bytes.div_ceil(4) {
-            self.words.resize(bytes.div_ceil(4), UNTOUCHED);
+            self.words.resize(bytes.div_ceil(4), Record::default());
         }
     }
 
@@ -134,7 +115,7 @@ impl Shared {
     }
 
     /// Checks a lane's access and records it.
-    #[inline]
+    #[inline(never)]
     pub fn touch(
         &mut self,
         who: &Who,
@@ -146,19 +127,6 @@ impl Shared {
         if self.touch_row(who, 1 << lane, address, size, touch) {
             return Ok(());
         }
-        self.touch_bytes(who, lane, address, size, touch)
-    }
-
-    /// [`Shared::touch`] of bytes that may need a further look.
-    #[inline(never)]
-    fn touch_bytes(
-        &mut self,
-        who: &Who,
-        lane: u32,
-        address: u64,
-        size: u32,
-        touch: Touch,
-    ) -> Result<(), String> {
         let start = self.place(address, size)?;
         if self.unchecked {
             return Ok(());
@@ -182,7 +150,7 @@ impl Shared {
         if word.block != self.block {
             *word = Record {
                 block: self.block,
-                ..UNTOUCHED
+                ..Record::default()
             };
         }
         if word.split == 0 {
@@ -193,6 +161,14 @@ impl Shared {
             word.split = self.split.len() as u32;
         }
         &mut self.split[word.split as usize - 1][at % 4..][..count]
+    }
+
+    /// The bytes are inside, and elements of so many bytes are aligned whole words.
+    #[inline(always)]
+    fn is_plain(&self, address: u64, size: u32, bytes: u32) -> bool {
+        let end = address.checked_add(u64::from(bytes));
+        let inside = end.is_some_and(|end| end <= self.bytes.len() as u64);
+        size >= 4 && address.is_multiple_of(u64::from(size)) && inside
     }
 
     /// Checks and records an access of a warp's neighbouring lanes to bytes in a row, `size` for
@@ -207,26 +183,21 @@ impl Shared {
         size: u32,
         touch: Touch,
     ) -> bool {
-        let (lowest, bytes) = (
-            mask.trailing_zeros(),
-            mask.count_ones() as usize * size as usize,
-        );
-        let inside = (address as usize)
-            .checked_add(bytes)
-            .is_some_and(|end| end <= self.bytes.len());
-        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
+        let bytes = mask.count_ones() * size;
+        if !self.is_plain(address, size, bytes) {
             return false;
         }
         if self.unchecked {
             return true;
         }
+        let lowest = mask.trailing_zeros();
         let (block, epoch) = (self.block, self.epoch);
-        let words = &mut self.words[address as usize / 4..][..bytes / 4];
+        let words = &mut self.words[address as usize / 4..][..bytes as usize / 4];
         // A size is a power of two.
         let lane_of = |word: usize| lowest + (word >> (size / 4).trailing_zeros()) as u32;
         for (at, word) in words.iter().enumerate() {
             let settled = match word.block == block {
-                true => harmless(word, epoch, who, lane_of(at), touch),
+                true => word.split == 0 && obstacle(word, epoch, who, lane_of(at), touch).is_none(),
                 false => touch != Touch::Read,
             };
             if !settled {
@@ -235,7 +206,10 @@ impl Shared {
         }
         for (at, word) in words.iter_mut().enumerate() {
             if word.block != block {
-                *word = Record { block, ..UNTOUCHED };
+                *word = Record {
+                    block,
+                    ..Record::default()
+                };
             }
             if touch == Touch::Read {
                 read(word, epoch, who, 1 << lane_of(at));
@@ -250,9 +224,7 @@ impl Shared {
     /// look. False: it does, and nothing is recorded.
     #[inline(always)]
     pub fn read_same(&mut self, who: &Who, mask: u32, address: u64, size: u32) -> bool {
-        let end = (address as usize).checked_add(size as usize);
-        let inside = end.is_some_and(|end| end <= self.bytes.len());
-        if size < 4 || !address.is_multiple_of(u64::from(size)) || !inside {
+        if !self.is_plain(address, size, size) {
             return false;
         }
         if self.unchecked {
@@ -300,6 +272,7 @@ impl Shared {
     }
 }
 
+/// Checks an access to bytes that share a record, and records it.
 fn touched(
     word: &mut Record,
     epoch: u32,
@@ -307,69 +280,65 @@ fn touched(
     lane: u32,
     touch: Touch,
 ) -> Result<(), String> {
-    if word.in_flight && touch != Touch::Land {
-        return Err("a cp.async to these bytes is still in flight".into());
+    if let Some(obstacle) = obstacle(word, epoch, who, lane, touch) {
+        return Err(obstacle.of(word));
     }
-    if touch == Touch::Read && !word.written {
-        return Err("these bytes were never written".into());
+    match touch {
+        Touch::Read => read(word, epoch, who, 1 << lane),
+        _ => write(word, epoch, who, lane, touch),
     }
-    // The last write.
-    if word.write_epoch == epoch {
-        let other = u32::from(word.write_lane);
-        let racing = if word.writer == who.warp {
-            word.write_serial != who.serial && lane != other && word.write_time == who.time
-        } else {
-            true
-        };
-        if racing {
-            return Err(format!(
-                "a race: lane {other} of warp {} wrote these bytes (line {}), and nothing orders \
-                 the two",
-                word.writer, word.write_line
-            ));
-        }
-    }
-    if touch == Touch::Read {
-        read(word, epoch, who, 1 << lane);
-        return Ok(());
-    }
-    // Reads since the last barrier.
-    if word.read_epoch == epoch {
-        let racing = if word.reader == who.warp {
-            word.read_lanes != 1 << lane && word.read_time == who.time
-        } else {
-            true
-        };
-        if racing {
-            let reader = if word.reader == MANY {
-                "several warps".to_owned()
-            } else {
-                format!("warp {}", word.reader)
-            };
-            return Err(format!(
-                "a race: {reader} read these bytes (line {}), and nothing orders the two",
-                word.read_line
-            ));
-        }
-    }
-    write(word, epoch, who, lane, touch);
     Ok(())
 }
 
-/// An access to a whole word needs no further look. Most are such.
+/// Why an access is refused.
+enum Obstacle {
+    InFlight,
+    Unwritten,
+    /// The last write.
+    Written,
+    /// Reads since the last barrier.
+    Read,
+}
+
+impl Obstacle {
+    #[cold]
+    fn of(self, word: &Record) -> String {
+        let (does, line) = match self {
+            Self::InFlight => return "a cp.async to these bytes is still in flight".into(),
+            Self::Unwritten => return "these bytes were never written".into(),
+            Self::Written => {
+                let (lane, warp) = (word.write_lane, word.writer);
+                (format!("lane {lane} of warp {warp} wrote"), word.write_line)
+            }
+            Self::Read if word.reader == MANY => ("several warps read".into(), word.read_line),
+            Self::Read => (format!("warp {} read", word.reader), word.read_line),
+        };
+        format!("a race: {does} these bytes (line {line}), and nothing orders the two")
+    }
+}
+
+/// What forbids an access, mostly nothing.
 #[inline(always)]
-fn harmless(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> bool {
-    let written = word.writer == who.warp
-        && (u32::from(word.write_lane) == lane || word.write_time < who.time);
-    let after_writes = word.write_epoch != epoch || written;
+fn obstacle(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> Option<Obstacle> {
+    let after_writes = word.write_epoch != epoch
+        || word.writer == who.warp
+            && (u32::from(word.write_lane) == lane
+                || word.write_time != who.time
+                || word.write_serial == who.serial);
     let after_reads = touch == Touch::Read
         || word.read_epoch != epoch
-        || (word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time < who.time));
-    word.split == 0
-        && (touch == Touch::Land || !word.in_flight)
-        && (touch != Touch::Read || word.written)
-        && after_writes
-        && after_reads
+        || word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time != who.time);
+    if word.in_flight && touch != Touch::Land {
+        Some(Obstacle::InFlight)
+    } else if touch == Touch::Read && !word.written {
+        Some(Obstacle::Unwritten)
+    } else if !after_writes {
+        Some(Obstacle::Written)
+    } else if !after_reads {
+        Some(Obstacle::Read)
+    } else {
+        None
+    }
 }
 
 #[inline(always)]

@@ -5,9 +5,8 @@
 //! orders, go by it. Work runs on whichever host thread waits; the lock of the queues is not held
 //! meanwhile.
 
-use crate::engine::counts::Counts;
 use crate::engine::fault::Fault;
-use crate::engine::launch::Conditions;
+use crate::engine::launch::{Conditions, Counts};
 use crate::engine::memory::{lock, Clock, Memory, Position, Work};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
@@ -80,14 +79,8 @@ impl Submission {
 
 /// The fault of work that is no kernel.
 pub fn fault_of(work: &Work, what: String) -> Fault {
-    Fault {
-        kernel: work.name.clone(),
-        block: [0; 3],
-        thread: [0; 3],
-        source: None,
-        instruction: format!("work {} of stream {}", work.number, work.stream),
-        what,
-    }
+    let place = format!("work {} of stream {}", work.number, work.stream);
+    Fault::outside(&work.name, place, what)
 }
 
 /// Launches and their counts, by kernel.
@@ -167,8 +160,6 @@ pub struct Engine {
     pub kernels: AtomicBool,
     seed: u64,
     perturb: bool,
-    sparse: bool,
-    unchecked: bool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -201,11 +192,9 @@ fn is_on(name: &str) -> bool {
 pub fn engine() -> &'static Engine {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     ENGINE.get_or_init(|| {
-        let memory = Memory::default();
-        let unchecked = is_off("SOFTGPU_CHECKS");
-        memory.set_checks(!unchecked);
-        let sparse = is_on("SOFTGPU_SPARSE");
-        memory.set_sparse(sparse);
+        let mut memory = Memory::default();
+        memory.unchecked = is_off("SOFTGPU_CHECKS");
+        memory.sparse = is_on("SOFTGPU_SPARSE");
         let seed = number_from("SOFTGPU_SEED").unwrap_or(0);
         extern "C" fn at_exit() {
             engine().finish();
@@ -217,8 +206,6 @@ pub fn engine() -> &'static Engine {
             kernels: AtomicBool::new(!is_off("SOFTGPU_KERNELS")),
             seed,
             perturb: is_on("SOFTGPU_PERTURB"),
-            sparse,
-            unchecked,
             state: Mutex::new(State {
                 random: seed,
                 ..State::default()
@@ -242,8 +229,8 @@ impl Engine {
                 seed => scramble(seed ^ scramble(own)).max(1),
             },
             perturb: self.perturb,
-            sparse: self.sparse,
-            unchecked: self.unchecked,
+            sparse: self.memory.sparse,
+            unchecked: self.memory.unchecked,
         }
     }
 
@@ -353,26 +340,20 @@ impl Engine {
             return 0;
         };
         queue.queued += 1;
-        let Submission {
-            name,
-            blocks,
-            launch,
-            always,
-            step,
-        } = submission;
+        let Submission { name, launch, .. } = submission;
         let tally = own_tally();
         let on = self.kernels.load(Relaxed);
         if launch && !on {
             lock(&tally).entry(name).or_default().0 += 1;
             return queue.queued;
         }
-        if !on && !always {
+        if !on && !submission.always {
             return queue.queued;
         }
-        let mut work = Work::new(name, queue.device, stream, queue.queued, blocks);
+        let mut work = Work::new(name, queue.device, stream, queue.queued, submission.blocks);
         work.after = queue.after.clone();
         work.seen = seen;
-        let due = match step {
+        let due = match submission.step {
             Step::Run(action) => Due::Run(action),
             Step::Meet(meet) => {
                 let (meeting, rank) = meet();
@@ -460,13 +441,10 @@ impl Engine {
 
     /// Picks something that can run and runs it.
     fn run_one<'a>(&'a self, mut state: MutexGuard<'a, State>) -> (MutexGuard<'a, State>, bool) {
-        let Some(stream) = state.pick(self.seed) else {
+        let Some(streams) = state.pick(self.seed) else {
             return (state, false);
         };
-        let items = state.start(stream);
-        if items.is_empty() {
-            return (state, false);
-        }
+        let items = state.start(&streams);
         let devices: Vec<i32> = items.iter().map(|item| item.work.device).collect();
         // Ranks that meet fail together.
         let broken = (devices.iter()).any(|device| state.broken.contains(device));
@@ -685,9 +663,9 @@ impl State {
         self.wait(stream, &clock);
     }
 
-    /// A stream whose first work can start.
-    fn pick(&mut self, seed: u64) -> Option<u32> {
-        let mut meetings: HashMap<*const Meeting, usize> = HashMap::new();
+    /// The stream whose first work can start, or the streams that meet.
+    fn pick(&mut self, seed: u64) -> Option<Vec<u32>> {
+        let mut meetings: HashMap<*const Meeting, Vec<u32>> = HashMap::new();
         let mut ready = vec![];
         for (&stream, queue) in &self.queues {
             let Some(item) = queue.items.front() else {
@@ -697,51 +675,33 @@ impl State {
                 continue;
             }
             match &item.due {
-                Due::Run(_) => ready.push((item.ticket, stream)),
-                Due::Meet(meeting, _) => {
+                Due::Meet(meeting, _) if !meeting.cancelled.load(Relaxed) => {
                     let here = meetings.entry(Arc::as_ptr(meeting)).or_default();
-                    *here += 1;
-                    if *here == meeting.size || meeting.cancelled.load(Relaxed) {
-                        ready.push((item.ticket, stream));
+                    here.push(stream);
+                    if here.len() == meeting.size {
+                        ready.push((item.ticket, here.clone()));
                     }
                 }
+                _ => ready.push((item.ticket, vec![stream])),
             }
         }
         if seed == 0 {
-            return ready.into_iter().min().map(|(_, stream)| stream);
+            return ready.into_iter().min().map(|(_, streams)| streams);
         }
         self.random = scramble(self.random);
         let at = self.random as usize % ready.len().max(1);
-        ready.get(at).map(|&(_, stream)| stream)
+        ready.into_iter().nth(at).map(|(_, streams)| streams)
     }
 
-    /// Takes the first work of a stream, with that of all streams that it meets.
-    fn start(&mut self, stream: u32) -> Vec<Item> {
-        let meeting = match self
-            .queues
-            .get(&stream)
-            .and_then(|queue| queue.items.front())
-        {
-            Some(Item {
-                due: Due::Meet(meeting, _),
-                ..
-            }) if !meeting.cancelled.load(Relaxed) => Some(meeting.clone()),
-            _ => None,
+    /// Takes the first work of each stream.
+    fn start(&mut self, streams: &[u32]) -> Vec<Item> {
+        let start = |stream| {
+            let queue = self.queues.get_mut(stream)?;
+            let item = queue.items.pop_front()?;
+            queue.running = Some(item.work.number);
+            Some(item)
         };
-        let mut items = vec![];
-        for (&other, queue) in &mut self.queues {
-            let takes_part = match (queue.items.front().map(|item| &item.due), &meeting) {
-                (Some(Due::Meet(theirs, _)), Some(meeting)) => Arc::ptr_eq(theirs, meeting),
-                _ => other == stream,
-            };
-            if takes_part && queue.running.is_none() {
-                if let Some(item) = queue.items.pop_front() {
-                    queue.running = Some(item.work.number);
-                    items.push(item);
-                }
-            }
-        }
-        items
+        streams.iter().filter_map(start).collect()
     }
 }
 

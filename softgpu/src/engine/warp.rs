@@ -1,10 +1,9 @@
 //! A warp: 32 lanes, each with a program counter of its own. Lanes at the same instruction run
 //! together.
 
-use crate::engine::counts::Counts;
 use crate::engine::fault::Fault;
-use crate::engine::launch::Launch;
-use crate::engine::memory::{Access, Kind as Global, Pattern, View};
+use crate::engine::launch::{Counts, Launch};
+use crate::engine::memory::{Kind as Global, Pattern, View};
 use crate::engine::shared::{count_conflicts, Shared, Touch, Who};
 use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
 use crate::isa::op::*;
@@ -149,44 +148,44 @@ impl Warp {
         self.state = State::Ready;
     }
 
-    /// Fills a slot that holds the same for the whole of a block.
+    /// Fills a slot whose values last a block.
     fn fill(&mut self, block: &Block, value: Value, wide: bool, slot: u16) {
-        let axis = usize::from;
-        let same = match value {
-            Value::Bits(bits) => bits,
-            Value::Global(offset) => block.launch.globals.wrapping_add(offset),
-            Value::DynamicShared(offset) => block.program.dynamic_start() as u64 + offset,
-            Value::Threads(of) => u64::from(block.launch.block[axis(of)]),
-            Value::Block(of) => u64::from(block.index[axis(of)]),
-            Value::Blocks(of) => u64::from(block.launch.grid[axis(of)]),
-            Value::Thread(axis) => return self.fill_lanes(block, axis, wide, slot),
+        let Launch {
+            grid, block: size, ..
+        } = block.launch;
+        let values = match value {
+            Value::Bits(bits) => [bits; 32],
+            Value::Parameter(offset) => {
+                let parameter = &block.launch.parameters[offset as usize..];
+                let mut bytes = [0; 8];
+                let filled = &mut bytes[..if wide { 8 } else { 4 }];
+                filled.copy_from_slice(&parameter[..filled.len()]);
+                [u64::from_le_bytes(bytes); 32]
+            }
+            Value::Global(offset) => [block.launch.globals.wrapping_add(offset); 32],
+            Value::DynamicShared(offset) => [block.program.dynamic_start() as u64 + offset; 32],
+            Value::Threads(axis) => [size[usize::from(axis)].into(); 32],
+            Value::Block(axis) => [block.index[usize::from(axis)].into(); 32],
+            Value::Blocks(axis) => [grid[usize::from(axis)].into(); 32],
+            Value::Thread(axis) => std::array::from_fn(|lane| {
+                self.thread(block, lane as u32)[usize::from(axis)].into()
+            }),
         };
         // SAFETY: the decoder reserved the slot, or two for 64 bits, and the warp has all that the
         // program reserved.
         unsafe {
             match wide {
-                true => put_wide(&mut self.lanes, slot, [same; 32], !0),
-                false => put_slot(&mut self.lanes, slot, [same as u32; 32], !0),
+                true => put_wide(&mut self.lanes, slot, values, !0),
+                false => put_slot(&mut self.lanes, slot, values.map(|bits| bits as u32), !0),
             }
         }
     }
 
-    /// Fills a slot that holds each lane's index in the block.
-    fn fill_lanes(&mut self, block: &Block, axis: u8, wide: bool, slot: u16) {
+    /// A lane's index in the block.
+    fn thread(&self, block: &Block, lane: u32) -> [u32; 3] {
         let [x, y, _] = block.launch.block;
-        for lane in 0..32u32 {
-            let thread = u32::from(self.number) * 32 + lane;
-            let bits = match axis {
-                0 => thread % x,
-                1 => thread / x % y,
-                _ => thread / (x * y),
-            };
-            if wide {
-                self.set64(slot, lane, u64::from(bits));
-            } else {
-                self.slots[usize::from(slot)].0[lane as usize] = bits;
-            }
-        }
+        let thread = u32::from(self.number) * 32 + lane;
+        [thread % x, thread / x % y, thread / (x * y)]
     }
 
     fn get32(&self, slot: u16, lane: u32) -> u32 {
@@ -200,13 +199,6 @@ impl Warp {
         u64::from(words[index]) | u64::from(words[index + 1]) << 32
     }
 
-    fn set64(&mut self, slot: u16, lane: u32, bits: u64) {
-        let (half, index) = (lane as usize / 16, lane as usize % 16 * 2);
-        let words = &mut self.slots[usize::from(slot) + half].0;
-        words[index] = bits as u32;
-        words[index + 1] = (bits >> 32) as u32;
-    }
-
     fn live(&self) -> u32 {
         !self.exited
     }
@@ -215,14 +207,12 @@ impl Warp {
     #[inline(never)]
     fn fault(&self, block: &Block, at: u32, lane: u32, what: String) -> Box<Fault> {
         let program = block.program;
-        let [x, y, _] = block.launch.block;
-        let thread = u32::from(self.number) * 32 + lane;
         let module = &block.launch.module;
         let at = at as usize;
         Box::new(Fault {
             kernel: module.name_of(block.launch.entry).to_owned(),
             block: block.index,
-            thread: [thread % x, thread / x % y, thread / (x * y)],
+            thread: self.thread(block, lane),
             source: module.source_of(program.sources[at]),
             instruction: format!(
                 "{} (line {})",
@@ -470,11 +460,9 @@ impl Warp {
         let runs = self.leave(mask);
         self.skipped &= !mask;
         for lane in lanes_of(self.live() & !self.blocked) {
-            let running = self.active >> lane & 1 == 1;
-            let at = if running {
-                self.at
-            } else {
-                self.counters[lane as usize]
+            let at = match self.active >> lane & 1 {
+                1 => self.at,
+                _ => self.counters[lane as usize],
             };
             // Who runs what only those run that do not wait has left early.
             if at > barrier && program.reaches(barrier + 1, at) {
@@ -509,8 +497,7 @@ impl Warp {
         // A barrier that is not for the whole warp comes to its fault below.
         let whole = op.kind == Kind::Shuffle || mask == self.live();
         if uniform && whole && first & self.live() == mask {
-            self.execute(block, self.at, mask, mask)?;
-            self.met(op.kind);
+            self.exchange(block, self.at, mask, mask)?;
             self.at += 1;
             return Ok(true);
         }
@@ -539,15 +526,6 @@ impl Warp {
         Ok(self.release(block)? || runs)
     }
 
-    /// Lanes have met. CUDA promises an order of their accesses to memory only for `bar.warp.sync`:
-    /// shuffles, votes and matches exchange registers.
-    #[inline(always)]
-    fn met(&mut self, kind: Kind) {
-        if kind == Kind::WarpBarrier {
-            self.time += 1;
-        }
-    }
-
     /// Lets lanes go whose partners have all arrived or exited. False: there are none.
     #[inline(never)]
     fn release(&mut self, block: &mut Block) -> Done<bool> {
@@ -556,9 +534,7 @@ impl Warp {
         while let Some(lane) = lanes_of(self.parked & !seen).next() {
             let meeting = self.meetings[lane as usize];
             let mine = |other: &u32| self.meetings[*other as usize] == meeting;
-            let here = lanes_of(self.parked)
-                .filter(mine)
-                .fold(0, |mask, other| mask | 1 << other);
+            let here = mask_of(lanes_of(self.parked).filter(mine));
             seen |= here;
             let Some(meeting) = meeting else { continue };
             if meeting.members & self.live() & !here != 0 {
@@ -567,17 +543,15 @@ impl Warp {
             let mut left = here;
             while left != 0 {
                 let at = self.counters[left.trailing_zeros() as usize];
-                let group = lanes_of(left)
-                    .filter(|other| self.counters[*other as usize] == at)
-                    .fold(0, |mask, other| mask | 1 << other);
-                self.execute(block, at, group, here)?;
+                let there = |other: &u32| self.counters[*other as usize] == at;
+                let group = mask_of(lanes_of(left).filter(there));
+                self.exchange(block, at, group, here)?;
                 left &= !group;
             }
             for other in lanes_of(here) {
                 self.counters[other as usize] += 1;
             }
             self.parked &= !here;
-            self.met(meeting.kind);
             any = true;
         }
         if any {
@@ -588,23 +562,18 @@ impl Warp {
 
     /// Runs an exchange for the lanes of `group`, which came with all of `present`.
     #[inline(always)]
-    fn execute(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
+    fn exchange(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
         let op = &block.program.ops[at as usize];
-        match op.kind {
-            Kind::Shuffle => self.shuffle(block, at, group, present),
-            _ => Ok(()),
+        // CUDA promises an order of accesses to memory only for `bar.warp.sync`: shuffles exchange
+        // registers.
+        if op.kind == Kind::WarpBarrier {
+            self.time += 1;
+            return Ok(());
         }
-    }
-
-    #[inline(always)]
-    fn shuffle(&mut self, block: &Block, at: u32, group: u32, present: u32) -> Done<()> {
-        let op = &block.program.ops[at as usize];
         let mut values = self.slots[usize::from(op.a)].0;
         for lane in lanes_of(present & !group) {
-            values[lane as usize] = self.get32(
-                block.program.ops[self.counters[lane as usize] as usize].a,
-                lane,
-            );
+            let theirs = &block.program.ops[self.counters[lane as usize] as usize];
+            values[lane as usize] = self.get32(theirs.a, lane);
         }
         let mut results = [0; 32];
         let mut inside = 0;
@@ -668,46 +637,9 @@ impl Warp {
         all
     }
 
-    /// A parameter at an address that the instruction names is the same in all lanes.
-    #[inline(always)]
-    fn load_parameter(&mut self, block: &Block, address: &Address, mask: u32) -> Option<()> {
-        let known =
-            address.space == Space::Parameter && address.base.is_none() && address.count == 1;
-        if !known || !address.offset.is_multiple_of(u64::from(address.bytes)) {
-            return None;
-        }
-        let start = address.offset as usize;
-        let bytes = block
-            .launch
-            .parameters
-            .get(start..start + address.bytes as usize)?;
-        // SAFETY: the decoder reserved the slot, and the warp has all that the program reserved.
-        unsafe {
-            match (bytes, address.widths[0]) {
-                (&[a, b, c, d], 32) => put_slot(
-                    &mut self.lanes,
-                    address.registers[0],
-                    [u32::from_le_bytes([a, b, c, d]); 32],
-                    mask,
-                ),
-                (bytes, 64) => put_wide(
-                    &mut self.lanes,
-                    address.registers[0],
-                    [u64::from_le_bytes(bytes.try_into().ok()?); 32],
-                    mask,
-                ),
-                _ => return None,
-            }
-        }
-        Some(())
-    }
-
     #[inline(always)]
     fn load(&mut self, block: &mut Block, op: &Op, mask: u32) -> Done<()> {
         let address = &block.program.addresses[op.target as usize];
-        if self.load_parameter(block, address, mask).is_some() {
-            return Ok(());
-        }
         let addresses = &self.addresses(address);
         let size = address.bytes * address.count;
         let pattern = Pattern::of(addresses, mask, size);
@@ -738,9 +670,13 @@ impl Warp {
             }
             Space::Local | Space::Parameter => {
                 let (base, stride) = self.own_bytes(block, address, mask, addresses)?;
+                let pattern = match stride {
+                    0 => pattern,
+                    _ => Pattern::Scattered,
+                };
                 // SAFETY: the check says that each lane's bytes are inside of its part.
                 unsafe {
-                    self.gather(address, mask, Pattern::Scattered, |lane| {
+                    self.gather(address, mask, pattern, |lane| {
                         base.add(lane as usize * stride + addresses[lane as usize] as usize)
                     })
                 };
@@ -951,21 +887,19 @@ impl Warp {
         mask: u32,
         addresses: &[u64; 32],
     ) -> Done<(*mut u8, usize)> {
+        let own = block.program.local_bytes;
         let parameters = &block.launch.parameters;
+        let start = parameters.as_ptr().cast_mut();
         let (place, base, bytes, stride) = match address.space {
-            Space::Local => {
-                let bytes = block.program.local_bytes;
-                ("local memory", self.local.as_mut_ptr(), bytes, bytes)
-            }
-            _ => (
-                "the parameters",
-                parameters.as_ptr().cast_mut(),
-                parameters.len(),
-                0,
-            ),
+            Space::Local => ("local memory", self.local.as_mut_ptr(), own, own),
+            _ => ("the parameters", start, parameters.len(), 0),
         };
         let size = u64::from(address.bytes * address.count);
-        for lane in lanes_of(mask) {
+        let distinct = match address.base {
+            Some(_) => mask,
+            None => mask & mask.wrapping_neg(),
+        };
+        for lane in lanes_of(distinct) {
             let at = addresses[lane as usize];
             let what = if at.checked_add(size).is_none_or(|end| end > bytes as u64) {
                 format!("{size} bytes at {at:#x} of {place} are out of bounds: there are {bytes}")
@@ -989,14 +923,8 @@ impl Warp {
         size: u32,
         pattern: Pattern,
     ) -> Done<()> {
-        let access = Access {
-            kind,
-            size,
-            mask,
-            addresses,
-        };
-        let checked = block.view.check_as(&access, pattern);
-        checked.map_err(|violation| self.fault(block, self.at, violation.lane, violation.what))?;
+        let checked = (block.view).check(kind, size, mask, addresses, pattern);
+        checked.map_err(|(lane, what)| self.fault(block, self.at, lane, what))?;
         let bytes = u64::from(mask.count_ones() * size);
         let sectors = sectors(addresses, mask, size, pattern);
         let counts = &mut block.counts;
@@ -1133,9 +1061,7 @@ impl Warp {
         let to = &program.addresses[op.immediate as usize];
         let (sources, places) = (self.addresses(from), self.addresses(to));
         let bytes = from.bytes;
-        let whole = lanes_of(mask)
-            .filter(|lane| self.get32(op.a, *lane) >= bytes)
-            .fold(0, |mask, lane| mask | 1 << lane);
+        let whole = mask_of(lanes_of(mask).filter(|lane| self.get32(op.a, *lane) >= bytes));
         if whole != 0 {
             let pattern = Pattern::of(&sources, whole, bytes);
             self.check_global(block, Global::Load, whole, &sources, bytes, pattern)?;
@@ -1208,12 +1134,7 @@ impl Warp {
     }
 
     fn land(&mut self, block: &mut Block, flight: &Flight, lanes: u32) -> Done<()> {
-        let &Flight {
-            ref addresses,
-            bytes,
-            ref data,
-            ..
-        } = flight;
+        let (addresses, data, bytes) = (&flight.addresses, &flight.data, flight.bytes);
         let pattern = Pattern::of(addresses, lanes, bytes);
         self.check_shared(block, lanes, addresses, bytes, pattern, Touch::Land)?;
         if pattern == Pattern::Row && bytes == 16 {
@@ -1239,6 +1160,10 @@ fn lanes_of(mask: u32) -> impl Iterator<Item = u32> {
     })
 }
 
+fn mask_of(lanes: impl Iterator<Item = u32>) -> u32 {
+    lanes.fold(0, |mask, lane| mask | 1 << lane)
+}
+
 /// The number of 32-byte sectors that the lanes touch.
 #[inline(always)]
 fn sectors(addresses: &[u64; 32], mask: u32, size: u32, pattern: Pattern) -> u64 {
@@ -1246,32 +1171,21 @@ fn sectors(addresses: &[u64; 32], mask: u32, size: u32, pattern: Pattern) -> u64
     let bytes = match pattern {
         Pattern::Row => mask.count_ones() * size,
         Pattern::Same => size,
-        Pattern::Scattered => return scattered_sectors(addresses, mask, size),
+        Pattern::Scattered => return scattered_sectors(addresses, mask),
     };
     ((first + u64::from(bytes) - 1) >> 5) - (first >> 5) + 1
 }
 
-fn scattered_sectors(addresses: &[u64; 32], mask: u32, size: u32) -> u64 {
-    let mut least = u64::MAX;
-    let mut most = 0;
-    for lane in lanes_of(mask) {
-        let at = addresses[lane as usize];
-        least = least.min(at >> 5);
-        most = most.max((at + u64::from(size) - 1) >> 5);
-    }
-    if most - least < 64 {
-        let mut touched = 0u64;
-        for lane in lanes_of(mask) {
-            let at = addresses[lane as usize];
-            touched |= 1 << ((at >> 5) - least);
-            touched |= 1 << (((at + u64::from(size) - 1) >> 5) - least);
-        }
+#[inline(never)]
+fn scattered_sectors(addresses: &[u64; 32], mask: u32) -> u64 {
+    // Operands are aligned and at most 16 bytes, so one lies in one sector.
+    let sectors = || lanes_of(mask).map(|lane| addresses[lane as usize] >> 5);
+    let least = sectors().min().unwrap_or(0);
+    if sectors().all(|sector| sector - least < 64) {
+        let touched = sectors().fold(0u64, |touched, sector| touched | 1 << (sector - least));
         return u64::from(touched.count_ones());
     }
-    // Operands are aligned and at most 16 bytes, so one lies in one sector.
-    let mut all: Vec<u64> = lanes_of(mask)
-        .map(|lane| addresses[lane as usize] >> 5)
-        .collect();
+    let mut all: Vec<u64> = sectors().collect();
     all.sort_unstable();
     all.dedup();
     all.len() as u64

@@ -10,18 +10,16 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::isa::float;
-use crate::isa::op::{lane_count, Class, Exec, Lanes, Op};
+use crate::isa::op::{bits_of, lane_count, Class, Exec, Lanes, Op};
 
 use std::mem::MaybeUninit;
 
 /// An arithmetic instruction, found by its name.
-#[derive(Clone, Copy)]
 pub struct Arithmetic {
     pub exec: Exec,
     pub class: Class,
-    /// The operands, destination first: `h`, `w` and `d` are slots with 16, 32 and 64
-    /// bits, `p` is a predicate.
-    pub operands: &'static str,
+    /// Bits of the operands, destination first. A predicate has one.
+    pub operands: Vec<u8>,
 }
 
 #[inline(always)]
@@ -144,6 +142,25 @@ macro_rules! compare {
     }};
 }
 
+/// One of two operands, as a predicate says, for 32 lanes.
+macro_rules! choice {
+    ($t:ty) => {{
+        #[inline(always)]
+        unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
+            let a = lanes.slots.add(usize::from(op.a)).cast::<$t>();
+            let b = lanes.slots.add(usize::from(op.b)).cast::<$t>();
+            let which = *lanes.predicates.add(usize::from(op.c));
+            let mut results = [0; 32];
+            for (lane, result) in results[..lane_count()].iter_mut().enumerate() {
+                let (a, b) = (*a.add(lane), *b.add(lane));
+                *result = if which >> lane & 1 == 1 { a } else { b };
+            }
+            put::<$t>(lanes, op.d, results.as_ptr(), mask);
+        }
+        both!(body)
+    }};
+}
+
 /// An expression of predicates, which needs no loop.
 macro_rules! logic {
     (|$a:ident, $b:ident| $e:expr) => {{
@@ -161,12 +178,12 @@ macro_rules! logic {
 macro_rules! integers {
     ($ty:expr, |$($x:ident),+| $e:expr) => {
         match $ty {
-            "u16" | "b16" => (integers!(@ u32, u16, u16, [$($x),+], $e), "h"),
-            "s16" => (integers!(@ u32, i16, u16, [$($x),+], $e), "h"),
-            "u32" | "b32" => (integers!(@ u32, u32, u32, [$($x),+], $e), "w"),
-            "s32" => (integers!(@ u32, i32, u32, [$($x),+], $e), "w"),
-            "u64" | "b64" => (integers!(@ u64, u64, u64, [$($x),+], $e), "d"),
-            "s64" => (integers!(@ u64, i64, u64, [$($x),+], $e), "d"),
+            "u16" | "b16" => integers!(@ u32, u16, u16, [$($x),+], $e),
+            "s16" => integers!(@ u32, i16, u16, [$($x),+], $e),
+            "u32" | "b32" => integers!(@ u32, u32, u32, [$($x),+], $e),
+            "s32" => integers!(@ u32, i32, u32, [$($x),+], $e),
+            "u64" | "b64" => integers!(@ u64, u64, u64, [$($x),+], $e),
+            "s64" => integers!(@ u64, i64, u64, [$($x),+], $e),
             _ => return None,
         }
     };
@@ -183,18 +200,15 @@ macro_rules! integers {
 macro_rules! integer_condition {
     ($ty:expr, |$a:ident, $b:ident| $e:expr) => {
         match $ty {
-            "u16" | "b16" => (compare!(|$a: u32, $b: u32| $e), "p:hh"),
-            "s16" => (
-                compare!(|$a: u32, $b: u32| {
-                    let ($a, $b) = ($a as i16, $b as i16);
-                    $e
-                }),
-                "p:hh",
-            ),
-            "u32" | "b32" => (compare!(|$a: u32, $b: u32| $e), "p:ww"),
-            "s32" => (compare!(|$a: i32, $b: i32| $e), "p:ww"),
-            "u64" | "b64" => (compare!(|$a: u64, $b: u64| $e), "p:dd"),
-            "s64" => (compare!(|$a: i64, $b: i64| $e), "p:dd"),
+            "u16" | "b16" => compare!(|$a: u32, $b: u32| $e),
+            "s16" => compare!(|$a: u32, $b: u32| {
+                let ($a, $b) = ($a as i16, $b as i16);
+                $e
+            }),
+            "u32" | "b32" => compare!(|$a: u32, $b: u32| $e),
+            "s32" => compare!(|$a: i32, $b: i32| $e),
+            "u64" | "b64" => compare!(|$a: u64, $b: u64| $e),
+            "s64" => compare!(|$a: i64, $b: i64| $e),
             _ => return None,
         }
     };
@@ -203,8 +217,8 @@ macro_rules! integer_condition {
 macro_rules! float_condition {
     ($ty:expr, |$a:ident, $b:ident| $e:expr) => {
         match $ty {
-            "f32" => (compare!(|$a: f32, $b: f32| $e), "p:ww"),
-            "f64" => (compare!(|$a: f64, $b: f64| $e), "p:dd"),
+            "f32" => compare!(|$a: f32, $b: f32| $e),
+            "f64" => compare!(|$a: f64, $b: f64| $e),
             _ => return None,
         }
     };
@@ -214,15 +228,9 @@ macro_rules! float_condition {
 macro_rules! half_variants {
     ($ty:expr, |$($x:ident),+| $e:expr) => {
         match $ty {
-            "f16" => (
-                each!(|$($x: u32),+| u32: half_variants!(@ of_f16, to_f16, [$($x),+], $e)),
-                "h",
-            ),
-            "bf16" => (
-                each!(|$($x: u32),+| u32: half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)),
-                "h",
-            ),
-            "bf16x2" => (each!(|$($x: u32),+| u32: {
+            "f16" => each!(|$($x: u32),+| u32: half_variants!(@ of_f16, to_f16, [$($x),+], $e)),
+            "bf16" => each!(|$($x: u32),+| u32: half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)),
+            "bf16x2" => each!(|$($x: u32),+| u32: {
                 let low = {
                     $(let $x = $x & 0xffff;)+
                     half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)
@@ -232,7 +240,7 @@ macro_rules! half_variants {
                     half_variants!(@ of_bf16, to_bf16, [$($x),+], $e)
                 };
                 low | high << 16
-            }), "w"),
+            }),
             _ => return None,
         }
     };
@@ -242,75 +250,74 @@ macro_rules! half_variants {
     }};
 }
 
-/// Operands of one width each: destination and `sources` times the same.
-fn alike(width: &str, sources: usize) -> &'static str {
-    let all: &[&'static str] = match width {
-        "h" => &["h:h", "h:hh", "h:hhh"],
-        "w" => &["w:w", "w:ww", "w:www"],
-        _ => &["d:d", "d:dd", "d:ddd"],
-    };
-    all[sources - 1]
-}
-
-fn width_of(ty: &str) -> Option<&'static str> {
-    Some(match ty {
-        "b8" | "u8" | "s8" | "b16" | "u16" | "s16" | "f16" | "bf16" => "h",
-        "b32" | "u32" | "s32" | "f32" | "f16x2" | "bf16x2" => "w",
-        "b64" | "u64" | "s64" | "f64" => "d",
-        "pred" => "p",
-        _ => return None,
-    })
-}
-
 /// Finds an arithmetic instruction by its parts, as in `cvt`, `rn`, `f32`, `f64`. None if there is
 /// no such.
 pub fn select(parts: &[&str]) -> Option<Arithmetic> {
     let (&opcode, rest) = parts.split_first()?;
     let (&ty, modifiers) = rest.split_last()?;
-    match opcode {
+    let exec = match opcode {
         "setp" => condition(modifiers, ty),
-        "cvt" => conversion(rest),
-        "add" | "sub" | "mul" | "mad" | "fma" | "div" | "min" | "max" | "abs" | "neg" | "sqrt"
-        | "rcp" | "rsqrt" | "ex2"
+        "cvt" => conversion(modifiers, ty),
+        "add" | "sub" | "mul" | "fma" | "div" | "min" | "max" | "abs" | "neg" | "sqrt" | "rcp"
+        | "rsqrt" | "ex2"
             if ty.contains('f') =>
         {
             floating(opcode, modifiers, ty)
         }
-        _ => match ty {
-            "pred" => predicate(opcode, modifiers),
-            _ => integer(opcode, modifiers, ty).or_else(|| bits(opcode, modifiers, ty)),
-        },
-    }
-}
-
-fn made(exec: Exec, class: Class, operands: &'static str) -> Option<Arithmetic> {
+        _ if ty == "pred" => predicate(opcode, modifiers),
+        _ => integer(opcode, modifiers, ty).or_else(|| bits(opcode, modifiers, ty)),
+    }?;
+    let types = types_of(opcode, modifiers, ty);
+    let class = match opcode {
+        "setp" | "selp" | "mov" | "copysign" => Class::Integer,
+        _ if modifiers.contains(&"approx") => Class::Special,
+        "cvt" if types.iter().any(|ty| ty.contains('f')) => Class::Convert,
+        _ if ty == "f64" => Class::Double,
+        _ if ty.contains('f') => Class::Float,
+        _ => Class::Integer,
+    };
     Some(Arithmetic {
         exec,
         class,
-        operands,
+        operands: types.into_iter().map(bits_of).collect::<Option<_>>()?,
     })
 }
 
-fn predicate(opcode: &str, modifiers: &[&str]) -> Option<Arithmetic> {
-    if !modifiers.is_empty() {
-        return None;
+/// The types of an instruction's operands, destination first.
+fn types_of<'a>(opcode: &str, modifiers: &[&'a str], ty: &'a str) -> Vec<&'a str> {
+    match (opcode, modifiers) {
+        ("setp", _) => vec!["pred", ty, ty],
+        ("selp", _) => vec![ty, ty, ty, "pred"],
+        ("cvt", [.., to]) if to.ends_with("x2") => vec![to, ty, ty],
+        ("cvt", [.., to]) => vec![to, ty],
+        ("mul", ["wide"]) => vec!["u64", ty, ty],
+        ("mad", ["wide"]) => vec!["u64", ty, ty, "u64"],
+        ("shl" | "shr", _) => vec![ty, ty, "u32"],
+        ("bfi", _) => vec![ty, ty, ty, "u32", "u32"],
+        ("mad" | "fma" | "prmt" | "dp4a", _) => vec![ty; 4],
+        ("neg" | "not" | "abs" | "mov" | "sqrt" | "rcp" | "rsqrt" | "ex2" | "popc", _) => {
+            vec![ty; 2]
+        }
+        _ => vec![ty; 3],
     }
-    let (exec, operands) = match opcode {
-        "and" => (logic!(|a, b| a & b), "p:pp"),
-        "or" => (logic!(|a, b| a | b), "p:pp"),
-        "xor" => (logic!(|a, b| a ^ b), "p:pp"),
-        "not" => (logic!(|a, _b| !a), "p:p"),
-        "mov" => (logic!(|a, _b| a), "p:p"),
-        _ => return None,
-    };
-    made(exec, Class::Integer, operands)
 }
 
-fn condition(modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
+fn predicate(opcode: &str, modifiers: &[&str]) -> Option<Exec> {
+    Some(match (opcode, modifiers) {
+        ("and", []) => logic!(|a, b| a & b),
+        ("or", []) => logic!(|a, b| a | b),
+        ("xor", []) => logic!(|a, b| a ^ b),
+        ("not", []) => logic!(|a, _b| !a),
+        ("mov", []) => logic!(|a, _b| a),
+        _ => return None,
+    })
+}
+
+fn condition(modifiers: &[&str], ty: &str) -> Option<Exec> {
     let &[comparison] = modifiers else {
         return None;
     };
-    let (exec, operands) = if ty.starts_with('f') {
+    Some(if ty.starts_with('f') {
         match comparison {
             "eq" => float_condition!(ty, |a, b| a == b),
             "lt" => float_condition!(ty, |a, b| a < b),
@@ -338,130 +345,70 @@ fn condition(modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
             "ge" => integer_condition!(ty, |a, b| a >= b),
             _ => return None,
         }
-    };
-    made(exec, Class::Integer, operands)
+    })
 }
 
-fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let modifier = match modifiers {
-        [] => "",
-        [one] => one,
-        _ => return None,
-    };
+fn integer(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Exec> {
     // PTX leaves the quotient by zero to the machine. GPUs set all its bits.
-    let ((exec, width), sources) = match (opcode, modifier) {
-        ("add", "") => (integers!(ty, |a, b| a.wrapping_add(b)), 2),
-        ("sub", "") => (integers!(ty, |a, b| a.wrapping_sub(b)), 2),
-        ("mul", "lo") => (integers!(ty, |a, b| a.wrapping_mul(b)), 2),
-        ("mad", "lo") => (
-            integers!(ty, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
-            3,
-        ),
-        ("div", "") => (
-            integers!(ty, |a, b| if b == 0 { !0 } else { a.wrapping_div(b) }),
-            2,
-        ),
-        ("rem", "") => (
-            integers!(ty, |a, b| if b == 0 { a } else { a.wrapping_rem(b) }),
-            2,
-        ),
-        ("min", "") => (integers!(ty, |a, b| a.min(b)), 2),
-        ("max", "") => (integers!(ty, |a, b| a.max(b)), 2),
-        ("neg", "") => (integers!(ty, |a| (0 as T).wrapping_sub(a)), 1),
-        ("and", "") => (integers!(ty, |a, b| a & b), 2),
-        ("or", "") => (integers!(ty, |a, b| a | b), 2),
-        ("xor", "") => (integers!(ty, |a, b| a ^ b), 2),
-        ("not", "") => (integers!(ty, |a| !a), 1),
+    Some(match (opcode, modifiers) {
+        ("add", []) => integers!(ty, |a, b| a.wrapping_add(b)),
+        ("sub", []) => integers!(ty, |a, b| a.wrapping_sub(b)),
+        ("mul", ["lo"]) => integers!(ty, |a, b| a.wrapping_mul(b)),
+        ("mad", ["lo"]) => integers!(ty, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
+        ("div", []) => integers!(ty, |a, b| if b == 0 { !0 } else { a.wrapping_div(b) }),
+        ("rem", []) => integers!(ty, |a, b| if b == 0 { a } else { a.wrapping_rem(b) }),
+        ("min", []) => integers!(ty, |a, b| a.min(b)),
+        ("max", []) => integers!(ty, |a, b| a.max(b)),
+        ("neg", []) => integers!(ty, |a| (0 as T).wrapping_sub(a)),
+        ("and", []) => integers!(ty, |a, b| a & b),
+        ("or", []) => integers!(ty, |a, b| a | b),
+        ("xor", []) => integers!(ty, |a, b| a ^ b),
+        ("not", []) => integers!(ty, |a| !a),
         _ => return None,
-    };
-    made(exec, Class::Integer, alike(width, sources))
+    })
 }
 
-fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let (exec, operands) = match (opcode, modifiers, ty) {
-        ("mov", [], _) => match width_of(ty)? {
-            "d" => (each!(|a: u64| u64: a), "d:d"),
-            width => (each!(|a: u32| u32: a), alike(width, 1)),
-        },
-        ("selp", [], _) => return choice(ty),
-        ("popc", [], "b32") => (each!(|a: u32| u32: a.count_ones()), "w:w"),
-        ("mul", ["wide"], "u32") => (
-            each!(|a: u32, b: u32| u64: u64::from(a) * u64::from(b)),
-            "d:ww",
-        ),
-        ("mul", ["wide"], "s32") => (
-            each!(|a: i32, b: i32| i64: i64::from(a) * i64::from(b)),
-            "d:ww",
-        ),
-        ("mad", ["wide"], "u32") => (
-            each!(|a: u32, b: u32, c: u64| u64: (u64::from(a) * u64::from(b)).wrapping_add(c)),
-            "d:wwd",
-        ),
-        ("shl", [], "b16") => (
-            each!(|a: u32, b: u32| u32: if b < 16 { a << b & 0xffff } else { 0 }),
-            "h:hw",
-        ),
-        ("shl", [], "b32") => (
-            each!(|a: u32, b: u32| u32: if b < 32 { a << (b & 31) } else { 0 }),
-            "w:ww",
-        ),
-        ("shl", [], "b64") => (
-            each!(|a: u64, b: u32| u64: if b < 64 { a << (b & 63) } else { 0 }),
-            "d:dw",
-        ),
-        ("shr", [], "u16" | "b16") => (
-            each!(|a: u32, b: u32| u32: if b < 16 { a >> b } else { 0 }),
-            "h:hw",
-        ),
-        ("shr", [], "u32" | "b32") => (
-            each!(|a: u32, b: u32| u32: if b < 32 { a >> (b & 31) } else { 0 }),
-            "w:ww",
-        ),
-        ("shr", [], "s32") => (each!(|a: i32, b: u32| i32: a >> b.min(31)), "w:ww"),
-        ("shr", [], "u64" | "b64") => (
-            each!(|a: u64, b: u32| u64: if b < 64 { a >> (b & 63) } else { 0 }),
-            "d:dw",
-        ),
-        ("dp4a", ["s32"], "s32") => (
-            each!(|a: u32, b: u32, c: u32| u32: {
-                let mut total = c;
-                for byte in 0..4 {
-                    let (a, b) = ((a >> (8 * byte)) as i8, (b >> (8 * byte)) as i8);
-                    total = total.wrapping_add((i32::from(a) * i32::from(b)) as u32);
-                }
-                total
-            }),
-            "w:www",
-        ),
-        ("prmt", [], "b32") => (
-            each!(|a: u32, b: u32, c: u32| u32: {
-                let both = u64::from(b) << 32 | u64::from(a);
-                byte(both, c)
-                    | byte(both, c >> 4) << 8
-                    | byte(both, c >> 8) << 16
-                    | byte(both, c >> 12) << 24
-            }),
-            "w:www",
-        ),
-        ("bfi", [], "b32") => (
-            each!(|a: u32, b: u32, c: u32, d: u32| u32: insert(a.into(), b.into(), c, d) as u32),
-            "w:wwww",
-        ),
-        ("bfi", [], "b64") => (
-            each!(|a: u64, b: u64, c: u32, d: u32| u64: insert(a, b, c, d)),
-            "d:ddww",
-        ),
-        ("copysign", [], "f32") => (
-            each!(|a: u32, b: u32| u32: a & 0x8000_0000 | b & 0x7fff_ffff),
-            "w:ww",
-        ),
-        ("copysign", [], "f64") => (
-            each!(|a: u64, b: u64| u64: a & 1 << 63 | b & !(1 << 63)),
-            "d:dd",
-        ),
+fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Exec> {
+    Some(match (opcode, modifiers, ty) {
+        ("mov", [], _) if bits_of(ty)? == 64 => each!(|a: u64| u64: a),
+        ("mov", [], _) => each!(|a: u32| u32: a),
+        ("selp", [], _) if bits_of(ty)? == 64 => choice!(u64),
+        ("selp", [], _) => choice!(u32),
+        ("popc", [], "b32") => each!(|a: u32| u32: a.count_ones()),
+        ("mul", ["wide"], "u32") => each!(|a: u32, b: u32| u64: u64::from(a) * u64::from(b)),
+        ("mul", ["wide"], "s32") => each!(|a: i32, b: i32| i64: i64::from(a) * i64::from(b)),
+        ("mad", ["wide"], "u32") => each!(|a: u32, b: u32, c: u64| u64: {
+            (u64::from(a) * u64::from(b)).wrapping_add(c)
+        }),
+        ("shl", [], "b16") => each!(|a: u32, b: u32| u32: if b < 16 { a << b & 0xffff } else { 0 }),
+        ("shl", [], "b32") => each!(|a: u32, b: u32| u32: a.checked_shl(b).unwrap_or(0)),
+        ("shl", [], "b64") => each!(|a: u64, b: u32| u64: a.checked_shl(b).unwrap_or(0)),
+        ("shr", [], "u16" | "b16" | "u32" | "b32") => {
+            each!(|a: u32, b: u32| u32: a.checked_shr(b).unwrap_or(0))
+        }
+        ("shr", [], "s32") => each!(|a: i32, b: u32| i32: a >> b.min(31)),
+        ("shr", [], "u64" | "b64") => each!(|a: u64, b: u32| u64: a.checked_shr(b).unwrap_or(0)),
+        ("dp4a", ["s32"], "s32") => each!(|a: u32, b: u32, c: u32| u32: {
+            let mut total = c;
+            for byte in 0..4 {
+                let (a, b) = ((a >> (8 * byte)) as i8, (b >> (8 * byte)) as i8);
+                total = total.wrapping_add((i32::from(a) * i32::from(b)) as u32);
+            }
+            total
+        }),
+        ("prmt", [], "b32") => each!(|a: u32, b: u32, c: u32| u32: {
+            let both = u64::from(b) << 32 | u64::from(a);
+            byte(both, c) | byte(both, c >> 4) << 8 | byte(both, c >> 8) << 16
+                | byte(both, c >> 12) << 24
+        }),
+        ("bfi", [], "b32") => each!(|a: u32, b: u32, c: u32, d: u32| u32: {
+            insert(a.into(), b.into(), c, d) as u32
+        }),
+        ("bfi", [], "b64") => each!(|a: u64, b: u64, c: u32, d: u32| u64: insert(a, b, c, d)),
+        ("copysign", [], "f32") => each!(|a: u32, b: u32| u32: a & 1 << 31 | b & !(1 << 31)),
+        ("copysign", [], "f64") => each!(|a: u64, b: u64| u64: a & 1 << 63 | b & !(1 << 63)),
         _ => return None,
-    };
-    made(exec, Class::Integer, operands)
+    })
 }
 
 /// The byte of eight that a selector names. With 8 added, it is its sign.
@@ -494,6 +441,24 @@ pub fn half_of(bits: u8, upper: bool) -> Option<Exec> {
     })
 }
 
+/// A move from slots that hold the same for all lanes, which is faster than any other.
+pub fn spread(wide: bool) -> Exec {
+    macro_rules! spread {
+        ($t:ty) => {{
+            #[inline(always)]
+            unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
+                let value = *lanes.slots.add(usize::from(op.a)).cast::<$t>();
+                put(lanes, op.d, [value; 32].as_ptr(), mask);
+            }
+            both!(body)
+        }};
+    }
+    match wide {
+        true => spread!(u64),
+        false => spread!(u32),
+    }
+}
+
 /// A register of 32 or 64 bits from its lower and its upper half.
 pub fn joined(bits: u8) -> Option<Exec> {
     Some(match bits {
@@ -503,105 +468,70 @@ pub fn joined(bits: u8) -> Option<Exec> {
     })
 }
 
-fn choice(ty: &str) -> Option<Arithmetic> {
-    macro_rules! select {
-        ($t:ty) => {{
-            #[inline(always)]
-            unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
-                let a = lanes.slots.add(usize::from(op.a)).cast::<$t>();
-                let b = lanes.slots.add(usize::from(op.b)).cast::<$t>();
-                let which = *lanes.predicates.add(usize::from(op.c));
-                let mut results = [0; 32];
-                for (lane, result) in results[..lane_count()].iter_mut().enumerate() {
-                    let (a, b) = (*a.add(lane), *b.add(lane));
-                    *result = if which >> lane & 1 == 1 { a } else { b };
-                }
-                put::<$t>(lanes, op.d, results.as_ptr(), mask);
-            }
-            both!(body)
-        }};
-    }
-    match width_of(ty)? {
-        "h" => made(select!(u32), Class::Integer, "h:hhp"),
-        "w" => made(select!(u32), Class::Integer, "w:wwp"),
-        "d" => made(select!(u64), Class::Integer, "d:ddp"),
+fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Exec> {
+    match (opcode, modifiers, ty) {
+        (_, [] | ["rn"], "f32") => single(opcode),
+        (_, [] | ["rn"], "f64") => double(opcode),
+        (_, [] | ["rn"], _) => half(opcode, ty),
+        ("add", ["rz"], "f32") => {
+            Some(each!(|a: f32, b: f32| f32: float::sum_to_zero(a.into(), b.into())))
+        }
+        // The product of two f32 is exact in f64.
+        ("fma", ["rm"], "f32") => Some(each!(|a: f32, b: f32, c: f32| f32: {
+            float::sum_down(f64::from(a) * f64::from(b), c.into())
+        })),
+        (_, ["approx", flush @ ..], _) => approximate(opcode, flush, ty),
         _ => None,
     }
 }
 
-fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Arithmetic> {
-    let ((exec, sources), class, width) = match (opcode, modifiers, ty) {
-        (_, [] | ["rn"], "f32") => (single(opcode)?, Class::Float, "w"),
-        (_, [] | ["rn"], "f64") => (double(opcode)?, Class::Double, "d"),
-        (_, [] | ["rn"], _) => return half(opcode, ty),
-        ("add", ["rz"], "f32") => {
-            let sum = each!(|a: f32, b: f32| f32: float::sum_to_zero(a.into(), b.into()));
-            ((sum, 2), Class::Float, "w")
-        }
-        // The product of two f32 is exact in f64.
-        ("fma", ["rm"], "f32") => {
-            let sum = each!(|a: f32, b: f32, c: f32| f32: {
-                float::sum_down(f64::from(a) * f64::from(b), c.into())
-            });
-            ((sum, 3), Class::Float, "w")
-        }
-        (_, ["approx", flush @ ..], _) => {
-            let width = width_of(ty)?;
-            ((approximate(opcode, flush, ty)?, 1), Class::Special, width)
-        }
-        _ => return None,
-    };
-    made(exec, class, alike(width, sources))
-}
-
-fn single(opcode: &str) -> Option<(Exec, usize)> {
+fn single(opcode: &str) -> Option<Exec> {
     macro_rules! rounded {
         (|$($x:ident),+| $e:expr) => { each!(|$($x: f32),+| f32: float::canonical32($e)) };
     }
     Some(match opcode {
-        "add" => (rounded!(|a, b| a + b), 2),
-        "sub" => (rounded!(|a, b| a - b), 2),
-        "mul" => (rounded!(|a, b| a * b), 2),
-        "fma" => (rounded!(|a, b, c| a.mul_add(b, c)), 3),
-        "div" => (rounded!(|a, b| a / b), 2),
-        "rcp" => (rounded!(|a| 1.0 / a), 1),
-        "sqrt" => (rounded!(|a| a.sqrt()), 1),
-        "min" => (rounded!(|a, b| float::min32(a, b)), 2),
-        "max" => (rounded!(|a, b| -float::min32(-a, -b)), 2),
+        "add" => rounded!(|a, b| a + b),
+        "sub" => rounded!(|a, b| a - b),
+        "mul" => rounded!(|a, b| a * b),
+        "fma" => rounded!(|a, b, c| a.mul_add(b, c)),
+        "div" => rounded!(|a, b| a / b),
+        "rcp" => rounded!(|a| 1.0 / a),
+        "sqrt" => rounded!(|a| a.sqrt()),
+        "min" => rounded!(|a, b| float::min32(a, b)),
+        "max" => rounded!(|a, b| -float::min32(-a, -b)),
         // Signs change without a look at the rest.
-        "abs" => (each!(|a: u32| u32: a & 0x7fff_ffff), 1),
-        "neg" => (each!(|a: u32| u32: a ^ 0x8000_0000), 1),
+        "abs" => each!(|a: u32| u32: a & 0x7fff_ffff),
+        "neg" => each!(|a: u32| u32: a ^ 0x8000_0000),
         _ => return None,
     })
 }
 
-fn double(opcode: &str) -> Option<(Exec, usize)> {
+fn double(opcode: &str) -> Option<Exec> {
     Some(match opcode {
-        "add" => (each!(|a: f64, b: f64| f64: a + b), 2),
-        "sub" => (each!(|a: f64, b: f64| f64: a - b), 2),
-        "mul" => (each!(|a: f64, b: f64| f64: a * b), 2),
-        "fma" => (each!(|a: f64, b: f64, c: f64| f64: a.mul_add(b, c)), 3),
-        "div" => (each!(|a: f64, b: f64| f64: a / b), 2),
-        "rcp" => (each!(|a: f64| f64: 1.0 / a), 1),
-        "sqrt" => (each!(|a: f64| f64: a.sqrt()), 1),
-        "min" => (each!(|a: f64, b: f64| f64: float::min64(a, b)), 2),
-        "max" => (each!(|a: f64, b: f64| f64: -float::min64(-a, -b)), 2),
-        "abs" => (each!(|a: u64| u64: a & !(1 << 63)), 1),
-        "neg" => (each!(|a: u64| u64: a ^ 1 << 63), 1),
+        "add" => each!(|a: f64, b: f64| f64: a + b),
+        "sub" => each!(|a: f64, b: f64| f64: a - b),
+        "mul" => each!(|a: f64, b: f64| f64: a * b),
+        "fma" => each!(|a: f64, b: f64, c: f64| f64: a.mul_add(b, c)),
+        "div" => each!(|a: f64, b: f64| f64: a / b),
+        "rcp" => each!(|a: f64| f64: 1.0 / a),
+        "sqrt" => each!(|a: f64| f64: a.sqrt()),
+        "min" => each!(|a: f64, b: f64| f64: float::min64(a, b)),
+        "max" => each!(|a: f64, b: f64| f64: -float::min64(-a, -b)),
+        "abs" => each!(|a: u64| u64: a & !(1 << 63)),
+        "neg" => each!(|a: u64| u64: a ^ 1 << 63),
         _ => return None,
     })
 }
 
-fn half(opcode: &str, ty: &str) -> Option<Arithmetic> {
+fn half(opcode: &str, ty: &str) -> Option<Exec> {
     // One rounding to f32 before the last does no harm: f32 has more than twice the digits, and two
     // more.
-    let ((exec, width), sources) = match opcode {
-        "add" => (half_variants!(ty, |a, b| a + b), 2),
-        "sub" => (half_variants!(ty, |a, b| a - b), 2),
-        "mul" => (half_variants!(ty, |a, b| a * b), 2),
+    Some(match opcode {
+        "add" => half_variants!(ty, |a, b| a + b),
+        "sub" => half_variants!(ty, |a, b| a - b),
+        "mul" => half_variants!(ty, |a, b| a * b),
         _ => return None,
-    };
-    made(exec, Class::Float, alike(width, sources))
+    })
 }
 
 /// A function that hardware only approximates, computed in f64. Where results are perturbed, they
@@ -672,121 +602,76 @@ fn chance(seed: u64, line: u32, lane: usize, value: f64) -> f64 {
     ((state ^ state >> 31) >> 11) as f64 / (1u64 << 52) as f64 - 1.0
 }
 
-fn conversion(parts: &[&str]) -> Option<Arithmetic> {
-    let (modifiers, &[to, from]) = parts.split_last_chunk::<2>()?;
-    let (exec, operands) = match (modifiers, to, from) {
-        ([], "u64" | "s64", "u32") => (each!(|a: u32| u64: u64::from(a)), "d:w"),
-        ([], "u64" | "s64", "s32") => (each!(|a: i32| i64: i64::from(a)), "d:w"),
-        ([], "u64" | "s64", "s16") => (each!(|a: u32| i64: i64::from(a as i16)), "d:h"),
-        ([], "u32" | "s32", "u64" | "s64") => (each!(|a: u64| u32: a as u32), "w:d"),
-        ([], "u32" | "s32", "u16") => (each!(|a: u32| u32: a & 0xffff), "w:h"),
-        ([], "u32" | "s32", "s16") => (each!(|a: u32| i32: i32::from(a as i16)), "w:h"),
-        ([], "u32" | "s32", "u8") => (each!(|a: u32| u32: a & 0xff), "w:h"),
-        ([], "u32" | "s32", "s8") => (each!(|a: u32| i32: i32::from(a as i8)), "w:h"),
-        ([], "u16" | "s16", "u32" | "s32") => (each!(|a: u32| u32: a & 0xffff), "h:w"),
-        ([], "s16", "s8") => (each!(|a: u32| u32: u32::from(a as i8 as u16)), "h:h"),
-        ([], "f64", "f32") => (each!(|a: f32| f64: f64::from(a)), "d:w"),
-        ([], "f32", "f16") => (
-            each!(|a: u32| f32: float::canonical32(float::of_f16(a))),
-            "w:h",
-        ),
-        ([], "f32", "bf16") => (
-            each!(|a: u32| f32: float::canonical32(float::of_bf16(a))),
-            "w:h",
-        ),
-        (["rn"], "f32", "f64") => (each!(|a: f64| f32: float::canonical32(a as f32)), "w:d"),
-        (["rn"], "f16", "f32") => (each!(|a: f32| u32: float::to_f16(a)), "h:w"),
-        (["rn"], "bf16", "f32") => (each!(|a: f32| u32: float::to_bf16(a)), "h:w"),
-        (["rn"], "f16", "f64") => (each!(|a: f64| u32: float::to_f16(float::odd(a))), "h:d"),
-        (["rn"], "bf16", "f64") => (each!(|a: f64| u32: float::to_bf16(float::odd(a))), "h:d"),
-        (["rn"], "f16", "u32") => (
-            each!(|a: u32| u32: float::to_f16(float::odd(a.into()))),
-            "h:w",
-        ),
-        (["rn"], "bf16", "u32") => (
-            each!(|a: u32| u32: float::to_bf16(float::odd(a.into()))),
-            "h:w",
-        ),
-        (["rn"], "f16", "s32") => (
-            each!(|a: i32| u32: float::to_f16(float::odd(a.into()))),
-            "h:w",
-        ),
-        (["rn"], "bf16", "s32") => (
-            each!(|a: i32| u32: float::to_bf16(float::odd(a.into()))),
-            "h:w",
-        ),
-        (["rn"], "f32", "u16") => (each!(|a: u32| f32: f32::from(a as u16)), "w:h"),
-        (["rn"], "f32", "s16") => (each!(|a: u32| f32: f32::from(a as i16)), "w:h"),
-        (["rn"], "f32", "u32") => (each!(|a: u32| f32: a as f32), "w:w"),
-        (["rn"], "f32", "s32") => (each!(|a: i32| f32: a as f32), "w:w"),
-        (["rn"], "f32", "s64") => (each!(|a: i64| f32: a as f32), "w:d"),
-        (["rn"], "f64", "u16") => (each!(|a: u32| f64: f64::from(a as u16)), "d:h"),
-        (["rn"], "f64", "u32") => (each!(|a: u32| f64: f64::from(a)), "d:w"),
-        (["rn"], "f64", "s32") => (each!(|a: i32| f64: f64::from(a)), "d:w"),
-        (["rn"], "f64", "u64") => (each!(|a: u64| f64: a as f64), "d:d"),
-        (["rn"], "f64", "s64") => (each!(|a: i64| f64: a as f64), "d:d"),
+fn conversion(parts: &[&str], from: &str) -> Option<Exec> {
+    let (&to, modifiers) = parts.split_last()?;
+    Some(match (modifiers, to, from) {
+        ([], "u64" | "s64", "u32") => each!(|a: u32| u64: u64::from(a)),
+        ([], "u64" | "s64", "s32") => each!(|a: i32| i64: i64::from(a)),
+        ([], "u64" | "s64", "s16") => each!(|a: u32| i64: i64::from(a as i16)),
+        ([], "u32" | "s32", "u64" | "s64") => each!(|a: u64| u32: a as u32),
+        ([], "u32" | "s32", "u16") => each!(|a: u32| u32: a & 0xffff),
+        ([], "u32" | "s32", "s16") => each!(|a: u32| i32: i32::from(a as i16)),
+        ([], "u32" | "s32", "u8") => each!(|a: u32| u32: a & 0xff),
+        ([], "u32" | "s32", "s8") => each!(|a: u32| i32: i32::from(a as i8)),
+        ([], "u16" | "s16", "u32" | "s32") => each!(|a: u32| u32: a & 0xffff),
+        ([], "s16", "s8") => each!(|a: u32| u32: u32::from(a as i8 as u16)),
+        ([], "f64", "f32") => each!(|a: f32| f64: f64::from(a)),
+        ([], "f32", "f16") => each!(|a: u32| f32: float::canonical32(float::of_f16(a))),
+        ([], "f32", "bf16") => each!(|a: u32| f32: float::canonical32(float::of_bf16(a))),
+        (["rn"], "f32", "f64") => each!(|a: f64| f32: float::canonical32(a as f32)),
+        (["rn"], "f16", "f32") => each!(|a: f32| u32: float::to_f16(a)),
+        (["rn"], "bf16", "f32") => each!(|a: f32| u32: float::to_bf16(a)),
+        (["rn"], "f16", "f64") => each!(|a: f64| u32: float::to_f16(float::odd(a))),
+        (["rn"], "bf16", "f64") => each!(|a: f64| u32: float::to_bf16(float::odd(a))),
+        (["rn"], "f16", "u32") => each!(|a: u32| u32: float::to_f16(float::odd(a.into()))),
+        (["rn"], "bf16", "u32") => each!(|a: u32| u32: float::to_bf16(float::odd(a.into()))),
+        (["rn"], "f16", "s32") => each!(|a: i32| u32: float::to_f16(float::odd(a.into()))),
+        (["rn"], "bf16", "s32") => each!(|a: i32| u32: float::to_bf16(float::odd(a.into()))),
+        (["rn"], "f32", "u16") => each!(|a: u32| f32: f32::from(a as u16)),
+        (["rn"], "f32", "s16") => each!(|a: u32| f32: f32::from(a as i16)),
+        (["rn"], "f32", "u32") => each!(|a: u32| f32: a as f32),
+        (["rn"], "f32", "s32") => each!(|a: i32| f32: a as f32),
+        (["rn"], "f32", "s64") => each!(|a: i64| f32: a as f32),
+        (["rn"], "f64", "u16") => each!(|a: u32| f64: f64::from(a as u16)),
+        (["rn"], "f64", "u32") => each!(|a: u32| f64: f64::from(a)),
+        (["rn"], "f64", "s32") => each!(|a: i32| f64: f64::from(a)),
+        (["rn"], "f64", "u64") => each!(|a: u64| f64: a as f64),
+        (["rn"], "f64", "s64") => each!(|a: i64| f64: a as f64),
         // Rust's casts saturate, and NaN becomes 0. From f64 or to 64 bits it becomes the
         // top bit.
-        (["rzi"], "u32", "f16") => (each!(|a: u32| u32: float::of_f16(a) as u32), "w:h"),
-        (["rzi"], "u32", "bf16") => (each!(|a: u32| u32: float::of_bf16(a) as u32), "w:h"),
-        (["rzi"], "u32", "f32") => (each!(|a: f32| u32: a as u32), "w:w"),
-        (["rzi"], "s32", "f32") => (each!(|a: f32| i32: a as i32), "w:w"),
-        (["rni"], "s32", "f32") => (each!(|a: f32| i32: a.round_ties_even() as i32), "w:w"),
-        (["rzi"], "s64", "f32") => (
-            each!(|a: f32| i64: if a.is_nan() { i64::MIN } else { a as i64 }),
-            "d:w",
-        ),
-        (["rzi"], "u32", "f64") => (
-            each!(|a: f64| u32: if a.is_nan() { 1 << 31 } else { a as u32 }),
-            "w:d",
-        ),
-        (["rni"], "s32", "f64") => (
-            each!(|a: f64| i32: if a.is_nan() { i32::MIN } else { a.round_ties_even() as i32 }),
-            "w:d",
-        ),
-        (["rzi"], "u64", "f64") => (
-            each!(|a: f64| u64: if a.is_nan() { 1 << 63 } else { a as u64 }),
-            "d:d",
-        ),
-        (["rzi"], "s64", "f64") => (
-            each!(|a: f64| i64: if a.is_nan() { i64::MIN } else { a as i64 }),
-            "d:d",
-        ),
-        ([mode @ ("rni" | "rzi" | "rmi" | "rpi")], "f32", "f32") => (
-            match *mode {
-                "rni" => each!(|a: f32| f32: float::canonical32(a.round_ties_even())),
-                "rzi" => each!(|a: f32| f32: float::canonical32(a.trunc())),
-                "rmi" => each!(|a: f32| f32: float::canonical32(a.floor())),
-                _ => each!(|a: f32| f32: float::canonical32(a.ceil())),
-            },
-            "w:w",
-        ),
-        (["rzi"], "f64", "f64") => (each!(|a: f64| f64: a.trunc()), "d:d"),
-        (["rpi"], "f64", "f64") => (each!(|a: f64| f64: a.ceil()), "d:d"),
-        (["rmi"], "f64", "f64") => (each!(|a: f64| f64: a.floor()), "d:d"),
+        (["rzi"], "u32", "f16") => each!(|a: u32| u32: float::of_f16(a) as u32),
+        (["rzi"], "u32", "bf16") => each!(|a: u32| u32: float::of_bf16(a) as u32),
+        (["rzi"], "u32", "f32") => each!(|a: f32| u32: a as u32),
+        (["rzi"], "s32", "f32") => each!(|a: f32| i32: a as i32),
+        (["rni"], "s32", "f32") => each!(|a: f32| i32: a.round_ties_even() as i32),
+        (["rzi"], "s64", "f32") => each!(|a: f32| i64: {
+            if a.is_nan() { i64::MIN } else { a as i64 }
+        }),
+        (["rzi"], "u32", "f64") => each!(|a: f64| u32: if a.is_nan() { 1 << 31 } else { a as u32 }),
+        (["rni"], "s32", "f64") => each!(|a: f64| i32: {
+            if a.is_nan() { i32::MIN } else { a.round_ties_even() as i32 }
+        }),
+        (["rzi"], "u64", "f64") => each!(|a: f64| u64: if a.is_nan() { 1 << 63 } else { a as u64 }),
+        (["rzi"], "s64", "f64") => each!(|a: f64| i64: {
+            if a.is_nan() { i64::MIN } else { a as i64 }
+        }),
+        (["rni"], "f32", "f32") => each!(|a: f32| f32: float::canonical32(a.round_ties_even())),
+        (["rzi"], "f32", "f32") => each!(|a: f32| f32: float::canonical32(a.trunc())),
+        (["rmi"], "f32", "f32") => each!(|a: f32| f32: float::canonical32(a.floor())),
+        (["rpi"], "f32", "f32") => each!(|a: f32| f32: float::canonical32(a.ceil())),
+        (["rzi"], "f64", "f64") => each!(|a: f64| f64: a.trunc()),
+        (["rpi"], "f64", "f64") => each!(|a: f64| f64: a.ceil()),
+        (["rmi"], "f64", "f64") => each!(|a: f64| f64: a.floor()),
         // NaN becomes 0.
-        (["sat"], "f32", "f32") => (
-            each!(|a: f32| f32: if a > 0.0 { a.min(1.0) } else { 0.0 }),
-            "w:w",
-        ),
-        (["sat"], "f64", "f64") => (
-            each!(|a: f64| f64: if a > 0.0 { a.min(1.0) } else { 0.0 }),
-            "d:d",
-        ),
+        (["sat"], "f32", "f32") => each!(|a: f32| f32: if a > 0.0 { a.min(1.0) } else { 0.0 }),
+        (["sat"], "f64", "f64") => each!(|a: f64| f64: if a > 0.0 { a.min(1.0) } else { 0.0 }),
         // The first source becomes the upper half.
-        (["rn"], "f16x2", "f32") => (
-            each!(|a: f32, b: f32| u32: float::to_f16(a) << 16 | float::to_f16(b)),
-            "w:ww",
-        ),
-        (["rn"], "bf16x2", "f32") => (
-            each!(|a: f32, b: f32| u32: float::to_bf16(a) << 16 | float::to_bf16(b)),
-            "w:ww",
-        ),
+        (["rn"], "f16x2", "f32") => each!(|a: f32, b: f32| u32: {
+            float::to_f16(a) << 16 | float::to_f16(b)
+        }),
+        (["rn"], "bf16x2", "f32") => each!(|a: f32, b: f32| u32: {
+            float::to_bf16(a) << 16 | float::to_bf16(b)
+        }),
         _ => return None,
-    };
-    let class = match to.contains('f') || from.contains('f') {
-        true => Class::Convert,
-        false => Class::Integer,
-    };
-    made(exec, class, operands)
+    })
 }

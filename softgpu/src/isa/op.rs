@@ -129,10 +129,24 @@ pub(crate) struct Address {
     pub widths: [u8; 4],
 }
 
+/// Bits of a type, as in `f16x2` or `.b32`. A predicate has one.
+pub(crate) fn bits_of(ty: &str) -> Option<u8> {
+    match ty.trim_start_matches('.') {
+        "pred" => Some(1),
+        "f16x2" | "bf16x2" => Some(32),
+        ty => ty
+            .trim_start_matches(|c: char| !c.is_ascii_digit())
+            .parse()
+            .ok(),
+    }
+}
+
 /// A value that does not change while a block runs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Value {
     Bits(u64),
+    /// The bytes at this offset in the parameters.
+    Parameter(u64),
     /// An address in the module's variables.
     Global(u64),
     /// An address behind the start of dynamic shared memory.
@@ -145,6 +159,7 @@ pub(crate) enum Value {
 }
 
 /// An entry, decoded.
+#[derive(Default)]
 pub(crate) struct Program {
     pub ops: Vec<Op>,
     pub addresses: Vec<Address>,

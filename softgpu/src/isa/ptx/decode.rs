@@ -1,6 +1,6 @@
 //! A function's text to instructions.
 
-use super::source::{declared, number, type_bytes, Entry, Source};
+use super::source::{declared, number, Entry, Source};
 use crate::isa::alu;
 use crate::isa::op::*;
 use std::collections::HashMap;
@@ -19,17 +19,10 @@ pub(super) fn program(source: &Source, entry: usize) -> Result<Program, String> 
     let mut decoder = Decoder {
         module: source,
         program: Program {
-            ops: vec![],
-            addresses: vec![],
-            messages: vec![],
-            texts: vec![],
-            sources: vec![],
             slots: 2,
             predicates: 2,
-            values: vec![],
-            local_bytes: 0,
-            shared_bytes: 0,
             dynamic_align: 16,
+            ..Program::default()
         },
         known_values: HashMap::new(),
         shared: HashMap::new(),
@@ -159,96 +152,66 @@ impl<'a> Decoder<'a> {
     }
 
     fn statements(&mut self, body: Range<usize>) -> Result<(), String> {
-        let text: &'a str = &self.module.text;
-        let bytes = text.as_bytes();
+        let bytes = self.module.text.as_bytes();
         let mut at = body.start;
         while at < body.end {
-            let byte = bytes[at];
-            match byte {
-                b'\n' => {
-                    self.line += 1;
-                    at += 1;
-                }
-                b'{' => {
-                    self.open_scope();
-                    at += 1;
-                }
-                b'}' => {
-                    self.close_scope();
-                    at += 1;
-                }
-                b';' => at += 1,
-                _ if byte.is_ascii_whitespace() => at += 1,
-                _ if bytes[at..].starts_with(b".loc")
-                    && bytes.get(at + 4).is_some_and(u8::is_ascii_whitespace) =>
-                {
-                    let end = text[at..body.end]
-                        .find('\n')
-                        .map_or(body.end, |end| at + end);
-                    let mut words = text[at..end]
-                        .split_whitespace()
-                        .skip(1)
-                        .map(|word| word.parse().unwrap_or(0));
-                    self.source = (words.next().unwrap_or(0), words.next().unwrap_or(0));
-                    at = end;
-                }
+            match bytes[at] {
+                b'\n' => self.line += 1,
+                b'{' => self.open_scope(),
+                b'}' => self.close_scope(),
+                b';' => {}
+                byte if byte.is_ascii_whitespace() => {}
                 _ => {
-                    let length = bytes[at..body.end]
-                        .iter()
-                        .position(|byte| *byte == b';' || *byte == b':')
-                        .unwrap_or(body.end - at);
-                    let mut end = at + length;
-                    // `::` is part of a modifier.
-                    while bytes.get(end) == Some(&b':') && bytes.get(end + 1) == Some(&b':') {
-                        let more = bytes[end + 2..body.end]
-                            .iter()
-                            .position(|byte| *byte == b';' || *byte == b':');
-                        end = end + 2 + more.unwrap_or(body.end - end - 2);
-                    }
-                    let statement = &text[at..end];
-                    if bytes.get(end) == Some(&b':') {
-                        self.labels
-                            .push((statement.trim(), self.program.ops.len() as u32));
-                    } else {
-                        self.text = at as u32..end as u32;
-                        self.statement(statement)?;
-                    }
-                    self.line += statement.bytes().filter(|byte| *byte == b'\n').count() as u32;
-                    at = end + 1;
+                    at = self.statement_or_label(at..body.end)?;
+                    continue;
                 }
             }
+            at += 1;
         }
         Ok(())
     }
 
+    /// Takes what begins in a range of the text, and returns where it ends.
+    fn statement_or_label(&mut self, range: Range<usize>) -> Result<usize, String> {
+        let text: &'a str = &self.module.text[range.clone()];
+        let location = text.strip_prefix(".loc");
+        if location.is_some_and(|rest| rest.starts_with(char::is_whitespace)) {
+            let line = text.lines().next().unwrap_or(text);
+            let words = line.split_whitespace().skip(1);
+            let mut numbers = words.map(|word| word.parse().unwrap_or(0));
+            self.source = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+            return Ok(range.start + line.len());
+        }
+        let is_end = |&at: &usize| match text.as_bytes()[at] {
+            b';' => true,
+            // `::` is part of a modifier.
+            b':' => !text[..at].ends_with(':') && !text[at + 1..].starts_with(':'),
+            _ => false,
+        };
+        let length = (0..text.len()).find(is_end).unwrap_or(text.len());
+        let statement = &text[..length];
+        let end = range.start + length;
+        if text[length..].starts_with(':') {
+            let label = (statement.trim(), self.program.ops.len() as u32);
+            self.labels.push(label);
+        } else {
+            self.text = range.start as u32..end as u32;
+            self.statement(statement)?;
+        }
+        self.line += statement.bytes().filter(|byte| *byte == b'\n').count() as u32;
+        Ok(end + 1)
+    }
+
     fn statement(&mut self, text: &'a str) -> Result<(), String> {
+        let line = self.line;
+        let not_understood = || format!("line {line}: not understood: {}", text.trim());
         if text.starts_with('.') {
-            return self
-                .directive(text)
-                .ok_or_else(|| self.not_understood(text));
+            return self.directive(text).ok_or_else(not_understood);
         }
-        let mut rest = text.trim();
-        self.guard = (ALWAYS, 0);
-        if let Some(guarded) = rest.strip_prefix('@') {
-            let (name, after) = guarded
-                .split_once(char::is_whitespace)
-                .ok_or_else(|| self.not_understood(text))?;
-            let (name, flip) = match name.strip_prefix('!') {
-                Some(name) => (name, !0),
-                None => (name, 0),
-            };
-            let register = self
-                .register(name)
-                .ok_or_else(|| self.not_understood(text))?;
-            self.guard = (register.number, flip);
-            rest = after.trim_start();
-        }
-        let (mnemonic, operands) = rest
-            .split_once(|c: char| c.is_whitespace())
-            .unwrap_or((rest, ""));
-        let operands = split(operands);
+        let text = self.guarded(text.trim()).ok_or_else(not_understood)?;
+        let (mnemonic, operands) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
         let before = self.program.ops.len();
-        if self.instruction(mnemonic, &operands).is_none() {
+        if self.instruction(mnemonic, &split(operands)).is_none() {
             self.program.ops.truncate(before);
             self.program.texts.truncate(before);
             self.program.sources.truncate(before);
@@ -261,21 +224,26 @@ impl<'a> Decoder<'a> {
         Ok(())
     }
 
-    fn not_understood(&self, text: &str) -> String {
-        format!("line {}: not understood: {}", self.line, text.trim())
+    /// Notes the guard of an instruction and gives what follows it.
+    fn guarded(&mut self, text: &'a str) -> Option<&'a str> {
+        self.guard = (ALWAYS, 0);
+        let Some(guarded) = text.strip_prefix('@') else {
+            return Some(text);
+        };
+        let (name, rest) = guarded.split_once(char::is_whitespace)?;
+        let (name, flip) = match name.strip_prefix('!') {
+            Some(name) => (name, !0),
+            None => (name, 0),
+        };
+        self.guard = (self.register(name)?.number, flip);
+        Some(rest.trim_start())
     }
 
     fn directive(&mut self, text: &'a str) -> Option<()> {
-        let word = text.split_whitespace().next()?;
-        let word = word.split('.').nth(1).map_or(word, |first| first);
-        match word {
+        match text.split_whitespace().next()?.split('.').nth(1)? {
             "reg" => {
                 let rest = text[4..].trim_start();
                 let (ty, names) = rest.split_once(char::is_whitespace)?;
-                let bits = match ty {
-                    ".pred" => 1,
-                    _ => (type_bytes(ty)? * 8) as u8,
-                };
                 for name in names.split(',').map(str::trim) {
                     let (name, count) = match name.split_once('<') {
                         Some((name, count)) => {
@@ -283,18 +251,18 @@ impl<'a> Decoder<'a> {
                         }
                         None => (name, None),
                     };
-                    let first = self.program.reserve(bits, count.unwrap_or(1))?;
+                    let first = self.program.reserve(bits_of(ty)?, count.unwrap_or(1))?;
                     self.registers.push(Declaration { name, first, count });
                 }
             }
             "local" | "param" => {
                 let (name, align, bytes, _) = declared(text)?;
-                let offset = self.program.reserve_local(bytes, align);
+                let offset = reserve_bytes(&mut self.program.local_bytes, bytes, align);
                 self.memory.push(Own { name, offset });
             }
             "shared" => {
                 let (name, align, bytes, _) = declared(text)?;
-                let offset = self.program.reserve_shared(bytes, align);
+                let offset = reserve_bytes(&mut self.program.shared_bytes, bytes, align);
                 self.shared.insert(name, offset);
             }
             "pragma" => {}
@@ -308,18 +276,13 @@ impl<'a> Decoder<'a> {
         let (prefix, number) = name.split_at(name.len() - digits);
         let number: Option<u32> = number.parse().ok();
         for declaration in self.registers.iter().rev() {
+            let mut register = declaration.first;
             match (declaration.count, number) {
-                (None, _) if declaration.name == name => return Some(declaration.first),
+                (None, _) if declaration.name == name => return Some(register),
                 (Some(count), Some(number)) if declaration.name == prefix && number < count => {
-                    let Register {
-                        number: first,
-                        bits,
-                    } = declaration.first;
-                    let step = if bits == 64 { 2 } else { 1 };
-                    return Some(Register {
-                        number: first + number as u16 * step,
-                        bits,
-                    });
+                    let step = if register.bits == 64 { 2 } else { 1 };
+                    register.number += number as u16 * step;
+                    return Some(register);
                 }
                 _ => {}
             }
@@ -327,15 +290,9 @@ impl<'a> Decoder<'a> {
         None
     }
 
-    fn push(&mut self, op: Op) {
-        self.program.ops.push(op);
-        self.program.texts.push(self.text.clone());
-        self.program.sources.push(self.source);
-    }
-
-    /// An instruction without operands yet.
-    fn op(&self, kind: Kind, class: Class) -> Op {
-        Op {
+    /// Adds an instruction, whose operands `set` fills in.
+    fn push(&mut self, kind: Kind, class: Class, set: impl FnOnce(&mut Op)) {
+        let mut op = Op {
             exec: no_arithmetic,
             immediate: 0,
             kind,
@@ -350,19 +307,21 @@ impl<'a> Decoder<'a> {
             p: SINK,
             target: 0,
             line: self.line,
-        }
+        };
+        set(&mut op);
+        self.program.ops.push(op);
+        self.program.texts.push(self.text.clone());
+        self.program.sources.push(self.source);
     }
 
     fn message(&mut self, kind: Kind, message: String) {
         let target = self.program.messages.len() as u32;
         self.program.messages.push(message);
-        let op = self.op(kind, Class::Control);
-        self.push(Op { target, ..op });
+        self.push(kind, Class::Control, |op| op.target = target);
     }
 
     fn leave(&mut self) {
-        let op = self.op(Kind::Exit, Class::Control);
-        self.push(op);
+        self.push(Kind::Exit, Class::Control, |_| {});
     }
 
     /// A slot with a value that lasts a block.
@@ -399,7 +358,8 @@ impl<'a> Decoder<'a> {
                 Symbol::Value(Value::DynamicShared(0))
             }
             Space::Shared => {
-                let offset = self.program.reserve_shared(variable.size, variable.align);
+                let total = &mut self.program.shared_bytes;
+                let offset = reserve_bytes(total, variable.size, variable.align);
                 self.shared.insert(&variable.name, offset);
                 Symbol::Offset(Space::Shared, u64::from(offset))
             }
@@ -418,12 +378,12 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The slot or predicate of a source operand. `width` is `h`, `w`, `d` or `p`; `fraction` says
-    /// that decimals are f64.
-    fn source(&mut self, text: &str, width: u8, fraction: bool) -> Option<u16> {
+    /// The slot or predicate of a source operand of so many bits. `fraction` says that decimals are
+    /// f64.
+    fn source(&mut self, text: &str, bits: u8, fraction: bool) -> Option<u16> {
         let text = text.trim();
         if let Some(negated) = text.strip_prefix('!') {
-            let a = self.source(negated, b'p', false)?;
+            let a = self.source(negated, 1, false)?;
             let not = alu::select(&["not", "pred"])?;
             return self.computed(not.exec, 1, a);
         }
@@ -431,85 +391,70 @@ impl<'a> Decoder<'a> {
             return Some(SINK_SLOT);
         }
         if let Some(register) = self.register(text) {
-            return match (width, register.bits) {
-                (b'p', 1) | (b'h' | b'w', 8..=32) | (b'd', 64) => Some(register.number),
+            return match (bits, register.bits) {
                 // A conversion may take a part of its source.
-                (b'h' | b'w', 64) => {
-                    let lower = alu::half_of(64, false)?;
-                    self.computed(lower, 32, register.number)
-                }
-                _ => None,
+                (8..=32, 64) => self.computed(alu::half_of(64, false)?, 32, register.number),
+                _ => fits(register, bits),
             };
         }
-        if width == b'p' {
-            let truth = number(text, false)?;
-            return if truth != 0 {
-                Some(ALWAYS)
-            } else {
-                self.source("!1", b'p', false)
+        if bits == 1 {
+            return match number(text, false)? {
+                0 => self.source("!1", 1, false),
+                _ => Some(ALWAYS),
             };
         }
         let value = match number(text, fraction) {
-            Some(bits) => Value::Bits(match width {
-                b'h' => bits & 0xffff,
-                b'w' => bits & 0xffff_ffff,
-                _ => bits,
-            }),
-            None => match special(text) {
-                Some(value) => value,
-                None => self.symbol_value(text)?,
-            },
+            Some(value) => Value::Bits(value & (u64::MAX >> (64 - bits))),
+            None => special(text).or_else(|| self.symbol_value(text))?,
         };
-        self.value(value, width == b'd')
+        self.value(value, bits == 64)
     }
 
     /// A function of one operand, in a register of its own.
     fn computed(&mut self, exec: Exec, bits: u8, a: u16) -> Option<u16> {
         let d = self.program.reserve(bits, 1)?.number;
-        let op = self.op(Kind::Arithmetic, Class::Integer);
-        self.push(Op { exec, d, a, ..op });
+        self.push(Kind::Arithmetic, Class::Integer, |op| {
+            (op.exec, op.d, op.a) = (exec, d, a);
+        });
         Some(d)
     }
 
-    fn destination(&self, text: &str, width: u8) -> Option<u16> {
-        if text.trim() == "_" {
-            return Some(if width == b'p' { SINK } else { SINK_SLOT });
+    fn destination(&self, text: &str, bits: u8) -> Option<u16> {
+        match text.trim() {
+            "_" if bits == 1 => Some(SINK),
+            "_" => Some(SINK_SLOT),
+            name => fits(self.register(name)?, bits),
         }
-        let register = self.register(text.trim())?;
-        let fits = match width {
-            b'p' => register.bits == 1,
-            b'd' => register.bits == 64,
-            _ => matches!(register.bits, 8..=32),
-        };
-        fits.then_some(register.number)
     }
 
     fn instruction(&mut self, mnemonic: &'a str, operands: &[&'a str]) -> Option<()> {
-        let mut parts = [""; 16];
-        let mut count = 0;
-        for part in mnemonic.split('.') {
-            *parts.get_mut(count)? = part;
-            count += 1;
-        }
-        let parts = &parts[..count];
-        match parts[0] {
-            "bra" => {
-                let op = self.op(Kind::Branch, Class::Control);
+        let parts: Vec<&str> = mnemonic.split('.').collect();
+        match parts[..] {
+            ["bra", ..] => {
                 self.jumps.push((operands.first()?, self.program.ops.len()));
-                self.push(op);
+                self.push(Kind::Branch, Class::Control, |_| {});
             }
-            "ret" | "exit" => self.leave(),
-            "trap" => self.message(Kind::Assert, "the kernel trapped".into()),
-            "call" => return self.call(operands),
-            "ld" | "ldu" | "st" => return self.memory_access(parts, operands),
-            "cp" => return self.copy_async(parts, operands),
-            "shfl" => return self.shuffle(parts, operands),
-            "bar" => return self.barrier(parts, operands),
-            "cvta" => return self.convert_address(parts, operands),
-            "mov" if operands.iter().any(|text| text.starts_with('{')) => {
+            ["ret" | "exit", ..] => self.leave(),
+            ["trap", ..] => self.message(Kind::Assert, "the kernel trapped".into()),
+            // Functions are inlined, so that only failed assertions call one.
+            ["call", ..] => match *operands.first()? {
+                "__assertfail" | "__assert_fail" => {
+                    self.message(Kind::Assert, "an assertion of the kernel failed".into());
+                }
+                _ => return None,
+            },
+            ["ld" | "ldu" | "st", ..] => return self.memory_access(&parts, operands),
+            ["cp", ..] => return self.copy_async(&parts, operands),
+            ["shfl", ..] => return self.shuffle(&parts, operands),
+            ["bar", ..] => return self.barrier(&parts, operands),
+            // Generic addresses of global memory are those of its own.
+            ["cvta", "to", "global", "u64"] | ["cvta", "global", "u64"] => {
+                return self.arithmetic(&["mov", "u64"], operands)
+            }
+            ["mov", ..] if operands.iter().any(|text| text.starts_with('{')) => {
                 return self.pack(operands)
             }
-            _ => return self.arithmetic(parts, operands),
+            _ => return self.arithmetic(&parts, operands),
         }
         Some(())
     }
@@ -522,26 +467,19 @@ impl<'a> Decoder<'a> {
             ["cvt", "s16", "s32" | "u32"] if !narrow => alu::select(&["cvt", "s32", "s16"]),
             _ => alu::select(parts),
         }?;
-        let shape = found.operands.as_bytes();
-        let sources = &shape[2..];
-        if sources.len() + 1 != operands.len() {
+        if found.operands.len() != operands.len() {
             return None;
         }
         let fraction = parts.last() == Some(&"f64");
         let mut slots = [0; 4];
-        for ((slot, &width), text) in slots.iter_mut().zip(sources).zip(&operands[1..]) {
-            *slot = self.source(text, width, fraction)?;
+        let sources = found.operands.iter().zip(operands).skip(1);
+        for (slot, (&bits, text)) in slots.iter_mut().zip(sources) {
+            *slot = self.source(text, bits, fraction)?;
         }
-        let op = self.op(Kind::Arithmetic, found.class);
-        let d = self.destination(operands[0], shape[0])?;
-        self.push(Op {
-            exec: found.exec,
-            d,
-            a: slots[0],
-            b: slots[1],
-            c: slots[2],
-            e: slots[3],
-            ..op
+        let d = self.destination(operands[0], found.operands[0])?;
+        self.push(Kind::Arithmetic, found.class, |op| {
+            (op.exec, op.d) = (found.exec, d);
+            [op.a, op.b, op.c, op.e] = slots;
         });
         Some(())
     }
@@ -553,31 +491,26 @@ impl<'a> Decoder<'a> {
             inner.split_once(',')
         };
         let &[to, from] = operands else { return None };
-        let op = self.op(Kind::Arithmetic, Class::Integer);
         if let Some((low, high)) = halves(to) {
             let whole = self.register(from)?;
             for (part, upper) in [(low, false), (high, true)] {
-                let d = self.destination(part, b'w')?;
-                self.push(Op {
-                    exec: alu::half_of(whole.bits, upper)?,
-                    d,
-                    a: whole.number,
-                    ..op
+                let (d, exec) = (
+                    self.destination(part, 32)?,
+                    alu::half_of(whole.bits, upper)?,
+                );
+                self.push(Kind::Arithmetic, Class::Integer, |op| {
+                    (op.exec, op.d, op.a) = (exec, d, whole.number);
                 });
             }
             return Some(());
         }
         let whole = self.register(to)?;
         let (low, high) = halves(from)?;
-        let width = if whole.bits == 32 { b'h' } else { b'w' };
-        let a = self.source(low, width, false)?;
-        let b = self.source(high, width, false)?;
-        self.push(Op {
-            exec: alu::joined(whole.bits)?,
-            d: whole.number,
-            a,
-            b,
-            ..op
+        let exec = alu::joined(whole.bits)?;
+        let a = self.source(low, whole.bits / 2, false)?;
+        let b = self.source(high, whole.bits / 2, false)?;
+        self.push(Kind::Arithmetic, Class::Integer, |op| {
+            (op.exec, op.d, op.a, op.b) = (exec, whole.number, a, b);
         });
         Some(())
     }
@@ -585,10 +518,8 @@ impl<'a> Decoder<'a> {
     /// The operand in brackets.
     fn address(&mut self, space: Space, text: &str) -> Option<Address> {
         let inner = text.trim().strip_prefix('[')?.strip_suffix(']')?.trim();
-        let (base, plus) = match inner.find(['+']) {
-            Some(at) => (inner[..at].trim(), inner[at + 1..].trim()),
-            None => (inner, "0"),
-        };
+        let (base, plus) = inner.split_once('+').unwrap_or((inner, "0"));
+        let base = base.trim();
         let mut address = Address {
             space,
             bytes: 0,
@@ -597,7 +528,7 @@ impl<'a> Decoder<'a> {
             read_only: false,
             base: None,
             wide: true,
-            offset: number(plus, true)?,
+            offset: number(plus.trim(), true)?,
             registers: [SINK_SLOT; 4],
             widths: [32; 4],
         };
@@ -661,18 +592,13 @@ impl<'a> Decoder<'a> {
         let list = values.trim().trim_matches(['{', '}']);
         let mut seen = 0;
         for (index, name) in list.split(',').map(str::trim).enumerate() {
-            let wide = address.bytes == 8;
-            let width = if wide { b'd' } else { b'w' };
+            let bits = if address.bytes == 8 { 64 } else { 32 };
             let register = match self.register(name) {
                 Some(register) => register,
-                None if load && name == "_" => Register {
-                    number: SINK_SLOT,
-                    bits: if wide { 64 } else { 32 },
-                },
-                None if load => return None,
+                None if load && name != "_" => return None,
                 None => Register {
-                    number: self.source(name, width, *ty == "f64")?,
-                    bits: if wide { 64 } else { 32 },
+                    number: self.source(name, bits, *ty == "f64")?,
+                    bits,
                 },
             };
             if u32::from(register.bits) < address.bytes * 8 || register.bits == 1 {
@@ -685,20 +611,40 @@ impl<'a> Decoder<'a> {
         if seen != count {
             return None;
         }
+        if let Some((value, wide)) = self.parameter(&address).filter(|_| load) {
+            let a = self.value(value, wide)?;
+            self.push(Kind::Arithmetic, Class::Other, |op| {
+                (op.exec, op.d, op.a) = (alu::spread(wide), address.registers[0], a);
+            });
+            return Some(());
+        }
         let class = match address.space {
             Space::Global => Class::Global,
             Space::Shared => Class::Shared,
             _ => Class::Other,
         };
-        let op = self.op(if load { Kind::Load } else { Kind::Store }, class);
-        self.push_with_address(op, address);
+        let kind = if load { Kind::Load } else { Kind::Store };
+        let target = self.program.addresses.len() as u32;
+        self.program.addresses.push(address);
+        self.push(kind, class, |op| op.target = target);
         Some(())
     }
 
-    fn push_with_address(&mut self, op: Op, address: Address) {
-        let target = self.program.addresses.len() as u32;
-        self.program.addresses.push(address);
-        self.push(Op { target, ..op });
+    /// A parameter that fills a register is the same for the whole launch. The second part of the
+    /// result says that it has 64 bits.
+    fn parameter(&self, address: &Address) -> Option<(Value, bool)> {
+        let end = address.offset.checked_add(address.bytes.into())?;
+        let known = address.space == Space::Parameter
+            && address.base.is_none()
+            && address.count == 1
+            && address.offset.is_multiple_of(address.bytes.into())
+            && end <= self.module.parameter_bytes(self.entry) as u64;
+        let wide = match (address.bytes, address.widths[0]) {
+            (4, 32) => false,
+            (8, 64) => true,
+            _ => return None,
+        };
+        known.then_some((Value::Parameter(address.offset), wide))
     }
 
     /// `cp.async` from global to shared memory. The source may be shorter than the copy; the rest
@@ -706,39 +652,34 @@ impl<'a> Decoder<'a> {
     fn copy_async(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
         match parts {
             ["cp", "async", "commit_group"] => {
-                let op = self.op(Kind::CommitGroup, Class::Sync);
-                self.push(op);
+                self.push(Kind::CommitGroup, Class::Sync, |_| {});
             }
             ["cp", "async", "wait_all"] => {
-                let op = self.op(Kind::WaitGroup, Class::Sync);
-                self.push(Op {
-                    immediate: u64::MAX,
-                    ..op
-                });
+                self.push(Kind::WaitGroup, Class::Sync, |op| op.immediate = u64::MAX);
             }
             ["cp", "async", "wait_group"] => {
-                let immediate = number(operands.first()?.trim(), true)?;
-                let op = self.op(Kind::WaitGroup, Class::Sync);
-                self.push(Op { immediate, ..op });
+                let left = number(operands.first()?, true)?;
+                self.push(Kind::WaitGroup, Class::Sync, |op| op.immediate = left);
             }
             ["cp", "async", "ca" | "cg", to, from, ..]
                 if to.starts_with("shared") && from.starts_with("global") =>
             {
                 let mut address = self.address(Space::Global, operands.get(1)?)?;
                 let to = self.address(Space::Shared, operands.first()?)?;
-                address.bytes = number(operands.get(2)?.trim(), false)? as u32;
+                address.bytes = number(operands.get(2)?, false)? as u32;
                 if !matches!(address.bytes, 4 | 8 | 16) {
                     return None;
                 }
                 // A cache policy may stand where the size of the source does.
                 let a = match operands.get(3) {
-                    Some(size) => self.source(size, b'w', false)?,
+                    Some(size) => self.source(size, 32, false)?,
                     None => self.value(Value::Bits(u64::from(address.bytes)), false)?,
                 };
-                let immediate = self.program.addresses.len() as u64;
-                self.program.addresses.push(to);
-                let op = self.op(Kind::CopyAsync, Class::Global);
-                self.push_with_address(Op { a, immediate, ..op }, address);
+                let next = self.program.addresses.len() as u32;
+                self.program.addresses.extend([address, to]);
+                self.push(Kind::CopyAsync, Class::Global, |op| {
+                    (op.a, op.target, op.immediate) = (a, next, u64::from(next) + 1);
+                });
             }
             _ => return None,
         }
@@ -758,60 +699,31 @@ impl<'a> Decoder<'a> {
             .map_or((operands[0], "_"), |two| two);
         let mut slots = [0; 4];
         for (slot, text) in slots.iter_mut().zip(operands.get(1..5)?) {
-            *slot = self.source(text, b'w', false)?;
+            *slot = self.source(text, 32, false)?;
         }
-        let [a, b, c, members] = slots;
-        let (d, p) = (self.destination(d, b'w')?, self.destination(p, b'p')?);
-        let op = self.op(Kind::Shuffle, Class::Sync);
-        self.push(Op {
-            d,
-            a,
-            b,
-            c,
-            e: members,
-            p,
-            immediate,
-            ..op
+        let (d, p) = (self.destination(d, 32)?, self.destination(p, 1)?);
+        self.push(Kind::Shuffle, Class::Sync, |op| {
+            (op.d, op.p, op.immediate) = (d, p, immediate);
+            [op.a, op.b, op.c, op.e] = slots;
         });
         Some(())
     }
 
     fn barrier(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
-        if parts == ["bar", "warp", "sync"] {
-            let e = self.source(operands.first()?, b'w', false)?;
-            let op = self.op(Kind::WarpBarrier, Class::Sync);
-            self.push(Op { e, ..op });
-            return Some(());
-        }
-        if parts != ["bar", "sync"] {
-            return None;
-        }
-        let a = self.source(operands.first()?, b'w', false)?;
-        let b = match operands.get(1) {
-            Some(threads) => self.source(threads, b'w', false)?,
-            None => self.value(Value::Bits(0), false)?,
-        };
-        let op = self.op(Kind::Barrier, Class::Sync);
-        self.push(Op { a, b, ..op });
-        Some(())
-    }
-
-    /// Generic addresses of global memory are those of its own.
-    fn convert_address(&mut self, parts: &[&str], operands: &[&'a str]) -> Option<()> {
+        let a = self.source(operands.first()?, 32, false)?;
         match parts {
-            ["cvta", "to", "global", "u64"] | ["cvta", "global", "u64"] => {
-                self.arithmetic(&["mov", "u64"], operands)
+            ["bar", "warp", "sync"] => {
+                self.push(Kind::WarpBarrier, Class::Sync, |op| op.e = a);
             }
-            _ => None,
+            ["bar", "sync"] => {
+                let b = match operands.get(1) {
+                    Some(threads) => self.source(threads, 32, false)?,
+                    None => self.value(Value::Bits(0), false)?,
+                };
+                self.push(Kind::Barrier, Class::Sync, |op| (op.a, op.b) = (a, b));
+            }
+            _ => return None,
         }
-    }
-
-    /// Functions are inlined, so that only failed assertions call one.
-    fn call(&mut self, operands: &[&str]) -> Option<()> {
-        if !matches!(*operands.first()?, "__assertfail" | "__assert_fail") {
-            return None;
-        }
-        self.message(Kind::Assert, "an assertion of the kernel failed".into());
         Some(())
     }
 }
@@ -830,44 +742,33 @@ impl Program {
         u16::try_from(*next).ok()?;
         Some(Register { number, bits })
     }
-
-    fn reserve_local(&mut self, bytes: usize, align: usize) -> u32 {
-        let offset = self.local_bytes.next_multiple_of(align.max(1));
-        self.local_bytes = offset + bytes;
-        offset as u32
-    }
-
-    fn reserve_shared(&mut self, bytes: usize, align: usize) -> u32 {
-        let offset = self.shared_bytes.next_multiple_of(align.max(1));
-        self.shared_bytes = offset + bytes;
-        offset as u32
-    }
 }
 
-/// Bits of a type's name without its dot.
-fn bits_of(ty: &str) -> Option<u8> {
-    match ty {
-        "f16x2" | "bf16x2" => Some(32),
-        _ => Some((type_bytes(ty)? * 8) as u8),
-    }
+/// The offset of the next variable behind `total` bytes, to which it is added.
+fn reserve_bytes(total: &mut usize, bytes: usize, align: usize) -> u32 {
+    let offset = total.next_multiple_of(align.max(1));
+    *total = offset + bytes;
+    offset as u32
 }
 
-fn special(name: &str) -> Option<Value> {
-    let axis = |name: &str| match name.as_bytes().last() {
-        Some(b'x') => Some(0),
-        Some(b'y') => Some(1),
-        Some(b'z') => Some(2),
-        _ => None,
+/// The register's number, if it has room for so many bits and is not of another kind.
+fn fits(register: Register, bits: u8) -> Option<u16> {
+    let fits = match bits {
+        1 | 64 => register.bits == bits,
+        _ => matches!(register.bits, 8..=32),
     };
-    let (first, _) = name
-        .strip_prefix('%')?
-        .split_once('.')
-        .unwrap_or((&name[1..], ""));
-    Some(match first {
-        "tid" => Value::Thread(axis(name)?),
-        "ntid" => Value::Threads(axis(name)?),
-        "ctaid" => Value::Block(axis(name)?),
-        "nctaid" => Value::Blocks(axis(name)?),
+    fits.then_some(register.number)
+}
+
+/// The index of a thread or block, or the size of either, as in `%tid.x`.
+fn special(name: &str) -> Option<Value> {
+    let (name, axis) = name.strip_prefix('%')?.split_once('.')?;
+    let axis = ["x", "y", "z"].iter().position(|one| *one == axis)? as u8;
+    Some(match name {
+        "tid" => Value::Thread(axis),
+        "ntid" => Value::Threads(axis),
+        "ctaid" => Value::Block(axis),
+        "nctaid" => Value::Blocks(axis),
         _ => return None,
     })
 }

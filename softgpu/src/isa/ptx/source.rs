@@ -1,16 +1,17 @@
 //! The text of a PTX module: its functions and variables.
 
-use crate::isa::op::Space;
+use crate::isa::op::{bits_of, Space};
 use std::collections::HashMap;
 use std::ops::Range;
 
 /// A module's text, and what is found in it before a function is decoded.
+#[derive(Default)]
 pub struct Source {
     pub(super) text: String,
     pub(super) files: HashMap<u32, String>,
     pub(super) entries: Vec<Entry>,
     pub(super) variables: Vec<Variable>,
-    pub(super) globals: (usize, usize),
+    pub(super) globals: usize,
     /// What `.target` says, as in `sm_90`, and its line.
     pub(super) target: (String, u32),
 }
@@ -19,14 +20,7 @@ impl Source {
     /// Parses PTX. An error names the line.
     pub fn parse(text: &str) -> Result<Self, String> {
         let text = without_comments(text);
-        let mut source = Self {
-            text: String::new(),
-            files: HashMap::new(),
-            entries: vec![],
-            variables: vec![],
-            globals: (0, 1),
-            target: (String::new(), 0),
-        };
+        let mut source = Self::default();
         Scanner {
             text: &text,
             at: 0,
@@ -37,15 +31,10 @@ impl Source {
         if source.entries.is_empty() && source.variables.is_empty() {
             return Err("this PTX has no function and no variable".into());
         }
-        for variable in source
-            .variables
-            .iter_mut()
-            .filter(|v| v.space == Space::Global)
-        {
-            let (size, align) = &mut source.globals;
-            variable.offset = size.next_multiple_of(variable.align);
-            *size = variable.offset + variable.size;
-            *align = variable.align.max(*align);
+        let variables = source.variables.iter_mut();
+        for variable in variables.filter(|variable| variable.space == Space::Global) {
+            variable.offset = source.globals.next_multiple_of(variable.align);
+            source.globals = variable.offset + variable.size;
         }
         Ok(source)
     }
@@ -55,15 +44,15 @@ impl Source {
         (&self.target.0, self.target.1)
     }
 
-    /// Bytes and alignment of the module's global and constant variables, which live in one
-    /// allocation of a device.
-    pub fn globals(&self) -> (usize, usize) {
+    /// Bytes of the module's global and constant variables, which live in one allocation of a
+    /// device.
+    pub fn globals(&self) -> usize {
         self.globals
     }
 
     /// Their initial bytes, for a module loaded with its variables at `base`.
     pub fn initial_globals(&self, base: u64) -> Vec<u8> {
-        let mut bytes = vec![0; self.globals.0];
+        let mut bytes = vec![0; self.globals];
         for variable in self.variables.iter().filter(|v| v.space == Space::Global) {
             bytes[variable.offset..][..variable.initial.len()].copy_from_slice(&variable.initial);
             for (at, name, plus) in &variable.pointers {
@@ -172,53 +161,41 @@ impl<'a> Scanner<'a> {
             if rest.is_empty() {
                 return Ok(());
             }
-            if rest.starts_with(".file") {
-                let line = self.take_line();
-                let mut words = line.split_whitespace().skip(1);
-                if let (Some(number), Some(_)) =
-                    (words.next().and_then(|n| n.parse().ok()), words.next())
-                {
-                    let name = line.split('"').nth(1).unwrap_or("");
-                    source.files.insert(number, name.to_owned());
+            match rest.split_whitespace().next().unwrap_or("") {
+                ".file" => {
+                    let line = self.take_line();
+                    let number = line.split_whitespace().nth(1).map(str::parse);
+                    if let (Some(Ok(number)), Some(name)) = (number, line.split('"').nth(1)) {
+                        source.files.insert(number, name.to_owned());
+                    }
                 }
-            } else if rest.starts_with(".target") {
-                let number = self.line;
-                let text = self.take_line().trim_start_matches(".target");
-                let first = text.split(',').next().unwrap_or("");
-                source.target = (first.trim().to_owned(), number);
-            } else if [".version", ".address_size", ".loc"]
-                .iter()
-                .any(|word| rest.starts_with(word))
-            {
-                self.take_line();
-            } else if rest.starts_with(".section") {
-                self.take_until(b"{");
-                self.take_body()?;
-            } else if rest.starts_with('.') {
-                self.declaration(source)?;
-            } else {
-                return Err(format!(
-                    "line {}: what is {:?}?",
-                    self.line,
-                    first_line(rest)
-                ));
+                ".target" => {
+                    let number = self.line;
+                    let text = self.take_line().trim_start_matches(".target");
+                    let first = text.split(',').next().unwrap_or("");
+                    source.target = (first.trim().to_owned(), number);
+                }
+                ".version" | ".address_size" | ".loc" => {
+                    self.take_line();
+                }
+                ".section" => {
+                    self.take_until(b"{");
+                    self.take_body()?;
+                }
+                word if word.starts_with('.') => self.declaration(source)?,
+                _ => {
+                    let (line, first) = (self.line, first_line(rest));
+                    return Err(format!("line {line}: what is {first:?}?"));
+                }
             }
         }
     }
 
     fn declaration(&mut self, source: &mut Source) -> Result<(), String> {
         let line = self.line;
-        let keywords = &self.text[self.at..];
-        let function = {
-            let end = keywords
-                .find(['{', ';', '(', '='])
-                .unwrap_or(keywords.len());
-            let words = &keywords[..end];
-            words
-                .split_whitespace()
-                .any(|word| word == ".entry" || word == ".func")
-        };
-        if !function {
+        let keywords = self.text[self.at..].split(['{', ';', '(', '=']).next();
+        let mut words = keywords.unwrap_or("").split_whitespace();
+        if !words.any(|word| word == ".entry" || word == ".func") {
             let text = self.take_until(b";");
             if text.trim_start().starts_with(".pragma") {
                 return Ok(());
@@ -334,9 +311,8 @@ fn first_line(text: &str) -> &str {
 }
 
 /// Bytes of a type such as `.b32`.
-pub(super) fn type_bytes(ty: &str) -> Option<usize> {
-    let digits = ty.trim_start_matches(|c: char| !c.is_ascii_digit());
-    let bits: usize = digits.parse().ok()?;
+fn type_bytes(ty: &str) -> Option<usize> {
+    let bits = usize::from(bits_of(ty)?);
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
@@ -428,47 +404,34 @@ pub(super) fn number(text: &str, wide: bool) -> Option<u64> {
         Some(rest) => (true, rest.trim()),
         None => (false, text),
     };
-    let first = digits.as_bytes().first()?;
-    if !first.is_ascii_digit() {
+    if !digits.starts_with(|first: char| first.is_ascii_digit()) {
         return None;
     }
-    let lower = digits.get(..2).unwrap_or("");
-    let sign = |bits: u64, top: u32| if negative { bits ^ 1 << top } else { bits };
-    match lower {
-        "0f" | "0F" => {
-            return Some(sign(
-                u64::from(u32::from_str_radix(&digits[2..], 16).ok()?),
-                31,
-            ))
-        }
-        "0d" | "0D" => return Some(sign(u64::from_str_radix(&digits[2..], 16).ok()?, 63)),
-        _ => {}
-    }
     let bare = digits.strip_suffix('U').unwrap_or(digits);
-    let value = match lower {
-        "0x" | "0X" => u64::from_str_radix(&bare[2..], 16).ok(),
-        "0b" | "0B" => u64::from_str_radix(&bare[2..], 2).ok(),
+    let after_prefix = |radix| u64::from_str_radix(bare.get(2..)?, radix).ok();
+    let sign = |top: u32| u64::from(negative) << top;
+    let value = match bare.get(..2).unwrap_or("") {
+        "0f" | "0F" => return Some(after_prefix(16)? ^ sign(31)),
+        "0d" | "0D" => return Some(after_prefix(16)? ^ sign(63)),
+        "0x" | "0X" => after_prefix(16),
+        "0b" | "0B" => after_prefix(2),
         // An octal number, or zero.
         _ if bare.starts_with('0') && bare.bytes().all(|byte| byte.is_ascii_digit()) => {
             Some(u64::from_str_radix(bare, 8).ok()?)
         }
         _ => bare.parse().ok(),
     };
-    match value {
-        Some(value) => Some(if negative {
-            value.wrapping_neg()
-        } else {
-            value
-        }),
+    Some(match value {
+        Some(value) if negative => value.wrapping_neg(),
+        Some(value) => value,
         None => {
             let value: f64 = text.parse().ok()?;
-            Some(if wide {
-                value.to_bits()
-            } else {
-                u64::from((value as f32).to_bits())
-            })
+            match wide {
+                true => value.to_bits(),
+                false => u64::from((value as f32).to_bits()),
+            }
         }
-    }
+    })
 }
 
 fn entry_of(text: &str, body: Range<usize>, line: u32) -> Option<Entry> {
