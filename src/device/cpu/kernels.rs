@@ -766,3 +766,47 @@ impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Chunks of rows, by hand from the constants above.
+    #[test]
+    fn chunks_are_worth_a_thread_and_few() {
+        for ([rows, cols], expected) in [
+            ([4096, 512], CHUNK / 512),
+            ([1 << 24, 3], (1 << 24) / MAX_CHUNKS),
+            ([5000, 1 << 17], MIN_ROWS),
+            ([100, 1 << 17], 3), // so that there are about `MIN_ROWS` chunks
+            ([10, 1 << 17], 1),
+        ] {
+            assert_eq!(chunk_rows(rows, cols), expected, "{rows}x{cols}");
+        }
+        assert_eq!(CHUNK / 512, 128);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn large_outputs_of_whole_cache_lines_bypass_the_caches() {
+        for (rows, groups, expected) in [
+            (4096, 64, Stores::NonTemporal), // 16 MiB, and 64 bytes in a group
+            (4095, 64, Stores::Cached),
+            (4096, 128, Stores::Cached),
+        ] {
+            let rows = Rows {
+                x: Matrix::<f32> {
+                    cols: 1024,
+                    rows,
+                    values: &[],
+                    blocks: vec![],
+                },
+                residual: None,
+                keep: None,
+                groups: Some((groups, 1e-5)),
+                sums_all: false,
+            };
+            assert_eq!(rows.stores(), expected, "{} by {groups}", rows.len());
+        }
+    }
+}

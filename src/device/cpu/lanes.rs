@@ -326,6 +326,27 @@ mod tests {
         }
     }
 
+    /// (1 + 2⁻¹²)² − (1 + 2⁻¹¹): 2⁻²⁴ in each lane, or 0 if `f32` rounds the square.
+    struct Square;
+
+    impl WithSimd for Square {
+        type Output = f32;
+
+        fn with_simd<S: Simd>(self, simd: S) -> f32 {
+            let [x, rounded] =
+                [12, 11].map(|bits| Lanes::<S, f32, 1>::splat(simd, 1. + 0.5f32.powi(bits)));
+            (x.mul_add(x, rounded * Lanes::splat(simd, -1.))).total()
+        }
+    }
+
+    #[test]
+    fn a_product_is_rounded_once_where_an_instruction_does_so() {
+        for level in Level::all() {
+            let once = !matches!(level, Level::Baseline);
+            assert_eq!(level.run(Square) > 0., once, "{level:?}");
+        }
+    }
+
     #[test]
     fn a_sweep_writes_every_column_with_its_group() {
         for len in 1..140 {

@@ -129,3 +129,29 @@ impl Level {
         [Level::Baseline, avx2(), best]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pulp::Simd;
+
+    /// The bytes of a vector.
+    struct Width;
+
+    impl WithSimd for Width {
+        type Output = usize;
+
+        fn with_simd<S: Simd>(self, _: S) -> usize {
+            size_of::<S::f32s>()
+        }
+    }
+
+    #[test]
+    fn the_widest_vectors_are_for_groups_that_fill_them() {
+        let (narrow, wide) = LEVELS.unwrap_or_else(best);
+        for (group_len, level) in [(16, wide), (48, wide), (24, narrow)] {
+            assert_eq!(vectorize::<f32, _>(group_len, Width), level.run(Width));
+            assert_eq!(vectorize::<f64, _>(group_len / 2, Width), level.run(Width));
+        }
+    }
+}
