@@ -359,13 +359,16 @@ fn frozen_statistics_that_no_training_leaves_are_refused() {
         phi[5] = got;
         let phi = Tensor::new(phi, &CPU).unwrap();
         tensors.insert("running_phi".to_owned(), phi);
-        let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+        let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
         let text = format!(
             "power_norm: expected a running_phi of finite numbers of at least 0, got {:?}: \
              pass the mean squares of a checkpoint, or ones for a fresh layer",
             f64::from(got)
         );
         assert_eq!(message(power_norm(SIZE, *layer.config(), vb)), text);
+        // A recalibration may replace them.
+        let vb = trainable(&variables(&tensors), DType::F32);
+        assert!(power_norm(SIZE, *layer.config(), vb).is_ok());
     }
 }
 

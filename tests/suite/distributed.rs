@@ -8,7 +8,7 @@ use crate::common::{
 };
 use candle::{CpuStorage, DType, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
-use candle_powernorm::{PowerNorm, PowerNormConfig};
+use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Ranks};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 /// Runs a case on two to four ranks.
@@ -30,6 +30,27 @@ distributed::cases_of_a_cpu!(tests);
 #[test]
 fn a_communicator_that_gives_back_less_is_an_error() {
     distributed::a_communicator_that_gives_back_less(&CPU);
+}
+
+/// A job of one process needs no sum.
+#[test]
+fn a_rank_by_itself_sums_nothing() {
+    struct Alone;
+    impl Communicator for Alone {
+        fn world_size(&self) -> usize {
+            1
+        }
+
+        fn all_reduce_sum(&self, _: &Tensor) -> Result<Tensor> {
+            candle::bail!("a sum over one rank")
+        }
+    }
+    let ranks = Ranks::new(Alone);
+    assert_eq!(format!("{ranks:?}"), "Ranks { world_size: 1 }");
+    let layer = layer(SIZE, config(None), DType::F64).0.with_ranks(&ranks);
+    let batch = Batch::random(&mut Data::new(42), &[5, SIZE], DType::F64, false);
+    run(&layer, &batch, true);
+    assert_eq!(layer.steps().unwrap(), 1);
 }
 
 /// A rank that panics in its layer tells the others. It may catch the panic, and the ranks go on

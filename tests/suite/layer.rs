@@ -447,6 +447,7 @@ fn a_builder_builds_layers_alike() -> Result<()> {
     let (mode, scale) = (Mode::train(), LossScale::default());
     let config = 1e-6.with_warm_up(3);
     let norms = PowerNormBuilder::new(config, &mode).with_loss_scale(&scale);
+    assert_eq!(*norms.config(), config);
     let varmap = VarMap::new();
     let vb = trainable(&varmap, DType::F32);
     let (first, second) = (vb.pp("a"), vb.pp("b"));

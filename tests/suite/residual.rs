@@ -4,6 +4,7 @@ use crate::common::{
     add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, to_f64,
     Data, Twin, CPU,
 };
+use crate::devices::NoBackward;
 use candle::backprop::GradStore;
 use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -91,11 +92,13 @@ fn gradients_go_where_they_are_wanted() -> Result<()> {
     let outputs = layer.forward_residual(&case.xs, &case.residual.detach(), None)?;
     let first = case.gradients(&outputs, [true, true])?;
     let second = case.gradients(&outputs, [true, true])?;
-    assert_same_bits(
-        "twice",
-        first.get(&case.xs).unwrap(),
-        second.get(&case.xs).unwrap(),
-    );
+    // candle goes back through the outputs in the order of the loss's terms.
+    let [of_y, of_sum] = [&outputs.0 * &case.dy, &outputs.1 * &case.dsum];
+    let swapped = (of_sum?.sum_all()? + of_y?.sum_all()?)?.backward()?;
+    for (what, again) in [("twice", second), ("the sum first", swapped)] {
+        let (first, again) = (first.get(&case.xs).unwrap(), again.get(&case.xs).unwrap());
+        assert_same_bits(what, first, again);
+    }
     let sum_alone = case.gradients(&outputs, [false, true])?;
     assert_same_bits("the sum's", sum_alone.get(&case.xs).unwrap(), &case.dsum);
     assert!(first.get(&case.residual).is_none());
@@ -246,8 +249,8 @@ fn threads_may_share_a_graph() -> Result<()> {
 }
 
 /// The identity. Its backward runs another backward first, as a rayon worker may that waits for
-/// rows.
-struct Nested(Tensor);
+/// rows. Says whether that one succeeds.
+struct Nested(Tensor, bool);
 
 impl CustomOp1 for Nested {
     fn name(&self) -> &'static str {
@@ -259,7 +262,7 @@ impl CustomOp1 for Nested {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        self.0.backward()?;
+        assert_eq!(self.0.backward().is_ok(), self.1);
         Ok(Some(gradient.clone()))
     }
 }
@@ -282,14 +285,18 @@ fn a_backward_may_run_inside_another_of_the_same_graph() -> Result<()> {
             .collect())
     };
     let alone = gradients(&y)?;
-    for uses in USES {
-        let [mut inner, of_sum] = [&y, &sum].map(|output| output.affine(3., 0.)?.sum_all());
-        inner = match uses {
-            [true, true] => inner? + of_sum?,
-            [true, false] => inner,
-            _ => of_sum,
-        };
-        let nested = gradients(&y.apply_op1(Nested(inner?))?)?;
+    let [of_y, of_sum] = [&y, &sum].map(|output| output.affine(3., 0.)?.sum_all());
+    let (of_y, of_sum) = (of_y?, of_sum?);
+    // One of the last two leaves a gradient of the sum that nobody takes.
+    let fails = y.apply_op1(NoBackward)?.sum_all()?;
+    for (inner, succeeds) in [
+        ((&of_y + &of_sum)?, true),
+        (of_y, true),
+        (of_sum.clone(), true),
+        ((&fails + &of_sum)?, false),
+        ((&of_sum + &fails)?, false),
+    ] {
+        let nested = gradients(&y.apply_op1(Nested(inner, succeeds))?)?;
         for (nested, alone) in nested.iter().zip(&alone) {
             assert_same_bits("gradient", nested, alone);
         }
