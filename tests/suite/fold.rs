@@ -2,12 +2,12 @@
 
 use crate::common::reference::Quantity;
 use crate::common::{
-    assert_close, assert_same_bits, backward, bits, frozen, insert, layer, message, state, to_f64,
-    var, Batch, Bound, Data, Twin, With, CPU, DTYPES, PARAMETERS,
+    assert_close, assert_same_bits, backward, bits, layer, message, state, to_f64, var, Batch,
+    Bound, Data, Twin, With, CPU, DTYPES, PARAMETERS,
 };
 use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::{Linear, VarBuilder};
-use candle_powernorm::{power_norm, GroupScaling, PowerNormConfig};
+use candle_nn::Linear;
+use candle_powernorm::{GroupScaling, PowerNormConfig};
 
 const SIZE: usize = 12;
 const OUT: usize = 5;
@@ -154,29 +154,6 @@ fn folds_into_the_next_linear_layer() {
             check_output(&format!("{what}, unfolded"), &unfolded.unwrap(), &expected);
         },
     );
-}
-
-/// `[1, C, 1, 1]`, as the released checkpoints have them.
-#[test]
-fn the_released_shape_of_the_statistics_folds_as_well() {
-    let mut data = Data::new(3);
-    let phi = data.uniform(SIZE, 0.05, 20.);
-    let build = |shape: &[usize]| {
-        let config = 1e-5.with_groups(None).with(|config| config.affine = false);
-        let (_, varmap) = layer(SIZE, config, DType::F64);
-        insert(
-            &varmap,
-            "running_phi",
-            &data.tensor(&phi, shape, DType::F64),
-        );
-        let vb = VarBuilder::from_tensors(frozen(&varmap), DType::F64, &CPU);
-        power_norm(SIZE, config, vb).unwrap()
-    };
-    let (ours, released) = (build(&[SIZE]), build(&[1, SIZE, 1, 1]));
-    let mut data = Data::new(4);
-    let next = linear(&mut data, SIZE, OUT, true, DType::F64);
-    let [ours, released] = [ours, released].map(|layer| layer.fold_into(&next).unwrap());
-    assert_same_bits("W'", released.weight(), ours.weight());
 }
 
 /// Folding changes nothing, and what it gives does not follow what it was made of.

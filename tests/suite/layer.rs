@@ -208,14 +208,6 @@ fn accessors_follow_the_state() {
     assert_ne!(to_f64(&layer.nu().unwrap()), before.1);
 }
 
-#[test]
-fn the_configuration_is_kept() {
-    let config = 1e-3.with_warm_up(7).with(|config| config.alpha_fwd = 0.5);
-    assert_eq!(build(8, config, DType::F32).unwrap().config(), &config);
-    let eps_alone = PowerNormConfig::default().with(|config| config.eps = 1e-3);
-    assert_eq!(PowerNormConfig::from(1e-3), eps_alone);
-}
-
 /// A layer made of tensors evaluates as the layer that they come from, and trains as a fresh one.
 #[test]
 fn tensors_make_a_layer() {
