@@ -1,9 +1,9 @@
 //! Adds a residual and normalizes the sum, in one op.
 //!
-//! This pass has up to four arguments (input, residual, weight, bias) and two outputs (the
+//! The layer has up to four arguments here (input, residual, weight, bias) and two outputs (the
 //! normalized rows and the sum). A custom op of candle has at most three arguments and one output.
-//! So several ops share the [`Shared`], and tokens, which are tensors of one element, connect them in
-//! the graph:
+//! So there are several ops. They have one [`Shared`], and tokens, which are tensors of one element,
+//! connect them in the graph:
 //!
 //! 1. [`Params`] makes a token of weight and bias.
 //! 2. [`ResidualOp`] makes a second token of the input, the residual and the first token.
@@ -11,17 +11,17 @@
 //!
 //! In a backward candle visits them in the reverse order:
 //!
-//! 1. Each [`HandOut`] leaves its output's gradient in the pass, and returns a gradient for the
+//! 1. Each [`HandOut`] leaves its output's gradient in [`Shared`], and returns a gradient for the
 //!    token.
 //! 2. [`ResidualOp`] takes the gradients and runs the backward. It returns the gradient of input
-//!    and residual, and leaves the gradients of weight and bias in the pass.
+//!    and residual, and leaves the gradients of weight and bias in [`Shared`].
 //! 3. [`Params`] takes these and returns them. candle visits it right after [`ResidualOp`].
 //!
 //! Other backwards may leave gradients in the same pass:
 //!
 //! - In another thread: each gradient is left together with its thread.
 //! - A backward that failed: candle drops its gradients. An output's gradient is alive only as long
-//!   as the token's gradient, and the pass has a weak reference.
+//!   as the token's gradient, and [`Shared`] has a weak reference.
 //! - Inside this backward: a thread that waits in rayon may be given another backward to run. It
 //!   ends before this one goes on, so the last gradient left is the right one. An inner backward
 //!   may reach fewer outputs than the outer one, so the token's gradient says which [`OutputKind`]s
@@ -59,7 +59,7 @@ pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
     };
     let y = hand_out(outputs.y, OutputKind::Y)?;
     let sum = hand_out(outputs.sum, OutputKind::Sum)?;
-    // Detached, because the sum's graph holds the pass, and the pass would own itself.
+    // Detached, because the sum's graph holds `shared`, which would own itself.
     let _ = shared.forward.set((step, sum.detach()));
     Ok((y, sum))
 }
@@ -107,7 +107,7 @@ fn lock<T>(values: &Mutex<T>) -> MutexGuard<'_, T> {
     values.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Gives the pass its place in the graph.
+/// Gives the layer its place in the graph.
 #[derive(Clone)]
 struct ResidualOp(Arc<Shared>);
 

@@ -329,8 +329,8 @@ fn a_model_learns_among_adversaries() -> Result<()> {
     Ok(())
 }
 
-/// Trains without group scaling, where one batch in twenty is 30 times louder. Gives Σ|ν| after each
-/// step, until it is infinite.
+/// Trains without group scaling, where one batch in twenty is 30 times louder. Gives Σ|ν| after
+/// each step, until it is infinite.
 fn train_with_loud_batches(recipe: Recipe) -> Result<Vec<f64>> {
     let config = 1e-5.with_recipe(recipe).with_groups(None);
     let (mut model, mut data) = (Model::new(DType::F32, config)?, Data::new(5));

@@ -288,29 +288,6 @@ fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
 mod tests {
     use super::*;
 
-    /// The starts of rows, by hand.
-    #[test]
-    fn views_are_blocks_of_rows() -> Result<()> {
-        let base = Tensor::zeros((3, 4, 6), DType::F32, &Device::Cpu)?;
-        let blocks = |view: &Tensor| row_blocks(view.layout());
-        assert_eq!(blocks(&base), Some(vec![0]));
-        assert_eq!(blocks(&base.narrow(0, 1, 2)?), Some(vec![24]));
-        assert_eq!(blocks(&base.narrow(1, 1, 2)?), Some(vec![6, 30, 54]));
-        assert_eq!(
-            blocks(&base.transpose(0, 1)?),
-            Some((0..12).map(|i| i % 3 * 24 + i / 3 * 6).collect())
-        );
-        let narrowed = base.narrow(2, 2, 3)?.narrow(0, 0, 1)?;
-        assert_eq!(blocks(&narrowed), Some(vec![2, 8, 14, 20]));
-        let row = base.narrow(0, 2, 1)?.narrow(1, 3, 1)?;
-        assert_eq!(blocks(&row.broadcast_as((2, 1, 6))?), Some(vec![66, 66]));
-        assert_eq!(blocks(&base.narrow(2, 4, 1)?).map(|b| b.len()), Some(12));
-        assert_eq!(blocks(&base.transpose(1, 2)?), None);
-        // Three blocks of no rows.
-        assert_eq!(blocks(&base.narrow(1, 0, 0)?), Some(vec![0, 24, 48]));
-        Ok(())
-    }
-
     /// `readable` copies the views whose rows cannot be read where they are, and no others.
     #[test]
     fn readable_views_have_adjacent_elements() -> Result<()> {

@@ -38,10 +38,15 @@ include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 /// kernel has a module of its own. A step launches four of the kernels.
 fn module_of(kernel: &str) -> String {
     const ENTRY: &str = ".visible .entry ";
+    // nvcc ends an entry with a brace at the start of a line, and has no other such brace. Else the
+    // module has all kernels.
+    if POWER_NORM.matches("\n}").count() != POWER_NORM.matches(ENTRY).count() {
+        return POWER_NORM.to_owned();
+    }
     let mut parts = POWER_NORM.split(ENTRY);
     let mut module = parts.next().unwrap_or_default().to_owned();
     for part in parts {
-        // nvcc ends an entry with a brace at the start of a line. What follows belongs to no entry.
+        // What follows an entry belongs to none.
         let (entry, rest) = part.split_once("\n}").unwrap_or((part, ""));
         if entry.split('(').next() == Some(kernel) {
             module += &format!("{ENTRY}{entry}\n}}");
@@ -84,7 +89,8 @@ impl Kernels {
         // Rows of several pieces a thread are copied into it, at least one stage of them.
         if limits.copies && limits.shared_bytes < 99 << 10 {
             candle::bail!(
-                "power_norm: expected a GPU with 99 KiB of shared memory a block, got {} bytes",
+                "power_norm: expected a GPU with 99 KiB of shared memory a block, got {} bytes: \
+                 build with CUDA_COMPUTE_CAP=75",
                 limits.shared_bytes
             )
         }
