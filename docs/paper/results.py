@@ -192,6 +192,7 @@ def FULL_SHORT():
 # The same without a layer-scale: PN and PN-V, which then fold away.
 
 FREE = {"power": "PN", "power-v": "PN-V"}
+RIVALS = {"rms": "RMSNorm", "dyt": "DyT", "derf": "Derf"}
 FREE_RATES = ["1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2"]
 
 
@@ -202,10 +203,11 @@ def free(norm, key="test_loss"):
 
 def FREE_SWEEP_ROWS():
     def row(norm, name):
-        losses = [runs(f"sweep-none-{rate}", f"{norm}-noscale")[10] for rate in FREE_RATES]
-        return f"| {name} | " + " | ".join(map(number, losses)) + " |"
+        losses = [runs(f"sweep-none-{rate}", f"{norm}-noscale").get(10) for rate in FREE_RATES]
+        cells = ("–" if loss is None else number(loss) for loss in losses)
+        return f"| {name} | " + " | ".join(cells) + " |"
 
-    return "\n".join(row(norm, name) for norm, name in FREE.items())
+    return "\n".join(row(norm, name) for norm, name in (FREE | RIVALS).items())
 
 
 def FREE_BEST(norm):
