@@ -17,7 +17,7 @@
 //!    and residual, and leaves the gradients of weight and bias in [`Shared`].
 //! 3. [`Params`] takes these and returns them. candle visits it right after [`ResidualOp`].
 //!
-//! Other backwards may leave gradients in the same pass:
+//! Other backwards may leave gradients in the same [`Shared`]:
 //!
 //! - In another thread: each gradient is left together with its thread.
 //! - A backward that failed: candle drops its gradients. An output's gradient is alive only as long

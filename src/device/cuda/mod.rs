@@ -59,9 +59,9 @@ fn module_of(kernel: &str) -> String {
 /// The loaded kernels of a GPU and its limits, which all layers on the GPU share. To look a kernel
 /// up by its name again would cost more than to launch it.
 ///
-/// Layers own the kernels, and so own their modules and their context. All are released when the
-/// last layer is dropped. All handles of a GPU have one context, its primary one, so they share
-/// kernels.
+/// Layers own the kernels, and so own their modules and their context. candle's handle of the GPU
+/// that loaded a module keeps it too. All handles of a GPU have one context, its primary one, so
+/// they share kernels.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     functions: Mutex<HashMap<Kernel, CudaFunction>>,
