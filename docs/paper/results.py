@@ -224,19 +224,34 @@ def free_pairs(norm, key="test_loss"):
 def FREE_LESS(norm):
     """Less LN, over the seeds so far."""
     less = free_pairs(norm).values()
-    return f"{spread(less, sign=True)} over {WORDS[len(less)]} seeds"
+    return f"{spread(less, sign=True)} over {WORDS[len(less)]} seed{'s' * (len(less) > 1)}"
 
 
 def FREE_LOSSES():
     def row(norm, name):
         test, folded, less = free(norm), free(norm, "test_loss_folded"), free_pairs(norm)
         known = interval(list(less.values())) if len(less) > 1 else ""
+        after = spread(folded.values()) if norm in FREE else "–"
         return (
-            f"| {name} | {listed(test)} | {spread(test.values())} | {spread(folded.values())} "
+            f"| {name} | {listed(test)} | {spread(test.values())} | {after} "
             f"| {spread(less.values(), sign=True)} | {known} |"
         )
 
-    return "\n".join(row(norm, name) for norm, name in FREE.items())
+    return "\n".join(row(norm, name) for norm, name in (FREE | RIVALS).items() if free(norm))
+
+
+def FREE_INTERVALS():
+    """Whose interval holds 0, and whose does not."""
+
+    def side(norm):
+        low, high = bounds(list(free_pairs(norm).values()))
+        return "holds 0" if low <= 0 <= high else "is below 0" if high < 0 else "is above 0"
+
+    def phrase(norm, name):
+        return f"of {name}, over {WORDS[len(free(norm))]} seeds, {side(norm)}"
+
+    found = [phrase(*item) for item in (FREE | RIVALS).items() if len(free(item[0])) > 1]
+    return f"The 95 % interval {'; that '.join(found)}."
 
 
 def FREE_FOLDING():
