@@ -6,7 +6,7 @@ use super::checkpoint::variables;
 use super::norm::{NormConfig, NormLayer};
 use super::random::Dropout;
 use candle::{Module, Result, Tensor, D};
-use candle_nn::{embedding, linear_no_bias, ops, Embedding, Linear, VarBuilder, VarMap};
+use candle_nn::{embedding, linear_no_bias, ops, Embedding, Init, Linear, VarBuilder, VarMap};
 use candle_powernorm::Mode;
 use rand::{rngs::StdRng, Rng};
 use rand_distr::Normal;
@@ -44,6 +44,10 @@ impl Size {
 pub struct Gpt {
     tokens: Embedding,
     positions: Tensor,
+    /// A number that the embeddings are multiplied by, if pointwise functions take the place of
+    /// normalizations. It is sqrt(width) at first, as in DyT's paper (section 5). Else embeddings
+    /// of deviation 0.02 stay as small in every layer, and the model hardly learns.
+    scale: Option<Tensor>,
     blocks: Vec<Block>,
     norm: NormLayer,
     /// On the variable of `tokens`.
@@ -60,7 +64,10 @@ impl Gpt {
             .map(|i| Block::new(&size, norm, mode, vb.pp(format!("blocks.{i}"))))
             .collect::<Result<_>>()?;
         let tokens = embedding(size.vocab, width, vb.pp("tokens"))?;
+        let first = Init::Const((width as f64).sqrt());
+        let scale = || vb.get_with_hints(1, "scale", first);
         Ok(Self {
+            scale: (norm.norm.is_pointwise()).then(scale).transpose()?,
             output: Linear::new(tokens.embeddings().clone(), None),
             tokens,
             positions: vb.get((context, width), "positions.weight")?,
@@ -78,7 +85,10 @@ impl Gpt {
         }
         let mask = self.mask.narrow(0, 0, time)?.narrow(1, 0, time)?;
         let positions = self.positions.narrow(0, 0, time)?;
-        let embedded = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
+        let mut embedded = self.tokens.forward(tokens)?.broadcast_add(&positions)?;
+        if let Some(scale) = &self.scale {
+            embedded = embedded.broadcast_mul(scale)?;
+        }
         let mut stream = dropout.forward(&embedded)?;
         let mut xs = self.first_norm(0).forward(&stream)?;
         for (i, block) in self.blocks.iter().enumerate() {
@@ -99,6 +109,7 @@ impl Gpt {
         let blocks = self.blocks.iter().map(Block::folded);
         Ok(Some(Self {
             tokens: self.tokens.clone(),
+            scale: self.scale.clone(),
             positions: self.positions.clone(),
             blocks: blocks.collect::<Result<_>>()?,
             norm: NormLayer::Folded,
@@ -220,4 +231,36 @@ pub fn init_weights(varmap: &VarMap, layers: usize, rng: &mut StdRng) -> Result<
         var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::norm::Norm;
+    use super::*;
+    use candle::{DType, Device};
+    use clap::ValueEnum;
+
+    /// It has no rank 2, so the first weights are not drawn over it.
+    #[test]
+    fn only_models_of_pointwise_functions_scale_their_embeddings() -> Result<()> {
+        for &norm in Norm::value_variants() {
+            let varmap = VarMap::new();
+            let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+            let config = NormConfig {
+                norm,
+                groups: None,
+                warmup_steps: 0,
+                group_norm_groups: 4,
+                momentum: 0.1,
+            };
+            Gpt::new(Size::small(5), &config, &Mode::train(), vb)?;
+            init_weights(&varmap, LAYERS, &mut rand::SeedableRng::seed_from_u64(1))?;
+            let scale = variables(&varmap)
+                .get("scale")
+                .map(|var| var.to_vec1::<f32>());
+            let expected = norm.is_pointwise().then(|| vec![(WIDTH as f32).sqrt()]);
+            assert_eq!(scale.transpose()?, expected, "{norm}");
+        }
+        Ok(())
+    }
 }
