@@ -9,7 +9,7 @@ mod common;
 use candle::{DType, Module, Tensor};
 use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
 use common::distributed::{self, Rank};
-use common::{layer, message, CPU, LIMIT};
+use common::{layer, message, to_f64, CPU, LIMIT};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator as _;
 use mpi::Threading;
@@ -194,18 +194,11 @@ fn sums_of_other_threads_and_communicators(
             scope.spawn(move || {
                 for k in 0..200 {
                     let own = Tensor::new(&[factor * k as f64], &CPU).unwrap();
-                    let sum = ranks
-                        .all_reduce_sum(&own)
-                        .unwrap()
-                        .to_vec1::<f64>()
-                        .unwrap();
-                    assert_eq!(sum, [factor * k as f64 * world_size(ranks)]);
+                    let sum = to_f64(&ranks.all_reduce_sum(&own).unwrap());
+                    let size = ranks.world_size() as f64;
+                    assert_eq!(sum, [factor * k as f64 * size]);
                 }
             });
         }
     });
-}
-
-fn world_size(ranks: &Arc<MpiCommunicator>) -> f64 {
-    ranks.world_size() as f64
 }

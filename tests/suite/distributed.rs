@@ -2,10 +2,7 @@
 //! processes. Last come ranks that share their gradients and not their statistics.
 
 use crate::common::distributed::{self, Rank, Swap};
-use crate::common::{
-    assert_relative, assert_same_bits, config, layer, message, run, state, to_f64, var, Batch,
-    Data, With, CPU,
-};
+use crate::common::*;
 use candle::{CpuStorage, DType, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
 use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Ranks};

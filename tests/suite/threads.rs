@@ -1,8 +1,6 @@
 //! One layer in many hands at once. What may hang runs under a watchdog.
 
-use crate::common::{
-    assert_close, assert_finite, in_time, layer, run, state, to_f64, Batch, Bound, Data, Twin, With,
-};
+use crate::common::*;
 use candle::{DType, Module};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
 use std::sync::mpsc;
