@@ -7,7 +7,7 @@
 mod common;
 
 use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
-use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{PowerNorm, Recipe, Statistics};
 use common::softgpu::Softgpu;
 use common::*;
 use std::process::Command;

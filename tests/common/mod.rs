@@ -262,6 +262,11 @@ pub fn layer_on(
     (power_norm(size, config, vb).unwrap(), varmap)
 }
 
+/// A builder of variables on the CPU, to train.
+pub fn trainable(varmap: &VarMap, dtype: DType) -> VarBuilder<'static> {
+    VarBuilder::from_varmap(varmap, dtype, &CPU)
+}
+
 /// The variable called `name`.
 pub fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()
@@ -653,10 +658,9 @@ impl Twin {
         let outcome = run(&self.layer, batch, train);
         let (x, dy) = (to_f64(&batch.xs), to_f64(&batch.dy));
         let mask = batch.mask();
-        let pass = if train {
-            self.oracle.train(&x, mask.as_deref())
-        } else {
-            self.oracle.evaluate(&x, mask.as_deref())
+        let pass = match train {
+            true => self.oracle.train(&x, mask.as_deref()),
+            false => self.oracle.evaluate(&x, mask.as_deref()),
         };
         let grads = self.oracle.backward(&pass, &dy);
 

@@ -3,9 +3,9 @@
 //! a test that can be run by its name.
 
 use crate::arguments::{Arguments, Offsets, Purpose, Wanted};
-use crate::common::{keep, tensor, Data, DTYPES, PARAMETERS};
+use crate::common::{keep, tensor, Data, With, DTYPES, PARAMETERS};
 use candle::{DType, Result};
-use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{Recipe, Statistics};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};

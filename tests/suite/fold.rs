@@ -42,10 +42,7 @@ impl Exact {
     fn of(linear: &Linear) -> Self {
         Self {
             weight: to_f64(linear.weight()),
-            bias: match linear.bias() {
-                Some(bias) => to_f64(bias),
-                None => vec![0.; linear.weight().dims()[0]],
-            },
+            bias: (linear.bias()).map_or_else(|| vec![0.; linear.weight().dims()[0]], to_f64),
         }
     }
 

@@ -1,13 +1,13 @@
 //! The backward, in `f64`. Exact gradients are compared with central differences and with candle's
 //! autograd on the composed formula. With running statistics the input's gradient is the paper's
-//! approximation, which is compared with the oracle over many steps.
+//! approximation, which `golden.rs`, `properties.rs` and `devices/mod.rs` compare over many steps.
 //!
 //! The loss is Σ y·dy throughout, with random dy, weight and bias.
 
 use crate::common::reference::{composed, Quantity};
 use crate::common::*;
 use candle::{DType, Tensor, Var};
-use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{PowerNormConfig, Statistics};
 
 struct Case {
     shape: &'static [usize],
@@ -45,10 +45,6 @@ impl Way {
         use Way::*;
         [Batch, WarmUp, RunningWithoutCorrection, Evaluation]
     };
-
-    fn trains(self) -> bool {
-        self != Self::Evaluation
-    }
 
     fn config(self, case: &Case) -> PowerNormConfig {
         let statistics = match self {
@@ -110,7 +106,7 @@ fn exact_gradients_agree_with_central_differences() {
     for (seed, case) in CASES[..CASES.len() - 1].iter().enumerate() {
         for way in Way::ALL {
             let (twin, batch) = way.twin(case, seed as u64);
-            let train = way.trains();
+            let train = way != Way::Evaluation;
             let outcome = run(&twin.layer, &batch, train);
             let check = |what: &str, actual: &Tensor, expected: Vec<f64>| {
                 let what = format!("{way:?}, {:?}, {what}", case.shape);
@@ -158,13 +154,14 @@ fn exact_gradients_agree_with_autograd() {
 
             // The oracle says how large the terms are that cancel in these gradients.
             let (x, mask) = (to_f64(&batch.xs), batch.mask());
-            let pass = match way.trains() {
+            let train = way != Way::Evaluation;
+            let pass = match train {
                 true => twin.oracle.train(&x, mask.as_deref()),
                 false => twin.oracle.evaluate(&x, mask.as_deref()),
             };
             let terms = twin.oracle.backward(&pass, &to_f64(&batch.dy));
 
-            let outcome = run(&twin.layer, &batch, way.trains());
+            let outcome = run(&twin.layer, &batch, train);
             let rows = x.len() / size;
             let check = |what: &str, actual: &Option<Tensor>, of: &Var, terms: Quantity| {
                 let Some(actual) = actual else {
@@ -181,35 +178,6 @@ fn exact_gradients_agree_with_autograd() {
             check("dx", &Some(outcome.dx), &xs, terms.dx);
             check("dweight", &outcome.dweight, &weight, terms.dweight);
             check("dbias", &outcome.dbias, &bias, terms.dbias);
-        }
-    }
-}
-
-#[test]
-fn trajectories_agree_with_the_oracle() {
-    const STEPS: usize = 60;
-    for recipe in [Recipe::Paper, Recipe::Fairseq] {
-        for (seed, case) in CASES.iter().enumerate() {
-            let mut data = Data::new(200 + seed as u64);
-            let size = *case.shape.last().unwrap();
-            let config = PowerNormConfig {
-                recipe,
-                alpha_fwd: 0.8,
-                alpha_bwd: 0.95,
-                warmup_steps: 5,
-                ..Way::RunningWithoutCorrection.config(case)
-            };
-            let mut twin = Twin::new(&mut data, size, config, DType::F64);
-            for step in 0..STEPS {
-                let mut batch = Batch::random(&mut data, case.shape, DType::F64, case.padded);
-                // The scale of the data drifts, so that Γ is not 1.
-                let drift = 1. + 0.5 * (0.3 * step as f64).sin();
-                batch.xs = (batch.xs * drift).unwrap();
-                twin.check(&format!("{recipe:?}, {:?}", case.shape), &batch, true);
-                if step % 10 == 9 {
-                    twin.check("evaluation in between", &batch, false);
-                }
-            }
         }
     }
 }

@@ -9,11 +9,6 @@ use candle_powernorm::{
 };
 use std::collections::HashMap;
 
-/// A builder of variables, to train.
-fn trainable(varmap: &VarMap, dtype: DType) -> VarBuilder<'static> {
-    VarBuilder::from_varmap(varmap, dtype, &CPU)
-}
-
 /// A builder of `f32` to evaluate.
 fn constant(tensors: HashMap<String, Tensor>) -> VarBuilder<'static> {
     VarBuilder::from_tensors(tensors, DType::F32, &CPU)

@@ -3,7 +3,7 @@
 
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{AdamW, Linear, Optimizer, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe, Statistics};
 
 const STEPS: usize = 10_000;
@@ -210,15 +210,11 @@ impl Model {
             candle::Result::Ok(Linear::new(weight.into_inner(), Some(bias.into_inner())))
         };
         let (input, output) = (linear(INPUTS, HIDDEN)?, linear(HIDDEN, 1)?);
-        let params = ParamsAdamW {
-            lr: 3e-3,
-            ..Default::default()
-        };
         Ok(Self {
             input,
             norm,
             output,
-            optimizer: AdamW::new(parameters.clone(), params)?,
+            optimizer: AdamW::new_lr(parameters.clone(), 3e-3)?,
             parameters,
             dtype,
         })
