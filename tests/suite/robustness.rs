@@ -121,9 +121,10 @@ fn view(base: &Tensor, dims: &[usize], axes: &[Axis]) -> candle::Result<Tensor> 
 /// The elements of a view. For an empty view that begins past the end of its storage, candle would
 /// panic.
 fn elements(view: &Tensor) -> Vec<f64> {
-    (view.elem_count() > 0)
-        .then(|| to_f64(view))
-        .unwrap_or_default()
+    match view.elem_count() {
+        0 => vec![],
+        _ => to_f64(view),
+    }
 }
 
 /// The values of tensors.
