@@ -9,11 +9,11 @@ mod common;
 use candle::{DType, Module, Tensor};
 use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
 use common::distributed::{self, Rank};
-use common::{layer, message, CPU, LIMIT};
+use common::{layer, message, to_f64, CPU, LIMIT};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator as _;
 use mpi::Threading;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::process::{abort, exit, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -72,10 +72,7 @@ fn ends_with_a_rank(ranks: &str, death: &str) {
             None => std::thread::sleep(Duration::from_millis(50)),
         }
     };
-    let mut output = String::new();
-    (job.stdout.take().unwrap())
-        .read_to_string(&mut output)
-        .unwrap();
+    let output = std::io::read_to_string(job.stdout.take().unwrap()).unwrap();
     assert_eq!(output, "a rank dies\n", "{ranks} ranks, one {death}");
     assert!(!status.success(), "{ranks} ranks, one {death}: {status}");
     println!("{ranks} ranks: one {death}, and the job ends ... ok");
@@ -125,10 +122,7 @@ fn as_rank() {
     let world = universe.world();
     let communicator = Arc::new(MpiCommunicator::new(&world).unwrap());
     assert_eq!(communicator.world_size(), world.size() as usize);
-    assert!(
-        communicator.world_size() > 1,
-        "a world of more than one rank"
-    );
+    assert!(world.size() > 1, "a world of more than one rank");
 
     let rank = Rank {
         rank: world.rank() as usize,
@@ -194,18 +188,11 @@ fn sums_of_other_threads_and_communicators(
             scope.spawn(move || {
                 for k in 0..200 {
                     let own = Tensor::new(&[factor * k as f64], &CPU).unwrap();
-                    let sum = ranks
-                        .all_reduce_sum(&own)
-                        .unwrap()
-                        .to_vec1::<f64>()
-                        .unwrap();
-                    assert_eq!(sum, [factor * k as f64 * world_size(ranks)]);
+                    let sum = to_f64(&ranks.all_reduce_sum(&own).unwrap());
+                    let size = ranks.world_size() as f64;
+                    assert_eq!(sum, [factor * k as f64 * size]);
                 }
             });
         }
     });
-}
-
-fn world_size(ranks: &Arc<MpiCommunicator>) -> f64 {
-    ranks.world_size() as f64
 }

@@ -86,10 +86,8 @@ fn values_are_checked_by_the_layer() {
     let config = read(json!({ "alpha_fwd": 1.5 })).unwrap();
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
     let error = power_norm(8, config, vb).unwrap_err().to_string();
-    assert!(
-        error.contains("expected alpha_fwd between 0 and 1"),
-        "{error}"
-    );
+    let expected = "expected alpha_fwd between 0 and 1";
+    assert!(error.contains(expected), "{error}");
 }
 
 /// A model may keep the layer's fields among its own.
@@ -109,15 +107,7 @@ fn flattened_into_a_models_configuration() {
         recipe: Recipe::Fairseq,
         ..Default::default()
     };
-    assert_eq!(
-        config,
-        Config {
-            hidden_size: 512,
-            norm,
-        }
-    );
-    assert_eq!(
-        from_value::<Config>(to_value(&config).unwrap()).unwrap(),
-        config
-    );
+    assert_eq!((config.hidden_size, config.norm), (512, norm));
+    let again: Config = from_value(to_value(&config).unwrap()).unwrap();
+    assert_eq!(again, config);
 }

@@ -7,12 +7,9 @@
 mod common;
 
 use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
-use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{PowerNorm, Recipe, Statistics};
 use common::softgpu::Softgpu;
-use common::{
-    config, loss_of, outputs, precision, same_bits, same_state, state, thinned, to_f64, Batch,
-    Data, Gradient, Outcome, Outputs, Twin, With, PATHS,
-};
+use common::*;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -255,13 +252,10 @@ fn any_call_may_fail(statistics: Statistics, warmup_steps: usize) {
     let gpu = Device::Cuda(device.clone());
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for (rows, cols, group_scaling, padded, with_residual) in thinned(SHAPES) {
-            let config = PowerNormConfig {
-                recipe,
-                statistics,
-                warmup_steps,
-                group_scaling,
-                ..1e-5.into()
-            };
+            let config = 1e-5
+                .with_kind((recipe, statistics))
+                .with_groups(group_scaling)
+                .with_warm_up(warmup_steps);
             let new = || Twin::new(&mut Data::on(&gpu, 1), cols, config, DType::F32).layer;
             let mut data = Data::on(&gpu, 2);
             let pair = Pair {

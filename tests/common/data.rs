@@ -40,10 +40,9 @@ pub fn overflow(dtype: DType) -> f64 {
 
 /// The less precise of two dtypes.
 pub fn coarser(a: DType, b: DType) -> DType {
-    if precision(a).0 > precision(b).0 {
-        a
-    } else {
-        b
+    match precision(a).0 > precision(b).0 {
+        true => a,
+        false => b,
     }
 }
 

@@ -1,11 +1,7 @@
 //! Cases that a layer on several ranks must pass, with any communicator. Every rank runs each
 //! case.
 
-use super::{
-    assert_finite, assert_relative, assert_same_bits, in_time, layer_on, message, precision, run,
-    state, tensor, thinned, to_f64, var, Batch, Data, Outcome, Twin, With, CPU, KINDS, LIMIT,
-    PARAMETERS,
-};
+use super::*;
 use candle::{CpuStorage, DType, Device, Error, InplaceOp1, Layout, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
 use candle_powernorm::{
@@ -15,7 +11,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::mpsc::{channel, Receiver, Sender};
+use std::sync::{Arc, Mutex};
 
 /// One of the ranks.
 pub struct Rank {
@@ -118,6 +115,29 @@ impl Rank {
         };
         assert_same_bits(what, tensor, &self.sum(&of_first));
     }
+
+    /// Compares `actual` with a part of `expected`, to the precision that its dtype leaves sums
+    /// whose terms come in another order.
+    #[track_caller]
+    fn assert_close(&self, what: &str, actual: &Tensor, expected: &Tensor, part: Range<usize>) {
+        let relative = match actual.dtype() {
+            DType::F64 => 1e-12,
+            _ if self.device.is_cpu() => 1e-6,
+            // The suite's bound for n terms, 8·sqrt(n)·u: rows of a step, times the steps.
+            dtype => 8. * ((MOST_ROWS * STEPS) as f64).sqrt() * precision(dtype).0,
+        };
+        let (actual, expected) = (to_f64(actual), to_f64(expected));
+        let largest = expected.iter().fold(0., |max: f64, e| max.max(e.abs()));
+        let (expected, bound) = (&expected[part], relative * largest);
+        assert_eq!(actual.len(), expected.len(), "{what}: length");
+        for (k, (a, e)) in actual.iter().zip(expected).enumerate() {
+            let off = (a - e).abs();
+            assert!(
+                off <= bound,
+                "{what}[{k}]: got {a}, expected {e}, off by {off:e}, at most {bound:e}"
+            );
+        }
+    }
 }
 
 /// A layer over all ranks, and its twin in one process, which gets the whole batch.
@@ -137,6 +157,12 @@ const ROWS: usize = 5;
 impl<'a> Twins<'a> {
     fn new(rank: &'a Rank, config: PowerNormConfig) -> Self {
         Self::over(rank, &rank.over, config, DType::F64)
+    }
+
+    /// Twins whose every step is of the warm-up, and twins whose every step comes after it.
+    fn in_both_phases(rank: &'a Rank) -> impl Iterator<Item = Self> {
+        let configs = before_and_after_the_warm_up().into_iter();
+        configs.map(|config| Self::new(rank, config))
     }
 
     /// With the same random parameters.
@@ -197,10 +223,20 @@ impl<'a> Twins<'a> {
         }
     }
 
+    /// Compares ψ², ν and t, which are one on all ranks.
     #[track_caller]
     fn compare(&self, what: &str) {
-        let close = Close::of(self.rank, self.dtype);
-        close.state(what, self.rank, &self.sharded, &self.whole);
+        let (ours, theirs) = (&self.sharded, &self.whole);
+        let steps = [ours, theirs].map(|layer| layer.steps().unwrap());
+        assert_eq!(steps[0], steps[1], "{what}: t");
+        for (name, actual, expected) in [
+            ("ψ²", ours.running_phi(), theirs.running_phi()),
+            ("ν", ours.nu(), theirs.nu()),
+        ] {
+            let (name, actual) = (format!("{what}: {name}"), actual.unwrap());
+            (self.rank).assert_close(&name, &actual, &expected.unwrap(), 0..SIZE);
+            self.rank.assert_same_on_all(&name, &actual);
+        }
     }
 
     /// Sets t of the layer over all ranks, on this rank.
@@ -230,80 +266,41 @@ fn loss(layer: &PowerNorm, batch: &Batch) -> Result<Tensor> {
     (layer.forward(&xs)? * &batch.dy)?.sum_all()
 }
 
-/// An error of this rank's call, and the state that the call left as it was.
+/// This rank's call has an error with `expected` in it, and leaves the state as it was.
 #[track_caller]
-fn refused<T>(layer: &PowerNorm, call: impl FnOnce() -> Result<T>) -> String {
+fn refused<T>(layer: &PowerNorm, expected: &str, call: impl FnOnce() -> Result<T>) {
     let before = state(layer);
     let text = message(call());
+    assert!(text.contains(expected), "{text}");
     assert_eq!(state(layer), before, "{text}");
-    text
 }
 
-/// Threads that add up tensors.
-#[derive(Debug)]
-struct World {
-    ranks: usize,
-    round: Mutex<Round>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Round {
-    number: usize,
-    brought: Vec<Option<Tensor>>,
-    /// Of the last round. The next one cannot end before all ranks have taken it.
-    sum: Option<Tensor>,
-    /// A rank will not come any more.
-    left: bool,
-}
-
-#[derive(Debug)]
+/// A rank that is a thread, with a channel to each rank and one from each.
 struct Thread {
-    world: Arc<World>,
-    rank: usize,
+    to: Vec<Sender<Tensor>>,
+    from: Mutex<Vec<Receiver<Tensor>>>,
 }
 
 impl Communicator for Thread {
     fn world_size(&self) -> usize {
-        self.world.ranks
+        self.to.len()
     }
 
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
         assert!(tensor.is_contiguous());
         // Two devices that are one GPU do not take each other's tensors.
         let own = tensor.to_device(&CPU)?.copy()?;
-        let mut round = self.world.round.lock().unwrap();
-        let number = round.number;
-        round.brought[self.rank] = Some(own);
-        if round.brought.iter().all(Option::is_some) {
-            let brought: Vec<Tensor> = (round.brought.iter_mut())
-                .filter_map(Option::take)
-                .collect();
-            let sum = |sum: Result<Tensor>, other: &Tensor| sum? + other;
-            round.sum = brought[1..].iter().fold(Ok(brought[0].clone()), sum).ok();
-            round.number += 1;
-            self.world.changed.notify_all();
+        for to in &self.to {
+            // A rank that has left brings nothing either, which is an error below.
+            to.send(own.clone()).ok();
         }
-        let waits = |round: &mut Round| round.number == number && !round.left;
-        let waited = self.world.changed.wait_timeout_while(round, LIMIT, waits);
-        let (round, _) = waited.unwrap();
-        if round.number == number {
-            return Err(Error::msg("a rank has left, or does not come"));
-        }
-        let sum = round.sum.as_ref();
-        sum.ok_or_else(|| Error::msg("ranks brought tensors of different shapes"))?
-            .copy()?
-            .to_device(tensor.device())
-    }
-}
-
-impl Drop for Thread {
-    /// A rank that panics must not leave the others waiting.
-    fn drop(&mut self) {
-        if let Ok(mut round) = self.world.round.lock() {
-            round.left = true;
-        }
-        self.world.changed.notify_all();
+        let from = self.from.lock().unwrap();
+        let brought = from.iter().map(|from| from.recv_timeout(LIMIT));
+        let brought: Vec<Tensor> = (brought.collect::<std::result::Result<_, _>>())
+            .map_err(|_| Error::msg("a rank has left, or does not come"))?;
+        let zeros = Ok(brought[0].zeros_like()?);
+        let sum = brought.iter().fold(zeros, |sum, other| sum? + other)?;
+        sum.to_device(tensor.device())
     }
 }
 
@@ -323,17 +320,16 @@ pub fn on_ranks<T: Send>(
     device: impl Fn() -> Device + Sync,
     case: impl Fn(&Rank) -> T + Sync,
 ) -> Vec<T> {
-    let world = Arc::new(World {
-        ranks,
-        round: Mutex::new(Round {
-            brought: vec![None; ranks],
-            ..Round::default()
-        }),
-        changed: Condvar::new(),
-    });
-    let run = |rank| {
-        let world = world.clone();
-        let communicator = Arc::new(Thread { world, rank });
+    let (mut to, mut from) = (vec![vec![]; ranks], vec![]);
+    for _ in 0..ranks {
+        let (senders, receivers): (Vec<_>, Vec<_>) = (0..ranks).map(|_| channel()).unzip();
+        to.iter_mut()
+            .zip(senders)
+            .for_each(|(to, sender)| to.push(sender));
+        from.push(Mutex::new(receivers));
+    }
+    let run = |rank, to, from| {
+        let communicator = Arc::new(Thread { to, from });
         case(&Rank {
             rank,
             device: device(),
@@ -343,8 +339,8 @@ pub fn on_ranks<T: Send>(
     };
     let run = &run;
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..ranks)
-            .map(|rank| scope.spawn(move || run(rank)))
+        let threads: Vec<_> = (to.into_iter().zip(from).enumerate())
+            .map(|(rank, (to, from))| scope.spawn(move || run(rank, to, from)))
             .collect();
         let results = threads.into_iter().map(|thread| thread.join());
         // All are joined before the first panic goes on, or the scope would hide its message.
@@ -358,14 +354,11 @@ pub fn on_ranks<T: Send>(
 
 /// The shares of a batch: consecutive rows, so many for each rank.
 fn shares(counts: &[usize]) -> Vec<Range<usize>> {
-    let mut start = 0;
-    counts
-        .iter()
-        .map(|count| {
-            start += count;
-            start - count..start
-        })
-        .collect()
+    let share = |end: &mut usize, count: &usize| {
+        *end += count;
+        Some(*end - count..*end)
+    };
+    counts.iter().scan(0, share).collect()
 }
 
 /// The spread of a step's batch over the ranks.
@@ -383,14 +376,10 @@ enum Spread {
     Nothing,
 }
 
-const SPREADS: [Spread; 6] = [
-    Spread::Evenly,
-    Spread::Unevenly,
-    Spread::OneEmpty,
-    Spread::OnePadded,
-    Spread::Nothing,
-    Spread::OneAlone,
-];
+const SPREADS: [Spread; 6] = {
+    use Spread::*;
+    [Evenly, Unevenly, OneEmpty, OnePadded, Nothing, OneAlone]
+};
 
 impl Spread {
     /// Rows of each rank; `who` is the one rank.
@@ -431,17 +420,11 @@ pub fn trajectories(rank: &Rank) {
 fn settings() -> impl Iterator<Item = (PowerNormConfig, bool)> {
     (0..16 * PARAMETERS.len()).map(|setting| {
         let bit = |k: usize| setting >> k & 1 == 1;
-        let (recipe, statistics) = KINDS[setting % 4];
-        let (affine, bias) = PARAMETERS[setting / 16];
-        let config = PowerNormConfig {
-            recipe,
-            statistics,
-            group_scaling: bit(2).then_some(2),
-            affine,
-            bias,
-            warmup_steps: WARM_UP,
-            ..1e-5.into()
-        };
+        let config = 1e-5
+            .with_kind(KINDS[setting % 4])
+            .with_groups(bit(2).then_some(2))
+            .with_parameters(PARAMETERS[setting / 16])
+            .with_warm_up(WARM_UP);
         (config, bit(3))
     })
 }
@@ -465,7 +448,16 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
         let actual = run(&twins.sharded, &batch.rows(share.clone()), true);
 
         let what = format!("{config:?}, {dtype:?}, masked: {masked}, step {step}, {spread:?}");
-        Close::of(rank, dtype).outcome(&what, rank, &actual, &expected, &share);
+        let part = share.start * SIZE..share.end * SIZE;
+        let pairs = actual.tensors().into_iter().zip(expected.tensors());
+        for ((name, actual), (_, expected)) in pairs {
+            let what = format!("{what}: {name}");
+            match name {
+                "y" | "dx" => rank.assert_close(&what, actual, expected, part.clone()),
+                // Each rank has its part.
+                _ => rank.assert_close(&what, &rank.sum(actual), expected, 0..SIZE),
+            }
+        }
         twins.compare(&what);
     }
     // The comparisons above saw steps.
@@ -478,79 +470,6 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
     assert_eq!(twins.whole.steps().unwrap(), taken.count());
     let nu = to_f64(&twins.whole.nu().unwrap());
     assert!(nu.iter().all(|&nu| nu != 0.));
-}
-
-/// Comparisons, to the precision that a dtype leaves sums whose terms come in another order.
-struct Close {
-    /// Of the largest value.
-    relative: f64,
-}
-
-impl Close {
-    fn of(rank: &Rank, dtype: DType) -> Self {
-        let relative = match dtype {
-            DType::F64 => 1e-12,
-            _ if rank.device.is_cpu() => 1e-6,
-            // The suite's bound for n terms, 8·sqrt(n)·u: rows of a step, times the steps.
-            _ => 8. * ((MOST_ROWS * STEPS) as f64).sqrt() * precision(dtype).0,
-        };
-        Self { relative }
-    }
-
-    #[track_caller]
-    fn outcome(
-        &self,
-        what: &str,
-        rank: &Rank,
-        actual: &Outcome,
-        expected: &Outcome,
-        share: &Range<usize>,
-    ) {
-        let rows = share.start * SIZE..share.end * SIZE;
-        let pairs = actual.tensors().into_iter().zip(expected.tensors());
-        for ((name, actual), (_, expected)) in pairs {
-            let what = format!("{what}: {name}");
-            match name {
-                "y" | "dx" => self.values(&what, actual, expected, rows.clone()),
-                // Each rank has its part.
-                _ => self.values(&what, &rank.sum(actual), expected, 0..SIZE),
-            }
-        }
-    }
-
-    /// ψ², ν and t; on all ranks the same bits.
-    #[track_caller]
-    fn state(&self, what: &str, rank: &Rank, actual: &PowerNorm, expected: &PowerNorm) {
-        assert_eq!(
-            actual.steps().unwrap(),
-            expected.steps().unwrap(),
-            "{what}: t"
-        );
-        for (name, actual, expected) in [
-            ("ψ²", actual.running_phi(), expected.running_phi()),
-            ("ν", actual.nu(), expected.nu()),
-        ] {
-            let (name, actual) = (format!("{what}: {name}"), actual.unwrap());
-            self.values(&name, &actual, &expected.unwrap(), 0..SIZE);
-            rank.assert_same_on_all(&name, &actual);
-        }
-    }
-
-    /// Compares `actual` with a part of `expected`.
-    #[track_caller]
-    fn values(&self, what: &str, actual: &Tensor, expected: &Tensor, part: Range<usize>) {
-        let (actual, expected) = (to_f64(actual), to_f64(expected));
-        let largest = expected.iter().fold(0., |max: f64, e| max.max(e.abs()));
-        let expected = &expected[part];
-        assert_eq!(actual.len(), expected.len(), "{what}: length");
-        for (k, (a, e)) in actual.iter().zip(expected).enumerate() {
-            let (off, bound) = ((a - e).abs(), self.relative * largest);
-            assert!(
-                off <= bound,
-                "{what}[{k}]: got {a}, expected {e}, off by {off:e}, at most {bound:e}"
-            );
-        }
-    }
 }
 
 /// The trait's promises about a communicator.
@@ -567,20 +486,18 @@ pub fn a_sum_is_one_on_every_rank(rank: &Rank) {
         let in_f64 = |other: usize| tensor(&to_f64(&brought(other)), &[3, 5], DType::F64);
         let add = |sum: Tensor, other: usize| (sum + in_f64(other)).unwrap();
         let expected = (1..rank.ranks()).fold(in_f64(0), add);
-        Close::of(rank, dtype).values("a sum", &sum, &expected, 0..3 * 5);
+        rank.assert_close("a sum", &sum, &expected, 0..3 * 5);
         rank.assert_same_on_all("a sum", &sum);
     }
 }
 
-/// Every step is of the warm-up, or comes after it.
 fn before_and_after_the_warm_up() -> [PowerNormConfig; 2] {
     [100, 0].map(|warmup_steps| 1e-5.with_warm_up(warmup_steps))
 }
 
 /// Nothing waits for a later call: each has moved its part of the state when it returns.
 pub fn a_forward_moves_phi_and_a_backward_nu(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
+    for mut twins in Twins::in_both_phases(rank) {
         for t in 1..4 {
             let forward = twins.forward();
             assert_eq!(twins.sharded.steps().unwrap(), t);
@@ -599,8 +516,7 @@ pub fn a_forward_moves_phi_and_a_backward_nu(rank: &Rank) {
 
 /// Forwards with and without a backward, whose graphs go in each rank's own order.
 pub fn a_layer_used_twice(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
+    for mut twins in Twins::in_both_phases(rank) {
         let mut graphs = vec![];
         for what in ["a forward", "another one"] {
             let (share, whole) = twins.next();
@@ -632,18 +548,15 @@ pub fn a_layer_used_twice(rank: &Rank) {
 
 /// One rank evaluates alone in the midst of a step, and the others are not waited for.
 pub fn an_evaluation_is_local(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
+    for mut twins in Twins::in_both_phases(rank) {
         let forward = twins.forward();
         if rank.is_last() {
             let (share, _) = twins.next();
             let before = state(&twins.sharded);
-            let evaluated = run(&twins.sharded, &share, false);
-            let expected = run(&twins.whole, &share, false);
-            for ((name, actual), (_, expected)) in
-                evaluated.tensors().into_iter().zip(expected.tensors())
-            {
-                assert_relative(name, actual, &to_f64(expected), 1e-12);
+            let [evaluated, expected] =
+                [&twins.sharded, &twins.whole].map(|layer| run(layer, &share, false));
+            for ((name, actual), (_, e)) in evaluated.tensors().iter().zip(expected.tensors()) {
+                assert_relative(name, actual, &to_f64(e), 1e-12);
             }
             assert_eq!(state(&twins.sharded), before);
         }
@@ -656,9 +569,8 @@ pub fn an_evaluation_is_local(rank: &Rank) {
 /// All at once: a residual, a scale that changes from step to step, and a recalibration between two
 /// of them.
 pub fn residuals_scales_recalibration(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
+    for mut twins in Twins::in_both_phases(rank) {
         let scale = LossScale::default();
-        let mut twins = Twins::new(rank, config);
         twins.sharded = twins.sharded.with_loss_scale(&scale);
         twins.whole = twins.whole.with_loss_scale(&scale);
         for t in 0..6 {
@@ -685,13 +597,12 @@ pub fn residuals_scales_recalibration(rank: &Rank) {
 /// One rank has values that are not finite, and another one has no row that counts. All ranks keep
 /// one finite state.
 pub fn nan_rows_and_empty_shards(rank: &Rank) {
-    for config in before_and_after_the_warm_up()
-        .into_iter()
+    let configs = (before_and_after_the_warm_up().into_iter())
         .flat_map(|config| {
             [Statistics::Running, Statistics::Batch].map(|s| config.with_statistics(s))
         })
-        .flat_map(|config| [None, Some(1)].map(|groups| config.with_groups(groups)))
-    {
+        .flat_map(|config| [None, Some(1)].map(|groups| config.with_groups(groups)));
+    for config in configs {
         let mut twins = Twins::new(rank, config);
         for step in 0..6 {
             let (poisoned, empty) = (step % rank.ranks(), (step + 1) % rank.ranks());
@@ -731,8 +642,7 @@ pub fn nan_rows_and_empty_shards(rank: &Rank) {
 /// A reset, a load and a save between a forward and its backward: the backward moves the ν that
 /// stands when it runs, and nothing else lands on a state that was replaced.
 pub fn a_state_that_is_replaced(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
+    for mut twins in Twins::in_both_phases(rank) {
         twins.step("a step");
         let mut between = |what: &str, replace: &dyn Fn(&Twins)| {
             let forward = twins.forward();
@@ -777,8 +687,8 @@ pub fn settings_that_differ(rank: &Rank) {
             ("eps", |one| one.config.eps = 1e-6, ["1e-6", "1e-5"]),
             ("alpha_fwd", |one| one.config.alpha_fwd = 0.99, ["0.9", "0.99"]),
             ("alpha_bwd", |one| one.config.alpha_bwd = 0.5, ["0.5", "0.9"]),
-            ("group_scaling", |one| one.config.group_scaling = Some(4), ["2", "4"]),
-            ("group_scaling", |one| one.config.group_scaling = None, ["0", "2"]),
+            ("group_scaling (0 for None)", |one| one.config.group_scaling = Some(4), ["2", "4"]),
+            ("group_scaling (0 for None)", |one| one.config.group_scaling = None, ["0", "2"]),
             ("statistics", |one| one.config.statistics = Statistics::Batch, ["Running", "Batch"]),
             ("recipe", |one| one.config.recipe = Recipe::Fairseq, ["Paper", "Fairseq"]),
             ("warmup_steps", |one| one.config.warmup_steps += 1, [&warm_up, &longer]),
@@ -831,20 +741,15 @@ fn first_forward_is_refused(rank: &Rank, own: Settings, name: &str, [least, most
     var(&varmap, "iters").set(&steps).unwrap();
     let layer = layer.with_ranks(&rank.over);
     let xs = Tensor::ones((3, own.size), DType::F32, &rank.device).unwrap();
-    let text = refused(&layer, || layer.forward(&xs));
-    assert!(
-        text.contains(&format!("expected one {name}")),
-        "{name}: {text}"
-    );
-    let expected = format!("got {least} on one and {most} on another");
-    assert!(text.contains(&expected), "{name}: {text}");
+    let expected =
+        format!("expected one {name} on all ranks, got {least} on one and {most} on another");
+    refused(&layer, &expected, || layer.forward(&xs));
 }
 
 /// A rank whose very first call is refused, or that refuses its own state, fails the step on all
 /// ranks, which then go on without it.
 pub fn a_rank_whose_first_call_fails(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
+    for mut twins in Twins::in_both_phases(rank) {
         // The second time no rank has heard of the others yet.
         refuse_last(rank, &twins.sharded);
         refuse_last(rank, &twins.sharded);
@@ -852,35 +757,28 @@ pub fn a_rank_whose_first_call_fails(rank: &Rank) {
             twins.set_steps(-1);
         }
         let (share, _) = twins.next();
-        fails_on_all(rank, twins.sharded.forward(&share.xs), "got -1");
+        let text = message(twins.sharded.forward(&share.xs));
+        assert!(text.contains(of_last(rank, "got -1")), "{text}");
         twins.set_steps(0);
         twins.step("first step");
         twins.step("second step");
     }
 }
 
-/// The last rank has this error, and every other rank hears of it.
-#[track_caller]
-fn fails_on_all<T>(rank: &Rank, result: Result<T>, of_last: &str) {
-    let expected = match rank.is_last() {
-        true => of_last,
+/// This rank's error, if the last rank has `error` and every other rank hears of it.
+fn of_last<'a>(rank: &Rank, error: &'a str) -> &'a str {
+    match rank.is_last() {
+        true => error,
         false => "got a rank whose call failed",
-    };
-    let text = message(result);
-    assert!(text.contains(expected), "{text}");
+    }
 }
 
 /// A forward that the last rank's layer refuses.
 fn refuse_last(rank: &Rank, sharded: &PowerNorm) {
     let width = SIZE + rank.is_last() as usize;
     let xs = Tensor::ones((2, width), DType::F64, &rank.device).unwrap();
-    let before = state(sharded);
-    fails_on_all(
-        rank,
-        sharded.forward(&xs),
-        "expected a last dimension of 12",
-    );
-    assert_eq!(state(sharded), before);
+    let text = "expected a last dimension of 12";
+    refused(sharded, of_last(rank, text), || sharded.forward(&xs));
 }
 
 /// Puts other values into a tensor's storage, which are not what its layout says. Called again, it
@@ -907,8 +805,7 @@ impl InplaceOp1 for Swap {
 /// A rank whose forward is refused, or whose backward fails, tells the others. The forward before
 /// has moved ψ² on all ranks, and ν moves on none. Its backward can be called again, or skipped.
 pub fn a_rank_whose_call_fails(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
+    for mut twins in Twins::in_both_phases(rank) {
         for is_skipped in [false, true, false] {
             let (share, whole) = twins.next();
             let xs = Var::from_tensor(&share.xs).unwrap();
@@ -921,9 +818,7 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
             if rank.is_last() {
                 xs.inplace_op1(&other_dtype).unwrap();
             }
-            let before = state(&twins.sharded);
-            fails_on_all(rank, ours.backward(), "dtype");
-            assert_eq!(state(&twins.sharded), before);
+            refused(&twins.sharded, of_last(rank, "dtype"), || ours.backward());
             twins.compare("a backward that failed");
             if rank.is_last() {
                 xs.inplace_op1(&other_dtype).unwrap();
@@ -987,8 +882,7 @@ pub fn a_model_in_which_calls_fail(rank: &Rank) {
 /// A step count that comes to differ after the layer's first step is an error on every rank in the
 /// next exchange. Once it is mended, the ranks go on.
 pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
-    for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
+    for mut twins in Twins::in_both_phases(rank) {
         twins.step("before");
         let forward = twins.forward();
         if rank.rank == 0 {
@@ -998,9 +892,8 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
         forward.backward();
         for _ in 0..2 {
             let (share, _) = twins.next();
-            let text = refused(&twins.sharded, || loss(&twins.sharded, &share));
             let expected = "expected one step count on all ranks, got 2 on one and 7 on another";
-            assert!(text.contains(expected), "{text}");
+            refused(&twins.sharded, expected, || loss(&twins.sharded, &share));
         }
         // A recalibration does not depend on t.
         twins.recalibrate();
@@ -1010,12 +903,9 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
 
         // Now a rank goes back through another forward.
         let [old, new] = [(); 2].map(|()| twins.forward());
-        let text = refused(&twins.sharded, || match rank.rank {
-            0 => old.ours.backward(),
-            _ => new.ours.backward(),
-        });
         let expected = "expected one step count on all ranks, got 3 on one and 4 on another";
-        assert!(text.contains(expected), "{text}");
+        let own = if rank.rank == 0 { &old } else { &new };
+        refused(&twins.sharded, expected, || own.ours.backward());
         new.backward();
         twins.compare("backwards of two forwards");
     }
@@ -1024,16 +914,16 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
 /// Ranks that make different calls get an error each, which names the difference.
 pub fn calls_that_differ(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
-        let mut twins = Twins::new(rank, config);
-        let mut second = Twins::new(rank, config);
+        let [mut twins, mut second] = [(); 2].map(|()| Twins::new(rank, config));
         let recalibrated = |twins: &mut Twins| {
             let (share, _) = twins.next();
             let mode = twins.sharded.mode().clone();
             let _guard = rank.is_last().then(|| mode.recalibrate_scope());
-            let text = refused(&twins.sharded, || twins.sharded.forward(&share.xs));
             let expected = "expected one call on all ranks, \
                             got a training forward on one and a recalibration on another";
-            assert!(text.contains(expected), "{text}");
+            refused(&twins.sharded, expected, || {
+                twins.sharded.forward(&share.xs)
+            });
         };
         // In a layer's first call, and later.
         recalibrated(&mut twins);
@@ -1044,28 +934,26 @@ pub fn calls_that_differ(rank: &Rank) {
 
         // Layers in another order.
         let (share, _) = twins.next();
-        let layer = match rank.is_last() {
-            true => &twins.sharded,
-            false => &second.sharded,
-        };
-        let text = refused(layer, || layer.forward(&share.xs));
-        assert!(text.contains("expected one layer"), "{text}");
+        let own = if rank.is_last() { &twins } else { &second };
+        let layer = &own.sharded;
+        refused(layer, "expected one layer", || layer.forward(&share.xs));
         twins.step("the third step");
         second.step("the second step of another layer");
 
         // The last rank has left its step after the forward, and begins the next one.
         let forward = twins.forward();
-        let text = refused(&twins.sharded, || match rank.is_last() {
+        let expected = "expected one call on all ranks, \
+                        got a training forward on one and a backward on another";
+        refused(&twins.sharded, expected, || match rank.is_last() {
             true => twins.sharded.forward(&share.xs).map(drop),
             false => forward.ours.backward().map(drop),
         });
-        let expected = "expected one call on all ranks, \
-                        got a training forward on one and a backward on another";
-        assert!(text.contains(expected), "{text}");
         forward.backward();
         twins.compare("the backward after all");
     }
 }
+
+const BROKEN: &str = "the engine is broken";
 
 /// An engine that sums so many times more, and then does something else.
 struct Breaks {
@@ -1080,7 +968,7 @@ impl Breaks {
         Arc::new(Self {
             engine: rank.communicator.clone(),
             sums_left: AtomicUsize::new(usize::MAX),
-            then: |_| Err(Error::msg("the engine is broken")),
+            then: |_| Err(Error::msg(BROKEN)),
         })
     }
 
@@ -1101,12 +989,9 @@ impl Breaks {
             let before = state(layer);
             match self.after(sums, &call) {
                 Ok(value) => return (value, sums),
-                Err(error) => {
-                    let text = message::<T>(Err(error));
-                    assert!(text.contains("the engine is broken"), "{text}");
-                    assert_eq!(state(layer), before);
-                }
+                failed => assert!(message(failed).contains(BROKEN)),
             }
+            assert_eq!(state(layer), before);
             sums += 1;
         }
     }
@@ -1154,10 +1039,12 @@ pub fn sums_that_fail(rank: &Rank) {
         // Skipped: a forward and its backward, and a backward alone.
         let (share, whole) = twins.next();
         let forward = || loss(&twins.sharded, &share);
-        refused(&twins.sharded, || engine.after(0, forward));
+        refused(&twins.sharded, BROKEN, || engine.after(0, forward));
         let ours = forward().unwrap();
         twins.whole.forward(&whole.xs).unwrap();
-        refused(&twins.sharded, || engine.after(0, || ours.backward()));
+        refused(&twins.sharded, BROKEN, || {
+            engine.after(0, || ours.backward())
+        });
         twins.compare("a backward that is skipped");
         twins.step("afterwards");
     }
@@ -1234,8 +1121,8 @@ pub fn whatever_fails(rank: &Rank) {
             twins[layer].set_steps(t);
         }
         let what = format!("step {step}: {trouble:?}: {result:?}");
-        let failures = f64::from(u8::from(result.is_err()));
-        let failures = rank.sum(&Tensor::new(&[failures], &CPU).unwrap());
+        let failed_here = f64::from(u8::from(result.is_err()));
+        let failures = rank.sum(&Tensor::new(&[failed_here], &CPU).unwrap());
         let failures = to_f64(&failures)[0] as usize;
         assert!(failures == 0 || failures == rank.ranks(), "{what}");
         match trouble {
@@ -1291,8 +1178,10 @@ pub fn a_communicator_that_gives_back_less(device: &Device) {
             moved = state(&layer);
             loss.backward()
         });
-        let Err(error) = result else { break };
-        let text = message::<()>(Err(error));
+        if result.is_ok() {
+            break;
+        }
+        let text = message(result);
         assert!(text.contains("sums of the communicator"), "{text}");
         assert_eq!(state(&layer), moved);
         calls_that_failed[moved.2] += 1;

@@ -121,6 +121,13 @@ pub fn assert_finite(what: &str, actual: &Tensor) {
     assert!(stray.is_none(), "{what}: not finite at {stray:?}");
 }
 
+/// ψ² and ν are finite.
+#[track_caller]
+pub fn assert_finite_state(what: &str, layer: &PowerNorm) {
+    assert_finite(&format!("{what}, ψ²"), &layer.running_phi().unwrap());
+    assert_finite(&format!("{what}, ν"), &layer.nu().unwrap());
+}
+
 #[track_caller]
 pub fn assert_same_bits(what: &str, a: &Tensor, b: &Tensor) {
     assert_eq!(a.dims(), b.dims(), "{what}: shape");
@@ -151,6 +158,12 @@ pub fn message<T>(result: Result<T>) -> String {
         error = *inner;
     }
     error.to_string()
+}
+
+/// The crate refuses this, with `text` after its name.
+#[track_caller]
+pub fn refused<T>(result: Result<T>, text: &str) {
+    assert_eq!(message(result), format!("power_norm: expected {text}"));
 }
 
 /// A test that takes longer than this hangs. No test comes near it, whatever runs its kernels.
@@ -249,6 +262,11 @@ pub fn layer_on(
     (power_norm(size, config, vb).unwrap(), varmap)
 }
 
+/// A builder of variables on the CPU, to train.
+pub fn trainable(varmap: &VarMap, dtype: DType) -> VarBuilder<'static> {
+    VarBuilder::from_varmap(varmap, dtype, &CPU)
+}
+
 /// The variable called `name`.
 pub fn var(varmap: &VarMap, name: &str) -> Var {
     varmap.data().lock().unwrap()[name].clone()
@@ -322,6 +340,16 @@ pub trait With: Sized {
 
     fn with_groups(self, groups: Option<usize>) -> PowerNormConfig {
         self.with(|config| config.group_scaling = groups)
+    }
+
+    /// One of [`KINDS`].
+    fn with_kind(self, (recipe, statistics): (Recipe, Statistics)) -> PowerNormConfig {
+        self.with_recipe(recipe).with_statistics(statistics)
+    }
+
+    /// One of [`PARAMETERS`].
+    fn with_parameters(self, (affine, bias): (bool, bool)) -> PowerNormConfig {
+        self.with(|config| (config.affine, config.bias) = (affine, bias))
     }
 }
 
@@ -413,12 +441,11 @@ impl Batch {
         let dy = data.normal(len);
         let [xs, dy] = [x, dy].map(|values| data.tensor(&values, shape, dtype));
         let batch = Self::new(xs, dy);
-        if padded {
-            let mask = data.mask(len / size);
-            batch.masked(&mask)
-        } else {
-            batch
+        if !padded {
+            return batch;
         }
+        let mask = data.mask(len / size);
+        batch.masked(&mask)
     }
 
     /// The same batch with only these rows kept.
@@ -489,15 +516,10 @@ impl Outcome {
 
     /// All there is, named.
     pub fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
-        let affine = [("dweight", &self.dweight), ("dbias", &self.dbias)];
-        [("y", &self.y), ("dx", &self.dx)]
-            .into_iter()
-            .chain(
-                affine
-                    .into_iter()
-                    .filter_map(|(name, t)| Some((name, t.as_ref()?))),
-            )
-            .collect()
+        let affine = [("dweight", &self.dweight), ("dbias", &self.dbias)].into_iter();
+        let affine = affine.filter_map(|(name, t)| Some((name, t.as_ref()?)));
+        let rows = [("y", &self.y), ("dx", &self.dx)];
+        rows.into_iter().chain(affine).collect()
     }
 }
 
@@ -636,10 +658,9 @@ impl Twin {
         let outcome = run(&self.layer, batch, train);
         let (x, dy) = (to_f64(&batch.xs), to_f64(&batch.dy));
         let mask = batch.mask();
-        let pass = if train {
-            self.oracle.train(&x, mask.as_deref())
-        } else {
-            self.oracle.evaluate(&x, mask.as_deref())
+        let pass = match train {
+            true => self.oracle.train(&x, mask.as_deref()),
+            false => self.oracle.evaluate(&x, mask.as_deref()),
         };
         let grads = self.oracle.backward(&pass, &dy);
 

@@ -1,9 +1,6 @@
 //! The recorded trajectories of both recipes, and a layer that replays them.
 
-use super::{assert_relative, forward, layer_on, run, to_f64, var, Batch, CPU};
-use candle::{DType, Device, Tensor};
-use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
-use std::collections::HashMap;
+use super::*;
 use std::path::Path;
 
 /// The folder of the recordings, from the root of the crate, in which cargo runs tests.
@@ -20,6 +17,7 @@ pub const RECORDINGS: [&str; 7] = [
 ];
 
 pub struct Recording {
+    name: &'static str,
     pub config: PowerNormConfig,
     pub steps: usize,
     size: usize,
@@ -28,7 +26,7 @@ pub struct Recording {
 }
 
 impl Recording {
-    pub fn read(name: &str) -> Self {
+    pub fn read(name: &'static str) -> Self {
         let path = Path::new(FIXTURES).join(format!("{name}.safetensors"));
         let bytes = std::fs::read(path).unwrap();
         let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
@@ -46,27 +44,22 @@ impl Recording {
                 0 => None,
                 groups => Some(groups),
             },
-            statistics: match metadata["statistics"].as_str() {
-                "running" => Statistics::Running,
-                "batch" => Statistics::Batch,
-                other => panic!("statistics: {other}"),
+            statistics: match metadata["statistics"] == "batch" {
+                true => Statistics::Batch,
+                false => Statistics::Running,
             },
-            recipe: match metadata["recipe"].as_str() {
-                "paper" => Recipe::Paper,
-                "fairseq" => Recipe::Fairseq,
-                other => panic!("recipe: {other}"),
+            recipe: match metadata["recipe"] == "fairseq" {
+                true => Recipe::Fairseq,
+                false => Recipe::Paper,
             },
             ..Default::default()
         };
         Self {
+            name,
             config,
             size: number(&metadata, "size"),
             steps: number(&metadata, "steps"),
-            padded: match metadata["padded"].as_str() {
-                "True" => true,
-                "False" => false,
-                other => panic!("padded: {other}"),
-            },
+            padded: metadata["padded"] == "True",
             tensors: candle::safetensors::load_buffer(&bytes, &CPU).unwrap(),
         }
     }
@@ -86,9 +79,7 @@ impl Recording {
         Batch {
             xs: cast(&format!("x.{t}")),
             dy: cast(&format!("dy.{t}")),
-            keep: self
-                .padded
-                .then(|| self.tensor(&format!("keep.{t}")).clone()),
+            keep: (self.padded).then(|| self.tensor(&format!("keep.{t}")).clone()),
         }
     }
 
@@ -98,6 +89,32 @@ impl Recording {
             Recipe::Paper => ("nu", self.values(&format!("nu.{t}"))),
             _ => ("ema_gz", self.values(&format!("ema_gz.{t}"))),
         }
+    }
+
+    /// Compares step `t` of a layer, and its state after it, with all that was recorded of them.
+    #[track_caller]
+    pub fn check(
+        &self,
+        t: usize,
+        outcome: &Outcome,
+        layer: &PowerNorm,
+        ema_gz: &Tensor,
+        relative: f64,
+    ) {
+        let check = |what: &str, actual: &Tensor, expected: &[f64]| {
+            let what = format!("{}, step {t}, {what}", self.name);
+            assert_relative(&what, actual, expected, relative);
+        };
+        for (what, actual) in outcome.tensors() {
+            check(what, actual, &self.values(&format!("{what}.{t}")));
+        }
+        let phi = self.values(&format!("running_phi.{t}"));
+        check("ψ²", &layer.running_phi().unwrap(), &phi);
+        match self.backward_state(t) {
+            ("nu", expected) => check("ν", &layer.nu().unwrap(), &expected),
+            (what, expected) => check(what, ema_gz, &expected),
+        }
+        assert_eq!(layer.steps().unwrap(), t, "{}", self.name);
     }
 }
 
@@ -113,35 +130,12 @@ pub fn replay(device: &Device, dtype: DType, relative: f64) {
             varmap.set_one(parameter, value).unwrap();
         }
         for t in 1..=recording.steps {
-            let check = |what: &str, actual: &Tensor, expected: &[f64]| {
-                let what = format!("{name}, step {t}, {what}");
-                assert_relative(&what, actual, expected, relative);
-            };
             let outcome = run(&layer, &recording.batch(t, dtype).to(device), true);
-            for (what, actual) in outcome.tensors() {
-                check(what, actual, &recording.values(&format!("{what}.{t}")));
-            }
-            let phi = layer.running_phi().unwrap();
-            check(
-                "running_phi",
-                &phi,
-                &recording.values(&format!("running_phi.{t}")),
-            );
-            let (what, expected) = recording.backward_state(t);
-            let actual = match recording.config.recipe {
-                Recipe::Paper => layer.nu().unwrap(),
-                _ => var(&varmap, "ema_gz").as_detached_tensor(),
-            };
-            check(what, &actual, &expected);
-            assert_eq!(layer.steps().unwrap(), t, "{name}");
+            recording.check(t, &outcome, &layer, &var(&varmap, "ema_gz"), relative);
         }
         let xs = on_device(recording.tensor("eval_x"));
         let y = forward(&layer, &xs, None, false);
-        assert_relative(
-            &format!("{name}, eval_y"),
-            &y,
-            &recording.values("eval_y"),
-            relative,
-        );
+        let expected = recording.values("eval_y");
+        assert_relative(&format!("{name}, eval_y"), &y, &expected, relative);
     }
 }

@@ -217,12 +217,10 @@ impl Oracle {
                 continue;
             }
             // ∂L/∂x = r (∂L/∂x̃ − x̃ mean_group(∂L/∂x̃ ⊙ x̃))
-            let m = group.clone().map(|k| dx_tilde(k) * x_tilde[k]).sum::<f64>() / width as f64;
-            let m_terms = group
-                .clone()
-                .map(|k| terms(k) * x_tilde[k].abs())
-                .sum::<f64>()
-                / width as f64;
+            let mean =
+                |term: &dyn Fn(usize) -> f64| group.clone().map(term).sum::<f64>() / width as f64;
+            let m = mean(&|k| dx_tilde(k) * x_tilde[k]);
+            let m_terms = mean(&|k| terms(k) * x_tilde[k].abs());
             for k in group {
                 dx[k] = inv_scale[k] * (dx_tilde(k) - x_tilde[k] * m);
                 dx_terms[k] = inv_scale[k] * (terms(k) + x_tilde[k].abs() * m_terms);
@@ -289,23 +287,13 @@ impl Oracle {
         } = self.spec;
         let t_f64 = t as f64;
         let cumulative = phi * (t_f64 - 1.) / t_f64 + batch_phi / t_f64;
+        let average = |phi: f64| alpha * phi + (1. - alpha) * batch_phi;
+        let if_finite = |new: f64| if new.is_finite() { new } else { phi };
         match self.spec.recipe {
-            Recipe::Paper => {
-                let new = if t <= warmup_steps {
-                    cumulative
-                } else {
-                    alpha * phi + (1. - alpha) * batch_phi
-                };
-                if new.is_finite() {
-                    new
-                } else {
-                    phi
-                }
-            }
-            Recipe::Fairseq => {
-                let phi = if t < warmup_steps { cumulative } else { phi };
-                alpha * phi + (1. - alpha) * batch_phi
-            }
+            Recipe::Paper if t <= warmup_steps => if_finite(cumulative),
+            Recipe::Paper => if_finite(average(phi)),
+            Recipe::Fairseq if t < warmup_steps => average(cumulative),
+            Recipe::Fairseq => average(phi),
         }
     }
 

@@ -4,8 +4,8 @@
 
 use candle::{CudaDevice, Device};
 use serde_json::Value;
-use std::ffi::{c_char, c_void, CStr};
-use std::mem::transmute;
+use std::ffi::{c_char, CStr};
+use std::mem::transmute_copy;
 use std::ptr::{null, null_mut};
 
 /// softgpu's functions, whose signatures its `testing.rs` defines.
@@ -20,28 +20,27 @@ pub struct Softgpu {
 impl Softgpu {
     /// Finds softgpu, or explains that the driver is another.
     pub fn find() -> Result<Self, String> {
-        let function = |name: &CStr| -> Result<*mut c_void, String> {
+        /// # Safety
+        /// softgpu's function of this name has the type `F`.
+        unsafe fn function<F>(name: &CStr) -> Result<F, String> {
             // SAFETY: the name ends with a zero.
             let function = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
             match function.is_null() {
-                false => Ok(function),
+                // SAFETY: as the caller says, this is a function of that type.
+                false => Ok(unsafe { transmute_copy(&function) }),
                 true => Err(format!(
                     "the driver is not softgpu: it has no {name:?}; use softgpu/run"
                 )),
             }
-        };
-        type Fail = unsafe extern "C" fn(*const c_char, u64);
-        type Number = unsafe extern "C" fn(*const c_char) -> u64;
-        type Counts = unsafe extern "C" fn(*mut c_char, usize, bool) -> usize;
-        type Switch = extern "C" fn(bool);
+        }
         // SAFETY: softgpu defines these functions with these signatures, in `testing.rs`.
         unsafe {
             Ok(Self {
-                fail: transmute::<*mut c_void, Fail>(function(c"softgpu_fail")?),
-                calls: transmute::<*mut c_void, Number>(function(c"softgpu_calls")?),
-                live: transmute::<*mut c_void, Number>(function(c"softgpu_live")?),
-                counts: transmute::<*mut c_void, Counts>(function(c"softgpu_counts")?),
-                kernels: transmute::<*mut c_void, Switch>(function(c"softgpu_kernels")?),
+                fail: function(c"softgpu_fail")?,
+                calls: function(c"softgpu_calls")?,
+                live: function(c"softgpu_live")?,
+                counts: function(c"softgpu_counts")?,
+                kernels: function(c"softgpu_kernels")?,
             })
         }
     }

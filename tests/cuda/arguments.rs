@@ -3,10 +3,7 @@
 
 use crate::common::distributed::{on_ranks, Rank};
 use crate::common::gpu::{gpu, gpu_of_one_stream};
-use crate::common::{
-    add_rounded, assert_same_bits, coarser, loss_of, outputs, precision, sums_of, tensor, to_f64,
-    Data, CPU,
-};
+use crate::common::*;
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
@@ -82,23 +79,10 @@ pub enum Offsets {
     AnElementIn,
 }
 
-/// The results of the passes, on the CPU.
-pub struct Results {
-    /// `[rows, cols]`.
-    y: Tensor,
-    /// As `y`: the sum with the residual.
-    sum: Option<Tensor>,
-    /// As `y`.
-    dx: Option<Tensor>,
-    /// `[cols]`.
-    dweight: Option<Tensor>,
-    /// `[cols]`.
-    dbias: Option<Tensor>,
-    /// `[cols]`.
-    running_phi: Tensor,
-    /// `[cols]`.
-    nu: Tensor,
-}
+/// The results of the passes by name, on the CPU: of each element `y`, `dx` and `sum`, which is the
+/// sum with the residual, and of each channel `dweight`, `dbias`, ψ² and ν. What was not wanted is
+/// not there.
+pub struct Results(Vec<(&'static str, Tensor)>);
 
 impl Arguments {
     /// A training step on random rows, in the middle of the running phase, without a mask.
@@ -201,16 +185,16 @@ impl Arguments {
             ("ema_gz".to_owned(), to(&self.ema_gz)?),
             ("iters".to_owned(), Tensor::new(&[self.steps as i64], &CPU)?),
         ]);
-        let mut parameters = [None, None];
-        let of = [
-            ("weight", &self.weight, wanted.weight),
-            ("bias", &self.bias, wanted.bias),
-        ];
-        for (kept, (name, tensor, wanted)) in parameters.iter_mut().zip(of) {
+        // The storage of what gets a gradient.
+        let mut stored = vec![];
+        for (name, of, tensor, wanted) in [
+            ("weight", "dweight", &self.weight, wanted.weight),
+            ("bias", "dbias", &self.bias, wanted.bias),
+        ] {
             if let Some(tensor) = tensor {
                 let (whole, part) = placed(tensor, wanted)?;
                 tensors.insert(name.to_owned(), part);
-                *kept = Some(whole);
+                stored.extend(wanted.then_some((of, whole)));
             }
         }
         let mode = match self.purpose {
@@ -228,10 +212,8 @@ impl Arguments {
             layer = layer.with_ranks(ranks);
         }
 
-        let keep = match &self.keep {
-            Some(keep) => Some(placed(keep, false)?.1),
-            None => None,
-        };
+        let keep = self.keep.as_ref().map(|keep| placed(keep, false));
+        let keep = keep.transpose()?.map(|(_, part)| part);
         let x = match (wanted.input, self.x.elem_count()) {
             (true, 0) => Var::zeros(self.x.shape(), self.x.dtype(), device)?.into_inner(),
             (true, _) => Var::from_tensor(&to(&self.x)?)?.into_inner(),
@@ -239,36 +221,36 @@ impl Arguments {
         };
         let residual = self.residual.as_ref().map(to).transpose()?;
         let outputs = outputs(&layer, &x, residual.as_ref(), keep.as_ref())?;
-        let grads = match wanted.any() {
-            true => Some(loss_of(&outputs, &to(&self.dy)?, &to(&self.dsum)?)?.backward()?),
-            false => None,
-        };
-        let (y, sum) = outputs;
+        let (y, sum) = &outputs;
         let to_host = |tensor: &Tensor| match tensor.elem_count() {
             0 => Tensor::zeros(tensor.shape(), tensor.dtype(), &CPU),
             _ => tensor.detach().to_device(&CPU),
         };
-        let gradient = |of: &Tensor, wanted: bool| {
-            let gradient = grads.as_ref().filter(|_| wanted);
-            gradient.and_then(|grads| grads.get(of))
-        };
-        let of_parameter = |whole: &Option<Tensor>, wanted: bool| {
-            let gradient = whole.as_ref().and_then(|whole| gradient(whole, wanted));
-            let part = |gradient: &Tensor| match gradient.elem_count() - cols {
-                0 => to_host(gradient),
-                before => to_host(&gradient.narrow(0, before, cols)?.force_contiguous()?),
-            };
-            gradient.map(part).transpose()
-        };
-        Ok(Results {
-            y: to_host(&y)?,
-            sum: sum.as_ref().map(to_host).transpose()?,
-            dx: gradient(&x, wanted.input).map(to_host).transpose()?,
-            dweight: of_parameter(&parameters[0], wanted.weight)?,
-            dbias: of_parameter(&parameters[1], wanted.bias)?,
-            running_phi: to_host(&layer.running_phi()?)?,
-            nu: to_host(&layer.nu()?)?,
-        })
+        let mut results = vec![("y", to_host(y)?)];
+        if let Some(sum) = sum {
+            results.push(("sum", to_host(sum)?));
+        }
+        if wanted.any() {
+            let grads = loss_of(&outputs, &to(&self.dy)?, &to(&self.dsum)?)?.backward()?;
+            if let Some(dx) = grads.get(&x).filter(|_| wanted.input) {
+                results.push(("dx", to_host(dx)?));
+            }
+            for (name, whole) in stored {
+                let Some(gradient) = grads.get(&whole) else {
+                    continue;
+                };
+                results.push(match gradient.elem_count() - cols {
+                    0 => (name, to_host(gradient)?),
+                    before => (
+                        name,
+                        to_host(&gradient.narrow(0, before, cols)?.force_contiguous()?)?,
+                    ),
+                });
+            }
+        }
+        results.push(("ψ²", to_host(&layer.running_phi()?)?));
+        results.push(("ν", to_host(&layer.nu()?)?));
+        Ok(Results(results))
     }
 
     /// [`run`](Self::run), on ranks that share the rows out by weight. One rank is alone.
@@ -302,11 +284,9 @@ impl Arguments {
         weights: &[usize],
         twice: bool,
     ) -> Result<Vec<Results>> {
-        let mut expected = self.run(&CPU, builder, Wanted::ALL, Offsets::AtTheStart, None)?;
-        if !wanted.any() {
-            // The CPU path's backward has run here. On the GPU none does, so ν stays.
-            expected.nu = self.ema_gz.affine(1. - self.config.alpha_bwd, 0.)?;
-        }
+        // Where no backward runs, ν stays.
+        let on_cpu = if wanted.any() { Wanted::ALL } else { wanted };
+        let expected = self.run(&CPU, builder, on_cpu, Offsets::AtTheStart, None)?;
         let of_ranks = self.run_over(gpu, builder, wanted, offsets, weights)?;
         self.compare(what, &of_ranks, &expected)?;
         if twice {
@@ -328,7 +308,6 @@ impl Arguments {
     /// Compares what each rank gave with what the CPU path gave for all rows.
     #[track_caller]
     fn compare(&self, what: &str, of_ranks: &[Results], expected: &Results) -> Result<()> {
-        let (actual, rounded) = joined(what, of_ranks)?;
         let terms = Terms::of(self);
         let (rows, cols) = self.x.dims2()?;
         // A group of one channel has an input gradient near 0, and the exact gradient of a batch of
@@ -337,11 +316,8 @@ impl Arguments {
         let sums = sums_of(self.x.dtype());
         // ν is rounded to the state's dtype on its way into dx.
         let with_state = coarser(sums, self.ema_gz.dtype());
-        let expected = expected.tensors();
-        for (name, actual) in actual.tensors() {
-            let (_, expected) = (expected.iter())
-                .find(|(other, _)| *other == name)
-                .expect("the CPU path computes all");
+        for (name, actual, rounded) in joined(what, of_ranks)? {
+            let expected = expected.get(name).expect("the CPU path computes all");
             let (terms, sums) = match name {
                 "y" => (&terms.y, sums),
                 // Rounded once, as on the CPU.
@@ -361,33 +337,22 @@ impl Arguments {
             );
             let n = (rows + cols) as f64;
             let relative = 16. * n.sqrt() * precision(sums).0;
-            let rounded = rounded.get(name);
-            assert_near(&what, actual, expected, |k| {
-                relative * terms[k] + rounded.map_or(0., |rounded| rounded[k])
-            });
+            let bound = |k: usize| relative * terms[k] + rounded.get(k).unwrap_or(&0.);
+            assert_near(&what, &actual, expected, bound);
         }
         Ok(())
     }
 }
 
 impl Results {
-    fn tensors(&self) -> Vec<(&'static str, &Tensor)> {
-        let wanted = [
-            ("sum", self.sum.as_ref()),
-            ("dx", self.dx.as_ref()),
-            ("dweight", self.dweight.as_ref()),
-            ("dbias", self.dbias.as_ref()),
-        ];
-        let wanted = wanted.into_iter().filter_map(|(name, t)| Some((name, t?)));
-        [("y", &self.y), ("ψ²", &self.running_phi), ("ν", &self.nu)]
-            .into_iter()
-            .chain(wanted)
-            .collect()
+    fn get(&self, name: &str) -> Option<&Tensor> {
+        let (_, tensor) = self.0.iter().find(|(own, _)| *own == name)?;
+        Some(tensor)
     }
 
     #[track_caller]
     pub fn assert_same_bits(&self, what: &str, other: &Self) {
-        for ((name, ours), (_, theirs)) in self.tensors().into_iter().zip(other.tensors()) {
+        for ((name, ours), (_, theirs)) in self.0.iter().zip(&other.0) {
             if ours.elem_count() > 0 {
                 assert_same_bits(&format!("{what}: {name}"), ours, theirs);
             }
@@ -555,55 +520,44 @@ pub fn assert_near(what: &str, actual: &Tensor, expected: &Tensor, sums: impl Fn
     }
 }
 
-/// The ranks' results joined, and how much more the gradients of parameters may be off: each rank
-/// has rounded its part. All must have the same state.
+/// The ranks' results joined, and how much more the elements of a parameter's gradient may be off:
+/// each rank has rounded its part. All must have the same state.
 #[track_caller]
-fn joined(what: &str, of_ranks: &[Results]) -> Result<(Results, HashMap<&'static str, Vec<f64>>)> {
-    let (first, others) = of_ranks.split_first().expect("a rank");
-    for other in others {
-        assert_same_bits(
-            &format!("{what}: ψ² of ranks"),
-            &other.running_phi,
-            &first.running_phi,
-        );
-        assert_same_bits(&format!("{what}: ν of ranks"), &other.nu, &first.nu);
-    }
-    let rows = |of: fn(&Results) -> Option<&Tensor>| -> Result<Option<Tensor>> {
-        let parts: Option<Vec<_>> = of_ranks.iter().map(of).collect();
-        let Some(parts) = parts else { return Ok(None) };
-        // candle does not join what is empty.
-        let parts = parts.into_iter().filter(|part| part.elem_count() > 0);
-        Tensor::cat(&parts.collect::<Vec<_>>(), 0).map(Some)
-    };
-    let mut rounded = HashMap::new();
-    let mut sum = |name, of: fn(&Results) -> Option<&Tensor>| -> Result<Option<Tensor>> {
-        let Some(of_first) = of(first) else {
-            return Ok(None);
-        };
-        if others.is_empty() {
-            return Ok(Some(of_first.clone()));
-        }
-        let zeros = || vec![0.; of_first.elem_count()];
-        let (mut sums, mut sizes) = (zeros(), zeros());
-        for part in of_ranks.iter().filter_map(of) {
-            for (k, value) in to_f64(part).into_iter().enumerate() {
-                sums[k] += value;
-                sizes[k] += precision(part.dtype()).0 * finite(value.abs());
+fn joined(what: &str, of_ranks: &[Results]) -> Result<Vec<(&'static str, Tensor, Vec<f64>)>> {
+    let mut all = vec![];
+    for (name, first) in &of_ranks[0].0 {
+        let parts = of_ranks.iter().filter_map(|results| results.get(name));
+        let parts: Vec<_> = parts.collect();
+        let (mut joined, mut rounded) = (first.clone(), vec![]);
+        match *name {
+            "ψ²" | "ν" => {
+                for part in parts {
+                    assert_same_bits(&format!("{what}: {name} of ranks"), part, first);
+                }
+            }
+            "dweight" | "dbias" if of_ranks.len() == 1 => {}
+            "dweight" | "dbias" => {
+                let mut sums = vec![0.; first.elem_count()];
+                rounded = sums.clone();
+                for part in parts {
+                    let u = precision(part.dtype()).0;
+                    for (k, value) in to_f64(part).into_iter().enumerate() {
+                        sums[k] += value;
+                        rounded[k] += u * finite(value.abs());
+                    }
+                }
+                joined = tensor(&sums, first.dims(), first.dtype());
+            }
+            _ if parts.len() < of_ranks.len() => continue,
+            _ => {
+                // candle does not join what is empty.
+                let parts = parts.into_iter().filter(|part| part.elem_count() > 0);
+                joined = Tensor::cat(&parts.collect::<Vec<_>>(), 0)?;
             }
         }
-        rounded.insert(name, sizes);
-        Ok(Some(tensor(&sums, of_first.dims(), of_first.dtype())))
-    };
-    let results = Results {
-        dweight: sum("dweight", |results| results.dweight.as_ref())?,
-        dbias: sum("dbias", |results| results.dbias.as_ref())?,
-        y: rows(|results| Some(&results.y))?.expect("there always is one"),
-        sum: rows(|results| results.sum.as_ref())?,
-        dx: rows(|results| results.dx.as_ref())?,
-        running_phi: first.running_phi.clone(),
-        nu: first.nu.clone(),
-    };
-    Ok((results, rounded))
+        all.push((*name, joined, rounded));
+    }
+    Ok(all)
 }
 
 fn finite(value: f64) -> f64 {

@@ -3,17 +3,12 @@
 
 use crate::arguments::{Arguments, Offsets, Wanted};
 use crate::common::{keep, tensor, to_f64, Data, With, DTYPES, KINDS};
-use candle::{DType, Result};
+use candle::DType::{self, BF16, F16, F32, F64};
+use candle::Result;
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 
-fn config(groups: Option<usize>, (recipe, statistics): (Recipe, Statistics)) -> PowerNormConfig {
-    PowerNormConfig {
-        group_scaling: groups,
-        recipe,
-        statistics,
-        warmup_steps: 2,
-        ..1e-5.into()
-    }
+fn config(groups: Option<usize>, kind: (Recipe, Statistics)) -> PowerNormConfig {
+    1e-5.with_groups(groups).with_kind(kind).with_warm_up(2)
 }
 
 /// Of the input as it is, and of its sum with a residual.
@@ -53,11 +48,7 @@ fn with_x(arguments: &Arguments, change: impl Fn(usize, &mut f64)) -> Arguments 
 #[test]
 fn odd_groups() -> Result<()> {
     let mut data = Data::new(1);
-    let dtypes = [
-        (DType::F32, DType::F32),
-        (DType::BF16, DType::F32),
-        (DType::F64, DType::F64),
-    ];
+    let dtypes = [(F32, F32), (BF16, F32), (F64, F64)];
     let shapes = [
         (760, 10),
         (130, 13),
@@ -84,26 +75,10 @@ fn odd_groups() -> Result<()> {
 fn wide_groups() -> Result<()> {
     let mut data = Data::new(2);
     for (input, builder, widths) in [
-        (
-            DType::F32,
-            DType::F32,
-            [2048, 2052, 4096, 4100, 8192, 8196, 8197],
-        ),
-        (
-            DType::F64,
-            DType::F64,
-            [1024, 1026, 2048, 2050, 2051, 4096, 4097],
-        ),
-        (
-            DType::BF16,
-            DType::BF16,
-            [4096, 4104, 8192, 8200, 8201, 16384, 16392],
-        ),
-        (
-            DType::F16,
-            DType::F32,
-            [4095, 4097, 8191, 8193, 8208, 16384, 65536],
-        ),
+        (F32, F32, [2048, 2052, 4096, 4100, 8192, 8196, 8197]),
+        (F64, F64, [1024, 1026, 2048, 2050, 2051, 4096, 4097]),
+        (BF16, BF16, [4096, 4104, 8192, 8200, 8201, 16384, 16392]),
+        (F16, F32, [4095, 4097, 8191, 8193, 8208, 16384, 65536]),
     ] {
         for (i, cols) in widths.into_iter().enumerate() {
             let groups = if cols % 2 == 0 && i % 3 == 2 { 2 } else { 1 };
@@ -125,13 +100,11 @@ fn wide_groups() -> Result<()> {
 #[test]
 fn rows_that_fill_shared_memory() -> Result<()> {
     let mut data = Data::new(9);
-    for (i, (cols, groups)) in [(960, None), (1920, None), (4672, Some(1))]
-        .into_iter()
-        .enumerate()
-    {
+    let shapes = [(960, None), (1920, None), (4672, Some(1))];
+    for (i, (cols, groups)) in shapes.into_iter().enumerate() {
         let config = config(groups, KINDS[i]);
-        let arguments = Arguments::random(&mut data, config, 300, DType::F32, DType::F32, cols);
-        check(&format!("{cols}, {config:?}"), &arguments, DType::F32)?;
+        let arguments = Arguments::random(&mut data, config, 300, F32, F32, cols);
+        check(&format!("{cols}, {config:?}"), &arguments, F32)?;
     }
     Ok(())
 }
@@ -155,14 +128,12 @@ fn each_dtype() -> Result<()> {
 #[test]
 fn many_rows_of_narrow_groups() -> Result<()> {
     let mut data = Data::new(12);
-    for (i, (input, rows, groups)) in [(DType::F32, 1055, 128), (DType::BF16, 2111, 64)]
-        .into_iter()
-        .enumerate()
-    {
+    let cases = [(F32, 1055, 128), (BF16, 2111, 64)];
+    for (i, (input, rows, groups)) in cases.into_iter().enumerate() {
         let config = config(Some(groups), KINDS[i]);
-        let arguments = Arguments::random(&mut data, config, rows, input, DType::F32, 512);
+        let arguments = Arguments::random(&mut data, config, rows, input, F32, 512);
         let what = format!("{rows}x512, {input:?}, {config:?}");
-        check_once(&what, &arguments, DType::F32, Offsets::AtTheStart)?;
+        check_once(&what, &arguments, F32, Offsets::AtTheStart)?;
     }
     Ok(())
 }
@@ -171,16 +142,13 @@ fn many_rows_of_narrow_groups() -> Result<()> {
 #[test]
 fn wide_and_tall_without_groups() -> Result<()> {
     let mut data = Data::new(3);
-    for (i, (cols, rows)) in [(65536, 3), (65535, 2), (1, 40_000), (5, 30_000)]
-        .into_iter()
-        .enumerate()
-    {
+    let shapes = [(65536, 3), (65535, 2), (1, 40_000), (5, 30_000)];
+    for (i, (cols, rows)) in shapes.into_iter().enumerate() {
         let config = config(None, KINDS[i]);
-        let mut arguments =
-            Arguments::random(&mut data, config, rows, DType::BF16, DType::F32, cols);
+        let mut arguments = Arguments::random(&mut data, config, rows, BF16, F32, cols);
         arguments.keep = Some(keep(&data.mask(rows), &[rows]));
         let what = format!("{rows}x{cols}, {config:?}");
-        check_once(&what, &arguments, DType::F32, Offsets::AnElementIn)?;
+        check_once(&what, &arguments, F32, Offsets::AnElementIn)?;
     }
     Ok(())
 }
@@ -190,10 +158,10 @@ fn wide_and_tall_without_groups() -> Result<()> {
 fn a_state_wider_than_the_sums() -> Result<()> {
     let mut data = Data::new(9);
     for kind in KINDS {
-        for input in [DType::F32, DType::F16, DType::BF16] {
+        for input in [F32, F16, BF16] {
             let config = config(Some(2), kind).with(|config| config.affine = false);
-            let arguments = Arguments::random(&mut data, config, 37, input, DType::F64, 66);
-            check(&format!("{input:?}, {config:?}"), &arguments, DType::F64)?;
+            let arguments = Arguments::random(&mut data, config, 37, input, F64, 66);
+            check(&format!("{input:?}, {config:?}"), &arguments, F64)?;
         }
     }
     Ok(())
@@ -205,11 +173,7 @@ fn a_state_wider_than_the_sums() -> Result<()> {
 fn rows_that_are_not_finite() -> Result<()> {
     let mut data = Data::new(5);
     let (rows, cols) = (9, 96);
-    for (input, builder) in [
-        (DType::F32, DType::F32),
-        (DType::BF16, DType::F32),
-        (DType::F64, DType::F32),
-    ] {
+    for (input, builder) in [(F32, F32), (BF16, F32), (F64, F32)] {
         for groups in [None, Some(1), Some(4)] {
             for kind in KINDS {
                 for value in [f64::NAN, f64::INFINITY] {
@@ -237,11 +201,7 @@ fn huge_groups() -> Result<()> {
     let mut data = Data::new(6);
     for (cols, groups) in [(48, 1), (48, 4), (1024, 2), (8200, 1)] {
         for (i, kind) in KINDS.into_iter().enumerate() {
-            let dtypes = [
-                (DType::F32, DType::F32, 1e25),
-                (DType::BF16, DType::F32, 1e25),
-                (DType::F64, DType::F64, 1e200),
-            ];
+            let dtypes = [(F32, F32, 1e25), (BF16, F32, 1e25), (F64, F64, 1e200)];
             let (input, builder, magnitude) = dtypes[(i + groups) % 3];
             if cols > 1000 && i % 2 == 1 {
                 continue;

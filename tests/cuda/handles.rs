@@ -130,13 +130,9 @@ fn tensors_in_the_wrong_place_are_refused() {
         insert(&varmap, name, &moved);
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, &gpu);
         let (expected, got) = (expected.location(), place.location());
-        assert_eq!(
-            message(power_norm(8, config(None), vb)),
-            format!(
-                "power_norm: expected {name} on {expected:?}, got it on {got:?}: \
-                 move it before the layer is built"
-            )
-        );
+        let text =
+            format!("{name} on {expected:?}, got it on {got:?}: move it before the layer is built");
+        refused(power_norm(8, config(None), vb), &text);
     }
 }
 
@@ -150,20 +146,14 @@ fn tensors_of_another_device_are_refused() {
         let keep = |device| Tensor::ones(5, DType::U8, device).unwrap();
         run(&layer, &Batch::new(xs(own), xs(own)), true);
         let before = state(&layer);
-        let text = |name| {
-            let (own, other) = (own.location(), other.location());
-            format!(
-                "power_norm: expected {name} on the layer's device {own:?}, got {other:?}: \
-                 move it by `to_device`"
-            )
-        };
+        let (place, got) = (own.location(), other.location());
+        let text = format!("on the layer's device {place:?}, got {got:?}: move it by `to_device`");
+        let (of_xs, of_keep) = (format!("xs {text}"), format!("keep {text}"));
         for train in [true, false] {
             layer.mode().set_training(train);
-            assert_eq!(message(layer.forward(&xs(other))), text("xs"));
-            let got = layer.forward_masked(&xs(other), &keep(own));
-            assert_eq!(message(got), text("xs"));
-            let got = layer.forward_masked(&xs(own), &keep(other));
-            assert_eq!(message(got), text("keep"));
+            refused(layer.forward(&xs(other)), &of_xs);
+            refused(layer.forward_masked(&xs(other), &keep(own)), &of_xs);
+            refused(layer.forward_masked(&xs(own), &keep(other)), &of_keep);
         }
         assert_eq!(state(&layer), before);
     }

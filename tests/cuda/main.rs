@@ -19,10 +19,7 @@ use candle_powernorm::{power_norm, PowerNorm, Statistics};
 use common::distributed::{self, on_threads};
 use common::gpu::gpu;
 use common::recording::replay;
-use common::{
-    assert_close, assert_relative, assert_same_bits, config, forward, insert, layer, layer_on,
-    message, run, state, to_f64, var, Batch, Bound, Data, Twin, With, CPU,
-};
+use common::*;
 
 macro_rules! on_the_gpu {
     ($($case:ident),* $(,)?) => {

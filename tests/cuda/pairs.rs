@@ -3,9 +3,9 @@
 //! a test that can be run by its name.
 
 use crate::arguments::{Arguments, Offsets, Purpose, Wanted};
-use crate::common::{keep, tensor, Data, DTYPES, PARAMETERS};
+use crate::common::{keep, tensor, Data, With, DTYPES, PARAMETERS};
 use candle::{DType, Result};
-use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{Recipe, Statistics};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -26,13 +26,10 @@ enum Padding {
     /// Some rows, and all of the last rank.
     ARank,
 }
-const PADDINGS: [Padding; 5] = [
-    Padding::NoMask,
-    Padding::NoRow,
-    Padding::SomeRows,
-    Padding::AllRows,
-    Padding::ARank,
-];
+const PADDINGS: [Padding; 5] = {
+    use Padding::*;
+    [NoMask, NoRow, SomeRows, AllRows, ARank]
+};
 
 /// Groups of group scaling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,14 +45,10 @@ enum Groups {
     /// One for each channel.
     All,
 }
-const GROUPS: [Groups; 6] = [
-    Groups::None,
-    Groups::One,
-    Groups::Few,
-    Groups::Narrow,
-    Groups::Odd,
-    Groups::All,
-];
+const GROUPS: [Groups; 6] = {
+    use Groups::*;
+    [None, One, Few, Narrow, Odd, All]
+};
 
 /// The phase of a layer's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,14 +62,17 @@ enum Phase {
     Evaluation,
     Recalibration,
 }
-const PHASES: [Phase; 6] = [
-    Phase::WarmUp,
-    Phase::WarmUpEnds,
-    Phase::Running,
-    Phase::Batch,
-    Phase::Evaluation,
-    Phase::Recalibration,
-];
+const PHASES: [Phase; 6] = {
+    use Phase::*;
+    [
+        WarmUp,
+        WarmUpEnds,
+        Running,
+        Batch,
+        Evaluation,
+        Recalibration,
+    ]
+};
 
 const fn wanted(input: bool, weight: bool, bias: bool) -> Wanted {
     Wanted {
@@ -101,48 +97,48 @@ const LOSS_SCALES: [f64; 2] = [1., 64.];
 /// The shares of ranks in a batch; with few rows more of them are empty.
 const RANKS: [&[usize]; 4] = [&[1], &[1, 1], &[3, 0, 1], &[0, 5, 1, 2]];
 
-/// Values on each axis.
-const SIZES: [usize; 13] = [
-    DTYPES.len(),
-    COLS.len(),
-    ROWS.len(),
-    PADDINGS.len(),
-    GROUPS.len(),
-    RECIPES.len(),
-    PHASES.len(),
-    PARAMETERS.len(),
-    WANTED.len(),
-    OFFSETS.len(),
-    RESIDUAL.len(),
-    LOSS_SCALES.len(),
-    RANKS.len(),
-];
+/// Defines a combination of a value on each axis.
+macro_rules! axes {
+    ($($axis:ident: $type:ty = $values:ident,)*) => {
+        /// One combination.
+        #[derive(Debug, Clone, Copy)]
+        struct Case {
+            $($axis: $type,)*
+        }
+
+        /// Values on each axis.
+        const SIZES: [usize; [$(stringify!($axis)),*].len()] = [$($values.len()),*];
+
+        impl Case {
+            /// The case at a point of the grid.
+            fn at([$($axis),*]: Point) -> Self {
+                Self { $($axis: $values[$axis],)* }
+            }
+        }
+    };
+}
+
+axes! {
+    dtypes: (DType, DType) = DTYPES,
+    cols: usize = COLS,
+    rows: usize = ROWS,
+    padding: Padding = PADDINGS,
+    groups: Groups = GROUPS,
+    recipe: Recipe = RECIPES,
+    phase: Phase = PHASES,
+    parameters: (bool, bool) = PARAMETERS,
+    wanted: Wanted = WANTED,
+    offsets: Offsets = OFFSETS,
+    residual: bool = RESIDUAL,
+    loss_scale: f64 = LOSS_SCALES,
+    ranks: &'static [usize] = RANKS,
+}
 
 /// A value on each axis, by its index.
 type Point = [usize; SIZES.len()];
 
 /// A pair of values: the first axis and its value, the second and its.
 type Pair = (usize, usize, usize, usize);
-
-/// One combination.
-#[derive(Debug, Clone, Copy)]
-struct Case {
-    input: DType,
-    builder: DType,
-    cols: usize,
-    rows: usize,
-    padding: Padding,
-    groups: Groups,
-    recipe: Recipe,
-    phase: Phase,
-    /// `affine` and `bias`.
-    parameters: (bool, bool),
-    wanted: Wanted,
-    offsets: Offsets,
-    residual: bool,
-    loss_scale: f64,
-    ranks: &'static [usize],
-}
 
 /// The pairs of values in a point.
 fn pairs(point: &Point) -> impl Iterator<Item = Pair> + '_ {
@@ -235,32 +231,6 @@ fn pairwise() -> Vec<Point> {
 }
 
 impl Case {
-    /// The case at a point of the grid.
-    fn at(point: Point) -> Self {
-        #[rustfmt::skip]
-        let [
-            dtypes, cols, rows, padding, groups, recipe, phase,
-            parameters, wanted, offsets, residual, scale, ranks,
-        ] = point;
-        let (input, builder) = DTYPES[dtypes];
-        Self {
-            input,
-            builder,
-            cols: COLS[cols],
-            rows: ROWS[rows],
-            padding: PADDINGS[padding],
-            groups: GROUPS[groups],
-            recipe: RECIPES[recipe],
-            phase: PHASES[phase],
-            parameters: PARAMETERS[parameters],
-            wanted: WANTED[wanted],
-            offsets: OFFSETS[offsets],
-            residual: RESIDUAL[residual],
-            loss_scale: LOSS_SCALES[scale],
-            ranks: RANKS[ranks],
-        }
-    }
-
     fn check(&self, twice: bool) -> Result<()> {
         let (affine, bias) = self.parameters;
         let wanted = Wanted {
@@ -273,14 +243,19 @@ impl Case {
             Phase::Evaluation => RANKS[0],
             _ => self.ranks,
         };
-        let what = format!("{self:?}");
+        let (what, (_, builder)) = (format!("{self:?}"), self.dtypes);
         self.arguments()
-            .check(&what, self.builder, wanted, self.offsets, ranks, twice)?;
+            .check(&what, builder, wanted, self.offsets, ranks, twice)?;
         Ok(())
     }
 
     fn arguments(&self) -> Arguments {
-        let &Self { rows, cols, .. } = self;
+        let &Self {
+            rows,
+            cols,
+            dtypes: (input, builder),
+            ..
+        } = self;
         let mut data = Data::new((rows * cols) as u64);
         let groups = match self.groups {
             Groups::None => None,
@@ -291,28 +266,22 @@ impl Case {
             Groups::All => Some(cols),
         };
         const WARM_UP: usize = 4;
-        let (affine, bias) = self.parameters;
-        let config = PowerNormConfig {
-            alpha_fwd: 0.8,
-            warmup_steps: WARM_UP,
-            group_scaling: groups,
-            statistics: match self.phase {
-                Phase::Batch => Statistics::Batch,
-                _ => Statistics::Running,
-            },
-            recipe: self.recipe,
-            affine,
-            bias,
-            ..1e-5.into()
+        let statistics = match self.phase {
+            Phase::Batch => Statistics::Batch,
+            _ => Statistics::Running,
         };
+        let config = (1e-5.with(|config| config.alpha_fwd = 0.8))
+            .with_kind((self.recipe, statistics))
+            .with_groups(groups)
+            .with_parameters(self.parameters)
+            .with_warm_up(WARM_UP);
         let mut mask = match self.padding {
             Padding::NoMask => None,
             Padding::NoRow => Some(vec![true; rows]),
             Padding::SomeRows | Padding::ARank => Some(data.mask(rows)),
             Padding::AllRows => Some(vec![false; rows]),
         };
-        let mut arguments =
-            Arguments::random(&mut data, config, rows, self.input, self.builder, cols);
+        let mut arguments = Arguments::random(&mut data, config, rows, input, builder, cols);
         arguments.steps = match self.phase {
             Phase::WarmUp => 1,
             Phase::WarmUpEnds => WARM_UP - 1,
@@ -325,7 +294,7 @@ impl Case {
         };
         arguments.loss_scale = self.loss_scale;
         if self.residual {
-            arguments.residual = Some(tensor(&data.normal(rows * cols), &[rows, cols], self.input));
+            arguments.residual = Some(tensor(&data.normal(rows * cols), &[rows, cols], input));
         }
         if let (Padding::ARank, [_, .., _], Some(mask)) = (self.padding, self.ranks, &mut mask) {
             mask[arguments.rows_of(self.ranks, self.ranks.len() - 1)].fill(false);
@@ -380,20 +349,8 @@ macro_rules! shards {
 }
 
 shards! {
-    shard_00 = 0;
-    shard_01 = 1;
-    shard_02 = 2;
-    shard_03 = 3;
-    shard_04 = 4;
-    shard_05 = 5;
-    shard_06 = 6;
-    shard_07 = 7;
-    shard_08 = 8;
-    shard_09 = 9;
-    shard_10 = 10;
-    shard_11 = 11;
-    shard_12 = 12;
-    shard_13 = 13;
-    shard_14 = 14;
-    shard_15 = 15;
+    shard_00 = 0; shard_01 = 1; shard_02 = 2; shard_03 = 3;
+    shard_04 = 4; shard_05 = 5; shard_06 = 6; shard_07 = 7;
+    shard_08 = 8; shard_09 = 9; shard_10 = 10; shard_11 = 11;
+    shard_12 = 12; shard_13 = 13; shard_14 = 14; shard_15 = 15;
 }

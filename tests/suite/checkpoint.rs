@@ -1,13 +1,10 @@
-//! Saving and loading: our own checkpoints, and tensors in the shapes of the released code.
-//! `interchange.rs` has PyTorch's files.
+//! Saving and loading: our own checkpoints. `interchange.rs` has PyTorch's files, in the shapes of
+//! the released code.
 
-use crate::common::{
-    assert_close, assert_same_bits, frozen, insert, layer, message, run, same_bits, state, tensor,
-    to_f64, var, variables, Batch, Bound, Data, Twin, With, CPU,
-};
+use crate::common::*;
 use candle::{DType, Module, Tensor};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, power_norm_no_bias, PowerNorm, PowerNormConfig, Recipe};
+use candle_powernorm::{power_norm, power_norm_no_bias, PowerNorm, PowerNormConfig};
 use std::collections::HashMap;
 use tempfile::NamedTempFile;
 
@@ -42,11 +39,6 @@ fn builder(file: &NamedTempFile, dtype: DType) -> VarBuilder<'static> {
     VarBuilder::from_buffered_safetensors(bytes, dtype, &CPU).unwrap()
 }
 
-/// A builder of variables, to train.
-fn trainable(varmap: &VarMap, dtype: DType) -> VarBuilder<'static> {
-    VarBuilder::from_varmap(varmap, dtype, &CPU)
-}
-
 /// Both layers take the same steps from here on, bit for bit.
 #[track_caller]
 fn assert_same_future(a: &PowerNorm, b: &PowerNorm, dtype: DType) {
@@ -58,12 +50,13 @@ fn assert_same_future(a: &PowerNorm, b: &PowerNorm, dtype: DType) {
 
 #[test]
 fn a_loaded_layer_continues_as_if_never_stopped() {
+    use DType::{BF16, F16, F32, F64};
     for (dtype, bias) in [
-        (DType::F32, true),
-        (DType::F32, false),
-        (DType::F64, true),
-        (DType::BF16, false),
-        (DType::F16, true),
+        (F32, true),
+        (F32, false),
+        (F64, true),
+        (BF16, false),
+        (F16, true),
     ] {
         let config = PowerNormConfig { bias, ..config() };
         // Stopped in the warm-up, at its last step, and after it.
@@ -80,18 +73,6 @@ fn a_loaded_layer_continues_as_if_never_stopped() {
             assert_same_future(&twin.layer, &loaded, dtype);
         }
     }
-}
-
-#[test]
-fn a_load_takes_effect_in_a_layer_at_work() {
-    let twin = Twin::new(&mut Data::new(1), SIZE, config(), DType::F32);
-    let file = save(&twin.varmap);
-    let fresh = state(&twin.layer);
-    for batch in batches(1, DType::F32, 5) {
-        run(&twin.layer, &batch, true);
-    }
-    twin.varmap.clone().load(file.path()).unwrap();
-    assert_eq!(state(&twin.layer), fresh);
 }
 
 /// A frozen layer starts from the file's state, at the precision of the file whatever the builder's
@@ -120,92 +101,18 @@ fn a_frozen_builder_keeps_the_state_s_precision() {
     }
 }
 
-/// Tensors as the released code stores them after five steps, with an oracle in the same state.
-fn released(dtype: DType) -> (HashMap<String, Tensor>, Twin) {
-    let mut data = Data::new(4);
-    let config = config().with_recipe(Recipe::Fairseq);
-    let mut twin = Twin::new(&mut data, SIZE, config, dtype);
-    let set = |name: &str, values: &[f64], shape: &[usize], dtype| {
-        (name.to_string(), tensor(values, shape, dtype))
-    };
-    let (phi, ema_gz) = (data.uniform(SIZE, 0.5, 2.), data.uniform(SIZE, -0.5, 0.5));
-    let nchw = [1, SIZE, 1, 1];
-    let tensors = HashMap::from([
-        set("weight", &twin.oracle.weight, &[SIZE], dtype),
-        set("bias", &twin.oracle.bias, &[SIZE], dtype),
-        set("running_phi", &phi, &nchw, dtype),
-        set("ema_gz", &ema_gz, &nchw, dtype),
-        set("iters", &[5.], &[1], DType::I64),
-    ]);
-    twin.oracle.phi = to_f64(&tensors["running_phi"]);
-    let ema_gz = to_f64(&tensors["ema_gz"]).into_iter();
-    twin.oracle.nu = ema_gz
-        .map(|ema_gz| (1. - config.alpha_bwd) * ema_gz)
-        .collect();
-    twin.oracle.steps = 5;
-    (tensors, twin)
-}
-
-#[test]
-fn released_checkpoints_load_from_safetensors() {
-    for dtype in [DType::F32, DType::F64] {
-        let (tensors, mut twin) = released(dtype);
-        let file = NamedTempFile::new().unwrap();
-        candle::safetensors::save(&tensors, file.path()).unwrap();
-        let vb = builder(&file, dtype);
-        twin.layer = power_norm(SIZE, *twin.layer.config(), vb).unwrap();
-        for accessor in [twin.layer.running_phi(), twin.layer.nu()] {
-            assert_eq!(accessor.unwrap().dims(), [SIZE]);
-        }
-        let batch = &batches(5, dtype, 1)[0];
-        let y = twin.layer.forward(&batch.xs).unwrap();
-        let expected = twin.oracle.evaluate(&to_f64(&batch.xs), None).y;
-        assert_close("evaluation", &y, &expected, Bound::of(dtype, SIZE));
-    }
-}
-
-/// Variables of the released shapes: the layer trains in them, and they keep their shapes.
-#[test]
-fn training_continues_in_released_variables() {
-    for dtype in [DType::F32, DType::F64] {
-        let (tensors, mut twin) = released(dtype);
-        let varmap = variables(&tensors);
-        let vb = trainable(&varmap, dtype);
-        twin.layer = power_norm(SIZE, *twin.layer.config(), vb).unwrap();
-        assert!(twin.layer.mode().is_training());
-        for batch in batches(5, dtype, 4) {
-            twin.check(&format!("{dtype:?}"), &batch, true);
-        }
-        let phi = var(&varmap, "running_phi");
-        assert_eq!(phi.dims(), [1, SIZE, 1, 1]);
-        assert_eq!(var(&varmap, "ema_gz").dims(), [1, SIZE, 1, 1]);
-        assert_eq!(to_f64(&phi), to_f64(&twin.layer.running_phi().unwrap()));
-        assert_eq!(to_f64(&var(&varmap, "iters")), [9.]);
-
-        // And such a state is saved, loaded and reset like any other.
-        let file = save(&varmap);
-        let before = state(&twin.layer);
-        twin.layer.reset_running_stats().unwrap();
-        assert_eq!(to_f64(&phi), [1.; SIZE]);
-        varmap.clone().load(file.path()).unwrap();
-        assert_eq!(state(&twin.layer), before);
-    }
-}
-
 /// A step count that no training can have left is named, not counted from.
 #[test]
 fn a_negative_step_count_is_refused() {
     let (layer, mut varmap) = layer(4, Default::default(), DType::F32);
     let xs = Tensor::ones((2, 4), DType::F32, &CPU).unwrap();
-    varmap
-        .set_one("iters", Tensor::new(&[-5i64], &CPU).unwrap())
-        .unwrap();
-    let expected = "power_norm: expected iters of at least 0, got -5: \
-                    load another checkpoint, or call `reset_running_stats`";
-    assert_eq!(message(layer.steps()), expected);
-    assert_eq!(message(layer.forward_t(&xs, true)), expected);
-    let phi = layer.running_phi().unwrap().to_vec1::<f32>().unwrap();
-    assert_eq!(phi, [1.; 4]);
+    let negative = Tensor::new(&[-5i64], &CPU).unwrap();
+    varmap.set_one("iters", negative).unwrap();
+    let text = "iters of at least 0, got -5: \
+                load another checkpoint, or call `reset_running_stats`";
+    refused(layer.steps(), text);
+    refused(layer.forward_t(&xs, true), text);
+    assert_eq!(to_f64(&layer.running_phi().unwrap()), [1.; 4]);
     layer.reset_running_stats().unwrap();
     assert_eq!(layer.steps().unwrap(), 0);
 }
@@ -221,7 +128,7 @@ fn trained_with(group_scaling: Option<usize>) -> (PowerNorm, VarMap, NamedTempFi
 /// The error of a layer with group scaling `expected` whose statistics are from `got`.
 fn refusal(expected: Option<usize>, got: Option<usize>) -> String {
     format!(
-        "power_norm: expected statistics with group_scaling {expected:?}, \
+        "statistics with group_scaling {expected:?}, \
          got group_scaling {got:?}: set it as it was in training, \
          or begin new statistics, by `reset_running_stats` or from a checkpoint without \
          running_phi, ema_gz, iters and groups"
@@ -257,12 +164,15 @@ fn statistics_of_another_group_scaling_are_refused() {
                 continue;
             }
             let text = refusal(ours, theirs);
-            for refused in [layer.forward_t(xs, true), layer.forward(xs), recalibrated] {
-                assert_eq!(message(refused), text);
+            // Clones share the record.
+            let of_clone = layer.clone().forward(xs);
+            for output in [layer.forward_t(xs, true), of_clone, recalibrated] {
+                refused(output, &text);
             }
-            assert_eq!(message(folded), text);
-            assert_eq!(message(frozen), text);
-            assert_eq!(message(again), text);
+            refused(layer.forward_residual(xs, xs, None), &text);
+            refused(folded, &text);
+            refused(frozen, &text);
+            refused(again, &text);
             assert_eq!(state(&layer), before);
 
             layer.reset_running_stats().unwrap();
@@ -312,29 +222,6 @@ fn statistics_before_the_first_step_are_taken() {
     }
 }
 
-/// Clones share the record.
-#[test]
-fn the_record_of_clones() {
-    let (layer, mut varmap, _) = trained_with(Some(3));
-    let clone = layer.clone();
-    let xs = &batches(9, DType::F32, 1)[0].xs;
-    for groups in [4i64, -7] {
-        let record = Tensor::new(&[groups], &CPU).unwrap();
-        varmap.set_one("groups", record).unwrap();
-        let before = state(&layer);
-        let text = format!("got group_scaling Some({groups}): ");
-        for layer in [&layer, &clone] {
-            assert!(message(layer.forward(xs)).contains(&text));
-            let residual = layer.forward_residual(xs, xs, None);
-            assert!(message(residual).contains(&text));
-        }
-        assert_eq!(state(&layer), before);
-        clone.reset_running_stats().unwrap();
-        assert!(layer.forward(xs).is_ok());
-        assert_eq!(to_f64(&var(&varmap, "groups")), [3.]);
-    }
-}
-
 /// To change the group scaling, take the weights over and leave the statistics out.
 #[test]
 fn weights_go_on_with_another_group_scaling() {
@@ -361,11 +248,11 @@ fn frozen_statistics_that_no_training_leaves_are_refused() {
         tensors.insert("running_phi".to_owned(), phi);
         let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
         let text = format!(
-            "power_norm: expected a running_phi of finite numbers of at least 0, got {:?}: \
+            "a running_phi of finite numbers of at least 0, got {:?}: \
              pass the mean squares of a checkpoint, or ones for a fresh layer",
             f64::from(got)
         );
-        assert_eq!(message(power_norm(SIZE, *layer.config(), vb)), text);
+        refused(power_norm(SIZE, *layer.config(), vb), &text);
         // A recalibration may replace them.
         let vb = trainable(&variables(&tensors), DType::F32);
         assert!(power_norm(SIZE, *layer.config(), vb).is_ok());
@@ -390,11 +277,11 @@ fn a_state_of_which_only_a_part_is_variables_is_refused() {
     };
     assert!(build(None).unwrap().mode().is_training());
     for copied in ["running_phi", "ema_gz", "iters", "groups"] {
-        let (error, text) = (
-            message(build(Some(copied))),
-            format!("got a copy of {copied}: "),
+        let error = message(build(Some(copied)));
+        assert!(
+            error.contains(&format!("got a copy of {copied}: ")),
+            "{error}"
         );
-        assert!(error.contains(&text), "{error}");
     }
 }
 
@@ -403,12 +290,10 @@ fn frozen_parameters_of_a_layer_norm_are_refused() {
     let ones = Tensor::ones(SIZE, DType::F32, &CPU).unwrap();
     let names = ["weight", "bias"].map(|name| (format!("block.norm.{name}"), ones.clone()));
     let vb = VarBuilder::from_tensors(HashMap::from(names), DType::F32, &CPU);
-    assert_eq!(
-        message(power_norm(SIZE, 1e-5, vb.pp("block").pp("norm"))),
-        "power_norm: expected a tensor block.norm.running_phi, got none: \
-         a checkpoint of LayerNorm has no statistics, \
-         so put its tensors into a `VarMap` and train on"
-    );
+    let text = "a tensor block.norm.running_phi, got none: \
+                a checkpoint of LayerNorm has no statistics, \
+                so put its tensors into a `VarMap` and train on";
+    refused(power_norm(SIZE, 1e-5, vb.pp("block").pp("norm")), text);
 }
 
 /// A LayerNorm's parameters in the `VarMap`: the layer takes them and makes its statistics.

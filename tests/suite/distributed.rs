@@ -2,10 +2,7 @@
 //! processes. Last come ranks that share their gradients and not their statistics.
 
 use crate::common::distributed::{self, Rank, Swap};
-use crate::common::{
-    assert_relative, assert_same_bits, config, layer, message, run, state, to_f64, var, Batch,
-    Data, With, CPU,
-};
+use crate::common::*;
 use candle::{CpuStorage, DType, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
 use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Ranks};
@@ -94,7 +91,7 @@ fn a_rank_that_panics() {
 /// Ranks without a communicator: each keeps its own statistics, and only the gradients of
 /// parameters are averaged.
 struct Apart {
-    layers: Vec<(PowerNorm, VarMap)>,
+    layers: [(PowerNorm, VarMap); RANKS],
 }
 
 const SIZE: usize = 6;
@@ -107,11 +104,8 @@ fn apart_config() -> PowerNormConfig {
 
 impl Apart {
     fn new() -> Self {
-        Self {
-            layers: (0..RANKS)
-                .map(|_| layer(SIZE, apart_config(), DType::F64))
-                .collect(),
-        }
+        let layers = [(); RANKS].map(|()| layer(SIZE, apart_config(), DType::F64));
+        Self { layers }
     }
 
     /// A step in which every rank has its share of the batch.
@@ -152,9 +146,10 @@ fn ranks_that_do_not_share_statistics() -> Result<()> {
         let mean = apart.mean(PowerNorm::running_phi)?;
         assert_relative("ψ²", &mean, &to_f64(&whole.running_phi()?), 1e-13);
     }
-    let weights: Vec<Var> = (apart.layers.iter())
-        .map(|(_, varmap)| var(varmap, "weight"))
-        .collect();
+    let weights = apart
+        .layers
+        .each_ref()
+        .map(|(_, varmap)| var(varmap, "weight"));
     assert_same_bits("weight", &weights[0], &weights[1]);
     for (layer, _) in &apart.layers {
         assert_eq!(layer.steps()?, 30);

@@ -1,30 +1,17 @@
 //! Folding into linear layers, and the group scaling that is left.
 
 use crate::common::reference::Quantity;
-use crate::common::{
-    assert_close, assert_same_bits, backward, bits, layer, message, state, to_f64, var, Batch,
-    Bound, Data, Twin, With, CPU, DTYPES, PARAMETERS,
-};
+use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::Linear;
-use candle_powernorm::{GroupScaling, PowerNormConfig};
+use candle_powernorm::GroupScaling;
 
 const SIZE: usize = 12;
 const OUT: usize = 5;
 
 /// A layer in evaluation whose channels all differ, beside its oracle.
-fn trained(
-    data: &mut Data,
-    groups: Option<usize>,
-    (affine, bias): (bool, bool),
-    dtype: DType,
-) -> Twin {
-    let config = PowerNormConfig {
-        group_scaling: groups,
-        affine,
-        bias,
-        ..1e-5.into()
-    };
+fn trained(data: &mut Data, groups: Option<usize>, parameters: (bool, bool), dtype: DType) -> Twin {
+    let config = 1e-5.with_groups(groups).with_parameters(parameters);
     let mut twin = Twin::new(data, SIZE, config, dtype);
     let phi = var(&twin.varmap, "running_phi");
     let values = data.uniform(SIZE, 0.05, 20.);
@@ -55,10 +42,7 @@ impl Exact {
     fn of(linear: &Linear) -> Self {
         Self {
             weight: to_f64(linear.weight()),
-            bias: match linear.bias() {
-                Some(bias) => to_f64(bias),
-                None => vec![0.; linear.weight().dims()[0]],
-            },
+            bias: (linear.bias()).map_or_else(|| vec![0.; linear.weight().dims()[0]], to_f64),
         }
     }
 
@@ -184,9 +168,6 @@ fn a_folded_layer_stands_by_itself() {
 
 #[test]
 fn folds_that_would_be_wrong_are_refused() {
-    let refused = |folded: Result<Linear>, text: &str| {
-        assert_eq!(message(folded), format!("power_norm: expected {text}"));
-    };
     let mut data = Data::new(5);
     let layer = trained(&mut data, None, (true, true), DType::F32).layer;
     let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
@@ -202,43 +183,6 @@ fn folds_that_would_be_wrong_are_refused() {
 
 // The group scaling
 
-/// The output of `f` at `xs`, and the gradient of Σ f(xs)·dy.
-fn output_and_gradient(
-    f: impl Fn(&Tensor) -> Result<Tensor>,
-    xs: &Tensor,
-    dy: &Tensor,
-) -> Result<(Tensor, Tensor)> {
-    let xs = Var::from_tensor(xs)?;
-    let y = f(&xs)?;
-    let dx = backward(&y, dy).remove(&xs).expect("a gradient");
-    Ok((y.detach(), dx))
-}
-
-/// Views give what their contiguous copies give: rows apart, and the elements of a row apart.
-#[test]
-fn views_are_scaled_as_their_copies_are() -> Result<()> {
-    let views: [fn(&Tensor) -> Result<Tensor>; 3] = [
-        |xs| xs.transpose(0, 1),
-        |xs| xs.transpose(1, 2)?.narrow(2, 1, 6),
-        |xs| xs.narrow(2, 3, 8)?.narrow(0, 1, 2),
-    ];
-    let base = Batch::random(&mut Data::new(8), &[3, 8, SIZE], DType::F32, false);
-    let scaling = GroupScaling::new(2, 1e-5)?;
-    let scale = |xs: &Tensor| scaling.forward(xs);
-    for (i, view) in views.iter().enumerate() {
-        let (xs, dy) = (view(&base.xs)?, view(&base.dy)?);
-        assert!(!xs.is_contiguous());
-        let (y, dx) = output_and_gradient(|base| scale(&view(base)?), &base.xs, &dy)?;
-        let dx = view(&dx)?;
-        let (xs, dy) = (xs.force_contiguous()?, dy.force_contiguous()?);
-        let (expected_y, expected_dx) = output_and_gradient(scale, &xs, &dy)?;
-        assert_same_bits(&format!("view {i}, y"), &y, &expected_y);
-        assert_same_bits(&format!("view {i}, dx"), &dx, &expected_dx);
-    }
-    assert_eq!(scale(&base.xs.narrow(0, 0, 0)?)?.dims(), &[0, 8, SIZE]);
-    Ok(())
-}
-
 #[test]
 fn a_layer_gives_its_own_group_scaling() {
     let of = |groups| {
@@ -253,34 +197,32 @@ fn a_layer_gives_its_own_group_scaling() {
 
 #[test]
 fn layer_scales_out_of_range_are_refused() -> Result<()> {
-    let expected = |text: &str| format!("power_norm: expected {text}");
-    let text = "at least 1 group, got 0";
-    assert_eq!(message(GroupScaling::new(0, 1e-5)), expected(text));
+    refused(GroupScaling::new(0, 1e-5), "at least 1 group, got 0");
     for eps in [0., -1., f64::NAN, f64::INFINITY] {
         let text = format!(
             "eps positive and finite after rounding to F64, got {eps:?}: \
              choose a number such as 1e-5"
         );
-        assert_eq!(message(GroupScaling::new(1, eps)), expected(&text));
+        refused(GroupScaling::new(1, eps), &text);
     }
-    let refused = |scaling: GroupScaling, xs: Tensor, text: &str| {
-        assert_eq!(message(scaling.forward(&xs)), expected(text));
-    };
     let scaling = GroupScaling::new(5, 1e-5)?;
-    let ones = |shape: &[usize], dtype| Tensor::ones(shape, dtype, &CPU);
+    let forward = |scaling: GroupScaling, shape: &[usize], dtype| {
+        scaling.forward(&Tensor::ones(shape, dtype, &CPU)?)
+    };
+    let of = |shape: &[usize], dtype| forward(scaling, shape, dtype);
     let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
-    refused(scaling, ones(&[], DType::F32)?, text);
+    refused(of(&[], DType::F32), text);
     let text = "5 groups to divide the 12 channels of the input: choose another number of groups";
-    refused(scaling, ones(&[2, SIZE], DType::F32)?, text);
-    let text = "a size of at least 1, got 0";
-    refused(scaling, ones(&[2, 0], DType::F32)?, text);
+    refused(of(&[2, SIZE], DType::F32), text);
+    refused(of(&[2, 0], DType::F32), "a size of at least 1, got 0");
+    assert_eq!(of(&[0, 5], DType::F32)?.dims(), [0, 5]);
     let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
-    refused(scaling, ones(&[2, 5], DType::U32)?, text);
+    refused(of(&[2, 5], DType::U32), text);
     // Positive in f64, 0 in the sums of an f32 input.
     let tiny = GroupScaling::new(1, 1e-60)?;
-    assert!(tiny.forward(&ones(&[2, 5], DType::F64)?).is_ok());
+    assert!(forward(tiny, &[2, 5], DType::F64).is_ok());
     let text =
         "eps positive and finite after rounding to F32, got 1e-60: choose a number such as 1e-5";
-    refused(tiny, ones(&[2, 5], DType::BF16)?, text);
+    refused(forward(tiny, &[2, 5], DType::BF16), text);
     Ok(())
 }

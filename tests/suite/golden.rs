@@ -8,12 +8,8 @@ use candle::DType;
 use candle_powernorm::Recipe;
 
 #[test]
-fn f64_layers_replay_every_recording() {
+fn layers_replay_every_recording() {
     replay(&CPU, DType::F64, 1e-12);
-}
-
-#[test]
-fn f32_layers_replay_every_recording() {
     replay(&CPU, DType::F32, 1e-5);
 }
 

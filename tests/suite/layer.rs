@@ -1,9 +1,6 @@
 //! Construction, refusals, the mode switch and the accessors.
 
-use crate::common::{
-    assert_relative, assert_same_bits, backward, frozen, insert, layer, message, run, state,
-    tensor, to_f64, var, Batch, Data, With, CPU, PARAMETERS,
-};
+use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
 use candle_powernorm::{
@@ -11,11 +8,6 @@ use candle_powernorm::{
     PowerNormT, RmsNorm,
 };
 use std::collections::HashMap;
-
-/// A builder of variables, to train.
-fn trainable(varmap: &VarMap, dtype: DType) -> VarBuilder<'static> {
-    VarBuilder::from_varmap(varmap, dtype, &CPU)
-}
 
 /// A builder of `f32` to evaluate.
 fn constant(tensors: HashMap<String, Tensor>) -> VarBuilder<'static> {
@@ -35,12 +27,6 @@ fn ones(shape: &[usize], dtype: DType) -> Tensor {
     Tensor::ones(shape, dtype, &CPU).unwrap()
 }
 
-/// The error of what is refused.
-#[track_caller]
-fn refused<T>(result: Result<T>, text: &str) {
-    assert_eq!(message(result), format!("power_norm: expected {text}"));
-}
-
 /// A layer after a few steps of training.
 fn trained(size: usize, dtype: DType) -> (PowerNorm, VarMap) {
     let (layer, varmap) = layer(size, 1e-5.into(), dtype);
@@ -55,6 +41,10 @@ fn trained(size: usize, dtype: DType) -> (PowerNorm, VarMap) {
 fn input(size: usize) -> Tensor {
     tensor(&Data::new(2).normal(5 * size), &[5, size], DType::F32)
 }
+
+const SCALAR: &str =
+    "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
+const NOT_FLAT: &str = "a weight of rank 1, got shape [2, 4]: flatten it, to one number a channel";
 
 // Construction
 
@@ -93,6 +83,17 @@ fn configurations_out_of_range_are_refused() {
             refused(in_f32(config), &format!("{name} {range}"));
             assert_eq!(build(8, config, DType::F64).is_ok(), is_in_f64, "{alpha}");
         }
+    }
+    // What is just inside runs.
+    let config = 1e-45.with_warm_up(usize::MAX);
+    let least = build(8, config, DType::F32).unwrap();
+    for train in [true, false] {
+        run(
+            &least,
+            &Batch::random(&mut Data::new(6), &[4, 8], DType::F32, true),
+            train,
+        );
+        assert_finite_state("the least eps", &least);
     }
     for groups in [0, 3, 16] {
         let text = format!(
@@ -142,12 +143,8 @@ fn missing_and_misshapen_tensors_are_refused() {
 
 #[test]
 fn fresh_layers_hold_the_documented_tensors() {
-    for (dtype, state_dtype) in [
-        (DType::F32, DType::F32),
-        (DType::F16, DType::F32),
-        (DType::BF16, DType::F32),
-        (DType::F64, DType::F64),
-    ] {
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+        let state_dtype = sums_of(dtype);
         let (layer, varmap) = layer(8, 1e-5.into(), dtype);
         let documented = [
             ("weight", 8, dtype, 1.),
@@ -175,11 +172,7 @@ fn fresh_layers_hold_the_documented_tensors() {
         assert_eq!(layer.bias().unwrap().id(), var(&varmap, "bias").id());
     }
     for (affine, bias) in PARAMETERS {
-        let config = PowerNormConfig {
-            affine,
-            bias,
-            ..1e-5.into()
-        };
+        let config = 1e-5.with_parameters((affine, bias));
         let (layer, varmap) = layer(8, config, DType::F32);
         assert_eq!((layer.size(), layer.weight().is_some()), (8, affine));
         assert_eq!(layer.bias().is_some(), affine && bias);
@@ -253,45 +246,43 @@ fn tensors_that_do_not_fit_make_no_layer() {
     let new = |[weight, bias, phi]: [Tensor; 3]| PowerNorm::new(weight, bias, phi, 1e-5);
     let of_sizes = |sizes: [usize; 3]| sizes.map(|size| ones(&[size], DType::F32));
     let of_dtypes = |dtypes: [DType; 3]| dtypes.map(|dtype| ones(&[8], dtype));
-    let text = "bias of shape [8] (as the weight), got [7]";
-    refused(new(of_sizes([8, 7, 8])), text);
-    let text = "running_phi of shape [8] (as the weight), got [1]";
-    refused(new(of_sizes([8, 8, 1])), text);
-    refused(new(of_sizes([0; 3])), "a size of at least 1, got 0");
-    let matrix = || ones(&[2, 4], DType::F32);
-    let text = "a weight of rank 1, got shape [2, 4]: flatten it, to one number a channel";
-    refused(new([matrix(), matrix(), matrix()]), text);
     use DType::{BF16, F16, F32, I64, U8};
-    for (dtypes, text) in [
+    for (tensors, text) in [
         (
-            [U8, F32, F32],
+            of_sizes([8, 7, 8]),
+            "bias of shape [8] (as the weight), got [7]",
+        ),
+        (
+            of_sizes([8, 8, 1]),
+            "running_phi of shape [8] (as the weight), got [1]",
+        ),
+        (of_sizes([0; 3]), "a size of at least 1, got 0"),
+        ([(); 3].map(|()| ones(&[2, 4], F32)), NOT_FLAT),
+        (
+            of_dtypes([U8, F32, F32]),
             "weight of dtype F32, F64, F16 or BF16, got U8",
         ),
         (
-            [F32, I64, F32],
+            of_dtypes([F32, I64, F32]),
             "bias of dtype F32, F64, F16 or BF16, got I64",
         ),
         (
-            [F16, BF16, F32],
+            of_dtypes([F16, BF16, F32]),
             "bias of dtype F16 (as the weight) or F32, got BF16: convert one of them",
         ),
         (
-            [F16, F16, F16],
+            of_dtypes([F16, F16, F16]),
             "running_phi of dtype F32, got F16: convert it before the layer is built",
         ),
     ] {
-        refused(new(of_dtypes(dtypes)), text);
+        refused(new(tensors), text);
     }
-    for (odd, got) in [
-        (-1e-30, "-1e-30"),
-        (f64::NAN, "NaN"),
-        (f64::INFINITY, "inf"),
-    ] {
+    for odd in [-1e-30, f64::NAN, f64::INFINITY] {
         let mut phi = vec![1.; 8];
         phi[5] = odd;
         let phi = Tensor::new(phi, &CPU).unwrap();
         let text = format!(
-            "a running_phi of finite numbers of at least 0, got {got}: \
+            "a running_phi of finite numbers of at least 0, got {odd:?}: \
              pass the mean squares of a checkpoint, or ones for a fresh layer"
         );
         let ones = || ones(&[8], DType::F64);
@@ -334,8 +325,7 @@ fn refuses(layer: &PowerNorm, xs: &Tensor, text: &str) {
 #[test]
 fn inputs_that_do_not_fit_are_refused() {
     let (layer, _) = trained(8, DType::F32);
-    let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
-    refuses(&layer, &ones(&[], DType::F32), text);
+    refuses(&layer, &ones(&[], DType::F32), SCALAR);
     for shape in [&[8, 7][..], &[16]] {
         let text = format!(
             "a last dimension of 8, got shape {shape:?}: \
@@ -353,12 +343,8 @@ fn inputs_that_do_not_fit_are_refused() {
 
 #[test]
 fn parameters_that_do_not_fit_the_input_are_refused() {
-    for (parameters, input) in [
-        (DType::F16, DType::F32),
-        (DType::BF16, DType::F16),
-        (DType::F64, DType::F32),
-        (DType::F16, DType::F64),
-    ] {
+    use DType::{BF16, F16, F32, F64};
+    for (parameters, input) in [(F16, F32), (BF16, F16), (F64, F32), (F16, F64)] {
         let (layer, _) = trained(8, parameters);
         let or_f32 = if input == DType::F32 { "" } else { " or F32" };
         let text = format!(
@@ -479,15 +465,15 @@ fn a_layer_prints_its_size_settings_and_steps() {
 #[test]
 fn an_rms_norm_that_does_not_fit_is_refused() -> Result<()> {
     let vb = |dtype| trainable(&VarMap::new(), dtype);
+    let new = |shape: &[usize], dtype| RmsNorm::new(ones(shape, dtype), 1e-5);
     let text = "a size of at least 1, got 0";
     refused(rms_norm(0, 1e-5, vb(DType::F32)), text);
-    refused(RmsNorm::new(ones(&[0], DType::F32), 1e-5), text);
+    refused(new(&[0], DType::F32), text);
     let text = "a builder of dtype F32, F64, F16 or BF16, got U8";
     refused(rms_norm(8, 1e-5, vb(DType::U8)), text);
-    let text = "a weight of rank 1, got shape [2, 4]: flatten it, to one number a channel";
-    refused(RmsNorm::new(ones(&[2, 4], DType::F32), 1e-5), text);
+    refused(new(&[2, 4], DType::F32), NOT_FLAT);
     let text = "weight of dtype F32, F64, F16 or BF16, got I64";
-    refused(RmsNorm::new(ones(&[8], DType::I64), 1e-5), text);
+    refused(new(&[8], DType::I64), text);
     for eps in [0., -1., f64::NAN, f64::INFINITY, 1e-60] {
         let text = format!(
             "eps positive and finite after rounding to F32, got {eps:?}: \
@@ -506,16 +492,15 @@ fn an_rms_norm_that_does_not_fit_is_refused() -> Result<()> {
     assert_eq!((layer.size(), layer.eps()), (8, 1e-5));
     assert_eq!(layer.weight().dims(), [8]);
 
-    let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
-    refused(layer.forward(&ones(&[], DType::F32)), text);
+    refused(layer.forward(&ones(&[], DType::F32)), SCALAR);
     let text = "a last dimension of 8, got shape [8, 7]: \
                 move the channels last, or build a layer of another size";
     refused(layer.forward(&ones(&[8, 7], DType::F32)), text);
     let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
     refused(layer.forward(&ones(&[2, 8], DType::U32)), text);
-    let half = RmsNorm::new(ones(&[8], DType::F16), 1e-5)?;
     let text = "weight of dtype F32 (as the input), got F16: \
                 convert the input to F16, or the parameters to F32";
+    let half = new(&[8], DType::F16)?;
     refused(half.forward(&ones(&[2, 8], DType::F32)), text);
     assert_eq!(layer.forward(&ones(&[0, 8], DType::F32))?.dims(), [0, 8]);
     Ok(())
@@ -573,37 +558,6 @@ fn scopes_may_end_in_any_order() {
     drop(recalibration);
     forward();
     assert_eq!(layer.steps().unwrap(), 1);
-}
-
-#[test]
-fn one_mode_switches_every_layer_that_follows_it() {
-    let mode = Mode::eval();
-    let [a, b] = [8, 8].map(|size| layer(size, 1e-5.into(), DType::F32).0.with_mode(&mode));
-    let count = || (a.steps().unwrap(), b.steps().unwrap());
-    let forward = || {
-        let (y, keep) = (b.forward(&input(8)).unwrap(), ones(&[5], DType::U8));
-        a.forward_masked(&y, &keep).unwrap();
-        count()
-    };
-    assert_eq!(forward(), (0, 0));
-    mode.set_training(true);
-    assert!(a.mode().is_training() && b.mode().is_training());
-    assert_eq!(forward(), (1, 1));
-    {
-        let _guard = mode.eval_scope();
-        assert_eq!(forward(), (1, 1));
-    }
-    assert_eq!(forward(), (2, 2));
-}
-
-#[test]
-fn layers_start_as_their_tensors_suggest() {
-    let (trainable, varmap) = layer(8, 1e-5.into(), DType::F32);
-    assert!(trainable.mode().is_training());
-    let frozen = power_norm(8, 1e-5, constant(frozen(&varmap))).unwrap();
-    assert!(!frozen.mode().is_training());
-    frozen.forward(&input(8)).unwrap();
-    assert_eq!(frozen.steps().unwrap(), 0);
 }
 
 /// A call of generic code.

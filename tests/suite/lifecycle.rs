@@ -1,9 +1,7 @@
 //! What may change between a forward and its backward. `devices/mod.rs` has what moves the state,
 //! and what does not.
 
-use crate::common::{
-    assert_same_bits, backward, config, forward, run, to_f64, var, Batch, Data, Twin,
-};
+use crate::common::*;
 use candle::{DType, Var};
 
 /// An optimizer may set the weight between a forward and its backward. Then the backward uses the

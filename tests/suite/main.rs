@@ -27,3 +27,14 @@ mod robustness;
 mod soak;
 mod threads;
 mod training;
+
+use proptest::prelude::ProptestConfig;
+
+/// So many random cases. A failure prints its case, so no file has to remember it.
+fn cases(cases: u32) -> ProptestConfig {
+    ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    }
+}

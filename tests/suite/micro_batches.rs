@@ -21,7 +21,7 @@
 //! So the distance is at most (E·N + F)/(1−q) if |ν| ≤ N, and what is left of that after the
 //! warm-up. E and F are O(a²), because r is O(a), and 1−q is O(a): the distance is O(a).
 
-use crate::common::{run, to_f64, Batch, Bound, Data, Twin};
+use crate::common::*;
 use candle::DType;
 use candle_powernorm::PowerNormConfig;
 
@@ -104,13 +104,8 @@ impl Channel {
 }
 
 fn config(alpha: f64, warmup_steps: usize) -> PowerNormConfig {
-    PowerNormConfig {
-        alpha_fwd: alpha,
-        alpha_bwd: alpha,
-        warmup_steps,
-        group_scaling: None,
-        ..1e-5.into()
-    }
+    let config = 1e-5.with(|config| (config.alpha_fwd, config.alpha_bwd) = (alpha, alpha));
+    config.with_groups(None).with_warm_up(warmup_steps)
 }
 
 /// The largest distances of ψ² and ν.

@@ -1,22 +1,10 @@
-//! The paper's theory and the layer's promises, as properties of random cases, in `f64`.
+//! The paper's theory, as properties of random cases, in `f64`.
 
-use crate::common::reference::Quantity;
-use crate::common::{
-    assert_close, assert_zero, gather, precision, run, state, tensor, to_f64, Batch, Bound, Data,
-    Outcome, Twin, With,
-};
-use candle::{DType, Tensor};
+use crate::cases;
+use crate::common::*;
+use candle::DType;
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 use proptest::prelude::*;
-
-/// Few cases, because each runs a layer. A failure prints its case, so no file has to remember it.
-fn cases(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        cases,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
-}
 
 /// 8·√n·u, of `f64` sums.
 fn rounding(n: usize) -> f64 {
@@ -244,10 +232,7 @@ proptest! {
     /// changes its sign after ν has learned the gradient.
     #[test]
     fn theorem_4_is_sharp(
-        seed: u64,
-        rows in 1..20usize,
-        size in 1..6usize,
-        alpha_bwd in 0.85..0.95f64,
+        seed: u64, rows in 1..20usize, size in 1..6usize, alpha_bwd in 0.85..0.95f64,
     ) {
         let mut data = Data::new(seed);
         let twin = Twin::new(&mut data, size, running(1e-9, alpha_bwd), DType::F64);
@@ -383,84 +368,6 @@ proptest! {
         }
         for nu in to_f64(&released.layer.nu().unwrap()) {
             prop_assert!(nu.is_nan() || nu.abs() > 2f64.powi(250), "the unguarded ν is only {nu}");
-        }
-    }
-}
-
-/// `batch` with NaN and infinities wherever it is padded, in the input and the upstream gradient.
-fn fill_padding(batch: &Batch, mask: &[bool], size: usize) -> Batch {
-    let garbage = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
-    let fill = |of: &Tensor| {
-        let mut values = to_f64(of);
-        for (k, value) in values.iter_mut().enumerate() {
-            if !mask[k / size] {
-                *value = garbage[k % garbage.len()];
-            }
-        }
-        tensor(&values, of.dims(), of.dtype())
-    };
-    Batch::new(fill(&batch.xs), fill(&batch.dy)).masked(mask)
-}
-
-proptest! {
-    #![proptest_config(cases(48))]
-
-    /// Padding is outside the layer, whatever it holds: gathering the kept rows, running the layer
-    /// and scattering the results back gives the same, except for the order of the sums.
-    #[test]
-    fn a_mask_is_gather_and_scatter(
-        seed: u64, rows in 1..60usize, size in 1..20usize, grouped: bool, warmup_steps in 0..3usize,
-    ) {
-        let config = 1e-5.with_groups(grouped.then_some(1)).with_warm_up(warmup_steps);
-        let masked = Twin::new(&mut Data::new(seed), size, config, DType::F64);
-        let mut gathered = Twin::new(&mut Data::new(seed), size, config, DType::F64);
-        let mut data = Data::new(!seed);
-        for train in [true, true, true, false] {
-            let mask: Vec<bool> = data.normal(rows).iter().map(|&z| z > 0.).collect();
-            let batch = Batch::random(&mut data, &[rows, size], DType::F64, false);
-            let kept = Batch::new(gather(&batch.xs, &mask), gather(&batch.dy, &mask));
-            let padded = fill_padding(&batch, &mask, size);
-            let before = state(&masked.layer);
-            let actual = run(&masked.layer, &padded, train);
-            let padding: Vec<bool> = mask.iter().map(|keep| !keep).collect();
-            let lost = gather(&actual.dx, &padding);
-            assert_zero("dx of the padding", &lost);
-            if !mask.contains(&true) {
-                for (name, gradient) in &actual.tensors()[2..] {
-                    assert_zero(name, gradient);
-                }
-                prop_assert_eq!(state(&masked.layer), before);
-                continue;
-            }
-            let expected = run(&gathered.layer, &kept, train);
-            let x = to_f64(&kept.xs);
-            let pass = if train {
-                gathered.oracle.train(&x, None)
-            } else {
-                gathered.oracle.evaluate(&x, None)
-            };
-            let terms = gathered.oracle.backward(&pass, &to_f64(&kept.dy));
-            let bound = Bound::of(DType::F64, 4 * (rows + size));
-            let close = |name: &str, actual: &Tensor, expected: &Tensor, terms: Quantity| {
-                assert_close(name, actual, &Quantity { values: to_f64(expected), ..terms }, bound);
-            };
-            let Outcome { y, dx, dweight, dbias } = expected;
-            close("y", &gather(&actual.y, &mask), &y, pass.y);
-            close("dx", &gather(&actual.dx, &mask), &dx, terms.dx);
-            close("dweight", &actual.dweight.unwrap(), &dweight.unwrap(), terms.dweight);
-            close("dbias", &actual.dbias.unwrap(), &dbias.unwrap(), terms.dbias);
-            let both = [&masked.layer, &gathered.layer];
-            let [steps, expected_steps] = both.map(|layer| layer.steps().unwrap());
-            prop_assert_eq!(steps, expected_steps);
-            if steps == 0 {
-                // Only padding came before this evaluation, so ν is still 0.
-                prop_assert_eq!(state(&masked.layer), state(&gathered.layer));
-                continue;
-            }
-            let [phi, expected_phi] = both.map(|layer| layer.running_phi().unwrap());
-            close("ψ²", &phi, &expected_phi, gathered.oracle.phi.clone().into());
-            let [nu, expected_nu] = both.map(|layer| layer.nu().unwrap());
-            close("ν", &nu, &expected_nu, gathered.oracle.nu());
         }
     }
 }

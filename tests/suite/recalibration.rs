@@ -1,9 +1,6 @@
 //! ψ² recomputed from data.
 
-use crate::common::{
-    assert_relative, assert_same_bits, config, layer, state, tensor, to_f64, var, Batch, Data,
-    With, CPU,
-};
+use crate::common::*;
 use candle::{safetensors, DType, Module, Result, Tensor};
 use candle_nn::{linear, loss, AdamW, Linear, Optimizer, VarBuilder, VarMap};
 use candle_powernorm::{power_norm, Mode, PowerNorm, Recipe};

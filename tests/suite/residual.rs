@@ -1,14 +1,10 @@
 //! `forward_residual` beside an addition and a forward.
 
-use crate::common::{
-    add_rounded, assert_relative, assert_same_bits, message, residual_gradients, state, to_f64,
-    Data, Twin, CPU,
-};
+use crate::common::*;
 use crate::devices::NoBackward;
 use candle::backprop::GradStore;
 use candle::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor, Var};
-use candle_nn::VarBuilder;
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Statistics};
+use candle_powernorm::Statistics;
 
 /// Which outputs the loss sees.
 const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
@@ -23,27 +19,18 @@ struct Case {
 
 impl Case {
     fn random(data: &mut Data, shape: &[usize], dtype: DType) -> Result<Self> {
-        let len = shape.iter().product();
-        let mut tensor = |scale: f64| {
-            let values: Vec<_> = data.normal(len).iter().map(|v| scale * v).collect();
-            data.tensor(&values, shape, dtype)
-        };
+        let [a, b] = [(); 2].map(|()| Batch::random(data, shape, dtype, false));
         Ok(Self {
-            xs: Var::from_tensor(&tensor(1.5))?,
-            residual: Var::from_tensor(&tensor(0.7))?,
-            dy: tensor(1.),
-            dsum: tensor(1.),
+            xs: Var::from_tensor(&a.xs)?,
+            residual: Var::from_tensor(&b.xs)?,
+            dy: a.dy,
+            dsum: b.dy,
         })
     }
 
     fn gradients(&self, outputs: &(Tensor, Tensor), uses: [bool; 2]) -> Result<GradStore> {
         residual_gradients(outputs, [&self.dy, &self.dsum], uses)
     }
-}
-
-fn unfused(layer: &PowerNorm, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-    let sum = add_rounded(xs, residual)?;
-    Ok((layer.forward(&sum)?, sum))
 }
 
 /// A CPU first writes all sums of inputs of more than 4 MiB, in a pass of their own.
@@ -56,11 +43,7 @@ fn a_large_residual_is_an_addition_and_a_forward() -> Result<()> {
         (DType::F16, [2050, 1024], Statistics::Running, false),
     ] {
         let mut data = Data::new(10);
-        let config = PowerNormConfig {
-            statistics,
-            group_scaling: Some(2),
-            ..1e-5.into()
-        };
+        let config = 1e-5.with_statistics(statistics).with_groups(Some(2));
         let layer = || {
             let layer = Twin::new(&mut Data::new(11), shape[1], config, DType::F32).layer;
             layer.mode().set_training(train);
@@ -118,74 +101,18 @@ fn gradients_go_through_a_computed_weight() -> Result<()> {
     let case = Case::random(&mut data, &[4, 6], DType::F64)?;
     let values = data.normal(6);
     let master = Var::from_tensor(&data.tensor(&values, &[6], DType::F64))?;
-    let computed = |bias: &Tensor| {
-        let tensors = [
-            ("weight", master.affine(2., 0.)?),
-            ("bias", bias.clone()),
-            ("running_phi", Tensor::ones(6, DType::F64, &CPU)?),
-            ("ema_gz", Tensor::zeros(6, DType::F64, &CPU)?),
-            ("iters", Tensor::zeros(1, DType::I64, &CPU)?),
-        ];
-        let tensors = tensors.map(|(name, tensor)| (name.to_string(), tensor));
-        let vb = VarBuilder::from_tensors(tensors.into(), DType::F64, &CPU);
-        power_norm(6, 1e-5, vb)
-    };
+    let weight = master.affine(2., 0.)?;
     for bias in [master.affine(1., 1.)?, Tensor::zeros(6, DType::F64, &CPU)?] {
         for uses in USES {
-            let [fused, plain] = [computed(&bias)?, computed(&bias)?];
+            let [fused, plain] = [(); 2].map(|()| layer_of([&weight, &bias]));
             let ours = fused.forward_residual(&case.xs, &case.residual, None)?;
-            let theirs = unfused(&plain, &case.xs, &case.residual)?;
+            let sum = (case.xs.as_tensor() + case.residual.as_tensor())?;
+            let theirs = (plain.forward(&sum)?, sum);
             let (ours, theirs) = (case.gradients(&ours, uses)?, case.gradients(&theirs, uses)?);
             let zeros = master.zeros_like()?;
             let gradient = |of: &GradStore| of.get(&master).unwrap_or(&zeros).clone();
             assert_same_bits("master", &gradient(&ours), &gradient(&theirs));
         }
-    }
-    Ok(())
-}
-
-#[test]
-fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
-    let mut data = Data::new(8);
-    let case = Case::random(&mut data, &[7, 6], DType::F64)?;
-    let layers = || -> Vec<PowerNorm> {
-        let mut data = Data::new(9);
-        (0..3)
-            .map(|_| Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer)
-            .collect()
-    };
-    type Forward = fn(&PowerNorm, &Tensor, &Tensor) -> Result<(Tensor, Tensor)>;
-    let run = |layers: &[PowerNorm], forward: Forward| -> Result<GradStore> {
-        let (mut xs, mut stream) = (
-            case.xs.as_tensor().clone(),
-            case.residual.as_tensor().clone(),
-        );
-        for layer in layers {
-            (xs, stream) = forward(layer, &xs.gelu()?, &stream)?;
-        }
-        case.gradients(&(xs, stream), [true, true])
-    };
-    let (fused, plain) = (layers(), layers());
-    let ours = run(&fused, |layer, xs, stream| {
-        layer.forward_residual(xs, stream, None)
-    })?;
-    let theirs = run(&plain, unfused)?;
-    for var in [&case.xs, &case.residual] {
-        assert_relative(
-            "input",
-            ours.get(var).unwrap(),
-            &to_f64(theirs.get(var).unwrap()),
-            1e-14,
-        );
-    }
-    for (fused, plain) in fused.iter().zip(&plain) {
-        let (a, b) = (fused.weight().unwrap(), plain.weight().unwrap());
-        assert_relative(
-            "weight",
-            ours.get(a).unwrap(),
-            &to_f64(theirs.get(b).unwrap()),
-            1e-14,
-        );
     }
     Ok(())
 }
@@ -199,20 +126,16 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
         (Tensor::ones((1, 6), DType::F32, &CPU)?, "[1, 6] and F32"),
         (Tensor::ones((2, 6), DType::F64, &CPU)?, "[2, 6] and F64"),
     ] {
-        let expected =
-            "power_norm: expected a residual of shape [2, 6] and dtype F32 (as the input)";
-        let error = message(layer.forward_residual(&xs, &residual, None));
-        assert_eq!(
-            error,
-            format!("{expected}, got {got}: give it the input's shape and dtype")
+        let text = format!(
+            "a residual of shape [2, 6] and dtype F32 (as the input), got {got}: \
+             give it the input's shape and dtype"
         );
+        refused(layer.forward_residual(&xs, &residual, None), &text);
     }
     let narrow = Tensor::ones((2, 5), DType::F32, &CPU)?;
-    assert_eq!(
-        message(layer.forward_residual(&narrow, &narrow, None)),
-        "power_norm: expected a last dimension of 6, got shape [2, 5]: \
-         move the channels last, or build a layer of another size"
-    );
+    let text = "a last dimension of 6, got shape [2, 5]: \
+                move the channels last, or build a layer of another size";
+    refused(layer.forward_residual(&narrow, &narrow, None), text);
     assert_eq!(state(&layer), before);
     let empty = Tensor::ones((0, 6), DType::F32, &CPU)?;
     let (y, sum) = layer.forward_residual(&empty, &empty, None)?;

@@ -1,27 +1,14 @@
 //! Random layers live random lives. Whatever shapes, strides, dtypes, masks and values they get,
 //! nothing panics and nothing harms the state. `PROPTEST_CASES` sets the number of cases.
 
+use crate::cases;
 use crate::common::reference::Quantity;
-use crate::common::{
-    add_rounded, assert_close, assert_finite, backward, bits, coarser, forward, keep, layer, run,
-    state, sums_of, tensor, to_f64, Batch, Bound, Data, State, Twin, CPU, DTYPES, KINDS,
-    PARAMETERS,
-};
+use crate::common::*;
 use candle::{DType, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe};
+use candle_powernorm::{Mode, PowerNorm, PowerNormConfig, Recipe};
 use proptest::prelude::*;
 use proptest::sample::{select, Index};
 use std::panic::{catch_unwind, AssertUnwindSafe};
-
-/// A failure prints its case, so no file has to remember it.
-fn cases(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        cases,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
-}
 
 // The layers that live
 
@@ -82,21 +69,18 @@ struct Axis {
 }
 
 fn axes() -> impl Strategy<Value = Vec<Axis>> {
-    let strided = (
-        (0..3usize, 0..3usize),
-        prop_oneof![4 => Just(1usize), 1 => Just(2usize)],
-        prop::bool::weighted(0.1),
-        any::<u8>(),
-    );
-    let transposed = any::<u8>().prop_map(|place| ((0, 0), 1, false, place));
-    let axis = prop_oneof![strided, transposed, Just(((0, 0), 1, false, 0))];
-    let axis = axis.prop_map(|(margins, step, repeated, place)| Axis {
+    let margins = (0..3usize, 0..3usize);
+    let steps = prop_oneof![4 => Just(1usize), 1 => Just(2usize)];
+    let axis = |(margins, step, repeated, place)| Axis {
         margins,
         step,
         repeated,
         place,
-    });
-    prop::collection::vec(axis, MAX_RANK)
+    };
+    let strided = (margins, steps, prop::bool::weighted(0.1), any::<u8>()).prop_map(axis);
+    let transposed = any::<u8>().prop_map(move |place| axis(((0, 0), 1, false, place)));
+    let packed = Just(axis(((0, 0), 1, false, 0)));
+    prop::collection::vec(prop_oneof![strided, transposed, packed], MAX_RANK)
 }
 
 const MAX_RANK: usize = 4;
@@ -162,22 +146,25 @@ fn values() -> impl Strategy<Value = Values> {
 }
 
 /// Values that break arithmetic in one dtype or another.
-const SPECIAL: [f64; 14] = [
-    f64::NAN,
-    f64::INFINITY,
-    f64::NEG_INFINITY,
-    0.,
-    -0.,
-    1e4,
-    -6e4,
-    3e19,
-    -1e30,
-    1e300,
-    1e-7,
-    1e-30,
-    -1e-40,
-    1e-310,
-];
+const SPECIAL: [f64; 14] = {
+    const INF: f64 = f64::INFINITY;
+    [
+        f64::NAN,
+        INF,
+        -INF,
+        0.,
+        -0.,
+        1e4,
+        -6e4,
+        3e19,
+        -1e30,
+        1e300,
+        1e-7,
+        1e-30,
+        -1e-40,
+        1e-310,
+    ]
+};
 
 impl Values {
     fn fill(self, data: &mut Data, len: usize) -> Vec<f64> {
@@ -280,12 +267,9 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
 
 /// The bits of a tensor; all NaN are one.
 fn canonical(tensor: &Tensor) -> Vec<u64> {
-    bits(tensor)
-        .into_iter()
-        .map(|bits| match f64::from_bits(bits).is_nan() {
-            true => f64::NAN.to_bits(),
-            false => bits,
-        })
+    let one_nan = |value: f64| if value.is_nan() { f64::NAN } else { value };
+    (to_f64(tensor).into_iter().map(one_nan))
+        .map(f64::to_bits)
         .collect()
 }
 
@@ -360,9 +344,8 @@ impl Life {
         assert_eq!(statistics(&self.layer), statistics(&self.packed));
         if self.case.config.recipe == Recipe::Paper {
             let phi = self.layer.running_phi().unwrap();
-            assert_finite("ψ²", &phi);
+            assert_finite_state("a life", &self.layer);
             assert!(to_f64(&phi).iter().all(|&phi| phi >= 0.));
-            assert_finite("ν", &self.layer.nu().unwrap());
         }
     }
 
@@ -558,27 +541,20 @@ enum Step {
     Padding,
     /// This many elements of the input, or of the output's gradient, are poison.
     Poison {
-        value: Poison,
+        value: f64,
         elements: usize,
         gradient: bool,
     },
 }
 
-#[derive(Clone, Copy, Debug)]
-enum Poison {
-    Nan,
-    Infinity,
-    NegativeInfinity,
-    /// A number whose square overflows in the dtype of the sums.
-    Overflow,
-}
+/// A poison whose square overflows: 1e30 where sums are `f32`.
+const OVERFLOW: f64 = 1e200;
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    use Poison::*;
-    let poison = select(vec![Nan, Infinity, NegativeInfinity, Overflow]);
+    let poison = select(vec![f64::NAN, f64::INFINITY, -f64::INFINITY, OVERFLOW]);
     let poison = (poison, 1..4usize, any::<bool>()).prop_map(|(value, elements, gradient)| {
         // A gradient is not squared.
-        let gradient = gradient && !matches!(value, Overflow);
+        let gradient = gradient && !value.is_finite();
         Step::Poison {
             value,
             elements,
@@ -597,19 +573,16 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 /// The poisoned batch, and its input as the oracle gets it.
 fn poisoned(
     batch: &Batch,
-    value: Poison,
+    value: f64,
     elements: usize,
     gradient: bool,
     data: &mut Data,
     grouped: bool,
 ) -> (Batch, Vec<f64>) {
     let dtype = batch.xs.dtype();
-    let value = match value {
-        Poison::Nan => f64::NAN,
-        Poison::Infinity => f64::INFINITY,
-        Poison::NegativeInfinity => f64::NEG_INFINITY,
-        Poison::Overflow if dtype == DType::F64 => 1e200,
-        Poison::Overflow => 1e30,
+    let value = match value.is_finite() && dtype != DType::F64 {
+        true => 1e30,
+        false => value,
     };
     let mut batch = batch.clone();
     let target = match gradient {
@@ -658,7 +631,7 @@ proptest! {
                     prop_assert_eq!(state(&twin.layer), before);
                 }
                 // The group scaling can take these numbers, and the oracle's cannot.
-                Step::Poison { value: Poison::Overflow, .. } if grouped && dtype == DType::F64 => {}
+                Step::Poison { value: OVERFLOW, .. } if grouped && dtype == DType::F64 => {}
                 Step::Poison { value, elements, gradient } => {
                     let (batch, seen) =
                         poisoned(&batch, value, elements, gradient, &mut data, grouped);
@@ -678,90 +651,20 @@ proptest! {
 /// Numbers beyond the largest of F16 may become infinite, and no other number may.
 #[test]
 fn infinity_is_close_to_what_overflows() {
-    let exact = Quantity {
-        values: vec![-7e4, 65519., 6e4],
-        magnitude: 1.,
-    };
+    let (values, magnitude) = (vec![-7e4, 65519., 6e4], 1.);
+    let exact = Quantity { values, magnitude };
     let bound = Bound {
-        out: DType::F16,
         sums: DType::F32,
-        n: 1,
+        ..Bound::of(DType::F16, 1)
     };
     let close = |values: [f64; 3]| {
         let actual = tensor(&values, &[3], DType::F16);
-        catch_unwind(AssertUnwindSafe(|| {
-            assert_close("x", &actual, &exact, bound)
-        }))
-        .is_ok()
+        let check = || assert_close("x", &actual, &exact, bound);
+        catch_unwind(AssertUnwindSafe(check)).is_ok()
     };
     assert!(close([-f64::INFINITY, 65504., 6e4]));
     assert!(close([-f64::INFINITY, f64::INFINITY, 6e4]));
     assert!(!close([f64::INFINITY, 65504., 6e4]));
     assert!(!close([-65504., 65504., 6e4]));
     assert!(!close([-f64::INFINITY, 65504., f64::INFINITY]));
-}
-
-// Configurations
-
-/// Any number at all, and numbers at the ends of what is allowed.
-fn numbers() -> impl Strategy<Value = f64> {
-    let ends = vec![
-        0.,
-        -0.,
-        1.,
-        1. - f64::EPSILON,
-        -0.9,
-        1e-46,
-        1e-45,
-        1e39,
-        f64::MIN_POSITIVE,
-        f64::NAN,
-        f64::INFINITY,
-    ];
-    prop_oneof![8 => 1e-8..1f64, 1 => prop::num::f64::ANY, 1 => select(ends)]
-}
-
-proptest! {
-    #![proptest_config(cases(5000))]
-
-    /// A configuration out of range is refused, and any other runs. Neither panics.
-    #[test]
-    fn any_configuration_runs_or_is_refused(
-        size in 0..40usize,
-        numbers in (numbers(), numbers(), numbers()),
-        warmup_steps in prop_oneof![0..3usize, Just(usize::MAX)],
-        group_scaling in prop::option::of(prop_oneof![8 => 0..5usize, 1 => any::<usize>()]),
-        affine: bool,
-        dtype in prop_oneof![
-            8 => select(vec![DType::F32, DType::F64, DType::F16, DType::BF16]),
-            1 => select(vec![DType::U8, DType::U32, DType::I64]),
-        ],
-        seed: u64,
-    ) {
-        let (eps, alpha_fwd, alpha_bwd) = numbers;
-        let config = PowerNormConfig {
-            eps, alpha_fwd, alpha_bwd, warmup_steps, group_scaling, affine, ..Default::default()
-        };
-        // In the dtype of the sums.
-        let used = |x: f64| if affine && dtype == DType::F64 { x } else { f64::from(x as f32) };
-        let valid = size > 0
-            && dtype.is_float()
-            && 0. < used(eps) && used(eps) < f64::INFINITY
-            && [alpha_fwd, alpha_bwd].iter().all(|&alpha| 0. < used(alpha) && used(alpha) < 1.)
-            && group_scaling.is_none_or(|groups| groups > 0 && size % groups == 0);
-        let vb = VarMap::new();
-        let vb = VarBuilder::from_varmap(&vb, dtype, &CPU);
-        let layer = power_norm(size, config, vb);
-        prop_assert_eq!(layer.is_ok(), valid, "{:?}", layer);
-        if let Ok(layer) = layer {
-            let mut data = Data::new(seed);
-            for train in [true, true, true, false] {
-                let batch = Batch::random(&mut data, &[4, size], dtype, true);
-                run(&layer, &batch, train);
-                assert_finite("ψ²", &layer.running_phi().unwrap());
-                assert_finite("ν", &layer.nu().unwrap());
-            }
-            prop_assert_eq!(layer.steps().unwrap(), 3);
-        }
-    }
 }

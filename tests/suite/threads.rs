@@ -1,8 +1,6 @@
 //! One layer in many hands at once. What may hang runs under a watchdog.
 
-use crate::common::{
-    assert_close, assert_finite, in_time, layer, run, state, to_f64, Batch, Bound, Data, Twin, With,
-};
+use crate::common::*;
 use candle::{DType, Module};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
 use std::sync::mpsc;
@@ -18,27 +16,21 @@ fn orderless() -> PowerNormConfig {
     1e-5.with_statistics(Statistics::Batch).with_warm_up(5)
 }
 
-fn spread(layer: &PowerNorm, batch: &Batch, threads: usize, steps: usize) {
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            let layer = layer.clone();
-            scope.spawn(move || {
-                for _ in 0..steps {
-                    run(&layer, batch, true);
-                }
-            });
-        }
-    });
-}
-
 /// Threads' steps, and the same number of steps one after another.
 fn both(config: PowerNormConfig, batch: &Batch, threads: usize, steps: usize) -> [PowerNorm; 2] {
     let new = || Twin::new(&mut Data::new(2), SIZE, config, DType::F32).layer;
     let [concurrent, sequential] = [new(), new()];
-    spread(&concurrent, batch, threads, steps);
-    for _ in 0..threads * steps {
-        run(&sequential, batch, true);
-    }
+    let take = |layer: &PowerNorm, steps: usize| {
+        for _ in 0..steps {
+            run(layer, batch, true);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| take(&concurrent.clone(), steps));
+        }
+    });
+    take(&sequential, threads * steps);
     assert_eq!(concurrent.steps().unwrap(), threads * steps);
     [concurrent, sequential]
 }

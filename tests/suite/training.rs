@@ -1,9 +1,6 @@
 //! The layer among others: optimizers, a transformer, frozen parameters, inputs nobody tracks.
 
-use crate::common::{
-    assert_finite, assert_same_bits, backward, bits, layer, layer_of, run, state, to_f64, var,
-    Batch, Data, Twin, With, CPU,
-};
+use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var, D};
 use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
 use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
@@ -13,37 +10,30 @@ const BUFFERS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 #[test]
 fn optimizers_leave_the_buffers_alone() {
     // A decay that would show in one step.
-    let adamw = |vars| {
-        let params = ParamsAdamW {
-            lr: 0.1,
-            weight_decay: 0.5,
-            ..ParamsAdamW::default()
-        };
-        let mut optimizer = AdamW::new(vars, params).unwrap();
-        Box::new(move |grads: &_| optimizer.step(grads).unwrap()) as Box<dyn FnMut(&_)>
-    };
-    let sgd = |vars| {
-        let mut optimizer = SGD::new(vars, 0.1).unwrap();
-        Box::new(move |grads: &_| optimizer.step(grads).unwrap()) as Box<dyn FnMut(&_)>
-    };
-    type Make<'a> = &'a dyn Fn(Vec<Var>) -> Box<dyn FnMut(&candle::backprop::GradStore)>;
-    for make in [&adamw as Make, &sgd as Make] {
-        let (layer, varmap) = layer(8, 1e-5.into(), DType::F32);
-        let mut step = make(varmap.all_vars());
-        let mut data = Data::new(1);
-        for _ in 0..3 {
-            let batch = Batch::random(&mut data, &[5, 8], DType::F32, false);
-            let grads = backward(&layer.forward(&batch.xs).unwrap(), &batch.dy);
-            for name in BUFFERS {
-                assert!(grads.get(&var(&varmap, name)).is_none(), "{name}");
-            }
-            let buffers = || BUFFERS.map(|name| bits(&var(&varmap, name)));
-            let (before, weight) = (buffers(), bits(layer.weight().unwrap()));
-            assert_ne!(before[1], [0; 8], "ν to decay");
-            step(&grads);
-            assert_eq!(buffers(), before);
-            assert_ne!(bits(layer.weight().unwrap()), weight);
+    leaves_the_buffers_alone::<AdamW>(ParamsAdamW {
+        lr: 0.1,
+        weight_decay: 0.5,
+        ..ParamsAdamW::default()
+    });
+    leaves_the_buffers_alone::<SGD>(0.1);
+}
+
+fn leaves_the_buffers_alone<O: Optimizer>(config: O::Config) {
+    let (layer, varmap) = layer(8, 1e-5.into(), DType::F32);
+    let mut optimizer = O::new(varmap.all_vars(), config).unwrap();
+    let mut data = Data::new(1);
+    for _ in 0..3 {
+        let batch = Batch::random(&mut data, &[5, 8], DType::F32, false);
+        let grads = backward(&layer.forward(&batch.xs).unwrap(), &batch.dy);
+        for name in BUFFERS {
+            assert!(grads.get(&var(&varmap, name)).is_none(), "{name}");
         }
+        let buffers = || BUFFERS.map(|name| bits(&var(&varmap, name)));
+        let (before, weight) = (buffers(), bits(layer.weight().unwrap()));
+        assert_ne!(before[1], [0; 8], "ν to decay");
+        optimizer.step(&grads).unwrap();
+        assert_eq!(buffers(), before);
+        assert_ne!(bits(layer.weight().unwrap()), weight);
     }
 }
 
