@@ -592,24 +592,22 @@ pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
 pub fn empty_batches_pass_through(device: &Device) {
     for recipe in [Recipe::Paper, Recipe::Fairseq] {
         for (input, builder) in DTYPES {
-            let config = config(Some(1)).with_recipe(recipe);
             let mut data = Data::on(device, 7);
-            let twin = Twin::new(&mut data, 7, config, builder);
+            let twin = Twin::new(&mut data, 7, config(Some(1)).with_recipe(recipe), builder);
             let batch = Batch::random(&mut data, &[4, 7], input, false);
             run(&twin.layer, &batch, true);
             let before = state(&twin.layer);
             for shape in [&[0, 7][..], &[2, 0, 7]] {
                 let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device).unwrap();
-                let mask = zeros(&shape[..shape.len() - 1], DType::U8);
-                for keep in [None, Some(&mask)] {
+                let mask = |dtype| Some(zeros(&shape[..shape.len() - 1], dtype));
+                for keep in [None, mask(DType::U8), mask(DType::U32)] {
                     for train in [true, false] {
-                        let y = forward(&twin.layer, &zeros(shape, input), keep, train);
+                        let y = forward(&twin.layer, &zeros(shape, input), keep.as_ref(), train);
                         assert_eq!((y.dims(), y.dtype()), (shape, input));
                         if device.is_cpu() {
                             let grads = y.backward().unwrap();
                             for parameter in [twin.layer.weight(), twin.layer.bias()] {
-                                let gradient = grads.get(parameter.unwrap()).unwrap();
-                                assert_zero("gradient", gradient);
+                                assert_zero("gradient", grads.get(parameter.unwrap()).unwrap());
                             }
                         }
                         assert_eq!(state(&twin.layer), before, "{shape:?}, train {train}");
@@ -628,9 +626,12 @@ const COLS: usize = 64;
 type View = fn(&Tensor) -> Result<Tensor>;
 
 /// Views of so many rows and columns, each with the shape of what it is a view of.
-const VIEWS: [(&str, &[usize], View); 7] = [
+const VIEWS: [(&str, &[usize], View); 8] = [
     ("one element in", &[1 + ROWS * COLS], |base| {
         base.narrow(0, 1, ROWS * COLS)?.reshape((ROWS, COLS))
+    }),
+    ("14 elements in", &[14 + ROWS * COLS], |base| {
+        base.narrow(0, 14, ROWS * COLS)?.reshape((ROWS, COLS))
     }),
     ("rows of many", &[ROWS + 3, COLS], |base| {
         base.narrow(0, 3, ROWS)
