@@ -203,16 +203,28 @@ def free(norm, key="test_loss"):
 
 def FREE_SWEEP_ROWS():
     def row(norm, name):
-        losses = [runs(f"sweep-none-{rate}", f"{norm}-noscale").get(10) for rate in FREE_RATES]
-        cells = ("–" if loss is None else number(loss) for loss in losses)
+        swept = free_swept(norm)
+        cells = (number(swept[rate]) if rate in swept else "–" for rate in FREE_RATES)
         return f"| {name} | " + " | ".join(cells) + " |"
 
     return "\n".join(row(norm, name) for norm, name in (FREE | RIVALS).items())
 
 
+def free_swept(norm):
+    """Losses by rate."""
+    found = {rate: runs(f"sweep-none-{rate}", f"{norm}-noscale").get(10) for rate in FREE_RATES}
+    return {rate: loss for rate, loss in found.items() if loss is not None}
+
+
 def FREE_BEST(norm):
     """The best rate of the sweep."""
-    return min(FREE_RATES, key=lambda rate: runs(f"sweep-none-{rate}", f"{norm}-noscale")[10])
+    swept = free_swept(norm)
+    return min(swept, key=swept.get)
+
+
+def FREE_SWEPT(norm):
+    """The loss at the best rate."""
+    return number(min(free_swept(norm).values()))
 
 
 def free_pairs(norm, key="test_loss"):
