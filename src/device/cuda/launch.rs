@@ -353,6 +353,12 @@ mod tests {
         assert_eq!(launched, defined.collect());
     }
 
+    #[test]
+    fn kernels_for_8_0_and_later_copy() {
+        let copies = |target: &str| super::super::kernels_copy(&format!(".target {target}\n"));
+        assert!(!copies("sm_75") && copies("sm_80") && copies("sm_90a") && copies("sm_100a"));
+    }
+
     /// Numbers that a kernel has no room for are refused, and the largest that fit are not.
     #[test]
     fn shapes_beyond_32_bits_are_refused() {

@@ -84,7 +84,8 @@ impl Kernels {
         let limits = Limits {
             multiprocessors: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
             shared_bytes: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
-            copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8 && kernels_copy(),
+            copies: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 8
+                && kernels_copy(POWER_NORM),
         };
         // Rows of several pieces a thread are copied into it, at least one stage of them.
         if limits.copies && limits.shared_bytes < 99 << 10 {
@@ -103,10 +104,8 @@ impl Kernels {
     }
 
     fn get(&self, device: &CudaDevice, kernel: Kernel) -> Result<CudaFunction> {
-        let mut functions = self
-            .functions
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let functions = self.functions.lock();
+        let mut functions = functions.unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(&kernel) {
             return Ok(function.clone());
         }
@@ -205,20 +204,16 @@ pub(crate) fn reads_in_place(rows: &Device, state: &Device) -> bool {
     rows.cu_stream() == state.cu_stream() || !has_events(&rows) || !has_events(&state)
 }
 
-/// `true` if the kernels were compiled for GPUs that copy into shared memory by themselves. Those
-/// for an older GPU run on a later one too.
-fn kernels_copy() -> bool {
-    let target = POWER_NORM.split(".target sm_").nth(1).unwrap_or_default();
+/// `true` for kernels of GPUs that copy into shared memory. A later GPU may run older kernels.
+fn kernels_copy(ptx: &str) -> bool {
+    let target = ptx.split(".target sm_").nth(1).unwrap_or_default();
     let digits = target.split(|c: char| !c.is_ascii_digit()).next();
     digits.and_then(|digits| digits.parse().ok()) >= Some(80)
 }
 
 fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> candle::Error {
-    let (major, minor) = device
-        .cuda_stream()
-        .context()
-        .compute_capability()
-        .unwrap_or_default();
+    let stream = device.cuda_stream();
+    let (major, minor) = stream.context().compute_capability().unwrap_or_default();
     Error::Kernel {
         kernel,
         compute_capability: format!("{major}.{minor}"),
