@@ -38,7 +38,7 @@ fn follow(data: &mut Data, config: PowerNormConfig, shape: &[usize], padded: boo
 }
 
 /// Rows are worked on in pieces: heights on either side of what may be a cut, for wide and narrow
-/// rows. The last output is so large that it is stored past the caches.
+/// rows.
 #[test]
 fn heights_around_a_cut() {
     let mut data = Data::new(10);
