@@ -448,7 +448,7 @@ fn count_launches() -> Result<()> {
     for (name, new) in CONTENDERS {
         let blocks = blocks(width, &vb, new)?;
         let (decoded, launches) =
-            softgpu.counting_in(Some(c"cuLaunchKernel"), || inferences[0].run(&blocks));
+            softgpu.counting(Some(c"cuLaunchKernel"), || inferences[0].run(&blocks));
         decoded?;
         println!("{name}: {launches} launches");
     }

@@ -185,7 +185,7 @@ impl Case {
         let device = self.x.device();
         device.synchronize()?;
         softgpu.take_counts();
-        let (done, calls) = softgpu.counting(|| match &graph {
+        let (done, calls) = softgpu.counting(None, || match &graph {
             Some(y) => y.backward().map(drop),
             None => self.forward(pass == Pass::Training).map(drop),
         });

@@ -112,10 +112,8 @@ fn what_cannot_be_summed_is_refused() {
         let there = Tensor::zeros(3, DType::F32, &other_stream).unwrap();
         refused(&there, "expected a tensor on stream");
         let columns = Tensor::zeros((3, 2), DType::F32, &rank.device).unwrap();
-        refused(
-            &columns.narrow(1, 0, 1).unwrap(),
-            "expected a contiguous tensor",
-        );
+        let column = columns.narrow(1, 0, 1).unwrap();
+        refused(&column, "expected a contiguous tensor");
     });
     let _alone = alone();
     let id = Id::new().expect("NCCL");

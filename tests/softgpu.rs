@@ -88,7 +88,8 @@ impl Pair<'_> {
     /// Every call of a forward fails once.
     fn disturb_forwards(&self) {
         let x = self.input();
-        let (outputs, calls) = (self.softgpu).counting(|| self.outputs(&self.twin, &x).unwrap());
+        let forward = || self.outputs(&self.twin, &x).unwrap();
+        let (outputs, calls) = self.softgpu.counting(None, forward);
         backward(&self.twin, Pass::new(x, outputs, &self.batch)).unwrap();
         backward(&self.layer, self.forward(&self.layer)).unwrap();
         let device = Device::Cuda(self.device.clone());
@@ -100,7 +101,7 @@ impl Pair<'_> {
             let x = self.input();
             let disturbed = || self.outputs(&self.layer, &x);
             self.launches();
-            match self.softgpu.failing(self.device, n, disturbed) {
+            match self.softgpu.failing(None, self.device, n, disturbed) {
                 Err(_) if state(&self.layer) == before => {
                     drop(x);
                     failures += 1;
@@ -129,7 +130,7 @@ impl Pair<'_> {
     fn disturb_backwards(&self) {
         let pass = self.forward(&self.twin);
         self.launches();
-        let (_, calls) = (self.softgpu).counting(|| backward(&self.twin, pass).unwrap());
+        let (_, calls) = (self.softgpu).counting(None, || backward(&self.twin, pass).unwrap());
         let all_launches = self.launches();
         backward(&self.layer, self.forward(&self.layer)).unwrap();
         let device = Device::Cuda(self.device.clone());
@@ -141,7 +142,7 @@ impl Pair<'_> {
             let before = state(&self.layer);
             let disturbed = || backward(&self.layer, ours);
             self.launches();
-            match self.softgpu.failing(self.device, n, disturbed) {
+            match self.softgpu.failing(None, self.device, n, disturbed) {
                 Err(_) if state(&self.layer) == before => {
                     drop(theirs);
                     failures += 1;
@@ -176,15 +177,15 @@ impl Pair<'_> {
         let allocate = Some(c"cuMemAllocAsync");
         let x = self.input();
         let forward = || self.outputs(&self.layer, &x);
-        let (outputs, allocations) = self.softgpu.counting_in(allocate, || forward().unwrap());
+        let (outputs, allocations) = self.softgpu.counting(allocate, || forward().unwrap());
         assert!(allocations > 0);
         let pass = Pass::new(x.clone(), outputs, &self.batch);
         self.launches();
         let back = |pass| backward(&self.layer, pass);
-        let (_, more) = self.softgpu.counting_in(allocate, || back(pass).unwrap());
+        let (_, more) = self.softgpu.counting(allocate, || back(pass).unwrap());
         let all_launches = self.launches();
         for n in 1..=allocations {
-            let failed = (self.softgpu).failing_in(allocate, self.device, n, forward);
+            let failed = (self.softgpu).failing(allocate, self.device, n, forward);
             assert!(failed.is_err());
             assert_eq!(self.launches(), 0, "{}: allocation {n}", self.what);
         }
@@ -192,7 +193,7 @@ impl Pair<'_> {
             let pass = self.forward(&self.layer);
             self.launches();
             let disturbed = || back(pass);
-            let failed = (self.softgpu).failing_in(allocate, self.device, n, disturbed);
+            let failed = (self.softgpu).failing(allocate, self.device, n, disturbed);
             assert!(failed.is_err());
             // candle allocates before and after the layer.
             let launches = self.launches();
@@ -213,9 +214,9 @@ impl Pair<'_> {
             let add = |gradient: &Tensor| gradient.zeros_like()? + gradient;
             gradients.iter().map(add).collect()
         };
-        let (_, calls) = self.softgpu.counting(|| add_all().unwrap());
-        let fails = |n: &u64| self.softgpu.failing(self.device, *n, add_all).is_err();
-        (1..=calls).filter(fails).count()
+        let (_, calls) = self.softgpu.counting(None, || add_all().unwrap());
+        let failing = |n| self.softgpu.failing(None, self.device, n, add_all);
+        (1..=calls).filter(|&n| failing(n).is_err()).count()
     }
 }
 
@@ -311,22 +312,22 @@ fn kernels_are_loaded_before_the_first_launch() {
     let x = Var::from_tensor(&batch.xs).unwrap();
     let forward = |layer: &PowerNorm| layer.forward_t(&x, true);
     let layer = new();
-    let (_, loads) = softgpu.counting_in(load, || forward(&layer).map(drop).unwrap());
+    let (_, loads) = softgpu.counting(load, || forward(&layer).map(drop).unwrap());
     assert_eq!(loads, 3);
     // Kernels leave with the last layer.
     drop(layer);
     for n in 1..=loads {
         let layer = new();
         launches(&softgpu, &device);
-        let failed = softgpu.failing_in(load, &device, n, || forward(&layer).map(drop));
+        let failed = softgpu.failing(load, &device, n, || forward(&layer).map(drop));
         assert!(failed.is_err());
         assert_eq!(launches(&softgpu, &device), 0, "load {n}");
     }
     let [first, second] = [(); 2].map(|()| {
         let layer = new();
-        let (y, forward) = softgpu.counting_in(load, || forward(&layer).unwrap());
+        let (y, forward) = softgpu.counting(load, || forward(&layer).unwrap());
         let loss = y.apply_op1(Gradient(batch.dy.clone())).unwrap();
-        let (grads, backward) = softgpu.counting_in(load, || loss.backward().unwrap());
+        let (grads, backward) = softgpu.counting(load, || loss.backward().unwrap());
         // They keep nothing of the layer. `loss` does.
         drop(grads);
         (loss, forward, backward)

@@ -44,13 +44,15 @@ impl Recording {
                 0 => None,
                 groups => Some(groups),
             },
-            statistics: match metadata["statistics"] == "batch" {
-                true => Statistics::Batch,
-                false => Statistics::Running,
+            statistics: match metadata["statistics"].as_str() {
+                "running" => Statistics::Running,
+                "batch" => Statistics::Batch,
+                other => panic!("statistics: {other}"),
             },
-            recipe: match metadata["recipe"] == "fairseq" {
-                true => Recipe::Fairseq,
-                false => Recipe::Paper,
+            recipe: match metadata["recipe"].as_str() {
+                "paper" => Recipe::Paper,
+                "fairseq" => Recipe::Fairseq,
+                other => panic!("recipe: {other}"),
             },
             ..Default::default()
         };
@@ -59,7 +61,8 @@ impl Recording {
             config,
             size: number(&metadata, "size"),
             steps: number(&metadata, "steps"),
-            padded: metadata["padded"] == "True",
+            // Python's True or False.
+            padded: metadata["padded"].to_lowercase().parse().unwrap(),
             tensors: candle::safetensors::load_buffer(&bytes, &CPU).unwrap(),
         }
     }

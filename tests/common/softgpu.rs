@@ -45,13 +45,9 @@ impl Softgpu {
         }
     }
 
-    /// Runs `work`, whose n-th call of the driver fails. (Calls that give something back do not.)
-    pub fn failing<T>(&self, device: &CudaDevice, n: u64, work: impl FnOnce() -> T) -> T {
-        self.failing_in(None, device, n, work)
-    }
-
-    /// Runs `work`, whose n-th call of a function of the driver fails.
-    pub fn failing_in<T>(
+    /// Runs `work`, whose n-th call of a function of the driver fails, or of any. (Calls that give
+    /// something back do not.)
+    pub fn failing<T>(
         &self,
         function: Option<&CStr>,
         device: &CudaDevice,
@@ -69,13 +65,8 @@ impl Softgpu {
         result
     }
 
-    /// Runs `work`, and counts its calls of the driver.
-    pub fn counting<T>(&self, work: impl FnOnce() -> T) -> (T, u64) {
-        self.counting_in(None, work)
-    }
-
-    /// Runs `work`, and counts its calls of a function of the driver.
-    pub fn counting_in<T>(&self, function: Option<&CStr>, work: impl FnOnce() -> T) -> (T, u64) {
+    /// Runs `work`, and counts its calls of a function of the driver, or of all.
+    pub fn counting<T>(&self, function: Option<&CStr>, work: impl FnOnce() -> T) -> (T, u64) {
         let name = function.map_or(null(), CStr::as_ptr);
         // SAFETY: null is for all functions, and another name ends with a zero.
         let calls = || unsafe { (self.calls)(name) };

@@ -53,7 +53,7 @@ impl Stored {
         let recording = self.recording();
         let rounded = |what: &str| {
             let values = tensor(&recording.values(what), &[self.size], dtype);
-            values.to_dtype(DType::F32).unwrap()
+            values.to_dtype(layer.weight().unwrap().dtype()).unwrap()
         };
         let phi = rounded(&format!("running_phi.{}", self.step));
         let ema_gz = rounded(&format!("ema_gz.{}", self.step));
@@ -64,7 +64,7 @@ impl Stored {
             ("ψ²", &layer.running_phi().unwrap(), &phi),
             ("ν", &layer.nu().unwrap(), &nu),
         ] {
-            assert_eq!(bits(actual), bits(expected), "{}: {what}", self.name);
+            assert_same_bits(&format!("{}: {what}", self.name), actual, expected);
         }
         assert_eq!(layer.steps().unwrap(), self.step, "{}", self.name);
     }
@@ -115,12 +115,22 @@ fn variables(path: &str, key: Option<&str>) -> VarMap {
 fn a_builder_over_a_checkpoint_evaluates() {
     let fairseq = VarBuilder::from_pth_with_state(FAIRSEQ, DType::F32, "model", &CPU).unwrap();
     let half = VarBuilder::from_pth(HALF, DType::F32, &CPU).unwrap();
-    for (vb, stored_as) in [(fairseq, DType::F32), (half, DType::F16)] {
+    // And as safetensors, into a model in double precision.
+    let tensors = pickle::read_all_with_key(FAIRSEQ, Some("model")).unwrap();
+    let file = safetensors::serialize(tensors, None).unwrap();
+    let double = VarBuilder::from_buffered_safetensors(file, DType::F64, &CPU).unwrap();
+    let stored = [
+        (fairseq, DType::F32),
+        (half, DType::F16),
+        (double, DType::F32),
+    ];
+    for (vb, stored_as) in stored {
         ENCODER.assert_loaded(&ENCODER.build(&vb), stored_as);
         let layer = DECODER.build(&vb);
         assert!(!layer.mode().is_training());
         DECODER.assert_loaded(&layer, stored_as);
-        let y = layer.forward(&DECODER.evaluation_input()).unwrap();
+        let xs = DECODER.evaluation_input().to_dtype(vb.dtype()).unwrap();
+        let y = layer.forward(&xs).unwrap();
         // γ, β and the root of ψ² are off by u, u and u/2 of themselves: 1.5 u |γX̂| + u |β|, which
         // is at most 2.5 u of the largest output as long as that is 2.5 times the largest |β|.
         let relative = match stored_as {

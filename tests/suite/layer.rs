@@ -84,6 +84,20 @@ fn configurations_out_of_range_are_refused() {
             assert_eq!(build(8, config, DType::F64).is_ok(), is_in_f64, "{alpha}");
         }
     }
+    // Without parameters nothing has the builder's dtype, and sums are f32.
+    for (config, text) in [
+        (
+            PowerNormConfig::from(1e-60),
+            "eps positive and finite after rounding to F32",
+        ),
+        (
+            1e-5.with(|config| config.alpha_fwd = 1. - 1e-9),
+            "alpha_fwd between 0 and 1",
+        ),
+    ] {
+        let error = message(build(8, config.with_parameters((false, true)), DType::F64));
+        assert!(error.contains(text), "{error}");
+    }
     // What is just inside runs.
     let config = 1e-45.with_warm_up(usize::MAX);
     let least = build(8, config, DType::F32).unwrap();
@@ -247,36 +261,20 @@ fn tensors_that_do_not_fit_make_no_layer() {
     let of_sizes = |sizes: [usize; 3]| sizes.map(|size| ones(&[size], DType::F32));
     let of_dtypes = |dtypes: [DType; 3]| dtypes.map(|dtype| ones(&[8], dtype));
     use DType::{BF16, F16, F32, I64, U8};
-    for (tensors, text) in [
-        (
-            of_sizes([8, 7, 8]),
-            "bias of shape [8] (as the weight), got [7]",
-        ),
-        (
-            of_sizes([8, 8, 1]),
-            "running_phi of shape [8] (as the weight), got [1]",
-        ),
-        (of_sizes([0; 3]), "a size of at least 1, got 0"),
-        ([(); 3].map(|()| ones(&[2, 4], F32)), NOT_FLAT),
-        (
-            of_dtypes([U8, F32, F32]),
-            "weight of dtype F32, F64, F16 or BF16, got U8",
-        ),
-        (
-            of_dtypes([F32, I64, F32]),
-            "bias of dtype F32, F64, F16 or BF16, got I64",
-        ),
-        (
-            of_dtypes([F16, BF16, F32]),
-            "bias of dtype F16 (as the weight) or F32, got BF16: convert one of them",
-        ),
-        (
-            of_dtypes([F16, F16, F16]),
-            "running_phi of dtype F32, got F16: convert it before the layer is built",
-        ),
-    ] {
-        refused(new(tensors), text);
-    }
+    let text = "bias of shape [8] (as the weight), got [7]";
+    refused(new(of_sizes([8, 7, 8])), text);
+    let text = "running_phi of shape [8] (as the weight), got [1]";
+    refused(new(of_sizes([8, 8, 1])), text);
+    refused(new(of_sizes([0; 3])), "a size of at least 1, got 0");
+    refused(new([(); 3].map(|()| ones(&[2, 4], F32))), NOT_FLAT);
+    let text = "weight of dtype F32, F64, F16 or BF16, got U8";
+    refused(new(of_dtypes([U8, F32, F32])), text);
+    let text = "bias of dtype F32, F64, F16 or BF16, got I64";
+    refused(new(of_dtypes([F32, I64, F32])), text);
+    let text = "bias of dtype F16 (as the weight) or F32, got BF16: convert one of them";
+    refused(new(of_dtypes([F16, BF16, F32])), text);
+    let text = "running_phi of dtype F32, got F16: convert it before the layer is built";
+    refused(new(of_dtypes([F16, F16, F16])), text);
     for odd in [-1e-30, f64::NAN, f64::INFINITY] {
         let mut phi = vec![1.; 8];
         phi[5] = odd;

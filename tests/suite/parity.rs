@@ -3,7 +3,7 @@
 
 use crate::common::*;
 use crate::devices;
-use candle::DType;
+use candle::{DType, Tensor};
 use candle_powernorm::{PowerNorm, PowerNormConfig};
 use std::io::Write;
 
@@ -46,13 +46,38 @@ fn heights_around_a_cut() {
     let shapes = [512, 33]
         .into_iter()
         .flat_map(|cols| around(cols).map(move |rows| (rows, cols)));
-    for (rows, cols) in shapes.chain([(1025, 1024)]) {
+    for (rows, cols) in shapes {
         let padded = rows % 2 == 0;
         let mut twin = Twin::new(&mut data, cols, config(Some(1)), DType::F32);
         for _ in 0..2 {
             let batch = Batch::random(&mut data, &[rows, cols], DType::F32, padded);
             twin.check(&format!("{rows}x{cols}"), &batch, true);
         }
+    }
+}
+
+/// A batch of 65 MiB, which is cut into chunks of more rows and stored past the caches. It is made of
+/// copies of a small one: each fares as the small batch alone, and sums over rows add up.
+#[test]
+fn a_tiled_batch_is_its_tile_many_times() {
+    const TILES: usize = 65;
+    let config = config(Some(8)).with_warm_up(0);
+    let layer = || Twin::new(&mut Data::new(11), 2048, config, DType::F32).layer;
+    let (small, large) = (layer(), layer());
+    let tile = Batch::random(&mut Data::new(12), &[129, 2048], DType::F32, false);
+    let tiled = |tensor: &Tensor| tensor.repeat((TILES, 1)).unwrap();
+    let alone = run(&small, &tile, true);
+    let outcome = run(&large, &Batch::new(tiled(&tile.xs), tiled(&tile.dy)), true);
+    assert_same_bits("y", &outcome.y, &tiled(&alone.y));
+    assert_same_bits("dx", &outcome.dx, &tiled(&alone.dx));
+    for (name, sum, of_tile, times) in [
+        ("dweight", outcome.dweight, alone.dweight, TILES),
+        ("dbias", outcome.dbias, alone.dbias, TILES),
+        ("ψ²", large.running_phi().ok(), small.running_phi().ok(), 1),
+        ("ν", large.nu().ok(), small.nu().ok(), 1),
+    ] {
+        let expected = to_f64(&(of_tile.unwrap() * times as f64).unwrap());
+        assert_relative(name, &sum.unwrap(), &expected, 1e-5);
     }
 }
 

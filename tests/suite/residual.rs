@@ -117,6 +117,43 @@ fn gradients_go_through_a_computed_weight() -> Result<()> {
     Ok(())
 }
 
+/// Each layer's output and sum go into the next.
+#[test]
+fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
+    let case = Case::random(&mut Data::new(8), &[7, 6], DType::F64)?;
+    let gradients = |fused: bool| -> Result<Vec<Tensor>> {
+        let mut data = Data::new(9);
+        let mut stream = (
+            case.xs.as_tensor().clone(),
+            case.residual.as_tensor().clone(),
+        );
+        let mut of = vec![stream.0.clone(), stream.1.clone()];
+        for _ in 0..3 {
+            let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
+            let xs = stream.0.gelu()?;
+            stream = match fused {
+                true => layer.forward_residual(&xs, &stream.1, None)?,
+                false => {
+                    let sum = add_rounded(&xs, &stream.1)?;
+                    (layer.forward(&sum)?, sum)
+                }
+            };
+            of.extend(
+                [layer.weight().cloned(), layer.bias().cloned()]
+                    .into_iter()
+                    .flatten(),
+            );
+        }
+        let grads = case.gradients(&stream, [true, true])?;
+        Ok(of.iter().map(|of| grads.get(of).unwrap().clone()).collect())
+    };
+    let (ours, theirs) = (gradients(true)?, gradients(false)?);
+    for (k, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+        assert_relative(&format!("gradient {k}"), ours, &to_f64(theirs), 1e-14);
+    }
+    Ok(())
+}
+
 #[test]
 fn other_shapes_and_dtypes_are_refused() -> Result<()> {
     let layer = Twin::new(&mut Data::new(10), 6, 1e-5.into(), DType::F32).layer;

@@ -61,9 +61,9 @@ impl Adversary {
 fn distance(a: &Tensor, b: &Tensor) -> f64 {
     let (a, b) = (to_f64(a), to_f64(b));
     let largest = b.iter().fold(0f64, |max, b| max.max(b.abs()));
-    let far = a.iter().zip(&b).map(|(a, b)| (a - b).abs() / largest);
+    let far = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
     // NaN is the farthest there is.
-    far.max_by(f64::total_cmp).expect("values to compare")
+    far.max_by(f64::total_cmp).expect("values to compare") / largest
 }
 
 const ROWS: usize = 16;
