@@ -51,9 +51,10 @@ impl Stored {
     #[track_caller]
     fn assert_loaded(&self, layer: &PowerNorm, dtype: DType) {
         let recording = self.recording();
+        let state_dtype = layer.running_phi().unwrap().dtype();
         let rounded = |what: &str| {
             let values = tensor(&recording.values(what), &[self.size], dtype);
-            values.to_dtype(layer.weight().unwrap().dtype()).unwrap()
+            values.to_dtype(state_dtype).unwrap()
         };
         let phi = rounded(&format!("running_phi.{}", self.step));
         let ema_gz = rounded(&format!("ema_gz.{}", self.step));
@@ -64,7 +65,8 @@ impl Stored {
             ("ψ²", &layer.running_phi().unwrap(), &phi),
             ("ν", &layer.nu().unwrap(), &nu),
         ] {
-            assert_same_bits(&format!("{}: {what}", self.name), actual, expected);
+            let what = format!("{}: {what}", self.name);
+            assert_same_bits(&what, &actual.to_dtype(state_dtype).unwrap(), expected);
         }
         assert_eq!(layer.steps().unwrap(), self.step, "{}", self.name);
     }
