@@ -201,6 +201,12 @@ def free(norm, key="test_loss"):
     return runs(f"words-30-none-{norm}", f"{norm}-noscale", key)
 
 
+def free_swept(norm):
+    """Losses by rate."""
+    found = {rate: runs(f"sweep-none-{rate}", f"{norm}-noscale").get(10) for rate in FREE_RATES}
+    return {rate: loss for rate, loss in found.items() if loss is not None}
+
+
 def FREE_SWEEP_ROWS():
     def row(norm, name):
         swept = free_swept(norm)
@@ -208,12 +214,6 @@ def FREE_SWEEP_ROWS():
         return f"| {name} | " + " | ".join(cells) + " |"
 
     return "\n".join(row(norm, name) for norm, name in (FREE | RIVALS).items())
-
-
-def free_swept(norm):
-    """Losses by rate."""
-    found = {rate: runs(f"sweep-none-{rate}", f"{norm}-noscale").get(10) for rate in FREE_RATES}
-    return {rate: loss for rate, loss in found.items() if loss is not None}
 
 
 def FREE_BEST(norm):

@@ -45,8 +45,8 @@ pub struct Gpt {
     tokens: Embedding,
     positions: Tensor,
     /// A number that the embeddings are multiplied by, if pointwise functions take the place of
-    /// normalizations. It is sqrt(width) at first, as in DyT's paper (section 5). Else embeddings
-    /// of deviation 0.02 stay as small in every layer, and the model hardly learns.
+    /// normalizations. It is sqrt(width) at first, as in the Llama of DyT's authors. Without it
+    /// what is as small as the embeddings, 0.02, stays small, and the model hardly learns.
     scale: Option<Tensor>,
     blocks: Vec<Block>,
     norm: NormLayer,
@@ -64,10 +64,10 @@ impl Gpt {
             .map(|i| Block::new(&size, norm, mode, vb.pp(format!("blocks.{i}"))))
             .collect::<Result<_>>()?;
         let tokens = embedding(size.vocab, width, vb.pp("tokens"))?;
-        let first = Init::Const((width as f64).sqrt());
-        let scale = || vb.get_with_hints(1, "scale", first);
+        let at_first = Init::Const((width as f64).sqrt());
+        let scale = || vb.get_with_hints(1, "scale", at_first);
         Ok(Self {
-            scale: (norm.norm.is_pointwise()).then(scale).transpose()?,
+            scale: norm.norm.is_pointwise().then(scale).transpose()?,
             output: Linear::new(tokens.embeddings().clone(), None),
             tokens,
             positions: vb.get((context, width), "positions.weight")?,
@@ -240,7 +240,7 @@ mod tests {
     use candle::{DType, Device};
     use clap::ValueEnum;
 
-    /// It has no rank 2, so the first weights are not drawn over it.
+    /// [`init_weights`] leaves the scale as it is, because it is no matrix.
     #[test]
     fn only_models_of_pointwise_functions_scale_their_embeddings() -> Result<()> {
         for &norm in Norm::value_variants() {
