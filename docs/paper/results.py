@@ -241,11 +241,11 @@ def FREE_LESS(norm):
 
 def FREE_LOSSES():
     def row(norm, name):
-        test, folded, less = free(norm), free(norm, "test_loss_folded"), free_pairs(norm)
+        test, less = free(norm), free_pairs(norm)
         known = interval(list(less.values())) if len(less) > 1 else ""
-        after = spread(folded.values()) if norm in FREE else "–"
+        folded = spread(free(norm, "test_loss_folded").values()) if norm in FREE else "–"
         return (
-            f"| {name} | {listed(test)} | {spread(test.values())} | {after} "
+            f"| {name} | {listed(test)} | {spread(test.values())} | {folded} "
             f"| {spread(less.values(), sign=True)} | {known} |"
         )
 
