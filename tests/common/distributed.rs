@@ -342,13 +342,11 @@ pub fn on_ranks<T: Send>(
         let threads: Vec<_> = (to.into_iter().zip(from).enumerate())
             .map(|(rank, (to, from))| scope.spawn(move || run(rank, to, from)))
             .collect();
-        let results = threads.into_iter().map(|thread| thread.join());
         // All are joined before the first panic goes on, or the scope would hide its message.
-        let results: Vec<_> = results.collect();
-        let results = results
-            .into_iter()
-            .map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        results.collect()
+        let joined: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
+        (joined.into_iter())
+            .map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
     })
 }
 
@@ -632,8 +630,7 @@ pub fn nan_rows_and_empty_shards(rank: &Rank) {
             run(&twins.whole, &batch, true);
             let what = format!("{config:?}, step {step}");
             twins.compare(&what);
-            assert_finite(&what, &twins.sharded.running_phi().unwrap());
-            assert_finite(&what, &twins.sharded.nu().unwrap());
+            assert_finite_state(&what, &twins.sharded);
         }
         assert_eq!(twins.sharded.steps().unwrap(), 6);
     }

@@ -103,10 +103,9 @@ impl Arguments {
         let weight = data.weight(cols);
         // In some channels so small that ν's factor would be negative, and is clamped.
         let mut phi = data.uniform(cols, 0.5, 2.);
-        phi.iter_mut()
-            .skip(2)
-            .step_by(7)
-            .for_each(|phi| *phi *= 0.02);
+        for phi in phi.iter_mut().skip(2).step_by(7) {
+            *phi *= 0.02;
+        }
         let bias = data.normal(cols);
         let parameter = |values: &[f64]| tensor(values, &[cols], builder);
         Self {
@@ -236,16 +235,10 @@ impl Arguments {
                 results.push(("dx", to_host(dx)?));
             }
             for (name, whole) in stored {
-                let Some(gradient) = grads.get(&whole) else {
-                    continue;
-                };
-                results.push(match gradient.elem_count() - cols {
-                    0 => (name, to_host(gradient)?),
-                    before => (
-                        name,
-                        to_host(&gradient.narrow(0, before, cols)?.force_contiguous()?)?,
-                    ),
-                });
+                if let Some(gradient) = grads.get(&whole) {
+                    let part = gradient.narrow(0, gradient.elem_count() - cols, cols)?;
+                    results.push((name, to_host(&part.force_contiguous()?)?));
+                }
             }
         }
         results.push(("ψ²", to_host(&layer.running_phi()?)?));
@@ -444,15 +437,13 @@ impl Terms {
         for c in 0..cols {
             let batch_phi = column(c, &keeps, &|k| x_tilde(k).powi(2)) / kept as f64;
             let inv = |phi: f64| (phi + config.eps).sqrt().recip();
-            let inv_rms = inv(if trained && by_batch {
-                batch_phi
-            } else {
-                phi[c]
+            let inv_rms = inv(match trained && by_batch {
+                true => batch_phi,
+                false => phi[c],
             });
-            let divisor = if trained && !paper {
-                inv(batch_phi)
-            } else {
-                inv_rms
+            let divisor = match trained && !paper {
+                true => inv(batch_phi),
+                false => inv_rms,
             };
             // Terms of random sign add up to the root of their squares.
             let root_sum = |term: &dyn Fn(usize) -> f64| {

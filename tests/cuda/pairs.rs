@@ -74,19 +74,14 @@ const PHASES: [Phase; 6] = {
     ]
 };
 
-const fn wanted(input: bool, weight: bool, bias: bool) -> Wanted {
-    Wanted {
-        input,
-        weight,
-        bias,
-    }
-}
-const WANTED: [Wanted; 5] = [
-    wanted(true, true, true),
-    wanted(true, false, false),
-    wanted(false, true, true),
-    wanted(false, true, false),
-    wanted(false, false, false),
+/// Whether to compute the gradients of the input, of the weight and of the bias, where there are
+/// such parameters.
+const WANTED: [[bool; 3]; 5] = [
+    [true; 3],
+    [true, false, false],
+    [false, true, true],
+    [false, true, false],
+    [false; 3],
 ];
 const OFFSETS: [Offsets; 2] = [Offsets::AtTheStart, Offsets::AnElementIn];
 
@@ -127,7 +122,7 @@ axes! {
     recipe: Recipe = RECIPES,
     phase: Phase = PHASES,
     parameters: (bool, bool) = PARAMETERS,
-    wanted: Wanted = WANTED,
+    wanted: [bool; 3] = WANTED,
     offsets: Offsets = OFFSETS,
     residual: bool = RESIDUAL,
     loss_scale: f64 = LOSS_SCALES,
@@ -232,11 +227,12 @@ fn pairwise() -> Vec<Point> {
 
 impl Case {
     fn check(&self, twice: bool) -> Result<()> {
-        let (affine, bias) = self.parameters;
+        let (affine, has_bias) = self.parameters;
+        let [input, weight, bias] = self.wanted;
         let wanted = Wanted {
-            weight: self.wanted.weight && affine,
-            bias: self.wanted.bias && affine && bias,
-            ..self.wanted
+            input,
+            weight: weight && affine,
+            bias: bias && affine && has_bias,
         };
         // An evaluation is each rank's own.
         let ranks = match self.phase {

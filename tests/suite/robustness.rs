@@ -439,13 +439,10 @@ impl Life {
         let grads = graph.loss.backward().unwrap();
         let packed_grads = packed.loss.backward().unwrap();
         let affine = [
-            (self.layer.weight(), self.packed.weight()),
-            (self.layer.bias(), self.packed.bias()),
+            self.layer.weight().zip(self.packed.weight()),
+            self.layer.bias().zip(self.packed.bias()),
         ];
-        for (ours, theirs) in affine {
-            let Some((ours, theirs)) = ours.zip(theirs) else {
-                continue;
-            };
+        for (ours, theirs) in affine.into_iter().flatten() {
             let gradient = grads.get(ours).unwrap();
             assert_eq!(gradient.dims(), ours.dims());
             assert_eq!(gradient.dtype(), ours.dtype());
@@ -527,12 +524,15 @@ enum Step {
     Evaluation,
     /// Every row is padding.
     Padding,
-    /// This many elements of the input, or of the output's gradient, are poison.
-    Poison {
-        value: f64,
-        elements: usize,
-        gradient: bool,
-    },
+    Poison(Poison),
+}
+
+/// This many elements of the input, or of the output's gradient, are poison.
+#[derive(Clone, Copy, Debug)]
+struct Poison {
+    value: f64,
+    elements: usize,
+    gradient: bool,
 }
 
 /// A poison whose square overflows: 1e30 where sums are `f32`.
@@ -543,11 +543,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let poison = (poison, 1..4usize, any::<bool>()).prop_map(|(value, elements, gradient)| {
         // A gradient is not squared.
         let gradient = gradient && !value.is_finite();
-        Step::Poison {
+        Step::Poison(Poison {
             value,
             elements,
             gradient,
-        }
+        })
     });
     let step = prop_oneof![
         4 => Just(Step::Clean),
@@ -559,26 +559,18 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 /// The poisoned batch, and its input as the oracle gets it.
-fn poisoned(
-    batch: &Batch,
-    value: f64,
-    elements: usize,
-    gradient: bool,
-    data: &mut Data,
-    grouped: bool,
-) -> (Batch, Vec<f64>) {
+fn poisoned(mut batch: Batch, poison: Poison, data: &mut Data, grouped: bool) -> (Batch, Vec<f64>) {
     let dtype = batch.xs.dtype();
-    let value = match value.is_finite() && dtype != DType::F64 {
+    let value = match poison.value.is_finite() && dtype != DType::F64 {
         true => 1e30,
-        false => value,
+        false => poison.value,
     };
-    let mut batch = batch.clone();
-    let target = match gradient {
+    let target = match poison.gradient {
         true => &mut batch.dy,
         false => &mut batch.xs,
     };
     let mut values = to_f64(target);
-    for at in data.uniform(elements, 0., values.len() as f64) {
+    for at in data.uniform(poison.elements, 0., values.len() as f64) {
         values[at as usize] = value;
     }
     *target = tensor(&values, target.dims(), dtype);
@@ -619,10 +611,9 @@ proptest! {
                     prop_assert_eq!(state(&twin.layer), before);
                 }
                 // The group scaling can take these numbers, and the oracle's cannot.
-                Step::Poison { value: OVERFLOW, .. } if grouped && dtype == DType::F64 => {}
-                Step::Poison { value, elements, gradient } => {
-                    let (batch, seen) =
-                        poisoned(&batch, value, elements, gradient, &mut data, grouped);
+                Step::Poison(Poison { value: OVERFLOW, .. }) if grouped && dtype == DType::F64 => {}
+                Step::Poison(poison) => {
+                    let (batch, seen) = poisoned(batch, poison, &mut data, grouped);
                     run(&twin.layer, &batch, true);
                     let pass = twin.oracle.train(&seen, batch.mask().as_deref());
                     twin.oracle.backward(&pass, &to_f64(&batch.dy));

@@ -220,13 +220,7 @@ impl Model {
         })
     }
 
-    fn loss(
-        &self,
-        xs: &Tensor,
-        targets: &Tensor,
-        keep: Option<&Tensor>,
-        train: bool,
-    ) -> Result<Tensor> {
+    fn loss(&self, (xs, targets): &Points, keep: Option<&Tensor>, train: bool) -> Result<Tensor> {
         let hidden = self.input.forward(xs)?.to_dtype(self.dtype)?;
         let hidden = forward(&self.norm, &hidden, keep, train);
         let ys = self.output.forward(&hidden.relu()?.to_dtype(DType::F32)?)?;
@@ -255,8 +249,11 @@ impl Model {
     }
 }
 
-/// Points, and their targets: values of mean 0 and variance 1.
-fn points(data: &mut Data, rows: usize) -> Result<(Tensor, Tensor)> {
+/// Points, and their targets.
+type Points = (Tensor, Tensor);
+
+/// Targets of mean 0 and variance 1.
+fn points(data: &mut Data, rows: usize) -> Result<Points> {
     let xs = tensor(&data.normal(rows * INPUTS), &[rows, INPUTS], DType::F32);
     let targets = ((xs.sqr()?.sum_keepdim(1)? - INPUTS as f64)? / (2. * INPUTS as f64).sqrt())?;
     Ok((xs, targets))
@@ -278,27 +275,28 @@ fn a_model_learns_among_adversaries() -> Result<()> {
                     let left = 1. - step as f64 / STEPS as f64;
                     model.optimizer.set_learning_rate(3e-3 * left);
                 }
-                let (xs, targets) = points(&mut data, 32)?;
+                let batch = points(&mut data, 32)?;
                 if step + CALM < STEPS && data.uniform(1, 0., 1.)[0] < 0.1 {
+                    let (xs, targets) = batch;
                     let adversary = Adversary::any(&mut data);
                     let xs = adversary.spoil(&xs.to_dtype(DType::F64)?, &mut data)?;
                     let rows = xs.dim(0)?;
                     let padding = (adversary == Adversary::Padding)
                         .then(|| keep(&vec![false; rows], &[rows]));
-                    let (xs, targets) = (xs.to_dtype(DType::F32)?, targets.narrow(0, 0, rows)?);
-                    let loss = shaken.loss(&xs, &targets, padding.as_ref(), true)?;
+                    let batch = (xs.to_dtype(DType::F32)?, targets.narrow(0, 0, rows)?);
+                    let loss = shaken.loss(&batch, padding.as_ref(), true)?;
                     shaken.step(&loss)?;
                     assert_finite_state(&what, &shaken.norm);
                     adversaries += 1;
                     continue;
                 }
                 for model in [&mut shaken, &mut clean] {
-                    let loss = model.loss(&xs, &targets, None, true)?;
+                    let loss = model.loss(&batch, None, true)?;
                     model.step(&loss)?;
                 }
             }
-            let (xs, targets) = points(&mut data, 1000)?;
-            let loss = |model: &Model| model.loss(&xs, &targets, None, false)?.to_scalar::<f32>();
+            let unseen = points(&mut data, 1000)?;
+            let loss = |model: &Model| model.loss(&unseen, None, false)?.to_scalar::<f32>();
             let (shaken, clean) = (loss(&shaken)?, loss(&clean)?);
             println!(
                 "{what}: {adversaries} adversaries of {STEPS} steps; loss {shaken:.4}, \
@@ -325,7 +323,7 @@ fn train_with_loud_batches(recipe: Recipe) -> Result<Vec<f64>> {
         let (xs, targets) = points(&mut data, 32)?;
         let is_loud = data.uniform(1, 0., 1.)[0] < 0.05;
         let xs = (xs * if is_loud { 30. } else { 1. })?;
-        let loss = model.loss(&xs, &targets, None, true)?;
+        let loss = model.loss(&(xs, targets), None, true)?;
         model.step(&loss)?;
         sums.push(to_f64(&model.norm.nu()?).iter().map(|nu| nu.abs()).sum());
     }
