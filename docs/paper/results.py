@@ -222,11 +222,6 @@ def FREE_BEST(norm):
     return min(swept, key=swept.get)
 
 
-def FREE_SWEPT(norm):
-    """The loss at the best rate."""
-    return number(min(free_swept(norm).values()))
-
-
 def free_pairs(norm, key="test_loss"):
     """Less LN from the same seed."""
     ours, layer = free(norm, key), full("layer", key)

@@ -2,8 +2,8 @@
 //!
 //! The layer has up to four arguments here (input, residual, weight, bias) and two outputs (the
 //! normalized rows and the sum). A custom op of candle has at most three arguments and one output.
-//! So there are several ops. They have one [`Shared`], and tokens, which are tensors of one element,
-//! connect them in the graph:
+//! So there are several ops. They have one [`Shared`], and tokens, which are tensors of one
+//! element, connect them in the graph:
 //!
 //! 1. [`Params`] makes a token of weight and bias.
 //! 2. [`ResidualOp`] makes a second token of the input, the residual and the first token.

@@ -56,8 +56,8 @@ fn heights_around_a_cut() {
     }
 }
 
-/// A batch of 65 MiB, which is cut into chunks of more rows and stored past the caches. It is made of
-/// copies of a small one: each fares as the small batch alone, and sums over rows add up.
+/// A batch of 65 MiB, which is cut into chunks of more rows and stored past the caches. It is made
+/// of copies of a small one: each fares as the small batch alone, and sums over rows add up.
 #[test]
 fn a_tiled_batch_is_its_tile_many_times() {
     const TILES: usize = 65;

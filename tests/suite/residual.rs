@@ -123,11 +123,11 @@ fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
     let case = Case::random(&mut Data::new(8), &[7, 6], DType::F64)?;
     let gradients = |fused: bool| -> Result<Vec<Tensor>> {
         let mut data = Data::new(9);
-        let mut stream = (
+        let mut of = vec![
             case.xs.as_tensor().clone(),
             case.residual.as_tensor().clone(),
-        );
-        let mut of = vec![stream.0.clone(), stream.1.clone()];
+        ];
+        let mut stream = (of[0].clone(), of[1].clone());
         for _ in 0..3 {
             let layer = Twin::new(&mut data, 6, 1e-5.into(), DType::F64).layer;
             let xs = stream.0.gelu()?;
@@ -138,11 +138,7 @@ fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
                     (layer.forward(&sum)?, sum)
                 }
             };
-            of.extend(
-                [layer.weight().cloned(), layer.bias().cloned()]
-                    .into_iter()
-                    .flatten(),
-            );
+            of.extend(layer.weight().into_iter().chain(layer.bias()).cloned());
         }
         let grads = case.gradients(&stream, [true, true])?;
         Ok(of.iter().map(|of| grads.get(of).unwrap().clone()).collect())

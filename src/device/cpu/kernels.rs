@@ -141,8 +141,8 @@ impl<T: Element> Rows<'_, T> {
     }
 }
 
-/// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if these are given, and the column
-/// sums of x̃² if they are wanted.
+/// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if these are given, and the
+/// column sums of x̃² if they are wanted.
 pub(super) fn forward<T: Element>(
     rows: &Rows<T>,
     factors: Option<&[Numbers<T>; 2]>,

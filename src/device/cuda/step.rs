@@ -496,8 +496,8 @@ fn saved_parts<'u>(
     }
 }
 
-/// The arguments of a forward's launches over the rows, but for their outputs. The first launch adds
-/// the residual and writes the sum. Later ones read the sum.
+/// The arguments of a forward's launches over the rows, but for their outputs. The first launch
+/// adds the residual and writes the sum. Later ones read the sum.
 fn forward_params<'t, 'u>(
     plan: &LaunchPlan,
     inputs: &'t ForwardInputs,
