@@ -122,11 +122,11 @@ impl Pass {
         }
     }
 
-    /// Tensors that the pass must move: x and y forward; x, dy and dx backward; with a residual
-    /// also the residual and the sum, or the sum's gradient.
+    /// Tensors that the pass must move: x and y forward, with a residual also the residual and the
+    /// sum; x, dy and dx backward. candle adds the gradients of the sum.
     fn tensors(self, with_residual: bool) -> usize {
         match (self, with_residual) {
-            (Self::Backward, false) => 3,
+            (Self::Backward, _) => 3,
             (_, false) => 2,
             (_, true) => 4,
         }

@@ -114,7 +114,6 @@ struct NormalizeBwdParams {
   Tiling tiling;
   const void *x;       // [rows, cols] T
   const void *dy;      // [rows, cols] T
-  const void *dsum;    // [rows, cols] T, added to dx; or null
   void *dx;            // [rows, cols] T, or null: sums only
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1

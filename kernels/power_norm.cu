@@ -673,17 +673,17 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 
 // normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the group scaling,
 //        dx = r (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
-// Determinism: bitwise. dsum is added to dx.
-// Reads  x, dy, dsum [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_GROUPS, dots
+// Determinism: bitwise.
+// Reads  x, dy [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_GROUPS, dots
 //        [rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the
-//        first without dx, four with dsum.
+//        first without dx.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, x, dy, dsum, dx, partials 16-byte aligned if
-//        vectorized; inv_rms, factors, count by the forward; blocks as for `normalize`.
+// Requires rows >= 1, cols >= 1, packed rows, x, dy, dx, partials 16-byte aligned if vectorized;
+//        inv_rms, factors, count by the forward; blocks as for `normalize`.
 // Launcher: launch.rs::rows_launch.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
@@ -701,9 +701,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   // Rows are on their way while the channels are prepared.
   Rows rows(tiling);
   const int64_t offset = rows.row() * tiling.cols + columns.first;
-  const int arrays = p.dsum == nullptr ? 2 : 3;
-  RowPipeline<T, N, 3> pipeline(tiling, columns, {p.x, p.dy, p.dsum}, arrays, shared.rows, rows,
-                                offset);
+  RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.dy}, 2, shared.rows, rows, offset);
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
 
@@ -722,11 +720,10 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   const A *next_factors =
       static_cast<const A *>(p.factors) + rows.row() * tiling.groups + columns.group;
   const A *dots = static_cast<const A *>(p.dots) + columns.group;
-  bool adds = p.dsum != nullptr, writes = p.dx != nullptr, masked = p.keep != nullptr;
+  bool writes = p.dx != nullptr, masked = p.keep != nullptr;
   bool in_tile = p.group_scaling == IN_TILE;
   bool scaled = p.group_scaling != NO_GROUPS && columns.valid();
   A share = A(1) / A(tiling.group_len);
-  hoist(adds);
   hoist(writes);
   hoist(masked);
   hoist(in_tile);
@@ -784,14 +781,6 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
         // normalize_bwd_f32_4 instead of 216.
         asm volatile("");
         each<N * V>([&](int i) { dx_tilde[i] = 0; });
-      }
-      if (adds) {
-        each<N>([&](int n) {
-          A dsum[V];
-          widen(pipeline.at(2, n), dsum);
-          each<V>([&](int v) { dx_tilde[n * V + v] += dsum[v]; });
-        });
-        pipeline.ask(2, tiling, columns, rows);
       }
       move(dx, rows.turn);
       each<N>([&](int n) { columns.store(dx, n, narrow<T>(dx_tilde + n * V), rows.present()); });

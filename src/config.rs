@@ -230,20 +230,16 @@ impl PowerNormConfig {
             Statistics::Running | Statistics::Batch => ForwardKind::BatchStatistic,
         }
     }
+}
 
-    /// A training forward hands out Σ x̃² over kept rows and the number of kept rows. Under recipe
-    /// Fairseq the same two follow for all rows.
-    pub(crate) fn square_sums(&self) -> usize {
-        match self.recipe {
-            Recipe::Paper => 1,
-            Recipe::Fairseq => 2,
+impl Recipe {
+    /// How many sums of squares a training forward exchanges, each with its number of rows: over
+    /// the kept rows, and under recipe Fairseq over all rows too.
+    pub(crate) fn square_sums(self) -> usize {
+        match self {
+            Self::Paper => 1,
+            Self::Fairseq => 2,
         }
-    }
-
-    /// `true` if the input's gradient is exact, as in PN-V. Such a gradient needs Λ of the whole
-    /// batch before any row can be computed.
-    pub(crate) fn is_exact(&self, kind: ForwardKind) -> bool {
-        kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
     }
 }
 

@@ -1,6 +1,6 @@
 //! Group scaling as a module of its own.
 
-use crate::config::{validate_eps, PowerNormConfig};
+use crate::config::{validate_eps, Recipe};
 use crate::device::pick::DeviceKind;
 use crate::device::sums_dtype;
 use crate::error::Error;
@@ -29,7 +29,9 @@ use candle::{DType, Module, Result, Tensor};
 ///
 /// # Gradients
 ///
-/// Exact: with r = x̃/x, `∂L/∂x = r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`.
+/// Exact: with r = x̃/x, `∂L/∂x = r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`. It cannot be
+/// differentiated again: where candle keeps graphs of gradients (`CANDLE_GRAD_DO_NOT_DETACH=1`), a
+/// backward through it is an error.
 ///
 /// # Example
 ///
@@ -98,15 +100,14 @@ impl GroupScaling {
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         op::power_norm(Call {
             device,
-            config: &PowerNormConfig {
-                group_scaling: Some(self.groups),
-                ..self.eps.into()
-            },
             xs,
             residual: None,
             keep: None,
             weight,
             bias: None,
+            groups: Some(self.groups),
+            eps: self.eps,
+            recipe: Recipe::default(),
             // Without a state D is 1.
             state: None,
             training: None,

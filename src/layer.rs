@@ -6,7 +6,6 @@ use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
-use crate::op::residual::power_norm_residual;
 use crate::op::step::{Call, Training};
 use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{same_device, State};
@@ -36,8 +35,8 @@ use std::sync::Arc;
 ///
 /// # State
 ///
-/// A training forward updates ψ² and counts a step, whether or not a backward follows. Its backward
-/// updates ν, each time that it runs. An evaluation changes nothing, and neither does a refused
+/// A training forward with at least one row that is not padding updates ψ² and counts a step,
+/// whether or not a backward follows. Its backward updates ν, each time that it runs. An evaluation changes nothing, and neither does a refused
 /// call.
 ///
 /// To use a layer in several places, clone it: clones share parameters, state, mode, loss scale and
@@ -50,6 +49,9 @@ use std::sync::Arc;
 /// the warm-up, and with [`Statistics::Batch`](crate::Statistics::Batch). With PN after the warm-up
 /// it is the paper's approximation, which replaces the batch mean Λ by its running estimate ν.
 /// ν has the scale of the loss: see [`LossScale`].
+///
+/// The gradients cannot be differentiated again: where candle keeps their graph
+/// (`CANDLE_GRAD_DO_NOT_DETACH=1`), a backward through one of them is an error.
 ///
 /// # Example
 ///
@@ -171,6 +173,10 @@ impl PowerNorm {
     /// and its input gradient is 0. Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask
     /// changes only ψ_B².
     ///
+    /// A batch whose every row is padding moves neither ψ² nor ν. On a CPU it is no step either.
+    /// Elsewhere it counts as one, because only the device knows what the mask holds, and the host
+    /// does not wait for it.
+    ///
     /// # Errors
     ///
     /// As in [`forward_t`](Self::forward_t), or `keep` has another dtype, shape or device.
@@ -201,7 +207,8 @@ impl PowerNorm {
         residual: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
-        power_norm_residual(self.call(xs, Some(residual), keep.into(), self.mode.purpose())?)
+        let call = self.call(xs, Some(residual), keep.into(), self.mode.purpose())?;
+        op::power_norm_residual(call, residual)
     }
 
     /// The same layer, which follows `mode` from now on.
@@ -265,7 +272,9 @@ impl PowerNorm {
         self.state.nu()
     }
 
-    /// t, the number of training steps so far.
+    /// t, the number of training steps so far. A batch without rows is no step. A batch whose every
+    /// row is padding is none on a CPU, and counts as one on other devices
+    /// ([`forward_masked`](Self::forward_masked)).
     ///
     /// # Errors
     ///
@@ -326,12 +335,14 @@ impl PowerNorm {
         }
         Ok(Call {
             device: &self.device,
-            config: self.config(),
             xs,
-            residual,
+            residual: None,
             keep,
             weight: self.weight(),
             bias: self.bias(),
+            groups: self.config().group_scaling,
+            eps: self.config().eps,
+            recipe: self.config().recipe,
             state: Some(&self.state),
             training: (purpose != Purpose::Evaluation).then(|| Training {
                 state: self.state.clone(),

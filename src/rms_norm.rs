@@ -51,6 +51,9 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 /// - `∂L/∂x = r (g − r x · mean(g ⊙ r x))`,
 /// - `∂L/∂γ = Σ ∂L/∂y ⊙ r x` over rows.
 ///
+/// They cannot be differentiated again: where candle keeps their graph
+/// (`CANDLE_GRAD_DO_NOT_DETACH=1`), a backward through one of them is an error.
+///
 /// # Example
 ///
 /// Attention that normalizes its queries and keys (QK-norm) does so over the width of a head:

@@ -1,45 +1,370 @@
-//! Runs a step in candle's own operations, on devices that have no kernels here: Metal above all.
+//! A step in candle's own operations, on devices that have no kernels here: Metal above all.
 //!
-//! Rows are `[rows, C]` and channels `[C]`, in the dtype of the sums, without a graph. Each
-//! equation takes a few of candle's operations, so this device is many times slower than kernels.
-//! The host waits for the device only where it needs a number: to count the rows of a mask, and to
-//! hand sums out.
+//! Rows are `[rows, C]`, channels `[C]` and counts of rows `[1]`, in the dtype of the sums and
+//! without a graph. Each equation takes a few of candle's operations, so this device is many times
+//! slower than kernels. The host waits for the device only to exchange sums with other ranks. So in
+//! a single process it does not know whether a mask keeps a row: a batch without one counts as a
+//! step, as on a GPU.
 
-use super::host::{
-    Channels, GradientOutputs, GradientSums, HostRows, InputFactors, OutputFactors, RowSum,
-};
-use super::{sums_dtype, BackwardInputs, Outputs};
-use crate::config::{PowerNormConfig, Recipe};
+use super::{sums_dtype, Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
+use crate::config::{ForwardKind, PhiStep, Recipe};
 use candle::{DType, Device, Result, Storage, Tensor, Var, D};
 
+/// Runs a forward.
+pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {
+    // x + residual, and X̃.
+    let stream = match &pass.residual {
+        Some(residual) => Some(add_rounded(&pass.x, residual)?),
+        None => None,
+    };
+    let x = stream.as_ref().unwrap_or(&pass.x);
+    let rows = Rows::new(x, pass, pass.keep.as_ref())?;
+    let running_inv_rms = match &pass.phi {
+        Some(phi) => inverse_root(&rows.channels(phi)?, pass.eps)?,
+        None => Tensor::ones(rows.cols(), rows.x_tilde.dtype(), rows.x_tilde.device())?,
+    };
+
+    let mut forwarded = Forwarded {
+        inv_rms: running_inv_rms,
+        batch: None,
+    };
+    let sums = match pass.kind.is_training() {
+        true => square_sums(&rows, pass, env)?,
+        false => None,
+    };
+    if let Some([kept, all]) = sums {
+        // ψ_B², 1/D and Γ. Without a kept row, ψ² takes the place of ψ_B², and Γ is 0.
+        let has_rows = kept.rows.gt(0f64)?.broadcast_as(rows.cols())?;
+        let batch_phi = kept.squares.broadcast_div(&kept.rows)?;
+        let batch_phi = match &pass.phi {
+            Some(phi) => has_rows.where_cond(&batch_phi, &rows.channels(phi)?)?,
+            None => batch_phi,
+        };
+        let batch_inv_rms = inverse_root(&batch_phi, pass.eps)?;
+        env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi, &has_rows))?;
+        if pass.kind == ForwardKind::BatchStatistic {
+            forwarded.inv_rms = batch_inv_rms.clone();
+        }
+        let gamma = all.squares.broadcast_div(&all.rows)?;
+        let gamma = ((gamma * &forwarded.inv_rms)? * &forwarded.inv_rms)?;
+        forwarded.batch = Some(BatchStatistics {
+            inv_rms: batch_inv_rms,
+            gamma: has_rows.where_cond(&gamma, &gamma.zeros_like()?)?,
+            rows: all.rows,
+            has_rows,
+        });
+    }
+
+    // Y = γ ⊙ X̃/D + β.
+    let mut y = rows.x_tilde.broadcast_mul(&forwarded.inv_rms)?;
+    if let Some(weight) = &pass.weight {
+        y = y.broadcast_mul(&rows.channels(weight)?)?;
+    }
+    if let Some(bias) = &pass.bias {
+        y = y.broadcast_add(&rows.channels(bias)?)?;
+    }
+    let outputs = Outputs {
+        y: storage(&shaped(y, &pass.x)?)?,
+        stream: stream.as_ref().map(storage).transpose()?,
+    };
+    Ok((Box::new(forwarded), outputs))
+}
+
+/// What a backward needs of its forward.
+struct Forwarded {
+    /// 1/D, `[C]`.
+    inv_rms: Tensor,
+    /// The batch's statistics in a training step.
+    batch: Option<BatchStatistics>,
+}
+
+/// The statistics of a batch, over the rows of all ranks.
+struct BatchStatistics {
+    /// 1/sqrt(ψ_B² + ε), `[C]`.
+    inv_rms: Tensor,
+    /// Γ, the mean of X̂², `[C]`.
+    gamma: Tensor,
+    /// The rows that Γ and Λ are means over, `[1]`.
+    rows: Tensor,
+    /// 1 if the batch has a kept row, else 0, `[C]`.
+    has_rows: Tensor,
+}
+
+impl Saved for Forwarded {
+    fn backward(
+        &self,
+        pass: &Pass,
+        dy: &Tensor,
+        wanted: Wanted,
+        env: &mut dyn Env,
+    ) -> Result<Gradients> {
+        let rows = Rows::new(&pass.x, pass, pass.backward_keep())?;
+        let weight = pass
+            .weight
+            .as_ref()
+            .map(|of| rows.channels(of))
+            .transpose()?;
+        let exact = self.batch.is_some() && pass.is_exact();
+        let dy = as_rows(dy)?;
+
+        // Σ dy x̃ over this rank's rows, and Λ over all.
+        let dy_x = match self.batch.is_some() || wanted.weight {
+            true => Some(sum_rows(&rows.masked((&dy * &rows.x_tilde)?)?)?),
+            false => None,
+        };
+        let correction = match (&self.batch, &dy_x) {
+            (Some(batch), Some(dy_x)) => {
+                let mut global = dy_x.clone();
+                if env.has_ranks() {
+                    let sums = to_host(dy_x)?;
+                    global = rows.from_host(&env.exchange(sums)?)?;
+                }
+                let mut lambda = (global * &self.inv_rms)?;
+                if let Some(weight) = &weight {
+                    lambda = (lambda * weight)?;
+                }
+                let lambda = lambda.broadcast_div(&batch.rows)?;
+                // ν as it stands before it moves.
+                let running = env.nu().map(|nu| running_nu(&rows, &nu)).transpose()?;
+                let nu = env.nu().map(|nu| (nu.share, nu.loss_scale));
+                env.move_nu(&mut |ema_gz| match (ema_gz, nu) {
+                    (Some(ema_gz), Some(nu)) => update_nu(pass, ema_gz, batch, &lambda, nu),
+                    _ => Ok(()),
+                })?;
+                let correction = if exact { Some(lambda) } else { running };
+                // Without a kept row the forward was an evaluation.
+                let of_rows = |of: Tensor| batch.has_rows.where_cond(&of, &of.zeros_like()?);
+                correction.map(of_rows).transpose()?
+            }
+            _ => None,
+        };
+
+        // ∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃, and ∂L/∂x. With g = γ ⊙ dy it is g/D in an evaluation,
+        // (g − Λ X̂)/D in PN-V (Eq. 6), and (g − ν X̂)/D in PN (Eq. 12). Under recipe Fairseq the
+        // divisor is always the batch's.
+        let input = match wanted.input {
+            true => {
+                let divisor = match &self.batch {
+                    Some(batch) if pass.recipe == Recipe::Fairseq => &batch.inv_rms,
+                    _ => &self.inv_rms,
+                };
+                let gain = match &weight {
+                    Some(weight) => (divisor * weight)?,
+                    None => divisor.clone(),
+                };
+                let mut dx_tilde = dy.broadcast_mul(&gain)?;
+                if let Some(correction) = correction {
+                    let decay = ((correction * divisor)? * &self.inv_rms)?;
+                    dx_tilde = (dx_tilde - rows.x_tilde.broadcast_mul(&decay)?)?;
+                }
+                let dx = rows.masked(rows.through_group_scaling(dx_tilde)?)?;
+                Some(shaped(dx, &pass.x)?)
+            }
+            false => None,
+        };
+        let like = |of: &Option<Tensor>, gradient: Tensor| match of {
+            Some(of) => gradient.to_dtype(of.dtype()).map(Some),
+            None => Ok(None),
+        };
+        let dweight = match dy_x {
+            Some(dy_x) if wanted.weight => like(&pass.weight, (dy_x * &self.inv_rms)?)?,
+            _ => None,
+        };
+        let dbias = match wanted.bias {
+            true => like(&pass.bias, sum_rows(&rows.masked(dy)?)?)?,
+            false => None,
+        };
+        Ok(Gradients {
+            input,
+            weight: dweight,
+            bias: dbias,
+        })
+    }
+}
+
+/// Moves ψ² by Eq. 10, or by the cumulative mean of the warm-up.
+fn update_phi(
+    pass: &Pass,
+    phi: &Var,
+    step: &PhiStep,
+    batch_phi: &Tensor,
+    has_rows: &Tensor,
+) -> Result<()> {
+    let mut next = phi.as_detached_tensor().flatten_all()?;
+    next = next.to_dtype(batch_phi.dtype())?;
+    if let Some(shares) = step.cumulative {
+        let new = (batch_phi * shares.new)?;
+        next = match shares.old {
+            // A value that is left out may be anything.
+            0. => new,
+            share => ((next * share)? + new)?,
+        };
+    }
+    if let Some(shares) = step.moving {
+        next = ((next * shares.old)? + (batch_phi * shares.new)?)?;
+    }
+    store(pass, phi, &next, &[&next], has_rows)
+}
+
+/// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:
+/// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
+fn update_nu(
+    pass: &Pass,
+    ema_gz: &Var,
+    batch: &BatchStatistics,
+    lambda: &Tensor,
+    (share, loss_scale): (f64, f64),
+) -> Result<()> {
+    let mut decay = batch.gamma.affine(-share, 1.)?;
+    if pass.has_guard() {
+        // A negative factor would turn ν's sign at each step: it is clamped.
+        decay = decay.relu()?;
+    }
+    let nu = ema_gz.as_detached_tensor().flatten_all()?;
+    let nu = nu.to_dtype(decay.dtype())?;
+    let next = ((decay * nu)? + (lambda * loss_scale.recip())?)?;
+    // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
+    store(pass, ema_gz, &next, &[&next, &batch.gamma], &batch.has_rows)
+}
+
+/// Sets a variable of the state to `next`. A channel keeps its value if the batch has no row, and
+/// with recipe Paper's guard where one of `guards` is not finite in the dtype of the variable.
+fn store(
+    pass: &Pass,
+    var: &Var,
+    next: &Tensor,
+    guards: &[&Tensor],
+    has_rows: &Tensor,
+) -> Result<()> {
+    let old = var.as_detached_tensor().flatten_all()?;
+    let mut new = has_rows.where_cond(&next.to_dtype(var.dtype())?, &old)?;
+    for guard in guards.iter().filter(|_| pass.has_guard()) {
+        new = is_finite(&guard.to_dtype(var.dtype())?)?.where_cond(&new, &old)?;
+    }
+    var.set(&new.reshape(var.shape())?)
+}
+
+/// ν, times the factor of the loss.
+fn running_nu(rows: &Rows, nu: &Nu) -> Result<Tensor> {
+    rows.channels(nu.ema_gz)? * (nu.share * nu.loss_scale)
+}
+
+/// Sums over rows.
+#[derive(Clone)]
+struct SquareSums {
+    /// Σ x̃², `[C]`.
+    squares: Tensor,
+    /// The number of rows, `[1]`.
+    rows: Tensor,
+}
+
+/// The sums over the kept rows of all ranks, and the sums that Γ is made of: the same, or under
+/// recipe Fairseq the sums over all rows. `None` if the host knows that no row is kept: where there
+/// is no row at all, and over ranks, whose sums the host has waited for.
+fn square_sums(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<[SquareSums; 2]>> {
+    if rows.len() == 0 && !env.has_ranks() {
+        return Ok(None);
+    }
+    let squares = rows.x_tilde.sqr()?;
+    let mut sums = vec![SquareSums {
+        squares: sum_rows(&rows.masked(squares.clone())?)?,
+        rows: rows.kept()?,
+    }];
+    if pass.recipe == Recipe::Fairseq {
+        sums.push(SquareSums {
+            squares: sum_rows(&squares)?,
+            rows: rows.count()?,
+        });
+    }
+    if env.has_ranks() {
+        let mut message = vec![];
+        for sums in &sums {
+            message.extend([to_host(&sums.squares)?, to_host(&sums.rows)?]);
+        }
+        let global = env.exchange(Tensor::cat(&message, 0)?)?;
+        let global = global.reshape((sums.len(), rows.cols() + 1))?;
+        if global.get(0)?.get(rows.cols())?.to_scalar::<f64>()? == 0. {
+            return Ok(None);
+        }
+        for (k, sums) in sums.iter_mut().enumerate() {
+            let global = global.get(k)?;
+            sums.squares = rows.from_host(&global.narrow(0, 0, rows.cols())?)?;
+            sums.rows = rows.from_host(&global.narrow(0, rows.cols(), 1)?)?;
+        }
+    }
+    let all = sums.last().cloned();
+    Ok(sums
+        .into_iter()
+        .next()
+        .zip(all)
+        .map(|(kept, all)| [kept, all]))
+}
+
+/// Sums in f64 on the host.
+fn to_host(sums: &Tensor) -> Result<Tensor> {
+    sums.to_device(&Device::Cpu)?.to_dtype(DType::F64)
+}
+
 /// Rows after the group scaling.
-pub(crate) struct ComposedRows {
-    /// The input, or its sum with a residual, `[.., C]`.
-    x: Tensor,
-    adds_residual: bool,
+struct Rows {
     /// X̃, `[rows, C]`.
     x_tilde: Tensor,
     /// r = x̃/x of each group, `[rows, G, 1]`; `None` without group scaling.
-    factors: Option<Tensor>,
+    group_rms_inv: Option<Tensor>,
     /// The mask, `[rows, C]`; `None` without a mask or without rows.
     keep: Option<Tensor>,
-    /// Squares are summed over all rows too.
-    sums_all: bool,
 }
 
-impl ComposedRows {
+impl Rows {
+    fn new(x: &Tensor, pass: &Pass, keep: Option<&Tensor>) -> Result<Self> {
+        let rows = as_rows(x)?;
+        let keep = match keep {
+            // candle cannot read an empty view that begins past the end of its storage.
+            Some(keep) if rows.dims()[0] > 0 => {
+                Some(keep.reshape(((), 1))?.broadcast_as(rows.shape())?)
+            }
+            _ => None,
+        };
+        let (x_tilde, group_rms_inv) = match pass.groups {
+            Some(groups) => {
+                let rows = grouped(&rows, groups)?;
+                let group_rms_inv = group_rms_inv(&rows, pass.eps)?;
+                let x_tilde = rows.broadcast_mul(&group_rms_inv)?.flatten_from(1)?;
+                (x_tilde, Some(group_rms_inv))
+            }
+            None => (rows, None),
+        };
+        Ok(Self {
+            x_tilde,
+            group_rms_inv,
+            keep,
+        })
+    }
+
     fn len(&self) -> usize {
         self.x_tilde.dims()[0]
     }
 
-    /// The number of rows that are not padding.
-    fn kept(&self) -> Result<usize> {
+    fn cols(&self) -> usize {
+        self.x_tilde.dims()[1]
+    }
+
+    /// The number of rows, `[1]`.
+    fn count(&self) -> Result<Tensor> {
+        let count = Tensor::new(&[self.len() as f64], &Device::Cpu)?;
+        let count = count.to_dtype(self.x_tilde.dtype())?;
+        count.to_device(self.x_tilde.device())
+    }
+
+    /// The number of rows that are not padding, `[1]`.
+    fn kept(&self) -> Result<Tensor> {
         match &self.keep {
             Some(keep) => {
+                // Counted in integers, which f32 holds up to 2²⁴ alone.
                 let keep = keep.narrow(1, 0, 1)?.ne(0u8)?.to_dtype(DType::U32)?;
-                Ok(keep.sum_all()?.to_scalar::<u32>()? as usize)
+                keep.sum_all()?.reshape(1)?.to_dtype(self.x_tilde.dtype())
             }
-            None => Ok(self.len()),
+            None => self.count(),
         }
     }
 
@@ -51,34 +376,30 @@ impl ComposedRows {
         }
     }
 
-    /// `∂L/∂x` from `dx_tilde`, `∂L/∂x̃`: `r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`.
-    fn through_factors(&self, dx_tilde: Tensor) -> Result<Tensor> {
-        let Some(factors) = &self.factors else {
+    /// A parameter or a variable of the state, `[C]`, in the dtype of the sums on the device of the
+    /// rows.
+    fn channels(&self, tensor: &Tensor) -> Result<Tensor> {
+        let tensor = tensor.detach().to_dtype(self.x_tilde.dtype())?;
+        tensor.flatten_all()?.to_device(self.x_tilde.device())
+    }
+
+    /// Sums on the host, in f64, as the dtype of the sums on the device of the rows.
+    fn from_host(&self, sums: &Tensor) -> Result<Tensor> {
+        // Converted on the host, because not every device has f64.
+        let sums = sums.to_dtype(self.x_tilde.dtype())?;
+        sums.to_device(self.x_tilde.device())
+    }
+
+    /// `∂L/∂x` from `∂L/∂X̃`: `r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`.
+    fn through_group_scaling(&self, dx_tilde: Tensor) -> Result<Tensor> {
+        let Some(group_rms_inv) = &self.group_rms_inv else {
             return Ok(dx_tilde);
         };
-        let groups = factors.dim(1)?;
+        let groups = group_rms_inv.dim(1)?;
         let (dx_tilde, x_tilde) = (grouped(&dx_tilde, groups)?, grouped(&self.x_tilde, groups)?);
         let mean = (&dx_tilde * &x_tilde)?.mean_keepdim(D::Minus1)?;
         let dx = (dx_tilde - x_tilde.broadcast_mul(&mean)?)?;
-        dx.broadcast_mul(factors)?.flatten_from(1)
-    }
-
-    /// `∂L/∂x`, by way of `∂L/∂X̃`.
-    fn input_gradient(
-        &self,
-        dy: &Tensor,
-        dsum: Option<&Tensor>,
-        factors: &InputFactors<Tensor>,
-    ) -> Result<Tensor> {
-        let mut dx_tilde = dy.broadcast_mul(&factors.gain)?;
-        if let Some(decay) = &factors.decay {
-            dx_tilde = (dx_tilde - self.x_tilde.broadcast_mul(decay)?)?;
-        }
-        let mut dx = self.masked(self.through_factors(dx_tilde)?)?;
-        if let Some(dsum) = dsum {
-            dx = (dx + as_rows(dsum)?)?;
-        }
-        shaped(dx, &self.x)
+        dx.broadcast_mul(group_rms_inv)?.flatten_from(1)
     }
 }
 
@@ -96,19 +417,28 @@ fn grouped(rows: &Tensor, groups: usize) -> Result<Tensor> {
 }
 
 /// r of each group of rows, `[rows, G, 1]`.
-fn factors(x: &Tensor, eps: f64) -> Result<Tensor> {
+fn group_rms_inv(x: &Tensor, eps: f64) -> Result<Tensor> {
     let (rows, groups, _) = x.dims3()?;
     if rows == 0 {
         return Tensor::zeros((0, groups, 1), x.dtype(), x.device());
     }
     let squares = x.sqr()?.mean_keepdim(D::Minus1)?;
-    let factors = squares.inverse_root(eps)?;
+    let of_most = squares.affine(1., eps)?.sqrt()?.recip()?;
     // If squares overflow, or do with ε, x and √ε are first divided by the largest magnitude of x.
     let largest = x.abs()?.max_keepdim(D::Minus1)?;
     let ratios = x.broadcast_div(&largest)?.sqr()?.mean_keepdim(D::Minus1)?;
     let ratio = (largest.recip()? * eps.sqrt())?;
     let of_huge = ((ratios + ratio.sqr()?)?.sqrt()? * largest)?.recip()?;
-    is_finite(&(squares + eps)?)?.where_cond(&factors, &of_huge)
+    is_finite(&(squares + eps)?)?.where_cond(&of_most, &of_huge)
+}
+
+/// `1/sqrt(phi + ε)`. Where phi has overflowed it is NaN: 0 would make an output of 0, which nobody
+/// would notice.
+fn inverse_root(phi: &Tensor, eps: f64) -> Result<Tensor> {
+    let square = phi.affine(1., eps)?;
+    // 0 where the square is finite, and NaN elsewhere.
+    let check = (&square * 0.)?;
+    square.sqrt()?.recip()? + check
 }
 
 /// 1 where a value is finite, else 0.
@@ -117,165 +447,11 @@ fn is_finite(values: &Tensor) -> Result<Tensor> {
 }
 
 /// `x + residual`, in the dtype of `x`.
-fn sum_with_residual(x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+fn add_rounded(x: &Tensor, residual: &Tensor) -> Result<Tensor> {
     // Rounded once, as kernels do: candle's own sum may flush the smallest halves to 0.
     let sums = sums_dtype(x.dtype());
     let [wide, residual] = [x, residual].map(|rows| rows.detach().to_dtype(sums));
     (wide? + residual?)?.to_dtype(x.dtype())
-}
-
-impl HostRows for ComposedRows {
-    type Channels = Tensor;
-
-    fn ones(x: &Tensor) -> Result<Tensor> {
-        Tensor::ones(x.dim(D::Minus1)?, sums_dtype(x.dtype()), x.device())
-    }
-
-    fn new(
-        x: &Tensor,
-        residual: Option<&Tensor>,
-        keep: Option<&Tensor>,
-        config: &PowerNormConfig,
-    ) -> Result<Self> {
-        let x = match residual {
-            Some(residual) => sum_with_residual(x, residual)?,
-            None => x.detach(),
-        };
-        let rows = as_rows(&x)?;
-        let keep = match keep {
-            // candle cannot read an empty view that begins past the end of its storage.
-            Some(keep) if rows.dims()[0] > 0 => {
-                Some(keep.reshape(((), 1))?.broadcast_as(rows.shape())?)
-            }
-            _ => None,
-        };
-        let (x_tilde, factors) = match config.group_scaling {
-            Some(groups) => {
-                let rows = grouped(&rows, groups)?;
-                let factors = factors(&rows, config.eps)?;
-                let x_tilde = rows.broadcast_mul(&factors)?.flatten_from(1)?;
-                (x_tilde, Some(factors))
-            }
-            None => (rows, None),
-        };
-        Ok(Self {
-            x,
-            adds_residual: residual.is_some(),
-            x_tilde,
-            factors,
-            keep,
-            sums_all: config.recipe == Recipe::Fairseq,
-        })
-    }
-
-    fn forward(
-        &self,
-        factors: Option<OutputFactors<Tensor>>,
-        sums: bool,
-    ) -> Result<(Outputs, Vec<RowSum<Tensor>>)> {
-        let mut of_squares = vec![];
-        if sums {
-            let squares = self.x_tilde.sqr()?;
-            of_squares.push(RowSum {
-                squares: sum_rows(&self.masked(squares.clone())?)?,
-                rows: self.kept()?,
-            });
-            if self.sums_all {
-                of_squares.push(RowSum {
-                    squares: sum_rows(&squares)?,
-                    rows: self.len(),
-                });
-            }
-        }
-        let outputs = Outputs {
-            y: factors.map_or(Ok(None), |factors| self.normalize(factors, None))?,
-            sum: self.adds_residual.then(|| storage(&self.x)).transpose()?,
-        };
-        Ok((outputs, of_squares))
-    }
-
-    fn normalize(
-        &self,
-        factors: OutputFactors<Tensor>,
-        _: Option<&Storage>,
-    ) -> Result<Option<Storage>> {
-        let mut rows = self.x_tilde.broadcast_mul(factors.inv_rms)?;
-        if let Some(weight) = factors.weight {
-            rows = rows.broadcast_mul(&Channels::read(weight, &rows)?)?;
-        }
-        if let Some(bias) = factors.bias {
-            rows = rows.broadcast_add(&Channels::read(bias, &rows)?)?;
-        }
-        storage(&shaped(rows, &self.x)?).map(Some)
-    }
-
-    fn backward(
-        &self,
-        inputs: &BackwardInputs,
-        factors: Option<InputFactors<Tensor>>,
-        sums: bool,
-    ) -> Result<GradientOutputs<Tensor>> {
-        let dy = as_rows(inputs.dy)?;
-        let sums = match sums {
-            true => Some(GradientSums {
-                dy: sum_rows(&self.masked(dy.clone())?)?,
-                dy_x: sum_rows(&self.masked((&dy * &self.x_tilde)?)?)?,
-            }),
-            false => None,
-        };
-        let dx = factors.map(|factors| self.input_gradient(&dy, inputs.dsum, &factors));
-        Ok((dx.transpose()?, sums))
-    }
-}
-
-impl Channels for Tensor {
-    fn read(tensor: &Tensor, like: &Self) -> Result<Self> {
-        let tensor = tensor.detach().to_dtype(like.dtype())?.flatten_all()?;
-        tensor.to_device(like.device())
-    }
-
-    fn store(&self, var: &Var, guards: &[&Self]) -> Result<()> {
-        let old = var.as_detached_tensor().flatten_all()?;
-        let mut new = self.to_dtype(var.dtype())?;
-        for guard in guards {
-            let is_finite = is_finite(&guard.to_dtype(var.dtype())?)?;
-            new = is_finite.where_cond(&new, &old)?;
-        }
-        var.set(&new.reshape(var.shape())?)
-    }
-
-    fn to_tensor(&self, dtype: DType, device: &Device) -> Result<Tensor> {
-        // On `device`, because not every one has f64.
-        self.to_device(device)?.to_dtype(dtype)
-    }
-
-    fn plus(&self, other: &Self) -> Result<Self> {
-        self + other
-    }
-
-    fn times(&self, other: &Self) -> Result<Self> {
-        self * other
-    }
-
-    fn scaled(&self, factor: f64) -> Result<Self> {
-        self * factor
-    }
-
-    fn scaled_plus(&self, factor: f64, shift: f64) -> Result<Self> {
-        Tensor::affine(self, factor, shift)
-    }
-
-    fn mean(&self, rows: usize) -> Result<Self> {
-        self / rows as f64
-    }
-
-    fn inverse_root(&self, eps: f64) -> Result<Self> {
-        Tensor::affine(self, 1., eps)?.sqrt()?.recip()
-    }
-
-    fn clamp_at_0(&self) -> Result<Self> {
-        self.relu()
-    }
 }
 
 /// Rows that are added up before they join a longer sum. In f32 the rounding error of a sum

@@ -1,23 +1,29 @@
-//! The seam between the layer and its devices: the traits of a device, and what they read and
-//! write.
+//! The seam between the layer and its devices: what a pass computes, what it asks of the outside,
+//! and what it returns.
 //!
-//! A training step has these phases, and every device has all of them:
+//! [`DeviceKind::forward`](pick::DeviceKind::forward) runs a forward and returns a [`Saved`], whose
+//! [`backward`](Saved::backward) runs the backward. Each device has both as straight-line code, to
+//! be read from top to bottom beside the equations of [`Recipe`]. A training forward
 //!
-//! 1. A forward normalizes the rows and sums their squares. The batch's statistic is known only
-//!    after the sums. If it normalizes, the forward only sums.
-//! 2. [`DeviceStep::update_phi`] makes the batch's statistics of the sums, and moves ψ².
-//! 3. [`DeviceStep::normalize_by_batch`] writes the output, if the batch's statistic normalizes.
-//! 4. [`DeviceStep::backward`] makes the input's gradient and sums over the rows. An exact gradient
-//!    needs these sums first, and is left to phase 6.
-//! 5. [`DeviceBackward::update_nu`] makes Λ and the parameters' gradients of the sums, and moves ν.
-//! 6. [`DeviceBackward::gradients`] makes an exact gradient of the input, and hands out all
-//!    gradients.
+//! 1. sums the squares of its rows, and writes the output on the way unless the batch's own
+//!    statistic normalizes;
+//! 2. exchanges the sums with the other ranks ([`Env::exchange`]);
+//! 3. moves ψ² ([`Env::move_phi`]);
+//! 4. writes the output, if the batch's statistic normalizes.
 //!
-//! Phases 1 and 4 check their inputs before they compute. On an NVIDIA GPU they also allocate and
-//! load all that the later phases need. So a call that fails there has moved nothing.
+//! Its backward
 //!
-//! Other processes may have rows of the same batch. A device does not know about them. It hands out
-//! the sums over its local rows, and takes in the global sums. `op/step.rs` decides when.
+//! 1. sums Σ dy x̃ over its rows, and writes the input's gradient on the way unless the gradient is
+//!    exact, which takes Λ of the whole batch;
+//! 2. exchanges the sums;
+//! 3. moves ν ([`Env::move_nu`]), and makes the gradients of weight and bias;
+//! 4. writes the input's gradient, if it is exact.
+//!
+//! What can fail comes first: an NVIDIA GPU allocates and loads all that a call needs before its
+//! first launch. A call that fails before it has moved ψ² or ν has changed nothing.
+//!
+//! A device knows storage and numbers. It knows neither ranks nor the layer's state, whose
+//! variables it sees only while [`Env`] lends them.
 //!
 //! CONTRIBUTING.md says how to add a device.
 
@@ -25,27 +31,16 @@ mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod host;
 pub(crate) mod pick;
 
-use crate::config::{ForwardKind, PhiStep, PowerNormConfig};
+use crate::config::{ForwardKind, PhiStep, Recipe};
 use candle::{DType, Result, Storage, Tensor, Var};
 
-/// Settings of a forward.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Setting {
-    pub config: PowerNormConfig,
-    pub kind: ForwardKind,
-    /// Sums are handed out and taken in. If not, the device has all rows of the batch.
-    pub over_ranks: bool,
-    /// A backward may follow.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub tracked: bool,
-}
-
-/// Inputs of a forward, in a layout that the device reads.
-pub(crate) struct ForwardInputs {
-    /// `[.., C]`.
+/// One forward of a layer, or the backward of that forward: its tensors, in a layout that the device
+/// reads, and its settings.
+pub(crate) struct Pass {
+    /// The rows to normalize, `[.., C]`. In the backward of a forward with a residual, `x` is the
+    /// sum that the forward normalized, and there is no residual.
     pub x: Tensor,
     /// Added to `x` before anything else. It has the shape of `x`.
     pub residual: Option<Tensor>,
@@ -57,100 +52,107 @@ pub(crate) struct ForwardInputs {
     pub bias: Option<Tensor>,
     /// ψ² before the step, `[C]`. Without it D is 1, which leaves the group scaling.
     pub phi: Option<Tensor>,
+    pub kind: ForwardKind,
+    /// G of the group scaling; `None` without it.
+    pub groups: Option<usize>,
+    /// ε, of D and of the group scaling.
+    pub eps: f64,
+    pub recipe: Recipe,
+    /// A backward may follow.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub tracked: bool,
+}
+
+impl Pass {
+    /// The input's gradient is exact, as in PN-V, if the forward was a step with a kept row. Such a
+    /// gradient takes Λ of the whole batch before any row of it can be computed.
+    fn is_exact(&self) -> bool {
+        self.kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
+    }
+
+    /// The mask that a backward takes. Under recipe Fairseq the backward has none.
+    fn backward_keep(&self) -> Option<&Tensor> {
+        self.keep.as_ref().filter(|_| self.recipe == Recipe::Paper)
+    }
+
+    /// Recipe Paper's guard: a channel whose new statistic is not finite keeps the old one, so that
+    /// an overflowed batch does not outlive its step.
+    fn has_guard(&self) -> bool {
+        self.recipe == Recipe::Paper
+    }
 }
 
 /// Outputs of a forward, shaped as its input.
 pub(crate) struct Outputs {
-    /// If the batch's statistic normalizes, this may be `None` until
-    /// [`DeviceStep::normalize_by_batch`].
-    pub y: Option<Storage>,
+    pub y: Storage,
     /// `x + residual`, if there is a residual.
-    pub sum: Option<Storage>,
+    pub stream: Option<Storage>,
 }
 
-/// Inputs of a backward.
-#[derive(Clone, Copy)]
-pub(crate) struct BackwardInputs<'a> {
-    /// The tensor that the forward normalized: its input, or the sum with the residual.
-    pub x: &'a Tensor,
-    /// The gradient of the output.
-    pub dy: &'a Tensor,
-    /// The gradient of the sum with the residual, if the sum has a gradient.
-    pub dsum: Option<&'a Tensor>,
-    /// As in the forward.
-    pub keep: Option<&'a Tensor>,
-    /// As in the forward.
-    pub weight: Option<&'a Tensor>,
-    /// As in the forward.
-    pub bias: Option<&'a Tensor>,
-    /// ν; `None` in an evaluation.
-    pub running: Option<RunningNu<'a>>,
-    /// The gradient of `x` is wanted. A parameter's gradient is wanted if its
-    /// [`Tensor::track_op`] is true.
-    pub wants_input: bool,
-}
-
-/// ν of the state.
-#[derive(Clone, Copy)]
-pub(crate) struct RunningNu<'a> {
-    /// ν/(1−α_b), `[C]`, in its variable.
-    pub ema_gz: &'a Tensor,
-    /// The factor of the loss.
-    pub loss_scale: f64,
+/// The gradients that a backward is asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    pub input: bool,
+    pub weight: bool,
+    pub bias: bool,
 }
 
 /// The gradients of a backward, as far as they were wanted.
-#[derive(Default)]
 pub(crate) struct Gradients {
-    /// The gradient of `x`, which is also the residual's.
+    /// The gradient of `x`.
     pub input: Option<Tensor>,
     pub weight: Option<Tensor>,
     pub bias: Option<Tensor>,
 }
 
-/// A forward on a device, and what the device keeps of it for later phases.
-///
-/// Sums are tensors of f64, `[n]`, on [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A
-/// forward's sums are Σ x̃² over the kept rows, `[C]`, followed by the number of kept rows. Under
-/// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same two follow for all rows.
-pub(crate) trait DeviceStep: Send + Sync {
-    /// Hands out the sums over the local rows.
-    fn local_sums(&self) -> Result<Tensor>;
-
-    /// Takes in the sums over the rows of all processes.
-    fn set_global_sums(&mut self, global: &Tensor) -> Result<()>;
-
-    /// `true` for a training step with a kept row. A GPU does not wait to learn the number of
-    /// rows, and says yes.
-    fn is_step(&self) -> bool;
-
-    /// Makes the batch's statistics from the sums, and moves ψ² by them. The state is locked. Not
-    /// called if [`is_step`](Self::is_step) says no.
-    fn update_phi(&mut self, phi: &Var, step: &PhiStep) -> Result<()>;
-
-    /// Normalizes by the batch's statistic and writes the output. Called only for
-    /// [`ForwardKind::BatchStatistic`]. The state is not locked: a CPU runs rows here. If no row
-    /// is kept, ψ² normalizes.
-    fn normalize_by_batch(&mut self, inputs: &ForwardInputs, outputs: Outputs) -> Result<Outputs>;
-
-    /// Sums over the rows, and makes the input's gradient unless it depends on the sums.
-    fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>>;
+/// What a device keeps of a forward for its backward. The [`Pass`] has the rest.
+pub(crate) trait Saved: Send + Sync {
+    /// Makes the gradients from `dy`, the gradient of the output, and moves ν if the forward was a
+    /// training step.
+    fn backward(
+        &self,
+        pass: &Pass,
+        dy: &Tensor,
+        wanted: Wanted,
+        env: &mut dyn Env,
+    ) -> Result<Gradients>;
 }
 
-/// A backward on a device. Its sums are Σ dy x̃ over the kept rows, `[C]`.
-pub(crate) trait DeviceBackward {
-    /// Hands out the sums over the local rows of a step.
-    fn local_sums(&self) -> Result<Tensor>;
+/// The outside of a pass: the other ranks, and the layer's state.
+///
+/// Sums are exchanged as tensors of f64, `[n]`, on
+/// [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A training forward's sums are Σ x̃²
+/// over the kept rows, `[C]`, followed by the number of kept rows. Under [`Recipe::Fairseq`] the
+/// same two follow for all rows. A backward's sums are Σ dy x̃, `[C]`.
+pub(crate) trait Env {
+    /// Other processes have rows of the same batch, so sums must be exchanged.
+    fn has_ranks(&self) -> bool;
 
-    /// Takes in the sums over the rows of all processes.
-    fn set_global_sums(&mut self, global: &Tensor) -> Result<()>;
+    /// Returns the sums over the rows of all ranks. Called at most once in a pass, and only if
+    /// there are ranks.
+    fn exchange(&mut self, sums: Tensor) -> Result<Tensor>;
 
-    /// Makes Λ and the parameters' gradients from the sums. Moves ν, which `ema_gz` keeps, if it is
-    /// given; the state is locked then.
-    fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()>;
+    /// Locks ψ², has `update` move it, and counts the step. Called in a training forward, at most
+    /// once. A call without it is no step: its backward moves nothing.
+    fn move_phi(&mut self, update: &mut dyn FnMut(&Var, &PhiStep) -> Result<()>) -> Result<()>;
 
-    /// Makes the input's gradient if it needs Λ, and hands out the gradients.
-    fn gradients(self: Box<Self>) -> Result<Gradients>;
+    /// ν as it stands now; `None` unless the forward was a step.
+    fn nu(&self) -> Option<Nu<'_>>;
+
+    /// Calls `update` once. If this backward moves ν, the state is locked meanwhile and `update`
+    /// gets the variable that keeps ν.
+    fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Var>) -> Result<()>) -> Result<()>;
+}
+
+/// The running correction ν, and how a step moves it.
+#[derive(Clone, Copy)]
+pub(crate) struct Nu<'a> {
+    /// ν/(1−α_b), `[C]`, in its variable.
+    pub ema_gz: &'a Var,
+    /// 1−α_b.
+    pub share: f64,
+    /// The factor of the loss.
+    pub loss_scale: f64,
 }
 
 /// The dtype that sums over rows of `dtype` are taken in.

@@ -1,14 +1,10 @@
 //! Picks a layer's device.
 
-use super::composed::ComposedRows;
-use super::cpu::{self, CpuRows};
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::host::HostStep;
-use super::{DeviceStep, ForwardInputs, Outputs, Setting};
+use super::{composed, cpu, Env, Outputs, Pass, Saved};
 use crate::error::Error;
-use candle::{DType, Device, Result};
-use half::{bf16, f16};
+use candle::{Device, Result};
 use std::ffi::OsString;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -53,28 +49,17 @@ impl DeviceKind {
         }
     }
 
-    /// Runs a forward. If the batch's statistic normalizes, the output is left to
-    /// [`normalize_by_batch`](DeviceStep::normalize_by_batch).
-    pub fn forward(
-        &self,
-        setting: Setting,
-        inputs: &ForwardInputs,
-    ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
+    /// Runs a forward. If it is a training step, it moves ψ².
+    pub fn forward(&self, pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {
         match self {
-            Self::Cpu => match inputs.x.dtype() {
-                DType::F32 => HostStep::<CpuRows<f32>>::forward(setting, inputs),
-                DType::F64 => HostStep::<CpuRows<f64>>::forward(setting, inputs),
-                DType::F16 => HostStep::<CpuRows<f16>>::forward(setting, inputs),
-                DType::BF16 => HostStep::<CpuRows<bf16>>::forward(setting, inputs),
-                other => Err(Error::InputDType(other).into()),
-            },
+            Self::Cpu => cpu::forward(pass, env),
             #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::CudaStep::forward(setting, inputs, kernels),
-            Self::Composed => HostStep::<ComposedRows>::forward(setting, inputs),
+            Self::Cuda(kernels) => cuda::forward(kernels, pass, env),
+            Self::Composed => composed::forward(pass, env),
         }
     }
 
-    /// The device on which a layer on `device` hands its sums out.
+    /// The device on which a layer on `device` exchanges its sums.
     pub fn sums_device(&self, device: &Device) -> Device {
         match self {
             Self::Composed => Device::Cpu,

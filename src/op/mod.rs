@@ -2,35 +2,45 @@
 //!
 //! A call passes through here once in each direction:
 //!
-//! 1. The layer checks its arguments and calls [`power_norm`], or
-//!    [`power_norm_residual`](residual::power_norm_residual).
+//! 1. The layer checks its arguments and calls [`power_norm`] or [`power_norm_residual`].
 //! 2. [`Step::forward`] runs the forward on the tensors' [device](crate::device), and moves ψ² and
 //!    t.
-//! 3. candle runs the custom op, which hands out the output that exists already and gives it a
-//!    place in the graph.
+//! 3. candle runs the custom op. Its output exists already, and the op gives it a place in the
+//!    graph.
 //! 4. A backward comes back through the op to [`Step::backward`], which moves ν.
 
-pub(crate) mod residual;
+mod residual;
 pub(crate) mod step;
 
 use self::step::{Call, Step};
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
-    CpuStorage, CudaStorage, CustomOp3, DType, MetalStorage, Result, Shape, Storage, Tensor,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, MetalStorage, Result, Shape,
+    Storage, Tensor,
 };
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// Runs the layer.
 pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
-    let (step, inputs, outputs) = Step::forward(call)?;
-    let xs = inputs.x;
-    let op = PowerNormOp {
-        y: Computed::new(outputs.y, xs.shape()),
-        step,
+    let (step, outputs) = Step::forward(call)?;
+    PowerNormOp::apply(step, outputs.y)
+}
+
+/// Runs the layer on `call.xs + residual`. Returns the layer's output and the sum.
+pub(crate) fn power_norm_residual(call: Call, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+    let xs = call.xs;
+    let call = Call {
+        residual: Some(residual),
+        ..call
     };
-    // In place of a parameter that the layer lacks, the op has the input a second time.
-    let parameter = |parameter: Option<Tensor>| parameter.unwrap_or_else(|| xs.clone());
-    xs.apply_op3(&parameter(inputs.weight), &parameter(inputs.bias), op)
+    let (mut step, outputs) = Step::forward(call)?;
+    let Some(sum) = outputs.stream else {
+        candle::bail!("power_norm: expected the sum with a residual, got none")
+    };
+    let stream = residual::stream(xs, residual, sum)?;
+    step.pass.x = stream.clone();
+    step.pass.residual = None;
+    Ok((PowerNormOp::apply(step, outputs.y)?, stream))
 }
 
 /// Returns the rows in a layout that their device reads, copied if need be. A CPU reads rows
@@ -60,28 +70,28 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// An output that was computed before candle runs the op that hands it out.
-#[derive(Clone)]
+/// An output that was computed before candle runs its op. candle's custom ops compute their output
+/// themselves and have one each, so what a pass has written comes to candle through this.
 struct Computed {
-    storage: Arc<Mutex<Option<Storage>>>,
+    storage: Mutex<Option<Storage>>,
     shape: Shape,
 }
 
 impl Computed {
-    fn new(storage: Option<Storage>, shape: &Shape) -> Self {
+    fn new(storage: Storage, shape: &Shape) -> Self {
         Self {
-            storage: Arc::new(Mutex::new(storage)),
+            storage: Mutex::new(Some(storage)),
             shape: shape.clone(),
         }
     }
 
-    /// Hands the output out. The caller passes the storage of an argument of the op, which is on
-    /// the same device and so has the same type.
-    fn hand_out<S: TypedStorage>(&self, _: &S) -> Result<(S, Shape)> {
+    /// The output, for the one forward of its op. The caller passes the storage of an argument of
+    /// the op, which is on the same device and so has the same type.
+    fn take<S: TypedStorage>(&self, _: &S) -> Result<(S, Shape)> {
         let storage = (self.storage.lock().unwrap_or_else(PoisonError::into_inner)).take();
         match storage.and_then(S::of) {
             Some(storage) => Ok((storage, self.shape.clone())),
-            None => candle::bail!("power_norm: expected an output to hand out, got none"),
+            None => candle::bail!("power_norm: expected an output that was computed, got none"),
         }
     }
 }
@@ -105,26 +115,19 @@ macro_rules! typed_storage {
 }
 typed_storage!(Cpu => CpuStorage, Cuda => CudaStorage, Metal => MetalStorage);
 
-/// A token, the output of an op that computes nothing: a tensor of one element, which stands for
-/// others in the graph.
-fn token<S: TypedStorage>(_op: &impl Sized, like: &S) -> Result<(S, Shape)> {
-    let shape = Shape::from(1);
-    Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))
-}
-
-/// Defines the forwards of a custom op with one, two or three arguments. Each calls `$output` with
-/// the op and the storage of the first argument.
+/// Defines the forwards of a custom op with one, two or three arguments, on each of candle's
+/// devices. The op has its output already, and is an `AsRef<Computed>`.
 macro_rules! forwards {
-    (1, $output:path) => { $crate::op::forwards! { @ $output, (first, l1) } };
-    (2, $output:path) => { $crate::op::forwards! { @ $output, (first, l1) (_s2, _l2) } };
-    (3, $output:path) => { $crate::op::forwards! { @ $output, (first, l1) (_s2, _l2) (_s3, _l3) } };
-    (@ $output:path, $($arguments:tt)*) => {
-        $crate::op::forwards! { cpu_fwd candle::CpuStorage, $output, $($arguments)* }
-        $crate::op::forwards! { cuda_fwd candle::CudaStorage, $output, $($arguments)* }
-        $crate::op::forwards! { metal_fwd candle::MetalStorage, $output, $($arguments)* }
+    (1) => { $crate::op::forwards! { @ (first, l1) } };
+    (2) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) } };
+    (3) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) (_s3, _l3) } };
+    (@ $($arguments:tt)*) => {
+        $crate::op::forwards! { cpu_fwd candle::CpuStorage, $($arguments)* }
+        $crate::op::forwards! { cuda_fwd candle::CudaStorage, $($arguments)* }
+        $crate::op::forwards! { metal_fwd candle::MetalStorage, $($arguments)* }
     };
     (
-        $forward:ident $storage:ty, $output:path,
+        $forward:ident $storage:ty,
         ($first:ident, $l1:ident) $(($more:ident, $layout:ident))*
     ) => {
         fn $forward(
@@ -133,31 +136,96 @@ macro_rules! forwards {
             _: &candle::Layout,
             $($more: &$storage, $layout: &candle::Layout),*
         ) -> candle::Result<($storage, candle::Shape)> {
-            $output(self, $first)
+            AsRef::<$crate::op::Computed>::as_ref(self).take($first)
         }
     };
 }
-pub(crate) use forwards;
+use forwards;
 
-/// A layer's place in the graph.
-#[derive(Clone)]
+/// A layer's place in the graph. Its arguments are the rows, and weight and bias as far as the layer
+/// has them.
 struct PowerNormOp {
     y: Computed,
-    step: Arc<Step>,
+    step: Step,
+}
+
+impl AsRef<Computed> for PowerNormOp {
+    fn as_ref(&self) -> &Computed {
+        &self.y
+    }
 }
 
 impl PowerNormOp {
-    fn hand_out<S: TypedStorage>(&self, first: &S) -> Result<(S, Shape)> {
-        self.y.hand_out(first)
+    const NAME: &'static str = "power_norm";
+
+    /// The output tensor of a step whose output is `y`.
+    fn apply(step: Step, y: Storage) -> Result<Tensor> {
+        let (x, y) = (step.pass.x.clone(), Computed::new(y, step.pass.x.shape()));
+        let (weight, bias) = (step.pass.weight.clone(), step.pass.bias.clone());
+        let op = Self { y, step };
+        match (weight, bias) {
+            (Some(weight), Some(bias)) => x.apply_op3(&weight, &bias, op),
+            (Some(weight), None) => x.apply_op2(&weight, op),
+            (None, _) => x.apply_op1(op),
+        }
+    }
+
+    /// The gradients of the rows, the weight and the bias.
+    fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let gradients = self.step.backward(dy)?;
+        let gradients = [gradients.input, gradients.weight, gradients.bias];
+        match *KEEPS_GRAPH_OF_GRADIENTS {
+            false => Ok(gradients),
+            true => {
+                let [input, weight, bias] = gradients.map(|gradient| {
+                    gradient
+                        .map(|of| FirstDerivative::apply(of, x, dy))
+                        .transpose()
+                });
+                Ok([input?, weight?, bias?])
+            }
+        }
+    }
+}
+
+impl CustomOp1 for PowerNormOp {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    forwards!(1);
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let [dx, _, _] = self.backward(x, dy)?;
+        Ok(dx)
+    }
+}
+
+impl CustomOp2 for PowerNormOp {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    forwards!(2);
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        _weight: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [dx, dweight, _] = self.backward(x, dy)?;
+        Ok((dx, dweight))
     }
 }
 
 impl CustomOp3 for PowerNormOp {
     fn name(&self) -> &'static str {
-        "power_norm"
+        Self::NAME
     }
 
-    forwards!(3, Self::hand_out);
+    forwards!(3);
 
     fn bwd(
         &self,
@@ -167,7 +235,56 @@ impl CustomOp3 for PowerNormOp {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradients = self.step.backward(x, dy, None, x.track_op())?;
-        Ok((gradients.input, gradients.weight, gradients.bias))
+        let [dx, dweight, dbias] = self.backward(x, dy)?;
+        Ok((dx, dweight, dbias))
+    }
+}
+
+/// candle's switch for derivatives of gradients: with it a backward keeps the graph of the gradients
+/// that it makes. candle reads it as this does, once a thread.
+static KEEPS_GRAPH_OF_GRADIENTS: LazyLock<bool> = LazyLock::new(|| {
+    let value = std::env::var("CANDLE_GRAD_DO_NOT_DETACH");
+    value.is_ok_and(|value| !value.is_empty() && value != "0")
+});
+
+/// A gradient in a graph that candle keeps. The kernels make gradients without a graph, so a
+/// derivative of one would miss all that passes through this layer. An error says so instead.
+struct FirstDerivative(Computed);
+
+impl AsRef<Computed> for FirstDerivative {
+    fn as_ref(&self) -> &Computed {
+        &self.0
+    }
+}
+
+impl FirstDerivative {
+    /// `gradient` as a function of the rows and the gradient of the output.
+    fn apply(gradient: Tensor, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        let (storage, layout) = gradient.storage_and_layout();
+        let computed = Computed::new(storage.try_clone(layout)?, layout.shape());
+        x.apply_op2(dy, Self(computed))
+    }
+}
+
+impl CustomOp2 for FirstDerivative {
+    fn name(&self) -> &'static str {
+        "power_norm_gradient"
+    }
+
+    forwards!(2);
+
+    fn bwd(
+        &self,
+        _x: &Tensor,
+        _dy: &Tensor,
+        _gradient: &Tensor,
+        _: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        candle::bail!(
+            "power_norm: expected a backward from a loss, got one through the gradients of another \
+             backward: the layer's gradients cannot be differentiated again, so compute a penalty \
+             on gradients with layers of candle's own operations, such as \
+             `candle_nn::ops::layer_norm_slow`"
+        )
     }
 }

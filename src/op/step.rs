@@ -5,28 +5,24 @@
 //! over the ranks, in an exchange. All ranks come to the same exchanges in the same order. A rank
 //! whose call fails before its exchange tells the others, when its [`Turn`] is dropped.
 //!
-//! A call that fails before its state moves changes nothing. Checks and the exchange come first,
-//! and on an NVIDIA GPU so do allocations and the loading of kernels. A call that fails later, in
-//! the driver or among candle's own operations, may have moved the state. Nothing is pending
+//! The [device](crate::device) decides the order of a step and computes it. [`StepEnv`] is what it
+//! reaches outside of it: the exchange, the state's lock and the count of steps. Nothing is pending
 //! between calls.
 
 use super::{as_bytes, readable};
-use crate::config::{ForwardKind, PowerNormConfig};
+use crate::config::{ForwardKind, PhiStep, Recipe};
 use crate::device::pick::DeviceKind;
-use crate::device::{
-    BackwardInputs, DeviceStep, ForwardInputs, Gradients, Outputs, RunningNu, Setting,
-};
+use crate::device::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
 use crate::state::State;
-use candle::{Result, Tensor};
+use candle::{Result, Tensor, Var};
 use std::sync::Arc;
 
 /// A forward that is about to run, on arguments that the layer has checked.
 pub(crate) struct Call<'a> {
     pub device: &'a DeviceKind,
-    pub config: &'a PowerNormConfig,
     /// `[.., C]`.
     pub xs: &'a Tensor,
     /// Added to `xs` first.
@@ -37,54 +33,16 @@ pub(crate) struct Call<'a> {
     pub weight: Option<&'a Tensor>,
     /// β, `[C]`.
     pub bias: Option<&'a Tensor>,
+    /// G of the group scaling; `None` without it.
+    pub groups: Option<usize>,
+    pub eps: f64,
+    pub recipe: Recipe,
     /// ψ² and t. `None` for the group scaling alone, whose D is 1.
     pub state: Option<&'a State>,
     /// `None` in an evaluation.
     pub training: Option<Training>,
     /// `None` without other ranks.
     pub turn: Option<Turn<'a>>,
-}
-
-impl Call<'_> {
-    /// Reads ψ² and t, and brings the arguments into a layout that their device reads. Returns t
-    /// last.
-    fn begin(&self) -> Result<(Setting, ForwardInputs, usize)> {
-        let (phi, steps) = match self.state {
-            Some(state) => {
-                let rows = self.xs.device();
-                let in_place = self.device.reads_phi_in_place(rows, state.device());
-                let (phi, steps) = state.begin(in_place)?;
-                (Some(phi), steps)
-            }
-            None => (None, 0),
-        };
-        let arguments = [Some(self.xs), self.residual, self.weight, self.bias];
-        let setting = Setting {
-            config: *self.config,
-            kind: match self.training.as_ref().map(|training| training.purpose) {
-                None | Some(Purpose::Evaluation) => ForwardKind::Evaluation,
-                Some(Purpose::Training) => self.config.kind_at(steps + 1),
-                Some(Purpose::Recalibration(_)) => ForwardKind::BatchStatistic,
-            },
-            over_ranks: self.turn.is_some(),
-            tracked: arguments.into_iter().flatten().any(Tensor::track_op),
-        };
-        let is_own = |rows: &Tensor| self.state.is_some_and(|state| state.owns(rows));
-        let readable = |rows: &Tensor| match setting.kind.is_training() && is_own(rows) {
-            // ψ² and ν move before these rows are read for the last time.
-            true => rows.force_contiguous(),
-            false => readable(rows),
-        };
-        let inputs = ForwardInputs {
-            x: readable(self.xs)?,
-            residual: self.residual.map(readable).transpose()?,
-            keep: self.keep.map(as_bytes).transpose()?,
-            weight: self.weight.map(Tensor::contiguous).transpose()?,
-            bias: self.bias.map(Tensor::contiguous).transpose()?,
-            phi,
-        };
-        Ok((setting, inputs, steps))
-    }
 }
 
 /// The state that a training forward and its backward move.
@@ -97,87 +55,153 @@ pub(crate) struct Training {
     pub ranks: Option<Member>,
 }
 
+impl Call<'_> {
+    /// Reads ψ² and t, and brings the arguments into a layout that their device reads. Returns t
+    /// last.
+    fn pass(&self) -> Result<(Pass, usize)> {
+        let (mut phi, mut step_count, mut kind) = (None, 0, ForwardKind::Evaluation);
+        if let Some(state) = self.state {
+            let rows = self.xs.device();
+            let in_place = self.device.reads_phi_in_place(rows, state.device());
+            let (before, t) = state.begin(in_place)?;
+            (phi, step_count) = (Some(before), t);
+            kind = match self.training.as_ref().map(|training| training.purpose) {
+                None | Some(Purpose::Evaluation) => ForwardKind::Evaluation,
+                Some(Purpose::Training) => state.config().kind_at(t + 1),
+                Some(Purpose::Recalibration(_)) => ForwardKind::BatchStatistic,
+            };
+        }
+        let is_own = |rows: &Tensor| self.state.is_some_and(|state| state.owns(rows));
+        let readable = |rows: &Tensor| match kind.is_training() && is_own(rows) {
+            // ψ² and ν move before these rows are read for the last time.
+            true => rows.force_contiguous(),
+            false => readable(rows),
+        };
+        let arguments = [Some(self.xs), self.residual, self.weight, self.bias];
+        let pass = Pass {
+            x: readable(self.xs)?,
+            residual: self.residual.map(readable).transpose()?,
+            keep: self.keep.map(as_bytes).transpose()?,
+            weight: self.weight.map(Tensor::contiguous).transpose()?,
+            bias: self.bias.map(Tensor::contiguous).transpose()?,
+            phi,
+            kind,
+            groups: self.groups,
+            eps: self.eps,
+            recipe: self.recipe,
+            tracked: arguments.into_iter().flatten().any(Tensor::track_op),
+        };
+        Ok((pass, step_count))
+    }
+}
+
 /// A forward that ran, and what its backward needs.
 pub(crate) struct Step {
-    device_step: Box<dyn DeviceStep>,
+    /// As in the forward. With a residual, `x` becomes the sum that the forward normalized.
+    pub pass: Pass,
+    saved: Box<dyn Saved>,
+    /// `None` unless the forward counted as a step.
     training: Option<Training>,
     /// t before the step.
-    steps: usize,
-    keep: Option<Tensor>,
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
+    step_count: usize,
 }
 
 impl Step {
-    /// Runs a forward, which moves ψ² and t. Returns its inputs as the device read them, and its
-    /// outputs.
-    pub fn forward(call: Call) -> Result<(Arc<Self>, ForwardInputs, Outputs)> {
-        let (setting, inputs, steps) = call.begin()?;
-        let (device_step, mut outputs) = call.device.forward(setting, &inputs)?;
-        let mut step = Self {
-            device_step,
-            training: call.training,
-            steps,
-            keep: inputs.keep.clone(),
-            weight: inputs.weight.clone(),
-            bias: inputs.bias.clone(),
+    /// Runs a forward, which moves ψ² and t if it is a training step.
+    pub fn forward(call: Call) -> Result<(Self, Outputs)> {
+        let (pass, step_count) = call.pass()?;
+        let mut env = StepEnv {
+            has_ranks: call.turn.is_some(),
+            turn: call.turn,
+            training: call.training.as_ref(),
+            step_count,
+            counted: false,
         };
-        if let Some(turn) = call.turn {
-            let global = turn.sum(&step.device_step.local_sums()?, steps)?;
-            step.device_step.set_global_sums(&global)?;
-        }
-        if let (true, Some(training)) = (step.device_step.is_step(), &step.training) {
-            (training.state).update_phi(training.purpose, |phi, shares| {
-                step.device_step.update_phi(phi, shares)
-            })?;
-        }
-        if setting.kind == ForwardKind::BatchStatistic {
-            outputs = step.device_step.normalize_by_batch(&inputs, outputs)?;
-        }
-        Ok((Arc::new(step), inputs, outputs))
+        let (saved, outputs) = call.device.forward(&pass, &mut env)?;
+        let counted = env.counted;
+        drop(env);
+        let step = Self {
+            pass,
+            saved,
+            training: call.training.filter(|_| counted),
+            step_count,
+        };
+        Ok((step, outputs))
     }
 
-    /// Runs a backward, which moves ν. `x` is what was normalized, `dy` the gradient of the output,
-    /// and `dsum` the gradient of the sum with a residual.
-    pub fn backward(
-        &self,
-        x: &Tensor,
-        dy: &Tensor,
-        dsum: Option<&Tensor>,
-        wants_input: bool,
-    ) -> Result<Gradients> {
-        let training = self.counted();
+    /// Runs a backward from `dy`, the gradient of the output. It moves ν if the forward counted as
+    /// a step.
+    pub fn backward(&self, dy: &Tensor) -> Result<Gradients> {
+        let training = self.training.as_ref();
         let ranks = training.and_then(|training| training.ranks.as_ref());
+        // From here on a failure tells the other ranks.
         let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
-        let (dy, dsum) = (readable(dy)?, dsum.map(readable).transpose()?);
-        let mut backward = self.device_step.backward(&BackwardInputs {
-            x,
-            dy: &dy,
-            dsum: dsum.as_ref(),
-            keep: self.keep.as_ref(),
-            weight: self.weight.as_ref(),
-            bias: self.bias.as_ref(),
-            running: training.map(|training| RunningNu {
-                ema_gz: training.state.nu_variable(),
-                loss_scale: training.loss_scale.get(),
-            }),
-            wants_input,
-        })?;
-        if let Some(turn) = turn {
-            let global = turn.sum(&backward.local_sums()?, self.steps)?;
-            backward.set_global_sums(&global)?;
-        }
-        match training.filter(|training| training.purpose == Purpose::Training) {
-            Some(training) => (training.state).update_nu(|nu| backward.update_nu(Some(nu)))?,
-            None => backward.update_nu(None)?,
-        }
-        backward.gradients()
+        let is_tracked =
+            |parameter: &Option<Tensor>| parameter.as_ref().is_some_and(Tensor::track_op);
+        let wanted = Wanted {
+            input: self.pass.x.track_op(),
+            weight: is_tracked(&self.pass.weight),
+            bias: is_tracked(&self.pass.bias),
+        };
+        let mut env = StepEnv {
+            has_ranks: turn.is_some(),
+            turn,
+            training,
+            step_count: self.step_count,
+            counted: false,
+        };
+        let dy = readable(dy)?;
+        self.saved.backward(&self.pass, &dy, wanted, &mut env)
+    }
+}
+
+/// The outside of a forward or a backward.
+struct StepEnv<'a> {
+    has_ranks: bool,
+    /// The turn in the exchange of this call, until it is taken.
+    turn: Option<Turn<'a>>,
+    /// `None` in an evaluation.
+    training: Option<&'a Training>,
+    step_count: usize,
+    /// ψ² has moved.
+    counted: bool,
+}
+
+impl Env for StepEnv<'_> {
+    fn has_ranks(&self) -> bool {
+        self.has_ranks
     }
 
-    /// The state to move, if this forward counts as a step. A batch without a kept row does not.
-    fn counted(&self) -> Option<&Training> {
-        self.training
-            .as_ref()
-            .filter(|_| self.device_step.is_step())
+    fn exchange(&mut self, sums: Tensor) -> Result<Tensor> {
+        match self.turn.take() {
+            Some(turn) => turn.sum(&sums, self.step_count),
+            None => Ok(sums),
+        }
+    }
+
+    fn move_phi(&mut self, update: &mut dyn FnMut(&Var, &PhiStep) -> Result<()>) -> Result<()> {
+        if let Some(training) = self.training {
+            (training.state).update_phi(training.purpose, |phi, step| update(phi, step))?;
+            self.counted = true;
+        }
+        Ok(())
+    }
+
+    fn nu(&self) -> Option<Nu<'_>> {
+        self.training.map(|training| Nu {
+            ema_gz: training.state.nu_variable(),
+            share: 1. - training.state.config().alpha_bwd,
+            loss_scale: training.loss_scale.get(),
+        })
+    }
+
+    fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Var>) -> Result<()>) -> Result<()> {
+        match self.training {
+            // A recalibration leaves ν alone.
+            Some(training) if training.purpose == Purpose::Training => {
+                training.state.update_nu(|ema_gz| update(Some(ema_gz)))
+            }
+            _ => update(None),
+        }
     }
 }

@@ -219,7 +219,7 @@ impl Member {
     /// The room for sums in a message. A forward fills it. A backward has fewer sums, but its
     /// message is as long, so that ranks in different calls compare what they announce.
     fn room(&self) -> usize {
-        self.config.square_sums() * (self.size + 1)
+        self.config.recipe.square_sums() * (self.size + 1)
     }
 
     /// The announcement that comes with a rank's sums on a CPU.

@@ -166,6 +166,34 @@ pub fn refused<T>(result: Result<T>, text: &str) {
     assert_eq!(message(result), format!("power_norm: expected {text}"));
 }
 
+/// Runs tests of this program with an environment variable set, in a process of its own, because a
+/// process reads the crate's switches and candle's once. Says whether they passed, and what they
+/// printed.
+pub fn run_with(switch: &str, value: &str, tests: &[&str]) -> (bool, String) {
+    let run = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(tests)
+        .args(["--exact", "--nocapture"])
+        .env_remove("CANDLE_POWERNORM_SIMD")
+        .env_remove("CANDLE_POWERNORM_DEVICE")
+        .env(switch, value)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&[run.stdout, run.stderr].concat()).into_owned();
+    let passed = text.contains(&format!("{} passed", tests.len()));
+    (run.status.success() && passed, text)
+}
+
+/// The layers of this process run as candle's own operations.
+pub fn is_composed() -> bool {
+    std::env::var_os("CANDLE_POWERNORM_DEVICE").is_some_and(|name| name == "composed")
+}
+
+/// A batch whose mask keeps no row counts as a step. Only on a CPU the host knows what a mask holds
+/// without a wait for the device; candle's own operations are written for devices where it does not.
+pub fn counts_masked_batches(device: &Device) -> bool {
+    !device.is_cpu() || is_composed()
+}
+
 /// A test that takes longer than this hangs. No test comes near it, whatever runs its kernels.
 pub const LIMIT: Duration = Duration::from_secs(300);
 

@@ -6,8 +6,8 @@
 
 use crate::common::reference::{composed, Quantity};
 use crate::common::*;
-use candle::{DType, Tensor, Var};
-use candle_powernorm::{PowerNormConfig, Statistics};
+use candle::{DType, Module, Tensor, Var};
+use candle_powernorm::{GroupScaling, PowerNormConfig, RmsNorm, Statistics};
 
 struct Case {
     shape: &'static [usize],
@@ -205,4 +205,58 @@ fn strided_parameters_are_read_as_they_lie() {
     for (actual, expected) in actual.iter().zip(&expected) {
         assert_same_bits("y, dx", actual, expected);
     }
+}
+
+/// candle's switch for derivatives of gradients.
+const KEEP_GRAPHS: &str = "CANDLE_GRAD_DO_NOT_DETACH";
+
+/// The layers whose gradients carry no graph, each with its input and its output.
+fn first_derivatives() -> Vec<(&'static str, Var, Tensor)> {
+    let mut data = Data::new(60);
+    let mut rows = || {
+        let values = data.normal(24);
+        Var::from_tensor(&data.tensor(&values, &[4, 6], DType::F64)).unwrap()
+    };
+    let (norm, _) = layer(6, 1e-5.into(), DType::F64);
+    let weight = Var::ones(6, DType::F64, &CPU).unwrap();
+    let rms_norm = RmsNorm::new(weight.as_tensor().clone(), 1e-5).unwrap();
+    let xs = [rows(), rows(), rows(), rows()];
+    let outputs = [
+        norm.forward(&xs[0]).unwrap(),
+        rms_norm.forward(&xs[1]).unwrap(),
+        GroupScaling::new(2, 1e-5).unwrap().forward(&xs[2]).unwrap(),
+        norm.forward_residual(&xs[3], &xs[3], None).unwrap().0,
+    ];
+    let names = ["PowerNorm", "RmsNorm", "GroupScaling", "a residual"];
+    (names.into_iter().zip(xs).zip(outputs))
+        .map(|((name, xs), y)| (name, xs, y))
+        .collect()
+}
+
+/// A penalty on a gradient would miss all that passes through the layer. [`run_with`] runs this with
+/// candle's switch on.
+#[test]
+fn a_gradient_has_no_gradient() {
+    let keeps = std::env::var_os(KEEP_GRAPHS).is_some();
+    for (name, xs, y) in first_derivatives() {
+        // A plain training step works either way.
+        let gradients = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        let dx = gradients.get(&xs).unwrap();
+        assert_finite(name, dx);
+        let penalty = dx.sqr().unwrap().sum_all().unwrap();
+        match keeps {
+            true => {
+                let text = message(penalty.backward());
+                let expected = "got one through the gradients of another backward";
+                assert!(text.contains(expected), "{name}: {text}");
+            }
+            false => assert!(penalty.backward().unwrap().get(&xs).is_none(), "{name}"),
+        }
+    }
+}
+
+#[test]
+fn a_gradient_s_gradient_is_refused_where_candle_would_take_it() {
+    let (passed, text) = run_with(KEEP_GRAPHS, "1", &["gradient::a_gradient_has_no_gradient"]);
+    assert!(passed, "{text}");
 }

@@ -1,4 +1,6 @@
 //! The element types of rows, and the vector arithmetic of their sums.
+// For `unsafe impl Element` alone.
+#![allow(unsafe_code)]
 
 use candle::WithDType;
 use num_traits::Float;
@@ -7,14 +9,20 @@ use std::mem::MaybeUninit;
 
 /// A type rows are stored in. Vectors come from code that [`Level::run`](super::simd::Level::run)
 /// runs.
-pub(crate) trait Element: WithDType {
+///
+/// # Safety
+///
+/// [`store`](Self::store) must initialize every element of a `row` that has as many elements as
+/// `vectors`. Outputs are allocated without values, and `uninit.rs` hands them out as initialized
+/// because of this.
+pub(super) unsafe trait Element: WithDType {
     type Acc: Accumulator;
 
     /// Reads `vectors` from a row, which has as many elements.
     fn load<S: Simd>(simd: S, row: &[Self], vectors: &mut [<Self::Acc as Accumulator>::Vector<S>]);
 
-    /// Writes `vectors` to a row, which has as many elements: all of it, each element rounded to
-    /// nearest, ties to even.
+    /// Writes `vectors` to a row, which has as many elements. Each element is rounded to nearest, ties
+    /// to even.
     fn store<S: Simd>(
         simd: S,
         vectors: &[<Self::Acc as Accumulator>::Vector<S>],
@@ -23,7 +31,7 @@ pub(crate) trait Element: WithDType {
 }
 
 /// The type sums are taken in: `f32`, or `f64` for `f64` rows.
-pub(crate) trait Accumulator: Element<Acc = Self> + Float {
+pub(super) trait Accumulator: Element<Acc = Self> + Float {
     const ZERO: Self;
     const ONE: Self;
 
@@ -53,7 +61,8 @@ pub(super) type Numbers<T> = Vec<<T as Element>::Acc>;
 macro_rules! accumulator {
     ($type:ident, $vector:ident, $as_simd:ident, $as_mut_simd:ident, $as_uninit_mut_simd:ident,
      $splat:ident, $add:ident, $sub:ident, $mul:ident, $mul_add:ident, $total:ident) => {
-        impl Element for $type {
+        // SAFETY: `store` writes each vector whole, and they make up the row.
+        unsafe impl Element for $type {
             type Acc = Self;
 
             #[inline(always)]
@@ -65,8 +74,10 @@ macro_rules! accumulator {
 
             #[inline(always)]
             fn store<S: Simd>(_: S, vectors: &[S::$vector], row: &mut [MaybeUninit<Self>]) {
+                let (slots, _rest) = S::$as_uninit_mut_simd(row);
+                debug_assert!(slots.len() == vectors.len() && _rest.is_empty());
                 for k in 0..vectors.len() {
-                    S::$as_uninit_mut_simd(row).0[k].write(vectors[k]);
+                    slots[k].write(vectors[k]);
                 }
             }
         }

@@ -14,7 +14,6 @@ use super::element::{Accumulator, Element, Numbers};
 use super::lanes::{sum_terms, sweep, Columns, Groups, Lanes, Scaling, Span, Terms};
 use super::simd;
 use super::uninit::{fill_output, Part, RowWriter, Stores, NON_TEMPORAL};
-use crate::device::host::{GradientSums, RowSum};
 use candle::WithDType;
 use num_traits::Float;
 use pulp::{Simd, WithSimd};
@@ -33,7 +32,7 @@ pub(super) struct Matrix<'a, T> {
 }
 
 /// The input's rows, with their padding mask and group scaling.
-pub(crate) struct Rows<'a, T> {
+pub(super) struct Rows<'a, T> {
     pub x: Matrix<'a, T>,
     /// Added to `x` before anything else. It has the shape of `x`.
     pub residual: Option<Matrix<'a, T>>,
@@ -45,11 +44,11 @@ pub(crate) struct Rows<'a, T> {
     pub sums_all: bool,
 }
 
-/// The gradients of a forward's outputs, shaped as its rows.
-pub(super) struct RowGradients<'a, T> {
-    pub dy: Matrix<'a, T>,
-    /// The gradient of `x + residual`, if that is an output.
-    pub dsum: Option<Matrix<'a, T>>,
+/// Σ x̃² of each column, over some of the rows.
+pub(super) struct SquareSums<T: Element> {
+    pub squares: Numbers<T>,
+    /// The number of rows in the sums.
+    pub rows: usize,
 }
 
 /// The arrays that a pass wrote, `[rows, cols]` each.
@@ -57,7 +56,7 @@ pub(super) struct Written<T> {
     /// The output, which is dx in a backward. `None` if only sums were wanted.
     pub y: Option<Vec<T>>,
     /// `x + residual`, if there is a residual.
-    pub sum: Option<Vec<T>>,
+    pub stream: Option<Vec<T>>,
 }
 
 impl<T> Matrix<'_, T> {
@@ -123,7 +122,7 @@ impl<T: Element> Rows<'_, T> {
     }
 
     #[inline(always)]
-    fn keeps(&self, row: usize) -> bool {
+    pub fn keeps(&self, row: usize) -> bool {
         self.keep.is_none_or(|keep| keep[row] != 0)
     }
 
@@ -147,7 +146,7 @@ pub(super) fn forward<T: Element>(
     rows: &Rows<T>,
     factors: Option<&[Numbers<T>; 2]>,
     sums: bool,
-) -> (Written<T>, Vec<RowSum<Numbers<T>>>) {
+) -> (Written<T>, Vec<SquareSums<T>>) {
     let cols = rows.cols();
     // Sums over kept rows, and then sums over padded ones if they count.
     let width = match (sums, rows.keep) {
@@ -160,7 +159,7 @@ pub(super) fn forward<T: Element>(
         return (written, vec![]);
     }
     let of_padded = squares.split_off(cols);
-    let mut sums = vec![RowSum {
+    let mut sums = vec![SquareSums {
         squares,
         rows: rows.kept(),
     }];
@@ -169,7 +168,7 @@ pub(super) fn forward<T: Element>(
         for (square, padded) in squares.iter_mut().zip(of_padded) {
             *square += padded;
         }
-        sums.push(RowSum {
+        sums.push(SquareSums {
             squares,
             rows: rows.len(),
         });
@@ -177,25 +176,62 @@ pub(super) fn forward<T: Element>(
     (written, sums)
 }
 
-/// The input's gradient, if its gain and decay are given, and the column sums of dy x̃ and dy over
-/// kept rows, if they are wanted.
+/// `y = gain ⊙ x̃ + shift` alone.
+pub(super) fn normalize<T: Element>(rows: &Rows<T>, factors: &[Numbers<T>; 2]) -> Vec<T> {
+    let (written, _) = forward(rows, Some(factors), false);
+    written.y.unwrap_or_default()
+}
+
+/// The mean of x² of each column, for columns whose sum of x² overflows. Each element is divided by
+/// the root of the number of rows before it is squared, so that no sum exceeds the mean. The mean is
+/// infinite only where it leaves f64 itself, or where x does.
+///
+/// Only rows without group scaling come here: with it, x̃² is at most the width of a group. Slow, in
+/// f64 and on one thread: no training takes rows of 1e19 as a rule.
+#[cold]
+pub(super) fn means_of_huge<T: Element>(
+    rows: &Rows<T>,
+    counts: impl Fn(usize) -> bool,
+) -> Vec<f64> {
+    let counted = || (0..rows.len()).filter(|&row| counts(row));
+    let root = (counted().count() as f64).sqrt();
+    let mut means = vec![0.; rows.cols()];
+    for row in counted() {
+        for (mean, x) in means.iter_mut().zip(rows.x.row(row)) {
+            *mean += (x.to_f64() / root).powi(2);
+        }
+    }
+    means
+}
+
+/// Column sums that a backward may take over the kept rows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum BackwardSums {
+    None,
+    /// Σ dy x̃.
+    DyX,
+    /// Σ dy x̃ and Σ dy.
+    DyXAndDy,
+}
+
+/// The input's gradient, if its gain and decay are given, and the column sums that are wanted, one
+/// after the other.
 ///
 /// The gradient is `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the group scaling, and 0 in
-/// padded rows. If there is a `dsum`, it is added.
+/// padded rows.
 pub(super) fn backward<T: Element>(
     rows: &Rows<T>,
-    gradients: &RowGradients<T>,
+    dy: &Matrix<T>,
     factors: Option<&[Numbers<T>; 2]>,
-    sums: bool,
-) -> (Written<T>, Option<GradientSums<Numbers<T>>>) {
-    let pass = Backward { gradients, factors };
-    let width = if sums { 2 * rows.cols() } else { 0 };
-    let (written, mut dy_x) = run(rows, &pass, width);
-    let sums = sums.then(|| GradientSums {
-        dy: dy_x.split_off(rows.cols()),
-        dy_x,
-    });
-    (written, sums)
+    sums: BackwardSums,
+) -> (Option<Vec<T>>, Numbers<T>) {
+    let width = match sums {
+        BackwardSums::None => 0,
+        BackwardSums::DyX => rows.cols(),
+        BackwardSums::DyXAndDy => 2 * rows.cols(),
+    };
+    let (written, sums) = run(rows, &Backward { dy, factors }, width);
+    (written.y, sums)
 }
 
 /// Vectors per bounds check in a pass.
@@ -325,10 +361,9 @@ impl<T: Element> Columns<T::Acc> for Normalized<'_, T> {
     }
 }
 
-/// `x̃ = r x`, Σ dy x̃, Σ dy, `dx̃ = gain dy − decay x̃` and
-/// `dx = r (dx̃ − x̃ · mean(dx̃ x̃)) + dsum`.
+/// `x̃ = r x`, Σ dy x̃, Σ dy, `dx̃ = gain dy − decay x̃` and `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
 struct Backward<'a, T: Element> {
-    gradients: &'a RowGradients<'a, T>,
+    dy: &'a Matrix<'a, T>,
     /// Gain and decay, `[C]` each. `None` if only sums are wanted.
     factors: Option<&'a [Numbers<T>; 2]>,
 }
@@ -350,17 +385,15 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
         sums: &mut [T::Acc],
     ) {
         let (x, cols) = (row.x, row.x.len());
-        let dy = &self.gradients.dy.row(row.index)[..cols];
-        let dsum = self.gradients.dsum.as_ref();
-        let dsum = dsum.map(|dsum| &dsum.row(row.index)[..cols]);
+        let dy = &self.dy.row(row.index)[..cols];
         if !row.keeps {
             if let Some(dx) = dx {
-                write_sum::<1, S, T>(simd, groups, Zeros, dsum, dx);
+                dx.extend::<1, _>(simd, groups, &mut Zeros);
             }
             return;
         }
         let (Some(dx), Some([gain, decay])) = (dx, self.factors) else {
-            let sums = Some(halves(sums, cols));
+            let sums = Sums::of(sums, cols);
             if let Some(scaler) = row.scaler {
                 scaler.scale(simd, x, groups);
             }
@@ -370,44 +403,43 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
         if let Some(scaler) = row.scaler {
             scaler.scale_bwd(simd, &GroupTerms { x, dy, gain, decay }, groups);
         }
-        let sums = (!sums.is_empty()).then(|| halves(sums, cols));
-        let columns = NormalizedBwd {
+        let sums = Sums::of(sums, cols);
+        let mut columns = NormalizedBwd {
             products: Products { x, dy, sums },
             gain,
             decay,
         };
-        write_sum::<STEP, S, T>(simd, groups, columns, dsum, dx);
+        dx.extend::<STEP, _>(simd, groups, &mut columns);
     }
 }
 
-/// Writes a row of dx, which is `columns`, plus `dsum` if there is one.
-#[inline(always)]
-fn write_sum<const K: usize, S: Simd, T: Element>(
-    simd: S,
-    groups: &Groups<T::Acc>,
-    mut columns: impl Columns<T::Acc>,
-    dsum: Option<&[T]>,
-    dx: &mut RowWriter<T>,
-) {
-    // A test of `dsum` in each step would cost up to a tenth.
-    match dsum {
-        Some(row) => dx.extend::<K, _>(simd, groups, &mut Plus { columns, row }),
-        None => dx.extend::<K, _>(simd, groups, &mut columns),
-    }
+/// Sums over rows that a backward adds to.
+enum Sums<'a, A> {
+    None,
+    DyX(&'a mut [A]),
+    DyXAndDy(&'a mut [A], &'a mut [A]),
 }
 
-/// Σ dy x̃ and Σ dy.
-#[inline(always)]
-fn halves<A>(sums: &mut [A], cols: usize) -> [&mut [A]; 2] {
-    let (dy_x, dy) = sums.split_at_mut(cols);
-    [dy_x, &mut dy[..cols]]
+impl<'a, A> Sums<'a, A> {
+    /// The sums of `cols` columns in `all`: none, one a column, or two.
+    #[inline(always)]
+    fn of(all: &'a mut [A], cols: usize) -> Self {
+        if all.is_empty() {
+            return Self::None;
+        }
+        let (dy_x, dy) = all.split_at_mut(cols);
+        match dy.is_empty() {
+            true => Self::DyX(dy_x),
+            false => Self::DyXAndDy(dy_x, &mut dy[..cols]),
+        }
+    }
 }
 
 /// x̃ and dy, added to Σ dy x̃ and Σ dy.
 struct Products<'a, T: Element> {
     x: &'a [T],
     dy: &'a [T],
-    sums: Option<[&'a mut [T::Acc]; 2]>,
+    sums: Sums<'a, T::Acc>,
 }
 
 impl<T: Element> Products<'_, T> {
@@ -415,9 +447,13 @@ impl<T: Element> Products<'_, T> {
     fn add<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> [Lanes<S, T::Acc, K>; 2] {
         let x = at.load(self.x) * at.splat(at.scaling.factor);
         let dy = at.load(self.dy);
-        if let Some([dy_x, dy_sum]) = &mut self.sums {
-            at.store(dy.mul_add(x, at.load(dy_x)), dy_x);
-            at.store(at.load(dy_sum) + dy, dy_sum);
+        match &mut self.sums {
+            Sums::None => {}
+            Sums::DyX(dy_x) => at.store(dy.mul_add(x, at.load(dy_x)), dy_x),
+            Sums::DyXAndDy(dy_x, dy_sum) => {
+                at.store(dy.mul_add(x, at.load(dy_x)), dy_x);
+                at.store(at.load(dy_sum) + dy, dy_sum);
+            }
         }
         [x, dy]
     }
@@ -431,7 +467,7 @@ impl<T: Element> Columns<T::Acc> for Products<'_, T> {
     }
 }
 
-/// dx without dsum.
+/// dx.
 struct NormalizedBwd<'a, T: Element> {
     products: Products<'a, T>,
     gain: &'a [T::Acc],
@@ -448,7 +484,7 @@ impl<T: Element> Columns<T::Acc> for NormalizedBwd<'_, T> {
     }
 }
 
-/// dx of a padded row without dsum.
+/// dx of a padded row.
 struct Zeros;
 
 impl<A: Accumulator> Columns<A> for Zeros {
@@ -646,10 +682,10 @@ fn run<T: Element>(
         return run_at_once(rows, pass, width);
     }
     // Without factors and without sums, a forward adds the residual and does nothing else.
-    let (Written { sum, .. }, _) = run_at_once(rows, &Forward { factors: None }, 0);
-    let summed = rows.summed(sum.as_deref().unwrap_or_default());
+    let (Written { stream, .. }, _) = run_at_once(rows, &Forward { factors: None }, 0);
+    let summed = rows.summed(stream.as_deref().unwrap_or_default());
     let (written, sums) = run_at_once(&summed, pass, width);
-    (Written { sum, ..written }, sums)
+    (Written { stream, ..written }, sums)
 }
 
 /// [`run`], which adds a residual row by row.
@@ -677,17 +713,17 @@ fn run_chunks<T: Element>(
     let len = rows.len() * rows.cols();
     let chunk_len = chunk * rows.cols();
     let mut partials = vec![T::Acc::ZERO; count * width];
-    let mut sum = None;
+    let mut stream = None;
     let y = fill_output(has_output.then_some(len), chunk_len, rows.stores(), |y| {
-        let sum_len = rows.residual.is_some().then_some(len);
-        sum = fill_output(sum_len, chunk_len, Stores::Cached, |sum| {
-            let (mut y, mut sum) = (y.into_iter(), sum.into_iter());
+        let stream_len = rows.residual.is_some().then_some(len);
+        stream = fill_output(stream_len, chunk_len, Stores::Cached, |stream| {
+            let (mut y, mut stream) = (y.into_iter(), stream.into_iter());
             let mut partials = partials.chunks_mut(width.max(1));
             let chunks: Vec<_> = (0..count)
                 .map(|i| Chunk {
                     range: i * chunk..rows.len().min((i + 1) * chunk),
                     output: y.next(),
-                    sum: sum.next(),
+                    stream: stream.next(),
                     sums: partials.next().unwrap_or_default(),
                 })
                 .collect();
@@ -698,7 +734,7 @@ fn run_chunks<T: Element>(
             }
         });
     });
-    (Written { y, sum }, add_partials(&partials, width))
+    (Written { y, stream }, add_partials(&partials, width))
 }
 
 /// The sum of the rows of `partials`, first to last.
@@ -717,7 +753,7 @@ struct Chunk<'a, T: Element> {
     range: Range<usize>,
     output: Option<Part<'a, T>>,
     /// `x + residual`.
-    sum: Option<Part<'a, T>>,
+    stream: Option<Part<'a, T>>,
     sums: &'a mut [T::Acc],
 }
 
@@ -736,7 +772,7 @@ impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
         let Self { pass, rows, chunk } = self;
         let cols = rows.cols();
         let mut output = chunk.output.map(RowWriter::new);
-        let mut sum = chunk.sum.map(RowWriter::new);
+        let mut stream = chunk.stream.map(RowWriter::new);
         let mut subtotals = vec![T::Acc::ZERO; chunk.sums.len()];
         let scaler = rows.scaler();
         let mut groups = Groups::new(cols, rows.group_len());
@@ -744,10 +780,10 @@ impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
         for index in chunk.range.clone() {
             let mut x = &rows.x.row(index)[..cols];
             if P::ADDS_RESIDUAL {
-                if let (Some(residual), Some(sum)) = (&rows.residual, &mut sum) {
+                if let (Some(residual), Some(stream)) = (&rows.residual, &mut stream) {
                     let (columns, row) = (x, &residual.row(index)[..cols]);
-                    sum.extend_cached::<1, _>(simd, &whole_row, &mut Plus { columns, row });
-                    x = sum.last(cols);
+                    stream.extend_cached::<1, _>(simd, &whole_row, &mut Plus { columns, row });
+                    x = stream.last(cols);
                 }
             }
             let row = Row {

@@ -154,7 +154,7 @@ impl<A: Accumulator> Scaling<A> {
 
 /// The groups of a row, which make up its columns, in order.
 pub(super) struct Groups<A> {
-    pub cols: usize,
+    cols: usize,
     len: usize,
     scalings: Vec<Scaling<A>>,
 }
@@ -176,6 +176,12 @@ impl<A: Accumulator> Groups<A> {
             len,
             scalings: vec![Scaling::NONE; cols / len],
         }
+    }
+
+    /// The number of columns, which are all in some group.
+    #[inline(always)]
+    pub fn cols(&self) -> usize {
+        self.cols
     }
 
     /// The columns and the scaling of each group.
@@ -224,6 +230,9 @@ impl<T: Element> Sink<T> for &mut [MaybeUninit<T>] {
 
 /// Steps over a row in order, and writes what each step gives to `row`. A step takes `K` vectors
 /// where as many are left of a group.
+///
+/// Every column from 0 to `groups.cols()` is visited once, and so written once if `row` writes.
+/// `uninit.rs` relies on it.
 #[inline(always)]
 pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
     simd: S,
@@ -297,4 +306,71 @@ pub(super) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
         totals[n] = lanes[n].total();
     }
     totals
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(unsafe_code)]
+
+    use super::*;
+    use crate::device::cpu::simd::Level;
+    use pulp::WithSimd;
+
+    /// The factor of each column's group.
+    struct Factors;
+
+    impl Columns<f32> for Factors {
+        fn step<S: Simd, const K: usize>(&mut self, at: Span<S, f32, K>) -> Lanes<S, f32, K> {
+            at.splat(at.scaling.factor)
+        }
+    }
+
+    struct Sweep<'a>(&'a Groups<f32>, &'a mut [MaybeUninit<f32>]);
+
+    impl WithSimd for Sweep<'_> {
+        type Output = ();
+
+        fn with_simd<S: Simd>(self, simd: S) {
+            sweep::<4, _, f32>(simd, self.0, &mut Factors, self.1);
+        }
+    }
+
+    /// (1 + 2⁻¹²)² − (1 + 2⁻¹¹): 2⁻²⁴ in each lane, or 0 if `f32` rounds the square.
+    struct Square;
+
+    impl WithSimd for Square {
+        type Output = f32;
+
+        fn with_simd<S: Simd>(self, simd: S) -> f32 {
+            let [x, rounded] =
+                [12, 11].map(|bits| Lanes::<S, f32, 1>::splat(simd, 1. + 0.5f32.powi(bits)));
+            (x.mul_add(x, rounded * Lanes::splat(simd, -1.))).total()
+        }
+    }
+
+    #[test]
+    fn a_product_is_rounded_once_where_an_instruction_does_so() {
+        for level in Level::all() {
+            let once = !matches!(level, Level::Baseline);
+            assert_eq!(level.run(Square) > 0., once, "{level:?}");
+        }
+    }
+
+    #[test]
+    fn a_sweep_writes_every_column_with_its_group() {
+        for len in 1..140 {
+            let mut groups = Groups::new(3 * len, len);
+            for ((_, scaling), factor) in groups.each_mut().zip([0., 1., 2.]) {
+                scaling.factor = factor;
+            }
+            for level in Level::all() {
+                let mut row = vec![MaybeUninit::new(-1.); 3 * len];
+                level.run(Sweep(&groups, &mut row));
+                for (i, slot) in row.iter().enumerate() {
+                    // SAFETY: it held a value before the sweep.
+                    assert_eq!(unsafe { slot.assume_init() }, (i / len) as f32);
+                }
+            }
+        }
+    }
 }

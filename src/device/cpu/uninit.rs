@@ -59,8 +59,10 @@ pub(super) fn fill_output<T: Copy>(
         "a kernel left part of its output unwritten"
     );
     // SAFETY: there is room for `len` elements. Only the drop of a `RowWriter` counts what is
-    // filled: once a chunk, no more than the chunk has, and after its fence. So by the assert
-    // every chunk is written.
+    // filled: once a chunk, no more than the chunk has, and after its fence. It counts whole rows,
+    // each of which `sweep` has written: `Groups` keeps its number of columns private, `sweep`
+    // visits each of them, and by the contract of `Element` a store writes all it is given. So by
+    // the assert every chunk is written.
     unsafe { out.set_len(len) };
     Some(out)
 }
@@ -132,9 +134,9 @@ impl<'a, T: Element> RowWriter<'a, T> {
             Stores::Cached => self.extend_cached::<K, _>(simd, groups, columns),
             #[cfg(target_arch = "x86_64")]
             Stores::NonTemporal => {
-                let row = &mut self.part.slots[self.filled..][..groups.cols];
+                let row = &mut self.part.slots[self.filled..][..groups.cols()];
                 sweep::<K, _, T>(simd, groups, columns, PastCaches(row));
-                self.filled += groups.cols;
+                self.filled += groups.cols();
             }
         }
     }
@@ -147,9 +149,9 @@ impl<'a, T: Element> RowWriter<'a, T> {
         groups: &Groups<T::Acc>,
         columns: &mut impl Columns<T::Acc>,
     ) {
-        let row = &mut self.part.slots[self.filled..][..groups.cols];
+        let row = &mut self.part.slots[self.filled..][..groups.cols()];
         sweep::<K, _, T>(simd, groups, columns, row);
-        self.filled += groups.cols;
+        self.filled += groups.cols();
     }
 
     /// The last `n` values.
@@ -160,8 +162,8 @@ impl<'a, T: Element> RowWriter<'a, T> {
     #[inline(always)]
     pub fn last(&self, n: usize) -> &[T] {
         assert_eq!(self.part.stores, Stores::Cached);
-        // SAFETY: `extend` wrote all slots up to `filled`, because `sweep` visits and writes each
-        // column of a row.
+        // SAFETY: `extend` wrote all slots up to `filled`: `sweep` visits each column of a row, and
+        // by the contract of `Element` its store writes each element that it is given.
         unsafe { self.part.slots[self.filled - n..self.filled].assume_init_ref() }
     }
 }

@@ -5,7 +5,7 @@
 
 use super::cut::{Cut, Extent, Pass, WARP};
 use super::params::{when, Address, FactorOrigin, Tiling};
-use crate::config::{ForwardKind, PowerNormConfig, Recipe};
+use crate::config::{ForwardKind, Recipe};
 use crate::device::sums_dtype;
 use crate::error::Error;
 use candle::DType;
@@ -78,7 +78,7 @@ impl Parts {
 /// shared with other processes.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchPlan {
-    pub config: PowerNormConfig,
+    pub recipe: Recipe,
     pub kind: ForwardKind,
     /// The forward has a mask.
     pub masked: bool,
@@ -127,9 +127,9 @@ pub struct Workspace {
 impl LaunchPlan {
     /// The plan of a forward without a mask. Refuses a shape that the kernels' numbers have no room
     /// for.
-    pub fn new(extent: Extent, config: PowerNormConfig, kind: ForwardKind) -> Result<Self, Error> {
+    pub fn new(extent: Extent, recipe: Recipe, kind: ForwardKind) -> Result<Self, Error> {
         Ok(Self {
-            config,
+            recipe,
             kind,
             masked: false,
             divides: true,
@@ -148,6 +148,11 @@ impl LaunchPlan {
         })
     }
 
+    /// The input's gradient is exact, and is made at last, by Λ.
+    pub fn is_exact(&self) -> bool {
+        self.kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
+    }
+
     /// Chunks of rows, each of which has sums of its own.
     pub fn chunks(&self) -> u32 {
         self.cut.chunks as u32
@@ -161,7 +166,7 @@ impl LaunchPlan {
     /// The sums that the pass hands out for one process.
     pub fn sums(&self) -> usize {
         match self.pass {
-            Pass::Forward => self.config.square_sums() * (self.extent.cols + 1),
+            Pass::Forward => self.recipe.square_sums() * (self.extent.cols + 1),
             Pass::Backward => self.extent.cols,
         }
     }
@@ -172,7 +177,7 @@ impl LaunchPlan {
         let chunks = u64::from(self.chunks());
         let trains = self.kind.is_training();
         let sums = trains && self.pass == Pass::Forward;
-        let all_sums = sums && self.masked && self.config.recipe == Recipe::Fairseq;
+        let all_sums = sums && self.masked && self.recipe == Recipe::Fairseq;
         let mut parts = Parts { next: start };
         Saved {
             inv_rms: parts.take(self.divides, row),
@@ -328,7 +333,7 @@ mod tests {
             ..extent(dtype, shape, multiprocessors, 227)
         };
         let kind = ForwardKind::RunningStatistic;
-        let forward = LaunchPlan::new(extent, 1e-5.into(), kind)?;
+        let forward = LaunchPlan::new(extent, Recipe::Paper, kind)?;
         Ok([forward, forward.of_backward()?])
     }
 

@@ -10,7 +10,7 @@ mod launch;
 mod params;
 mod step;
 
-pub(crate) use step::CudaStep;
+pub(crate) use step::forward;
 
 use crate::error::Error;
 use candle::backend::BackendStorage;
@@ -27,7 +27,7 @@ use candle::{
 use cut::Limits;
 use launch::{Kernel, Launch};
 use params::{number, Address, Vector};
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -184,9 +184,11 @@ impl Gpu {
     }
 
     /// Runs `launch` on a tensor that it writes in place.
-    fn in_place(&self, tensor: &Tensor, launch: impl Fn(Vector) -> Result<()>) -> Result<()> {
-        let stream = &self.stream;
-        tensor.inplace_op1(&InPlace { stream, launch })
+    fn in_place(&self, tensor: &Tensor, launch: impl FnMut(Vector) -> Result<()>) -> Result<()> {
+        tensor.inplace_op1(&InPlace {
+            stream: &self.stream,
+            launch: RefCell::new(launch),
+        })
     }
 }
 
@@ -325,13 +327,14 @@ fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
     }
 }
 
-/// A launch that writes a tensor in place. It is given the tensor's address.
+/// A launch that writes a tensor in place. It is given the tensor's address. candle calls an op once
+/// and by a shared reference.
 struct InPlace<'a, F> {
     stream: &'a CudaStream,
-    launch: F,
+    launch: RefCell<F>,
 }
 
-impl<F: Fn(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
+impl<F: FnMut(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
     fn name(&self) -> &'static str {
         "power_norm"
     }
@@ -344,7 +347,7 @@ impl<F: Fn(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
         let (offset, dtype) = (offset(layout, storage.dtype())?, number(storage.dtype())?);
         with_slice!(&mut storage.slice, slice => {
             let (start, _held) = slice.device_ptr_mut(self.stream);
-            (self.launch)(Vector { data: start + offset, dtype })
+            (self.launch.borrow_mut())(Vector { data: start + offset, dtype })
         })
     }
 }

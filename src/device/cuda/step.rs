@@ -1,4 +1,4 @@
-//! A step on a GPU.
+//! A step on a GPU: a forward and its backward from top to bottom, and one function for each launch.
 //!
 //! A forward allocates and loads all that it and its step of ψ² need before its first launch, and
 //! so does a backward. A call that fails before its launches changes nothing.
@@ -6,572 +6,446 @@
 use super::cut::Extent;
 use super::launch::{LaunchPlan, Saved, Workspace};
 use super::params::{
-    when, Address, NormalizeBwdParams, NormalizeParams, SumPartialsParams, UpdateNuParams,
+    number, when, Address, NormalizeBwdParams, NormalizeParams, SumPartialsParams, UpdateNuParams,
     UpdatePhiParams, Vector,
 };
-use super::{number, reads_in_place, Gpu, Kernels, Locks, Uses};
+use super::{reads_in_place, Gpu, Kernels, Locks, Uses};
 use crate::config::{ForwardKind, PhiStep, Recipe};
-use crate::device::{
-    BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
-};
+use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle::op::BackpropOp;
-use candle::{CudaStorage, DType, Result, Shape, Storage, Tensor, Var, D};
+use candle::{CudaStorage, DType, Result, Shape, Storage, Tensor, D};
 use std::sync::Arc;
 
 /// Bytes of a total.
 const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 
-/// A forward, and what it leaves.
-pub(crate) struct CudaStep {
+/// Runs a forward.
+pub(crate) fn forward(
+    kernels: &Arc<Kernels>,
+    pass: &Pass,
+    env: &mut dyn Env,
+) -> Result<(Box<dyn device::Saved>, Outputs)> {
+    let gpu = Gpu::of(pass.x.device(), kernels)?;
+    let plan = plan_of(pass, kernels, env.has_ranks())?;
+    let trains = plan.kind.is_training();
+    let by_batch = plan.kind == ForwardKind::BatchStatistic;
+    let has_rows = plan.extent.rows > 0;
+
+    // All memory and all kernels, before the first launch.
+    // SAFETY: without rows there is nothing to write. With rows, `launch_rows` writes all of the
+    // stream if there is a residual, and all of y, unless the batch's statistic normalizes:
+    // `launch_output` then writes y.
+    let output = || unsafe { gpu.storage(pass.x.shape(), pass.x.dtype()) };
+    let mut y = output()?;
+    let mut stream = pass.residual.is_some().then(output).transpose()?;
+    let keeps = trains || has_rows && (pass.tracked || plan.has_wide_groups());
+    // SAFETY: each part of the layout is written by the launch that makes it, which comes before
+    // the launches that read it: `launch_rows` (or `launch_inv_rms`), `update_phi`.
+    let saved = keeps.then(|| unsafe { gpu.room(plan.saved(0).end) });
+    let mut saved = saved.transpose()?;
+    let exchanges = trains && env.has_ranks();
+    // SAFETY: `launch_totals` writes all of it.
+    let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
+    let mut sums = sums.transpose()?;
+    gpu.load(&plan.kernels(exchanges))?;
+
+    // x + residual, Σ x̃², and y unless the batch's statistic normalizes.
+    if has_rows {
+        launch_rows(&gpu, &plan, pass, &mut y, stream.as_mut(), saved.as_mut())?;
+    } else if plan.kind == ForwardKind::RunningStatistic {
+        launch_inv_rms(&gpu, &plan, pass, saved.as_mut())?;
+    }
+    // The sums over all ranks. In a single process `update_phi` adds the chunks' sums up itself.
+    let mut totals = None;
+    if let Some(mut sums) = sums.take() {
+        launch_totals(&gpu, &plan, saved.as_mut(), &mut sums)?;
+        totals = Some(env.exchange(from_storage(sums, &plan.sums().into()))?);
+    }
+    // ψ_B², Γ, ψ², and 1/D if it is the batch's.
+    if trains {
+        env.move_phi(&mut |phi, step| {
+            let totals = totals.as_ref();
+            gpu.in_place(phi, |phi| {
+                launch_update_phi(&gpu, &plan, pass.eps, saved.as_mut(), totals, phi, step)
+            })
+        })?;
+    }
+    if by_batch && has_rows {
+        launch_output(&gpu, &plan, pass, &mut y, stream.as_mut(), saved.as_mut())?;
+    }
+    let outputs = Outputs {
+        y: Storage::Cuda(y),
+        stream: stream.map(Storage::Cuda),
+    };
+    Ok((Box::new(Forwarded { gpu, plan, saved }), outputs))
+}
+
+/// What a backward needs of its forward.
+struct Forwarded {
     gpu: Gpu,
     plan: LaunchPlan,
-    /// Device memory that the backward needs. `None` where there are no rows, or no backward was to
-    /// follow.
+    /// Device memory in the layout of [`LaunchPlan::saved`]. `None` where there are no rows, or no
+    /// backward was to follow.
     saved: Option<CudaSlice<u8>>,
-    /// The sums of a training forward over ranks: local ones, and later global ones. In a single
-    /// process the sums are in `saved`, chunk by chunk.
-    sums: Option<Tensor>,
 }
 
-impl CudaStep {
-    /// Adds the residual, sums the squares and writes the output. If the batch's statistic
-    /// normalizes, the output is left to [`normalize_by_batch`](DeviceStep::normalize_by_batch).
-    pub fn forward(
-        setting: Setting,
-        inputs: &ForwardInputs,
-        kernels: &Arc<Kernels>,
-    ) -> Result<(Box<dyn DeviceStep>, Outputs)> {
-        let mut step = Self::new(setting, inputs, kernels)?;
-        let (gpu, plan) = (&step.gpu, &step.plan);
+impl device::Saved for Forwarded {
+    fn backward(
+        &self,
+        pass: &Pass,
+        dy: &Tensor,
+        wanted: Wanted,
+        env: &mut dyn Env,
+    ) -> Result<Gradients> {
+        let gpu = &self.gpu;
+        let plan = self.plan.of_backward()?;
+        let trains = plan.kind.is_training();
+        let exact = plan.is_exact();
         let has_rows = plan.extent.rows > 0;
-        let output = |like: &Tensor| gpu.storage(like.shape(), like.dtype()).map(Storage::Cuda);
-        let mut outputs = Outputs {
-            y: Some(output(&inputs.x)?),
-            sum: inputs.residual.as_ref().map(output).transpose()?,
-        };
-        if !has_rows && !plan.kind.is_training() {
-            return Ok((Box::new(step), outputs));
-        }
-        if setting.tracked || plan.kind.is_training() || plan.has_wide_groups() {
-            step.saved = Some(gpu.room(plan.saved(0).end)?);
-        }
-        let sums = setting.over_ranks.then(|| gpu.sums(plan)).transpose()?;
-        gpu.load(&plan.kernels(setting.over_ranks))?;
-        if has_rows {
-            step.launch_rows(inputs, &mut outputs)?;
-        } else if plan.kind == ForwardKind::RunningStatistic {
-            step.launch_inv_rms(inputs)?;
-        }
-        if let Some(sums) = sums {
-            step.launch_totals(sums)?;
-        }
-        Ok((Box::new(step), outputs))
-    }
+        let nu = env.nu().map(|nu| RunningNu::of(&nu, pass)).transpose()?;
 
-    fn new(setting: Setting, inputs: &ForwardInputs, kernels: &Arc<Kernels>) -> Result<Self> {
-        let x = &inputs.x;
-        let cols = x.dim(D::Minus1)?;
-        let rows = x.elem_count() / cols;
-        // The kernels have no others.
-        number(x.dtype())?;
-        let extent = Extent {
-            dtype: x.dtype(),
-            rows,
-            cols,
-            groups: setting.config.group_scaling,
-            limits: kernels.limits,
-        };
-        // Other processes may have rows. If none has, a training step is an evaluation.
-        let kind = match rows > 0 || setting.over_ranks {
-            true => setting.kind,
-            false => ForwardKind::Evaluation,
-        };
-        Ok(Self {
-            gpu: Gpu::of(x.device(), kernels)?,
-            plan: LaunchPlan {
-                masked: inputs.keep.is_some(),
-                divides: inputs.phi.is_some(),
-                ..LaunchPlan::new(extent, setting.config, kind)?
-            },
-            saved: None,
-            sums: None,
-        })
-    }
-
-    /// Launches a forward: `Y = γ ⊙ X̃/D + β`, the sum of the input and its residual, and the sums
-    /// that move ψ². By the batch's statistic, no output yet.
-    fn launch_rows(&mut self, inputs: &ForwardInputs, outputs: &mut Outputs) -> Result<()> {
-        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
-        let y = uses.write(on_gpu(&mut outputs.y)?)?.data;
-        let [adding, added] = forward_params(plan, inputs, &mut outputs.sum, &saved, &mut uses)?;
-        let mut first = adding;
-        if plan.has_wide_groups() {
-            let (launch, tiling) = plan.groups_launch();
-            // SAFETY: `uses` holds every buffer until the launches are queued, each of the size
-            // that `LaunchPlan` asks for.
-            unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..adding }) }?;
-            first = added;
-        }
-        let kept_rows = NormalizeParams {
-            keep: uses.read(inputs.keep.as_ref())?,
-            y: when(plan.kind != ForwardKind::BatchStatistic, y),
-            partials: saved.partials,
-            kept: saved.kept,
-            ..first
-        };
-        // SAFETY: as above.
-        unsafe { gpu.normalize(plan, kept_rows) }?;
-        if saved.all_partials == 0 {
-            return Ok(());
-        }
-        let all_rows = NormalizeParams {
-            partials: saved.all_partials,
-            ..added
-        };
-        // SAFETY: as above.
-        unsafe { gpu.normalize(plan, all_rows) }
-    }
-
-    /// Makes 1/D by ψ² where other processes have all rows. Elsewhere the launch of the output
-    /// writes it, or by the batch's statistic the step of ψ².
-    fn launch_inv_rms(&mut self, inputs: &ForwardInputs) -> Result<()> {
-        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
-        let phi = uses.read_vector(inputs.phi.as_ref())?;
-        let params = statistics(plan, &saved, 0, phi, true);
-        // SAFETY: as in `launch_rows`.
-        unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
-    }
-
-    /// Sums over the rows of this process, to be handed out.
-    fn launch_totals(&mut self, mut sums: CudaStorage) -> Result<()> {
-        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
-        let mut totals = uses.write(&mut sums)?.data;
-        let all_partials = match saved.all_partials {
-            0 => saved.partials,
-            all_partials => all_partials,
-        };
-        // Of kept rows, then of all rows.
-        let partials = [(saved.partials, saved.kept), (all_partials, 0)];
-        for (partials, kept) in partials.into_iter().take(plan.config.square_sums()) {
-            let count = totals + plan.extent.cols as u64 * TOTAL_BYTES;
-            let params = SumPartialsParams {
-                partials,
-                kept,
-                stride: plan.extent.cols as i64,
-                totals,
-                count,
-                ..Default::default()
-            };
-            // SAFETY: as in `launch_rows`.
-            unsafe { gpu.sum_partials(plan, params) }?;
-            totals = count + TOTAL_BYTES;
-        }
-        drop(uses);
-        self.sums = Some(from_storage(sums, &plan.sums().into()));
-        Ok(())
-    }
-
-    /// Launches the output by the batch's statistic, of which `update_phi` has left 1/D.
-    fn launch_output(&mut self, inputs: &ForwardInputs, outputs: &mut Outputs) -> Result<()> {
-        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
-        let params = NormalizeParams {
-            x: match inputs.residual {
-                // `launch_rows` has written it.
-                Some(_) => uses.write(on_gpu(&mut outputs.sum)?)?.data,
-                None => uses.read_rows(&inputs.x)?,
-            },
-            y: uses.write(on_gpu(&mut outputs.y)?)?.data,
-            weight: uses.read_vector(inputs.weight.as_ref())?,
-            bias: uses.read_vector(inputs.bias.as_ref())?,
-            inv_rms: saved.inv_rms,
-            factors: saved.factors,
-            group_scaling: plan.cut.group_scaling,
-            group_eps: plan.config.eps,
-            ..Default::default()
-        };
-        // SAFETY: as in `launch_rows`.
-        unsafe { gpu.normalize(plan, params) }
-    }
-}
-
-impl DeviceStep for CudaStep {
-    fn local_sums(&self) -> Result<Tensor> {
-        match &self.sums {
-            Some(sums) => Ok(sums.clone()),
-            None => candle::bail!("power_norm: expected the sums of a forward, got none"),
-        }
-    }
-
-    fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
-        self.sums = Some(global.clone());
-        Ok(())
-    }
-
-    fn is_step(&self) -> bool {
-        self.plan.kind.is_training()
-    }
-
-    fn update_phi(&mut self, phi: &Var, step: &PhiStep) -> Result<()> {
-        let (gpu, plan, locks) = (&self.gpu, &self.plan, Locks::default());
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
-        let totals = uses.read(self.sums.as_ref())?;
-        let by_batch = plan.kind == ForwardKind::BatchStatistic;
-        gpu.in_place(phi, |phi| {
-            let params = UpdatePhiParams {
-                cumulative: step.cumulative.is_some().into(),
-                moving: step.moving.is_some().into(),
-                old_share: step.cumulative.map_or(0., |shares| shares.old),
-                new_share: step.cumulative.map_or(0., |shares| shares.new),
-                alpha: step.moving.map_or(0., |shares| shares.old),
-                beta: step.moving.map_or(0., |shares| shares.new),
-                ..statistics(plan, &saved, totals, phi, by_batch)
-            };
-            // SAFETY: as in `launch_rows`; `saved` and the sums are those of this step, and
-            // `in_place` holds ψ².
-            unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
-        })
-    }
-
-    fn normalize_by_batch(
-        &mut self,
-        inputs: &ForwardInputs,
-        mut outputs: Outputs,
-    ) -> Result<Outputs> {
-        if self.plan.extent.rows > 0 {
-            self.launch_output(inputs, &mut outputs)?;
-        }
-        Ok(outputs)
-    }
-
-    fn backward<'a>(&'a self, inputs: &BackwardInputs<'a>) -> Result<Box<dyn DeviceBackward + 'a>> {
-        let ema_gz = match inputs.running.map(|nu| nu.ema_gz.detach()) {
-            Some(nu) if !reads_in_place(inputs.x.device(), nu.device()) => Some(nu.copy()?),
-            nu => nu,
-        };
-        let mut backward = CudaBackward::new(self, inputs)?;
-        let over_ranks = self.sums.is_some();
-        let sums = over_ranks
-            .then(|| self.gpu.sums(&backward.plan))
-            .transpose()?;
-        if backward.plan.extent.rows > 0 {
-            backward.launch_rows(ema_gz.as_ref())?;
-        }
-        if let Some(sums) = sums {
-            backward.launch_totals(sums)?;
-        }
-        Ok(Box::new(backward))
-    }
-}
-
-/// A backward.
-struct CudaBackward<'a> {
-    step: &'a CudaStep,
-    plan: LaunchPlan,
-    inputs: BackwardInputs<'a>,
-    input: Option<CudaStorage>,
-    weight: Option<CudaStorage>,
-    bias: Option<CudaStorage>,
-    /// What the forward saved, and the workspace. `None` where there is nothing to launch.
-    memory: Option<(&'a CudaSlice<u8>, CudaSlice<u8>)>,
-    /// Σ dy x̃ over ranks, `[cols]`: local sums, and later global ones. `None` in a single process.
-    sums: Option<Tensor>,
-}
-
-impl<'a> CudaBackward<'a> {
-    /// Allocates what a backward writes, and loads its kernels.
-    fn new(step: &'a CudaStep, inputs: &BackwardInputs<'a>) -> Result<Self> {
-        let gpu = &step.gpu;
-        let plan = step.plan.of_backward()?;
-        let memory = match &step.saved {
-            Some(saved) => Some((saved, gpu.room(plan.workspace(0).end)?)),
-            None => None,
-        };
-        let gradient = |of: &Tensor| match memory {
-            Some(_) => gpu.storage(of.shape(), of.dtype()),
+        // All memory and all kernels, before the first launch.
+        let gradient = |of: &Tensor| match self.saved {
+            // SAFETY: with `saved` there are rows, of this process or of others. The launches over
+            // the rows write all of dx, and `update_nu` all of the parameters' gradients. An empty
+            // dx has nothing to write.
+            Some(_) => unsafe { gpu.storage(of.shape(), of.dtype()) },
             None => gpu.device.zeros_impl(of.shape(), of.dtype()),
         };
-        let of_parameter = |parameter: Option<&Tensor>| {
-            let tracked = parameter.filter(|parameter| parameter.track_op());
-            tracked.map(gradient).transpose()
+        let of_parameter = |parameter: &Option<Tensor>, wanted: bool| {
+            let parameter = parameter.as_ref().filter(|_| wanted);
+            parameter.map(gradient).transpose()
         };
-        let input = inputs.wants_input.then(|| gradient(inputs.x)).transpose()?;
-        let weight = of_parameter(inputs.weight)?;
-        let bias = of_parameter(inputs.bias)?;
-        if memory.is_some() {
-            gpu.load(&plan.kernels(step.sums.is_some()))?;
+        let mut dx = wanted.input.then(|| gradient(&pass.x)).transpose()?;
+        let mut dweight = of_parameter(&pass.weight, wanted.weight)?;
+        let mut dbias = of_parameter(&pass.bias, wanted.bias)?;
+        if let Some(saved) = &self.saved {
+            let exchanges = env.has_ranks();
+            // SAFETY: `launch_rows_bwd` writes the partial sums and `dots`, and `update_nu` writes
+            // `lambda`, before anything reads them. Without rows no launch reads partial sums.
+            let mut workspace = unsafe { gpu.room(plan.workspace(0).end) }?;
+            // SAFETY: `launch_totals_bwd` writes all of it.
+            let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
+            let sums = sums.transpose()?;
+            gpu.load(&plan.kernels(exchanges))?;
+            let backward = Backward {
+                gpu,
+                plan: &plan,
+                pass,
+                dy,
+                saved,
+            };
+
+            // Σ dy x̃, Σ dy, and dx unless it is exact.
+            let takes_sums = trains || dweight.is_some() || dbias.is_some();
+            let first_dx = dx.as_mut().filter(|_| !exact);
+            if has_rows && (takes_sums || first_dx.is_some()) {
+                backward.launch_rows(&mut workspace, nu.as_ref(), first_dx, takes_sums)?;
+            }
+            let mut totals = None;
+            if let Some(mut sums) = sums {
+                backward.launch_totals(&mut workspace, &mut sums)?;
+                totals = Some(env.exchange(from_storage(sums, &plan.sums().into()))?);
+            }
+            // Λ, ν and the parameters' gradients.
+            if takes_sums {
+                let nu = nu.as_ref();
+                let mut launch = |ema_gz| {
+                    let gradients = [dweight.as_mut(), dbias.as_mut()];
+                    backward.launch_update_nu(
+                        &mut workspace,
+                        totals.as_ref(),
+                        nu,
+                        ema_gz,
+                        gradients,
+                    )
+                };
+                env.move_nu(&mut |ema_gz| match ema_gz {
+                    Some(ema_gz) => gpu.in_place(ema_gz, &mut launch),
+                    None => launch(Vector::default()),
+                })?;
+            }
+            // An exact dx, by Λ.
+            if let Some(dx) = dx.as_mut().filter(|_| exact && has_rows) {
+                backward.launch_exact(&mut workspace, dx)?;
+            }
         }
-        Ok(Self {
-            step,
-            plan,
-            inputs: *inputs,
-            input,
-            weight,
-            bias,
-            memory,
-            sums: None,
-        })
-    }
-
-    /// The gradients need sums over the rows.
-    fn wants_sums(&self) -> bool {
-        self.plan.kind.is_training() || self.weight.is_some() || self.bias.is_some()
-    }
-
-    /// The input's gradient is made at last, by Λ.
-    fn is_exact(&self) -> bool {
-        self.plan.config.is_exact(self.plan.kind)
-    }
-
-    fn loss_scale(&self) -> f64 {
-        self.inputs.running.map_or(1., |nu| nu.loss_scale)
-    }
-
-    /// Makes the gradients that do not depend on the sums of the whole batch, and the sums.
-    ///
-    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
-    /// same as in the CPU's backward.
-    fn launch_rows(&mut self, ema_gz: Option<&Tensor>) -> Result<()> {
-        let writes = self.input.is_some() && !self.is_exact();
-        let sums = self.wants_sums();
-        let correction_scale = (1. - self.plan.config.alpha_bwd) * self.loss_scale();
-        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
-        let (Some((saved, workspace)), true) = (&mut self.memory, writes || sums) else {
-            return Ok(());
-        };
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let dx = uses.write(self.input.as_mut().filter(|_| writes))?.data;
-        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
-        // The weight is locked before ν, as in `update_nu`.
-        let params = backward_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?;
-        let params = NormalizeBwdParams {
-            correction: uses.read_vector(ema_gz)?,
-            correction_scale,
-            partials: when(sums, workspace.partials),
-            ..params
-        };
-        // SAFETY: as in a forward's `launch_rows`.
-        unsafe { gpu.normalize_bwd(plan, params) }
-    }
-
-    /// Sums Σ dy x̃ over the rows of this process, to be handed out.
-    fn launch_totals(&mut self, mut sums: CudaStorage) -> Result<()> {
-        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
-        let Some((_, workspace)) = &mut self.memory else {
-            candle::bail!("power_norm: expected sums of chunks, got none")
-        };
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
-        let params = SumPartialsParams {
-            partials: workspace.partials,
-            stride: 2 * plan.extent.cols as i64,
-            totals: uses.write(&mut sums)?.data,
-            ..Default::default()
-        };
-        // SAFETY: as in `launch_rows`.
-        unsafe { gpu.sum_partials(plan, params) }?;
-        drop(uses);
-        self.sums = Some(from_storage(sums, &plan.sums().into()));
-        Ok(())
-    }
-
-    /// Launches an exact gradient of the input, by Λ.
-    fn launch_exact(&mut self) -> Result<()> {
-        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
-        let Some((saved, workspace)) = &mut self.memory else {
-            candle::bail!("power_norm: expected sums of chunks, got none")
-        };
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let dx = uses.write(self.input.as_mut())?.data;
-        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
-        let params = NormalizeBwdParams {
-            correction: Vector {
-                data: workspace.lambda,
-                dtype: number(plan.sums_dtype())?,
-            },
-            correction_scale: 1.,
-            ..backward_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?
-        };
-        // SAFETY: as in `launch_rows`.
-        unsafe { gpu.normalize_bwd(plan, params) }
-    }
-}
-
-impl DeviceBackward for CudaBackward<'_> {
-    fn local_sums(&self) -> Result<Tensor> {
-        match &self.sums {
-            Some(sums) => Ok(sums.clone()),
-            None => candle::bail!("power_norm: expected the sums of a backward, got none"),
-        }
-    }
-
-    fn set_global_sums(&mut self, global: &Tensor) -> Result<()> {
-        self.sums = Some(global.clone());
-        Ok(())
-    }
-
-    fn update_nu(&mut self, ema_gz: Option<&Var>) -> Result<()> {
-        let (wants_sums, loss_scale) = (self.wants_sums(), self.loss_scale());
-        let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
-        let (Some((saved, workspace)), true) = (&mut self.memory, wants_sums) else {
-            return Ok(());
-        };
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let saved = plan.saved(uses.hold(saved.device_ptr(&gpu.stream)));
-        let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
-        let params = UpdateNuParams {
-            partials: workspace.partials,
-            totals: uses.read(self.sums.as_ref())?,
-            cols: plan.extent.cols as i64,
-            chunks: plan.chunks().into(),
-            weight: uses.read_vector(self.inputs.weight)?,
-            inv_rms: saved.inv_rms,
-            gamma: saved.gamma,
-            count: saved.count,
-            lambda: workspace.lambda,
-            dweight: uses.write(self.weight.as_mut())?,
-            dbias: uses.write(self.bias.as_mut())?,
-            beta: 1. - plan.config.alpha_bwd,
-            unscale: loss_scale.recip(),
-            guard: (plan.config.recipe == Recipe::Paper).into(),
-            ..Default::default()
-        };
-        let launch = |ema_gz| {
-            let params = UpdateNuParams { ema_gz, ..params };
-            // SAFETY: as in `launch_rows`, and `in_place` holds ν.
-            unsafe { gpu.launch(&plan.channels_launch("update_nu"), &params) }
-        };
-        match ema_gz {
-            Some(ema_gz) => gpu.in_place(ema_gz, launch),
-            None => launch(Vector::default()),
-        }
-    }
-
-    fn gradients(mut self: Box<Self>) -> Result<Gradients> {
-        if self.is_exact() && self.input.is_some() && self.plan.extent.rows > 0 {
-            self.launch_exact()?;
-        }
-        let (x, channels) = (self.inputs.x.shape(), Shape::from(self.plan.extent.cols));
-        let tensor = |storage: Option<CudaStorage>, shape: &Shape| {
-            storage.map(|storage| from_storage(storage, shape))
+        let of_parameter = |gradient: Option<CudaStorage>| {
+            gradient.map(|gradient| from_storage(gradient, &plan.extent.cols.into()))
         };
         Ok(Gradients {
-            input: tensor(self.input, x),
-            weight: tensor(self.weight, &channels),
-            bias: tensor(self.bias, &channels),
+            input: dx.map(|dx| from_storage(dx, pass.x.shape())),
+            weight: of_parameter(dweight),
+            bias: of_parameter(dbias),
         })
     }
 }
 
-/// The storage of an output.
-fn on_gpu(output: &mut Option<Storage>) -> Result<&mut CudaStorage> {
-    match output {
-        Some(Storage::Cuda(storage)) => Ok(storage),
-        _ => candle::bail!("power_norm: expected an output on a GPU, got none to write"),
+/// ν, in its variable or in a copy, and how a step moves it.
+struct RunningNu {
+    ema_gz: Tensor,
+    share: f64,
+    loss_scale: f64,
+}
+
+impl RunningNu {
+    fn of(nu: &Nu, pass: &Pass) -> Result<Self> {
+        let in_place = reads_in_place(pass.x.device(), nu.ema_gz.device());
+        Ok(Self {
+            ema_gz: match in_place {
+                true => nu.ema_gz.detach(),
+                false => nu.ema_gz.as_detached_tensor().copy()?,
+            },
+            share: nu.share,
+            loss_scale: nu.loss_scale,
+        })
     }
+}
+
+/// The plan of a forward.
+fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan> {
+    let cols = pass.x.dim(D::Minus1)?;
+    let rows = pass.x.elem_count() / cols;
+    // The kernels have no others.
+    number(pass.x.dtype())?;
+    let extent = Extent {
+        dtype: pass.x.dtype(),
+        rows,
+        cols,
+        groups: pass.groups,
+        limits: kernels.limits,
+    };
+    // Other processes may have rows. If none has, a training step is an evaluation.
+    let kind = match rows > 0 || has_ranks {
+        true => pass.kind,
+        false => ForwardKind::Evaluation,
+    };
+    Ok(LaunchPlan {
+        masked: pass.keep.is_some(),
+        divides: pass.phi.is_some(),
+        ..LaunchPlan::new(extent, pass.recipe, kind)?
+    })
+}
+
+// A forward's launches. Each function holds every buffer whose address it passes, in `uses`, until
+// its launches are queued. Buffers are as large as kernels/params.cuh says: rows and channels by
+// their tensors' shapes, and parts of `saved` by `LaunchPlan::saved`.
+
+/// Launches `Y = γ ⊙ X̃/D + β`, the sum of the input and its residual, and the sums that move ψ².
+/// Writes no output yet if the batch's statistic normalizes.
+fn launch_rows(
+    gpu: &Gpu,
+    plan: &LaunchPlan,
+    pass: &Pass,
+    y: &mut CudaStorage,
+    stream: Option<&mut CudaStorage>,
+    saved: Option<&mut CudaSlice<u8>>,
+) -> Result<()> {
+    let locks = Locks::default();
+    let mut uses = Uses::on(&gpu.stream, &locks);
+    let saved = saved_parts(plan, saved, &mut uses)?;
+    let y = uses.write(y)?.data;
+    let sum = uses.write(stream)?.data;
+    let residual = uses.read_rows(pass.residual.as_ref())?;
+    let keep = uses.read(pass.keep.as_ref())?;
+    let common = NormalizeParams {
+        weight: uses.read_vector(pass.weight.as_ref())?,
+        bias: uses.read_vector(pass.bias.as_ref())?,
+        phi: uses.read_vector(pass.phi.as_ref())?,
+        // 1/D and the factors are also written, for the backward.
+        inv_rms: saved.inv_rms,
+        factors: saved.factors,
+        group_scaling: plan.cut.group_scaling,
+        eps: pass.eps,
+        group_eps: pass.eps,
+        ..Default::default()
+    };
+    // The first launch adds the residual and writes the sum. Later ones read the sum.
+    let adding = NormalizeParams {
+        x: uses.read_rows(&pass.x)?,
+        residual,
+        sum,
+        ..common
+    };
+    let added = match residual {
+        0 => adding,
+        _ => NormalizeParams { x: sum, ..common },
+    };
+    let mut first = adding;
+    if plan.has_wide_groups() {
+        let (launch, tiling) = plan.groups_launch();
+        // SAFETY: `group_factors` takes `NormalizeParams`. x, the residual and the sum have the
+        // plan's rows and columns, and `factors` is a part of `saved`.
+        unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..adding }) }?;
+        first = added;
+    }
+    let kept_rows = NormalizeParams {
+        keep,
+        y: when(plan.kind != ForwardKind::BatchStatistic, y),
+        partials: saved.partials,
+        kept: saved.kept,
+        ..first
+    };
+    // SAFETY: as for `group_factors`; y has the shape of x, and `partials` and `kept` are parts of
+    // `saved`, or null where this is no training.
+    unsafe { gpu.normalize(plan, kept_rows) }?;
+    if saved.all_partials == 0 {
+        return Ok(());
+    }
+    let all_rows = NormalizeParams {
+        partials: saved.all_partials,
+        ..added
+    };
+    // SAFETY: as above. Without y and a mask this takes the sums over all rows alone.
+    unsafe { gpu.normalize(plan, all_rows) }
+}
+
+/// Makes 1/D by ψ² where other processes have all rows. Elsewhere [`launch_rows`] writes it, or
+/// [`launch_update_phi`] by the batch's statistic.
+fn launch_inv_rms(
+    gpu: &Gpu,
+    plan: &LaunchPlan,
+    pass: &Pass,
+    saved: Option<&mut CudaSlice<u8>>,
+) -> Result<()> {
+    let locks = Locks::default();
+    let mut uses = Uses::on(&gpu.stream, &locks);
+    let saved = saved_parts(plan, saved, &mut uses)?;
+    let phi = uses.read_vector(pass.phi.as_ref())?;
+    let params = statistics(plan, pass.eps, &saved, 0, phi, true);
+    // SAFETY: `update_phi` takes `UpdatePhiParams`. ψ² has the plan's columns, the rest are parts of
+    // `saved`, and there are no chunks to read.
+    unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
+}
+
+/// Adds up the sums over the rows of this process, for the exchange.
+fn launch_totals(
+    gpu: &Gpu,
+    plan: &LaunchPlan,
+    saved: Option<&mut CudaSlice<u8>>,
+    sums: &mut CudaStorage,
+) -> Result<()> {
+    let locks = Locks::default();
+    let mut uses = Uses::on(&gpu.stream, &locks);
+    let saved = saved_parts(plan, saved, &mut uses)?;
+    let mut totals = uses.write(sums)?.data;
+    let all_partials = match saved.all_partials {
+        0 => saved.partials,
+        all_partials => all_partials,
+    };
+    // Of kept rows, then of all rows.
+    let partials = [(saved.partials, saved.kept), (all_partials, 0)];
+    for (partials, kept) in partials.into_iter().take(plan.recipe.square_sums()) {
+        let count = totals + plan.extent.cols as u64 * TOTAL_BYTES;
+        let params = SumPartialsParams {
+            partials,
+            kept,
+            stride: plan.extent.cols as i64,
+            totals,
+            count,
+            ..Default::default()
+        };
+        // SAFETY: `sums` has a total a column and a count for each of the recipe's sums, and
+        // `launch_rows` has written the chunks in `saved`.
+        unsafe { gpu.sum_partials(plan, params) }?;
+        totals = count + TOTAL_BYTES;
+    }
+    Ok(())
+}
+
+/// Makes ψ_B² and Γ, and 1/D if the batch's statistic normalizes. Moves ψ², which is at `phi`.
+fn launch_update_phi(
+    gpu: &Gpu,
+    plan: &LaunchPlan,
+    eps: f64,
+    saved: Option<&mut CudaSlice<u8>>,
+    totals: Option<&Tensor>,
+    phi: Vector,
+    step: &PhiStep,
+) -> Result<()> {
+    let locks = Locks::default();
+    let mut uses = Uses::on(&gpu.stream, &locks);
+    let saved = saved_parts(plan, saved, &mut uses)?;
+    let totals = uses.read(totals)?;
+    let by_batch = plan.kind == ForwardKind::BatchStatistic;
+    let params = UpdatePhiParams {
+        cumulative: step.cumulative.is_some().into(),
+        moving: step.moving.is_some().into(),
+        old_share: step.cumulative.map_or(0., |shares| shares.old),
+        new_share: step.cumulative.map_or(0., |shares| shares.new),
+        alpha: step.moving.map_or(0., |shares| shares.old),
+        beta: step.moving.map_or(0., |shares| shares.new),
+        ..statistics(plan, eps, &saved, totals, phi, by_batch)
+    };
+    // SAFETY: `update_phi` takes `UpdatePhiParams`. The caller holds ψ², which has the plan's
+    // columns. The totals have the length of `LaunchPlan::sums`, and the rest are parts of `saved`,
+    // which `launch_rows` has written.
+    unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
+}
+
+/// Launches the output by the batch's statistic, of which `update_phi` has left 1/D.
+fn launch_output(
+    gpu: &Gpu,
+    plan: &LaunchPlan,
+    pass: &Pass,
+    y: &mut CudaStorage,
+    stream: Option<&mut CudaStorage>,
+    saved: Option<&mut CudaSlice<u8>>,
+) -> Result<()> {
+    let locks = Locks::default();
+    let mut uses = Uses::on(&gpu.stream, &locks);
+    let saved = saved_parts(plan, saved, &mut uses)?;
+    let params = NormalizeParams {
+        x: match stream {
+            // `launch_rows` has written it.
+            Some(stream) => uses.write(stream)?.data,
+            None => uses.read_rows(&pass.x)?,
+        },
+        y: uses.write(y)?.data,
+        weight: uses.read_vector(pass.weight.as_ref())?,
+        bias: uses.read_vector(pass.bias.as_ref())?,
+        inv_rms: saved.inv_rms,
+        factors: saved.factors,
+        group_scaling: plan.cut.group_scaling,
+        group_eps: pass.eps,
+        ..Default::default()
+    };
+    // SAFETY: x and y have the plan's rows and columns, weight and bias its columns. 1/D and the
+    // factors are parts of `saved`, which `update_phi` and `launch_rows` have written.
+    unsafe { gpu.normalize(plan, params) }
 }
 
 /// The addresses in `saved`, which an evaluation may do without.
 fn saved_parts<'u>(
     plan: &LaunchPlan,
-    saved: &'u mut Option<CudaSlice<u8>>,
+    saved: Option<&'u mut CudaSlice<u8>>,
     uses: &mut Uses<'u, '_>,
 ) -> Result<Saved> {
     match saved {
         Some(saved) => Ok(plan.saved(uses.hold(saved.device_ptr_mut(uses.stream)))),
-        None if plan.kind.is_training() => {
-            candle::bail!("power_norm: expected sums of chunks, got none")
+        None => {
+            debug_assert!(
+                !plan.kind.is_training(),
+                "a training forward saves its sums"
+            );
+            Ok(Saved::default())
         }
-        None => Ok(Saved::default()),
     }
-}
-
-/// The arguments of a forward's launches over the rows, but for their outputs. The first launch
-/// adds the residual and writes the sum. Later ones read the sum.
-fn forward_params<'t, 'u>(
-    plan: &LaunchPlan,
-    inputs: &'t ForwardInputs,
-    sum: &'u mut Option<Storage>,
-    saved: &Saved,
-    uses: &mut Uses<'u, 't>,
-) -> Result<[NormalizeParams; 2]> {
-    let reads = NormalizeParams {
-        x: uses.read_rows(&inputs.x)?,
-        weight: uses.read_vector(inputs.weight.as_ref())?,
-        bias: uses.read_vector(inputs.bias.as_ref())?,
-        phi: uses.read_vector(inputs.phi.as_ref())?,
-        // 1/D and the factors are also written, for the backward.
-        inv_rms: saved.inv_rms,
-        factors: saved.factors,
-        group_scaling: plan.cut.group_scaling,
-        eps: plan.config.eps,
-        group_eps: plan.config.eps,
-        ..Default::default()
-    };
-    let Some(residual) = &inputs.residual else {
-        return Ok([reads; 2]);
-    };
-    let sum = uses.write(on_gpu(sum)?)?.data;
-    let adding = NormalizeParams {
-        residual: uses.read_rows(residual)?,
-        sum,
-        ..reads
-    };
-    Ok([adding, NormalizeParams { x: sum, ..reads }])
-}
-
-/// The arguments of a backward's pass over the rows, but for its correction and its sums.
-fn backward_params<'t, 'u>(
-    plan: &LaunchPlan,
-    inputs: &BackwardInputs<'t>,
-    dx: Address,
-    saved: &'u CudaSlice<u8>,
-    workspace: &Workspace,
-    uses: &mut Uses<'u, 't>,
-) -> Result<NormalizeBwdParams> {
-    let saved = plan.saved(uses.hold(saved.device_ptr(uses.stream)));
-    // Under recipe Fairseq the backward does not know the mask, so it reads the count. Elsewhere
-    // the mask shows a batch without a kept row, and the count need not be known yet.
-    let fairseq = plan.config.recipe == Recipe::Fairseq;
-    let reads_count = fairseq && plan.kind.is_training();
-    Ok(NormalizeBwdParams {
-        x: uses.read_rows(inputs.x)?,
-        dy: uses.read_rows(inputs.dy)?,
-        dsum: uses.read_rows(inputs.dsum.filter(|_| dx != 0))?,
-        dx,
-        keep: uses.read(inputs.keep.filter(|_| !fairseq))?,
-        weight: uses.read_vector(inputs.weight)?,
-        inv_rms: saved.inv_rms,
-        batch_phi: when(reads_count, saved.batch_phi),
-        count: when(reads_count, saved.count),
-        factors: saved.factors,
-        dots: workspace.dots,
-        group_scaling: plan.cut.group_scaling,
-        eps: plan.config.eps,
-        ..Default::default()
-    })
 }
 
 /// The arguments for the statistics of a training forward, by which ψ² stays. If `by_batch`, 1/D is
 /// made from ψ_B², or from ψ² if no row is kept.
 fn statistics(
     plan: &LaunchPlan,
+    eps: f64,
     saved: &Saved,
     totals: Address,
     phi: Vector,
     by_batch: bool,
 ) -> UpdatePhiParams {
-    let has_all_totals = totals != 0 && plan.config.recipe == Recipe::Fairseq;
+    let has_all_totals = totals != 0 && plan.recipe == Recipe::Fairseq;
     let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
     UpdatePhiParams {
         totals,
@@ -588,32 +462,192 @@ fn statistics(
         inv_rms: saved.inv_rms,
         gamma: saved.gamma,
         count: saved.count,
-        eps: plan.config.eps,
+        eps,
         by_batch: by_batch.into(),
-        guard: (plan.config.recipe == Recipe::Paper).into(),
+        guard: (plan.recipe == Recipe::Paper).into(),
         ..Default::default()
     }
 }
 
-/// Launches of a plan. The promise of [`Gpu::launch`] about addresses holds for each of them.
+/// The inputs of a backward's launches, which hold buffers as a forward's launches do.
+struct Backward<'a> {
+    gpu: &'a Gpu,
+    plan: &'a LaunchPlan,
+    pass: &'a Pass,
+    dy: &'a Tensor,
+    saved: &'a CudaSlice<u8>,
+}
+
+impl Backward<'_> {
+    /// Launches dx by ν, if there is a `dx` to write, and the sums over the rows if they are wanted.
+    ///
+    /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
+    /// same as in the CPU's backward.
+    fn launch_rows(
+        &self,
+        workspace: &mut CudaSlice<u8>,
+        nu: Option<&RunningNu>,
+        dx: Option<&mut CudaStorage>,
+        takes_sums: bool,
+    ) -> Result<()> {
+        let locks = Locks::default();
+        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let dx = uses.write(dx)?.data;
+        let workspace = self.workspace(workspace, &mut uses);
+        // The weight is locked before ν, as in `launch_update_nu`.
+        let params = self.rows_params(dx, &workspace, &mut uses)?;
+        let params = NormalizeBwdParams {
+            correction: uses.read_vector(nu.map(|nu| &nu.ema_gz))?,
+            correction_scale: nu.map_or(0., |nu| nu.share * nu.loss_scale),
+            partials: when(takes_sums, workspace.partials),
+            ..params
+        };
+        // SAFETY: by `rows_params`; ν has the plan's columns.
+        unsafe { self.gpu.normalize_bwd(self.plan, params) }
+    }
+
+    /// Adds Σ dy x̃ up over the rows of this process, for the exchange.
+    fn launch_totals(&self, workspace: &mut CudaSlice<u8>, sums: &mut CudaStorage) -> Result<()> {
+        let locks = Locks::default();
+        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let workspace = self.workspace(workspace, &mut uses);
+        let params = SumPartialsParams {
+            partials: workspace.partials,
+            stride: 2 * self.plan.extent.cols as i64,
+            totals: uses.write(sums)?.data,
+            ..Default::default()
+        };
+        // SAFETY: `sums` has a total a column, and `launch_rows` has written the chunks.
+        unsafe { self.gpu.sum_partials(self.plan, params) }
+    }
+
+    /// Makes Λ and the gradients of weight and bias, and moves ν, which is at `ema_gz` unless that
+    /// is null.
+    fn launch_update_nu(
+        &self,
+        workspace: &mut CudaSlice<u8>,
+        totals: Option<&Tensor>,
+        nu: Option<&RunningNu>,
+        ema_gz: Vector,
+        [dweight, dbias]: [Option<&mut CudaStorage>; 2],
+    ) -> Result<()> {
+        let (plan, locks) = (self.plan, Locks::default());
+        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let saved = plan.saved(uses.hold(self.saved.device_ptr(&self.gpu.stream)));
+        let workspace = self.workspace(workspace, &mut uses);
+        let params = UpdateNuParams {
+            partials: workspace.partials,
+            totals: uses.read(totals)?,
+            cols: plan.extent.cols as i64,
+            chunks: plan.chunks().into(),
+            weight: uses.read_vector(self.pass.weight.as_ref())?,
+            inv_rms: saved.inv_rms,
+            gamma: saved.gamma,
+            count: saved.count,
+            lambda: workspace.lambda,
+            ema_gz,
+            dweight: uses.write(dweight)?,
+            dbias: uses.write(dbias)?,
+            beta: nu.map_or(0., |nu| nu.share),
+            unscale: nu.map_or(1., |nu| nu.loss_scale.recip()),
+            guard: (plan.recipe == Recipe::Paper).into(),
+            ..Default::default()
+        };
+        // SAFETY: `update_nu` takes `UpdateNuParams`. The totals, the weight, the gradients and ν,
+        // which the caller holds, have the plan's columns. The rest are parts of `saved`, which the
+        // forward has written, and of the workspace, whose chunks `launch_rows` has written.
+        unsafe { self.gpu.launch(&plan.channels_launch("update_nu"), &params) }
+    }
+
+    /// Launches an exact dx, by Λ.
+    fn launch_exact(&self, workspace: &mut CudaSlice<u8>, dx: &mut CudaStorage) -> Result<()> {
+        let locks = Locks::default();
+        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let dx = uses.write(dx)?.data;
+        let workspace = self.workspace(workspace, &mut uses);
+        let params = NormalizeBwdParams {
+            correction: Vector {
+                data: workspace.lambda,
+                dtype: number(self.plan.sums_dtype())?,
+            },
+            correction_scale: 1.,
+            ..self.rows_params(dx, &workspace, &mut uses)?
+        };
+        // SAFETY: by `rows_params`; `update_nu` has written Λ.
+        unsafe { self.gpu.normalize_bwd(self.plan, params) }
+    }
+
+    /// The arguments of a pass over the rows, apart from its correction and its sums. Arrays of rows
+    /// have the plan's rows and columns, the weight its columns, and the rest are parts of `saved`,
+    /// which the forward has written, and of the workspace.
+    fn rows_params<'u, 't>(
+        &'t self,
+        dx: Address,
+        workspace: &Workspace,
+        uses: &mut Uses<'u, 't>,
+    ) -> Result<NormalizeBwdParams>
+    where
+        't: 'u,
+    {
+        let (plan, pass) = (self.plan, self.pass);
+        let saved = plan.saved(uses.hold(self.saved.device_ptr(uses.stream)));
+        // Under recipe Fairseq the backward has no mask, so it reads the count. Elsewhere the mask
+        // shows a batch without a kept row, and the count need not be known yet.
+        let reads_count = plan.recipe == Recipe::Fairseq && plan.kind.is_training();
+        Ok(NormalizeBwdParams {
+            x: uses.read_rows(&pass.x)?,
+            dy: uses.read_rows(self.dy)?,
+            dx,
+            keep: uses.read(pass.backward_keep())?,
+            weight: uses.read_vector(pass.weight.as_ref())?,
+            inv_rms: saved.inv_rms,
+            batch_phi: when(reads_count, saved.batch_phi),
+            count: when(reads_count, saved.count),
+            factors: saved.factors,
+            dots: workspace.dots,
+            group_scaling: plan.cut.group_scaling,
+            eps: pass.eps,
+            ..Default::default()
+        })
+    }
+
+    fn workspace<'u>(
+        &self,
+        workspace: &'u mut CudaSlice<u8>,
+        uses: &mut Uses<'u, '_>,
+    ) -> Workspace {
+        self.plan
+            .workspace(uses.hold(workspace.device_ptr_mut(uses.stream)))
+    }
+}
+
+/// Launches of a plan.
 impl Gpu {
     /// A storage for launches to write.
-    fn storage(&self, shape: &Shape, dtype: DType) -> Result<CudaStorage> {
-        // SAFETY: the launches of the phase, or of the next, write all of it.
+    ///
+    /// # Safety
+    ///
+    /// It holds no values yet: launches must write all of it before anything reads it.
+    unsafe fn storage(&self, shape: &Shape, dtype: DType) -> Result<CudaStorage> {
+        // SAFETY: by the caller's promise.
         unsafe { self.device.alloc_uninit(shape, dtype) }
     }
 
-    /// Sums for a pass to hand out.
-    fn sums(&self, plan: &LaunchPlan) -> Result<CudaStorage> {
-        self.storage(&plan.sums().into(), DType::F64)
-    }
-
     /// Memory for a layout of a plan.
-    fn room(&self, bytes: u64) -> Result<CudaSlice<u8>> {
-        // SAFETY: the launches of the step write every part of it before they read it.
+    ///
+    /// # Safety
+    ///
+    /// As for [`storage`](Self::storage).
+    unsafe fn room(&self, bytes: u64) -> Result<CudaSlice<u8>> {
+        // SAFETY: by the caller's promise.
         unsafe { self.device.alloc::<u8>(bytes as usize) }
     }
 
+    /// Walks the rows of a forward.
+    ///
+    /// # Safety
+    ///
+    /// As for [`launch`](Self::launch), of `normalize`.
     unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
@@ -622,6 +656,11 @@ impl Gpu {
         unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
 
+    /// Adds the sums of chunks up.
+    ///
+    /// # Safety
+    ///
+    /// As for [`launch`](Self::launch), of `sum_partials`.
     unsafe fn sum_partials(&self, plan: &LaunchPlan, params: SumPartialsParams) -> Result<()> {
         let params = SumPartialsParams {
             rows: plan.extent.rows as i64,
@@ -633,17 +672,20 @@ impl Gpu {
         unsafe { self.launch(&plan.channels_launch("sum_partials"), &params) }
     }
 
-    /// Reduces wide groups if there is a gradient to write, and walks the rows.
+    /// Reduces wide groups if there is a gradient to write, and walks the rows of a backward.
+    ///
+    /// # Safety
+    ///
+    /// As for [`launch`](Self::launch), of `group_dots` and `normalize_bwd`.
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
         if params.dx != 0 && plan.has_wide_groups() {
             let (launch, tiling) = plan.groups_launch();
             // SAFETY: by the caller's promise.
             unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
         }
-        let arrays = 2 + usize::from(params.dsum != 0);
         let sums = 2 * usize::from(params.partials != 0);
-        let (launch, tiling) = plan.rows_launch(arrays, sums);
-        // SAFETY: as above.
+        let (launch, tiling) = plan.rows_launch(2, sums);
+        // SAFETY: by the caller's promise; `group_dots` has written the dots.
         unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
     }
 }
