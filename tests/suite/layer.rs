@@ -434,7 +434,7 @@ fn masks_of_any_integers() -> Result<()> {
     Ok(())
 }
 
-/// Layers of one builder have its settings, and follow its mode even if they are frozen.
+/// Layers of one builder have its settings, and share its mode even if they are frozen.
 #[test]
 fn a_builder_builds_layers_alike() -> Result<()> {
     let (mode, scale) = (Mode::train(), LossScale::default());
@@ -467,12 +467,17 @@ fn a_builder_builds_layers_alike() -> Result<()> {
 /// A layer prints while another thread has its state, too.
 #[test]
 fn a_layer_prints_its_size_settings_and_steps() {
-    let (layer, _) = trained(8, DType::F32);
+    let (layer, varmap) = trained(8, DType::F32);
     let expected = format!(
-        "PowerNorm {{ size: 8, config: {:?}, steps: 3, .. }}",
+        "PowerNorm {{ size: 8, config: {:?}, steps: 3, frozen: false, .. }}",
         layer.config()
     );
     assert_eq!(format!("{layer:?}"), expected);
+    let frozen = power_norm(8, 1e-5, constant(frozen(&varmap))).unwrap();
+    assert_eq!(
+        format!("{frozen:?}"),
+        expected.replace("frozen: false", "frozen: true")
+    );
 }
 
 // RMSNorm
