@@ -28,14 +28,23 @@ use candle_nn::{Init, VarBuilder};
 ///
 /// # State
 ///
-/// A layer built on trainable variables (a `VarMap`) starts in training. A layer built on frozen
-/// tensors (a safetensors `VarBuilder`) starts in evaluation, and its statistics are a copy.
+/// A layer built on trainable variables (a `VarMap`) starts in training.
+///
+/// A layer is frozen if `running_phi` is no variable, as in a safetensors `VarBuilder`. It starts
+/// in evaluation, and evaluates even if it is given a [`Mode`] in training: its statistics are a
+/// copy that no `VarMap` saves, so a reloaded model would not have what training did to them.
+/// [`PowerNorm::with_unsaved_statistics`] trains the copy nevertheless, and
+/// [`Mode::recalibrate_scope`] recomputes its ψ².
+///
+/// A frozen builder may lack `ema_gz`, `iters` and `groups`. No evaluation needs them: without
+/// them ν and t are 0, and any group scaling fits.
 ///
 /// # Errors
 ///
 /// - A configuration is out of range.
 /// - The builder's dtype is not a float that the layer computes in.
-/// - A tensor is missing, or has another shape, dtype or device.
+/// - A tensor is missing, or has another shape, dtype or device. (A `VarMap` makes what is missing,
+///   and a frozen builder may lack the tensors named above.)
 /// - Some tensors of the state are variables, and some are copies. A builder copies a variable if
 ///   it converts or moves it. candle's `rename` does so to `iters` on a GPU.
 /// - The statistics are from a layer with another group scaling.
@@ -101,8 +110,15 @@ impl PowerNorm {
     /// count start at 0, and no `VarMap` saves them. To resume training from a checkpoint, build
     /// the layer with [`power_norm`].
     ///
-    /// The layer starts in training if `weight` is a variable, else in evaluation. Training updates
-    /// `running_phi` in place if it is a variable, else a copy.
+    /// # State
+    ///
+    /// If `weight` is a variable, the layer starts in training. Training updates `running_phi` in
+    /// place if that is a variable too, else a copy, which no `VarMap` saves either.
+    ///
+    /// If `weight` is no variable, the layer is frozen: it starts in evaluation, and evaluates even
+    /// if it is given a [`Mode`] in training.
+    /// [`with_unsaved_statistics`](Self::with_unsaved_statistics) trains its statistics
+    /// nevertheless, and [`Mode::recalibrate_scope`] recomputes its ψ².
     ///
     /// # Shapes and dtypes
     ///
@@ -230,7 +246,13 @@ impl PowerNormBuilder {
 
     /// Builds a layer over `size` channels from the tensors of `vb`, as [`power_norm`] does.
     ///
-    /// The layer follows the builder's [`Mode`], whether its tensors are variables or frozen.
+    /// The layer follows the builder's [`Mode`]. A layer on frozen tensors evaluates while that
+    /// `Mode` is in training, so a frozen base model under adapters can be built with the
+    /// `Mode::train()` of the whole model, and keeps its statistics.
+    /// [`PowerNorm::with_unsaved_statistics`] trains such a layer nevertheless. The guide's section
+    /// on [adapters] has a whole program.
+    ///
+    /// [adapters]: crate::guide::recipes#adapters-over-a-frozen-base-lora
     ///
     /// # Errors
     ///

@@ -28,9 +28,11 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// - The layer's [`Mode`](crate::Mode) is not evaluation.
+    /// - The layer's [`Mode`](crate::Mode) is not evaluation. (A layer on frozen tensors evaluates
+    ///   in training too, so only a recalibration is an error for it.)
     /// - The statistics are from a layer with another group scaling.
     /// - The input features of `next` are not the layer's channels.
+    /// - The weight of `next` holds integers, which would cut W' to whole numbers.
     /// - `next` is on another device.
     ///
     /// # Example
@@ -82,7 +84,7 @@ impl PowerNorm {
     /// checked.
     fn multiply_add(&self, next: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         // A recalibration moves ψ² too.
-        if self.mode().purpose() != Purpose::Evaluation {
+        if self.purpose(self.mode().purpose()) != Purpose::Evaluation {
             candle::bail!(
                 "power_norm: expected a layer in evaluation to fold, got one whose statistic \
                  moves: call `mode.set_training(false)`, or end the recalibration, first"
@@ -92,6 +94,13 @@ impl PowerNorm {
         let (size, got) = (self.size(), next.dim(1)?);
         if got != size {
             candle::bail!("power_norm: expected a linear layer of {size} input features, got {got}")
+        }
+        if !next.dtype().is_float() {
+            candle::bail!(
+                "power_norm: expected the weight of `next` in a float dtype, got {:?}: \
+                 convert the linear layer by `to_dtype` first",
+                next.dtype()
+            )
         }
         self.check_device("the weight of `next`", next.device())?;
         let phi = to_f64(&self.running_phi()?)?;

@@ -39,6 +39,10 @@ use std::sync::Arc;
 /// whether or not a backward follows. Its backward updates ν, each time that it runs. An evaluation changes nothing, and neither does a refused
 /// call.
 ///
+/// A layer on frozen tensors, such as the base model under adapters, evaluates in training too,
+/// because no `VarMap` would save what a step moves.
+/// [`with_unsaved_statistics`](Self::with_unsaved_statistics) trains it nevertheless.
+///
 /// To use a layer in several places, clone it: clones share parameters, state, mode, loss scale and
 /// ranks. [Training](crate::guide::training) has more on steps and on clones.
 ///
@@ -83,6 +87,9 @@ pub struct PowerNorm {
     state: Arc<State>,
     device: DeviceKind,
     mode: Mode,
+    /// Built on tensors that are no variables, so that a training forward evaluates: no `VarMap`
+    /// would save what it moves.
+    frozen: bool,
     loss_scale: LossScale,
     /// The layer's place among its ranks; `None` in a single process.
     ranks: Option<Member>,
@@ -97,6 +104,7 @@ impl fmt::Debug for PowerNorm {
             Ok(steps) => layer.field("steps", &steps),
             Err(error) => layer.field("steps", &error.to_string()),
         };
+        layer.field("frozen", &self.frozen);
         layer.finish_non_exhaustive()
     }
 }
@@ -110,7 +118,7 @@ impl Module for PowerNorm {
 }
 
 impl PowerNorm {
-    /// A layer of this γ and β, which starts in training if `trainable`.
+    /// A layer of this γ and β, which starts in training if `trainable`, and is frozen otherwise.
     pub(crate) fn from_parts(
         weight: Option<Tensor>,
         bias: Option<Tensor>,
@@ -142,6 +150,7 @@ impl PowerNorm {
                 true => Mode::train(),
                 false => Mode::eval(),
             },
+            frozen: !trainable,
             loss_scale: LossScale::default(),
             ranks: None,
         })
@@ -149,6 +158,10 @@ impl PowerNorm {
 
     /// Normalizes `xs`, `[.., size]`, in training if `train`, else in evaluation. This method
     /// ignores the layer's [`Mode`].
+    ///
+    /// A layer on frozen tensors evaluates even if `train` is true, because generic trainers pass
+    /// `true` to every layer of a model, the frozen ones included.
+    /// [`with_unsaved_statistics`](Self::with_unsaved_statistics) trains such a layer.
     ///
     /// `Tensor::apply_t` and generic code that takes a `ModuleT` do not call it, and drop `train`.
     /// Hand them a [`PowerNormT`].
@@ -212,9 +225,50 @@ impl PowerNorm {
     }
 
     /// The same layer, which follows `mode` from now on.
+    ///
+    /// A layer on frozen tensors evaluates while `mode` is in training, and follows
+    /// [`recalibrate_scope`](Mode::recalibrate_scope).
     #[must_use]
     pub fn with_mode(mut self, mode: &Mode) -> Self {
         self.mode = mode.clone();
+        self
+    }
+
+    /// The same layer, which trains its statistics even if it was built on frozen tensors.
+    ///
+    /// Without this call a layer on frozen tensors evaluates, whatever its [`Mode`] or `train` is.
+    /// With it, the layer follows them as any other layer does, and begins with the statistics of
+    /// the tensors that it was built on. The call changes nothing in a layer on variables, and it
+    /// does not reach clones that were made before.
+    ///
+    /// # State
+    ///
+    /// The statistics of such a layer are a copy that no `VarMap` saves, so a model that is saved
+    /// and loaded again begins with the old ones, and its outputs differ. Save
+    /// [`running_phi`](Self::running_phi) yourself, and build the layer from it. ν and the step
+    /// count start again in any case.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{DType, Device, Module, Tensor};
+    /// use candle_powernorm::{Mode, PowerNorm};
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let ones = Tensor::ones(4, DType::F32, &Device::Cpu)?;
+    /// let xs = Tensor::full(2f32, (8, 4), &Device::Cpu)?;
+    /// let norm = PowerNorm::new(ones.clone(), None, ones, 1e-5)?.with_mode(&Mode::train());
+    /// norm.forward(&xs)?;
+    /// assert_eq!(norm.steps()?, 0); // an evaluation
+    ///
+    /// let norm = norm.with_unsaved_statistics();
+    /// norm.forward(&xs)?;
+    /// assert_eq!(norm.steps()?, 1);
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn with_unsaved_statistics(mut self) -> Self {
+        self.frozen = false;
         self
     }
 
@@ -305,8 +359,17 @@ impl PowerNorm {
         &self.state
     }
 
-    fn run(&self, xs: &Tensor, keep: Option<&Tensor>, purpose: Purpose) -> Result<Tensor> {
-        op::power_norm(self.call(xs, None, keep, purpose)?)
+    /// The purpose of a forward whose mode or `train` asks for `asked`. Every forward passes here.
+    pub(crate) fn purpose(&self, asked: Purpose) -> Purpose {
+        match asked {
+            Purpose::Training if self.frozen => Purpose::Evaluation,
+            // A recalibration is asked for by its own name, and never by a trainer in passing.
+            Purpose::Training | Purpose::Evaluation | Purpose::Recalibration(_) => asked,
+        }
+    }
+
+    fn run(&self, xs: &Tensor, keep: Option<&Tensor>, asked: Purpose) -> Result<Tensor> {
+        op::power_norm(self.call(xs, None, keep, asked)?)
     }
 
     /// Takes the turn over ranks, checks the arguments, and gathers what a forward needs.
@@ -315,8 +378,9 @@ impl PowerNorm {
         xs: &'a Tensor,
         residual: Option<&'a Tensor>,
         keep: Option<&'a Tensor>,
-        purpose: Purpose,
+        asked: Purpose,
     ) -> Result<Call<'a>> {
+        let purpose = self.purpose(asked);
         // Before the checks: if one fails, dropping the turn tells the other ranks.
         let exchange = match purpose {
             Purpose::Evaluation => None,
@@ -447,7 +511,8 @@ pub(crate) fn check_input_dtype(dtype: DType) -> Result<()> {
 }
 
 /// A [`PowerNorm`] for generic code that takes a `ModuleT`: it honours `train` and ignores the
-/// layer's [`Mode`].
+/// layer's [`Mode`]. A layer on frozen tensors evaluates whatever `train` is, as in
+/// [`PowerNorm::forward_t`].
 ///
 /// candle implements `ModuleT` for every `Module`, and drops `train` there. So the layer cannot
 /// honour it itself. [Training](crate::guide::training) has an example.

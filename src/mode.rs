@@ -11,6 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// `model.eval()` does in PyTorch. [`recalibrate_scope`](Self::recalibrate_scope) is a third
 /// setting.
 ///
+/// A layer on frozen tensors evaluates while its `Mode` is in training, because no `VarMap` would
+/// save what a step moves. So one `Mode` serves a model of frozen layers and trainable ones.
+/// [`PowerNorm::with_unsaved_statistics`](crate::PowerNorm::with_unsaved_statistics) is the
+/// exception.
+///
 /// ```
 /// use candle_powernorm::Mode;
 ///
@@ -76,7 +81,8 @@ impl Mode {
         self.switch().setting = Purpose::of(training);
     }
 
-    /// `true` if layers train now: training is set, and no scope is open.
+    /// `true` if layers train now: training is set, and no scope is open. Layers on frozen tensors
+    /// evaluate nevertheless.
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }
@@ -97,6 +103,10 @@ impl Mode {
     ///
     /// ψ² becomes the mean of ψ_B² over the batches, each of which is normalized by its own ψ_B².
     /// Every batch counts the same, so use batches of one size. ν, t and the weights stay.
+    ///
+    /// Layers on frozen tensors are recalibrated too. Their ψ² is a copy that no `VarMap` saves, so
+    /// save [`running_phi`](crate::PowerNorm::running_phi) of each if a reloaded model should have
+    /// it.
     ///
     /// Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),
     /// [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.

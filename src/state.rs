@@ -43,7 +43,8 @@ struct Recalibration {
 }
 
 impl State {
-    /// The state named by `vb`, and whether it is made of trainable variables.
+    /// The state named by `vb`, and whether it is made of trainable variables. A frozen builder may
+    /// lack everything except ψ².
     pub fn from_builder(
         size: usize,
         config: PowerNormConfig,
@@ -63,12 +64,23 @@ impl State {
             }
             Error::NoStatistics(vb.pp("running_phi").prefix()).into()
         })?;
-        let ema_gz = buffer("ema_gz", 0.)?;
+        let trainable = running_phi.is_variable();
+        // An evaluation reads neither ν nor t, so a file for inference may lack both. Each is asked
+        // for first, because a builder may make what is missing. A tensor that is there but does
+        // not fit stays an error.
+        let ema_gz = match buffer("ema_gz", 0.) {
+            Err(_) if !trainable && !vb.contains_tensor("ema_gz") => running_phi.zeros_like()?,
+            got => got?,
+        };
         let has_groups = vb.contains_tensor("groups");
         let on_cpu = vb.set_device(Device::Cpu);
         let count = |name| on_cpu.get_with_hints_dtype(1, name, Init::Const(0.), DType::I64);
-        let iters = count("iters")?;
-        let trainable = running_phi.is_variable();
+        let iters = match count("iters") {
+            Err(_) if !trainable && !on_cpu.contains_tensor("iters") => {
+                Tensor::zeros(1, DType::I64, &Device::Cpu)?
+            }
+            got => got?,
+        };
         let groups = match has_groups {
             true => Some(count("groups")?),
             // PyTorch's layer has no such tensor, and takes back only what it gave.

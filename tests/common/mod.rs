@@ -322,7 +322,8 @@ pub fn frozen(varmap: &VarMap) -> HashMap<String, Tensor> {
         .collect()
 }
 
-/// A layer in `f64` of this weight and this bias, with a fresh state that is no variable.
+/// A layer in `f64` of this weight and this bias, with a fresh state that is no variable and
+/// trains.
 pub fn layer_of([weight, bias]: [&Tensor; 2]) -> PowerNorm {
     let size = weight.elem_count();
     let (_, varmap) = layer(size, 1e-5.into(), DType::F64);
@@ -330,7 +331,8 @@ pub fn layer_of([weight, bias]: [&Tensor; 2]) -> PowerNorm {
     tensors.insert("weight".to_owned(), weight.clone());
     tensors.insert("bias".to_owned(), bias.clone());
     let vb = VarBuilder::from_tensors(tensors, DType::F64, &CPU);
-    power_norm(size, 1e-5, vb).unwrap()
+    let layer = power_norm(size, 1e-5, vb).unwrap();
+    layer.with_unsaved_statistics()
 }
 
 /// One layer for each way to walk the kernels: width and groups.

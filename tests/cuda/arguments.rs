@@ -205,6 +205,7 @@ impl Arguments {
         let (_, cols) = self.x.dims2()?;
         let vb = VarBuilder::from_tensors(tensors, builder, device);
         let mut layer = power_norm(cols, self.config, vb)?
+            .with_unsaved_statistics()
             .with_mode(&mode)
             .with_loss_scale(&LossScale::new(self.loss_scale)?);
         if let Some(ranks) = ranks {

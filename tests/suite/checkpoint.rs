@@ -2,10 +2,11 @@
 //! the released code.
 
 use crate::common::*;
-use candle::{DType, Module, Tensor};
+use candle::{safetensors, DType, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{power_norm, power_norm_no_bias, PowerNorm, PowerNormConfig};
 use std::collections::HashMap;
+use std::path::Path;
 use tempfile::NamedTempFile;
 
 const SIZE: usize = 12;
@@ -30,7 +31,7 @@ fn save(varmap: &VarMap) -> NamedTempFile {
 
 /// The tensors of a file.
 fn load(file: &NamedTempFile) -> HashMap<String, Tensor> {
-    candle::safetensors::load(file.path(), &CPU).unwrap()
+    safetensors::load(file.path(), &CPU).unwrap()
 }
 
 /// A builder of what is in a file, to evaluate.
@@ -76,7 +77,7 @@ fn a_loaded_layer_continues_as_if_never_stopped() {
 }
 
 /// A frozen layer starts from the file's state, at the precision of the file whatever the builder's
-/// dtype, and its training is its own affair.
+/// dtype. If it is told to train, its training is its own affair.
 #[test]
 fn a_frozen_builder_keeps_the_state_s_precision() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -94,6 +95,7 @@ fn a_frozen_builder_keeps_the_state_s_precision() {
 
         let before = state(&twin.layer);
         frozen.mode().set_training(true);
+        let frozen = frozen.with_unsaved_statistics();
         let batch = &batches(3, dtype, 1)[0];
         frozen.forward(&batch.xs).unwrap();
         assert_eq!(frozen.steps().unwrap(), 6);
@@ -285,6 +287,70 @@ fn a_state_of_which_only_a_part_is_variables_is_refused() {
     }
 }
 
+/// A file for inference may have only what an evaluation reads. Before, a layer on one failed with
+/// candle's "cannot find tensor ema_gz".
+#[test]
+fn a_frozen_file_needs_only_what_an_evaluation_reads() {
+    let (trained, _, file) = trained_with(Some(3));
+    let xs = &batches(12, DType::F32, 1)[0].xs;
+    let expected = trained.forward_t(xs, false).unwrap();
+    let (all_phi, all_nu, all_steps) = state(&trained);
+    for left_out in [
+        &["ema_gz"][..],
+        &["iters"],
+        &["ema_gz", "iters"],
+        &["ema_gz", "iters", "groups"],
+    ] {
+        let mut tensors = load(&file);
+        tensors.retain(|name, _| !left_out.contains(&&**name));
+        let has = |name| !left_out.contains(&name);
+        let bytes = ::safetensors::serialize(&tensors, None).unwrap();
+        for vb in [
+            VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU),
+            VarBuilder::from_buffered_safetensors(bytes, DType::F32, &CPU).unwrap(),
+        ] {
+            let layer = power_norm(SIZE, *trained.config(), vb).unwrap();
+            assert_same_bits("y", &layer.forward(xs).unwrap(), &expected);
+            let (phi, nu, steps) = state(&layer);
+            assert_eq!(phi, all_phi);
+            let zeros = vec![0; SIZE];
+            assert_eq!(nu, if has("ema_gz") { &all_nu } else { &zeros }[..]);
+            assert_eq!(steps, if has("iters") { all_steps } else { 0 });
+        }
+        // As before, a tensor in another shape is an error that names it.
+        for &name in left_out {
+            let mut tensors = tensors.clone();
+            let wrong = Tensor::ones((2, 2), DType::F32, &CPU).unwrap();
+            tensors.insert(name.to_owned(), wrong);
+            let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+            let text = message(power_norm(SIZE, *trained.config(), vb));
+            assert!(text.contains(name), "{text}");
+        }
+        // A recorded group scaling is checked, whatever else is missing.
+        if has("groups") {
+            let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
+            let other = trained.config().with_groups(Some(4));
+            refused(power_norm(SIZE, other, vb), &refusal(Some(4), Some(3)));
+        }
+        // Variables are for training, which needs all of the state.
+        let vars = tensors.iter().map(|(name, tensor)| {
+            let var = Var::from_tensor(tensor).unwrap();
+            (name.clone(), var.into_inner())
+        });
+        let vb = VarBuilder::from_tensors(vars.collect(), DType::F32, &CPU);
+        let trainable = power_norm(SIZE, *trained.config(), vb);
+        if has("ema_gz") && has("iters") {
+            assert!(trainable.is_ok());
+        } else {
+            assert!(message(trainable).contains(left_out[0]));
+        }
+    }
+    // A builder that makes what is missing is asked first.
+    let zeros = VarBuilder::zeros(DType::F32, &CPU);
+    let layer = power_norm(SIZE, config(), zeros).unwrap();
+    assert_eq!(to_f64(&layer.running_phi().unwrap()), [0.; SIZE]);
+}
+
 #[test]
 fn frozen_parameters_of_a_layer_norm_are_refused() {
     let ones = Tensor::ones(SIZE, DType::F32, &CPU).unwrap();
@@ -314,6 +380,136 @@ fn parameters_of_a_layer_norm_are_taken_over() {
         let peer = candle_nn::layer_norm(3, 1e-5, vb()).unwrap();
         assert_same_bits("LayerNorm's", peer.weight(), &weight);
     }
+}
+
+/// The guide's `load`: sets every variable of a fresh model from a checkpoint, where
+/// `VarMap::load` fails because of a name or a dtype.
+fn load_anyway(varmap: &VarMap, checkpoint: &Path) -> Result<()> {
+    let tensors = safetensors::load(checkpoint, &CPU)?;
+    let other_names = [
+        (".weight", ".gamma"),
+        (".bias", ".beta"),
+        (".gamma", ".weight"),
+        (".beta", ".bias"),
+    ];
+    for (name, var) in varmap.data().lock().unwrap().iter() {
+        let other_name = other_names.iter().find_map(|(ours, theirs)| {
+            let stem = name.strip_suffix(ours)?;
+            Some(format!("{stem}{theirs}"))
+        });
+        let found = tensors.get(name).or_else(|| tensors.get(&other_name?));
+        let Some(tensor) = found else {
+            candle::bail!("{} has no tensor {name}", checkpoint.display())
+        };
+        var.set(&tensor.to_device(var.device())?.to_dtype(var.dtype())?)?;
+    }
+    Ok(())
+}
+
+/// A model with a LayerNorm's names, trained from a file of bert-base-uncased's names: gamma and
+/// beta. Its own file has them too, and `VarMap::load` asks for weight and bias.
+#[test]
+fn older_names_survive_a_round_trip() -> Result<()> {
+    let twin = Twin::new(&mut Data::new(13), SIZE, config(), DType::F32);
+    let older = ["gamma", "beta"].map(|name| format!("LayerNorm.{name}"));
+    let build = |varmap: &VarMap| {
+        let vb = trainable(varmap, DType::F32).pp("LayerNorm");
+        power_norm(SIZE, config(), vb).unwrap()
+    };
+    let varmap = VarMap::new();
+    for (name, of) in older.iter().zip(["weight", "bias"]) {
+        insert(&varmap, name, &var(&twin.varmap, of));
+    }
+    let trained = build(&varmap);
+    for batch in batches(13, DType::F32, 3) {
+        run(&trained, &batch, true);
+    }
+    let file = save(&varmap);
+    for name in &older {
+        assert!(load(&file).contains_key(name));
+    }
+
+    // candle's words, which the guide quotes.
+    let mut varmap = VarMap::new();
+    build(&varmap);
+    let failure = message(varmap.load(file.path()));
+    let quoted = ["weight", "bias"].map(|name| format!("tensor `LayerNorm.{name}` not found"));
+    assert!(quoted.contains(&failure), "{failure}");
+
+    let varmap = VarMap::new();
+    let loaded = build(&varmap);
+    load_anyway(&varmap, file.path())?;
+    assert_eq!(state(&loaded), state(&trained));
+    assert_same_future(&loaded, &trained, DType::F32);
+    // From now on the names are today's.
+    let file = save(&varmap);
+    let mut varmap = VarMap::new();
+    let again = build(&varmap);
+    varmap.load(file.path())?;
+    assert_same_future(&again, &loaded, DType::F32);
+    Ok(())
+}
+
+/// Renamed while the map is filled, as the guide does, the names are today's from the start.
+#[test]
+fn names_that_are_renamed_at_first_load_into_a_fresh_model() -> Result<()> {
+    let twin = Twin::new(&mut Data::new(14), SIZE, config(), DType::F32);
+    let varmap = VarMap::new();
+    for (older, of) in [("LayerNorm.gamma", "weight"), ("LayerNorm.beta", "bias")] {
+        let name = older
+            .replace("LayerNorm.gamma", "LayerNorm.weight")
+            .replace("LayerNorm.beta", "LayerNorm.bias");
+        insert(&varmap, &name, &var(&twin.varmap, of));
+    }
+    let build = |varmap: &VarMap| {
+        let vb = trainable(varmap, DType::F32).pp("LayerNorm");
+        power_norm(SIZE, config(), vb).unwrap()
+    };
+    let trained = build(&varmap);
+    assert_eq!(varmap.all_vars().len(), 6);
+    assert_same_future(&trained, &twin.layer, DType::F32);
+    let file = save(&varmap);
+    let mut varmap = VarMap::new();
+    let loaded = build(&varmap);
+    varmap.load(file.path())?;
+    assert_same_future(&loaded, &trained, DType::F32);
+    Ok(())
+}
+
+/// A file in half precision, statistics and all, and a model in any dtype.
+#[test]
+fn a_halved_file_is_loaded() -> Result<()> {
+    let (trained, varmap, _) = trained_with(Some(3));
+    for half in [DType::F16, DType::BF16] {
+        let mut tensors = frozen(&varmap);
+        for tensor in tensors
+            .values_mut()
+            .filter(|tensor| tensor.dtype().is_float())
+        {
+            *tensor = tensor.to_dtype(half)?;
+        }
+        let file = save(&variables(&tensors));
+        for dtype in [DType::F32, half] {
+            let (loaded, mut varmap) = layer(SIZE, *trained.config(), dtype);
+            // candle's words, which the guide quotes. Which variable is first is random.
+            let failure = message(varmap.load(file.path()));
+            let quoted = format!("dtype mismatch in copy_strided, lhs: {half:?}, rhs: F32");
+            assert!(failure.contains(&quoted), "{failure}");
+
+            load_anyway(&varmap, file.path())?;
+            let expected = power_norm(SIZE, *trained.config(), builder(&file, dtype))?;
+            assert_eq!(state(&loaded), state(&expected));
+            assert_eq!(loaded.steps()?, 1);
+            assert_same_bits(
+                "weight",
+                loaded.weight().unwrap(),
+                expected.weight().unwrap(),
+            );
+            let batch = &batches(14, dtype, 1)[0];
+            run(&loaded, batch, true);
+        }
+    }
+    Ok(())
 }
 
 /// A layer without a bias saves none, and leaves one in a checkpoint unread, as candle does.

@@ -174,6 +174,16 @@ fn folds_that_would_be_wrong_are_refused() {
     let text = "a linear layer of 12 input features, got 5";
     refused(layer.fold_into(&other_size), text);
 
+    // Before, W' was cut to whole numbers.
+    for dtype in [DType::U8, DType::I64] {
+        let next = Linear::new(Tensor::ones((OUT, SIZE), dtype, &CPU).unwrap(), None);
+        let text = format!(
+            "the weight of `next` in a float dtype, got {dtype:?}: \
+             convert the linear layer by `to_dtype` first"
+        );
+        refused(layer.fold_into(&next), &text);
+    }
+
     layer.mode().set_training(true);
     let text = "a layer in evaluation to fold, got one whose statistic moves: \
                 call `mode.set_training(false)`, or end the recalibration, first";

@@ -122,7 +122,7 @@ fn configurations_out_of_range_are_refused() {
 }
 
 #[test]
-fn buffers_of_another_dtype_are_refused() {
+fn tensors_of_another_dtype_are_refused() {
     for (name, wrong, expected) in [
         ("running_phi", DType::F16, DType::F32),
         ("ema_gz", DType::F64, DType::F32),
@@ -137,6 +137,17 @@ fn buffers_of_another_dtype_are_refused() {
         );
         refused(power_norm(8, 1e-5, trainable(&varmap, DType::F32)), &text);
     }
+    // And so are parameters, each by its name.
+    for name in ["weight", "bias", "gamma", "beta"] {
+        let varmap = VarMap::new();
+        insert(&varmap, name, &ones(&[8], DType::I64));
+        let subject = match name {
+            "weight" | "gamma" => "weight",
+            _ => "bias",
+        };
+        let text = format!("{subject} of dtype F32, F64, F16 or BF16, got I64");
+        refused(power_norm(8, 1e-5, trainable(&varmap, DType::F32)), &text);
+    }
 }
 
 #[test]
@@ -144,11 +155,17 @@ fn missing_and_misshapen_tensors_are_refused() {
     let complete = frozen(&layer(8, 1e-5.into(), DType::F32).1);
     let build = |tensors| power_norm(8, 1e-5, constant(tensors));
     assert!(build(complete.clone()).is_ok());
-    for name in ["weight", "bias", "running_phi", "ema_gz", "iters"] {
+    for name in ["weight", "bias", "running_phi", "ema_gz", "iters", "groups"] {
         let mut tensors = complete.clone();
         tensors.remove(name);
-        let text = message(build(tensors.clone()));
-        assert!(text.contains(name), "{name} is missing: {text}");
+        let without = build(tensors.clone());
+        // No evaluation reads the others: `checkpoint.rs`.
+        if ["weight", "bias", "running_phi"].contains(&name) {
+            let text = message(without);
+            assert!(text.contains(name), "{name} is missing: {text}");
+        } else {
+            assert!(without.is_ok(), "{name} is missing");
+        }
         tensors.insert(name.into(), ones(&[2, 2], DType::F32));
         let text = message(build(tensors));
         assert!(text.contains(name), "{name} is 2x2: {text}");
@@ -417,7 +434,7 @@ fn masks_of_any_integers() -> Result<()> {
     Ok(())
 }
 
-/// Layers of one builder have its settings, and follow its mode even if they are frozen.
+/// Layers of one builder have its settings, and share its mode even if they are frozen.
 #[test]
 fn a_builder_builds_layers_alike() -> Result<()> {
     let (mode, scale) = (Mode::train(), LossScale::default());
@@ -450,12 +467,17 @@ fn a_builder_builds_layers_alike() -> Result<()> {
 /// A layer prints while another thread has its state, too.
 #[test]
 fn a_layer_prints_its_size_settings_and_steps() {
-    let (layer, _) = trained(8, DType::F32);
+    let (layer, varmap) = trained(8, DType::F32);
     let expected = format!(
-        "PowerNorm {{ size: 8, config: {:?}, steps: 3, .. }}",
+        "PowerNorm {{ size: 8, config: {:?}, steps: 3, frozen: false, .. }}",
         layer.config()
     );
     assert_eq!(format!("{layer:?}"), expected);
+    let frozen = power_norm(8, 1e-5, constant(frozen(&varmap))).unwrap();
+    assert_eq!(
+        format!("{frozen:?}"),
+        expected.replace("frozen: false", "frozen: true")
+    );
 }
 
 // RMSNorm

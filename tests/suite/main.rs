@@ -9,6 +9,7 @@ mod common;
 #[path = "../devices/mod.rs"]
 mod devices;
 
+mod adapters;
 mod checkpoint;
 mod distributed;
 mod fold;
