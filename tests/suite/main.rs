@@ -27,6 +27,7 @@ mod robustness;
 mod soak;
 mod threads;
 mod training;
+mod vars;
 
 use proptest::prelude::ProptestConfig;
 
