@@ -22,6 +22,7 @@ mod micro_batches;
 mod parity;
 mod properties;
 mod recalibration;
+mod recipes;
 mod residual;
 mod robustness;
 mod soak;
