@@ -13,7 +13,7 @@ mod model;
 
 use candle::{bail, Device, Error, Result, Tensor, D};
 use candle_nn::{ops, VarBuilder};
-use candle_powernorm::{power_norm, Mode, PowerNormConfig};
+use candle_powernorm::{power_norm, trainable_vars, Mode, PowerNormConfig};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use model::{Gpt, Norm, Text, Training, BATCH, CONTEXT, WIDTH};
@@ -202,7 +202,7 @@ fn main() -> Result<()> {
         let schedule = (rate, warmup, steps);
         let mut training = Training::new(text.vocab.len(), &new_norm, schedule, args.seed, device)?;
         if reports.is_empty() {
-            let variables = training.varmap.all_vars();
+            let variables = trainable_vars(&training.varmap);
             let numbers: usize = variables.iter().map(|var| var.elem_count()).sum();
             let minutes = (2 * steps * BATCH * CONTEXT) as f64 / SPEED / 60.;
             let minutes = match minutes.round() {

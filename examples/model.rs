@@ -6,7 +6,7 @@ use candle_nn::{
     embedding, linear_no_bias, loss::cross_entropy, ops, Activation, AdamW, Embedding, Init,
     Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap,
 };
-use candle_powernorm::PowerNorm;
+use candle_powernorm::{trainable_vars, PowerNorm};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -269,7 +269,7 @@ impl Training {
             ..Default::default()
         };
         Ok(Self {
-            optimizer: AdamW::new(varmap.all_vars(), params)?,
+            optimizer: AdamW::new(trainable_vars(&varmap), params)?,
             model,
             varmap,
             rng,

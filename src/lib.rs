@@ -29,6 +29,7 @@
 //!   a residual.
 //! - [`PowerNorm::fold_into`] moves a trained layer into the linear layer after it.
 //! - [`RmsNorm`] is RMSNorm with the same fused backward.
+//! - [`trainable_vars`] lists what an optimizer moves: the parameters, without the statistics.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //! - [`Recipe`] chooses between the paper's equations and the equations of the released code.
 //!
@@ -60,6 +61,7 @@ mod op;
 mod ranks;
 mod rms_norm;
 mod state;
+mod vars;
 
 pub use builder::{power_norm, power_norm_no_bias, PowerNormBuilder};
 pub use config::{PowerNormConfig, Recipe, Statistics};
@@ -73,6 +75,7 @@ pub use ranks::MpiCommunicator;
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
 pub use rms_norm::{rms_norm, RmsNorm};
+pub use vars::trainable_vars;
 
 /// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
 #[cfg(feature = "mpi")]

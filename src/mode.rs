@@ -16,6 +16,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// [`PowerNorm::with_unsaved_statistics`](crate::PowerNorm::with_unsaved_statistics) is the
 /// exception.
 ///
+/// # Threads
+///
+/// A `Mode` is one switch for all threads. While one thread holds [`eval_scope`](Self::eval_scope),
+/// a training forward in another thread evaluates: ψ² and ν stay, no step is counted, and no error
+/// says so. To validate in one thread while another one trains, give the validation layers that
+/// follow another `Mode`: a second model on the same `VarMap` that is built with
+/// [`Mode::eval`](Self::eval), or clones
+/// ([`with_mode`](crate::PowerNorm::with_mode)). Or call
+/// [`forward_t`](crate::PowerNorm::forward_t), which ignores the `Mode`.
+/// [Training](crate::guide::training) has an example.
+///
+/// # Example
+///
 /// ```
 /// use candle_powernorm::Mode;
 ///
@@ -91,6 +104,9 @@ impl Mode {
     ///
     /// Several scopes of a `Mode` may be open, in one thread or in several, and their guards may be
     /// dropped in any order. The scope that was opened last decides.
+    ///
+    /// The scope holds [for all threads](Self#threads): a step that another thread takes meanwhile
+    /// does not train.
     pub fn eval_scope(&self) -> ModeScope {
         self.scope(|_| Purpose::Evaluation)
     }

@@ -23,11 +23,13 @@ mod micro_batches;
 mod parity;
 mod properties;
 mod recalibration;
+mod recipes;
 mod residual;
 mod robustness;
 mod soak;
 mod threads;
 mod training;
+mod vars;
 
 use proptest::prelude::ProptestConfig;
 

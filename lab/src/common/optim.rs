@@ -76,7 +76,8 @@ pub struct AdamW {
     pub steps: usize,
 }
 
-/// A parameter and the running means of its gradient and of its gradient's square.
+/// A parameter and the running means of its gradient and of its gradient's square. All of them are
+/// F32, as every variable of the lab: in half precision the means would stall.
 pub struct Slot {
     pub name: String,
     pub var: Var,
