@@ -2,9 +2,9 @@
 //!
 //! Rows are `[rows, C]`, channels `[C]` and counts of rows `[1]`, in the dtype of the sums and
 //! without a graph. Each equation takes a few of candle's operations, so this device is many times
-//! slower than kernels. The host waits for the device only to exchange sums with other ranks. So in
-//! a single process it does not know whether a mask keeps a row: a batch without one counts as a
-//! step, as on a GPU.
+//! slower than kernels. The host waits for the device only to exchange sums with other ranks. It does
+//! not wait to learn whether a mask keeps a row, so a batch without one counts as a step, as on a
+//! GPU.
 
 use super::{sums_dtype, Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
 use crate::config::{ForwardKind, PhiStep, Recipe};
@@ -117,7 +117,7 @@ impl Saved for Forwarded {
                 let mut global = dy_x.clone();
                 if env.has_ranks() {
                     let sums = to_host(dy_x)?;
-                    global = rows.from_host(&env.exchange(sums)?)?;
+                    global = rows.read_sums(&env.exchange(sums)?)?;
                 }
                 let mut lambda = (global * &self.inv_rms)?;
                 if let Some(weight) = &weight {
@@ -259,8 +259,7 @@ struct SquareSums {
 }
 
 /// The sums over the kept rows of all ranks, and the sums that Γ is made of: the same, or under
-/// recipe Fairseq the sums over all rows. `None` if the host knows that no row is kept: where there
-/// is no row at all, and over ranks, whose sums the host has waited for.
+/// recipe Fairseq the sums over all rows. `None` without rows, unless other ranks may have some.
 fn square_sums(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<[SquareSums; 2]>> {
     if rows.len() == 0 && !env.has_ranks() {
         return Ok(None);
@@ -283,13 +282,10 @@ fn square_sums(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<[Sq
         }
         let global = env.exchange(Tensor::cat(&message, 0)?)?;
         let global = global.reshape((sums.len(), rows.cols() + 1))?;
-        if global.get(0)?.get(rows.cols())?.to_scalar::<f64>()? == 0. {
-            return Ok(None);
-        }
         for (k, sums) in sums.iter_mut().enumerate() {
             let global = global.get(k)?;
-            sums.squares = rows.from_host(&global.narrow(0, 0, rows.cols())?)?;
-            sums.rows = rows.from_host(&global.narrow(0, rows.cols(), 1)?)?;
+            sums.squares = rows.read_sums(&global.narrow(0, 0, rows.cols())?)?;
+            sums.rows = rows.read_sums(&global.narrow(0, rows.cols(), 1)?)?;
         }
     }
     let all = sums.last().cloned();
@@ -384,7 +380,7 @@ impl Rows {
     }
 
     /// Sums on the host, in f64, as the dtype of the sums on the device of the rows.
-    fn from_host(&self, sums: &Tensor) -> Result<Tensor> {
+    fn read_sums(&self, sums: &Tensor) -> Result<Tensor> {
         // Converted on the host, because not every device has f64.
         let sums = sums.to_dtype(self.x_tilde.dtype())?;
         sums.to_device(self.x_tilde.device())

@@ -95,6 +95,8 @@ impl Rank {
     fn misses(&self, spread: Spread, masked: bool) -> bool {
         let has_empty_shards = match spread {
             Spread::OneEmpty | Spread::OneAlone => true,
+            // Where ranks count it, a process by itself does not.
+            Spread::Nothing if is_composed() => return !masked,
             Spread::Nothing => !masked,
             _ => false,
         };
@@ -461,7 +463,7 @@ fn trajectory(rank: &Rank, config: PowerNormConfig, dtype: DType, masked: bool) 
     // The comparisons above saw steps.
     let counts = |spread: Spread| match spread {
         // On a GPU a batch whose rows are all padding is counted.
-        Spread::Nothing => !rank.device.is_cpu() && masked,
+        Spread::Nothing => counts_masked_batches(&rank.device) && masked,
         _ => !rank.misses(spread, masked),
     };
     let taken = (0..STEPS).filter(|step| counts(SPREADS[step % SPREADS.len()]));
