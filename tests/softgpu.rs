@@ -6,8 +6,8 @@
 
 mod common;
 
-use candle::{CudaDevice, DType, Device, Result, Tensor, Var};
-use candle_powernorm::{PowerNorm, Recipe, Statistics};
+use candle::{CudaDevice, DType, Device, Module, Result, Tensor, Var};
+use candle_powernorm::{GroupScaling, PowerNorm, Recipe, Statistics};
 use common::softgpu::Softgpu;
 use common::*;
 use std::process::Command;
@@ -296,67 +296,106 @@ fn any_call_may_fail_by_the_statistics_of_the_batch() {
     any_call_may_fail(Statistics::Batch, 1);
 }
 
+/// Runs a test in a process of its own. Kernels stay loaded until a process ends, so a test that
+/// counts what is loaded may not share its process with other tests.
+fn in_a_new_process(name: &str, test: impl FnOnce()) {
+    const VARIABLE: &str = "CANDLE_POWERNORM_TEST_OF_THIS_PROCESS";
+    if std::env::var_os(VARIABLE).is_some_and(|running| running == name) {
+        return test();
+    }
+    let mut process = Command::new(std::env::current_exe().unwrap());
+    process.args([name, "--exact", "--nocapture"]);
+    let run = process.env(VARIABLE, name).output().unwrap();
+    let [out, err] = [run.stdout, run.stderr].map(|text| String::from_utf8(text).unwrap());
+    assert!(run.status.success(), "{out}{err}");
+    assert!(out.contains("1 passed"), "{out}{err}");
+}
+
 /// A call loads all kernels that it and its step of the state launch before the first launch. The
 /// layers of a GPU load each kernel once.
 #[test]
 fn kernels_are_loaded_before_the_first_launch() {
-    let _alone = alone();
-    let softgpu = Softgpu::find().unwrap();
-    let device = CudaDevice::new_with_stream(0).unwrap();
-    let gpu = Device::Cuda(device.clone());
-    let load = Some(c"cuModuleGetFunction");
-    // Warm-up, and a group wider than a block.
-    let config = 1e-5.with_warm_up(1000);
-    let new = || Twin::new(&mut Data::on(&gpu, 1), 16392, config, DType::F32).layer;
-    let batch = Batch::random(&mut Data::on(&gpu, 2), &[3, 16392], DType::F32, false);
-    let x = Var::from_tensor(&batch.xs).unwrap();
-    let forward = |layer: &PowerNorm| layer.forward_t(&x, true);
-    let layer = new();
-    let (_, loads) = softgpu.counting(load, || forward(&layer).map(drop).unwrap());
-    assert_eq!(loads, 3);
-    // Kernels leave with the last layer.
-    drop(layer);
-    for n in 1..=loads {
-        let layer = new();
-        launches(&softgpu, &device);
-        let failed = softgpu.failing(load, &device, n, || forward(&layer).map(drop));
-        assert!(failed.is_err());
-        assert_eq!(launches(&softgpu, &device), 0, "load {n}");
-    }
-    let [first, second] = [(); 2].map(|()| {
-        let layer = new();
-        let (y, forward) = softgpu.counting(load, || forward(&layer).unwrap());
-        let loss = y.apply_op1(Gradient(batch.dy.clone())).unwrap();
-        let (grads, backward) = softgpu.counting(load, || loss.backward().unwrap());
-        // They keep nothing of the layer. `loss` does.
-        drop(grads);
-        (loss, forward, backward)
+    in_a_new_process("kernels_are_loaded_before_the_first_launch", || {
+        let softgpu = Softgpu::find().unwrap();
+        let device = CudaDevice::new_with_stream(0).unwrap();
+        let gpu = Device::Cuda(device.clone());
+        let load = Some(c"cuModuleGetFunction");
+        // Warm-up, and a group wider than a block.
+        let config = 1e-5.with_warm_up(1000);
+        let new = || Twin::new(&mut Data::on(&gpu, 1), 16392, config, DType::F32).layer;
+        let batch = Batch::random(&mut Data::on(&gpu, 2), &[3, 16392], DType::F32, false);
+        let x = Var::from_tensor(&batch.xs).unwrap();
+        let forward = |layer: &PowerNorm| layer.forward_t(&x, true);
+        // Each of the three loads of a forward fails once. A load that came before it stays, so
+        // from the second on, the load before the one that fails is the first of its call.
+        for (load_number, n) in [(1, 1), (2, 2), (3, 2)] {
+            let layer = new();
+            launches(&softgpu, &device);
+            let failed = softgpu.failing(load, &device, n, || forward(&layer).map(drop));
+            assert!(failed.is_err(), "load {load_number}");
+            let launched = launches(&softgpu, &device);
+            assert_eq!(launched, 0, "load {load_number}");
+        }
+        let [first, second] = [(); 2].map(|()| {
+            let layer = new();
+            let (y, forward) = softgpu.counting(load, || forward(&layer).unwrap());
+            let loss = y.apply_op1(Gradient(batch.dy.clone())).unwrap();
+            let (grads, backward) = softgpu.counting(load, || loss.backward().unwrap());
+            // The layer and all that it made are gone before the next layer. Its kernels are not.
+            drop((layer, loss, grads));
+            (forward, backward)
+        });
+        // Of three, two were loaded in the calls that failed.
+        assert_eq!([first.0, second.0], [1, 0]);
+        // candle looks its own kernels up each time.
+        assert_eq!(first.1 - second.1, 3);
     });
-    assert_eq!([first.1, second.1], [3, 0]);
-    // candle looks its own kernels up each time.
-    assert_eq!(first.2 - second.2, 3);
+}
+
+/// A call that no layer stands behind finds its kernels loaded, too: a second one asks the driver
+/// for nothing but memory and a launch. (Seen: it looked kernels up and asked for attributes.)
+#[test]
+fn a_second_group_scaling_only_launches() {
+    in_a_new_process("a_second_group_scaling_only_launches", || {
+        let softgpu = Softgpu::find().unwrap();
+        let gpu = Device::new_cuda_with_stream(0).unwrap();
+        let xs = Batch::random(&mut Data::on(&gpu, 1), &[3, 48], DType::F32, false).xs;
+        let scaling = GroupScaling::new(4, 1e-5).unwrap();
+        let first = to_f64(&scaling.forward(&xs).unwrap());
+        gpu.synchronize().unwrap();
+        softgpu.take_counts();
+        let ys = scaling.forward(&xs).unwrap();
+        let counts = softgpu.take_counts();
+        let calls = counts["calls"].as_object().unwrap();
+        let startup = |name: &str| name.contains("Module") || name.contains("Attribute");
+        let needless: Vec<_> = calls.iter().filter(|(name, _)| startup(name)).collect();
+        assert!(needless.is_empty(), "{needless:?}");
+        assert_eq!(calls["cuLaunchKernel"], 1, "{calls:?}");
+        assert_eq!(calls["cuMemAllocAsync"], 1, "{calls:?}");
+        assert_eq!(to_f64(&ys), first);
+    });
 }
 
 /// The driver compiles what it is handed, so a step hands it only the kernels that it launches: two
 /// for a forward and two for its backward. Dtypes share the kernels of the sums.
 #[test]
 fn a_call_loads_only_what_it_launches() {
-    let _alone = alone();
-    let softgpu = Softgpu::find().unwrap();
-    let gpu = Device::new_cuda_with_stream(0).unwrap();
-    let (mut layers, mut loaded) = (vec![], vec![]);
-    for dtype in [DType::F64, DType::F32, DType::BF16] {
-        let layer = Twin::new(&mut Data::on(&gpu, 1), 512, config(None), DType::F32).layer;
-        let batch = Batch::random(&mut Data::on(&gpu, 2), &[70, 512], dtype, false);
-        let x = Var::from_tensor(&batch.xs).unwrap();
-        let before = softgpu.loaded();
-        let y = layer.forward_t(&x, true).unwrap();
-        y.apply_op1(Gradient(batch.dy)).unwrap().backward().unwrap();
-        loaded.push(softgpu.loaded() - before);
-        layers.push(layer);
-    }
-    // The first step also loads kernels of candle's.
-    assert_eq!(loaded[1..], [4, 2]);
+    in_a_new_process("a_call_loads_only_what_it_launches", || {
+        let softgpu = Softgpu::find().unwrap();
+        let gpu = Device::new_cuda_with_stream(0).unwrap();
+        let mut loaded = vec![];
+        for dtype in [DType::F64, DType::F32, DType::BF16] {
+            let layer = Twin::new(&mut Data::on(&gpu, 1), 512, config(None), DType::F32).layer;
+            let batch = Batch::random(&mut Data::on(&gpu, 2), &[70, 512], dtype, false);
+            let x = Var::from_tensor(&batch.xs).unwrap();
+            let before = softgpu.loaded();
+            let y = layer.forward_t(&x, true).unwrap();
+            y.apply_op1(Gradient(batch.dy)).unwrap().backward().unwrap();
+            loaded.push(softgpu.loaded() - before);
+        }
+        // The first step also loads kernels of candle's.
+        assert_eq!(loaded[1..], [4, 2]);
+    });
 }
 
 /// An array of so many elements, of which the first and the last are those of `ends` and the rest

@@ -30,38 +30,78 @@ use params::{number, Address, Vector};
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The PTX of a kernel alone. The driver compiles all of a module when it loads the module, so each
-/// kernel has a module of its own. A step launches four of the kernels.
-fn module_of(kernel: &str) -> String {
-    const ENTRY: &str = ".visible .entry ";
-    // nvcc ends an entry with a brace at the start of a line, and has no other such brace. Else the
-    // module has all kernels.
-    if POWER_NORM.matches("\n}").count() != POWER_NORM.matches(ENTRY).count() {
-        return POWER_NORM.to_owned();
-    }
-    let mut parts = POWER_NORM.split(ENTRY);
-    let mut module = parts.next().unwrap_or_default().to_owned();
-    for part in parts {
-        // What follows an entry belongs to none.
-        let (entry, rest) = part.split_once("\n}").unwrap_or((part, ""));
-        if entry.split('(').next() == Some(kernel) {
-            module += &format!("{ENTRY}{entry}\n}}");
-        }
-        module += rest;
-    }
-    module
+/// The kernels' PTX, cut up so that each kernel can be loaded as a module of its own. The driver
+/// compiles all of a module when it loads one, and a training step launches four of the kernels.
+struct Modules {
+    /// Everything outside the entry points: version, target, and the declaration of shared memory.
+    shared: String,
+    /// The text of each entry point, by its name.
+    entries: HashMap<&'static str, &'static str>,
 }
 
-/// The loaded kernels of a GPU and its limits, which all layers on the GPU share. To look a kernel
-/// up by its name again would cost more than to launch it.
+impl Modules {
+    /// The modules of the PTX that `build.rs` compiled, which is cut up on the first use.
+    fn compiled() -> &'static Self {
+        static MODULES: OnceLock<Modules> = OnceLock::new();
+        MODULES.get_or_init(|| Modules::cut(POWER_NORM))
+    }
+
+    fn cut(ptx: &'static str) -> Self {
+        const ENTRY: &str = ".visible .entry ";
+        let (mut shared, mut entries) = (String::new(), HashMap::new());
+        let mut rest = ptx;
+        while let Some(start) = rest.find(ENTRY) {
+            let (before, from_entry) = rest.split_at(start);
+            let (entry, after) = from_entry.split_at(end_of_body(from_entry));
+            let name = entry[ENTRY.len()..].split('(').next().unwrap_or_default();
+            entries.insert(name.trim_end(), entry);
+            shared += before;
+            rest = after;
+        }
+        shared += rest;
+        Self { shared, entries }
+    }
+
+    /// The PTX of a module that has this kernel and no other, if there is such a kernel.
+    fn of(&self, kernel: &str) -> Option<String> {
+        let entry = self.entries.get(kernel)?;
+        Some(format!("{}\n{entry}\n", self.shared))
+    }
+}
+
+/// Bytes of PTX up to and including the brace that closes the first body. Braces are counted,
+/// because those of a vector of registers stand inside a body.
+fn end_of_body(ptx: &str) -> usize {
+    let (mut depth, mut line_start) = (0, 0);
+    for line in ptx.split_inclusive('\n') {
+        let code = line.split("//").next().unwrap_or_default();
+        for (at, letter) in code.char_indices() {
+            match letter {
+                '{' => depth += 1,
+                '}' if depth == 1 => return line_start + at + 1,
+                '}' => depth -= 1,
+                _ => {}
+            }
+        }
+        line_start += line.len();
+    }
+    ptx.len()
+}
+
+/// The loaded kernels of a GPU, which all calls on that GPU share, and the limits that launches are
+/// fitted to. Looking a kernel up by its name would take the host longer than launching it.
 ///
-/// Layers own the kernels, and so own their modules and their context. candle's handle of the GPU
-/// that loaded a module keeps it too. All handles of a GPU have one context, its primary one, so
-/// they share kernels.
+/// Kernels stay loaded until the process ends, also when no layer is left on the GPU. Some calls
+/// have no layer that could own the kernels: [`GroupScaling`](crate::GroupScaling) is a plain
+/// value, and in a folded model often the only thing of this crate. The price is a few modules, at
+/// most one for each kernel, and that the GPU's primary context stays too, because each module
+/// belongs to it. All handles of a GPU have this one context, so handles of candle that come and go
+/// find the kernels still valid. Nothing is unloaded when the process exits, as Rust drops no
+/// statics. The driver frees a process's contexts itself.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     functions: Mutex<HashMap<Kernel, CudaFunction>>,
@@ -71,14 +111,13 @@ pub(crate) struct Kernels {
 impl Kernels {
     /// The kernels of the GPU that `device` is a handle of.
     pub fn of(device: &Device) -> Result<Arc<Self>> {
-        static GPUS: Mutex<BTreeMap<usize, Weak<Kernels>>> = Mutex::new(BTreeMap::new());
+        static GPUS: Mutex<BTreeMap<usize, Arc<Kernels>>> = Mutex::new(BTreeMap::new());
         use CUdevice_attribute::*;
         let stream = device.as_cuda_device()?.cuda_stream();
         let context = stream.context();
         let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = gpus.entry(context.ordinal()).or_default();
-        if let Some(kernels) = place.upgrade() {
-            return Ok(kernels);
+        if let Some(kernels) = gpus.get(&context.ordinal()) {
+            return Ok(kernels.clone());
         }
         let number = |attribute| context.attribute(attribute).w();
         let limits = Limits {
@@ -99,7 +138,7 @@ impl Kernels {
             functions: Mutex::default(),
             limits,
         });
-        *place = Arc::downgrade(&kernels);
+        gpus.insert(context.ordinal(), kernels.clone());
         Ok(kernels)
     }
 
@@ -113,7 +152,9 @@ impl Kernels {
         // A sum over ranks may have left another GPU's context in this thread.
         device.cuda_stream().context().bind_to_thread().w()?;
         // Other crates, and other builds of this crate, keep modules of the device there too.
-        let module = module_of(&name);
+        let Some(module) = Modules::compiled().of(&name) else {
+            candle::bail!("power_norm: expected {name} among the compiled kernels, got none of it")
+        };
         let mut hasher = DefaultHasher::new();
         module.hash(&mut hasher);
         let key = format!("candle_powernorm-{name}-{:016x}", hasher.finish());
@@ -349,5 +390,58 @@ impl<F: FnMut(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
             let (start, _held) = slice.device_ptr_mut(self.stream);
             (self.launch.borrow_mut())(Vector { data: start + offset, dtype })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    const ENTRY: &str = ".entry ";
+
+    /// Every entry point of `kernels/power_norm.cu` has a module, and the module has no other.
+    #[test]
+    fn every_kernel_has_a_module_of_its_own() {
+        let source = include_str!("../../../kernels/power_norm.cu");
+        let defined: BTreeSet<&str> = source
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("DEFINE(")?.split(',').next())
+            .collect();
+        assert!(!defined.is_empty());
+        let modules = Modules::compiled();
+        assert_eq!(
+            modules.entries.keys().copied().collect::<BTreeSet<_>>(),
+            defined
+        );
+        for kernel in defined {
+            let module = modules.of(kernel).unwrap();
+            let entries: Vec<&str> = module.split(ENTRY).skip(1).collect();
+            assert_eq!(entries.len(), 1, "{kernel}");
+            let name = entries[0].split('(').next();
+            assert_eq!(name, Some(kernel));
+            assert!(module.trim_start().starts_with("//") && module.contains(".version"));
+            // Its body is whole.
+            assert!(entries[0].contains("ret;"), "{kernel}");
+            let count = |brace| module.matches(brace).count();
+            assert_eq!(count('{'), count('}'), "{kernel}");
+        }
+        assert_eq!(modules.of("normalize_f32"), None);
+    }
+
+    /// Where braces stand does not matter, and what is between entry points is for all of them.
+    #[test]
+    fn ptx_is_cut_by_its_braces() {
+        let ptx = ".version 8.0\n.visible .entry one()\n{ { mov.v2 {%r1, %r2}, x; // }\n } }\n\
+            .global .b32 number;\n.visible .entry two (.param .u64 p)\n{ ret; }";
+        let modules = Modules::cut(ptx);
+        assert_eq!(modules.shared, ".version 8.0\n\n.global .b32 number;\n");
+        let [one, two] = ["one", "two"].map(|name| modules.entries[name]);
+        assert!(
+            one.starts_with(".visible .entry one()") && one.ends_with("// }\n } }"),
+            "{one}"
+        );
+        assert!(two.ends_with("{ ret; }"), "{two}");
+        assert_eq!(modules.entries.len(), 2);
     }
 }
