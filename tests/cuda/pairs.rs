@@ -74,14 +74,19 @@ const PHASES: [Phase; 6] = {
     ]
 };
 
-/// Whether to compute the gradients of the input, of the weight and of the bias, where there are
-/// such parameters.
-const WANTED: [[bool; 3]; 5] = [
-    [true; 3],
-    [true, false, false],
-    [false, true, true],
-    [false, true, false],
-    [false; 3],
+const fn wanted(input: bool, weight: bool, bias: bool) -> Wanted {
+    Wanted {
+        input,
+        weight,
+        bias,
+    }
+}
+const WANTED: [Wanted; 5] = [
+    wanted(true, true, true),
+    wanted(true, false, false),
+    wanted(false, true, true),
+    wanted(false, true, false),
+    wanted(false, false, false),
 ];
 const OFFSETS: [Offsets; 2] = [Offsets::AtTheStart, Offsets::AnElementIn];
 
@@ -110,6 +115,18 @@ macro_rules! axes {
                 Self { $($axis: $values[$axis],)* }
             }
         }
+
+        /// The values of each axis, by their indices, in kinds that stand for one another.
+        struct Kinds {
+            $($axis: Vec<Vec<usize>>,)*
+        }
+
+        impl Kinds {
+            /// In the order of a point.
+            fn in_order(self) -> [Vec<Vec<usize>>; SIZES.len()] {
+                [$(self.$axis),*]
+            }
+        }
     };
 }
 
@@ -122,7 +139,7 @@ axes! {
     recipe: Recipe = RECIPES,
     phase: Phase = PHASES,
     parameters: (bool, bool) = PARAMETERS,
-    wanted: [bool; 3] = WANTED,
+    wanted: Wanted = WANTED,
     offsets: Offsets = OFFSETS,
     residual: bool = RESIDUAL,
     loss_scale: f64 = LOSS_SCALES,
@@ -156,22 +173,30 @@ fn all_pairs() -> HashSet<Pair> {
 /// in random order, so that a part of them is a fair one. Where an axis is finer than that, a
 /// random value of its kind stands for the others.
 fn whole_grid() -> Vec<Point> {
-    let alone = |axis: usize| (0..SIZES[axis]).map(|value| vec![value]).collect();
-    let kinds: [Vec<Vec<usize>>; SIZES.len()] = [
-        vec![vec![0], vec![1, 2], vec![3, 4], vec![5, 6]],
-        alone(1),
-        alone(2),
-        vec![vec![0, 1], vec![2, 4], vec![3]],
-        vec![vec![0], vec![1], vec![2, 3, 4, 5]],
-        alone(5),
-        vec![vec![0, 1, 3, 5], vec![2, 4]],
-        alone(7),
-        vec![(0..WANTED.len()).collect()],
-        vec![(0..OFFSETS.len()).collect()],
-        vec![(0..RESIDUAL.len()).collect()],
-        vec![(0..LOSS_SCALES.len()).collect()],
-        vec![(0..RANKS.len()).collect()],
-    ];
+    fn apart<T>(values: &[T]) -> Vec<Vec<usize>> {
+        (0..values.len()).map(|value| vec![value]).collect()
+    }
+    fn alike<T>(values: &[T]) -> Vec<Vec<usize>> {
+        vec![(0..values.len()).collect()]
+    }
+    let kinds = Kinds {
+        // By the input's dtype, whatever the parameters'.
+        dtypes: vec![vec![0], vec![1, 2], vec![3, 4], vec![5, 6]],
+        cols: apart(&COLS),
+        rows: apart(&ROWS),
+        padding: vec![vec![0, 1], vec![2, 4], vec![3]],
+        // None, one, several.
+        groups: vec![vec![0], vec![1], vec![2, 3, 4, 5]],
+        recipe: apart(&RECIPES),
+        phase: vec![vec![0, 1, 3, 5], vec![2, 4]],
+        parameters: apart(&PARAMETERS),
+        wanted: alike(&WANTED),
+        offsets: alike(&OFFSETS),
+        residual: alike(&RESIDUAL),
+        loss_scale: alike(&LOSS_SCALES),
+        ranks: alike(&RANKS),
+    }
+    .in_order();
     let mut rng = StdRng::seed_from_u64(2);
     let len = kinds.iter().map(Vec::len).product::<usize>();
     let mut points: Vec<Point> = (0..len)
@@ -227,12 +252,11 @@ fn pairwise() -> Vec<Point> {
 
 impl Case {
     fn check(&self, twice: bool) -> Result<()> {
-        let (affine, has_bias) = self.parameters;
-        let [input, weight, bias] = self.wanted;
+        let (affine, bias) = self.parameters;
         let wanted = Wanted {
-            input,
-            weight: weight && affine,
-            bias: bias && affine && has_bias,
+            weight: self.wanted.weight && affine,
+            bias: self.wanted.bias && affine && bias,
+            ..self.wanted
         };
         // An evaluation is each rank's own.
         let ranks = match self.phase {

@@ -2,8 +2,8 @@
 
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var, D};
-use candle_nn::{Activation, AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
-use candle_powernorm::{power_norm, PowerNormConfig};
+use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
+use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
 
 const BUFFERS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 
@@ -37,36 +37,57 @@ fn leaves_the_buffers_alone<O: Optimizer>(config: O::Config) {
     }
 }
 
-const HEADS: usize = 2;
+/// A pre-norm transformer block of candle's own layers, with two heads.
+struct Block {
+    norms: [PowerNorm; 2],
+    queries: Linear,
+    keys: Linear,
+    values: Linear,
+    out: Linear,
+    up: Linear,
+    down: Linear,
+}
 
-/// A pre-norm transformer block of candle's own layers, with `HEADS` heads.
-fn block(width: usize, config: PowerNormConfig, vb: VarBuilder) -> Result<impl Module> {
-    let linear = |a, b, name: &str| candle_nn::linear(a, b, vb.pp(name));
-    let norm = power_norm(width, config, vb.pp("norm_attention"))?;
-    let queries = linear(width, width, "queries")?;
-    // A bias of the keys shifts all scores of a query alike: softmax does not see it.
-    let keys = candle_nn::linear_no_bias(width, width, vb.pp("keys"))?;
-    let values = linear(width, width, "values")?;
-    let out = linear(width, width, "out")?;
-    let mlp = candle_nn::seq()
-        .add(power_norm(width, config, vb.pp("norm_mlp"))?)
-        .add(linear(width, 2 * width, "up")?)
-        .add(Activation::NewGelu)
-        .add(linear(2 * width, width, "down")?);
-    Ok(move |xs: &Tensor| {
+impl Block {
+    const HEADS: usize = 2;
+
+    fn new(width: usize, config: PowerNormConfig, vb: VarBuilder) -> Result<Self> {
+        let linear = |a, b, name: &str| candle_nn::linear(a, b, vb.pp(name));
+        Ok(Self {
+            norms: [
+                power_norm(width, config, vb.pp("norm_attention"))?,
+                power_norm(width, config, vb.pp("norm_mlp"))?,
+            ],
+            queries: linear(width, width, "queries")?,
+            // A bias of the keys shifts all scores of a query alike: softmax does not see it.
+            keys: candle_nn::linear_no_bias(width, width, vb.pp("keys"))?,
+            values: linear(width, width, "values")?,
+            out: linear(width, width, "out")?,
+            up: linear(width, 2 * width, "up")?,
+            down: linear(2 * width, width, "down")?,
+        })
+    }
+}
+
+impl Module for Block {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let (batch, tokens, width) = xs.dims3()?;
-        let ys = norm.forward(xs)?;
-        let heads = |linear: &Linear| {
-            let ys = linear.forward(&ys)?;
-            let ys = ys.reshape((batch, tokens, HEADS, width / HEADS))?;
-            ys.transpose(1, 2)?.contiguous()
+        let heads = |ys: Tensor| {
+            ys.reshape((batch, tokens, Self::HEADS, width / Self::HEADS))?
+                .transpose(1, 2)?
+                .contiguous()
         };
-        let scores = heads(&queries)?.matmul(&heads(&keys)?.t()?)?;
-        let mixed = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&heads(&values)?)?;
+        let ys = self.norms[0].forward(xs)?;
+        let queries = heads(self.queries.forward(&ys)?)?;
+        let keys = heads(self.keys.forward(&ys)?)?;
+        let values = heads(self.values.forward(&ys)?)?;
+        let scores = queries.matmul(&keys.t()?)?;
+        let mixed = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&values)?;
         let mixed = mixed.transpose(1, 2)?.reshape(xs.shape())?;
-        let xs = (xs + out.forward(&mixed)?)?;
-        &xs + mlp.forward(&xs)?
-    })
+        let xs = (xs + self.out.forward(&mixed)?)?;
+        let ys = self.up.forward(&self.norms[1].forward(&xs)?)?;
+        xs + self.down.forward(&ys.gelu()?)?
+    }
 }
 
 /// candle's own LayerNorm fails this: its fused path records no backward, so that everything
@@ -74,12 +95,14 @@ fn block(width: usize, config: PowerNormConfig, vb: VarBuilder) -> Result<impl M
 #[test]
 fn every_parameter_of_a_transformer_gets_a_gradient() {
     for warmup_steps in [100, 0] {
-        let config = 1e-5.with_groups(Some(HEADS)).with_warm_up(warmup_steps);
+        let config = 1e-5
+            .with_groups(Some(Block::HEADS))
+            .with_warm_up(warmup_steps);
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
         let (vocabulary, width) = (11, 8);
         let embedding = candle_nn::embedding(vocabulary, width, vb.pp("embedding")).unwrap();
-        let blocks = [0, 1].map(|i| block(width, config, vb.pp(i)).unwrap());
+        let blocks = [0, 1].map(|i| Block::new(width, config, vb.pp(i)).unwrap());
         let last = power_norm(width, config, vb.pp("norm")).unwrap();
         let head = candle_nn::linear(width, vocabulary, vb.pp("head")).unwrap();
 
