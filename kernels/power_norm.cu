@@ -365,7 +365,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     if (p.phi.data != nullptr) {
       load_run(p.phi, col, count, scale);
       each<V>([&](int v) {
-        scale[v] = inverse_root(scale[v] + eps);
+        scale[v] = inverse_rms(scale[v] + eps);
         if (p.inv_rms != nullptr && blockIdx.y == 0 && v < count) {
           static_cast<A *>(p.inv_rms)[col + v] = scale[v];
         }
@@ -574,7 +574,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   const A batch = kept == 0 ? old : sum / A(kept);
   A inv_rms;
   if (p.by_batch) {
-    inv_rms = inverse_root(batch + A(p.eps));
+    inv_rms = inverse_rms(batch + A(p.eps));
     static_cast<A *>(p.inv_rms)[col] = inv_rms;
   } else {
     inv_rms = static_cast<const A *>(p.inv_rms)[col];
@@ -612,7 +612,7 @@ __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trai
   each<V>([&](int v) { gain[v] = inv_rms[v]; });
   if (trained && p.batch_phi != nullptr) {
     load_run<A>(p.batch_phi, col, count, gain);
-    each<V>([&](int v) { gain[v] = inverse_root(gain[v] + A(p.eps)); });
+    each<V>([&](int v) { gain[v] = inverse_rms(gain[v] + A(p.eps)); });
   }
   const A correction_scale = A(p.correction_scale);
   each<V>([&](int v) {

@@ -46,6 +46,12 @@ __device__ __forceinline__ void narrow(float x, __nv_bfloat16 &to) { to = __floa
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double inverse_root(double x) { return rsqrt(x); }
 
+// 1/D from D squared. Where D squared has overflowed it is NaN: 0 would make an output of 0, which
+// nobody would notice. Infinity times 0 is NaN, and a test for it would have normalize_bf16_4 spill.
+template <typename A> __device__ __forceinline__ A inverse_rms(A square) {
+  return inverse_root(square) + square * A(0);
+}
+
 // The first `count` of V adjacent elements, in 16-byte accesses where they can be. The rest stays
 // as it was, and so do all elements if there is no array.
 template <typename P, typename A, int V>
