@@ -2,15 +2,16 @@
 //!
 //! A forward allocates and loads all that it and its step of ψ² need before its first launch, and
 //! so does a backward. A call that fails before its launches changes nothing.
+#![allow(unsafe_code)] // launches kernels
 
-use super::cut::Extent;
-use super::launch::{LaunchPlan, Saved, Workspace};
+use super::gpu::{reads_in_place, Gpu, Kernels, Locks, Uses};
 use super::params::{
-    when, Address, NormalizeBwdParams, NormalizeParams, SumPartialsParams, UpdateNuParams,
+    when, Address, Dtype, GroupDots, GroupFactors, Normalize, NormalizeBwd, NormalizeBwdParams,
+    NormalizeParams, SumPartials, SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi,
     UpdatePhiParams, Vector,
 };
-use super::{number, reads_in_place, Gpu, Kernels, Locks, Uses};
-use crate::config::{ForwardKind, PhiStep, Recipe};
+use super::plan::{Extent, LaunchPlan, Saved, Workspace};
+use crate::config::{ForwardKind, PhiStep, PowerNormConfig, Recipe};
 use crate::device::{
     BackwardInputs, DeviceBackward, DeviceStep, ForwardInputs, Gradients, Outputs, Setting,
 };
@@ -26,6 +27,7 @@ const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 /// A forward, and what it leaves.
 pub(crate) struct CudaStep {
     gpu: Gpu,
+    config: PowerNormConfig,
     plan: LaunchPlan,
     /// Device memory that the backward needs. `None` where there are no rows, or no backward was to
     /// follow.
@@ -58,7 +60,7 @@ impl CudaStep {
             step.saved = Some(gpu.room(plan.saved(0).end)?);
         }
         let sums = setting.over_ranks.then(|| gpu.sums(plan)).transpose()?;
-        gpu.load(&plan.kernels(setting.over_ranks))?;
+        gpu.load(&plan.entries(setting.over_ranks))?;
         if has_rows {
             step.launch_rows(inputs, &mut outputs)?;
         } else if plan.kind == ForwardKind::RunningStatistic {
@@ -75,7 +77,7 @@ impl CudaStep {
         let cols = x.dim(D::Minus1)?;
         let rows = x.elem_count() / cols;
         // The kernels have no others.
-        number(x.dtype())?;
+        Dtype::of(x.dtype())?;
         let extent = Extent {
             dtype: x.dtype(),
             rows,
@@ -90,10 +92,11 @@ impl CudaStep {
         };
         Ok(Self {
             gpu: Gpu::of(x.device(), kernels)?,
+            config: setting.config,
             plan: LaunchPlan {
                 masked: inputs.keep.is_some(),
                 divides: inputs.phi.is_some(),
-                ..LaunchPlan::new(extent, setting.config, kind)?
+                ..LaunchPlan::new(extent, setting.config.recipe, kind)?
             },
             saved: None,
             sums: None,
@@ -107,10 +110,12 @@ impl CudaStep {
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
         let y = uses.write(on_gpu(&mut outputs.y)?)?.data;
-        let [adding, added] = forward_params(plan, inputs, &mut outputs.sum, &saved, &mut uses)?;
+        let eps = self.config.eps;
+        let [adding, added] =
+            forward_params(plan, eps, inputs, &mut outputs.sum, &saved, &mut uses)?;
         let mut first = adding;
         if plan.has_wide_groups() {
-            let (launch, tiling) = plan.groups_launch();
+            let (launch, tiling) = plan.groups_launch::<GroupFactors>();
             // SAFETY: `uses` holds every buffer until the launches are queued, each of the size
             // that `LaunchPlan` asks for.
             unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..adding }) }?;
@@ -143,9 +148,9 @@ impl CudaStep {
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
         let phi = uses.read_vector(inputs.phi.as_ref())?;
-        let params = statistics(plan, &saved, 0, phi, true);
+        let params = statistics(plan, self.config.eps, &saved, 0, phi, true);
         // SAFETY: as in `launch_rows`.
-        unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
+        unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
     }
 
     /// Sums over the rows of this process, to be handed out.
@@ -160,7 +165,7 @@ impl CudaStep {
         };
         // Of kept rows, then of all rows.
         let partials = [(saved.partials, saved.kept), (all_partials, 0)];
-        for (partials, kept) in partials.into_iter().take(plan.config.square_sums()) {
+        for (partials, kept) in partials.into_iter().take(self.config.square_sums()) {
             let count = totals + plan.extent.cols as u64 * TOTAL_BYTES;
             let params = SumPartialsParams {
                 partials,
@@ -194,9 +199,9 @@ impl CudaStep {
             weight: uses.read_vector(inputs.weight.as_ref())?,
             bias: uses.read_vector(inputs.bias.as_ref())?,
             inv_rms: saved.inv_rms,
-            factors: saved.factors,
+            group_rms_inv: saved.group_rms_inv,
             group_scaling: plan.cut.group_scaling,
-            group_eps: plan.config.eps,
+            group_eps: self.config.eps,
             ..Default::default()
         };
         // SAFETY: as in `launch_rows`.
@@ -227,6 +232,7 @@ impl DeviceStep for CudaStep {
         let saved = saved_parts(plan, &mut self.saved, &mut uses)?;
         let totals = uses.read(self.sums.as_ref())?;
         let by_batch = plan.kind == ForwardKind::BatchStatistic;
+        let eps = self.config.eps;
         gpu.in_place(phi, |phi| {
             let params = UpdatePhiParams {
                 cumulative: step.cumulative.is_some().into(),
@@ -235,11 +241,11 @@ impl DeviceStep for CudaStep {
                 new_share: step.cumulative.map_or(0., |shares| shares.new),
                 alpha: step.moving.map_or(0., |shares| shares.old),
                 beta: step.moving.map_or(0., |shares| shares.new),
-                ..statistics(plan, &saved, totals, phi, by_batch)
+                ..statistics(plan, eps, &saved, totals, phi, by_batch)
             };
             // SAFETY: as in `launch_rows`; `saved` and the sums are those of this step, and
             // `in_place` holds ψ².
-            unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
+            unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
         })
     }
 
@@ -309,7 +315,7 @@ impl<'a> CudaBackward<'a> {
         let weight = of_parameter(inputs.weight)?;
         let bias = of_parameter(inputs.bias)?;
         if memory.is_some() {
-            gpu.load(&plan.kernels(step.sums.is_some()))?;
+            gpu.load(&plan.entries(step.sums.is_some()))?;
         }
         Ok(Self {
             step,
@@ -330,7 +336,7 @@ impl<'a> CudaBackward<'a> {
 
     /// The input's gradient is made at last, by Λ.
     fn is_exact(&self) -> bool {
-        self.plan.config.is_exact(self.plan.kind)
+        self.step.config.is_exact(self.plan.kind)
     }
 
     fn loss_scale(&self) -> f64 {
@@ -344,7 +350,8 @@ impl<'a> CudaBackward<'a> {
     fn launch_rows(&mut self, ema_gz: Option<&Tensor>) -> Result<()> {
         let writes = self.input.is_some() && !self.is_exact();
         let sums = self.wants_sums();
-        let correction_scale = (1. - self.plan.config.alpha_bwd) * self.loss_scale();
+        let correction_scale = (1. - self.step.config.alpha_bwd) * self.loss_scale();
+        let eps = self.step.config.eps;
         let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
         let (Some((saved, workspace)), true) = (&mut self.memory, writes || sums) else {
             return Ok(());
@@ -353,7 +360,7 @@ impl<'a> CudaBackward<'a> {
         let dx = uses.write(self.input.as_mut().filter(|_| writes))?.data;
         let workspace = plan.workspace(uses.hold(workspace.device_ptr_mut(&gpu.stream)));
         // The weight is locked before ν, as in `update_nu`.
-        let params = backward_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?;
+        let params = backward_params(plan, eps, &self.inputs, dx, saved, &workspace, &mut uses)?;
         let params = NormalizeBwdParams {
             correction: uses.read_vector(ema_gz)?,
             correction_scale,
@@ -387,6 +394,7 @@ impl<'a> CudaBackward<'a> {
 
     /// Launches an exact gradient of the input, by Λ.
     fn launch_exact(&mut self) -> Result<()> {
+        let eps = self.step.config.eps;
         let (plan, gpu, locks) = (&self.plan, &self.step.gpu, Locks::default());
         let Some((saved, workspace)) = &mut self.memory else {
             candle::bail!("power_norm: expected sums of chunks, got none")
@@ -397,10 +405,10 @@ impl<'a> CudaBackward<'a> {
         let params = NormalizeBwdParams {
             correction: Vector {
                 data: workspace.lambda,
-                dtype: number(plan.sums_dtype())?,
+                dtype: Dtype::of(plan.sums_dtype())?,
             },
             correction_scale: 1.,
-            ..backward_params(plan, &self.inputs, dx, saved, &workspace, &mut uses)?
+            ..backward_params(plan, eps, &self.inputs, dx, saved, &workspace, &mut uses)?
         };
         // SAFETY: as in `launch_rows`.
         unsafe { gpu.normalize_bwd(plan, params) }
@@ -433,7 +441,7 @@ impl DeviceBackward for CudaBackward<'_> {
             partials: workspace.partials,
             totals: uses.read(self.sums.as_ref())?,
             cols: plan.extent.cols as i64,
-            chunks: plan.chunks().into(),
+            chunks: plan.chunks() as i64,
             weight: uses.read_vector(self.inputs.weight)?,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
@@ -441,15 +449,15 @@ impl DeviceBackward for CudaBackward<'_> {
             lambda: workspace.lambda,
             dweight: uses.write(self.weight.as_mut())?,
             dbias: uses.write(self.bias.as_mut())?,
-            beta: 1. - plan.config.alpha_bwd,
+            beta: 1. - self.step.config.alpha_bwd,
             unscale: loss_scale.recip(),
-            guard: (plan.config.recipe == Recipe::Paper).into(),
+            guard: (plan.recipe == Recipe::Paper).into(),
             ..Default::default()
         };
         let launch = |ema_gz| {
             let params = UpdateNuParams { ema_gz, ..params };
             // SAFETY: as in `launch_rows`, and `in_place` holds ν.
-            unsafe { gpu.launch(&plan.channels_launch("update_nu"), &params) }
+            unsafe { gpu.launch(&plan.channels_launch::<UpdateNu>(), &params) }
         };
         match ema_gz {
             Some(ema_gz) => gpu.in_place(ema_gz, launch),
@@ -500,6 +508,7 @@ fn saved_parts<'u>(
 /// adds the residual and writes the sum. Later ones read the sum.
 fn forward_params<'t, 'u>(
     plan: &LaunchPlan,
+    eps: f64,
     inputs: &'t ForwardInputs,
     sum: &'u mut Option<Storage>,
     saved: &Saved,
@@ -510,12 +519,12 @@ fn forward_params<'t, 'u>(
         weight: uses.read_vector(inputs.weight.as_ref())?,
         bias: uses.read_vector(inputs.bias.as_ref())?,
         phi: uses.read_vector(inputs.phi.as_ref())?,
-        // 1/D and the factors are also written, for the backward.
+        // 1/D and r are also written, for the backward.
         inv_rms: saved.inv_rms,
-        factors: saved.factors,
+        group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
-        eps: plan.config.eps,
-        group_eps: plan.config.eps,
+        eps,
+        group_eps: eps,
         ..Default::default()
     };
     let Some(residual) = &inputs.residual else {
@@ -524,7 +533,7 @@ fn forward_params<'t, 'u>(
     let sum = uses.write(on_gpu(sum)?)?.data;
     let adding = NormalizeParams {
         residual: uses.read_rows(residual)?,
-        sum,
+        stream: sum,
         ..reads
     };
     Ok([adding, NormalizeParams { x: sum, ..reads }])
@@ -533,6 +542,7 @@ fn forward_params<'t, 'u>(
 /// The arguments of a backward's pass over the rows, but for its correction and its sums.
 fn backward_params<'t, 'u>(
     plan: &LaunchPlan,
+    eps: f64,
     inputs: &BackwardInputs<'t>,
     dx: Address,
     saved: &'u CudaSlice<u8>,
@@ -542,7 +552,7 @@ fn backward_params<'t, 'u>(
     let saved = plan.saved(uses.hold(saved.device_ptr(uses.stream)));
     // Under recipe Fairseq the backward does not know the mask, so it reads the count. Elsewhere
     // the mask shows a batch without a kept row, and the count need not be known yet.
-    let fairseq = plan.config.recipe == Recipe::Fairseq;
+    let fairseq = plan.recipe == Recipe::Fairseq;
     let reads_count = fairseq && plan.kind.is_training();
     Ok(NormalizeBwdParams {
         x: uses.read_rows(inputs.x)?,
@@ -554,10 +564,10 @@ fn backward_params<'t, 'u>(
         inv_rms: saved.inv_rms,
         batch_phi: when(reads_count, saved.batch_phi),
         count: when(reads_count, saved.count),
-        factors: saved.factors,
+        group_rms_inv: saved.group_rms_inv,
         dots: workspace.dots,
         group_scaling: plan.cut.group_scaling,
-        eps: plan.config.eps,
+        eps,
         ..Default::default()
     })
 }
@@ -566,12 +576,13 @@ fn backward_params<'t, 'u>(
 /// made from ψ_B², or from ψ² if no row is kept.
 fn statistics(
     plan: &LaunchPlan,
+    eps: f64,
     saved: &Saved,
     totals: Address,
     phi: Vector,
     by_batch: bool,
 ) -> UpdatePhiParams {
-    let has_all_totals = totals != 0 && plan.config.recipe == Recipe::Fairseq;
+    let has_all_totals = totals != 0 && plan.recipe == Recipe::Fairseq;
     let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
     UpdatePhiParams {
         totals,
@@ -582,15 +593,15 @@ fn statistics(
         kept: saved.kept,
         rows: plan.extent.rows as i64,
         cols: plan.extent.cols as i64,
-        chunks: plan.chunks().into(),
+        chunks: plan.chunks() as i64,
         phi,
         batch_phi: saved.batch_phi,
         inv_rms: saved.inv_rms,
         gamma: saved.gamma,
         count: saved.count,
-        eps: plan.config.eps,
+        eps,
         by_batch: by_batch.into(),
-        guard: (plan.config.recipe == Recipe::Paper).into(),
+        guard: (plan.recipe == Recipe::Paper).into(),
         ..Default::default()
     }
 }
@@ -617,7 +628,7 @@ impl Gpu {
     unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
-        let (launch, tiling) = plan.rows_launch(arrays, sums);
+        let (launch, tiling) = plan.rows_launch::<Normalize>(arrays, sums);
         // SAFETY: by the caller's promise.
         unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
@@ -626,23 +637,23 @@ impl Gpu {
         let params = SumPartialsParams {
             rows: plan.extent.rows as i64,
             cols: plan.extent.cols as i64,
-            chunks: plan.chunks().into(),
+            chunks: plan.chunks() as i64,
             ..params
         };
         // SAFETY: by the caller's promise.
-        unsafe { self.launch(&plan.channels_launch("sum_partials"), &params) }
+        unsafe { self.launch(&plan.channels_launch::<SumPartials>(), &params) }
     }
 
     /// Reduces wide groups if there is a gradient to write, and walks the rows.
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
         if params.dx != 0 && plan.has_wide_groups() {
-            let (launch, tiling) = plan.groups_launch();
+            let (launch, tiling) = plan.groups_launch::<GroupDots>();
             // SAFETY: by the caller's promise.
             unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
         }
         let arrays = 2 + usize::from(params.dsum != 0);
         let sums = 2 * usize::from(params.partials != 0);
-        let (launch, tiling) = plan.rows_launch(arrays, sums);
+        let (launch, tiling) = plan.rows_launch::<NormalizeBwd>(arrays, sums);
         // SAFETY: as above.
         unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
     }
