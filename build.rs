@@ -1,5 +1,5 @@
-//! Compiles the kernels to PTX, and writes the structs of their arguments in Rust. Without the
-//! feature `cuda` there is nothing to do.
+//! Compiles the kernels to PTX, and writes in Rust what the kernels and the host have in common.
+//! Without the feature `cuda` there is nothing to do.
 
 fn main() {
     // Told to watch nothing else, cargo runs this file once.
@@ -11,8 +11,10 @@ fn main() {
 #[cfg(feature = "cuda")]
 fn kernels() {
     let out_dir = std::env::var("OUT_DIR").expect("cargo sets OUT_DIR");
-    let header = std::fs::read_to_string("kernels/params.cuh").expect("the kernels' header");
-    std::fs::write(format!("{out_dir}/params.rs"), params(&header)).expect("a writable OUT_DIR");
+    let read = |path| std::fs::read_to_string(path).expect("a kernel source");
+    let params = rust_of_header(&read("kernels/params.cuh"))
+        + &rust_of_kernels(&read("kernels/power_norm.cu"));
+    std::fs::write(format!("{out_dir}/params.rs"), params).expect("a writable OUT_DIR");
     let ptx = cudaforge::KernelBuilder::new()
         .source_files(["kernels/power_norm.cu"])
         // Headers too: cargo runs this file again, and the compiler's cache is stale, when one
@@ -27,50 +29,139 @@ fn kernels() {
     }
 }
 
-/// The structs of `kernels/params.cuh` in Rust. The header has a field on each line, of a type that
-/// nvcc and Rust's `repr(C)` lay out alike. A type that is not known here must be in
-/// `src/device/cuda/params.rs`, or does not compile.
+/// The constants, constant functions, enums and structs of `kernels/params.cuh` in Rust, so that
+/// no number and no layout is written twice.
+///
+/// The header is written for this function: a constant, a field or an enumerator has a line of its
+/// own, and a line that is none of them is an error. nvcc and Rust's `repr(C)` agree on the layout
+/// of fields whose types [`rust_type`] lists. Any other type of a field must be defined in the
+/// header, or the result does not compile.
 #[cfg(feature = "cuda")]
-fn params(header: &str) -> String {
+fn rust_of_header(header: &str) -> String {
+    enum Inside {
+        Nothing,
+        Function,
+        Enum,
+        Struct(String),
+    }
     let mut rust = String::new();
-    let mut name = None;
+    let mut inside = Inside::Nothing;
     for line in header.lines() {
         let code = line.split("//").next().unwrap_or_default().trim();
-        match (name, code) {
-            (None, _) => {
-                name = (code.strip_prefix("struct ")).and_then(|code| code.strip_suffix(" {"));
-                if let Some(name) = name {
-                    rust += "#[derive(Debug, Clone, Copy, Default)]\n#[repr(C)]\n";
-                    rust += &format!("pub struct {name} {{\n");
-                }
+        let words: Vec<&str> = code.split_whitespace().collect();
+        match (&inside, &words[..]) {
+            (_, []) | (Inside::Nothing, ["#pragma" | "#include", ..]) => {}
+            (Inside::Nothing, ["constexpr", "int32_t", name, "=", ..]) => {
+                let (_, value) = code.split_once(" = ").unwrap_or_default();
+                rust += &format!("pub const {name}: usize = {value}\n");
             }
-            (Some(_), "") => {}
-            (Some(ended), "};") => {
-                rust += "}\n// SAFETY: plain numbers in the layout of C, in which nvcc has them.\n";
-                rust += &format!("unsafe impl DeviceRepr for {ended} {{}}\n");
-                name = None;
+            (Inside::Nothing, ["constexpr", "__host__", "__device__", "int32_t", .., "{"]) => {
+                let (_, head) = code.split_once(" int32_t ").unwrap_or_default();
+                let head = head.replace("int32_t ", "").replace(", ", ": usize, ");
+                let head = head.replace(") {", ": usize) -> usize {");
+                rust += &format!("pub const fn {head}\n");
+                inside = Inside::Function;
             }
-            (Some(_), field) => rust += &rust_field(field),
+            (Inside::Function, ["return", ..]) => {
+                let value = code.trim_start_matches("return ").trim_end_matches(';');
+                rust += &format!("    {value}\n");
+            }
+            (Inside::Function, ["}"]) => {
+                rust += "}\n";
+                inside = Inside::Nothing;
+            }
+            (Inside::Nothing, ["enum", name, ":", number, "{"]) => {
+                rust += "#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]\n";
+                rust += &format!(
+                    "#[repr({})]\npub enum {name} {{\n    #[default]\n",
+                    rust_type(number)
+                );
+                inside = Inside::Enum;
+            }
+            (Inside::Enum, [variant, "=", number]) => {
+                rust += &format!("    {} = {number}\n", camel_case(variant));
+            }
+            (Inside::Enum, ["};"]) => {
+                rust += "}\n";
+                inside = Inside::Nothing;
+            }
+            (Inside::Nothing, ["struct", name, "{"]) => {
+                rust += "#[derive(Debug, Clone, Copy, Default)]\n#[repr(C)]\n";
+                rust += &format!("pub struct {name} {{\n");
+                inside = Inside::Struct((*name).to_owned());
+            }
+            (Inside::Struct(name), ["};"]) => {
+                rust +=
+                    "}\n// SAFETY: plain numbers and addresses, laid out as nvcc lays them out.\n";
+                rust += &format!("unsafe impl DeviceRepr for {name} {{}}\n");
+                inside = Inside::Nothing;
+            }
+            (Inside::Struct(_), [.., c_type, field]) if field.ends_with(';') => {
+                let name = field.trim_end_matches(';').trim_start_matches('*');
+                let rust_type = if field.starts_with('*') {
+                    "Address"
+                } else {
+                    rust_type(c_type)
+                };
+                rust += &format!("    pub {name}: {rust_type},\n");
+            }
+            _ => panic!("candle-powernorm: expected a line of C that build.rs knows, got {line}"),
         }
     }
     rust
 }
 
-/// A field of a struct in C, `int64_t rows;`, in Rust.
 #[cfg(feature = "cuda")]
-fn rust_field(field: &str) -> String {
-    let words = field
-        .strip_suffix(';')
-        .and_then(|field| field.rsplit_once(' '));
-    let Some((c_type, field)) = words else {
-        panic!("candle-powernorm: expected a field on a line of kernels/params.cuh, got {field}")
-    };
-    let rust_type = match (field.starts_with('*'), c_type) {
-        (true, _) => "Address",
-        (false, "int32_t") => "i32",
-        (false, "int64_t") => "i64",
-        (false, "double") => "f64",
-        (false, other) => other,
-    };
-    format!("    pub {}: {rust_type},\n", field.trim_start_matches('*'))
+fn rust_type(c_type: &str) -> &str {
+    match c_type {
+        "int32_t" => "i32",
+        "int64_t" => "i64",
+        "double" => "f64",
+        other => other,
+    }
+}
+
+/// The kernels of `kernels/power_norm.cu`, from the table of its entry points. Each body is a type
+/// that names the struct that all entry points of the body take.
+#[cfg(feature = "cuda")]
+fn rust_of_kernels(source: &str) -> String {
+    let mut kernels = std::collections::BTreeMap::new();
+    for line in source.lines() {
+        let Some(entry) = line.trim().strip_prefix("DEFINE(") else {
+            continue;
+        };
+        let words: Vec<&str> = entry.split(", ").collect();
+        let [_, threads, body, params, ..] = words[..] else {
+            panic!("candle-powernorm: expected an entry point, got {line}")
+        };
+        let known = *kernels.entry(body).or_insert((params, threads));
+        assert_eq!(
+            known,
+            (params, threads),
+            "the entry points of {body} differ"
+        );
+    }
+    let mut rust = String::new();
+    for (body, (params, threads)) in kernels {
+        let name = camel_case(body);
+        rust += &format!("#[derive(Debug, Clone, Copy)]\npub struct {name};\n");
+        rust += "// SAFETY: build.rs read both names in the table of the entry points.\n";
+        rust += &format!("unsafe impl Kernel for {name} {{\n");
+        rust += &format!("    type Params = {params};\n");
+        rust += &format!("    const BODY: &'static str = \"{body}\";\n");
+        rust += &format!("    const MAX_THREADS: usize = {threads};\n}}\n");
+    }
+    rust
+}
+
+/// `ABC_DEF` or `abc_def` as `AbcDef`.
+#[cfg(feature = "cuda")]
+fn camel_case(name: &str) -> String {
+    let mut words = String::new();
+    for word in name.split('_') {
+        let (first, rest) = word.split_at(word.len().min(1));
+        words += &first.to_uppercase();
+        words += &rest.to_lowercase();
+    }
+    words
 }

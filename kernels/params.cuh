@@ -1,94 +1,140 @@
-// The arguments of the kernels, one struct a kernel, passed by value. build.rs writes the same
-// structs in Rust, from a field on each line. step.rs fills them.
+// Shared by the kernels and the host: constants, and each kernel's argument, a struct that is
+// passed by value. build.rs writes all of it in Rust too, so a constant, an enumerator or a field
+// has a line of its own. src/device/cuda/plan.rs explains the words (lane, span, piece, ...), and
+// step.rs fills the structs.
 //
-// A is the dtype of the sums: double where T, the input's, is double, else float.
+// T is the dtype of the input. A is the dtype that sums are taken in: double if T is double, else
+// float.
 #pragma once
 
 #include <cstdint>
 
-enum Dtype : int64_t { F32 = 0, F64 = 1, F16 = 2, BF16 = 3 };
+// Lanes of a warp.
+constexpr int32_t WARP = 32;
 
-// One number a channel, in a dtype known at launch: parameters and state need not have the input's
-// dtype.
-struct Vector {
-  void *data; // [cols], or null
-  int64_t dtype;
+// Bytes of a piece: of one access to memory.
+constexpr int32_t PIECE_BYTES = 16;
+
+// The most threads of a block: in kernels that walk rows, that reduce wide groups, and that add up
+// the sums of chunks.
+constexpr int32_t ROW_THREADS = 512;
+constexpr int32_t GROUP_THREADS = 256;
+constexpr int32_t CHANNEL_THREADS = 1024;
+
+// The most warps of a block that walks rows.
+constexpr int32_t MAX_WARPS = ROW_THREADS / WARP;
+
+// The most stages of a ring: rows that a thread prefetches into shared memory. Three are enough to
+// hide the latency of memory with one block per multiprocessor.
+constexpr int32_t MAX_STAGES = 3;
+
+// Before compute capability 8.0 a thread prefetches its next row into registers. These are the most
+// values of a forward, and the most pieces of a backward, for which the registers have room.
+constexpr int32_t HELD_VALUES = 16;
+constexpr int32_t HELD_PIECES_BWD = 2;
+
+// Pieces of shared memory that a lane needs for two coefficients a column. Its `pieces` pieces of T
+// are `widening` pieces of A each. The total is odd, so that neighbouring lanes use different
+// banks.
+constexpr __host__ __device__ int32_t lane_coefficients(int32_t pieces, int32_t widening) {
+  return 2 * pieces * widening + 1;
+}
+
+// Values of A that warps exchange to add up over a row of the block: two buffers of a value a warp.
+constexpr int32_t EXCHANGED_VALUES = 2 * MAX_WARPS;
+
+// Values of shared memory for `sums` sums of a thread, while rows of a block are added up. The
+// number is odd, so that neighbouring threads use different banks.
+constexpr __host__ __device__ int32_t padded_sums(int32_t sums) {
+  return sums | 1;
+}
+
+enum Dtype : int64_t {
+  F32 = 0,
+  F64 = 1,
+  F16 = 2,
+  BF16 = 3,
 };
 
-// Which rows and columns a block works on, and a thread of it.
+// A number for each channel, in a dtype that is known only at launch, because parameters and state
+// may have another dtype than the input.
+struct Vector {
+  void *data; // [cols], or null
+  Dtype dtype;
+};
+
+// The rows and columns of each block and thread.
 //
-// A thread owns N pieces of V adjacent columns (16 bytes of x), always inside one group. A group's
-// pieces lie in `span` adjacent lanes (threadIdx.x), and go round them N times; a tile is the
-// columns of a block. threadIdx.y and blockIdx.y take rows: block y has rows y*chunk_rows up to the
-// next chunk.
+// A thread owns N pieces of V adjacent columns, all in one group. The pieces of a group are dealt
+// round-robin to `span` adjacent lanes (threadIdx.x), N to each. A tile is the set of columns that
+// one block owns (blockIdx.x). A chunk is the set of rows that one block owns: block y has the rows
+// from y*chunk_rows on, and deals them round-robin to its rows of threads (threadIdx.y).
 struct Tiling {
   int64_t rows;
   int64_t cols;
   int64_t chunk_rows;
-  int32_t groups;          // of the group scaling; 1 without
+  int32_t groups;          // of the group scaling; 1 without group scaling
   int32_t group_len;       // cols / groups
-  int32_t span;            // lanes of a group in a tile
-  int32_t groups_per_tile; // 1 where a group takes several tiles
-  int32_t tiles_per_group; // 1 where a tile holds whole groups
-  int32_t vectorized;      // whether every piece is whole; arrays of T are 16-byte aligned
-                           // then. Always for N > 1
-  int32_t stages;          // rows of a thread that are on their way into shared memory; 0: they
-                           // come by way of registers
-  int32_t ahead;           // rows of the block from a row to the one that takes its stage
-  int32_t stage_bytes;     // of such a row of a warp
-  int32_t ring_bytes;      // of all stages of a warp
+  int32_t span;            // lanes that share a group's part of a tile
+  int32_t groups_per_tile; // 1 if a group takes several tiles
+  int32_t tiles_per_group; // 1 if a tile holds whole groups
+  int32_t vectorized;      // 1 if group_len is a multiple of V, so that every piece is whole and
+                           // arrays of T are 16-byte aligned; always 1 for N > 1
+  int32_t stages;          // of the ring in shared memory; 0: rows are prefetched into registers
+  int32_t ahead;           // rows from a row to the row that reuses its stage
+  int32_t stage_bytes;     // of a warp
+  int32_t ring_bytes;      // of a warp: all its stages
 };
 
-// The most stages, and the most warps of a block that walks rows.
-constexpr int32_t MAX_STAGES = 3;
-constexpr int32_t MAX_WARPS = 16;
-
-// The origin of a group's factor r: x~ = r x.
-enum FactorOrigin : int32_t {
-  NO_GROUPS = 0, // r = 1
-  IN_TILE = 1,   // each block has whole groups and reduces them itself
-  GIVEN = 2,     // groups are wider than a block; an earlier launch reduced them
+// Where r, the reciprocal root mean square of a group, comes from: x~ = r x.
+enum GroupRmsOrigin : int32_t {
+  NO_GROUPS = 0, // there is no group scaling, and r is 1
+  IN_TILE = 1,   // blocks own whole groups and reduce them
+  GIVEN = 2,     // groups are wider than a block, and an earlier launch reduced them
 };
 
+// The argument of group_factors and normalize.
 struct NormalizeParams {
   Tiling tiling;
-  const void *x;       // [rows, cols] T
+  const void *x;        // [rows, cols] T
   const void *residual; // [rows, cols] T, added to x first; or null
-  void *sum;           // [rows, cols] T, x + residual, written; null without a residual
-  void *y;             // [rows, cols] T, or null: sums only
-  const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
-  Vector weight;       // null: 1
-  Vector bias;         // null: 0
-  Vector phi;          // D^2 - eps; null: inv_rms is there, or D is 1
-  void *inv_rms;       // [cols] A, 1/D: written from phi, or read; each unless null
-  void *factors;       // [rows, groups] A, r: written (unless null), or read if GIVEN
-  void *partials;      // [chunks, cols] A, sums of x~^2 over kept rows, or null
-  int64_t *kept;       // [chunks] kept rows, or null
-  FactorOrigin group_scaling;
-  double eps;          // of D
-  double group_eps;    // of r
+  void *stream;         // [rows, cols] T, x + residual, written; null without a residual
+  void *y;              // [rows, cols] T, written; null: only sums are wanted
+  const uint8_t *keep;  // [rows], 0 for a padded row; null: all rows are kept
+  Vector weight;        // null: 1
+  Vector bias;          // null: 0
+  Vector phi;           // D^2 - eps; null: 1/D is read from inv_rms or, without that, is 1
+  void *inv_rms;        // [cols] A, 1/D: written if phi is given, else read; or null
+  void *group_rms_inv;  // [rows, groups] A, r: read if GIVEN, else written; or null
+  void *partials;       // [chunks, cols] A, sums of x~^2 over kept rows, written; or null
+  int64_t *kept;        // [chunks], numbers of kept rows, written; or null
+  GroupRmsOrigin group_scaling;
+  double eps;           // of D
+  double group_eps;     // of r
 };
 
-// The sums of one process, to be added to the sums of the other processes that share the batch.
+// The argument of sum_partials: adds up the sums of this process, which are then added to those of
+// the other processes that share the batch.
 struct SumPartialsParams {
-  const void *partials; // [chunks, stride] A, of which the first cols of each chunk are summed
-  const int64_t *kept;  // [chunks] kept rows; null: all rows are kept
+  const void *partials; // [chunks, stride] A; the first cols of each chunk are added up
+  const int64_t *kept;  // [chunks], numbers of kept rows; null: all rows are kept
   int64_t rows;
   int64_t cols;
   int64_t chunks; // 0 without rows
   int64_t stride;
   double *totals; // [cols], written
-  double *count;  // [1], the kept rows; written unless null
+  double *count;  // [1], the number of kept rows, written; or null
 };
 
+// The argument of update_phi.
 struct UpdatePhiParams {
-  const double *totals;     // [cols + 1], of the whole batch: sums of x~^2 over kept rows, then
+  const double *totals;     // [cols + 1], over the whole batch: sums of x~^2 over kept rows, then
                             // the number of kept rows; null: the partials have the whole batch
-  const double *all_totals; // [cols + 1], the same of all rows; null: Gamma is over kept rows
-  const void *partials;     // [chunks, cols] A, of kept rows. From here to `chunks`: read only
-                            // if `totals` is null
-  const void *all_partials; // [chunks, cols] A, of all rows; null: Gamma is over kept rows
-  const int64_t *kept;      // [chunks]; null: all rows are kept
+  const double *all_totals; // [cols + 1], the same over all rows; null: Gamma is over kept rows
+  const void *partials;     // [chunks, cols] A, over kept rows; this field and those up to
+                            // `chunks` are read only if `totals` is null
+  const void *all_partials; // [chunks, cols] A, over all rows; null: Gamma is over kept rows
+  const int64_t *kept;      // [chunks], numbers of kept rows; null: all rows are kept
   int64_t rows;
   int64_t cols;
   int64_t chunks;
@@ -96,55 +142,59 @@ struct UpdatePhiParams {
   void *batch_phi;  // [cols] A, written
   void *inv_rms;    // [cols] A, 1/D: written if `by_batch`, else read
   void *gamma;      // [cols] A, written
-  void *count;      // [1] A, the rows that Gamma and Lambda are means over; 0: no row is kept.
-                    // Written
+  void *count;      // [1] A, the number of rows that Gamma and Lambda are means over, or 0 if no
+                    // row is kept; written
   double eps;       // of D
-  int64_t by_batch; // whether psi_B^2 is D^2 - eps
-  int64_t guard;    // whether psi^2 takes a step only where the result is finite
-  int64_t cumulative;
-  int64_t moving;
-  double old_share; // psi^2 <- old_share psi^2 + new_share psi_B^2, if `cumulative` (0: whatever
-                    // psi^2 was);
+  int64_t by_batch; // 1 if psi_B^2 is D^2 - eps
+  int64_t guard;    // 1 if a psi^2 that would not be finite keeps its value
+  int64_t cumulative; // 1 for psi^2 <- old_share psi^2 + new_share psi_B^2
+  int64_t moving;     // 1 for psi^2 <- alpha psi^2 + beta psi_B^2, after that
+  double old_share;   // 0: psi^2 is not read, and may be anything
   double new_share;
-  double alpha; // then psi^2 <- alpha psi^2 + beta psi_B^2, if `moving`
+  double alpha;
   double beta;
 };
 
+// The argument of group_dots and normalize_bwd.
 struct NormalizeBwdParams {
   Tiling tiling;
   const void *x;       // [rows, cols] T
   const void *dy;      // [rows, cols] T
-  void *dx;            // [rows, cols] T, or null: sums only
+  void *dx;            // [rows, cols] T, written; null: only sums are wanted
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1
-  Vector correction;   // nu or Lambda, over correction_scale; null: 0
+  Vector correction;   // nu or Lambda, divided by correction_scale; null: 0
   const void *inv_rms; // [cols] A, 1/D of the forward; null: 1
-  const void *batch_phi; // [cols] A; null: the divisor is D, else sqrt(batch_phi + eps)
+  const void *batch_phi; // [cols] A: dx is divided by sqrt(batch_phi + eps); null: by D
   const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply;
-                         // null: they do
-  const void *factors;   // [rows, groups] A, r of the forward; unused if NO_GROUPS
-  void *dots;            // [rows, groups] A, means of dx~ x~ over a group; used only if GIVEN
-  void *partials;        // [chunks, 2, cols] A, sums of dy x~, then of dy, over kept rows; or null
-  FactorOrigin group_scaling;
+                         // null: they apply
+  const void *group_rms_inv; // [rows, groups] A, r of the forward; not read if NO_GROUPS
+  void *dots;            // [rows, groups] A, means of dx~ x~ over a group: written by group_dots,
+                         // read by normalize_bwd; used only if GIVEN
+  void *partials;        // [chunks, 2, cols] A, sums of dy x~ and then of dy over kept rows,
+                         // written; or null
+  GroupRmsOrigin group_scaling;
   double correction_scale;
   double eps; // of D
 };
 
+// The argument of update_nu.
 struct UpdateNuParams {
   const void *partials; // [chunks, 2, cols] A
-  const double *totals; // [cols], sums of dy x~ of the whole batch; null: the partials have the
+  const double *totals; // [cols], sums of dy x~ over the whole batch; null: the partials have the
                         // whole batch
   int64_t cols;
   int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1
-  const void *inv_rms; // [cols] A; null: 1
+  const void *inv_rms; // [cols] A, 1/D; null: 1
   const void *gamma;   // [cols] A
   const void *count;   // [1] A; null or 0: the forward was an evaluation
-  void *lambda;        // [cols] A, or null. Written
-  Vector ema_gz;       // nu / beta: takes the step, unless null
-  Vector dweight;      // written, unless null
-  Vector dbias;        // written, unless null
+  void *lambda;        // [cols] A, written; or null
+  Vector ema_gz;       // nu / beta, moved by the step; or null
+  Vector dweight;      // written; or null
+  Vector dbias;        // written; or null
   double beta;         // 1 - alpha_b
-  double unscale;      // of Lambda on its way into nu: 1 over the loss scale
-  int64_t guard;       // the factor of nu is at least 0, and only finite results count
+  double unscale;      // of Lambda before it enters nu: 1 over the loss scale
+  int64_t guard;       // 1 if the factor of nu is clamped at 0, and a nu that would not be finite
+                       // keeps its value
 };

@@ -1,20 +1,21 @@
 // The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
 //
-// Symbols are the paper's: X~ the input after its group scaling, X^ = X~/D, g = weight * dy. All
-// arrays are packed. T is the input's dtype, and A the dtype of the sums. kernels/params.cuh says
-// which pointers may be null. No kernel waits for the host, adds in an order that depends on
-// timing, or reads what another block of the same launch writes.
+// Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. All
+// arrays are packed. T is the dtype of the input, and A the dtype of the sums. kernels/params.cuh
+// says which pointers may be null. src/device/cuda/plan.rs explains how rows and columns are cut
+// (piece, lane, span, tile, chunk, stage, ring), with an example. No kernel waits for the host,
+// adds in an order that depends on timing, or reads what another block of the same launch writes.
 
 #include "reduce.cuh"
 
 // The columns of this thread: N pieces of V columns each, in one group.
 template <typename T, int N> struct Columns {
   int group;
-  int place;     // of the lane in its group's span
-  int left;      // columns of the group from the first piece on; 0 or less: the thread has none
-  int pieces;    // of the thread, whole or not
-  int stride;    // columns between pieces
-  int64_t first; // column of the first piece
+  int place;     // of this lane in its group's span
+  int left;      // columns from the first piece to the end of the group; 0 or less: no columns
+  int pieces;    // of this thread, whole or not
+  int stride;    // columns from a piece to the next
+  int64_t first; // first column of the first piece
   bool vectorized;
 
   __device__ explicit Columns(const Tiling &tiling) {
@@ -46,8 +47,8 @@ template <typename T, int N> struct Columns {
     return count < 0 ? 0 : count < PIECE<T> ? count : PIECE<T>;
   }
 
-  // Piece n of a row whose first piece is at `row`. Zeros where it is not there, or the row not
-  // `present`.
+  // Piece n of a row whose first piece is at `row`. Zeros if the row is not `present`, and in
+  // columns that the thread does not have.
   __device__ __forceinline__ Piece<T> load(const T *row, int n, bool present) const {
     const int count = !present || n >= pieces ? 0 : vectorized ? PIECE<T> : left;
     return load_piece(row + n * stride, count, vectorized);
@@ -61,48 +62,50 @@ template <typename T, int N> struct Columns {
   }
 };
 
-// The rows that a thread takes, in turn with those above and below it in the block.
+// The rows of this thread: every blockDim.y-th row of the block's chunk.
 struct Rows {
-  int64_t end; // of the chunk
-  int left;    // rows from the thread's next to the end; none or fewer: the thread has none left
-  int step;    // rows to the thread's next
-  uint32_t turn;        // elements from the thread's row to its next, modulo 2^32
-  uint32_t turn_groups; // and groups
-  int turns;   // of the block from this one on: all threads go round together, for sums take whole
-               // warps
+  int64_t end;              // of the chunk
+  int left;                 // rows from the thread's next row to the end; 0 or less: none is left
+  int stride;               // rows from a thread's row to its next row
+  uint32_t stride_elements; // the same in elements, modulo 2^32
+  uint32_t stride_groups;   // the same in groups
+  int iterations;           // of the block, from this one on. All threads do all of them, because
+                            // sums take whole warps
 
   __device__ explicit Rows(const Tiling &tiling) {
     const int64_t begin = blockIdx.y * tiling.chunk_rows;
     end = begin + tiling.chunk_rows < tiling.rows ? begin + tiling.chunk_rows : tiling.rows;
     const int rows = static_cast<int>(end - begin);
     left = rows - static_cast<int>(threadIdx.y);
-    step = static_cast<int>(blockDim.y);
-    turns = (rows + step - 1) / step;
-    hoist(step);
-    turn = step * static_cast<uint32_t>(tiling.cols);
-    turn_groups = step * static_cast<uint32_t>(tiling.groups);
+    stride = static_cast<int>(blockDim.y);
+    iterations = (rows + stride - 1) / stride;
+    hoist(stride);
+    stride_elements = stride * static_cast<uint32_t>(tiling.cols);
+    stride_groups = stride * static_cast<uint32_t>(tiling.groups);
   }
 
-  // The thread's row of this turn, or the one after `skipped` further rows of the block.
+  // The thread's row of this iteration, or the row that is `skipped` rows of the block further on.
   __device__ __forceinline__ int64_t row(int skipped = 0) const { return end - left + skipped; }
   __device__ __forceinline__ bool present(int skipped = 0) const { return left > skipped; }
-  __device__ __forceinline__ void advance() { left -= step, --turns; }
+  __device__ __forceinline__ void advance() { left -= stride, --iterations; }
 };
 
-// Shared memory of a pass over rows, in this order: rows on their way, two numbers a
-// column, what warps exchange. The sums over block rows come last and reuse all of this memory.
+// Shared memory of a pass over rows, in this order: the warps' rings, two coefficients for each
+// column, and the values that warps exchange. After the last row, the sums over the block's rows of
+// threads reuse all of it.
 //
-// Places of a thread are a constant apart: each is then an address and a constant.
+// A thread's pieces in a stage, and its coefficients, are a constant distance apart, so that one
+// register and an immediate offset address each of them.
 template <typename T, int N> struct Shared {
   using A = Sum<T>;
-  unsigned rows;       // this thread's first piece of [warps, stages, arrays, N, WARP]
-  Piece<A> *columns;   // this thread's of [blockDim.x, COLUMNS]; for registers they are too many
-  A *exchanged;        // [blockDim.y, 2, MAX_WARPS], if groups that the block reduces span warps
+  unsigned rows;     // this thread's first piece in the rings, [warps, stages, arrays, N, WARP]
+  Piece<A> *columns; // this lane's coefficients, in [blockDim.x, COLUMNS]: too many for registers
+  A *exchanged;      // [blockDim.y, 2, MAX_WARPS], if a group that the block reduces spans warps
 
-  // 16-byte pieces of A beside a piece of T.
+  // Pieces of A with as many elements as a piece of T.
   static constexpr int QUADS = PIECE<T> / PIECE<A>;
-  // Pieces of two numbers a column. They are odd, so that neighbours are in different banks.
-  static constexpr int COLUMNS = 2 * N * QUADS + 1;
+  // Pieces of A with the coefficients of a lane.
+  static constexpr int COLUMNS = lane_coefficients(N, QUADS);
 
   __device__ Shared(const Tiling &tiling, void *memory) {
     const int rank = thread_rank();
@@ -113,7 +116,7 @@ template <typename T, int N> struct Shared {
     exchanged = reinterpret_cast<A *>(all + blockDim.x * COLUMNS);
   }
 
-  // The first or the second number of each column of this thread's piece n.
+  // The first (`which` is 0) or second coefficient of each column of this lane's piece n.
   __device__ __forceinline__ void write(int which, int n, const A (&values)[PIECE<T>]) const {
     each<QUADS>([&](int q) {
       Piece<A> piece;
@@ -130,27 +133,32 @@ template <typename T, int N> struct Shared {
   }
 };
 
-// A thread's rows of up to ARRAYS arrays, the next of which are on their way while it works on one.
-// In each turn: `wait`, then `at` and after that `ask` for each array, then `advance`.
+// A thread's rows of up to ARRAYS arrays. While it works on a row, its next rows are prefetched.
+// Each iteration calls `wait`, then for each array `at` and after that `prefetch`, then `advance`.
 //
-// The GPU copies `stages` rows into shared memory, a ring. A thread copies only for itself, so it
-// waits for its own copies and for no barrier. Threads of several pieces always take rows from
-// there, unless the GPU is too old. A choice in each row would cost them a fifth more instructions.
-// Threads of one piece do without where pieces are not whole: they load the next row into
-// registers, as all threads do on an old GPU.
+// With a ring, the GPU copies `stages` rows into shared memory. A thread copies only what it reads
+// itself, so it waits for its own copies and for no barrier. Without a ring, a thread loads its
+// next row into registers.
+//
+// Threads of several pieces always have a ring, except before compute capability 8.0. If they chose
+// in each row, they would need a fifth more instructions. Threads of one piece do choose: they have
+// no ring if pieces are not whole.
 template <typename T, int N, int ARRAYS> struct RowPipeline {
-  const T *from;        // this thread's first piece of the first array's row to ask for
-  int64_t gaps[ARRAYS]; // bytes from there to the other arrays: fewer registers than pointers
-  bool copies;
-  unsigned ring, end;       // this thread's first piece in the first stage, and beyond the last
-  unsigned slot;            // and in the stage of the row whose turn it is
-  Piece<T> held[ARRAYS * N];
+  const T *from;        // this thread's first piece, in the row of the first array to prefetch
+  int64_t gaps[ARRAYS]; // bytes from there to the other arrays, which take fewer registers than
+                        // pointers
+  bool copies;          // the thread has a ring
+  unsigned ring, end;   // address of this thread's first piece in the first stage, and of the place
+                        // where a stage after the last would have it
+  unsigned slot;        // address of this thread's first piece in the stage of the current row
+  Piece<T> held[ARRAYS * N]; // the next row, without a ring
 
-  // `offset` is that of the thread's first piece in each array. Arrays not there come last.
+  // `offset` is the offset of the thread's first piece in each array. If there are fewer than
+  // ARRAYS arrays, the last ones are missing.
   __device__ __forceinline__ RowPipeline(const Tiling &tiling, const Columns<T, N> &columns,
-                                    const void *const (&starts)[ARRAYS], int arrays,
-                                    unsigned ring, const Rows &rows, int64_t offset)
-      : from(static_cast<const T *>(starts[0]) + offset - rows.turn),
+                                         const void *const (&starts)[ARRAYS], int arrays,
+                                         unsigned ring, const Rows &rows, int64_t offset)
+      : from(static_cast<const T *>(starts[0]) + offset - rows.stride_elements),
         copies(COPIES_BY_ITSELF && (N > 1 || tiling.stages > 0)), ring(ring),
         end(ring + tiling.ring_bytes), slot(ring) {
     each<ARRAYS>([&](int array) {
@@ -159,19 +167,19 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
     const int first = copies ? tiling.stages : 1;
 #pragma unroll 1
     for (int i = 0; i < first; ++i) {
-      move(from, rows.turn);
+      move(from, rows.stride_elements);
       each<ARRAYS>([&](int array) {
         if (array < arrays) {
-          fetch(array, columns, rows.present(i * rows.step));
+          fetch(array, columns, rows.present(i * rows.stride));
         }
       });
       advance(tiling);
     }
   }
 
-  // Waits for the row whose turn it is, and goes on to the row to ask for.
+  // Waits for the current row, and moves `from` on to the row to prefetch.
   __device__ __forceinline__ void wait(const Tiling &tiling, const Rows &rows) {
-    move(from, rows.turn);
+    move(from, rows.stride_elements);
     if (tiling.stages == MAX_STAGES) {
       wait_for_copies<MAX_STAGES - 1>();
     } else if (tiling.stages == 2) {
@@ -181,18 +189,18 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
     }
   }
 
-  // Piece n of it, zeros where it is not there.
+  // Piece n of the current row; zeros if the row is not present.
   __device__ __forceinline__ Piece<T> at(int array, int n) const {
     return copies ? get_shared<T>(place(array, n)) : held[array * N + n];
   }
 
-  // Asks for the row that takes its place: all of it has been read.
-  __device__ __forceinline__ void ask(int array, const Tiling &tiling,
-                                      const Columns<T, N> &columns, const Rows &rows) {
-    fetch(array, columns, rows.present(copies ? tiling.ahead : rows.step));
+  // Prefetches the row that reuses the stage of the current row, which this thread has read.
+  __device__ __forceinline__ void prefetch(int array, const Tiling &tiling,
+                                           const Columns<T, N> &columns, const Rows &rows) {
+    fetch(array, columns, rows.present(copies ? tiling.ahead : rows.stride));
   }
 
-  // On to the next row.
+  // Makes the next row the current one.
   __device__ __forceinline__ void advance(const Tiling &tiling) {
     end_copies();
     slot += tiling.stage_bytes;
@@ -200,7 +208,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
   }
 
 private:
-  // Has the GPU copy the row at `from` into the slot, or loads it.
+  // Starts to copy the row at `from` into the current stage, or loads it into registers.
   __device__ __forceinline__ void fetch(int array, const Columns<T, N> &columns, bool present) {
     const T *row = reinterpret_cast<const T *>(reinterpret_cast<const char *>(from) + gaps[array]);
     each<N>([&](int n) {
@@ -217,8 +225,8 @@ private:
   }
 };
 
-// Puts two numbers a column into shared memory, which `of_piece` gives for a piece. The rows of the
-// block share the work. A barrier must follow.
+// Writes the two coefficients of each column to shared memory. `of_piece` computes them for a
+// piece. The block's rows of threads share the work. The caller must put a barrier after it.
 template <typename T, int N, typename F>
 __device__ __forceinline__ void fill_columns(const Columns<T, N> &columns,
                                              const Shared<T, N> &shared, F of_piece) {
@@ -233,14 +241,14 @@ __device__ __forceinline__ void fill_columns(const Columns<T, N> &columns,
   }
 }
 
-// Sums over a group's columns, which are shared out over the group's lanes.
+// Sums over a group's columns, which several lanes share.
 template <typename T, int N> struct GroupSum {
   using A = Sum<T>;
-  bool in_warp; // whether a group's lanes are in one warp
+  bool in_warp; // a group's lanes are in one warp
   int place, span;
   LaneSum<A> lane_sum;
 
-  // `reduces`: whether there are sums to come.
+  // `reduces`: `of` will be called.
   __device__ GroupSum(const Tiling &tiling, const Columns<T, N> &columns,
                       const Shared<T, N> &shared, bool reduces)
       : in_warp(tiling.span <= WARP), place(columns.place), span(tiling.span),
@@ -255,8 +263,8 @@ template <typename T, int N> struct GroupSum {
   }
 };
 
-// Writes sums of this block's columns, which its first row holds, into row `row` of partials[..,
-// cols].
+// Writes the sums of this block's columns to row `row` of partials[.., cols]. The block's first row
+// of threads calls this, each thread with its sums.
 template <typename T, int N>
 __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, int64_t row,
                                            const Tiling &tiling, const Columns<T, N> &columns) {
@@ -275,13 +283,13 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 // group_factors: r of each row and group, for groups wider than a block.
 // Determinism: bitwise, fixed order.
 // Reads  x, residual [rows, cols] T; residual unless null.
-// Writes factors[rows, groups] A; sum[rows, cols] T unless null; overwrites.
+// Writes group_rms_inv[rows, groups] A; stream[rows, cols] T unless null; overwrites.
 // Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual.
 // Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
-// Requires rows >= 1, packed rows, x, residual, sum 16-byte aligned if vectorized.
-// Launcher: launch.rs::groups_launch.
+// Requires rows >= 1, packed rows, x, residual, stream 16-byte aligned if vectorized.
+// Launcher: plan.rs::groups_launch.
 template <typename T> __device__ __forceinline__ void group_factors(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
@@ -299,27 +307,28 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
       Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
       if (residual != nullptr) {
         add_to(piece, load_piece(residual + i, count, tiling.vectorized));
-        store_piece(static_cast<T *>(p.sum) + group * len + i, piece, count, tiling.vectorized);
+        store_piece(static_cast<T *>(p.stream) + group * len + i, piece, count, tiling.vectorized);
       }
       each<V>([&](int v) { squares += widen(piece.at[v]) * widen(piece.at[v]); });
     }
     squares = lane_sum.of(squares);
     if (threadIdx.x == 0) {
       const A square = squares / A(len) + A(p.group_eps);
-      const A factor = inverse_root(square);
-      static_cast<A *>(p.factors)[group] =
-          factor > 0 ? factor
-                     : factor_of_huge(square, A(p.group_eps), x, residual, tiling.group_len);
+      const A rms_inv = inverse_root(square);
+      static_cast<A *>(p.group_rms_inv)[group] =
+          rms_inv > 0 ? rms_inv
+                      : rms_inv_of_huge(square, A(p.group_eps), x, residual, tiling.group_len);
     }
   }
 }
 
-// normalize: y = x~ * weight/D + bias (Eq. 8, 9), and the sums of psi_B^2 (Alg. 2) on the way.
+// normalize: y = x~ * weight/D + bias (Eq. 8, 9), and in one pass with it the sums of psi_B^2 (Alg.
+//        2).
 // Determinism: bitwise.
-// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols]; factors if
-//        GIVEN.
-// Writes y, sum [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if phi
-//        is there, factors[rows, groups] A unless GIVEN; each only where not null, overwrites.
+// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols];
+//        group_rms_inv[rows, groups] A if GIVEN.
+// Writes y, stream [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if
+//        phi is given, group_rms_inv[rows, groups] A unless GIVEN; each unless null, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first
 //        without y, and as much again with a residual.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
@@ -327,15 +336,15 @@ template <typename T> __device__ __forceinline__ void group_factors(const Normal
 // Reduction: a group by shuffles, and through smem where it spans warps; columns in registers, then
 //        a tree over the block's rows.
 // Requires rows >= 1, cols >= 1, packed rows, whole warps a block.
-//        If vectorized, x, residual, sum, y and partials are 16-byte aligned.
+//        If vectorized, x, residual, stream, y and partials are 16-byte aligned.
 //        If a group that the block reduces spans warps, blockDim.x is a multiple of 32.
 //        Either blockDim.y*cols < 2^32, or a thread has one row.
-// Launcher: launch.rs::rows_launch.
+// Launcher: plan.rs::rows_launch.
 template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
-  if constexpr (!COPIES_BY_ITSELF && N * V > 16) {
-    // Registers have no room for the next row. cut.rs gives threads fewer pieces.
+  if constexpr (!COPIES_BY_ITSELF && N * V > HELD_VALUES) {
+    // The registers have no room for the next row. The plan gives threads fewer pieces.
     __trap();
     return;
   }
@@ -343,7 +352,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   const Tiling &tiling = p.tiling;
   const Shared<T, N> shared(tiling, shared_memory);
   const Columns<T, N> columns(tiling);
-  // Rows are on their way while the channels are prepared.
+  // The first rows are prefetched while the coefficients are computed.
   Rows rows(tiling);
   const int64_t offset = rows.row() * tiling.cols + columns.first;
   const int arrays = p.residual == nullptr ? 1 : 2;
@@ -351,7 +360,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
                                 offset);
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const A eps = A(p.eps);
-  A group_eps = A(p.group_eps), share = A(1) / A(tiling.group_len);
+  A group_eps = A(p.group_eps), inv_len = A(1) / A(tiling.group_len);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
@@ -378,69 +387,70 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   __syncthreads();
   A sums[N * V] = {};
 
-  // Belongs to the row before the thread's.
-  T *sum = static_cast<T *>(p.sum) + offset - rows.turn;
-  T *y = static_cast<T *>(p.y) + offset - rows.turn;
-  A *factors = static_cast<A *>(p.factors) + columns.group;
+  // Both pointers start one row early, because the loop moves them before it uses them.
+  T *stream = static_cast<T *>(p.stream) + offset - rows.stride_elements;
+  T *y = static_cast<T *>(p.y) + offset - rows.stride_elements;
+  A *group_rms_inv = static_cast<A *>(p.group_rms_inv) + columns.group;
   bool in_tile = p.group_scaling == IN_TILE, adds = p.residual != nullptr, writes = p.y != nullptr;
   bool masked = p.keep != nullptr && p.partials != nullptr;
-  bool writes_factor = p.factors != nullptr && columns.valid() && columns.place == 0;
+  bool writes_rms_inv = p.group_rms_inv != nullptr && columns.valid() && columns.place == 0;
   hoist(in_tile);
   hoist(adds);
   hoist(writes);
-  hoist(writes_factor);
-  // 1 if a row enters the sums. The mask is read a row ahead. A row that is not there is zeros.
+  hoist(writes_rms_inv);
+  // 1 if a row enters the sums. The mask is read a row ahead. A row that is not present is zeros,
+  // so without a mask it may enter them.
   int next_counts = p.partials != nullptr;
   if (masked) {
     next_counts = rows.present() && p.keep[rows.row()] != 0;
   }
 #pragma unroll 1
-  for (; rows.turns > 0; rows.advance()) {
+  for (; rows.iterations > 0; rows.advance()) {
     const int row_counts = next_counts;
     if (masked) {
-      next_counts = rows.present(rows.step) && p.keep[rows.row(rows.step)] != 0;
+      next_counts = rows.present(rows.stride) && p.keep[rows.row(rows.stride)] != 0;
     }
     pipeline.wait(tiling, rows);
     Piece<T> x[N];
     each<N>([&](int n) { x[n] = pipeline.at(0, n); });
-    pipeline.ask(0, tiling, columns, rows);
+    pipeline.prefetch(0, tiling, columns, rows);
     if (adds) {
-      move(sum, rows.turn);
+      move(stream, rows.stride_elements);
       each<N>([&](int n) {
         add_to(x[n], pipeline.at(1, n));
-        columns.store(sum, n, x[n], rows.present());
+        columns.store(stream, n, x[n], rows.present());
       });
-      pipeline.ask(1, tiling, columns, rows);
+      pipeline.prefetch(1, tiling, columns, rows);
     }
     pipeline.advance(tiling);
     A x_tilde[N * V];
     each<N>([&](int n) { widen(x[n], x_tilde + n * V); });
 
-    A factor = 1;
+    A rms_inv = 1;
     if (in_tile) {
       A squares = 0;
       each<N * V>([&](int i) { squares += x_tilde[i] * x_tilde[i]; });
-      const A square = group_sum.of(squares) * share + group_eps;
-      factor = inverse_root(square);
-      // Rare: the squares overflowed, or x is not finite.
-      if (!(factor > 0) && rows.present() && columns.valid()) {
+      const A square = group_sum.of(squares) * inv_len + group_eps;
+      rms_inv = inverse_root(square);
+      // Rare: the sum of squares overflowed, or x is not finite.
+      if (!(rms_inv > 0) && rows.present() && columns.valid()) {
         const int64_t start = rows.row() * tiling.cols + columns.first - columns.place * V;
-        factor = factor_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
-                                adds ? static_cast<const T *>(p.residual) + start : nullptr,
-                                tiling.group_len);
+        rms_inv = rms_inv_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
+                                  adds ? static_cast<const T *>(p.residual) + start : nullptr,
+                                  tiling.group_len);
       }
-      if (writes_factor && rows.present()) {
-        factors[rows.row() * tiling.groups] = factor;
+      if (writes_rms_inv && rows.present()) {
+        group_rms_inv[rows.row() * tiling.groups] = rms_inv;
       }
     } else if (p.group_scaling == GIVEN && rows.present() && columns.valid()) {
-      factor = factors[rows.row() * tiling.groups];
+      rms_inv = group_rms_inv[rows.row() * tiling.groups];
     }
-    each<N * V>([&](int i) { x_tilde[i] *= factor; });
+    each<N * V>([&](int i) { x_tilde[i] *= rms_inv; });
     if (row_counts) {
       each<N * V>([&](int i) { sums[i] += x_tilde[i] * x_tilde[i]; });
     }
     if (writes) {
-      move(y, rows.turn);
+      move(y, rows.stride_elements);
       each<N>([&](int n) {
         A scale[V], to[V];
         shared.read(0, n, scale);
@@ -451,7 +461,8 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     }
   }
 
-  // Copies asked for beyond the last row are zeros, but the GPU still writes them.
+  // Copies of rows after the last one write zeros. They must not write into memory that the sums
+  // below reuse.
   wait_for_copies<0>();
   if (p.partials != nullptr) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
@@ -471,9 +482,9 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   }
 }
 
-// Adds M columns of partials[chunks, stride] up over the chunks, for the first row of the block:
-// `col`, and every `gap`-th after it. `totals` are zeros before. All threads call this together;
-// `shared` is as for sum_block_rows. Fixed order.
+// Adds up M columns of partials[chunks, stride] over the chunks: `col` and every `gap`-th column
+// after it. The block's first row of threads gets the totals, which must be zeros before. All
+// threads call this together; `shared` is as for sum_block_rows. Fixed order.
 template <int M, typename Value>
 __device__ __forceinline__ void sum_chunks(Value (&totals)[M], const void *partials, int64_t col,
                                            int64_t gap, int64_t stride, int64_t chunks, bool valid,
@@ -496,17 +507,17 @@ __device__ __forceinline__ Value sum_chunks(const void *partials, int64_t col, i
   return total[0];
 }
 
-// sum_partials: what the rows of one process add up to, to be handed out.
+// sum_partials: the sums over the rows of this process, which ranks then exchange.
 // Determinism: bitwise, fixed order.
 // Reads  partials[chunks, stride] A, kept[chunks] i64.
-// Writes totals[cols] f64, count[1] f64 unless null; overwrites, with zeros where there are no
-//        chunks.
+// Writes totals[cols] f64, count[1] f64 unless null; overwrites. Without chunks, the totals are
+//        zeros.
 // Bytes  chunks*cols*sizeof(A) + 8*cols.
 // Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
 // Thread owns one column of every blockDim.y-th chunk.
 // Reduction: registers, then a smem tree.
 // Requires partials by `normalize` or `normalize_bwd`.
-// Launcher: launch.rs::channels_launch.
+// Launcher: plan.rs::channels_launch.
 template <typename A> __device__ __forceinline__ void sum_partials(const SumPartialsParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -536,7 +547,7 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
 // Thread owns one column of every blockDim.y-th chunk.
 // Reduction: registers, then a smem tree.
 // Requires totals by `sum_partials`, or partials by `normalize`.
-// Launcher: launch.rs::channels_launch.
+// Launcher: plan.rs::channels_launch.
 template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhiParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -567,7 +578,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
     return;
   }
   if (col == 0) {
-    // Without a kept row the step is an evaluation.
+    // Without a kept row, the backward is that of an evaluation.
     *static_cast<A *>(p.count) = kept == 0 ? A(0) : A(count);
   }
   const A old = load<A>(p.phi, col);
@@ -584,21 +595,20 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   if ((p.cumulative || p.moving) && kept != 0) {
     A next = old;
     if (p.cumulative) {
-      // A value that is left out may be anything.
+      // An old psi^2 that is left out may be anything, and 0 times NaN would be NaN.
       next = (p.old_share == 0 ? A(0) : A(p.old_share) * next) + A(p.new_share) * batch;
     }
     if (p.moving) {
       next = A(p.alpha) * next + A(p.beta) * batch;
     }
-    // An overflowed batch must not outlive its step. What counts is the dtype of the state.
+    // A batch that overflowed must not outlive its step. psi^2 must be finite in its own dtype.
     if (holds(p.phi, next) || !p.guard) {
       store(p.phi, col, next);
     }
   }
 }
 
-// The factors in the gradients of a piece's columns: dx~ = gain * dy - decay * x~ (Eq. 6, Eq.
-// 12).
+// The coefficients of a piece's columns in dx~ = gain * dy - decay * x~ (Eq. 6, Eq. 12).
 template <typename A, int V>
 __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
                                           int count, A (&gain)[V], A (&decay)[V]) {
@@ -628,15 +638,15 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
 
 // group_dots: the mean of dx~ x~ over each row and group, for groups wider than a block.
 // Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, factors[rows, groups] A, weight, correction, inv_rms, batch_phi
-//        [cols], count[1] A.
+// Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups] A, weight, correction, inv_rms,
+//        batch_phi [cols], count[1] A.
 // Writes dots[rows, groups] A, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + 2*rows*groups*sizeof(A).
 // Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows, x, dy 16-byte aligned if vectorized.
-// Launcher: launch.rs::groups_launch.
+// Launcher: plan.rs::groups_launch.
 template <typename T> __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
@@ -649,7 +659,7 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
     const T *x = static_cast<const T *>(p.x) + group * len;
     const T *dy = static_cast<const T *>(p.dy) + group * len;
     const int64_t col = group % tiling.groups * len;
-    const A factor = static_cast<const A *>(p.factors)[group];
+    const A rms_inv = static_cast<const A *>(p.group_rms_inv)[group];
     A dot = 0;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
@@ -659,7 +669,7 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
       slopes_of(p, trained, col + i, count, gain, decay);
       each<V>([&](int v) {
         if (v < count) {
-          const A x_tilde = widen(x_piece.at[v]) * factor;
+          const A x_tilde = widen(x_piece.at[v]) * rms_inv;
           dot += (gain[v] * widen(dy_piece.at[v]) - decay[v] * x_tilde) * x_tilde;
         }
       });
@@ -672,24 +682,25 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 }
 
 // normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the group scaling,
-//        dx = r (dx~ - x~ mean(dx~ x~)), and the sums of dweight, dbias and Lambda on the way.
+//        dx = r (dx~ - x~ mean(dx~ x~)), and in one pass with it the sums of dweight, dbias and
+//        Lambda.
 // Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, keep[rows] u8, factors[rows, groups] A unless NO_GROUPS, dots
-//        [rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
-// Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each only where not null, overwrites.
+// Reads  x, dy [rows, cols] T, keep[rows] u8, group_rms_inv[rows, groups] A unless NO_GROUPS,
+//        dots[rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
+// Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each unless null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the
 //        first without dx.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, x, dy, dx, partials 16-byte aligned if vectorized;
-//        inv_rms, factors, count by the forward; blocks as for `normalize`.
-// Launcher: launch.rs::rows_launch.
+// Requires rows >= 1, cols >= 1, packed rows, x, dy, dx, partials 16-byte aligned if
+//        vectorized; inv_rms, group_rms_inv, count by the forward; blocks as for `normalize`.
+// Launcher: plan.rs::rows_launch.
 template <typename T, int N>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
-  if constexpr (!COPIES_BY_ITSELF && N > 2) {
+  if constexpr (!COPIES_BY_ITSELF && N > HELD_PIECES_BWD) {
     // As in `normalize`.
     __trap();
     return;
@@ -698,7 +709,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   const Tiling &tiling = p.tiling;
   const Shared<T, N> shared(tiling, shared_memory);
   const Columns<T, N> columns(tiling);
-  // Rows are on their way while the channels are prepared.
+  // The first rows are prefetched while the coefficients are computed.
   Rows rows(tiling);
   const int64_t offset = rows.row() * tiling.cols + columns.first;
   RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.dy}, 2, shared.rows, rows, offset);
@@ -715,41 +726,42 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   // The sums of dy x~, then of dy.
   A sums[2 * N * V] = {};
 
-  // `dx` is of the row before the thread's first, `next_factors` of its first.
-  T *dx = static_cast<T *>(p.dx) + offset - rows.turn;
-  const A *next_factors =
-      static_cast<const A *>(p.factors) + rows.row() * tiling.groups + columns.group;
+  // `dx` starts one row early, because the loop moves it before it uses it. `next_rms_invs` points
+  // at the first row.
+  T *dx = static_cast<T *>(p.dx) + offset - rows.stride_elements;
+  const A *next_rms_invs =
+      static_cast<const A *>(p.group_rms_inv) + rows.row() * tiling.groups + columns.group;
   const A *dots = static_cast<const A *>(p.dots) + columns.group;
   bool writes = p.dx != nullptr, masked = p.keep != nullptr;
   bool in_tile = p.group_scaling == IN_TILE;
   bool scaled = p.group_scaling != NO_GROUPS && columns.valid();
-  A share = A(1) / A(tiling.group_len);
+  A inv_len = A(1) / A(tiling.group_len);
   hoist(writes);
   hoist(masked);
   hoist(in_tile);
-  // r, and whether the row is kept, are read a row ahead. A row that is not there is zeros.
-  A next_factor = scaled && rows.present() ? *next_factors : A(1);
+  // r and the mask are read a row ahead. A row that is not present is zeros.
+  A next_rms_inv = scaled && rows.present() ? *next_rms_invs : A(1);
   int next_keeps = !masked || (rows.present() && p.keep[rows.row()] != 0);
 #pragma unroll 1
-  for (; rows.turns > 0; rows.advance()) {
-    const A factor = next_factor;
+  for (; rows.iterations > 0; rows.advance()) {
+    const A rms_inv = next_rms_inv;
     const int keeps = next_keeps;
-    next_factors += rows.turn_groups;
-    next_factor = scaled && rows.present(rows.step) ? *next_factors : A(1);
+    next_rms_invs += rows.stride_groups;
+    next_rms_inv = scaled && rows.present(rows.stride) ? *next_rms_invs : A(1);
     if (masked) {
-      next_keeps = rows.present(rows.step) && p.keep[rows.row(rows.step)] != 0;
+      next_keeps = rows.present(rows.stride) && p.keep[rows.row(rows.stride)] != 0;
     }
 
-    // The sums come before the reduction, so that no more than x~ and dx~ wait for it.
+    // The sums come before the group's reduction, so that only x~ and dx~ must be kept during it.
     pipeline.wait(tiling, rows);
     A x_tilde[N * V], dx_tilde[N * V];
     each<N>([&](int n) {
       widen(pipeline.at(0, n), x_tilde + n * V);
       widen(pipeline.at(1, n), dx_tilde + n * V);
     });
-    pipeline.ask(0, tiling, columns, rows);
-    pipeline.ask(1, tiling, columns, rows);
-    each<N * V>([&](int i) { x_tilde[i] *= factor; });
+    pipeline.prefetch(0, tiling, columns, rows);
+    pipeline.prefetch(1, tiling, columns, rows);
+    each<N * V>([&](int i) { x_tilde[i] *= rms_inv; });
     if (keeps) {
       each<N * V>([&](int i) {
         sums[i] += dx_tilde[i] * x_tilde[i];
@@ -769,26 +781,27 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
         });
       });
       if (in_tile) {
-        dot = group_sum.of(dot) * share;
+        dot = group_sum.of(dot) * inv_len;
       } else {
         dot = p.group_scaling == GIVEN && scaled && rows.present()
                   ? dots[rows.row() * tiling.groups]
                   : A(0);
       }
-      each<N * V>([&](int i) { dx_tilde[i] = factor * (dx_tilde[i] - x_tilde[i] * dot); });
+      each<N * V>([&](int i) { dx_tilde[i] = rms_inv * (dx_tilde[i] - x_tilde[i] * dot); });
       if (!keeps) {
-        // A branch: nvcc would make it a selection for each element, 257 instructions in a row of
-        // normalize_bwd_f32_4 instead of 216.
+        // Keeps this a branch. nvcc would make it a selection for each element, and a row of
+        // normalize_bwd_f32_4 would have 257 instructions instead of 216.
         asm volatile("");
         each<N * V>([&](int i) { dx_tilde[i] = 0; });
       }
-      move(dx, rows.turn);
+      move(dx, rows.stride_elements);
       each<N>([&](int n) { columns.store(dx, n, narrow<T>(dx_tilde + n * V), rows.present()); });
     }
     pipeline.advance(tiling);
   }
 
-  // Copies asked for beyond the last row are zeros, but the GPU still writes them.
+  // Copies of rows after the last one write zeros. They must not write into memory that the sums
+  // below reuse.
   wait_for_copies<0>();
   if (p.partials != nullptr) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
@@ -810,7 +823,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 // Thread owns one column of every blockDim.y-th chunk.
 // Reduction: registers, then a smem tree.
 // Requires partials by `normalize_bwd`, totals by `sum_partials`.
-// Launcher: launch.rs::channels_launch.
+// Launcher: plan.rs::channels_launch.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -822,7 +835,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     return;
   }
   const A inv_rms = p.inv_rms == nullptr ? A(1) : static_cast<const A *>(p.inv_rms)[col];
-  // This process's part; Lambda is of the whole batch.
+  // The gradients of the parameters are this process's part. Lambda is of the whole batch.
   const A dweight = dy_x * inv_rms;
   if (p.dweight.data != nullptr) {
     store(p.dweight, col, dweight);
@@ -845,12 +858,12 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   if (trained && p.ema_gz.data != nullptr) {
     const A gamma = static_cast<const A *>(p.gamma)[col];
     A decay = A(1) - A(p.beta) * gamma;
-    // A negative factor would turn nu's sign at each step: it is clamped.
+    // A negative decay would change the sign of nu at each step, so it is clamped.
     if (p.guard && decay < 0) {
       decay = 0;
     }
     const A next = decay * load<A>(p.ema_gz, col) + A(p.unscale) * lambda;
-    // Gamma is checked too: the clamp would turn an infinite Gamma into a finite factor.
+    // Gamma is checked too, because the clamp would turn an infinite Gamma into a finite decay.
     if ((holds(p.ema_gz, gamma) && holds(p.ema_gz, next)) || !p.guard) {
       store(p.ema_gz, col, next);
     }
@@ -858,43 +871,44 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
 }
 
 // Every entry point: its name, the most threads of a block, its body, its argument, and the
-// template arguments of the body. One block a multiprocessor is enough for all. Unless the launch
-// bounds say so, ptxas gives update_phi_f64 fewer registers for 8.0 and 9.0, and it spills.
+// template arguments of the body. build.rs reads this table: the host launches a body only with the
+// argument that stands here. The launch bounds ask for one block per multiprocessor. Without that,
+// ptxas gives update_phi_f64 fewer registers for 8.0 and 9.0, and it spills.
 #define FOR_EACH_KERNEL(DEFINE) \
-  DEFINE(group_factors_f32, 256, group_factors, NormalizeParams, float) \
-  DEFINE(group_factors_f64, 256, group_factors, NormalizeParams, double) \
-  DEFINE(group_factors_f16, 256, group_factors, NormalizeParams, __half) \
-  DEFINE(group_factors_bf16, 256, group_factors, NormalizeParams, __nv_bfloat16) \
-  DEFINE(normalize_f32_1, 512, normalize, NormalizeParams, float, 1) \
-  DEFINE(normalize_f32_2, 512, normalize, NormalizeParams, float, 2) \
-  DEFINE(normalize_f32_4, 512, normalize, NormalizeParams, float, 4) \
-  DEFINE(normalize_f64_1, 512, normalize, NormalizeParams, double, 1) \
-  DEFINE(normalize_f64_2, 512, normalize, NormalizeParams, double, 2) \
-  DEFINE(normalize_f16_1, 512, normalize, NormalizeParams, __half, 1) \
-  DEFINE(normalize_f16_2, 512, normalize, NormalizeParams, __half, 2) \
-  DEFINE(normalize_f16_4, 512, normalize, NormalizeParams, __half, 4) \
-  DEFINE(normalize_bf16_1, 512, normalize, NormalizeParams, __nv_bfloat16, 1) \
-  DEFINE(normalize_bf16_2, 512, normalize, NormalizeParams, __nv_bfloat16, 2) \
-  DEFINE(normalize_bf16_4, 512, normalize, NormalizeParams, __nv_bfloat16, 4) \
-  DEFINE(sum_partials_f32, 1024, sum_partials, SumPartialsParams, float) \
-  DEFINE(sum_partials_f64, 1024, sum_partials, SumPartialsParams, double) \
-  DEFINE(update_phi_f32, 1024, update_phi, UpdatePhiParams, float) \
-  DEFINE(update_phi_f64, 1024, update_phi, UpdatePhiParams, double) \
-  DEFINE(group_dots_f32, 256, group_dots, NormalizeBwdParams, float) \
-  DEFINE(group_dots_f64, 256, group_dots, NormalizeBwdParams, double) \
-  DEFINE(group_dots_f16, 256, group_dots, NormalizeBwdParams, __half) \
-  DEFINE(group_dots_bf16, 256, group_dots, NormalizeBwdParams, __nv_bfloat16) \
-  DEFINE(normalize_bwd_f32_1, 512, normalize_bwd, NormalizeBwdParams, float, 1) \
-  DEFINE(normalize_bwd_f32_2, 512, normalize_bwd, NormalizeBwdParams, float, 2) \
-  DEFINE(normalize_bwd_f32_4, 512, normalize_bwd, NormalizeBwdParams, float, 4) \
-  DEFINE(normalize_bwd_f64_1, 512, normalize_bwd, NormalizeBwdParams, double, 1) \
-  DEFINE(normalize_bwd_f64_2, 512, normalize_bwd, NormalizeBwdParams, double, 2) \
-  DEFINE(normalize_bwd_f16_1, 512, normalize_bwd, NormalizeBwdParams, __half, 1) \
-  DEFINE(normalize_bwd_f16_2, 512, normalize_bwd, NormalizeBwdParams, __half, 2) \
-  DEFINE(normalize_bwd_bf16_1, 512, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
-  DEFINE(normalize_bwd_bf16_2, 512, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 2) \
-  DEFINE(update_nu_f32, 1024, update_nu, UpdateNuParams, float) \
-  DEFINE(update_nu_f64, 1024, update_nu, UpdateNuParams, double)
+  DEFINE(group_factors_f32, GROUP_THREADS, group_factors, NormalizeParams, float) \
+  DEFINE(group_factors_f64, GROUP_THREADS, group_factors, NormalizeParams, double) \
+  DEFINE(group_factors_f16, GROUP_THREADS, group_factors, NormalizeParams, __half) \
+  DEFINE(group_factors_bf16, GROUP_THREADS, group_factors, NormalizeParams, __nv_bfloat16) \
+  DEFINE(normalize_f32_1, ROW_THREADS, normalize, NormalizeParams, float, 1) \
+  DEFINE(normalize_f32_2, ROW_THREADS, normalize, NormalizeParams, float, 2) \
+  DEFINE(normalize_f32_4, ROW_THREADS, normalize, NormalizeParams, float, 4) \
+  DEFINE(normalize_f64_1, ROW_THREADS, normalize, NormalizeParams, double, 1) \
+  DEFINE(normalize_f64_2, ROW_THREADS, normalize, NormalizeParams, double, 2) \
+  DEFINE(normalize_f16_1, ROW_THREADS, normalize, NormalizeParams, __half, 1) \
+  DEFINE(normalize_f16_2, ROW_THREADS, normalize, NormalizeParams, __half, 2) \
+  DEFINE(normalize_f16_4, ROW_THREADS, normalize, NormalizeParams, __half, 4) \
+  DEFINE(normalize_bf16_1, ROW_THREADS, normalize, NormalizeParams, __nv_bfloat16, 1) \
+  DEFINE(normalize_bf16_2, ROW_THREADS, normalize, NormalizeParams, __nv_bfloat16, 2) \
+  DEFINE(normalize_bf16_4, ROW_THREADS, normalize, NormalizeParams, __nv_bfloat16, 4) \
+  DEFINE(sum_partials_f32, CHANNEL_THREADS, sum_partials, SumPartialsParams, float) \
+  DEFINE(sum_partials_f64, CHANNEL_THREADS, sum_partials, SumPartialsParams, double) \
+  DEFINE(update_phi_f32, CHANNEL_THREADS, update_phi, UpdatePhiParams, float) \
+  DEFINE(update_phi_f64, CHANNEL_THREADS, update_phi, UpdatePhiParams, double) \
+  DEFINE(group_dots_f32, GROUP_THREADS, group_dots, NormalizeBwdParams, float) \
+  DEFINE(group_dots_f64, GROUP_THREADS, group_dots, NormalizeBwdParams, double) \
+  DEFINE(group_dots_f16, GROUP_THREADS, group_dots, NormalizeBwdParams, __half) \
+  DEFINE(group_dots_bf16, GROUP_THREADS, group_dots, NormalizeBwdParams, __nv_bfloat16) \
+  DEFINE(normalize_bwd_f32_1, ROW_THREADS, normalize_bwd, NormalizeBwdParams, float, 1) \
+  DEFINE(normalize_bwd_f32_2, ROW_THREADS, normalize_bwd, NormalizeBwdParams, float, 2) \
+  DEFINE(normalize_bwd_f32_4, ROW_THREADS, normalize_bwd, NormalizeBwdParams, float, 4) \
+  DEFINE(normalize_bwd_f64_1, ROW_THREADS, normalize_bwd, NormalizeBwdParams, double, 1) \
+  DEFINE(normalize_bwd_f64_2, ROW_THREADS, normalize_bwd, NormalizeBwdParams, double, 2) \
+  DEFINE(normalize_bwd_f16_1, ROW_THREADS, normalize_bwd, NormalizeBwdParams, __half, 1) \
+  DEFINE(normalize_bwd_f16_2, ROW_THREADS, normalize_bwd, NormalizeBwdParams, __half, 2) \
+  DEFINE(normalize_bwd_bf16_1, ROW_THREADS, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
+  DEFINE(normalize_bwd_bf16_2, ROW_THREADS, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 2) \
+  DEFINE(update_nu_f32, CHANNEL_THREADS, update_nu, UpdateNuParams, float) \
+  DEFINE(update_nu_f64, CHANNEL_THREADS, update_nu, UpdateNuParams, double)
 
 #define DEFINE_KERNEL(NAME, THREADS, BODY, PARAMS, ...)                                            \
   extern "C" __global__ void __launch_bounds__(THREADS, 1)                                         \

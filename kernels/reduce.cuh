@@ -1,5 +1,5 @@
-// Building blocks of the kernels: dtypes, 16-byte accesses, sums over warps and blocks. No entry
-// points.
+// Building blocks of the kernels: dtypes, 16-byte accesses, sums over warps and blocks. There are
+// no entry points here.
 #pragma once
 
 #include <cmath>
@@ -8,10 +8,9 @@
 
 #include "params.cuh"
 
-constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// Calls f with 0 to M - 1. The loop is unrolled, so that arrays of M stay in registers.
+// Calls f with 0 to M - 1. The loop is unrolled, so that arrays of M elements stay in registers.
 template <int M, typename F> __device__ __forceinline__ void each(const F &f) {
 #pragma unroll
   for (int m = 0; m < M; ++m) {
@@ -28,8 +27,8 @@ template <> struct SumOf<double> {
 };
 template <typename T> using Sum = typename SumOf<T>::Type;
 
-// V: the adjacent elements of a 16-byte access.
-template <typename T> constexpr int PIECE = 16 / sizeof(T);
+// V: the elements of a piece.
+template <typename T> constexpr int PIECE = PIECE_BYTES / sizeof(T);
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ double widen(double x) { return x; }
@@ -41,8 +40,8 @@ __device__ __forceinline__ void narrow(double x, double &to) { to = x; }
 __device__ __forceinline__ void narrow(float x, __half &to) { to = __float2half_rn(x); }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16 &to) { to = __float2bfloat16_rn(x); }
 
-// 1 / sqrt(x), to 2 units in the last place. A square root and a division take several times as
-// long.
+// 1 / sqrt(x), with an error of at most 2 units in the last place. A square root and a division
+// take several times as long.
 __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double inverse_root(double x) { return rsqrt(x); }
 
@@ -52,8 +51,8 @@ template <typename A> __device__ __forceinline__ A inverse_rms(A square) {
   return inverse_root(square) + square * A(0);
 }
 
-// The first `count` of V adjacent elements, in 16-byte accesses where they can be. The rest stays
-// as it was, and so do all elements if there is no array.
+// Loads the first `count` of V adjacent elements, by 16-byte accesses if all V are wanted and they
+// are aligned. Further elements of `to` keep their values, and so do all if `data` is null.
 template <typename P, typename A, int V>
 __device__ __forceinline__ void load_run(const void *data, int64_t from, int count, A (&to)[V]) {
   struct alignas(V * sizeof(P) < 16 ? V * sizeof(P) : 16) Run {
@@ -115,7 +114,7 @@ __device__ __forceinline__ void store(const Vector &vector, int64_t i, A value) 
   }
 }
 
-// True if `value` is finite in the dtype of a vector of the state, which is f32 or f64.
+// True if `value` is finite in the dtype of `vector`. That is a vector of the state, so f32 or f64.
 template <typename A> __device__ __forceinline__ bool holds(const Vector &vector, A value) {
   return vector.dtype == F64 ? isfinite(value) : isfinite(static_cast<float>(value));
 }
@@ -125,7 +124,7 @@ template <typename T> struct alignas(16) Piece {
   T at[PIECE<T>];
 };
 
-// A piece from or to memory, in one access.
+// Loads or stores a piece in one access.
 template <typename T> __device__ __forceinline__ Piece<T> get(const Piece<T> *from) {
   const uint4 bits = *reinterpret_cast<const uint4 *>(from);
   Piece<T> piece;
@@ -139,7 +138,7 @@ template <typename T> __device__ __forceinline__ void put(Piece<T> *to, const Pi
   *reinterpret_cast<uint4 *>(to) = bits;
 }
 
-// The same for shared memory, by the address within it.
+// The same for shared memory, by an address within it, which takes one register instead of two.
 __device__ __forceinline__ unsigned shared_address(const void *pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -155,8 +154,9 @@ template <typename T> __device__ __forceinline__ Piece<T> get_shared(unsigned fr
   return piece;
 }
 
-// Moves a pointer into global memory. nvcc does not see what it was, else it would compute each
-// address from that in several instructions: 187 in a row of normalize_f32_4 instead of 167.
+// Moves a pointer into global memory on by `count` elements. The empty `asm` hides from nvcc where
+// the pointer came from. Otherwise nvcc computes each address from the start of the array, by
+// several instructions: a row of normalize_f32_4 has 187 instead of 167.
 template <typename T> __device__ __forceinline__ void move(T *&pointer, uint32_t count) {
   size_t address = __cvta_generic_to_global(pointer + count);
   asm volatile("" : "+l"(address));
@@ -171,8 +171,8 @@ template <> __device__ __forceinline__ void widen(const Piece<__nv_bfloat16> &pi
   uint32_t pairs[4];
   memcpy(pairs, &piece, sizeof(pairs));
   each<4>([&](int i) {
-    // A bf16 is the upper half of a float. nvcc would do this anew wherever a value is used: 323
-    // instructions in a row of normalize_bf16_4 instead of 299.
+    // A bf16 is the upper half of a float. Without `asm`, nvcc converts a value again wherever it
+    // is used, and a row of normalize_bf16_4 has 323 instructions instead of 299.
     asm("shl.b32 %0, %1, 16;" : "=f"(to[2 * i]) : "r"(pairs[i]));
     asm("and.b32 %0, %1, 0xffff0000;" : "=f"(to[2 * i + 1]) : "r"(pairs[i]));
   });
@@ -199,7 +199,8 @@ template <typename T> __device__ __forceinline__ Piece<T> narrow(const Sum<T> *f
   return piece;
 }
 
-// The first `valid` elements at `from`, zeros after them. A vectorized piece is whole or absent.
+// Loads the first `valid` elements at `from`, and zeros after them. If `vectorized`, the piece is
+// whole or absent.
 template <typename T>
 __device__ __forceinline__ Piece<T> load_piece(const T *from, int valid, bool vectorized) {
   Piece<T> piece;
@@ -236,14 +237,14 @@ __device__ __forceinline__ void add_to(Piece<T> &piece, const Piece<T> &residual
   piece = narrow<T>(sums);
 }
 
-// True if the GPU copies into shared memory while threads go on.
+// The GPU can copy into shared memory while threads go on.
 #if __CUDA_ARCH__ >= 800
 constexpr bool COPIES_BY_ITSELF = true;
 #else
 constexpr bool COPIES_BY_ITSELF = false;
 #endif
 
-// Copies 16 bytes into shared memory, or zeros where they are not `wanted`. They are there after a
+// Starts to copy 16 bytes into shared memory, or zeros unless `wanted`. They have arrived after a
 // wait_for_copies that covers this copy.
 __device__ __forceinline__ void copy_async(unsigned to, const void *from, bool wanted) {
 #if __CUDA_ARCH__ >= 800
@@ -253,14 +254,14 @@ __device__ __forceinline__ void copy_async(unsigned to, const void *from, bool w
 #endif
 }
 
-// Ends a group of this thread's copies.
+// Closes a group of copies: those that this thread started since the last call.
 __device__ __forceinline__ void end_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits for all groups of this thread's copies but the last LATER.
+// Waits for all groups of this thread's copies except the last LATER.
 template <int LATER> __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
@@ -273,8 +274,8 @@ __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int va
                                             bool vectorized) {
   if (vectorized) {
     if (valid > 0) {
-      // nvcc takes an assignment apart into four stores in normalize_bwd_f32_4. In normalize_f32_4
-      // a row would have 220 instructions instead of 167.
+      // nvcc would split an assignment into four stores in normalize_bwd_f32_4, and a row of
+      // normalize_f32_4 would have 220 instructions instead of 167.
       float4 bits;
       memcpy(&bits, &piece, sizeof(bits));
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
@@ -290,16 +291,16 @@ __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int va
   }
 }
 
-// This thread's number in its block, and the block's size, which is always whole warps.
+// This thread's number in its block, and the number of threads, which are always whole warps.
 __device__ __forceinline__ int thread_rank() { return threadIdx.y * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
 
-// Makes ptxas compute a number once, before a loop. It would compute the number anew in each turn,
-// even with registers left, but never does so with the result of a shuffle. Without any call of
-// this, a row has 190 instructions in normalize_f32_4 instead of 167, and 243 in
-// normalize_bwd_f32_4 instead of 216. All lanes of the warp call this together.
+// Makes ptxas keep a number in a register during a loop. Even if registers are left, ptxas computes
+// such a number again in each iteration, but it never does so with the result of a shuffle. Without
+// any call of this function, a row has 190 instructions in normalize_f32_4 instead of 167, and 243
+// in normalize_bwd_f32_4 instead of 216. All lanes of the warp call this together.
 //
-// Counts of instructions in comments are of compute capability 9.0, by nvcc 13.0.
+// Numbers of instructions in comments are those of nvcc 13.0 for compute capability 9.0.
 // benches/results/2026-11-24-sass.md has all of them.
 template <typename Number> __device__ __forceinline__ void hoist(Number &x) {
   x = __shfl_sync(ALL_LANES, x, thread_rank() % WARP);
@@ -308,35 +309,35 @@ __device__ __forceinline__ void hoist(bool &x) {
   x = __shfl_sync(ALL_LANES, static_cast<int>(x), thread_rank() % WARP);
 }
 
-// The sum of `value` over LANES adjacent lanes, a power of two, for each of them. Both sides of an
-// exchange add the same two.
+// The sum of `value` over LANES adjacent lanes, for each of them. LANES is a power of two. Both
+// lanes of an exchange add the same two values, so all lanes get the same bits.
 template <int LANES, typename A> __device__ __forceinline__ A sum_lanes(A value) {
 #pragma unroll
-  for (int step = LANES / 2; step > 0; step /= 2) {
-    value += __shfl_xor_sync(ALL_LANES, value, step);
+  for (int distance = LANES / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(ALL_LANES, value, distance);
   }
   return value;
 }
 
-// The sum of `value` over the `span` adjacent lanes of this thread's segment, for every one of
-// them. `place` is this thread's in it. All lanes of the warp call this together; one past the last
-// whole segment gets no meaningful sum. The tree is the same whatever the values: fixed order.
+// The sum of `value` over the `span` adjacent lanes of this thread's segment, for each of them.
+// `place` is this thread's place in the segment. All lanes of the warp call this together. Lanes
+// past the last whole segment get garbage. The order of additions is fixed.
 template <typename A> __device__ __forceinline__ A sum_segment(A value, int place, int span) {
   if ((span & (span - 1)) == 0) {
-    // Segments begin at multiples of their span, and both sides of an exchange add the same two.
+    // Segments begin at multiples of their span, so an exchange never leaves its segment.
 #pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) {
-      if (step < span) {
-        value += __shfl_xor_sync(ALL_LANES, value, step);
+    for (int distance = WARP / 2; distance > 0; distance /= 2) {
+      if (distance < span) {
+        value += __shfl_xor_sync(ALL_LANES, value, distance);
       }
     }
     return value;
   }
 #pragma unroll
-  for (int step = WARP / 2; step > 0; step /= 2) {
-    if (step < span) {
-      const A other = __shfl_down_sync(ALL_LANES, value, step);
-      if (place + step < span) {
+  for (int distance = WARP / 2; distance > 0; distance /= 2) {
+    if (distance < span) {
+      const A other = __shfl_down_sync(ALL_LANES, value, distance);
+      if (place + distance < span) {
         value += other;
       }
     }
@@ -344,18 +345,20 @@ template <typename A> __device__ __forceinline__ A sum_segment(A value, int plac
   return __shfl_sync(ALL_LANES, value, thread_rank() % WARP - place);
 }
 
-// Sums over the lanes of one block row, again and again, with one barrier each: two buffers take
-// turns, since a warp may begin the next sum while another warp still reads this sum.
+// Sums over the lanes of a row of threads, one sum for each call of `of`, with one barrier each.
+// There are two buffers, used alternately, because a warp may begin the next sum while another warp
+// still reads this one.
 template <typename A> struct LaneSum {
-  A *place;  // of this lane in the buffer whose turn it is
-  int other; // from it to the other buffer
+  A *place;  // of this lane, in the buffer of the next sum
+  int other; // values from there to the other buffer
 
-  // `shared` is [blockDim.y, 2, MAX_WARPS]. `unused`: there is no memory, and no sum to come.
+  // `shared` is [blockDim.y, 2, MAX_WARPS]. `unused`: `of` will not be called, and `shared` is not
+  // there.
   __device__ LaneSum(A *shared, bool unused) : other(MAX_WARPS) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    A *row = shared + threadIdx.y * 2 * MAX_WARPS;
-    // Lane 0 is at its warp's number, the others at all other numbers in an order in which the sum
-    // below adds the same pairs in each warp.
+    A *row = shared + threadIdx.y * EXCHANGED_VALUES;
+    // Lane 0 is at its warp's number, where it writes the sum of its warp. The other lanes are at
+    // the other numbers, in an order in which the sum over lanes adds the same pairs in each warp.
     place = row + (lane ^ warp) % MAX_WARPS;
     if (!unused && warp == 0 && lane >= blockDim.x / WARP && lane < MAX_WARPS) {
       row[lane] = row[lane + MAX_WARPS] = 0;
@@ -376,16 +379,16 @@ template <typename A> struct LaneSum {
   }
 };
 
-// Adds `values` over the rows of the block, for its first row. All threads call this together;
-// `shared` holds M | 1 values for each thread of half the block. Rows are a power of two.
+// Adds up `values` over the block's rows of threads. The first row gets the sums. All threads call
+// this together. `shared` has room for padded_sums(M) values for each thread of half the block. The
+// number of rows is a power of two.
 template <typename Value, int M>
 __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared) {
   for (unsigned half = blockDim.y / 2; half > 0; half /= 2) {
-    // All threads have now read what the memory held before.
+    // No thread reads any more what the memory held before.
     __syncthreads();
-    // An odd number of values a thread, so that those of neighbouring threads are in different
-    // banks.
-    Value *place = shared + ((threadIdx.y & (half - 1)) * blockDim.x + threadIdx.x) * (M | 1);
+    Value *place =
+        shared + ((threadIdx.y & (half - 1)) * blockDim.x + threadIdx.x) * padded_sums(M);
     if (threadIdx.y >= half && threadIdx.y < 2 * half) {
       each<M>([&](int m) { place[m] = values[m]; });
     }
@@ -396,14 +399,16 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
   }
 }
 
-// r of a group whose mean square with eps is `square`, which is not finite. Where the sum
-// overflowed, x and the root of eps are first divided by the largest magnitude of x. NaN if x is
-// not finite, so that the output shows it and the statistics forget it. Each thread that needs r
-// reads the whole group: slow, but no thread has to wait for another, and rows of 1e19 and more are
-// not what anyone trains on.
+// r of a group whose mean square plus eps, `square`, is not finite. If the sum of squares
+// overflowed, the result is exact: x and the root of eps are first divided by the largest magnitude
+// of x. If x is not finite, the result is NaN, so that the output shows it and psi^2 keeps its
+// value.
+//
+// Each thread that needs r reads the whole group. That is slow, but no thread waits for another
+// one, and nobody trains on rows of 1e19 and more.
 template <typename T>
-__device__ __forceinline__ Sum<T> factor_of_huge(Sum<T> square, Sum<T> eps, const T *x,
-                                                 const T *residual, int len) {
+__device__ __forceinline__ Sum<T> rms_inv_of_huge(Sum<T> square, Sum<T> eps, const T *x,
+                                                  const T *residual, int len) {
   using A = Sum<T>;
   const auto value = [=](int i) {
     return widen(residual == nullptr ? x[i] : add(x[i], residual[i]));

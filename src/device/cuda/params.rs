@@ -1,71 +1,106 @@
-//! The arguments of the kernels, one struct a kernel. `build.rs` makes the structs from
-//! `kernels/params.cuh`, where their fields are described.
+//! The kernels and their arguments. `build.rs` writes them from `kernels/params.cuh`, which
+//! describes the fields, and from the table of entry points in `kernels/power_norm.cu`.
 
 use crate::error::Error;
-use candle::cuda_backend::cudarc::driver::DeviceRepr;
 use candle::DType;
 
-include!(concat!(env!("OUT_DIR"), "/params.rs"));
+pub use generated::*;
 
-/// An address in device memory; 0 for an array that is not there.
+/// An address in device memory; 0 for an array that does not exist.
 pub type Address = u64;
 
-/// The address of an array that is there only in some launches.
-pub fn when(is_there: bool, address: Address) -> Address {
-    if is_there {
+/// The address of an array that exists only in some launches.
+pub fn when(exists: bool, address: Address) -> Address {
+    if exists {
         address
     } else {
         0
     }
 }
 
-/// The number of a dtype in `kernels/params.cuh`.
-pub fn number(dtype: DType) -> Result<i64, Error> {
-    match dtype {
-        DType::F32 => Ok(0),
-        DType::F64 => Ok(1),
-        DType::F16 => Ok(2),
-        DType::BF16 => Ok(3),
-        other => Err(Error::InputDType(other)),
+// A struct of plain numbers may be passed to a kernel, and a kernel takes the struct that its table
+// names. Both are promises to the compiler, made where build.rs reads the proof of them.
+#[allow(unsafe_code)]
+mod generated {
+    use super::Address;
+    use candle::cuda_backend::cudarc::driver::DeviceRepr;
+
+    /// A kernel of `kernels/power_norm.cu`. It has an entry point for each dtype, and for each
+    /// number of pieces of a thread if it walks over rows.
+    ///
+    /// # Safety
+    ///
+    /// `BODY` names a function there, and every entry point that calls the function takes one
+    /// argument, a `Params` by value.
+    pub unsafe trait Kernel {
+        /// The kernel's argument.
+        type Params: DeviceRepr;
+        /// The name of the function, with which the names of its entry points begin.
+        const BODY: &'static str;
+        /// The most threads of a block.
+        const MAX_THREADS: usize;
     }
+
+    include!(concat!(env!("OUT_DIR"), "/params.rs"));
 }
 
-/// `FactorOrigin` of `kernels/params.cuh`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[repr(i32)]
-pub enum FactorOrigin {
-    #[default]
-    None = 0,
-    InTile = 1,
-    Given = 2,
+impl Dtype {
+    /// The kernels' name for a dtype.
+    pub fn of(dtype: DType) -> Result<Self, Error> {
+        match dtype {
+            DType::F32 => Ok(Self::F32),
+            DType::F64 => Ok(Self::F64),
+            DType::F16 => Ok(Self::F16),
+            DType::BF16 => Ok(Self::Bf16),
+            other => Err(Error::InputDType(other)),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::ptx::Modules;
     use super::*;
-    use crate::device::cuda::cut::{BLOCK, MAX_STAGES, WARP};
 
-    /// Numbers that the header and Rust both have.
+    /// `build.rs` reads names, fields and numbers in the kernels' sources. The compiled PTX says
+    /// whether nvcc read the same: the size of each entry point's one argument, and the most
+    /// threads of a block.
     #[test]
-    fn numbers_are_those_of_the_kernels() {
-        let dtype = |dtype| number(dtype).unwrap() as usize;
-        let numbers = [
-            ("F32", dtype(DType::F32)),
-            ("F64", dtype(DType::F64)),
-            ("F16", dtype(DType::F16)),
-            ("BF16", dtype(DType::BF16)),
-            ("MAX_STAGES", MAX_STAGES),
-            ("MAX_WARPS", BLOCK / WARP),
-            ("NO_GROUPS", FactorOrigin::None as usize),
-            ("IN_TILE", FactorOrigin::InTile as usize),
-            ("GIVEN", FactorOrigin::Given as usize),
-        ];
-        let header = include_str!("../../../kernels/params.cuh");
-        let words: Vec<&str> = header.split([' ', '\n', ',', ';']).collect();
-        for (name, number) in numbers {
-            let number = number.to_string();
-            let given = words.windows(3).find(|words| words[..2] == [name, "="]);
-            assert_eq!(given.map(|words| words[2]), Some(&*number), "{name}");
-        }
+    fn arguments_are_those_that_nvcc_compiled() {
+        let mut entries = 0;
+        entries += check::<GroupFactors>();
+        entries += check::<Normalize>();
+        entries += check::<SumPartials>();
+        entries += check::<UpdatePhi>();
+        entries += check::<GroupDots>();
+        entries += check::<NormalizeBwd>();
+        entries += check::<UpdateNu>();
+        assert_eq!(entries, Modules::compiled().entries().count());
+    }
+
+    /// Checks the entry points of a kernel, and returns how many there are.
+    fn check<K: Kernel>() -> usize {
+        let suffixes = ["f32", "f64", "f16", "bf16"];
+        let entries = Modules::compiled().entries().filter(|(name, _)| {
+            let suffix = name
+                .strip_prefix(K::BODY)
+                .and_then(|name| name.strip_prefix('_'));
+            suffix.is_some_and(|suffix| suffixes.contains(&suffix.split('_').next().unwrap()))
+        });
+        entries
+            .map(|(name, ptx)| {
+                let arguments: Vec<&str> = ptx.split(".param .align 8 .b8 ").skip(1).collect();
+                let [argument] = arguments[..] else {
+                    panic!("{name} has the arguments {arguments:?}")
+                };
+                let bytes = size_of::<K::Params>();
+                assert!(
+                    argument.starts_with(&format!("{name}_param_0[{bytes}]")),
+                    "{name}"
+                );
+                let threads = format!(".maxntid {}, 1, 1\n", K::MAX_THREADS);
+                assert!(ptx.contains(&threads), "{name}");
+            })
+            .count()
     }
 }

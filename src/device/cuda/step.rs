@@ -2,14 +2,15 @@
 //!
 //! A forward allocates and loads all that it and its step of ψ² need before its first launch, and
 //! so does a backward. A call that fails before its launches changes nothing.
+#![allow(unsafe_code)] // launches kernels, and allocates what they fill
 
-use super::cut::Extent;
-use super::launch::{LaunchPlan, Saved, Workspace};
+use super::gpu::{reads_in_place, Gpu, Kernels, Locks, Uses};
 use super::params::{
-    number, when, Address, NormalizeBwdParams, NormalizeParams, SumPartialsParams, UpdateNuParams,
+    when, Address, Dtype, GroupDots, GroupFactors, Normalize, NormalizeBwd, NormalizeBwdParams,
+    NormalizeParams, SumPartials, SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi,
     UpdatePhiParams, Vector,
 };
-use super::{reads_in_place, Gpu, Kernels, Locks, Uses};
+use super::plan::{Extent, LaunchPlan, Saved, Workspace};
 use crate::config::{ForwardKind, PhiStep, Recipe};
 use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
@@ -49,7 +50,7 @@ pub(crate) fn forward(
     // SAFETY: `launch_totals` writes all of it.
     let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
     let mut sums = sums.transpose()?;
-    gpu.load(&plan.kernels(exchanges))?;
+    gpu.load(&plan.entries(exchanges))?;
 
     // x + residual, Σ x̃², and y unless the batch's statistic normalizes.
     if has_rows {
@@ -129,7 +130,7 @@ impl device::Saved for Forwarded {
             // SAFETY: `launch_totals_bwd` writes all of it.
             let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
             let sums = sums.transpose()?;
-            gpu.load(&plan.kernels(exchanges))?;
+            gpu.load(&plan.entries(exchanges))?;
             let backward = Backward {
                 gpu,
                 plan: &plan,
@@ -209,7 +210,7 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
     let cols = pass.x.dim(D::Minus1)?;
     let rows = pass.x.elem_count() / cols;
     // The kernels have no others.
-    number(pass.x.dtype())?;
+    Dtype::of(pass.x.dtype())?;
     let extent = Extent {
         dtype: pass.x.dtype(),
         rows,
@@ -254,9 +255,9 @@ fn launch_rows(
         weight: uses.read_vector(pass.weight.as_ref())?,
         bias: uses.read_vector(pass.bias.as_ref())?,
         phi: uses.read_vector(pass.phi.as_ref())?,
-        // 1/D and the factors are also written, for the backward.
+        // 1/D and r are also written, for the backward.
         inv_rms: saved.inv_rms,
-        factors: saved.factors,
+        group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
         eps: pass.eps,
         group_eps: pass.eps,
@@ -266,7 +267,7 @@ fn launch_rows(
     let adding = NormalizeParams {
         x: uses.read_rows(&pass.x)?,
         residual,
-        sum,
+        stream: sum,
         ..common
     };
     let added = match residual {
@@ -275,9 +276,9 @@ fn launch_rows(
     };
     let mut first = adding;
     if plan.has_wide_groups() {
-        let (launch, tiling) = plan.groups_launch();
-        // SAFETY: `group_factors` takes `NormalizeParams`. x, the residual and the sum have the
-        // plan's rows and columns, and `factors` is a part of `saved`.
+        let (launch, tiling) = plan.groups_launch::<GroupFactors>();
+        // SAFETY: x, the residual and the sum have the
+        // plan's rows and columns, and `group_rms_inv` is a part of `saved`.
         unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..adding }) }?;
         first = added;
     }
@@ -315,9 +316,9 @@ fn launch_inv_rms(
     let saved = saved_parts(plan, saved, &mut uses)?;
     let phi = uses.read_vector(pass.phi.as_ref())?;
     let params = statistics(plan, pass.eps, &saved, 0, phi, true);
-    // SAFETY: `update_phi` takes `UpdatePhiParams`. ψ² has the plan's columns, the rest are parts of
+    // SAFETY: ψ² has the plan's columns, the rest are parts of
     // `saved`, and there are no chunks to read.
-    unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
+    unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
 }
 
 /// Adds up the sums over the rows of this process, for the exchange.
@@ -379,10 +380,10 @@ fn launch_update_phi(
         beta: step.moving.map_or(0., |shares| shares.new),
         ..statistics(plan, eps, &saved, totals, phi, by_batch)
     };
-    // SAFETY: `update_phi` takes `UpdatePhiParams`. The caller holds ψ², which has the plan's
+    // SAFETY: the caller holds ψ², which has the plan's
     // columns. The totals have the length of `LaunchPlan::sums`, and the rest are parts of `saved`,
     // which `launch_rows` has written.
-    unsafe { gpu.launch(&plan.channels_launch("update_phi"), &params) }
+    unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
 }
 
 /// Launches the output by the batch's statistic, of which `update_phi` has left 1/D.
@@ -407,13 +408,13 @@ fn launch_output(
         weight: uses.read_vector(pass.weight.as_ref())?,
         bias: uses.read_vector(pass.bias.as_ref())?,
         inv_rms: saved.inv_rms,
-        factors: saved.factors,
+        group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
         group_eps: pass.eps,
         ..Default::default()
     };
-    // SAFETY: x and y have the plan's rows and columns, weight and bias its columns. 1/D and the
-    // factors are parts of `saved`, which `update_phi` and `launch_rows` have written.
+    // SAFETY: x and y have the plan's rows and columns, weight and bias its columns. 1/D and r
+    // are parts of `saved`, which `update_phi` and `launch_rows` have written.
     unsafe { gpu.normalize(plan, params) }
 }
 
@@ -456,7 +457,7 @@ fn statistics(
         kept: saved.kept,
         rows: plan.extent.rows as i64,
         cols: plan.extent.cols as i64,
-        chunks: plan.chunks().into(),
+        chunks: plan.chunks() as i64,
         phi,
         batch_phi: saved.batch_phi,
         inv_rms: saved.inv_rms,
@@ -539,7 +540,7 @@ impl Backward<'_> {
             partials: workspace.partials,
             totals: uses.read(totals)?,
             cols: plan.extent.cols as i64,
-            chunks: plan.chunks().into(),
+            chunks: plan.chunks() as i64,
             weight: uses.read_vector(self.pass.weight.as_ref())?,
             inv_rms: saved.inv_rms,
             gamma: saved.gamma,
@@ -553,10 +554,13 @@ impl Backward<'_> {
             guard: (plan.recipe == Recipe::Paper).into(),
             ..Default::default()
         };
-        // SAFETY: `update_nu` takes `UpdateNuParams`. The totals, the weight, the gradients and ν,
+        // SAFETY: the totals, the weight, the gradients and ν,
         // which the caller holds, have the plan's columns. The rest are parts of `saved`, which the
         // forward has written, and of the workspace, whose chunks `launch_rows` has written.
-        unsafe { self.gpu.launch(&plan.channels_launch("update_nu"), &params) }
+        unsafe {
+            self.gpu
+                .launch(&plan.channels_launch::<UpdateNu>(), &params)
+        }
     }
 
     /// Launches an exact dx, by Λ.
@@ -568,7 +572,7 @@ impl Backward<'_> {
         let params = NormalizeBwdParams {
             correction: Vector {
                 data: workspace.lambda,
-                dtype: number(self.plan.sums_dtype())?,
+                dtype: Dtype::of(self.plan.sums_dtype())?,
             },
             correction_scale: 1.,
             ..self.rows_params(dx, &workspace, &mut uses)?
@@ -603,7 +607,7 @@ impl Backward<'_> {
             inv_rms: saved.inv_rms,
             batch_phi: when(reads_count, saved.batch_phi),
             count: when(reads_count, saved.count),
-            factors: saved.factors,
+            group_rms_inv: saved.group_rms_inv,
             dots: workspace.dots,
             group_scaling: plan.cut.group_scaling,
             eps: pass.eps,
@@ -651,7 +655,7 @@ impl Gpu {
     unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
-        let (launch, tiling) = plan.rows_launch(arrays, sums);
+        let (launch, tiling) = plan.rows_launch::<Normalize>(arrays, sums);
         // SAFETY: by the caller's promise.
         unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
@@ -665,11 +669,11 @@ impl Gpu {
         let params = SumPartialsParams {
             rows: plan.extent.rows as i64,
             cols: plan.extent.cols as i64,
-            chunks: plan.chunks().into(),
+            chunks: plan.chunks() as i64,
             ..params
         };
         // SAFETY: by the caller's promise.
-        unsafe { self.launch(&plan.channels_launch("sum_partials"), &params) }
+        unsafe { self.launch(&plan.channels_launch::<SumPartials>(), &params) }
     }
 
     /// Reduces wide groups if there is a gradient to write, and walks the rows of a backward.
@@ -679,12 +683,12 @@ impl Gpu {
     /// As for [`launch`](Self::launch), of `group_dots` and `normalize_bwd`.
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
         if params.dx != 0 && plan.has_wide_groups() {
-            let (launch, tiling) = plan.groups_launch();
+            let (launch, tiling) = plan.groups_launch::<GroupDots>();
             // SAFETY: by the caller's promise.
             unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
         }
         let sums = 2 * usize::from(params.partials != 0);
-        let (launch, tiling) = plan.rows_launch(2, sums);
+        let (launch, tiling) = plan.rows_launch::<NormalizeBwd>(2, sums);
         // SAFETY: by the caller's promise; `group_dots` has written the dots.
         unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
     }

@@ -1,0 +1,1356 @@
+//! The launches of a forward and of a backward, in plain numbers: blocks, threads, shared memory,
+//! and the layout of the memory that kernels share. Nothing here calls CUDA. `step.rs` queues what
+//! this file plans.
+//!
+//! # How a pass over the rows is cut
+//!
+//! A pass reads an array of rows by columns, `[rows, cols]`, and does two things at once. It writes
+//! an array of the same shape, and for each column it adds up a number over the rows. If there is
+//! group scaling, it first needs a sum over each group of adjacent columns in each row.
+//!
+//! The words, from small to large:
+//!
+//! - **Piece**: 16 bytes of adjacent columns, which is the most that a thread can read at once. It
+//!   has V elements: 8 of bf16 or f16, 4 of f32, 2 of f64.
+//! - **Lane**: a thread's place along x in its block (`threadIdx.x`), and the columns that go with
+//!   it. A lane owns N pieces, all in one group. N is 1, 2 or 4. Each N has entry points of its
+//!   own, so that a thread keeps its pieces, and a sum for each of their elements, in registers.
+//! - **Span**: the number of adjacent lanes that share a group. A group's pieces are dealt to them
+//!   round-robin, so that lanes read adjacent pieces at the same time. If the span is at most a
+//!   warp, the lanes add up their group by shuffles, else through shared memory.
+//! - **Tile**: all columns of a block. A tile has several groups, one group, or, if a group is
+//!   wider than a block, a part of one. In the last case a launch of its own reduces the groups
+//!   first.
+//! - **Row of threads**: the threads of a block that have the same `threadIdx.y`. They work on the
+//!   same row. A block has a power of two of them, because it adds up their sums by a tree.
+//! - **Chunk**: the adjacent rows of a block. They are dealt to the rows of threads round-robin:
+//!   one row each is an iteration of the kernel's loop. A chunk leaves one partial sum for each
+//!   column, and a second launch adds up the partial sums of all chunks.
+//! - **Stage** and **ring**: the memory of an SM answers after hundreds of cycles, so a thread
+//!   prefetches. From compute capability 8.0 on, the GPU copies rows into shared memory by itself
+//!   (`cp.async`). A stage is the shared memory of a warp for one row of each array that the launch
+//!   reads, and the stages of a warp form a ring: as soon as a row has been read, the row that
+//!   comes that many iterations later is copied into its stage. A thread copies only what it reads
+//!   itself, so it waits for its own copies and for no barrier. Older GPUs, and groups whose length
+//!   is no multiple of V, have no ring: threads load the next row into registers.
+//!
+//! A block (x, y) of the grid owns tile x and chunk y.
+//!
+//! # Why there is one block per multiprocessor
+//!
+//! Usually several blocks per multiprocessor (SM) hide the latency of memory: while one waits,
+//! another works. Here the ring does that, so one block is enough, and it may use all registers:
+//! 512 threads of 128. More blocks would only mean more traffic, because each chunk has a row of
+//! partial sums, which is written and read again, and each block reads its columns' coefficients.
+//! So there are as many chunks as give each SM one block, or one chunk if there are more tiles than
+//! SMs. All blocks run at the same time, and a pass takes as long as its longest chunk. That is why
+//! all chunks except the last have the same number of rows.
+//!
+//! # An example
+//!
+//! A forward of 5000×768 in bf16 with one group, on an H100: 132 SMs, 227 KiB of shared memory.
+//!
+//! - A row has 768 / 8 = 96 pieces. With N = 4 the group spans 24 lanes. That fits into a warp, so
+//!   a row of threads is one warp, of which 8 lanes have nothing to do. There is one tile.
+//! - 132 SMs for one tile make 132 chunks, of ⌈5000 / 132⌉ = 38 rows. The last has the 22 rows that
+//!   are left.
+//! - A block has 8 rows of threads, that is 256 threads, which need 5 iterations: 8 + 8 + 8 + 8 + 6
+//!   rows. With 16 rows of threads there would be 3 iterations, the last of which would leave 10 of
+//!   16 idle. That is more than an eighth of the chunk ([`IDLE_SHARE`]).
+//! - A stage is 32 lanes × 4 pieces × 16 bytes = 2048 bytes. A ring has 3 stages, 6144 bytes, and
+//!   8 warps have 49,152 bytes of rings.
+//! - Each lane has two coefficients for each of its columns, γ/D and β, in f32: 16 pieces. One more
+//!   piece, never used, makes the number odd, so that neighbouring lanes use different banks of
+//!   shared memory. 32 lanes × 17 × 16 bytes = 8704 bytes, so a block has 57,856 bytes in all.
+//! - The launch is `normalize_bf16_4`, grid 1×132, blocks of 32×8. Then `update_phi_f32` adds up
+//!   132 partial sums for each channel, in 96 blocks of 8 channels × 64 rows of threads.
+//!
+//! The backward keeps two sums for each element, of dy x̃ and of dy, so N = 2 and the group spans
+//! 48 lanes, which are rounded up to whole warps: 64. Its chunks are the same.
+//! `normalize_bwd_bf16_2` has grid 1×132 and blocks of 64×8 with 108,544 bytes of shared memory:
+//! rings of 16 warps × 3 stages × 2 arrays × 1024 bytes, 9216 bytes of coefficients, and 1024 bytes
+//! in which the two warps of each row of threads exchange their sums.
+
+use super::params::{
+    lane_coefficients, padded_sums, when, Address, GroupDots, GroupFactors, GroupRmsOrigin, Kernel,
+    Normalize, NormalizeBwd, SumPartials, Tiling, UpdateNu, UpdatePhi, CHANNEL_THREADS,
+    EXCHANGED_VALUES, GROUP_THREADS, HELD_PIECES_BWD, HELD_VALUES, MAX_STAGES, PIECE_BYTES,
+    ROW_THREADS, WARP,
+};
+use crate::config::{ForwardKind, Recipe};
+use crate::device::sums_dtype;
+use crate::error::Error;
+use candle::DType;
+use std::fmt;
+use std::marker::PhantomData;
+
+/// The most lanes of a block, unless a group of the group scaling needs more. With more lanes a
+/// block would have fewer rows, and with fewer lanes it would read shorter runs of each row.
+const TILE_LANES: usize = 64;
+
+/// The fewest rows of a chunk, so that its partial sums are little traffic beside its rows. An
+/// evaluation has no sums, but with fewer rows a block would read as many coefficients as rows.
+const MIN_CHUNK_ROWS: usize = 4;
+
+/// The fewest rows for each thread, so that a thread can prefetch one row while it works on
+/// another.
+const MIN_THREAD_ROWS: usize = 2;
+
+/// The most arrays of rows that a pass reads: x and a residual, or x and dy.
+const MAX_ARRAYS: usize = 2;
+
+/// A block gets no more rows of threads than leave room for this many prefetched rows of an array:
+/// two rows of each array.
+const MIN_PREFETCHED: usize = 2 * MAX_ARRAYS;
+
+/// In the last iteration over a chunk some threads may have no row. A block gets twice the rows of
+/// threads only if at most one in this many thread iterations is idle, or while it has at most half
+/// of [`ROW_THREADS`]: 256 threads took at most 2 % longer than 512 on a simulated GPU.
+const IDLE_SHARE: usize = 8;
+
+/// Lanes of a block that adds up the sums of chunks, one channel each: few lanes make more blocks,
+/// and eight lanes of 4 bytes read a whole 32-byte sector. The second number is for wide layers,
+/// which have blocks enough.
+const CHANNEL_LANES: [usize; 2] = [8, 32];
+
+/// Chunks that a thread adds up, while a block can have more threads.
+const CHANNEL_CHUNKS: usize = 4;
+
+/// Bytes of shared memory for each thread of such a block: half of the threads hand over up to two
+/// sums of 8 bytes, which [`padded_sums`] makes three.
+const CHANNEL_THREAD_BYTES: usize = padded_sums(2) * size_of::<f64>() / 2;
+
+/// The most blocks of a launch that reduces wide groups. A block reduces further groups in turn.
+const GROUP_BLOCKS: usize = 1 << 16;
+
+/// The parts of an allocation begin at multiples of this number of bytes, the smallest unit that a
+/// GPU's memory reads or writes.
+const SECTOR: u64 = 32;
+
+/// The limits of a GPU that launches are fitted to.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    pub multiprocessors: usize,
+    /// The most shared memory of a block: at least 99 KiB if `copies`.
+    pub shared_bytes: usize,
+    /// The kernels copy rows into shared memory asynchronously, by `cp.async`. If not, they load
+    /// rows into registers.
+    pub copies: bool,
+}
+
+/// The rows of a pass, and the GPU that runs it.
+#[derive(Debug, Clone, Copy)]
+pub struct Extent {
+    pub dtype: DType,
+    pub rows: usize,
+    pub cols: usize,
+    /// Groups of group scaling; `None` without group scaling.
+    pub groups: Option<usize>,
+    pub limits: Limits,
+}
+
+impl Extent {
+    fn group_len(&self) -> usize {
+        self.cols / self.groups.unwrap_or(1)
+    }
+
+    /// Pieces of a group. The last one may not be whole.
+    fn group_pieces(&self) -> usize {
+        self.group_len().div_ceil(piece_len(self.dtype))
+    }
+
+    /// All pieces are whole.
+    fn is_vectorized(&self) -> bool {
+        self.group_len().is_multiple_of(piece_len(self.dtype))
+    }
+
+    /// Rows are prefetched into shared memory.
+    fn has_ring(&self) -> bool {
+        self.limits.copies && self.is_vectorized()
+    }
+
+    fn sum_bytes(&self) -> usize {
+        sums_dtype(self.dtype).size_in_bytes()
+    }
+}
+
+/// A pass over the rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pass {
+    Forward,
+    Backward,
+}
+
+/// The blocks and threads of a pass.
+#[derive(Debug, Clone, Copy)]
+pub struct Cut {
+    extent: Extent,
+    pub group_scaling: GroupRmsOrigin,
+    /// N of the kernels: pieces of a thread.
+    pub pieces: usize,
+    /// Lanes that share a group's part of a tile.
+    pub span: usize,
+    /// One of these two is 1.
+    pub groups_per_tile: usize,
+    pub tiles_per_group: usize,
+    /// Blocks along x.
+    pub tiles: usize,
+    /// Blocks along y.
+    pub chunks: usize,
+    pub chunk_rows: usize,
+    /// Threads of a block along x.
+    pub lanes: usize,
+    /// Threads of a block along y.
+    pub rows: usize,
+}
+
+impl Cut {
+    /// Cuts a pass. The cut depends on shape, dtype and GPU only, so that two runs add the same
+    /// terms in the same order.
+    ///
+    /// Returns an error for a shape that the kernels cannot count: they count channels, and the
+    /// rows of a chunk, in 32 bits.
+    pub fn new(extent: &Extent, pass: Pass) -> Result<Self, Error> {
+        let Extent { rows, cols, .. } = *extent;
+        let too_large = Error::TooLarge { rows, cols };
+        if i32::try_from(cols).is_err() {
+            return Err(too_large);
+        }
+        let cut = Self::of_countable(extent, pass);
+        match i32::try_from(cut.chunk_rows) {
+            Ok(_) => Ok(cut),
+            Err(_) => Err(too_large),
+        }
+    }
+
+    fn of_countable(extent: &Extent, pass: Pass) -> Self {
+        let pieces = max_pieces(extent, pass);
+        let whole = extent.groups.map(|_| Self::whole_groups(extent, pieces));
+        let mut cut = whole
+            .filter(|whole| whole.has_room(MAX_ARRAYS))
+            .unwrap_or_else(|| Self::parts_of_groups(extent, pieces));
+        let chunks = (extent.limits.multiprocessors / cut.tiles).max(1);
+        let chunk_rows = extent.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
+        // Rows of threads stay a power of two, for the tree that adds up their sums.
+        while cut.gains_by_doubling(chunk_rows) {
+            cut.rows *= 2;
+        }
+        // Kernels count the elements from a thread's row to its next row in 32 bits. If there are
+        // more, a thread has one row.
+        cut.chunk_rows = match u32::try_from(cut.rows * extent.cols) {
+            Ok(_) => chunk_rows,
+            Err(_) => cut.rows,
+        };
+        cut.chunks = extent.rows.div_ceil(cut.chunk_rows);
+        cut
+    }
+
+    /// Blocks that own whole groups.
+    ///
+    /// With more pieces a thread takes fewer instructions for each: a row costs it about two pieces
+    /// more, for the group's sum, pointers and tests. But an odd number of a few lanes would read
+    /// halves of 32-byte sectors.
+    fn whole_groups(extent: &Extent, max_pieces: usize) -> Self {
+        let span = |pieces: usize| extent.group_pieces().div_ceil(pieces);
+        let mut pieces = max_pieces;
+        while pieces > 1 && !span(pieces).is_multiple_of(2) && span(pieces) <= WARP / 2 {
+            pieces /= 2;
+        }
+        let span = span(pieces);
+        if span > WARP {
+            let lanes = span.next_multiple_of(WARP);
+            return Self::of_one_chunk(extent, GroupRmsOrigin::InTile, pieces, lanes, lanes);
+        }
+        // As many groups as fit into a warp, or all groups in a part of a warp.
+        let lanes = WARP.min((span * extent.groups.unwrap_or(1)).next_power_of_two());
+        Self::of_one_chunk(extent, GroupRmsOrigin::InTile, pieces, lanes, span)
+    }
+
+    /// Blocks that own a part of a group, or of a row without group scaling.
+    ///
+    /// All parts have the same number of lanes, chosen so that whole warps have a power of two of
+    /// rows of threads. There are as few parts as give the busiest multiprocessor the least work.
+    fn parts_of_groups(extent: &Extent, max_pieces: usize) -> Self {
+        let pieces = max_pieces.min(1 << extent.group_pieces().ilog2());
+        let group_lanes = extent.group_pieces().div_ceil(pieces);
+        let lanes = |parts: usize| match group_lanes.div_ceil(parts) {
+            few if few < 4 => few.next_power_of_two(),
+            lanes => lanes.next_multiple_of(4),
+        };
+        // Lanes that the busiest multiprocessor works on: of the tiles that it has in turn, or of
+        // one tile, whose rows it shares with other multiprocessors.
+        let work = |&parts: &usize| {
+            let tiles = extent.groups.unwrap_or(1) * parts;
+            let gpu = extent.limits.multiprocessors;
+            let (tiles_in_turn, chunks) = (tiles.div_ceil(gpu), (gpu / tiles).max(1));
+            lanes(parts) as f64 * tiles_in_turn as f64 / chunks as f64
+        };
+        let fewest = group_lanes.div_ceil(TILE_LANES);
+        let parts = (fewest..=2 * fewest).min_by(|a, b| work(a).total_cmp(&work(b)));
+        let lanes = lanes(parts.unwrap_or(fewest));
+        let group_scaling = match extent.groups {
+            Some(_) => GroupRmsOrigin::Given,
+            None => GroupRmsOrigin::NoGroups,
+        };
+        Self::of_one_chunk(extent, group_scaling, pieces, lanes, lanes)
+    }
+
+    /// Blocks of one warp, or of one row of threads if that takes more warps. All rows are one
+    /// chunk.
+    fn of_one_chunk(
+        extent: &Extent,
+        group_scaling: GroupRmsOrigin,
+        pieces: usize,
+        lanes: usize,
+        span: usize,
+    ) -> Self {
+        let groups_per_tile = lanes / span;
+        let tiles_per_group = extent.group_pieces().div_ceil(pieces * span);
+        Self {
+            extent: *extent,
+            group_scaling,
+            pieces,
+            span,
+            groups_per_tile,
+            tiles_per_group,
+            tiles: extent.groups.unwrap_or(1).div_ceil(groups_per_tile) * tiles_per_group,
+            chunks: 1,
+            chunk_rows: extent.rows,
+            lanes,
+            // The lanes of a block are whole warps, or a power of two of them fills a warp.
+            rows: WARP >> lanes.trailing_zeros().min(WARP.ilog2()),
+        }
+    }
+
+    /// Blocks with twice the rows of threads are better for chunks of `chunk_rows` rows.
+    fn gains_by_doubling(&self, chunk_rows: usize) -> bool {
+        let doubled = Self {
+            rows: 2 * self.rows,
+            ..*self
+        };
+        let idle = chunk_rows.next_multiple_of(doubled.rows) - chunk_rows;
+        let is_busy = idle * IDLE_SHARE <= chunk_rows || doubled.threads() <= ROW_THREADS / 2;
+        doubled.rows * MIN_THREAD_ROWS <= chunk_rows && is_busy && doubled.has_room(MIN_PREFETCHED)
+    }
+
+    /// A multiprocessor has room for such a block and `arrays` prefetched rows.
+    fn has_room(&self, arrays: usize) -> bool {
+        let prefetched = match self.extent.has_ring() {
+            true => arrays * self.row_bytes(self.threads()),
+            false => 0,
+        };
+        let bytes = self.fixed_bytes() + prefetched;
+        self.threads() <= ROW_THREADS && bytes <= self.extent.limits.shared_bytes
+    }
+
+    fn threads(&self) -> usize {
+        self.lanes * self.rows
+    }
+
+    /// The tiling of a launch that reads `arrays` arrays of rows.
+    pub fn tiling(&self, arrays: usize) -> Tiling {
+        let stages = self.stages(arrays);
+        let stage_bytes = self.stage_bytes(arrays);
+        Tiling {
+            rows: self.extent.rows as i64,
+            cols: self.extent.cols as i64,
+            chunk_rows: self.chunk_rows as i64,
+            groups: self.extent.groups.unwrap_or(1) as i32,
+            group_len: self.extent.group_len() as i32,
+            span: self.span as i32,
+            groups_per_tile: self.groups_per_tile as i32,
+            tiles_per_group: self.tiles_per_group as i32,
+            vectorized: self.extent.is_vectorized().into(),
+            stages: stages as i32,
+            ahead: (stages * self.rows) as i32,
+            stage_bytes: stage_bytes as i32,
+            ring_bytes: (stages * stage_bytes) as i32,
+        }
+    }
+
+    /// Shared memory of a block of a launch that reads `arrays` arrays of rows and takes `sums`
+    /// sums of each column: `Shared` of the kernels. While the sums of the block's rows are added
+    /// up, they reuse all of that memory, or need more.
+    pub fn shared_bytes(&self, arrays: usize, sums: usize) -> usize {
+        let rings = self.warps() * self.stages(arrays) * self.stage_bytes(arrays);
+        // Half of the rows hand over their sums, or a count of rows.
+        let values = padded_sums(self.pieces * piece_len(self.extent.dtype) * sums);
+        let thread_bytes = (values * self.extent.sum_bytes()).max(size_of::<i64>());
+        let adding = self.rows / 2 * self.lanes * thread_bytes;
+        (rings + self.fixed_bytes()).max(adding)
+    }
+
+    /// Stages of a warp's ring. A launch that walks over no array of rows has no ring.
+    fn stages(&self, arrays: usize) -> usize {
+        if !self.extent.has_ring() || arrays == 0 {
+            return 0;
+        }
+        let room = self.extent.limits.shared_bytes;
+        let room = room.saturating_sub(self.fixed_bytes());
+        (room / (self.warps() * self.stage_bytes(arrays))).min(MAX_STAGES)
+    }
+
+    /// Bytes of a stage of a warp: a row of each array.
+    fn stage_bytes(&self, arrays: usize) -> usize {
+        arrays * self.row_bytes(WARP)
+    }
+
+    /// Bytes of a row of one array that `threads` threads prefetch.
+    fn row_bytes(&self, threads: usize) -> usize {
+        threads * self.pieces * PIECE_BYTES
+    }
+
+    fn warps(&self) -> usize {
+        self.threads() / WARP
+    }
+
+    /// Bytes of shared memory besides the rings: two coefficients a column, and the values that
+    /// warps exchange if a block's groups span several warps.
+    fn fixed_bytes(&self) -> usize {
+        let widening = self.extent.sum_bytes() / self.extent.dtype.size_in_bytes();
+        let coefficients = lane_coefficients(self.pieces, widening) * PIECE_BYTES;
+        let exchanges = self.group_scaling == GroupRmsOrigin::InTile && self.span > WARP;
+        let exchanged = match exchanges {
+            true => exchanged_bytes(&self.extent, self.rows),
+            false => 0,
+        };
+        self.lanes * coefficients + exchanged
+    }
+}
+
+/// The most pieces that a thread can own. Its registers must hold the pieces, widened, beside one
+/// sum for each value in a forward and two in a backward: with more pieces they would spill.
+/// Without a ring in shared memory they also hold the next row.
+fn max_pieces(extent: &Extent, pass: Pass) -> usize {
+    if !extent.is_vectorized() {
+        return 1;
+    }
+    let most = match (extent.dtype, pass) {
+        (DType::F32, _) => 4,
+        (DType::F16 | DType::BF16, Pass::Forward) => 4,
+        _ => 2,
+    };
+    let held = match pass {
+        Pass::Forward => HELD_VALUES / piece_len(extent.dtype),
+        Pass::Backward => HELD_PIECES_BWD,
+    };
+    match extent.limits.copies {
+        true => most,
+        false => most.min(held),
+    }
+}
+
+/// Bytes by which warps add up over `rows` rows of a block: `LaneSum` of the kernels.
+fn exchanged_bytes(extent: &Extent, rows: usize) -> usize {
+    rows * EXCHANGED_VALUES * extent.sum_bytes()
+}
+
+/// V of the kernels: elements of a piece.
+fn piece_len(dtype: DType) -> usize {
+    PIECE_BYTES / dtype.size_in_bytes()
+}
+
+/// An entry point of `kernels/power_norm.cu`. It displays as its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Entry {
+    /// [`Kernel::BODY`].
+    pub body: &'static str,
+    pub dtype: DType,
+    /// N of the kernel, if it has one.
+    pub pieces: Option<usize>,
+}
+
+impl fmt::Display for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}_{}", self.body, self.dtype.as_str())?;
+        match self.pieces {
+            Some(pieces) => write!(f, "_{pieces}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A launch of kernel `K`: its entry point and its blocks. The type of the kernel's argument
+/// follows from `K`.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch<K> {
+    pub entry: Entry,
+    /// Blocks along x (columns) and y (rows).
+    pub grid: (u32, u32),
+    /// Threads of a block along x (columns) and y (rows).
+    pub block: (u32, u32),
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    kernel: PhantomData<K>,
+}
+
+impl<K: Kernel> Launch<K> {
+    fn new(
+        dtype: DType,
+        pieces: Option<usize>,
+        grid: (usize, usize),
+        block: (usize, usize),
+        shared_bytes: usize,
+    ) -> Self {
+        debug_assert!(block.0 * block.1 <= K::MAX_THREADS, "{}", K::BODY);
+        Self {
+            entry: Entry {
+                body: K::BODY,
+                dtype,
+                pieces,
+            },
+            grid: (grid.0 as u32, grid.1 as u32),
+            block: (block.0 as u32, block.1 as u32),
+            shared_bytes: shared_bytes as u32,
+            kernel: PhantomData,
+        }
+    }
+}
+
+/// A kernel that walks over the rows of a pass.
+pub trait WalksRows: Kernel {
+    const PASS: Pass;
+}
+
+impl WalksRows for Normalize {
+    const PASS: Pass = Pass::Forward;
+}
+
+impl WalksRows for NormalizeBwd {
+    const PASS: Pass = Pass::Backward;
+}
+
+/// A kernel that reduces groups wider than a block, ahead of a walk over the rows.
+pub trait ReducesGroups: Kernel {
+    const PASS: Pass;
+}
+
+impl ReducesGroups for GroupFactors {
+    const PASS: Pass = Pass::Forward;
+}
+
+impl ReducesGroups for GroupDots {
+    const PASS: Pass = Pass::Backward;
+}
+
+/// A kernel that adds up the partial sums of chunks, with a lane for each channel.
+pub trait AddsChunks: Kernel {}
+
+impl AddsChunks for SumPartials {}
+impl AddsChunks for UpdatePhi {}
+impl AddsChunks for UpdateNu {}
+
+/// The launches of a forward or of its backward. There is at least one row, except in a training
+/// step whose batch is shared with other processes.
+#[derive(Debug, Clone, Copy)]
+pub struct LaunchPlan {
+    pub pass: Pass,
+    pub extent: Extent,
+    pub recipe: Recipe,
+    pub kind: ForwardKind,
+    /// The forward has a mask.
+    pub masked: bool,
+    /// The forward divides by D. If not, D is 1.
+    pub divides: bool,
+    pub cut: Cut,
+}
+
+/// Addresses inside `saved`, the memory that a forward leaves for its backward. A part that does
+/// not exist has address 0.
+///
+/// A forward and its backward agree on the parts up to `group_rms_inv`, which are numbers of type
+/// A. The parts after it belong to the forward alone: the sums of its chunks, which nothing reads
+/// after the step of ψ². They stay allocated until the backward (256 KiB for 256x1024 in bf16, 2
+/// MiB for 2048x4096), because an allocation of their own would take the host a seventh of a
+/// forward, by softgpu's stopwatch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Saved {
+    /// 1/D, `[C]`. Exists if the forward divides by D.
+    pub inv_rms: Address,
+    /// Γ, `[C]`. This part, `batch_phi` and `count` exist in training.
+    pub gamma: Address,
+    /// ψ_B², `[C]`.
+    pub batch_phi: Address,
+    /// The number of rows that Γ and Λ are means over.
+    pub count: Address,
+    /// r of each row and group. Exists with group scaling.
+    pub group_rms_inv: Address,
+    /// Kept rows of each chunk. Exists with a mask, in training.
+    pub kept: Address,
+    /// Sums over kept rows. Exists in training.
+    pub partials: Address,
+    /// Sums over all rows. Exists in training, if Γ is a mean over padded rows too.
+    pub all_partials: Address,
+    pub end: Address,
+}
+
+/// Addresses inside `workspace`, the memory that only a backward needs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Workspace {
+    /// Λ, `[C]`.
+    pub lambda: Address,
+    /// Sums of dy x̃ and of dy, chunk by chunk.
+    pub partials: Address,
+    /// Means over each row and group. Exists if groups are wider than a block.
+    pub dots: Address,
+    pub end: Address,
+}
+
+/// Divides an allocation into parts, one after another.
+struct Parts {
+    next: Address,
+}
+
+impl Parts {
+    /// The address of a part of `bytes` bytes, or 0 if the part does not exist.
+    fn take(&mut self, exists: bool, bytes: u64) -> Address {
+        let start = self.next;
+        if exists {
+            self.next += bytes.next_multiple_of(SECTOR);
+        }
+        when(exists, start)
+    }
+}
+
+impl LaunchPlan {
+    /// The plan of a forward that divides by D and has no mask. Returns an error for a shape that
+    /// the kernels cannot count.
+    pub fn new(extent: Extent, recipe: Recipe, kind: ForwardKind) -> Result<Self, Error> {
+        Ok(Self {
+            pass: Pass::Forward,
+            extent,
+            recipe,
+            kind,
+            masked: false,
+            divides: true,
+            cut: Cut::new(&extent, Pass::Forward)?,
+        })
+    }
+
+    /// The plan of the backward of this forward.
+    pub fn of_backward(&self) -> Result<Self, Error> {
+        Ok(Self {
+            pass: Pass::Backward,
+            cut: Cut::new(&self.extent, Pass::Backward)?,
+            ..*self
+        })
+    }
+
+    /// The input's gradient is exact, so its walk over the rows comes last, by Λ.
+    pub fn is_exact(&self) -> bool {
+        self.kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
+    }
+
+    /// Chunks of rows, each of which has sums of its own.
+    pub fn chunks(&self) -> usize {
+        self.cut.chunks
+    }
+
+    /// Groups are wider than a block, so a launch of its own reduces them before the rows' launch.
+    pub fn has_wide_groups(&self) -> bool {
+        self.cut.group_scaling == GroupRmsOrigin::Given
+    }
+
+    /// The number of sums that ranks exchange after the pass.
+    pub fn sums(&self) -> usize {
+        match (self.pass, self.recipe) {
+            (Pass::Forward, Recipe::Paper) => self.extent.cols + 1,
+            (Pass::Forward, Recipe::Fairseq) => 2 * (self.extent.cols + 1),
+            (Pass::Backward, _) => self.extent.cols,
+        }
+    }
+
+    /// The layout of `saved`, from address `start` on.
+    pub fn saved(&self, start: Address) -> Saved {
+        let (row, chunks) = (self.row_bytes(), self.chunks() as u64);
+        let trains = self.kind.is_training();
+        let sums = trains && self.pass == Pass::Forward;
+        let all_sums = sums && self.masked && self.recipe == Recipe::Fairseq;
+        let mut parts = Parts { next: start };
+        // The backward finds these parts at the same offsets.
+        let inv_rms = parts.take(self.divides, row);
+        let gamma = parts.take(trains, row);
+        let batch_phi = parts.take(trains, row);
+        let count = parts.take(trains, self.sum_bytes());
+        let group_rms_inv = parts.take(self.extent.groups.is_some(), self.group_bytes());
+        // The backward has chunks of its own, and does not have these parts.
+        let kept = parts.take(sums && self.masked, chunks * size_of::<i64>() as u64);
+        let partials = parts.take(sums, chunks * row);
+        let all_partials = parts.take(all_sums, chunks * row);
+        Saved {
+            inv_rms,
+            gamma,
+            batch_phi,
+            count,
+            group_rms_inv,
+            kept,
+            partials,
+            all_partials,
+            end: parts.next,
+        }
+    }
+
+    /// The layout of a backward's `workspace`, from address `start` on.
+    pub fn workspace(&self, start: Address) -> Workspace {
+        let (row, chunks) = (self.row_bytes(), self.chunks() as u64);
+        let mut parts = Parts { next: start };
+        let lambda = parts.take(true, row);
+        let partials = parts.take(true, 2 * chunks * row);
+        let dots = parts.take(self.has_wide_groups(), self.group_bytes());
+        Workspace {
+            lambda,
+            partials,
+            dots,
+            end: parts.next,
+        }
+    }
+
+    /// Bytes of a number for each channel.
+    fn row_bytes(&self) -> u64 {
+        self.extent.cols as u64 * self.sum_bytes()
+    }
+
+    /// Bytes of a number for each row and group.
+    fn group_bytes(&self) -> u64 {
+        (self.extent.groups.unwrap_or(0) * self.extent.rows) as u64 * self.sum_bytes()
+    }
+
+    fn sum_bytes(&self) -> u64 {
+        self.extent.sum_bytes() as u64
+    }
+
+    /// A of the kernels.
+    pub fn sums_dtype(&self) -> DType {
+        sums_dtype(self.extent.dtype)
+    }
+
+    /// Every entry point that the pass may launch, the step of the state included.
+    pub fn entries(&self, over_ranks: bool) -> Vec<Entry> {
+        let (groups, rows, updates, update) = match self.pass {
+            Pass::Forward => (
+                self.groups_launch::<GroupFactors>().0.entry,
+                self.rows_launch::<Normalize>(1, 0).0.entry,
+                self.kind.is_training(),
+                self.channels_launch::<UpdatePhi>().entry,
+            ),
+            Pass::Backward => (
+                self.groups_launch::<GroupDots>().0.entry,
+                self.rows_launch::<NormalizeBwd>(2, 0).0.entry,
+                true,
+                self.channels_launch::<UpdateNu>().entry,
+            ),
+        };
+        let sum = self.channels_launch::<SumPartials>().entry;
+        [
+            (self.has_wide_groups(), groups),
+            (self.extent.rows > 0, rows),
+            (over_ranks, sum),
+            (updates, update),
+        ]
+        .into_iter()
+        .filter_map(|(launches, entry)| launches.then_some(entry))
+        .collect()
+    }
+
+    /// The walk over the rows, which reads `arrays` arrays of rows and takes `sums` sums of each
+    /// channel.
+    pub fn rows_launch<K: WalksRows>(&self, arrays: usize, sums: usize) -> (Launch<K>, Tiling) {
+        debug_assert_eq!(K::PASS, self.pass);
+        let cut = &self.cut;
+        let launch = Launch::new(
+            self.extent.dtype,
+            Some(cut.pieces),
+            (cut.tiles, cut.chunks),
+            (cut.lanes, cut.rows),
+            cut.shared_bytes(arrays, sums),
+        );
+        (launch, cut.tiling(arrays))
+    }
+
+    /// The reduction of wide groups, a block for each.
+    pub fn groups_launch<K: ReducesGroups>(&self) -> (Launch<K>, Tiling) {
+        debug_assert_eq!(K::PASS, self.pass);
+        let groups = self.extent.rows * self.extent.groups.unwrap_or(1);
+        let launch = Launch::new(
+            self.extent.dtype,
+            None,
+            (groups.min(GROUP_BLOCKS), 1),
+            (GROUP_THREADS, 1),
+            exchanged_bytes(&self.extent, 1),
+        );
+        (launch, self.cut.tiling(0))
+    }
+
+    /// A launch that adds up the sums of chunks, with a lane for each channel. The rows of a block
+    /// add up different chunks.
+    pub fn channels_launch<K: AddsChunks>(&self) -> Launch<K> {
+        let [few, many] = CHANNEL_LANES;
+        let cols = self.extent.cols;
+        let is_wide = cols.div_ceil(many) >= self.extent.limits.multiprocessors;
+        let lanes = if is_wide { many } else { few };
+        let rows = (self.chunks() / CHANNEL_CHUNKS)
+            .next_power_of_two()
+            .clamp(WARP / few, CHANNEL_THREADS / lanes);
+        Launch::new(
+            self.sums_dtype(),
+            None,
+            (cols.div_ceil(lanes), 1),
+            (lanes, rows),
+            lanes * rows * CHANNEL_THREAD_BYTES,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+
+    const H100: Limits = Limits {
+        multiprocessors: 132,
+        shared_bytes: 227 << 10,
+        copies: true,
+    };
+
+    /// A GPU of compute capability 8.6 or 8.9, which has the least shared memory.
+    const RTX: Limits = Limits {
+        multiprocessors: 84,
+        shared_bytes: 99 << 10,
+        copies: true,
+    };
+
+    /// A GPU of compute capability 7.5, without asynchronous copies.
+    const T4: Limits = Limits {
+        multiprocessors: 40,
+        shared_bytes: 64 << 10,
+        copies: false,
+    };
+
+    type Shape = (DType, usize, usize, Option<usize>);
+
+    fn extent((dtype, rows, cols, groups): Shape, limits: Limits) -> Extent {
+        Extent {
+            dtype,
+            rows,
+            cols,
+            groups,
+            limits,
+        }
+    }
+
+    /// The plans of a forward and of its backward.
+    fn plans(shape: Shape, limits: Limits) -> Result<[LaunchPlan; 2], Error> {
+        let kind = ForwardKind::RunningStatistic;
+        let forward = LaunchPlan::new(extent(shape, limits), Recipe::Paper, kind)?;
+        Ok([forward, forward.of_backward()?])
+    }
+
+    /// Entry point, grid, block and shared memory, in the form in which the tests list them.
+    fn text<K>(launch: &Launch<K>) -> String {
+        let (grid, block) = (launch.grid, launch.block);
+        format!(
+            "{} {}x{} {}x{} {}",
+            launch.entry, grid.0, grid.1, block.0, block.1, launch.shared_bytes
+        )
+    }
+
+    /// The numbers of the example at the top of this file.
+    #[test]
+    fn the_example_is_what_the_plan_computes() {
+        let [forward, backward] = plans((DType::BF16, 5000, 768, Some(1)), H100).unwrap();
+        let cut = forward.cut;
+        assert_eq!(forward.extent.group_pieces(), 96);
+        assert_eq!((cut.pieces, cut.span, cut.lanes, cut.tiles), (4, 24, 32, 1));
+        assert_eq!((cut.chunks, cut.chunk_rows), (132, 38));
+        assert_eq!(5000 - 131 * cut.chunk_rows, 22);
+        assert_eq!((cut.rows, cut.threads()), (8, 256));
+        assert_eq!(cut.chunk_rows.div_ceil(cut.rows), 5);
+        assert!((48 - 38) * IDLE_SHARE > 38 && !cut.gains_by_doubling(38));
+        let (launch, tiling) = forward.rows_launch::<Normalize>(1, 1);
+        assert_eq!((tiling.stage_bytes, tiling.stages), (2048, 3));
+        assert_eq!(tiling.ring_bytes, 6144);
+        assert_eq!(cut.warps() * 6144, 49_152);
+        assert_eq!(lane_coefficients(4, 2), 17);
+        assert_eq!(cut.fixed_bytes(), 8704);
+        assert_eq!(text(&launch), "normalize_bf16_4 1x132 32x8 57856");
+        let update = forward.channels_launch::<UpdatePhi>();
+        assert_eq!(text(&update), "update_phi_f32 96x1 8x64 6144");
+
+        let cut = backward.cut;
+        assert_eq!(backward.extent.group_pieces().div_ceil(cut.pieces), 48);
+        assert_eq!((cut.pieces, cut.span, cut.chunk_rows), (2, 64, 38));
+        let (launch, tiling) = backward.rows_launch::<NormalizeBwd>(2, 2);
+        assert_eq!(text(&launch), "normalize_bwd_bf16_2 1x132 64x8 108544");
+        assert_eq!((cut.warps(), tiling.stages), (16, 3));
+        assert_eq!(tiling.stage_bytes, 2 * 1024);
+        let exchanged = exchanged_bytes(&backward.extent, cut.rows);
+        assert_eq!((cut.fixed_bytes() - exchanged, exchanged), (9216, 1024));
+        assert_eq!(108_544, 16 * 3 * 2 * 1024 + 9216 + 1024);
+    }
+
+    /// What the plan of some shapes was when this test was written. A change of the planner shows
+    /// here; whether it makes launches faster, only a measurement tells.
+    struct Recorded {
+        gpu: Limits,
+        shape: Shape,
+        /// `normalize` with a residual's sum missing, `normalize_bwd` of three arrays, each with
+        /// the rows of a chunk, the span, groups per tile / tiles per group, and stages;
+        /// `group_dots`; `update_phi`.
+        launches: [&'static str; 4],
+        /// Offsets in `saved` after the first.
+        saved: [Address; 8],
+        /// Offsets in `workspace` after the first.
+        workspace: [Address; 3],
+    }
+
+    #[test]
+    fn plans_are_as_recorded() {
+        for recorded in RECORDED {
+            let extent = extent(recorded.shape, recorded.gpu);
+            let kind = ForwardKind::RunningStatistic;
+            let forward = LaunchPlan {
+                masked: true,
+                ..LaunchPlan::new(extent, Recipe::Fairseq, kind).unwrap()
+            };
+            let backward = forward.of_backward().unwrap();
+            let walk = |launch: String, tiling: Tiling| {
+                format!(
+                    "{launch} {} {} {}/{} {}",
+                    tiling.chunk_rows,
+                    tiling.span,
+                    tiling.groups_per_tile,
+                    tiling.tiles_per_group,
+                    tiling.stages
+                )
+            };
+            let (rows, tiling) = forward.rows_launch::<Normalize>(1, 1);
+            let (rows_bwd, tiling_bwd) = backward.rows_launch::<NormalizeBwd>(3, 2);
+            let (groups, _) = backward.groups_launch::<GroupDots>();
+            let launches = [
+                walk(text(&rows), tiling),
+                walk(text(&rows_bwd), tiling_bwd),
+                text(&groups),
+                text(&forward.channels_launch::<UpdatePhi>()),
+            ];
+            let what = format!("{:?}", recorded.shape);
+            assert_eq!(launches, recorded.launches, "{what}");
+            let saved = forward.saved(0);
+            assert_eq!(
+                [
+                    saved.gamma,
+                    saved.batch_phi,
+                    saved.count,
+                    saved.group_rms_inv,
+                    saved.kept,
+                    saved.partials,
+                    saved.all_partials,
+                    saved.end,
+                ],
+                recorded.saved,
+                "{what}"
+            );
+            let Workspace {
+                lambda,
+                partials,
+                dots,
+                end,
+            } = backward.workspace(0);
+            assert_eq!(lambda, 0);
+            assert_eq!([partials, dots, end], recorded.workspace, "{what}");
+        }
+    }
+
+    const RECORDED: [Recorded; 12] = [
+        Recorded {
+            gpu: H100,
+            shape: (DType::BF16, 5000, 768, Some(1)),
+            launches: [
+                "normalize_bf16_4 1x132 32x8 57856 38 24 1/1 3",
+                "normalize_bwd_bf16_2 1x132 64x8 157696 38 64 1/1 3",
+                "group_dots_bf16 5000x1 256x1 128",
+                "update_phi_f32 96x1 8x64 6144",
+            ],
+            saved: [3072, 6144, 9216, 9248, 29248, 30304, 435808, 841312],
+            workspace: [3072, 0, 814080],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::BF16, 5000, 768, None),
+            launches: [
+                "normalize_bf16_4 1x132 24x8 43392 38 24 1/1 3",
+                "normalize_bwd_bf16_2 1x132 48x8 117504 38 48 1/1 3",
+                "group_dots_bf16 5000x1 256x1 128",
+                "update_phi_f32 96x1 8x64 6144",
+            ],
+            saved: [3072, 6144, 9216, 0, 9248, 10304, 415808, 821312],
+            workspace: [3072, 0, 814080],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::F32, 4096, 512, Some(8)),
+            launches: [
+                "normalize_f32_4 1x128 32x16 102912 32 4 8/1 3",
+                "normalize_bwd_f32_4 1x128 32x16 201216 32 4 8/1 2",
+                "group_dots_f32 32768x1 256x1 128",
+                "update_phi_f32 64x1 8x32 3072",
+            ],
+            saved: [2048, 4096, 6144, 6176, 137248, 138272, 400416, 662560],
+            workspace: [2048, 0, 526336],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::F16, 32768, 4096, Some(1)),
+            launches: [
+                "normalize_f16_4 1x132 128x4 133632 249 128 1/1 3",
+                "normalize_bwd_f16_2 1x132 256x2 184576 249 256 1/1 3",
+                "group_dots_f16 32768x1 256x1 128",
+                "update_phi_f32 512x1 8x64 6144",
+            ],
+            saved: [16384, 32768, 49152, 49184, 180256, 181312, 2344000, 4506688],
+            workspace: [16384, 0, 4341760],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::BF16, 2048, 16392, Some(1)),
+            launches: [
+                "normalize_bf16_4 10x13 52x8 94016 158 52 1/10 3",
+                "normalize_bwd_bf16_2 22x6 48x8 117504 342 48 1/22 3",
+                "group_dots_bf16 2048x1 256x1 128",
+                "update_phi_f32 513x1 32x4 1536",
+            ],
+            saved: [
+                65568, 131136, 196704, 196736, 204928, 205056, 1057440, 1909824,
+            ],
+            workspace: [65568, 852384, 860576],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::F64, 100, 760, Some(10)),
+            launches: [
+                "normalize_f64_2 10x13 32x4 14848 8 19 1/1 3",
+                "normalize_bwd_f64_2 10x13 32x4 39424 8 19 1/1 3",
+                "group_dots_f64 1000x1 256x1 256",
+                "update_phi_f64 95x1 8x4 384",
+            ],
+            saved: [6080, 12160, 18240, 18272, 26272, 26400, 105440, 184480],
+            workspace: [6080, 0, 164160],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::F32, 7, 3, Some(3)),
+            launches: [
+                "normalize_f32_1 1x2 4x8 320 4 1 4/1 0",
+                "normalize_bwd_f32_1 1x2 4x8 576 4 1 4/1 0",
+                "group_dots_f32 21x1 256x1 128",
+                "update_phi_f32 1x1 8x4 384",
+            ],
+            saved: [32, 64, 96, 128, 224, 256, 288, 320],
+            workspace: [32, 0, 96],
+        },
+        Recorded {
+            gpu: RTX,
+            shape: (DType::F32, 300, 4672, Some(1)),
+            launches: [
+                "normalize_f32_4 1x75 320x1 87168 4 320 1/1 2",
+                "normalize_bwd_f32_4 7x12 44x8 73920 25 44 1/7 1",
+                "group_dots_f32 300x1 256x1 128",
+                "update_phi_f32 146x1 32x32 12288",
+            ],
+            saved: [18688, 37376, 56064, 56096, 57312, 57920, 1459520, 2861120],
+            workspace: [18688, 467200, 468416],
+        },
+        Recorded {
+            gpu: RTX,
+            shape: (DType::BF16, 1055, 1920, None),
+            launches: [
+                "normalize_bf16_4 1x82 60x8 77760 13 60 1/1 2",
+                "normalize_bwd_bf16_2 2x41 60x8 100800 26 60 1/2 2",
+                "group_dots_bf16 1055x1 256x1 128",
+                "update_phi_f32 240x1 8x32 3072",
+            ],
+            saved: [7680, 15360, 23040, 0, 23072, 23744, 653504, 1283264],
+            workspace: [7680, 0, 637440],
+        },
+        Recorded {
+            gpu: T4,
+            shape: (DType::F32, 1024, 1024, Some(1)),
+            launches: [
+                "normalize_f32_4 1x40 64x4 9728 26 64 1/1 0",
+                "normalize_bwd_f32_2 1x40 128x4 17408 26 128 1/1 0",
+                "group_dots_f32 1024x1 256x1 128",
+                "update_phi_f32 128x1 8x16 1536",
+            ],
+            saved: [4096, 8192, 12288, 12320, 16416, 16736, 180576, 344416],
+            workspace: [4096, 0, 331776],
+        },
+        Recorded {
+            gpu: T4,
+            shape: (DType::F16, 1000, 1000, Some(8)),
+            launches: [
+                "normalize_f16_1 4x10 32x16 9216 100 16 2/1 0",
+                "normalize_bwd_f16_1 4x10 32x16 17408 100 16 2/1 0",
+                "group_dots_f16 8000x1 256x1 128",
+                "update_phi_f32 125x1 8x4 384",
+            ],
+            saved: [4000, 8000, 12000, 12032, 44032, 44128, 84128, 124128],
+            workspace: [4000, 0, 84000],
+        },
+        Recorded {
+            gpu: T4,
+            shape: (DType::F64, 1073741824, 1, None),
+            launches: [
+                "normalize_f64_1 1x40 1x512 6144 26843546 1 1/1 0",
+                "normalize_bwd_f64_1 1x40 1x512 10240 26843546 1 1/1 0",
+                "group_dots_f64 65536x1 256x1 256",
+                "update_phi_f64 1x1 8x16 1536",
+            ],
+            saved: [32, 64, 96, 0, 128, 448, 768, 1088],
+            workspace: [32, 0, 672],
+        },
+    ];
+
+    /// Whatever the shape and the GPU, all rows and columns have a block, blocks are whole warps
+    /// that a multiprocessor has room for, and there is at most one block for each multiprocessor
+    /// or tile.
+    #[test]
+    fn every_cut_fits() {
+        let odd = [1, 3, 8, 96, 760, 4095, 65536];
+        for cols in odd.into_iter().chain((64..=16384).step_by(64)) {
+            for dtype in DTYPES {
+                for rows in [1, 7, 256, 2048, 100_000] {
+                    for (multiprocessors, kib) in [(1, 99), (84, 99), (108, 163), (132, 227)] {
+                        let limits = Limits {
+                            multiprocessors,
+                            shared_bytes: kib << 10,
+                            copies: true,
+                        };
+                        fits((dtype, rows, cols, None), limits);
+                    }
+                    fits((dtype, rows, cols, None), T4);
+                }
+            }
+        }
+    }
+
+    fn fits((dtype, rows, cols, _): Shape, limits: Limits) {
+        for groups in [None, Some(1), Some(8), Some(cols)] {
+            if groups.is_none_or(|groups| cols.is_multiple_of(groups)) {
+                let extent = extent((dtype, rows, cols, groups), limits);
+                cut_fits(&extent, Pass::Forward, [(1, 0), (2, 1)]);
+                cut_fits(&extent, Pass::Backward, [(2, 0), (3, 2)]);
+            }
+        }
+    }
+
+    /// Checks a pass whose launches have at least the first and at most the second numbers of
+    /// arrays and sums.
+    fn cut_fits(extent: &Extent, pass: Pass, launches: [(usize, usize); 2]) {
+        let cut = Cut::new(extent, pass).unwrap();
+        let check = |holds: bool, what: &str| assert!(holds, "{what}: {cut:?}");
+        let tile_lanes = cut.groups_per_tile * cut.span;
+        let group_columns = cut.tiles_per_group * cut.span * cut.pieces * piece_len(extent.dtype);
+        let most = extent.limits.multiprocessors.max(cut.tiles);
+        check(cut.chunks * cut.chunk_rows >= extent.rows, "all rows");
+        check(
+            (cut.chunks - 1) * cut.chunk_rows < extent.rows,
+            "no empty chunk",
+        );
+        check(cut.chunks * cut.tiles <= most, "blocks");
+        check(cut.threads() <= ROW_THREADS, "threads");
+        check(cut.threads().is_multiple_of(WARP), "whole warps");
+        check(cut.rows.is_power_of_two(), "rows of threads");
+        check(tile_lanes <= cut.lanes, "lanes of the groups");
+        check(group_columns >= extent.group_len(), "all columns");
+        check(
+            cut.groups_per_tile == 1 || cut.tiles_per_group == 1,
+            "several groups or parts of one",
+        );
+        for (arrays, sums) in launches {
+            let bytes = cut.shared_bytes(arrays, sums);
+            check(bytes <= extent.limits.shared_bytes, "shared memory");
+            check(
+                (cut.tiling(arrays).stages > 0) == extent.has_ring(),
+                "stages",
+            );
+        }
+    }
+
+    /// A pass takes as long as its longest chunk. Where multiprocessors have 64 rows each or more,
+    /// an even share is at least 0.89 of the longest chunk.
+    #[test]
+    fn multiprocessors_are_busy() {
+        for multiprocessors in [30, 108, 132, 148] {
+            let limits = Limits {
+                multiprocessors,
+                ..H100
+            };
+            for cols in [512, 768, 1024, 4096] {
+                for dtype in [DType::F32, DType::BF16] {
+                    for rows in (64 * multiprocessors).max(2000)..=100_000 {
+                        let extent = extent((dtype, rows, cols, Some(1)), limits);
+                        for pass in [Pass::Forward, Pass::Backward] {
+                            let longest = Cut::new(&extent, pass).unwrap().chunk_rows;
+                            let share = rows as f64 / (multiprocessors * longest) as f64;
+                            assert!(share >= 0.89, "{extent:?}, {pass:?}: {share}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// On a GPU without asynchronous copies, an entry point with more pieces than its registers can
+    /// hold twice is a trap (`normalize` and `normalize_bwd` in the .cu).
+    #[test]
+    fn no_plan_launches_a_trap() {
+        for dtype in DTYPES {
+            for cols in [1, 2, 4, 8, 64, 96, 1024, 4096, 65536] {
+                for groups in [None, Some(1)] {
+                    let [forward, backward] = plans((dtype, 100, cols, groups), T4).unwrap();
+                    assert!(forward.cut.pieces * piece_len(dtype) <= HELD_VALUES);
+                    assert!(backward.cut.pieces <= HELD_PIECES_BWD);
+                }
+            }
+        }
+    }
+
+    /// Plans launch the entry points of `kernels/power_norm.cu`, each of them, and nothing else.
+    #[test]
+    fn entries_are_those_of_the_kernels() {
+        let mut launched = BTreeSet::new();
+        for dtype in DTYPES {
+            for cols in [1, 2, 4, 8, 16, 32, 64, 1024, 1 << 16] {
+                for groups in [None, Some(1)] {
+                    for plan in plans((dtype, 100, cols, groups), H100).unwrap() {
+                        launched.extend(plan.entries(true).iter().map(Entry::to_string));
+                    }
+                }
+            }
+        }
+        let source = include_str!("../../../kernels/power_norm.cu");
+        let defined = source.lines().filter_map(|line| {
+            let entry = line.trim().strip_prefix("DEFINE(")?;
+            Some(entry.split(',').next()?.to_owned())
+        });
+        assert_eq!(launched, defined.collect());
+    }
+
+    /// A backward reads what its forward saved, so both must find a part at the same offset. (The
+    /// two have layouts of their own: the backward does not have the forward's chunks.)
+    #[test]
+    fn a_backward_finds_what_its_forward_saved() {
+        use ForwardKind::{BatchStatistic, Evaluation, RunningStatistic};
+        let mut layouts = BTreeSet::new();
+        for dtype in DTYPES {
+            for (rows, cols, groups) in [
+                (100, 64, None),
+                (100, 64, Some(1)),
+                (100, 64, Some(8)),
+                (7, 33, Some(3)),
+                (5, 65536, Some(1)),
+                (0, 64, Some(8)),
+            ] {
+                for kind in [Evaluation, BatchStatistic, RunningStatistic] {
+                    for recipe in [Recipe::Paper, Recipe::Fairseq] {
+                        for (masked, divides) in
+                            [(false, false), (false, true), (true, false), (true, true)]
+                        {
+                            let extent = extent((dtype, rows, cols, groups), H100);
+                            let forward = LaunchPlan {
+                                masked,
+                                divides,
+                                ..LaunchPlan::new(extent, recipe, kind).unwrap()
+                            };
+                            let backward = forward.of_backward().unwrap();
+                            let start = 1 << 20;
+                            let (ours, theirs) = (backward.saved(start), forward.saved(start));
+                            let shared = |saved: &Saved| {
+                                let Saved {
+                                    inv_rms,
+                                    gamma,
+                                    batch_phi,
+                                    count,
+                                    group_rms_inv,
+                                    ..
+                                } = *saved;
+                                [inv_rms, gamma, batch_phi, count, group_rms_inv]
+                            };
+                            let what = format!("{forward:?}");
+                            assert_eq!(shared(&ours), shared(&theirs), "{what}");
+                            // The forward alone has the rest, after those parts.
+                            let own = [ours.kept, ours.partials, ours.all_partials];
+                            assert_eq!(own, [0; 3], "{what}");
+                            assert!(theirs.end >= ours.end, "{what}");
+                            let rest = [theirs.kept, theirs.partials, theirs.all_partials];
+                            let after = rest.iter().all(|&part| part == 0 || part >= ours.end);
+                            assert!(after, "{what}");
+                            layouts.insert(shared(&theirs));
+                        }
+                    }
+                }
+            }
+        }
+        assert!(layouts.len() > 20, "{layouts:?}");
+    }
+
+    /// Parts of an allocation begin at sectors, follow each other without overlap, and are as large
+    /// as their arrays.
+    #[test]
+    fn parts_have_room() {
+        let [forward, backward] = plans((DType::F64, 100, 33, Some(3)), H100).unwrap();
+        let forward = LaunchPlan {
+            masked: true,
+            recipe: Recipe::Fairseq,
+            ..forward
+        };
+        let (row, chunks) = (33 * 8, forward.chunks() as u64);
+        let saved = forward.saved(0);
+        let parts = [
+            (saved.inv_rms, row),
+            (saved.gamma, row),
+            (saved.batch_phi, row),
+            (saved.count, 8),
+            (saved.group_rms_inv, 100 * 3 * 8),
+            (saved.kept, chunks * 8),
+            (saved.partials, chunks * row),
+            (saved.all_partials, chunks * row),
+            (saved.end, 0),
+        ];
+        let workspace = backward.workspace(0);
+        let backward_chunks = backward.chunks() as u64;
+        let more = [
+            (workspace.lambda, row),
+            (workspace.partials, 2 * backward_chunks * row),
+            (workspace.end, 0),
+        ];
+        for parts in [&parts[..], &more[..]] {
+            for pair in parts.windows(2) {
+                let [(start, bytes), (next, _)] = [pair[0], pair[1]];
+                assert!(start.is_multiple_of(SECTOR), "{parts:?}");
+                assert!(
+                    next >= start + bytes && next < start + bytes + SECTOR,
+                    "{parts:?}"
+                );
+            }
+        }
+    }
+
+    /// Numbers that a kernel has no room for are refused, and the largest that fit are not.
+    #[test]
+    fn shapes_beyond_32_bits_are_refused() {
+        let limits = Limits {
+            multiprocessors: 1,
+            ..H100
+        };
+        let plan = |rows, cols| plans((DType::F32, rows, cols, None), limits);
+        plan(4, (1 << 31) - 1).unwrap();
+        plan(1 << 30, 1).unwrap();
+        for (rows, cols) in [(4, 1 << 31), (1 << 31, 1), (usize::MAX >> 8, 1)] {
+            let error = plan(rows, cols).unwrap_err().to_string();
+            let shape = format!("{rows} rows of {cols} channels");
+            assert!(error.contains(&shape), "{error}");
+        }
+    }
+}
