@@ -1,5 +1,6 @@
 //! Sums over processes: what a layer asks of them, and the engines that add up.
 
+mod announcement;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "nccl")]
@@ -10,9 +11,11 @@ pub use self::mpi::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use self::nccl::NcclCommunicator;
 
+use self::announcement::{all_equal, announced, Announcement, ANNOUNCED};
 use crate::config::PowerNormConfig;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt;
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
 
@@ -159,34 +162,14 @@ pub(crate) enum Exchange {
 pub(crate) struct Turn<'a> {
     member: &'a Member,
     exchange: Exchange,
-    /// Set before the first sum: from then on `drop` must not send a second message.
-    arrived: bool,
+    /// The other ranks wait for a message that this rank has not sent. `false` from the moment in
+    /// which a message is handed to the communicator.
+    is_awaited: bool,
 }
 
-/// Something that all ranks must have in common.
-struct Common {
-    name: &'static str,
-    /// Equal keys mean equal values, and a larger key means a larger value.
-    key: u64,
-    values: Values,
-}
-
-/// The values that keys stand for.
-enum Values {
-    /// The keys themselves.
-    Integers,
-    /// Positive numbers, whose bits have their order.
-    Floats,
-    /// Choices, by their number.
-    Names(&'static [&'static str]),
-}
-
-/// Keys are compared in pieces of so many bits. The squares of pieces add up exactly, over 2²¹
-/// ranks.
-const PIECE_BITS: u32 = 16;
-
-/// Numbers that announce one key: each of its pieces, and the square of each piece.
-const ANNOUNCED: usize = 2 * (u64::BITS / PIECE_BITS) as usize;
+/// Numbers at the head of a message, before the sums: the number of ranks whose call failed, and
+/// the fingerprint.
+const HEAD: usize = 1 + ANNOUNCED;
 
 impl Member {
     /// The place of a layer of `size` channels; `None` if there is no other rank.
@@ -212,104 +195,92 @@ impl Member {
         Turn {
             member: self,
             exchange,
-            arrived: false,
+            is_awaited: true,
         }
     }
 
-    /// The room for sums in a message. A forward fills it. A backward has fewer sums, but its
-    /// message is as long, so that ranks in different calls compare what they announce.
+    /// The room for sums in a message between CPUs. A forward fills it. A backward has fewer sums,
+    /// but its message is as long, so that ranks in different calls can compare them.
     fn room(&self) -> usize {
         self.config.square_sums() * (self.size + 1)
     }
 
-    /// The announcement that comes with a rank's sums on a CPU.
-    fn announcement(&self, exchange: Exchange, steps: usize) -> Vec<Common> {
-        let calls = &["a training forward", "a recalibration", "a backward"];
-        let steps = match exchange {
-            // It does not depend on them.
-            Exchange::Recalibration => 0,
-            Exchange::Forward | Exchange::Backward => steps,
+    /// What this rank announces before it adds up `sums`.
+    fn announcement(&self, exchange: Exchange, step_count: usize, sums: &Tensor) -> Announcement {
+        let message_len = match self.device.is_cpu() {
+            true => HEAD + self.room(),
+            false => sums.elem_count(),
         };
-        vec![
-            Common::integer("layer (counted by calls of `with_ranks`)", self.layer),
-            Common::choice("call", exchange as u64, calls),
-            Common::integer("step count", steps),
-        ]
+        Announcement {
+            layer: self.layer,
+            exchange,
+            step_count: match exchange {
+                Exchange::Recalibration => None,
+                Exchange::Forward | Exchange::Backward => Some(step_count),
+            },
+            size: self.size,
+            config: self.config,
+            message_len,
+        }
+    }
+}
+
+impl Turn<'_> {
+    /// Adds up the `sums` of all ranks. `step_count` is t before the step.
+    ///
+    /// Before a layer's first sum, the ranks compare their announcements in a message that has one
+    /// length for all layers. Layers of different sizes would send sums of different lengths, which
+    /// an engine need not survive. Later sums come without that message. On a CPU each sum brings
+    /// its announcement along, so that ranks that do not fit each other get an error. On a GPU the
+    /// host would have to wait for the GPU to read it.
+    pub fn sum(mut self, sums: &Tensor, step_count: usize) -> Result<Tensor> {
+        let member = self.member;
+        let announcement = member.announcement(self.exchange, step_count, sums);
+        if !member.compared.load(Ordering::Acquire) {
+            self.sum_announced(&announcement, &[])?;
+            member.compared.store(true, Ordering::Release);
+            // All ranks agree, so the others go on and wait for this rank's sums.
+            self.is_awaited = true;
+        }
+        if !member.device.is_cpu() {
+            return self.sum_on_device(sums);
+        }
+        let len = sums.elem_count();
+        let mut padded = sums.to_vec1::<f64>()?;
+        padded.resize(member.room(), 0.);
+        let mut global = self.sum_announced(&announcement, &padded)?;
+        global.truncate(len);
+        Tensor::from_vec(global, len, &Device::Cpu)
     }
 
-    /// The settings that layers of one number have in common.
-    fn settings(&self) -> Vec<Common> {
-        let config = &self.config;
-        let statistics = config.statistics as u64;
-        // A layer does not accept 0 groups.
-        let groups = config.group_scaling.unwrap_or(0);
-        vec![
-            Common::integer("size", self.size),
-            Common::integer("group_scaling (0 for None)", groups),
-            Common::choice("recipe", config.recipe as u64, &["Paper", "Fairseq"]),
-            Common::choice("statistics", statistics, &["Running", "Batch"]),
-            Common::integer("warmup_steps", config.warmup_steps),
-            Common::choice("affine", config.affine.into(), &["false", "true"]),
-            Common::choice("bias", config.has_bias().into(), &["false", "true"]),
-            Common::float("eps", config.eps),
-            Common::float("alpha_fwd", config.alpha_fwd),
-            Common::float("alpha_bwd", config.alpha_bwd),
-        ]
-    }
-
-    /// Adds up `sums` over the ranks, in a message with `common`: `[failed, keys and squares..,
-    /// sums..]`. Fails on every rank if the ranks differ in `common`, or if a rank's call failed.
-    fn sum_in_common(&self, common: &[Common], sums: &[f64]) -> Result<Vec<f64>> {
-        let mut message = vec![0.];
-        message.extend(common.iter().flat_map(Common::announced));
-        let announced = message.len();
-        message.extend(sums);
-        let mut global = self.sum(&message)?;
+    /// Adds up `sums` over the ranks, in a message `[failed, fingerprint.., sums..]`. Fails on
+    /// every rank if the ranks' announcements differ, or if a rank's call failed.
+    fn sum_announced(&mut self, announcement: &Announcement, sums: &[f64]) -> Result<Vec<f64>> {
+        let own = announced(announcement.fingerprint());
+        let message = [&[0.], &own[..], sums].concat();
+        let mut global = self.sum_on_host(&message)?;
         if global[0] > 0. {
             candle::bail!(
                 "power_norm: expected every rank to take part in a sum, got a rank whose call \
                  failed: look for its error there, and go on with the next step on all ranks"
             )
         }
-        let ranks = self.ranks.communicator.world_size() as f64;
-        let mut pairs = message[1..].iter().zip(&global[1..announced]);
-        // If a sum and the sum of squares are this rank's times the number of ranks, the variance
-        // is 0, so all are equal. Hence every rank finds the same difference.
-        if let Some(differs) = pairs.position(|(own, sum)| *sum != ranks * own) {
-            let common = &common[differs / ANNOUNCED];
-            let [least, most] = self.range(common.key)?.map(|key| common.show(key));
+        let ranks = self.member.ranks.communicator.world_size();
+        if !all_equal(&own, &global[1..HEAD], ranks) {
             candle::bail!(
-                "power_norm: expected one {} on all ranks, got {least} on one and {most} on \
-                 another: build and call the layers in one order on all ranks, with one \
-                 configuration and from one checkpoint",
-                common.name
+                "power_norm: expected one layer, call, step count and configuration on all ranks, \
+                 got ranks that differ, of which this one has {announcement}: compare this with \
+                 the errors of the other ranks, and build and call the layers in one order on all \
+                 ranks, with one configuration and from one checkpoint"
             )
         }
-        Ok(global.split_off(announced))
-    }
-
-    /// The least and the largest of all ranks' keys, found bit by bit from the highest. Only ranks
-    /// whose key agrees with the bits found so far report the next one.
-    fn range(&self, key: u64) -> Result<[u64; 2]> {
-        let keys = [!key, key];
-        let (mut seeks, mut found) = ([true; 2], [0; 2]);
-        for bit in (0..u64::BITS).rev() {
-            let set = [0, 1].map(|k| seeks[k] && keys[k] >> bit & 1 == 1);
-            let ones = self.sum(&set.map(f64::from))?;
-            for k in [0, 1] {
-                if ones[k] > 0. {
-                    found[k] |= 1 << bit;
-                    seeks[k] = set[k];
-                }
-            }
-        }
-        Ok([!found[0], found[1]])
+        Ok(global.split_off(HEAD))
     }
 
     /// Adds up numbers that the host waits for.
-    fn sum(&self, numbers: &[f64]) -> Result<Vec<f64>> {
-        let local = Tensor::new(numbers, &self.device)?;
-        let global = self.ranks.communicator.all_reduce_sum(&local)?;
+    fn sum_on_host(&mut self, numbers: &[f64]) -> Result<Vec<f64>> {
+        let local = Tensor::new(numbers, &self.member.device)?;
+        let global = self.send(&local)?;
         let global = global.to_dtype(DType::F64)?.to_vec1()?;
         let (expected, got) = (numbers.len(), global.len());
         if got != expected {
@@ -319,8 +290,8 @@ impl Member {
     }
 
     /// Adds up numbers where they are.
-    fn sum_on_device(&self, local: &Tensor) -> Result<Tensor> {
-        let global = self.ranks.communicator.all_reduce_sum(local)?;
+    fn sum_on_device(&mut self, local: &Tensor) -> Result<Tensor> {
+        let global = self.send(local)?;
         let global = global.contiguous()?;
         let likeness = |tensor: &Tensor| {
             (
@@ -337,33 +308,12 @@ impl Member {
         }
         global.flatten_all()
     }
-}
 
-impl Turn<'_> {
-    /// Adds up the `sums` of all ranks. `steps` is t before the step.
-    ///
-    /// Before a layer's first sum, the ranks compare their layers. On a CPU they also announce each
-    /// sum, so that ranks that do not fit each other get an error. On a GPU the host would have to
-    /// wait to hear of it.
-    pub fn sum(mut self, sums: &Tensor, steps: usize) -> Result<Tensor> {
-        self.arrived = true;
-        let member = self.member;
-        let announcement = || member.announcement(self.exchange, steps);
-        if !member.compared.load(Ordering::Acquire) {
-            let mut common = announcement();
-            common.extend(member.settings());
-            member.sum_in_common(&common, &[])?;
-            member.compared.store(true, Ordering::Release);
-        }
-        if !member.device.is_cpu() {
-            return member.sum_on_device(sums);
-        }
-        let len = sums.elem_count();
-        let mut padded = sums.to_vec1::<f64>()?;
-        padded.resize(member.room(), 0.);
-        let mut global = member.sum_in_common(&announcement(), &padded)?;
-        global.truncate(len);
-        Tensor::from_vec(global, len, &Device::Cpu)
+    /// Hands this rank's message to the communicator. What fails on this rank before, `drop` can
+    /// still tell the others. What fails from here on, the communicator tells them.
+    fn send(&mut self, message: &Tensor) -> Result<Tensor> {
+        self.is_awaited = false;
+        self.member.ranks.communicator.all_reduce_sum(message)
     }
 }
 
@@ -373,56 +323,331 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let member = self.member;
         let compared = member.compared.load(Ordering::Acquire);
-        if self.arrived || compared && !member.device.is_cpu() {
+        if !self.is_awaited || compared && !member.device.is_cpu() {
             return;
         }
-        let announced = member.announcement(self.exchange, 0).len();
-        let (common, sums) = match compared {
-            true => (announced, member.room()),
-            false => (announced + member.settings().len(), 0),
-        };
-        let mut message = vec![0.; 1 + common * ANNOUNCED + sums];
+        // As long as the message that the others send.
+        let room = if compared { member.room() } else { 0 };
+        let mut message = vec![0.; HEAD + room];
         message[0] = 1.;
-        // The caller already gets the error that led here.
-        let _ = member.sum(&message);
+        // A panic that leaves `drop` while another one unwinds aborts the process. So a panic of
+        // the communicator ends here, as its error does. The caller already gets the error or the
+        // panic that led here.
+        //
+        // `AssertUnwindSafe` is right because a panic leaves nothing half-changed that is used
+        // later. This turn ends here. `sum_on_host` changes nothing else, and the communicator is
+        // borrowed as shared: like all that threads share, it has to stand the panic of a caller.
+        let tell = AssertUnwindSafe(|| self.sum_on_host(&message));
+        let _ = catch_unwind(tell);
     }
 }
 
-impl Common {
-    fn integer(name: &'static str, value: usize) -> Self {
-        let (key, values) = (value as u64, Values::Integers);
-        Self { name, key, values }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{channel, Receiver, Sender};
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    /// Far longer than a sum takes on a busy machine or under Miri.
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// A rank that is a thread, with a channel to each rank and one from each.
+    struct Thread {
+        to: Vec<Sender<Tensor>>,
+        from: Mutex<Vec<Receiver<Tensor>>>,
     }
 
-    fn float(name: &'static str, value: f64) -> Self {
-        let (key, values) = (value.to_bits(), Values::Floats);
-        Self { name, key, values }
-    }
+    impl Communicator for Thread {
+        fn world_size(&self) -> usize {
+            self.to.len()
+        }
 
-    fn choice(name: &'static str, key: u64, names: &'static [&'static str]) -> Self {
-        let values = Values::Names(names);
-        Self { name, key, values }
-    }
-
-    /// The value of a rank's `key`, as an error shows it.
-    fn show(&self, key: u64) -> String {
-        match self.values {
-            Values::Integers => key.to_string(),
-            Values::Floats => format!("{:?}", f64::from_bits(key)),
-            Values::Names(names) => match names.get(key as usize) {
-                Some(name) => (*name).to_owned(),
-                // Another version of this crate may have more choices.
-                None => key.to_string(),
-            },
+        fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+            for to in &self.to {
+                to.send(tensor.clone()).ok();
+            }
+            let from = self.from.lock().unwrap();
+            let mut sum = tensor.zeros_like()?;
+            for from in from.iter() {
+                let brought = from.recv_timeout(LIMIT);
+                sum = (sum + brought.map_err(|_| candle::Error::msg("a rank does not come"))?)?;
+            }
+            Ok(sum)
         }
     }
 
-    /// The key's pieces and their squares.
-    fn announced(&self) -> impl Iterator<Item = f64> + '_ {
-        let pieces = (0..u64::BITS).step_by(PIECE_BITS as usize);
-        pieces.flat_map(|start| {
-            let piece = (self.key >> start & ((1 << PIECE_BITS) - 1)) as f64;
-            [piece, piece * piece]
+    /// Runs `work` on so many ranks, each in a thread of its own, and returns what each of them
+    /// returned.
+    fn on_ranks<T: Send>(ranks: usize, work: impl Fn(usize, Ranks) -> T + Sync) -> Vec<T> {
+        let (mut to, mut from) = (vec![vec![]; ranks], vec![]);
+        for _ in 0..ranks {
+            let (senders, receivers): (Vec<_>, Vec<_>) = (0..ranks).map(|_| channel()).unzip();
+            for (to, sender) in to.iter_mut().zip(senders) {
+                to.push(sender);
+            }
+            from.push(Mutex::new(receivers));
+        }
+        let work = &work;
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (to.into_iter().zip(from).enumerate())
+                .map(|(rank, (to, from))| {
+                    scope.spawn(move || work(rank, Ranks::new(Thread { to, from })))
+                })
+                .collect();
+            (threads.into_iter().map(|thread| thread.join().unwrap())).collect()
         })
+    }
+
+    const SIZE: usize = 3;
+
+    fn member(ranks: &Ranks) -> Member {
+        Member::join(ranks, SIZE, &1e-5.into(), Device::Cpu).unwrap()
+    }
+
+    fn sums(dtype: DType) -> Tensor {
+        Tensor::arange(0., (SIZE + 1) as f64, &Device::Cpu)
+            .and_then(|sums| sums.to_dtype(dtype))
+            .unwrap()
+    }
+
+    fn text<T>(result: Result<T>) -> String {
+        result.err().expect("an error").to_string()
+    }
+
+    /// A rank that fails within `Turn::sum`, before it has sent its message, tells the others. All
+    /// go on with the next sum.
+    #[test]
+    fn a_failure_within_a_sum_reaches_the_other_ranks() {
+        for ranks in 2..=4 {
+            on_ranks(ranks, |rank, over| {
+                let member = member(&over);
+                // In the first exchange, which compares the layers, and in a later one.
+                for step_count in 0..2 {
+                    for exchange in [Exchange::Forward, Exchange::Backward] {
+                        // The sums of a CPU are of f64, so these cannot be read.
+                        let dtype = if rank == 1 { DType::F32 } else { DType::F64 };
+                        let failed = member.turn(exchange).sum(&sums(dtype), step_count);
+                        let expected = match rank {
+                            1 => "unexpected dtype",
+                            _ => "got a rank whose call failed",
+                        };
+                        let text = text(failed);
+                        assert!(text.contains(expected), "{exchange:?} {step_count}: {text}");
+                        let sums = sums(DType::F64);
+                        let sum = member.turn(exchange).sum(&sums, step_count).unwrap();
+                        let expected: Vec<_> = (0..=SIZE).map(|k| (k * ranks) as f64).collect();
+                        assert_eq!(sum.to_vec1::<f64>().unwrap(), expected);
+                    }
+                }
+            });
+        }
+    }
+
+    type Sum = fn(&Tensor) -> Result<Tensor>;
+
+    /// Two ranks that bring the same, of which one is here. It keeps what was brought.
+    #[derive(Clone)]
+    struct Recorder {
+        brought: Arc<Mutex<Vec<Vec<f64>>>>,
+        /// Returns the sum.
+        sum: Sum,
+    }
+
+    impl Recorder {
+        fn new(sum: Sum) -> Self {
+            let brought = Arc::default();
+            Self { brought, sum }
+        }
+
+        /// What was brought since the last call.
+        fn take(&self) -> Vec<Vec<f64>> {
+            std::mem::take(&mut *self.brought.lock().unwrap())
+        }
+    }
+
+    impl Communicator for Recorder {
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+            let brought = tensor.to_vec1::<f64>()?;
+            self.brought.lock().unwrap().push(brought);
+            (self.sum)(tensor)
+        }
+    }
+
+    /// What a rank brings whose call failed.
+    fn failure(room: usize) -> Vec<f64> {
+        let mut message = vec![0.; HEAD + room];
+        message[0] = 1.;
+        message
+    }
+
+    #[test]
+    fn layers_are_numbered_and_a_rank_by_itself_has_no_member() {
+        let ranks = Ranks::new(Recorder::new(|sums| sums * 2.));
+        let clone = ranks.clone();
+        let layers = [&ranks, &clone, &ranks].map(|ranks| member(ranks).layer);
+        assert_eq!(layers, [0, 1, 2]);
+
+        struct Alone;
+        impl Communicator for Alone {
+            fn world_size(&self) -> usize {
+                1
+            }
+
+            fn all_reduce_sum(&self, _: &Tensor) -> Result<Tensor> {
+                candle::bail!("a sum over one rank")
+            }
+        }
+        let alone = Ranks::new(Alone);
+        assert!(Member::join(&alone, SIZE, &1e-5.into(), Device::Cpu).is_none());
+    }
+
+    /// The first message has one length whatever the layer. All later ones bring sums.
+    #[test]
+    fn messages_of_a_turn() {
+        let recorder = Recorder::new(|sums| sums * 2.);
+        let fairseq = PowerNormConfig {
+            recipe: crate::Recipe::Fairseq,
+            ..1e-5.into()
+        };
+        for (size, config, room) in [(3, 1e-5.into(), 4), (8, 1e-5.into(), 9), (3, fairseq, 8)] {
+            let ranks = Ranks::new(recorder.clone());
+            let member = Member::join(&ranks, size, &config, Device::Cpu).unwrap();
+            // A backward's sums are fewer, and its message is as long.
+            let own = Tensor::new(&[1., 2., 3.], &Device::Cpu).unwrap();
+            for (exchange, step_count) in [(Exchange::Forward, 0), (Exchange::Backward, 1)] {
+                let announcement = member.announcement(exchange, step_count, &own);
+                assert_eq!(announcement.message_len, HEAD + room);
+                let mut head = vec![0.];
+                head.extend(announced(announcement.fingerprint()));
+                let mut message = head.clone();
+                message.extend([1., 2., 3.]);
+                message.resize(HEAD + room, 0.);
+
+                let sum = member.turn(exchange).sum(&own, step_count).unwrap();
+                assert_eq!(sum.to_vec1::<f64>().unwrap(), [2., 4., 6.]);
+                match exchange {
+                    Exchange::Forward => assert_eq!(recorder.take(), [head, message]),
+                    _ => assert_eq!(recorder.take(), [message]),
+                }
+            }
+        }
+    }
+
+    /// A turn without a sum brings one message, as long as the one that the others bring.
+    #[test]
+    fn a_turn_that_is_dropped_says_so_once() {
+        let recorder = Recorder::new(|sums| sums * 2.);
+        let member = member(&Ranks::new(recorder.clone()));
+        drop(member.turn(Exchange::Forward));
+        assert_eq!(recorder.take(), [failure(0)]);
+        member
+            .turn(Exchange::Forward)
+            .sum(&sums(DType::F64), 0)
+            .unwrap();
+        recorder.take();
+        for exchange in [
+            Exchange::Forward,
+            Exchange::Recalibration,
+            Exchange::Backward,
+        ] {
+            drop(member.turn(exchange));
+            assert_eq!(recorder.take(), [failure(SIZE + 1)]);
+        }
+        // As does one that fails on its way.
+        let failed = member.turn(Exchange::Forward).sum(&sums(DType::F32), 0);
+        assert!(failed.is_err());
+        assert_eq!(recorder.take(), [failure(SIZE + 1)]);
+    }
+
+    /// Once a message is handed to a communicator, no other message follows: neither if it fails,
+    /// nor if the ranks differ or another rank's call failed, nor if it returns nonsense.
+    #[test]
+    fn a_message_that_was_sent_is_the_last() {
+        let troubles: [(Sum, &str); 4] = [
+            (|_| candle::bail!("a broken engine"), "a broken engine"),
+            (|sums| sums * 3., "got ranks that differ"),
+            (|sums| sums + 1., "got a rank whose call failed"),
+            (
+                |sums| sums.narrow(0, 1, 3),
+                "sums of the communicator, got 3",
+            ),
+        ];
+        for (trouble, expected) in troubles {
+            let mut recorder = Recorder::new(trouble);
+            let member = member(&Ranks::new(recorder.clone()));
+            let failed = member.turn(Exchange::Forward).sum(&sums(DType::F64), 0);
+            let text = text(failed);
+            assert!(text.contains(expected), "{text}");
+            let brought = recorder.take();
+            assert_eq!(brought.len(), 1, "{text}: {brought:?}");
+            assert_eq!(brought[0].len(), HEAD, "{text}");
+            // No rank takes the layers for compared.
+            assert!(!member.compared.load(Ordering::Acquire), "{text}");
+
+            // Later there is one message too.
+            let over = Ranks::new(Recorder::new(|sums| sums * 2.));
+            let mut member = tests::member(&over);
+            member
+                .turn(Exchange::Forward)
+                .sum(&sums(DType::F64), 0)
+                .unwrap();
+            recorder = Recorder::new(trouble);
+            member.ranks = Ranks::new(recorder.clone());
+            let failed = member.turn(Exchange::Forward).sum(&sums(DType::F64), 0);
+            assert!(tests::text(failed).contains(expected), "{expected}");
+            assert_eq!(recorder.take().len(), 1, "{expected}");
+        }
+    }
+
+    /// The error of a call stands, whatever becomes of the message to the other ranks.
+    #[test]
+    fn a_communicator_that_fails_or_panics_in_a_drop() {
+        let troubles: [Sum; 2] = [|_| candle::bail!("a broken engine"), |_| panic!("a panic")];
+        for trouble in troubles {
+            let recorder = Recorder::new(trouble);
+            let member = member(&Ranks::new(recorder.clone()));
+            drop(member.turn(Exchange::Forward));
+            assert_eq!(recorder.take(), [failure(0)]);
+        }
+    }
+
+    /// A recalibration does not depend on the step count. Forwards and backwards do.
+    #[test]
+    fn step_counts_that_differ() {
+        on_ranks(2, |rank, over| {
+            let member = member(&over);
+            let sum = |exchange, step_count| {
+                let sums = sums(DType::F64);
+                member.turn(exchange).sum(&sums, step_count).map(drop)
+            };
+            sum(Exchange::Recalibration, rank).unwrap();
+            for exchange in [Exchange::Forward, Exchange::Backward] {
+                let text = text(sum(exchange, 5 + rank));
+                assert!(
+                    text.contains(&format!("step count {}, ", 5 + rank)),
+                    "{text}"
+                );
+                sum(exchange, 5).unwrap();
+            }
+        });
+    }
+
+    /// The guide shows the error that ranks get if they differ.
+    #[test]
+    fn text_of_ranks_that_differ() {
+        let ranks = Ranks::new(Recorder::new(|sums| sums * 3.));
+        let member = Member::join(&ranks, 512, &1e-5.into(), Device::Cpu).unwrap();
+        let own = Tensor::zeros(513, DType::F64, &Device::Cpu).unwrap();
+        let text = text(member.turn(Exchange::Forward).sum(&own, 0));
+        // A backtrace may follow.
+        let text = text.lines().next().unwrap();
+        let guide = include_str!("../../docs/guide/ranks.md");
+        let guide: Vec<_> = guide.split_whitespace().collect();
+        assert!(guide.join(" ").contains(text), "{text}");
     }
 }

@@ -666,8 +666,8 @@ pub fn a_state_that_is_replaced(rank: &Rank) {
     }
 }
 
-/// Ranks whose layers differ get an error each in the layer's first forward. It names the setting,
-/// and the least and the largest value. Every state stays as it was.
+/// Ranks whose layers differ get an error each in the layer's first forward. Each prints its own
+/// values. Every state stays as it was.
 pub fn settings_that_differ(rank: &Rank) {
     for warmup_steps in [0, 2, 10] {
         let usual = Settings {
@@ -675,52 +675,50 @@ pub fn settings_that_differ(rank: &Rank) {
             size: SIZE,
             steps: 0,
         };
-        let longer = (warmup_steps + 1).to_string();
-        let warm_up = warmup_steps.to_string();
+        let (groups, running) = ("group_scaling Some(2)", "statistics Running");
+        let warm_up = format!("warmup_steps {warmup_steps}");
+        let longer = format!("warmup_steps {}", warmup_steps + 1);
         type Change = fn(&mut Settings);
         // One rank has these. The others have the usual ones.
         #[rustfmt::skip]
-        let changes: [(&str, Change, [&str; 2]); 15] = [
-            ("eps", |one| one.config.eps = 1e-6, ["1e-6", "1e-5"]),
-            ("alpha_fwd", |one| one.config.alpha_fwd = 0.99, ["0.9", "0.99"]),
-            ("alpha_bwd", |one| one.config.alpha_bwd = 0.5, ["0.5", "0.9"]),
-            ("group_scaling (0 for None)", |one| one.config.group_scaling = Some(4), ["2", "4"]),
-            ("group_scaling (0 for None)", |one| one.config.group_scaling = None, ["0", "2"]),
-            ("statistics", |one| one.config.statistics = Statistics::Batch, ["Running", "Batch"]),
-            ("recipe", |one| one.config.recipe = Recipe::Fairseq, ["Paper", "Fairseq"]),
-            ("warmup_steps", |one| one.config.warmup_steps += 1, [&warm_up, &longer]),
-            ("affine", |one| one.config.affine = false, ["false", "true"]),
-            ("bias", |one| one.config.bias = false, ["false", "true"]),
-            ("size", |one| one.size = SIZE + 2, ["12", "14"]),
-            ("size", |one| one.size = 2, ["2", "12"]),
+        let changes: [(Change, [&str; 2]); 15] = [
+            (|one| one.config.eps = 1e-6, ["eps 1e-5", "eps 1e-6"]),
+            (|one| one.config.alpha_fwd = 0.99, ["alpha_fwd 0.9", "alpha_fwd 0.99"]),
+            (|one| one.config.alpha_bwd = 0.5, ["alpha_bwd 0.9", "alpha_bwd 0.5"]),
+            (|one| one.config.group_scaling = Some(4), [groups, "group_scaling Some(4)"]),
+            (|one| one.config.group_scaling = None, [groups, "group_scaling None"]),
+            (|one| one.config.statistics = Statistics::Batch, [running, "statistics Batch"]),
+            (|one| one.config.recipe = Recipe::Fairseq, ["recipe Paper", "recipe Fairseq"]),
+            (|one| one.config.warmup_steps += 1, [&warm_up, &longer]),
+            (|one| one.config.affine = false, ["affine true", "affine false"]),
+            (|one| one.config.bias = false, ["bias true", "bias false"]),
+            (|one| one.size = SIZE + 2, ["size 12", "size 14"]),
+            (|one| one.size = 2, ["size 12", "size 2"]),
             // A checkpoint that one rank alone has loaded.
-            ("step count", |one| one.steps = 1, ["0", "1"]),
-            ("step count", |one| one.steps = 100, ["0", "100"]),
-            ("step count", |one| one.steps = i64::MAX, ["0", "9223372036854775807"]),
+            (|one| one.steps = 1, ["step count 0", "step count 1"]),
+            (|one| one.steps = 100, ["step count 0", "step count 100"]),
+            (|one| one.steps = i64::MAX, ["step count 0", "step count 9223372036854775807"]),
         ];
-        for (k, (name, change, values)) in changes.into_iter().enumerate() {
+        for (k, (change, values)) in changes.into_iter().enumerate() {
             let mut own = usual;
-            if k % rank.ranks() == rank.rank {
+            let is_other = k % rank.ranks() == rank.rank;
+            if is_other {
                 change(&mut own);
             }
-            first_forward_is_refused(rank, own, name, values);
+            first_forward_is_refused(rank, own, values[usize::from(is_other)]);
         }
         // Every rank has its own.
         let mut own = usual;
         own.config.eps *= rank.rank as f64 + 1.;
-        let most = format!("{:?}", rank.ranks() as f64 * 1e-5);
-        first_forward_is_refused(rank, own, "eps", ["1e-5", &most]);
+        first_forward_is_refused(rank, own, &format!("eps {:?}", own.config.eps));
         // Of three ranks the second one has the mean of all.
         let mut own = usual;
         own.steps = rank.rank as i64;
-        let most = (rank.ranks() - 1).to_string();
-        first_forward_is_refused(rank, own, "step count", ["0", &most]);
+        first_forward_is_refused(rank, own, &format!("step count {}", rank.rank));
         // Numbers that f64 does not tell apart.
-        let large = 1 << 53;
-        let (least, most) = (large.to_string(), (large + 1).to_string());
         let mut own = usual;
-        own.steps = large + i64::from(rank.is_last());
-        first_forward_is_refused(rank, own, "step count", [&least, &most]);
+        own.steps = (1 << 53) + i64::from(rank.is_last());
+        first_forward_is_refused(rank, own, &format!("step count {}", own.steps));
     }
 }
 
@@ -732,15 +730,41 @@ struct Settings {
     steps: i64,
 }
 
-fn first_forward_is_refused(rank: &Rank, own: Settings, name: &str, [least, most]: [&str; 2]) {
+/// The beginning of the error that each rank gets if ranks differ. This rank's announcement
+/// follows.
+const DIFFER: &str = "got ranks that differ, of which this one has layer ";
+
+/// The first forward of a layer with these settings is an error on this rank, with all of this
+/// rank's values in it: with `value` among them.
+fn first_forward_is_refused(rank: &Rank, own: Settings, value: &str) {
     let (layer, varmap) = layer_on(&rank.device, own.size, own.config, DType::F32);
     let steps = Tensor::new(&[own.steps], &CPU).unwrap();
     var(&varmap, "iters").set(&steps).unwrap();
-    let layer = layer.with_ranks(&rank.over);
+    // The first layer of these ranks.
+    let layer = layer.with_ranks(&Ranks::new(rank.communicator.clone()));
     let xs = Tensor::ones((3, own.size), DType::F32, &rank.device).unwrap();
-    let expected =
-        format!("expected one {name} on all ranks, got {least} on one and {most} on another");
-    refused(&layer, &expected, || layer.forward(&xs));
+    let config = own.config;
+    let has_bias = config.affine && config.bias;
+    let announced = format!(
+        "{DIFFER}0 in a training forward, step count {}, size {}, group_scaling {:?}, \
+         recipe {:?}, statistics {:?}, warmup_steps {}, affine {}, bias {has_bias}, eps {:?}, \
+         alpha_fwd {:?}, alpha_bwd {:?}, and sums in a message of ",
+        own.steps,
+        own.size,
+        config.group_scaling,
+        config.recipe,
+        config.statistics,
+        config.warmup_steps,
+        config.affine,
+        config.eps,
+        config.alpha_fwd,
+        config.alpha_bwd,
+    );
+    assert!(
+        announced.contains(&format!(" {value}, ")),
+        "{value}: {announced}"
+    );
+    refused(&layer, &announced, || layer.forward(&xs));
 }
 
 /// A rank whose very first call is refused, or that refuses its own state, fails the step on all
@@ -889,8 +913,9 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
         forward.backward();
         for _ in 0..2 {
             let (share, _) = twins.next();
-            let expected = "expected one step count on all ranks, got 2 on one and 7 on another";
-            refused(&twins.sharded, expected, || loss(&twins.sharded, &share));
+            let own = if rank.rank == 0 { 7 } else { 2 };
+            let expected = format!("in a training forward, step count {own}, ");
+            refused_as_ranks_differ(&twins.sharded, &expected, || loss(&twins.sharded, &share));
         }
         // A recalibration does not depend on t.
         twins.recalibrate();
@@ -900,48 +925,73 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
 
         // Now a rank goes back through another forward.
         let [old, new] = [(); 2].map(|()| twins.forward());
-        let expected = "expected one step count on all ranks, got 3 on one and 4 on another";
-        let own = if rank.rank == 0 { &old } else { &new };
-        refused(&twins.sharded, expected, || own.ours.backward());
+        let (own, t) = if rank.rank == 0 { (&old, 3) } else { (&new, 4) };
+        let expected = format!("in a backward, step count {t}, ");
+        refused_as_ranks_differ(&twins.sharded, &expected, || own.ours.backward());
         new.backward();
         twins.compare("backwards of two forwards");
     }
 }
 
-/// Ranks that make different calls get an error each, which names the difference.
+/// This rank's call has an error because the ranks differ, with `own` in this rank's announcement.
+#[track_caller]
+fn refused_as_ranks_differ<T>(layer: &PowerNorm, own: &str, call: impl FnOnce() -> Result<T>) {
+    refused(layer, own, || {
+        let result = call();
+        if let Err(error) = &result {
+            let text = error.to_string();
+            assert!(text.contains(DIFFER), "{text}");
+        }
+        result
+    });
+}
+
+/// Ranks that make different calls get an error each, in which each rank prints its own call.
 pub fn calls_that_differ(rank: &Rank) {
     for config in before_and_after_the_warm_up() {
-        let [mut twins, mut second] = [(); 2].map(|()| Twins::new(rank, config));
-        let recalibrated = |twins: &mut Twins| {
+        // Their layers have the numbers 0 and 1.
+        let over = Ranks::new(rank.communicator.clone());
+        let [mut twins, mut second] =
+            [(); 2].map(|()| Twins::over(rank, &over, config, DType::F64));
+        let recalibrated = |twins: &mut Twins, t: usize| {
             let (share, _) = twins.next();
             let mode = twins.sharded.mode().clone();
             let _guard = rank.is_last().then(|| mode.recalibrate_scope());
-            let expected = "expected one call on all ranks, \
-                            got a training forward on one and a recalibration on another";
-            refused(&twins.sharded, expected, || {
+            let expected = match rank.is_last() {
+                true => "layer 0 in a recalibration, step count not compared, ".to_string(),
+                false => format!("layer 0 in a training forward, step count {t}, "),
+            };
+            refused_as_ranks_differ(&twins.sharded, &expected, || {
                 twins.sharded.forward(&share.xs)
             });
         };
         // In a layer's first call, and later.
-        recalibrated(&mut twins);
+        recalibrated(&mut twins, 0);
         twins.step("the first step");
         second.step("the first step of another layer");
-        recalibrated(&mut twins);
+        recalibrated(&mut twins, 1);
         twins.step("the second step");
-
-        // Layers in another order.
-        let (share, _) = twins.next();
-        let own = if rank.is_last() { &twins } else { &second };
-        let layer = &own.sharded;
-        refused(layer, "expected one layer", || layer.forward(&share.xs));
-        twins.step("the third step");
         second.step("the second step of another layer");
+
+        // Layers in another order. Nothing else differs.
+        let (share, _) = twins.next();
+        let (own, number) = match rank.is_last() {
+            true => (&twins, 0),
+            false => (&second, 1),
+        };
+        let layer = &own.sharded;
+        let expected = format!("layer {number} in a training forward, step count 2, ");
+        refused_as_ranks_differ(layer, &expected, || layer.forward(&share.xs));
+        twins.step("the third step");
+        second.step("the third step of another layer");
 
         // The last rank has left its step after the forward, and begins the next one.
         let forward = twins.forward();
-        let expected = "expected one call on all ranks, \
-                        got a training forward on one and a backward on another";
-        refused(&twins.sharded, expected, || match rank.is_last() {
+        let expected = match rank.is_last() {
+            true => "layer 0 in a training forward, step count 4, ",
+            false => "layer 0 in a backward, step count 3, ",
+        };
+        refused_as_ranks_differ(&twins.sharded, expected, || match rank.is_last() {
             true => twins.sharded.forward(&share.xs).map(drop),
             false => forward.ours.backward().map(drop),
         });

@@ -88,6 +88,71 @@ fn a_rank_that_panics() {
     on_threads(case);
 }
 
+/// Two ranks, of which the other one is lost: a sum panics.
+struct Lost;
+
+impl Communicator for Lost {
+    fn world_size(&self) -> usize {
+        2
+    }
+
+    fn all_reduce_sum(&self, _: &Tensor) -> Result<Tensor> {
+        panic!("the communicator panics")
+    }
+}
+
+/// Set in the process that [`a_communicator_that_panics_while_a_panic_unwinds`] starts.
+const IN_CHILD: &str = "CANDLE_POWERNORM_TEST_CHILD";
+
+/// A layer call that panics tells the other ranks while it unwinds. If the communicator panics too,
+/// the caller gets the first panic. A panic that left the turn's `drop` would abort the process, so
+/// the calls are made in a process of their own.
+#[test]
+fn a_communicator_that_panics_while_a_panic_unwinds() {
+    if std::env::var_os(IN_CHILD).is_some() {
+        return calls_of_which_both_panic();
+    }
+    let test = "distributed::a_communicator_that_panics_while_a_panic_unwinds";
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env(IN_CHILD, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&[child.stdout, child.stderr].concat()).into_owned();
+    assert!(child.status.success(), "{}: {text}", child.status);
+    assert!(text.contains("1 passed"), "{text}");
+    // Both panics came.
+    assert_eq!(text.matches("the communicator panics").count(), 2, "{text}");
+}
+
+fn calls_of_which_both_panic() {
+    let new = || layer(SIZE, config(None), DType::F64).0;
+    let sharded = new().with_ranks(&Ranks::new(Lost));
+    let before = state(&sharded);
+    let panics = |xs: &Tensor| {
+        let call = AssertUnwindSafe(|| sharded.forward(xs).map(drop));
+        *catch_unwind(call)
+            .unwrap_err()
+            .downcast::<String>()
+            .unwrap()
+    };
+    let ones = || Tensor::ones((5, SIZE), DType::F64, &CPU).unwrap();
+    let too_few = ones();
+    let nothing = Swap::with(CpuStorage::F64(vec![]));
+    too_few.inplace_op1(&nothing).unwrap();
+    let text = panics(&too_few);
+    // The panic of a layer by itself.
+    let alone = AssertUnwindSafe(|| new().forward(&too_few).map(drop));
+    let expected = catch_unwind(alone).unwrap_err().downcast::<String>();
+    assert_eq!(text, *expected.unwrap());
+
+    // A call that fails without a panic gives its own error.
+    let narrow = ones().narrow(1, 0, SIZE - 1).unwrap();
+    let text = message(sharded.forward(&narrow));
+    assert!(text.contains("expected a last dimension of 6"), "{text}");
+    assert_eq!(state(&sharded), before);
+}
+
 /// Ranks without a communicator: each keeps its own statistics, and only the gradients of
 /// parameters are averaged.
 struct Apart {
