@@ -444,16 +444,18 @@ mod tests {
         }
     }
 
+    type Sum = fn(&Tensor) -> Result<Tensor>;
+
     /// Two ranks that bring the same, of which one is here. It keeps what was brought.
     #[derive(Clone)]
     struct Recorder {
         brought: Arc<Mutex<Vec<Vec<f64>>>>,
         /// Returns the sum.
-        sum: fn(&Tensor) -> Result<Tensor>,
+        sum: Sum,
     }
 
     impl Recorder {
-        fn new(sum: fn(&Tensor) -> Result<Tensor>) -> Self {
+        fn new(sum: Sum) -> Self {
             let brought = Arc::default();
             Self { brought, sum }
         }
@@ -566,7 +568,7 @@ mod tests {
     /// nor if the ranks differ or another rank's call failed, nor if it returns nonsense.
     #[test]
     fn a_message_that_was_sent_is_the_last() {
-        let troubles: [(fn(&Tensor) -> Result<Tensor>, &str); 4] = [
+        let troubles: [(Sum, &str); 4] = [
             (|_| candle::bail!("a broken engine"), "a broken engine"),
             (|sums| sums * 3., "got ranks that differ"),
             (|sums| sums + 1., "got a rank whose call failed"),
@@ -605,8 +607,7 @@ mod tests {
     /// The error of a call stands, whatever becomes of the message to the other ranks.
     #[test]
     fn a_communicator_that_fails_or_panics_in_a_drop() {
-        let troubles: [fn(&Tensor) -> Result<Tensor>; 2] =
-            [|_| candle::bail!("a broken engine"), |_| panic!("a panic")];
+        let troubles: [Sum; 2] = [|_| candle::bail!("a broken engine"), |_| panic!("a panic")];
         for trouble in troubles {
             let recorder = Recorder::new(trouble);
             let member = member(&Ranks::new(recorder.clone()));
