@@ -25,9 +25,11 @@ template <typename T, int N> struct Columns {
     group = group_tile * tiling.groups_per_tile + slot;
     stride = tiling.span * PIECE<T>;
     const bool valid = static_cast<int>(slot) < tiling.groups_per_tile && group < tiling.groups;
-    const int start =
+    // Unsigned, and so is the difference below: within a group of nearly 2^31 columns, the last
+    // tile ends beyond 2^31.
+    const unsigned start =
         (tile - group_tile * tiling.tiles_per_group) * N * stride + place * PIECE<T>;
-    left = valid ? tiling.group_len - start : 0;
+    left = valid ? static_cast<int>(tiling.group_len - start) : 0;
     first = static_cast<int64_t>(group) * tiling.group_len + start;
     // Several pieces are always whole.
     vectorized = N > 1 || tiling.vectorized;
@@ -78,7 +80,8 @@ struct Rows {
     const int rows = static_cast<int>(end - begin);
     left = rows - static_cast<int>(threadIdx.y);
     stride = static_cast<int>(blockDim.y);
-    iterations = (rows + stride - 1) / stride;
+    // Unsigned: a chunk may have nearly 2^31 rows.
+    iterations = (static_cast<unsigned>(rows) + stride - 1) / stride;
     hoist(stride);
     stride_elements = stride * static_cast<uint32_t>(tiling.cols);
     stride_groups = stride * static_cast<uint32_t>(tiling.groups);

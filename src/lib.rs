@@ -134,7 +134,7 @@ pub mod guide {
         residuals: "residuals",
         /// Half precision, its traps in candle, and a loss scale that changes.
         mixed_precision: "mixed-precision",
-        /// Activation checkpointing, micro-batches, frozen statistics, averaged weights.
+        /// Activation checkpointing, micro-batches, frozen statistics, averaged weights, adapters.
         recipes: "recipes",
         /// The layer folds into the linear layer after it.
         inference: "inference",

@@ -2,9 +2,10 @@
 //! odd ones.
 
 use crate::arguments::{Arguments, Offsets, Wanted};
-use crate::common::{keep, tensor, to_f64, Data, With, DTYPES, KINDS};
+use crate::common::gpu::gpu;
+use crate::common::{keep, layer_on, tensor, to_f64, Data, With, DTYPES, KINDS};
 use candle::DType::{self, BF16, F16, F32, F64};
-use candle::Result;
+use candle::{Result, Tensor, Var};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};
 
 fn config(groups: Option<usize>, kind: (Recipe, Statistics)) -> PowerNormConfig {
@@ -224,5 +225,46 @@ fn huge_groups() -> Result<()> {
             check(&format!("{what}, infinity"), &arguments, builder)?;
         }
     }
+    Ok(())
+}
+
+/// By the batch's statistic, a channel has no output if its sum of squares overflows: y and dx are
+/// NaN there, and ψ² keeps its value. The channel beside it is right. (Seen: an output and a
+/// gradient of 0, which a loss scaler takes for values.)
+#[test]
+fn a_channel_whose_squares_overflow_is_nan() -> Result<()> {
+    let gpu = gpu();
+    let config = config(None, (Recipe::Paper, Statistics::Batch));
+    let (layer, _varmap) = layer_on(&gpu, 2, config, F32);
+    let phi = to_f64(&layer.running_phi()?);
+    let (x, dy) = ([1., -2., 3.], [0.5, -1., 0.25]);
+    let beside = |column: [f32; 3]| [[1e20, column[0]], [0.5, column[1]], [0.25, column[2]]];
+    let xs = Var::from_tensor(&Tensor::new(&beside(x), &gpu)?)?;
+    let dys = Tensor::new(&beside(dy).map(|[_, dy]| [1., dy]), &gpu)?;
+    let ys = layer.forward_t(&xs, true)?;
+    let grads = (&ys * dys)?.sum_all()?.backward()?;
+
+    let batch_phi = x.map(|x| f64::from(x * x)).iter().sum::<f64>() / 3.;
+    let inv_rms = 1. / (batch_phi + 1e-5).sqrt();
+    let x_hat = x.map(|x| f64::from(x) * inv_rms);
+    let dy = dy.map(f64::from);
+    let lambda = (0..3).map(|row| dy[row] * x_hat[row]).sum::<f64>() / 3.;
+    let dxs = grads.get(&xs).expect("a gradient of the input");
+    let (ys, dxs) = (to_f64(&ys), to_f64(dxs));
+    for row in 0..3 {
+        let [huge, normal] = [2 * row, 2 * row + 1];
+        assert!(
+            ys[huge].is_nan() && dxs[huge].is_nan(),
+            "y {ys:?}, dx {dxs:?}"
+        );
+        let dx = (dy[row] - lambda * x_hat[row]) * inv_rms;
+        // γ is 1 and β is 0. Rounding errors of a few terms.
+        for (actual, expected) in [(ys[normal], x_hat[row]), (dxs[normal], dx)] {
+            assert!((actual - expected).abs() <= 1e-6, "{actual} for {expected}");
+        }
+    }
+    let new = to_f64(&layer.running_phi()?);
+    assert_eq!(new[0], phi[0]);
+    assert!((new[1] / batch_phi - 1.).abs() <= 1e-6, "{new:?}");
     Ok(())
 }
