@@ -130,10 +130,21 @@ fn rust_of_kernels(source: &str) -> String {
         let Some(entry) = line.trim().strip_prefix("DEFINE(") else {
             continue;
         };
+        let entry = entry.split(')').next().unwrap_or_default();
         let words: Vec<&str> = entry.split(", ").collect();
-        let [_, threads, body, params, ..] = words[..] else {
+        let [name, threads, body, params, c_type, ref pieces @ ..] = words[..] else {
             panic!("candle-powernorm: expected an entry point, got {line}")
         };
+        // The host finds an entry point by this name, and passes it the argument of its body.
+        let dtype = match c_type {
+            "float" => "f32",
+            "double" => "f64",
+            "__half" => "f16",
+            "__nv_bfloat16" => "bf16",
+            other => panic!("candle-powernorm: expected a type of rows, got {other} in {line}"),
+        };
+        let expected = [&[body, dtype], pieces].concat().join("_");
+        assert_eq!(name, expected, "the name of an entry point");
         let known = *kernels.entry(body).or_insert((params, threads));
         assert_eq!(
             known,
@@ -145,7 +156,9 @@ fn rust_of_kernels(source: &str) -> String {
     for (body, (params, threads)) in kernels {
         let name = camel_case(body);
         rust += &format!("#[derive(Debug, Clone, Copy)]\npub struct {name};\n");
-        rust += "// SAFETY: build.rs read both names in the table of the entry points.\n";
+        rust +=
+            "// SAFETY: build.rs read the table of the entry points, where each one of this body\n";
+        rust += "// takes this argument, and has the name that the host makes of the body.\n";
         rust += &format!("unsafe impl Kernel for {name} {{\n");
         rust += &format!("    type Params = {params};\n");
         rust += &format!("    const BODY: &'static str = \"{body}\";\n");

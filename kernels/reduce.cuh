@@ -46,7 +46,8 @@ __device__ __forceinline__ float inverse_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ double inverse_root(double x) { return rsqrt(x); }
 
 // 1/D from D squared. Where D squared has overflowed it is NaN: 0 would make an output of 0, which
-// nobody would notice. Infinity times 0 is NaN, and a test for it would have normalize_bf16_4 spill.
+// nobody would notice. Infinity times 0 is NaN, and a test for it would have normalize_bf16_4
+// spill.
 template <typename A> __device__ __forceinline__ A inverse_rms(A square) {
   return inverse_root(square) + square * A(0);
 }

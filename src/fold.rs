@@ -104,7 +104,9 @@ impl PowerNorm {
         }
         self.check_device("the weight of `next`", next.device())?;
         let phi = to_f64(&self.running_phi()?)?;
-        let inv_rms = (phi + self.config().eps)?.sqrt()?.recip()?;
+        let square = (phi + self.config().eps)?;
+        // NaN where ψ² is infinite, as in an evaluation.
+        let inv_rms = (square.sqrt()?.recip()? + (square * 0.)?)?;
         let scale = match self.weight() {
             Some(weight) => (to_f64(weight)? * inv_rms)?,
             None => inv_rms,

@@ -36,8 +36,8 @@ use std::sync::Arc;
 /// # State
 ///
 /// A training forward with at least one row that is not padding updates ψ² and counts a step,
-/// whether or not a backward follows. Its backward updates ν, each time that it runs. An evaluation changes nothing, and neither does a refused
-/// call.
+/// whether or not a backward follows. Its backward updates ν, each time that it runs. An evaluation
+/// changes nothing, and neither does a refused call.
 ///
 /// A layer on frozen tensors, such as the base model under adapters, evaluates in training too,
 /// because no `VarMap` would save what a step moves.
@@ -291,7 +291,7 @@ impl PowerNorm {
     /// # Errors
     ///
     /// A layer's first training forward compares the ranks. If they differ, every rank gets an
-    /// error that says in what. Later exchanges are compared on a CPU only. On a GPU, ranks that
+    /// error with its own values. Later exchanges are compared on a CPU only. On a GPU, ranks that
     /// make different calls hang, or add unrelated numbers.
     #[must_use]
     pub fn with_ranks(mut self, ranks: &Ranks) -> Self {
@@ -327,8 +327,9 @@ impl PowerNorm {
     }
 
     /// t, the number of training steps so far. A batch without rows is no step. A batch whose every
-    /// row is padding is none on a CPU, and counts as one on other devices
-    /// ([`forward_masked`](Self::forward_masked)).
+    /// row is padding is none on a CPU, and counts as one on other devices, where the host does not
+    /// wait to know ([`forward_masked`](Self::forward_masked)). There, every training forward over
+    /// ranks counts.
     ///
     /// # Errors
     ///

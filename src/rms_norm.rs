@@ -80,7 +80,7 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 pub struct RmsNorm {
     weight: Tensor,
     scaling: GroupScaling,
-    /// It keeps the kernels of a GPU loaded.
+    /// Found once, so that a call does not look for it.
     device: DeviceKind,
 }
 

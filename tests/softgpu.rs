@@ -273,10 +273,7 @@ fn any_call_may_fail(statistics: Statistics, warmup_steps: usize) {
             }
             pair.disturb_forwards();
             pair.disturb_backwards();
-            // candle gives the tokens of a residual their memory after the launches.
-            if !with_residual {
-                pair.disturb_allocations();
-            }
+            pair.disturb_allocations();
         }
     }
 }

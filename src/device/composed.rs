@@ -2,9 +2,9 @@
 //!
 //! Rows are `[rows, C]`, channels `[C]` and counts of rows `[1]`, in the dtype of the sums and
 //! without a graph. Each equation takes a few of candle's operations, so this device is many times
-//! slower than kernels. The host waits for the device only to exchange sums with other ranks. It does
-//! not wait to learn whether a mask keeps a row, so a batch without one counts as a step, as on a
-//! GPU.
+//! slower than kernels. The host waits for the device only to exchange sums with other ranks. It
+//! does not wait to learn whether a mask keeps a row, so a batch without one counts as a step, as
+//! on a GPU.
 
 use super::{sums_dtype, Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
 use crate::config::{ForwardKind, PhiStep, Recipe};
@@ -18,6 +18,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
         None => None,
     };
     let x = stream.as_ref().unwrap_or(&pass.x);
+    let sum = stream.as_ref().map(storage).transpose()?;
     let rows = Rows::new(x, pass, pass.keep.as_ref())?;
     let running_inv_rms = match &pass.phi {
         Some(phi) => inverse_root(&rows.channels(phi)?, pass.eps)?,
@@ -27,6 +28,14 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
     let mut forwarded = Forwarded {
         inv_rms: running_inv_rms,
         batch: None,
+    };
+
+    // Y by ψ² comes before ψ² moves, because it can fail. The batch's own statistic is known only
+    // after the sums.
+    let by_batch = pass.kind == ForwardKind::BatchStatistic;
+    let mut y = match by_batch {
+        false => Some(rows.output(pass, &forwarded.inv_rms)?),
+        true => None,
     };
     let sums = match pass.kind.is_training() {
         true => square_sums(&rows, pass, env)?,
@@ -41,33 +50,27 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
             None => batch_phi,
         };
         let batch_inv_rms = inverse_root(&batch_phi, pass.eps)?;
-        env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi, &has_rows))?;
-        if pass.kind == ForwardKind::BatchStatistic {
+        if by_batch {
             forwarded.inv_rms = batch_inv_rms.clone();
+            y = Some(rows.output(pass, &forwarded.inv_rms)?);
         }
         let gamma = all.squares.broadcast_div(&all.rows)?;
         let gamma = ((gamma * &forwarded.inv_rms)? * &forwarded.inv_rms)?;
-        forwarded.batch = Some(BatchStatistics {
+        let batch = BatchStatistics {
             inv_rms: batch_inv_rms,
             gamma: has_rows.where_cond(&gamma, &gamma.zeros_like()?)?,
             rows: all.rows,
             has_rows,
-        });
+        };
+        env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi, &batch.has_rows))?;
+        forwarded.batch = Some(batch);
     }
-
-    // Y = γ ⊙ X̃/D + β.
-    let mut y = rows.x_tilde.broadcast_mul(&forwarded.inv_rms)?;
-    if let Some(weight) = &pass.weight {
-        y = y.broadcast_mul(&rows.channels(weight)?)?;
-    }
-    if let Some(bias) = &pass.bias {
-        y = y.broadcast_add(&rows.channels(bias)?)?;
-    }
-    let outputs = Outputs {
-        y: storage(&shaped(y, &pass.x)?)?,
-        stream: stream.as_ref().map(storage).transpose()?,
+    let y = match y {
+        Some(y) => y,
+        // There is no row at all.
+        None => rows.output(pass, &forwarded.inv_rms)?,
     };
-    Ok((Box::new(forwarded), outputs))
+    Ok((Box::new(forwarded), Outputs { y, stream: sum }))
 }
 
 /// What a backward needs of its forward.
@@ -112,73 +115,88 @@ impl Saved for Forwarded {
             true => Some(sum_rows(&rows.masked((&dy * &rows.x_tilde)?)?)?),
             false => None,
         };
-        let correction = match (&self.batch, &dy_x) {
-            (Some(batch), Some(dy_x)) => {
-                let mut global = dy_x.clone();
-                if env.has_ranks() {
-                    let sums = to_host(dy_x)?;
-                    global = rows.read_sums(&env.exchange(sums)?)?;
-                }
-                let mut lambda = (global * &self.inv_rms)?;
-                if let Some(weight) = &weight {
-                    lambda = (lambda * weight)?;
-                }
-                let lambda = lambda.broadcast_div(&batch.rows)?;
-                // ν as it stands before it moves.
-                let running = env.nu().map(|nu| running_nu(&rows, &nu)).transpose()?;
-                let nu = env.nu().map(|nu| (nu.share, nu.loss_scale));
-                env.move_nu(&mut |ema_gz| match (ema_gz, nu) {
-                    (Some(ema_gz), Some(nu)) => update_nu(pass, ema_gz, batch, &lambda, nu),
-                    _ => Ok(()),
-                })?;
-                let correction = if exact { Some(lambda) } else { running };
-                // Without a kept row the forward was an evaluation.
-                let of_rows = |of: Tensor| batch.has_rows.where_cond(&of, &of.zeros_like()?);
-                correction.map(of_rows).transpose()?
-            }
-            _ => None,
-        };
-
-        // ∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃, and ∂L/∂x. With g = γ ⊙ dy it is g/D in an evaluation,
-        // (g − Λ X̂)/D in PN-V (Eq. 6), and (g − ν X̂)/D in PN (Eq. 12). Under recipe Fairseq the
-        // divisor is always the batch's.
-        let input = match wanted.input {
-            true => {
-                let divisor = match &self.batch {
-                    Some(batch) if pass.recipe == Recipe::Fairseq => &batch.inv_rms,
-                    _ => &self.inv_rms,
-                };
-                let gain = match &weight {
-                    Some(weight) => (divisor * weight)?,
-                    None => divisor.clone(),
-                };
-                let mut dx_tilde = dy.broadcast_mul(&gain)?;
-                if let Some(correction) = correction {
-                    let decay = ((correction * divisor)? * &self.inv_rms)?;
-                    dx_tilde = (dx_tilde - rows.x_tilde.broadcast_mul(&decay)?)?;
-                }
-                let dx = rows.masked(rows.through_group_scaling(dx_tilde)?)?;
-                Some(shaped(dx, &pass.x)?)
-            }
-            false => None,
-        };
         let like = |of: &Option<Tensor>, gradient: Tensor| match of {
             Some(of) => gradient.to_dtype(of.dtype()).map(Some),
             None => Ok(None),
         };
-        let dweight = match dy_x {
+        let dweight = match &dy_x {
             Some(dy_x) if wanted.weight => like(&pass.weight, (dy_x * &self.inv_rms)?)?,
             _ => None,
         };
         let dbias = match wanted.bias {
-            true => like(&pass.bias, sum_rows(&rows.masked(dy)?)?)?,
+            true => like(&pass.bias, sum_rows(&rows.masked(dy.clone())?)?)?,
             false => None,
         };
+        // ∂L/∂x by ν, or in an evaluation without a correction. An exact gradient waits for Λ. All
+        // gradients come before ν moves, because they can fail.
+        //
+        // The factor of the loss is read once: another thread may set it.
+        let nu = env.nu();
+        let step = nu.map(|nu| (nu.share, nu.loss_scale));
+        let mut input = match wanted.input && !exact {
+            true => {
+                let nu = nu.map(|nu| running_nu(&rows, &nu)).transpose()?;
+                Some(self.input_gradient(pass, &rows, &dy, weight.as_ref(), nu)?)
+            }
+            false => None,
+        };
+        if let (Some(batch), Some(dy_x)) = (&self.batch, &dy_x) {
+            let mut global = dy_x.clone();
+            if env.has_ranks() {
+                let sums = to_host(dy_x)?;
+                global = rows.read_sums(&env.exchange(sums)?)?;
+            }
+            let mut lambda = (global * &self.inv_rms)?;
+            if let Some(weight) = &weight {
+                lambda = (lambda * weight)?;
+            }
+            let lambda = lambda.broadcast_div(&batch.rows)?;
+            if wanted.input && exact {
+                let weight = weight.as_ref();
+                let lambda = Some(lambda.clone());
+                input = Some(self.input_gradient(pass, &rows, &dy, weight, lambda)?);
+            }
+            env.move_nu(&mut |ema_gz| match (ema_gz, step) {
+                (Some(ema_gz), Some(step)) => update_nu(pass, ema_gz, batch, &lambda, step),
+                _ => Ok(()),
+            })?;
+        }
         Ok(Gradients {
             input,
             weight: dweight,
             bias: dbias,
         })
+    }
+}
+
+impl Forwarded {
+    /// `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`, and ∂L/∂x from it. With g = γ ⊙ dy it is g/D in an
+    /// evaluation, (g − Λ X̂)/D in PN-V (Eq. 6), and (g − ν X̂)/D in PN (Eq. 12). Under recipe
+    /// Fairseq the divisor is always the batch's, while X̂ stays X̃/D.
+    fn input_gradient(
+        &self,
+        pass: &Pass,
+        rows: &Rows,
+        dy: &Tensor,
+        weight: Option<&Tensor>,
+        correction: Option<Tensor>,
+    ) -> Result<Tensor> {
+        let divisor = match &self.batch {
+            Some(batch) if pass.recipe == Recipe::Fairseq => &batch.inv_rms,
+            _ => &self.inv_rms,
+        };
+        let gain = match weight {
+            Some(weight) => (divisor * weight)?,
+            None => divisor.clone(),
+        };
+        let mut dx_tilde = dy.broadcast_mul(&gain)?;
+        if let (Some(batch), Some(correction)) = (&self.batch, correction) {
+            // Without a kept row the forward was an evaluation.
+            let correction = (batch.has_rows).where_cond(&correction, &correction.zeros_like()?)?;
+            let decay = ((correction * divisor)? * &self.inv_rms)?;
+            dx_tilde = (dx_tilde - rows.x_tilde.broadcast_mul(&decay)?)?;
+        }
+        shaped(rows.masked(rows.through_group_scaling(dx_tilde)?)?, &pass.x)
     }
 }
 
@@ -362,6 +380,18 @@ impl Rows {
             }
             None => self.count(),
         }
+    }
+
+    /// `Y = γ ⊙ X̃/D + β`, in the shape and dtype of the input.
+    fn output(&self, pass: &Pass, inv_rms: &Tensor) -> Result<Storage> {
+        let mut y = self.x_tilde.broadcast_mul(inv_rms)?;
+        if let Some(weight) = &pass.weight {
+            y = y.broadcast_mul(&self.channels(weight)?)?;
+        }
+        if let Some(bias) = &pass.bias {
+            y = y.broadcast_add(&self.channels(bias)?)?;
+        }
+        storage(&shaped(y, &pass.x)?)
     }
 
     /// `values`, `[rows, C]`, with 0 in padded rows, whatever they hold.

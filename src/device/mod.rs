@@ -5,7 +5,7 @@
 //! [`backward`](Saved::backward) runs the backward. Each device has both as straight-line code, to
 //! be read from top to bottom beside the equations of [`Recipe`]. A training forward
 //!
-//! 1. sums the squares of its rows, and writes the output on the way unless the batch's own
+//! 1. sums the squares of its rows, and writes the output in the same pass unless the batch's own
 //!    statistic normalizes;
 //! 2. exchanges the sums with the other ranks ([`Env::exchange`]);
 //! 3. moves ψ² ([`Env::move_phi`]);
@@ -13,8 +13,8 @@
 //!
 //! Its backward
 //!
-//! 1. sums Σ dy x̃ over its rows, and writes the input's gradient on the way unless the gradient is
-//!    exact, which takes Λ of the whole batch;
+//! 1. sums Σ dy x̃ over its rows, and writes the input's gradient in the same pass unless the
+//!    gradient is exact, which takes Λ of the whole batch;
 //! 2. exchanges the sums;
 //! 3. moves ν ([`Env::move_nu`]), and makes the gradients of weight and bias;
 //! 4. writes the input's gradient, if it is exact.
@@ -22,8 +22,8 @@
 //! What can fail comes first: an NVIDIA GPU allocates and loads all that a call needs before its
 //! first launch. A call that fails before it has moved ψ² or ν has changed nothing.
 //!
-//! A device knows storage and numbers. It knows neither ranks nor the layer's state, whose
-//! variables it sees only while [`Env`] lends them.
+//! A device works on storage and numbers. Ranks and the layer's state stay behind [`Env`], which
+//! lends the variables of ψ² and ν for an update.
 //!
 //! CONTRIBUTING.md says how to add a device.
 
@@ -36,8 +36,8 @@ pub(crate) mod pick;
 use crate::config::{ForwardKind, PhiStep, Recipe};
 use candle::{DType, Result, Storage, Tensor, Var};
 
-/// One forward of a layer, or the backward of that forward: its tensors, in a layout that the device
-/// reads, and its settings.
+/// One forward of a layer, or the backward of that forward: its settings, and its tensors in a
+/// layout that the device reads.
 pub(crate) struct Pass {
     /// The rows to normalize, `[.., C]`. In the backward of a forward with a residual, `x` is the
     /// sum that the forward normalized, and there is no residual.
@@ -50,7 +50,7 @@ pub(crate) struct Pass {
     pub weight: Option<Tensor>,
     /// β, `[C]`.
     pub bias: Option<Tensor>,
-    /// ψ² before the step, `[C]`. Without it D is 1, which leaves the group scaling.
+    /// In a forward, ψ² before the step, `[C]`. Without it D is 1, which leaves the group scaling.
     pub phi: Option<Tensor>,
     pub kind: ForwardKind,
     /// G of the group scaling; `None` without it.
@@ -118,7 +118,7 @@ pub(crate) trait Saved: Send + Sync {
     ) -> Result<Gradients>;
 }
 
-/// The outside of a pass: the other ranks, and the layer's state.
+/// What a pass needs besides its tensors: sums over the other ranks, and the layer's state.
 ///
 /// Sums are exchanged as tensors of f64, `[n]`, on
 /// [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A training forward's sums are Σ x̃²

@@ -18,7 +18,7 @@ use candle::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, MetalStorage, Result, Shape,
     Storage, Tensor,
 };
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// Runs the layer.
 pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
@@ -35,7 +35,7 @@ pub(crate) fn power_norm_residual(call: Call, residual: &Tensor) -> Result<(Tens
     };
     let (mut step, outputs) = Step::forward(call)?;
     let Some(sum) = outputs.stream else {
-        candle::bail!("power_norm: expected the sum with a residual, got none")
+        unreachable!("a forward with a residual writes the sum")
     };
     let stream = residual::stream(xs, residual, sum)?;
     step.pass.x = stream.clone();
@@ -70,8 +70,8 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// An output that was computed before candle runs its op. candle's custom ops compute their output
-/// themselves and have one each, so what a pass has written comes to candle through this.
+/// An output that was computed before candle runs its op. A custom op of candle computes one output
+/// itself. Ours exists before candle runs the op, and `Computed` holds it until then.
 struct Computed {
     storage: Mutex<Option<Storage>>,
     shape: Shape,
@@ -142,8 +142,8 @@ macro_rules! forwards {
 }
 use forwards;
 
-/// A layer's place in the graph. Its arguments are the rows, and weight and bias as far as the layer
-/// has them.
+/// A layer's place in the graph. Its arguments are the rows, and weight and bias as far as the
+/// layer has them.
 struct PowerNormOp {
     y: Computed,
     step: Step,
@@ -174,7 +174,7 @@ impl PowerNormOp {
     fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let gradients = self.step.backward(dy)?;
         let gradients = [gradients.input, gradients.weight, gradients.bias];
-        match *KEEPS_GRAPH_OF_GRADIENTS {
+        match KEEPS_GRAPH_OF_GRADIENTS.with(|keeps| *keeps) {
             false => Ok(gradients),
             true => {
                 let [input, weight, bias] = gradients.map(|gradient| {
@@ -240,12 +240,14 @@ impl CustomOp3 for PowerNormOp {
     }
 }
 
-/// candle's switch for derivatives of gradients: with it a backward keeps the graph of the gradients
-/// that it makes. candle reads it as this does, once a thread.
-static KEEPS_GRAPH_OF_GRADIENTS: LazyLock<bool> = LazyLock::new(|| {
-    let value = std::env::var("CANDLE_GRAD_DO_NOT_DETACH");
-    value.is_ok_and(|value| !value.is_empty() && value != "0")
-});
+thread_local! {
+    /// candle's switch for derivatives of gradients: with it a backward keeps the graph of the
+    /// gradients that it makes. candle too reads the variable once in each thread.
+    static KEEPS_GRAPH_OF_GRADIENTS: bool = {
+        let value = std::env::var("CANDLE_GRAD_DO_NOT_DETACH");
+        value.is_ok_and(|value| !value.is_empty() && value != "0")
+    };
+}
 
 /// A gradient in a graph that candle keeps. The kernels make gradients without a graph, so a
 /// derivative of one would miss all that passes through this layer. An error says so instead.

@@ -5,9 +5,9 @@
 //! over the ranks, in an exchange. All ranks come to the same exchanges in the same order. A rank
 //! whose call fails before its exchange tells the others, when its [`Turn`] is dropped.
 //!
-//! The [device](crate::device) decides the order of a step and computes it. [`StepEnv`] is what it
-//! reaches outside of it: the exchange, the state's lock and the count of steps. Nothing is pending
-//! between calls.
+//! The [device](crate::device) computes a step, in its order. Through [`StepEnv`] it exchanges
+//! sums, moves ψ² and ν under the state's lock, and counts the step. Nothing is pending between
+//! calls.
 
 use super::{as_bytes, readable};
 use crate::config::{ForwardKind, PhiStep, Recipe};
@@ -97,7 +97,8 @@ impl Call<'_> {
 
 /// A forward that ran, and what its backward needs.
 pub(crate) struct Step {
-    /// As in the forward. With a residual, `x` becomes the sum that the forward normalized.
+    /// As in the forward, without ψ². With a residual, `x` becomes the sum that the forward
+    /// normalized.
     pub pass: Pass,
     saved: Box<dyn Saved>,
     /// `None` unless the forward counted as a step.
@@ -109,7 +110,7 @@ pub(crate) struct Step {
 impl Step {
     /// Runs a forward, which moves ψ² and t if it is a training step.
     pub fn forward(call: Call) -> Result<(Self, Outputs)> {
-        let (pass, step_count) = call.pass()?;
+        let (mut pass, step_count) = call.pass()?;
         let mut env = StepEnv {
             has_ranks: call.turn.is_some(),
             turn: call.turn,
@@ -120,6 +121,8 @@ impl Step {
         let (saved, outputs) = call.device.forward(&pass, &mut env)?;
         let counted = env.counted;
         drop(env);
+        // No backward reads ψ², which is a copy or the layer's own.
+        pass.phi = None;
         let step = Self {
             pass,
             saved,
@@ -155,7 +158,7 @@ impl Step {
     }
 }
 
-/// The outside of a forward or a backward.
+/// What a forward or a backward needs besides its tensors.
 struct StepEnv<'a> {
     has_ranks: bool,
     /// The turn in the exchange of this call, until it is taken.
@@ -175,6 +178,7 @@ impl Env for StepEnv<'_> {
     fn exchange(&mut self, sums: Tensor) -> Result<Tensor> {
         match self.turn.take() {
             Some(turn) => turn.sum(&sums, self.step_count),
+            None if self.has_ranks => unreachable!("a device exchanges sums once in a pass"),
             None => Ok(sums),
         }
     }

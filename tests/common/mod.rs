@@ -189,7 +189,8 @@ pub fn is_composed() -> bool {
 }
 
 /// A batch whose mask keeps no row counts as a step. Only on a CPU the host knows what a mask holds
-/// without a wait for the device; candle's own operations are written for devices where it does not.
+/// without a wait for the device; candle's own operations are written for devices where it does
+/// not.
 pub fn counts_masked_batches(device: &Device) -> bool {
     !device.is_cpu() || is_composed()
 }

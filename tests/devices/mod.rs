@@ -620,8 +620,9 @@ pub fn padding_may_hold_anything(device: &Device) {
     }
 }
 
-/// A batch without a kept row is evaluated, and moves neither ψ² nor ν. Except on a CPU it counts as
-/// a step, because only the device knows what a mask holds, and the host does not wait to hear it.
+/// A batch without a kept row is evaluated, and moves neither ψ² nor ν. Except on a CPU it counts
+/// as a step, because only the device knows what a mask holds, and the host does not wait to hear
+/// it.
 pub fn a_batch_without_a_kept_row_is_evaluated(device: &Device) {
     for kind in KINDS {
         for warmup_steps in [100, 1] {

@@ -4,7 +4,7 @@ use crate::common::reference::Quantity;
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::Linear;
-use candle_powernorm::GroupScaling;
+use candle_powernorm::{GroupScaling, Recipe};
 
 const SIZE: usize = 12;
 const OUT: usize = 5;
@@ -234,5 +234,25 @@ fn layer_scales_out_of_range_are_refused() -> Result<()> {
     let text =
         "eps positive and finite after rounding to F32, got 1e-60: choose a number such as 1e-5";
     refused(forward(tiny, &[2, 5], DType::BF16), text);
+    Ok(())
+}
+
+/// Recipe Fairseq keeps a ψ² that has overflowed. An evaluation of it is NaN, and so is what it folds
+/// into: a silent 0 would look like a channel that is off.
+#[test]
+fn a_statistic_that_overflowed_folds_into_nan() -> Result<()> {
+    let (norm, varmap) = layer(2, config(None).with_recipe(Recipe::Fairseq), DType::F32);
+    let phi = var(&varmap, "running_phi");
+    phi.set(&Tensor::new(&[f32::INFINITY, 1.], &CPU)?)?;
+    norm.mode().set_training(false);
+    let xs = Tensor::ones((1, 2), DType::F32, &CPU)?;
+    let [evaluated, beside] = norm.forward(&xs)?.to_vec2::<f32>()?[0][..] else {
+        unreachable!()
+    };
+    assert!(evaluated.is_nan() && (beside - 1.).abs() < 1e-3);
+    let next = Linear::new(Tensor::ones((3, 2), DType::F32, &CPU)?, None);
+    for row in norm.fold_into(&next)?.weight().to_vec2::<f32>()? {
+        assert!(row[0].is_nan() && (row[1] - 1.).abs() < 1e-3, "{row:?}");
+    }
     Ok(())
 }

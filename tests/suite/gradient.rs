@@ -233,8 +233,8 @@ fn first_derivatives() -> Vec<(&'static str, Var, Tensor)> {
         .collect()
 }
 
-/// A penalty on a gradient would miss all that passes through the layer. [`run_with`] runs this with
-/// candle's switch on.
+/// A penalty on a gradient would miss all that passes through the layer. [`run_with`] runs this
+/// with candle's switch on.
 #[test]
 fn a_gradient_has_no_gradient() {
     let keeps = std::env::var_os(KEEP_GRAPHS).is_some();

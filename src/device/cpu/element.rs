@@ -21,8 +21,8 @@ pub(super) unsafe trait Element: WithDType {
     /// Reads `vectors` from a row, which has as many elements.
     fn load<S: Simd>(simd: S, row: &[Self], vectors: &mut [<Self::Acc as Accumulator>::Vector<S>]);
 
-    /// Writes `vectors` to a row, which has as many elements. Each element is rounded to nearest, ties
-    /// to even.
+    /// Writes `vectors` to a row, which has as many elements. Each element is rounded to nearest,
+    /// ties to even.
     fn store<S: Simd>(
         simd: S,
         vectors: &[<Self::Acc as Accumulator>::Vector<S>],

@@ -179,26 +179,32 @@ pub(super) fn forward<T: Element>(
 /// `y = gain ⊙ x̃ + shift` alone.
 pub(super) fn normalize<T: Element>(rows: &Rows<T>, factors: &[Numbers<T>; 2]) -> Vec<T> {
     let (written, _) = forward(rows, Some(factors), false);
-    written.y.unwrap_or_default()
+    let Some(y) = written.y else {
+        unreachable!("a forward with factors writes its output")
+    };
+    y
 }
 
-/// The mean of x² of each column, for columns whose sum of x² overflows. Each element is divided by
-/// the root of the number of rows before it is squared, so that no sum exceeds the mean. The mean is
+/// The mean of x² of some columns, whose sum of x² overflows. Each element is divided by the root
+/// of the number of rows before it is squared, so that no sum exceeds the mean. The mean is
 /// infinite only where it leaves f64 itself, or where x does.
 ///
-/// Only rows without group scaling come here: with it, x̃² is at most the width of a group. Slow, in
-/// f64 and on one thread: no training takes rows of 1e19 as a rule.
+/// With group scaling x̃² is at most the width of a group, and no sum overflows. Slow, in f64 and
+/// on one thread, but no more than the columns that overflowed.
 #[cold]
 pub(super) fn means_of_huge<T: Element>(
     rows: &Rows<T>,
+    columns: &[usize],
     counts: impl Fn(usize) -> bool,
 ) -> Vec<f64> {
+    debug_assert!(rows.groups.is_none());
     let counted = || (0..rows.len()).filter(|&row| counts(row));
     let root = (counted().count() as f64).sqrt();
-    let mut means = vec![0.; rows.cols()];
+    let mut means = vec![0.; columns.len()];
     for row in counted() {
-        for (mean, x) in means.iter_mut().zip(rows.x.row(row)) {
-            *mean += (x.to_f64() / root).powi(2);
+        let x = rows.x.row(row);
+        for (mean, &column) in means.iter_mut().zip(columns) {
+            *mean += (x[column].to_f64() / root).powi(2);
         }
     }
     means
@@ -683,8 +689,11 @@ fn run<T: Element>(
     }
     // Without factors and without sums, a forward adds the residual and does nothing else.
     let (Written { stream, .. }, _) = run_at_once(rows, &Forward { factors: None }, 0);
-    let summed = rows.summed(stream.as_deref().unwrap_or_default());
-    let (written, sums) = run_at_once(&summed, pass, width);
+    let Some(stream) = stream else {
+        unreachable!("a forward with a residual writes the sum")
+    };
+    let (written, sums) = run_at_once(&rows.summed(&stream), pass, width);
+    let stream = Some(stream);
     (Written { stream, ..written }, sums)
 }
 

@@ -171,9 +171,16 @@ impl Forwarded {
 
         // Σ dy x̃, Σ dy, and dx by ν: Eq. 12, or without a correction in evaluation. Under recipe
         // Fairseq ν is the correction of every step. An exact gradient waits for Λ.
-        let nu = env.nu().map(|nu| running_nu(&nu)).transpose()?;
-        let factors =
-            (wanted.input && !exact).then(|| self.input_factors::<T>(pass, weight, nu.as_deref()));
+        // The factor of the loss is read once: another thread may set it.
+        let nu = env.nu();
+        let step = nu.map(|nu| (nu.share, nu.loss_scale));
+        let factors = match wanted.input && !exact {
+            true => {
+                let nu = nu.map(|nu| running_nu(&nu)).transpose()?;
+                Some(self.input_factors::<T>(pass, weight, nu.as_deref()))
+            }
+            false => None,
+        };
         let needs_dy_x = self.batch.is_some() || wanted.weight;
         let sums = match (wanted.bias, needs_dy_x) {
             (true, _) => BackwardSums::DyXAndDy,
@@ -198,8 +205,7 @@ impl Forwarded {
                 false => None,
             };
             let new = self.lambda(global.as_ref().unwrap_or(&dy_x), weight, batch.rows);
-            let nu = env.nu().map(|nu| (nu.share, nu.loss_scale));
-            env.move_nu(&mut |ema_gz| match (ema_gz, nu) {
+            env.move_nu(&mut |ema_gz| match (ema_gz, step) {
                 (Some(ema_gz), Some((share, loss_scale))) => {
                     update_nu(pass, ema_gz, batch, &new, share, loss_scale)
                 }
@@ -236,8 +242,8 @@ impl Forwarded {
             .collect()
     }
 
-    /// Gain and decay of `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`. With `g = γ ⊙ dy` each gradient has this
-    /// form:
+    /// Gain and decay of `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`. With `g = γ ⊙ dy` each gradient has
+    /// this form:
     ///
     /// - an evaluation: `g/D`;
     /// - PN-V, Eq. 6: `(g − Λ X̂)/D`;
@@ -270,13 +276,14 @@ fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<kernels::SquareSums<T>>) -> Vec
     for (k, sums) in sums.into_iter().enumerate() {
         let mut over = Squares::new(widened::<T>(&sums.squares), sums.rows);
         if over.sums.contains(&f64::INFINITY) {
+            let columns: Vec<usize> = (0..over.sums.len())
+                .filter(|&c| over.sums[c] == f64::INFINITY)
+                .collect();
             // The sums after the first are over all rows.
-            let means = kernels::means_of_huge(rows, |row| k > 0 || rows.keeps(row));
-            for (c, mean) in means.into_iter().enumerate() {
-                if over.sums[c] == f64::INFINITY {
-                    over.means[c] = mean;
-                    over.sums[c] = mean * over.rows as f64;
-                }
+            let means = kernels::means_of_huge(rows, &columns, |row| k > 0 || rows.keeps(row));
+            for (c, mean) in columns.into_iter().zip(means) {
+                over.means[c] = mean;
+                over.sums[c] = mean * over.rows as f64;
             }
         }
         squares.push(over);

@@ -16,7 +16,7 @@ use candle::{
     CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
     StorageRef, Tensor,
 };
-use std::cell::{OnceCell, RefCell};
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -174,15 +174,9 @@ impl Gpu {
 
     /// Calls `launch` with the address of a tensor, which is locked so that the launch may write
     /// it.
-    pub fn in_place(
-        &self,
-        tensor: &Tensor,
-        launch: impl FnMut(Vector) -> Result<()>,
-    ) -> Result<()> {
-        tensor.inplace_op1(&InPlace {
-            stream: &self.stream,
-            launch: RefCell::new(launch),
-        })
+    pub fn in_place(&self, tensor: &Tensor, launch: impl Fn(Vector) -> Result<()>) -> Result<()> {
+        let stream = &self.stream;
+        tensor.inplace_op1(&InPlace { stream, launch })
     }
 }
 
@@ -214,6 +208,10 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
 }
 
 /// Storages that launches read, locked until the launches are queued.
+///
+/// A reader of candle's locks waits behind a writer that waits, such as an optimizer in `Var::set`.
+/// So that threads cannot wait for each other in a circle, every call locks in one order: arrays of
+/// rows, weight, bias, and last ψ² or ν, which a step locks for writing.
 ///
 /// A [`Uses`] borrows from the storages while it locks further ones. So each storage has a cell of
 /// its own: a cell is filled through a shared reference, and never moves.
@@ -325,11 +323,10 @@ fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
 /// writing.
 struct InPlace<'a, F> {
     stream: &'a CudaStream,
-    /// candle calls an op once, by a shared reference.
-    launch: RefCell<F>,
+    launch: F,
 }
 
-impl<F: FnMut(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
+impl<F: Fn(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
     fn name(&self) -> &'static str {
         "power_norm"
     }
@@ -345,7 +342,7 @@ impl<F: FnMut(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
         );
         with_slice!(&mut storage.slice, slice => {
             let (start, _held) = slice.device_ptr_mut(self.stream);
-            (self.launch.borrow_mut())(Vector { data: start + offset, dtype })
+            (self.launch)(Vector { data: start + offset, dtype })
         })
     }
 }

@@ -1,4 +1,5 @@
-//! A step on a GPU: a forward and its backward from top to bottom, and one function for each launch.
+//! A step on a GPU: a forward and its backward from top to bottom, and one function for each
+//! launch.
 //!
 //! A forward allocates and loads all that it and its step of ψ² need before its first launch, and
 //! so does a backward. A call that fails before its launches changes nothing.
@@ -66,12 +67,7 @@ pub(crate) fn forward(
     }
     // ψ_B², Γ, ψ², and 1/D if it is the batch's.
     if trains {
-        env.move_phi(&mut |phi, step| {
-            let totals = totals.as_ref();
-            gpu.in_place(phi, |phi| {
-                launch_update_phi(&gpu, &plan, pass.eps, saved.as_mut(), totals, phi, step)
-            })
-        })?;
+        launch_update_phi(&gpu, &plan, pass.eps, saved.as_mut(), totals.as_ref(), env)?;
     }
     if by_batch && has_rows {
         launch_output(&gpu, &plan, pass, &mut y, stream.as_mut(), saved.as_mut())?;
@@ -152,21 +148,9 @@ impl device::Saved for Forwarded {
             }
             // Λ, ν and the parameters' gradients.
             if takes_sums {
-                let nu = nu.as_ref();
-                let mut launch = |ema_gz| {
-                    let gradients = [dweight.as_mut(), dbias.as_mut()];
-                    backward.launch_update_nu(
-                        &mut workspace,
-                        totals.as_ref(),
-                        nu,
-                        ema_gz,
-                        gradients,
-                    )
-                };
-                env.move_nu(&mut |ema_gz| match ema_gz {
-                    Some(ema_gz) => gpu.in_place(ema_gz, &mut launch),
-                    None => launch(Vector::default()),
-                })?;
+                let gradients = [dweight.as_mut(), dbias.as_mut()];
+                let totals = totals.as_ref();
+                backward.launch_update_nu(&mut workspace, totals, nu.as_ref(), gradients, env)?;
             }
             // An exact dx, by Λ.
             if let Some(dx) = dx.as_mut().filter(|_| exact && has_rows) {
@@ -248,7 +232,8 @@ fn launch_rows(
     let mut uses = Uses::on(&gpu.stream, &locks);
     let saved = saved_parts(plan, saved, &mut uses)?;
     let y = uses.write(y)?.data;
-    let sum = uses.write(stream)?.data;
+    let stream = uses.write(stream)?.data;
+    let x = uses.read_rows(&pass.x)?;
     let residual = uses.read_rows(pass.residual.as_ref())?;
     let keep = uses.read(pass.keep.as_ref())?;
     let common = NormalizeParams {
@@ -263,22 +248,26 @@ fn launch_rows(
         group_eps: pass.eps,
         ..Default::default()
     };
-    // The first launch adds the residual and writes the sum. Later ones read the sum.
+    // The first launch adds the residual and writes the stream. Later ones read the stream.
     let adding = NormalizeParams {
-        x: uses.read_rows(&pass.x)?,
+        x,
         residual,
-        stream: sum,
+        stream,
         ..common
     };
     let added = match residual {
         0 => adding,
-        _ => NormalizeParams { x: sum, ..common },
+        _ => NormalizeParams {
+            x: stream,
+            ..common
+        },
     };
     let mut first = adding;
     if plan.has_wide_groups() {
         let (launch, tiling) = plan.groups_launch::<GroupFactors>();
-        // SAFETY: x, the residual and the sum have the
-        // plan's rows and columns, and `group_rms_inv` is a part of `saved`.
+        // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and the
+        // residual hold values. `group_rms_inv` is a part of `saved` with a number for each group.
+        // The outputs are allocations of their own.
         unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..adding }) }?;
         first = added;
     }
@@ -289,8 +278,10 @@ fn launch_rows(
         kept: saved.kept,
         ..first
     };
-    // SAFETY: as for `group_factors`; y has the shape of x, and `partials` and `kept` are parts of
-    // `saved`, or null where this is no training.
+    // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
+    // rows, weight, bias and ψ² its columns. All that is read holds values: `first` reads the
+    // stream only after `group_factors` wrote it. `partials`, `kept`, 1/D and r are parts of
+    // `saved`, or null where there are none. The outputs are allocations of their own.
     unsafe { gpu.normalize(plan, kept_rows) }?;
     if saved.all_partials == 0 {
         return Ok(());
@@ -299,12 +290,14 @@ fn launch_rows(
         partials: saved.all_partials,
         ..added
     };
-    // SAFETY: as above. Without y and a mask this takes the sums over all rows alone.
+    // SAFETY: x or the stream, which the launch above wrote, has the plan's rows and columns, and
+    // `all_partials` is a part of `saved`. Without y and a mask this takes the sums over all rows
+    // alone.
     unsafe { gpu.normalize(plan, all_rows) }
 }
 
-/// Makes 1/D by ψ² where other processes have all rows. Elsewhere [`launch_rows`] writes it, or
-/// [`launch_update_phi`] by the batch's statistic.
+/// Makes 1/D from ψ² where other processes have all rows: `update_phi` without a step. Elsewhere
+/// [`launch_rows`] writes 1/D, or [`launch_update_phi`] from the batch's statistic.
 fn launch_inv_rms(
     gpu: &Gpu,
     plan: &LaunchPlan,
@@ -316,8 +309,8 @@ fn launch_inv_rms(
     let saved = saved_parts(plan, saved, &mut uses)?;
     let phi = uses.read_vector(pass.phi.as_ref())?;
     let params = statistics(plan, pass.eps, &saved, 0, phi, true);
-    // SAFETY: ψ² has the plan's columns, the rest are parts of
-    // `saved`, and there are no chunks to read.
+    // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which are
+    // only written: there are no chunks to read.
     unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
 }
 
@@ -348,42 +341,49 @@ fn launch_totals(
             count,
             ..Default::default()
         };
-        // SAFETY: `sums` has a total a column and a count for each of the recipe's sums, and
-        // `launch_rows` has written the chunks in `saved`.
+        // SAFETY: `sums`, an allocation of its own, has a total a column and a count for each of
+        // the recipe's sums. `launch_rows` has written the chunks in `saved`, of which there are
+        // none without rows.
         unsafe { gpu.sum_partials(plan, params) }?;
         totals = count + TOTAL_BYTES;
     }
     Ok(())
 }
 
-/// Makes ψ_B² and Γ, and 1/D if the batch's statistic normalizes. Moves ψ², which is at `phi`.
+/// Makes ψ_B² and Γ, and 1/D if the batch's statistic normalizes, and moves ψ².
 fn launch_update_phi(
     gpu: &Gpu,
     plan: &LaunchPlan,
     eps: f64,
     saved: Option<&mut CudaSlice<u8>>,
     totals: Option<&Tensor>,
-    phi: Vector,
-    step: &PhiStep,
+    env: &mut dyn Env,
 ) -> Result<()> {
     let locks = Locks::default();
     let mut uses = Uses::on(&gpu.stream, &locks);
     let saved = saved_parts(plan, saved, &mut uses)?;
     let totals = uses.read(totals)?;
     let by_batch = plan.kind == ForwardKind::BatchStatistic;
-    let params = UpdatePhiParams {
-        cumulative: step.cumulative.is_some().into(),
-        moving: step.moving.is_some().into(),
-        old_share: step.cumulative.map_or(0., |shares| shares.old),
-        new_share: step.cumulative.map_or(0., |shares| shares.new),
-        alpha: step.moving.map_or(0., |shares| shares.old),
-        beta: step.moving.map_or(0., |shares| shares.new),
-        ..statistics(plan, eps, &saved, totals, phi, by_batch)
-    };
-    // SAFETY: the caller holds ψ², which has the plan's
-    // columns. The totals have the length of `LaunchPlan::sums`, and the rest are parts of `saved`,
-    // which `launch_rows` has written.
-    unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
+    let statistics = statistics(plan, eps, &saved, totals, Vector::default(), by_batch);
+    env.move_phi(&mut |phi, step| {
+        gpu.in_place(phi, |phi| {
+            let params = UpdatePhiParams {
+                phi,
+                cumulative: step.cumulative.is_some().into(),
+                moving: step.moving.is_some().into(),
+                old_share: step.cumulative.map_or(0., |shares| shares.old),
+                new_share: step.cumulative.map_or(0., |shares| shares.new),
+                alpha: step.moving.map_or(0., |shares| shares.old),
+                beta: step.moving.map_or(0., |shares| shares.new),
+                ..statistics
+            };
+            // SAFETY: ψ², which `in_place` holds, has the plan's columns. The totals have the
+            // length of `LaunchPlan::sums`. The rest are parts of `saved`, whose chunks
+            // `launch_rows` has written and whose 1/D it or `launch_inv_rms` has; without rows
+            // there are no chunks, and totals are there. All are allocations or parts of their own.
+            unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
+        })
+    })
 }
 
 /// Launches the output by the batch's statistic, of which `update_phi` has left 1/D.
@@ -436,8 +436,8 @@ fn saved_parts<'u>(
     }
 }
 
-/// The arguments for the statistics of a training forward, by which ψ² stays. If `by_batch`, 1/D is
-/// made from ψ_B², or from ψ² if no row is kept.
+/// Arguments of `update_phi` that leave ψ² unchanged; the caller adds the step. If `by_batch`, 1/D
+/// is made from ψ_B², or from ψ² if no row is kept.
 fn statistics(
     plan: &LaunchPlan,
     eps: f64,
@@ -480,7 +480,8 @@ struct Backward<'a> {
 }
 
 impl Backward<'_> {
-    /// Launches dx by ν, if there is a `dx` to write, and the sums over the rows if they are wanted.
+    /// Launches dx by ν, if there is a `dx` to write, and the sums over the rows if they are
+    /// wanted.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
     /// same as in the CPU's backward.
@@ -503,7 +504,10 @@ impl Backward<'_> {
             partials: when(takes_sums, workspace.partials),
             ..params
         };
-        // SAFETY: by `rows_params`; ν has the plan's columns.
+        // SAFETY: x, dy, the mask and the weight hold values in the plan's shape (see
+        // `rows_params`), and so does ν, one a column. The rest are parts of `saved`, which the
+        // forward has written, and of the workspace. dx is an allocation of its own, with the shape
+        // of x.
         unsafe { self.gpu.normalize_bwd(self.plan, params) }
     }
 
@@ -518,23 +522,23 @@ impl Backward<'_> {
             totals: uses.write(sums)?.data,
             ..Default::default()
         };
-        // SAFETY: `sums` has a total a column, and `launch_rows` has written the chunks.
+        // SAFETY: `sums`, an allocation of its own, has a total a column. `launch_rows` has written
+        // the chunks, of which there are none without rows.
         unsafe { self.gpu.sum_partials(self.plan, params) }
     }
 
-    /// Makes Λ and the gradients of weight and bias, and moves ν, which is at `ema_gz` unless that
-    /// is null.
+    /// Makes Λ and the gradients of weight and bias, and moves ν if this backward does.
     fn launch_update_nu(
         &self,
         workspace: &mut CudaSlice<u8>,
         totals: Option<&Tensor>,
         nu: Option<&RunningNu>,
-        ema_gz: Vector,
         [dweight, dbias]: [Option<&mut CudaStorage>; 2],
+        env: &mut dyn Env,
     ) -> Result<()> {
-        let (plan, locks) = (self.plan, Locks::default());
-        let mut uses = Uses::on(&self.gpu.stream, &locks);
-        let saved = plan.saved(uses.hold(self.saved.device_ptr(&self.gpu.stream)));
+        let (gpu, plan, locks) = (self.gpu, self.plan, Locks::default());
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = plan.saved(uses.hold(self.saved.device_ptr(&gpu.stream)));
         let workspace = self.workspace(workspace, &mut uses);
         let params = UpdateNuParams {
             partials: workspace.partials,
@@ -546,7 +550,6 @@ impl Backward<'_> {
             gamma: saved.gamma,
             count: saved.count,
             lambda: workspace.lambda,
-            ema_gz,
             dweight: uses.write(dweight)?,
             dbias: uses.write(dbias)?,
             beta: nu.map_or(0., |nu| nu.share),
@@ -554,13 +557,18 @@ impl Backward<'_> {
             guard: (plan.recipe == Recipe::Paper).into(),
             ..Default::default()
         };
-        // SAFETY: the totals, the weight, the gradients and ν,
-        // which the caller holds, have the plan's columns. The rest are parts of `saved`, which the
-        // forward has written, and of the workspace, whose chunks `launch_rows` has written.
-        unsafe {
-            self.gpu
-                .launch(&plan.channels_launch::<UpdateNu>(), &params)
-        }
+        let launch = |ema_gz| {
+            let params = UpdateNuParams { ema_gz, ..params };
+            // SAFETY: the totals, the weight, the gradients and ν, which `in_place` holds, have the
+            // plan's columns. The rest are parts of `saved`, which the forward has written, and of
+            // the workspace, whose chunks `launch_rows` has written; without rows there are no
+            // chunks. All are allocations or parts of their own.
+            unsafe { gpu.launch(&plan.channels_launch::<UpdateNu>(), &params) }
+        };
+        env.move_nu(&mut |ema_gz| match ema_gz {
+            Some(ema_gz) => gpu.in_place(ema_gz, launch),
+            None => launch(Vector::default()),
+        })
     }
 
     /// Launches an exact dx, by Λ.
@@ -577,13 +585,14 @@ impl Backward<'_> {
             correction_scale: 1.,
             ..self.rows_params(dx, &workspace, &mut uses)?
         };
-        // SAFETY: by `rows_params`; `update_nu` has written Λ.
+        // SAFETY: as in `launch_rows`, with Λ in the place of ν: `update_nu` has written it, one
+        // number a column, in the dtype of the sums.
         unsafe { self.gpu.normalize_bwd(self.plan, params) }
     }
 
-    /// The arguments of a pass over the rows, apart from its correction and its sums. Arrays of rows
-    /// have the plan's rows and columns, the weight its columns, and the rest are parts of `saved`,
-    /// which the forward has written, and of the workspace.
+    /// The arguments of a pass over the rows, apart from its correction and its sums. Arrays of
+    /// rows have the plan's rows and columns, the weight its columns, and the rest are parts of
+    /// `saved`, which the forward has written, and of the workspace.
     fn rows_params<'u, 't>(
         &'t self,
         dx: Address,
