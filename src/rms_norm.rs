@@ -85,7 +85,12 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// Builds a layer from its weight, `[size]`.
+    /// Builds a layer from its weight, `[size]`, as candle's `RmsNorm::new(weight, eps)` does.
+    /// candle's returns the layer, and this one a `Result`.
+    ///
+    /// `RmsNorm::new(size, eps, vb)` of candle_transformers' `with_tracing` is
+    /// [`rms_norm(size, eps, vb)`](rms_norm) here. [Training](crate::guide::training) lists what to
+    /// edit in which file.
     ///
     /// # Errors
     ///

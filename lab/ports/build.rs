@@ -21,7 +21,7 @@ fn main() {
         .expect("candle-transformers is a dependency");
     let models = Path::new(manifest).with_file_name("src/models");
     let out = env::var("OUT_DIR").expect("cargo sets it");
-    for model in ["bert", "llama", "vit"] {
+    for model in ["bert", "chatglm", "csm", "llama", "llama2_c", "vit"] {
         let name = format!("{model}.patch");
         println!("cargo::rerun-if-changed={name}");
         let original = fs::read_to_string(models.join(format!("{model}.rs"))).expect("the model");

@@ -21,6 +21,7 @@ mod lifecycle;
 mod loss_scale;
 mod micro_batches;
 mod parity;
+mod porting;
 mod properties;
 mod recalibration;
 mod recipes;
