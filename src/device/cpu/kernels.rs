@@ -244,7 +244,7 @@ pub(super) fn backward<T: Element>(
 ///
 /// `x + residual` takes one at a time: with four, a forward with a residual of 1024x512 f32 took as
 /// long or up to 5 % longer.
-const STEP: usize = 4;
+const UNROLL: usize = 4;
 
 /// The equations of a row, in a forward or a backward.
 ///
@@ -323,14 +323,14 @@ impl<T: Element> RowPass<T> for Forward<'_, T::Acc> {
         let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
         let mut squares = Squares { x, sums };
         let (Some(y), Some([gain, shift])) = (y, self.factors) else {
-            return sweep::<STEP, _, T>(simd, groups, &mut squares, ());
+            return sweep::<UNROLL, _, T>(simd, groups, &mut squares, ());
         };
         let mut columns = Normalized {
             squares,
             gain: &gain[..cols],
             shift: &shift[..cols],
         };
-        y.extend::<STEP, _>(simd, groups, &mut columns);
+        y.extend::<UNROLL, _>(simd, groups, &mut columns);
     }
 }
 
@@ -403,7 +403,7 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
             if let Some(scaler) = row.scaler {
                 scaler.scale(simd, x, groups);
             }
-            return sweep::<STEP, _, T>(simd, groups, &mut Products { x, dy, sums }, ());
+            return sweep::<UNROLL, _, T>(simd, groups, &mut Products { x, dy, sums }, ());
         };
         let (gain, decay) = (&gain[..cols], &decay[..cols]);
         if let Some(scaler) = row.scaler {
@@ -415,7 +415,7 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
             gain,
             decay,
         };
-        dx.extend::<STEP, _>(simd, groups, &mut columns);
+        dx.extend::<UNROLL, _>(simd, groups, &mut columns);
     }
 }
 
