@@ -12,7 +12,7 @@ use super::params::{
     UpdatePhiParams, Vector,
 };
 use super::plan::{Extent, LaunchPlan, Saved, Workspace};
-use crate::config::{ForwardKind, PhiStep, Recipe};
+use crate::config::{ForwardKind, Recipe};
 use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
