@@ -585,8 +585,8 @@ impl Backward<'_> {
             correction_scale: 1.,
             ..self.rows_params(dx, &workspace, &mut uses)?
         };
-        // SAFETY: as in `launch_rows`, with Λ in the place of ν: `update_nu` has written it, one
-        // number a column, in the dtype of the sums.
+        // SAFETY: as in `launch_rows`, with Λ instead of ν: `update_nu` has written it, one number a
+        // column, in the dtype of the sums.
         unsafe { self.gpu.normalize_bwd(self.plan, params) }
     }
 
