@@ -93,7 +93,7 @@ enum GroupRmsOrigin : int32_t {
   GIVEN = 2,     // groups are wider than a block, and an earlier launch reduced them
 };
 
-// The argument of group_factors and normalize.
+// The argument of group_rms_inv and normalize.
 struct NormalizeParams {
   Tiling tiling;
   const void *x;        // [rows, cols] T

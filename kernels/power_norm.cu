@@ -113,7 +113,7 @@ template <typename T, int N> struct Shared {
   __device__ Shared(const Tiling &tiling, void *memory) {
     const int rank = thread_rank();
     unsigned char *start = static_cast<unsigned char *>(memory);
-    rows = shared_address(start) + rank / WARP * tiling.ring_bytes + rank % WARP * 16;
+    rows = shared_address(start) + rank / WARP * tiling.ring_bytes + rank % WARP * PIECE_BYTES;
     Piece<A> *all = reinterpret_cast<Piece<A> *>(start + block_size() / WARP * tiling.ring_bytes);
     columns = all + threadIdx.x * COLUMNS;
     exchanged = reinterpret_cast<A *>(all + blockDim.x * COLUMNS);
@@ -224,7 +224,7 @@ private:
   }
 
   __device__ __forceinline__ unsigned place(int array, int n) const {
-    return slot + (array * N + n) * WARP * 16;
+    return slot + (array * N + n) * WARP * PIECE_BYTES;
   }
 };
 
@@ -283,7 +283,7 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
   });
 }
 
-// group_factors: r of each row and group, for groups wider than a block.
+// group_rms_inv: r of each row and group, for groups wider than a block.
 // Determinism: bitwise, fixed order.
 // Reads  x, residual [rows, cols] T; residual unless null.
 // Writes group_rms_inv[rows, groups] A; stream[rows, cols] T unless null; overwrites.
@@ -293,7 +293,7 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 // Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows, x, residual, stream 16-byte aligned if vectorized.
 // Launcher: plan.rs::groups_launch.
-template <typename T> __device__ __forceinline__ void group_factors(const NormalizeParams &p) {
+template <typename T> __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -878,10 +878,10 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
 // argument that stands here. The launch bounds ask for one block per multiprocessor. Without that,
 // ptxas gives update_phi_f64 fewer registers for 8.0 and 9.0, and it spills.
 #define FOR_EACH_KERNEL(DEFINE) \
-  DEFINE(group_factors_f32, GROUP_THREADS, group_factors, NormalizeParams, float) \
-  DEFINE(group_factors_f64, GROUP_THREADS, group_factors, NormalizeParams, double) \
-  DEFINE(group_factors_f16, GROUP_THREADS, group_factors, NormalizeParams, __half) \
-  DEFINE(group_factors_bf16, GROUP_THREADS, group_factors, NormalizeParams, __nv_bfloat16) \
+  DEFINE(group_rms_inv_f32, GROUP_THREADS, group_rms_inv, NormalizeParams, float) \
+  DEFINE(group_rms_inv_f64, GROUP_THREADS, group_rms_inv, NormalizeParams, double) \
+  DEFINE(group_rms_inv_f16, GROUP_THREADS, group_rms_inv, NormalizeParams, __half) \
+  DEFINE(group_rms_inv_bf16, GROUP_THREADS, group_rms_inv, NormalizeParams, __nv_bfloat16) \
   DEFINE(normalize_f32_1, ROW_THREADS, normalize, NormalizeParams, float, 1) \
   DEFINE(normalize_f32_2, ROW_THREADS, normalize, NormalizeParams, float, 2) \
   DEFINE(normalize_f32_4, ROW_THREADS, normalize, NormalizeParams, float, 4) \

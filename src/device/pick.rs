@@ -16,7 +16,7 @@ pub(crate) enum DeviceKind {
     Cpu,
     #[cfg(feature = "cuda")]
     Cuda(Arc<cuda::Kernels>),
-    /// Any other device, by candle's own operations.
+    /// Any other device, with candle's own operations.
     Composed,
 }
 

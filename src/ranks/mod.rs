@@ -377,8 +377,7 @@ mod tests {
         }
     }
 
-    /// Runs `work` on so many ranks, each in a thread of its own, and returns what each of them
-    /// returned.
+    /// Runs `work` once for each of `ranks` ranks, in a thread of its own, and returns the results.
     fn on_ranks<T: Send>(ranks: usize, work: impl Fn(usize, Ranks) -> T + Sync) -> Vec<T> {
         let (mut to, mut from) = (vec![vec![]; ranks], vec![]);
         for _ in 0..ranks {
@@ -558,7 +557,7 @@ mod tests {
             drop(member.turn(exchange));
             assert_eq!(recorder.take(), [failure(SIZE + 1)]);
         }
-        // As does one that fails on its way.
+        // A call that fails before its message counts as the first one did.
         let failed = member.turn(Exchange::Forward).sum(&sums(DType::F32), 0);
         assert!(failed.is_err());
         assert_eq!(recorder.take(), [failure(SIZE + 1)]);

@@ -105,13 +105,13 @@ impl<T: Element> Rows<'_, T> {
         }
     }
 
-    /// The same rows, read from `sum`, which is `x + residual`.
-    pub fn summed<'a>(&'a self, sum: &'a [T]) -> Rows<'a, T> {
+    /// The same rows, read from the stream, which is `x + residual`.
+    pub fn of_stream<'a>(&'a self, stream: &'a [T]) -> Rows<'a, T> {
         Rows {
             x: Matrix {
                 cols: self.cols(),
                 rows: self.len(),
-                values: sum,
+                values: stream,
                 blocks: vec![0],
             },
             residual: None,
@@ -144,7 +144,7 @@ impl<T: Element> Rows<'_, T> {
 /// column sums of x̃² if they are wanted.
 pub(super) fn forward<T: Element>(
     rows: &Rows<T>,
-    factors: Option<&[Numbers<T>; 2]>,
+    coefficients: Option<&[Numbers<T>; 2]>,
     sums: bool,
 ) -> (Written<T>, Vec<SquareSums<T>>) {
     let cols = rows.cols();
@@ -154,7 +154,7 @@ pub(super) fn forward<T: Element>(
         (true, Some(_)) if rows.sums_all => 2 * cols,
         (true, _) => cols,
     };
-    let (written, mut squares) = run(rows, &Forward { factors }, width);
+    let (written, mut squares) = run(rows, &Forward { coefficients }, width);
     if !sums {
         return (written, vec![]);
     }
@@ -177,10 +177,10 @@ pub(super) fn forward<T: Element>(
 }
 
 /// `y = gain ⊙ x̃ + shift` alone.
-pub(super) fn normalize<T: Element>(rows: &Rows<T>, factors: &[Numbers<T>; 2]) -> Vec<T> {
-    let (written, _) = forward(rows, Some(factors), false);
+pub(super) fn normalize<T: Element>(rows: &Rows<T>, coefficients: &[Numbers<T>; 2]) -> Vec<T> {
+    let (written, _) = forward(rows, Some(coefficients), false);
     let Some(y) = written.y else {
-        unreachable!("a forward with factors writes its output")
+        unreachable!("a forward with coefficients writes its output")
     };
     y
 }
@@ -228,7 +228,7 @@ pub(super) enum BackwardSums {
 pub(super) fn backward<T: Element>(
     rows: &Rows<T>,
     dy: &Matrix<T>,
-    factors: Option<&[Numbers<T>; 2]>,
+    coefficients: Option<&[Numbers<T>; 2]>,
     sums: BackwardSums,
 ) -> (Option<Vec<T>>, Numbers<T>) {
     let width = match sums {
@@ -236,7 +236,7 @@ pub(super) fn backward<T: Element>(
         BackwardSums::DyX => rows.cols(),
         BackwardSums::DyXAndDy => 2 * rows.cols(),
     };
-    let (written, sums) = run(rows, &Backward { dy, factors }, width);
+    let (written, sums) = run(rows, &Backward { dy, coefficients }, width);
     (written.y, sums)
 }
 
@@ -292,14 +292,14 @@ struct Row<'a, T: Element> {
 /// `x̃ = r x`, Σ x̃² and `y = gain x̃ + shift`.
 struct Forward<'a, A> {
     /// Gain and shift, `[C]` each. `None` if only sums are wanted.
-    factors: Option<&'a [Vec<A>; 2]>,
+    coefficients: Option<&'a [Vec<A>; 2]>,
 }
 
 impl<T: Element> RowPass<T> for Forward<'_, T::Acc> {
     const ADDS_RESIDUAL: bool = true;
 
     fn has_output(&self) -> bool {
-        self.factors.is_some()
+        self.coefficients.is_some()
     }
 
     #[inline(always)]
@@ -318,11 +318,11 @@ impl<T: Element> RowPass<T> for Forward<'_, T::Acc> {
         if let Some(scaler) = row.scaler {
             scaler.scale(simd, x, groups);
         }
-        // Squares of padded rows have sums of their own, or none.
+        // AddSquares of padded rows have sums of their own, or none.
         let start = if row.keeps { 0 } else { cols };
         let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
-        let mut squares = Squares { x, sums };
-        let (Some(y), Some([gain, shift])) = (y, self.factors) else {
+        let mut squares = AddSquares { x, sums };
+        let (Some(y), Some([gain, shift])) = (y, self.coefficients) else {
             return sweep::<UNROLL, _, T>(simd, groups, &mut squares, ());
         };
         let mut columns = Normalized {
@@ -335,15 +335,15 @@ impl<T: Element> RowPass<T> for Forward<'_, T::Acc> {
 }
 
 /// x̃, added to Σ x̃².
-struct Squares<'a, T: Element> {
+struct AddSquares<'a, T: Element> {
     x: &'a [T],
     sums: Option<&'a mut [T::Acc]>,
 }
 
-impl<T: Element> Columns<T::Acc> for Squares<'_, T> {
+impl<T: Element> Columns<T::Acc> for AddSquares<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
-        let x = at.load(self.x) * at.splat(at.scaling.factor);
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let x = at.load(self.x) * at.splat(at.scaling.rms_inv);
         if let Some(sums) = &mut self.sums {
             at.store(x.mul_add(x, at.load(sums)), sums);
         }
@@ -353,15 +353,15 @@ impl<T: Element> Columns<T::Acc> for Squares<'_, T> {
 
 /// y.
 struct Normalized<'a, T: Element> {
-    squares: Squares<'a, T>,
+    squares: AddSquares<'a, T>,
     gain: &'a [T::Acc],
     shift: &'a [T::Acc],
 }
 
 impl<T: Element> Columns<T::Acc> for Normalized<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
-        let x = self.squares.step(at);
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let x = self.squares.apply(at);
         let shift = at.load(self.shift);
         x.mul_add(at.load(self.gain), shift)
     }
@@ -371,14 +371,14 @@ impl<T: Element> Columns<T::Acc> for Normalized<'_, T> {
 struct Backward<'a, T: Element> {
     dy: &'a Matrix<'a, T>,
     /// Gain and decay, `[C]` each. `None` if only sums are wanted.
-    factors: Option<&'a [Numbers<T>; 2]>,
+    coefficients: Option<&'a [Numbers<T>; 2]>,
 }
 
 impl<T: Element> RowPass<T> for Backward<'_, T> {
     const ADDS_RESIDUAL: bool = false;
 
     fn has_output(&self) -> bool {
-        self.factors.is_some()
+        self.coefficients.is_some()
     }
 
     #[inline(always)]
@@ -398,12 +398,12 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
             }
             return;
         }
-        let (Some(dx), Some([gain, decay])) = (dx, self.factors) else {
+        let (Some(dx), Some([gain, decay])) = (dx, self.coefficients) else {
             let sums = Sums::of(sums, cols);
             if let Some(scaler) = row.scaler {
                 scaler.scale(simd, x, groups);
             }
-            return sweep::<UNROLL, _, T>(simd, groups, &mut Products { x, dy, sums }, ());
+            return sweep::<UNROLL, _, T>(simd, groups, &mut AddProducts { x, dy, sums }, ());
         };
         let (gain, decay) = (&gain[..cols], &decay[..cols]);
         if let Some(scaler) = row.scaler {
@@ -411,7 +411,7 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
         }
         let sums = Sums::of(sums, cols);
         let mut columns = NormalizedBwd {
-            products: Products { x, dy, sums },
+            products: AddProducts { x, dy, sums },
             gain,
             decay,
         };
@@ -442,16 +442,16 @@ impl<'a, A> Sums<'a, A> {
 }
 
 /// x̃ and dy, added to Σ dy x̃ and Σ dy.
-struct Products<'a, T: Element> {
+struct AddProducts<'a, T: Element> {
     x: &'a [T],
     dy: &'a [T],
     sums: Sums<'a, T::Acc>,
 }
 
-impl<T: Element> Products<'_, T> {
+impl<T: Element> AddProducts<'_, T> {
     #[inline(always)]
     fn add<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> [Lanes<S, T::Acc, K>; 2] {
-        let x = at.load(self.x) * at.splat(at.scaling.factor);
+        let x = at.load(self.x) * at.splat(at.scaling.rms_inv);
         let dy = at.load(self.dy);
         match &mut self.sums {
             Sums::None => {}
@@ -465,9 +465,9 @@ impl<T: Element> Products<'_, T> {
     }
 }
 
-impl<T: Element> Columns<T::Acc> for Products<'_, T> {
+impl<T: Element> Columns<T::Acc> for AddProducts<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
         let [x, _] = self.add(at);
         x
     }
@@ -475,18 +475,18 @@ impl<T: Element> Columns<T::Acc> for Products<'_, T> {
 
 /// dx.
 struct NormalizedBwd<'a, T: Element> {
-    products: Products<'a, T>,
+    products: AddProducts<'a, T>,
     gain: &'a [T::Acc],
     decay: &'a [T::Acc],
 }
 
 impl<T: Element> Columns<T::Acc> for NormalizedBwd<'_, T> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
         let [x, dy] = self.products.add(at);
         let dx_tilde = at.load(self.gain) * dy - at.load(self.decay) * x;
         let dx = dx_tilde - x * at.splat(at.scaling.mean);
-        dx * at.splat(at.scaling.factor)
+        dx * at.splat(at.scaling.rms_inv)
     }
 }
 
@@ -495,7 +495,7 @@ struct Zeros;
 
 impl<A: Accumulator> Columns<A> for Zeros {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K> {
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K> {
         at.splat(A::ZERO)
     }
 }
@@ -508,8 +508,8 @@ struct Plus<'a, T, C> {
 
 impl<T: Element, C: Columns<T::Acc>> Columns<T::Acc> for Plus<'_, T, C> {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
-        self.columns.step(at) + at.load(self.row)
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        self.columns.apply(at) + at.load(self.row)
     }
 }
 
@@ -526,7 +526,7 @@ impl<A: Accumulator> Scaler<A> {
     fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
         for (group, scaling) in groups.each_mut() {
             let [squares] = sum_terms::<4, 1, S, A>(simd, group.clone(), &GroupSquares { x });
-            scaling.factor = self.factor(&x[group], squares);
+            scaling.rms_inv = self.rms_inv(&x[group], squares);
         }
     }
 
@@ -543,15 +543,15 @@ impl<A: Accumulator> Scaler<A> {
             // sums. So the pass that sums x² for r can take these sums too.
             let [squares, gain_dy_x, decay_x2] =
                 sum_terms::<2, 3, S, A>(simd, group.clone(), terms);
-            let factor = self.factor(&terms.x[group.clone()], squares);
-            let total = factor * (gain_dy_x - factor * decay_x2);
+            let rms_inv = self.rms_inv(&terms.x[group.clone()], squares);
+            let total = rms_inv * (gain_dy_x - rms_inv * decay_x2);
             let total = if total.is_finite() {
                 total
             } else {
-                terms.total_with(factor, group)
+                terms.total_with(rms_inv, group)
             };
             *scaling = Scaling {
-                factor,
+                rms_inv,
                 mean: total * self.share,
             };
         }
@@ -559,12 +559,12 @@ impl<A: Accumulator> Scaler<A> {
 
     /// r of a group whose squares add up to `squares`.
     #[inline(always)]
-    fn factor<T: Element<Acc = A>>(&self, x: &[T], squares: A) -> A {
+    fn rms_inv<T: Element<Acc = A>>(&self, x: &[T], squares: A) -> A {
         let square = squares * self.share + self.eps;
         if square.is_finite() {
             square.sqrt().recip()
         } else {
-            self.factor_of_huge(x)
+            self.rms_inv_of_huge(x)
         }
     }
 
@@ -572,7 +572,7 @@ impl<A: Accumulator> Scaler<A> {
     /// magnitude of x before it squares. If x is not finite, r is NaN: the output shows that, and
     /// the statistics leave the batch out.
     #[cold]
-    fn factor_of_huge<T: Element<Acc = A>>(&self, x: &[T]) -> A {
+    fn rms_inv_of_huge<T: Element<Acc = A>>(&self, x: &[T]) -> A {
         let x = || x.iter().copied().map(widened);
         if !x().all(Float::is_finite) {
             return A::nan();
@@ -636,10 +636,10 @@ impl<T: Element> Terms<T::Acc, 3> for GroupTerms<'_, T> {
 impl<T: Element> GroupTerms<'_, T> {
     /// Σ (gain dy − decay x̃) x̃, if products with x itself overflow.
     #[cold]
-    fn total_with(&self, factor: T::Acc, group: Range<usize>) -> T::Acc {
+    fn total_with(&self, rms_inv: T::Acc, group: Range<usize>) -> T::Acc {
         let mut total = T::Acc::ZERO;
         for i in group {
-            let x = factor * widened(self.x[i]);
+            let x = rms_inv * widened(self.x[i]);
             total += (self.gain[i] * widened(self.dy[i]) - self.decay[i] * x) * x;
         }
         total
@@ -687,12 +687,12 @@ fn run<T: Element>(
     if rows.residual.is_none() || rows.bytes() <= LARGE {
         return run_at_once(rows, pass, width);
     }
-    // Without factors and without sums, a forward adds the residual and does nothing else.
-    let (Written { stream, .. }, _) = run_at_once(rows, &Forward { factors: None }, 0);
+    // Without coefficients and without sums, a forward adds the residual and does nothing else.
+    let (Written { stream, .. }, _) = run_at_once(rows, &Forward { coefficients: None }, 0);
     let Some(stream) = stream else {
         unreachable!("a forward with a residual writes the sum")
     };
-    let (written, sums) = run_at_once(&rows.summed(&stream), pass, width);
+    let (written, sums) = run_at_once(&rows.of_stream(&stream), pass, width);
     let stream = Some(stream);
     (Written { stream, ..written }, sums)
 }

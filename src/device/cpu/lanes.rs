@@ -139,7 +139,7 @@ operator!(Mul, mul, mul_vectors);
 #[derive(Clone, Copy)]
 pub(super) struct Scaling<A> {
     /// r.
-    pub factor: A,
+    pub rms_inv: A,
     /// The mean of dx̃ x̃; 0 in a forward.
     pub mean: A,
 }
@@ -147,7 +147,7 @@ pub(super) struct Scaling<A> {
 impl<A: Accumulator> Scaling<A> {
     /// Changes nothing.
     pub const NONE: Self = Self {
-        factor: A::ONE,
+        rms_inv: A::ONE,
         mean: A::ZERO,
     };
 }
@@ -198,13 +198,13 @@ impl<A: Accumulator> Groups<A> {
 /// they are compiled for each level.
 pub(super) trait Columns<A: Accumulator> {
     /// The output in the columns of a row that are next in order.
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K>;
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K>;
 }
 
 /// A row as it is.
 impl<T: Element> Columns<T::Acc> for &[T] {
     #[inline(always)]
-    fn step<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
         at.load(self)
     }
 }
@@ -246,17 +246,17 @@ pub(super) fn sweep<const K: usize, S: Simd, T: Element>(
         let end = start + groups.len;
         while start + block <= end {
             let at: Span<S, _, K> = Span::new(simd, start, scaling);
-            row.write(columns.step(at), start);
+            row.write(columns.apply(at), start);
             start += block;
         }
         while start + vector <= end {
             let at: Span<S, _, 1> = Span::new(simd, start, scaling);
-            row.write(columns.step(at), start);
+            row.write(columns.apply(at), start);
             start += vector;
         }
         while start < end {
             let at: Span<_, _, 1> = Span::new(Scalar, start, scaling);
-            row.write(columns.step(at), start);
+            row.write(columns.apply(at), start);
             start += 1;
         }
     }
@@ -316,12 +316,12 @@ mod tests {
     use crate::device::cpu::simd::Level;
     use pulp::WithSimd;
 
-    /// The factor of each column's group.
-    struct Factors;
+    /// r of each column's group.
+    struct RmsInverses;
 
-    impl Columns<f32> for Factors {
-        fn step<S: Simd, const K: usize>(&mut self, at: Span<S, f32, K>) -> Lanes<S, f32, K> {
-            at.splat(at.scaling.factor)
+    impl Columns<f32> for RmsInverses {
+        fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, f32, K>) -> Lanes<S, f32, K> {
+            at.splat(at.scaling.rms_inv)
         }
     }
 
@@ -331,7 +331,7 @@ mod tests {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
-            sweep::<4, _, f32>(simd, self.0, &mut Factors, self.1);
+            sweep::<4, _, f32>(simd, self.0, &mut RmsInverses, self.1);
         }
     }
 
@@ -360,8 +360,8 @@ mod tests {
     fn a_sweep_writes_every_column_with_its_group() {
         for len in 1..140 {
             let mut groups = Groups::new(3 * len, len);
-            for ((_, scaling), factor) in groups.each_mut().zip([0., 1., 2.]) {
-                scaling.factor = factor;
+            for ((_, scaling), rms_inv) in groups.each_mut().zip([0., 1., 2.]) {
+                scaling.rms_inv = rms_inv;
             }
             for level in Level::all() {
                 let mut row = vec![MaybeUninit::new(-1.); 3 * len];

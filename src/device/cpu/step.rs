@@ -43,13 +43,13 @@ struct BatchStatistics {
 }
 
 /// Sums of x̃² over rows, and their means.
-struct Squares {
+struct MeanSquares {
     sums: Vec<f64>,
     means: Vec<f64>,
     rows: usize,
 }
 
-impl Squares {
+impl MeanSquares {
     fn new(sums: Vec<f64>, rows: usize) -> Self {
         let means = sums.iter().map(|sum| sum / rows as f64).collect();
         Self { sums, means, rows }
@@ -66,12 +66,12 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     let (keep, residual) = (pass.keep.as_ref(), pass.residual.as_ref());
 
     // x + residual, Σ x̃², and y by ψ². The batch's own statistic is known only after the sums.
-    let factors = (!by_batch).then(|| output_factors::<T>(pass, &running_inv_rms));
-    let factors = factors.transpose()?;
+    let coefficients = (!by_batch).then(|| output_coefficients::<T>(pass, &running_inv_rms));
+    let coefficients = coefficients.transpose()?;
     let (y, stream, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
-        let (written, sums) = kernels::forward(rows, factors.as_ref(), trains);
+        let (written, sums) = kernels::forward(rows, coefficients.as_ref(), trains);
         let squares = match &written.stream {
-            Some(stream) => rescued(&rows.summed(stream), sums),
+            Some(stream) => rescued(&rows.of_stream(stream), sums),
             None => rescued(rows, sums),
         };
         Ok((written.y, written.stream.map(storage), squares))
@@ -111,13 +111,13 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     let y = match y {
         Some(y) => y,
         None => {
-            let factors = output_factors::<T>(pass, &forwarded.inv_rms)?;
+            let coefficients = output_coefficients::<T>(pass, &forwarded.inv_rms)?;
             with_rows::<T, _>(pass, None, keep, |rows| match &stream {
                 Some(stream) => {
                     let stream = T::cpu_storage_as_slice(on_cpu(stream)?)?;
-                    Ok(kernels::normalize(&rows.summed(stream), &factors))
+                    Ok(kernels::normalize(&rows.of_stream(stream), &coefficients))
                 }
-                None => Ok(kernels::normalize(rows, &factors)),
+                None => Ok(kernels::normalize(rows, &coefficients)),
             })?
         }
     };
@@ -157,13 +157,13 @@ impl Forwarded {
         let exact = self.batch.is_some() && pass.is_exact();
         let weight = pass.weight.as_ref().map(channels).transpose()?;
         let weight = weight.as_deref();
-        let walk = |factors: Option<&[Numbers<T>; 2]>, sums| {
+        let walk = |coefficients: Option<&[Numbers<T>; 2]>, sums| {
             with_rows::<T, _>(pass, None, pass.backward_keep(), |rows| {
                 let (storage, layout) = dy.storage_and_layout();
                 Ok(kernels::backward(
                     rows,
                     &matrix(&storage, layout)?,
-                    factors,
+                    coefficients,
                     sums,
                 ))
             })
@@ -174,10 +174,10 @@ impl Forwarded {
         // The factor of the loss is read once: another thread may set it.
         let nu = env.nu();
         let step = nu.map(|nu| (nu.share, nu.loss_scale));
-        let factors = match wanted.input && !exact {
+        let coefficients = match wanted.input && !exact {
             true => {
                 let nu = nu.map(|nu| running_nu(&nu)).transpose()?;
-                Some(self.input_factors::<T>(pass, weight, nu.as_deref()))
+                Some(self.input_coefficients::<T>(pass, weight, nu.as_deref()))
             }
             false => None,
         };
@@ -187,8 +187,8 @@ impl Forwarded {
             (false, true) => BackwardSums::DyX,
             (false, false) => BackwardSums::None,
         };
-        let (mut dx, mut dy_x) = match factors.is_some() || sums != BackwardSums::None {
-            true => walk(factors.as_ref(), sums)?,
+        let (mut dx, mut dy_x) = match coefficients.is_some() || sums != BackwardSums::None {
+            true => walk(coefficients.as_ref(), sums)?,
             false => (None, vec![]),
         };
         let cols = self.inv_rms.len();
@@ -216,8 +216,8 @@ impl Forwarded {
 
         // dx by Λ: Eq. 6.
         if wanted.input && exact {
-            let factors = self.input_factors::<T>(pass, weight, lambda.as_deref());
-            (dx, _) = walk(Some(&factors), BackwardSums::None)?;
+            let coefficients = self.input_coefficients::<T>(pass, weight, lambda.as_deref());
+            (dx, _) = walk(Some(&coefficients), BackwardSums::None)?;
         }
         let dx = dx.map(|dx| Tensor::from_vec(dx, pass.x.shape(), pass.x.device()));
         let gradient = |values: &[f64], of: &Option<Tensor>, wanted: bool| match of {
@@ -249,7 +249,7 @@ impl Forwarded {
     /// - PN-V, Eq. 6: `(g − Λ X̂)/D`;
     /// - PN, Eq. 12: `(g − ν X̂)/D`. Under recipe Fairseq the divisor is always the batch's, while
     ///   X̂ stays X̃/D.
-    fn input_factors<T: Element>(
+    fn input_coefficients<T: Element>(
         &self,
         pass: &Pass,
         weight: Option<&[f64]>,
@@ -265,16 +265,16 @@ impl Forwarded {
             gain.push(divisor * weight.map_or(1., |weight| weight[c]));
             decay.push(correction * divisor * self.inv_rms[c]);
         }
-        [gain, decay].map(|factors| narrowed::<T>(&factors))
+        [gain, decay].map(|coefficients| narrowed::<T>(&coefficients))
     }
 }
 
 /// The squares of a forward. A column whose sum overflowed gets a new one that does not, as far as
 /// f64 has one.
-fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<kernels::SquareSums<T>>) -> Vec<Squares> {
+fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<kernels::SquareSums<T>>) -> Vec<MeanSquares> {
     let mut squares = vec![];
     for (k, sums) in sums.into_iter().enumerate() {
-        let mut over = Squares::new(widened::<T>(&sums.squares), sums.rows);
+        let mut over = MeanSquares::new(widened::<T>(&sums.squares), sums.rows);
         if over.sums.contains(&f64::INFINITY) {
             let columns: Vec<usize> = (0..over.sums.len())
                 .filter(|&c| over.sums[c] == f64::INFINITY)
@@ -292,7 +292,7 @@ fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<kernels::SquareSums<T>>) -> Vec
 }
 
 /// Adds the sums of a forward up over the ranks.
-fn exchange_squares(local: Vec<Squares>, env: &mut dyn Env) -> Result<Vec<Squares>> {
+fn exchange_squares(local: Vec<MeanSquares>, env: &mut dyn Env) -> Result<Vec<MeanSquares>> {
     let mut message = vec![];
     for squares in &local {
         message.extend(&squares.sums);
@@ -303,12 +303,12 @@ fn exchange_squares(local: Vec<Squares>, env: &mut dyn Env) -> Result<Vec<Square
     let global = env.exchange(Tensor::from_vec(message, count, &Device::Cpu)?)?;
     let global = global.to_vec1::<f64>()?;
     Ok((global.chunks(cols + 1))
-        .map(|sums| Squares::new(sums[..cols].to_vec(), sums[cols] as usize))
+        .map(|sums| MeanSquares::new(sums[..cols].to_vec(), sums[cols] as usize))
         .collect())
 }
 
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
-fn output_factors<T: Element>(pass: &Pass, inv_rms: &[f64]) -> Result<[Numbers<T>; 2]> {
+fn output_coefficients<T: Element>(pass: &Pass, inv_rms: &[f64]) -> Result<[Numbers<T>; 2]> {
     let mut gain = inv_rms.to_vec();
     if let Some(weight) = &pass.weight {
         for (gain, weight) in gain.iter_mut().zip(channels(weight)?) {
@@ -319,7 +319,7 @@ fn output_factors<T: Element>(pass: &Pass, inv_rms: &[f64]) -> Result<[Numbers<T
         Some(bias) => channels(bias)?,
         None => vec![0.; gain.len()],
     };
-    Ok([gain, shift].map(|factors| narrowed::<T>(&factors)))
+    Ok([gain, shift].map(|coefficients| narrowed::<T>(&coefficients)))
 }
 
 /// 1/D = 1/sqrt(ψ² + ε). Where ψ² has overflowed it is NaN: 0 would make an output of 0, which

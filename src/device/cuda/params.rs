@@ -68,7 +68,7 @@ mod tests {
     #[test]
     fn arguments_are_those_that_nvcc_compiled() {
         let mut entries = 0;
-        entries += check::<GroupFactors>();
+        entries += check::<GroupRmsInv>();
         entries += check::<Normalize>();
         entries += check::<SumPartials>();
         entries += check::<UpdatePhi>();

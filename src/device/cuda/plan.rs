@@ -72,7 +72,7 @@
 //! in which the two warps of each row of threads exchange their sums.
 
 use super::params::{
-    lane_coefficients, padded_sums, when, Address, GroupDots, GroupFactors, GroupRmsOrigin, Kernel,
+    lane_coefficients, padded_sums, when, Address, GroupDots, GroupRmsInv, GroupRmsOrigin, Kernel,
     Normalize, NormalizeBwd, SumPartials, Tiling, UpdateNu, UpdatePhi, CHANNEL_THREADS,
     EXCHANGED_VALUES, GROUP_THREADS, HELD_PIECES_BWD, HELD_VALUES, MAX_STAGES, PIECE_BYTES,
     ROW_THREADS, WARP,
@@ -174,9 +174,9 @@ impl Extent {
     }
 }
 
-/// A pass over the rows.
+/// Which of the two passes over the rows: a forward's or a backward's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pass {
+pub enum Direction {
     Forward,
     Backward,
 }
@@ -210,21 +210,21 @@ impl Cut {
     ///
     /// Returns an error for a shape that the kernels cannot count: they count channels, and the
     /// rows of a chunk, in 32 bits.
-    pub fn new(extent: &Extent, pass: Pass) -> Result<Self, Error> {
+    pub fn new(extent: &Extent, direction: Direction) -> Result<Self, Error> {
         let Extent { rows, cols, .. } = *extent;
         let too_large = Error::TooLarge { rows, cols };
         if i32::try_from(cols).is_err() {
             return Err(too_large);
         }
-        let cut = Self::of_countable(extent, pass);
+        let cut = Self::of_countable(extent, direction);
         match i32::try_from(cut.chunk_rows) {
             Ok(_) => Ok(cut),
             Err(_) => Err(too_large),
         }
     }
 
-    fn of_countable(extent: &Extent, pass: Pass) -> Self {
-        let pieces = max_pieces(extent, pass);
+    fn of_countable(extent: &Extent, direction: Direction) -> Self {
+        let pieces = max_pieces(extent, direction);
         let whole = extent.groups.map(|_| Self::whole_groups(extent, pieces));
         let mut cut = whole
             .filter(|whole| whole.has_room(MAX_ARRAYS))
@@ -421,18 +421,18 @@ impl Cut {
 /// The most pieces that a thread can own. Its registers must hold the pieces, widened, beside one
 /// sum for each value in a forward and two in a backward: with more pieces they would spill.
 /// Without a ring in shared memory they also hold the next row.
-fn max_pieces(extent: &Extent, pass: Pass) -> usize {
+fn max_pieces(extent: &Extent, direction: Direction) -> usize {
     if !extent.is_vectorized() {
         return 1;
     }
-    let most = match (extent.dtype, pass) {
+    let most = match (extent.dtype, direction) {
         (DType::F32, _) => 4,
-        (DType::F16 | DType::BF16, Pass::Forward) => 4,
+        (DType::F16 | DType::BF16, Direction::Forward) => 4,
         _ => 2,
     };
-    let held = match pass {
-        Pass::Forward => HELD_VALUES / piece_len(extent.dtype),
-        Pass::Backward => HELD_PIECES_BWD,
+    let held = match direction {
+        Direction::Forward => HELD_VALUES / piece_len(extent.dtype),
+        Direction::Backward => HELD_PIECES_BWD,
     };
     match extent.limits.copies {
         true => most,
@@ -509,28 +509,28 @@ impl<K: Kernel> Launch<K> {
 
 /// A kernel that walks over the rows of a pass.
 pub trait WalksRows: Kernel {
-    const PASS: Pass;
+    const DIRECTION: Direction;
 }
 
 impl WalksRows for Normalize {
-    const PASS: Pass = Pass::Forward;
+    const DIRECTION: Direction = Direction::Forward;
 }
 
 impl WalksRows for NormalizeBwd {
-    const PASS: Pass = Pass::Backward;
+    const DIRECTION: Direction = Direction::Backward;
 }
 
 /// A kernel that reduces groups wider than a block, ahead of a walk over the rows.
 pub trait ReducesGroups: Kernel {
-    const PASS: Pass;
+    const DIRECTION: Direction;
 }
 
-impl ReducesGroups for GroupFactors {
-    const PASS: Pass = Pass::Forward;
+impl ReducesGroups for GroupRmsInv {
+    const DIRECTION: Direction = Direction::Forward;
 }
 
 impl ReducesGroups for GroupDots {
-    const PASS: Pass = Pass::Backward;
+    const DIRECTION: Direction = Direction::Backward;
 }
 
 /// A kernel that adds up the partial sums of chunks, with a lane for each channel.
@@ -544,7 +544,7 @@ impl AddsChunks for UpdateNu {}
 /// step whose batch is shared with other processes.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchPlan {
-    pub pass: Pass,
+    pub direction: Direction,
     pub extent: Extent,
     pub recipe: Recipe,
     pub kind: ForwardKind,
@@ -564,7 +564,7 @@ pub struct LaunchPlan {
 /// MiB for 2048x4096), because an allocation of their own would take the host a seventh of a
 /// forward, by softgpu's stopwatch.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Saved {
+pub struct SavedLayout {
     /// 1/D, `[C]`. Exists if the forward divides by D.
     pub inv_rms: Address,
     /// Γ, `[C]`. This part, `batch_phi` and `count` exist in training.
@@ -617,21 +617,21 @@ impl LaunchPlan {
     /// the kernels cannot count.
     pub fn new(extent: Extent, recipe: Recipe, kind: ForwardKind) -> Result<Self, Error> {
         Ok(Self {
-            pass: Pass::Forward,
+            direction: Direction::Forward,
             extent,
             recipe,
             kind,
             masked: false,
             divides: true,
-            cut: Cut::new(&extent, Pass::Forward)?,
+            cut: Cut::new(&extent, Direction::Forward)?,
         })
     }
 
     /// The plan of the backward of this forward.
     pub fn of_backward(&self) -> Result<Self, Error> {
         Ok(Self {
-            pass: Pass::Backward,
-            cut: Cut::new(&self.extent, Pass::Backward)?,
+            direction: Direction::Backward,
+            cut: Cut::new(&self.extent, Direction::Backward)?,
             ..*self
         })
     }
@@ -653,18 +653,18 @@ impl LaunchPlan {
 
     /// The number of sums that ranks exchange after the pass.
     pub fn sums(&self) -> usize {
-        match (self.pass, self.recipe) {
-            (Pass::Forward, Recipe::Paper) => self.extent.cols + 1,
-            (Pass::Forward, Recipe::Fairseq) => 2 * (self.extent.cols + 1),
-            (Pass::Backward, _) => self.extent.cols,
+        match (self.direction, self.recipe) {
+            (Direction::Forward, Recipe::Paper) => self.extent.cols + 1,
+            (Direction::Forward, Recipe::Fairseq) => 2 * (self.extent.cols + 1),
+            (Direction::Backward, _) => self.extent.cols,
         }
     }
 
     /// The layout of `saved`, from address `start` on.
-    pub fn saved(&self, start: Address) -> Saved {
+    pub fn saved(&self, start: Address) -> SavedLayout {
         let (row, chunks) = (self.row_bytes(), self.chunks() as u64);
         let trains = self.kind.is_training();
-        let sums = trains && self.pass == Pass::Forward;
+        let sums = trains && self.direction == Direction::Forward;
         let all_sums = sums && self.masked && self.recipe == Recipe::Fairseq;
         let mut parts = Parts { next: start };
         // The backward finds these parts at the same offsets.
@@ -677,7 +677,7 @@ impl LaunchPlan {
         let kept = parts.take(sums && self.masked, chunks * size_of::<i64>() as u64);
         let partials = parts.take(sums, chunks * row);
         let all_partials = parts.take(all_sums, chunks * row);
-        Saved {
+        SavedLayout {
             inv_rms,
             gamma,
             batch_phi,
@@ -726,14 +726,14 @@ impl LaunchPlan {
 
     /// Every entry point that the pass may launch, the step of the state included.
     pub fn entries(&self, over_ranks: bool) -> Vec<Entry> {
-        let (groups, rows, updates, update) = match self.pass {
-            Pass::Forward => (
-                self.groups_launch::<GroupFactors>().0.entry,
+        let (groups, rows, updates, update) = match self.direction {
+            Direction::Forward => (
+                self.groups_launch::<GroupRmsInv>().0.entry,
                 self.rows_launch::<Normalize>(1, 0).0.entry,
                 self.kind.is_training(),
                 self.channels_launch::<UpdatePhi>().entry,
             ),
-            Pass::Backward => (
+            Direction::Backward => (
                 self.groups_launch::<GroupDots>().0.entry,
                 self.rows_launch::<NormalizeBwd>(2, 0).0.entry,
                 true,
@@ -755,7 +755,7 @@ impl LaunchPlan {
     /// The walk over the rows, which reads `arrays` arrays of rows and takes `sums` sums of each
     /// channel.
     pub fn rows_launch<K: WalksRows>(&self, arrays: usize, sums: usize) -> (Launch<K>, Tiling) {
-        debug_assert_eq!(K::PASS, self.pass);
+        debug_assert_eq!(K::DIRECTION, self.direction);
         let cut = &self.cut;
         let launch = Launch::new(
             self.extent.dtype,
@@ -769,7 +769,7 @@ impl LaunchPlan {
 
     /// The reduction of wide groups, a block for each.
     pub fn groups_launch<K: ReducesGroups>(&self) -> (Launch<K>, Tiling) {
-        debug_assert_eq!(K::PASS, self.pass);
+        debug_assert_eq!(K::DIRECTION, self.direction);
         let groups = self.extent.rows * self.extent.groups.unwrap_or(1);
         let launch = Launch::new(
             self.extent.dtype,
@@ -1137,16 +1137,16 @@ mod tests {
         for groups in [None, Some(1), Some(8), Some(cols)] {
             if groups.is_none_or(|groups| cols.is_multiple_of(groups)) {
                 let extent = extent((dtype, rows, cols, groups), limits);
-                cut_fits(&extent, Pass::Forward, [(1, 0), (2, 1)]);
-                cut_fits(&extent, Pass::Backward, [(2, 0), (2, 2)]);
+                cut_fits(&extent, Direction::Forward, [(1, 0), (2, 1)]);
+                cut_fits(&extent, Direction::Backward, [(2, 0), (2, 2)]);
             }
         }
     }
 
     /// Checks a pass whose launches have at least the first and at most the second numbers of
     /// arrays and sums.
-    fn cut_fits(extent: &Extent, pass: Pass, launches: [(usize, usize); 2]) {
-        let cut = Cut::new(extent, pass).unwrap();
+    fn cut_fits(extent: &Extent, direction: Direction, launches: [(usize, usize); 2]) {
+        let cut = Cut::new(extent, direction).unwrap();
         let check = |holds: bool, what: &str| assert!(holds, "{what}: {cut:?}");
         let tile_lanes = cut.groups_per_tile * cut.span;
         let group_columns = cut.tiles_per_group * cut.span * cut.pieces * piece_len(extent.dtype);
@@ -1189,10 +1189,10 @@ mod tests {
                 for dtype in [DType::F32, DType::BF16] {
                     for rows in (64 * multiprocessors).max(2000)..=100_000 {
                         let extent = extent((dtype, rows, cols, Some(1)), limits);
-                        for pass in [Pass::Forward, Pass::Backward] {
-                            let longest = Cut::new(&extent, pass).unwrap().chunk_rows;
+                        for direction in [Direction::Forward, Direction::Backward] {
+                            let longest = Cut::new(&extent, direction).unwrap().chunk_rows;
                             let share = rows as f64 / (multiprocessors * longest) as f64;
-                            assert!(share >= 0.89, "{extent:?}, {pass:?}: {share}");
+                            assert!(share >= 0.89, "{extent:?}, {direction:?}: {share}");
                         }
                     }
                 }
@@ -1265,8 +1265,8 @@ mod tests {
                             let backward = forward.of_backward().unwrap();
                             let start = 1 << 20;
                             let (ours, theirs) = (backward.saved(start), forward.saved(start));
-                            let shared = |saved: &Saved| {
-                                let Saved {
+                            let shared = |saved: &SavedLayout| {
+                                let SavedLayout {
                                     inv_rms,
                                     gamma,
                                     batch_phi,

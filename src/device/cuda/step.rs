@@ -7,11 +7,11 @@
 
 use super::gpu::{reads_in_place, Gpu, Kernels, Locks, Uses};
 use super::params::{
-    when, Address, Dtype, GroupDots, GroupFactors, Normalize, NormalizeBwd, NormalizeBwdParams,
+    when, Address, Dtype, GroupDots, GroupRmsInv, Normalize, NormalizeBwd, NormalizeBwdParams,
     NormalizeParams, SumPartials, SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi,
     UpdatePhiParams, Vector,
 };
-use super::plan::{Extent, LaunchPlan, Saved, Workspace};
+use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, Recipe};
 use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
@@ -152,7 +152,7 @@ impl device::Saved for Forwarded {
                 let totals = totals.as_ref();
                 backward.launch_update_nu(&mut workspace, totals, nu.as_ref(), gradients, env)?;
             }
-            // An exact dx, by Λ.
+            // An exact dx, with Λ.
             if let Some(dx) = dx.as_mut().filter(|_| exact && has_rows) {
                 backward.launch_exact(&mut workspace, dx)?;
             }
@@ -264,7 +264,7 @@ fn launch_rows(
     };
     let mut first = adding;
     if plan.has_wide_groups() {
-        let (launch, tiling) = plan.groups_launch::<GroupFactors>();
+        let (launch, tiling) = plan.groups_launch::<GroupRmsInv>();
         // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and the
         // residual hold values. `group_rms_inv` is a part of `saved` with a number for each group.
         // The outputs are allocations of their own.
@@ -280,7 +280,7 @@ fn launch_rows(
     };
     // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
     // rows, weight, bias and ψ² its columns. All that is read holds values: `first` reads the
-    // stream only after `group_factors` wrote it. `partials`, `kept`, 1/D and r are parts of
+    // stream only after `group_rms_inv` wrote it. `partials`, `kept`, 1/D and r are parts of
     // `saved`, or null where there are none. The outputs are allocations of their own.
     unsafe { gpu.normalize(plan, kept_rows) }?;
     if saved.all_partials == 0 {
@@ -386,7 +386,7 @@ fn launch_update_phi(
     })
 }
 
-/// Launches the output by the batch's statistic, of which `update_phi` has left 1/D.
+/// Launches the output from the batch's statistic, of which `update_phi` has left 1/D.
 fn launch_output(
     gpu: &Gpu,
     plan: &LaunchPlan,
@@ -423,7 +423,7 @@ fn saved_parts<'u>(
     plan: &LaunchPlan,
     saved: Option<&'u mut CudaSlice<u8>>,
     uses: &mut Uses<'u, '_>,
-) -> Result<Saved> {
+) -> Result<SavedLayout> {
     match saved {
         Some(saved) => Ok(plan.saved(uses.hold(saved.device_ptr_mut(uses.stream)))),
         None => {
@@ -431,7 +431,7 @@ fn saved_parts<'u>(
                 !plan.kind.is_training(),
                 "a training forward saves its sums"
             );
-            Ok(Saved::default())
+            Ok(SavedLayout::default())
         }
     }
 }
@@ -441,7 +441,7 @@ fn saved_parts<'u>(
 fn statistics(
     plan: &LaunchPlan,
     eps: f64,
-    saved: &Saved,
+    saved: &SavedLayout,
     totals: Address,
     phi: Vector,
     by_batch: bool,
@@ -480,7 +480,7 @@ struct Backward<'a> {
 }
 
 impl Backward<'_> {
-    /// Launches dx by ν, if there is a `dx` to write, and the sums over the rows if they are
+    /// Launches dx with ν, if there is a `dx` to write, and the sums over the rows if they are
     /// wanted.
     ///
     /// With `g = γ ⊙ dy` every `∂L/∂X̃` has the form `gain ⊙ dy − decay ⊙ X̃`. The cases are the
@@ -571,7 +571,7 @@ impl Backward<'_> {
         })
     }
 
-    /// Launches an exact dx, by Λ.
+    /// Launches an exact dx, with Λ.
     fn launch_exact(&self, workspace: &mut CudaSlice<u8>, dx: &mut CudaStorage) -> Result<()> {
         let locks = Locks::default();
         let mut uses = Uses::on(&self.gpu.stream, &locks);
@@ -642,7 +642,7 @@ impl Gpu {
     ///
     /// It holds no values yet: launches must write all of it before anything reads it.
     unsafe fn storage(&self, shape: &Shape, dtype: DType) -> Result<CudaStorage> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises it.
         unsafe { self.device.alloc_uninit(shape, dtype) }
     }
 
@@ -652,7 +652,7 @@ impl Gpu {
     ///
     /// As for [`storage`](Self::storage).
     unsafe fn room(&self, bytes: u64) -> Result<CudaSlice<u8>> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises it.
         unsafe { self.device.alloc::<u8>(bytes as usize) }
     }
 
@@ -665,7 +665,7 @@ impl Gpu {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
         let (launch, tiling) = plan.rows_launch::<Normalize>(arrays, sums);
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises it.
         unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
 
@@ -681,7 +681,7 @@ impl Gpu {
             chunks: plan.chunks() as i64,
             ..params
         };
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises it.
         unsafe { self.launch(&plan.channels_launch::<SumPartials>(), &params) }
     }
 
@@ -693,12 +693,12 @@ impl Gpu {
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
         if params.dx != 0 && plan.has_wide_groups() {
             let (launch, tiling) = plan.groups_launch::<GroupDots>();
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises it.
             unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
         }
         let sums = 2 * usize::from(params.partials != 0);
         let (launch, tiling) = plan.rows_launch::<NormalizeBwd>(2, sums);
-        // SAFETY: by the caller's promise; `group_dots` has written the dots.
+        // SAFETY: the caller promises it; `group_dots` has written the dots.
         unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
     }
 }
