@@ -20,8 +20,7 @@ ROOT = HERE.parent.parent
 TEXTS = [
     ("docs/paper.md", None, None, "paper.md.in"),
     ("docs/guide/choosing.md", None, None, "choosing.md.in"),
-    ("README.md", "- **It learns well.**", "- **It forgets", "learns.md.in"),
-    ("README.md", "## Losses\n", "## ", "losses.md.in"),
+    ("README.md", "## Does it learn as well?\n", "## ", "learns.md.in"),
     ("docs/guide/training.md", "## Which settings\n", "## ", "settings.md.in"),
 ]
 

@@ -19,8 +19,10 @@ pub(super) enum Stores {
 /// Outputs of at least this many bytes are written by non-temporal stores. `x + residual` is not,
 /// because it is read at once.
 ///
-/// The size is from a processor with 32 MiB of L3. `benches/results/2026-11-22-cpu.md` has what it
-/// gains there: most in f32, and nothing in a bf16 forward.
+/// The size is from a processor with 32 MiB of L3, where f32 gained most and a bf16 forward nothing
+/// (`benches/results/2026-11-22-cpu.md`). At 32768x1024 in f32 a forward takes about 30 % less time
+/// with them, and a whole step through candle about 15 % less on one thread, though none on two
+/// (`2026-11-25-streamed.md`).
 pub(super) const NON_TEMPORAL: usize = 16 << 20;
 
 /// A fresh output of `len` elements in chunks of `chunk_len` elements, which `fill` writes. Without
