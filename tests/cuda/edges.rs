@@ -139,6 +139,20 @@ fn many_rows_of_narrow_groups() -> Result<()> {
     Ok(())
 }
 
+/// Groups whose sums span several warps, in blocks that iterate over their rows: the warps exchange
+/// their sums behind a barrier in each iteration, and reuse the memory in the one after the next.
+/// On 132 multiprocessors, a block of the forward has 4 warps for each of 2 rows and takes 3
+/// iterations, and a block of the backward has 8 warps for one row and takes 5.
+#[test]
+fn many_rows_of_groups_across_warps() -> Result<()> {
+    let mut data = Data::new(14);
+    let rows = 530;
+    let config = config(Some(1), KINDS[0]);
+    let mut arguments = Arguments::random(&mut data, config, rows, BF16, F32, 4096);
+    arguments.keep = Some(keep(&data.mask(rows), &[rows]));
+    check_once("4096, BF16", &arguments, F32, Offsets::AtTheStart)
+}
+
 /// Without group scaling: the widest row, and rows enough for many chunks of sums.
 #[test]
 fn wide_and_tall_without_groups() -> Result<()> {

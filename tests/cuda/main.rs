@@ -9,6 +9,7 @@ mod devices;
 mod arguments;
 mod edges;
 mod handles;
+mod kernels;
 mod pairs;
 mod ranks;
 mod values;

@@ -80,6 +80,11 @@ entries! {
         Ok(())
     }
 
+    /// CUDA 13.0, whose PTX it interprets.
+    fn cuDriverGetVersion(version: *mut i32) {
+        put(version, 13_000)
+    }
+
     fn cuGetErrorString(error: i32, text: *mut *const c_char) {
         put(text, Error(error).name().as_ptr().cast())
     }

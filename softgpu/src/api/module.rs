@@ -276,6 +276,27 @@ entries! {
         }
     }
 
+    fn cuFuncGetAttribute(value: *mut i32, number: u32, function: u64) {
+        let function = FUNCTIONS.get(function)?;
+        let (module, entry) = (&function.loaded.module, function.entry);
+        let known = match number {
+            0 => module.max_threads(entry),
+            1 => module.static_shared(entry) as u32,
+            3 => module.local_bytes(entry) as u32,
+            // Constants are not counted, and an interpreter allocates no registers.
+            2 | 4 => 0,
+            // The architecture that the PTX is for, and the one that runs it.
+            5 => {
+                let digits = |c: char| !c.is_ascii_digit();
+                module.target().0.split(digits).find_map(|n| n.parse().ok()).unwrap_or(0)
+            }
+            6 => architecture_of_devices()?.capability,
+            8 => function.dynamic_shared.load(Relaxed),
+            _ => return Err(Error::INVALID_VALUE),
+        };
+        put(value, known as i32)
+    }
+
     fn cuLaunchKernel(
         function: u64,
         grid_x: u32, grid_y: u32, grid_z: u32,

@@ -39,6 +39,12 @@ impl Module {
             .map_or(0, |program| program.shared_bytes)
     }
 
+    /// Bytes of local memory of a thread that an entry declares; none if the entry cannot be
+    /// decoded.
+    pub fn local_bytes(&self, entry: usize) -> usize {
+        self.program(entry).map_or(0, |program| program.local_bytes)
+    }
+
     /// The instructions of an entry that are not known, each with its line, or why the entry cannot
     /// be decoded.
     pub fn unknown(&self, entry: usize) -> Vec<String> {
