@@ -116,6 +116,7 @@ fn rust_type(c_type: &str) -> &str {
     match c_type {
         "int32_t" => "i32",
         "int64_t" => "i64",
+        "float" => "f32",
         "double" => "f64",
         other => other,
     }

@@ -63,6 +63,14 @@ struct Vector {
   Dtype dtype;
 };
 
+// A number in both dtypes of the sums. A kernel that converted it would do so for each row, because
+// ptxas would not keep the result in a register, and the GPUs with the fewest units of double
+// precision convert two numbers a cycle and SM.
+struct Number {
+  double f64;
+  float f32;
+};
+
 // The rows and columns of each block and thread.
 //
 // A thread owns N pieces of V adjacent columns, all in one group. The pieces of a group are dealt
@@ -81,6 +89,7 @@ struct Tiling {
   int32_t vectorized;      // 1 if group_len is a multiple of V, so that every piece is whole and
                            // arrays of T are 16-byte aligned; always 1 for N > 1
   int32_t stages;          // of the ring in shared memory; 0: rows are prefetched into registers
+  int32_t reversed;        // 1 if blocks walk over their rows from the last to the first
   int32_t ahead;           // rows from a row to the row that reuses its stage
   int32_t stage_bytes;     // of a warp
   int32_t ring_bytes;      // of a warp: all its stages
@@ -93,7 +102,8 @@ enum GroupRmsOrigin : int32_t {
   GIVEN = 2,     // groups are wider than a block, and an earlier launch reduced them
 };
 
-// The argument of group_rms_inv and normalize.
+// The argument of group_rms_inv and normalize. In layer_norm_statistics and layer_norm,
+// `group_rms_inv` is [rows, groups, 2]: r and then the mean.
 struct NormalizeParams {
   Tiling tiling;
   const void *x;        // [rows, cols] T
@@ -110,7 +120,7 @@ struct NormalizeParams {
   int64_t *kept;        // [chunks], numbers of kept rows, written; or null
   GroupRmsOrigin group_scaling;
   double eps;           // of D
-  double group_eps;     // of r
+  Number group_eps;     // of r
 };
 
 // The argument of sum_partials: adds up the sums of this process, which are then added to those of
@@ -155,7 +165,9 @@ struct UpdatePhiParams {
   double beta;
 };
 
-// The argument of group_dots and normalize_bwd.
+// The argument of group_dots and normalize_bwd. In layer_norm_dots and layer_norm_bwd,
+// `group_rms_inv` is [rows, groups, 2], r and then the mean, and `dots` is too: the means of dx~ x~
+// and of dx~.
 struct NormalizeBwdParams {
   Tiling tiling;
   const void *x;       // [rows, cols] T

@@ -1,4 +1,7 @@
-// The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
+// The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them. The
+// passes over rows are LayerNorm's too: a template argument CENTRED, true for its entry points, has
+// a pass subtract each row's mean first. A group is then a whole row and D is 1, and there is no
+// residual, no mask and no statistic of columns.
 //
 // Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. All
 // arrays are packed. T is the dtype of the input, and A the dtype of the sums. kernels/params.cuh
@@ -35,7 +38,6 @@ template <typename T, int N> struct Columns {
     vectorized = N > 1 || tiling.vectorized;
     pieces = 0;
     each<N>([&](int n) { pieces += count(n) > 0; });
-    hoist(stride);
   }
 
   __device__ __forceinline__ bool valid() const { return left > 0; }
@@ -47,6 +49,11 @@ template <typename T, int N> struct Columns {
   __device__ __forceinline__ int count(int n) const {
     const int count = left - n * stride;
     return count < 0 ? 0 : count < PIECE<T> ? count : PIECE<T>;
+  }
+
+  // The thread has element v of piece n.
+  __device__ __forceinline__ bool has(int n, int v) const {
+    return vectorized ? n < pieces : v < left;
   }
 
   // Piece n of a row whose first piece is at `row`. Zeros if the row is not `present`, and in
@@ -64,31 +71,40 @@ template <typename T, int N> struct Columns {
   }
 };
 
-// The rows of this thread: every blockDim.y-th row of the block's chunk.
+// The rows of this thread: every blockDim.y-th row of the block's chunk, from the first on or, if
+// the tiling is `reversed`, from the last on.
 struct Rows {
-  int64_t end;              // of the chunk
-  int left;                 // rows from the thread's next row to the end; 0 or less: none is left
-  int stride;               // rows from a thread's row to its next row
-  uint32_t stride_elements; // the same in elements, modulo 2^32
-  uint32_t stride_groups;   // the same in groups
-  int iterations;           // of the block, from this one on. All threads do all of them, because
-                            // sums take whole warps
+  int64_t edge;        // the row after the last one that the block comes to
+  int direction;       // 1, or -1 if reversed
+  int left;            // rows from the thread's next row to the edge; 0 or less: none is left
+  int stride;          // rows from a thread's row to its next row
+  int stride_elements; // the same in elements; negative if reversed
+  int stride_groups;   // the same in groups
+  int iterations;      // of the block, from this one on. All threads do all of them, because sums
+                       // take whole warps
 
   __device__ explicit Rows(const Tiling &tiling) {
     const int64_t begin = blockIdx.y * tiling.chunk_rows;
-    end = begin + tiling.chunk_rows < tiling.rows ? begin + tiling.chunk_rows : tiling.rows;
+    const int64_t end =
+        begin + tiling.chunk_rows < tiling.rows ? begin + tiling.chunk_rows : tiling.rows;
     const int rows = static_cast<int>(end - begin);
+    edge = tiling.reversed ? begin - 1 : end;
+    direction = tiling.reversed ? -1 : 1;
     left = rows - static_cast<int>(threadIdx.y);
     stride = static_cast<int>(blockDim.y);
     // Unsigned: a chunk may have nearly 2^31 rows.
     iterations = (static_cast<unsigned>(rows) + stride - 1) / stride;
-    hoist(stride);
-    stride_elements = stride * static_cast<uint32_t>(tiling.cols);
-    stride_groups = stride * static_cast<uint32_t>(tiling.groups);
+    // Unsigned: a thread with one row may have a stride of 2^31 elements and more, which it does
+    // not use.
+    const unsigned signed_stride = direction * stride;
+    stride_elements = static_cast<int>(signed_stride * static_cast<unsigned>(tiling.cols));
+    stride_groups = static_cast<int>(signed_stride * static_cast<unsigned>(tiling.groups));
   }
 
   // The thread's row of this iteration, or the row that is `skipped` rows of the block further on.
-  __device__ __forceinline__ int64_t row(int skipped = 0) const { return end - left + skipped; }
+  __device__ __forceinline__ int64_t row(int skipped = 0) const {
+    return edge + static_cast<int64_t>(direction) * (skipped - left);
+  }
   __device__ __forceinline__ bool present(int skipped = 0) const { return left > skipped; }
   __device__ __forceinline__ void advance() { left -= stride, --iterations; }
 };
@@ -170,7 +186,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
     const int first = copies ? tiling.stages : 1;
 #pragma unroll 1
     for (int i = 0; i < first; ++i) {
-      move(from, rows.stride_elements);
+      from += rows.stride_elements;
       each<ARRAYS>([&](int array) {
         if (array < arrays) {
           fetch(array, columns, rows.present(i * rows.stride));
@@ -182,7 +198,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
 
   // Waits for the current row, and moves `from` on to the row to prefetch.
   __device__ __forceinline__ void wait(const Tiling &tiling, const Rows &rows) {
-    move(from, rows.stride_elements);
+    from += rows.stride_elements;
     if (tiling.stages == MAX_STAGES) {
       wait_for_copies<MAX_STAGES - 1>();
     } else if (tiling.stages == 2) {
@@ -283,17 +299,21 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
   });
 }
 
-// group_rms_inv: r of each row and group, for groups wider than a block.
+// group_rms_inv: r of each row and group, and before it the group's mean if CENTRED, for groups
+//        wider than a block.
 // Determinism: bitwise, fixed order.
 // Reads  x, residual [rows, cols] T; residual unless null.
-// Writes group_rms_inv[rows, groups] A; stream[rows, cols] T unless null; overwrites.
-// Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual.
+// Writes group_rms_inv[rows, groups] A (twice as many if CENTRED); stream[rows, cols] T unless null;
+//        overwrites.
+// Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual, or if
+//        CENTRED.
 // Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows, x, residual, stream 16-byte aligned if vectorized.
 // Launcher: plan.rs::groups_launch.
-template <typename T> __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
+template <typename T, bool CENTRED = false>
+__device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -304,6 +324,24 @@ template <typename T> __device__ __forceinline__ void group_rms_inv(const Normal
     const T *x = static_cast<const T *>(p.x) + group * len;
     const T *residual =
         p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + group * len;
+    A mean = 0;
+    if constexpr (CENTRED) {
+      // The mean of what a first mean leaves removes most of the first one's rounding error. Terms
+      // are divided first, so that no sum overflows.
+      const A inv_len = A(1) / A(len);
+#pragma unroll 1
+      for (int pass = 0; pass < 2; ++pass) {
+        A rest = 0;
+        for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
+          const int count = len - i < V ? static_cast<int>(len - i) : V;
+          const Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
+          each<V>([&](int v) {
+            rest += v < count ? (widen(piece.at[v]) - mean) * inv_len : A(0);
+          });
+        }
+        mean += lane_sum.of(rest);
+      }
+    }
     A squares = 0;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
@@ -312,15 +350,24 @@ template <typename T> __device__ __forceinline__ void group_rms_inv(const Normal
         add_to(piece, load_piece(residual + i, count, tiling.vectorized));
         store_piece(static_cast<T *>(p.stream) + group * len + i, piece, count, tiling.vectorized);
       }
-      each<V>([&](int v) { squares += widen(piece.at[v]) * widen(piece.at[v]); });
+      each<V>([&](int v) {
+        const A value = !CENTRED || v < count ? widen(piece.at[v]) - mean : A(0);
+        squares += value * value;
+      });
     }
     squares = lane_sum.of(squares);
     if (threadIdx.x == 0) {
-      const A square = squares / A(len) + A(p.group_eps);
-      const A rms_inv = inverse_root(square);
-      static_cast<A *>(p.group_rms_inv)[group] =
-          rms_inv > 0 ? rms_inv
-                      : rms_inv_of_huge(square, A(p.group_eps), x, residual, tiling.group_len);
+      const A square = squares / A(len) + value<A>(p.group_eps);
+      A rms_inv = inverse_root(square);
+      if (!(rms_inv > 0)) {
+        rms_inv =
+            rms_inv_of_huge(square, value<A>(p.group_eps), x, residual, mean, tiling.group_len);
+      }
+      A *to = static_cast<A *>(p.group_rms_inv) + group * STATISTICS<CENTRED>;
+      to[0] = rms_inv;
+      if constexpr (CENTRED) {
+        to[1] = mean;
+      }
     }
   }
 }
@@ -329,7 +376,7 @@ template <typename T> __device__ __forceinline__ void group_rms_inv(const Normal
 //        2).
 // Determinism: bitwise.
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols];
-//        group_rms_inv[rows, groups] A if GIVEN.
+//        group_rms_inv[rows, groups] A if GIVEN (twice as many if CENTRED, each time).
 // Writes y, stream [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if
 //        phi is given, group_rms_inv[rows, groups] A unless GIVEN; each unless null, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first
@@ -341,9 +388,10 @@ template <typename T> __device__ __forceinline__ void group_rms_inv(const Normal
 // Requires rows >= 1, cols >= 1, packed rows, whole warps a block.
 //        If vectorized, x, residual, stream, y and partials are 16-byte aligned.
 //        If a group that the block reduces spans warps, blockDim.x is a multiple of 32.
-//        Either blockDim.y*cols < 2^32, or a thread has one row.
+//        Either blockDim.y*cols < 2^31, or a thread has one row.
 // Launcher: plan.rs::rows_launch.
-template <typename T, int N> __device__ __forceinline__ void normalize(const NormalizeParams &p) {
+template <typename T, int N, bool CENTRED = false>
+__device__ __forceinline__ void normalize(const NormalizeParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   if constexpr (!COPIES_BY_ITSELF && N * V > HELD_VALUES) {
@@ -362,8 +410,7 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows,
                                 offset);
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
-  const A eps = A(p.eps);
-  A group_eps = A(p.group_eps), inv_len = A(1) / A(tiling.group_len);
+  const A eps = A(p.eps), group_eps = value<A>(p.group_eps), inv_len = A(1) / A(tiling.group_len);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
@@ -393,32 +440,30 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   // Both pointers start one row early, because the loop moves them before it uses them.
   T *stream = static_cast<T *>(p.stream) + offset - rows.stride_elements;
   T *y = static_cast<T *>(p.y) + offset - rows.stride_elements;
-  A *group_rms_inv = static_cast<A *>(p.group_rms_inv) + columns.group;
-  bool in_tile = p.group_scaling == IN_TILE, adds = p.residual != nullptr, writes = p.y != nullptr;
-  bool masked = p.keep != nullptr && p.partials != nullptr;
-  bool writes_rms_inv = p.group_rms_inv != nullptr && columns.valid() && columns.place == 0;
-  hoist(in_tile);
-  hoist(adds);
-  hoist(writes);
-  hoist(writes_rms_inv);
-  // 1 if a row enters the sums. The mask is read a row ahead. A row that is not present is zeros,
-  // so without a mask it may enter them.
-  int next_counts = p.partials != nullptr;
+  A *group_rms_inv = static_cast<A *>(p.group_rms_inv) + columns.group * STATISTICS<CENTRED>;
+  const bool in_tile = p.group_scaling == IN_TILE, writes = p.y != nullptr;
+  const bool adds = !CENTRED && p.residual != nullptr, sums_up = !CENTRED && p.partials != nullptr;
+  const bool masked = sums_up && p.keep != nullptr;
+  const bool writes_rms_inv = p.group_rms_inv != nullptr && columns.valid() && columns.place == 0;
+  // Not 0 if a row enters the sums. The mask is read a row ahead, and tested only where it is used:
+  // a test where it is read would wait for it. A row that is not present is zeros, so without a
+  // mask it may enter them.
+  unsigned next_counts = sums_up;
   if (masked) {
-    next_counts = rows.present() && p.keep[rows.row()] != 0;
+    next_counts = rows.present() ? p.keep[rows.row()] : 0u;
   }
 #pragma unroll 1
   for (; rows.iterations > 0; rows.advance()) {
-    const int row_counts = next_counts;
+    const unsigned row_counts = next_counts;
     if (masked) {
-      next_counts = rows.present(rows.stride) && p.keep[rows.row(rows.stride)] != 0;
+      next_counts = rows.present(rows.stride) ? p.keep[rows.row(rows.stride)] : 0u;
     }
     pipeline.wait(tiling, rows);
     Piece<T> x[N];
     each<N>([&](int n) { x[n] = pipeline.at(0, n); });
     pipeline.prefetch(0, tiling, columns, rows);
     if (adds) {
-      move(stream, rows.stride_elements);
+      stream += rows.stride_elements;
       each<N>([&](int n) {
         add_to(x[n], pipeline.at(1, n));
         columns.store(stream, n, x[n], rows.present());
@@ -429,8 +474,23 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
     A x_tilde[N * V];
     each<N>([&](int n) { widen(x[n], x_tilde + n * V); });
 
-    A rms_inv = 1;
+    A rms_inv = 1, mean = 0;
+    const auto subtract = [&](A mean) {
+      each<N * V>([&](int i) { x_tilde[i] -= columns.has(i / V, i % V) ? mean : A(0); });
+    };
     if (in_tile) {
+      if constexpr (CENTRED) {
+        // The mean of what a first mean leaves removes the first one's rounding error. Terms are
+        // divided first, so that no sum overflows.
+#pragma unroll
+        for (int pass = 0; pass < 2; ++pass) {
+          A rest = 0;
+          each<N * V>([&](int i) { rest += x_tilde[i] * inv_len; });
+          rest = group_sum.of(rest);
+          subtract(rest);
+          mean += rest;
+        }
+      }
       A squares = 0;
       each<N * V>([&](int i) { squares += x_tilde[i] * x_tilde[i]; });
       const A square = group_sum.of(squares) * inv_len + group_eps;
@@ -440,20 +500,28 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
         const int64_t start = rows.row() * tiling.cols + columns.first - columns.place * V;
         rms_inv = rms_inv_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
                                   adds ? static_cast<const T *>(p.residual) + start : nullptr,
-                                  tiling.group_len);
+                                  mean, tiling.group_len);
       }
       if (writes_rms_inv && rows.present()) {
-        group_rms_inv[rows.row() * tiling.groups] = rms_inv;
+        A *to = group_rms_inv + rows.row() * tiling.groups * STATISTICS<CENTRED>;
+        to[0] = rms_inv;
+        if constexpr (CENTRED) {
+          to[1] = mean;
+        }
       }
     } else if (p.group_scaling == GIVEN && rows.present() && columns.valid()) {
-      rms_inv = group_rms_inv[rows.row() * tiling.groups];
+      const A *from = group_rms_inv + rows.row() * tiling.groups * STATISTICS<CENTRED>;
+      rms_inv = from[0];
+      if constexpr (CENTRED) {
+        subtract(from[1]);
+      }
     }
     each<N * V>([&](int i) { x_tilde[i] *= rms_inv; });
     if (row_counts) {
       each<N * V>([&](int i) { sums[i] += x_tilde[i] * x_tilde[i]; });
     }
     if (writes) {
-      move(y, rows.stride_elements);
+      y += rows.stride_elements;
       each<N>([&](int n) {
         A scale[V], to[V];
         shared.read(0, n, scale);
@@ -467,13 +535,13 @@ template <typename T, int N> __device__ __forceinline__ void normalize(const Nor
   // Copies of rows after the last one write zeros. They must not write into memory that the sums
   // below reuse.
   wait_for_copies<0>();
-  if (p.partials != nullptr) {
+  if (sums_up) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
     if (threadIdx.y == 0) {
       store_sums<T, N>(sums, p.partials, blockIdx.y, tiling, columns);
     }
   }
-  if (p.kept != nullptr && blockIdx.x == 0) {
+  if (!CENTRED && p.kept != nullptr && blockIdx.x == 0) {
     int64_t kept[1] = {0};
     for (Rows counted(tiling); counted.present(); counted.advance()) {
       kept[0] += p.keep[counted.row()] != 0;
@@ -639,7 +707,8 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
   return *static_cast<const A *>(count) != 0;
 }
 
-// group_dots: the mean of dx~ x~ over each row and group, for groups wider than a block.
+// group_dots: the mean of dx~ x~ over each row and group, and after it the mean of dx~ if CENTRED,
+//        for groups wider than a block.
 // Determinism: bitwise.
 // Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups] A, weight, correction, inv_rms,
 //        batch_phi [cols], count[1] A.
@@ -650,7 +719,8 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
 // Reduction: registers, then warps, then block.
 // Requires rows >= 1, packed rows, x, dy 16-byte aligned if vectorized.
 // Launcher: plan.rs::groups_launch.
-template <typename T> __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
+template <typename T, bool CENTRED = false>
+__device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
@@ -662,8 +732,10 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
     const T *x = static_cast<const T *>(p.x) + group * len;
     const T *dy = static_cast<const T *>(p.dy) + group * len;
     const int64_t col = group % tiling.groups * len;
-    const A rms_inv = static_cast<const A *>(p.group_rms_inv)[group];
-    A dot = 0;
+    const A *statistics =
+        static_cast<const A *>(p.group_rms_inv) + group * STATISTICS<CENTRED>;
+    const A rms_inv = statistics[0], mean = CENTRED ? statistics[1] : A(0);
+    A dot = 0, total = 0;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
       const Piece<T> x_piece = load_piece(x + i, count, tiling.vectorized);
@@ -672,21 +744,30 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
       slopes_of(p, trained, col + i, count, gain, decay);
       each<V>([&](int v) {
         if (v < count) {
-          const A x_tilde = widen(x_piece.at[v]) * rms_inv;
-          dot += (gain[v] * widen(dy_piece.at[v]) - decay[v] * x_tilde) * x_tilde;
+          const A x_tilde = (widen(x_piece.at[v]) - mean) * rms_inv;
+          const A dx_tilde = gain[v] * widen(dy_piece.at[v]) - decay[v] * x_tilde;
+          dot += dx_tilde * x_tilde;
+          total += dx_tilde;
         }
       });
     }
     dot = lane_sum.of(dot);
+    if constexpr (CENTRED) {
+      total = lane_sum.of(total);
+    }
     if (threadIdx.x == 0) {
-      static_cast<A *>(p.dots)[group] = dot / A(len);
+      A *to = static_cast<A *>(p.dots) + group * STATISTICS<CENTRED>;
+      to[0] = dot / A(len);
+      if constexpr (CENTRED) {
+        to[1] = total / A(len);
+      }
     }
   }
 }
 
 // normalize_bwd: dx, from dx~ = gain dy - decay x~ (Eq. 6, 12) back through the group scaling,
 //        dx = r (dx~ - x~ mean(dx~ x~)), and in one pass with it the sums of dweight, dbias and
-//        Lambda.
+//        Lambda. If CENTRED, dx = r (dx~ - mean(dx~) - x~ mean(dx~ x~)).
 // Determinism: bitwise.
 // Reads  x, dy [rows, cols] T, keep[rows] u8, group_rms_inv[rows, groups] A unless NO_GROUPS,
 //        dots[rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
@@ -699,7 +780,7 @@ template <typename T> __device__ __forceinline__ void group_dots(const Normalize
 // Requires rows >= 1, cols >= 1, packed rows, x, dy, dx, partials 16-byte aligned if
 //        vectorized; inv_rms, group_rms_inv, count by the forward; blocks as for `normalize`.
 // Launcher: plan.rs::rows_launch.
-template <typename T, int N>
+template <typename T, int N, bool CENTRED = false>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   using A = Sum<T>;
   constexpr int V = PIECE<T>;
@@ -733,26 +814,30 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   // at the first row.
   T *dx = static_cast<T *>(p.dx) + offset - rows.stride_elements;
   const A *next_rms_invs =
-      static_cast<const A *>(p.group_rms_inv) + rows.row() * tiling.groups + columns.group;
-  const A *dots = static_cast<const A *>(p.dots) + columns.group;
-  bool writes = p.dx != nullptr, masked = p.keep != nullptr;
-  bool in_tile = p.group_scaling == IN_TILE;
-  bool scaled = p.group_scaling != NO_GROUPS && columns.valid();
-  A inv_len = A(1) / A(tiling.group_len);
-  hoist(writes);
-  hoist(masked);
-  hoist(in_tile);
-  // r and the mask are read a row ahead. A row that is not present is zeros.
+      static_cast<const A *>(p.group_rms_inv) +
+      (rows.row() * tiling.groups + columns.group) * STATISTICS<CENTRED>;
+  const A *dots = static_cast<const A *>(p.dots) + columns.group * STATISTICS<CENTRED>;
+  const bool writes = p.dx != nullptr, masked = !CENTRED && p.keep != nullptr;
+  const bool in_tile = p.group_scaling == IN_TILE;
+  const bool scaled = p.group_scaling != NO_GROUPS && columns.valid();
+  const A inv_len = A(1) / A(tiling.group_len);
+  // r and the mask are read a row ahead, and the mask is tested only where it is used. A row that
+  // is not present is zeros.
   A next_rms_inv = scaled && rows.present() ? *next_rms_invs : A(1);
-  int next_keeps = !masked || (rows.present() && p.keep[rows.row()] != 0);
+  A next_mean = CENTRED && scaled && rows.present() ? next_rms_invs[1] : A(0);
+  unsigned next_keeps = 1;
+  if (masked) {
+    next_keeps = rows.present() ? p.keep[rows.row()] : 0u;
+  }
 #pragma unroll 1
   for (; rows.iterations > 0; rows.advance()) {
-    const A rms_inv = next_rms_inv;
-    const int keeps = next_keeps;
-    next_rms_invs += rows.stride_groups;
+    const A rms_inv = next_rms_inv, mean = next_mean;
+    const unsigned keeps = next_keeps;
+    next_rms_invs += rows.stride_groups * STATISTICS<CENTRED>;
     next_rms_inv = scaled && rows.present(rows.stride) ? *next_rms_invs : A(1);
+    next_mean = CENTRED && scaled && rows.present(rows.stride) ? next_rms_invs[1] : A(0);
     if (masked) {
-      next_keeps = rows.present(rows.stride) && p.keep[rows.row(rows.stride)] != 0;
+      next_keeps = rows.present(rows.stride) ? p.keep[rows.row(rows.stride)] : 0u;
     }
 
     // The sums come before the group's reduction, so that only x~ and dx~ must be kept during it.
@@ -764,7 +849,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     });
     pipeline.prefetch(0, tiling, columns, rows);
     pipeline.prefetch(1, tiling, columns, rows);
-    each<N * V>([&](int i) { x_tilde[i] *= rms_inv; });
+    each<N * V>([&](int i) { x_tilde[i] = (CENTRED ? x_tilde[i] - mean : x_tilde[i]) * rms_inv; });
     if (keeps) {
       each<N * V>([&](int i) {
         sums[i] += dx_tilde[i] * x_tilde[i];
@@ -772,7 +857,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
       });
     }
     if (writes) {
-      A dot = 0;
+      A dot = 0, total = 0;
       each<N>([&](int n) {
         A gain[V], decay[V];
         shared.read(0, n, gain);
@@ -781,23 +866,28 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
           const int i = n * V + v;
           dx_tilde[i] = gain[v] * dx_tilde[i] - decay[v] * x_tilde[i];
           dot += dx_tilde[i] * x_tilde[i];
+          total += dx_tilde[i];
         });
       });
       if (in_tile) {
         dot = group_sum.of(dot) * inv_len;
+        if constexpr (CENTRED) {
+          total = group_sum.of(total) * inv_len;
+        }
       } else {
-        dot = p.group_scaling == GIVEN && scaled && rows.present()
-                  ? dots[rows.row() * tiling.groups]
-                  : A(0);
+        const bool given = p.group_scaling == GIVEN && scaled && rows.present();
+        const A *from = dots + rows.row() * tiling.groups * STATISTICS<CENTRED>;
+        dot = given ? from[0] : A(0);
+        total = CENTRED && given ? from[1] : A(0);
       }
-      each<N * V>([&](int i) { dx_tilde[i] = rms_inv * (dx_tilde[i] - x_tilde[i] * dot); });
+      each<N * V>([&](int i) {
+        const A centred = CENTRED ? dx_tilde[i] - total : dx_tilde[i];
+        dx_tilde[i] = rms_inv * (centred - x_tilde[i] * dot);
+      });
       if (!keeps) {
-        // Keeps this a branch. nvcc would make it a selection for each element, and a row of
-        // normalize_bwd_f32_4 would have 257 instructions instead of 216.
-        asm volatile("");
         each<N * V>([&](int i) { dx_tilde[i] = 0; });
       }
-      move(dx, rows.stride_elements);
+      dx += rows.stride_elements;
       each<N>([&](int n) { columns.store(dx, n, narrow<T>(dx_tilde + n * V), rows.present()); });
     }
     pipeline.advance(tiling);
@@ -873,6 +963,23 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   }
 }
 
+// LayerNorm's passes.
+template <typename T>
+__device__ __forceinline__ void layer_norm_statistics(const NormalizeParams &p) {
+  group_rms_inv<T, true>(p);
+}
+template <typename T, int N>
+__device__ __forceinline__ void layer_norm(const NormalizeParams &p) {
+  normalize<T, N, true>(p);
+}
+template <typename T> __device__ __forceinline__ void layer_norm_dots(const NormalizeBwdParams &p) {
+  group_dots<T, true>(p);
+}
+template <typename T, int N>
+__device__ __forceinline__ void layer_norm_bwd(const NormalizeBwdParams &p) {
+  normalize_bwd<T, N, true>(p);
+}
+
 // Every entry point: its name, the most threads of a block, its body, its argument, and the
 // template arguments of the body. build.rs reads this table: the host launches a body only with the
 // argument that stands here. The launch bounds ask for one block per multiprocessor. Without that,
@@ -910,6 +1017,34 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   DEFINE(normalize_bwd_f16_2, ROW_THREADS, normalize_bwd, NormalizeBwdParams, __half, 2) \
   DEFINE(normalize_bwd_bf16_1, ROW_THREADS, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
   DEFINE(normalize_bwd_bf16_2, ROW_THREADS, normalize_bwd, NormalizeBwdParams, __nv_bfloat16, 2) \
+  DEFINE(layer_norm_statistics_f32, GROUP_THREADS, layer_norm_statistics, NormalizeParams, float) \
+  DEFINE(layer_norm_statistics_f64, GROUP_THREADS, layer_norm_statistics, NormalizeParams, double) \
+  DEFINE(layer_norm_statistics_f16, GROUP_THREADS, layer_norm_statistics, NormalizeParams, __half) \
+  DEFINE(layer_norm_statistics_bf16, GROUP_THREADS, layer_norm_statistics, NormalizeParams, __nv_bfloat16) \
+  DEFINE(layer_norm_f32_1, ROW_THREADS, layer_norm, NormalizeParams, float, 1) \
+  DEFINE(layer_norm_f32_2, ROW_THREADS, layer_norm, NormalizeParams, float, 2) \
+  DEFINE(layer_norm_f32_4, ROW_THREADS, layer_norm, NormalizeParams, float, 4) \
+  DEFINE(layer_norm_f64_1, ROW_THREADS, layer_norm, NormalizeParams, double, 1) \
+  DEFINE(layer_norm_f64_2, ROW_THREADS, layer_norm, NormalizeParams, double, 2) \
+  DEFINE(layer_norm_f16_1, ROW_THREADS, layer_norm, NormalizeParams, __half, 1) \
+  DEFINE(layer_norm_f16_2, ROW_THREADS, layer_norm, NormalizeParams, __half, 2) \
+  DEFINE(layer_norm_f16_4, ROW_THREADS, layer_norm, NormalizeParams, __half, 4) \
+  DEFINE(layer_norm_bf16_1, ROW_THREADS, layer_norm, NormalizeParams, __nv_bfloat16, 1) \
+  DEFINE(layer_norm_bf16_2, ROW_THREADS, layer_norm, NormalizeParams, __nv_bfloat16, 2) \
+  DEFINE(layer_norm_bf16_4, ROW_THREADS, layer_norm, NormalizeParams, __nv_bfloat16, 4) \
+  DEFINE(layer_norm_dots_f32, GROUP_THREADS, layer_norm_dots, NormalizeBwdParams, float) \
+  DEFINE(layer_norm_dots_f64, GROUP_THREADS, layer_norm_dots, NormalizeBwdParams, double) \
+  DEFINE(layer_norm_dots_f16, GROUP_THREADS, layer_norm_dots, NormalizeBwdParams, __half) \
+  DEFINE(layer_norm_dots_bf16, GROUP_THREADS, layer_norm_dots, NormalizeBwdParams, __nv_bfloat16) \
+  DEFINE(layer_norm_bwd_f32_1, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, float, 1) \
+  DEFINE(layer_norm_bwd_f32_2, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, float, 2) \
+  DEFINE(layer_norm_bwd_f32_4, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, float, 4) \
+  DEFINE(layer_norm_bwd_f64_1, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, double, 1) \
+  DEFINE(layer_norm_bwd_f64_2, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, double, 2) \
+  DEFINE(layer_norm_bwd_f16_1, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, __half, 1) \
+  DEFINE(layer_norm_bwd_f16_2, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, __half, 2) \
+  DEFINE(layer_norm_bwd_bf16_1, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, __nv_bfloat16, 1) \
+  DEFINE(layer_norm_bwd_bf16_2, ROW_THREADS, layer_norm_bwd, NormalizeBwdParams, __nv_bfloat16, 2) \
   DEFINE(update_nu_f32, CHANNEL_THREADS, update_nu, UpdateNuParams, float) \
   DEFINE(update_nu_f64, CHANNEL_THREADS, update_nu, UpdateNuParams, double)
 

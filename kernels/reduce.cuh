@@ -27,6 +27,14 @@ template <> struct SumOf<double> {
 };
 template <typename T> using Sum = typename SumOf<T>::Type;
 
+// The numbers that a pass keeps of a row and group for its backward: r, and the mean after it if
+// CENTRED. The backward's means of a group are as many.
+template <bool CENTRED> constexpr int STATISTICS = CENTRED ? 2 : 1;
+
+template <typename A> __device__ __forceinline__ A value(const Number &number) {
+  return sizeof(A) == sizeof(double) ? A(number.f64) : A(number.f32);
+}
+
 // V: the elements of a piece.
 template <typename T> constexpr int PIECE = PIECE_BYTES / sizeof(T);
 
@@ -155,30 +163,11 @@ template <typename T> __device__ __forceinline__ Piece<T> get_shared(unsigned fr
   return piece;
 }
 
-// Moves a pointer into global memory on by `count` elements. The empty `asm` hides from nvcc where
-// the pointer came from. Otherwise nvcc computes each address from the start of the array, by
-// several instructions: a row of normalize_f32_4 has 187 instead of 167.
-template <typename T> __device__ __forceinline__ void move(T *&pointer, uint32_t count) {
-  size_t address = __cvta_generic_to_global(pointer + count);
-  asm volatile("" : "+l"(address));
-  pointer = static_cast<T *>(__cvta_global_to_generic(address));
-}
-
-// Half precision is converted two elements at a time.
 template <typename T> __device__ __forceinline__ void widen(const Piece<T> &piece, Sum<T> *to) {
   each<PIECE<T>>([&](int v) { to[v] = widen(piece.at[v]); });
 }
-template <> __device__ __forceinline__ void widen(const Piece<__nv_bfloat16> &piece, float *to) {
-  uint32_t pairs[4];
-  memcpy(pairs, &piece, sizeof(pairs));
-  each<4>([&](int i) {
-    // A bf16 is the upper half of a float. Without `asm`, nvcc converts a value again wherever it
-    // is used, and a row of normalize_bf16_4 has 323 instructions instead of 299.
-    asm("shl.b32 %0, %1, 16;" : "=f"(to[2 * i]) : "r"(pairs[i]));
-    asm("and.b32 %0, %1, 0xffff0000;" : "=f"(to[2 * i + 1]) : "r"(pairs[i]));
-  });
-}
 
+// Half precision is rounded two elements at a time.
 __device__ __forceinline__ __half2 narrow_pair(__half, const float *from) {
   return __floats2half2_rn(from[0], from[1]);
 }
@@ -275,13 +264,7 @@ __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int va
                                             bool vectorized) {
   if (vectorized) {
     if (valid > 0) {
-      // nvcc would split an assignment into four stores in normalize_bwd_f32_4, and a row of
-      // normalize_f32_4 would have 220 instructions instead of 167.
-      float4 bits;
-      memcpy(&bits, &piece, sizeof(bits));
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
-                   "f"(bits.x), "f"(bits.y), "f"(bits.z), "f"(bits.w)
-                   : "memory");
+      put(reinterpret_cast<Piece<T> *>(to), piece);
     }
   } else {
     each<PIECE<T>>([&](int v) {
@@ -295,20 +278,6 @@ __device__ __forceinline__ void store_piece(T *to, const Piece<T> &piece, int va
 // This thread's number in its block, and the number of threads, which are always whole warps.
 __device__ __forceinline__ int thread_rank() { return threadIdx.y * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int block_size() { return blockDim.x * blockDim.y; }
-
-// Makes ptxas keep a number in a register during a loop. Even if registers are left, ptxas computes
-// such a number again in each iteration, but it never does so with the result of a shuffle. Without
-// any call of this function, a row has 190 instructions in normalize_f32_4 instead of 167, and 243
-// in normalize_bwd_f32_4 instead of 216. All lanes of the warp call this together.
-//
-// Numbers of instructions in comments are those of nvcc 13.0 for compute capability 9.0.
-// benches/results/2026-11-24-sass.md has all of them.
-template <typename Number> __device__ __forceinline__ void hoist(Number &x) {
-  x = __shfl_sync(ALL_LANES, x, thread_rank() % WARP);
-}
-__device__ __forceinline__ void hoist(bool &x) {
-  x = __shfl_sync(ALL_LANES, static_cast<int>(x), thread_rank() % WARP);
-}
 
 // The sum of `value` over LANES adjacent lanes, for each of them. LANES is a power of two. Both
 // lanes of an exchange add the same two values, so all lanes get the same bits.
@@ -346,8 +315,15 @@ template <typename A> __device__ __forceinline__ A sum_segment(A value, int plac
   return __shfl_sync(ALL_LANES, value, thread_rank() % WARP - place);
 }
 
-// Sums over the lanes of a row of threads, one sum for each call of `of`, with one barrier each.
-// There are two buffers, used alternately, because a warp may begin the next sum while another warp
+// Waits for the threads of this row of threads, which are whole warps. Barrier 0 is __syncthreads,
+// so the rows have the barriers from 1 on. There are 16 in all: a block whose rows of threads span
+// warps has at most 8 of them.
+__device__ __forceinline__ void sync_row() {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.y), "r"(blockDim.x) : "memory");
+}
+
+// Sums over the lanes of a row of threads, one sum for each call of `of`, with one barrier of that
+// row each. There are two buffers, used alternately, because a warp may begin the next sum while another warp
 // still reads this one.
 template <typename A> struct LaneSum {
   A *place;  // of this lane, in the buffer of the next sum
@@ -366,13 +342,13 @@ template <typename A> struct LaneSum {
     }
   }
 
-  // All threads of the block call this together. blockDim.x is a multiple of the warp.
+  // All threads of the row call this together. blockDim.x is a multiple of the warp.
   __device__ __forceinline__ A of(A value) {
     value = sum_lanes<WARP>(value);
     if (threadIdx.x % WARP == 0) {
       *place = value;
     }
-    __syncthreads();
+    sync_row();
     value = sum_lanes<MAX_WARPS>(*place);
     place += other;
     other = -other;
@@ -403,16 +379,16 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
 // r of a group whose mean square plus eps, `square`, is not finite. If the sum of squares
 // overflowed, the result is exact: x and the root of eps are first divided by the largest magnitude
 // of x. If x is not finite, the result is NaN, so that the output shows it and psi^2 keeps its
-// value.
+// value. LayerNorm takes the squares of the distances to `mean`, which is 0 elsewhere.
 //
 // Each thread that needs r reads the whole group. That is slow, but no thread waits for another
 // one, and nobody trains on rows of 1e19 and more.
 template <typename T>
 __device__ __forceinline__ Sum<T> rms_inv_of_huge(Sum<T> square, Sum<T> eps, const T *x,
-                                                  const T *residual, int len) {
+                                                  const T *residual, Sum<T> mean, int len) {
   using A = Sum<T>;
   const auto value = [=](int i) {
-    return widen(residual == nullptr ? x[i] : add(x[i], residual[i]));
+    return widen(residual == nullptr ? x[i] : add(x[i], residual[i])) - mean;
   };
   if (isnan(square)) {
     return square;

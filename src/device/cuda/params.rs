@@ -44,6 +44,15 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/params.rs"));
 }
 
+impl From<f64> for Number {
+    fn from(number: f64) -> Self {
+        Self {
+            f64: number,
+            f32: number as f32,
+        }
+    }
+}
+
 impl Dtype {
     /// The kernels' name for a dtype.
     pub fn of(dtype: DType) -> Result<Self, Error> {
@@ -74,6 +83,10 @@ mod tests {
         entries += check::<UpdatePhi>();
         entries += check::<GroupDots>();
         entries += check::<NormalizeBwd>();
+        entries += check::<LayerNormStatistics>();
+        entries += check::<LayerNorm>();
+        entries += check::<LayerNormDots>();
+        entries += check::<LayerNormBwd>();
         entries += check::<UpdateNu>();
         assert_eq!(entries, Modules::compiled().entries().count());
     }

@@ -73,9 +73,9 @@
 
 use super::params::{
     lane_coefficients, padded_sums, when, Address, GroupDots, GroupRmsInv, GroupRmsOrigin, Kernel,
-    Normalize, NormalizeBwd, SumPartials, Tiling, UpdateNu, UpdatePhi, CHANNEL_THREADS,
-    EXCHANGED_VALUES, GROUP_THREADS, HELD_PIECES_BWD, HELD_VALUES, MAX_STAGES, PIECE_BYTES,
-    ROW_THREADS, WARP,
+    LayerNorm, LayerNormBwd, LayerNormDots, LayerNormStatistics, Normalize, NormalizeBwd,
+    SumPartials, Tiling, UpdateNu, UpdatePhi, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS,
+    HELD_PIECES_BWD, HELD_VALUES, MAX_STAGES, PIECE_BYTES, ROW_THREADS, WARP,
 };
 use crate::config::{ForwardKind, Recipe};
 use crate::device::sums_dtype;
@@ -97,6 +97,9 @@ const MIN_CHUNK_ROWS: usize = 4;
 const MIN_THREAD_ROWS: usize = 2;
 
 /// The most arrays of rows that a pass reads: x and a residual, or x and dy.
+///
+/// A forward without a residual leaves room for one too. So it is cut as the forward with a residual
+/// is, and an addition followed by a forward gives the bits of the fused call.
 const MAX_ARRAYS: usize = 2;
 
 /// A block gets no more rows of threads than leave room for this many prefetched rows of an array:
@@ -146,6 +149,8 @@ pub struct Extent {
     pub cols: usize,
     /// Groups of group scaling; `None` without group scaling.
     pub groups: Option<usize>,
+    /// The pass is LayerNorm's, which subtracts each row's mean. There is one group then.
+    pub centred: bool,
     pub limits: Limits,
 }
 
@@ -237,7 +242,7 @@ impl Cut {
         }
         // Kernels count the elements from a thread's row to its next row in 32 bits. If there are
         // more, a thread has one row.
-        cut.chunk_rows = match u32::try_from(cut.rows * extent.cols) {
+        cut.chunk_rows = match i32::try_from(cut.rows * extent.cols) {
             Ok(_) => chunk_rows,
             Err(_) => cut.rows,
         };
@@ -362,6 +367,7 @@ impl Cut {
             tiles_per_group: self.tiles_per_group as i32,
             vectorized: self.extent.is_vectorized().into(),
             stages: stages as i32,
+            reversed: 0,
             ahead: (stages * self.rows) as i32,
             stage_bytes: stage_bytes as i32,
             ring_bytes: (stages * stage_bytes) as i32,
@@ -520,6 +526,14 @@ impl WalksRows for NormalizeBwd {
     const DIRECTION: Direction = Direction::Backward;
 }
 
+impl WalksRows for LayerNorm {
+    const DIRECTION: Direction = Direction::Forward;
+}
+
+impl WalksRows for LayerNormBwd {
+    const DIRECTION: Direction = Direction::Backward;
+}
+
 /// A kernel that reduces groups wider than a block, ahead of a walk over the rows.
 pub trait ReducesGroups: Kernel {
     const DIRECTION: Direction;
@@ -530,6 +544,14 @@ impl ReducesGroups for GroupRmsInv {
 }
 
 impl ReducesGroups for GroupDots {
+    const DIRECTION: Direction = Direction::Backward;
+}
+
+impl ReducesGroups for LayerNormStatistics {
+    const DIRECTION: Direction = Direction::Forward;
+}
+
+impl ReducesGroups for LayerNormDots {
     const DIRECTION: Direction = Direction::Backward;
 }
 
@@ -573,7 +595,8 @@ pub struct SavedLayout {
     pub batch_phi: Address,
     /// The number of rows that Γ and Λ are means over.
     pub count: Address,
-    /// r of each row and group. Exists with group scaling.
+    /// r of each row and group, and after each r the mean in a pass of LayerNorm. Exists with group
+    /// scaling.
     pub group_rms_inv: Address,
     /// Kept rows of each chunk. Exists with a mask, in training.
     pub kept: Address,
@@ -591,7 +614,8 @@ pub struct Workspace {
     pub lambda: Address,
     /// Sums of dy x̃ and of dy, chunk by chunk.
     pub partials: Address,
-    /// Means over each row and group. Exists if groups are wider than a block.
+    /// Means over each row and group, one or in a pass of LayerNorm two. Exists if groups are wider
+    /// than a block.
     pub dots: Address,
     pub end: Address,
 }
@@ -710,9 +734,10 @@ impl LaunchPlan {
         self.extent.cols as u64 * self.sum_bytes()
     }
 
-    /// Bytes of a number for each row and group.
+    /// Bytes of what a pass keeps of each row and group: a number, or LayerNorm's two.
     fn group_bytes(&self) -> u64 {
-        (self.extent.groups.unwrap_or(0) * self.extent.rows) as u64 * self.sum_bytes()
+        let numbers = if self.extent.centred { 2 } else { 1 };
+        (self.extent.groups.unwrap_or(0) * self.extent.rows * numbers) as u64 * self.sum_bytes()
     }
 
     fn sum_bytes(&self) -> u64 {
@@ -726,19 +751,30 @@ impl LaunchPlan {
 
     /// Every entry point that the pass may launch, the step of the state included.
     pub fn entries(&self, over_ranks: bool) -> Vec<Entry> {
-        let (groups, rows, updates, update) = match self.direction {
-            Direction::Forward => (
+        let (groups, rows) = match (self.direction, self.extent.centred) {
+            (Direction::Forward, false) => (
                 self.groups_launch::<GroupRmsInv>().0.entry,
                 self.rows_launch::<Normalize>(1, 0).0.entry,
+            ),
+            (Direction::Forward, true) => (
+                self.groups_launch::<LayerNormStatistics>().0.entry,
+                self.rows_launch::<LayerNorm>(1, 0).0.entry,
+            ),
+            (Direction::Backward, false) => (
+                self.groups_launch::<GroupDots>().0.entry,
+                self.rows_launch::<NormalizeBwd>(2, 0).0.entry,
+            ),
+            (Direction::Backward, true) => (
+                self.groups_launch::<LayerNormDots>().0.entry,
+                self.rows_launch::<LayerNormBwd>(2, 0).0.entry,
+            ),
+        };
+        let (updates, update) = match self.direction {
+            Direction::Forward => (
                 self.kind.is_training(),
                 self.channels_launch::<UpdatePhi>().entry,
             ),
-            Direction::Backward => (
-                self.groups_launch::<GroupDots>().0.entry,
-                self.rows_launch::<NormalizeBwd>(2, 0).0.entry,
-                true,
-                self.channels_launch::<UpdateNu>().entry,
-            ),
+            Direction::Backward => (true, self.channels_launch::<UpdateNu>().entry),
         };
         let sum = self.channels_launch::<SumPartials>().entry;
         [
@@ -764,7 +800,20 @@ impl LaunchPlan {
             (cut.lanes, cut.rows),
             cut.shared_bytes(arrays, sums),
         );
-        (launch, cut.tiling(arrays))
+        let tiling = Tiling {
+            reversed: self.is_second_walk(sums).into(),
+            ..cut.tiling(arrays)
+        };
+        (launch, tiling)
+    }
+
+    /// A walk over rows that an earlier launch of the step has walked over, for sums that this walk
+    /// needs: the output of a batch that is divided by its own statistic, and the exact gradient.
+    ///
+    /// The second walk goes backwards. The last rows of the first walk are then still in L2, and
+    /// with equal directions they would have been evicted before the second walk came to them.
+    fn is_second_walk(&self, sums: usize) -> bool {
+        self.kind.is_training() && sums == 0
     }
 
     /// The reduction of wide groups, a block for each.
@@ -836,6 +885,7 @@ mod tests {
             rows,
             cols,
             groups,
+            centred: false,
             limits,
         }
     }
@@ -854,6 +904,24 @@ mod tests {
             "{} {}x{} {}x{} {}",
             launch.entry, grid.0, grid.1, block.0, block.1, launch.shared_bytes
         )
+    }
+
+    /// The first walk has sums, and the second one none. An evaluation's only walk has none either.
+    #[test]
+    fn second_walks_go_backwards() {
+        let shape = (DType::F32, 5000, 768, Some(1));
+        let reversed = |kind, sums| {
+            let forward = LaunchPlan::new(extent(shape, H100), Recipe::Paper, kind).unwrap();
+            let backward = forward.of_backward().unwrap();
+            [
+                forward.rows_launch::<Normalize>(1, sums).1.reversed,
+                backward.rows_launch::<NormalizeBwd>(2, 2 * sums).1.reversed,
+            ]
+        };
+        assert_eq!(reversed(ForwardKind::BatchStatistic, 1), [0, 0]);
+        assert_eq!(reversed(ForwardKind::BatchStatistic, 0), [1, 1]);
+        assert_eq!(reversed(ForwardKind::RunningStatistic, 1), [0, 0]);
+        assert_eq!(reversed(ForwardKind::Evaluation, 0), [0, 0]);
     }
 
     /// The numbers of the example at the top of this file.
@@ -1221,8 +1289,9 @@ mod tests {
         let mut launched = BTreeSet::new();
         for dtype in DTYPES {
             for cols in [1, 2, 4, 8, 16, 32, 64, 1024, 1 << 16] {
-                for groups in [None, Some(1)] {
-                    for plan in plans((dtype, 100, cols, groups), H100).unwrap() {
+                for (groups, centred) in [(None, false), (Some(1), false), (Some(1), true)] {
+                    for mut plan in plans((dtype, 100, cols, groups), H100).unwrap() {
+                        plan.extent.centred = centred;
                         launched.extend(plan.entries(true).iter().map(Entry::to_string));
                     }
                 }
@@ -1256,7 +1325,11 @@ mod tests {
                         for (masked, divides) in
                             [(false, false), (false, true), (true, false), (true, true)]
                         {
-                            let extent = extent((dtype, rows, cols, groups), H100);
+                            let extent = Extent {
+                                // LayerNorm has no statistic of channels.
+                                centred: groups == Some(1) && !divides,
+                                ..extent((dtype, rows, cols, groups), H100)
+                            };
                             let forward = LaunchPlan {
                                 masked,
                                 divides,

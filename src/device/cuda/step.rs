@@ -7,9 +7,9 @@
 
 use super::gpu::{reads_in_place, Gpu, Kernels, Locks, Uses};
 use super::params::{
-    when, Address, Dtype, GroupDots, GroupRmsInv, Normalize, NormalizeBwd, NormalizeBwdParams,
-    NormalizeParams, SumPartials, SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi,
-    UpdatePhiParams, Vector,
+    when, Address, Dtype, GroupDots, GroupRmsInv, LayerNorm, LayerNormBwd, LayerNormDots,
+    LayerNormStatistics, Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, SumPartials,
+    SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector,
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, Recipe};
@@ -200,6 +200,7 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
         rows,
         cols,
         groups: pass.groups,
+        centred: pass.centred,
         limits: kernels.limits,
     };
     // Other processes may have rows. If none has, a training step is an evaluation.
@@ -245,7 +246,7 @@ fn launch_rows(
         group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
         eps: pass.eps,
-        group_eps: pass.eps,
+        group_eps: pass.eps.into(),
         ..Default::default()
     };
     // The first launch adds the residual and writes the stream. Later ones read the stream.
@@ -264,11 +265,10 @@ fn launch_rows(
     };
     let mut first = adding;
     if plan.has_wide_groups() {
-        let (launch, tiling) = plan.groups_launch::<GroupRmsInv>();
         // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and the
-        // residual hold values. `group_rms_inv` is a part of `saved` with a number for each group.
-        // The outputs are allocations of their own.
-        unsafe { gpu.launch(&launch, &NormalizeParams { tiling, ..adding }) }?;
+        // residual hold values. `group_rms_inv` is a part of `saved` with room for each group. The
+        // outputs are allocations of their own.
+        unsafe { gpu.reduce_groups(plan, adding) }?;
         first = added;
     }
     let kept_rows = NormalizeParams {
@@ -410,7 +410,7 @@ fn launch_output(
         inv_rms: saved.inv_rms,
         group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
-        group_eps: pass.eps,
+        group_eps: pass.eps.into(),
         ..Default::default()
     };
     // SAFETY: x and y have the plan's rows and columns, weight and bias its columns. 1/D and r
@@ -664,7 +664,28 @@ impl Gpu {
     unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
+        if plan.extent.centred {
+            let (launch, tiling) = plan.rows_launch::<LayerNorm>(arrays, sums);
+            // SAFETY: the caller promises it.
+            return unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) };
+        }
         let (launch, tiling) = plan.rows_launch::<Normalize>(arrays, sums);
+        // SAFETY: the caller promises it.
+        unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
+    }
+
+    /// Reduces the wide groups of a forward.
+    ///
+    /// # Safety
+    ///
+    /// As for [`launch`](Self::launch), of `group_rms_inv` or `layer_norm_statistics`.
+    unsafe fn reduce_groups(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
+        if plan.extent.centred {
+            let (launch, tiling) = plan.groups_launch::<LayerNormStatistics>();
+            // SAFETY: the caller promises it.
+            return unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) };
+        }
+        let (launch, tiling) = plan.groups_launch::<GroupRmsInv>();
         // SAFETY: the caller promises it.
         unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
@@ -691,12 +712,23 @@ impl Gpu {
     ///
     /// As for [`launch`](Self::launch), of `group_dots` and `normalize_bwd`.
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
-        if params.dx != 0 && plan.has_wide_groups() {
+        let reduces = params.dx != 0 && plan.has_wide_groups();
+        let sums = 2 * usize::from(params.partials != 0);
+        if plan.extent.centred {
+            if reduces {
+                let (launch, tiling) = plan.groups_launch::<LayerNormDots>();
+                // SAFETY: the caller promises it.
+                unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
+            }
+            let (launch, tiling) = plan.rows_launch::<LayerNormBwd>(2, sums);
+            // SAFETY: the caller promises it; `layer_norm_dots` has written the dots.
+            return unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) };
+        }
+        if reduces {
             let (launch, tiling) = plan.groups_launch::<GroupDots>();
             // SAFETY: the caller promises it.
             unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
         }
-        let sums = 2 * usize::from(params.partials != 0);
         let (launch, tiling) = plan.rows_launch::<NormalizeBwd>(2, sums);
         // SAFETY: the caller promises it; `group_dots` has written the dots.
         unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
