@@ -279,6 +279,79 @@ fn readers_on_two_streams_are_both_waited_for() {
 }
 
 #[test]
+fn the_host_waits_for_an_event() {
+    let gpu = Gpu::new();
+    let (one, two) = (Queue::new(), Queue::new());
+    let wait = |event: &Mark| call!(cuEventSynchronize(event.0));
+    let a = one.alloc(64);
+    // The host orders the streams, up to where the event was recorded.
+    ok(one.fill(a, 1, 64));
+    ok(wait(&Mark::on(&one)));
+    ok(two.fill(a, 2, 64));
+    ok(wait(&Mark::on(&two)));
+    let early = Mark::on(&one);
+    ok(one.fill(a, 3, 64));
+    ok(wait(&early));
+    ok(two.fill(a, 4, 64));
+    gpu.assert_fault(&["race", "cuMemsetD8Async"]);
+    // There is nothing to wait for, or no such event.
+    ok(wait(&Mark::new()));
+    assert_eq!(call!(cuEventSynchronize(0)), 400);
+    // An event of a capture stands for no work.
+    let within = Mark::new();
+    breaks(RELAXED, (0, 0), |queue| {
+        call!(cuEventRecord(within.0, queue.0))
+    });
+    assert_eq!(wait(&within), 907);
+    // The wait reports a fault of the work before it.
+    ok(one.fill(a + 32, 1, 64));
+    assert_eq!(wait(&Mark::on(&one)), 700);
+    gpu.assert_fault(&["cuMemsetD8Async"]);
+    one.free(a);
+}
+
+#[test]
+fn events_give_the_time_between_them() {
+    let (_gpu, queue) = alone();
+    let elapsed = |start: &Mark, end: &Mark| {
+        let mut milliseconds = -1.0;
+        let status = call!(cuEventElapsedTime_v2(&mut milliseconds, start.0, end.0));
+        (status, milliseconds)
+    };
+    let timed = || Mark(made!(cuEventCreate(0)));
+    let record = |event: &Mark| ok(call!(cuEventRecord(event.0, queue.0)));
+    let (start, end) = (timed(), timed());
+    // Nothing is written if there is no time.
+    let none = (400, -1.0);
+    assert_eq!(elapsed(&start, &end), none);
+    record(&start);
+    assert_eq!(elapsed(&start, &end), none);
+    assert_eq!(elapsed(&end, &start), none);
+    let pause = std::time::Duration::from_millis(5);
+    std::thread::sleep(pause);
+    record(&end);
+    ok(call!(cuEventSynchronize(end.0)));
+    let (status, milliseconds) = elapsed(&start, &end);
+    ok(status);
+    assert!((5.0..5e3).contains(&milliseconds), "{milliseconds}");
+    assert_eq!(elapsed(&start, &start), (0, 0.0));
+    // The latest record counts.
+    record(&start);
+    record(&end);
+    let (status, later) = elapsed(&start, &end);
+    ok(status);
+    assert!(later >= 0.0, "{later}");
+    // Events without times, and one that is no more.
+    let untimed = Mark::on(&queue);
+    assert_eq!(elapsed(&untimed, &end), none);
+    assert_eq!(elapsed(&start, &untimed), none);
+    let gone = timed();
+    record(&gone);
+    ok(call!(cuEventDestroy_v2(gone.0)));
+    assert_eq!(elapsed(&start, &gone), none);
+}
+
+#[test]
 fn an_allocation_belongs_to_its_stream_until_others_wait() {
     let gpu = Gpu::new();
     let (one, two) = (Queue::new(), Queue::new());

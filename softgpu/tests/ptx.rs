@@ -622,6 +622,148 @@ fn barriers_that_cannot_complete_are_faults() {
     ok(&plain(text), 128, &[0]);
 }
 
+/// Threads of rows of 64: `%r1` is the thread's own word, `%r3` its row's barrier.
+const ROWS: &str = "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; shr.u32 %r3, %i, 6; \
+                    add.u32 %r3, %r3, 1;\n";
+
+/// The fault of two rows, which must be there in each order of the warps or in none.
+fn faults_of_rows(body: &str) -> Option<String> {
+    let text = kernel(1, 2048, &format!("{ROWS}{body}"));
+    let faults = [0, 1, 2, 3].map(|seed| {
+        let result = launch(&text, &shape(2, 128), &[0], seeded(seed));
+        result.err().map(|fault| fault.to_string())
+    });
+    assert!(
+        faults
+            .iter()
+            .all(|fault| fault.is_some() == faults[0].is_some()),
+        "{faults:?}"
+    );
+    faults.into_iter().next().flatten()
+}
+
+#[test]
+fn a_barrier_of_a_row_orders_nothing_in_another_row() {
+    let exchange = |distance: u32| {
+        format!(
+            "st.shared.u32 [%r1], %i; bar.sync 0; ld.shared.u32 %r2, [%r1];\n\
+             st.shared.u32 [%r1], %i; bar.sync %r3, 64;\n\
+             xor.b32 %r4, %i, {distance}; mad.lo.u32 %r5, %r4, 4, %r9;\n\
+             ld.shared.u32 %r6, [%r5];"
+        )
+    };
+    assert_eq!(faults_of_rows(&exchange(32)), None);
+    let message = faults_of_rows(&exchange(64)).unwrap();
+    says(
+        &message,
+        &["a race: lane 0 of warp 2 wrote", "thread [0, 0, 0]"],
+    );
+    // A row that writes what the other has read.
+    let overwrite = |distance: u32| {
+        exchange(32)
+            + &format!(
+                "bar.sync %r3, 64; xor.b32 %r4, %i, {distance}; mad.lo.u32 %r5, %r4, 4, %r9;\n\
+             st.shared.u32 [%r5], %i;"
+            )
+    };
+    assert_eq!(faults_of_rows(&overwrite(32)), None);
+    says(&faults_of_rows(&overwrite(64)).unwrap(), &["a race: "]);
+    // A barrier that counts all threads of the block.
+    let counted = exchange(64).replace("bar.sync %r3, 64", "bar.sync 3, 128");
+    assert_eq!(faults_of_rows(&counted), None);
+}
+
+#[test]
+fn rows_exchange_through_two_buffers() {
+    // Buffers of 512 bytes, used alternately: a warp may begin the next exchange while the other
+    // still reads.
+    let body = |mask: u32| {
+        format!(
+            "mov.u32 %r10, 0;\n\
+             LOOP: and.b32 %r11, %r10, {mask}; mad.lo.u32 %r12, %r11, 512, %r1;\n\
+             xor.b32 %r13, %i, 32; mad.lo.u32 %r13, %r13, 4, %r9;\n\
+             mad.lo.u32 %r13, %r11, 512, %r13;\n\
+             st.shared.u32 [%r12], %i; bar.sync %r3, 64; ld.shared.u32 %r14, [%r13];\n\
+             add.u32 %r10, %r10, 1; setp.lt.u32 %p1, %r10, 6; @%p1 bra LOOP;"
+        )
+    };
+    assert_eq!(faults_of_rows(&body(1)), None);
+    says(&faults_of_rows(&body(0)).unwrap(), &["a race: "]);
+}
+
+/// Runs warps, of each of which one lane takes steps: `w` writes the one word and `r` reads it, `b`
+/// writes a byte of it. A number is a barrier, where the warp waits for one other, or at 0 for all.
+/// Gives the fault, which must be there in each order of the warps or in none.
+fn fault_of_warps(warps: &[&str]) -> Option<String> {
+    let mut body = "mov.u32 %r9, room; shr.u32 %r1, %i, 5; and.b32 %r2, %i, 31; \
+                    setp.eq.u32 %p2, %r2, 0;\n"
+        .to_string();
+    for (number, steps) in warps.iter().enumerate() {
+        body += &format!("setp.ne.u32 %p1, %r1, {number}; @%p1 bra NEXT{number};\n");
+        for step in steps.split_whitespace() {
+            body += &match step {
+                "w" => "@%p2 st.shared.u32 [%r9], 1;\n".to_string(),
+                "b" => "@%p2 st.shared.u8 [%r9+1], 1;\n".to_string(),
+                "r" => "@%p2 ld.shared.u32 %r3, [%r9];\n".to_string(),
+                "0" => "bar.sync 0;\n".to_string(),
+                barrier => format!("bar.sync {barrier}, 64;\n"),
+            };
+        }
+        body += &format!("exit;\nNEXT{number}:\n");
+    }
+    let text = kernel(1, 128, &body);
+    let threads = 32 * warps.len() as u32;
+    let faults = [0, 1, 2, 3].map(|seed| {
+        let result = launch(&text, &shape(2, threads), &[0], seeded(seed));
+        result.err().map(|fault| fault.to_string())
+    });
+    let found = |fault: &Option<String>| fault.is_some();
+    assert!(
+        faults.iter().all(|fault| found(fault) == found(&faults[0])),
+        "{faults:?}"
+    );
+    faults.into_iter().next().flatten()
+}
+
+#[test]
+fn barriers_order_the_warps_that_meet() {
+    for barrier in 1..16 {
+        let id = barrier.to_string();
+        let (writes, reads) = (format!("w {id}"), format!("{id} r"));
+        assert_eq!(fault_of_warps(&[&writes, &reads, ""]), None);
+    }
+    let message = fault_of_warps(&["w 16", "16 r"]).unwrap();
+    says(&message, &["there is no barrier 16"]);
+    // By way of a third warp, and only where it comes later.
+    assert_eq!(fault_of_warps(&["w 1", "1 2", "2 r"]), None);
+    assert!(fault_of_warps(&["w 1", "2 1", "2 r"]).is_some());
+    // A thread that has exited orders nothing, unless all threads of the block wait.
+    assert!(fault_of_warps(&["w", "5 r", "5"]).is_some());
+    assert_eq!(fault_of_warps(&["w", "0 r", "0"]), None);
+    // Three warps at a barrier of two: the third waits for a fourth.
+    assert!(fault_of_warps(&["1", "1", "1"])
+        .unwrap()
+        .contains("cannot complete"));
+    assert_eq!(fault_of_warps(&["1", "1", "1", "1"]), None);
+}
+
+#[test]
+fn a_write_waits_for_each_reader() {
+    // Warps 1 and 2 read what warp 0 writes, and each has barriers of its own with it.
+    assert_eq!(fault_of_warps(&["w 1 2 3 4 w", "1 r 3", "2 r 4"]), None);
+    assert_eq!(fault_of_warps(&["w 1 2 4 3 w", "1 r 3", "2 r 4"]), None);
+    for early in ["w 1 2 3 w 4", "w 1 2 4 w 3"] {
+        let message = fault_of_warps(&[early, "1 r 3", "2 r 4"]).unwrap();
+        says(&message, &["a race: "]);
+    }
+    // A barrier of all orders reads at different clocks, and the bytes of a word apart.
+    assert_eq!(fault_of_warps(&["w 1 2 0 w", "1 r 0", "2 r 0"]), None);
+    assert_eq!(fault_of_warps(&["w 1 2 3 4 b", "1 r 3", "2 r 4"]), None);
+    assert!(fault_of_warps(&["w 1 2 3 b 4", "1 r 3", "2 r 4"]).is_some());
+    // Warp 1 reads before warp 2 does, so a write after the read of warp 2 needs no other barrier.
+    assert_eq!(fault_of_warps(&["w 0 3 w", "0 r 1", "0 1 r 3"]), None);
+}
+
 #[test]
 fn vectors_and_narrow_loads_fill_their_registers() {
     let data = buffer(&[0x8001_7fffu32, 0xffff_fffe, 3, 4, 0, 0, 0, 0]);

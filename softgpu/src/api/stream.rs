@@ -7,6 +7,7 @@ use crate::engine::memory::Clock;
 use crate::engine::stream::{engine, Manner};
 use crate::queue::synchronize;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 /// The work that an event stands for.
 #[derive(Clone, Default)]
@@ -22,7 +23,11 @@ enum Recorded {
 
 pub struct Event {
     device: i32,
+    /// Made without `CU_EVENT_DISABLE_TIMING`.
+    timed: bool,
     recorded: Mutex<Recorded>,
+    /// When it was recorded, by the host's clock: there is no GPU whose time would mean anything.
+    at: Mutex<Option<Instant>>,
 }
 
 pub static EVENTS: Handles<Arc<Event>> = Handles::new(3);
@@ -88,9 +93,15 @@ entries! {
         }
     }
 
-    fn cuEventCreate(handle: *mut u64, _flags: u32) {
-        let device = current_device()?;
-        put(handle, EVENTS.add(Arc::new(Event { device, recorded: Mutex::default() })))
+    fn cuEventCreate(handle: *mut u64, flags: u32) {
+        const DISABLE_TIMING: u32 = 2;
+        let event = Event {
+            device: current_device()?,
+            timed: flags & DISABLE_TIMING == 0,
+            recorded: Mutex::default(),
+            at: Mutex::default(),
+        };
+        put(handle, EVENTS.add(Arc::new(event)))
     }
 
     fn cuEventDestroy_v2(handle: u64) {
@@ -115,6 +126,27 @@ entries! {
             }
         };
         *lock(&event.recorded) = recorded;
+        *lock(&event.at) = Some(Instant::now());
         Ok(())
+    }
+
+    fn cuEventSynchronize(handle: u64) {
+        let event = EVENTS.get(handle)?;
+        let recorded = lock(&event.recorded).clone();
+        match recorded {
+            Recorded::Never => Ok(()),
+            Recorded::Point(clock) => Ok(engine().synchronize(&clock, event.device)?),
+            Recorded::Nodes(..) => Err(Error::CAPTURED_EVENT),
+        }
+    }
+
+    fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: u64, end: u64) {
+        let at = |handle| {
+            let event = EVENTS.get(handle)?;
+            let at = lock(&event.at).filter(|_| event.timed);
+            at.ok_or(Error::INVALID_HANDLE)
+        };
+        let elapsed = at(end)?.saturating_duration_since(at(start)?);
+        put(milliseconds, elapsed.as_secs_f32() * 1e3)
     }
 }

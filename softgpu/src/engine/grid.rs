@@ -189,21 +189,35 @@ fn pass_barriers(block: &mut Block, warps: &mut [Warp]) -> bool {
         _ => used,
     });
     for number in (0..16).filter(|number| used >> number & 1 == 1) {
-        let waits_for = |warp: &Warp| match warp.state {
-            State::Waiting { barrier, threads } if barrier == number => Some(threads),
-            _ => None,
-        };
-        let here: Vec<u32> = warps.iter().filter_map(waits_for).collect();
-        let complete = match here.iter().copied().max().unwrap_or(0) {
-            0 => (warps.iter()).all(|warp| warp.state == State::Done || waits_for(warp).is_some()),
-            expected => here.len() as u32 * 32 >= expected,
-        };
-        if complete {
-            block.shared.barrier();
-            let waiting = warps.iter_mut().filter(|warp| waits_for(warp).is_some());
-            waiting.for_each(Warp::pass);
-            passed = true;
+        let (mut here, mut expected) = (vec![], 0);
+        for (index, warp) in warps.iter().enumerate() {
+            match warp.state {
+                State::Waiting { barrier, threads } if barrier == number => {
+                    here.push(index);
+                    expected = expected.max(threads as usize / 32);
+                }
+                _ => {}
+            }
         }
+        let done = || warps.iter().filter(|warp| warp.state == State::Done);
+        let complete = match expected {
+            0 => here.len() + done().count() == warps.len(),
+            _ => here.len() >= expected,
+        };
+        if !complete {
+            continue;
+        }
+        if expected > 0 {
+            // The others wait for the barrier's next time.
+            here.truncate(expected);
+        }
+        if expected == 0 || here.len() == warps.len() {
+            block.shared.barrier();
+        } else {
+            (block.shared).barrier_of(here.iter().fold(0, |mask, index| mask | 1 << index));
+        }
+        here.into_iter().for_each(|index| warps[index].pass());
+        passed = true;
     }
     passed
 }

@@ -4,6 +4,6 @@ pub mod fault;
 pub mod grid;
 pub mod launch;
 pub mod memory;
-mod shared;
+pub mod shared;
 pub mod stream;
 mod warp;

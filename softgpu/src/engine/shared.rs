@@ -3,10 +3,14 @@
 
 use crate::engine::launch::Counts;
 
-/// More warps than one, in the records of who touched a word.
-const MANY: u16 = u16::MAX;
+/// Most warps of a block.
+const WARPS: usize = 32;
 
-/// The history of four bytes that are always accessed together, or of one byte. Blocks, epochs,
+/// Stands in for the clock of a word's reads where warps have read it at different clocks. No clock
+/// is as great.
+const APART: u32 = u32::MAX;
+
+/// The history of four bytes that are always accessed together, or of one byte. Blocks, clocks,
 /// times and serial numbers begin at 1, so those of an access that never was are 0.
 #[derive(Clone, Copy, Default)]
 struct Record {
@@ -17,18 +21,148 @@ struct Record {
     written: bool,
     /// A copy in flight will overwrite them.
     in_flight: bool,
-    writer: u16,
-    reader: u16,
+    writer: u8,
     write_lane: u8,
-    write_epoch: u32,
+    write_clock: u32,
     write_time: u32,
     /// Tells whether two lanes wrote in the same instruction.
     write_serial: u32,
     write_line: u32,
-    read_epoch: u32,
+    /// A bit for each warp that has read since all earlier reads were ordered before a reader's.
+    readers: u32,
+    /// The clock of these reads, or `APART`.
+    read_clock: u32,
     read_time: u32,
+    /// Lanes of the only reader that read at `read_time`. If the reads are `APART`, the index of
+    /// their clocks in `Order::reads`.
     read_lanes: u32,
     read_line: u32,
+}
+
+/// Tells which accesses of other warps are ordered before the next access of a warp, by vector
+/// clocks as in race detectors for threads.
+///
+/// Each warp has a clock, and a record holds the clock that the warp had at the access.
+/// `seen[v][u]` is the clock up to which accesses of warp u are ordered before the next access of
+/// warp v. A barrier joins the rows `seen[v]` of the warps v that meet at it. Then it sets their
+/// clocks to one value, which is greater than each of them was. An example with `bar.sync 1, 64`:
+///
+/// 1. Warps 0, 1 and 2 write at clock 5.
+/// 2. Warps 0 and 1 pass the barrier. `seen[0][1]` and `seen[1][0]` become 5, and both clocks 6.
+/// 3. Warp 0 may read what warp 1 wrote, because `seen[0][1]` is at least the 5 of that write. For
+///    warp 0 to read what warp 2 wrote is a race, because `seen[0][2]` is less than 5.
+///
+/// Whatever is ordered before a warp's next access has a lower clock than that warp. So of reads at
+/// the same clock none is ordered before another, and a mask of their warps records them all. A
+/// barrier of the whole block changes no `seen`, but raises `base`. Kernels with no other barriers
+/// need nothing else: their warps always have equal clocks.
+#[derive(Default)]
+struct Order {
+    /// The clock of all warps after the last barrier of the whole block. Accesses at lower clocks
+    /// are ordered before all that follow.
+    base: u32,
+    clocks: [u32; WARPS],
+    /// Empty until the first barrier of some warps.
+    seen: Vec<[u32; WARPS]>,
+    /// The clock of each warp's read, 0 if there is none, for words whose reads are `APART`.
+    reads: Vec<[u32; WARPS]>,
+    /// Indices in `reads` that are not in use.
+    free: Vec<u32>,
+}
+
+impl Order {
+    fn clock(&self, warp: u8) -> u32 {
+        self.clocks[usize::from(warp)]
+    }
+
+    /// Orders all accesses so far before all that follow.
+    fn meet_all(&mut self) {
+        let latest = self.clocks.iter().fold(self.base, |a, b| a.max(*b));
+        self.base = latest + 1;
+        self.clocks = [self.base; WARPS];
+    }
+
+    /// Orders the accesses so far of some warps, and all that were ordered before them, before what
+    /// follows in these warps.
+    fn meet(&mut self, warps: u32) {
+        let met = || (0..WARPS).filter(|warp| warps >> warp & 1 == 1);
+        self.seen.resize(WARPS, [0; WARPS]);
+        let (mut joined, mut latest) = ([0; WARPS], 0);
+        for warp in met() {
+            for (all, seen) in joined.iter_mut().zip(self.seen[warp]) {
+                *all = seen.max(*all);
+            }
+            joined[warp] = self.clocks[warp];
+            latest = latest.max(self.clocks[warp]);
+        }
+        for warp in met() {
+            self.seen[warp] = joined;
+            self.clocks[warp] = latest + 1;
+        }
+    }
+
+    /// Tells whether an access of warp `other` at this clock is ordered before the next of `warp`.
+    #[inline(always)]
+    fn is_before(&self, clock: u32, other: u8, warp: u8) -> bool {
+        let seen = || self.seen.get(usize::from(warp));
+        clock < self.base || seen().is_some_and(|seen| seen[usize::from(other)] >= clock)
+    }
+
+    /// Tells whether the reads of all other warps are ordered before the next access of `warp`. If
+    /// there are other readers, the reads of `warp` itself are too: at its last read not all others
+    /// were ordered before it, so it has since passed a barrier.
+    #[inline(never)]
+    fn are_reads_before(&self, word: &Record, warp: u8) -> bool {
+        let mut others = word.readers & !(1 << warp);
+        while others != 0 {
+            let other = others.trailing_zeros() as u8;
+            let clock = match word.read_clock {
+                APART => self.reads[word.read_lanes as usize][usize::from(other)],
+                clock => clock,
+            };
+            if !self.is_before(clock, other, warp) {
+                return false;
+            }
+            others &= others - 1;
+        }
+        true
+    }
+
+    /// Records a read whose clock is not that of the earlier reads. If all of those are ordered
+    /// before it, they are dropped, because a write that is ordered after this read is ordered
+    /// after them.
+    #[inline(never)]
+    fn read_apart(&mut self, word: &mut Record, who: &Who, lanes: u32) {
+        let (clock, me) = (self.clock(who.warp), 1 << who.warp);
+        if self.are_reads_before(word, who.warp) {
+            if word.read_clock == APART {
+                self.free.push(word.read_lanes);
+            }
+            word.readers = me;
+            word.read_clock = clock;
+            word.read_time = who.time;
+            word.read_lanes = lanes;
+            return;
+        }
+        if word.read_clock != APART {
+            let readers = word.readers;
+            let clocks = std::array::from_fn(|warp| word.read_clock * (readers >> warp & 1));
+            word.read_lanes = self.keep(clocks);
+            word.read_clock = APART;
+        }
+        word.readers |= me;
+        self.reads[word.read_lanes as usize][usize::from(who.warp)] = clock;
+    }
+
+    /// Stores the clocks of reads that are `APART`. Returns their index.
+    fn keep(&mut self, clocks: [u32; WARPS]) -> u32 {
+        if let Some(free) = self.free.pop() {
+            self.reads[free as usize] = clocks;
+            return free;
+        }
+        self.reads.push(clocks);
+        self.reads.len() as u32 - 1
+    }
 }
 
 /// A block's shared memory.
@@ -41,14 +175,13 @@ pub struct Shared {
     /// The records of words whose bytes are accessed apart.
     split: Vec<[Record; 4]>,
     block: u32,
-    /// Counts the barriers of the block.
-    epoch: u32,
+    order: Order,
 }
 
 /// Who accesses shared memory.
 #[derive(Clone, Copy)]
 pub struct Who {
-    pub warp: u16,
+    pub warp: u8,
     /// Counts the synchronizations of the warp: it has seen what it did before the last.
     pub time: u32,
     /// Counts the instructions of the warp that access shared memory.
@@ -82,13 +215,20 @@ impl Shared {
     /// Forgets all, for the next block.
     pub fn restart(&mut self) {
         self.block += 1;
-        self.epoch += 1;
+        self.order.meet_all();
+        self.order.reads.clear();
+        self.order.free.clear();
         self.split.clear();
     }
 
     /// All warps have waited for each other.
     pub fn barrier(&mut self) {
-        self.epoch += 1;
+        self.order.meet_all();
+    }
+
+    /// The warps of a mask have waited for each other, and for no others.
+    pub fn barrier_of(&mut self, warps: u32) {
+        self.order.meet(warps);
     }
 
     /// The place of an access that is inside and aligned.
@@ -131,12 +271,12 @@ impl Shared {
         if self.unchecked {
             return Ok(());
         }
-        let epoch = self.epoch;
         let mut at = start;
         while at < start + size as usize {
             let count = (4 - at % 4).min(start + size as usize - at);
-            for record in self.records(at, count) {
-                touched(record, epoch, who, lane, touch)
+            let (records, order) = self.records(at, count);
+            for record in records {
+                touched(record, order, who, lane, touch)
                     .map_err(|what| format!("{what} (shared memory, at {at:#x})"))?;
             }
             at += count;
@@ -144,8 +284,9 @@ impl Shared {
         Ok(())
     }
 
-    /// The records of bytes of one word: one of a whole word, or one for each byte.
-    fn records(&mut self, at: usize, count: usize) -> &mut [Record] {
+    /// The records of bytes of one word: one of a whole word, or one for each byte. Also
+    /// returns the order, which the caller needs beside them.
+    fn records(&mut self, at: usize, count: usize) -> (&mut [Record], &mut Order) {
         let word = &mut self.words[at / 4];
         if word.block != self.block {
             *word = Record {
@@ -155,12 +296,21 @@ impl Shared {
         }
         if word.split == 0 {
             if count == 4 {
-                return std::slice::from_mut(word);
+                return (std::slice::from_mut(word), &mut self.order);
             }
-            self.split.push([*word; 4]);
+            let mut bytes = [*word; 4];
+            if word.read_clock == APART {
+                // From here on the reads of each byte are recorded separately.
+                for byte in &mut bytes[1..] {
+                    let clocks = self.order.reads[byte.read_lanes as usize];
+                    byte.read_lanes = self.order.keep(clocks);
+                }
+            }
+            self.split.push(bytes);
             word.split = self.split.len() as u32;
         }
-        &mut self.split[word.split as usize - 1][at % 4..][..count]
+        let bytes = &mut self.split[word.split as usize - 1];
+        (&mut bytes[at % 4..][..count], &mut self.order)
     }
 
     /// The bytes are inside, and elements of so many bytes are aligned whole words.
@@ -191,13 +341,13 @@ impl Shared {
             return true;
         }
         let lowest = mask.trailing_zeros();
-        let (block, epoch) = (self.block, self.epoch);
+        let (block, order) = (self.block, &mut self.order);
         let words = &mut self.words[address as usize / 4..][..bytes as usize / 4];
         // A size is a power of two.
         let lane_of = |word: usize| lowest + (word >> (size / 4).trailing_zeros()) as u32;
         for (at, word) in words.iter().enumerate() {
             let settled = match word.block == block {
-                true => word.split == 0 && obstacle(word, epoch, who, lane_of(at), touch).is_none(),
+                true => word.split == 0 && obstacle(word, order, who, lane_of(at), touch).is_none(),
                 false => touch != Touch::Read,
             };
             if !settled {
@@ -212,9 +362,9 @@ impl Shared {
                 };
             }
             if touch == Touch::Read {
-                read(word, epoch, who, 1 << lane_of(at));
+                read(word, order, who, 1 << lane_of(at));
             } else {
-                write(word, epoch, who, lane_of(at), touch);
+                write(word, order, who, lane_of(at), touch);
             }
         }
         true
@@ -230,21 +380,24 @@ impl Shared {
         if self.unchecked {
             return true;
         }
-        let (block, epoch) = (self.block, self.epoch);
+        let (block, order) = (self.block, &mut self.order);
         let words = &mut self.words[address as usize / 4..][..size as usize / 4];
         // Such as no lane needs a further look at, whichever wrote them.
         let known = |word: &Record| {
-            let written = word.writer == who.warp && word.write_time < who.time;
+            let before = match word.writer == who.warp {
+                true => word.write_time < who.time,
+                false => order.is_before(word.write_clock, word.writer, who.warp),
+            };
             word.block == block
                 && word.split == 0
                 && !word.in_flight
                 && word.written
-                && (word.write_epoch != epoch || written)
+                && (word.write_clock < order.base || before)
         };
         let known = words.iter().all(known);
         if known {
             for word in words {
-                read(word, epoch, who, mask);
+                read(word, order, who, mask);
             }
         }
         known
@@ -275,17 +428,17 @@ impl Shared {
 /// Checks an access to bytes that share a record, and records it.
 fn touched(
     word: &mut Record,
-    epoch: u32,
+    order: &mut Order,
     who: &Who,
     lane: u32,
     touch: Touch,
 ) -> Result<(), String> {
-    if let Some(obstacle) = obstacle(word, epoch, who, lane, touch) {
+    if let Some(obstacle) = obstacle(word, order, who, lane, touch) {
         return Err(obstacle.of(word));
     }
     match touch {
-        Touch::Read => read(word, epoch, who, 1 << lane),
-        _ => write(word, epoch, who, lane, touch),
+        Touch::Read => read(word, order, who, 1 << lane),
+        _ => write(word, order, who, lane, touch),
     }
     Ok(())
 }
@@ -296,7 +449,7 @@ enum Obstacle {
     Unwritten,
     /// The last write.
     Written,
-    /// Reads since the last barrier.
+    /// Reads that no barrier orders before.
     Read,
 }
 
@@ -310,8 +463,11 @@ impl Obstacle {
                 let (lane, warp) = (word.write_lane, word.writer);
                 (format!("lane {lane} of warp {warp} wrote"), word.write_line)
             }
-            Self::Read if word.reader == MANY => ("several warps read".into(), word.read_line),
-            Self::Read => (format!("warp {} read", word.reader), word.read_line),
+            Self::Read if word.readers.is_power_of_two() => {
+                let warp = word.readers.trailing_zeros();
+                (format!("warp {warp} read"), word.read_line)
+            }
+            Self::Read => ("several warps read".into(), word.read_line),
         };
         format!("a race: {does} these bytes (line {line}), and nothing orders the two")
     }
@@ -319,15 +475,22 @@ impl Obstacle {
 
 /// What forbids an access, mostly nothing.
 #[inline(always)]
-fn obstacle(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> Option<Obstacle> {
-    let after_writes = word.write_epoch != epoch
-        || word.writer == who.warp
-            && (u32::from(word.write_lane) == lane
-                || word.write_time != who.time
-                || word.write_serial == who.serial);
+fn obstacle(word: &Record, order: &Order, who: &Who, lane: u32, touch: Touch) -> Option<Obstacle> {
+    let after_writes = word.write_clock < order.base
+        || match word.writer == who.warp {
+            true => {
+                u32::from(word.write_lane) == lane
+                    || word.write_time != who.time
+                    || word.write_serial == who.serial
+            }
+            false => order.is_before(word.write_clock, word.writer, who.warp),
+        };
     let after_reads = touch == Touch::Read
-        || word.read_epoch != epoch
-        || word.reader == who.warp && (word.read_lanes == 1 << lane || word.read_time != who.time);
+        || word.read_clock < order.base
+        || match word.readers == 1 << who.warp {
+            true => word.read_lanes == 1 << lane || word.read_time != who.time,
+            false => order.are_reads_before(word, who.warp),
+        };
     if word.in_flight && touch != Touch::Land {
         Some(Obstacle::InFlight)
     } else if touch == Touch::Read && !word.written {
@@ -342,32 +505,35 @@ fn obstacle(word: &Record, epoch: u32, who: &Who, lane: u32, touch: Touch) -> Op
 }
 
 #[inline(always)]
-fn write(word: &mut Record, epoch: u32, who: &Who, lane: u32, touch: Touch) {
+fn write(word: &mut Record, order: &Order, who: &Who, lane: u32, touch: Touch) {
     word.written = touch != Touch::Fly;
     word.in_flight = touch == Touch::Fly;
     word.writer = who.warp;
     word.write_lane = lane as u8;
-    word.write_epoch = epoch;
+    word.write_clock = order.clock(who.warp);
     word.write_time = who.time;
     word.write_serial = who.serial;
     word.write_line = who.line;
 }
 
 #[inline(always)]
-fn read(word: &mut Record, epoch: u32, who: &Who, lanes: u32) {
-    if word.read_epoch != epoch {
-        word.reader = who.warp;
+fn read(word: &mut Record, order: &mut Order, who: &Who, lanes: u32) {
+    let (clock, me) = (order.clock(who.warp), 1 << who.warp);
+    word.read_line = who.line;
+    if word.read_clock < order.base {
+        word.readers = me;
         word.read_lanes = 0;
-        word.read_epoch = epoch;
-    } else if word.reader != who.warp {
-        word.reader = MANY;
+    } else if word.read_clock == clock {
+        word.readers |= me;
+    } else if word.readers != me {
+        return order.read_apart(word, who, lanes);
     }
     if word.read_time < who.time {
         word.read_lanes = 0;
     }
+    word.read_clock = clock;
     word.read_time = who.time;
     word.read_lanes |= lanes;
-    word.read_line = who.line;
 }
 
 /// Counts the passes beyond the first that an access of a warp takes: 32 banks of 4 bytes, whole

@@ -838,7 +838,7 @@ impl Warp {
     #[inline(always)]
     fn who_at(&self, line: u32) -> Who {
         Who {
-            warp: self.number,
+            warp: self.number as u8,
             time: self.time,
             serial: self.serial,
             line,
