@@ -12,8 +12,9 @@ use candle_nn::{Init, VarBuilder};
 
 /// Builds a [`PowerNorm`] layer over `size` channels from the tensors of `vb`.
 ///
-/// The call `layer_norm(512, 1e-5, vb.pp("norm"))` becomes `power_norm(512, 1e-5, vb.pp("norm"))`.
-/// [`PowerNormBuilder`](crate::PowerNormBuilder) builds all layers of a model.
+/// The call `layer_norm(512, 1e-5, vb.pp("norm"))` becomes `power_norm(512, 1e-5,
+/// vb.pp("norm"))?.with_mode(&mode)`, with the [`Mode`] of the model. To build all layers of a
+/// model, use a [`PowerNormBuilder`](crate::PowerNormBuilder).
 ///
 /// # Tensors
 ///
@@ -30,10 +31,10 @@ use candle_nn::{Init, VarBuilder};
 ///
 /// A layer built on trainable variables (a `VarMap`) starts in training.
 ///
-/// A layer is frozen if `running_phi` is no variable, as in a safetensors `VarBuilder`. It starts
-/// in evaluation, and evaluates even if it is given a [`Mode`] in training: its statistics are a
-/// copy that no `VarMap` saves, so a reloaded model would not have what training did to them.
-/// [`PowerNorm::with_unsaved_statistics`] trains the copy nevertheless, and
+/// A layer is frozen if `running_phi` is not a variable, as in a safetensors `VarBuilder`. It
+/// starts in evaluation, and evaluates even if it is given a [`Mode`] in training. The reason is
+/// that its statistics are a copy that no `VarMap` saves, so a reloaded model would have the old
+/// ones. [`PowerNorm::with_unsaved_statistics`] trains the copy nevertheless, and
 /// [`Mode::recalibrate_scope`] recomputes its ψ².
 ///
 /// A frozen builder may lack `ema_gz`, `iters` and `groups`. No evaluation needs them: without
@@ -45,8 +46,8 @@ use candle_nn::{Init, VarBuilder};
 /// - The builder's dtype is not a float that the layer computes in.
 /// - A tensor is missing, or has another shape, dtype or device. (A `VarMap` makes what is missing,
 ///   and a frozen builder may lack the tensors named above.)
-/// - Some tensors of the state are variables, and some are copies. A builder copies a variable if
-///   it converts or moves it. candle's `rename` does so to `iters` on a GPU.
+/// - Only some tensors of the state are variables. This happens when a `VarBuilder` converts or
+///   moves a tensor, which makes a copy. candle's `rename` does so to `iters` on a GPU.
 /// - The statistics are from a layer with another group scaling.
 /// - A number in a frozen `running_phi` on a CPU is negative or not finite.
 pub fn power_norm<C: Into<PowerNormConfig>>(
@@ -115,8 +116,8 @@ impl PowerNorm {
     /// If `weight` is a variable, the layer starts in training. Training updates `running_phi` in
     /// place if that is a variable too, else a copy, which no `VarMap` saves either.
     ///
-    /// If `weight` is no variable, the layer is frozen: it starts in evaluation, and evaluates even
-    /// if it is given a [`Mode`] in training.
+    /// If `weight` is not a variable, the layer is frozen: it starts in evaluation, and evaluates
+    /// even if it is given a [`Mode`] in training.
     /// [`with_unsaved_statistics`](Self::with_unsaved_statistics) trains its statistics
     /// nevertheless, and [`Mode::recalibrate_scope`] recomputes its ψ².
     ///
@@ -191,7 +192,7 @@ impl PowerNorm {
 /// Builds the layers of a model, which share a configuration, a [`Mode`] and, if need be, a
 /// [`LossScale`] and [`Ranks`].
 ///
-/// Hand it down through the model's constructors, as the `VarBuilder` is.
+/// Pass it down through the model's constructors, beside the `VarBuilder`.
 ///
 /// ```
 /// use candle::{DType, Device, Result};

@@ -3,7 +3,7 @@
 use crate::error::Error;
 use candle::{DType, Result};
 
-/// Which statistic normalizes a training step after the warm-up.
+/// The statistic that normalizes a training step after the warm-up: PN's or PN-V's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(
     feature = "serde",
@@ -12,14 +12,17 @@ use candle::{DType, Result};
 )]
 #[non_exhaustive]
 pub enum Statistics {
-    /// PN, Definition 3 of the paper. A step divides by the running quadratic mean,
-    /// `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`. The backward is the paper's approximation, Eq. 12, with the running
-    /// correction ν.
+    /// PN: a step divides by the running root mean square, so its output depends on no other row of
+    /// the batch. The backward is an approximation with the running correction ν.
+    ///
+    /// `D = sqrt(ψ²₍ₜ₋₁₎ + ε)`; Definition 3 and Eq. 12 of the paper.
     #[default]
     Running,
-    /// PN-V, Definition 1 of the paper. A step divides by the batch's own quadratic mean,
-    /// `D = sqrt(ψ_B² + ε)`, as in a warm-up without end. Under [`Recipe::Paper`] the backward is
-    /// the exact gradient, Eq. 6.
+    /// PN-V: a step divides by the batch's own root mean square, as if the warm-up never ended.
+    /// Under [`Recipe::Paper`] the backward is the exact gradient. In a causal model the statistic
+    /// contains later tokens, so a batch needs many sequences.
+    ///
+    /// `D = sqrt(ψ_B² + ε)`; Definition 1 and Eq. 6 of the paper.
     Batch,
 }
 
@@ -40,8 +43,8 @@ impl ForwardKind {
     }
 }
 
-/// Whose equations a training step runs: the paper's, or the equations of the code that its authors
-/// released.
+/// The equations of a training step: the paper's, or those of the code that its authors released.
+/// Choose the second only to continue training from one of their checkpoints.
 ///
 /// ψ_B² is the mean square of a batch of `B` rows. `t` is the step, counted from 1, and `T` the
 /// number of warm-up steps. Further, `X̂ = X̃/D`, `g = γ ⊙ ∂L/∂Y`, `Γ = mean X̂²` and
@@ -64,18 +67,21 @@ pub enum Recipe {
     /// - A channel whose new ψ² or ν is not finite keeps the old value for that step.
     /// - Padded rows enter no sum, and their input gradient is 0.
     ///
-    /// [Robustness](crate::guide::robustness) explains the two guards.
+    /// [Bad batches](crate::guide::paper#bad-batches) explains the two guards.
     #[default]
     Paper,
     /// The code that the authors released (`MaskPowerNorm` of sIncerass/powernorm), to continue
-    /// from its checkpoints. It has no guards. [The paper's page](crate::guide::paper) lists how
-    /// its equations differ.
+    /// from its checkpoints. It has no guards. [Equations](crate::guide::paper#recipefairseq) lists
+    /// how it differs.
     Fairseq,
 }
 
 /// Configuration of a [`PowerNorm`](crate::PowerNorm) layer.
 ///
-/// A number converts into a configuration with that `eps`, as for candle's own layers.
+/// Start with the defaults, and set [`warmup_steps`](Self::warmup_steps) to the length of the
+/// learning rate's warm-up. [Training](crate::guide::training#which-settings) says what is known
+/// about the others. A number converts into a configuration with that `eps`, as for candle's own
+/// layers.
 ///
 /// ```
 /// use candle_powernorm::PowerNormConfig;
@@ -89,7 +95,7 @@ pub enum Recipe {
 /// The configuration can be part of a model's `config.json`:
 /// `"norm": { "warmup_steps": 4000, "group_scaling": 8, "statistics": "batch" }`. A missing field
 /// has its default, and an unknown field is an error. `"group_scaling": null` is `None`, which a
-/// format without null, such as TOML, cannot say. Values are checked when a layer is built.
+/// format without null, such as TOML, cannot express. Values are checked when a layer is built.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[cfg_attr(
     feature = "serde",
@@ -97,37 +103,36 @@ pub enum Recipe {
     serde(default, deny_unknown_fields)
 )]
 pub struct PowerNormConfig {
-    /// ε, added to each mean square inside the root. Positive and finite, also when rounded to
-    /// `F32`, or to `F64` if the parameters are. Default 1e-5.
+    /// ε, added to each mean square inside the root. Must be positive and finite after rounding to
+    /// `F32` (`F64` for an `F64` layer). Default 1e-5.
     pub eps: f64,
     /// α_f, the weight of the *old* ψ² in its moving average (the reverse of candle's `momentum`).
-    /// In (0, 1), rounded as ε is; default 0.9. In `F32`, 0.99999 is rounded so that ψ² becomes
-    /// 0.14 % too small.
+    /// Must be between 0 and 1 after the same rounding. Default 0.9.
     pub alpha_fwd: f64,
-    /// α_b, the weight of the *old* ν in its moving average. In (0, 1), rounded as ε is; default
-    /// 0.9.
+    /// α_b, the weight of the *old* ν in its moving average. Must be between 0 and 1 after the same
+    /// rounding. Default 0.9.
     pub alpha_bwd: f64,
-    /// T, the number of steps that use the batch's statistic before the running one takes over.
-    /// Default 100. The paper makes it as long as the learning rate's warm-up.
+    /// T, the length of the warm-up: the first steps, which divide by the batch's own statistic.
+    /// Default 100. Make it as long as the learning rate's warm-up, as the paper does.
     pub warmup_steps: usize,
-    /// G, the number of groups of the [group scaling](crate::GroupScaling), which comes first, or
-    /// `None` for none. Default `Some(1)`. The released code takes as many groups as there are
-    /// attention heads.
+    /// G, the number of groups of the [group scaling](crate::GroupScaling) that comes first, or
+    /// `None` to leave it out. Default `Some(1)`. The released code uses as many groups as there
+    /// are attention heads.
     pub group_scaling: Option<usize>,
     /// The statistic after the warm-up. Default [`Statistics::Running`].
     pub statistics: Statistics,
     /// The equations of a step. Default [`Recipe::Paper`].
     pub recipe: Recipe,
-    /// `true` for a layer with a weight γ, and with a bias β unless [`bias`](Self::bias) says no.
-    /// Default `true`. With `affine: false` candle's LayerNorm keeps its weight, and this layer
-    /// does not.
+    /// `true` for a layer with a weight γ and, unless [`bias`](Self::bias) is `false`, a bias β.
+    /// Default `true`. With `affine: false` this layer has neither, while candle's LayerNorm keeps
+    /// its weight.
     pub affine: bool,
     /// `false` for a weight without a bias, as in candle's `layer_norm_no_bias`. Default `true`.
     /// Without `affine` there is no bias either way.
     pub bias: bool,
 }
 
-/// The step of ψ²: first by the cumulative mean, then by the moving average.
+/// How a step moves ψ²: first by the cumulative mean, then by the moving average.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PhiStep {
     pub cumulative: Option<Shares>,
@@ -256,7 +261,7 @@ pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<()> {
 }
 
 /// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
-/// `dtype`. Refuses a dtype that the layer does not compute in.
+/// `dtype`. Rejects a dtype that the layer does not compute in.
 pub(crate) fn state_dtype(name: &str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F64 => Ok(DType::F64),
@@ -267,10 +272,117 @@ pub(crate) fn state_dtype(name: &str, dtype: DType) -> Result<DType> {
     }
 }
 
-/// A setting as sums of `dtype` take it.
+/// A setting, rounded to the dtype of the sums.
 fn rounded(setting: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F64 => setting,
         _ => f64::from(setting as f32),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The shares of step `t` in a warm-up of 3 steps, old and new, of the mean and of the moving
+    /// average.
+    fn shares(recipe: Recipe, t: usize) -> [Option<(f64, f64)>; 2] {
+        let config = PowerNormConfig {
+            alpha_fwd: 0.75,
+            warmup_steps: 3,
+            recipe,
+            ..Default::default()
+        };
+        let PhiStep { cumulative, moving } = config.phi_step(t);
+        [cumulative, moving].map(|shares| shares.map(|shares| (shares.old, shares.new)))
+    }
+
+    #[test]
+    fn steps_of_phi_around_the_end_of_the_warm_up() {
+        let moving = Some((0.75, 0.25));
+        let mean = [(0., 1.), (0.5, 0.5), (2. / 3., 1. / 3.)];
+        for t in 1..=3 {
+            assert_eq!(shares(Recipe::Paper, t), [Some(mean[t - 1]), None]);
+        }
+        assert_eq!(shares(Recipe::Paper, 4), [None, moving]);
+        for t in 1..=2 {
+            assert_eq!(shares(Recipe::Fairseq, t), [Some(mean[t - 1]), moving]);
+        }
+        assert_eq!(shares(Recipe::Fairseq, 3), [None, moving]);
+    }
+
+    #[test]
+    fn the_running_statistic_takes_over_after_the_warm_up() {
+        let kinds = |statistics, warmup_steps| {
+            let config = PowerNormConfig {
+                statistics,
+                warmup_steps,
+                ..Default::default()
+            };
+            [1, 3, 4].map(|t| config.kind_at(t) == ForwardKind::RunningStatistic)
+        };
+        assert_eq!(kinds(Statistics::Running, 3), [false, false, true]);
+        assert_eq!(kinds(Statistics::Running, 0), [true, true, true]);
+        assert_eq!(kinds(Statistics::Batch, 3), [false; 3]);
+    }
+
+    /// 1e-46 rounds to 0 in f32, and 0.99999999 to 1.
+    #[test]
+    fn settings_are_checked_as_the_sums_take_them() {
+        let fits = |eps, alpha_fwd, dtype| {
+            let config = PowerNormConfig {
+                eps,
+                alpha_fwd,
+                ..Default::default()
+            };
+            config.validate(4, dtype).is_ok()
+        };
+        for (eps, alpha, in_f32, in_f64) in [
+            (1e-5, 0.9, true, true),
+            (1e-46, 0.9, false, true),
+            (1e39, 0.9, false, true),
+            (0., 0.9, false, false),
+            (-1., 0.9, false, false),
+            (f64::NAN, 0.9, false, false),
+            (f64::INFINITY, 0.9, false, false),
+            (1e-5, 0.99999999, false, true),
+            (1e-5, 1., false, false),
+            (1e-5, 0., false, false),
+            (1e-5, f64::NAN, false, false),
+        ] {
+            assert_eq!(fits(eps, alpha, DType::F32), in_f32, "{eps}, {alpha}");
+            assert_eq!(fits(eps, alpha, DType::F64), in_f64, "{eps}, {alpha}");
+        }
+        // Without parameters the sums are f32 whatever the state's dtype.
+        let config = PowerNormConfig {
+            affine: false,
+            ..1e-46.into()
+        };
+        assert!(config.validate(4, DType::F64).is_err());
+        assert!(!config.has_bias());
+    }
+
+    #[test]
+    fn groups_divide_the_size() {
+        for (size, groups, fits) in [
+            (6, Some(1), true),
+            (6, Some(3), true),
+            (6, Some(6), true),
+            (6, None, true),
+            (6, Some(4), false),
+            (6, Some(12), false),
+            (6, Some(0), false),
+            (0, None, false),
+        ] {
+            let config = PowerNormConfig {
+                group_scaling: groups,
+                ..Default::default()
+            };
+            assert_eq!(
+                config.validate(size, DType::F32).is_ok(),
+                fits,
+                "{groups:?}"
+            );
+        }
     }
 }

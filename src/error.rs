@@ -2,8 +2,8 @@
 //! has its text beside it.
 //!
 //! candle keeps the text of an error and not its type, so this type stays inside the crate. A text
-//! says what was expected and what came. It also says what to do, unless the rest of the text makes
-//! that plain.
+//! says what was expected and what was found. It also says what to do, unless the rest of the text
+//! makes that plain.
 
 use candle::{DType, DeviceLocation, Shape};
 

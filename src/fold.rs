@@ -1,8 +1,10 @@
 //! Folding: moves a trained layer's multiply-add into the linear layer after it.
 
 use crate::group_scaling::GroupScaling;
-use crate::layer::PowerNorm;
+use crate::layer::{check_device, PowerNorm};
+use crate::layer_norm::LayerNorm;
 use crate::mode::Purpose;
+use crate::rms_norm::RmsNorm;
 use candle::{DType, Device, Result, Tensor};
 use candle_nn::Linear;
 
@@ -52,22 +54,8 @@ impl PowerNorm {
     /// }
     /// ```
     pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
-        let (scale, shift) = self.multiply_add(next.weight())?;
-        let weight = to_f64(next.weight())?;
-        let moved = match shift {
-            Some(shift) => Some(weight.matmul(&shift.unsqueeze(1)?)?.squeeze(1)?),
-            None => None,
-        };
-        let bias = match (next.bias().map(to_f64).transpose()?, moved) {
-            (Some(bias), Some(moved)) => Some((bias + moved)?),
-            (bias, moved) => bias.or(moved),
-        };
-        let round = |tensor: Tensor| {
-            let tensor = tensor.to_dtype(next.weight().dtype())?;
-            tensor.to_device(next.weight().device())
-        };
-        let weight = round(weight.broadcast_mul(&scale)?)?;
-        Ok(Linear::new(weight, bias.map(round).transpose()?))
+        let scale = self.scale()?;
+        fold(scale, self.bias(), self.state().device(), next)
     }
 
     /// The group scaling, which is what is left of the layer once it is
@@ -80,9 +68,8 @@ impl PowerNorm {
         })
     }
 
-    /// γ / sqrt(ψ² + ε) and β in f64 on the CPU, once the layer and the weight that follows it are
-    /// checked.
-    fn multiply_add(&self, next: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    /// γ / sqrt(ψ² + ε) in f64 on the CPU, once the layer is checked.
+    fn scale(&self) -> Result<Tensor> {
         // A recalibration moves ψ² too.
         if self.purpose(self.mode().purpose()) != Purpose::Evaluation {
             candle::bail!(
@@ -91,28 +78,146 @@ impl PowerNorm {
             )
         }
         self.state().check_groups()?;
-        let (size, got) = (self.size(), next.dim(1)?);
-        if got != size {
-            candle::bail!("power_norm: expected a linear layer of {size} input features, got {got}")
-        }
-        if !next.dtype().is_float() {
-            candle::bail!(
-                "power_norm: expected the weight of `next` in a float dtype, got {:?}: \
-                 convert the linear layer by `to_dtype` first",
-                next.dtype()
-            )
-        }
-        self.check_device("the weight of `next`", next.device())?;
         let phi = to_f64(&self.running_phi()?)?;
         let square = (phi + self.config().eps)?;
         // NaN where ψ² is infinite, as in an evaluation.
         let inv_rms = (square.sqrt()?.recip()? + (square * 0.)?)?;
-        let scale = match self.weight() {
-            Some(weight) => (to_f64(weight)? * inv_rms)?,
-            None => inv_rms,
-        };
-        Ok((scale, self.bias().map(to_f64).transpose()?))
+        match self.weight() {
+            Some(weight) => to_f64(weight)? * inv_rms,
+            None => Ok(inv_rms),
+        }
     }
+}
+
+impl RmsNorm {
+    /// Folds the weight into the linear layer `next`, which reads this layer's output.
+    ///
+    /// `W (γ ⊙ X̃) + b = W' X̃ + b` with `W' = W diag(γ)`. The result reads X̃, which is the output of
+    /// [`group_scaling`](Self::group_scaling): each row divided by its root mean square, which no
+    /// linear layer does. So a folded RMSNorm loses its multiplication, and nothing else.
+    ///
+    /// # Shapes and dtypes
+    ///
+    /// As in [`PowerNorm::fold_into`]: W' is computed in f64, and rounded once to the dtype of
+    /// `next`.
+    ///
+    /// # State
+    ///
+    /// The result is a copy for inference: training this layer or `next` does not change it.
+    ///
+    /// # Errors
+    ///
+    /// - The input features of `next` are not the layer's channels.
+    /// - The weight of `next` holds integers, which would cut W' to whole numbers.
+    /// - `next` is on another device.
+    /// - This layer's own weight does not fit, as in [`forward`](candle::Module::forward).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{Module, Result, Tensor};
+    /// use candle_nn::Linear;
+    /// use candle_powernorm::RmsNorm;
+    ///
+    /// /// `next.forward(&norm.forward(xs)?)` in an inference; fold once, and keep the result.
+    /// fn folded(norm: &RmsNorm, next: &Linear, xs: &Tensor) -> Result<Tensor> {
+    ///     let folded = norm.fold_into(next)?;
+    ///     folded.forward(&norm.group_scaling().forward(xs)?)
+    /// }
+    /// ```
+    pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
+        self.as_layer_norm().fold_into(next)
+    }
+
+    /// The scaling of rows, which is what is left of the layer once it is
+    /// [folded](Self::fold_into): a group scaling of one group, as in a PowerNorm.
+    pub fn group_scaling(&self) -> GroupScaling {
+        GroupScaling {
+            groups: 1,
+            eps: self.eps(),
+        }
+    }
+}
+
+impl LayerNorm {
+    /// Folds weight and bias into the linear layer `next`, which reads this layer's output.
+    ///
+    /// `W (γ ⊙ X̂ + β) + b = W' X̂ + b'` with `W' = W diag(γ)` and `b' = b + W β`. The result reads X̂,
+    /// which is the output of [`without_affine`](Self::without_affine).
+    ///
+    /// # Shapes and dtypes
+    ///
+    /// As in [`PowerNorm::fold_into`]. The result has a bias if `next` or this layer has one.
+    ///
+    /// # State
+    ///
+    /// The result is a copy for inference: training this layer or `next` does not change it.
+    ///
+    /// # Errors
+    ///
+    /// As in [`RmsNorm::fold_into`].
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{Module, Result, Tensor};
+    /// use candle_nn::Linear;
+    /// use candle_powernorm::LayerNorm;
+    ///
+    /// /// `next.forward(&norm.forward(xs)?)` in an inference; fold once, and keep the result.
+    /// fn folded(norm: &LayerNorm, next: &Linear, xs: &Tensor) -> Result<Tensor> {
+    ///     let folded = norm.fold_into(next)?;
+    ///     folded.forward(&norm.without_affine()?.forward(xs)?)
+    /// }
+    /// ```
+    pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
+        self.check_parameters()?;
+        fold(
+            to_f64(self.weight())?,
+            self.bias(),
+            self.weight().device(),
+            next,
+        )
+    }
+
+    /// The layer with a weight of 1 and without a bias, which is what is left once the layer is
+    /// [folded](Self::fold_into): it subtracts each row's mean and divides by the deviation.
+    pub fn without_affine(&self) -> Result<Self> {
+        let ones = self.weight().ones_like()?.detach();
+        Ok(match self.remove_mean() {
+            true => Self::new_no_bias(ones, self.eps()),
+            false => Self::rms_norm(ones, self.eps()),
+        })
+    }
+}
+
+/// `next` after a layer that multiplies by `scale`, in f64 on the CPU, and adds `shift`. The layer
+/// is on `own`.
+fn fold(scale: Tensor, shift: Option<&Tensor>, own: &Device, next: &Linear) -> Result<Linear> {
+    let (size, got) = (scale.elem_count(), next.weight().dim(1)?);
+    if got != size {
+        candle::bail!("power_norm: expected a linear layer of {size} input features, got {got}")
+    }
+    let dtype = next.weight().dtype();
+    if !dtype.is_float() {
+        candle::bail!(
+            "power_norm: expected the weight of `next` in a float dtype, got {dtype:?}: \
+             convert the linear layer by `to_dtype` first"
+        )
+    }
+    check_device("the weight of `next`", next.weight().device(), own)?;
+    let weight = to_f64(next.weight())?;
+    let moved = match shift {
+        Some(shift) => Some(weight.matmul(&to_f64(shift)?.unsqueeze(1)?)?.squeeze(1)?),
+        None => None,
+    };
+    let bias = match (next.bias().map(to_f64).transpose()?, moved) {
+        (Some(bias), Some(moved)) => Some((bias + moved)?),
+        (bias, moved) => bias.or(moved),
+    };
+    let round = |tensor: Tensor| tensor.to_dtype(dtype)?.to_device(next.weight().device());
+    let weight = round(weight.broadcast_mul(&scale)?)?;
+    Ok(Linear::new(weight, bias.map(round).transpose()?))
 }
 
 /// A copy of the tensor in f64, which holds the values of every other dtype, on the CPU: Metal has

@@ -15,7 +15,8 @@ use candle::{DType, Module, Result, Tensor};
 /// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` in each row, over G equal groups of adjacent
 /// channels (Shen et al., appendix A; `GroupScaling1D` in the released code). It has no parameters
 /// and no state. It is what is left of a [`PowerNorm`](crate::PowerNorm) after
-/// [folding](crate::PowerNorm::fold_into).
+/// [folding](crate::PowerNorm::fold_into), and with one group also what is left of an
+/// [`RmsNorm`](crate::RmsNorm).
 ///
 /// # Shapes
 ///
@@ -77,14 +78,17 @@ impl GroupScaling {
     pub fn eps(&self) -> f64 {
         self.eps
     }
+}
 
-    /// Scales `xs`, and multiplies each channel by `weight`, `[C]`.
-    pub(crate) fn scale(
-        &self,
-        xs: &Tensor,
-        weight: Option<&Tensor>,
-        device: &DeviceKind,
-    ) -> Result<Tensor> {
+impl Module for GroupScaling {
+    /// Scales `xs`, `[.., C]`.
+    ///
+    /// # Errors
+    ///
+    /// - `xs` is a scalar, or has another dtype than those above.
+    /// - C is 0, or no multiple of the groups.
+    /// - ε is 0 or infinite in the dtype of the sums.
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let &size = xs.dims().last().ok_or(Error::Scalar)?;
         if size == 0 {
             return Err(Error::Size.into());
@@ -99,13 +103,14 @@ impl GroupScaling {
         check_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         op::power_norm(Call {
-            device,
+            device: &DeviceKind::of(xs.device())?,
             xs,
             residual: None,
             keep: None,
-            weight,
+            weight: None,
             bias: None,
             groups: Some(self.groups),
+            centred: false,
             eps: self.eps,
             recipe: Recipe::default(),
             // Without a state D is 1.
@@ -113,18 +118,5 @@ impl GroupScaling {
             training: None,
             turn: None,
         })
-    }
-}
-
-impl Module for GroupScaling {
-    /// Scales `xs`, `[.., C]`.
-    ///
-    /// # Errors
-    ///
-    /// - `xs` is a scalar, or has another dtype than those above.
-    /// - C is 0, or no multiple of the groups.
-    /// - ε is 0 or infinite in the dtype of the sums.
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.scale(xs, None, &DeviceKind::of(xs.device())?)
     }
 }

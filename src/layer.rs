@@ -14,13 +14,22 @@ use candle_nn::ModuleT;
 use std::fmt;
 use std::sync::Arc;
 
-/// PowerNorm: divides each channel by a running quadratic mean of its past.
+/// PowerNorm: divides each channel by its running root mean square.
+///
+/// It takes LayerNorm's place in a transformer. Build it with [`power_norm`](crate::power_norm), or
+/// all layers of a model with a [`PowerNormBuilder`](crate::PowerNormBuilder), and give all of them
+/// one [`Mode`], which says whether the model trains or evaluates.
 ///
 /// `Y = γ ⊙ X̃ / sqrt(ψ² + ε) + β` (Shen et al., "PowerNorm: Rethinking Batch Normalization in
 /// Transformers", ICML 2020, Eq. 8 and 9). ψ² is the running mean of `X̃²` over tokens. `X̃` is the
-/// input after the group scaling, which divides each row by the root mean square of its groups
-/// ([`PowerNormConfig::group_scaling`]). [`Recipe`](crate::Recipe) has the equations of a training
-/// step.
+/// input after group scaling, which divides each row by the root mean square of its groups
+/// ([`PowerNormConfig::group_scaling`]). In evaluation ψ² is fixed, so with the default group
+/// scaling the layer is an RMSNorm with a bias. [`Recipe`](crate::Recipe) has the equations of a
+/// training step.
+///
+/// **`xs.apply_t(&norm, false)` trains** if the `Mode` is in training, because candle's `ModuleT`
+/// for a `Module` ignores `train`. Call [`forward_t`](Self::forward_t), or pass generic code a
+/// [`PowerNormT`].
 ///
 /// # Shapes
 ///
@@ -37,7 +46,7 @@ use std::sync::Arc;
 ///
 /// A training forward with at least one row that is not padding updates ψ² and counts a step,
 /// whether or not a backward follows. Its backward updates ν, each time that it runs. An evaluation
-/// changes nothing, and neither does a refused call.
+/// changes nothing, and neither does a call that is rejected.
 ///
 /// A layer on frozen tensors, such as the base model under adapters, evaluates in training too,
 /// because no `VarMap` would save what a step moves.
@@ -48,11 +57,11 @@ use std::sync::Arc;
 ///
 /// # Gradients
 ///
-/// The gradients of weight and bias are exact in every mode. The input's gradient is exact in
-/// evaluation. Under [`Recipe::Paper`](crate::Recipe::Paper) it is also exact in training during
-/// the warm-up, and with [`Statistics::Batch`](crate::Statistics::Batch). With PN after the warm-up
-/// it is the paper's approximation, which replaces the batch mean Λ by its running estimate ν.
-/// ν has the scale of the loss: see [`LossScale`].
+/// The gradients of weight and bias are always exact. The input's gradient is exact in evaluation,
+/// and under [`Recipe::Paper`](crate::Recipe::Paper) also during the warm-up and with
+/// [`Statistics::Batch`](crate::Statistics::Batch). With PN after the warm-up it is the paper's
+/// approximation, which replaces the batch mean Λ with its running estimate ν. ν has the scale of
+/// the loss, so see [`LossScale`] if that is scaled.
 ///
 /// The gradients cannot be differentiated again: where candle keeps their graph
 /// (`CANDLE_GRAD_DO_NOT_DETACH=1`), a backward through one of them is an error.
@@ -110,8 +119,11 @@ impl fmt::Debug for PowerNorm {
 }
 
 impl Module for PowerNorm {
-    /// Normalizes `xs`, `[.., size]`. The layer's [`Mode`] says whether this is training or
-    /// evaluation. It fails where [`PowerNorm::forward_t`] does.
+    /// Normalizes `xs`, `[.., size]`, in training or in evaluation, as the layer's [`Mode`] says.
+    ///
+    /// # Errors
+    ///
+    /// As in [`PowerNorm::forward_t`].
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.run(xs, None, self.mode.purpose())
     }
@@ -163,32 +175,51 @@ impl PowerNorm {
     /// `true` to every layer of a model, the frozen ones included.
     /// [`with_unsaved_statistics`](Self::with_unsaved_statistics) trains such a layer.
     ///
-    /// `Tensor::apply_t` and generic code that takes a `ModuleT` do not call it, and drop `train`.
-    /// Hand them a [`PowerNormT`].
+    /// `Tensor::apply_t` and generic code that takes a `ModuleT` call `ModuleT::forward_t` instead,
+    /// which ignores `train`. Wrap the layer in [`PowerNormT`] there.
     ///
     /// # Errors
     ///
-    /// The input is a scalar, its last dimension is not `size`, or its dtype or device does not
-    /// fit. A loaded checkpoint has a negative step count, or the statistics of a layer with
-    /// another group scaling. A refused call leaves the state as it was.
+    /// - The input is a scalar, its last dimension is not `size`, or its dtype or device does not
+    ///   fit.
+    /// - A loaded checkpoint has a negative step count, or the statistics of a layer with another
+    ///   group scaling.
+    ///
+    /// A call that is rejected leaves the state as it was.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{DType, Device, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_powernorm::power_norm;
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let norm = power_norm(4, 1e-5, vb.pp("norm"))?;
+    /// let xs = Tensor::randn(0f32, 1., (8, 4), &Device::Cpu)?;
+    /// norm.forward_t(&xs, true)?;
+    /// norm.forward_t(&xs, false)?;
+    /// assert_eq!(norm.steps()?, 1); // only the first call was a training step
+    /// # Ok(()) }
+    /// ```
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.run(xs, None, Purpose::of(train))
     }
 
-    /// Normalizes `xs`, `[.., size]`, and leaves padding out. The layer's [`Mode`] says whether
-    /// this is training or evaluation.
+    /// Normalizes `xs`, `[.., size]`, and leaves padding out of the statistics. The layer's
+    /// [`Mode`] decides between training and evaluation.
     ///
     /// `keep` has the shape of `xs` without its last dimension. It is `U8`, `U32` or `I64`: 0 marks
-    /// padding, and any other number a real token. `None` keeps every row. Some models' masks are
-    /// the inverse: [masks](crate::guide::padding) has a table and an example.
+    /// padding, and any other number a real token. `None` keeps every row. **Some models' masks are
+    /// the inverse**: [inputs](crate::guide::padding) has a table and an example.
     ///
     /// A padded row's output is computed. The row enters no statistic and no parameter gradient,
     /// and its input gradient is 0. Under [`Recipe::Fairseq`](crate::Recipe::Fairseq) the mask
     /// changes only ψ_B².
     ///
-    /// A batch whose every row is padding moves neither ψ² nor ν. On a CPU it is no step either.
-    /// Elsewhere it counts as one, because only the device knows what the mask holds, and the host
-    /// does not wait for it.
+    /// A batch in which every row is padding moves neither ψ² nor ν. On a CPU it is no step either.
+    /// Elsewhere it counts as one, because the host does not wait to see what the mask contains.
     ///
     /// # Errors
     ///
@@ -206,9 +237,9 @@ impl PowerNorm {
     ///
     /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. `keep` is the mask of
     /// [`forward_masked`](Self::forward_masked), and `None` keeps every row. The sum of a padded
-    /// row is computed too. The layer's [`Mode`] says whether this is training or evaluation.
+    /// row is computed too. The layer's [`Mode`] decides between training and evaluation.
     ///
-    /// [Residuals](crate::guide::residuals) has an example, and says what this saves.
+    /// [Inputs](crate::guide::padding#residuals) has an example, and says what this saves.
     ///
     /// # Errors
     ///
@@ -224,10 +255,31 @@ impl PowerNorm {
         op::power_norm_residual(call, residual)
     }
 
-    /// The same layer, which follows `mode` from now on.
+    /// The same layer, which follows `mode` from now on. Give one `Mode` to all layers of a model.
     ///
     /// A layer on frozen tensors evaluates while `mode` is in training, and follows
     /// [`recalibrate_scope`](Mode::recalibrate_scope).
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{DType, Device, Module, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_powernorm::{power_norm, Mode};
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let mode = Mode::train();
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let norm = power_norm(4, 1e-5, vb.pp("norm"))?.with_mode(&mode);
+    /// let xs = Tensor::randn(0f32, 1., (8, 4), &Device::Cpu)?;
+    /// norm.forward(&xs)?; // a training step
+    /// {
+    ///     let _guard = mode.eval_scope();
+    ///     norm.forward(&xs)?; // an evaluation
+    /// }
+    /// assert_eq!(norm.steps()?, 1);
+    /// # Ok(()) }
+    /// ```
     #[must_use]
     pub fn with_mode(mut self, mode: &Mode) -> Self {
         self.mode = mode.clone();
@@ -285,14 +337,14 @@ impl PowerNorm {
     /// N ranks with B/N rows each then have the state and the gradients of one rank with B rows.
     /// All ranks make the same training forwards and backwards in the same order. Each rank's loss
     /// is its part of one sum. The gradients of parameters are each rank's part too, and the caller
-    /// adds them up. [Ranks](crate::guide::ranks) has the other rules, and says what happens if a
-    /// rank fails.
+    /// sums them. [Distributed training](crate::guide::ranks) has the other rules, and says what
+    /// happens if a rank fails.
     ///
-    /// # Errors
+    /// # Later errors
     ///
     /// A layer's first training forward compares the ranks. If they differ, every rank gets an
     /// error with its own values. Later exchanges are compared on a CPU only. On a GPU, ranks that
-    /// make different calls hang, or add unrelated numbers.
+    /// make different calls hang, or sum unrelated numbers.
     #[must_use]
     pub fn with_ranks(mut self, ranks: &Ranks) -> Self {
         let device = self.device.sums_device(self.state.device());
@@ -315,21 +367,31 @@ impl PowerNorm {
         self.bias.as_ref()
     }
 
-    /// A copy of ψ², the running mean square of each channel, `[size]`.
+    /// A copy of ψ², the running mean square of each channel, `[size]`. It has the name of its
+    /// tensor in a checkpoint, which is the released code's.
+    ///
+    /// # Errors
+    ///
+    /// The device fails, for example because it is out of memory.
     pub fn running_phi(&self) -> Result<Tensor> {
         self.state.running_phi()
     }
 
     /// A copy of ν, the running correction of each channel's gradient, `[size]`: (1−α_b) times the
     /// checkpoint's `ema_gz`.
+    ///
+    /// # Errors
+    ///
+    /// The device fails, for example because it is out of memory.
     pub fn nu(&self) -> Result<Tensor> {
         self.state.nu()
     }
 
-    /// t, the number of training steps so far. A batch without rows is no step. A batch whose every
-    /// row is padding is none on a CPU, and counts as one on other devices, where the host does not
-    /// wait to know ([`forward_masked`](Self::forward_masked)). There, every training forward over
-    /// ranks counts.
+    /// t, the number of training steps so far.
+    ///
+    /// A batch without rows is no step. A batch in which every row is padding is no step on a CPU,
+    /// and counts as one on other devices ([`forward_masked`](Self::forward_masked)). There, every
+    /// training forward over ranks counts.
     ///
     /// # Errors
     ///
@@ -338,10 +400,32 @@ impl PowerNorm {
         self.state.steps()
     }
 
-    /// Sets ψ² to 1, and ν and the step count to 0. The warm-up starts again. The record of the
-    /// group scaling is cleared.
+    /// Starts the statistics over, with a new warm-up: ψ² is 1, and ν and the step count are 0. The
+    /// record of the group scaling is cleared, so that a layer with another one can use the
+    /// weights.
     ///
     /// Over ranks, reset on every rank at the same place in the order of their calls.
+    ///
+    /// # Errors
+    ///
+    /// The device fails, for example because it is out of memory.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{DType, Device, Module, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_powernorm::power_norm;
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let norm = power_norm(4, 1e-5, vb.pp("norm"))?;
+    /// norm.forward(&Tensor::randn(0f32, 1., (8, 4), &Device::Cpu)?)?;
+    /// norm.reset_running_stats()?;
+    /// assert_eq!(norm.steps()?, 0);
+    /// assert_eq!(norm.running_phi()?.to_vec1::<f32>()?, [1.; 4]);
+    /// # Ok(()) }
+    /// ```
     pub fn reset_running_stats(&self) -> Result<()> {
         self.state.reset()
     }
@@ -406,6 +490,7 @@ impl PowerNorm {
             weight: self.weight(),
             bias: self.bias(),
             groups: self.config().group_scaling,
+            centred: false,
             eps: self.config().eps,
             recipe: self.config().recipe,
             state: Some(&self.state),
@@ -491,7 +576,8 @@ pub(crate) fn check_input(
     check_device("xs", xs.device(), own)
 }
 
-fn check_device(name: &str, device: &Device, own: &Device) -> Result<()> {
+/// Checks that `name` is on the device of a layer, `own`.
+pub(crate) fn check_device(name: &str, device: &Device, own: &Device) -> Result<()> {
     // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
     let (expected, got) = (own.location(), device.location());
     if got != expected {
@@ -515,8 +601,24 @@ pub(crate) fn check_input_dtype(dtype: DType) -> Result<()> {
 /// layer's [`Mode`]. A layer on frozen tensors evaluates whatever `train` is, as in
 /// [`PowerNorm::forward_t`].
 ///
-/// candle implements `ModuleT` for every `Module`, and drops `train` there. So the layer cannot
-/// honour it itself. [Training](crate::guide::training) has an example.
+/// The layer cannot honour `train` itself, because candle implements `ModuleT` for every `Module`,
+/// and that implementation ignores `train`.
+///
+/// # Example
+///
+/// ```
+/// use candle::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::{power_norm, PowerNormT};
+///
+/// # fn main() -> candle::Result<()> {
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let layer = PowerNormT(power_norm(4, 1e-5, vb.pp("norm"))?);
+/// let xs = Tensor::randn(0f32, 1., (8, 4), &Device::Cpu)?;
+/// xs.apply_t(&layer, false)?; // an evaluation, although the layer's `Mode` is in training
+/// assert_eq!(layer.0.steps()?, 0);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone)]
 pub struct PowerNormT(
     /// The layer.
@@ -526,5 +628,151 @@ pub struct PowerNormT(
 impl ModuleT for PowerNormT {
     fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.0.forward_t(xs, train)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CPU: &Device = &Device::Cpu;
+
+    /// A layer of two channels, on variables or frozen.
+    fn layer(trainable: bool) -> Result<PowerNorm> {
+        let ones = Tensor::ones(2, DType::F32, CPU)?;
+        let iters = Tensor::new(&[4i64], CPU)?;
+        let tensors = [&ones, &ones, &iters];
+        let state = State::new(2, 1e-5.into(), DType::F32, tensors, None)?;
+        PowerNorm::from_parts(Some(ones), None, state, trainable)
+    }
+
+    #[test]
+    fn a_frozen_layer_evaluates_unless_it_recalibrates() -> Result<()> {
+        use Purpose::{Evaluation, Recalibration, Training};
+        let recalibration = Recalibration(3);
+        for (layer, of_training) in [
+            (layer(true)?, Training),
+            (layer(false)?, Evaluation),
+            (layer(false)?.with_unsaved_statistics(), Training),
+        ] {
+            assert_eq!(layer.purpose(Training), of_training);
+            assert_eq!(layer.purpose(Evaluation), Evaluation);
+            assert_eq!(layer.purpose(recalibration), recalibration);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_call_has_the_layers_settings() -> Result<()> {
+        let layer = layer(true)?;
+        let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
+        let keep = Tensor::ones(3, DType::U8, CPU)?;
+        let call = layer.call(&xs, None, Some(&keep), Purpose::Training)?;
+        assert_eq!(
+            (call.groups, call.eps, call.centred),
+            (Some(1), 1e-5, false)
+        );
+        assert!(call.keep.is_some() && call.weight.is_some() && call.bias.is_none());
+        let training = call.training.as_ref().unwrap();
+        assert!(Arc::ptr_eq(&training.state, &layer.state));
+        assert!(call.turn.is_none());
+        let call = layer.call(&xs, None, None, Purpose::Evaluation)?;
+        assert!(call.training.is_none() && call.state.is_some());
+        Ok(())
+    }
+
+    /// Weight and bias may differ in dtype only if an input fits both.
+    #[test]
+    fn dtypes_of_parameters() -> Result<()> {
+        use DType::{BF16, F16, F32, F64, U8};
+        let layer = |weight: DType, bias: DType| {
+            let ones = Tensor::ones(2, F32, CPU)?;
+            let iters = Tensor::new(&[0i64], CPU)?;
+            let state = State::new(2, 1e-5.into(), F32, [&ones, &ones, &iters], None)?;
+            let [weight, bias] = [weight, bias].map(|dtype| ones.to_dtype(dtype));
+            PowerNorm::from_parts(Some(weight?), Some(bias?), state, true)
+        };
+        for (weight, bias, fits) in [
+            (F32, F32, true),
+            (F32, BF16, true),
+            (F64, F32, true),
+            (F16, F16, true),
+            (F16, BF16, false),
+            (F64, BF16, false),
+            (F32, U8, false),
+        ] {
+            assert_eq!(layer(weight, bias).is_ok(), fits, "{weight:?}, {bias:?}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn inputs_that_fit_and_others() -> Result<()> {
+        let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, CPU);
+        let f32s = zeros(&[2], DType::F32)?;
+        let f16s = zeros(&[2], DType::F16)?;
+        let text = |xs: &Tensor, parameters| match check_input(xs, 2, parameters, CPU) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        for shape in [&[2][..], &[3, 2], &[0, 2], &[1, 1, 1, 2]] {
+            assert_eq!(text(&zeros(shape, DType::F16)?, [None, None]), "");
+        }
+        let halves = zeros(&[3, 2], DType::F16)?;
+        assert_eq!(text(&halves, [Some(&f32s), Some(&f16s)]), "");
+        for (xs, parameters, expected) in [
+            (zeros(&[], DType::F32)?, [None, None], "scalar"),
+            (zeros(&[2, 3], DType::F32)?, [None, None], "[2, 3]"),
+            (zeros(&[3, 2], DType::U8)?, [None, None], "U8"),
+            (
+                zeros(&[3, 2], DType::F32)?,
+                [Some(&f32s), Some(&f16s)],
+                "bias of dtype F32 (as the input), got F16",
+            ),
+            (
+                zeros(&[3, 2], DType::BF16)?,
+                [Some(&f16s), None],
+                "weight of dtype BF16 (as the input) or F32, got F16",
+            ),
+        ] {
+            let error = text(&xs, parameters);
+            assert!(error.contains(expected), "{error:?}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_mask_has_a_number_for_each_row() -> Result<()> {
+        let layer = layer(true)?;
+        let xs = Tensor::zeros((3, 5, 2), DType::F32, CPU)?;
+        let check =
+            |shape: &[usize], dtype| layer.check_keep(&xs, &Tensor::zeros(shape, dtype, CPU)?);
+        for dtype in [DType::U8, DType::U32, DType::I64] {
+            check(&[3, 5], dtype)?;
+        }
+        assert!(check(&[3, 5], DType::F32).is_err());
+        for shape in [&[15][..], &[5, 3], &[3, 5, 1], &[3, 5, 2], &[]] {
+            assert!(check(shape, DType::U8).is_err(), "{shape:?}");
+        }
+        // A row by itself has a scalar for its mask.
+        let row = Tensor::zeros(2, DType::F32, CPU)?;
+        layer.check_keep(&row, &Tensor::new(1u8, CPU)?)
+    }
+
+    #[test]
+    fn a_residual_is_as_the_input() -> Result<()> {
+        let layer = layer(true)?;
+        let xs = Tensor::zeros((3, 2), DType::F32, CPU)?;
+        layer.check_residual(&xs, &Tensor::ones((3, 2), DType::F32, CPU)?)?;
+        for (shape, dtype) in [
+            ((3, 2), DType::F16),
+            ((2, 3), DType::F32),
+            ((1, 2), DType::F32),
+        ] {
+            let residual = Tensor::zeros(shape, dtype, CPU)?;
+            let error = layer.check_residual(&xs, &residual).unwrap_err();
+            assert!(error.to_string().contains("(as the input)"), "{error}");
+        }
+        Ok(())
     }
 }

@@ -1,43 +1,76 @@
-//! PowerNorm for [candle](https://github.com/huggingface/candle): a normalization layer in place of
-//! LayerNorm, with a fused forward and a fused backward on CPUs and NVIDIA GPUs. On other devices
-//! the layer runs as candle's own operations.
+//! Normalization layers for [candle](https://github.com/huggingface/candle) that train:
+//! [`LayerNorm`], [`RmsNorm`] and [`PowerNorm`], each with a fused forward and a fused backward on
+//! CPUs and NVIDIA GPUs.
+//!
+//! **Status:** tested on CPUs and on one NVIDIA GPU, an H200, where all CUDA tests pass. Other GPUs
+//! have only been tested in software. On other devices, such as Metal, the layers run as candle's
+//! own operations.
+//!
+//! # LayerNorm and RMSNorm
+//!
+//! In candle 0.11, `RmsNorm`, and `LayerNorm` with a bias, record no backward for contiguous
+//! inputs, so nothing before them trains, without an error. To mend a model, import
+//! [`layer_norm`], [`LayerNorm`], [`rms_norm`] and [`RmsNorm`] from this crate. Calls, checkpoints
+//! and results stay the same:
 //!
 //! ```
 //! use candle::{DType, Device, Module, Result, Tensor};
 //! use candle_nn::{VarBuilder, VarMap};
-//! use candle_powernorm::power_norm;
+//! use candle_powernorm::{layer_norm, rms_norm}; // was: use candle_nn::{layer_norm, rms_norm};
 //!
 //! fn main() -> Result<()> {
+//!     let varmap = VarMap::new();
+//!     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+//!     let first = layer_norm(512, 1e-5, vb.pp("first"))?;
+//!     let second = rms_norm(512, 1e-5, vb.pp("second"))?;
+//!     let xs = Tensor::randn(0f32, 1., (8, 128, 512), &Device::Cpu)?;
+//!     let loss = second.forward(&first.forward(&xs)?)?.sqr()?.mean_all()?;
+//!     let gradients = loss.backward()?;
+//!     assert!(varmap.all_vars().iter().all(|var| gradients.get(var).is_some()));
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # PowerNorm
+//!
+//! LayerNorm divides each token by its own statistic. PowerNorm first does the same, with the root
+//! mean square, and then divides each channel by the root of a running mean of its squares. So it
+//! has a state, and has to be told when the model evaluates:
+//!
+//! ```
+//! use candle::{DType, Device, Module, Result, Tensor};
+//! use candle_nn::{VarBuilder, VarMap};
+//! use candle_powernorm::{power_norm, Mode};
+//!
+//! fn main() -> Result<()> {
+//!     let mode = Mode::train(); // one for the whole model
 //!     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-//!     let norm = power_norm(512, 1e-5, vb.pp("norm"))?; // was: layer_norm(512, 1e-5, ..)
+//!     let norm = power_norm(512, 1e-5, vb.pp("norm"))?.with_mode(&mode);
 //!     let xs = Tensor::randn(0f32, 1., (8, 128, 512), &Device::Cpu)?;
 //!     norm.forward(&xs)?; // training: the statistics move
 //!
-//!     norm.mode().set_training(false);
+//!     let _guard = mode.eval_scope();
 //!     norm.forward(&xs)?; // evaluation: nothing moves
 //!     Ok(())
 //! }
 //! ```
 //!
-//! LayerNorm divides a token by its own statistics. PowerNorm divides each channel by the root of a
-//! running mean of its squares, which is known before a batch is read.
-//!
-//! - [`power_norm`] builds a [`PowerNorm`], and [`PowerNormConfig`] has its settings.
-//! - [`PowerNormBuilder`] builds all layers of a model alike.
-//! - [`Mode`] switches a whole model between training and evaluation.
-//! - [`PowerNorm::forward_masked`] takes padded batches, and [`PowerNorm::forward_residual`] takes
-//!   a residual.
-//! - [`PowerNorm::fold_into`] moves a trained layer into the linear layer after it.
-//! - [`RmsNorm`] is RMSNorm with the same fused backward.
-//! - [`trainable_vars`] lists what an optimizer moves: the parameters, without the statistics.
+//! - [`PowerNormBuilder`] builds all layers of a model alike, and [`PowerNormConfig`] has their
+//!   settings. [`Recipe`] and [`Statistics`] select the equations.
+//! - [`trainable_vars`] lists the variables for an optimizer, without the statistics.
+//! - [`PowerNorm::forward_masked`] leaves padding out, and [`PowerNorm::forward_residual`] adds a
+//!   residual first.
+//! - [`PowerNorm::fold_into`] merges a trained layer into the linear layer after it.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
-//! - [`Recipe`] chooses between the paper's equations and the equations of the released code.
 //!
-//! The [`guide`] has a page on each part.
+//! The [`guide`] has a page for each task. Begin with [choosing](guide::choosing),
+//! [porting](guide::coming_from) or [training](guide::training).
+//!
+//! # Features
 //!
 //! | feature | what it adds |
 //! |---|---|
-//! | `cuda` | the layer on NVIDIA GPUs; building needs `nvcc` |
+//! | `cuda` | the layers on NVIDIA GPUs; building needs `nvcc` |
 //! | `mpi` | `MpiCommunicator`, which sums over the processes of an MPI job |
 //! | `nccl` | `NcclCommunicator`, which sums over GPUs; turns on `cuda` |
 //! | `serde` | [`PowerNormConfig`] in a model's `config.json` |
@@ -55,6 +88,7 @@ mod error;
 mod fold;
 mod group_scaling;
 mod layer;
+mod layer_norm;
 mod loss_scale;
 mod mode;
 mod op;
@@ -64,9 +98,11 @@ mod state;
 mod vars;
 
 pub use builder::{power_norm, power_norm_no_bias, PowerNormBuilder};
+pub use candle_nn::LayerNormConfig;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use group_scaling::GroupScaling;
 pub use layer::{PowerNorm, PowerNormT};
+pub use layer_norm::{layer_norm, layer_norm_no_bias, LayerNorm};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 #[cfg(feature = "mpi")]
@@ -92,16 +128,16 @@ macro_rules! links {
         "[checkpoints]: crate::guide::checkpoints\n\
          [choosing]: crate::guide::choosing\n\
          [coming-from]: crate::guide::coming_from\n\
+         [exactly]: crate::guide::checkpoints\
+         #from-layernorm-to-rmsnorm-and-powernorm-exactly\n\
          [gpu]: crate::guide::gpu\n\
+         [guide]: crate::guide\n\
          [inference]: crate::guide::inference\n\
-         [mixed-precision]: crate::guide::mixed_precision\n\
          [padding]: crate::guide::padding\n\
          [paper]: crate::guide::paper\n\
          [performance]: crate::guide::performance\n\
          [ranks]: crate::guide::ranks\n\
          [recipes]: crate::guide::recipes\n\
-         [residuals]: crate::guide::residuals\n\
-         [robustness]: crate::guide::robustness\n\
          [training]: crate::guide::training\n"
     };
 }
@@ -119,36 +155,34 @@ macro_rules! pages {
     };
 }
 
-/// The guide: a page on each part of the crate. Start with [`training`](guide::training).
+/// A page for each task, and a glossary.
+///
+#[doc = links!()]
+#[doc = include_str!("../docs/guide/README.md")]
 pub mod guide {
     pages! {
-        /// `Mode`, settings, existing models, and what a step changes.
-        training: "training",
-        /// When PN, when PN-V, when RMSNorm, when LayerNorm, with the number of each.
+        /// PowerNorm, RMSNorm or LayerNorm, with what was measured.
         choosing: "choosing",
-        /// The same layer in PyTorch's terms, and in those of the released code.
+        /// Training: a whole program, `Mode`, settings, short runs, and what a step changes.
+        training: "training",
+        /// Porting: an existing model, the edits for `LayerNorm` and `RmsNorm`, and PyTorch's
+        /// layers in this crate's terms.
         coming_from: "coming-from",
-        /// Padded rows stay out of every statistic and gradient.
+        /// Inputs: padding masks and residuals.
         padding: "padding",
-        /// An addition and its normalization in one call.
-        residuals: "residuals",
-        /// Half precision, its traps in candle, and a loss scale that changes.
-        mixed_precision: "mixed-precision",
-        /// Activation checkpointing, micro-batches, frozen statistics, averaged weights, adapters.
+        /// Techniques: activation checkpointing, micro-batches, half precision, averages, adapters.
         recipes: "recipes",
-        /// The layer folds into the linear layer after it.
-        inference: "inference",
-        /// Saving, PyTorch, averaging, recalibration.
+        /// Checkpoints: saving and loading, PyTorch's files, averaging, recalibration.
         checkpoints: "checkpoints",
-        /// Several processes or GPUs, with shared statistics or without.
+        /// Inference: evaluation, and folding a layer into the linear layer after it.
+        inference: "inference",
+        /// Distributed training: statistics over several processes or GPUs.
         ranks: "ranks",
-        /// Bad batches, numerics, and what is tested.
-        robustness: "robustness",
-        /// Launches, limits, streams and CUDA graphs on NVIDIA GPUs.
+        /// GPUs: building, launches, streams and CUDA graphs, and what is tested.
         gpu: "gpu",
-        /// Speed, threads and allocators.
+        /// Performance: allocator, threads, and times on a CPU and on a GPU.
         performance: "performance",
-        /// Equations, symbols, and every difference from the paper.
+        /// Equations, every difference from the paper, bad batches and numerics.
         paper: "paper",
     }
 }

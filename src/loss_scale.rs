@@ -5,15 +5,16 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
-/// A shared number: the factor S of a scaled loss, `S · L`.
+/// The loss scale of a training in half precision, shared with the PowerNorm layers.
 ///
-/// A layer with a `LossScale` ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale))
-/// keeps ν in the units of `L`: its gradient is `(g − S ν X̂)/D`, and ν takes `Λ/S`. A change of S
-/// then changes nothing. [Mixed precision](crate::guide::mixed_precision) says which training needs
-/// it, and has a loop.
+/// Training in `F16` multiplies the loss by a large number S, so that small gradients do not
+/// vanish, and changes S now and then. ν averages gradients over many steps, so without a
+/// `LossScale` it would be wrong after each change. A layer that has one
+/// ([`PowerNorm::with_loss_scale`](crate::PowerNorm::with_loss_scale)) keeps ν in the units of the
+/// unscaled loss: its gradient is `(g − S ν X̂)/D`, and ν is updated with `Λ/S`.
+/// [Techniques](crate::guide::recipes#mixed-precision) has a training loop.
 ///
-/// Clones share the number. A backward uses the number that is set when it runs, so change it only
-/// between steps.
+/// Clones share the number. A backward uses the current number, so change it only between steps.
 ///
 /// ```
 /// use candle_powernorm::{LossScale, Mode, PowerNormBuilder};

@@ -3,13 +3,15 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A shared switch between training and evaluation.
+/// A shared switch between training and evaluation, for all PowerNorm layers of a model.
 ///
 /// candle's `Module` has no `train` argument, so a layer reads a `Mode` instead. Clones share the
 /// switch. Give one `Mode` to every layer of a model
 /// ([`PowerNorm::with_mode`](crate::PowerNorm::with_mode)), and it switches them all, as
-/// `model.eval()` does in PyTorch. [`recalibrate_scope`](Self::recalibrate_scope) is a third
-/// setting.
+/// `model.train()` and `model.eval()` do in PyTorch. But [`Mode::train`](Self::train) and
+/// [`Mode::eval`](Self::eval) make a new switch. To set one, call
+/// [`set_training`](Self::set_training), or hold an [`eval_scope`](Self::eval_scope).
+/// [`recalibrate_scope`](Self::recalibrate_scope) is a third setting.
 ///
 /// A layer on frozen tensors evaluates while its `Mode` is in training, because no `VarMap` would
 /// save what a step moves. So one `Mode` serves a model of frozen layers and trainable ones.
@@ -19,11 +21,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// # Threads
 ///
 /// A `Mode` is one switch for all threads. While one thread holds [`eval_scope`](Self::eval_scope),
-/// a training forward in another thread evaluates: ψ² and ν stay, no step is counted, and no error
-/// says so. To validate in one thread while another one trains, give the validation layers that
-/// follow another `Mode`: a second model on the same `VarMap` that is built with
-/// [`Mode::eval`](Self::eval), or clones
-/// ([`with_mode`](crate::PowerNorm::with_mode)). Or call
+/// a training forward in another thread silently evaluates: ψ² and ν do not move, and no step is
+/// counted. To validate in one thread while another one trains, use layers that follow another
+/// `Mode` for the validation: a second model on the same `VarMap` that is built with
+/// [`Mode::eval`](Self::eval), or clones ([`with_mode`](crate::PowerNorm::with_mode)). Or call
 /// [`forward_t`](crate::PowerNorm::forward_t), which ignores the `Mode`.
 /// [Training](crate::guide::training) has an example.
 ///
@@ -74,11 +75,13 @@ static NEXT_SCOPE: AtomicU64 = AtomicU64::new(1);
 
 impl Mode {
     /// A new switch, in training.
+    #[must_use = "this makes a new switch; `set_training(true)` sets one"]
     pub fn train() -> Self {
         Self::new(Purpose::Training)
     }
 
     /// A new switch, in evaluation.
+    #[must_use = "this makes a new switch; `set_training(false)` sets one"]
     pub fn eval() -> Self {
         Self::new(Purpose::Evaluation)
     }
@@ -88,14 +91,14 @@ impl Mode {
         Self(Arc::new(Mutex::new(Switch { setting, scopes })))
     }
 
-    /// Sets the switch, for every clone of it. While scopes are open they decide, and the setting
-    /// takes effect when the last of them ends.
+    /// Switches to training or to evaluation, for every clone of the switch. While scopes are open
+    /// they decide, and the setting takes effect when the last of them ends.
     pub fn set_training(&self, training: bool) {
         self.switch().setting = Purpose::of(training);
     }
 
     /// `true` if layers train now: training is set, and no scope is open. Layers on frozen tensors
-    /// evaluate nevertheless.
+    /// evaluate nevertheless. It is `false` in a recalibration too, although that moves ψ².
     pub fn is_training(&self) -> bool {
         self.purpose() == Purpose::Training
     }
@@ -105,8 +108,8 @@ impl Mode {
     /// Several scopes of a `Mode` may be open, in one thread or in several, and their guards may be
     /// dropped in any order. The scope that was opened last decides.
     ///
-    /// The scope holds [for all threads](Self#threads): a step that another thread takes meanwhile
-    /// does not train.
+    /// The scope holds [for all threads](Self#threads): a forward in another thread does not train
+    /// meanwhile.
     pub fn eval_scope(&self) -> ModeScope {
         self.scope(|_| Purpose::Evaluation)
     }
@@ -124,9 +127,32 @@ impl Mode {
     /// save [`running_phi`](crate::PowerNorm::running_phi) of each if a reloaded model should have
     /// it.
     ///
-    /// Calls that say themselves whether they train ([`forward_t`](crate::PowerNorm::forward_t),
-    /// [`PowerNormT`](crate::PowerNormT)) recalibrate nothing.
-    /// [Checkpoints](crate::guide::checkpoints) has an example, and more rules.
+    /// Calls that ignore the `Mode` ([`forward_t`](crate::PowerNorm::forward_t),
+    /// [`PowerNormT`](crate::PowerNormT)) do not recalibrate.
+    /// [Checkpoints](crate::guide::checkpoints#averaged-and-edited-checkpoints) has more rules.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{DType, Device, Module, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// use candle_powernorm::{power_norm, Mode, PowerNormConfig};
+    ///
+    /// # fn main() -> candle::Result<()> {
+    /// let mode = Mode::eval();
+    /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+    /// let config = PowerNormConfig { group_scaling: None, ..1e-5.into() };
+    /// let norm = power_norm(4, config, vb.pp("norm"))?.with_mode(&mode);
+    /// {
+    ///     let _guard = mode.recalibrate_scope();
+    ///     for value in [1f32, 3.] {
+    ///         norm.forward(&Tensor::full(value, (8, 4), &Device::Cpu)?)?; // a batch of data
+    ///     }
+    /// }
+    /// let phi = norm.running_phi()?.to_vec1::<f32>()?;
+    /// assert!(phi.iter().all(|phi| (phi - 5.).abs() < 1e-6)); // (1² + 3²)/2
+    /// # Ok(()) }
+    /// ```
     pub fn recalibrate_scope(&self) -> ModeScope {
         self.scope(Purpose::Recalibration)
     }

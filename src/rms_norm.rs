@@ -1,13 +1,8 @@
-//! RMSNorm: the group scaling of one group, with a weight.
+//! RMSNorm: a LayerNorm that subtracts no mean.
 
-use crate::builder::parameter;
-use crate::config::{state_dtype, validate_eps};
-use crate::device::pick::DeviceKind;
-use crate::error::Error;
-use crate::group_scaling::GroupScaling;
-use crate::layer::check_input;
+use crate::layer_norm::{layer_norm, LayerNorm};
 use candle::{Module, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{LayerNormConfig, VarBuilder};
 
 /// Builds an [`RmsNorm`] layer over `size` channels from the tensors of `vb`, by the same call as
 /// candle's `rms_norm`.
@@ -20,11 +15,12 @@ use candle_nn::VarBuilder;
 /// - The builder's dtype is not a float that the layer computes in.
 /// - The weight is missing, or has another shape.
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
-    if size == 0 {
-        return Err(Error::Size.into());
-    }
-    state_dtype("a builder", vb.dtype())?;
-    RmsNorm::new(parameter(&vb, size, ["weight", "gamma"], 1.)?, eps)
+    let config = LayerNormConfig {
+        eps,
+        remove_mean: false,
+        affine: false,
+    };
+    Ok(RmsNorm(layer_norm(size, config, vb)?))
 }
 
 /// RMSNorm, which trains: divides each row by its root mean square, and multiplies it by a weight.
@@ -77,53 +73,47 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone)]
-pub struct RmsNorm {
-    weight: Tensor,
-    scaling: GroupScaling,
-    /// Found once, so that a call does not look for it.
-    device: DeviceKind,
-}
+pub struct RmsNorm(LayerNorm);
 
 impl RmsNorm {
-    /// Builds a layer from its weight, `[size]`, as candle's `RmsNorm::new(weight, eps)` does.
-    /// candle's returns the layer, and this one a `Result`.
+    /// Builds a layer from its weight, `[size]`, by the same call as candle's `RmsNorm::new`. What
+    /// does not fit is an error of the first [`forward`](Module::forward).
     ///
     /// `RmsNorm::new(size, eps, vb)` of candle_transformers' `with_tracing` is
-    /// [`rms_norm(size, eps, vb)`](rms_norm) here. [Training](crate::guide::training) lists what to
-    /// edit in which file.
-    ///
-    /// # Errors
-    ///
-    /// - The weight has another rank than 1, no channels, or a dtype other than those above.
-    /// - `eps` is not positive and finite in the dtype of the sums.
-    pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
-        match weight.dims() {
-            [0] => return Err(Error::Size.into()),
-            [_] => {}
-            _ => return Err(Error::WeightRank(weight.shape().clone()).into()),
-        }
-        validate_eps(eps, state_dtype("weight", weight.dtype())?)?;
-        let scaling = GroupScaling { groups: 1, eps };
-        Ok(Self {
-            device: DeviceKind::of(weight.device())?,
-            weight,
-            scaling,
-        })
+    /// [`rms_norm(size, eps, vb)`](rms_norm) here.
+    /// [Porting](crate::guide::coming_from#the-edits-for-rmsnorm) lists what to edit in which file.
+    pub fn new(weight: Tensor, eps: f64) -> Self {
+        Self(LayerNorm::rms_norm(weight, eps))
+    }
+
+    /// The layer as a [`LayerNorm`] that removes no mean.
+    pub fn into_inner(self) -> LayerNorm {
+        self.0
+    }
+
+    pub(crate) fn as_layer_norm(&self) -> &LayerNorm {
+        &self.0
     }
 
     /// γ, `[size]`.
     pub fn weight(&self) -> &Tensor {
-        &self.weight
+        self.0.weight()
     }
 
     /// The number of channels.
     pub fn size(&self) -> usize {
-        self.weight.elem_count()
+        self.0.size()
     }
 
     /// ε.
     pub fn eps(&self) -> f64 {
-        self.scaling.eps
+        self.0.eps()
+    }
+
+    /// The same as [`forward`](Module::forward). candle's `RmsNorm` has two, of which only this one
+    /// records a backward.
+    pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
+        self.0.forward(xs)
     }
 }
 
@@ -132,15 +122,11 @@ impl Module for RmsNorm {
     ///
     /// # Errors
     ///
-    /// The input is a scalar, its last dimension is not `size`, or its dtype or device does not
-    /// fit.
+    /// - The input is a scalar, its last dimension is not `size`, or its dtype or device does not
+    ///   fit.
+    /// - The weight has another rank than 1, no channels, or a dtype other than those above.
+    /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        check_input(
-            xs,
-            self.size(),
-            [Some(&self.weight), None],
-            self.weight.device(),
-        )?;
-        self.scaling.scale(xs, Some(&self.weight), &self.device)
+        self.0.forward(xs)
     }
 }

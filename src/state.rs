@@ -123,7 +123,7 @@ impl State {
             Some(groups) => groups,
             None => Tensor::full(UNKNOWN, 1, &Device::Cpu)?,
         };
-        // A `VarMap` hands out what it holds, on whatever device that is.
+        // A `VarMap` returns a tensor as it is, on whatever device that is.
         for (name, buffer, expected) in [
             ("ema_gz", ema_gz, running_phi.device()),
             ("iters", iters, &Device::Cpu),
@@ -142,7 +142,7 @@ impl State {
         })
     }
 
-    /// Refuses a ψ² that no training can have left. On a GPU the host waits for it.
+    /// Rejects a ψ² that no training can have left. On a GPU the host waits for it.
     pub fn check_phi(&self) -> Result<()> {
         // On the CPU: Metal has no f64.
         let phi = self.running_phi()?.to_device(&Device::Cpu)?;
@@ -153,7 +153,7 @@ impl State {
         }
     }
 
-    /// Refuses the state of a layer with another group scaling, under which ψ² and ν mean something
+    /// Rejects the state of a layer with another group scaling, under which ψ² and ν mean something
     /// else.
     pub fn check_groups(&self) -> Result<()> {
         let groups = first(&self.groups)?;
@@ -221,7 +221,7 @@ impl State {
         self.groups.set(&Tensor::full(UNKNOWN, 1, &Device::Cpu)?)
     }
 
-    /// ψ² and t for a forward that begins now: ψ² itself if `in_place`, else a copy. Refuses what
+    /// ψ² and t for a forward that begins now: ψ² itself if `in_place`, else a copy. Rejects what
     /// a checkpoint may have brought: a negative t, or another group scaling.
     pub fn begin(&self, in_place: bool) -> Result<(Tensor, usize)> {
         let _guard = self.lock();
@@ -300,7 +300,7 @@ impl Recalibration {
     }
 }
 
-/// Refuses a tensor of the builder that is not on the device where the layer needs it.
+/// Rejects a tensor of the builder that is not on the device where the layer needs it.
 pub(crate) fn same_device(name: &'static str, tensor: &Tensor, expected: &Device) -> Result<()> {
     let (expected, got) = (expected.location(), tensor.device().location());
     if got != expected {
@@ -330,4 +330,216 @@ fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {
         .into());
     }
     Var::from_tensor(tensor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CPU: &Device = &Device::Cpu;
+
+    fn numbers(tensor: &Tensor) -> Vec<f64> {
+        let tensor = tensor.to_dtype(DType::F64).unwrap();
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// The state of two channels after `t` steps, with ψ² = [4, 9] and ν/(1−α_b) = [10, −20].
+    fn state(config: PowerNormConfig, t: i64, groups: i64) -> Result<State> {
+        let phi = Tensor::new(&[4f32, 9.], CPU)?;
+        let ema_gz = Tensor::new(&[10f32, -20.], CPU)?;
+        let tensors = [&phi, &ema_gz, &Tensor::new(&[t], CPU)?];
+        let groups = Tensor::new(&[groups], CPU)?;
+        State::new(2, config, DType::F32, tensors, Some(groups))
+    }
+
+    /// What a step moves ψ² by, and what it counts.
+    fn step(state: &State, purpose: Purpose) -> Result<PhiStep> {
+        let mut shares = None;
+        state.update_phi(purpose, |phi, step| {
+            shares = Some(*step);
+            phi.set(&(phi.as_tensor() * 2.)?)
+        })?;
+        Ok(shares.unwrap())
+    }
+
+    #[test]
+    fn a_training_step_counts_and_records_its_groups() -> Result<()> {
+        let config = PowerNormConfig {
+            warmup_steps: 3,
+            group_scaling: None,
+            ..Default::default()
+        };
+        let state = state(config, 2, UNKNOWN)?;
+        // Step 3 is the last of the warm-up: a mean of three values.
+        let last = step(&state, Purpose::Training)?;
+        let mean = last.cumulative.unwrap();
+        assert_eq!((mean.old, mean.new), (2. / 3., 1. / 3.));
+        assert!(last.moving.is_none());
+        assert_eq!(state.steps()?, 3);
+        assert_eq!(first(&state.groups)?, -1);
+        assert_eq!(numbers(&state.running_phi()?), [8., 18.]);
+        let moving = step(&state, Purpose::Training)?;
+        assert!(moving.cumulative.is_none());
+        assert_eq!(moving.moving.unwrap().old, 0.9);
+        assert_eq!(state.steps()?, 4);
+        Ok(())
+    }
+
+    #[test]
+    fn a_recalibration_is_a_mean_of_its_own_batches() -> Result<()> {
+        let state = state(1e-5.into(), 7, UNKNOWN)?;
+        for (pass, old) in [(1, 0.), (1, 0.5), (1, 2. / 3.), (2, 0.), (1, 0.)] {
+            let shares = step(&state, Purpose::Recalibration(pass))?;
+            assert_eq!(shares.cumulative.unwrap().old, old, "pass {pass}");
+            assert!(shares.moving.is_none());
+        }
+        // It is no training step, but it records the group scaling.
+        assert_eq!(state.steps()?, 7);
+        assert_eq!(first(&state.groups)?, 1);
+        Ok(())
+    }
+
+    #[test]
+    fn an_update_that_fails_counts_nothing() -> Result<()> {
+        let state = state(1e-5.into(), 7, UNKNOWN)?;
+        for purpose in [Purpose::Training, Purpose::Recalibration(1)] {
+            let result = state.update_phi(purpose, |_, _| candle::bail!("no memory"));
+            assert!(result.is_err());
+        }
+        assert_eq!((state.steps()?, first(&state.groups)?), (7, UNKNOWN));
+        let shares = step(&state, Purpose::Recalibration(1))?;
+        assert_eq!(shares.cumulative.unwrap().old, 0.);
+        Ok(())
+    }
+
+    #[test]
+    fn nu_is_its_share_of_the_variable() -> Result<()> {
+        let config = PowerNormConfig {
+            alpha_bwd: 0.75,
+            ..Default::default()
+        };
+        let state = state(config, 0, UNKNOWN)?;
+        assert_eq!(numbers(&state.nu()?), [2.5, -5.]);
+        state.update_nu(|ema_gz| ema_gz.set(&Tensor::new(&[4f32, 8.], CPU)?))?;
+        assert_eq!(numbers(&state.nu()?), [1., 2.]);
+        assert_eq!(numbers(state.nu_variable()), [4., 8.]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_reset_is_a_fresh_layer() -> Result<()> {
+        let state = state(1e-5.into(), 7, 1)?;
+        step(&state, Purpose::Recalibration(1))?;
+        state.reset()?;
+        assert_eq!(numbers(&state.running_phi()?), [1., 1.]);
+        assert_eq!(numbers(&state.nu()?), [0., 0.]);
+        assert_eq!((state.steps()?, first(&state.groups)?), (0, UNKNOWN));
+        let shares = step(&state, Purpose::Recalibration(1))?;
+        assert_eq!(shares.cumulative.unwrap().old, 0.);
+        Ok(())
+    }
+
+    /// A forward reads ψ² of before a step that another thread takes meanwhile, unless it reads in
+    /// place.
+    #[test]
+    fn a_forward_begins_with_a_copy_or_in_place() -> Result<()> {
+        let state = state(1e-5.into(), 7, UNKNOWN)?;
+        let (copy, t) = state.begin(false)?;
+        let (in_place, _) = state.begin(true)?;
+        assert_eq!(t, 7);
+        assert!(state.owns(&in_place) && !state.owns(&copy));
+        step(&state, Purpose::Training)?;
+        assert_eq!(numbers(&copy), [4., 9.]);
+        assert_eq!(numbers(&in_place), [8., 18.]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_view_of_the_state_is_its_own() -> Result<()> {
+        let state = state(1e-5.into(), 7, UNKNOWN)?;
+        assert!(state.owns(&state.running_phi.narrow(0, 1, 1)?));
+        assert!(state.owns(&state.ema_gz.reshape((2, 1))?));
+        assert!(!state.owns(&state.running_phi()?));
+        Ok(())
+    }
+
+    /// PyTorch's `[1, C, 1, 1]` is kept, and read as `[C]`.
+    #[test]
+    fn the_shape_of_a_checkpoint_is_kept() -> Result<()> {
+        let phi = Tensor::new(&[4f64, 9.], CPU)?.reshape((1, 2, 1, 1))?;
+        let iters = Tensor::new(&[0i64], CPU)?;
+        let tensors = [&phi, &phi, &iters];
+        let state = State::new(2, 1e-5.into(), DType::F64, tensors, None)?;
+        assert_eq!(state.running_phi()?.dims(), [2]);
+        assert_eq!(state.nu()?.dims(), [2]);
+        state.reset()?;
+        assert_eq!(state.running_phi.dims(), [1, 2, 1, 1]);
+        assert_eq!(numbers(&state.running_phi()?), [1., 1.]);
+        Ok(())
+    }
+
+    #[test]
+    fn counts_and_groups_that_no_step_leaves() -> Result<()> {
+        let text = |result: Result<()>| result.unwrap_err().to_string();
+        let negative = state(1e-5.into(), -3, UNKNOWN)?;
+        assert!(text(negative.steps().map(drop)).contains("-3"));
+        assert!(text(negative.begin(false).map(drop)).contains("-3"));
+
+        let config = |group_scaling| PowerNormConfig {
+            group_scaling,
+            ..Default::default()
+        };
+        for (group_scaling, groups, got) in [
+            (Some(2), UNKNOWN, None),
+            (Some(2), 2, None),
+            (None, -1, None),
+            (Some(2), 1, Some("Some(1)")),
+            (Some(2), -1, Some("None")),
+            (None, 1, Some("Some(1)")),
+        ] {
+            let state = state(config(group_scaling), 0, groups)?;
+            match got {
+                None => state.check_groups()?,
+                Some(got) => assert!(text(state.check_groups()).contains(got)),
+            }
+            assert_eq!(state.begin(true).is_err(), got.is_some());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_mean_of_squares_is_finite_and_not_negative() -> Result<()> {
+        let state = state(1e-5.into(), 0, UNKNOWN)?;
+        for (phi, expected) in [
+            ([0., -0.], None),
+            ([f32::MAX, 1e-45], None),
+            ([1., -1e-45], Some("-1")),
+            ([f32::NAN, 1.], Some("NaN")),
+            ([f32::INFINITY, -1.], Some("inf")),
+        ] {
+            state.running_phi.set(&Tensor::new(&phi, CPU)?)?;
+            match (expected, state.check_phi()) {
+                (None, result) => result?,
+                (Some(got), result) => {
+                    let error = result.unwrap_err().to_string();
+                    assert!(error.contains(got), "{error}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_tensor_of_another_dtype_is_no_state() -> Result<()> {
+        let error = as_var("iters", &Tensor::new(&[0u32], CPU)?, DType::I64).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("iters") && error.contains("U32"), "{error}");
+        // A variable is shared, and a tensor is copied.
+        let var = Var::zeros(1, DType::F32, CPU)?;
+        let shared = as_var("ema_gz", &var, DType::F32)?;
+        let copied = as_var("ema_gz", &var.as_detached_tensor(), DType::F32)?;
+        var.set(&Tensor::new(&[3f32], CPU)?)?;
+        assert_eq!((numbers(&shared), numbers(&copied)), (vec![3.], vec![0.]));
+        Ok(())
+    }
 }

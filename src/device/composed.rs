@@ -196,7 +196,10 @@ impl Forwarded {
             let decay = ((correction * divisor)? * &self.inv_rms)?;
             dx_tilde = (dx_tilde - rows.x_tilde.broadcast_mul(&decay)?)?;
         }
-        shaped(rows.masked(rows.through_group_scaling(dx_tilde)?)?, &pass.x)
+        shaped(
+            rows.masked(rows.through_group_scaling(pass, dx_tilde)?)?,
+            &pass.x,
+        )
     }
 }
 
@@ -341,7 +344,10 @@ impl Rows {
         };
         let (x_tilde, group_rms_inv) = match pass.groups {
             Some(groups) => {
-                let rows = grouped(&rows, groups)?;
+                let mut rows = grouped(&rows, groups)?;
+                if pass.centred {
+                    rows = centred(&rows)?;
+                }
                 let group_rms_inv = group_rms_inv(&rows, pass.eps)?;
                 let x_tilde = rows.broadcast_mul(&group_rms_inv)?.flatten_from(1)?;
                 (x_tilde, Some(group_rms_inv))
@@ -416,14 +422,19 @@ impl Rows {
         sums.to_device(self.x_tilde.device())
     }
 
-    /// `∂L/∂x` from `∂L/∂X̃`: `r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`.
-    fn through_group_scaling(&self, dx_tilde: Tensor) -> Result<Tensor> {
+    /// `∂L/∂x` from `∂L/∂X̃`: `r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`, and in LayerNorm less
+    /// `r · mean_group(∂L/∂x̃)`.
+    fn through_group_scaling(&self, pass: &Pass, dx_tilde: Tensor) -> Result<Tensor> {
         let Some(group_rms_inv) = &self.group_rms_inv else {
             return Ok(dx_tilde);
         };
         let groups = group_rms_inv.dim(1)?;
-        let (dx_tilde, x_tilde) = (grouped(&dx_tilde, groups)?, grouped(&self.x_tilde, groups)?);
+        let (mut dx_tilde, x_tilde) =
+            (grouped(&dx_tilde, groups)?, grouped(&self.x_tilde, groups)?);
         let mean = (&dx_tilde * &x_tilde)?.mean_keepdim(D::Minus1)?;
+        if pass.centred {
+            dx_tilde = dx_tilde.broadcast_sub(&dx_tilde.mean_keepdim(D::Minus1)?)?;
+        }
         let dx = (dx_tilde - x_tilde.broadcast_mul(&mean)?)?;
         dx.broadcast_mul(group_rms_inv)?.flatten_from(1)
     }
@@ -440,6 +451,16 @@ fn as_rows(x: &Tensor) -> Result<Tensor> {
 fn grouped(rows: &Tensor, groups: usize) -> Result<Tensor> {
     let (count, cols) = rows.dims2()?;
     rows.reshape((count, groups, cols / groups))
+}
+
+/// Groups less their means.
+///
+/// The mean of what a first mean leaves removes the first one's rounding error. Terms are divided
+/// first, so that no sum overflows.
+fn centred(groups: &Tensor) -> Result<Tensor> {
+    let share = 1. / groups.dim(D::Minus1)? as f64;
+    let less_mean = |x: &Tensor| x.broadcast_sub(&(x * share)?.sum_keepdim(D::Minus1)?);
+    less_mean(&less_mean(groups)?)
 }
 
 /// r of each group of rows, `[rows, G, 1]`.

@@ -55,6 +55,9 @@ pub(crate) struct Pass {
     pub kind: ForwardKind,
     /// G of the group scaling; `None` without it.
     pub groups: Option<usize>,
+    /// LayerNorm: the mean of each row is subtracted first. There is one group then, no residual
+    /// and no mask, and D is 1.
+    pub centred: bool,
     /// ε, of D and of the group scaling.
     pub eps: f64,
     pub recipe: Recipe,

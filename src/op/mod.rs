@@ -290,3 +290,100 @@ impl CustomOp2 for FirstDerivative {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle::Device;
+
+    const CPU: &Device = &Device::Cpu;
+
+    /// Views of `[3, 4]`, and whether a CPU reads them where they are.
+    #[test]
+    fn a_cpu_reads_rows_of_adjacent_elements() -> Result<()> {
+        let base = Tensor::arange(0f32, 12., CPU)?.reshape((3, 4))?;
+        for (view, in_place) in [
+            (base.clone(), true),
+            (base.narrow(1, 1, 2)?, true),
+            (base.narrow(0, 1, 2)?, true),
+            (base.narrow(1, 2, 1)?, true), // rows of one element, 4 apart
+            (base.t()?, false),
+            (base.t()?.narrow(1, 1, 1)?, true),
+            (base.narrow(0, 0, 0)?, true),
+            (base.narrow(0, 1, 1)?.broadcast_as((5, 4))?, true),
+            (base.narrow(1, 1, 1)?.broadcast_as((3, 5))?, false),
+        ] {
+            let read = readable(&view)?;
+            let is_same = read.stride() == view.stride()
+                && read.layout().start_offset() == view.layout().start_offset();
+            assert_eq!(is_same, in_place, "{:?}", view.layout());
+            assert_eq!(read.to_vec2::<f32>()?, view.to_vec2::<f32>()?);
+            assert!(in_place || read.is_contiguous());
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_mask_becomes_bytes() -> Result<()> {
+        for dtype in [DType::U8, DType::U32, DType::I64] {
+            let keep = Tensor::new(&[[0u8, 1, 0], [7, 0, 1]], CPU)?.to_dtype(dtype)?;
+            let bytes = as_bytes(&keep.t()?)?;
+            assert!(bytes.dtype() == DType::U8 && bytes.is_contiguous());
+            let kept = bytes.flatten_all()?.to_vec1::<u8>()?;
+            let kept: Vec<_> = kept.into_iter().map(|keep| keep != 0).collect();
+            assert_eq!(kept, [false, true, true, false, false, true], "{dtype:?}");
+            let none = as_bytes(&keep.narrow(0, 2, 0)?)?;
+            assert_eq!((none.dtype(), none.dims()), (DType::U8, &[0, 3][..]));
+        }
+        // −1 is no padding either, and 256 is not 0.
+        let keep = Tensor::new(&[-1i64, 256, 0], CPU)?;
+        let bytes = as_bytes(&keep)?.to_vec1::<u8>()?;
+        assert!(bytes[0] != 0 && bytes[1] != 0 && bytes[2] == 0);
+        Ok(())
+    }
+
+    #[test]
+    fn a_computed_output_is_taken_once() -> Result<()> {
+        let shape = Shape::from((1, 2));
+        let storage = || Storage::Cpu(CpuStorage::F32(vec![1., 2.]));
+        let computed = Computed::new(storage(), &shape);
+        let like = CpuStorage::F32(vec![]);
+        let (taken, of_shape) = computed.take(&like)?;
+        assert_eq!(
+            (taken.as_slice::<f32>()?, of_shape),
+            (&[1f32, 2.][..], shape.clone())
+        );
+        let error = computed.take(&like).unwrap_err().to_string();
+        assert!(error.contains("got none"), "{error}");
+        // A panic elsewhere leaves the storage as it was.
+        let computed = Computed::new(storage(), &shape);
+        std::thread::scope(|scope| {
+            let panics = || {
+                let _guard = computed.storage.lock();
+                std::panic::resume_unwind(Box::new(()));
+            };
+            assert!(scope.spawn(panics).join().is_err());
+        });
+        assert!(computed.take(&like).is_ok());
+        Ok(())
+    }
+
+    /// The gradient of a stream goes to each argument that wants one, whole.
+    #[test]
+    fn the_stream_passes_its_gradient_on() -> Result<()> {
+        let xs = candle::Var::new(&[1f32, 2.], CPU)?;
+        let residual = Tensor::new(&[10f32, 20.], CPU)?;
+        let sum = || Storage::Cpu(CpuStorage::F32(vec![11., 22.]));
+        let stream = residual::stream(&xs, &residual, sum())?;
+        assert_eq!(stream.to_vec1::<f32>()?, [11., 22.]);
+        let weights = Tensor::new(&[3f32, -4.], CPU)?;
+        let gradients = (&stream * &weights)?.backward()?;
+        assert_eq!(gradients.get(&xs).unwrap().to_vec1::<f32>()?, [3., -4.]);
+        assert!(gradients.get(&residual).is_none());
+        // The same tensor twice gets both.
+        let stream = residual::stream(&xs, &xs, sum())?;
+        let gradients = (&stream * &weights)?.backward()?;
+        assert_eq!(gradients.get(&xs).unwrap().to_vec1::<f32>()?, [6., -8.]);
+        Ok(())
+    }
+}

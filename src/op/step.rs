@@ -35,6 +35,8 @@ pub(crate) struct Call<'a> {
     pub bias: Option<&'a Tensor>,
     /// G of the group scaling; `None` without it.
     pub groups: Option<usize>,
+    /// LayerNorm: see [`Pass::centred`].
+    pub centred: bool,
     pub eps: f64,
     pub recipe: Recipe,
     /// ψ² and t. `None` for the group scaling alone, whose D is 1.
@@ -87,6 +89,7 @@ impl Call<'_> {
             phi,
             kind,
             groups: self.groups,
+            centred: self.centred,
             eps: self.eps,
             recipe: self.recipe,
             tracked: arguments.into_iter().flatten().any(Tensor::track_op),
@@ -207,5 +210,209 @@ impl Env for StepEnv<'_> {
             }
             _ => update(None),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::PowerNormConfig;
+    use candle::{DType, Device};
+
+    const CPU: &Device = &Device::Cpu;
+
+    fn state(config: PowerNormConfig) -> Result<Arc<State>> {
+        let ones = Tensor::ones(2, DType::F32, CPU)?;
+        let iters = Tensor::new(&[4i64], CPU)?;
+        State::new(2, config, DType::F32, [&ones, &ones, &iters], None).map(Arc::new)
+    }
+
+    fn training(state: &Arc<State>, purpose: Purpose) -> Training {
+        Training {
+            state: state.clone(),
+            purpose,
+            loss_scale: LossScale::default(),
+            ranks: None,
+        }
+    }
+
+    fn env(training: Option<&Training>) -> StepEnv<'_> {
+        StepEnv {
+            has_ranks: false,
+            turn: None,
+            training,
+            step_count: 4,
+            counted: false,
+        }
+    }
+
+    fn call<'a>(xs: &'a Tensor, state: Option<&'a State>, training: Option<Training>) -> Call<'a> {
+        Call {
+            device: &DeviceKind::Cpu,
+            xs,
+            residual: None,
+            keep: None,
+            weight: None,
+            bias: None,
+            groups: None,
+            centred: false,
+            eps: 1e-5,
+            recipe: Recipe::default(),
+            state,
+            training,
+            turn: None,
+        }
+    }
+
+    #[test]
+    fn an_evaluation_moves_nothing() -> Result<()> {
+        let mut env = env(None);
+        env.move_phi(&mut |_, _| panic!("an evaluation moves no ψ²"))?;
+        assert!(!env.counted && env.nu().is_none());
+        let mut variable = None;
+        env.move_nu(&mut |ema_gz| {
+            variable = Some(ema_gz.is_some());
+            Ok(())
+        })?;
+        assert_eq!(variable, Some(false));
+        Ok(())
+    }
+
+    #[test]
+    fn a_training_step_moves_both() -> Result<()> {
+        let config = PowerNormConfig {
+            alpha_bwd: 0.75,
+            ..Default::default()
+        };
+        let state = state(config)?;
+        let training = training(&state, Purpose::Training);
+        training.loss_scale.set(8.)?;
+        let mut env = env(Some(&training));
+        env.move_phi(&mut |phi, _| phi.set(&Tensor::new(&[2f32, 3.], CPU)?))?;
+        assert!(env.counted);
+        assert_eq!(state.steps()?, 5);
+        assert_eq!(state.running_phi()?.to_vec1::<f32>()?, [2., 3.]);
+        let nu = env.nu().unwrap();
+        assert_eq!((nu.share, nu.loss_scale), (0.25, 8.));
+        env.move_nu(&mut |ema_gz| ema_gz.unwrap().set(&Tensor::new(&[4f32, 8.], CPU)?))?;
+        assert_eq!(state.nu()?.to_vec1::<f32>()?, [1., 2.]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_recalibration_leaves_nu_alone() -> Result<()> {
+        let state = state(1e-5.into())?;
+        let training = training(&state, Purpose::Recalibration(1));
+        let mut env = env(Some(&training));
+        env.move_phi(&mut |_, _| Ok(()))?;
+        assert!(env.counted);
+        assert_eq!(state.steps()?, 4);
+        env.move_nu(&mut |ema_gz| {
+            assert!(ema_gz.is_none());
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn an_update_that_fails_is_no_step() -> Result<()> {
+        let state = state(1e-5.into())?;
+        let training = training(&state, Purpose::Training);
+        let mut env = env(Some(&training));
+        assert!(env
+            .move_phi(&mut |_, _| candle::bail!("no memory"))
+            .is_err());
+        assert!(!env.counted);
+        assert_eq!(state.steps()?, 4);
+        Ok(())
+    }
+
+    #[test]
+    fn sums_of_one_process_are_those_of_all() -> Result<()> {
+        let sums = Tensor::new(&[1f64, 2.], CPU)?;
+        let mut env = env(None);
+        assert!(!env.has_ranks());
+        assert_eq!(env.exchange(sums)?.to_vec1::<f64>()?, [1., 2.]);
+        Ok(())
+    }
+
+    #[test]
+    fn the_kind_of_a_pass() -> Result<()> {
+        let config = PowerNormConfig {
+            warmup_steps: 5,
+            ..Default::default()
+        };
+        let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
+        // t is 4: the next step is the last of a warm-up of 5, and comes after one of 4.
+        let over = PowerNormConfig {
+            warmup_steps: 4,
+            ..config
+        };
+        for (config, purpose, kind) in [
+            (config, None, ForwardKind::Evaluation),
+            (config, Some(Purpose::Training), ForwardKind::BatchStatistic),
+            (over, Some(Purpose::Training), ForwardKind::RunningStatistic),
+            (
+                over,
+                Some(Purpose::Recalibration(1)),
+                ForwardKind::BatchStatistic,
+            ),
+        ] {
+            let state = state(config)?;
+            let training = purpose.map(|purpose| training(&state, purpose));
+            let (pass, t) = call(&xs, Some(&state), training).pass()?;
+            assert_eq!((pass.kind, t), (kind, 4));
+            assert!(pass.phi.is_some() && !pass.tracked);
+        }
+        // Group scaling alone has neither ψ² nor t.
+        let (pass, t) = call(&xs, None, None).pass()?;
+        assert_eq!((pass.kind, t), (ForwardKind::Evaluation, 0));
+        assert!(pass.phi.is_none());
+        Ok(())
+    }
+
+    /// A layer may normalize its own ψ². A training step moves ψ² before it has read the rows for
+    /// the last time, so it reads a copy.
+    #[test]
+    fn a_training_step_copies_rows_of_its_own_state() -> Result<()> {
+        let state = state(1e-5.into())?;
+        let (own, _) = state.begin(true)?;
+        let rows = own.reshape((1, 2))?;
+        let (pass, _) = call(&rows, Some(&state), None).pass()?;
+        assert!(state.owns(&pass.x));
+        let training = training(&state, Purpose::Training);
+        let (pass, _) = call(&rows, Some(&state), Some(training)).pass()?;
+        assert!(!state.owns(&pass.x));
+        Ok(())
+    }
+
+    #[test]
+    fn a_gradient_of_any_argument_is_tracked() -> Result<()> {
+        let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
+        let bias = Var::zeros(2, DType::F32, CPU)?;
+        let residual = Var::zeros((3, 2), DType::F32, CPU)?;
+        let mut call = call(&xs, None, None);
+        assert!(!call.pass()?.0.tracked);
+        call.bias = Some(&bias);
+        assert!(call.pass()?.0.tracked);
+        call.bias = None;
+        call.residual = Some(&residual);
+        assert!(call.pass()?.0.tracked);
+        Ok(())
+    }
+
+    /// ψ² of the forward is not kept for its backward, and the training only if the call counted as
+    /// a step: an empty batch does not.
+    #[test]
+    fn a_step_keeps_its_training_if_it_counted() -> Result<()> {
+        let state = state(1e-5.into())?;
+        for rows in [0, 3] {
+            let xs = Tensor::ones((rows, 2), DType::F32, CPU)?;
+            let training = training(&state, Purpose::Training);
+            let (step, _) = Step::forward(call(&xs, Some(&state), Some(training)))?;
+            assert_eq!(step.training.is_some(), rows > 0);
+            assert!(step.pass.phi.is_none());
+        }
+        assert_eq!(state.steps()?, 5);
+        Ok(())
     }
 }

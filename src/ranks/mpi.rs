@@ -77,8 +77,9 @@ impl MpiCommunicator {
     ///
     /// # Errors
     ///
-    /// MPI was initialized with less than `Threading::Multiple`, which is needed because layers
-    /// and the rest of the program may call MPI from different threads.
+    /// - MPI was initialized with less than `Threading::Multiple`, which is needed because layers
+    ///   and the rest of the program may call MPI from different threads.
+    /// - MPI cannot duplicate `world`.
     pub fn new(world: &SimpleCommunicator) -> Result<Self> {
         let got = mpi::environment::threading_support();
         if got < Threading::Multiple {

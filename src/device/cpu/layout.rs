@@ -1,19 +1,134 @@
-//! candle's tensors as rows and as numbers of channels.
+//! Reads candle's tensors as rows, and as values of channels.
 //!
-//! Rows are read anywhere in a storage, if the elements of each row are adjacent. [`matrix`] lists
-//! the blocks of packed rows and where each begins. So leading dimensions that are transposed or
-//! narrowed cost no copy.
+//! A tensor `[.., C]` is a [`Matrix`]: rows of C adjacent elements, wherever they lie in the
+//! storage. Rows that follow each other without a gap make up a *block*, and all blocks have the
+//! same number of rows. So a view costs no copy unless the elements of its rows are apart. Views of
+//! a packed tensor `[3, 4, 6]`, for example:
+//!
+//! ```text
+//! the tensor itself         1 block of 12 rows, from element 0
+//! narrow(1, 1, 2)           3 blocks of 2 rows, from elements 6, 30 and 54
+//! transpose(0, 1)           12 blocks of 1 row, from 0, 24, 48, 6, 30, 54, 12, ..
+//! transpose(1, 2)           no matrix: elements of a row are 6 apart, so `readable` copies it
+//! ```
 
-use super::element::Element;
-use super::kernels::{Matrix, Rows};
+use super::convert::Element;
 use crate::config::Recipe;
 use crate::device::Pass;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, Layout, Result, Storage, Tensor, Var, WithDType, D};
 use half::{bf16, f16};
 
-/// Runs `run` on the rows of a pass, to which `residual` is added. `keep` is the mask. The tensors
-/// are locked meanwhile.
+/// `[rows, cols]`, where the elements of a row are adjacent in memory.
+pub(super) struct Matrix<'a, T> {
+    /// C, at least 1.
+    pub cols: usize,
+    pub rows: usize,
+    /// All elements of the storage.
+    pub values: &'a [T],
+    /// The first elements of the blocks.
+    pub blocks: Vec<usize>,
+}
+
+impl<T> Matrix<'_, T> {
+    #[inline(always)]
+    pub fn row(&self, row: usize) -> &[T] {
+        let start = match self.blocks[..] {
+            [start] => start + row * self.cols,
+            _ => {
+                let rows = self.rows / self.blocks.len();
+                self.blocks[row / rows] + row % rows * self.cols
+            }
+        };
+        &self.values[start..][..self.cols]
+    }
+}
+
+/// How each row is normalized by itself, before the statistics of channels.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum RowNorm {
+    None,
+    /// Group scaling: each group is divided by its root mean square.
+    Groups {
+        /// G.
+        count: usize,
+        eps: f64,
+    },
+    /// LayerNorm: the row's mean is subtracted, and the row divided by its standard deviation.
+    Centred {
+        eps: f64,
+    },
+}
+
+/// The input's rows, and what is done to each.
+pub(super) struct Rows<'a, T> {
+    pub x: Matrix<'a, T>,
+    /// Added to `x` before anything else. It has the shape of `x`.
+    pub residual: Option<Matrix<'a, T>>,
+    /// `[rows]`, 0 for a padded row.
+    pub keep: Option<&'a [u8]>,
+    pub norm: RowNorm,
+    /// A forward's squares are summed over all rows too.
+    pub sums_all: bool,
+}
+
+impl<'a, T: Element> Rows<'a, T> {
+    pub fn len(&self) -> usize {
+        self.x.rows
+    }
+
+    pub fn cols(&self) -> usize {
+        self.x.cols
+    }
+
+    /// The bytes of the input, which are as many as those of an output.
+    pub fn bytes(&self) -> usize {
+        self.len() * self.cols() * size_of::<T>()
+    }
+
+    /// Channels of a group; all of them without group scaling.
+    pub fn group_len(&self) -> usize {
+        match self.norm {
+            RowNorm::Groups { count, .. } => self.cols() / count,
+            RowNorm::None | RowNorm::Centred { .. } => self.cols(),
+        }
+    }
+
+    #[inline(always)]
+    pub fn keeps(&self, row: usize) -> bool {
+        self.keep.is_none_or(|keep| keep[row] != 0)
+    }
+
+    /// The number of rows that are not padding.
+    pub fn kept(&self) -> usize {
+        match self.keep {
+            Some(keep) => keep.iter().filter(|&&keep| keep != 0).count(),
+            None => self.len(),
+        }
+    }
+
+    /// The same rows, read from the stream, which is `x + residual`.
+    pub fn of_stream<'b>(&self, stream: &'b [T]) -> Rows<'b, T>
+    where
+        'a: 'b,
+    {
+        Rows {
+            x: Matrix {
+                cols: self.cols(),
+                rows: self.len(),
+                values: stream,
+                blocks: vec![0],
+            },
+            residual: None,
+            keep: self.keep,
+            norm: self.norm,
+            sums_all: self.sums_all,
+        }
+    }
+}
+
+/// Calls `run` with the rows of a pass, to which `residual` is added, and with the mask `keep`. The
+/// tensors are locked meanwhile.
 pub(super) fn with_rows<T: Element, R>(
     pass: &Pass,
     residual: Option<&Tensor>,
@@ -25,16 +140,21 @@ pub(super) fn with_rows<T: Element, R>(
     let residual = (residual.as_ref()).map(|(storage, layout)| matrix(storage, layout));
     let keep = keep.map(Tensor::storage_and_layout);
     let keep = (keep.as_ref()).map(|(storage, layout)| packed(on_cpu(storage)?, layout));
+    let eps = pass.eps;
     run(&Rows {
         x: matrix(&x.0, x.1)?,
         residual: residual.transpose()?,
         keep: keep.transpose()?,
-        groups: pass.groups.map(|groups| (groups, pass.eps)),
+        norm: match pass.groups {
+            _ if pass.centred => RowNorm::Centred { eps },
+            Some(count) => RowNorm::Groups { count, eps },
+            None => RowNorm::None,
+        },
         sums_all: pass.recipe == Recipe::Fairseq,
     })
 }
 
-/// The numbers of a tensor, one for each channel.
+/// The values of a tensor `[C]` in f64, whatever its dtype.
 pub(super) fn channels(tensor: &Tensor) -> Result<Vec<f64>> {
     fn widen<T: WithDType>(storage: &CpuStorage, layout: &Layout) -> Result<Vec<f64>> {
         let values = packed::<T>(storage, layout)?.iter();
@@ -54,20 +174,24 @@ pub(super) fn channels(tensor: &Tensor) -> Result<Vec<f64>> {
     }
 }
 
-/// Sets a variable of the state to one number for each channel.
+/// Sets a variable of the state to these values of channels, rounded to its dtype.
 pub(super) fn set_channels(var: &Var, values: &[f64]) -> Result<()> {
     var.set(&Tensor::from_slice(values, var.shape(), var.device())?.to_dtype(var.dtype())?)
 }
 
-/// A storage of elements that a pass wrote.
+/// The storage of an output.
 pub(super) fn storage<T: Element>(values: Vec<T>) -> Storage {
     Storage::Cpu(T::to_cpu_storage_owned(values))
 }
 
-/// The starts of the blocks of packed rows; `None` if the elements of a row are not adjacent.
+/// The first elements of the blocks; `None` if the elements of a row are not adjacent.
+///
+/// Dimensions are taken from the last one forward while each one's stride is the number of elements
+/// behind it. These make up a block, and each index into the dimensions before them begins one. For
+/// `[3, 2, 6]` with strides `[24, 6, 1]`, the last two are packed (1, then 6), and 24 is not 2 · 6:
+/// blocks of two rows begin at 0, 24 and 48. A dimension of 1 may have any stride.
 fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
     let dims = || layout.dims().iter().zip(layout.stride());
-    // Trailing dimensions make up a block.
     let (mut outer, mut packed) = (layout.dims().len(), 1);
     for (&dim, &stride) in dims().rev() {
         if dim != 1 && stride != packed {
@@ -76,6 +200,7 @@ fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
         packed *= dim;
         outer -= 1;
     }
+    // A block of less than a row has rows whose elements are apart.
     if !packed.is_multiple_of(*layout.dims().last()?) {
         return None;
     }
@@ -152,6 +277,111 @@ mod tests {
         assert_eq!(blocks(&base.transpose(1, 2)?), None);
         // Three blocks of no rows.
         assert_eq!(blocks(&base.narrow(1, 0, 0)?), Some(vec![0, 24, 48]));
+        Ok(())
+    }
+
+    #[test]
+    fn rows_of_blocks() {
+        // Two blocks of two rows of three, with two elements between the blocks and one before.
+        let values: Vec<i32> = (0..16).collect();
+        let matrix = Matrix {
+            cols: 3,
+            rows: 4,
+            values: &values,
+            blocks: vec![1, 9],
+        };
+        let rows: Vec<_> = (0..4).map(|row| matrix.row(row)).collect();
+        assert_eq!(rows, [[1, 2, 3], [4, 5, 6], [9, 10, 11], [12, 13, 14]]);
+    }
+
+    /// Four rows of six columns.
+    fn rows<'a>(values: &'a [f32], keep: Option<&'a [u8]>, norm: RowNorm) -> Rows<'a, f32> {
+        Rows {
+            x: Matrix {
+                cols: 6,
+                rows: 4,
+                values,
+                blocks: vec![0],
+            },
+            residual: None,
+            keep,
+            norm,
+            sums_all: true,
+        }
+    }
+
+    #[test]
+    fn kept_rows_and_groups() {
+        let values = [0.; 24];
+        let eps = 1e-5;
+        let all = rows(&values, None, RowNorm::None);
+        assert_eq!((all.kept(), all.keeps(3), all.group_len()), (4, true, 6));
+        assert_eq!(all.bytes(), 4 * 6 * 4);
+        // Any number but 0 keeps a row.
+        let some = rows(
+            &values,
+            Some(&[0, 1, 7, 0]),
+            RowNorm::Groups { count: 3, eps },
+        );
+        assert_eq!((some.kept(), some.group_len()), (2, 2));
+        let keeps: Vec<_> = (0..4).map(|row| some.keeps(row)).collect();
+        assert_eq!(keeps, [false, true, true, false]);
+        let centred = rows(&values, Some(&[0; 4]), RowNorm::Centred { eps });
+        assert_eq!((centred.kept(), centred.group_len()), (0, 6));
+    }
+
+    #[test]
+    fn the_stream_is_read_in_place_of_the_input() {
+        let (values, stream) = ([0.; 24], [1.; 24]);
+        let norm = RowNorm::Groups {
+            count: 2,
+            eps: 1e-5,
+        };
+        let rows = rows(&values, Some(&[1, 0, 1, 1]), norm);
+        let of_stream = rows.of_stream(&stream);
+        assert_eq!(of_stream.x.row(3), [1.; 6]);
+        assert!(of_stream.residual.is_none() && of_stream.sums_all);
+        assert_eq!((of_stream.len(), of_stream.kept()), (4, 3));
+        assert_eq!(of_stream.norm, norm);
+    }
+
+    #[test]
+    fn channels_of_every_dtype() -> Result<()> {
+        let values = [1., -0.5, 65504.];
+        let tensor = Tensor::new(&values, &Device::Cpu)?;
+        for dtype in [DType::F32, DType::F64, DType::F16] {
+            assert_eq!(channels(&tensor.to_dtype(dtype)?)?, values);
+        }
+        let bf16 = channels(&tensor.to_dtype(DType::BF16)?)?;
+        assert_eq!(bf16, [1., -0.5, 65536.]);
+        // A part of a storage, and no part of one, which may begin past its end.
+        assert_eq!(channels(&tensor.narrow(0, 1, 2)?)?, values[1..]);
+        let nothing = Tensor::zeros((2, 3), DType::F64, &Device::Cpu)?;
+        let nothing = nothing.narrow(0, 2, 0)?.narrow(1, 3, 0)?;
+        assert_eq!(nothing.layout().start_offset(), 9);
+        assert_eq!(channels(&nothing)?, [0.; 0]);
+        let error = channels(&tensor.to_dtype(DType::U8)?).unwrap_err();
+        assert!(error.to_string().contains("got U8"), "{error}");
+        let column = Tensor::zeros((2, 2), DType::F64, &Device::Cpu)?.narrow(1, 0, 1)?;
+        let error = channels(&column).unwrap_err();
+        assert!(error.to_string().contains("contiguous"), "{error}");
+        Ok(())
+    }
+
+    #[test]
+    fn a_variable_is_set_in_its_dtype_and_shape() -> Result<()> {
+        let var = Var::zeros((1, 2, 1, 1), DType::F32, &Device::Cpu)?;
+        set_channels(&var, &[1. / 3., -2.])?;
+        assert_eq!(var.flatten_all()?.to_vec1::<f32>()?, [1. / 3., -2.]);
+        Ok(())
+    }
+
+    #[test]
+    fn rows_whose_elements_are_apart_are_no_matrix() -> Result<()> {
+        let tensor = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?.t()?;
+        let (storage, layout) = tensor.storage_and_layout();
+        let error = matrix::<f32>(&storage, layout).err().unwrap();
+        assert!(error.to_string().contains("adjacent"), "{error}");
         Ok(())
     }
 

@@ -1,19 +1,26 @@
 //! The CPU: rows on rayon's threads, in the vector instructions that the processor has.
 //!
-//! - `step.rs` has a forward and its backward from top to bottom, and the equations on channels.
-//! - `layout.rs` reads candle's tensors as rows.
-//! - `kernels.rs` walks over rows, in chunks and threads.
-//! - `lanes.rs`, `element.rs`, `half.rs` and `simd.rs` are the vector arithmetic of a row.
-//! - `uninit.rs` hands the kernels outputs that are written once, never zero-filled first.
+//! The rooms, in the order in which a forward passes through them:
+//!
+//! - `step.rs`: a forward and its backward from top to bottom, and the equations on channels.
+//! - `layout.rs`: candle's tensors as rows.
+//! - `run/`: the walk over all rows in chunks, on threads, at a level of vector instructions; the
+//!   outputs that it writes.
+//! - `row/`: the arithmetic of a row.
+//! - `convert.rs`: dtypes of rows and of sums.
+//!
+//! Terms:
+//!
+//! - A *row* has C adjacent elements, one for each *channel* or *column*.
+//! - A *group* is a part of a row that group scaling divides by its root mean square.
+//! - A *vector* is a register of adjacent columns. A *level* is a set of vector instructions.
+//! - A *chunk* is the rows that a thread takes at a time. It has column sums of its own.
 
-mod element;
-mod half;
-mod kernels;
-mod lanes;
+mod convert;
 mod layout;
-mod simd;
+mod row;
+mod run;
 mod step;
-mod uninit;
 
-pub(crate) use simd::check_level;
+pub(crate) use run::level::check_level;
 pub(crate) use step::forward;

@@ -1,12 +1,20 @@
 //! A step on a CPU: a forward and its backward from top to bottom, and the equations of [`Recipe`]
-//! on channels as plain loops.
+//! on channels.
 //!
-//! One number for each channel, `[C]`, is a `Vec<f64>` here whatever the dtype of the rows. The
-//! passes over the rows, in `kernels.rs`, take and give them in the dtype of their sums.
+//! [`update_phi`] and [`update_nu`] are loops over channels, to be read beside the functions of the
+//! same names in `kernels/power_norm.cu`. Everything that a row needs of a channel is folded into
+//! two coefficients ([`output_coefficients`], [`Forwarded::input_coefficients`]).
+//!
+//! With C = 1, ψ² = 4, γ = 3, β = 1 and no group scaling, D is 2 if ε is ignored, so the output of
+//! x = 6 is γ x/D + β = 1.5 · 6 + 1 = 10. A batch [6, 2] has ψ_B² = 20, and with α_f = 0.9 moves ψ²
+//! to 0.9 · 4 + 0.1 · 20 = 5.6. Γ, the mean of X̂², is 20/4 = 5.
+//!
+//! A value for each channel, `[C]`, is a `Vec<f64>` here whatever the dtype of the rows. The passes
+//! over rows, in `run/`, take and return these values in the dtype of their sums.
 
-use super::element::{Element, Numbers};
-use super::kernels::{self, BackwardSums, Rows};
-use super::layout::{channels, matrix, on_cpu, set_channels, storage, with_rows};
+use super::convert::{overflowed, to_f64, to_sums_dtype, Element, PerChannel};
+use super::layout::{channels, matrix, on_cpu, set_channels, storage, with_rows, Rows};
+use super::run::{self, BackwardSums, SquareSums};
 use crate::config::{ForwardKind, PhiStep, Recipe};
 use crate::device::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
 use crate::error::Error;
@@ -24,11 +32,11 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
     }
 }
 
-/// What a backward needs of its forward.
+/// Kept from a forward for its backward.
 struct Forwarded {
     /// 1/D.
     inv_rms: Vec<f64>,
-    /// The batch's statistics, if the forward was a step with a kept row.
+    /// The batch's statistics; `None` unless the forward was a step with a kept row.
     batch: Option<BatchStatistics>,
 }
 
@@ -38,11 +46,11 @@ struct BatchStatistics {
     inv_rms: Vec<f64>,
     /// Γ, the mean of X̂².
     gamma: Vec<f64>,
-    /// The rows that Γ and Λ are means over.
+    /// The number of rows that Γ and Λ are means over.
     rows: f64,
 }
 
-/// Sums of x̃² over rows, and their means.
+/// Σ x̃² and the mean of x̃² of each channel, over some of the rows.
 struct MeanSquares {
     sums: Vec<f64>,
     means: Vec<f64>,
@@ -65,11 +73,12 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     };
     let (keep, residual) = (pass.keep.as_ref(), pass.residual.as_ref());
 
-    // x + residual, Σ x̃², and y by ψ². The batch's own statistic is known only after the sums.
+    // x + residual, Σ x̃², and y if ψ² normalizes. The batch's own statistic is known only after the
+    // sums, so y has to wait for it.
     let coefficients = (!by_batch).then(|| output_coefficients::<T>(pass, &running_inv_rms));
     let coefficients = coefficients.transpose()?;
     let (y, stream, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
-        let (written, sums) = kernels::forward(rows, coefficients.as_ref(), trains);
+        let (written, sums) = run::forward(rows, coefficients.as_ref(), trains);
         let squares = match &written.stream {
             Some(stream) => rescued(&rows.of_stream(stream), sums),
             None => rescued(rows, sums),
@@ -86,28 +95,30 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
             true => exchange_squares(squares, env)?,
             false => squares,
         };
-        // Sums over kept rows come first, and the sums that Γ is made of come last.
+        // The sums over kept rows come first, and the sums that Γ is made of come last. They are
+        // the same under recipe Paper.
         if let (Some(kept), Some(over)) = (squares.first(), squares.last()) {
             if kept.rows > 0 {
-                let batch_phi = in_range_of::<T>(&kept.means);
+                let batch_phi = overflowed::<T>(&kept.means);
                 let inv_rms = inverse_roots(&batch_phi, pass.eps);
                 env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
                 if by_batch {
                     forwarded.inv_rms.clone_from(&inv_rms);
                 }
-                let gamma = in_range_of::<T>(&over.means)
-                    .into_iter()
-                    .zip(&forwarded.inv_rms);
+                let mut gamma = overflowed::<T>(&over.means);
+                for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_rms) {
+                    *gamma = *gamma * d * d;
+                }
                 forwarded.batch = Some(BatchStatistics {
                     inv_rms,
-                    gamma: gamma.map(|(square, d)| square * d * d).collect(),
+                    gamma,
                     rows: over.rows as f64,
                 });
             }
         }
     }
 
-    // y by the batch's statistic, or by ψ² if no row is kept.
+    // y with the batch's statistic, or with ψ² if no row is kept.
     let y = match y {
         Some(y) => y,
         None => {
@@ -115,9 +126,9 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
             with_rows::<T, _>(pass, None, keep, |rows| match &stream {
                 Some(stream) => {
                     let stream = T::cpu_storage_as_slice(on_cpu(stream)?)?;
-                    Ok(kernels::normalize(&rows.of_stream(stream), &coefficients))
+                    Ok(run::normalize(&rows.of_stream(stream), &coefficients))
                 }
-                None => Ok(kernels::normalize(rows, &coefficients)),
+                None => Ok(run::normalize(rows, &coefficients)),
             })?
         }
     };
@@ -157,10 +168,10 @@ impl Forwarded {
         let exact = self.batch.is_some() && pass.is_exact();
         let weight = pass.weight.as_ref().map(channels).transpose()?;
         let weight = weight.as_deref();
-        let walk = |coefficients: Option<&[Numbers<T>; 2]>, sums| {
+        let walk = |coefficients: Option<&[PerChannel<T>; 2]>, sums| {
             with_rows::<T, _>(pass, None, pass.backward_keep(), |rows| {
                 let (storage, layout) = dy.storage_and_layout();
-                Ok(kernels::backward(
+                Ok(run::backward(
                     rows,
                     &matrix(&storage, layout)?,
                     coefficients,
@@ -169,9 +180,9 @@ impl Forwarded {
             })
         };
 
-        // Σ dy x̃, Σ dy, and dx by ν: Eq. 12, or without a correction in evaluation. Under recipe
-        // Fairseq ν is the correction of every step. An exact gradient waits for Λ.
-        // The factor of the loss is read once: another thread may set it.
+        // Σ dy x̃, Σ dy, and dx with ν (Eq. 12), or without a correction in evaluation. Under recipe
+        // Fairseq every step is corrected with ν. An exact gradient has to wait for Λ.
+        // The loss scale is read once, because another thread may set it.
         let nu = env.nu();
         let step = nu.map(|nu| (nu.share, nu.loss_scale));
         let coefficients = match wanted.input && !exact {
@@ -193,7 +204,7 @@ impl Forwarded {
         };
         let cols = self.inv_rms.len();
         let dbias = dy_x.split_off(dy_x.len().min(cols));
-        let dy_x = widened::<T>(&dy_x);
+        let dy_x = to_f64::<T>(&dy_x);
 
         let mut lambda = None;
         if let Some(batch) = &self.batch {
@@ -214,7 +225,7 @@ impl Forwarded {
             lambda = Some(new);
         }
 
-        // dx by Λ: Eq. 6.
+        // dx with Λ (Eq. 6).
         if wanted.input && exact {
             let coefficients = self.input_coefficients::<T>(pass, weight, lambda.as_deref());
             (dx, _) = walk(Some(&coefficients), BackwardSums::None)?;
@@ -231,30 +242,32 @@ impl Forwarded {
         Ok(Gradients {
             input: dx.transpose()?,
             weight: gradient(&dweight.collect::<Vec<_>>(), &pass.weight, wanted.weight)?,
-            bias: gradient(&widened::<T>(&dbias), &pass.bias, wanted.bias)?,
+            bias: gradient(&to_f64::<T>(&dbias), &pass.bias, wanted.bias)?,
         })
     }
 
-    /// Λ, the mean of g X̂, from Σ dy x̃ over the rows of all ranks.
+    /// Λ, the mean of g X̂, from Σ dy x̃ over the rows of all ranks: X̂ = X̃/D and g = γ ⊙ dy.
     fn lambda(&self, dy_x: &[f64], weight: Option<&[f64]>, rows: f64) -> Vec<f64> {
-        (0..dy_x.len())
-            .map(|c| dy_x[c] * self.inv_rms[c] * weight.map_or(1., |weight| weight[c]) / rows)
-            .collect()
+        let mut lambda = dy_x.to_vec();
+        for (c, lambda) in lambda.iter_mut().enumerate() {
+            *lambda = *lambda * self.inv_rms[c] * weight.map_or(1., |weight| weight[c]) / rows;
+        }
+        lambda
     }
 
-    /// Gain and decay of `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`. With `g = γ ⊙ dy` each gradient has
-    /// this form:
+    /// Gain and decay of `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`. With `g = γ ⊙ dy` and `X̂ = X̃/D`, the
+    /// gradient of every kind of forward has this form:
     ///
-    /// - an evaluation: `g/D`;
-    /// - PN-V, Eq. 6: `(g − Λ X̂)/D`;
-    /// - PN, Eq. 12: `(g − ν X̂)/D`. Under recipe Fairseq the divisor is always the batch's, while
-    ///   X̂ stays X̃/D.
+    /// - evaluation: `g/D`, so the gain is γ/D and the decay 0;
+    /// - PN-V, Eq. 6: `(g − Λ X̂)/D`, so the decay is Λ/D²;
+    /// - PN, Eq. 12: `(g − ν X̂)/D`, so the decay is ν/D². Under recipe Fairseq the divisor is
+    ///   always the batch's, while X̂ stays X̃/D.
     fn input_coefficients<T: Element>(
         &self,
         pass: &Pass,
         weight: Option<&[f64]>,
         correction: Option<&[f64]>,
-    ) -> [Numbers<T>; 2] {
+    ) -> [PerChannel<T>; 2] {
         let divisor = match &self.batch {
             Some(batch) if pass.recipe == Recipe::Fairseq => &batch.inv_rms,
             _ => &self.inv_rms,
@@ -265,22 +278,22 @@ impl Forwarded {
             gain.push(divisor * weight.map_or(1., |weight| weight[c]));
             decay.push(correction * divisor * self.inv_rms[c]);
         }
-        [gain, decay].map(|coefficients| narrowed::<T>(&coefficients))
+        [gain, decay].map(|coefficients| to_sums_dtype::<T>(&coefficients))
     }
 }
 
-/// The squares of a forward. A column whose sum overflowed gets a new one that does not, as far as
-/// f64 has one.
-fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<kernels::SquareSums<T>>) -> Vec<MeanSquares> {
+/// The squares of a forward in f64. A column whose sum overflowed is summed once more, so that its
+/// mean is finite if f64 can hold it.
+fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<SquareSums<T>>) -> Vec<MeanSquares> {
     let mut squares = vec![];
     for (k, sums) in sums.into_iter().enumerate() {
-        let mut over = MeanSquares::new(widened::<T>(&sums.squares), sums.rows);
+        let mut over = MeanSquares::new(to_f64::<T>(&sums.squares), sums.rows);
         if over.sums.contains(&f64::INFINITY) {
             let columns: Vec<usize> = (0..over.sums.len())
                 .filter(|&c| over.sums[c] == f64::INFINITY)
                 .collect();
             // The sums after the first are over all rows.
-            let means = kernels::means_of_huge(rows, &columns, |row| k > 0 || rows.keeps(row));
+            let means = run::means_of_huge(rows, &columns, |row| k > 0 || rows.keeps(row));
             for (c, mean) in columns.into_iter().zip(means) {
                 over.means[c] = mean;
                 over.sums[c] = mean * over.rows as f64;
@@ -291,7 +304,8 @@ fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<kernels::SquareSums<T>>) -> Vec
     squares
 }
 
-/// Adds the sums of a forward up over the ranks.
+/// Adds up the sums of a forward over the ranks. The message is Σ x̃² and the number of rows, one
+/// after the other, for each set of rows.
 fn exchange_squares(local: Vec<MeanSquares>, env: &mut dyn Env) -> Result<Vec<MeanSquares>> {
     let mut message = vec![];
     for squares in &local {
@@ -308,7 +322,7 @@ fn exchange_squares(local: Vec<MeanSquares>, env: &mut dyn Env) -> Result<Vec<Me
 }
 
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
-fn output_coefficients<T: Element>(pass: &Pass, inv_rms: &[f64]) -> Result<[Numbers<T>; 2]> {
+fn output_coefficients<T: Element>(pass: &Pass, inv_rms: &[f64]) -> Result<[PerChannel<T>; 2]> {
     let mut gain = inv_rms.to_vec();
     if let Some(weight) = &pass.weight {
         for (gain, weight) in gain.iter_mut().zip(channels(weight)?) {
@@ -319,10 +333,10 @@ fn output_coefficients<T: Element>(pass: &Pass, inv_rms: &[f64]) -> Result<[Numb
         Some(bias) => channels(bias)?,
         None => vec![0.; gain.len()],
     };
-    Ok([gain, shift].map(|coefficients| narrowed::<T>(&coefficients)))
+    Ok([gain, shift].map(|coefficients| to_sums_dtype::<T>(&coefficients)))
 }
 
-/// 1/D = 1/sqrt(ψ² + ε). Where ψ² has overflowed it is NaN: 0 would make an output of 0, which
+/// 1/D = 1/sqrt(ψ² + ε). If ψ² has overflowed, 1/D is NaN: with 0 the output would be 0, which
 /// nobody would notice.
 fn inverse_roots(phi: &[f64], eps: f64) -> Vec<f64> {
     let inverse_root = |phi: &f64| match phi + eps {
@@ -338,7 +352,7 @@ fn update_phi(pass: &Pass, phi: &Var, step: &PhiStep, batch_phi: &[f64]) -> Resu
     for (phi_c, batch) in values.iter_mut().zip(batch_phi) {
         let mut next = *phi_c;
         if let Some(shares) = step.cumulative {
-            // A value that is left out may be anything.
+            // An old ψ² that is left out may be anything, and 0 times NaN would be NaN.
             let old = if shares.old == 0. {
                 0.
             } else {
@@ -371,12 +385,12 @@ fn update_nu(
     for (c, nu) in values.iter_mut().enumerate() {
         let gamma = batch.gamma[c];
         let mut decay = 1. - share * gamma;
-        // A negative factor would turn ν's sign at each step: it is clamped.
+        // A negative decay would change the sign of ν at each step, so it is clamped.
         if pass.has_guard() && decay < 0. {
             decay = 0.;
         }
         let next = decay * *nu + unscale * lambda[c];
-        // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
+        // Γ is checked too, because the clamp would turn an infinite Γ into a finite decay.
         if holds(ema_gz, gamma) && holds(ema_gz, next) || !pass.has_guard() {
             *nu = next;
         }
@@ -384,7 +398,7 @@ fn update_nu(
     set_channels(ema_gz, &values)
 }
 
-/// ν, times the factor of the loss.
+/// ν times the loss scale.
 fn running_nu(nu: &Nu) -> Result<Vec<f64>> {
     let scale = nu.share * nu.loss_scale;
     Ok((channels(nu.ema_gz)?.into_iter())
@@ -392,7 +406,7 @@ fn running_nu(nu: &Nu) -> Result<Vec<f64>> {
         .collect())
 }
 
-/// `true` if `value` is finite in the dtype of a variable of the state.
+/// `true` if `value` is finite in the variable's dtype.
 fn holds(var: &Var, value: f64) -> bool {
     match var.dtype() {
         DType::F64 => value.is_finite(),
@@ -400,26 +414,367 @@ fn holds(var: &Var, value: f64) -> bool {
     }
 }
 
-/// Numbers of channels in the dtype of the sums of `T`.
-fn narrowed<T: Element>(values: &[f64]) -> Numbers<T> {
-    values
-        .iter()
-        .map(|&value| candle::WithDType::from_f64(value))
-        .collect()
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Shares;
+    use candle::WithDType;
 
-/// Numbers of channels in f64.
-fn widened<T: Element>(values: &[T::Acc]) -> Vec<f64> {
-    values
-        .iter()
-        .map(|&value| candle::WithDType::to_f64(value))
-        .collect()
-}
+    /// The state and the other ranks of a pass.
+    struct Outside {
+        phi: Var,
+        ema_gz: Var,
+        /// Other ranks have this many times the sums of this one.
+        others: Option<f64>,
+        messages: Vec<Vec<f64>>,
+        trains: bool,
+    }
 
-/// Infinity in place of a number beyond the dtype of the sums of `T`. On every device a statistic
-/// is as large as that dtype allows.
-fn in_range_of<T: Element>(values: &[f64]) -> Vec<f64> {
-    let most: f64 = candle::WithDType::to_f64(<T::Acc as num_traits::Float>::max_value());
-    let in_range = |&value: &f64| if value > most { f64::INFINITY } else { value };
-    values.iter().map(in_range).collect()
+    impl Outside {
+        fn new(phi: f64, ema_gz: f64) -> Result<Self> {
+            let var = |value| Var::from_slice(&[value], 1, &Device::Cpu);
+            Ok(Self {
+                phi: var(phi)?,
+                ema_gz: var(ema_gz)?,
+                others: None,
+                messages: vec![],
+                trains: true,
+            })
+        }
+    }
+
+    const ALPHA: f64 = 0.9;
+    const SHARE: f64 = 0.1;
+    const MOVING: PhiStep = PhiStep {
+        cumulative: None,
+        moving: Some(Shares {
+            old: ALPHA,
+            new: SHARE,
+        }),
+    };
+
+    impl Env for Outside {
+        fn has_ranks(&self) -> bool {
+            self.others.is_some()
+        }
+
+        fn exchange(&mut self, sums: Tensor) -> Result<Tensor> {
+            self.messages.push(sums.to_vec1()?);
+            sums.affine(1. + self.others.unwrap(), 0.)
+        }
+
+        fn move_phi(&mut self, update: &mut dyn FnMut(&Var, &PhiStep) -> Result<()>) -> Result<()> {
+            update(&self.phi, &MOVING)
+        }
+
+        fn nu(&self) -> Option<Nu<'_>> {
+            self.trains.then_some(Nu {
+                ema_gz: &self.ema_gz,
+                share: SHARE,
+                loss_scale: 1.,
+            })
+        }
+
+        fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Var>) -> Result<()>) -> Result<()> {
+            update(Some(&self.ema_gz))
+        }
+    }
+
+    /// A pass over rows of one channel, with γ = 3 and β = 1, and an ε that no result shows.
+    fn pass(x: &[f64], phi: f64, kind: ForwardKind, recipe: Recipe) -> Result<Pass> {
+        let tensor = |values: &[f64]| Tensor::from_slice(values, values.len(), &Device::Cpu);
+        Ok(Pass {
+            x: tensor(x)?.unsqueeze(1)?,
+            residual: None,
+            keep: None,
+            weight: Some(tensor(&[3.])?),
+            bias: Some(tensor(&[1.])?),
+            phi: Some(tensor(&[phi])?),
+            kind,
+            groups: None,
+            centred: false,
+            eps: 1e-200,
+            recipe,
+            tracked: true,
+        })
+    }
+
+    const ALL: Wanted = Wanted {
+        input: true,
+        weight: true,
+        bias: true,
+    };
+
+    fn values(tensor: &Tensor) -> Vec<f64> {
+        channels(&tensor.flatten_all().unwrap()).unwrap()
+    }
+
+    #[track_caller]
+    fn assert_close(actual: &[f64], expected: &[f64]) {
+        assert_eq!(actual.len(), expected.len());
+        for (a, e) in actual.iter().zip(expected) {
+            assert!((a - e).abs() <= 1e-14 * e.abs(), "{actual:?}, {expected:?}");
+        }
+    }
+
+    fn output(outputs: &Outputs) -> Result<Vec<f64>> {
+        Ok(f64::cpu_storage_as_slice(on_cpu(&outputs.y)?)?.to_vec())
+    }
+
+    /// The example at the head of this file, and its backward. D = 2, X̂ = [3, 1], and with dy =
+    /// [1, 1] g = 3. ν = 0.1 · 5, so dx = ([3, 3] − 0.5 · [3, 1]) / 2. Λ = mean([9, 3]) = 6, and
+    /// ν moves in its variable to (1 − 0.1 · 5) · 5 + 6.
+    #[test]
+    fn a_step_by_the_running_statistic() -> Result<()> {
+        let pass = pass(&[6., 2.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let mut outside = Outside::new(4., 5.)?;
+        let (saved, outputs) = forward(&pass, &mut outside)?;
+        assert_close(&output(&outputs)?, &[10., 4.]);
+        assert_close(&values(&outside.phi), &[5.6]);
+
+        let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
+        let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+        assert_close(&values(&gradients.input.unwrap()), &[0.75, 1.25]);
+        assert_close(&values(&gradients.weight.unwrap()), &[4.]);
+        assert_close(&values(&gradients.bias.unwrap()), &[2.]);
+        assert_close(&values(&outside.ema_gz), &[8.5]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_step_of_one_row() -> Result<()> {
+        let pass = pass(&[6.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let mut outside = Outside::new(4., 5.)?;
+        forward(&pass, &mut outside)?;
+        assert_close(&values(&outside.phi), &[0.9 * 4. + 0.1 * 36.]);
+        Ok(())
+    }
+
+    /// The same by the batch's statistic. D = √20, X̂ = [6, 2]/√20, and Γ = 1. With dy = [1, 0],
+    /// Λ = 9/√20 and dx = ([3, 0] − Λ X̂)/√20.
+    #[test]
+    fn a_step_by_the_batch_statistic() -> Result<()> {
+        let pass = pass(&[6., 2.], 4., ForwardKind::BatchStatistic, Recipe::Paper)?;
+        let mut outside = Outside::new(4., 5.)?;
+        let (saved, outputs) = forward(&pass, &mut outside)?;
+        let d = 20f64.sqrt();
+        assert_close(&output(&outputs)?, &[18. / d + 1., 6. / d + 1.]);
+        assert_close(&values(&outside.phi), &[5.6]);
+
+        let dy = Tensor::new(&[[1.], [0.]], &Device::Cpu)?;
+        let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+        let dx = [(3. - 54. / 20.) / d, -18. / 20. / d];
+        assert_close(&values(&gradients.input.unwrap()), &dx);
+        assert_close(&values(&outside.ema_gz), &[0.9 * 5. + 9. / d]);
+        Ok(())
+    }
+
+    /// Another rank has three times the sums. So ψ_B² and Λ are those of 8 rows, while the gradients
+    /// of parameters are this rank's.
+    #[test]
+    fn a_step_over_ranks() -> Result<()> {
+        let pass = pass(&[6., 2.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let mut outside = Outside::new(4., 5.)?;
+        outside.others = Some(3.);
+        let (saved, _) = forward(&pass, &mut outside)?;
+        assert_close(&values(&outside.phi), &[5.6]);
+        let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
+        let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+        assert_close(&values(&gradients.weight.unwrap()), &[4.]);
+        assert_close(&values(&outside.ema_gz), &[8.5]);
+        // Σ x² and the rows, then Σ dy x.
+        assert_eq!(outside.messages, [vec![40., 2.], vec![8.]]);
+        Ok(())
+    }
+
+    /// Evaluation, and a batch whose every row is padding: dx = g/D, and nothing moves.
+    #[test]
+    fn calls_that_are_no_step() -> Result<()> {
+        let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
+        for kind in [ForwardKind::Evaluation, ForwardKind::BatchStatistic] {
+            let mut pass = pass(&[6., 2.], 4., kind, Recipe::Paper)?;
+            let mut outside = Outside::new(4., 5.)?;
+            outside.trains = false;
+            if kind.is_training() {
+                pass.keep = Some(Tensor::zeros(2, DType::U8, &Device::Cpu)?);
+            }
+            let (saved, outputs) = forward(&pass, &mut outside)?;
+            assert_close(&output(&outputs)?, &[10., 4.]);
+            let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+            let dx = if kind.is_training() { 0. } else { 1.5 };
+            assert_close(&values(&gradients.input.unwrap()), &[dx; 2]);
+            assert_eq!(values(&outside.phi), [4.]);
+            assert_eq!(values(&outside.ema_gz), [5.]);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn no_gradient_that_is_not_wanted() -> Result<()> {
+        let pass = pass(&[6., 2.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
+        let mut outside = Outside::new(4., 5.)?;
+        let (saved, _) = forward(&pass, &mut outside)?;
+        let none = Wanted {
+            input: false,
+            weight: false,
+            bias: false,
+        };
+        let gradients = saved.backward(&pass, &dy, none, &mut outside)?;
+        assert!(gradients.input.is_none());
+        assert!(gradients.weight.is_none() && gradients.bias.is_none());
+        // ν moves all the same.
+        assert_close(&values(&outside.ema_gz), &[8.5]);
+        Ok(())
+    }
+
+    /// ψ² after a step from `old`.
+    fn moved_phi(recipe: Recipe, dtype: DType, old: f64, step: PhiStep, batch: f64) -> Result<f64> {
+        let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe)?;
+        let phi = Var::from_tensor(&Tensor::new(&[old], &Device::Cpu)?.to_dtype(dtype)?)?;
+        update_phi(&pass, &phi, &step, &[batch])?;
+        Ok(channels(&phi)?[0])
+    }
+
+    #[test]
+    fn phi_by_hand() -> Result<()> {
+        let mean_of = |count| PhiStep {
+            cumulative: Some(Shares::of_mean(count)),
+            moving: None,
+        };
+        for recipe in [Recipe::Paper, Recipe::Fairseq] {
+            let moved = |old, step, batch| moved_phi(recipe, DType::F64, old, step, batch);
+            assert_close(&[moved(4., MOVING, 20.)?], &[5.6]);
+            assert_close(&[moved(4., mean_of(4), 20.)?], &[8.]);
+            // The first batch of a mean leaves nothing of the old value, whatever that is.
+            assert_eq!(moved(f64::NAN, mean_of(1), 20.)?, 20.);
+            // First the mean, 12, and then the moving average.
+            let both = PhiStep {
+                moving: MOVING.moving,
+                ..mean_of(2)
+            };
+            assert_close(&[moved(4., both, 20.)?], &[0.9 * 12. + 2.]);
+            let neither = PhiStep {
+                cumulative: None,
+                moving: None,
+            };
+            assert_eq!(moved(4., neither, 20.)?, 4.);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn only_recipe_paper_guards_phi() -> Result<()> {
+        for (dtype, batch) in [
+            (DType::F32, f64::INFINITY),
+            (DType::F32, f64::NAN),
+            (DType::F64, f64::INFINITY),
+            (DType::F32, 1e40), // finite in f64 alone
+        ] {
+            assert_eq!(moved_phi(Recipe::Paper, dtype, 4., MOVING, batch)?, 4.);
+            let moved = moved_phi(Recipe::Fairseq, dtype, 4., MOVING, batch)?;
+            assert!(!moved.is_finite(), "{moved}");
+        }
+        let moved = moved_phi(Recipe::Paper, DType::F64, 4., MOVING, 1e40)?;
+        assert_close(&[moved], &[1e39]);
+        Ok(())
+    }
+
+    /// ν/(1−α_b) after a step from 2, with a loss scale of 4.
+    fn moved_nu(recipe: Recipe, gamma: f64, lambda: f64) -> Result<f64> {
+        let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe)?;
+        let ema_gz = Var::from_slice(&[2f32], 1, &Device::Cpu)?;
+        let batch = BatchStatistics {
+            inv_rms: vec![1.],
+            gamma: vec![gamma],
+            rows: 1.,
+        };
+        update_nu(&pass, &ema_gz, &batch, &[lambda], SHARE, 4.)?;
+        Ok(channels(&ema_gz)?[0])
+    }
+
+    #[test]
+    fn nu_by_hand() -> Result<()> {
+        for (gamma, lambda, paper, fairseq) in [
+            (5., 3., 1.75, 1.75), // 0.5 · 2 + 3/4
+            (10., 3., 0.75, 0.75),
+            (20., 3., 0.75, -1.25), // a decay of −1
+            (f64::INFINITY, 3., 2., f64::NEG_INFINITY),
+            (5., f64::INFINITY, 2., f64::INFINITY),
+            (1e40, 3., 2., f64::NEG_INFINITY), // finite in f64 alone
+        ] {
+            assert_eq!(moved_nu(Recipe::Paper, gamma, lambda)?, paper, "{gamma}");
+            assert_eq!(moved_nu(Recipe::Fairseq, gamma, lambda)?, fairseq);
+        }
+        assert_eq!(moved_nu(Recipe::Paper, 5., f64::NAN)?, 2.);
+        assert!(moved_nu(Recipe::Fairseq, 5., f64::NAN)?.is_nan());
+        Ok(())
+    }
+
+    #[test]
+    fn a_statistic_that_overflowed_has_no_inverse_root() {
+        let roots = inverse_roots(&[0.25, 0., f64::INFINITY, f64::NAN], 0.25);
+        assert_eq!(roots[..2], [0.5f64.sqrt().recip(), 2.]);
+        assert!(roots[2].is_nan() && roots[3].is_nan());
+    }
+
+    /// Gain and decay of the three kinds of gradient, with 1/D = 2, and 1/D of the batch 4.
+    #[test]
+    fn input_coefficients_by_hand() -> Result<()> {
+        let forwarded = |batch: bool| Forwarded {
+            inv_rms: vec![2.],
+            batch: batch.then_some(BatchStatistics {
+                inv_rms: vec![4.],
+                gamma: vec![1.],
+                rows: 1.,
+            }),
+        };
+        let coefficients = |recipe, step, weight, correction| {
+            let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe).unwrap();
+            let [gain, decay] =
+                forwarded(step).input_coefficients::<f64>(&pass, weight, correction);
+            [gain[0], decay[0]]
+        };
+        let (weight, nu) = (Some(&[3.][..]), Some(&[0.5][..]));
+        use Recipe::{Fairseq, Paper};
+        assert_eq!(coefficients(Paper, false, weight, None), [6., 0.]);
+        assert_eq!(coefficients(Paper, false, None, None), [2., 0.]);
+        assert_eq!(coefficients(Paper, true, weight, nu), [6., 2.]);
+        assert_eq!(coefficients(Fairseq, true, weight, nu), [12., 4.]);
+        assert_eq!(coefficients(Fairseq, false, weight, None), [6., 0.]);
+        assert_eq!(forwarded(true).lambda(&[8.], weight, 4.), [12.]);
+        assert_eq!(forwarded(true).lambda(&[8.], None, 4.), [4.]);
+        Ok(())
+    }
+
+    #[test]
+    fn output_coefficients_by_hand() -> Result<()> {
+        let mut pass = pass(&[1.], 1., ForwardKind::Evaluation, Recipe::Paper)?;
+        assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[6.], [1.]]);
+        (pass.weight, pass.bias) = (None, None);
+        assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[2.], [0.]]);
+        Ok(())
+    }
+
+    /// Squares of 2e19 are 4e38, beyond f32. In f64 they have a mean.
+    #[test]
+    fn sums_that_overflowed_are_taken_again() -> Result<()> {
+        let mut pass = pass(&[], 1., ForwardKind::RunningStatistic, Recipe::Fairseq)?;
+        let x = [[2e19f32, 1.], [2e19, 2.], [6e19, 3.]];
+        pass.x = Tensor::new(&x, &Device::Cpu)?;
+        let keep = Tensor::new(&[1u8, 1, 0], &Device::Cpu)?;
+        let squares = with_rows::<f32, _>(&pass, None, Some(&keep), |rows| {
+            let (_, sums) = run::forward(rows, None, true);
+            Ok(rescued(rows, sums))
+        })?;
+        let bound = |a: f64, e: f64| assert!((a / e - 1.).abs() < 1e-6, "{a} {e}");
+        let (kept, all) = (&squares[0], &squares[1]);
+        assert_eq!((kept.rows, all.rows), (2, 3));
+        bound(kept.means[0], 4e38);
+        bound(kept.sums[0], 8e38);
+        bound(all.means[0], 44e38 / 3.);
+        assert_eq!((kept.sums[1], kept.means[1]), (5., 2.5));
+        assert_eq!(all.sums[1], 14.);
+        Ok(())
+    }
 }

@@ -1,7 +1,20 @@
-//! The vector instructions that the kernels run in: chosen when the program runs, from what the
-//! processor has.
+//! The level of vector instructions that passes run in, chosen when the program runs.
+//!
+//! A program is built for the oldest processor that it should run on, and a *level* is the set of
+//! instructions of a newer one: AVX2 or AVX-512 on x86-64. pulp compiles the code of a chunk once
+//! for each level. A chunk's code is a [`WithSimd`], whose one function gets the level as a type.
+//! That is the only call whose target is chosen at run time, and it is made once a chunk.
+//!
+//! | level | vectors | fused multiply-add | f16 |
+//! |---|---|---|---|
+//! | `Baseline` | 4 × f32, as the target's own registers are | no | the `half` crate |
+//! | `Avx2` | 8 × f32 | yes | F16C |
+//! | `Avx512` | 16 × f32 | yes | AVX-512 |
+//!
+//! A fused multiply-add rounds once, and wider vectors have more accumulators, so levels may differ
+//! in the last bits of a result. At one level the bits do not depend on threads.
 
-use super::element::Element;
+use crate::device::cpu::convert::Element;
 use crate::error::Error;
 use pulp::{Scalar128b, WithSimd};
 use std::sync::LazyLock;
@@ -10,7 +23,7 @@ use std::sync::LazyLock;
 pulp::simd_type! {
     /// The features of every processor with AVX2: those of [`V3`](pulp::x86::V3), and F16C, which
     /// rows of f16 need.
-    pub(super) struct Avx2 {
+    pub(crate) struct Avx2 {
         avx2: "avx2",
         fma: "fma",
         f16c: "f16c",
@@ -21,9 +34,10 @@ pulp::simd_type! {
     }
 }
 
+/// A level that this processor has: each but the first holds a value that proves it.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Level {
-    /// Features that all processors of the target have.
+pub(crate) enum Level {
+    /// The instructions of every processor that the program is built for.
     Baseline,
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2, pulp::x86::V3),
@@ -37,8 +51,8 @@ pub(super) enum Level {
 /// tested on one machine.
 const VARIABLE: &str = "CANDLE_POWERNORM_SIMD";
 
-/// Levels of 256 bits at most, and of 512: the best of this processor, or the level that
-/// [`VARIABLE`] names. `None` if it names no level.
+/// The best level with vectors of at most 256 bits, and the best with 512; both are the level that
+/// [`VARIABLE`] names, if there is one. `None` if its value is not the name of a level.
 static LEVELS: LazyLock<Option<(Level, Level)>> = LazyLock::new(|| {
     let name = std::env::var_os(VARIABLE).unwrap_or_default();
     match name.to_str() {
@@ -49,7 +63,7 @@ static LEVELS: LazyLock<Option<(Level, Level)>> = LazyLock::new(|| {
     }
 });
 
-/// Refuses the name of a level that there is not: a test that ignored it would test something else.
+/// Rejects an unknown level: if a typo were ignored, tests would silently run at another level.
 pub(crate) fn check_level() -> candle::Result<()> {
     if LEVELS.is_some() {
         return Ok(());
@@ -87,13 +101,14 @@ fn avx2() -> Level {
     Level::Baseline
 }
 
-/// Runs `op` at the level for rows of `T` in groups of `group_len` columns.
+/// Runs `op` at the best level for rows of `T` in groups of `group_len` columns.
 ///
-/// 512 bits take 15 to 20 % less time for f32 rows that caches hold, and up to 9 % more for rows
-/// that come from memory. Half precision is limited by conversion, which is faster at 512 bits.
-/// Measured at 1024x512 and 4096x512 on an AMD EPYC; see `benches/results`.
-pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
-    // The columns after a group's last whole vector go one by one.
+/// 512 bits take 15 to 20 % less time for f32 rows in the caches, and up to 9 % more for rows from
+/// memory. Half precision is limited by conversion, which is faster at 512 bits. Measured at
+/// 1024x512 and 4096x512 on an AMD EPYC (`benches/results/cpu-choices.md`).
+pub(crate) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
+    // The columns after a group's last whole vector are computed one by one, so wider vectors would
+    // leave more of them.
     let widest = 64 / size_of::<T::Acc>();
     let (narrow, wide) = LEVELS.unwrap_or_else(best);
     let level = match group_len.is_multiple_of(widest) {
@@ -104,10 +119,9 @@ pub(super) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> O
 }
 
 impl Level {
-    pub(super) fn run<Op: WithSimd>(self, op: Op) -> Op::Output {
+    pub(crate) fn run<Op: WithSimd>(self, op: Op) -> Op::Output {
         match self {
-            // Four lanes, which the compiler turns into the vectors that every processor of the
-            // target has.
+            // Arrays of four, which the compiler turns into the target's own vectors.
             Level::Baseline => op.with_simd(Scalar128b),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(avx2, v3) => avx2.vectorize(
@@ -115,7 +129,7 @@ impl Level {
                 || op.with_simd(v3),
             ),
             #[cfg(target_arch = "x86_64")]
-            // Not by `pulp::Arch`, which would compile `op` at its lower levels a second time.
+            // Not with `pulp::Arch`, which would compile `op` for its lower levels once more.
             Level::Avx512(v4) => pulp::Simd::vectorize(v4, op),
             #[cfg(not(target_arch = "x86_64"))]
             Level::Best(arch) => arch.dispatch(op),
@@ -124,7 +138,7 @@ impl Level {
 
     /// Every level of this processor.
     #[cfg(test)]
-    pub(super) fn all() -> [Self; 3] {
+    pub(crate) fn all() -> [Self; 3] {
         let (_, best) = best();
         [Level::Baseline, avx2(), best]
     }

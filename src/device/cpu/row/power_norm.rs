@@ -1,0 +1,208 @@
+//! PowerNorm's passes over rows: `y = gain ⊙ x̃ + shift`, and back.
+//!
+//! x̃ is the row after group scaling. `step.rs` folds everything that a channel has into two
+//! coefficients: γ/D and β in a forward, and those of `dx̃ = gain ⊙ dy − decay ⊙ x̃` in a backward.
+//! So a row needs two coefficients for each channel, whatever the recipe, statistic and phase.
+//!
+//! RMSNorm and `GroupScaling` take the same passes, with D = 1 and without sums.
+
+use super::group_scaling::{BackwardTerms, Scaler};
+use super::sweep::{sweep, Columns, Groups, Target};
+use super::vectors::{Lanes, Span};
+use super::{ColumnSums, Row, RowPass, UNROLL};
+use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
+use crate::device::cpu::layout::Matrix;
+use crate::device::cpu::run::output::RowWriter;
+use pulp::Simd;
+
+/// `x̃ = r x`, Σ x̃² and `y = gain x̃ + shift`.
+pub(crate) struct Forward<'a, T: Element> {
+    /// `None` without group scaling.
+    pub scaler: Option<Scaler<T::Acc>>,
+    /// Gain and shift, `[C]` each. `None` if only sums are wanted.
+    pub coefficients: Option<&'a [PerChannel<T>; 2]>,
+}
+
+impl<T: Element> RowPass<T> for Forward<'_, T> {
+    const ADDS_RESIDUAL: bool = true;
+
+    #[inline(always)]
+    fn row<S: Simd>(
+        &self,
+        simd: S,
+        row: Row<T>,
+        groups: &mut Groups<T::Acc>,
+        y: Option<&mut RowWriter<T>>,
+        sums: &mut [T::Acc],
+    ) {
+        if y.is_none() && sums.is_empty() {
+            return; // only `x + residual` was wanted
+        }
+        let (x, cols) = (row.x, row.x.len());
+        if let Some(scaler) = &self.scaler {
+            scaler.scale(simd, x, groups);
+        }
+        // The first `cols` sums are over the kept rows. Padded rows have as many after them, or
+        // none.
+        let start = if row.keeps { 0 } else { cols };
+        let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
+        let mut squares = AddSquares { x, sums };
+        let (Some(y), Some([gain, shift])) = (y, self.coefficients) else {
+            return sweep::<UNROLL, _, T>(simd, groups, &mut squares, Target::Nowhere);
+        };
+        let mut columns = Output {
+            squares,
+            gain: &gain[..cols],
+            shift: &shift[..cols],
+        };
+        y.extend::<UNROLL, _>(simd, groups, &mut columns);
+    }
+}
+
+/// x̃, whose squares are added to Σ x̃².
+struct AddSquares<'a, T: Element> {
+    x: &'a [T],
+    sums: Option<&'a mut [T::Acc]>,
+}
+
+impl<T: Element> Columns<T::Acc> for AddSquares<'_, T> {
+    #[inline(always)]
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let x = at.load(self.x) * at.splat(at.scaling.rms_inv);
+        if let Some(sums) = &mut self.sums {
+            at.store(x.mul_add(x, at.load(sums)), sums);
+        }
+        x
+    }
+}
+
+/// y.
+struct Output<'a, T: Element> {
+    squares: AddSquares<'a, T>,
+    gain: &'a [T::Acc],
+    shift: &'a [T::Acc],
+}
+
+impl<T: Element> Columns<T::Acc> for Output<'_, T> {
+    #[inline(always)]
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let x = self.squares.apply(at);
+        let shift = at.load(self.shift);
+        x.mul_add(at.load(self.gain), shift)
+    }
+}
+
+/// `x̃ = r x`, Σ dy x̃, Σ dy, `dx̃ = gain dy − decay x̃` and `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
+pub(crate) struct Backward<'a, T: Element> {
+    pub dy: &'a Matrix<'a, T>,
+    /// `None` without group scaling.
+    pub scaler: Option<Scaler<T::Acc>>,
+    /// Gain and decay, `[C]` each. `None` if only sums are wanted.
+    pub coefficients: Option<&'a [PerChannel<T>; 2]>,
+}
+
+impl<T: Element> RowPass<T> for Backward<'_, T> {
+    #[inline(always)]
+    fn row<S: Simd>(
+        &self,
+        simd: S,
+        row: Row<T>,
+        groups: &mut Groups<T::Acc>,
+        dx: Option<&mut RowWriter<T>>,
+        sums: &mut [T::Acc],
+    ) {
+        let (x, cols) = (row.x, row.x.len());
+        let dy = &self.dy.row(row.index)[..cols];
+        if !row.keeps {
+            if let Some(dx) = dx {
+                dx.extend::<1, _>(simd, groups, &mut Zeros);
+            }
+            return;
+        }
+        let (Some(dx), Some([gain, decay])) = (dx, self.coefficients) else {
+            let sums = ColumnSums::of(sums, cols);
+            if let Some(scaler) = &self.scaler {
+                scaler.scale(simd, x, groups);
+            }
+            let mut products = AddProducts { x, dy, sums };
+            return sweep::<UNROLL, _, T>(simd, groups, &mut products, Target::Nowhere);
+        };
+        let (gain, decay) = (&gain[..cols], &decay[..cols]);
+        if let Some(scaler) = &self.scaler {
+            scaler.scale_bwd(simd, &BackwardTerms { x, dy, gain, decay }, groups);
+        }
+        let sums = ColumnSums::of(sums, cols);
+        let mut columns = InputGradient {
+            products: AddProducts { x, dy, sums },
+            gain,
+            decay,
+        };
+        dx.extend::<UNROLL, _>(simd, groups, &mut columns);
+    }
+}
+
+/// x̃, whose products with dy are added to Σ dy x̃, as dy is to Σ dy.
+struct AddProducts<'a, T: Element> {
+    x: &'a [T],
+    dy: &'a [T],
+    sums: ColumnSums<'a, T::Acc>,
+}
+
+impl<T: Element> AddProducts<'_, T> {
+    /// Returns x̃ and dy.
+    #[inline(always)]
+    fn add<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> [Lanes<S, T::Acc, K>; 2] {
+        let x = at.load(self.x) * at.splat(at.scaling.rms_inv);
+        let dy = at.load(self.dy);
+        self.sums.add(at, x, dy);
+        [x, dy]
+    }
+}
+
+impl<T: Element> Columns<T::Acc> for AddProducts<'_, T> {
+    #[inline(always)]
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let [x, _] = self.add(at);
+        x
+    }
+}
+
+/// dx.
+struct InputGradient<'a, T: Element> {
+    products: AddProducts<'a, T>,
+    gain: &'a [T::Acc],
+    decay: &'a [T::Acc],
+}
+
+impl<T: Element> Columns<T::Acc> for InputGradient<'_, T> {
+    #[inline(always)]
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        let [x, dy] = self.products.add(at);
+        let dx_tilde = at.load(self.gain) * dy - at.load(self.decay) * x;
+        let dx = dx_tilde - x * at.splat(at.scaling.mean);
+        dx * at.splat(at.scaling.rms_inv)
+    }
+}
+
+/// dx of a padded row.
+struct Zeros;
+
+impl<A: Accumulator> Columns<A> for Zeros {
+    #[inline(always)]
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K> {
+        at.splat(A::zero())
+    }
+}
+
+/// `x + residual`.
+pub(crate) struct Stream<'a, T> {
+    pub x: &'a [T],
+    pub residual: &'a [T],
+}
+
+impl<T: Element> Columns<T::Acc> for Stream<'_, T> {
+    #[inline(always)]
+    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+        at.load(self.x) + at.load(self.residual)
+    }
+}

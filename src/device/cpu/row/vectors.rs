@@ -1,0 +1,196 @@
+//! Arithmetic on adjacent columns of a row, in vectors.
+//!
+//! A [`Span`] says which columns: `K` vectors, beginning at one column. It loads these columns from
+//! any of the arrays of a row (x, dy, a weight, the sums), whatever the dtype, as [`Lanes`]. Lanes
+//! have `+`, `-`, `*` and [`mul_add`](Lanes::mul_add), so an equation of the paper is one line:
+//!
+//! ```text
+//! let x = at.load(self.x) * at.splat(at.scaling.rms_inv);     x̃ = r x
+//! ```
+//!
+//! `K` is a constant, so that the vectors stay in registers and the loops over them are unrolled.
+//! Everything here is `#[inline(always)]`: a function that is not inlined into code that was
+//! compiled for a level runs in the instructions of the baseline.
+
+use crate::device::cpu::convert::{Accumulator, Element, MOST_COLUMNS};
+use pulp::{Scalar128b, Simd};
+use std::any::TypeId;
+use std::mem::MaybeUninit;
+use std::ops::{Add, Mul, Sub};
+
+/// Adjacent columns of one group of a row, as many as `K` vectors of `S` hold.
+#[derive(Clone, Copy)]
+pub(crate) struct Span<S, A, const K: usize> {
+    simd: S,
+    /// The first column.
+    start: usize,
+    /// The group's scaling.
+    pub scaling: Scaling<A>,
+}
+
+impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
+    /// The number of columns.
+    pub const WIDTH: usize = K * size_of::<A::Vector<S>>() / size_of::<A>();
+
+    #[inline(always)]
+    pub fn new(simd: S, start: usize, scaling: Scaling<A>) -> Self {
+        const { assert!(Self::WIDTH <= MOST_COLUMNS) };
+        Self {
+            simd,
+            start,
+            scaling,
+        }
+    }
+
+    /// `value` in every column.
+    #[inline(always)]
+    pub fn splat(self, value: A) -> Lanes<S, A, K> {
+        Lanes::splat(self.simd, value)
+    }
+
+    /// These columns of an array of a row.
+    #[inline(always)]
+    pub fn load<T: Element<Acc = A>>(self, row: &[T]) -> Lanes<S, A, K> {
+        let mut lanes = self.splat(A::zero());
+        let columns = &row[self.start..][..Self::WIDTH];
+        T::load(self.simd, columns, &mut lanes.vectors);
+        lanes
+    }
+
+    /// Writes these columns of an array in the dtype of the sums.
+    #[inline(always)]
+    pub fn store(self, lanes: Lanes<S, A, K>, row: &mut [A]) {
+        let columns = &mut row[self.start..][..Self::WIDTH];
+        for k in 0..K {
+            A::vectors_mut::<S>(columns)[k] = lanes.vectors[k];
+        }
+    }
+}
+
+/// The values of a [`Span`], in the dtype of the sums.
+#[derive(Clone, Copy)]
+pub(crate) struct Lanes<S: Simd, A: Accumulator, const K: usize> {
+    simd: S,
+    vectors: [A::Vector<S>; K],
+}
+
+impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
+    #[inline(always)]
+    pub fn splat(simd: S, value: A) -> Self {
+        let vectors = [A::splat(simd, value); K];
+        Self { simd, vectors }
+    }
+
+    /// Writes the columns of an output that begin at `start`, rounded to its dtype.
+    #[inline(always)]
+    pub fn write<T: Element<Acc = A>>(self, row: &mut [MaybeUninit<T>], start: usize) {
+        let columns = &mut row[start..][..Span::<S, A, K>::WIDTH];
+        T::store(self.simd, &self.vectors, columns);
+    }
+
+    /// `self * factor + term`, rounded once if the level has an instruction for that.
+    #[inline(always)]
+    pub fn mul_add(mut self, factor: Self, term: Self) -> Self {
+        // Without the instruction, pulp would call a function for each lane.
+        if TypeId::of::<S>() == TypeId::of::<Scalar128b>() {
+            return self * factor + term;
+        }
+        for k in 0..K {
+            self.vectors[k] = A::mul_add_vectors(
+                self.simd,
+                self.vectors[k],
+                factor.vectors[k],
+                term.vectors[k],
+            );
+        }
+        self
+    }
+
+    /// The sum of the `K` vectors.
+    #[inline(always)]
+    pub fn sum(self) -> Lanes<S, A, 1> {
+        let mut sum = self.vectors[0];
+        for k in 1..K {
+            sum = A::add_vectors(self.simd, sum, self.vectors[k]);
+        }
+        Lanes {
+            simd: self.simd,
+            vectors: [sum],
+        }
+    }
+
+    /// The sum of all lanes.
+    #[inline(always)]
+    pub fn total(self) -> A {
+        A::total(self.simd, self.sum().vectors[0])
+    }
+}
+
+macro_rules! operator {
+    ($operator:ident, $method:ident, $of_vectors:ident) => {
+        impl<S: Simd, A: Accumulator, const K: usize> $operator for Lanes<S, A, K> {
+            type Output = Self;
+
+            #[inline(always)]
+            fn $method(mut self, other: Self) -> Self {
+                for k in 0..K {
+                    self.vectors[k] = A::$of_vectors(self.simd, self.vectors[k], other.vectors[k]);
+                }
+                self
+            }
+        }
+    };
+}
+
+operator!(Add, add, add_vectors);
+operator!(Sub, sub, sub_vectors);
+operator!(Mul, mul, mul_vectors);
+
+/// The factors of one group of a row: `x̃ = r x` in a forward, and `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`
+/// in a backward.
+#[derive(Clone, Copy)]
+pub(crate) struct Scaling<A> {
+    /// r.
+    pub rms_inv: A,
+    /// The mean of dx̃ x̃; 0 in a forward.
+    pub mean: A,
+}
+
+impl<A: Accumulator> Scaling<A> {
+    /// Leaves x̃ = x and dx = dx̃.
+    #[inline(always)]
+    pub fn none() -> Self {
+        Self {
+            rms_inv: A::one(),
+            mean: A::zero(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::run::level::Level;
+    use pulp::WithSimd;
+
+    /// (1 + 2⁻¹²)² − (1 + 2⁻¹¹): 2⁻²⁴ in each lane, or 0 if `f32` rounds the square.
+    struct Square;
+
+    impl WithSimd for Square {
+        type Output = f32;
+
+        fn with_simd<S: Simd>(self, simd: S) -> f32 {
+            let [x, rounded] =
+                [12, 11].map(|bits| Lanes::<S, f32, 1>::splat(simd, 1. + 0.5f32.powi(bits)));
+            (x.mul_add(x, rounded * Lanes::splat(simd, -1.))).total()
+        }
+    }
+
+    #[test]
+    fn a_product_is_rounded_once_where_an_instruction_does_so() {
+        for level in Level::all() {
+            let once = !matches!(level, Level::Baseline);
+            assert_eq!(level.run(Square) > 0., once, "{level:?}");
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! Outputs that are written once: allocated without values, filled by threads, never zero-filled.
+//!
+//! Zero-filling would write an output twice. So an [`Output`] is a buffer without values, of which
+//! each thread writes [`Part`]s, and it becomes a `Vec` once all of it is written:
+//!
+//! ```text
+//! Output::new(8, 4, ..)     8 slots, cut into parts of 4, each with a count of 0
+//! parts()                   2 parts, which may be sent to other threads
+//! RowWriter::new(part)      on the thread that writes: `extend` writes one row after another
+//! drop of the writer        executes a fence if stores are streamed; the part's count becomes 4
+//! finish()                  4 + 4 is 8: the buffer is initialized. Any other sum panics
+//! ```
+//!
+//! The proof that `finish` needs rests on three promises, each kept in one place. Only a writer can
+//! set a count, and it counts the rows that it has written. A row is written whole, because
+//! [`sweep`] visits each column of the [`Groups`]. And a store writes every element that it is
+//! given, by the contract of [`Element`].
+//!
+//! Large outputs are streamed: written past the caches (`row/streamed.rs`).
+#![allow(unsafe_code)]
+
+use crate::device::cpu::convert::Element;
+use crate::device::cpu::row::sweep::{sweep, Columns, Groups, Target};
+use pulp::Simd;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+
+/// The instructions that write an output.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Stores {
+    Cached,
+    /// Past the caches, which would evict most values before anyone reads them.
+    #[cfg(target_arch = "x86_64")]
+    Streamed,
+}
+
+/// Outputs of at least this many bytes are streamed. `x + residual` is not, because it is read at
+/// once.
+///
+/// The size is from a processor with 32 MiB of L3, where f32 gained most and a bf16 forward nothing
+/// (`benches/results/cpu-choices.md`). Streamed stores stay because a whole step through candle
+/// gains more than 3 % from them: at 32768x1024 in f32 it takes about 15 % less time on one thread
+/// (a forward alone about 30 %). On two threads the step takes as long or up to 10 % longer
+/// (`benches/results/cpu-streamed.md`).
+#[cfg(target_arch = "x86_64")]
+const STREAMED: usize = 16 << 20;
+
+impl Stores {
+    /// The stores for an output of `bytes`, whose groups have `group_bytes` each.
+    ///
+    /// Groups of a streamed output are whole cache lines. So if rows begin with a line, no line is
+    /// written in both ways.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+    pub fn of(bytes: usize, group_bytes: usize) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if bytes >= STREAMED && group_bytes.is_multiple_of(64) {
+            return Self::Streamed;
+        }
+        Self::Cached
+    }
+}
+
+/// A buffer without values that becomes an output.
+pub(crate) struct Output<T> {
+    /// Empty, with room for `len`.
+    buffer: Vec<T>,
+    len: usize,
+    part_len: usize,
+    /// For each part, how many of its slots have a value.
+    filled: Vec<usize>,
+    stores: Stores,
+}
+
+impl<T: Element> Output<T> {
+    /// A buffer for `len` elements, in parts of `part_len`; the last may be shorter.
+    pub fn new(len: usize, part_len: usize, stores: Stores) -> Self {
+        let mut buffer = Vec::with_capacity(len);
+        advise_huge_pages(buffer.spare_capacity_mut());
+        Self {
+            buffer,
+            len,
+            part_len,
+            filled: vec![0; len.div_ceil(part_len)],
+            stores,
+        }
+    }
+
+    /// The parts, in order, none of them written.
+    pub fn parts(&mut self) -> impl Iterator<Item = Part<'_, T>> {
+        // Parts that were handed out before may have been written without a fence since.
+        self.filled.fill(0);
+        let stores = self.stores;
+        let slots = self.buffer.spare_capacity_mut()[..self.len].chunks_mut(self.part_len);
+        slots
+            .zip(&mut self.filled)
+            .map(move |(slots, filled)| Part {
+                slots,
+                filled,
+                stores,
+            })
+    }
+
+    /// The output.
+    ///
+    /// # Panics
+    ///
+    /// If a part was not written whole.
+    pub fn finish(mut self) -> Vec<T> {
+        assert_eq!(
+            self.filled.iter().sum::<usize>(),
+            self.len,
+            "a pass left part of its output unwritten"
+        );
+        // SAFETY: the buffer has room for `len` elements. The drop of a `RowWriter` sets the count
+        // of its part, after its fence. The count is at most the part's length, because `extend`
+        // panics before it writes past the part. A writer counts whole rows, each of which `sweep`
+        // has written: `Groups` keeps its number of columns private, `sweep` visits each of them,
+        // and by the contract of `Element` a store writes all that it is given. So by the assertion
+        // every part is written whole, and the parts make up the `len` elements.
+        unsafe { self.buffer.set_len(self.len) };
+        self.buffer
+    }
+}
+
+/// Outputs of at least this many bytes ask for huge pages. Many allocators take such a buffer from
+/// the system each time, and a page fault for every 4 KiB then costs more than the arithmetic that
+/// fills them.
+///
+/// Under glibc, a forward of 32 MiB has 528 page faults with huge pages and 8193 without, and a
+/// forward and backward of 8 MiB 1046 and 4112. mimalloc keeps its pages, and has none either way.
+#[cfg(target_os = "linux")]
+const HUGE: usize = 4 << 20;
+
+/// Asks for huge pages under a large buffer.
+#[cfg(target_os = "linux")]
+fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
+    const PAGE: usize = 4096;
+    let bytes = size_of_val(buffer);
+    if bytes < HUGE {
+        return;
+    }
+    let start = buffer.as_mut_ptr() as usize;
+    let aligned = start.next_multiple_of(PAGE);
+    let len = (start + bytes - aligned) / PAGE * PAGE;
+    // SAFETY: the range lies within the buffer, which is borrowed mutably, and the advice changes
+    // no contents. If the kernel has no huge pages, the call fails without consequence.
+    unsafe { libc::madvise(aligned as *mut libc::c_void, len, libc::MADV_HUGEPAGE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
+
+/// A part of an output, which one thread writes.
+pub(crate) struct Part<'a, T> {
+    slots: &'a mut [MaybeUninit<T>],
+    /// How many slots have a value, from the front.
+    filled: &'a mut usize,
+    stores: Stores,
+}
+
+/// Writes a part from the front, row by row.
+pub(crate) struct RowWriter<'a, T> {
+    part: Part<'a, T>,
+    filled: usize,
+    /// Makes the writer `!Send`, because only a fence on the thread that wrote makes streamed stores
+    /// visible to other threads.
+    stays: PhantomData<*mut ()>,
+}
+
+impl<'a, T: Element> RowWriter<'a, T> {
+    pub fn new(part: Part<'a, T>) -> Self {
+        Self {
+            part,
+            filled: 0,
+            stays: PhantomData,
+        }
+    }
+
+    /// Applies `columns` to the next row, `K` vectors at a time, and writes their output.
+    ///
+    /// # Panics
+    ///
+    /// If the part has no room for another row.
+    #[inline(always)]
+    pub fn extend<const K: usize, S: Simd>(
+        &mut self,
+        simd: S,
+        groups: &Groups<T::Acc>,
+        columns: &mut impl Columns<T::Acc>,
+    ) {
+        // Tested once a row, so `sweep` is compiled for each kind of store.
+        match self.part.stores {
+            Stores::Cached => self.extend_cached::<K, _>(simd, groups, columns),
+            #[cfg(target_arch = "x86_64")]
+            Stores::Streamed => {
+                let row = &mut self.part.slots[self.filled..][..groups.cols()];
+                sweep::<K, _, T>(simd, groups, columns, Target::Streamed(row));
+                self.filled += groups.cols();
+            }
+        }
+    }
+
+    /// [`extend`](Self::extend), with cached stores always.
+    #[inline(always)]
+    pub fn extend_cached<const K: usize, S: Simd>(
+        &mut self,
+        simd: S,
+        groups: &Groups<T::Acc>,
+        columns: &mut impl Columns<T::Acc>,
+    ) {
+        let row = &mut self.part.slots[self.filled..][..groups.cols()];
+        sweep::<K, _, T>(simd, groups, columns, Target::Cached(row));
+        self.filled += groups.cols();
+    }
+
+    /// The last `n` values.
+    ///
+    /// # Panics
+    ///
+    /// If the stores are streamed, because such values may still be in transit to memory.
+    #[inline(always)]
+    pub fn last(&self, n: usize) -> &[T] {
+        assert_eq!(self.part.stores, Stores::Cached);
+        // SAFETY: all slots up to `filled` are initialized: `extend` adds a row to `filled` after
+        // `sweep` has visited each of its columns, and by the contract of `Element` a store writes
+        // each element that it is given.
+        unsafe { self.part.slots[self.filled - n..self.filled].assume_init_ref() }
+    }
+}
+
+impl<T> Drop for RowWriter<'_, T> {
+    /// Executes the fence of streamed stores, then counts what was written.
+    ///
+    /// A fence after each row would cost 85 ns, as much as a whole forward of 512 columns.
+    #[inline(always)]
+    fn drop(&mut self) {
+        // Under Miri streamed stores are plain ones, which need no fence.
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        if self.part.stores == Stores::Streamed {
+            // SAFETY: every x86-64 processor has SSE.
+            unsafe { std::arch::x86_64::_mm_sfence() };
+        }
+        *self.part.filled = self.filled;
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::device::cpu::row::vectors::{Lanes, Span};
+    use crate::device::cpu::run::level::Level;
+    use half::{bf16, f16};
+    use pulp::WithSimd;
+
+    #[cfg(target_arch = "x86_64")]
+    const PAST_CACHES: Stores = Stores::Streamed;
+    #[cfg(not(target_arch = "x86_64"))]
+    const PAST_CACHES: Stores = Stores::Cached;
+
+    /// A row as it is.
+    struct Copied<'a, T>(&'a [T]);
+
+    impl<T: Element> Columns<T::Acc> for Copied<'_, T> {
+        fn apply<S: Simd, const K: usize>(
+            &mut self,
+            at: Span<S, T::Acc, K>,
+        ) -> Lanes<S, T::Acc, K> {
+            at.load(self.0)
+        }
+    }
+
+    struct Extend<'a, 'b, T, U>(&'a mut RowWriter<'b, U>, &'a [T]);
+
+    impl<T: Element, U: Element<Acc = T::Acc>> WithSimd for Extend<'_, '_, T, U> {
+        type Output = ();
+
+        fn with_simd<S: Simd>(self, simd: S) {
+            let Self(writer, source) = self;
+            let groups = Groups::new(source.len(), source.len());
+            writer.extend::<4, _>(simd, &groups, &mut Copied(source));
+        }
+    }
+
+    /// The values of `source` in another dtype, as one row.
+    pub fn convert<T: Element, U: Element<Acc = T::Acc>>(level: Level, source: &[T]) -> Vec<U> {
+        let mut output = Output::new(source.len(), source.len(), Stores::Cached);
+        for part in output.parts() {
+            level.run(Extend(&mut RowWriter::new(part), source));
+        }
+        output.finish()
+    }
+
+    /// Parts of two rows, of which some are aligned for streamed stores and some are not.
+    fn parts_make_up_the_output_in<T: Element>() {
+        let len = if cfg!(miri) { 3003 } else { 30_003 };
+        let source: Vec<_> = (0..len).map(|i| T::from_f64((i % 1000) as f64)).collect();
+        for level in Level::all() {
+            for stores in [Stores::Cached, PAST_CACHES] {
+                let mut output = Output::<T>::new(len, 1000, stores);
+                for (part, source) in output.parts().zip(source.chunks(1000)) {
+                    let (first, second) = source.split_at(source.len() / 3);
+                    let mut writer = RowWriter::new(part);
+                    for row in [first, second] {
+                        level.run(Extend(&mut writer, row));
+                    }
+                }
+                assert!(output.finish() == source, "{level:?}, {stores:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_make_up_the_output() {
+        parts_make_up_the_output_in::<f32>();
+        parts_make_up_the_output_in::<f64>();
+        parts_make_up_the_output_in::<f16>();
+        parts_make_up_the_output_in::<bf16>();
+    }
+
+    /// Writes `rows` rows of five to each part of an output of ten.
+    fn fill_with(rows: [usize; 2], end: impl Fn(RowWriter<f32>)) -> Vec<f32> {
+        let mut output = Output::new(10, 5, PAST_CACHES);
+        for (part, rows) in output.parts().zip(rows) {
+            let mut writer = RowWriter::new(part);
+            for _ in 0..rows {
+                Level::Baseline.run(Extend(&mut writer, &[1f32; 5]));
+            }
+            end(writer);
+        }
+        output.finish()
+    }
+
+    #[test]
+    fn a_part_that_was_written_whole_is_output() {
+        assert_eq!(fill_with([1, 1], |writer| drop(writer)), [1.; 10]);
+    }
+
+    #[test]
+    #[should_panic(expected = "unwritten")]
+    fn a_writer_without_its_fence_is_no_output() {
+        fill_with([1, 1], |writer| std::mem::forget(writer));
+    }
+
+    #[test]
+    #[should_panic(expected = "unwritten")]
+    fn an_unfinished_part_is_no_output() {
+        fill_with([1, 0], |writer| drop(writer));
+    }
+
+    #[test]
+    #[should_panic(expected = "out of range")]
+    fn a_row_too_many_is_no_output() {
+        fill_with([1, 2], |writer| drop(writer));
+    }
+
+    /// The second time no writer counts, although the slots have values.
+    #[test]
+    #[should_panic(expected = "unwritten")]
+    fn parts_that_are_taken_again_are_unwritten() {
+        let mut output = Output::<f32>::new(5, 5, Stores::Cached);
+        for part in output.parts() {
+            Level::Baseline.run(Extend(&mut RowWriter::new(part), &[1f32; 5]));
+        }
+        output.parts().for_each(drop);
+        output.finish();
+    }
+
+    #[test]
+    fn an_output_of_no_rows_has_no_parts() {
+        let mut output = Output::<f32>::new(0, 5, Stores::Cached);
+        assert_eq!(output.parts().count(), 0);
+        assert!(output.finish().is_empty());
+    }
+
+    #[test]
+    fn the_last_row_can_be_read_before_the_output_is_finished() {
+        let mut output = Output::<f32>::new(6, 6, Stores::Cached);
+        let mut parts = output.parts();
+        let mut writer = RowWriter::new(parts.next().unwrap());
+        for row in [[1f32, 2., 3.], [4., 5., 6.]] {
+            Level::Baseline.run(Extend(&mut writer, &row));
+        }
+        assert_eq!(writer.last(3), [4., 5., 6.]);
+        assert_eq!(writer.last(2), [5., 6.]);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    #[should_panic(expected = "Cached")]
+    fn a_streamed_row_cannot_be_read_before_its_fence() {
+        let mut output = Output::<f32>::new(3, 3, Stores::Streamed);
+        for part in output.parts() {
+            let mut writer = RowWriter::new(part);
+            Level::Baseline.run(Extend(&mut writer, &[1f32; 3]));
+            writer.last(3);
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn large_outputs_of_whole_cache_lines_are_streamed() {
+        let large = 16 << 20;
+        assert_eq!(Stores::of(large, 64), Stores::Streamed);
+        assert_eq!(Stores::of(large - 64, 64), Stores::Cached);
+        assert_eq!(Stores::of(large, 32), Stores::Cached);
+        assert_eq!(Stores::of(large, 96), Stores::Cached);
+    }
+}
