@@ -95,7 +95,8 @@ const RESIDUAL: [bool; 2] = [false, true];
 const LOSS_SCALES: [f64; 2] = [1., 64.];
 
 /// The shares of ranks in a batch; with few rows more of them are empty.
-const RANKS: [&[usize]; 4] = [&[1], &[1, 1], &[3, 0, 1], &[0, 5, 1, 2]];
+const RANKS: [&[usize]; 4] = [ONE_RANK, &[1, 1], &[3, 0, 1], &[0, 5, 1, 2]];
+const ONE_RANK: &[usize] = &[1];
 
 /// Defines a combination of a value on each axis.
 macro_rules! axes {
@@ -146,49 +147,98 @@ axes! {
     ranks: &'static [usize] = RANKS,
 }
 
-/// A value on each axis, by its index.
+/// A value on each axis, by its index among the values of that axis.
 type Point = [usize; SIZES.len()];
 
-/// A pair of values: the first axis and its value, the second and its.
-type Pair = (usize, usize, usize, usize);
+/// Two values that meet, on an axis and on a later one.
+//
+// The order of the fields is the order in which `pairwise` looks for pairs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Pair {
+    axis: usize,
+    value: usize,
+    later_axis: usize,
+    later_value: usize,
+}
 
 /// The pairs of values in a point.
 fn pairs(point: &Point) -> impl Iterator<Item = Pair> + '_ {
-    (0..point.len())
-        .flat_map(move |a| (a + 1..point.len()).map(move |b| (a, point[a], b, point[b])))
+    let later = move |axis| (axis + 1..point.len()).map(move |later_axis| (axis, later_axis));
+    let axes = (0..point.len()).flat_map(later);
+    axes.map(|(axis, later_axis)| Pair {
+        axis,
+        value: point[axis],
+        later_axis,
+        later_value: point[later_axis],
+    })
 }
 
 /// All pairs there are.
 fn all_pairs() -> HashSet<Pair> {
-    let axes = 0..SIZES.len();
-    axes.clone()
-        .flat_map(|a| axes.clone().filter(move |&b| b > a).map(move |b| (a, b)))
-        .flat_map(|(a, b)| {
-            (0..SIZES[a]).flat_map(move |i| (0..SIZES[b]).map(move |j| (a, i, b, j)))
-        })
-        .collect()
+    let mut pairs = HashSet::new();
+    for (axis, &size) in SIZES.iter().enumerate() {
+        for (later_axis, &later_size) in SIZES.iter().enumerate().skip(axis + 1) {
+            for value in 0..size {
+                for later_value in 0..later_size {
+                    pairs.insert(Pair {
+                        axis,
+                        value,
+                        later_axis,
+                        later_value,
+                    });
+                }
+            }
+        }
+    }
+    pairs
+}
+
+/// The values of an axis, by their indices, in kinds: values with the same key are of one kind.
+fn kinds_by<T, K: PartialEq>(values: &[T], key: impl Fn(&T) -> K) -> Vec<Vec<usize>> {
+    let mut kinds: Vec<(K, Vec<usize>)> = vec![];
+    for (index, value) in values.iter().enumerate() {
+        let key = key(value);
+        match kinds.iter_mut().find(|(of_kind, _)| *of_kind == key) {
+            Some((_, indices)) => indices.push(index),
+            None => kinds.push((key, vec![index])),
+        }
+    }
+    kinds.into_iter().map(|(_, indices)| indices).collect()
+}
+
+/// Each value is a kind of its own.
+fn apart<T>(values: &[T]) -> Vec<Vec<usize>> {
+    (0..values.len()).map(|index| vec![index]).collect()
+}
+
+/// All values are of one kind.
+fn alike<T>(values: &[T]) -> Vec<Vec<usize>> {
+    kinds_by(values, |_| ())
 }
 
 /// Every combination of dtype, width, rows, mask, group scaling, recipe, statistics and parameters,
 /// in random order, so that a part of them is a fair one. Where an axis is finer than that, a
 /// random value of its kind stands for the others.
 fn whole_grid() -> Vec<Point> {
-    fn apart<T>(values: &[T]) -> Vec<Vec<usize>> {
-        (0..values.len()).map(|value| vec![value]).collect()
-    }
-    fn alike<T>(values: &[T]) -> Vec<Vec<usize>> {
-        vec![(0..values.len()).collect()]
-    }
     let kinds = Kinds {
-        // By the input's dtype, whatever the parameters'.
-        dtypes: vec![vec![0], vec![1, 2], vec![3, 4], vec![5, 6]],
+        dtypes: kinds_by(&DTYPES, |&(input, _parameters)| input),
         cols: apart(&COLS),
         rows: apart(&ROWS),
-        padding: vec![vec![0, 1], vec![2, 4], vec![3]],
-        // None, one, several.
-        groups: vec![vec![0], vec![1], vec![2, 3, 4, 5]],
+        padding: kinds_by(&PADDINGS, |padding| match padding {
+            Padding::NoMask | Padding::NoRow => "no row",
+            Padding::SomeRows | Padding::ARank => "some rows",
+            Padding::AllRows => "all rows",
+        }),
+        groups: kinds_by(&GROUPS, |groups| match groups {
+            Groups::None => "none",
+            Groups::One => "one",
+            Groups::Few | Groups::Narrow | Groups::Odd | Groups::All => "several",
+        }),
         recipe: apart(&RECIPES),
-        phase: vec![vec![0, 1, 3, 5], vec![2, 4]],
+        phase: kinds_by(&PHASES, |phase| match phase {
+            Phase::WarmUp | Phase::WarmUpEnds | Phase::Batch | Phase::Recalibration => "ψ_B²",
+            Phase::Running | Phase::Evaluation => "ψ²",
+        }),
         parameters: apart(&PARAMETERS),
         wanted: alike(&WANTED),
         offsets: alike(&OFFSETS),
@@ -198,19 +248,49 @@ fn whole_grid() -> Vec<Point> {
     }
     .in_order();
     let mut rng = StdRng::seed_from_u64(2);
-    let len = kinds.iter().map(Vec::len).product::<usize>();
-    let mut points: Vec<Point> = (0..len)
-        .map(|index| {
-            let mut rest = index;
+    let combinations = kinds.iter().map(Vec::len).product::<usize>();
+    let mut points: Vec<Point> = (0..combinations)
+        .map(|combination| {
+            // The digits of `combination`, where an axis has as many digits as kinds.
+            let mut digits = combination;
             std::array::from_fn(|axis| {
-                let kind = &kinds[axis][rest % kinds[axis].len()];
-                rest /= kinds[axis].len();
+                let kinds_of_axis = &kinds[axis];
+                let kind = &kinds_of_axis[digits % kinds_of_axis.len()];
+                digits /= kinds_of_axis.len();
                 kind[rng.random_range(0..kind.len())]
             })
         })
         .collect();
     points.shuffle(&mut rng);
     points
+}
+
+/// A random point with the pair `seed`. Axis by axis, it takes the value that adds the most of the
+/// `missing` pairs.
+fn candidate(rng: &mut StdRng, seed: Pair, missing: &HashSet<Pair>) -> Point {
+    let mut point: Point = SIZES.map(|size| rng.random_range(0..size));
+    point[seed.axis] = seed.value;
+    point[seed.later_axis] = seed.later_value;
+    for axis in 0..SIZES.len() {
+        if axis == seed.axis || axis == seed.later_axis {
+            continue;
+        }
+        // From a random one on, so that ties are broken at random.
+        let start = rng.random_range(0..SIZES[axis]);
+        let values = (0..SIZES[axis]).map(|k| (start + k) % SIZES[axis]);
+        let gain = |&value: &usize| {
+            let mut point = point;
+            point[axis] = value;
+            new_pairs(&point, missing)
+        };
+        point[axis] = values.max_by_key(gain).expect("an axis has values");
+    }
+    point
+}
+
+/// How many of the missing pairs are in a point.
+fn new_pairs(point: &Point, missing: &HashSet<Pair>) -> usize {
+    pairs(point).filter(|pair| missing.contains(pair)).count()
 }
 
 /// Points in which every pair of values meets: greedily, of random candidates the one with the most
@@ -221,27 +301,13 @@ fn pairwise() -> Vec<Point> {
     let mut missing = all_pairs();
     let mut points = vec![];
     while let Some(&seed) = missing.iter().min() {
-        let candidate = |rng: &mut StdRng| {
-            let mut point: Point = SIZES.map(|size| rng.random_range(0..size));
-            let (a, i, b, j) = seed;
-            (point[a], point[b]) = (i, j);
-            // Axis by axis, the value that adds the most.
-            for axis in (0..SIZES.len()).filter(|&axis| axis != a && axis != b) {
-                let start = rng.random_range(0..SIZES[axis]);
-                let values = (0..SIZES[axis]).map(|k| (start + k) % SIZES[axis]);
-                let gain = |value: usize| {
-                    let mut point = point;
-                    point[axis] = value;
-                    let new = pairs(&point).filter(|pair| missing.contains(pair));
-                    new.count()
-                };
-                point[axis] = values.max_by_key(|&value| gain(value)).expect("a value");
-            }
-            point
-        };
-        let candidates: Vec<Point> = (0..CANDIDATES).map(|_| candidate(&mut rng)).collect();
-        let gain = |point: &Point| pairs(point).filter(|pair| missing.contains(pair)).count();
-        let best = candidates.into_iter().max_by_key(gain).expect("one");
+        let candidates: Vec<Point> = (0..CANDIDATES)
+            .map(|_| candidate(&mut rng, seed, &missing))
+            .collect();
+        let best = candidates
+            .into_iter()
+            .max_by_key(|point| new_pairs(point, &missing));
+        let best = best.expect("there are candidates");
         for pair in pairs(&best) {
             missing.remove(&pair);
         }
@@ -260,10 +326,11 @@ impl Case {
         };
         // An evaluation is each rank's own.
         let ranks = match self.phase {
-            Phase::Evaluation => RANKS[0],
+            Phase::Evaluation => ONE_RANK,
             _ => self.ranks,
         };
-        let (what, (_, builder)) = (format!("{self:?}"), self.dtypes);
+        let what = format!("{self:?}");
+        let (_input, builder) = self.dtypes;
         self.arguments()
             .check(&what, builder, wanted, self.offsets, ranks, twice)?;
         Ok(())
@@ -316,8 +383,10 @@ impl Case {
         if self.residual {
             arguments.residual = Some(tensor(&data.normal(rows * cols), &[rows, cols], input));
         }
-        if let (Padding::ARank, [_, .., _], Some(mask)) = (self.padding, self.ranks, &mut mask) {
-            mask[arguments.rows_of(self.ranks, self.ranks.len() - 1)].fill(false);
+        if self.padding == Padding::ARank && self.ranks.len() > 1 {
+            let mask = mask.as_mut().expect("padding has a mask");
+            let last_rank = self.ranks.len() - 1;
+            mask[arguments.rows_of(self.ranks, last_rank)].fill(false);
         }
         arguments.keep = mask.map(|mask| keep(&mask, &[rows]));
         arguments

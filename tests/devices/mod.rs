@@ -9,7 +9,8 @@ use candle::{
 };
 use candle_nn::VarBuilder;
 use candle_powernorm::{
-    power_norm, GroupScaling, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics,
+    power_norm, GroupScaling, LayerNorm, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm,
+    Statistics,
 };
 
 /// Hands the names of the cases to the macro `$run`.
@@ -42,6 +43,9 @@ macro_rules! cases {
             a_recalibration_replaces_the_mean,
             group_scaling_by_itself,
             rms_norm_is_candle_s,
+            layer_norm_is_the_oracle_of_centred_rows,
+            layer_norm_keeps_its_precision_beside_a_large_mean,
+            layer_norm_of_rows_of_any_magnitude,
             a_residual_is_an_addition_and_a_forward,
             a_sum_by_itself_does_not_reach_the_parameters,
             a_backward_that_fails_leaves_nothing_to_the_next,
@@ -882,7 +886,7 @@ pub fn rms_norm_is_candle_s(device: &Device) -> Result<()> {
             [y, grads.remove(xs).unwrap(), grads.remove(weight).unwrap()]
         };
         let xs = Var::from_tensor(&batch.xs)?;
-        let y = RmsNorm::new(weight.as_tensor().clone(), EPS)?.forward(&xs)?;
+        let y = RmsNorm::new(weight.as_tensor().clone(), EPS).forward(&xs)?;
         let ours = run(&weight, &xs, y, &batch.dy);
 
         let in_f64 = batch.cast(DType::F64);
@@ -910,6 +914,148 @@ pub fn rms_norm_is_candle_s(device: &Device) -> Result<()> {
             };
             assert_close(&format!("{what}, candle's"), ours, &candles, bound);
         }
+    }
+    Ok(())
+}
+
+/// Rows, `[.., cols]`, less their means.
+fn centred(values: &[f64], cols: usize) -> Vec<f64> {
+    let rows = values.chunks(cols).flat_map(|row| {
+        let mean = row.iter().sum::<f64>() / cols as f64;
+        row.iter().map(move |x| x - mean)
+    });
+    rows.collect()
+}
+
+/// LayerNorm is an RMSNorm of centred rows with a bias, and its gradient is that one's, centred. In
+/// each dtype, of packed rows, rows in another order, and rows whose elements are apart.
+pub fn layer_norm_is_the_oracle_of_centred_rows(device: &Device) -> Result<()> {
+    const ROWS: [usize; 2] = [3, 7];
+    let mut widths = vec![2, 5, 12, 33, 130, 760, 1000, 1024];
+    if !device.is_cpu() {
+        // Groups of several warps, of the widest blocks, and wider than a block, whole pieces or
+        // not.
+        widths.extend([2056, 4096, 8192, 8204, 16386, 20480]);
+    }
+    let cases = (widths.into_iter()).flat_map(|cols| DTYPES.map(|dtypes| (cols, dtypes)));
+    for (k, (cols, (input, builder))) in thinned(cases).enumerate() {
+        let mut data = Data::on(device, 53);
+        let weight = data.weight(cols);
+        let weight = Var::from_tensor(&data.tensor(&weight, &[cols], builder))?;
+        let bias = data.weight(cols);
+        let bias = Var::from_tensor(&data.tensor(&bias, &[cols], builder))?;
+        let batch = Batch::random(&mut data, &[ROWS[0], ROWS[1], cols], input, false);
+        let (a, b) = [(0, 0), (0, 1), (1, 2)][k % 3];
+        let base = Var::from_tensor(&batch.xs.transpose(a, b)?.force_contiguous()?)?;
+        let norm = LayerNorm::new(weight.as_tensor().clone(), bias.as_tensor().clone(), EPS);
+        let y = norm.forward(&base.transpose(a, b)?)?;
+        let grads = backward(&y, &batch.dy);
+
+        let rows = tensor(
+            &centred(&to_f64(&batch.xs), cols),
+            batch.xs.dims(),
+            DType::F64,
+        );
+        let in_f64 = Batch::new(
+            rows,
+            batch.dy.to_device(&Device::Cpu)?.to_dtype(DType::F64)?,
+        );
+        let (mut expected_y, expected) = scaled_only(1, to_f64(&weight), &in_f64);
+        let bias_64 = to_f64(&bias);
+        for (y, bias) in expected_y.values.iter_mut().zip(bias_64.iter().cycle()) {
+            *y += bias;
+        }
+        expected_y.magnitude += 2.;
+        let expected_dx = Quantity {
+            values: centred(&expected.dx.values, cols),
+            ..expected.dx
+        };
+        let bound = |out: &Tensor| Bound {
+            out: out.dtype(),
+            sums: sums_of(input),
+            n: cols + ROWS[0] * ROWS[1],
+        };
+        let what = format!("{input:?} with parameters of {builder:?}, {cols} channels");
+        assert_close(&format!("{what}: y"), &y, &expected_y, bound(&y));
+        let dx = grads.get(&base).unwrap().transpose(a, b)?;
+        assert_close(&format!("{what}: dx"), &dx, &expected_dx, bound(&dx));
+        let dweight = grads.get(&weight).unwrap();
+        let name = format!("{what}: dweight");
+        assert_close(&name, dweight, &expected.dweight, bound(dweight));
+        let dbias = grads.get(&bias).unwrap();
+        assert_close(
+            &format!("{what}: dbias"),
+            dbias,
+            &expected.dbias,
+            bound(dbias),
+        );
+    }
+    Ok(())
+}
+
+/// Rows whose mean is 1e4 times their deviation. The mean of such a row is rounded by a thousandth
+/// of its deviation in f32, and the variance is no difference of large squares.
+pub fn layer_norm_keeps_its_precision_beside_a_large_mean(device: &Device) -> Result<()> {
+    for cols in thinned([3, 64, 100, 1000, 4096]) {
+        let mut data = Data::on(device, 54);
+        let values = data.normal(20 * cols);
+        let values: Vec<f64> = values.iter().map(|x| f64::from((1e4 + x) as f32)).collect();
+        let xs = data.tensor(&values, &[20, cols], DType::F32);
+        let ones = Tensor::ones(cols, DType::F32, device)?;
+        let y = LayerNorm::new_no_bias(ones, 1e-5).forward(&xs)?;
+        let expected: Vec<f64> = centred(&values, cols)
+            .chunks(cols)
+            .flat_map(|row| {
+                let variance = row.iter().map(|x| x * x).sum::<f64>() / cols as f64;
+                row.iter().map(move |x| x / (variance + 1e-5).sqrt())
+            })
+            .collect();
+        assert_relative(&format!("{cols} channels"), &y, &expected, 2e-6);
+    }
+    Ok(())
+}
+
+/// Rows whose squares overflow in f32, or are 0 there, are normalized as in f64, and so are their
+/// gradients. A row that is not finite is NaN, and no other row is.
+pub fn layer_norm_of_rows_of_any_magnitude(device: &Device) -> Result<()> {
+    let mut data = Data::on(device, 55);
+    let magnitudes = [1e-30, 1e-12, 1e12, 1e18, 1e19, 1e20, 1e30, 3e37];
+    let cases = [3, 48, 1024].map(|cols| magnitudes.map(|magnitude| (cols, magnitude)));
+    for (cols, magnitude) in thinned(cases.into_iter().flatten()) {
+        let batch = Batch::random(&mut data, &[5, cols], DType::F32, false);
+        let xs = (&batch.xs * magnitude)?;
+        let pass = |dtype| -> Result<[Vec<f64>; 2]> {
+            let xs = Var::from_tensor(&xs.to_dtype(dtype)?)?;
+            let norm = LayerNorm::new_no_bias(Tensor::ones(cols, dtype, device)?, 1e-5);
+            let y = norm.forward(&xs)?;
+            let grads = backward(&y, &batch.dy.to_dtype(dtype)?);
+            let dx = to_f64(grads.get(&xs).unwrap());
+            Ok([to_f64(&y), dx.iter().map(|dx| dx * magnitude).collect()])
+        };
+        let what = format!("{cols} channels of {magnitude:e}");
+        for (name, (ours, expected)) in ["y", "dx"]
+            .iter()
+            .zip(pass(DType::F32)?.iter().zip(&pass(DType::F64)?))
+        {
+            let ours = tensor(ours, &[5, cols], DType::F64);
+            // A gradient of 1e-38 and less has fewer digits in f32.
+            let relative = if *name == "dx" && magnitude > 1e30 {
+                1e-2
+            } else {
+                2e-5
+            };
+            assert_relative(&format!("{what}: {name}"), &ours, expected, relative);
+        }
+    }
+    let mut values = data.normal(4 * 64);
+    values[64 + 5] = f64::INFINITY;
+    values[2 * 64 + 7] = f64::NAN;
+    let xs = data.tensor(&values, &[4, 64], DType::F32);
+    let norm = LayerNorm::new_no_bias(Tensor::ones(64, DType::F32, device)?, 1e-5);
+    let y = to_f64(&norm.forward(&xs)?);
+    for (row, y) in y.chunks(64).enumerate() {
+        let broken = row == 1 || row == 2;
+        assert!(y.iter().all(|y| y.is_nan() == broken), "row {row}: {y:?}");
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use crate::common::reference::Quantity;
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::Linear;
-use candle_powernorm::{GroupScaling, Recipe};
+use candle_powernorm::{GroupScaling, LayerNorm, Recipe, RmsNorm};
 
 const SIZE: usize = 12;
 const OUT: usize = 5;
@@ -189,6 +189,132 @@ fn folds_that_would_be_wrong_are_refused() {
                 call `mode.set_training(false)`, or end the recalibration, first";
     let next = linear(&mut data, SIZE, OUT, true, DType::F32);
     refused(layer.fold_into(&next), text);
+}
+
+// RMSNorm and LayerNorm
+
+/// Rows divided by their root mean square, or by their deviation once the mean is subtracted.
+fn normalized(xs: &[f64], centred: bool, eps: f64) -> Vec<f64> {
+    let mean_of = |row: &[f64]| row.iter().sum::<f64>() / SIZE as f64;
+    let rows = xs.chunks(SIZE).flat_map(|row| {
+        let mean = if centred { mean_of(row) } else { 0. };
+        let row: Vec<f64> = row.iter().map(|x| x - mean).collect();
+        let squares: Vec<f64> = row.iter().map(|x| x * x).collect();
+        let rms = (mean_of(&squares) + eps).sqrt();
+        row.into_iter().map(move |x| x / rms)
+    });
+    rows.collect()
+}
+
+/// Folds a layer of `weight` and perhaps `bias`, and checks the numbers of the result, its output
+/// on `xs` behind what is left of the layer, and the output of the unfolded layer.
+fn check_fold(
+    what: &str,
+    [weight, bias]: [&Tensor; 2],
+    next: &Linear,
+    xs: &Tensor,
+    (layer, rest, folded): (&dyn Module, &dyn Module, &Linear),
+    (centred, biased): (bool, bool),
+) -> Result<()> {
+    let exact = Exact::of(next);
+    let (weight, mut shift) = (to_f64(weight), to_f64(bias));
+    if !biased {
+        shift.fill(0.);
+    }
+    let weights = exact.weight.iter().zip(weight.iter().cycle());
+    let weights = weights.map(|(w, s)| w * s).collect();
+    check_numbers(what, folded, weights, exact.apply(&shift), xs.dtype());
+    assert_eq!(
+        folded.bias().is_some(),
+        biased || next.bias().is_some(),
+        "{what}"
+    );
+    assert!(!folded.weight().track_op(), "{what}");
+
+    let ys: Vec<f64> = (normalized(&to_f64(xs), centred, 1e-5).into_iter())
+        .zip(weight.iter().zip(&shift).cycle())
+        .map(|(x, (weight, shift))| weight * x + shift)
+        .collect();
+    let expected = exact.apply(&ys);
+    check_output(what, &folded.forward(&rest.forward(xs)?)?, &expected);
+    let unfolded = next.forward(&layer.forward(xs)?)?;
+    check_output(&format!("{what}, unfolded"), &unfolded, &expected);
+    Ok(())
+}
+
+#[test]
+fn row_normalizations_fold_into_the_next_linear_layer() -> Result<()> {
+    for (dtype, builder) in DTYPES {
+        for linear_bias in [true, false] {
+            let mut data = Data::new(12);
+            let next = linear(&mut data, SIZE, OUT, linear_bias, dtype);
+            let weight = data.weight(SIZE);
+            let weight = Var::from_tensor(&data.tensor(&weight, &[SIZE], builder))?.into_inner();
+            let bias = data.normal(SIZE);
+            let bias = Var::from_tensor(&data.tensor(&bias, &[SIZE], builder))?.into_inner();
+            let xs = Batch::random(&mut data, &[2, 3, SIZE], dtype, false).xs;
+            // A mean, which only LayerNorm subtracts.
+            let xs = (xs + 0.75)?;
+            let tensors = [&weight, &bias];
+            let what = |name| {
+                format!("{name}, {dtype:?} in {builder:?}, linear layer's bias {linear_bias}")
+            };
+
+            let norm = RmsNorm::new(weight.clone(), 1e-5);
+            let (rest, folded) = (norm.group_scaling(), norm.fold_into(&next)?);
+            let layers = (&norm as _, &rest as _, &folded);
+            check_fold(
+                &what("RMSNorm"),
+                tensors,
+                &next,
+                &xs,
+                layers,
+                (false, false),
+            )?;
+
+            for norm in [
+                LayerNorm::new(weight.clone(), bias.clone(), 1e-5),
+                LayerNorm::new_no_bias(weight.clone(), 1e-5),
+                LayerNorm::rms_norm(weight.clone(), 1e-5),
+            ] {
+                let (rest, folded) = (norm.without_affine()?, norm.fold_into(&next)?);
+                assert_eq!(to_f64(rest.weight()), [1.; SIZE]);
+                assert!(rest.bias().is_none() && rest.remove_mean() == norm.remove_mean());
+                let layers = (&norm as _, &rest as _, &folded);
+                let kind = (norm.remove_mean(), norm.bias().is_some());
+                check_fold(&what("LayerNorm"), tensors, &next, &xs, layers, kind)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A fold that would be wrong, and layers whose tensors do not fit.
+#[test]
+fn folds_of_row_normalizations_that_would_be_wrong_are_refused() -> Result<()> {
+    let mut data = Data::new(5);
+    let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, &CPU);
+    let norm = RmsNorm::new(ones(&[SIZE])?, 1e-5);
+    assert_eq!(norm.group_scaling(), GroupScaling::new(1, 1e-5)?);
+    let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
+    let text = "a linear layer of 12 input features, got 5";
+    refused(norm.fold_into(&other_size), text);
+    let whole = Linear::new(Tensor::ones((OUT, SIZE), DType::I64, &CPU)?, None);
+    let text = "the weight of `next` in a float dtype, got I64: \
+                convert the linear layer by `to_dtype` first";
+    refused(norm.fold_into(&whole), text);
+
+    let next = linear(&mut data, SIZE, OUT, true, DType::F32);
+    let text = "a weight of rank 1, got shape [3, 4]: flatten it, to one number a channel";
+    refused(RmsNorm::new(ones(&[3, 4])?, 1e-5).fold_into(&next), text);
+    refused(
+        LayerNorm::rms_norm(ones(&[3, 4])?, 1e-5).fold_into(&next),
+        text,
+    );
+    let norm = LayerNorm::new(ones(&[SIZE])?, ones(&[OUT])?, 1e-5);
+    let text = "a bias of shape [12] (as the weight), got [5]";
+    refused(norm.fold_into(&next), text);
+    Ok(())
 }
 
 // The group scaling

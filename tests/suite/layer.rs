@@ -485,21 +485,26 @@ fn a_layer_prints_its_size_settings_and_steps() {
 #[test]
 fn an_rms_norm_that_does_not_fit_is_refused() -> Result<()> {
     let vb = |dtype| trainable(&VarMap::new(), dtype);
-    let new = |shape: &[usize], dtype| RmsNorm::new(ones(shape, dtype), 1e-5);
+    // A layer of a tensor refuses its first call.
+    let of = |weight: &[usize], dtype, eps| {
+        let xs = ones(&[3, weight.iter().product()], DType::BF16);
+        RmsNorm::new(ones(weight, dtype), eps).forward(&xs)
+    };
     let text = "a size of at least 1, got 0";
     refused(rms_norm(0, 1e-5, vb(DType::F32)), text);
-    refused(new(&[0], DType::F32), text);
+    refused(of(&[0], DType::F32, 1e-5), text);
     let text = "a builder of dtype F32, F64, F16 or BF16, got U8";
     refused(rms_norm(8, 1e-5, vb(DType::U8)), text);
-    refused(new(&[2, 4], DType::F32), NOT_FLAT);
+    refused(of(&[2, 4], DType::F32, 1e-5), NOT_FLAT);
     let text = "weight of dtype F32, F64, F16 or BF16, got I64";
-    refused(new(&[8], DType::I64), text);
+    refused(of(&[8], DType::I64, 1e-5), text);
     for eps in [0., -1., f64::NAN, f64::INFINITY, 1e-60] {
         let text = format!(
             "eps positive and finite after rounding to F32, got {eps:?}: \
              choose a number such as 1e-5"
         );
-        refused(RmsNorm::new(ones(&[8], DType::BF16), eps), &text);
+        refused(of(&[8], DType::BF16, eps), &text);
+        refused(rms_norm(8, eps, vb(DType::BF16)), &text);
     }
     // A weight of another size, or none.
     let frozen = |name: &str, size| {
@@ -520,7 +525,7 @@ fn an_rms_norm_that_does_not_fit_is_refused() -> Result<()> {
     refused(layer.forward(&ones(&[2, 8], DType::U32)), text);
     let text = "weight of dtype F32 (as the input), got F16: \
                 convert the input to F16, or the parameters to F32";
-    let half = new(&[8], DType::F16)?;
+    let half = RmsNorm::new(ones(&[8], DType::F16), 1e-5);
     refused(half.forward(&ones(&[2, 8], DType::F32)), text);
     assert_eq!(layer.forward(&ones(&[0, 8], DType::F32))?.dims(), [0, 8]);
     Ok(())

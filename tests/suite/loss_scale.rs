@@ -144,7 +144,7 @@ fn in_f16(eps: f64) -> Result<(usize, [f32; 2])> {
 }
 
 /// AdamW's ε decides whether a model of f16 parameters trains: an ε that f16 rounds to 0 ends it at
-/// the first steps. The guide's page on mixed precision has the figures.
+/// the first steps. The guide's page on techniques has the figures.
 #[test]
 fn f16_parameters_train_with_an_epsilon_that_f16_has() -> Result<()> {
     let (left_out, [first, last]) = in_f16(1e-4)?;

@@ -10,6 +10,7 @@ mod common;
 mod devices;
 
 mod adapters;
+mod centring;
 mod checkpoint;
 mod distributed;
 mod fold;
@@ -27,6 +28,7 @@ mod recalibration;
 mod recipes;
 mod residual;
 mod robustness;
+mod row_norms;
 mod soak;
 mod threads;
 mod training;

@@ -48,7 +48,7 @@ fn an_rms_norm_inside_a_layer_norm_trains() -> Result<()> {
 /// csm.rs's function, with the guide's edit.
 fn rms_norm_by_its_scale(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     let weight = vb.get_with_hints((size,), "scale", candle_nn::Init::Const(1.))?;
-    RmsNorm::new(weight, eps)
+    Ok(RmsNorm::new(weight, eps))
 }
 
 #[test]

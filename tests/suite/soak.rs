@@ -150,7 +150,7 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
             slowest = slowest.max(recovered + 1);
         }
     }
-    // The numbers of README.md and docs/guide/robustness.md.
+    // The numbers of README.md, tests/README.md and docs/guide/paper.md.
     let documented = if groups.is_some() { 42 } else { 217 };
     assert!(slowest <= documented, "{what}: {slowest} clean steps");
     println!(
@@ -220,11 +220,11 @@ impl Model {
         })
     }
 
-    fn loss(&self, (xs, targets): &Points, keep: Option<&Tensor>, train: bool) -> Result<Tensor> {
-        let hidden = self.input.forward(xs)?.to_dtype(self.dtype)?;
+    fn loss(&self, points: &Points, keep: Option<&Tensor>, train: bool) -> Result<Tensor> {
+        let hidden = self.input.forward(&points.xs)?.to_dtype(self.dtype)?;
         let hidden = forward(&self.norm, &hidden, keep, train);
         let ys = self.output.forward(&hidden.relu()?.to_dtype(DType::F32)?)?;
-        candle_nn::loss::mse(&ys, targets)
+        candle_nn::loss::mse(&ys, &points.targets)
     }
 
     /// Skips gradients that are not finite and clips long ones, as mixed-precision training does.
@@ -249,14 +249,18 @@ impl Model {
     }
 }
 
-/// Points, and their targets.
-type Points = (Tensor, Tensor);
+/// A batch for a [`Model`].
+struct Points {
+    xs: Tensor,
+    /// What the model should make of each point: values of mean 0 and variance 1.
+    targets: Tensor,
+}
 
-/// Targets of mean 0 and variance 1.
+/// Random points.
 fn points(data: &mut Data, rows: usize) -> Result<Points> {
     let xs = tensor(&data.normal(rows * INPUTS), &[rows, INPUTS], DType::F32);
     let targets = ((xs.sqr()?.sum_keepdim(1)? - INPUTS as f64)? / (2. * INPUTS as f64).sqrt())?;
-    Ok((xs, targets))
+    Ok(Points { xs, targets })
 }
 
 /// A model with an adversary in one step of ten learns about as much as a model that sees only
@@ -277,14 +281,16 @@ fn a_model_learns_among_adversaries() -> Result<()> {
                 }
                 let batch = points(&mut data, 32)?;
                 if step + CALM < STEPS && data.uniform(1, 0., 1.)[0] < 0.1 {
-                    let (xs, targets) = batch;
                     let adversary = Adversary::any(&mut data);
-                    let xs = adversary.spoil(&xs.to_dtype(DType::F64)?, &mut data)?;
+                    let xs = adversary.spoil(&batch.xs.to_dtype(DType::F64)?, &mut data)?;
                     let rows = xs.dim(0)?;
                     let padding = (adversary == Adversary::Padding)
                         .then(|| keep(&vec![false; rows], &[rows]));
-                    let batch = (xs.to_dtype(DType::F32)?, targets.narrow(0, 0, rows)?);
-                    let loss = shaken.loss(&batch, padding.as_ref(), true)?;
+                    let spoiled = Points {
+                        xs: xs.to_dtype(DType::F32)?,
+                        targets: batch.targets.narrow(0, 0, rows)?,
+                    };
+                    let loss = shaken.loss(&spoiled, padding.as_ref(), true)?;
                     shaken.step(&loss)?;
                     assert_finite_state(&what, &shaken.norm);
                     adversaries += 1;
@@ -320,10 +326,10 @@ fn train_with_loud_batches(recipe: Recipe) -> Result<Vec<f64>> {
     let (mut model, mut data) = (Model::new(DType::F32, config)?, Data::new(5));
     let mut sums = vec![0f64];
     while sums.len() < 5000 && sums.last().is_some_and(|sum| sum.is_finite()) {
-        let (xs, targets) = points(&mut data, 32)?;
+        let mut batch = points(&mut data, 32)?;
         let is_loud = data.uniform(1, 0., 1.)[0] < 0.05;
-        let xs = (xs * if is_loud { 30. } else { 1. })?;
-        let loss = model.loss(&(xs, targets), None, true)?;
+        batch.xs = (batch.xs * if is_loud { 30. } else { 1. })?;
+        let loss = model.loss(&batch, None, true)?;
         model.step(&loss)?;
         sums.push(to_f64(&model.norm.nu()?).iter().map(|nu| nu.abs()).sum());
     }

@@ -1,0 +1,218 @@
+//! LayerNorm and RMSNorm: candle's calls with another import, and rows whose mean is large.
+
+use crate::common::*;
+use candle::{DType, Module, ModuleT, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use std::collections::HashMap;
+use std::fmt::Debug;
+
+/// Everything that `candle_nn` has of these layers, by each crate's own items: if it compiles with
+/// both, a changed import is the whole change. Gives the outputs of all layers it builds.
+macro_rules! everything_of {
+    ($module:ident, $crate_name:ident) => {
+        mod $module {
+            use super::*;
+            use $crate_name::{
+                layer_norm, layer_norm_no_bias, rms_norm, LayerNorm, LayerNormConfig, RmsNorm,
+            };
+
+            fn is_public_as_in_candle<T: Module + Clone + Debug + Send + Sync + 'static>() {}
+
+            pub fn everything(vb: VarBuilder, xs: &Tensor) -> Result<(Vec<Tensor>, Vec<String>)> {
+                is_public_as_in_candle::<LayerNorm>();
+                is_public_as_in_candle::<RmsNorm>();
+                // The exact types, so that a function passed by name fits too.
+                type Build<C, L> = fn(usize, C, VarBuilder) -> Result<L>;
+                let with_eps: Build<f64, LayerNorm> = layer_norm;
+                let with_config: Build<LayerNormConfig, LayerNorm> = layer_norm;
+                let no_bias: Build<f64, LayerNorm> = layer_norm_no_bias;
+                let rms: Build<f64, RmsNorm> = rms_norm;
+                let new: fn(Tensor, Tensor, f64) -> LayerNorm = LayerNorm::new;
+                let new_no_bias: fn(Tensor, f64) -> LayerNorm = LayerNorm::new_no_bias;
+                let new_rms_norm: fn(Tensor, f64) -> LayerNorm = LayerNorm::rms_norm;
+                let new_rms: fn(Tensor, f64) -> RmsNorm = RmsNorm::new;
+                let weight: fn(&LayerNorm) -> &Tensor = LayerNorm::weight;
+                let bias: fn(&LayerNorm) -> Option<&Tensor> = LayerNorm::bias;
+                let eps: fn(&LayerNorm) -> f64 = LayerNorm::eps;
+                let remove_mean: fn(&LayerNorm) -> bool = LayerNorm::remove_mean;
+                let rms_weight: fn(&RmsNorm) -> &Tensor = RmsNorm::weight;
+                let rms_eps: fn(&RmsNorm) -> f64 = RmsNorm::eps;
+                let into_inner: fn(RmsNorm) -> LayerNorm = RmsNorm::into_inner;
+                let forward_diff: fn(&RmsNorm, &Tensor) -> Result<Tensor> = RmsNorm::forward_diff;
+
+                let config = LayerNormConfig {
+                    eps: 1e-5,
+                    remove_mean: true,
+                    affine: true,
+                };
+                assert_eq!(config, LayerNormConfig::default());
+                let copied = config;
+                assert_eq!(copied, 1e-5.into());
+                let rms_with_bias = LayerNormConfig {
+                    remove_mean: false,
+                    ..config
+                };
+
+                let layers = [
+                    with_eps(8, 1e-5, vb.pp("a"))?,
+                    with_config(8, copied, vb.pp("a"))?,
+                    with_config(8, rms_with_bias, vb.pp("a"))?,
+                    with_config(
+                        8,
+                        LayerNormConfig {
+                            affine: false,
+                            ..config
+                        },
+                        vb.pp("a"),
+                    )?,
+                    no_bias(8, 1e-4, vb.pp("a"))?,
+                    // The names of older checkpoints.
+                    with_eps(8, 1e-5, vb.pp("b"))?,
+                ];
+                let [gamma, beta] = [vb.pp("a").get(8, "weight")?, vb.pp("a").get(8, "bias")?];
+                let built = [
+                    new(gamma.clone(), beta, 1e-3),
+                    new_no_bias(gamma.clone(), 1e-3),
+                    new_rms_norm(gamma.clone(), 1e-3),
+                ];
+                let norms = [rms(8, 1e-6, vb.pp("a"))?, new_rms(gamma, 1e-6)];
+
+                let mut outputs = vec![];
+                let mut texts = vec![];
+                for norm in &norms {
+                    texts.push(format!("{norm:?} {}", rms_eps(norm)));
+                    outputs.push(rms_weight(norm).clone());
+                    outputs.push(norm.forward(xs)?);
+                    outputs.push(forward_diff(norm, xs)?);
+                    outputs.push(xs.apply(norm)?);
+                    outputs.push(norm.forward_t(xs, true)?);
+                }
+                let inner = norms.map(into_inner);
+                for norm in layers.iter().chain(&built).chain(&inner) {
+                    texts.push(format!("{norm:?} {} {}", eps(norm), remove_mean(norm)));
+                    outputs.push(weight(norm).clone());
+                    outputs.extend(bias(norm).cloned());
+                    outputs.push(norm.forward(xs)?);
+                }
+                let [first, second, ..] = layers;
+                outputs.push(candle_nn::seq().add(first).add(second).forward(xs)?);
+                Ok((outputs, texts))
+            }
+        }
+    };
+}
+everything_of!(candles, candle_nn);
+everything_of!(ours, candle_powernorm);
+
+#[test]
+fn everything_of_candle_s_layers_is_here_and_computes_the_same() -> Result<()> {
+    let mut data = Data::new(1);
+    let names = ["a.weight", "a.bias", "b.gamma", "b.beta"];
+    let tensors: HashMap<String, Tensor> = names
+        .map(|name| (name.to_owned(), data.weight(8)))
+        .map(|(name, values)| (name, tensor(&values, &[8], DType::F32)))
+        .into();
+    let xs = tensor(&data.normal(3 * 5 * 8), &[3, 5, 8], DType::F32);
+    // As of a file, in a map, and fresh.
+    let varmap = variables(&tensors);
+    for vb in [
+        VarBuilder::from_tensors(tensors, DType::F32, &CPU),
+        trainable(&varmap, DType::F32),
+        trainable(&VarMap::new(), DType::F32),
+    ] {
+        let (expected, texts) = candles::everything(vb.clone(), &xs)?;
+        let (outputs, ours) = ours::everything(vb, &xs)?;
+        assert_eq!(ours, texts);
+        assert_eq!(outputs.len(), expected.len());
+        for (i, (output, expected)) in outputs.iter().zip(&expected).enumerate() {
+            assert_eq!(output.dims(), expected.dims(), "{i}");
+            match to_f64(expected).iter().all(|&value| value == 0.) {
+                true => assert_zero(&format!("{i}"), output), // a fresh bias
+                false => assert_relative(&format!("{i}"), output, &to_f64(expected), 1e-6),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A `bias` in a checkpoint of a layer without one stays unread, whatever it holds.
+#[test]
+fn a_bias_that_is_not_the_layer_s_stays_unread() -> Result<()> {
+    let tensors = HashMap::from([
+        ("weight".to_owned(), Tensor::ones(8, DType::F32, &CPU)?),
+        ("bias".to_owned(), Tensor::ones(3, DType::U8, &CPU)?),
+    ]);
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+    let norm = candle_powernorm::layer_norm_no_bias(8, 1e-5, vb.clone())?;
+    assert!(norm.bias().is_none() && norm.remove_mean());
+    let xs = tensor(&Data::new(2).normal(16), &[2, 8], DType::F32);
+    assert!(norm.forward(&xs).is_ok());
+    assert!(candle_powernorm::layer_norm(8, 1e-5, vb).is_err());
+    Ok(())
+}
+
+const ROWS: usize = 100;
+
+/// Rows of mean 10⁴ and deviation 1, times `scale`, by a formula that a program in another language
+/// repeats: benches/results has PyTorch's errors on them.
+fn far_rows(cols: usize, scale: f64) -> Vec<f64> {
+    let value = |k: usize| 1e4 + 2f64.sqrt() * ((k * k) as f64).sin();
+    let values = (0..ROWS * cols).map(|k| f64::from(value(k) as f32) * scale);
+    values.collect()
+}
+
+/// The exact output of a LayerNorm of weight 1, and the greatest error of `actual`, as a multiple
+/// of the bound of each value and by itself.
+///
+/// The bound, in units u of the roundoff of f32 and deviations of the row: a value x is near the
+/// first mean, so their difference d is exact. The second mean, of n values d that add up to
+/// partial sums of about √n with a rounding each, is off by about u, and the error of the first
+/// mean, u·√n·10⁴, enters it only by a further factor u·√n; 8u covers both. The variance, of n
+/// positive terms, is off by √n·u at most in the mean of random roundings, and its root by half of
+/// that. A difference, a square, a root, a reciprocal and two products round once each.
+fn errors(actual: &Tensor, values: &[f64], cols: usize) -> (f64, f64) {
+    let u = precision(DType::F32).0;
+    let (mut worst, mut largest) = (0f64, 0f64);
+    for (row, actual) in values.chunks(cols).zip(to_f64(actual).chunks(cols)) {
+        let mean = row.iter().sum::<f64>() / cols as f64;
+        let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
+        for (x, actual) in row.iter().zip(actual) {
+            let y = (x - mean) / (variance + 1e-5).sqrt();
+            let error = match (actual - y).abs() {
+                error if error.is_nan() => f64::INFINITY,
+                error => error,
+            };
+            let bound = u * ((6. + (cols as f64).sqrt() / 2.) * y.abs() + 8.);
+            worst = worst.max(error / bound);
+            largest = largest.max(error);
+        }
+    }
+    (worst, largest)
+}
+
+/// At a mean of 10⁴ deviations the layer is as exact as beside none, also where squares of the
+/// values overflow. candle's two forms are not.
+#[test]
+fn a_mean_of_ten_thousand_deviations_costs_no_digit() -> Result<()> {
+    println!("columns  scale      ours  candle's fused  candle's slow");
+    for cols in [3, 64, 512, 4096] {
+        for scale in [1., 2f64.powi(100)] {
+            let values = far_rows(cols, scale);
+            let xs = tensor(&values, &[ROWS, cols], DType::F32);
+            let [ones, zeros] = [Tensor::ones, Tensor::zeros].map(|f| f(cols, DType::F32, &CPU));
+            let (ones, zeros) = (ones?, zeros?);
+            let norm = candle_powernorm::LayerNorm::new(ones.clone(), zeros.clone(), 1e-5);
+            let (worst, ours) = errors(&norm.forward(&xs)?, &values, cols);
+            let fused = candle_nn::ops::layer_norm(&xs, &ones, &zeros, 1e-5)?;
+            let slow = candle_nn::ops::layer_norm_slow(&xs, &ones, &zeros, 1e-5)?;
+            let [fused, slow] = [fused, slow].map(|ys| errors(&ys, &values, cols).1);
+            println!("{cols:7} {scale:6.0e} {ours:9.1e} {fused:15.1e} {slow:14.1e}");
+            assert!(
+                worst <= 1.,
+                "{cols} columns, scale {scale:e}: {worst} of the bound, {ours:e}"
+            );
+            assert!(ours <= fused.min(slow), "{cols} columns, scale {scale:e}");
+        }
+    }
+    Ok(())
+}
