@@ -26,6 +26,8 @@ back has each output's pages cleared anew, which is a large part of a call's tim
 A figure is the median of repeated calls after a warm-up. Ids are those of benches/power_norm.rs and
 benches/block.rs. Contenders: `torch_layer_norm`, `torch_rms_norm`, and `torch_power_norm`, which is
 the layer in PyTorch's operations, one at a time. `..._compiled` is what torch.compile makes of one.
+On a GPU, `torch_negate` is an element-wise kernel, which shows what a pass can reach at best, and
+`liger_rms_norm` and `liger_layer_norm` are Liger's kernels, where `pip install liger-kernel` was run.
 `backward` is the gradient of that call alone, through autograd. The transformer block has PyTorch's
 own attention; `torch_none` is the block without its normalizations.
 
@@ -51,7 +53,7 @@ from torch.nn.functional import (
 )
 
 CPU_SHAPES = ["4096x512"]
-GPU_SHAPES = ["256x1024", "4096x1024", "32768x1024", "32768x2048", "32768x4096", "32768x8192"]
+GPU_SHAPES = ["256x1024", "4096x1024", "4096x4096", "32768x1024", "32768x4096", "32768x8192"]
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 EPS = 1e-5
 
@@ -188,6 +190,23 @@ class Bench:
         return 1e6 * start.elapsed_time(end) / self.batch
 
 
+def liger(weight, bias):
+    """Liger's normalizations, if it is installed. They take contiguous gradients."""
+    try:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    except ImportError:
+        return {}
+
+    def rms(x):
+        return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+    def ln(x):
+        return LigerLayerNormFunction.apply(x, weight, bias, EPS)
+
+    return {"liger_rms_norm": (rms, [weight]), "liger_layer_norm": (ln, [weight, bias])}
+
+
 def measure(device, dtype, rows, cols, compiled):
     """The time of each pass of each contender, in nanoseconds."""
     bench = Bench(device, dtype, rows, cols)
@@ -208,6 +227,9 @@ def measure(device, dtype, rows, cols, compiled):
         "torch_rms_norm": (rms, [weight]),
         "torch_power_norm": (pn(forward_pass, backward_pass), [weight, bias]),
     }
+    if bench.on_gpu:
+        contenders["torch_negate"] = (torch.neg, [])
+        contenders |= liger(weight, bias)
     if compiled:
         # The compiler counts the shapes it meets, and at some number leaves a function as it is.
         torch.compiler.reset()

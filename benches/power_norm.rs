@@ -21,14 +21,22 @@
 //!
 //! With `MIMALLOC_PURGE_DELAY=-1`, freed memory stays at hand. Set it for figures to compare.
 //!
-//! Places: `t1` and `t2` are threads of the CPU. With feature `cuda` there are `cuda`, where calls
-//! queue up and the clock stops when the GPU is done with the last, and `cuda_call`, where the
-//! clock waits for each call.
+//! Places: `t1` and `t2` are threads of the CPU. Feature `cuda` adds a GPU's:
+//!
+//! - `cuda_graph`: calls are recorded in a CUDA graph and replayed, between two events. The CPU has
+//!   no part in it, so this is the time of the kernels. Of `backward`, it is theirs and that of
+//!   candle's autograd, as elsewhere.
+//! - `cuda`: calls queue up, and the clock stops when the GPU is done with the last.
+//! - `cuda_call`: the clock waits for each call.
+//! - `cuda_events`: the same on a handle of `Device::new_cuda_with_stream`, which records events.
 //!
 //! candle's element-wise operations have a thread pool of their own for the whole process, and its
 //! threads spin while they wait. The benches give it one thread, in `t2` too. To time contenders
 //! made of candle's operations with two, run `CANDLE_NUM_THREADS=2 cargo bench -- '/t2$'`.
 
+#[cfg(feature = "cuda")]
+#[path = "common/gpu.rs"]
+mod gpu;
 #[path = "common/ready.rs"]
 mod ready;
 #[path = "../tests/common/reference.rs"]
@@ -36,13 +44,16 @@ mod reference;
 
 use candle::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, RmsNorm, Statistics};
+use candle_powernorm::{power_norm, LayerNorm, PowerNorm, PowerNormConfig, RmsNorm, Statistics};
 use criterion::{Criterion, Throughput};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use ready::Ready;
 use reference::{composed, Recipe, Spec};
+#[cfg(feature = "cuda")]
+use std::cell::OnceCell;
 use std::hint::black_box;
+use std::ops::Range;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -113,15 +124,15 @@ impl Set {
                 (4096, 4096),
                 (32768, 1024),
             ],
-            (Place::Cuda, _) => &[
+            (Place::CudaGraph | Place::Cuda, _) => &[
                 (256, 1024),
                 (4096, 1024),
+                (4096, 4096),
                 (32768, 1024),
-                (32768, 2048),
                 (32768, 4096),
                 (32768, 8192),
             ],
-            (Place::CudaCall, _) => &[(256, 1024)],
+            (Place::CudaCall | Place::CudaEvents, _) => &[(256, 1024)],
         }
     }
 
@@ -156,15 +167,24 @@ const GPU_GRAPHS: usize = 64;
 enum Place {
     /// The CPU, with so many threads.
     Threads(usize),
+    /// A GPU that replays recorded calls.
+    CudaGraph,
     /// A GPU whose queue is kept full.
     Cuda,
     /// A GPU that is waited for after each call.
     CudaCall,
+    /// The same, and each call records events.
+    CudaEvents,
 }
 
 impl Place {
     const CPU: [Self; 2] = [Self::Threads(1), Self::Threads(2)];
-    const GPU: [Self; 2] = [Self::Cuda, Self::CudaCall];
+    const GPU: [Self; 4] = [
+        Self::CudaGraph,
+        Self::Cuda,
+        Self::CudaCall,
+        Self::CudaEvents,
+    ];
 
     fn all() -> Vec<Self> {
         let gpu: &[Self] = if cfg!(feature = "cuda") {
@@ -178,8 +198,10 @@ impl Place {
     fn name(self) -> String {
         match self {
             Self::Threads(threads) => format!("t{threads}"),
+            Self::CudaGraph => "cuda_graph".into(),
             Self::Cuda => "cuda".into(),
             Self::CudaCall => "cuda_call".into(),
+            Self::CudaEvents => "cuda_events".into(),
         }
     }
 
@@ -187,13 +209,17 @@ impl Place {
         matches!(self, Self::Threads(_))
     }
 
-    /// The device. All ids share that of the GPU, for each one that is made loads kernels of its
-    /// own.
     fn device(self) -> Device {
-        static GPU: OnceLock<Device> = OnceLock::new();
         match self {
             Self::Threads(_) => Device::Cpu,
-            Self::Cuda | Self::CudaCall => GPU.get_or_init(|| gpu().expect("a GPU")).clone(),
+            #[cfg(feature = "cuda")]
+            Self::CudaGraph => gpu::recordable(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda | Self::CudaCall => gpu::queue(),
+            #[cfg(feature = "cuda")]
+            Self::CudaEvents => gpu::with_events(),
+            #[cfg(not(feature = "cuda"))]
+            _ => unreachable!("a place of feature cuda"),
         }
     }
 
@@ -204,33 +230,6 @@ impl Place {
         };
         let pool = ThreadPoolBuilder::new().num_threads(threads).build();
         Some(pool.expect("a thread pool"))
-    }
-}
-
-fn gpu() -> Result<Device> {
-    let device = Device::new_cuda(0)?;
-    #[cfg(feature = "cuda")]
-    keep_freed_memory(&device)?;
-    Ok(device)
-}
-
-/// Keeps what is freed on a GPU at hand for the next allocation. Else the driver takes it back
-/// whenever the queue is waited for, and the clock would see it map memory.
-#[cfg(feature = "cuda")]
-fn keep_freed_memory(device: &Device) -> Result<()> {
-    use candle::cuda_backend::cudarc::driver::{result, sys};
-    use candle::cuda_backend::WrapErr;
-    let gpu = device.as_cuda_device()?.cuda_stream().context().cu_device();
-    let mut threshold = u64::MAX;
-    // SAFETY: the GPU is that of a live context, the pool its own, and the attribute's value a u64.
-    unsafe {
-        let pool = result::device::get_mem_pool(gpu).w()?;
-        result::mem_pool::set_attribute(
-            pool,
-            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-            (&raw mut threshold).cast(),
-        )
-        .w()
     }
 }
 
@@ -283,8 +282,12 @@ enum Contender {
     Residual,
     /// The same by an addition and a forward.
     ResidualApart,
+    /// The layer with one group and a mask, which keeps all rows.
+    Masked,
     /// The layer in candle's own operations.
     Composed,
+    /// This crate's.
+    LayerNorm,
     LayerNormFused,
     LayerNormSlow,
     /// This crate's.
@@ -299,14 +302,16 @@ enum Contender {
 }
 
 impl Contender {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 17] = [
         Self::PowerNorm(None),
         Self::PowerNorm(Some(1)),
         Self::PowerNorm(Some(8)),
         Self::PowerNormV,
         Self::Residual,
         Self::ResidualApart,
+        Self::Masked,
         Self::Composed,
+        Self::LayerNorm,
         Self::LayerNormFused,
         Self::LayerNormSlow,
         Self::RmsNorm,
@@ -325,7 +330,9 @@ impl Contender {
             Self::PowerNormV => "power_norm_v",
             Self::Residual => "residual",
             Self::ResidualApart => "residual_apart",
+            Self::Masked => "power_norm_masked",
             Self::Composed => "composed",
+            Self::LayerNorm => "layer_norm",
             Self::LayerNormFused => "layer_norm_fused",
             Self::LayerNormSlow => "layer_norm_slow",
             Self::RmsNorm => "rms_norm",
@@ -360,9 +367,9 @@ impl Contender {
     /// `true` if a comparison with the contender tells something.
     fn is_wanted(self, pass: Pass, place: Place) -> bool {
         match self {
-            Self::PowerNorm(_) | Self::RmsNorm => true,
+            Self::PowerNorm(_) | Self::RmsNorm | Self::LayerNorm => true,
             Self::LayerNormFused | Self::RmsNormFused | Self::Copy => true,
-            Self::PowerNormV => !place.is_cpu() && pass != Pass::ForwardEval,
+            Self::PowerNormV | Self::Masked => !place.is_cpu() && pass != Pass::ForwardEval,
             Self::Residual | Self::ResidualApart => pass != Pass::ForwardEval,
             Self::Composed | Self::BatchNorm => place.is_cpu(),
             Self::LayerNormSlow | Self::RmsNormSlow => pass != Pass::ForwardEval,
@@ -378,7 +385,12 @@ impl Contender {
     fn is_ours(self) -> bool {
         matches!(
             self,
-            Self::PowerNorm(_) | Self::PowerNormV | Self::Residual | Self::RmsNorm
+            Self::PowerNorm(_)
+                | Self::PowerNormV
+                | Self::Residual
+                | Self::Masked
+                | Self::LayerNorm
+                | Self::RmsNorm
         )
     }
 }
@@ -425,8 +437,9 @@ impl Inputs {
     fn new(case: Case) -> Result<Self> {
         let bytes = case.rows() * case.shape.1 * case.dtype.size_in_bytes();
         let count = match case.place {
-            Place::Cuda | Place::CudaCall if !case.test => GPU_INPUT_BYTES.div_ceil(bytes),
-            _ => 1,
+            Place::Threads(_) => 1,
+            _ if case.test => 1,
+            _ => GPU_INPUT_BYTES.div_ceil(bytes),
         };
         Ok(Self {
             case,
@@ -457,12 +470,33 @@ struct Arena<'a> {
     xs: &'a [Var],
     /// Of a contender that has one.
     residual: Option<&'a Var>,
+    /// 1 for each row.
+    mask: Tensor,
     weight: Var,
     bias: Var,
     power_norm: PowerNorm,
+    layer_norm: LayerNorm,
     rms_norm: RmsNorm,
     batch_norm: BatchNorm,
     spec: Spec,
+    #[cfg(feature = "cuda")]
+    recording: OnceCell<Recorded>,
+}
+
+/// Recorded passes of one id.
+#[cfg(feature = "cuda")]
+struct Recorded {
+    recording: gpu::Recording,
+    passes: usize,
+    /// The graphs whose backward was recorded. They own what it reads.
+    _graphs: Vec<Tensor>,
+}
+
+/// Weights from 0.5 to 1.5.
+fn ramp(cols: usize, device: &Device) -> Result<Tensor> {
+    Tensor::arange(0, cols as u32, device)?
+        .to_dtype(DType::F32)?
+        .affine(1. / cols as f64, 0.5)
 }
 
 impl<'a> Arena<'a> {
@@ -488,16 +522,23 @@ impl<'a> Arena<'a> {
             },
             ..EPS.into()
         };
-        let weight = Var::ones(cols, dtype, device)?;
+        let weight = match contender {
+            // Σ y is the same for every x where all weights are equal, and dx is 0.
+            Contender::LayerNorm => Var::from_tensor(&ramp(cols, device)?.to_dtype(dtype)?)?,
+            _ => Var::ones(cols, dtype, device)?,
+        };
+        let bias = Var::zeros(cols, dtype, device)?;
         let arena = Self {
             pass,
             contender,
             place,
             xs: &inputs.xs,
             residual: contender.has_residual().then(|| inputs.residual()),
-            rms_norm: RmsNorm::new(weight.as_tensor().clone(), EPS)?,
+            rms_norm: RmsNorm::new(weight.as_tensor().clone(), EPS),
+            layer_norm: LayerNorm::new(weight.as_tensor().clone(), bias.as_tensor().clone(), EPS),
+            mask: Tensor::ones(inputs.case.rows(), DType::U8, device)?,
             weight,
-            bias: Var::zeros(cols, dtype, device)?,
+            bias,
             power_norm: power_norm(cols, config, vb.pp("power_norm"))?,
             batch_norm: candle_nn::batch_norm(
                 cols,
@@ -513,6 +554,8 @@ impl<'a> Arena<'a> {
                 batch_statistics: config.statistics == Statistics::Batch,
                 recipe: Recipe::Paper,
             },
+            #[cfg(feature = "cuda")]
+            recording: OnceCell::new(),
         };
         if contender.is_ours() {
             arena.check()?;
@@ -542,7 +585,16 @@ impl<'a> Arena<'a> {
             input = (input + last(residual)?)?;
         }
         let x = Var::from_tensor(&input.to_dtype(DType::F32)?)?;
-        let mut expected = composed(&x, None, None, phi.as_ref(), &self.spec)?;
+        let mut expected = match self.contender {
+            Contender::LayerNorm => {
+                let (weight, bias) = (
+                    self.weight.to_dtype(DType::F32)?,
+                    self.bias.to_dtype(DType::F32)?,
+                );
+                candle_nn::ops::layer_norm_slow(&x, &weight, &bias, EPS as f32)?
+            }
+            _ => composed(&x, None, None, phi.as_ref(), &self.spec)?,
+        };
         if self.residual.is_some() && self.has_backward() {
             expected = (expected + x.as_tensor())?;
         }
@@ -583,10 +635,12 @@ impl<'a> Arena<'a> {
         match self.contender {
             Contender::PowerNorm(_) | Contender::PowerNormV => self.power_norm.forward_t(x, train),
             Contender::Residual | Contender::ResidualApart => unreachable!("they have a residual"),
+            Contender::Masked => self.power_norm.forward_masked(x, &self.mask),
             Contender::Composed => {
                 let phi = Tensor::ones(x.dim(1)?, x.dtype(), x.device())?;
                 composed(x, Some((weight, bias)), None, Some(&phi), &self.spec)
             }
+            Contender::LayerNorm => self.layer_norm.forward(x),
             Contender::LayerNormFused => candle_nn::ops::layer_norm(x, weight, bias, eps),
             Contender::LayerNormSlow => candle_nn::ops::layer_norm_slow(x, weight, bias, eps),
             Contender::RmsNorm => self.rms_norm.forward(x),
@@ -603,8 +657,13 @@ impl<'a> Arena<'a> {
 
     /// The time of `iterations` passes, dropping their results included.
     fn time(&self, iterations: u64) -> Result<Duration> {
-        if self.contender == Contender::Copy && self.place.is_cpu() {
-            return self.time_copies(iterations);
+        match self.place {
+            #[cfg(feature = "cuda")]
+            Place::CudaGraph => return self.time_replays(iterations),
+            Place::Threads(_) if self.contender == Contender::Copy => {
+                return self.time_copies(iterations);
+            }
+            _ => {}
         }
         let device = self.xs[0].device();
         let iterations = iterations as usize;
@@ -612,42 +671,71 @@ impl<'a> Arena<'a> {
         let mut total = Duration::ZERO;
         for first in (0..iterations).step_by(batch) {
             let calls = first..iterations.min(first + batch);
-            let graphs: Vec<_> = match self.pass {
-                Pass::Backward => {
-                    let graphs = calls.clone().map(|call| self.forward(call, true));
-                    graphs.collect::<Result<_>>()?
-                }
-                _ => vec![],
-            };
+            let graphs = self.graphs(calls.clone())?;
             device.synchronize()?;
             let start = Instant::now();
-            match self.pass {
-                Pass::ForwardTrain | Pass::ForwardEval => {
-                    for call in calls {
-                        black_box(self.forward(call, self.pass == Pass::ForwardTrain)?);
-                    }
-                }
-                Pass::Backward => {
-                    for y in &graphs {
-                        black_box(y.backward()?);
-                    }
-                }
-                Pass::TrainStep => {
-                    for call in calls {
-                        black_box(self.forward(call, true)?.backward()?);
-                    }
-                }
-            }
+            self.run(calls, &graphs)?;
             device.synchronize()?;
             total += start.elapsed();
         }
         Ok(total)
     }
 
+    /// What these calls of a backward begin with, which is not timed.
+    fn graphs(&self, calls: Range<usize>) -> Result<Vec<Tensor>> {
+        match self.pass {
+            Pass::Backward => calls.map(|call| self.forward(call, true)).collect(),
+            _ => Ok(vec![]),
+        }
+    }
+
+    fn run(&self, calls: Range<usize>, graphs: &[Tensor]) -> Result<()> {
+        match self.pass {
+            Pass::ForwardTrain | Pass::ForwardEval => {
+                for call in calls {
+                    black_box(self.forward(call, self.pass == Pass::ForwardTrain)?);
+                }
+            }
+            Pass::Backward => {
+                for y in graphs {
+                    black_box(y.backward()?);
+                }
+            }
+            Pass::TrainStep => {
+                for call in calls {
+                    black_box(self.forward(call, true)?.backward()?);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The time of `iterations` passes as a part of recorded ones.
+    #[cfg(feature = "cuda")]
+    fn time_replays(&self, iterations: u64) -> Result<Duration> {
+        if self.recording.get().is_none() {
+            let passes = self.calls_per_wait(GPU_GRAPHS);
+            let graphs = self.graphs(0..passes)?;
+            let calls = || self.run(0..passes, &graphs);
+            let recorded = Recorded {
+                recording: gpu::Recording::new(self.xs[0].device(), calls)?,
+                passes,
+                _graphs: graphs,
+            };
+            self.recording.get_or_init(|| recorded);
+        }
+        let recorded = self.recording.get().expect("what was just recorded");
+        let replays = (iterations as usize).div_ceil(recorded.passes);
+        let time = recorded.recording.time(replays)?;
+        Ok(time.mul_f64(iterations as f64 / (replays * recorded.passes) as f64))
+    }
+
     /// Calls from one wait for the device to the next.
     fn calls_per_wait(&self, iterations: usize) -> usize {
         match (self.place, self.pass) {
-            (Place::Cuda, Pass::Backward) => (GPU_GRAPH_BYTES / self.bytes()).clamp(1, GPU_GRAPHS),
+            (Place::CudaGraph, _) | (Place::Cuda, Pass::Backward) => {
+                (GPU_GRAPH_BYTES / self.bytes()).clamp(1, GPU_GRAPHS)
+            }
             (Place::Cuda, _) => iterations,
             _ => 1,
         }

@@ -1,0 +1,98 @@
+//! Memory that the graph of a forward keeps for its backward, beside candle's own normalizations.
+//!
+//! ```text
+//! cargo bench --bench memory
+//! ```
+//!
+//! A layer is called on an input that the program holds, and the bytes that are allocated afterwards
+//! and not freed are counted. The output is subtracted, because the layer after this one keeps it
+//! anyway. Prints bytes and, for each layer, how many tensors of the input's size they would fill.
+//! Nothing is timed.
+
+use candle::{DType, Device, Module, Result, Tensor, Var};
+use candle_nn::{ops, VarBuilder, VarMap};
+use candle_powernorm::{layer_norm, power_norm, rms_norm, PowerNormConfig};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Rows and channels.
+const SHAPE: (usize, usize) = (4096, 512);
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+const EPS: f64 = 1e-5;
+
+/// The system's allocator, which counts.
+struct Counting;
+
+/// Bytes that are allocated and not freed.
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator as it came, and `realloc` is `GlobalAlloc`'s
+// own, which calls `alloc` and `dealloc`.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: by the contract of this function, which is the same.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: as above; `pointer` came from `System`.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Bytes that the output of `forward` and its graph hold.
+fn held_by(forward: impl Fn() -> Result<Tensor>) -> Result<usize> {
+    // The first call may make what stays, such as threads and a layer's own statistics.
+    forward()?;
+    let before = LIVE.load(Ordering::Relaxed);
+    let ys = forward()?;
+    let held = LIVE.load(Ordering::Relaxed) - before;
+    drop(ys);
+    Ok(held)
+}
+
+fn main() -> Result<()> {
+    println!("| layer | dtype | bytes kept besides input and output | in tensors of that size |");
+    println!("|---|---|--:|--:|");
+    for dtype in DTYPES {
+        let (rows, channels) = SHAPE;
+        let vb = VarBuilder::from_varmap(&VarMap::new(), dtype, &Device::Cpu);
+        let xs = Tensor::randn(0f32, 1., (rows, channels), &Device::Cpu)?.to_dtype(dtype)?;
+        let xs = Var::from_tensor(&xs)?;
+        let config = |warmup_steps| PowerNormConfig {
+            warmup_steps,
+            ..EPS.into()
+        };
+        let running = power_norm(channels, config(0), vb.pp("running"))?;
+        let warming_up = power_norm(channels, config(1000), vb.pp("warming_up"))?;
+        let layer = layer_norm(channels, EPS, vb.pp("layer"))?;
+        let rms = rms_norm(channels, EPS, vb.pp("rms"))?;
+        let weight = vb.get(channels, "weight")?;
+        let bias = vb.get(channels, "bias")?;
+        let eps = EPS as f32;
+        let forwards: [(&str, &dyn Fn() -> Result<Tensor>); 6] = [
+            ("`power_norm`", &|| running.forward(&xs)),
+            ("`power_norm`, in its warm-up", &|| warming_up.forward(&xs)),
+            ("`layer_norm`", &|| layer.forward(&xs)),
+            ("`rms_norm`", &|| rms.forward(&xs)),
+            ("candle `layer_norm_slow`", &|| {
+                ops::layer_norm_slow(&xs, &weight, &bias, eps)
+            }),
+            ("candle `rms_norm_slow`", &|| {
+                ops::rms_norm_slow(&xs, &weight, eps)
+            }),
+        ];
+        let size = rows * channels * dtype.size_in_bytes();
+        for (name, forward) in forwards {
+            let kept = held_by(forward)? - size;
+            let tensors = kept as f64 / size as f64;
+            println!("| {name} | {dtype:?} | {kept} | {tensors:.2} |");
+        }
+    }
+    Ok(())
+}
