@@ -1,11 +1,35 @@
-//! Copies models of candle-transformers and changes them by the patches here, as the guide tells
-//! its reader to do by hand.
+//! Copies files of candle and candle-transformers and changes them by the patches here: models, as
+//! the guide tells its reader to do by hand, and candle's own tests of its normalizations.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
 fn main() {
+    let models = source("candle-transformers").join("src/models");
+    for model in ["bert", "chatglm", "csm", "llama", "llama2_c", "vit"] {
+        let ported = patched(&read(&models.join(format!("{model}.rs"))), model);
+        write(model, &ported);
+        if model == "llama2_c" {
+            // The same file with candle's layer, by the import alone, and with PowerNorm.
+            let ours = "use candle_powernorm::{rms_norm, RmsNorm};";
+            assert_eq!(ported.matches(ours).count(), 1, "the patch has this import");
+            let candles = ported.replace(ours, "use candle_nn::{rms_norm, RmsNorm};");
+            write("llama2_c_candle", &candles);
+            write("llama2_c_power", &patched(&ported, "llama2_c_power"));
+        }
+    }
+    let tests = source("candle-nn").join("tests");
+    for test in ["layer_norm", "ops"] {
+        // Nothing but paths differs.
+        let test_of = format!("candle_{test}");
+        let text = read(&tests.join(format!("{test}.rs")));
+        write(&test_of, &patched(&text, &test_of));
+    }
+}
+
+/// The folder of the source of a package that this one depends on.
+fn source(package: &str) -> PathBuf {
     let cargo = env::var("CARGO").expect("cargo runs this");
     let metadata = Command::new(cargo)
         .args(["metadata", "--format-version", "1"])
@@ -16,20 +40,31 @@ fn main() {
     let packages = metadata["packages"].as_array().expect("there are packages");
     let manifest = packages
         .iter()
-        .find(|package| package["name"] == "candle-transformers")
-        .and_then(|package| package["manifest_path"].as_str())
-        .expect("candle-transformers is a dependency");
-    let models = Path::new(manifest).with_file_name("src/models");
+        .find(|known| known["name"] == package)
+        .and_then(|found| found["manifest_path"].as_str())
+        .unwrap_or_else(|| panic!("{package} is a dependency"));
+    let folder = Path::new(manifest)
+        .parent()
+        .expect("a manifest in a folder");
+    folder.to_owned()
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The text after `name.patch`.
+fn patched(original: &str, name: &str) -> String {
+    let path = format!("{name}.patch");
+    println!("cargo::rerun-if-changed={path}");
+    let patch = read(Path::new(&path));
+    let patch = diffy::Patch::from_str(&patch).expect("a unified diff");
+    diffy::apply(original, &patch).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// Writes `name.rs` for `include!`: a file that is included has no comments of its own.
+fn write(name: &str, text: &str) {
+    let text = text.replace("\n//!", "\n//").replacen("//!", "//", 1);
     let out = env::var("OUT_DIR").expect("cargo sets it");
-    for model in ["bert", "chatglm", "csm", "llama", "llama2_c", "vit"] {
-        let name = format!("{model}.patch");
-        println!("cargo::rerun-if-changed={name}");
-        let original = fs::read_to_string(models.join(format!("{model}.rs"))).expect("the model");
-        let patch = fs::read_to_string(&name).expect("the patch");
-        let patch = diffy::Patch::from_str(&patch).expect("a unified diff");
-        let ported = diffy::apply(&original, &patch).expect("the patch fits this version");
-        // A file that is included has no comments of its own.
-        let ported = ported.replace("\n//!", "\n//").replacen("//!", "//", 1);
-        fs::write(Path::new(&out).join(format!("{model}.rs")), ported).expect("room for the port");
-    }
+    fs::write(Path::new(&out).join(format!("{name}.rs")), text).expect("room for the file");
 }

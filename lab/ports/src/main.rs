@@ -6,18 +6,32 @@
 //! ```
 //!
 //! `build.rs` makes the models from candle-transformers' files by the steps of the guide's page on
-//! training. Each learns a small task. Prints the losses, and fails if a parameter gets no gradient
-//! or a loss does not fall. In half precision the optimizer moves masters in single precision, by
-//! the guide's page on mixed precision.
+//! porting. Each learns a small task. Prints the losses, and fails if a parameter gets no gradient
+//! or a loss does not fall. In half precision the optimizer moves masters in single precision, as
+//! in the guide's page on techniques.
 //!
-//! ChatGLM and CSM are compiled only. They stand for the two kinds of file in which `RmsNorm` takes
-//! another edit than in the Llamas.
+//! ChatGLM and CSM are compiled only. They stand for files that reach `RmsNorm` and `LayerNorm` in
+//! other ways than the Llamas.
+//!
+//! With a text, llama2.c learns its characters by candle's RmsNorm, by this crate's, and by
+//! PowerNorm, in f32, and nothing else is trained:
+//!
+//! ```text
+//! cargo run --release -p ports -- --text shakespeare.txt
+//! ```
+//!
+//! `cargo test -p ports` runs candle's own tests of LayerNorm and RmsNorm on this crate's.
+
+#[cfg(test)]
+mod candle_tests;
+mod text;
 
 use candle::backprop::GradStore;
-use candle::{bail, DType, Device, Result, Tensor, Var};
+use candle::{bail, DType, Device, Error, Result, Tensor, Var};
 use candle_nn::{loss::cross_entropy, AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use candle_powernorm::{trainable_vars, Mode, PowerNormBuilder};
 use rand::{rngs::StdRng, Rng, SeedableRng};
+use std::path::PathBuf;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -42,6 +56,16 @@ mod llama {
 #[allow(dead_code, clippy::all)]
 mod llama2_c {
     include!(concat!(env!("OUT_DIR"), "/llama2_c.rs"));
+}
+/// `llama2_c` with candle's `RmsNorm`: the import is the only difference.
+#[allow(dead_code, clippy::all)]
+mod llama2_c_candle {
+    include!(concat!(env!("OUT_DIR"), "/llama2_c_candle.rs"));
+}
+/// `llama2_c` with PowerNorm.
+#[allow(dead_code, clippy::all)]
+mod llama2_c_power {
+    include!(concat!(env!("OUT_DIR"), "/llama2_c_power.rs"));
 }
 #[allow(dead_code, clippy::all)]
 mod vit {
@@ -298,11 +322,54 @@ fn train_vit(dtype: DType) -> Result<[f32; 2]> {
     })
 }
 
+const USAGE: &str = "usage: ports [--text FILE [--steps 300] [--seeds 1,2]]";
+
+/// What the command line asks of a training on a text.
+struct Args {
+    text: PathBuf,
+    steps: usize,
+    seeds: Vec<u64>,
+}
+
+impl Args {
+    /// `None` without arguments.
+    fn of(
+        mut words: impl Iterator<Item = String>,
+    ) -> std::result::Result<Option<Self>, Box<dyn std::error::Error>> {
+        let (mut text, mut steps, mut seeds) = (None, None, None);
+        while let Some(name) = words.next() {
+            let value = words.next().ok_or(USAGE)?;
+            match name.as_str() {
+                "--text" => text = Some(PathBuf::from(value)),
+                "--steps" => steps = Some(value.parse()?),
+                "--seeds" => {
+                    let each = value.split(',').map(str::parse);
+                    seeds = Some(each.collect::<std::result::Result<_, _>>()?);
+                }
+                _ => return Err(USAGE.into()),
+            }
+        }
+        match text {
+            Some(text) => Ok(Some(Self {
+                text,
+                steps: steps.unwrap_or(300),
+                seeds: seeds.unwrap_or_else(|| vec![1, 2]),
+            })),
+            None if steps.is_none() && seeds.is_none() => Ok(None),
+            None => Err(USAGE.into()),
+        }
+    }
+}
+
 type Train = fn(DType) -> Result<[f32; 2]>;
 
 fn main() -> Result<()> {
     if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
         std::env::set_var("CANDLE_NUM_THREADS", "1");
+    }
+    let args = Args::of(std::env::args().skip(1)).map_err(|error| Error::msg(error.to_string()))?;
+    if let Some(args) = args {
+        return text::compare(&args.text, args.steps, &args.seeds);
     }
     println!("loss of                first step  after {STEPS}");
     let models: [(&str, Train); 4] = [

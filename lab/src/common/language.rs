@@ -3,7 +3,7 @@
 use super::checkpoint::Checkpoint;
 use super::data::{Batch, Corpus};
 use super::model::{init_weights, Gpt, Size};
-use super::norm::{share, NormConfig, ALPHA};
+use super::norm::{share, Norm, NormConfig, ALPHA};
 use super::optim::{AdamWConfig, Schedule};
 use super::random::{generator, Dropout, Use};
 use super::train::{State, Train};
@@ -37,6 +37,24 @@ pub struct Settings {
     pub schedule: Schedule,
     pub steps: usize,
     pub seed: u64,
+    /// `None` if the run starts from new weights.
+    pub start: Option<Start>,
+}
+
+/// The weights that a run starts from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Start {
+    /// The normalization that they were trained with.
+    pub norm: Norm,
+    /// A hash of their file.
+    pub fingerprint: u64,
+}
+
+impl Start {
+    /// A move to `norm` needs a residual stream that is centred.
+    pub fn centres(self, norm: Norm) -> bool {
+        self.norm == Norm::Layer && norm != self.norm
+    }
 }
 
 /// Dropout and label smoothing, which only training has.
@@ -62,7 +80,10 @@ impl<'a> Run<'a> {
     pub fn new(settings: Settings, corpus: &'a Corpus, device: &Device) -> Result<Self> {
         let (mode, varmap) = (Mode::train(), VarMap::new());
         let vb = VarBuilder::from_varmap(&varmap, DTYPE, device);
-        let model = Gpt::new(settings.size, &settings.norm, &mode, vb)?;
+        let mut model = Gpt::new(settings.size, &settings.norm, &mode, vb)?;
+        if (settings.start).is_some_and(|start| start.centres(settings.norm.norm)) {
+            model = model.with_centred_embeddings();
+        }
         let mut rng = generator(settings.seed, Use::Weights, 0);
         init_weights(&varmap, settings.size.layers, &mut rng)?;
         let optimizer = AdamWConfig {
@@ -85,6 +106,38 @@ impl<'a> Run<'a> {
     /// Tokens of a step.
     fn rows(&self) -> usize {
         self.settings.batch * self.settings.size.context
+    }
+
+    /// A new run of the same settings with another normalization, without group scaling.
+    pub fn with_norm(&self, norm: Norm) -> Result<Self> {
+        let norm = NormConfig {
+            norm,
+            groups: None,
+            ..self.settings.norm
+        };
+        let settings = Settings {
+            norm,
+            start: None,
+            ..self.settings
+        };
+        Self::new(settings, self.corpus, &self.state.device)
+    }
+
+    /// What each normalization reads in an evaluation of `batches` batches of the training split,
+    /// by batch.
+    pub fn streams(&self, batches: usize) -> Result<Vec<Vec<Tensor>>> {
+        let _guard = self.state.mode.eval_scope();
+        let Settings { size, batch, .. } = self.settings;
+        let train = &self.corpus.train;
+        let spread = Batch::spread(train, batches, batch, size.context, &self.state.device);
+        let streams = spread.map(|batch| {
+            let mut streams = vec![];
+            let see = |stream: &Tensor| streams.push(stream.detach());
+            self.model
+                .forward_seen(&batch?.inputs, &Dropout::none(), see)?;
+            Ok(streams)
+        });
+        streams.collect()
     }
 
     /// The loss of the next batch, and the gradients of the parameters as the optimizer has them.
@@ -249,8 +302,9 @@ impl Settings {
             schedule,
             steps,
             seed,
+            start,
         } = *self;
-        json!({
+        let mut description = json!({
             "--norm": norm.norm.to_string(),
             "--groups": norm.groups,
             "--steps": steps,
@@ -275,7 +329,12 @@ impl Settings {
             "largest norm of a gradient": schedule.clip,
             "dtype": DTYPE.as_str(),
             "text (as a hash)": format!("{:016x}", corpus.fingerprint),
-        })
+        });
+        if let Some(Start { norm, fingerprint }) = start {
+            description["--from-norm"] = json!(norm.to_string());
+            description["weights at the start (as a hash)"] = json!(format!("{fingerprint:016x}"));
+        }
+        description
     }
 }
 
@@ -297,6 +356,7 @@ impl Settings {
             schedule: Schedule::default(),
             steps: 8,
             seed: 1,
+            start: None,
         }
     }
 }

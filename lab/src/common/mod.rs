@@ -1,6 +1,7 @@
 //! The parts that the commands share, and the language model of `study`.
 
 pub mod checkpoint;
+pub mod convert;
 pub mod data;
 pub mod language;
 pub mod measure;

@@ -48,6 +48,8 @@ pub struct Gpt {
     /// normalizations. It is sqrt(width) at first, as in the Llama of DyT's authors. Without it
     /// what is as small as the embeddings, 0.02, stays small, and the model hardly learns.
     scale: Option<Tensor>,
+    /// The embeddings' mean over the channels is subtracted from them.
+    centred: bool,
     blocks: Vec<Block>,
     norm: NormLayer,
     /// On the variable of `tokens`.
@@ -70,6 +72,7 @@ impl Gpt {
             scale: norm.norm.is_pointwise().then(scale).transpose()?,
             output: Linear::new(tokens.embeddings().clone(), None),
             tokens,
+            centred: false,
             positions: vb.get((context, width), "positions.weight")?,
             blocks,
             norm: NormLayer::new(width, norm, mode, vb.pp("norm"))?,
@@ -78,7 +81,30 @@ impl Gpt {
         })
     }
 
+    /// The same model, in which the mean of each embedding is subtracted from it.
+    ///
+    /// LayerNorm removes that mean wherever it reads the residual stream, so a model that was
+    /// trained with it can leave it out. It cannot be subtracted from the embedding's weights,
+    /// because they are the output's weights too.
+    pub fn with_centred_embeddings(self) -> Self {
+        Self {
+            centred: true,
+            ..self
+        }
+    }
+
     pub fn forward(&self, tokens: &Tensor, dropout: &Dropout) -> Result<Tensor> {
+        self.forward_seen(tokens, dropout, |_| ())
+    }
+
+    /// [`forward`](Self::forward), in which `see` gets the residual stream that each normalization
+    /// reads, in the order of [`norm_names`].
+    pub fn forward_seen(
+        &self,
+        tokens: &Tensor,
+        dropout: &Dropout,
+        mut see: impl FnMut(&Tensor),
+    ) -> Result<Tensor> {
         let (_, time) = tokens.dims2()?;
         if time > self.context {
             candle::bail!("{time} tokens, the context is {}", self.context)
@@ -89,13 +115,19 @@ impl Gpt {
         if let Some(scale) = &self.scale {
             embedded = embedded.broadcast_mul(scale)?;
         }
+        if self.centred {
+            embedded = embedded.broadcast_sub(&embedded.mean_keepdim(D::Minus1)?)?;
+        }
         let mut stream = dropout.forward(&embedded)?;
+        see(&stream);
         let mut xs = self.first_norm(0).forward(&stream)?;
         for (i, block) in self.blocks.iter().enumerate() {
             let branch = dropout.forward(&block.attention.forward(&xs, &mask)?)?;
             (xs, stream) = block.norm_2.forward_residual(&branch, &stream)?;
+            see(&stream);
             let branch = dropout.forward(&block.mlp(&xs)?)?;
             (xs, stream) = self.first_norm(i + 1).forward_residual(&branch, &stream)?;
+            see(&stream);
         }
         self.output.forward(&xs)
     }
@@ -110,6 +142,7 @@ impl Gpt {
         Ok(Some(Self {
             tokens: self.tokens.clone(),
             scale: self.scale.clone(),
+            centred: self.centred,
             positions: self.positions.clone(),
             blocks: blocks.collect::<Result<_>>()?,
             norm: NormLayer::Folded,
@@ -119,10 +152,24 @@ impl Gpt {
         }))
     }
 
+    /// The normalizations, in the order of [`norm_names`].
+    pub fn norms(&self) -> Vec<&NormLayer> {
+        let blocks = self.blocks.iter();
+        let blocks = blocks.flat_map(|block| [&block.norm_1, &block.norm_2]);
+        blocks.chain([&self.norm]).collect()
+    }
+
     /// The normalization of the residual stream before block `i`, or of the output.
     fn first_norm(&self, i: usize) -> &NormLayer {
         self.blocks.get(i).map_or(&self.norm, |block| &block.norm_1)
     }
+}
+
+/// The names of a model's normalizations, in the order in which the residual stream meets them.
+pub fn norm_names(layers: usize) -> Vec<String> {
+    let of_block = |i| [1, 2].map(|n| format!("blocks.{i}.norm_{n}"));
+    let blocks = (0..layers).flat_map(of_block);
+    blocks.chain(["norm".to_string()]).collect()
 }
 
 struct Block {

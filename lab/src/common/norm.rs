@@ -4,7 +4,8 @@ use super::EPS;
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, Linear, ModuleT, VarBuilder};
 use candle_powernorm::{
-    power_norm, rms_norm, GroupScaling, Mode, PowerNorm, PowerNormConfig, RmsNorm, Statistics,
+    layer_norm, power_norm, rms_norm, GroupScaling, LayerNorm, Mode, PowerNorm, PowerNormConfig,
+    RmsNorm, Statistics,
 };
 use clap::ValueEnum;
 use std::fmt;
@@ -144,7 +145,7 @@ pub enum NormLayer {
         norm: BatchNorm,
         mode: Mode,
     },
-    Layer(Affine),
+    Layer(LayerNorm),
     Rms(RmsNorm),
     Group(GroupNorm),
     /// `γ ⊙ tanh(α x) + β`, arXiv 2503.10622.
@@ -231,7 +232,7 @@ impl NormLayer {
                 )?,
                 mode: mode.clone(),
             },
-            Norm::Layer => Self::Layer(Affine::new(size, &vb)?),
+            Norm::Layer => Self::Layer(layer_norm(size, EPS, vb)?),
             Norm::Rms => Self::Rms(rms_norm(size, EPS, vb)?),
             Norm::Dyt => Self::Dyt {
                 alpha: number("alpha", POINTWISE_ALPHA)?,
@@ -322,11 +323,7 @@ impl Module for NormLayer {
                 norm.forward_t(&rows, mode.is_training())?
                     .reshape(xs.shape())
             }
-            // `layer_norm_slow`, because `candle_nn::LayerNorm` takes a fused path that records no
-            // backward: all that lies upstream would silently stop training.
-            Self::Layer(Affine { weight, bias }) => {
-                candle_nn::ops::layer_norm_slow(xs, weight, bias, EPS as f32)
-            }
+            Self::Layer(norm) => norm.forward(xs),
             Self::Rms(norm) => norm.forward(xs),
             Self::Dyt { alpha, affine } => affine.forward(&xs.broadcast_mul(alpha)?.tanh()?),
             Self::Derf {

@@ -19,13 +19,14 @@
 mod report;
 
 use crate::common::checkpoint::write_whole;
+use crate::common::convert::{convert, Weights};
 use crate::common::data::{Corpus, HeldOut, Unit};
 use crate::common::language::{Regularization, Run, Settings, BATCH};
 use crate::common::measure::Observations;
 use crate::common::model::{Size, CONTEXT, HEADS};
 use crate::common::norm::{Norm, NormConfig, MOMENTUM};
 use crate::common::optim::Schedule;
-use crate::common::train::{train, Diverged, Plan};
+use crate::common::train::{train, Diverged, Plan, Train};
 use crate::common::{self, Place};
 use anyhow::{ensure, Context, Result};
 use candle::Device;
@@ -101,6 +102,20 @@ pub struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 100, value_parser = common::positive)]
     eval_every: usize,
 
+    /// Start from the weights that runs without group scaling kept in this folder, of the same
+    /// seeds, and not from new ones. Needs --from-norm
+    #[arg(long, value_name = "DIR", requires = "from_norm")]
+    from: Option<PathBuf>,
+
+    /// Normalization that the weights of --from were trained with. PowerNorm, PN-V and itself can
+    /// take its place
+    #[arg(long, value_name = "NORM", value_parser = from_norm, requires = "from")]
+    from_norm: Option<Norm>,
+
+    /// Keep the weights that each run ends with, in the folder `weights` beside the runs
+    #[arg(long)]
+    keep_weights: bool,
+
     /// Device to train on
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
@@ -108,6 +123,14 @@ pub struct Args {
     /// Folder of the runs and of the report
     #[arg(long, value_name = "DIR", default_value = "target/study")]
     out: PathBuf,
+}
+
+/// Parses a normalization that a model can be moved from.
+fn from_norm(arg: &str) -> Result<Norm, String> {
+    match Norm::from_str(arg, false)? {
+        norm @ (Norm::Layer | Norm::Rms) => Ok(norm),
+        _ => Err("it must be layer or rms".into()),
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -189,6 +212,16 @@ pub fn run(args: &Args) -> Result<()> {
             && (args.groups.is_empty() || args.groups.contains(&groups))
     });
     ensure!(!variants.is_empty(), "no run is left of these experiments");
+    if let Some(from) = args.from_norm {
+        for variant in &variants {
+            let same = variant.norm == from && variant.groups.is_none();
+            ensure!(
+                same || variant.norm.is_power(),
+                "a model with {from} cannot be moved to {}: leave it out with --norms and --groups",
+                variant.name()
+            );
+        }
+    }
     let seeds: BTreeSet<u64> = args.seeds.iter().copied().collect();
     let jobs: Vec<_> = (seeds.iter())
         .flat_map(|&seed| variants.iter().map(move |&variant| (variant, seed)))
@@ -205,7 +238,7 @@ pub fn run(args: &Args) -> Result<()> {
         eprintln!("{prefix}: {result}, {:.0} s", outcome.seconds);
         let bytes = serde_json::to_vec(&outcome)?;
         write_whole(&result_path(args, variant, seed), &bytes)?;
-        // All is in the result.
+        // The result, and the weights if they are kept, are all that is needed of it.
         let checkpoint = checkpoint_path(args, variant, seed);
         if checkpoint.exists() {
             std::fs::remove_file(checkpoint)?;
@@ -229,6 +262,20 @@ fn checkpoint_path(args: &Args, variant: Variant, seed: u64) -> PathBuf {
     (args.out).join(format!("{}.safetensors", run_name(variant, seed)))
 }
 
+fn weights_path(args: &Args, variant: Variant, seed: u64) -> PathBuf {
+    let name = format!("{}.safetensors", run_name(variant, seed));
+    args.out.join("weights").join(name)
+}
+
+/// The weights that the runs of a seed start from, if they do not start from new ones.
+fn start(args: &Args, seed: u64) -> Result<Option<Weights>> {
+    let (Some(dir), Some(norm)) = (&args.from, args.from_norm) else {
+        return Ok(None);
+    };
+    let name = run_name(Variant { norm, groups: None }, seed);
+    Weights::read(&dir.join(format!("{name}.safetensors")), norm).map(Some)
+}
+
 fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settings {
     let norm_warmup = args.norm_warmup.unwrap_or(args.schedule.rate_warmup);
     Settings {
@@ -245,12 +292,18 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
         schedule: args.schedule,
         steps: args.steps,
         seed,
+        start: None,
     }
 }
 
 /// All that a run's result follows from, but for the name of its variant.
 fn description(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Value {
-    let mut description = settings(args, variant, seed, corpus).describe(corpus);
+    described(args, &settings(args, variant, seed, corpus), corpus)
+}
+
+fn described(args: &Args, settings: &Settings, corpus: &Corpus) -> Value {
+    let mut description = settings.describe(corpus);
+    description["--from-norm"] = json!(args.from_norm.map(|norm| norm.to_string()));
     description["--device"] = json!(format!("{:?}", args.device));
     description["batches of the last evaluation"] = json!(FINAL_EVAL_BATCHES);
     description
@@ -272,15 +325,30 @@ fn outcome(
         at_end: false,
         checkpoint: checkpoint_path(args, variant, seed),
     };
-    let settings = description(args, variant, seed, corpus);
-    let mut run = Run::new(self::settings(args, variant, seed, corpus), corpus, device)?;
+    let start = start(args, seed)?;
+    let settings = Settings {
+        start: start.as_ref().map(Weights::start),
+        ..settings(args, variant, seed, corpus)
+    };
+    let mut run = Run::new(settings, corpus, device)?;
+    let settings = described(args, &settings, corpus);
     run.state.observe_every = OBSERVE_EVERY;
     run.state.observations = Observations::are_of(variant.norm).then(Observations::default);
     if plan.checkpoint.exists() {
         run.load(&plan.checkpoint)?;
+    } else if let Some(weights) = &start {
+        convert(&run, weights)?;
+        run.validate()?;
     }
     match train(&mut run, &plan, |_| Ok(())).and_then(|()| Losses::of(&run)) {
-        Ok(losses) => Outcome::of(variant, settings, &run, losses),
+        Ok(losses) => {
+            if args.keep_weights {
+                let path = weights_path(args, variant, seed);
+                std::fs::create_dir_all(path.parent().unwrap_or(&args.out))?;
+                run.state.varmap.save(path)?;
+            }
+            Outcome::of(variant, settings, &run, losses)
+        }
         Err(error) if error.is::<Diverged>() => Ok(Outcome::unfinished(variant, settings, &run)),
         Err(error) => Err(error),
     }
@@ -335,6 +403,9 @@ mod tests {
             seeds: vec![1],
             steps: 3,
             eval_every: 2,
+            from: None,
+            from_norm: None,
+            keep_weights: false,
             device: Place::Cpu,
             out,
         }
@@ -484,6 +555,72 @@ mod tests {
             ..outcome
         };
         assert_eq!(but(outcome), but(plain));
+        Ok(())
+    }
+
+    /// The weights that are kept are those that the loss is of.
+    #[test]
+    fn a_run_keeps_its_weights() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let args = Args {
+            keep_weights: true,
+            ..args(dir.path().into())
+        };
+        let corpus = corpus();
+        let outcome = outcome(&args, PN, 1, &corpus, &Device::Cpu, String::new())?;
+        let mut kept = Run::new(settings(&args, PN, 1, &corpus), &corpus, &Device::Cpu)?;
+        kept.state.varmap.load(weights_path(&args, PN, 1))?;
+        let batches = corpus.val.len().div_ceil(BATCH * CONTEXT);
+        let loss = kept.evaluate(&corpus.val, FINAL_EVAL_BATCHES.min(batches))?;
+        assert_eq!(Some(loss), outcome.val_loss);
+        Ok(())
+    }
+
+    /// The control starts where the run before it ended, and so does PowerNorm with one group.
+    #[test]
+    fn a_run_starts_from_kept_weights() -> Result<()> {
+        let dir = tempfile::tempdir()?;
+        let corpus = corpus();
+        let args = Args {
+            keep_weights: true,
+            ..args(dir.path().into())
+        };
+        let rms = Variant {
+            norm: Norm::Rms,
+            groups: None,
+        };
+        outcome(&args, rms, 1, &corpus, &Device::Cpu, String::new())?;
+        std::fs::remove_file(checkpoint_path(&args, rms, 1))?;
+        let mut kept = Run::new(settings(&args, rms, 1, &corpus), &corpus, &Device::Cpu)?;
+        kept.state.varmap.load(weights_path(&args, rms, 1))?;
+        let ended = kept.validate()?;
+
+        let args = Args {
+            from: Some(dir.path().join("weights")),
+            from_norm: Some(Norm::Rms),
+            keep_weights: false,
+            out: dir.path().join("on"),
+            ..args
+        };
+        std::fs::create_dir(&args.out)?;
+        for variant in [rms, PN] {
+            let train = || outcome(&args, variant, 1, &corpus, &Device::Cpu, String::new());
+            let whole = train()?;
+            let (step, started) = whole.val[0];
+            assert!(step == 0 && (started - ended).abs() < 1e-5 * ended);
+            assert_eq!(whole.settings["--from-norm"], json!("rms"));
+            assert_ne!(
+                whole.settings["weights at the start (as a hash)"],
+                Value::Null
+            );
+            // From its checkpoint, not from the weights again.
+            assert_eq!(train()?.val, whole.val);
+        }
+        let missing = outcome(&args, rms, 2, &corpus, &Device::Cpu, String::new()).unwrap_err();
+        assert!(
+            missing.to_string().contains("rms-noscale.2.safetensors"),
+            "{missing}"
+        );
         Ok(())
     }
 
