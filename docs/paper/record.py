@@ -3,8 +3,8 @@
     python3 docs/paper/record.py STUDY FOLDER...
 
 STUDY is the name of the runs' study. Its settings, those that all its runs share, are in
-studies.json. A run with other settings is refused, and so is another result of a run that is on
-record. Runs that are not finished are named.
+studies.json. A run with other settings is rejected, and so is another result of a run that is on
+record. Unfinished runs are listed.
 """
 
 import json

@@ -9,8 +9,24 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-# Two-sided 95 % points of Student's t, by the number of pairs.
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 14: 2.160}
+
+def t_point(freedom, level=0.95):
+    """The two-sided point of Student's t, from Simpson's rule and bisection."""
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(math.pi * freedom)
+    # With t = √freedom · tan a, the density becomes a power of cos a over a finite range.
+    density = lambda angle: scale * math.sqrt(freedom) * math.cos(angle) ** (freedom - 1)
+
+    def within(t, parts=400):
+        end = math.atan(t / math.sqrt(freedom))
+        weights = [1] + [4, 2] * (parts // 2 - 1) + [4, 1]
+        values = (w * density(end * i / parts) for i, w in enumerate(weights))
+        return 2 * sum(values) * end / parts / 3
+
+    low, high = 0.0, 1000.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle) < level else (low, middle)
+    return low
 
 
 def lines(name):
@@ -41,9 +57,9 @@ def spread(values, digits=3, sign=False):
     return f"{of(statistics.mean(values))} ({of(min(values))} to {of(max(values))})"
 
 
-def bounds(values):
-    """The 95 % interval of the mean: Student's t over seeds."""
-    half = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+def bounds(values, level=0.95):
+    """The interval of the mean, 95 % if nothing else is said: Student's t over seeds."""
+    half = t_point(len(values) - 1, level) * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.mean(values)
     return mean - half, mean + half
 
@@ -100,7 +116,7 @@ def full(norm, key="test_loss"):
 
 
 def full_pairs(norm, key="test_loss"):
-    """Less LN from the same seed, of the pairs in which both runs came to their end."""
+    """Minus LN from the same seed, of the pairs in which both runs came to their end."""
     ours, layer = full(norm, key), full("layer", key)
     both = sorted(ours.keys() & layer.keys())
     ended = [seed for seed in both if None not in (ours[seed], layer[seed])]
@@ -122,11 +138,11 @@ def verdict(values, paper):
     if paper_in:
         return "the paper's difference"
     if zero:
-        return "level (the interval holds 0 and not the paper's value)"
+        return "no difference (95 % includes 0, excludes the paper's value)"
     middle = statistics.mean(values)
     if middle * paper < 0:
         return "the opposite of the paper's order"
-    return f"the paper's order, by {'less' if abs(middle) < abs(paper) else 'more'}"
+    return f"the paper's order, {'smaller' if abs(middle) < abs(paper) else 'larger'}"
 
 
 def FULL_LOSSES():
@@ -152,7 +168,7 @@ def FULL_LOSSES():
 
 def FULL_DIFFERENCES():
     def row(norm, name):
-        start = f"| {name} less LN | {NATS(name)} "
+        start = f"| {name} − LN | {NATS(name)} "
         pairs = full_pairs(norm)
         if not pairs:
             return start + "| | not run | | |"
@@ -171,25 +187,14 @@ def full_summary(norm, name="PN", layer="LN"):
     values = list(full_pairs(norm).values())
     if not values:
         return None
-    text = f"{name} less {layer} is {spread(values, sign=True)} from {WORDS[len(values)]} seed"
+    text = f"{name} − {layer} is {spread(values, sign=True)} from {WORDS[len(values)]} seed"
     if len(values) > 1:
         text += f"s, 95 % {interval(values)}"
     paper = FULL[norm]
     return f"{text}, where the paper predicts {NATS(paper)}: {verdict(values, predicted(paper))}"
 
 
-def FULL_SHORT():
-    """The protocol's results in sentences, for the head of the page."""
-    found = [full_summary(norm, name) for norm, name in FULL.items() if norm != "layer"]
-    return (
-        "*Long runs.* After 30 epochs of words by "
-        "[Table 2's protocol](#table-2s-protocol-at-full-length), in nats on the test split: "
-        + ". ".join(text for text in found if text)
-        + "."
-    )
-
-
-# The same without a layer-scale: PN and PN-V, which then fold away.
+# The same without group scaling: PN and PN-V, which then fold away.
 
 FREE = {"power": "PN", "power-v": "PN-V"}
 RIVALS = {"rms": "RMSNorm", "dyt": "DyT", "derf": "Derf"}
@@ -223,13 +228,13 @@ def FREE_BEST(norm):
 
 
 def free_pairs(norm, key="test_loss"):
-    """Less LN from the same seed."""
+    """Minus LN from the same seed."""
     ours, layer = free(norm, key), full("layer", key)
     return {seed: ours[seed] - layer[seed] for seed in sorted(ours.keys() & layer.keys())}
 
 
 def FREE_LESS(norm):
-    """Less LN, over the seeds so far."""
+    """Minus LN, over the seeds so far."""
     less = free_pairs(norm).values()
     return f"{spread(less, sign=True)} over {WORDS[len(less)]} seed{'s' * (len(less) > 1)}"
 
@@ -252,7 +257,7 @@ def FREE_INTERVALS():
 
     def side(norm):
         low, high = bounds(list(free_pairs(norm).values()))
-        return "holds 0" if low <= 0 <= high else "is below 0" if high < 0 else "is above 0"
+        return "includes 0" if low <= 0 <= high else "is below 0" if high < 0 else "is above 0"
 
     def phrase(norm, name):
         return f"of {name}, over {WORDS[len(free(norm))]} seeds, {side(norm)}"
@@ -290,16 +295,164 @@ def README_LONG():
     values = list(full_pairs("power").values())
     found = verdict(values, predicted("PN"))
     starts = {
-        "level": "it is level with LayerNorm",
+        "no": "it is level with LayerNorm",
         "cannot": "seeds cannot tell it from LayerNorm",
     }
     start = starts.get(found.split()[0].rstrip(":"), f"it shows {found}")
     return (
         f"After 30 epochs of words {start}: its test loss minus LayerNorm's is "
-        f"{spread(values, sign=True)} over {WORDS[len(values)]} seeds, 95 % interval "
-        f"{interval(values)}. "
-        f"The paper predicts {NATS('PN')}."
+        f"{number(mean(values), sign=True)} nats a word on average over {WORDS[len(values)]} seeds."
     )
+
+
+# All contenders of the runs of 30 epochs.
+
+
+def contenders():
+    """Test loss by seed, by the contender's name. LN is what they are compared with."""
+    with_groups = {name: full(norm) for norm, name in FULL.items() if norm != "layer"}
+    without = {f"{name} without group scaling": free(norm) for norm, name in FREE.items()}
+    return with_groups | without | {name: free(norm) for norm, name in RIVALS.items()}
+
+
+def minus(a, b):
+    """The differences of two contenders' runs from the same seeds."""
+    both = sorted(a.keys() & b.keys())
+    return {seed: a[seed] - b[seed] for seed in both if None not in (a[seed], b[seed])}
+
+
+def contender_pairs():
+    """Minus LN from the same seed, by name."""
+    return {name: minus(losses, full("layer")) for name, losses in contenders().items()}
+
+
+def BETWEEN(a, b):
+    """How two contenders compare: the mean and its 95 % interval."""
+    values = list(minus(contenders()[a], contenders()[b]).values())
+    return f"{number(mean(values), sign=True)}, 95 % {interval(values)}"
+
+
+def enumerated(names):
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def corrected():
+    """Whose interval excludes 0 after Bonferroni's correction, each from its own spread, and each
+    from a spread that is pooled over all."""
+    found = {name: list(pairs.values()) for name, pairs in contender_pairs().items()}
+    level = 1 - 0.05 / len(found)
+    freedom = sum(len(values) - 1 for values in found.values())
+    squares = sum((len(values) - 1) * statistics.variance(values) for values in found.values())
+    pooled = t_point(freedom, level) * math.sqrt(squares / freedom)
+    own = [name for name, v in found.items() if bounds(v, level)[0] * bounds(v, level)[1] > 0]
+    together = [name for name, v in found.items() if abs(mean(v)) > pooled / math.sqrt(len(v))]
+    return own, together, freedom
+
+
+def CORRECTED():
+    own, together, freedom = corrected()
+    return (
+        f"After Bonferroni's correction {enumerated(own) if own else 'none'} of the "
+        f"{WORDS[len(contenders())]} intervals excludes 0, because three to five seeds "
+        "leave little power. With one standard deviation, pooled over all contenders "
+        f"({freedom} degrees of freedom), those of {enumerated(together)} do. Pooling assumes that "
+        "all differences spread alike, and they share LN's runs."
+    )
+
+
+def FREE_SEEDS(norm, seeds):
+    return spread((v for seed, v in free_pairs(norm).items() if seed in seeds), sign=True)
+
+
+# LN, RMSNorm and PN with one group, again, on one build.
+
+ONE_BUILD = {
+    "LN": ("layer-noscale", lambda: full("layer")),
+    "RMSNorm": ("rms-noscale", lambda: free("rms")),
+    "PN": ("power-scale1", lambda: full("power")),
+}
+PAIRED = [("RMSNorm", "LN"), ("PN", "LN"), ("RMSNorm", "PN")]
+
+
+def one_build(name):
+    """By seed: the runs that are finished."""
+    return runs("words-30-one-build", ONE_BUILD[name][0], "test_loss")
+
+
+def rerun_changes(name):
+    """The new run's loss minus the recorded one's, by seed."""
+    return minus(one_build(name), ONE_BUILD[name][1]())
+
+
+def ONE_BUILD_SEEDS():
+    found = {name: one_build(name) for name in ONE_BUILD}
+    has = [f"{name} from seed{'s' * (len(r) > 1)} {listed(r)}" for name, r in found.items() if r]
+    text = f"Finished so far: {enumerated(has)}" if has else "No run is finished yet"
+    whole = all(len(of_name) >= 3 for of_name in found.values())
+    return "All ran from seeds 1 to 3." if whole else text + ", of seeds 1 to 3."
+
+
+def ONE_BUILD_CHANGES():
+    def row(name, seed):
+        old, new = ONE_BUILD[name][1](), one_build(name)
+        change = number(new[seed] - old[seed], sign=True)
+        return f"| {name} | {seed} | {number(old[seed])} | {number(new[seed])} | {change} |"
+
+    rows = [row(name, seed) for name in ONE_BUILD for seed in sorted(rerun_changes(name))]
+    return "\n".join(rows)
+
+
+def all_rerun_changes():
+    return [change for name in ONE_BUILD for change in rerun_changes(name).values()]
+
+
+def ONE_BUILD_CHANGE():
+    """How much a run changes, over all of them."""
+    changes = all_rerun_changes()
+    sizes = [abs(change) for change in changes]
+    count = f"{WORDS[len(changes)]} runs" if len(changes) > 1 else "one run"
+    up = signs(changes, +1) + " cases" if len(changes) > 1 else "this case"
+    return (
+        f"The change is {number(mean(sizes))} on average over {count}, whatever its sign, and at "
+        f"most {number(max(sizes))}. The new build's loss is the higher one in {up}."
+    )
+
+
+def ONE_BUILD_DIFFERENCES():
+    def row(a, b):
+        pairs = minus(one_build(a), one_build(b))
+        if not pairs:
+            return f"| {a} − {b} | none yet | | | |"
+        before = minus(ONE_BUILD[a][1](), ONE_BUILD[b][1]())
+        values = list(pairs.values())
+        return (
+            f"| {a} − {b} | {listed(pairs)} | {spread(values, sign=True)} "
+            f"| {interval(values) if len(values) > 1 else 'one seed'} "
+            f"| {spread((before[seed] for seed in pairs), sign=True)} |"
+        )
+
+    return "\n".join(row(*pair) for pair in PAIRED)
+
+
+def ONE_BUILD_SHORT():
+    """For the findings."""
+    sizes = [abs(change) for change in all_rerun_changes()]
+    text = (
+        f"Repeating {WORDS[len(sizes)]} of the runs with a later build changed their losses by up to "
+        f"{number(max(sizes))}"
+    )
+    values = list(minus(one_build("RMSNorm"), one_build("LN")).values())
+    if values:
+        ahead = f"{number(abs(mean(values)))} {'below' if mean(values) < 0 else 'above'} LN"
+        seeds = "one seed" if len(values) == 1 else f"{WORDS[len(values)]} seeds"
+        text += f", and left RMSNorm {ahead} ({seeds})"
+    values = list(minus(one_build("RMSNorm"), one_build("PN")).values())
+    if values:
+        ahead = f"{number(abs(mean(values)))} {'below' if mean(values) < 0 else 'above'} PN"
+        seeds = "one seed" if len(values) == 1 else f"{WORDS[len(values)]} seeds"
+        text += f" and {ahead} ({seeds})"
+    return text + "."
 
 
 # Translation.
@@ -421,7 +574,7 @@ mean = statistics.mean
 # Test perplexities on PTB and WikiText-103 (the paper's Tables 2 and 3).
 PAPER = {"LN": (53.2, 20.9), "BN": (60.7, 27.2), "PN-V": (55.3, 21.3), "PN": (47.6, 17.9)}
 
-WORDS = ["none", "one", "two", "three", "four", "five"]
+WORDS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
 def PPL(norm):
@@ -434,7 +587,7 @@ def GAP(above, below):
 
 
 def predicted(norm):
-    """The paper's Table 2 of a normalization less LN, on PTB, in nats."""
+    """The paper's Table 2 of a normalization minus LN, on PTB, in nats."""
     return math.log(PAPER[norm][0] / PAPER["LN"][0])
 
 
@@ -511,8 +664,8 @@ def SWEEP_TEXT():
     )
     gaps = [pn[rate] - ln[rate] for rate in RATES[:4] if rate in pn and rate in ln]
     text = (
-        f"The best rates are: {best_rates()}. Less LN, each at its best: {best}. At equal rates PN "
-        f"less LN goes from {number(min(gaps), sign=True)} to {number(max(gaps), sign=True)}, so "
+        f"The best rates are: {best_rates()}. Minus LN, each at its best: {best}. At equal rates PN − "
+        f"LN ranges from {number(min(gaps), sign=True)} to {number(max(gaps), sign=True)}, so "
         "one seed does not order them."
     )
     costs = ", ".join(
@@ -525,11 +678,11 @@ def SWEEP_TEXT():
 
 
 def more_seeds():
-    return f" At 4e-3, PN less LN is {AT_BEST()} (from 10 on), 95 % {interval(at_best())}."
+    return f" At 4e-3, PN − LN is {AT_BEST()} (from 10 on), 95 % {interval(at_best())}."
 
 
 def at_best():
-    """PN less LN at the rate that is best for both, from all seeds that ran."""
+    """PN − LN at the rate that is best for both, from all seeds that ran."""
     return pairs("sweep-4e-3", "power-scale1", "layer-scale1")
 
 
@@ -556,7 +709,7 @@ def best_rates():
 def SWEEP_SHORT():
     """The sweep in a sentence."""
     return (
-        f"In a sweep of two epochs of words the best rates are: {best_rates()}. At 4e-3 PN less LN "
+        f"In a sweep of two epochs of words the best rates are: {best_rates()}. At 4e-3 PN − LN "
         f"is {AT_BEST()}, and the 95 % interval of that is {interval(at_best())}."
     )
 
@@ -793,7 +946,7 @@ def ALPHA(run, place):
 
 
 def ALPHA_BACKWARD():
-    """What 0.99 in the backward costs without a layer-scale, against 0.9."""
+    """What 0.99 in the backward costs without group scaling, against 0.9."""
     losses = alphas("power-noscale")
     costs = [losses[f, "0.99"] - losses[f, "0.9"] for f in ("0.9", "0.95", "0.99")]
     return f"{number(min(costs), 2)} to {number(max(costs), 2)}"

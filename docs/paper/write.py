@@ -1,10 +1,10 @@
-"""Writes docs/paper.md, and what other pages take from it, from templates and the recorded files.
+"""Writes docs/paper.md, its tables and pictures, and what other pages take from the recorded files.
 
     python3 docs/paper/write.py           writes them
     python3 docs/paper/write.py --check   fails if they say anything else
 
 A template has expressions in braces, such as {CD("power", "layer")}, which results.py defines.
-Numbers outside of braces are settings and quotations.
+The pictures are drawn by draw.py. Numbers outside of braces are settings and quotations.
 """
 
 import re
@@ -12,13 +12,16 @@ import sys
 import textwrap
 from pathlib import Path
 
+import draw
 import results
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 # What is written: a file, how its part begins and what comes after it, and the template.
 TEXTS = [
-    ("docs/paper.md", None, None, "paper.md.in"),
+    ("docs/paper.md", None, None, "findings.md.in"),
+    ("docs/paper/tables.md", None, None, "tables.md.in"),
+    ("docs/paper/reproduce.md", None, None, "reproduce.md.in"),
     ("docs/guide/choosing.md", None, None, "choosing.md.in"),
     ("README.md", "## Does it learn as well?\n", "## ", "learns.md.in"),
     ("docs/guide/training.md", "## Which settings\n", "## ", "settings.md.in"),
@@ -96,10 +99,10 @@ def main():
         page = "" if begins is None else texts.get(path) or path.read_text()
         texts[path] = replaced(page, begins, after, template.text())
         templates.append(template)
-    for path, text in texts.items():
+    for path, text in (texts | draw.pictures()).items():
         if not check:
             path.write_text(text)
-        elif path.read_text() != text:
+        elif not path.exists() or path.read_text() != text:
             show(path, text)
     for template in templates:
         print(
@@ -110,7 +113,8 @@ def main():
 
 def show(path, text):
     """Fails with the first line that differs."""
-    theirs, ours = path.read_text().splitlines(), text.splitlines()
+    theirs = path.read_text().splitlines() if path.exists() else []
+    ours = text.splitlines()
     for i in range(max(len(theirs), len(ours))):
         pair = [lines[i] if i < len(lines) else "(the end)" for lines in (theirs, ours)]
         if pair[0] != pair[1]:
