@@ -1,25 +1,48 @@
-//! The one-line swap. This program builds a model with candle's LayerNorm and the same model with
-//! PowerNorm, and prints which of their variables get a gradient. candle's fused LayerNorm records
-//! no backward, so nothing upstream of it trains, and no error says so.
+//! The one-line swap. This program builds the same model with candle's LayerNorm, with this crate's
+//! and with PowerNorm, and prints which of their variables get a gradient. candle's fused LayerNorm
+//! records no backward, so nothing upstream of it trains, and no error says so.
 
 use candle::{DType, Device, Module, Result, Tensor};
-use candle_nn::{layer_norm, linear, loss, seq, Activation, Sequential, VarBuilder, VarMap};
-use candle_powernorm::power_norm;
+use candle_nn::{linear, loss, seq, Activation, Sequential, VarBuilder, VarMap};
 
-fn before(vb: VarBuilder) -> Result<Sequential> {
-    Ok(seq()
-        .add(linear(8, 16, vb.pp("input"))?)
-        .add(layer_norm(16, 1e-5, vb.pp("norm"))?)
-        .add(Activation::Relu)
-        .add(linear(16, 4, vb.pp("output"))?))
+mod before {
+    use super::*;
+    use candle_nn::layer_norm;
+
+    pub fn model(vb: VarBuilder) -> Result<Sequential> {
+        Ok(seq()
+            .add(linear(8, 16, vb.pp("input"))?)
+            .add(layer_norm(16, 1e-5, vb.pp("norm"))?)
+            .add(Activation::Relu)
+            .add(linear(16, 4, vb.pp("output"))?))
+    }
 }
 
-fn after(vb: VarBuilder) -> Result<Sequential> {
-    Ok(seq()
-        .add(linear(8, 16, vb.pp("input"))?)
-        .add(power_norm(16, 1e-5, vb.pp("norm"))?)
-        .add(Activation::Relu)
-        .add(linear(16, 4, vb.pp("output"))?))
+/// The import is the only difference.
+mod trains {
+    use super::*;
+    use candle_powernorm::layer_norm;
+
+    pub fn model(vb: VarBuilder) -> Result<Sequential> {
+        Ok(seq()
+            .add(linear(8, 16, vb.pp("input"))?)
+            .add(layer_norm(16, 1e-5, vb.pp("norm"))?)
+            .add(Activation::Relu)
+            .add(linear(16, 4, vb.pp("output"))?))
+    }
+}
+
+mod after {
+    use super::*;
+    use candle_powernorm::power_norm;
+
+    pub fn model(vb: VarBuilder) -> Result<Sequential> {
+        Ok(seq()
+            .add(linear(8, 16, vb.pp("input"))?)
+            .add(power_norm(16, 1e-5, vb.pp("norm"))?)
+            .add(Activation::Relu)
+            .add(linear(16, 4, vb.pp("output"))?))
+    }
 }
 
 /// The names of the variables that a backward leaves without and with a gradient.
@@ -48,12 +71,17 @@ fn main() -> Result<()> {
         "norm.running_phi",
     ];
 
-    let [without, with] = gradients(before)?;
-    println!("LayerNorm: {with:?} train, {without:?} silently do not");
+    let [without, with] = gradients(before::model)?;
+    println!("candle's LayerNorm: {with:?} train, {without:?} silently do not");
     assert_eq!(with, downstream);
     assert_eq!(without, upstream);
 
-    let [without, with] = gradients(after)?;
+    let [without, with] = gradients(trains::model)?;
+    println!("This crate's LayerNorm: {with:?} train");
+    assert_eq!(with, [&upstream[..], &downstream].concat());
+    assert!(without.is_empty());
+
+    let [without, with] = gradients(after::model)?;
     println!("PowerNorm: {with:?} train; its running statistics {without:?} are no parameters");
     assert_eq!(with, [&upstream[..], &downstream].concat());
     assert_eq!(without, statistics);

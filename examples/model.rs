@@ -3,10 +3,10 @@
 
 use candle::{bail, DType, Device, Error, Module, Result, Tensor, D};
 use candle_nn::{
-    embedding, linear_no_bias, loss::cross_entropy, ops, Activation, AdamW, Embedding, Init,
-    Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap,
+    embedding, linear_no_bias, loss::cross_entropy, ops, Activation, AdamW, Embedding, Linear,
+    Optimizer, ParamsAdamW, VarBuilder, VarMap,
 };
-use candle_powernorm::{trainable_vars, PowerNorm};
+use candle_powernorm::{layer_norm, trainable_vars, LayerNorm, PowerNorm};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -85,22 +85,15 @@ impl Text {
 /// A normalization of the model.
 pub enum Norm {
     Power(PowerNorm),
-    /// By candle's operations. `candle_nn::layer_norm` records no backward, so nothing before it
-    /// would train.
-    Layer {
-        weight: Tensor,
-        bias: Tensor,
-    },
+    /// This crate's. With candle's, nothing before it would train.
+    Layer(LayerNorm),
     /// Folded into the linear layer behind it: nothing is left.
     Folded,
 }
 
 impl Norm {
     pub fn layer(vb: VarBuilder) -> Result<Self> {
-        Ok(Self::Layer {
-            weight: vb.get_with_hints(WIDTH, "weight", Init::Const(1.))?,
-            bias: vb.get_with_hints(WIDTH, "bias", Init::Const(0.))?,
-        })
+        Ok(Self::Layer(layer_norm(WIDTH, 1e-5, vb)?))
     }
 
     fn fold_into(&self, next: &Linear) -> Result<Linear> {
@@ -115,7 +108,7 @@ impl Module for Norm {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self {
             Self::Power(norm) => norm.forward(xs),
-            Self::Layer { weight, bias } => ops::layer_norm_slow(xs, weight, bias, 1e-5),
+            Self::Layer(norm) => norm.forward(xs),
             Self::Folded => Ok(xs.clone()),
         }
     }
