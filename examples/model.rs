@@ -83,6 +83,7 @@ impl Text {
 }
 
 /// A normalization of the model.
+#[allow(clippy::large_enum_variant)] // A model has few of them.
 pub enum Norm {
     Power(PowerNorm),
     /// This crate's. With candle's, nothing before it would train.
