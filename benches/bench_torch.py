@@ -6,8 +6,9 @@
     venv/bin/python benches/bench_torch.py         # leaves its own beside them
     python3 benches/table.py                       # prints both
 
-For figures to publish, the two take turns, and both keep freed memory. An allocator that gives it
-back has each output's pages cleared anew, which is a large part of a call's time on a CPU.
+For figures to publish, the two take turns, and both keep freed memory. With an allocator that
+returns it to the system, each output page-faults again, which is a large part of a call's time on a
+CPU.
 
     export MIMALLOC_PURGE_DELAY=-1
     for run in 1 2 3 4 5; do
@@ -114,7 +115,7 @@ def power_norm(run_forward, run_backward):
 
 
 def median(sample, least, budget):
-    """The median of at least so many samples, more as long as the budget of seconds lasts."""
+    """The median of at least `least` samples, and of more until `budget` seconds are over."""
     warm_up = 2
     times = []
     end = time.perf_counter() + budget
@@ -334,7 +335,7 @@ def main():
     name = f" on {torch.cuda.get_device_name()}" if on_gpu else ""
     print(f"PyTorch {torch.__version__}{name}", file=sys.stderr)
     path = torch_figures(args.criterion, args.run)
-    # What other calls measured stays.
+    # Figures of earlier calls stay.
     figures = json.loads(path.read_text()) if path.exists() else {}
     for threads in [None] if on_gpu else args.threads:
         place = "cuda"

@@ -65,7 +65,7 @@ struct Cache {
 }
 
 impl Cache {
-    /// For so many texts of `context` tokens, of which a forward reads the last `time`.
+    /// For `batch` texts of `context` tokens, of which a forward reads the last `time`.
     fn new(
         batch: usize,
         context: usize,
@@ -96,7 +96,7 @@ impl Cache {
         Ok(all.clone())
     }
 
-    /// What the heads weigh their values by.
+    /// The weights of the heads' values.
     fn weights(&self, scores: Tensor) -> Result<Tensor> {
         ops::softmax_last_dim(&match &self.mask {
             Some(mask) => scores.broadcast_add(mask)?,
@@ -339,7 +339,7 @@ fn frozen(width: usize, dtype: DType, device: &Device) -> Result<VarBuilder<'sta
     Ok(VarBuilder::from_tensors(tensors, dtype, device))
 }
 
-/// An inference of all blocks on so many texts, of which each reads `time` tokens.
+/// An inference of all blocks on `batch` texts, each of which reads `time` tokens.
 struct Inference {
     pass: &'static str,
     id: String,

@@ -154,18 +154,18 @@ impl Set {
     }
 }
 
-/// Inputs on a GPU are taken in turn from so many bytes of them: from its memory then, not from its
-/// L2.
+/// Bytes of the inputs that calls on a GPU read in turn, so that they come from memory and not from
+/// the L2.
 const GPU_INPUT_BYTES: usize = 256 << 20;
 
-/// Graphs that wait for a backward on a GPU hold about so many bytes of outputs, and no more than
-/// so many graphs.
+/// On a GPU, graphs are built before their backwards are timed: about this many bytes of outputs,
+/// and at most `GPU_GRAPHS` graphs.
 const GPU_GRAPH_BYTES: usize = 2 << 30;
 const GPU_GRAPHS: usize = 64;
 
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
-    /// The CPU, with so many threads.
+    /// The CPU, with this number of threads.
     Threads(usize),
     /// A GPU that replays recorded calls.
     CudaGraph,
@@ -295,7 +295,7 @@ enum Contender {
     RmsNormFused,
     RmsNormSlow,
     BatchNorm,
-    /// An op whose forward copies its input, and whose backward hands out what is there.
+    /// An op whose forward copies its input, and whose backward returns gradients that exist already.
     AutogradAlone,
     /// The rows copied into memory that is already mapped.
     Copy,
@@ -681,7 +681,7 @@ impl<'a> Arena<'a> {
         Ok(total)
     }
 
-    /// What these calls of a backward begin with, which is not timed.
+    /// The graphs that these calls of a backward begin with. Building them is not timed.
     fn graphs(&self, calls: Range<usize>) -> Result<Vec<Tensor>> {
         match self.pass {
             Pass::Backward => calls.map(|call| self.forward(call, true)).collect(),

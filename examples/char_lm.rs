@@ -117,7 +117,7 @@ fn sample(model: &Gpt, length: usize, vocab: &[char], device: &Device) -> Result
 /// Steps and losses.
 type Curve = Vec<(f64, f64)>;
 
-/// What became of a model.
+/// The result of a training.
 struct Report {
     name: &'static str,
     color: RGBColor,

@@ -26,7 +26,7 @@ const RATE: f64 = 4e-3;
 /// Stretches of text that the losses are means over.
 const VALIDATIONS: usize = 100;
 
-/// The two models take turns in so many rounds, and the fastest round of each counts.
+/// Rounds in which the two models take turns. The fastest round of each counts.
 const ROUNDS: usize = 10;
 
 /// Trains a model, folds its normalizations away, and compares

@@ -17,7 +17,7 @@ pub const WIDTH: usize = 96;
 pub const CONTEXT: usize = 64;
 pub const BATCH: usize = 8;
 
-/// Every tenth piece of the text, of so many characters, is for validation.
+/// Characters of a piece of the text. The last tenth of each piece is for validation.
 const PIECE: usize = 10 * (CONTEXT + 1);
 
 /// nanoGPT's, where a step has few characters.

@@ -238,8 +238,8 @@ impl PowerNormConfig {
 }
 
 impl Recipe {
-    /// How many sums of squares a training forward exchanges, each with its number of rows: over
-    /// the kept rows, and under recipe Fairseq over all rows too.
+    /// The number of sums of squares that a training forward exchanges, each with its number of
+    /// rows: over the kept rows, and under recipe Fairseq over all rows too.
     pub(crate) fn square_sums(self) -> usize {
         match self {
             Self::Paper => 1,

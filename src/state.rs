@@ -352,7 +352,7 @@ mod tests {
         State::new(2, config, DType::F32, tensors, Some(groups))
     }
 
-    /// What a step moves ψ² by, and what it counts.
+    /// Makes a step that doubles ψ², and returns its shares.
     fn step(state: &State, purpose: Purpose) -> Result<PhiStep> {
         let mut shares = None;
         state.update_phi(purpose, |phi, step| {

@@ -72,7 +72,7 @@ fn replay_a_step(join: fn(PowerNorm) -> PowerNorm) {
             step();
             let flags = sys::CUgraphInstantiate_flags(0);
             let graph = stream.end_capture(flags).unwrap().expect("a graph");
-            // Nothing ran, but for the count.
+            // Nothing ran, but the step was counted.
             let (phi, nu, t) = before;
             let counted = t + 1;
             same_state("captured", &state(&captured), &(phi, nu, counted));

@@ -1,5 +1,5 @@
 //! A layer on several GPUs, whose sums NCCL takes: the cases of `distributed.rs`. They need two
-//! GPUs, and run once more on four where there are so many.
+//! GPUs, and run once more on four if there are four.
 
 mod common;
 
@@ -98,22 +98,22 @@ fn the_documented_program() {
     }
 }
 
-/// Arguments on which NCCL would hang, or would sum wrongly, are refused first.
+/// Arguments on which NCCL would hang, or would sum wrongly, are rejected first.
 #[test]
-fn what_cannot_be_summed_is_refused() {
+fn what_cannot_be_summed_is_rejected() {
     on_gpus(|rank| {
-        let refused = |tensor: &Tensor, expected: &str| {
+        let rejected = |tensor: &Tensor, expected: &str| {
             let text = message(rank.communicator.all_reduce_sum(tensor));
             assert!(text.contains(expected), "{text}");
         };
         let zeros = |dtype| Tensor::zeros(3, dtype, &rank.device).unwrap();
-        refused(&zeros(DType::BF16), "expected a tensor of F32 or F64");
+        rejected(&zeros(DType::BF16), "expected a tensor of F32 or F64");
         let other_stream = Device::new_cuda_with_stream(rank.rank).unwrap();
         let there = Tensor::zeros(3, DType::F32, &other_stream).unwrap();
-        refused(&there, "expected a tensor on stream");
+        rejected(&there, "expected a tensor on stream");
         let columns = Tensor::zeros((3, 2), DType::F32, &rank.device).unwrap();
         let column = columns.narrow(1, 0, 1).unwrap();
-        refused(&column, "expected a contiguous tensor");
+        rejected(&column, "expected a contiguous tensor");
     });
     let _alone = alone();
     let id = Id::new().expect("NCCL");

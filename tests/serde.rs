@@ -67,7 +67,7 @@ fn null_is_no_group_scaling() {
 }
 
 #[test]
-fn what_is_no_configuration_is_refused() {
+fn what_is_no_configuration_is_rejected() {
     for (json, reason) in [
         (json!({ "alpha_fw": 0.5 }), "unknown field `alpha_fw`"),
         (json!({ "recipe": "Paper" }), "unknown variant `Paper`"),

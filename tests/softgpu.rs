@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 // Defines `POWER_NORM`, the kernels' PTX.
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// One test at a time: what the driver hands out is counted for the whole process.
+/// One test at a time, because live objects are counted for the whole process.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -395,8 +395,7 @@ fn a_call_loads_only_what_it_launches() {
     });
 }
 
-/// An array of so many elements, of which the first and the last are those of `ends` and the rest
-/// zeros.
+/// An array of `rows` rows, of which the first and the last are those of `ends` and the rest zeros.
 fn huge(ends: &Tensor, rows: usize) -> Tensor {
     let (few, cols) = ends.dims2().unwrap();
     let all = Tensor::zeros((rows, cols), ends.dtype(), ends.device()).unwrap();
@@ -522,9 +521,9 @@ fn run(layer: &PowerNorm, batch: &Batch, with_residual: bool) -> (Outcome, Optio
     (backward(layer, pass).unwrap(), sum)
 }
 
-/// Kernels in place of candle's first addition to a gradient, to zeros, whose loop counts elements
-/// in 32 bits and never ends on so many. Each thread takes an element from the start and one from
-/// the end.
+/// Kernels that replace candle's first addition to a gradient, which adds it to zeros: its loop
+/// counts elements in 32 bits and would never end here. Each thread takes an element from the start
+/// and one from the end.
 fn additions() -> String {
     let mut text = ".version 8.0\n.target sm_80\n.address_size 64\n".to_owned();
     for (dtype, register, ty, bytes) in [
@@ -561,7 +560,7 @@ fn offsets_have_room() {
     let mut steps = Command::new(std::env::current_exe().unwrap());
     let huge = "more_than_32_bits_of_elements";
     steps.args([huge, "--exact", "--ignored", "--nocapture"]);
-    // So many blocks have few elements each.
+    // With this many blocks, each has few elements.
     steps.env("SOFTGPU_SPARSE", "1").env("SOFTGPU_SMS", "16384");
     let run = steps.env("SOFTGPU_PTX", ptx).output().unwrap();
     let [out, err] = [run.stdout, run.stderr].map(|text| String::from_utf8(text).unwrap());

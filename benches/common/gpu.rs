@@ -85,7 +85,7 @@ impl Recording {
         }
     }
 
-    /// The time of so many replays, from an event before to one after them.
+    /// The time of `replays` replays, from an event before the first to one after the last.
     pub fn time(&self, replays: usize) -> Result<Duration> {
         let stream = self.device.cuda_stream();
         let event = || stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));

@@ -614,7 +614,7 @@ def LEAD(study, a, b):
 
 
 def EPOCHS(study, steps):
-    """The passes over the text of so many steps of 768 tokens."""
+    """The passes over the text that `steps` steps of 768 tokens make."""
     text = (HERE / study / "report.md").read_text()
     return number(768 * steps / int(text.split()[1]), 2)
 

@@ -109,8 +109,8 @@ pub extern "C" fn softgpu_expect_faults(expected: bool) {
     engine().expect_faults(expected);
 }
 
-/// Hands out the oldest fault that nobody took, as text, and has the devices work again. Returns
-/// the bytes of the text, or 0.
+/// Copies out the oldest fault that was not yet taken, as text, and clears it, so that the devices
+/// work again. Returns the bytes of the text, or 0.
 ///
 /// # Safety
 ///

@@ -22,7 +22,7 @@ macro_rules! call {
     };
 }
 
-/// What a function hands out through its first argument.
+/// The value that a function writes through its first argument.
 macro_rules! made {
     ($function:ident($($argument:expr),*)) => {{
         let mut made = 0;
@@ -88,7 +88,7 @@ fn use_device(device: i32) {
     ok(call!(cuCtxSetCurrent(context)));
 }
 
-/// What `cuMemAlloc` and `cuMemAllocAsync` say, and the address that they give.
+/// The status of `cuMemAlloc` or `cuMemAllocAsync`, and the address.
 fn try_alloc(stream: Option<u64>) -> (i32, u64) {
     let mut address = 0;
     let status = match stream {
@@ -422,8 +422,8 @@ fn what_nothing_wrote_is_poison() {
     let mut view = View::new(memory, work("k", 1, 1, 1), 0);
     view.touch(Kind::Store, address, 6, 2).unwrap();
     view.touch(Kind::Load, address, 6, 2).unwrap();
-    let refused = view.touch(Kind::Load, address, 8, 8).unwrap_err();
-    assert!(refused.contains("byte 6 of"), "{refused}");
+    let rejected = view.touch(Kind::Load, address, 8, 8).unwrap_err();
+    assert!(rejected.contains("byte 6 of"), "{rejected}");
 }
 
 #[test]
@@ -510,19 +510,19 @@ fn blocks_do_not_touch_what_others_write() {
     }
     // The same is not.
     access(&mut zero, Kind::Store, 2, |lane| a + lane * 2).unwrap();
-    let refused = access(&mut one, Kind::Store, 2, |lane| a + 62 + lane * 2).unwrap_err();
-    assert!(refused.starts_with("lane 0: race: writes"), "{refused}");
-    assert!(refused.contains("block 0 of kernel"), "{refused}");
-    let refused = access(&mut one, Kind::Load, 4, |lane| a + 60 + lane % 2 * 4).unwrap_err();
-    assert!(refused.starts_with("lane 0: race: reads"), "{refused}");
+    let rejected = access(&mut one, Kind::Store, 2, |lane| a + 62 + lane * 2).unwrap_err();
+    assert!(rejected.starts_with("lane 0: race: writes"), "{rejected}");
+    assert!(rejected.contains("block 0 of kernel"), "{rejected}");
+    let rejected = access(&mut one, Kind::Load, 4, |lane| a + 60 + lane % 2 * 4).unwrap_err();
+    assert!(rejected.starts_with("lane 0: race: reads"), "{rejected}");
     // Many may read, but then none of them may write.
     let last = work("last", 1, 100, 4);
     let block = |block| View::new(memory.clone(), last.clone(), block);
     for reader in 0..3 {
         access(&mut block(reader), Kind::Load, 4, |lane| a + lane * 4).unwrap();
     }
-    let refused = access(&mut block(0), Kind::Store, 4, |lane| a + lane * 4).unwrap_err();
-    assert!(refused.contains("several blocks of last"), "{refused}");
+    let rejected = access(&mut block(0), Kind::Store, 4, |lane| a + lane * 4).unwrap_err();
+    assert!(rejected.contains("several blocks of last"), "{rejected}");
 }
 
 #[test]
@@ -532,13 +532,13 @@ fn a_fault_names_the_first_lane_whatever_the_lanes_have_in_common() {
     let mut view = View::new(memory, work("k", 1, 1, 1), 0);
     // Neighbouring lanes, and some with gaps between them. Lane 25 is the first beyond the end.
     for mask in [u32::MAX << 4, 0x0ff0_fff0, 0x0202_2220] {
-        let refused = access_of(&mut view, Kind::Store, 4, mask, |lane| a + lane * 4);
-        let refused = refused.unwrap_err();
-        assert!(refused.starts_with("lane 25: out of bounds"), "{refused}");
+        let rejected = access_of(&mut view, Kind::Store, 4, mask, |lane| a + lane * 4);
+        let rejected = rejected.unwrap_err();
+        assert!(rejected.starts_with("lane 25: out of bounds"), "{rejected}");
     }
     // One operand for all.
-    let refused = access_of(&mut view, Kind::Store, 4, 0xfff0, |_| a + 100).unwrap_err();
-    assert!(refused.starts_with("lane 4: out of bounds"), "{refused}");
+    let rejected = access_of(&mut view, Kind::Store, 4, 0xfff0, |_| a + 100).unwrap_err();
+    assert!(rejected.starts_with("lane 4: out of bounds"), "{rejected}");
     // Lanes 4 to 20 write what 4 to 24 read; lane 21 finds nothing.
     for size in [1, 2, 4] {
         let memory = Arc::new(Memory::default());
@@ -547,11 +547,11 @@ fn a_fault_names_the_first_lane_whatever_the_lanes_have_in_common() {
         let place = |lane| a + lane * u64::from(size);
         access_of(&mut view, Kind::Store, size, 0x001f_fff0, place).unwrap();
         access_of(&mut view, Kind::Load, size, 0x001f_fff0, place).unwrap();
-        let refused = access_of(&mut view, Kind::Load, size, 0x01ff_fff0, place).unwrap_err();
-        assert!(refused.starts_with("lane 21: reads"), "{refused}");
+        let rejected = access_of(&mut view, Kind::Load, size, 0x01ff_fff0, place).unwrap_err();
+        assert!(rejected.starts_with("lane 21: reads"), "{rejected}");
         access_of(&mut view, Kind::Load, size, 0x01ff_fff0, |_| place(20)).unwrap();
-        let refused = access_of(&mut view, Kind::Load, size, 0x01ff_fff0, |_| place(21));
-        assert!(refused.unwrap_err().starts_with("lane 4: reads"));
+        let rejected = access_of(&mut view, Kind::Load, size, 0x01ff_fff0, |_| place(21));
+        assert!(rejected.unwrap_err().starts_with("lane 4: reads"));
     }
 }
 
@@ -562,8 +562,8 @@ fn a_view_that_moves_to_another_block_is_that_block() {
     let mut view = View::new(memory, work("k", 1, 1, 2), 0);
     access(&mut view, Kind::Store, 4, |lane| a + lane * 4).unwrap();
     view.move_to(1);
-    let refused = access(&mut view, Kind::Load, 4, |lane| a + lane * 4).unwrap_err();
-    assert!(refused.contains("block 0 of k"), "{refused}");
+    let rejected = access(&mut view, Kind::Load, 4, |lane| a + lane * 4).unwrap_err();
+    assert!(rejected.contains("block 0 of k"), "{rejected}");
     view.move_to(0);
     access(&mut view, Kind::Load, 4, |lane| a + lane * 4).unwrap();
 }
@@ -575,8 +575,11 @@ fn the_read_only_cache_is_for_what_the_launch_does_not_write() {
     let mut writer = View::new(memory.clone(), work("writer", 1, 1, 1), 0);
     access(&mut writer, Kind::Store, 4, |lane| a + lane * 4).unwrap();
     access(&mut writer, Kind::Load, 4, |lane| a + lane * 4).unwrap();
-    let refused = access(&mut writer, Kind::LoadReadOnly, 4, |lane| a + lane * 4).unwrap_err();
-    assert!(refused.contains("memory that nothing writes"), "{refused}");
+    let rejected = access(&mut writer, Kind::LoadReadOnly, 4, |lane| a + lane * 4).unwrap_err();
+    assert!(
+        rejected.contains("memory that nothing writes"),
+        "{rejected}"
+    );
     let mut reader = View::new(memory, work("reader", 1, 2, 1), 0);
     access(&mut reader, Kind::LoadReadOnly, 4, |lane| a + lane * 4).unwrap();
 }
@@ -586,15 +589,15 @@ fn addresses_are_multiples_of_the_size() {
     let memory = Arc::new(Memory::default());
     let a = memory.allocate(4096, 0, None).unwrap();
     let mut view = View::new(memory, work("k", 1, 1, 1), 0);
-    let refused = access(&mut view, Kind::Store, 4, |lane| a + 2 + lane * 4).unwrap_err();
-    assert!(refused.starts_with("lane 0: misaligned"), "{refused}");
-    let refused = access(&mut view, Kind::Store, 8, |lane| {
+    let rejected = access(&mut view, Kind::Store, 4, |lane| a + 2 + lane * 4).unwrap_err();
+    assert!(rejected.starts_with("lane 0: misaligned"), "{rejected}");
+    let rejected = access(&mut view, Kind::Store, 8, |lane| {
         a + lane * 16 + lane / 31 * 4
     })
     .unwrap_err();
-    assert!(refused.starts_with("lane 31: misaligned"), "{refused}");
-    let refused = access(&mut view, Kind::Store, 4, |lane| a + 4096 - 64 + lane * 4).unwrap_err();
-    assert!(refused.starts_with("lane 16: out of bounds"), "{refused}");
+    assert!(rejected.starts_with("lane 31: misaligned"), "{rejected}");
+    let rejected = access(&mut view, Kind::Store, 4, |lane| a + 4096 - 64 + lane * 4).unwrap_err();
+    assert!(rejected.starts_with("lane 16: out of bounds"), "{rejected}");
 }
 
 /// Captures `body` and gives the graph in a form that can be launched.
@@ -1110,7 +1113,7 @@ fn a_fault_that_nobody_looks_at_fails_the_process() {
     assert!(errors.contains("softgpu: cuMemsetD8Async"), "{errors}");
 }
 
-/// The numbers of an architecture, and what is refused there, in a process of its own.
+/// The numbers of an architecture, and what is rejected there, in a process of its own.
 #[test]
 fn a_device_has_the_capability_that_is_asked_for() {
     if std::env::var_os(CHILD).is_some() {
@@ -1158,10 +1161,10 @@ fn a_device_has_the_capability_that_is_asked_for() {
     ] {
         let (output, errors) = run(capability);
         assert!(output.contains(seen), "{capability}: {output}{errors}");
-        let refused = format!(
+        let rejected = format!(
             "line 2: the PTX with sm_80 is for sm_80, which compute capability {capability}"
         );
-        assert_eq!(errors.contains(&refused), capability == "7.5", "{errors}");
+        assert_eq!(errors.contains(&rejected), capability == "7.5", "{errors}");
         let unknown = "softgpu: sm_75, line 10: frobnicate is unknown";
         assert!(errors.contains(unknown), "{errors}");
     }

@@ -139,8 +139,8 @@ fn says(message: &str, parts: &[&str]) {
     assert!(parts.iter().all(|part| message.contains(part)), "{message}");
 }
 
-/// What `exact` cannot ask: registers wider than a type, numbers in the text, results that the
-/// manual leaves to the machine.
+/// Cases that `exact` cannot test: registers wider than a type, numbers in the text, results that
+/// the manual leaves to the machine.
 #[test]
 fn operands_are_wider_registers_and_numbers() {
     let minus = |value: i64| value as u64;

@@ -73,7 +73,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
     Ok((Box::new(forwarded), Outputs { y, stream: sum }))
 }
 
-/// What a backward needs of its forward.
+/// Kept from a forward for its backward.
 struct Forwarded {
     /// 1/D, `[C]`.
     inv_rms: Tensor,

@@ -108,7 +108,7 @@ pub(crate) struct Gradients {
     pub bias: Option<Tensor>,
 }
 
-/// What a device keeps of a forward for its backward. The [`Pass`] has the rest.
+/// A device's record of a forward, from which it makes the backward. The [`Pass`] has the rest.
 pub(crate) trait Saved: Send + Sync {
     /// Makes the gradients from `dy`, the gradient of the output, and moves ν if the forward was a
     /// training step.
@@ -121,7 +121,7 @@ pub(crate) trait Saved: Send + Sync {
     ) -> Result<Gradients>;
 }
 
-/// What a pass needs besides its tensors: sums over the other ranks, and the layer's state.
+/// A pass's connection to the outside: sums over the other ranks, and the layer's state.
 ///
 /// Sums are exchanged as tensors of f64, `[n]`, on
 /// [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A training forward's sums are Σ x̃²

@@ -161,7 +161,7 @@ impl Step {
     }
 }
 
-/// What a forward or a backward needs besides its tensors.
+/// The [`Env`] of one forward or one backward.
 struct StepEnv<'a> {
     has_ranks: bool,
     /// The turn in the exchange of this call, until it is taken.

@@ -1,4 +1,4 @@
-//! What ranks compare before they add up their sums.
+//! The comparison of ranks before they add up their sums.
 //!
 //! Ranks see nothing of each other but sums. So each rank hashes what all ranks must have in common
 //! into one fingerprint of 64 bits, and brings the fingerprint's 16-bit pieces and their squares to

@@ -205,7 +205,7 @@ impl Member {
         self.config.recipe.square_sums() * (self.size + 1)
     }
 
-    /// What this rank announces before it adds up `sums`.
+    /// The announcement of this rank before it adds up `sums`.
     fn announcement(&self, exchange: Exchange, step_count: usize, sums: &Tensor) -> Announcement {
         let message_len = match self.device.is_cpu() {
             true => HEAD + self.room(),
@@ -459,7 +459,7 @@ mod tests {
             Self { brought, sum }
         }
 
-        /// What was brought since the last call.
+        /// The messages since the last call.
         fn take(&self) -> Vec<Vec<f64>> {
             std::mem::take(&mut *self.brought.lock().unwrap())
         }
@@ -477,7 +477,7 @@ mod tests {
         }
     }
 
-    /// What a rank brings whose call failed.
+    /// The message of a rank whose call failed.
     fn failure(room: usize) -> Vec<f64> {
         let mut message = vec![0.; HEAD + room];
         message[0] = 1.;

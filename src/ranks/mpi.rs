@@ -115,7 +115,7 @@ impl Communicator for MpiCommunicator {
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
         match tensor.dtype() {
             DType::F64 => self.sum::<f64>(tensor),
-            // Also a dtype that is refused, because all ranks must hear of that.
+            // Other dtypes too: `sum` fails for them, on all ranks.
             _ => self.sum::<f32>(tensor),
         }
     }
@@ -125,7 +125,7 @@ impl MpiCommunicator {
     fn sum<T: Equivalence + WithDType + Default>(&self, tensor: &Tensor) -> Result<Tensor> {
         let values = values::<T>(tensor);
         let ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
-        // The ranks agree on these numbers. -1 is a refusal.
+        // All ranks must have the same numbers. A count of -1 stands for a rank that failed.
         let count = values.as_ref().map_or(-1, |values| values.len() as i64);
         let dtype = i64::from(T::DTYPE == DType::F64);
         let least = ranks.all_reduce(&[count, -count, dtype, -dtype], SystemOperation::min())?;

@@ -95,7 +95,7 @@ impl Rank {
     fn misses(&self, spread: Spread, masked: bool) -> bool {
         let has_empty_shards = match spread {
             Spread::OneEmpty | Spread::OneAlone => true,
-            // Where ranks count it, a process by itself does not.
+            // Ranks count it and a process by itself does not.
             Spread::Nothing if is_composed() => return !masked,
             Spread::Nothing => !masked,
             _ => false,
@@ -181,7 +181,7 @@ impl<'a> Twins<'a> {
         }
     }
 
-    /// A batch of so many rows.
+    /// A random batch.
     fn batch(&mut self, rows: usize) -> Batch {
         Batch::random(&mut self.data, &[rows, SIZE], self.dtype, false)
     }
@@ -270,7 +270,7 @@ fn loss(layer: &PowerNorm, batch: &Batch) -> Result<Tensor> {
 
 /// This rank's call has an error with `expected` in it, and leaves the state as it was.
 #[track_caller]
-fn refused<T>(layer: &PowerNorm, expected: &str, call: impl FnOnce() -> Result<T>) {
+fn rejected<T>(layer: &PowerNorm, expected: &str, call: impl FnOnce() -> Result<T>) {
     let before = state(layer);
     let text = message(call());
     assert!(text.contains(expected), "{text}");
@@ -352,7 +352,7 @@ pub fn on_ranks<T: Send>(
     })
 }
 
-/// The shares of a batch: consecutive rows, so many for each rank.
+/// The shares of a batch: consecutive rows, `counts[rank]` for each rank.
 fn shares(counts: &[usize]) -> Vec<Range<usize>> {
     let share = |end: &mut usize, count: &usize| {
         *end += count;
@@ -707,24 +707,24 @@ pub fn settings_that_differ(rank: &Rank) {
             if is_other {
                 change(&mut own);
             }
-            first_forward_is_refused(rank, own, values[usize::from(is_other)]);
+            first_forward_is_rejected(rank, own, values[usize::from(is_other)]);
         }
         // Every rank has its own.
         let mut own = usual;
         own.config.eps *= rank.rank as f64 + 1.;
-        first_forward_is_refused(rank, own, &format!("eps {:?}", own.config.eps));
+        first_forward_is_rejected(rank, own, &format!("eps {:?}", own.config.eps));
         // Of three ranks the second one has the mean of all.
         let mut own = usual;
         own.steps = rank.rank as i64;
-        first_forward_is_refused(rank, own, &format!("step count {}", rank.rank));
+        first_forward_is_rejected(rank, own, &format!("step count {}", rank.rank));
         // Numbers that f64 does not tell apart.
         let mut own = usual;
         own.steps = (1 << 53) + i64::from(rank.is_last());
-        first_forward_is_refused(rank, own, &format!("step count {}", own.steps));
+        first_forward_is_rejected(rank, own, &format!("step count {}", own.steps));
     }
 }
 
-/// What the ranks' layers of one number have in common.
+/// Settings that the ranks' layers have in common.
 #[derive(Clone, Copy)]
 struct Settings {
     config: PowerNormConfig,
@@ -738,7 +738,7 @@ const DIFFER: &str = "got ranks that differ, of which this one has layer ";
 
 /// The first forward of a layer with these settings is an error on this rank, with all of this
 /// rank's values in it: with `value` among them.
-fn first_forward_is_refused(rank: &Rank, own: Settings, value: &str) {
+fn first_forward_is_rejected(rank: &Rank, own: Settings, value: &str) {
     let (layer, varmap) = layer_on(&rank.device, own.size, own.config, DType::F32);
     let steps = Tensor::new(&[own.steps], &CPU).unwrap();
     var(&varmap, "iters").set(&steps).unwrap();
@@ -766,16 +766,16 @@ fn first_forward_is_refused(rank: &Rank, own: Settings, value: &str) {
         announced.contains(&format!(" {value}, ")),
         "{value}: {announced}"
     );
-    refused(&layer, &announced, || layer.forward(&xs));
+    rejected(&layer, &announced, || layer.forward(&xs));
 }
 
-/// A rank whose very first call is refused, or that refuses its own state, fails the step on all
+/// A rank whose very first call is rejected, or that rejects its own state, fails the step on all
 /// ranks, which then go on without it.
 pub fn a_rank_whose_first_call_fails(rank: &Rank) {
     for mut twins in Twins::in_both_phases(rank) {
         // The second time no rank has heard of the others yet.
-        refuse_last(rank, &twins.sharded);
-        refuse_last(rank, &twins.sharded);
+        reject_last(rank, &twins.sharded);
+        reject_last(rank, &twins.sharded);
         if rank.is_last() {
             twins.set_steps(-1);
         }
@@ -796,12 +796,12 @@ fn of_last<'a>(rank: &Rank, error: &'a str) -> &'a str {
     }
 }
 
-/// A forward that the last rank's layer refuses.
-fn refuse_last(rank: &Rank, sharded: &PowerNorm) {
+/// A forward that the last rank's layer rejects.
+fn reject_last(rank: &Rank, sharded: &PowerNorm) {
     let width = SIZE + rank.is_last() as usize;
     let xs = Tensor::ones((2, width), DType::F64, &rank.device).unwrap();
     let text = "expected a last dimension of 12";
-    refused(sharded, of_last(rank, text), || sharded.forward(&xs));
+    rejected(sharded, of_last(rank, text), || sharded.forward(&xs));
 }
 
 /// Puts other values into a tensor's storage, which are not what its layout says. Called again, it
@@ -825,7 +825,7 @@ impl InplaceOp1 for Swap {
     }
 }
 
-/// A rank whose forward is refused, or whose backward fails, tells the others. The forward before
+/// A rank whose forward is rejected, or whose backward fails, tells the others. The forward before
 /// has moved ψ² on all ranks, and ν moves on none. Its backward can be called again, or skipped.
 pub fn a_rank_whose_call_fails(rank: &Rank) {
     for mut twins in Twins::in_both_phases(rank) {
@@ -835,13 +835,13 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
             let ours = (twins.sharded.forward(&xs).unwrap() * &share.dy).unwrap();
             let theirs = loss(&twins.whole, &whole).unwrap();
             twins.compare("a forward");
-            refuse_last(rank, &twins.sharded);
-            twins.compare("a forward that is refused");
+            reject_last(rank, &twins.sharded);
+            twins.compare("a forward that is rejected");
             let other_dtype = Swap::with(CpuStorage::F32(vec![0.; ROWS * SIZE]));
             if rank.is_last() {
                 xs.inplace_op1(&other_dtype).unwrap();
             }
-            refused(&twins.sharded, of_last(rank, "dtype"), || ours.backward());
+            rejected(&twins.sharded, of_last(rank, "dtype"), || ours.backward());
             twins.compare("a backward that failed");
             if rank.is_last() {
                 xs.inplace_op1(&other_dtype).unwrap();
@@ -858,15 +858,15 @@ pub fn a_rank_whose_call_fails(rank: &Rank) {
 
 const LAYERS: usize = 3;
 
-/// A training step of a model, which refuses its input to one of the layers.
+/// A training step of a model, which rejects its input to one of the layers.
 fn model_step<'a>(
     layers: impl Iterator<Item = &'a PowerNorm>,
     batch: &Batch,
-    refused: Option<usize>,
+    rejected: Option<usize>,
 ) -> Result<()> {
     let mut xs = Var::from_tensor(&batch.xs)?.as_tensor().clone();
     for (k, layer) in layers.enumerate() {
-        if refused == Some(k) {
+        if rejected == Some(k) {
             xs = xs.narrow(1, 0, SIZE - 1)?;
         }
         xs = layer.forward(&xs)?.gelu()?;
@@ -875,7 +875,7 @@ fn model_step<'a>(
     Ok(())
 }
 
-/// Wherever ranks are refused in a model of several layers, in one step perhaps at different
+/// Wherever ranks are rejected in a model of several layers, in one step perhaps at different
 /// layers, the ranks stay together. The layers that came first have taken the forward's step, as in
 /// one process.
 pub fn a_model_in_which_calls_fail(rank: &Rank) {
@@ -892,7 +892,7 @@ pub fn a_model_in_which_calls_fail(rank: &Rank) {
             let earliest = first.into_iter().chain(last).min();
             let ours = model_step(twins.iter().map(|twins| &twins.sharded), &share, here);
             let theirs = model_step(twins.iter().map(|twins| &twins.whole), &whole, earliest);
-            let what = format!("refused at {first:?} and {last:?}");
+            let what = format!("rejected at {first:?} and {last:?}");
             assert_eq!(ours.is_err(), earliest.is_some(), "{what}: {ours:?}");
             assert_eq!(theirs.is_err(), earliest.is_some(), "{what}: {theirs:?}");
             for (k, twins) in twins.iter().enumerate() {
@@ -917,7 +917,7 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
             let (share, _) = twins.next();
             let own = if rank.rank == 0 { 7 } else { 2 };
             let expected = format!("in a training forward, step count {own}, ");
-            refused_as_ranks_differ(&twins.sharded, &expected, || loss(&twins.sharded, &share));
+            rejected_as_ranks_differ(&twins.sharded, &expected, || loss(&twins.sharded, &share));
         }
         // A recalibration does not depend on t.
         twins.recalibrate();
@@ -929,7 +929,7 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
         let [old, new] = [(); 2].map(|()| twins.forward());
         let (own, t) = if rank.rank == 0 { (&old, 3) } else { (&new, 4) };
         let expected = format!("in a backward, step count {t}, ");
-        refused_as_ranks_differ(&twins.sharded, &expected, || own.ours.backward());
+        rejected_as_ranks_differ(&twins.sharded, &expected, || own.ours.backward());
         new.backward();
         twins.compare("backwards of two forwards");
     }
@@ -937,8 +937,8 @@ pub fn a_step_count_that_comes_to_differ(rank: &Rank) {
 
 /// This rank's call has an error because the ranks differ, with `own` in this rank's announcement.
 #[track_caller]
-fn refused_as_ranks_differ<T>(layer: &PowerNorm, own: &str, call: impl FnOnce() -> Result<T>) {
-    refused(layer, own, || {
+fn rejected_as_ranks_differ<T>(layer: &PowerNorm, own: &str, call: impl FnOnce() -> Result<T>) {
+    rejected(layer, own, || {
         let result = call();
         if let Err(error) = &result {
             let text = error.to_string();
@@ -963,7 +963,7 @@ pub fn calls_that_differ(rank: &Rank) {
                 true => "layer 0 in a recalibration, step count not compared, ".to_string(),
                 false => format!("layer 0 in a training forward, step count {t}, "),
             };
-            refused_as_ranks_differ(&twins.sharded, &expected, || {
+            rejected_as_ranks_differ(&twins.sharded, &expected, || {
                 twins.sharded.forward(&share.xs)
             });
         };
@@ -983,7 +983,7 @@ pub fn calls_that_differ(rank: &Rank) {
         };
         let layer = &own.sharded;
         let expected = format!("layer {number} in a training forward, step count 2, ");
-        refused_as_ranks_differ(layer, &expected, || layer.forward(&share.xs));
+        rejected_as_ranks_differ(layer, &expected, || layer.forward(&share.xs));
         twins.step("the third step");
         second.step("the third step of another layer");
 
@@ -993,7 +993,7 @@ pub fn calls_that_differ(rank: &Rank) {
             true => "layer 0 in a training forward, step count 4, ",
             false => "layer 0 in a backward, step count 3, ",
         };
-        refused_as_ranks_differ(&twins.sharded, expected, || match rank.is_last() {
+        rejected_as_ranks_differ(&twins.sharded, expected, || match rank.is_last() {
             true => twins.sharded.forward(&share.xs).map(drop),
             false => forward.ours.backward().map(drop),
         });
@@ -1004,7 +1004,7 @@ pub fn calls_that_differ(rank: &Rank) {
 
 const BROKEN: &str = "the engine is broken";
 
-/// An engine that sums so many times more, and then does something else.
+/// An engine that sums `sums_left` times more, and then does something else.
 struct Breaks {
     engine: Arc<dyn Communicator>,
     sums_left: AtomicUsize,
@@ -1088,10 +1088,10 @@ pub fn sums_that_fail(rank: &Rank) {
         // Skipped: a forward and its backward, and a backward alone.
         let (share, whole) = twins.next();
         let forward = || loss(&twins.sharded, &share);
-        refused(&twins.sharded, BROKEN, || engine.after(0, forward));
+        rejected(&twins.sharded, BROKEN, || engine.after(0, forward));
         let ours = forward().unwrap();
         twins.whole.forward(&whole.xs).unwrap();
-        refused(&twins.sharded, BROKEN, || {
+        rejected(&twins.sharded, BROKEN, || {
             engine.after(0, || ours.backward())
         });
         twins.compare("a backward that is skipped");
@@ -1103,13 +1103,13 @@ pub fn sums_that_fail(rank: &Rank) {
 #[derive(Debug)]
 enum Trouble {
     Nothing,
-    /// A rank is refused at a layer, and perhaps another one at another layer.
-    Refused([(usize, usize); 2]),
+    /// A rank is rejected at a layer, and perhaps another one at another layer.
+    Rejected([(usize, usize); 2]),
     /// A rank recalibrates.
     Recalibrates(usize),
     /// A rank has another step count in a layer.
     Differs(usize, usize),
-    /// The engine breaks on all ranks, after so many sums.
+    /// The engine breaks on all ranks, after this number of sums.
     Breaks(usize),
     /// A rank has a row that is not finite.
     Poison(usize),
@@ -1135,7 +1135,7 @@ pub fn whatever_fails(rank: &Rank) {
         let mut layer = || rng.random_range(0..LAYERS);
         let at = [layer(), layer()];
         let trouble = match rng.random_range(0..8) {
-            0 | 1 => Trouble::Refused([(ranks[0], at[0]), (ranks[1], at[1])]),
+            0 | 1 => Trouble::Rejected([(ranks[0], at[0]), (ranks[1], at[1])]),
             2 => Trouble::Recalibrates(ranks[0]),
             3 => Trouble::Differs(ranks[0], at[0]),
             4 => Trouble::Breaks(rng.random_range(0..3 * LAYERS)),
@@ -1144,7 +1144,7 @@ pub fn whatever_fails(rank: &Rank) {
         };
         let (mut here, mut sums, mut scope, mut mended) = (None, usize::MAX, None, None);
         match &trouble {
-            Trouble::Refused(places) => {
+            Trouble::Rejected(places) => {
                 let mine = places.iter().filter(|(who, _)| *who == rank.rank);
                 here = mine.map(|&(_, layer)| layer).min();
             }

@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 
 /// GPU 0, on which each thread has a stream of its own.
 ///
-/// It is one for the whole process, and the first use of it runs a layer: a device compiles the
-/// kernels anew, which takes a driver seconds, and one that is dropped waits for the work of all
-/// others.
+/// The whole process shares it, and its first use runs a layer: every new device compiles the
+/// kernels again, which takes a driver seconds, and a device that is dropped waits for the work of
+/// all others.
 pub fn gpu() -> Device {
     static GPU: OnceLock<Device> = OnceLock::new();
     warm(&GPU, || Device::new_cuda(0))

@@ -160,9 +160,9 @@ pub fn message<T>(result: Result<T>) -> String {
     error.to_string()
 }
 
-/// The crate refuses this, with `text` after its name.
+/// The crate rejects this, with `text` after its name.
 #[track_caller]
-pub fn refused<T>(result: Result<T>, text: &str) {
+pub fn rejected<T>(result: Result<T>, text: &str) {
     assert_eq!(message(result), format!("power_norm: expected {text}"));
 }
 
@@ -219,7 +219,7 @@ pub fn in_time(work: impl FnOnce() + Send + 'static) {
 ///
 /// Cases are the points of a grid, with the last axis innermost. A step that shares a factor with
 /// the length of an axis would leave out values of that axis, each time. So n is a prime, and a
-/// list whose length it divides is refused. (With 7, lists of 7 dtypes were f32 alone.)
+/// list whose length it divides is rejected. (With 7, lists of 7 dtypes were f32 alone.)
 pub fn thinned<T>(cases: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let cases: Vec<T> = cases.into_iter().collect();
     let step = step_through(cases.len(), sweep());
@@ -354,7 +354,7 @@ pub fn config(groups: Option<usize>) -> PowerNormConfig {
 
 /// Configurations that differ from another one in a setting or two.
 pub trait With: Sized {
-    /// What has no method of its own.
+    /// For settings without a method of their own.
     fn with(self, change: impl FnOnce(&mut PowerNormConfig)) -> PowerNormConfig;
 
     fn with_recipe(self, recipe: Recipe) -> PowerNormConfig {

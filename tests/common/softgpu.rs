@@ -75,7 +75,7 @@ impl Softgpu {
         (result, calls() - before)
     }
 
-    /// The number of live objects of each kind that the driver hands out.
+    /// The number of the driver's live objects, by kind.
     pub fn live(&self, device: &Device) -> Vec<(&'static CStr, u64)> {
         // An array that is freed in the order of a stream is there until then.
         device.synchronize().unwrap();

@@ -116,7 +116,7 @@ fn two_threads_go_back_through_one_graph() {
 
 /// A `VarMap` may hold tensors that are spread over devices, as a checkpoint loaded in one go is.
 #[test]
-fn tensors_in_the_wrong_place_are_refused() {
+fn tensors_in_the_wrong_place_are_rejected() {
     let gpu = gpu();
     for (name, place, expected) in [
         ("iters", &gpu, &CPU),
@@ -132,12 +132,12 @@ fn tensors_in_the_wrong_place_are_refused() {
         let (expected, got) = (expected.location(), place.location());
         let text =
             format!("{name} on {expected:?}, got it on {got:?}: move it before the layer is built");
-        refused(power_norm(8, config(None), vb), &text);
+        rejected(power_norm(8, config(None), vb), &text);
     }
 }
 
 #[test]
-fn tensors_of_another_device_are_refused() {
+fn tensors_of_another_device_are_rejected() {
     let gpu = gpu();
     let (on_gpu, _gpu_varmap) = layer_on(&gpu, 8, config(None), DType::F32);
     let (on_cpu, _cpu_varmap) = layer(8, config(None), DType::F32);
@@ -151,9 +151,9 @@ fn tensors_of_another_device_are_refused() {
         let (of_xs, of_keep) = (format!("xs {text}"), format!("keep {text}"));
         for train in [true, false] {
             layer.mode().set_training(train);
-            refused(layer.forward(&xs(other)), &of_xs);
-            refused(layer.forward_masked(&xs(other), &keep(own)), &of_xs);
-            refused(layer.forward_masked(&xs(own), &keep(other)), &of_keep);
+            rejected(layer.forward(&xs(other)), &of_xs);
+            rejected(layer.forward_masked(&xs(other), &keep(own)), &of_xs);
+            rejected(layer.forward_masked(&xs(own), &keep(other)), &of_keep);
         }
         assert_eq!(state(&layer), before);
     }
@@ -217,7 +217,7 @@ fn a_model_trains_and_its_checkpoint_loads_on_the_cpu() {
 
 /// candle copies the step count to the CPU there, so no `VarMap` would have it.
 #[test]
-fn a_builder_that_renames_is_refused() {
+fn a_builder_that_renames_is_rejected() {
     let device = Device::new_cuda_with_stream(0).unwrap();
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device);
     let vb = vb.rename_f(|name| name.replace("LayerNorm", "norm"));

@@ -11,7 +11,7 @@ use ptx::Modules;
 #[path = "../../src/device/cuda/ptx.rs"]
 mod ptx;
 
-/// What the driver says of a kernel that it compiled.
+/// The driver's attributes of a kernel that it compiled.
 struct Compiled {
     registers: i32,
     local_bytes: i32,

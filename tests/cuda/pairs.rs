@@ -288,7 +288,7 @@ fn candidate(rng: &mut StdRng, seed: Pair, missing: &HashSet<Pair>) -> Point {
     point
 }
 
-/// How many of the missing pairs are in a point.
+/// The number of missing pairs that are in a point.
 fn new_pairs(point: &Point, missing: &HashSet<Pair>) -> usize {
     pairs(point).filter(|pair| missing.contains(pair)).count()
 }

@@ -33,7 +33,7 @@ macro_rules! cases {
             a_channel_whose_squares_overflow_is_never_zero,
             poisoned_batches_are_forgotten,
             a_statistic_beyond_the_state_s_dtype_is_forgotten,
-            a_refused_statistic_keeps_every_bit,
+            a_rejected_statistic_keeps_every_bit,
             the_released_recipe_does_not_forget,
             padding_may_hold_anything,
             a_batch_without_a_kept_row_is_evaluated,
@@ -558,7 +558,7 @@ pub fn a_statistic_beyond_the_state_s_dtype_is_forgotten(device: &Device) {
 
 /// A layer in `F64` that gets a batch in `F32`, whose sums are `F32` too: a channel that keeps its
 /// statistic keeps the bits that `F32` lacks.
-pub fn a_refused_statistic_keeps_every_bit(device: &Device) {
+pub fn a_rejected_statistic_keeps_every_bit(device: &Device) {
     for warmup_steps in [1, 100] {
         let config = config(None).with_warm_up(warmup_steps);
         let config = config.with_parameters((false, true));
@@ -696,7 +696,7 @@ const COLS: usize = 64;
 
 type View = fn(&Tensor) -> Result<Tensor>;
 
-/// Views of so many rows and columns, each with the shape of what it is a view of.
+/// Views of `ROWS` rows and `COLS` columns, each with the shape of its base.
 const VIEWS: [(&str, &[usize], View); 8] = [
     ("one element in", &[1 + ROWS * COLS], |base| {
         base.narrow(0, 1, ROWS * COLS)?.reshape((ROWS, COLS))

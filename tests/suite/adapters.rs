@@ -164,7 +164,7 @@ fn a_variable_beside_frozen_statistics_gets_its_gradient() -> Result<()> {
     Ok(())
 }
 
-/// Its statistics do not move, so there is nothing to refuse.
+/// Its statistics do not move, so there is nothing to reject.
 #[test]
 fn a_frozen_layer_folds_whatever_its_mode() -> Result<()> {
     let trained = trained(settings(), DType::F32);
@@ -180,7 +180,7 @@ fn a_frozen_layer_folds_whatever_its_mode() -> Result<()> {
         let _guard = mode.recalibrate_scope();
         let text = "a layer in evaluation to fold, got one whose statistic moves: \
                     call `mode.set_training(false)`, or end the recalibration, first";
-        refused(layer.fold_into(&next), text);
+        rejected(layer.fold_into(&next), text);
     }
     Ok(())
 }

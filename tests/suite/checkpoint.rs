@@ -105,15 +105,15 @@ fn a_frozen_builder_keeps_the_state_s_precision() {
 
 /// A step count that no training can have left is named, not counted from.
 #[test]
-fn a_negative_step_count_is_refused() {
+fn a_negative_step_count_is_rejected() {
     let (layer, mut varmap) = layer(4, Default::default(), DType::F32);
     let xs = Tensor::ones((2, 4), DType::F32, &CPU).unwrap();
     let negative = Tensor::new(&[-5i64], &CPU).unwrap();
     varmap.set_one("iters", negative).unwrap();
     let text = "iters of at least 0, got -5: \
                 load another checkpoint, or call `reset_running_stats`";
-    refused(layer.steps(), text);
-    refused(layer.forward_t(&xs, true), text);
+    rejected(layer.steps(), text);
+    rejected(layer.forward_t(&xs, true), text);
     assert_eq!(to_f64(&layer.running_phi().unwrap()), [1.; 4]);
     layer.reset_running_stats().unwrap();
     assert_eq!(layer.steps().unwrap(), 0);
@@ -128,7 +128,7 @@ fn trained_with(group_scaling: Option<usize>) -> (PowerNorm, VarMap, NamedTempFi
 }
 
 /// The error of a layer with group scaling `expected` whose statistics are from `got`.
-fn refusal(expected: Option<usize>, got: Option<usize>) -> String {
+fn rejection(expected: Option<usize>, got: Option<usize>) -> String {
     format!(
         "statistics with group_scaling {expected:?}, \
          got group_scaling {got:?}: set it as it was in training, \
@@ -142,7 +142,7 @@ const GROUP_SCALINGS: [(Option<usize>, i64); 3] = [(None, -1), (Some(1), 1), (So
 
 /// Before there was a record, another group scaling gave wrong outputs without an error.
 #[test]
-fn statistics_of_another_group_scaling_are_refused() {
+fn statistics_of_another_group_scaling_are_rejected() {
     let xs = &batches(7, DType::F32, 1)[0].xs;
     let next = candle_nn::Linear::new(Tensor::ones((2, SIZE), DType::F32, &CPU).unwrap(), None);
     for (theirs, _) in GROUP_SCALINGS {
@@ -166,15 +166,15 @@ fn statistics_of_another_group_scaling_are_refused() {
                 assert!(layer.forward_t(xs, true).is_ok());
                 continue;
             }
-            let text = refusal(ours, theirs);
+            let text = rejection(ours, theirs);
             // Clones share the record.
             for output in [layer.forward_t(xs, true), clone.forward(xs), recalibrated] {
-                refused(output, &text);
+                rejected(output, &text);
             }
-            refused(layer.forward_residual(xs, xs, None), &text);
-            refused(folded, &text);
-            refused(frozen, &text);
-            refused(again, &text);
+            rejected(layer.forward_residual(xs, xs, None), &text);
+            rejected(folded, &text);
+            rejected(frozen, &text);
+            rejected(again, &text);
             assert_eq!(state(&layer), before);
 
             clone.reset_running_stats().unwrap();
@@ -240,7 +240,7 @@ fn weights_go_on_with_another_group_scaling() {
 }
 
 #[test]
-fn frozen_statistics_that_no_training_leaves_are_refused() {
+fn frozen_statistics_that_no_training_leaves_are_rejected() {
     let (layer, _, file) = trained_with(Some(3));
     for got in [-1e-3f32, f32::NAN, f32::INFINITY] {
         let mut tensors = load(&file);
@@ -254,7 +254,7 @@ fn frozen_statistics_that_no_training_leaves_are_refused() {
              pass the mean squares of a checkpoint, or ones for a fresh layer",
             f64::from(got)
         );
-        refused(power_norm(SIZE, *layer.config(), vb), &text);
+        rejected(power_norm(SIZE, *layer.config(), vb), &text);
         // A recalibration may replace them.
         let vb = trainable(&variables(&tensors), DType::F32);
         assert!(power_norm(SIZE, *layer.config(), vb).is_ok());
@@ -263,7 +263,7 @@ fn frozen_statistics_that_no_training_leaves_are_refused() {
 
 /// A layer that trains on a copy would not be saved.
 #[test]
-fn a_state_of_which_only_a_part_is_variables_is_refused() {
+fn a_state_of_which_only_a_part_is_variables_is_rejected() {
     let (_, varmap, _) = trained_with(Some(3));
     let tensors: HashMap<String, Tensor> = (varmap.data().lock().unwrap().iter())
         .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
@@ -330,7 +330,7 @@ fn a_frozen_file_needs_only_what_an_evaluation_reads() {
         if has("groups") {
             let vb = VarBuilder::from_tensors(tensors.clone(), DType::F32, &CPU);
             let other = trained.config().with_groups(Some(4));
-            refused(power_norm(SIZE, other, vb), &refusal(Some(4), Some(3)));
+            rejected(power_norm(SIZE, other, vb), &rejection(Some(4), Some(3)));
         }
         // Variables are for training, which needs all of the state.
         let vars = tensors.iter().map(|(name, tensor)| {
@@ -352,14 +352,14 @@ fn a_frozen_file_needs_only_what_an_evaluation_reads() {
 }
 
 #[test]
-fn frozen_parameters_of_a_layer_norm_are_refused() {
+fn frozen_parameters_of_a_layer_norm_are_rejected() {
     let ones = Tensor::ones(SIZE, DType::F32, &CPU).unwrap();
     let names = ["weight", "bias"].map(|name| (format!("block.norm.{name}"), ones.clone()));
     let vb = VarBuilder::from_tensors(HashMap::from(names), DType::F32, &CPU);
     let text = "a tensor block.norm.running_phi, got none: \
                 a checkpoint of LayerNorm has no statistics, \
                 so put its tensors into a `VarMap` and train on";
-    refused(power_norm(SIZE, 1e-5, vb.pp("block").pp("norm")), text);
+    rejected(power_norm(SIZE, 1e-5, vb.pp("block").pp("norm")), text);
 }
 
 /// A LayerNorm's parameters in the `VarMap`: the layer takes them and makes its statistics.

@@ -167,12 +167,12 @@ fn a_folded_layer_stands_by_itself() {
 }
 
 #[test]
-fn folds_that_would_be_wrong_are_refused() {
+fn folds_that_would_be_wrong_are_rejected() {
     let mut data = Data::new(5);
     let layer = trained(&mut data, None, (true, true), DType::F32).layer;
     let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
     let text = "a linear layer of 12 input features, got 5";
-    refused(layer.fold_into(&other_size), text);
+    rejected(layer.fold_into(&other_size), text);
 
     // Before, W' was cut to whole numbers.
     for dtype in [DType::U8, DType::I64] {
@@ -181,14 +181,14 @@ fn folds_that_would_be_wrong_are_refused() {
             "the weight of `next` in a float dtype, got {dtype:?}: \
              convert the linear layer by `to_dtype` first"
         );
-        refused(layer.fold_into(&next), &text);
+        rejected(layer.fold_into(&next), &text);
     }
 
     layer.mode().set_training(true);
     let text = "a layer in evaluation to fold, got one whose statistic moves: \
                 call `mode.set_training(false)`, or end the recalibration, first";
     let next = linear(&mut data, SIZE, OUT, true, DType::F32);
-    refused(layer.fold_into(&next), text);
+    rejected(layer.fold_into(&next), text);
 }
 
 // RMSNorm and LayerNorm
@@ -291,29 +291,29 @@ fn row_normalizations_fold_into_the_next_linear_layer() -> Result<()> {
 
 /// A fold that would be wrong, and layers whose tensors do not fit.
 #[test]
-fn folds_of_row_normalizations_that_would_be_wrong_are_refused() -> Result<()> {
+fn folds_of_row_normalizations_that_would_be_wrong_are_rejected() -> Result<()> {
     let mut data = Data::new(5);
     let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, &CPU);
     let norm = RmsNorm::new(ones(&[SIZE])?, 1e-5);
     assert_eq!(norm.group_scaling(), GroupScaling::new(1, 1e-5)?);
     let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
     let text = "a linear layer of 12 input features, got 5";
-    refused(norm.fold_into(&other_size), text);
+    rejected(norm.fold_into(&other_size), text);
     let whole = Linear::new(Tensor::ones((OUT, SIZE), DType::I64, &CPU)?, None);
     let text = "the weight of `next` in a float dtype, got I64: \
                 convert the linear layer by `to_dtype` first";
-    refused(norm.fold_into(&whole), text);
+    rejected(norm.fold_into(&whole), text);
 
     let next = linear(&mut data, SIZE, OUT, true, DType::F32);
     let text = "a weight of rank 1, got shape [3, 4]: flatten it, to one number a channel";
-    refused(RmsNorm::new(ones(&[3, 4])?, 1e-5).fold_into(&next), text);
-    refused(
+    rejected(RmsNorm::new(ones(&[3, 4])?, 1e-5).fold_into(&next), text);
+    rejected(
         LayerNorm::rms_norm(ones(&[3, 4])?, 1e-5).fold_into(&next),
         text,
     );
     let norm = LayerNorm::new(ones(&[SIZE])?, ones(&[OUT])?, 1e-5);
     let text = "a bias of shape [12] (as the weight), got [5]";
-    refused(norm.fold_into(&next), text);
+    rejected(norm.fold_into(&next), text);
     Ok(())
 }
 
@@ -332,14 +332,14 @@ fn a_layer_gives_its_own_group_scaling() {
 }
 
 #[test]
-fn layer_scales_out_of_range_are_refused() -> Result<()> {
-    refused(GroupScaling::new(0, 1e-5), "at least 1 group, got 0");
+fn layer_scales_out_of_range_are_rejected() -> Result<()> {
+    rejected(GroupScaling::new(0, 1e-5), "at least 1 group, got 0");
     for eps in [0., -1., f64::NAN, f64::INFINITY] {
         let text = format!(
             "eps positive and finite after rounding to F64, got {eps:?}: \
              choose a number such as 1e-5"
         );
-        refused(GroupScaling::new(1, eps), &text);
+        rejected(GroupScaling::new(1, eps), &text);
     }
     let scaling = GroupScaling::new(5, 1e-5)?;
     let forward = |scaling: GroupScaling, shape: &[usize], dtype| {
@@ -347,19 +347,19 @@ fn layer_scales_out_of_range_are_refused() -> Result<()> {
     };
     let of = |shape: &[usize], dtype| forward(scaling, shape, dtype);
     let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
-    refused(of(&[], DType::F32), text);
+    rejected(of(&[], DType::F32), text);
     let text = "5 groups to divide the 12 channels of the input: choose another number of groups";
-    refused(of(&[2, SIZE], DType::F32), text);
-    refused(of(&[2, 0], DType::F32), "a size of at least 1, got 0");
+    rejected(of(&[2, SIZE], DType::F32), text);
+    rejected(of(&[2, 0], DType::F32), "a size of at least 1, got 0");
     assert_eq!(of(&[0, 5], DType::F32)?.dims(), [0, 5]);
     let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
-    refused(of(&[2, 5], DType::U32), text);
+    rejected(of(&[2, 5], DType::U32), text);
     // Positive in f64, 0 in the sums of an f32 input.
     let tiny = GroupScaling::new(1, 1e-60)?;
     assert!(forward(tiny, &[2, 5], DType::F64).is_ok());
     let text =
         "eps positive and finite after rounding to F32, got 1e-60: choose a number such as 1e-5";
-    refused(forward(tiny, &[2, 5], DType::BF16), text);
+    rejected(forward(tiny, &[2, 5], DType::BF16), text);
     Ok(())
 }
 

@@ -256,7 +256,7 @@ fn a_gradient_has_no_gradient() {
 }
 
 #[test]
-fn a_gradient_s_gradient_is_refused_where_candle_would_take_it() {
+fn a_gradient_s_gradient_is_rejected_where_candle_would_take_it() {
     let (passed, text) = run_with(KEEP_GRAPHS, "1", &["gradient::a_gradient_has_no_gradient"]);
     assert!(passed, "{text}");
 }

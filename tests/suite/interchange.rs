@@ -186,7 +186,7 @@ fn pytorch_loads_what_such_training_saves() {
     python(&[CHECK, "--check", saved.to_str().unwrap()]);
 }
 
-/// A model made anew loads what the script makes of a checkpoint, and PyTorch loads what it makes
+/// A new model loads what the script makes of PyTorch's checkpoint, and PyTorch loads what it makes
 /// of ours.
 #[test]
 #[ignore = "needs Python with torch, numpy and safetensors (PYTHON says which)"]

@@ -1,4 +1,4 @@
-//! Construction, refusals, the mode switch and the accessors.
+//! Construction, rejections, the mode switch and the accessors.
 
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
@@ -14,7 +14,7 @@ fn constant(tensors: HashMap<String, Tensor>) -> VarBuilder<'static> {
     VarBuilder::from_tensors(tensors, DType::F32, &CPU)
 }
 
-/// A layer on fresh variables. If it is refused, it leaves none behind.
+/// A layer on fresh variables. If it is rejected, it leaves none behind.
 fn build(size: usize, config: PowerNormConfig, dtype: DType) -> Result<PowerNorm> {
     let varmap = VarMap::new();
     let layer = power_norm(size, config, trainable(&varmap, dtype));
@@ -49,10 +49,10 @@ const NOT_FLAT: &str = "a weight of rank 1, got shape [2, 4]: flatten it, to one
 // Construction
 
 #[test]
-fn configurations_out_of_range_are_refused() {
+fn configurations_out_of_range_are_rejected() {
     let default = PowerNormConfig::default();
     let in_f32 = |config| build(8, config, DType::F32);
-    refused(build(0, default, DType::F32), "a size of at least 1, got 0");
+    rejected(build(0, default, DType::F32), "a size of at least 1, got 0");
     for (eps, dtype, text) in [
         (0., DType::F32, "F32, got 0.0"),
         (-1e-5, DType::F32, "F32, got -1e-5"),
@@ -65,7 +65,7 @@ fn configurations_out_of_range_are_refused() {
         let text = format!(
             "eps positive and finite after rounding to {text}: choose a number such as 1e-5"
         );
-        refused(build(8, eps.into(), dtype), &text);
+        rejected(build(8, eps.into(), dtype), &text);
     }
     let tiny = build(8, 1e-60.into(), DType::F64).unwrap();
     assert_eq!(tiny.config().eps, 1e-60);
@@ -80,7 +80,7 @@ fn configurations_out_of_range_are_refused() {
             ("alpha_fwd", default.with(|config| config.alpha_fwd = alpha)),
             ("alpha_bwd", default.with(|config| config.alpha_bwd = alpha)),
         ] {
-            refused(in_f32(config), &format!("{name} {range}"));
+            rejected(in_f32(config), &format!("{name} {range}"));
             assert_eq!(build(8, config, DType::F64).is_ok(), is_in_f64, "{alpha}");
         }
     }
@@ -98,7 +98,7 @@ fn configurations_out_of_range_are_refused() {
         let error = message(build(8, config.with_parameters((false, true)), DType::F64));
         assert!(error.contains(text), "{error}");
     }
-    // What is just inside runs.
+    // Values just inside the limits work.
     let config = 1e-45.with_warm_up(usize::MAX);
     let least = build(8, config, DType::F32).unwrap();
     for train in [true, false] {
@@ -113,16 +113,16 @@ fn configurations_out_of_range_are_refused() {
         let text = format!(
             "group_scaling to divide the size 8, got {groups}: choose `None`, 1 or another divisor"
         );
-        refused(in_f32(default.with_groups(Some(groups))), &text);
+        rejected(in_f32(default.with_groups(Some(groups))), &text);
     }
     for dtype in [DType::U8, DType::U32, DType::I64] {
         let text = format!("a builder of dtype F32, F64, F16 or BF16, got {dtype:?}");
-        refused(build(8, default, dtype), &text);
+        rejected(build(8, default, dtype), &text);
     }
 }
 
 #[test]
-fn tensors_of_another_dtype_are_refused() {
+fn tensors_of_another_dtype_are_rejected() {
     for (name, wrong, expected) in [
         ("running_phi", DType::F16, DType::F32),
         ("ema_gz", DType::F64, DType::F32),
@@ -135,7 +135,7 @@ fn tensors_of_another_dtype_are_refused() {
         let text = format!(
             "{name} of dtype {expected:?}, got {wrong:?}: convert it before the layer is built"
         );
-        refused(power_norm(8, 1e-5, trainable(&varmap, DType::F32)), &text);
+        rejected(power_norm(8, 1e-5, trainable(&varmap, DType::F32)), &text);
     }
     // And so are parameters, each by its name.
     for name in ["weight", "bias", "gamma", "beta"] {
@@ -146,12 +146,12 @@ fn tensors_of_another_dtype_are_refused() {
             _ => "bias",
         };
         let text = format!("{subject} of dtype F32, F64, F16 or BF16, got I64");
-        refused(power_norm(8, 1e-5, trainable(&varmap, DType::F32)), &text);
+        rejected(power_norm(8, 1e-5, trainable(&varmap, DType::F32)), &text);
     }
 }
 
 #[test]
-fn missing_and_misshapen_tensors_are_refused() {
+fn missing_and_misshapen_tensors_are_rejected() {
     let complete = frozen(&layer(8, 1e-5.into(), DType::F32).1);
     let build = |tensors| power_norm(8, 1e-5, constant(tensors));
     assert!(build(complete.clone()).is_ok());
@@ -279,19 +279,19 @@ fn tensors_that_do_not_fit_make_no_layer() {
     let of_dtypes = |dtypes: [DType; 3]| dtypes.map(|dtype| ones(&[8], dtype));
     use DType::{BF16, F16, F32, I64, U8};
     let text = "bias of shape [8] (as the weight), got [7]";
-    refused(new(of_sizes([8, 7, 8])), text);
+    rejected(new(of_sizes([8, 7, 8])), text);
     let text = "running_phi of shape [8] (as the weight), got [1]";
-    refused(new(of_sizes([8, 8, 1])), text);
-    refused(new(of_sizes([0; 3])), "a size of at least 1, got 0");
-    refused(new([(); 3].map(|()| ones(&[2, 4], F32))), NOT_FLAT);
+    rejected(new(of_sizes([8, 8, 1])), text);
+    rejected(new(of_sizes([0; 3])), "a size of at least 1, got 0");
+    rejected(new([(); 3].map(|()| ones(&[2, 4], F32))), NOT_FLAT);
     let text = "weight of dtype F32, F64, F16 or BF16, got U8";
-    refused(new(of_dtypes([U8, F32, F32])), text);
+    rejected(new(of_dtypes([U8, F32, F32])), text);
     let text = "bias of dtype F32, F64, F16 or BF16, got I64";
-    refused(new(of_dtypes([F32, I64, F32])), text);
+    rejected(new(of_dtypes([F32, I64, F32])), text);
     let text = "bias of dtype F16 (as the weight) or F32, got BF16: convert one of them";
-    refused(new(of_dtypes([F16, BF16, F32])), text);
+    rejected(new(of_dtypes([F16, BF16, F32])), text);
     let text = "running_phi of dtype F32, got F16: convert it before the layer is built";
-    refused(new(of_dtypes([F16, F16, F16])), text);
+    rejected(new(of_dtypes([F16, F16, F16])), text);
     for odd in [-1e-30, f64::NAN, f64::INFINITY] {
         let mut phi = vec![1.; 8];
         phi[5] = odd;
@@ -301,7 +301,7 @@ fn tensors_that_do_not_fit_make_no_layer() {
              pass the mean squares of a checkpoint, or ones for a fresh layer"
         );
         let ones = || ones(&[8], DType::F64);
-        refused(new([ones(), ones(), phi]), &text);
+        rejected(new([ones(), ones(), phi]), &text);
     }
     let [weight, bias, phi] = of_sizes([8; 3]);
     let new = |bias: Option<&Tensor>, config: PowerNormConfig| {
@@ -310,10 +310,10 @@ fn tensors_that_do_not_fit_make_no_layer() {
     let without = 1e-5.with(|config| config.affine = false);
     let text = "affine: true beside a weight and a bias, got false: \
                 build a layer without them by `power_norm`";
-    refused(new(Some(&bias), without), text);
+    rejected(new(Some(&bias), without), text);
     let without = 1e-5.with(|config| config.bias = false);
     let text = "bias: true beside a bias, got false: pass `None` in place of the bias";
-    refused(new(Some(&bias), without), text);
+    rejected(new(Some(&bias), without), text);
     // `None` is a layer without a bias, whatever the configuration says of it.
     for config in [without, 1e-5.into()] {
         let layer = new(None, config).unwrap();
@@ -321,43 +321,43 @@ fn tensors_that_do_not_fit_make_no_layer() {
     }
 }
 
-// Refused inputs
+// Rejected inputs
 
-/// Both forwards refuse `xs` in both modes with `text`, and the layer is as it was.
+/// Both forwards reject `xs` in both modes with `text`, and the layer is as it was.
 #[track_caller]
-fn refuses(layer: &PowerNorm, xs: &Tensor, text: &str) {
+fn rejects(layer: &PowerNorm, xs: &Tensor, text: &str) {
     let before = state(layer);
     let keep = ones(&[xs.elem_count() / 8], DType::U8);
     for train in [true, false] {
         layer.mode().set_training(train);
-        refused(layer.forward_t(xs, train), text);
-        refused(layer.forward(xs), text);
-        refused(layer.forward_masked(xs, &keep), text);
+        rejected(layer.forward_t(xs, train), text);
+        rejected(layer.forward(xs), text);
+        rejected(layer.forward_masked(xs, &keep), text);
     }
     assert_eq!(state(layer), before);
 }
 
 #[test]
-fn inputs_that_do_not_fit_are_refused() {
+fn inputs_that_do_not_fit_are_rejected() {
     let (layer, _) = trained(8, DType::F32);
-    refuses(&layer, &ones(&[], DType::F32), SCALAR);
+    rejects(&layer, &ones(&[], DType::F32), SCALAR);
     for shape in [&[8, 7][..], &[16]] {
         let text = format!(
             "a last dimension of 8, got shape {shape:?}: \
              move the channels last, or build a layer of another size"
         );
-        refuses(&layer, &ones(shape, DType::F32), &text);
+        rejects(&layer, &ones(shape, DType::F32), &text);
     }
     for dtype in [DType::U8, DType::U32, DType::I64] {
         let text = format!(
             "an input of dtype F32, F64, F16 or BF16, got {dtype:?}: convert it by `to_dtype`"
         );
-        refuses(&layer, &ones(&[5, 8], dtype), &text);
+        rejects(&layer, &ones(&[5, 8], dtype), &text);
     }
 }
 
 #[test]
-fn parameters_that_do_not_fit_the_input_are_refused() {
+fn parameters_that_do_not_fit_the_input_are_rejected() {
     use DType::{BF16, F16, F32, F64};
     for (parameters, input) in [(F16, F32), (BF16, F16), (F64, F32), (F16, F64)] {
         let (layer, _) = trained(8, parameters);
@@ -366,7 +366,7 @@ fn parameters_that_do_not_fit_the_input_are_refused() {
             "weight of dtype {input:?} (as the input){or_f32}, got {parameters:?}: \
              convert the input to {parameters:?}, or the parameters to F32"
         );
-        refuses(&layer, &ones(&[5, 8], input), &text);
+        rejects(&layer, &ones(&[5, 8], input), &text);
     }
     // A bias apart from its weight.
     let varmap = VarMap::new();
@@ -374,11 +374,11 @@ fn parameters_that_do_not_fit_the_input_are_refused() {
     let layer = power_norm(8, 1e-5, trainable(&varmap, DType::F32)).unwrap();
     let text = "bias of dtype BF16 (as the input) or F32, got F16: \
                 convert the input to F16, or the parameters to F32";
-    refuses(&layer, &ones(&[5, 8], DType::BF16), text);
+    rejects(&layer, &ones(&[5, 8], DType::BF16), text);
 }
 
 #[test]
-fn masks_that_do_not_fit_are_refused() {
+fn masks_that_do_not_fit_are_rejected() {
     let (layer, _) = trained(8, DType::F32);
     let xs = ones(&[2, 5, 8], DType::F32);
     let before = state(&layer);
@@ -390,20 +390,20 @@ fn masks_that_do_not_fit_are_refused() {
                  make it 0 for padding, by `ne(0f64)` from a mask of 1 and 0, \
                  or by `eq(0f64)` from an additive mask"
             );
-            refused(layer.forward_masked(&xs, &ones(&[2, 5], dtype)), &text);
+            rejected(layer.forward_masked(&xs, &ones(&[2, 5], dtype)), &text);
         }
         for shape in [&[5, 2][..], &[10], &[2, 5, 1], &[2, 5, 8], &[]] {
             let text = format!(
                 "keep of shape [2, 5] (xs without its last dimension), got {shape:?}: \
                  give it one number for each row of xs"
             );
-            refused(layer.forward_masked(&xs, &ones(shape, DType::U8)), &text);
+            rejected(layer.forward_masked(&xs, &ones(shape, DType::U8)), &text);
         }
     }
     assert_eq!(state(&layer), before);
 }
 
-/// A mask of any integer dtype, and the conversions that the refusal of floats names, mean the
+/// A mask of any integer dtype, and the conversions that the rejection of floats names, mean the
 /// same.
 #[test]
 fn masks_of_any_integers() -> Result<()> {
@@ -483,28 +483,28 @@ fn a_layer_prints_its_size_settings_and_steps() {
 // RMSNorm
 
 #[test]
-fn an_rms_norm_that_does_not_fit_is_refused() -> Result<()> {
+fn an_rms_norm_that_does_not_fit_is_rejected() -> Result<()> {
     let vb = |dtype| trainable(&VarMap::new(), dtype);
-    // A layer of a tensor refuses its first call.
+    // A layer of a tensor rejects its first call.
     let of = |weight: &[usize], dtype, eps| {
         let xs = ones(&[3, weight.iter().product()], DType::BF16);
         RmsNorm::new(ones(weight, dtype), eps).forward(&xs)
     };
     let text = "a size of at least 1, got 0";
-    refused(rms_norm(0, 1e-5, vb(DType::F32)), text);
-    refused(of(&[0], DType::F32, 1e-5), text);
+    rejected(rms_norm(0, 1e-5, vb(DType::F32)), text);
+    rejected(of(&[0], DType::F32, 1e-5), text);
     let text = "a builder of dtype F32, F64, F16 or BF16, got U8";
-    refused(rms_norm(8, 1e-5, vb(DType::U8)), text);
-    refused(of(&[2, 4], DType::F32, 1e-5), NOT_FLAT);
+    rejected(rms_norm(8, 1e-5, vb(DType::U8)), text);
+    rejected(of(&[2, 4], DType::F32, 1e-5), NOT_FLAT);
     let text = "weight of dtype F32, F64, F16 or BF16, got I64";
-    refused(of(&[8], DType::I64, 1e-5), text);
+    rejected(of(&[8], DType::I64, 1e-5), text);
     for eps in [0., -1., f64::NAN, f64::INFINITY, 1e-60] {
         let text = format!(
             "eps positive and finite after rounding to F32, got {eps:?}: \
              choose a number such as 1e-5"
         );
-        refused(of(&[8], DType::BF16, eps), &text);
-        refused(rms_norm(8, eps, vb(DType::BF16)), &text);
+        rejected(of(&[8], DType::BF16, eps), &text);
+        rejected(rms_norm(8, eps, vb(DType::BF16)), &text);
     }
     // A weight of another size, or none.
     let frozen = |name: &str, size| {
@@ -517,16 +517,16 @@ fn an_rms_norm_that_does_not_fit_is_refused() -> Result<()> {
     assert_eq!((layer.size(), layer.eps()), (8, 1e-5));
     assert_eq!(layer.weight().dims(), [8]);
 
-    refused(layer.forward(&ones(&[], DType::F32)), SCALAR);
+    rejected(layer.forward(&ones(&[], DType::F32)), SCALAR);
     let text = "a last dimension of 8, got shape [8, 7]: \
                 move the channels last, or build a layer of another size";
-    refused(layer.forward(&ones(&[8, 7], DType::F32)), text);
+    rejected(layer.forward(&ones(&[8, 7], DType::F32)), text);
     let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
-    refused(layer.forward(&ones(&[2, 8], DType::U32)), text);
+    rejected(layer.forward(&ones(&[2, 8], DType::U32)), text);
     let text = "weight of dtype F32 (as the input), got F16: \
                 convert the input to F16, or the parameters to F32";
     let half = RmsNorm::new(ones(&[8], DType::F16), 1e-5);
-    refused(half.forward(&ones(&[2, 8], DType::F32)), text);
+    rejected(half.forward(&ones(&[2, 8], DType::F32)), text);
     assert_eq!(layer.forward(&ones(&[0, 8], DType::F32))?.dims(), [0, 8]);
     Ok(())
 }
@@ -544,7 +544,7 @@ fn a_scope_decides_until_it_ends() {
         drop(outer);
         assert_eq!(mode.is_training(), before);
     }
-    // What is set in a scope shows after it.
+    // A mode that is set within a scope holds after the scope.
     let mode = Mode::eval();
     let scope = mode.eval_scope();
     mode.set_training(true);

@@ -1,5 +1,4 @@
-//! What may change between a forward and its backward. `devices/mod.rs` has what moves the state,
-//! and what does not.
+//! Changes between a forward and its backward. `devices/mod.rs` tests which calls move the state.
 
 use crate::common::*;
 use candle::{DType, Var};

@@ -79,15 +79,15 @@ fn overflowed_steps_leave_no_trace() -> Result<()> {
 }
 
 #[test]
-fn scales_that_are_none_are_refused() -> Result<()> {
+fn scales_that_are_none_are_rejected() -> Result<()> {
     let scale = LossScale::new(8.)?;
     for bad in [0., -1., f64::NAN, f64::INFINITY, 1e39, 1e-39] {
         let text = format!(
             "a loss scale that is positive and finite in F32, \
              and whose inverse is too, got {bad}"
         );
-        refused(scale.set(bad), &text);
-        refused(LossScale::new(bad), &text);
+        rejected(scale.set(bad), &text);
+        rejected(LossScale::new(bad), &text);
     }
     assert_eq!(scale.get(), 8.);
     Ok(())

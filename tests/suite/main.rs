@@ -36,7 +36,7 @@ mod vars;
 
 use proptest::prelude::ProptestConfig;
 
-/// So many random cases. A failure prints its case, so no file has to remember it.
+/// A run of `cases` random cases. A failure prints its case, so no file has to record it.
 fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases,

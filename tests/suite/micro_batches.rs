@@ -57,7 +57,7 @@ fn statistics(twin: &Twin, c: usize) -> [f64; 2] {
     [phi, nu].map(|values| to_f64(&values.unwrap())[c])
 }
 
-/// What the bounds of a channel are made of, over all windows after the warm-up.
+/// The quantities in a channel's bounds, over all windows after the warm-up.
 #[derive(Default)]
 struct Channel {
     delta: f64,
@@ -87,7 +87,7 @@ impl Channel {
         *least = least.min(mean_gamma);
     }
 
-    /// The bounds of both distances after so many windows.
+    /// The bounds of both distances after `windows` windows.
     fn bounds(&self, alpha: f64, windows: usize) -> [f64; 2] {
         let a = 1. - alpha;
         let s = K as f64 * (1. - alpha.powf(1. / K as f64));

@@ -197,7 +197,7 @@ fn composed_of_candle_s_operations() {
         "parity::long_sums_of_one_value_keep_their_precision",
         "parity::poisoned_batches_are_forgotten",
         "parity::a_statistic_beyond_the_state_s_dtype_is_forgotten",
-        "parity::a_refused_statistic_keeps_every_bit",
+        "parity::a_rejected_statistic_keeps_every_bit",
         "parity::the_released_recipe_does_not_forget",
         "parity::a_batch_without_a_kept_row_is_evaluated",
         "parity::empty_batches_pass_through",
@@ -205,7 +205,7 @@ fn composed_of_candle_s_operations() {
         "parity::a_sum_by_itself_does_not_reach_the_parameters",
         "parity::a_channel_whose_squares_overflow_is_never_zero",
         "distributed::trajectories",
-        "layer::inputs_that_do_not_fit_are_refused",
+        "layer::inputs_that_do_not_fit_are_rejected",
     ];
     let (passed, text) = run_with("CANDLE_POWERNORM_DEVICE", "composed", &tests);
     assert!(passed, "{text}");

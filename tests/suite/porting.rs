@@ -1,4 +1,4 @@
-//! What the guide says of candle's files that are written for inference. `lab/ports` compiles the
+//! The guide's advice on candle's files that are written for inference. `lab/ports` compiles the
 //! files themselves.
 
 use crate::common::*;

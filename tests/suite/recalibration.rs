@@ -56,7 +56,7 @@ fn follows_the_mode() -> Result<()> {
     }
     assert_relative("ψ²", &a.running_phi()?, &mean_square(&pass, 2)?, 1e-14);
     assert!(to_f64(&b.running_phi()?).iter().all(|&phi| phi != 1.));
-    // Another pass starts anew.
+    // Another pass starts over.
     recalibrate(&a, &pass[..1])?;
     assert_relative("ψ²", &a.running_phi()?, &mean_square(&pass[..1], 2)?, 1e-14);
     assert_eq!((a.steps()?, b.steps()?), (0, 0));
@@ -90,7 +90,7 @@ fn padding_and_empty_batches_count_for_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A reset starts the mean anew, and what a channel cannot take leaves it as it is.
+/// A reset starts the mean over, and a value that would overflow leaves its channel as it is.
 #[test]
 fn resets_and_overflows() -> Result<()> {
     let (layer, _) = layer(2, config(None), DType::F64);

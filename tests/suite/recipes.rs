@@ -1,4 +1,4 @@
-//! What the guide says of recipes: what an average in half precision loses, and how a validation
+//! Claims of the guide's recipes: the loss of an average in half precision, and a validation that
 //! runs beside the training. The recipes' own code runs among the doctests.
 
 use crate::common::*;
@@ -162,7 +162,7 @@ fn batch() -> Tensor {
     tensor(&Data::new(6).normal(16 * 6), &[16, 6], DType::F32)
 }
 
-/// What `Mode` warns of.
+/// The mistake that `Mode`'s documentation warns of.
 #[test]
 fn a_scope_in_one_thread_makes_a_training_step_in_another_evaluate() {
     in_time(|| {

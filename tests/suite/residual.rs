@@ -151,7 +151,7 @@ fn a_stack_of_layers_has_the_gradients_of_its_composition() -> Result<()> {
 }
 
 #[test]
-fn other_shapes_and_dtypes_are_refused() -> Result<()> {
+fn other_shapes_and_dtypes_are_rejected() -> Result<()> {
     let layer = Twin::new(&mut Data::new(10), 6, 1e-5.into(), DType::F32).layer;
     let before = state(&layer);
     let xs = Tensor::ones((2, 6), DType::F32, &CPU)?;
@@ -163,12 +163,12 @@ fn other_shapes_and_dtypes_are_refused() -> Result<()> {
             "a residual of shape [2, 6] and dtype F32 (as the input), got {got}: \
              give it the input's shape and dtype"
         );
-        refused(layer.forward_residual(&xs, &residual, None), &text);
+        rejected(layer.forward_residual(&xs, &residual, None), &text);
     }
     let narrow = Tensor::ones((2, 5), DType::F32, &CPU)?;
     let text = "a last dimension of 6, got shape [2, 5]: \
                 move the channels last, or build a layer of another size";
-    refused(layer.forward_residual(&narrow, &narrow, None), text);
+    rejected(layer.forward_residual(&narrow, &narrow, None), text);
     assert_eq!(state(&layer), before);
     let empty = Tensor::ones((0, 6), DType::F32, &CPU)?;
     let (y, sum) = layer.forward_residual(&empty, &empty, None)?;

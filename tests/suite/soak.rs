@@ -252,7 +252,7 @@ impl Model {
 /// A batch for a [`Model`].
 struct Points {
     xs: Tensor,
-    /// What the model should make of each point: values of mean 0 and variance 1.
+    /// The model's target for each point: values of mean 0 and variance 1.
     targets: Tensor,
 }
 

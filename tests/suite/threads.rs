@@ -73,8 +73,8 @@ fn forwards_inside_rayon_do_not_deadlock() {
         let pool = pool.unwrap();
         let (done, finished) = mpsc::channel();
         for k in 0..FORWARDS {
-            // After its nap a worker takes over rows of the other one's forward, and the other one,
-            // when it has to wait for them, takes the next forward in the queue.
+            // After its nap a worker steals rows of the other one's forward. The other one, which
+            // then has to wait for them, starts the next forward in the queue.
             if k % 2 == 0 {
                 pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
             }

@@ -112,7 +112,7 @@ fn flatten(vars: &[Var]) -> Result<Tensor> {
     Tensor::cat(&flat, 0)
 }
 
-/// With `all_vars`, ψ² was halved and the joined tensor was refused.
+/// With `all_vars`, ψ² was halved and the joined tensor was rejected.
 #[test]
 fn an_optimizer_that_takes_every_variable_leaves_the_statistics_alone() -> Result<()> {
     let (varmap, norm) = trained(DType::F32)?;

@@ -79,8 +79,8 @@ const STEPS: usize = 300;
 const BATCH: usize = 16;
 const RATE: f64 = 2e-3;
 
-/// The variables that a backward does not train, but for PowerNorm's statistics: those with no
-/// gradient, or only zeros.
+/// The variables that a backward does not train, because they have no gradient or only zeros.
+/// PowerNorm's statistics are left out.
 fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<String>> {
     let statistics = ["running_phi", "ema_gz", "iters", "groups"];
     let mut names = vec![];
@@ -324,7 +324,7 @@ fn train_vit(dtype: DType) -> Result<[f32; 2]> {
 
 const USAGE: &str = "usage: ports [--text FILE [--steps 300] [--seeds 1,2]]";
 
-/// What the command line asks of a training on a text.
+/// Arguments of a training on a text.
 struct Args {
     text: PathBuf,
     steps: usize,

@@ -1,6 +1,6 @@
-//! The Llama of llama2.c learns the characters of a text: as candle-transformers has it but for its
-//! rotary tables, with this crate's `rms_norm` by a changed import, and with PowerNorm. All start
-//! from the same weights and read the same batches.
+//! Trains the Llama of llama2.c on the characters of a text in three forms: candle-transformers'
+//! own, with rotary tables that are computed first; with this crate's `rms_norm`, which is a changed
+//! import; and with PowerNorm. All start from the same weights and read the same batches.
 //!
 //! The optimizer and its rate are those of candle's training example for this model.
 
@@ -122,9 +122,9 @@ fn init(varmap: &VarMap, rng: &mut StdRng) -> Result<()> {
     Ok(())
 }
 
-/// What became of a model.
+/// The result of a training.
 struct Outcome {
-    /// Variables that the first backward trains, of so many.
+    /// Variables that the first backward trains, out of `variables`.
     trained: usize,
     variables: usize,
     validation: f64,

@@ -65,7 +65,7 @@ impl Checkpoint {
     }
 
     /// Reads the file and gives the run its variables and moments back. A run of other settings is
-    /// refused.
+    /// rejected.
     pub fn restore(
         path: &Path,
         settings: &Value,

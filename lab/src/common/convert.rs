@@ -47,7 +47,7 @@ impl Weights {
         read().with_context(|| format!("cannot read weights from {}", path.display()))
     }
 
-    /// What the settings of a run have of it.
+    /// How a run's settings record these weights.
     pub fn start(&self) -> Start {
         let Self {
             norm, fingerprint, ..
@@ -58,8 +58,8 @@ impl Weights {
 
 /// Gives `run`, which is new, the weights of `from`. They come from a run without group scaling.
 ///
-/// What follows from its settings is done already: [`Run::new`] made a model with centred embeddings
-/// if [`Start::centres`].
+/// [`Run::new`] has done its part already: the model has centred embeddings if
+/// [`Start::centres`].
 pub fn convert(run: &Run, from: &Weights) -> Result<()> {
     let vars = variables(&run.state.varmap);
     for name in from.tensors.keys() {
@@ -139,7 +139,7 @@ fn fit(run: &Run, from: &Weights, vars: &BTreeMap<String, Var>) -> Result<()> {
     Ok(())
 }
 
-/// What a normalization reads in a channel, beside what it is to write there.
+/// Sums over the inputs x of a channel and the outputs y that the normalization should have there.
 #[derive(Debug, Clone, Copy, Default)]
 struct Channel {
     count: f64,
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_do_not_fit_are_refused() -> Result<()> {
+    fn weights_that_do_not_fit_are_rejected() -> Result<()> {
         let corpus = Corpus::sample(8);
         let (layer, _) = trained(Norm::Layer, &corpus)?;
         let error = |from: &Weights, norm| match moved(from, norm, None, &corpus) {

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_a_text_without_room_for_a_context() {
+    fn rejects_a_text_without_room_for_a_context() {
         let corpus = |text: &str| Corpus::new(text, Unit::Character, CONTEXT);
         assert_eq!(corpus("").err().unwrap().to_string(), "the text is empty");
         assert!(corpus(&"x".repeat(40)).is_err());

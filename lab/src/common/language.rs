@@ -123,8 +123,8 @@ impl<'a> Run<'a> {
         Self::new(settings, self.corpus, &self.state.device)
     }
 
-    /// What each normalization reads in an evaluation of `batches` batches of the training split,
-    /// by batch.
+    /// The inputs of each normalization in an evaluation of `batches` batches of the training
+    /// split, by batch.
     pub fn streams(&self, batches: usize) -> Result<Vec<Vec<Tensor>>> {
         let _guard = self.state.mode.eval_scope();
         let Settings { size, batch, .. } = self.settings;
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_of_other_settings_is_refused() -> Result<()> {
+    fn a_checkpoint_of_other_settings_is_rejected() -> Result<()> {
         let corpus = corpus();
         let dir = tempfile::tempdir()?;
         let path = dir.path().join("run.safetensors");
@@ -539,8 +539,8 @@ mod tests {
         Ok(())
     }
 
-    /// Without a layer-scale PN and PN-V fold away, and the loss stays, but for roundings. Others
-    /// do not fold.
+    /// Without a layer-scale PN and PN-V fold away, and the loss changes by rounding errors only.
+    /// Others do not fold.
     #[test]
     fn normalizations_that_fold_leave_the_loss() -> Result<()> {
         let corpus = corpus();

@@ -431,7 +431,7 @@ mod tests {
     }
 
     /// LN, RMS and GN normalize each token by itself. A layer-scale of one group divides a token by
-    /// a number, which they divide out again, but for ε. So it does not change them.
+    /// a number, which they divide out again, so it changes them by ε only.
     #[test]
     fn a_layer_scale_of_one_group_leaves_norms_of_tokens_as_they_are() -> Result<()> {
         let device = &Device::Cpu;

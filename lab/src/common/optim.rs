@@ -254,7 +254,7 @@ mod tests {
         let small = (large / 10.)?;
         assert_eq!(clip_factor(&[small], 1.)?.to_scalar::<f32>()?, 1.);
 
-        // Adam's first step is of one size whatever the gradient's, but for ε.
+        // The size of Adam's first step depends on the gradient by ε only.
         let first_step = |max_grad_norm| -> Result<f32> {
             let var = Var::zeros(1, candle::DType::F32, &Device::Cpu)?;
             let config = AdamWConfig {

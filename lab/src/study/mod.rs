@@ -296,7 +296,7 @@ fn settings(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Settin
     }
 }
 
-/// All that a run's result follows from, but for the name of its variant.
+/// All that a run's result follows from, except the name of its variant.
 fn description(args: &Args, variant: Variant, seed: u64, corpus: &Corpus) -> Value {
     described(args, &settings(args, variant, seed, corpus), corpus)
 }
@@ -474,8 +474,8 @@ mod tests {
         assert_eq!(strangers, ["layer-rows64.1.json"]);
         assert_eq!(report::write(&args, &corpus)?, report);
 
-        let refused = |args: &Args| report::check(args, &corpus).unwrap_err().to_string();
-        let error = refused(&Args { steps: 4, ..args });
+        let rejected = |args: &Args| report::check(args, &corpus).unwrap_err().to_string();
+        let error = rejected(&Args { steps: 4, ..args });
         assert!(error.contains("power-scale1."), "{error}");
         assert!(
             error.ends_with(
@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn a_result_of_other_settings_is_refused() -> Result<()> {
+    fn a_result_of_other_settings_is_rejected() -> Result<()> {
         let dir = tempfile::tempdir()?;
         let (args, corpus) = (args(dir.path().into()), corpus());
         let variant = Variant {

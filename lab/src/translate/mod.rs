@@ -611,7 +611,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_rates_and_beams_that_make_no_sense() -> Result<()> {
+    fn rejects_rates_and_beams_that_make_no_sense() -> Result<()> {
         let out = Path::new("out");
         for wrong in [
             "--rate=0",

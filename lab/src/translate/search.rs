@@ -12,7 +12,7 @@ use candle_nn::ops::log_softmax;
 pub struct Beam {
     /// Translations of a sentence that are followed at once.
     pub size: usize,
-    /// Tokens of a translation at most: so many times those of the source, and so many.
+    /// `(a, b)`: a translation of n source tokens has at most a n + b tokens.
     pub max_length: (f64, usize),
     /// The power of the number of tokens that a log-probability is divided by: 0 favors short
     /// translations, 1 compares means over tokens, and more favors long ones.
@@ -84,7 +84,7 @@ impl Search {
             });
             next.extend(tokens.map(|(token, &score)| (i, token, hypothesis.score + score)));
         }
-        // So many that, whichever of them end, enough go on: a hypothesis ends in one way.
+        // Each hypothesis can end in one way only, so of twice as many candidates enough go on.
         let kept = next.len().min(2 * beam.size);
         if kept < next.len() {
             next.select_nth_unstable_by(kept, |a, b| b.2.total_cmp(&a.2));

@@ -156,7 +156,7 @@ impl<'a> Run<'a> {
     }
 
     /// Gives the model the mean of these weights, running statistics among them. Weights of a run
-    /// with other settings are refused.
+    /// with other settings are rejected.
     pub fn average(&mut self, paths: &[PathBuf]) -> Result<()> {
         let settings = self.describe().to_string();
         let read = |path: &PathBuf| -> Result<_> {

@@ -66,7 +66,7 @@ impl Element {
         }
     }
 
-    /// Rounds a sum, which is one of f32 but for f64.
+    /// Rounds a sum. Sums are of f32, and for f64 of f64.
     ///
     /// # Safety
     ///

@@ -7,7 +7,7 @@ use crate::queue::synchronize_device;
 use std::ffi::c_char;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// A device attribute: of an H100, but for what the architecture and the environment say.
+/// A device attribute: an H100's, unless the architecture or the environment sets another.
 fn attribute(number: u32) -> Outcome<i32> {
     let of = architecture_of_devices()?;
     let reserved = of.reserved_kib << 10;

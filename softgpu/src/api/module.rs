@@ -109,7 +109,7 @@ fn edited(module: Arc<Module>) -> Outcome<Arc<Module>> {
     fitting(edited)
 }
 
-/// Refuses PTX that the device cannot run.
+/// Rejects PTX that the device cannot run.
 fn fitting(module: Arc<Module>) -> Outcome<Arc<Module>> {
     let device = architecture_of_devices()?;
     let (target, line) = module.target();
@@ -187,7 +187,7 @@ unsafe fn pack(function: &Function, arguments: *const *const c_void) -> Outcome<
     Ok(packed)
 }
 
-/// Refuses a launch that a device has no room for.
+/// Rejects a launch that a device has no room for.
 fn check(launch: &Launch, function: &Function) -> Outcome {
     let threads: u64 = launch.block.iter().map(|&n| u64::from(n)).product();
     let [x, y, z] = launch.grid;

@@ -30,7 +30,7 @@ enum Distribution {
     },
 }
 
-/// A number above 0, up to 1, with a fraction of so many bits. It follows from seed and place.
+/// A number above 0, up to 1, with a fraction of `bits` bits. It follows from seed and place.
 fn uniform(seed: u64, bits: u32, place: u64) -> f64 {
     let drawn = scramble(scramble(seed) ^ place.wrapping_mul(0x2545_f491_4f6c_dd1d));
     ((drawn >> (64 - bits)) + 1) as f64 / (1u64 << bits) as f64

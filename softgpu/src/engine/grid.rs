@@ -25,8 +25,8 @@ fn end_of([x, y, z]: [u64; 3]) -> u64 {
 /// does.
 const PATIENCE: u64 = 1 << 16;
 
-/// Buffers that a launch leaves for the next of its thread: making them anew takes longer than most
-/// launches run.
+/// Buffers that a launch leaves for the next one of its thread. Allocating them takes longer than
+/// most launches run.
 #[derive(Default)]
 struct Spare {
     shared: Shared,
@@ -46,17 +46,17 @@ pub fn run(
     conditions: Conditions,
 ) -> Result<Counts, Fault> {
     let kernel = launch.module.name_of(launch.entry);
-    let refused = |what| Fault::outside(kernel, "the launch".into(), what);
-    let program = launch.module.program(launch.entry).map_err(refused)?;
+    let rejected = |what| Fault::outside(kernel, "the launch".into(), what);
+    let program = launch.module.program(launch.entry).map_err(rejected)?;
     let threads: u64 = launch.block.iter().map(|size| u64::from(*size)).product();
     let blocks: u64 = launch.grid.iter().map(|size| u64::from(*size)).product();
     if threads == 0 || threads > u64::from(launch.module.max_threads(launch.entry)) || blocks == 0 {
-        return Err(refused(format!(
+        return Err(rejected(format!(
             "blocks of {threads} threads, {blocks} of them, cannot run"
         )));
     }
     if launch.parameters.len() < launch.module.parameter_bytes(launch.entry) {
-        return Err(refused(format!(
+        return Err(rejected(format!(
             "{} bytes of arguments are too few",
             launch.parameters.len()
         )));

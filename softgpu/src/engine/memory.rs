@@ -128,7 +128,7 @@ const MOST_BLOCKS: u32 = 1 << 20;
 const GROUPS: u32 = 0x0c00_0000;
 /// Agents have 28 bits; the other four of half a shadow are the bytes of the word.
 const MOST_AGENTS: u32 = 1 << 28;
-/// Work that so many others followed counts as before everything.
+/// Work that is followed by this many others counts as before everything.
 const REMEMBERED: usize = 8192;
 /// Groups that are remembered.
 const MOST_GROUPS: usize = 1 << 20;
@@ -261,8 +261,8 @@ const GAP: u64 = 256;
 const QUARANTINE: usize = 16;
 /// Larger ones give their pages back when they are freed.
 const LARGE: u64 = 16 << 20;
-/// In sparse memory, a copy or fill of more bytes is a large one. So many of its bytes are touched
-/// at each end.
+/// In sparse memory, a copy or fill of more than `SPARSE` bytes touches only `SPARSE_END` bytes at
+/// each end.
 const SPARSE: u64 = 1 << 28;
 const SPARSE_END: u64 = 1 << 20;
 
@@ -383,7 +383,7 @@ fn block_size(size: u64) -> u64 {
 }
 
 impl Memory {
-    /// Offsets and lengths of the parts of so many bytes that a copy or fill touches.
+    /// Offsets and lengths of the parts that a copy or fill of `bytes` bytes touches.
     fn parts(&self, bytes: u64) -> Vec<(u64, u64)> {
         match self.sparse && bytes > SPARSE {
             true => vec![(0, SPARSE_END), (bytes - SPARSE_END, SPARSE_END)],
@@ -507,7 +507,7 @@ impl Memory {
         }
     }
 
-    /// Refuses a free, or a second life of a graph's memory, that does not come after all uses.
+    /// Rejects a free, or a second life of a graph's memory, that does not come after all uses.
     fn unordered(
         &self,
         allocation: &Allocation,
@@ -682,8 +682,8 @@ impl Pattern {
     }
 }
 
-/// Why a range is refused: the first byte at fault, and what it is.
-type Refusal = (u64, String);
+/// The reason why a range is rejected: the first byte at fault, and a description.
+type Rejection = (u64, String);
 
 /// All bytes of a word.
 const WHOLE: u32 = 15;
@@ -693,7 +693,7 @@ fn mark(agent: u32, bytes: u32) -> u32 {
     agent << 4 | bytes
 }
 
-/// What is left of a mark of readers when these bytes are written.
+/// The mark of readers that is left when these bytes are written.
 fn left_of(reader: u32, bytes: u32) -> u32 {
     match reader & WHOLE & !bytes {
         0 => 0,
@@ -799,7 +799,7 @@ impl View {
 
     /// Checks and records an access of consecutive bytes whose elements have `step` bytes.
     #[inline(always)]
-    fn range(&mut self, kind: Kind, start: u64, bytes: u64, step: u64) -> Result<(), Refusal> {
+    fn range(&mut self, kind: Kind, start: u64, bytes: u64, step: u64) -> Result<(), Rejection> {
         if bytes == 0 {
             return Ok(());
         }
@@ -820,7 +820,7 @@ impl View {
     /// Finds the allocation of a range, which must be this device's, alive, and ordered before this
     /// work. Returns the agent from which on the order must be looked up.
     #[inline(always)]
-    fn enter(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Refusal> {
+    fn enter(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Rejection> {
         for recent in self.recent.iter().flatten() {
             // No sum of addresses: it could pass the end of all there are.
             if start.wrapping_sub(recent.start) < recent.end - recent.start
@@ -830,21 +830,21 @@ impl View {
                 return Ok(recent.floor);
             }
         }
-        self.enter_anew(kind, start, bytes)
+        self.look_up_and_enter(kind, start, bytes)
     }
 
     #[cold]
-    fn enter_anew(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Refusal> {
+    fn look_up_and_enter(&mut self, kind: Kind, start: u64, bytes: u64) -> Result<u32, Rejection> {
         let does = if kind == Kind::Store {
             "writes"
         } else {
             "reads"
         };
-        let refuse = |at, what| Err((at, what));
+        let reject = |at, what| Err((at, what));
         let inside = start.wrapping_sub(self.memory.arena.base) < self.memory.arena.size;
         let Some(allocation) = self.memory.find(start).filter(|_| inside) else {
             let what = format!("{does} {start:#x}, where no memory of a device is");
-            return refuse(start, what);
+            return reject(start, what);
         };
         let end = allocation.start + allocation.size;
         if start >= end {
@@ -852,15 +852,15 @@ impl View {
             let what = format!(
                 "out of bounds: {does} {start:#x}, {beyond} bytes after the end of {allocation}"
             );
-            return refuse(start, what);
+            return reject(start, what);
         }
         let offset = start - allocation.start;
         let place = || format!("{start:#x}, byte {offset} of {allocation}");
         match allocation.state.load(Relaxed) {
-            FREED => return refuse(start, format!("{does} {}, which is freed", place())),
+            FREED => return reject(start, format!("{does} {}, which is freed", place())),
             DORMANT => {
                 let what = format!("{does} {}, memory of a graph that is not alive", place());
-                return refuse(start, what);
+                return reject(start, what);
             }
             _ => {}
         }
@@ -868,11 +868,11 @@ impl View {
             let what = format!(
                 "out of bounds: {does} {end:#x}, the first byte after the end of {allocation}"
             );
-            return refuse(end, what);
+            return reject(end, what);
         }
         let device = self.work.device;
         if allocation.device != device {
-            return refuse(start, format!("device {device} {does} {}", place()));
+            return reject(start, format!("device {device} {does} {}", place()));
         }
         let born = *lock(&allocation.born);
         if born.is_some_and(|born| !self.work.is_after(born.stream, born.number)) {
@@ -881,7 +881,7 @@ impl View {
                 "{does} {}, and nothing orders {work} after the allocation",
                 place()
             );
-            return refuse(start, what);
+            return reject(start, what);
         }
         let name = Arc::as_ptr(&self.work) as u64;
         if allocation.last_user.swap(name, Relaxed) != name {
@@ -919,7 +919,7 @@ impl View {
         start: u64,
         bytes: u64,
         floor: u32,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), Rejection> {
         let end = start + bytes;
         let mut at = start;
         while at < end {
@@ -996,7 +996,7 @@ impl View {
 
     /// Bytes of one word.
     #[inline]
-    fn word(&mut self, kind: Kind, address: u64, bytes: u32, floor: u32) -> Result<(), Refusal> {
+    fn word(&mut self, kind: Kind, address: u64, bytes: u32, floor: u32) -> Result<(), Rejection> {
         match self.plain_word(kind, address, bytes, floor) {
             true => Ok(()),
             false => self.any_word(kind, address, bytes, floor),
@@ -1044,7 +1044,7 @@ impl View {
         address: u64,
         bytes: u32,
         floor: u32,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), Rejection> {
         let memory = self.memory.clone();
         let (agents, written) = (memory.arena.agents(address), memory.arena.written(address));
         if kind != Kind::Store {
@@ -1059,7 +1059,7 @@ impl View {
         }
         let old = agents.load(Relaxed);
         let (writer, reader) = (old as u32, (old >> 32) as u32);
-        let conflict = |view: &Self, at: u32, other: u32, did: &str| -> Refusal {
+        let conflict = |view: &Self, at: u32, other: u32, did: &str| -> Rejection {
             let address = address + u64::from(at.trailing_zeros());
             let does = match kind {
                 Kind::Load => "reads",
@@ -1186,7 +1186,7 @@ impl View {
     }
 
     /// Checks that a range may be read whole, written or not, and records that it is.
-    fn read_any(&mut self, start: u64, bytes: u64) -> Result<(), Refusal> {
+    fn read_any(&mut self, start: u64, bytes: u64) -> Result<(), Rejection> {
         if bytes == 0 {
             return Ok(());
         }
@@ -1201,7 +1201,7 @@ impl View {
     }
 
     #[inline]
-    fn word_of_copy(&mut self, word: u64, bytes: u32, floor: u32) -> Result<(), Refusal> {
+    fn word_of_copy(&mut self, word: u64, bytes: u32, floor: u32) -> Result<(), Rejection> {
         let agents = self.memory.arena.agents(word);
         let old = agents.load(Relaxed);
         let (writer, reader) = (old as u32, (old >> 32) as u32);

@@ -313,7 +313,7 @@ impl Shared {
         (&mut bytes[at % 4..][..count], &mut self.order)
     }
 
-    /// The bytes are inside, and elements of so many bytes are aligned whole words.
+    /// The bytes are inside, and elements of `bytes` bytes are aligned whole words.
     #[inline(always)]
     fn is_plain(&self, address: u64, size: u32, bytes: u32) -> bool {
         let end = address.checked_add(u64::from(bytes));
@@ -443,7 +443,7 @@ fn touched(
     Ok(())
 }
 
-/// Why an access is refused.
+/// The reason why an access is rejected.
 enum Obstacle {
     InFlight,
     Unwritten,
@@ -473,7 +473,7 @@ impl Obstacle {
     }
 }
 
-/// What forbids an access, mostly nothing.
+/// The obstacle to an access; mostly there is none.
 #[inline(always)]
 fn obstacle(word: &Record, order: &Order, who: &Who, lane: u32, touch: Touch) -> Option<Obstacle> {
     let after_writes = word.write_clock < order.base

@@ -195,7 +195,7 @@ fn alone(form: &Form) -> String {
     }
 }
 
-/// How many inputs there are, and the wrong results of some instructions that stand for a form.
+/// The number of inputs, and the wrong results of some instructions that stand for a form.
 fn compare(form: &Form, instructions: &str) -> (usize, Vec<String>) {
     let inputs = inputs(form);
     let results = match run(form, instructions, &inputs) {

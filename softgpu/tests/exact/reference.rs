@@ -1,5 +1,5 @@
-//! What an instruction returns by PTX's manual, in arithmetic without rounding and one rounding at
-//! the end.
+//! The results that PTX's manual gives for instructions, in arithmetic without rounding and one
+//! rounding at the end.
 
 use num_bigint::{BigInt, BigUint, Sign};
 use std::cmp::Ordering;

@@ -1,5 +1,5 @@
-//! What launches are queued with: loaded kernels, streams, and the addresses of buffers. Nothing
-//! here waits for the GPU.
+//! Queues launches: loaded kernels, streams, and the addresses of buffers. Nothing here waits for
+//! the GPU.
 #![allow(unsafe_code)] // launches kernels
 
 use super::params::{Address, Dtype, Kernel, Vector, PIECE_BYTES};

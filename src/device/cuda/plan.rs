@@ -958,8 +958,8 @@ mod tests {
         assert_eq!(108_544, 16 * 3 * 2 * 1024 + 9216 + 1024);
     }
 
-    /// What the plan of some shapes was when this test was written. A change of the planner shows
-    /// here; whether it makes launches faster, only a measurement tells.
+    /// The plan of some shapes when this test was written. A change of the planner shows here;
+    /// whether it makes launches faster, only a measurement can tell.
     struct Recorded {
         gpu: Limits,
         shape: Shape,
@@ -1409,9 +1409,9 @@ mod tests {
         }
     }
 
-    /// Numbers that a kernel has no room for are refused, and the largest that fit are not.
+    /// Numbers that a kernel has no room for are rejected, and the largest that fit are not.
     #[test]
-    fn shapes_beyond_32_bits_are_refused() {
+    fn shapes_beyond_32_bits_are_rejected() {
         let limits = Limits {
             multiprocessors: 1,
             ..H100

@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(modules.of("normalize_f32"), None);
     }
 
-    /// Where braces stand does not matter, and what is between entry points is for all of them.
+    /// Braces may stand anywhere, and text between entry points belongs to all of them.
     #[test]
     fn ptx_is_cut_by_its_braces() {
         let ptx = ".version 8.0\n.visible .entry one()\n{ { mov.v2 {%r1, %r2}, x; // }\n } }\n\

@@ -79,7 +79,7 @@ pub(crate) fn forward(
     Ok((Box::new(Forwarded { gpu, plan, saved }), outputs))
 }
 
-/// What a backward needs of its forward.
+/// Kept from a forward for its backward.
 struct Forwarded {
     gpu: Gpu,
     plan: LaunchPlan,

@@ -378,8 +378,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The slot or predicate of a source operand of so many bits. `fraction` says that decimals are
-    /// f64.
+    /// The slot or predicate of a source operand of `bits` bits. With `fraction`, decimals are f64.
     fn source(&mut self, text: &str, bits: u8, fraction: bool) -> Option<u16> {
         let text = text.trim();
         if let Some(negated) = text.strip_prefix('!') {
@@ -751,7 +750,7 @@ fn reserve_bytes(total: &mut usize, bytes: usize, align: usize) -> u32 {
     offset as u32
 }
 
-/// The register's number, if it has room for so many bits and is not of another kind.
+/// The register's number, if it has room for `bits` bits and is of the right kind.
 fn fits(register: Register, bits: u8) -> Option<u16> {
     let fits = match bits {
         1 | 64 => register.bits == bits,

@@ -12,7 +12,7 @@ pub struct Source {
     pub(super) entries: Vec<Entry>,
     pub(super) variables: Vec<Variable>,
     pub(super) globals: usize,
-    /// What `.target` says, as in `sm_90`, and its line.
+    /// The operand of `.target`, such as `sm_90`, and its line.
     pub(super) target: (String, u32),
 }
 

@@ -87,7 +87,7 @@ impl<T: Element> Output<T> {
 
     /// The parts, in order, none of them written.
     pub fn parts(&mut self) -> impl Iterator<Item = Part<'_, T>> {
-        // Parts that were handed out before may have been written without a fence since.
+        // Parts of an earlier call may have been written without a fence since.
         self.filled.fill(0);
         let stores = self.stores;
         let slots = self.buffer.spare_capacity_mut()[..self.len].chunks_mut(self.part_len);
@@ -153,7 +153,7 @@ fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
 /// A part of an output, which one thread writes.
 pub(crate) struct Part<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
-    /// How many slots have a value, from the front.
+    /// The number of slots with a value, from the front.
     filled: &'a mut usize,
     stores: Stores,
 }
