@@ -159,9 +159,9 @@ template <typename T, int N> struct Shared {
 // itself, so it waits for its own copies and for no barrier. Without a ring, a thread loads its
 // next row into registers.
 //
-// Threads of several pieces always have a ring, except before compute capability 8.0. If they chose
-// in each row, they would need a fifth more instructions. Threads of one piece do choose: they have
-// no ring if pieces are not whole.
+// Threads of several pieces always have a ring, except before compute capability 8.0. A test in each
+// row would cost them a fifth more instructions. Threads of one piece do test: they have no ring if
+// pieces are not whole.
 template <typename T, int N, int ARRAYS> struct RowPipeline {
   const T *from;        // this thread's first piece, in the row of the first array to prefetch
   int64_t gaps[ARRAYS]; // bytes from there to the other arrays, which take fewer registers than

@@ -132,7 +132,7 @@ pub struct PowerNormConfig {
     pub bias: bool,
 }
 
-/// How a step moves ψ²: first by the cumulative mean, then by the moving average.
+/// The update of ψ² in a step: first by the cumulative mean, then by the moving average.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PhiStep {
     pub cumulative: Option<Shares>,
@@ -237,13 +237,37 @@ impl PowerNormConfig {
     }
 }
 
+/// The differences between the recipes, apart from the warm-up of ψ² in
+/// [`PowerNormConfig::phi_step`].
 impl Recipe {
-    /// The number of sums of squares that a training forward exchanges, each with its number of
-    /// rows: over the kept rows, and under recipe Fairseq over all rows too.
+    /// A channel whose new statistic is not finite keeps the old one, so that an overflowed batch
+    /// does not outlive its step, and the factor of ν is clamped at 0.
+    pub(crate) fn is_guarded(self) -> bool {
+        self == Self::Paper
+    }
+
+    /// Γ and the sums of a backward leave padded rows out, and padded rows get no gradient.
+    pub(crate) fn masks_backward(self) -> bool {
+        self == Self::Paper
+    }
+
+    /// The backward divides by the batch's statistic, whatever the forward divided by.
+    pub(crate) fn divides_by_batch(self) -> bool {
+        self == Self::Fairseq
+    }
+
+    /// The input's gradient is exact, as in PN-V, after a forward of this kind with a kept row. Such
+    /// a gradient takes Λ of the whole batch before any row of it can be computed.
+    pub(crate) fn is_exact(self, kind: ForwardKind) -> bool {
+        self == Self::Paper && kind == ForwardKind::BatchStatistic
+    }
+
+    /// The number of sums of squares that a training forward takes, each with its number of rows:
+    /// over the kept rows for ψ_B², and over all rows for Γ if that is a mean over all.
     pub(crate) fn square_sums(self) -> usize {
-        match self {
-            Self::Paper => 1,
-            Self::Fairseq => 2,
+        match self.masks_backward() {
+            true => 1,
+            false => 2,
         }
     }
 }
@@ -312,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_running_statistic_takes_over_after_the_warm_up() {
+    fn the_running_statistic_normalizes_after_the_warm_up() {
         let kinds = |statistics, warmup_steps| {
             let config = PowerNormConfig {
                 statistics,

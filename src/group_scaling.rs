@@ -1,8 +1,8 @@
 //! Group scaling as a module of its own.
 
-use crate::config::{validate_eps, Recipe};
+use crate::config::validate_eps;
 use crate::device::pick::DeviceKind;
-use crate::device::sums_dtype;
+use crate::device::{sums_dtype, Settings};
 use crate::error::Error;
 use crate::layer::check_input_dtype;
 use crate::op;
@@ -14,9 +14,8 @@ use candle::{DType, Module, Result, Tensor};
 ///
 /// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` in each row, over G equal groups of adjacent
 /// channels (Shen et al., appendix A; `GroupScaling1D` in the released code). It has no parameters
-/// and no state. It is what is left of a [`PowerNorm`](crate::PowerNorm) after
-/// [folding](crate::PowerNorm::fold_into), and with one group also what is left of an
-/// [`RmsNorm`](crate::RmsNorm).
+/// and no state. [Folding](crate::PowerNorm::fold_into) leaves it of a
+/// [`PowerNorm`](crate::PowerNorm), and with one group of an [`RmsNorm`](crate::RmsNorm).
 ///
 /// # Shapes
 ///
@@ -63,7 +62,9 @@ impl GroupScaling {
     /// `groups` is 0, or `eps` is not positive and finite.
     pub fn new(groups: usize, eps: f64) -> Result<Self> {
         if groups == 0 {
-            candle::bail!("power_norm: expected at least 1 group, got 0")
+            candle::bail!(
+                "power_norm: expected at least 1 group, got 0: pass 1 to scale whole rows"
+            )
         }
         validate_eps(eps, DType::F64)?;
         Ok(Self { groups, eps })
@@ -102,21 +103,8 @@ impl Module for GroupScaling {
         }
         check_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
-        op::power_norm(Call {
-            device: &DeviceKind::of(xs.device())?,
-            xs,
-            residual: None,
-            keep: None,
-            weight: None,
-            bias: None,
-            groups: Some(self.groups),
-            centred: false,
-            eps: self.eps,
-            recipe: Recipe::default(),
-            // Without a state D is 1.
-            state: None,
-            training: None,
-            turn: None,
-        })
+        let device = DeviceKind::of(xs.device())?;
+        let settings = Settings::of_rows(self.groups, self.eps);
+        op::power_norm(Call::of_rows(&device, xs, settings))
     }
 }

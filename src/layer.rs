@@ -2,11 +2,12 @@
 
 use crate::config::{state_dtype, PowerNormConfig};
 use crate::device::pick::DeviceKind;
+use crate::device::Settings;
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
-use crate::op::step::{Call, Training};
+use crate::op::step::{Call, Role, Training};
 use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{same_device, State};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
@@ -18,7 +19,7 @@ use std::sync::Arc;
 ///
 /// It takes LayerNorm's place in a transformer. Build it with [`power_norm`](crate::power_norm), or
 /// all layers of a model with a [`PowerNormBuilder`](crate::PowerNormBuilder), and give all of them
-/// one [`Mode`], which says whether the model trains or evaluates.
+/// one [`Mode`], the switch between training and evaluation.
 ///
 /// `Y = γ ⊙ X̃ / sqrt(ψ² + ε) + β` (Shen et al., "PowerNorm: Rethinking Batch Normalization in
 /// Transformers", ICML 2020, Eq. 8 and 9). ψ² is the running mean of `X̃²` over tokens. `X̃` is the
@@ -119,7 +120,7 @@ impl fmt::Debug for PowerNorm {
 }
 
 impl Module for PowerNorm {
-    /// Normalizes `xs`, `[.., size]`, in training or in evaluation, as the layer's [`Mode`] says.
+    /// Normalizes `xs`, `[.., size]`, in training or in evaluation, following the layer's [`Mode`].
     ///
     /// # Errors
     ///
@@ -239,7 +240,7 @@ impl PowerNorm {
     /// [`forward_masked`](Self::forward_masked), and `None` keeps every row. The sum of a padded
     /// row is computed too. The layer's [`Mode`] decides between training and evaluation.
     ///
-    /// [Inputs](crate::guide::padding#residuals) has an example, and says what this saves.
+    /// [Inputs](crate::guide::padding#residuals) has an example, and the time that this saves.
     ///
     /// # Errors
     ///
@@ -251,8 +252,7 @@ impl PowerNorm {
         residual: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
-        let call = self.call(xs, Some(residual), keep.into(), self.mode.purpose())?;
-        op::power_norm_residual(call, residual)
+        op::power_norm_residual(self.call(xs, Some(residual), keep.into(), self.mode.purpose())?)
     }
 
     /// The same layer, which follows `mode` from now on. Give one `Mode` to all layers of a model.
@@ -337,8 +337,8 @@ impl PowerNorm {
     /// N ranks with B/N rows each then have the state and the gradients of one rank with B rows.
     /// All ranks make the same training forwards and backwards in the same order. Each rank's loss
     /// is its part of one sum. The gradients of parameters are each rank's part too, and the caller
-    /// sums them. [Distributed training](crate::guide::ranks) has the other rules, and says what
-    /// happens if a rank fails.
+    /// sums them. [Distributed training](crate::guide::ranks) has the other rules, and the
+    /// consequences of a rank that fails.
     ///
     /// # Later errors
     ///
@@ -448,7 +448,7 @@ impl PowerNorm {
     pub(crate) fn purpose(&self, asked: Purpose) -> Purpose {
         match asked {
             Purpose::Training if self.frozen => Purpose::Evaluation,
-            // A recalibration is asked for by its own name, and never by a trainer in passing.
+            // Only `recalibrate_scope` asks for a recalibration, so no generic trainer starts one.
             Purpose::Training | Purpose::Evaluation | Purpose::Recalibration(_) => asked,
         }
     }
@@ -485,22 +485,28 @@ impl PowerNorm {
         Ok(Call {
             device: &self.device,
             xs,
-            residual: None,
+            residual,
             keep,
             weight: self.weight(),
             bias: self.bias(),
-            groups: self.config().group_scaling,
-            centred: false,
-            eps: self.config().eps,
-            recipe: self.config().recipe,
-            state: Some(&self.state),
-            training: (purpose != Purpose::Evaluation).then(|| Training {
-                state: self.state.clone(),
-                purpose,
-                loss_scale: self.loss_scale.clone(),
-                ranks: self.ranks.clone(),
-            }),
-            turn,
+            settings: Settings {
+                groups: self.config().group_scaling,
+                centred: false,
+                eps: self.config().eps,
+                recipe: self.config().recipe,
+            },
+            role: match purpose {
+                Purpose::Evaluation => Role::Evaluation(&self.state),
+                Purpose::Training | Purpose::Recalibration(_) => {
+                    let training = Training {
+                        state: self.state.clone(),
+                        purpose,
+                        loss_scale: self.loss_scale.clone(),
+                        ranks: self.ranks.clone(),
+                    };
+                    Role::Training(training, turn)
+                }
+            },
         })
     }
 
@@ -566,9 +572,13 @@ pub(crate) fn check_input(
             let got = parameter.dtype();
             if got != input && got != DType::F32 {
                 let or_f32 = if input == DType::F32 { "" } else { " or F32" };
+                let input_to = match check_input_dtype(got) {
+                    Ok(()) => format!("the input to {got:?}, or "),
+                    Err(_) => String::new(),
+                };
                 candle::bail!(
                     "power_norm: expected {name} of dtype {input:?} (as the input){or_f32}, \
-                     got {got:?}: convert the input to {got:?}, or the parameters to F32"
+                     got {got:?}: convert {input_to}the parameters to F32"
                 )
             }
         }
@@ -634,6 +644,7 @@ impl ModuleT for PowerNormT {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Recipe;
 
     const CPU: &Device = &Device::Cpu;
 
@@ -668,16 +679,22 @@ mod tests {
         let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
         let keep = Tensor::ones(3, DType::U8, CPU)?;
         let call = layer.call(&xs, None, Some(&keep), Purpose::Training)?;
-        assert_eq!(
-            (call.groups, call.eps, call.centred),
-            (Some(1), 1e-5, false)
-        );
+        let Settings {
+            groups,
+            centred,
+            eps,
+            recipe,
+        } = call.settings;
+        assert_eq!((groups, centred, eps), (Some(1), false, 1e-5));
+        assert_eq!(recipe, Recipe::Paper);
         assert!(call.keep.is_some() && call.weight.is_some() && call.bias.is_none());
-        let training = call.training.as_ref().unwrap();
+        let Role::Training(training, None) = &call.role else {
+            panic!("expected a training forward without ranks")
+        };
         assert!(Arc::ptr_eq(&training.state, &layer.state));
-        assert!(call.turn.is_none());
-        let call = layer.call(&xs, None, None, Purpose::Evaluation)?;
-        assert!(call.training.is_none() && call.state.is_some());
+        let call = layer.call(&xs, Some(&xs), None, Purpose::Evaluation)?;
+        assert!(call.residual.is_some());
+        assert!(matches!(call.role, Role::Evaluation(_)));
         Ok(())
     }
 

@@ -1,11 +1,11 @@
 //! LayerNorm, and what RMSNorm shares with it.
 
 use crate::builder::parameter;
-use crate::config::{state_dtype, validate_eps, Recipe};
+use crate::config::{state_dtype, validate_eps};
 use crate::device::pick::DeviceKind;
-use crate::device::sums_dtype;
+use crate::device::{sums_dtype, Settings};
 use crate::error::Error;
-use crate::layer::check_input;
+use crate::layer::{check_device, check_input};
 use crate::op;
 use crate::op::step::Call;
 use candle::{Module, Result, Tensor};
@@ -51,7 +51,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
 }
 
 /// Builds a [`LayerNorm`] layer without a bias, by the same call as candle's `layer_norm_no_bias`.
-/// A `bias` that `vb` has stays unread.
+/// A `bias` in `vb` is ignored.
 ///
 /// # Errors
 ///
@@ -123,8 +123,8 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// Builds a layer from its weight and bias, `[size]` each. What does not fit is an error of the
-    /// first [`forward`](Module::forward).
+    /// Builds a layer from its weight and bias, `[size]` each. Tensors that do not fit are an
+    /// error in the first [`forward`](Module::forward).
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
         Self {
             bias: Some(bias),
@@ -177,23 +177,23 @@ impl LayerNorm {
         self.weight.elem_count()
     }
 
-    /// Checks the tensors of the layer, which its constructors take as they are.
+    /// Checks weight and bias, because the constructors accept any tensors.
     pub(crate) fn check_parameters(&self) -> Result<()> {
         match self.weight.dims() {
             [0] => return Err(Error::Size.into()),
             [_] => {}
             _ => return Err(Error::WeightRank(self.weight.shape().clone()).into()),
         }
-        if let Some(bias) = self
-            .bias
-            .as_ref()
-            .filter(|bias| bias.dims() != [self.size()])
-        {
-            candle::bail!(
-                "power_norm: expected a bias of shape [{}] (as the weight), got {:?}",
-                self.size(),
-                bias.shape()
-            )
+        if let Some(bias) = &self.bias {
+            if bias.dims() != [self.size()] {
+                candle::bail!(
+                    "power_norm: expected a bias of shape [{}] (as the weight), got {:?}: \
+                     reshape it",
+                    self.size(),
+                    bias.shape()
+                )
+            }
+            check_device("bias", bias.device(), self.weight.device())?;
         }
         state_dtype("weight", self.weight.dtype())?;
         Ok(())
@@ -208,28 +208,24 @@ impl Module for LayerNorm {
     /// - The input is a scalar, its last dimension is not `size`, or its dtype or device does not
     ///   fit.
     /// - The weight has another rank than 1, no channels, or a dtype other than those above, or the
-    ///   bias has another shape.
+    ///   bias has another shape or device.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.check_parameters()?;
         let parameters = [Some(&self.weight), self.bias.as_ref()];
         check_input(xs, self.size(), parameters, self.weight.device())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
-        // The group scaling of one group, after the mean is subtracted. Without a state D is 1.
+        // The group scaling of one group, after the mean is subtracted.
+        let settings = Settings {
+            centred: self.remove_mean,
+            ..Settings::of_rows(1, self.eps)
+        };
+        let device = DeviceKind::of(xs.device())?;
+        let call = Call::of_rows(&device, xs, settings);
         op::power_norm(Call {
-            device: &DeviceKind::of(xs.device())?,
-            xs,
-            residual: None,
-            keep: None,
             weight: Some(&self.weight),
             bias: self.bias.as_ref(),
-            groups: Some(1),
-            centred: self.remove_mean,
-            eps: self.eps,
-            recipe: Recipe::default(),
-            state: None,
-            training: None,
-            turn: None,
+            ..call
         })
     }
 }

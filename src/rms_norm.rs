@@ -76,8 +76,8 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 pub struct RmsNorm(LayerNorm);
 
 impl RmsNorm {
-    /// Builds a layer from its weight, `[size]`, by the same call as candle's `RmsNorm::new`. What
-    /// does not fit is an error of the first [`forward`](Module::forward).
+    /// Builds a layer from its weight, `[size]`, with the same call as candle's `RmsNorm::new`.
+    /// A tensor that does not fit is an error in the first [`forward`](Module::forward).
     ///
     /// `RmsNorm::new(size, eps, vb)` of candle_transformers' `with_tracing` is
     /// [`rms_norm(size, eps, vb)`](rms_norm) here.

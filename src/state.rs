@@ -18,7 +18,7 @@ pub(crate) struct State {
     running_phi: Var,
     /// ν/(1−α_b), shaped as `running_phi`.
     ema_gz: Var,
-    /// t, `[1]`, on the CPU: a step must not wait for a GPU to learn its number.
+    /// t, `[1]`, on the CPU, so that reading it never waits for a GPU.
     iters: Var,
     /// The group scaling of the steps so far, `[1]`, on the CPU, as [`recorded`] writes it.
     groups: Var,
@@ -27,7 +27,7 @@ pub(crate) struct State {
     lock: Mutex<Recalibration>,
 }
 
-/// `groups` of a fresh layer, and of a checkpoint that does not say its group scaling.
+/// `groups` of a fresh layer, and of a checkpoint without a record of its group scaling.
 const UNKNOWN: i64 = 0;
 
 /// The group scaling as `groups` records it: G, or −1 without.
@@ -43,8 +43,8 @@ struct Recalibration {
 }
 
 impl State {
-    /// The state named by `vb`, and whether it is made of trainable variables. A frozen builder may
-    /// lack everything except ψ².
+    /// Builds the state from the tensors of `vb`. Also returns `true` if they are trainable
+    /// variables. A frozen builder may lack everything except ψ².
     pub fn from_builder(
         size: usize,
         config: PowerNormConfig,
@@ -65,7 +65,7 @@ impl State {
             Error::NoStatistics(vb.pp("running_phi").prefix()).into()
         })?;
         let trainable = running_phi.is_variable();
-        // An evaluation reads neither ν nor t, so a file for inference may lack both. Each is asked
+        // An evaluation needs neither ν nor t, so a file for inference may lack both. Each is asked
         // for first, because a builder may make what is missing. A tensor that is there but does
         // not fit stays an error.
         let ema_gz = match buffer("ema_gz", 0.) {
@@ -83,7 +83,7 @@ impl State {
         };
         let groups = match has_groups {
             true => Some(count("groups")?),
-            // PyTorch's layer has no such tensor, and takes back only what it gave.
+            // PyTorch's layer has no such tensor, so a checkpoint of its shapes gets none.
             false if running_phi.rank() > 1 => None,
             // A `VarMap` makes it. Another builder may lack it, or make a constant.
             false => (count("groups").ok()).filter(|made| made.is_variable() == trainable),
@@ -93,7 +93,7 @@ impl State {
             ("iters", Some(&iters)),
             ("groups", groups.as_ref()),
         ] {
-            // A copy moves, and what the builder has stays as it is.
+            // Steps would move the copy, and the builder's own tensor would keep its old value.
             match tensor.map(Tensor::is_variable) {
                 Some(false) if trainable => return Err(Error::CopiedState(name).into()),
                 Some(true) if !trainable => return Err(Error::CopiedState("running_phi").into()),
@@ -103,7 +103,7 @@ impl State {
         let tensors = [&running_phi, &ema_gz, &iters];
         let state = Self::new(size, config, dtype, tensors, groups)?;
         state.check_groups()?;
-        // On a GPU the host would wait for ψ².
+        // Only on a CPU, because on a GPU the host would wait for ψ².
         if !trainable && state.device().is_cpu() {
             state.check_phi()?;
         }
@@ -214,11 +214,18 @@ impl State {
 
     pub fn reset(&self) -> Result<()> {
         let mut recalibration = self.lock();
+        // All are allocated before the first is set, so that a lack of memory changes nothing.
+        let fresh = [
+            (&self.running_phi, self.running_phi.ones_like()?),
+            (&self.ema_gz, self.ema_gz.zeros_like()?),
+            (&self.iters, self.iters.zeros_like()?),
+            (&self.groups, Tensor::full(UNKNOWN, 1, &Device::Cpu)?),
+        ];
         *recalibration = Recalibration::default();
-        self.running_phi.set(&self.running_phi.ones_like()?)?;
-        self.ema_gz.set(&self.ema_gz.zeros_like()?)?;
-        self.iters.set(&self.iters.zeros_like()?)?;
-        self.groups.set(&Tensor::full(UNKNOWN, 1, &Device::Cpu)?)
+        for (var, fresh) in fresh {
+            var.set(&fresh)?;
+        }
+        Ok(())
     }
 
     /// ψ² and t for a forward that begins now: ψ² itself if `in_place`, else a copy. Rejects what
@@ -234,7 +241,7 @@ impl State {
         Ok((phi, self.steps()?))
     }
 
-    /// Takes the step of a forward: `update` moves ψ², and t counts up in training.
+    /// Moves ψ² with `update`, under the lock, and then counts the step.
     pub fn update_phi(
         &self,
         purpose: Purpose,
@@ -245,7 +252,7 @@ impl State {
         self.count(purpose, &mut recalibration)
     }
 
-    /// Takes the step of a backward: `update` moves ν, in [its variable](Self::nu_variable).
+    /// Moves ν with `update`, under the lock, in [its variable](Self::nu_variable).
     pub fn update_nu(&self, update: impl FnOnce(&Var) -> Result<()>) -> Result<()> {
         let _guard = self.lock();
         update(&self.ema_gz)

@@ -3,11 +3,10 @@
 //! Rows are `[rows, C]`, channels `[C]` and counts of rows `[1]`, in the dtype of the sums and
 //! without a graph. Each equation takes a few of candle's operations, so this device is many times
 //! slower than kernels. The host waits for the device only to exchange sums with other ranks. It
-//! does not wait to learn whether a mask keeps a row, so a batch without one counts as a step, as
-//! on a GPU.
+//! does not wait for the contents of a mask, so a batch without one counts as a step, as on a GPU.
 
 use super::{sums_dtype, Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
-use crate::config::{ForwardKind, PhiStep, Recipe};
+use crate::config::{ForwardKind, PhiStep};
 use candle::{DType, Device, Result, Storage, Tensor, Var, D};
 
 /// Runs a forward.
@@ -21,7 +20,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
     let sum = stream.as_ref().map(storage).transpose()?;
     let rows = Rows::new(x, pass, pass.keep.as_ref())?;
     let running_inv_rms = match &pass.phi {
-        Some(phi) => inverse_root(&rows.channels(phi)?, pass.eps)?,
+        Some(phi) => inverse_root(&rows.channels(phi)?, pass.settings.eps)?,
         None => Tensor::ones(rows.cols(), rows.x_tilde.dtype(), rows.x_tilde.device())?,
     };
 
@@ -49,7 +48,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
             Some(phi) => has_rows.where_cond(&batch_phi, &rows.channels(phi)?)?,
             None => batch_phi,
         };
-        let batch_inv_rms = inverse_root(&batch_phi, pass.eps)?;
+        let batch_inv_rms = inverse_root(&batch_phi, pass.settings.eps)?;
         if by_batch {
             forwarded.inv_rms = batch_inv_rms.clone();
             y = Some(rows.output(pass, &forwarded.inv_rms)?);
@@ -107,7 +106,7 @@ impl Saved for Forwarded {
             .as_ref()
             .map(|of| rows.channels(of))
             .transpose()?;
-        let exact = self.batch.is_some() && pass.is_exact();
+        let exact = self.batch.is_some() && pass.settings.recipe.is_exact(pass.kind);
         let dy = as_rows(dy)?;
 
         // Σ dy x̃ over this rank's rows, and Λ over all.
@@ -182,7 +181,7 @@ impl Forwarded {
         correction: Option<Tensor>,
     ) -> Result<Tensor> {
         let divisor = match &self.batch {
-            Some(batch) if pass.recipe == Recipe::Fairseq => &batch.inv_rms,
+            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_rms,
             _ => &self.inv_rms,
         };
         let gain = match weight {
@@ -237,7 +236,7 @@ fn update_nu(
     (share, loss_scale): (f64, f64),
 ) -> Result<()> {
     let mut decay = batch.gamma.affine(-share, 1.)?;
-    if pass.has_guard() {
+    if pass.settings.recipe.is_guarded() {
         // A negative factor would turn ν's sign at each step: it is clamped.
         decay = decay.relu()?;
     }
@@ -259,7 +258,7 @@ fn store(
 ) -> Result<()> {
     let old = var.as_detached_tensor().flatten_all()?;
     let mut new = has_rows.where_cond(&next.to_dtype(var.dtype())?, &old)?;
-    for guard in guards.iter().filter(|_| pass.has_guard()) {
+    for guard in guards.iter().filter(|_| pass.settings.recipe.is_guarded()) {
         new = is_finite(&guard.to_dtype(var.dtype())?)?.where_cond(&new, &old)?;
     }
     var.set(&new.reshape(var.shape())?)
@@ -290,7 +289,7 @@ fn square_sums(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<[Sq
         squares: sum_rows(&rows.masked(squares.clone())?)?,
         rows: rows.kept()?,
     }];
-    if pass.recipe == Recipe::Fairseq {
+    if pass.settings.recipe.square_sums() > 1 {
         sums.push(SquareSums {
             squares: sum_rows(&squares)?,
             rows: rows.count()?,
@@ -342,13 +341,13 @@ impl Rows {
             }
             _ => None,
         };
-        let (x_tilde, group_rms_inv) = match pass.groups {
+        let (x_tilde, group_rms_inv) = match pass.settings.groups {
             Some(groups) => {
                 let mut rows = grouped(&rows, groups)?;
-                if pass.centred {
+                if pass.settings.centred {
                     rows = centred(&rows)?;
                 }
-                let group_rms_inv = group_rms_inv(&rows, pass.eps)?;
+                let group_rms_inv = group_rms_inv(&rows, pass.settings.eps)?;
                 let x_tilde = rows.broadcast_mul(&group_rms_inv)?.flatten_from(1)?;
                 (x_tilde, Some(group_rms_inv))
             }
@@ -422,7 +421,7 @@ impl Rows {
         sums.to_device(self.x_tilde.device())
     }
 
-    /// `∂L/∂x` from `∂L/∂X̃`: `r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`, and in LayerNorm less
+    /// `∂L/∂x` from `∂L/∂X̃`: `r (∂L/∂x̃ − x̃ · mean_group(∂L/∂x̃ ⊙ x̃))`, in LayerNorm minus
     /// `r · mean_group(∂L/∂x̃)`.
     fn through_group_scaling(&self, pass: &Pass, dx_tilde: Tensor) -> Result<Tensor> {
         let Some(group_rms_inv) = &self.group_rms_inv else {
@@ -432,7 +431,7 @@ impl Rows {
         let (mut dx_tilde, x_tilde) =
             (grouped(&dx_tilde, groups)?, grouped(&self.x_tilde, groups)?);
         let mean = (&dx_tilde * &x_tilde)?.mean_keepdim(D::Minus1)?;
-        if pass.centred {
+        if pass.settings.centred {
             dx_tilde = dx_tilde.broadcast_sub(&dx_tilde.mean_keepdim(D::Minus1)?)?;
         }
         let dx = (dx_tilde - x_tilde.broadcast_mul(&mean)?)?;
@@ -453,7 +452,7 @@ fn grouped(rows: &Tensor, groups: usize) -> Result<Tensor> {
     rows.reshape((count, groups, cols / groups))
 }
 
-/// Groups less their means.
+/// Subtracts the mean from each group.
 ///
 /// The mean of what a first mean leaves removes the first one's rounding error. Terms are divided
 /// first, so that no sum overflows.

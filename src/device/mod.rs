@@ -19,7 +19,7 @@
 //! 3. moves ν ([`Env::move_nu`]), and makes the gradients of weight and bias;
 //! 4. writes the input's gradient, if it is exact.
 //!
-//! What can fail comes first: an NVIDIA GPU allocates and loads all that a call needs before its
+//! Operations that can fail come first: an NVIDIA GPU allocates and loads all that a call needs before its
 //! first launch. A call that fails before it has moved ψ² or ν has changed nothing.
 //!
 //! A device works on storage and numbers. Ranks and the layer's state stay behind [`Env`], which
@@ -50,9 +50,26 @@ pub(crate) struct Pass {
     pub weight: Option<Tensor>,
     /// β, `[C]`.
     pub bias: Option<Tensor>,
-    /// In a forward, ψ² before the step, `[C]`. Without it D is 1, which leaves the group scaling.
+    /// In a forward, ψ² before the step, in its variable's shape: `[C]` or `[1, C, 1, 1]`. Without
+    /// it D is 1, which leaves the group scaling.
     pub phi: Option<Tensor>,
     pub kind: ForwardKind,
+    pub settings: Settings,
+    /// A backward may follow.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub tracked: bool,
+}
+
+impl Pass {
+    /// The mask that a backward takes.
+    fn backward_keep(&self) -> Option<&Tensor> {
+        (self.keep.as_ref()).filter(|_| self.settings.recipe.masks_backward())
+    }
+}
+
+/// The settings of a normalization.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Settings {
     /// G of the group scaling; `None` without it.
     pub groups: Option<usize>,
     /// LayerNorm: the mean of each row is subtracted first. There is one group then, no residual
@@ -61,27 +78,17 @@ pub(crate) struct Pass {
     /// ε, of D and of the group scaling.
     pub eps: f64,
     pub recipe: Recipe,
-    /// A backward may follow.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub tracked: bool,
 }
 
-impl Pass {
-    /// The input's gradient is exact, as in PN-V, if the forward was a step with a kept row. Such a
-    /// gradient takes Λ of the whole batch before any row of it can be computed.
-    fn is_exact(&self) -> bool {
-        self.kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
-    }
-
-    /// The mask that a backward takes. Under recipe Fairseq the backward has none.
-    fn backward_keep(&self) -> Option<&Tensor> {
-        self.keep.as_ref().filter(|_| self.recipe == Recipe::Paper)
-    }
-
-    /// Recipe Paper's guard: a channel whose new statistic is not finite keeps the old one, so that
-    /// an overflowed batch does not outlive its step.
-    fn has_guard(&self) -> bool {
-        self.recipe == Recipe::Paper
+impl Settings {
+    /// Group scaling by itself.
+    pub fn of_rows(groups: usize, eps: f64) -> Self {
+        Self {
+            groups: Some(groups),
+            centred: false,
+            eps,
+            recipe: Recipe::default(),
+        }
     }
 }
 
@@ -150,7 +157,7 @@ pub(crate) trait Env {
 /// The running correction ν, and how a step moves it.
 #[derive(Clone, Copy)]
 pub(crate) struct Nu<'a> {
-    /// ν/(1−α_b), `[C]`, in its variable.
+    /// ν/(1−α_b), in its variable: `[C]` or `[1, C, 1, 1]`.
     pub ema_gz: &'a Var,
     /// 1−α_b.
     pub share: f64,

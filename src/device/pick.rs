@@ -67,8 +67,9 @@ impl DeviceKind {
         }
     }
 
-    /// `true` if a forward of rows on `rows` reads ψ² in its variable, which is on `state`, else it
-    /// reads a copy. In place is safe if one queue orders both: the update comes after the read.
+    /// `true` if a forward of rows on `rows` reads ψ² in its variable, which is on `state`.
+    /// Otherwise it reads a copy. In place is safe if one queue orders both: the update comes after
+    /// the read.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn reads_phi_in_place(&self, rows: &Device, state: &Device) -> bool {
         match self {

@@ -13,34 +13,21 @@ mod residual;
 pub(crate) mod step;
 
 use self::step::{Call, Step};
-use candle::backend::{BackendDevice, BackendStorage};
-use candle::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, MetalStorage, Result, Shape,
-    Storage, Tensor,
-};
+use candle::{CustomOp1, CustomOp2, CustomOp3, DType, Result, Shape, Storage, Tensor};
 use std::sync::{Mutex, PoisonError};
 
 /// Runs the layer.
 pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
-    let (step, outputs) = Step::forward(call)?;
-    PowerNormOp::apply(step, outputs.y)
+    let (step, y, _) = Step::forward(call)?;
+    PowerNormOp::apply(step, y)
 }
 
-/// Runs the layer on `call.xs + residual`. Returns the layer's output and the sum.
-pub(crate) fn power_norm_residual(call: Call, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-    let xs = call.xs;
-    let call = Call {
-        residual: Some(residual),
-        ..call
-    };
-    let (mut step, outputs) = Step::forward(call)?;
-    let Some(sum) = outputs.stream else {
+/// Runs the layer on the sum of the input and the residual. Returns the layer's output and the sum.
+pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
+    let (step, y, Some(stream)) = Step::forward(call)? else {
         unreachable!("a forward with a residual writes the sum")
     };
-    let stream = residual::stream(xs, residual, sum)?;
-    step.pass.x = stream.clone();
-    step.pass.residual = None;
-    Ok((PowerNormOp::apply(step, outputs.y)?, stream))
+    Ok((PowerNormOp::apply(step, y)?, stream))
 }
 
 /// Returns the rows in a layout that their device reads, copied if need be. A CPU reads rows
@@ -70,8 +57,8 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// An output that was computed before candle runs its op. A custom op of candle computes one output
-/// itself. Ours exists before candle runs the op, and `Computed` holds it until then.
+/// An output that waits for candle to run its op. candle has a custom op compute its output, but
+/// ours is computed earlier, together with the statistics.
 struct Computed {
     storage: Mutex<Option<Storage>>,
     shape: Shape,
@@ -85,74 +72,46 @@ impl Computed {
         }
     }
 
-    /// The output, for the one forward of its op. The caller passes the storage of an argument of
-    /// the op, which is on the same device and so has the same type.
-    fn take<S: TypedStorage>(&self, _: &S) -> Result<(S, Shape)> {
-        let storage = (self.storage.lock().unwrap_or_else(PoisonError::into_inner)).take();
-        match storage.and_then(S::of) {
-            Some(storage) => Ok((storage, self.shape.clone())),
-            None => candle::bail!("power_norm: expected an output that was computed, got none"),
-        }
+    /// The output, for the one forward of its op.
+    fn take(&self) -> Option<Storage> {
+        (self.storage.lock().unwrap_or_else(PoisonError::into_inner)).take()
     }
 }
 
-/// The storage of one of candle's devices.
-trait TypedStorage: BackendStorage<Device: BackendDevice<Storage = Self>> {
-    fn of(storage: Storage) -> Option<Self>;
-}
-
-macro_rules! typed_storage {
-    ($($device:ident => $storage:ty),*) => {
-        $(impl TypedStorage for $storage {
-            fn of(storage: Storage) -> Option<Self> {
-                match storage {
-                    Storage::$device(storage) => Some(storage),
-                    _ => None,
-                }
-            }
-        })*
-    };
-}
-typed_storage!(Cpu => CpuStorage, Cuda => CudaStorage, Metal => MetalStorage);
-
 /// Defines the forwards of a custom op with one, two or three arguments, on each of candle's
-/// devices. The op has its output already, and is an `AsRef<Computed>`.
+/// devices. The op has its output already, in a field `output`.
 macro_rules! forwards {
-    (1) => { $crate::op::forwards! { @ (first, l1) } };
-    (2) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) } };
-    (3) => { $crate::op::forwards! { @ (first, l1) (_s2, _l2) (_s3, _l3) } };
+    (1) => { $crate::op::forwards! { @ (_s1, _l1) } };
+    (2) => { $crate::op::forwards! { @ (_s1, _l1) (_s2, _l2) } };
+    (3) => { $crate::op::forwards! { @ (_s1, _l1) (_s2, _l2) (_s3, _l3) } };
     (@ $($arguments:tt)*) => {
-        $crate::op::forwards! { cpu_fwd candle::CpuStorage, $($arguments)* }
-        $crate::op::forwards! { cuda_fwd candle::CudaStorage, $($arguments)* }
-        $crate::op::forwards! { metal_fwd candle::MetalStorage, $($arguments)* }
+        $crate::op::forwards! { cpu_fwd Cpu candle::CpuStorage, $($arguments)* }
+        $crate::op::forwards! { cuda_fwd Cuda candle::CudaStorage, $($arguments)* }
+        $crate::op::forwards! { metal_fwd Metal candle::MetalStorage, $($arguments)* }
     };
     (
-        $forward:ident $storage:ty,
-        ($first:ident, $l1:ident) $(($more:ident, $layout:ident))*
+        $forward:ident $device:ident $storage:ty,
+        $(($argument:ident, $layout:ident))*
     ) => {
         fn $forward(
             &self,
-            $first: &$storage,
-            _: &candle::Layout,
-            $($more: &$storage, $layout: &candle::Layout),*
+            $($argument: &$storage, $layout: &candle::Layout),*
         ) -> candle::Result<($storage, candle::Shape)> {
-            AsRef::<$crate::op::Computed>::as_ref(self).take($first)
+            match self.output.take() {
+                // The arguments are on the device on which the output was computed.
+                Some(candle::Storage::$device(y)) => Ok((y, self.output.shape.clone())),
+                _ => candle::bail!("power_norm: expected an output that was computed, got none"),
+            }
         }
     };
 }
 use forwards;
 
-/// A layer's place in the graph. Its arguments are the rows, and weight and bias as far as the
-/// layer has them.
+/// A layer's place in the graph. Its arguments are the rows and, if the layer has them, weight and
+/// bias.
 struct PowerNormOp {
-    y: Computed,
+    output: Computed,
     step: Step,
-}
-
-impl AsRef<Computed> for PowerNormOp {
-    fn as_ref(&self) -> &Computed {
-        &self.y
-    }
 }
 
 impl PowerNormOp {
@@ -160,9 +119,10 @@ impl PowerNormOp {
 
     /// The output tensor of a step whose output is `y`.
     fn apply(step: Step, y: Storage) -> Result<Tensor> {
-        let (x, y) = (step.pass.x.clone(), Computed::new(y, step.pass.x.shape()));
+        let x = step.pass.x.clone();
         let (weight, bias) = (step.pass.weight.clone(), step.pass.bias.clone());
-        let op = Self { y, step };
+        let output = Computed::new(y, x.shape());
+        let op = Self { output, step };
         match (weight, bias) {
             (Some(weight), Some(bias)) => x.apply_op3(&weight, &bias, op),
             (Some(weight), None) => x.apply_op2(&weight, op),
@@ -250,21 +210,18 @@ thread_local! {
 }
 
 /// A gradient in a graph that candle keeps. The kernels make gradients without a graph, so a
-/// derivative of one would miss all that passes through this layer. An error says so instead.
-struct FirstDerivative(Computed);
-
-impl AsRef<Computed> for FirstDerivative {
-    fn as_ref(&self) -> &Computed {
-        &self.0
-    }
+/// derivative of one would miss all that passes through this layer. A backward through it is an
+/// error.
+struct FirstDerivative {
+    output: Computed,
 }
 
 impl FirstDerivative {
     /// `gradient` as a function of the rows and the gradient of the output.
     fn apply(gradient: Tensor, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let (storage, layout) = gradient.storage_and_layout();
-        let computed = Computed::new(storage.try_clone(layout)?, layout.shape());
-        x.apply_op2(dy, Self(computed))
+        let output = Computed::new(storage.try_clone(layout)?, layout.shape());
+        x.apply_op2(dy, Self { output })
     }
 }
 
@@ -294,7 +251,7 @@ impl CustomOp2 for FirstDerivative {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle::Device;
+    use candle::{CpuStorage, Device};
 
     const CPU: &Device = &Device::Cpu;
 
@@ -346,15 +303,14 @@ mod tests {
     fn a_computed_output_is_taken_once() -> Result<()> {
         let shape = Shape::from((1, 2));
         let storage = || Storage::Cpu(CpuStorage::F32(vec![1., 2.]));
-        let computed = Computed::new(storage(), &shape);
-        let like = CpuStorage::F32(vec![]);
-        let (taken, of_shape) = computed.take(&like)?;
-        assert_eq!(
-            (taken.as_slice::<f32>()?, of_shape),
-            (&[1f32, 2.][..], shape.clone())
-        );
-        let error = computed.take(&like).unwrap_err().to_string();
-        assert!(error.contains("got none"), "{error}");
+        let op = FirstDerivative {
+            output: Computed::new(storage(), &shape),
+        };
+        let argument = Tensor::zeros(&shape, DType::F32, CPU)?;
+        let taken = argument.apply_op2_no_bwd(&argument, &op)?;
+        assert_eq!(taken.to_vec2::<f32>()?, [[1., 2.]]);
+        let error = argument.apply_op2_no_bwd(&argument, &op).unwrap_err();
+        assert!(error.to_string().contains("got none"), "{error}");
         // A panic elsewhere leaves the storage as it was.
         let computed = Computed::new(storage(), &shape);
         std::thread::scope(|scope| {
@@ -364,7 +320,7 @@ mod tests {
             };
             assert!(scope.spawn(panics).join().is_err());
         });
-        assert!(computed.take(&like).is_ok());
+        assert!(computed.take().is_some());
         Ok(())
     }
 

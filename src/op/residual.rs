@@ -2,7 +2,7 @@
 //!
 //! [`forward_residual`](crate::PowerNorm::forward_residual) adds and normalizes in one fused pass.
 //! In the graph it is two ops, as if the sum had been computed first: [`StreamOp`] of the input and
-//! the residual, which hands the pass's sum to candle, and then the ordinary op of the layer, whose
+//! the residual, whose output is the pass's sum, and then the ordinary op of the layer, whose
 //! input is that sum. In a backward candle adds the layer's gradient of the sum to the gradients
 //! from elsewhere, and [`StreamOp`] passes the total on to both arguments.
 
@@ -11,15 +11,12 @@ use candle::{CustomOp2, Result, Storage, Tensor};
 
 /// `xs + residual`, from the storage in which a forward has left the sum.
 pub(super) fn stream(xs: &Tensor, residual: &Tensor, sum: Storage) -> Result<Tensor> {
-    xs.apply_op2(residual, StreamOp(Computed::new(sum, xs.shape())))
+    let output = Computed::new(sum, xs.shape());
+    xs.apply_op2(residual, StreamOp { output })
 }
 
-struct StreamOp(Computed);
-
-impl AsRef<Computed> for StreamOp {
-    fn as_ref(&self) -> &Computed {
-        &self.0
-    }
+struct StreamOp {
+    output: Computed,
 }
 
 impl CustomOp2 for StreamOp {

@@ -9,15 +9,15 @@
 //! sums, moves ψ² and ν under the state's lock, and counts the step. Nothing is pending between
 //! calls.
 
-use super::{as_bytes, readable};
-use crate::config::{ForwardKind, PhiStep, Recipe};
+use super::{as_bytes, readable, residual};
+use crate::config::{ForwardKind, PhiStep};
 use crate::device::pick::DeviceKind;
-use crate::device::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
+use crate::device::{Env, Gradients, Nu, Pass, Saved, Settings, Wanted};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
 use crate::state::State;
-use candle::{Result, Tensor, Var};
+use candle::{Result, Storage, Tensor, Var};
 use std::sync::Arc;
 
 /// A forward that is about to run, on arguments that the layer has checked.
@@ -33,18 +33,18 @@ pub(crate) struct Call<'a> {
     pub weight: Option<&'a Tensor>,
     /// β, `[C]`.
     pub bias: Option<&'a Tensor>,
-    /// G of the group scaling; `None` without it.
-    pub groups: Option<usize>,
-    /// LayerNorm: see [`Pass::centred`].
-    pub centred: bool,
-    pub eps: f64,
-    pub recipe: Recipe,
-    /// ψ² and t. `None` for the group scaling alone, whose D is 1.
-    pub state: Option<&'a State>,
-    /// `None` in an evaluation.
-    pub training: Option<Training>,
-    /// `None` without other ranks.
-    pub turn: Option<Turn<'a>>,
+    pub settings: Settings,
+    pub role: Role<'a>,
+}
+
+/// The part of the layer's state in a call.
+#[allow(clippy::large_enum_variant)] // One exists for each call, on the stack.
+pub(crate) enum Role<'a> {
+    /// There is no state, and D is 1: rows are normalized by themselves.
+    Stateless,
+    Evaluation(&'a State),
+    /// Training or recalibration. Without other ranks there is no turn.
+    Training(Training, Option<Turn<'a>>),
 }
 
 /// The state that a training forward and its backward move.
@@ -57,23 +57,42 @@ pub(crate) struct Training {
     pub ranks: Option<Member>,
 }
 
-impl Call<'_> {
+impl<'a> Call<'a> {
+    /// A normalization of the rows of `xs` by themselves.
+    pub fn of_rows(device: &'a DeviceKind, xs: &'a Tensor, settings: Settings) -> Self {
+        Self {
+            device,
+            xs,
+            residual: None,
+            keep: None,
+            weight: None,
+            bias: None,
+            settings,
+            role: Role::Stateless,
+        }
+    }
+
     /// Reads ψ² and t, and brings the arguments into a layout that their device reads. Returns t
     /// last.
     fn pass(&self) -> Result<(Pass, usize)> {
+        let (state, purpose) = match &self.role {
+            Role::Stateless => (None, Purpose::Evaluation),
+            Role::Evaluation(state) => (Some(*state), Purpose::Evaluation),
+            Role::Training(training, _) => (Some(&*training.state), training.purpose),
+        };
         let (mut phi, mut step_count, mut kind) = (None, 0, ForwardKind::Evaluation);
-        if let Some(state) = self.state {
+        if let Some(state) = state {
             let rows = self.xs.device();
             let in_place = self.device.reads_phi_in_place(rows, state.device());
             let (before, t) = state.begin(in_place)?;
             (phi, step_count) = (Some(before), t);
-            kind = match self.training.as_ref().map(|training| training.purpose) {
-                None | Some(Purpose::Evaluation) => ForwardKind::Evaluation,
-                Some(Purpose::Training) => state.config().kind_at(t + 1),
-                Some(Purpose::Recalibration(_)) => ForwardKind::BatchStatistic,
+            kind = match purpose {
+                Purpose::Evaluation => ForwardKind::Evaluation,
+                Purpose::Training => state.config().kind_at(t + 1),
+                Purpose::Recalibration(_) => ForwardKind::BatchStatistic,
             };
         }
-        let is_own = |rows: &Tensor| self.state.is_some_and(|state| state.owns(rows));
+        let is_own = |rows: &Tensor| state.is_some_and(|state| state.owns(rows));
         let readable = |rows: &Tensor| match kind.is_training() && is_own(rows) {
             // ψ² and ν move before these rows are read for the last time.
             true => rows.force_contiguous(),
@@ -88,10 +107,7 @@ impl Call<'_> {
             bias: self.bias.map(Tensor::contiguous).transpose()?,
             phi,
             kind,
-            groups: self.groups,
-            centred: self.centred,
-            eps: self.eps,
-            recipe: self.recipe,
+            settings: self.settings,
             tracked: arguments.into_iter().flatten().any(Tensor::track_op),
         };
         Ok((pass, step_count))
@@ -100,8 +116,8 @@ impl Call<'_> {
 
 /// A forward that ran, and what its backward needs.
 pub(crate) struct Step {
-    /// As in the forward, without ψ². With a residual, `x` becomes the sum that the forward
-    /// normalized.
+    /// As in the forward, without ψ². After a forward with a residual, `x` is the sum that the
+    /// forward normalized, and there is no residual.
     pub pass: Pass,
     saved: Box<dyn Saved>,
     /// `None` unless the forward counted as a step.
@@ -111,13 +127,18 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// Runs a forward, which moves ψ² and t if it is a training step.
-    pub fn forward(call: Call) -> Result<(Self, Outputs)> {
+    /// Runs a forward, which moves ψ² and t if it is a training step. Returns y too, and the sum of
+    /// the input and its residual if there is one.
+    pub fn forward(call: Call) -> Result<(Self, Storage, Option<Tensor>)> {
         let (mut pass, step_count) = call.pass()?;
+        let (training, turn) = match call.role {
+            Role::Stateless | Role::Evaluation(_) => (None, None),
+            Role::Training(training, turn) => (Some(training), turn),
+        };
         let mut env = StepEnv {
-            has_ranks: call.turn.is_some(),
-            turn: call.turn,
-            training: call.training.as_ref(),
+            has_ranks: turn.is_some(),
+            turn,
+            training: training.as_ref(),
             step_count,
             counted: false,
         };
@@ -126,13 +147,20 @@ impl Step {
         drop(env);
         // No backward reads ψ², which is a copy or the layer's own.
         pass.phi = None;
+        let stream = match (outputs.stream, call.residual) {
+            (Some(sum), Some(residual)) => Some(residual::stream(call.xs, residual, sum)?),
+            _ => None,
+        };
+        if let Some(stream) = &stream {
+            (pass.x, pass.residual) = (stream.clone(), None);
+        }
         let step = Self {
             pass,
             saved,
-            training: call.training.filter(|_| counted),
+            training: training.filter(|_| counted),
             step_count,
         };
-        Ok((step, outputs))
+        Ok((step, outputs.y, stream))
     }
 
     /// Runs a backward from `dy`, the gradient of the output. It moves ν if the forward counted as
@@ -246,21 +274,14 @@ mod tests {
         }
     }
 
-    fn call<'a>(xs: &'a Tensor, state: Option<&'a State>, training: Option<Training>) -> Call<'a> {
-        Call {
-            device: &DeviceKind::Cpu,
-            xs,
-            residual: None,
-            keep: None,
-            weight: None,
-            bias: None,
+    fn call<'a>(xs: &'a Tensor, role: Role<'a>) -> Call<'a> {
+        let settings = Settings {
             groups: None,
-            centred: false,
-            eps: 1e-5,
-            recipe: Recipe::default(),
-            state,
-            training,
-            turn: None,
+            ..Settings::of_rows(1, 1e-5)
+        };
+        Call {
+            role,
+            ..Call::of_rows(&DeviceKind::Cpu, xs, settings)
         }
     }
 
@@ -358,13 +379,16 @@ mod tests {
             ),
         ] {
             let state = state(config)?;
-            let training = purpose.map(|purpose| training(&state, purpose));
-            let (pass, t) = call(&xs, Some(&state), training).pass()?;
+            let role = match purpose {
+                None => Role::Evaluation(&state),
+                Some(purpose) => Role::Training(training(&state, purpose), None),
+            };
+            let (pass, t) = call(&xs, role).pass()?;
             assert_eq!((pass.kind, t), (kind, 4));
             assert!(pass.phi.is_some() && !pass.tracked);
         }
         // Group scaling alone has neither ψ² nor t.
-        let (pass, t) = call(&xs, None, None).pass()?;
+        let (pass, t) = call(&xs, Role::Stateless).pass()?;
         assert_eq!((pass.kind, t), (ForwardKind::Evaluation, 0));
         assert!(pass.phi.is_none());
         Ok(())
@@ -377,10 +401,10 @@ mod tests {
         let state = state(1e-5.into())?;
         let (own, _) = state.begin(true)?;
         let rows = own.reshape((1, 2))?;
-        let (pass, _) = call(&rows, Some(&state), None).pass()?;
+        let (pass, _) = call(&rows, Role::Evaluation(&state)).pass()?;
         assert!(state.owns(&pass.x));
         let training = training(&state, Purpose::Training);
-        let (pass, _) = call(&rows, Some(&state), Some(training)).pass()?;
+        let (pass, _) = call(&rows, Role::Training(training, None)).pass()?;
         assert!(!state.owns(&pass.x));
         Ok(())
     }
@@ -390,7 +414,7 @@ mod tests {
         let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
         let bias = Var::zeros(2, DType::F32, CPU)?;
         let residual = Var::zeros((3, 2), DType::F32, CPU)?;
-        let mut call = call(&xs, None, None);
+        let mut call = call(&xs, Role::Stateless);
         assert!(!call.pass()?.0.tracked);
         call.bias = Some(&bias);
         assert!(call.pass()?.0.tracked);
@@ -408,7 +432,7 @@ mod tests {
         for rows in [0, 3] {
             let xs = Tensor::ones((rows, 2), DType::F32, CPU)?;
             let training = training(&state, Purpose::Training);
-            let (step, _) = Step::forward(call(&xs, Some(&state), Some(training)))?;
+            let (step, ..) = Step::forward(call(&xs, Role::Training(training, None)))?;
             assert_eq!(step.training.is_some(), rows > 0);
             assert!(step.pass.phi.is_none());
         }

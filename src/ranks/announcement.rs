@@ -1,9 +1,9 @@
 //! The comparison of ranks before they add up their sums.
 //!
-//! Ranks see nothing of each other but sums. So each rank hashes what all ranks must have in common
-//! into one fingerprint of 64 bits, and brings the fingerprint's 16-bit pieces and their squares to
-//! a sum over all ranks. From that sum alone every rank finds whether all fingerprints are equal:
-//! see [`all_equal`]. It does not find what the others brought. If fingerprints differ, each rank
+//! Sums are all that ranks exchange. So each rank hashes what all ranks must have in common into
+//! one fingerprint of 64 bits, and brings the fingerprint's 16-bit pieces and their squares to a
+//! sum over all ranks. From that sum alone every rank finds whether all fingerprints are equal: see
+//! [`all_equal`]. It does not find what the others brought. If fingerprints differ, each rank
 //! prints its own announcement, and a person compares the texts.
 
 use super::Exchange;

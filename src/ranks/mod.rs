@@ -104,9 +104,9 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
 
 /// The ranks over which a model's layers take their statistics. One `Ranks` serves the whole model.
 ///
-/// [`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks) gives them to a layer. Ranks know the
-/// layers by the order of these calls, so every rank builds its model in the same order. Clones are
-/// the same ranks.
+/// [`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks) gives them to a layer. Layers are
+/// matched across ranks by the order of these calls, so every rank builds its model in the same
+/// order. Clones are the same ranks.
 #[derive(Clone)]
 pub struct Ranks {
     communicator: Arc<dyn Communicator>,
@@ -143,7 +143,7 @@ pub(crate) struct Member {
     layer: usize,
     size: usize,
     config: PowerNormConfig,
-    /// The device on which the layer hands its sums out.
+    /// The device of the sums that the layer exchanges.
     device: Device,
     /// The ranks have compared their layers of this number.
     compared: Arc<AtomicBool>,
@@ -163,7 +163,7 @@ pub(crate) struct Turn<'a> {
     member: &'a Member,
     exchange: Exchange,
     /// The other ranks wait for a message that this rank has not sent. `false` from the moment in
-    /// which a message is handed to the communicator.
+    /// which the communicator gets a message.
     is_awaited: bool,
 }
 
@@ -309,8 +309,8 @@ impl Turn<'_> {
         global.flatten_all()
     }
 
-    /// Hands this rank's message to the communicator. What fails on this rank before, `drop` can
-    /// still tell the others. What fails from here on, the communicator tells them.
+    /// Sends this rank's message through the communicator. `drop` tells the others of errors before
+    /// this call, and the communicator of errors from here on.
     fn send(&mut self, message: &Tensor) -> Result<Tensor> {
         self.is_awaited = false;
         self.member.ranks.communicator.all_reduce_sum(message)
@@ -318,8 +318,8 @@ impl Turn<'_> {
 }
 
 impl Drop for Turn<'_> {
-    /// Tells the other ranks that this one does not come. On a GPU they hear it only before they
-    /// have compared their layers.
+    /// Tells the other ranks that this call failed. On a GPU the message is sent only before the
+    /// layers were compared.
     fn drop(&mut self) {
         let member = self.member;
         let compared = member.compared.load(Ordering::Acquire);

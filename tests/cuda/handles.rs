@@ -1,6 +1,7 @@
 //! A layer among tensors of other devices, and in a model that trains.
 
 use super::*;
+use candle_powernorm::LayerNorm;
 use common::in_time;
 use std::sync::Barrier;
 
@@ -156,6 +157,27 @@ fn tensors_of_another_device_are_rejected() {
             rejected(layer.forward_masked(&xs(own), &keep(other)), &of_keep);
         }
         assert_eq!(state(&layer), before);
+    }
+}
+
+/// LayerNorm's constructors take any tensors, so each forward compares their devices. A bias on
+/// another GPU was an address that a kernel read.
+#[test]
+fn a_bias_of_another_device_is_rejected() {
+    let gpu = gpu();
+    let ones = |shape: &[usize], device| Tensor::ones(shape, DType::F32, device).unwrap();
+    // One GPU may be all that there is.
+    let second = Device::new_cuda(1);
+    for other in [&CPU].into_iter().chain(&second) {
+        for (own, other) in [(&gpu, other), (other, &gpu)] {
+            let layer = LayerNorm::new(ones(&[8], own), ones(&[8], other), 1e-5);
+            let text = format!(
+                "bias on the layer's device {:?}, got {:?}: move it by `to_device`",
+                own.location(),
+                other.location()
+            );
+            rejected(layer.forward(&ones(&[5, 8], own)), &text);
+        }
     }
 }
 

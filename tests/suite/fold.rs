@@ -312,7 +312,7 @@ fn folds_of_row_normalizations_that_would_be_wrong_are_rejected() -> Result<()> 
         text,
     );
     let norm = LayerNorm::new(ones(&[SIZE])?, ones(&[OUT])?, 1e-5);
-    let text = "a bias of shape [12] (as the weight), got [5]";
+    let text = "a bias of shape [12] (as the weight), got [5]: reshape it";
     rejected(norm.fold_into(&next), text);
     Ok(())
 }
@@ -333,7 +333,10 @@ fn a_layer_gives_its_own_group_scaling() {
 
 #[test]
 fn layer_scales_out_of_range_are_rejected() -> Result<()> {
-    rejected(GroupScaling::new(0, 1e-5), "at least 1 group, got 0");
+    rejected(
+        GroupScaling::new(0, 1e-5),
+        "at least 1 group, got 0: pass 1 to scale whole rows",
+    );
     for eps in [0., -1., f64::NAN, f64::INFINITY] {
         let text = format!(
             "eps positive and finite after rounding to F64, got {eps:?}: \

@@ -36,7 +36,7 @@ pub(super) const MOST_COLUMNS: usize = 64;
 /// # Safety
 ///
 /// [`store`](Self::store) must initialize every element of a `row` that has as many elements as
-/// `vectors`. Outputs are allocated without values, and `run/output.rs` treats them as initialized
+/// `vectors`. Outputs are allocated without values, and `row/output.rs` treats them as initialized
 /// because of this.
 pub(super) unsafe trait Element: WithDType {
     type Acc: Accumulator;
@@ -304,7 +304,7 @@ mod x86 {
             return false;
         }
         for (i, vector) in vectors.iter_mut().enumerate() {
-            // SAFETY: `Level::run` passes V3 only if the processor has F16C too.
+            // SAFETY: only `run/level.rs` takes a V3 from pulp, and only if the processor has F16C.
             *vector = transmuted(unsafe { _mm256_cvtph_ps(cast(bits::<8>(row, i))) });
         }
         true
@@ -325,7 +325,7 @@ mod x86 {
             return false;
         }
         for (i, &vector) in vectors.iter().enumerate() {
-            // SAFETY: `Level::run` passes V3 only if the processor has F16C too.
+            // SAFETY: only `run/level.rs` takes a V3 from pulp, and only if the processor has F16C.
             let bits = unsafe { _mm256_cvtps_ph::<NEAREST>(transmuted(vector)) };
             write::<8>(row, i, cast(bits));
         }
@@ -349,9 +349,9 @@ pub(super) fn to_f64<T: Element>(values: &[T::Acc]) -> Vec<f64> {
     values.iter().map(|value| value.to_f64()).collect()
 }
 
-/// Replaces values that the dtype of the sums over rows of `T` cannot hold by infinity. A statistic
-/// is kept in that dtype on every device, so it must overflow at the same value here, where it is
-/// computed in f64.
+/// Replaces values that the dtype of the sums over rows of `T` cannot hold with infinity. A statistic
+/// is computed here in f64 and kept in that dtype, and a value that only f64 can hold would be
+/// right in this step and wrong in the next.
 pub(super) fn overflowed<T: Element>(values: &[f64]) -> Vec<f64> {
     let most = <T::Acc as WithDType>::to_f64(T::Acc::max_value());
     let overflow = |&value: &f64| if value > most { f64::INFINITY } else { value };
@@ -361,8 +361,8 @@ pub(super) fn overflowed<T: Element>(values: &[f64]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::row::output::tests::convert;
     use crate::device::cpu::run::level::Level;
-    use crate::device::cpu::run::output::tests::convert;
     use candle::WithDType;
 
     /// Both bits, or both NaN.

@@ -13,7 +13,6 @@
 //! ```
 
 use super::convert::Element;
-use crate::config::Recipe;
 use crate::device::Pass;
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, Layout, Result, Storage, Tensor, Var, WithDType, D};
@@ -44,7 +43,7 @@ impl<T> Matrix<'_, T> {
     }
 }
 
-/// How each row is normalized by itself, before the statistics of channels.
+/// The normalization of a row by itself, before the statistics of channels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum RowNorm {
     None,
@@ -127,8 +126,10 @@ impl<'a, T: Element> Rows<'a, T> {
     }
 }
 
-/// Calls `run` with the rows of a pass, to which `residual` is added, and with the mask `keep`. The
-/// tensors are locked meanwhile.
+/// Calls `run` with the rows of a pass, to which `residual` is added, and with the mask `keep`.
+///
+/// The tensors are locked for reading meanwhile, as in candle's own operations. A program that sets
+/// a `Var` in one thread while rayon's threads read it can therefore deadlock.
 pub(super) fn with_rows<T: Element, R>(
     pass: &Pass,
     residual: Option<&Tensor>,
@@ -140,17 +141,17 @@ pub(super) fn with_rows<T: Element, R>(
     let residual = (residual.as_ref()).map(|(storage, layout)| matrix(storage, layout));
     let keep = keep.map(Tensor::storage_and_layout);
     let keep = (keep.as_ref()).map(|(storage, layout)| packed(on_cpu(storage)?, layout));
-    let eps = pass.eps;
+    let eps = pass.settings.eps;
     run(&Rows {
         x: matrix(&x.0, x.1)?,
         residual: residual.transpose()?,
         keep: keep.transpose()?,
-        norm: match pass.groups {
-            _ if pass.centred => RowNorm::Centred { eps },
+        norm: match pass.settings.groups {
+            _ if pass.settings.centred => RowNorm::Centred { eps },
             Some(count) => RowNorm::Groups { count, eps },
             None => RowNorm::None,
         },
-        sums_all: pass.recipe == Recipe::Fairseq,
+        sums_all: !pass.settings.recipe.masks_backward(),
     })
 }
 
@@ -200,7 +201,7 @@ fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
         packed *= dim;
         outer -= 1;
     }
-    // A block of less than a row has rows whose elements are apart.
+    // A block that ends within a row has rows whose elements are apart.
     if !packed.is_multiple_of(*layout.dims().last()?) {
         return None;
     }

@@ -1,4 +1,4 @@
-//! A step on a CPU: a forward and its backward from top to bottom, and the equations of [`Recipe`]
+//! A step on a CPU: a forward and its backward from top to bottom, and the equations of `Recipe`
 //! on channels.
 //!
 //! [`update_phi`] and [`update_nu`] are loops over channels, to be read beside the functions of the
@@ -15,7 +15,7 @@
 use super::convert::{overflowed, to_f64, to_sums_dtype, Element, PerChannel};
 use super::layout::{channels, matrix, on_cpu, set_channels, storage, with_rows, Rows};
 use super::run::{self, BackwardSums, SquareSums};
-use crate::config::{ForwardKind, PhiStep, Recipe};
+use crate::config::{ForwardKind, PhiStep};
 use crate::device::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
 use crate::error::Error;
 use candle::{DType, Device, Result, Tensor, Var, D};
@@ -68,7 +68,7 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     let trains = pass.kind.is_training();
     let by_batch = pass.kind == ForwardKind::BatchStatistic;
     let running_inv_rms = match &pass.phi {
-        Some(phi) => inverse_roots(&channels(phi)?, pass.eps),
+        Some(phi) => inverse_roots(&channels(phi)?, pass.settings.eps),
         None => vec![1.; pass.x.dim(D::Minus1)?],
     };
     let (keep, residual) = (pass.keep.as_ref(), pass.residual.as_ref());
@@ -100,7 +100,7 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
         if let (Some(kept), Some(over)) = (squares.first(), squares.last()) {
             if kept.rows > 0 {
                 let batch_phi = overflowed::<T>(&kept.means);
-                let inv_rms = inverse_roots(&batch_phi, pass.eps);
+                let inv_rms = inverse_roots(&batch_phi, pass.settings.eps);
                 env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
                 if by_batch {
                     forwarded.inv_rms.clone_from(&inv_rms);
@@ -165,7 +165,7 @@ impl Forwarded {
         wanted: Wanted,
         env: &mut dyn Env,
     ) -> Result<Gradients> {
-        let exact = self.batch.is_some() && pass.is_exact();
+        let exact = self.batch.is_some() && pass.settings.recipe.is_exact(pass.kind);
         let weight = pass.weight.as_ref().map(channels).transpose()?;
         let weight = weight.as_deref();
         let walk = |coefficients: Option<&[PerChannel<T>; 2]>, sums| {
@@ -269,7 +269,7 @@ impl Forwarded {
         correction: Option<&[f64]>,
     ) -> [PerChannel<T>; 2] {
         let divisor = match &self.batch {
-            Some(batch) if pass.recipe == Recipe::Fairseq => &batch.inv_rms,
+            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_rms,
             _ => &self.inv_rms,
         };
         let (mut gain, mut decay) = (vec![], vec![]);
@@ -363,7 +363,7 @@ fn update_phi(pass: &Pass, phi: &Var, step: &PhiStep, batch_phi: &[f64]) -> Resu
         if let Some(shares) = step.moving {
             next = shares.old * next + shares.new * batch;
         }
-        if holds(phi, next) || !pass.has_guard() {
+        if holds(phi, next) || !pass.settings.recipe.is_guarded() {
             *phi_c = next;
         }
     }
@@ -386,12 +386,12 @@ fn update_nu(
         let gamma = batch.gamma[c];
         let mut decay = 1. - share * gamma;
         // A negative decay would change the sign of ν at each step, so it is clamped.
-        if pass.has_guard() && decay < 0. {
+        if pass.settings.recipe.is_guarded() && decay < 0. {
             decay = 0.;
         }
         let next = decay * *nu + unscale * lambda[c];
         // Γ is checked too, because the clamp would turn an infinite Γ into a finite decay.
-        if holds(ema_gz, gamma) && holds(ema_gz, next) || !pass.has_guard() {
+        if holds(ema_gz, gamma) && holds(ema_gz, next) || !pass.settings.recipe.is_guarded() {
             *nu = next;
         }
     }
@@ -417,7 +417,8 @@ fn holds(var: &Var, value: f64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Shares;
+    use crate::config::{Recipe, Shares};
+    use crate::device::Settings;
     use candle::WithDType;
 
     /// The state and the other ranks of a pass.
@@ -491,10 +492,12 @@ mod tests {
             bias: Some(tensor(&[1.])?),
             phi: Some(tensor(&[phi])?),
             kind,
-            groups: None,
-            centred: false,
-            eps: 1e-200,
-            recipe,
+            settings: Settings {
+                groups: None,
+                centred: false,
+                eps: 1e-200,
+                recipe,
+            },
             tracked: true,
         })
     }

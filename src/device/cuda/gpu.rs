@@ -13,8 +13,8 @@ use candle::cuda_backend::cudarc::driver::{
 };
 use candle::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle::{
-    CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
-    StorageRef, Tensor,
+    CpuStorage, CudaDevice, CudaStorage, DType, Device, DeviceLocation, InplaceOp1, Layout, Result,
+    Storage, StorageRef, Tensor,
 };
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
@@ -185,7 +185,7 @@ impl Gpu {
 ///
 /// One stream orders the read before a later update of the variable. With two streams cudarc's
 /// events order them, but events remember only the last reader, so each call copies the variable on
-/// its own stream. Without events the user orders the calls, and could not order a copy that is
+/// the variable's stream, which orders all these reads. Without events the user orders the calls, and could not order a copy that is
 /// made inside of one.
 pub(crate) fn reads_in_place(rows: &Device, state: &Device) -> bool {
     let (Ok(rows), Ok(state)) = (rows.as_cuda_device(), state.as_cuda_device()) else {
@@ -263,9 +263,10 @@ impl<'u, 't> Uses<'u, 't> {
         let Some(tensor) = tensor else {
             return Ok(0);
         };
-        let Storage::Cuda(storage) = &**self.locks.lock(tensor)? else {
-            let location = tensor.device().location();
-            candle::bail!("power_norm: expected a tensor on a GPU, got one on {location:?}")
+        let (own, got) = (self.stream.context().ordinal(), tensor.device().location());
+        let storage = match &**self.locks.lock(tensor)? {
+            Storage::Cuda(storage) if got == (DeviceLocation::Cuda { gpu_id: own }) => storage,
+            _ => candle::bail!("power_norm: expected a tensor on GPU {own}, got one on {got:?}"),
         };
         let start = with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream)));
         Ok(start + offset(tensor.layout(), tensor.dtype())?)

@@ -17,12 +17,12 @@
 //!   own, so that a thread keeps its pieces, and a sum for each of their elements, in registers.
 //! - **Span**: the number of adjacent lanes that share a group. A group's pieces are dealt to them
 //!   round-robin, so that lanes read adjacent pieces at the same time. If the span is at most a
-//!   warp, the lanes add up their group by shuffles, else through shared memory.
+//!   warp, the lanes add up their group with shuffles, otherwise in shared memory.
 //! - **Tile**: all columns of a block. A tile has several groups, one group, or, if a group is
 //!   wider than a block, a part of one. In the last case a launch of its own reduces the groups
 //!   first.
 //! - **Row of threads**: the threads of a block that have the same `threadIdx.y`. They work on the
-//!   same row. A block has a power of two of them, because it adds up their sums by a tree.
+//!   same row. A block has a power of two of them, because it adds up their sums in a tree.
 //! - **Chunk**: the adjacent rows of a block. They are dealt to the rows of threads round-robin:
 //!   one row each is an iteration of the kernel's loop. A chunk leaves one partial sum for each
 //!   column, and a second launch adds up the partial sums of all chunks.
@@ -662,7 +662,7 @@ impl LaunchPlan {
 
     /// The input's gradient is exact, so its walk over the rows comes last, by Λ.
     pub fn is_exact(&self) -> bool {
-        self.kind == ForwardKind::BatchStatistic && self.recipe == Recipe::Paper
+        self.recipe.is_exact(self.kind)
     }
 
     /// Chunks of rows, each of which has sums of its own.
@@ -677,10 +677,9 @@ impl LaunchPlan {
 
     /// The number of sums that ranks exchange after the pass.
     pub fn sums(&self) -> usize {
-        match (self.direction, self.recipe) {
-            (Direction::Forward, Recipe::Paper) => self.extent.cols + 1,
-            (Direction::Forward, Recipe::Fairseq) => 2 * (self.extent.cols + 1),
-            (Direction::Backward, _) => self.extent.cols,
+        match self.direction {
+            Direction::Forward => self.recipe.square_sums() * (self.extent.cols + 1),
+            Direction::Backward => self.extent.cols,
         }
     }
 
@@ -689,7 +688,7 @@ impl LaunchPlan {
         let (row, chunks) = (self.row_bytes(), self.chunks() as u64);
         let trains = self.kind.is_training();
         let sums = trains && self.direction == Direction::Forward;
-        let all_sums = sums && self.masked && self.recipe == Recipe::Fairseq;
+        let all_sums = sums && self.masked && !self.recipe.masks_backward();
         let mut parts = Parts { next: start };
         // The backward finds these parts at the same offsets.
         let inv_rms = parts.take(self.divides, row);

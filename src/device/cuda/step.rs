@@ -12,7 +12,7 @@ use super::params::{
     SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector,
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
-use crate::config::{ForwardKind, Recipe};
+use crate::config::ForwardKind;
 use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
@@ -67,7 +67,14 @@ pub(crate) fn forward(
     }
     // ψ_B², Γ, ψ², and 1/D if it is the batch's.
     if trains {
-        launch_update_phi(&gpu, &plan, pass.eps, saved.as_mut(), totals.as_ref(), env)?;
+        launch_update_phi(
+            &gpu,
+            &plan,
+            pass.settings.eps,
+            saved.as_mut(),
+            totals.as_ref(),
+            env,
+        )?;
     }
     if by_batch && has_rows {
         launch_output(&gpu, &plan, pass, &mut y, stream.as_mut(), saved.as_mut())?;
@@ -199,8 +206,8 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
         dtype: pass.x.dtype(),
         rows,
         cols,
-        groups: pass.groups,
-        centred: pass.centred,
+        groups: pass.settings.groups,
+        centred: pass.settings.centred,
         limits: kernels.limits,
     };
     // Other processes may have rows. If none has, a training step is an evaluation.
@@ -211,7 +218,7 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
     Ok(LaunchPlan {
         masked: pass.keep.is_some(),
         divides: pass.phi.is_some(),
-        ..LaunchPlan::new(extent, pass.recipe, kind)?
+        ..LaunchPlan::new(extent, pass.settings.recipe, kind)?
     })
 }
 
@@ -245,8 +252,8 @@ fn launch_rows(
         inv_rms: saved.inv_rms,
         group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
-        eps: pass.eps,
-        group_eps: pass.eps.into(),
+        eps: pass.settings.eps,
+        group_eps: pass.settings.eps.into(),
         ..Default::default()
     };
     // The first launch adds the residual and writes the stream. Later ones read the stream.
@@ -308,7 +315,7 @@ fn launch_inv_rms(
     let mut uses = Uses::on(&gpu.stream, &locks);
     let saved = saved_parts(plan, saved, &mut uses)?;
     let phi = uses.read_vector(pass.phi.as_ref())?;
-    let params = statistics(plan, pass.eps, &saved, 0, phi, true);
+    let params = statistics(plan, pass.settings.eps, &saved, 0, phi, true);
     // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which are
     // only written: there are no chunks to read.
     unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
@@ -410,7 +417,7 @@ fn launch_output(
         inv_rms: saved.inv_rms,
         group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
-        group_eps: pass.eps.into(),
+        group_eps: pass.settings.eps.into(),
         ..Default::default()
     };
     // SAFETY: x and y have the plan's rows and columns, weight and bias its columns. 1/D and r
@@ -446,7 +453,7 @@ fn statistics(
     phi: Vector,
     by_batch: bool,
 ) -> UpdatePhiParams {
-    let has_all_totals = totals != 0 && plan.recipe == Recipe::Fairseq;
+    let has_all_totals = totals != 0 && plan.recipe.square_sums() > 1;
     let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
     UpdatePhiParams {
         totals,
@@ -465,7 +472,7 @@ fn statistics(
         count: saved.count,
         eps,
         by_batch: by_batch.into(),
-        guard: (plan.recipe == Recipe::Paper).into(),
+        guard: plan.recipe.is_guarded().into(),
         ..Default::default()
     }
 }
@@ -554,7 +561,7 @@ impl Backward<'_> {
             dbias: uses.write(dbias)?,
             beta: nu.map_or(0., |nu| nu.share),
             unscale: nu.map_or(1., |nu| nu.loss_scale.recip()),
-            guard: (plan.recipe == Recipe::Paper).into(),
+            guard: plan.recipe.is_guarded().into(),
             ..Default::default()
         };
         let launch = |ema_gz| {
@@ -604,9 +611,9 @@ impl Backward<'_> {
     {
         let (plan, pass) = (self.plan, self.pass);
         let saved = plan.saved(uses.hold(self.saved.device_ptr(uses.stream)));
-        // Under recipe Fairseq the backward has no mask, so it reads the count. Elsewhere the mask
-        // shows a batch without a kept row, and the count need not be known yet.
-        let reads_count = plan.recipe == Recipe::Fairseq && plan.kind.is_training();
+        // A backward without the forward's mask reads the count. Otherwise the mask shows a batch
+        // without a kept row, and the count need not be known yet.
+        let reads_count = !plan.recipe.masks_backward() && plan.kind.is_training();
         Ok(NormalizeBwdParams {
             x: uses.read_rows(&pass.x)?,
             dy: uses.read_rows(self.dy)?,
@@ -619,7 +626,7 @@ impl Backward<'_> {
             group_rms_inv: saved.group_rms_inv,
             dots: workspace.dots,
             group_scaling: plan.cut.group_scaling,
-            eps: pass.eps,
+            eps: pass.settings.eps,
             ..Default::default()
         })
     }
@@ -642,7 +649,7 @@ impl Gpu {
     ///
     /// It holds no values yet: launches must write all of it before anything reads it.
     unsafe fn storage(&self, shape: &Shape, dtype: DType) -> Result<CudaStorage> {
-        // SAFETY: the caller promises it.
+        // SAFETY: by this function's contract, which is that of `alloc_uninit`.
         unsafe { self.device.alloc_uninit(shape, dtype) }
     }
 
@@ -652,7 +659,7 @@ impl Gpu {
     ///
     /// As for [`storage`](Self::storage).
     unsafe fn room(&self, bytes: u64) -> Result<CudaSlice<u8>> {
-        // SAFETY: the caller promises it.
+        // SAFETY: by this function's contract, which is that of `alloc`.
         unsafe { self.device.alloc::<u8>(bytes as usize) }
     }
 
@@ -660,17 +667,20 @@ impl Gpu {
     ///
     /// # Safety
     ///
-    /// As for [`launch`](Self::launch), of `normalize`.
+    /// 1 to 4 of [`launch`](Self::launch) hold for `params` as arguments of `normalize` or
+    /// `layer_norm`, and the plan has the shape of its arrays. The tiling of `params` is ignored.
     unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
         if plan.extent.centred {
             let (launch, tiling) = plan.rows_launch::<LayerNorm>(arrays, sums);
-            // SAFETY: the caller promises it.
+            // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
+            // one call.
             return unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) };
         }
         let (launch, tiling) = plan.rows_launch::<Normalize>(arrays, sums);
-        // SAFETY: the caller promises it.
+        // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
+        // one call.
         unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
 
@@ -678,15 +688,17 @@ impl Gpu {
     ///
     /// # Safety
     ///
-    /// As for [`launch`](Self::launch), of `group_rms_inv` or `layer_norm_statistics`.
+    /// As for [`normalize`](Self::normalize), of `group_rms_inv` or `layer_norm_statistics`.
     unsafe fn reduce_groups(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
         if plan.extent.centred {
             let (launch, tiling) = plan.groups_launch::<LayerNormStatistics>();
-            // SAFETY: the caller promises it.
+            // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
+            // one call.
             return unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) };
         }
         let (launch, tiling) = plan.groups_launch::<GroupRmsInv>();
-        // SAFETY: the caller promises it.
+        // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
+        // one call.
         unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
 
@@ -694,7 +706,8 @@ impl Gpu {
     ///
     /// # Safety
     ///
-    /// As for [`launch`](Self::launch), of `sum_partials`.
+    /// 1 to 4 of [`launch`](Self::launch) hold for `params` with the plan's rows, columns and
+    /// chunks.
     unsafe fn sum_partials(&self, plan: &LaunchPlan, params: SumPartialsParams) -> Result<()> {
         let params = SumPartialsParams {
             rows: plan.extent.rows as i64,
@@ -702,7 +715,8 @@ impl Gpu {
             chunks: plan.chunks() as i64,
             ..params
         };
-        // SAFETY: the caller promises it.
+        // SAFETY: 1 to 4 by this function's contract; 5 because the launch is the plan's, and the
+        // kernel has no tiling.
         unsafe { self.launch(&plan.channels_launch::<SumPartials>(), &params) }
     }
 
@@ -710,27 +724,30 @@ impl Gpu {
     ///
     /// # Safety
     ///
-    /// As for [`launch`](Self::launch), of `group_dots` and `normalize_bwd`.
+    /// As for [`normalize`](Self::normalize), of `normalize_bwd` or `layer_norm_bwd`, except that the
+    /// dots need not be written yet.
     unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
         let reduces = params.dx != 0 && plan.has_wide_groups();
         let sums = 2 * usize::from(params.partials != 0);
         if plan.extent.centred {
             if reduces {
                 let (launch, tiling) = plan.groups_launch::<LayerNormDots>();
-                // SAFETY: the caller promises it.
+                // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
+                // one call.
                 unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
             }
             let (launch, tiling) = plan.rows_launch::<LayerNormBwd>(2, sums);
-            // SAFETY: the caller promises it; `layer_norm_dots` has written the dots.
+            // SAFETY: as above; if groups are wide, `layer_norm_dots` has written the dots.
             return unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) };
         }
         if reduces {
             let (launch, tiling) = plan.groups_launch::<GroupDots>();
-            // SAFETY: the caller promises it.
+            // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
+            // one call.
             unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
         }
         let (launch, tiling) = plan.rows_launch::<NormalizeBwd>(2, sums);
-        // SAFETY: the caller promises it; `group_dots` has written the dots.
+        // SAFETY: as above; if groups are wide, `group_dots` has written the dots.
         unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
     }
 }

@@ -17,12 +17,12 @@
 //! ```
 
 use super::group_scaling::Scaler;
+use super::output::RowWriter;
 use super::sweep::{sum_terms, sweep, Columns, Groups, Target, Terms};
 use super::vectors::{Lanes, Span};
 use super::{ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
 use crate::device::cpu::layout::Matrix;
-use crate::device::cpu::run::output::RowWriter;
 use num_traits::{Float, Zero};
 use pulp::Simd;
 

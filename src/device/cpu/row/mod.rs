@@ -1,10 +1,11 @@
 //! The arithmetic of a row: its output, and its share of the column sums.
 //!
 //! A pass over the rows is a [`RowPass`]: PowerNorm's and LayerNorm's, each forward and backward.
-//! `run` calls it for one row after another, and it reads a row two or three times:
+//! `run` calls it for one row after another, and it takes two steps in each:
 //!
 //! 1. *Along the row.* Group scaling sums the squares of each group for `r = 1/√(mean(x²) + ε)`, a
 //!    backward two more sums; LayerNorm takes the mean first ([`sum_terms`](sweep::sum_terms)).
+//!    Without group scaling there is nothing to do.
 //! 2. *Down the columns.* The row is read again, now from the first-level cache. Block by block,
 //!    the output is computed and written, and x̃² or dy x̃ is added to the column sums of the row's
 //!    chunk ([`sweep`](sweep::sweep)).
@@ -14,6 +15,7 @@
 //! - `vectors.rs`: arithmetic on adjacent columns.
 //! - `streamed.rs`: stores that bypass the caches.
 //! - `sweep.rs`: the walk along a row, and its groups.
+//! - `output.rs`: outputs that are written once, by several threads.
 //! - `group_scaling.rs`: r of each group, in a forward and in a backward.
 //! - `power_norm.rs` and `layer_norm.rs`: the passes.
 //
@@ -26,6 +28,7 @@
 
 mod group_scaling;
 pub(crate) mod layer_norm;
+pub(crate) mod output;
 pub(crate) mod power_norm;
 #[cfg(target_arch = "x86_64")]
 mod streamed;
@@ -35,7 +38,7 @@ pub(crate) mod vectors;
 pub(crate) use group_scaling::Scaler;
 
 use super::convert::{Accumulator, Element};
-use super::run::output::RowWriter;
+use output::RowWriter;
 use pulp::Simd;
 use sweep::Groups;
 use vectors::{Lanes, Span};

@@ -7,12 +7,12 @@
 //! RMSNorm and `GroupScaling` take the same passes, with D = 1 and without sums.
 
 use super::group_scaling::{BackwardTerms, Scaler};
+use super::output::RowWriter;
 use super::sweep::{sweep, Columns, Groups, Target};
 use super::vectors::{Lanes, Span};
 use super::{ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
 use crate::device::cpu::layout::Matrix;
-use crate::device::cpu::run::output::RowWriter;
 use pulp::Simd;
 
 /// `x̃ = r x`, Σ x̃² and `y = gain x̃ + shift`.

@@ -5,8 +5,8 @@
 //! overwritten whole, and evicted before anyone reads it. A *streamed* (non-temporal) store avoids
 //! both. Its price is an alignment of 16 bytes, and a fence before another thread may read.
 //!
-//! `run/output.rs` decides which outputs are streamed, names the measurement behind that, and
-//! executes the fence.
+//! `output.rs` has the size from which on outputs are streamed, with its measurement, and executes
+//! the fence.
 #![allow(unsafe_code)]
 
 use super::vectors::{Lanes, Span};
@@ -15,20 +15,33 @@ use pulp::Simd;
 use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
 use std::mem::MaybeUninit;
 
-/// Writes the columns of a row that begin at `start` with streamed stores, or with cached ones if
-/// the columns are not aligned. Nothing else may access them before a fence.
-#[inline(always)]
-pub(super) fn write<S: Simd, T: Element, const K: usize>(
-    values: Lanes<S, T::Acc, K>,
-    row: &mut [MaybeUninit<T>],
-    start: usize,
-) {
-    if !stream(values, row, start) {
-        values.write(row, start);
+/// A row of an output that is written with streamed stores.
+pub(crate) struct StreamedRow<'a, T>(&'a mut [MaybeUninit<T>]);
+
+impl<'a, T: Element> StreamedRow<'a, T> {
+    /// # Safety
+    ///
+    /// After writes to the row, the thread that made them executes a fence before anything accesses
+    /// the elements of `row`.
+    pub(super) unsafe fn new(row: &'a mut [MaybeUninit<T>]) -> Self {
+        Self(row)
+    }
+
+    /// Writes the columns that begin at `start`, with cached stores if they are not aligned.
+    #[inline(always)]
+    pub(super) fn write<S: Simd, const K: usize>(
+        &mut self,
+        values: Lanes<S, T::Acc, K>,
+        start: usize,
+    ) {
+        if !stream(values, self.0, start) {
+            values.write(self.0, start);
+        }
     }
 }
 
-/// [`write`], which returns false if the columns are not aligned and writes nothing then.
+/// Writes the columns of the row of a [`StreamedRow`] that begin at `start`. Returns false if they
+/// are not aligned, and then writes nothing.
 #[inline(always)]
 fn stream<S: Simd, T: Element, const K: usize>(
     values: Lanes<S, T::Acc, K>,
@@ -51,8 +64,8 @@ fn stream<S: Simd, T: Element, const K: usize>(
     for i in 0..size_of_val(columns) / size {
         // SAFETY: `buffer` and `columns` have one length, a multiple of 16 bytes, which `i` is
         // within, so both addresses are in bounds. `write` initialized all of `buffer`, and floats
-        // have no padding. `to` is aligned, `columns` is borrowed mutably, and by this function's
-        // contract a fence precedes any other access.
+        // have no padding. `to` is aligned, `columns` is borrowed mutably, and by the contract of
+        // `StreamedRow::new` a fence precedes any other access.
         unsafe { store::<S>(to.add(i), _mm_loadu_si128(from.add(i))) };
     }
     true

@@ -14,7 +14,7 @@
 //! [`sum_terms`] adds them up. Their one function gets a [`Span`] and works at any width.
 
 #[cfg(target_arch = "x86_64")]
-use super::streamed;
+use super::streamed::StreamedRow;
 use super::vectors::{Lanes, Scaling, Span};
 use crate::device::cpu::convert::{Accumulator, Element};
 use pulp::{Scalar, Simd};
@@ -23,7 +23,7 @@ use std::ops::Range;
 
 /// The groups of a row, which make up its columns, in order.
 pub(crate) struct Groups<A> {
-    /// Private, with `len`: `run/output.rs` relies on it that [`sweep`] visits as many columns.
+    /// Private, with `len`: `output.rs` relies on it that [`sweep`] visits as many columns.
     cols: usize,
     len: usize,
     scalings: Vec<Scaling<A>>,
@@ -70,15 +70,15 @@ pub(crate) trait Columns<A: Accumulator> {
     fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K>;
 }
 
-/// Where [`sweep`] writes the output of a row.
+/// The destination of the output that [`sweep`] writes for a row.
 pub(crate) enum Target<'a, T> {
     /// Nowhere, because only the sums that the columns add to are wanted.
     Nowhere,
     /// To memory, through the caches.
     Cached(&'a mut [MaybeUninit<T>]),
-    /// To memory, past the caches. A fence must follow before anything reads.
+    /// To memory, past the caches.
     #[cfg(target_arch = "x86_64")]
-    Streamed(&'a mut [MaybeUninit<T>]),
+    Streamed(StreamedRow<'a, T>),
 }
 
 impl<T: Element> Target<'_, T> {
@@ -92,7 +92,7 @@ impl<T: Element> Target<'_, T> {
             Self::Nowhere => {}
             Self::Cached(row) => columns.write(row, start),
             #[cfg(target_arch = "x86_64")]
-            Self::Streamed(row) => streamed::write(columns, row, start),
+            Self::Streamed(row) => row.write(columns, start),
         }
     }
 }
@@ -100,7 +100,7 @@ impl<T: Element> Target<'_, T> {
 /// Applies `columns` to a row from front to back, and writes the output.
 ///
 /// Every column from 0 to `groups.cols()` is visited once, and so written once unless the target is
-/// nowhere. `run/output.rs` relies on it.
+/// nowhere. `output.rs` relies on it.
 #[inline(always)]
 pub(crate) fn sweep<const K: usize, S: Simd, T: Element>(
     simd: S,

@@ -1,6 +1,6 @@
 //! Arithmetic on adjacent columns of a row, in vectors.
 //!
-//! A [`Span`] says which columns: `K` vectors, beginning at one column. It loads these columns from
+//! A [`Span`] is a run of adjacent columns, `K` vectors of them. It loads these columns from
 //! any of the arrays of a row (x, dy, a weight, the sums), whatever the dtype, as [`Lanes`]. Lanes
 //! have `+`, `-`, `*` and [`mul_add`](Lanes::mul_add), so an equation of the paper is one line:
 //!
@@ -88,7 +88,8 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
         T::store(self.simd, &self.vectors, columns);
     }
 
-    /// `self * factor + term`, rounded once if the level has an instruction for that.
+    /// `self * factor + term`, rounded once if the level has an instruction for that and the columns
+    /// fill a vector. pulp multiplies and adds columns after the last vector one by one.
     #[inline(always)]
     pub fn mul_add(mut self, factor: Self, term: Self) -> Self {
         // Without the instruction, pulp would call a function for each lane.

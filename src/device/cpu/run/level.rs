@@ -11,8 +11,8 @@
 //! | `Avx2` | 8 × f32 | yes | F16C |
 //! | `Avx512` | 16 × f32 | yes | AVX-512 |
 //!
-//! A fused multiply-add rounds once, and wider vectors have more accumulators, so levels may differ
-//! in the last bits of a result. At one level the bits do not depend on threads.
+//! A fused multiply-add rounds once, except in the columns after the last vector, and wider vectors
+//! have more accumulators, so levels may differ in the last bits of a result. At one level the bits do not depend on threads.
 
 use crate::device::cpu::convert::Element;
 use crate::error::Error;

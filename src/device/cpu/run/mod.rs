@@ -1,6 +1,6 @@
 //! Passes over all rows: chunks, threads, outputs and column sums.
 //!
-//! [`forward`] and [`backward`] choose the arithmetic of a row (`row/`), and [`run`] walks:
+//! [`forward`] and [`backward`] select the arithmetic of a row (`row/`), and [`run`] walks:
 //!
 //! 1. The rows are cut into *chunks* of adjacent rows, whose size depends only on the shape
 //!    ([`chunk_rows`]). rayon's threads take chunks.
@@ -18,15 +18,14 @@
 //! has more than 512 terms.
 
 pub(crate) mod level;
-pub(crate) mod output;
 
 use super::convert::{Accumulator, Element, PerChannel};
 use super::layout::{Matrix, RowNorm, Rows};
+use super::row::output::{Output, Part, RowWriter, Stores};
 use super::row::power_norm::{self, Stream};
 use super::row::sweep::Groups;
 use super::row::{layer_norm, Row, RowPass, Scaler};
 use num_traits::Zero;
-use output::{Output, Part, RowWriter, Stores};
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -128,7 +127,7 @@ pub(super) fn normalize<T: Element>(rows: &Rows<T>, coefficients: &[PerChannel<T
     y
 }
 
-/// The mean of x² in columns whose Σ x² overflowed, over the rows that `counts` says.
+/// The mean of x² in columns whose Σ x² overflowed, over the rows for which `counts` is true.
 ///
 /// Each element is divided by the root of the number of rows before it is squared, so that no sum
 /// exceeds the mean. In f64, two rows of 1e154 have squares of 1e308, whose sum overflows. Divided

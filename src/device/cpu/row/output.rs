@@ -16,11 +16,13 @@
 //! [`sweep`] visits each column of the [`Groups`]. And a store writes every element that it is
 //! given, by the contract of [`Element`].
 //!
-//! Large outputs are streamed: written past the caches (`row/streamed.rs`).
+//! Large outputs are streamed: written past the caches (`streamed.rs`).
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "x86_64")]
+use super::streamed::StreamedRow;
+use super::sweep::{sweep, Columns, Groups, Target};
 use crate::device::cpu::convert::Element;
-use crate::device::cpu::row::sweep::{sweep, Columns, Groups, Target};
 use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -194,6 +196,9 @@ impl<'a, T: Element> RowWriter<'a, T> {
             #[cfg(target_arch = "x86_64")]
             Stores::Streamed => {
                 let row = &mut self.part.slots[self.filled..][..groups.cols()];
+                // SAFETY: the writer borrows the part mutably and stays on this thread, `last`
+                // rejects streamed parts, and dropping the writer executes a fence.
+                let row = unsafe { StreamedRow::new(row) };
                 sweep::<K, _, T>(simd, groups, columns, Target::Streamed(row));
                 self.filled += groups.cols();
             }
