@@ -1,5 +1,5 @@
-//! The cost of a normalization in a model: one transformer block, with the layer, with candle's
-//! LayerNorm, and with no normalization at all, and an inference with four such blocks.
+//! The cost of a normalization in a model: one transformer block with this crate's layers, with
+//! candle's LayerNorm, and with no normalization at all, and an inference with four such blocks.
 //!
 //! ```text
 //! MIMALLOC_PURGE_DELAY=-1 cargo bench --bench block     # one block
@@ -12,7 +12,8 @@
 //! Throughput counts tokens. `none` is the block without its two normalizations: what others take
 //! longer than it is theirs.
 //!
-//! candle's fused LayerNorm records no backward, so a model that trains has `layer_norm_slow`.
+//! `layer_norm` and `rms_norm` are this crate's. candle's fused LayerNorm records no backward, so
+//! its model that trains has `layer_norm_slow`.
 //!
 //! `decode` is an inference of one token for each text of a batch, whose keys and values of 511
 //! earlier tokens are kept. Its ids have the batch in place of the rows. `prompt` reads a text of
@@ -30,7 +31,7 @@ mod softgpu;
 
 use candle::{bail, DType, Device, Module, Result, Tensor, Var, D};
 use candle_nn::{linear_no_bias, ops, Activation, Linear, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, rms_norm, PowerNorm, PowerNormConfig};
+use candle_powernorm::{layer_norm, power_norm, rms_norm, PowerNorm, PowerNormConfig};
 use criterion::{criterion_group, Criterion, Throughput};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::hint::black_box;
@@ -214,6 +215,12 @@ fn rms_norm_fused(width: usize, vb: VarBuilder) -> Result<Norm> {
 }
 
 /// This crate's.
+fn layer_norm_ours(width: usize, vb: VarBuilder) -> Result<Norm> {
+    let norm = layer_norm(width, EPS, vb)?;
+    Ok(Box::new(move |xs| norm.forward(xs)))
+}
+
+/// This crate's.
 fn rms_norm_ours(width: usize, vb: VarBuilder) -> Result<Norm> {
     let norm = rms_norm(width, EPS, vb)?;
     Ok(Box::new(move |xs| norm.forward(xs)))
@@ -250,6 +257,8 @@ fn bench(criterion: &mut Criterion) {
             "power_norm",
             block(&|width, vb| powernorm(width, vb, Some(1), true)),
         ),
+        ("layer_norm", block(&layer_norm_ours)),
+        ("rms_norm", block(&rms_norm_ours)),
         ("layer_norm_slow", block(&layer_norm_slow)),
         ("none", block(&none)),
     ];
@@ -260,6 +269,8 @@ fn bench(criterion: &mut Criterion) {
         ),
         ("power_norm_folded", folded(Some(1))),
         ("power_norm_g0_folded", folded(None)),
+        ("layer_norm", block(&layer_norm_ours)),
+        ("rms_norm", block(&rms_norm_ours)),
         ("layer_norm_fused", block(&layer_norm_fused)),
         ("none", block(&none)),
     ];

@@ -126,7 +126,7 @@ impl Module for PowerNorm {
     ///
     /// As in [`PowerNorm::forward_t`].
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.run(xs, None, self.mode.purpose())
+        op::power_norm(self.call(xs, None, None, self.mode.purpose())?)
     }
 }
 
@@ -205,7 +205,7 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        self.run(xs, None, Purpose::of(train))
+        op::power_norm(self.call(xs, None, None, Purpose::of(train))?)
     }
 
     /// Normalizes `xs`, `[.., size]`, and leaves padding out of the statistics. The layer's
@@ -230,7 +230,7 @@ impl PowerNorm {
         xs: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<Tensor> {
-        self.run(xs, keep.into(), self.mode.purpose())
+        op::power_norm(self.call(xs, None, keep.into(), self.mode.purpose())?)
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -451,10 +451,6 @@ impl PowerNorm {
             // Only `recalibrate_scope` asks for a recalibration, so no generic trainer starts one.
             Purpose::Training | Purpose::Evaluation | Purpose::Recalibration(_) => asked,
         }
-    }
-
-    fn run(&self, xs: &Tensor, keep: Option<&Tensor>, asked: Purpose) -> Result<Tensor> {
-        op::power_norm(self.call(xs, None, keep, asked)?)
     }
 
     /// Takes the turn over ranks, checks the arguments, and gathers what a forward needs.

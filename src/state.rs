@@ -241,50 +241,40 @@ impl State {
         Ok((phi, self.steps()?))
     }
 
-    /// Moves ψ² with `update`, under the lock, and then counts the step.
+    /// Moves ψ² with `update`, under the lock. Then counts the step, and records its group scaling.
     pub fn update_phi(
         &self,
         purpose: Purpose,
         update: impl FnOnce(&Var, &PhiStep) -> Result<()>,
     ) -> Result<()> {
         let mut recalibration = self.lock();
-        update(&self.running_phi, &self.phi_step(purpose, &recalibration)?)?;
-        self.count(purpose, &mut recalibration)
+        match purpose {
+            Purpose::Recalibration(pass) => {
+                let batches = recalibration.batches_of(pass) + 1;
+                let step = PhiStep {
+                    cumulative: Some(Shares::of_mean(batches)),
+                    moving: None,
+                };
+                update(&self.running_phi, &step)?;
+                *recalibration = Recalibration { pass, batches };
+            }
+            Purpose::Training | Purpose::Evaluation => {
+                let t = self.steps()? + 1;
+                update(&self.running_phi, &self.config.phi_step(t))?;
+                self.iters.set(&Tensor::new(&[t as i64], &Device::Cpu)?)?;
+            }
+        }
+        if first(&self.groups)? == UNKNOWN {
+            let groups = recorded(self.config.group_scaling);
+            self.groups.set(&Tensor::full(groups, 1, &Device::Cpu)?)?;
+        }
+        Ok(())
     }
 
     /// Moves ν with `update`, under the lock, in [its variable](Self::nu_variable).
     pub fn update_nu(&self, update: impl FnOnce(&Var) -> Result<()>) -> Result<()> {
         let _guard = self.lock();
         update(&self.ema_gz)
-    }
-
-    /// The shares by which ψ² moves in the next step.
-    fn phi_step(&self, purpose: Purpose, recalibration: &Recalibration) -> Result<PhiStep> {
-        let Purpose::Recalibration(pass) = purpose else {
-            return Ok(self.config.phi_step(self.steps()? + 1));
-        };
-        let done = recalibration.batches_of(pass);
-        Ok(PhiStep {
-            cumulative: Some(Shares::of_mean(done + 1)),
-            moving: None,
-        })
-    }
-
-    /// Counts the step that was taken, and records its group scaling.
-    fn count(&self, purpose: Purpose, recalibration: &mut Recalibration) -> Result<()> {
-        if first(&self.groups)? == UNKNOWN {
-            let groups = recorded(self.config.group_scaling);
-            self.groups.set(&Tensor::full(groups, 1, &Device::Cpu)?)?;
-        }
-        if let Purpose::Recalibration(pass) = purpose {
-            *recalibration = Recalibration {
-                pass,
-                batches: recalibration.batches_of(pass) + 1,
-            };
-            return Ok(());
-        }
-        let t = self.steps()? + 1;
-        self.iters.set(&Tensor::new(&[t as i64], &Device::Cpu)?)
     }
 
     fn copy(&self, var: &Var) -> Result<Tensor> {

@@ -13,8 +13,9 @@
 //! over rows, in `run/`, take and return these values in the dtype of their sums.
 
 use super::convert::{overflowed, to_f64, to_sums_dtype, Element, PerChannel};
-use super::layout::{channels, matrix, on_cpu, set_channels, storage, with_rows, Rows};
-use super::run::{self, BackwardSums, SquareSums};
+use super::layout::{channels, matrix, set_channels, storage, with_rows, Rows};
+use super::row::BackwardSums;
+use super::run::{self, SquareSums};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
 use crate::error::Error;
@@ -83,7 +84,7 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
             Some(stream) => rescued(&rows.of_stream(stream), sums),
             None => rescued(rows, sums),
         };
-        Ok((written.y, written.stream.map(storage), squares))
+        Ok((written.y, written.stream, squares))
     })?;
 
     let mut forwarded = Forwarded {
@@ -124,17 +125,14 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
         None => {
             let coefficients = output_coefficients::<T>(pass, &forwarded.inv_rms)?;
             with_rows::<T, _>(pass, None, keep, |rows| match &stream {
-                Some(stream) => {
-                    let stream = T::cpu_storage_as_slice(on_cpu(stream)?)?;
-                    Ok(run::normalize(&rows.of_stream(stream), &coefficients))
-                }
+                Some(stream) => Ok(run::normalize(&rows.of_stream(stream), &coefficients)),
                 None => Ok(run::normalize(rows, &coefficients)),
             })?
         }
     };
     let outputs = Outputs {
         y: storage(y),
-        stream,
+        stream: stream.map(storage),
     };
     Ok((Box::new(forwarded), outputs))
 }
@@ -418,6 +416,7 @@ fn holds(var: &Var, value: f64) -> bool {
 mod tests {
     use super::*;
     use crate::config::{Recipe, Shares};
+    use crate::device::cpu::layout::on_cpu;
     use crate::device::Settings;
     use candle::WithDType;
 

@@ -256,28 +256,34 @@ fn launch_rows(
         group_eps: pass.settings.eps.into(),
         ..Default::default()
     };
-    // The first launch adds the residual and writes the stream. Later ones read the stream.
-    let adding = NormalizeParams {
+    // With a residual, the first launch adds it and writes the stream, which later ones read.
+    let input = NormalizeParams {
         x,
         residual,
         stream,
         ..common
     };
-    let added = match residual {
-        0 => adding,
-        _ => NormalizeParams {
+    let summed = match pass.residual {
+        Some(_) => NormalizeParams {
             x: stream,
             ..common
         },
+        None => input,
     };
-    let mut first = adding;
-    if plan.has_wide_groups() {
-        // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and the
-        // residual hold values. `group_rms_inv` is a part of `saved` with room for each group. The
-        // outputs are allocations of their own.
-        unsafe { gpu.reduce_groups(plan, adding) }?;
-        first = added;
-    }
+
+    // r of groups that are wider than a block.
+    let first = match plan.has_wide_groups() {
+        true => {
+            // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and
+            // the residual hold values. `group_rms_inv` is a part of `saved` with room for each
+            // group. The outputs are allocations of their own.
+            unsafe { gpu.reduce_groups(plan, input) }?;
+            summed
+        }
+        false => input,
+    };
+
+    // y, and the sums over the kept rows.
     let kept_rows = NormalizeParams {
         keep,
         y: when(plan.kind != ForwardKind::BatchStatistic, y),
@@ -290,17 +296,19 @@ fn launch_rows(
     // stream only after `group_rms_inv` wrote it. `partials`, `kept`, 1/D and r are parts of
     // `saved`, or null where there are none. The outputs are allocations of their own.
     unsafe { gpu.normalize(plan, kept_rows) }?;
-    if saved.all_partials == 0 {
-        return Ok(());
+
+    // The sums over all rows, if Γ is a mean over all.
+    if saved.all_partials != 0 {
+        let all_rows = NormalizeParams {
+            partials: saved.all_partials,
+            ..summed
+        };
+        // SAFETY: x or the stream, which the launch above wrote, has the plan's rows and columns,
+        // and `all_partials` is a part of `saved`. Without y and a mask this takes the sums over
+        // all rows alone.
+        unsafe { gpu.normalize(plan, all_rows) }?;
     }
-    let all_rows = NormalizeParams {
-        partials: saved.all_partials,
-        ..added
-    };
-    // SAFETY: x or the stream, which the launch above wrote, has the plan's rows and columns, and
-    // `all_partials` is a part of `saved`. Without y and a mask this takes the sums over all rows
-    // alone.
-    unsafe { gpu.normalize(plan, all_rows) }
+    Ok(())
 }
 
 /// Makes 1/D from ψ² where other processes have all rows: `update_phi` without a step. Elsewhere

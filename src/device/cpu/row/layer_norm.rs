@@ -20,7 +20,7 @@ use super::group_scaling::Scaler;
 use super::output::RowWriter;
 use super::sweep::{sum_terms, sweep, Columns, Groups, Target, Terms};
 use super::vectors::{Lanes, Span};
-use super::{ColumnSums, Row, RowPass, UNROLL};
+use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
 use crate::device::cpu::layout::Matrix;
 use num_traits::{Float, Zero};
@@ -142,6 +142,15 @@ pub(crate) struct Forward<'a, T: Element> {
 }
 
 impl<T: Element> RowPass<T> for Forward<'_, T> {
+    fn writes(&self) -> bool {
+        true
+    }
+
+    /// LayerNorm has no statistics of channels.
+    fn sums_per_column(&self) -> usize {
+        0
+    }
+
     #[inline(always)]
     fn row<S: Simd>(
         &self,
@@ -187,9 +196,18 @@ pub(crate) struct Backward<'a, T: Element> {
     pub scaler: Scaler<T::Acc>,
     /// `[C]`. `None` if only sums are wanted.
     pub gain: Option<&'a PerChannel<T>>,
+    pub sums: BackwardSums,
 }
 
 impl<T: Element> RowPass<T> for Backward<'_, T> {
+    fn writes(&self) -> bool {
+        self.gain.is_some()
+    }
+
+    fn sums_per_column(&self) -> usize {
+        self.sums.per_column()
+    }
+
     #[inline(always)]
     fn row<S: Simd>(
         &self,

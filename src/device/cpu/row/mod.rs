@@ -60,9 +60,14 @@ pub(crate) trait RowPass<T: Element>: Sync {
     /// more time in f16.
     const ADDS_RESIDUAL: bool = false;
 
-    /// Writes the row to `output`, and adds its column sums to `sums`. Without `output` only the
-    /// sums are wanted; `sums` is empty if none are. The scalings of `groups` are scratch memory,
-    /// which a pass with group scaling sets for each row.
+    /// True if the pass has an output, of which [`row`](Self::row) then writes each row.
+    fn writes(&self) -> bool;
+
+    /// The number of sums that the pass takes in each column.
+    fn sums_per_column(&self) -> usize;
+
+    /// Writes the row to `output` and adds its column sums to `sums`, one kind after the other. The
+    /// scalings of `groups` are scratch memory, which a pass with group scaling sets for each row.
     fn row<S: Simd>(
         &self,
         simd: S,
@@ -80,6 +85,26 @@ pub(crate) struct Row<'a, T> {
     pub x: &'a [T],
     /// False if the row is padding.
     pub keeps: bool,
+}
+
+/// Column sums that a backward may take over the kept rows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BackwardSums {
+    None,
+    /// Σ dy x̃.
+    DyX,
+    /// Σ dy x̃ and Σ dy.
+    DyXAndDy,
+}
+
+impl BackwardSums {
+    fn per_column(self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::DyX => 1,
+            Self::DyXAndDy => 2,
+        }
+    }
 }
 
 /// A row's share of the column sums of a backward.

@@ -10,7 +10,7 @@ use super::group_scaling::{BackwardTerms, Scaler};
 use super::output::RowWriter;
 use super::sweep::{sweep, Columns, Groups, Target};
 use super::vectors::{Lanes, Span};
-use super::{ColumnSums, Row, RowPass, UNROLL};
+use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
 use crate::device::cpu::layout::Matrix;
 use pulp::Simd;
@@ -21,10 +21,20 @@ pub(crate) struct Forward<'a, T: Element> {
     pub scaler: Option<Scaler<T::Acc>>,
     /// Gain and shift, `[C]` each. `None` if only sums are wanted.
     pub coefficients: Option<&'a [PerChannel<T>; 2]>,
+    /// Σ x̃² in each column: none, 1 over the kept rows, or 2, over the kept and the padded rows.
+    pub sums_per_column: usize,
 }
 
 impl<T: Element> RowPass<T> for Forward<'_, T> {
     const ADDS_RESIDUAL: bool = true;
+
+    fn writes(&self) -> bool {
+        self.coefficients.is_some()
+    }
+
+    fn sums_per_column(&self) -> usize {
+        self.sums_per_column
+    }
 
     #[inline(always)]
     fn row<S: Simd>(
@@ -35,15 +45,11 @@ impl<T: Element> RowPass<T> for Forward<'_, T> {
         y: Option<&mut RowWriter<T>>,
         sums: &mut [T::Acc],
     ) {
-        if y.is_none() && sums.is_empty() {
-            return; // only `x + residual` was wanted
-        }
         let (x, cols) = (row.x, row.x.len());
         if let Some(scaler) = &self.scaler {
             scaler.scale(simd, x, groups);
         }
-        // The first `cols` sums are over the kept rows. Padded rows have as many after them, or
-        // none.
+        // Padded rows have the second sums, if there are any.
         let start = if row.keeps { 0 } else { cols };
         let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
         let mut squares = AddSquares { x, sums };
@@ -99,9 +105,18 @@ pub(crate) struct Backward<'a, T: Element> {
     pub scaler: Option<Scaler<T::Acc>>,
     /// Gain and decay, `[C]` each. `None` if only sums are wanted.
     pub coefficients: Option<&'a [PerChannel<T>; 2]>,
+    pub sums: BackwardSums,
 }
 
 impl<T: Element> RowPass<T> for Backward<'_, T> {
+    fn writes(&self) -> bool {
+        self.coefficients.is_some()
+    }
+
+    fn sums_per_column(&self) -> usize {
+        self.sums.per_column()
+    }
+
     #[inline(always)]
     fn row<S: Simd>(
         &self,

@@ -24,7 +24,7 @@ use super::layout::{Matrix, RowNorm, Rows};
 use super::row::output::{Output, Part, RowWriter, Stores};
 use super::row::power_norm::{self, Stream};
 use super::row::sweep::Groups;
-use super::row::{layer_norm, Row, RowPass, Scaler};
+use super::row::{layer_norm, BackwardSums, Row, RowPass, Scaler};
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
@@ -63,8 +63,9 @@ pub(super) fn forward<T: Element>(
         let only_stream = power_norm::Forward {
             scaler: None,
             coefficients: None,
+            sums_per_column: 0,
         };
-        let (Written { stream, .. }, _) = run(rows, &only_stream, false, 0);
+        let (Written { stream, .. }, _) = run(rows, &only_stream);
         let Some(stream) = stream else {
             unreachable!("a forward with a residual writes the stream")
         };
@@ -72,35 +73,31 @@ pub(super) fn forward<T: Element>(
         let stream = Some(stream);
         return (Written { stream, ..written }, sums);
     }
-    let cols = rows.cols();
-    // Sums over the kept rows, then sums over the padded rows if these count.
-    let width = match (sums, rows.keep) {
-        (false, _) => 0,
-        (true, Some(_)) if rows.sums_all => 2 * cols,
-        (true, _) => cols,
-    };
-    let has_output = coefficients.is_some();
     let (written, mut squares) = match (rows.norm, coefficients) {
-        // LayerNorm has no statistics of channels.
         (RowNorm::Centred { eps }, Some(coefficients)) => {
             let pass = layer_norm::Forward {
-                scaler: Scaler::new(cols, eps),
+                scaler: Scaler::new(rows.cols(), eps),
                 coefficients,
             };
-            run(rows, &pass, has_output, 0)
+            run(rows, &pass)
         }
         _ => {
             let pass = power_norm::Forward {
                 scaler: group_scaler(rows),
                 coefficients,
+                sums_per_column: match (sums, rows.keep) {
+                    (false, _) => 0,
+                    (true, Some(_)) if rows.sums_all => 2,
+                    (true, _) => 1,
+                },
             };
-            run(rows, &pass, has_output, width)
+            run(rows, &pass)
         }
     };
     if !sums {
         return (written, vec![]);
     }
-    let of_padded = squares.split_off(cols);
+    let of_padded = squares.split_off(rows.cols());
     let mut sums = vec![SquareSums {
         squares,
         rows: rows.kept(),
@@ -155,16 +152,6 @@ pub(super) fn means_of_huge<T: Element>(
     means
 }
 
-/// Column sums that a backward may take over the kept rows.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum BackwardSums {
-    None,
-    /// Σ dy x̃.
-    DyX,
-    /// Σ dy x̃ and Σ dy.
-    DyXAndDy,
-}
-
 /// The input's gradient, if its gain and decay are given, and the column sums that are wanted, one
 /// after the other.
 ///
@@ -176,29 +163,24 @@ pub(super) fn backward<T: Element>(
     coefficients: Option<&[PerChannel<T>; 2]>,
     sums: BackwardSums,
 ) -> (Option<Vec<T>>, PerChannel<T>) {
-    let cols = rows.cols();
-    let width = match sums {
-        BackwardSums::None => 0,
-        BackwardSums::DyX => cols,
-        BackwardSums::DyXAndDy => 2 * cols,
-    };
-    let has_output = coefficients.is_some();
     let (written, sums) = match rows.norm {
         RowNorm::Centred { eps } => {
             let pass = layer_norm::Backward {
                 dy,
-                scaler: Scaler::new(cols, eps),
+                scaler: Scaler::new(rows.cols(), eps),
                 gain: coefficients.map(|[gain, _]| gain),
+                sums,
             };
-            run(rows, &pass, has_output, width)
+            run(rows, &pass)
         }
         _ => {
             let pass = power_norm::Backward {
                 dy,
                 scaler: group_scaler(rows),
                 coefficients,
+                sums,
             };
-            run(rows, &pass, has_output, width)
+            run(rows, &pass)
         }
     };
     (written.y, sums)
@@ -241,14 +223,10 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
-/// Runs `pass` over all rows. Returns the outputs, and `width` column sums.
-fn run<T: Element>(
-    rows: &Rows<T>,
-    pass: &impl RowPass<T>,
-    has_output: bool,
-    width: usize,
-) -> (Written<T>, Vec<T::Acc>) {
-    run_chunks(rows, has_output, width, &|chunk| {
+/// Runs `pass` over all rows. Returns the outputs and the column sums.
+fn run<T: Element>(rows: &Rows<T>, pass: &impl RowPass<T>) -> (Written<T>, Vec<T::Acc>) {
+    let width = pass.sums_per_column() * rows.cols();
+    run_chunks(rows, pass.writes(), width, &|chunk| {
         level::vectorize::<T, _>(rows.group_len(), ChunkPass { pass, rows, chunk });
     })
 }
@@ -344,6 +322,9 @@ impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
                     stream.extend_cached::<1, _>(simd, &whole_row, &mut Stream { x, residual });
                     x = stream.last(cols);
                 }
+            }
+            if output.is_none() && subtotals.is_empty() {
+                continue; // the pass is for `x + residual` alone
             }
             let row = Row {
                 index,
