@@ -14,7 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 # What runs of one study may differ in: their names tell these.
-OF_A_RUN = ["--norm", "--groups", "--seed", "PowerNorm recipe", "PowerNorm alpha", "micro-batch"]
+OF_A_RUN = ["--norm", "--groups", "--seed", "PowerNorm recipe", "PowerNorm alpha", "micro-batch",
+            "weights at the start (as a hash)"]
 
 
 def short(value):
