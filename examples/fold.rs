@@ -75,6 +75,7 @@ fn main() -> Result<()> {
     let (mode, warmup) = (Mode::train(), args.steps / 4);
     let config = PowerNormConfig {
         group_scaling: None,
+        bias: false,
         statistics: Statistics::Batch,
         warmup_steps: warmup,
         ..Default::default()

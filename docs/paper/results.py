@@ -353,11 +353,11 @@ def corrected():
 def CORRECTED():
     own, together, freedom = corrected()
     return (
-        f"After Bonferroni's correction {enumerated(own) if own else 'none'} of the "
+        f"With Bonferroni's correction {enumerated(own) if own else 'none'} of the "
         f"{WORDS[len(contenders())]} intervals excludes 0, because three to five seeds "
-        "leave little power. With one standard deviation, pooled over all contenders "
-        f"({freedom} degrees of freedom), those of {enumerated(together)} do. Pooling assumes that "
-        "all differences spread alike, and they share LN's runs."
+        "leave little power. If all contenders are instead assumed to share one standard "
+        f"deviation, estimated from all of them ({freedom} degrees of freedom), the corrected "
+        f"intervals of {enumerated(together)} do exclude 0. All differences share LN's runs."
     )
 
 
