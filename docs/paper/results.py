@@ -435,6 +435,61 @@ def ONE_BUILD_DIFFERENCES():
     return "\n".join(row(*pair) for pair in PAIRED)
 
 
+# Training on from the weights of LN and RMSNorm, with other normalizations in their place.
+
+MOVED_RATES = ["1e-3", "2e-3"]
+MOVED_FROM = {"layer": "LN", "rms": "RMSNorm"}
+MOVED_TO = {
+    "power-scale1": "PN, one group",
+    "power-noscale": "PN, without group scaling",
+    "power-v-noscale": "PN-V, without group scaling",
+}
+FOLDABLE = ["power-noscale", "power-v-noscale"]
+
+
+def moved(norm, run):
+    """The run from seed 1 at the rate with the lower validation loss: that rate, and its record."""
+    found = [
+        (rate, record)
+        for rate in MOVED_RATES
+        for record in LANGUAGE
+        if (record["study"], record["run"]) == (f"words-moved-{norm}-{rate}", run)
+    ]
+    return min(found, key=lambda of: of[1]["val_loss"])
+
+
+def moved_change(norm, run):
+    """Its test loss minus that of the control, which trains on with its own normalization."""
+    return moved(norm, run)[1]["test_loss"] - moved(norm, f"{norm}-noscale")[1]["test_loss"]
+
+
+def MOVED_TABLE():
+    def row(norm, run, name):
+        rate, record = moved(norm, run)
+        first = record["val"][0]
+        is_control = run == f"{norm}-noscale"
+        change = "" if is_control else number(moved_change(norm, run), sign=True)
+        return (
+            f"| {MOVED_FROM[norm]} | {name} | {rate} | {number(first[1])} "
+            f"| {number(record['val_loss'])} | {number(record['test_loss'])} | {change} |"
+        )
+
+    rows = []
+    for norm, own in MOVED_FROM.items():
+        rows.append(row(norm, f"{norm}-noscale", f"{own}, the control"))
+        rows += [row(norm, run, name) for run, name in MOVED_TO.items()]
+    return "\n".join(rows)
+
+
+def MOVED_PRICE(norm):
+    """The lowest price of a form that folds away."""
+    return number(min(moved_change(norm, run) for run in FOLDABLE), sign=True)
+
+
+def MOVED_ONE(norm):
+    return number(moved_change(norm, "power-scale1"), sign=True)
+
+
 def ONE_BUILD_SHORT():
     """For the findings."""
     sizes = [abs(change) for change in all_rerun_changes()]
