@@ -87,7 +87,7 @@ pub(crate) struct Row<'a, T> {
     pub keeps: bool,
 }
 
-/// Column sums that a backward may take over the kept rows.
+/// Column sums of a backward, over the kept rows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BackwardSums {
     None,
