@@ -259,11 +259,12 @@ def FREE_INTERVALS():
         low, high = bounds(list(free_pairs(norm).values()))
         return "includes 0" if low <= 0 <= high else "is below 0" if high < 0 else "is above 0"
 
-    def phrase(norm, name):
-        return f"of {name}, over {WORDS[len(free(norm))]} seeds, {side(norm)}"
-
-    found = [phrase(*item) for item in (FREE | RIVALS).items() if len(free(item[0])) > 1]
-    return f"The 95 % interval {'; that '.join(found)}."
+    sides = {}
+    for norm, name in (FREE | RIVALS).items():
+        if len(free(norm)) > 1:
+            sides.setdefault(side(norm), []).append(name)
+    phrases = [f"{where} for {enumerated(names)}" for where, names in sides.items()]
+    return f"The 95 % interval {enumerated(phrases)}."
 
 
 def FREE_FOLDING():
@@ -300,7 +301,7 @@ def README_LONG():
     }
     start = starts.get(found.split()[0].rstrip(":"), f"it shows {found}")
     return (
-        f"After 30 epochs of words {start}: its test loss minus LayerNorm's is "
+        f"After 30 epochs of training on words {start}: its test loss minus LayerNorm's is "
         f"{number(mean(values), sign=True)} nats a word on average over {WORDS[len(values)]} seeds."
     )
 
@@ -388,7 +389,7 @@ def rerun_changes(name):
 def ONE_BUILD_SEEDS():
     found = {name: one_build(name) for name in ONE_BUILD}
     has = [f"{name} from seed{'s' * (len(r) > 1)} {listed(r)}" for name, r in found.items() if r]
-    text = f"Finished so far: {enumerated(has)}" if has else "No run is finished yet"
+    text = f"These are finished: {enumerated(has)}" if has else "No run is finished yet"
     whole = all(len(of_name) >= 3 for of_name in found.values())
     return "All ran from seeds 1 to 3." if whole else text + ", of seeds 1 to 3."
 
@@ -414,7 +415,7 @@ def ONE_BUILD_CHANGE():
     count = f"{WORDS[len(changes)]} runs" if len(changes) > 1 else "one run"
     up = signs(changes, +1) + " cases" if len(changes) > 1 else "this case"
     return (
-        f"The change is {number(mean(sizes))} on average over {count}, whatever its sign, and at "
+        f"The change is {number(mean(sizes))} on average in absolute value over {count}, and at "
         f"most {number(max(sizes))}. The new build's loss is the higher one in {up}."
     )
 
@@ -723,14 +724,14 @@ def SWEEP_TEXT():
     text = (
         f"The best rates are: {best_rates()}. Minus LN, each at its best: {best}. At equal rates PN − "
         f"LN ranges from {number(min(gaps), sign=True)} to {number(max(gaps), sign=True)}, so "
-        "one seed does not order them."
+        "one seed cannot rank them."
     )
     costs = ", ".join(
         f"{name} {number(without_warmup(run), sign=True)}"
         for run, name in SWEPT.items()
         if {"2e-3", "2e-3-none"} <= sweep(run).keys()
     )
-    text += f" Without a warm-up of the rate the loss changes by: {costs}. That of ψ² stays."
+    text += f" Without a warm-up of the rate the loss changes by: {costs}. The warm-up of ψ² is kept in these runs."
     return text + more_seeds()
 
 
