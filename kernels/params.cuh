@@ -63,8 +63,8 @@ struct Vector {
   Dtype dtype;
 };
 
-// A number in both dtypes of the sums. A kernel that converted it would do so for each row, because
-// ptxas would not keep the result in a register, and the GPUs with the fewest units of double
+// A number in both dtypes of the sums. A kernel that converted it would do so each time it is used,
+// because ptxas would not keep the result in a register, and the GPUs with the fewest units of double
 // precision convert two numbers a cycle and SM.
 struct Number {
   double f64;
@@ -119,7 +119,7 @@ struct NormalizeParams {
   void *partials;       // [chunks, cols] A, sums of x~^2 over kept rows, written; or null
   int64_t *kept;        // [chunks], numbers of kept rows, written; or null
   GroupRmsOrigin group_scaling;
-  double eps;           // of D
+  Number eps;           // of D
   Number group_eps;     // of r
 };
 
@@ -154,7 +154,7 @@ struct UpdatePhiParams {
   void *gamma;      // [cols] A, written
   void *count;      // [1] A, the number of rows that Gamma and Lambda are means over, or 0 if no
                     // row is kept; written
-  double eps;       // of D
+  Number eps;       // of D
   int64_t by_batch; // 1 if psi_B^2 is D^2 - eps
   int64_t guard;    // 1 if a psi^2 that would not be finite keeps its value
   int64_t cumulative; // 1 for psi^2 <- old_share psi^2 + new_share psi_B^2
@@ -186,8 +186,8 @@ struct NormalizeBwdParams {
   void *partials;        // [chunks, 2, cols] A, sums of dy x~ and then of dy over kept rows,
                          // written; or null
   GroupRmsOrigin group_scaling;
-  double correction_scale;
-  double eps; // of D
+  Number correction_scale;
+  Number eps; // of D
 };
 
 // The argument of update_nu.

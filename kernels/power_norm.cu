@@ -410,7 +410,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows,
                                 offset);
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
-  const A eps = A(p.eps), group_eps = value<A>(p.group_eps), inv_len = A(1) / A(tiling.group_len);
+  const A eps = value<A>(p.eps), group_eps = value<A>(p.group_eps), inv_len = A(1) / A(tiling.group_len);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
@@ -656,7 +656,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   const A batch = kept == 0 ? old : sum / A(kept);
   A inv_rms;
   if (p.by_batch) {
-    inv_rms = inverse_rms(batch + A(p.eps));
+    inv_rms = inverse_rms(batch + value<A>(p.eps));
     static_cast<A *>(p.inv_rms)[col] = inv_rms;
   } else {
     inv_rms = static_cast<const A *>(p.inv_rms)[col];
@@ -693,9 +693,9 @@ __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trai
   each<V>([&](int v) { gain[v] = inv_rms[v]; });
   if (trained && p.batch_phi != nullptr) {
     load_run<A>(p.batch_phi, col, count, gain);
-    each<V>([&](int v) { gain[v] = inverse_rms(gain[v] + A(p.eps)); });
+    each<V>([&](int v) { gain[v] = inverse_rms(gain[v] + value<A>(p.eps)); });
   }
-  const A correction_scale = A(p.correction_scale);
+  const A correction_scale = value<A>(p.correction_scale);
   each<V>([&](int v) {
     decay[v] = correction[v] * correction_scale * gain[v] * inv_rms[v];
     gain[v] *= weight[v];

@@ -408,6 +408,11 @@ def all_rerun_changes():
     return [change for name in ONE_BUILD for change in rerun_changes(name).values()]
 
 
+def RERUN():
+    """The largest change of a loss by running again."""
+    return number(max(map(abs, all_rerun_changes())))
+
+
 def ONE_BUILD_CHANGE():
     """How much a run changes, over all of them."""
     changes = all_rerun_changes()
@@ -446,31 +451,43 @@ MOVED_TO = {
 }
 
 
-def moved(norm, run):
-    """The run from seed 1 at the rate with the lowest validation loss: that rate, and its record."""
-    found = [
-        (rate, record)
-        for rate in MOVED_RATES
-        for record in LANGUAGE
-        if (record["study"], record["run"]) == (f"words-moved-{norm}-{rate}", run)
-    ]
-    return min(found, key=lambda of: of[1]["val_loss"])
+def moved_rate(norm, run):
+    """The rate with the lowest validation loss from seed 1."""
+    losses = {
+        rate: runs(f"words-moved-{norm}-{rate}", run).get(1) for rate in MOVED_RATES
+    }
+    return min((rate for rate in losses if losses[rate] is not None), key=losses.get)
 
 
-def moved_change(norm, run):
-    """Its test loss minus that of the control, which trains on with its own normalization."""
-    return moved(norm, run)[1]["test_loss"] - moved(norm, f"{norm}-noscale")[1]["test_loss"]
+def moved(norm, run, key="test_loss"):
+    """By seed, at the run's rate."""
+    return runs(f"words-moved-{norm}-{moved_rate(norm, run)}", run, key)
+
+
+def moved_changes(norm, run):
+    """Minus the control, which trains on with its own normalization, from the same seed."""
+    return list(minus(moved(norm, run), moved(norm, f"{norm}-noscale")).values())
+
+
+def MOVED_SEEDS():
+    """The seeds that all runs have."""
+    seeds = [set(moved(norm, run)) for norm in MOVED_FROM for run in (f"{norm}-noscale", *MOVED_TO)]
+    found = sorted(set.intersection(*seeds))
+    if len(found) == 1:
+        return f"seed {found[0]}"
+    return f"seeds {enumerated(map(str, found))}"
 
 
 def MOVED_TABLE():
     def row(norm, run, name):
-        rate, record = moved(norm, run)
-        start = record["val"][0][1]
-        is_control = run == f"{norm}-noscale"
-        change = "" if is_control else number(moved_change(norm, run), sign=True)
+        starts = [curve[0][1] for curve in moved(norm, run, "val").values()]
+        changes = moved_changes(norm, run) if run in MOVED_TO else []
+        change = spread(changes, sign=True) if changes else ""
+        known = interval(changes) if len(changes) > 1 else ""
         return (
-            f"| {MOVED_FROM[norm]} | {name} | {rate} | {number(start)} "
-            f"| {number(record['val_loss'])} | {number(record['test_loss'])} | {change} |"
+            f"| {MOVED_FROM[norm]} | {name} | {moved_rate(norm, run)} | {spread(starts)} "
+            f"| {spread(moved(norm, run, 'val_loss').values())} "
+            f"| {spread(moved(norm, run).values())} | {change} | {known} |"
         )
 
     rows = []
@@ -482,15 +499,29 @@ def MOVED_TABLE():
 
 def MOVED_START(norm):
     """The test loss of the weights that runs start from."""
-    return number(runs("words-moved-start", f"{norm}-noscale", "test_loss")[1])
+    return spread(runs("words-moved-start", f"{norm}-noscale", "test_loss").values())
 
 
 def MOVED_FREE(norm):
-    return number(moved_change(norm, "power-v-noscale"), sign=True)
+    return spread(moved_changes(norm, "power-v-noscale"), sign=True)
 
 
 def MOVED_ONE(norm):
-    return number(moved_change(norm, "power-scale1"), sign=True)
+    return spread(moved_changes(norm, "power-scale1"), sign=True)
+
+
+def MOVED_LOWER():
+    """How a still lower rate changes the controls, where it ran."""
+    found = {}
+    for norm, own in MOVED_FROM.items():
+        run = f"{norm}-noscale"
+        changes = list(minus(runs(f"words-moved-{norm}-2e-4", run, "test_loss"), moved(norm, run)).values())
+        if changes:
+            found[own] = spread(changes, sign=True)
+    if not found:
+        return "so a still lower one might suit them better"
+    costs = enumerated(f"{change} ({own})" for own, change in found.items())
+    return f"and at 2e-4 their test losses change by {costs}"
 
 
 def ONE_BUILD_SHORT():

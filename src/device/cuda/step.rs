@@ -252,7 +252,7 @@ fn launch_rows(
         inv_rms: saved.inv_rms,
         group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
-        eps: pass.settings.eps,
+        eps: pass.settings.eps.into(),
         group_eps: pass.settings.eps.into(),
         ..Default::default()
     };
@@ -478,7 +478,7 @@ fn statistics(
         inv_rms: saved.inv_rms,
         gamma: saved.gamma,
         count: saved.count,
-        eps,
+        eps: eps.into(),
         by_batch: by_batch.into(),
         guard: plan.recipe.is_guarded().into(),
         ..Default::default()
@@ -515,7 +515,7 @@ impl Backward<'_> {
         let params = self.rows_params(dx, &workspace, &mut uses)?;
         let params = NormalizeBwdParams {
             correction: uses.read_vector(nu.map(|nu| &nu.ema_gz))?,
-            correction_scale: nu.map_or(0., |nu| nu.share * nu.loss_scale),
+            correction_scale: nu.map_or(0., |nu| nu.share * nu.loss_scale).into(),
             partials: when(takes_sums, workspace.partials),
             ..params
         };
@@ -597,7 +597,7 @@ impl Backward<'_> {
                 data: workspace.lambda,
                 dtype: Dtype::of(self.plan.sums_dtype())?,
             },
-            correction_scale: 1.,
+            correction_scale: 1f64.into(),
             ..self.rows_params(dx, &workspace, &mut uses)?
         };
         // SAFETY: as in `launch_rows`, with Λ instead of ν: `update_nu` has written it, one number a
@@ -634,7 +634,7 @@ impl Backward<'_> {
             group_rms_inv: saved.group_rms_inv,
             dots: workspace.dots,
             group_scaling: plan.cut.group_scaling,
-            eps: pass.settings.eps,
+            eps: pass.settings.eps.into(),
             ..Default::default()
         })
     }
