@@ -5,11 +5,11 @@
 //! so does a backward. A call that fails before its launches changes nothing.
 #![allow(unsafe_code)] // launches kernels, and allocates what they fill
 
-use super::gpu::{reads_in_place, Gpu, Kernels, Locks, Uses};
+use super::gpu::{Gpu, Kernels, Locks, Uses, reads_in_place};
 use super::params::{
-    when, Address, Dtype, GroupDots, GroupRmsInv, LayerNorm, LayerNormBwd, LayerNormDots,
+    Address, Dtype, GroupDots, GroupRmsInv, LayerNorm, LayerNormBwd, LayerNormDots,
     LayerNormStatistics, Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, SumPartials,
-    SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector,
+    SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector, when,
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::ForwardKind;
@@ -17,7 +17,7 @@ use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle::op::BackpropOp;
-use candle::{CudaStorage, DType, Result, Shape, Storage, Tensor, D};
+use candle::{CudaStorage, D, DType, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
 
 /// Bytes of a total.
