@@ -29,10 +29,10 @@
 #[path = "../tests/common/softgpu.rs"]
 mod softgpu;
 
-use candle::{bail, DType, Device, Module, Result, Tensor, Var, D};
-use candle_nn::{linear_no_bias, ops, Activation, Linear, VarBuilder, VarMap};
-use candle_powernorm::{layer_norm, power_norm, rms_norm, PowerNorm, PowerNormConfig};
-use criterion::{criterion_group, Criterion, Throughput};
+use candle::{D, DType, Device, Module, Result, Tensor, Var, bail};
+use candle_nn::{Activation, Linear, VarBuilder, VarMap, linear_no_bias, ops};
+use candle_powernorm::{PowerNorm, PowerNormConfig, layer_norm, power_norm, rms_norm};
+use criterion::{Criterion, Throughput, criterion_group};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::hint::black_box;
 use std::time::Duration;
@@ -233,7 +233,8 @@ fn none(_: usize, _: VarBuilder) -> Result<Norm> {
 /// Gives candle's own pool one thread, which spins. candle reads this when the pool starts.
 fn calm_candle() {
     if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        std::env::set_var("CANDLE_NUM_THREADS", "1");
+        // SAFETY: the first benchmark calls this before another thread runs.
+        unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     }
 }
 

@@ -35,7 +35,7 @@ mod softgpu;
 
 use candle::{CustomOp3, DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
+use candle_powernorm::{PowerNorm, PowerNormConfig, power_norm};
 use clap::Parser;
 use ready::Ready;
 use serde_json::Value;
@@ -356,7 +356,8 @@ fn main() -> Result<()> {
         std::process::exit(1);
     });
     if std::env::var_os("SOFTGPU_CHECKS").is_none() {
-        std::env::set_var("SOFTGPU_CHECKS", "off");
+        // SAFETY: no other thread runs yet that could read the environment.
+        unsafe { std::env::set_var("SOFTGPU_CHECKS", "off") };
     }
     match args.stopwatch {
         true => stopwatch(&softgpu),

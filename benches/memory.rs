@@ -10,8 +10,8 @@
 //! Nothing is timed.
 
 use candle::{DType, Device, Module, Result, Tensor, Var};
-use candle_nn::{ops, VarBuilder, VarMap};
-use candle_powernorm::{layer_norm, power_norm, rms_norm, PowerNormConfig};
+use candle_nn::{VarBuilder, VarMap, ops};
+use candle_powernorm::{PowerNormConfig, layer_norm, power_norm, rms_norm};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 

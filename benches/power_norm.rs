@@ -44,12 +44,12 @@ mod reference;
 
 use candle::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, LayerNorm, PowerNorm, PowerNormConfig, RmsNorm, Statistics};
+use candle_powernorm::{LayerNorm, PowerNorm, PowerNormConfig, RmsNorm, Statistics, power_norm};
 use criterion::{Criterion, Throughput};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use ready::Ready;
-use reference::{composed, Recipe, Spec};
+use reference::{Recipe, Spec, composed};
 #[cfg(feature = "cuda")]
 use std::cell::OnceCell;
 use std::hint::black_box;
@@ -822,7 +822,8 @@ fn bench(criterion: &mut Criterion, case: Case) {
 fn main() {
     // candle reads it when its pool starts.
     if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        std::env::set_var("CANDLE_NUM_THREADS", "1");
+        // SAFETY: no other thread runs yet that could read the environment.
+        unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     }
     let has = |flag: &str| std::env::args().any(|arg| arg == flag);
     let set = Set::chosen(has("--test"));

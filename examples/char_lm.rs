@@ -11,15 +11,15 @@
 
 mod model;
 
-use candle::{bail, Device, Error, Result, Tensor, D};
-use candle_nn::{ops, VarBuilder};
-use candle_powernorm::{power_norm, trainable_vars, Mode, PowerNormConfig};
+use candle::{D, Device, Error, Result, Tensor, bail};
+use candle_nn::{VarBuilder, ops};
+use candle_powernorm::{Mode, PowerNormConfig, power_norm, trainable_vars};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
-use model::{Gpt, Norm, Text, Training, BATCH, CONTEXT, WIDTH};
+use model::{BATCH, CONTEXT, Gpt, Norm, Text, Training, WIDTH};
 use plotters::prelude::*;
-use rand::distr::{weighted::WeightedIndex, Distribution};
-use rand::{rngs::StdRng, SeedableRng};
+use rand::distr::{Distribution, weighted::WeightedIndex};
+use rand::{SeedableRng, rngs::StdRng};
 use std::path::{Path, PathBuf};
 use std::{env, fs, time::Instant};
 
@@ -179,7 +179,8 @@ fn draw(reports: &[Report], path: &Path) -> std::result::Result<(), Box<dyn std:
 fn main() -> Result<()> {
     // candle's threads for element-wise operations spin while they wait: a trap on a busy machine.
     if env::var_os("CANDLE_NUM_THREADS").is_none() {
-        env::set_var("CANDLE_NUM_THREADS", "1");
+        // SAFETY: no other thread runs yet that could read the environment.
+        unsafe { env::set_var("CANDLE_NUM_THREADS", "1") };
     }
     let args = Args::parse();
     let (steps, device) = (args.steps, &args.device);

@@ -3,7 +3,7 @@
 //! records no backward, so nothing upstream of it trains, and no error says so.
 
 use candle::{DType, Device, Module, Result, Tensor};
-use candle_nn::{linear, loss, seq, Activation, Sequential, VarBuilder, VarMap};
+use candle_nn::{Activation, Sequential, VarBuilder, VarMap, linear, loss, seq};
 
 mod before {
     use super::*;

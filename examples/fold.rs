@@ -10,9 +10,9 @@ mod model;
 
 use candle::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
-use candle_powernorm::{power_norm, Mode, PowerNormConfig, Statistics};
+use candle_powernorm::{Mode, PowerNormConfig, Statistics, power_norm};
 use clap::Parser;
-use model::{batch, Gpt, Norm, Text, Training, BATCH, CONTEXT, LAYERS, WIDTH};
+use model::{BATCH, CONTEXT, Gpt, LAYERS, Norm, Text, Training, WIDTH, batch};
 use std::path::PathBuf;
 use std::{env, time::Instant};
 
@@ -67,7 +67,8 @@ fn seconds(models: [&Gpt; 2], tokens: &Tensor) -> Result<[f64; 2]> {
 fn main() -> Result<()> {
     // candle's threads for element-wise operations spin while they wait: a trap on a busy machine.
     if env::var_os("CANDLE_NUM_THREADS").is_none() {
-        env::set_var("CANDLE_NUM_THREADS", "1");
+        // SAFETY: no other thread runs yet that could read the environment.
+        unsafe { env::set_var("CANDLE_NUM_THREADS", "1") };
     }
     let args = Args::parse();
     let device = &Device::Cpu;

@@ -1,13 +1,13 @@
 //! The small transformer that `char_lm` and `fold` train on the characters of a text.
 #![allow(dead_code)] // each example uses its share
 
-use candle::{bail, DType, Device, Error, Module, Result, Tensor, D};
+use candle::{D, DType, Device, Error, Module, Result, Tensor, bail};
 use candle_nn::{
-    embedding, linear_no_bias, loss::cross_entropy, ops, Activation, AdamW, Embedding, Linear,
-    Optimizer, ParamsAdamW, VarBuilder, VarMap,
+    Activation, AdamW, Embedding, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding,
+    linear_no_bias, loss::cross_entropy, ops,
 };
-use candle_powernorm::{layer_norm, trainable_vars, LayerNorm, PowerNorm};
-use rand::{rngs::StdRng, Rng, SeedableRng};
+use candle_powernorm::{LayerNorm, PowerNorm, layer_norm, trainable_vars};
+use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 

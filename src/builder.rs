@@ -1,6 +1,6 @@
 //! Builds layers: from a `VarBuilder`, from tensors, or all layers of a model alike.
 
-use crate::config::{state_dtype, PowerNormConfig};
+use crate::config::{PowerNormConfig, state_dtype};
 use crate::error::Error;
 use crate::layer::PowerNorm;
 use crate::loss_scale::LossScale;

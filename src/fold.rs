@@ -1,7 +1,7 @@
 //! Folding: moves a trained layer's multiply-add into the linear layer after it.
 
 use crate::group_scaling::GroupScaling;
-use crate::layer::{check_device, PowerNorm};
+use crate::layer::{PowerNorm, check_device};
 use crate::layer_norm::LayerNorm;
 use crate::mode::Purpose;
 use crate::rms_norm::RmsNorm;

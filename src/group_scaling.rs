@@ -2,7 +2,7 @@
 
 use crate::config::validate_eps;
 use crate::device::pick::DeviceKind;
-use crate::device::{sums_dtype, Settings};
+use crate::device::{Settings, sums_dtype};
 use crate::error::Error;
 use crate::layer::check_input_dtype;
 use crate::op;

@@ -1,15 +1,15 @@
 //! The layer: the forward passes, the accessors, the checks of arguments.
 
-use crate::config::{state_dtype, PowerNormConfig};
-use crate::device::pick::DeviceKind;
+use crate::config::{PowerNormConfig, state_dtype};
 use crate::device::Settings;
+use crate::device::pick::DeviceKind;
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
 use crate::op::step::{Call, Role, Training};
 use crate::ranks::{Exchange, Member, Ranks};
-use crate::state::{same_device, State};
+use crate::state::{State, same_device};
 use candle::{DType, Device, Module, Result, Shape, Tensor};
 use candle_nn::ModuleT;
 use std::fmt;

@@ -3,7 +3,7 @@
 use crate::builder::parameter;
 use crate::config::{state_dtype, validate_eps};
 use crate::device::pick::DeviceKind;
-use crate::device::{sums_dtype, Settings};
+use crate::device::{Settings, sums_dtype};
 use crate::error::Error;
 use crate::layer::{check_device, check_input};
 use crate::op;

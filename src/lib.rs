@@ -97,12 +97,12 @@ mod rms_norm;
 mod state;
 mod vars;
 
-pub use builder::{power_norm, power_norm_no_bias, PowerNormBuilder};
+pub use builder::{PowerNormBuilder, power_norm, power_norm_no_bias};
 pub use candle_nn::LayerNormConfig;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use group_scaling::GroupScaling;
 pub use layer::{PowerNorm, PowerNormT};
-pub use layer_norm::{layer_norm, layer_norm_no_bias, LayerNorm};
+pub use layer_norm::{LayerNorm, layer_norm, layer_norm_no_bias};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
 #[cfg(feature = "mpi")]
@@ -110,7 +110,7 @@ pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
-pub use rms_norm::{rms_norm, RmsNorm};
+pub use rms_norm::{RmsNorm, rms_norm};
 pub use vars::trainable_vars;
 
 /// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.

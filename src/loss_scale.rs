@@ -2,8 +2,8 @@
 
 use candle::Result;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The loss scale of a training in half precision, shared with the PowerNorm layers.
 ///

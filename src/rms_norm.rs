@@ -1,6 +1,6 @@
 //! RMSNorm: a LayerNorm that subtracts no mean.
 
-use crate::layer_norm::{layer_norm, LayerNorm};
+use crate::layer_norm::{LayerNorm, layer_norm};
 use candle::{Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 

@@ -289,11 +289,7 @@ impl State {
 
 impl Recalibration {
     fn batches_of(&self, pass: u64) -> usize {
-        if self.pass == pass {
-            self.batches
-        } else {
-            0
-        }
+        if self.pass == pass { self.batches } else { 0 }
     }
 }
 

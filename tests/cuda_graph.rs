@@ -7,7 +7,7 @@ use candle::cuda_backend::cudarc::driver::sys;
 use candle::{CudaDevice, DType, Device, Var};
 use candle_powernorm::{PowerNorm, Ranks};
 use common::distributed::Same;
-use common::{assert_same_bits, config, run, same_state, state, thinned, Batch, Data, Twin, PATHS};
+use common::{Batch, Data, PATHS, Twin, assert_same_bits, config, run, same_state, state, thinned};
 
 /// Past its warm-up a training step, forward and backward, allocates nothing that outlives it and
 /// waits for nothing: recorded once, it replays on new inputs. t alone stands still, since it is

@@ -9,12 +9,12 @@ mod common;
 use candle::{DType, Module, Tensor};
 use candle_powernorm::{Communicator, MpiCommunicator, Ranks};
 use common::distributed::{self, Rank};
-use common::{layer, message, to_f64, CPU, LIMIT};
+use common::{CPU, LIMIT, layer, message, to_f64};
+use mpi::Threading;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator as _;
-use mpi::Threading;
 use std::io::Write;
-use std::process::{abort, exit, Command, Stdio};
+use std::process::{Command, Stdio, abort, exit};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -2,8 +2,8 @@
 
 use candle::{DType, Device};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNormConfig, Recipe, Statistics};
-use serde_json::{from_value, json, to_value, Value};
+use candle_powernorm::{PowerNormConfig, Recipe, Statistics, power_norm};
+use serde_json::{Value, from_value, json, to_value};
 
 fn read(json: Value) -> serde_json::Result<PowerNormConfig> {
     from_value(json)

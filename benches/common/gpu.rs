@@ -1,7 +1,7 @@
 //! The GPU of the benches: handles of it, and calls in a CUDA graph, which it times by itself.
 
-use candle::cuda_backend::cudarc::driver::{result, sys, CudaGraph};
 use candle::cuda_backend::WrapErr;
+use candle::cuda_backend::cudarc::driver::{CudaGraph, result, sys};
 use candle::{CudaDevice, Device, Result};
 use std::sync::OnceLock;
 use std::time::Duration;

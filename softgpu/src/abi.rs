@@ -4,8 +4,8 @@ use crate::engine::memory::lock;
 use crate::engine::stream::Broken;
 use crate::inject;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
 /// A call's failure, as the driver numbers them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,7 +123,7 @@ macro_rules! entries {
         ///
         /// As CUDA documents: handles are valid, and pointers have room for what is written
         /// there.
-        #[no_mangle]
+        #[unsafe(no_mangle)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> i32 {
             $crate::abi::enter(stringify!($name), || $body)

@@ -5,8 +5,8 @@
 //! mode. What breaks one invalidates the capture; its end then fails too.
 
 use crate::abi::{Error, Handles, Outcome};
-use crate::context::{lock, Stream};
-use crate::engine::stream::{engine, Manner, Node, Submission};
+use crate::context::{Stream, lock};
+use crate::engine::stream::{Manner, Node, Submission, engine};
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

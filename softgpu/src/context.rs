@@ -2,7 +2,7 @@
 
 use crate::abi::{Error, Handles, Outcome};
 pub use crate::engine::memory::lock;
-use crate::engine::stream::{engine, number_from, Manner};
+use crate::engine::stream::{Manner, engine, number_from};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

@@ -4,7 +4,7 @@ use crate::abi::Outcome;
 use crate::capture;
 use crate::context::Stream;
 use crate::engine::memory::{Memory, View, Work};
-use crate::engine::stream::{engine, Manner, Submission};
+use crate::engine::stream::{Manner, Submission, engine};
 use std::ffi::c_void;
 use std::sync::Arc;
 

@@ -1,13 +1,13 @@
 //! Functions for tests beside a driver's functions: counts, failures on demand, leaks,
 //! faults.
 
-use crate::engine::stream::{engine, own_tally, Tally};
+use crate::engine::stream::{Tally, engine, own_tally};
 use crate::{api, capture, context, inject};
 use std::collections::BTreeMap;
-use std::ffi::{c_char, CStr};
+use std::ffi::{CStr, c_char};
 use std::fmt::Write;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// A C string that may be null.
 ///
@@ -47,7 +47,7 @@ unsafe fn copy_text(text: &str, to: *mut c_char, room: usize) -> usize {
 /// # Safety
 ///
 /// `name` is null or ends with a zero.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn softgpu_fail(name: *const c_char, n: u64) {
     // SAFETY: as this function asks.
     inject::fail(unsafe { text(name) }, n);
@@ -58,7 +58,7 @@ pub unsafe extern "C" fn softgpu_fail(name: *const c_char, n: u64) {
 /// # Safety
 ///
 /// `name` is null or ends with a zero.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn softgpu_calls(name: *const c_char) -> u64 {
     // SAFETY: as this function asks.
     inject::calls(unsafe { text(name) }.as_deref())
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn softgpu_calls(name: *const c_char) -> u64 {
 /// # Safety
 ///
 /// `kind` is null or ends with a zero.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn softgpu_live(kind: *const c_char) -> u64 {
     // SAFETY: as this function asks.
     let kind = unsafe { text(kind) };
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn softgpu_live(kind: *const c_char) -> u64 {
 
 /// Switches the execution of kernels and copies on or off, so that the host's time can be taken.
 /// Work that is queued runs first.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub extern "C" fn softgpu_kernels(on: bool) {
     for device in 0..context::device_count() {
         // A device whose work faulted says so to whoever uses it next.
@@ -104,7 +104,7 @@ pub extern "C" fn softgpu_kernels(on: bool) {
 }
 
 /// Work that faults is recorded for [`softgpu_take_fault`] instead of failing the process.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub extern "C" fn softgpu_expect_faults(expected: bool) {
     engine().expect_faults(expected);
 }
@@ -115,7 +115,7 @@ pub extern "C" fn softgpu_expect_faults(expected: bool) {
 /// # Safety
 ///
 /// `to` is null or has room for `room` bytes.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn softgpu_take_fault(to: *mut c_char, room: usize) -> usize {
     let fault = engine().take_fault();
     // SAFETY: as this function asks.
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn softgpu_take_fault(to: *mut c_char, room: usize) -> usi
 /// # Safety
 ///
 /// `to` is null or has room for `room` bytes.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn softgpu_counts(to: *mut c_char, room: usize, reset: bool) -> usize {
     let tally = own_tally();
     let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);

@@ -9,7 +9,7 @@ use softgpu::api::{
 use softgpu::engine::memory::{Kind, Memory, Pattern, View, Work};
 use softgpu::engine::stream::engine;
 use softgpu::testing::*;
-use std::ffi::{c_void, CString};
+use std::ffi::{CString, c_void};
 use std::ptr::null;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -49,7 +49,8 @@ impl Gpu {
     fn new() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        std::env::set_var("SOFTGPU_DEVICES", "2");
+        // SAFETY: this program reads the environment through `std` alone, which locks it.
+        unsafe { std::env::set_var("SOFTGPU_DEVICES", "2") };
         use_device(0);
         softgpu_expect_faults(true);
         Self { _alone: alone }
@@ -1073,9 +1074,11 @@ fn edited_ptx_replaces_modules_that_have_its_entries() {
     let too = storing("too", 3);
     let (_, too) = too.split_once(".address_size 64\n").unwrap();
     std::fs::write(&file, storing("edited", 2) + too).unwrap();
-    std::env::set_var("SOFTGPU_PTX", &file);
+    // SAFETY: as in `Gpu::new`.
+    unsafe { std::env::set_var("SOFTGPU_PTX", &file) };
     let with = [stored("edited"), stored("too"), stored("other")];
-    std::env::remove_var("SOFTGPU_PTX");
+    // SAFETY: as in `Gpu::new`.
+    unsafe { std::env::remove_var("SOFTGPU_PTX") };
     std::fs::remove_file(&file).unwrap();
     assert_eq!(with, [2, 3, 1]);
     assert_eq!(stored("edited"), 1);

@@ -332,8 +332,7 @@ fn an_assertion_and_an_unknown_instruction_are_faults_where_they_run() {
     );
 }
 
-const REDUCE: &str =
-    "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\nbar.sync 0;\n\
+const REDUCE: &str = "mov.u32 %r9, room; mad.lo.u32 %r1, %i, 4, %r9; st.shared.u32 [%r1], %i;\nbar.sync 0;\n\
      xor.b32 %r2, %i, 32; mad.lo.u32 %r3, %r2, 4, %r9; ld.shared.u32 %r4, [%r3];\n\
      mad.wide.u32 %rd1, %i, 4, %rd0; st.global.u32 [%rd1], %r4;";
 
@@ -741,9 +740,11 @@ fn barriers_order_the_warps_that_meet() {
     assert!(fault_of_warps(&["w", "5 r", "5"]).is_some());
     assert_eq!(fault_of_warps(&["w", "0 r", "0"]), None);
     // Three warps at a barrier of two: the third waits for a fourth.
-    assert!(fault_of_warps(&["1", "1", "1"])
-        .unwrap()
-        .contains("cannot complete"));
+    assert!(
+        fault_of_warps(&["1", "1", "1"])
+            .unwrap()
+            .contains("cannot complete")
+    );
     assert_eq!(fault_of_warps(&["1", "1", "1", "1"]), None);
 }
 

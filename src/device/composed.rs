@@ -5,9 +5,9 @@
 //! slower than kernels. The host waits for the device only to exchange sums with other ranks. It
 //! does not wait for the contents of a mask, so a batch without one counts as a step, as on a GPU.
 
-use super::{sums_dtype, Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
+use super::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted, sums_dtype};
 use crate::config::{ForwardKind, PhiStep};
-use candle::{DType, Device, Result, Storage, Tensor, Var, D};
+use candle::{D, DType, Device, Result, Storage, Tensor, Var};
 
 /// Runs a forward.
 pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{composed, cpu, Env, Outputs, Pass, Saved};
+use super::{Env, Outputs, Pass, Saved, composed, cpu};
 use crate::error::Error;
 use candle::{Device, Result};
 use std::ffi::OsString;

@@ -6,7 +6,7 @@
 //! input is that sum. In a backward candle adds the layer's gradient of the sum to the gradients
 //! from elsewhere, and [`StreamOp`] passes the total on to both arguments.
 
-use super::{forwards, Computed};
+use super::{Computed, forwards};
 use candle::{CustomOp2, Result, Storage, Tensor};
 
 /// `xs + residual`, from the storage in which a forward has left the sum.

@@ -339,9 +339,10 @@ mod tests {
         let state = state(1e-5.into())?;
         let training = training(&state, Purpose::Training);
         let mut env = env(Some(&training));
-        assert!(env
-            .move_phi(&mut |_, _| candle::bail!("no memory"))
-            .is_err());
+        assert!(
+            env.move_phi(&mut |_, _| candle::bail!("no memory"))
+                .is_err()
+        );
         assert!(!env.counted);
         assert_eq!(state.steps()?, 4);
         Ok(())

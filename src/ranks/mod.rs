@@ -11,13 +11,13 @@ pub use self::mpi::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use self::nccl::NcclCommunicator;
 
-use self::announcement::{all_equal, announced, Announcement, ANNOUNCED};
+use self::announcement::{ANNOUNCED, Announcement, all_equal, announced};
 use crate::config::PowerNormConfig;
 use candle::{DType, Device, Result, Tensor};
 use std::fmt;
-use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Adds up tensors over ranks: over processes or GPUs that train copies of one model, each on its
 /// own shard of every batch.
@@ -345,8 +345,8 @@ impl Drop for Turn<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc::{channel, Receiver, Sender};
     use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, Sender, channel};
     use std::time::Duration;
 
     /// Far longer than a sum takes on a busy machine or under Miri.

@@ -3,12 +3,12 @@
 
 use super::Communicator;
 use candle::{DType, Result, Tensor, WithDType};
+use mpi::Threading;
 use mpi::collective::SystemOperation;
 use mpi::datatype::Equivalence;
 use mpi::ffi;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{AsRaw, Communicator as _};
-use mpi::Threading;
 use std::os::raw::c_int;
 use std::sync::{Mutex, PoisonError};
 

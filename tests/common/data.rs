@@ -128,7 +128,7 @@ pub fn keep(mask: &[bool], dims: &[usize]) -> Tensor {
 
 /// The rows of `values`, `[rows, ..]`, that `mask` keeps, on the CPU.
 pub fn gather(values: &Tensor, mask: &[bool]) -> Tensor {
-    let rows = (0u32..).zip(mask).filter(|(_, &keep)| keep);
+    let rows = (0u32..).zip(mask).filter(|&(_, &keep)| keep);
     let rows: Vec<u32> = rows.map(|(row, _)| row).collect();
     let rows = Tensor::new(rows, &CPU).unwrap();
     let values = values.to_device(&CPU).unwrap();

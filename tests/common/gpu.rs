@@ -1,6 +1,6 @@
 //! The GPU that the tests of a process share.
 
-use super::{layer_on, run, Batch, Data};
+use super::{Batch, Data, layer_on, run};
 use candle::{DType, Device};
 use std::sync::OnceLock;
 

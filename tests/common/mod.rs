@@ -17,7 +17,7 @@ use candle::{
     CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var,
 };
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{Mode, PowerNorm, PowerNormConfig, Recipe, Statistics, power_norm};
 pub use data::*;
 use reference::{Oracle, Quantity, Spec};
 use std::collections::HashMap;

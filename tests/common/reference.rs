@@ -8,7 +8,7 @@
 //! Self-contained, so that a bench can include the file by its path.
 #![allow(dead_code)] // every includer uses its share
 
-use candle::{DType, Result, Tensor, D};
+use candle::{D, DType, Result, Tensor};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Recipe {
@@ -351,7 +351,7 @@ impl Oracle {
     fn sum_columns(&self, counted: &[bool], term: impl Fn(usize) -> f64) -> Vec<f64> {
         let mut sums = vec![0.; self.weight.len()];
         let size = sums.len();
-        for (row, _) in counted.iter().enumerate().filter(|(_, &counts)| counts) {
+        for (row, _) in counted.iter().enumerate().filter(|&(_, &counts)| counts) {
             for (c, sum) in sums.iter_mut().enumerate() {
                 *sum += term(row * size + c);
             }

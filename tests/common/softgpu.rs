@@ -4,7 +4,7 @@
 
 use candle::{CudaDevice, Device};
 use serde_json::Value;
-use std::ffi::{c_char, CStr};
+use std::ffi::{CStr, c_char};
 use std::mem::transmute_copy;
 use std::ptr::{null, null_mut};
 

@@ -1,12 +1,12 @@
 //! A forward of a layer and perhaps its backward, as data: a device runs it, on one rank or on
 //! several, and is compared with the CPU path on all rows.
 
-use crate::common::distributed::{on_ranks, Rank};
+use crate::common::distributed::{Rank, on_ranks};
 use crate::common::gpu::{gpu, gpu_of_one_stream};
 use crate::common::*;
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarBuilder;
-use candle_powernorm::{power_norm, LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics};
+use candle_powernorm::{LossScale, Mode, PowerNormConfig, Ranks, Recipe, Statistics, power_norm};
 use std::collections::HashMap;
 use std::ops::Range;
 

@@ -3,7 +3,7 @@
 
 use crate::arguments::{Arguments, Offsets, Wanted};
 use crate::common::gpu::gpu;
-use crate::common::{keep, layer_on, tensor, to_f64, Data, With, DTYPES, KINDS};
+use crate::common::{DTYPES, Data, KINDS, With, keep, layer_on, tensor, to_f64};
 use candle::DType::{self, BF16, F16, F32, F64};
 use candle::{Result, Tensor, Var};
 use candle_powernorm::{PowerNormConfig, Recipe, Statistics};

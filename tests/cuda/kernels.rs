@@ -1,8 +1,8 @@
 //! The kernels as this machine's driver compiles them: each by itself, as the crate loads them.
 
 use crate::common::gpu::gpu;
-use candle::cuda_backend::cudarc::driver::CudaFunction;
 use candle::cuda_backend::WrapErr;
+use candle::cuda_backend::cudarc::driver::CudaFunction;
 use candle::{Device, Result};
 use ptx::Modules;
 

@@ -16,7 +16,7 @@ mod values;
 
 use candle::{DType, Device, Module, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, Sequential, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, Statistics};
+use candle_powernorm::{PowerNorm, Statistics, power_norm};
 use common::distributed::{self, on_threads};
 use common::gpu::gpu;
 use common::recording::replay;

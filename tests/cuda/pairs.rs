@@ -3,7 +3,7 @@
 //! a test that can be run by its name.
 
 use crate::arguments::{Arguments, Offsets, Purpose, Wanted};
-use crate::common::{keep, tensor, Data, With, DTYPES, PARAMETERS};
+use crate::common::{DTYPES, Data, PARAMETERS, With, keep, tensor};
 use candle::{DType, Result};
 use candle_powernorm::{Recipe, Statistics};
 use rand::rngs::StdRng;

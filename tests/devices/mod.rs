@@ -9,8 +9,8 @@ use candle::{
 };
 use candle_nn::VarBuilder;
 use candle_powernorm::{
-    power_norm, GroupScaling, LayerNorm, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm,
-    Statistics,
+    GroupScaling, LayerNorm, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics,
+    power_norm,
 };
 
 /// Hands the names of the cases to the macro `$run`.

@@ -2,10 +2,10 @@
 //! statistics that no `VarMap` saves.
 
 use crate::common::*;
-use candle::{safetensors, DType, Module, Result, Tensor, Var};
+use candle::{DType, Module, Result, Tensor, Var, safetensors};
 use candle_nn::{AdamW, Init, ModuleT, Optimizer, VarBuilder, VarMap};
 use candle_powernorm::{
-    power_norm, Communicator, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig, PowerNormT, Ranks,
+    Communicator, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig, PowerNormT, Ranks, power_norm,
 };
 use std::collections::HashMap;
 use tempfile::TempDir;

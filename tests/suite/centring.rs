@@ -2,9 +2,9 @@
 //! checkpoints, on a small pre-norm transformer.
 
 use crate::common::*;
-use candle::{DType, Module, Result, Tensor, D};
-use candle_nn::{linear, ops, Activation, Embedding, Linear, VarBuilder};
-use candle_powernorm::{layer_norm, LayerNormConfig, PowerNorm};
+use candle::{D, DType, Module, Result, Tensor};
+use candle_nn::{Activation, Embedding, Linear, VarBuilder, linear, ops};
+use candle_powernorm::{LayerNormConfig, PowerNorm, layer_norm};
 use std::collections::HashMap;
 
 const VOCAB: usize = 11;

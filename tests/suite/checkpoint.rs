@@ -2,9 +2,9 @@
 //! the released code.
 
 use crate::common::*;
-use candle::{safetensors, DType, Module, Result, Tensor, Var};
+use candle::{DType, Module, Result, Tensor, Var, safetensors};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, power_norm_no_bias, PowerNorm, PowerNormConfig};
+use candle_powernorm::{PowerNorm, PowerNormConfig, power_norm, power_norm_no_bias};
 use std::collections::HashMap;
 use std::path::Path;
 use tempfile::NamedTempFile;

@@ -6,7 +6,7 @@ use crate::common::*;
 use candle::{CpuStorage, DType, Module, Result, Tensor, Var};
 use candle_nn::VarMap;
 use candle_powernorm::{Communicator, PowerNorm, PowerNormConfig, Ranks};
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs a case on two to four ranks.
 fn on_threads(case: fn(&Rank)) {

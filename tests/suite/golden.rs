@@ -1,9 +1,9 @@
 //! The recorded trajectories of both recipes, step by step. `fairseq_*` came out of the code that
 //! the paper's authors released, `paper_*` out of a transcription of the paper in another language.
 
-use crate::common::recording::{replay, Recording, FIXTURES, RECORDINGS};
+use crate::common::recording::{FIXTURES, RECORDINGS, Recording, replay};
 use crate::common::reference::Oracle;
-use crate::common::{assert_relative, spec, tensor, to_f64, CPU};
+use crate::common::{CPU, assert_relative, spec, tensor, to_f64};
 use candle::DType;
 use candle_powernorm::Recipe;
 

@@ -4,7 +4,7 @@
 //!
 //! The loss is Σ y·dy throughout, with random dy, weight and bias.
 
-use crate::common::reference::{composed, Quantity};
+use crate::common::reference::{Quantity, composed};
 use crate::common::*;
 use candle::{DType, Module, Tensor, Var};
 use candle_powernorm::{GroupScaling, PowerNormConfig, RmsNorm, Statistics};

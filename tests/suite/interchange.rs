@@ -3,9 +3,9 @@
 
 use crate::common::recording::Recording;
 use crate::common::*;
-use candle::{pickle, DType, Module, Shape, Tensor};
+use candle::{DType, Module, Shape, Tensor, pickle};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm};
+use candle_powernorm::{PowerNorm, power_norm};
 use std::collections::BTreeMap;
 use std::process::Command;
 

@@ -4,8 +4,8 @@ use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{ModuleT, VarBuilder, VarMap};
 use candle_powernorm::{
-    power_norm, rms_norm, LossScale, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig,
-    PowerNormT, RmsNorm,
+    LossScale, Mode, PowerNorm, PowerNormBuilder, PowerNormConfig, PowerNormT, RmsNorm, power_norm,
+    rms_norm,
 };
 use std::collections::HashMap;
 

@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use candle::{DType, Module, Result, Var};
-use candle_nn::{linear, loss::mse, seq, Activation};
+use candle_nn::{Activation, linear, loss::mse, seq};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use candle_powernorm::{LossScale, Mode, PowerNorm, PowerNormBuilder};
 

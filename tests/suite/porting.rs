@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::{linear_no_bias, VarBuilder, VarMap};
-use candle_powernorm::{rms_norm, RmsNorm};
+use candle_nn::{VarBuilder, VarMap, linear_no_bias};
+use candle_powernorm::{RmsNorm, rms_norm};
 
 /// A norm's output, and the gradients of its input and of its weight if there are any.
 fn gradients(norm: &impl Module, varmap: &VarMap) -> Result<(Tensor, [Option<Tensor>; 2])> {
@@ -98,9 +98,11 @@ fn query_and_key_gradients(from_file: bool) -> Result<[Vec<f64>; 2]> {
     let mixed = candle_nn::ops::softmax(&scores, 1)?.matmul(&value.forward(&xs)?)?;
     let gradients = mixed.sqr()?.sum_all()?.backward()?;
     let of_value = gradients.get(&var(&varmap, "value.weight"));
-    assert!(to_f64(of_value.expect("a gradient"))
-        .iter()
-        .all(|&g| g != 0.));
+    assert!(
+        to_f64(of_value.expect("a gradient"))
+            .iter()
+            .all(|&g| g != 0.)
+    );
     let of = |name| to_f64(gradients.get(&var(&varmap, name)).expect("a gradient"));
     Ok([of("query.weight"), of("key.weight")])
 }

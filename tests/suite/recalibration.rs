@@ -1,9 +1,9 @@
 //! ψ² recomputed from data.
 
 use crate::common::*;
-use candle::{safetensors, DType, Module, Result, Tensor};
-use candle_nn::{linear, loss, AdamW, Linear, Optimizer, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, PowerNorm, Recipe};
+use candle::{DType, Module, Result, Tensor, safetensors};
+use candle_nn::{AdamW, Linear, Optimizer, VarBuilder, VarMap, linear, loss};
+use candle_powernorm::{Mode, PowerNorm, Recipe, power_norm};
 use std::collections::HashMap;
 use tempfile::TempDir;
 

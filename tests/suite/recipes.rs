@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::{linear, AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, Mode, PowerNorm};
+use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear};
+use candle_powernorm::{Mode, PowerNorm, power_norm};
 use std::sync::mpsc;
 
 // Averages

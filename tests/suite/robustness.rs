@@ -7,8 +7,8 @@ use crate::common::*;
 use candle::{DType, Tensor, Var};
 use candle_powernorm::{Mode, PowerNorm, PowerNormConfig, Recipe};
 use proptest::prelude::*;
-use proptest::sample::{select, Index};
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use proptest::sample::{Index, select};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 // The layers that live
 

@@ -13,7 +13,7 @@ macro_rules! everything_of {
         mod $module {
             use super::*;
             use $crate_name::{
-                layer_norm, layer_norm_no_bias, rms_norm, LayerNorm, LayerNormConfig, RmsNorm,
+                LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
             };
 
             fn is_public_as_in_candle<T: Module + Clone + Debug + Send + Sync + 'static>() {}

@@ -4,7 +4,7 @@
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{AdamW, Linear, Optimizer, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig, Recipe, Statistics};
+use candle_powernorm::{PowerNorm, PowerNormConfig, Recipe, Statistics, power_norm};
 
 const STEPS: usize = 10_000;
 

@@ -1,9 +1,9 @@
 //! The layer among others: optimizers, a transformer, frozen parameters, inputs nobody tracks.
 
 use crate::common::*;
-use candle::{DType, Module, Result, Tensor, Var, D};
-use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, SGD};
-use candle_powernorm::{power_norm, PowerNorm, PowerNormConfig};
+use candle::{D, DType, Module, Result, Tensor, Var};
+use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap};
+use candle_powernorm::{PowerNorm, PowerNormConfig, power_norm};
 
 const BUFFERS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 

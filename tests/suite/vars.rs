@@ -2,9 +2,9 @@
 
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::{linear, VarBuilder, VarMap};
-use candle_powernorm::{power_norm, trainable_vars, PowerNorm};
-use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
+use candle_nn::{VarBuilder, VarMap, linear};
+use candle_powernorm::{PowerNorm, power_norm, trainable_vars};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// The names of variables, in the order of the list.
 fn names(varmap: &VarMap, vars: &[Var]) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! A training run as a safetensors file: everything its future depends on.
 
 use super::optim::AdamW;
-use anyhow::{bail, Context, Result};
+use anyhow::{Context, Result, bail};
 use candle::{Device, Tensor, Var};
 use candle_nn::VarMap;
 use serde_json::Value;

@@ -10,14 +10,14 @@
 //! that a number can do: the slope of the line through 0, by least squares, from what the layer
 //! reads to what it is to write.
 
+use super::EPS;
 use super::checkpoint::variables;
 use super::language::{Run, Start};
 use super::measure::numbers;
 use super::model::norm_names;
-use super::norm::{is_buffer, Norm};
+use super::norm::{Norm, is_buffer};
 use super::random::fnv1a;
-use super::EPS;
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle::{Device, Module, Tensor, Var};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;

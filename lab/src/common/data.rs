@@ -1,9 +1,9 @@
 //! Text as numbers: the vocabulary, the split, the batches.
 
 use super::random::fnv1a;
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle::{Device, Tensor};
-use rand::{rngs::StdRng, Rng};
+use rand::{Rng, rngs::StdRng};
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -237,7 +237,7 @@ impl Batch {
 
 #[cfg(test)]
 mod tests {
-    use super::super::random::{generator, Use};
+    use super::super::random::{Use, generator};
     use super::*;
 
     const CONTEXT: usize = 4;
@@ -326,10 +326,12 @@ mod tests {
         let inputs = batch.inputs.flatten_all()?.to_vec1::<u32>()?;
         let targets = batch.targets.to_vec1::<u32>()?;
         assert_eq!(inputs.len(), 5 * CONTEXT);
-        assert!(inputs
-            .iter()
-            .zip(&targets)
-            .all(|(input, target)| input + 1 == *target));
+        assert!(
+            inputs
+                .iter()
+                .zip(&targets)
+                .all(|(input, target)| input + 1 == *target)
+        );
         Ok(())
     }
 

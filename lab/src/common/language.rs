@@ -2,16 +2,16 @@
 
 use super::checkpoint::Checkpoint;
 use super::data::{Batch, Corpus};
-use super::model::{init_weights, Gpt, Size};
-use super::norm::{share, Norm, NormConfig, ALPHA};
+use super::model::{Gpt, Size, init_weights};
+use super::norm::{ALPHA, Norm, NormConfig, share};
 use super::optim::{AdamWConfig, Schedule};
-use super::random::{generator, Dropout, Use};
+use super::random::{Dropout, Use, generator};
 use super::train::{State, Train};
 use anyhow::Result;
 use candle::{DType, Device, Tensor};
-use candle_nn::{loss::cross_entropy, VarBuilder, VarMap};
+use candle_nn::{VarBuilder, VarMap, loss::cross_entropy};
 use candle_powernorm::Mode;
-use serde_json::{json, Value};
+use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
 
@@ -500,9 +500,11 @@ mod tests {
         let error = message(settings, &other);
         assert!(error.contains("text (as a hash)"), "{error}");
         std::fs::write(&path, "no checkpoint")?;
-        assert!(Run::new(settings, &corpus, &Device::Cpu)?
-            .load(&path)
-            .is_err());
+        assert!(
+            Run::new(settings, &corpus, &Device::Cpu)?
+                .load(&path)
+                .is_err()
+        );
         Ok(())
     }
 

@@ -2,10 +2,10 @@
 //! statistics before and after a step tell what its batch's were, and the gradients of its γ and β
 //! tell those of its statistics.
 
-use super::checkpoint::variables;
-use super::norm::{Norm, NormConfig, ALPHA};
-use super::optim::AdamW;
 use super::EPS;
+use super::checkpoint::variables;
+use super::norm::{ALPHA, Norm, NormConfig};
+use super::optim::AdamW;
 use anyhow::{Context, Result};
 use candle::Tensor;
 use candle_nn::VarMap;
@@ -308,7 +308,7 @@ mod tests {
     use crate::common::data::{Batch, Corpus};
     use crate::common::language::{Run, Settings};
     use crate::common::model::Size;
-    use crate::common::random::{generator, Use};
+    use crate::common::random::{Use, generator};
     use crate::common::train::Train;
     use candle::{Device, Module};
     use candle_powernorm::GroupScaling;

@@ -11,7 +11,7 @@ pub mod optim;
 pub mod random;
 pub mod train;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle::{Device, Tensor};
 use clap::ValueEnum;
 
@@ -50,7 +50,8 @@ impl Place {
 pub fn calm_candles_threads() {
     const VARIABLE: &str = "CANDLE_NUM_THREADS";
     if std::env::var_os(VARIABLE).is_none() {
-        std::env::set_var(VARIABLE, "1");
+        // SAFETY: `main` calls this first, before another thread runs.
+        unsafe { std::env::set_var(VARIABLE, "1") };
     }
 }
 

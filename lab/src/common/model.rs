@@ -5,10 +5,10 @@ use super::causal_mask;
 use super::checkpoint::variables;
 use super::norm::{NormConfig, NormLayer};
 use super::random::Dropout;
-use candle::{Module, Result, Tensor, D};
-use candle_nn::{embedding, linear_no_bias, ops, Embedding, Init, Linear, VarBuilder, VarMap};
+use candle::{D, Module, Result, Tensor};
+use candle_nn::{Embedding, Init, Linear, VarBuilder, VarMap, embedding, linear_no_bias, ops};
 use candle_powernorm::Mode;
-use rand::{rngs::StdRng, Rng};
+use rand::{Rng, rngs::StdRng};
 use rand_distr::Normal;
 
 /// The model that `study` trains, which is nanoGPT's for a CPU.

@@ -4,8 +4,8 @@ use super::EPS;
 use candle::{Device, Module, Result, Tensor};
 use candle_nn::{BatchNorm, BatchNormConfig, GroupNorm, Init, Linear, ModuleT, VarBuilder};
 use candle_powernorm::{
-    layer_norm, power_norm, rms_norm, GroupScaling, LayerNorm, Mode, PowerNorm, PowerNormConfig,
-    RmsNorm, Statistics,
+    GroupScaling, LayerNorm, Mode, PowerNorm, PowerNormConfig, RmsNorm, Statistics, layer_norm,
+    power_norm, rms_norm,
 };
 use clap::ValueEnum;
 use std::fmt;
@@ -89,7 +89,7 @@ impl Padding {
             .collect();
         let rows: Vec<u32> = (0..)
             .zip(&keep)
-            .filter(|(_, &keep)| keep == 1)
+            .filter(|&(_, &keep)| keep == 1)
             .map(|(row, _)| row)
             .collect();
         Ok(Self {

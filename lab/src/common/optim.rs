@@ -4,7 +4,7 @@
 //! it had never stopped. It also decays every variable, where only matrices should.
 
 use anyhow::{Context, Result};
-use candle::{backprop::GradStore, Tensor, Var};
+use candle::{Tensor, Var, backprop::GradStore};
 use std::f64::consts::PI;
 
 pub const WARMUP_STEPS: usize = 100;

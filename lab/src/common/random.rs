@@ -1,7 +1,7 @@
 //! Random numbers that follow from a seed.
 
 use candle::{Result, Tensor};
-use rand::{rngs::StdRng, Rng, SeedableRng};
+use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::cell::RefCell;
 
 /// A use of random numbers. Its number is part of the seed: recorded runs have these.

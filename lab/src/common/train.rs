@@ -1,8 +1,8 @@
 //! The parts of a training run that do not depend on its model, and the loop that trains.
 
-use super::checkpoint::{variables, Checkpoint, History};
+use super::checkpoint::{Checkpoint, History, variables};
 use super::measure::{Observations, Snapshot};
-use super::norm::{is_buffer, NormConfig};
+use super::norm::{NormConfig, is_buffer};
 use super::optim::{AdamW, AdamWConfig};
 use anyhow::{Context, Result};
 use candle::{Device, Tensor};

@@ -19,20 +19,20 @@
 mod report;
 
 use crate::common::checkpoint::write_whole;
-use crate::common::convert::{convert, Weights};
+use crate::common::convert::{Weights, convert};
 use crate::common::data::{Corpus, HeldOut, Unit};
-use crate::common::language::{Regularization, Run, Settings, BATCH};
+use crate::common::language::{BATCH, Regularization, Run, Settings};
 use crate::common::measure::Observations;
-use crate::common::model::{Size, CONTEXT, HEADS};
-use crate::common::norm::{Norm, NormConfig, MOMENTUM};
+use crate::common::model::{CONTEXT, HEADS, Size};
+use crate::common::norm::{MOMENTUM, Norm, NormConfig};
 use crate::common::optim::Schedule;
-use crate::common::train::{train, Diverged, Plan, Train};
+use crate::common::train::{Diverged, Plan, Train, train};
 use crate::common::{self, Place};
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle::Device;
 use clap::{Parser, ValueEnum};
 use report::Outcome;
-use serde_json::{json, Value};
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
@@ -546,9 +546,11 @@ mod tests {
             ..corpus
         };
         let outcome = run(&args, &tested)?;
-        assert!(outcome
-            .test_loss
-            .is_some_and(|loss| Some(loss) != outcome.val_loss));
+        assert!(
+            outcome
+                .test_loss
+                .is_some_and(|loss| Some(loss) != outcome.val_loss)
+        );
         let but = |outcome: Outcome| Outcome {
             test_loss: None,
             seconds: 0.,

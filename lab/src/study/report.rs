@@ -1,11 +1,11 @@
 //! The results of runs, and the tables made of them.
 
-use super::{description, variants, Args, Experiment, Losses, Variant};
+use super::{Args, Experiment, Losses, Variant, description, variants};
 use crate::common::data::{Corpus, Unit};
 use crate::common::language::{Regularization, Run};
-use crate::common::measure::{singular_values, Observations, Outliers};
+use crate::common::measure::{Observations, Outliers, singular_values};
 use crate::common::norm::Norm;
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -1,8 +1,8 @@
 //! Parallel text: the files, the subwords, the padded batches.
 
 use crate::common::norm::Padding;
-use crate::common::random::{fnv1a, generator, Use};
-use anyhow::{anyhow, bail, ensure, Context, Result};
+use crate::common::random::{Use, fnv1a, generator};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle::{Device, Tensor};
 use clap::ValueEnum;
 use flate2::read::GzDecoder;
@@ -10,7 +10,7 @@ use rand::seq::SliceRandom;
 use std::fmt;
 use std::io::Read;
 use std::path::Path;
-use tokenizers::models::bpe::{BpeTrainer, BPE};
+use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{NormalizerWrapper, TokenizerBuilder, TokenizerImpl};
 
@@ -410,10 +410,12 @@ pub mod tests {
         assert_eq!(saved("one")?, saved("other")?);
         // A subword is the same at the beginning and later on.
         assert_eq!(subwords.encode("dog")?, subwords.encode("the dog")?[1..]);
-        assert!(subwords
-            .encode("the dog sees me.")?
-            .iter()
-            .all(|&t| t >= SPECIAL));
+        assert!(
+            subwords
+                .encode("the dog sees me.")?
+                .iter()
+                .all(|&t| t >= SPECIAL)
+        );
         // A model may say anything.
         assert_eq!(
             subwords

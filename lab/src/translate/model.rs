@@ -6,10 +6,10 @@ use crate::common::causal_mask;
 use crate::common::checkpoint::variables;
 use crate::common::norm::{Norm, NormConfig, NormLayer};
 use crate::common::random::Dropout;
-use candle::{DType, Device, Module, Result, Tensor, D};
-use candle_nn::{embedding, linear, Embedding, Linear, VarBuilder, VarMap};
+use candle::{D, DType, Device, Module, Result, Tensor};
+use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear};
 use candle_powernorm::Mode;
-use rand::{rngs::StdRng, Rng};
+use rand::{Rng, rngs::StdRng};
 use rand_distr::Normal;
 
 /// The sizes of a model.
@@ -428,8 +428,8 @@ impl Objective {
 pub mod tests {
     use super::*;
     use crate::common::norm::is_buffer;
-    use crate::common::random::{generator, Use};
-    use crate::translate::data::{Pair, BEGIN, END, PAD};
+    use crate::common::random::{Use, generator};
+    use crate::translate::data::{BEGIN, END, PAD, Pair};
     use candle::Var;
     use clap::ValueEnum;
 

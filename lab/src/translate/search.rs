@@ -1,6 +1,6 @@
 //! Beam search.
 
-use super::data::{by_length, cut, Pair, Sources, BEGIN, END, PAD};
+use super::data::{BEGIN, END, PAD, Pair, Sources, by_length, cut};
 use super::model::Transformer;
 use crate::common::random::Dropout;
 use anyhow::Result;
@@ -106,14 +106,13 @@ impl Search {
         let normalized = |hypothesis: &Hypothesis| hypothesis.normalized(beam);
         (self.ended).sort_by(|a, b| normalized(b).total_cmp(&normalized(a)));
         self.ended.truncate(beam.size);
-        if let Some(last) = self.ended.get(beam.size - 1) {
-            if self
+        if let Some(last) = self.ended.get(beam.size - 1)
+            && self
                 .live
                 .iter()
                 .all(|live| normalized(live) <= normalized(last))
-            {
-                self.live.clear();
-            }
+        {
+            self.live.clear();
         }
     }
 
@@ -194,7 +193,7 @@ pub fn translate(
 mod tests {
     use super::*;
     use crate::common::norm::Norm;
-    use crate::translate::model::tests::{model, sources, VOCAB};
+    use crate::translate::model::tests::{VOCAB, model, sources};
     use candle_nn::VarMap;
 
     const SENTENCES: [&[u32]; 3] = [&[5, 3, 4, END], &[4, END], &[3, 4, 4, 5, 5, 3, END]];

@@ -1,19 +1,19 @@
 //! One training run: a step, an evaluation, and the checkpoint that continues it.
 
-use super::data::{by_length, cut, epoch, Batch, Corpus};
-use super::model::{init_weights, Size, Transformer};
 use super::FIRST_NORM;
+use super::data::{Batch, Corpus, by_length, cut, epoch};
+use super::model::{Size, Transformer, init_weights};
 use crate::common::checkpoint::{variables, write_whole};
 use crate::common::measure::Observations;
-use crate::common::norm::{NormConfig, ALPHA};
+use crate::common::norm::{ALPHA, NormConfig};
 use crate::common::optim::AdamWConfig;
-use crate::common::random::{generator, Dropout, Use};
+use crate::common::random::{Dropout, Use, generator};
 use crate::common::train::{State, Train};
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle::{DType, Device, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::Mode;
-use serde_json::{json, Value};
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -260,10 +260,10 @@ impl Train for Run<'_> {
     /// An evaluation after the same steps is not made again.
     fn validate(&mut self) -> Result<f32> {
         let step = self.state.steps() as u32;
-        if let Some(&(last, loss)) = self.state.history.val.last() {
-            if last == step {
-                return Ok(loss);
-            }
+        if let Some(&(last, loss)) = self.state.history.val.last()
+            && last == step
+        {
+            return Ok(loss);
         }
         let loss = self.evaluate()?;
         self.state.history.val.push((step, loss));
@@ -290,13 +290,13 @@ fn inverse_square_root(step: usize, warmup_steps: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::common::EPS;
     use crate::common::checkpoint;
     use crate::common::measure::numbers;
     use crate::common::norm::Norm;
-    use crate::common::EPS;
     use crate::translate::data::tests::corpus;
     use crate::translate::model::tests::size;
-    use crate::translate::search::{translate, Beam};
+    use crate::translate::search::{Beam, translate};
     use clap::ValueEnum;
 
     fn bits(run: &Run) -> Vec<(String, Vec<u64>)> {

@@ -1,6 +1,6 @@
 //! The little of cuBLAS that candle calls: products of matrices, in columns, as work of a stream.
 
-use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::abi::{Error, Handles, Outcome, entries, put};
 use crate::capture;
 use crate::context;
 use crate::engine::memory::{Kind, View};
@@ -9,8 +9,8 @@ use crate::queue;
 use half::{bf16, f16};
 use std::ffi::c_void;
 use std::ops::{Add, Mul};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A handle of cuBLAS.
 pub struct Handle {

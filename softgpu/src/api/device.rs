@@ -1,6 +1,6 @@
 //! The driver's devices and contexts.
 
-use crate::abi::{entries, put, Error, Outcome};
+use crate::abi::{Error, Outcome, entries, put};
 use crate::context::*;
 use crate::engine::stream::{engine, number_from};
 use crate::queue::synchronize_device;

@@ -1,6 +1,6 @@
 //! The driver's captures and graphs.
 
-use crate::abi::{entries, put, Error};
+use crate::abi::{Error, entries, put};
 use crate::capture::*;
 use crate::context;
 

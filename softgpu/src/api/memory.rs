@@ -1,9 +1,9 @@
 //! The driver's memory: allocations, copies, fills, pools.
 
-use crate::abi::{entries, put, Error, Outcome};
+use crate::abi::{Error, Outcome, entries, put};
 use crate::capture;
 use crate::context::{self, *};
-use crate::engine::stream::{engine, Submission};
+use crate::engine::stream::{Submission, engine};
 use crate::queue::*;
 use std::ffi::c_void;
 use std::sync::Arc;

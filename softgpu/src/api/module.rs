@@ -1,16 +1,16 @@
 //! The driver's modules, functions and launches.
 
-use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::abi::{Error, Handles, Outcome, entries, put};
 use crate::context::{
-    self, architecture_of_devices, current_device, lock, shared_on_request, SHARED,
+    self, SHARED, architecture_of_devices, current_device, lock, shared_on_request,
 };
 use crate::engine::grid;
 use crate::engine::launch::Launch;
-use crate::engine::stream::{engine, Action, Manner, Step, Submission};
+use crate::engine::stream::{Action, Manner, Step, Submission, engine};
 use crate::isa::ptx::Module;
 use crate::queue::{submit, view};
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{c_char, c_void, CStr};
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, Once, Weak};
 

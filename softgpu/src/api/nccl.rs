@@ -4,11 +4,11 @@
 //! A sum is work of a stream on each rank. It runs once it is the next work of all ranks' streams,
 //! and adds in the order of the ranks.
 
-use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::abi::{Error, Handles, Outcome, entries, put};
 use crate::context::{self, lock};
 use crate::engine::fault::Fault;
 use crate::engine::memory::{Kind, Memory, Work};
-use crate::engine::stream::{engine, fault_of, Meeting, Step, Submission};
+use crate::engine::stream::{Meeting, Step, Submission, engine, fault_of};
 use crate::queue;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::AddAssign;

@@ -1,10 +1,10 @@
 //! The little of cuRAND that candle calls. The numbers follow from the seed and their place alone;
 //! they are not cuRAND's.
 
-use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::abi::{Error, Handles, Outcome, entries, put};
 use crate::capture;
 use crate::context::{self, lock};
-use crate::engine::stream::{scramble, Submission};
+use crate::engine::stream::{Submission, scramble};
 use crate::queue;
 use std::sync::{Arc, Mutex};
 

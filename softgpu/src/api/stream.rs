@@ -1,10 +1,10 @@
 //! The driver's streams and events.
 
-use crate::abi::{entries, put, Error, Handles, Outcome};
+use crate::abi::{Error, Handles, Outcome, entries, put};
 use crate::capture::{self, Capture};
-use crate::context::{self, current_device, lock, Stream, STREAMS};
+use crate::context::{self, STREAMS, Stream, current_device, lock};
 use crate::engine::memory::Clock;
-use crate::engine::stream::{engine, Manner};
+use crate::engine::stream::{Manner, engine};
 use crate::queue::synchronize;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;

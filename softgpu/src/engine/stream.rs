@@ -7,7 +7,7 @@
 
 use crate::engine::fault::Fault;
 use crate::engine::launch::{Conditions, Counts};
-use crate::engine::memory::{lock, Clock, Memory, Position, Work};
+use crate::engine::memory::{Clock, Memory, Position, Work, lock};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -598,10 +598,11 @@ impl State {
     }
 
     fn forget_if_done(&mut self, stream: u32) {
-        if let Some(queue) = self.queues.get(&stream) {
-            if queue.destroyed && queue.completed() == queue.queued {
-                self.queues.remove(&stream);
-            }
+        if let Some(queue) = self.queues.get(&stream)
+            && queue.destroyed
+            && queue.completed() == queue.queued
+        {
+            self.queues.remove(&stream);
         }
     }
 

@@ -4,7 +4,7 @@
 use crate::engine::fault::Fault;
 use crate::engine::launch::{Counts, Launch};
 use crate::engine::memory::{Kind as Global, Pattern, View};
-use crate::engine::shared::{count_conflicts, Shared, Touch, Who};
+use crate::engine::shared::{Shared, Touch, Who, count_conflicts};
 use crate::isa::alu::{self, put_predicate, put_slot, put_wide};
 use crate::isa::op::*;
 use std::collections::VecDeque;
@@ -719,7 +719,7 @@ impl Warp {
                 };
             }
             Space::Parameter => {
-                return Err(self.fault_here(block, mask, "a kernel cannot write its parameters"))
+                return Err(self.fault_here(block, mask, "a kernel cannot write its parameters"));
             }
         }
         Ok(())

@@ -10,7 +10,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::isa::float;
-use crate::isa::op::{bits_of, lane_count, Class, Exec, Lanes, Op};
+use crate::isa::op::{Class, Exec, Lanes, Op, bits_of, lane_count};
 
 use std::mem::MaybeUninit;
 
@@ -73,11 +73,7 @@ pub(crate) fn is_wide() -> bool {
 }
 
 fn choose(base: Exec, wide: Exec) -> Exec {
-    if is_wide() {
-        wide
-    } else {
-        base
-    }
+    if is_wide() { wide } else { base }
 }
 
 /// Compiles a body twice, the second time for a processor with AVX2 and fused multiply-add.

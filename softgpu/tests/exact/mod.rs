@@ -3,12 +3,12 @@
 mod reference;
 
 use super::{buffer, kernel, launch, shape};
-use reference::{bits_of, is_float, ones, Form, Format};
+use reference::{Form, Format, bits_of, is_float, ones};
 use softgpu::engine::fault::Fault;
 use softgpu::engine::launch::Conditions;
 use softgpu::engine::stream::scramble;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// The forms in this crate's kernels, of each architecture, and those in candle's that softgpu
 /// knows.

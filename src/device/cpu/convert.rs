@@ -24,8 +24,8 @@ use candle::WithDType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use num_traits::Float;
-use pulp::bytemuck::{cast_slice, cast_slice_mut};
 use pulp::Simd;
+use pulp::bytemuck::{cast_slice, cast_slice_mut};
 use std::mem::MaybeUninit;
 
 /// The most elements that are converted at a time: four vectors of 512 bits.
@@ -258,9 +258,9 @@ unsafe impl Element for f16 {
 mod x86 {
     use half::f16;
     use half::slice::HalfFloatSliceExt;
-    use pulp::bytemuck::{bytes_of, pod_read_unaligned, AnyBitPattern, NoUninit};
+    use pulp::bytemuck::{AnyBitPattern, NoUninit, bytes_of, pod_read_unaligned};
     use pulp::x86::{V3, V4};
-    use pulp::{cast, Simd};
+    use pulp::{Simd, cast};
     use std::any::Any;
     use std::arch::x86_64::{_mm256_cvtph_ps, _mm256_cvtps_ph};
     use std::mem::MaybeUninit;
@@ -483,9 +483,11 @@ mod tests {
             assert!(narrowed.is_nan(), "{bits:#x}");
             assert_eq!(narrowed.is_sign_negative(), value.is_sign_negative());
             for level in Level::all() {
-                assert!(convert::<_, f16>(level, &[value; 17])
-                    .iter()
-                    .all(|half| half.is_nan()));
+                assert!(
+                    convert::<_, f16>(level, &[value; 17])
+                        .iter()
+                        .all(|half| half.is_nan())
+                );
             }
         }
     }

@@ -15,7 +15,7 @@
 use super::convert::Element;
 use crate::device::Pass;
 use candle::backend::BackendStorage;
-use candle::{CpuStorage, Layout, Result, Storage, Tensor, Var, WithDType, D};
+use candle::{CpuStorage, D, Layout, Result, Storage, Tensor, Var, WithDType};
 use half::{bf16, f16};
 
 /// `[rows, cols]`, where the elements of a row are adjacent in memory.

@@ -12,14 +12,14 @@
 //! A value for each channel, `[C]`, is a `Vec<f64>` here whatever the dtype of the rows. The passes
 //! over rows, in `run/`, take and return these values in the dtype of their sums.
 
-use super::convert::{overflowed, to_f64, to_sums_dtype, Element, PerChannel};
-use super::layout::{channels, matrix, set_channels, storage, with_rows, Rows};
+use super::convert::{Element, PerChannel, overflowed, to_f64, to_sums_dtype};
+use super::layout::{Rows, channels, matrix, set_channels, storage, with_rows};
 use super::row::BackwardSums;
 use super::run::{self, SquareSums};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
 use crate::error::Error;
-use candle::{DType, Device, Result, Tensor, Var, D};
+use candle::{D, DType, Device, Result, Tensor, Var};
 use half::{bf16, f16};
 
 /// Runs a forward.
@@ -98,24 +98,24 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
         };
         // The sums over kept rows come first, and the sums that Γ is made of come last. They are
         // the same under recipe Paper.
-        if let (Some(kept), Some(over)) = (squares.first(), squares.last()) {
-            if kept.rows > 0 {
-                let batch_phi = overflowed::<T>(&kept.means);
-                let inv_rms = inverse_roots(&batch_phi, pass.settings.eps);
-                env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
-                if by_batch {
-                    forwarded.inv_rms.clone_from(&inv_rms);
-                }
-                let mut gamma = overflowed::<T>(&over.means);
-                for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_rms) {
-                    *gamma = *gamma * d * d;
-                }
-                forwarded.batch = Some(BatchStatistics {
-                    inv_rms,
-                    gamma,
-                    rows: over.rows as f64,
-                });
+        if let (Some(kept), Some(over)) = (squares.first(), squares.last())
+            && kept.rows > 0
+        {
+            let batch_phi = overflowed::<T>(&kept.means);
+            let inv_rms = inverse_roots(&batch_phi, pass.settings.eps);
+            env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
+            if by_batch {
+                forwarded.inv_rms.clone_from(&inv_rms);
             }
+            let mut gamma = overflowed::<T>(&over.means);
+            for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_rms) {
+                *gamma = *gamma * d * d;
+            }
+            forwarded.batch = Some(BatchStatistics {
+                inv_rms,
+                gamma,
+                rows: over.rows as f64,
+            });
         }
     }
 
@@ -416,8 +416,8 @@ fn holds(var: &Var, value: f64) -> bool {
 mod tests {
     use super::*;
     use crate::config::{Recipe, Shares};
-    use crate::device::cpu::layout::on_cpu;
     use crate::device::Settings;
+    use crate::device::cpu::layout::on_cpu;
     use candle::WithDType;
 
     /// The state and the other ranks of a pass.

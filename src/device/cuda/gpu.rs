@@ -2,9 +2,9 @@
 //! the GPU.
 #![allow(unsafe_code)] // launches kernels
 
-use super::params::{Address, Dtype, Kernel, Vector, PIECE_BYTES};
+use super::params::{Address, Dtype, Kernel, PIECE_BYTES, Vector};
 use super::plan::{Entry, Launch, Limits};
-use super::ptx::{kernels_copy, Modules};
+use super::ptx::{Modules, kernels_copy};
 use crate::error::Error;
 use candle::backend::BackendStorage;
 use candle::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};

@@ -16,5 +16,5 @@ mod plan;
 mod ptx;
 mod step;
 
-pub(crate) use gpu::{reads_in_place, Kernels};
+pub(crate) use gpu::{Kernels, reads_in_place};
 pub(crate) use step::forward;

@@ -11,11 +11,7 @@ pub type Address = u64;
 
 /// The address of an array that exists only in some launches.
 pub fn when(exists: bool, address: Address) -> Address {
-    if exists {
-        address
-    } else {
-        0
-    }
+    if exists { address } else { 0 }
 }
 
 // A struct of plain numbers may be passed to a kernel, and a kernel takes the struct that its table

@@ -72,10 +72,10 @@
 //! in which the two warps of each row of threads exchange their sums.
 
 use super::params::{
-    lane_coefficients, padded_sums, when, Address, GroupDots, GroupRmsInv, GroupRmsOrigin, Kernel,
-    LayerNorm, LayerNormBwd, LayerNormDots, LayerNormStatistics, Normalize, NormalizeBwd,
-    SumPartials, Tiling, UpdateNu, UpdatePhi, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS,
-    HELD_PIECES_BWD, HELD_VALUES, MAX_STAGES, PIECE_BYTES, ROW_THREADS, WARP,
+    Address, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS, GroupDots, GroupRmsInv,
+    GroupRmsOrigin, HELD_PIECES_BWD, HELD_VALUES, Kernel, LayerNorm, LayerNormBwd, LayerNormDots,
+    LayerNormStatistics, MAX_STAGES, Normalize, NormalizeBwd, PIECE_BYTES, ROW_THREADS,
+    SumPartials, Tiling, UpdateNu, UpdatePhi, WARP, lane_coefficients, padded_sums, when,
 };
 use crate::config::{ForwardKind, Recipe};
 use crate::device::sums_dtype;

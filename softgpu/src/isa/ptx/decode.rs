@@ -1,6 +1,6 @@
 //! A function's text to instructions.
 
-use super::source::{declared, number, Entry, Source};
+use super::source::{Entry, Source, declared, number};
 use crate::isa::alu;
 use crate::isa::op::*;
 use std::collections::HashMap;
@@ -448,10 +448,10 @@ impl<'a> Decoder<'a> {
             ["bar", ..] => return self.barrier(&parts, operands),
             // Generic addresses of global memory are those of its own.
             ["cvta", "to", "global", "u64"] | ["cvta", "global", "u64"] => {
-                return self.arithmetic(&["mov", "u64"], operands)
+                return self.arithmetic(&["mov", "u64"], operands);
             }
             ["mov", ..] if operands.iter().any(|text| text.starts_with('{')) => {
-                return self.pack(operands)
+                return self.pack(operands);
             }
             _ => return self.arithmetic(&parts, operands),
         }

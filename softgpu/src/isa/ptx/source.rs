@@ -1,6 +1,6 @@
 //! The text of a PTX module: its functions and variables.
 
-use crate::isa::op::{bits_of, Space};
+use crate::isa::op::{Space, bits_of};
 use std::collections::HashMap;
 use std::ops::Range;
 

@@ -14,7 +14,7 @@
 //! computed once more, with values that are divided first. These functions are `#[cold]`: plain
 //! loops in the dtype of the sums.
 
-use super::sweep::{sum_terms, Groups, Terms};
+use super::sweep::{Groups, Terms, sum_terms};
 use super::vectors::{Lanes, Scaling, Span};
 use crate::device::cpu::convert::{Accumulator, Element};
 use num_traits::{Float, Zero};

@@ -18,7 +18,7 @@
 
 use super::group_scaling::Scaler;
 use super::output::RowWriter;
-use super::sweep::{sum_terms, sweep, Columns, Groups, Target, Terms};
+use super::sweep::{Columns, Groups, Target, Terms, sum_terms, sweep};
 use super::vectors::{Lanes, Span};
 use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};

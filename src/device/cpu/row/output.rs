@@ -21,7 +21,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::streamed::StreamedRow;
-use super::sweep::{sweep, Columns, Groups, Target};
+use super::sweep::{Columns, Groups, Target, sweep};
 use crate::device::cpu::convert::Element;
 use pulp::Simd;
 use std::marker::PhantomData;

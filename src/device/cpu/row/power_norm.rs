@@ -8,7 +8,7 @@
 
 use super::group_scaling::{BackwardTerms, Scaler};
 use super::output::RowWriter;
-use super::sweep::{sweep, Columns, Groups, Target};
+use super::sweep::{Columns, Groups, Target, sweep};
 use super::vectors::{Lanes, Span};
 use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};

@@ -24,7 +24,7 @@ use super::layout::{Matrix, RowNorm, Rows};
 use super::row::output::{Output, Part, RowWriter, Stores};
 use super::row::power_norm::{self, Stream};
 use super::row::sweep::Groups;
-use super::row::{layer_norm, BackwardSums, Row, RowPass, Scaler};
+use super::row::{BackwardSums, Row, RowPass, Scaler, layer_norm};
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
@@ -316,12 +316,12 @@ impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
         let whole_row = Groups::new(cols, cols);
         for index in chunk.range.clone() {
             let mut x = &rows.x.row(index)[..cols];
-            if P::ADDS_RESIDUAL {
-                if let (Some(residual), Some(stream)) = (&rows.residual, &mut stream) {
-                    let residual = &residual.row(index)[..cols];
-                    stream.extend_cached::<1, _>(simd, &whole_row, &mut Stream { x, residual });
-                    x = stream.last(cols);
-                }
+            if P::ADDS_RESIDUAL
+                && let (Some(residual), Some(stream)) = (&rows.residual, &mut stream)
+            {
+                let residual = &residual.row(index)[..cols];
+                stream.extend_cached::<1, _>(simd, &whole_row, &mut Stream { x, residual });
+                x = stream.last(cols);
             }
             if output.is_none() && subtotals.is_empty() {
                 continue; // the pass is for `x + residual` alone
