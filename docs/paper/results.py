@@ -503,11 +503,11 @@ def MOVED_START(norm):
 
 
 def MOVED_FREE(norm):
-    return spread(moved_changes(norm, "power-v-noscale"), sign=True)
+    return number(mean(moved_changes(norm, "power-v-noscale")), sign=True)
 
 
 def MOVED_ONE(norm):
-    return spread(moved_changes(norm, "power-scale1"), sign=True)
+    return number(mean(moved_changes(norm, "power-scale1")), sign=True)
 
 
 def MOVED_LOWER():
