@@ -48,14 +48,14 @@ pub(crate) enum Stores {
 const STREAMED: usize = 16 << 20;
 
 impl Stores {
-    /// The stores for an output of `bytes`, whose groups have `group_bytes` each.
+    /// The stores for an output of `len` elements, whose groups have `group_len` each.
     ///
     /// Groups of a streamed output are whole cache lines. So if rows begin with a line, no line is
     /// written in both ways.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-    pub fn of(bytes: usize, group_bytes: usize) -> Self {
+    pub fn of<T>(len: usize, group_len: usize) -> Self {
         #[cfg(target_arch = "x86_64")]
-        if bytes >= STREAMED && group_bytes.is_multiple_of(64) {
+        if len * size_of::<T>() >= STREAMED && (group_len * size_of::<T>()).is_multiple_of(64) {
             return Self::Streamed;
         }
         Self::Cached
@@ -404,10 +404,16 @@ pub(crate) mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn large_outputs_of_whole_cache_lines_are_streamed() {
-        let large = 16 << 20;
-        assert_eq!(Stores::of(large, 64), Stores::Streamed);
-        assert_eq!(Stores::of(large - 64, 64), Stores::Cached);
-        assert_eq!(Stores::of(large, 32), Stores::Cached);
-        assert_eq!(Stores::of(large, 96), Stores::Cached);
+        let large = 4 << 20; // 16 MiB of f32
+        assert_eq!(Stores::of::<f32>(large, 16), Stores::Streamed);
+        assert_eq!(Stores::of::<f32>(large, 48), Stores::Streamed);
+        assert_eq!(Stores::of::<f32>(large - 16, 16), Stores::Cached);
+        for group_len in [8, 17, 24, 257] {
+            assert_eq!(Stores::of::<f32>(large, group_len), Stores::Cached);
+        }
+        assert_eq!(Stores::of::<f64>(large / 2, 8), Stores::Streamed);
+        assert_eq!(Stores::of::<f16>(large, 32), Stores::Cached);
+        assert_eq!(Stores::of::<f16>(2 * large, 32), Stores::Streamed);
+        assert_eq!(Stores::of::<f16>(2 * large, 16), Stores::Cached);
     }
 }

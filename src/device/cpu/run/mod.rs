@@ -243,7 +243,7 @@ fn run_chunks<T: Element>(
     let (len, cols) = (rows.len(), rows.cols());
     let chunk = chunk_rows(len, cols);
     let count = len.div_ceil(chunk);
-    let stores = Stores::of(rows.bytes(), rows.group_len() * size_of::<T>());
+    let stores = Stores::of::<T>(len * cols, rows.group_len());
     let output = |stores| Output::new(len * cols, chunk * cols, stores);
     let mut y = has_output.then(|| output(stores));
     // Read at once, so through the caches.
@@ -639,23 +639,26 @@ mod tests {
         assert_close(&sums, &sums_around_0);
     }
 
-    /// Products of g with distances overflow f32, and not f64.
+    /// Products of g with distances overflow f32, and not f64. In the second row the mean is 10⁴
+    /// times as large as the distances, so that its own rounding shows.
     #[test]
     fn layer_norm_backward_of_huge_values() {
-        let (x, dy) = ([1e30f32, 3e30, -2e30], [1e10f32, -3e10, 1e9]);
-        let rows_of_f32 = rows(&x, 3, RowNorm::Centred { eps: 1e-5 });
-        let ours = [vec![1f32, 2., 3.], vec![0.; 3]];
-        let dy_of_f32 = matrix(&dy, 3);
-        let (dx, _) = backward(&rows_of_f32, &dy_of_f32, Some(&ours), BackwardSums::None);
-        let (x, dy) = (x.map(f64::from), dy.map(f64::from));
-        let rows = rows(&x, 3, RowNorm::Centred { eps: 1e-5 });
-        let exact = [vec![1f64, 2., 3.], vec![0.; 3]];
-        let (exact, _) = backward(&rows, &matrix(&dy, 3), Some(&exact), BackwardSums::None);
-        for (dx, exact) in dx.unwrap().into_iter().zip(exact.unwrap()) {
-            assert!(
-                (f64::from(dx) / exact - 1.).abs() < 1e-5,
-                "{dx:e} {exact:e}"
-            );
+        let dy = [1e10f32, -3e10, 1e9];
+        for x in [[1e30f32, 3e30, -2e30], [1.0001e34, 1.0003e34, 0.9998e34]] {
+            let rows_of_f32 = rows(&x, 3, RowNorm::Centred { eps: 1e-5 });
+            let ours = [vec![1f32, 2., 3.], vec![0.; 3]];
+            let dy_of_f32 = matrix(&dy, 3);
+            let (dx, _) = backward(&rows_of_f32, &dy_of_f32, Some(&ours), BackwardSums::None);
+            let (x, dy) = (x.map(f64::from), dy.map(f64::from));
+            let rows = rows(&x, 3, RowNorm::Centred { eps: 1e-5 });
+            let exact = [vec![1f64, 2., 3.], vec![0.; 3]];
+            let (exact, _) = backward(&rows, &matrix(&dy, 3), Some(&exact), BackwardSums::None);
+            for (dx, exact) in dx.unwrap().into_iter().zip(exact.unwrap()) {
+                assert!(
+                    (f64::from(dx) / exact - 1.).abs() < 1e-5,
+                    "{dx:e} {exact:e}"
+                );
+            }
         }
     }
 
