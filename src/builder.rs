@@ -20,8 +20,8 @@ use candle_nn::{Init, VarBuilder};
 ///
 /// `weight` (γ) and `bias` (β), `[size]`, have the builder's dtype. If the builder has `gamma` and
 /// `beta` instead, those are read, as in candle's LayerNorm. With `affine: false` there is neither,
-/// and with `bias: false` no bias. What the layer does not have is not asked for, and stays unread
-/// if the builder has it.
+/// and with `bias: false` no bias. The layer reads only the tensors that it has. Others in the
+/// builder are ignored.
 ///
 /// The statistics are `running_phi` (ψ²), `ema_gz` (ν/(1−α_b)), `iters` (t) and `groups`. No
 /// optimizer moves them. [Checkpoints](crate::guide::checkpoints) has the shapes, dtypes and fresh

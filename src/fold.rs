@@ -21,7 +21,7 @@ impl PowerNorm {
     ///
     /// `next` and the result map `[.., size]` to `[.., out]`, in the dtype of `next`, which may
     /// differ from this layer's. The result has a bias if `next` or this layer has one. If `s` is
-    /// far from 1, W' may leave the short range of `F16`.
+    /// far from 1, W' may exceed the narrow range of `F16`.
     ///
     /// # State
     ///

@@ -14,8 +14,8 @@ use candle::{DType, Module, Result, Tensor};
 ///
 /// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` in each row, over G equal groups of adjacent
 /// channels (Shen et al., appendix A; `GroupScaling1D` in the released code). It has no parameters
-/// and no state. [Folding](crate::PowerNorm::fold_into) leaves it of a
-/// [`PowerNorm`](crate::PowerNorm), and with one group of an [`RmsNorm`](crate::RmsNorm).
+/// and no state. It is what [folding](crate::PowerNorm::fold_into) leaves of a
+/// [`PowerNorm`](crate::PowerNorm) and, with one group, of an [`RmsNorm`](crate::RmsNorm).
 ///
 /// # Shapes
 ///

@@ -335,16 +335,16 @@ impl PowerNorm {
     /// The same layer, with statistics over the rows of all ranks.
     ///
     /// N ranks with B/N rows each then have the state and the gradients of one rank with B rows.
-    /// All ranks make the same training forwards and backwards in the same order. Each rank's loss
-    /// is its part of one sum. The gradients of parameters are each rank's part too, and the caller
-    /// sums them. [Distributed training](crate::guide::ranks) has the other rules, and the
-    /// consequences of a rank that fails.
+    /// All ranks make the same training forwards and backwards in the same order. The ranks' losses
+    /// add up to the loss of the whole batch. Each rank gets its part of the parameters' gradients,
+    /// and the caller sums them. [Distributed training](crate::guide::ranks) has the other rules,
+    /// and the consequences of a rank that fails.
     ///
     /// # Later errors
     ///
-    /// A layer's first training forward compares the ranks. If they differ, every rank gets an
-    /// error with its own values. Later exchanges are compared on a CPU only. On a GPU, ranks that
-    /// make different calls hang, or sum unrelated numbers.
+    /// Before a layer's first sum, the ranks are compared. If they differ, every rank gets an error
+    /// with its own values. Later exchanges are compared on a CPU only. On a GPU, ranks that make
+    /// different calls hang, or sum unrelated numbers.
     #[must_use]
     pub fn with_ranks(mut self, ranks: &Ranks) -> Self {
         let device = self.device.sums_device(self.state.device());
@@ -395,7 +395,7 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// The count is negative, which only a checkpoint can bring.
+    /// The count is negative, which only a loaded checkpoint can cause.
     pub fn steps(&self) -> Result<usize> {
         self.state.steps()
     }

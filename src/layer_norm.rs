@@ -83,8 +83,8 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 ///
 /// Inputs are `F32`, `F64`, `F16` or `BF16`, and outputs have the input's dtype. Weight and bias
 /// have the input's dtype or `F32`. Sums are taken in `F32` (`F64` for `F64` inputs), and results
-/// are rounded once on store. The variance is the mean of squares of centred values, so a large mean
-/// does not drown it, and squares may be larger than the dtype of the sums holds.
+/// are rounded once on store. The variance is the mean of squares of centred values, so a large
+/// mean does not swamp it, and squares may exceed the range of the dtype of the sums.
 ///
 /// # Gradients
 ///
@@ -142,8 +142,7 @@ impl LayerNorm {
         }
     }
 
-    /// Builds a layer from its weight, `[size]`, that is an RMSNorm: it subtracts no mean, and has
-    /// no bias.
+    /// Builds an RMSNorm from its weight, `[size]`: it subtracts no mean, and has no bias.
     pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
         Self {
             remove_mean: false,
@@ -207,8 +206,8 @@ impl Module for LayerNorm {
     ///
     /// - The input is a scalar, its last dimension is not `size`, or its dtype or device does not
     ///   fit.
-    /// - The weight has another rank than 1, no channels, or a dtype other than those above, or the
-    ///   bias has another shape or device.
+    /// - The weight's rank is not 1, no channels, or a dtype other than those above, or the bias
+    ///   has another shape or device.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.check_parameters()?;

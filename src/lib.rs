@@ -2,14 +2,14 @@
 //! [`LayerNorm`], [`RmsNorm`] and [`PowerNorm`], each with a fused forward and a fused backward on
 //! CPUs and NVIDIA GPUs.
 //!
-//! **Status:** tested on CPUs and on one NVIDIA GPU, an H200, where all CUDA tests pass. Other GPUs
-//! have only been tested in software. On other devices, such as Metal, the layers run as candle's
-//! own operations.
+//! **Status:** tested on CPUs and on one NVIDIA GPU, an H200, where all CUDA tests passed on
+//! 2026-11-26. Later changes to the kernels, and other GPUs, have only been tested in software. On
+//! other devices, such as Metal, the layers run as candle's own operations.
 //!
 //! # LayerNorm and RMSNorm
 //!
 //! In candle 0.11, `RmsNorm`, and `LayerNorm` with a bias, record no backward for contiguous
-//! inputs, so nothing before them trains, without an error. To mend a model, import
+//! inputs, so nothing before them trains, and no error says so. To fix a model, import
 //! [`layer_norm`], [`LayerNorm`], [`rms_norm`] and [`RmsNorm`] from this crate. Calls, checkpoints
 //! and results stay the same:
 //!

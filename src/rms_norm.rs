@@ -124,7 +124,7 @@ impl Module for RmsNorm {
     ///
     /// - The input is a scalar, its last dimension is not `size`, or its dtype or device does not
     ///   fit.
-    /// - The weight has another rank than 1, no channels, or a dtype other than those above.
+    /// - The weight's rank is not 1, no channels, or a dtype other than those above.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.0.forward(xs)

@@ -20,7 +20,7 @@ const STATISTICS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 ///
 /// # Order
 ///
-/// `all_vars` returns the variables in the order of a `HashMap`, which is another one in each run.
+/// `all_vars` returns the variables in the order of a `HashMap`, which differs from run to run.
 /// This function sorts them by the bytes of their names (`blocks.10` precedes `blocks.2`). So a
 /// model that is built again has the same list, and an optimizer's state that was saved by position
 /// belongs to the same variables. A norm of all gradients is then summed in one order, too.

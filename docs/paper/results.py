@@ -389,9 +389,10 @@ def rerun_changes(name):
 def ONE_BUILD_SEEDS():
     found = {name: one_build(name) for name in ONE_BUILD}
     has = [f"{name} from seed{'s' * (len(r) > 1)} {listed(r)}" for name, r in found.items() if r]
-    text = f"These are finished: {enumerated(has)}" if has else "No run is finished yet"
-    whole = all(len(of_name) >= 3 for of_name in found.values())
-    return "All ran from seeds 1 to 3." if whole else text + ", of seeds 1 to 3."
+    if all(len(of_name) >= 3 for of_name in found.values()):
+        return "All ran from seeds 1 to 3."
+    has = f"these runs are finished: {enumerated(has)}" if has else "no run is finished yet"
+    return f"Of seeds 1 to 3, {has}."
 
 
 def ONE_BUILD_CHANGES():
@@ -519,9 +520,9 @@ def MOVED_LOWER():
         if changes:
             found[own] = spread(changes, sign=True)
     if not found:
-        return "so a still lower one might suit them better"
+        return "A lower one might suit them better."
     costs = enumerated(f"{change} ({own})" for own, change in found.items())
-    return f"and at 2e-4 their test losses change by {costs}"
+    return f"At 2e-4, which only the controls were tried at, their test losses change by {costs}."
 
 
 def ONE_BUILD_SHORT():

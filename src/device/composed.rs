@@ -3,7 +3,8 @@
 //! Rows are `[rows, C]`, channels `[C]` and counts of rows `[1]`, in the dtype of the sums and
 //! without a graph. Each equation takes a few of candle's operations, so this device is many times
 //! slower than kernels. The host waits for the device only to exchange sums with other ranks. It
-//! does not wait for the contents of a mask, so a batch without one counts as a step, as on a GPU.
+//! does not wait for the contents of a mask, so a batch without a kept row counts as a step, as on
+//! a GPU.
 
 use super::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted, sums_dtype};
 use crate::config::{ForwardKind, PhiStep};

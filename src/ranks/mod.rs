@@ -77,7 +77,7 @@ pub trait Communicator: Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
 
-    /// Returns the sum of every rank's `tensor`, on the device of this rank's one. The sum has the
+    /// Returns the sum of every rank's `tensor`, on the device of this rank's own. The sum has the
     /// same bits on every rank.
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
@@ -268,8 +268,8 @@ impl Turn<'_> {
         let ranks = self.member.ranks.communicator.world_size();
         if !all_equal(&own, &global[1..HEAD], ranks) {
             candle::bail!(
-                "power_norm: expected one layer, call, step count and configuration on all ranks, \
-                 got ranks that differ, of which this one has {announcement}: compare this with \
+                "power_norm: expected the same layer, call, step count and configuration on all \
+                 ranks, got different ones, and on this rank {announcement}: compare this with \
                  the errors of the other ranks, and build and call the layers in one order on all \
                  ranks, with one configuration and from one checkpoint"
             )
@@ -569,7 +569,7 @@ mod tests {
     fn a_message_that_was_sent_is_the_last() {
         let troubles: [(Sum, &str); 4] = [
             (|_| candle::bail!("a broken engine"), "a broken engine"),
-            (|sums| sums * 3., "got ranks that differ"),
+            (|sums| sums * 3., "got different ones"),
             (|sums| sums + 1., "got a rank whose call failed"),
             (
                 |sums| sums.narrow(0, 1, 3),

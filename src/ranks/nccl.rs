@@ -76,7 +76,7 @@ unsafe impl Send for AnyThread {}
 impl NcclCommunicator {
     /// Joins the ranks that were given the same `id`, with `device` as rank `rank` of `world_size`.
     ///
-    /// It waits for the other ranks. An `id` serves once.
+    /// It waits for the other ranks. An `id` can be used only once.
     ///
     /// # Errors
     ///

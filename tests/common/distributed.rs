@@ -734,7 +734,7 @@ struct Settings {
 
 /// The beginning of the error that each rank gets if ranks differ. This rank's announcement
 /// follows.
-const DIFFER: &str = "got ranks that differ, of which this one has layer ";
+const DIFFER: &str = "got different ones, and on this rank layer ";
 
 /// The first forward of a layer with these settings is an error on this rank, with all of this
 /// rank's values in it: with `value` among them.

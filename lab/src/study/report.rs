@@ -227,10 +227,10 @@ fn losses(text: &mut String, unit: Unit, ran: &[(Variant, &Runs)]) -> Result<()>
     writeln!(
         text,
         "\n## Losses\n\n\
-         Nats a {unit}. The losses of splits are of the finished model, by running statistics where \
-         a normalization has them. The last steps are the last {LAST_STEPS} batches in training, \
-         with dropout and smoothed labels if the run has them. Less LN's: the difference to LN's \
-         validation loss from the same seed, behind the same layer-scale."
+         Nats a {unit}. The losses of splits are of the finished model, with running statistics \
+         where a normalization has them. The last steps are the last {LAST_STEPS} batches in \
+         training, with dropout and smoothed labels if the run has them. \"Less LN's\" is the \
+         validation loss minus LN's from the same seed, behind the same layer-scale."
     )?;
     head(
         text,

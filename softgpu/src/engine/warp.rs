@@ -388,7 +388,7 @@ impl Warp {
             }
             Kind::Exit => {
                 if mask & self.skipped != 0 && self.blocked != 0 {
-                    let what = "the thread passed the barrier by where lanes of its warp wait";
+                    let what = "the thread bypassed the barrier at which lanes of its warp wait";
                     return Err(self.fault_here(block, mask & self.skipped, what));
                 }
                 self.exited |= mask;

@@ -14,8 +14,8 @@
 //! computed once more, with values that are divided first. These functions are `#[cold]`: plain
 //! loops in the dtype of the sums.
 
-use super::sweep::{Groups, Terms, sum_terms};
-use super::vectors::{Lanes, Scaling, Span};
+use super::sweep::{Groups, Scaling, Terms, sum_terms};
+use super::vectors::{Lanes, Span};
 use crate::device::cpu::convert::{Accumulator, Element};
 use num_traits::{Float, Zero};
 use pulp::Simd;

@@ -18,7 +18,7 @@
 
 use super::group_scaling::Scaler;
 use super::output::RowWriter;
-use super::sweep::{Columns, Groups, Target, Terms, sum_terms, sweep};
+use super::sweep::{Columns, Groups, Scaling, Target, Terms, sum_terms, sweep};
 use super::vectors::{Lanes, Span};
 use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
@@ -184,7 +184,11 @@ struct Output<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for Output<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        _: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
         let x = self.statistics.apply(at, self.x);
         x.mul_add(at.load(self.gain), at.load(self.shift))
     }
@@ -318,7 +322,11 @@ impl<T: Element> AddProducts<'_, T> {
 
 impl<T: Element> Columns<T::Acc> for AddProducts<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        _: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
         let [x, _] = self.add(at);
         x
     }
@@ -336,7 +344,11 @@ struct InputGradient<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for InputGradient<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        _: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
         let [x, dy] = self.products.add(at);
         let centred = at.load(self.gain) * dy - at.splat(self.mean);
         (centred - x * at.splat(self.mean_x)) * at.splat(self.products.statistics.rms_inv)

@@ -252,6 +252,7 @@ impl<T> Drop for RowWriter<'_, T> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::device::cpu::row::sweep::Scaling;
     use crate::device::cpu::row::vectors::{Lanes, Span};
     use crate::device::cpu::run::level::Level;
     use half::{bf16, f16};
@@ -269,6 +270,7 @@ pub(crate) mod tests {
         fn apply<S: Simd, const K: usize>(
             &mut self,
             at: Span<S, T::Acc, K>,
+            _: Scaling<T::Acc>,
         ) -> Lanes<S, T::Acc, K> {
             at.load(self.0)
         }

@@ -8,7 +8,7 @@
 
 use super::group_scaling::{BackwardTerms, Scaler};
 use super::output::RowWriter;
-use super::sweep::{Columns, Groups, Target, sweep};
+use super::sweep::{Columns, Groups, Scaling, Target, sweep};
 use super::vectors::{Lanes, Span};
 use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
@@ -73,8 +73,12 @@ struct AddSquares<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for AddSquares<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
-        let x = at.load(self.x) * at.splat(at.scaling.rms_inv);
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        scaling: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let x = at.load(self.x) * at.splat(scaling.rms_inv);
         if let Some(sums) = &mut self.sums {
             at.store(x.mul_add(x, at.load(sums)), sums);
         }
@@ -91,8 +95,12 @@ struct Output<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for Output<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
-        let x = self.squares.apply(at);
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        scaling: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let x = self.squares.apply(at, scaling);
         let shift = at.load(self.shift);
         x.mul_add(at.load(self.gain), shift)
     }
@@ -166,8 +174,12 @@ struct AddProducts<'a, T: Element> {
 impl<T: Element> AddProducts<'_, T> {
     /// Returns x̃ and dy.
     #[inline(always)]
-    fn add<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> [Lanes<S, T::Acc, K>; 2] {
-        let x = at.load(self.x) * at.splat(at.scaling.rms_inv);
+    fn add<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        scaling: Scaling<T::Acc>,
+    ) -> [Lanes<S, T::Acc, K>; 2] {
+        let x = at.load(self.x) * at.splat(scaling.rms_inv);
         let dy = at.load(self.dy);
         self.sums.add(at, x, dy);
         [x, dy]
@@ -176,8 +188,12 @@ impl<T: Element> AddProducts<'_, T> {
 
 impl<T: Element> Columns<T::Acc> for AddProducts<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
-        let [x, _] = self.add(at);
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        scaling: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let [x, _] = self.add(at, scaling);
         x
     }
 }
@@ -191,11 +207,15 @@ struct InputGradient<'a, T: Element> {
 
 impl<T: Element> Columns<T::Acc> for InputGradient<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
-        let [x, dy] = self.products.add(at);
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        scaling: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
+        let [x, dy] = self.products.add(at, scaling);
         let dx_tilde = at.load(self.gain) * dy - at.load(self.decay) * x;
-        let dx = dx_tilde - x * at.splat(at.scaling.mean);
-        dx * at.splat(at.scaling.rms_inv)
+        let dx = dx_tilde - x * at.splat(scaling.mean);
+        dx * at.splat(scaling.rms_inv)
     }
 }
 
@@ -204,7 +224,11 @@ struct Zeros;
 
 impl<A: Accumulator> Columns<A> for Zeros {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K> {
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, A, K>,
+        _: Scaling<A>,
+    ) -> Lanes<S, A, K> {
         at.splat(A::zero())
     }
 }
@@ -217,7 +241,11 @@ pub(crate) struct Stream<'a, T> {
 
 impl<T: Element> Columns<T::Acc> for Stream<'_, T> {
     #[inline(always)]
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> Lanes<S, T::Acc, K> {
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, T::Acc, K>,
+        _: Scaling<T::Acc>,
+    ) -> Lanes<S, T::Acc, K> {
         at.load(self.x) + at.load(self.residual)
     }
 }

@@ -15,11 +15,32 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::streamed::StreamedRow;
-use super::vectors::{Lanes, Scaling, Span};
+use super::vectors::{Lanes, Span};
 use crate::device::cpu::convert::{Accumulator, Element};
 use pulp::{Scalar, Simd};
 use std::mem::MaybeUninit;
 use std::ops::Range;
+
+/// The factors of one group of a row: `x̃ = r x` in a forward, and `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`
+/// in a backward.
+#[derive(Clone, Copy)]
+pub(crate) struct Scaling<A> {
+    /// r.
+    pub rms_inv: A,
+    /// The mean of dx̃ x̃; 0 in a forward.
+    pub mean: A,
+}
+
+impl<A: Accumulator> Scaling<A> {
+    /// Leaves x̃ = x and dx = dx̃.
+    #[inline(always)]
+    pub fn none() -> Self {
+        Self {
+            rms_inv: A::one(),
+            mean: A::zero(),
+        }
+    }
+}
 
 /// The groups of a row, which make up its columns, in order.
 pub(crate) struct Groups<A> {
@@ -66,8 +87,13 @@ impl<A: Accumulator> Groups<A> {
 
 /// The equations of an output on adjacent columns. Implementations are `#[inline(always)]`.
 pub(crate) trait Columns<A: Accumulator> {
-    /// Returns the output in these columns. Columns come in order, each of them once.
-    fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, A, K>) -> Lanes<S, A, K>;
+    /// Returns the output in these columns of one group, which has this scaling. Columns come in
+    /// order, each of them once.
+    fn apply<S: Simd, const K: usize>(
+        &mut self,
+        at: Span<S, A, K>,
+        scaling: Scaling<A>,
+    ) -> Lanes<S, A, K>;
 }
 
 /// The destination of the output that [`sweep`] writes for a row.
@@ -113,18 +139,18 @@ pub(crate) fn sweep<const K: usize, S: Simd, T: Element>(
     for &scaling in &groups.scalings {
         let end = start + groups.len;
         while start + block <= end {
-            let at: Span<S, _, K> = Span::new(simd, start, scaling);
-            target.write(columns.apply(at), start);
+            let at: Span<S, _, K> = Span::new(simd, start);
+            target.write(columns.apply(at, scaling), start);
             start += block;
         }
         while start + vector <= end {
-            let at: Span<S, _, 1> = Span::new(simd, start, scaling);
-            target.write(columns.apply(at), start);
+            let at: Span<S, _, 1> = Span::new(simd, start);
+            target.write(columns.apply(at, scaling), start);
             start += vector;
         }
         while start < end {
-            let at: Span<_, _, 1> = Span::new(Scalar, start, scaling);
-            target.write(columns.apply(at), start);
+            let at: Span<_, _, 1> = Span::new(Scalar, start);
+            target.write(columns.apply(at, scaling), start);
             start += 1;
         }
     }
@@ -157,7 +183,7 @@ pub(crate) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
     let Range { mut start, end } = columns;
     let mut blocks = [Lanes::<S, A, K>::splat(simd, A::zero()); N];
     while start + block <= end {
-        terms.add(Span::new(simd, start, Scaling::none()), &mut blocks);
+        terms.add(Span::new(simd, start), &mut blocks);
         start += block;
     }
     let mut vectors = [Lanes::<S, A, 1>::splat(simd, A::zero()); N];
@@ -165,7 +191,7 @@ pub(crate) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
         vectors[n] = blocks[n].sum();
     }
     while start + vector <= end {
-        terms.add(Span::new(simd, start, Scaling::none()), &mut vectors);
+        terms.add(Span::new(simd, start), &mut vectors);
         start += vector;
     }
     let mut lanes = [Lanes::<Scalar, A, 1>::splat(Scalar, A::zero()); N];
@@ -173,7 +199,7 @@ pub(crate) fn sum_terms<const K: usize, const N: usize, S: Simd, A: Accumulator>
         lanes[n] = Lanes::splat(Scalar, vectors[n].total());
     }
     while start < end {
-        terms.add(Span::new(Scalar, start, Scaling::none()), &mut lanes);
+        terms.add(Span::new(Scalar, start), &mut lanes);
         start += 1;
     }
     let mut totals = [A::zero(); N];
@@ -195,8 +221,12 @@ mod tests {
     struct RmsInverses;
 
     impl Columns<f32> for RmsInverses {
-        fn apply<S: Simd, const K: usize>(&mut self, at: Span<S, f32, K>) -> Lanes<S, f32, K> {
-            at.splat(at.scaling.rms_inv)
+        fn apply<S: Simd, const K: usize>(
+            &mut self,
+            at: Span<S, f32, K>,
+            scaling: Scaling<f32>,
+        ) -> Lanes<S, f32, K> {
+            at.splat(scaling.rms_inv)
         }
     }
 

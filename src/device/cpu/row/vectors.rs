@@ -5,7 +5,7 @@
 //! have `+`, `-`, `*` and [`mul_add`](Lanes::mul_add), so an equation of the paper is one line:
 //!
 //! ```text
-//! let x = at.load(self.x) * at.splat(at.scaling.rms_inv);     x̃ = r x
+//! let x = at.load(self.x) * at.splat(scaling.rms_inv);     x̃ = r x
 //! ```
 //!
 //! `K` is a constant, so that the vectors stay in registers and the loops over them are unrolled.
@@ -15,17 +15,17 @@
 use crate::device::cpu::convert::{Accumulator, Element, MOST_COLUMNS};
 use pulp::{Scalar128b, Simd};
 use std::any::TypeId;
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::{Add, Mul, Sub};
 
-/// Adjacent columns of one group of a row, as many as `K` vectors of `S` hold.
+/// Adjacent columns of a row, as many as `K` vectors of `S` hold, to be computed with in dtype `A`.
 #[derive(Clone, Copy)]
 pub(crate) struct Span<S, A, const K: usize> {
     simd: S,
     /// The first column.
     start: usize,
-    /// The group's scaling.
-    pub scaling: Scaling<A>,
+    dtype: PhantomData<A>,
 }
 
 impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
@@ -33,12 +33,12 @@ impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
     pub const WIDTH: usize = K * size_of::<A::Vector<S>>() / size_of::<A>();
 
     #[inline(always)]
-    pub fn new(simd: S, start: usize, scaling: Scaling<A>) -> Self {
+    pub fn new(simd: S, start: usize) -> Self {
         const { assert!(Self::WIDTH <= MOST_COLUMNS) };
         Self {
             simd,
             start,
-            scaling,
+            dtype: PhantomData,
         }
     }
 
@@ -146,27 +146,6 @@ macro_rules! operator {
 operator!(Add, add, add_vectors);
 operator!(Sub, sub, sub_vectors);
 operator!(Mul, mul, mul_vectors);
-
-/// The factors of one group of a row: `x̃ = r x` in a forward, and `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`
-/// in a backward.
-#[derive(Clone, Copy)]
-pub(crate) struct Scaling<A> {
-    /// r.
-    pub rms_inv: A,
-    /// The mean of dx̃ x̃; 0 in a forward.
-    pub mean: A,
-}
-
-impl<A: Accumulator> Scaling<A> {
-    /// Leaves x̃ = x and dx = dx̃.
-    #[inline(always)]
-    pub fn none() -> Self {
-        Self {
-            rms_inv: A::one(),
-            mean: A::zero(),
-        }
-    }
-}
 
 #[cfg(test)]
 mod tests {
