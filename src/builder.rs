@@ -219,7 +219,7 @@ pub struct PowerNormBuilder {
 }
 
 impl PowerNormBuilder {
-    /// Layers of this configuration that follow `mode`.
+    /// A builder of layers with this configuration, which follow `mode`.
     pub fn new<C: Into<PowerNormConfig>>(config: C, mode: &Mode) -> Self {
         Self {
             config: config.into(),
@@ -229,7 +229,7 @@ impl PowerNormBuilder {
         }
     }
 
-    /// The same builder, whose layers serve a loss that is multiplied by the number in
+    /// The same builder, for layers of a model whose loss is multiplied by the number in
     /// `loss_scale`. See [`PowerNorm::with_loss_scale`].
     #[must_use]
     pub fn with_loss_scale(mut self, loss_scale: &LossScale) -> Self {

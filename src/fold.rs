@@ -11,9 +11,9 @@ use candle_nn::Linear;
 impl PowerNorm {
     /// Folds the layer into the linear layer `next`, which reads its output.
     ///
-    /// The result does what an evaluation of this layer and then `next` do. In evaluation
-    /// `Y = s ⊙ X̃ + β` with `s = γ / sqrt(ψ² + ε)`, so `W Y + b = W' X̃ + b'` with
-    /// `W' = W diag(s)` and `b' = b + W β`. The result reads X̃, which is the output of
+    /// The result computes what this layer in evaluation followed by `next` computes. In evaluation
+    /// `Y = s ⊙ X̃ + β` with `s = γ / sqrt(ψ² + ε)`, so `W Y + b = W' X̃ + b'` with `W' = W
+    /// diag(s)` and `b' = b + W β`. The result reads X̃, which is the output of
     /// [`group_scaling`](Self::group_scaling), or the layer's input without it.
     /// [Inference](crate::guide::inference) says when to fold.
     ///

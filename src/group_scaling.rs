@@ -87,7 +87,7 @@ impl Module for GroupScaling {
     /// # Errors
     ///
     /// - `xs` is a scalar, or has another dtype than those above.
-    /// - C is 0, or no multiple of the groups.
+    /// - C is 0, or not a multiple of the number of groups.
     /// - ε is 0 or infinite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let &size = xs.dims().last().ok_or(Error::Scalar)?;

@@ -83,8 +83,8 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 ///
 /// Inputs are `F32`, `F64`, `F16` or `BF16`, and outputs have the input's dtype. Weight and bias
 /// have the input's dtype or `F32`. Sums are taken in `F32` (`F64` for `F64` inputs), and results
-/// are rounded once on store. The variance is the mean of squares of centred values, so a large
-/// mean does not swamp it, and squares may exceed the range of the dtype of the sums.
+/// are rounded once on store. The variance is the mean of the squares of centred values, so a large
+/// mean does not swamp it. Rows whose squares overflow the dtype of the sums work too.
 ///
 /// # Gradients
 ///
@@ -206,8 +206,8 @@ impl Module for LayerNorm {
     ///
     /// - The input is a scalar, its last dimension is not `size`, or its dtype or device does not
     ///   fit.
-    /// - The weight's rank is not 1, no channels, or a dtype other than those above, or the bias
-    ///   has another shape or device.
+    /// - The weight's rank is not 1, it has no channels, its dtype is not one of those above, or
+    ///   the bias has another shape or device.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.check_parameters()?;

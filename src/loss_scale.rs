@@ -50,7 +50,8 @@ impl LossScale {
     ///
     /// # Errors
     ///
-    /// `scale` is not positive and finite in `F32`, or its inverse is not. The number then stays.
+    /// `scale` is not positive and finite in `F32`, or its inverse is not. The number is then
+    /// unchanged.
     pub fn set(&self, scale: f64) -> Result<()> {
         // Sums are in f32 as a rule, and f32 must hold the number and its inverse.
         let single = scale as f32;

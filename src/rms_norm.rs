@@ -110,8 +110,8 @@ impl RmsNorm {
         self.0.eps()
     }
 
-    /// The same as [`forward`](Module::forward). candle's `RmsNorm` has two, of which only this one
-    /// records a backward.
+    /// The same as [`forward`](Module::forward). candle's `RmsNorm` has both methods, and there
+    /// only `forward_diff` records a backward.
     pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
         self.0.forward(xs)
     }
@@ -124,7 +124,7 @@ impl Module for RmsNorm {
     ///
     /// - The input is a scalar, its last dimension is not `size`, or its dtype or device does not
     ///   fit.
-    /// - The weight's rank is not 1, no channels, or a dtype other than those above.
+    /// - The weight's rank is not 1, it has no channels, or its dtype is not one of those above.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.0.forward(xs)

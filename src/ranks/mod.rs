@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 ///
 /// # Example
 ///
-/// Two threads that are two ranks, and send each other what they have:
+/// Here two threads act as two ranks, and send each other their tensors:
 ///
 /// ```
 /// use candle::{DType, Device, Error, Module, Result, Tensor};
@@ -77,8 +77,8 @@ pub trait Communicator: Send + Sync {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
 
-    /// Returns the sum of every rank's `tensor`, on the device of this rank's own. The sum has the
-    /// same bits on every rank.
+    /// Returns the sum of every rank's `tensor`, on the same device as this rank's `tensor`. The
+    /// sum has the same bits on every rank.
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
     /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
@@ -106,7 +106,7 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
 ///
 /// [`PowerNorm::with_ranks`](crate::PowerNorm::with_ranks) gives them to a layer. Layers are
 /// matched across ranks by the order of these calls, so every rank builds its model in the same
-/// order. Clones are the same ranks.
+/// order. Clones stand for the same ranks.
 #[derive(Clone)]
 pub struct Ranks {
     communicator: Arc<dyn Communicator>,
