@@ -49,6 +49,15 @@ constexpr __host__ __device__ int32_t padded_sums(int32_t sums) {
   return sums | 1;
 }
 
+// The numbers that LayerNorm's forward keeps of a row: r, the mean, and the mean of what that mean
+// leaves. Their sum would be rounded, by up to half a unit in the last place of the mean. PowerNorm
+// keeps r alone.
+constexpr int32_t LAYER_NORM_STATISTICS = 3;
+
+// The means over a row that LayerNorm's backward needs: of dx~ x~ and of dx~. PowerNorm needs the
+// first.
+constexpr int32_t LAYER_NORM_MEANS_BWD = 2;
+
 enum Dtype : int64_t {
   F32 = 0,
   F64 = 1,
@@ -103,7 +112,7 @@ enum GroupRmsOrigin : int32_t {
 };
 
 // The argument of group_rms_inv and normalize. In layer_norm_statistics and layer_norm,
-// `group_rms_inv` is [rows, groups, 2]: r and then the mean.
+// `group_rms_inv` is [rows, groups, LAYER_NORM_STATISTICS].
 struct NormalizeParams {
   Tiling tiling;
   const void *x;        // [rows, cols] T
@@ -166,8 +175,8 @@ struct UpdatePhiParams {
 };
 
 // The argument of group_dots and normalize_bwd. In layer_norm_dots and layer_norm_bwd,
-// `group_rms_inv` is [rows, groups, 2], r and then the mean, and `dots` is too: the means of dx~ x~
-// and of dx~.
+// `group_rms_inv` is [rows, groups, LAYER_NORM_STATISTICS], and `dots` is [rows, groups,
+// LAYER_NORM_MEANS_BWD].
 struct NormalizeBwdParams {
   Tiling tiling;
   const void *x;       // [rows, cols] T

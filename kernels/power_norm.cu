@@ -299,11 +299,11 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
   });
 }
 
-// group_rms_inv: r of each row and group, and before it the group's mean if CENTRED, for groups
+// group_rms_inv: r of each row and group, and before it the group's two means if CENTRED, for groups
 //        wider than a block.
 // Determinism: bitwise, fixed order.
 // Reads  x, residual [rows, cols] T; residual unless null.
-// Writes group_rms_inv[rows, groups] A (twice as many if CENTRED); stream[rows, cols] T unless null;
+// Writes group_rms_inv[rows, groups] A (STATISTICS of each); stream[rows, cols] T unless null;
 //        overwrites.
 // Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual, or if
 //        CENTRED.
@@ -324,23 +324,24 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
     const T *x = static_cast<const T *>(p.x) + group * len;
     const T *residual =
         p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + group * len;
-    A mean = 0;
+    A mean = 0, rest = 0;
     if constexpr (CENTRED) {
       // The mean of what a first mean leaves removes most of the first one's rounding error. Terms
       // are divided first, so that no sum overflows.
       const A inv_len = A(1) / A(len);
-#pragma unroll 1
-      for (int pass = 0; pass < 2; ++pass) {
-        A rest = 0;
+      const auto mean_of_distances = [&](A from) {
+        A sum = 0;
         for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
           const int count = len - i < V ? static_cast<int>(len - i) : V;
           const Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
           each<V>([&](int v) {
-            rest += v < count ? (widen(piece.at[v]) - mean) * inv_len : A(0);
+            sum += v < count ? (widen(piece.at[v]) - from) * inv_len : A(0);
           });
         }
-        mean += lane_sum.of(rest);
-      }
+        return lane_sum.of(sum);
+      };
+      mean = mean_of_distances(0);
+      rest = mean_of_distances(mean);
     }
     A squares = 0;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
@@ -351,7 +352,7 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
         store_piece(static_cast<T *>(p.stream) + group * len + i, piece, count, tiling.vectorized);
       }
       each<V>([&](int v) {
-        const A value = !CENTRED || v < count ? widen(piece.at[v]) - mean : A(0);
+        const A value = !CENTRED || v < count ? widen(piece.at[v]) - mean - rest : A(0);
         squares += value * value;
       });
     }
@@ -360,13 +361,14 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
       const A square = squares / A(len) + value<A>(p.group_eps);
       A rms_inv = inverse_root(square);
       if (!(rms_inv > 0)) {
-        rms_inv =
-            rms_inv_of_huge(square, value<A>(p.group_eps), x, residual, mean, tiling.group_len);
+        rms_inv = rms_inv_of_huge(square, value<A>(p.group_eps), x, residual, mean, rest,
+                                  tiling.group_len);
       }
       A *to = static_cast<A *>(p.group_rms_inv) + group * STATISTICS<CENTRED>;
       to[0] = rms_inv;
       if constexpr (CENTRED) {
         to[1] = mean;
+        to[2] = rest;
       }
     }
   }
@@ -376,7 +378,7 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 //        2).
 // Determinism: bitwise.
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols];
-//        group_rms_inv[rows, groups] A if GIVEN (twice as many if CENTRED, each time).
+//        group_rms_inv[rows, groups] A if GIVEN (STATISTICS of each, each time).
 // Writes y, stream [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if
 //        phi is given, group_rms_inv[rows, groups] A unless GIVEN; each unless null, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first
@@ -474,7 +476,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     A x_tilde[N * V];
     each<N>([&](int n) { widen(x[n], x_tilde + n * V); });
 
-    A rms_inv = 1, mean = 0;
+    A rms_inv = 1, mean = 0, rest = 0;
     const auto subtract = [&](A mean) {
       each<N * V>([&](int i) { x_tilde[i] -= columns.has(i / V, i % V) ? mean : A(0); });
     };
@@ -482,14 +484,15 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       if constexpr (CENTRED) {
         // The mean of what a first mean leaves removes the first one's rounding error. Terms are
         // divided first, so that no sum overflows.
-#pragma unroll
-        for (int pass = 0; pass < 2; ++pass) {
-          A rest = 0;
-          each<N * V>([&](int i) { rest += x_tilde[i] * inv_len; });
-          rest = group_sum.of(rest);
-          subtract(rest);
-          mean += rest;
-        }
+        const auto subtract_mean = [&] {
+          A mean = 0;
+          each<N * V>([&](int i) { mean += x_tilde[i] * inv_len; });
+          mean = group_sum.of(mean);
+          subtract(mean);
+          return mean;
+        };
+        mean = subtract_mean();
+        rest = subtract_mean();
       }
       A squares = 0;
       each<N * V>([&](int i) { squares += x_tilde[i] * x_tilde[i]; });
@@ -500,13 +503,14 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
         const int64_t start = rows.row() * tiling.cols + columns.first - columns.place * V;
         rms_inv = rms_inv_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
                                   adds ? static_cast<const T *>(p.residual) + start : nullptr,
-                                  mean, tiling.group_len);
+                                  mean, rest, tiling.group_len);
       }
       if (writes_rms_inv && rows.present()) {
         A *to = group_rms_inv + rows.row() * tiling.groups * STATISTICS<CENTRED>;
         to[0] = rms_inv;
         if constexpr (CENTRED) {
           to[1] = mean;
+          to[2] = rest;
         }
       }
     } else if (p.group_scaling == GIVEN && rows.present() && columns.valid()) {
@@ -514,6 +518,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       rms_inv = from[0];
       if constexpr (CENTRED) {
         subtract(from[1]);
+        subtract(from[2]);
       }
     }
     each<N * V>([&](int i) { x_tilde[i] *= rms_inv; });
@@ -734,7 +739,9 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
     const int64_t col = group % tiling.groups * len;
     const A *statistics =
         static_cast<const A *>(p.group_rms_inv) + group * STATISTICS<CENTRED>;
-    const A rms_inv = statistics[0], mean = CENTRED ? statistics[1] : A(0);
+    const A rms_inv = statistics[0];
+    const A mean = CENTRED ? statistics[1] : A(0), rest = CENTRED ? statistics[2] : A(0);
+    const auto distance = [=](A x) { return CENTRED ? x - mean - rest : x; };
     A dot = 0, total = 0;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
@@ -744,7 +751,7 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
       slopes_of(p, trained, col + i, count, gain, decay);
       each<V>([&](int v) {
         if (v < count) {
-          const A x_tilde = (widen(x_piece.at[v]) - mean) * rms_inv;
+          const A x_tilde = distance(widen(x_piece.at[v])) * rms_inv;
           const A dx_tilde = gain[v] * widen(dy_piece.at[v]) - decay[v] * x_tilde;
           dot += dx_tilde * x_tilde;
           total += dx_tilde;
@@ -756,7 +763,7 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
       total = lane_sum.of(total);
     }
     if (threadIdx.x == 0) {
-      A *to = static_cast<A *>(p.dots) + group * STATISTICS<CENTRED>;
+      A *to = static_cast<A *>(p.dots) + group * MEANS_BWD<CENTRED>;
       to[0] = dot / A(len);
       if constexpr (CENTRED) {
         to[1] = total / A(len);
@@ -816,7 +823,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   const A *next_rms_invs =
       static_cast<const A *>(p.group_rms_inv) +
       (rows.row() * tiling.groups + columns.group) * STATISTICS<CENTRED>;
-  const A *dots = static_cast<const A *>(p.dots) + columns.group * STATISTICS<CENTRED>;
+  const A *dots = static_cast<const A *>(p.dots) + columns.group * MEANS_BWD<CENTRED>;
   const bool writes = p.dx != nullptr, masked = !CENTRED && p.keep != nullptr;
   const bool in_tile = p.group_scaling == IN_TILE;
   const bool scaled = p.group_scaling != NO_GROUPS && columns.valid();
@@ -832,6 +839,8 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 #pragma unroll 1
   for (; rows.iterations > 0; rows.advance()) {
     const A rms_inv = next_rms_inv, mean = next_mean;
+    // Not read a row ahead, to save a register: it came into the first-level cache with the mean.
+    const A rest = CENTRED && scaled && rows.present() ? next_rms_invs[2] : A(0);
     const unsigned keeps = next_keeps;
     next_rms_invs += rows.stride_groups * STATISTICS<CENTRED>;
     next_rms_inv = scaled && rows.present(rows.stride) ? *next_rms_invs : A(1);
@@ -849,7 +858,9 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     });
     pipeline.prefetch(0, tiling, columns, rows);
     pipeline.prefetch(1, tiling, columns, rows);
-    each<N * V>([&](int i) { x_tilde[i] = (CENTRED ? x_tilde[i] - mean : x_tilde[i]) * rms_inv; });
+    each<N * V>([&](int i) {
+      x_tilde[i] = (CENTRED ? x_tilde[i] - mean - rest : x_tilde[i]) * rms_inv;
+    });
     if (keeps) {
       each<N * V>([&](int i) {
         sums[i] += dx_tilde[i] * x_tilde[i];
@@ -876,7 +887,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
         }
       } else {
         const bool given = p.group_scaling == GIVEN && scaled && rows.present();
-        const A *from = dots + rows.row() * tiling.groups * STATISTICS<CENTRED>;
+        const A *from = dots + rows.row() * tiling.groups * MEANS_BWD<CENTRED>;
         dot = given ? from[0] : A(0);
         total = CENTRED && given ? from[1] : A(0);
       }

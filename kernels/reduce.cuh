@@ -27,9 +27,10 @@ template <> struct SumOf<double> {
 };
 template <typename T> using Sum = typename SumOf<T>::Type;
 
-// The numbers that a pass keeps of a row and group for its backward: r, and the mean after it if
-// CENTRED. The backward's means of a group are as many.
-template <bool CENTRED> constexpr int STATISTICS = CENTRED ? 2 : 1;
+// The numbers that a forward keeps of a row and group for its backward, r first, and the means over
+// a group that a backward needs, that of dx~ x~ first.
+template <bool CENTRED> constexpr int STATISTICS = CENTRED ? LAYER_NORM_STATISTICS : 1;
+template <bool CENTRED> constexpr int MEANS_BWD = CENTRED ? LAYER_NORM_MEANS_BWD : 1;
 
 template <typename A> __device__ __forceinline__ A value(const Number &number) {
   return sizeof(A) == sizeof(double) ? A(number.f64) : A(number.f32);
@@ -379,16 +380,17 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
 // r of a group whose mean square plus eps, `square`, is not finite. If the sum of squares
 // overflowed, the result is exact: x and the root of eps are first divided by the largest magnitude
 // of x. If x is not finite, the result is NaN, so that the output shows it and psi^2 keeps its
-// value. LayerNorm takes the squares of the distances to `mean`, which is 0 elsewhere.
+// value. LayerNorm takes the squares of x - mean - rest, and both are 0 elsewhere.
 //
 // Each thread that needs r reads the whole group. That is slow, but no thread waits for another
 // one, and nobody trains on rows of 1e19 and more.
 template <typename T>
 __device__ __forceinline__ Sum<T> rms_inv_of_huge(Sum<T> square, Sum<T> eps, const T *x,
-                                                  const T *residual, Sum<T> mean, int len) {
+                                                  const T *residual, Sum<T> mean, Sum<T> rest,
+                                                  int len) {
   using A = Sum<T>;
   const auto value = [=](int i) {
-    return widen(residual == nullptr ? x[i] : add(x[i], residual[i])) - mean;
+    return widen(residual == nullptr ? x[i] : add(x[i], residual[i])) - mean - rest;
   };
   if (isnan(square)) {
     return square;

@@ -128,7 +128,8 @@ impl PowerNorm {
     ///
     /// # Errors
     ///
-    /// - A configuration is out of range or has `affine: false`, or `bias: false` beside a bias.
+    /// - A configuration is out of range, has `affine: false`, or has `bias: false` although a bias
+    ///   is given.
     /// - A tensor has another shape, dtype or device.
     /// - A number in `running_phi` is negative or not finite. On a GPU the host waits for them.
     ///

@@ -57,7 +57,7 @@ impl ForwardKind {
 )]
 #[non_exhaustive]
 pub enum Recipe {
-    /// The paper's equations, and two guards that keep a bad batch from outliving its step.
+    /// The paper's equations, and two guards that keep ψ² and ν finite whatever batches come.
     ///
     /// - `t ≤ T`: `D = sqrt(ψ_B² + ε)`, `∂L/∂X̃ = (g − Λ X̂)/D`, the exact gradient;
     ///   `ψ² ← ψ²(t−1)/t + ψ_B²/t`.

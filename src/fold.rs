@@ -11,7 +11,7 @@ use candle_nn::Linear;
 impl PowerNorm {
     /// Folds the layer into the linear layer `next`, which reads its output.
     ///
-    /// The result computes what this layer in evaluation followed by `next` computes. In evaluation
+    /// The result computes the same as this layer (in evaluation) followed by `next`. In evaluation
     /// `Y = s ⊙ X̃ + β` with `s = γ / sqrt(ψ² + ε)`, so `W Y + b = W' X̃ + b'` with `W' = W
     /// diag(s)` and `b' = b + W β`. The result reads X̃, which is the output of
     /// [`group_scaling`](Self::group_scaling), or the layer's input without it.
@@ -44,7 +44,7 @@ impl PowerNorm {
     /// use candle_nn::Linear;
     /// use candle_powernorm::PowerNorm;
     ///
-    /// /// `next.forward(&norm.forward(xs)?)` in an inference; fold once, and keep the result.
+    /// /// `next.forward(&norm.forward(xs)?)`, for inference; fold once, and keep the result.
     /// fn folded(norm: &PowerNorm, next: &Linear, xs: &Tensor) -> Result<Tensor> {
     ///     let folded = norm.fold_into(next)?;
     ///     match norm.group_scaling() {
@@ -119,7 +119,7 @@ impl RmsNorm {
     /// use candle_nn::Linear;
     /// use candle_powernorm::RmsNorm;
     ///
-    /// /// `next.forward(&norm.forward(xs)?)` in an inference; fold once, and keep the result.
+    /// /// `next.forward(&norm.forward(xs)?)`, for inference; fold once, and keep the result.
     /// fn folded(norm: &RmsNorm, next: &Linear, xs: &Tensor) -> Result<Tensor> {
     ///     let folded = norm.fold_into(next)?;
     ///     folded.forward(&norm.group_scaling().forward(xs)?)
@@ -164,7 +164,7 @@ impl LayerNorm {
     /// use candle_nn::Linear;
     /// use candle_powernorm::LayerNorm;
     ///
-    /// /// `next.forward(&norm.forward(xs)?)` in an inference; fold once, and keep the result.
+    /// /// `next.forward(&norm.forward(xs)?)`, for inference; fold once, and keep the result.
     /// fn folded(norm: &LayerNorm, next: &Linear, xs: &Tensor) -> Result<Tensor> {
     ///     let folded = norm.fold_into(next)?;
     ///     folded.forward(&norm.without_affine()?.forward(xs)?)

@@ -19,8 +19,8 @@ use candle::{DType, Module, Result, Tensor};
 ///
 /// # Shapes
 ///
-/// Input and output are `[.., C]`, of any rank from 1 and any strides. G divides C. There may be no
-/// rows, but C is at least 1.
+/// Input and output are `[.., C]`, of any rank from 1 and any strides. G divides C. The number of
+/// rows may be 0, but C is at least 1.
 ///
 /// # Dtypes
 ///

@@ -367,8 +367,8 @@ impl PowerNorm {
         self.bias.as_ref()
     }
 
-    /// A copy of ψ², the running mean square of each channel, `[size]`. It has the name of its
-    /// tensor in a checkpoint, which is the released code's.
+    /// A copy of ψ², the running mean square of each channel, `[size]`. The method is named like
+    /// its tensor in a checkpoint, and that name is the released code's.
     ///
     /// # Errors
     ///

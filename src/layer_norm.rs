@@ -64,7 +64,7 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
     layer_norm(size, config, vb)
 }
 
-/// LayerNorm, which trains: subtracts each row's mean, divides by its standard deviation, and
+/// A LayerNorm that trains: subtracts each row's mean, divides by its standard deviation, and
 /// applies a weight and a bias.
 ///
 /// `y = γ ⊙ (x − μ) / sqrt(σ² + ε) + β`, with `μ = mean(x)` and `σ² = mean((x − μ)²)` (Ba, Kiros and
@@ -77,7 +77,8 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 ///
 /// # Shapes
 ///
-/// Input and output are `[.., size]`, of any rank from 1 and any strides. There may be no rows.
+/// Input and output are `[.., size]`, of any rank from 1 and any strides. The number of rows may be
+/// 0.
 ///
 /// # Dtypes
 ///

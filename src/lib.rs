@@ -9,9 +9,9 @@
 //! # LayerNorm and RMSNorm
 //!
 //! In candle 0.11, `RmsNorm`, and `LayerNorm` with a bias, record no backward for contiguous
-//! inputs, so nothing before them trains, and no error says so. To fix a model, import
-//! [`layer_norm`], [`LayerNorm`], [`rms_norm`] and [`RmsNorm`] from this crate. Calls, checkpoints
-//! and results stay the same:
+//! inputs, so parameters that reach the loss only through such a layer do not train, and no error
+//! says so. To fix a model, import [`layer_norm`], [`LayerNorm`], [`rms_norm`] and [`RmsNorm`] from
+//! this crate. Calls, checkpoints and results stay the same:
 //!
 //! ```
 //! use candle::{DType, Device, Module, Result, Tensor};

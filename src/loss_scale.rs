@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The loss scale of a training in half precision, shared with the PowerNorm layers.
+/// The loss scale of a training run in half precision, shared with the PowerNorm layers.
 ///
 /// Training in `F16` multiplies the loss by a large number S, so that small gradients do not
 /// vanish, and changes S now and then. ν averages gradients over many steps, so without a

@@ -117,8 +117,8 @@ impl Mode {
     /// Recomputes ψ² of every layer that follows this switch, from the batches that the model gets
     /// until the guard is dropped.
     ///
-    /// Use it where ψ² no longer fits the weights: after checkpoints were averaged or edited, or
-    /// for data of another kind.
+    /// Use it when ψ² no longer fits the weights: after checkpoints were averaged or edited, or for
+    /// a different kind of data.
     ///
     /// ψ² becomes the mean of ψ_B² over the batches, each of which is normalized by its own ψ_B².
     /// Every batch counts the same, so use batches of one size. ν, t and the weights stay.

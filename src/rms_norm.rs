@@ -32,7 +32,8 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 ///
 /// # Shapes
 ///
-/// Input and output are `[.., size]`, of any rank from 1 and any strides. There may be no rows.
+/// Input and output are `[.., size]`, of any rank from 1 and any strides. The number of rows may be
+/// 0.
 ///
 /// # Dtypes
 ///

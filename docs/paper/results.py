@@ -522,7 +522,7 @@ def MOVED_LOWER():
     if not found:
         return "A lower one might suit them better."
     costs = enumerated(f"{change} ({own})" for own, change in found.items())
-    return f"At 2e-4, which only the controls were tried at, their test losses change by {costs}."
+    return f"At 2e-4, tried with the controls of seed 2 alone, the test losses differ from those at 4e-4 by {costs}."
 
 
 def ONE_BUILD_SHORT():

@@ -45,6 +45,7 @@ macro_rules! cases {
             rms_norm_is_candle_s,
             layer_norm_is_the_oracle_of_centred_rows,
             layer_norm_keeps_its_precision_beside_a_large_mean,
+            layer_norm_of_a_mean_that_f32_cannot_hold,
             layer_norm_of_rows_of_any_magnitude,
             a_residual_is_an_addition_and_a_forward,
             a_sum_by_itself_does_not_reach_the_parameters,
@@ -994,23 +995,58 @@ pub fn layer_norm_is_the_oracle_of_centred_rows(device: &Device) -> Result<()> {
 }
 
 /// Rows whose mean is 1e4 times their deviation. The mean of such a row is rounded by a thousandth
-/// of its deviation in f32, and the variance is no difference of large squares.
+/// of its deviation in f32, and the variance is no difference of large squares. Outputs and
+/// gradients are as near to those in f64 as without a mean, also where a row is wider than a block
+/// of a GPU.
 pub fn layer_norm_keeps_its_precision_beside_a_large_mean(device: &Device) -> Result<()> {
-    for cols in thinned([3, 64, 100, 1000, 4096]) {
+    for cols in thinned([3, 64, 100, 1000, 4096, 8200]) {
         let mut data = Data::on(device, 54);
         let values = data.normal(20 * cols);
         let values: Vec<f64> = values.iter().map(|x| f64::from((1e4 + x) as f32)).collect();
-        let xs = data.tensor(&values, &[20, cols], DType::F32);
-        let ones = Tensor::ones(cols, DType::F32, device)?;
-        let y = LayerNorm::new_no_bias(ones, 1e-5).forward(&xs)?;
-        let expected: Vec<f64> = centred(&values, cols)
-            .chunks(cols)
-            .flat_map(|row| {
-                let variance = row.iter().map(|x| x * x).sum::<f64>() / cols as f64;
-                row.iter().map(move |x| x / (variance + 1e-5).sqrt())
-            })
-            .collect();
-        assert_relative(&format!("{cols} channels"), &y, &expected, 2e-6);
+        let dy = data.normal(20 * cols);
+        let dy = data.tensor(&dy, &[20, cols], DType::F32);
+        let pass = |dtype| -> Result<[Tensor; 3]> {
+            let xs = Var::from_tensor(&tensor(&values, &[20, cols], dtype).to_device(device)?)?;
+            let weight = Var::ones(cols, dtype, device)?;
+            let y = LayerNorm::new_no_bias(weight.as_tensor().clone(), 1e-5).forward(&xs)?;
+            let grads = backward(&y, &dy.to_dtype(dtype)?);
+            let of = |var| grads.get(var).unwrap().clone();
+            Ok([y.clone(), of(&xs), of(&weight)])
+        };
+        let (ours, exact) = (pass(DType::F32)?, pass(DType::F64)?);
+        for (name, (ours, exact)) in ["y", "dx", "dweight"].iter().zip(ours.iter().zip(&exact)) {
+            let what = format!("{name} of {cols} channels");
+            assert_relative(&what, ours, &to_f64(exact), 4e-6);
+        }
+    }
+    Ok(())
+}
+
+/// f32 holds every value of these rows, and not their mean. Outputs and gradients are those of the
+/// same rows around 0.
+pub fn layer_norm_of_a_mean_that_f32_cannot_hold(device: &Device) -> Result<()> {
+    // The second row is wider than a block of a GPU.
+    for (cols, mean, relative) in [(3, 16_777_216., 1e-5), (9000, 1_048_576., 1e-4)] {
+        let pass = |mean: f64| -> Result<[Tensor; 3]> {
+            let values: Vec<f64> = (0..cols)
+                .map(|i| mean + f64::from(i % 3 > 0) * 2.)
+                .collect();
+            let dy: Vec<f64> = (0..cols).map(|i| [0.5, 4., -2.][i % 3]).collect();
+            let on_device =
+                |values: &[f64]| tensor(values, &[1, cols], DType::F32).to_device(device);
+            let xs = Var::from_tensor(&on_device(&values)?)?;
+            let weight: Vec<f64> = (0..cols).map(|i| [1., 2., 3.][i % 3]).collect();
+            let weight = Var::from_tensor(&on_device(&weight)?.flatten_all()?)?;
+            let y = LayerNorm::new_no_bias(weight.as_tensor().clone(), 1e-20).forward(&xs)?;
+            let grads = backward(&y, &on_device(&dy)?);
+            let of = |var| grads.get(var).unwrap().clone();
+            Ok([y.clone(), of(&xs), of(&weight)])
+        };
+        let (far, near) = (pass(mean)?, pass(0.)?);
+        for (name, (far, near)) in ["y", "dx", "dweight"].iter().zip(far.iter().zip(&near)) {
+            let what = format!("{name} of {cols} channels");
+            assert_relative(&what, far, &to_f64(near), relative);
+        }
     }
     Ok(())
 }

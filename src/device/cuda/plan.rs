@@ -73,9 +73,10 @@
 
 use super::params::{
     Address, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS, GroupDots, GroupRmsInv,
-    GroupRmsOrigin, HELD_PIECES_BWD, HELD_VALUES, Kernel, LayerNorm, LayerNormBwd, LayerNormDots,
-    LayerNormStatistics, MAX_STAGES, Normalize, NormalizeBwd, PIECE_BYTES, ROW_THREADS,
-    SumPartials, Tiling, UpdateNu, UpdatePhi, WARP, lane_coefficients, padded_sums, when,
+    GroupRmsOrigin, HELD_PIECES_BWD, HELD_VALUES, Kernel, LAYER_NORM_MEANS_BWD,
+    LAYER_NORM_STATISTICS, LayerNorm, LayerNormBwd, LayerNormDots, LayerNormStatistics, MAX_STAGES,
+    Normalize, NormalizeBwd, PIECE_BYTES, ROW_THREADS, SumPartials, Tiling, UpdateNu, UpdatePhi,
+    WARP, lane_coefficients, padded_sums, when,
 };
 use crate::config::{ForwardKind, Recipe};
 use crate::device::sums_dtype;
@@ -595,8 +596,8 @@ pub struct SavedLayout {
     pub batch_phi: Address,
     /// The number of rows that Γ and Λ are means over.
     pub count: Address,
-    /// r of each row and group, and after each r the mean in a pass of LayerNorm. Exists with group
-    /// scaling.
+    /// r of each row and group, and after each r the two means in a pass of LayerNorm. Exists with
+    /// group scaling.
     pub group_rms_inv: Address,
     /// Kept rows of each chunk. Exists with a mask, in training.
     pub kept: Address,
@@ -695,7 +696,10 @@ impl LaunchPlan {
         let gamma = parts.take(trains, row);
         let batch_phi = parts.take(trains, row);
         let count = parts.take(trains, self.sum_bytes());
-        let group_rms_inv = parts.take(self.extent.groups.is_some(), self.group_bytes());
+        let group_rms_inv = parts.take(
+            self.extent.groups.is_some(),
+            self.group_bytes(LAYER_NORM_STATISTICS),
+        );
         // The backward has chunks of its own, and does not have these parts.
         let kept = parts.take(sums && self.masked, chunks * size_of::<i64>() as u64);
         let partials = parts.take(sums, chunks * row);
@@ -719,7 +723,10 @@ impl LaunchPlan {
         let mut parts = Parts { next: start };
         let lambda = parts.take(true, row);
         let partials = parts.take(true, 2 * chunks * row);
-        let dots = parts.take(self.has_wide_groups(), self.group_bytes());
+        let dots = parts.take(
+            self.has_wide_groups(),
+            self.group_bytes(LAYER_NORM_MEANS_BWD),
+        );
         Workspace {
             lambda,
             partials,
@@ -733,9 +740,13 @@ impl LaunchPlan {
         self.extent.cols as u64 * self.sum_bytes()
     }
 
-    /// Bytes of what a pass keeps of each row and group: a number, or LayerNorm's two.
-    fn group_bytes(&self) -> u64 {
-        let numbers = if self.extent.centred { 2 } else { 1 };
+    /// Bytes of a number for each row and group, or in a pass of LayerNorm of `of_layer_norm`.
+    fn group_bytes(&self, of_layer_norm: usize) -> u64 {
+        let numbers = if self.extent.centred {
+            of_layer_norm
+        } else {
+            1
+        };
         (self.extent.groups.unwrap_or(0) * self.extent.rows * numbers) as u64 * self.sum_bytes()
     }
 
