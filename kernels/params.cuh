@@ -73,8 +73,8 @@ struct Vector {
 };
 
 // A number in both dtypes of the sums. A kernel that converted it would do so each time it is used,
-// because ptxas would not keep the result in a register, and the GPUs with the fewest units of double
-// precision convert two numbers a cycle and SM.
+// because ptxas would not keep the result in a register, and the GPUs with the fewest units of
+// double precision convert two numbers a cycle and SM.
 struct Number {
   double f64;
   float f32;
@@ -122,8 +122,8 @@ struct NormalizeParams {
   const uint8_t *keep;  // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;        // null: 1
   Vector bias;          // null: 0
-  Vector phi;           // D^2 - eps; null: 1/D is read from inv_rms or, without that, is 1
-  void *inv_rms;        // [cols] A, 1/D: written if phi is given, else read; or null
+  Vector phi;           // D^2 - eps; null: 1/D is read from inv_d or, without that, is 1
+  void *inv_d;          // [cols] A, 1/D: written if phi is given, else read; or null
   void *group_rms_inv;  // [rows, groups] A, r: read if GIVEN, else written; or null
   void *partials;       // [chunks, cols] A, sums of x~^2 over kept rows, written; or null
   int64_t *kept;        // [chunks], numbers of kept rows, written; or null
@@ -159,7 +159,7 @@ struct UpdatePhiParams {
   int64_t chunks;
   Vector phi;       // psi^2 before the step; written if `cumulative` or `moving`
   void *batch_phi;  // [cols] A, written
-  void *inv_rms;    // [cols] A, 1/D: written if `by_batch`, else read
+  void *inv_d;      // [cols] A, 1/D: written if `by_batch`, else read
   void *gamma;      // [cols] A, written
   void *count;      // [1] A, the number of rows that Gamma and Lambda are means over, or 0 if no
                     // row is kept; written
@@ -185,7 +185,7 @@ struct NormalizeBwdParams {
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1
   Vector correction;   // nu or Lambda, divided by correction_scale; null: 0
-  const void *inv_rms; // [cols] A, 1/D of the forward; null: 1
+  const void *inv_d;   // [cols] A, 1/D of the forward; null: 1
   const void *batch_phi; // [cols] A: dx is divided by sqrt(batch_phi + eps); null: by D
   const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply;
                          // null: they apply
@@ -207,7 +207,7 @@ struct UpdateNuParams {
   int64_t cols;
   int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1
-  const void *inv_rms; // [cols] A, 1/D; null: 1
+  const void *inv_d;   // [cols] A, 1/D; null: 1
   const void *gamma;   // [cols] A
   const void *count;   // [1] A; null or 0: the forward was an evaluation
   void *lambda;        // [cols] A, written; or null

@@ -1,7 +1,7 @@
-// The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them. The
-// passes over rows are LayerNorm's too: a template argument CENTRED, true for its entry points, has
-// a pass subtract each row's mean first. A group is then a whole row and D is 1, and there is no
-// residual, no mask and no statistic of columns.
+// The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
+// The passes over rows are LayerNorm's too: a template argument CENTRED, true for its entry points,
+// has a pass subtract each row's mean first. A group is then a whole row and D is 1, and there is
+// no residual, no mask and no statistic of columns.
 //
 // Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. All
 // arrays are packed. T is the dtype of the input, and A the dtype of the sums. kernels/params.cuh
@@ -159,9 +159,9 @@ template <typename T, int N> struct Shared {
 // itself, so it waits for its own copies and for no barrier. Without a ring, a thread loads its
 // next row into registers.
 //
-// Threads of several pieces always have a ring, except before compute capability 8.0. A test in each
-// row would cost them a fifth more instructions. Threads of one piece do test: they have no ring if
-// pieces are not whole.
+// Threads of several pieces always have a ring, except before compute capability 8.0. A test in
+// each row would cost them a fifth more instructions. Threads of one piece do test: they have no
+// ring if pieces are not whole.
 template <typename T, int N, int ARRAYS> struct RowPipeline {
   const T *from;        // this thread's first piece, in the row of the first array to prefetch
   int64_t gaps[ARRAYS]; // bytes from there to the other arrays, which take fewer registers than
@@ -299,8 +299,8 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
   });
 }
 
-// group_rms_inv: r of each row and group, and before it the group's two means if CENTRED, for groups
-//        wider than a block.
+// group_rms_inv: r of each row and group, and before it the group's two means if CENTRED, for
+//        groups wider than a block.
 // Determinism: bitwise, fixed order.
 // Reads  x, residual [rows, cols] T; residual unless null.
 // Writes group_rms_inv[rows, groups] A (STATISTICS of each); stream[rows, cols] T unless null;
@@ -377,9 +377,9 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 // normalize: y = x~ * weight/D + bias (Eq. 8, 9), and in one pass with it the sums of psi_B^2 (Alg.
 //        2).
 // Determinism: bitwise.
-// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_rms [cols];
+// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_d [cols];
 //        group_rms_inv[rows, groups] A if GIVEN (STATISTICS of each, each time).
-// Writes y, stream [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_rms[cols] A if
+// Writes y, stream [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_d[cols] A if
 //        phi is given, group_rms_inv[rows, groups] A unless GIVEN; each unless null, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first
 //        without y, and as much again with a residual.
@@ -412,7 +412,8 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows,
                                 offset);
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
-  const A eps = value<A>(p.eps), group_eps = value<A>(p.group_eps), inv_len = A(1) / A(tiling.group_len);
+  const A eps = value<A>(p.eps), group_eps = value<A>(p.group_eps);
+  const A inv_len = A(1) / A(tiling.group_len);
 
   // y = scale x~ + bias.
   fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
@@ -427,12 +428,12 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       load_run(p.phi, col, count, scale);
       each<V>([&](int v) {
         scale[v] = inverse_rms(scale[v] + eps);
-        if (p.inv_rms != nullptr && blockIdx.y == 0 && v < count) {
-          static_cast<A *>(p.inv_rms)[col + v] = scale[v];
+        if (p.inv_d != nullptr && blockIdx.y == 0 && v < count) {
+          static_cast<A *>(p.inv_d)[col + v] = scale[v];
         }
       });
     } else {
-      load_run<A>(p.inv_rms, col, count, scale);
+      load_run<A>(p.inv_d, col, count, scale);
     }
     each<V>([&](int v) { scale[v] *= weight[v]; });
   });
@@ -615,8 +616,8 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
 // update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).
 // Determinism: bitwise.
 // Reads  totals, all_totals [cols + 1] f64; or partials, all_partials [chunks, cols] A,
-//        kept[chunks] i64. phi[cols], inv_rms[cols] A.
-// Writes batch_phi[cols], gamma[cols], count[1] A; inv_rms[cols] A if by_batch; phi[cols] if
+//        kept[chunks] i64. phi[cols], inv_d[cols] A.
+// Writes batch_phi[cols], gamma[cols], count[1] A; inv_d[cols] A if by_batch; phi[cols] if
 //        cumulative or moving; overwrites.
 // Bytes  chunks*cols*sizeof(A), twice with all_partials.
 // Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
@@ -659,15 +660,15 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   }
   const A old = load<A>(p.phi, col);
   const A batch = kept == 0 ? old : sum / A(kept);
-  A inv_rms;
+  A inv_d;
   if (p.by_batch) {
-    inv_rms = inverse_rms(batch + value<A>(p.eps));
-    static_cast<A *>(p.inv_rms)[col] = inv_rms;
+    inv_d = inverse_rms(batch + value<A>(p.eps));
+    static_cast<A *>(p.inv_d)[col] = inv_d;
   } else {
-    inv_rms = static_cast<const A *>(p.inv_rms)[col];
+    inv_d = static_cast<const A *>(p.inv_d)[col];
   }
   static_cast<A *>(p.batch_phi)[col] = batch;
-  static_cast<A *>(p.gamma)[col] = kept == 0 ? A(0) : square / A(count) * inv_rms * inv_rms;
+  static_cast<A *>(p.gamma)[col] = kept == 0 ? A(0) : square / A(count) * inv_d * inv_d;
   if ((p.cumulative || p.moving) && kept != 0) {
     A next = old;
     if (p.cumulative) {
@@ -688,21 +689,21 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
 template <typename A, int V>
 __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
                                           int count, A (&gain)[V], A (&decay)[V]) {
-  A inv_rms[V], weight[V], correction[V] = {};
-  each<V>([&](int v) { inv_rms[v] = weight[v] = 1; });
-  load_run<A>(p.inv_rms, col, count, inv_rms);
+  A inv_d[V], weight[V], correction[V] = {};
+  each<V>([&](int v) { inv_d[v] = weight[v] = 1; });
+  load_run<A>(p.inv_d, col, count, inv_d);
   load_run(p.weight, col, count, weight);
   if (trained) {
     load_run(p.correction, col, count, correction);
   }
-  each<V>([&](int v) { gain[v] = inv_rms[v]; });
+  each<V>([&](int v) { gain[v] = inv_d[v]; });
   if (trained && p.batch_phi != nullptr) {
     load_run<A>(p.batch_phi, col, count, gain);
     each<V>([&](int v) { gain[v] = inverse_rms(gain[v] + value<A>(p.eps)); });
   }
   const A correction_scale = value<A>(p.correction_scale);
   each<V>([&](int v) {
-    decay[v] = correction[v] * correction_scale * gain[v] * inv_rms[v];
+    decay[v] = correction[v] * correction_scale * gain[v] * inv_d[v];
     gain[v] *= weight[v];
   });
 }
@@ -715,7 +716,7 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
 // group_dots: the mean of dx~ x~ over each row and group, and after it the mean of dx~ if CENTRED,
 //        for groups wider than a block.
 // Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups] A, weight, correction, inv_rms,
+// Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups] A, weight, correction, inv_d,
 //        batch_phi [cols], count[1] A.
 // Writes dots[rows, groups] A, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + 2*rows*groups*sizeof(A).
@@ -777,7 +778,7 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
 //        Lambda. If CENTRED, dx = r (dx~ - mean(dx~) - x~ mean(dx~ x~)).
 // Determinism: bitwise.
 // Reads  x, dy [rows, cols] T, keep[rows] u8, group_rms_inv[rows, groups] A unless NO_GROUPS,
-//        dots[rows, groups] A if GIVEN, weight, correction, inv_rms, batch_phi [cols], count[1] A.
+//        dots[rows, groups] A if GIVEN, weight, correction, inv_d, batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each unless null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the
 //        first without dx.
@@ -785,7 +786,7 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: as in normalize.
 // Requires rows >= 1, cols >= 1, packed rows, x, dy, dx, partials 16-byte aligned if
-//        vectorized; inv_rms, group_rms_inv, count by the forward; blocks as for `normalize`.
+//        vectorized; inv_d, group_rms_inv, count by the forward; blocks as for `normalize`.
 // Launcher: plan.rs::rows_launch.
 template <typename T, int N, bool CENTRED = false>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
@@ -918,7 +919,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 
 // update_nu: dweight, dbias, Lambda, and the step of nu (Eq. 13 over 1-alpha_b, guarded).
 // Determinism: bitwise.
-// Reads  partials[chunks, 2, cols] A, totals[cols] f64, weight, inv_rms, gamma [cols], count[1] A,
+// Reads  partials[chunks, 2, cols] A, totals[cols] f64, weight, inv_d, gamma [cols], count[1] A,
 //        ema_gz[cols].
 // Writes dweight[cols], dbias[cols], lambda[cols] A, ema_gz[cols]; each only where not null,
 //        overwrites.
@@ -938,9 +939,9 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   if (threadIdx.y != 0 || !valid) {
     return;
   }
-  const A inv_rms = p.inv_rms == nullptr ? A(1) : static_cast<const A *>(p.inv_rms)[col];
+  const A inv_d = p.inv_d == nullptr ? A(1) : static_cast<const A *>(p.inv_d)[col];
   // The gradients of the parameters are this process's part. Lambda is of the whole batch.
-  const A dweight = dy_x * inv_rms;
+  const A dweight = dy_x * inv_d;
   if (p.dweight.data != nullptr) {
     store(p.dweight, col, dweight);
   }
@@ -950,7 +951,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   const bool trained = p.count != nullptr && has_rows<A>(p.count);
   A lambda = 0;
   if (trained) {
-    lambda = p.totals == nullptr ? dweight : static_cast<A>(p.totals[col]) * inv_rms;
+    lambda = p.totals == nullptr ? dweight : static_cast<A>(p.totals[col]) * inv_d;
     if (p.weight.data != nullptr) {
       lambda *= load<A>(p.weight, col);
     }

@@ -324,8 +324,8 @@ __device__ __forceinline__ void sync_row() {
 }
 
 // Sums over the lanes of a row of threads, one sum for each call of `of`, with one barrier of that
-// row each. There are two buffers, used alternately, because a warp may begin the next sum while another warp
-// still reads this one.
+// row each. There are two buffers, used alternately, because a warp may begin the next sum while
+// another warp still reads this one.
 template <typename A> struct LaneSum {
   A *place;  // of this lane, in the buffer of the next sum
   int other; // values from there to the other buffer

@@ -129,7 +129,7 @@ impl PowerNorm {
     /// # Errors
     ///
     /// - A configuration is out of range, has `affine: false`, or has `bias: false` although a bias
-    ///   is given.
+    ///   is given. The weight or bias is the same variable as `running_phi`.
     /// - A tensor has another shape, dtype or device.
     /// - A number in `running_phi` is negative or not finite. On a GPU the host waits for them.
     ///

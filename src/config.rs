@@ -256,8 +256,8 @@ impl Recipe {
         self == Self::Fairseq
     }
 
-    /// The input's gradient is exact, as in PN-V, after a forward of this kind with a kept row. Such
-    /// a gradient takes Λ of the whole batch before any row of it can be computed.
+    /// The input's gradient is exact, as in PN-V, after a forward of this kind with a kept row.
+    /// Such a gradient takes Λ of the whole batch before any row of it can be computed.
     pub(crate) fn is_exact(self, kind: ForwardKind) -> bool {
         self == Self::Paper && kind == ForwardKind::BatchStatistic
     }

@@ -81,10 +81,10 @@ impl PowerNorm {
         let phi = to_f64(&self.running_phi()?)?;
         let square = (phi + self.config().eps)?;
         // NaN where ψ² is infinite, as in an evaluation.
-        let inv_rms = (square.sqrt()?.recip()? + (square * 0.)?)?;
+        let inv_d = (square.sqrt()?.recip()? + (square * 0.)?)?;
         match self.weight() {
-            Some(weight) => to_f64(weight)? * inv_rms,
-            None => Ok(inv_rms),
+            Some(weight) => to_f64(weight)? * inv_d,
+            None => Ok(inv_d),
         }
     }
 }
@@ -92,9 +92,9 @@ impl PowerNorm {
 impl RmsNorm {
     /// Folds the weight into the linear layer `next`, which reads this layer's output.
     ///
-    /// `W (γ ⊙ X̃) + b = W' X̃ + b` with `W' = W diag(γ)`. The result reads X̃, which is the output of
-    /// [`group_scaling`](Self::group_scaling): each row divided by its root mean square, which no
-    /// linear layer does. So a folded RMSNorm loses its multiplication, and nothing else.
+    /// `W (γ ⊙ X̃) + b = W' X̃ + b` with `W' = W diag(γ)`. The result reads X̃, which is the output
+    /// of [`group_scaling`](Self::group_scaling): each row divided by its root mean square, which
+    /// no linear layer does. So a folded RMSNorm loses its multiplication, and nothing else.
     ///
     /// # Shapes and dtypes
     ///
@@ -142,8 +142,8 @@ impl RmsNorm {
 impl LayerNorm {
     /// Folds weight and bias into the linear layer `next`, which reads this layer's output.
     ///
-    /// `W (γ ⊙ X̂ + β) + b = W' X̂ + b'` with `W' = W diag(γ)` and `b' = b + W β`. The result reads X̂,
-    /// which is the output of [`without_affine`](Self::without_affine).
+    /// `W (γ ⊙ X̂ + β) + b = W' X̂ + b'` with `W' = W diag(γ)` and `b' = b + W β`. The result reads
+    /// X̂, which is the output of [`without_affine`](Self::without_affine).
     ///
     /// # Shapes and dtypes
     ///

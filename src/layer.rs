@@ -142,6 +142,12 @@ impl PowerNorm {
             if let Some(parameter) = parameter {
                 same_device(name, parameter, state.device())?;
                 state_dtype(name, parameter.dtype())?;
+                if state.owns(parameter) {
+                    candle::bail!(
+                        "power_norm: expected {name} apart from the statistics, got their \
+                         variable: a training step would overwrite it, so give it one of its own"
+                    )
+                }
             }
         }
         if let (Some(weight), Some(bias)) = (&weight, &bias) {

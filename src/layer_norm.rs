@@ -15,8 +15,8 @@ use candle_nn::{LayerNormConfig, VarBuilder};
 /// candle's `layer_norm`.
 ///
 /// `config` is ε or a [`LayerNormConfig`]. The tensors are `weight` or `gamma` (γ) and, if
-/// `config.affine`, `bias` or `beta` (β), each `[size]` and of the builder's dtype. Fresh ones are 1
-/// and 0.
+/// `config.affine`, `bias` or `beta` (β), each `[size]` and of the builder's dtype. Fresh ones are
+/// 1 and 0.
 ///
 /// # Errors
 ///
@@ -67,10 +67,10 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 /// A LayerNorm that trains: subtracts each row's mean, divides by its standard deviation, and
 /// applies a weight and a bias.
 ///
-/// `y = γ ⊙ (x − μ) / sqrt(σ² + ε) + β`, with `μ = mean(x)` and `σ² = mean((x − μ)²)` (Ba, Kiros and
-/// Hinton, "Layer Normalization", 2016). candle's `LayerNorm` computes the same, but with a bias it
-/// records no backward for contiguous inputs. This one has a fused forward and a fused backward. It
-/// has no state, and is the same in training and evaluation.
+/// `y = γ ⊙ (x − μ) / sqrt(σ² + ε) + β`, with `μ = mean(x)` and `σ² = mean((x − μ)²)` (Ba, Kiros
+/// and Hinton, "Layer Normalization", 2016). candle's `LayerNorm` computes the same, but with a
+/// bias it records no backward for contiguous inputs. This one has a fused forward and a fused
+/// backward. It has no state, and is the same in training and evaluation.
 ///
 /// Its functions, constructors and accessors are those of candle's `LayerNorm`, so in a model of
 /// candle's a changed import is the whole change.
@@ -85,7 +85,8 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 /// Inputs are `F32`, `F64`, `F16` or `BF16`, and outputs have the input's dtype. Weight and bias
 /// have the input's dtype or `F32`. Sums are taken in `F32` (`F64` for `F64` inputs), and results
 /// are rounded once on store. The variance is the mean of the squares of centred values, so a large
-/// mean does not swamp it. Rows whose squares overflow the dtype of the sums work too.
+/// mean does not swamp it. Rows whose squares overflow the dtype of the sums work too, as long as
+/// the distances to the mean fit it.
 ///
 /// # Gradients
 ///

@@ -20,13 +20,13 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
     let x = stream.as_ref().unwrap_or(&pass.x);
     let sum = stream.as_ref().map(storage).transpose()?;
     let rows = Rows::new(x, pass, pass.keep.as_ref())?;
-    let running_inv_rms = match &pass.phi {
+    let running_inv_d = match &pass.phi {
         Some(phi) => inverse_root(&rows.channels(phi)?, pass.settings.eps)?,
         None => Tensor::ones(rows.cols(), rows.x_tilde.dtype(), rows.x_tilde.device())?,
     };
 
     let mut forwarded = Forwarded {
-        inv_rms: running_inv_rms,
+        inv_d: running_inv_d,
         batch: None,
     };
 
@@ -34,7 +34,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
     // after the sums.
     let by_batch = pass.kind == ForwardKind::BatchStatistic;
     let mut y = match by_batch {
-        false => Some(rows.output(pass, &forwarded.inv_rms)?),
+        false => Some(rows.output(pass, &forwarded.inv_d)?),
         true => None,
     };
     let sums = match pass.kind.is_training() {
@@ -49,15 +49,15 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
             Some(phi) => has_rows.where_cond(&batch_phi, &rows.channels(phi)?)?,
             None => batch_phi,
         };
-        let batch_inv_rms = inverse_root(&batch_phi, pass.settings.eps)?;
+        let batch_inv_d = inverse_root(&batch_phi, pass.settings.eps)?;
         if by_batch {
-            forwarded.inv_rms = batch_inv_rms.clone();
-            y = Some(rows.output(pass, &forwarded.inv_rms)?);
+            forwarded.inv_d = batch_inv_d.clone();
+            y = Some(rows.output(pass, &forwarded.inv_d)?);
         }
         let gamma = all.squares.broadcast_div(&all.rows)?;
-        let gamma = ((gamma * &forwarded.inv_rms)? * &forwarded.inv_rms)?;
+        let gamma = ((gamma * &forwarded.inv_d)? * &forwarded.inv_d)?;
         let batch = BatchStatistics {
-            inv_rms: batch_inv_rms,
+            inv_d: batch_inv_d,
             gamma: has_rows.where_cond(&gamma, &gamma.zeros_like()?)?,
             rows: all.rows,
             has_rows,
@@ -68,7 +68,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
     let y = match y {
         Some(y) => y,
         // There is no row at all.
-        None => rows.output(pass, &forwarded.inv_rms)?,
+        None => rows.output(pass, &forwarded.inv_d)?,
     };
     Ok((Box::new(forwarded), Outputs { y, stream: sum }))
 }
@@ -76,7 +76,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
 /// Kept from a forward for its backward.
 struct Forwarded {
     /// 1/D, `[C]`.
-    inv_rms: Tensor,
+    inv_d: Tensor,
     /// The batch's statistics in a training step.
     batch: Option<BatchStatistics>,
 }
@@ -84,7 +84,7 @@ struct Forwarded {
 /// The statistics of a batch, over the rows of all ranks.
 struct BatchStatistics {
     /// 1/sqrt(ψ_B² + ε), `[C]`.
-    inv_rms: Tensor,
+    inv_d: Tensor,
     /// Γ, the mean of X̂², `[C]`.
     gamma: Tensor,
     /// The rows that Γ and Λ are means over, `[1]`.
@@ -120,7 +120,7 @@ impl Saved for Forwarded {
             None => Ok(None),
         };
         let dweight = match &dy_x {
-            Some(dy_x) if wanted.weight => like(&pass.weight, (dy_x * &self.inv_rms)?)?,
+            Some(dy_x) if wanted.weight => like(&pass.weight, (dy_x * &self.inv_d)?)?,
             _ => None,
         };
         let dbias = match wanted.bias {
@@ -146,7 +146,7 @@ impl Saved for Forwarded {
                 let sums = to_host(dy_x)?;
                 global = rows.read_sums(&env.exchange(sums)?)?;
             }
-            let mut lambda = (global * &self.inv_rms)?;
+            let mut lambda = (global * &self.inv_d)?;
             if let Some(weight) = &weight {
                 lambda = (lambda * weight)?;
             }
@@ -182,8 +182,8 @@ impl Forwarded {
         correction: Option<Tensor>,
     ) -> Result<Tensor> {
         let divisor = match &self.batch {
-            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_rms,
-            _ => &self.inv_rms,
+            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_d,
+            _ => &self.inv_d,
         };
         let gain = match weight {
             Some(weight) => (divisor * weight)?,
@@ -193,7 +193,7 @@ impl Forwarded {
         if let (Some(batch), Some(correction)) = (&self.batch, correction) {
             // Without a kept row the forward was an evaluation.
             let correction = (batch.has_rows).where_cond(&correction, &correction.zeros_like()?)?;
-            let decay = ((correction * divisor)? * &self.inv_rms)?;
+            let decay = ((correction * divisor)? * &self.inv_d)?;
             dx_tilde = (dx_tilde - rows.x_tilde.broadcast_mul(&decay)?)?;
         }
         shaped(
@@ -389,8 +389,8 @@ impl Rows {
     }
 
     /// `Y = γ ⊙ X̃/D + β`, in the shape and dtype of the input.
-    fn output(&self, pass: &Pass, inv_rms: &Tensor) -> Result<Storage> {
-        let mut y = self.x_tilde.broadcast_mul(inv_rms)?;
+    fn output(&self, pass: &Pass, inv_d: &Tensor) -> Result<Storage> {
+        let mut y = self.x_tilde.broadcast_mul(inv_d)?;
         if let Some(weight) = &pass.weight {
             y = y.broadcast_mul(&self.channels(weight)?)?;
         }

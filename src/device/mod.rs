@@ -19,8 +19,8 @@
 //! 3. moves ν ([`Env::move_nu`]), and makes the gradients of weight and bias;
 //! 4. writes the input's gradient, if it is exact.
 //!
-//! Operations that can fail come first: an NVIDIA GPU allocates and loads all that a call needs before its
-//! first launch. A call that fails before it has moved ψ² or ν has changed nothing.
+//! Operations that can fail come first: an NVIDIA GPU allocates and loads all that a call needs
+//! before its first launch. A call that fails before it has moved ψ² or ν has changed nothing.
 //!
 //! A device works on storage and numbers. Ranks and the layer's state stay behind [`Env`], which
 //! lends the variables of ψ² and ν for an update.

@@ -87,8 +87,8 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     ///
     /// Whatever the engine reports. If an engine cannot sum, or if ranks that call their layers in
-    /// different orders bring different shapes, it should fail on every rank: an error on one rank
-    /// leaves the others waiting.
+    /// different orders bring different shapes, it should fail on every rank. An error on one rank
+    /// leaves the others waiting, and the ranks cannot go on from it: rebuild the layers.
     fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor>;
 }
 

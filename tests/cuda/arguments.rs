@@ -438,20 +438,20 @@ impl Terms {
         for c in 0..cols {
             let batch_phi = column(c, &keeps, &|k| x_tilde(k).powi(2)) / kept as f64;
             let inv = |phi: f64| (phi + config.eps).sqrt().recip();
-            let inv_rms = inv(match trained && by_batch {
+            let inv_d = inv(match trained && by_batch {
                 true => batch_phi,
                 false => phi[c],
             });
             let divisor = match trained && !paper {
                 true => inv(batch_phi),
-                false => inv_rms,
+                false => inv_d,
             };
             // Terms of random sign add up to the root of their squares.
             let root_sum = |term: &dyn Fn(usize) -> f64| {
                 let squares = column(c, &counts, &|k| term(k).powi(2));
                 column(c, &counts, term).abs() + squares.sqrt()
             };
-            terms.dweight[c] = root_sum(&|k| dy[k] * x[k] * factors[k / group_len] * inv_rms);
+            terms.dweight[c] = root_sum(&|k| dy[k] * x[k] * factors[k / group_len] * inv_d);
             terms.dbias[c] = root_sum(&|k| dy[k]);
             let lambda = (weight[c] * terms.dweight[c]).abs() / counted as f64;
             let nu = beta * ema_gz[c].abs() * loss_scale;
@@ -461,19 +461,18 @@ impl Terms {
                 false => 0.,
             };
             if trained {
-                let gamma =
-                    column(c, &counts, &|k| (x_tilde(k) * inv_rms).powi(2)) / counted as f64;
+                let gamma = column(c, &counts, &|k| (x_tilde(k) * inv_d).powi(2)) / counted as f64;
                 terms.running_phi[c] += batch_phi;
                 let step = (1. + beta * gamma) * ema_gz[c].abs() + lambda / loss_scale;
                 terms.nu[c] = beta * step;
             }
             for row in 0..rows {
                 let k = row * cols + c;
-                let y = x_tilde(k) * inv_rms * weight[c].abs();
+                let y = x_tilde(k) * inv_d * weight[c].abs();
                 terms.y[k] = y + bias[c].abs();
                 if counts(row) {
                     let g = (weight[c] * dy[k]).abs();
-                    dx_tilde[k] = (g + correction * x_tilde(k) * inv_rms) * divisor;
+                    dx_tilde[k] = (g + correction * x_tilde(k) * inv_d) * divisor;
                 }
             }
         }

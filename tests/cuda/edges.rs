@@ -259,8 +259,8 @@ fn a_channel_whose_squares_overflow_is_nan() -> Result<()> {
     let grads = (&ys * dys)?.sum_all()?.backward()?;
 
     let batch_phi = x.map(|x| f64::from(x * x)).iter().sum::<f64>() / 3.;
-    let inv_rms = 1. / (batch_phi + 1e-5).sqrt();
-    let x_hat = x.map(|x| f64::from(x) * inv_rms);
+    let inv_d = 1. / (batch_phi + 1e-5).sqrt();
+    let x_hat = x.map(|x| f64::from(x) * inv_d);
     let dy = dy.map(f64::from);
     let lambda = (0..3).map(|row| dy[row] * x_hat[row]).sum::<f64>() / 3.;
     let dxs = grads.get(&xs).expect("a gradient of the input");
@@ -271,7 +271,7 @@ fn a_channel_whose_squares_overflow_is_nan() -> Result<()> {
             ys[huge].is_nan() && dxs[huge].is_nan(),
             "y {ys:?}, dx {dxs:?}"
         );
-        let dx = (dy[row] - lambda * x_hat[row]) * inv_rms;
+        let dx = (dy[row] - lambda * x_hat[row]) * inv_d;
         // γ is 1 and β is 0. Rounding errors of a few terms.
         for (actual, expected) in [(ys[normal], x_hat[row]), (dxs[normal], dx)] {
             assert!((actual - expected).abs() <= 1e-6, "{actual} for {expected}");

@@ -292,6 +292,19 @@ fn tensors_that_do_not_fit_make_no_layer() {
     rejected(new(of_dtypes([F16, BF16, F32])), text);
     let text = "running_phi of dtype F32, got F16: convert it before the layer is built";
     rejected(new(of_dtypes([F16, F16, F16])), text);
+    let shared = || Var::ones(8, F32, &CPU).unwrap().into_inner();
+    let (weight, own) = (shared(), shared());
+    let text = |name: &str| {
+        format!(
+            "{name} apart from the statistics, got their variable: \
+             a training step would overwrite it, so give it one of its own"
+        )
+    };
+    rejected(
+        new([weight.clone(), own.clone(), weight.clone()]),
+        &text("weight"),
+    );
+    rejected(new([own, weight.clone(), weight]), &text("bias"));
     for odd in [-1e-30, f64::NAN, f64::INFINITY] {
         let mut phi = vec![1.; 8];
         phi[5] = odd;

@@ -349,9 +349,9 @@ pub(super) fn to_f64<T: Element>(values: &[T::Acc]) -> Vec<f64> {
     values.iter().map(|value| value.to_f64()).collect()
 }
 
-/// Replaces values that the dtype of the sums over rows of `T` cannot hold with infinity. A statistic
-/// is computed here in f64 and kept in that dtype, and a value that only f64 can hold would be
-/// right in this step and wrong in the next.
+/// Replaces values that the dtype of the sums over rows of `T` cannot hold with infinity. A
+/// statistic is computed here in f64 and kept in that dtype, and a value that only f64 can hold
+/// would be right in this step and wrong in the next.
 pub(super) fn overflowed<T: Element>(values: &[f64]) -> Vec<f64> {
     let most = <T::Acc as WithDType>::to_f64(T::Acc::max_value());
     let overflow = |&value: &f64| if value > most { f64::INFINITY } else { value };

@@ -36,7 +36,7 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
 /// Kept from a forward for its backward.
 struct Forwarded {
     /// 1/D.
-    inv_rms: Vec<f64>,
+    inv_d: Vec<f64>,
     /// The batch's statistics; `None` unless the forward was a step with a kept row.
     batch: Option<BatchStatistics>,
 }
@@ -44,7 +44,7 @@ struct Forwarded {
 /// The statistics of a batch, over the rows of all ranks.
 struct BatchStatistics {
     /// 1/sqrt(ψ_B² + ε).
-    inv_rms: Vec<f64>,
+    inv_d: Vec<f64>,
     /// Γ, the mean of X̂².
     gamma: Vec<f64>,
     /// The number of rows that Γ and Λ are means over.
@@ -68,15 +68,15 @@ impl MeanSquares {
 fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {
     let trains = pass.kind.is_training();
     let by_batch = pass.kind == ForwardKind::BatchStatistic;
-    let running_inv_rms = match &pass.phi {
+    let running_inv_d = match &pass.phi {
         Some(phi) => inverse_roots(&channels(phi)?, pass.settings.eps),
         None => vec![1.; pass.x.dim(D::Minus1)?],
     };
     let (keep, residual) = (pass.keep.as_ref(), pass.residual.as_ref());
 
-    // x + residual, Σ x̃², and y if ψ² normalizes. The batch's own statistic is known only after the
-    // sums, so y has to wait for it.
-    let coefficients = (!by_batch).then(|| output_coefficients::<T>(pass, &running_inv_rms));
+    // x + residual, Σ x̃², and y if ψ² normalizes. The batch's own statistic is known only after
+    // the sums, so y has to wait for it.
+    let coefficients = (!by_batch).then(|| output_coefficients::<T>(pass, &running_inv_d));
     let coefficients = coefficients.transpose()?;
     let (y, stream, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
         let (written, sums) = run::forward(rows, coefficients.as_ref(), trains);
@@ -88,7 +88,7 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     })?;
 
     let mut forwarded = Forwarded {
-        inv_rms: running_inv_rms,
+        inv_d: running_inv_d,
         batch: None,
     };
     if trains {
@@ -102,17 +102,17 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
             && kept.rows > 0
         {
             let batch_phi = overflowed::<T>(&kept.means);
-            let inv_rms = inverse_roots(&batch_phi, pass.settings.eps);
+            let inv_d = inverse_roots(&batch_phi, pass.settings.eps);
             env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
             if by_batch {
-                forwarded.inv_rms.clone_from(&inv_rms);
+                forwarded.inv_d.clone_from(&inv_d);
             }
             let mut gamma = overflowed::<T>(&over.means);
-            for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_rms) {
+            for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_d) {
                 *gamma = *gamma * d * d;
             }
             forwarded.batch = Some(BatchStatistics {
-                inv_rms,
+                inv_d,
                 gamma,
                 rows: over.rows as f64,
             });
@@ -123,7 +123,7 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     let y = match y {
         Some(y) => y,
         None => {
-            let coefficients = output_coefficients::<T>(pass, &forwarded.inv_rms)?;
+            let coefficients = output_coefficients::<T>(pass, &forwarded.inv_d)?;
             with_rows::<T, _>(pass, None, keep, |rows| match &stream {
                 Some(stream) => Ok(run::normalize(&rows.of_stream(stream), &coefficients)),
                 None => Ok(run::normalize(rows, &coefficients)),
@@ -178,9 +178,9 @@ impl Forwarded {
             })
         };
 
-        // Σ dy x̃, Σ dy, and dx with ν (Eq. 12), or without a correction in evaluation. Under recipe
-        // Fairseq every step is corrected with ν. An exact gradient has to wait for Λ.
-        // The loss scale is read once, because another thread may set it.
+        // Σ dy x̃, Σ dy, and dx with ν (Eq. 12), or without a correction in evaluation. Under
+        // recipe Fairseq every step is corrected with ν. An exact gradient has to wait for Λ. The
+        // loss scale is read once, because another thread may set it.
         let nu = env.nu();
         let step = nu.map(|nu| (nu.share, nu.loss_scale));
         let coefficients = match wanted.input && !exact {
@@ -200,7 +200,7 @@ impl Forwarded {
             true => walk(coefficients.as_ref(), sums)?,
             false => (None, vec![]),
         };
-        let cols = self.inv_rms.len();
+        let cols = self.inv_d.len();
         let dbias = dy_x.split_off(dy_x.len().min(cols));
         let dy_x = to_f64::<T>(&dy_x);
 
@@ -236,7 +236,7 @@ impl Forwarded {
             }
             _ => Ok(None),
         };
-        let dweight = dy_x.iter().zip(&self.inv_rms).map(|(dy_x, d)| dy_x * d);
+        let dweight = dy_x.iter().zip(&self.inv_d).map(|(dy_x, d)| dy_x * d);
         Ok(Gradients {
             input: dx.transpose()?,
             weight: gradient(&dweight.collect::<Vec<_>>(), &pass.weight, wanted.weight)?,
@@ -248,7 +248,7 @@ impl Forwarded {
     fn lambda(&self, dy_x: &[f64], weight: Option<&[f64]>, rows: f64) -> Vec<f64> {
         let mut lambda = dy_x.to_vec();
         for (c, lambda) in lambda.iter_mut().enumerate() {
-            *lambda = *lambda * self.inv_rms[c] * weight.map_or(1., |weight| weight[c]) / rows;
+            *lambda = *lambda * self.inv_d[c] * weight.map_or(1., |weight| weight[c]) / rows;
         }
         lambda
     }
@@ -267,14 +267,14 @@ impl Forwarded {
         correction: Option<&[f64]>,
     ) -> [PerChannel<T>; 2] {
         let divisor = match &self.batch {
-            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_rms,
-            _ => &self.inv_rms,
+            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_d,
+            _ => &self.inv_d,
         };
         let (mut gain, mut decay) = (vec![], vec![]);
         for (c, divisor) in divisor.iter().enumerate() {
             let correction = correction.map_or(0., |correction| correction[c]);
             gain.push(divisor * weight.map_or(1., |weight| weight[c]));
-            decay.push(correction * divisor * self.inv_rms[c]);
+            decay.push(correction * divisor * self.inv_d[c]);
         }
         [gain, decay].map(|coefficients| to_sums_dtype::<T>(&coefficients))
     }
@@ -320,8 +320,8 @@ fn exchange_squares(local: Vec<MeanSquares>, env: &mut dyn Env) -> Result<Vec<Me
 }
 
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
-fn output_coefficients<T: Element>(pass: &Pass, inv_rms: &[f64]) -> Result<[PerChannel<T>; 2]> {
-    let mut gain = inv_rms.to_vec();
+fn output_coefficients<T: Element>(pass: &Pass, inv_d: &[f64]) -> Result<[PerChannel<T>; 2]> {
+    let mut gain = inv_d.to_vec();
     if let Some(weight) = &pass.weight {
         for (gain, weight) in gain.iter_mut().zip(channels(weight)?) {
             *gain *= weight;
@@ -571,8 +571,8 @@ mod tests {
         Ok(())
     }
 
-    /// Another rank has three times the sums. So ψ_B² and Λ are those of 8 rows, while the gradients
-    /// of parameters are this rank's.
+    /// Another rank has three times the sums. So ψ_B² and Λ are those of 8 rows, while the
+    /// gradients of parameters are this rank's.
     #[test]
     fn a_step_over_ranks() -> Result<()> {
         let pass = pass(&[6., 2.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
@@ -687,7 +687,7 @@ mod tests {
         let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe)?;
         let ema_gz = Var::from_slice(&[2f32], 1, &Device::Cpu)?;
         let batch = BatchStatistics {
-            inv_rms: vec![1.],
+            inv_d: vec![1.],
             gamma: vec![gamma],
             rows: 1.,
         };
@@ -724,9 +724,9 @@ mod tests {
     #[test]
     fn input_coefficients_by_hand() -> Result<()> {
         let forwarded = |batch: bool| Forwarded {
-            inv_rms: vec![2.],
+            inv_d: vec![2.],
             batch: batch.then_some(BatchStatistics {
-                inv_rms: vec![4.],
+                inv_d: vec![4.],
                 gamma: vec![1.],
                 rows: 1.,
             }),

@@ -152,9 +152,9 @@ impl Gpu {
     ///    `kernels/params.cuh` says that a field is both read and written.
     /// 4. Each buffer that the kernel reads was written before, by launches on this stream or ones
     ///    that this stream waits for.
-    /// 5. `launch` and the `tiling` in `params`, if the kernel has one, come from one call of a
-    ///    [`LaunchPlan`](super::plan::LaunchPlan), made with the number of arrays and of sums that
-    ///    the addresses in `params` imply. The plan has the shape of those arrays.
+    /// 5. `launch` and the `tiling` in `params`, if the kernel has one, come from one
+    ///    [`LaunchPlan`](super::plan::LaunchPlan), for the number of arrays and of sums that the
+    ///    addresses in `params` imply. The plan has the shape of those arrays.
     pub unsafe fn launch<K: Kernel>(&self, launch: &Launch<K>, params: &K::Params) -> Result<()> {
         let function = self.kernels.get(&self.device, launch.entry)?;
         let config = LaunchConfig {
@@ -185,8 +185,8 @@ impl Gpu {
 ///
 /// One stream orders the read before a later update of the variable. With two streams cudarc's
 /// events order them, but events remember only the last reader, so each call copies the variable on
-/// the variable's stream, which orders all these reads. Without events the user orders the calls, and could not order a copy that is
-/// made inside of one.
+/// the variable's stream, which orders all these reads. Without events the user orders the calls,
+/// and could not order a copy that is made inside of one.
 pub(crate) fn reads_in_place(rows: &Device, state: &Device) -> bool {
     let (Ok(rows), Ok(state)) = (rows.as_cuda_device(), state.as_cuda_device()) else {
         return false;

@@ -99,8 +99,8 @@ const MIN_THREAD_ROWS: usize = 2;
 
 /// The most arrays of rows that a pass reads: x and a residual, or x and dy.
 ///
-/// A forward without a residual leaves room for one too. So it is cut as the forward with a residual
-/// is, and an addition followed by a forward gives the bits of the fused call.
+/// A forward without a residual leaves room for one too. So it is cut as the forward with a
+/// residual is, and an addition followed by a forward gives the bits of the fused call.
 const MAX_ARRAYS: usize = 2;
 
 /// A block gets no more rows of threads than leave room for this many prefetched rows of an array:
@@ -589,7 +589,7 @@ pub struct LaunchPlan {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SavedLayout {
     /// 1/D, `[C]`. Exists if the forward divides by D.
-    pub inv_rms: Address,
+    pub inv_d: Address,
     /// Γ, `[C]`. This part, `batch_phi` and `count` exist in training.
     pub gamma: Address,
     /// ψ_B², `[C]`.
@@ -692,7 +692,7 @@ impl LaunchPlan {
         let all_sums = sums && self.masked && !self.recipe.masks_backward();
         let mut parts = Parts { next: start };
         // The backward finds these parts at the same offsets.
-        let inv_rms = parts.take(self.divides, row);
+        let inv_d = parts.take(self.divides, row);
         let gamma = parts.take(trains, row);
         let batch_phi = parts.take(trains, row);
         let count = parts.take(trains, self.sum_bytes());
@@ -705,7 +705,7 @@ impl LaunchPlan {
         let partials = parts.take(sums, chunks * row);
         let all_partials = parts.take(all_sums, chunks * row);
         SavedLayout {
-            inv_rms,
+            inv_d,
             gamma,
             batch_phi,
             count,
@@ -763,20 +763,20 @@ impl LaunchPlan {
     pub fn entries(&self, over_ranks: bool) -> Vec<Entry> {
         let (groups, rows) = match (self.direction, self.extent.centred) {
             (Direction::Forward, false) => (
-                self.groups_launch::<GroupRmsInv>().0.entry,
-                self.rows_launch::<Normalize>(1, 0).0.entry,
+                self.groups_launch::<GroupRmsInv>().entry,
+                self.rows_launch::<Normalize>(1, 0).entry,
             ),
             (Direction::Forward, true) => (
-                self.groups_launch::<LayerNormStatistics>().0.entry,
-                self.rows_launch::<LayerNorm>(1, 0).0.entry,
+                self.groups_launch::<LayerNormStatistics>().entry,
+                self.rows_launch::<LayerNorm>(1, 0).entry,
             ),
             (Direction::Backward, false) => (
-                self.groups_launch::<GroupDots>().0.entry,
-                self.rows_launch::<NormalizeBwd>(2, 0).0.entry,
+                self.groups_launch::<GroupDots>().entry,
+                self.rows_launch::<NormalizeBwd>(2, 0).entry,
             ),
             (Direction::Backward, true) => (
-                self.groups_launch::<LayerNormDots>().0.entry,
-                self.rows_launch::<LayerNormBwd>(2, 0).0.entry,
+                self.groups_launch::<LayerNormDots>().entry,
+                self.rows_launch::<LayerNormBwd>(2, 0).entry,
             ),
         };
         let (updates, update) = match self.direction {
@@ -799,22 +799,24 @@ impl LaunchPlan {
     }
 
     /// The walk over the rows, which reads `arrays` arrays of rows and takes `sums` sums of each
-    /// channel.
-    pub fn rows_launch<K: WalksRows>(&self, arrays: usize, sums: usize) -> (Launch<K>, Tiling) {
+    /// channel. [`rows_tiling`](Self::rows_tiling) goes with it.
+    pub fn rows_launch<K: WalksRows>(&self, arrays: usize, sums: usize) -> Launch<K> {
         debug_assert_eq!(K::DIRECTION, self.direction);
         let cut = &self.cut;
-        let launch = Launch::new(
+        Launch::new(
             self.extent.dtype,
             Some(cut.pieces),
             (cut.tiles, cut.chunks),
             (cut.lanes, cut.rows),
             cut.shared_bytes(arrays, sums),
-        );
-        let tiling = Tiling {
-            reversed: self.is_second_walk(sums).into(),
-            ..cut.tiling(arrays)
-        };
-        (launch, tiling)
+        )
+    }
+
+    /// How the blocks of [`rows_launch`](Self::rows_launch) share the rows and columns.
+    pub fn rows_tiling(&self, arrays: usize, sums: usize) -> Tiling {
+        let mut tiling = self.cut.tiling(arrays);
+        tiling.reversed = self.is_second_walk(sums).into();
+        tiling
     }
 
     /// A walk over rows that an earlier launch of the step has walked over, for sums that this walk
@@ -826,18 +828,23 @@ impl LaunchPlan {
         self.kind.is_training() && sums == 0
     }
 
-    /// The reduction of wide groups, a block for each.
-    pub fn groups_launch<K: ReducesGroups>(&self) -> (Launch<K>, Tiling) {
+    /// The reduction of wide groups, a block for each. [`groups_tiling`](Self::groups_tiling) goes
+    /// with it.
+    pub fn groups_launch<K: ReducesGroups>(&self) -> Launch<K> {
         debug_assert_eq!(K::DIRECTION, self.direction);
         let groups = self.extent.rows * self.extent.groups.unwrap_or(1);
-        let launch = Launch::new(
+        Launch::new(
             self.extent.dtype,
             None,
             (groups.min(GROUP_BLOCKS), 1),
             (GROUP_THREADS, 1),
             exchanged_bytes(&self.extent, 1),
-        );
-        (launch, self.cut.tiling(0))
+        )
+    }
+
+    /// The shape of the arrays of [`groups_launch`](Self::groups_launch).
+    pub fn groups_tiling(&self) -> Tiling {
+        self.cut.tiling(0)
     }
 
     /// A launch that adds up the sums of chunks, with a lane for each channel. The rows of a block
@@ -924,8 +931,8 @@ mod tests {
             let forward = LaunchPlan::new(extent(shape, H100), Recipe::Paper, kind).unwrap();
             let backward = forward.of_backward().unwrap();
             [
-                forward.rows_launch::<Normalize>(1, sums).1.reversed,
-                backward.rows_launch::<NormalizeBwd>(2, 2 * sums).1.reversed,
+                forward.rows_tiling(1, sums).reversed,
+                backward.rows_tiling(2, 2 * sums).reversed,
             ]
         };
         assert_eq!(reversed(ForwardKind::BatchStatistic, 1), [0, 0]);
@@ -946,7 +953,10 @@ mod tests {
         assert_eq!((cut.rows, cut.threads()), (8, 256));
         assert_eq!(cut.chunk_rows.div_ceil(cut.rows), 5);
         assert!((48 - 38) * IDLE_SHARE > 38 && !cut.gains_by_doubling(38));
-        let (launch, tiling) = forward.rows_launch::<Normalize>(1, 1);
+        let (launch, tiling) = (
+            forward.rows_launch::<Normalize>(1, 1),
+            forward.rows_tiling(1, 1),
+        );
         assert_eq!((tiling.stage_bytes, tiling.stages), (2048, 3));
         assert_eq!(tiling.ring_bytes, 6144);
         assert_eq!(cut.warps() * 6144, 49_152);
@@ -959,7 +969,10 @@ mod tests {
         let cut = backward.cut;
         assert_eq!(backward.extent.group_pieces().div_ceil(cut.pieces), 48);
         assert_eq!((cut.pieces, cut.span, cut.chunk_rows), (2, 64, 38));
-        let (launch, tiling) = backward.rows_launch::<NormalizeBwd>(2, 2);
+        let (launch, tiling) = (
+            backward.rows_launch::<NormalizeBwd>(2, 2),
+            backward.rows_tiling(2, 2),
+        );
         assert_eq!(text(&launch), "normalize_bwd_bf16_2 1x132 64x8 108544");
         assert_eq!((cut.warps(), tiling.stages), (16, 3));
         assert_eq!(tiling.stage_bytes, 2 * 1024);
@@ -1002,13 +1015,12 @@ mod tests {
                     tiling.stages
                 )
             };
-            let (rows, tiling) = forward.rows_launch::<Normalize>(1, 1);
-            let (rows_bwd, tiling_bwd) = backward.rows_launch::<NormalizeBwd>(2, 2);
-            let (groups, _) = backward.groups_launch::<GroupDots>();
+            let rows = forward.rows_launch::<Normalize>(1, 1);
+            let rows_bwd = backward.rows_launch::<NormalizeBwd>(2, 2);
             let launches = [
-                walk(text(&rows), tiling),
-                walk(text(&rows_bwd), tiling_bwd),
-                text(&groups),
+                walk(text(&rows), forward.rows_tiling(1, 1)),
+                walk(text(&rows_bwd), backward.rows_tiling(2, 2)),
+                text(&backward.groups_launch::<GroupDots>()),
                 text(&forward.channels_launch::<UpdatePhi>()),
             ];
             let what = format!("{:?}", recorded.shape);
@@ -1350,14 +1362,14 @@ mod tests {
                             let (ours, theirs) = (backward.saved(start), forward.saved(start));
                             let shared = |saved: &SavedLayout| {
                                 let SavedLayout {
-                                    inv_rms,
+                                    inv_d,
                                     gamma,
                                     batch_phi,
                                     count,
                                     group_rms_inv,
                                     ..
                                 } = *saved;
-                                [inv_rms, gamma, batch_phi, count, group_rms_inv]
+                                [inv_d, gamma, batch_phi, count, group_rms_inv]
                             };
                             let what = format!("{forward:?}");
                             assert_eq!(shared(&ours), shared(&theirs), "{what}");
@@ -1390,7 +1402,7 @@ mod tests {
         let (row, chunks) = (33 * 8, forward.chunks() as u64);
         let saved = forward.saved(0);
         let parts = [
-            (saved.inv_rms, row),
+            (saved.inv_d, row),
             (saved.gamma, row),
             (saved.batch_phi, row),
             (saved.count, 8),

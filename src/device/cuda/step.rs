@@ -12,7 +12,7 @@ use super::params::{
     SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector, when,
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
-use crate::config::ForwardKind;
+use crate::config::{ForwardKind, PhiStep};
 use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
@@ -44,7 +44,7 @@ pub(crate) fn forward(
     let mut stream = pass.residual.is_some().then(output).transpose()?;
     let keeps = trains || has_rows && (pass.tracked || plan.has_wide_groups());
     // SAFETY: each part of the layout is written by the launch that makes it, which comes before
-    // the launches that read it: `launch_rows` (or `launch_inv_rms`), `update_phi`.
+    // the launches that read it: `launch_rows` (or `launch_inv_d`), `update_phi`.
     let saved = keeps.then(|| unsafe { gpu.room(plan.saved(0).end) });
     let mut saved = saved.transpose()?;
     let exchanges = trains && env.has_ranks();
@@ -57,7 +57,7 @@ pub(crate) fn forward(
     if has_rows {
         launch_rows(&gpu, &plan, pass, &mut y, stream.as_mut(), saved.as_mut())?;
     } else if plan.kind == ForwardKind::RunningStatistic {
-        launch_inv_rms(&gpu, &plan, pass, saved.as_mut())?;
+        launch_inv_d(&gpu, &plan, pass, saved.as_mut())?;
     }
     // The sums over all ranks. In a single process `update_phi` adds the chunks' sums up itself.
     let mut totals = None;
@@ -127,10 +127,11 @@ impl device::Saved for Forwarded {
         let mut dbias = of_parameter(&pass.bias, wanted.bias)?;
         if let Some(saved) = &self.saved {
             let exchanges = env.has_ranks();
-            // SAFETY: `launch_rows_bwd` writes the partial sums and `dots`, and `update_nu` writes
-            // `lambda`, before anything reads them. Without rows no launch reads partial sums.
+            // SAFETY: `Backward::launch_rows` writes the partial sums and `dots`, and
+            // `Backward::launch_update_nu` writes `lambda`, before anything reads them. Without
+            // rows no launch reads partial sums.
             let mut workspace = unsafe { gpu.room(plan.workspace(0).end) }?;
-            // SAFETY: `launch_totals_bwd` writes all of it.
+            // SAFETY: `Backward::launch_totals` writes all of it.
             let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
             let sums = sums.transpose()?;
             gpu.load(&plan.entries(exchanges))?;
@@ -215,11 +216,10 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
         true => pass.kind,
         false => ForwardKind::Evaluation,
     };
-    Ok(LaunchPlan {
-        masked: pass.keep.is_some(),
-        divides: pass.phi.is_some(),
-        ..LaunchPlan::new(extent, pass.settings.recipe, kind)?
-    })
+    let mut plan = LaunchPlan::new(extent, pass.settings.recipe, kind)?;
+    plan.masked = pass.keep.is_some();
+    plan.divides = pass.phi.is_some();
+    Ok(plan)
 }
 
 // A forward's launches. Each function holds every buffer whose address it passes, in `uses`, until
@@ -244,76 +244,75 @@ fn launch_rows(
     let x = uses.read_rows(&pass.x)?;
     let residual = uses.read_rows(pass.residual.as_ref())?;
     let keep = uses.read(pass.keep.as_ref())?;
-    let common = NormalizeParams {
+    let eps = pass.settings.eps;
+    // The first launch adds the residual and writes the stream, which later ones read.
+    let has_residual = residual != 0;
+    let summed = if has_residual { stream } else { x };
+    let adds_first = plan.has_wide_groups();
+
+    // r of groups that are wider than a block.
+    if plan.has_wide_groups() {
+        let params = NormalizeParams {
+            x,
+            residual,
+            stream,
+            group_rms_inv: saved.group_rms_inv,
+            group_eps: eps.into(),
+            ..Default::default()
+        };
+        // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and the
+        // residual hold values. The stream is an allocation of its own, and `group_rms_inv` a part
+        // of `saved` with room for each group.
+        unsafe { gpu.reduce_groups(plan, params) }?;
+    }
+
+    // y, and the sums over the kept rows.
+    let params = NormalizeParams {
+        x: if adds_first { summed } else { x },
+        residual: when(!adds_first, residual),
+        stream: when(!adds_first, stream),
+        y: when(plan.kind != ForwardKind::BatchStatistic, y),
+        keep,
         weight: uses.read_vector(pass.weight.as_ref())?,
         bias: uses.read_vector(pass.bias.as_ref())?,
         phi: uses.read_vector(pass.phi.as_ref())?,
         // 1/D and r are also written, for the backward.
-        inv_rms: saved.inv_rms,
+        inv_d: saved.inv_d,
         group_rms_inv: saved.group_rms_inv,
-        group_scaling: plan.cut.group_scaling,
-        eps: pass.settings.eps.into(),
-        group_eps: pass.settings.eps.into(),
-        ..Default::default()
-    };
-    // With a residual, the first launch adds it and writes the stream, which later ones read.
-    let input = NormalizeParams {
-        x,
-        residual,
-        stream,
-        ..common
-    };
-    let summed = match pass.residual {
-        Some(_) => NormalizeParams {
-            x: stream,
-            ..common
-        },
-        None => input,
-    };
-
-    // r of groups that are wider than a block.
-    let first = match plan.has_wide_groups() {
-        true => {
-            // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and
-            // the residual hold values. `group_rms_inv` is a part of `saved` with room for each
-            // group. The outputs are allocations of their own.
-            unsafe { gpu.reduce_groups(plan, input) }?;
-            summed
-        }
-        false => input,
-    };
-
-    // y, and the sums over the kept rows.
-    let kept_rows = NormalizeParams {
-        keep,
-        y: when(plan.kind != ForwardKind::BatchStatistic, y),
         partials: saved.partials,
         kept: saved.kept,
-        ..first
+        group_scaling: plan.cut.group_scaling,
+        eps: eps.into(),
+        group_eps: eps.into(),
+        ..Default::default()
     };
     // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
-    // rows, weight, bias and ψ² its columns. All that is read holds values: `first` reads the
-    // stream only after `group_rms_inv` wrote it. `partials`, `kept`, 1/D and r are parts of
-    // `saved`, or null where there are none. The outputs are allocations of their own.
-    unsafe { gpu.normalize(plan, kept_rows) }?;
+    // rows, weight, bias and ψ² its columns, and those that are read hold values: the stream, if it
+    // is read in place of x, by the launch above, as does r of wide groups. y and the stream are
+    // allocations of their own. `partials`, `kept`, 1/D and r are parts of `saved`, or null where
+    // it has none.
+    unsafe { gpu.normalize(plan, params) }?;
 
-    // The sums over all rows, if Γ is a mean over all.
+    // The sums over all rows, if Γ is a mean over all: without y and a mask.
     if saved.all_partials != 0 {
-        let all_rows = NormalizeParams {
+        let params = NormalizeParams {
+            x: summed,
+            group_rms_inv: saved.group_rms_inv,
             partials: saved.all_partials,
-            ..summed
+            group_scaling: plan.cut.group_scaling,
+            group_eps: eps.into(),
+            ..Default::default()
         };
-        // SAFETY: x or the stream, which the launch above wrote, has the plan's rows and columns,
-        // and `all_partials` is a part of `saved`. Without y and a mask this takes the sums over
-        // all rows alone.
-        unsafe { gpu.normalize(plan, all_rows) }?;
+        // SAFETY: x, or the stream, which an earlier launch has written, has the plan's rows and
+        // columns. r and `all_partials` are parts of `saved`, and r of wide groups is written.
+        unsafe { gpu.normalize(plan, params) }?;
     }
     Ok(())
 }
 
 /// Makes 1/D from ψ² where other processes have all rows: `update_phi` without a step. Elsewhere
 /// [`launch_rows`] writes 1/D, or [`launch_update_phi`] from the batch's statistic.
-fn launch_inv_rms(
+fn launch_inv_d(
     gpu: &Gpu,
     plan: &LaunchPlan,
     pass: &Pass,
@@ -323,7 +322,11 @@ fn launch_inv_rms(
     let mut uses = Uses::on(&gpu.stream, &locks);
     let saved = saved_parts(plan, saved, &mut uses)?;
     let phi = uses.read_vector(pass.phi.as_ref())?;
-    let params = statistics(plan, pass.settings.eps, &saved, 0, phi, true);
+    let no_step = PhiStep {
+        cumulative: None,
+        moving: None,
+    };
+    let params = update_phi_params(plan, pass.settings.eps, &saved, 0, phi, no_step, true);
     // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which are
     // only written: there are no chunks to read.
     unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
@@ -354,12 +357,14 @@ fn launch_totals(
             stride: plan.extent.cols as i64,
             totals,
             count,
-            ..Default::default()
+            rows: plan.extent.rows as i64,
+            cols: plan.extent.cols as i64,
+            chunks: plan.chunks() as i64,
         };
         // SAFETY: `sums`, an allocation of its own, has a total a column and a count for each of
-        // the recipe's sums. `launch_rows` has written the chunks in `saved`, of which there are
-        // none without rows.
-        unsafe { gpu.sum_partials(plan, params) }?;
+        // the recipe's sums. The chunks are parts of `saved`, which `launch_rows` has written, and
+        // there are none without rows. The launch is the plan's, and the kernel has no tiling.
+        unsafe { gpu.launch(&plan.channels_launch::<SumPartials>(), &params) }?;
         totals = count + TOTAL_BYTES;
     }
     Ok(())
@@ -379,22 +384,12 @@ fn launch_update_phi(
     let saved = saved_parts(plan, saved, &mut uses)?;
     let totals = uses.read(totals)?;
     let by_batch = plan.kind == ForwardKind::BatchStatistic;
-    let statistics = statistics(plan, eps, &saved, totals, Vector::default(), by_batch);
     env.move_phi(&mut |phi, step| {
         gpu.in_place(phi, |phi| {
-            let params = UpdatePhiParams {
-                phi,
-                cumulative: step.cumulative.is_some().into(),
-                moving: step.moving.is_some().into(),
-                old_share: step.cumulative.map_or(0., |shares| shares.old),
-                new_share: step.cumulative.map_or(0., |shares| shares.new),
-                alpha: step.moving.map_or(0., |shares| shares.old),
-                beta: step.moving.map_or(0., |shares| shares.new),
-                ..statistics
-            };
+            let params = update_phi_params(plan, eps, &saved, totals, phi, *step, by_batch);
             // SAFETY: ψ², which `in_place` holds, has the plan's columns. The totals have the
             // length of `LaunchPlan::sums`. The rest are parts of `saved`, whose chunks
-            // `launch_rows` has written and whose 1/D it or `launch_inv_rms` has; without rows
+            // `launch_rows` has written and whose 1/D it or `launch_inv_d` has; without rows
             // there are no chunks, and totals are there. All are allocations or parts of their own.
             unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
         })
@@ -422,7 +417,7 @@ fn launch_output(
         y: uses.write(y)?.data,
         weight: uses.read_vector(pass.weight.as_ref())?,
         bias: uses.read_vector(pass.bias.as_ref())?,
-        inv_rms: saved.inv_rms,
+        inv_d: saved.inv_d,
         group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
         group_eps: pass.settings.eps.into(),
@@ -451,14 +446,14 @@ fn saved_parts<'u>(
     }
 }
 
-/// Arguments of `update_phi` that leave ψ² unchanged; the caller adds the step. If `by_batch`, 1/D
-/// is made from ψ_B², or from ψ² if no row is kept.
-fn statistics(
+/// Arguments of `update_phi`. If `by_batch`, 1/D is made from ψ_B², or from ψ² if no row is kept.
+fn update_phi_params(
     plan: &LaunchPlan,
     eps: f64,
     saved: &SavedLayout,
     totals: Address,
     phi: Vector,
+    step: PhiStep,
     by_batch: bool,
 ) -> UpdatePhiParams {
     let has_all_totals = totals != 0 && plan.recipe.square_sums() > 1;
@@ -475,14 +470,27 @@ fn statistics(
         chunks: plan.chunks() as i64,
         phi,
         batch_phi: saved.batch_phi,
-        inv_rms: saved.inv_rms,
+        inv_d: saved.inv_d,
         gamma: saved.gamma,
         count: saved.count,
         eps: eps.into(),
         by_batch: by_batch.into(),
         guard: plan.recipe.is_guarded().into(),
-        ..Default::default()
+        cumulative: step.cumulative.is_some().into(),
+        moving: step.moving.is_some().into(),
+        old_share: step.cumulative.map_or(0., |shares| shares.old),
+        new_share: step.cumulative.map_or(0., |shares| shares.new),
+        alpha: step.moving.map_or(0., |shares| shares.old),
+        beta: step.moving.map_or(0., |shares| shares.new),
     }
+}
+
+/// What a walk over the rows of a backward corrects the gradient by.
+enum Correction<'a> {
+    /// ν, or nothing.
+    Nu(Option<&'a RunningNu>),
+    /// Λ of this batch, for an exact gradient.
+    Lambda,
 }
 
 /// The inputs of a backward's launches, which hold buffers as a forward's launches do.
@@ -511,35 +519,36 @@ impl Backward<'_> {
         let mut uses = Uses::on(&self.gpu.stream, &locks);
         let dx = uses.write(dx)?.data;
         let workspace = self.workspace(workspace, &mut uses);
-        // The weight is locked before ν, as in `launch_update_nu`.
-        let params = self.rows_params(dx, &workspace, &mut uses)?;
-        let params = NormalizeBwdParams {
-            correction: uses.read_vector(nu.map(|nu| &nu.ema_gz))?,
-            correction_scale: nu.map_or(0., |nu| nu.share * nu.loss_scale).into(),
-            partials: when(takes_sums, workspace.partials),
-            ..params
-        };
-        // SAFETY: x, dy, the mask and the weight hold values in the plan's shape (see
-        // `rows_params`), and so does ν, one a column. The rest are parts of `saved`, which the
-        // forward has written, and of the workspace. dx is an allocation of its own, with the shape
-        // of x.
+        let partials = when(takes_sums, workspace.partials);
+        let params = self.rows_params(dx, partials, &workspace, Correction::Nu(nu), &mut uses)?;
+        // SAFETY: x and dy have the plan's rows and columns, the mask its rows, the weight and ν
+        // its columns, and all of them hold values. dx is an allocation of its own, with the shape
+        // of x. The rest are parts of `saved`, which the forward has written, and of the workspace.
         unsafe { self.gpu.normalize_bwd(self.plan, params) }
     }
 
     /// Adds Σ dy x̃ up over the rows of this process, for the exchange.
     fn launch_totals(&self, workspace: &mut CudaSlice<u8>, sums: &mut CudaStorage) -> Result<()> {
-        let locks = Locks::default();
+        let (plan, locks) = (self.plan, Locks::default());
         let mut uses = Uses::on(&self.gpu.stream, &locks);
         let workspace = self.workspace(workspace, &mut uses);
         let params = SumPartialsParams {
             partials: workspace.partials,
-            stride: 2 * self.plan.extent.cols as i64,
+            kept: 0,
+            stride: 2 * plan.extent.cols as i64,
             totals: uses.write(sums)?.data,
-            ..Default::default()
+            count: 0,
+            rows: plan.extent.rows as i64,
+            cols: plan.extent.cols as i64,
+            chunks: plan.chunks() as i64,
         };
-        // SAFETY: `sums`, an allocation of its own, has a total a column. `launch_rows` has written
-        // the chunks, of which there are none without rows.
-        unsafe { self.gpu.sum_partials(self.plan, params) }
+        // SAFETY: `sums`, an allocation of its own, has a total a column. The chunks are a part of
+        // the workspace, which `launch_rows` has written, and there are none without rows. The
+        // launch is the plan's, and the kernel has no tiling.
+        unsafe {
+            self.gpu
+                .launch(&plan.channels_launch::<SumPartials>(), &params)
+        }
     }
 
     /// Makes Λ and the gradients of weight and bias, and moves ν if this backward does.
@@ -561,7 +570,7 @@ impl Backward<'_> {
             cols: plan.extent.cols as i64,
             chunks: plan.chunks() as i64,
             weight: uses.read_vector(self.pass.weight.as_ref())?,
-            inv_rms: saved.inv_rms,
+            inv_d: saved.inv_d,
             gamma: saved.gamma,
             count: saved.count,
             lambda: workspace.lambda,
@@ -573,7 +582,8 @@ impl Backward<'_> {
             ..Default::default()
         };
         let launch = |ema_gz| {
-            let params = UpdateNuParams { ema_gz, ..params };
+            let mut params = params;
+            params.ema_gz = ema_gz;
             // SAFETY: the totals, the weight, the gradients and ν, which `in_place` holds, have the
             // plan's columns. The rest are parts of `saved`, which the forward has written, and of
             // the workspace, whose chunks `launch_rows` has written; without rows there are no
@@ -592,32 +602,42 @@ impl Backward<'_> {
         let mut uses = Uses::on(&self.gpu.stream, &locks);
         let dx = uses.write(dx)?.data;
         let workspace = self.workspace(workspace, &mut uses);
-        let params = NormalizeBwdParams {
-            correction: Vector {
-                data: workspace.lambda,
-                dtype: Dtype::of(self.plan.sums_dtype())?,
-            },
-            correction_scale: 1f64.into(),
-            ..self.rows_params(dx, &workspace, &mut uses)?
-        };
-        // SAFETY: as in `launch_rows`, with Λ instead of ν: `update_nu` has written it, one number a
-        // column, in the dtype of the sums.
+        let params = self.rows_params(dx, 0, &workspace, Correction::Lambda, &mut uses)?;
+        // SAFETY: x and dy have the plan's rows and columns, the mask its rows, the weight its
+        // columns, and all of them hold values. Λ is a part of the workspace, in which `update_nu`
+        // has written a number a column in the dtype of the sums. dx is an allocation of its own,
+        // with the shape of x. The rest are parts of `saved`, which the forward has written, and of
+        // the workspace.
         unsafe { self.gpu.normalize_bwd(self.plan, params) }
     }
 
-    /// The arguments of a pass over the rows, apart from its correction and its sums. Arrays of
-    /// rows have the plan's rows and columns, the weight its columns, and the rest are parts of
-    /// `saved`, which the forward has written, and of the workspace.
+    /// The arguments of a walk over the rows that writes `dx` and `partials`, each unless null.
     fn rows_params<'u, 't>(
         &'t self,
         dx: Address,
+        partials: Address,
         workspace: &Workspace,
+        correction: Correction<'t>,
         uses: &mut Uses<'u, 't>,
     ) -> Result<NormalizeBwdParams>
     where
         't: 'u,
     {
         let (plan, pass) = (self.plan, self.pass);
+        // The weight is locked before ν, as in `launch_update_nu`.
+        let weight = uses.read_vector(pass.weight.as_ref())?;
+        let (correction, scale) = match correction {
+            Correction::Nu(Some(nu)) => (
+                uses.read_vector(Some(&nu.ema_gz))?,
+                nu.share * nu.loss_scale,
+            ),
+            Correction::Nu(None) => (Vector::default(), 0.),
+            Correction::Lambda => {
+                let dtype = Dtype::of(plan.sums_dtype())?;
+                let data = workspace.lambda;
+                (Vector { data, dtype }, 1.)
+            }
+        };
         let saved = plan.saved(uses.hold(self.saved.device_ptr(uses.stream)));
         // A backward without the forward's mask reads the count. Otherwise the mask shows a batch
         // without a kept row, and the count need not be known yet.
@@ -627,13 +647,16 @@ impl Backward<'_> {
             dy: uses.read_rows(self.dy)?,
             dx,
             keep: uses.read(pass.backward_keep())?,
-            weight: uses.read_vector(pass.weight.as_ref())?,
-            inv_rms: saved.inv_rms,
+            weight,
+            correction,
+            inv_d: saved.inv_d,
             batch_phi: when(reads_count, saved.batch_phi),
             count: when(reads_count, saved.count),
             group_rms_inv: saved.group_rms_inv,
             dots: workspace.dots,
+            partials,
             group_scaling: plan.cut.group_scaling,
+            correction_scale: scale.into(),
             eps: pass.settings.eps.into(),
             ..Default::default()
         })
@@ -676,20 +699,17 @@ impl Gpu {
     /// # Safety
     ///
     /// 1 to 4 of [`launch`](Self::launch) hold for `params` as arguments of `normalize` or
-    /// `layer_norm`, and the plan has the shape of its arrays. The tiling of `params` is ignored.
-    unsafe fn normalize(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
+    /// `layer_norm`, and the plan has the shape of its arrays. `params.tiling` is overwritten.
+    unsafe fn normalize(&self, plan: &LaunchPlan, mut params: NormalizeParams) -> Result<()> {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
-        if plan.extent.centred {
-            let (launch, tiling) = plan.rows_launch::<LayerNorm>(arrays, sums);
-            // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
-            // one call.
-            return unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) };
+        params.tiling = plan.rows_tiling(arrays, sums);
+        // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's, for the
+        // arrays and sums that `params` has.
+        match plan.extent.centred {
+            true => unsafe { self.launch(&plan.rows_launch::<LayerNorm>(arrays, sums), &params) },
+            false => unsafe { self.launch(&plan.rows_launch::<Normalize>(arrays, sums), &params) },
         }
-        let (launch, tiling) = plan.rows_launch::<Normalize>(arrays, sums);
-        // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
-        // one call.
-        unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
     }
 
     /// Reduces the wide groups of a forward.
@@ -697,66 +717,44 @@ impl Gpu {
     /// # Safety
     ///
     /// As for [`normalize`](Self::normalize), of `group_rms_inv` or `layer_norm_statistics`.
-    unsafe fn reduce_groups(&self, plan: &LaunchPlan, params: NormalizeParams) -> Result<()> {
-        if plan.extent.centred {
-            let (launch, tiling) = plan.groups_launch::<LayerNormStatistics>();
-            // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
-            // one call.
-            return unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) };
+    unsafe fn reduce_groups(&self, plan: &LaunchPlan, mut params: NormalizeParams) -> Result<()> {
+        params.tiling = plan.groups_tiling();
+        // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's.
+        match plan.extent.centred {
+            true => unsafe { self.launch(&plan.groups_launch::<LayerNormStatistics>(), &params) },
+            false => unsafe { self.launch(&plan.groups_launch::<GroupRmsInv>(), &params) },
         }
-        let (launch, tiling) = plan.groups_launch::<GroupRmsInv>();
-        // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
-        // one call.
-        unsafe { self.launch(&launch, &NormalizeParams { tiling, ..params }) }
-    }
-
-    /// Adds the sums of chunks up.
-    ///
-    /// # Safety
-    ///
-    /// 1 to 4 of [`launch`](Self::launch) hold for `params` with the plan's rows, columns and
-    /// chunks.
-    unsafe fn sum_partials(&self, plan: &LaunchPlan, params: SumPartialsParams) -> Result<()> {
-        let params = SumPartialsParams {
-            rows: plan.extent.rows as i64,
-            cols: plan.extent.cols as i64,
-            chunks: plan.chunks() as i64,
-            ..params
-        };
-        // SAFETY: 1 to 4 by this function's contract; 5 because the launch is the plan's, and the
-        // kernel has no tiling.
-        unsafe { self.launch(&plan.channels_launch::<SumPartials>(), &params) }
     }
 
     /// Reduces wide groups if there is a gradient to write, and walks the rows of a backward.
     ///
     /// # Safety
     ///
-    /// As for [`normalize`](Self::normalize), of `normalize_bwd` or `layer_norm_bwd`, except that the
-    /// dots need not be written yet.
-    unsafe fn normalize_bwd(&self, plan: &LaunchPlan, params: NormalizeBwdParams) -> Result<()> {
-        let reduces = params.dx != 0 && plan.has_wide_groups();
+    /// As for [`normalize`](Self::normalize), of `normalize_bwd` or `layer_norm_bwd`, except that
+    /// the dots need not be written yet.
+    unsafe fn normalize_bwd(
+        &self,
+        plan: &LaunchPlan,
+        mut params: NormalizeBwdParams,
+    ) -> Result<()> {
+        if params.dx != 0 && plan.has_wide_groups() {
+            params.tiling = plan.groups_tiling();
+            // SAFETY: 1 to 4 by this function's contract: the dots are what this launch writes. 5:
+            // launch and tiling are the plan's.
+            match plan.extent.centred {
+                true => unsafe { self.launch(&plan.groups_launch::<LayerNormDots>(), &params) },
+                false => unsafe { self.launch(&plan.groups_launch::<GroupDots>(), &params) },
+            }?;
+        }
         let sums = 2 * usize::from(params.partials != 0);
-        if plan.extent.centred {
-            if reduces {
-                let (launch, tiling) = plan.groups_launch::<LayerNormDots>();
-                // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
-                // one call.
-                unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
-            }
-            let (launch, tiling) = plan.rows_launch::<LayerNormBwd>(2, sums);
-            // SAFETY: as above; if groups are wide, `layer_norm_dots` has written the dots.
-            return unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) };
+        params.tiling = plan.rows_tiling(2, sums);
+        // SAFETY: 1 to 4 by this function's contract, and the launch above has written the dots if
+        // dx depends on them. 5: launch and tiling are the plan's, for x, dy and the sums that
+        // `params` has.
+        match plan.extent.centred {
+            true => unsafe { self.launch(&plan.rows_launch::<LayerNormBwd>(2, sums), &params) },
+            false => unsafe { self.launch(&plan.rows_launch::<NormalizeBwd>(2, sums), &params) },
         }
-        if reduces {
-            let (launch, tiling) = plan.groups_launch::<GroupDots>();
-            // SAFETY: 1 to 4 by this function's contract; 5 because launch and tiling come from
-            // one call.
-            unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }?;
-        }
-        let (launch, tiling) = plan.rows_launch::<NormalizeBwd>(2, sums);
-        // SAFETY: as above; if groups are wide, `group_dots` has written the dots.
-        unsafe { self.launch(&launch, &NormalizeBwdParams { tiling, ..params }) }
     }
 }
 

@@ -1,5 +1,5 @@
-//! LayerNorm's passes over rows: `x̃ = r (x − μ)`, with the mean μ and the standard deviation 1/r of
-//! the row.
+//! LayerNorm's passes over rows: `x̃ = r (x − μ)`, with the mean μ and the standard deviation 1/r
+//! of the row.
 //!
 //! The row is one group. A pass reads it three times, from the first-level cache after the first
 //! time: for the mean, for the squared distances to the mean, and for the output.

@@ -164,8 +164,8 @@ pub(crate) struct Part<'a, T> {
 pub(crate) struct RowWriter<'a, T> {
     part: Part<'a, T>,
     filled: usize,
-    /// Makes the writer `!Send`, because only a fence on the thread that wrote makes streamed stores
-    /// visible to other threads.
+    /// Makes the writer `!Send`, because only a fence on the thread that wrote makes streamed
+    /// stores visible to other threads.
     stays: PhantomData<*mut ()>,
 }
 

@@ -88,8 +88,8 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
         T::store(self.simd, &self.vectors, columns);
     }
 
-    /// `self * factor + term`, rounded once if the level has an instruction for that and the columns
-    /// fill a vector. pulp multiplies and adds columns after the last vector one by one.
+    /// `self * factor + term`, rounded once if the level has an instruction for that and the
+    /// columns fill a vector. pulp multiplies and adds columns after the last vector one by one.
     #[inline(always)]
     pub fn mul_add(mut self, factor: Self, term: Self) -> Self {
         // Without the instruction, pulp would call a function for each lane.

@@ -12,7 +12,8 @@
 //! | `Avx512` | 16 × f32 | yes | AVX-512 |
 //!
 //! A fused multiply-add rounds once, except in the columns after the last vector, and wider vectors
-//! have more accumulators, so levels may differ in the last bits of a result. At one level the bits do not depend on threads.
+//! have more accumulators, so levels may differ in the last bits of a result. At one level the bits
+//! do not depend on threads.
 
 use crate::device::cpu::convert::Element;
 use crate::error::Error;

@@ -73,15 +73,18 @@ pub(super) fn forward<T: Element>(
         let stream = Some(stream);
         return (Written { stream, ..written }, sums);
     }
-    let (written, mut squares) = match (rows.norm, coefficients) {
-        (RowNorm::Centred { eps }, Some(coefficients)) => {
+    let (written, mut squares) = match rows.norm {
+        RowNorm::Centred { eps } => {
+            let Some(coefficients) = coefficients else {
+                unreachable!("LayerNorm takes no sums without an output")
+            };
             let pass = layer_norm::Forward {
                 scaler: Scaler::new(rows.cols(), eps),
                 coefficients,
             };
             run(rows, &pass)
         }
-        _ => {
+        RowNorm::None | RowNorm::Groups { .. } => {
             let pass = power_norm::Forward {
                 scaler: group_scaler(rows),
                 coefficients,
