@@ -131,7 +131,7 @@ impl PowerNorm {
     /// - A configuration is out of range, has `affine: false`, or has `bias: false` although a bias
     ///   is given.
     /// - A tensor has another shape, dtype or device.
-    /// - The weight or the bias is the variable that `running_phi` is, which a step would overwrite.
+    /// - `weight` or `bias` is the same variable as `running_phi`, so a step would overwrite it.
     /// - A number in `running_phi` is negative or not finite. On a GPU the host waits for them.
     ///
     /// # Example

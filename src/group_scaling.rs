@@ -2,7 +2,7 @@
 
 use crate::config::validate_eps;
 use crate::device::pick::DeviceKind;
-use crate::device::{Settings, sums_dtype};
+use crate::device::{RowNorm, sums_dtype};
 use crate::error::Error;
 use crate::layer::check_input_dtype;
 use crate::op;
@@ -12,7 +12,7 @@ use candle::{DType, Module, Result, Tensor};
 /// Group scaling as a layer of its own: divides each group of a row's channels by the group's root
 /// mean square. The paper calls it layer-scale.
 ///
-/// `x̃ = x / sqrt(mean_{c ∈ group(c)} x_c² + ε)` in each row, over G equal groups of adjacent
+/// `x̃ = x / sqrt(mean_{i ∈ group(c)} x_i² + ε)` in each row, over G equal groups of adjacent
 /// channels (Shen et al., appendix A; `GroupScaling1D` in the released code). It has no parameters
 /// and no state. It is what [folding](crate::PowerNorm::fold_into) leaves of a
 /// [`PowerNorm`](crate::PowerNorm) and, with one group, of an [`RmsNorm`](crate::RmsNorm).
@@ -104,7 +104,7 @@ impl Module for GroupScaling {
         check_input_dtype(xs.dtype())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
         let device = DeviceKind::of(xs.device())?;
-        let settings = Settings::of_rows(self.groups, self.eps);
-        op::power_norm(Call::of_rows(&device, xs, settings))
+        let (count, eps) = (self.groups, self.eps);
+        op::power_norm(Call::of_rows(&device, xs, RowNorm::Groups { count, eps }))
     }
 }

@@ -1,8 +1,8 @@
 //! The layer: the forward passes, the accessors, the checks of arguments.
 
 use crate::config::{PowerNormConfig, state_dtype};
-use crate::device::Settings;
 use crate::device::pick::DeviceKind;
+use crate::device::{RowNorm, Settings};
 use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
@@ -492,8 +492,7 @@ impl PowerNorm {
             weight: self.weight(),
             bias: self.bias(),
             settings: Settings {
-                groups: self.config().group_scaling,
-                centred: false,
+                norm: RowNorm::of_groups(self.config().group_scaling, self.config().eps),
                 eps: self.config().eps,
                 recipe: self.config().recipe,
             },
@@ -681,13 +680,12 @@ mod tests {
         let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
         let keep = Tensor::ones(3, DType::U8, CPU)?;
         let call = layer.call(&xs, None, Some(&keep), Purpose::Training)?;
-        let Settings {
-            groups,
-            centred,
-            eps,
-            recipe,
-        } = call.settings;
-        assert_eq!((groups, centred, eps), (Some(1), false, 1e-5));
+        let Settings { norm, eps, recipe } = call.settings;
+        let of_the_layer = RowNorm::Groups {
+            count: 1,
+            eps: 1e-5,
+        };
+        assert_eq!((norm, eps), (of_the_layer, 1e-5));
         assert_eq!(recipe, Recipe::Paper);
         assert!(call.keep.is_some() && call.weight.is_some() && call.bias.is_none());
         let Role::Training(training, None) = &call.role else {

@@ -3,7 +3,7 @@
 use crate::builder::parameter;
 use crate::config::{state_dtype, validate_eps};
 use crate::device::pick::DeviceKind;
-use crate::device::{Settings, sums_dtype};
+use crate::device::{RowNorm, sums_dtype};
 use crate::error::Error;
 use crate::layer::{check_device, check_input};
 use crate::op;
@@ -216,13 +216,13 @@ impl Module for LayerNorm {
         let parameters = [Some(&self.weight), self.bias.as_ref()];
         check_input(xs, self.size(), parameters, self.weight.device())?;
         validate_eps(self.eps, sums_dtype(xs.dtype()))?;
-        // The group scaling of one group, after the mean is subtracted.
-        let settings = Settings {
-            centred: self.remove_mean,
-            ..Settings::of_rows(1, self.eps)
+        let eps = self.eps;
+        let norm = match self.remove_mean {
+            true => RowNorm::Centred { eps },
+            false => RowNorm::Groups { count: 1, eps },
         };
         let device = DeviceKind::of(xs.device())?;
-        let call = Call::of_rows(&device, xs, settings);
+        let call = Call::of_rows(&device, xs, norm);
         op::power_norm(Call {
             weight: Some(&self.weight),
             bias: self.bias.as_ref(),

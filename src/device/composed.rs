@@ -6,7 +6,7 @@
 //! does not wait for the contents of a mask, so a batch without a kept row counts as a step, as on
 //! a GPU.
 
-use super::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted, sums_dtype};
+use super::{Env, Gradients, Nu, Outputs, Pass, RowNorm, Saved, Wanted, sums_dtype};
 use crate::config::{ForwardKind, PhiStep};
 use candle::{D, DType, Device, Result, Storage, Tensor, Var};
 
@@ -342,17 +342,15 @@ impl Rows {
             }
             _ => None,
         };
-        let (x_tilde, group_rms_inv) = match pass.settings.groups {
-            Some(groups) => {
-                let mut rows = grouped(&rows, groups)?;
-                if pass.settings.centred {
-                    rows = centred(&rows)?;
-                }
-                let group_rms_inv = group_rms_inv(&rows, pass.settings.eps)?;
-                let x_tilde = rows.broadcast_mul(&group_rms_inv)?.flatten_from(1)?;
-                (x_tilde, Some(group_rms_inv))
-            }
-            None => (rows, None),
+        let scaled = |groups: Tensor, eps| -> Result<_> {
+            let group_rms_inv = group_rms_inv(&groups, eps)?;
+            let x_tilde = groups.broadcast_mul(&group_rms_inv)?.flatten_from(1)?;
+            Ok((x_tilde, Some(group_rms_inv)))
+        };
+        let (x_tilde, group_rms_inv) = match pass.settings.norm {
+            RowNorm::None => (rows, None),
+            RowNorm::Groups { count, eps } => scaled(grouped(&rows, count)?, eps)?,
+            RowNorm::Centred { eps } => scaled(centred(&grouped(&rows, 1)?)?, eps)?,
         };
         Ok(Self {
             x_tilde,
@@ -432,7 +430,7 @@ impl Rows {
         let (mut dx_tilde, x_tilde) =
             (grouped(&dx_tilde, groups)?, grouped(&self.x_tilde, groups)?);
         let mean = (&dx_tilde * &x_tilde)?.mean_keepdim(D::Minus1)?;
-        if pass.settings.centred {
+        if let RowNorm::Centred { .. } = pass.settings.norm {
             dx_tilde = dx_tilde.broadcast_sub(&dx_tilde.mean_keepdim(D::Minus1)?)?;
         }
         let dx = (dx_tilde - x_tilde.broadcast_mul(&mean)?)?;

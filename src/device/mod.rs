@@ -70,25 +70,44 @@ impl Pass {
 /// The settings of a normalization.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settings {
-    /// G of the group scaling; `None` without it.
-    pub groups: Option<usize>,
-    /// LayerNorm: the mean of each row is subtracted first. There is one group then, no residual
-    /// and no mask, and D is 1.
-    pub centred: bool,
-    /// ε, of D and of the group scaling.
+    pub norm: RowNorm,
+    /// ε of D.
     pub eps: f64,
     pub recipe: Recipe,
 }
 
 impl Settings {
-    /// Group scaling by itself.
-    pub fn of_rows(groups: usize, eps: f64) -> Self {
+    /// A normalization of rows by themselves. D is 1, so its ε and the recipe change nothing.
+    pub fn of_rows(norm: RowNorm) -> Self {
         Self {
-            groups: Some(groups),
-            centred: false,
-            eps,
+            norm,
+            eps: 0.,
             recipe: Recipe::default(),
         }
+    }
+}
+
+/// The normalization of a row by itself, before the statistics of channels.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum RowNorm {
+    None,
+    /// Group scaling: each group is divided by its root mean square.
+    Groups {
+        /// G.
+        count: usize,
+        eps: f64,
+    },
+    /// LayerNorm: the row's mean is subtracted, and the row divided by its standard deviation.
+    /// There is no residual then and no mask, and D is 1.
+    Centred {
+        eps: f64,
+    },
+}
+
+impl RowNorm {
+    /// Group scaling with this number of groups, if there is one.
+    pub fn of_groups(groups: Option<usize>, eps: f64) -> Self {
+        groups.map_or(Self::None, |count| Self::Groups { count, eps })
     }
 }
 

@@ -12,7 +12,7 @@
 use super::{as_bytes, readable, residual};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pick::DeviceKind;
-use crate::device::{Env, Gradients, Nu, Pass, Saved, Settings, Wanted};
+use crate::device::{Env, Gradients, Nu, Pass, RowNorm, Saved, Settings, Wanted};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
@@ -59,7 +59,7 @@ pub(crate) struct Training {
 
 impl<'a> Call<'a> {
     /// A normalization of the rows of `xs` by themselves.
-    pub fn of_rows(device: &'a DeviceKind, xs: &'a Tensor, settings: Settings) -> Self {
+    pub fn of_rows(device: &'a DeviceKind, xs: &'a Tensor, norm: RowNorm) -> Self {
         Self {
             device,
             xs,
@@ -67,7 +67,7 @@ impl<'a> Call<'a> {
             keep: None,
             weight: None,
             bias: None,
-            settings,
+            settings: Settings::of_rows(norm),
             role: Role::Stateless,
         }
     }
@@ -276,12 +276,13 @@ mod tests {
 
     fn call<'a>(xs: &'a Tensor, role: Role<'a>) -> Call<'a> {
         let settings = Settings {
-            groups: None,
-            ..Settings::of_rows(1, 1e-5)
+            eps: 1e-5,
+            ..Settings::of_rows(RowNorm::None)
         };
         Call {
             role,
-            ..Call::of_rows(&DeviceKind::Cpu, xs, settings)
+            settings,
+            ..Call::of_rows(&DeviceKind::Cpu, xs, RowNorm::None)
         }
     }
 

@@ -13,7 +13,7 @@
 //! ```
 
 use super::convert::Element;
-use crate::device::Pass;
+use crate::device::{Pass, RowNorm};
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, D, Layout, Result, Storage, Tensor, Var, WithDType};
 use half::{bf16, f16};
@@ -41,22 +41,6 @@ impl<T> Matrix<'_, T> {
         };
         &self.values[start..][..self.cols]
     }
-}
-
-/// The normalization of a row by itself, before the statistics of channels.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum RowNorm {
-    None,
-    /// Group scaling: each group is divided by its root mean square.
-    Groups {
-        /// G.
-        count: usize,
-        eps: f64,
-    },
-    /// LayerNorm: the row's mean is subtracted, and the row divided by its standard deviation.
-    Centred {
-        eps: f64,
-    },
 }
 
 /// The input's rows, and what is done to each.
@@ -141,16 +125,11 @@ pub(super) fn with_rows<T: Element, R>(
     let residual = (residual.as_ref()).map(|(storage, layout)| matrix(storage, layout));
     let keep = keep.map(Tensor::storage_and_layout);
     let keep = (keep.as_ref()).map(|(storage, layout)| packed(on_cpu(storage)?, layout));
-    let eps = pass.settings.eps;
     run(&Rows {
         x: matrix(&x.0, x.1)?,
         residual: residual.transpose()?,
         keep: keep.transpose()?,
-        norm: match pass.settings.groups {
-            _ if pass.settings.centred => RowNorm::Centred { eps },
-            Some(count) => RowNorm::Groups { count, eps },
-            None => RowNorm::None,
-        },
+        norm: pass.settings.norm,
         sums_all: !pass.settings.recipe.masks_backward(),
     })
 }

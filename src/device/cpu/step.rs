@@ -416,8 +416,8 @@ fn holds(var: &Var, value: f64) -> bool {
 mod tests {
     use super::*;
     use crate::config::{Recipe, Shares};
-    use crate::device::Settings;
     use crate::device::cpu::layout::on_cpu;
+    use crate::device::{RowNorm, Settings};
     use candle::WithDType;
 
     /// The state and the other ranks of a pass.
@@ -492,8 +492,7 @@ mod tests {
             phi: Some(tensor(&[phi])?),
             kind,
             settings: Settings {
-                groups: None,
-                centred: false,
+                norm: RowNorm::None,
                 eps: 1e-200,
                 recipe,
             },

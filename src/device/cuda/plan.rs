@@ -79,7 +79,7 @@ use super::params::{
     WARP, lane_coefficients, padded_sums, when,
 };
 use crate::config::{ForwardKind, Recipe};
-use crate::device::sums_dtype;
+use crate::device::{RowNorm, sums_dtype};
 use crate::error::Error;
 use candle::DType;
 use std::fmt;
@@ -148,16 +148,35 @@ pub struct Extent {
     pub dtype: DType,
     pub rows: usize,
     pub cols: usize,
-    /// Groups of group scaling; `None` without group scaling.
-    pub groups: Option<usize>,
-    /// The pass is LayerNorm's, which subtracts each row's mean. There is one group then.
-    pub centred: bool,
+    pub norm: RowNorm,
     pub limits: Limits,
 }
 
 impl Extent {
+    /// Groups of group scaling; `None` without it. In LayerNorm the row is one group.
+    fn groups(&self) -> Option<usize> {
+        match self.norm {
+            RowNorm::None => None,
+            RowNorm::Groups { count, .. } => Some(count),
+            RowNorm::Centred { .. } => Some(1),
+        }
+    }
+
+    /// The pass is LayerNorm's, which subtracts each row's mean.
+    pub fn is_centred(&self) -> bool {
+        matches!(self.norm, RowNorm::Centred { .. })
+    }
+
+    /// ε of r.
+    pub fn group_eps(&self) -> f64 {
+        match self.norm {
+            RowNorm::None => 0.,
+            RowNorm::Groups { eps, .. } | RowNorm::Centred { eps } => eps,
+        }
+    }
+
     fn group_len(&self) -> usize {
-        self.cols / self.groups.unwrap_or(1)
+        self.cols / self.groups().unwrap_or(1)
     }
 
     /// Pieces of a group. The last one may not be whole.
@@ -231,7 +250,7 @@ impl Cut {
 
     fn of_countable(extent: &Extent, direction: Direction) -> Self {
         let pieces = max_pieces(extent, direction);
-        let whole = extent.groups.map(|_| Self::whole_groups(extent, pieces));
+        let whole = extent.groups().map(|_| Self::whole_groups(extent, pieces));
         let mut cut = whole
             .filter(|whole| whole.has_room(MAX_ARRAYS))
             .unwrap_or_else(|| Self::parts_of_groups(extent, pieces));
@@ -268,7 +287,7 @@ impl Cut {
             return Self::of_one_chunk(extent, GroupRmsOrigin::InTile, pieces, lanes, lanes);
         }
         // As many groups as fit into a warp, or all groups in a part of a warp.
-        let lanes = WARP.min((span * extent.groups.unwrap_or(1)).next_power_of_two());
+        let lanes = WARP.min((span * extent.groups().unwrap_or(1)).next_power_of_two());
         Self::of_one_chunk(extent, GroupRmsOrigin::InTile, pieces, lanes, span)
     }
 
@@ -286,7 +305,7 @@ impl Cut {
         // Lanes that the busiest multiprocessor works on: of the tiles that it has in turn, or of
         // one tile, whose rows it shares with other multiprocessors.
         let work = |&parts: &usize| {
-            let tiles = extent.groups.unwrap_or(1) * parts;
+            let tiles = extent.groups().unwrap_or(1) * parts;
             let gpu = extent.limits.multiprocessors;
             let (tiles_in_turn, chunks) = (tiles.div_ceil(gpu), (gpu / tiles).max(1));
             lanes(parts) as f64 * tiles_in_turn as f64 / chunks as f64
@@ -294,7 +313,7 @@ impl Cut {
         let fewest = group_lanes.div_ceil(TILE_LANES);
         let parts = (fewest..=2 * fewest).min_by(|a, b| work(a).total_cmp(&work(b)));
         let lanes = lanes(parts.unwrap_or(fewest));
-        let group_scaling = match extent.groups {
+        let group_scaling = match extent.groups() {
             Some(_) => GroupRmsOrigin::Given,
             None => GroupRmsOrigin::NoGroups,
         };
@@ -319,7 +338,7 @@ impl Cut {
             span,
             groups_per_tile,
             tiles_per_group,
-            tiles: extent.groups.unwrap_or(1).div_ceil(groups_per_tile) * tiles_per_group,
+            tiles: extent.groups().unwrap_or(1).div_ceil(groups_per_tile) * tiles_per_group,
             chunks: 1,
             chunk_rows: extent.rows,
             lanes,
@@ -361,7 +380,7 @@ impl Cut {
             rows: self.extent.rows as i64,
             cols: self.extent.cols as i64,
             chunk_rows: self.chunk_rows as i64,
-            groups: self.extent.groups.unwrap_or(1) as i32,
+            groups: self.extent.groups().unwrap_or(1) as i32,
             group_len: self.extent.group_len() as i32,
             span: self.span as i32,
             groups_per_tile: self.groups_per_tile as i32,
@@ -697,7 +716,7 @@ impl LaunchPlan {
         let batch_phi = parts.take(trains, row);
         let count = parts.take(trains, self.sum_bytes());
         let group_rms_inv = parts.take(
-            self.extent.groups.is_some(),
+            self.extent.groups().is_some(),
             self.group_bytes(LAYER_NORM_STATISTICS),
         );
         // The backward has chunks of its own, and does not have these parts.
@@ -742,12 +761,12 @@ impl LaunchPlan {
 
     /// Bytes of a number for each row and group, or in a pass of LayerNorm of `of_layer_norm`.
     fn group_bytes(&self, of_layer_norm: usize) -> u64 {
-        let numbers = if self.extent.centred {
+        let numbers = if self.extent.is_centred() {
             of_layer_norm
         } else {
             1
         };
-        (self.extent.groups.unwrap_or(0) * self.extent.rows * numbers) as u64 * self.sum_bytes()
+        (self.extent.groups().unwrap_or(0) * self.extent.rows * numbers) as u64 * self.sum_bytes()
     }
 
     fn sum_bytes(&self) -> u64 {
@@ -761,7 +780,7 @@ impl LaunchPlan {
 
     /// Every entry point that the pass may launch, the step of the state included.
     pub fn entries(&self, over_ranks: bool) -> Vec<Entry> {
-        let (groups, rows) = match (self.direction, self.extent.centred) {
+        let (groups, rows) = match (self.direction, self.extent.is_centred()) {
             (Direction::Forward, false) => (
                 self.groups_launch::<GroupRmsInv>().entry,
                 self.rows_launch::<Normalize>(1, 0).entry,
@@ -832,7 +851,7 @@ impl LaunchPlan {
     /// with it.
     pub fn groups_launch<K: ReducesGroups>(&self) -> Launch<K> {
         debug_assert_eq!(K::DIRECTION, self.direction);
-        let groups = self.extent.rows * self.extent.groups.unwrap_or(1);
+        let groups = self.extent.rows * self.extent.groups().unwrap_or(1);
         Launch::new(
             self.extent.dtype,
             None,
@@ -901,8 +920,7 @@ mod tests {
             dtype,
             rows,
             cols,
-            groups,
-            centred: false,
+            norm: RowNorm::of_groups(groups, 1e-5),
             limits,
         }
     }
@@ -1311,9 +1329,15 @@ mod tests {
         let mut launched = BTreeSet::new();
         for dtype in DTYPES {
             for cols in [1, 2, 4, 8, 16, 32, 64, 1024, 1 << 16] {
-                for (groups, centred) in [(None, false), (Some(1), false), (Some(1), true)] {
-                    for mut plan in plans((dtype, 100, cols, groups), H100).unwrap() {
-                        plan.extent.centred = centred;
+                let one = RowNorm::of_groups(Some(1), 1e-5);
+                for norm in [RowNorm::None, one, RowNorm::Centred { eps: 1e-5 }] {
+                    let extent = Extent {
+                        norm,
+                        ..extent((dtype, 100, cols, None), H100)
+                    };
+                    let kind = ForwardKind::RunningStatistic;
+                    let forward = LaunchPlan::new(extent, Recipe::Paper, kind).unwrap();
+                    for plan in [forward, forward.of_backward().unwrap()] {
                         launched.extend(plan.entries(true).iter().map(Entry::to_string));
                     }
                 }
@@ -1349,7 +1373,10 @@ mod tests {
                         {
                             let extent = Extent {
                                 // LayerNorm has no statistic of channels.
-                                centred: groups == Some(1) && !divides,
+                                norm: match groups == Some(1) && !divides {
+                                    true => RowNorm::Centred { eps: 1e-5 },
+                                    false => RowNorm::of_groups(groups, 1e-5),
+                                },
                                 ..extent((dtype, rows, cols, groups), H100)
                             };
                             let forward = LaunchPlan {

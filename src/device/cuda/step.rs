@@ -207,8 +207,7 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
         dtype: pass.x.dtype(),
         rows,
         cols,
-        groups: pass.settings.groups,
-        centred: pass.settings.centred,
+        norm: pass.settings.norm,
         limits: kernels.limits,
     };
     // Other processes may have rows. If none has, a training step is an evaluation.
@@ -244,7 +243,7 @@ fn launch_rows(
     let x = uses.read_rows(&pass.x)?;
     let residual = uses.read_rows(pass.residual.as_ref())?;
     let keep = uses.read(pass.keep.as_ref())?;
-    let eps = pass.settings.eps;
+    let (eps, group_eps) = (pass.settings.eps, plan.extent.group_eps());
     // The first launch adds the residual and writes the stream, which later ones read.
     let has_residual = residual != 0;
     let summed = if has_residual { stream } else { x };
@@ -257,7 +256,7 @@ fn launch_rows(
             residual,
             stream,
             group_rms_inv: saved.group_rms_inv,
-            group_eps: eps.into(),
+            group_eps: group_eps.into(),
             ..Default::default()
         };
         // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and the
@@ -283,7 +282,7 @@ fn launch_rows(
         kept: saved.kept,
         group_scaling: plan.cut.group_scaling,
         eps: eps.into(),
-        group_eps: eps.into(),
+        group_eps: group_eps.into(),
         ..Default::default()
     };
     // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
@@ -300,7 +299,7 @@ fn launch_rows(
             group_rms_inv: saved.group_rms_inv,
             partials: saved.all_partials,
             group_scaling: plan.cut.group_scaling,
-            group_eps: eps.into(),
+            group_eps: group_eps.into(),
             ..Default::default()
         };
         // SAFETY: x, or the stream, which an earlier launch has written, has the plan's rows and
@@ -420,7 +419,7 @@ fn launch_output(
         inv_d: saved.inv_d,
         group_rms_inv: saved.group_rms_inv,
         group_scaling: plan.cut.group_scaling,
-        group_eps: pass.settings.eps.into(),
+        group_eps: plan.extent.group_eps().into(),
         ..Default::default()
     };
     // SAFETY: x and y have the plan's rows and columns, weight and bias its columns. 1/D and r
@@ -706,7 +705,7 @@ impl Gpu {
         params.tiling = plan.rows_tiling(arrays, sums);
         // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's, for the
         // arrays and sums that `params` has.
-        match plan.extent.centred {
+        match plan.extent.is_centred() {
             true => unsafe { self.launch(&plan.rows_launch::<LayerNorm>(arrays, sums), &params) },
             false => unsafe { self.launch(&plan.rows_launch::<Normalize>(arrays, sums), &params) },
         }
@@ -720,7 +719,7 @@ impl Gpu {
     unsafe fn reduce_groups(&self, plan: &LaunchPlan, mut params: NormalizeParams) -> Result<()> {
         params.tiling = plan.groups_tiling();
         // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's.
-        match plan.extent.centred {
+        match plan.extent.is_centred() {
             true => unsafe { self.launch(&plan.groups_launch::<LayerNormStatistics>(), &params) },
             false => unsafe { self.launch(&plan.groups_launch::<GroupRmsInv>(), &params) },
         }
@@ -741,7 +740,7 @@ impl Gpu {
             params.tiling = plan.groups_tiling();
             // SAFETY: 1 to 4 by this function's contract: the dots are what this launch writes. 5:
             // launch and tiling are the plan's.
-            match plan.extent.centred {
+            match plan.extent.is_centred() {
                 true => unsafe { self.launch(&plan.groups_launch::<LayerNormDots>(), &params) },
                 false => unsafe { self.launch(&plan.groups_launch::<GroupDots>(), &params) },
             }?;
@@ -751,7 +750,7 @@ impl Gpu {
         // SAFETY: 1 to 4 by this function's contract, and the launch above has written the dots if
         // dx depends on them. 5: launch and tiling are the plan's, for x, dy and the sums that
         // `params` has.
-        match plan.extent.centred {
+        match plan.extent.is_centred() {
             true => unsafe { self.launch(&plan.rows_launch::<LayerNormBwd>(2, sums), &params) },
             false => unsafe { self.launch(&plan.rows_launch::<NormalizeBwd>(2, sums), &params) },
         }

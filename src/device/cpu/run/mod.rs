@@ -20,11 +20,12 @@
 pub(crate) mod level;
 
 use super::convert::{Accumulator, Element, PerChannel};
-use super::layout::{Matrix, RowNorm, Rows};
+use super::layout::{Matrix, Rows};
 use super::row::output::{Output, Part, RowWriter, Stores};
 use super::row::power_norm::{self, Stream};
 use super::row::sweep::Groups;
 use super::row::{BackwardSums, Row, RowPass, Scaler, layer_norm};
+use crate::device::RowNorm;
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
