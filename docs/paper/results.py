@@ -366,7 +366,7 @@ def FREE_SEEDS(norm, seeds):
     return spread((v for seed, v in free_pairs(norm).items() if seed in seeds), sign=True)
 
 
-# LN, RMSNorm and PN with one group, again, on one build.
+# LN, RMSNorm and PN with one group, again, on later builds.
 
 ONE_BUILD = {
     "LN": ("layer-noscale", lambda: full("layer")),
@@ -374,35 +374,60 @@ ONE_BUILD = {
     "PN": ("power-scale1", lambda: full("power")),
 }
 PAIRED = [("RMSNorm", "LN"), ("PN", "LN"), ("RMSNorm", "PN")]
+# The build of each run, by study and seed. What trains on from LN and RMSNorm begins with the same
+# runs as this study has.
+BUILDS = {
+    ("words-30-one-build", 1): "a3730cf",
+    ("words-30-one-build", 2): "a3730cf",
+    ("words-30-one-build-2", 2): "f605221",
+    ("words-moved-start", 1): "5a13585",
+    ("words-moved-start", 2): "f605221",
+    ("words-moved-start", 3): "f605221",
+}
+# The build on which the runs of a seed are compared.
+BUILD_OF_SEED = {1: "a3730cf", 2: "f605221", 3: "f605221"}
+
+
+def reruns(name):
+    """By seed and build."""
+    found = {
+        (seed, build): runs(study, ONE_BUILD[name][0], "test_loss").get(seed)
+        for (study, seed), build in BUILDS.items()
+    }
+    return {key: loss for key, loss in sorted(found.items()) if loss is not None}
 
 
 def one_build(name):
-    """By seed: the runs that are finished."""
-    return runs("words-30-one-build", ONE_BUILD[name][0], "test_loss")
+    """By seed, each on the build on which its runs are compared."""
+    found = reruns(name)
+    return {seed: found[key] for seed, build in BUILD_OF_SEED.items() if (key := (seed, build)) in found}
 
 
 def rerun_changes(name):
-    """The new run's loss minus the recorded one's, by seed."""
-    return minus(one_build(name), ONE_BUILD[name][1]())
+    """The new run's loss minus the recorded one's, by seed and build."""
+    before = ONE_BUILD[name][1]()
+    return {key: loss - before[key[0]] for key, loss in reruns(name).items()}
 
 
 def ONE_BUILD_SEEDS():
     found = {name: one_build(name) for name in ONE_BUILD}
-    has = [f"{name} from seed{'s' * (len(r) > 1)} {listed(r)}" for name, r in found.items() if r]
     if all(len(of_name) >= 3 for of_name in found.values()):
         return "All ran from seeds 1 to 3."
-    has = f"these runs are finished: {enumerated(has)}" if has else "no run is finished yet"
-    return f"Of seeds 1 to 3, {has}."
+    has = [f"{name} from {seeds_named(of_name)}" for name, of_name in found.items() if of_name]
+    return f"Of seeds 1 to 3, these runs are finished: {enumerated(has)}."
+
+
+def seeds_named(seeds):
+    return f"seed{'s' * (len(seeds) > 1)} {enumerated(map(str, sorted(seeds)))}"
 
 
 def ONE_BUILD_CHANGES():
-    def row(name, seed):
-        old, new = ONE_BUILD[name][1](), one_build(name)
-        change = number(new[seed] - old[seed], sign=True)
-        return f"| {name} | {seed} | {number(old[seed])} | {number(new[seed])} | {change} |"
+    def row(name, seed, build):
+        old, new = ONE_BUILD[name][1]()[seed], reruns(name)[seed, build]
+        change = number(new - old, sign=True)
+        return f"| {name} | {seed} | {build} | {number(old)} | {number(new)} | {change} |"
 
-    rows = [row(name, seed) for name in ONE_BUILD for seed in sorted(rerun_changes(name))]
-    return "\n".join(rows)
+    return "\n".join(row(name, *key) for name in ONE_BUILD for key in reruns(name))
 
 
 def all_rerun_changes():
@@ -418,19 +443,16 @@ def ONE_BUILD_CHANGE():
     """How much a run changes, over all of them."""
     changes = all_rerun_changes()
     sizes = [abs(change) for change in changes]
-    count = f"{WORDS[len(changes)]} runs" if len(changes) > 1 else "one run"
-    up = signs(changes, +1) + " cases" if len(changes) > 1 else "this case"
     return (
-        f"The change is {number(mean(sizes))} on average in absolute value over {count}, and at "
-        f"most {number(max(sizes))}. The new build's loss is the higher one in {up}."
+        f"The change is {number(mean(sizes))} on average in absolute value over {WORDS[len(changes)]} "
+        f"runs, and at most {number(max(sizes))}. The later run's loss is the higher one in "
+        f"{signs(changes, +1)} cases."
     )
 
 
 def ONE_BUILD_DIFFERENCES():
     def row(a, b):
         pairs = minus(one_build(a), one_build(b))
-        if not pairs:
-            return f"| {a} − {b} | none yet | | | |"
         before = minus(ONE_BUILD[a][1](), ONE_BUILD[b][1]())
         values = list(pairs.values())
         return (
@@ -529,7 +551,7 @@ def ONE_BUILD_SHORT():
     """For the findings."""
     sizes = [abs(change) for change in all_rerun_changes()]
     text = (
-        f"Repeating {WORDS[len(sizes)]} of the runs with a later build changed their losses by up to "
+        f"Repeating {WORDS[len(sizes)]} of the runs with later builds changed their losses by up to "
         f"{number(max(sizes))}"
     )
     values = list(minus(one_build("RMSNorm"), one_build("LN")).values())
@@ -664,7 +686,7 @@ mean = statistics.mean
 # Test perplexities on PTB and WikiText-103 (the paper's Tables 2 and 3).
 PAPER = {"LN": (53.2, 20.9), "BN": (60.7, 27.2), "PN-V": (55.3, 21.3), "PN": (47.6, 17.9)}
 
-WORDS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+WORDS = "none one two three four five six seven eight nine ten eleven twelve".split()
 
 
 def PPL(norm):
