@@ -705,9 +705,11 @@ impl Gpu {
         params.tiling = plan.rows_tiling(arrays, sums);
         // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's, for the
         // arrays and sums that `params` has.
-        match plan.extent.is_centred() {
-            true => unsafe { self.launch(&plan.rows_launch::<LayerNorm>(arrays, sums), &params) },
-            false => unsafe { self.launch(&plan.rows_launch::<Normalize>(arrays, sums), &params) },
+        unsafe {
+            match plan.extent.is_centred() {
+                true => self.launch(&plan.rows_launch::<LayerNorm>(arrays, sums), &params),
+                false => self.launch(&plan.rows_launch::<Normalize>(arrays, sums), &params),
+            }
         }
     }
 
@@ -719,9 +721,11 @@ impl Gpu {
     unsafe fn reduce_groups(&self, plan: &LaunchPlan, mut params: NormalizeParams) -> Result<()> {
         params.tiling = plan.groups_tiling();
         // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's.
-        match plan.extent.is_centred() {
-            true => unsafe { self.launch(&plan.groups_launch::<LayerNormStatistics>(), &params) },
-            false => unsafe { self.launch(&plan.groups_launch::<GroupRmsInv>(), &params) },
+        unsafe {
+            match plan.extent.is_centred() {
+                true => self.launch(&plan.groups_launch::<LayerNormStatistics>(), &params),
+                false => self.launch(&plan.groups_launch::<GroupRmsInv>(), &params),
+            }
         }
     }
 
@@ -740,9 +744,11 @@ impl Gpu {
             params.tiling = plan.groups_tiling();
             // SAFETY: 1 to 4 by this function's contract: the dots are what this launch writes. 5:
             // launch and tiling are the plan's.
-            match plan.extent.is_centred() {
-                true => unsafe { self.launch(&plan.groups_launch::<LayerNormDots>(), &params) },
-                false => unsafe { self.launch(&plan.groups_launch::<GroupDots>(), &params) },
+            unsafe {
+                match plan.extent.is_centred() {
+                    true => self.launch(&plan.groups_launch::<LayerNormDots>(), &params),
+                    false => self.launch(&plan.groups_launch::<GroupDots>(), &params),
+                }
             }?;
         }
         let sums = 2 * usize::from(params.partials != 0);
@@ -750,9 +756,11 @@ impl Gpu {
         // SAFETY: 1 to 4 by this function's contract, and the launch above has written the dots if
         // dx depends on them. 5: launch and tiling are the plan's, for x, dy and the sums that
         // `params` has.
-        match plan.extent.is_centred() {
-            true => unsafe { self.launch(&plan.rows_launch::<LayerNormBwd>(2, sums), &params) },
-            false => unsafe { self.launch(&plan.rows_launch::<NormalizeBwd>(2, sums), &params) },
+        unsafe {
+            match plan.extent.is_centred() {
+                true => self.launch(&plan.rows_launch::<LayerNormBwd>(2, sums), &params),
+                false => self.launch(&plan.rows_launch::<NormalizeBwd>(2, sums), &params),
+            }
         }
     }
 }
