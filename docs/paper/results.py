@@ -390,17 +390,19 @@ BUILD_OF_SEED = {1: "a3730cf", 2: "f605221", 3: "f605221"}
 
 def reruns(name):
     """By seed and build."""
-    found = {
-        (seed, build): runs(study, ONE_BUILD[name][0], "test_loss").get(seed)
-        for (study, seed), build in BUILDS.items()
-    }
-    return {key: loss for key, loss in sorted(found.items()) if loss is not None}
+    found = {}
+    for (study, seed), build in BUILDS.items():
+        of_study = runs(study, ONE_BUILD[name][0], "test_loss")
+        if seed in of_study:
+            found[seed, build] = of_study[seed]
+    return dict(sorted(found.items()))
 
 
 def one_build(name):
     """By seed, each on the build on which its runs are compared."""
     found = reruns(name)
-    return {seed: found[key] for seed, build in BUILD_OF_SEED.items() if (key := (seed, build)) in found}
+    by_seed = {seed: found.get((seed, build)) for seed, build in BUILD_OF_SEED.items()}
+    return {seed: loss for seed, loss in by_seed.items() if loss is not None}
 
 
 def rerun_changes(name):
