@@ -50,8 +50,8 @@ constexpr __host__ __device__ int32_t padded_sums(int32_t sums) {
 }
 
 // The numbers that LayerNorm's forward keeps of a row: r, the mean, and the mean of what that mean
-// leaves. Their sum would be rounded, by up to half a unit in the last place of the mean. PowerNorm
-// keeps r alone.
+// leaves. The sum of the two means would be rounded, by up to half a unit in the last place of the
+// mean. PowerNorm keeps r alone.
 constexpr int32_t LAYER_NORM_STATISTICS = 3;
 
 // The means over a row that LayerNorm's backward needs: of dx~ x~ and of dx~. PowerNorm needs the

@@ -303,10 +303,9 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 //        groups wider than a block.
 // Determinism: bitwise, fixed order.
 // Reads  x, residual [rows, cols] T; residual unless null.
-// Writes group_rms_inv[rows, groups] A (STATISTICS of each); stream[rows, cols] T unless null;
-//        overwrites.
-// Bytes  rows*cols*sizeof(T) + rows*groups*sizeof(A); three times the first with a residual, or if
-//        CENTRED.
+// Writes group_rms_inv[rows, groups, STATISTICS] A; stream[rows, cols] T unless null; overwrites.
+// Bytes  rows*cols*sizeof(T) + rows*groups*STATISTICS*sizeof(A); three times the first with a
+//        residual, or if CENTRED.
 // Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
@@ -378,11 +377,12 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 //        2).
 // Determinism: bitwise.
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_d [cols];
-//        group_rms_inv[rows, groups] A if GIVEN (STATISTICS of each, each time).
+//        group_rms_inv[rows, groups, STATISTICS] A if GIVEN.
 // Writes y, stream [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_d[cols] A if
-//        phi is given, group_rms_inv[rows, groups] A unless GIVEN; each unless null, overwrites.
-// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups + chunks*cols)*sizeof(A); half of the first
-//        without y, and as much again with a residual.
+//        phi is given, group_rms_inv[rows, groups, STATISTICS] A unless GIVEN; each unless null,
+//        overwrites.
+// Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups*STATISTICS + chunks*cols)*sizeof(A); half of
+//        the first without y, and as much again with a residual.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: a group by shuffles, and through smem where it spans warps; columns in registers, then
@@ -716,10 +716,10 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
 // group_dots: the mean of dx~ x~ over each row and group, and after it the mean of dx~ if CENTRED,
 //        for groups wider than a block.
 // Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups] A, weight, correction, inv_d,
+// Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups, STATISTICS] A, weight, correction, inv_d,
 //        batch_phi [cols], count[1] A.
-// Writes dots[rows, groups] A, overwrites.
-// Bytes  2*rows*cols*sizeof(T) + 2*rows*groups*sizeof(A).
+// Writes dots[rows, groups, MEANS_BWD] A, overwrites.
+// Bytes  2*rows*cols*sizeof(T) + rows*groups*(STATISTICS + MEANS_BWD)*sizeof(A).
 // Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
@@ -777,11 +777,12 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
 //        dx = r (dx~ - x~ mean(dx~ x~)), and in one pass with it the sums of dweight, dbias and
 //        Lambda. If CENTRED, dx = r (dx~ - mean(dx~) - x~ mean(dx~ x~)).
 // Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, keep[rows] u8, group_rms_inv[rows, groups] A unless NO_GROUPS,
-//        dots[rows, groups] A if GIVEN, weight, correction, inv_d, batch_phi [cols], count[1] A.
+// Reads  x, dy [rows, cols] T, keep[rows] u8, group_rms_inv[rows, groups, STATISTICS] A unless
+//        NO_GROUPS, dots[rows, groups, MEANS_BWD] A if GIVEN, weight, correction, inv_d,
+//        batch_phi [cols], count[1] A.
 // Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each unless null, overwrites.
-// Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups + 2*chunks*cols)*sizeof(A); two thirds of the
-//        first without dx.
+// Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups*STATISTICS + 2*chunks*cols)*sizeof(A); two
+//        thirds of the first without dx.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: as in normalize.
@@ -840,7 +841,8 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 #pragma unroll 1
   for (; rows.iterations > 0; rows.advance()) {
     const A rms_inv = next_rms_inv, mean = next_mean;
-    // Not read a row ahead, to save a register: it came into the first-level cache with the mean.
+    // Not read a row ahead, to save a register: in most rows it came into the first-level cache
+    // with the mean.
     const A rest = CENTRED && scaled && rows.present() ? next_rms_invs[2] : A(0);
     const unsigned keeps = next_keeps;
     next_rms_invs += rows.stride_groups * STATISTICS<CENTRED>;

@@ -49,15 +49,15 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
             Some(phi) => has_rows.where_cond(&batch_phi, &rows.channels(phi)?)?,
             None => batch_phi,
         };
-        let batch_inv_d = inverse_root(&batch_phi, pass.settings.eps)?;
+        let inv_batch_rms = inverse_root(&batch_phi, pass.settings.eps)?;
         if by_batch {
-            forwarded.inv_d = batch_inv_d.clone();
+            forwarded.inv_d = inv_batch_rms.clone();
             y = Some(rows.output(pass, &forwarded.inv_d)?);
         }
         let gamma = all.squares.broadcast_div(&all.rows)?;
         let gamma = ((gamma * &forwarded.inv_d)? * &forwarded.inv_d)?;
         let batch = BatchStatistics {
-            inv_d: batch_inv_d,
+            inv_batch_rms,
             gamma: has_rows.where_cond(&gamma, &gamma.zeros_like()?)?,
             rows: all.rows,
             has_rows,
@@ -84,7 +84,7 @@ struct Forwarded {
 /// The statistics of a batch, over the rows of all ranks.
 struct BatchStatistics {
     /// 1/sqrt(ψ_B² + ε), `[C]`.
-    inv_d: Tensor,
+    inv_batch_rms: Tensor,
     /// Γ, the mean of X̂², `[C]`.
     gamma: Tensor,
     /// The rows that Γ and Λ are means over, `[1]`.
@@ -182,7 +182,7 @@ impl Forwarded {
         correction: Option<Tensor>,
     ) -> Result<Tensor> {
         let divisor = match &self.batch {
-            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_d,
+            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_batch_rms,
             _ => &self.inv_d,
         };
         let gain = match weight {

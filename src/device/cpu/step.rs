@@ -44,7 +44,7 @@ struct Forwarded {
 /// The statistics of a batch, over the rows of all ranks.
 struct BatchStatistics {
     /// 1/sqrt(ψ_B² + ε).
-    inv_d: Vec<f64>,
+    inv_batch_rms: Vec<f64>,
     /// Γ, the mean of X̂².
     gamma: Vec<f64>,
     /// The number of rows that Γ and Λ are means over.
@@ -102,17 +102,17 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
             && kept.rows > 0
         {
             let batch_phi = overflowed::<T>(&kept.means);
-            let inv_d = inverse_roots(&batch_phi, pass.settings.eps);
+            let inv_batch_rms = inverse_roots(&batch_phi, pass.settings.eps);
             env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
             if by_batch {
-                forwarded.inv_d.clone_from(&inv_d);
+                forwarded.inv_d.clone_from(&inv_batch_rms);
             }
             let mut gamma = overflowed::<T>(&over.means);
             for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_d) {
                 *gamma = *gamma * d * d;
             }
             forwarded.batch = Some(BatchStatistics {
-                inv_d,
+                inv_batch_rms,
                 gamma,
                 rows: over.rows as f64,
             });
@@ -267,7 +267,7 @@ impl Forwarded {
         correction: Option<&[f64]>,
     ) -> [PerChannel<T>; 2] {
         let divisor = match &self.batch {
-            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_d,
+            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_batch_rms,
             _ => &self.inv_d,
         };
         let (mut gain, mut decay) = (vec![], vec![]);
@@ -725,7 +725,7 @@ mod tests {
         let forwarded = |batch: bool| Forwarded {
             inv_d: vec![2.],
             batch: batch.then_some(BatchStatistics {
-                inv_d: vec![4.],
+                inv_batch_rms: vec![4.],
                 gamma: vec![1.],
                 rows: 1.,
             }),

@@ -1446,7 +1446,20 @@ mod tests {
             (workspace.partials, 2 * backward_chunks * row),
             (workspace.end, 0),
         ];
-        for parts in [&parts[..], &more[..]] {
+        // Rows of LayerNorm that are wider than a block.
+        let extent = Extent {
+            norm: RowNorm::Centred { eps: 1e-5 },
+            ..extent((DType::F32, 100, 65536, None), H100)
+        };
+        let mut centred = LaunchPlan::new(extent, Recipe::Paper, ForwardKind::Evaluation).unwrap();
+        centred.divides = false;
+        let (saved, workspace) = (
+            centred.saved(0),
+            centred.of_backward().unwrap().workspace(0),
+        );
+        let of_layer_norm = [(saved.group_rms_inv, 100 * 3 * 4), (saved.end, 0)];
+        let dots = [(workspace.dots, 100 * 2 * 4), (workspace.end, 0)];
+        for parts in [&parts[..], &more[..], &of_layer_norm[..], &dots[..]] {
             for pair in parts.windows(2) {
                 let [(start, bytes), (next, _)] = [pair[0], pair[1]];
                 assert!(start.is_multiple_of(SECTOR), "{parts:?}");

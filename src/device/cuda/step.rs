@@ -9,7 +9,7 @@ use super::gpu::{Gpu, Kernels, Locks, Uses, reads_in_place};
 use super::params::{
     Address, Dtype, GroupDots, GroupRmsInv, LayerNorm, LayerNormBwd, LayerNormDots,
     LayerNormStatistics, Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, SumPartials,
-    SumPartialsParams, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector, when,
+    SumPartialsParams, Tiling, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector, when,
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, PhiStep};
@@ -127,9 +127,9 @@ impl device::Saved for Forwarded {
         let mut dbias = of_parameter(&pass.bias, wanted.bias)?;
         if let Some(saved) = &self.saved {
             let exchanges = env.has_ranks();
-            // SAFETY: `Backward::launch_rows` writes the partial sums and `dots`, and
-            // `Backward::launch_update_nu` writes `lambda`, before anything reads them. Without
-            // rows no launch reads partial sums.
+            // SAFETY: `Backward::launch_rows` writes the partial sums, `Backward::launch_update_nu`
+            // writes `lambda`, and the walk that writes dx writes `dots` first, before anything
+            // reads them. Without rows no launch reads partial sums.
             let mut workspace = unsafe { gpu.room(plan.workspace(0).end) }?;
             // SAFETY: `Backward::launch_totals` writes all of it.
             let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
@@ -286,10 +286,10 @@ fn launch_rows(
         ..Default::default()
     };
     // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
-    // rows, weight, bias and ψ² its columns, and those that are read hold values: the stream, if it
-    // is read in place of x, by the launch above, as does r of wide groups. y and the stream are
-    // allocations of their own. `partials`, `kept`, 1/D and r are parts of `saved`, or null where
-    // it has none.
+    // rows, weight, bias and ψ² its columns. All that is read holds values: with wide groups the
+    // launch above has written r, and the stream if it is read in place of x. y, and the stream
+    // where it is written, are allocations of their own. `partials`, `kept`, 1/D and r are parts of
+    // `saved`, or null where it has none.
     unsafe { gpu.normalize(plan, params) }?;
 
     // The sums over all rows, if Γ is a mean over all: without y and a mask.
@@ -303,7 +303,8 @@ fn launch_rows(
             ..Default::default()
         };
         // SAFETY: x, or the stream, which an earlier launch has written, has the plan's rows and
-        // columns. r and `all_partials` are parts of `saved`, and r of wide groups is written.
+        // columns. r and `all_partials` are parts of `saved`. r of wide groups, which is read, was
+        // written by the first launch, and other r is written here once more.
         unsafe { gpu.normalize(plan, params) }?;
     }
     Ok(())
@@ -327,7 +328,8 @@ fn launch_inv_d(
     };
     let params = update_phi_params(plan, pass.settings.eps, &saved, 0, phi, no_step, true);
     // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which are
-    // only written: there are no chunks to read.
+    // only written: there are no chunks to read. The launch is the plan's, and the kernel has no
+    // tiling.
     unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
 }
 
@@ -390,6 +392,7 @@ fn launch_update_phi(
             // length of `LaunchPlan::sums`. The rest are parts of `saved`, whose chunks
             // `launch_rows` has written and whose 1/D it or `launch_inv_d` has; without rows
             // there are no chunks, and totals are there. All are allocations or parts of their own.
+            // The launch is the plan's, and the kernel has no tiling.
             unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
         })
     })
@@ -422,8 +425,9 @@ fn launch_output(
         group_eps: plan.extent.group_eps().into(),
         ..Default::default()
     };
-    // SAFETY: x and y have the plan's rows and columns, weight and bias its columns. 1/D and r
-    // are parts of `saved`, which `update_phi` and `launch_rows` have written.
+    // SAFETY: x and y have the plan's rows and columns, weight and bias its columns, and y is an
+    // allocation of its own. 1/D and r are parts of `saved`, which `update_phi` and `launch_rows`
+    // have written; r of groups that a block owns is written once more.
     unsafe { gpu.normalize(plan, params) }
 }
 
@@ -586,7 +590,8 @@ impl Backward<'_> {
             // SAFETY: the totals, the weight, the gradients and ν, which `in_place` holds, have the
             // plan's columns. The rest are parts of `saved`, which the forward has written, and of
             // the workspace, whose chunks `launch_rows` has written; without rows there are no
-            // chunks. All are allocations or parts of their own.
+            // chunks. All are allocations or parts of their own. The launch is the plan's, and the
+            // kernel has no tiling.
             unsafe { gpu.launch(&plan.channels_launch::<UpdateNu>(), &params) }
         };
         env.move_nu(&mut |ema_gz| match ema_gz {
@@ -623,7 +628,10 @@ impl Backward<'_> {
         't: 'u,
     {
         let (plan, pass) = (self.plan, self.pass);
-        // The weight is locked before ν, as in `launch_update_nu`.
+        // In the order of `Locks`: rows, the weight, and last ν.
+        let x = uses.read_rows(&pass.x)?;
+        let dy = uses.read_rows(self.dy)?;
+        let keep = uses.read(pass.backward_keep())?;
         let weight = uses.read_vector(pass.weight.as_ref())?;
         let (correction, scale) = match correction {
             Correction::Nu(Some(nu)) => (
@@ -642,10 +650,11 @@ impl Backward<'_> {
         // without a kept row, and the count need not be known yet.
         let reads_count = !plan.recipe.masks_backward() && plan.kind.is_training();
         Ok(NormalizeBwdParams {
-            x: uses.read_rows(&pass.x)?,
-            dy: uses.read_rows(self.dy)?,
+            tiling: Tiling::default(), // by `Gpu::normalize_bwd`
+            x,
+            dy,
             dx,
-            keep: uses.read(pass.backward_keep())?,
+            keep,
             weight,
             correction,
             inv_d: saved.inv_d,
@@ -657,7 +666,6 @@ impl Backward<'_> {
             group_scaling: plan.cut.group_scaling,
             correction_scale: scale.into(),
             eps: pass.settings.eps.into(),
-            ..Default::default()
         })
     }
 

@@ -1,8 +1,8 @@
 //! Group scaling: r of each group of a row, and the mean that its backward subtracts.
 //!
-//! A forward computes `x̃ = r x` with `r = 1/√(mean(x²) + ε)` over a group. Its backward takes dx̃
-//! = gain ⊙ dy − decay ⊙ x̃ back to `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`. Both r and the mean come
-//! from one walk over the group, although dx̃ and x̃ are made with r. Because x̃ = r x,
+//! A forward computes `x̃ = r x` with `r = 1/√(mean(x²) + ε)` over a group. Its backward takes
+//! `dx̃ = gain ⊙ dy − decay ⊙ x̃` back to `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`. Both r and the mean
+//! come from one walk over the group, although dx̃ and x̃ are made with r. Because x̃ = r x,
 //!
 //! ```text
 //! Σ dx̃ x̃ = Σ (gain dy − decay r x) r x = r (Σ gain dy x − r Σ decay x²)

@@ -21,8 +21,8 @@ use pulp::{Scalar, Simd};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// The factors of one group of a row: `x̃ = r x` in a forward, and `dx = r (dx̃ − x̃ · mean(dx̃
-/// x̃))` in a backward.
+/// The factors of one group of a row: `x̃ = r x` in a forward, and in a backward
+/// `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
 #[derive(Clone, Copy)]
 pub(crate) struct Scaling<A> {
     /// r.
