@@ -686,7 +686,7 @@ mod tests {
         let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe)?;
         let ema_gz = Var::from_slice(&[2f32], 1, &Device::Cpu)?;
         let batch = BatchStatistics {
-            inv_d: vec![1.],
+            inv_batch_rms: vec![1.],
             gamma: vec![gamma],
             rows: 1.,
         };
