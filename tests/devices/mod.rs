@@ -995,9 +995,9 @@ pub fn layer_norm_is_the_oracle_of_centred_rows(device: &Device) -> Result<()> {
 }
 
 /// The most that LayerNorm in f32 is off on `cols` channels whose mean is `mean` deviations, over
-/// the largest value. With the unit roundoff u, a sum of n terms is off by √n u at the random roundings
-/// that it has, and the variance's enters by half. The first mean is off by √n u of itself, of which
-/// √n u are left in the second one. 16 u are for the operations that are not sums.
+/// the largest value. With the unit roundoff u, a sum of n terms is off by √n u at the random
+/// roundings that it has, and the variance's enters by half. The first mean is off by √n u of
+/// itself, of which √n u are left in the second one. 16 u are for the operations that are not sums.
 fn centred_error(cols: usize, mean: f64) -> f64 {
     let (n, u) = (cols as f64, precision(DType::F32).0);
     u * (16. + 1.5 * n.sqrt() + n * u * mean)
