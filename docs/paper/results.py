@@ -380,6 +380,7 @@ BUILDS = {
     ("words-30-one-build", 1): "a3730cf",
     ("words-30-one-build", 2): "a3730cf",
     ("words-30-one-build-2", 2): "f605221",
+    ("words-30-one-build-2", 3): "f605221",
     ("words-moved-start", 1): "5a13585",
     ("words-moved-start", 2): "f605221",
     ("words-moved-start", 3): "f605221",
