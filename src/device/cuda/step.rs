@@ -245,12 +245,11 @@ fn launch_rows(
     let keep = uses.read(pass.keep.as_ref())?;
     let (eps, group_eps) = (pass.settings.eps, plan.extent.group_eps());
     // The first launch adds the residual and writes the stream, which later ones read.
-    let has_residual = residual != 0;
-    let summed = if has_residual { stream } else { x };
-    let adds_first = plan.has_wide_groups();
+    let summed = if residual != 0 { stream } else { x };
+    let wide = plan.has_wide_groups();
 
     // r of groups that are wider than a block.
-    if plan.has_wide_groups() {
+    if wide {
         let params = NormalizeParams {
             x,
             residual,
@@ -267,9 +266,9 @@ fn launch_rows(
 
     // y, and the sums over the kept rows.
     let params = NormalizeParams {
-        x: if adds_first { summed } else { x },
-        residual: when(!adds_first, residual),
-        stream: when(!adds_first, stream),
+        x: if wide { summed } else { x },
+        residual: when(!wide, residual),
+        stream: when(!wide, stream),
         y: when(plan.kind != ForwardKind::BatchStatistic, y),
         keep,
         weight: uses.read_vector(pass.weight.as_ref())?,
