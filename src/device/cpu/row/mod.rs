@@ -13,7 +13,7 @@
 //! Files, each using the ones before:
 //!
 //! - `vectors.rs`: arithmetic on adjacent columns.
-//! - `streamed.rs`: stores that bypass the caches.
+//! - `non_temporal.rs`: stores that bypass the caches.
 //! - `sweep.rs`: the walk along a row, and its groups.
 //! - `output.rs`: outputs that are written once, by several threads.
 //! - `group_scaling.rs`: r of each group, in a forward and in a backward.
@@ -29,10 +29,10 @@
 
 mod group_scaling;
 pub(crate) mod layer_norm;
+#[cfg(target_arch = "x86_64")]
+mod non_temporal;
 pub(crate) mod output;
 pub(crate) mod power_norm;
-#[cfg(target_arch = "x86_64")]
-mod streamed;
 pub(crate) mod sweep;
 pub(crate) mod vectors;
 

@@ -7,7 +7,7 @@
 //! Output::new(8, 4, ..)     8 slots, cut into parts of 4, each with a count of 0
 //! parts()                   2 parts, which may be sent to other threads
 //! RowWriter::new(part)      on the thread that writes: `extend` writes one row after another
-//! drop of the writer        executes a fence if stores are streamed; the part's count becomes 4
+//! drop of the writer        executes a fence after non-temporal stores; the part's count becomes 4
 //! finish()                  4 + 4 is 8: the buffer is initialized. Any other sum panics
 //! ```
 //!
@@ -16,11 +16,11 @@
 //! [`sweep`] visits each column of the [`Groups`]. And a store writes every element that it is
 //! given, by the contract of [`Element`].
 //!
-//! Large outputs are streamed: written past the caches (`streamed.rs`).
+//! Large outputs are written past the caches, with non-temporal stores (`non_temporal.rs`).
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
-use super::streamed::StreamedRow;
+use super::non_temporal::NonTemporalRow;
 use super::sweep::{Columns, Groups, Target, sweep};
 use crate::device::cpu::convert::Element;
 use pulp::Simd;
@@ -33,30 +33,30 @@ pub(crate) enum Stores {
     Cached,
     /// Past the caches, which would evict most values before anyone reads them.
     #[cfg(target_arch = "x86_64")]
-    Streamed,
+    NonTemporal,
 }
 
-/// Outputs of at least this many bytes are streamed. `x + residual` is not, because it is read at
-/// once.
+/// Outputs of at least this many bytes get non-temporal stores. `x + residual` does not, because it
+/// is read at once.
 ///
 /// The size is from a processor with 32 MiB of L3, where f32 gained most and a bf16 forward nothing
-/// (`benches/results/cpu-choices.md`). Streamed stores stay because a whole step through candle
-/// gains more than 3 % from them: at 32768x1024 in f32 it takes about 15 % less time on one thread
-/// (a forward alone about 30 %). On two threads the step takes as long or up to 10 % longer
-/// (`benches/results/cpu-streamed.md`).
+/// (`benches/results/cpu-choices.md`). The stores stay because a whole step through candle gains
+/// more than 3 % from them: at 32768x1024 in f32 it takes about 15 % less time on one thread (a
+/// forward alone about 30 %). On two threads the step takes as long or up to 10 % longer
+/// (`benches/results/cpu-non-temporal.md`).
 #[cfg(target_arch = "x86_64")]
-const STREAMED: usize = 16 << 20;
+const NON_TEMPORAL: usize = 16 << 20;
 
 impl Stores {
     /// The stores for an output of `len` elements, whose groups have `group_len` each.
     ///
-    /// Groups of a streamed output are whole cache lines. So if rows begin with a line, no line is
+    /// Groups of such an output are whole cache lines. So if rows begin with a line, no line is
     /// written in both ways.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub fn of<T>(len: usize, group_len: usize) -> Self {
         #[cfg(target_arch = "x86_64")]
-        if len * size_of::<T>() >= STREAMED && (group_len * size_of::<T>()).is_multiple_of(64) {
-            return Self::Streamed;
+        if len * size_of::<T>() >= NON_TEMPORAL && (group_len * size_of::<T>()).is_multiple_of(64) {
+            return Self::NonTemporal;
         }
         Self::Cached
     }
@@ -164,8 +164,8 @@ pub(crate) struct Part<'a, T> {
 pub(crate) struct RowWriter<'a, T> {
     part: Part<'a, T>,
     filled: usize,
-    /// Makes the writer `!Send`, because only a fence on the thread that wrote makes streamed
-    /// stores visible to other threads.
+    /// Makes the writer `!Send`, because only a fence on the thread that wrote makes
+    /// non-temporal stores visible to other threads.
     stays: PhantomData<*mut ()>,
 }
 
@@ -194,12 +194,12 @@ impl<'a, T: Element> RowWriter<'a, T> {
         match self.part.stores {
             Stores::Cached => self.extend_cached::<K, _>(simd, groups, columns),
             #[cfg(target_arch = "x86_64")]
-            Stores::Streamed => {
+            Stores::NonTemporal => {
                 let row = &mut self.part.slots[self.filled..][..groups.cols()];
                 // SAFETY: the writer borrows the part mutably and stays on this thread, `last`
-                // rejects streamed parts, and dropping the writer executes a fence.
-                let row = unsafe { StreamedRow::new(row) };
-                sweep::<K, _, T>(simd, groups, columns, Target::Streamed(row));
+                // rejects such parts, and dropping the writer executes a fence.
+                let row = unsafe { NonTemporalRow::new(row) };
+                sweep::<K, _, T>(simd, groups, columns, Target::NonTemporal(row));
                 self.filled += groups.cols();
             }
         }
@@ -222,7 +222,7 @@ impl<'a, T: Element> RowWriter<'a, T> {
     ///
     /// # Panics
     ///
-    /// If the stores are streamed, because such values may still be in transit to memory.
+    /// If the stores are non-temporal, because such values may still be in transit to memory.
     #[inline(always)]
     pub fn last(&self, n: usize) -> &[T] {
         assert_eq!(self.part.stores, Stores::Cached);
@@ -234,14 +234,14 @@ impl<'a, T: Element> RowWriter<'a, T> {
 }
 
 impl<T> Drop for RowWriter<'_, T> {
-    /// Executes the fence of streamed stores, then counts what was written.
+    /// Executes the fence of non-temporal stores, then counts what was written.
     ///
     /// A fence after each row would cost 85 ns, as much as a whole forward of 512 columns.
     #[inline(always)]
     fn drop(&mut self) {
-        // Under Miri streamed stores are plain ones, which need no fence.
+        // Under Miri non-temporal stores are plain ones, which need no fence.
         #[cfg(all(target_arch = "x86_64", not(miri)))]
-        if self.part.stores == Stores::Streamed {
+        if self.part.stores == Stores::NonTemporal {
             // SAFETY: every x86-64 processor has SSE.
             unsafe { std::arch::x86_64::_mm_sfence() };
         }
@@ -259,7 +259,7 @@ pub(crate) mod tests {
     use pulp::WithSimd;
 
     #[cfg(target_arch = "x86_64")]
-    const PAST_CACHES: Stores = Stores::Streamed;
+    const PAST_CACHES: Stores = Stores::NonTemporal;
     #[cfg(not(target_arch = "x86_64"))]
     const PAST_CACHES: Stores = Stores::Cached;
 
@@ -297,7 +297,7 @@ pub(crate) mod tests {
         output.finish()
     }
 
-    /// Parts of two rows, of which some are aligned for streamed stores and some are not.
+    /// Parts of two rows, of which some are aligned for non-temporal stores and some are not.
     fn parts_make_up_the_output_in<T: Element>() {
         let len = if cfg!(miri) { 3003 } else { 30_003 };
         let source: Vec<_> = (0..len).map(|i| T::from_f64((i % 1000) as f64)).collect();
@@ -394,8 +394,8 @@ pub(crate) mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     #[should_panic(expected = "Cached")]
-    fn a_streamed_row_cannot_be_read_before_its_fence() {
-        let mut output = Output::<f32>::new(3, 3, Stores::Streamed);
+    fn a_non_temporal_row_cannot_be_read_before_its_fence() {
+        let mut output = Output::<f32>::new(3, 3, Stores::NonTemporal);
         for part in output.parts() {
             let mut writer = RowWriter::new(part);
             Level::Baseline.run(Extend(&mut writer, &[1f32; 3]));
@@ -405,17 +405,17 @@ pub(crate) mod tests {
 
     #[cfg(target_arch = "x86_64")]
     #[test]
-    fn large_outputs_of_whole_cache_lines_are_streamed() {
+    fn large_outputs_of_whole_cache_lines_bypass_the_caches() {
         let large = 4 << 20; // 16 MiB of f32
-        assert_eq!(Stores::of::<f32>(large, 16), Stores::Streamed);
-        assert_eq!(Stores::of::<f32>(large, 48), Stores::Streamed);
+        assert_eq!(Stores::of::<f32>(large, 16), Stores::NonTemporal);
+        assert_eq!(Stores::of::<f32>(large, 48), Stores::NonTemporal);
         assert_eq!(Stores::of::<f32>(large - 16, 16), Stores::Cached);
         for group_len in [8, 17, 24, 257] {
             assert_eq!(Stores::of::<f32>(large, group_len), Stores::Cached);
         }
-        assert_eq!(Stores::of::<f64>(large / 2, 8), Stores::Streamed);
+        assert_eq!(Stores::of::<f64>(large / 2, 8), Stores::NonTemporal);
         assert_eq!(Stores::of::<f16>(large, 32), Stores::Cached);
-        assert_eq!(Stores::of::<f16>(2 * large, 32), Stores::Streamed);
+        assert_eq!(Stores::of::<f16>(2 * large, 32), Stores::NonTemporal);
         assert_eq!(Stores::of::<f16>(2 * large, 16), Stores::Cached);
     }
 }

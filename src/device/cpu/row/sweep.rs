@@ -14,7 +14,7 @@
 //! [`sum_terms`] adds them up. Their one function gets a [`Span`] and works at any width.
 
 #[cfg(target_arch = "x86_64")]
-use super::streamed::StreamedRow;
+use super::non_temporal::NonTemporalRow;
 use super::vectors::{Lanes, Span};
 use crate::device::cpu::convert::{Accumulator, Element};
 use pulp::{Scalar, Simd};
@@ -104,7 +104,7 @@ pub(crate) enum Target<'a, T> {
     Cached(&'a mut [MaybeUninit<T>]),
     /// To memory, past the caches.
     #[cfg(target_arch = "x86_64")]
-    Streamed(StreamedRow<'a, T>),
+    NonTemporal(NonTemporalRow<'a, T>),
 }
 
 impl<T: Element> Target<'_, T> {
@@ -118,7 +118,7 @@ impl<T: Element> Target<'_, T> {
             Self::Nowhere => {}
             Self::Cached(row) => columns.write(row, start),
             #[cfg(target_arch = "x86_64")]
-            Self::Streamed(row) => row.write(columns, start),
+            Self::NonTemporal(row) => row.write(columns, start),
         }
     }
 }

@@ -1,12 +1,12 @@
-//! Streamed stores: an output that bypasses the caches.
+//! Non-temporal stores: an output that bypasses the caches.
 //!
 //! A store normally reads its cache line from memory first, and the line then stays in the caches
 //! until it is evicted. For an output larger than the caches both are waste, because every line is
-//! overwritten whole, and evicted before anyone reads it. A *streamed* (non-temporal) store avoids
-//! both. Its price is an alignment of 16 bytes, and a fence before another thread may read.
+//! overwritten whole, and evicted before anyone reads it. A *non-temporal* store avoids both. Its
+//! price is an alignment of 16 bytes, and a fence before another thread may read.
 //!
-//! `output.rs` has the size from which on outputs are streamed, with its measurement, and executes
-//! the fence.
+//! `output.rs` chooses the outputs that are written so, with the measurement behind the choice, and
+//! executes the fence.
 #![allow(unsafe_code)]
 
 use super::vectors::{Lanes, Span};
@@ -15,10 +15,10 @@ use pulp::Simd;
 use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
 use std::mem::MaybeUninit;
 
-/// A row of an output that is written with streamed stores.
-pub(crate) struct StreamedRow<'a, T>(&'a mut [MaybeUninit<T>]);
+/// A row of an output that is written with non-temporal stores.
+pub(crate) struct NonTemporalRow<'a, T>(&'a mut [MaybeUninit<T>]);
 
-impl<'a, T: Element> StreamedRow<'a, T> {
+impl<'a, T: Element> NonTemporalRow<'a, T> {
     /// # Safety
     ///
     /// After writes to the row, the thread that made them executes a fence before anything accesses
@@ -34,16 +34,16 @@ impl<'a, T: Element> StreamedRow<'a, T> {
         values: Lanes<S, T::Acc, K>,
         start: usize,
     ) {
-        if !stream(values, self.0, start) {
+        if !store_aligned(values, self.0, start) {
             values.write(self.0, start);
         }
     }
 }
 
-/// Writes the columns of the row of a [`StreamedRow`] that begin at `start`. Returns false if they
-/// are not aligned, and then writes nothing.
+/// Writes the columns of the row of a [`NonTemporalRow`] that begin at `start`. Returns false if
+/// they are not aligned, and then writes nothing.
 #[inline(always)]
-fn stream<S: Simd, T: Element, const K: usize>(
+fn store_aligned<S: Simd, T: Element, const K: usize>(
     values: Lanes<S, T::Acc, K>,
     row: &mut [MaybeUninit<T>],
     start: usize,
@@ -65,13 +65,13 @@ fn stream<S: Simd, T: Element, const K: usize>(
         // SAFETY: `buffer` and `columns` have one length, a multiple of 16 bytes, which `i` is
         // within, so both addresses are in bounds. `write` initialized all of `buffer`, and floats
         // have no padding. `to` is aligned, `columns` is borrowed mutably, and by the contract of
-        // `StreamedRow::new` a fence precedes any other access.
+        // `NonTemporalRow::new` a fence precedes any other access.
         unsafe { store::<S>(to.add(i), _mm_loadu_si128(from.add(i))) };
     }
     true
 }
 
-/// A streamed store of 16 bytes, in the encoding of the level's other instructions.
+/// A non-temporal store of 16 bytes, in the encoding of the level's other instructions.
 ///
 /// `_mm_stream_si128` always has the encoding from before AVX. Some older processors take 70 cycles
 /// to switch between that and AVX's, hence the assembly.
@@ -84,7 +84,7 @@ fn stream<S: Simd, T: Element, const K: usize>(
 #[inline(always)]
 unsafe fn store<S: Simd>(to: *mut __m128i, value: __m128i) {
     if cfg!(miri) {
-        // Miri has no streamed stores, so it checks a plain one.
+        // Miri has no non-temporal stores, so it checks a plain one.
         // SAFETY: by 1.
         unsafe { to.write(value) };
     } else if size_of::<S::f32s>() > size_of_val(&value) {
