@@ -1069,7 +1069,7 @@ mod tests {
         }
     }
 
-    const RECORDED: [Recorded; 12] = [
+    const RECORDED: [Recorded; 16] = [
         Recorded {
             gpu: H100,
             shape: (DType::BF16, 5000, 768, Some(1)),
@@ -1155,6 +1155,54 @@ mod tests {
             ],
             saved: [32, 64, 96, 128, 224, 256, 288, 320],
             workspace: [32, 0, 96],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::BF16, 5000, 1024, Some(1)),
+            launches: [
+                "normalize_bf16_4 1x132 32x8 57856 38 32 1/1 3",
+                "normalize_bwd_bf16_2 1x132 64x8 108544 38 64 1/1 3",
+                "group_dots_bf16 5000x1 256x1 128",
+                "update_phi_f32 128x1 8x64 6144",
+            ],
+            saved: [4096, 8192, 12288, 12320, 32320, 33376, 574048, 1114720],
+            workspace: [4096, 0, 1085440],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::BF16, 1000, 1024, Some(64)),
+            launches: [
+                "normalize_bf16_1 4x33 32x8 14848 31 2 16/1 3",
+                "normalize_bwd_bf16_1 4x33 32x8 27136 31 2 16/1 3",
+                "group_dots_bf16 64000x1 256x1 128",
+                "update_phi_f32 128x1 8x8 768",
+            ],
+            saved: [4096, 8192, 12288, 12320, 268320, 268608, 403776, 538944],
+            workspace: [4096, 0, 274432],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::BF16, 130, 16384, None),
+            launches: [
+                "normalize_bf16_4 8x15 64x4 66560 9 64 1/8 3",
+                "normalize_bwd_bf16_2 16x8 64x4 58368 17 64 1/16 3",
+                "group_dots_bf16 130x1 256x1 128",
+                "update_phi_f32 512x1 32x4 1536",
+            ],
+            saved: [65536, 131072, 196608, 0, 196640, 196768, 1179808, 2162848],
+            workspace: [65536, 0, 1114112],
+        },
+        Recorded {
+            gpu: H100,
+            shape: (DType::F64, 5000, 40000, None),
+            launches: [
+                "normalize_f64_2 250x1 40x8 33920 5000 40 1/250 3",
+                "normalize_bwd_f64_2 250x1 40x8 64640 5000 40 1/250 3",
+                "group_dots_f64 5000x1 256x1 256",
+                "update_phi_f64 1250x1 32x4 1536",
+            ],
+            saved: [320000, 640000, 960000, 0, 960032, 960064, 1280064, 1600064],
+            workspace: [320000, 0, 960000],
         },
         Recorded {
             gpu: RTX,
@@ -1468,6 +1516,44 @@ mod tests {
                     "{parts:?}"
                 );
             }
+        }
+    }
+
+    /// A call without rows, as a rank of several may have, loads the step of the state alone.
+    #[test]
+    fn a_call_without_rows_walks_over_none() {
+        for (rows, expected) in [
+            (0, ["update_phi_f32"].as_slice()),
+            (1, ["normalize_bf16_4", "update_phi_f32"].as_slice()),
+        ] {
+            let [forward, _] = plans((DType::BF16, rows, 1024, Some(1)), H100).unwrap();
+            let entries: Vec<_> = (forward.entries(false).iter().map(Entry::to_string)).collect();
+            assert_eq!(entries, expected);
+        }
+    }
+
+    /// A GPU of 800 multiprocessors leaves 800 chunks, more than the threads of a block add up.
+    #[test]
+    fn a_block_of_channels_has_its_most_threads() {
+        let limits = Limits {
+            multiprocessors: 800,
+            ..H100
+        };
+        let [forward, _] = plans((DType::F32, 32768, 64, None), limits).unwrap();
+        assert_eq!(forward.chunks(), 800);
+        let launch = forward.channels_launch::<UpdatePhi>();
+        assert_eq!(launch.block, (8, (CHANNEL_THREADS / 8) as u32));
+    }
+
+    /// From a row of a thread to its next row a kernel counts elements in 32 bits. Where there are
+    /// more, each thread has one row.
+    #[test]
+    fn threads_of_the_widest_rows_have_one_row() {
+        for (cols, has_one) in [(1 << 20, false), (1 << 27, false), (1 << 29, true)] {
+            let [forward, _] = plans((DType::F32, 100_000, cols, None), H100).unwrap();
+            let cut = forward.cut;
+            assert_eq!(cut.rows == cut.chunk_rows, has_one, "{cut:?}");
+            assert_eq!(i32::try_from(cut.rows * cols).is_err(), has_one, "{cut:?}");
         }
     }
 
