@@ -325,21 +325,24 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
         p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + group * len;
     A mean = 0, rest = 0;
     if constexpr (CENTRED) {
-      // The mean of what a first mean leaves removes most of the first one's rounding error. Terms
-      // are divided first, so that no sum overflows.
-      const A inv_len = A(1) / A(len);
+      // The first mean is the first value and the mean of the distances to it, so that equal values
+      // are their mean. The mean of what it leaves removes most of its rounding error. Distances
+      // are halved and terms divided before they are added, so that nothing overflows.
       const auto mean_of_distances = [&](A from) {
+        const A half_from = from / 2, share = 2 / A(len);
         A sum = 0;
         for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
           const int count = len - i < V ? static_cast<int>(len - i) : V;
           const Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
           each<V>([&](int v) {
-            sum += v < count ? (widen(piece.at[v]) - from) * inv_len : A(0);
+            const A half = widen(piece.at[v]) / 2 - half_from;
+            sum += v < count ? half * share : A(0);
           });
         }
         return lane_sum.of(sum);
       };
-      mean = mean_of_distances(0);
+      const A first = widen(x[0]);
+      mean = first + mean_of_distances(first);
       rest = mean_of_distances(mean);
     }
     A squares = 0;
@@ -481,19 +484,26 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     const auto subtract = [&](A mean) {
       each<N * V>([&](int i) { x_tilde[i] -= columns.has(i / V, i % V) ? mean : A(0); });
     };
+    // The first column of the thread's group, in the current row.
+    const auto first_column = [&] {
+      return rows.row() * tiling.cols + columns.first - columns.place * V;
+    };
     if (in_tile) {
       if constexpr (CENTRED) {
-        // The mean of what a first mean leaves removes the first one's rounding error. Terms are
-        // divided first, so that no sum overflows.
-        const auto subtract_mean = [&] {
-          A mean = 0;
-          each<N * V>([&](int i) { mean += x_tilde[i] * inv_len; });
-          mean = group_sum.of(mean);
-          subtract(mean);
-          return mean;
-        };
-        mean = subtract_mean();
-        rest = subtract_mean();
+        // The first mean is the first value and the mean of the distances to it, so that equal
+        // values are their mean. The mean of what it leaves removes its rounding error. Distances
+        // are halved and terms divided before they are added, so that nothing overflows.
+        const bool has_row = rows.present() && columns.valid();
+        const A first = has_row ? widen(static_cast<const T *>(p.x)[first_column()]) : A(0);
+        each<N * V>([&](int i) {
+          const A half = x_tilde[i] / 2 - first / 2;
+          mean += columns.has(i / V, i % V) ? half * (2 * inv_len) : A(0);
+        });
+        mean = first + group_sum.of(mean);
+        subtract(mean);
+        each<N * V>([&](int i) { rest += x_tilde[i] * inv_len; });
+        rest = group_sum.of(rest);
+        subtract(rest);
       }
       A squares = 0;
       each<N * V>([&](int i) { squares += x_tilde[i] * x_tilde[i]; });
@@ -501,7 +511,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       rms_inv = inverse_root(square);
       // Rare: the sum of squares overflowed, or x is not finite.
       if (!(rms_inv > 0) && rows.present() && columns.valid()) {
-        const int64_t start = rows.row() * tiling.cols + columns.first - columns.place * V;
+        const int64_t start = first_column();
         rms_inv = rms_inv_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
                                   adds ? static_cast<const T *>(p.residual) + start : nullptr,
                                   mean, rest, tiling.group_len);
@@ -861,8 +871,10 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     });
     pipeline.prefetch(0, tiling, columns, rows);
     pipeline.prefetch(1, tiling, columns, rows);
+    // Columns that the thread does not have stay 0: a distance of 0 to a huge mean may overflow.
     each<N * V>([&](int i) {
-      x_tilde[i] = (CENTRED ? x_tilde[i] - mean - rest : x_tilde[i]) * rms_inv;
+      const A distance = CENTRED ? x_tilde[i] - mean - rest : x_tilde[i];
+      x_tilde[i] = !CENTRED || columns.has(i / V, i % V) ? distance * rms_inv : A(0);
     });
     if (keeps) {
       each<N * V>([&](int i) {

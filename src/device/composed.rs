@@ -453,12 +453,16 @@ fn grouped(rows: &Tensor, groups: usize) -> Result<Tensor> {
 
 /// Subtracts the mean from each group.
 ///
-/// The mean of what a first mean leaves removes the first one's rounding error. Terms are divided
-/// first, so that no sum overflows.
+/// The mean of what a first mean leaves removes the first one's rounding error. The first one is
+/// the group's first value and the mean of the distances to it, so that equal values leave zeros.
+/// Distances are halved and terms divided before they are added, so that nothing overflows.
 fn centred(groups: &Tensor) -> Result<Tensor> {
     let share = 1. / groups.dim(D::Minus1)? as f64;
-    let less_mean = |x: &Tensor| x.broadcast_sub(&(x * share)?.sum_keepdim(D::Minus1)?);
-    less_mean(&less_mean(groups)?)
+    let mean = |x: &Tensor, share: f64| (x * share)?.sum_keepdim(D::Minus1);
+    let first = groups.narrow(D::Minus1, 0, 1)?;
+    let half_distances = (groups * 0.5)?.broadcast_sub(&(&first * 0.5)?)?;
+    let distances = groups.broadcast_sub(&(first + mean(&half_distances, 2. * share)?)?)?;
+    distances.broadcast_sub(&mean(&distances, share)?)
 }
 
 /// r of each group of rows, `[rows, G, 1]`.

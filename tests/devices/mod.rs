@@ -46,6 +46,7 @@ macro_rules! cases {
             layer_norm_is_the_oracle_of_centred_rows,
             layer_norm_keeps_its_precision_beside_a_large_mean,
             layer_norm_of_a_mean_that_f32_cannot_hold,
+            layer_norm_of_equal_values_is_zero,
             layer_norm_of_rows_of_any_magnitude,
             a_residual_is_an_addition_and_a_forward,
             a_sum_by_itself_does_not_reach_the_parameters,
@@ -1059,6 +1060,42 @@ pub fn layer_norm_of_a_mean_that_f32_cannot_hold(device: &Device) -> Result<()> 
         for (name, (far, near)) in ["y", "dx", "dweight"].iter().zip(far.iter().zip(&near)) {
             let what = format!("{name} of {cols} channels");
             assert_relative(&what, far, &to_f64(near), centred_error(cols, mean));
+        }
+    }
+    Ok(())
+}
+
+/// Rows of one value have no deviation: they are normalized to 0, and their gradient is that of f64.
+/// With one value a rounding above the others, the others' distances decide.
+pub fn layer_norm_of_equal_values_is_zero(device: &Device) -> Result<()> {
+    let values = [0.1f32, 9984., 1.64e7, 1.8294e10, 1e26, 1e34, -3e38];
+    let cases = [3, 300, 3000, 8200].map(|cols| values.map(|value| (cols, value)));
+    for (cols, value) in thinned(cases.into_iter().flatten()) {
+        for last in [value, value.next_up()] {
+            let mut row = vec![value; cols];
+            row[cols - 1] = last;
+            let xs = Tensor::from_vec(row, (1, cols), device)?;
+            let dy: Vec<f64> = (0..cols).map(|i| [0.5, 4., -2.][i % 3]).collect();
+            let dy = tensor(&dy, &[1, cols], DType::F32).to_device(device)?;
+            let pass = |dtype| -> Result<[Vec<f64>; 2]> {
+                let xs = Var::from_tensor(&xs.to_dtype(dtype)?)?;
+                let norm = LayerNorm::new_no_bias(Tensor::ones(cols, dtype, device)?, 1e-5);
+                let y = norm.forward(&xs)?;
+                let grads = backward(&y, &dy.to_dtype(dtype)?);
+                Ok([to_f64(&y), to_f64(grads.get(&xs).unwrap())])
+            };
+            let [[y, dx], [exact_y, exact_dx]] = [pass(DType::F32)?, pass(DType::F64)?];
+            let what = format!("{cols} of {value:e}, the last {last:e}");
+            let close = |name, ours: &[f64], exact: &[f64]| {
+                let ours = tensor(ours, &[1, cols], DType::F64);
+                assert_relative(&format!("{what}: {name}"), &ours, exact, 1e-4);
+            };
+            close("dx", &dx, &exact_dx);
+            if last == value {
+                assert!(y.iter().chain(&exact_y).all(|&y| y == 0.), "{what}: {y:?}");
+            } else {
+                close("y", &y, &exact_y);
+            }
         }
     }
     Ok(())

@@ -9,12 +9,16 @@
 //! distances to the rounded mean, `rest`, and μ is `mean + rest`. For example, in f32
 //!
 //! ```text
-//! x                  16777216, 16777218, 16777220      2²⁴, where f32 has every second integer
-//! mean               16777216                          as rounded terms and sums may leave it
-//! distances          0, 2, 4                           exact
-//! rest               2                                 so μ is 16777218, and x − μ is −2, 0, 2
-//! variance           (0 + 4 + 16)/3 − 2² = 8/3         the squares of −2, 0, 2 have that mean
+//! x                  16777216, 16777216, 16777218      2²⁴, where f32 has every second integer
+//! mean               16777216                          16777216 + (0 + 0 + 2)/3, rounded
+//! distances          0, 0, 2                           exact
+//! rest               2/3                               so x − μ is −2/3, −2/3, 4/3
+//! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the squares of −2/3, −2/3, 4/3 have that mean
 //! ```
+//!
+//! The difference in the variance is why the first mean starts from the row's first value. If it
+//! were Σ x/n, it could be some roundings away from a row whose values are all the same, and the
+//! difference of the two squares would be noise.
 
 use super::group_scaling::Scaler;
 use super::output::RowWriter;
@@ -23,6 +27,7 @@ use super::vectors::{Lanes, Span};
 use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
 use crate::device::cpu::layout::Matrix;
+use candle::WithDType;
 use num_traits::{Float, Zero};
 use pulp::Simd;
 
@@ -69,12 +74,22 @@ impl<A: Accumulator> Statistics<A> {
     }
 }
 
-/// The rounded mean. Terms are divided before they are added, so that no sum overflows.
+/// The rounded mean: the first value, and the mean of the distances to it. So the mean of equal
+/// values is that value, and other means are rounded as little as their row's values are apart.
 #[inline(always)]
 fn mean<S: Simd, T: Element>(simd: S, scaler: &Scaler<T::Acc>, x: &[T]) -> T::Acc {
-    let share = scaler.share;
-    let [mean] = sum_terms::<4, 1, S, T::Acc>(simd, 0..x.len(), &Shares { x, share });
-    mean
+    let Some(first) = x.first().map(|&x| x.widen()) else {
+        return T::Acc::zero();
+    };
+    let half = T::Acc::from_f64(0.5);
+    let shares = Shares {
+        x,
+        half,
+        half_first: half * first,
+        share: scaler.share / half,
+    };
+    let [distance] = sum_terms::<4, 1, S, T::Acc>(simd, 0..x.len(), &shares);
+    first + distance
 }
 
 #[inline(always)]
@@ -88,9 +103,14 @@ fn statistics<S: Simd, T: Element>(
     Statistics::new(scaler, x, mean, sums)
 }
 
-/// Σ x/n.
+/// Σ (x − first)/n, as Σ (x/2 − first/2) · 2/n. Half of a distance does not overflow, and terms are
+/// divided before they are added.
 struct Shares<'a, T: Element> {
     x: &'a [T],
+    /// 1/2.
+    half: T::Acc,
+    half_first: T::Acc,
+    /// 2/n.
     share: T::Acc,
 }
 
@@ -99,9 +119,11 @@ impl<T: Element> Terms<T::Acc, 1> for Shares<'_, T> {
     fn add<S: Simd, const K: usize>(
         &self,
         at: Span<S, T::Acc, K>,
-        [mean]: &mut [Lanes<S, T::Acc, K>; 1],
+        [distance]: &mut [Lanes<S, T::Acc, K>; 1],
     ) {
-        *mean = at.load(self.x).mul_add(at.splat(self.share), *mean);
+        let x = at.load(self.x);
+        let half = x.mul_add(at.splat(self.half), at.splat(-self.half_first));
+        *distance = half.mul_add(at.splat(self.share), *distance);
     }
 }
 
