@@ -110,7 +110,8 @@ impl RmsNorm {
     /// - The input features of `next` are not the layer's channels.
     /// - The weight of `next` holds integers, which would cut W' to whole numbers.
     /// - `next` is on another device.
-    /// - This layer's own weight does not fit, as in [`forward`](candle::Module::forward).
+    /// - This layer's weight has a shape or dtype that [`forward`](candle::Module::forward) rejects, or
+    ///   its bias a shape or device.
     ///
     /// # Example
     ///

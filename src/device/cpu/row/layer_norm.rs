@@ -10,15 +10,16 @@
 //!
 //! ```text
 //! x                  16777216, 16777216, 16777218      2²⁴, where f32 has every second integer
-//! mean               16777216                          16777216 + (0 + 0 + 2)/3, rounded
+//! mean               16777216                          rounded, from 16777216 2/3
 //! distances          0, 0, 2                           exact
 //! rest               2/3                               so x − μ is −2/3, −2/3, 4/3
 //! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the squares of −2/3, −2/3, 4/3 have that mean
 //! ```
 //!
-//! The difference in the variance is why the first mean starts from the row's first value. If it
-//! were Σ x/n, it could be some roundings away from a row whose values are all the same, and the
-//! difference of the two squares would be noise.
+//! The rounding errors of a long sum can leave the first mean several roundings away from a row whose
+//! values are nearly the same. Then both squares in the variance are large, and their difference is
+//! noise. So if `rest` is more than a tenth of the deviation, `mean + rest` takes the place of the
+//! mean, and the second walk is made again.
 
 use super::group_scaling::Scaler;
 use super::output::RowWriter;
@@ -27,7 +28,6 @@ use super::vectors::{Lanes, Span};
 use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
 use crate::device::cpu::layout::Matrix;
-use candle::WithDType;
 use num_traits::{Float, Zero};
 use pulp::Simd;
 
@@ -40,14 +40,15 @@ struct Statistics<A> {
 }
 
 impl<A: Accumulator> Statistics<A> {
-    /// From the rounded mean, and from the mean and the sum of squares of the distances to it.
+    /// From the sums of the distances to the rounded mean.
     #[inline(always)]
     fn new<T: Element<Acc = A>>(
         scaler: &Scaler<A>,
-        x: &[T],
-        mean: A,
-        [rest, squares]: [A; 2],
+        distances: &Distances<T>,
+        rest: A,
+        squares: A,
     ) -> Self {
+        let Distances { x, mean, .. } = *distances;
         let variance = squares * scaler.share - rest * rest;
         // Rounding may leave a value below 0. `max` would drop a NaN.
         let variance = if variance < A::zero() {
@@ -74,22 +75,12 @@ impl<A: Accumulator> Statistics<A> {
     }
 }
 
-/// The rounded mean: the first value, and the mean of the distances to it. So the mean of equal
-/// values is that value, and other means are rounded as little as their row's values are apart.
+/// The rounded mean. Terms are divided before they are added, so that no sum overflows.
 #[inline(always)]
 fn mean<S: Simd, T: Element>(simd: S, scaler: &Scaler<T::Acc>, x: &[T]) -> T::Acc {
-    let Some(first) = x.first().map(|&x| x.widen()) else {
-        return T::Acc::zero();
-    };
-    let half = T::Acc::from_f64(0.5);
-    let shares = Shares {
-        x,
-        half,
-        half_first: half * first,
-        share: scaler.share / half,
-    };
-    let [distance] = sum_terms::<4, 1, S, T::Acc>(simd, 0..x.len(), &shares);
-    first + distance
+    let share = scaler.share;
+    let [mean] = sum_terms::<4, 1, S, T::Acc>(simd, 0..x.len(), &Shares { x, share });
+    mean
 }
 
 #[inline(always)]
@@ -98,19 +89,18 @@ fn statistics<S: Simd, T: Element>(
     scaler: &Scaler<T::Acc>,
     x: &[T],
 ) -> Statistics<T::Acc> {
-    let mean = mean(simd, scaler, x);
-    let sums = sum_terms::<4, 2, S, T::Acc>(simd, 0..x.len(), &Distances::new(scaler, x, mean));
-    Statistics::new(scaler, x, mean, sums)
+    let mut distances = Distances::new(scaler, x, mean(simd, scaler, x));
+    loop {
+        let [rest, squares] = sum_terms::<4, 2, S, T::Acc>(simd, 0..x.len(), &distances);
+        if !distances.moves_mean(rest, squares) {
+            return Statistics::new(scaler, &distances, rest, squares);
+        }
+    }
 }
 
-/// Σ (x − first)/n, as Σ (x/2 − first/2) · 2/n. Half of a distance does not overflow, and terms are
-/// divided before they are added.
+/// Σ x/n.
 struct Shares<'a, T: Element> {
     x: &'a [T],
-    /// 1/2.
-    half: T::Acc,
-    half_first: T::Acc,
-    /// 2/n.
     share: T::Acc,
 }
 
@@ -119,11 +109,9 @@ impl<T: Element> Terms<T::Acc, 1> for Shares<'_, T> {
     fn add<S: Simd, const K: usize>(
         &self,
         at: Span<S, T::Acc, K>,
-        [distance]: &mut [Lanes<S, T::Acc, K>; 1],
+        [mean]: &mut [Lanes<S, T::Acc, K>; 1],
     ) {
-        let x = at.load(self.x);
-        let half = x.mul_add(at.splat(self.half), at.splat(-self.half_first));
-        *distance = half.mul_add(at.splat(self.share), *distance);
+        *mean = at.load(self.x).mul_add(at.splat(self.share), *mean);
     }
 }
 
@@ -133,14 +121,39 @@ struct Distances<'a, T: Element> {
     x: &'a [T],
     mean: T::Acc,
     share: T::Acc,
+    has_moved: bool,
 }
 
 impl<'a, T: Element> Distances<'a, T> {
     #[inline(always)]
     fn new(scaler: &Scaler<T::Acc>, x: &'a [T], mean: T::Acc) -> Self {
-        let share = scaler.share;
-        Self { x, mean, share }
+        Self {
+            x,
+            mean,
+            share: scaler.share,
+            has_moved: false,
+        }
     }
+
+    /// Moves the mean by `rest` if that is more than a tenth of the deviation, or if the squares
+    /// overflowed, which they may do only because the mean is off. Returns whether the sums must be
+    /// taken again, which they are once.
+    #[inline(always)]
+    fn moves_mean(&mut self, rest: T::Acc, squares: T::Acc) -> bool {
+        let moves = !self.has_moved && is_far(rest, squares * self.share);
+        if moves {
+            self.mean += rest;
+            self.has_moved = true;
+        }
+        moves
+    }
+}
+
+/// `rest` is more than a tenth of the root of the mean square, or that has overflowed.
+#[inline(always)]
+fn is_far<A: Accumulator>(rest: A, mean_square: A) -> bool {
+    let ten_rests = A::from_f64(10.) * rest;
+    ten_rests * ten_rests > mean_square || !mean_square.is_finite()
 }
 
 impl<T: Element> Terms<T::Acc, 2> for Distances<'_, T> {
@@ -258,14 +271,18 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
             return sweep::<UNROLL, _, T>(simd, groups, &mut products, Target::Nowhere);
         };
         let gain = &gain[..cols];
-        let mean = mean(simd, scaler, x);
-        let terms = BackwardTerms {
-            distances: Distances::new(scaler, x, mean),
+        let mut terms = BackwardTerms {
+            distances: Distances::new(scaler, x, mean(simd, scaler, x)),
             dy,
             gain,
         };
-        let [rest, squares, total, products] = sum_terms::<2, 4, S, T::Acc>(simd, 0..cols, &terms);
-        let statistics = Statistics::new(scaler, x, mean, [rest, squares]);
+        let [rest, squares, total, products] = loop {
+            let sums = sum_terms::<2, 4, S, T::Acc>(simd, 0..cols, &terms);
+            if !terms.distances.moves_mean(sums[0], sums[1]) {
+                break sums;
+            }
+        };
+        let statistics = Statistics::new(scaler, &terms.distances, rest, squares);
         // Σ g x̃, because x̃ = r (x − mean − rest) and the walk took Σ g and Σ g (x − mean).
         let mut total_x = statistics.rms_inv * (products - statistics.rest * total);
         if !total_x.is_finite() {
@@ -300,7 +317,7 @@ impl<T: Element> Terms<T::Acc, 4> for BackwardTerms<'_, T> {
         at: Span<S, T::Acc, K>,
         [rest, squares, total, products]: &mut [Lanes<S, T::Acc, K>; 4],
     ) {
-        let Distances { x, mean, share } = self.distances;
+        let Distances { x, mean, share, .. } = self.distances;
         let distance = at.load(x) - at.splat(mean);
         let gradient = at.load(self.gain) * at.load(self.dy);
         *rest = distance.mul_add(at.splat(share), *rest);
