@@ -327,7 +327,8 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
     if constexpr (CENTRED) {
       // The first mean is the first value and the mean of the distances to it, so that equal values
       // are their mean. The mean of what it leaves removes most of its rounding error. Distances
-      // are halved and terms divided before they are added, so that nothing overflows.
+      // are halved and terms divided before they are added, so that nothing overflows unless a
+      // distance to the mean does.
       const auto mean_of_distances = [&](A from) {
         const A half_from = from / 2, share = 2 / A(len);
         A sum = 0;
@@ -458,8 +459,21 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   if (masked) {
     next_counts = rows.present() ? p.keep[rows.row()] : 0u;
   }
+  // Offset of the thread's group in the current row, or in the row that is `skipped` rows of the
+  // block further on.
+  const auto group_start = [&](int skipped) {
+    return rows.row(skipped) * tiling.cols + columns.first - columns.place * V;
+  };
+  // The group's first value, read a row ahead.
+  const auto first_value = [&](int skipped) {
+    const bool exists = CENTRED && in_tile && rows.present(skipped) && columns.valid();
+    return exists ? widen(static_cast<const T *>(p.x)[group_start(skipped)]) : A(0);
+  };
+  A next_first = first_value(0);
 #pragma unroll 1
   for (; rows.iterations > 0; rows.advance()) {
+    const A first = next_first;
+    next_first = first_value(rows.stride);
     const unsigned row_counts = next_counts;
     if (masked) {
       next_counts = rows.present(rows.stride) ? p.keep[rows.row(rows.stride)] : 0u;
@@ -484,17 +498,12 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     const auto subtract = [&](A mean) {
       each<N * V>([&](int i) { x_tilde[i] -= columns.has(i / V, i % V) ? mean : A(0); });
     };
-    // The first column of the thread's group, in the current row.
-    const auto first_column = [&] {
-      return rows.row() * tiling.cols + columns.first - columns.place * V;
-    };
     if (in_tile) {
       if constexpr (CENTRED) {
         // The first mean is the first value and the mean of the distances to it, so that equal
         // values are their mean. The mean of what it leaves removes its rounding error. Distances
-        // are halved and terms divided before they are added, so that nothing overflows.
-        const bool has_row = rows.present() && columns.valid();
-        const A first = has_row ? widen(static_cast<const T *>(p.x)[first_column()]) : A(0);
+        // are halved and terms divided before they are added, so that nothing overflows unless a
+        // distance to the mean does.
         each<N * V>([&](int i) {
           const A half = x_tilde[i] / 2 - first / 2;
           mean += columns.has(i / V, i % V) ? half * (2 * inv_len) : A(0);
@@ -511,7 +520,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       rms_inv = inverse_root(square);
       // Rare: the sum of squares overflowed, or x is not finite.
       if (!(rms_inv > 0) && rows.present() && columns.valid()) {
-        const int64_t start = first_column();
+        const int64_t start = group_start(0);
         rms_inv = rms_inv_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
                                   adds ? static_cast<const T *>(p.residual) + start : nullptr,
                                   mean, rest, tiling.group_len);

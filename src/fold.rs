@@ -110,8 +110,8 @@ impl RmsNorm {
     /// - The input features of `next` are not the layer's channels.
     /// - The weight of `next` holds integers, which would cut W' to whole numbers.
     /// - `next` is on another device.
-    /// - This layer's weight has a shape or dtype that [`forward`](candle::Module::forward) rejects, or
-    ///   its bias a shape or device.
+    /// - [`forward`](candle::Module::forward) rejects this layer's weight, or the shape or device of
+    ///   its bias.
     ///
     /// # Example
     ///

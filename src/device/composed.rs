@@ -455,7 +455,8 @@ fn grouped(rows: &Tensor, groups: usize) -> Result<Tensor> {
 ///
 /// The mean of what a first mean leaves removes the first one's rounding error. The first one is
 /// the group's first value and the mean of the distances to it, so that equal values leave zeros.
-/// Distances are halved and terms divided before they are added, so that nothing overflows.
+/// Distances are halved and terms divided before they are added, so that nothing overflows
+/// unless a distance to the mean does.
 fn centred(groups: &Tensor) -> Result<Tensor> {
     let share = 1. / groups.dim(D::Minus1)? as f64;
     let mean = |x: &Tensor, share: f64| (x * share)?.sum_keepdim(D::Minus1);

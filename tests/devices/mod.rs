@@ -999,10 +999,6 @@ pub fn layer_norm_is_the_oracle_of_centred_rows(device: &Device) -> Result<()> {
 /// the largest value. With the unit roundoff u, a sum of n terms is off by √n u at the random
 /// roundings that it has, and the variance's enters by half. The first mean is off by √n u of
 /// itself, of which √n u are left in the second one. 16 u are for the operations that are not sums.
-///
-/// For a mean so large that the first one may be off by several deviations, the bound is too low:
-/// the variance is then a difference of larger values. With the few sums of the scalar level that
-/// takes 9000 columns of mean 5e5.
 fn centred_error(cols: usize, mean: f64) -> f64 {
     let (n, u) = (cols as f64, precision(DType::F32).0);
     u * (16. + 1.5 * n.sqrt() + n * u * mean)
@@ -1039,8 +1035,8 @@ pub fn layer_norm_keeps_its_precision_beside_a_large_mean(device: &Device) -> Re
 /// f32 holds every value of these rows, and not their mean. Outputs and gradients are those of the
 /// same rows around 0.
 pub fn layer_norm_of_a_mean_that_f32_cannot_hold(device: &Device) -> Result<()> {
-    // The second row is wider than a block of a GPU.
-    for (cols, mean) in [(3, 16_777_216.), (9000, 131_072.)] {
+    // The wide rows are wider than a block of a GPU.
+    for (cols, mean) in [(3, 16_777_216.), (9000, 131_072.), (9000, 16_777_216.)] {
         let pass = |mean: f64| -> Result<[Tensor; 3]> {
             let values: Vec<f64> = (0..cols)
                 .map(|i| mean + f64::from(i % 3 > 0) * 2.)
@@ -1065,13 +1061,23 @@ pub fn layer_norm_of_a_mean_that_f32_cannot_hold(device: &Device) -> Result<()> 
     Ok(())
 }
 
-/// Rows of one value have no deviation: they are normalized to 0, and their gradient is that of f64.
-/// With one value a rounding above the others, the others' distances decide.
+/// Rows of one value are normalized to 0, and their gradients are those of f64. So are the outputs
+/// and gradients of rows in which the last value is the next float.
 pub fn layer_norm_of_equal_values_is_zero(device: &Device) -> Result<()> {
-    let values = [0.1f32, 9984., 1.64e7, 1.8294e10, 1e26, 1e34, -3e38];
-    let cases = [3, 300, 3000, 8200].map(|cols| values.map(|value| (cols, value)));
+    let values = [
+        1e-18,
+        0.1,
+        9984.,
+        1.64e7,
+        1.8294e10,
+        1e26,
+        1e34,
+        -3e38,
+        f32::MAX,
+    ];
+    let cases = [3, 300, 3000, 8200, 100_000].map(|cols| values.map(|value| (cols, value)));
     for (cols, value) in thinned(cases.into_iter().flatten()) {
-        for last in [value, value.next_up()] {
+        for last in [value, value.next_down()] {
             let mut row = vec![value; cols];
             row[cols - 1] = last;
             let xs = Tensor::from_vec(row, (1, cols), device)?;

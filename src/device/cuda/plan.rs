@@ -1519,7 +1519,7 @@ mod tests {
         }
     }
 
-    /// A call without rows, as a rank of several may have, loads the step of the state alone.
+    /// A call without rows, as a rank of several may have, launches only the update of the state.
     #[test]
     fn a_call_without_rows_walks_over_none() {
         for (rows, expected) in [
@@ -1532,7 +1532,7 @@ mod tests {
         }
     }
 
-    /// A GPU of 800 multiprocessors leaves 800 chunks, more than the threads of a block add up.
+    /// A GPU of 800 multiprocessors leaves 800 chunks, so many that a block has all of its threads.
     #[test]
     fn a_block_of_channels_has_its_most_threads() {
         let limits = Limits {

@@ -1,8 +1,8 @@
 //! LayerNorm's passes over rows: `x̃ = r (x − μ)`, with the mean μ and the standard deviation 1/r
 //! of the row.
 //!
-//! The row is one group. A pass reads it three times, from the first-level cache after the first
-//! time: for the mean, for the squared distances to the mean, and for the output.
+//! The row is one group. A pass usually reads it three times, from the first-level cache after the
+//! first time: for the mean, for the squared distances to the mean, and for the output.
 //!
 //! The mean is computed twice. In f32 a mean of 1e4 is rounded by up to 0.0005, which for rows with
 //! a deviation of 1 is half a thousandth of x̃. So the second walk also takes the mean of the
@@ -13,13 +13,13 @@
 //! mean               16777216                          rounded, from 16777216 2/3
 //! distances          0, 0, 2                           exact
 //! rest               2/3                               so x − μ is −2/3, −2/3, 4/3
-//! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the squares of −2/3, −2/3, 4/3 have that mean
+//! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the mean of the squares of x − μ
 //! ```
 //!
-//! The rounding errors of a long sum can leave the first mean several roundings away from a row whose
-//! values are nearly the same. Then both squares in the variance are large, and their difference is
-//! noise. So if `rest` is more than a tenth of the deviation, `mean + rest` takes the place of the
-//! mean, and the second walk is made again.
+//! In a row whose values are nearly the same, the rounding errors of a long sum can leave the first
+//! mean several deviations away. Then both squares in the variance are large, and their difference
+//! is noise. So if `rest` is more than a tenth of the deviation, the mean is computed again in f64,
+//! and the second walk is repeated.
 
 use super::group_scaling::Scaler;
 use super::output::RowWriter;
@@ -135,25 +135,38 @@ impl<'a, T: Element> Distances<'a, T> {
         }
     }
 
-    /// Moves the mean by `rest` if that is more than a tenth of the deviation, or if the squares
-    /// overflowed, which they may do only because the mean is off. Returns whether the sums must be
-    /// taken again, which they are once.
+    /// Replaces the mean if it is off by more than a tenth of the deviation, or if the squares
+    /// overflowed, perhaps only because it is off. Returns whether the sums must be taken again,
+    /// which happens once at most.
     #[inline(always)]
     fn moves_mean(&mut self, rest: T::Acc, squares: T::Acc) -> bool {
         let moves = !self.has_moved && is_far(rest, squares * self.share);
         if moves {
-            self.mean += rest;
+            self.mean = mean_from_first(self.x);
             self.has_moved = true;
         }
         moves
     }
 }
 
-/// `rest` is more than a tenth of the root of the mean square, or that has overflowed.
+/// `rest` is more than a tenth of the root of the mean square, or that has overflowed or is 0.
 #[inline(always)]
 fn is_far<A: Accumulator>(rest: A, mean_square: A) -> bool {
     let ten_rests = A::from_f64(10.) * rest;
-    ten_rests * ten_rests > mean_square || !mean_square.is_finite()
+    let is_small = rest == A::zero() || ten_rests * ten_rests < mean_square;
+    !is_small || !mean_square.is_finite()
+}
+
+/// The mean, in f64: the first value, and the mean of the distances to it. So it is exact for equal
+/// values, and otherwise rounded as little as the values are apart. Distances are halved and terms
+/// divided before they are added, so that nothing overflows unless a distance to the mean does.
+#[cold]
+fn mean_from_first<A: Accumulator, T: Element<Acc = A>>(x: &[T]) -> A {
+    let half = |x: &T| x.to_f64() / 2.;
+    let first = x.first().map_or(0., half);
+    let share = 2. / x.len() as f64;
+    let distance: f64 = x.iter().map(|x| (half(x) - first) * share).sum();
+    A::from_f64(2. * first + distance)
 }
 
 impl<T: Element> Terms<T::Acc, 2> for Distances<'_, T> {
