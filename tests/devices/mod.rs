@@ -1065,8 +1065,7 @@ pub fn layer_norm_of_a_mean_that_f32_cannot_hold(device: &Device) -> Result<()> 
 /// and gradients of rows in which the last value is the next float.
 pub fn layer_norm_of_equal_values_is_zero(device: &Device) -> Result<()> {
     let values = [
-        1e-18,
-        0.1,
+        0.1f32,
         9984.,
         1.64e7,
         1.8294e10,

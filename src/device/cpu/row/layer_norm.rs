@@ -149,12 +149,11 @@ impl<'a, T: Element> Distances<'a, T> {
     }
 }
 
-/// `rest` is more than a tenth of the root of the mean square, or that has overflowed or is 0.
+/// `rest` is more than a tenth of the root of the mean square, or that has overflowed.
 #[inline(always)]
 fn is_far<A: Accumulator>(rest: A, mean_square: A) -> bool {
     let ten_rests = A::from_f64(10.) * rest;
-    let is_small = rest == A::zero() || ten_rests * ten_rests < mean_square;
-    !is_small || !mean_square.is_finite()
+    ten_rests * ten_rests > mean_square || !mean_square.is_finite()
 }
 
 /// The mean, in f64: the first value, and the mean of the distances to it. So it is exact for equal
