@@ -1532,7 +1532,7 @@ mod tests {
         }
     }
 
-    /// A GPU of 800 multiprocessors leaves 800 chunks, so many that a block has all of its threads.
+    /// A GPU of 800 multiprocessors leaves 800 chunks, enough for all threads of a block.
     #[test]
     fn a_block_of_channels_has_its_most_threads() {
         let limits = Limits {
