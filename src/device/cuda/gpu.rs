@@ -2,14 +2,15 @@
 //! the GPU.
 #![allow(unsafe_code)] // launches kernels
 
-use super::params::{Address, Dtype, Kernel, PIECE_BYTES, Vector};
+use super::params::{Address, Dtype, PIECE_BYTES, Vector};
 use super::plan::{Entry, Launch, Limits};
 use super::ptx::{Modules, kernels_copy};
 use crate::error::Error;
 use candle::backend::BackendStorage;
 use candle::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use candle::cuda_backend::cudarc::driver::{
-    CudaFunction, CudaStream, DevicePtr, DevicePtrMut, LaunchConfig, PushKernelArg, SyncOnDrop,
+    CudaFunction, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
+    SyncOnDrop,
 };
 use candle::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle::{
@@ -135,7 +136,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Queues a launch of kernel `K` on the stream.
+    /// Queues a launch on the stream.
     ///
     /// Buffers may be dropped as soon as the launch is queued: they are freed in the stream's order
     /// or, if another stream frees them, after the events that [`Uses`] records. With events off,
@@ -152,10 +153,10 @@ impl Gpu {
     ///    `kernels/params.cuh` says that a field is both read and written.
     /// 4. Each buffer that the kernel reads was written before, by launches on this stream or ones
     ///    that this stream waits for.
-    /// 5. `launch` and the `tiling` in `params`, if the kernel has one, come from one
+    /// 5. `launch` and the `tiling` in `params`, if the kernel has one, come from one call of a
     ///    [`LaunchPlan`](super::plan::LaunchPlan), for the number of arrays and of sums that the
     ///    addresses in `params` imply. The plan has the shape of those arrays.
-    pub unsafe fn launch<K: Kernel>(&self, launch: &Launch<K>, params: &K::Params) -> Result<()> {
+    pub unsafe fn launch<P: DeviceRepr>(&self, launch: &Launch<P>, params: &P) -> Result<()> {
         let function = self.kernels.get(&self.device, launch.entry)?;
         let config = LaunchConfig {
             grid_dim: (launch.grid.0, launch.grid.1, 1),
@@ -164,10 +165,10 @@ impl Gpu {
         };
         let mut builder = self.stream.launch_builder(&function);
         builder.arg(params);
-        // SAFETY: `Kernel` promises that every entry point of K's body takes `K::Params` as its one
-        // argument, and build.rs writes that struct with the layout that nvcc gives it. What the
-        // addresses must be is the caller's promise. The kernel was loaded into the primary context
-        // of the GPU, which is the context of the stream.
+        // SAFETY: a `Launch<P>` is of a kernel whose `Params` is P. `Kernel` promises that its entry
+        // points take that as their one argument, and build.rs writes the struct with the layout
+        // that nvcc gives it. What the addresses must be is the caller's promise. The kernel was
+        // loaded into the primary context of the GPU, which is the context of the stream.
         unsafe { builder.launch(config) }.w()?;
         Ok(())
     }

@@ -75,7 +75,8 @@ use super::params::{
     Address, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS, GroupDots, GroupRmsInv,
     GroupRmsOrigin, HELD_PIECES_BWD, HELD_VALUES, Kernel, LAYER_NORM_MEANS_BWD,
     LAYER_NORM_STATISTICS, LayerNorm, LayerNormBwd, LayerNormDots, LayerNormStatistics, MAX_STAGES,
-    Normalize, NormalizeBwd, PIECE_BYTES, ROW_THREADS, SumPartials, Tiling, UpdateNu, UpdatePhi,
+    Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, PIECE_BYTES, ROW_THREADS,
+    SumPartials, SumPartialsParams, Tiling, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams,
     WARP, lane_coefficients, padded_sums, when,
 };
 use crate::config::{ForwardKind, Recipe};
@@ -496,10 +497,9 @@ impl fmt::Display for Entry {
     }
 }
 
-/// A launch of kernel `K`: its entry point and its blocks. The type of the kernel's argument
-/// follows from `K`.
+/// A launch of a kernel whose argument is a `P`: its entry point and its blocks.
 #[derive(Debug, Clone, Copy)]
-pub struct Launch<K> {
+pub struct Launch<P> {
     pub entry: Entry,
     /// Blocks along x (columns) and y (rows).
     pub grid: (u32, u32),
@@ -507,11 +507,13 @@ pub struct Launch<K> {
     pub block: (u32, u32),
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
-    kernel: PhantomData<K>,
+    params: PhantomData<P>,
 }
 
-impl<K: Kernel> Launch<K> {
-    fn new(
+impl<P> Launch<P> {
+    /// A launch of kernel `K`. Only here an entry point meets the type of its argument, which
+    /// follows from `K`.
+    fn new<K: Kernel<Params = P>>(
         dtype: DType,
         pieces: Option<usize>,
         grid: (usize, usize),
@@ -528,59 +530,10 @@ impl<K: Kernel> Launch<K> {
             grid: (grid.0 as u32, grid.1 as u32),
             block: (block.0 as u32, block.1 as u32),
             shared_bytes: shared_bytes as u32,
-            kernel: PhantomData,
+            params: PhantomData,
         }
     }
 }
-
-/// A kernel that walks over the rows of a pass.
-pub trait WalksRows: Kernel {
-    const DIRECTION: Direction;
-}
-
-impl WalksRows for Normalize {
-    const DIRECTION: Direction = Direction::Forward;
-}
-
-impl WalksRows for NormalizeBwd {
-    const DIRECTION: Direction = Direction::Backward;
-}
-
-impl WalksRows for LayerNorm {
-    const DIRECTION: Direction = Direction::Forward;
-}
-
-impl WalksRows for LayerNormBwd {
-    const DIRECTION: Direction = Direction::Backward;
-}
-
-/// A kernel that reduces groups wider than a block, ahead of a walk over the rows.
-pub trait ReducesGroups: Kernel {
-    const DIRECTION: Direction;
-}
-
-impl ReducesGroups for GroupRmsInv {
-    const DIRECTION: Direction = Direction::Forward;
-}
-
-impl ReducesGroups for GroupDots {
-    const DIRECTION: Direction = Direction::Backward;
-}
-
-impl ReducesGroups for LayerNormStatistics {
-    const DIRECTION: Direction = Direction::Forward;
-}
-
-impl ReducesGroups for LayerNormDots {
-    const DIRECTION: Direction = Direction::Backward;
-}
-
-/// A kernel that adds up the partial sums of chunks, with a lane for each channel.
-pub trait AddsChunks: Kernel {}
-
-impl AddsChunks for SumPartials {}
-impl AddsChunks for UpdatePhi {}
-impl AddsChunks for UpdateNu {}
 
 /// The launches of a forward or of its backward. There is at least one row, except in a training
 /// step whose batch is shared with other processes.
@@ -780,36 +733,24 @@ impl LaunchPlan {
 
     /// Every entry point that the pass may launch, the step of the state included.
     pub fn entries(&self, over_ranks: bool) -> Vec<Entry> {
-        let (groups, rows) = match (self.direction, self.extent.is_centred()) {
-            (Direction::Forward, false) => (
-                self.groups_launch::<GroupRmsInv>().entry,
-                self.rows_launch::<Normalize>(1, 0).entry,
-            ),
-            (Direction::Forward, true) => (
-                self.groups_launch::<LayerNormStatistics>().entry,
-                self.rows_launch::<LayerNorm>(1, 0).entry,
-            ),
-            (Direction::Backward, false) => (
-                self.groups_launch::<GroupDots>().entry,
-                self.rows_launch::<NormalizeBwd>(2, 0).entry,
-            ),
-            (Direction::Backward, true) => (
-                self.groups_launch::<LayerNormDots>().entry,
-                self.rows_launch::<LayerNormBwd>(2, 0).entry,
-            ),
-        };
-        let (updates, update) = match self.direction {
+        let (groups, rows, update, updates) = match self.direction {
             Direction::Forward => (
+                self.reduce_groups().0.entry,
+                self.normalize(1, 0).0.entry,
+                self.update_phi().entry,
                 self.kind.is_training(),
-                self.channels_launch::<UpdatePhi>().entry,
             ),
-            Direction::Backward => (true, self.channels_launch::<UpdateNu>().entry),
+            Direction::Backward => (
+                self.reduce_groups_bwd().0.entry,
+                self.normalize_bwd(0).0.entry,
+                self.update_nu().entry,
+                true,
+            ),
         };
-        let sum = self.channels_launch::<SumPartials>().entry;
         [
             (self.has_wide_groups(), groups),
             (self.extent.rows > 0, rows),
-            (over_ranks, sum),
+            (over_ranks, self.sum_partials().entry),
             (updates, update),
         ]
         .into_iter()
@@ -817,12 +758,66 @@ impl LaunchPlan {
         .collect()
     }
 
-    /// The walk over the rows, which reads `arrays` arrays of rows and takes `sums` sums of each
-    /// channel. [`rows_tiling`](Self::rows_tiling) goes with it.
-    pub fn rows_launch<K: WalksRows>(&self, arrays: usize, sums: usize) -> Launch<K> {
-        debug_assert_eq!(K::DIRECTION, self.direction);
+    /// The reduction of a forward's wide groups, and its tiling.
+    pub fn reduce_groups(&self) -> (Launch<NormalizeParams>, Tiling) {
+        debug_assert_eq!(self.direction, Direction::Forward);
+        let launch = match self.extent.is_centred() {
+            true => self.groups_launch::<LayerNormStatistics>(),
+            false => self.groups_launch::<GroupRmsInv>(),
+        };
+        (launch, self.cut.tiling(0))
+    }
+
+    /// A forward's walk over the rows, which reads `arrays` arrays of rows and takes `sums` sums of
+    /// each channel, and its tiling.
+    pub fn normalize(&self, arrays: usize, sums: usize) -> (Launch<NormalizeParams>, Tiling) {
+        debug_assert_eq!(self.direction, Direction::Forward);
+        let launch = match self.extent.is_centred() {
+            true => self.rows_launch::<LayerNorm>(arrays, sums),
+            false => self.rows_launch::<Normalize>(arrays, sums),
+        };
+        (launch, self.rows_tiling(arrays, sums))
+    }
+
+    /// The reduction of a backward's wide groups, and its tiling.
+    pub fn reduce_groups_bwd(&self) -> (Launch<NormalizeBwdParams>, Tiling) {
+        debug_assert_eq!(self.direction, Direction::Backward);
+        let launch = match self.extent.is_centred() {
+            true => self.groups_launch::<LayerNormDots>(),
+            false => self.groups_launch::<GroupDots>(),
+        };
+        (launch, self.cut.tiling(0))
+    }
+
+    /// A backward's walk over the rows, which reads x and dy and takes `sums` sums of each channel,
+    /// and its tiling.
+    pub fn normalize_bwd(&self, sums: usize) -> (Launch<NormalizeBwdParams>, Tiling) {
+        debug_assert_eq!(self.direction, Direction::Backward);
+        let launch = match self.extent.is_centred() {
+            true => self.rows_launch::<LayerNormBwd>(2, sums),
+            false => self.rows_launch::<NormalizeBwd>(2, sums),
+        };
+        (launch, self.rows_tiling(2, sums))
+    }
+
+    /// The addition of the chunks' sums ahead of an exchange.
+    pub fn sum_partials(&self) -> Launch<SumPartialsParams> {
+        self.channels_launch::<SumPartials>()
+    }
+
+    /// The step of ψ².
+    pub fn update_phi(&self) -> Launch<UpdatePhiParams> {
+        self.channels_launch::<UpdatePhi>()
+    }
+
+    /// The step of ν.
+    pub fn update_nu(&self) -> Launch<UpdateNuParams> {
+        self.channels_launch::<UpdateNu>()
+    }
+
+    fn rows_launch<K: Kernel>(&self, arrays: usize, sums: usize) -> Launch<K::Params> {
         let cut = &self.cut;
-        Launch::new(
+        Launch::new::<K>(
             self.extent.dtype,
             Some(cut.pieces),
             (cut.tiles, cut.chunks),
@@ -831,8 +826,7 @@ impl LaunchPlan {
         )
     }
 
-    /// How the blocks of [`rows_launch`](Self::rows_launch) share the rows and columns.
-    pub fn rows_tiling(&self, arrays: usize, sums: usize) -> Tiling {
+    fn rows_tiling(&self, arrays: usize, sums: usize) -> Tiling {
         let mut tiling = self.cut.tiling(arrays);
         tiling.reversed = self.is_second_walk(sums).into();
         tiling
@@ -847,12 +841,10 @@ impl LaunchPlan {
         self.kind.is_training() && sums == 0
     }
 
-    /// The reduction of wide groups, a block for each. [`groups_tiling`](Self::groups_tiling) goes
-    /// with it.
-    pub fn groups_launch<K: ReducesGroups>(&self) -> Launch<K> {
-        debug_assert_eq!(K::DIRECTION, self.direction);
+    /// A launch over wide groups, a block for each.
+    fn groups_launch<K: Kernel>(&self) -> Launch<K::Params> {
         let groups = self.extent.rows * self.extent.groups().unwrap_or(1);
-        Launch::new(
+        Launch::new::<K>(
             self.extent.dtype,
             None,
             (groups.min(GROUP_BLOCKS), 1),
@@ -861,14 +853,9 @@ impl LaunchPlan {
         )
     }
 
-    /// The shape of the arrays of [`groups_launch`](Self::groups_launch).
-    pub fn groups_tiling(&self) -> Tiling {
-        self.cut.tiling(0)
-    }
-
     /// A launch that adds up the sums of chunks, with a lane for each channel. The rows of a block
     /// add up different chunks.
-    pub fn channels_launch<K: AddsChunks>(&self) -> Launch<K> {
+    fn channels_launch<K: Kernel>(&self) -> Launch<K::Params> {
         let [few, many] = CHANNEL_LANES;
         let cols = self.extent.cols;
         let is_wide = cols.div_ceil(many) >= self.extent.limits.multiprocessors;
@@ -876,7 +863,7 @@ impl LaunchPlan {
         let rows = (self.chunks() / CHANNEL_CHUNKS)
             .next_power_of_two()
             .clamp(WARP / few, CHANNEL_THREADS / lanes);
-        Launch::new(
+        Launch::new::<K>(
             self.sums_dtype(),
             None,
             (cols.div_ceil(lanes), 1),
@@ -933,7 +920,7 @@ mod tests {
     }
 
     /// Entry point, grid, block and shared memory, in the form in which the tests list them.
-    fn text<K>(launch: &Launch<K>) -> String {
+    fn text<P>(launch: &Launch<P>) -> String {
         let (grid, block) = (launch.grid, launch.block);
         format!(
             "{} {}x{} {}x{} {}",
@@ -949,8 +936,8 @@ mod tests {
             let forward = LaunchPlan::new(extent(shape, H100), Recipe::Paper, kind).unwrap();
             let backward = forward.of_backward().unwrap();
             [
-                forward.rows_tiling(1, sums).reversed,
-                backward.rows_tiling(2, 2 * sums).reversed,
+                forward.normalize(1, sums).1.reversed,
+                backward.normalize_bwd(2 * sums).1.reversed,
             ]
         };
         assert_eq!(reversed(ForwardKind::BatchStatistic, 1), [0, 0]);
@@ -971,26 +958,20 @@ mod tests {
         assert_eq!((cut.rows, cut.threads()), (8, 256));
         assert_eq!(cut.chunk_rows.div_ceil(cut.rows), 5);
         assert!((48 - 38) * IDLE_SHARE > 38 && !cut.gains_by_doubling(38));
-        let (launch, tiling) = (
-            forward.rows_launch::<Normalize>(1, 1),
-            forward.rows_tiling(1, 1),
-        );
+        let (launch, tiling) = forward.normalize(1, 1);
         assert_eq!((tiling.stage_bytes, tiling.stages), (2048, 3));
         assert_eq!(tiling.ring_bytes, 6144);
         assert_eq!(cut.warps() * 6144, 49_152);
         assert_eq!(lane_coefficients(4, 2), 17);
         assert_eq!(cut.fixed_bytes(), 8704);
         assert_eq!(text(&launch), "normalize_bf16_4 1x132 32x8 57856");
-        let update = forward.channels_launch::<UpdatePhi>();
+        let update = forward.update_phi();
         assert_eq!(text(&update), "update_phi_f32 96x1 8x64 6144");
 
         let cut = backward.cut;
         assert_eq!(backward.extent.group_pieces().div_ceil(cut.pieces), 48);
         assert_eq!((cut.pieces, cut.span, cut.chunk_rows), (2, 64, 38));
-        let (launch, tiling) = (
-            backward.rows_launch::<NormalizeBwd>(2, 2),
-            backward.rows_tiling(2, 2),
-        );
+        let (launch, tiling) = backward.normalize_bwd(2);
         assert_eq!(text(&launch), "normalize_bwd_bf16_2 1x132 64x8 108544");
         assert_eq!((cut.warps(), tiling.stages), (16, 3));
         assert_eq!(tiling.stage_bytes, 2 * 1024);
@@ -1033,13 +1014,13 @@ mod tests {
                     tiling.stages
                 )
             };
-            let rows = forward.rows_launch::<Normalize>(1, 1);
-            let rows_bwd = backward.rows_launch::<NormalizeBwd>(2, 2);
+            let (rows, tiling) = forward.normalize(1, 1);
+            let (rows_bwd, tiling_bwd) = backward.normalize_bwd(2);
             let launches = [
-                walk(text(&rows), forward.rows_tiling(1, 1)),
-                walk(text(&rows_bwd), backward.rows_tiling(2, 2)),
-                text(&backward.groups_launch::<GroupDots>()),
-                text(&forward.channels_launch::<UpdatePhi>()),
+                walk(text(&rows), tiling),
+                walk(text(&rows_bwd), tiling_bwd),
+                text(&backward.reduce_groups_bwd().0),
+                text(&forward.update_phi()),
             ];
             let what = format!("{:?}", recorded.shape);
             assert_eq!(launches, recorded.launches, "{what}");
@@ -1541,7 +1522,7 @@ mod tests {
         };
         let [forward, _] = plans((DType::F32, 32768, 64, None), limits).unwrap();
         assert_eq!(forward.chunks(), 800);
-        let launch = forward.channels_launch::<UpdatePhi>();
+        let launch = forward.update_phi();
         assert_eq!(launch.block, (8, (CHANNEL_THREADS / 8) as u32));
     }
 

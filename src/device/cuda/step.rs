@@ -7,9 +7,8 @@
 
 use super::gpu::{Gpu, Kernels, Locks, Uses, reads_in_place};
 use super::params::{
-    Address, Dtype, GroupDots, GroupRmsInv, LayerNorm, LayerNormBwd, LayerNormDots,
-    LayerNormStatistics, Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, SumPartials,
-    SumPartialsParams, Tiling, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, Vector, when,
+    Address, Dtype, NormalizeBwdParams, NormalizeParams, SumPartialsParams, Tiling, UpdateNuParams,
+    UpdatePhiParams, Vector, when,
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, PhiStep};
@@ -329,7 +328,7 @@ fn launch_inv_d(
     // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which are
     // only written: there are no chunks to read. The launch is the plan's, and the kernel has no
     // tiling.
-    unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
+    unsafe { gpu.launch(&plan.update_phi(), &params) }
 }
 
 /// Adds up the sums over the rows of this process, for the exchange.
@@ -364,7 +363,7 @@ fn launch_totals(
         // SAFETY: `sums`, an allocation of its own, has a total a column and a count for each of
         // the recipe's sums. The chunks are parts of `saved`, which `launch_rows` has written, and
         // there are none without rows. The launch is the plan's, and the kernel has no tiling.
-        unsafe { gpu.launch(&plan.channels_launch::<SumPartials>(), &params) }?;
+        unsafe { gpu.launch(&plan.sum_partials(), &params) }?;
         totals = count + TOTAL_BYTES;
     }
     Ok(())
@@ -392,7 +391,7 @@ fn launch_update_phi(
             // `launch_rows` has written and whose 1/D it or `launch_inv_d` has; without rows
             // there are no chunks, and totals are there. All are allocations or parts of their own.
             // The launch is the plan's, and the kernel has no tiling.
-            unsafe { gpu.launch(&plan.channels_launch::<UpdatePhi>(), &params) }
+            unsafe { gpu.launch(&plan.update_phi(), &params) }
         })
     })
 }
@@ -547,10 +546,7 @@ impl Backward<'_> {
         // SAFETY: `sums`, an allocation of its own, has a total a column. The chunks are a part of
         // the workspace, which `launch_rows` has written, and there are none without rows. The
         // launch is the plan's, and the kernel has no tiling.
-        unsafe {
-            self.gpu
-                .launch(&plan.channels_launch::<SumPartials>(), &params)
-        }
+        unsafe { self.gpu.launch(&plan.sum_partials(), &params) }
     }
 
     /// Makes Λ and the gradients of weight and bias, and moves ν if this backward does.
@@ -591,7 +587,7 @@ impl Backward<'_> {
             // the workspace, whose chunks `launch_rows` has written; without rows there are no
             // chunks. All are allocations or parts of their own. The launch is the plan's, and the
             // kernel has no tiling.
-            unsafe { gpu.launch(&plan.channels_launch::<UpdateNu>(), &params) }
+            unsafe { gpu.launch(&plan.update_nu(), &params) }
         };
         env.move_nu(&mut |ema_gz| match ema_gz {
             Some(ema_gz) => gpu.in_place(ema_gz, launch),
@@ -709,15 +705,11 @@ impl Gpu {
     unsafe fn normalize(&self, plan: &LaunchPlan, mut params: NormalizeParams) -> Result<()> {
         let arrays = 1 + usize::from(params.residual != 0);
         let sums = usize::from(params.partials != 0);
-        params.tiling = plan.rows_tiling(arrays, sums);
+        let (launch, tiling) = plan.normalize(arrays, sums);
+        params.tiling = tiling;
         // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's, for the
         // arrays and sums that `params` has.
-        unsafe {
-            match plan.extent.is_centred() {
-                true => self.launch(&plan.rows_launch::<LayerNorm>(arrays, sums), &params),
-                false => self.launch(&plan.rows_launch::<Normalize>(arrays, sums), &params),
-            }
-        }
+        unsafe { self.launch(&launch, &params) }
     }
 
     /// Reduces the wide groups of a forward.
@@ -726,14 +718,10 @@ impl Gpu {
     ///
     /// As for [`normalize`](Self::normalize), of `group_rms_inv` or `layer_norm_statistics`.
     unsafe fn reduce_groups(&self, plan: &LaunchPlan, mut params: NormalizeParams) -> Result<()> {
-        params.tiling = plan.groups_tiling();
+        let (launch, tiling) = plan.reduce_groups();
+        params.tiling = tiling;
         // SAFETY: 1 to 4 by this function's contract. 5: launch and tiling are the plan's.
-        unsafe {
-            match plan.extent.is_centred() {
-                true => self.launch(&plan.groups_launch::<LayerNormStatistics>(), &params),
-                false => self.launch(&plan.groups_launch::<GroupRmsInv>(), &params),
-            }
-        }
+        unsafe { self.launch(&launch, &params) }
     }
 
     /// Reduces wide groups if there is a gradient to write, and walks the rows of a backward.
@@ -748,27 +736,19 @@ impl Gpu {
         mut params: NormalizeBwdParams,
     ) -> Result<()> {
         if params.dx != 0 && plan.has_wide_groups() {
-            params.tiling = plan.groups_tiling();
+            let (launch, tiling) = plan.reduce_groups_bwd();
+            params.tiling = tiling;
             // SAFETY: 1 to 4 by this function's contract: the dots are what this launch writes. 5:
             // launch and tiling are the plan's.
-            unsafe {
-                match plan.extent.is_centred() {
-                    true => self.launch(&plan.groups_launch::<LayerNormDots>(), &params),
-                    false => self.launch(&plan.groups_launch::<GroupDots>(), &params),
-                }
-            }?;
+            unsafe { self.launch(&launch, &params) }?;
         }
         let sums = 2 * usize::from(params.partials != 0);
-        params.tiling = plan.rows_tiling(2, sums);
+        let (launch, tiling) = plan.normalize_bwd(sums);
+        params.tiling = tiling;
         // SAFETY: 1 to 4 by this function's contract, and the launch above has written the dots if
         // dx depends on them. 5: launch and tiling are the plan's, for x, dy and the sums that
         // `params` has.
-        unsafe {
-            match plan.extent.is_centred() {
-                true => self.launch(&plan.rows_launch::<LayerNormBwd>(2, sums), &params),
-                false => self.launch(&plan.rows_launch::<NormalizeBwd>(2, sums), &params),
-            }
-        }
+        unsafe { self.launch(&launch, &params) }
     }
 }
 
