@@ -14,7 +14,7 @@
 //! computed once more, with values that are divided first. These functions are `#[cold]`: plain
 //! loops in the dtype of the sums.
 
-use super::sweep::{Groups, Scaling, Terms, sum_terms};
+use super::sweep::{Groups, Terms, sum_terms};
 use super::vectors::{Lanes, Span};
 use crate::device::cpu::convert::{Accumulator, Element};
 use num_traits::{Float, Zero};
@@ -65,10 +65,8 @@ impl<A: Accumulator> Scaler<A> {
             } else {
                 terms.total_of_huge(rms_inv, group)
             };
-            *scaling = Scaling {
-                rms_inv,
-                mean: total * self.share,
-            };
+            scaling.rms_inv = rms_inv;
+            scaling.mean_dx_x = total * self.share;
         }
     }
 
@@ -183,7 +181,7 @@ mod tests {
             let mut groups = Groups::new(self.terms.x.len(), self.group_len);
             self.scaler.scale_bwd(simd, &self.terms, &mut groups);
             let scalings = groups.each_mut().map(|(_, scaling)| *scaling);
-            scalings.map(|s| [s.rms_inv, s.mean]).collect()
+            scalings.map(|s| [s.rms_inv, s.mean_dx_x]).collect()
         }
     }
 

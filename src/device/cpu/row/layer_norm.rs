@@ -1,8 +1,10 @@
-//! LayerNorm's passes over rows: `x̃ = r (x − μ)`, with the mean μ and the standard deviation 1/r
-//! of the row.
+//! LayerNorm: the mean μ of a row and its standard deviation 1/r, and the two means that its
+//! backward subtracts.
 //!
-//! The row is one group. A pass usually reads it three times, from the first-level cache after the
-//! first time: for the mean, for the squared distances to the mean, and for the output.
+//! A forward computes `x̃ = r (x − μ)`. Its backward takes `dx̃ = gain ⊙ dy` back to
+//! `dx = r (dx̃ − mean(dx̃) − x̃ · mean(dx̃ x̃))`. The row is one group. A pass usually reads it three
+//! times, from the first-level cache after the first time: for the mean, for the squared distances
+//! to the mean, and for the output.
 //!
 //! The mean is computed twice. In f32 a mean of 1e4 is rounded by up to 0.0005, which for rows with
 //! a deviation of 1 is half a thousandth of x̃. So the second walk also takes the mean of the
@@ -22,79 +24,58 @@
 //! and the second walk is repeated.
 
 use super::group_scaling::Scaler;
-use super::output::RowWriter;
-use super::sweep::{Columns, Groups, Scaling, Target, Terms, sum_terms, sweep};
+use super::sweep::{Groups, Scaling, Terms, sum_terms};
 use super::vectors::{Lanes, Span};
-use super::{BackwardSums, ColumnSums, Row, RowPass, UNROLL};
-use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
-use crate::device::cpu::layout::Matrix;
-use num_traits::{Float, Zero};
+use crate::device::cpu::convert::{Accumulator, Element};
+use num_traits::Zero;
 use pulp::Simd;
 
-/// The statistics of a row: μ, which is `mean + rest`, and r.
-#[derive(Clone, Copy)]
-struct Statistics<A> {
-    mean: A,
-    rest: A,
-    rms_inv: A,
-}
-
-impl<A: Accumulator> Statistics<A> {
-    /// From the sums of the distances to the rounded mean.
+/// The scaling of a row, which is one group.
+impl<A: Accumulator> Scaler<A> {
+    /// Sets μ and r of a row.
     #[inline(always)]
-    fn new<T: Element<Acc = A>>(
-        scaler: &Scaler<A>,
-        distances: &Distances<T>,
-        rest: A,
-        squares: A,
-    ) -> Self {
-        let Distances { x, mean, .. } = *distances;
-        let variance = squares * scaler.share - rest * rest;
-        // Rounding may leave a value below 0. `max` would drop a NaN.
-        let variance = if variance < A::zero() {
-            A::zero()
-        } else {
-            variance
+    pub fn centre<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
+        let mut distances = Distances::new(simd, self, x);
+        *groups.only_mut() = loop {
+            let [rest, squares] = sum_terms::<4, 2, S, A>(simd, 0..x.len(), &distances);
+            if !distances.moves_mean(rest, squares) {
+                break distances.scaling(self, rest, squares);
+            }
         };
-        Self {
-            mean,
-            rest,
-            rms_inv: scaler.rms_inv(x, [mean, rest], variance),
-        }
     }
 
-    /// x̃.
+    /// Sets μ, r, mean(dx̃) and mean(dx̃ x̃) of a row.
     #[inline(always)]
-    fn apply<S: Simd, T: Element<Acc = A>, const K: usize>(
-        self,
-        at: Span<S, A, K>,
-        x: &[T],
-    ) -> Lanes<S, A, K> {
-        let distance = at.load(x) - at.splat(self.mean);
-        (distance - at.splat(self.rest)) * at.splat(self.rms_inv)
-    }
-}
-
-/// The rounded mean. Terms are divided before they are added, so that no sum overflows.
-#[inline(always)]
-fn mean<S: Simd, T: Element>(simd: S, scaler: &Scaler<T::Acc>, x: &[T]) -> T::Acc {
-    let share = scaler.share;
-    let [mean] = sum_terms::<4, 1, S, T::Acc>(simd, 0..x.len(), &Shares { x, share });
-    mean
-}
-
-#[inline(always)]
-fn statistics<S: Simd, T: Element>(
-    simd: S,
-    scaler: &Scaler<T::Acc>,
-    x: &[T],
-) -> Statistics<T::Acc> {
-    let mut distances = Distances::new(scaler, x, mean(simd, scaler, x));
-    loop {
-        let [rest, squares] = sum_terms::<4, 2, S, T::Acc>(simd, 0..x.len(), &distances);
-        if !distances.moves_mean(rest, squares) {
-            return Statistics::new(scaler, &distances, rest, squares);
+    pub fn centre_bwd<S: Simd, T: Element<Acc = A>>(
+        &self,
+        simd: S,
+        [x, dy]: [&[T]; 2],
+        gain: &[A],
+        groups: &mut Groups<A>,
+    ) {
+        let distances = Distances::new(simd, self, x);
+        let mut terms = BackwardTerms {
+            distances,
+            dy,
+            gain,
+        };
+        let [rest, squares, total, products] = loop {
+            let sums = sum_terms::<2, 4, S, A>(simd, 0..x.len(), &terms);
+            if !terms.distances.moves_mean(sums[0], sums[1]) {
+                break sums;
+            }
+        };
+        let scaling = terms.distances.scaling(self, rest, squares);
+        // Σ dx̃ x̃, because x̃ = r (x − mean − rest) and the walk took Σ dx̃ and Σ dx̃ (x − mean).
+        let mut total_x = scaling.rms_inv * (products - rest * total);
+        if !total_x.is_finite() {
+            total_x = terms.total_of_huge(&scaling);
         }
+        *groups.only_mut() = Scaling {
+            mean_dx: total * self.share,
+            mean_dx_x: total_x * self.share,
+            ..scaling
+        };
     }
 }
 
@@ -125,13 +106,35 @@ struct Distances<'a, T: Element> {
 }
 
 impl<'a, T: Element> Distances<'a, T> {
+    /// Distances to the rounded mean. Its terms are divided before they are added, so that no sum
+    /// overflows.
     #[inline(always)]
-    fn new(scaler: &Scaler<T::Acc>, x: &'a [T], mean: T::Acc) -> Self {
+    fn new<S: Simd>(simd: S, scaler: &Scaler<T::Acc>, x: &'a [T]) -> Self {
+        let share = scaler.share;
+        let [mean] = sum_terms::<4, 1, S, T::Acc>(simd, 0..x.len(), &Shares { x, share });
         Self {
             x,
             mean,
-            share: scaler.share,
+            share,
             has_moved: false,
+        }
+    }
+
+    /// μ and r, from the sums of the distances.
+    #[inline(always)]
+    fn scaling(&self, scaler: &Scaler<T::Acc>, rest: T::Acc, squares: T::Acc) -> Scaling<T::Acc> {
+        let variance = squares * scaler.share - rest * rest;
+        // Rounding may leave a value below 0. `max` would drop a NaN.
+        let variance = if variance < T::Acc::zero() {
+            T::Acc::zero()
+        } else {
+            variance
+        };
+        Scaling {
+            mean: self.mean,
+            rest,
+            rms_inv: scaler.rms_inv(self.x, [self.mean, rest], variance),
+            ..Scaling::none()
         }
     }
 
@@ -181,141 +184,7 @@ impl<T: Element> Terms<T::Acc, 2> for Distances<'_, T> {
     }
 }
 
-/// `y = gain ⊙ x̃ + shift`.
-pub(crate) struct Forward<'a, T: Element> {
-    pub scaler: Scaler<T::Acc>,
-    /// Gain and shift, `[C]` each.
-    pub coefficients: &'a [PerChannel<T>; 2],
-}
-
-impl<T: Element> RowPass<T> for Forward<'_, T> {
-    fn writes(&self) -> bool {
-        true
-    }
-
-    /// LayerNorm has no statistics of channels.
-    fn sums_per_column(&self) -> usize {
-        0
-    }
-
-    #[inline(always)]
-    fn row<S: Simd>(
-        &self,
-        simd: S,
-        row: Row<T>,
-        groups: &mut Groups<T::Acc>,
-        y: Option<&mut RowWriter<T>>,
-        _: &mut [T::Acc],
-    ) {
-        let (x, cols) = (row.x, row.x.len());
-        let [gain, shift] = self.coefficients;
-        let mut columns = Output {
-            x,
-            statistics: statistics(simd, &self.scaler, x),
-            gain: &gain[..cols],
-            shift: &shift[..cols],
-        };
-        if let Some(y) = y {
-            y.extend::<UNROLL, _>(simd, groups, &mut columns);
-        }
-    }
-}
-
-/// y.
-struct Output<'a, T: Element> {
-    x: &'a [T],
-    statistics: Statistics<T::Acc>,
-    gain: &'a [T::Acc],
-    shift: &'a [T::Acc],
-}
-
-impl<T: Element> Columns<T::Acc> for Output<'_, T> {
-    #[inline(always)]
-    fn apply<S: Simd, const K: usize>(
-        &mut self,
-        at: Span<S, T::Acc, K>,
-        _: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let x = self.statistics.apply(at, self.x);
-        x.mul_add(at.load(self.gain), at.load(self.shift))
-    }
-}
-
-/// `g = gain ⊙ dy`, `dx = r (g − mean(g) − x̃ · mean(g x̃))`, Σ dy x̃ and Σ dy.
-pub(crate) struct Backward<'a, T: Element> {
-    pub dy: &'a Matrix<'a, T>,
-    pub scaler: Scaler<T::Acc>,
-    /// `[C]`. `None` if only sums are wanted.
-    pub gain: Option<&'a PerChannel<T>>,
-    pub sums: BackwardSums,
-}
-
-impl<T: Element> RowPass<T> for Backward<'_, T> {
-    fn writes(&self) -> bool {
-        self.gain.is_some()
-    }
-
-    fn sums_per_column(&self) -> usize {
-        self.sums.per_column()
-    }
-
-    #[inline(always)]
-    fn row<S: Simd>(
-        &self,
-        simd: S,
-        row: Row<T>,
-        groups: &mut Groups<T::Acc>,
-        dx: Option<&mut RowWriter<T>>,
-        sums: &mut [T::Acc],
-    ) {
-        let scaler = &self.scaler;
-        let (x, cols) = (row.x, row.x.len());
-        let dy = &self.dy.row(row.index)[..cols];
-        let sums = ColumnSums::of(sums, cols);
-        let (Some(dx), Some(gain)) = (dx, self.gain) else {
-            let statistics = statistics(simd, scaler, x);
-            let mut products = AddProducts {
-                x,
-                dy,
-                statistics,
-                sums,
-            };
-            return sweep::<UNROLL, _, T>(simd, groups, &mut products, Target::Nowhere);
-        };
-        let gain = &gain[..cols];
-        let mut terms = BackwardTerms {
-            distances: Distances::new(scaler, x, mean(simd, scaler, x)),
-            dy,
-            gain,
-        };
-        let [rest, squares, total, products] = loop {
-            let sums = sum_terms::<2, 4, S, T::Acc>(simd, 0..cols, &terms);
-            if !terms.distances.moves_mean(sums[0], sums[1]) {
-                break sums;
-            }
-        };
-        let statistics = Statistics::new(scaler, &terms.distances, rest, squares);
-        // Σ g x̃, because x̃ = r (x − mean − rest) and the walk took Σ g and Σ g (x − mean).
-        let mut total_x = statistics.rms_inv * (products - statistics.rest * total);
-        if !total_x.is_finite() {
-            total_x = terms.total_of_huge(statistics);
-        }
-        let mut columns = InputGradient {
-            products: AddProducts {
-                x,
-                dy,
-                statistics,
-                sums,
-            },
-            gain,
-            mean: total * scaler.share,
-            mean_x: total_x * scaler.share,
-        };
-        dx.extend::<UNROLL, _>(simd, groups, &mut columns);
-    }
-}
-
-/// The sums of [`Distances`], then Σ g and Σ g (x − mean).
+/// The sums of [`Distances`], then Σ dx̃ and Σ dx̃ (x − mean), where `dx̃ = gain ⊙ dy`.
 struct BackwardTerms<'a, T: Element> {
     distances: Distances<'a, T>,
     dy: &'a [T],
@@ -331,77 +200,152 @@ impl<T: Element> Terms<T::Acc, 4> for BackwardTerms<'_, T> {
     ) {
         let Distances { x, mean, share, .. } = self.distances;
         let distance = at.load(x) - at.splat(mean);
-        let gradient = at.load(self.gain) * at.load(self.dy);
+        let dx = at.load(self.gain) * at.load(self.dy);
         *rest = distance.mul_add(at.splat(share), *rest);
         *squares = distance.mul_add(distance, *squares);
-        *total = *total + gradient;
-        *products = gradient.mul_add(distance, *products);
+        *total = *total + dx;
+        *products = dx.mul_add(distance, *products);
     }
 }
 
 impl<T: Element> BackwardTerms<'_, T> {
-    /// Σ g x̃ of a row for which a product with a distance itself overflows.
+    /// Σ dx̃ x̃ of a row for which a product with a distance itself overflows.
     #[cold]
-    fn total_of_huge(&self, statistics: Statistics<T::Acc>) -> T::Acc {
+    fn total_of_huge(&self, scaling: &Scaling<T::Acc>) -> T::Acc {
         let mut total = T::Acc::zero();
         for i in 0..self.dy.len() {
-            let distance = self.distances.x[i].widen() - statistics.mean - statistics.rest;
-            total += self.gain[i] * self.dy[i].widen() * (statistics.rms_inv * distance);
+            let distance = self.distances.x[i].widen() - scaling.mean - scaling.rest;
+            total += self.gain[i] * self.dy[i].widen() * (scaling.rms_inv * distance);
         }
         total
     }
 }
 
-/// x̃, whose products with dy are added to Σ dy x̃, as dy is to Σ dy.
-struct AddProducts<'a, T: Element> {
-    x: &'a [T],
-    dy: &'a [T],
-    statistics: Statistics<T::Acc>,
-    sums: ColumnSums<'a, T::Acc>,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::run::level::Level;
+    use pulp::WithSimd;
 
-impl<T: Element> AddProducts<'_, T> {
-    /// Returns x̃ and dy.
-    #[inline(always)]
-    fn add<S: Simd, const K: usize>(&mut self, at: Span<S, T::Acc, K>) -> [Lanes<S, T::Acc, K>; 2] {
-        let x = self.statistics.apply(at, self.x);
-        let dy = at.load(self.dy);
-        self.sums.add(at, x, dy);
-        [x, dy]
+    /// The scaling of a row in a forward, with ε = `eps`.
+    struct Centre<'a, T> {
+        x: &'a [T],
+        eps: f64,
     }
-}
 
-impl<T: Element> Columns<T::Acc> for AddProducts<'_, T> {
-    #[inline(always)]
-    fn apply<S: Simd, const K: usize>(
-        &mut self,
-        at: Span<S, T::Acc, K>,
-        _: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let [x, _] = self.add(at);
-        x
+    impl<T: Element> WithSimd for Centre<'_, T> {
+        type Output = Scaling<T::Acc>;
+
+        fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+            let mut groups = Groups::new(self.x.len(), self.x.len());
+            Scaler::new(self.x.len(), self.eps).centre(simd, self.x, &mut groups);
+            *groups.only_mut()
+        }
     }
-}
 
-/// dx.
-struct InputGradient<'a, T: Element> {
-    products: AddProducts<'a, T>,
-    gain: &'a [T::Acc],
-    /// The mean of g.
-    mean: T::Acc,
-    /// The mean of g x̃.
-    mean_x: T::Acc,
-}
+    /// The scaling of a row in a backward, without ε.
+    struct CentreBwd<'a> {
+        x: &'a [f32],
+        dy: &'a [f32],
+        gain: &'a [f32],
+    }
 
-impl<T: Element> Columns<T::Acc> for InputGradient<'_, T> {
-    #[inline(always)]
-    fn apply<S: Simd, const K: usize>(
-        &mut self,
-        at: Span<S, T::Acc, K>,
-        _: Scaling<T::Acc>,
-    ) -> Lanes<S, T::Acc, K> {
-        let [x, dy] = self.products.add(at);
-        let centred = at.load(self.gain) * dy - at.splat(self.mean);
-        (centred - x * at.splat(self.mean_x)) * at.splat(self.products.statistics.rms_inv)
+    impl WithSimd for CentreBwd<'_> {
+        type Output = Scaling<f32>;
+
+        fn with_simd<S: Simd>(self, simd: S) -> Scaling<f32> {
+            let mut groups = Groups::new(self.x.len(), self.x.len());
+            let scaler = Scaler::new(self.x.len(), 0.);
+            scaler.centre_bwd(simd, [self.x, self.dy], self.gain, &mut groups);
+            *groups.only_mut()
+        }
+    }
+
+    #[track_caller]
+    fn assert_close(actual: f32, expected: f32) {
+        let error = (actual - expected).abs();
+        assert!(error <= 1e-6 * expected.abs(), "{actual:e}, {expected:e}");
+    }
+
+    /// The example at the top of this file.
+    #[test]
+    fn a_mean_between_two_floats() {
+        let x = [16_777_216f32, 16_777_216., 16_777_218.];
+        for level in Level::all() {
+            let scaling = level.run(Centre { x: &x, eps: 0. });
+            assert_eq!(scaling.mean, 16_777_216.);
+            assert_close(scaling.rest, 2. / 3.);
+            assert_close(scaling.rms_inv, (9f32 / 8.).sqrt());
+        }
+    }
+
+    /// Sums of 1000 terms are rounded, but r is 1/√ε, and x − μ is 0.
+    #[test]
+    fn equal_values_are_their_mean() {
+        for value in [0.1f32, 1.64e7, -3e34, f32::MAX] {
+            for level in Level::all() {
+                let x = [value; 1000];
+                let scaling = level.run(Centre { x: &x, eps: 0.25 });
+                assert_eq!(scaling.mean, value);
+                assert_eq!((scaling.rest, scaling.rms_inv), (0., 2.), "{value}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_mean_from_the_first_value() {
+        assert_eq!(mean_from_first(&[1f32, 2., 3., 6.]), 3.);
+        assert_eq!(mean_from_first(&[f32::MAX, -f32::MAX]), 0.);
+        assert_eq!(mean_from_first(&[f64::MAX; 3]), f64::MAX);
+        assert_eq!(mean_from_first(&[f64::MAX, -f64::MAX]), 0.);
+    }
+
+    #[test]
+    fn a_tenth_of_the_deviation_is_far() {
+        for (rest, mean_square, far) in [
+            (0.09, 1., false),
+            (0.11, 1., true),
+            (-0.11, 1., true),
+            (0.19, 4., false),
+            (0., 0., false),
+            (0., f32::INFINITY, true),
+            (0., f32::NAN, true),
+        ] {
+            assert_eq!(is_far(rest, mean_square), far, "{rest} {mean_square}");
+        }
+    }
+
+    /// x̃ is [−1, 1], and dx̃ is [2, 6] times `of_dy`.
+    fn backward(of_x: f32, of_dy: f32) -> [Scaling<f32>; 3] {
+        let x = [of_x, 3. * of_x];
+        let dy = [of_dy, 2. * of_dy];
+        let gain = [2., 3.];
+        Level::all().map(|level| {
+            level.run(CentreBwd {
+                x: &x,
+                dy: &dy,
+                gain: &gain,
+            })
+        })
+    }
+
+    #[test]
+    fn backward_by_hand() {
+        for scaling in backward(1., 1.) {
+            assert_eq!(scaling.mean + scaling.rest, 2.);
+            assert_eq!(scaling.rms_inv, 1.);
+            assert_eq!((scaling.mean_dx, scaling.mean_dx_x), (4., 2.));
+        }
+    }
+
+    /// Squares of distances overflow, and so do products of distances and gradients.
+    #[test]
+    fn backward_of_huge_values() {
+        for scaling in backward(1e20, 1e30) {
+            assert_close(scaling.mean + scaling.rest, 2e20);
+            assert_close(scaling.rms_inv, 1e-20);
+            assert_close(scaling.mean_dx, 4e30);
+            assert_close(scaling.mean_dx_x, 2e30);
+        }
     }
 }

@@ -1,11 +1,11 @@
 //! The arithmetic of a row: its output, and its share of the column sums.
 //!
-//! A pass over the rows is a [`RowPass`]: PowerNorm's and LayerNorm's, each forward and backward.
-//! `run` calls it for one row after another, and it takes two steps in each:
+//! A pass over the rows is a [`RowPass`], a forward's or a backward's. `run` calls it for one row
+//! after another, and it takes two steps in each:
 //!
 //! 1. *Along the row.* Group scaling sums the squares of each group for `r = 1/√(mean(x²) + ε)`, a
 //!    backward two more sums; LayerNorm takes the mean first ([`sum_terms`](sweep::sum_terms)).
-//!    Without group scaling there is nothing to do.
+//!    Rows that are not normalized by themselves skip this step.
 //! 2. *Down the columns.* The row is read again, now from the first-level cache. Block by block,
 //!    the output is computed and written, and x̃² or dy x̃ is added to the column sums of the row's
 //!    chunk ([`sweep`](sweep::sweep)).
@@ -16,8 +16,8 @@
 //! - `non_temporal.rs`: stores that bypass the caches.
 //! - `sweep.rs`: the walk along a row, and its groups.
 //! - `output.rs`: outputs that are written once, by several threads.
-//! - `group_scaling.rs`: r of each group, in a forward and in a backward.
-//! - `power_norm.rs` and `layer_norm.rs`: the passes.
+//! - `group_scaling.rs` and `layer_norm.rs`: the two ways in which a row is normalized by itself.
+//! - `pass.rs`: the passes.
 //
 // Rows are taken one at a time. Four at a time would share the loads of a channel's coefficients,
 // which saves 20 % of the time in the caches. But they read and write in four places, and from
@@ -28,11 +28,11 @@
 // f32, and 1.5 to 1.9 times in bf16. See `benches/results/cpu-choices.md`.
 
 mod group_scaling;
-pub(crate) mod layer_norm;
+mod layer_norm;
 #[cfg(target_arch = "x86_64")]
 mod non_temporal;
 pub(crate) mod output;
-pub(crate) mod power_norm;
+pub(crate) mod pass;
 pub(crate) mod sweep;
 pub(crate) mod vectors;
 
@@ -56,9 +56,9 @@ const UNROLL: usize = 4;
 /// arrays of a row to one length first. Then a vector's columns are in bounds of all arrays or of
 /// none, which is tested once a block.
 pub(crate) trait RowPass<T: Element>: Sync {
-    /// True if the rows may have a residual. A backward reads `x + residual`, which the forward
-    /// wrote. Code to add a residual would take registers from the backward's loops, and up to 7 %
-    /// more time in f16.
+    /// True if the rows may have a residual, as all but LayerNorm's may. A backward reads
+    /// `x + residual`, which the forward wrote. Code to add a residual would take registers from
+    /// the backward's loops, and up to 7 % more time in f16.
     const ADDS_RESIDUAL: bool = false;
 
     /// True if the pass has an output, of which [`row`](Self::row) then writes each row.
@@ -68,8 +68,11 @@ pub(crate) trait RowPass<T: Element>: Sync {
     fn sums_per_column(&self) -> usize;
 
     /// Writes the row to `output` and adds its column sums to `sums`, one kind after the other. The
-    /// scalings of `groups` are scratch memory, which a pass with group scaling sets for each row.
-    fn row<S: Simd>(
+    /// scalings of `groups` are scratch memory, set for each row that is normalized by itself.
+    ///
+    /// LayerNorm, which subtracts the mean of a row, is compiled apart (`CENTRED`), so that other
+    /// rows do not pay for the subtractions.
+    fn row<S: Simd, const CENTRED: bool>(
         &self,
         simd: S,
         row: Row<T>,

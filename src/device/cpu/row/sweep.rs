@@ -21,14 +21,26 @@ use pulp::{Scalar, Simd};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// The factors of one group of a row: `x̃ = r x` in a forward, and in a backward
-/// `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
+/// What one group of a row is normalized by, in a forward and in a backward:
+///
+/// ```text
+/// x̃ = r (x − μ)
+/// dx = r (dx̃ − mean(dx̃) − x̃ · mean(dx̃ x̃))
+/// ```
+///
+/// LayerNorm has all of these. Group scaling has neither μ nor the mean of dx̃, and a forward has no
+/// means of gradients. What a pass does not have is 0, and not read.
 #[derive(Clone, Copy)]
 pub(crate) struct Scaling<A> {
+    /// μ, as `mean + rest`: the mean, rounded, and the mean of the distances to it.
+    pub mean: A,
+    pub rest: A,
     /// r.
     pub rms_inv: A,
-    /// The mean of dx̃ x̃; 0 in a forward.
-    pub mean: A,
+    /// The mean of dx̃.
+    pub mean_dx: A,
+    /// The mean of dx̃ x̃.
+    pub mean_dx_x: A,
 }
 
 impl<A: Accumulator> Scaling<A> {
@@ -36,8 +48,11 @@ impl<A: Accumulator> Scaling<A> {
     #[inline(always)]
     pub fn none() -> Self {
         Self {
-            rms_inv: A::one(),
             mean: A::zero(),
+            rest: A::zero(),
+            rms_inv: A::one(),
+            mean_dx: A::zero(),
+            mean_dx_x: A::zero(),
         }
     }
 }
@@ -73,6 +88,13 @@ impl<A: Accumulator> Groups<A> {
     #[inline(always)]
     pub fn cols(&self) -> usize {
         self.cols
+    }
+
+    /// The scaling of a row that is one group.
+    #[inline(always)]
+    pub fn only_mut(&mut self) -> &mut Scaling<A> {
+        debug_assert_eq!(self.scalings.len(), 1);
+        &mut self.scalings[0]
     }
 
     /// The columns and the scaling of each group.

@@ -22,9 +22,9 @@ pub(crate) mod level;
 use super::convert::{Accumulator, Element, PerChannel};
 use super::layout::{Matrix, Rows};
 use super::row::output::{Output, Part, RowWriter, Stores};
-use super::row::power_norm::{self, Stream};
+use super::row::pass::{Backward, Forward, Stream};
 use super::row::sweep::Groups;
-use super::row::{BackwardSums, Row, RowPass, Scaler, layer_norm};
+use super::row::{BackwardSums, Row, RowPass, Scaler};
 use crate::device::RowNorm;
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
@@ -61,7 +61,7 @@ pub(super) fn forward<T: Element>(
     sums: bool,
 ) -> (Written<T>, Vec<SquareSums<T>>) {
     if rows.residual.is_some() && rows.bytes() > LARGE {
-        let only_stream = power_norm::Forward {
+        let only_stream = Forward {
             scaler: None,
             coefficients: None,
             sums_per_column: 0,
@@ -74,30 +74,18 @@ pub(super) fn forward<T: Element>(
         let stream = Some(stream);
         return (Written { stream, ..written }, sums);
     }
-    let (written, mut squares) = match rows.norm {
-        RowNorm::Centred { eps } => {
-            let Some(coefficients) = coefficients else {
-                unreachable!("LayerNorm takes no sums without an output")
-            };
-            let pass = layer_norm::Forward {
-                scaler: Scaler::new(rows.cols(), eps),
-                coefficients,
-            };
-            run(rows, &pass)
-        }
-        RowNorm::None | RowNorm::Groups { .. } => {
-            let pass = power_norm::Forward {
-                scaler: group_scaler(rows),
-                coefficients,
-                sums_per_column: match (sums, rows.keep) {
-                    (false, _) => 0,
-                    (true, Some(_)) if rows.sums_all => 2,
-                    (true, _) => 1,
-                },
-            };
-            run(rows, &pass)
-        }
+    debug_assert!(!(sums && matches!(rows.norm, RowNorm::Centred { .. })));
+    let sums_per_column = match (sums, rows.keep) {
+        (false, _) => 0,
+        (true, Some(_)) if rows.sums_all => 2,
+        (true, _) => 1,
     };
+    let pass = Forward {
+        scaler: scaler(rows),
+        coefficients,
+        sums_per_column,
+    };
+    let (written, mut squares) = run(rows, &pass);
     if !sums {
         return (written, vec![]);
     }
@@ -167,33 +155,23 @@ pub(super) fn backward<T: Element>(
     coefficients: Option<&[PerChannel<T>; 2]>,
     sums: BackwardSums,
 ) -> (Option<Vec<T>>, PerChannel<T>) {
-    let (written, sums) = match rows.norm {
-        RowNorm::Centred { eps } => {
-            let pass = layer_norm::Backward {
-                dy,
-                scaler: Scaler::new(rows.cols(), eps),
-                gain: coefficients.map(|[gain, _]| gain),
-                sums,
-            };
-            run(rows, &pass)
-        }
-        _ => {
-            let pass = power_norm::Backward {
-                dy,
-                scaler: group_scaler(rows),
-                coefficients,
-                sums,
-            };
-            run(rows, &pass)
-        }
+    let pass = Backward {
+        dy,
+        scaler: scaler(rows),
+        coefficients,
+        sums,
     };
+    let (written, sums) = run(rows, &pass);
     (written.y, sums)
 }
 
-fn group_scaler<T: Element>(rows: &Rows<T>) -> Option<Scaler<T::Acc>> {
+/// Computes what the rows are normalized by; `None` if they are not normalized by themselves.
+fn scaler<T: Element>(rows: &Rows<T>) -> Option<Scaler<T::Acc>> {
     match rows.norm {
-        RowNorm::Groups { eps, .. } => Some(Scaler::new(rows.group_len(), eps)),
-        RowNorm::None | RowNorm::Centred { .. } => None,
+        RowNorm::Groups { eps, .. } | RowNorm::Centred { eps } => {
+            Some(Scaler::new(rows.group_len(), eps))
+        }
+        RowNorm::None => None,
     }
 }
 
@@ -231,7 +209,17 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 fn run<T: Element>(rows: &Rows<T>, pass: &impl RowPass<T>) -> (Written<T>, Vec<T::Acc>) {
     let width = pass.sums_per_column() * rows.cols();
     run_chunks(rows, pass.writes(), width, &|chunk| {
-        level::vectorize::<T, _>(rows.group_len(), ChunkPass { pass, rows, chunk });
+        let group_len = rows.group_len();
+        match rows.norm {
+            RowNorm::Centred { .. } => {
+                let centred = ChunkPass::<_, _, true> { pass, rows, chunk };
+                level::vectorize::<T, _>(group_len, centred);
+            }
+            RowNorm::None | RowNorm::Groups { .. } => {
+                let chunk = ChunkPass::<_, _, false> { pass, rows, chunk };
+                level::vectorize::<T, _>(group_len, chunk);
+            }
+        }
     })
 }
 
@@ -299,14 +287,14 @@ struct Chunk<'a, T: Element> {
     sums: &'a mut [T::Acc],
 }
 
-/// A pass over a chunk, to be run at a level.
-struct ChunkPass<'a, 'b, T: Element, P> {
+/// A pass over a chunk, to be run at a level. If `CENTRED`, rows are normalized as LayerNorm does.
+struct ChunkPass<'a, 'b, T: Element, P, const CENTRED: bool> {
     pass: &'a P,
     rows: &'a Rows<'a, T>,
     chunk: Chunk<'b, T>,
 }
 
-impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
+impl<T: Element, P: RowPass<T>, const CENTRED: bool> WithSimd for ChunkPass<'_, '_, T, P, CENTRED> {
     type Output = ();
 
     #[inline(always)]
@@ -321,6 +309,7 @@ impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
         for index in chunk.range.clone() {
             let mut x = &rows.x.row(index)[..cols];
             if P::ADDS_RESIDUAL
+                && !CENTRED
                 && let (Some(residual), Some(stream)) = (&rows.residual, &mut stream)
             {
                 let residual = &residual.row(index)[..cols];
@@ -335,7 +324,8 @@ impl<T: Element, P: RowPass<T>> WithSimd for ChunkPass<'_, '_, T, P> {
                 x,
                 keeps: rows.keeps(index),
             };
-            pass.row(simd, row, &mut groups, output.as_mut(), &mut subtotals);
+            let output = output.as_mut();
+            pass.row::<S, CENTRED>(simd, row, &mut groups, output, &mut subtotals);
             let rows_done = index + 1 - chunk.range.start;
             if rows_done.is_multiple_of(SUBTOTAL_ROWS) || index + 1 == chunk.range.end {
                 for (sum, subtotal) in chunk.sums.iter_mut().zip(&mut subtotals) {
@@ -599,8 +589,7 @@ mod tests {
         assert_eq!(same, sums);
     }
 
-    /// The example at the head of `layer_norm.rs`: x̃ is as for [−2, 0, 2], although f32 has only
-    /// every second integer here.
+    /// x̃ is as for [−2, 0, 2], although f32 has only every second integer around this mean.
     #[test]
     fn layer_norm_of_a_large_mean() {
         let x = [0f32, 2., 4.].map(|x| 16_777_216. + x);

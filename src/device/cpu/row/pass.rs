@@ -1,10 +1,12 @@
-//! PowerNorm's passes over rows: `y = gain ⊙ x̃ + shift`, and back.
+//! The passes over rows: `y = gain ⊙ x̃ + shift`, and back.
 //!
-//! x̃ is the row after group scaling. `step.rs` folds everything that a channel has into two
-//! coefficients: γ/D and β in a forward, and those of `dx̃ = gain ⊙ dy − decay ⊙ x̃` in a backward.
-//! So a row needs two coefficients for each channel, whatever the recipe, statistic and phase.
+//! x̃ is the row after its own normalization: group scaling, LayerNorm's, or none. `step.rs` folds
+//! everything that a channel has into two coefficients: γ/D and β in a forward, and those of
+//! `dx̃ = gain ⊙ dy − decay ⊙ x̃` in a backward. So a row needs two coefficients for each channel,
+//! whatever the recipe, statistic and phase.
 //!
-//! RMSNorm and `GroupScaling` take the same passes, with D = 1 and without sums.
+//! PowerNorm, LayerNorm, RMSNorm and `GroupScaling` all take these passes, the last three with
+//! D = 1.
 
 use super::group_scaling::{BackwardTerms, Scaler};
 use super::output::RowWriter;
@@ -15,13 +17,45 @@ use crate::device::cpu::convert::{Accumulator, Element, PerChannel};
 use crate::device::cpu::layout::Matrix;
 use pulp::Simd;
 
-/// `x̃ = r x`, Σ x̃² and `y = gain x̃ + shift`.
+/// Sets the scaling of a row's groups for a forward.
+#[inline(always)]
+fn scale<const CENTRED: bool, S: Simd, T: Element>(
+    simd: S,
+    scaler: &Option<Scaler<T::Acc>>,
+    x: &[T],
+    groups: &mut Groups<T::Acc>,
+) {
+    match (scaler, CENTRED) {
+        (Some(scaler), true) => scaler.centre(simd, x, groups),
+        (Some(scaler), false) => scaler.scale(simd, x, groups),
+        (None, _) => {}
+    }
+}
+
+/// x̃ in some columns of one group.
+#[inline(always)]
+fn normalized<const CENTRED: bool, S: Simd, T: Element, const K: usize>(
+    at: Span<S, T::Acc, K>,
+    x: &[T],
+    scaling: Scaling<T::Acc>,
+) -> Lanes<S, T::Acc, K> {
+    let (x, rms_inv) = (at.load(x), at.splat(scaling.rms_inv));
+    if !CENTRED {
+        return x * rms_inv;
+    }
+    // r (x − mean − rest), with a product of constants.
+    let shift = at.splat(-scaling.rest * scaling.rms_inv);
+    (x - at.splat(scaling.mean)).mul_add(rms_inv, shift)
+}
+
+/// Σ x̃² and `y = gain x̃ + shift`.
 pub(crate) struct Forward<'a, T: Element> {
-    /// `None` without group scaling.
+    /// `None` if rows are not normalized by themselves.
     pub scaler: Option<Scaler<T::Acc>>,
     /// Gain and shift, `[C]` each. `None` if only sums are wanted.
     pub coefficients: Option<&'a [PerChannel<T>; 2]>,
     /// Σ x̃² in each column: none, 1 over the kept rows, or 2, over the kept and the padded rows.
+    /// LayerNorm takes none.
     pub sums_per_column: usize,
 }
 
@@ -37,7 +71,7 @@ impl<T: Element> RowPass<T> for Forward<'_, T> {
     }
 
     #[inline(always)]
-    fn row<S: Simd>(
+    fn row<S: Simd, const CENTRED: bool>(
         &self,
         simd: S,
         row: Row<T>,
@@ -46,13 +80,12 @@ impl<T: Element> RowPass<T> for Forward<'_, T> {
         sums: &mut [T::Acc],
     ) {
         let (x, cols) = (row.x, row.x.len());
-        if let Some(scaler) = &self.scaler {
-            scaler.scale(simd, x, groups);
-        }
+        scale::<CENTRED, _, _>(simd, &self.scaler, x, groups);
         // Padded rows have the second sums, if there are any.
         let start = if row.keeps { 0 } else { cols };
-        let sums = (start < sums.len()).then(|| &mut sums[start..][..cols]);
-        let mut squares = AddSquares { x, sums };
+        let takes_sums = !CENTRED && start < sums.len();
+        let sums = takes_sums.then(|| &mut sums[start..][..cols]);
+        let mut squares = AddSquares::<_, CENTRED> { x, sums };
         let (Some(y), Some([gain, shift])) = (y, self.coefficients) else {
             return sweep::<UNROLL, _, T>(simd, groups, &mut squares, Target::Nowhere);
         };
@@ -66,19 +99,19 @@ impl<T: Element> RowPass<T> for Forward<'_, T> {
 }
 
 /// x̃, whose squares are added to Σ x̃².
-struct AddSquares<'a, T: Element> {
+struct AddSquares<'a, T: Element, const CENTRED: bool> {
     x: &'a [T],
     sums: Option<&'a mut [T::Acc]>,
 }
 
-impl<T: Element> Columns<T::Acc> for AddSquares<'_, T> {
+impl<T: Element, const CENTRED: bool> Columns<T::Acc> for AddSquares<'_, T, CENTRED> {
     #[inline(always)]
     fn apply<S: Simd, const K: usize>(
         &mut self,
         at: Span<S, T::Acc, K>,
         scaling: Scaling<T::Acc>,
     ) -> Lanes<S, T::Acc, K> {
-        let x = at.load(self.x) * at.splat(scaling.rms_inv);
+        let x = normalized::<CENTRED, _, _, K>(at, self.x, scaling);
         if let Some(sums) = &mut self.sums {
             at.store(x.mul_add(x, at.load(sums)), sums);
         }
@@ -87,13 +120,13 @@ impl<T: Element> Columns<T::Acc> for AddSquares<'_, T> {
 }
 
 /// y.
-struct Output<'a, T: Element> {
-    squares: AddSquares<'a, T>,
+struct Output<'a, T: Element, const CENTRED: bool> {
+    squares: AddSquares<'a, T, CENTRED>,
     gain: &'a [T::Acc],
     shift: &'a [T::Acc],
 }
 
-impl<T: Element> Columns<T::Acc> for Output<'_, T> {
+impl<T: Element, const CENTRED: bool> Columns<T::Acc> for Output<'_, T, CENTRED> {
     #[inline(always)]
     fn apply<S: Simd, const K: usize>(
         &mut self,
@@ -106,10 +139,10 @@ impl<T: Element> Columns<T::Acc> for Output<'_, T> {
     }
 }
 
-/// `x̃ = r x`, Σ dy x̃, Σ dy, `dx̃ = gain dy − decay x̃` and `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`.
+/// Σ dy x̃, Σ dy, and dx from `dx̃ = gain dy − decay x̃`. LayerNorm has no decay.
 pub(crate) struct Backward<'a, T: Element> {
     pub dy: &'a Matrix<'a, T>,
-    /// `None` without group scaling.
+    /// `None` if rows are not normalized by themselves.
     pub scaler: Option<Scaler<T::Acc>>,
     /// Gain and decay, `[C]` each. `None` if only sums are wanted.
     pub coefficients: Option<&'a [PerChannel<T>; 2]>,
@@ -126,7 +159,7 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
     }
 
     #[inline(always)]
-    fn row<S: Simd>(
+    fn row<S: Simd, const CENTRED: bool>(
         &self,
         simd: S,
         row: Row<T>,
@@ -142,21 +175,22 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
             }
             return;
         }
+        let sums = ColumnSums::of(sums, cols);
+        let mut products = AddProducts::<_, CENTRED> { x, dy, sums };
         let (Some(dx), Some([gain, decay])) = (dx, self.coefficients) else {
-            let sums = ColumnSums::of(sums, cols);
-            if let Some(scaler) = &self.scaler {
-                scaler.scale(simd, x, groups);
-            }
-            let mut products = AddProducts { x, dy, sums };
+            scale::<CENTRED, _, _>(simd, &self.scaler, x, groups);
             return sweep::<UNROLL, _, T>(simd, groups, &mut products, Target::Nowhere);
         };
         let (gain, decay) = (&gain[..cols], &decay[..cols]);
-        if let Some(scaler) = &self.scaler {
-            scaler.scale_bwd(simd, &BackwardTerms { x, dy, gain, decay }, groups);
+        match (&self.scaler, CENTRED) {
+            (Some(scaler), true) => scaler.centre_bwd(simd, [x, dy], gain, groups),
+            (Some(scaler), false) => {
+                scaler.scale_bwd(simd, &BackwardTerms { x, dy, gain, decay }, groups);
+            }
+            (None, _) => {}
         }
-        let sums = ColumnSums::of(sums, cols);
         let mut columns = InputGradient {
-            products: AddProducts { x, dy, sums },
+            products,
             gain,
             decay,
         };
@@ -165,13 +199,13 @@ impl<T: Element> RowPass<T> for Backward<'_, T> {
 }
 
 /// x̃, whose products with dy are added to Σ dy x̃, as dy is to Σ dy.
-struct AddProducts<'a, T: Element> {
+struct AddProducts<'a, T: Element, const CENTRED: bool> {
     x: &'a [T],
     dy: &'a [T],
     sums: ColumnSums<'a, T::Acc>,
 }
 
-impl<T: Element> AddProducts<'_, T> {
+impl<T: Element, const CENTRED: bool> AddProducts<'_, T, CENTRED> {
     /// Returns x̃ and dy.
     #[inline(always)]
     fn add<S: Simd, const K: usize>(
@@ -179,14 +213,14 @@ impl<T: Element> AddProducts<'_, T> {
         at: Span<S, T::Acc, K>,
         scaling: Scaling<T::Acc>,
     ) -> [Lanes<S, T::Acc, K>; 2] {
-        let x = at.load(self.x) * at.splat(scaling.rms_inv);
+        let x = normalized::<CENTRED, _, _, K>(at, self.x, scaling);
         let dy = at.load(self.dy);
         self.sums.add(at, x, dy);
         [x, dy]
     }
 }
 
-impl<T: Element> Columns<T::Acc> for AddProducts<'_, T> {
+impl<T: Element, const CENTRED: bool> Columns<T::Acc> for AddProducts<'_, T, CENTRED> {
     #[inline(always)]
     fn apply<S: Simd, const K: usize>(
         &mut self,
@@ -199,13 +233,13 @@ impl<T: Element> Columns<T::Acc> for AddProducts<'_, T> {
 }
 
 /// dx.
-struct InputGradient<'a, T: Element> {
-    products: AddProducts<'a, T>,
+struct InputGradient<'a, T: Element, const CENTRED: bool> {
+    products: AddProducts<'a, T, CENTRED>,
     gain: &'a [T::Acc],
     decay: &'a [T::Acc],
 }
 
-impl<T: Element> Columns<T::Acc> for InputGradient<'_, T> {
+impl<T: Element, const CENTRED: bool> Columns<T::Acc> for InputGradient<'_, T, CENTRED> {
     #[inline(always)]
     fn apply<S: Simd, const K: usize>(
         &mut self,
@@ -213,9 +247,13 @@ impl<T: Element> Columns<T::Acc> for InputGradient<'_, T> {
         scaling: Scaling<T::Acc>,
     ) -> Lanes<S, T::Acc, K> {
         let [x, dy] = self.products.add(at, scaling);
-        let dx_tilde = at.load(self.gain) * dy - at.load(self.decay) * x;
-        let dx = dx_tilde - x * at.splat(scaling.mean);
-        dx * at.splat(scaling.rms_inv)
+        let mut dx = at.load(self.gain) * dy;
+        if CENTRED {
+            dx = dx - at.splat(scaling.mean_dx);
+        } else {
+            dx = dx - at.load(self.decay) * x;
+        }
+        (dx - x * at.splat(scaling.mean_dx_x)) * at.splat(scaling.rms_inv)
     }
 }
 
