@@ -459,7 +459,7 @@ impl PowerNorm {
         }
     }
 
-    /// Takes the turn over ranks, checks the arguments, and gathers what a forward needs.
+    /// Takes the turn over ranks, checks the arguments, and collects what a forward needs.
     fn call<'a>(
         &'a self,
         xs: &'a Tensor,
@@ -467,15 +467,8 @@ impl PowerNorm {
         keep: Option<&'a Tensor>,
         asked: Purpose,
     ) -> Result<Call<'a>> {
-        let purpose = self.purpose(asked);
-        // Before the checks: if one fails, dropping the turn tells the other ranks.
-        let exchange = match purpose {
-            Purpose::Evaluation => None,
-            Purpose::Training => Some(Exchange::Forward),
-            Purpose::Recalibration(_) => Some(Exchange::Recalibration),
-        };
-        let turn =
-            (self.ranks.as_ref().zip(exchange)).map(|(ranks, exchange)| ranks.turn(exchange));
+        // Before the checks: if one fails, dropping the role's turn tells the other ranks.
+        let role = self.role(self.purpose(asked));
         let parameters = [self.weight(), self.bias()];
         check_input(xs, self.size(), parameters, self.state.device())?;
         if let Some(residual) = residual {
@@ -496,19 +489,24 @@ impl PowerNorm {
                 eps: self.config().eps,
                 recipe: self.config().recipe,
             },
-            role: match purpose {
-                Purpose::Evaluation => Role::Evaluation(&self.state),
-                Purpose::Training | Purpose::Recalibration(_) => {
-                    let training = Training {
-                        state: self.state.clone(),
-                        purpose,
-                        loss_scale: self.loss_scale.clone(),
-                        ranks: self.ranks.clone(),
-                    };
-                    Role::Training(training, turn)
-                }
-            },
+            role,
         })
+    }
+
+    fn role(&self, purpose: Purpose) -> Role<'_> {
+        let exchange = match purpose {
+            Purpose::Evaluation => return Role::Evaluation(&self.state),
+            Purpose::Training => Exchange::Forward,
+            Purpose::Recalibration(_) => Exchange::Recalibration,
+        };
+        let turn = self.ranks.as_ref().map(|ranks| ranks.turn(exchange));
+        let training = Training {
+            state: self.state.clone(),
+            purpose,
+            loss_scale: self.loss_scale.clone(),
+            ranks: self.ranks.clone(),
+        };
+        Role::Training(training, turn)
     }
 
     fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {

@@ -6,21 +6,25 @@
 //! does not wait for the contents of a mask, so a batch without a kept row counts as a step, as on
 //! a GPU.
 
-use super::{Env, Gradients, Nu, Outputs, Pass, RowNorm, Saved, Wanted, sums_dtype};
+use super::{Env, Gradients, Inputs, Nu, Outputs, Pass, RowNorm, Saved, Wanted, sums_dtype};
 use crate::config::{ForwardKind, PhiStep};
 use candle::{D, DType, Device, Result, Storage, Tensor, Var};
 
 /// Runs a forward.
-pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {
+pub(crate) fn forward(
+    pass: &Pass,
+    inputs: &Inputs,
+    env: &mut dyn Env,
+) -> Result<(Box<dyn Saved>, Outputs)> {
     // x + residual, and X̃.
-    let stream = match &pass.residual {
+    let stream = match &inputs.residual {
         Some(residual) => Some(add_rounded(&pass.x, residual)?),
         None => None,
     };
     let x = stream.as_ref().unwrap_or(&pass.x);
     let sum = stream.as_ref().map(storage).transpose()?;
     let rows = Rows::new(x, pass, pass.keep.as_ref())?;
-    let running_inv_d = match &pass.phi {
+    let running_inv_d = match &inputs.phi {
         Some(phi) => inverse_root(&rows.channels(phi)?, pass.settings.eps)?,
         None => Tensor::ones(rows.cols(), rows.x_tilde.dtype(), rows.x_tilde.device())?,
     };
@@ -37,15 +41,15 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
         false => Some(rows.output(pass, &forwarded.inv_d)?),
         true => None,
     };
-    let sums = match pass.kind.is_training() {
-        true => square_sums(&rows, pass, env)?,
+    let squares = match pass.kind.is_training() {
+        true => batch_squares(&rows, pass, env)?,
         false => None,
     };
-    if let Some([kept, all]) = sums {
+    if let Some(squares) = squares {
         // ψ_B², 1/D and Γ. Without a kept row, ψ² takes the place of ψ_B², and Γ is 0.
-        let has_rows = kept.rows.gt(0f64)?.broadcast_as(rows.cols())?;
-        let batch_phi = kept.squares.broadcast_div(&kept.rows)?;
-        let batch_phi = match &pass.phi {
+        let has_rows = squares.kept.rows.gt(0f64)?.broadcast_as(rows.cols())?;
+        let batch_phi = squares.kept.mean()?;
+        let batch_phi = match &inputs.phi {
             Some(phi) => has_rows.where_cond(&batch_phi, &rows.channels(phi)?)?,
             None => batch_phi,
         };
@@ -54,12 +58,12 @@ pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>,
             forwarded.inv_d = inv_batch_rms.clone();
             y = Some(rows.output(pass, &forwarded.inv_d)?);
         }
-        let gamma = all.squares.broadcast_div(&all.rows)?;
-        let gamma = ((gamma * &forwarded.inv_d)? * &forwarded.inv_d)?;
+        let of_gamma = squares.all.unwrap_or(squares.kept);
+        let gamma = ((of_gamma.mean()? * &forwarded.inv_d)? * &forwarded.inv_d)?;
         let batch = BatchStatistics {
             inv_batch_rms,
             gamma: has_rows.where_cond(&gamma, &gamma.zeros_like()?)?,
-            rows: all.rows,
+            rows: of_gamma.rows,
             has_rows,
         };
         env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi, &batch.has_rows))?;
@@ -129,13 +133,9 @@ impl Saved for Forwarded {
         };
         // ∂L/∂x by ν, or in an evaluation without a correction. An exact gradient waits for Λ. All
         // gradients come before ν moves, because they can fail.
-        //
-        // The factor of the loss is read once: another thread may set it.
-        let nu = env.nu();
-        let step = nu.map(|nu| (nu.share, nu.loss_scale));
         let mut input = match wanted.input && !exact {
             true => {
-                let nu = nu.map(|nu| running_nu(&rows, &nu)).transpose()?;
+                let nu = env.nu().map(|nu| running_nu(&rows, &nu)).transpose()?;
                 Some(self.input_gradient(pass, &rows, &dy, weight.as_ref(), nu)?)
             }
             false => None,
@@ -156,9 +156,9 @@ impl Saved for Forwarded {
                 let lambda = Some(lambda.clone());
                 input = Some(self.input_gradient(pass, &rows, &dy, weight, lambda)?);
             }
-            env.move_nu(&mut |ema_gz| match (ema_gz, step) {
-                (Some(ema_gz), Some(step)) => update_nu(pass, ema_gz, batch, &lambda, step),
-                _ => Ok(()),
+            env.move_nu(&mut |nu| match nu {
+                Some(nu) => update_nu(pass, nu, batch, &lambda),
+                None => Ok(()),
             })?;
         }
         Ok(Gradients {
@@ -229,23 +229,18 @@ fn update_phi(
 
 /// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:
 /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
-fn update_nu(
-    pass: &Pass,
-    ema_gz: &Var,
-    batch: &BatchStatistics,
-    lambda: &Tensor,
-    (share, loss_scale): (f64, f64),
-) -> Result<()> {
-    let mut decay = batch.gamma.affine(-share, 1.)?;
+fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &Tensor) -> Result<()> {
+    let mut decay = batch.gamma.affine(-nu.share, 1.)?;
     if pass.settings.recipe.is_guarded() {
         // A negative factor would turn ν's sign at each step: it is clamped.
         decay = decay.relu()?;
     }
-    let nu = ema_gz.as_detached_tensor().flatten_all()?;
-    let nu = nu.to_dtype(decay.dtype())?;
-    let next = ((decay * nu)? + (lambda * loss_scale.recip())?)?;
+    let old = nu.ema_gz.as_detached_tensor().flatten_all()?;
+    let old = old.to_dtype(decay.dtype())?;
+    let next = ((decay * old)? + (lambda * nu.loss_scale.recip())?)?;
     // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
-    store(pass, ema_gz, &next, &[&next, &batch.gamma], &batch.has_rows)
+    let guards = [&next, &batch.gamma];
+    store(pass, nu.ema_gz, &next, &guards, &batch.has_rows)
 }
 
 /// Sets a variable of the state to `next`. A channel keeps its value if the batch has no row, and
@@ -271,7 +266,6 @@ fn running_nu(rows: &Rows, nu: &Nu) -> Result<Tensor> {
 }
 
 /// Sums over rows.
-#[derive(Clone)]
 struct SquareSums {
     /// Σ x̃², `[C]`.
     squares: Tensor,
@@ -279,24 +273,42 @@ struct SquareSums {
     rows: Tensor,
 }
 
-/// The sums over the kept rows of all ranks, and the sums that Γ is made of: the same, or under
-/// recipe Fairseq the sums over all rows. `None` without rows, unless other ranks may have some.
-fn square_sums(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<[SquareSums; 2]>> {
+impl SquareSums {
+    fn mean(&self) -> Result<Tensor> {
+        self.squares.broadcast_div(&self.rows)
+    }
+}
+
+/// The sums of a batch, over the rows of all ranks.
+struct BatchSquares {
+    /// Over the kept rows: ψ_B² is their mean.
+    kept: SquareSums,
+    /// Over all rows, if Γ is a mean over these.
+    all: Option<SquareSums>,
+}
+
+/// The sums of a batch; `None` without rows, unless other ranks may have some.
+fn batch_squares(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<BatchSquares>> {
     if rows.len() == 0 && !env.has_ranks() {
         return Ok(None);
     }
     let squares = rows.x_tilde.sqr()?;
-    let mut sums = vec![SquareSums {
+    let mut kept = SquareSums {
         squares: sum_rows(&rows.masked(squares.clone())?)?,
         rows: rows.kept()?,
-    }];
-    if pass.settings.recipe.square_sums() > 1 {
-        sums.push(SquareSums {
+    };
+    let mut all = match pass.settings.recipe.square_sums() > 1 {
+        true => Some(SquareSums {
             squares: sum_rows(&squares)?,
             rows: rows.count()?,
-        });
-    }
+        }),
+        false => None,
+    };
     if env.has_ranks() {
+        let mut sums: Vec<_> = [Some(&mut kept), all.as_mut()]
+            .into_iter()
+            .flatten()
+            .collect();
         let mut message = vec![];
         for sums in &sums {
             message.extend([to_host(&sums.squares)?, to_host(&sums.rows)?]);
@@ -309,12 +321,7 @@ fn square_sums(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<[Sq
             sums.rows = rows.read_sums(&global.narrow(0, rows.cols(), 1)?)?;
         }
     }
-    let all = sums.last().cloned();
-    Ok(sums
-        .into_iter()
-        .next()
-        .zip(all)
-        .map(|(kept, all)| [kept, all]))
+    Ok(Some(BatchSquares { kept, all }))
 }
 
 /// Sums in f64 on the host.
@@ -378,7 +385,7 @@ impl Rows {
     fn kept(&self) -> Result<Tensor> {
         match &self.keep {
             Some(keep) => {
-                // Counted in integers, which f32 holds up to 2²⁴ alone.
+                // Counted in integers, because f32 is exact only up to 2²⁴.
                 let keep = keep.narrow(1, 0, 1)?.ne(0u8)?.to_dtype(DType::U32)?;
                 keep.sum_all()?.reshape(1)?.to_dtype(self.x_tilde.dtype())
             }

@@ -39,22 +39,26 @@ use candle::{DType, Result, Storage, Tensor, Var};
 /// One forward of a layer, or the backward of that forward: its settings, and its tensors in a
 /// layout that the device reads.
 pub(crate) struct Pass {
-    /// The rows to normalize, `[.., C]`. In the backward of a forward with a residual, `x` is the
-    /// sum that the forward normalized, and there is no residual.
+    /// The rows to normalize, `[.., C]`. A forward with a residual adds it to them first, and in
+    /// its backward `x` is the sum.
     pub x: Tensor,
-    /// Added to `x` before anything else. It has the shape of `x`.
-    pub residual: Option<Tensor>,
     /// The padding mask: `x` without its last dimension, of `U8`, 0 for a padded row.
     pub keep: Option<Tensor>,
     /// γ, `[C]`.
     pub weight: Option<Tensor>,
     /// β, `[C]`.
     pub bias: Option<Tensor>,
-    /// In a forward, ψ² before the step, in its variable's shape: `[C]` or `[1, C, 1, 1]`. Without
-    /// it D is 1, which leaves the group scaling.
-    pub phi: Option<Tensor>,
     pub kind: ForwardKind,
     pub settings: Settings,
+}
+
+/// What a forward takes besides its [`Pass`]. Its backward needs none of it.
+pub(crate) struct Inputs {
+    /// Added to the rows before anything else. It has their shape.
+    pub residual: Option<Tensor>,
+    /// ψ² before the step, in its variable's shape: `[C]` or `[1, C, 1, 1]`. Without it D is 1,
+    /// and rows are only normalized by themselves.
+    pub phi: Option<Tensor>,
     /// A backward may follow.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub tracked: bool,
@@ -169,8 +173,8 @@ pub(crate) trait Env {
     fn nu(&self) -> Option<Nu<'_>>;
 
     /// Calls `update` once. If this backward moves ν, the state is locked meanwhile and `update`
-    /// gets the variable that keeps ν.
-    fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Var>) -> Result<()>) -> Result<()>;
+    /// gets ν.
+    fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()>;
 }
 
 /// The running correction ν, and how a step moves it.
@@ -180,7 +184,7 @@ pub(crate) struct Nu<'a> {
     pub ema_gz: &'a Var,
     /// 1−α_b.
     pub share: f64,
-    /// The factor of the loss.
+    /// The factor of the loss. It is the same throughout a backward, whoever sets another.
     pub loss_scale: f64,
 }
 

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{Env, Outputs, Pass, Saved, composed, cpu};
+use super::{Env, Inputs, Outputs, Pass, Saved, composed, cpu};
 use crate::error::Error;
 use candle::{Device, Result};
 use std::ffi::OsString;
@@ -50,12 +50,17 @@ impl DeviceKind {
     }
 
     /// Runs a forward. If it is a training step, it moves ψ².
-    pub fn forward(&self, pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {
+    pub fn forward(
+        &self,
+        pass: &Pass,
+        inputs: &Inputs,
+        env: &mut dyn Env,
+    ) -> Result<(Box<dyn Saved>, Outputs)> {
         match self {
-            Self::Cpu => cpu::forward(pass, env),
+            Self::Cpu => cpu::forward(pass, inputs, env),
             #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::forward(kernels, pass, env),
-            Self::Composed => composed::forward(pass, env),
+            Self::Cuda(kernels) => cuda::forward(kernels, pass, inputs, env),
+            Self::Composed => composed::forward(pass, inputs, env),
         }
     }
 

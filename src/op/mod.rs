@@ -51,7 +51,7 @@ pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
 fn as_bytes(keep: &Tensor) -> Result<Tensor> {
     match keep.dtype() {
         DType::U8 => keep.contiguous(),
-        // A GPU cannot launch an operation on nothing.
+        // A GPU rejects a launch over no elements.
         _ if keep.elem_count() == 0 => Tensor::zeros(keep.shape(), DType::U8, keep.device()),
         _ => keep.ne(0u8),
     }

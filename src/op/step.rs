@@ -12,7 +12,7 @@
 use super::{as_bytes, readable, residual};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pick::DeviceKind;
-use crate::device::{Env, Gradients, Nu, Pass, RowNorm, Saved, Settings, Wanted};
+use crate::device::{Env, Gradients, Inputs, Nu, Pass, RowNorm, Saved, Settings, Wanted};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
@@ -74,7 +74,7 @@ impl<'a> Call<'a> {
 
     /// Reads ψ² and t, and brings the arguments into a layout that their device reads. Returns t
     /// last.
-    fn pass(&self) -> Result<(Pass, usize)> {
+    fn pass(&self) -> Result<(Pass, Inputs, usize)> {
         let (state, purpose) = match &self.role {
             Role::Stateless => (None, Purpose::Evaluation),
             Role::Evaluation(state) => (Some(*state), Purpose::Evaluation),
@@ -101,23 +101,24 @@ impl<'a> Call<'a> {
         let arguments = [Some(self.xs), self.residual, self.weight, self.bias];
         let pass = Pass {
             x: readable(self.xs)?,
-            residual: self.residual.map(readable).transpose()?,
             keep: self.keep.map(as_bytes).transpose()?,
             weight: self.weight.map(Tensor::contiguous).transpose()?,
             bias: self.bias.map(Tensor::contiguous).transpose()?,
-            phi,
             kind,
             settings: self.settings,
+        };
+        let inputs = Inputs {
+            residual: self.residual.map(readable).transpose()?,
+            phi,
             tracked: arguments.into_iter().flatten().any(Tensor::track_op),
         };
-        Ok((pass, step_count))
+        Ok((pass, inputs, step_count))
     }
 }
 
 /// A forward that ran, and what its backward needs.
 pub(crate) struct Step {
-    /// As in the forward, without ψ². After a forward with a residual, `x` is the sum that the
-    /// forward normalized, and there is no residual.
+    /// The forward's. After a forward with a residual, `x` is the sum that it normalized.
     pub pass: Pass,
     saved: Box<dyn Saved>,
     /// `None` unless the forward counted as a step.
@@ -130,29 +131,21 @@ impl Step {
     /// Runs a forward, which moves ψ² and t if it is a training step. Returns y too, and the sum of
     /// the input and its residual if there is one.
     pub fn forward(call: Call) -> Result<(Self, Storage, Option<Tensor>)> {
-        let (mut pass, step_count) = call.pass()?;
+        let (mut pass, inputs, step_count) = call.pass()?;
         let (training, turn) = match call.role {
             Role::Stateless | Role::Evaluation(_) => (None, None),
             Role::Training(training, turn) => (Some(training), turn),
         };
-        let mut env = StepEnv {
-            has_ranks: turn.is_some(),
-            turn,
-            training: training.as_ref(),
-            step_count,
-            counted: false,
-        };
-        let (saved, outputs) = call.device.forward(&pass, &mut env)?;
+        let mut env = StepEnv::new(training.as_ref(), turn, step_count);
+        let (saved, outputs) = call.device.forward(&pass, &inputs, &mut env)?;
         let counted = env.counted;
         drop(env);
-        // No backward reads ψ², which is a copy or the layer's own.
-        pass.phi = None;
         let stream = match (outputs.stream, call.residual) {
             (Some(sum), Some(residual)) => Some(residual::stream(call.xs, residual, sum)?),
             _ => None,
         };
         if let Some(stream) = &stream {
-            (pass.x, pass.residual) = (stream.clone(), None);
+            pass.x = stream.clone();
         }
         let step = Self {
             pass,
@@ -177,13 +170,7 @@ impl Step {
             weight: is_tracked(&self.pass.weight),
             bias: is_tracked(&self.pass.bias),
         };
-        let mut env = StepEnv {
-            has_ranks: turn.is_some(),
-            turn,
-            training,
-            step_count: self.step_count,
-            counted: false,
-        };
+        let mut env = StepEnv::new(training, turn, self.step_count);
         let dy = readable(dy)?;
         self.saved.backward(&self.pass, &dy, wanted, &mut env)
     }
@@ -196,9 +183,32 @@ struct StepEnv<'a> {
     turn: Option<Turn<'a>>,
     /// `None` in an evaluation.
     training: Option<&'a Training>,
+    /// Read once, because another thread may set it meanwhile.
+    loss_scale: f64,
     step_count: usize,
     /// ψ² has moved.
     counted: bool,
+}
+
+impl<'a> StepEnv<'a> {
+    fn new(training: Option<&'a Training>, turn: Option<Turn<'a>>, step_count: usize) -> Self {
+        Self {
+            has_ranks: turn.is_some(),
+            turn,
+            training,
+            loss_scale: training.map_or(1., |training| training.loss_scale.get()),
+            step_count,
+            counted: false,
+        }
+    }
+
+    fn nu_of(&self, training: &'a Training) -> Nu<'a> {
+        Nu {
+            ema_gz: training.state.nu_variable(),
+            share: 1. - training.state.config().alpha_bwd,
+            loss_scale: self.loss_scale,
+        }
+    }
 }
 
 impl Env for StepEnv<'_> {
@@ -223,18 +233,15 @@ impl Env for StepEnv<'_> {
     }
 
     fn nu(&self) -> Option<Nu<'_>> {
-        self.training.map(|training| Nu {
-            ema_gz: training.state.nu_variable(),
-            share: 1. - training.state.config().alpha_bwd,
-            loss_scale: training.loss_scale.get(),
-        })
+        self.training.map(|training| self.nu_of(training))
     }
 
-    fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Var>) -> Result<()>) -> Result<()> {
+    fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()> {
         match self.training {
             // A recalibration leaves ν alone.
             Some(training) if training.purpose == Purpose::Training => {
-                training.state.update_nu(|ema_gz| update(Some(ema_gz)))
+                let nu = self.nu_of(training);
+                (training.state).update_nu(|ema_gz| update(Some(&Nu { ema_gz, ..nu })))
             }
             _ => update(None),
         }
@@ -265,13 +272,7 @@ mod tests {
     }
 
     fn env(training: Option<&Training>) -> StepEnv<'_> {
-        StepEnv {
-            has_ranks: false,
-            turn: None,
-            training,
-            step_count: 4,
-            counted: false,
-        }
+        StepEnv::new(training, None, 4)
     }
 
     fn call<'a>(xs: &'a Tensor, role: Role<'a>) -> Call<'a> {
@@ -292,8 +293,8 @@ mod tests {
         env.move_phi(&mut |_, _| panic!("an evaluation moves no ψ²"))?;
         assert!(!env.counted && env.nu().is_none());
         let mut variable = None;
-        env.move_nu(&mut |ema_gz| {
-            variable = Some(ema_gz.is_some());
+        env.move_nu(&mut |nu| {
+            variable = Some(nu.is_some());
             Ok(())
         })?;
         assert_eq!(variable, Some(false));
@@ -314,9 +315,15 @@ mod tests {
         assert!(env.counted);
         assert_eq!(state.steps()?, 5);
         assert_eq!(state.running_phi()?.to_vec1::<f32>()?, [2., 3.]);
+        // A loss scale that is set during a backward is for the next one.
+        training.loss_scale.set(2.)?;
         let nu = env.nu().unwrap();
         assert_eq!((nu.share, nu.loss_scale), (0.25, 8.));
-        env.move_nu(&mut |ema_gz| ema_gz.unwrap().set(&Tensor::new(&[4f32, 8.], CPU)?))?;
+        env.move_nu(&mut |nu| {
+            let nu = nu.unwrap();
+            assert_eq!((nu.share, nu.loss_scale), (0.25, 8.));
+            nu.ema_gz.set(&Tensor::new(&[4f32, 8.], CPU)?)
+        })?;
         assert_eq!(state.nu()?.to_vec1::<f32>()?, [1., 2.]);
         Ok(())
     }
@@ -329,8 +336,8 @@ mod tests {
         env.move_phi(&mut |_, _| Ok(()))?;
         assert!(env.counted);
         assert_eq!(state.steps()?, 4);
-        env.move_nu(&mut |ema_gz| {
-            assert!(ema_gz.is_none());
+        env.move_nu(&mut |nu| {
+            assert!(nu.is_none());
             Ok(())
         })
     }
@@ -385,14 +392,14 @@ mod tests {
                 None => Role::Evaluation(&state),
                 Some(purpose) => Role::Training(training(&state, purpose), None),
             };
-            let (pass, t) = call(&xs, role).pass()?;
+            let (pass, inputs, t) = call(&xs, role).pass()?;
             assert_eq!((pass.kind, t), (kind, 4));
-            assert!(pass.phi.is_some() && !pass.tracked);
+            assert!(inputs.phi.is_some() && !inputs.tracked);
         }
         // Group scaling alone has neither ψ² nor t.
-        let (pass, t) = call(&xs, Role::Stateless).pass()?;
+        let (pass, inputs, t) = call(&xs, Role::Stateless).pass()?;
         assert_eq!((pass.kind, t), (ForwardKind::Evaluation, 0));
-        assert!(pass.phi.is_none());
+        assert!(inputs.phi.is_none());
         Ok(())
     }
 
@@ -403,10 +410,10 @@ mod tests {
         let state = state(1e-5.into())?;
         let (own, _) = state.begin(true)?;
         let rows = own.reshape((1, 2))?;
-        let (pass, _) = call(&rows, Role::Evaluation(&state)).pass()?;
+        let (pass, ..) = call(&rows, Role::Evaluation(&state)).pass()?;
         assert!(state.owns(&pass.x));
         let training = training(&state, Purpose::Training);
-        let (pass, _) = call(&rows, Role::Training(training, None)).pass()?;
+        let (pass, ..) = call(&rows, Role::Training(training, None)).pass()?;
         assert!(!state.owns(&pass.x));
         Ok(())
     }
@@ -417,17 +424,16 @@ mod tests {
         let bias = Var::zeros(2, DType::F32, CPU)?;
         let residual = Var::zeros((3, 2), DType::F32, CPU)?;
         let mut call = call(&xs, Role::Stateless);
-        assert!(!call.pass()?.0.tracked);
+        assert!(!call.pass()?.1.tracked);
         call.bias = Some(&bias);
-        assert!(call.pass()?.0.tracked);
+        assert!(call.pass()?.1.tracked);
         call.bias = None;
         call.residual = Some(&residual);
-        assert!(call.pass()?.0.tracked);
+        assert!(call.pass()?.1.tracked);
         Ok(())
     }
 
-    /// ψ² of the forward is not kept for its backward, and the training only if the call counted as
-    /// a step: an empty batch does not.
+    /// An empty batch does not count.
     #[test]
     fn a_step_keeps_its_training_if_it_counted() -> Result<()> {
         let state = state(1e-5.into())?;
@@ -436,7 +442,6 @@ mod tests {
             let training = training(&state, Purpose::Training);
             let (step, ..) = Step::forward(call(&xs, Role::Training(training, None)))?;
             assert_eq!(step.training.is_some(), rows > 0);
-            assert!(step.pass.phi.is_none());
         }
         assert_eq!(state.steps()?, 5);
         Ok(())

@@ -17,28 +17,34 @@ use super::layout::{Rows, channels, matrix, set_channels, storage, with_rows};
 use super::row::BackwardSums;
 use super::run::{self, SquareSums};
 use crate::config::{ForwardKind, PhiStep};
-use crate::device::{Env, Gradients, Nu, Outputs, Pass, Saved, Wanted};
+use crate::device::{Env, Gradients, Inputs, Nu, Outputs, Pass, Saved, Wanted};
 use crate::error::Error;
 use candle::{D, DType, Device, Result, Tensor, Var};
 use half::{bf16, f16};
+use std::marker::PhantomData;
 
 /// Runs a forward.
-pub(crate) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {
+pub(crate) fn forward(
+    pass: &Pass,
+    inputs: &Inputs,
+    env: &mut dyn Env,
+) -> Result<(Box<dyn Saved>, Outputs)> {
     match pass.x.dtype() {
-        DType::F32 => forward_of::<f32>(pass, env),
-        DType::F64 => forward_of::<f64>(pass, env),
-        DType::F16 => forward_of::<f16>(pass, env),
-        DType::BF16 => forward_of::<bf16>(pass, env),
+        DType::F32 => forward_of::<f32>(pass, inputs, env),
+        DType::F64 => forward_of::<f64>(pass, inputs, env),
+        DType::F16 => forward_of::<f16>(pass, inputs, env),
+        DType::BF16 => forward_of::<bf16>(pass, inputs, env),
         other => Err(Error::InputDType(other).into()),
     }
 }
 
-/// Kept from a forward for its backward.
-struct Forwarded {
+/// Kept from a forward of rows of `T` for its backward.
+struct Forwarded<T> {
     /// 1/D.
     inv_d: Vec<f64>,
     /// The batch's statistics; `None` unless the forward was a step with a kept row.
     batch: Option<BatchStatistics>,
+    dtype: PhantomData<T>,
 }
 
 /// The statistics of a batch, over the rows of all ranks.
@@ -65,14 +71,33 @@ impl MeanSquares {
     }
 }
 
-fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Saved>, Outputs)> {
+/// The squares of a batch.
+struct BatchSquares {
+    /// Over the kept rows: ψ_B² is their mean.
+    kept: MeanSquares,
+    /// Over all rows, if Γ is a mean over these.
+    all: Option<MeanSquares>,
+}
+
+impl BatchSquares {
+    /// The squares that Γ is a mean of.
+    fn of_gamma(&self) -> &MeanSquares {
+        self.all.as_ref().unwrap_or(&self.kept)
+    }
+}
+
+fn forward_of<T: Element>(
+    pass: &Pass,
+    inputs: &Inputs,
+    env: &mut dyn Env,
+) -> Result<(Box<dyn Saved>, Outputs)> {
     let trains = pass.kind.is_training();
     let by_batch = pass.kind == ForwardKind::BatchStatistic;
-    let running_inv_d = match &pass.phi {
+    let running_inv_d = match &inputs.phi {
         Some(phi) => inverse_roots(&channels(phi)?, pass.settings.eps),
         None => vec![1.; pass.x.dim(D::Minus1)?],
     };
-    let (keep, residual) = (pass.keep.as_ref(), pass.residual.as_ref());
+    let (keep, residual) = (pass.keep.as_ref(), inputs.residual.as_ref());
 
     // x + residual, Σ x̃², and y if ψ² normalizes. The batch's own statistic is known only after
     // the sums, so y has to wait for it.
@@ -80,41 +105,38 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     let coefficients = coefficients.transpose()?;
     let (y, stream, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
         let (written, sums) = run::forward(rows, coefficients.as_ref(), trains);
-        let squares = match &written.stream {
-            Some(stream) => rescued(&rows.of_stream(stream), sums),
-            None => rescued(rows, sums),
-        };
+        let squares = sums.map(|sums| match &written.stream {
+            Some(stream) => batch_squares(&rows.of_stream(stream), sums),
+            None => batch_squares(rows, sums),
+        });
         Ok((written.y, written.stream, squares))
     })?;
 
-    let mut forwarded = Forwarded {
+    let mut forwarded = Forwarded::<T> {
         inv_d: running_inv_d,
         batch: None,
+        dtype: PhantomData,
     };
-    if trains {
+    if let Some(squares) = squares {
         let squares = match env.has_ranks() {
             true => exchange_squares(squares, env)?,
             false => squares,
         };
-        // The sums over kept rows come first, and the sums that Γ is made of come last. They are
-        // the same under recipe Paper.
-        if let (Some(kept), Some(over)) = (squares.first(), squares.last())
-            && kept.rows > 0
-        {
-            let batch_phi = overflowed::<T>(&kept.means);
+        if squares.kept.rows > 0 {
+            let batch_phi = overflowed::<T>(&squares.kept.means);
             let inv_batch_rms = inverse_roots(&batch_phi, pass.settings.eps);
             env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
             if by_batch {
                 forwarded.inv_d.clone_from(&inv_batch_rms);
             }
-            let mut gamma = overflowed::<T>(&over.means);
+            let mut gamma = overflowed::<T>(&squares.of_gamma().means);
             for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_d) {
                 *gamma = *gamma * d * d;
             }
             forwarded.batch = Some(BatchStatistics {
                 inv_batch_rms,
                 gamma,
-                rows: over.rows as f64,
+                rows: squares.of_gamma().rows as f64,
             });
         }
     }
@@ -137,26 +159,8 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Sav
     Ok((Box::new(forwarded), outputs))
 }
 
-impl Saved for Forwarded {
+impl<T: Element> Saved for Forwarded<T> {
     fn backward(
-        &self,
-        pass: &Pass,
-        dy: &Tensor,
-        wanted: Wanted,
-        env: &mut dyn Env,
-    ) -> Result<Gradients> {
-        match pass.x.dtype() {
-            DType::F32 => self.backward_of::<f32>(pass, dy, wanted, env),
-            DType::F64 => self.backward_of::<f64>(pass, dy, wanted, env),
-            DType::F16 => self.backward_of::<f16>(pass, dy, wanted, env),
-            DType::BF16 => self.backward_of::<bf16>(pass, dy, wanted, env),
-            other => Err(Error::InputDType(other).into()),
-        }
-    }
-}
-
-impl Forwarded {
-    fn backward_of<T: Element>(
         &self,
         pass: &Pass,
         dy: &Tensor,
@@ -179,14 +183,11 @@ impl Forwarded {
         };
 
         // Σ dy x̃, Σ dy, and dx with ν (Eq. 12), or without a correction in evaluation. Under
-        // recipe Fairseq every step is corrected with ν. An exact gradient has to wait for Λ. The
-        // loss scale is read once, because another thread may set it.
-        let nu = env.nu();
-        let step = nu.map(|nu| (nu.share, nu.loss_scale));
+        // recipe Fairseq every step is corrected with ν. An exact gradient has to wait for Λ.
         let coefficients = match wanted.input && !exact {
             true => {
-                let nu = nu.map(|nu| running_nu(&nu)).transpose()?;
-                Some(self.input_coefficients::<T>(pass, weight, nu.as_deref()))
+                let nu = env.nu().map(|nu| running_nu(&nu)).transpose()?;
+                Some(self.input_coefficients(pass, weight, nu.as_deref()))
             }
             false => None,
         };
@@ -214,18 +215,16 @@ impl Forwarded {
                 false => None,
             };
             let new = self.lambda(global.as_ref().unwrap_or(&dy_x), weight, batch.rows);
-            env.move_nu(&mut |ema_gz| match (ema_gz, step) {
-                (Some(ema_gz), Some((share, loss_scale))) => {
-                    update_nu(pass, ema_gz, batch, &new, share, loss_scale)
-                }
-                _ => Ok(()),
+            env.move_nu(&mut |nu| match nu {
+                Some(nu) => update_nu(pass, nu, batch, &new),
+                None => Ok(()),
             })?;
             lambda = Some(new);
         }
 
         // dx with Λ (Eq. 6).
         if wanted.input && exact {
-            let coefficients = self.input_coefficients::<T>(pass, weight, lambda.as_deref());
+            let coefficients = self.input_coefficients(pass, weight, lambda.as_deref());
             (dx, _) = walk(Some(&coefficients), BackwardSums::None)?;
         }
         let dx = dx.map(|dx| Tensor::from_vec(dx, pass.x.shape(), pass.x.device()));
@@ -243,7 +242,9 @@ impl Forwarded {
             bias: gradient(&to_f64::<T>(&dbias), &pass.bias, wanted.bias)?,
         })
     }
+}
 
+impl<T: Element> Forwarded<T> {
     /// Λ, the mean of g X̂, from Σ dy x̃ over the rows of all ranks: X̂ = X̃/D and g = γ ⊙ dy.
     fn lambda(&self, dy_x: &[f64], weight: Option<&[f64]>, rows: f64) -> Vec<f64> {
         let mut lambda = dy_x.to_vec();
@@ -260,7 +261,7 @@ impl Forwarded {
     /// - PN-V, Eq. 6: `(g − Λ X̂)/D`, so the decay is Λ/D²;
     /// - PN, Eq. 12: `(g − ν X̂)/D`, so the decay is ν/D². Under recipe Fairseq the divisor is
     ///   always the batch's, while X̂ stays X̃/D.
-    fn input_coefficients<T: Element>(
+    fn input_coefficients(
         &self,
         pass: &Pass,
         weight: Option<&[f64]>,
@@ -280,43 +281,55 @@ impl Forwarded {
     }
 }
 
-/// The squares of a forward in f64. A column whose sum overflowed is summed once more, so that its
-/// mean is finite if f64 can hold it.
-fn rescued<T: Element>(rows: &Rows<T>, sums: Vec<SquareSums<T>>) -> Vec<MeanSquares> {
-    let mut squares = vec![];
-    for (k, sums) in sums.into_iter().enumerate() {
-        let mut over = MeanSquares::new(to_f64::<T>(&sums.squares), sums.rows);
-        if over.sums.contains(&f64::INFINITY) {
-            let columns: Vec<usize> = (0..over.sums.len())
-                .filter(|&c| over.sums[c] == f64::INFINITY)
-                .collect();
-            // The sums after the first are over all rows.
-            let means = run::means_of_huge(rows, &columns, |row| k > 0 || rows.keeps(row));
-            for (c, mean) in columns.into_iter().zip(means) {
-                over.means[c] = mean;
-                over.sums[c] = mean * over.rows as f64;
-            }
+/// The squares of a batch in f64.
+fn batch_squares<T: Element>(rows: &Rows<T>, sums: SquareSums<T>) -> BatchSquares {
+    let kept = mean_squares(rows, &sums.kept, rows.kept(), |row| rows.keeps(row));
+    let all = (sums.all).map(|sums| mean_squares(rows, &sums, rows.len(), |_| true));
+    BatchSquares { kept, all }
+}
+
+/// The squares of the `count` rows for which `counts` is true. A column whose sum overflowed is
+/// summed once more, so that its mean is finite if f64 can hold it.
+fn mean_squares<T: Element>(
+    rows: &Rows<T>,
+    sums: &PerChannel<T>,
+    count: usize,
+    counts: impl Fn(usize) -> bool,
+) -> MeanSquares {
+    let mut squares = MeanSquares::new(to_f64::<T>(sums), count);
+    let columns: Vec<usize> = (0..squares.sums.len())
+        .filter(|&c| squares.sums[c] == f64::INFINITY)
+        .collect();
+    if !columns.is_empty() {
+        let means = run::means_of_huge(rows, &columns, counts);
+        for (c, mean) in columns.into_iter().zip(means) {
+            squares.means[c] = mean;
+            squares.sums[c] = mean * count as f64;
         }
-        squares.push(over);
     }
     squares
 }
 
-/// Adds up the sums of a forward over the ranks. The message is Σ x̃² and the number of rows, one
-/// after the other, for each set of rows.
-fn exchange_squares(local: Vec<MeanSquares>, env: &mut dyn Env) -> Result<Vec<MeanSquares>> {
+/// Adds up the squares of a batch over the ranks. The message is Σ x̃² and the number of rows, for
+/// the kept rows and then, if Γ is a mean over all rows, for all.
+fn exchange_squares(local: BatchSquares, env: &mut dyn Env) -> Result<BatchSquares> {
     let mut message = vec![];
-    for squares in &local {
+    for squares in [Some(&local.kept), local.all.as_ref()]
+        .into_iter()
+        .flatten()
+    {
         message.extend(&squares.sums);
         message.push(squares.rows as f64);
     }
-    let cols = message.len() / local.len() - 1;
-    let count = message.len();
+    let (cols, count) = (local.kept.sums.len(), message.len());
     let global = env.exchange(Tensor::from_vec(message, count, &Device::Cpu)?)?;
     let global = global.to_vec1::<f64>()?;
-    Ok((global.chunks(cols + 1))
-        .map(|sums| MeanSquares::new(sums[..cols].to_vec(), sums[cols] as usize))
-        .collect())
+    let read = |sums: &[f64]| MeanSquares::new(sums[..cols].to_vec(), sums[cols] as usize);
+    let (kept, all) = global.split_at(cols + 1);
+    Ok(BatchSquares {
+        kept: read(kept),
+        all: local.all.map(|_| read(all)),
+    })
 }
 
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
@@ -370,30 +383,24 @@ fn update_phi(pass: &Pass, phi: &Var, step: &PhiStep, batch_phi: &[f64]) -> Resu
 
 /// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:
 /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
-fn update_nu(
-    pass: &Pass,
-    ema_gz: &Var,
-    batch: &BatchStatistics,
-    lambda: &[f64],
-    share: f64,
-    loss_scale: f64,
-) -> Result<()> {
-    let unscale = loss_scale.recip();
-    let mut values = channels(ema_gz)?;
-    for (c, nu) in values.iter_mut().enumerate() {
+fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &[f64]) -> Result<()> {
+    let unscale = nu.loss_scale.recip();
+    let mut values = channels(nu.ema_gz)?;
+    for (c, ema_gz) in values.iter_mut().enumerate() {
         let gamma = batch.gamma[c];
-        let mut decay = 1. - share * gamma;
+        let mut decay = 1. - nu.share * gamma;
         // A negative decay would change the sign of ν at each step, so it is clamped.
         if pass.settings.recipe.is_guarded() && decay < 0. {
             decay = 0.;
         }
-        let next = decay * *nu + unscale * lambda[c];
+        let next = decay * *ema_gz + unscale * lambda[c];
         // Γ is checked too, because the clamp would turn an infinite Γ into a finite decay.
-        if holds(ema_gz, gamma) && holds(ema_gz, next) || !pass.settings.recipe.is_guarded() {
-            *nu = next;
+        let is_finite = holds(nu.ema_gz, gamma) && holds(nu.ema_gz, next);
+        if is_finite || !pass.settings.recipe.is_guarded() {
+            *ema_gz = next;
         }
     }
-    set_channels(ema_gz, &values)
+    set_channels(nu.ema_gz, &values)
 }
 
 /// ν times the loss scale.
@@ -475,29 +482,36 @@ mod tests {
             })
         }
 
-        fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Var>) -> Result<()>) -> Result<()> {
-            update(Some(&self.ema_gz))
+        fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()> {
+            update(self.nu().as_ref())
         }
     }
 
     /// A pass over rows of one channel, with γ = 3 and β = 1, and an ε that no result shows.
-    fn pass(x: &[f64], phi: f64, kind: ForwardKind, recipe: Recipe) -> Result<Pass> {
+    fn pass(x: &[f64], kind: ForwardKind, recipe: Recipe) -> Result<Pass> {
         let tensor = |values: &[f64]| Tensor::from_slice(values, values.len(), &Device::Cpu);
         Ok(Pass {
             x: tensor(x)?.unsqueeze(1)?,
-            residual: None,
             keep: None,
             weight: Some(tensor(&[3.])?),
             bias: Some(tensor(&[1.])?),
-            phi: Some(tensor(&[phi])?),
             kind,
             settings: Settings {
                 norm: RowNorm::None,
                 eps: 1e-200,
                 recipe,
             },
-            tracked: true,
         })
+    }
+
+    /// A forward by ψ² of `outside`.
+    fn run_forward(pass: &Pass, outside: &mut Outside) -> Result<(Box<dyn Saved>, Outputs)> {
+        let inputs = Inputs {
+            residual: None,
+            phi: Some(outside.phi.as_detached_tensor().copy()?),
+            tracked: true,
+        };
+        forward(pass, &inputs, outside)
     }
 
     const ALL: Wanted = Wanted {
@@ -527,9 +541,9 @@ mod tests {
     /// ν moves in its variable to (1 − 0.1 · 5) · 5 + 6.
     #[test]
     fn a_step_by_the_running_statistic() -> Result<()> {
-        let pass = pass(&[6., 2.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
-        let (saved, outputs) = forward(&pass, &mut outside)?;
+        let (saved, outputs) = run_forward(&pass, &mut outside)?;
         assert_close(&output(&outputs)?, &[10., 4.]);
         assert_close(&values(&outside.phi), &[5.6]);
 
@@ -544,9 +558,9 @@ mod tests {
 
     #[test]
     fn a_step_of_one_row() -> Result<()> {
-        let pass = pass(&[6.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let pass = pass(&[6.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
-        forward(&pass, &mut outside)?;
+        run_forward(&pass, &mut outside)?;
         assert_close(&values(&outside.phi), &[0.9 * 4. + 0.1 * 36.]);
         Ok(())
     }
@@ -555,9 +569,9 @@ mod tests {
     /// Λ = 9/√20 and dx = ([3, 0] − Λ X̂)/√20.
     #[test]
     fn a_step_by_the_batch_statistic() -> Result<()> {
-        let pass = pass(&[6., 2.], 4., ForwardKind::BatchStatistic, Recipe::Paper)?;
+        let pass = pass(&[6., 2.], ForwardKind::BatchStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
-        let (saved, outputs) = forward(&pass, &mut outside)?;
+        let (saved, outputs) = run_forward(&pass, &mut outside)?;
         let d = 20f64.sqrt();
         assert_close(&output(&outputs)?, &[18. / d + 1., 6. / d + 1.]);
         assert_close(&values(&outside.phi), &[5.6]);
@@ -574,10 +588,10 @@ mod tests {
     /// gradients of parameters are this rank's.
     #[test]
     fn a_step_over_ranks() -> Result<()> {
-        let pass = pass(&[6., 2.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
         outside.others = Some(3.);
-        let (saved, _) = forward(&pass, &mut outside)?;
+        let (saved, _) = run_forward(&pass, &mut outside)?;
         assert_close(&values(&outside.phi), &[5.6]);
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
         let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
@@ -593,13 +607,13 @@ mod tests {
     fn calls_that_are_no_step() -> Result<()> {
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
         for kind in [ForwardKind::Evaluation, ForwardKind::BatchStatistic] {
-            let mut pass = pass(&[6., 2.], 4., kind, Recipe::Paper)?;
+            let mut pass = pass(&[6., 2.], kind, Recipe::Paper)?;
             let mut outside = Outside::new(4., 5.)?;
             outside.trains = false;
             if kind.is_training() {
                 pass.keep = Some(Tensor::zeros(2, DType::U8, &Device::Cpu)?);
             }
-            let (saved, outputs) = forward(&pass, &mut outside)?;
+            let (saved, outputs) = run_forward(&pass, &mut outside)?;
             assert_close(&output(&outputs)?, &[10., 4.]);
             let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
             let dx = if kind.is_training() { 0. } else { 1.5 };
@@ -612,10 +626,10 @@ mod tests {
 
     #[test]
     fn no_gradient_that_is_not_wanted() -> Result<()> {
-        let pass = pass(&[6., 2.], 4., ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
         let mut outside = Outside::new(4., 5.)?;
-        let (saved, _) = forward(&pass, &mut outside)?;
+        let (saved, _) = run_forward(&pass, &mut outside)?;
         let none = Wanted {
             input: false,
             weight: false,
@@ -631,7 +645,7 @@ mod tests {
 
     /// ψ² after a step from `old`.
     fn moved_phi(recipe: Recipe, dtype: DType, old: f64, step: PhiStep, batch: f64) -> Result<f64> {
-        let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe)?;
+        let pass = pass(&[1.], ForwardKind::RunningStatistic, recipe)?;
         let phi = Var::from_tensor(&Tensor::new(&[old], &Device::Cpu)?.to_dtype(dtype)?)?;
         update_phi(&pass, &phi, &step, &[batch])?;
         Ok(channels(&phi)?[0])
@@ -683,14 +697,19 @@ mod tests {
 
     /// ν/(1−α_b) after a step from 2, with a loss scale of 4.
     fn moved_nu(recipe: Recipe, gamma: f64, lambda: f64) -> Result<f64> {
-        let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe)?;
+        let pass = pass(&[1.], ForwardKind::RunningStatistic, recipe)?;
         let ema_gz = Var::from_slice(&[2f32], 1, &Device::Cpu)?;
         let batch = BatchStatistics {
             inv_batch_rms: vec![1.],
             gamma: vec![gamma],
             rows: 1.,
         };
-        update_nu(&pass, &ema_gz, &batch, &[lambda], SHARE, 4.)?;
+        let nu = Nu {
+            ema_gz: &ema_gz,
+            share: SHARE,
+            loss_scale: 4.,
+        };
+        update_nu(&pass, &nu, &batch, &[lambda])?;
         Ok(channels(&ema_gz)?[0])
     }
 
@@ -722,18 +741,18 @@ mod tests {
     /// Gain and decay of the three kinds of gradient, with 1/D = 2, and 1/D of the batch 4.
     #[test]
     fn input_coefficients_by_hand() -> Result<()> {
-        let forwarded = |batch: bool| Forwarded {
+        let forwarded = |batch: bool| Forwarded::<f64> {
             inv_d: vec![2.],
             batch: batch.then_some(BatchStatistics {
                 inv_batch_rms: vec![4.],
                 gamma: vec![1.],
                 rows: 1.,
             }),
+            dtype: PhantomData,
         };
         let coefficients = |recipe, step, weight, correction| {
-            let pass = pass(&[1.], 1., ForwardKind::RunningStatistic, recipe).unwrap();
-            let [gain, decay] =
-                forwarded(step).input_coefficients::<f64>(&pass, weight, correction);
+            let pass = pass(&[1.], ForwardKind::RunningStatistic, recipe).unwrap();
+            let [gain, decay] = forwarded(step).input_coefficients(&pass, weight, correction);
             [gain[0], decay[0]]
         };
         let (weight, nu) = (Some(&[3.][..]), Some(&[0.5][..]));
@@ -750,7 +769,7 @@ mod tests {
 
     #[test]
     fn output_coefficients_by_hand() -> Result<()> {
-        let mut pass = pass(&[1.], 1., ForwardKind::Evaluation, Recipe::Paper)?;
+        let mut pass = pass(&[1.], ForwardKind::Evaluation, Recipe::Paper)?;
         assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[6.], [1.]]);
         (pass.weight, pass.bias) = (None, None);
         assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[2.], [0.]]);
@@ -760,16 +779,16 @@ mod tests {
     /// Squares of 2e19 are 4e38, beyond f32. In f64 they have a mean.
     #[test]
     fn sums_that_overflowed_are_taken_again() -> Result<()> {
-        let mut pass = pass(&[], 1., ForwardKind::RunningStatistic, Recipe::Fairseq)?;
+        let mut pass = pass(&[], ForwardKind::RunningStatistic, Recipe::Fairseq)?;
         let x = [[2e19f32, 1.], [2e19, 2.], [6e19, 3.]];
         pass.x = Tensor::new(&x, &Device::Cpu)?;
         let keep = Tensor::new(&[1u8, 1, 0], &Device::Cpu)?;
         let squares = with_rows::<f32, _>(&pass, None, Some(&keep), |rows| {
             let (_, sums) = run::forward(rows, None, true);
-            Ok(rescued(rows, sums))
+            Ok(batch_squares(rows, sums.unwrap()))
         })?;
         let bound = |a: f64, e: f64| assert!((a / e - 1.).abs() < 1e-6, "{a} {e}");
-        let (kept, all) = (&squares[0], &squares[1]);
+        let (kept, all) = (&squares.kept, squares.of_gamma());
         assert_eq!((kept.rows, all.rows), (2, 3));
         bound(kept.means[0], 4e38);
         bound(kept.sums[0], 8e38);

@@ -157,7 +157,7 @@ impl Gpu {
     ///    [`LaunchPlan`](super::plan::LaunchPlan), for the number of arrays and of sums that the
     ///    addresses in `params` imply. The plan has the shape of those arrays.
     pub unsafe fn launch<P: DeviceRepr>(&self, launch: &Launch<P>, params: &P) -> Result<()> {
-        let function = self.kernels.get(&self.device, launch.entry)?;
+        let function = self.kernels.get(&self.device, launch.entry())?;
         let config = LaunchConfig {
             grid_dim: (launch.grid.0, launch.grid.1, 1),
             block_dim: (launch.block.0, launch.block.1, 1),
@@ -165,10 +165,10 @@ impl Gpu {
         };
         let mut builder = self.stream.launch_builder(&function);
         builder.arg(params);
-        // SAFETY: a `Launch<P>` is of a kernel whose `Params` is P. `Kernel` promises that its entry
-        // points take that as their one argument, and build.rs writes the struct with the layout
-        // that nvcc gives it. What the addresses must be is the caller's promise. The kernel was
-        // loaded into the primary context of the GPU, which is the context of the stream.
+        // SAFETY: a `Launch<P>` is of a kernel whose `Params` is P. `Kernel` promises that its
+        // entry points take that as their one argument, and build.rs writes the struct with the
+        // layout that nvcc gives it. What the addresses must be is the caller's promise. The kernel
+        // was loaded into the primary context of the GPU, which is the context of the stream.
         unsafe { builder.launch(config) }.w()?;
         Ok(())
     }

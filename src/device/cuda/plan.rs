@@ -500,7 +500,7 @@ impl fmt::Display for Entry {
 /// A launch of a kernel whose argument is a `P`: its entry point and its blocks.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<P> {
-    pub entry: Entry,
+    entry: Entry,
     /// Blocks along x (columns) and y (rows).
     pub grid: (u32, u32),
     /// Threads of a block along x (columns) and y (rows).
@@ -511,8 +511,8 @@ pub struct Launch<P> {
 }
 
 impl<P> Launch<P> {
-    /// A launch of kernel `K`. Only here an entry point meets the type of its argument, which
-    /// follows from `K`.
+    /// A launch of kernel `K`. This is the only place that pairs an entry point with the type of
+    /// its argument.
     fn new<K: Kernel<Params = P>>(
         dtype: DType,
         pieces: Option<usize>,
@@ -532,6 +532,10 @@ impl<P> Launch<P> {
             shared_bytes: shared_bytes as u32,
             params: PhantomData,
         }
+    }
+
+    pub fn entry(&self) -> Entry {
+        self.entry
     }
 }
 
@@ -568,8 +572,8 @@ pub struct SavedLayout {
     pub batch_phi: Address,
     /// The number of rows that Γ and Λ are means over.
     pub count: Address,
-    /// r of each row and group, and after each r the two means in a pass of LayerNorm. Exists with
-    /// group scaling.
+    /// For each row and group r, or in a pass of LayerNorm r, the mean and the rest of the mean.
+    /// Exists if rows are normalized by themselves.
     pub group_rms_inv: Address,
     /// Kept rows of each chunk. Exists with a mask, in training.
     pub kept: Address,

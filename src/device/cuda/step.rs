@@ -12,7 +12,7 @@ use super::params::{
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, PhiStep};
-use crate::device::{self, Env, Gradients, Nu, Outputs, Pass, Wanted};
+use crate::device::{self, Env, Gradients, Inputs, Nu, Outputs, Pass, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle::op::BackpropOp;
@@ -26,10 +26,11 @@ const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 pub(crate) fn forward(
     kernels: &Arc<Kernels>,
     pass: &Pass,
+    inputs: &Inputs,
     env: &mut dyn Env,
 ) -> Result<(Box<dyn device::Saved>, Outputs)> {
     let gpu = Gpu::of(pass.x.device(), kernels)?;
-    let plan = plan_of(pass, kernels, env.has_ranks())?;
+    let plan = plan_of(pass, inputs, kernels, env.has_ranks())?;
     let trains = plan.kind.is_training();
     let by_batch = plan.kind == ForwardKind::BatchStatistic;
     let has_rows = plan.extent.rows > 0;
@@ -40,43 +41,42 @@ pub(crate) fn forward(
     // `launch_output` then writes y.
     let output = || unsafe { gpu.storage(pass.x.shape(), pass.x.dtype()) };
     let mut y = output()?;
-    let mut stream = pass.residual.is_some().then(output).transpose()?;
-    let keeps = trains || has_rows && (pass.tracked || plan.has_wide_groups());
+    let mut stream = inputs.residual.is_some().then(output).transpose()?;
+    let saves = trains || has_rows && (inputs.tracked || plan.has_wide_groups());
     // SAFETY: each part of the layout is written by the launch that makes it, which comes before
     // the launches that read it: `launch_rows` (or `launch_inv_d`), `update_phi`.
-    let saved = keeps.then(|| unsafe { gpu.room(plan.saved(0).end) });
+    let saved = saves.then(|| unsafe { gpu.room(plan.saved(0).end) });
     let mut saved = saved.transpose()?;
     let exchanges = trains && env.has_ranks();
     // SAFETY: `launch_totals` writes all of it.
     let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
-    let mut sums = sums.transpose()?;
+    let sums = sums.transpose()?;
     gpu.load(&plan.entries(exchanges))?;
+    let forward = Forward {
+        gpu: &gpu,
+        plan: &plan,
+        pass,
+        inputs,
+    };
 
     // x + residual, Σ x̃², and y unless the batch's statistic normalizes.
     if has_rows {
-        launch_rows(&gpu, &plan, pass, &mut y, stream.as_mut(), saved.as_mut())?;
+        forward.launch_rows(&mut y, stream.as_mut(), saved.as_mut())?;
     } else if plan.kind == ForwardKind::RunningStatistic {
-        launch_inv_d(&gpu, &plan, pass, saved.as_mut())?;
+        forward.launch_inv_d(saved.as_mut())?;
     }
     // The sums over all ranks. In a single process `update_phi` adds the chunks' sums up itself.
     let mut totals = None;
-    if let Some(mut sums) = sums.take() {
-        launch_totals(&gpu, &plan, saved.as_mut(), &mut sums)?;
+    if let Some(mut sums) = sums {
+        forward.launch_totals(saved.as_mut(), &mut sums)?;
         totals = Some(env.exchange(from_storage(sums, &plan.sums().into()))?);
     }
     // ψ_B², Γ, ψ², and 1/D if it is the batch's.
     if trains {
-        launch_update_phi(
-            &gpu,
-            &plan,
-            pass.settings.eps,
-            saved.as_mut(),
-            totals.as_ref(),
-            env,
-        )?;
+        forward.launch_update_phi(saved.as_mut(), totals.as_ref(), env)?;
     }
     if by_batch && has_rows {
-        launch_output(&gpu, &plan, pass, &mut y, stream.as_mut(), saved.as_mut())?;
+        forward.launch_output(&mut y, stream.as_mut(), saved.as_mut())?;
     }
     let outputs = Outputs {
         y: Storage::Cuda(y),
@@ -157,7 +157,7 @@ impl device::Saved for Forwarded {
             if takes_sums {
                 let gradients = [dweight.as_mut(), dbias.as_mut()];
                 let totals = totals.as_ref();
-                backward.launch_update_nu(&mut workspace, totals, nu.as_ref(), gradients, env)?;
+                backward.launch_update_nu(&mut workspace, totals, gradients, env)?;
             }
             // An exact dx, with Λ.
             if let Some(dx) = dx.as_mut().filter(|_| exact && has_rows) {
@@ -197,7 +197,7 @@ impl RunningNu {
 }
 
 /// The plan of a forward.
-fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan> {
+fn plan_of(pass: &Pass, inputs: &Inputs, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan> {
     let cols = pass.x.dim(D::Minus1)?;
     let rows = pass.x.elem_count() / cols;
     // The kernels have no others.
@@ -216,273 +216,276 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
     };
     let mut plan = LaunchPlan::new(extent, pass.settings.recipe, kind)?;
     plan.masked = pass.keep.is_some();
-    plan.divides = pass.phi.is_some();
+    plan.divides = inputs.phi.is_some();
     Ok(plan)
 }
 
-// A forward's launches. Each function holds every buffer whose address it passes, in `uses`, until
-// its launches are queued. Buffers are as large as kernels/params.cuh says: rows and channels by
-// their tensors' shapes, and parts of `saved` by `LaunchPlan::saved`.
+/// The launches of a forward. Each method holds every buffer whose address it passes, in `uses`,
+/// until its launches are queued. Buffers are as large as kernels/params.cuh says: rows and
+/// channels by their tensors' shapes, and parts of `saved` by `LaunchPlan::saved`.
+struct Forward<'a> {
+    gpu: &'a Gpu,
+    plan: &'a LaunchPlan,
+    pass: &'a Pass,
+    inputs: &'a Inputs,
+}
 
-/// Launches `Y = γ ⊙ X̃/D + β`, the sum of the input and its residual, and the sums that move ψ².
-/// Writes no output yet if the batch's statistic normalizes.
-fn launch_rows(
-    gpu: &Gpu,
-    plan: &LaunchPlan,
-    pass: &Pass,
-    y: &mut CudaStorage,
-    stream: Option<&mut CudaStorage>,
-    saved: Option<&mut CudaSlice<u8>>,
-) -> Result<()> {
-    let locks = Locks::default();
-    let mut uses = Uses::on(&gpu.stream, &locks);
-    let saved = saved_parts(plan, saved, &mut uses)?;
-    let y = uses.write(y)?.data;
-    let stream = uses.write(stream)?.data;
-    let x = uses.read_rows(&pass.x)?;
-    let residual = uses.read_rows(pass.residual.as_ref())?;
-    let keep = uses.read(pass.keep.as_ref())?;
-    let (eps, group_eps) = (pass.settings.eps, plan.extent.group_eps());
-    // The first launch adds the residual and writes the stream, which later ones read.
-    let summed = if residual != 0 { stream } else { x };
-    let wide = plan.has_wide_groups();
+impl Forward<'_> {
+    /// Launches `Y = γ ⊙ X̃/D + β`, the sum of the input and its residual, and the sums that move
+    /// ψ². Writes no output yet if the batch's statistic normalizes.
+    fn launch_rows(
+        &self,
+        y: &mut CudaStorage,
+        stream: Option<&mut CudaStorage>,
+        saved: Option<&mut CudaSlice<u8>>,
+    ) -> Result<()> {
+        let (gpu, plan, pass) = (self.gpu, self.plan, self.pass);
+        let locks = Locks::default();
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = self.saved_parts(saved, &mut uses);
+        let y = uses.write(y)?.data;
+        let stream = uses.write(stream)?.data;
+        let x = uses.read_rows(&pass.x)?;
+        let residual = uses.read_rows(self.inputs.residual.as_ref())?;
+        let keep = uses.read(pass.keep.as_ref())?;
+        let (eps, group_eps) = (pass.settings.eps, plan.extent.group_eps());
+        // The first launch adds the residual and writes the stream, which later ones read.
+        let summed = if residual != 0 { stream } else { x };
+        let wide = plan.has_wide_groups();
 
-    // r of groups that are wider than a block.
-    if wide {
+        // r of groups that are wider than a block.
+        if wide {
+            let params = NormalizeParams {
+                x,
+                residual,
+                stream,
+                group_rms_inv: saved.group_rms_inv,
+                group_eps: group_eps.into(),
+                ..Default::default()
+            };
+            // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and
+            // the residual hold values. The stream is an allocation of its own, and `group_rms_inv`
+            // a part of `saved` with room for each group.
+            unsafe { gpu.reduce_groups(plan, params) }?;
+        }
+
+        // y, and the sums over the kept rows.
         let params = NormalizeParams {
-            x,
-            residual,
-            stream,
+            x: if wide { summed } else { x },
+            residual: when(!wide, residual),
+            stream: when(!wide, stream),
+            y: when(plan.kind != ForwardKind::BatchStatistic, y),
+            keep,
+            weight: uses.read_vector(pass.weight.as_ref())?,
+            bias: uses.read_vector(pass.bias.as_ref())?,
+            phi: uses.read_vector(self.inputs.phi.as_ref())?,
+            // 1/D and r are also written, for the backward.
+            inv_d: saved.inv_d,
             group_rms_inv: saved.group_rms_inv,
-            group_eps: group_eps.into(),
-            ..Default::default()
-        };
-        // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and the
-        // residual hold values. The stream is an allocation of its own, and `group_rms_inv` a part
-        // of `saved` with room for each group.
-        unsafe { gpu.reduce_groups(plan, params) }?;
-    }
-
-    // y, and the sums over the kept rows.
-    let params = NormalizeParams {
-        x: if wide { summed } else { x },
-        residual: when(!wide, residual),
-        stream: when(!wide, stream),
-        y: when(plan.kind != ForwardKind::BatchStatistic, y),
-        keep,
-        weight: uses.read_vector(pass.weight.as_ref())?,
-        bias: uses.read_vector(pass.bias.as_ref())?,
-        phi: uses.read_vector(pass.phi.as_ref())?,
-        // 1/D and r are also written, for the backward.
-        inv_d: saved.inv_d,
-        group_rms_inv: saved.group_rms_inv,
-        partials: saved.partials,
-        kept: saved.kept,
-        group_scaling: plan.cut.group_scaling,
-        eps: eps.into(),
-        group_eps: group_eps.into(),
-        ..Default::default()
-    };
-    // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
-    // rows, weight, bias and ψ² its columns. All that is read holds values: with wide groups the
-    // launch above has written r, and the stream if it is read in place of x. y, and the stream
-    // where it is written, are allocations of their own. `partials`, `kept`, 1/D and r are parts of
-    // `saved`, or null where it has none.
-    unsafe { gpu.normalize(plan, params) }?;
-
-    // The sums over all rows, if Γ is a mean over all: without y and a mask.
-    if saved.all_partials != 0 {
-        let params = NormalizeParams {
-            x: summed,
-            group_rms_inv: saved.group_rms_inv,
-            partials: saved.all_partials,
+            partials: saved.partials,
+            kept: saved.kept,
             group_scaling: plan.cut.group_scaling,
+            eps: eps.into(),
             group_eps: group_eps.into(),
             ..Default::default()
         };
-        // SAFETY: x, or the stream, which an earlier launch has written, has the plan's rows and
-        // columns. r and `all_partials` are parts of `saved`. r of wide groups, which is read, was
-        // written by the first launch, and other r is written here once more.
+        // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
+        // rows, weight, bias and ψ² its columns. All that is read holds values: with wide groups
+        // the launch above has written r, and the stream if it is read in place of x. y, and the
+        // stream where it is written, are allocations of their own. `partials`, `kept`, 1/D and r
+        // are parts of `saved`, or null where it has none.
         unsafe { gpu.normalize(plan, params) }?;
+
+        // The sums over all rows, if Γ is a mean over all: without y and a mask.
+        if saved.all_partials != 0 {
+            let params = NormalizeParams {
+                x: summed,
+                group_rms_inv: saved.group_rms_inv,
+                partials: saved.all_partials,
+                group_scaling: plan.cut.group_scaling,
+                group_eps: group_eps.into(),
+                ..Default::default()
+            };
+            // SAFETY: x, or the stream, which an earlier launch has written, has the plan's rows
+            // and columns. r and `all_partials` are parts of `saved`. r of wide groups, which is
+            // read, was written by the first launch, and other r is written here once more.
+            unsafe { gpu.normalize(plan, params) }?;
+        }
+        Ok(())
     }
-    Ok(())
-}
 
-/// Makes 1/D from ψ² where other processes have all rows: `update_phi` without a step. Elsewhere
-/// [`launch_rows`] writes 1/D, or [`launch_update_phi`] from the batch's statistic.
-fn launch_inv_d(
-    gpu: &Gpu,
-    plan: &LaunchPlan,
-    pass: &Pass,
-    saved: Option<&mut CudaSlice<u8>>,
-) -> Result<()> {
-    let locks = Locks::default();
-    let mut uses = Uses::on(&gpu.stream, &locks);
-    let saved = saved_parts(plan, saved, &mut uses)?;
-    let phi = uses.read_vector(pass.phi.as_ref())?;
-    let no_step = PhiStep {
-        cumulative: None,
-        moving: None,
-    };
-    let params = update_phi_params(plan, pass.settings.eps, &saved, 0, phi, no_step, true);
-    // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which are
-    // only written: there are no chunks to read. The launch is the plan's, and the kernel has no
-    // tiling.
-    unsafe { gpu.launch(&plan.update_phi(), &params) }
-}
+    /// Computes 1/D from ψ² on a rank without rows, by `update_phi` without a step. Elsewhere
+    /// [`launch_rows`](Self::launch_rows) writes 1/D, or
+    /// [`launch_update_phi`](Self::launch_update_phi) from the batch's statistic.
+    fn launch_inv_d(&self, saved: Option<&mut CudaSlice<u8>>) -> Result<()> {
+        let locks = Locks::default();
+        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let saved = self.saved_parts(saved, &mut uses);
+        let phi = uses.read_vector(self.inputs.phi.as_ref())?;
+        let no_step = PhiStep {
+            cumulative: None,
+            moving: None,
+        };
+        let params = self.update_phi_params(&saved, 0, phi, no_step, true);
+        // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which
+        // are only written: there are no chunks to read. The launch is the plan's, and the kernel
+        // has no tiling.
+        unsafe { self.gpu.launch(&self.plan.update_phi(), &params) }
+    }
 
-/// Adds up the sums over the rows of this process, for the exchange.
-fn launch_totals(
-    gpu: &Gpu,
-    plan: &LaunchPlan,
-    saved: Option<&mut CudaSlice<u8>>,
-    sums: &mut CudaStorage,
-) -> Result<()> {
-    let locks = Locks::default();
-    let mut uses = Uses::on(&gpu.stream, &locks);
-    let saved = saved_parts(plan, saved, &mut uses)?;
-    let mut totals = uses.write(sums)?.data;
-    let all_partials = match saved.all_partials {
-        0 => saved.partials,
-        all_partials => all_partials,
-    };
-    // Of kept rows, then of all rows.
-    let partials = [(saved.partials, saved.kept), (all_partials, 0)];
-    for (partials, kept) in partials.into_iter().take(plan.recipe.square_sums()) {
-        let count = totals + plan.extent.cols as u64 * TOTAL_BYTES;
-        let params = SumPartialsParams {
-            partials,
-            kept,
-            stride: plan.extent.cols as i64,
+    /// Adds up the sums over the rows of this process, for the exchange.
+    fn launch_totals(
+        &self,
+        saved: Option<&mut CudaSlice<u8>>,
+        sums: &mut CudaStorage,
+    ) -> Result<()> {
+        let (gpu, plan) = (self.gpu, self.plan);
+        let locks = Locks::default();
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = self.saved_parts(saved, &mut uses);
+        let mut totals = uses.write(sums)?.data;
+        let all_partials = match saved.all_partials {
+            0 => saved.partials,
+            all_partials => all_partials,
+        };
+        // Of kept rows, then of all rows.
+        let partials = [(saved.partials, saved.kept), (all_partials, 0)];
+        for (partials, kept) in partials.into_iter().take(plan.recipe.square_sums()) {
+            let count = totals + plan.extent.cols as u64 * TOTAL_BYTES;
+            let params = SumPartialsParams {
+                partials,
+                kept,
+                stride: plan.extent.cols as i64,
+                totals,
+                count,
+                rows: plan.extent.rows as i64,
+                cols: plan.extent.cols as i64,
+                chunks: plan.chunks() as i64,
+            };
+            // SAFETY: `sums`, an allocation of its own, has a total a column and a count for each
+            // of the recipe's sums. The chunks are parts of `saved`, which `launch_rows` has
+            // written, and there are none without rows. The launch is the plan's, and the kernel
+            // has no tiling.
+            unsafe { gpu.launch(&plan.sum_partials(), &params) }?;
+            totals = count + TOTAL_BYTES;
+        }
+        Ok(())
+    }
+
+    /// Makes ψ_B² and Γ, and 1/D if the batch's statistic normalizes, and moves ψ².
+    fn launch_update_phi(
+        &self,
+        saved: Option<&mut CudaSlice<u8>>,
+        totals: Option<&Tensor>,
+        env: &mut dyn Env,
+    ) -> Result<()> {
+        let (gpu, plan) = (self.gpu, self.plan);
+        let locks = Locks::default();
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = self.saved_parts(saved, &mut uses);
+        let totals = uses.read(totals)?;
+        let by_batch = plan.kind == ForwardKind::BatchStatistic;
+        env.move_phi(&mut |phi, step| {
+            gpu.in_place(phi, |phi| {
+                let params = self.update_phi_params(&saved, totals, phi, *step, by_batch);
+                // SAFETY: ψ², which `in_place` holds, has the plan's columns. The totals have the
+                // length of `LaunchPlan::sums`. The rest are parts of `saved`, whose chunks
+                // `launch_rows` has written and whose 1/D it or `launch_inv_d` has; without rows
+                // there are no chunks, and totals are there. All are allocations or parts of their
+                // own. The launch is the plan's, and the kernel has no tiling.
+                unsafe { gpu.launch(&plan.update_phi(), &params) }
+            })
+        })
+    }
+
+    /// Launches the output from the batch's statistic, of which `update_phi` has left 1/D.
+    fn launch_output(
+        &self,
+        y: &mut CudaStorage,
+        stream: Option<&mut CudaStorage>,
+        saved: Option<&mut CudaSlice<u8>>,
+    ) -> Result<()> {
+        let (gpu, plan, pass) = (self.gpu, self.plan, self.pass);
+        let locks = Locks::default();
+        let mut uses = Uses::on(&gpu.stream, &locks);
+        let saved = self.saved_parts(saved, &mut uses);
+        let params = NormalizeParams {
+            x: match stream {
+                // `launch_rows` has written it.
+                Some(stream) => uses.write(stream)?.data,
+                None => uses.read_rows(&pass.x)?,
+            },
+            y: uses.write(y)?.data,
+            weight: uses.read_vector(pass.weight.as_ref())?,
+            bias: uses.read_vector(pass.bias.as_ref())?,
+            inv_d: saved.inv_d,
+            group_rms_inv: saved.group_rms_inv,
+            group_scaling: plan.cut.group_scaling,
+            group_eps: plan.extent.group_eps().into(),
+            ..Default::default()
+        };
+        // SAFETY: x and y have the plan's rows and columns, weight and bias its columns, and y is
+        // an allocation of its own. 1/D and r are parts of `saved`, which `update_phi` and
+        // `launch_rows` have written; r of groups that a block owns is written once more.
+        unsafe { gpu.normalize(plan, params) }
+    }
+
+    /// The addresses in `saved`, which an evaluation may do without.
+    fn saved_parts<'u>(
+        &self,
+        saved: Option<&'u mut CudaSlice<u8>>,
+        uses: &mut Uses<'u, '_>,
+    ) -> SavedLayout {
+        match saved {
+            Some(saved) => (self.plan).saved(uses.hold(saved.device_ptr_mut(uses.stream))),
+            None => {
+                debug_assert!(
+                    !self.plan.kind.is_training(),
+                    "a training forward saves its sums"
+                );
+                SavedLayout::default()
+            }
+        }
+    }
+
+    /// Arguments of `update_phi`. If `by_batch`, 1/D is made from ψ_B², or from ψ² if no row is
+    /// kept.
+    fn update_phi_params(
+        &self,
+        saved: &SavedLayout,
+        totals: Address,
+        phi: Vector,
+        step: PhiStep,
+        by_batch: bool,
+    ) -> UpdatePhiParams {
+        let plan = self.plan;
+        let has_all_totals = totals != 0 && plan.recipe.square_sums() > 1;
+        let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
+        UpdatePhiParams {
             totals,
-            count,
+            all_totals: when(has_all_totals, all_totals),
+            // Read only without totals.
+            partials: saved.partials,
+            all_partials: saved.all_partials,
+            kept: saved.kept,
             rows: plan.extent.rows as i64,
             cols: plan.extent.cols as i64,
             chunks: plan.chunks() as i64,
-        };
-        // SAFETY: `sums`, an allocation of its own, has a total a column and a count for each of
-        // the recipe's sums. The chunks are parts of `saved`, which `launch_rows` has written, and
-        // there are none without rows. The launch is the plan's, and the kernel has no tiling.
-        unsafe { gpu.launch(&plan.sum_partials(), &params) }?;
-        totals = count + TOTAL_BYTES;
-    }
-    Ok(())
-}
-
-/// Makes ψ_B² and Γ, and 1/D if the batch's statistic normalizes, and moves ψ².
-fn launch_update_phi(
-    gpu: &Gpu,
-    plan: &LaunchPlan,
-    eps: f64,
-    saved: Option<&mut CudaSlice<u8>>,
-    totals: Option<&Tensor>,
-    env: &mut dyn Env,
-) -> Result<()> {
-    let locks = Locks::default();
-    let mut uses = Uses::on(&gpu.stream, &locks);
-    let saved = saved_parts(plan, saved, &mut uses)?;
-    let totals = uses.read(totals)?;
-    let by_batch = plan.kind == ForwardKind::BatchStatistic;
-    env.move_phi(&mut |phi, step| {
-        gpu.in_place(phi, |phi| {
-            let params = update_phi_params(plan, eps, &saved, totals, phi, *step, by_batch);
-            // SAFETY: ψ², which `in_place` holds, has the plan's columns. The totals have the
-            // length of `LaunchPlan::sums`. The rest are parts of `saved`, whose chunks
-            // `launch_rows` has written and whose 1/D it or `launch_inv_d` has; without rows
-            // there are no chunks, and totals are there. All are allocations or parts of their own.
-            // The launch is the plan's, and the kernel has no tiling.
-            unsafe { gpu.launch(&plan.update_phi(), &params) }
-        })
-    })
-}
-
-/// Launches the output from the batch's statistic, of which `update_phi` has left 1/D.
-fn launch_output(
-    gpu: &Gpu,
-    plan: &LaunchPlan,
-    pass: &Pass,
-    y: &mut CudaStorage,
-    stream: Option<&mut CudaStorage>,
-    saved: Option<&mut CudaSlice<u8>>,
-) -> Result<()> {
-    let locks = Locks::default();
-    let mut uses = Uses::on(&gpu.stream, &locks);
-    let saved = saved_parts(plan, saved, &mut uses)?;
-    let params = NormalizeParams {
-        x: match stream {
-            // `launch_rows` has written it.
-            Some(stream) => uses.write(stream)?.data,
-            None => uses.read_rows(&pass.x)?,
-        },
-        y: uses.write(y)?.data,
-        weight: uses.read_vector(pass.weight.as_ref())?,
-        bias: uses.read_vector(pass.bias.as_ref())?,
-        inv_d: saved.inv_d,
-        group_rms_inv: saved.group_rms_inv,
-        group_scaling: plan.cut.group_scaling,
-        group_eps: plan.extent.group_eps().into(),
-        ..Default::default()
-    };
-    // SAFETY: x and y have the plan's rows and columns, weight and bias its columns, and y is an
-    // allocation of its own. 1/D and r are parts of `saved`, which `update_phi` and `launch_rows`
-    // have written; r of groups that a block owns is written once more.
-    unsafe { gpu.normalize(plan, params) }
-}
-
-/// The addresses in `saved`, which an evaluation may do without.
-fn saved_parts<'u>(
-    plan: &LaunchPlan,
-    saved: Option<&'u mut CudaSlice<u8>>,
-    uses: &mut Uses<'u, '_>,
-) -> Result<SavedLayout> {
-    match saved {
-        Some(saved) => Ok(plan.saved(uses.hold(saved.device_ptr_mut(uses.stream)))),
-        None => {
-            debug_assert!(
-                !plan.kind.is_training(),
-                "a training forward saves its sums"
-            );
-            Ok(SavedLayout::default())
+            phi,
+            batch_phi: saved.batch_phi,
+            inv_d: saved.inv_d,
+            gamma: saved.gamma,
+            count: saved.count,
+            eps: self.pass.settings.eps.into(),
+            by_batch: by_batch.into(),
+            guard: plan.recipe.is_guarded().into(),
+            cumulative: step.cumulative.is_some().into(),
+            moving: step.moving.is_some().into(),
+            old_share: step.cumulative.map_or(0., |shares| shares.old),
+            new_share: step.cumulative.map_or(0., |shares| shares.new),
+            alpha: step.moving.map_or(0., |shares| shares.old),
+            beta: step.moving.map_or(0., |shares| shares.new),
         }
-    }
-}
-
-/// Arguments of `update_phi`. If `by_batch`, 1/D is made from ψ_B², or from ψ² if no row is kept.
-fn update_phi_params(
-    plan: &LaunchPlan,
-    eps: f64,
-    saved: &SavedLayout,
-    totals: Address,
-    phi: Vector,
-    step: PhiStep,
-    by_batch: bool,
-) -> UpdatePhiParams {
-    let has_all_totals = totals != 0 && plan.recipe.square_sums() > 1;
-    let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
-    UpdatePhiParams {
-        totals,
-        all_totals: when(has_all_totals, all_totals),
-        // Read only without totals.
-        partials: saved.partials,
-        all_partials: saved.all_partials,
-        kept: saved.kept,
-        rows: plan.extent.rows as i64,
-        cols: plan.extent.cols as i64,
-        chunks: plan.chunks() as i64,
-        phi,
-        batch_phi: saved.batch_phi,
-        inv_d: saved.inv_d,
-        gamma: saved.gamma,
-        count: saved.count,
-        eps: eps.into(),
-        by_batch: by_batch.into(),
-        guard: plan.recipe.is_guarded().into(),
-        cumulative: step.cumulative.is_some().into(),
-        moving: step.moving.is_some().into(),
-        old_share: step.cumulative.map_or(0., |shares| shares.old),
-        new_share: step.cumulative.map_or(0., |shares| shares.new),
-        alpha: step.moving.map_or(0., |shares| shares.old),
-        beta: step.moving.map_or(0., |shares| shares.new),
     }
 }
 
@@ -494,7 +497,7 @@ enum Correction<'a> {
     Lambda,
 }
 
-/// The inputs of a backward's launches, which hold buffers as a forward's launches do.
+/// The launches of a backward, which hold buffers as a forward's launches do.
 struct Backward<'a> {
     gpu: &'a Gpu,
     plan: &'a LaunchPlan,
@@ -554,7 +557,6 @@ impl Backward<'_> {
         &self,
         workspace: &mut CudaSlice<u8>,
         totals: Option<&Tensor>,
-        nu: Option<&RunningNu>,
         [dweight, dbias]: [Option<&mut CudaStorage>; 2],
         env: &mut dyn Env,
     ) -> Result<()> {
@@ -574,24 +576,27 @@ impl Backward<'_> {
             lambda: workspace.lambda,
             dweight: uses.write(dweight)?,
             dbias: uses.write(dbias)?,
-            beta: nu.map_or(0., |nu| nu.share),
-            unscale: nu.map_or(1., |nu| nu.loss_scale.recip()),
             guard: plan.recipe.is_guarded().into(),
             ..Default::default()
         };
-        let launch = |ema_gz| {
-            let mut params = params;
-            params.ema_gz = ema_gz;
+        let launch = |params: &UpdateNuParams| {
             // SAFETY: the totals, the weight, the gradients and ν, which `in_place` holds, have the
             // plan's columns. The rest are parts of `saved`, which the forward has written, and of
             // the workspace, whose chunks `launch_rows` has written; without rows there are no
             // chunks. All are allocations or parts of their own. The launch is the plan's, and the
             // kernel has no tiling.
-            unsafe { gpu.launch(&plan.update_nu(), &params) }
+            unsafe { gpu.launch(&plan.update_nu(), params) }
         };
-        env.move_nu(&mut |ema_gz| match ema_gz {
-            Some(ema_gz) => gpu.in_place(ema_gz, launch),
-            None => launch(Vector::default()),
+        env.move_nu(&mut |nu| match nu {
+            Some(nu) => gpu.in_place(nu.ema_gz, |ema_gz| {
+                launch(&UpdateNuParams {
+                    ema_gz,
+                    beta: nu.share,
+                    unscale: nu.loss_scale.recip(),
+                    ..params
+                })
+            }),
+            None => launch(&params),
         })
     }
 

@@ -31,11 +31,12 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Σ x̃² of each column, over some of the rows.
+/// Σ x̃² of each column.
 pub(super) struct SquareSums<T: Element> {
-    pub squares: PerChannel<T>,
-    /// The number of rows in the sums.
-    pub rows: usize,
+    /// Over the kept rows.
+    pub kept: PerChannel<T>,
+    /// Over all rows, if [`sums_all`](Rows::sums_all).
+    pub all: Option<PerChannel<T>>,
 }
 
 /// The arrays that a pass wrote, `[rows, cols]` each.
@@ -53,13 +54,12 @@ pub(super) struct Written<T> {
 const LARGE: usize = 4 << 20;
 
 /// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if these are given, and the
-/// column sums of x̃² if they are wanted: over the kept rows, then over all rows if
-/// [`sums_all`](Rows::sums_all).
+/// column sums of x̃² if they are wanted.
 pub(super) fn forward<T: Element>(
     rows: &Rows<T>,
     coefficients: Option<&[PerChannel<T>; 2]>,
     sums: bool,
-) -> (Written<T>, Vec<SquareSums<T>>) {
+) -> (Written<T>, Option<SquareSums<T>>) {
     if rows.residual.is_some() && rows.bytes() > LARGE {
         let only_stream = Forward {
             scaler: None,
@@ -74,7 +74,8 @@ pub(super) fn forward<T: Element>(
         let stream = Some(stream);
         return (Written { stream, ..written }, sums);
     }
-    debug_assert!(!(sums && matches!(rows.norm, RowNorm::Centred { .. })));
+    let is_centred = matches!(rows.norm, RowNorm::Centred { .. });
+    assert!(!(sums && is_centred), "LayerNorm has no sums");
     let sums_per_column = match (sums, rows.keep) {
         (false, _) => 0,
         (true, Some(_)) if rows.sums_all => 2,
@@ -85,26 +86,19 @@ pub(super) fn forward<T: Element>(
         coefficients,
         sums_per_column,
     };
-    let (written, mut squares) = run(rows, &pass);
+    let (written, mut kept) = run(rows, &pass);
     if !sums {
-        return (written, vec![]);
+        return (written, None);
     }
-    let of_padded = squares.split_off(rows.cols());
-    let mut sums = vec![SquareSums {
-        squares,
-        rows: rows.kept(),
-    }];
-    if rows.sums_all {
-        let mut squares = sums[0].squares.clone();
-        for (square, padded) in squares.iter_mut().zip(of_padded) {
+    let of_padded = kept.split_off(rows.cols());
+    let all = rows.sums_all.then(|| {
+        let mut all = kept.clone();
+        for (square, padded) in all.iter_mut().zip(of_padded) {
             *square += padded;
         }
-        sums.push(SquareSums {
-            squares,
-            rows: rows.len(),
-        });
-    }
-    (written, sums)
+        all
+    });
+    (written, Some(SquareSums { kept, all }))
 }
 
 /// `y = gain ⊙ x̃ + shift` alone.
@@ -165,7 +159,7 @@ pub(super) fn backward<T: Element>(
     (written.y, sums)
 }
 
-/// Computes what the rows are normalized by; `None` if they are not normalized by themselves.
+/// The rows' [`Scaler`]; `None` if they are not normalized by themselves.
 fn scaler<T: Element>(rows: &Rows<T>) -> Option<Scaler<T::Acc>> {
     match rows.norm {
         RowNorm::Groups { eps, .. } | RowNorm::Centred { eps } => {
@@ -411,13 +405,14 @@ mod tests {
         let (written, sums) = forward(&rows, Some(&coefficients), true);
         assert_eq!(written.y.unwrap(), [10.5, 199.5, 30.5, -400.5]);
         assert!(written.stream.is_none());
-        assert_eq!((sums.len(), sums[0].rows), (1, 2));
-        assert_eq!(sums[0].squares, [10., 20.]);
+        let sums = sums.unwrap();
+        assert_eq!(sums.kept, [10., 20.]);
+        assert!(sums.all.is_none());
         // Only the output, or only the sums.
         assert_eq!(normalize(&rows, &coefficients), [10.5, 199.5, 30.5, -400.5]);
         let (written, sums) = forward(&rows, None, true);
         assert!(written.y.is_none());
-        assert_eq!(sums[0].squares, [10., 20.]);
+        assert_eq!(sums.unwrap().kept, [10., 20.]);
     }
 
     /// A padded row has an output, and enters only the sums over all rows.
@@ -430,17 +425,16 @@ mod tests {
         let squares = |rows: &Rows<f32>| {
             let (written, sums) = forward(rows, Some(&coefficients), true);
             assert_eq!(written.y.unwrap(), x);
-            let sums = sums.into_iter().map(|sums| (sums.squares, sums.rows));
-            sums.collect::<Vec<_>>()
+            let SquareSums { kept, all } = sums.unwrap();
+            (kept, all)
         };
-        let kept = (vec![26., 40., 10.], 2);
-        assert_eq!(squares(&rows), std::slice::from_ref(&kept));
+        let (kept, all) = (vec![26., 40., 10.], vec![35., 56., 14.]);
+        assert_eq!(squares(&rows), (kept.clone(), None));
         rows.sums_all = true;
-        assert_eq!(squares(&rows), [kept, (vec![35., 56., 14.], 3)]);
+        assert_eq!(squares(&rows), (kept, Some(all.clone())));
         // Without a mask both are the same.
         rows.keep = None;
-        let all = (vec![35., 56., 14.], 3);
-        assert_eq!(squares(&rows), [all.clone(), all]);
+        assert_eq!(squares(&rows), (all.clone(), Some(all)));
     }
 
     /// Rows of two groups: r of [3, 3] is 1/3, of [7, 1] 1/5, of [0.5, 0.5] 2, and of [0, 0] 1/√ε.
@@ -454,7 +448,7 @@ mod tests {
         let coefficients = [vec![1., 1., 5., 5.], vec![0., 1., 0., 1.]];
         let (written, sums) = forward(&rows(&x, 4, norm), Some(&coefficients), true);
         assert_close(&written.y.unwrap(), &[1., 2., 7., 2., 1., 2., 0., 1.]);
-        assert_close(&sums[0].squares, &[2., 2., 1.96, 0.04]);
+        assert_close(&sums.unwrap().kept, &[2., 2., 1.96, 0.04]);
     }
 
     /// A channel's group of one: x̃ is the sign.
@@ -474,10 +468,8 @@ mod tests {
             rows.sums_all = true;
             let (written, sums) = forward(&rows, Some(&coefficients), true);
             assert_eq!(written.y, Some(vec![]));
-            assert_eq!(sums.len(), 2);
-            for sums in sums {
-                assert_eq!((sums.squares, sums.rows), (vec![0.; 5], 0));
-            }
+            let sums = sums.unwrap();
+            assert_eq!((sums.kept, sums.all), (vec![0.; 5], Some(vec![0.; 5])));
             let dy = matrix(&[], 5);
             let sums = BackwardSums::DyXAndDy;
             let (dx, sums) = backward(&rows, &dy, Some(&coefficients), sums);
@@ -497,11 +489,11 @@ mod tests {
         // f16 has every second integer from 2048 on: a tie, to even.
         assert_eq!(written.stream.unwrap(), half(&[2048., 3., 0.75, 0.]));
         assert_eq!(written.y.unwrap(), half(&[2048., 6., 0.75, 0.]));
-        assert_eq!(sums[0].squares, [2048f32 * 2048. + 0.5625, 9.]);
+        assert_eq!(sums.unwrap().kept, [2048f32 * 2048. + 0.5625, 9.]);
         // The stream alone, for a forward that waits for its statistic.
         let (written, sums) = forward(&rows, None, false);
         assert_eq!(written.stream.unwrap(), half(&[2048., 3., 0.75, 0.]));
-        assert!(written.y.is_none() && sums.is_empty());
+        assert!(written.y.is_none() && sums.is_none());
     }
 
     /// Larger inputs add the residual in a pass of its own, with the same result.
@@ -528,7 +520,7 @@ mod tests {
         };
         let squares: Vec<f32> = (0..cols).map(squares).collect();
         assert!(written.y.unwrap() == y && written.stream.unwrap() == stream);
-        assert_eq!(sums[0].squares, squares); // whole numbers, which are exact
+        assert_eq!(sums.unwrap().kept, squares); // whole numbers, which are exact
     }
 
     /// dx = gain dy − decay x, Σ dy x and Σ dy, of which padded rows have none.
@@ -664,7 +656,7 @@ mod tests {
         let rows = rows(&x, 1, RowNorm::None);
         assert_eq!(chunk_rows(601, 1), CHUNK);
         let (_, sums) = forward(&rows, None, true);
-        assert_eq!(sums[0].squares, [16_777_216. + 88.]);
+        assert_eq!(sums.unwrap().kept, [16_777_216. + 88.]);
         assert_eq!(601 - SUBTOTAL_ROWS, 89);
     }
 
