@@ -1,10 +1,13 @@
 //! LayerNorm: the mean μ of a row and its standard deviation 1/r, and the two means that its
 //! backward subtracts.
 //!
-//! A forward computes `x̃ = r (x − μ)`. Its backward takes `dx̃ = gain ⊙ dy` back to
-//! `dx = r (dx̃ − mean(dx̃) − x̃ · mean(dx̃ x̃))`. The row is one group. A pass usually reads it three
-//! times, from the first-level cache after the first time: for the mean, for the squared distances
-//! to the mean, and for the output.
+//! ```text
+//! x̃ = r (x − μ)
+//! dx = r (dx̃ − mean(dx̃) − x̃ · mean(dx̃ x̃))      with dx̃ = gain ⊙ dy
+//! ```
+//!
+//! The row is one group. A pass usually reads it three times, from the first-level cache after the
+//! first time: for the mean, for the squared distances to the mean, and for the output.
 //!
 //! The mean is computed twice. In f32 a mean of 1e4 is rounded by up to 0.0005, which for rows with
 //! a deviation of 1 is half a thousandth of x̃. So the second walk also takes the mean of the
@@ -54,7 +57,7 @@ impl<A: Accumulator> Scaler<A> {
         groups: &mut Groups<A>,
     ) {
         let distances = Distances::new(simd, self, x);
-        let mut terms = BackwardTerms {
+        let mut terms = CentredTerms {
             distances,
             dy,
             gain,
@@ -123,13 +126,9 @@ impl<'a, T: Element> Distances<'a, T> {
     /// μ and r, from the sums of the distances.
     #[inline(always)]
     fn scaling(&self, scaler: &Scaler<T::Acc>, rest: T::Acc, squares: T::Acc) -> Scaling<T::Acc> {
+        // Not below 0: `rest²` is a hundredth of the mean square at most. Or the mean is from f64,
+        // and `rest` is half of its last bit at most, while values that differ do so by more.
         let variance = squares * scaler.share - rest * rest;
-        // Rounding may leave a value below 0. `max` would drop a NaN.
-        let variance = if variance < T::Acc::zero() {
-            T::Acc::zero()
-        } else {
-            variance
-        };
         Scaling {
             mean: self.mean,
             rest,
@@ -160,8 +159,9 @@ fn is_far<A: Accumulator>(rest: A, mean_square: A) -> bool {
 }
 
 /// The mean, in f64: the first value, and the mean of the distances to it. So it is exact for equal
-/// values, and otherwise rounded as little as the values are apart. Distances are halved and terms
-/// divided before they are added, so that nothing overflows unless a distance to the mean does.
+/// values, and its error grows with the spread of the values, not with their size, until it is
+/// rounded to `A`. Distances are halved and terms divided before they are added, so that nothing
+/// overflows unless a distance to the mean does.
 #[cold]
 fn mean_from_first<A: Accumulator, T: Element<Acc = A>>(x: &[T]) -> A {
     let half = |x: &T| x.to_f64() / 2.;
@@ -185,13 +185,13 @@ impl<T: Element> Terms<T::Acc, 2> for Distances<'_, T> {
 }
 
 /// The sums of [`Distances`], then Σ dx̃ and Σ dx̃ (x − mean), where `dx̃ = gain ⊙ dy`.
-struct BackwardTerms<'a, T: Element> {
+struct CentredTerms<'a, T: Element> {
     distances: Distances<'a, T>,
     dy: &'a [T],
     gain: &'a [T::Acc],
 }
 
-impl<T: Element> Terms<T::Acc, 4> for BackwardTerms<'_, T> {
+impl<T: Element> Terms<T::Acc, 4> for CentredTerms<'_, T> {
     #[inline(always)]
     fn add<S: Simd, const K: usize>(
         &self,
@@ -208,7 +208,7 @@ impl<T: Element> Terms<T::Acc, 4> for BackwardTerms<'_, T> {
     }
 }
 
-impl<T: Element> BackwardTerms<'_, T> {
+impl<T: Element> CentredTerms<'_, T> {
     /// Σ dx̃ x̃ of a row for which a product with a distance itself overflows.
     #[cold]
     fn total_of_huge(&self, scaling: &Scaling<T::Acc>) -> T::Acc {
@@ -225,7 +225,7 @@ impl<T: Element> BackwardTerms<'_, T> {
 mod tests {
     use super::*;
     use crate::device::cpu::run::level::Level;
-    use pulp::WithSimd;
+    use pulp::{Scalar, WithSimd};
 
     /// The scaling of a row in a forward, with ε = `eps`.
     struct Centre<'a, T> {
@@ -290,6 +290,12 @@ mod tests {
                 assert_eq!((scaling.rest, scaling.rms_inv), (0., 2.), "{value}");
             }
         }
+    }
+
+    #[test]
+    fn a_first_mean() {
+        let scaler = Scaler::<f32>::new(3, 0.);
+        assert_close(Distances::new(Scalar, &scaler, &[1f32, 2., 6.]).mean, 3.);
     }
 
     #[test]

@@ -56,9 +56,9 @@ const UNROLL: usize = 4;
 /// arrays of a row to one length first. Then a vector's columns are in bounds of all arrays or of
 /// none, which is tested once a block.
 pub(crate) trait RowPass<T: Element>: Sync {
-    /// True if the rows may have a residual, as all but LayerNorm's may. A backward reads
-    /// `x + residual`, which the forward wrote. Code to add a residual would take registers from
-    /// the backward's loops, and up to 7 % more time in f16.
+    /// True for a forward, which adds the residual if there is one. LayerNorm has none. A backward
+    /// reads `x + residual`, which the forward wrote. Code to add a residual would take registers
+    /// from the backward's loops, and up to 7 % more time in f16.
     const ADDS_RESIDUAL: bool = false;
 
     /// True if the pass has an output, of which [`row`](Self::row) then writes each row.

@@ -197,7 +197,8 @@ impl<'a, T: Element> RowWriter<'a, T> {
             Stores::NonTemporal => {
                 let row = &mut self.part.slots[self.filled..][..groups.cols()];
                 // SAFETY: the writer borrows the part mutably and stays on this thread, `last`
-                // rejects such parts, and dropping the writer executes a fence.
+                // rejects such parts, and dropping the writer executes a fence. `run/mod.rs`, which
+                // makes all writers, drops each of them.
                 let row = unsafe { NonTemporalRow::new(row) };
                 sweep::<K, _, T>(simd, groups, columns, Target::NonTemporal(row));
                 self.filled += groups.cols();

@@ -43,7 +43,7 @@ fn normalized<const CENTRED: bool, S: Simd, T: Element, const K: usize>(
     if !CENTRED {
         return x * rms_inv;
     }
-    // r (x − mean − rest), with a product of constants.
+    // r (x − mean − rest) as one multiply-add: r · rest is constant along the row.
     let shift = at.splat(-scaling.rest * scaling.rms_inv);
     (x - at.splat(scaling.mean)).mul_add(rms_inv, shift)
 }
@@ -89,7 +89,7 @@ impl<T: Element> RowPass<T> for Forward<'_, T> {
         let (Some(y), Some([gain, shift])) = (y, self.coefficients) else {
             return sweep::<UNROLL, _, T>(simd, groups, &mut squares, Target::Nowhere);
         };
-        let mut columns = Output {
+        let mut columns = Affine {
             squares,
             gain: &gain[..cols],
             shift: &shift[..cols],
@@ -120,13 +120,13 @@ impl<T: Element, const CENTRED: bool> Columns<T::Acc> for AddSquares<'_, T, CENT
 }
 
 /// y.
-struct Output<'a, T: Element, const CENTRED: bool> {
+struct Affine<'a, T: Element, const CENTRED: bool> {
     squares: AddSquares<'a, T, CENTRED>,
     gain: &'a [T::Acc],
     shift: &'a [T::Acc],
 }
 
-impl<T: Element, const CENTRED: bool> Columns<T::Acc> for Output<'_, T, CENTRED> {
+impl<T: Element, const CENTRED: bool> Columns<T::Acc> for Affine<'_, T, CENTRED> {
     #[inline(always)]
     fn apply<S: Simd, const K: usize>(
         &mut self,
@@ -206,7 +206,7 @@ struct AddProducts<'a, T: Element, const CENTRED: bool> {
 }
 
 impl<T: Element, const CENTRED: bool> AddProducts<'_, T, CENTRED> {
-    /// Returns x̃ and dy.
+    /// Returns x̃ and dy, whose products are then in the column sums.
     #[inline(always)]
     fn add<S: Simd, const K: usize>(
         &mut self,

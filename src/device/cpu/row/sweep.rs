@@ -28,8 +28,8 @@ use std::ops::Range;
 /// dx = r (dx̃ − mean(dx̃) − x̃ · mean(dx̃ x̃))
 /// ```
 ///
-/// LayerNorm has all of these. Group scaling has neither μ nor the mean of dx̃, and a forward has no
-/// means of gradients. What a pass does not have is 0, and not read.
+/// LayerNorm has all of these. Group scaling has neither μ nor the mean of dx̃, and a forward has
+/// no means of gradients; these stay 0. Rows that are not normalized keep [`Scaling::none`].
 #[derive(Clone, Copy)]
 pub(crate) struct Scaling<A> {
     /// μ, as `mean + rest`: the mean, rounded, and the mean of the distances to it.
