@@ -38,6 +38,7 @@ pub(crate) enum ForwardKind {
 }
 
 impl ForwardKind {
+    /// A training forward, or a recalibration, which moves ψ² too.
     pub fn is_training(self) -> bool {
         self != Self::Evaluation
     }

@@ -214,10 +214,11 @@ fn plan_of(pass: &Pass, inputs: &Inputs, kernels: &Kernels, has_ranks: bool) -> 
         true => pass.kind,
         false => ForwardKind::Evaluation,
     };
-    let mut plan = LaunchPlan::new(extent, pass.settings.recipe, kind)?;
-    plan.masked = pass.keep.is_some();
-    plan.divides = inputs.phi.is_some();
-    Ok(plan)
+    Ok(LaunchPlan {
+        masked: pass.keep.is_some(),
+        divides: inputs.phi.is_some(),
+        ..LaunchPlan::new(extent, pass.settings.recipe, kind)?
+    })
 }
 
 /// The launches of a forward. Each method holds every buffer whose address it passes, in `uses`,
