@@ -493,6 +493,7 @@ impl PowerNorm {
         })
     }
 
+    /// The state's part in a call. Takes the call's turn over ranks, if there are others.
     fn role(&self, purpose: Purpose) -> Role<'_> {
         let exchange = match purpose {
             Purpose::Evaluation => return Role::Evaluation(&self.state),

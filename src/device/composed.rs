@@ -262,7 +262,7 @@ fn store(
 
 /// ν, times the factor of the loss.
 fn running_nu(rows: &Rows, nu: &Nu) -> Result<Tensor> {
-    rows.channels(nu.ema_gz)? * (nu.share * nu.loss_scale)
+    rows.channels(nu.ema_gz)? * nu.scale()
 }
 
 /// Sums over rows.

@@ -184,8 +184,15 @@ pub(crate) struct Nu<'a> {
     pub ema_gz: &'a Var,
     /// 1−α_b.
     pub share: f64,
-    /// The factor of the loss. It is the same throughout a backward, whoever sets another.
+    /// The factor of the loss. It is fixed for one backward, even if another thread sets it.
     pub loss_scale: f64,
+}
+
+impl Nu<'_> {
+    /// What `ema_gz` is multiplied by for ν times the loss scale, which corrects a gradient.
+    fn scale(&self) -> f64 {
+        self.share * self.loss_scale
+    }
 }
 
 /// The dtype that sums over rows of `dtype` are taken in.

@@ -405,9 +405,8 @@ fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &[f64]) -> R
 
 /// ν times the loss scale.
 fn running_nu(nu: &Nu) -> Result<Vec<f64>> {
-    let scale = nu.share * nu.loss_scale;
     Ok((channels(nu.ema_gz)?.into_iter())
-        .map(|ema_gz| ema_gz * scale)
+        .map(|ema_gz| ema_gz * nu.scale())
         .collect())
 }
 

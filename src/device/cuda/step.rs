@@ -175,11 +175,10 @@ impl device::Saved for Forwarded {
     }
 }
 
-/// ν, in its variable or in a copy, and how a step moves it.
+/// ν times the loss scale: `scale · ema_gz`, which is the variable of ν or a copy.
 struct RunningNu {
     ema_gz: Tensor,
-    share: f64,
-    loss_scale: f64,
+    scale: f64,
 }
 
 impl RunningNu {
@@ -190,8 +189,7 @@ impl RunningNu {
                 true => nu.ema_gz.detach(),
                 false => nu.ema_gz.as_detached_tensor().copy()?,
             },
-            share: nu.share,
-            loss_scale: nu.loss_scale,
+            scale: nu.scale(),
         })
     }
 }
@@ -635,10 +633,7 @@ impl Backward<'_> {
         let keep = uses.read(pass.backward_keep())?;
         let weight = uses.read_vector(pass.weight.as_ref())?;
         let (correction, scale) = match correction {
-            Correction::Nu(Some(nu)) => (
-                uses.read_vector(Some(&nu.ema_gz))?,
-                nu.share * nu.loss_scale,
-            ),
+            Correction::Nu(Some(nu)) => (uses.read_vector(Some(&nu.ema_gz))?, nu.scale),
             Correction::Nu(None) => (Vector::default(), 0.),
             Correction::Lambda => {
                 let dtype = Dtype::of(plan.sums_dtype())?;

@@ -17,6 +17,7 @@
 use super::sweep::{Groups, Terms, sum_terms};
 use super::vectors::{Lanes, Span};
 use crate::device::cpu::convert::{Accumulator, Element};
+use candle::WithDType;
 use num_traits::{Float, Zero};
 use pulp::Simd;
 use std::ops::Range;
@@ -97,12 +98,11 @@ impl<A: Accumulator> Scaler<A> {
             return A::nan();
         }
         let largest = x().map(Float::abs).fold(A::zero(), Float::max);
-        let squares = x().fold(A::zero(), |sum, x| {
-            let x = x / largest;
-            sum + x * x
-        });
-        let square = squares / A::from_f64(x().len() as f64) + self.eps / largest / largest;
-        (largest * square.sqrt()).recip()
+        // In f64, because the rounding errors of a long sum in f32 would add up.
+        let wide = |x: A| WithDType::to_f64(x);
+        let squares: f64 = x().map(|x| wide(x / largest).powi(2)).sum();
+        let square = squares / x().len() as f64 + wide(self.eps / largest / largest);
+        A::from_f64((wide(largest) * square.sqrt()).recip())
     }
 }
 
@@ -194,6 +194,15 @@ mod tests {
         let scaler = Scaler::<f32>::new(2, 0.25);
         assert_eq!(scaler.rms_inv(&[0f32, 0.], [0., 0.], 0.), 2.);
         assert_eq!(scaler.rms_inv(&[3f32, 4.], [0., 0.], 12.), 1. / 3.5);
+    }
+
+    /// The rounding errors of a sum in f32 would change r by 3e-4.
+    #[test]
+    fn r_of_a_long_row_of_huge_values() {
+        let x: Vec<f32> = (0..100_000).map(|i| [3e30, 1e30][i % 2]).collect();
+        let r = Scaler::new(x.len(), 1e-5).rms_inv(&x, [0., 0.], f32::INFINITY);
+        let exact = 1. / 5e60f64.sqrt();
+        assert!((f64::from(r) / exact - 1.).abs() < 2e-7, "{r:e}");
     }
 
     /// Squares overflow, and the largest magnitude is negative.

@@ -126,8 +126,10 @@ impl<'a, T: Element> Distances<'a, T> {
     /// μ and r, from the sums of the distances.
     #[inline(always)]
     fn scaling(&self, scaler: &Scaler<T::Acc>, rest: T::Acc, squares: T::Acc) -> Scaling<T::Acc> {
-        // Not below 0: `rest²` is a hundredth of the mean square at most. Or the mean is from f64,
-        // and `rest` is half of its last bit at most, while values that differ do so by more.
+        // Not below 0. Either `rest²` is a hundredth of the mean square at most. Or the mean is
+        // from f64, and `rest` about half the distance to the next float at most. Then every value
+        // on that side is as far away as that float, which makes the mean square about twice
+        // `rest²` at least.
         let variance = squares * scaler.share - rest * rest;
         Scaling {
             mean: self.mean,
