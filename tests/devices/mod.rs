@@ -47,6 +47,7 @@ macro_rules! cases {
             layer_norm_keeps_its_precision_beside_a_large_mean,
             layer_norm_of_a_mean_that_f32_cannot_hold,
             layer_norm_of_equal_values_is_zero,
+            layer_norm_of_an_outlier,
             layer_norm_of_rows_of_any_magnitude,
             a_residual_is_an_addition_and_a_forward,
             a_sum_by_itself_does_not_reach_the_parameters,
@@ -1101,6 +1102,28 @@ pub fn layer_norm_of_equal_values_is_zero(device: &Device) -> Result<()> {
             } else {
                 close("y", &y, &exact_y);
             }
+        }
+    }
+    Ok(())
+}
+
+/// One value is far from the others, which keep their digits. It may be the first, from which a
+/// device may compute the mean.
+pub fn layer_norm_of_an_outlier(device: &Device) -> Result<()> {
+    for (cols, outlier) in [(48, 0), (4096, 0), (4096, 4095), (5000, 2500)] {
+        let mut row: Vec<f32> = (0..cols).map(|i| 1e3 * ((i * i) as f32).sin()).collect();
+        row[outlier] = 1e8;
+        let xs = Tensor::from_vec(row, (1, cols), device)?;
+        let pass = |dtype| -> Result<Vec<f64>> {
+            let norm = LayerNorm::new_no_bias(Tensor::ones(cols, dtype, device)?, 1e-5);
+            Ok(to_f64(&norm.forward(&xs.to_dtype(dtype)?)?))
+        };
+        let (ys, exact) = (pass(DType::F32)?, pass(DType::F64)?);
+        for (i, (y, exact)) in ys.iter().zip(&exact).enumerate() {
+            // The squares of the others are lost in part beside the outlier's, in f32.
+            let bound = if i == outlier { 1e-5 * exact } else { 5e-7 };
+            let error = (y - exact).abs();
+            assert!(error <= bound, "{cols}, {outlier}: {y:e} {exact:e} at {i}");
         }
     }
     Ok(())
