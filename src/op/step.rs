@@ -202,9 +202,10 @@ impl<'a> StepEnv<'a> {
         }
     }
 
-    fn nu_of(&self, training: &'a Training) -> Nu<'a> {
+    /// ν, which the variable `ema_gz` keeps.
+    fn nu_in<'v>(&self, ema_gz: &'v Var, training: &Training) -> Nu<'v> {
         Nu {
-            ema_gz: training.state.nu_variable(),
+            ema_gz,
             share: 1. - training.state.config().alpha_bwd,
             loss_scale: self.loss_scale,
         }
@@ -233,15 +234,15 @@ impl Env for StepEnv<'_> {
     }
 
     fn nu(&self) -> Option<Nu<'_>> {
-        self.training.map(|training| self.nu_of(training))
+        let training = self.training?;
+        Some(self.nu_in(training.state.nu_variable(), training))
     }
 
     fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()> {
         match self.training {
             // A recalibration leaves ν alone.
             Some(training) if training.purpose == Purpose::Training => {
-                let nu = self.nu_of(training);
-                (training.state).update_nu(|ema_gz| update(Some(&Nu { ema_gz, ..nu })))
+                (training.state).update_nu(|ema_gz| update(Some(&self.nu_in(ema_gz, training))))
             }
             _ => update(None),
         }
