@@ -5,7 +5,7 @@
 //! ```
 //!
 //! A layer is called on an input that the program holds, and the bytes that are allocated afterwards
-//! and not freed are counted. The output is subtracted, because the layer after this one keeps it
+//! and not freed are counted. The outputs are subtracted, because the layers after this one keep them
 //! anyway. Prints bytes and, for each layer, how many tensors of the input's size they would fill.
 //! Nothing is timed.
 
@@ -57,7 +57,7 @@ fn held_by(forward: impl Fn() -> Result<Tensor>) -> Result<usize> {
 }
 
 fn main() -> Result<()> {
-    println!("| layer | dtype | bytes kept besides input and output | in tensors of that size |");
+    println!("| layer | dtype | bytes kept besides inputs and outputs | in tensors of that size |");
     println!("|---|---|--:|--:|");
     for dtype in DTYPES {
         let (rows, channels) = SHAPE;
@@ -75,21 +75,34 @@ fn main() -> Result<()> {
         let weight = vb.get(channels, "weight")?;
         let bias = vb.get(channels, "bias")?;
         let eps = EPS as f32;
-        let forwards: [(&str, &dyn Fn() -> Result<Tensor>); 6] = [
-            ("`power_norm`", &|| running.forward(&xs)),
-            ("`power_norm`, in its warm-up", &|| warming_up.forward(&xs)),
-            ("`layer_norm`", &|| layer.forward(&xs)),
-            ("`rms_norm`", &|| rms.forward(&xs)),
-            ("candle `layer_norm_slow`", &|| {
+        let residual = xs.as_tensor().copy()?;
+        // y keeps the sum, which is its input. It is an output too.
+        let forwards: [(&str, usize, &dyn Fn() -> Result<Tensor>); 9] = [
+            ("`power_norm`", 1, &|| running.forward(&xs)),
+            ("`power_norm`, in its warm-up", 1, &|| {
+                warming_up.forward(&xs)
+            }),
+            ("`layer_norm`", 1, &|| layer.forward(&xs)),
+            ("`rms_norm`", 1, &|| rms.forward(&xs)),
+            ("`power_norm`, `forward_residual`", 2, &|| {
+                Ok(running.forward_residual(&xs, &residual, None)?.0)
+            }),
+            ("`layer_norm`, `forward_residual`", 2, &|| {
+                Ok(layer.forward_residual(&xs, &residual)?.0)
+            }),
+            ("`rms_norm`, `forward_residual`", 2, &|| {
+                Ok(rms.forward_residual(&xs, &residual)?.0)
+            }),
+            ("candle `layer_norm_slow`", 1, &|| {
                 ops::layer_norm_slow(&xs, &weight, &bias, eps)
             }),
-            ("candle `rms_norm_slow`", &|| {
+            ("candle `rms_norm_slow`", 1, &|| {
                 ops::rms_norm_slow(&xs, &weight, eps)
             }),
         ];
         let size = rows * channels * dtype.size_in_bytes();
-        for (name, forward) in forwards {
-            let kept = held_by(forward)? - size;
+        for (name, outputs, forward) in forwards {
+            let kept = held_by(forward)? - outputs * size;
             let tensors = kept as f64 / size as f64;
             println!("| {name} | {dtype:?} | {kept} | {tensors:.2} |");
         }

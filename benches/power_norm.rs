@@ -288,10 +288,14 @@ enum Contender {
     Composed,
     /// This crate's.
     LayerNorm,
+    /// The same of the sum with a residual, as `Residual`.
+    LayerNormResidual,
     LayerNormFused,
     LayerNormSlow,
     /// This crate's.
     RmsNorm,
+    /// The same of the sum with a residual, as `Residual`.
+    RmsNormResidual,
     RmsNormFused,
     RmsNormSlow,
     BatchNorm,
@@ -302,7 +306,7 @@ enum Contender {
 }
 
 impl Contender {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 19] = [
         Self::PowerNorm(None),
         Self::PowerNorm(Some(1)),
         Self::PowerNorm(Some(8)),
@@ -312,9 +316,11 @@ impl Contender {
         Self::Masked,
         Self::Composed,
         Self::LayerNorm,
+        Self::LayerNormResidual,
         Self::LayerNormFused,
         Self::LayerNormSlow,
         Self::RmsNorm,
+        Self::RmsNormResidual,
         Self::RmsNormFused,
         Self::RmsNormSlow,
         Self::BatchNorm,
@@ -333,9 +339,11 @@ impl Contender {
             Self::Masked => "power_norm_masked",
             Self::Composed => "composed",
             Self::LayerNorm => "layer_norm",
+            Self::LayerNormResidual => "layer_norm_residual",
             Self::LayerNormFused => "layer_norm_fused",
             Self::LayerNormSlow => "layer_norm_slow",
             Self::RmsNorm => "rms_norm",
+            Self::RmsNormResidual => "rms_norm_residual",
             Self::RmsNormFused => "rms_norm_fused",
             Self::RmsNormSlow => "rms_norm_slow",
             Self::BatchNorm => "batch_norm",
@@ -371,6 +379,8 @@ impl Contender {
             Self::LayerNormFused | Self::RmsNormFused | Self::Copy => true,
             Self::PowerNormV | Self::Masked => !place.is_cpu() && pass != Pass::ForwardEval,
             Self::Residual | Self::ResidualApart => pass != Pass::ForwardEval,
+            // In training and in evaluation they are the same.
+            Self::LayerNormResidual | Self::RmsNormResidual => pass != Pass::ForwardEval,
             Self::Composed | Self::BatchNorm => place.is_cpu(),
             Self::LayerNormSlow | Self::RmsNormSlow => pass != Pass::ForwardEval,
             Self::AutogradAlone => matches!(pass, Pass::Backward | Pass::TrainStep),
@@ -378,7 +388,10 @@ impl Contender {
     }
 
     fn has_residual(self) -> bool {
-        matches!(self, Self::Residual | Self::ResidualApart)
+        matches!(
+            self,
+            Self::Residual | Self::ResidualApart | Self::LayerNormResidual | Self::RmsNormResidual
+        )
     }
 
     /// `true` for this crate's own.
@@ -390,7 +403,9 @@ impl Contender {
                 | Self::Residual
                 | Self::Masked
                 | Self::LayerNorm
+                | Self::LayerNormResidual
                 | Self::RmsNorm
+                | Self::RmsNormResidual
         )
     }
 }
@@ -524,7 +539,9 @@ impl<'a> Arena<'a> {
         };
         let weight = match contender {
             // Σ y is the same for every x where all weights are equal, and dx is 0.
-            Contender::LayerNorm => Var::from_tensor(&ramp(cols, device)?.to_dtype(dtype)?)?,
+            Contender::LayerNorm | Contender::LayerNormResidual => {
+                Var::from_tensor(&ramp(cols, device)?.to_dtype(dtype)?)?
+            }
             _ => Var::ones(cols, dtype, device)?,
         };
         let bias = Var::zeros(cols, dtype, device)?;
@@ -576,7 +593,7 @@ impl<'a> Arena<'a> {
         };
         let phi = match (phi, self.contender) {
             // Its D is 1.
-            (Some(phi), Contender::RmsNorm) => Some((phi - EPS)?),
+            (Some(phi), Contender::RmsNorm | Contender::RmsNormResidual) => Some((phi - EPS)?),
             (phi, _) => phi,
         };
         let last = |tensor: &Tensor| tensor.narrow(0, rows - checked, checked);
@@ -586,7 +603,7 @@ impl<'a> Arena<'a> {
         }
         let x = Var::from_tensor(&input.to_dtype(DType::F32)?)?;
         let mut expected = match self.contender {
-            Contender::LayerNorm => {
+            Contender::LayerNorm | Contender::LayerNormResidual => {
                 let (weight, bias) = (
                     self.weight.to_dtype(DType::F32)?,
                     self.bias.to_dtype(DType::F32)?,
@@ -625,6 +642,8 @@ impl<'a> Arena<'a> {
             let residual = residual.as_tensor();
             let (y, sum) = match self.contender {
                 Contender::Residual => self.power_norm.forward_residual(x, residual, None)?,
+                Contender::LayerNormResidual => self.layer_norm.forward_residual(x, residual)?,
+                Contender::RmsNormResidual => self.rms_norm.forward_residual(x, residual)?,
                 _ => {
                     let sum = (x + residual)?;
                     (self.power_norm.forward_t(&sum, train)?, sum)
@@ -634,7 +653,6 @@ impl<'a> Arena<'a> {
         }
         match self.contender {
             Contender::PowerNorm(_) | Contender::PowerNormV => self.power_norm.forward_t(x, train),
-            Contender::Residual | Contender::ResidualApart => unreachable!("they have a residual"),
             Contender::Masked => self.power_norm.forward_masked(x, &self.mask),
             Contender::Composed => {
                 let phi = Tensor::ones(x.dim(1)?, x.dtype(), x.device())?;
@@ -652,6 +670,10 @@ impl<'a> Arena<'a> {
                 x.apply_op3(weight, bias, Ready(grads))
             }
             Contender::Copy => x.copy(),
+            Contender::Residual
+            | Contender::ResidualApart
+            | Contender::LayerNormResidual
+            | Contender::RmsNormResidual => unreachable!("they have a residual"),
         }
     }
 

@@ -26,7 +26,7 @@ const BETA_2: f64 = 0.99;
 /// The text to learn without `--text`.
 const SOURCES: &str = concat!(
     include_str!("../README.md"),
-    include_str!("../src/layer.rs"),
+    include_str!("../src/power_norm.rs"),
     include_str!("../src/state.rs"),
     include_str!("../kernels/power_norm.cu"),
 );

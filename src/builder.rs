@@ -2,9 +2,9 @@
 
 use crate::config::{PowerNormConfig, state_dtype};
 use crate::error::Error;
-use crate::layer::PowerNorm;
 use crate::loss_scale::LossScale;
 use crate::mode::Mode;
+use crate::power_norm::PowerNorm;
 use crate::ranks::Ranks;
 use crate::state::State;
 use candle::{DType, Device, Result, Tensor};
@@ -56,7 +56,7 @@ pub fn power_norm<C: Into<PowerNormConfig>>(
     vb: VarBuilder,
 ) -> Result<PowerNorm> {
     let config = config.into();
-    let dtype = state_dtype("a builder", vb.dtype())?;
+    let dtype = state_dtype("power_norm", "a builder", vb.dtype())?;
     config.validate(size, dtype)?;
     let weight = match config.affine {
         true => Some(parameter(&vb, size, ["weight", "gamma"], 1.)?),
@@ -172,7 +172,7 @@ impl PowerNorm {
         let &[size] = weight.dims() else {
             return Err(Error::WeightRank(weight.shape().clone()).into());
         };
-        let dtype = state_dtype("weight", weight.dtype())?;
+        let dtype = state_dtype("power_norm", "weight", weight.dtype())?;
         config.validate(size, dtype)?;
         for (name, tensor) in [("bias", bias.as_ref()), ("running_phi", Some(&running_phi))] {
             let shape = tensor.map(Tensor::shape);

@@ -190,7 +190,7 @@ impl PowerNormConfig {
         }
         // Unless its parameters are f64, the layer takes inputs whose sums are f32.
         let sums = if self.affine { dtype } else { DType::F32 };
-        validate_eps(self.eps, sums)?;
+        validate_eps("power_norm", self.eps, sums)?;
         for (name, got) in [("alpha_fwd", self.alpha_fwd), ("alpha_bwd", self.alpha_bwd)] {
             let used = rounded(got, sums);
             if !(used > 0. && used < 1.) {
@@ -274,11 +274,11 @@ impl Recipe {
 }
 
 /// Checks an ε in the dtype of the sums, where a value that is fine in f64 may be 0 or infinite.
-pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<()> {
+pub(crate) fn validate_eps(layer: &str, eps: f64, dtype: DType) -> Result<()> {
     let used = rounded(eps, dtype);
     if !(used > 0. && used.is_finite()) {
         candle::bail!(
-            "power_norm: expected eps positive and finite after rounding to {dtype:?}, \
+            "{layer}: expected eps positive and finite after rounding to {dtype:?}, \
              got {eps:?}: choose a number such as 1e-5"
         )
     }
@@ -287,12 +287,12 @@ pub(crate) fn validate_eps(eps: f64, dtype: DType) -> Result<()> {
 
 /// Returns the dtype of a layer's statistics. The layer is built from `name`, whose dtype is
 /// `dtype`. Rejects a dtype that the layer does not compute in.
-pub(crate) fn state_dtype(name: &str, dtype: DType) -> Result<DType> {
+pub(crate) fn state_dtype(layer: &str, name: &str, dtype: DType) -> Result<DType> {
     match dtype {
         DType::F64 => Ok(DType::F64),
         DType::F32 | DType::F16 | DType::BF16 => Ok(DType::F32),
         got => {
-            candle::bail!("power_norm: expected {name} of dtype F32, F64, F16 or BF16, got {got:?}")
+            candle::bail!("{layer}: expected {name} of dtype F32, F64, F16 or BF16, got {got:?}")
         }
     }
 }

@@ -20,18 +20,6 @@ pub(crate) enum Error {
     )]
     WeightRank(Shape),
 
-    #[error(
-        "power_norm: expected an input of rank 1 or more, got a scalar: \
-         give it a last dimension of channels"
-    )]
-    Scalar,
-
-    #[error(
-        "power_norm: expected an input of dtype F32, F64, F16 or BF16, got {0:?}: \
-         convert it by `to_dtype`"
-    )]
-    InputDType(DType),
-
     // The state
     #[error(
         "power_norm: expected a running_phi of finite numbers of at least 0, got {0:?}: \
@@ -96,17 +84,22 @@ pub(crate) enum Error {
 
     // Devices
     /// An environment variable names something that there is not.
-    #[error("power_norm: expected {variable} to be {expected}, got {got:?}")]
+    #[error("candle_powernorm: expected {variable} to be {expected}, got {got:?}")]
     Environment {
         variable: &'static str,
         expected: &'static str,
         got: std::ffi::OsString,
     },
 
+    /// The kernels have no such numbers.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[error("candle_powernorm: expected numbers of dtype F32, F64, F16 or BF16, got {0:?}")]
+    DType(DType),
+
     /// A kernel did not load. Usually the kernels were compiled for another compute capability.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     #[error(
-        "power_norm: expected kernel {kernel} to load on compute capability \
+        "candle_powernorm: expected kernel {kernel} to load on compute capability \
          {compute_capability}, got {reason}: build on this machine, or set CUDA_COMPUTE_CAP"
     )]
     Kernel {
@@ -118,7 +111,7 @@ pub(crate) enum Error {
     /// The kernels count channels, and the rows of a block, in 32 bits.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     #[error(
-        "power_norm: expected at most 2147483647 channels, and as many rows for each block of the \
+        "candle_powernorm: expected at most 2147483647 channels, and as many rows for each block of the \
          GPU, got {rows} rows of {cols} channels: split the batch"
     )]
     TooLarge { rows: usize, cols: usize },
@@ -144,7 +137,7 @@ mod tests {
         };
         assert_eq!(
             reason.to_string(),
-            "power_norm: expected kernel normalize_f32_1 to load on compute capability 7.0, \
+            "candle_powernorm: expected kernel normalize_f32_1 to load on compute capability 7.0, \
              got no kernel image: build on this machine, or set CUDA_COMPUTE_CAP"
         );
     }

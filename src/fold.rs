@@ -1,9 +1,10 @@
 //! Folding: moves a trained layer's multiply-add into the linear layer after it.
 
+use crate::device::pass::check_device;
 use crate::group_scaling::GroupScaling;
-use crate::layer::{PowerNorm, check_device};
 use crate::layer_norm::LayerNorm;
 use crate::mode::Purpose;
+use crate::power_norm::PowerNorm;
 use crate::rms_norm::RmsNorm;
 use candle::{DType, Device, Result, Tensor};
 use candle_nn::Linear;
@@ -55,7 +56,13 @@ impl PowerNorm {
     /// ```
     pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
         let scale = self.scale()?;
-        fold(scale, self.bias(), self.state().device(), next)
+        fold(
+            "power_norm",
+            scale,
+            self.bias(),
+            self.state().device(),
+            next,
+        )
     }
 
     /// The group scaling, which is what is left of the layer once it is
@@ -127,7 +134,7 @@ impl RmsNorm {
     /// }
     /// ```
     pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
-        self.as_layer_norm().fold_into(next)
+        self.as_layer_norm().fold_as("rms_norm", next)
     }
 
     /// The scaling of rows, which is what is left of the layer once it is
@@ -172,13 +179,18 @@ impl LayerNorm {
     /// }
     /// ```
     pub fn fold_into(&self, next: &Linear) -> Result<Linear> {
-        self.check_parameters()?;
-        fold(
-            to_f64(self.weight())?,
-            self.bias(),
-            self.weight().device(),
-            next,
-        )
+        self.fold_as("layer_norm", next)
+    }
+
+    /// Folds the layer `name`, as which this one was built.
+    fn fold_as(&self, name: &str, next: &Linear) -> Result<Linear> {
+        self.check_parameters(name)?;
+        let weight = to_f64(self.weight())?;
+        let scale = match self.unit_offset() {
+            true => (weight + 1.)?,
+            false => weight,
+        };
+        fold(name, scale, self.bias(), self.weight().device(), next)
     }
 
     /// The layer with a weight of 1 and without a bias, which is what is left once the layer is
@@ -193,20 +205,26 @@ impl LayerNorm {
 }
 
 /// `next` after a layer that multiplies by `scale`, in f64 on the CPU, and adds `shift`. The layer
-/// is on `own`.
-fn fold(scale: Tensor, shift: Option<&Tensor>, own: &Device, next: &Linear) -> Result<Linear> {
+/// is on `own`, and errors call it `name`.
+fn fold(
+    name: &str,
+    scale: Tensor,
+    shift: Option<&Tensor>,
+    own: &Device,
+    next: &Linear,
+) -> Result<Linear> {
     let (size, got) = (scale.elem_count(), next.weight().dim(1)?);
     if got != size {
-        candle::bail!("power_norm: expected a linear layer of {size} input features, got {got}")
+        candle::bail!("{name}: expected a linear layer of {size} input features, got {got}")
     }
     let dtype = next.weight().dtype();
     if !dtype.is_float() {
         candle::bail!(
-            "power_norm: expected the weight of `next` in a float dtype, got {dtype:?}: \
+            "{name}: expected the weight of `next` in a float dtype, got {dtype:?}: \
              convert the linear layer by `to_dtype` first"
         )
     }
-    check_device("the weight of `next`", next.weight().device(), own)?;
+    check_device(name, "the weight of `next`", next.weight().device(), own)?;
     let weight = to_f64(next.weight())?;
     let moved = match shift {
         Some(shift) => Some(weight.matmul(&to_f64(shift)?.unsqueeze(1)?)?.squeeze(1)?),

@@ -1,13 +1,12 @@
 //! Group scaling as a module of its own.
 
 use crate::config::validate_eps;
-use crate::device::pick::DeviceKind;
-use crate::device::{RowNorm, sums_dtype};
-use crate::error::Error;
-use crate::layer::check_input_dtype;
+use crate::device::pass::{Pass, RowNorm};
 use crate::op;
-use crate::op::step::Call;
 use candle::{DType, Module, Result, Tensor};
+
+/// The name of the layer in errors.
+const LAYER: &str = "group_scaling";
 
 /// Group scaling as a layer of its own: divides each group of a row's channels by the group's root
 /// mean square. The paper calls it layer-scale.
@@ -62,11 +61,9 @@ impl GroupScaling {
     /// `groups` is 0, or `eps` is not positive and finite.
     pub fn new(groups: usize, eps: f64) -> Result<Self> {
         if groups == 0 {
-            candle::bail!(
-                "power_norm: expected at least 1 group, got 0: pass 1 to scale whole rows"
-            )
+            candle::bail!("{LAYER}: expected at least 1 group, got 0: pass 1 to scale whole rows")
         }
-        validate_eps(eps, DType::F64)?;
+        validate_eps(LAYER, eps, DType::F64)?;
         Ok(Self { groups, eps })
     }
 
@@ -90,21 +87,8 @@ impl Module for GroupScaling {
     /// - C is 0, or not a multiple of the number of groups.
     /// - ε is 0 or infinite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let &size = xs.dims().last().ok_or(Error::Scalar)?;
-        if size == 0 {
-            return Err(Error::Size.into());
-        }
-        if !size.is_multiple_of(self.groups) {
-            candle::bail!(
-                "power_norm: expected {} groups to divide the {size} channels of the input: \
-                 choose another number of groups",
-                self.groups
-            )
-        }
-        check_input_dtype(xs.dtype())?;
-        validate_eps(self.eps, sums_dtype(xs.dtype()))?;
-        let device = DeviceKind::of(xs.device())?;
         let (count, eps) = (self.groups, self.eps);
-        op::power_norm(Call::of_rows(&device, xs, RowNorm::Groups { count, eps }))
+        let pass = Pass::of_rows(LAYER, xs, RowNorm::Groups { count, eps }, None)?;
+        op::normalize(pass, None, None)
     }
 }

@@ -2,14 +2,14 @@
 
 use crate::builder::parameter;
 use crate::config::{state_dtype, validate_eps};
-use crate::device::pick::DeviceKind;
-use crate::device::{RowNorm, sums_dtype};
-use crate::error::Error;
-use crate::layer::{check_device, check_input};
+use crate::device::pass::{Affine, Pass, RowNorm, check_affine};
 use crate::op;
-use crate::op::step::Call;
 use candle::{Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
+use std::fmt;
+
+/// The name of the layer in errors.
+pub(crate) const LAYER: &str = "layer_norm";
 
 /// Builds a [`LayerNorm`] layer over `size` channels from the tensors of `vb`, by the same call as
 /// candle's `layer_norm`.
@@ -28,26 +28,21 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
     config: C,
     vb: VarBuilder,
 ) -> Result<LayerNorm> {
-    let LayerNormConfig {
-        eps,
-        remove_mean,
-        affine,
-    } = config.into();
-    if size == 0 {
-        return Err(Error::Size.into());
-    }
-    validate_eps(eps, state_dtype("a builder", vb.dtype())?)?;
-    let weight = parameter(&vb, size, ["weight", "gamma"], 1.)?;
-    let bias = match affine {
-        true => Some(parameter(&vb, size, ["bias", "beta"], 0.)?),
-        false => None,
-    };
-    Ok(LayerNorm {
-        weight,
-        bias,
-        remove_mean,
-        eps,
-    })
+    LayerNorm::build(LAYER, size, config.into(), vb, false)
+}
+
+/// Builds a [`LayerNorm`] layer whose weight is stored as its distance from 1: γ = 1 + w, as in
+/// Nemotron's LayerNorm1P. The tensors are those of [`layer_norm`], and a fresh weight is 0.
+///
+/// # Errors
+///
+/// As in [`layer_norm`].
+pub fn layer_norm_1p<C: Into<LayerNormConfig>>(
+    size: usize,
+    config: C,
+    vb: VarBuilder,
+) -> Result<LayerNorm> {
+    LayerNorm::build(LAYER, size, config.into(), vb, true)
 }
 
 /// Builds a [`LayerNorm`] layer without a bias, by the same call as candle's `layer_norm_no_bias`.
@@ -116,12 +111,29 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 /// assert!(varmap.all_vars().iter().all(|var| gradients.get(var).is_some()));
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct LayerNorm {
     weight: Tensor,
     bias: Option<Tensor>,
     remove_mean: bool,
     eps: f64,
+    /// γ is 1 + `weight`.
+    unit_offset: bool,
+}
+
+impl fmt::Debug for LayerNorm {
+    /// As candle's layer, and `unit_offset` if it is set.
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let mut layer = f.debug_struct("LayerNorm");
+        layer.field("weight", &self.weight);
+        layer.field("bias", &self.bias);
+        layer.field("remove_mean", &self.remove_mean);
+        layer.field("eps", &self.eps);
+        if self.unit_offset {
+            layer.field("unit_offset", &true);
+        }
+        layer.finish()
+    }
 }
 
 impl LayerNorm {
@@ -141,6 +153,7 @@ impl LayerNorm {
             bias: None,
             remove_mean: true,
             eps,
+            unit_offset: false,
         }
     }
 
@@ -152,7 +165,25 @@ impl LayerNorm {
         }
     }
 
-    /// γ, `[size]`.
+    /// The same layer with γ = 1 + w, where w is the weight that it was built with. The 1 is added in
+    /// the dtype of the sums, so that γ is not rounded to a half-precision weight's dtype.
+    ///
+    /// Gemma and Qwen3-Next (RMSNorm) and Nemotron (LayerNorm) store such weights, which start at 0.
+    /// Weight decay then pulls γ towards 1. `VarBuilder::get`, which those models call, makes a fresh
+    /// weight of zeros, and so do [`layer_norm_1p`] and [`rms_norm_1p`](crate::rms_norm_1p), while
+    /// [`layer_norm`] makes ones.
+    #[must_use]
+    pub fn with_unit_offset(mut self) -> Self {
+        self.unit_offset = true;
+        self
+    }
+
+    /// `true` if γ is 1 + [`weight`](Self::weight).
+    pub fn unit_offset(&self) -> bool {
+        self.unit_offset
+    }
+
+    /// γ, `[size]`; γ − 1 [with a unit offset](Self::with_unit_offset).
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
@@ -178,26 +209,88 @@ impl LayerNorm {
         self.weight.elem_count()
     }
 
+    /// Adds `residual` to `xs`, and returns the normalized sum and the sum, in one fused pass. In a
+    /// pre-norm transformer the next block reads the normalized sum, and the sum is the residual
+    /// stream.
+    ///
+    /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The sum has the values
+    /// of `xs + residual`, and the normalized sum those of [`forward`](Module::forward) of it.
+    ///
+    /// # Errors
+    ///
+    /// As in [`forward`](Module::forward), or `residual` has another dtype, shape or device.
+    ///
+    /// # Example
+    ///
+    /// ```
+    /// use candle::{Device, Module, Result, Tensor};
+    /// use candle_nn::Linear;
+    /// use candle_powernorm::LayerNorm;
+    ///
+    /// /// A feed-forward block and the normalization before the next block. `xs` is the output of
+    /// /// the block before, and `stream` the residual stream up to it.
+    /// fn block(norm: &LayerNorm, mlp: &Linear, xs: &Tensor, stream: &Tensor) -> Result<[Tensor; 2]> {
+    ///     let (normalized, stream) = norm.forward_residual(xs, stream)?;
+    ///     Ok([mlp.forward(&normalized)?, stream])
+    /// }
+    /// ```
+    pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        let pass = self.pass(LAYER, xs)?.with_residual(residual)?;
+        op::add_and_normalize(pass, None, None)
+    }
+
+    /// The layer `name` on the tensors of `vb`.
+    pub(crate) fn build(
+        name: &str,
+        size: usize,
+        config: LayerNormConfig,
+        vb: VarBuilder,
+        unit_offset: bool,
+    ) -> Result<Self> {
+        let LayerNormConfig {
+            eps,
+            remove_mean,
+            affine,
+        } = config;
+        if size == 0 {
+            candle::bail!("{name}: expected a size of at least 1, got 0")
+        }
+        validate_eps(name, eps, state_dtype(name, "a builder", vb.dtype())?)?;
+        let fresh = if unit_offset { 0. } else { 1. };
+        let weight = parameter(&vb, size, ["weight", "gamma"], fresh)?;
+        let bias = match affine {
+            true => Some(parameter(&vb, size, ["bias", "beta"], 0.)?),
+            false => None,
+        };
+        Ok(Self {
+            weight,
+            bias,
+            remove_mean,
+            eps,
+            unit_offset,
+        })
+    }
+
+    /// The forward of the layer `name`, as which this one was built.
+    pub(crate) fn pass(&self, name: &'static str, xs: &Tensor) -> Result<Pass> {
+        let eps = self.eps;
+        let norm = match self.remove_mean {
+            true => RowNorm::Centred { eps },
+            false => RowNorm::Groups { count: 1, eps },
+        };
+        Pass::of_rows(name, xs, norm, Some(self.affine()))
+    }
+
     /// Checks weight and bias, because the constructors accept any tensors.
-    pub(crate) fn check_parameters(&self) -> Result<()> {
-        match self.weight.dims() {
-            [0] => return Err(Error::Size.into()),
-            [_] => {}
-            _ => return Err(Error::WeightRank(self.weight.shape().clone()).into()),
+    pub(crate) fn check_parameters(&self, name: &str) -> Result<()> {
+        check_affine(name, &self.affine())
+    }
+
+    fn affine(&self) -> Affine {
+        Affine {
+            offset: if self.unit_offset { 1. } else { 0. },
+            ..Affine::new(&self.weight, self.bias.as_ref())
         }
-        if let Some(bias) = &self.bias {
-            if bias.dims() != [self.size()] {
-                candle::bail!(
-                    "power_norm: expected a bias of shape [{}] (as the weight), got {:?}: \
-                     reshape it",
-                    self.size(),
-                    bias.shape()
-                )
-            }
-            check_device("bias", bias.device(), self.weight.device())?;
-        }
-        state_dtype("weight", self.weight.dtype())?;
-        Ok(())
     }
 }
 
@@ -212,21 +305,6 @@ impl Module for LayerNorm {
     ///   the bias has another shape or device.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.check_parameters()?;
-        let parameters = [Some(&self.weight), self.bias.as_ref()];
-        check_input(xs, self.size(), parameters, self.weight.device())?;
-        validate_eps(self.eps, sums_dtype(xs.dtype()))?;
-        let eps = self.eps;
-        let norm = match self.remove_mean {
-            true => RowNorm::Centred { eps },
-            false => RowNorm::Groups { count: 1, eps },
-        };
-        let device = DeviceKind::of(xs.device())?;
-        let call = Call::of_rows(&device, xs, norm);
-        op::power_norm(Call {
-            weight: Some(&self.weight),
-            bias: self.bias.as_ref(),
-            ..call
-        })
+        op::normalize(self.pass(LAYER, xs)?, None, None)
     }
 }

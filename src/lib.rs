@@ -87,11 +87,12 @@ mod device;
 mod error;
 mod fold;
 mod group_scaling;
-mod layer;
 mod layer_norm;
 mod loss_scale;
 mod mode;
 mod op;
+pub mod ops;
+mod power_norm;
 mod ranks;
 mod rms_norm;
 mod state;
@@ -101,16 +102,16 @@ pub use builder::{PowerNormBuilder, power_norm, power_norm_no_bias};
 pub use candle_nn::LayerNormConfig;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use group_scaling::GroupScaling;
-pub use layer::{PowerNorm, PowerNormT};
-pub use layer_norm::{LayerNorm, layer_norm, layer_norm_no_bias};
+pub use layer_norm::{LayerNorm, layer_norm, layer_norm_1p, layer_norm_no_bias};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
+pub use power_norm::{PowerNorm, PowerNormT};
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
-pub use rms_norm::{RmsNorm, rms_norm};
+pub use rms_norm::{RmsNorm, rms_norm, rms_norm_1p};
 pub use vars::trainable_vars;
 
 /// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.

@@ -1,6 +1,7 @@
 //! RMSNorm: a LayerNorm that subtracts no mean.
 
-use crate::layer_norm::{LayerNorm, layer_norm};
+use crate::layer_norm::LayerNorm;
+use crate::op;
 use candle::{Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
@@ -15,13 +16,39 @@ use candle_nn::{LayerNormConfig, VarBuilder};
 /// - The builder's dtype is not a float that the layer computes in.
 /// - The weight is missing, or has another shape.
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
-    let config = LayerNormConfig {
-        eps,
-        remove_mean: false,
-        affine: false,
-    };
-    Ok(RmsNorm(layer_norm(size, config, vb)?))
+    RmsNorm::build(size, eps, vb, false)
 }
+
+/// Builds an [`RmsNorm`] layer whose weight is stored as its distance from 1: γ = 1 + w, as in Gemma
+/// and Qwen3-Next. Its tensor is that of [`rms_norm`], and a fresh one is 0.
+///
+/// # Errors
+///
+/// As in [`rms_norm`].
+///
+/// # Example
+///
+/// ```
+/// use candle::{DType, Device, Module, Result, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// use candle_powernorm::rms_norm_1p;
+///
+/// # fn main() -> Result<()> {
+/// let varmap = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+/// let norm = rms_norm_1p(2, 1e-6, vb.pp("norm"))?;
+/// assert_eq!(norm.weight().to_vec1::<f32>()?, [0., 0.]); // what a checkpoint stores
+///
+/// let ys = norm.forward(&Tensor::new(&[[3f32, -3.]], &Device::Cpu)?)?; // γ is 1
+/// assert!((ys.to_vec2::<f32>()?[0][0] - 1.).abs() < 1e-6);
+/// # Ok(()) }
+/// ```
+pub fn rms_norm_1p(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    RmsNorm::build(size, eps, vb, true)
+}
+
+/// The name of the layer in errors.
+const LAYER: &str = "rms_norm";
 
 /// RMSNorm, which trains: divides each row by its root mean square, and multiplies it by a weight.
 ///
@@ -87,6 +114,37 @@ impl RmsNorm {
         Self(LayerNorm::rms_norm(weight, eps))
     }
 
+    fn build(size: usize, eps: f64, vb: VarBuilder, unit_offset: bool) -> Result<Self> {
+        let config = LayerNormConfig {
+            eps,
+            remove_mean: false,
+            affine: false,
+        };
+        LayerNorm::build(LAYER, size, config, vb, unit_offset).map(Self)
+    }
+
+    /// The same layer with γ = 1 + w, as [`LayerNorm::with_unit_offset`] explains.
+    #[must_use]
+    pub fn with_unit_offset(self) -> Self {
+        Self(self.0.with_unit_offset())
+    }
+
+    /// `true` if γ is 1 + [`weight`](Self::weight).
+    pub fn unit_offset(&self) -> bool {
+        self.0.unit_offset()
+    }
+
+    /// Adds `residual` to `xs`, and returns the normalized sum and the sum, in one fused pass, as
+    /// [`LayerNorm::forward_residual`] does.
+    ///
+    /// # Errors
+    ///
+    /// As in [`forward`](Module::forward), or `residual` has another dtype, shape or device.
+    pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        let pass = self.0.pass(LAYER, xs)?.with_residual(residual)?;
+        op::add_and_normalize(pass, None, None)
+    }
+
     /// The layer as a [`LayerNorm`] that removes no mean.
     pub fn into_inner(self) -> LayerNorm {
         self.0
@@ -96,7 +154,7 @@ impl RmsNorm {
         &self.0
     }
 
-    /// γ, `[size]`.
+    /// γ, `[size]`; γ − 1 [with a unit offset](Self::with_unit_offset).
     pub fn weight(&self) -> &Tensor {
         self.0.weight()
     }
@@ -114,7 +172,7 @@ impl RmsNorm {
     /// The same as [`forward`](Module::forward). candle's `RmsNorm` has both methods, and there
     /// only `forward_diff` records a backward.
     pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
-        self.0.forward(xs)
+        self.forward(xs)
     }
 }
 
@@ -128,6 +186,6 @@ impl Module for RmsNorm {
     /// - The weight's rank is not 1, it has no channels, or its dtype is not one of those above.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.0.forward(xs)
+        op::normalize(self.0.pass(LAYER, xs)?, None, None)
     }
 }

@@ -1,6 +1,7 @@
 //! ψ², ν and t: where they live, how they are read, and how a step moves them.
 
 use crate::config::{PhiStep, PowerNormConfig, Shares};
+use crate::device::pass::storage_of;
 use crate::error::Error;
 use crate::mode::Purpose;
 use candle::{DType, Device, Result, Tensor, Var};
@@ -183,10 +184,9 @@ impl State {
 
     /// `true` if `tensor` is a view of the variable of ψ² or ν.
     pub fn owns(&self, tensor: &Tensor) -> bool {
-        let storage = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0);
-        let of_tensor = storage(tensor);
+        let of_tensor = storage_of(tensor);
         [&self.running_phi, &self.ema_gz]
-            .map(|var| storage(var))
+            .map(|var| storage_of(var))
             .contains(&of_tensor)
     }
 

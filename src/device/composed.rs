@@ -6,26 +6,23 @@
 //! does not wait for the contents of a mask, so a batch without a kept row counts as a step, as on
 //! a GPU.
 
-use super::{Env, Gradients, Inputs, Nu, Outputs, Pass, RowNorm, Saved, Wanted, sums_dtype};
+use super::pass::{Pass, RowNorm};
+use super::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
 use crate::config::{ForwardKind, PhiStep};
 use candle::{D, DType, Device, Result, Storage, Tensor, Var};
 
 /// Runs a forward.
-pub(crate) fn forward(
-    pass: &Pass,
-    inputs: &Inputs,
-    env: &mut dyn Env,
-) -> Result<(Box<dyn Saved>, Outputs)> {
+pub(super) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
     // x + residual, and X̃.
-    let stream = match &inputs.residual {
+    let sum = match &pass.residual {
         Some(residual) => Some(add_rounded(&pass.x, residual)?),
         None => None,
     };
-    let x = stream.as_ref().unwrap_or(&pass.x);
-    let sum = stream.as_ref().map(storage).transpose()?;
+    let residual_out = sum.as_ref().map(storage).transpose()?;
+    let x = sum.as_ref().unwrap_or(&pass.x);
     let rows = Rows::new(x, pass, pass.keep.as_ref())?;
-    let running_inv_d = match &inputs.phi {
-        Some(phi) => inverse_root(&rows.channels(phi)?, pass.settings.eps)?,
+    let running_inv_d = match &pass.phi {
+        Some(phi) => inverse_root(&rows.channels(phi)?, pass.eps)?,
         None => Tensor::ones(rows.cols(), rows.x_tilde.dtype(), rows.x_tilde.device())?,
     };
 
@@ -49,11 +46,11 @@ pub(crate) fn forward(
         // ψ_B², 1/D and Γ. Without a kept row, ψ² takes the place of ψ_B², and Γ is 0.
         let has_rows = squares.kept.rows.gt(0f64)?.broadcast_as(rows.cols())?;
         let batch_phi = squares.kept.mean()?;
-        let batch_phi = match &inputs.phi {
+        let batch_phi = match &pass.phi {
             Some(phi) => has_rows.where_cond(&batch_phi, &rows.channels(phi)?)?,
             None => batch_phi,
         };
-        let inv_batch_rms = inverse_root(&batch_phi, pass.settings.eps)?;
+        let inv_batch_rms = inverse_root(&batch_phi, pass.eps)?;
         if by_batch {
             forwarded.inv_d = inv_batch_rms.clone();
             y = Some(rows.output(pass, &forwarded.inv_d)?);
@@ -74,7 +71,7 @@ pub(crate) fn forward(
         // There is no row at all.
         None => rows.output(pass, &forwarded.inv_d)?,
     };
-    Ok((Box::new(forwarded), Outputs { y, stream: sum }))
+    Ok((Box::new(forwarded), Outputs { y, residual_out }))
 }
 
 /// Kept from a forward for its backward.
@@ -97,7 +94,7 @@ struct BatchStatistics {
     has_rows: Tensor,
 }
 
-impl Saved for Forwarded {
+impl Record for Forwarded {
     fn backward(
         &self,
         pass: &Pass,
@@ -106,12 +103,8 @@ impl Saved for Forwarded {
         env: &mut dyn Env,
     ) -> Result<Gradients> {
         let rows = Rows::new(&pass.x, pass, pass.backward_keep())?;
-        let weight = pass
-            .weight
-            .as_ref()
-            .map(|of| rows.channels(of))
-            .transpose()?;
-        let exact = self.batch.is_some() && pass.settings.recipe.is_exact(pass.kind);
+        let weight = rows.weight(pass)?;
+        let exact = self.batch.is_some() && pass.recipe.is_exact(pass.kind);
         let dy = as_rows(dy)?;
 
         // Σ dy x̃ over this rank's rows, and Λ over all.
@@ -119,16 +112,16 @@ impl Saved for Forwarded {
             true => Some(sum_rows(&rows.masked((&dy * &rows.x_tilde)?)?)?),
             false => None,
         };
-        let like = |of: &Option<Tensor>, gradient: Tensor| match of {
+        let like = |of: Option<&Tensor>, gradient: Tensor| match of {
             Some(of) => gradient.to_dtype(of.dtype()).map(Some),
             None => Ok(None),
         };
         let dweight = match &dy_x {
-            Some(dy_x) if wanted.weight => like(&pass.weight, (dy_x * &self.inv_d)?)?,
+            Some(dy_x) if wanted.weight => like(pass.weight(), (dy_x * &self.inv_d)?)?,
             _ => None,
         };
         let dbias = match wanted.bias {
-            true => like(&pass.bias, sum_rows(&rows.masked(dy.clone())?)?)?,
+            true => like(pass.bias(), sum_rows(&rows.masked(dy.clone())?)?)?,
             false => None,
         };
         // ∂L/∂x by ν, or in an evaluation without a correction. An exact gradient waits for Λ. All
@@ -182,7 +175,7 @@ impl Forwarded {
         correction: Option<Tensor>,
     ) -> Result<Tensor> {
         let divisor = match &self.batch {
-            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_batch_rms,
+            Some(batch) if pass.recipe.divides_by_batch() => &batch.inv_batch_rms,
             _ => &self.inv_d,
         };
         let gain = match weight {
@@ -231,7 +224,7 @@ fn update_phi(
 /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
 fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &Tensor) -> Result<()> {
     let mut decay = batch.gamma.affine(-nu.share, 1.)?;
-    if pass.settings.recipe.is_guarded() {
+    if pass.recipe.is_guarded() {
         // A negative factor would turn ν's sign at each step: it is clamped.
         decay = decay.relu()?;
     }
@@ -254,7 +247,7 @@ fn store(
 ) -> Result<()> {
     let old = var.as_detached_tensor().flatten_all()?;
     let mut new = has_rows.where_cond(&next.to_dtype(var.dtype())?, &old)?;
-    for guard in guards.iter().filter(|_| pass.settings.recipe.is_guarded()) {
+    for guard in guards.iter().filter(|_| pass.recipe.is_guarded()) {
         new = is_finite(&guard.to_dtype(var.dtype())?)?.where_cond(&new, &old)?;
     }
     var.set(&new.reshape(var.shape())?)
@@ -297,7 +290,7 @@ fn batch_squares(rows: &Rows, pass: &Pass, env: &mut dyn Env) -> Result<Option<B
         squares: sum_rows(&rows.masked(squares.clone())?)?,
         rows: rows.kept()?,
     };
-    let mut all = match pass.settings.recipe.square_sums() > 1 {
+    let mut all = match pass.recipe.square_sums() > 1 {
         true => Some(SquareSums {
             squares: sum_rows(&squares)?,
             rows: rows.count()?,
@@ -354,7 +347,7 @@ impl Rows {
             let x_tilde = groups.broadcast_mul(&group_rms_inv)?.flatten_from(1)?;
             Ok((x_tilde, Some(group_rms_inv)))
         };
-        let (x_tilde, group_rms_inv) = match pass.settings.norm {
+        let (x_tilde, group_rms_inv) = match pass.norm {
             RowNorm::None => (rows, None),
             RowNorm::Groups { count, eps } => scaled(grouped(&rows, count)?, eps)?,
             RowNorm::Centred { eps } => scaled(centred(&grouped(&rows, 1)?)?, eps)?,
@@ -396,10 +389,10 @@ impl Rows {
     /// `Y = γ ⊙ X̃/D + β`, in the shape and dtype of the input.
     fn output(&self, pass: &Pass, inv_d: &Tensor) -> Result<Storage> {
         let mut y = self.x_tilde.broadcast_mul(inv_d)?;
-        if let Some(weight) = &pass.weight {
-            y = y.broadcast_mul(&self.channels(weight)?)?;
+        if let Some(weight) = self.weight(pass)? {
+            y = y.broadcast_mul(&weight)?;
         }
-        if let Some(bias) = &pass.bias {
+        if let Some(bias) = pass.bias() {
             y = y.broadcast_add(&self.channels(bias)?)?;
         }
         storage(&shaped(y, &pass.x)?)
@@ -420,6 +413,15 @@ impl Rows {
         tensor.flatten_all()?.to_device(self.x_tilde.device())
     }
 
+    /// γ, `[C]`.
+    fn weight(&self, pass: &Pass) -> Result<Option<Tensor>> {
+        match &pass.affine {
+            Some(affine) if affine.offset == 0. => Ok(Some(self.channels(&affine.weight)?)),
+            Some(affine) => (self.channels(&affine.weight)? + affine.offset).map(Some),
+            None => Ok(None),
+        }
+    }
+
     /// Sums on the host, in f64, as the dtype of the sums on the device of the rows.
     fn read_sums(&self, sums: &Tensor) -> Result<Tensor> {
         // Converted on the host, because not every device has f64.
@@ -437,7 +439,7 @@ impl Rows {
         let (mut dx_tilde, x_tilde) =
             (grouped(&dx_tilde, groups)?, grouped(&self.x_tilde, groups)?);
         let mean = (&dx_tilde * &x_tilde)?.mean_keepdim(D::Minus1)?;
-        if let RowNorm::Centred { .. } = pass.settings.norm {
+        if let RowNorm::Centred { .. } = pass.norm {
             dx_tilde = dx_tilde.broadcast_sub(&dx_tilde.mean_keepdim(D::Minus1)?)?;
         }
         let dx = (dx_tilde - x_tilde.broadcast_mul(&mean)?)?;

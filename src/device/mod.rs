@@ -1,15 +1,15 @@
-//! The seam between the layer and its devices: what a pass computes, what it asks of the outside,
-//! and what it returns.
+//! The interface between the layer and its devices: what a pass asks of the outside, and what it
+//! returns. [`pass`] has what it computes.
 //!
-//! [`DeviceKind::forward`](pick::DeviceKind::forward) runs a forward and returns a [`Saved`], whose
-//! [`backward`](Saved::backward) runs the backward. Each device has both as straight-line code, to
-//! be read from top to bottom beside the equations of [`Recipe`]. A training forward
+//! [`Pass::forward`] runs a forward and returns a [`Saved`], whose [`backward`](Saved::backward)
+//! runs the backward. Each device has both as straight-line code, to be read from top to bottom
+//! beside the equations of [`Recipe`](crate::Recipe). A training forward
 //!
 //! 1. sums the squares of its rows, and writes the output in the same pass unless the batch's own
 //!    statistic normalizes;
 //! 2. exchanges the sums with the other ranks ([`Env::exchange`]);
-//! 3. moves ψ² ([`Env::move_phi`]);
-//! 4. writes the output, if the batch's statistic normalizes.
+//! 3. writes the output, if the batch's statistic normalizes;
+//! 4. moves ψ² ([`Env::move_phi`]). A GPU moves it before 3, in the kernel that makes ψ_B².
 //!
 //! Its backward
 //!
@@ -31,95 +31,18 @@ mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub(crate) mod pass;
 pub(crate) mod pick;
 
-use crate::config::{ForwardKind, PhiStep, Recipe};
+use self::pass::Pass;
+use crate::config::PhiStep;
 use candle::{DType, Result, Storage, Tensor, Var};
-
-/// One forward of a layer, or the backward of that forward: its settings, and its tensors in a
-/// layout that the device reads.
-pub(crate) struct Pass {
-    /// The rows to normalize, `[.., C]`. A forward with a residual adds it to them first, and in
-    /// its backward `x` is the sum.
-    pub x: Tensor,
-    /// The padding mask: `x` without its last dimension, of `U8`, 0 for a padded row.
-    pub keep: Option<Tensor>,
-    /// γ, `[C]`.
-    pub weight: Option<Tensor>,
-    /// β, `[C]`.
-    pub bias: Option<Tensor>,
-    pub kind: ForwardKind,
-    pub settings: Settings,
-}
-
-/// What a forward takes besides its [`Pass`]. Its backward needs none of it.
-pub(crate) struct Inputs {
-    /// Added to the rows before anything else. It has their shape.
-    pub residual: Option<Tensor>,
-    /// ψ² before the step, in its variable's shape: `[C]` or `[1, C, 1, 1]`. Without it D is 1,
-    /// and rows are only normalized by themselves.
-    pub phi: Option<Tensor>,
-    /// A backward may follow.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub tracked: bool,
-}
-
-impl Pass {
-    /// The mask that a backward takes.
-    fn backward_keep(&self) -> Option<&Tensor> {
-        (self.keep.as_ref()).filter(|_| self.settings.recipe.masks_backward())
-    }
-}
-
-/// The settings of a normalization.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Settings {
-    pub norm: RowNorm,
-    /// ε of D.
-    pub eps: f64,
-    pub recipe: Recipe,
-}
-
-impl Settings {
-    /// A normalization of rows by themselves. D is 1, so its ε and the recipe change nothing.
-    pub fn of_rows(norm: RowNorm) -> Self {
-        Self {
-            norm,
-            eps: 0.,
-            recipe: Recipe::default(),
-        }
-    }
-}
-
-/// The normalization of a row by itself, before the statistics of channels.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum RowNorm {
-    None,
-    /// Group scaling: each group is divided by its root mean square.
-    Groups {
-        /// G.
-        count: usize,
-        eps: f64,
-    },
-    /// LayerNorm: the row's mean is subtracted, and the row divided by its standard deviation.
-    /// There is no residual then and no mask, and D is 1.
-    Centred {
-        eps: f64,
-    },
-}
-
-impl RowNorm {
-    /// Group scaling with this number of groups, if there is one.
-    pub fn of_groups(groups: Option<usize>, eps: f64) -> Self {
-        groups.map_or(Self::None, |count| Self::Groups { count, eps })
-    }
-}
 
 /// Outputs of a forward, shaped as its input.
 pub(crate) struct Outputs {
     pub y: Storage,
     /// `x + residual`, if there is a residual.
-    pub stream: Option<Storage>,
+    pub residual_out: Option<Storage>,
 }
 
 /// The gradients that a backward is asked for.
@@ -138,10 +61,55 @@ pub(crate) struct Gradients {
     pub bias: Option<Tensor>,
 }
 
-/// A device's record of a forward, from which it makes the backward. The [`Pass`] has the rest.
-pub(crate) trait Saved: Send + Sync {
+/// A forward that ran, with what its backward needs.
+pub(crate) struct Saved {
+    pass: Pass,
+    record: Box<dyn Record>,
+}
+
+impl Pass {
+    /// Runs a forward. If it is a training step, it moves ψ².
+    pub fn forward(self, env: &mut dyn Env) -> Result<(Saved, Outputs)> {
+        let (record, outputs) = self.device.forward(&self, env)?;
+        let pass = self.of_backward();
+        Ok((Saved { pass, record }, outputs))
+    }
+}
+
+impl Saved {
+    /// The pass of the forward.
+    pub fn pass(&self) -> &Pass {
+        &self.pass
+    }
+
+    /// After a forward with a residual: the backward reads `sum`, which holds the sum that the
+    /// forward wrote.
+    pub fn of_sum(self, sum: Tensor) -> Result<Self> {
+        let pass = self.pass.of_sum(sum)?;
+        Ok(Self { pass, ..self })
+    }
+
     /// Makes the gradients from `dy`, the gradient of the output, and moves ν if the forward was a
     /// training step.
+    pub fn backward(&self, dy: &Tensor, env: &mut dyn Env) -> Result<Gradients> {
+        let pass = &self.pass;
+        let is_tracked = |tensor: Option<&Tensor>| tensor.is_some_and(Tensor::track_op);
+        let wanted = Wanted {
+            input: pass.x.track_op(),
+            weight: is_tracked(pass.weight()),
+            bias: is_tracked(pass.bias()),
+        };
+        let dy = pass.check_dy(dy)?;
+        self.record.backward(pass, &dy, wanted, env)
+    }
+}
+
+/// A device's record of a forward, from which it makes the backward.
+///
+/// [`Saved`] alone calls it: with the pass of that forward, in which the sum stands for the input
+/// and its residual, and with a `dy` that has the shape, dtype and device of `x` and a layout that
+/// the device reads.
+trait Record: Send + Sync {
     fn backward(
         &self,
         pass: &Pass,
@@ -155,7 +123,8 @@ pub(crate) trait Saved: Send + Sync {
 ///
 /// Sums are exchanged as tensors of f64, `[n]`, on
 /// [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A training forward's sums are Σ x̃²
-/// over the kept rows, `[C]`, followed by the number of kept rows. Under [`Recipe::Fairseq`] the
+/// over the kept rows, `[C]`, followed by the number of kept rows. Under
+/// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the
 /// same two follow for all rows. A backward's sums are Σ dy x̃, `[C]`.
 pub(crate) trait Env {
     /// Other processes have rows of the same batch, so sums must be exchanged.
@@ -199,6 +168,8 @@ impl Nu<'_> {
 pub(crate) fn sums_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
-        _ => DType::F32,
+        DType::F32 | DType::F16 | DType::BF16 => DType::F32,
+        // No device computes in others: a pass rejects them.
+        other => other,
     }
 }

@@ -2,9 +2,10 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{Env, Inputs, Outputs, Pass, Saved, composed, cpu};
+use super::pass::Pass;
+use super::{Env, Outputs, Record, composed, cpu};
 use crate::error::Error;
-use candle::{Device, Result};
+use candle::{Device, Result, Tensor};
 use std::ffi::OsString;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -49,18 +50,27 @@ impl DeviceKind {
         }
     }
 
-    /// Runs a forward. If it is a training step, it moves ψ².
-    pub fn forward(
+    /// Runs a forward, for [`Pass::forward`].
+    pub(super) fn forward(
         &self,
         pass: &Pass,
-        inputs: &Inputs,
         env: &mut dyn Env,
-    ) -> Result<(Box<dyn Saved>, Outputs)> {
+    ) -> Result<(Box<dyn Record>, Outputs)> {
         match self {
-            Self::Cpu => cpu::forward(pass, inputs, env),
+            Self::Cpu => cpu::forward(pass, env),
             #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::forward(kernels, pass, inputs, env),
-            Self::Composed => composed::forward(pass, inputs, env),
+            Self::Cuda(kernels) => cuda::forward(kernels, pass, env),
+            Self::Composed => composed::forward(pass, env),
+        }
+    }
+
+    /// Returns rows in a layout that this device reads, copied if need be.
+    pub(super) fn readable(&self, rows: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Cpu => cpu::readable(rows),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => cuda::readable(rows),
+            Self::Composed => rows.contiguous(),
         }
     }
 
@@ -73,8 +83,8 @@ impl DeviceKind {
     }
 
     /// `true` if a forward of rows on `rows` reads ψ² in its variable, which is on `state`.
-    /// Otherwise it reads a copy. In place is safe if one queue orders both: the update comes after
-    /// the read.
+    /// Otherwise it reads a copy. Reading in place is safe on one stream, because the update is
+    /// queued after the read.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn reads_phi_in_place(&self, rows: &Device, state: &Device) -> bool {
         match self {

@@ -2,7 +2,8 @@
 //!
 //! A call passes through here once in each direction:
 //!
-//! 1. The layer checks its arguments and calls [`power_norm`] or [`power_norm_residual`].
+//! 1. The layer makes a [`Pass`], which checks the arguments, and calls [`normalize`] or
+//!    [`add_and_normalize`] with it. PowerNorm passes the state that a training step moves, too.
 //! 2. [`Step::forward`] runs the forward on the tensors' [device](crate::device), and moves ψ² and
 //!    t.
 //! 3. candle runs the custom op. Its output exists already, and the op gives it a place in the
@@ -12,49 +13,36 @@
 mod residual;
 pub(crate) mod step;
 
-use self::step::{Call, Step};
-use candle::{CustomOp1, CustomOp2, CustomOp3, DType, Result, Shape, Storage, Tensor};
+use self::step::{Step, Training};
+use crate::device::pass::{Affine, Pass};
+use crate::ranks::Turn;
+use candle::{CustomOp1, CustomOp2, CustomOp3, Result, Shape, Storage, Tensor};
 use std::sync::{Mutex, PoisonError};
 
-/// Runs the layer.
-pub(crate) fn power_norm(call: Call) -> Result<Tensor> {
-    let (step, y, _) = Step::forward(call)?;
-    PowerNormOp::apply(step, y)
+/// Returns the normalized rows of a pass without a residual.
+pub(crate) fn normalize(
+    pass: Pass,
+    training: Option<Training>,
+    turn: Option<Turn>,
+) -> Result<Tensor> {
+    let (step, outputs) = Step::forward(pass, training, turn)?;
+    NormOp::apply(step, outputs.y)
 }
 
-/// Runs the layer on the sum of the input and the residual. Returns the layer's output and the sum.
-pub(crate) fn power_norm_residual(call: Call) -> Result<(Tensor, Tensor)> {
-    let (step, y, Some(stream)) = Step::forward(call)? else {
+/// Returns the normalized sum of the rows and the residual of a pass, and the sum.
+pub(crate) fn add_and_normalize(
+    pass: Pass,
+    training: Option<Training>,
+    turn: Option<Turn>,
+) -> Result<(Tensor, Tensor)> {
+    let (x, residual) = (pass.x().clone(), pass.residual().cloned());
+    let (step, outputs) = Step::forward(pass, training, turn)?;
+    let (Some(residual), Some(computed)) = (residual, outputs.residual_out) else {
         unreachable!("a forward with a residual writes the sum")
     };
-    Ok((PowerNormOp::apply(step, y)?, stream))
-}
-
-/// Returns the rows in a layout that their device reads, copied if need be. A CPU reads rows
-/// anywhere, if their elements are adjacent. Other devices read packed rows, and on an NVIDIA GPU
-/// they begin on a 16-byte boundary.
-pub(crate) fn readable(xs: &Tensor) -> Result<Tensor> {
-    // A row of one element may have any stride.
-    let is_adjacent = xs.dims().last() == Some(&1) || xs.stride().last() == Some(&1);
-    if xs.device().is_cpu() && is_adjacent {
-        return Ok(xs.clone());
-    }
-    let xs = xs.contiguous()?;
-    let start = xs.layout().start_offset() * xs.dtype().size_in_bytes();
-    if xs.device().is_cuda() && !start.is_multiple_of(16) {
-        return xs.force_contiguous();
-    }
-    Ok(xs)
-}
-
-/// The mask in the form in which devices read it: contiguous, of `U8`.
-fn as_bytes(keep: &Tensor) -> Result<Tensor> {
-    match keep.dtype() {
-        DType::U8 => keep.contiguous(),
-        // A GPU rejects a launch over no elements.
-        _ if keep.elem_count() == 0 => Tensor::zeros(keep.shape(), DType::U8, keep.device()),
-        _ => keep.ne(0u8),
-    }
+    let sum = residual::sum(&x, &residual, computed)?;
+    let y = NormOp::apply(step.of_sum(sum.clone())?, outputs.y)?;
+    Ok((y, sum))
 }
 
 /// An output that waits for candle to run its op. candle has a custom op compute its output, but
@@ -100,7 +88,7 @@ macro_rules! forwards {
             match self.output.take() {
                 // The arguments are on the device on which the output was computed.
                 Some(candle::Storage::$device(y)) => Ok((y, self.output.shape.clone())),
-                _ => candle::bail!("power_norm: expected an output that was computed, got none"),
+                _ => candle::bail!("candle_powernorm: expected an output that was computed, got none"),
             }
         }
     };
@@ -109,25 +97,31 @@ use forwards;
 
 /// A layer's place in the graph. Its arguments are the rows and, if the layer has them, weight and
 /// bias.
-struct PowerNormOp {
+struct NormOp {
     output: Computed,
     step: Step,
 }
 
-impl PowerNormOp {
-    const NAME: &'static str = "power_norm";
-
+impl NormOp {
     /// The output tensor of a step whose output is `y`.
     fn apply(step: Step, y: Storage) -> Result<Tensor> {
-        let x = step.pass.x.clone();
-        let (weight, bias) = (step.pass.weight.clone(), step.pass.bias.clone());
+        let (x, affine) = (step.pass().x().clone(), step.pass().affine().cloned());
         let output = Computed::new(y, x.shape());
         let op = Self { output, step };
-        match (weight, bias) {
-            (Some(weight), Some(bias)) => x.apply_op3(&weight, &bias, op),
-            (Some(weight), None) => x.apply_op2(&weight, op),
-            (None, _) => x.apply_op1(op),
+        match affine {
+            Some(Affine {
+                weight,
+                bias: Some(bias),
+                ..
+            }) => x.apply_op3(&weight, &bias, op),
+            Some(Affine { weight, .. }) => x.apply_op2(&weight, op),
+            None => x.apply_op1(op),
         }
+    }
+
+    /// The layer's name, which candle's errors show.
+    fn layer(&self) -> &'static str {
+        self.step.pass().layer()
     }
 
     /// The gradients of the rows, the weight and the bias.
@@ -139,7 +133,7 @@ impl PowerNormOp {
             true => {
                 let [input, weight, bias] = gradients.map(|gradient| {
                     gradient
-                        .map(|of| FirstDerivative::apply(of, x, dy))
+                        .map(|of| FirstDerivative::apply(self.layer(), of, x, dy))
                         .transpose()
                 });
                 Ok([input?, weight?, bias?])
@@ -148,9 +142,9 @@ impl PowerNormOp {
     }
 }
 
-impl CustomOp1 for PowerNormOp {
+impl CustomOp1 for NormOp {
     fn name(&self) -> &'static str {
-        Self::NAME
+        self.layer()
     }
 
     forwards!(1);
@@ -161,9 +155,9 @@ impl CustomOp1 for PowerNormOp {
     }
 }
 
-impl CustomOp2 for PowerNormOp {
+impl CustomOp2 for NormOp {
     fn name(&self) -> &'static str {
-        Self::NAME
+        self.layer()
     }
 
     forwards!(2);
@@ -180,9 +174,9 @@ impl CustomOp2 for PowerNormOp {
     }
 }
 
-impl CustomOp3 for PowerNormOp {
+impl CustomOp3 for NormOp {
     fn name(&self) -> &'static str {
-        Self::NAME
+        self.layer()
     }
 
     forwards!(3);
@@ -213,21 +207,22 @@ thread_local! {
 /// derivative of one would miss all that passes through this layer. A backward through it is an
 /// error.
 struct FirstDerivative {
+    layer: &'static str,
     output: Computed,
 }
 
 impl FirstDerivative {
     /// `gradient` as a function of the rows and the gradient of the output.
-    fn apply(gradient: Tensor, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    fn apply(layer: &'static str, gradient: Tensor, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let (storage, layout) = gradient.storage_and_layout();
         let output = Computed::new(storage.try_clone(layout)?, layout.shape());
-        x.apply_op2(dy, Self { output })
+        x.apply_op2(dy, Self { layer, output })
     }
 }
 
 impl CustomOp2 for FirstDerivative {
     fn name(&self) -> &'static str {
-        "power_norm_gradient"
+        "norm_gradient"
     }
 
     forwards!(2);
@@ -240,10 +235,11 @@ impl CustomOp2 for FirstDerivative {
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         candle::bail!(
-            "power_norm: expected a backward from a loss, got one through the gradients of another \
+            "{}: expected a backward from a loss, got one through the gradients of another \
              backward: the layer's gradients cannot be differentiated again, so compute a penalty \
              on gradients with layers of candle's own operations, such as \
-             `candle_nn::ops::layer_norm_slow`"
+             `candle_nn::ops::layer_norm_slow`",
+            self.layer
         )
     }
 }
@@ -251,59 +247,16 @@ impl CustomOp2 for FirstDerivative {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle::{CpuStorage, Device};
+    use candle::{CpuStorage, DType, Device};
 
     const CPU: &Device = &Device::Cpu;
-
-    /// Views of `[3, 4]`, and whether a CPU reads them where they are.
-    #[test]
-    fn a_cpu_reads_rows_of_adjacent_elements() -> Result<()> {
-        let base = Tensor::arange(0f32, 12., CPU)?.reshape((3, 4))?;
-        for (view, in_place) in [
-            (base.clone(), true),
-            (base.narrow(1, 1, 2)?, true),
-            (base.narrow(0, 1, 2)?, true),
-            (base.narrow(1, 2, 1)?, true), // rows of one element, 4 apart
-            (base.t()?, false),
-            (base.t()?.narrow(1, 1, 1)?, true),
-            (base.narrow(0, 0, 0)?, true),
-            (base.narrow(0, 1, 1)?.broadcast_as((5, 4))?, true),
-            (base.narrow(1, 1, 1)?.broadcast_as((3, 5))?, false),
-        ] {
-            let read = readable(&view)?;
-            let is_same = read.stride() == view.stride()
-                && read.layout().start_offset() == view.layout().start_offset();
-            assert_eq!(is_same, in_place, "{:?}", view.layout());
-            assert_eq!(read.to_vec2::<f32>()?, view.to_vec2::<f32>()?);
-            assert!(in_place || read.is_contiguous());
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn a_mask_becomes_bytes() -> Result<()> {
-        for dtype in [DType::U8, DType::U32, DType::I64] {
-            let keep = Tensor::new(&[[0u8, 1, 0], [7, 0, 1]], CPU)?.to_dtype(dtype)?;
-            let bytes = as_bytes(&keep.t()?)?;
-            assert!(bytes.dtype() == DType::U8 && bytes.is_contiguous());
-            let kept = bytes.flatten_all()?.to_vec1::<u8>()?;
-            let kept: Vec<_> = kept.into_iter().map(|keep| keep != 0).collect();
-            assert_eq!(kept, [false, true, true, false, false, true], "{dtype:?}");
-            let none = as_bytes(&keep.narrow(0, 2, 0)?)?;
-            assert_eq!((none.dtype(), none.dims()), (DType::U8, &[0, 3][..]));
-        }
-        // −1 is no padding either, and 256 is not 0.
-        let keep = Tensor::new(&[-1i64, 256, 0], CPU)?;
-        let bytes = as_bytes(&keep)?.to_vec1::<u8>()?;
-        assert!(bytes[0] != 0 && bytes[1] != 0 && bytes[2] == 0);
-        Ok(())
-    }
 
     #[test]
     fn a_computed_output_is_taken_once() -> Result<()> {
         let shape = Shape::from((1, 2));
         let storage = || Storage::Cpu(CpuStorage::F32(vec![1., 2.]));
         let op = FirstDerivative {
+            layer: "test",
             output: Computed::new(storage(), &shape),
         };
         let argument = Tensor::zeros(&shape, DType::F32, CPU)?;
@@ -324,21 +277,21 @@ mod tests {
         Ok(())
     }
 
-    /// The gradient of a stream goes to each argument that wants one, whole.
+    /// The gradient of a sum goes to each argument that wants one, whole.
     #[test]
-    fn the_stream_passes_its_gradient_on() -> Result<()> {
+    fn the_sum_passes_its_gradient_on() -> Result<()> {
         let xs = candle::Var::new(&[1f32, 2.], CPU)?;
         let residual = Tensor::new(&[10f32, 20.], CPU)?;
-        let sum = || Storage::Cpu(CpuStorage::F32(vec![11., 22.]));
-        let stream = residual::stream(&xs, &residual, sum())?;
-        assert_eq!(stream.to_vec1::<f32>()?, [11., 22.]);
+        let computed = || Storage::Cpu(CpuStorage::F32(vec![11., 22.]));
+        let sum = residual::sum(&xs, &residual, computed())?;
+        assert_eq!(sum.to_vec1::<f32>()?, [11., 22.]);
         let weights = Tensor::new(&[3f32, -4.], CPU)?;
-        let gradients = (&stream * &weights)?.backward()?;
+        let gradients = (&sum * &weights)?.backward()?;
         assert_eq!(gradients.get(&xs).unwrap().to_vec1::<f32>()?, [3., -4.]);
         assert!(gradients.get(&residual).is_none());
         // The same tensor twice gets both.
-        let stream = residual::stream(&xs, &xs, sum())?;
-        let gradients = (&stream * &weights)?.backward()?;
+        let sum = residual::sum(&xs, &xs, computed())?;
+        let gradients = (&sum * &weights)?.backward()?;
         assert_eq!(gradients.get(&xs).unwrap().to_vec1::<f32>()?, [6., -8.]);
         Ok(())
     }

@@ -1,27 +1,27 @@
 //! The sum of an input and its residual as an op of its own.
 //!
 //! [`forward_residual`](crate::PowerNorm::forward_residual) adds and normalizes in one fused pass.
-//! In the graph it is two ops, as if the sum had been computed first: [`StreamOp`] of the input and
-//! the residual, whose output is the pass's sum, and then the ordinary op of the layer, whose
+//! In the graph it is two ops, as if the sum had been computed first: [`ResidualSum`] of the input
+//! and the residual, whose output is the pass's sum, and then the ordinary op of the layer, whose
 //! input is that sum. In a backward candle adds the layer's gradient of the sum to the gradients
-//! from elsewhere, and [`StreamOp`] passes the total on to both arguments.
+//! from elsewhere, and [`ResidualSum`] passes the total on to both arguments.
 
 use super::{Computed, forwards};
 use candle::{CustomOp2, Result, Storage, Tensor};
 
 /// `xs + residual`, from the storage in which a forward has left the sum.
-pub(super) fn stream(xs: &Tensor, residual: &Tensor, sum: Storage) -> Result<Tensor> {
-    let output = Computed::new(sum, xs.shape());
-    xs.apply_op2(residual, StreamOp { output })
+pub(super) fn sum(xs: &Tensor, residual: &Tensor, computed: Storage) -> Result<Tensor> {
+    let output = Computed::new(computed, xs.shape());
+    xs.apply_op2(residual, ResidualSum { output })
 }
 
-struct StreamOp {
+struct ResidualSum {
     output: Computed,
 }
 
-impl CustomOp2 for StreamOp {
+impl CustomOp2 for ResidualSum {
     fn name(&self) -> &'static str {
-        "power_norm_stream"
+        "residual_sum"
     }
 
     forwards!(2);
@@ -30,7 +30,7 @@ impl CustomOp2 for StreamOp {
         &self,
         xs: &Tensor,
         residual: &Tensor,
-        _stream: &Tensor,
+        _sum: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let of = |argument: &Tensor| argument.track_op().then(|| gradient.clone());

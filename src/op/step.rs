@@ -9,43 +9,15 @@
 //! sums, moves ψ² and ν under the state's lock, and counts the step. Nothing is pending between
 //! calls.
 
-use super::{as_bytes, readable, residual};
-use crate::config::{ForwardKind, PhiStep};
-use crate::device::pick::DeviceKind;
-use crate::device::{Env, Gradients, Inputs, Nu, Pass, RowNorm, Saved, Settings, Wanted};
+use crate::config::PhiStep;
+use crate::device::pass::Pass;
+use crate::device::{Env, Gradients, Nu, Outputs, Saved};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
 use crate::state::State;
-use candle::{Result, Storage, Tensor, Var};
+use candle::{Result, Tensor, Var};
 use std::sync::Arc;
-
-/// A forward that is about to run, on arguments that the layer has checked.
-pub(crate) struct Call<'a> {
-    pub device: &'a DeviceKind,
-    /// `[.., C]`.
-    pub xs: &'a Tensor,
-    /// Added to `xs` first.
-    pub residual: Option<&'a Tensor>,
-    /// The padding mask: `xs` without its last dimension.
-    pub keep: Option<&'a Tensor>,
-    /// γ, `[C]`.
-    pub weight: Option<&'a Tensor>,
-    /// β, `[C]`.
-    pub bias: Option<&'a Tensor>,
-    pub settings: Settings,
-    pub role: Role<'a>,
-}
-
-/// The part of the layer's state in a call.
-#[allow(clippy::large_enum_variant)] // One exists for each call, on the stack.
-pub(crate) enum Role<'a> {
-    /// There is no state, and D is 1: rows are normalized by themselves.
-    Stateless,
-    Evaluation(&'a State),
-    /// Training or recalibration. Without other ranks there is no turn.
-    Training(Training, Option<Turn<'a>>),
-}
 
 /// The state that a training forward and its backward move.
 pub(crate) struct Training {
@@ -55,105 +27,42 @@ pub(crate) struct Training {
     pub loss_scale: LossScale,
     /// `None` if there is no other rank.
     pub ranks: Option<Member>,
-}
-
-impl<'a> Call<'a> {
-    /// A normalization of the rows of `xs` by themselves.
-    pub fn of_rows(device: &'a DeviceKind, xs: &'a Tensor, norm: RowNorm) -> Self {
-        Self {
-            device,
-            xs,
-            residual: None,
-            keep: None,
-            weight: None,
-            bias: None,
-            settings: Settings::of_rows(norm),
-            role: Role::Stateless,
-        }
-    }
-
-    /// Reads ψ² and t, and brings the arguments into a layout that their device reads. Returns t
-    /// last.
-    fn pass(&self) -> Result<(Pass, Inputs, usize)> {
-        let (state, purpose) = match &self.role {
-            Role::Stateless => (None, Purpose::Evaluation),
-            Role::Evaluation(state) => (Some(*state), Purpose::Evaluation),
-            Role::Training(training, _) => (Some(&*training.state), training.purpose),
-        };
-        let (mut phi, mut step_count, mut kind) = (None, 0, ForwardKind::Evaluation);
-        if let Some(state) = state {
-            let rows = self.xs.device();
-            let in_place = self.device.reads_phi_in_place(rows, state.device());
-            let (before, t) = state.begin(in_place)?;
-            (phi, step_count) = (Some(before), t);
-            kind = match purpose {
-                Purpose::Evaluation => ForwardKind::Evaluation,
-                Purpose::Training => state.config().kind_at(t + 1),
-                Purpose::Recalibration(_) => ForwardKind::BatchStatistic,
-            };
-        }
-        let is_own = |rows: &Tensor| state.is_some_and(|state| state.owns(rows));
-        let readable = |rows: &Tensor| match kind.is_training() && is_own(rows) {
-            // ψ² and ν move before these rows are read for the last time.
-            true => rows.force_contiguous(),
-            false => readable(rows),
-        };
-        let arguments = [Some(self.xs), self.residual, self.weight, self.bias];
-        let pass = Pass {
-            x: readable(self.xs)?,
-            keep: self.keep.map(as_bytes).transpose()?,
-            weight: self.weight.map(Tensor::contiguous).transpose()?,
-            bias: self.bias.map(Tensor::contiguous).transpose()?,
-            kind,
-            settings: self.settings,
-        };
-        let inputs = Inputs {
-            residual: self.residual.map(readable).transpose()?,
-            phi,
-            tracked: arguments.into_iter().flatten().any(Tensor::track_op),
-        };
-        Ok((pass, inputs, step_count))
-    }
+    /// t before the step.
+    pub step_count: usize,
 }
 
 /// A forward that ran, and what its backward needs.
 pub(crate) struct Step {
-    /// The forward's. After a forward with a residual, `x` is the sum that it normalized.
-    pub pass: Pass,
-    saved: Box<dyn Saved>,
+    saved: Saved,
     /// `None` unless the forward counted as a step.
     training: Option<Training>,
-    /// t before the step.
-    step_count: usize,
 }
 
 impl Step {
-    /// Runs a forward, which moves ψ² and t if it is a training step. Returns y too, and the sum of
-    /// the input and its residual if there is one.
-    pub fn forward(call: Call) -> Result<(Self, Storage, Option<Tensor>)> {
-        let (mut pass, inputs, step_count) = call.pass()?;
-        let (training, turn) = match call.role {
-            Role::Stateless | Role::Evaluation(_) => (None, None),
-            Role::Training(training, turn) => (Some(training), turn),
-        };
-        let mut env = StepEnv::new(training.as_ref(), turn, step_count);
-        let (saved, outputs) = call.device.forward(&pass, &inputs, &mut env)?;
+    /// Runs a forward, which moves ψ² and t if it is a training step. `turn` is its turn among the
+    /// ranks, if there are others.
+    pub fn forward(
+        pass: Pass,
+        training: Option<Training>,
+        turn: Option<Turn>,
+    ) -> Result<(Self, Outputs)> {
+        let mut env = StepEnv::new(training.as_ref(), turn);
+        let (saved, outputs) = pass.forward(&mut env)?;
         let counted = env.counted;
         drop(env);
-        let stream = match (outputs.stream, call.residual) {
-            (Some(sum), Some(residual)) => Some(residual::stream(call.xs, residual, sum)?),
-            _ => None,
-        };
-        if let Some(stream) = &stream {
-            pass.x = stream.clone();
-        }
-        let step = Self {
-            pass,
-            saved,
-            training: training.filter(|_| counted),
-            step_count,
-        };
-        Ok((step, outputs.y, stream))
+        let training = training.filter(|_| counted);
+        Ok((Self { saved, training }, outputs))
+    }
+
+    /// The pass of the forward.
+    pub fn pass(&self) -> &Pass {
+        self.saved.pass()
+    }
+
+    /// The same step, whose backward reads the sum of the input and its residual from `sum`.
+    pub fn of_sum(self, sum: Tensor) -> Result<Self> {
+        let saved = self.saved.of_sum(sum)?;
+        Ok(Self { saved, ..self })
     }
 
     /// Runs a backward from `dy`, the gradient of the output. It moves ν if the forward counted as
@@ -163,16 +72,7 @@ impl Step {
         let ranks = training.and_then(|training| training.ranks.as_ref());
         // From here on a failure tells the other ranks.
         let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
-        let is_tracked =
-            |parameter: &Option<Tensor>| parameter.as_ref().is_some_and(Tensor::track_op);
-        let wanted = Wanted {
-            input: self.pass.x.track_op(),
-            weight: is_tracked(&self.pass.weight),
-            bias: is_tracked(&self.pass.bias),
-        };
-        let mut env = StepEnv::new(training, turn, self.step_count);
-        let dy = readable(dy)?;
-        self.saved.backward(&self.pass, &dy, wanted, &mut env)
+        (self.saved).backward(dy, &mut StepEnv::new(training, turn))
     }
 }
 
@@ -185,19 +85,17 @@ struct StepEnv<'a> {
     training: Option<&'a Training>,
     /// Read once, because another thread may set it meanwhile.
     loss_scale: f64,
-    step_count: usize,
     /// ψ² has moved.
     counted: bool,
 }
 
 impl<'a> StepEnv<'a> {
-    fn new(training: Option<&'a Training>, turn: Option<Turn<'a>>, step_count: usize) -> Self {
+    fn new(training: Option<&'a Training>, turn: Option<Turn<'a>>) -> Self {
         Self {
             has_ranks: turn.is_some(),
             turn,
             training,
             loss_scale: training.map_or(1., |training| training.loss_scale.get()),
-            step_count,
             counted: false,
         }
     }
@@ -218,10 +116,10 @@ impl Env for StepEnv<'_> {
     }
 
     fn exchange(&mut self, sums: Tensor) -> Result<Tensor> {
-        match self.turn.take() {
-            Some(turn) => turn.sum(&sums, self.step_count),
-            None if self.has_ranks => unreachable!("a device exchanges sums once in a pass"),
-            None => Ok(sums),
+        match (self.turn.take(), self.training) {
+            (Some(turn), Some(training)) => turn.sum(&sums, training.step_count),
+            _ if self.has_ranks => unreachable!("a device exchanges sums once in a pass"),
+            _ => Ok(sums),
         }
     }
 
@@ -252,7 +150,9 @@ impl Env for StepEnv<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::PowerNormConfig;
+    use crate::config::{ForwardKind, PowerNormConfig, Recipe};
+    use crate::device::pass::Channels;
+    use crate::device::pick::DeviceKind;
     use candle::{DType, Device};
 
     const CPU: &Device = &Device::Cpu;
@@ -269,23 +169,12 @@ mod tests {
             purpose,
             loss_scale: LossScale::default(),
             ranks: None,
+            step_count: 4,
         }
     }
 
     fn env(training: Option<&Training>) -> StepEnv<'_> {
-        StepEnv::new(training, None, 4)
-    }
-
-    fn call<'a>(xs: &'a Tensor, role: Role<'a>) -> Call<'a> {
-        let settings = Settings {
-            eps: 1e-5,
-            ..Settings::of_rows(RowNorm::None)
-        };
-        Call {
-            role,
-            settings,
-            ..Call::of_rows(&DeviceKind::Cpu, xs, RowNorm::None)
-        }
+        StepEnv::new(training, None)
     }
 
     #[test]
@@ -366,82 +255,22 @@ mod tests {
         Ok(())
     }
 
-    #[test]
-    fn the_kind_of_a_pass() -> Result<()> {
-        let config = PowerNormConfig {
-            warmup_steps: 5,
-            ..Default::default()
-        };
-        let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
-        // t is 4: the next step is the last of a warm-up of 5, and comes after one of 4.
-        let over = PowerNormConfig {
-            warmup_steps: 4,
-            ..config
-        };
-        for (config, purpose, kind) in [
-            (config, None, ForwardKind::Evaluation),
-            (config, Some(Purpose::Training), ForwardKind::BatchStatistic),
-            (over, Some(Purpose::Training), ForwardKind::RunningStatistic),
-            (
-                over,
-                Some(Purpose::Recalibration(1)),
-                ForwardKind::BatchStatistic,
-            ),
-        ] {
-            let state = state(config)?;
-            let role = match purpose {
-                None => Role::Evaluation(&state),
-                Some(purpose) => Role::Training(training(&state, purpose), None),
-            };
-            let (pass, inputs, t) = call(&xs, role).pass()?;
-            assert_eq!((pass.kind, t), (kind, 4));
-            assert!(inputs.phi.is_some() && !inputs.tracked);
-        }
-        // Group scaling alone has neither ψ² nor t.
-        let (pass, inputs, t) = call(&xs, Role::Stateless).pass()?;
-        assert_eq!((pass.kind, t), (ForwardKind::Evaluation, 0));
-        assert!(inputs.phi.is_none());
-        Ok(())
-    }
-
-    /// A layer may normalize its own ψ². A training step moves ψ² before it has read the rows for
-    /// the last time, so it reads a copy.
-    #[test]
-    fn a_training_step_copies_rows_of_its_own_state() -> Result<()> {
-        let state = state(1e-5.into())?;
-        let (own, _) = state.begin(true)?;
-        let rows = own.reshape((1, 2))?;
-        let (pass, ..) = call(&rows, Role::Evaluation(&state)).pass()?;
-        assert!(state.owns(&pass.x));
-        let training = training(&state, Purpose::Training);
-        let (pass, ..) = call(&rows, Role::Training(training, None)).pass()?;
-        assert!(!state.owns(&pass.x));
-        Ok(())
-    }
-
-    #[test]
-    fn a_gradient_of_any_argument_is_tracked() -> Result<()> {
-        let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
-        let bias = Var::zeros(2, DType::F32, CPU)?;
-        let residual = Var::zeros((3, 2), DType::F32, CPU)?;
-        let mut call = call(&xs, Role::Stateless);
-        assert!(!call.pass()?.1.tracked);
-        call.bias = Some(&bias);
-        assert!(call.pass()?.1.tracked);
-        call.bias = None;
-        call.residual = Some(&residual);
-        assert!(call.pass()?.1.tracked);
-        Ok(())
-    }
-
     /// An empty batch does not count.
     #[test]
     fn a_step_keeps_its_training_if_it_counted() -> Result<()> {
         let state = state(1e-5.into())?;
         for rows in [0, 3] {
             let xs = Tensor::ones((rows, 2), DType::F32, CPU)?;
+            let channels = Channels {
+                phi: state.running_phi()?,
+                kind: ForwardKind::BatchStatistic,
+                recipe: Recipe::Paper,
+                eps: 1e-5,
+                groups: None,
+            };
+            let pass = Pass::of_channels(&DeviceKind::Cpu, "test", &xs, None, channels)?;
             let training = training(&state, Purpose::Training);
-            let (step, ..) = Step::forward(call(&xs, Role::Training(training, None)))?;
+            let (step, _) = Step::forward(pass, Some(training), None)?;
             assert_eq!(step.training.is_some(), rows > 0);
         }
         assert_eq!(state.steps()?, 5);

@@ -160,10 +160,16 @@ pub fn message<T>(result: Result<T>) -> String {
     error.to_string()
 }
 
-/// The crate rejects this, with `text` after its name.
+/// PowerNorm rejects this, with `text` after its name.
 #[track_caller]
 pub fn rejected<T>(result: Result<T>, text: &str) {
-    assert_eq!(message(result), format!("power_norm: expected {text}"));
+    rejected_by("power_norm", result, text);
+}
+
+/// This layer or function rejects this, with `text` after its name.
+#[track_caller]
+pub fn rejected_by<T>(name: &str, result: Result<T>, text: &str) {
+    assert_eq!(message(result), format!("{name}: expected {text}"));
 }
 
 /// Runs tests of this program with an environment variable set, in a process of its own, because a

@@ -10,7 +10,7 @@ use candle::{
 use candle_nn::VarBuilder;
 use candle_powernorm::{
     GroupScaling, LayerNorm, LossScale, PowerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics,
-    power_norm,
+    ops, power_norm,
 };
 
 /// Hands the names of the cases to the macro `$run`.
@@ -50,6 +50,8 @@ macro_rules! cases {
             layer_norm_of_an_outlier,
             layer_norm_of_rows_of_any_magnitude,
             a_residual_is_an_addition_and_a_forward,
+            a_residual_of_rows_by_themselves,
+            a_unit_offset_is_added_in_the_dtype_of_the_sums,
             a_sum_by_itself_does_not_reach_the_parameters,
             a_backward_that_fails_leaves_nothing_to_the_next,
             a_loss_scale_that_changes_changes_nothing,
@@ -1215,6 +1217,129 @@ pub fn a_residual_is_an_addition_and_a_forward(device: &Device) -> Result<()> {
                 assert_same_bits(&what, ours.get(a).unwrap(), theirs.get(b).unwrap());
             }
             same_state(&what, &state(&fused), &state(&plain));
+        }
+    }
+    Ok(())
+}
+
+/// Widths of LayerNorm and RMSNorm, and dtypes of the input and the parameters. On a GPU also
+/// widths of several warps, of the widest blocks, and wider than a block.
+fn row_cases(device: &Device) -> impl Iterator<Item = (usize, (DType, DType))> {
+    let mut widths = vec![1, 2, 5, 33, 130, 760, 1024];
+    if !device.is_cpu() {
+        widths.extend([2056, 4096, 8192, 8204, 16386, 20480]);
+    }
+    thinned((widths.into_iter()).flat_map(|cols| DTYPES.map(|dtypes| (cols, dtypes))))
+}
+
+/// LayerNorm, RMSNorm and the functions: a fused residual gives the same bits as an addition and a
+/// forward, for packed rows and for views, whichever outputs the loss uses.
+pub fn a_residual_of_rows_by_themselves(device: &Device) -> Result<()> {
+    const USES: [[bool; 2]; 3] = [[true, true], [true, false], [false, true]];
+    for (k, (cols, (dtype, builder))) in row_cases(device).enumerate() {
+        let mut data = Data::on(device, 43);
+        let [weight, bias] = [(); 2].map(|()| {
+            let values = data.weight(cols);
+            Var::from_tensor(&data.tensor(&values, &[cols], builder))
+        });
+        let (weight, bias) = (weight?, bias?);
+        let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());
+        let batch = Batch::random(&mut data, &[3, 7, cols], dtype, false);
+        let other = Batch::random(&mut data, &[3, 7, cols], dtype, false);
+        // Packed rows, rows in another order, and rows whose elements are apart.
+        let (i, j) = [(0, 0), (0, 1), (1, 2)][k % 3];
+        let base = |xs: &Tensor| Var::from_tensor(&xs.transpose(i, j)?.force_contiguous()?);
+        let (xs, residual) = (base(&batch.xs)?, base(&other.xs)?);
+        let view = |base: &Var| base.transpose(i, j);
+        let (x, r) = (view(&xs)?, view(&residual)?);
+
+        let [layer, rms] = [
+            LayerNorm::new(w.clone(), b.clone(), EPS),
+            LayerNorm::rms_norm(w.clone(), EPS),
+        ];
+        let eps = EPS as f32;
+        let fused: [(&str, Result<(Tensor, Tensor)>, &LayerNorm); 4] = [
+            ("layer_norm", layer.forward_residual(&x, &r), &layer),
+            (
+                "rms_norm",
+                RmsNorm::new(w.clone(), EPS).forward_residual(&x, &r),
+                &rms,
+            ),
+            (
+                "ops::add_layer_norm",
+                ops::add_layer_norm(&x, &r, &w, &b, eps),
+                &LayerNorm::new(w.clone(), b.clone(), eps.into()),
+            ),
+            (
+                "ops::add_rms_norm",
+                ops::add_rms_norm(&x, &r, &w, eps),
+                &LayerNorm::rms_norm(w.clone(), eps.into()),
+            ),
+        ];
+        for (n, (name, ours, plain)) in fused.into_iter().enumerate() {
+            let uses = USES[(k + n) % USES.len()];
+            let what = format!("{name}, {dtype:?} with {builder:?}, {cols}, {uses:?}");
+            let ours = ours?;
+            let sum = add_rounded(&x, &r)?;
+            let theirs = (plain.forward(&sum)?, sum);
+            assert_same_bits(&format!("{what}: y"), &ours.0, &theirs.0);
+            assert_same_bits(&format!("{what}: sum"), &ours.1, &theirs.1);
+            let gradients = |outputs| residual_gradients(outputs, [&batch.dy, &other.dy], uses);
+            let (ours, theirs) = (gradients(&ours)?, gradients(&theirs)?);
+            let parameters = [Some(&weight), plain.bias().map(|_| &bias)];
+            let parameters = parameters.into_iter().flatten().filter(|_| uses[0]);
+            for var in parameters.chain([&xs, &residual]) {
+                assert_same_bits(&what, ours.get(var).unwrap(), theirs.get(var).unwrap());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `y = (1 + w) x̂` is the layer of a weight 1 + w in the dtype of the sums, bit for bit. In the
+/// dtype of a half-precision weight, 1 + w would be off by up to a 256th: 1 + 15.8125 is 16.75 in
+/// BF16.
+pub fn a_unit_offset_is_added_in_the_dtype_of_the_sums(device: &Device) -> Result<()> {
+    for (cols, (dtype, builder)) in row_cases(device) {
+        let mut data = Data::on(device, 44);
+        let values = data.normal(cols);
+        let weight = data
+            .tensor(&values, &[cols], DType::F32)
+            .to_dtype(DType::BF16)?;
+        let weight = Tensor::cat(
+            &[weight.narrow(0, 0, cols - 1)?, {
+                Tensor::full(15.8125f32, 1, device)?.to_dtype(DType::BF16)?
+            }],
+            0,
+        )?;
+        // Every dtype holds these sums of a BF16 and 1, except the halves.
+        let sums = if dtype == DType::F64 {
+            builder
+        } else {
+            DType::F32
+        };
+        let plain_weight = Var::from_tensor(&(weight.to_dtype(sums)? + 1.)?)?;
+        let weight = Var::from_tensor(&weight.to_dtype(builder)?)?;
+        let bias = Var::from_tensor(&data.tensor(&values, &[cols], builder))?;
+        let batch = Batch::random(&mut data, &[3, 7, cols], dtype, false);
+        let xs = Var::from_tensor(&batch.xs)?;
+        let plain_bias = Var::from_tensor(&bias.to_dtype(sums)?)?;
+        for centred in [true, false] {
+            let layer = |weight: &Var, bias: &Var| match centred {
+                true => LayerNorm::new(weight.as_tensor().clone(), bias.as_tensor().clone(), EPS),
+                false => LayerNorm::rms_norm(weight.as_tensor().clone(), EPS),
+            };
+            let ours = layer(&weight, &bias).with_unit_offset();
+            assert!(ours.unit_offset());
+            let theirs = layer(&plain_weight, &plain_bias);
+            let (y, expected) = (ours.forward(&xs)?, theirs.forward(&xs)?);
+            let what = format!("{dtype:?} with {builder:?}, {cols}, centred {centred}");
+            assert_same_bits(&format!("{what}: y"), &y, &expected);
+            let (ours, theirs) = (backward(&y, &batch.dy), backward(&expected, &batch.dy));
+            let [dx, expected] = [&ours, &theirs].map(|grads| grads.get(&xs).unwrap());
+            assert_same_bits(&format!("{what}: dx"), dx, expected);
+            let dweight = theirs.get(&plain_weight).unwrap().to_dtype(builder)?;
+            assert_same_bits(&format!("{what}: dw"), ours.get(&weight).unwrap(), &dweight);
         }
     }
     Ok(())

@@ -298,22 +298,27 @@ fn folds_of_row_normalizations_that_would_be_wrong_are_rejected() -> Result<()> 
     assert_eq!(norm.group_scaling(), GroupScaling::new(1, 1e-5)?);
     let other_size = linear(&mut data, OUT, SIZE, true, DType::F32);
     let text = "a linear layer of 12 input features, got 5";
-    rejected(norm.fold_into(&other_size), text);
+    rejected_by("rms_norm", norm.fold_into(&other_size), text);
     let whole = Linear::new(Tensor::ones((OUT, SIZE), DType::I64, &CPU)?, None);
     let text = "the weight of `next` in a float dtype, got I64: \
                 convert the linear layer by `to_dtype` first";
-    rejected(norm.fold_into(&whole), text);
+    rejected_by("rms_norm", norm.fold_into(&whole), text);
 
     let next = linear(&mut data, SIZE, OUT, true, DType::F32);
     let text = "a weight of rank 1, got shape [3, 4]: flatten it, to one number a channel";
-    rejected(RmsNorm::new(ones(&[3, 4])?, 1e-5).fold_into(&next), text);
-    rejected(
+    rejected_by(
+        "rms_norm",
+        RmsNorm::new(ones(&[3, 4])?, 1e-5).fold_into(&next),
+        text,
+    );
+    rejected_by(
+        "layer_norm",
         LayerNorm::rms_norm(ones(&[3, 4])?, 1e-5).fold_into(&next),
         text,
     );
     let norm = LayerNorm::new(ones(&[SIZE])?, ones(&[OUT])?, 1e-5);
     let text = "a bias of shape [12] (as the weight), got [5]: reshape it";
-    rejected(norm.fold_into(&next), text);
+    rejected_by("layer_norm", norm.fold_into(&next), text);
     Ok(())
 }
 
@@ -333,7 +338,8 @@ fn a_layer_gives_its_own_group_scaling() {
 
 #[test]
 fn layer_scales_out_of_range_are_rejected() -> Result<()> {
-    rejected(
+    rejected_by(
+        "group_scaling",
         GroupScaling::new(0, 1e-5),
         "at least 1 group, got 0: pass 1 to scale whole rows",
     );
@@ -342,7 +348,7 @@ fn layer_scales_out_of_range_are_rejected() -> Result<()> {
             "eps positive and finite after rounding to F64, got {eps:?}: \
              choose a number such as 1e-5"
         );
-        rejected(GroupScaling::new(1, eps), &text);
+        rejected_by("group_scaling", GroupScaling::new(1, eps), &text);
     }
     let scaling = GroupScaling::new(5, 1e-5)?;
     let forward = |scaling: GroupScaling, shape: &[usize], dtype| {
@@ -350,19 +356,23 @@ fn layer_scales_out_of_range_are_rejected() -> Result<()> {
     };
     let of = |shape: &[usize], dtype| forward(scaling, shape, dtype);
     let text = "an input of rank 1 or more, got a scalar: give it a last dimension of channels";
-    rejected(of(&[], DType::F32), text);
+    rejected_by("group_scaling", of(&[], DType::F32), text);
     let text = "5 groups to divide the 12 channels of the input: choose another number of groups";
-    rejected(of(&[2, SIZE], DType::F32), text);
-    rejected(of(&[2, 0], DType::F32), "a size of at least 1, got 0");
+    rejected_by("group_scaling", of(&[2, SIZE], DType::F32), text);
+    rejected_by(
+        "group_scaling",
+        of(&[2, 0], DType::F32),
+        "a size of at least 1, got 0",
+    );
     assert_eq!(of(&[0, 5], DType::F32)?.dims(), [0, 5]);
     let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
-    rejected(of(&[2, 5], DType::U32), text);
+    rejected_by("group_scaling", of(&[2, 5], DType::U32), text);
     // Positive in f64, 0 in the sums of an f32 input.
     let tiny = GroupScaling::new(1, 1e-60)?;
     assert!(forward(tiny, &[2, 5], DType::F64).is_ok());
     let text =
         "eps positive and finite after rounding to F32, got 1e-60: choose a number such as 1e-5";
-    rejected(forward(tiny, &[2, 5], DType::BF16), text);
+    rejected_by("group_scaling", forward(tiny, &[2, 5], DType::BF16), text);
     Ok(())
 }
 

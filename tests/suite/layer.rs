@@ -504,20 +504,20 @@ fn an_rms_norm_that_does_not_fit_is_rejected() -> Result<()> {
         RmsNorm::new(ones(weight, dtype), eps).forward(&xs)
     };
     let text = "a size of at least 1, got 0";
-    rejected(rms_norm(0, 1e-5, vb(DType::F32)), text);
-    rejected(of(&[0], DType::F32, 1e-5), text);
+    rejected_by("rms_norm", rms_norm(0, 1e-5, vb(DType::F32)), text);
+    rejected_by("rms_norm", of(&[0], DType::F32, 1e-5), text);
     let text = "a builder of dtype F32, F64, F16 or BF16, got U8";
-    rejected(rms_norm(8, 1e-5, vb(DType::U8)), text);
-    rejected(of(&[2, 4], DType::F32, 1e-5), NOT_FLAT);
+    rejected_by("rms_norm", rms_norm(8, 1e-5, vb(DType::U8)), text);
+    rejected_by("rms_norm", of(&[2, 4], DType::F32, 1e-5), NOT_FLAT);
     let text = "weight of dtype F32, F64, F16 or BF16, got I64";
-    rejected(of(&[8], DType::I64, 1e-5), text);
+    rejected_by("rms_norm", of(&[8], DType::I64, 1e-5), text);
     for eps in [0., -1., f64::NAN, f64::INFINITY, 1e-60] {
         let text = format!(
             "eps positive and finite after rounding to F32, got {eps:?}: \
              choose a number such as 1e-5"
         );
-        rejected(of(&[8], DType::BF16, eps), &text);
-        rejected(rms_norm(8, eps, vb(DType::BF16)), &text);
+        rejected_by("rms_norm", of(&[8], DType::BF16, eps), &text);
+        rejected_by("rms_norm", rms_norm(8, eps, vb(DType::BF16)), &text);
     }
     // A weight of another size, or none.
     let frozen = |name: &str, size| {
@@ -530,16 +530,16 @@ fn an_rms_norm_that_does_not_fit_is_rejected() -> Result<()> {
     assert_eq!((layer.size(), layer.eps()), (8, 1e-5));
     assert_eq!(layer.weight().dims(), [8]);
 
-    rejected(layer.forward(&ones(&[], DType::F32)), SCALAR);
+    rejected_by("rms_norm", layer.forward(&ones(&[], DType::F32)), SCALAR);
     let text = "a last dimension of 8, got shape [8, 7]: \
                 move the channels last, or build a layer of another size";
-    rejected(layer.forward(&ones(&[8, 7], DType::F32)), text);
+    rejected_by("rms_norm", layer.forward(&ones(&[8, 7], DType::F32)), text);
     let text = "an input of dtype F32, F64, F16 or BF16, got U32: convert it by `to_dtype`";
-    rejected(layer.forward(&ones(&[2, 8], DType::U32)), text);
+    rejected_by("rms_norm", layer.forward(&ones(&[2, 8], DType::U32)), text);
     let text = "weight of dtype F32 (as the input), got F16: \
                 convert the input to F16, or the parameters to F32";
     let half = RmsNorm::new(ones(&[8], DType::F16), 1e-5);
-    rejected(half.forward(&ones(&[2, 8], DType::F32)), text);
+    rejected_by("rms_norm", half.forward(&ones(&[2, 8], DType::F32)), text);
     assert_eq!(layer.forward(&ones(&[0, 8], DType::F32))?.dims(), [0, 8]);
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! LayerNorm and RMSNorm: candle's calls with another import, and rows whose mean is large.
 
 use crate::common::*;
-use candle::{DType, Module, ModuleT, Result, Tensor};
+use candle::{DType, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -148,6 +148,125 @@ fn a_bias_that_is_not_the_layer_s_stays_unread() -> Result<()> {
     let xs = tensor(&Data::new(2).normal(16), &[2, 8], DType::F32);
     assert!(norm.forward(&xs).is_ok());
     assert!(candle_powernorm::layer_norm(8, 1e-5, vb).is_err());
+    Ok(())
+}
+
+/// The functions of both crates, by one set of types: if this compiles, a changed import is the
+/// whole change there too.
+#[test]
+fn functions_are_candle_s_and_have_gradients() -> Result<()> {
+    type Layer = fn(&Tensor, &Tensor, &Tensor, f32) -> Result<Tensor>;
+    type Rms = fn(&Tensor, &Tensor, f32) -> Result<Tensor>;
+    let ours: (Layer, Rms) = (
+        candle_powernorm::ops::layer_norm,
+        candle_powernorm::ops::rms_norm,
+    );
+    let candles: (Layer, Rms) = (candle_nn::ops::layer_norm, candle_nn::ops::rms_norm);
+    let slow: (Layer, Rms) = (
+        candle_nn::ops::layer_norm_slow,
+        candle_nn::ops::rms_norm_slow,
+    );
+    let mut data = Data::new(3);
+    let (weight, bias) = (data.weight(8), data.weight(8));
+    let var =
+        |values: &[f64], shape: &[usize]| Var::from_tensor(&tensor(values, shape, DType::F32));
+    let (alpha, beta) = (var(&weight, &[8])?, var(&bias, &[8])?);
+    let xs = var(&data.normal(15 * 8), &[3, 5, 8])?;
+    let run = |(layer, rms): (Layer, Rms)| {
+        Ok([layer(&xs, &alpha, &beta, 1e-3)?, rms(&xs, &alpha, 1e-3)?])
+    };
+    let run: &dyn Fn(_) -> Result<[Tensor; 2]> = &run;
+    let (ours, fused, slow) = (run(ours)?, run(candles)?, run(slow)?);
+    for ((ours, fused), slow) in ours.iter().zip(&fused).zip(&slow) {
+        assert_relative("y", ours, &to_f64(fused), 1e-6);
+        let [ours, slow] = [ours, slow].map(|y| y.sqr()?.sum_all()?.backward());
+        let (ours, slow) = (ours?, slow?);
+        for of in [&xs, &alpha, &beta] {
+            match (ours.get(of), slow.get(of)) {
+                (Some(ours), Some(slow)) => assert_relative("gradient", ours, &to_f64(slow), 1e-5),
+                (ours, slow) => assert!(ours.is_none() && slow.is_none()),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// An error begins with the name of what was called, which is the name in the user's model.
+#[test]
+fn errors_name_the_layer_or_function_that_was_called() -> Result<()> {
+    use candle_powernorm::rms_norm;
+    use candle_powernorm::{GroupScaling, LayerNorm, RmsNorm, layer_norm, layer_norm_1p, ops};
+    let ones = |shape: &[usize]| Tensor::ones(shape, DType::F32, &CPU);
+    let (weight, xs, wide) = (ones(&[8])?, ones(&[2, 8])?, ones(&[2, 9])?);
+    let text = "a last dimension of 8, got shape [2, 9]: move the channels last, or build a layer \
+                of another size";
+    let layer = LayerNorm::new(weight.clone(), weight.clone(), 1e-5);
+    let rms = RmsNorm::new(weight.clone(), 1e-5);
+    rejected_by("layer_norm", layer.forward(&wide), text);
+    rejected_by("layer_norm", layer.forward_residual(&wide, &wide), text);
+    rejected_by("rms_norm", rms.forward(&wide), text);
+    rejected_by("rms_norm", rms.forward_diff(&wide), text);
+    rejected_by("rms_norm", rms.forward_residual(&wide, &wide), text);
+    rejected_by("layer_norm", rms.clone().into_inner().forward(&wide), text);
+    rejected_by(
+        "layer_norm",
+        ops::layer_norm(&wide, &weight, &weight, 1e-5),
+        text,
+    );
+    rejected_by("rms_norm", ops::rms_norm(&wide, &weight, 1e-5), text);
+    let added = ops::add_layer_norm(&wide, &wide, &weight, &weight, 1e-5);
+    rejected_by("add_layer_norm", added, text);
+    rejected_by(
+        "add_rms_norm",
+        ops::add_rms_norm(&wide, &wide, &weight, 1e-5),
+        text,
+    );
+
+    let text = "a residual of shape [2, 8] and dtype F32 (as the input), got [2, 9] and F32: give \
+                it the input's shape and dtype";
+    rejected_by("layer_norm", layer.forward_residual(&xs, &wide), text);
+    rejected_by("rms_norm", rms.forward_residual(&xs, &wide), text);
+    rejected_by(
+        "add_rms_norm",
+        ops::add_rms_norm(&xs, &wide, &weight, 1e-5),
+        text,
+    );
+    let text =
+        "eps positive and finite after rounding to F32, got 0.0: choose a number such as 1e-5";
+    rejected_by("rms_norm", ops::rms_norm(&xs, &weight, 0.), text);
+    let halves = xs.to_dtype(DType::U8)?;
+    let text = "an input of dtype F32, F64, F16 or BF16, got U8: convert it by `to_dtype`";
+    rejected_by("rms_norm", rms.forward(&halves), text);
+    rejected_by(
+        "group_scaling",
+        GroupScaling::new(2, 1e-5)?.forward(&halves),
+        text,
+    );
+
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
+    let text = "a size of at least 1, got 0";
+    rejected_by("layer_norm", layer_norm(0, 1e-5, vb.clone()), text);
+    rejected_by("layer_norm", layer_norm_1p(0, 1e-5, vb.clone()), text);
+    rejected_by("rms_norm", rms_norm(0, 1e-5, vb), text);
+    Ok(())
+}
+
+/// Fresh weights of 1 + w are zeros, so that the layer starts as one of ones does; a checkpoint
+/// stores w.
+#[test]
+fn a_unit_offset_starts_at_zero() -> Result<()> {
+    let varmap = VarMap::new();
+    let vb = trainable(&varmap, DType::BF16);
+    let layer = candle_powernorm::layer_norm_1p(8, 1e-5, vb.pp("a"))?;
+    let rms = candle_powernorm::rms_norm_1p(8, 1e-5, vb.pp("b"))?;
+    assert!(layer.unit_offset() && rms.unit_offset() && layer.bias().is_some());
+    assert_zero("weight", layer.weight());
+    assert_zero("weight", rms.weight());
+    let xs = tensor(&Data::new(4).normal(16), &[2, 8], DType::BF16);
+    let ones = Tensor::ones(8, DType::BF16, &CPU)?;
+    let plain = candle_powernorm::RmsNorm::new(ones, 1e-5);
+    assert_same_bits("y", &rms.forward(&xs)?, &plain.forward(&xs)?);
+    assert!(!plain.unit_offset());
     Ok(())
 }
 

@@ -1,19 +1,23 @@
 //! Reads candle's tensors as rows, and as values of channels.
 //!
 //! A tensor `[.., C]` is a [`Matrix`]: rows of C adjacent elements, wherever they lie in the
-//! storage. Rows that follow each other without a gap make up a *block*, and all blocks have the
-//! same number of rows. So a view costs no copy unless the elements of its rows are apart. Views of
-//! a packed tensor `[3, 4, 6]`, for example:
+//! storage. Rows that are a fixed number of elements apart, the *stride*, make up a *block*, and
+//! all blocks have the same number of rows. So a view costs no copy unless the elements of its rows
+//! are apart. Views of a packed tensor `[3, 4, 6]`, for example:
 //!
 //! ```text
-//! the tensor itself         1 block of 12 rows, from element 0
-//! narrow(1, 1, 2)           3 blocks of 2 rows, from elements 6, 30 and 54
-//! transpose(0, 1)           12 blocks of 1 row, from 0, 24, 48, 6, 30, 54, 12, ..
+//! the tensor itself         1 block of 12 rows, 6 apart, from element 0
+//! narrow(2, 2, 2)           1 block of 12 rows, 6 apart, from element 2
+//! narrow(1, 1, 2)           3 blocks of 2 rows, 6 apart, from elements 6, 30 and 54
+//! transpose(0, 1)           4 blocks of 3 rows, 24 apart, from elements 0, 6, 12 and 18
 //! transpose(1, 2)           no matrix: elements of a row are 6 apart, so `readable` copies it
 //! ```
+//!
+//! The queries of a packed projection, `[tokens, 3 C]`, are one block like the second of these, and
+//! its heads, `[batch, heads, tokens, C/heads]`, one for each head of each sequence.
 
 use super::convert::Element;
-use crate::device::{Pass, RowNorm};
+use crate::device::pass::{Pass, RowNorm};
 use candle::backend::BackendStorage;
 use candle::{CpuStorage, D, Layout, Result, Storage, Tensor, Var, WithDType};
 use half::{bf16, f16};
@@ -25,19 +29,32 @@ pub(super) struct Matrix<'a, T> {
     pub rows: usize,
     /// All elements of the storage.
     pub values: &'a [T],
+    /// Elements from the start of a row to the start of the next one in its block.
+    pub stride: usize,
+    /// Rows of a block.
+    pub block_rows: usize,
     /// The first elements of the blocks.
     pub blocks: Vec<usize>,
 }
 
-impl<T> Matrix<'_, T> {
+impl<'a, T> Matrix<'a, T> {
+    /// Rows that follow each other without a gap.
+    pub fn packed(rows: usize, cols: usize, values: &'a [T]) -> Self {
+        Self {
+            cols,
+            rows,
+            values,
+            stride: cols,
+            block_rows: rows,
+            blocks: vec![0],
+        }
+    }
+
     #[inline(always)]
     pub fn row(&self, row: usize) -> &[T] {
         let start = match self.blocks[..] {
-            [start] => start + row * self.cols,
-            _ => {
-                let rows = self.rows / self.blocks.len();
-                self.blocks[row / rows] + row % rows * self.cols
-            }
+            [start] => start + row * self.stride,
+            _ => self.blocks[row / self.block_rows] + row % self.block_rows * self.stride,
         };
         &self.values[start..][..self.cols]
     }
@@ -90,18 +107,13 @@ impl<'a, T: Element> Rows<'a, T> {
         }
     }
 
-    /// The same rows, read from the stream, which is `x + residual`.
-    pub fn of_stream<'b>(&self, stream: &'b [T]) -> Rows<'b, T>
+    /// The same rows, read from `sum`, which is `x + residual`.
+    pub fn of_sum<'b>(&self, sum: &'b [T]) -> Rows<'b, T>
     where
         'a: 'b,
     {
         Rows {
-            x: Matrix {
-                cols: self.cols(),
-                rows: self.len(),
-                values: stream,
-                blocks: vec![0],
-            },
+            x: Matrix::packed(self.len(), self.cols(), sum),
             residual: None,
             keep: self.keep,
             norm: self.norm,
@@ -129,8 +141,8 @@ pub(super) fn with_rows<T: Element, R>(
         x: matrix(&x.0, x.1)?,
         residual: residual.transpose()?,
         keep: keep.transpose()?,
-        norm: pass.settings.norm,
-        sums_all: !pass.settings.recipe.masks_backward(),
+        norm: pass.norm,
+        sums_all: !pass.recipe.masks_backward(),
     })
 }
 
@@ -148,7 +160,7 @@ pub(super) fn channels(tensor: &Tensor) -> Result<Vec<f64>> {
         CpuStorage::F16(_) => widen::<f16>(storage, layout),
         CpuStorage::BF16(_) => widen::<bf16>(storage, layout),
         other => candle::bail!(
-            "power_norm: expected parameters and state of dtype F32, F64, F16 or BF16, got {:?}",
+            "candle_powernorm: expected parameters and state of dtype F32, F64, F16 or BF16, got {:?}",
             other.dtype()
         ),
     }
@@ -164,57 +176,87 @@ pub(super) fn storage<T: Element>(values: Vec<T>) -> Storage {
     Storage::Cpu(T::to_cpu_storage_owned(values))
 }
 
-/// The first elements of the blocks; `None` if the elements of a row are not adjacent.
-///
-/// Dimensions are taken from the last one forward while each one's stride is the number of elements
-/// behind it. These make up a block, and each index into the dimensions before them begins one. For
-/// `[3, 2, 6]` with strides `[24, 6, 1]`, the last two are packed (1, then 6), and 24 is not 2 · 6:
-/// blocks of two rows begin at 0, 24 and 48. A dimension of 1 may have any stride.
-fn row_blocks(layout: &Layout) -> Option<Vec<usize>> {
-    let dims = || layout.dims().iter().zip(layout.stride());
-    let (mut outer, mut packed) = (layout.dims().len(), 1);
-    for (&dim, &stride) in dims().rev() {
-        if dim != 1 && stride != packed {
-            break;
-        }
-        packed *= dim;
-        outer -= 1;
+/// Returns rows in a layout that [`matrix`] reads, copied if need be.
+pub(in crate::device) fn readable(rows: &Tensor) -> Result<Tensor> {
+    match has_adjacent_elements(rows.layout()) {
+        true => Ok(rows.clone()),
+        false => rows.contiguous(),
     }
-    // A block that ends within a row has rows whose elements are apart.
-    if !packed.is_multiple_of(*layout.dims().last()?) {
-        return None;
-    }
-    let mut blocks = vec![layout.start_offset()];
-    for (&dim, &stride) in dims().take(outer) {
-        let shifts = || (0..dim).map(|i| i * stride);
-        blocks = (blocks.iter())
-            .flat_map(|block| shifts().map(move |shift| block + shift))
-            .collect();
-    }
-    Some(blocks)
 }
 
-/// The rows of a tensor that is [`readable`](crate::op::readable).
+/// The elements of a row are adjacent. A row of one element may have any stride.
+fn has_adjacent_elements(layout: &Layout) -> bool {
+    layout.dims().last() == Some(&1) || layout.stride().last() == Some(&1)
+}
+
+/// Where rows begin, as in a [`Matrix`].
+#[derive(Debug, PartialEq)]
+struct Blocks {
+    stride: usize,
+    rows: usize,
+    starts: Vec<usize>,
+}
+
+/// The blocks of rows; `None` if the elements of a row are not adjacent.
+///
+/// The dimensions before the last are taken from the back. The first of them that is not 1 gives
+/// the stride, and the ones before it join its block while their own stride continues it. Each
+/// index into what is left begins a block. For `[3, 2, 6]` with strides `[24, 6, 1]` rows are 6
+/// apart, and 24 is not 2 · 6: blocks of two rows begin at 0, 24 and 48.
+fn row_blocks(layout: &Layout) -> Option<Blocks> {
+    if !has_adjacent_elements(layout) {
+        return None;
+    }
+    let (&cols, outer) = layout.dims().split_last()?;
+    let dims: Vec<_> = (outer.iter().copied().zip(layout.stride().iter().copied()))
+        .filter(|&(dim, _)| dim != 1)
+        .collect();
+    let stride = dims.last().map_or(cols, |&(_, stride)| stride);
+    let (mut rows, mut left) = (1, dims.len());
+    for &(dim, next) in dims.iter().rev() {
+        if next != stride * rows {
+            break;
+        }
+        rows *= dim;
+        left -= 1;
+    }
+    let mut starts = vec![layout.start_offset()];
+    for &(dim, stride) in &dims[..left] {
+        let shifts = || (0..dim).map(|i| i * stride);
+        starts = (starts.iter())
+            .flat_map(|start| shifts().map(move |shift| start + shift))
+            .collect();
+    }
+    Some(Blocks {
+        stride,
+        rows,
+        starts,
+    })
+}
+
+/// The rows of a tensor that is [`readable`].
 pub(super) fn matrix<'a, T: WithDType>(
     storage: &'a Storage,
     layout: &Layout,
 ) -> Result<Matrix<'a, T>> {
     let Some(blocks) = row_blocks(layout) else {
-        candle::bail!("power_norm: expected rows of adjacent elements, got {layout:?}")
+        candle::bail!("candle_powernorm: expected rows of adjacent elements, got {layout:?}")
     };
     let cols = layout.shape().dim(D::Minus1)?;
     Ok(Matrix {
         cols,
         rows: layout.shape().elem_count() / cols,
         values: on_cpu(storage)?.as_slice()?,
-        blocks,
+        stride: blocks.stride,
+        block_rows: blocks.rows,
+        blocks: blocks.starts,
     })
 }
 
 /// The elements of a contiguous tensor.
 fn packed<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     let Some((start, end)) = layout.contiguous_offsets() else {
-        candle::bail!("power_norm: expected a contiguous tensor, got {layout:?}")
+        candle::bail!("candle_powernorm: expected a contiguous tensor, got {layout:?}")
     };
     // A view of nothing may begin past the end of its storage.
     let elements = if start < end { start..end } else { 0..0 };
@@ -226,7 +268,7 @@ pub(super) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
         other => candle::bail!(
-            "power_norm: expected a tensor on the CPU, got one on {:?}",
+            "candle_powernorm: expected a tensor on the CPU, got one on {:?}",
             other.device().location()
         ),
     }
@@ -237,52 +279,65 @@ mod tests {
     use super::*;
     use candle::{DType, Device};
 
-    /// The starts of rows, by hand.
+    /// Strides, rows of a block and starts, by hand.
     #[test]
     fn views_are_blocks_of_rows() -> Result<()> {
         let base = Tensor::zeros((3, 4, 6), DType::F32, &Device::Cpu)?;
-        let blocks = |view: &Tensor| row_blocks(view.layout());
-        assert_eq!(blocks(&base), Some(vec![0]));
-        assert_eq!(blocks(&base.narrow(0, 1, 2)?), Some(vec![24]));
-        assert_eq!(blocks(&base.narrow(1, 1, 2)?), Some(vec![6, 30, 54]));
-        assert_eq!(
-            blocks(&base.transpose(0, 1)?),
-            Some((0..12).map(|i| i % 3 * 24 + i / 3 * 6).collect())
-        );
-        let narrowed = base.narrow(2, 2, 3)?.narrow(0, 0, 1)?;
-        assert_eq!(blocks(&narrowed), Some(vec![2, 8, 14, 20]));
+        let check = |view: &Tensor, stride, rows, starts: &[usize]| {
+            let starts = starts.to_vec();
+            let expected = Blocks {
+                stride,
+                rows,
+                starts,
+            };
+            assert_eq!(row_blocks(view.layout()), Some(expected), "{view:?}");
+        };
+        check(&base, 6, 12, &[0]);
+        check(&base.narrow(0, 1, 2)?, 6, 8, &[24]);
+        check(&base.narrow(1, 1, 2)?, 6, 2, &[6, 30, 54]);
+        check(&base.transpose(0, 1)?, 24, 3, &[0, 6, 12, 18]);
+        check(&base.narrow(2, 2, 3)?, 6, 12, &[2]);
+        check(&base.narrow(2, 2, 3)?.narrow(0, 0, 1)?, 6, 4, &[2]);
         let row = base.narrow(0, 2, 1)?.narrow(1, 3, 1)?;
-        assert_eq!(blocks(&row.broadcast_as((2, 1, 6))?), Some(vec![66, 66]));
-        assert_eq!(blocks(&base.narrow(2, 4, 1)?).map(|b| b.len()), Some(12));
-        assert_eq!(blocks(&base.transpose(1, 2)?), None);
-        // Three blocks of no rows.
-        assert_eq!(blocks(&base.narrow(1, 0, 0)?), Some(vec![0, 24, 48]));
+        check(&row, 6, 1, &[66]);
+        check(&row.broadcast_as((2, 1, 6))?, 0, 2, &[66]);
+        check(&base.narrow(2, 4, 1)?, 6, 12, &[4]);
+        // One row, from which no other is any distance away.
+        check(&row.narrow(2, 1, 2)?, 2, 1, &[67]);
+        // Two heads of three channels, cut from rows of six.
+        let heads = base.reshape((3, 4, 2, 3))?.transpose(1, 2)?;
+        check(&heads, 6, 4, &[0, 3, 24, 27, 48, 51]);
+        // A column of a transposed tensor is rows of one element.
+        check(&base.transpose(1, 2)?.narrow(2, 1, 1)?, 1, 6, &[6, 30, 54]);
+        assert_eq!(row_blocks(base.transpose(1, 2)?.layout()), None);
+        // Three blocks of no rows, and no blocks.
+        check(&base.narrow(1, 0, 0)?, 6, 0, &[0, 24, 48]);
+        check(&base.narrow(0, 0, 0)?, 6, 0, &[0]);
         Ok(())
     }
 
     #[test]
     fn rows_of_blocks() {
-        // Two blocks of two rows of three, with two elements between the blocks and one before.
-        let values: Vec<i32> = (0..16).collect();
+        // Two blocks of two rows of three, one element apart, with another between the blocks.
+        let values: Vec<i32> = (0..17).collect();
         let matrix = Matrix {
             cols: 3,
             rows: 4,
             values: &values,
-            blocks: vec![1, 9],
+            stride: 4,
+            block_rows: 2,
+            blocks: vec![1, 10],
         };
         let rows: Vec<_> = (0..4).map(|row| matrix.row(row)).collect();
-        assert_eq!(rows, [[1, 2, 3], [4, 5, 6], [9, 10, 11], [12, 13, 14]]);
+        assert_eq!(rows, [[1, 2, 3], [5, 6, 7], [10, 11, 12], [14, 15, 16]]);
+        let packed = Matrix::packed(2, 4, &values);
+        assert_eq!(packed.row(1), [4, 5, 6, 7]);
     }
 
     /// Four rows of six columns.
     fn rows<'a>(values: &'a [f32], keep: Option<&'a [u8]>, norm: RowNorm) -> Rows<'a, f32> {
         Rows {
-            x: Matrix {
-                cols: 6,
-                rows: 4,
-                values,
-                blocks: vec![0],
-            },
+            x: Matrix::packed(4, 6, values),
             residual: None,
             keep,
             norm,
@@ -311,18 +366,18 @@ mod tests {
     }
 
     #[test]
-    fn the_stream_is_read_in_place_of_the_input() {
-        let (values, stream) = ([0.; 24], [1.; 24]);
+    fn the_sum_is_read_in_place_of_the_input() {
+        let (values, sum) = ([0.; 24], [1.; 24]);
         let norm = RowNorm::Groups {
             count: 2,
             eps: 1e-5,
         };
         let rows = rows(&values, Some(&[1, 0, 1, 1]), norm);
-        let of_stream = rows.of_stream(&stream);
-        assert_eq!(of_stream.x.row(3), [1.; 6]);
-        assert!(of_stream.residual.is_none() && of_stream.sums_all);
-        assert_eq!((of_stream.len(), of_stream.kept()), (4, 3));
-        assert_eq!(of_stream.norm, norm);
+        let of_sum = rows.of_sum(&sum);
+        assert_eq!(of_sum.x.row(3), [1.; 6]);
+        assert!(of_sum.residual.is_none() && of_sum.sums_all);
+        assert_eq!((of_sum.len(), of_sum.kept()), (4, 3));
+        assert_eq!(of_sum.norm, norm);
     }
 
     #[test]
@@ -380,10 +435,35 @@ mod tests {
         }
         views.push(base.narrow(3, 2, 1)?.broadcast_as((2, 3, 4, 1, 6))?);
         for view in views {
-            let read = crate::op::readable(&view)?;
+            let read = readable(&view)?;
             assert!(row_blocks(read.layout()).is_some(), "{read:?}");
             let in_place = row_blocks(view.layout()).is_some();
             assert_eq!(read.stride() == view.stride(), in_place, "{view:?}");
+        }
+        Ok(())
+    }
+
+    /// Views of `[3, 4]`, and whether a CPU reads them where they are.
+    #[test]
+    fn a_cpu_reads_rows_of_adjacent_elements() -> Result<()> {
+        let base = Tensor::arange(0f32, 12., &Device::Cpu)?.reshape((3, 4))?;
+        for (view, in_place) in [
+            (base.clone(), true),
+            (base.narrow(1, 1, 2)?, true),
+            (base.narrow(0, 1, 2)?, true),
+            (base.narrow(1, 2, 1)?, true), // rows of one element, 4 apart
+            (base.t()?, false),
+            (base.t()?.narrow(1, 1, 1)?, true),
+            (base.narrow(0, 0, 0)?, true),
+            (base.narrow(0, 1, 1)?.broadcast_as((5, 4))?, true),
+            (base.narrow(1, 1, 1)?.broadcast_as((3, 5))?, false),
+        ] {
+            let read = readable(&view)?;
+            let is_same = read.stride() == view.stride()
+                && read.layout().start_offset() == view.layout().start_offset();
+            assert_eq!(is_same, in_place, "{:?}", view.layout());
+            assert_eq!(read.to_vec2::<f32>()?, view.to_vec2::<f32>()?);
+            assert!(in_place || read.is_contiguous());
         }
         Ok(())
     }

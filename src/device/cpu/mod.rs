@@ -22,5 +22,6 @@ mod row;
 mod run;
 mod step;
 
+pub(super) use layout::readable;
 pub(crate) use run::level::check_level;
-pub(crate) use step::forward;
+pub(super) use step::forward;

@@ -17,24 +17,23 @@ use super::layout::{Rows, channels, matrix, set_channels, storage, with_rows};
 use super::row::BackwardSums;
 use super::run::{self, SquareSums};
 use crate::config::{ForwardKind, PhiStep};
-use crate::device::{Env, Gradients, Inputs, Nu, Outputs, Pass, Saved, Wanted};
-use crate::error::Error;
-use candle::{D, DType, Device, Result, Tensor, Var};
+use crate::device::pass::{Affine, Pass};
+use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted};
+use candle::{DType, Device, Result, Tensor, Var};
 use half::{bf16, f16};
 use std::marker::PhantomData;
 
 /// Runs a forward.
-pub(crate) fn forward(
+pub(in crate::device) fn forward(
     pass: &Pass,
-    inputs: &Inputs,
     env: &mut dyn Env,
-) -> Result<(Box<dyn Saved>, Outputs)> {
+) -> Result<(Box<dyn Record>, Outputs)> {
     match pass.x.dtype() {
-        DType::F32 => forward_of::<f32>(pass, inputs, env),
-        DType::F64 => forward_of::<f64>(pass, inputs, env),
-        DType::F16 => forward_of::<f16>(pass, inputs, env),
-        DType::BF16 => forward_of::<bf16>(pass, inputs, env),
-        other => Err(Error::InputDType(other).into()),
+        DType::F32 => forward_of::<f32>(pass, env),
+        DType::F64 => forward_of::<f64>(pass, env),
+        DType::F16 => forward_of::<f16>(pass, env),
+        DType::BF16 => forward_of::<bf16>(pass, env),
+        other => unreachable!("a pass has no rows of {other:?}"),
     }
 }
 
@@ -86,46 +85,43 @@ impl BatchSquares {
     }
 }
 
-fn forward_of<T: Element>(
-    pass: &Pass,
-    inputs: &Inputs,
-    env: &mut dyn Env,
-) -> Result<(Box<dyn Saved>, Outputs)> {
+fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
     let trains = pass.kind.is_training();
     let by_batch = pass.kind == ForwardKind::BatchStatistic;
-    let running_inv_d = match &inputs.phi {
-        Some(phi) => inverse_roots(&channels(phi)?, pass.settings.eps),
-        None => vec![1.; pass.x.dim(D::Minus1)?],
+    let running_inv_d = match &pass.phi {
+        Some(phi) => inverse_roots(&channels(phi)?, pass.eps),
+        None => vec![1.; pass.cols()],
     };
-    let (keep, residual) = (pass.keep.as_ref(), inputs.residual.as_ref());
+    let (keep, residual) = (pass.keep.as_ref(), pass.residual.as_ref());
 
     // x + residual, Σ x̃², and y if ψ² normalizes. The batch's own statistic is known only after
     // the sums, so y has to wait for it.
     let coefficients = (!by_batch).then(|| output_coefficients::<T>(pass, &running_inv_d));
     let coefficients = coefficients.transpose()?;
-    let (y, stream, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
+    let (y, sum, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
         let (written, sums) = run::forward(rows, coefficients.as_ref(), trains);
         let squares = sums.map(|sums| match &written.stream {
-            Some(stream) => batch_squares(&rows.of_stream(stream), sums),
+            Some(sum) => batch_squares(&rows.of_sum(sum), sums),
             None => batch_squares(rows, sums),
         });
         Ok((written.y, written.stream, squares))
     })?;
 
+    // ψ_B², 1/D and Γ, over the rows of all ranks.
     let mut forwarded = Forwarded::<T> {
         inv_d: running_inv_d,
         batch: None,
         dtype: PhantomData,
     };
+    let mut batch_phi = None;
     if let Some(squares) = squares {
         let squares = match env.has_ranks() {
             true => exchange_squares(squares, env)?,
             false => squares,
         };
         if squares.kept.rows > 0 {
-            let batch_phi = overflowed::<T>(&squares.kept.means);
-            let inv_batch_rms = inverse_roots(&batch_phi, pass.settings.eps);
-            env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
+            let phi = overflowed::<T>(&squares.kept.means);
+            let inv_batch_rms = inverse_roots(&phi, pass.eps);
             if by_batch {
                 forwarded.inv_d.clone_from(&inv_batch_rms);
             }
@@ -138,6 +134,7 @@ fn forward_of<T: Element>(
                 gamma,
                 rows: squares.of_gamma().rows as f64,
             });
+            batch_phi = Some(phi);
         }
     }
 
@@ -146,20 +143,25 @@ fn forward_of<T: Element>(
         Some(y) => y,
         None => {
             let coefficients = output_coefficients::<T>(pass, &forwarded.inv_d)?;
-            with_rows::<T, _>(pass, None, keep, |rows| match &stream {
-                Some(stream) => Ok(run::normalize(&rows.of_stream(stream), &coefficients)),
+            with_rows::<T, _>(pass, None, keep, |rows| match &sum {
+                Some(sum) => Ok(run::normalize(&rows.of_sum(sum), &coefficients)),
                 None => Ok(run::normalize(rows, &coefficients)),
             })?
         }
     };
+
+    // ψ² moves last, because what comes before it can fail.
+    if let Some(batch_phi) = batch_phi {
+        env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
+    }
     let outputs = Outputs {
         y: storage(y),
-        stream: stream.map(storage),
+        residual_out: sum.map(storage),
     };
     Ok((Box::new(forwarded), outputs))
 }
 
-impl<T: Element> Saved for Forwarded<T> {
+impl<T: Element> Record for Forwarded<T> {
     fn backward(
         &self,
         pass: &Pass,
@@ -167,8 +169,8 @@ impl<T: Element> Saved for Forwarded<T> {
         wanted: Wanted,
         env: &mut dyn Env,
     ) -> Result<Gradients> {
-        let exact = self.batch.is_some() && pass.settings.recipe.is_exact(pass.kind);
-        let weight = pass.weight.as_ref().map(channels).transpose()?;
+        let exact = self.batch.is_some() && pass.recipe.is_exact(pass.kind);
+        let weight = pass.affine.as_ref().map(weights).transpose()?;
         let weight = weight.as_deref();
         let walk = |coefficients: Option<&[PerChannel<T>; 2]>, sums| {
             with_rows::<T, _>(pass, None, pass.backward_keep(), |rows| {
@@ -228,7 +230,7 @@ impl<T: Element> Saved for Forwarded<T> {
             (dx, _) = walk(Some(&coefficients), BackwardSums::None)?;
         }
         let dx = dx.map(|dx| Tensor::from_vec(dx, pass.x.shape(), pass.x.device()));
-        let gradient = |values: &[f64], of: &Option<Tensor>, wanted: bool| match of {
+        let gradient = |values: &[f64], of: Option<&Tensor>, wanted: bool| match of {
             Some(of) if wanted => {
                 let values = Tensor::from_slice(values, cols, of.device())?;
                 values.to_dtype(of.dtype()).map(Some)
@@ -238,8 +240,8 @@ impl<T: Element> Saved for Forwarded<T> {
         let dweight = dy_x.iter().zip(&self.inv_d).map(|(dy_x, d)| dy_x * d);
         Ok(Gradients {
             input: dx.transpose()?,
-            weight: gradient(&dweight.collect::<Vec<_>>(), &pass.weight, wanted.weight)?,
-            bias: gradient(&to_f64::<T>(&dbias), &pass.bias, wanted.bias)?,
+            weight: gradient(&dweight.collect::<Vec<_>>(), pass.weight(), wanted.weight)?,
+            bias: gradient(&to_f64::<T>(&dbias), pass.bias(), wanted.bias)?,
         })
     }
 }
@@ -268,7 +270,7 @@ impl<T: Element> Forwarded<T> {
         correction: Option<&[f64]>,
     ) -> [PerChannel<T>; 2] {
         let divisor = match &self.batch {
-            Some(batch) if pass.settings.recipe.divides_by_batch() => &batch.inv_batch_rms,
+            Some(batch) if pass.recipe.divides_by_batch() => &batch.inv_batch_rms,
             _ => &self.inv_d,
         };
         let (mut gain, mut decay) = (vec![], vec![]);
@@ -335,16 +337,25 @@ fn exchange_squares(local: BatchSquares, env: &mut dyn Env) -> Result<BatchSquar
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
 fn output_coefficients<T: Element>(pass: &Pass, inv_d: &[f64]) -> Result<[PerChannel<T>; 2]> {
     let mut gain = inv_d.to_vec();
-    if let Some(weight) = &pass.weight {
-        for (gain, weight) in gain.iter_mut().zip(channels(weight)?) {
+    if let Some(affine) = &pass.affine {
+        for (gain, weight) in gain.iter_mut().zip(weights(affine)?) {
             *gain *= weight;
         }
     }
-    let shift = match &pass.bias {
+    let shift = match pass.bias() {
         Some(bias) => channels(bias)?,
         None => vec![0.; gain.len()],
     };
     Ok([gain, shift].map(|coefficients| to_sums_dtype::<T>(&coefficients)))
+}
+
+/// γ in f64.
+fn weights(affine: &Affine) -> Result<Vec<f64>> {
+    let mut weights = channels(&affine.weight)?;
+    for weight in &mut weights {
+        *weight += affine.offset;
+    }
+    Ok(weights)
 }
 
 /// 1/D = 1/sqrt(ψ² + ε). If ψ² has overflowed, 1/D is NaN: with 0 the output would be 0, which
@@ -374,7 +385,7 @@ fn update_phi(pass: &Pass, phi: &Var, step: &PhiStep, batch_phi: &[f64]) -> Resu
         if let Some(shares) = step.moving {
             next = shares.old * next + shares.new * batch;
         }
-        if holds(phi, next) || !pass.settings.recipe.is_guarded() {
+        if holds(phi, next) || !pass.recipe.is_guarded() {
             *phi_c = next;
         }
     }
@@ -390,13 +401,13 @@ fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &[f64]) -> R
         let gamma = batch.gamma[c];
         let mut decay = 1. - nu.share * gamma;
         // A negative decay would change the sign of ν at each step, so it is clamped.
-        if pass.settings.recipe.is_guarded() && decay < 0. {
+        if pass.recipe.is_guarded() && decay < 0. {
             decay = 0.;
         }
         let next = decay * *ema_gz + unscale * lambda[c];
         // Γ is checked too, because the clamp would turn an infinite Γ into a finite decay.
         let is_finite = holds(nu.ema_gz, gamma) && holds(nu.ema_gz, next);
-        if is_finite || !pass.settings.recipe.is_guarded() {
+        if is_finite || !pass.recipe.is_guarded() {
             *ema_gz = next;
         }
     }
@@ -423,7 +434,8 @@ mod tests {
     use super::*;
     use crate::config::{Recipe, Shares};
     use crate::device::cpu::layout::on_cpu;
-    use crate::device::{RowNorm, Settings};
+    use crate::device::pass::Channels;
+    use crate::device::pick::DeviceKind;
     use candle::WithDType;
 
     /// The state and the other ranks of a pass.
@@ -489,28 +501,22 @@ mod tests {
     /// A pass over rows of one channel, with γ = 3 and β = 1, and an ε that no result shows.
     fn pass(x: &[f64], kind: ForwardKind, recipe: Recipe) -> Result<Pass> {
         let tensor = |values: &[f64]| Tensor::from_slice(values, values.len(), &Device::Cpu);
-        Ok(Pass {
-            x: tensor(x)?.unsqueeze(1)?,
-            keep: None,
-            weight: Some(tensor(&[3.])?),
-            bias: Some(tensor(&[1.])?),
+        let affine = Affine::new(&tensor(&[3.])?, Some(&tensor(&[1.])?));
+        let channels = Channels {
+            phi: tensor(&[f64::NAN])?,
             kind,
-            settings: Settings {
-                norm: RowNorm::None,
-                eps: 1e-200,
-                recipe,
-            },
-        })
+            recipe,
+            eps: 1e-200,
+            groups: None,
+        };
+        let x = tensor(x)?.unsqueeze(1)?;
+        Pass::of_channels(&DeviceKind::Cpu, "test", &x, Some(affine), channels)
     }
 
     /// A forward by ψ² of `outside`.
-    fn run_forward(pass: &Pass, outside: &mut Outside) -> Result<(Box<dyn Saved>, Outputs)> {
-        let inputs = Inputs {
-            residual: None,
-            phi: Some(outside.phi.as_detached_tensor().copy()?),
-            tracked: true,
-        };
-        forward(pass, &inputs, outside)
+    fn run_forward(pass: &mut Pass, outside: &mut Outside) -> Result<(Box<dyn Record>, Outputs)> {
+        pass.phi = Some(outside.phi.as_detached_tensor().copy()?);
+        forward(pass, outside)
     }
 
     const ALL: Wanted = Wanted {
@@ -540,9 +546,9 @@ mod tests {
     /// ν moves in its variable to (1 − 0.1 · 5) · 5 + 6.
     #[test]
     fn a_step_by_the_running_statistic() -> Result<()> {
-        let pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let mut pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
-        let (saved, outputs) = run_forward(&pass, &mut outside)?;
+        let (saved, outputs) = run_forward(&mut pass, &mut outside)?;
         assert_close(&output(&outputs)?, &[10., 4.]);
         assert_close(&values(&outside.phi), &[5.6]);
 
@@ -557,9 +563,9 @@ mod tests {
 
     #[test]
     fn a_step_of_one_row() -> Result<()> {
-        let pass = pass(&[6.], ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let mut pass = pass(&[6.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
-        run_forward(&pass, &mut outside)?;
+        run_forward(&mut pass, &mut outside)?;
         assert_close(&values(&outside.phi), &[0.9 * 4. + 0.1 * 36.]);
         Ok(())
     }
@@ -568,9 +574,9 @@ mod tests {
     /// Λ = 9/√20 and dx = ([3, 0] − Λ X̂)/√20.
     #[test]
     fn a_step_by_the_batch_statistic() -> Result<()> {
-        let pass = pass(&[6., 2.], ForwardKind::BatchStatistic, Recipe::Paper)?;
+        let mut pass = pass(&[6., 2.], ForwardKind::BatchStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
-        let (saved, outputs) = run_forward(&pass, &mut outside)?;
+        let (saved, outputs) = run_forward(&mut pass, &mut outside)?;
         let d = 20f64.sqrt();
         assert_close(&output(&outputs)?, &[18. / d + 1., 6. / d + 1.]);
         assert_close(&values(&outside.phi), &[5.6]);
@@ -587,10 +593,10 @@ mod tests {
     /// gradients of parameters are this rank's.
     #[test]
     fn a_step_over_ranks() -> Result<()> {
-        let pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let mut pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let mut outside = Outside::new(4., 5.)?;
         outside.others = Some(3.);
-        let (saved, _) = run_forward(&pass, &mut outside)?;
+        let (saved, _) = run_forward(&mut pass, &mut outside)?;
         assert_close(&values(&outside.phi), &[5.6]);
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
         let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
@@ -612,7 +618,7 @@ mod tests {
             if kind.is_training() {
                 pass.keep = Some(Tensor::zeros(2, DType::U8, &Device::Cpu)?);
             }
-            let (saved, outputs) = run_forward(&pass, &mut outside)?;
+            let (saved, outputs) = run_forward(&mut pass, &mut outside)?;
             assert_close(&output(&outputs)?, &[10., 4.]);
             let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
             let dx = if kind.is_training() { 0. } else { 1.5 };
@@ -625,10 +631,10 @@ mod tests {
 
     #[test]
     fn no_gradient_that_is_not_wanted() -> Result<()> {
-        let pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
+        let mut pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
         let mut outside = Outside::new(4., 5.)?;
-        let (saved, _) = run_forward(&pass, &mut outside)?;
+        let (saved, _) = run_forward(&mut pass, &mut outside)?;
         let none = Wanted {
             input: false,
             weight: false,
@@ -770,7 +776,13 @@ mod tests {
     fn output_coefficients_by_hand() -> Result<()> {
         let mut pass = pass(&[1.], ForwardKind::Evaluation, Recipe::Paper)?;
         assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[6.], [1.]]);
-        (pass.weight, pass.bias) = (None, None);
+        pass.affine = pass.affine.map(|affine| Affine {
+            offset: 0.5,
+            bias: None,
+            ..affine
+        });
+        assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[7.], [0.]]);
+        pass.affine = None;
         assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[2.], [0.]]);
         Ok(())
     }

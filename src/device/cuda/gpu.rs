@@ -61,7 +61,7 @@ impl Kernels {
         // them must fit.
         if limits.copies && limits.shared_bytes < 99 << 10 {
             candle::bail!(
-                "power_norm: expected a GPU with 99 KiB of shared memory a block, got {} bytes: \
+                "candle_powernorm: expected a GPU with 99 KiB of shared memory a block, got {} bytes: \
                  build with CUDA_COMPUTE_CAP=75",
                 limits.shared_bytes
             )
@@ -84,7 +84,7 @@ impl Kernels {
         let name = entry.to_string();
         let Some(module) = Modules::compiled().of(&name) else {
             candle::bail!(
-                "power_norm: expected kernel {name} in the compiled PTX, got no such entry point: \
+                "candle_powernorm: expected kernel {name} in the compiled PTX, got no such entry point: \
                  compile with another version of nvcc, and report this"
             )
         };
@@ -181,6 +181,16 @@ impl Gpu {
     }
 }
 
+/// Returns rows in a layout that kernels read, copied if need be: packed, from a 16-byte boundary.
+pub(in crate::device) fn readable(rows: &Tensor) -> Result<Tensor> {
+    let rows = rows.contiguous()?;
+    let start = rows.layout().start_offset() * rows.dtype().size_in_bytes();
+    match start.is_multiple_of(PIECE_BYTES) {
+        true => Ok(rows),
+        false => rows.force_contiguous(),
+    }
+}
+
 /// `true` if a call with rows on `rows` reads a variable on `state` in place instead of copying it
 /// first.
 ///
@@ -210,9 +220,10 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
 
 /// Storages that launches read, locked until the launches are queued.
 ///
-/// A reader of candle's locks waits behind a writer that waits, such as an optimizer in `Var::set`.
+/// candle's lock is fair: once a writer waits, such as an optimizer in `Var::set`, new readers block.
 /// So that threads cannot wait for each other in a circle, every call locks in one order: arrays of
-/// rows, weight, bias, and last ψ² or ν, which a step locks for writing.
+/// rows, weight, bias, and last ψ² or ν, which a step locks for writing. No call locks a storage
+/// twice, because a [`Pass`](crate::device::pass::Pass) has none twice.
 ///
 /// A [`Uses`] borrows from the storages while it locks further ones. So each storage has a cell of
 /// its own: a cell is filled through a shared reference, and never moves.
@@ -223,7 +234,7 @@ impl<'t> Locks<'t> {
     fn lock(&self, tensor: &'t Tensor) -> Result<&StorageRef<'t>> {
         match self.0.iter().find(|lock| lock.get().is_none()) {
             Some(lock) => Ok(lock.get_or_init(|| tensor.storage_and_layout().0)),
-            None => candle::bail!("power_norm: expected at most 8 tensors to read"),
+            None => candle::bail!("candle_powernorm: expected at most 8 tensors to read"),
         }
     }
 }
@@ -245,7 +256,7 @@ macro_rules! with_slice {
             CudaStorageSlice::F64($slice) => $body,
             CudaStorageSlice::F16($slice) => $body,
             CudaStorageSlice::BF16($slice) => $body,
-            _ => candle::bail!("power_norm: expected a storage of U8, F32, F64, F16 or BF16"),
+            _ => candle::bail!("candle_powernorm: expected a storage of U8, F32, F64, F16 or BF16"),
         }
     };
 }
@@ -267,7 +278,9 @@ impl<'u, 't> Uses<'u, 't> {
         let (own, got) = (self.stream.context().ordinal(), tensor.device().location());
         let storage = match &**self.locks.lock(tensor)? {
             Storage::Cuda(storage) if got == (DeviceLocation::Cuda { gpu_id: own }) => storage,
-            _ => candle::bail!("power_norm: expected a tensor on GPU {own}, got one on {got:?}"),
+            _ => candle::bail!(
+                "candle_powernorm: expected a tensor on GPU {own}, got one on {got:?}"
+            ),
         };
         let start = with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream)));
         Ok(start + offset(tensor.layout(), tensor.dtype())?)
@@ -278,7 +291,7 @@ impl<'u, 't> Uses<'u, 't> {
         let start = self.read(tensor.into())?;
         if !start.is_multiple_of(PIECE_BYTES as Address) {
             candle::bail!(
-                "power_norm: expected rows that begin at a 16-byte boundary, got {start:#x}"
+                "candle_powernorm: expected rows that begin at a 16-byte boundary, got {start:#x}"
             )
         }
         Ok(start)
@@ -317,7 +330,7 @@ impl<'u, 't> Uses<'u, 't> {
 fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
     match layout.contiguous_offsets() {
         Some((start, _)) => Ok((start * dtype.size_in_bytes()) as Address),
-        None => candle::bail!("power_norm: expected a contiguous tensor, got {layout:?}"),
+        None => candle::bail!("candle_powernorm: expected a contiguous tensor, got {layout:?}"),
     }
 }
 
@@ -330,11 +343,11 @@ struct InPlace<'a, F> {
 
 impl<F: Fn(Vector) -> Result<()>> InplaceOp1 for InPlace<'_, F> {
     fn name(&self) -> &'static str {
-        "power_norm"
+        "norm_state"
     }
 
     fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-        candle::bail!("power_norm: expected a tensor on a GPU, got one on the CPU")
+        candle::bail!("candle_powernorm: expected a tensor on a GPU, got one on the CPU")
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {

@@ -16,5 +16,6 @@ mod plan;
 mod ptx;
 mod step;
 
-pub(crate) use gpu::{Kernels, reads_in_place};
-pub(crate) use step::forward;
+pub(crate) use gpu::Kernels;
+pub(super) use gpu::{readable, reads_in_place};
+pub(super) use step::forward;

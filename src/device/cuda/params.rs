@@ -57,7 +57,7 @@ impl Dtype {
             DType::F64 => Ok(Self::F64),
             DType::F16 => Ok(Self::F16),
             DType::BF16 => Ok(Self::Bf16),
-            other => Err(Error::InputDType(other)),
+            other => Err(Error::DType(other)),
         }
     }
 }

@@ -12,37 +12,37 @@ use super::params::{
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, PhiStep};
-use crate::device::{self, Env, Gradients, Inputs, Nu, Outputs, Pass, Wanted};
+use crate::device::pass::Pass;
+use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle::op::BackpropOp;
-use candle::{CudaStorage, D, DType, Result, Shape, Storage, Tensor};
+use candle::{CudaStorage, DType, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
 
 /// Bytes of a total.
 const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 
 /// Runs a forward.
-pub(crate) fn forward(
+pub(in crate::device) fn forward(
     kernels: &Arc<Kernels>,
     pass: &Pass,
-    inputs: &Inputs,
     env: &mut dyn Env,
-) -> Result<(Box<dyn device::Saved>, Outputs)> {
+) -> Result<(Box<dyn Record>, Outputs)> {
     let gpu = Gpu::of(pass.x.device(), kernels)?;
-    let plan = plan_of(pass, inputs, kernels, env.has_ranks())?;
+    let plan = plan_of(pass, kernels, env.has_ranks())?;
     let trains = plan.kind.is_training();
     let by_batch = plan.kind == ForwardKind::BatchStatistic;
     let has_rows = plan.extent.rows > 0;
 
     // All memory and all kernels, before the first launch.
     // SAFETY: without rows there is nothing to write. With rows, `launch_rows` writes all of the
-    // stream if there is a residual, and all of y, unless the batch's statistic normalizes:
+    // sum if there is a residual, and all of y, unless the batch's statistic normalizes:
     // `launch_output` then writes y.
     let output = || unsafe { gpu.storage(pass.x.shape(), pass.x.dtype()) };
     let mut y = output()?;
-    let mut stream = inputs.residual.is_some().then(output).transpose()?;
-    let saves = trains || has_rows && (inputs.tracked || plan.has_wide_groups());
+    let mut residual_out = pass.residual.is_some().then(output).transpose()?;
+    let saves = trains || has_rows && (pass.tracked || plan.has_wide_groups());
     // SAFETY: each part of the layout is written by the launch that makes it, which comes before
     // the launches that read it: `launch_rows` (or `launch_inv_d`), `update_phi`.
     let saved = saves.then(|| unsafe { gpu.room(plan.saved(0).end) });
@@ -56,12 +56,11 @@ pub(crate) fn forward(
         gpu: &gpu,
         plan: &plan,
         pass,
-        inputs,
     };
 
     // x + residual, Σ x̃², and y unless the batch's statistic normalizes.
     if has_rows {
-        forward.launch_rows(&mut y, stream.as_mut(), saved.as_mut())?;
+        forward.launch_rows(&mut y, residual_out.as_mut(), saved.as_mut())?;
     } else if plan.kind == ForwardKind::RunningStatistic {
         forward.launch_inv_d(saved.as_mut())?;
     }
@@ -76,11 +75,11 @@ pub(crate) fn forward(
         forward.launch_update_phi(saved.as_mut(), totals.as_ref(), env)?;
     }
     if by_batch && has_rows {
-        forward.launch_output(&mut y, stream.as_mut(), saved.as_mut())?;
+        forward.launch_output(&mut y, residual_out.as_mut(), saved.as_mut())?;
     }
     let outputs = Outputs {
         y: Storage::Cuda(y),
-        stream: stream.map(Storage::Cuda),
+        residual_out: residual_out.map(Storage::Cuda),
     };
     Ok((Box::new(Forwarded { gpu, plan, saved }), outputs))
 }
@@ -94,7 +93,7 @@ struct Forwarded {
     saved: Option<CudaSlice<u8>>,
 }
 
-impl device::Saved for Forwarded {
+impl Record for Forwarded {
     fn backward(
         &self,
         pass: &Pass,
@@ -117,13 +116,12 @@ impl device::Saved for Forwarded {
             Some(_) => unsafe { gpu.storage(of.shape(), of.dtype()) },
             None => gpu.device.zeros_impl(of.shape(), of.dtype()),
         };
-        let of_parameter = |parameter: &Option<Tensor>, wanted: bool| {
-            let parameter = parameter.as_ref().filter(|_| wanted);
-            parameter.map(gradient).transpose()
+        let of_parameter = |parameter: Option<&Tensor>, wanted: bool| {
+            parameter.filter(|_| wanted).map(gradient).transpose()
         };
         let mut dx = wanted.input.then(|| gradient(&pass.x)).transpose()?;
-        let mut dweight = of_parameter(&pass.weight, wanted.weight)?;
-        let mut dbias = of_parameter(&pass.bias, wanted.bias)?;
+        let mut dweight = of_parameter(pass.weight(), wanted.weight)?;
+        let mut dbias = of_parameter(pass.bias(), wanted.bias)?;
         if let Some(saved) = &self.saved {
             let exchanges = env.has_ranks();
             // SAFETY: `Backward::launch_rows` writes the partial sums, `Backward::launch_update_nu`
@@ -195,16 +193,14 @@ impl RunningNu {
 }
 
 /// The plan of a forward.
-fn plan_of(pass: &Pass, inputs: &Inputs, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan> {
-    let cols = pass.x.dim(D::Minus1)?;
+fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan> {
+    let cols = pass.cols();
     let rows = pass.x.elem_count() / cols;
-    // The kernels have no others.
-    Dtype::of(pass.x.dtype())?;
     let extent = Extent {
         dtype: pass.x.dtype(),
         rows,
         cols,
-        norm: pass.settings.norm,
+        norm: pass.norm,
         limits: kernels.limits,
     };
     // Other processes may have rows. If none has, a training step is an evaluation.
@@ -214,19 +210,18 @@ fn plan_of(pass: &Pass, inputs: &Inputs, kernels: &Kernels, has_ranks: bool) -> 
     };
     Ok(LaunchPlan {
         masked: pass.keep.is_some(),
-        divides: inputs.phi.is_some(),
-        ..LaunchPlan::new(extent, pass.settings.recipe, kind)?
+        divides: pass.phi.is_some(),
+        ..LaunchPlan::new(extent, pass.recipe, kind)?
     })
 }
 
 /// The launches of a forward. Each method holds every buffer whose address it passes, in `uses`,
-/// until its launches are queued. Buffers are as large as kernels/params.cuh says: rows and
-/// channels by their tensors' shapes, and parts of `saved` by `LaunchPlan::saved`.
+/// until its launches are queued. Buffers are as large as kernels/params.cuh says: what a `Pass`
+/// has by the checks of its constructors, and parts of `saved` by `LaunchPlan::saved`.
 struct Forward<'a> {
     gpu: &'a Gpu,
     plan: &'a LaunchPlan,
     pass: &'a Pass,
-    inputs: &'a Inputs,
 }
 
 impl Forward<'_> {
@@ -235,7 +230,7 @@ impl Forward<'_> {
     fn launch_rows(
         &self,
         y: &mut CudaStorage,
-        stream: Option<&mut CudaStorage>,
+        residual_out: Option<&mut CudaStorage>,
         saved: Option<&mut CudaSlice<u8>>,
     ) -> Result<()> {
         let (gpu, plan, pass) = (self.gpu, self.plan, self.pass);
@@ -243,13 +238,13 @@ impl Forward<'_> {
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
         let y = uses.write(y)?.data;
-        let stream = uses.write(stream)?.data;
+        let residual_out = uses.write(residual_out)?.data;
         let x = uses.read_rows(&pass.x)?;
-        let residual = uses.read_rows(self.inputs.residual.as_ref())?;
+        let residual = uses.read_rows(pass.residual.as_ref())?;
         let keep = uses.read(pass.keep.as_ref())?;
-        let (eps, group_eps) = (pass.settings.eps, plan.extent.group_eps());
-        // The first launch adds the residual and writes the stream, which later ones read.
-        let summed = if residual != 0 { stream } else { x };
+        let (eps, group_eps) = (pass.eps, plan.extent.group_eps());
+        // The first launch adds the residual and writes the sum, which later ones read.
+        let summed = if residual != 0 { residual_out } else { x };
         let wide = plan.has_wide_groups();
 
         // r of groups that are wider than a block.
@@ -257,13 +252,13 @@ impl Forward<'_> {
             let params = NormalizeParams {
                 x,
                 residual,
-                stream,
+                stream: residual_out,
                 group_rms_inv: saved.group_rms_inv,
                 group_eps: group_eps.into(),
                 ..Default::default()
             };
-            // SAFETY: x, the residual and the stream have the plan's rows and columns, and x and
-            // the residual hold values. The stream is an allocation of its own, and `group_rms_inv`
+            // SAFETY: x, the residual and the sum have the plan's rows and columns, and x and
+            // the residual hold values. The sum is an allocation of its own, and `group_rms_inv`
             // a part of `saved` with room for each group.
             unsafe { gpu.reduce_groups(plan, params) }?;
         }
@@ -272,12 +267,12 @@ impl Forward<'_> {
         let params = NormalizeParams {
             x: if wide { summed } else { x },
             residual: when(!wide, residual),
-            stream: when(!wide, stream),
+            stream: when(!wide, residual_out),
             y: when(plan.kind != ForwardKind::BatchStatistic, y),
             keep,
-            weight: uses.read_vector(pass.weight.as_ref())?,
-            bias: uses.read_vector(pass.bias.as_ref())?,
-            phi: uses.read_vector(self.inputs.phi.as_ref())?,
+            weight: uses.read_vector(pass.weight())?,
+            bias: uses.read_vector(pass.bias())?,
+            phi: uses.read_vector(pass.phi.as_ref())?,
             // 1/D and r are also written, for the backward.
             inv_d: saved.inv_d,
             group_rms_inv: saved.group_rms_inv,
@@ -288,10 +283,10 @@ impl Forward<'_> {
             group_eps: group_eps.into(),
             ..Default::default()
         };
-        // SAFETY: x, the residual, the stream and y have the plan's rows and columns, the mask its
+        // SAFETY: x, the residual, the sum and y have the plan's rows and columns, the mask its
         // rows, weight, bias and ψ² its columns. All that is read holds values: with wide groups
-        // the launch above has written r, and the stream if it is read in place of x. y, and the
-        // stream where it is written, are allocations of their own. `partials`, `kept`, 1/D and r
+        // the launch above has written r, and the sum if it is read in place of x. y, and the
+        // sum where it is written, are allocations of their own. `partials`, `kept`, 1/D and r
         // are parts of `saved`, or null where it has none.
         unsafe { gpu.normalize(plan, params) }?;
 
@@ -305,7 +300,7 @@ impl Forward<'_> {
                 group_eps: group_eps.into(),
                 ..Default::default()
             };
-            // SAFETY: x, or the stream, which an earlier launch has written, has the plan's rows
+            // SAFETY: x, or the sum, which an earlier launch has written, has the plan's rows
             // and columns. r and `all_partials` are parts of `saved`. r of wide groups, which is
             // read, was written by the first launch, and other r is written here once more.
             unsafe { gpu.normalize(plan, params) }?;
@@ -320,7 +315,7 @@ impl Forward<'_> {
         let locks = Locks::default();
         let mut uses = Uses::on(&self.gpu.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
-        let phi = uses.read_vector(self.inputs.phi.as_ref())?;
+        let phi = uses.read_vector(pass.phi.as_ref())?;
         let no_step = PhiStep {
             cumulative: None,
             moving: None,
@@ -401,7 +396,7 @@ impl Forward<'_> {
     fn launch_output(
         &self,
         y: &mut CudaStorage,
-        stream: Option<&mut CudaStorage>,
+        residual_out: Option<&mut CudaStorage>,
         saved: Option<&mut CudaSlice<u8>>,
     ) -> Result<()> {
         let (gpu, plan, pass) = (self.gpu, self.plan, self.pass);
@@ -409,14 +404,14 @@ impl Forward<'_> {
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
         let params = NormalizeParams {
-            x: match stream {
+            x: match residual_out {
                 // `launch_rows` has written it.
-                Some(stream) => uses.write(stream)?.data,
+                Some(sum) => uses.write(sum)?.data,
                 None => uses.read_rows(&pass.x)?,
             },
             y: uses.write(y)?.data,
-            weight: uses.read_vector(pass.weight.as_ref())?,
-            bias: uses.read_vector(pass.bias.as_ref())?,
+            weight: uses.read_vector(pass.weight())?,
+            bias: uses.read_vector(pass.bias())?,
             inv_d: saved.inv_d,
             group_rms_inv: saved.group_rms_inv,
             group_scaling: plan.cut.group_scaling,
@@ -475,7 +470,7 @@ impl Forward<'_> {
             inv_d: saved.inv_d,
             gamma: saved.gamma,
             count: saved.count,
-            eps: self.pass.settings.eps.into(),
+            eps: self.pass.eps.into(),
             by_batch: by_batch.into(),
             guard: plan.recipe.is_guarded().into(),
             cumulative: step.cumulative.is_some().into(),
@@ -488,7 +483,7 @@ impl Forward<'_> {
     }
 }
 
-/// What a walk over the rows of a backward corrects the gradient by.
+/// The correction term of a backward.
 enum Correction<'a> {
     /// ν, or nothing.
     Nu(Option<&'a RunningNu>),
@@ -496,7 +491,8 @@ enum Correction<'a> {
     Lambda,
 }
 
-/// The launches of a backward, which hold buffers as a forward's launches do.
+/// The launches of a backward, which hold buffers as a forward's launches do. `dy` is as `x` of the
+/// pass, by the promise of [`Record`].
 struct Backward<'a> {
     gpu: &'a Gpu,
     plan: &'a LaunchPlan,
@@ -568,7 +564,7 @@ impl Backward<'_> {
             totals: uses.read(totals)?,
             cols: plan.extent.cols as i64,
             chunks: plan.chunks() as i64,
-            weight: uses.read_vector(self.pass.weight.as_ref())?,
+            weight: uses.read_vector(self.pass.weight())?,
             inv_d: saved.inv_d,
             gamma: saved.gamma,
             count: saved.count,
@@ -631,7 +627,7 @@ impl Backward<'_> {
         let x = uses.read_rows(&pass.x)?;
         let dy = uses.read_rows(self.dy)?;
         let keep = uses.read(pass.backward_keep())?;
-        let weight = uses.read_vector(pass.weight.as_ref())?;
+        let weight = uses.read_vector(pass.weight())?;
         let (correction, scale) = match correction {
             Correction::Nu(Some(nu)) => (uses.read_vector(Some(&nu.ema_gz))?, nu.scale),
             Correction::Nu(None) => (Vector::default(), 0.),
@@ -661,7 +657,7 @@ impl Backward<'_> {
             partials,
             group_scaling: plan.cut.group_scaling,
             correction_scale: scale.into(),
-            eps: pass.settings.eps.into(),
+            eps: pass.eps.into(),
         })
     }
 

@@ -25,7 +25,7 @@ use super::row::output::{Output, Part, RowWriter, Stores};
 use super::row::pass::{Backward, Forward, Stream};
 use super::row::sweep::Groups;
 use super::row::{BackwardSums, Row, RowPass, Scaler};
-use crate::device::RowNorm;
+use crate::device::pass::RowNorm;
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
@@ -70,7 +70,7 @@ pub(super) fn forward<T: Element>(
         let Some(stream) = stream else {
             unreachable!("a forward with a residual writes the stream")
         };
-        let (written, sums) = forward(&rows.of_stream(&stream), coefficients, sums);
+        let (written, sums) = forward(&rows.of_sum(&stream), coefficients, sums);
         let stream = Some(stream);
         return (Written { stream, ..written }, sums);
     }
@@ -347,12 +347,7 @@ mod tests {
     }
 
     fn matrix<T>(values: &[T], cols: usize) -> Matrix<'_, T> {
-        Matrix {
-            cols,
-            rows: values.len() / cols,
-            values,
-            blocks: vec![0],
-        }
+        Matrix::packed(values.len() / cols, cols, values)
     }
 
     /// Groups of group scaling, without ε.

@@ -1,19 +1,21 @@
-//! The layer: the forward passes, the accessors, the checks of arguments.
+//! PowerNorm: the forward passes and the accessors.
 
-use crate::config::{PowerNormConfig, state_dtype};
+use crate::config::{ForwardKind, PowerNormConfig, state_dtype};
+use crate::device::pass::{Affine, Channels, Pass};
 use crate::device::pick::DeviceKind;
-use crate::device::{RowNorm, Settings};
-use crate::error::Error;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
-use crate::op::step::{Call, Role, Training};
-use crate::ranks::{Exchange, Member, Ranks};
+use crate::op::step::Training;
+use crate::ranks::{Exchange, Member, Ranks, Turn};
 use crate::state::{State, same_device};
-use candle::{DType, Device, Module, Result, Shape, Tensor};
+use candle::{DType, Module, Result, Tensor};
 use candle_nn::ModuleT;
 use std::fmt;
 use std::sync::Arc;
+
+/// The name of the layer in errors.
+const LAYER: &str = "power_norm";
 
 /// PowerNorm: divides each channel by its running root mean square.
 ///
@@ -126,7 +128,7 @@ impl Module for PowerNorm {
     ///
     /// As in [`PowerNorm::forward_t`].
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        op::power_norm(self.call(xs, None, None, self.mode.purpose())?)
+        self.run(xs, None, None, self.mode.purpose(), op::normalize)
     }
 }
 
@@ -141,7 +143,7 @@ impl PowerNorm {
         for (name, parameter) in [("weight", &weight), ("bias", &bias)] {
             if let Some(parameter) = parameter {
                 same_device(name, parameter, state.device())?;
-                state_dtype(name, parameter.dtype())?;
+                state_dtype(LAYER, name, parameter.dtype())?;
                 if state.owns(parameter) {
                     candle::bail!(
                         "power_norm: expected {name} apart from the statistics, got their \
@@ -211,7 +213,7 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        op::power_norm(self.call(xs, None, None, Purpose::of(train))?)
+        self.run(xs, None, None, Purpose::of(train), op::normalize)
     }
 
     /// Normalizes `xs`, `[.., size]`, and leaves padding out of the statistics. The layer's
@@ -236,7 +238,7 @@ impl PowerNorm {
         xs: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<Tensor> {
-        op::power_norm(self.call(xs, None, keep.into(), self.mode.purpose())?)
+        self.run(xs, None, keep.into(), self.mode.purpose(), op::normalize)
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -258,7 +260,8 @@ impl PowerNorm {
         residual: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
-        op::power_norm_residual(self.call(xs, Some(residual), keep.into(), self.mode.purpose())?)
+        let (residual, purpose) = (Some(residual), self.mode.purpose());
+        self.run(xs, residual, keep.into(), purpose, op::add_and_normalize)
     }
 
     /// The same layer, which follows `mode` from now on. Give one `Mode` to all layers of a model.
@@ -459,151 +462,61 @@ impl PowerNorm {
         }
     }
 
-    /// Takes the turn over ranks, checks the arguments, and collects what a forward needs.
-    fn call<'a>(
-        &'a self,
-        xs: &'a Tensor,
-        residual: Option<&'a Tensor>,
-        keep: Option<&'a Tensor>,
+    /// Runs a forward by `op`, which gets the checked pass and, unless this is an evaluation, the
+    /// state that it moves and its turn among the ranks.
+    fn run<R>(
+        &self,
+        xs: &Tensor,
+        residual: Option<&Tensor>,
+        keep: Option<&Tensor>,
         asked: Purpose,
-    ) -> Result<Call<'a>> {
-        // Before the checks: if one fails, dropping the role's turn tells the other ranks.
-        let role = self.role(self.purpose(asked));
-        let parameters = [self.weight(), self.bias()];
-        check_input(xs, self.size(), parameters, self.state.device())?;
+        op: impl FnOnce(Pass, Option<Training>, Option<Turn>) -> Result<R>,
+    ) -> Result<R> {
+        let (purpose, config) = (self.purpose(asked), self.config());
+        let exchange = match purpose {
+            Purpose::Evaluation => None,
+            Purpose::Training => Some(Exchange::Forward),
+            Purpose::Recalibration(_) => Some(Exchange::Recalibration),
+        };
+        let trains = exchange.is_some();
+        // Before the checks: if one fails, dropping the turn tells the other ranks.
+        let turn = (self.ranks.as_ref().zip(exchange)).map(|(ranks, of)| ranks.turn(of));
+
+        let in_place = (self.device).reads_phi_in_place(xs.device(), self.state.device());
+        let (phi, step_count) = self.state.begin(in_place)?;
+        let channels = Channels {
+            phi,
+            kind: match purpose {
+                Purpose::Evaluation => ForwardKind::Evaluation,
+                Purpose::Training => config.kind_at(step_count + 1),
+                Purpose::Recalibration(_) => ForwardKind::BatchStatistic,
+            },
+            recipe: config.recipe,
+            eps: config.eps,
+            groups: config.group_scaling,
+        };
+        // A step moves ψ² and ν before it has read the rows for the last time.
+        let apart = |rows: &Tensor| match trains && self.state.owns(rows) {
+            true => rows.force_contiguous(),
+            false => Ok(rows.clone()),
+        };
+        let affine = (self.weight()).map(|weight| Affine::new(weight, self.bias()));
+        let mut pass = Pass::of_channels(&self.device, LAYER, &apart(xs)?, affine, channels)?;
         if let Some(residual) = residual {
-            self.check_residual(xs, residual)?;
+            pass = pass.with_residual(&apart(residual)?)?;
         }
         if let Some(keep) = keep {
-            self.check_keep(xs, keep)?;
+            pass = pass.with_keep(keep)?;
         }
-        Ok(Call {
-            device: &self.device,
-            xs,
-            residual,
-            keep,
-            weight: self.weight(),
-            bias: self.bias(),
-            settings: Settings {
-                norm: RowNorm::of_groups(self.config().group_scaling, self.config().eps),
-                eps: self.config().eps,
-                recipe: self.config().recipe,
-            },
-            role,
-        })
-    }
 
-    /// The state's part in a call. Takes the call's turn over ranks, if there are others.
-    fn role(&self, purpose: Purpose) -> Role<'_> {
-        let exchange = match purpose {
-            Purpose::Evaluation => return Role::Evaluation(&self.state),
-            Purpose::Training => Exchange::Forward,
-            Purpose::Recalibration(_) => Exchange::Recalibration,
-        };
-        let turn = self.ranks.as_ref().map(|ranks| ranks.turn(exchange));
-        let training = Training {
+        let training = trains.then(|| Training {
             state: self.state.clone(),
             purpose,
             loss_scale: self.loss_scale.clone(),
             ranks: self.ranks.clone(),
-        };
-        Role::Training(training, turn)
-    }
-
-    fn check_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<()> {
-        if residual.dtype() != xs.dtype() || residual.shape() != xs.shape() {
-            candle::bail!(
-                "power_norm: expected a residual of shape {:?} and dtype {:?} (as the input), \
-                 got {:?} and {:?}: give it the input's shape and dtype",
-                xs.shape(),
-                xs.dtype(),
-                residual.shape(),
-                residual.dtype()
-            )
-        }
-        self.check_device("residual", residual.device())
-    }
-
-    fn check_keep(&self, xs: &Tensor, keep: &Tensor) -> Result<()> {
-        if !matches!(keep.dtype(), DType::U8 | DType::U32 | DType::I64) {
-            candle::bail!(
-                "power_norm: expected keep of dtype U8, U32 or I64, got {:?}: make it 0 for \
-                 padding, by `ne(0f64)` from a mask of 1 and 0, or by `eq(0f64)` from an additive \
-                 mask",
-                keep.dtype()
-            )
-        }
-        let expected = Shape::from(&xs.dims()[..xs.rank() - 1]);
-        if keep.shape() != &expected {
-            candle::bail!(
-                "power_norm: expected keep of shape {expected:?} (xs without its last dimension), \
-                 got {:?}: give it one number for each row of xs",
-                keep.shape()
-            )
-        }
-        self.check_device("keep", keep.device())
-    }
-
-    pub(crate) fn check_device(&self, name: &str, device: &Device) -> Result<()> {
-        check_device(name, device, self.state.device())
-    }
-}
-
-/// Checks the input of a layer of `size` channels on `own`, whose parameters are weight and bias.
-pub(crate) fn check_input(
-    xs: &Tensor,
-    size: usize,
-    [weight, bias]: [Option<&Tensor>; 2],
-    own: &Device,
-) -> Result<()> {
-    match xs.dims().last() {
-        None => return Err(Error::Scalar.into()),
-        Some(&last) if last != size => candle::bail!(
-            "power_norm: expected a last dimension of {size}, got shape {:?}: \
-             move the channels last, or build a layer of another size",
-            xs.shape()
-        ),
-        Some(_) => {}
-    }
-    let input = xs.dtype();
-    check_input_dtype(input)?;
-    for (name, parameter) in [("weight", weight), ("bias", bias)] {
-        if let Some(parameter) = parameter {
-            let got = parameter.dtype();
-            if got != input && got != DType::F32 {
-                let or_f32 = if input == DType::F32 { "" } else { " or F32" };
-                let input_to = match check_input_dtype(got) {
-                    Ok(()) => format!("the input to {got:?}, or "),
-                    Err(_) => String::new(),
-                };
-                candle::bail!(
-                    "power_norm: expected {name} of dtype {input:?} (as the input){or_f32}, \
-                     got {got:?}: convert {input_to}the parameters to F32"
-                )
-            }
-        }
-    }
-    check_device("xs", xs.device(), own)
-}
-
-/// Checks that `name` is on the device of a layer, `own`.
-pub(crate) fn check_device(name: &str, device: &Device, own: &Device) -> Result<()> {
-    // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
-    let (expected, got) = (own.location(), device.location());
-    if got != expected {
-        candle::bail!(
-            "power_norm: expected {name} on the layer's device {expected:?}, got {got:?}: \
-             move it by `to_device`"
-        )
-    }
-    Ok(())
-}
-
-/// Checks the dtype of an input.
-pub(crate) fn check_input_dtype(dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F32 | DType::F64 | DType::F16 | DType::BF16 => Ok(()),
-        other => Err(Error::InputDType(other).into()),
+            step_count,
+        });
+        op(pass, training, turn)
     }
 }
 
@@ -644,16 +557,20 @@ impl ModuleT for PowerNormT {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Recipe;
+    use candle::Device;
 
     const CPU: &Device = &Device::Cpu;
 
     /// A layer of two channels, on variables or frozen.
     fn layer(trainable: bool) -> Result<PowerNorm> {
+        layer_of(1e-5.into(), trainable)
+    }
+
+    fn layer_of(config: PowerNormConfig, trainable: bool) -> Result<PowerNorm> {
         let ones = Tensor::ones(2, DType::F32, CPU)?;
         let iters = Tensor::new(&[4i64], CPU)?;
         let tensors = [&ones, &ones, &iters];
-        let state = State::new(2, 1e-5.into(), DType::F32, tensors, None)?;
+        let state = State::new(2, config, DType::F32, tensors, None)?;
         PowerNorm::from_parts(Some(ones), None, state, trainable)
     }
 
@@ -673,27 +590,68 @@ mod tests {
         Ok(())
     }
 
+    /// Runs `check` on the pass, and the rest, of a forward of `layer`.
+    fn pass_of<R>(
+        layer: &PowerNorm,
+        xs: &Tensor,
+        purpose: Purpose,
+        check: impl FnOnce(Pass, Option<Training>) -> R,
+    ) -> Result<R> {
+        layer.run(xs, None, None, purpose, |pass, training, turn| {
+            assert!(turn.is_none());
+            Ok(check(pass, training))
+        })
+    }
+
     #[test]
-    fn a_call_has_the_layers_settings() -> Result<()> {
+    fn a_step_has_the_layers_state() -> Result<()> {
         let layer = layer(true)?;
         let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
-        let keep = Tensor::ones(3, DType::U8, CPU)?;
-        let call = layer.call(&xs, None, Some(&keep), Purpose::Training)?;
-        let Settings { norm, eps, recipe } = call.settings;
-        let of_the_layer = RowNorm::Groups {
-            count: 1,
-            eps: 1e-5,
-        };
-        assert_eq!((norm, eps), (of_the_layer, 1e-5));
-        assert_eq!(recipe, Recipe::Paper);
-        assert!(call.keep.is_some() && call.weight.is_some() && call.bias.is_none());
-        let Role::Training(training, None) = &call.role else {
-            panic!("expected a training forward without ranks")
-        };
-        assert!(Arc::ptr_eq(&training.state, &layer.state));
-        let call = layer.call(&xs, Some(&xs), None, Purpose::Evaluation)?;
-        assert!(call.residual.is_some());
-        assert!(matches!(call.role, Role::Evaluation(_)));
+        pass_of(&layer, &xs, Purpose::Training, |_, training| {
+            let training = training.unwrap();
+            assert!(Arc::ptr_eq(&training.state, &layer.state));
+            assert_eq!(training.step_count, 4);
+        })?;
+        pass_of(&layer, &xs, Purpose::Evaluation, |_, training| {
+            assert!(training.is_none());
+        })
+    }
+
+    /// t is 4: the next step is the last of a warm-up of 5, and comes after one of 4.
+    #[test]
+    fn the_kind_of_a_forward() -> Result<()> {
+        use ForwardKind::{BatchStatistic, Evaluation, RunningStatistic};
+        let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
+        for (warmup_steps, purpose, expected) in [
+            (5, Purpose::Evaluation, Evaluation),
+            (5, Purpose::Training, BatchStatistic),
+            (4, Purpose::Training, RunningStatistic),
+            (4, Purpose::Recalibration(1), BatchStatistic),
+        ] {
+            let config = PowerNormConfig {
+                warmup_steps,
+                ..Default::default()
+            };
+            let layer = layer_of(config, true)?;
+            pass_of(&layer, &xs, purpose, |pass, _| {
+                assert_eq!(pass.kind(), expected, "{purpose:?}");
+            })?;
+        }
+        Ok(())
+    }
+
+    /// A layer may normalize its own ψ². A training step moves ψ² before it has read the rows for
+    /// the last time, so it reads a copy.
+    #[test]
+    fn a_training_step_copies_rows_of_its_own_state() -> Result<()> {
+        let layer = layer(true)?;
+        let (own, _) = layer.state.begin(true)?;
+        let rows = own.reshape((1, 2))?;
+        for (purpose, in_place) in [(Purpose::Evaluation, true), (Purpose::Training, false)] {
+            pass_of(&layer, &rows, purpose, |pass, _| {
+                assert_eq!(layer.state.owns(pass.x()), in_place, "{purpose:?}");
+            })?;
+        }
         Ok(())
     }
 
@@ -718,76 +676,6 @@ mod tests {
             (F32, U8, false),
         ] {
             assert_eq!(layer(weight, bias).is_ok(), fits, "{weight:?}, {bias:?}");
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn inputs_that_fit_and_others() -> Result<()> {
-        let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, CPU);
-        let f32s = zeros(&[2], DType::F32)?;
-        let f16s = zeros(&[2], DType::F16)?;
-        let text = |xs: &Tensor, parameters| match check_input(xs, 2, parameters, CPU) {
-            Ok(()) => String::new(),
-            Err(error) => error.to_string(),
-        };
-        for shape in [&[2][..], &[3, 2], &[0, 2], &[1, 1, 1, 2]] {
-            assert_eq!(text(&zeros(shape, DType::F16)?, [None, None]), "");
-        }
-        let halves = zeros(&[3, 2], DType::F16)?;
-        assert_eq!(text(&halves, [Some(&f32s), Some(&f16s)]), "");
-        for (xs, parameters, expected) in [
-            (zeros(&[], DType::F32)?, [None, None], "scalar"),
-            (zeros(&[2, 3], DType::F32)?, [None, None], "[2, 3]"),
-            (zeros(&[3, 2], DType::U8)?, [None, None], "U8"),
-            (
-                zeros(&[3, 2], DType::F32)?,
-                [Some(&f32s), Some(&f16s)],
-                "bias of dtype F32 (as the input), got F16",
-            ),
-            (
-                zeros(&[3, 2], DType::BF16)?,
-                [Some(&f16s), None],
-                "weight of dtype BF16 (as the input) or F32, got F16",
-            ),
-        ] {
-            let error = text(&xs, parameters);
-            assert!(error.contains(expected), "{error:?}");
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn a_mask_has_a_number_for_each_row() -> Result<()> {
-        let layer = layer(true)?;
-        let xs = Tensor::zeros((3, 5, 2), DType::F32, CPU)?;
-        let check =
-            |shape: &[usize], dtype| layer.check_keep(&xs, &Tensor::zeros(shape, dtype, CPU)?);
-        for dtype in [DType::U8, DType::U32, DType::I64] {
-            check(&[3, 5], dtype)?;
-        }
-        assert!(check(&[3, 5], DType::F32).is_err());
-        for shape in [&[15][..], &[5, 3], &[3, 5, 1], &[3, 5, 2], &[]] {
-            assert!(check(shape, DType::U8).is_err(), "{shape:?}");
-        }
-        // A row by itself has a scalar for its mask.
-        let row = Tensor::zeros(2, DType::F32, CPU)?;
-        layer.check_keep(&row, &Tensor::new(1u8, CPU)?)
-    }
-
-    #[test]
-    fn a_residual_is_as_the_input() -> Result<()> {
-        let layer = layer(true)?;
-        let xs = Tensor::zeros((3, 2), DType::F32, CPU)?;
-        layer.check_residual(&xs, &Tensor::ones((3, 2), DType::F32, CPU)?)?;
-        for (shape, dtype) in [
-            ((3, 2), DType::F16),
-            ((2, 3), DType::F32),
-            ((1, 2), DType::F32),
-        ] {
-            let residual = Tensor::zeros(shape, dtype, CPU)?;
-            let error = layer.check_residual(&xs, &residual).unwrap_err();
-            assert!(error.to_string().contains("(as the input)"), "{error}");
         }
         Ok(())
     }

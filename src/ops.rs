@@ -1,0 +1,80 @@
+//! Normalizations as functions, for models that keep their parameters themselves.
+//!
+//! [`layer_norm`] and [`rms_norm`] take the arguments of candle_nn's functions of these names, which
+//! record no backward. These differentiate in every argument, so a changed import is the whole
+//! change. [`add_layer_norm`] and [`add_rms_norm`] add a residual first, in the same pass.
+//!
+//! [`LayerNorm`] and [`RmsNorm`](crate::RmsNorm) have the equations, shapes, dtypes and gradients.
+//! An error begins with the name of the function that was called.
+//!
+//! ```
+//! use candle::{Device, Result, Tensor, Var};
+//! use candle_powernorm::ops; // was: use candle_nn::ops;
+//!
+//! # fn main() -> Result<()> {
+//! let weight = Var::ones(4, candle::DType::F32, &Device::Cpu)?;
+//! let xs = Tensor::randn(0f32, 1., (2, 3, 4), &Device::Cpu)?;
+//! let ys = ops::rms_norm(&xs, &weight, 1e-6)?;
+//! let (normalized, sum) = ops::add_rms_norm(&ys, &xs, &weight, 1e-6)?;
+//! let gradients = (normalized + sum)?.sqr()?.sum_all()?.backward()?;
+//! assert!(gradients.get(&weight).is_some());
+//! # Ok(()) }
+//! ```
+
+use crate::layer_norm::LayerNorm;
+use crate::op;
+use candle::{Result, Tensor};
+
+/// LayerNorm of `xs`, `[.., C]`: `alpha` is γ and `beta` β, `[C]` each. candle_nn's
+/// `ops::layer_norm`, with a backward.
+///
+/// # Errors
+///
+/// The arguments' shapes, dtypes or devices do not fit each other, or ε is not positive and finite.
+pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
+    let layer = LayerNorm::new(alpha.clone(), beta.clone(), eps.into());
+    op::normalize(layer.pass("layer_norm", xs)?, None, None)
+}
+
+/// RMSNorm of `xs`, `[.., C]`: `alpha` is γ, `[C]`. candle_nn's `ops::rms_norm`, with a backward.
+///
+/// # Errors
+///
+/// As in [`layer_norm`].
+pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
+    let layer = LayerNorm::rms_norm(alpha.clone(), eps.into());
+    op::normalize(layer.pass("rms_norm", xs)?, None, None)
+}
+
+/// Returns [`layer_norm`] of `xs + residual`, and the sum.
+///
+/// # Errors
+///
+/// As in [`layer_norm`], or `residual` has another shape, dtype or device than `xs`.
+pub fn add_layer_norm(
+    xs: &Tensor,
+    residual: &Tensor,
+    alpha: &Tensor,
+    beta: &Tensor,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
+    let layer = LayerNorm::new(alpha.clone(), beta.clone(), eps.into());
+    let pass = layer.pass("add_layer_norm", xs)?.with_residual(residual)?;
+    op::add_and_normalize(pass, None, None)
+}
+
+/// Returns [`rms_norm`] of `xs + residual`, and the sum.
+///
+/// # Errors
+///
+/// As in [`add_layer_norm`].
+pub fn add_rms_norm(
+    xs: &Tensor,
+    residual: &Tensor,
+    alpha: &Tensor,
+    eps: f32,
+) -> Result<(Tensor, Tensor)> {
+    let layer = LayerNorm::rms_norm(alpha.clone(), eps.into());
+    let pass = layer.pass("add_rms_norm", xs)?.with_residual(residual)?;
+    op::add_and_normalize(pass, None, None)
+}
