@@ -139,7 +139,8 @@ macro_rules! links {
          [performance]: crate::guide::performance\n\
          [ranks]: crate::guide::ranks\n\
          [recipes]: crate::guide::recipes\n\
-         [training]: crate::guide::training\n"
+         [training]: crate::guide::training\n\
+         [troubleshooting]: crate::guide::troubleshooting\n"
     };
 }
 
@@ -183,6 +184,9 @@ pub mod guide {
         gpu: "gpu",
         /// Performance: allocator, threads, and times on a CPU and on a GPU.
         performance: "performance",
+        /// Troubleshooting, by what you see: NaN, a loss that does not fall, an evaluation that is
+        /// worse than training, loading, resuming, speed, digits, memory.
+        troubleshooting: "troubleshooting",
         /// Equations, every difference from the paper, bad batches and numerics.
         paper: "paper",
     }
