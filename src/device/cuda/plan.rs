@@ -80,7 +80,8 @@ use super::params::{
     WARP, lane_coefficients, padded_sums, when,
 };
 use crate::config::{ForwardKind, Recipe};
-use crate::device::{RowNorm, sums_dtype};
+use crate::device::pass::RowNorm;
+use crate::device::sums_dtype;
 use crate::error::Error;
 use candle::DType;
 use std::fmt;

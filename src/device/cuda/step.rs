@@ -315,7 +315,7 @@ impl Forward<'_> {
         let locks = Locks::default();
         let mut uses = Uses::on(&self.gpu.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
-        let phi = uses.read_vector(pass.phi.as_ref())?;
+        let phi = uses.read_vector(self.pass.phi.as_ref())?;
         let no_step = PhiStep {
             cumulative: None,
             moving: None,
