@@ -100,11 +100,11 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Rec
     let coefficients = coefficients.transpose()?;
     let (y, sum, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
         let (written, sums) = run::forward(rows, coefficients.as_ref(), trains);
-        let squares = sums.map(|sums| match &written.stream {
+        let squares = sums.map(|sums| match &written.residual_out {
             Some(sum) => batch_squares(&rows.of_sum(sum), sums),
             None => batch_squares(rows, sums),
         });
-        Ok((written.y, written.stream, squares))
+        Ok((written.y, written.residual_out, squares))
     })?;
 
     // ψ_B², 1/D and Γ, over the rows of all ranks.

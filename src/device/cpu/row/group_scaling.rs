@@ -1,8 +1,21 @@
-//! Group scaling: r of each group of a row, and the mean that its backward subtracts.
+//! Rows that are divided by the root mean square of their groups, or that are not normalized by
+//! themselves.
 //!
-//! A forward computes `x̃ = r x` with `r = 1/√(mean(x²) + ε)` over a group. Its backward takes
-//! `dx̃ = gain ⊙ dy − decay ⊙ x̃` back to `dx = r (dx̃ − x̃ · mean(dx̃ x̃))`. Both r and the mean
-//! come from one walk over the group, although dx̃ and x̃ are made with r. Because x̃ = r x,
+//! A forward computes x̃ and `y = gain ⊙ x̃ + shift`, and its backward takes
+//! `dx̃ = gain ⊙ dy − decay ⊙ x̃` back to dx:
+//!
+//! ```text
+//! x̃ = r x                                    with r = 1/√(mean(x²) + ε) of each group
+//! dx = r (dx̃ − x̃ · mean(dx̃ x̃))
+//! ```
+//!
+//! `step.rs` folds everything that a channel has into the two coefficients: γ/D and β in a forward,
+//! and those of dx̃ in a backward. So a row needs two coefficients for each channel, whatever the
+//! recipe, statistic and phase. Rows of a PowerNorm without group scaling have r = 1, and are not
+//! walked for it. RMSNorm and `GroupScaling` are these rows with D = 1.
+//!
+//! In a backward both r and the mean come from one walk over the group, although dx̃ and x̃ are made
+//! with r. Because x̃ = r x,
 //!
 //! ```text
 //! Σ dx̃ x̃ = Σ (gain dy − decay r x) r x = r (Σ gain dy x − r Σ decay x²)
@@ -12,76 +25,234 @@
 //!
 //! Squares of finite values may overflow: those of f32 above 1.8e19. Then r and the mean are
 //! computed once more, with values that are divided first. These functions are `#[cold]`: plain
-//! loops in the dtype of the sums.
+//! loops, which add up in f64.
 
-use super::sweep::{Groups, Terms, sum_terms};
+use super::output::{RowWriter, write_row};
+use super::spans::{for_spans, sum_spans};
 use super::vectors::{Lanes, Span};
+use super::{ColumnSums, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element};
 use candle::WithDType;
-use num_traits::{Float, Zero};
+use num_traits::Float;
 use pulp::Simd;
 use std::ops::Range;
 
-/// Computes the scaling of groups of one length.
+/// Writes y of a row, and adds x̃² to `sums`. Both are optional, and so is a normalization of the
+/// row by itself (`scaler`).
+#[inline(always)]
+pub(crate) fn forward_row<S: Simd, T: Element>(
+    simd: S,
+    x: &[T],
+    scaler: Option<&Scaler<T::Acc>>,
+    groups: &mut Groups<T::Acc>,
+    y: Option<(&mut RowWriter<T>, [&[T::Acc]; 2])>,
+    mut sums: Option<&mut [T::Acc]>,
+) {
+    // Along the row: r.
+    if let Some(scaler) = scaler {
+        scaler.scale(simd, x, groups);
+    }
+    // Down the columns: Σ x̃², and y.
+    let Some((y, [gain, shift])) = y else {
+        for (columns, group) in groups.each() {
+            for_spans!(simd, UNROLL, columns, |at| {
+                let x = at.load(x) * at.splat(group.inv_rms);
+                add_square(at, x, &mut sums);
+            });
+        }
+        return;
+    };
+    let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
+    write_row!(y, x.len(), |row| for (columns, group) in groups.each() {
+        for_spans!(simd, UNROLL, columns, row, |at| {
+            let x = at.load(x) * at.splat(group.inv_rms);
+            add_square(at, x, &mut sums);
+            let shift = at.load(shift);
+            x.mul_add(at.load(gain), shift)
+        });
+    });
+}
+
+/// Adds x̃² of some columns to Σ x̃².
+#[inline(always)]
+fn add_square<S: Simd, A: Accumulator, const K: usize>(
+    at: Span<S, A, K>,
+    x: Lanes<S, A, K>,
+    sums: &mut Option<&mut [A]>,
+) {
+    if let Some(sums) = sums {
+        at.store(x.mul_add(x, at.load(sums)), sums);
+    }
+}
+
+/// Writes dx of a row, and adds dy x̃ and dy to `sums`. Both are optional, and so is a normalization
+/// of the row by itself (`scaler`).
+#[inline(always)]
+pub(crate) fn backward_row<S: Simd, T: Element>(
+    simd: S,
+    [x, dy]: [&[T]; 2],
+    scaler: Option<&Scaler<T::Acc>>,
+    groups: &mut Groups<T::Acc>,
+    dx: Option<(&mut RowWriter<T>, [&[T::Acc]; 2])>,
+    mut sums: ColumnSums<T::Acc>,
+) {
+    let dy = &dy[..x.len()];
+    let Some((dx, [gain, decay])) = dx else {
+        if let Some(scaler) = scaler {
+            scaler.scale(simd, x, groups);
+        }
+        for (columns, group) in groups.each() {
+            for_spans!(simd, UNROLL, columns, |at| {
+                let x = at.load(x) * at.splat(group.inv_rms);
+                sums.add(at, x, at.load(dy));
+            });
+        }
+        return;
+    };
+    let (gain, decay) = (&gain[..x.len()], &decay[..x.len()]);
+    // Along the row: r and mean(dx̃ x̃).
+    if let Some(scaler) = scaler {
+        scaler.scale_bwd(simd, [x, dy], [gain, decay], groups);
+    }
+    // Down the columns: Σ dy x̃ and Σ dy, and dx.
+    write_row!(dx, x.len(), |row| for (columns, group) in groups.each() {
+        for_spans!(simd, UNROLL, columns, row, |at| {
+            let x = at.load(x) * at.splat(group.inv_rms);
+            let dy = at.load(dy);
+            sums.add(at, x, dy);
+            let dx = at.load(gain) * dy - at.load(decay) * x;
+            (dx - x * at.splat(group.mean_dx_x)) * at.splat(group.inv_rms)
+        });
+    });
+}
+
+/// The groups of a row, which make up its columns, in order.
+pub(crate) struct Groups<A> {
+    len: usize,
+    stats: Vec<GroupStats<A>>,
+}
+
+/// Statistics of one group: r, and in a backward the mean of dx̃ x̃. Without a normalization of rows
+/// they stay 1 and 0, which leaves x̃ = x and dx = dx̃.
+#[derive(Clone, Copy)]
+pub(crate) struct GroupStats<A> {
+    /// r.
+    pub inv_rms: A,
+    /// The mean of dx̃ x̃.
+    pub mean_dx_x: A,
+}
+
+impl<A: Accumulator> Groups<A> {
+    /// `cols` columns in groups of `len`, not scaled.
+    ///
+    /// # Panics
+    ///
+    /// If some columns are in no group.
+    #[inline(always)]
+    pub fn new(cols: usize, len: usize) -> Self {
+        assert!(
+            cols.is_multiple_of(len),
+            "{cols} columns in groups of {len}"
+        );
+        let none = GroupStats {
+            inv_rms: A::one(),
+            mean_dx_x: A::zero(),
+        };
+        Self {
+            len,
+            stats: vec![none; cols / len],
+        }
+    }
+
+    /// The columns and the statistics of each group.
+    #[inline(always)]
+    pub fn each(&self) -> impl Iterator<Item = (Range<usize>, GroupStats<A>)> {
+        let len = self.len;
+        let stats = self.stats.iter().enumerate();
+        stats.map(move |(group, stats)| (group * len..(group + 1) * len, *stats))
+    }
+
+    /// The columns and the statistics of each group.
+    #[inline(always)]
+    pub fn each_mut(&mut self) -> impl Iterator<Item = (Range<usize>, &mut GroupStats<A>)> {
+        let len = self.len;
+        let stats = self.stats.iter_mut().enumerate();
+        stats.map(move |(group, stats)| (group * len..(group + 1) * len, stats))
+    }
+}
+
+/// Computes the statistics of groups of one length, and LayerNorm's of rows.
 #[derive(Clone, Copy)]
 pub(crate) struct Scaler<A> {
     /// 1 over the number of channels in a group.
-    pub share: A,
+    pub inv_len: A,
     eps: A,
 }
 
 impl<A: Accumulator> Scaler<A> {
     pub fn new(group_len: usize, eps: f64) -> Self {
         Self {
-            share: A::one() / A::from_f64(group_len as f64),
+            inv_len: A::one() / A::from_f64(group_len as f64),
             eps: A::from_f64(eps),
         }
     }
 
     /// Sets r of each group of a row.
     #[inline(always)]
-    pub fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
-        for (group, scaling) in groups.each_mut() {
-            let [squares] = sum_terms::<4, 1, S, A>(simd, group.clone(), &Squares { x });
-            scaling.rms_inv = self.rms_inv(&x[group], [A::zero(); 2], squares * self.share);
+    fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
+        for (columns, group) in groups.each_mut() {
+            let [squares] = sum_spans!(simd, 4, columns.clone(), |at, squares| {
+                let x = at.load(x);
+                squares = x.mul_add(x, squares);
+            });
+            group.inv_rms = self.inv_rms(&x[columns], [A::zero(); 2], squares * self.inv_len);
         }
     }
 
     /// Sets r and mean(dx̃ x̃) of each group of a row.
     #[inline(always)]
-    pub fn scale_bwd<S: Simd, T: Element<Acc = A>>(
+    fn scale_bwd<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
-        terms: &BackwardTerms<T>,
+        [x, dy]: [&[T]; 2],
+        [gain, decay]: [&[A]; 2],
         groups: &mut Groups<A>,
     ) {
-        for (group, scaling) in groups.each_mut() {
-            let [squares, gain_dy_x, decay_x2] =
-                sum_terms::<2, 3, S, A>(simd, group.clone(), terms);
-            let x = &terms.x[group.clone()];
-            let rms_inv = self.rms_inv(x, [A::zero(); 2], squares * self.share);
-            let total = rms_inv * (gain_dy_x - rms_inv * decay_x2);
-            let total = if total.is_finite() {
-                total
-            } else {
-                terms.total_of_huge(rms_inv, group)
-            };
-            scaling.rms_inv = rms_inv;
-            scaling.mean_dx_x = total * self.share;
+        for (columns, group) in groups.each_mut() {
+            let [squares, gain_dy_x, decay_x2] = sum_spans!(
+                simd,
+                2,
+                columns.clone(),
+                |at, squares, gain_dy_x, decay_x2| {
+                    let x = at.load(x);
+                    let gain_dy = at.load(gain) * at.load(dy);
+                    let square = x * x;
+                    squares = squares + square;
+                    gain_dy_x = gain_dy.mul_add(x, gain_dy_x);
+                    decay_x2 = square.mul_add(at.load(decay), decay_x2);
+                }
+            );
+            let inv_rms = self.inv_rms(&x[columns.clone()], [A::zero(); 2], squares * self.inv_len);
+            let mut total = inv_rms * (gain_dy_x - inv_rms * decay_x2);
+            if !total.is_finite() {
+                total = total_of_huge(inv_rms, [x, dy], [gain, decay], columns);
+            }
+            group.inv_rms = inv_rms;
+            group.mean_dx_x = total * self.inv_len;
         }
     }
 
     /// r of a group, from the mean of its squares.
     ///
-    /// LayerNorm passes the mean of the squared distances to the group's mean, which is the sum of
-    /// both parts of `mean`. Elsewhere they are 0.
+    /// LayerNorm passes the mean of the squared deviations from the group's mean, which is the sum
+    /// of both parts of `mean`. Elsewhere they are 0.
     #[inline(always)]
-    pub fn rms_inv<T: Element<Acc = A>>(&self, x: &[T], mean: [A; 2], mean_square: A) -> A {
+    pub fn inv_rms<T: Element<Acc = A>>(&self, x: &[T], mean: [A; 2], mean_square: A) -> A {
         let square = mean_square + self.eps;
         if square.is_finite() {
             square.sqrt().recip()
         } else {
-            self.rms_inv_of_huge(x, mean)
+            self.inv_rms_of_huge(x, mean)
         }
     }
 
@@ -92,7 +263,7 @@ impl<A: Accumulator> Scaler<A> {
     /// r = 1/(4e30 · √0.78). If x is not finite, r is NaN: the output shows that, and recipe
     /// Paper's guard keeps the batch out of the statistics.
     #[cold]
-    fn rms_inv_of_huge<T: Element<Acc = A>>(&self, x: &[T], [mean, rest]: [A; 2]) -> A {
+    fn inv_rms_of_huge<T: Element<Acc = A>>(&self, x: &[T], [mean, rest]: [A; 2]) -> A {
         let x = || x.iter().map(|&x| x.widen() - mean - rest);
         if !x().all(Float::is_finite) {
             return A::nan();
@@ -106,58 +277,19 @@ impl<A: Accumulator> Scaler<A> {
     }
 }
 
-/// Σ x² of a group.
-struct Squares<'a, T> {
-    x: &'a [T],
-}
-
-impl<T: Element> Terms<T::Acc, 1> for Squares<'_, T> {
-    #[inline(always)]
-    fn add<S: Simd, const K: usize>(
-        &self,
-        at: Span<S, T::Acc, K>,
-        [squares]: &mut [Lanes<S, T::Acc, K>; 1],
-    ) {
-        let x = at.load(self.x);
-        *squares = x.mul_add(x, *squares);
-    }
-}
-
-/// Σ x², Σ gain dy x and Σ decay x² of a group.
-pub(crate) struct BackwardTerms<'a, T: Element> {
-    pub x: &'a [T],
-    pub dy: &'a [T],
-    pub gain: &'a [T::Acc],
-    pub decay: &'a [T::Acc],
-}
-
-impl<T: Element> Terms<T::Acc, 3> for BackwardTerms<'_, T> {
-    #[inline(always)]
-    fn add<S: Simd, const K: usize>(
-        &self,
-        at: Span<S, T::Acc, K>,
-        [squares, gain_dy_x, decay_x2]: &mut [Lanes<S, T::Acc, K>; 3],
-    ) {
-        let x = at.load(self.x);
-        let gain_dy = at.load(self.gain) * at.load(self.dy);
-        let square = x * x;
-        *squares = *squares + square;
-        *gain_dy_x = gain_dy.mul_add(x, *gain_dy_x);
-        *decay_x2 = square.mul_add(at.load(self.decay), *decay_x2);
-    }
-}
-
-impl<T: Element> BackwardTerms<'_, T> {
-    /// Σ dx̃ x̃ of a group for which a product with x itself overflows.
-    #[cold]
-    fn total_of_huge(&self, rms_inv: T::Acc, group: Range<usize>) -> T::Acc {
-        let mut total = T::Acc::zero();
-        for i in group {
-            let x = rms_inv * self.x[i].widen();
-            total += (self.gain[i] * self.dy[i].widen() - self.decay[i] * x) * x;
-        }
-        total
-    }
+/// Σ dx̃ x̃ of a group for which a product with x itself overflows.
+#[cold]
+fn total_of_huge<T: Element>(
+    inv_rms: T::Acc,
+    [x, dy]: [&[T]; 2],
+    [gain, decay]: [&[T::Acc]; 2],
+    group: Range<usize>,
+) -> T::Acc {
+    let products = group.map(|i| {
+        let x = inv_rms * x[i].widen();
+        (gain[i] * dy[i].widen() - decay[i] * x) * x
+    });
+    T::Acc::from_f64(products.map(WithDType::to_f64).sum())
 }
 
 #[cfg(test)]
@@ -170,7 +302,8 @@ mod tests {
     /// r and the mean of each group of a row.
     struct ScaleBwd<'a, T: Element> {
         scaler: Scaler<T::Acc>,
-        terms: BackwardTerms<'a, T>,
+        rows: [&'a [T]; 2],
+        coefficients: [&'a [T::Acc]; 2],
         group_len: usize,
     }
 
@@ -178,29 +311,38 @@ mod tests {
         type Output = Vec<[T::Acc; 2]>;
 
         fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-            let mut groups = Groups::new(self.terms.x.len(), self.group_len);
-            self.scaler.scale_bwd(simd, &self.terms, &mut groups);
-            let scalings = groups.each_mut().map(|(_, scaling)| *scaling);
-            scalings.map(|s| [s.rms_inv, s.mean_dx_x]).collect()
+            let mut groups = Groups::new(self.rows[0].len(), self.group_len);
+            let Self {
+                rows, coefficients, ..
+            } = self;
+            self.scaler.scale_bwd(simd, rows, coefficients, &mut groups);
+            let stats = groups.each().map(|(_, stats)| stats);
+            stats.map(|s| [s.inv_rms, s.mean_dx_x]).collect()
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "7 columns in groups of 2")]
+    fn groups_make_up_the_row() {
+        Groups::<f32>::new(7, 2);
     }
 
     #[test]
     fn r_by_hand() {
         // The mean square of [3, 4] is 12.5, and 12.25 + 0.25 is a square.
         let scaler = Scaler::<f32>::new(2, 0.);
-        assert_eq!(scaler.share, 0.5);
-        assert_eq!(scaler.rms_inv(&[3f32, 4.], [0., 0.], 12.25), 1. / 3.5);
+        assert_eq!(scaler.inv_len, 0.5);
+        assert_eq!(scaler.inv_rms(&[3f32, 4.], [0., 0.], 12.25), 1. / 3.5);
         let scaler = Scaler::<f32>::new(2, 0.25);
-        assert_eq!(scaler.rms_inv(&[0f32, 0.], [0., 0.], 0.), 2.);
-        assert_eq!(scaler.rms_inv(&[3f32, 4.], [0., 0.], 12.), 1. / 3.5);
+        assert_eq!(scaler.inv_rms(&[0f32, 0.], [0., 0.], 0.), 2.);
+        assert_eq!(scaler.inv_rms(&[3f32, 4.], [0., 0.], 12.), 1. / 3.5);
     }
 
     /// The rounding errors of a sum in f32 would change r by 3e-4.
     #[test]
     fn r_of_a_long_row_of_huge_values() {
         let x: Vec<f32> = (0..100_000).map(|i| [3e30, 1e30][i % 2]).collect();
-        let r = Scaler::new(x.len(), 1e-5).rms_inv(&x, [0., 0.], f32::INFINITY);
+        let r = Scaler::new(x.len(), 1e-5).inv_rms(&x, [0., 0.], f32::INFINITY);
         let exact = 1. / 5e60f64.sqrt();
         assert!((f64::from(r) / exact - 1.).abs() < 2e-7, "{r:e}");
     }
@@ -209,15 +351,15 @@ mod tests {
     #[test]
     fn r_of_huge_values() {
         let scaler = Scaler::<f32>::new(2, 1e-5);
-        let r = scaler.rms_inv(&[3e30f32, -4e30], [0., 0.], f32::INFINITY);
+        let r = scaler.inv_rms(&[3e30f32, -4e30], [0., 0.], f32::INFINITY);
         let exact = 1. / (12.5e60f64).sqrt();
         assert!((f64::from(r) / exact - 1.).abs() < 1e-6, "{r:e}");
         // Distances to a mean of 2e30 are 1e30 and −1e30.
-        let r = scaler.rms_inv(&[3e30f32, 1e30], [1.5e30, 0.5e30], f32::INFINITY);
+        let r = scaler.inv_rms(&[3e30f32, 1e30], [1.5e30, 0.5e30], f32::INFINITY);
         assert!((f64::from(r) / 1e-30 - 1.).abs() < 1e-6, "{r:e}");
         // ε alone takes the mean square beyond f32: √ε is 1e19, as x is.
         let scaler = Scaler::<f32>::new(1, 1e38);
-        let r = scaler.rms_inv(&[1e19f32], [0., 0.], 3.4e38);
+        let r = scaler.inv_rms(&[1e19f32], [0., 0.], 3.4e38);
         assert!(
             (f64::from(r) / (1e-19 / 2f64.sqrt()) - 1.).abs() < 1e-6,
             "{r:e}"
@@ -228,7 +370,7 @@ mod tests {
     fn r_is_nan_if_a_value_is_not_finite() {
         let scaler = Scaler::<f32>::new(2, 1e-5);
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            assert!(scaler.rms_inv(&[1., bad], [0., 0.], bad * bad).is_nan());
+            assert!(scaler.inv_rms(&[1., bad], [0., 0.], bad * bad).is_nan());
         }
     }
 
@@ -243,12 +385,8 @@ mod tests {
         for level in Level::all() {
             let got = level.run(ScaleBwd::<f64> {
                 scaler: Scaler::new(2, 0.),
-                terms: BackwardTerms {
-                    x: &x,
-                    dy: &dy,
-                    gain: &gain,
-                    decay: &decay,
-                },
+                rows: [&x, &dy],
+                coefficients: [&gain, &decay],
                 group_len: 2,
             });
             for (got, expected) in got.iter().zip([[0.2, 9.6], [1. / 3., 0.]]) {
@@ -269,12 +407,8 @@ mod tests {
         let of = |x: [f32; 3]| {
             Level::Baseline.run(ScaleBwd::<f32> {
                 scaler: Scaler::new(3, 1e-30),
-                terms: BackwardTerms {
-                    x: &x,
-                    dy: &[1., -2., 4.],
-                    gain: &[0.5, 1., 2.],
-                    decay: &[1., 2., 1.],
-                },
+                rows: [&x, &[1., -2., 4.]],
+                coefficients: [&[0.5, 1., 2.], &[1., 2., 1.]],
                 group_len: 3,
             })[0]
         };
@@ -290,12 +424,8 @@ mod tests {
         let smallest = f16::from_bits(1);
         let [[r, _]] = Level::Baseline.run(ScaleBwd::<f16> {
             scaler: Scaler::new(3, 1e-30),
-            terms: BackwardTerms {
-                x: &[smallest; 3],
-                dy: &[f16::ONE; 3],
-                gain: &[1.; 3],
-                decay: &[0.; 3],
-            },
+            rows: [&[smallest; 3], &[f16::ONE; 3]],
+            coefficients: [&[1.; 3], &[0.; 3]],
             group_len: 3,
         })[..] else {
             panic!("one group")

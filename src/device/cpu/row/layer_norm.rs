@@ -1,141 +1,211 @@
-//! LayerNorm: the mean μ of a row and its standard deviation 1/r, and the two means that its
-//! backward subtracts.
+//! LayerNorm's rows.
 //!
 //! ```text
-//! x̃ = r (x − μ)
+//! x̃ = r (x − μ)                                 with r = 1/√(σ² + ε)
+//! y = gain ⊙ x̃ + shift
 //! dx = r (dx̃ − mean(dx̃) − x̃ · mean(dx̃ x̃))      with dx̃ = gain ⊙ dy
 //! ```
 //!
-//! The row is one group. A pass usually reads it three times, from the first-level cache after the
-//! first time: for the mean, for the squared distances to the mean, and for the output.
+//! A row is usually read three times, from the first-level cache after the first time: for the
+//! mean, for the squared deviations from the mean, and for the output.
 //!
 //! The mean is computed twice. In f32 a mean of 1e4 is rounded by up to 0.0005, which for rows with
 //! a deviation of 1 is half a thousandth of x̃. So the second walk also takes the mean of the
-//! distances to the rounded mean, `rest`, and μ is `mean + rest`. For example, in f32
+//! deviations from the rounded mean, `rest`, and μ is `mean + rest`. For example, in f32
 //!
 //! ```text
 //! x                  16777216, 16777216, 16777218      2²⁴, where f32 has every second integer
 //! mean               16777216                          rounded, from 16777216 2/3
-//! distances          0, 0, 2                           exact
+//! deviations         0, 0, 2                           exact
 //! rest               2/3                               so x − μ is −2/3, −2/3, 4/3
 //! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the mean of the squares of x − μ
 //! ```
 //!
 //! In a row whose values are nearly the same, the rounding errors of a long sum can leave the first
-//! mean several deviations away. Then both squares in the variance are large, and their difference
-//! is noise. So if `rest` is more than a tenth of the deviation, the mean is computed again in f64,
-//! and the second walk is repeated.
+//! mean several standard deviations away. Then both squares in the variance are large, and their
+//! difference is noise. So if `rest` is more than a tenth of the standard deviation, the mean is
+//! computed again in f64, and the second walk is repeated.
 
 use super::group_scaling::Scaler;
-use super::sweep::{Groups, Scaling, Terms, sum_terms};
+use super::output::{RowWriter, write_row};
+use super::spans::{for_spans, sum_spans};
 use super::vectors::{Lanes, Span};
+use super::{ColumnSums, UNROLL};
 use crate::device::cpu::convert::{Accumulator, Element};
-use num_traits::Zero;
+use candle::WithDType;
 use pulp::Simd;
 
-/// The scaling of a row, which is one group.
-impl<A: Accumulator> Scaler<A> {
-    /// Sets μ and r of a row.
+/// Writes y of a row.
+#[inline(always)]
+pub(crate) fn forward_row<S: Simd, T: Element>(
+    simd: S,
+    x: &[T],
+    scaler: &Scaler<T::Acc>,
+    [gain, shift]: [&[T::Acc]; 2],
+    y: &mut RowWriter<T>,
+) {
+    let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
+    let stats = scaler.centre(simd, x);
+    write_row!(y, x.len(), |row| for_spans!(
+        simd,
+        UNROLL,
+        0..x.len(),
+        row,
+        |at| {
+            let x = stats.normalized(at, x);
+            let shift = at.load(shift);
+            x.mul_add(at.load(gain), shift)
+        }
+    ));
+}
+
+/// Writes dx of a row if `dx` is given, with its gain, and adds dy x̃ and dy to `sums`.
+#[inline(always)]
+pub(crate) fn backward_row<S: Simd, T: Element>(
+    simd: S,
+    [x, dy]: [&[T]; 2],
+    scaler: &Scaler<T::Acc>,
+    dx: Option<(&mut RowWriter<T>, &[T::Acc])>,
+    mut sums: ColumnSums<T::Acc>,
+) {
+    let dy = &dy[..x.len()];
+    let Some((dx, gain)) = dx else {
+        let stats = scaler.centre(simd, x);
+        for_spans!(simd, UNROLL, 0..x.len(), |at| {
+            sums.add(at, stats.normalized(at, x), at.load(dy));
+        });
+        return;
+    };
+    let gain = &gain[..x.len()];
+    let (stats, [mean_dx, mean_dx_x]) = scaler.centre_bwd(simd, [x, dy], gain);
+    write_row!(dx, x.len(), |row| for_spans!(
+        simd,
+        UNROLL,
+        0..x.len(),
+        row,
+        |at| {
+            let (x, dy) = (stats.normalized(at, x), at.load(dy));
+            sums.add(at, x, dy);
+            let dx = at.load(gain) * dy - at.splat(mean_dx);
+            (dx - x * at.splat(mean_dx_x)) * at.splat(stats.rstd)
+        }
+    ));
+}
+
+/// Statistics of a row.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RowStats<A> {
+    /// μ, as `mean + rest`: the mean, rounded, and the mean of the deviations from it.
+    mean: A,
+    rest: A,
+    /// r = 1/√(σ² + ε).
+    rstd: A,
+}
+
+impl<A: Accumulator> RowStats<A> {
+    /// x̃ in some columns.
     #[inline(always)]
-    pub fn centre<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
-        let mut distances = Distances::new(simd, self, x);
-        *groups.only_mut() = loop {
-            let [rest, squares] = sum_terms::<4, 2, S, A>(simd, 0..x.len(), &distances);
-            if !distances.moves_mean(rest, squares) {
-                break distances.scaling(self, rest, squares);
+    fn normalized<S: Simd, T: Element<Acc = A>, const K: usize>(
+        &self,
+        at: Span<S, A, K>,
+        x: &[T],
+    ) -> Lanes<S, A, K> {
+        // r (x − mean − rest) as one multiply-add: r · rest is constant along the row.
+        let (rstd, shift) = (at.splat(self.rstd), at.splat(-self.rest * self.rstd));
+        (at.load(x) - at.splat(self.mean)).mul_add(rstd, shift)
+    }
+}
+
+impl<A: Accumulator> Scaler<A> {
+    /// μ and r of a row.
+    #[inline(always)]
+    fn centre<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T]) -> RowStats<A> {
+        let mut mean = RoundedMean::new(simd, self, x);
+        loop {
+            let [rest, squares] = sum_spans!(simd, 4, 0..x.len(), |at, rest, squares| {
+                let deviation = at.load(x) - at.splat(mean.value);
+                rest = deviation.mul_add(at.splat(self.inv_len), rest);
+                squares = deviation.mul_add(deviation, squares);
+            });
+            let mean_square = squares * self.inv_len;
+            if !mean.moves(x, rest, mean_square) {
+                return self.row_stats(x, mean.value, rest, mean_square);
             }
-        };
+        }
     }
 
-    /// Sets μ, r, mean(dx̃) and mean(dx̃ x̃) of a row.
+    /// μ and r of a row, and the means of dx̃ and of dx̃ x̃, where `dx̃ = gain ⊙ dy`.
     #[inline(always)]
-    pub fn centre_bwd<S: Simd, T: Element<Acc = A>>(
+    fn centre_bwd<S: Simd, T: Element<Acc = A>>(
         &self,
         simd: S,
         [x, dy]: [&[T]; 2],
         gain: &[A],
-        groups: &mut Groups<A>,
-    ) {
-        let distances = Distances::new(simd, self, x);
-        let mut terms = CentredTerms {
-            distances,
-            dy,
-            gain,
-        };
-        let [rest, squares, total, products] = loop {
-            let sums = sum_terms::<2, 4, S, A>(simd, 0..x.len(), &terms);
-            if !terms.distances.moves_mean(sums[0], sums[1]) {
-                break sums;
+    ) -> (RowStats<A>, [A; 2]) {
+        let mut mean = RoundedMean::new(simd, self, x);
+        loop {
+            let [rest, squares, total, products] =
+                sum_spans!(simd, 2, 0..x.len(), |at, rest, squares, total, products| {
+                    let deviation = at.load(x) - at.splat(mean.value);
+                    let dx = at.load(gain) * at.load(dy);
+                    rest = deviation.mul_add(at.splat(self.inv_len), rest);
+                    squares = deviation.mul_add(deviation, squares);
+                    total = total + dx;
+                    products = dx.mul_add(deviation, products);
+                });
+            let mean_square = squares * self.inv_len;
+            if mean.moves(x, rest, mean_square) {
+                continue;
             }
-        };
-        let scaling = terms.distances.scaling(self, rest, squares);
-        // Σ dx̃ x̃, because x̃ = r (x − mean − rest) and the walk took Σ dx̃ and Σ dx̃ (x − mean).
-        let mut total_x = scaling.rms_inv * (products - rest * total);
-        if !total_x.is_finite() {
-            total_x = terms.total_of_huge(&scaling);
+            let stats = self.row_stats(x, mean.value, rest, mean_square);
+            // Σ dx̃ x̃, because x̃ = r (x − mean − rest), from Σ dx̃ and Σ dx̃ (x − mean).
+            let mut total_x = stats.rstd * (products - rest * total);
+            if !total_x.is_finite() {
+                total_x = total_of_huge(&stats, [x, dy], gain);
+            }
+            return (stats, [total * self.inv_len, total_x * self.inv_len]);
         }
-        *groups.only_mut() = Scaling {
-            mean_dx: total * self.share,
-            mean_dx_x: total_x * self.share,
-            ..scaling
-        };
     }
-}
 
-/// Σ x/n.
-struct Shares<'a, T: Element> {
-    x: &'a [T],
-    share: T::Acc,
-}
-
-impl<T: Element> Terms<T::Acc, 1> for Shares<'_, T> {
+    /// The statistics of a row, from the means of the deviations from `mean` and of their squares.
     #[inline(always)]
-    fn add<S: Simd, const K: usize>(
+    fn row_stats<T: Element<Acc = A>>(
         &self,
-        at: Span<S, T::Acc, K>,
-        [mean]: &mut [Lanes<S, T::Acc, K>; 1],
-    ) {
-        *mean = at.load(self.x).mul_add(at.splat(self.share), *mean);
+        x: &[T],
+        mean: A,
+        rest: A,
+        mean_square: A,
+    ) -> RowStats<A> {
+        // Never negative:
+        // - `rest²` is a hundredth of the mean square at most, or
+        // - the mean is from f64, and `rest` about half the distance to the next float at most. Then
+        //   every value on that side is as far away as that float, which makes the mean square
+        //   about twice `rest²` at least.
+        let variance = mean_square - rest * rest;
+        RowStats {
+            mean,
+            rest,
+            rstd: self.inv_rms(x, [mean, rest], variance),
+        }
     }
 }
 
-/// Σ (x − mean)/n and Σ (x − mean)².
-#[derive(Clone, Copy)]
-struct Distances<'a, T: Element> {
-    x: &'a [T],
-    mean: T::Acc,
-    share: T::Acc,
+/// The rounded mean of a row, from which deviations are taken.
+struct RoundedMean<A> {
+    value: A,
     has_moved: bool,
 }
 
-impl<'a, T: Element> Distances<'a, T> {
-    /// Distances to the rounded mean. Its terms are divided before they are added, so that no sum
-    /// overflows.
+impl<A: Accumulator> RoundedMean<A> {
+    /// Terms are divided before they are added, so that no sum overflows.
     #[inline(always)]
-    fn new<S: Simd>(simd: S, scaler: &Scaler<T::Acc>, x: &'a [T]) -> Self {
-        let share = scaler.share;
-        let [mean] = sum_terms::<4, 1, S, T::Acc>(simd, 0..x.len(), &Shares { x, share });
+    fn new<S: Simd, T: Element<Acc = A>>(simd: S, scaler: &Scaler<A>, x: &[T]) -> Self {
+        let [value] = sum_spans!(simd, 4, 0..x.len(), |at, mean| {
+            mean = at.load(x).mul_add(at.splat(scaler.inv_len), mean);
+        });
         Self {
-            x,
-            mean,
-            share,
+            value,
             has_moved: false,
-        }
-    }
-
-    /// μ and r, from the sums of the distances.
-    #[inline(always)]
-    fn scaling(&self, scaler: &Scaler<T::Acc>, rest: T::Acc, squares: T::Acc) -> Scaling<T::Acc> {
-        // Not below 0. Either `rest²` is a hundredth of the mean square at most. Or the mean is
-        // from f64, and `rest` about half the distance to the next float at most. Then every value
-        // on that side is as far away as that float, which makes the mean square about twice
-        // `rest²` at least.
-        let variance = squares * scaler.share - rest * rest;
-        Scaling {
-            mean: self.mean,
-            rest,
-            rms_inv: scaler.rms_inv(self.x, [self.mean, rest], variance),
-            ..Scaling::none()
         }
     }
 
@@ -143,10 +213,10 @@ impl<'a, T: Element> Distances<'a, T> {
     /// overflowed, perhaps only because it is off. Returns whether the sums must be taken again,
     /// which happens once at most.
     #[inline(always)]
-    fn moves_mean(&mut self, rest: T::Acc, squares: T::Acc) -> bool {
-        let moves = !self.has_moved && is_far(rest, squares * self.share);
+    fn moves<T: Element<Acc = A>>(&mut self, x: &[T], rest: A, mean_square: A) -> bool {
+        let moves = !self.has_moved && is_far(rest, mean_square);
         if moves {
-            self.mean = mean_from_first(self.x);
+            self.value = mean_from_first(x);
             self.has_moved = true;
         }
         moves
@@ -173,54 +243,18 @@ fn mean_from_first<A: Accumulator, T: Element<Acc = A>>(x: &[T]) -> A {
     A::from_f64(2. * first + distance)
 }
 
-impl<T: Element> Terms<T::Acc, 2> for Distances<'_, T> {
-    #[inline(always)]
-    fn add<S: Simd, const K: usize>(
-        &self,
-        at: Span<S, T::Acc, K>,
-        [rest, squares]: &mut [Lanes<S, T::Acc, K>; 2],
-    ) {
-        let distance = at.load(self.x) - at.splat(self.mean);
-        *rest = distance.mul_add(at.splat(self.share), *rest);
-        *squares = distance.mul_add(distance, *squares);
-    }
-}
-
-/// The sums of [`Distances`], then Σ dx̃ and Σ dx̃ (x − mean), where `dx̃ = gain ⊙ dy`.
-struct CentredTerms<'a, T: Element> {
-    distances: Distances<'a, T>,
-    dy: &'a [T],
-    gain: &'a [T::Acc],
-}
-
-impl<T: Element> Terms<T::Acc, 4> for CentredTerms<'_, T> {
-    #[inline(always)]
-    fn add<S: Simd, const K: usize>(
-        &self,
-        at: Span<S, T::Acc, K>,
-        [rest, squares, total, products]: &mut [Lanes<S, T::Acc, K>; 4],
-    ) {
-        let Distances { x, mean, share, .. } = self.distances;
-        let distance = at.load(x) - at.splat(mean);
-        let dx = at.load(self.gain) * at.load(self.dy);
-        *rest = distance.mul_add(at.splat(share), *rest);
-        *squares = distance.mul_add(distance, *squares);
-        *total = *total + dx;
-        *products = dx.mul_add(distance, *products);
-    }
-}
-
-impl<T: Element> CentredTerms<'_, T> {
-    /// Σ dx̃ x̃ of a row for which a product with a distance itself overflows.
-    #[cold]
-    fn total_of_huge(&self, scaling: &Scaling<T::Acc>) -> T::Acc {
-        let mut total = T::Acc::zero();
-        for i in 0..self.dy.len() {
-            let distance = self.distances.x[i].widen() - scaling.mean - scaling.rest;
-            total += self.gain[i] * self.dy[i].widen() * (scaling.rms_inv * distance);
-        }
-        total
-    }
+/// Σ dx̃ x̃ of a row for which a product with a deviation itself overflows.
+#[cold]
+fn total_of_huge<T: Element>(
+    stats: &RowStats<T::Acc>,
+    [x, dy]: [&[T]; 2],
+    gain: &[T::Acc],
+) -> T::Acc {
+    let products = (0..x.len()).map(|i| {
+        let deviation = x[i].widen() - stats.mean - stats.rest;
+        gain[i] * dy[i].widen() * (stats.rstd * deviation)
+    });
+    T::Acc::from_f64(products.map(WithDType::to_f64).sum())
 }
 
 #[cfg(test)]
@@ -229,23 +263,21 @@ mod tests {
     use crate::device::cpu::run::level::Level;
     use pulp::{Scalar, WithSimd};
 
-    /// The scaling of a row in a forward, with ε = `eps`.
+    /// The statistics of a row in a forward, with ε = `eps`.
     struct Centre<'a, T> {
         x: &'a [T],
         eps: f64,
     }
 
     impl<T: Element> WithSimd for Centre<'_, T> {
-        type Output = Scaling<T::Acc>;
+        type Output = RowStats<T::Acc>;
 
         fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-            let mut groups = Groups::new(self.x.len(), self.x.len());
-            Scaler::new(self.x.len(), self.eps).centre(simd, self.x, &mut groups);
-            *groups.only_mut()
+            Scaler::new(self.x.len(), self.eps).centre(simd, self.x)
         }
     }
 
-    /// The scaling of a row in a backward, without ε.
+    /// The statistics of a row in a backward, without ε.
     struct CentreBwd<'a> {
         x: &'a [f32],
         dy: &'a [f32],
@@ -253,13 +285,10 @@ mod tests {
     }
 
     impl WithSimd for CentreBwd<'_> {
-        type Output = Scaling<f32>;
+        type Output = (RowStats<f32>, [f32; 2]);
 
-        fn with_simd<S: Simd>(self, simd: S) -> Scaling<f32> {
-            let mut groups = Groups::new(self.x.len(), self.x.len());
-            let scaler = Scaler::new(self.x.len(), 0.);
-            scaler.centre_bwd(simd, [self.x, self.dy], self.gain, &mut groups);
-            *groups.only_mut()
+        fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+            Scaler::new(self.x.len(), 0.).centre_bwd(simd, [self.x, self.dy], self.gain)
         }
     }
 
@@ -274,10 +303,10 @@ mod tests {
     fn a_mean_between_two_floats() {
         let x = [16_777_216f32, 16_777_216., 16_777_218.];
         for level in Level::all() {
-            let scaling = level.run(Centre { x: &x, eps: 0. });
-            assert_eq!(scaling.mean, 16_777_216.);
-            assert_close(scaling.rest, 2. / 3.);
-            assert_close(scaling.rms_inv, (9f32 / 8.).sqrt());
+            let stats = level.run(Centre { x: &x, eps: 0. });
+            assert_eq!(stats.mean, 16_777_216.);
+            assert_close(stats.rest, 2. / 3.);
+            assert_close(stats.rstd, (9f32 / 8.).sqrt());
         }
     }
 
@@ -287,9 +316,9 @@ mod tests {
         for value in [0.1f32, 1.64e7, -3e34, f32::MAX] {
             for level in Level::all() {
                 let x = [value; 1000];
-                let scaling = level.run(Centre { x: &x, eps: 0.25 });
-                assert_eq!(scaling.mean, value);
-                assert_eq!((scaling.rest, scaling.rms_inv), (0., 2.), "{value}");
+                let stats = level.run(Centre { x: &x, eps: 0.25 });
+                assert_eq!(stats.mean, value);
+                assert_eq!((stats.rest, stats.rstd), (0., 2.), "{value}");
             }
         }
     }
@@ -297,7 +326,7 @@ mod tests {
     #[test]
     fn a_first_mean() {
         let scaler = Scaler::<f32>::new(3, 0.);
-        assert_close(Distances::new(Scalar, &scaler, &[1f32, 2., 6.]).mean, 3.);
+        assert_close(RoundedMean::new(Scalar, &scaler, &[1f32, 2., 6.]).value, 3.);
     }
 
     #[test]
@@ -324,7 +353,7 @@ mod tests {
     }
 
     /// x̃ is [−1, 1], and dx̃ is [2, 6] times `of_dy`.
-    fn backward(of_x: f32, of_dy: f32) -> [Scaling<f32>; 3] {
+    fn backward(of_x: f32, of_dy: f32) -> [(RowStats<f32>, [f32; 2]); 3] {
         let x = [of_x, 3. * of_x];
         let dy = [of_dy, 2. * of_dy];
         let gain = [2., 3.];
@@ -339,21 +368,21 @@ mod tests {
 
     #[test]
     fn backward_by_hand() {
-        for scaling in backward(1., 1.) {
-            assert_eq!(scaling.mean + scaling.rest, 2.);
-            assert_eq!(scaling.rms_inv, 1.);
-            assert_eq!((scaling.mean_dx, scaling.mean_dx_x), (4., 2.));
+        for (stats, means) in backward(1., 1.) {
+            assert_eq!(stats.mean + stats.rest, 2.);
+            assert_eq!(stats.rstd, 1.);
+            assert_eq!(means, [4., 2.]);
         }
     }
 
-    /// Squares of distances overflow, and so do products of distances and gradients.
+    /// Squares of deviations overflow, and so do products of deviations and gradients.
     #[test]
     fn backward_of_huge_values() {
-        for scaling in backward(1e20, 1e30) {
-            assert_close(scaling.mean + scaling.rest, 2e20);
-            assert_close(scaling.rms_inv, 1e-20);
-            assert_close(scaling.mean_dx, 4e30);
-            assert_close(scaling.mean_dx_x, 2e30);
+        for (stats, means) in backward(1e20, 1e30) {
+            assert_close(stats.mean + stats.rest, 2e20);
+            assert_close(stats.rstd, 1e-20);
+            assert_close(means[0], 4e30);
+            assert_close(means[1], 2e30);
         }
     }
 }

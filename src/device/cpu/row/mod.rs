@@ -1,23 +1,30 @@
 //! The arithmetic of a row: its output, and its share of the column sums.
 //!
-//! A pass over the rows is a [`RowPass`], a forward's or a backward's. `run` calls it for one row
-//! after another, and it takes two steps in each:
+//! `run` calls the functions of this folder for one row after another: `forward_row` and
+//! `backward_row`, of LayerNorm in `layer_norm.rs`, and of all other rows in `group_scaling.rs`. A
+//! row is walked twice, or more often:
 //!
 //! 1. *Along the row.* Group scaling sums the squares of each group for `r = 1/√(mean(x²) + ε)`, a
-//!    backward two more sums; LayerNorm takes the mean first ([`sum_terms`](sweep::sum_terms)).
-//!    Rows that are not normalized by themselves skip this step.
+//!    backward two more sums; LayerNorm takes the mean first. These are [`sum_spans!`]. Rows that
+//!    are not normalized by themselves skip this walk.
 //! 2. *Down the columns.* The row is read again, now from the first-level cache. Block by block,
 //!    the output is computed and written, and x̃² or dy x̃ is added to the column sums of the row's
-//!    chunk ([`sweep`](sweep::sweep)).
+//!    chunk. This is [`for_spans!`].
 //!
 //! Files, each using the ones before:
 //!
 //! - `vectors.rs`: arithmetic on adjacent columns.
 //! - `non_temporal.rs`: stores that bypass the caches.
-//! - `sweep.rs`: the walk along a row, and its groups.
+//! - `spans.rs`: the walks along a row.
 //! - `output.rs`: outputs that are written once, by several threads.
-//! - `group_scaling.rs` and `layer_norm.rs`: the two ways in which a row is normalized by itself.
-//! - `pass.rs`: the passes.
+//! - `group_scaling.rs` and `layer_norm.rs`: a row's forward and backward, each on one page.
+//!
+//! All of it is `#[inline(always)]` up to the function of a chunk, which is compiled for each
+//! level. The functions of a row cut all of its arrays to one length first. Then a vector's columns
+//! are in bounds of all arrays or of none, which is tested once a block.
+//!
+//! [`sum_spans!`]: spans::sum_spans
+//! [`for_spans!`]: spans::for_spans
 //
 // Rows are taken one at a time. Four at a time would share the loads of a channel's coefficients,
 // which saves 20 % of the time in the caches. But they read and write in four places, and from
@@ -27,68 +34,48 @@
 // of 0.60. Loops over slices, which the compiler would vectorize, take up to 1.5 times as long in
 // f32, and 1.5 to 1.9 times in bf16. See `benches/results/cpu-choices.md`.
 
-mod group_scaling;
-mod layer_norm;
+pub(crate) mod group_scaling;
+pub(crate) mod layer_norm;
 #[cfg(target_arch = "x86_64")]
 mod non_temporal;
 pub(crate) mod output;
-pub(crate) mod pass;
-pub(crate) mod sweep;
+mod spans;
 pub(crate) mod vectors;
 
-pub(crate) use group_scaling::Scaler;
-
 use super::convert::{Accumulator, Element};
-use output::RowWriter;
+use output::{RowWriter, write_row};
 use pulp::Simd;
-use sweep::Groups;
+use spans::for_spans;
 use vectors::{Lanes, Span};
 
-/// Vectors per bounds check in a pass.
+/// Vectors per bounds check where a row is written.
 ///
 /// `x + residual` takes one at a time: with four, a forward with a residual of 1024x512 f32 took as
 /// long or up to 5 % longer.
 const UNROLL: usize = 4;
 
-/// The equations of a row, in a forward or a backward.
-///
-/// Implementations are `#[inline(always)]`, so that they are compiled for each level. They cut all
-/// arrays of a row to one length first. Then a vector's columns are in bounds of all arrays or of
-/// none, which is tested once a block.
-pub(crate) trait RowPass<T: Element>: Sync {
-    /// True for a forward, which adds the residual if there is one. LayerNorm has none. A backward
-    /// reads `x + residual`, which the forward wrote. Code to add a residual would take registers
-    /// from the backward's loops, and up to 7 % more time in f16.
-    const ADDS_RESIDUAL: bool = false;
-
-    /// True if the pass has an output, of which [`row`](Self::row) then writes each row.
-    fn writes(&self) -> bool;
-
-    /// The number of sums that the pass takes in each column.
-    fn sums_per_column(&self) -> usize;
-
-    /// Writes the row to `output` and adds its column sums to `sums`, one kind after the other. The
-    /// scalings of `groups` are scratch memory, set for each row that is normalized by itself.
-    ///
-    /// LayerNorm, which subtracts the mean of a row, is compiled apart (`CENTRED`), so that other
-    /// rows do not pay for the subtractions.
-    fn row<S: Simd, const CENTRED: bool>(
-        &self,
-        simd: S,
-        row: Row<T>,
-        groups: &mut Groups<T::Acc>,
-        output: Option<&mut RowWriter<T>>,
-        sums: &mut [T::Acc],
-    );
+/// Writes `x + residual` of a row, rounded to its dtype, and returns it. Code to add a residual in
+/// the loops of a row would take registers from them.
+#[inline(always)]
+pub(crate) fn add_residual<'a, S: Simd, T: Element>(
+    simd: S,
+    x: &[T],
+    residual: &[T],
+    residual_out: &'a mut RowWriter<T>,
+) -> &'a [T] {
+    let residual = &residual[..x.len()];
+    let mut row = residual_out.cached_row(x.len());
+    for_spans!(simd, 1, 0..x.len(), row, |at| at.load(x)
+        + at.load(residual));
+    row.end();
+    residual_out.last(x.len())
 }
 
-/// A row of the input.
-pub(crate) struct Row<'a, T> {
-    pub index: usize,
-    /// Its elements, with the residual added.
-    pub x: &'a [T],
-    /// False if the row is padding.
-    pub keeps: bool,
+/// Writes dx of a padded row.
+#[inline(always)]
+pub(crate) fn zero_row<S: Simd, T: Element>(simd: S, cols: usize, dx: &mut RowWriter<T>) {
+    write_row!(dx, cols, |row| for_spans!(simd, 1, 0..cols, row, |at| at
+        .zero()));
 }
 
 /// Column sums of a backward, over the kept rows.
@@ -102,7 +89,7 @@ pub(crate) enum BackwardSums {
 }
 
 impl BackwardSums {
-    fn per_column(self) -> usize {
+    pub fn per_column(self) -> usize {
         match self {
             Self::None => 0,
             Self::DyX => 1,
@@ -111,8 +98,8 @@ impl BackwardSums {
     }
 }
 
-/// A row's share of the column sums of a backward.
-enum ColumnSums<'a, A> {
+/// The column sums that a row of a backward is added to.
+pub(crate) enum ColumnSums<'a, A> {
     None,
     /// Σ dy x̃.
     DyX(&'a mut [A]),
@@ -123,7 +110,7 @@ enum ColumnSums<'a, A> {
 impl<'a, A: Accumulator> ColumnSums<'a, A> {
     /// Splits the sums of a chunk: none, one for each of `cols` columns, or two.
     #[inline(always)]
-    fn of(sums: &'a mut [A], cols: usize) -> Self {
+    pub fn of(sums: &'a mut [A], cols: usize) -> Self {
         if sums.is_empty() {
             return Self::None;
         }

@@ -9,66 +9,42 @@
 //! executes the fence.
 #![allow(unsafe_code)]
 
-use super::vectors::{Lanes, Span};
+use super::vectors::Lanes;
 use crate::device::cpu::convert::{Element, MOST_COLUMNS};
 use pulp::Simd;
 use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
 use std::mem::MaybeUninit;
 
-/// A row of an output that is written with non-temporal stores.
-pub(crate) struct NonTemporalRow<'a, T>(&'a mut [MaybeUninit<T>]);
-
-impl<'a, T: Element> NonTemporalRow<'a, T> {
-    /// # Safety
-    ///
-    /// After writes to the row, the thread that made them executes a fence before anything accesses
-    /// the elements of `row`.
-    pub(super) unsafe fn new(row: &'a mut [MaybeUninit<T>]) -> Self {
-        Self(row)
-    }
-
-    /// Writes the columns that begin at `start`, with cached stores if they are not aligned.
-    #[inline(always)]
-    pub(super) fn write<S: Simd, const K: usize>(
-        &mut self,
-        values: Lanes<S, T::Acc, K>,
-        start: usize,
-    ) {
-        if !store_aligned(values, self.0, start) {
-            values.write(self.0, start);
-        }
-    }
-}
-
-/// Writes the columns of the row of a [`NonTemporalRow`] that begin at `start`. Returns false if
-/// they are not aligned, and then writes nothing.
+/// Writes `values` to as many `columns` of an output, with cached stores if the columns are not
+/// aligned.
+///
+/// # Safety
+///
+/// This thread executes a fence before anything accesses the elements of `columns`.
 #[inline(always)]
-fn store_aligned<S: Simd, T: Element, const K: usize>(
+pub(super) unsafe fn write<S: Simd, T: Element, const K: usize>(
     values: Lanes<S, T::Acc, K>,
-    row: &mut [MaybeUninit<T>],
-    start: usize,
-) -> bool {
+    columns: &mut [MaybeUninit<T>],
+) {
     // 16 bytes at a time at every level. Stores of 64 bytes are up to 5 % faster for 32768x1024,
     // but need an alignment that glibc's allocator does not give.
-    let columns = &mut row[start..][..Span::<S, T::Acc, K>::WIDTH];
     let to: *mut __m128i = columns.as_mut_ptr().cast();
     let size = size_of::<__m128i>();
     if !to.is_aligned() || !size_of_val(columns).is_multiple_of(size) {
-        return false;
+        return values.write(columns);
     }
     // The compiler keeps the buffer in registers.
     let mut buffer = [MaybeUninit::<T>::uninit(); MOST_COLUMNS];
     let buffer = &mut buffer[..columns.len()];
-    values.write(buffer, 0);
+    values.write(buffer);
     let from: *const __m128i = buffer.as_ptr().cast();
     for i in 0..size_of_val(columns) / size {
         // SAFETY: `buffer` and `columns` have one length, a multiple of 16 bytes, which `i` is
         // within, so both addresses are in bounds. `write` initialized all of `buffer`, and floats
-        // have no padding. `to` is aligned, `columns` is borrowed mutably, and by the contract of
-        // `NonTemporalRow::new` a fence precedes any other access.
+        // have no padding. `to` is aligned, `columns` is borrowed mutably, and by this function's
+        // contract a fence precedes any other access.
         unsafe { store::<S>(to.add(i), _mm_loadu_si128(from.add(i))) };
     }
-    true
 }
 
 /// A non-temporal store of 16 bytes, in the encoding of the level's other instructions.

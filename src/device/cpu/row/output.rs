@@ -6,22 +6,23 @@
 //! ```text
 //! Output::new(8, 4, ..)     8 slots, cut into parts of 4, each with a count of 0
 //! parts()                   2 parts, which may be sent to other threads
-//! RowWriter::new(part)      on the thread that writes: `extend` writes one row after another
+//! RowWriter::new(part)      on the thread that writes
+//! write_row!(writer, 4, ..) one row, to which vectors are appended; at 4 slots it is whole
 //! drop of the writer        executes a fence after non-temporal stores; the part's count becomes 4
 //! finish()                  4 + 4 is 8: the buffer is initialized. Any other sum panics
 //! ```
 //!
 //! The proof that `finish` needs rests on three promises, each kept in one place. Only a writer can
-//! set a count, and it counts the rows that it has written. A row is written whole, because
-//! [`sweep`] visits each column of the [`Groups`]. And a store writes every element that it is
-//! given, by the contract of [`Element`].
+//! set a count, and it counts the rows that are whole. A [`NewRow`] is only ever appended to, so it
+//! is whole once it has as many values as slots. And a store writes every element that it is given,
+//! by the contract of [`Element`].
 //!
 //! Large outputs are written past the caches, with non-temporal stores (`non_temporal.rs`).
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
-use super::non_temporal::NonTemporalRow;
-use super::sweep::{Columns, Groups, Target, sweep};
+use super::non_temporal;
+use super::vectors::{Lanes, Span};
 use crate::device::cpu::convert::Element;
 use pulp::Simd;
 use std::marker::PhantomData;
@@ -114,11 +115,11 @@ impl<T: Element> Output<T> {
             "a pass left part of its output unwritten"
         );
         // SAFETY: the buffer has room for `len` elements. The drop of a `RowWriter` sets the count
-        // of its part, after its fence. The count is at most the part's length, because `extend`
-        // panics before it writes past the part. A writer counts whole rows, each of which `sweep`
-        // has written: `Groups` keeps its number of columns private, `sweep` visits each of them,
-        // and by the contract of `Element` a store writes all that it is given. So by the assertion
-        // every part is written whole, and the parts make up the `len` elements.
+        // of its part, after its fence; without that drop the count stays 0. The count is at most
+        // the part's length, because the slots of each row are cut from the part, after those of
+        // the row before. A writer counts rows that `end` found whole: `push` has filled them from
+        // the front, and by the contract of `Element` a store writes all that it is given. So by
+        // the assertion every part is written whole, and the parts make up the `len` elements.
         unsafe { self.buffer.set_len(self.len) };
         self.buffer
     }
@@ -178,45 +179,37 @@ impl<'a, T: Element> RowWriter<'a, T> {
         }
     }
 
-    /// Applies `columns` to the next row, `K` vectors at a time, and writes their output.
+    /// The next row, of `cols` slots, as [`write_row!`] writes it.
     ///
     /// # Panics
     ///
     /// If the part has no room for another row.
     #[inline(always)]
-    pub fn extend<const K: usize, S: Simd>(
-        &mut self,
-        simd: S,
-        groups: &Groups<T::Acc>,
-        columns: &mut impl Columns<T::Acc>,
-    ) {
-        // Tested once a row, so `sweep` is compiled for each kind of store.
+    pub fn next_row(&mut self, cols: usize) -> NextRow<'_, T> {
         match self.part.stores {
-            Stores::Cached => self.extend_cached::<K, _>(simd, groups, columns),
+            Stores::Cached => NextRow::Cached(self.cached_row(cols)),
             #[cfg(target_arch = "x86_64")]
-            Stores::NonTemporal => {
-                let row = &mut self.part.slots[self.filled..][..groups.cols()];
-                // SAFETY: the writer borrows the part mutably and stays on this thread, `last`
-                // rejects such parts, and dropping the writer executes a fence. `run/mod.rs`, which
-                // makes all writers, drops each of them.
-                let row = unsafe { NonTemporalRow::new(row) };
-                sweep::<K, _, T>(simd, groups, columns, Target::NonTemporal(row));
-                self.filled += groups.cols();
-            }
+            Stores::NonTemporal => NextRow::NonTemporal(self.row(cols)),
         }
     }
 
-    /// [`extend`](Self::extend), with cached stores always.
+    /// The next row, of `cols` slots, written through the caches whatever the part's stores are.
+    ///
+    /// # Panics
+    ///
+    /// If the part has no room for another row.
     #[inline(always)]
-    pub fn extend_cached<const K: usize, S: Simd>(
-        &mut self,
-        simd: S,
-        groups: &Groups<T::Acc>,
-        columns: &mut impl Columns<T::Acc>,
-    ) {
-        let row = &mut self.part.slots[self.filled..][..groups.cols()];
-        sweep::<K, _, T>(simd, groups, columns, Target::Cached(row));
-        self.filled += groups.cols();
+    pub fn cached_row(&mut self, cols: usize) -> NewRow<'_, T, false> {
+        self.row(cols)
+    }
+
+    #[inline(always)]
+    fn row<const NON_TEMPORAL: bool>(&mut self, cols: usize) -> NewRow<'_, T, NON_TEMPORAL> {
+        NewRow {
+            slots: &mut self.part.slots[self.filled..][..cols],
+            len: 0,
+            filled: &mut self.filled,
+        }
     }
 
     /// The last `n` values.
@@ -227,9 +220,9 @@ impl<'a, T: Element> RowWriter<'a, T> {
     #[inline(always)]
     pub fn last(&self, n: usize) -> &[T] {
         assert_eq!(self.part.stores, Stores::Cached);
-        // SAFETY: all slots up to `filled` are initialized: `extend` adds a row to `filled` after
-        // `sweep` has visited each of its columns, and by the contract of `Element` a store writes
-        // each element that it is given.
+        // SAFETY: all slots up to `filled` are initialized: `end` adds a row to `filled` once it is
+        // whole, `push` fills it from the front, and by the contract of `Element` a store writes
+        // each element that it is given. All of these stores were cached.
         unsafe { self.part.slots[self.filled - n..self.filled].assume_init_ref() }
     }
 }
@@ -250,11 +243,91 @@ impl<T> Drop for RowWriter<'_, T> {
     }
 }
 
+/// A writer's next row, with the stores of its part.
+pub(crate) enum NextRow<'a, T> {
+    Cached(NewRow<'a, T, false>),
+    #[cfg(target_arch = "x86_64")]
+    NonTemporal(NewRow<'a, T, true>),
+}
+
+/// A row that is written from the front.
+pub(crate) struct NewRow<'a, T, const NON_TEMPORAL: bool> {
+    slots: &'a mut [MaybeUninit<T>],
+    /// The number of slots with a value.
+    len: usize,
+    /// That of the writer, to which a whole row is added.
+    filled: &'a mut usize,
+}
+
+impl<T: Element, const NON_TEMPORAL: bool> NewRow<'_, T, NON_TEMPORAL> {
+    /// The number of columns that have been written.
+    #[inline(always)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Appends `values`, rounded to the output's dtype.
+    ///
+    /// # Panics
+    ///
+    /// If the row has no room for them.
+    #[inline(always)]
+    pub fn push<S: Simd, const K: usize>(&mut self, values: Lanes<S, T::Acc, K>) {
+        let width = Span::<S, T::Acc, K>::WIDTH;
+        let slots = &mut self.slots[self.len..][..width];
+        if NON_TEMPORAL {
+            // SAFETY: rows with such stores are made by `next_row` alone, for parts with them. The
+            // writer borrows the part mutably and stays on this thread, and `last` rejects such
+            // parts. The drop of the writer executes a fence, and without that drop the part's
+            // count stays 0, so that `finish` panics before anyone reads.
+            #[cfg(target_arch = "x86_64")]
+            unsafe {
+                non_temporal::write(values, slots)
+            };
+        } else {
+            values.write(slots);
+        }
+        self.len += width;
+    }
+
+    /// Counts the row.
+    ///
+    /// # Panics
+    ///
+    /// If part of it is unwritten.
+    #[inline(always)]
+    pub fn end(self) {
+        assert_eq!(self.len, self.slots.len(), "part of a row is unwritten");
+        *self.filled += self.len;
+    }
+}
+
+/// `write_row!(writer, cols, |row| body)` writes the next row of a [`RowWriter`]: the body appends
+/// all columns to `row`, a [`NewRow`].
+///
+/// The kind of stores is tested once a row, and the body compiled for each: a test in each block
+/// would cost a tenth of the time.
+macro_rules! write_row {
+    ($writer:expr, $cols:expr, |$row:ident| $body:expr) => {
+        match $writer.next_row($cols) {
+            $crate::device::cpu::row::output::NextRow::Cached(mut $row) => {
+                $body;
+                $row.end();
+            }
+            #[cfg(target_arch = "x86_64")]
+            $crate::device::cpu::row::output::NextRow::NonTemporal(mut $row) => {
+                $body;
+                $row.end();
+            }
+        }
+    };
+}
+pub(super) use write_row;
+
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::device::cpu::row::sweep::Scaling;
-    use crate::device::cpu::row::vectors::{Lanes, Span};
+    use crate::device::cpu::row::spans::for_spans;
     use crate::device::cpu::run::level::Level;
     use half::{bf16, f16};
     use pulp::WithSimd;
@@ -264,28 +337,18 @@ pub(crate) mod tests {
     #[cfg(not(target_arch = "x86_64"))]
     const PAST_CACHES: Stores = Stores::Cached;
 
-    /// A row as it is.
-    struct Copied<'a, T>(&'a [T]);
+    /// Writes a row as it is.
+    struct WriteRow<'a, 'b, T, U>(&'a mut RowWriter<'b, U>, &'a [T]);
 
-    impl<T: Element> Columns<T::Acc> for Copied<'_, T> {
-        fn apply<S: Simd, const K: usize>(
-            &mut self,
-            at: Span<S, T::Acc, K>,
-            _: Scaling<T::Acc>,
-        ) -> Lanes<S, T::Acc, K> {
-            at.load(self.0)
-        }
-    }
-
-    struct Extend<'a, 'b, T, U>(&'a mut RowWriter<'b, U>, &'a [T]);
-
-    impl<T: Element, U: Element<Acc = T::Acc>> WithSimd for Extend<'_, '_, T, U> {
+    impl<T: Element, U: Element<Acc = T::Acc>> WithSimd for WriteRow<'_, '_, T, U> {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
             let Self(writer, source) = self;
-            let groups = Groups::new(source.len(), source.len());
-            writer.extend::<4, _>(simd, &groups, &mut Copied(source));
+            let cols = source.len();
+            write_row!(writer, cols, |row| {
+                for_spans!(simd, 4, 0..cols, row, |at| at.load(source));
+            });
         }
     }
 
@@ -293,7 +356,7 @@ pub(crate) mod tests {
     pub fn convert<T: Element, U: Element<Acc = T::Acc>>(level: Level, source: &[T]) -> Vec<U> {
         let mut output = Output::new(source.len(), source.len(), Stores::Cached);
         for part in output.parts() {
-            level.run(Extend(&mut RowWriter::new(part), source));
+            level.run(WriteRow(&mut RowWriter::new(part), source));
         }
         output.finish()
     }
@@ -309,7 +372,7 @@ pub(crate) mod tests {
                     let (first, second) = source.split_at(source.len() / 3);
                     let mut writer = RowWriter::new(part);
                     for row in [first, second] {
-                        level.run(Extend(&mut writer, row));
+                        level.run(WriteRow(&mut writer, row));
                     }
                 }
                 assert!(output.finish() == source, "{level:?}, {stores:?}");
@@ -331,7 +394,7 @@ pub(crate) mod tests {
         for (part, rows) in output.parts().zip(rows) {
             let mut writer = RowWriter::new(part);
             for _ in 0..rows {
-                Level::Baseline.run(Extend(&mut writer, &[1f32; 5]));
+                Level::Baseline.run(WriteRow(&mut writer, &[1f32; 5]));
             }
             end(writer);
         }
@@ -361,13 +424,53 @@ pub(crate) mod tests {
         fill_with([1, 2], |writer| drop(writer));
     }
 
+    #[test]
+    #[should_panic(expected = "part of a row is unwritten")]
+    fn a_row_that_is_not_whole_is_no_row() {
+        let mut output = Output::<f32>::new(5, 5, Stores::Cached);
+        for part in output.parts() {
+            let mut writer = RowWriter::new(part);
+            let mut row = writer.cached_row(5);
+            let three = pulp::Scalar;
+            for_spans!(three, 1, 0..3, row, |at| at.splat(1.));
+            row.end();
+        }
+    }
+
+    /// A row that is left before its end does not count, and the next one takes its slots.
+    #[test]
+    fn a_row_without_an_end_does_not_count() {
+        let mut output = Output::<f32>::new(2, 2, Stores::Cached);
+        for part in output.parts() {
+            let mut writer = RowWriter::new(part);
+            writer
+                .cached_row(2)
+                .push(Lanes::<pulp::Scalar, f32, 1>::splat(pulp::Scalar, 1.));
+            let mut row = writer.cached_row(2);
+            for_spans!(pulp::Scalar, 1, 0..2, row, |at| at.splat(3.));
+            row.end();
+        }
+        assert_eq!(output.finish(), [3.; 2]);
+    }
+
+    #[test]
+    #[should_panic(expected = "out of range")]
+    fn a_row_has_no_more_than_its_slots() {
+        let mut output = Output::<f32>::new(4, 4, Stores::Cached);
+        for part in output.parts() {
+            let mut writer = RowWriter::new(part);
+            let mut row = writer.cached_row(2);
+            for_spans!(pulp::Scalar, 1, 0..3, row, |at| at.splat(1.));
+        }
+    }
+
     /// The second time no writer counts, although the slots have values.
     #[test]
     #[should_panic(expected = "unwritten")]
     fn parts_that_are_taken_again_are_unwritten() {
         let mut output = Output::<f32>::new(5, 5, Stores::Cached);
         for part in output.parts() {
-            Level::Baseline.run(Extend(&mut RowWriter::new(part), &[1f32; 5]));
+            Level::Baseline.run(WriteRow(&mut RowWriter::new(part), &[1f32; 5]));
         }
         output.parts().for_each(drop);
         output.finish();
@@ -386,7 +489,7 @@ pub(crate) mod tests {
         let mut parts = output.parts();
         let mut writer = RowWriter::new(parts.next().unwrap());
         for row in [[1f32, 2., 3.], [4., 5., 6.]] {
-            Level::Baseline.run(Extend(&mut writer, &row));
+            Level::Baseline.run(WriteRow(&mut writer, &row));
         }
         assert_eq!(writer.last(3), [4., 5., 6.]);
         assert_eq!(writer.last(2), [5., 6.]);
@@ -399,7 +502,7 @@ pub(crate) mod tests {
         let mut output = Output::<f32>::new(3, 3, Stores::NonTemporal);
         for part in output.parts() {
             let mut writer = RowWriter::new(part);
-            Level::Baseline.run(Extend(&mut writer, &[1f32; 3]));
+            Level::Baseline.run(WriteRow(&mut writer, &[1f32; 3]));
             writer.last(3);
         }
     }

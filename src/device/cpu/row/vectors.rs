@@ -5,7 +5,7 @@
 //! have `+`, `-`, `*` and [`mul_add`](Lanes::mul_add), so an equation of the paper is one line:
 //!
 //! ```text
-//! let x = at.load(self.x) * at.splat(scaling.rms_inv);     x̃ = r x
+//! let x = at.load(x) * at.splat(group.inv_rms);     x̃ = r x
 //! ```
 //!
 //! `K` is a constant, so that the vectors stay in registers and the loops over them are unrolled.
@@ -42,6 +42,36 @@ impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
         }
     }
 
+    /// The number of columns.
+    #[inline(always)]
+    pub fn width(self) -> usize {
+        Self::WIDTH
+    }
+
+    /// The first column.
+    #[inline(always)]
+    pub fn start(self) -> usize {
+        self.start
+    }
+
+    /// The column after the last.
+    #[inline(always)]
+    pub fn end(self) -> usize {
+        self.start + Self::WIDTH
+    }
+
+    /// The span after this one, as wide.
+    #[inline(always)]
+    pub fn next(self) -> Self {
+        Self::new(self.simd, self.end())
+    }
+
+    /// 0 in every column.
+    #[inline(always)]
+    pub fn zero(self) -> Lanes<S, A, K> {
+        self.splat(A::zero())
+    }
+
     /// `value` in every column.
     #[inline(always)]
     pub fn splat(self, value: A) -> Lanes<S, A, K> {
@@ -51,7 +81,7 @@ impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
     /// These columns of an array of a row.
     #[inline(always)]
     pub fn load<T: Element<Acc = A>>(self, row: &[T]) -> Lanes<S, A, K> {
-        let mut lanes = self.splat(A::zero());
+        let mut lanes = self.zero();
         let columns = &row[self.start..][..Self::WIDTH];
         T::load(self.simd, columns, &mut lanes.vectors);
         lanes
@@ -81,10 +111,9 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
         Self { simd, vectors }
     }
 
-    /// Writes the columns of an output that begin at `start`, rounded to its dtype.
+    /// Writes as many columns of an output, rounded to its dtype.
     #[inline(always)]
-    pub fn write<T: Element<Acc = A>>(self, row: &mut [MaybeUninit<T>], start: usize) {
-        let columns = &mut row[start..][..Span::<S, A, K>::WIDTH];
+    pub fn write<T: Element<Acc = A>>(self, columns: &mut [MaybeUninit<T>]) {
         T::store(self.simd, &self.vectors, columns);
     }
 

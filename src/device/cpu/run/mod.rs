@@ -1,6 +1,7 @@
 //! Passes over all rows: chunks, threads, outputs and column sums.
 //!
-//! [`forward`] and [`backward`] select the arithmetic of a row (`row/`), and [`run`] walks:
+//! [`forward`] and [`backward`] cut the rows into chunks, and [`ForwardChunk`] and [`BackwardChunk`]
+//! call the arithmetic of a row (`row/`):
 //!
 //! 1. The rows are cut into *chunks* of adjacent rows, whose size depends only on the shape
 //!    ([`chunk_rows`]). rayon's threads take chunks.
@@ -21,10 +22,9 @@ pub(crate) mod level;
 
 use super::convert::{Accumulator, Element, PerChannel};
 use super::layout::{Matrix, Rows};
+use super::row::group_scaling::{self, Groups, Scaler};
 use super::row::output::{Output, Part, RowWriter, Stores};
-use super::row::pass::{Backward, Forward, Stream};
-use super::row::sweep::Groups;
-use super::row::{BackwardSums, Row, RowPass, Scaler};
+use super::row::{BackwardSums, ColumnSums, add_residual, layer_norm, zero_row};
 use crate::device::pass::RowNorm;
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
@@ -44,7 +44,7 @@ pub(super) struct Written<T> {
     /// The output, which is dx in a backward. `None` if only sums were wanted.
     pub y: Option<Vec<T>>,
     /// `x + residual`, if there is a residual.
-    pub stream: Option<Vec<T>>,
+    pub residual_out: Option<Vec<T>>,
 }
 
 /// With a residual, inputs of more bytes have a pass of their own for `x + residual`, which reads
@@ -61,18 +61,12 @@ pub(super) fn forward<T: Element>(
     sums: bool,
 ) -> (Written<T>, Option<SquareSums<T>>) {
     if rows.residual.is_some() && rows.bytes() > LARGE {
-        let only_stream = Forward {
-            scaler: None,
-            coefficients: None,
-            sums_per_column: 0,
+        let (Written { residual_out, .. }, _) = run_forward(rows, None, 0);
+        let Some(sum) = &residual_out else {
+            unreachable!("a forward with a residual writes the sum")
         };
-        let (Written { stream, .. }, _) = run(rows, &only_stream);
-        let Some(stream) = stream else {
-            unreachable!("a forward with a residual writes the stream")
-        };
-        let (written, sums) = forward(&rows.of_sum(&stream), coefficients, sums);
-        let stream = Some(stream);
-        return (Written { stream, ..written }, sums);
+        let (Written { y, .. }, sums) = forward(&rows.of_sum(sum), coefficients, sums);
+        return (Written { y, residual_out }, sums);
     }
     let is_centred = matches!(rows.norm, RowNorm::Centred { .. });
     assert!(!(sums && is_centred), "LayerNorm has no sums");
@@ -81,12 +75,7 @@ pub(super) fn forward<T: Element>(
         (true, Some(_)) if rows.sums_all => 2,
         (true, _) => 1,
     };
-    let pass = Forward {
-        scaler: scaler(rows),
-        coefficients,
-        sums_per_column,
-    };
-    let (written, mut kept) = run(rows, &pass);
+    let (written, mut kept) = run_forward(rows, coefficients, sums_per_column);
     if !sums {
         return (written, None);
     }
@@ -149,13 +138,16 @@ pub(super) fn backward<T: Element>(
     coefficients: Option<&[PerChannel<T>; 2]>,
     sums: BackwardSums,
 ) -> (Option<Vec<T>>, PerChannel<T>) {
-    let pass = Backward {
-        dy,
-        scaler: scaler(rows),
-        coefficients,
-        sums,
-    };
-    let (written, sums) = run(rows, &pass);
+    let width = sums.per_column() * rows.cols();
+    let (written, sums) = run_chunks(rows, coefficients.is_some(), width, &|chunk| {
+        let chunk = BackwardChunk {
+            rows,
+            dy,
+            coefficients,
+            chunk,
+        };
+        level::vectorize::<T, _>(rows.group_len(), chunk);
+    });
     (written.y, sums)
 }
 
@@ -199,27 +191,27 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
-/// Runs `pass` over all rows. Returns the outputs and the column sums.
-fn run<T: Element>(rows: &Rows<T>, pass: &impl RowPass<T>) -> (Written<T>, Vec<T::Acc>) {
-    let width = pass.sums_per_column() * rows.cols();
-    run_chunks(rows, pass.writes(), width, &|chunk| {
-        let group_len = rows.group_len();
-        match rows.norm {
-            RowNorm::Centred { .. } => {
-                let centred = ChunkPass::<_, _, true> { pass, rows, chunk };
-                level::vectorize::<T, _>(group_len, centred);
-            }
-            RowNorm::None | RowNorm::Groups { .. } => {
-                let chunk = ChunkPass::<_, _, false> { pass, rows, chunk };
-                level::vectorize::<T, _>(group_len, chunk);
-            }
-        }
+/// Runs a forward over all rows. Returns the outputs, and the column sums: none, 1 over the kept
+/// rows, or 2, over the kept and the padded rows.
+fn run_forward<T: Element>(
+    rows: &Rows<T>,
+    coefficients: Option<&[PerChannel<T>; 2]>,
+    sums_per_column: usize,
+) -> (Written<T>, Vec<T::Acc>) {
+    let width = sums_per_column * rows.cols();
+    run_chunks(rows, coefficients.is_some(), width, &|chunk| {
+        let chunk = ForwardChunk {
+            rows,
+            coefficients,
+            chunk,
+        };
+        level::vectorize::<T, _>(rows.group_len(), chunk);
     })
 }
 
 /// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads.
 ///
-/// This is apart from [`run`] so that it is compiled once for each dtype, and not for each pass.
+/// `run_chunk` is a `dyn` function, so that this is compiled once for each dtype.
 fn run_chunks<T: Element>(
     rows: &Rows<T>,
     has_output: bool,
@@ -233,17 +225,17 @@ fn run_chunks<T: Element>(
     let output = |stores| Output::new(len * cols, chunk * cols, stores);
     let mut y = has_output.then(|| output(stores));
     // Read at once, so through the caches.
-    let mut stream = rows.residual.is_some().then(|| output(Stores::Cached));
+    let mut residual_out = rows.residual.is_some().then(|| output(Stores::Cached));
     let mut sums = vec![T::Acc::zero(); count * width];
 
     let mut parts_of_y = y.iter_mut().flat_map(Output::parts);
-    let mut parts_of_stream = stream.iter_mut().flat_map(Output::parts);
+    let mut parts_of_residual_out = residual_out.iter_mut().flat_map(Output::parts);
     let mut sums_of_chunks = sums.chunks_mut(width.max(1));
     let chunks: Vec<_> = (0..count)
         .map(|i| Chunk {
             range: i * chunk..len.min((i + 1) * chunk),
             output: parts_of_y.next(),
-            stream: parts_of_stream.next(),
+            residual_out: parts_of_residual_out.next(),
             sums: sums_of_chunks.next().unwrap_or_default(),
         })
         .collect();
@@ -252,10 +244,10 @@ fn run_chunks<T: Element>(
     } else {
         chunks.into_par_iter().for_each(run_chunk);
     }
-    drop((parts_of_y, parts_of_stream));
+    drop((parts_of_y, parts_of_residual_out));
     let written = Written {
         y: y.map(Output::finish),
-        stream: stream.map(Output::finish),
+        residual_out: residual_out.map(Output::finish),
     };
     (written, add_chunks(&sums, width))
 }
@@ -277,55 +269,169 @@ struct Chunk<'a, T: Element> {
     range: Range<usize>,
     output: Option<Part<'a, T>>,
     /// `x + residual`.
-    stream: Option<Part<'a, T>>,
+    residual_out: Option<Part<'a, T>>,
     sums: &'a mut [T::Acc],
 }
 
-/// A pass over a chunk, to be run at a level. If `CENTRED`, rows are normalized as LayerNorm does.
-struct ChunkPass<'a, 'b, T: Element, P, const CENTRED: bool> {
-    pass: &'a P,
+/// A forward of a chunk, to be run at a level.
+struct ForwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
+    /// Gain and shift; `None` if only sums, or only `x + residual`, are wanted.
+    coefficients: Option<&'a [PerChannel<T>; 2]>,
     chunk: Chunk<'b, T>,
 }
 
-impl<T: Element, P: RowPass<T>, const CENTRED: bool> WithSimd for ChunkPass<'_, '_, T, P, CENTRED> {
+impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { pass, rows, chunk } = self;
+        let Self {
+            rows,
+            coefficients,
+            chunk,
+        } = self;
         let cols = rows.cols();
-        let mut output = chunk.output.map(RowWriter::new);
-        let mut stream = chunk.stream.map(RowWriter::new);
-        let mut subtotals = vec![T::Acc::zero(); chunk.sums.len()];
-        let mut groups = Groups::new(cols, rows.group_len());
-        let whole_row = Groups::new(cols, cols);
-        for index in chunk.range.clone() {
-            let mut x = &rows.x.row(index)[..cols];
-            if P::ADDS_RESIDUAL
-                && !CENTRED
-                && let (Some(residual), Some(stream)) = (&rows.residual, &mut stream)
-            {
-                let residual = &residual.row(index)[..cols];
-                stream.extend_cached::<1, _>(simd, &whole_row, &mut Stream { x, residual });
-                x = stream.last(cols);
-            }
-            if output.is_none() && subtotals.is_empty() {
-                continue; // the pass is for `x + residual` alone
-            }
-            let row = Row {
-                index,
-                x,
-                keeps: rows.keeps(index),
-            };
-            let output = output.as_mut();
-            pass.row::<S, CENTRED>(simd, row, &mut groups, output, &mut subtotals);
-            let rows_done = index + 1 - chunk.range.start;
-            if rows_done.is_multiple_of(SUBTOTAL_ROWS) || index + 1 == chunk.range.end {
-                for (sum, subtotal) in chunk.sums.iter_mut().zip(&mut subtotals) {
-                    *sum += std::mem::replace(subtotal, T::Acc::zero());
+        let scaler = scaler(rows);
+        let coefficients =
+            coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
+        let mut y = chunk.output.map(RowWriter::new);
+        let mut residual_out = chunk.residual_out.map(RowWriter::new);
+        let mut sums = Subtotals::new(chunk.sums);
+        // LayerNorm has a loop of its own, so that each loop has the registers to itself.
+        if let (RowNorm::Centred { .. }, Some(scaler)) = (rows.norm, &scaler) {
+            for index in chunk.range {
+                let x = input_row(simd, rows, index, &mut residual_out);
+                if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
+                    layer_norm::forward_row(simd, x, scaler, coefficients, y);
                 }
             }
+            return;
+        }
+        let mut groups = Groups::new(cols, rows.group_len());
+        for index in chunk.range {
+            let x = input_row(simd, rows, index, &mut residual_out);
+            if y.is_none() && sums.is_empty() {
+                continue; // only `x + residual` is wanted
+            }
+            // Padded rows have the second sums, if there are any.
+            let first = if rows.keeps(index) { 0 } else { cols };
+            let squares = sums.of_rows.get_mut(first..first + cols);
+            let y = y.as_mut().zip(coefficients);
+            group_scaling::forward_row(simd, x, scaler.as_ref(), &mut groups, y, squares);
+            sums.end_row();
+        }
+        sums.add();
+    }
+}
+
+/// A row of the input, with the residual added if there is one.
+#[inline(always)]
+fn input_row<'a, S: Simd, T: Element>(
+    simd: S,
+    rows: &'a Rows<T>,
+    index: usize,
+    residual_out: &'a mut Option<RowWriter<T>>,
+) -> &'a [T] {
+    let x = &rows.x.row(index)[..rows.cols()];
+    match (&rows.residual, residual_out) {
+        (Some(residual), Some(out)) => add_residual(simd, x, residual.row(index), out),
+        _ => x,
+    }
+}
+
+/// A backward of a chunk, to be run at a level.
+struct BackwardChunk<'a, 'b, T: Element> {
+    rows: &'a Rows<'a, T>,
+    dy: &'a Matrix<'a, T>,
+    /// Gain and decay; `None` if only sums are wanted.
+    coefficients: Option<&'a [PerChannel<T>; 2]>,
+    chunk: Chunk<'b, T>,
+}
+
+impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self {
+            rows,
+            dy,
+            coefficients,
+            chunk,
+        } = self;
+        let cols = rows.cols();
+        let scaler = scaler(rows);
+        let coefficients =
+            coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
+        let mut dx = chunk.output.map(RowWriter::new);
+        let mut sums = Subtotals::new(chunk.sums);
+        if let (RowNorm::Centred { .. }, Some(scaler)) = (rows.norm, &scaler) {
+            for index in chunk.range {
+                if rows.keeps(index) {
+                    let row = [&rows.x.row(index)[..cols], dy.row(index)];
+                    let dx = dx.as_mut().zip(coefficients);
+                    let dx = dx.map(|(dx, [gain, _])| (dx, gain));
+                    let sums = ColumnSums::of(&mut sums.of_rows, cols);
+                    layer_norm::backward_row(simd, row, scaler, dx, sums);
+                } else if let Some(dx) = &mut dx {
+                    zero_row(simd, cols, dx);
+                }
+                sums.end_row();
+            }
+            return sums.add();
+        }
+        let mut groups = Groups::new(cols, rows.group_len());
+        for index in chunk.range {
+            if rows.keeps(index) {
+                let row = [&rows.x.row(index)[..cols], dy.row(index)];
+                let dx = dx.as_mut().zip(coefficients);
+                let sums = ColumnSums::of(&mut sums.of_rows, cols);
+                group_scaling::backward_row(simd, row, scaler.as_ref(), &mut groups, dx, sums);
+            } else if let Some(dx) = &mut dx {
+                zero_row(simd, cols, dx);
+            }
+            sums.end_row();
+        }
+        sums.add();
+    }
+}
+
+/// The column sums of a chunk, and those of its last rows, which it adds to them from time to time.
+struct Subtotals<'a, A> {
+    of_chunk: &'a mut [A],
+    of_rows: Vec<A>,
+    rows: usize,
+}
+
+impl<'a, A: Accumulator> Subtotals<'a, A> {
+    fn new(of_chunk: &'a mut [A]) -> Self {
+        Self {
+            of_rows: vec![A::zero(); of_chunk.len()],
+            of_chunk,
+            rows: 0,
+        }
+    }
+
+    /// No sums are wanted.
+    fn is_empty(&self) -> bool {
+        self.of_chunk.is_empty()
+    }
+
+    /// Counts a row, whose values have been added.
+    #[inline(always)]
+    fn end_row(&mut self) {
+        self.rows += 1;
+        if self.rows == SUBTOTAL_ROWS {
+            self.add();
+        }
+    }
+
+    /// Adds the sums of the last rows to those of the chunk.
+    fn add(&mut self) {
+        self.rows = 0;
+        for (sum, subtotal) in self.of_chunk.iter_mut().zip(&mut self.of_rows) {
+            *sum += std::mem::replace(subtotal, A::zero());
         }
     }
 }
@@ -399,7 +505,7 @@ mod tests {
         let rows = rows(&x, 2, RowNorm::None);
         let (written, sums) = forward(&rows, Some(&coefficients), true);
         assert_eq!(written.y.unwrap(), [10.5, 199.5, 30.5, -400.5]);
-        assert!(written.stream.is_none());
+        assert!(written.residual_out.is_none());
         let sums = sums.unwrap();
         assert_eq!(sums.kept, [10., 20.]);
         assert!(sums.all.is_none());
@@ -472,7 +578,7 @@ mod tests {
         }
     }
 
-    /// The stream is rounded to the rows' dtype, and y is of the rounded stream.
+    /// The sum is rounded to the rows' dtype, and y is of the rounded sum.
     #[test]
     fn a_residual_is_added_first() {
         let half = |values: &[f32]| values.iter().map(|&v| f16::from_f32(v)).collect::<Vec<_>>();
@@ -482,12 +588,12 @@ mod tests {
         let coefficients = [vec![1., 2.], vec![0., 0.]];
         let (written, sums) = forward(&rows, Some(&coefficients), true);
         // f16 has every second integer from 2048 on: a tie, to even.
-        assert_eq!(written.stream.unwrap(), half(&[2048., 3., 0.75, 0.]));
+        assert_eq!(written.residual_out.unwrap(), half(&[2048., 3., 0.75, 0.]));
         assert_eq!(written.y.unwrap(), half(&[2048., 6., 0.75, 0.]));
         assert_eq!(sums.unwrap().kept, [2048f32 * 2048. + 0.5625, 9.]);
-        // The stream alone, for a forward that waits for its statistic.
+        // The sum alone, for a forward that waits for its statistic.
         let (written, sums) = forward(&rows, None, false);
-        assert_eq!(written.stream.unwrap(), half(&[2048., 3., 0.75, 0.]));
+        assert_eq!(written.residual_out.unwrap(), half(&[2048., 3., 0.75, 0.]));
         assert!(written.y.is_none() && sums.is_none());
     }
 
@@ -503,18 +609,11 @@ mod tests {
         assert!(rows.bytes() > LARGE);
         let coefficients = [vec![2.; 1024], vec![1.; 1024]];
         let (written, sums) = forward(&rows, Some(&coefficients), true);
-        let stream: Vec<f32> = x.iter().zip(&residual).map(|(x, r)| x + r).collect();
-        let y: Vec<f32> = stream.iter().map(|s| 2. * s + 1.).collect();
-        let squares = |column| {
-            stream
-                .iter()
-                .skip(column)
-                .step_by(cols)
-                .map(|s| s * s)
-                .sum()
-        };
+        let sum: Vec<f32> = x.iter().zip(&residual).map(|(x, r)| x + r).collect();
+        let y: Vec<f32> = sum.iter().map(|s| 2. * s + 1.).collect();
+        let squares = |column| sum.iter().skip(column).step_by(cols).map(|s| s * s).sum();
         let squares: Vec<f32> = (0..cols).map(squares).collect();
-        assert!(written.y.unwrap() == y && written.stream.unwrap() == stream);
+        assert!(written.y.unwrap() == y && written.residual_out.unwrap() == sum);
         assert_eq!(sums.unwrap().kept, squares); // whole numbers, which are exact
     }
 
