@@ -33,6 +33,7 @@ mod soak;
 mod threads;
 mod training;
 mod vars;
+mod wide_rows;
 
 use proptest::prelude::ProptestConfig;
 

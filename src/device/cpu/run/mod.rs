@@ -675,6 +675,39 @@ mod tests {
         assert_eq!(same, sums);
     }
 
+    /// A row's sum with its residual is rounded to the rows' dtype and normalized, in one pass or in
+    /// two.
+    #[test]
+    fn layer_norm_of_a_sum_with_a_residual() {
+        fn check<T: Element>(len: usize) {
+            let cols = 1000;
+            let values = |step: usize| -> Vec<T> {
+                let values = (0..len).map(|i| (i * step % 1013) as f64 / 7. - 50.);
+                values.map(T::from_f64).collect()
+            };
+            let (x, residual) = (values(37), values(101));
+            let norm = RowNorm::Centred { eps: 1e-5 };
+            let mut rows = rows(&x, cols, norm);
+            rows.residual = Some(matrix(&residual, cols));
+            let one_to_three = (0..cols).map(|c| (1 + c % 3) as f64);
+            let gain: Vec<_> = one_to_three.map(T::Acc::from_f64).collect();
+            let coefficients = [gain, vec![T::Acc::from_f64(0.5); cols]];
+            let (written, sums) = forward(&rows, Some(&coefficients), false);
+            assert!(sums.is_none());
+            let sum = (x.iter().zip(&residual))
+                .map(|(x, r)| T::from_f64((x.widen() + r.widen()).to_f64()));
+            let sum: Vec<T> = sum.collect();
+            assert!(written.residual_out.unwrap() == sum);
+            let y = normalize(&self::rows(&sum, cols, norm), &coefficients);
+            assert!(written.y.unwrap() == y);
+        }
+        check::<f32>(3000);
+        check::<f64>(3000);
+        check::<f16>(3000);
+        check::<half::bf16>(3000);
+        check::<f32>(LARGE / 4 + 1000 - LARGE / 4 % 1000);
+    }
+
     /// x̃ is as for [−2, 0, 2], although f32 has only every second integer around this mean.
     #[test]
     fn layer_norm_of_a_large_mean() {
