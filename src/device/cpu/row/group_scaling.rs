@@ -63,13 +63,15 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
         return;
     };
     let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
-    write_row!(y, x.len(), |row| for (columns, group) in groups.each() {
-        for_spans!(simd, UNROLL, columns, row, |at| {
-            let x = at.load(x) * at.splat(group.inv_rms);
-            add_square(at, x, &mut sums);
-            let shift = at.load(shift);
-            x.mul_add(at.load(gain), shift)
-        });
+    write_row!(y, x.len(), |row| {
+        for (columns, group) in groups.each() {
+            for_spans!(simd, UNROLL, columns, row, |at| {
+                let x = at.load(x) * at.splat(group.inv_rms);
+                add_square(at, x, &mut sums);
+                let shift = at.load(shift);
+                x.mul_add(at.load(gain), shift)
+            });
+        }
     });
 }
 
@@ -115,14 +117,16 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
         scaler.scale_bwd(simd, [x, dy], [gain, decay], groups);
     }
     // Down the columns: Σ dy x̃ and Σ dy, and dx.
-    write_row!(dx, x.len(), |row| for (columns, group) in groups.each() {
-        for_spans!(simd, UNROLL, columns, row, |at| {
-            let x = at.load(x) * at.splat(group.inv_rms);
-            let dy = at.load(dy);
-            sums.add(at, x, dy);
-            let dx = at.load(gain) * dy - at.load(decay) * x;
-            (dx - x * at.splat(group.mean_dx_x)) * at.splat(group.inv_rms)
-        });
+    write_row!(dx, x.len(), |row| {
+        for (columns, group) in groups.each() {
+            for_spans!(simd, UNROLL, columns, row, |at| {
+                let x = at.load(x) * at.splat(group.inv_rms);
+                let dy = at.load(dy);
+                sums.add(at, x, dy);
+                let dx = at.load(gain) * dy - at.load(decay) * x;
+                (dx - x * at.splat(group.mean_dx_x)) * at.splat(group.inv_rms)
+            });
+        }
     });
 }
 
@@ -219,7 +223,7 @@ impl<A: Accumulator> Scaler<A> {
         groups: &mut Groups<A>,
     ) {
         for (columns, group) in groups.each_mut() {
-            let [squares, gain_dy_x, decay_x2] = sum_spans!(
+            let sums = sum_spans!(
                 simd,
                 2,
                 columns.clone(),
@@ -232,6 +236,7 @@ impl<A: Accumulator> Scaler<A> {
                     decay_x2 = square.mul_add(at.load(decay), decay_x2);
                 }
             );
+            let [squares, gain_dy_x, decay_x2] = sums;
             let inv_rms = self.inv_rms(&x[columns.clone()], [A::zero(); 2], squares * self.inv_len);
             let mut total = inv_rms * (gain_dy_x - inv_rms * decay_x2);
             if !total.is_finite() {

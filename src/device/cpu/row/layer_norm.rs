@@ -44,19 +44,18 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
     [gain, shift]: [&[T::Acc]; 2],
     y: &mut RowWriter<T>,
 ) {
-    let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
+    let cols = x.len();
+    let (gain, shift) = (&gain[..cols], &shift[..cols]);
+    // Along the row: μ and r.
     let stats = scaler.centre(simd, x);
-    write_row!(y, x.len(), |row| for_spans!(
-        simd,
-        UNROLL,
-        0..x.len(),
-        row,
-        |at| {
+    // Down the columns: y.
+    write_row!(y, cols, |row| {
+        for_spans!(simd, UNROLL, 0..cols, row, |at| {
             let x = stats.normalized(at, x);
             let shift = at.load(shift);
             x.mul_add(at.load(gain), shift)
-        }
-    ));
+        });
+    });
 }
 
 /// Writes dx of a row if `dx` is given, with its gain, and adds dy x̃ and dy to `sums`.
@@ -68,28 +67,27 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
     dx: Option<(&mut RowWriter<T>, &[T::Acc])>,
     mut sums: ColumnSums<T::Acc>,
 ) {
-    let dy = &dy[..x.len()];
+    let cols = x.len();
+    let dy = &dy[..cols];
     let Some((dx, gain)) = dx else {
         let stats = scaler.centre(simd, x);
-        for_spans!(simd, UNROLL, 0..x.len(), |at| {
+        for_spans!(simd, UNROLL, 0..cols, |at| {
             sums.add(at, stats.normalized(at, x), at.load(dy));
         });
         return;
     };
-    let gain = &gain[..x.len()];
+    let gain = &gain[..cols];
+    // Along the row: μ, r, mean(dx̃) and mean(dx̃ x̃).
     let (stats, [mean_dx, mean_dx_x]) = scaler.centre_bwd(simd, [x, dy], gain);
-    write_row!(dx, x.len(), |row| for_spans!(
-        simd,
-        UNROLL,
-        0..x.len(),
-        row,
-        |at| {
+    // Down the columns: Σ dy x̃ and Σ dy, and dx.
+    write_row!(dx, cols, |row| {
+        for_spans!(simd, UNROLL, 0..cols, row, |at| {
             let (x, dy) = (stats.normalized(at, x), at.load(dy));
             sums.add(at, x, dy);
             let dx = at.load(gain) * dy - at.splat(mean_dx);
             (dx - x * at.splat(mean_dx_x)) * at.splat(stats.rstd)
-        }
-    ));
+        });
+    });
 }
 
 /// Statistics of a row.
@@ -144,15 +142,15 @@ impl<A: Accumulator> Scaler<A> {
     ) -> (RowStats<A>, [A; 2]) {
         let mut mean = RoundedMean::new(simd, self, x);
         loop {
-            let [rest, squares, total, products] =
-                sum_spans!(simd, 2, 0..x.len(), |at, rest, squares, total, products| {
-                    let deviation = at.load(x) - at.splat(mean.value);
-                    let dx = at.load(gain) * at.load(dy);
-                    rest = deviation.mul_add(at.splat(self.inv_len), rest);
-                    squares = deviation.mul_add(deviation, squares);
-                    total = total + dx;
-                    products = dx.mul_add(deviation, products);
-                });
+            let sums = sum_spans!(simd, 2, 0..x.len(), |at, rest, squares, total, products| {
+                let deviation = at.load(x) - at.splat(mean.value);
+                let dx = at.load(gain) * at.load(dy);
+                rest = deviation.mul_add(at.splat(self.inv_len), rest);
+                squares = deviation.mul_add(deviation, squares);
+                total = total + dx;
+                products = dx.mul_add(deviation, products);
+            });
+            let [rest, squares, total, products] = sums;
             let mean_square = squares * self.inv_len;
             if mean.moves(x, rest, mean_square) {
                 continue;

@@ -13,10 +13,9 @@
 //! example, y = 2 x and Σ x² of a row:
 //!
 //! ```text
-//! write_row!(writer, x.len(), |row| for_spans!(simd, 4, 0..x.len(), row, |at| {
-//!     let x = at.load(x);
-//!     x + x
-//! }));
+//! write_row!(writer, x.len(), |row| {
+//!     for_spans!(simd, 4, 0..x.len(), row, |at| at.load(x) + at.load(x));
+//! });
 //! let [squares] = sum_spans!(simd, 4, 0..x.len(), |at, squares| {
 //!     let x = at.load(x);
 //!     squares = x.mul_add(x, squares);
@@ -198,8 +197,10 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) {
             let Self(groups, writer) = self;
             let cols = groups.each().map(|(columns, _)| columns.len()).sum();
-            write_row!(writer, cols, |row| for (columns, group) in groups.each() {
-                for_spans!(simd, 4, columns, row, |at| at.splat(group.inv_rms));
+            write_row!(writer, cols, |row| {
+                for (columns, group) in groups.each() {
+                    for_spans!(simd, 4, columns, row, |at| at.splat(group.inv_rms));
+                }
             });
         }
     }
