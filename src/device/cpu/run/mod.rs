@@ -439,7 +439,8 @@ impl<'a, A: Accumulator> Subtotals<'a, A> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use half::f16;
+    use candle::WithDType;
+    use half::{bf16, f16};
 
     /// Rows of `cols` columns in one block.
     fn rows<T: Element>(values: &[T], cols: usize, norm: RowNorm) -> Rows<'_, T> {
@@ -704,7 +705,7 @@ mod tests {
         check::<f32>(3000);
         check::<f64>(3000);
         check::<f16>(3000);
-        check::<half::bf16>(3000);
+        check::<bf16>(3000);
         check::<f32>(LARGE / 4 + 1000 - LARGE / 4 % 1000);
     }
 
