@@ -15,7 +15,7 @@ git -C "$repository" archive HEAD | tar -x --one-top-level="$out/crate"
 cd "$out/crate"
 # Cargo uses a patch only if it has the version that is asked for. Main may have any version, even one
 # older than the last release.
-sed -i "s/^\(candle.*\)\"0\.11\"/\1\"=$version\"/" Cargo.toml lab/ports/Cargo.toml
+sed -i "s/^\(candle.*\)\"0\.11\"/\1\"=$version\"/" Cargo.toml ports/Cargo.toml
 {
   printf '\n[patch.crates-io]\n'
   for name in core nn transformers; do

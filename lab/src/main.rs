@@ -1,8 +1,8 @@
 //! Trains models with PowerNorm and with other normalizations, and compares them.
 //!
 //! ```text
-//! cargo run --release -p lab -- study --text shakespeare.txt
-//! cargo run --release -p lab -- translate --data multi30k
+//! cargo lab study --text shakespeare.txt
+//! cargo lab translate --data multi30k
 //! ```
 //!
 //! `--help` after a command lists its options. With `--features cuda`, each has `--device cuda`.

@@ -1,7 +1,7 @@
 //! Decodes each instruction in files of PTX, runs none, and names those that softgpu does not know.
 //!
 //! ```sh
-//! cargo run -p softgpu --example survey -- [--forms LIST] FILE...
+//! cargo run --manifest-path softgpu/Cargo.toml --example survey -- [--forms LIST] FILE...
 //! ```
 //!
 //! With `--forms`, it also names the forms of instructions that the file LIST does not have.

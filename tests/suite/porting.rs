@@ -1,5 +1,5 @@
-//! The guide's advice on candle's files that are written for inference. `lab/ports` compiles the
-//! files themselves.
+//! The guide's advice on candle's files that are written for inference. `ports` compiles the files
+//! themselves.
 
 use crate::common::*;
 use candle::{DType, Module, Result, Tensor, Var};

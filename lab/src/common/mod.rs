@@ -34,7 +34,8 @@ impl Place {
                 ensure!(
                     cfg!(feature = "cuda"),
                     "--device cuda needs a build with CUDA: \
-                     cargo run --release -p lab --features cuda -- {command} --device cuda"
+                     cargo run --release --manifest-path lab/Cargo.toml --features cuda -- \
+                     {command} --device cuda"
                 );
                 Device::new_cuda(0).context("cannot use the GPU")
             }

@@ -3,8 +3,8 @@
 //! inside.
 //!
 //! ```text
-//! cargo run --release -p lab -- study --text tinyshakespeare.txt
-//! cargo run --release -p lab -- study --text captions.en --words --experiments norms
+//! cargo lab study --text tinyshakespeare.txt
+//! cargo lab study --text captions.en --words --experiments norms
 //! ```
 //!
 //! The first reads `data/tinyshakespeare/input.txt` of github.com/karpathy/char-rnn, and makes 40

@@ -2,8 +2,8 @@
 //! and translates a test split with it.
 //!
 //! ```text
-//! cargo run --release -p lab -- translate --data multi30k --norm power
-//! cargo run --release -p lab -- translate --data multi30k --compare layer,batch,power-v,power
+//! cargo lab translate --data multi30k --norm power
+//! cargo lab translate --data multi30k --compare layer,batch,power-v,power
 //! sacrebleu target/translate/test.en -i target/translate/power.1.test.hyp.en -m bleu chrf
 //! ```
 //!

@@ -161,7 +161,7 @@ fn train(varmap: &VarMap, mut loss: impl FnMut() -> Result<Tensor>) -> Result<[f
     Ok([losses[0], last.iter().sum::<f32>() / last.len() as f32])
 }
 
-const SENTENCES: &str = include_str!("../../sample/train.en");
+const SENTENCES: &str = include_str!("../../lab/sample/train.en");
 
 /// BERT fills in characters of sentences, which differ in length.
 fn train_bert(dtype: DType) -> Result<[f32; 2]> {
