@@ -33,7 +33,7 @@ impl DeviceKind {
         match device {
             Device::Cpu => match NAME.to_str() {
                 Some("") => {
-                    cpu::check_level()?;
+                    cpu::check_environment()?;
                     Ok(Self::Cpu)
                 }
                 Some("composed") => Ok(Self::Composed),

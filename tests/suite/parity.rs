@@ -221,6 +221,7 @@ fn switches_are_read() {
     for (switch, values) in [
         ("CANDLE_POWERNORM_SIMD", "scalar, avx2 or best"),
         ("CANDLE_POWERNORM_DEVICE", "composed"),
+        ("CANDLE_POWERNORM_HUGE_PAGES", "0 or 1"),
     ] {
         let (passed, text) = run_with(switch, "fast", &["parity::every_rank"]);
         let expected = format!("expected {switch} to be {values}, got");

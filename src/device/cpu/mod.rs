@@ -23,5 +23,10 @@ mod run;
 mod step;
 
 pub(super) use layout::readable;
-pub(crate) use run::level::check_level;
 pub(super) use step::forward;
+
+/// Rejects unknown values of the environment variables that a CPU reads.
+pub(super) fn check_environment() -> candle::Result<()> {
+    run::level::check_level()?;
+    row::output::check_switch()
+}

@@ -24,9 +24,11 @@
 use super::non_temporal;
 use super::vectors::{Lanes, Span};
 use crate::device::cpu::convert::Element;
+use crate::error::Error;
 use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
+use std::sync::LazyLock;
 
 /// The instructions that write an output.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -134,20 +136,50 @@ impl<T: Element> Output<T> {
 #[cfg(target_os = "linux")]
 const HUGE: usize = 4 << 20;
 
-/// Asks for huge pages under a large buffer.
+/// The environment variable that turns the advice off, for a program whose memory must not grow by
+/// what it does not touch: the advice stays on memory that the allocator reuses.
+const VARIABLE: &str = "CANDLE_POWERNORM_HUGE_PAGES";
+
+/// `Some(false)` if [`VARIABLE`] turns the advice off, and `None` if its value is unknown.
+static ADVISES: LazyLock<Option<bool>> =
+    LazyLock::new(
+        || match std::env::var_os(VARIABLE).unwrap_or_default().to_str() {
+            Some("1" | "") => Some(true),
+            Some("0") => Some(false),
+            _ => None,
+        },
+    );
+
+/// Rejects an unknown value of the switch, which would otherwise be ignored.
+pub(crate) fn check_switch() -> candle::Result<()> {
+    if ADVISES.is_some() {
+        return Ok(());
+    }
+    Err(Error::Environment {
+        variable: VARIABLE,
+        expected: "0 or 1",
+        got: std::env::var_os(VARIABLE).unwrap_or_default(),
+    }
+    .into())
+}
+
+/// Asks for huge pages under a large buffer, unless the switch is off.
 #[cfg(target_os = "linux")]
 fn advise_huge_pages<T>(buffer: &mut [MaybeUninit<T>]) {
-    const PAGE: usize = 4096;
+    // 4 KiB on x86-64, and up to 64 KiB on ARM: advice on a part of a page is an error.
+    static PAGE: LazyLock<Option<usize>> = LazyLock::new(|| {
+        // SAFETY: `sysconf` takes any name.
+        usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).ok()
+    });
     let bytes = size_of_val(buffer);
-    if bytes < HUGE {
-        return;
+    if let (true, Some(page)) = (bytes >= HUGE && *ADVISES == Some(true), *PAGE) {
+        let start = buffer.as_mut_ptr() as usize;
+        let aligned = start.next_multiple_of(page);
+        let len = (start + bytes - aligned) / page * page;
+        // SAFETY: the range lies within the buffer, which is borrowed mutably, and the advice
+        // changes no contents. If the kernel has no huge pages, the call fails without consequence.
+        unsafe { libc::madvise(aligned as *mut libc::c_void, len, libc::MADV_HUGEPAGE) };
     }
-    let start = buffer.as_mut_ptr() as usize;
-    let aligned = start.next_multiple_of(PAGE);
-    let len = (start + bytes - aligned) / PAGE * PAGE;
-    // SAFETY: the range lies within the buffer, which is borrowed mutably, and the advice changes
-    // no contents. If the kernel has no huge pages, the call fails without consequence.
-    unsafe { libc::madvise(aligned as *mut libc::c_void, len, libc::MADV_HUGEPAGE) };
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -336,6 +368,42 @@ pub(crate) mod tests {
     const PAST_CACHES: Stores = Stores::NonTemporal;
     #[cfg(not(target_arch = "x86_64"))]
     const PAST_CACHES: Stores = Stores::Cached;
+
+    /// Large outputs ask the kernel for huge pages, unless the switch is off. A process reads the
+    /// switch once, so this test starts itself once more.
+    #[cfg(all(target_os = "linux", not(miri)))]
+    #[test]
+    fn large_outputs_ask_for_huge_pages() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            return;
+        }
+        if std::env::var_os(VARIABLE).is_none() {
+            let name = std::thread::current().name().unwrap().to_owned();
+            let mut run = std::process::Command::new(std::env::current_exe().unwrap());
+            run.args([&name, "--exact"]).env(VARIABLE, "0");
+            let printed = run.output().unwrap().stdout;
+            let printed = String::from_utf8_lossy(&printed);
+            assert!(printed.contains("1 passed"), "{printed}");
+        }
+        let output = Output::<f32>::new(HUGE, HUGE, Stores::Cached);
+        let inside = output.buffer.as_ptr() as usize + 2 * HUGE;
+        // Lines of a mapping begin with its range, and end with its flags.
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut is_here = false;
+        let flags = maps.lines().find(|line| {
+            let range = line
+                .split(' ')
+                .next()
+                .and_then(|range| range.split_once('-'));
+            if let Some((start, end)) = range {
+                let address = |text| usize::from_str_radix(text, 16).unwrap_or(0);
+                is_here = (address(start)..address(end)).contains(&inside);
+            }
+            is_here && line.starts_with("VmFlags:")
+        });
+        let is_advised = flags.unwrap().split(' ').any(|flag| flag == "hg");
+        assert_eq!(is_advised, *ADVISES == Some(true), "{flags:?}");
+    }
 
     /// Writes a row as it is.
     struct WriteRow<'a, 'b, T, U>(&'a mut RowWriter<'b, U>, &'a [T]);
