@@ -70,8 +70,19 @@ pub(crate) enum Error {
     )]
     StateDevice {
         name: &'static str,
-        /// The device of ψ², or the CPU for the step count.
+        /// The device of ψ².
         expected: DeviceLocation,
+        got: DeviceLocation,
+    },
+
+    /// A variable of the state that the host reads in every step is on a GPU.
+    #[error(
+        "power_norm: expected {name} on the CPU, got it on {got:?}: keep iters and groups on the \
+         CPU, where a step reads them without waiting for a GPU. To fill a `VarMap` from a file, \
+         load it on the CPU, and move every tensor except these two"
+    )]
+    CountDevice {
+        name: &'static str,
         got: DeviceLocation,
     },
 

@@ -52,43 +52,11 @@ impl State {
         dtype: DType,
         vb: VarBuilder,
     ) -> Result<(Self, bool)> {
-        let buffer = |name: &'static str, fresh: f64| {
-            let get =
-                |shape: &[usize]| vb.get_with_hints_dtype(shape, name, Init::Const(fresh), dtype);
-            // Asks for our shape first, because a builder that makes missing tensors must make this
-            // shape.
-            get(&[size]).or_else(|err| get(&[1, size, 1, 1]).map_err(|_| err))
-        };
-        let running_phi = buffer("running_phi", 1.).map_err(|err| {
-            if vb.contains_tensor("running_phi") {
-                return err;
-            }
-            Error::NoStatistics(vb.pp("running_phi").prefix()).into()
-        })?;
+        let running_phi = running_phi_of(&vb, size, dtype)?;
         let trainable = running_phi.is_variable();
-        // An evaluation needs neither ν nor t, so a file for inference may lack both. Each is asked
-        // for first, because a builder may make what is missing. A tensor that is there but does
-        // not fit stays an error.
-        let ema_gz = match buffer("ema_gz", 0.) {
-            Err(_) if !trainable && !vb.contains_tensor("ema_gz") => running_phi.zeros_like()?,
-            got => got?,
-        };
-        let has_groups = vb.contains_tensor("groups");
-        let on_cpu = vb.set_device(Device::Cpu);
-        let count = |name| on_cpu.get_with_hints_dtype(1, name, Init::Const(0.), DType::I64);
-        let iters = match count("iters") {
-            Err(_) if !trainable && !on_cpu.contains_tensor("iters") => {
-                Tensor::zeros(1, DType::I64, &Device::Cpu)?
-            }
-            got => got?,
-        };
-        let groups = match has_groups {
-            true => Some(count("groups")?),
-            // PyTorch's layer has no such tensor, so a checkpoint of its shapes gets none.
-            false if running_phi.rank() > 1 => None,
-            // A `VarMap` makes it. Another builder may lack it, or make a constant.
-            false => (count("groups").ok()).filter(|made| made.is_variable() == trainable),
-        };
+        let ema_gz = ema_gz_of(&vb, &running_phi, size, dtype)?;
+        let iters = iters_of(&vb, trainable)?;
+        let groups = groups_of(&vb, &running_phi)?;
         for (name, tensor) in [
             ("ema_gz", Some(&ema_gz)),
             ("iters", Some(&iters)),
@@ -125,20 +93,14 @@ impl State {
             None => Tensor::full(UNKNOWN, 1, &Device::Cpu)?,
         };
         // A `VarMap` returns a tensor as it is, on whatever device that is.
-        for (name, buffer, expected) in [
-            ("ema_gz", ema_gz, running_phi.device()),
-            ("iters", iters, &Device::Cpu),
-            ("groups", &groups, &Device::Cpu),
-        ] {
-            same_device(name, buffer, expected)?;
-        }
+        same_device("ema_gz", ema_gz, running_phi.device())?;
         Ok(Self {
             size,
             config,
             running_phi: as_var("running_phi", running_phi, dtype)?,
             ema_gz: as_var("ema_gz", ema_gz, dtype)?,
-            iters: as_var("iters", iters, DType::I64)?,
-            groups: as_var("groups", &groups, DType::I64)?,
+            iters: as_var("iters", &on_cpu("iters", iters)?, DType::I64)?,
+            groups: as_var("groups", &on_cpu("groups", &groups)?, DType::I64)?,
             lock: Mutex::default(),
         })
     }
@@ -290,6 +252,85 @@ impl State {
 impl Recalibration {
     fn batches_of(&self, pass: u64) -> usize {
         if self.pass == pass { self.batches } else { 0 }
+    }
+}
+
+/// ψ² from the builder, or a fresh 1. A frozen builder must have it.
+fn running_phi_of(vb: &VarBuilder, size: usize, dtype: DType) -> Result<Tensor> {
+    per_channel(vb, "running_phi", size, 1., dtype).map_err(|err| {
+        match vb.contains_tensor("running_phi") {
+            true => err,
+            false => Error::NoStatistics(vb.pp("running_phi").prefix()).into(),
+        }
+    })
+}
+
+/// ν/(1−α_b) from the builder, or 0. An evaluation needs no ν, so a frozen builder may lack it.
+fn ema_gz_of(vb: &VarBuilder, running_phi: &Tensor, size: usize, dtype: DType) -> Result<Tensor> {
+    match per_channel(vb, "ema_gz", size, 0., dtype) {
+        Err(_) if may_lack(vb, "ema_gz", running_phi.is_variable()) => running_phi.zeros_like(),
+        got => got,
+    }
+}
+
+/// t from the builder, or 0. An evaluation does not count, so a frozen builder may lack it.
+fn iters_of(vb: &VarBuilder, trainable: bool) -> Result<Tensor> {
+    match count(vb, "iters") {
+        Err(_) if may_lack(vb, "iters", trainable) => Tensor::zeros(1, DType::I64, &Device::Cpu),
+        got => got,
+    }
+}
+
+/// The record of the group scaling from the builder, if it has one or makes one beside
+/// `running_phi`.
+fn groups_of(vb: &VarBuilder, running_phi: &Tensor) -> Result<Option<Tensor>> {
+    match vb.contains_tensor("groups") {
+        true => count(vb, "groups").map(Some),
+        // PyTorch's layer has no such tensor, so a checkpoint of its shapes gets none.
+        false if running_phi.rank() > 1 => Ok(None),
+        // A `VarMap` makes it. Another builder may lack it, or make a constant.
+        false => {
+            let made = count(vb, "groups").ok();
+            Ok(made.filter(|made| made.is_variable() == running_phi.is_variable()))
+        }
+    }
+}
+
+/// A number for each channel, `[C]` or `[1, C, 1, 1]`. Asks for our shape first, because a builder
+/// that makes missing tensors must make this shape.
+fn per_channel(
+    vb: &VarBuilder,
+    name: &'static str,
+    size: usize,
+    fresh: f64,
+    dtype: DType,
+) -> Result<Tensor> {
+    let get = |shape: &[usize]| vb.get_with_hints_dtype(shape, name, Init::Const(fresh), dtype);
+    get(&[size]).or_else(|err| get(&[1, size, 1, 1]).map_err(|_| err))
+}
+
+/// A count of the state, `[1]`, on the CPU if the builder moves or makes it.
+fn count(vb: &VarBuilder, name: &'static str) -> Result<Tensor> {
+    let on_cpu = vb.clone().set_device(Device::Cpu);
+    on_cpu.get_with_hints_dtype(1, name, Init::Const(0.), DType::I64)
+}
+
+/// `true` if a builder that did not give `name` simply lacks it, and may. Asked after the builder,
+/// which may make what is missing. A tensor that is there but does not fit stays an error.
+fn may_lack(vb: &VarBuilder, name: &'static str, trainable: bool) -> bool {
+    !trainable && !vb.contains_tensor(name)
+}
+
+/// `count` on the CPU, where the host reads it in every step without a wait for a GPU. A variable
+/// cannot be moved, because the builder's own would keep its old value.
+fn on_cpu(name: &'static str, count: &Tensor) -> Result<Tensor> {
+    match count.is_variable() && !count.device().is_cpu() {
+        true => Err(Error::CountDevice {
+            name,
+            got: count.device().location(),
+        }
+        .into()),
+        false => count.to_device(&Device::Cpu),
     }
 }
 

@@ -3,6 +3,7 @@
 use super::*;
 use candle_powernorm::LayerNorm;
 use common::in_time;
+use std::collections::HashMap;
 use std::sync::Barrier;
 
 /// Two handles of a GPU are one device to candle, each with a stream of its own. A layer that was
@@ -246,4 +247,71 @@ fn a_builder_that_renames_is_rejected() {
     let vb = vb.rename_f(|name| name.replace("LayerNorm", "norm"));
     let error = message(power_norm(4, 1e-5, vb.pp("LayerNorm")));
     assert!(error.contains("got a copy of iters: "), "{error}");
+}
+
+/// The tensors of a trained layer's checkpoint, all on the GPU.
+fn trained_tensors(gpu: &Device) -> HashMap<String, Tensor> {
+    let (layer, varmap) = layer_on(gpu, 4, config(None), DType::F32);
+    let xs = Data::on(gpu, 24).tensor(&[1.; 8], &[2, 4], DType::F32);
+    layer.forward(&xs).unwrap();
+    let tensors = frozen(&varmap).into_iter();
+    tensors
+        .map(|(name, tensor)| (name, tensor.to_device(gpu).unwrap()))
+        .collect()
+}
+
+/// A loop that programs write when names differ puts the whole file on the GPU. (Seen: "move it
+/// before the layer is built", of one count and then of the other.)
+#[test]
+fn counts_in_a_varmap_on_a_gpu_are_rejected_with_what_to_do() {
+    let gpu = gpu();
+    let varmap = variables(&trained_tensors(&gpu));
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &gpu);
+    let error = message(power_norm(4, config(None), vb.clone()));
+    assert!(
+        error.contains("keep iters and groups on the CPU"),
+        "{error}"
+    );
+    for name in ["iters", "groups"] {
+        let on_cpu = var(&varmap, name).to_device(&CPU).unwrap();
+        insert(&varmap, name, &on_cpu);
+    }
+    assert_eq!(power_norm(4, config(None), vb).unwrap().steps().unwrap(), 1);
+}
+
+/// Tensors as they are, whatever device a builder asks for.
+struct AsTheyAre(HashMap<String, Tensor>);
+
+impl candle_nn::var_builder::SimpleBackend for AsTheyAre {
+    fn get(
+        &self,
+        _: candle::Shape,
+        name: &str,
+        _: candle_nn::Init,
+        _: DType,
+        _: &Device,
+    ) -> candle::Result<Tensor> {
+        self.get_unchecked(name, DType::F32, &CPU)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle::Result<Tensor> {
+        let found = self.0.get(name).cloned();
+        found.ok_or_else(|| candle::Error::msg(format!("no {name}")))
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+}
+
+/// A frozen layer has copies of its counts, so they are read from wherever they are.
+#[test]
+fn counts_of_a_frozen_layer_may_be_on_a_gpu() {
+    let gpu = gpu();
+    let backend = Box::new(AsTheyAre(trained_tensors(&gpu)));
+    let vb = VarBuilder::from_backend(backend, DType::F32, gpu);
+    let layer = power_norm(4, config(None), vb.clone()).unwrap();
+    assert_eq!(layer.steps().unwrap(), 1);
+    let error = message(power_norm(4, config(Some(2)), vb));
+    assert!(error.contains("got group_scaling None"), "{error}");
 }
