@@ -139,6 +139,10 @@ impl fmt::Debug for LayerNorm {
 impl LayerNorm {
     /// Builds a layer from its weight and bias, `[size]` each. Tensors that do not fit are an
     /// error in the first [`forward`](Module::forward).
+    ///
+    /// A weight that is computed from a variable, such as `(&w + 1.)?`, keeps the values of that
+    /// moment and does not follow the variable, so build such a layer in each forward, as
+    /// [`RmsNorm::new`](crate::RmsNorm::new) explains.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
         Self {
             bias: Some(bias),

@@ -58,6 +58,7 @@
 //! - [`PowerNormBuilder`] builds all layers of a model alike, and [`PowerNormConfig`] has their
 //!   settings. [`Recipe`] and [`Statistics`] select the equations.
 //! - [`trainable_vars`] lists the variables for an optimizer, without the statistics.
+//!   [`untrained`] lists those that a backward does not train, in any model on a `VarMap`.
 //! - [`PowerNorm::forward_masked`] leaves padding out, and [`PowerNorm::forward_residual`] adds a
 //!   residual first.
 //! - [`PowerNorm::fold_into`] merges a trained layer into the linear layer after it.
@@ -112,7 +113,7 @@ pub use ranks::MpiCommunicator;
 pub use ranks::NcclCommunicator;
 pub use ranks::{Communicator, Ranks};
 pub use rms_norm::{RmsNorm, rms_norm, rms_norm_1p};
-pub use vars::trainable_vars;
+pub use vars::{Untrained, trainable_vars, untrained};
 
 /// The `mpi` crate, whose types [`MpiCommunicator::new`] takes.
 #[cfg(feature = "mpi")]

@@ -107,6 +107,13 @@ impl RmsNorm {
     /// Builds a layer from its weight, `[size]`, with the same call as candle's `RmsNorm::new`.
     /// A tensor that does not fit is an error in the first [`forward`](Module::forward).
     ///
+    /// A weight that is computed here, as in `RmsNorm::new((&w + 1.)?, eps)` for a model that stores
+    /// γ − 1, keeps the values of that moment: `w` gets a gradient in each step, but the layer does
+    /// not follow it. Build such a layer in each forward instead, where the same call is right,
+    /// which is why it is accepted.
+    /// [Porting](crate::guide::coming_from#weights-with-an-offset) has the code. A view such as
+    /// `w.flatten_all()?` shares the values of `w`, and follows.
+    ///
     /// `RmsNorm::new(size, eps, vb)` of candle_transformers' `with_tracing` is
     /// [`rms_norm(size, eps, vb)`](rms_norm) here.
     /// [Porting](crate::guide::coming_from#the-edits-for-rmsnorm) lists what to edit in which file.

@@ -29,7 +29,7 @@ mod text;
 use candle::backprop::GradStore;
 use candle::{bail, DType, Device, Error, Result, Tensor, Var};
 use candle_nn::{loss::cross_entropy, AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{trainable_vars, Mode, PowerNormBuilder};
+use candle_powernorm::{trainable_vars, Mode, PowerNormBuilder, Untrained};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::path::PathBuf;
 
@@ -79,25 +79,12 @@ const STEPS: usize = 300;
 const BATCH: usize = 16;
 const RATE: f64 = 2e-3;
 
-/// The variables that a backward does not train, because they have no gradient or only zeros.
-/// PowerNorm's statistics are left out.
-fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<String>> {
-    let statistics = ["running_phi", "ema_gz", "iters", "groups"];
-    let mut names = vec![];
-    for (name, var) in varmap.data().lock().unwrap().iter() {
-        let size = match gradients.get(var) {
-            Some(gradient) => gradient
-                .to_dtype(DType::F32)?
-                .abs()?
-                .sum_all()?
-                .to_scalar()?,
-            None => 0f32,
-        };
-        if size == 0. && !statistics.contains(&name.rsplit('.').next().unwrap_or(name)) {
-            names.push(name.clone());
-        }
-    }
-    Ok(names)
+/// The variables of which a backward trains nothing. Rows of an embedding whose tokens are not in
+/// the batch are right.
+fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<Untrained>> {
+    let mut found = candle_powernorm::untrained(varmap, gradients)?;
+    found.retain(|variable| !matches!(variable, Untrained::ZeroRows { .. }));
+    Ok(found)
 }
 
 /// Each variable to train, and the f32 variable that the optimizer moves in its place. The

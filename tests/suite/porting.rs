@@ -2,8 +2,8 @@
 //! themselves.
 
 use crate::common::*;
-use candle::{DType, Module, Result, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap, linear_no_bias};
+use candle::{D, DType, Module, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap, linear_no_bias, ops, rotary_emb};
 use candle_powernorm::{RmsNorm, rms_norm};
 
 /// A norm's output, and the gradients of its input and of its weight if there are any.
@@ -115,5 +115,88 @@ fn rotary_tables_that_a_varmap_makes_stop_queries_and_keys() -> Result<()> {
     for gradient in query_and_key_gradients(false)? {
         assert!(gradient.iter().all(|&g| g != 0.), "{gradient:?}");
     }
+    Ok(())
+}
+
+/// The page that lists candle's fused operations without a backward.
+const PAGE: &str = include_str!("../../docs/guide/coming-from.md");
+
+/// The names in the page's list: the words in backticks of its first sentence.
+fn listed() -> Vec<&'static str> {
+    let (_, rest) = (PAGE.split_once("fused operations have no backward:")).expect("the list");
+    let (list, _) = rest
+        .split_once("which candle's KV caches")
+        .expect("its end");
+    list.split('`').skip(1).step_by(2).collect()
+}
+
+/// An operation on a variable, and the same by the operations that the page puts in its place.
+type Operation = fn(&Tensor) -> Result<Tensor>;
+
+/// Ones of a shape for `rope`'s tables: six positions, and half a head's width.
+fn table() -> Tensor {
+    Tensor::ones((6, 2), DType::F32, &CPU).unwrap()
+}
+
+/// If this fails after an update of candle, an operation has got a backward, or lost its name:
+/// change the page's list, and what it says to write instead.
+#[test]
+fn the_fused_operations_that_the_page_lists_have_no_backward() -> Result<()> {
+    // [batch, heads, positions, width], and for `rope_thd` [batch, positions, heads, width].
+    let xs = tensor(&Data::new(4).normal(6 * 6 * 4), &[1, 6, 6, 4], DType::F32);
+    let fused: [(&str, Operation); 6] = [
+        ("softmax_last_dim", ops::softmax_last_dim),
+        ("layer_norm", |xs| {
+            let ones = Tensor::ones(4, DType::F32, &CPU)?;
+            ops::layer_norm(xs, &ones, &ones, 1e-5)
+        }),
+        ("rms_norm", |xs| {
+            ops::rms_norm(xs, &Tensor::ones(4, DType::F32, &CPU)?, 1e-5)
+        }),
+        ("rope", |xs| rotary_emb::rope(xs, &table(), &table())),
+        ("rope_i", |xs| rotary_emb::rope_i(xs, &table(), &table())),
+        ("rope_thd", |xs| {
+            rotary_emb::rope_thd(xs, &table(), &table())
+        }),
+    ];
+    let plain: [(&str, Operation); 5] = [
+        ("softmax", |xs| ops::softmax(xs, D::Minus1)),
+        ("layer_norm_slow", |xs| {
+            let ones = Tensor::ones(4, DType::F32, &CPU)?;
+            ops::layer_norm_slow(xs, &ones, &ones, 1e-5)
+        }),
+        ("rms_norm_slow", |xs| {
+            ops::rms_norm_slow(xs, &Tensor::ones(4, DType::F32, &CPU)?, 1e-5)
+        }),
+        ("rope_slow", |xs| {
+            rotary_emb::rope_slow(xs, &table(), &table())
+        }),
+        ("rope_i_slow", |xs| {
+            rotary_emb::rope_i_slow(xs, &table(), &table())
+        }),
+    ];
+    let has_gradient = |operation: Operation| -> Result<bool> {
+        let var = Var::from_tensor(&xs)?;
+        let gradients = operation(&var)?.sqr()?.sum_all()?.backward()?;
+        Ok(gradients.get(&var).is_some())
+    };
+    for (name, operation) in fused {
+        assert!(!has_gradient(operation)?, "{name} has a backward");
+    }
+    for (name, operation) in plain {
+        assert!(has_gradient(operation)?, "{name} has no backward");
+    }
+
+    // A cache writes in place.
+    let (cache, keys) = (xs.zeros_like()?, Var::from_tensor(&xs)?);
+    cache.slice_set(&keys, 2, 0)?;
+    let gradients = cache.sqr()?.sum_all()?.backward()?;
+    assert!(gradients.get(&keys).is_none(), "slice_set has a backward");
+
+    // `sdpa` needs Metal, and `flash_attn` is in a crate of its own for GPUs.
+    let tested = fused.map(|(name, _)| name);
+    let untested = ["sdpa", "flash_attn"];
+    let all = [&tested[..], &untested, &["slice_set"]].concat();
+    assert_eq!(listed(), all);
     Ok(())
 }

@@ -133,6 +133,46 @@ fn adams_moments_stall_in_half_precision() -> Result<()> {
     Ok(())
 }
 
+// Activation checkpointing
+
+/// The gradient of `weight` in two uses of one linear layer, recomputed from the last to the first
+/// as in the guide. The gradient of an input is passed on as `pass` leaves it.
+fn recomputed(weight: &Var, xs: &Tensor, pass: fn(&Tensor) -> Tensor) -> Result<Vec<f64>> {
+    let layer = Linear::new(weight.as_tensor().clone(), None);
+    let middle = layer.forward(xs)?.detach();
+    let mut gradient = layer.forward(&middle)?.detach(); // of Σ y²/2
+    let mut sum = weight.zeros_like()?;
+    for input in [&middle, xs] {
+        let input = Var::from_tensor(input)?;
+        let gradients = (layer.forward(&input)? * &gradient)?
+            .sum_all()?
+            .backward()?;
+        gradient = pass(gradients.get(&input).unwrap());
+        sum = (sum + gradients.get(weight).unwrap())?;
+    }
+    Ok(to_f64(&sum.detach()))
+}
+
+/// candle's gradient of an input has a graph of its own, which leads to the weight that it was
+/// multiplied by. The next backward walks it too.
+#[test]
+fn a_gradient_that_is_passed_on_is_detached_first() -> Result<()> {
+    let mut data = Data::new(9);
+    let weight = Var::from_tensor(&tensor(&data.normal(16), &[4, 4], DType::F64))?;
+    let xs = tensor(&data.normal(12), &[3, 4], DType::F64);
+    let layer = Linear::new(weight.as_tensor().clone(), None);
+    let ys = layer.forward(&layer.forward(&xs)?)?;
+    let gradients = (ys.sqr()?.sum_all()? / 2.)?.backward()?;
+    let whole = gradients.get(&weight).unwrap();
+
+    let detached = recomputed(&weight, &xs, |gradient| gradient.detach())?;
+    assert_relative("detached", whole, &detached, 1e-12);
+    let attached = recomputed(&weight, &xs, |gradient| gradient.clone())?;
+    let off = |(a, b): (&f64, &f64)| (a - b).abs() > 1e-3 * b.abs();
+    assert!(attached.iter().zip(&detached).any(off), "{attached:?}");
+    Ok(())
+}
+
 // Training and validation at once
 
 struct Model {
