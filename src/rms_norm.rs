@@ -109,10 +109,9 @@ impl RmsNorm {
     ///
     /// A weight that is computed here, as in `RmsNorm::new((&w + 1.)?, eps)` for a model that stores
     /// γ − 1, keeps the values of that moment: `w` gets a gradient in each step, but the layer does
-    /// not follow it. Build such a layer in each forward instead, where the same call is right,
-    /// which is why it is accepted.
-    /// [Porting](crate::guide::coming_from#weights-with-an-offset) has the code. A view such as
-    /// `w.flatten_all()?` shares the values of `w`, and follows.
+    /// not follow it. Use [`with_unit_offset`](Self::with_unit_offset) for such models. For other
+    /// computed weights, build the layer in each forward, where such a call is right, which is why
+    /// it is accepted. A view such as `w.flatten_all()?` shares the values of `w`, and follows.
     ///
     /// `RmsNorm::new(size, eps, vb)` of candle_transformers' `with_tracing` is
     /// [`rms_norm(size, eps, vb)`](rms_norm) here.

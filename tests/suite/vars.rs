@@ -321,6 +321,7 @@ fn a_weight_that_is_computed_once_stays() -> Result<()> {
     let stored = trainable(&varmap, DType::F32).get(4, "weight")?; // 0, as γ − 1
     let once = RmsNorm::new((&stored + 1.)?, 1e-5);
     let again = |xs: &Tensor| RmsNorm::new((&stored + 1.)?, 1e-5).forward(xs);
+    let offset = RmsNorm::new(stored.clone(), 1e-5).with_unit_offset();
     let xs = tensor(&[1., 2., 3., 4.], &[1, 4], DType::F32);
     let before = once.forward(&xs)?;
     assert_same_bits("before", &again(&xs)?, &before);
@@ -329,7 +330,8 @@ fn a_weight_that_is_computed_once_stays() -> Result<()> {
     }
     var(&varmap, "weight").set(&stored.ones_like()?)?;
     assert_same_bits("computed once", &once.forward(&xs)?, &before);
-    assert_same_bits("computed again", &again(&xs)?, &(before * 2.)?);
+    assert_same_bits("computed again", &again(&xs)?, &(&before * 2.)?);
+    assert_same_bits("with an offset", &offset.forward(&xs)?, &(before * 2.)?);
     Ok(())
 }
 
