@@ -33,9 +33,9 @@ mod ready;
 #[path = "../tests/common/softgpu.rs"]
 mod softgpu;
 
-use candle::{CustomOp3, DType, Device, Result, Tensor, Var};
+use candle::{CustomOp3, DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{PowerNorm, PowerNormConfig, power_norm};
+use candle_powernorm::{LayerNorm, PowerNorm, PowerNormConfig, RmsNorm, power_norm};
 use clap::Parser;
 use ready::Ready;
 use serde_json::Value;
@@ -182,17 +182,21 @@ impl Case {
             Pass::Backward => Some(self.forward(true)?),
             _ => None,
         };
-        let device = self.x.device();
-        device.synchronize()?;
-        softgpu.take_counts();
-        let (done, calls) = softgpu.counting(None, || match &graph {
+        count(softgpu, self.x.device(), || match &graph {
             Some(y) => y.backward().map(drop),
             None => self.forward(pass == Pass::Training).map(drop),
-        });
-        done?;
-        device.synchronize()?;
-        Ok(Tally::new(&softgpu.take_counts(), calls))
+        })
     }
+}
+
+/// The counts of `work`, alone.
+fn count(softgpu: &Softgpu, device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Tally> {
+    device.synchronize()?;
+    softgpu.take_counts();
+    let (done, calls) = softgpu.counting(None, work);
+    done?;
+    device.synchronize()?;
+    Ok(Tally::new(&softgpu.take_counts(), calls))
 }
 
 /// The counts of this crate's kernels in a pass.
@@ -229,6 +233,26 @@ impl Tally {
         }
         tally
     }
+
+    /// Prints a row, for a pass that moves `tensors` tensors.
+    fn print(&self, shape: Shape, dtype: DType, groups: &str, pass: &str, tensors: usize) {
+        let Shape { rows, cols } = shape;
+        let elements = (rows * cols) as f64;
+        let input = elements * dtype.size_in_bytes() as f64;
+        let least = input * tensors as f64;
+        print!("| {rows}x{cols} | {} | {groups} | {pass} ", dtype.as_str());
+        println!(
+            "| {:.3} | {:.3} | {:.1} | {:.1} | {} | {} | {} | {} |",
+            self.bytes as f64 / least,
+            self.sectors as f64 * 32. / least,
+            self.thread_instructions as f64 / elements,
+            self.warp_instructions as f64 / (input / 512.),
+            self.conflicts,
+            self.barriers,
+            self.launches,
+            self.calls,
+        );
+    }
 }
 
 /// `true` for a kernel of this crate: its source defines the name.
@@ -256,27 +280,32 @@ fn ledger(softgpu: &Softgpu, args: &Args, device: &Device) -> Result<()> {
                         let tally = case.count(softgpu, pass)?;
                         let residual = if with_residual { ", residual" } else { "" };
                         let groups = groups.map_or("none".into(), |groups| groups.to_string());
-                        let Shape { rows, cols } = shape;
-                        print!("| {rows}x{cols} | {} | {groups} ", dtype.as_str());
-                        print!("| {}{residual} ", pass.name());
-                        let elements = (rows * cols) as f64;
-                        let input = elements * dtype.size_in_bytes() as f64;
-                        let least = input * pass.tensors(with_residual) as f64;
-                        println!(
-                            "| {:.3} | {:.3} | {:.1} | {:.1} | {} | {} | {} | {} |",
-                            tally.bytes as f64 / least,
-                            tally.sectors as f64 * 32. / least,
-                            tally.thread_instructions as f64 / elements,
-                            tally.warp_instructions as f64 / (input / 512.),
-                            tally.conflicts,
-                            tally.barriers,
-                            tally.launches,
-                            tally.calls,
-                        );
+                        let name = format!("{}{residual}", pass.name());
+                        tally.print(shape, dtype, &groups, &name, pass.tensors(with_residual));
                     }
                 }
             }
+            row_norms(softgpu, shape, dtype, device)?;
         }
+    }
+    Ok(())
+}
+
+/// The rows of LayerNorm and RmsNorm.
+fn row_norms(softgpu: &Softgpu, shape: Shape, dtype: DType, device: &Device) -> Result<()> {
+    let x = Case::new(shape, dtype, None, device)?.x;
+    let parameter = || Ok(Var::ones(shape.cols, dtype, device)?.into_inner());
+    let layer_norm = LayerNorm::new(parameter()?, parameter()?, 1e-5);
+    let rms_norm = RmsNorm::new(parameter()?, 1e-5);
+    let norms: [(&str, &dyn Module); 2] = [("LayerNorm", &layer_norm), ("RmsNorm", &rms_norm)];
+    for (name, norm) in norms {
+        let y = norm.forward(&x)?;
+        // A first step does some things once.
+        y.backward()?;
+        let forward = count(softgpu, device, || norm.forward(&x).map(drop))?;
+        let backward = count(softgpu, device, || y.backward().map(drop))?;
+        forward.print(shape, dtype, "", &format!("{name}, forward"), 2);
+        backward.print(shape, dtype, "", &format!("{name}, backward"), 3);
     }
     Ok(())
 }

@@ -7,7 +7,8 @@
 mod common;
 
 use candle::{CudaDevice, DType, Device, Module, Result, Tensor, Var};
-use candle_powernorm::{GroupScaling, PowerNorm, Recipe, Statistics};
+use candle_powernorm::{GroupScaling, PowerNorm, Ranks, Recipe, Statistics};
+use common::distributed::Same;
 use common::softgpu::Softgpu;
 use common::*;
 use std::process::Command;
@@ -291,6 +292,151 @@ fn any_call_may_fail_after_the_warm_up() {
 #[test]
 fn any_call_may_fail_by_the_statistics_of_the_batch() {
     any_call_may_fail(Statistics::Batch, 1);
+}
+
+/// A call that fails makes a forward or a backward of a LayerNorm or an RmsNorm fail, if it
+/// matters. Memory comes before the first launch, the next step is right, and nothing leaks.
+#[test]
+fn any_call_of_a_row_norm_may_fail() {
+    let _alone = alone();
+    let softgpu = Softgpu::find().unwrap();
+    let device = CudaDevice::new_with_stream(0).unwrap();
+    // SAFETY: as in `any_call_may_fail`.
+    unsafe { device.disable_event_tracking() };
+    let gpu = Device::Cuda(device.clone());
+    // The wide rows take a launch of their own for their statistics.
+    for (rows, cols) in [(9, 48), (3, 16392)] {
+        for row_norm in RowNorm::both(&mut Data::on(&gpu, 1), cols, DType::F32) {
+            let batch = Batch::random(&mut Data::on(&gpu, 2), &[rows, cols], DType::F32, false);
+            let x = Var::from_tensor(&batch.xs).unwrap();
+            let forward = || row_norm.norm.forward(&x);
+            let y = forward().unwrap();
+            let backward = || row_norm.gradients(&x, &y, &batch.dy);
+            let values = |tensors: &[Tensor]| tensors.iter().map(bits).collect::<Vec<_>>();
+            let expected = [values(&[y.detach()]), values(&backward().unwrap())];
+            let live = softgpu.live(&gpu);
+            let passes: [(&str, &dyn Fn() -> Result<Vec<Tensor>>); 2] = [
+                ("forward", &|| Ok(vec![forward()?.detach()])),
+                ("backward", &backward),
+            ];
+            for ((pass, work), expected) in passes.into_iter().zip(expected) {
+                for function in [None, Some(c"cuMemAllocAsync")] {
+                    launches(&softgpu, &device);
+                    let (done, calls) = softgpu.counting(function, || work().unwrap());
+                    drop(done);
+                    let all_launches = launches(&softgpu, &device);
+                    let mut failures = 0;
+                    for n in 1..=calls {
+                        let what = format!(
+                            "{} of {cols}: call {n} of a {pass}, {function:?}",
+                            row_norm.name
+                        );
+                        let result = softgpu.failing(function, &device, n, work);
+                        let launched = launches(&softgpu, &device);
+                        match result {
+                            // candle allocates before and after the layer.
+                            Err(_) => {
+                                let whole = [0, all_launches].contains(&launched);
+                                assert!(whole || function.is_none(), "{what}: {launched}");
+                                failures += 1;
+                            }
+                            // The call did not matter.
+                            Ok(tensors) => assert_eq!(values(&tensors), expected, "{what}"),
+                        }
+                        assert_eq!(values(&work().unwrap()), expected, "{what}, next");
+                        assert_eq!(softgpu.live(&gpu), live, "{what}: leaks");
+                        launches(&softgpu, &device);
+                    }
+                    assert!(failures > 0);
+                }
+            }
+        }
+    }
+}
+
+/// The numbers of launches in the guide's table.
+#[test]
+fn launches_are_those_of_the_guide() {
+    let _alone = alone();
+    let softgpu = Softgpu::find().unwrap();
+    let device = CudaDevice::new_with_stream(0).unwrap();
+    let gpu = Device::Cuda(device.clone());
+    let guide = |call: &str| -> Vec<Option<u64>> {
+        let guide = include_str!("../docs/guide/gpu.md");
+        let start = format!("| {call} | ");
+        let rows: Vec<_> = guide
+            .lines()
+            .filter_map(|line| line.strip_prefix(&start))
+            .collect();
+        let [row] = rows[..] else {
+            panic!("the guide has {} rows of {call}", rows.len())
+        };
+        let digit = |cell: &str| cell.trim().chars().next().map(|digit| digit.to_string());
+        let cells = row.trim_end_matches('|').split(" | ");
+        cells
+            .map(|cell| digit(cell).map(|digit| digit.parse().unwrap()))
+            .collect()
+    };
+    let batch = Batch::random(&mut Data::on(&gpu, 2), &[9, 48], DType::F32, false);
+    let x = Var::from_tensor(&batch.xs).unwrap();
+    let check = |call: &str, what: &str, forward: &dyn Fn() -> Tensor| {
+        // Over ranks, the first step compares the layers.
+        forward();
+        let [in_forward, in_backward] = guide(call)[..] else {
+            panic!("a row of two cells")
+        };
+        launches(&softgpu, &device);
+        let y = forward();
+        assert_eq!(
+            Some(launches(&softgpu, &device)),
+            in_forward,
+            "{call}, {what}: forward"
+        );
+        if in_backward.is_some() {
+            y.apply_op1(Gradient(batch.dy.clone()))
+                .unwrap()
+                .backward()
+                .unwrap();
+            assert_eq!(
+                Some(launches(&softgpu, &device)),
+                in_backward,
+                "{call}, {what}: backward"
+            );
+        }
+    };
+    let layer = |config| Twin::new(&mut Data::on(&gpu, 1), 48, config, DType::F32).layer;
+    for groups in [None, Some(4)] {
+        let groups = config(groups);
+        let what = format!("{groups:?}");
+        let [pn, warming_up] = [0, 1000].map(|steps| layer(groups.with_warm_up(steps)));
+        let pn_v = layer(groups.with_statistics(Statistics::Batch));
+        let trained = |layer: &PowerNorm| layer.forward_t(&x, true).unwrap();
+        check("training after the warm-up (PN)", &what, &|| trained(&pn));
+        for layer in [&warming_up, &pn_v] {
+            let call = "training during the warm-up, and PN-V";
+            check(call, &what, &|| trained(layer));
+        }
+        check("recalibration", &what, &|| {
+            let _scope = pn.mode().recalibrate_scope();
+            pn.forward(&x).unwrap()
+        });
+        check("evaluation", &what, &|| pn.forward_t(&x, false).unwrap());
+        let ranks = Ranks::new(Same(gpu.clone()));
+        let over = |layer: &PowerNorm| layer.clone().with_ranks(&ranks);
+        let call = "over several ranks, after the warm-up";
+        let sharded = over(&pn);
+        check(call, &what, &|| trained(&sharded));
+        for layer in [&warming_up, &pn_v] {
+            let call = "over several ranks, during the warm-up, and PN-V";
+            let sharded = over(layer);
+            check(call, &what, &|| trained(&sharded));
+        }
+    }
+    for row_norm in RowNorm::both(&mut Data::on(&gpu, 1), 48, DType::F32) {
+        check("`LayerNorm` and `RmsNorm`", row_norm.name, &|| {
+            row_norm.norm.forward(&x).unwrap()
+        });
+    }
 }
 
 /// Runs a test in a process of its own. Kernels stay loaded until a process ends, so a test that

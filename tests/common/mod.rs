@@ -14,10 +14,12 @@ pub mod softgpu;
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::backprop::GradStore;
 use candle::{
-    CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var,
+    CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor, Var,
 };
 use candle_nn::{VarBuilder, VarMap};
-use candle_powernorm::{Mode, PowerNorm, PowerNormConfig, Recipe, Statistics, power_norm};
+use candle_powernorm::{
+    LayerNorm, Mode, PowerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics, power_norm,
+};
 pub use data::*;
 use reference::{Oracle, Quantity, Spec};
 use std::collections::HashMap;
@@ -655,6 +657,53 @@ impl CustomOp1 for Gradient {
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         Ok(Some(self.0.clone()))
+    }
+}
+
+/// LayerNorm or RmsNorm.
+pub struct RowNorm {
+    pub name: &'static str,
+    pub norm: Box<dyn Module>,
+    pub parameters: Vec<Var>,
+}
+
+impl RowNorm {
+    /// Both, with random parameters.
+    pub fn both(data: &mut Data, size: usize, dtype: DType) -> [Self; 2] {
+        let mut parameter = || {
+            let values = data.weight(size);
+            Var::from_tensor(&data.tensor(&values, &[size], dtype)).unwrap()
+        };
+        let [weight, bias, alone] = [(); 3].map(|()| parameter());
+        let [w, b, a] = [&weight, &bias, &alone].map(|var| var.as_tensor().clone());
+        [
+            Self {
+                name: "LayerNorm",
+                norm: Box::new(LayerNorm::new(w, b, 1e-5)),
+                parameters: vec![weight, bias],
+            },
+            Self {
+                name: "RmsNorm",
+                norm: Box::new(RmsNorm::new(a, 1e-5)),
+                parameters: vec![alone],
+            },
+        ]
+    }
+
+    /// The gradients of the input and the parameters. `dy` is the gradient of `y`.
+    pub fn gradients(&self, x: &Var, y: &Tensor, dy: &Tensor) -> Result<Vec<Tensor>> {
+        let grads = y.apply_op1(Gradient(dy.clone()))?.backward()?;
+        let of = [x].into_iter().chain(&self.parameters);
+        Ok(of.map(|of| grads.get(of).unwrap().clone()).collect())
+    }
+
+    /// y and the gradients.
+    pub fn run(&self, batch: &Batch) -> Vec<Tensor> {
+        let x = Var::from_tensor(&batch.xs).unwrap();
+        let y = self.norm.forward(&x).unwrap();
+        let mut all = self.gradients(&x, &y, &batch.dy).unwrap();
+        all.insert(0, y.detach());
+        all
     }
 }
 
