@@ -34,7 +34,7 @@ fn kernels() {
 ///
 /// The header is written for this function: a constant, a field or an enumerator has a line of its
 /// own, and a line that is none of them is an error. nvcc and Rust's `repr(C)` agree on the layout
-/// of fields whose types [`rust_type`] lists. Any other type of a field must be defined in the
+/// of fields whose types [`rust_type`] lists, and of arrays of them. Any other type of a field must be defined in the
 /// header, or the result does not compile.
 #[cfg(feature = "cuda")]
 fn rust_of_header(header: &str) -> String {
@@ -103,7 +103,10 @@ fn rust_of_header(header: &str) -> String {
                 } else {
                     rust_type(c_type)
                 };
-                rust += &format!("    pub {name}: {rust_type},\n");
+                rust += &match name.trim_end_matches(']').split_once('[') {
+                    Some((name, len)) => format!("    pub {name}: [{rust_type}; {len}],\n"),
+                    None => format!("    pub {name}: {rust_type},\n"),
+                };
             }
             _ => panic!("candle-powernorm: expected a line of C that build.rs knows, got {line}"),
         }

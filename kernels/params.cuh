@@ -132,6 +132,17 @@ struct NormalizeParams {
   Number group_eps;     // of r
 };
 
+// The numbers by which a rank announces its call in an exchange (src/ranks/announcement.rs).
+constexpr int32_t ANNOUNCED = 8;
+
+// The announcement in an exchange. The sums of ranks whose announcements differ do not belong
+// together.
+struct Announcement {
+  double *message;       // [ANNOUNCED], the numbers in the message that ranks add up; null: none
+  double own[ANNOUNCED]; // this rank's numbers
+  int64_t ranks;
+};
+
 // The argument of sum_partials: adds up the sums of this process, which are then added to those of
 // the other processes that share the batch.
 struct SumPartialsParams {
@@ -143,6 +154,7 @@ struct SumPartialsParams {
   int64_t stride;
   double *totals; // [cols], written
   double *count;  // [1], the number of kept rows, written; or null
+  Announcement announcement; // its numbers are written into the message
 };
 
 // The argument of update_phi.
@@ -172,6 +184,7 @@ struct UpdatePhiParams {
   double new_share;
   double alpha;
   double beta;
+  Announcement announcement; // of the totals, compared
 };
 
 // The argument of group_dots and normalize_bwd. In layer_norm_dots and layer_norm_bwd,
@@ -218,4 +231,5 @@ struct UpdateNuParams {
   double unscale;      // of Lambda before it enters nu: 1 over the loss scale
   int64_t guard;       // 1 if the factor of nu is clamped at 0, and a nu that would not be finite
                        // keeps its value
+  Announcement announcement; // of the totals, compared
 };

@@ -603,11 +603,22 @@ __device__ __forceinline__ Value sum_chunks(const void *partials, int64_t col, i
   return total[0];
 }
 
+// True if all ranks announced the same call. The numbers are integers, and exact in double.
+__device__ __forceinline__ bool ranks_agree(const Announcement &announcement) {
+  bool agree = true;
+  if (announcement.message != nullptr) {
+    each<ANNOUNCED>([&](int k) {
+      agree &= announcement.message[k] == announcement.own[k] * double(announcement.ranks);
+    });
+  }
+  return agree;
+}
+
 // sum_partials: the sums over the rows of this process, which ranks then exchange.
 // Determinism: bitwise, fixed order.
 // Reads  partials[chunks, stride] A, kept[chunks] i64.
-// Writes totals[cols] f64, count[1] f64 unless null; overwrites. Without chunks, the totals are
-//        zeros.
+// Writes totals[cols] f64, count[1] f64 and the announcement's message[ANNOUNCED] f64, each unless
+//        null; overwrites. Without chunks, the totals are zeros.
 // Bytes  chunks*cols*sizeof(A) + 8*cols.
 // Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
 // Thread owns one column of every blockDim.y-th chunk.
@@ -630,12 +641,15 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
   if (col == 0 && p.count != nullptr) {
     *p.count = static_cast<double>(kept);
   }
+  if (col == 0 && p.announcement.message != nullptr) {
+    each<ANNOUNCED>([&](int k) { p.announcement.message[k] = p.announcement.own[k]; });
+  }
 }
 
 // update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).
 // Determinism: bitwise.
-// Reads  totals, all_totals [cols + 1] f64; or partials, all_partials [chunks, cols] A,
-//        kept[chunks] i64. phi[cols], inv_d[cols] A.
+// Reads  totals, all_totals [cols + 1] f64 and the announcement; or partials, all_partials
+//        [chunks, cols] A, kept[chunks] i64. phi[cols], inv_d[cols] A.
 // Writes batch_phi[cols], gamma[cols], count[1] A; inv_d[cols] A if by_batch; phi[cols] if
 //        cumulative or moving; overwrites.
 // Bytes  chunks*cols*sizeof(A), twice with all_partials.
@@ -650,7 +664,12 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   const bool valid = col < p.cols;
   int64_t kept, count;
   A sum, square;
-  if (p.totals != nullptr) {
+  const bool agree = ranks_agree(p.announcement);
+  if (!agree) {
+    // These sums are of no batch. NaN reaches y if the batch's statistic normalizes, and psi^2.
+    kept = count = 1;
+    sum = square = A(NAN);
+  } else if (p.totals != nullptr) {
     // Counts are exact in double.
     kept = count = static_cast<int64_t>(p.totals[p.cols]);
     sum = square = valid ? static_cast<A>(p.totals[col]) : A(0);
@@ -698,7 +717,8 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
       next = A(p.alpha) * next + A(p.beta) * batch;
     }
     // A batch that overflowed must not outlive its step. psi^2 must be finite in its own dtype.
-    if (holds(p.phi, next) || !p.guard) {
+    // Ranks that are out of step must show.
+    if (holds(p.phi, next) || !p.guard || !agree) {
       store(p.phi, col, next);
     }
   }
@@ -942,8 +962,8 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 
 // update_nu: dweight, dbias, Lambda, and the step of nu (Eq. 13 over 1-alpha_b, guarded).
 // Determinism: bitwise.
-// Reads  partials[chunks, 2, cols] A, totals[cols] f64, weight, inv_d, gamma [cols], count[1] A,
-//        ema_gz[cols].
+// Reads  partials[chunks, 2, cols] A, totals[cols] f64, the announcement, weight, inv_d, gamma
+//        [cols], count[1] A, ema_gz[cols].
 // Writes dweight[cols], dbias[cols], lambda[cols] A, ema_gz[cols]; each only where not null,
 //        overwrites.
 // Bytes  2*chunks*cols*sizeof(A).
@@ -980,10 +1000,15 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     }
     lambda /= *static_cast<const A *>(p.count);
   }
+  // Ranks that are out of step must show: in nu, and in dx if it is exact.
+  const bool agree = ranks_agree(p.announcement);
+  if (!agree) {
+    lambda = A(NAN);
+  }
   if (p.lambda != nullptr) {
     static_cast<A *>(p.lambda)[col] = lambda;
   }
-  if (trained && p.ema_gz.data != nullptr) {
+  if ((trained || !agree) && p.ema_gz.data != nullptr) {
     const A gamma = static_cast<const A *>(p.gamma)[col];
     A decay = A(1) - A(p.beta) * gamma;
     // A negative decay would change the sign of nu at each step, so it is clamped.
@@ -992,7 +1017,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     }
     const A next = decay * load<A>(p.ema_gz, col) + A(p.unscale) * lambda;
     // Gamma is checked too, because the clamp would turn an infinite Gamma into a finite decay.
-    if ((holds(p.ema_gz, gamma) && holds(p.ema_gz, next)) || !p.guard) {
+    if ((holds(p.ema_gz, gamma) && holds(p.ema_gz, next)) || !p.guard || !agree) {
       store(p.ema_gz, col, next);
     }
   }

@@ -352,8 +352,8 @@ impl PowerNorm {
     /// # Later errors
     ///
     /// Before a layer's first sum, the ranks are compared. If they differ, every rank gets an error
-    /// with its own values. Later exchanges are compared on a CPU only. On a GPU, ranks that make
-    /// different calls hang, or sum unrelated numbers.
+    /// with its own values. On a CPU that holds for every later sum too. On a GPU, ranks that later
+    /// make different calls hang, or ψ² or ν becomes NaN on all of them, and every later output.
     #[must_use]
     pub fn with_ranks(mut self, ranks: &Ranks) -> Self {
         let device = self.device.sums_device(self.state.device());

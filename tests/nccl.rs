@@ -70,6 +70,7 @@ macro_rules! tests {
     };
 }
 distributed::cases!(tests);
+distributed::cases_of_a_gpu!(tests);
 
 /// The program in the documentation of `NcclCommunicator`, on as many GPUs as there are.
 #[test]

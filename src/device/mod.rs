@@ -124,11 +124,18 @@ trait Record: Send + Sync {
 /// Sums are exchanged as tensors of f64, `[n]`, on
 /// [`DeviceKind::sums_device`](pick::DeviceKind::sums_device). A training forward's sums are Σ x̃²
 /// over the kept rows, `[C]`, followed by the number of kept rows. Under
-/// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the
-/// same two follow for all rows. A backward's sums are Σ dy x̃, `[C]`.
+/// [`Recipe::Fairseq`](crate::Recipe::Fairseq) the same two follow for all rows. A backward's sums
+/// are Σ dy x̃, `[C]`. On an NVIDIA GPU the [`Announcement`] precedes the sums, and a backward's are
+/// padded to the length of a forward's.
 pub(crate) trait Env {
     /// Other processes have rows of the same batch, so sums must be exchanged.
     fn has_ranks(&self) -> bool;
+
+    /// The announcement of the exchange to come; `None` if there are no ranks. Only a device whose
+    /// sums stay on it asks for the announcement, and compares it. Other sums are compared on the
+    /// host.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    fn announcement(&self) -> Option<Announcement>;
 
     /// Returns the sums over the rows of all ranks. Called at most once in a pass, and only if
     /// there are ranks.
@@ -144,6 +151,16 @@ pub(crate) trait Env {
     /// Calls `update` once. If this backward moves ν, the state is locked meanwhile and `update`
     /// gets ν.
     fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()>;
+}
+
+/// The numbers that a rank sends ahead of its sums, to be added up with them. Unless each comes
+/// back as `ranks` times what was sent, the ranks have made different calls, and their sums do not
+/// belong together.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct Announcement {
+    pub numbers: [f64; 8],
+    pub ranks: usize,
 }
 
 /// The running correction ν, and how a step moves it.

@@ -11,7 +11,7 @@
 
 use crate::config::PhiStep;
 use crate::device::pass::Pass;
-use crate::device::{Env, Gradients, Nu, Outputs, Saved};
+use crate::device::{Announcement, Env, Gradients, Nu, Outputs, Saved};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
@@ -113,6 +113,14 @@ impl<'a> StepEnv<'a> {
 impl Env for StepEnv<'_> {
     fn has_ranks(&self) -> bool {
         self.has_ranks
+    }
+
+    fn announcement(&self) -> Option<Announcement> {
+        let (turn, training) = (self.turn.as_ref()?, self.training?);
+        Some(Announcement {
+            numbers: turn.announced(training.step_count),
+            ranks: turn.ranks(),
+        })
     }
 
     fn exchange(&mut self, sums: Tensor) -> Result<Tensor> {

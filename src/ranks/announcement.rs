@@ -5,6 +5,9 @@
 //! sum over all ranks. From that sum alone every rank finds whether all fingerprints are equal: see
 //! [`all_equal`]. It does not find what the others brought. If fingerprints differ, each rank
 //! prints its own announcement, and a person compares the texts.
+//!
+//! Where the sums stay on a GPU, the kernels that read them compare the same numbers in the same
+//! way (`ranks_agree` in `kernels/power_norm.cu`).
 
 use super::Exchange;
 use crate::config::PowerNormConfig;
@@ -21,11 +24,15 @@ pub(super) struct Announcement {
     pub size: usize,
     pub config: PowerNormConfig,
     /// The length of the message that brings the sums. It tells a CPU from a GPU, whose messages
-    /// have no head.
+    /// do not count ranks whose calls failed.
     pub message_len: usize,
+    /// On a GPU, the number of the turn among those of its ranks, counted from 0. A call that fails
+    /// there sends no message but takes a turn, so that from then on the ranks' numbers differ.
+    /// `None` on a CPU, where a call that fails takes part in the exchange.
+    pub turn: Option<usize>,
 }
 
-const WORDS: usize = 14;
+const WORDS: usize = 15;
 
 /// A fingerprint is compared in pieces of this many bits. The sum of their squares is exact in f64
 /// for up to 2²¹ ranks.
@@ -47,6 +54,7 @@ impl Announcement {
             size,
             config,
             message_len,
+            turn,
         } = *self;
         let PowerNormConfig {
             eps,
@@ -77,6 +85,7 @@ impl Announcement {
             alpha_fwd.to_bits(),
             alpha_bwd.to_bits(),
             message_len as u64,
+            turn.map_or(u64::MAX, |turn| turn as u64),
         ]
     }
 
@@ -121,7 +130,11 @@ impl fmt::Display for Announcement {
             config.alpha_fwd,
             config.alpha_bwd,
             self.message_len,
-        )
+        )?;
+        match self.turn {
+            Some(turn) => write!(f, ", in turn {turn}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -181,6 +194,7 @@ mod tests {
                 ..1e-5.into()
             },
             message_len: 522,
+            turn: None,
         }
     }
 
@@ -188,7 +202,7 @@ mod tests {
     /// A fingerprint that changed from one build to the next would set their ranks apart.
     #[test]
     fn a_fingerprint_is_the_same_everywhere() {
-        assert_eq!(usual().fingerprint(), 0xbe2a_15d4_0972_e850);
+        assert_eq!(usual().fingerprint(), 0xf317_04f7_7d52_e56e);
     }
 
     /// The first outputs from the state 1234567. Each state is the one before, plus the constant.
@@ -234,6 +248,8 @@ mod tests {
             |one| one.config.alpha_fwd = 0.99,
             |one| one.config.alpha_bwd = 0.99,
             |one| one.message_len += 1,
+            |one| one.turn = Some(0),
+            |one| one.turn = Some(1),
         ];
         let mut seen = vec![usual()];
         for change in changes {

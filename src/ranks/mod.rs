@@ -112,6 +112,8 @@ pub struct Ranks {
     communicator: Arc<dyn Communicator>,
     /// Layers that were given these ranks.
     layers: Arc<AtomicUsize>,
+    /// Turns that layers on a GPU have taken.
+    turns: Arc<AtomicUsize>,
 }
 
 impl Ranks {
@@ -120,6 +122,7 @@ impl Ranks {
         Self {
             communicator: Arc::new(communicator),
             layers: Arc::default(),
+            turns: Arc::default(),
         }
     }
 }
@@ -162,8 +165,9 @@ pub(crate) enum Exchange {
 pub(crate) struct Turn<'a> {
     member: &'a Member,
     exchange: Exchange,
-    /// The other ranks wait for a message that this rank has not sent. `false` from the moment in
-    /// which the communicator gets a message.
+    /// See [`Announcement::turn`].
+    number: Option<usize>,
+    /// True until this rank's message is sent: the other ranks wait for it.
     is_awaited: bool,
 }
 
@@ -195,47 +199,63 @@ impl Member {
         Turn {
             member: self,
             exchange,
+            number: (!self.device.is_cpu())
+                .then(|| self.ranks.turns.fetch_add(1, Ordering::Relaxed)),
             is_awaited: true,
         }
     }
 
-    /// The room for sums in a message between CPUs. A forward fills it. A backward has fewer sums,
-    /// but its message is as long, so that ranks in different calls can compare them.
-    fn room(&self) -> usize {
+    /// The number of sums in a message. A backward has fewer sums than a forward and pads them, so
+    /// that ranks in different calls can compare them.
+    fn sums_len(&self) -> usize {
         self.config.recipe.square_sums() * (self.size + 1)
-    }
-
-    /// The announcement of this rank before it adds up `sums`.
-    fn announcement(&self, exchange: Exchange, step_count: usize, sums: &Tensor) -> Announcement {
-        let message_len = match self.device.is_cpu() {
-            true => HEAD + self.room(),
-            false => sums.elem_count(),
-        };
-        Announcement {
-            layer: self.layer,
-            exchange,
-            step_count: match exchange {
-                Exchange::Recalibration => None,
-                Exchange::Forward | Exchange::Backward => Some(step_count),
-            },
-            size: self.size,
-            config: self.config,
-            message_len,
-        }
     }
 }
 
 impl Turn<'_> {
-    /// Adds up the `sums` of all ranks. `step_count` is t before the step.
+    /// The announcement of this rank. `step_count` is t before the step.
+    fn announcement(&self, step_count: usize) -> Announcement {
+        let member = self.member;
+        let head = if member.device.is_cpu() {
+            HEAD
+        } else {
+            ANNOUNCED
+        };
+        Announcement {
+            layer: member.layer,
+            exchange: self.exchange,
+            step_count: match self.exchange {
+                Exchange::Recalibration => None,
+                Exchange::Forward | Exchange::Backward => Some(step_count),
+            },
+            size: member.size,
+            config: member.config,
+            message_len: head + member.sums_len(),
+            turn: self.number,
+        }
+    }
+
+    /// The numbers that a GPU sends ahead of its sums.
+    pub fn announced(&self, step_count: usize) -> [f64; ANNOUNCED] {
+        announced(self.announcement(step_count).fingerprint())
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.member.ranks.communicator.world_size()
+    }
+
+    /// Adds up the `sums` of all ranks. `step_count` is t before the step. On a GPU `sums` is a
+    /// whole message, which begins with what is [`announced`](Self::announced).
     ///
     /// Before a layer's first sum, the ranks compare their announcements in a message that has one
     /// length for all layers. Layers of different sizes would send sums of different lengths, which
-    /// an engine need not survive. Later sums come without that message. On a CPU each sum brings
-    /// its announcement along, so that ranks that do not fit each other get an error. On a GPU the
-    /// host would have to wait for the GPU to read it.
+    /// an engine need not survive. Later sums come without that message, and each brings its
+    /// announcement along. On a CPU, ranks that do not fit each other get an error. On a GPU the
+    /// host would have to wait to read the announcement, so the kernels compare it, and turn sums
+    /// that do not belong together into NaN.
     pub fn sum(mut self, sums: &Tensor, step_count: usize) -> Result<Tensor> {
         let member = self.member;
-        let announcement = member.announcement(self.exchange, step_count, sums);
+        let announcement = self.announcement(step_count);
         if !member.compared.load(Ordering::Acquire) {
             self.sum_announced(&announcement, &[])?;
             member.compared.store(true, Ordering::Release);
@@ -243,11 +263,12 @@ impl Turn<'_> {
             self.is_awaited = true;
         }
         if !member.device.is_cpu() {
+            debug_assert_eq!(sums.elem_count(), announcement.message_len);
             return self.sum_on_device(sums);
         }
         let len = sums.elem_count();
         let mut padded = sums.to_vec1::<f64>()?;
-        padded.resize(member.room(), 0.);
+        padded.resize(member.sums_len(), 0.);
         let mut global = self.sum_announced(&announcement, &padded)?;
         global.truncate(len);
         Tensor::from_vec(global, len, &Device::Cpu)
@@ -265,8 +286,7 @@ impl Turn<'_> {
                  failed: look for its error there, and go on with the next step on all ranks"
             )
         }
-        let ranks = self.member.ranks.communicator.world_size();
-        if !all_equal(&own, &global[1..HEAD], ranks) {
+        if !all_equal(&own, &global[1..HEAD], self.ranks()) {
             candle::bail!(
                 "power_norm: expected the same layer, call, step count and configuration on all \
                  ranks, got different ones, and on this rank {announcement}: compare this with \
@@ -327,8 +347,8 @@ impl Drop for Turn<'_> {
             return;
         }
         // As long as the message that the others send.
-        let room = if compared { member.room() } else { 0 };
-        let mut message = vec![0.; HEAD + room];
+        let sums_len = if compared { member.sums_len() } else { 0 };
+        let mut message = vec![0.; HEAD + sums_len];
         message[0] = 1.;
         // A panic that leaves `drop` while another one unwinds aborts the process. So a panic of
         // the communicator ends here, as its error does. The caller already gets the error or the
@@ -478,8 +498,8 @@ mod tests {
     }
 
     /// The message of a rank whose call failed.
-    fn failure(room: usize) -> Vec<f64> {
-        let mut message = vec![0.; HEAD + room];
+    fn failure(sums_len: usize) -> Vec<f64> {
+        let mut message = vec![0.; HEAD + sums_len];
         message[0] = 1.;
         message
     }
@@ -513,21 +533,23 @@ mod tests {
             recipe: crate::Recipe::Fairseq,
             ..1e-5.into()
         };
-        for (size, config, room) in [(3, 1e-5.into(), 4), (8, 1e-5.into(), 9), (3, fairseq, 8)] {
+        let usual = 1e-5.into();
+        for (size, config, sums_len) in [(3, usual, 4), (8, usual, 9), (3, fairseq, 8)] {
             let ranks = Ranks::new(recorder.clone());
             let member = Member::join(&ranks, size, &config, Device::Cpu).unwrap();
             // A backward's sums are fewer, and its message is as long.
             let own = Tensor::new(&[1., 2., 3.], &Device::Cpu).unwrap();
             for (exchange, step_count) in [(Exchange::Forward, 0), (Exchange::Backward, 1)] {
-                let announcement = member.announcement(exchange, step_count, &own);
-                assert_eq!(announcement.message_len, HEAD + room);
+                let turn = member.turn(exchange);
+                let announcement = turn.announcement(step_count);
+                assert_eq!(announcement.message_len, HEAD + sums_len);
                 let mut head = vec![0.];
                 head.extend(announced(announcement.fingerprint()));
                 let mut message = head.clone();
                 message.extend([1., 2., 3.]);
-                message.resize(HEAD + room, 0.);
+                message.resize(HEAD + sums_len, 0.);
 
-                let sum = member.turn(exchange).sum(&own, step_count).unwrap();
+                let sum = turn.sum(&own, step_count).unwrap();
                 assert_eq!(sum.to_vec1::<f64>().unwrap(), [2., 4., 6.]);
                 match exchange {
                     Exchange::Forward => assert_eq!(recorder.take(), [head, message]),

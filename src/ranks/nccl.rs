@@ -30,8 +30,8 @@ use std::sync::{Mutex, PoisonError};
 /// # Ranks that fail
 ///
 /// NCCL checks nothing. It waits forever for a rank that failed. If a rank brings other tensors or
-/// another order of sums, it waits forever too, or adds up what does not belong together.
-/// [Ranks](crate::guide::ranks) has more, also on CUDA graphs.
+/// another order of sums, it waits forever too, or adds up what does not belong together, which a
+/// layer turns into NaN. [Ranks](crate::guide::ranks) has more, also on CUDA graphs.
 ///
 /// # Example
 ///

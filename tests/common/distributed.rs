@@ -62,6 +62,20 @@ macro_rules! cases_of_a_cpu {
 #[allow(unused_imports)]
 pub(crate) use cases_of_a_cpu;
 
+/// Cases for a GPU, where sums of different calls become NaN.
+#[allow(unused_macros)]
+macro_rules! cases_of_a_gpu {
+    ($run:ident) => {
+        $run! {
+            a_rank_that_goes_on_after_a_rejected_forward,
+            a_rank_that_skips_a_backward,
+            calls_that_differ_on_a_gpu,
+        }
+    };
+}
+#[allow(unused_imports)]
+pub(crate) use cases_of_a_gpu;
+
 const SIZE: usize = 12;
 
 /// Steps of a trajectory, of which `WARM_UP` are warm-up: every pattern of shards comes before its
@@ -999,6 +1013,134 @@ pub fn calls_that_differ(rank: &Rank) {
         });
         forward.backward();
         twins.compare("the backward after all");
+    }
+}
+
+/// Every recipe and statistic, during the warm-up and after it.
+fn every_kind() -> impl Iterator<Item = PowerNormConfig> {
+    use {Recipe::*, Statistics::*};
+    let kinds = [(Paper, Running), (Paper, Batch), (Fairseq, Running)];
+    (kinds.into_iter())
+        .flat_map(|kind| [0, 100].map(|steps| 1e-5.with_kind(kind).with_warm_up(steps)))
+}
+
+/// Twins that have made two steps, of ranks of their own, so that ranks that fall out of step do
+/// not spoil other cases.
+fn twins_in_step(rank: &Rank, config: PowerNormConfig) -> Twins<'_> {
+    let over = Ranks::new(rank.communicator.clone());
+    let mut twins = Twins::over(rank, &over, config, DType::F64);
+    for what in ["the first step", "the second step"] {
+        twins.step(what);
+    }
+    twins
+}
+
+#[track_caller]
+fn assert_nan(what: &str, tensor: &Tensor) {
+    let values = to_f64(tensor);
+    assert!(
+        values.iter().all(|value| value.is_nan()),
+        "{what}: {values:?}"
+    );
+}
+
+/// ψ² and ν are NaN, and so is all that they enter from now on.
+#[track_caller]
+fn assert_spoiled(what: &str, twins: &mut Twins) {
+    for step in 0..2 {
+        let layer = &twins.sharded;
+        assert_nan(&format!("{what}: ψ² {step}"), &layer.running_phi().unwrap());
+        assert_nan(&format!("{what}: ν {step}"), &layer.nu().unwrap());
+        let (share, _) = twins.next();
+        let evaluated = forward(&twins.sharded, &share.xs, None, false);
+        assert_nan(&format!("{what}: an evaluation {step}"), &evaluated);
+        let next = run(&twins.sharded, &share, true);
+        assert_nan(&format!("{what}: dx {step}"), &next.dx);
+    }
+}
+
+/// A rank whose forward is rejected, and that goes on with its next batch, meets the others' batch
+/// before. Every rank comes to see it.
+pub fn a_rank_that_goes_on_after_a_rejected_forward(rank: &Rank) {
+    for config in every_kind() {
+        let what = format!("{config:?}");
+        let mut twins = twins_in_step(rank, config);
+        if rank.is_last() {
+            let wide = Tensor::ones((2, SIZE + 1), DType::F64, &rank.device).unwrap();
+            let text = "expected a last dimension of 12";
+            rejected(&twins.sharded, text, || twins.sharded.forward(&wide));
+            twins.next();
+        }
+        let (share, _) = twins.next();
+        let outcome = run(&twins.sharded, &share, true);
+        if config.statistics == Statistics::Batch || config.warmup_steps > 0 {
+            assert_nan(&format!("{what}: y"), &outcome.y);
+        }
+        assert_spoiled(&what, &mut twins);
+    }
+}
+
+/// A rank that leaves out a backward comes to its next forward while the others are in their
+/// backward, whose sums are fewer.
+pub fn a_rank_that_skips_a_backward(rank: &Rank) {
+    for config in every_kind() {
+        let what = format!("{config:?}");
+        let mut twins = twins_in_step(rank, config);
+        let [(first, _), (second, _)] = [(); 2].map(|()| twins.next());
+        let first = loss(&twins.sharded, &first).unwrap();
+        if !rank.is_last() {
+            first.backward().unwrap();
+            assert_nan(&format!("{what}: ν"), &twins.sharded.nu().unwrap());
+        }
+        let second = loss(&twins.sharded, &second).unwrap();
+        assert_nan(
+            &format!("{what}: ψ²"),
+            &twins.sharded.running_phi().unwrap(),
+        );
+        if rank.is_last() {
+            second.backward().unwrap();
+        }
+        assert_spoiled(&what, &mut twins);
+    }
+}
+
+/// Step counts, layers or calls differ after the first step.
+pub fn calls_that_differ_on_a_gpu(rank: &Rank) {
+    for config in every_kind() {
+        let what = format!("{config:?}");
+        // A checkpoint that one rank alone has loaded.
+        let mut twins = twins_in_step(rank, config);
+        if rank.rank == 0 {
+            twins.set_steps(7);
+        }
+        let (share, _) = twins.next();
+        run(&twins.sharded, &share, true);
+        assert_spoiled(&format!("{what}: step counts"), &mut twins);
+
+        // Two layers in another order.
+        let over = Ranks::new(rank.communicator.clone());
+        let mut layers = [(); 2].map(|()| Twins::over(rank, &over, config, DType::F64));
+        layers.each_mut().map(|twins| twins.step("in order"));
+        for k in [0, 1] {
+            let (share, _) = layers[0].next();
+            let other = (k + usize::from(rank.is_last())) % 2;
+            run(&layers[other].sharded, &share, true);
+        }
+        for twins in &mut layers {
+            assert_spoiled(&format!("{what}: layers"), twins);
+        }
+
+        // One rank recalibrates.
+        let mut twins = twins_in_step(rank, config);
+        let (share, _) = twins.next();
+        let mode = twins.sharded.mode().clone();
+        let scope = rank.is_last().then(|| mode.recalibrate_scope());
+        twins.sharded.forward(&share.xs).unwrap();
+        drop(scope);
+        assert_nan(
+            &format!("{what}: a recalibration"),
+            &twins.sharded.running_phi().unwrap(),
+        );
     }
 }
 

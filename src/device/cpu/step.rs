@@ -433,6 +433,7 @@ fn holds(var: &Var, value: f64) -> bool {
 mod tests {
     use super::*;
     use crate::config::{Recipe, Shares};
+    use crate::device::Announcement;
     use crate::device::cpu::layout::on_cpu;
     use crate::device::pass::Channels;
     use crate::device::pick::DeviceKind;
@@ -474,6 +475,10 @@ mod tests {
     impl Env for Outside {
         fn has_ranks(&self) -> bool {
             self.others.is_some()
+        }
+
+        fn announcement(&self) -> Option<Announcement> {
+            unreachable!("sums of a CPU are compared on the host")
         }
 
         fn exchange(&mut self, sums: Tensor) -> Result<Tensor> {

@@ -72,7 +72,7 @@
 //! in which the two warps of each row of threads exchange their sums.
 
 use super::params::{
-    Address, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS, GroupDots, GroupRmsInv,
+    ANNOUNCED, Address, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS, GroupDots, GroupRmsInv,
     GroupRmsOrigin, HELD_PIECES_BWD, HELD_VALUES, Kernel, LAYER_NORM_MEANS_BWD,
     LAYER_NORM_STATISTICS, LayerNorm, LayerNormBwd, LayerNormDots, LayerNormStatistics, MAX_STAGES,
     Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, PIECE_BYTES, ROW_THREADS,
@@ -653,12 +653,11 @@ impl LaunchPlan {
         self.cut.group_scaling == GroupRmsOrigin::Given
     }
 
-    /// The number of sums that ranks exchange after the pass.
-    pub fn sums(&self) -> usize {
-        match self.direction {
-            Direction::Forward => self.recipe.square_sums() * (self.extent.cols + 1),
-            Direction::Backward => self.extent.cols,
-        }
+    /// The length of the message in which ranks exchange the sums of the pass: the announcement's
+    /// numbers, then the sums. A backward has fewer sums than its forward, but its message is as
+    /// long, so that ranks in different calls can compare them.
+    pub fn message_len(&self) -> usize {
+        ANNOUNCED + self.recipe.square_sums() * (self.extent.cols + 1)
     }
 
     /// The layout of `saved`, from address `start` on.

@@ -7,8 +7,8 @@
 
 use super::gpu::{Gpu, Kernels, Locks, Uses, reads_in_place};
 use super::params::{
-    Address, Dtype, NormalizeBwdParams, NormalizeParams, SumPartialsParams, Tiling, UpdateNuParams,
-    UpdatePhiParams, Vector, when,
+    ANNOUNCED, Address, Announcement, Dtype, NormalizeBwdParams, NormalizeParams,
+    SumPartialsParams, Tiling, UpdateNuParams, UpdatePhiParams, Vector, when,
 };
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, PhiStep};
@@ -47,11 +47,14 @@ pub(in crate::device) fn forward(
     // the launches that read it: `launch_rows` (or `launch_inv_d`), `update_phi`.
     let saved = saves.then(|| unsafe { gpu.room(plan.saved(0).end) });
     let mut saved = saved.transpose()?;
-    let exchanges = trains && env.has_ranks();
+    let announcement = env.announcement().filter(|_| trains);
     // SAFETY: `launch_totals` writes all of it.
-    let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
-    let sums = sums.transpose()?;
-    gpu.load(&plan.entries(exchanges))?;
+    let message = || unsafe { gpu.storage(&plan.message_len().into(), DType::F64) };
+    let message = match announcement {
+        Some(announcement) => Some((message()?, announcement)),
+        None => None,
+    };
+    gpu.load(&plan.entries(message.is_some()))?;
     let forward = Forward {
         gpu: &gpu,
         plan: &plan,
@@ -66,9 +69,10 @@ pub(in crate::device) fn forward(
     }
     // The sums over all ranks. In a single process `update_phi` adds the chunks' sums up itself.
     let mut totals = None;
-    if let Some(mut sums) = sums {
-        forward.launch_totals(saved.as_mut(), &mut sums)?;
-        totals = Some(env.exchange(from_storage(sums, &plan.sums().into()))?);
+    if let Some((mut message, announcement)) = message {
+        forward.launch_totals(saved.as_mut(), &mut message, &announcement)?;
+        let message = env.exchange(from_storage(message, &plan.message_len().into()))?;
+        totals = Some((message, announcement));
     }
     // ψ_B², Γ, ψ², and 1/D if it is the batch's.
     if trains {
@@ -123,15 +127,25 @@ impl Record for Forwarded {
         let mut dweight = of_parameter(pass.weight(), wanted.weight)?;
         let mut dbias = of_parameter(pass.bias(), wanted.bias)?;
         if let Some(saved) = &self.saved {
-            let exchanges = env.has_ranks();
+            let announcement = env.announcement();
             // SAFETY: `Backward::launch_rows` writes the partial sums, `Backward::launch_update_nu`
             // writes `lambda`, and the walk that writes dx writes `dots` first, before anything
             // reads them. Without rows no launch reads partial sums.
             let mut workspace = unsafe { gpu.room(plan.workspace(0).end) }?;
-            // SAFETY: `Backward::launch_totals` writes all of it.
-            let sums = exchanges.then(|| unsafe { gpu.storage(&plan.sums().into(), DType::F64) });
-            let sums = sums.transpose()?;
-            gpu.load(&plan.entries(exchanges))?;
+            let message = || {
+                let len = plan.message_len().into();
+                match plan.recipe.square_sums() {
+                    // SAFETY: `Backward::launch_totals` writes all of it.
+                    1 => unsafe { gpu.storage(&len, DType::F64) },
+                    // The padding that a forward's second sums leave.
+                    _ => gpu.device.zeros_impl(&len, DType::F64),
+                }
+            };
+            let message = match announcement {
+                Some(announcement) => Some((message()?, announcement)),
+                None => None,
+            };
+            gpu.load(&plan.entries(message.is_some()))?;
             let backward = Backward {
                 gpu,
                 plan: &plan,
@@ -147,9 +161,10 @@ impl Record for Forwarded {
                 backward.launch_rows(&mut workspace, nu.as_ref(), first_dx, takes_sums)?;
             }
             let mut totals = None;
-            if let Some(mut sums) = sums {
-                backward.launch_totals(&mut workspace, &mut sums)?;
-                totals = Some(env.exchange(from_storage(sums, &plan.sums().into()))?);
+            if let Some((mut message, announcement)) = message {
+                backward.launch_totals(&mut workspace, &mut message, &announcement)?;
+                let message = env.exchange(from_storage(message, &plan.message_len().into()))?;
+                totals = Some((message, announcement));
             }
             // Λ, ν and the parameters' gradients.
             if takes_sums {
@@ -171,6 +186,36 @@ impl Record for Forwarded {
             bias: of_parameter(dbias),
         })
     }
+}
+
+/// The sums over all ranks: the message that they have added up, and this rank's part of its head.
+type Totals = (Tensor, device::Announcement);
+
+/// The announcement at the head of the sums over all ranks, or none.
+fn announcement_of<'u, 't: 'u>(
+    totals: Option<&'t Totals>,
+    uses: &mut Uses<'u, 't>,
+) -> Result<Announcement> {
+    match totals {
+        Some((message, announcement)) => {
+            Ok(announcement_in(uses.read(Some(message))?, announcement))
+        }
+        None => Ok(Announcement::default()),
+    }
+}
+
+/// The announcement at the head of a message, as the kernels take it.
+fn announcement_in(message: Address, announcement: &device::Announcement) -> Announcement {
+    Announcement {
+        message,
+        own: announcement.numbers,
+        ranks: announcement.ranks as i64,
+    }
+}
+
+/// The address of the sums in a message.
+fn totals_in(message: Address) -> Address {
+    when(message != 0, message + ANNOUNCED as u64 * TOTAL_BYTES)
 }
 
 /// ν times the loss scale: `scale · ema_gz`, which is the variable of ν or a copy.
@@ -320,24 +365,28 @@ impl Forward<'_> {
             cumulative: None,
             moving: None,
         };
-        let params = self.update_phi_params(&saved, 0, phi, no_step, true);
+        let no_totals = Announcement::default();
+        let params = self.update_phi_params(&saved, no_totals, phi, no_step, true);
         // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which
         // are only written: there are no chunks to read. The launch is the plan's, and the kernel
         // has no tiling.
         unsafe { self.gpu.launch(&self.plan.update_phi(), &params) }
     }
 
-    /// Adds up the sums over the rows of this process, for the exchange.
+    /// Adds up the sums over the rows of this process, and writes the message of the exchange.
     fn launch_totals(
         &self,
         saved: Option<&mut CudaSlice<u8>>,
-        sums: &mut CudaStorage,
+        message: &mut CudaStorage,
+        announcement: &device::Announcement,
     ) -> Result<()> {
         let (gpu, plan) = (self.gpu, self.plan);
         let locks = Locks::default();
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
-        let mut totals = uses.write(sums)?.data;
+        let message = uses.write(message)?.data;
+        let mut totals = totals_in(message);
+        let mut announcement = announcement_in(message, announcement);
         let all_partials = match saved.all_partials {
             0 => saved.partials,
             all_partials => all_partials,
@@ -355,13 +404,16 @@ impl Forward<'_> {
                 rows: plan.extent.rows as i64,
                 cols: plan.extent.cols as i64,
                 chunks: plan.chunks() as i64,
+                announcement,
             };
-            // SAFETY: `sums`, an allocation of its own, has a total a column and a count for each
-            // of the recipe's sums. The chunks are parts of `saved`, which `launch_rows` has
-            // written, and there are none without rows. The launch is the plan's, and the kernel
-            // has no tiling.
+            // SAFETY: `message`, an allocation of its own, has the announcement's numbers, and a
+            // total a column and a count for each of the recipe's sums. The chunks are parts of
+            // `saved`, which `launch_rows` has written, and there are none without rows. The launch
+            // is the plan's, and the kernel has no tiling.
             unsafe { gpu.launch(&plan.sum_partials(), &params) }?;
             totals = count + TOTAL_BYTES;
+            // Written once.
+            announcement = Announcement::default();
         }
         Ok(())
     }
@@ -370,20 +422,20 @@ impl Forward<'_> {
     fn launch_update_phi(
         &self,
         saved: Option<&mut CudaSlice<u8>>,
-        totals: Option<&Tensor>,
+        totals: Option<&Totals>,
         env: &mut dyn Env,
     ) -> Result<()> {
         let (gpu, plan) = (self.gpu, self.plan);
         let locks = Locks::default();
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
-        let totals = uses.read(totals)?;
+        let announcement = announcement_of(totals, &mut uses)?;
         let by_batch = plan.kind == ForwardKind::BatchStatistic;
         env.move_phi(&mut |phi, step| {
             gpu.in_place(phi, |phi| {
-                let params = self.update_phi_params(&saved, totals, phi, *step, by_batch);
-                // SAFETY: ψ², which `in_place` holds, has the plan's columns. The totals have the
-                // length of `LaunchPlan::sums`. The rest are parts of `saved`, whose chunks
+                let params = self.update_phi_params(&saved, announcement, phi, *step, by_batch);
+                // SAFETY: ψ², which `in_place` holds, has the plan's columns. The message has the
+                // length of `LaunchPlan::message_len`. The rest are parts of `saved`, whose chunks
                 // `launch_rows` has written and whose 1/D it or `launch_inv_d` has; without rows
                 // there are no chunks, and totals are there. All are allocations or parts of their
                 // own. The launch is the plan's, and the kernel has no tiling.
@@ -447,12 +499,13 @@ impl Forward<'_> {
     fn update_phi_params(
         &self,
         saved: &SavedLayout,
-        totals: Address,
+        announcement: Announcement,
         phi: Vector,
         step: PhiStep,
         by_batch: bool,
     ) -> UpdatePhiParams {
         let plan = self.plan;
+        let totals = totals_in(announcement.message);
         let has_all_totals = totals != 0 && plan.recipe.square_sums() > 1;
         let all_totals = totals + (plan.extent.cols as u64 + 1) * TOTAL_BYTES;
         UpdatePhiParams {
@@ -479,6 +532,7 @@ impl Forward<'_> {
             new_share: step.cumulative.map_or(0., |shares| shares.new),
             alpha: step.moving.map_or(0., |shares| shares.old),
             beta: step.moving.map_or(0., |shares| shares.new),
+            announcement,
         }
     }
 }
@@ -526,22 +580,32 @@ impl Backward<'_> {
         unsafe { self.gpu.normalize_bwd(self.plan, params) }
     }
 
-    /// Adds Σ dy x̃ up over the rows of this process, for the exchange.
-    fn launch_totals(&self, workspace: &mut CudaSlice<u8>, sums: &mut CudaStorage) -> Result<()> {
+    /// Adds Σ dy x̃ up over the rows of this process, and writes the message of the exchange.
+    fn launch_totals(
+        &self,
+        workspace: &mut CudaSlice<u8>,
+        message: &mut CudaStorage,
+        announcement: &device::Announcement,
+    ) -> Result<()> {
         let (plan, locks) = (self.plan, Locks::default());
         let mut uses = Uses::on(&self.gpu.stream, &locks);
         let workspace = self.workspace(workspace, &mut uses);
+        let message = uses.write(message)?.data;
+        let totals = totals_in(message);
         let params = SumPartialsParams {
             partials: workspace.partials,
             kept: 0,
             stride: 2 * plan.extent.cols as i64,
-            totals: uses.write(sums)?.data,
-            count: 0,
+            totals,
+            // Not read. It fills the place that a forward's count has.
+            count: totals + plan.extent.cols as u64 * TOTAL_BYTES,
             rows: plan.extent.rows as i64,
             cols: plan.extent.cols as i64,
             chunks: plan.chunks() as i64,
+            announcement: announcement_in(message, announcement),
         };
-        // SAFETY: `sums`, an allocation of its own, has a total a column. The chunks are a part of
+        // SAFETY: `message`, an allocation of its own, has the announcement's numbers, a total a
+        // column and a count. The chunks are a part of
         // the workspace, which `launch_rows` has written, and there are none without rows. The
         // launch is the plan's, and the kernel has no tiling.
         unsafe { self.gpu.launch(&plan.sum_partials(), &params) }
@@ -551,7 +615,7 @@ impl Backward<'_> {
     fn launch_update_nu(
         &self,
         workspace: &mut CudaSlice<u8>,
-        totals: Option<&Tensor>,
+        totals: Option<&Totals>,
         [dweight, dbias]: [Option<&mut CudaStorage>; 2],
         env: &mut dyn Env,
     ) -> Result<()> {
@@ -559,9 +623,10 @@ impl Backward<'_> {
         let mut uses = Uses::on(&gpu.stream, &locks);
         let saved = plan.saved(uses.hold(self.saved.device_ptr(&gpu.stream)));
         let workspace = self.workspace(workspace, &mut uses);
+        let announcement = announcement_of(totals, &mut uses)?;
         let params = UpdateNuParams {
             partials: workspace.partials,
-            totals: uses.read(totals)?,
+            totals: totals_in(announcement.message),
             cols: plan.extent.cols as i64,
             chunks: plan.chunks() as i64,
             weight: uses.read_vector(self.pass.weight())?,
@@ -572,14 +637,15 @@ impl Backward<'_> {
             dweight: uses.write(dweight)?,
             dbias: uses.write(dbias)?,
             guard: plan.recipe.is_guarded().into(),
+            announcement,
             ..Default::default()
         };
         let launch = |params: &UpdateNuParams| {
-            // SAFETY: the totals, the weight, the gradients and ν, which `in_place` holds, have the
-            // plan's columns. The rest are parts of `saved`, which the forward has written, and of
-            // the workspace, whose chunks `launch_rows` has written; without rows there are no
-            // chunks. All are allocations or parts of their own. The launch is the plan's, and the
-            // kernel has no tiling.
+            // SAFETY: the weight, the gradients and ν, which `in_place` holds, have the plan's
+            // columns, and the message the length of `LaunchPlan::message_len`. The rest are parts
+            // of `saved`, which the forward has written, and of the workspace, whose chunks
+            // `launch_rows` has written; without rows there are no chunks. All are allocations or
+            // parts of their own. The launch is the plan's, and the kernel has no tiling.
             unsafe { gpu.launch(&plan.update_nu(), params) }
         };
         env.move_nu(&mut |nu| match nu {
