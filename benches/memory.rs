@@ -56,6 +56,8 @@ fn held_by(forward: impl Fn() -> Result<Tensor>) -> Result<usize> {
     Ok(held)
 }
 
+type Forward<'a> = &'a dyn Fn() -> Result<Tensor>;
+
 fn main() -> Result<()> {
     println!("| layer | dtype | bytes kept besides inputs and outputs | in tensors of that size |");
     println!("|---|---|--:|--:|");
@@ -77,7 +79,7 @@ fn main() -> Result<()> {
         let eps = EPS as f32;
         let residual = xs.as_tensor().copy()?;
         // y keeps the sum, which is its input. It is an output too.
-        let forwards: [(&str, usize, &dyn Fn() -> Result<Tensor>); 9] = [
+        let forwards: [(&str, usize, Forward); 9] = [
             ("`power_norm`", 1, &|| running.forward(&xs)),
             ("`power_norm`, in its warm-up", 1, &|| {
                 warming_up.forward(&xs)

@@ -5,6 +5,11 @@
 //! slower than kernels. The host waits for the device only to exchange sums with other ranks. It
 //! does not wait for the contents of a mask, so a batch without a kept row counts as a step, as on
 //! a GPU.
+//!
+//! So the equations on channels are written here once more, though `cpu/step.rs` has them as loops.
+//! To share those, Σ x̃² and Σ dy x̃ would have to come to the host in each training forward and
+//! backward. On Metal each such read ends the queue of commands and waits for it, 48 times a step in
+//! a model of 24 normalizations.
 
 use super::pass::{Pass, RowNorm};
 use super::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};

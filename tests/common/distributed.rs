@@ -1120,7 +1120,9 @@ pub fn calls_that_differ_on_a_gpu(rank: &Rank) {
         // Two layers in another order.
         let over = Ranks::new(rank.communicator.clone());
         let mut layers = [(); 2].map(|()| Twins::over(rank, &over, config, DType::F64));
-        layers.each_mut().map(|twins| twins.step("in order"));
+        for twins in &mut layers {
+            twins.step("in order");
+        }
         for k in [0, 1] {
             let (share, _) = layers[0].next();
             let other = (k + usize::from(rank.is_last())) % 2;

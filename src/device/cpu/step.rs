@@ -634,6 +634,22 @@ mod tests {
         Ok(())
     }
 
+    /// A weight that no constructor lets through: the output fails, and ψ² has not moved.
+    #[test]
+    fn phi_moves_after_what_can_fail() -> Result<()> {
+        for kind in [ForwardKind::BatchStatistic, ForwardKind::RunningStatistic] {
+            let mut pass = pass(&[6., 2.], kind, Recipe::Paper)?;
+            pass.affine = Some(Affine::new(&Tensor::new(&[3u8], &Device::Cpu)?, None));
+            let mut outside = Outside::new(4., 5.)?;
+            let Err(error) = run_forward(&mut pass, &mut outside) else {
+                panic!("a forward with a weight of U8")
+            };
+            assert!(error.to_string().contains("got U8"), "{error}");
+            assert_eq!(values(&outside.phi), [4.]);
+        }
+        Ok(())
+    }
+
     #[test]
     fn no_gradient_that_is_not_wanted() -> Result<()> {
         let mut pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;

@@ -37,6 +37,9 @@ use num_traits::Float;
 use pulp::Simd;
 use std::ops::Range;
 
+/// Where an output of a row goes, and the two coefficients that each channel has in it.
+type RowOutput<'a, 'b, T> = (&'a mut RowWriter<'b, T>, [&'a [<T as Element>::Acc]; 2]);
+
 /// Writes y of a row, and adds x̃² to `sums`. Both are optional, and so is a normalization of the
 /// row by itself (`scaler`).
 #[inline(always)]
@@ -45,7 +48,7 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
     x: &[T],
     scaler: Option<&Scaler<T::Acc>>,
     groups: &mut Groups<T::Acc>,
-    y: Option<(&mut RowWriter<T>, [&[T::Acc]; 2])>,
+    y: Option<RowOutput<T>>,
     mut sums: Option<&mut [T::Acc]>,
 ) {
     // Along the row: r.
@@ -95,7 +98,7 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
     [x, dy]: [&[T]; 2],
     scaler: Option<&Scaler<T::Acc>>,
     groups: &mut Groups<T::Acc>,
-    dx: Option<(&mut RowWriter<T>, [&[T::Acc]; 2])>,
+    dx: Option<RowOutput<T>>,
     mut sums: ColumnSums<T::Acc>,
 ) {
     let dy = &dy[..x.len()];
