@@ -71,7 +71,7 @@ fn rust_of_header(header: &str) -> String {
                 inside = Inside::Nothing;
             }
             (Inside::Nothing, ["enum", name, ":", number, "{"]) => {
-                rust += "#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]\n";
+                rust += "#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]\n";
                 rust += &format!(
                     "#[repr({})]\npub enum {name} {{\n    #[default]\n",
                     rust_type(number)

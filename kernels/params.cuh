@@ -43,10 +43,29 @@ constexpr __host__ __device__ int32_t lane_coefficients(int32_t pieces, int32_t 
 // Values of A that warps exchange to add up over a row of the block: two buffers of a value a warp.
 constexpr int32_t EXCHANGED_VALUES = 2 * MAX_WARPS;
 
+// Shared memory of a block that walks over rows, in bytes, in this order: the rings of its warps,
+// the coefficients of its lanes and, if its groups span warps, the values that warps exchange. The
+// plan asks for the sum of the parts, and the kernels find a part after those before it.
+constexpr __host__ __device__ int32_t rings_bytes(int32_t warps, int32_t ring_bytes) {
+  return warps * ring_bytes;
+}
+constexpr __host__ __device__ int32_t coefficients_bytes(int32_t lanes, int32_t lane_pieces) {
+  return lanes * lane_pieces * PIECE_BYTES;
+}
+constexpr __host__ __device__ int32_t exchanged_bytes(int32_t rows, int32_t sum_bytes) {
+  return rows * EXCHANGED_VALUES * sum_bytes;
+}
+
 // Values of shared memory for `sums` sums of a thread, while rows of a block are added up. The
 // number is odd, so that neighbouring threads use different banks.
 constexpr __host__ __device__ int32_t padded_sums(int32_t sums) {
   return sums | 1;
+}
+
+// The same in bytes, for a block: half of its rows hand over their sums at a time. These take the
+// place of all that was in shared memory before.
+constexpr __host__ __device__ int32_t sums_bytes(int32_t lanes, int32_t rows, int32_t bytes) {
+  return rows / 2 * lanes * bytes;
 }
 
 // The numbers that LayerNorm's forward keeps of a row: r, the mean, and the mean of what that mean
@@ -117,7 +136,7 @@ struct NormalizeParams {
   Tiling tiling;
   const void *x;        // [rows, cols] T
   const void *residual; // [rows, cols] T, added to x first; or null
-  void *stream;         // [rows, cols] T, x + residual, written; null without a residual
+  void *residual_out;   // [rows, cols] T, x + residual, written; null without a residual
   void *y;              // [rows, cols] T, written; null: only sums are wanted
   const uint8_t *keep;  // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;        // null: 1
@@ -128,6 +147,7 @@ struct NormalizeParams {
   void *partials;       // [chunks, cols] A, sums of x~^2 over kept rows, written; or null
   int64_t *kept;        // [chunks], numbers of kept rows, written; or null
   GroupRmsOrigin group_scaling;
+  float weight_offset;  // added to the weight; 0 without one
   Number eps;           // of D
   Number group_eps;     // of r
 };
@@ -176,7 +196,7 @@ struct UpdatePhiParams {
   void *count;      // [1] A, the number of rows that Gamma and Lambda are means over, or 0 if no
                     // row is kept; written
   Number eps;       // of D
-  int64_t by_batch; // 1 if psi_B^2 is D^2 - eps
+  int64_t by_batch; // 1: normalize by the batch's statistic, so D^2 is psi_B^2 + eps
   int64_t guard;    // 1 if a psi^2 that would not be finite keeps its value
   int64_t cumulative; // 1 for psi^2 <- old_share psi^2 + new_share psi_B^2
   int64_t moving;     // 1 for psi^2 <- alpha psi^2 + beta psi_B^2, after that
@@ -208,6 +228,7 @@ struct NormalizeBwdParams {
   void *partials;        // [chunks, 2, cols] A, sums of dy x~ and then of dy over kept rows,
                          // written; or null
   GroupRmsOrigin group_scaling;
+  float weight_offset; // added to the weight; 0 without one
   Number correction_scale;
   Number eps; // of D
 };
@@ -220,6 +241,7 @@ struct UpdateNuParams {
   int64_t cols;
   int64_t chunks;      // 0 without rows
   Vector weight;       // null: 1
+  float weight_offset; // added to the weight; 0 without one
   const void *inv_d;   // [cols] A, 1/D; null: 1
   const void *gamma;   // [cols] A
   const void *count;   // [1] A; null or 0: the forward was an evaluation

@@ -1,7 +1,7 @@
 // The kernels of PowerNorm (Shen et al., ICML 2020), in the order a training step launches them.
 // The passes over rows are LayerNorm's too: a template argument CENTRED, true for its entry points,
 // has a pass subtract each row's mean first. A group is then a whole row and D is 1, and there is
-// no residual, no mask and no statistic of columns.
+// no mask and no statistic of columns.
 //
 // Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. All
 // arrays are packed. T is the dtype of the input, and A the dtype of the sums. kernels/params.cuh
@@ -109,9 +109,9 @@ struct Rows {
   __device__ __forceinline__ void advance() { left -= stride, --iterations; }
 };
 
-// Shared memory of a pass over rows, in this order: the warps' rings, two coefficients for each
-// column, and the values that warps exchange. After the last row, the sums over the block's rows of
-// threads reuse all of it.
+// Shared memory of a pass over rows: the warps' rings, two coefficients for each column, and the
+// values that warps exchange. After the last row, the sums over the block's rows of threads reuse
+// all of it. kernels/params.cuh has the sizes and the order.
 //
 // A thread's pieces in a stage, and its coefficients, are a constant distance apart, so that one
 // register and an immediate offset address each of them.
@@ -130,9 +130,9 @@ template <typename T, int N> struct Shared {
     const int rank = thread_rank();
     unsigned char *start = static_cast<unsigned char *>(memory);
     rows = shared_address(start) + rank / WARP * tiling.ring_bytes + rank % WARP * PIECE_BYTES;
-    Piece<A> *all = reinterpret_cast<Piece<A> *>(start + block_size() / WARP * tiling.ring_bytes);
-    columns = all + threadIdx.x * COLUMNS;
-    exchanged = reinterpret_cast<A *>(all + blockDim.x * COLUMNS);
+    start += rings_bytes(block_size() / WARP, tiling.ring_bytes);
+    columns = reinterpret_cast<Piece<A> *>(start) + threadIdx.x * COLUMNS;
+    exchanged = reinterpret_cast<A *>(start + coefficients_bytes(blockDim.x, COLUMNS));
   }
 
   // The first (`which` is 0) or second coefficient of each column of this lane's piece n.
@@ -303,13 +303,15 @@ __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, i
 //        groups wider than a block.
 // Determinism: bitwise, fixed order.
 // Reads  x, residual [rows, cols] T; residual unless null.
-// Writes group_rms_inv[rows, groups, STATISTICS] A; stream[rows, cols] T unless null; overwrites.
-// Bytes  rows*cols*sizeof(T) + rows*groups*STATISTICS*sizeof(A); three times the first with a
-//        residual, or if CENTRED.
+// Writes group_rms_inv[rows, groups, STATISTICS] A; residual_out[rows, cols] T unless null;
+//        overwrites.
+// Bytes  rows*cols*sizeof(T) + rows*groups*STATISTICS*sizeof(A). The first three times if CENTRED;
+//        with a residual as much again, and the sum.
 // Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
 // Thread owns every 256th piece of a group.
 // Reduction: registers, then warps, then block.
-// Requires rows >= 1, packed rows, x, residual, stream 16-byte aligned if vectorized.
+// Requires rows >= 1, packed rows, x, residual, residual_out 16-byte aligned if
+//        vectorized.
 // Launcher: plan.rs::groups_launch.
 template <typename T, bool CENTRED = false>
 __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
@@ -323,43 +325,52 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
     const T *x = static_cast<const T *>(p.x) + group * len;
     const T *residual =
         p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + group * len;
-    A mean = 0, rest = 0;
-    if constexpr (CENTRED) {
-      // The first mean is the first value and the mean of the distances to it, so that equal values
-      // are their mean. The mean of what it leaves removes most of its rounding error. Distances
-      // are halved and terms divided before they are added, so that nothing overflows unless a
-      // distance to the mean does.
-      const auto mean_of_distances = [&](A from) {
-        const A half_from = from / 2, share = 2 / A(len);
-        A sum = 0;
-        for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
-          const int count = len - i < V ? static_cast<int>(len - i) : V;
-          const Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
-          each<V>([&](int v) {
-            const A half = widen(piece.at[v]) / 2 - half_from;
-            sum += v < count ? half * share : A(0);
-          });
-        }
-        return lane_sum.of(sum);
-      };
-      const A first = widen(x[0]);
-      mean = first + mean_of_distances(first);
-      rest = mean_of_distances(mean);
-    }
-    A squares = 0;
-    for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
-      const int count = len - i < V ? static_cast<int>(len - i) : V;
+    // The piece at column i of the group, and the sum with its residual.
+    const auto load = [&](int64_t i, int count) {
       Piece<T> piece = load_piece(x + i, count, tiling.vectorized);
       if (residual != nullptr) {
         add_to(piece, load_piece(residual + i, count, tiling.vectorized));
-        store_piece(static_cast<T *>(p.stream) + group * len + i, piece, count, tiling.vectorized);
       }
+      return piece;
+    };
+    A mean = 0, rest = 0;
+    if constexpr (CENTRED) {
+      // As in `normalize`.
+      const auto mean_of_distances = [&](A from) {
+        const A half_from = from / 2, share = 2 / A(len);
+        LongSum<A> sum;
+        for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
+          const int count = len - i < V ? static_cast<int>(len - i) : V;
+          const Piece<T> piece = load(i, count);
+          A of_piece = 0;
+          each<V>([&](int v) {
+            const A half = widen(piece.at[v]) / 2 - half_from;
+            of_piece += v < count ? half * share : A(0);
+          });
+          sum.add(of_piece);
+        }
+        return lane_sum.of(sum.total());
+      };
+      const A first = widen(residual == nullptr ? x[0] : add(x[0], residual[0]));
+      mean = first + mean_of_distances(first);
+      rest = mean_of_distances(mean);
+    }
+    LongSum<A> sum;
+    for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
+      const int count = len - i < V ? static_cast<int>(len - i) : V;
+      const Piece<T> piece = load(i, count);
+      if (residual != nullptr) {
+        store_piece(static_cast<T *>(p.residual_out) + group * len + i, piece, count,
+                    tiling.vectorized);
+      }
+      A of_piece = 0;
       each<V>([&](int v) {
         const A value = !CENTRED || v < count ? widen(piece.at[v]) - mean - rest : A(0);
-        squares += value * value;
+        of_piece += value * value;
       });
+      sum.add(of_piece);
     }
-    squares = lane_sum.of(squares);
+    const A squares = lane_sum.of(sum.total());
     if (threadIdx.x == 0) {
       const A square = squares / A(len) + value<A>(p.group_eps);
       A rms_inv = inverse_root(square);
@@ -382,8 +393,8 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 // Determinism: bitwise.
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_d [cols];
 //        group_rms_inv[rows, groups, STATISTICS] A if GIVEN.
-// Writes y, stream [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_d[cols] A if
-//        phi is given, group_rms_inv[rows, groups, STATISTICS] A unless GIVEN; each unless null,
+// Writes y, residual_out [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_d[cols] A
+//        if phi is given, group_rms_inv[rows, groups, STATISTICS] A unless GIVEN; each unless null,
 //        overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups*STATISTICS + chunks*cols)*sizeof(A); half of
 //        the first without y, and as much again with a residual.
@@ -392,7 +403,7 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 // Reduction: a group by shuffles, and through smem where it spans warps; columns in registers, then
 //        a tree over the block's rows.
 // Requires rows >= 1, cols >= 1, packed rows, whole warps a block.
-//        If vectorized, x, residual, stream, y and partials are 16-byte aligned.
+//        If vectorized, x, residual, residual_out, y and partials are 16-byte aligned.
 //        If a group that the block reduces spans warps, blockDim.x is a multiple of 32.
 //        Either blockDim.y*cols < 2^31, or a thread has one row.
 // Launcher: plan.rs::rows_launch.
@@ -424,12 +435,14 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     if (p.y == nullptr) {
       return;
     }
+    const Run<V> weights(p.weight, col, count), biases(p.bias, col, count);
+    const Run<V> phis(p.phi, col, count);
     A weight[V];
     each<V>([&](int v) { scale[v] = weight[v] = 1; });
-    load_run(p.weight, col, count, weight);
-    load_run(p.bias, col, count, bias);
+    weights.convert(weight);
+    biases.convert(bias);
     if (p.phi.data != nullptr) {
-      load_run(p.phi, col, count, scale);
+      phis.convert(scale);
       each<V>([&](int v) {
         scale[v] = inverse_rms(scale[v] + eps);
         if (p.inv_d != nullptr && blockIdx.y == 0 && v < count) {
@@ -439,17 +452,17 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     } else {
       load_run<A>(p.inv_d, col, count, scale);
     }
-    each<V>([&](int v) { scale[v] *= weight[v]; });
+    each<V>([&](int v) { scale[v] *= weight[v] + p.weight_offset; });
   });
   __syncthreads();
   A sums[N * V] = {};
 
   // Both pointers start one row early, because the loop moves them before it uses them.
-  T *stream = static_cast<T *>(p.stream) + offset - rows.stride_elements;
+  T *residual_out = static_cast<T *>(p.residual_out) + offset - rows.stride_elements;
   T *y = static_cast<T *>(p.y) + offset - rows.stride_elements;
   A *group_rms_inv = static_cast<A *>(p.group_rms_inv) + columns.group * STATISTICS<CENTRED>;
   const bool in_tile = p.group_scaling == IN_TILE, writes = p.y != nullptr;
-  const bool adds = !CENTRED && p.residual != nullptr, sums_up = !CENTRED && p.partials != nullptr;
+  const bool adds = p.residual != nullptr, sums_up = !CENTRED && p.partials != nullptr;
   const bool masked = sums_up && p.keep != nullptr;
   const bool writes_rms_inv = p.group_rms_inv != nullptr && columns.valid() && columns.place == 0;
   // Not 0 if a row enters the sums. The mask is read a row ahead, and tested only where it is used:
@@ -464,16 +477,22 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   const auto group_start = [&](int skipped) {
     return rows.row(skipped) * tiling.cols + columns.first - columns.place * V;
   };
-  // The group's first value, read a row ahead.
-  const auto first_value = [&](int skipped) {
-    const bool exists = CENTRED && in_tile && rows.present(skipped) && columns.valid();
-    return exists ? widen(static_cast<const T *>(p.x)[group_start(skipped)]) : A(0);
+  // The group's first value in x and in the residual, read a row ahead and added where they are
+  // used: an addition where they are read would wait for them.
+  const auto first_value = [&](const void *array, int skipped) {
+    T value;
+    narrow(A(0), value);
+    if (CENTRED && in_tile && array != nullptr && rows.present(skipped) && columns.valid()) {
+      value = static_cast<const T *>(array)[group_start(skipped)];
+    }
+    return value;
   };
-  A next_first = first_value(0);
+  T next_first = first_value(p.x, 0), next_residual = first_value(p.residual, 0);
 #pragma unroll 1
   for (; rows.iterations > 0; rows.advance()) {
-    const A first = next_first;
-    next_first = first_value(rows.stride);
+    const A first = widen(adds ? add(next_first, next_residual) : next_first);
+    next_first = first_value(p.x, rows.stride);
+    next_residual = first_value(p.residual, rows.stride);
     const unsigned row_counts = next_counts;
     if (masked) {
       next_counts = rows.present(rows.stride) ? p.keep[rows.row(rows.stride)] : 0u;
@@ -483,10 +502,10 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     each<N>([&](int n) { x[n] = pipeline.at(0, n); });
     pipeline.prefetch(0, tiling, columns, rows);
     if (adds) {
-      stream += rows.stride_elements;
+      residual_out += rows.stride_elements;
       each<N>([&](int n) {
         add_to(x[n], pipeline.at(1, n));
-        columns.store(stream, n, x[n], rows.present());
+        columns.store(residual_out, n, x[n], rows.present());
       });
       pipeline.prefetch(1, tiling, columns, rows);
     }
@@ -500,8 +519,8 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     };
     if (in_tile) {
       if constexpr (CENTRED) {
-        // The first mean is the first value and the mean of the distances to it, so that equal
-        // values are their mean. The mean of what it leaves removes its rounding error. Distances
+        // The first mean is the first value plus the mean of the distances to it, so that equal
+        // values are their mean. A second mean, of the deviations, corrects its rounding. Distances
         // are halved and terms divided before they are added, so that nothing overflows unless a
         // distance to the mean does.
         each<N * V>([&](int i) {
@@ -646,6 +665,18 @@ template <typename A> __device__ __forceinline__ void sum_partials(const SumPart
   }
 }
 
+// share x + other_share y, of two shares whose sum is 1, by the distance from the value with the
+// larger share. Two shares that are rounded to f32 have a sum beside 1, by which a moving average
+// would miss a constant psi_B^2: by 1.4e-3 of it at alpha = 0.99999. A value without a share may be
+// anything, and 0 times NaN would be NaN.
+template <typename A>
+__device__ __forceinline__ A average(A x, double share, A y, double other_share) {
+  if (share == 0) {
+    return y;
+  }
+  return share < other_share ? y + A(share) * (x - y) : x + A(other_share) * (y - x);
+}
+
 // update_phi: psi_B^2, Gamma, and the step of psi^2 (Eq. 10; cumulative mean in the warm-up).
 // Determinism: bitwise.
 // Reads  totals, all_totals [cols + 1] f64 and the announcement; or partials, all_partials
@@ -710,11 +741,10 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
   if ((p.cumulative || p.moving) && kept != 0) {
     A next = old;
     if (p.cumulative) {
-      // An old psi^2 that is left out may be anything, and 0 times NaN would be NaN.
-      next = (p.old_share == 0 ? A(0) : A(p.old_share) * next) + A(p.new_share) * batch;
+      next = average(next, p.old_share, batch, p.new_share);
     }
     if (p.moving) {
-      next = A(p.alpha) * next + A(p.beta) * batch;
+      next = average(next, p.alpha, batch, p.beta);
     }
     // A batch that overflowed must not outlive its step. psi^2 must be finite in its own dtype.
     // Ranks that are out of step must show.
@@ -728,12 +758,13 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
 template <typename A, int V>
 __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
                                           int count, A (&gain)[V], A (&decay)[V]) {
+  const Run<V> weights(p.weight, col, count), corrections(p.correction, col, count);
   A inv_d[V], weight[V], correction[V] = {};
   each<V>([&](int v) { inv_d[v] = weight[v] = 1; });
   load_run<A>(p.inv_d, col, count, inv_d);
-  load_run(p.weight, col, count, weight);
+  weights.convert(weight);
   if (trained) {
-    load_run(p.correction, col, count, correction);
+    corrections.convert(correction);
   }
   each<V>([&](int v) { gain[v] = inv_d[v]; });
   if (trained && p.batch_phi != nullptr) {
@@ -743,7 +774,7 @@ __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trai
   const A correction_scale = value<A>(p.correction_scale);
   each<V>([&](int v) {
     decay[v] = correction[v] * correction_scale * gain[v] * inv_d[v];
-    gain[v] *= weight[v];
+    gain[v] *= weight[v] + p.weight_offset;
   });
 }
 
@@ -755,8 +786,8 @@ template <typename A> __device__ __forceinline__ bool has_rows(const void *count
 // group_dots: the mean of dx~ x~ over each row and group, and after it the mean of dx~ if CENTRED,
 //        for groups wider than a block.
 // Determinism: bitwise.
-// Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups, STATISTICS] A, weight, correction, inv_d,
-//        batch_phi [cols], count[1] A.
+// Reads  x, dy [rows, cols] T, group_rms_inv[rows, groups, STATISTICS] A, weight, correction,
+//        inv_d, batch_phi [cols], count[1] A.
 // Writes dots[rows, groups, MEANS_BWD] A, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows*groups*(STATISTICS + MEANS_BWD)*sizeof(A).
 // Launch min(rows*groups, 65536), block 256, smem as in LaneSum.
@@ -782,13 +813,14 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
     const A rms_inv = statistics[0];
     const A mean = CENTRED ? statistics[1] : A(0), rest = CENTRED ? statistics[2] : A(0);
     const auto distance = [=](A x) { return CENTRED ? x - mean - rest : x; };
-    A dot = 0, total = 0;
+    LongSum<A> dots, totals;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
       const Piece<T> x_piece = load_piece(x + i, count, tiling.vectorized);
       const Piece<T> dy_piece = load_piece(dy + i, count, tiling.vectorized);
       A gain[V], decay[V];
       slopes_of(p, trained, col + i, count, gain, decay);
+      A dot = 0, total = 0;
       each<V>([&](int v) {
         if (v < count) {
           const A x_tilde = distance(widen(x_piece.at[v])) * rms_inv;
@@ -797,11 +829,11 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
           total += dx_tilde;
         }
       });
+      dots.add(dot);
+      totals.add(total);
     }
-    dot = lane_sum.of(dot);
-    if constexpr (CENTRED) {
-      total = lane_sum.of(total);
-    }
+    const A dot = lane_sum.of(dots.total());
+    const A total = CENTRED ? lane_sum.of(totals.total()) : A(0);
     if (threadIdx.x == 0) {
       A *to = static_cast<A *>(p.dots) + group * MEANS_BWD<CENTRED>;
       to[0] = dot / A(len);
@@ -996,7 +1028,7 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   if (trained) {
     lambda = p.totals == nullptr ? dweight : static_cast<A>(p.totals[col]) * inv_d;
     if (p.weight.data != nullptr) {
-      lambda *= load<A>(p.weight, col);
+      lambda *= load<A>(p.weight, col) + p.weight_offset;
     }
     lambda /= *static_cast<const A *>(p.count);
   }
@@ -1010,12 +1042,16 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
   }
   if ((trained || !agree) && p.ema_gz.data != nullptr) {
     const A gamma = static_cast<const A *>(p.gamma)[col];
-    A decay = A(1) - A(p.beta) * gamma;
-    // A negative decay would change the sign of nu at each step, so it is clamped.
-    if (p.guard && decay < 0) {
-      decay = 0;
+    const A old = load<A>(p.ema_gz, col);
+    A fading = A(p.beta) * gamma;
+    // With more than 1, the sign of nu would change at each step, so it is clamped.
+    if (p.guard && fading > 1) {
+      fading = 1;
     }
-    const A next = decay * load<A>(p.ema_gz, col) + A(p.unscale) * lambda;
+    // (1 - fading) old + lambda. What fades is subtracted from what comes: a factor that is rounded
+    // beside 1 would move nu away from its limit.
+    A next = A(p.unscale) * lambda;
+    next = fading < A(0.5) ? old + (next - fading * old) : (A(1) - fading) * old + next;
     // Gamma is checked too, because the clamp would turn an infinite Gamma into a finite decay.
     if ((holds(p.ema_gz, gamma) && holds(p.ema_gz, next)) || !p.guard || !agree) {
       store(p.ema_gz, col, next);

@@ -84,27 +84,68 @@ __device__ __forceinline__ void load_run(const void *data, int64_t from, int cou
   }
 }
 
-// The same for a vector whose dtype is known only at launch.
-template <typename A, int V>
-__device__ __forceinline__ void load_run(const Vector &vector, int64_t from, int count,
-                                         A (&to)[V]) {
-  switch (vector.dtype) {
-  case F64:
-    return load_run<double>(vector.data, from, count, to);
-  case F16:
-    return load_run<__half>(vector.data, from, count, to);
-  case BF16:
-    return load_run<__nv_bfloat16>(vector.data, from, count, to);
-  default:
-    return load_run<float>(vector.data, from, count, to);
+// The first `count` of V adjacent elements of a vector whose dtype is known only at launch, as they
+// are in memory. A thread that needs several vectors makes the runs of all of them before it takes
+// elements from any: loads do not wait for each other, but a conversion waits for its load.
+template <int V> struct Run {
+  const Vector &vector;
+  int64_t from;
+  int count;
+  bool loaded;        // all V elements, which are whole 16-byte words
+  uint4 words[V / 2]; // enough for elements of 8 bytes
+
+  __device__ __forceinline__ Run(const Vector &vector, int64_t from, int count)
+      : vector(vector), from(from), count(count) {
+    const int size = vector.dtype == F64 ? 8 : vector.dtype == F32 ? 4 : 2;
+    const char *start = static_cast<const char *>(vector.data) + from * size;
+    loaded = vector.data != nullptr && count == V && V * size % 16 == 0 &&
+             reinterpret_cast<uintptr_t>(start) % 16 == 0;
+    each<V / 2>([&](int i) {
+      if (loaded && i * 16 < V * size) {
+        words[i] = reinterpret_cast<const uint4 *>(start)[i];
+      }
+    });
   }
-}
+
+  // Converts the elements. Further elements of `to` keep their values, and so do all if there is no
+  // vector.
+  template <typename A> __device__ __forceinline__ void convert(A (&to)[V]) const {
+    switch (vector.dtype) {
+    case F64:
+      return convert_from<double>(to);
+    case F16:
+      return convert_from<__half>(to);
+    case BF16:
+      return convert_from<__nv_bfloat16>(to);
+    default:
+      return convert_from<float>(to);
+    }
+  }
+
+private:
+  template <typename P, typename A>
+  __device__ __forceinline__ void convert_from(A (&to)[V]) const {
+    if (!loaded) {
+      return load_run<P>(vector.data, from, count, to);
+    }
+    P at[V];
+    memcpy(at, words, sizeof(at));
+    each<V>([&](int v) { to[v] = static_cast<A>(widen(at[v])); });
+  }
+};
 
 // Element i of a vector whose dtype is known only at launch.
 template <typename A> __device__ __forceinline__ A load(const Vector &vector, int64_t i) {
-  A element[1];
-  load_run(vector, i, 1, element);
-  return element[0];
+  switch (vector.dtype) {
+  case F64:
+    return static_cast<A>(static_cast<const double *>(vector.data)[i]);
+  case F16:
+    return static_cast<A>(widen(static_cast<const __half *>(vector.data)[i]));
+  case BF16:
+    return static_cast<A>(widen(static_cast<const __nv_bfloat16 *>(vector.data)[i]));
+  default:
+    return static_cast<A>(static_cast<const float *>(vector.data)[i]);
+  }
 }
 
 template <typename A>
@@ -357,6 +398,22 @@ template <typename A> struct LaneSum {
   }
 };
 
+// A sum of as many terms as a group has: its error does not grow with their number, because the
+// rounding error of each addition is kept and added up by itself (Neumaier). In f32 a plain sum of
+// 2^14 equal terms, which is what a thread has of 2^22 columns, may be off by 2^-11 of itself.
+template <typename A> struct LongSum {
+  A sum = 0, lost = 0;
+
+  __device__ __forceinline__ void add(A term) {
+    const A next = sum + term, added = next - sum;
+    lost += (sum - (next - added)) + (term - added);
+    sum = next;
+  }
+
+  // Where the sum has overflowed, the errors are no numbers.
+  __device__ __forceinline__ A total() const { return isfinite(sum) ? sum + lost : sum; }
+};
+
 // Adds up `values` over the block's rows of threads. The first row gets the sums. All threads call
 // this together. `shared` has room for padded_sums(M) values for each thread of half the block. The
 // number of rows is a power of two.
@@ -404,11 +461,11 @@ __device__ __forceinline__ Sum<T> rms_inv_of_huge(Sum<T> square, Sum<T> eps, con
     }
     largest = magnitude > largest ? magnitude : largest;
   }
-  A squares = 0;
+  LongSum<A> squares;
 #pragma unroll 1
   for (int i = 0; i < len; ++i) {
     const A ratio = value(i) / largest;
-    squares += ratio * ratio;
+    squares.add(ratio * ratio);
   }
-  return inverse_root(squares / A(len) + eps / largest / largest) / largest;
+  return inverse_root(squares.total() / A(len) + eps / largest / largest) / largest;
 }

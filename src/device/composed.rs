@@ -13,7 +13,7 @@
 
 use super::pass::{Pass, RowNorm};
 use super::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
-use crate::config::{ForwardKind, PhiStep};
+use crate::config::{ForwardKind, PhiStep, Shares};
 use candle::{D, DType, Device, Result, Storage, Tensor, Var};
 
 /// Runs a forward.
@@ -211,31 +211,40 @@ fn update_phi(
 ) -> Result<()> {
     let mut next = phi.as_detached_tensor().flatten_all()?;
     next = next.to_dtype(batch_phi.dtype())?;
-    if let Some(shares) = step.cumulative {
-        let new = (batch_phi * shares.new)?;
-        next = match shares.old {
-            // A value that is left out may be anything.
-            0. => new,
-            share => ((next * share)? + new)?,
-        };
-    }
-    if let Some(shares) = step.moving {
-        next = ((next * shares.old)? + (batch_phi * shares.new)?)?;
+    for shares in [step.cumulative, step.moving].into_iter().flatten() {
+        next = average(&next, batch_phi, shares)?;
     }
     store(pass, phi, &next, &[&next], has_rows)
+}
+
+/// The average of ψ² and ψ_B², by the distance from the one with the larger share. The two shares
+/// rounded to f32 would have a sum beside 1, and with α near 1 they would move ψ² away from a
+/// constant ψ_B².
+fn average(old: &Tensor, new: &Tensor, shares: Shares) -> Result<Tensor> {
+    if shares.old == 0. {
+        // A value that is left out may be anything.
+        return Ok(new.clone());
+    }
+    let (near, far, share) = match shares.old < shares.new {
+        true => (new, old, shares.old),
+        false => (old, new, shares.new),
+    };
+    near + ((far - near)? * share)?
 }
 
 /// Moves ν by Eq. 13 divided by 1−α_b, in the variable that a checkpoint stores:
 /// `ema_gz ← (1 − (1−α_b)Γ) ema_gz + Λ`.
 fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &Tensor) -> Result<()> {
-    let mut decay = batch.gamma.affine(-nu.share, 1.)?;
+    let mut fading = (&batch.gamma * nu.share)?;
     if pass.recipe.is_guarded() {
-        // A negative factor would turn ν's sign at each step: it is clamped.
-        decay = decay.relu()?;
+        // With more than 1, ν's sign would turn at each step: it is clamped.
+        fading = fading.minimum(1.)?;
     }
     let old = nu.ema_gz.as_detached_tensor().flatten_all()?;
-    let old = old.to_dtype(decay.dtype())?;
-    let next = ((decay * old)? + (lambda * nu.loss_scale.recip())?)?;
+    let old = old.to_dtype(fading.dtype())?;
+    // A factor that is rounded beside 1 would move ν away from its limit.
+    let kept = (&old - (fading * &old)?)?;
+    let next = (kept + (lambda * nu.loss_scale.recip())?)?;
     // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
     let guards = [&next, &batch.gamma];
     store(pass, nu.ema_gz, &next, &guards, &batch.has_rows)
@@ -467,8 +476,8 @@ fn grouped(rows: &Tensor, groups: usize) -> Result<Tensor> {
 
 /// Subtracts the mean from each group.
 ///
-/// A second mean, of the deviations, corrects the first one's rounding. The first one is
-/// the group's first value and the mean of the distances to it, so that equal values leave zeros.
+/// The first mean is the group's first value plus the mean of the distances to it, so that equal
+/// values leave zeros. A second mean, of the deviations, corrects its rounding.
 /// Distances are halved and terms divided before they are added, so that nothing overflows
 /// unless a distance to the mean does.
 fn centred(groups: &Tensor) -> Result<Tensor> {

@@ -195,6 +195,7 @@ fn composed_of_candle_s_operations() {
         "parity::heights_around_a_cut",
         "parity::rows_of_any_magnitude_are_scaled",
         "parity::long_sums_of_one_value_keep_their_precision",
+        "parity::a_slow_moving_average_has_no_bias",
         "parity::poisoned_batches_are_forgotten",
         "parity::a_statistic_beyond_the_state_s_dtype_is_forgotten",
         "parity::a_rejected_statistic_keeps_every_bit",

@@ -60,6 +60,32 @@ impl Dtype {
             other => Err(Error::DType(other)),
         }
     }
+
+    /// The suffix of an entry point's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F64 => "f64",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F64 => 8,
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// A of the kernels: the dtype that sums of rows of this dtype are taken in.
+    pub fn sums(self) -> Self {
+        match self {
+            Self::F64 => Self::F64,
+            Self::F32 | Self::F16 | Self::Bf16 => Self::F32,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -72,18 +72,16 @@
 //! in which the two warps of each row of threads exchange their sums.
 
 use super::params::{
-    ANNOUNCED, Address, CHANNEL_THREADS, EXCHANGED_VALUES, GROUP_THREADS, GroupDots, GroupRmsInv,
-    GroupRmsOrigin, HELD_PIECES_BWD, HELD_VALUES, Kernel, LAYER_NORM_MEANS_BWD,
-    LAYER_NORM_STATISTICS, LayerNorm, LayerNormBwd, LayerNormDots, LayerNormStatistics, MAX_STAGES,
-    Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, PIECE_BYTES, ROW_THREADS,
-    SumPartials, SumPartialsParams, Tiling, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams,
-    WARP, lane_coefficients, padded_sums, when,
+    ANNOUNCED, Address, CHANNEL_THREADS, Dtype, GROUP_THREADS, GroupDots, GroupRmsInv, GroupRmsOrigin,
+    HELD_PIECES_BWD, HELD_VALUES, Kernel, LAYER_NORM_MEANS_BWD, LAYER_NORM_STATISTICS, LayerNorm,
+    LayerNormBwd, LayerNormDots, LayerNormStatistics, MAX_STAGES, Normalize, NormalizeBwd,
+    NormalizeBwdParams, NormalizeParams, PIECE_BYTES, ROW_THREADS, SumPartials, SumPartialsParams,
+    Tiling, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, WARP, coefficients_bytes,
+    exchanged_bytes, lane_coefficients, padded_sums, rings_bytes, sums_bytes, when,
 };
 use crate::config::{ForwardKind, Recipe};
 use crate::device::pass::RowNorm;
-use crate::device::sums_dtype;
 use crate::error::Error;
-use candle::DType;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -122,9 +120,8 @@ const CHANNEL_LANES: [usize; 2] = [8, 32];
 /// Chunks that a thread adds up, while a block can have more threads.
 const CHANNEL_CHUNKS: usize = 4;
 
-/// Bytes of shared memory for each thread of such a block: half of the threads hand over up to two
-/// sums of 8 bytes, which [`padded_sums`] makes three.
-const CHANNEL_THREAD_BYTES: usize = padded_sums(2) * size_of::<f64>() / 2;
+/// Bytes that a thread of such a block hands over: up to two sums of 8 bytes.
+const CHANNEL_SUMS_BYTES: usize = padded_sums(2) * size_of::<f64>();
 
 /// The most blocks of a launch that reduces wide groups. A block reduces further groups in turn.
 const GROUP_BLOCKS: usize = 1 << 16;
@@ -147,7 +144,7 @@ pub struct Limits {
 /// The rows of a pass, and the GPU that runs it.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
-    pub dtype: DType,
+    pub dtype: Dtype,
     pub rows: usize,
     pub cols: usize,
     pub norm: RowNorm,
@@ -197,7 +194,7 @@ impl Extent {
     }
 
     fn sum_bytes(&self) -> usize {
-        sums_dtype(self.dtype).size_in_bytes()
+        self.dtype.sums().bytes()
     }
 }
 
@@ -304,8 +301,8 @@ impl Cut {
             few if few < 4 => few.next_power_of_two(),
             lanes => lanes.next_multiple_of(4),
         };
-        // Lanes that the busiest multiprocessor works on: of the tiles that it has in turn, or of
-        // one tile, whose rows it shares with other multiprocessors.
+        // Lanes for each row on the busiest multiprocessor. It has several tiles in turn, or a part
+        // of the rows of one tile.
         let work = |&parts: &usize| {
             let tiles = extent.groups().unwrap_or(1) * parts;
             let gpu = extent.limits.multiprocessors;
@@ -377,7 +374,6 @@ impl Cut {
     /// The tiling of a launch that reads `arrays` arrays of rows.
     pub fn tiling(&self, arrays: usize) -> Tiling {
         let stages = self.stages(arrays);
-        let stage_bytes = self.stage_bytes(arrays);
         Tiling {
             rows: self.extent.rows as i64,
             cols: self.extent.cols as i64,
@@ -391,8 +387,8 @@ impl Cut {
             stages: stages as i32,
             reversed: 0,
             ahead: (stages * self.rows) as i32,
-            stage_bytes: stage_bytes as i32,
-            ring_bytes: (stages * stage_bytes) as i32,
+            stage_bytes: self.stage_bytes(arrays) as i32,
+            ring_bytes: self.ring_bytes(arrays) as i32,
         }
     }
 
@@ -400,12 +396,11 @@ impl Cut {
     /// sums of each column: `Shared` of the kernels. While the sums of the block's rows are added
     /// up, they reuse all of that memory, or need more.
     pub fn shared_bytes(&self, arrays: usize, sums: usize) -> usize {
-        let rings = self.warps() * self.stages(arrays) * self.stage_bytes(arrays);
-        // Half of the rows hand over their sums, or a count of rows.
+        let rings = rings_bytes(self.warps(), self.ring_bytes(arrays));
+        // Threads hand over their sums, or a count of rows.
         let values = padded_sums(self.pieces * piece_len(self.extent.dtype) * sums);
         let thread_bytes = (values * self.extent.sum_bytes()).max(size_of::<i64>());
-        let adding = self.rows / 2 * self.lanes * thread_bytes;
-        (rings + self.fixed_bytes()).max(adding)
+        (rings + self.fixed_bytes()).max(sums_bytes(self.lanes, self.rows, thread_bytes))
     }
 
     /// Stages of a warp's ring. A launch that walks over no array of rows has no ring.
@@ -416,6 +411,11 @@ impl Cut {
         let room = self.extent.limits.shared_bytes;
         let room = room.saturating_sub(self.fixed_bytes());
         (room / (self.warps() * self.stage_bytes(arrays))).min(MAX_STAGES)
+    }
+
+    /// Bytes of a warp's ring.
+    fn ring_bytes(&self, arrays: usize) -> usize {
+        self.stages(arrays) * self.stage_bytes(arrays)
     }
 
     /// Bytes of a stage of a warp: a row of each array.
@@ -435,14 +435,14 @@ impl Cut {
     /// Bytes of shared memory besides the rings: two coefficients a column, and the values that
     /// warps exchange if a block's groups span several warps.
     fn fixed_bytes(&self) -> usize {
-        let widening = self.extent.sum_bytes() / self.extent.dtype.size_in_bytes();
-        let coefficients = lane_coefficients(self.pieces, widening) * PIECE_BYTES;
+        let widening = self.extent.sum_bytes() / self.extent.dtype.bytes();
+        let lane_pieces = lane_coefficients(self.pieces, widening);
         let exchanges = self.group_scaling == GroupRmsOrigin::InTile && self.span > WARP;
         let exchanged = match exchanges {
-            true => exchanged_bytes(&self.extent, self.rows),
+            true => exchanged_bytes(self.rows, self.extent.sum_bytes()),
             false => 0,
         };
-        self.lanes * coefficients + exchanged
+        coefficients_bytes(self.lanes, lane_pieces) + exchanged
     }
 }
 
@@ -454,9 +454,10 @@ fn max_pieces(extent: &Extent, direction: Direction) -> usize {
         return 1;
     }
     let most = match (extent.dtype, direction) {
-        (DType::F32, _) => 4,
-        (DType::F16 | DType::BF16, Direction::Forward) => 4,
-        _ => 2,
+        (Dtype::F32, Direction::Forward | Direction::Backward) => 4,
+        (Dtype::F16 | Dtype::Bf16, Direction::Forward) => 4,
+        (Dtype::F16 | Dtype::Bf16, Direction::Backward) => 2,
+        (Dtype::F64, Direction::Forward | Direction::Backward) => 2,
     };
     let held = match direction {
         Direction::Forward => HELD_VALUES / piece_len(extent.dtype),
@@ -468,14 +469,9 @@ fn max_pieces(extent: &Extent, direction: Direction) -> usize {
     }
 }
 
-/// Bytes by which warps add up over `rows` rows of a block: `LaneSum` of the kernels.
-fn exchanged_bytes(extent: &Extent, rows: usize) -> usize {
-    rows * EXCHANGED_VALUES * extent.sum_bytes()
-}
-
 /// V of the kernels: elements of a piece.
-fn piece_len(dtype: DType) -> usize {
-    PIECE_BYTES / dtype.size_in_bytes()
+fn piece_len(dtype: Dtype) -> usize {
+    PIECE_BYTES / dtype.bytes()
 }
 
 /// An entry point of `kernels/power_norm.cu`. It displays as its name.
@@ -483,14 +479,14 @@ fn piece_len(dtype: DType) -> usize {
 pub struct Entry {
     /// [`Kernel::BODY`].
     pub body: &'static str,
-    pub dtype: DType,
+    pub dtype: Dtype,
     /// N of the kernel, if it has one.
     pub pieces: Option<usize>,
 }
 
 impl fmt::Display for Entry {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{}_{}", self.body, self.dtype.as_str())?;
+        write!(f, "{}_{}", self.body, self.dtype.name())?;
         match self.pieces {
             Some(pieces) => write!(f, "_{pieces}"),
             None => Ok(()),
@@ -515,7 +511,7 @@ impl<P> Launch<P> {
     /// A launch of kernel `K`. This is the only place that pairs an entry point with the type of
     /// its argument.
     fn new<K: Kernel<Params = P>>(
-        dtype: DType,
+        dtype: Dtype,
         pieces: Option<usize>,
         grid: (usize, usize),
         block: (usize, usize),
@@ -731,8 +727,8 @@ impl LaunchPlan {
     }
 
     /// A of the kernels.
-    pub fn sums_dtype(&self) -> DType {
-        sums_dtype(self.extent.dtype)
+    pub fn sums_dtype(&self) -> Dtype {
+        self.extent.dtype.sums()
     }
 
     /// Every entry point that the pass may launch, the step of the state included.
@@ -853,7 +849,7 @@ impl LaunchPlan {
             None,
             (groups.min(GROUP_BLOCKS), 1),
             (GROUP_THREADS, 1),
-            exchanged_bytes(&self.extent, 1),
+            exchanged_bytes(1, self.extent.sum_bytes()),
         )
     }
 
@@ -872,7 +868,7 @@ impl LaunchPlan {
             None,
             (cols.div_ceil(lanes), 1),
             (lanes, rows),
-            lanes * rows * CHANNEL_THREAD_BYTES,
+            sums_bytes(lanes, rows, CHANNEL_SUMS_BYTES),
         )
     }
 }
@@ -882,7 +878,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+    const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::F16, Dtype::Bf16];
 
     const H100: Limits = Limits {
         multiprocessors: 132,
@@ -904,7 +900,7 @@ mod tests {
         copies: false,
     };
 
-    type Shape = (DType, usize, usize, Option<usize>);
+    type Shape = (Dtype, usize, usize, Option<usize>);
 
     fn extent((dtype, rows, cols, groups): Shape, limits: Limits) -> Extent {
         Extent {
@@ -935,7 +931,7 @@ mod tests {
     /// The first walk has sums, and the second one none. An evaluation's only walk has none either.
     #[test]
     fn second_walks_go_backwards() {
-        let shape = (DType::F32, 5000, 768, Some(1));
+        let shape = (Dtype::F32, 5000, 768, Some(1));
         let reversed = |kind, sums| {
             let forward = LaunchPlan::new(extent(shape, H100), Recipe::Paper, kind).unwrap();
             let backward = forward.of_backward().unwrap();
@@ -953,7 +949,7 @@ mod tests {
     /// The numbers of the example at the top of this file.
     #[test]
     fn the_example_is_what_the_plan_computes() {
-        let [forward, backward] = plans((DType::BF16, 5000, 768, Some(1)), H100).unwrap();
+        let [forward, backward] = plans((Dtype::Bf16, 5000, 768, Some(1)), H100).unwrap();
         let cut = forward.cut;
         assert_eq!(forward.extent.group_pieces(), 96);
         assert_eq!((cut.pieces, cut.span, cut.lanes, cut.tiles), (4, 24, 32, 1));
@@ -979,7 +975,7 @@ mod tests {
         assert_eq!(text(&launch), "normalize_bwd_bf16_2 1x132 64x8 108544");
         assert_eq!((cut.warps(), tiling.stages), (16, 3));
         assert_eq!(tiling.stage_bytes, 2 * 1024);
-        let exchanged = exchanged_bytes(&backward.extent, cut.rows);
+        let exchanged = exchanged_bytes(cut.rows, backward.extent.sum_bytes());
         assert_eq!((cut.fixed_bytes() - exchanged, exchanged), (9216, 1024));
         assert_eq!(108_544, 16 * 3 * 2 * 1024 + 9216 + 1024);
     }
@@ -1057,7 +1053,7 @@ mod tests {
     const RECORDED: [Recorded; 16] = [
         Recorded {
             gpu: H100,
-            shape: (DType::BF16, 5000, 768, Some(1)),
+            shape: (Dtype::Bf16, 5000, 768, Some(1)),
             launches: [
                 "normalize_bf16_4 1x132 32x8 57856 38 24 1/1 3",
                 "normalize_bwd_bf16_2 1x132 64x8 108544 38 64 1/1 3",
@@ -1069,7 +1065,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::BF16, 5000, 768, None),
+            shape: (Dtype::Bf16, 5000, 768, None),
             launches: [
                 "normalize_bf16_4 1x132 24x8 43392 38 24 1/1 3",
                 "normalize_bwd_bf16_2 1x132 48x8 80640 38 48 1/1 3",
@@ -1081,7 +1077,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::F32, 4096, 512, Some(8)),
+            shape: (Dtype::F32, 4096, 512, Some(8)),
             launches: [
                 "normalize_f32_4 1x128 32x16 102912 32 4 8/1 3",
                 "normalize_bwd_f32_4 1x128 32x16 201216 32 4 8/1 3",
@@ -1093,7 +1089,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::F16, 32768, 4096, Some(1)),
+            shape: (Dtype::F16, 32768, 4096, Some(1)),
             launches: [
                 "normalize_f16_4 1x132 128x4 133632 249 128 1/1 3",
                 "normalize_bwd_f16_2 1x132 256x2 135424 249 256 1/1 3",
@@ -1105,7 +1101,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::BF16, 2048, 16392, Some(1)),
+            shape: (Dtype::Bf16, 2048, 16392, Some(1)),
             launches: [
                 "normalize_bf16_4 10x13 52x8 94016 158 52 1/10 3",
                 "normalize_bwd_bf16_2 22x6 48x8 80640 342 48 1/22 3",
@@ -1119,7 +1115,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::F64, 100, 760, Some(10)),
+            shape: (Dtype::F64, 100, 760, Some(10)),
             launches: [
                 "normalize_f64_2 10x13 32x4 14848 8 19 1/1 3",
                 "normalize_bwd_f64_2 10x13 32x4 27136 8 19 1/1 3",
@@ -1131,7 +1127,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::F32, 7, 3, Some(3)),
+            shape: (Dtype::F32, 7, 3, Some(3)),
             launches: [
                 "normalize_f32_1 1x2 4x8 320 4 1 4/1 0",
                 "normalize_bwd_f32_1 1x2 4x8 576 4 1 4/1 0",
@@ -1143,7 +1139,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::BF16, 5000, 1024, Some(1)),
+            shape: (Dtype::Bf16, 5000, 1024, Some(1)),
             launches: [
                 "normalize_bf16_4 1x132 32x8 57856 38 32 1/1 3",
                 "normalize_bwd_bf16_2 1x132 64x8 108544 38 64 1/1 3",
@@ -1155,7 +1151,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::BF16, 1000, 1024, Some(64)),
+            shape: (Dtype::Bf16, 1000, 1024, Some(64)),
             launches: [
                 "normalize_bf16_1 4x33 32x8 14848 31 2 16/1 3",
                 "normalize_bwd_bf16_1 4x33 32x8 27136 31 2 16/1 3",
@@ -1167,7 +1163,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::BF16, 130, 16384, None),
+            shape: (Dtype::Bf16, 130, 16384, None),
             launches: [
                 "normalize_bf16_4 8x15 64x4 66560 9 64 1/8 3",
                 "normalize_bwd_bf16_2 16x8 64x4 58368 17 64 1/16 3",
@@ -1179,7 +1175,7 @@ mod tests {
         },
         Recorded {
             gpu: H100,
-            shape: (DType::F64, 5000, 40000, None),
+            shape: (Dtype::F64, 5000, 40000, None),
             launches: [
                 "normalize_f64_2 250x1 40x8 33920 5000 40 1/250 3",
                 "normalize_bwd_f64_2 250x1 40x8 64640 5000 40 1/250 3",
@@ -1191,7 +1187,7 @@ mod tests {
         },
         Recorded {
             gpu: RTX,
-            shape: (DType::F32, 300, 4672, Some(1)),
+            shape: (Dtype::F32, 300, 4672, Some(1)),
             launches: [
                 "normalize_f32_4 1x75 320x1 87168 4 320 1/1 2",
                 "normalize_bwd_f32_4 1x75 320x1 87168 4 320 1/1 1",
@@ -1203,7 +1199,7 @@ mod tests {
         },
         Recorded {
             gpu: RTX,
-            shape: (DType::BF16, 1055, 1920, None),
+            shape: (Dtype::Bf16, 1055, 1920, None),
             launches: [
                 "normalize_bf16_4 1x82 60x8 77760 13 60 1/1 2",
                 "normalize_bwd_bf16_2 2x41 60x8 100800 26 60 1/2 3",
@@ -1215,7 +1211,7 @@ mod tests {
         },
         Recorded {
             gpu: T4,
-            shape: (DType::F32, 1024, 1024, Some(1)),
+            shape: (Dtype::F32, 1024, 1024, Some(1)),
             launches: [
                 "normalize_f32_4 1x40 64x4 9728 26 64 1/1 0",
                 "normalize_bwd_f32_2 1x40 128x4 17408 26 128 1/1 0",
@@ -1227,7 +1223,7 @@ mod tests {
         },
         Recorded {
             gpu: T4,
-            shape: (DType::F16, 1000, 1000, Some(8)),
+            shape: (Dtype::F16, 1000, 1000, Some(8)),
             launches: [
                 "normalize_f16_1 4x10 32x16 9216 100 16 2/1 0",
                 "normalize_bwd_f16_1 4x10 32x16 17408 100 16 2/1 0",
@@ -1239,7 +1235,7 @@ mod tests {
         },
         Recorded {
             gpu: T4,
-            shape: (DType::F64, 1073741824, 1, None),
+            shape: (Dtype::F64, 1073741824, 1, None),
             launches: [
                 "normalize_f64_1 1x40 1x512 6144 26843546 1 1/1 0",
                 "normalize_bwd_f64_1 1x40 1x512 10240 26843546 1 1/1 0",
@@ -1327,7 +1323,7 @@ mod tests {
                 ..H100
             };
             for cols in [512, 768, 1024, 4096] {
-                for dtype in [DType::F32, DType::BF16] {
+                for dtype in [Dtype::F32, Dtype::Bf16] {
                     for rows in (64 * multiprocessors).max(2000)..=100_000 {
                         let extent = extent((dtype, rows, cols, Some(1)), limits);
                         for direction in [Direction::Forward, Direction::Backward] {
@@ -1453,7 +1449,7 @@ mod tests {
     /// as their arrays.
     #[test]
     fn parts_have_room() {
-        let [forward, backward] = plans((DType::F64, 100, 33, Some(3)), H100).unwrap();
+        let [forward, backward] = plans((Dtype::F64, 100, 33, Some(3)), H100).unwrap();
         let forward = LaunchPlan {
             masked: true,
             recipe: Recipe::Fairseq,
@@ -1482,7 +1478,7 @@ mod tests {
         // Rows of LayerNorm that are wider than a block.
         let extent = Extent {
             norm: RowNorm::Centred { eps: 1e-5 },
-            ..extent((DType::F32, 100, 65536, None), H100)
+            ..extent((Dtype::F32, 100, 65536, None), H100)
         };
         let mut centred = LaunchPlan::new(extent, Recipe::Paper, ForwardKind::Evaluation).unwrap();
         centred.divides = false;
@@ -1511,7 +1507,7 @@ mod tests {
             (0, ["update_phi_f32"].as_slice()),
             (1, ["normalize_bf16_4", "update_phi_f32"].as_slice()),
         ] {
-            let [forward, _] = plans((DType::BF16, rows, 1024, Some(1)), H100).unwrap();
+            let [forward, _] = plans((Dtype::Bf16, rows, 1024, Some(1)), H100).unwrap();
             let entries: Vec<_> = (forward.entries(false).iter().map(Entry::to_string)).collect();
             assert_eq!(entries, expected);
         }
@@ -1524,7 +1520,7 @@ mod tests {
             multiprocessors: 800,
             ..H100
         };
-        let [forward, _] = plans((DType::F32, 32768, 64, None), limits).unwrap();
+        let [forward, _] = plans((Dtype::F32, 32768, 64, None), limits).unwrap();
         assert_eq!(forward.chunks(), 800);
         let launch = forward.update_phi();
         assert_eq!(launch.block, (8, (CHANNEL_THREADS / 8) as u32));
@@ -1535,7 +1531,7 @@ mod tests {
     #[test]
     fn threads_of_the_widest_rows_have_one_row() {
         for (cols, has_one) in [(1 << 20, false), (1 << 27, false), (1 << 29, true)] {
-            let [forward, _] = plans((DType::F32, 100_000, cols, None), H100).unwrap();
+            let [forward, _] = plans((Dtype::F32, 100_000, cols, None), H100).unwrap();
             let cut = forward.cut;
             assert_eq!(cut.rows == cut.chunk_rows, has_one, "{cut:?}");
             assert_eq!(i32::try_from(cut.rows * cols).is_err(), has_one, "{cut:?}");
@@ -1549,7 +1545,7 @@ mod tests {
             multiprocessors: 1,
             ..H100
         };
-        let plan = |rows, cols| plans((DType::F32, rows, cols, None), limits);
+        let plan = |rows, cols| plans((Dtype::F32, rows, cols, None), limits);
         plan(4, (1 << 31) - 1).unwrap();
         plan(1 << 30, 1).unwrap();
         for (rows, cols) in [(4, 1 << 31), (1 << 31, 1), (usize::MAX >> 8, 1)] {

@@ -242,7 +242,8 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
     let cols = pass.cols();
     let rows = pass.x.elem_count() / cols;
     let extent = Extent {
-        dtype: pass.x.dtype(),
+        // The kernels have no others.
+        dtype: Dtype::of(pass.x.dtype())?,
         rows,
         cols,
         norm: pass.norm,
@@ -297,7 +298,7 @@ impl Forward<'_> {
             let params = NormalizeParams {
                 x,
                 residual,
-                stream: residual_out,
+                residual_out,
                 group_rms_inv: saved.group_rms_inv,
                 group_eps: group_eps.into(),
                 ..Default::default()
@@ -312,7 +313,7 @@ impl Forward<'_> {
         let params = NormalizeParams {
             x: if wide { summed } else { x },
             residual: when(!wide, residual),
-            stream: when(!wide, residual_out),
+            residual_out: when(!wide, residual_out),
             y: when(plan.kind != ForwardKind::BatchStatistic, y),
             keep,
             weight: uses.read_vector(pass.weight())?,
@@ -698,8 +699,7 @@ impl Backward<'_> {
             Correction::Nu(Some(nu)) => (uses.read_vector(Some(&nu.ema_gz))?, nu.scale),
             Correction::Nu(None) => (Vector::default(), 0.),
             Correction::Lambda => {
-                let dtype = Dtype::of(plan.sums_dtype())?;
-                let data = workspace.lambda;
+                let (data, dtype) = (workspace.lambda, plan.sums_dtype());
                 (Vector { data, dtype }, 1.)
             }
         };
@@ -722,6 +722,7 @@ impl Backward<'_> {
             dots: workspace.dots,
             partials,
             group_scaling: plan.cut.group_scaling,
+            weight_offset: 0.,
             correction_scale: scale.into(),
             eps: pass.eps.into(),
         })
