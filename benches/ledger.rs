@@ -40,6 +40,7 @@ use clap::Parser;
 use ready::Ready;
 use serde_json::Value;
 use softgpu::Softgpu;
+use std::fmt;
 use std::hint::black_box;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -62,9 +63,13 @@ struct Args {
     shapes: Vec<Shape>,
     #[arg(long, value_delimiter = ',', default_value = "f32,bf16")]
     dtypes: Vec<DType>,
-    /// Groups of group scaling, or `none`.
-    #[arg(long, value_delimiter = ',', default_value = "none,8")]
-    groups: Vec<Groups>,
+    /// PowerNorm's groups of group scaling or `none`, or another layer: `layer_norm`, `rms_norm`.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "none,8,layer_norm,rms_norm"
+    )]
+    groups: Vec<Kind>,
     /// Takes the host's time for 256x1024 instead, with kernels switched off.
     #[arg(long)]
     stopwatch: bool,
@@ -92,16 +97,36 @@ impl FromStr for Shape {
 }
 
 #[derive(Clone, Copy)]
-struct Groups(Option<usize>);
+enum Kind {
+    /// With so many groups of group scaling.
+    PowerNorm(Option<usize>),
+    LayerNorm,
+    RmsNorm,
+}
 
-impl FromStr for Groups {
+impl FromStr for Kind {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         match (text, text.parse()) {
-            ("none", _) => Ok(Self(None)),
-            (_, Ok(groups)) => Ok(Self(Some(groups))),
-            _ => Err(format!("expected a number or none, got {text}")),
+            ("none", _) => Ok(Self::PowerNorm(None)),
+            ("layer_norm", _) => Ok(Self::LayerNorm),
+            ("rms_norm", _) => Ok(Self::RmsNorm),
+            (_, Ok(groups)) => Ok(Self::PowerNorm(Some(groups))),
+            _ => Err(format!(
+                "expected a number, none, layer_norm or rms_norm, got {text}"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::PowerNorm(Some(groups)) => write!(f, "{groups}"),
+            Self::PowerNorm(None) => f.write_str("none"),
+            Self::LayerNorm => f.write_str("layer_norm"),
+            Self::RmsNorm => f.write_str("rms_norm"),
         }
     }
 }
@@ -133,31 +158,48 @@ impl Pass {
     }
 }
 
+/// A layer with parameters.
+enum Layer {
+    PowerNorm(PowerNorm),
+    LayerNorm(LayerNorm),
+    RmsNorm(RmsNorm),
+}
+
+impl Layer {
+    fn new(kind: Kind, size: usize, dtype: DType, device: &Device) -> Result<Self> {
+        // Variables, so that a backward has their gradients.
+        let one = || Var::ones(size, dtype, device).map(|var| var.as_tensor().clone());
+        Ok(match kind {
+            Kind::PowerNorm(groups) => {
+                let config = PowerNormConfig {
+                    warmup_steps: 0,
+                    group_scaling: groups,
+                    ..1e-5.into()
+                };
+                let varmap = VarMap::new();
+                let vb = VarBuilder::from_varmap(&varmap, dtype, device);
+                Self::PowerNorm(power_norm(size, config, vb)?)
+            }
+            Kind::LayerNorm => Self::LayerNorm(LayerNorm::new(one()?, one()?, 1e-5)),
+            Kind::RmsNorm => Self::RmsNorm(RmsNorm::new(one()?, 1e-5)),
+        })
+    }
+}
+
 /// A layer and its inputs.
 struct Case {
-    layer: PowerNorm,
+    layer: Layer,
     x: Var,
     residual: Option<Var>,
 }
 
 impl Case {
-    fn new(shape: Shape, dtype: DType, groups: Option<usize>, device: &Device) -> Result<Self> {
-        let varmap = VarMap::new();
-        let config = PowerNormConfig {
-            warmup_steps: 0,
-            group_scaling: groups,
-            ..1e-5.into()
-        };
-        let layer = power_norm(
-            shape.cols,
-            config,
-            VarBuilder::from_varmap(&varmap, dtype, device),
-        )?;
+    fn new(shape: Shape, dtype: DType, kind: Kind, device: &Device) -> Result<Self> {
         // Equal rows: no kernel's path depends on values.
         let row = Tensor::randn(0f32, 1., (1, shape.cols), &Device::Cpu)?.to_dtype(dtype)?;
         let x = row.broadcast_as((shape.rows, shape.cols))?.contiguous()?;
         Ok(Self {
-            layer,
+            layer: Layer::new(kind, shape.cols, dtype, device)?,
             x: Var::from_tensor(&x.to_device(device)?)?,
             residual: None,
         })
@@ -165,10 +207,20 @@ impl Case {
 
     fn forward(&self, train: bool) -> Result<Tensor> {
         let Some(residual) = &self.residual else {
-            return self.layer.forward_t(&self.x, train);
+            return match &self.layer {
+                Layer::PowerNorm(layer) => layer.forward_t(&self.x, train),
+                Layer::LayerNorm(layer) => layer.forward(&self.x),
+                Layer::RmsNorm(layer) => layer.forward(&self.x),
+            };
         };
-        let _scope = (!train).then(|| self.layer.mode().eval_scope());
-        let (y, sum) = self.layer.forward_residual(&self.x, residual, None)?;
+        let (y, sum) = match &self.layer {
+            Layer::PowerNorm(layer) => {
+                let _scope = (!train).then(|| layer.mode().eval_scope());
+                layer.forward_residual(&self.x, residual, None)?
+            }
+            Layer::LayerNorm(layer) => layer.forward_residual(&self.x, residual)?,
+            Layer::RmsNorm(layer) => layer.forward_residual(&self.x, residual)?,
+        };
         match train {
             // A backward then reaches both.
             true => y + sum,
@@ -235,12 +287,12 @@ impl Tally {
     }
 
     /// Prints a row, for a pass that moves `tensors` tensors.
-    fn print(&self, shape: Shape, dtype: DType, groups: &str, pass: &str, tensors: usize) {
+    fn print(&self, shape: Shape, dtype: DType, layer: Kind, pass: &str, tensors: usize) {
         let Shape { rows, cols } = shape;
         let elements = (rows * cols) as f64;
         let input = elements * dtype.size_in_bytes() as f64;
         let least = input * tensors as f64;
-        print!("| {rows}x{cols} | {} | {groups} | {pass} ", dtype.as_str());
+        print!("| {rows}x{cols} | {} | {layer} | {pass} ", dtype.as_str());
         println!(
             "| {:.3} | {:.3} | {:.1} | {:.1} | {} | {} | {} | {} |",
             self.bytes as f64 / least,
@@ -262,14 +314,14 @@ fn is_ours(kernel: &str) -> bool {
 
 fn ledger(softgpu: &Softgpu, args: &Args, device: &Device) -> Result<()> {
     println!(
-        "| shape | dtype | groups | pass | traffic | sectors | instructions | per piece \
+        "| shape | dtype | layer | pass | traffic | sectors | instructions | per piece \
          | conflicts | barriers | launches | calls |"
     );
     println!("|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|");
     for &shape in &args.shapes {
         for &dtype in &args.dtypes {
-            for &Groups(groups) in &args.groups {
-                let mut case = Case::new(shape, dtype, groups, device)?;
+            for &kind in &args.groups {
+                let mut case = Case::new(shape, dtype, kind, device)?;
                 for with_residual in [false, true] {
                     if with_residual {
                         case.residual = Some(Var::from_tensor(&case.x.copy()?)?);
@@ -279,33 +331,12 @@ fn ledger(softgpu: &Softgpu, args: &Args, device: &Device) -> Result<()> {
                     for pass in [Pass::Training, Pass::Evaluation, Pass::Backward] {
                         let tally = case.count(softgpu, pass)?;
                         let residual = if with_residual { ", residual" } else { "" };
-                        let groups = groups.map_or("none".into(), |groups| groups.to_string());
                         let name = format!("{}{residual}", pass.name());
-                        tally.print(shape, dtype, &groups, &name, pass.tensors(with_residual));
+                        tally.print(shape, dtype, kind, &name, pass.tensors(with_residual));
                     }
                 }
             }
-            row_norms(softgpu, shape, dtype, device)?;
         }
-    }
-    Ok(())
-}
-
-/// The rows of LayerNorm and RmsNorm.
-fn row_norms(softgpu: &Softgpu, shape: Shape, dtype: DType, device: &Device) -> Result<()> {
-    let x = Case::new(shape, dtype, None, device)?.x;
-    let parameter = || Ok(Var::ones(shape.cols, dtype, device)?.into_inner());
-    let layer_norm = LayerNorm::new(parameter()?, parameter()?, 1e-5);
-    let rms_norm = RmsNorm::new(parameter()?, 1e-5);
-    let norms: [(&str, &dyn Module); 2] = [("LayerNorm", &layer_norm), ("RmsNorm", &rms_norm)];
-    for (name, norm) in norms {
-        let y = norm.forward(&x)?;
-        // A first step does some things once.
-        y.backward()?;
-        let forward = count(softgpu, device, || norm.forward(&x).map(drop))?;
-        let backward = count(softgpu, device, || y.backward().map(drop))?;
-        forward.print(shape, dtype, "", &format!("{name}, forward"), 2);
-        backward.print(shape, dtype, "", &format!("{name}, backward"), 3);
     }
     Ok(())
 }
@@ -331,9 +362,11 @@ fn stopwatch(softgpu: &Softgpu) -> Result<()> {
 }
 
 fn timed_on(softgpu: &Softgpu, stream: &str, device: &Device) -> Result<()> {
-    let case = Case::new(TIMED, DType::F32, Some(1), device)?;
-    let (weight, bias) = (case.layer.weight(), case.layer.bias());
-    let (Some(weight), Some(bias)) = (weight, bias) else {
+    let case = Case::new(TIMED, DType::F32, Kind::PowerNorm(Some(1)), device)?;
+    let Layer::PowerNorm(layer) = &case.layer else {
+        candle::bail!("another layer")
+    };
+    let (Some(weight), Some(bias)) = (layer.weight(), layer.bias()) else {
         candle::bail!("a layer without parameters")
     };
     let gradients = [&case.x, weight, bias].map(Tensor::zeros_like);

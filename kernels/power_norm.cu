@@ -435,8 +435,8 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     if (p.y == nullptr) {
       return;
     }
-    const Run<V> weights(p.weight, col, count), biases(p.bias, col, count);
-    const Run<V> phis(p.phi, col, count);
+    const Run<A, V> weights(p.weight, col, count), biases(p.bias, col, count);
+    const Run<A, V> phis(p.phi, col, count);
     A weight[V];
     each<V>([&](int v) { scale[v] = weight[v] = 1; });
     weights.convert(weight);
@@ -758,7 +758,7 @@ template <typename A> __device__ __forceinline__ void update_phi(const UpdatePhi
 template <typename A, int V>
 __device__ __forceinline__ void slopes_of(const NormalizeBwdParams &p, bool trained, int64_t col,
                                           int count, A (&gain)[V], A (&decay)[V]) {
-  const Run<V> weights(p.weight, col, count), corrections(p.correction, col, count);
+  const Run<A, V> weights(p.weight, col, count), corrections(p.correction, col, count);
   A inv_d[V], weight[V], correction[V] = {};
   each<V>([&](int v) { inv_d[v] = weight[v] = 1; });
   load_run<A>(p.inv_d, col, count, inv_d);

@@ -87,20 +87,21 @@ __device__ __forceinline__ void load_run(const void *data, int64_t from, int cou
 // The first `count` of V adjacent elements of a vector whose dtype is known only at launch, as they
 // are in memory. A thread that needs several vectors makes the runs of all of them before it takes
 // elements from any: loads do not wait for each other, but a conversion waits for its load.
-template <int V> struct Run {
+template <typename A, int V> struct Run {
   const Vector &vector;
   int64_t from;
   int count;
-  bool loaded;        // all V elements, which are whole 16-byte words
-  uint4 words[V / 2]; // enough for elements of 8 bytes
+  bool loaded; // all V elements are here: they are aligned, fill words, and are not wider than A
+  uint4 words[V * sizeof(A) / 16];
 
   __device__ __forceinline__ Run(const Vector &vector, int64_t from, int count)
       : vector(vector), from(from), count(count) {
     const int size = vector.dtype == F64 ? 8 : vector.dtype == F32 ? 4 : 2;
     const char *start = static_cast<const char *>(vector.data) + from * size;
-    loaded = vector.data != nullptr && count == V && V * size % 16 == 0 &&
+    const bool fits = V * size % 16 == 0 && V * size <= static_cast<int>(sizeof(words));
+    loaded = vector.data != nullptr && count == V && fits &&
              reinterpret_cast<uintptr_t>(start) % 16 == 0;
-    each<V / 2>([&](int i) {
+    each<V * sizeof(A) / 16>([&](int i) {
       if (loaded && i * 16 < V * size) {
         words[i] = reinterpret_cast<const uint4 *>(start)[i];
       }
@@ -109,7 +110,7 @@ template <int V> struct Run {
 
   // Converts the elements. Further elements of `to` keep their values, and so do all if there is no
   // vector.
-  template <typename A> __device__ __forceinline__ void convert(A (&to)[V]) const {
+  __device__ __forceinline__ void convert(A (&to)[V]) const {
     switch (vector.dtype) {
     case F64:
       return convert_from<double>(to);
@@ -123,14 +124,21 @@ template <int V> struct Run {
   }
 
 private:
-  template <typename P, typename A>
-  __device__ __forceinline__ void convert_from(A (&to)[V]) const {
-    if (!loaded) {
-      return load_run<P>(vector.data, from, count, to);
+  template <typename P> __device__ __forceinline__ void convert_from(A (&to)[V]) const {
+    if constexpr (sizeof(P) <= sizeof(A)) {
+      if (loaded) {
+        P at[V];
+        memcpy(at, words, sizeof(at));
+        each<V>([&](int v) { to[v] = static_cast<A>(widen(at[v])); });
+        return;
+      }
     }
-    P at[V];
-    memcpy(at, words, sizeof(at));
-    each<V>([&](int v) { to[v] = static_cast<A>(widen(at[v])); });
+    const P *start = static_cast<const P *>(vector.data) + from;
+    each<V>([&](int v) {
+      if (vector.data != nullptr && v < count) {
+        to[v] = static_cast<A>(widen(start[v]));
+      }
+    });
   }
 };
 

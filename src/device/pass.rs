@@ -275,6 +275,14 @@ impl Pass {
         self.affine.as_ref().map(|affine| &affine.weight)
     }
 
+    /// What γ is more than the weight.
+    #[cfg(feature = "cuda")]
+    pub(super) fn weight_offset(&self) -> f32 {
+        self.affine
+            .as_ref()
+            .map_or(0., |affine| affine.offset as f32)
+    }
+
     pub(super) fn bias(&self) -> Option<&Tensor> {
         self.affine.as_ref()?.bias.as_ref()
     }

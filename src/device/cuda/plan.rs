@@ -72,12 +72,13 @@
 //! in which the two warps of each row of threads exchange their sums.
 
 use super::params::{
-    ANNOUNCED, Address, CHANNEL_THREADS, Dtype, GROUP_THREADS, GroupDots, GroupRmsInv, GroupRmsOrigin,
-    HELD_PIECES_BWD, HELD_VALUES, Kernel, LAYER_NORM_MEANS_BWD, LAYER_NORM_STATISTICS, LayerNorm,
-    LayerNormBwd, LayerNormDots, LayerNormStatistics, MAX_STAGES, Normalize, NormalizeBwd,
-    NormalizeBwdParams, NormalizeParams, PIECE_BYTES, ROW_THREADS, SumPartials, SumPartialsParams,
-    Tiling, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams, WARP, coefficients_bytes,
-    exchanged_bytes, lane_coefficients, padded_sums, rings_bytes, sums_bytes, when,
+    ANNOUNCED, Address, CHANNEL_THREADS, Dtype, GROUP_THREADS, GroupDots, GroupRmsInv,
+    GroupRmsOrigin, HELD_PIECES_BWD, HELD_VALUES, Kernel, LAYER_NORM_MEANS_BWD,
+    LAYER_NORM_STATISTICS, LayerNorm, LayerNormBwd, LayerNormDots, LayerNormStatistics, MAX_STAGES,
+    Normalize, NormalizeBwd, NormalizeBwdParams, NormalizeParams, PIECE_BYTES, ROW_THREADS,
+    SumPartials, SumPartialsParams, Tiling, UpdateNu, UpdateNuParams, UpdatePhi, UpdatePhiParams,
+    WARP, coefficients_bytes, exchanged_bytes, lane_coefficients, padded_sums, rings_bytes,
+    sums_bytes, when,
 };
 use crate::config::{ForwardKind, Recipe};
 use crate::device::pass::RowNorm;

@@ -13,7 +13,7 @@ use super::params::{
 use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::Pass;
-use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted};
+use crate::device::{self, Env, Gradients, Nu, Outputs, Record, Wanted};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle::op::BackpropOp;
@@ -317,6 +317,7 @@ impl Forward<'_> {
             y: when(plan.kind != ForwardKind::BatchStatistic, y),
             keep,
             weight: uses.read_vector(pass.weight())?,
+            weight_offset: pass.weight_offset(),
             bias: uses.read_vector(pass.bias())?,
             phi: uses.read_vector(pass.phi.as_ref())?,
             // 1/D and r are also written, for the backward.
@@ -464,6 +465,7 @@ impl Forward<'_> {
             },
             y: uses.write(y)?.data,
             weight: uses.read_vector(pass.weight())?,
+            weight_offset: pass.weight_offset(),
             bias: uses.read_vector(pass.bias())?,
             inv_d: saved.inv_d,
             group_rms_inv: saved.group_rms_inv,
@@ -631,6 +633,7 @@ impl Backward<'_> {
             cols: plan.extent.cols as i64,
             chunks: plan.chunks() as i64,
             weight: uses.read_vector(self.pass.weight())?,
+            weight_offset: self.pass.weight_offset(),
             inv_d: saved.inv_d,
             gamma: saved.gamma,
             count: saved.count,
@@ -722,7 +725,7 @@ impl Backward<'_> {
             dots: workspace.dots,
             partials,
             group_scaling: plan.cut.group_scaling,
-            weight_offset: 0.,
+            weight_offset: pass.weight_offset(),
             correction_scale: scale.into(),
             eps: pass.eps.into(),
         })
