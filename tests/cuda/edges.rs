@@ -3,7 +3,10 @@
 
 use crate::arguments::{Arguments, Offsets, Wanted};
 use crate::common::gpu::gpu;
-use crate::common::{CPU, DTYPES, Data, KINDS, With, backward, keep, layer_on, tensor, to_f64};
+use crate::common::{
+    Batch, CPU, DTYPES, Data, KINDS, With, add_rounded, assert_same_bits, backward, keep, layer_on,
+    tensor, to_f64,
+};
 use candle::DType::{self, BF16, F16, F32, F64};
 use candle::{Device, Module, Result, Tensor, Var};
 use candle_powernorm::{LayerNorm, PowerNormConfig, Recipe, RmsNorm, Statistics};
@@ -125,6 +128,45 @@ fn the_widest_rows_keep_their_digits() -> Result<()> {
             let errors = ours.iter().zip(&exact).map(|(a, e)| (a - e).abs() / most);
             let error = errors.fold(0., f64::max);
             assert!(error < 1e-6, "{name}, centred {centred}: {error:e}");
+        }
+    }
+    Ok(())
+}
+
+/// LayerNorm of a sum has the bits of an addition and a forward: rows of part of a warp, of several
+/// warps, wider than a block, and of pieces that are not whole. So has its gradient.
+#[test]
+fn layer_norm_of_a_sum() -> Result<()> {
+    let gpu = gpu();
+    let mut data = Data::on(&gpu, 16);
+    for (rows, cols) in [
+        (5, 3),
+        (300, 96),
+        (37, 1024),
+        (9, 4096),
+        (3, 8200),
+        (2, 16_392),
+        (2, 8193),
+    ] {
+        for dtype in [F32, F64, F16, BF16] {
+            let what = format!("{rows}x{cols}, {dtype:?}");
+            let mut random = || Batch::random(&mut data, &[rows, cols], dtype, false);
+            // The first values, which a kernel takes for a first mean, are far from the others.
+            let (xs, residual, dy) = (random().xs, (random().xs + 3.)?, random().dy);
+            let weight = data.weight(cols);
+            let weight = data.tensor(&weight, &[cols], dtype);
+            let norm = LayerNorm::new_no_bias(weight, 1e-5);
+            let [xs, residual] = [Var::from_tensor(&xs)?, Var::from_tensor(&residual)?];
+            let (y, sum) = norm.forward_residual(&xs, &residual)?;
+            let plain = Var::from_tensor(&add_rounded(&xs, &residual)?)?;
+            let expected = norm.forward(&plain)?;
+            assert_same_bits(&format!("{what}: y"), &y, &expected);
+            assert_same_bits(&format!("{what}: sum"), &sum, &plain);
+            let (ours, expected) = (backward(&y, &dy), backward(&expected, &dy));
+            let expected = expected.get(&plain).expect("a gradient");
+            for input in [&xs, &residual] {
+                assert_same_bits(&what, ours.get(input).expect("a gradient"), expected);
+            }
         }
     }
     Ok(())
