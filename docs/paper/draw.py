@@ -2,8 +2,8 @@
 
 `final` has each contender's test loss minus LayerNorm's after 30 epochs, with its 95 % interval.
 `curves` has validation losses over 30 epochs, and `words-30` the same minus LayerNorm's from the
-same seed: the mean over seeds, and their range as an area. `sweep` has the last validation loss
-over the learning rate.
+same seed: the mean over seeds, and their range as an area. `sweep` has the final validation loss
+by learning rate.
 """
 
 import json
@@ -180,7 +180,7 @@ def words_30():
     chart.labels()
     ends = {NAMES[FULL[norm]]: signed(round(points[-1][1], 3)) for norm, (points, _) in lines.items()}
     title = "Words, 30 epochs: validation loss minus LayerNorm's"
-    about = "nats a word, from the same seeds; lower is better; areas are ranges over seeds"
+    about = "nats per word, from the same seeds; lower is better; areas are ranges over seeds"
     return picture(
         HERE / "words-30",
         720,
@@ -188,7 +188,7 @@ def words_30():
         title,
         "A line for each normalization over 30 epochs. After the last step the mean is "
         + ", ".join(f"{end} for {name}" for name, end in ends.items())
-        + " nats a word.",
+        + " nats per word.",
         titles(title, about) + chart.parts,
     )
 
@@ -201,11 +201,11 @@ def final():
     left, width, top, step = 306, 300, 84, 30
     x = lambda value: left + width * (value - low) / (high - low)
     title = "Words, 30 epochs: test loss minus LayerNorm's"
-    about = "nats a word; lower is better; mean and 95 % interval, small dots are seeds"
+    about = "1.4M parameters, Multi30k English; nats per word, lower is better; dots are seeds"
     bottom = top + step * len(rows) - 6
     parts = titles(title, about)
     parts.append(text(x(0), top - 20, "LayerNorm", 13, "middle", color="edge"))
-    parts.append(text(left + width + 20, top - 20, "mean (95 % interval)", 13))
+    parts.append(text(left + width + 20, top - 20, "mean (95 %, uncorrected)", 13))
     for value in ticks(low, high):
         color = "edge-line" if value == 0 else "faint-line"
         parts.append(path(f"M{x(value):.1f} {top - 14}V{bottom}", color))
@@ -257,23 +257,29 @@ def curves():
         chart.axes("epochs", [(epoch, f"{epoch}") for epoch in epochs], lambda v: f"{v:.2f}")
         return chart, shown
 
+    seeds = {name: len(curves_of(*run)) for name, run in CURVES.items()}
+    ends = [curve[STEPS[CURVES["LN"][0]]] for curve in curves_of(*CURVES["LN"]).values()]
     whole, shown = panel(2, 30, range(5, 31, 5), 58, 280)
     for name, line in shown.items():
         whole.line(line, COLORS[name])
     end, shown = panel(20, 30, range(20, 31, 2), 402, 250)
     for name, line in shown.items():
-        end.line(line, COLORS[name], named(name)[0])
+        end.line(line, COLORS[name], f"{named(name)[0]}, {seeds[name]} seeds")
     end.labels()
     title = "Words, 30 epochs: validation loss, from epoch 2 and from epoch 20"
-    about = "nats a word, mean over seeds; lower is better; each part has its own scale"
+    about = "nats per word, mean over seeds; lower is better; each part has its own scale"
     last = ", ".join(f"{line[-1][1]:.3f} for {named(n)[0]}" for n, line in lines.items())
+    note = (
+        "Evaluations in training take fewer batches than the tables' final ones, in which "
+        f"LayerNorm has {mean(ends):.3f}."
+    )
     return picture(
         HERE / "curves",
-        770,
-        384,
+        800,
+        404,
         title,
-        f"Lines that fall together. The last evaluation in training is {last} nats a word.",
-        titles(title, about) + whole.parts + end.parts,
+        f"Lines that fall together. The last evaluation in training is {last} nats per word. {note}",
+        titles(title, about) + whole.parts + end.parts + [text(16, 394, note, 13)],
     )
 
 
@@ -291,6 +297,8 @@ def sweep_chart():
     # DyT and Derf are so far above the others that they would flatten them.
     high = [name for name in RIVALS.values() if name != "RMSNorm"]
     left_out = {name: of_part["without"].pop(name) for name in high}
+    # Group scaling with one group does not change LayerNorm, so its line is in both parts.
+    of_part["without"]["LN"] = of_part["with"]["LN"]
     every = [loss for part in of_part.values() for line in part.values() for _, loss in line]
     rates = [float(rate) for rate in FREE_RATES]
     best = {}
@@ -298,7 +306,7 @@ def sweep_chart():
         limits = (math.log(rates[0]), math.log(rates[-1])), (min(every), max(every))
         chart = Chart(*limits, left, 250, top=84)
         x_ticks = [(math.log(rate), f"{rate:g}") for rate in rates]
-        chart.axes("highest learning rate", x_ticks, lambda value: f"{value:.2f}")
+        chart.axes("peak learning rate", x_ticks, lambda value: f"{value:.2f}")
         heading = {"with": "with group scaling", "without": "without group scaling"}[part]
         chart.parts.append(text(left, 72, heading, 13, weight="bold"))
         for name, line in of_part[part].items():
@@ -309,8 +317,8 @@ def sweep_chart():
         parts += chart.parts
     lowest = {name: min(line, key=lambda point: point[1]) for name, line in left_out.items()}
     beyond = " and ".join(f"{name} ({loss:.2f} at {rate:g})" for name, (rate, loss) in lowest.items())
-    title = "Words, 2 epochs: last validation loss over the highest learning rate"
-    about = "nats a word, one seed, both parts on one scale; lower is better"
+    title = "Words, 2 epochs: final validation loss by peak learning rate"
+    about = "nats per word, one seed, both parts on one scale; lower is better"
     note = f"Not shown, because even their lowest losses are above: {beyond}."
     return picture(
         HERE / "sweep",

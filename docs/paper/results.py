@@ -301,8 +301,8 @@ def README_LONG():
     }
     start = starts.get(found.split()[0].rstrip(":"), f"it shows {found}")
     return (
-        f"After 30 epochs of training on words {start}: its test loss minus LayerNorm's is "
-        f"{number(mean(values), sign=True)} nats a word on average over {WORDS[len(values)]} seeds."
+        f"After 30 epochs of training on words {start}: the mean difference in test loss is "
+        f"{number(mean(values), sign=True)} nats per word ({WORDS[len(values)]} seeds)."
     )
 
 

@@ -23,7 +23,7 @@ TEXTS = [
     ("docs/paper/tables.md", None, None, "tables.md.in"),
     ("docs/paper/reproduce.md", None, None, "reproduce.md.in"),
     ("docs/guide/choosing.md", None, None, "choosing.md.in"),
-    ("README.md", "## Does it learn as well?\n", "## ", "learns.md.in"),
+    ("README.md", "## PowerNorm\n", "## ", "powernorm.md.in"),
     ("docs/guide/training.md", "## Which settings\n", "## ", "settings.md.in"),
 ]
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws the README's pictures: axes.svg, and speed.svg from the guide's table of times on a CPU.
+"""Draws speed.svg of the README, from the record of times on a CPU and the guide's table of memory,
+and axes.svg of docs/paper.md.
 
     python3 docs/pictures/draw.py           draws them
     python3 docs/pictures/draw.py --check   fails if they show anything else
@@ -13,9 +14,8 @@ from svg import box, path, picture, text
 
 FOLDER = Path(__file__).parent
 PERFORMANCE = FOLDER.parent / "guide" / "performance.md"
+CPU = FOLDER.parent.parent / "benches" / "results" / "cpu.md"
 CELL, ROWS, COLUMNS = 16, 6, 8
-# How the names of this crate's layers begin in the table.
-OURS = ("PowerNorm", "`layer_norm`", "`rms_norm`")
 
 
 def grid(left, top, row=None, column=None, color="blue", opacity=1.0):
@@ -35,94 +35,142 @@ def grid(left, top, row=None, column=None, color="blue", opacity=1.0):
 
 
 def axes():
-    """Which numbers a statistic averages over, by color."""
+    """Which numbers a statistic averages over, by color. In two rows, so that it is narrow."""
     token, channel = {"row": 2}, {"column": 3}
     past = lambda opacity: {**channel, "opacity": opacity}
     now = {**channel, "color": "orange"}
-    panels = [
-        ("LayerNorm, RMSNorm", [(token, "channels")],
-         ["each token, over its channels:", "mean and variance in LayerNorm,",
-          "the mean square in RMSNorm"]),
-        ("BatchNorm", [(channel, "channels")],
-         ["each channel, over the tokens", "of this batch: mean and variance;",
-          "running ones in evaluation"]),
-        ("PowerNorm, after group scaling",
-         [(past(0.4), "batch t−2"), (past(0.75), "batch t−1"), (now, "batch t")],
-         ["each channel, over the tokens of past batches, of which",
-          "older ones weigh less: the mean square. By default each",
-          "token is first divided by its own, as in RMSNorm"]),
+    wide = COLUMNS * CELL + 10
+    rows = [
+        [
+            (40, "LayerNorm, RMSNorm", [(token, "channels")],
+             ["each token, over its channels: mean", "and variance in LayerNorm, the", "mean square in RMSNorm"]),
+            (330, "BatchNorm", [(channel, "channels")],
+             ["each channel, over the tokens of this", "batch: mean and variance; running", "ones in evaluation"]),
+        ],
+        [
+            (40, "PowerNorm, step 1", [(token, "channels")],
+             ["group scaling: each", "token, over its", "channels (RMSNorm)"]),
+            (40 + wide + 56, "PowerNorm, step 2", [(past(0.4), "batch t−2"), (past(0.75), "batch t−1"), (now, "batch t")],
+             ["each channel, over the tokens of past batches:", "the mean square, in which older batches weigh less", "(in the warm-up, of this batch instead)"]),
+        ],
     ]
-    parts, left = [], 40
-    for name, batches, lines in panels:
-        parts.append(text(left, 28, name, 16, weight="bold"))
-        x = left
-        for cells, label in batches:
-            parts += grid(x, 46, **cells)
-            parts.append(text(x + COLUMNS * CELL / 2, 160, label, 13, "middle"))
-            x += COLUMNS * CELL + 10
-        parts += [text(left, 188 + 18 * i, line) for i, line in enumerate(lines)]
-        left += 256
+    parts, top = [], 0
+    for panels in rows:
+        parts.append(text(28, top + 94, "tokens", 13, "middle", more=f' transform="rotate(-90 28 {top + 94})"'))
+        for left, name, batches, lines in panels:
+            parts.append(text(left, top + 28, name, 16, weight="bold"))
+            x = left
+            for cells, label in batches:
+                parts += grid(x, top + 46, **cells)
+                parts.append(text(x + COLUMNS * CELL / 2, top + 160, label, 13, "middle"))
+                x += wide
+            parts += [text(left, top + 188 + 18 * i, line, 14) for i, line in enumerate(lines)]
+        top += 250
     parts += [
-        box(40, 248, 12, 12, "blue"),
-        text(58, 259, "averaged over"),
-        box(170, 248, 12, 12, "orange"),
-        text(188, 259, "divided by the average of the batches before it"),
-        text(28, 94, "tokens", 13, "middle", more=' transform="rotate(-90 28 94)"'),
+        box(40, top, 12, 12, "blue"),
+        text(58, top + 11, "averaged over", 14),
+        box(190, top, 12, 12, "orange"),
+        text(208, top + 11, "divided by the average of the batches before it", 14),
     ]
     description = (
-        "Three grids of tokens and channels. LayerNorm and RMSNorm average over one token's "
-        "channels. BatchNorm averages over one channel of this batch. PowerNorm averages over one "
-        "channel of past batches, and divides this batch by the result."
+        "Grids of tokens and channels. LayerNorm and RMSNorm average over one token's channels. "
+        "BatchNorm averages over one channel of this batch. PowerNorm has two steps: the first is "
+        "RMSNorm's, and the second averages over one channel of past batches and divides this batch "
+        "by the root of the result."
     )
     title = "The axes that LayerNorm, BatchNorm and PowerNorm average over"
-    return picture(FOLDER / "axes", 1000, 276, title, description, parts)
+    return picture(FOLDER / "axes", 664, top + 30, title, description, parts)
 
 
-def speeds():
-    """The guide's first table of times on a CPU: a row's name, and its numbers in milliseconds."""
-    section = PERFORMANCE.read_text().split("\n## On a CPU\n")[1]
+def times(threads=1):
+    """Milliseconds of a forward and backward in f32, from the record: the median, the smallest and
+    the largest run, by the record's name of a layer."""
+    section = f"\n### train_step_through_autograd, t{threads}\n"
+    table = CPU.read_text().split(section)[1].lstrip().split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    [cells] = [row for row in rows if row[:2] == ["f32", "4096x512"]]
+    for name, cell in zip(rows[0][2:], cells[2:]):
+        found = re.match(r"([\d.]+) \[([\d.]+)–([\d.]+)\]", cell)
+        if found:
+            yield name, [float(number) / 1000 for number in found.groups()]
+
+
+def memory():
+    """Bytes that a layer keeps for its backward, from the guide: by layer, in f32 and in bf16."""
+    section = PERFORMANCE.read_text().split("\n## Memory\n")[1]
     table = section[section.index("\n|") :].lstrip().split("\n\n")[0]
-    rows = [line.strip("|").split("|") for line in table.splitlines()]
-    titles = [cell.strip() for cell in rows[0][1:]]
-    for cells in rows[2:]:
-        numbers = [re.match(r"[\d.]+", cell.strip()) for cell in cells[1:]]
-        yield cells[0].strip(), {
-            title: number.group() for title, number in zip(titles, numbers) if number
-        }
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        numbers = [int(re.match(r"[\d,]+", cell)[0].replace(",", "")) for cell in cells[1:]]
+        for name in re.findall(r"PowerNorm|`\w+`", cells[0]):
+            yield name.strip("`"), numbers
+
+
+# A bar's name, its layer in the record of times, and its layer in the table of memory.
+BARS = [
+    ("layer_norm", "layer_norm", "layer_norm"),
+    ("rms_norm", "rms_norm", "rms_norm"),
+    ("candle layer_norm_slow", "layer_norm_slow", "layer_norm_slow"),
+    ("candle rms_norm_slow", "rms_norm_slow", "rms_norm_slow"),
+    ("PyTorch LayerNorm", "torch_layer_norm", None),
+    ("PyTorch RMSNorm*", "torch_rms_norm", None),
+]
+LEFT, WIDTH = 186, 150  # of the bars
+
+
+def panel(top, heading, bars, shown):
+    """Bars with a heading. `bars` has a name, a color, a length and its smallest and largest."""
+    parts = [text(12, top, heading, 15, weight="bold")]
+    longest = max(high for *_, high in bars)
+    x = lambda value: LEFT + WIDTH * value / longest
+    for name, color, value, low, high in bars:
+        top += 26
+        parts.append(text(LEFT - 8, top, name, 14, "end"))
+        parts.append(box(LEFT, top - 13, max(x(value) - LEFT, 1.5), 17, color))
+        if low != high:
+            middle = top - 4.5
+            parts.append(path(f"M{x(low):.1f} {middle}H{x(high):.1f}", "ink-line"))
+            parts.append(path(f"M{x(low):.1f} {middle - 4}v8M{x(high):.1f} {middle - 4}v8", "ink-line"))
+        parts.append(text(x(high) + 6, top, shown(value, low, high), 14))
+    return parts, top
 
 
 def speed():
-    table = dict(speeds())
-    parts = [text(12, 26, "Milliseconds on one thread, in f32; lower is better. Each part has its own scale.", 13)]
-    top = 36
-    for title in next(iter(table.values())):
-        top += 26
-        parts.append(text(12, top, title, 15, weight="bold"))
-        bars = [(name, times[title]) for name, times in table.items() if title in times]
-        most = max(float(time) for _, time in bars)
-        for name, time in bars:
-            top += 22
-            width = 430 * float(time) / most
-            color = "blue" if name.startswith(OURS) else "grey"
-            parts.append(text(228, top, name.replace("`", ""), 13, "end"))
-            parts.append(box(236, top - 12, width, 15, color))
-            parts.append(text(242 + width, top, time, 13))
-        # The part's scale: a tick at each round number of milliseconds.
-        top += 10
-        unit = next(u for u in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if most / u <= 5)
-        marks = [i * unit for i in range(int(most / unit) + 1)]
-        at = [236 + 430 * mark / most for mark in marks]
-        parts.append(path(f"M236 {top}H666" + "".join(f"M{x:.1f} {top}v4" for x in at), "edge-line"))
-        top += 16
-        parts += [text(x, top, f"{mark:g}", 11, "middle") for x, mark in zip(at, marks)]
-        top += 6
+    """Narrow, with large letters, so that a phone shows it."""
+    of, kept = dict(times()), dict(memory())
+    color = lambda name: {"candle": "grey", "PyTorch": "gold"}.get(name.split()[0], "blue")
+    parts = [text(12, 26, "LayerNorm and RMSNorm in training", 17, weight="bold")]
+    legend = ((12, "blue", "this crate"), (122, "grey", "candle"), (208, "gold", "PyTorch"))
+    for x, key, label in legend:
+        parts += [box(x, 42, 13, 13, key), text(x + 19, 54, label, 14)]
+    parts.append(text(312, 54, "lower is better", 14))
+
+    bars = [(name, color(name), *of[record]) for name, record, _ in BARS]
+    heading = "Forward and backward, with autograd: ms"
+    more, top = panel(88, heading, bars, lambda value, low, high: f"{value:.1f} ({low:.1f} to {high:.1f})")
+    parts += more
+
+    names = [(name, layer) for name, _, layer in BARS if layer]
+    for dtype, column in (("f32", 0), ("bf16", 1)):
+        bars = [(n, color(n), *[kept[layer][column] / 1e6] * 3) for n, layer in names]
+        shown = lambda value, *_: f"{value:.0f} MB" if value > 1 else f"{value * 1000:.1f} kB"
+        more, top = panel(top + 38, f"Kept for the backward, in {dtype}", bars, shown)
+        parts += more
+
+    notes = [
+        "Inputs of 4096 × 512. Times: f32, one thread of an AMD EPYC",
+        "(Zen 5), 2026-11-27; median and range of five runs. candle's",
+        "fused layers are left out, because they have no gradient.",
+        "* PyTorch runs it as several operations on a CPU.",
+    ]
+    parts += [text(12, top + 34 + 19 * i, line, 14) for i, line in enumerate(notes)]
+    described = ", ".join(f"{name.strip('*')} {of[record][0]:.1f} ms" for name, record, _ in BARS)
     description = (
-        "Bars for the guide's table of times on a CPU. This crate's forwards and evaluations are "
-        "the shortest. Its layer_norm takes a fifteenth of layer_norm_slow's time for a forward "
-        "and backward. In a whole block the bars hardly differ."
+        f"Bars. A forward and backward of 4096 × 512 in f32 on one thread takes: {described}. For "
+        "the backward this crate's layers keep 4.8 kB, and candle's slow ones 17 to 42 MB."
     )
-    title = "Times of normalizations on a CPU"
-    return picture(FOLDER / "speed", 760, top + 12, title, description, parts)
+    title = "LayerNorm and RMSNorm in training on a CPU: time and memory"
+    return picture(FOLDER / "speed", 500, top + 109, title, description, parts)
 
 
 for file, drawn in (axes() | speed()).items():
