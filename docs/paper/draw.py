@@ -275,7 +275,7 @@ def curves():
     )
     return picture(
         HERE / "curves",
-        800,
+        826,
         404,
         title,
         f"Lines that fall together. The last evaluation in training is {last} nats per word. {note}",
@@ -318,7 +318,10 @@ def sweep_chart():
     lowest = {name: min(line, key=lambda point: point[1]) for name, line in left_out.items()}
     beyond = " and ".join(f"{name} ({loss:.2f} at {rate:g})" for name, (rate, loss) in lowest.items())
     title = "Words, 2 epochs: final validation loss by peak learning rate"
-    about = "nats per word, one seed, both parts on one scale; lower is better"
+    about = (
+        "nats per word, one seed, both parts on one scale; lower is better. Group scaling with one "
+        "group does not change LayerNorm"
+    )
     note = f"Not shown, because even their lowest losses are above: {beyond}."
     return picture(
         HERE / "sweep",

@@ -353,12 +353,13 @@ def corrected():
 
 def CORRECTED():
     own, together, freedom = corrected()
+    some = enumerated(own) if own else "no single difference"
     return (
-        f"With Bonferroni's correction {enumerated(own) if own else 'none'} of the "
-        f"{WORDS[len(contenders())]} intervals excludes 0, because three to five seeds "
-        "leave little power. If all contenders are instead assumed to share one standard "
-        f"deviation, estimated from all of them ({freedom} degrees of freedom), the corrected "
-        f"intervals of {enumerated(together)} do exclude 0. All differences share LN's runs."
+        f"With Bonferroni's correction for {WORDS[len(contenders())]} comparisons {some} is "
+        "significant, because three to five seeds leave little power. If all contenders are "
+        "instead assumed to share one standard deviation, estimated from all of them "
+        f"({freedom} degrees of freedom), those of {enumerated(together)} are. All differences "
+        "share LN's runs."
     )
 
 
