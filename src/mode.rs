@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// candle's `Module` has no `train` argument, so a layer reads a `Mode` instead. Clones share the
 /// switch. Give one `Mode` to every layer of a model
 /// ([`PowerNorm::with_mode`](crate::PowerNorm::with_mode)), and it switches them all, as
-/// `model.train()` and `model.eval()` do in PyTorch. But [`Mode::train`](Self::train) and
-/// [`Mode::eval`](Self::eval) make a new switch. To set one, call
+/// `model.train()` and `model.eval()` do in PyTorch. [`Mode::train`](Self::train) and
+/// [`Mode::eval`](Self::eval) are constructors and do not switch anything: call
 /// [`set_training`](Self::set_training), or hold an [`eval_scope`](Self::eval_scope).
 /// [`recalibrate_scope`](Self::recalibrate_scope) is a third setting.
 ///
