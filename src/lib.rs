@@ -64,8 +64,9 @@
 //! - [`PowerNorm::fold_into`] merges a trained layer into the linear layer after it.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //!
-//! The [`guide`] has a page for each task. Begin with [choosing](guide::choosing),
-//! [porting](guide::coming_from) or [training](guide::training).
+//! The [`guide`] has a page for each task. Begin with [porting](guide::coming_from),
+//! [choosing](guide::choosing) or [troubleshooting](guide::troubleshooting). On Linux use mimalloc as
+//! the allocator, and on a CPU set `CANDLE_NUM_THREADS=1` ([performance](guide::performance)).
 //!
 //! # Features
 //!
