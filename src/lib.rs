@@ -65,8 +65,8 @@
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //!
 //! The [`guide`] has a page for each task. Begin with [porting](guide::coming_from),
-//! [choosing](guide::choosing) or [troubleshooting](guide::troubleshooting). On Linux use mimalloc as
-//! the allocator, and on a CPU set `CANDLE_NUM_THREADS=1` ([performance](guide::performance)).
+//! [choosing](guide::choosing) or [troubleshooting](guide::troubleshooting). On Linux use mimalloc
+//! as the allocator, and on a CPU set `CANDLE_NUM_THREADS=1` ([performance](guide::performance)).
 //!
 //! # Features
 //!
