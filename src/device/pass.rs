@@ -80,6 +80,13 @@ pub(crate) enum RowNorm {
     },
 }
 
+impl RowNorm {
+    /// Group scaling with this number of groups, if there is one.
+    pub fn of_groups(groups: Option<usize>, eps: f64) -> Self {
+        groups.map_or(Self::None, |count| Self::Groups { count, eps })
+    }
+}
+
 /// The statistics of channels in a forward of PowerNorm.
 pub(crate) struct Channels {
     /// ψ² before the step, [`phi`](Pass::phi).
@@ -120,10 +127,7 @@ impl Pass {
         channels: Channels,
     ) -> Result<Self> {
         let Channels { phi, eps, .. } = channels;
-        let norm = match channels.groups {
-            Some(count) => RowNorm::Groups { count, eps },
-            None => RowNorm::None,
-        };
+        let norm = RowNorm::of_groups(channels.groups, eps);
         let shape = (phi.elem_count(), phi.device().clone());
         Ok(Self {
             phi: Some(phi),
