@@ -23,6 +23,9 @@ fn rows(cols: usize, dtype: DType) -> Vec<(String, Vec<f64>)> {
     rows.push(("random".into(), rounded(&values)));
     let far: Vec<f64> = values.iter().map(|x| x + 100.).collect();
     rows.push(("random, around 100".into(), rounded(&far)));
+    if cols > 1 << 20 {
+        rows.truncate(1); // which takes as long as all rows of 2²⁰
+    }
     rows
 }
 
@@ -109,11 +112,11 @@ fn check(cols: usize, dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// At 2²⁰ columns of ±1.9375 y was off by 2.4e-4 with AVX2 and in candle's operations, and by 4.9e-4
-/// without vector instructions. dx of 2²² columns was off by 1.3e-3.
+/// At 2²⁰ columns of ±1.9375, RMSNorm's y was off by 2.4e-4 with AVX2 and by 3.8e-4 without vector
+/// instructions, and dx by 5.9e-4 and 6.9e-4. At 2²² columns of 1.3 y was off by up to 6e-4.
 #[test]
 fn errors_do_not_grow_with_the_width() -> Result<()> {
-    for cols in [512, 4096, 16_384, 65_536, 200_704, 1 << 20, 1 << 22] {
+    for cols in [4096, 65_536, 200_704, 1 << 20, 1 << 22] {
         check(cols, DType::F32)?;
     }
     Ok(())
@@ -124,7 +127,6 @@ fn errors_do_not_grow_with_the_width() -> Result<()> {
 fn wide_rows_of_half_precision() -> Result<()> {
     for dtype in [DType::F16, DType::BF16] {
         check(200_704, dtype)?;
-        check(1 << 20, dtype)?;
     }
     Ok(())
 }

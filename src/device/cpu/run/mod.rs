@@ -301,7 +301,7 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
         // LayerNorm has a loop of its own, so that each loop has the registers to itself.
         if let (RowNorm::Centred { .. }, Some(scaler)) = (rows.norm, &scaler) {
             for index in chunk.range {
-                let x = input_row(simd, rows, index, &mut residual_out);
+                let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
                 if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
                     layer_norm::forward_row(simd, x, scaler, coefficients, y);
                 }
@@ -310,7 +310,7 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
         }
         let mut groups = Groups::new(cols, rows.group_len());
         for index in chunk.range {
-            let x = input_row(simd, rows, index, &mut residual_out);
+            let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
             if y.is_none() && sums.is_empty() {
                 continue; // only `x + residual` is wanted
             }
