@@ -57,9 +57,9 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
     }
     // Down the columns: Σ x̃², and y.
     let Some((y, [gain, shift])) = y else {
-        for (columns, group) in groups.each() {
+        for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
             for_spans!(simd, UNROLL, columns, |at| {
-                let x = at.load(x) * at.splat(group.inv_rms);
+                let x = at.load(x) * at.splat(inv_rms);
                 add_square(at, x, &mut sums);
             });
         }
@@ -67,9 +67,9 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
     };
     let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
     write_row!(y, x.len(), |row| {
-        for (columns, group) in groups.each() {
+        for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
             for_spans!(simd, UNROLL, columns, row, |at| {
-                let x = at.load(x) * at.splat(group.inv_rms);
+                let x = at.load(x) * at.splat(inv_rms);
                 add_square(at, x, &mut sums);
                 let shift = at.load(shift);
                 x.mul_add(at.load(gain), shift)
@@ -106,9 +106,9 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
         if let Some(scaler) = scaler {
             scaler.scale(simd, x, groups);
         }
-        for (columns, group) in groups.each() {
+        for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
             for_spans!(simd, UNROLL, columns, |at| {
-                let x = at.load(x) * at.splat(group.inv_rms);
+                let x = at.load(x) * at.splat(inv_rms);
                 sums.add(at, x, at.load(dy));
             });
         }
@@ -122,12 +122,13 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
     // Down the columns: Σ dy x̃ and Σ dy, and dx.
     write_row!(dx, x.len(), |row| {
         for (columns, group) in groups.each() {
+            let &GroupStats { inv_rms, mean_dx_x } = group;
             for_spans!(simd, UNROLL, columns, row, |at| {
-                let x = at.load(x) * at.splat(group.inv_rms);
+                let x = at.load(x) * at.splat(inv_rms);
                 let dy = at.load(dy);
                 sums.add(at, x, dy);
                 let dx = at.load(gain) * dy - at.load(decay) * x;
-                (dx - x * at.splat(group.mean_dx_x)) * at.splat(group.inv_rms)
+                (dx - x * at.splat(mean_dx_x)) * at.splat(inv_rms)
             });
         }
     });
@@ -171,12 +172,13 @@ impl<A: Accumulator> Groups<A> {
         }
     }
 
-    /// The columns and the statistics of each group.
+    /// The columns and the statistics of each group. A copy of both statistics would be one load of
+    /// two stores, for which a processor has to wait.
     #[inline(always)]
-    pub fn each(&self) -> impl Iterator<Item = (Range<usize>, GroupStats<A>)> {
+    pub fn each(&self) -> impl Iterator<Item = (Range<usize>, &GroupStats<A>)> {
         let len = self.len;
         let stats = self.stats.iter().enumerate();
-        stats.map(move |(group, stats)| (group * len..(group + 1) * len, *stats))
+        stats.map(move |(group, stats)| (group * len..(group + 1) * len, stats))
     }
 
     /// The columns and the statistics of each group.
