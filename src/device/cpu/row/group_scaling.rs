@@ -172,8 +172,7 @@ impl<A: Accumulator> Groups<A> {
         }
     }
 
-    /// The columns and the statistics of each group. A copy of both statistics would be one load of
-    /// two stores, for which a processor has to wait.
+    /// The columns and the statistics of each group.
     #[inline(always)]
     pub fn each(&self) -> impl Iterator<Item = (Range<usize>, &GroupStats<A>)> {
         let len = self.len;
