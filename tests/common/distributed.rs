@@ -1044,9 +1044,13 @@ fn assert_nan(what: &str, tensor: &Tensor) {
     );
 }
 
-/// ψ² and ν are NaN, and so is all that they enter from now on.
+/// ψ² and ν are NaN, and so is all that they enter from now on. Unless the ranks stay out of step,
+/// an exact gradient has no part of them.
 #[track_caller]
-fn assert_spoiled(what: &str, twins: &mut Twins) {
+fn assert_spoiled(what: &str, twins: &mut Twins, in_step_again: bool) {
+    let config = *twins.sharded.config();
+    let by_batch = config.statistics == Statistics::Batch || config.warmup_steps > 0;
+    let is_exact = by_batch && config.recipe == Recipe::Paper;
     for step in 0..2 {
         let layer = &twins.sharded;
         assert_nan(&format!("{what}: ψ² {step}"), &layer.running_phi().unwrap());
@@ -1055,7 +1059,9 @@ fn assert_spoiled(what: &str, twins: &mut Twins) {
         let evaluated = forward(&twins.sharded, &share.xs, None, false);
         assert_nan(&format!("{what}: an evaluation {step}"), &evaluated);
         let next = run(&twins.sharded, &share, true);
-        assert_nan(&format!("{what}: dx {step}"), &next.dx);
+        if !(in_step_again && is_exact) {
+            assert_nan(&format!("{what}: dx {step}"), &next.dx);
+        }
     }
 }
 
@@ -1076,7 +1082,7 @@ pub fn a_rank_that_goes_on_after_a_rejected_forward(rank: &Rank) {
         if config.statistics == Statistics::Batch || config.warmup_steps > 0 {
             assert_nan(&format!("{what}: y"), &outcome.y);
         }
-        assert_spoiled(&what, &mut twins);
+        assert_spoiled(&what, &mut twins, false);
     }
 }
 
@@ -1100,7 +1106,8 @@ pub fn a_rank_that_skips_a_backward(rank: &Rank) {
         if rank.is_last() {
             second.backward().unwrap();
         }
-        assert_spoiled(&what, &mut twins);
+        // Each rank has made three calls again.
+        assert_spoiled(&what, &mut twins, true);
     }
 }
 
@@ -1115,7 +1122,7 @@ pub fn calls_that_differ_on_a_gpu(rank: &Rank) {
         }
         let (share, _) = twins.next();
         run(&twins.sharded, &share, true);
-        assert_spoiled(&format!("{what}: step counts"), &mut twins);
+        assert_spoiled(&format!("{what}: step counts"), &mut twins, false);
 
         // Two layers in another order.
         let over = Ranks::new(rank.communicator.clone());
@@ -1129,7 +1136,7 @@ pub fn calls_that_differ_on_a_gpu(rank: &Rank) {
             run(&layers[other].sharded, &share, true);
         }
         for twins in &mut layers {
-            assert_spoiled(&format!("{what}: layers"), twins);
+            assert_spoiled(&format!("{what}: layers"), twins, true);
         }
 
         // One rank recalibrates.
