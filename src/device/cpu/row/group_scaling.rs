@@ -37,35 +37,24 @@ use num_traits::Float;
 use pulp::Simd;
 use std::ops::Range;
 
-/// Where an output of a row goes, and the two coefficients that each channel has in it.
-type RowOutput<'a, 'b, T> = (&'a mut RowWriter<'b, T>, [&'a [<T as Element>::Acc]; 2]);
-
-/// Writes y of a row, and adds x̃² to `sums`. Both are optional, and so is a normalization of the
-/// row by itself (`scaler`).
+/// Writes y of a row, with the gain and shift of each channel, and adds x̃² to `sums`, unless these
+/// are empty. The row is normalized by itself if there is a `scaler`.
 #[inline(always)]
 pub(crate) fn forward_row<S: Simd, T: Element>(
     simd: S,
     x: &[T],
     scaler: Option<&Scaler<T::Acc>>,
     groups: &mut Groups<T::Acc>,
-    y: Option<RowOutput<T>>,
+    y: &mut RowWriter<T>,
+    [gain, shift]: [&[T::Acc]; 2],
     mut sums: Option<&mut [T::Acc]>,
 ) {
+    let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
     // Along the row: r.
     if let Some(scaler) = scaler {
         scaler.scale(simd, x, groups);
     }
     // Down the columns: Σ x̃², and y.
-    let Some((y, [gain, shift])) = y else {
-        for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
-            for_spans!(simd, UNROLL, columns, |at| {
-                let x = at.load(x) * at.splat(inv_rms);
-                add_square(at, x, &mut sums);
-            });
-        }
-        return;
-    };
-    let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
     write_row!(y, x.len(), |row| {
         for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
             for_spans!(simd, UNROLL, columns, row, |at| {
@@ -76,6 +65,26 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
             });
         }
     });
+}
+
+/// Adds x̃² of a row to `sums`, and writes nothing.
+#[inline(always)]
+pub(crate) fn square_row<S: Simd, T: Element>(
+    simd: S,
+    x: &[T],
+    scaler: Option<&Scaler<T::Acc>>,
+    groups: &mut Groups<T::Acc>,
+    mut sums: Option<&mut [T::Acc]>,
+) {
+    if let Some(scaler) = scaler {
+        scaler.scale(simd, x, groups);
+    }
+    for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
+        for_spans!(simd, UNROLL, columns, |at| {
+            let x = at.load(x) * at.splat(inv_rms);
+            add_square(at, x, &mut sums);
+        });
+    }
 }
 
 /// Adds x̃² of some columns to Σ x̃².
@@ -90,6 +99,9 @@ fn add_square<S: Simd, A: Accumulator, const K: usize>(
     }
 }
 
+/// Two coefficients of each channel.
+type Coefficients<'a, T> = [&'a [<T as Element>::Acc]; 2];
+
 /// Writes dx of a row, and adds dy x̃ and dy to `sums`. Both are optional, and so is a normalization
 /// of the row by itself (`scaler`).
 #[inline(always)]
@@ -98,7 +110,7 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
     [x, dy]: [&[T]; 2],
     scaler: Option<&Scaler<T::Acc>>,
     groups: &mut Groups<T::Acc>,
-    dx: Option<RowOutput<T>>,
+    dx: Option<(&mut RowWriter<T>, Coefficients<T>)>,
     mut sums: ColumnSums<T::Acc>,
 ) {
     let dy = &dy[..x.len()];

@@ -308,18 +308,26 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             }
             return;
         }
-        let mut groups = Groups::new(cols, rows.group_len());
-        for index in chunk.range {
-            let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
-            if y.is_none() && sums.is_empty() {
-                continue; // only `x + residual` is wanted
+        let (scaler, mut groups) = (scaler.as_ref(), Groups::new(cols, rows.group_len()));
+        // Padded rows have the second sums, if there are any.
+        let first = |index| if rows.keeps(index) { 0 } else { cols };
+        if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
+            for index in chunk.range {
+                let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
+                let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
+                let groups = &mut groups;
+                group_scaling::forward_row(simd, x, scaler, groups, y, coefficients, squares);
+                sums.end_row();
             }
-            // Padded rows have the second sums, if there are any.
-            let first = if rows.keeps(index) { 0 } else { cols };
-            let squares = sums.of_rows.get_mut(first..first + cols);
-            let y = y.as_mut().zip(coefficients);
-            group_scaling::forward_row(simd, x, scaler.as_ref(), &mut groups, y, squares);
-            sums.end_row();
+        } else {
+            for index in chunk.range {
+                let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
+                if !sums.is_empty() {
+                    let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
+                    group_scaling::square_row(simd, x, scaler, &mut groups, squares);
+                    sums.end_row();
+                }
+            }
         }
         sums.add();
     }
