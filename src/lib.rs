@@ -31,6 +31,10 @@
 //! }
 //! ```
 //!
+//! `forward_residual` of both adds a residual in the same pass, [`ops`] has both as functions, and
+//! [`layer_norm_1p`] and [`rms_norm_1p`] take weights that are stored as γ − 1. [`untrained`] lists
+//! the variables of a model that a backward does not train.
+//!
 //! # PowerNorm
 //!
 //! LayerNorm divides each token by its own statistic. PowerNorm first does the same, with the root
@@ -58,7 +62,6 @@
 //! - [`PowerNormBuilder`] builds all layers of a model alike, and [`PowerNormConfig`] has their
 //!   settings. [`Recipe`] and [`Statistics`] select the equations.
 //! - [`trainable_vars`] lists the variables for an optimizer, without the statistics.
-//!   [`untrained`] lists those that a backward does not train, in any model on a `VarMap`.
 //! - [`PowerNorm::forward_masked`] leaves padding out, and [`PowerNorm::forward_residual`] adds a
 //!   residual first.
 //! - [`PowerNorm::fold_into`] merges a trained layer into the linear layer after it.
