@@ -301,7 +301,8 @@ pub(crate) fn state_dtype(layer: &str, name: &str, dtype: DType) -> Result<DType
 fn rounded(setting: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F64 => setting,
-        _ => f64::from(setting as f32),
+        DType::F32 | DType::F16 | DType::BF16 => f64::from(setting as f32),
+        other => unreachable!("no layer computes in {other:?}"),
     }
 }
 

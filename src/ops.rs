@@ -1,7 +1,7 @@
 //! Normalizations as functions, for models that keep their parameters themselves.
 //!
 //! [`layer_norm`] and [`rms_norm`] take the arguments of candle_nn's functions of these names, which
-//! record no backward. These differentiate in every argument, so a changed import is the whole
+//! record no backward. These are differentiable in every argument, so a changed import is the whole
 //! change. [`add_layer_norm`] and [`add_rms_norm`] add a residual first, in the same pass.
 //!
 //! [`LayerNorm`] and [`RmsNorm`](crate::RmsNorm) have the equations, shapes, dtypes and gradients.

@@ -171,7 +171,7 @@ pub enum Untrained {
         /// As in [`NoGradient`](Self::NoGradient).
         name: String,
     },
-    /// Every element of some rows of the gradient is 0, and the other rows have other elements. The
+    /// Every element of some rows of the gradient is 0, while the other rows have some that are not 0. The
     /// rows of a tensor are its parts along the first dimension, so those of a vector are its
     /// elements.
     ZeroRows {

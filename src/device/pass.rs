@@ -9,7 +9,8 @@
 //! - `keep` has the shape of `x` without its last dimension, is contiguous and `U8`.
 //! - γ, β and ψ² have C numbers and are contiguous. γ and β have the dtype of `x` or `F32`.
 //! - All of them are on one device, and the device reads the rows in their layout
-//!   ([`DeviceKind::readable`]). Rows, residual, γ and β are in different storages.
+//!   ([`DeviceKind::readable`]). Rows, residual, γ and β are in different storages, and so are the
+//!   gradient of the output, γ and β.
 //! - C is a multiple of the number of groups. LayerNorm has neither a mask nor ψ².
 
 use super::pick::DeviceKind;
@@ -107,9 +108,6 @@ impl Pass {
         norm: RowNorm,
         affine: Option<Affine>,
     ) -> Result<Self> {
-        if let Some(affine) = &affine {
-            check_affine(layer, affine)?;
-        }
         let (size, own) = match &affine {
             Some(Affine { weight, .. }) => (weight.elem_count(), weight.device()),
             None => (x.dims().last().copied().unwrap_or_default(), x.device()),
@@ -138,7 +136,8 @@ impl Pass {
         })
     }
 
-    /// The pass of one device and row normalization, for an input of `size` channels on `own`.
+    /// The pass of one device and row normalization, for an input and parameters of `size` channels
+    /// on `own`.
     fn checked(
         device: DeviceKind,
         layer: &'static str,
@@ -147,6 +146,14 @@ impl Pass {
         norm: RowNorm,
         affine: Option<Affine>,
     ) -> Result<Self> {
+        if let Some(affine) = &affine {
+            check_affine(layer, affine)?;
+            let (weight, got) = (&affine.weight, affine.weight.elem_count());
+            if got != size {
+                candle::bail!("{layer}: expected a weight of {size} numbers, got {got}")
+            }
+            check_device(layer, "weight", weight.device(), &own)?;
+        }
         check_input(layer, x, size, affine.as_ref(), &own)?;
         if let RowNorm::Groups { eps, .. } | RowNorm::Centred { eps } = norm {
             validate_eps(layer, eps, sums_dtype(x.dtype()))?;
@@ -166,8 +173,9 @@ impl Pass {
         let tracked = of_affine.chain([x]).any(Tensor::track_op);
         let x = device.readable(x)?;
         let packed = |affine: Affine| -> Result<_> {
-            let weight = apart(affine.weight.contiguous()?, [&x])?;
-            let bias = (affine.bias).map(|bias| apart(bias.contiguous()?, [&x, &weight]));
+            let weight = apart(affine.weight.contiguous()?, [Some(&x)])?;
+            let others = [Some(&x), Some(&weight)];
+            let bias = (affine.bias).map(|bias| apart(bias.contiguous()?, others));
             Ok(Affine {
                 bias: bias.transpose()?,
                 weight,
@@ -206,7 +214,8 @@ impl Pass {
         }
         check_device(layer, "residual", residual.device(), x.device())?;
         self.tracked |= residual.track_op();
-        self.residual = Some(apart(self.device.readable(residual)?, [x])?);
+        let others = [Some(x), self.weight(), self.bias()];
+        self.residual = Some(apart(self.device.readable(residual)?, others)?);
         Ok(self)
     }
 
@@ -316,7 +325,10 @@ impl Pass {
             )
         }
         check_device(layer, "the gradient", dy.device(), x.device())?;
-        apart(self.device.readable(dy)?, [x])
+        apart(
+            self.device.readable(dy)?,
+            [Some(x), self.weight(), self.bias()],
+        )
     }
 }
 
@@ -432,9 +444,9 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
 ///
 /// A device locks them all for reading. Once another thread waits to write a storage, a thread that
 /// has locked it and locks it again waits for that writer, which waits for it.
-fn apart<const N: usize>(tensor: Tensor, others: [&Tensor; N]) -> Result<Tensor> {
+fn apart<const N: usize>(tensor: Tensor, others: [Option<&Tensor>; N]) -> Result<Tensor> {
     let storage = storage_of(&tensor);
-    match others.iter().any(|other| storage_of(other) == storage) {
+    match (others.into_iter().flatten()).any(|other| storage_of(other) == storage) {
         true => tensor.force_contiguous(),
         false => Ok(tensor),
     }
@@ -607,11 +619,39 @@ mod tests {
         Ok(())
     }
 
+    /// A GPU reads as many numbers of γ as a row has.
+    #[test]
+    fn a_weight_is_as_long_as_the_statistics() -> Result<()> {
+        let channels = || -> Result<_> {
+            Ok(Channels {
+                phi: Tensor::ones(2, DType::F32, CPU)?,
+                kind: ForwardKind::Evaluation,
+                recipe: Recipe::Paper,
+                eps: 1e-5,
+                groups: None,
+            })
+        };
+        let x = zeros(&[3, 2], DType::F32)?;
+        let of = |len: usize| {
+            let affine = Affine::new(&zeros(&[len], DType::F32)?, None);
+            Pass::of_channels(&DeviceKind::Cpu, "test", &x, Some(affine), channels()?)
+        };
+        of(2)?;
+        assert!(text(of(1)).contains("a weight of 2 numbers, got 1"));
+        Ok(())
+    }
+
     #[test]
     fn no_storage_is_locked_twice() -> Result<()> {
         let all = Tensor::arange(0f32, 12., CPU)?;
         let rows = |start| all.narrow(0, start, 4)?.reshape((2, 2));
         let affine = Affine::new(&all.narrow(0, 8, 2)?, Some(&all.narrow(0, 10, 2)?));
+        // The parameters share a storage with the residual alone, or with the rows too.
+        let own = rows(0)?.force_contiguous()?;
+        let pass = Pass::of_rows("test", &own, CENTRED, Some(affine.clone()))?;
+        let pass = pass.with_residual(&rows(4)?)?;
+        assert!(storage_of(pass.residual().unwrap()) != storage_of(pass.weight().unwrap()));
+        assert!(storage_of(&pass.check_dy(&rows(4)?)?) != storage_of(pass.weight().unwrap()));
         let pass = Pass::of_rows("test", &rows(0)?, CENTRED, Some(affine))?;
         let pass = pass.with_residual(&rows(4)?)?;
         let residual = pass.residual().unwrap();
