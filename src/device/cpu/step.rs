@@ -18,7 +18,7 @@ use super::row::BackwardSums;
 use super::run::{self, SquareSums};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::{Affine, Pass};
-use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted};
+use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
 use candle::{DType, Device, Result, Tensor, Var};
 use half::{bf16, f16};
 use std::marker::PhantomData;
@@ -233,6 +233,8 @@ impl<T: Element> Record for Forwarded<T> {
         let gradient = |values: &[f64], of: Option<&Tensor>, wanted: bool| match of {
             Some(of) if wanted => {
                 let values = Tensor::from_slice(values, cols, of.device())?;
+                // From f64 to half precision at once, candle drops bits that decide a tie.
+                let values = values.to_dtype(sums_dtype(pass.x.dtype()))?;
                 values.to_dtype(of.dtype()).map(Some)
             }
             _ => Ok(None),
