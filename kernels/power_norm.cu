@@ -375,8 +375,8 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
       const A square = squares / A(len) + value<A>(p.group_eps);
       A rms_inv = inverse_root(square);
       if (!(rms_inv > 0)) {
-        rms_inv = rms_inv_of_huge(square, value<A>(p.group_eps), x, residual, mean, rest,
-                                  tiling.group_len);
+        rms_inv = rms_inv_of_huge<true>(square, value<A>(p.group_eps), x, residual, mean, rest,
+                                        tiling.group_len);
       }
       A *to = static_cast<A *>(p.group_rms_inv) + group * STATISTICS<CENTRED>;
       to[0] = rms_inv;
@@ -540,9 +540,10 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       // Rare: the sum of squares overflowed, or x is not finite.
       if (!(rms_inv > 0) && rows.present() && columns.valid()) {
         const int64_t start = group_start(0);
-        rms_inv = rms_inv_of_huge(square, group_eps, static_cast<const T *>(p.x) + start,
-                                  adds ? static_cast<const T *>(p.residual) + start : nullptr,
-                                  mean, rest, tiling.group_len);
+        rms_inv = rms_inv_of_huge<false>(
+            square, group_eps, static_cast<const T *>(p.x) + start,
+            adds ? static_cast<const T *>(p.residual) + start : nullptr, mean, rest,
+            tiling.group_len);
       }
       if (writes_rms_inv && rows.present()) {
         A *to = group_rms_inv + rows.row() * tiling.groups * STATISTICS<CENTRED>;

@@ -448,8 +448,9 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
 // value. LayerNorm takes the squares of x - mean - rest, and both are 0 elsewhere.
 //
 // Each thread that needs r reads the whole group. That is slow, but no thread waits for another
-// one, and nobody trains on rows of 1e19 and more.
-template <typename T>
+// one, and nobody trains on rows of 1e19 and more. With LONG the squares are compensated, for which
+// the loop over rows of `normalize` has no registers: on sm_120 it would spill.
+template <bool LONG, typename T>
 __device__ __forceinline__ Sum<T> rms_inv_of_huge(Sum<T> square, Sum<T> eps, const T *x,
                                                   const T *residual, Sum<T> mean, Sum<T> rest,
                                                   int len) {
@@ -473,7 +474,11 @@ __device__ __forceinline__ Sum<T> rms_inv_of_huge(Sum<T> square, Sum<T> eps, con
 #pragma unroll 1
   for (int i = 0; i < len; ++i) {
     const A ratio = value(i) / largest;
-    squares.add(ratio * ratio);
+    if constexpr (LONG) {
+      squares.add(ratio * ratio);
+    } else {
+      squares.sum += ratio * ratio;
+    }
   }
-  return inverse_root(squares.total() / A(len) + eps / largest / largest) / largest;
+  return inverse_root((LONG ? squares.total() : squares.sum) / A(len) + eps / largest / largest) / largest;
 }
