@@ -99,9 +99,9 @@ impl FromStr for Shape {
 #[derive(Clone, Copy)]
 enum Kind {
     /// With so many groups of group scaling.
-    PowerNorm(Option<usize>),
-    LayerNorm,
-    RmsNorm,
+    Power(Option<usize>),
+    Layer,
+    Rms,
 }
 
 impl FromStr for Kind {
@@ -109,10 +109,10 @@ impl FromStr for Kind {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         match (text, text.parse()) {
-            ("none", _) => Ok(Self::PowerNorm(None)),
-            ("layer_norm", _) => Ok(Self::LayerNorm),
-            ("rms_norm", _) => Ok(Self::RmsNorm),
-            (_, Ok(groups)) => Ok(Self::PowerNorm(Some(groups))),
+            ("none", _) => Ok(Self::Power(None)),
+            ("layer_norm", _) => Ok(Self::Layer),
+            ("rms_norm", _) => Ok(Self::Rms),
+            (_, Ok(groups)) => Ok(Self::Power(Some(groups))),
             _ => Err(format!(
                 "expected a number, none, layer_norm or rms_norm, got {text}"
             )),
@@ -123,10 +123,10 @@ impl FromStr for Kind {
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Self::PowerNorm(Some(groups)) => write!(f, "{groups}"),
-            Self::PowerNorm(None) => f.write_str("none"),
-            Self::LayerNorm => f.write_str("layer_norm"),
-            Self::RmsNorm => f.write_str("rms_norm"),
+            Self::Power(Some(groups)) => write!(f, "{groups}"),
+            Self::Power(None) => f.write_str("none"),
+            Self::Layer => f.write_str("layer_norm"),
+            Self::Rms => f.write_str("rms_norm"),
         }
     }
 }
@@ -159,18 +159,18 @@ impl Pass {
 }
 
 /// A layer with parameters.
-enum Layer {
-    PowerNorm(PowerNorm),
-    LayerNorm(LayerNorm),
-    RmsNorm(RmsNorm),
+enum Norm {
+    Power(Box<PowerNorm>),
+    Layer(LayerNorm),
+    Rms(RmsNorm),
 }
 
-impl Layer {
+impl Norm {
     fn new(kind: Kind, size: usize, dtype: DType, device: &Device) -> Result<Self> {
         // Variables, so that a backward has their gradients.
         let one = || Var::ones(size, dtype, device).map(|var| var.as_tensor().clone());
         Ok(match kind {
-            Kind::PowerNorm(groups) => {
+            Kind::Power(groups) => {
                 let config = PowerNormConfig {
                     warmup_steps: 0,
                     group_scaling: groups,
@@ -178,17 +178,17 @@ impl Layer {
                 };
                 let varmap = VarMap::new();
                 let vb = VarBuilder::from_varmap(&varmap, dtype, device);
-                Self::PowerNorm(power_norm(size, config, vb)?)
+                Self::Power(Box::new(power_norm(size, config, vb)?))
             }
-            Kind::LayerNorm => Self::LayerNorm(LayerNorm::new(one()?, one()?, 1e-5)),
-            Kind::RmsNorm => Self::RmsNorm(RmsNorm::new(one()?, 1e-5)),
+            Kind::Layer => Self::Layer(LayerNorm::new(one()?, one()?, 1e-5)),
+            Kind::Rms => Self::Rms(RmsNorm::new(one()?, 1e-5)),
         })
     }
 }
 
 /// A layer and its inputs.
 struct Case {
-    layer: Layer,
+    layer: Norm,
     x: Var,
     residual: Option<Var>,
 }
@@ -199,7 +199,7 @@ impl Case {
         let row = Tensor::randn(0f32, 1., (1, shape.cols), &Device::Cpu)?.to_dtype(dtype)?;
         let x = row.broadcast_as((shape.rows, shape.cols))?.contiguous()?;
         Ok(Self {
-            layer: Layer::new(kind, shape.cols, dtype, device)?,
+            layer: Norm::new(kind, shape.cols, dtype, device)?,
             x: Var::from_tensor(&x.to_device(device)?)?,
             residual: None,
         })
@@ -208,18 +208,18 @@ impl Case {
     fn forward(&self, train: bool) -> Result<Tensor> {
         let Some(residual) = &self.residual else {
             return match &self.layer {
-                Layer::PowerNorm(layer) => layer.forward_t(&self.x, train),
-                Layer::LayerNorm(layer) => layer.forward(&self.x),
-                Layer::RmsNorm(layer) => layer.forward(&self.x),
+                Norm::Power(layer) => layer.forward_t(&self.x, train),
+                Norm::Layer(layer) => layer.forward(&self.x),
+                Norm::Rms(layer) => layer.forward(&self.x),
             };
         };
         let (y, sum) = match &self.layer {
-            Layer::PowerNorm(layer) => {
+            Norm::Power(layer) => {
                 let _scope = (!train).then(|| layer.mode().eval_scope());
                 layer.forward_residual(&self.x, residual, None)?
             }
-            Layer::LayerNorm(layer) => layer.forward_residual(&self.x, residual)?,
-            Layer::RmsNorm(layer) => layer.forward_residual(&self.x, residual)?,
+            Norm::Layer(layer) => layer.forward_residual(&self.x, residual)?,
+            Norm::Rms(layer) => layer.forward_residual(&self.x, residual)?,
         };
         match train {
             // A backward then reaches both.
@@ -362,8 +362,8 @@ fn stopwatch(softgpu: &Softgpu) -> Result<()> {
 }
 
 fn timed_on(softgpu: &Softgpu, stream: &str, device: &Device) -> Result<()> {
-    let case = Case::new(TIMED, DType::F32, Kind::PowerNorm(Some(1)), device)?;
-    let Layer::PowerNorm(layer) = &case.layer else {
+    let case = Case::new(TIMED, DType::F32, Kind::Power(Some(1)), device)?;
+    let Norm::Power(layer) = &case.layer else {
         candle::bail!("another layer")
     };
     let (Some(weight), Some(bias)) = (layer.weight(), layer.bias()) else {

@@ -294,6 +294,9 @@ fn any_call_may_fail_by_the_statistics_of_the_batch() {
     any_call_may_fail(Statistics::Batch, 1);
 }
 
+/// A call, and the tensors that it returns.
+type Call<'a> = &'a dyn Fn() -> Result<Vec<Tensor>>;
+
 /// A call that fails makes a forward or a backward of a LayerNorm or an RmsNorm fail, if it
 /// matters. Memory comes before the first launch, the next step is right, and nothing leaks.
 #[test]
@@ -315,7 +318,7 @@ fn any_call_of_a_row_norm_may_fail() {
             let values = |tensors: &[Tensor]| tensors.iter().map(bits).collect::<Vec<_>>();
             let expected = [values(&[y.detach()]), values(&backward().unwrap())];
             let live = softgpu.live(&gpu);
-            let passes: [(&str, &dyn Fn() -> Result<Vec<Tensor>>); 2] = [
+            let passes: [(&str, Call); 2] = [
                 ("forward", &|| Ok(vec![forward()?.detach()])),
                 ("backward", &backward),
             ];

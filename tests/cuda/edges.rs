@@ -103,7 +103,7 @@ fn wide_groups() -> Result<()> {
 #[test]
 fn the_widest_rows_keep_their_digits() -> Result<()> {
     const COLS: usize = 1 << 20;
-    let x = |i: usize| if i % 3 == 0 { -1.9375 } else { 1.9375 };
+    let x = |i: usize| if i.is_multiple_of(3) { -1.9375 } else { 1.9375 };
     // With a part of x and a mean, so that both means of a backward matter.
     let dy = |i: usize| 0.25 * x(i) + [0.5, 0.25, -0.5, 0.75, 0.][i % 5];
     let row = |of: &dyn Fn(usize) -> f64| (0..COLS).map(of).collect::<Vec<_>>();
