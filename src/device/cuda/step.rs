@@ -608,9 +608,9 @@ impl Backward<'_> {
             announcement: announcement_in(message, announcement),
         };
         // SAFETY: `message`, an allocation of its own, has the announcement's numbers, a total a
-        // column and a count. The chunks are a part of
-        // the workspace, which `launch_rows` has written, and there are none without rows. The
-        // launch is the plan's, and the kernel has no tiling.
+        // column and a count. The chunks are a part of the workspace, which `launch_rows` has
+        // written, and there are none without rows. The launch is the plan's, and the kernel has no
+        // tiling.
         unsafe { self.gpu.launch(&plan.sum_partials(), &params) }
     }
 
