@@ -307,6 +307,28 @@ def measure_block():
     return figures
 
 
+def measure_heads(dtype, width):
+    """The times of an RMSNorm of queries in a fused projection, as benches/heads.rs has them."""
+    projected = torch.randn(8, 512, 3 * 16 * width).to(dtype).requires_grad_()
+    weight = torch.ones(width, dtype=dtype).requires_grad_()
+    dy = torch.ones(8, 16, 512, width, dtype=dtype)
+
+    def forward():
+        queries = projected.view(8, 512, 3 * 16, width).transpose(1, 2)[:, :16]
+        return rms_norm(queries, (width,), weight, 1e-6)
+
+    def step():
+        torch.autograd.grad(forward(), [projected, weight], dy)
+
+    def timed(call):
+        start = time.perf_counter_ns()
+        call()
+        return time.perf_counter_ns() - start
+
+    calls = {"heads_forward": forward, "heads_step": step}
+    return {pass_: median(lambda: timed(call), 5, BUDGET) for pass_, call in calls.items()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -315,6 +337,7 @@ def main():
     parser.add_argument("--shapes", nargs="*", help=shapes)
     dtypes = "f32 and bf16 on a CPU and all on a GPU, if not named"
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help=dtypes)
+    parser.add_argument("--no-heads", action="store_true", help="not the norm of heads")
     parser.add_argument("--no-block", action="store_true", help="not the transformer block")
     parser.add_argument(
         "--compile",
@@ -350,6 +373,15 @@ def main():
                     amount = bytes_moved(pass_, rows, cols, DTYPES[dtype])
                     id = Id(pass_, contender, dtype, shape, place)
                     figures["/".join(id)] = Figure(nanoseconds, amount)
+        if not (on_gpu or args.no_heads):
+            rows = 8 * 16 * 512
+            for dtype in dtypes:
+                for width in [64, 128]:
+                    size = rows * width * DTYPES[dtype].itemsize
+                    times = measure_heads(DTYPES[dtype], width)
+                    for (pass_, nanoseconds), arrays in zip(times.items(), [2, 5]):
+                        id = Id(pass_, "torch_rms_norm", dtype, f"{rows}x{width}", place)
+                        figures["/".join(id)] = Figure(nanoseconds, arrays * size)
         if not (on_gpu or args.no_block):
             tokens = BATCH * TIME
             for (pass_, contender), nanoseconds in measure_block().items():

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNELS = "backward, kernels alone"
+HEADS = ["heads_forward", "heads_step"]
 BLOCKS = ["block_train", "block_evaluate", "decode", "prompt"]
 PASSES = [
     "forward_train",
@@ -35,6 +36,7 @@ PASSES = [
     "backward",
     KERNELS,
     "train_step_through_autograd",
+    *HEADS,
     *BLOCKS,
 ]
 DTYPES = ["f32", "bf16", "f16"]
@@ -97,7 +99,8 @@ def share(figures, id, against):
     other = figures.get(id._replace(contender=against))
     if against == "copy":
         # There is one copy, which stands among the forwards.
-        other = figures.get(id._replace(contender=against, pass_="forward_train"))
+        copied = "heads_forward" if id.pass_ in HEADS else "forward_train"
+        other = figures.get(id._replace(contender=against, pass_=copied))
     return figures[id].rate / other.rate if other and id.contender != against else None
 
 
