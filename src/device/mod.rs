@@ -69,10 +69,11 @@ pub(crate) struct Saved {
 
 impl Pass {
     /// Runs a forward. If it is a training step, it moves ψ².
-    pub fn forward(self, env: &mut dyn Env) -> Result<(Saved, Outputs)> {
+    pub fn forward(mut self, env: &mut dyn Env) -> Result<(Saved, Outputs)> {
         let (record, outputs) = self.device.forward(&self, env)?;
-        let pass = self.of_backward();
-        Ok((Saved { pass, record }, outputs))
+        // A backward needs neither of them.
+        (self.residual, self.phi) = (None, None);
+        Ok((Saved { pass: self, record }, outputs))
     }
 }
 

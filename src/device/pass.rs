@@ -245,15 +245,6 @@ impl Pass {
         Ok(self)
     }
 
-    /// What a backward needs of the forward's pass.
-    pub(super) fn of_backward(self) -> Self {
-        Self {
-            residual: None,
-            phi: None,
-            ..self
-        }
-    }
-
     /// The backward of a forward with a residual, whose sum with the input is `sum`.
     pub(super) fn of_sum(self, sum: Tensor) -> Result<Self> {
         if sum.shape() != self.x.shape() || sum.dtype() != self.x.dtype() {

@@ -187,17 +187,23 @@ impl<A: Accumulator> Groups<A> {
     /// The columns and the statistics of each group.
     #[inline(always)]
     pub fn each(&self) -> impl Iterator<Item = (Range<usize>, &GroupStats<A>)> {
-        let len = self.len;
-        let stats = self.stats.iter().enumerate();
-        stats.map(move |(group, stats)| (group * len..(group + 1) * len, stats))
+        let (len, mut end) = (self.len, 0);
+        self.stats.iter().map(move |stats| {
+            let start = end;
+            end += len;
+            (start..end, stats)
+        })
     }
 
     /// The columns and the statistics of each group.
     #[inline(always)]
     pub fn each_mut(&mut self) -> impl Iterator<Item = (Range<usize>, &mut GroupStats<A>)> {
-        let len = self.len;
-        let stats = self.stats.iter_mut().enumerate();
-        stats.map(move |(group, stats)| (group * len..(group + 1) * len, stats))
+        let (len, mut end) = (self.len, 0);
+        self.stats.iter_mut().map(move |stats| {
+            let start = end;
+            end += len;
+            (start..end, stats)
+        })
     }
 }
 

@@ -69,7 +69,7 @@ macro_rules! for_spans {
             span = span.next();
         }
         let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
-        while span.end() <= columns.end {
+        while span.start() < columns.end {
             let $at = span;
             $body;
             span = span.next();
@@ -93,11 +93,8 @@ macro_rules! for_spans {
             }
             $row.push($body);
         }
-        loop {
+        while $row.len() < columns.end {
             let $at = Span::<_, _, 1>::new(pulp::Scalar, $row.len());
-            if $at.end() > columns.end {
-                break;
-            }
             $row.push($body);
         }
     }};
@@ -107,75 +104,69 @@ macro_rules! for_spans {
 /// The body adds the columns of each span to them lane by lane.
 macro_rules! sum_spans {
     ($simd:expr, $vectors:expr, $columns:expr, |$at:ident, $($sum:ident),+| $body:expr) => {{
-        let columns: std::ops::Range<usize> = $columns;
-        let mut parts = $crate::device::cpu::row::spans::Parts::new();
-        let mut start = columns.start;
-        loop {
-            let mut span = Span::<_, _, { $vectors }>::new($simd, start);
-            let end = columns.end.min(start + span.width() * $crate::device::cpu::row::spans::TERMS);
-            $(let mut $sum = span.zero();)+
-            while span.end() <= end {
-                let $at = span;
-                $body;
-                span = span.next();
+        let (simd, columns): (_, std::ops::Range<usize>) = ($simd, $columns);
+        let first = Span::<_, _, { $vectors }>::new(simd, columns.start);
+        let part = first.width() * $crate::device::cpu::row::spans::TERMS;
+        let mut end = columns.end.min(columns.start + part);
+        let mut sums = sum_spans!(@ simd, first, end, $at, [$($sum),+], $body);
+        // Most rows have one part.
+        if end < columns.end {
+            let mut total = $crate::device::cpu::row::spans::add_part(Default::default(), sums);
+            while end < columns.end {
+                let next = Span::<_, _, { $vectors }>::new(simd, end);
+                end = columns.end.min(end + part);
+                sums = sum_spans!(@ simd, next, end, $at, [$($sum),+], $body);
+                total = $crate::device::cpu::row::spans::add_part(total, sums);
             }
-            let mut span = Span::<_, _, 1>::new($simd, span.start());
-            $(let mut $sum = $sum.sum();)+
-            while span.end() <= end {
-                let $at = span;
-                $body;
-                span = span.next();
-            }
-            let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
-            $(let mut $sum = span.splat($sum.total());)+
-            while span.end() <= end {
-                let $at = span;
-                $body;
-                span = span.next();
-            }
-            match parts.add([$($sum.total()),+], end == columns.end) {
-                Ok(sums) => break sums,
-                Err(more) => parts = more,
-            }
-            start = end;
+            sums = $crate::device::cpu::row::spans::narrow(total);
         }
+        sums
+    }};
+    // One part, which begins with this block.
+    (@ $simd:ident, $block:ident, $end:ident, $at:ident, [$($sum:ident),+], $body:expr) => {{
+        let mut span = $block;
+        $(let mut $sum = span.zero();)+
+        while span.end() <= $end {
+            let $at = span;
+            $body;
+            span = span.next();
+        }
+        let mut span = Span::<_, _, 1>::new($simd, span.start());
+        $(let mut $sum = $sum.sum();)+
+        while span.end() <= $end {
+            let $at = span;
+            $body;
+            span = span.next();
+        }
+        let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
+        $(let mut $sum = span.splat($sum.total());)+
+        while span.start() < $end {
+            let $at = span;
+            $body;
+            span = span.next();
+        }
+        [$($sum.total()),+]
     }};
 }
 
 pub(super) use {for_spans, sum_spans};
 
-/// The sums of the parts of a row so far; `None` before the first.
-pub(super) struct Parts<const N: usize>(Option<[f64; N]>);
-
-impl<const N: usize> Parts<N> {
-    #[inline(always)]
-    pub fn new() -> Self {
-        Self(None)
-    }
-
-    /// Adds the sums of a part. Returns the sums of all parts if it is the last.
-    #[inline(always)]
-    pub fn add<A: Accumulator>(self, sums: [A; N], is_last: bool) -> Result<[A; N], Self> {
-        match self.0 {
-            // Most rows have one part.
-            None if is_last => Ok(sums),
-            parts => match (add_wide(parts, sums), is_last) {
-                (parts, true) => Ok(parts.map(A::from_f64)),
-                (parts, false) => Err(Self(Some(parts))),
-            },
-        }
-    }
-}
-
-/// Out of the way of rows with one part.
+/// The sums of the parts so far, and those of another part.
 #[cold]
 #[inline(never)]
-fn add_wide<A: Accumulator, const N: usize>(parts: Option<[f64; N]>, sums: [A; N]) -> [f64; N] {
-    let mut parts = parts.unwrap_or([0.; N]);
-    for (part, sum) in parts.iter_mut().zip(sums) {
-        *part += sum.to_f64();
+pub(super) fn add_part<A: Accumulator, const N: usize>(
+    mut total: [f64; N],
+    sums: [A; N],
+) -> [f64; N] {
+    for (total, sum) in total.iter_mut().zip(sums) {
+        *total += sum.to_f64();
     }
-    parts
+    total
+}
+
+/// The sums of all parts, in their dtype.
+pub(super) fn narrow<A: Accumulator, const N: usize>(total: [f64; N]) -> [A; N] {
+    total.map(A::from_f64)
 }
 
 #[cfg(test)]
@@ -183,7 +174,6 @@ mod tests {
     use super::super::group_scaling::Groups;
     use super::super::output::{Output, RowWriter, Stores, write_row};
     use super::super::vectors::Span;
-    use super::*;
     use crate::device::cpu::run::level::Level;
     use pulp::{Simd, WithSimd};
     use std::ops::Range;
@@ -322,14 +312,11 @@ mod tests {
     /// The sum of the parts fits although that of the first two does not.
     #[test]
     fn parts_do_not_overflow() {
-        let parts = Parts::new();
-        let Err(parts) = parts.add([3e38f32], false) else {
-            panic!("not the last part")
-        };
-        let Err(parts) = parts.add([3e38f32], false) else {
-            panic!("not the last part")
-        };
-        assert_eq!(parts.add([-3e38f32], true).ok(), Some([3e38]));
-        assert_eq!(Parts::new().add([1f32, 2.], true).ok(), Some([1., 2.]));
+        let mut row = vec![3e38 / 4096f32; 8192];
+        row.extend([-3e38 / 4096.; 4096]);
+        for level in Level::all() {
+            let sum = level.run(Sum(&row));
+            assert!((sum / 3e38 - 1.).abs() < 1e-6, "{level:?}: {sum:e}");
+        }
     }
 }

@@ -60,8 +60,19 @@ pub(super) fn forward<T: Element>(
     coefficients: Option<&[PerChannel<T>; 2]>,
     sums: bool,
 ) -> (Written<T>, Option<SquareSums<T>>) {
+    let run = |coefficients: Option<&[PerChannel<T>; 2]>, sums_per_column| {
+        let width = sums_per_column * rows.cols();
+        run_chunks(rows, coefficients.is_some(), width, &|chunk| {
+            let chunk = ForwardChunk {
+                rows,
+                coefficients,
+                chunk,
+            };
+            level::vectorize::<T, _>(rows.group_len(), chunk);
+        })
+    };
     if rows.residual.is_some() && rows.bytes() > LARGE {
-        let (Written { residual_out, .. }, _) = run_forward(rows, None, 0);
+        let (Written { residual_out, .. }, _) = run(None, 0);
         let Some(sum) = &residual_out else {
             unreachable!("a forward with a residual writes the sum")
         };
@@ -70,12 +81,15 @@ pub(super) fn forward<T: Element>(
     }
     let is_centred = matches!(rows.norm, RowNorm::Centred { .. });
     assert!(!(sums && is_centred), "LayerNorm has no sums");
-    let sums_per_column = match (sums, rows.keep) {
-        (false, _) => 0,
-        (true, Some(_)) if rows.sums_all => 2,
-        (true, _) => 1,
-    };
-    let (written, mut kept) = run_forward(rows, coefficients, sums_per_column);
+    // Over the kept rows, and over the padded rows apart.
+    let (written, mut kept) = run(
+        coefficients,
+        match (sums, rows.keep) {
+            (false, _) => 0,
+            (true, Some(_)) if rows.sums_all => 2,
+            (true, _) => 1,
+        },
+    );
     if !sums {
         return (written, None);
     }
@@ -189,24 +203,6 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(rows.div_ceil(MAX_CHUNKS))
         .max(least)
         .max(1)
-}
-
-/// Runs a forward over all rows. Returns the outputs, and the column sums: none, 1 over the kept
-/// rows, or 2, over the kept and the padded rows.
-fn run_forward<T: Element>(
-    rows: &Rows<T>,
-    coefficients: Option<&[PerChannel<T>; 2]>,
-    sums_per_column: usize,
-) -> (Written<T>, Vec<T::Acc>) {
-    let width = sums_per_column * rows.cols();
-    run_chunks(rows, coefficients.is_some(), width, &|chunk| {
-        let chunk = ForwardChunk {
-            rows,
-            coefficients,
-            chunk,
-        };
-        level::vectorize::<T, _>(rows.group_len(), chunk);
-    })
 }
 
 /// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads.
