@@ -216,7 +216,7 @@ fn bench(criterion: &mut Criterion, time: usize) -> Result<()> {
                         let mut group = criterion.benchmark_group(pass);
                         group.throughput(Throughput::Bytes((arrays * arena.bytes()) as u64));
                         group.bench_function(id, |bencher| {
-                            let sample = || {
+                            let mut sample = || {
                                 bencher.iter_custom(|n| arena.time(contender, step, n).unwrap());
                             };
                             match &pool {

@@ -15,6 +15,7 @@
 //!
 //! The queries of a packed projection, `[tokens, 3 C]`, are one block like the second of these, and
 //! its heads, `[batch, heads, tokens, C/heads]`, one for each head of each sequence.
+#![allow(unsafe_code)]
 
 use super::convert::Element;
 use crate::device::pass::{Pass, RowNorm};
@@ -56,7 +57,33 @@ impl<'a, T> Matrix<'a, T> {
             [start] => start + row * self.stride,
             _ => self.blocks[row / self.block_rows] + row % self.block_rows * self.stride,
         };
+        if self.stride > self.cols {
+            // Near the end of a block this is no row of it, which costs time alone.
+            prefetch(self.values, start + ROWS_AHEAD * self.stride, self.cols);
+        }
         &self.values[start..][..self.cols]
+    }
+}
+
+/// How far rows that lie apart are read ahead. A processor sees by itself that adjacent rows follow
+/// each other, but not that the next head of 64 channels is a page further on, so that each row
+/// would wait for memory.
+const ROWS_AHEAD: usize = 8;
+
+/// Has the processor load the first lines of `values[start..][..len]`, if they are there.
+#[inline(always)]
+#[cfg_attr(any(miri, not(target_arch = "x86_64")), allow(unused_variables))]
+fn prefetch<T>(values: &[T], start: usize, len: usize) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if let Some(row) = values.get(start..start + len) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        /// Of a wide row, the processor sees by itself that lines follow each other.
+        const MOST_LINES: usize = 8;
+        let line = 64 / size_of::<T>();
+        for i in (0..len).step_by(line).take(MOST_LINES) {
+            // SAFETY: the element is in bounds, and every x86-64 processor has SSE.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>((&raw const row[i]).cast()) };
+        }
     }
 }
 
