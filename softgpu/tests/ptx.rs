@@ -890,6 +890,8 @@ fn perturbed_results_stay_within_their_error() {
         ),
         ("rcp.approx.ftz.f32", |x| 1.0 / x, 2f64.powi(-23)),
         ("ex2.approx.ftz.f32", |x| (x / 8.0).exp2(), 2f64.powi(-22)),
+        ("sqrt.approx.f32", |x| x.sqrt(), 2f64.powi(-23)),
+        ("lg2.approx.f32", |x| x.log2(), 2f64.powi(-22)),
     ] {
         let scale = if instruction.starts_with("ex2") {
             "mul.f32 %f1, %f1, 0f3E000000;"

@@ -215,6 +215,14 @@ macro_rules! float_condition {
         match $ty {
             "f32" => compare!(|$a: f32, $b: f32| $e),
             "f64" => compare!(|$a: f64, $b: f64| $e),
+            "f16" => compare!(|$a: u32, $b: u32| {
+                let ($a, $b) = (float::of_f16($a), float::of_f16($b));
+                $e
+            }),
+            "bf16" => compare!(|$a: u32, $b: u32| {
+                let ($a, $b) = (float::of_bf16($a), float::of_bf16($b));
+                $e
+            }),
             _ => return None,
         }
     };
@@ -255,7 +263,7 @@ pub fn select(parts: &[&str]) -> Option<Arithmetic> {
         "setp" => condition(modifiers, ty),
         "cvt" => conversion(modifiers, ty),
         "add" | "sub" | "mul" | "fma" | "div" | "min" | "max" | "abs" | "neg" | "sqrt" | "rcp"
-        | "rsqrt" | "ex2"
+        | "rsqrt" | "ex2" | "lg2"
             if ty.contains('f') =>
         {
             floating(opcode, modifiers, ty)
@@ -265,7 +273,7 @@ pub fn select(parts: &[&str]) -> Option<Arithmetic> {
     }?;
     let types = types_of(opcode, modifiers, ty);
     let class = match opcode {
-        "setp" | "selp" | "mov" | "copysign" => Class::Integer,
+        "set" | "setp" | "selp" | "mov" | "copysign" => Class::Integer,
         _ if modifiers.contains(&"approx") => Class::Special,
         "cvt" if types.iter().any(|ty| ty.contains('f')) => Class::Convert,
         _ if ty == "f64" => Class::Double,
@@ -284,6 +292,7 @@ fn types_of<'a>(opcode: &str, modifiers: &[&'a str], ty: &'a str) -> Vec<&'a str
     match (opcode, modifiers) {
         ("setp", _) => vec!["pred", ty, ty],
         ("selp", _) => vec![ty, ty, ty, "pred"],
+        ("set", [.., to]) => vec![to, ty, ty],
         ("cvt", [.., to]) if to.ends_with("x2") => vec![to, ty, ty],
         ("cvt", [.., to]) => vec![to, ty],
         ("mul", ["wide"]) => vec!["u64", ty, ty],
@@ -291,7 +300,7 @@ fn types_of<'a>(opcode: &str, modifiers: &[&'a str], ty: &'a str) -> Vec<&'a str
         ("shl" | "shr", _) => vec![ty, ty, "u32"],
         ("bfi", _) => vec![ty, ty, ty, "u32", "u32"],
         ("mad" | "fma" | "prmt" | "dp4a", _) => vec![ty; 4],
-        ("neg" | "not" | "abs" | "mov" | "sqrt" | "rcp" | "rsqrt" | "ex2" | "popc", _) => {
+        ("neg" | "not" | "abs" | "mov" | "sqrt" | "rcp" | "rsqrt" | "ex2" | "lg2" | "popc", _) => {
             vec![ty; 2]
         }
         _ => vec![ty; 3],
@@ -313,7 +322,7 @@ fn condition(modifiers: &[&str], ty: &str) -> Option<Exec> {
     let &[comparison] = modifiers else {
         return None;
     };
-    Some(if ty.starts_with('f') {
+    Some(if ty.contains('f') {
         match comparison {
             "eq" => float_condition!(ty, |a, b| a == b),
             "lt" => float_condition!(ty, |a, b| a < b),
@@ -401,6 +410,10 @@ fn bits(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Exec> {
             insert(a.into(), b.into(), c, d) as u32
         }),
         ("bfi", [], "b64") => each!(|a: u64, b: u64, c: u32, d: u32| u64: insert(a, b, c, d)),
+        // 1 or 0, in f16.
+        ("set", ["eq", "f16"], "f16") => each!(|a: u32, b: u32| u32: {
+            if float::of_f16(a) == float::of_f16(b) { 0x3c00 } else { 0 }
+        }),
         ("copysign", [], "f32") => each!(|a: u32, b: u32| u32: a & 1 << 31 | b & !(1 << 31)),
         ("copysign", [], "f64") => each!(|a: u64, b: u64| u64: a & 1 << 63 | b & !(1 << 63)),
         _ => return None,
@@ -469,6 +482,12 @@ fn floating(opcode: &str, modifiers: &[&str], ty: &str) -> Option<Exec> {
         (_, [] | ["rn"], "f32") => single(opcode),
         (_, [] | ["rn"], "f64") => double(opcode),
         (_, [] | ["rn"], _) => half(opcode, ty),
+        ("min", ["NaN"], "f16" | "bf16") => {
+            Some(half_variants!(ty, |a, b| float::min_or_nan(a, b)))
+        }
+        ("max", ["NaN"], "f16" | "bf16") => {
+            Some(half_variants!(ty, |a, b| -float::min_or_nan(-a, -b)))
+        }
         ("add", ["rz"], "f32") => {
             Some(each!(|a: f32, b: f32| f32: float::sum_to_zero(a.into(), b.into())))
         }
@@ -526,6 +545,13 @@ fn half(opcode: &str, ty: &str) -> Option<Exec> {
         "add" => half_variants!(ty, |a, b| a + b),
         "sub" => half_variants!(ty, |a, b| a - b),
         "mul" => half_variants!(ty, |a, b| a * b),
+        // The product is exact in f64.
+        "fma" if ty == "f16" => each!(|a: u32, b: u32, c: u32| u32: {
+            let [a, b, c] = [a, b, c].map(|bits| f64::from(float::of_f16(bits)));
+            float::to_f16(float::odd(float::sum_odd(a * b, c)))
+        }),
+        "abs" if !ty.ends_with("x2") => each!(|a: u32| u32: a & 0x7fff),
+        "neg" if !ty.ends_with("x2") => each!(|a: u32| u32: a ^ 0x8000),
         _ => return None,
     })
 }
@@ -534,13 +560,19 @@ fn half(opcode: &str, ty: &str) -> Option<Exec> {
 /// move within the relative error that the manual allows.
 fn approximate(opcode: &str, flush: &[&str], ty: &str) -> Option<Exec> {
     macro_rules! within {
-        ($error:expr, |$a:ident: $t:ty| $value:expr, $round:expr) => {{
+        ($error:expr, |$a:ident: $t:ty| $value:expr, $round:expr) => {
+            within!(@ $error, $t, [$a = a], $value, $round)
+        };
+        ($error:expr, |$a:ident, $b:ident: $t:ty| $value:expr, $round:expr) => {
+            within!(@ $error, $t, [$a = a, $b = b], $value, $round)
+        };
+        (@ $error:expr, $t:ty, [$($x:ident = $field:ident),+], $value:expr, $round:expr) => {{
             #[inline(always)]
             unsafe fn body(lanes: &mut Lanes, op: &Op, mask: u32) {
-                let from = lanes.slots.add(usize::from(op.a)).cast::<$t>();
+                $(let $x = lanes.slots.add(usize::from(op.$field)).cast::<$t>();)+
                 let mut results = [0 as $t; 32];
                 for lane in 0..32 {
-                    let $a = *from.add(lane);
+                    $(let $x = *$x.add(lane);)+
                     let value: f64 = $value;
                     let moved = match lanes.perturb {
                         // Results at zero and infinity are exact, and powers of two may be theirs.
@@ -572,6 +604,31 @@ fn approximate(opcode: &str, flush: &[&str], ty: &str) -> Option<Exec> {
             within!(ULP, |a: f32| f64::from(float::flush32(a)).exp2(), flushed)
         }
         ("ex2", [], "f32") => within!(ULP, |a: f32| f64::from(a).exp2(), float::canonical32),
+        ("div", [], "f32") => {
+            within!(
+                ULP / 2.0,
+                |a, b: f32| float::quotient(a, b),
+                float::canonical32
+            )
+        }
+        ("sqrt", [], "f32") => {
+            within!(ULP / 2.0, |a: f32| f64::from(a).sqrt(), float::canonical32)
+        }
+        ("sqrt", ["ftz"], "f32") => within!(
+            ULP / 2.0,
+            |a: f32| f64::from(float::flush32(a)).sqrt(),
+            float::canonical32
+        ),
+        ("lg2", [], "f32") => within!(ULP, |a: f32| f64::from(a).log2(), float::canonical32),
+        ("lg2", ["ftz"], "f32") => {
+            within!(ULP, |a: f32| f64::from(float::flush32(a)).log2(), flushed)
+        }
+        // Of the operand and of the result, only the upper halves count.
+        ("rcp", ["ftz"], "f64") => within!(
+            2f64.powi(-21),
+            |a: f64| float::upper_half(a).recip(),
+            float::upper_half
+        ),
         ("rsqrt", [], "f32") => {
             within!(
                 2f64.powf(-22.9),

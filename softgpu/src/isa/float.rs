@@ -128,6 +128,56 @@ pub fn sum_to_zero(a: f64, b: f64) -> f32 {
     }
 }
 
+/// `a + b`, rounded so that a second rounding, to a format of half the digits or fewer, is as if
+/// there were no first: an inexact sum gets an odd last bit.
+#[inline(always)]
+pub fn sum_odd(a: f64, b: f64) -> f64 {
+    let sum = a + b;
+    // The part of the sum that f64 has no digits for.
+    let own = sum - a;
+    let rest = (a - (sum - own)) + (b - own);
+    if !sum.is_finite() || rest == 0.0 || sum.to_bits() & 1 == 1 {
+        sum
+    } else if rest > 0.0 {
+        sum.next_up()
+    } else {
+        sum.next_down()
+    }
+}
+
+/// The quotient as `div.approx.f32` has it, which multiplies by a reciprocal. That of a divisor
+/// above 2^126 is too small, and becomes zero.
+#[inline(always)]
+pub fn quotient(a: f32, b: f32) -> f64 {
+    let (a, b) = (f64::from(a), f64::from(b));
+    match b.abs() > 2f64.powi(126) {
+        true => a * 0f64.copysign(b),
+        false => a / b,
+    }
+}
+
+/// A number with the lower 32 of its bits zero. A subnormal number becomes a zero of its sign.
+#[inline(always)]
+pub fn upper_half(value: f64) -> f64 {
+    if value.is_nan() {
+        return f64::NAN;
+    }
+    let upper = f64::from_bits(value.to_bits() >> 32 << 32);
+    match upper.is_subnormal() {
+        true => 0f64.copysign(upper),
+        false => upper,
+    }
+}
+
+/// The lesser number, or NaN if one of the two is. -0 is less than +0.
+#[inline(always)]
+pub fn min_or_nan(a: f32, b: f32) -> f32 {
+    match a.is_nan() || b.is_nan() {
+        true => f32::NAN,
+        false => min32(a, b),
+    }
+}
+
 /// The lesser number; a NaN loses, and -0 is less than +0.
 #[inline(always)]
 pub fn min32(a: f32, b: f32) -> f32 {

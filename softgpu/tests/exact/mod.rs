@@ -267,6 +267,24 @@ fn a_planted_mistake_is_found() {
             "rsqrt.approx.f32",
             "rsqrt.approx.f32 $5, $1; mul.f32 $5, $5, 0f3F800002;",
         ),
+        ("fma.rn.f16", "mul.f16 %h9, $1, $2; add.f16 $5, %h9, $3;"),
+        (
+            "max.NaN.f16",
+            "setp.gt.f16 %p9, $1, $2; selp.b16 $5, $1, $2, %p9;",
+        ),
+        (
+            "lg2.approx.f32",
+            "lg2.approx.f32 $5, $1; mul.f32 $5, $5, 0f3F800004;",
+        ),
+        (
+            "ex2.approx.f32",
+            "ex2.approx.f32 $5, $1; mul.f32 $5, $5, 0f3F800004;",
+        ),
+        (
+            "div.approx.f32",
+            "div.rn.f32 $5, $1, $2; mul.f32 $5, $5, 0f3F800004;",
+        ),
+        ("sqrt.approx.ftz.f32", "sqrt.approx.f32 $5, $1;"),
         ("shr.s32", "and.b32 %r9, $2, 31; shr.s32 $5, $1, %r9;"),
         ("min.s64", "min.u64 $5, $1, $2;"),
         (

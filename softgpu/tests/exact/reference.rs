@@ -26,6 +26,7 @@ impl<'a> Form<'a> {
         let (to, from) = match opcode {
             "ld" | "st" | "cp" | "bra" | "bar" | "shfl" => return None,
             "setp" => ("pred", vec![ty; 2]),
+            "set" => (last_but_one, vec![ty; 2]),
             "selp" => (ty, vec![ty, ty, "pred"]),
             "cvt" if last_but_one.ends_with("x2") => (last_but_one, vec![ty; 2]),
             "cvt" => (last_but_one, vec![ty]),
@@ -36,9 +37,8 @@ impl<'a> Form<'a> {
             "shl" | "shr" => (ty, vec![ty, "u32"]),
             "bfi" => (ty, vec![ty, ty, "u32", "u32"]),
             "mad" | "fma" | "prmt" | "dp4a" => (ty, vec![ty; 3]),
-            "neg" | "not" | "abs" | "mov" | "sqrt" | "rcp" | "rsqrt" | "popc" | "cvta" => {
-                (ty, vec![ty])
-            }
+            "neg" | "not" | "abs" | "mov" | "sqrt" | "rcp" | "rsqrt" | "ex2" | "lg2" | "popc"
+            | "cvta" => (ty, vec![ty]),
             _ => (ty, vec![ty; 2]),
         };
         Some(Self {
@@ -58,7 +58,9 @@ impl<'a> Form<'a> {
             () if moves || !floats => self.integer(operands).map_or(got, |value| value as u64),
             () if self.to.ends_with("x2") => self.pair(operands, got),
             () if self.opcode == "setp" => u64::from(self.comparison(operands)),
-            () if self.opcode == "rsqrt" => self.reciprocal_root(operands[0], got),
+            () if self.opcode == "set" && !self.comparison(operands) => 0,
+            () if self.opcode == "set" => finite(false, 1u8.into(), 0).rounded(self.to, ""),
+            () if self.mode == "approx" => self.approximation(operands, got),
             () if is_float(self.to) => self.float(operands, got),
             () => self.whole(operands[0]),
         };
@@ -213,12 +215,121 @@ impl<'a> Form<'a> {
         let numbers = operands.iter().copied();
         let numbers = numbers.filter(|&bits| !Number::new(self.to, bits).is_nan());
         let by = |bits: &u64| place(self.to, *bits);
+        let all = numbers.clone().count() == operands.len();
+        if self.mode == "NaN" && !all {
+            return Nan.rounded(self.to, "");
+        }
         let found = match self.opcode {
             "min" => numbers.min_by_key(by),
             _ => numbers.max_by_key(by),
         };
         let any = self.to == "f64" && Number::new(self.to, got).is_nan();
         found.unwrap_or(if any { got } else { Nan.rounded(self.to, "") })
+    }
+
+    /// `got`, if it is within the error that the manual allows.
+    fn approximation(&self, operands: &[u64], got: u64) -> u64 {
+        let flush = |bits: u64| match Number::new(self.to, bits) {
+            Number::Finite(one) if self.name.contains(".ftz.") && one.is_subnormal(self.to) => {
+                finite(one.negative, BigUint::ZERO, 0)
+            }
+            other => other,
+        };
+        let a = flush(operands[0]);
+        let digits = Format::of(self.to).digits;
+        let exact = match self.opcode {
+            "rsqrt" => return self.reciprocal_root(operands[0], got),
+            "ex2" => return self.power_of_two(&a, got),
+            "lg2" => return self.logarithm(&a, got),
+            "rcp" if self.to == "f64" => return self.gross_reciprocal(operands[0], got),
+            "rcp" => finite(false, 1u8.into(), 0).over(&a, digits),
+            "sqrt" => a.root(digits),
+            // The reciprocal of a divisor above 2^126 is 0.
+            "div" if place("f32", operands[1] & 0x7fff_ffff) > place("f32", 0x7e80_0000) => {
+                let b = Number::new(self.to, operands[1]);
+                match b {
+                    Nan => Nan,
+                    b => a.times(&finite(b.is_negative(), BigUint::ZERO, 0)),
+                }
+            }
+            "div" => a.over(&Number::new(self.to, operands[1]), digits),
+            _ => panic!("{} has no reference", self.name),
+        };
+        // In last places of the result: 2 for a quotient. Roots and reciprocals are within 2^-23.
+        let error = if self.opcode == "div" { 2 } else { 1 };
+        let nearest = flush(exact.rounded(self.to, "")).rounded(self.to, "");
+        match exact {
+            Number::Finite(_) if nearest << 33 != 0 && nearest.abs_diff(got) <= error => got,
+            _ => nearest,
+        }
+    }
+
+    /// An upper half, within its last place: it is the reciprocal of the operand's upper half.
+    fn gross_reciprocal(&self, operand: u64, got: u64) -> u64 {
+        let subnormal = |bits: u64| bits << 1 >> 53 == 0;
+        let upper = match Number::new(self.to, operand) {
+            Nan => operand,
+            _ if subnormal(operand) => operand >> 63 << 63,
+            _ => operand >> 32 << 32,
+        };
+        let exact = finite(false, 1u8.into(), 0).over(&Number::new(self.to, upper), 53);
+        let nearest = exact.rounded(self.to, "rz") >> 32 << 32;
+        match exact {
+            Nan if Number::new(self.to, got).is_nan() => got,
+            _ if subnormal(nearest) => nearest >> 63 << 63,
+            Number::Finite(_) if nearest.abs_diff(got) <= 1 << 32 && got << 32 == 0 => got,
+            _ => nearest,
+        }
+    }
+
+    /// `got`, if it is 2 to the operand within 2^-22 of it, and half a last place of subnormal
+    /// numbers.
+    fn power_of_two(&self, operand: &Number, got: u64) -> u64 {
+        let result = Number::new(self.to, got);
+        let one = match operand {
+            Number::Finite(one) => one,
+            Infinite(true) => return 0,
+            other => return other.rounded(self.to, ""),
+        };
+        let at = place("f32", operand.rounded("f32", ""));
+        let above = |number: f32| at >= place("f32", number.to_bits().into());
+        let least = if self.name.contains(".ftz.") {
+            -126f32
+        } else {
+            -149f32
+        };
+        match result {
+            _ if above(128f32) => Infinite(false).rounded(self.to, ""),
+            Number::Finite(zero) if zero.magnitude == BigUint::ZERO && !above(least) => 0,
+            _ if !above(least - 1.0) => 0,
+            Number::Finite(result) if !result.negative && result.magnitude != BigUint::ZERO => {
+                let unit = 2f64.powi(result.exponent as i32 + result.magnitude.bits() as i32 - 1);
+                let error = 2f64.powi(-22) + 2f64.powi(-150) / unit;
+                let error = (-(1.0 - error).log2() * POINT as f64) as i128;
+                let far = result.logarithm().abs_diff(one.fixed()) > error as u128;
+                if far { !got } else { got }
+            }
+            _ => !got,
+        }
+    }
+
+    /// `got`, if it is within 2^-22 of the logarithm, or of its size where the operand is no number
+    /// between 1/2 and 2.
+    fn logarithm(&self, operand: &Number, got: u64) -> u64 {
+        let one = match operand {
+            Number::Finite(one) if one.magnitude == BigUint::ZERO => {
+                return Infinite(true).rounded(self.to, "");
+            }
+            Number::Finite(one) if !one.negative => one,
+            Infinite(false) => return Infinite(false).rounded(self.to, ""),
+            _ => return Nan.rounded(self.to, ""),
+        };
+        let exact = one.logarithm();
+        let error = exact.unsigned_abs().max(POINT as u128) >> 22;
+        match Number::new(self.to, got) {
+            Number::Finite(result) if result.fixed().abs_diff(exact) <= error => got,
+            _ => !got,
+        }
     }
 
     /// `got`, if it is within the error that the manual allows: 2^-22.9 of the result for f32, one
@@ -523,7 +634,40 @@ impl Number {
     }
 }
 
+/// 1 as a number with a fixed point.
+const POINT: i128 = 1 << 60;
+
 impl Finite {
+    /// Of a format; zeros are, too.
+    fn is_subnormal(&self, ty: &str) -> bool {
+        let Format { digits, least } = Format::of(ty);
+        let top = self.exponent + self.magnitude.bits() as i64;
+        top < least + i64::from(digits)
+    }
+
+    /// With a fixed point; further digits are left out.
+    fn fixed(&self) -> i128 {
+        let magnitude = self.rounded(-60 - self.exponent, "rz");
+        let magnitude = i128::try_from(magnitude).unwrap();
+        if self.negative { -magnitude } else { magnitude }
+    }
+
+    /// The logarithm to base 2 of a positive number of up to 64 digits, with a fixed point: a
+    /// square has twice the logarithm, so each squaring moves one more of its digits before the
+    /// point. Off by less than 2^-54.
+    fn logarithm(&self) -> i128 {
+        let bits = self.magnitude.bits();
+        let mut one = u64::try_from(&self.magnitude << (64 - bits)).unwrap();
+        let mut result = i128::from(self.exponent + bits as i64 - 1);
+        for _ in 0..60 {
+            let square = (u128::from(one) * u128::from(one)) >> 63;
+            let digit = square >> 64;
+            one = (square >> digit) as u64;
+            result = 2 * result + digit as i128;
+        }
+        result
+    }
+
     /// Without this number of binary digits, rounded.
     fn rounded(&self, digits: i64, mode: &str) -> BigUint {
         if digits <= 0 {
