@@ -1002,6 +1002,39 @@ const COPY: &str = "
     }";
 
 #[test]
+fn a_pool_counts_what_is_used_and_the_most_that_was() {
+    let (_gpu, queue) = alone();
+    let pool: u64 = made!(cuDeviceGetDefaultMemPool(0));
+    let own: u64 = made!(cuDeviceGetMemPool(0));
+    assert_eq!(pool, own);
+    let bytes = |number| {
+        let mut bytes = 0u64;
+        ok(call!(cuMemPoolGetAttribute(
+            pool,
+            number,
+            (&raw mut bytes).cast()
+        )));
+        bytes
+    };
+    let set_back = |mut to: u64| call!(cuMemPoolSetAttribute(pool, 8, (&raw mut to).cast()));
+    let before = bytes(7);
+    let first = queue.alloc(1 << 20);
+    let second = queue.alloc(1 << 10);
+    assert_eq!(bytes(7) - before, (1 << 20) + (1 << 10));
+    queue.free(first);
+    assert_eq!(bytes(7) - before, 1 << 10);
+    assert_eq!(bytes(8) - before, (1 << 20) + (1 << 10));
+    assert_ne!(set_back(1), 0);
+    ok(set_back(0));
+    assert_eq!(bytes(8) - before, 1 << 10);
+    queue.free(second);
+    assert_eq!(bytes(7), before);
+    let mut threshold = 0u64;
+    let status = call!(cuMemPoolGetAttribute(pool, 4, (&raw mut threshold).cast()));
+    assert_ne!(status, 0, "it keeps no threshold");
+}
+
+#[test]
 fn plain_copies_and_generic_addresses_reach_the_memory_of_a_context() {
     let gpu = Gpu::new();
     let mut total = 0;

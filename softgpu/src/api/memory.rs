@@ -5,8 +5,38 @@ use crate::capture;
 use crate::context::{self, *};
 use crate::engine::stream::{Submission, engine};
 use crate::queue::*;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+
+/// The memory pool of a device, as its attributes describe it. An allocation counts from the call
+/// that makes it to the call that frees it, whenever the stream comes to either.
+#[derive(Default)]
+struct Pool {
+    /// Bytes of each allocation.
+    sizes: HashMap<u64, u64>,
+    used: u64,
+    /// The most that was used since somebody set this mark back.
+    high: u64,
+}
+
+impl Pool {
+    fn take(&mut self, address: u64, bytes: u64) {
+        self.sizes.insert(address, bytes);
+        self.used += bytes;
+        self.high = self.high.max(self.used);
+    }
+}
+
+/// By device.
+static POOLS: Mutex<BTreeMap<i32, Pool>> = Mutex::new(BTreeMap::new());
+
+/// Returns an allocation to its pool, if it came from one.
+fn give_back(address: u64) {
+    for pool in lock(&POOLS).values_mut() {
+        pool.used -= pool.sizes.remove(&address).unwrap_or(0);
+    }
+}
 
 fn allocate(size: usize, stream: Option<&Stream>) -> Outcome<u64> {
     let size = size as u64;
@@ -28,9 +58,14 @@ fn allocate(size: usize, stream: Option<&Stream>) -> Outcome<u64> {
             (device, None)
         }
     };
-    memory
+    let pooled = place.is_some();
+    let address = memory
         .allocate(size, device, place)
-        .ok_or(Error::OUT_OF_MEMORY)
+        .ok_or(Error::OUT_OF_MEMORY)?;
+    if pooled {
+        lock(&POOLS).entry(device).or_default().take(address, size);
+    }
+    Ok(address)
 }
 
 entries! {
@@ -54,6 +89,7 @@ entries! {
         }
         let device = engine().memory.device_of(address).ok_or(Error::INVALID_VALUE)?;
         synchronize_device(device)?;
+        give_back(address);
         engine().memory.free(address, None).map_err(|_| Error::INVALID_VALUE)
     }
 
@@ -71,6 +107,7 @@ entries! {
         if engine().memory.device_of(address).is_none() {
             return Err(Error::INVALID_VALUE);
         }
+        give_back(address);
         submit(&stream, free(address))
     }
 
@@ -125,13 +162,40 @@ entries! {
         put(pool, pool_of(device))
     }
 
-    /// Pools keep nothing back here, so their attributes change nothing.
+    fn cuDeviceGetDefaultMemPool(pool: *mut u64, device: i32) {
+        check_device(device)?;
+        put(pool, pool_of(device))
+    }
+
+    /// Pools keep nothing back here, so their attributes change nothing, except for the high marks,
+    /// which 0 sets back to what is used now.
     fn cuMemPoolSetAttribute(pool: u64, number: u32, value: *mut c_void) {
-        check_pool(pool)?;
+        let device = device_of_pool(pool)?;
         if value.is_null() || !(1..=8).contains(&number) {
             return Err(Error::INVALID_VALUE);
         }
+        if let RESERVED_HIGH | USED_HIGH = number {
+            if *value.cast::<u64>() != 0 {
+                return Err(Error::INVALID_VALUE);
+            }
+            let mut pools = lock(&POOLS);
+            let pool = pools.entry(device).or_default();
+            pool.high = pool.used;
+        }
         Ok(())
+    }
+
+    /// A pool reserves what is used.
+    fn cuMemPoolGetAttribute(pool: u64, number: u32, value: *mut c_void) {
+        let device = device_of_pool(pool)?;
+        let mut pools = lock(&POOLS);
+        let pool = pools.entry(device).or_default();
+        let bytes = match number {
+            RESERVED | USED => pool.used,
+            RESERVED_HIGH | USED_HIGH => pool.high,
+            _ => return Err(Error::NOT_SUPPORTED),
+        };
+        put(value.cast(), bytes)
     }
 
     fn cuMemcpyPeerAsync(
@@ -152,9 +216,14 @@ fn pool_of(device: i32) -> u64 {
     8 << 40 | (device as u64 + 1) << 4
 }
 
-fn check_pool(pool: u64) -> Outcome {
-    match (0..device_count()).any(|device| pool == pool_of(device)) {
-        true => Ok(()),
-        false => Err(Error::INVALID_VALUE),
-    }
+/// The driver's numbers for a pool's bytes.
+const RESERVED: u32 = 5;
+const RESERVED_HIGH: u32 = 6;
+const USED: u32 = 7;
+const USED_HIGH: u32 = 8;
+
+fn device_of_pool(pool: u64) -> Outcome<i32> {
+    (0..device_count())
+        .find(|&device| pool == pool_of(device))
+        .ok_or(Error::INVALID_VALUE)
 }
