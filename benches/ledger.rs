@@ -28,6 +28,8 @@
 //!
 //! The checks change no count and take most of the time: they are off unless `SOFTGPU_CHECKS=on`.
 
+#[path = "common/counts.rs"]
+mod counts;
 #[path = "common/ready.rs"]
 mod ready;
 #[path = "../tests/common/softgpu.rs"]
@@ -37,17 +39,14 @@ use candle::{CustomOp3, DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_powernorm::{LayerNorm, PowerNorm, PowerNormConfig, RmsNorm, power_norm};
 use clap::Parser;
+use counts::Counts;
 use ready::Ready;
-use serde_json::Value;
 use softgpu::Softgpu;
 use std::fmt;
 use std::hint::black_box;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// The source that names this crate's kernels.
-const KERNELS: &str = include_str!("../kernels/power_norm.cu");
 
 /// The input of the stopwatch's passes, and their number.
 const TIMED: Shape = Shape {
@@ -229,87 +228,52 @@ impl Case {
     }
 
     /// The counts of one pass, alone.
-    fn count(&self, softgpu: &Softgpu, pass: Pass) -> Result<Tally> {
+    fn count(&self, softgpu: &Softgpu, pass: Pass) -> Result<Counts> {
         let graph = match pass {
             Pass::Backward => Some(self.forward(true)?),
             _ => None,
         };
-        count(softgpu, self.x.device(), || match &graph {
+        Counts::of(softgpu, self.x.device(), || match &graph {
             Some(y) => y.backward().map(drop),
             None => self.forward(pass == Pass::Training).map(drop),
         })
     }
 }
 
-/// The counts of `work`, alone.
-fn count(softgpu: &Softgpu, device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Tally> {
-    device.synchronize()?;
-    softgpu.take_counts();
-    let (done, calls) = softgpu.counting(None, work);
-    done?;
-    device.synchronize()?;
-    Ok(Tally::new(&softgpu.take_counts(), calls))
+/// A row of the ledger: this crate's kernels in a pass that moves `tensors` tensors, and the calls
+/// of the whole pass.
+struct Row<'a> {
+    shape: Shape,
+    dtype: DType,
+    layer: Kind,
+    pass: &'a str,
+    tensors: usize,
 }
 
-/// The counts of this crate's kernels in a pass.
-#[derive(Default)]
-struct Tally {
-    bytes: u64,
-    sectors: u64,
-    thread_instructions: u64,
-    warp_instructions: u64,
-    conflicts: u64,
-    barriers: u64,
-    launches: u64,
-    /// Of the driver, by the whole pass.
-    calls: u64,
-}
-
-impl Tally {
-    fn new(counts: &Value, calls: u64) -> Self {
-        let mut tally = Self {
-            calls,
-            ..Self::default()
-        };
-        let kernels = counts["kernels"].as_object().expect("kernels by name");
-        for (_, counts) in kernels.iter().filter(|(name, _)| is_ours(name)) {
-            let number = |name: &str| counts[name].as_u64().expect("a count");
-            let classes = counts["instructions"].as_array().expect("classes");
-            tally.bytes += number("bytes_loaded") + number("bytes_stored");
-            tally.sectors += number("sectors_loaded") + number("sectors_stored");
-            tally.thread_instructions += number("thread_instructions");
-            tally.warp_instructions += classes.iter().filter_map(Value::as_u64).sum::<u64>();
-            tally.conflicts += number("bank_conflicts");
-            tally.barriers += number("barriers");
-            tally.launches += number("launches");
-        }
-        tally
-    }
-
-    /// Prints a row, for a pass that moves `tensors` tensors.
-    fn print(&self, shape: Shape, dtype: DType, layer: Kind, pass: &str, tensors: usize) {
-        let Shape { rows, cols } = shape;
+impl Row<'_> {
+    fn print(&self, counts: &Counts) {
+        let Self { layer, pass, .. } = self;
+        let Shape { rows, cols } = self.shape;
         let elements = (rows * cols) as f64;
-        let input = elements * dtype.size_in_bytes() as f64;
-        let least = input * tensors as f64;
-        print!("| {rows}x{cols} | {} | {layer} | {pass} ", dtype.as_str());
+        let input = elements * self.dtype.size_in_bytes() as f64;
+        let least = input * self.tensors as f64;
+        let ours = counts.ours();
+        print!(
+            "| {rows}x{cols} | {} | {layer} | {pass} ",
+            self.dtype.as_str()
+        );
         println!(
             "| {:.3} | {:.3} | {:.1} | {:.1} | {} | {} | {} | {} |",
-            self.bytes as f64 / least,
-            self.sectors as f64 * 32. / least,
-            self.thread_instructions as f64 / elements,
-            self.warp_instructions as f64 / (input / 512.),
-            self.conflicts,
-            self.barriers,
-            self.launches,
-            self.calls,
+            ours.bytes() as f64 / least,
+            ours.sectors as f64 * 32. / least,
+            ours.thread_instructions as f64 / elements,
+            ours.warp_instructions as f64 / (input / 512.),
+            ours.conflicts,
+            ours.barriers,
+            ours.launches,
+            counts.calls,
         );
     }
-}
-
-/// `true` for a kernel of this crate: its source defines the name.
-fn is_ours(kernel: &str) -> bool {
-    KERNELS.contains(&format!("DEFINE({kernel},"))
 }
 
 fn ledger(softgpu: &Softgpu, args: &Args, device: &Device) -> Result<()> {
@@ -329,10 +293,16 @@ fn ledger(softgpu: &Softgpu, args: &Args, device: &Device) -> Result<()> {
                     // A first step does some things once.
                     case.forward(true)?.backward()?;
                     for pass in [Pass::Training, Pass::Evaluation, Pass::Backward] {
-                        let tally = case.count(softgpu, pass)?;
+                        let counts = case.count(softgpu, pass)?;
                         let residual = if with_residual { ", residual" } else { "" };
-                        let name = format!("{}{residual}", pass.name());
-                        tally.print(shape, dtype, kind, &name, pass.tensors(with_residual));
+                        let row = Row {
+                            shape,
+                            dtype,
+                            layer: kind,
+                            pass: &format!("{}{residual}", pass.name()),
+                            tensors: pass.tensors(with_residual),
+                        };
+                        row.print(&counts);
                     }
                 }
             }
