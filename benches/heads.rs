@@ -28,7 +28,6 @@
 
 #[cfg(feature = "cuda")]
 #[path = "common/gpu.rs"]
-#[allow(dead_code)]
 mod gpu;
 
 use candle::{DType, Device, Module, Result, Tensor, Var};

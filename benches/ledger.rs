@@ -265,7 +265,7 @@ impl Row<'_> {
         println!(
             "| {:.3} | {:.3} | {:.1} | {:.1} | {} | {} | {} | {} |",
             ours.bytes() as f64 / least,
-            ours.sectors as f64 * 32. / least,
+            ours.sector_bytes() as f64 / least,
             ours.thread_instructions as f64 / elements,
             ours.warp_instructions as f64 / (input / 512.),
             ours.conflicts,

@@ -9,49 +9,30 @@
 //! anyway. Prints bytes and, for each layer, how many tensors of the input's size they would fill.
 //! Nothing is timed.
 
+#[path = "common/counting.rs"]
+mod counting;
+
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap, ops};
 use candle_powernorm::{PowerNormConfig, layer_norm, power_norm, rms_norm};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use counting::Counting;
+use std::alloc::System;
 
 /// Rows and channels.
 const SHAPE: (usize, usize) = (4096, 512);
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const EPS: f64 = 1e-5;
 
-/// The system's allocator, which counts.
-struct Counting;
-
-/// Bytes that are allocated and not freed.
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call goes to the system's allocator as it came, and `realloc` is `GlobalAlloc`'s
-// own, which calls `alloc` and `dealloc`.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: by the contract of this function, which is the same.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: as above; `pointer` came from `System`.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting<System> = Counting(System);
 
 /// Bytes that the output of `forward` and its graph hold.
 fn held_by(forward: impl Fn() -> Result<Tensor>) -> Result<usize> {
     // The first call may make what stays, such as threads and a layer's own statistics.
     forward()?;
-    let before = LIVE.load(Ordering::Relaxed);
+    let before = counting::live();
     let ys = forward()?;
-    let held = LIVE.load(Ordering::Relaxed) - before;
+    let held = counting::live() - before;
     drop(ys);
     Ok(held)
 }

@@ -48,8 +48,15 @@ impl Tally {
         }
     }
 
+    /// Bytes that threads ask for and give.
     pub fn bytes(&self) -> u64 {
         self.bytes_read + self.bytes_written
+    }
+
+    /// Bytes of the sectors that warps touch. An address that all lanes read counts once: candle's
+    /// kernels on strided tensors read shapes and strides in each thread, which the caches serve.
+    pub fn sector_bytes(&self) -> u64 {
+        32 * self.sectors
     }
 }
 
@@ -122,10 +129,13 @@ impl Counts {
     }
 }
 
-/// Prints the MiB and launches of each kind of kernel, a column for each of `all`.
+/// Prints the MiB of sectors and the launches of each kind of kernel, a column for each of `all`.
 pub fn print_kinds<'a>(all: impl Iterator<Item = (&'a str, &'a Counts)>) {
     let (names, counts): (Vec<_>, Vec<_>) = all.unzip();
-    let least = counts.iter().map(|one| one.sum().bytes() / 100).max();
+    let least = counts
+        .iter()
+        .map(|one| one.sum().sector_bytes() / 100)
+        .max();
     let mut kinds: BTreeMap<&str, Vec<Tally>> = BTreeMap::new();
     for (column, counts) in counts.iter().enumerate() {
         for (kernel, tally) in &counts.kernels {
@@ -134,17 +144,18 @@ pub fn print_kinds<'a>(all: impl Iterator<Item = (&'a str, &'a Counts)>) {
             row[column] += *tally;
         }
     }
-    let most = |row: &[Tally]| row.iter().map(Tally::bytes).max();
+    let most = |row: &[Tally]| row.iter().map(Tally::sector_bytes).max();
     let (mut rows, few): (Vec<_>, Vec<_>) =
         (kinds.into_iter()).partition(|(kind, row)| *kind == OURS || most(row) >= least);
     rows.sort_by_key(|(_, row)| Reverse(most(row)));
     let others = |column: usize| few.iter().map(|(_, row)| &row[column]).sum();
     rows.push(("others", (0..names.len()).map(others).collect()));
 
-    println!("| MiB (launches) of kernels | {} |", names.join(" | "));
+    println!("| MiB of sectors (launches) | {} |", names.join(" | "));
     println!("|---|{}", "--:|".repeat(names.len()));
     for (kind, row) in rows {
-        let cell = |one: &Tally| format!("{:.1} ({})", one.bytes() as f64 / MIB, one.launches);
+        let cell =
+            |one: &Tally| format!("{:.1} ({})", one.sector_bytes() as f64 / MIB, one.launches);
         let cells: Vec<_> = row.iter().map(cell).collect();
         println!("| {kind} | {} |", cells.join(" | "));
     }

@@ -1,4 +1,6 @@
-//! The GPU of the benches: handles of it, and calls in a CUDA graph, which it times by itself.
+//! The GPU of the benches: handles of it, its memory, and calls in a CUDA graph, which it times by
+//! itself.
+#![allow(dead_code)] // each bench uses its share
 
 use candle::cuda_backend::WrapErr;
 use candle::cuda_backend::cudarc::driver::{CudaGraph, result, sys};
@@ -41,18 +43,46 @@ fn shared(device: &OnceLock<Device>, new: fn() -> Result<Device>) -> Device {
 /// Keeps what is freed on a GPU at hand for the next allocation. Else the driver takes it back
 /// whenever the queue is waited for, and the clock would see it map memory.
 fn keep_freed_memory(device: &Device) -> Result<()> {
-    let gpu = device.as_cuda_device()?.cuda_stream().context().cu_device();
     let mut threshold = u64::MAX;
-    // SAFETY: the GPU is that of a live context, the pool its own, and the attribute's value a u64.
+    // SAFETY: the attribute's value is a u64.
     unsafe {
-        let pool = result::device::get_mem_pool(gpu).w()?;
         result::mem_pool::set_attribute(
-            pool,
+            pool(device)?,
             sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
             (&raw mut threshold).cast(),
         )
         .w()
     }
+}
+
+/// The pool that candle's allocations on a GPU come from.
+fn pool(device: &Device) -> Result<sys::CUmemoryPool> {
+    let gpu = device.as_cuda_device()?.cuda_stream().context().cu_device();
+    // SAFETY: the GPU is that of a live context.
+    unsafe { result::device::get_mem_pool(gpu).w() }
+}
+
+/// Runs `work`, and returns the most bytes that were allocated on the GPU at once meanwhile, beyond
+/// those that already were.
+pub fn peak_of<T>(device: &Device, work: impl FnOnce() -> Result<T>) -> Result<(T, usize)> {
+    use sys::CUmemPool_attribute::{
+        CU_MEMPOOL_ATTR_USED_MEM_CURRENT as NOW, CU_MEMPOOL_ATTR_USED_MEM_HIGH as HIGH,
+    };
+    let pool = pool(device)?;
+    let bytes = |attribute| {
+        let mut bytes = 0u64;
+        // SAFETY: the pool is a device's own, and the attribute's value a u64.
+        unsafe { result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast()).w()? };
+        Ok::<_, candle::Error>(bytes as usize)
+    };
+    device.synchronize()?;
+    let before = bytes(NOW)?;
+    let mut reset = 0u64;
+    // SAFETY: as above. A high mark takes 0 only, which sets it to what is allocated now.
+    unsafe { result::mem_pool::set_attribute(pool, HIGH, (&raw mut reset).cast()).w()? };
+    let result = work()?;
+    device.synchronize()?;
+    Ok((result, bytes(HIGH)?.saturating_sub(before)))
 }
 
 /// Recorded calls.
