@@ -442,6 +442,31 @@ fn launches_are_those_of_the_guide() {
     }
 }
 
+/// The gradients of weight and bias take one allocation, unless the second one would begin where
+/// candle's kernels cannot read 16 bytes at a time.
+#[test]
+fn gradients_of_parameters_share_an_allocation() {
+    let _alone = alone();
+    let softgpu = Softgpu::find().unwrap();
+    let gpu = Device::new_cuda_with_stream(0).unwrap();
+    for (cols, dtype, own) in [
+        (48, DType::F32, 0),
+        (48, DType::BF16, 0),
+        (50, DType::F32, 1),
+    ] {
+        let batch = Batch::random(&mut Data::on(&gpu, 2), &[9, cols], dtype, false);
+        let x = Var::from_tensor(&batch.xs).unwrap();
+        // LayerNorm has a bias, and RmsNorm none.
+        let [with, without] = RowNorm::both(&mut Data::on(&gpu, 1), cols, dtype).map(|norm| {
+            let y = norm.norm.forward(&x).unwrap();
+            let backward = || norm.gradients(&x, &y, &batch.dy).unwrap();
+            softgpu.counting(Some(c"cuMemAllocAsync"), backward).1
+        });
+        // candle adds the gradient to zeros.
+        assert_eq!(with - without, 2 + own, "{cols} channels in {dtype:?}");
+    }
+}
+
 /// Runs a test in a process of its own. Kernels stay loaded until a process ends, so a test that
 /// counts what is loaded may not share its process with other tests.
 fn in_a_new_process(name: &str, test: impl FnOnce()) {

@@ -5,7 +5,7 @@ use crate::arguments::{Arguments, Offsets, Wanted};
 use crate::common::gpu::gpu;
 use crate::common::{
     Batch, CPU, DTYPES, Data, KINDS, With, add_rounded, assert_same_bits, backward, keep, layer_on,
-    tensor, to_f64,
+    run_with, tensor, to_f64,
 };
 use candle::DType::{self, BF16, F16, F32, F64};
 use candle::{Device, Module, Result, Tensor, Var};
@@ -358,4 +358,44 @@ fn a_channel_whose_squares_overflow_is_nan() -> Result<()> {
     assert_eq!(new[0], phi[0]);
     assert!((new[1] / batch_phi - 1.).abs() <= 1e-6, "{new:?}");
     Ok(())
+}
+
+/// candle's switch for derivatives of gradients.
+const KEEP_GRAPHS: &str = "CANDLE_GRAD_DO_NOT_DETACH";
+
+/// The gradients of weight and bias, which are parts of one storage. [`run_with`] runs this with
+/// candle's switch on.
+#[test]
+fn a_bias_has_its_own_gradient() -> Result<()> {
+    // 32 bytes in f32, so that the bias's gradient begins at a sector.
+    let (rows, cols) = (3, 8);
+    let values = |modulus: usize| (0..rows * cols).map(move |i| (i * i % modulus) as f32);
+    let (x, dy): (Vec<f32>, Vec<f32>) = (values(7).collect(), values(5).collect());
+    let gradients = |device: &Device| {
+        let of = |values: &[f32]| Tensor::from_slice(values, (rows, cols), device);
+        let [weight, bias] = [
+            Var::ones(cols, F32, device)?,
+            Var::zeros(cols, F32, device)?,
+        ];
+        let (w, b) = (weight.as_tensor().clone(), bias.as_tensor().clone());
+        let y = LayerNorm::new(w, b, 1e-5).forward(&of(&x)?)?;
+        let grads = (y * of(&dy)?)?.sum_all()?.backward()?;
+        let of = |var: &Var| grads.get(var).expect("a gradient").to_vec1::<f32>();
+        Ok::<_, candle::Error>((of(&weight)?, of(&bias)?))
+    };
+    let (dweight, dbias) = gradients(&gpu())?;
+    let (expected, exact) = gradients(&CPU)?;
+    assert_eq!(dbias, exact);
+    for (actual, expected) in dweight.iter().zip(expected) {
+        assert!((actual - expected).abs() <= 1e-5, "{actual} for {expected}");
+    }
+    Ok(())
+}
+
+/// (Seen: the gradient of the bias was the weight's, because candle clones a storage from its start.)
+#[test]
+fn a_bias_has_its_own_gradient_where_candle_keeps_graphs() {
+    let test = "edges::a_bias_has_its_own_gradient";
+    let (passed, text) = run_with(KEEP_GRAPHS, "1", &[test]);
+    assert!(passed, "{text}");
 }

@@ -74,13 +74,26 @@ impl Kernels {
         Ok(kernels)
     }
 
-    /// A kernel, which is loaded on its first use.
-    fn get(&self, device: &CudaDevice, entry: Entry) -> Result<CudaFunction> {
+    /// The functions of kernels, each of which is loaded on its first use.
+    fn load(&self, device: &CudaDevice, entries: &[Entry]) -> Result<Vec<(Entry, CudaFunction)>> {
         let functions = self.functions.lock();
         let mut functions = functions.unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = functions.get(&entry) {
-            return Ok(function.clone());
+        let mut loaded = Vec::with_capacity(entries.len());
+        for &entry in entries {
+            let function = match functions.get(&entry) {
+                Some(function) => function.clone(),
+                None => {
+                    let function = self.load_first(device, entry)?;
+                    functions.insert(entry, function.clone());
+                    function
+                }
+            };
+            loaded.push((entry, function));
         }
+        Ok(loaded)
+    }
+
+    fn load_first(&self, device: &CudaDevice, entry: Entry) -> Result<CudaFunction> {
         let name = entry.to_string();
         let Some(module) = Modules::compiled().of(&name) else {
             candle::bail!(
@@ -103,7 +116,6 @@ impl Kernels {
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let most = self.limits.shared_bytes as i32;
         function.set_attribute(attribute, most).w()?;
-        functions.insert(entry, function.clone());
         Ok(function)
     }
 }
@@ -129,13 +141,22 @@ impl Gpu {
     }
 
     /// Loads kernels. After that only the driver's launch itself can fail a launch of one of them.
-    pub fn load(&self, entries: &[Entry]) -> Result<()> {
-        for entry in entries {
-            self.kernels.get(&self.device, *entry)?;
-        }
-        Ok(())
+    pub fn load(&self, entries: &[Entry]) -> Result<Loaded<'_>> {
+        Ok(Loaded {
+            stream: &self.stream,
+            functions: self.kernels.load(&self.device, entries)?,
+        })
     }
+}
 
+/// The kernels that a call launches, and the stream on which it does. A launch finds its function
+/// here, without the lock of [`Kernels`].
+pub struct Loaded<'a> {
+    pub stream: &'a Arc<CudaStream>,
+    functions: Vec<(Entry, CudaFunction)>,
+}
+
+impl Loaded<'_> {
     /// Queues a launch on the stream.
     ///
     /// Buffers may be dropped as soon as the launch is queued: they are freed in the stream's order
@@ -147,7 +168,7 @@ impl Gpu {
     /// 1. Each address in `params` is null, where `kernels/params.cuh` allows null at that field,
     ///    or the address of a buffer on this device of at least the size that is stated there.
     /// 2. Each buffer is live until this function returns. If another stream uses it too, then the
-    ///    [`Uses`] that gave its address is on [`Gpu::stream`] and is dropped after this function
+    ///    [`Uses`] that gave its address is on [`Loaded::stream`] and is dropped after this function
     ///    returns.
     /// 3. A buffer that the kernel writes overlaps no other buffer of `params`, except where
     ///    `kernels/params.cuh` says that a field is both read and written.
@@ -157,13 +178,18 @@ impl Gpu {
     ///    [`LaunchPlan`](super::plan::LaunchPlan), for the number of arrays and of sums that the
     ///    addresses in `params` imply. The plan has the shape of those arrays.
     pub unsafe fn launch<P: DeviceRepr>(&self, launch: &Launch<P>, params: &P) -> Result<()> {
-        let function = self.kernels.get(&self.device, launch.entry())?;
+        let entry = launch.entry();
+        let Some((_, function)) = self.functions.iter().find(|(loaded, _)| *loaded == entry) else {
+            candle::bail!(
+                "candle_powernorm: expected kernel {entry} to be loaded, got a launch of it"
+            )
+        };
         let config = LaunchConfig {
             grid_dim: (launch.grid.0, launch.grid.1, 1),
             block_dim: (launch.block.0, launch.block.1, 1),
             shared_mem_bytes: launch.shared_bytes,
         };
-        let mut builder = self.stream.launch_builder(&function);
+        let mut builder = self.stream.launch_builder(function);
         builder.arg(params);
         // SAFETY: a `Launch<P>` is of a kernel whose `Params` is P. `Kernel` promises that its
         // entry points take that as their one argument, and build.rs writes the struct with the
@@ -176,7 +202,7 @@ impl Gpu {
     /// Calls `launch` with the address of a tensor, which is locked so that the launch may write
     /// it.
     pub fn in_place(&self, tensor: &Tensor, launch: impl Fn(Vector) -> Result<()>) -> Result<()> {
-        let stream = &self.stream;
+        let stream = self.stream;
         tensor.inplace_op1(&InPlace { stream, launch })
     }
 }

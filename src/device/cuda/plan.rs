@@ -90,13 +90,28 @@ use std::marker::PhantomData;
 /// block would have fewer rows, and with fewer lanes it would read shorter runs of each row.
 const TILE_LANES: usize = 64;
 
-/// The fewest rows of a chunk, so that its partial sums are little traffic beside its rows. An
-/// evaluation has no sums, but with fewer rows a block would read as many coefficients as rows.
-const MIN_CHUNK_ROWS: usize = 4;
+/// The fewest rows of a chunk, and of a thread in a block that has several rows of threads.
+#[derive(Debug, Clone, Copy)]
+struct Fewest {
+    chunk_rows: usize,
+    thread_rows: usize,
+}
 
-/// The fewest rows for each thread, so that a thread can prefetch one row while it works on
-/// another.
-const MIN_THREAD_ROWS: usize = 2;
+/// In a pass that takes sums. Beside so many rows, the sums of a chunk are little traffic. A thread
+/// prefetches one row while it works on another.
+const FEWEST: Fewest = Fewest {
+    chunk_rows: 4,
+    thread_rows: 2,
+};
+
+/// In an evaluation's forward, which takes none, so that a small input occupies more
+/// multiprocessors. Each block also reads the coefficients of its columns, which would outweigh a
+/// chunk of one row. So few rows are all prefetched while the block computes its coefficients, and
+/// then a thread of its own for each row ends sooner.
+const FEWEST_OF_EVALUATION: Fewest = Fewest {
+    chunk_rows: 2,
+    thread_rows: 1,
+};
 
 /// The most arrays of rows that a pass reads: x and a residual, or x and dy.
 ///
@@ -130,6 +145,11 @@ const GROUP_BLOCKS: usize = 1 << 16;
 /// The parts of an allocation begin at multiples of this number of bytes, the smallest unit that a
 /// GPU's memory reads or writes.
 const SECTOR: u64 = 32;
+
+/// A part of `bytes` bytes ends where the next one may begin.
+pub fn is_whole_sectors(bytes: usize) -> bool {
+    (bytes as u64).is_multiple_of(SECTOR)
+}
 
 /// The limits of a GPU that launches are fitted to.
 #[derive(Debug, Clone, Copy)]
@@ -230,34 +250,38 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Cuts a pass. The cut depends on shape, dtype and GPU only, so that two runs add the same
-    /// terms in the same order.
+    /// Cuts a pass, which `takes_sums` of its columns or not. The cut depends on nothing else but
+    /// shape, dtype and GPU, so that two runs add the same terms in the same order.
     ///
     /// Returns an error for a shape that the kernels cannot count: they count channels, and the
     /// rows of a chunk, in 32 bits.
-    pub fn new(extent: &Extent, direction: Direction) -> Result<Self, Error> {
+    pub fn new(extent: &Extent, direction: Direction, takes_sums: bool) -> Result<Self, Error> {
         let Extent { rows, cols, .. } = *extent;
         let too_large = Error::TooLarge { rows, cols };
         if i32::try_from(cols).is_err() {
             return Err(too_large);
         }
-        let cut = Self::of_countable(extent, direction);
+        let fewest = match takes_sums {
+            true => FEWEST,
+            false => FEWEST_OF_EVALUATION,
+        };
+        let cut = Self::of_countable(extent, direction, fewest);
         match i32::try_from(cut.chunk_rows) {
             Ok(_) => Ok(cut),
             Err(_) => Err(too_large),
         }
     }
 
-    fn of_countable(extent: &Extent, direction: Direction) -> Self {
+    fn of_countable(extent: &Extent, direction: Direction, fewest: Fewest) -> Self {
         let pieces = max_pieces(extent, direction);
         let whole = extent.groups().map(|_| Self::whole_groups(extent, pieces));
         let mut cut = whole
             .filter(|whole| whole.has_room(MAX_ARRAYS))
             .unwrap_or_else(|| Self::parts_of_groups(extent, pieces));
         let chunks = (extent.limits.multiprocessors / cut.tiles).max(1);
-        let chunk_rows = extent.rows.div_ceil(chunks).max(MIN_CHUNK_ROWS);
+        let chunk_rows = extent.rows.div_ceil(chunks).max(fewest.chunk_rows);
         // Rows of threads stay a power of two, for the tree that adds up their sums.
-        while cut.gains_by_doubling(chunk_rows) {
+        while cut.gains_by_doubling(chunk_rows, fewest.thread_rows) {
             cut.rows *= 2;
         }
         // Kernels count the elements from a thread's row to its next row in 32 bits. If there are
@@ -347,15 +371,16 @@ impl Cut {
         }
     }
 
-    /// Blocks with twice the rows of threads are better for chunks of `chunk_rows` rows.
-    fn gains_by_doubling(&self, chunk_rows: usize) -> bool {
+    /// Blocks with twice the rows of threads are better for chunks of `chunk_rows` rows, where a
+    /// thread gets at least `thread_rows`.
+    fn gains_by_doubling(&self, chunk_rows: usize, thread_rows: usize) -> bool {
         let doubled = Self {
             rows: 2 * self.rows,
             ..*self
         };
         let idle = chunk_rows.next_multiple_of(doubled.rows) - chunk_rows;
         let is_busy = idle * IDLE_SHARE <= chunk_rows || doubled.threads() <= ROW_THREADS / 2;
-        doubled.rows * MIN_THREAD_ROWS <= chunk_rows && is_busy && doubled.has_room(MIN_PREFETCHED)
+        doubled.rows * thread_rows <= chunk_rows && is_busy && doubled.has_room(MIN_PREFETCHED)
     }
 
     /// A multiprocessor has room for such a block and `arrays` prefetched rows.
@@ -495,45 +520,60 @@ impl fmt::Display for Entry {
     }
 }
 
-/// A launch of a kernel whose argument is a `P`: its entry point and its blocks.
+/// An entry point of a kernel whose argument is a `P`.
 #[derive(Debug, Clone, Copy)]
-pub struct Launch<P> {
+struct EntryOf<P> {
     entry: Entry,
-    /// Blocks along x (columns) and y (rows).
-    pub grid: (u32, u32),
-    /// Threads of a block along x (columns) and y (rows).
-    pub block: (u32, u32),
-    /// Dynamic shared memory of a block.
-    pub shared_bytes: u32,
+    max_threads: usize,
     params: PhantomData<P>,
 }
 
-impl<P> Launch<P> {
-    /// A launch of kernel `K`. This is the only place that pairs an entry point with the type of
-    /// its argument.
-    fn new<K: Kernel<Params = P>>(
-        dtype: Dtype,
-        pieces: Option<usize>,
-        grid: (usize, usize),
-        block: (usize, usize),
-        shared_bytes: usize,
-    ) -> Self {
-        debug_assert!(block.0 * block.1 <= K::MAX_THREADS, "{}", K::BODY);
+impl<P> EntryOf<P> {
+    /// An entry point of kernel `K`. This is the only place that pairs an entry point with the type
+    /// of its argument.
+    fn new<K: Kernel<Params = P>>(dtype: Dtype, pieces: Option<usize>) -> Self {
         Self {
             entry: Entry {
                 body: K::BODY,
                 dtype,
                 pieces,
             },
+            max_threads: K::MAX_THREADS,
+            params: PhantomData,
+        }
+    }
+}
+
+/// A launch of a kernel whose argument is a `P`: its entry point and its blocks.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch<P> {
+    entry: EntryOf<P>,
+    /// Blocks along x (columns) and y (rows).
+    pub grid: (u32, u32),
+    /// Threads of a block along x (columns) and y (rows).
+    pub block: (u32, u32),
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+impl<P> Launch<P> {
+    fn new(
+        entry: EntryOf<P>,
+        grid: (usize, usize),
+        block: (usize, usize),
+        shared_bytes: usize,
+    ) -> Self {
+        debug_assert!(block.0 * block.1 <= entry.max_threads, "{}", entry.entry);
+        Self {
+            entry,
             grid: (grid.0 as u32, grid.1 as u32),
             block: (block.0 as u32, block.1 as u32),
             shared_bytes: shared_bytes as u32,
-            params: PhantomData,
         }
     }
 
     pub fn entry(&self) -> Entry {
-        self.entry
+        self.entry.entry
     }
 }
 
@@ -622,7 +662,7 @@ impl LaunchPlan {
             kind,
             masked: false,
             divides: true,
-            cut: Cut::new(&extent, Direction::Forward)?,
+            cut: Cut::new(&extent, Direction::Forward, kind.is_training())?,
         })
     }
 
@@ -630,7 +670,7 @@ impl LaunchPlan {
     pub fn of_backward(&self) -> Result<Self, Error> {
         Ok(Self {
             direction: Direction::Backward,
-            cut: Cut::new(&self.extent, Direction::Backward)?,
+            cut: Cut::new(&self.extent, Direction::Backward, true)?,
             ..*self
         })
     }
@@ -736,22 +776,23 @@ impl LaunchPlan {
     pub fn entries(&self, over_ranks: bool) -> Vec<Entry> {
         let (groups, rows, update, updates) = match self.direction {
             Direction::Forward => (
-                self.reduce_groups().0.entry,
-                self.normalize(1, 0).0.entry,
-                self.update_phi().entry,
+                self.reduce_groups_entry().entry,
+                self.normalize_entry().entry,
+                self.channels_entry::<UpdatePhi>().entry,
                 self.kind.is_training(),
             ),
             Direction::Backward => (
-                self.reduce_groups_bwd().0.entry,
-                self.normalize_bwd(0).0.entry,
-                self.update_nu().entry,
+                self.reduce_groups_bwd_entry().entry,
+                self.normalize_bwd_entry().entry,
+                self.channels_entry::<UpdateNu>().entry,
                 true,
             ),
         };
+        let sum_partials = self.channels_entry::<SumPartials>().entry;
         [
             (self.has_wide_groups(), groups),
             (self.extent.rows > 0, rows),
-            (over_ranks, self.sum_partials().entry),
+            (over_ranks, sum_partials),
             (updates, update),
         ]
         .into_iter()
@@ -759,13 +800,47 @@ impl LaunchPlan {
         .collect()
     }
 
+    fn reduce_groups_entry(&self) -> EntryOf<NormalizeParams> {
+        let dtype = self.extent.dtype;
+        match self.extent.is_centred() {
+            true => EntryOf::new::<LayerNormStatistics>(dtype, None),
+            false => EntryOf::new::<GroupRmsInv>(dtype, None),
+        }
+    }
+
+    fn normalize_entry(&self) -> EntryOf<NormalizeParams> {
+        let (dtype, pieces) = (self.extent.dtype, Some(self.cut.pieces));
+        match self.extent.is_centred() {
+            true => EntryOf::new::<LayerNorm>(dtype, pieces),
+            false => EntryOf::new::<Normalize>(dtype, pieces),
+        }
+    }
+
+    fn reduce_groups_bwd_entry(&self) -> EntryOf<NormalizeBwdParams> {
+        let dtype = self.extent.dtype;
+        match self.extent.is_centred() {
+            true => EntryOf::new::<LayerNormDots>(dtype, None),
+            false => EntryOf::new::<GroupDots>(dtype, None),
+        }
+    }
+
+    fn normalize_bwd_entry(&self) -> EntryOf<NormalizeBwdParams> {
+        let (dtype, pieces) = (self.extent.dtype, Some(self.cut.pieces));
+        match self.extent.is_centred() {
+            true => EntryOf::new::<LayerNormBwd>(dtype, pieces),
+            false => EntryOf::new::<NormalizeBwd>(dtype, pieces),
+        }
+    }
+
+    /// A kernel that adds up the sums of chunks.
+    fn channels_entry<K: Kernel>(&self) -> EntryOf<K::Params> {
+        EntryOf::new::<K>(self.sums_dtype(), None)
+    }
+
     /// The reduction of a forward's wide groups, and its tiling.
     pub fn reduce_groups(&self) -> (Launch<NormalizeParams>, Tiling) {
         debug_assert_eq!(self.direction, Direction::Forward);
-        let launch = match self.extent.is_centred() {
-            true => self.groups_launch::<LayerNormStatistics>(),
-            false => self.groups_launch::<GroupRmsInv>(),
-        };
+        let launch = self.groups_launch(self.reduce_groups_entry());
         (launch, self.cut.tiling(0))
     }
 
@@ -773,20 +848,14 @@ impl LaunchPlan {
     /// each channel, and its tiling.
     pub fn normalize(&self, arrays: usize, sums: usize) -> (Launch<NormalizeParams>, Tiling) {
         debug_assert_eq!(self.direction, Direction::Forward);
-        let launch = match self.extent.is_centred() {
-            true => self.rows_launch::<LayerNorm>(arrays, sums),
-            false => self.rows_launch::<Normalize>(arrays, sums),
-        };
+        let launch = self.rows_launch(self.normalize_entry(), arrays, sums);
         (launch, self.rows_tiling(arrays, sums))
     }
 
     /// The reduction of a backward's wide groups, and its tiling.
     pub fn reduce_groups_bwd(&self) -> (Launch<NormalizeBwdParams>, Tiling) {
         debug_assert_eq!(self.direction, Direction::Backward);
-        let launch = match self.extent.is_centred() {
-            true => self.groups_launch::<LayerNormDots>(),
-            false => self.groups_launch::<GroupDots>(),
-        };
+        let launch = self.groups_launch(self.reduce_groups_bwd_entry());
         (launch, self.cut.tiling(0))
     }
 
@@ -794,10 +863,7 @@ impl LaunchPlan {
     /// and its tiling.
     pub fn normalize_bwd(&self, sums: usize) -> (Launch<NormalizeBwdParams>, Tiling) {
         debug_assert_eq!(self.direction, Direction::Backward);
-        let launch = match self.extent.is_centred() {
-            true => self.rows_launch::<LayerNormBwd>(2, sums),
-            false => self.rows_launch::<NormalizeBwd>(2, sums),
-        };
+        let launch = self.rows_launch(self.normalize_bwd_entry(), 2, sums);
         (launch, self.rows_tiling(2, sums))
     }
 
@@ -816,11 +882,10 @@ impl LaunchPlan {
         self.channels_launch::<UpdateNu>()
     }
 
-    fn rows_launch<K: Kernel>(&self, arrays: usize, sums: usize) -> Launch<K::Params> {
+    fn rows_launch<P>(&self, entry: EntryOf<P>, arrays: usize, sums: usize) -> Launch<P> {
         let cut = &self.cut;
-        Launch::new::<K>(
-            self.extent.dtype,
-            Some(cut.pieces),
+        Launch::new(
+            entry,
             (cut.tiles, cut.chunks),
             (cut.lanes, cut.rows),
             cut.shared_bytes(arrays, sums),
@@ -843,11 +908,10 @@ impl LaunchPlan {
     }
 
     /// A launch over wide groups, a block for each.
-    fn groups_launch<K: Kernel>(&self) -> Launch<K::Params> {
+    fn groups_launch<P>(&self, entry: EntryOf<P>) -> Launch<P> {
         let groups = self.extent.rows * self.extent.groups().unwrap_or(1);
-        Launch::new::<K>(
-            self.extent.dtype,
-            None,
+        Launch::new(
+            entry,
             (groups.min(GROUP_BLOCKS), 1),
             (GROUP_THREADS, 1),
             exchanged_bytes(1, self.extent.sum_bytes()),
@@ -864,9 +928,8 @@ impl LaunchPlan {
         let rows = (self.chunks() / CHANNEL_CHUNKS)
             .next_power_of_two()
             .clamp(WARP / few, CHANNEL_THREADS / lanes);
-        Launch::new::<K>(
-            self.sums_dtype(),
-            None,
+        Launch::new(
+            self.channels_entry::<K>(),
             (cols.div_ceil(lanes), 1),
             (lanes, rows),
             sums_bytes(lanes, rows, CHANNEL_SUMS_BYTES),
@@ -925,7 +988,12 @@ mod tests {
         let (grid, block) = (launch.grid, launch.block);
         format!(
             "{} {}x{} {}x{} {}",
-            launch.entry, grid.0, grid.1, block.0, block.1, launch.shared_bytes
+            launch.entry(),
+            grid.0,
+            grid.1,
+            block.0,
+            block.1,
+            launch.shared_bytes
         )
     }
 
@@ -958,7 +1026,7 @@ mod tests {
         assert_eq!(5000 - 131 * cut.chunk_rows, 22);
         assert_eq!((cut.rows, cut.threads()), (8, 256));
         assert_eq!(cut.chunk_rows.div_ceil(cut.rows), 5);
-        assert!((48 - 38) * IDLE_SHARE > 38 && !cut.gains_by_doubling(38));
+        assert!((48 - 38) * IDLE_SHARE > 38 && !cut.gains_by_doubling(38, FEWEST.thread_rows));
         let (launch, tiling) = forward.normalize(1, 1);
         assert_eq!((tiling.stage_bytes, tiling.stages), (2048, 3));
         assert_eq!(tiling.ring_bytes, 6144);
@@ -979,6 +1047,52 @@ mod tests {
         let exchanged = exchanged_bytes(cut.rows, backward.extent.sum_bytes());
         assert_eq!((cut.fixed_bytes() - exchanged, exchanged), (9216, 1024));
         assert_eq!(108_544, 16 * 3 * 2 * 1024 + 9216 + 1024);
+    }
+
+    /// A small evaluation has twice the chunks of a training forward, and a thread for each row.
+    #[test]
+    fn small_evaluations_have_small_chunks() {
+        let launch = |shape, kind| {
+            let plan = LaunchPlan::new(extent(shape, H100), Recipe::Paper, kind).unwrap();
+            let (launch, tiling) = plan.normalize(1, plan.kind.is_training().into());
+            (launch.grid.1, launch.block, tiling.chunk_rows)
+        };
+        let group = Some(1);
+        for (shape, in_training, in_evaluation) in [
+            (
+                (Dtype::Bf16, 256, 1024, group),
+                (64, (32, 2), 4),
+                (128, (32, 2), 2),
+            ),
+            (
+                (Dtype::F32, 256, 1024, group),
+                (64, (64, 2), 4),
+                (128, (64, 2), 2),
+            ),
+            (
+                (Dtype::Bf16, 1, 4096, group),
+                (1, (128, 2), 4),
+                (1, (128, 2), 2),
+            ),
+            // Chunks enough, so only the rows of threads differ.
+            (
+                (Dtype::Bf16, 1000, 1024, group),
+                (125, (32, 4), 8),
+                (125, (32, 8), 8),
+            ),
+            // Rows enough.
+            (
+                (Dtype::Bf16, 5000, 768, group),
+                (132, (32, 8), 38),
+                (132, (32, 8), 38),
+            ),
+        ] {
+            let launches = [
+                launch(shape, ForwardKind::RunningStatistic),
+                launch(shape, ForwardKind::Evaluation),
+            ];
+            assert_eq!(launches, [in_training, in_evaluation], "{shape:?}");
+        }
     }
 
     /// The plan of some shapes when this test was written. A change of the planner shows here;
@@ -1275,16 +1389,22 @@ mod tests {
         for groups in [None, Some(1), Some(8), Some(cols)] {
             if groups.is_none_or(|groups| cols.is_multiple_of(groups)) {
                 let extent = extent((dtype, rows, cols, groups), limits);
-                cut_fits(&extent, Direction::Forward, [(1, 0), (2, 1)]);
-                cut_fits(&extent, Direction::Backward, [(2, 0), (2, 2)]);
+                cut_fits(&extent, Direction::Forward, false, [(1, 0), (2, 0)]);
+                cut_fits(&extent, Direction::Forward, true, [(1, 0), (2, 1)]);
+                cut_fits(&extent, Direction::Backward, true, [(2, 0), (2, 2)]);
             }
         }
     }
 
     /// Checks a pass whose launches have at least the first and at most the second numbers of
     /// arrays and sums.
-    fn cut_fits(extent: &Extent, direction: Direction, launches: [(usize, usize); 2]) {
-        let cut = Cut::new(extent, direction).unwrap();
+    fn cut_fits(
+        extent: &Extent,
+        direction: Direction,
+        takes_sums: bool,
+        launches: [(usize, usize); 2],
+    ) {
+        let cut = Cut::new(extent, direction, takes_sums).unwrap();
         let check = |holds: bool, what: &str| assert!(holds, "{what}: {cut:?}");
         let tile_lanes = cut.groups_per_tile * cut.span;
         let group_columns = cut.tiles_per_group * cut.span * cut.pieces * piece_len(extent.dtype);
@@ -1328,7 +1448,7 @@ mod tests {
                     for rows in (64 * multiprocessors).max(2000)..=100_000 {
                         let extent = extent((dtype, rows, cols, Some(1)), limits);
                         for direction in [Direction::Forward, Direction::Backward] {
-                            let longest = Cut::new(&extent, direction).unwrap().chunk_rows;
+                            let longest = Cut::new(&extent, direction, true).unwrap().chunk_rows;
                             let share = rows as f64 / (multiprocessors * longest) as f64;
                             assert!(share >= 0.89, "{extent:?}, {direction:?}: {share}");
                         }

@@ -5,12 +5,12 @@
 //! so does a backward. A call that fails before its launches changes nothing.
 #![allow(unsafe_code)] // launches kernels, and allocates what they fill
 
-use super::gpu::{Gpu, Kernels, Locks, Uses, reads_in_place};
+use super::gpu::{Gpu, Kernels, Loaded, Locks, Uses, reads_in_place};
 use super::params::{
     ANNOUNCED, Address, Announcement, Dtype, NormalizeBwdParams, NormalizeParams,
     SumPartialsParams, Tiling, UpdateNuParams, UpdatePhiParams, Vector, when,
 };
-use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace};
+use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace, is_whole_sectors};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::Pass;
 use crate::device::{self, Env, Gradients, Nu, Outputs, Record, Wanted};
@@ -54,9 +54,9 @@ pub(in crate::device) fn forward(
         Some(announcement) => Some((message()?, announcement)),
         None => None,
     };
-    gpu.load(&plan.entries(message.is_some()))?;
+    let loaded = gpu.load(&plan.entries(message.is_some()))?;
     let forward = Forward {
-        gpu: &gpu,
+        loaded: &loaded,
         plan: &plan,
         pass,
     };
@@ -113,19 +113,22 @@ impl Record for Forwarded {
         let nu = env.nu().map(|nu| RunningNu::of(&nu, pass)).transpose()?;
 
         // All memory and all kernels, before the first launch.
-        let gradient = |of: &Tensor| match self.saved {
+        let gradient = |shape: &Shape, dtype: DType| match self.saved {
             // SAFETY: with `saved` there are rows, of this process or of others. The launches over
             // the rows write all of dx, and `update_nu` all of the parameters' gradients. An empty
             // dx has nothing to write.
-            Some(_) => unsafe { gpu.storage(of.shape(), of.dtype()) },
-            None => gpu.device.zeros_impl(of.shape(), of.dtype()),
+            Some(_) => unsafe { gpu.storage(shape, dtype) },
+            None => gpu.device.zeros_impl(shape, dtype),
         };
-        let of_parameter = |parameter: Option<&Tensor>, wanted: bool| {
-            parameter.filter(|_| wanted).map(gradient).transpose()
-        };
-        let mut dx = wanted.input.then(|| gradient(&pass.x)).transpose()?;
-        let mut dweight = of_parameter(pass.weight(), wanted.weight)?;
-        let mut dbias = of_parameter(pass.bias(), wanted.bias)?;
+        let dx = wanted
+            .input
+            .then(|| gradient(pass.x.shape(), pass.x.dtype()));
+        let mut dx = dx.transpose()?;
+        let parameters = [
+            pass.weight().filter(|_| wanted.weight),
+            pass.bias().filter(|_| wanted.bias),
+        ];
+        let mut of_parameters = ParameterGradients::new(parameters, plan.extent.cols, gradient)?;
         if let Some(saved) = &self.saved {
             let announcement = env.announcement();
             // SAFETY: `Backward::launch_rows` writes the partial sums, `Backward::launch_update_nu`
@@ -145,9 +148,9 @@ impl Record for Forwarded {
                 Some(announcement) => Some((message()?, announcement)),
                 None => None,
             };
-            gpu.load(&plan.entries(message.is_some()))?;
+            let loaded = gpu.load(&plan.entries(message.is_some()))?;
             let backward = Backward {
-                gpu,
+                loaded: &loaded,
                 plan: &plan,
                 pass,
                 dy,
@@ -155,7 +158,7 @@ impl Record for Forwarded {
             };
 
             // Σ dy x̃, Σ dy, and dx unless it is exact.
-            let takes_sums = trains || dweight.is_some() || dbias.is_some();
+            let takes_sums = trains || of_parameters.any();
             let first_dx = dx.as_mut().filter(|_| !exact);
             if has_rows && (takes_sums || first_dx.is_some()) {
                 backward.launch_rows(&mut workspace, nu.as_ref(), first_dx, takes_sums)?;
@@ -168,23 +171,93 @@ impl Record for Forwarded {
             }
             // Λ, ν and the parameters' gradients.
             if takes_sums {
-                let gradients = [dweight.as_mut(), dbias.as_mut()];
                 let totals = totals.as_ref();
-                backward.launch_update_nu(&mut workspace, totals, gradients, env)?;
+                backward.launch_update_nu(&mut workspace, totals, &mut of_parameters, env)?;
             }
             // An exact dx, with Λ.
             if let Some(dx) = dx.as_mut().filter(|_| exact && has_rows) {
                 backward.launch_exact(&mut workspace, dx)?;
             }
         }
-        let of_parameter = |gradient: Option<CudaStorage>| {
-            gradient.map(|gradient| from_storage(gradient, &plan.extent.cols.into()))
-        };
+        let [weight, bias] = of_parameters.tensors(plan.extent.cols)?;
         Ok(Gradients {
             input: dx.map(|dx| from_storage(dx, pass.x.shape())),
-            weight: of_parameter(dweight),
-            bias: of_parameter(dbias),
+            weight,
+            bias,
         })
+    }
+}
+
+/// The gradients of weight and bias.
+///
+/// They share an allocation where they can, which saves two calls of the driver. The workspace has
+/// one of its own: it is larger than both gradients, and as a part of their storage it would live as
+/// long as they do, and candle would copy it to the host whenever it copies one of them.
+enum ParameterGradients {
+    /// `[2, C]`.
+    Joined(CudaStorage),
+    /// `[C]` each, of the parameters that have a gradient.
+    Apart([Option<CudaStorage>; 2]),
+}
+
+impl ParameterGradients {
+    /// Memory for the gradients of `parameters`, weight and bias, allocated by `gradient`.
+    fn new(
+        parameters: [Option<&Tensor>; 2],
+        cols: usize,
+        gradient: impl Fn(&Shape, DType) -> Result<CudaStorage>,
+    ) -> Result<Self> {
+        if let [Some(weight), Some(bias)] = parameters {
+            let dtype = weight.dtype();
+            // Without a gap, because nothing would write it. candle reads 16 bytes at a time only
+            // where a tensor is aligned.
+            let aligned = is_whole_sectors(cols * dtype.size_in_bytes());
+            if bias.dtype() == dtype && aligned {
+                return Ok(Self::Joined(gradient(&(2, cols).into(), dtype)?));
+            }
+        }
+        let [weight, bias] = parameters.map(|parameter| {
+            let of = parameter.map(|parameter| gradient(&cols.into(), parameter.dtype()));
+            of.transpose()
+        });
+        Ok(Self::Apart([weight?, bias?]))
+    }
+
+    fn any(&self) -> bool {
+        match self {
+            Self::Joined(_) => true,
+            Self::Apart(gradients) => gradients.iter().any(Option::is_some),
+        }
+    }
+
+    /// The addresses of both, for a launch that writes them.
+    fn write<'u>(&'u mut self, cols: usize, uses: &mut Uses<'u, '_>) -> Result<[Vector; 2]> {
+        match self {
+            Self::Joined(both) => {
+                let weight = uses.write(both)?;
+                let row_bytes = (cols * weight.dtype.bytes()) as Address;
+                let bias = Vector {
+                    data: weight.data + row_bytes,
+                    ..weight
+                };
+                Ok([weight, bias])
+            }
+            Self::Apart([weight, bias]) => {
+                Ok([uses.write(weight.as_mut())?, uses.write(bias.as_mut())?])
+            }
+        }
+    }
+
+    fn tensors(self, cols: usize) -> Result<[Option<Tensor>; 2]> {
+        match self {
+            Self::Joined(both) => {
+                let both = from_storage(both, &(2, cols).into());
+                Ok([Some(both.get(0)?), Some(both.get(1)?)])
+            }
+            Self::Apart(gradients) => {
+                Ok(gradients.map(|of| of.map(|of| from_storage(of, &cols.into()))))
+            }
+        }
     }
 }
 
@@ -265,7 +338,7 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
 /// until its launches are queued. Buffers are as large as kernels/params.cuh says: what a `Pass`
 /// has by the checks of its constructors, and parts of `saved` by `LaunchPlan::saved`.
 struct Forward<'a> {
-    gpu: &'a Gpu,
+    loaded: &'a Loaded<'a>,
     plan: &'a LaunchPlan,
     pass: &'a Pass,
 }
@@ -279,9 +352,9 @@ impl Forward<'_> {
         residual_out: Option<&mut CudaStorage>,
         saved: Option<&mut CudaSlice<u8>>,
     ) -> Result<()> {
-        let (gpu, plan, pass) = (self.gpu, self.plan, self.pass);
+        let (loaded, plan, pass) = (self.loaded, self.plan, self.pass);
         let locks = Locks::default();
-        let mut uses = Uses::on(&gpu.stream, &locks);
+        let mut uses = Uses::on(loaded.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
         let y = uses.write(y)?.data;
         let residual_out = uses.write(residual_out)?.data;
@@ -306,7 +379,7 @@ impl Forward<'_> {
             // SAFETY: x, the residual and the sum have the plan's rows and columns, and x and
             // the residual hold values. The sum is an allocation of its own, and `group_rms_inv`
             // a part of `saved` with room for each group.
-            unsafe { gpu.reduce_groups(plan, params) }?;
+            unsafe { loaded.reduce_groups(plan, params) }?;
         }
 
         // y, and the sums over the kept rows.
@@ -335,7 +408,7 @@ impl Forward<'_> {
         // the launch above has written r, and the sum if it is read in place of x. y, and the
         // sum where it is written, are allocations of their own. `partials`, `kept`, 1/D and r
         // are parts of `saved`, or null where it has none.
-        unsafe { gpu.normalize(plan, params) }?;
+        unsafe { loaded.normalize(plan, params) }?;
 
         // The sums over all rows, if Γ is a mean over all: without y and a mask.
         if saved.all_partials != 0 {
@@ -350,7 +423,7 @@ impl Forward<'_> {
             // SAFETY: x, or the sum, which an earlier launch has written, has the plan's rows
             // and columns. r and `all_partials` are parts of `saved`. r of wide groups, which is
             // read, was written by the first launch, and other r is written here once more.
-            unsafe { gpu.normalize(plan, params) }?;
+            unsafe { loaded.normalize(plan, params) }?;
         }
         Ok(())
     }
@@ -360,7 +433,7 @@ impl Forward<'_> {
     /// [`launch_update_phi`](Self::launch_update_phi) from the batch's statistic.
     fn launch_inv_d(&self, saved: Option<&mut CudaSlice<u8>>) -> Result<()> {
         let locks = Locks::default();
-        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let mut uses = Uses::on(self.loaded.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
         let phi = uses.read_vector(self.pass.phi.as_ref())?;
         let no_step = PhiStep {
@@ -372,7 +445,7 @@ impl Forward<'_> {
         // SAFETY: ψ² holds values and has the plan's columns. The rest are parts of `saved`, which
         // are only written: there are no chunks to read. The launch is the plan's, and the kernel
         // has no tiling.
-        unsafe { self.gpu.launch(&self.plan.update_phi(), &params) }
+        unsafe { self.loaded.launch(&self.plan.update_phi(), &params) }
     }
 
     /// Adds up the sums over the rows of this process, and writes the message of the exchange.
@@ -382,9 +455,9 @@ impl Forward<'_> {
         message: &mut CudaStorage,
         announcement: &device::Announcement,
     ) -> Result<()> {
-        let (gpu, plan) = (self.gpu, self.plan);
+        let (loaded, plan) = (self.loaded, self.plan);
         let locks = Locks::default();
-        let mut uses = Uses::on(&gpu.stream, &locks);
+        let mut uses = Uses::on(loaded.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
         let message = uses.write(message)?.data;
         let mut totals = totals_in(message);
@@ -412,7 +485,7 @@ impl Forward<'_> {
             // total a column and a count for each of the recipe's sums. The chunks are parts of
             // `saved`, which `launch_rows` has written, and there are none without rows. The launch
             // is the plan's, and the kernel has no tiling.
-            unsafe { gpu.launch(&plan.sum_partials(), &params) }?;
+            unsafe { loaded.launch(&plan.sum_partials(), &params) }?;
             totals = count + TOTAL_BYTES;
             // Written once.
             announcement = Announcement::default();
@@ -427,21 +500,21 @@ impl Forward<'_> {
         totals: Option<&Totals>,
         env: &mut dyn Env,
     ) -> Result<()> {
-        let (gpu, plan) = (self.gpu, self.plan);
+        let (loaded, plan) = (self.loaded, self.plan);
         let locks = Locks::default();
-        let mut uses = Uses::on(&gpu.stream, &locks);
+        let mut uses = Uses::on(loaded.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
         let announcement = announcement_of(totals, &mut uses)?;
         let by_batch = plan.kind == ForwardKind::BatchStatistic;
         env.move_phi(&mut |phi, step| {
-            gpu.in_place(phi, |phi| {
+            loaded.in_place(phi, |phi| {
                 let params = self.update_phi_params(&saved, announcement, phi, *step, by_batch);
                 // SAFETY: ψ², which `in_place` holds, has the plan's columns. The message has the
                 // length of `LaunchPlan::message_len`. The rest are parts of `saved`, whose chunks
                 // `launch_rows` has written and whose 1/D it or `launch_inv_d` has; without rows
                 // there are no chunks, and totals are there. All are allocations or parts of their
                 // own. The launch is the plan's, and the kernel has no tiling.
-                unsafe { gpu.launch(&plan.update_phi(), &params) }
+                unsafe { loaded.launch(&plan.update_phi(), &params) }
             })
         })
     }
@@ -453,9 +526,9 @@ impl Forward<'_> {
         residual_out: Option<&mut CudaStorage>,
         saved: Option<&mut CudaSlice<u8>>,
     ) -> Result<()> {
-        let (gpu, plan, pass) = (self.gpu, self.plan, self.pass);
+        let (loaded, plan, pass) = (self.loaded, self.plan, self.pass);
         let locks = Locks::default();
-        let mut uses = Uses::on(&gpu.stream, &locks);
+        let mut uses = Uses::on(loaded.stream, &locks);
         let saved = self.saved_parts(saved, &mut uses);
         let params = NormalizeParams {
             x: match residual_out {
@@ -476,7 +549,7 @@ impl Forward<'_> {
         // SAFETY: x and y have the plan's rows and columns, weight and bias its columns, and y is
         // an allocation of its own. 1/D and r are parts of `saved`, which `update_phi` and
         // `launch_rows` have written; r of groups that a block owns is written once more.
-        unsafe { gpu.normalize(plan, params) }
+        unsafe { loaded.normalize(plan, params) }
     }
 
     /// The addresses in `saved`, which an evaluation may do without.
@@ -551,7 +624,7 @@ enum Correction<'a> {
 /// The launches of a backward, which hold buffers as a forward's launches do. `dy` is as `x` of the
 /// pass, by the promise of [`Record`].
 struct Backward<'a> {
-    gpu: &'a Gpu,
+    loaded: &'a Loaded<'a>,
     plan: &'a LaunchPlan,
     pass: &'a Pass,
     dy: &'a Tensor,
@@ -572,7 +645,7 @@ impl Backward<'_> {
         takes_sums: bool,
     ) -> Result<()> {
         let locks = Locks::default();
-        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let mut uses = Uses::on(self.loaded.stream, &locks);
         let dx = uses.write(dx)?.data;
         let workspace = self.workspace(workspace, &mut uses);
         let partials = when(takes_sums, workspace.partials);
@@ -580,7 +653,7 @@ impl Backward<'_> {
         // SAFETY: x and dy have the plan's rows and columns, the mask its rows, the weight and ν
         // its columns, and all of them hold values. dx is an allocation of its own, with the shape
         // of x. The rest are parts of `saved`, which the forward has written, and of the workspace.
-        unsafe { self.gpu.normalize_bwd(self.plan, params) }
+        unsafe { self.loaded.normalize_bwd(self.plan, params) }
     }
 
     /// Adds Σ dy x̃ up over the rows of this process, and writes the message of the exchange.
@@ -591,7 +664,7 @@ impl Backward<'_> {
         announcement: &device::Announcement,
     ) -> Result<()> {
         let (plan, locks) = (self.plan, Locks::default());
-        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let mut uses = Uses::on(self.loaded.stream, &locks);
         let workspace = self.workspace(workspace, &mut uses);
         let message = uses.write(message)?.data;
         let totals = totals_in(message);
@@ -611,7 +684,7 @@ impl Backward<'_> {
         // column and a count. The chunks are a part of the workspace, which `launch_rows` has
         // written, and there are none without rows. The launch is the plan's, and the kernel has no
         // tiling.
-        unsafe { self.gpu.launch(&plan.sum_partials(), &params) }
+        unsafe { self.loaded.launch(&plan.sum_partials(), &params) }
     }
 
     /// Makes Λ and the gradients of weight and bias, and moves ν if this backward does.
@@ -619,14 +692,15 @@ impl Backward<'_> {
         &self,
         workspace: &mut CudaSlice<u8>,
         totals: Option<&Totals>,
-        [dweight, dbias]: [Option<&mut CudaStorage>; 2],
+        of_parameters: &mut ParameterGradients,
         env: &mut dyn Env,
     ) -> Result<()> {
-        let (gpu, plan, locks) = (self.gpu, self.plan, Locks::default());
-        let mut uses = Uses::on(&gpu.stream, &locks);
-        let saved = plan.saved(uses.hold(self.saved.device_ptr(&gpu.stream)));
+        let (loaded, plan, locks) = (self.loaded, self.plan, Locks::default());
+        let mut uses = Uses::on(loaded.stream, &locks);
+        let saved = plan.saved(uses.hold(self.saved.device_ptr(loaded.stream)));
         let workspace = self.workspace(workspace, &mut uses);
         let announcement = announcement_of(totals, &mut uses)?;
+        let [dweight, dbias] = of_parameters.write(plan.extent.cols, &mut uses)?;
         let params = UpdateNuParams {
             partials: workspace.partials,
             totals: totals_in(announcement.message),
@@ -638,8 +712,8 @@ impl Backward<'_> {
             gamma: saved.gamma,
             count: saved.count,
             lambda: workspace.lambda,
-            dweight: uses.write(dweight)?,
-            dbias: uses.write(dbias)?,
+            dweight,
+            dbias,
             guard: plan.recipe.is_guarded().into(),
             announcement,
             ..Default::default()
@@ -650,10 +724,10 @@ impl Backward<'_> {
             // of `saved`, which the forward has written, and of the workspace, whose chunks
             // `launch_rows` has written; without rows there are no chunks. All are allocations or
             // parts of their own. The launch is the plan's, and the kernel has no tiling.
-            unsafe { gpu.launch(&plan.update_nu(), params) }
+            unsafe { loaded.launch(&plan.update_nu(), params) }
         };
         env.move_nu(&mut |nu| match nu {
-            Some(nu) => gpu.in_place(nu.ema_gz, |ema_gz| {
+            Some(nu) => loaded.in_place(nu.ema_gz, |ema_gz| {
                 launch(&UpdateNuParams {
                     ema_gz,
                     beta: nu.share,
@@ -668,7 +742,7 @@ impl Backward<'_> {
     /// Launches an exact dx, with Λ.
     fn launch_exact(&self, workspace: &mut CudaSlice<u8>, dx: &mut CudaStorage) -> Result<()> {
         let locks = Locks::default();
-        let mut uses = Uses::on(&self.gpu.stream, &locks);
+        let mut uses = Uses::on(self.loaded.stream, &locks);
         let dx = uses.write(dx)?.data;
         let workspace = self.workspace(workspace, &mut uses);
         let params = self.rows_params(dx, 0, &workspace, Correction::Lambda, &mut uses)?;
@@ -677,7 +751,7 @@ impl Backward<'_> {
         // has written a number a column in the dtype of the sums. dx is an allocation of its own,
         // with the shape of x. The rest are parts of `saved`, which the forward has written, and of
         // the workspace.
-        unsafe { self.gpu.normalize_bwd(self.plan, params) }
+        unsafe { self.loaded.normalize_bwd(self.plan, params) }
     }
 
     /// The arguments of a walk over the rows that writes `dx` and `partials`, each unless null.
@@ -711,7 +785,7 @@ impl Backward<'_> {
         // without a kept row, and the count need not be known yet.
         let reads_count = !plan.recipe.masks_backward() && plan.kind.is_training();
         Ok(NormalizeBwdParams {
-            tiling: Tiling::default(), // by `Gpu::normalize_bwd`
+            tiling: Tiling::default(), // by `Loaded::normalize_bwd`
             x,
             dy,
             dx,
@@ -741,7 +815,7 @@ impl Backward<'_> {
     }
 }
 
-/// Launches of a plan.
+/// Memory of a plan.
 impl Gpu {
     /// A storage for launches to write.
     ///
@@ -762,7 +836,10 @@ impl Gpu {
         // SAFETY: by this function's contract, which is that of `alloc`.
         unsafe { self.device.alloc::<u8>(bytes as usize) }
     }
+}
 
+/// Launches of a plan.
+impl Loaded<'_> {
     /// Walks the rows of a forward.
     ///
     /// # Safety
