@@ -15,7 +15,9 @@
 //! graph that holds only the layer. `train_step_through_autograd` is a forward and that backward.
 //! candle's autograd makes passes of its own around any op. Contender `autograd_alone` shows what
 //! they cost: its forward copies the input, and its gradients are ready. So `backward` less
-//! `autograd_alone` is the time of the layer's kernels.
+//! `autograd_alone` is the time of the layer's kernels. Both begin with a tensor of ones as large as
+//! the output, because the graph has no loss. A model fills a single one, so there candle's share is
+//! smaller.
 //!
 //! `--test` runs each benchmark once, on a sixteenth of the rows that its id says.
 //!
