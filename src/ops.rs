@@ -100,7 +100,7 @@ fn check(name: &str, xs: &Tensor, alpha: &Tensor, beta: Option<&Tensor>) -> Resu
         let (got, input) = (tensor.dtype(), xs.dtype());
         if tensor.dims() != [size] {
             candle::bail!(
-                "{name}: expected {argument} of shape [{size}] (the last dimension of xs), got {:?}",
+                "{name}: expected {argument} of shape [{size}] (xs's last dimension), got {:?}",
                 tensor.shape()
             )
         }

@@ -272,9 +272,9 @@ fn errors_of_functions_name_their_arguments() -> Result<()> {
             call(&zeros(&[2, 8], DType::U8)?, &eight, &eight),
             text,
         );
-        let text = "alpha of shape [8] (the last dimension of xs), got [9]";
+        let text = "alpha of shape [8] (xs's last dimension), got [9]";
         rejected_by(name, call(&xs, &nine, &eight), text);
-        let text = "alpha of shape [8] (the last dimension of xs), got [1, 8]";
+        let text = "alpha of shape [8] (xs's last dimension), got [1, 8]";
         rejected_by(name, call(&xs, &f32s(&[1, 8])?, &eight), text);
         let doubles = zeros(&[8], DType::F64)?;
         let text = "alpha of dtype F32 (as xs), got F64: convert it by `to_dtype`";
@@ -287,7 +287,7 @@ fn errors_of_functions_name_their_arguments() -> Result<()> {
         rejected_by(name, call(&f32s(&[2, 0])?, &none, &none), text);
     }
     for (name, call) in with_beta {
-        let text = "beta of shape [8] (the last dimension of xs), got [9]";
+        let text = "beta of shape [8] (xs's last dimension), got [9]";
         rejected_by(name, call(&xs, &eight, &nine), text);
         let text = "beta of dtype F32 (as xs), got F16: convert it by `to_dtype`";
         rejected_by(name, call(&xs, &eight, &zeros(&[8], DType::F16)?), text);

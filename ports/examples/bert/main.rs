@@ -8,7 +8,7 @@
 //!
 //! docs/guide/coming-from.md walks through it ("BERT, from a checkpoint to an evaluation"). To make
 //! it a program of your own, put a patched copy of candle-transformers' bert.rs beside this file,
-//! and write `mod bert;` for the two modules that are included below. `checkpoint.rs` stands for the
+//! and write `mod bert;` for the two modules included below. `checkpoint.rs` stands for the
 //! download of a trained model, and `lines.rs` for a tokenizer and a data set.
 
 mod checkpoint;
@@ -230,7 +230,7 @@ fn fine_tune(build: Build, folder: &Path, lines: &Lines, steps: usize) -> Result
 }
 
 /// The variables that a backward does not train. Gradients of 0 are right for the rows of tokens
-/// and positions that are not in the batch, and for the bias of the keys, which the softmax cancels.
+/// and positions that are not in the batch, and for the keys' bias, which the softmax cancels.
 fn not_trained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<Untrained>> {
     let mut found = untrained(varmap, gradients)?;
     found.retain(|variable| match variable {

@@ -160,10 +160,12 @@ fn padding_changes_nothing() -> Result<()> {
         let varmap = load(folder.path())?;
         let mode = Mode::train();
         let model = power_norm_model(folder.path(), &varmap, &mode)?;
-        // The same head for both.
-        let head = varmap.data().lock().unwrap()["classifier.weight"].clone();
-        let ramp = Tensor::arange(0f32, head.elem_count() as f32, &Device::Cpu)?;
-        head.set(&(ramp.reshape(head.shape())? / 64.)?)?;
+        // The same head for both: a fresh one is random.
+        for of in ["weight", "bias"] {
+            let var = varmap.data().lock().unwrap()[&format!("classifier.{of}")].clone();
+            let ramp = Tensor::arange(0f32, var.elem_count() as f32, &Device::Cpu)?;
+            var.set(&(ramp.reshape(var.shape())? / 64.)?)?;
+        }
         let lines = &lines()[3..6];
         let tokens = lines.iter().map(|line| line.ids.len()).max().unwrap() + more;
         let batch = Batch::padded(lines, tokens)?;
@@ -217,7 +219,8 @@ fn the_guide_quotes_the_program() {
         ("rust,ignore", trimmed(include_str!("main.rs"))),
         ("diff", trimmed(&patches.concat())),
     ] {
-        let blocks = section.split(&format!("```{language}\n")).skip(1);
+        let fence = format!("```{language}\n");
+        let blocks = section.split(&fence).skip(1);
         let quotes: Vec<_> = blocks
             .filter_map(|block| block.split("```").next())
             .collect();
