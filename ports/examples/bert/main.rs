@@ -274,7 +274,7 @@ impl Tuned {
             bail!("a backward does not train {:?}", self.untrained);
         }
         let [first, _, last] = self.losses;
-        if last.is_nan() || last >= 0.8 * first {
+        if last.is_nan() || last >= first {
             bail!("the loss was {first}, and after all steps {last}");
         }
         Ok(())

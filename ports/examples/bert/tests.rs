@@ -151,8 +151,8 @@ fn a_file_has_the_whole_model() -> Result<()> {
     Ok(())
 }
 
-/// Padding moves neither outputs nor statistics. 1e-5 is far above the rounding of another order of
-/// sums, and far below what padding does without masks.
+/// Padding moves neither outputs nor statistics. 1e-5 is far above the rounding of sums in another
+/// order.
 #[test]
 fn padding_changes_nothing() -> Result<()> {
     let folder = without_dropout()?;
