@@ -10,6 +10,11 @@ fn main() {
     for model in ["bert", "chatglm", "csm", "llama", "llama2_c", "vit"] {
         let ported = patched(&read(&models.join(format!("{model}.rs"))), model);
         write(model, &ported);
+        if model == "bert" {
+            // With PowerNorm. And with this crate's LayerNorm, for which an import changes.
+            let imported = patched(&read(&models.join("bert.rs")), "bert_layer_norm");
+            write("bert_layer_norm", &imported);
+        }
         if model == "llama2_c" {
             // The same file with candle's layer, by the import alone, and with PowerNorm.
             let ours = "use candle_powernorm::{rms_norm, RmsNorm};";

@@ -117,7 +117,7 @@ impl RmsNorm {
     /// - The input features of `next` are not the layer's channels.
     /// - The weight of `next` holds integers, which would cut W' to whole numbers.
     /// - `next` is on another device.
-    /// - [`forward`](candle::Module::forward) rejects this layer's weight, or the shape or device of
+    /// - [`forward`](#method.forward) rejects this layer's weight, or the shape or device of
     ///   its bias.
     ///
     /// # Example

@@ -138,7 +138,7 @@ impl fmt::Debug for LayerNorm {
 
 impl LayerNorm {
     /// Builds a layer from its weight and bias, `[size]` each. Tensors that do not fit are an
-    /// error in the first [`forward`](Module::forward).
+    /// error in the first [`forward`](#method.forward).
     ///
     /// A weight that is computed from a variable, such as `(&w + 1.)?`, keeps the values of that
     /// moment and does not follow the variable, so build such a layer in each forward, as
@@ -218,11 +218,11 @@ impl LayerNorm {
     /// stream.
     ///
     /// Both inputs and both outputs are `[.., size]`, of one shape and dtype. The sum has the values
-    /// of `xs + residual`, and the normalized sum those of [`forward`](Module::forward) of it.
+    /// of `xs + residual`, and the normalized sum those of [`forward`](#method.forward) of it.
     ///
     /// # Errors
     ///
-    /// As in [`forward`](Module::forward), or `residual` has another dtype, shape or device.
+    /// As in [`forward`](#method.forward), or `residual` has another dtype, shape or device.
     ///
     /// # Example
     ///

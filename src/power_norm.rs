@@ -508,6 +508,7 @@ impl PowerNorm {
             pass = pass.with_residual(&apart(residual)?)?;
         }
         if let Some(keep) = keep {
+            check_rank(keep, pass.x())?;
             pass = pass.with_keep(keep)?;
         }
 
@@ -520,6 +521,24 @@ impl PowerNorm {
         });
         op(pass, training, turn)
     }
+}
+
+/// Rejects a mask that differs from the rows' shape only by more dimensions of 1, as masks for an
+/// attention do. [`Pass::with_keep`] rejects every other shape.
+fn check_rank(keep: &Tensor, xs: &Tensor) -> Result<()> {
+    let rows = &xs.dims()[..xs.rank() - 1];
+    let without_ones = |dims: &[usize]| -> Vec<usize> {
+        let dims = dims.iter().copied();
+        dims.filter(|&dim| dim != 1).collect()
+    };
+    if keep.rank() > rows.len() && without_ones(keep.dims()) == without_ones(rows) {
+        candle::bail!(
+            "{LAYER}: expected keep of shape {rows:?} (xs without its last dimension), got {:?}: \
+             remove its dimensions of 1 by `squeeze`",
+            keep.shape()
+        )
+    }
+    Ok(())
 }
 
 /// A [`PowerNorm`] for generic code that takes a `ModuleT`: it honours `train` and ignores the

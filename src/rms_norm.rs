@@ -105,7 +105,7 @@ pub struct RmsNorm(LayerNorm);
 
 impl RmsNorm {
     /// Builds a layer from its weight, `[size]`, with the same call as candle's `RmsNorm::new`.
-    /// A tensor that does not fit is an error in the first [`forward`](Module::forward).
+    /// A tensor that does not fit is an error in the first [`forward`](#method.forward).
     ///
     /// A weight that is computed here, as in `RmsNorm::new((&w + 1.)?, eps)` for a model that stores
     /// γ − 1, keeps the values of that moment: `w` gets a gradient in each step, but the layer does
@@ -145,7 +145,7 @@ impl RmsNorm {
     ///
     /// # Errors
     ///
-    /// As in [`forward`](Module::forward), or `residual` has another dtype, shape or device.
+    /// As in [`forward`](#method.forward), or `residual` has another dtype, shape or device.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         let pass = self.0.pass(LAYER, xs)?.with_residual(residual)?;
         op::add_and_normalize(pass, None, None)
@@ -175,7 +175,7 @@ impl RmsNorm {
         self.0.eps()
     }
 
-    /// The same as [`forward`](Module::forward). candle's `RmsNorm` has both methods, and there
+    /// The same as [`forward`](#method.forward). candle's `RmsNorm` has both methods, and there
     /// only `forward_diff` records a backward.
     pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
         self.forward(xs)

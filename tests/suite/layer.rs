@@ -405,10 +405,19 @@ fn masks_that_do_not_fit_are_rejected() {
             );
             rejected(layer.forward_masked(&xs, &ones(&[2, 5], dtype)), &text);
         }
-        for shape in [&[5, 2][..], &[10], &[2, 5, 1], &[2, 5, 8], &[]] {
+        let one_each = "give it one number for each row of xs";
+        let squeeze = "remove its dimensions of 1 by `squeeze`";
+        for (shape, advice) in [
+            (&[5, 2][..], one_each),
+            (&[10], one_each),
+            (&[2, 5, 8], one_each),
+            (&[2, 1, 5, 5], one_each),
+            (&[], one_each),
+            (&[2, 5, 1], squeeze),
+            (&[2, 1, 1, 5], squeeze), // the shape of an attention's mask
+        ] {
             let text = format!(
-                "keep of shape [2, 5] (xs without its last dimension), got {shape:?}: \
-                 give it one number for each row of xs"
+                "keep of shape [2, 5] (xs without its last dimension), got {shape:?}: {advice}"
             );
             rejected(layer.forward_masked(&xs, &ones(shape, DType::U8)), &text);
         }

@@ -208,19 +208,6 @@ fn errors_name_the_layer_or_function_that_was_called() -> Result<()> {
     rejected_by("rms_norm", rms.forward_diff(&wide), text);
     rejected_by("rms_norm", rms.forward_residual(&wide, &wide), text);
     rejected_by("layer_norm", rms.clone().into_inner().forward(&wide), text);
-    rejected_by(
-        "layer_norm",
-        ops::layer_norm(&wide, &weight, &weight, 1e-5),
-        text,
-    );
-    rejected_by("rms_norm", ops::rms_norm(&wide, &weight, 1e-5), text);
-    let added = ops::add_layer_norm(&wide, &wide, &weight, &weight, 1e-5);
-    rejected_by("add_layer_norm", added, text);
-    rejected_by(
-        "add_rms_norm",
-        ops::add_rms_norm(&wide, &wide, &weight, 1e-5),
-        text,
-    );
 
     let text = "a residual of shape [2, 8] and dtype F32 (as the input), got [2, 9] and F32: give \
                 it the input's shape and dtype";
@@ -248,6 +235,63 @@ fn errors_name_the_layer_or_function_that_was_called() -> Result<()> {
     rejected_by("layer_norm", layer_norm(0, 1e-5, vb.clone()), text);
     rejected_by("layer_norm", layer_norm_1p(0, 1e-5, vb.clone()), text);
     rejected_by("rms_norm", rms_norm(0, 1e-5, vb), text);
+    Ok(())
+}
+
+/// The functions have no weight and no bias: their arguments are alpha and beta.
+#[test]
+fn errors_of_functions_name_their_arguments() -> Result<()> {
+    use candle_powernorm::ops;
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &CPU);
+    let f32s = |shape: &[usize]| zeros(shape, DType::F32);
+    let (eight, nine, xs) = (f32s(&[8])?, f32s(&[9])?, f32s(&[2, 8])?);
+    type Call<'a> = (&'a str, &'a dyn Fn(&Tensor, &Tensor, &Tensor) -> Result<()>);
+    let with_beta: [Call; 2] = [
+        ("layer_norm", &|xs, a, b| {
+            ops::layer_norm(xs, a, b, 1e-5).map(|_| ())
+        }),
+        ("add_layer_norm", &|xs, a, b| {
+            ops::add_layer_norm(xs, xs, a, b, 1e-5).map(|_| ())
+        }),
+    ];
+    let without_beta: [Call; 2] = [
+        ("rms_norm", &|xs, a, _| {
+            ops::rms_norm(xs, a, 1e-5).map(|_| ())
+        }),
+        ("add_rms_norm", &|xs, a, _| {
+            ops::add_rms_norm(xs, xs, a, 1e-5).map(|_| ())
+        }),
+    ];
+    for (name, call) in with_beta.into_iter().chain(without_beta) {
+        let scalar = Tensor::new(1f32, &CPU)?;
+        let text = "xs of rank 1 or more, got a scalar: give it a last dimension of channels";
+        rejected_by(name, call(&scalar, &eight, &eight), text);
+        let text = "xs of dtype F32, F64, F16 or BF16, got U8";
+        rejected_by(
+            name,
+            call(&zeros(&[2, 8], DType::U8)?, &eight, &eight),
+            text,
+        );
+        let text = "alpha of shape [8] (xs's last dimension), got [9]";
+        rejected_by(name, call(&xs, &nine, &eight), text);
+        let text = "alpha of shape [8] (xs's last dimension), got [1, 8]";
+        rejected_by(name, call(&xs, &f32s(&[1, 8])?, &eight), text);
+        let doubles = zeros(&[8], DType::F64)?;
+        let text = "alpha of dtype F32 (as xs), got F64: convert it by `to_dtype`";
+        rejected_by(name, call(&xs, &doubles, &eight), text);
+        let halves = zeros(&[2, 8], DType::BF16)?;
+        let text = "alpha of dtype BF16 (as xs) or F32, got F64: convert it by `to_dtype`";
+        rejected_by(name, call(&halves, &doubles, &eight), text);
+        let text = "a size of at least 1, got 0";
+        let none = f32s(&[0])?;
+        rejected_by(name, call(&f32s(&[2, 0])?, &none, &none), text);
+    }
+    for (name, call) in with_beta {
+        let text = "beta of shape [8] (xs's last dimension), got [9]";
+        rejected_by(name, call(&xs, &eight, &nine), text);
+        let text = "beta of dtype F32 (as xs), got F16: convert it by `to_dtype`";
+        rejected_by(name, call(&xs, &eight, &zeros(&[8], DType::F16)?), text);
+    }
     Ok(())
 }
 
