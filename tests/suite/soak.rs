@@ -150,7 +150,7 @@ fn shake(dtype: DType, statistics: Statistics, groups: Option<usize>) {
             slowest = slowest.max(recovered + 1);
         }
     }
-    // The numbers of README.md, tests/README.md and docs/guide/paper.md.
+    // The numbers of tests/README.md and docs/guide/paper.md.
     let documented = if groups.is_some() { 42 } else { 217 };
     assert!(slowest <= documented, "{what}: {slowest} clean steps");
     println!(
