@@ -19,7 +19,7 @@ mod tests;
 use candle::backprop::GradStore;
 use candle::{bail, DType, Device, Error, Result, Tensor, Var};
 use candle_nn::{linear, loss::cross_entropy, AdamW, Dropout, Linear, Module, Optimizer};
-use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{Init, ParamsAdamW, VarBuilder, VarMap};
 use candle_powernorm::{trainable_vars, untrained, Untrained};
 use candle_powernorm::{Mode, PowerNormBuilder, PowerNormConfig};
 use candle_transformers::models::bert;
@@ -47,7 +47,7 @@ mod bert_power_norm {
 const BATCH: usize = 32;
 
 /// For random weights. A trained model takes 2e-5 to 5e-5.
-const RATE: f64 = 1e-3;
+const RATE: f64 = 2e-3;
 
 // The checkpoint
 
@@ -124,11 +124,18 @@ impl Classifier {
     ) -> Result<Self> {
         let config: bert::Config = config(folder)?;
         let width = config.hidden_size;
+        let head = vb.pp("classifier");
+        let normal = Init::Randn {
+            mean: 0.,
+            stdev: config.initializer_range,
+        };
+        let weight = head.get_with_hints((classes, width), "weight", normal)?;
+        let bias = head.get_with_hints(classes, "bias", Init::Const(0.))?;
         Ok(Self {
             bert: build(folder, vb.clone(), norms)?,
             pooler: linear(width, width, vb.pp("bert.pooler.dense"))?,
             dropout: Dropout::new(config.hidden_dropout_prob as f32),
-            head: linear(width, classes, vb.pp("classifier"))?,
+            head: Linear::new(weight, Some(bias)),
             mode: norms.mode().clone(),
         })
     }
@@ -299,10 +306,10 @@ fn evaluate(file: &Path, folder: &Path, lines: &Lines) -> Result<f64> {
     model.accuracy(&lines.held_out)
 }
 
-const USAGE: &str = "usage: bert [--steps 400] [FILE FILE ...], at least 40 steps";
+const USAGE: &str = "usage: bert [--steps 300] [FILE FILE ...], at least 40 steps";
 
 fn args(mut words: impl Iterator<Item = String>) -> Result<(usize, Vec<PathBuf>)> {
-    let (mut steps, mut files) = (400, vec![]);
+    let (mut steps, mut files) = (300, vec![]);
     while let Some(word) = words.next() {
         match word.as_str() {
             "--steps" => match words.next().and_then(|steps| steps.parse().ok()) {
