@@ -131,21 +131,32 @@ pub use cudarc;
 /// wins.
 macro_rules! links {
     () => {
-        "[checkpoints]: crate::guide::checkpoints\n\
+        "[allocator]: crate::guide::performance#the-allocator\n\
+         [autograd]: crate::guide::performance#candles-autograd\n\
+         [checkpointing]: crate::guide::recipes#activation-checkpointing\n\
+         [checkpoints]: crate::guide::checkpoints\n\
          [choosing]: crate::guide::choosing\n\
          [coming-from]: crate::guide::coming_from\n\
          [exactly]: crate::guide::checkpoints\
          #from-layernorm-to-rmsnorm-and-powernorm-exactly\n\
          [gpu]: crate::guide::gpu\n\
+         [gpu-times]: crate::guide::performance#on-a-gpu\n\
          [guide]: crate::guide\n\
+         [heads]: crate::guide::performance#norms-of-heads\n\
          [inference]: crate::guide::inference\n\
+         [memory]: crate::guide::performance#memory\n\
+         [mixed-precision]: crate::guide::recipes#mixed-precision\n\
          [padding]: crate::guide::padding\n\
          [paper]: crate::guide::paper\n\
          [performance]: crate::guide::performance\n\
          [ranks]: crate::guide::ranks\n\
          [recipes]: crate::guide::recipes\n\
+         [short-runs]: crate::guide::training#short-runs\n\
+         [threads]: crate::guide::performance#threads\n\
          [training]: crate::guide::training\n\
-         [troubleshooting]: crate::guide::troubleshooting\n"
+         [traps]: crate::guide::recipes#traps-of-half-precision\n\
+         [troubleshooting]: crate::guide::troubleshooting\n\
+         [what-to-log]: crate::guide::training#what-to-log\n"
     };
 }
 
