@@ -442,8 +442,8 @@ fn launches_are_those_of_the_guide() {
     }
 }
 
-/// The gradients of weight and bias take one allocation, unless the second one would begin where
-/// candle's kernels cannot read 16 bytes at a time.
+/// The gradients of weight and bias take one allocation, unless the second one would begin within a
+/// sector.
 #[test]
 fn gradients_of_parameters_share_an_allocation() {
     let _alone = alone();

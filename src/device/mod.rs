@@ -67,16 +67,6 @@ pub(crate) struct Saved {
     record: Box<dyn Record>,
 }
 
-impl Pass {
-    /// Runs a forward. If it is a training step, it moves ψ².
-    pub fn forward(mut self, env: &mut dyn Env) -> Result<(Saved, Outputs)> {
-        let (record, outputs) = self.device.forward(&self, env)?;
-        // A backward needs neither of them.
-        (self.residual, self.phi) = (None, None);
-        Ok((Saved { pass: self, record }, outputs))
-    }
-}
-
 impl Saved {
     /// The pass of the forward.
     pub fn pass(&self) -> &Pass {

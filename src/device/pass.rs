@@ -2,7 +2,8 @@
 //!
 //! A [`Pass`] is one forward, and later the backward of that forward: its tensors and what is
 //! computed from them. Only the constructors in this file make one, and what they check is what the
-//! devices rely on. The kernels' launches above all pass addresses without another look at shapes:
+//! devices rely on: other files read its fields, and write none but to leave a tensor out. The
+//! kernels' launches above all pass addresses without another look at shapes:
 //!
 //! - `x` is `[.., C]` with C ≥ 1, of `F32`, `F64`, `F16` or `BF16`.
 //! - `residual` has the shape and dtype of `x`.
@@ -10,7 +11,8 @@
 //! - γ, β and ψ² have C numbers and are contiguous. γ and β have the dtype of `x` or `F32`.
 //! - All of them are on one device, and the device reads the rows in their layout
 //!   ([`DeviceKind::readable`]). Rows, residual, γ and β are in different storages, and so are the
-//!   gradient of the output, γ and β.
+//!   gradient of the output, γ and β. That rows are no view of ψ² or ν is PowerNorm's to see to,
+//!   which knows its state (`power_norm.rs`).
 //! - C is a multiple of the number of groups. LayerNorm has neither a mask nor ψ².
 
 use super::pick::DeviceKind;

@@ -1,9 +1,9 @@
-//! Picks a layer's device.
+//! Picks a layer's device, and has it run a forward.
 
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::pass::Pass;
-use super::{Env, Outputs, Record, composed, cpu};
+use super::{Env, Outputs, Saved, composed, cpu};
 use crate::error::Error;
 use candle::{Device, Result, Tensor};
 use std::ffi::OsString;
@@ -19,6 +19,21 @@ pub(crate) enum DeviceKind {
     Cuda(Arc<cuda::Kernels>),
     /// Any other device, with candle's own operations.
     Composed,
+}
+
+impl Pass {
+    /// Runs a forward. If it is a training step, it moves ψ².
+    pub fn forward(mut self, env: &mut dyn Env) -> Result<(Saved, Outputs)> {
+        let (record, outputs) = match &self.device {
+            DeviceKind::Cpu => cpu::forward(&self, env)?,
+            #[cfg(feature = "cuda")]
+            DeviceKind::Cuda(kernels) => cuda::forward(kernels, &self, env)?,
+            DeviceKind::Composed => composed::forward(&self, env)?,
+        };
+        // A backward needs neither of them.
+        (self.residual, self.phi) = (None, None);
+        Ok((Saved { pass: self, record }, outputs))
+    }
 }
 
 impl DeviceKind {
@@ -47,20 +62,6 @@ impl DeviceKind {
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => Ok(Self::Cuda(cuda::Kernels::of(device)?)),
             _ => Ok(Self::Composed),
-        }
-    }
-
-    /// Runs a forward, for [`Pass::forward`].
-    pub(super) fn forward(
-        &self,
-        pass: &Pass,
-        env: &mut dyn Env,
-    ) -> Result<(Box<dyn Record>, Outputs)> {
-        match self {
-            Self::Cpu => cpu::forward(pass, env),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::forward(kernels, pass, env),
-            Self::Composed => composed::forward(pass, env),
         }
     }
 

@@ -214,8 +214,12 @@ struct FirstDerivative {
 impl FirstDerivative {
     /// `gradient` as a function of the rows and the gradient of the output.
     fn apply(layer: &'static str, gradient: Tensor, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        // The gradients of weight and bias may be parts of one storage.
-        let gradient = gradient.force_contiguous()?;
+        // The gradients of weight and bias may be parts of one storage, and `try_clone` begins at
+        // its start.
+        let gradient = match gradient.layout().start_offset() {
+            0 => gradient,
+            _ => gradient.force_contiguous()?,
+        };
         let (storage, layout) = gradient.storage_and_layout();
         let output = Computed::new(storage.try_clone(layout)?, layout.shape());
         x.apply_op2(dy, Self { layer, output })

@@ -28,7 +28,7 @@ pub struct Line {
 pub struct Lines {
     pub classes: Vec<String>,
     pub training: Vec<Line>,
-    /// A fifth of the lines. None of them is in the other part too.
+    /// A fifth of the lines. No line is in both parts, unless two long ones begin alike.
     pub held_out: Vec<Line>,
 }
 

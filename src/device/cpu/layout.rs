@@ -15,7 +15,7 @@
 //!
 //! The queries of a packed projection, `[tokens, 3 C]`, are one block like the second of these, and
 //! its heads, `[batch, heads, tokens, C/heads]`, one for each head of each sequence.
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // for `prefetch`
 
 use super::convert::Element;
 use crate::device::pass::{Pass, RowNorm};

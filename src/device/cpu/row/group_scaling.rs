@@ -37,8 +37,8 @@ use num_traits::Float;
 use pulp::Simd;
 use std::ops::Range;
 
-/// Writes y of a row, with the gain and shift of each channel, and adds x̃² to `sums`, unless these
-/// are empty. The row is normalized by itself if there is a `scaler`.
+/// Writes y of a row, with the gain and shift of each channel, and adds x̃² to `sums` if there are
+/// any. The row is normalized by itself if there is a `scaler`.
 #[inline(always)]
 pub(crate) fn forward_row<S: Simd, T: Element>(
     simd: S,

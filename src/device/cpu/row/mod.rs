@@ -65,8 +65,9 @@ pub(crate) fn add_residual<'a, S: Simd, T: Element>(
 ) -> &'a [T] {
     let residual = &residual[..x.len()];
     let mut row = residual_out.cached_row(x.len());
-    for_spans!(simd, 1, 0..x.len(), row, |at| at.load(x)
-        + at.load(residual));
+    for_spans!(simd, 1, 0..x.len(), row, |at| {
+        at.load(x) + at.load(residual)
+    });
     row.end();
     residual_out.last(x.len())
 }
@@ -74,8 +75,9 @@ pub(crate) fn add_residual<'a, S: Simd, T: Element>(
 /// Writes dx of a padded row.
 #[inline(always)]
 pub(crate) fn zero_row<S: Simd, T: Element>(simd: S, cols: usize, dx: &mut RowWriter<T>) {
-    write_row!(dx, cols, |row| for_spans!(simd, 1, 0..cols, row, |at| at
-        .zero()));
+    write_row!(dx, cols, |row| {
+        for_spans!(simd, 1, 0..cols, row, |at| at.zero());
+    });
 }
 
 /// Column sums of a backward, over the kept rows.

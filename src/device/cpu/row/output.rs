@@ -219,7 +219,7 @@ impl<'a, T: Element> RowWriter<'a, T> {
     #[inline(always)]
     pub fn next_row(&mut self, cols: usize) -> NextRow<'_, T> {
         match self.part.stores {
-            Stores::Cached => NextRow::Cached(self.cached_row(cols)),
+            Stores::Cached => NextRow::Cached(self.row(cols)),
             #[cfg(target_arch = "x86_64")]
             Stores::NonTemporal => NextRow::NonTemporal(self.row(cols)),
         }

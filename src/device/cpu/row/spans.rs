@@ -309,7 +309,7 @@ mod tests {
         }
     }
 
-    /// The sum of the parts fits although that of the first two does not.
+    /// The sum of the parts fits although that of the first ones does not.
     #[test]
     fn parts_do_not_overflow() {
         let mut row = vec![3e38 / 4096f32; 8192];

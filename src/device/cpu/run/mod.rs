@@ -165,16 +165,6 @@ pub(super) fn backward<T: Element>(
     (written.y, sums)
 }
 
-/// The rows' [`Scaler`]; `None` if they are not normalized by themselves.
-fn scaler<T: Element>(rows: &Rows<T>) -> Option<Scaler<T::Acc>> {
-    match rows.norm {
-        RowNorm::Groups { eps, .. } | RowNorm::Centred { eps } => {
-            Some(Scaler::new(rows.group_len(), eps))
-        }
-        RowNorm::None => None,
-    }
-}
-
 /// Elements of a chunk, whose work must outweigh the cost of passing it to a thread.
 const CHUNK: usize = 1 << 16;
 
@@ -288,28 +278,33 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             chunk,
         } = self;
         let cols = rows.cols();
-        let scaler = scaler(rows);
         let coefficients =
             coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
         let mut y = chunk.output.map(RowWriter::new);
         let mut residual_out = chunk.residual_out.map(RowWriter::new);
         let mut sums = Subtotals::new(chunk.sums);
-        // LayerNorm has a loop of its own, so that each loop has the registers to itself.
-        if let (RowNorm::Centred { .. }, Some(scaler)) = (rows.norm, &scaler) {
-            for index in chunk.range {
-                let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
-                if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
-                    layer_norm::forward_row(simd, x, scaler, coefficients, y);
+        let scaler = match rows.norm {
+            RowNorm::None => None,
+            RowNorm::Groups { eps, .. } => Some(Scaler::new(rows.group_len(), eps)),
+            // A loop of its own, so that each loop has the registers to itself.
+            RowNorm::Centred { eps } => {
+                let scaler = Scaler::new(cols, eps);
+                for index in chunk.range {
+                    let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
+                    if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
+                        layer_norm::forward_row(simd, x, &scaler, coefficients, y);
+                    }
                 }
+                return;
             }
-            return;
-        }
+        };
         let (scaler, mut groups) = (scaler.as_ref(), Groups::new(cols, rows.group_len()));
         // Padded rows have the second sums, if there are any.
         let first = |index| if rows.keeps(index) { 0 } else { cols };
         if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
             for index in chunk.range {
                 let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
+                // `None` if no sums are wanted, because there are none then.
                 let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
                 let groups = &mut groups;
                 group_scaling::forward_row(simd, x, scaler, groups, y, coefficients, squares);
@@ -365,26 +360,30 @@ impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
             chunk,
         } = self;
         let cols = rows.cols();
-        let scaler = scaler(rows);
         let coefficients =
             coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
         let mut dx = chunk.output.map(RowWriter::new);
         let mut sums = Subtotals::new(chunk.sums);
-        if let (RowNorm::Centred { .. }, Some(scaler)) = (rows.norm, &scaler) {
-            for index in chunk.range {
-                if rows.keeps(index) {
-                    let row = [&rows.x.row(index)[..cols], dy.row(index)];
-                    let dx = dx.as_mut().zip(coefficients);
-                    let dx = dx.map(|(dx, [gain, _])| (dx, gain));
-                    let sums = ColumnSums::of(&mut sums.of_rows, cols);
-                    layer_norm::backward_row(simd, row, scaler, dx, sums);
-                } else if let Some(dx) = &mut dx {
-                    zero_row(simd, cols, dx);
+        let scaler = match rows.norm {
+            RowNorm::None => None,
+            RowNorm::Groups { eps, .. } => Some(Scaler::new(rows.group_len(), eps)),
+            RowNorm::Centred { eps } => {
+                let scaler = Scaler::new(cols, eps);
+                for index in chunk.range {
+                    if rows.keeps(index) {
+                        let row = [&rows.x.row(index)[..cols], dy.row(index)];
+                        let dx = dx.as_mut().zip(coefficients);
+                        let dx = dx.map(|(dx, [gain, _])| (dx, gain));
+                        let sums = ColumnSums::of(&mut sums.of_rows, cols);
+                        layer_norm::backward_row(simd, row, &scaler, dx, sums);
+                    } else if let Some(dx) = &mut dx {
+                        zero_row(simd, cols, dx);
+                    }
+                    sums.end_row();
                 }
-                sums.end_row();
+                return sums.add();
             }
-            return sums.add();
-        }
+        };
         let mut groups = Groups::new(cols, rows.group_len());
         for index in chunk.range {
             if rows.keeps(index) {
