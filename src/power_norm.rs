@@ -534,7 +534,7 @@ fn check_rank(keep: &Tensor, xs: &Tensor) -> Result<()> {
     if keep.rank() > rows.len() && without_ones(keep.dims()) == without_ones(rows) {
         candle::bail!(
             "{LAYER}: expected keep of shape {rows:?} (xs without its last dimension), got {:?}: \
-             remove its dimensions of 1 by `squeeze` or `reshape`",
+             remove its dimensions of 1 by `squeeze`",
             keep.shape()
         )
     }
