@@ -26,6 +26,8 @@
 //!   another takes longer in a step is its own.
 //! - `copy`: the queries' bytes copied into memory that is already mapped.
 
+#[path = "common/copies.rs"]
+mod copies;
 #[cfg(feature = "cuda")]
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -34,7 +36,6 @@ use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::ops;
 use candle_powernorm::RmsNorm;
 use criterion::{Criterion, Throughput};
-use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -136,7 +137,7 @@ impl Arena {
     fn time(&self, contender: Contender, step: bool, iterations: u64) -> Result<Duration> {
         let device = self.projected.device();
         if contender == Contender::Copy && device.is_cpu() {
-            return Ok(self.time_copies(iterations));
+            return Ok(copies::time(self.bytes(), iterations));
         }
         device.synchronize()?;
         let start = Instant::now();
@@ -152,22 +153,6 @@ impl Arena {
         }
         device.synchronize()?;
         Ok(start.elapsed())
-    }
-
-    fn time_copies(&self, iterations: u64) -> Duration {
-        const CHUNK: usize = 1 << 18;
-        let bytes = self.bytes();
-        let source = vec![1u8; bytes];
-        let mut target = vec![2u8; bytes];
-        let start = Instant::now();
-        for _ in 0..iterations {
-            target
-                .par_chunks_mut(CHUNK)
-                .zip(source.par_chunks(CHUNK))
-                .for_each(|(target, source)| target.copy_from_slice(source));
-            black_box(&target);
-        }
-        start.elapsed()
     }
 
     /// Bytes of the queries.

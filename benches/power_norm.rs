@@ -36,6 +36,8 @@
 //! threads spin while they wait. The benches give it one thread, in `t2` too. To time contenders
 //! made of candle's operations with two, run `CANDLE_NUM_THREADS=2 cargo bench -- '/t2$'`.
 
+#[path = "common/copies.rs"]
+mod copies;
 #[cfg(feature = "cuda")]
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -48,7 +50,6 @@ use candle::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
 use candle_powernorm::{LayerNorm, PowerNorm, PowerNormConfig, RmsNorm, Statistics, power_norm};
 use criterion::{Criterion, Throughput};
-use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use ready::Ready;
 use reference::{Recipe, Spec, composed};
@@ -685,7 +686,7 @@ impl<'a> Arena<'a> {
             #[cfg(feature = "cuda")]
             Place::CudaGraph => return self.time_replays(iterations),
             Place::Threads(_) if self.contender == Contender::Copy => {
-                return self.time_copies(iterations);
+                return Ok(copies::time(self.bytes(), iterations));
             }
             _ => {}
         }
@@ -768,22 +769,6 @@ impl<'a> Arena<'a> {
     /// Bytes of an input, and of an output.
     fn bytes(&self) -> usize {
         self.xs[0].elem_count() * self.xs[0].dtype().size_in_bytes()
-    }
-
-    /// The time of `iterations` copies into memory that is already mapped.
-    fn time_copies(&self, iterations: u64) -> Result<Duration> {
-        const CHUNK: usize = 1 << 18;
-        let source = vec![1u8; self.bytes()];
-        let mut target = vec![2u8; self.bytes()];
-        let start = Instant::now();
-        for _ in 0..iterations {
-            target
-                .par_chunks_mut(CHUNK)
-                .zip(source.par_chunks(CHUNK))
-                .for_each(|(target, source)| target.copy_from_slice(source));
-            black_box(&target);
-        }
-        Ok(start.elapsed())
     }
 }
 

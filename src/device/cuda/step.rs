@@ -190,10 +190,12 @@ impl Record for Forwarded {
 
 /// The gradients of weight and bias.
 ///
-/// They share an allocation where they can, which saves some twenty calls of the driver, those of
-/// events included. (A candle that returns gradients as they are copies one of them.) The workspace
-/// has one of its own: it is larger than both gradients, and as a part of their storage it would live as
-/// long as they do, and candle would copy it to the host whenever it copies one of them.
+/// They share an allocation where they can, which saves some twenty calls of the driver, with events
+/// on. A candle that stores first gradients as they are copies one of the two.
+///
+/// The workspace has an allocation of its own, because it is larger than both gradients. As a part
+/// of their storage it would live as long as they do, and candle would copy it to the host whenever
+/// it copies one of them.
 enum ParameterGradients {
     /// `[2, C]`.
     Joined(CudaStorage),
