@@ -81,15 +81,13 @@ pub(super) fn forward<T: Element>(
     }
     let is_centred = matches!(rows.norm, RowNorm::Centred { .. });
     assert!(!(sums && is_centred), "LayerNorm has no sums");
-    // Over the kept rows, and over the padded rows apart.
-    let (written, mut kept) = run(
-        coefficients,
-        match (sums, rows.keep) {
-            (false, _) => 0,
-            (true, Some(_)) if rows.sums_all => 2,
-            (true, _) => 1,
-        },
-    );
+    let sums_per_column = match (sums, rows.keep) {
+        (false, _) => 0,
+        // Over the kept rows, and over the padded rows apart.
+        (true, Some(_)) if rows.sums_all => 2,
+        (true, _) => 1,
+    };
+    let (written, mut kept) = run(coefficients, sums_per_column);
     if !sums {
         return (written, None);
     }
