@@ -105,11 +105,25 @@ struct Number {
 // round-robin to `span` adjacent lanes (threadIdx.x), N to each. A tile is the set of columns that
 // one block owns (blockIdx.x). A chunk is the set of rows that one block owns: block y has the rows
 // from y*chunk_rows on, and deals them round-robin to its rows of threads (threadIdx.y).
+//
+// x may be a view. Then a row may have several heads: adjacent columns that are normalized by
+// themselves, by the same weight and bias. To the kernels they are groups of one row. And the rows
+// may come in runs: rows of a run have one stride, a chunk is a part of one run, and the first rows
+// of runs have a stride of their own, in two dimensions.
 struct Tiling {
   int64_t rows;
   int64_t cols;
+  int64_t x_stride;        // elements from a row of x to the next in its run; `cols` if x is packed
+  int64_t x_outer;         // elements of x from a run to the one `inner_runs` further on
+  int64_t x_inner;         // elements of x from a run to the next, among `inner_runs` of them
+  int64_t run_rows;        // `rows` if x is packed
   int64_t chunk_rows;
-  int32_t groups;          // of the group scaling; 1 without group scaling
+  int32_t inner_runs;
+  int32_t run_chunks;      // chunks of a run
+  int32_t x_step;          // elements of x from a thread's row to its next row; negative if reversed
+  int32_t channels;        // columns of a head, which all heads share weight and bias of. Usually
+                           // a row is one head
+  int32_t groups;          // of the group scaling, in all heads; 1 without group scaling
   int32_t group_len;       // cols / groups
   int32_t span;            // lanes that share a group's part of a tile
   int32_t groups_per_tile; // 1 if a group takes several tiles
@@ -134,7 +148,7 @@ enum GroupRmsOrigin : int32_t {
 // `group_rms_inv` is [rows, groups, LAYER_NORM_STATISTICS].
 struct NormalizeParams {
   Tiling tiling;
-  const void *x;        // [rows, cols] T
+  const void *x;        // [rows, cols] T, rows x_stride apart
   const void *residual; // [rows, cols] T, added to x first; or null
   void *residual_out;   // [rows, cols] T, x + residual, written; null without a residual
   void *y;              // [rows, cols] T, written; null: only sums are wanted
@@ -212,7 +226,7 @@ struct UpdatePhiParams {
 // LAYER_NORM_MEANS_BWD].
 struct NormalizeBwdParams {
   Tiling tiling;
-  const void *x;       // [rows, cols] T
+  const void *x;       // [rows, cols] T, rows x_stride apart
   const void *dy;      // [rows, cols] T
   void *dx;            // [rows, cols] T, written; null: only sums are wanted
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
@@ -225,8 +239,8 @@ struct NormalizeBwdParams {
   const void *group_rms_inv; // [rows, groups] A, r of the forward; not read if NO_GROUPS
   void *dots;            // [rows, groups] A, means of dx~ x~ over a group: written by group_dots,
                          // read by normalize_bwd; used only if GIVEN
-  void *partials;        // [chunks, 2, cols] A, sums of dy x~ and then of dy over kept rows,
-                         // written; or null
+  void *partials;        // [chunks, heads, 2, channels] A, sums of dy x~ and then of dy over kept
+                         // rows, written; or null
   GroupRmsOrigin group_scaling;
   float weight_offset; // added to the weight; 0 without one
   Number correction_scale;

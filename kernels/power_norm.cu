@@ -3,8 +3,9 @@
 // has a pass subtract each row's mean first. A group is then a whole row and D is 1, and there is
 // no mask and no statistic of columns.
 //
-// Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. All
-// arrays are packed. T is the dtype of the input, and A the dtype of the sums. kernels/params.cuh
+// Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. T is the
+// dtype of the input, and A the dtype of the sums. All arrays are packed, except that `normalize`
+// and `normalize_bwd` read an x whose rows lie `x_stride` elements apart. kernels/params.cuh
 // says which pointers may be null. src/device/cuda/plan.rs explains how rows and columns are cut
 // (piece, lane, span, tile, chunk, stage, ring), with an example. No kernel waits for the host,
 // adds in an order that depends on timing, or reads what another block of the same launch writes.
@@ -45,6 +46,11 @@ template <typename T, int N> struct Columns {
   // The first column of piece n.
   __device__ __forceinline__ int64_t col(int n) const { return first + n * stride; }
 
+  // The head that the thread's columns are in.
+  __device__ __forceinline__ int head(const Tiling &tiling) const {
+    return static_cast<int>(first / tiling.channels);
+  }
+
   // The columns of piece n, V at most.
   __device__ __forceinline__ int count(int n) const {
     const int count = left - n * stride;
@@ -71,6 +77,19 @@ template <typename T, int N> struct Columns {
   }
 };
 
+// The run of rows that this block's chunk is a part of.
+__device__ __forceinline__ int run_of_block(const Tiling &tiling) {
+  return static_cast<int>(blockIdx.y) / tiling.run_chunks;
+}
+
+// Where x would start if all its rows lay as those of this block's run.
+template <typename T>
+__device__ __forceinline__ const T *x_of_block(const Tiling &tiling, const void *x) {
+  const int run = run_of_block(tiling), outer = run / tiling.inner_runs;
+  const int64_t offset = outer * tiling.x_outer + (run - outer * tiling.inner_runs) * tiling.x_inner;
+  return static_cast<const T *>(x) + offset - run * tiling.run_rows * tiling.x_stride;
+}
+
 // The rows of this thread: every blockDim.y-th row of the block's chunk, from the first on or, if
 // the tiling is `reversed`, from the last on.
 struct Rows {
@@ -78,15 +97,18 @@ struct Rows {
   int direction;       // 1, or -1 if reversed
   int left;            // rows from the thread's next row to the edge; 0 or less: none is left
   int stride;          // rows from a thread's row to its next row
-  int stride_elements; // the same in elements; negative if reversed
+  int stride_elements; // the same in elements of a packed array; negative if reversed
   int stride_groups;   // the same in groups
   int iterations;      // of the block, from this one on. All threads do all of them, because sums
                        // take whole warps
 
   __device__ explicit Rows(const Tiling &tiling) {
-    const int64_t begin = blockIdx.y * tiling.chunk_rows;
-    const int64_t end =
-        begin + tiling.chunk_rows < tiling.rows ? begin + tiling.chunk_rows : tiling.rows;
+    const int run = run_of_block(tiling);
+    const int64_t run_begin = run * tiling.run_rows;
+    const int chunk = static_cast<int>(blockIdx.y) - run * tiling.run_chunks;
+    const int64_t begin = run_begin + chunk * tiling.chunk_rows;
+    const int64_t run_end = run_begin + tiling.run_rows;
+    const int64_t end = begin + tiling.chunk_rows < run_end ? begin + tiling.chunk_rows : run_end;
     const int rows = static_cast<int>(end - begin);
     edge = tiling.reversed ? begin - 1 : end;
     direction = tiling.reversed ? -1 : 1;
@@ -163,30 +185,29 @@ template <typename T, int N> struct Shared {
 // each row would cost them a fifth more instructions. Threads of one piece do test: they have no
 // ring if pieces are not whole.
 template <typename T, int N, int ARRAYS> struct RowPipeline {
-  const T *from;        // this thread's first piece, in the row of the first array to prefetch
-  int64_t gaps[ARRAYS]; // bytes from there to the other arrays, which take fewer registers than
-                        // pointers
+  const T *from[ARRAYS]; // this thread's first piece, in the row of each array to prefetch
   bool copies;          // the thread has a ring
   unsigned ring, end;   // address of this thread's first piece in the first stage, and of the place
                         // where a stage after the last would have it
   unsigned slot;        // address of this thread's first piece in the stage of the current row
   Piece<T> held[ARRAYS * N]; // the next row, without a ring
 
-  // `offset` is the offset of the thread's first piece in each array. If there are fewer than
-  // ARRAYS arrays, the last ones are missing.
+  // The first array is x. If there are fewer than ARRAYS arrays, the last ones are missing.
   __device__ __forceinline__ RowPipeline(const Tiling &tiling, const Columns<T, N> &columns,
                                          const void *const (&starts)[ARRAYS], int arrays,
-                                         unsigned ring, const Rows &rows, int64_t offset)
-      : from(static_cast<const T *>(starts[0]) + offset - rows.stride_elements),
-        copies(COPIES_BY_ITSELF && (N > 1 || tiling.stages > 0)), ring(ring),
+                                         unsigned ring, const Rows &rows)
+      : copies(COPIES_BY_ITSELF && (N > 1 || tiling.stages > 0)), ring(ring),
         end(ring + tiling.ring_bytes), slot(ring) {
     each<ARRAYS>([&](int array) {
-      gaps[array] = reinterpret_cast<int64_t>(starts[array]) - reinterpret_cast<int64_t>(starts[0]);
+      // One row early, because `move` comes before each use.
+      const int64_t row = rows.row() - rows.direction * rows.stride;
+      from[array] = static_cast<const T *>(starts[array]) +
+                    row * (array == 0 ? tiling.x_stride : tiling.cols) + columns.first;
     });
     const int first = copies ? tiling.stages : 1;
 #pragma unroll 1
     for (int i = 0; i < first; ++i) {
-      from += rows.stride_elements;
+      move(tiling, rows);
       each<ARRAYS>([&](int array) {
         if (array < arrays) {
           fetch(array, columns, rows.present(i * rows.stride));
@@ -198,7 +219,7 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
 
   // Waits for the current row, and moves `from` on to the row to prefetch.
   __device__ __forceinline__ void wait(const Tiling &tiling, const Rows &rows) {
-    from += rows.stride_elements;
+    move(tiling, rows);
     if (tiling.stages == MAX_STAGES) {
       wait_for_copies<MAX_STAGES - 1>();
     } else if (tiling.stages == 2) {
@@ -227,9 +248,16 @@ template <typename T, int N, int ARRAYS> struct RowPipeline {
   }
 
 private:
+  // Moves `from` on to the thread's next row.
+  __device__ __forceinline__ void move(const Tiling &tiling, const Rows &rows) {
+    each<ARRAYS>([&](int array) {
+      from[array] += array == 0 ? tiling.x_step : rows.stride_elements;
+    });
+  }
+
   // Starts to copy the row at `from` into the current stage, or loads it into registers.
   __device__ __forceinline__ void fetch(int array, const Columns<T, N> &columns, bool present) {
-    const T *row = reinterpret_cast<const T *>(reinterpret_cast<const char *>(from) + gaps[array]);
+    const T *row = from[array];
     each<N>([&](int n) {
       if (copies) {
         copy_async(place(array, n), row + n * columns.stride, present && n < columns.pieces);
@@ -244,16 +272,18 @@ private:
   }
 };
 
-// Writes the two coefficients of each column to shared memory. `of_piece` computes them for a
-// piece. The block's rows of threads share the work. The caller must put a barrier after it.
+// Writes the two coefficients of each column to shared memory. `of_piece` computes them for the
+// channels of a piece. The block's rows of threads share the work. The caller must put a barrier
+// after it.
 template <typename T, int N, typename F>
-__device__ __forceinline__ void fill_columns(const Columns<T, N> &columns,
+__device__ __forceinline__ void fill_columns(const Tiling &tiling, const Columns<T, N> &columns,
                                              const Shared<T, N> &shared, F of_piece) {
+  const int64_t before = static_cast<int64_t>(columns.head(tiling)) * tiling.channels;
 #pragma unroll 1
   for (int n = threadIdx.y; n < N; n += blockDim.y) {
     Sum<T> first[PIECE<T>] = {}, second[PIECE<T>] = {};
     if (columns.count(n) > 0) {
-      of_piece(columns.col(n), columns.count(n), first, second);
+      of_piece(columns.col(n) - before, columns.count(n), first, second);
     }
     shared.write(0, n, first);
     shared.write(1, n, second);
@@ -282,13 +312,16 @@ template <typename T, int N> struct GroupSum {
   }
 };
 
-// Writes the sums of this block's columns to row `row` of partials[.., cols]. The block's first row
-// of threads calls this, each thread with its sums.
-template <typename T, int N>
-__device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, int64_t row,
+// Writes the `which`-th of SUMS sums of this block's columns to partials[chunks, heads, SUMS,
+// channels]. The block's first row of threads calls this, each thread with its sums.
+template <int SUMS, typename T, int N>
+__device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, int which,
                                            const Tiling &tiling, const Columns<T, N> &columns) {
   using A = Sum<T>;
-  A *to = static_cast<A *>(partials) + row * tiling.cols;
+  const int head = columns.head(tiling);
+  // Where this head's sums begin, less the columns before the head.
+  A *to = static_cast<A *>(partials) + blockIdx.y * tiling.cols * SUMS +
+          (static_cast<int64_t>(head) * (SUMS - 1) + which) * tiling.channels;
   each<N>([&](int n) {
 #pragma unroll
     for (int q = 0; q < PIECE<T>; q += PIECE<A>) {
@@ -391,9 +424,9 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 // normalize: y = x~ * weight/D + bias (Eq. 8, 9), and in one pass with it the sums of psi_B^2 (Alg.
 //        2).
 // Determinism: bitwise.
-// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_d [cols];
+// Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_d [channels];
 //        group_rms_inv[rows, groups, STATISTICS] A if GIVEN.
-// Writes y, residual_out [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_d[cols] A
+// Writes y, residual_out [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_d[channels] A
 //        if phi is given, group_rms_inv[rows, groups, STATISTICS] A unless GIVEN; each unless null,
 //        overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups*STATISTICS + chunks*cols)*sizeof(A); half of
@@ -402,10 +435,11 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: a group by shuffles, and through smem where it spans warps; columns in registers, then
 //        a tree over the block's rows.
-// Requires rows >= 1, cols >= 1, packed rows, whole warps a block.
-//        If vectorized, x, residual, residual_out, y and partials are 16-byte aligned.
+// Requires rows >= 1, cols >= 1, whole warps a block, packed rows but of x.
+//        If vectorized, x, its rows, residual, residual_out, y and partials are 16-byte aligned.
+//        If cols > channels: no phi, inv_d, kept or partials, and groups within a head.
 //        If a group that the block reduces spans warps, blockDim.x is a multiple of 32.
-//        Either blockDim.y*cols < 2^31, or a thread has one row.
+//        Either blockDim.y*cols and blockDim.y*x_stride < 2^31, or a thread has one row.
 // Launcher: plan.rs::rows_launch.
 template <typename T, int N, bool CENTRED = false>
 __device__ __forceinline__ void normalize(const NormalizeParams &p) {
@@ -423,15 +457,15 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   // The first rows are prefetched while the coefficients are computed.
   Rows rows(tiling);
   const int64_t offset = rows.row() * tiling.cols + columns.first;
+  const T *const all_x = x_of_block<T>(tiling, p.x);
   const int arrays = p.residual == nullptr ? 1 : 2;
-  RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.residual}, arrays, shared.rows, rows,
-                                offset);
+  RowPipeline<T, N, 2> pipeline(tiling, columns, {all_x, p.residual}, arrays, shared.rows, rows);
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const A eps = value<A>(p.eps), group_eps = value<A>(p.group_eps);
   const A inv_len = A(1) / A(tiling.group_len);
 
   // y = scale x~ + bias.
-  fill_columns(columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
+  fill_columns(tiling, columns, shared, [&](int64_t col, int count, A(&scale)[V], A(&bias)[V]) {
     if (p.y == nullptr) {
       return;
     }
@@ -472,27 +506,29 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   if (masked) {
     next_counts = rows.present() ? p.keep[rows.row()] : 0u;
   }
-  // Offset of the thread's group in the current row, or in the row that is `skipped` rows of the
-  // block further on.
-  const auto group_start = [&](int skipped) {
-    return rows.row(skipped) * tiling.cols + columns.first - columns.place * V;
+  // The thread's group in an array whose rows are `stride` elements apart, in the current row or in
+  // the row that is `skipped` rows of the block further on.
+  const auto group_of = [&](const void *array, int64_t stride, int skipped) {
+    const int64_t start = rows.row(skipped) * stride + columns.first - columns.place * V;
+    return static_cast<const T *>(array) + start;
   };
   // The group's first value in x and in the residual, read a row ahead and added where they are
   // used: an addition where they are read would wait for them.
-  const auto first_value = [&](const void *array, int skipped) {
+  const auto first_value = [&](const void *array, int64_t stride, int skipped) {
     T value;
     narrow(A(0), value);
     if (CENTRED && in_tile && array != nullptr && rows.present(skipped) && columns.valid()) {
-      value = static_cast<const T *>(array)[group_start(skipped)];
+      value = *group_of(array, stride, skipped);
     }
     return value;
   };
-  T next_first = first_value(p.x, 0), next_residual = first_value(p.residual, 0);
+  T next_first = first_value(all_x, tiling.x_stride, 0);
+  T next_residual = first_value(p.residual, tiling.cols, 0);
 #pragma unroll 1
   for (; rows.iterations > 0; rows.advance()) {
     const A first = widen(adds ? add(next_first, next_residual) : next_first);
-    next_first = first_value(p.x, rows.stride);
-    next_residual = first_value(p.residual, rows.stride);
+    next_first = first_value(all_x, tiling.x_stride, rows.stride);
+    next_residual = first_value(p.residual, tiling.cols, rows.stride);
     const unsigned row_counts = next_counts;
     if (masked) {
       next_counts = rows.present(rows.stride) ? p.keep[rows.row(rows.stride)] : 0u;
@@ -539,11 +575,9 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       rms_inv = inverse_root(square);
       // Rare: the sum of squares overflowed, or x is not finite.
       if (!(rms_inv > 0) && rows.present() && columns.valid()) {
-        const int64_t start = group_start(0);
-        rms_inv = rms_inv_of_huge<false>(
-            square, group_eps, static_cast<const T *>(p.x) + start,
-            adds ? static_cast<const T *>(p.residual) + start : nullptr, mean, rest,
-            tiling.group_len);
+        rms_inv = rms_inv_of_huge<false>(square, group_eps, group_of(all_x, tiling.x_stride, 0),
+                                         adds ? group_of(p.residual, tiling.cols, 0) : nullptr,
+                                         mean, rest, tiling.group_len);
       }
       if (writes_rms_inv && rows.present()) {
         A *to = group_rms_inv + rows.row() * tiling.groups * STATISTICS<CENTRED>;
@@ -583,7 +617,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
   if (sums_up) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
     if (threadIdx.y == 0) {
-      store_sums<T, N>(sums, p.partials, blockIdx.y, tiling, columns);
+      store_sums<1>(sums, p.partials, 0, tiling, columns);
     }
   }
   if (!CENTRED && p.kept != nullptr && blockIdx.x == 0) {
@@ -851,15 +885,16 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
 // Determinism: bitwise.
 // Reads  x, dy [rows, cols] T, keep[rows] u8, group_rms_inv[rows, groups, STATISTICS] A unless
 //        NO_GROUPS, dots[rows, groups, MEANS_BWD] A if GIVEN, weight, correction, inv_d,
-//        batch_phi [cols], count[1] A.
-// Writes dx[rows, cols] T, partials[chunks, 2, cols] A; each unless null, overwrites.
+//        batch_phi [channels], count[1] A.
+// Writes dx[rows, cols] T, partials[chunks, heads, 2, channels] A; each unless null, overwrites.
 // Bytes  3*rows*cols*sizeof(T) + rows + (rows*groups*STATISTICS + 2*chunks*cols)*sizeof(A); two
 //        thirds of the first without dx.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows, x, dy, dx, partials 16-byte aligned if
-//        vectorized; inv_d, group_rms_inv, count by the forward; blocks as for `normalize`.
+// Requires rows >= 1, cols >= 1, packed rows but of x; x, its rows, dy, dx, partials 16-byte aligned
+//        if vectorized; inv_d, group_rms_inv, count by the forward; blocks and heads as for
+//        `normalize`.
 // Launcher: plan.rs::rows_launch.
 template <typename T, int N, bool CENTRED = false>
 __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
@@ -877,12 +912,13 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   // The first rows are prefetched while the coefficients are computed.
   Rows rows(tiling);
   const int64_t offset = rows.row() * tiling.cols + columns.first;
-  RowPipeline<T, N, 2> pipeline(tiling, columns, {p.x, p.dy}, 2, shared.rows, rows, offset);
+  RowPipeline<T, N, 2> pipeline(tiling, columns, {x_of_block<T>(tiling, p.x), p.dy}, 2, shared.rows,
+                                rows);
   GroupSum<T, N> group_sum(tiling, columns, shared, p.group_scaling == IN_TILE);
   const bool trained = p.count == nullptr || has_rows<A>(p.count);
 
   // dx~ = gain dy - decay x~.
-  fill_columns(columns, shared, [&](int64_t col, int count, A(&gain)[V], A(&decay)[V]) {
+  fill_columns(tiling, columns, shared, [&](int64_t col, int count, A(&gain)[V], A(&decay)[V]) {
     if (p.dx != nullptr) {
       slopes_of(p, trained, col, count, gain, decay);
     }
@@ -987,8 +1023,8 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   if (p.partials != nullptr) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
     if (threadIdx.y == 0) {
-      store_sums<T, N>(sums, p.partials, 2 * blockIdx.y, tiling, columns);
-      store_sums<T, N>(sums + N * V, p.partials, 2 * blockIdx.y + 1, tiling, columns);
+      store_sums<2>(sums, p.partials, 0, tiling, columns);
+      store_sums<2>(sums + N * V, p.partials, 1, tiling, columns);
     }
   }
 }

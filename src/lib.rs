@@ -156,6 +156,7 @@ macro_rules! links {
          [training]: crate::guide::training\n\
          [traps]: crate::guide::recipes#traps-of-half-precision\n\
          [troubleshooting]: crate::guide::troubleshooting\n\
+         [views]: crate::guide::gpu#launches\n\
          [what-to-log]: crate::guide::training#what-to-log\n"
     };
 }

@@ -442,6 +442,49 @@ fn launches_are_those_of_the_guide() {
     }
 }
 
+/// Queries in the output of a fused projection, and other views that the guide names, are read where
+/// they are: a forward and a backward of them launch what those of packed rows launch.
+#[test]
+fn views_are_read_where_they_are() {
+    let _alone = alone();
+    let softgpu = Softgpu::find().unwrap();
+    let gpu = Device::new_cuda_with_stream(0).unwrap();
+    let copied = [
+        "heads before few tokens",
+        "columns from within a piece",
+        "rows of whole pieces, from within one",
+    ];
+    for (name, shape, view) in ROW_VIEWS {
+        for dtype in [DType::F32, DType::BF16] {
+            let mut data = Data::on(&gpu, 2);
+            let base = data.normal(shape.iter().product());
+            let rows = view(&data.tensor(&base, shape, dtype)).unwrap();
+            let cols = rows.dims()[rows.rank() - 1];
+            let dy = Batch::random(&mut data, rows.dims(), dtype, false).dy;
+            for norm in RowNorm::both(&mut data, cols, dtype) {
+                let launched = |rows: &Tensor| {
+                    gpu.synchronize().unwrap();
+                    softgpu.take_counts();
+                    let y = norm.norm.forward(rows).unwrap();
+                    y.apply_op1(Gradient(dy.clone()))
+                        .unwrap()
+                        .backward()
+                        .unwrap();
+                    gpu.synchronize().unwrap();
+                    let counts = softgpu.take_counts();
+                    let kernels = counts["kernels"].as_object().unwrap();
+                    let launches = kernels.values().map(|of| of["launches"].as_u64().unwrap());
+                    launches.sum::<u64>()
+                };
+                let [of_view, of_copy] =
+                    [rows.clone(), rows.force_contiguous().unwrap()].map(|rows| launched(&rows));
+                let expected = of_copy + u64::from(copied.contains(&name));
+                assert_eq!(of_view, expected, "{}: {name}, {dtype:?}", norm.name);
+            }
+        }
+    }
+}
+
 /// The gradients of weight and bias take one allocation, unless the second one would begin within a
 /// sector.
 #[test]

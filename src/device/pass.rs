@@ -10,7 +10,7 @@
 //! - `keep` has the shape of `x` without its last dimension, is contiguous and `U8`.
 //! - γ, β and ψ² have C numbers and are contiguous. γ and β have the dtype of `x` or `F32`.
 //! - All of them are on one device, and the device reads the rows in their layout
-//!   ([`DeviceKind::readable`]). Rows, residual, γ and β are in different storages, and so are the
+//!   ([`DeviceKind::readable`], and [`DeviceKind::readable_x`] for `x` without residual and ψ²). Rows, residual, γ and β are in different storages, and so are the
 //!   gradient of the output, γ and β. That rows are no view of ψ² or ν is PowerNorm's to see to,
 //!   which knows its state (`power_norm.rs`).
 //! - C is a multiple of the number of groups. LayerNorm has neither a mask nor ψ².
@@ -129,12 +129,14 @@ impl Pass {
         let Channels { phi, eps, .. } = channels;
         let norm = RowNorm::of_groups(channels.groups, eps);
         let shape = (phi.elem_count(), phi.device().clone());
+        let pass = Self::checked(device.clone(), layer, x, shape, norm, affine)?;
         Ok(Self {
+            x: device.readable(&pass.x)?,
             phi: Some(phi),
             kind: channels.kind,
             recipe: channels.recipe,
             eps,
-            ..Self::checked(device.clone(), layer, x, shape, norm, affine)?
+            ..pass
         })
     }
 
@@ -173,7 +175,7 @@ impl Pass {
             [Some(weight), bias.as_ref()].into_iter().flatten()
         });
         let tracked = of_affine.chain([x]).any(Tensor::track_op);
-        let x = device.readable(x)?;
+        let x = device.readable_x(x, norm)?;
         let packed = |affine: Affine| -> Result<_> {
             let weight = apart(affine.weight.contiguous()?, [Some(&x)])?;
             let others = [Some(&x), Some(&weight)];
@@ -216,7 +218,8 @@ impl Pass {
         }
         check_device(layer, "residual", residual.device(), x.device())?;
         self.tracked |= residual.track_op();
-        let others = [Some(x), self.weight(), self.bias()];
+        self.x = self.device.readable(x)?;
+        let others = [Some(&self.x), self.weight(), self.bias()];
         self.residual = Some(apart(self.device.readable(residual)?, others)?);
         Ok(self)
     }

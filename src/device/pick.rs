@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::pass::Pass;
+use super::pass::{Pass, RowNorm};
 use super::{Env, Outputs, Saved, composed, cpu};
 use crate::error::Error;
 use candle::{Device, Result, Tensor};
@@ -72,6 +72,17 @@ impl DeviceKind {
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => cuda::readable(rows),
             Self::Composed => rows.contiguous(),
+        }
+    }
+
+    /// The same for the rows of a pass of `norm` alone, without a residual and D. Kernels of a GPU
+    /// read more views there.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(super) fn readable_x(&self, x: &Tensor, norm: RowNorm) -> Result<Tensor> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(kernels) => cuda::readable_x(kernels, x, norm),
+            _ => self.readable(x),
         }
     }
 

@@ -707,6 +707,53 @@ impl RowNorm {
     }
 }
 
+/// A view of a base.
+pub type View = fn(&Tensor) -> Result<Tensor>;
+
+/// Views for norms of rows by themselves, each with the shape of its base.
+pub const ROW_VIEWS: [(&str, &[usize], View); 14] = [
+    ("the heads of queries", &[3, 5, 2, 4, 64], |base| {
+        base.narrow(2, 1, 1)?.squeeze(2)
+    }),
+    ("fewer heads of keys", &[3, 5, 6, 64], |base| {
+        base.narrow(2, 4, 2)
+    }),
+    ("heads before tokens", &[3, 21, 6, 64], |base| {
+        base.narrow(2, 1, 4)?.transpose(1, 2)
+    }),
+    (
+        "heads before tokens, of one text",
+        &[1, 40, 6, 64],
+        |base| base.narrow(2, 1, 4)?.transpose(1, 2),
+    ),
+    ("heads before few tokens", &[3, 5, 6, 64], |base| {
+        base.narrow(2, 1, 4)?.transpose(1, 2)
+    }),
+    ("some of many texts and tokens", &[4, 80, 48], |base| {
+        base.narrow(0, 1, 2)?.narrow(1, 3, 70)
+    }),
+    ("columns of many", &[40, 64 + 16], |base| {
+        base.narrow(1, 16, 64)
+    }),
+    ("columns from within a piece", &[40, 64 + 5], |base| {
+        base.narrow(1, 3, 64)
+    }),
+    ("rows of whole pieces, from within one", &[40, 80], |base| {
+        base.narrow(1, 1, 64)
+    }),
+    ("each second row", &[33, 2, 48], |base| {
+        base.narrow(1, 1, 1)?.squeeze(1)
+    }),
+    ("the first tokens", &[3, 9, 32], |base| base.narrow(1, 0, 7)),
+    ("the first tokens of one text", &[1, 9, 32], |base| {
+        base.narrow(1, 0, 7)
+    }),
+    ("wide heads", &[4, 3, 2, 2056], |base| base.narrow(1, 1, 2)),
+    ("one row for all", &[128], |base| {
+        base.broadcast_as((40, 128))
+    }),
+];
+
 /// A layer and its oracle, with the same random weight and bias.
 pub struct Twin {
     pub layer: PowerNorm,

@@ -41,6 +41,7 @@ macro_rules! cases {
             empty_batches_pass_through,
             views_are_what_their_copies_are,
             gradients_that_are_views_are_what_their_copies_are,
+            views_of_rows_by_themselves,
             a_recalibration_replaces_the_mean,
             group_scaling_by_itself,
             rms_norm_is_candle_s,
@@ -737,8 +738,6 @@ pub fn empty_batches_pass_through(device: &Device) {
 const ROWS: usize = 40;
 const COLS: usize = 64;
 
-type View = fn(&Tensor) -> Result<Tensor>;
-
 /// Views of `ROWS` rows and `COLS` columns, each with the shape of its base.
 const VIEWS: [(&str, &[usize], View); 8] = [
     ("one element in", &[1 + ROWS * COLS], |base| {
@@ -829,6 +828,68 @@ pub fn gradients_that_are_views_are_what_their_copies_are(device: &Device) -> Re
             let what = format!("{name}, {input:?}, {statistics:?}, dsum {}", dsum.is_some());
             same_bits(&what, &view.0, &copy.0);
             same_state(&what, &view.1, &copy.1);
+        }
+    }
+    Ok(())
+}
+
+/// Norms of rows by themselves read some views where they are on a GPU too. The rows of the output
+/// and of the input's gradient have the bits that copies give. The parameters' gradients add the
+/// same terms in another order.
+pub fn views_of_rows_by_themselves(device: &Device) -> Result<()> {
+    let cases = ROW_VIEWS
+        .into_iter()
+        .flat_map(|view| DTYPES.map(|dtypes| (view, dtypes)));
+    for ((name, shape, view), (input, builder)) in thinned(cases) {
+        let mut data = Data::on(device, 60);
+        let mut base = data.normal(shape.iter().product());
+        // The squares of some rows overflow.
+        for value in base.iter_mut().step_by(331) {
+            *value *= if sums_of(input) == DType::F64 {
+                1e200
+            } else {
+                1e4
+            };
+            *value *= if matches!(input, DType::F32 | DType::BF16) {
+                1e20
+            } else {
+                1.
+            };
+        }
+        let base = Var::from_tensor(&data.tensor(&base, shape, input))?;
+        let rows = view(&base)?;
+        let cols = rows.dim(candle::D::Minus1)?;
+        let dy = Batch::random(&mut data, rows.dims(), input, false).dy;
+        let [layer_norm, rms_norm] = RowNorm::both(&mut data, cols, builder);
+        let group_scaling = RowNorm {
+            name: "GroupScaling",
+            norm: Box::new(GroupScaling::new(4, EPS)?),
+            parameters: vec![],
+        };
+        for norm in [layer_norm, rms_norm, group_scaling] {
+            let what = format!("{}: {name}, {input:?}", norm.name);
+            let run = |rows: &Tensor| -> Result<_> {
+                let y = norm.norm.forward(rows)?;
+                Ok((y.detach(), norm.gradients(&base, &y, &dy)?))
+            };
+            let (y, gradients) = run(&rows)?;
+            let (copy_y, copy_gradients) = run(&rows.force_contiguous()?)?;
+            assert_same_bits(&format!("{what}: y"), &y, &copy_y);
+            assert_same_bits(&format!("{what}: dx"), &gradients[0], &copy_gradients[0]);
+            for (k, (ours, copy)) in gradients.iter().zip(&copy_gradients).enumerate().skip(1) {
+                let n = rows.elem_count() / cols;
+                let expected = Quantity {
+                    values: to_f64(copy),
+                    magnitude: to_f64(&dy.abs()?).iter().fold(0., |most, dy| dy.max(most))
+                        * (cols as f64).sqrt(),
+                };
+                let bound = Bound {
+                    out: builder,
+                    sums: sums_of(input),
+                    n,
+                };
+                assert_close(&format!("{what}: parameter {k}"), ours, &expected, bound);
+            }
         }
     }
     Ok(())

@@ -3,8 +3,9 @@
 #![allow(unsafe_code)] // launches kernels
 
 use super::params::{Address, Dtype, PIECE_BYTES, Vector};
-use super::plan::{Entry, Launch, Limits};
+use super::plan::{Entry, Extent, Launch, Limits};
 use super::ptx::{Modules, kernels_copy};
+use crate::device::pass::RowNorm;
 use crate::error::Error;
 use candle::backend::BackendStorage;
 use candle::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
@@ -72,6 +73,25 @@ impl Kernels {
         });
         gpus.insert(context.ordinal(), kernels.clone());
         Ok(kernels)
+    }
+
+    /// The extent of a pass over x. An error for a view that kernels do not read.
+    pub fn extent(&self, x: &Tensor, norm: RowNorm) -> Result<Extent> {
+        // The kernels have no others.
+        let dtype = Dtype::of(x.dtype())?;
+        if x.is_contiguous() {
+            // A pass has at least one dimension, of at least one channel.
+            let cols = x.dims().last().copied().unwrap_or(1);
+            let rows = x.elem_count() / cols;
+            return Ok(Extent::packed(dtype, rows, cols, norm, self.limits));
+        }
+        match Extent::of_view(dtype, (x.dims(), x.stride()), norm, self.limits) {
+            Some(extent) => Ok(extent),
+            None => candle::bail!(
+                "candle_powernorm: expected rows that kernels read, got {:?}",
+                x.layout()
+            ),
+        }
     }
 
     /// The functions of kernels, each of which is loaded on its first use.
@@ -210,11 +230,29 @@ impl Loaded<'_> {
 /// Returns rows in a layout that kernels read, copied if need be: packed, from a 16-byte boundary.
 pub(in crate::device) fn readable(rows: &Tensor) -> Result<Tensor> {
     let rows = rows.contiguous()?;
-    let start = rows.layout().start_offset() * rows.dtype().size_in_bytes();
-    match start.is_multiple_of(PIECE_BYTES) {
+    match is_on_boundary(&rows) {
         true => Ok(rows),
         false => rows.force_contiguous(),
     }
+}
+
+/// Returns the x of a pass that normalizes rows by themselves and has no residual, in a layout that
+/// kernels read, copied if need be. They read some views where they are.
+pub(in crate::device) fn readable_x(
+    kernels: &Kernels,
+    x: &Tensor,
+    norm: RowNorm,
+) -> Result<Tensor> {
+    let has_rows = x.elem_count() > 0;
+    match has_rows && is_on_boundary(x) && kernels.extent(x, norm).is_ok() {
+        true => Ok(x.clone()),
+        false => readable(x),
+    }
+}
+
+/// Kernels access rows 16 bytes at a time.
+fn is_on_boundary(rows: &Tensor) -> bool {
+    (rows.layout().start_offset() * rows.dtype().size_in_bytes()).is_multiple_of(PIECE_BYTES)
 }
 
 /// `true` if a call with rows on `rows` reads a variable on `state` in place instead of copying it
@@ -298,9 +336,16 @@ impl<'u, 't> Uses<'u, 't> {
 
     /// The address of a contiguous tensor, or 0 for `None`.
     pub fn read(&mut self, tensor: Option<&'t Tensor>) -> Result<Address> {
-        let Some(tensor) = tensor else {
-            return Ok(0);
-        };
+        match tensor {
+            Some(tensor) => {
+                Ok(self.read_storage(tensor)? + offset(tensor.layout(), tensor.dtype())?)
+            }
+            None => Ok(0),
+        }
+    }
+
+    /// The address of a tensor's storage.
+    fn read_storage(&mut self, tensor: &'t Tensor) -> Result<Address> {
         let (own, got) = (self.stream.context().ordinal(), tensor.device().location());
         let storage = match &**self.locks.lock(tensor)? {
             Storage::Cuda(storage) if got == (DeviceLocation::Cuda { gpu_id: own }) => storage,
@@ -308,19 +353,20 @@ impl<'u, 't> Uses<'u, 't> {
                 "candle_powernorm: expected a tensor on GPU {own}, got one on {got:?}"
             ),
         };
-        let start = with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream)));
-        Ok(start + offset(tensor.layout(), tensor.dtype())?)
+        Ok(with_slice!(&storage.slice, slice => self.hold(slice.device_ptr(self.stream))))
     }
 
-    /// The address of rows, which kernels access 16 bytes at a time; or 0 for `None`.
+    /// The address of packed rows, or 0 for `None`.
     pub fn read_rows(&mut self, tensor: impl Into<Option<&'t Tensor>>) -> Result<Address> {
-        let start = self.read(tensor.into())?;
-        if !start.is_multiple_of(PIECE_BYTES as Address) {
-            candle::bail!(
-                "candle_powernorm: expected rows that begin at a 16-byte boundary, got {start:#x}"
-            )
+        on_boundary(self.read(tensor.into())?)
+    }
+
+    /// The address of the x of a pass, which lies as in `extent`.
+    pub fn read_x(&mut self, x: &'t Tensor, extent: &Extent) -> Result<Address> {
+        if extent.is_packed() {
+            return self.read_rows(x);
         }
-        Ok(start)
+        on_boundary(self.read_storage(x)? + start(x.layout(), x.dtype()))
     }
 
     /// The address and dtype of a number for each channel; or null for `None`.
@@ -352,10 +398,25 @@ impl<'u, 't> Uses<'u, 't> {
     }
 }
 
+/// An address that kernels access 16 bytes at a time.
+fn on_boundary(rows: Address) -> Result<Address> {
+    if !rows.is_multiple_of(PIECE_BYTES as Address) {
+        candle::bail!(
+            "candle_powernorm: expected rows that begin at a 16-byte boundary, got {rows:#x}"
+        )
+    }
+    Ok(rows)
+}
+
+/// Bytes from the start of its storage to a tensor.
+fn start(layout: &Layout, dtype: DType) -> Address {
+    (layout.start_offset() * dtype.size_in_bytes()) as Address
+}
+
 /// Bytes from the start of its storage to a contiguous tensor.
 fn offset(layout: &Layout, dtype: DType) -> Result<Address> {
     match layout.contiguous_offsets() {
-        Some((start, _)) => Ok((start * dtype.size_in_bytes()) as Address),
+        Some(_) => Ok(start(layout, dtype)),
         None => candle::bail!("candle_powernorm: expected a contiguous tensor, got {layout:?}"),
     }
 }

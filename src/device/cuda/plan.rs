@@ -123,6 +123,12 @@ const MAX_ARRAYS: usize = 2;
 /// two rows of each array.
 const MIN_PREFETCHED: usize = 2 * MAX_ARRAYS;
 
+/// The fewest rows of a run, because each run has blocks of its own.
+const MIN_RUN_ROWS: usize = 16;
+
+/// The most blocks along y.
+const MAX_CHUNKS: usize = u16::MAX as usize;
+
 /// In the last iteration over a chunk some threads may have no row. A block gets twice the rows of
 /// threads only if at most one in this many thread iterations is idle, or while it has at most half
 /// of [`ROW_THREADS`]: 256 threads took at most 2 % longer than 512 on a simulated GPU.
@@ -162,23 +168,156 @@ pub struct Limits {
     pub copies: bool,
 }
 
+/// Where the rows of x lie, in elements. Packed rows have one head, one run, and the columns as
+/// their stride.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct XLayout {
+    /// Heads of a row: adjacent parts that are normalized by themselves.
+    pub heads: usize,
+    /// From a row to the next one in its run.
+    pub stride: usize,
+    /// Runs of equally many rows.
+    pub runs: usize,
+    /// Runs that follow each other in the stride `inner`. The next so many begin `outer` further.
+    pub inner_runs: usize,
+    pub inner: usize,
+    pub outer: usize,
+}
+
 /// The rows of a pass, and the GPU that runs it.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
     pub dtype: Dtype,
     pub rows: usize,
+    /// Of all heads.
     pub cols: usize,
+    pub x: XLayout,
     pub norm: RowNorm,
     pub limits: Limits,
 }
 
 impl Extent {
-    /// Groups of group scaling; `None` without it. In LayerNorm the row is one group.
+    /// The extent of packed rows.
+    pub fn packed(dtype: Dtype, rows: usize, cols: usize, norm: RowNorm, limits: Limits) -> Self {
+        let x = XLayout {
+            heads: 1,
+            stride: cols,
+            runs: 1,
+            inner_runs: 1,
+            inner: 0,
+            outer: 0,
+        };
+        Self {
+            dtype,
+            rows,
+            cols,
+            x,
+            norm,
+            limits,
+        }
+    }
+
+    /// The extent of a view of these dimensions and strides, in elements, if the kernels read it
+    /// where it is. The last dimension has the channels.
+    ///
+    /// Take the queries in the output of a projection to queries, keys and values of 4 heads each,
+    /// `[2, 50, 4, 64]` with strides `[38400, 768, 64, 1]`. The heads are adjacent, and the other
+    /// dimensions have one stride between them: 100 rows of 4 heads, 768 elements apart. With the
+    /// heads before the tokens, `[2, 4, 50, 64]`, rows of one head come in 8 runs of 50: 4 inner
+    /// runs, 64 elements apart, in each of 2 outer ones.
+    pub fn of_view(
+        dtype: Dtype,
+        (dims, strides): (&[usize], &[usize]),
+        norm: RowNorm,
+        limits: Limits,
+    ) -> Option<Self> {
+        let (&channels, outer) = dims.split_last()?;
+        if channels > 1 && strides.last() != Some(&1) {
+            return None;
+        }
+        // How many rows lie in one stride, and which, from the back.
+        let mut levels: Vec<(usize, usize)> = vec![];
+        for (&dim, &stride) in outer
+            .iter()
+            .zip(strides)
+            .rev()
+            .filter(|(dim, _)| **dim != 1)
+        {
+            match levels.last_mut() {
+                Some((rows, step)) if stride == *rows * *step => *rows *= dim,
+                _ => levels.push((dim, stride)),
+            }
+        }
+        let all: usize = levels.iter().map(|(rows, _)| rows).product();
+        let of = |heads: usize, levels: &[(usize, usize)]| {
+            let [rows, inner, outer] = [0, 1, 2].map(|k| levels.get(k).copied().unwrap_or((1, 0)));
+            let x = XLayout {
+                heads,
+                stride: rows.1,
+                runs: inner.0 * outer.0,
+                inner_runs: inner.0,
+                inner: inner.1,
+                outer: outer.1,
+            };
+            let extent = Self {
+                x,
+                ..Self::packed(dtype, all / heads, heads * channels, norm, limits)
+            };
+            (levels.len() <= 3 && extent.is_walked()).then_some(extent)
+        };
+        let by_rows = || of(1, &levels);
+        match levels[..] {
+            [(heads, stride), ref rest @ ..] if stride == channels => {
+                let by_heads = || of(heads, rest);
+                // Each head of a row has sums of its own.
+                match heads <= all / heads {
+                    true => by_heads().or_else(by_rows),
+                    false => by_rows().or_else(by_heads),
+                }
+            }
+            _ => by_rows(),
+        }
+    }
+
+    /// x is packed.
+    pub fn is_packed(&self) -> bool {
+        self.x.heads == 1 && self.x.runs == 1 && self.x.stride == self.cols
+    }
+
+    /// The kernels read x where it is: they access whole pieces, its blocks own whole groups, and
+    /// its runs are long enough.
+    fn is_walked(&self) -> bool {
+        let XLayout {
+            stride,
+            inner,
+            outer,
+            ..
+        } = self.x;
+        let whole = |elements: usize| elements.is_multiple_of(piece_len(self.dtype));
+        let is_cut = |direction| {
+            Cut::new(self, direction, true).is_ok_and(|cut| {
+                cut.group_scaling == GroupRmsOrigin::InTile && cut.chunks <= MAX_CHUNKS
+            })
+        };
+        let is_long = self.x.runs == 1 || self.rows / self.x.runs >= MIN_RUN_ROWS;
+        self.is_vectorized()
+            && is_long
+            && [stride, inner, outer].into_iter().all(whole)
+            && is_cut(Direction::Forward)
+            && is_cut(Direction::Backward)
+    }
+
+    /// C.
+    pub fn channels(&self) -> usize {
+        self.cols / self.x.heads
+    }
+
+    /// Groups of group scaling, of all heads; `None` without it. In LayerNorm a head is one group.
     fn groups(&self) -> Option<usize> {
         match self.norm {
             RowNorm::None => None,
-            RowNorm::Groups { count, .. } => Some(count),
-            RowNorm::Centred { .. } => Some(1),
+            RowNorm::Groups { count, .. } => Some(self.x.heads * count),
+            RowNorm::Centred { .. } => Some(self.x.heads),
         }
     }
 
@@ -280,17 +419,23 @@ impl Cut {
             .unwrap_or_else(|| Self::parts_of_groups(extent, pieces));
         let chunks = (extent.limits.multiprocessors / cut.tiles).max(1);
         let chunk_rows = extent.rows.div_ceil(chunks).max(fewest.chunk_rows);
+        // Equal parts of each run.
+        let run_rows = extent.rows / extent.x.runs;
+        let chunk_rows = match extent.x.runs {
+            1 => chunk_rows,
+            _ => run_rows.div_ceil(run_rows.div_ceil(chunk_rows)),
+        };
         // Rows of threads stay a power of two, for the tree that adds up their sums.
         while cut.gains_by_doubling(chunk_rows, fewest.thread_rows) {
             cut.rows *= 2;
         }
         // Kernels count the elements from a thread's row to its next row in 32 bits. If there are
         // more, a thread has one row.
-        cut.chunk_rows = match i32::try_from(cut.rows * extent.cols) {
+        cut.chunk_rows = match i32::try_from(cut.rows * extent.cols.max(extent.x.stride)) {
             Ok(_) => chunk_rows,
             Err(_) => cut.rows,
         };
-        cut.chunks = extent.rows.div_ceil(cut.chunk_rows);
+        cut.chunks = extent.x.runs * run_rows.div_ceil(cut.chunk_rows);
         cut
     }
 
@@ -403,7 +548,15 @@ impl Cut {
         Tiling {
             rows: self.extent.rows as i64,
             cols: self.extent.cols as i64,
+            x_stride: self.extent.x.stride as i64,
+            x_outer: self.extent.x.outer as i64,
+            x_inner: self.extent.x.inner as i64,
+            run_rows: (self.extent.rows / self.extent.x.runs) as i64,
             chunk_rows: self.chunk_rows as i64,
+            inner_runs: self.extent.x.inner_runs as i32,
+            run_chunks: (self.chunks / self.extent.x.runs) as i32,
+            x_step: (self.rows * self.extent.x.stride) as i32,
+            channels: self.extent.channels() as i32,
             groups: self.extent.groups().unwrap_or(1) as i32,
             group_len: self.extent.group_len() as i32,
             span: self.span as i32,
@@ -685,6 +838,11 @@ impl LaunchPlan {
         self.cut.chunks
     }
 
+    /// Partial sums of a channel: one for each chunk and head.
+    pub fn partials(&self) -> usize {
+        self.cut.chunks * self.extent.x.heads
+    }
+
     /// Groups are wider than a block, so a launch of its own reduces them before the rows' launch.
     pub fn has_wide_groups(&self) -> bool {
         self.cut.group_scaling == GroupRmsOrigin::Given
@@ -894,7 +1052,10 @@ impl LaunchPlan {
 
     fn rows_tiling(&self, arrays: usize, sums: usize) -> Tiling {
         let mut tiling = self.cut.tiling(arrays);
-        tiling.reversed = self.is_second_walk(sums).into();
+        if self.is_second_walk(sums) {
+            tiling.reversed = 1;
+            tiling.x_step = tiling.x_step.wrapping_neg();
+        }
         tiling
     }
 
@@ -922,10 +1083,10 @@ impl LaunchPlan {
     /// add up different chunks.
     fn channels_launch<K: Kernel>(&self) -> Launch<K::Params> {
         let [few, many] = CHANNEL_LANES;
-        let cols = self.extent.cols;
+        let cols = self.extent.channels();
         let is_wide = cols.div_ceil(many) >= self.extent.limits.multiprocessors;
         let lanes = if is_wide { many } else { few };
-        let rows = (self.chunks() / CHANNEL_CHUNKS)
+        let rows = (self.partials() / CHANNEL_CHUNKS)
             .next_power_of_two()
             .clamp(WARP / few, CHANNEL_THREADS / lanes);
         Launch::new(
@@ -967,13 +1128,7 @@ mod tests {
     type Shape = (Dtype, usize, usize, Option<usize>);
 
     fn extent((dtype, rows, cols, groups): Shape, limits: Limits) -> Extent {
-        Extent {
-            dtype,
-            rows,
-            cols,
-            norm: RowNorm::of_groups(groups, 1e-5),
-            limits,
-        }
+        Extent::packed(dtype, rows, cols, RowNorm::of_groups(groups, 1e-5), limits)
     }
 
     /// The plans of a forward and of its backward.
@@ -995,6 +1150,65 @@ mod tests {
             block.1,
             launch.shared_bytes
         )
+    }
+
+    /// Which views are read where they are, and as what.
+    #[test]
+    fn views_are_walked() {
+        let of = |dims: &[usize], strides: &[usize]| {
+            let norm = RowNorm::Centred { eps: 1e-5 };
+            let extent = Extent::of_view(Dtype::Bf16, (dims, strides), norm, H100)?;
+            let XLayout {
+                heads,
+                stride,
+                runs,
+                inner_runs,
+                inner,
+                outer,
+            } = extent.x;
+            assert_eq!(extent.groups(), Some(heads));
+            assert_eq!(extent.channels(), dims[dims.len() - 1]);
+            Some((
+                (extent.rows, heads, stride),
+                (runs, inner_runs, inner, outer),
+            ))
+        };
+        let in_one_run = (1, 1, 0, 0);
+        // The heads of queries; those of one token, or of one head.
+        let projection = [50 * 768, 768, 64, 1];
+        let queries = of(&[2, 50, 4, 64], &projection);
+        assert_eq!(queries, Some(((100, 4, 768), in_one_run)));
+        let one_token = of(&[2, 1, 4, 64], &projection);
+        assert_eq!(one_token, Some(((2, 4, 38400), in_one_run)));
+        let one_head = of(&[2, 50, 1, 64], &projection);
+        assert_eq!(one_head, Some(((100, 1, 768), in_one_run)));
+        // Heads before the tokens, of several texts, of one, and too few tokens.
+        let swapped = [50 * 768, 64, 768, 1];
+        let before = of(&[2, 4, 50, 64], &swapped);
+        assert_eq!(before, Some(((400, 1, 768), (8, 4, 64, 38400))));
+        let of_one_text = of(&[1, 4, 50, 64], &swapped);
+        assert_eq!(of_one_text, Some(((200, 1, 768), (4, 4, 64, 0))));
+        assert_eq!(of(&[2, 4, 15, 64], &swapped), None);
+        // The first tokens of texts of 90, and the first four.
+        let tokens = of(&[3, 70, 64], &[90 * 64, 64, 1]);
+        assert_eq!(tokens, Some(((210, 1, 64), (3, 3, 5760, 0))));
+        let four = of(&[9, 4, 64], &[90 * 64, 64, 1]);
+        assert_eq!(four, Some(((9, 4, 5760), in_one_run)));
+        // Columns of many, from whole pieces on or not; one row for all.
+        assert_eq!(of(&[7, 64], &[72, 1]), Some(((7, 1, 72), in_one_run)));
+        assert_eq!(of(&[7, 64], &[70, 1]), None);
+        assert_eq!(of(&[7, 60], &[72, 1]), None);
+        assert_eq!(of(&[7, 64], &[0, 1]), Some(((7, 1, 0), in_one_run)));
+        // Elements of a row are apart; rows wider than a block; too many dimensions.
+        assert_eq!(of(&[7, 64], &[128, 2]), None);
+        assert_eq!(of(&[7, 64], &[1, 7]), None);
+        assert_eq!(of(&[7, 1 << 14], &[1 << 15, 1]), None);
+        assert_eq!(
+            of(&[2, 2, 2, 99, 64], &[1 << 20, 1 << 18, 1 << 16, 128, 1]),
+            None
+        );
+        // More runs than blocks.
+        assert_eq!(of(&[1 << 16, 16, 64], &[1 << 12, 128, 1]), None);
     }
 
     /// The first walk has sums, and the second one none. An evaluation's only walk has none either.

@@ -7,10 +7,10 @@
 
 use super::gpu::{Gpu, Kernels, Loaded, Locks, Uses, reads_in_place};
 use super::params::{
-    ANNOUNCED, Address, Announcement, Dtype, NormalizeBwdParams, NormalizeParams,
-    SumPartialsParams, Tiling, UpdateNuParams, UpdatePhiParams, Vector, when,
+    ANNOUNCED, Address, Announcement, NormalizeBwdParams, NormalizeParams, SumPartialsParams,
+    Tiling, UpdateNuParams, UpdatePhiParams, Vector, when,
 };
-use super::plan::{Extent, LaunchPlan, SavedLayout, Workspace, is_whole_sectors};
+use super::plan::{LaunchPlan, SavedLayout, Workspace, is_whole_sectors};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::Pass;
 use crate::device::{self, Env, Gradients, Nu, Outputs, Record, Wanted};
@@ -128,7 +128,8 @@ impl Record for Forwarded {
             pass.weight().filter(|_| wanted.weight),
             pass.bias().filter(|_| wanted.bias),
         ];
-        let mut of_parameters = ParameterGradients::new(parameters, plan.extent.cols, gradient)?;
+        let channels = plan.extent.channels();
+        let mut of_parameters = ParameterGradients::new(parameters, channels, gradient)?;
         if let Some(saved) = &self.saved {
             let announcement = env.announcement();
             // SAFETY: `Backward::launch_rows` writes the partial sums, `Backward::launch_update_nu`
@@ -179,7 +180,7 @@ impl Record for Forwarded {
                 backward.launch_exact(&mut workspace, dx)?;
             }
         }
-        let [weight, bias] = of_parameters.tensors(plan.extent.cols)?;
+        let [weight, bias] = of_parameters.tensors(channels)?;
         Ok(Gradients {
             input: dx.map(|dx| from_storage(dx, pass.x.shape())),
             weight,
@@ -314,18 +315,9 @@ impl RunningNu {
 
 /// The plan of a forward.
 fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan> {
-    let cols = pass.cols();
-    let rows = pass.x.elem_count() / cols;
-    let extent = Extent {
-        // The kernels have no others.
-        dtype: Dtype::of(pass.x.dtype())?,
-        rows,
-        cols,
-        norm: pass.norm,
-        limits: kernels.limits,
-    };
+    let extent = kernels.extent(&pass.x, pass.norm)?;
     // Other processes may have rows. If none has, a training step is an evaluation.
-    let kind = match rows > 0 || has_ranks {
+    let kind = match extent.rows > 0 || has_ranks {
         true => pass.kind,
         false => ForwardKind::Evaluation,
     };
@@ -360,7 +352,7 @@ impl Forward<'_> {
         let saved = self.saved_parts(saved, &mut uses);
         let y = uses.write(y)?.data;
         let residual_out = uses.write(residual_out)?.data;
-        let x = uses.read_rows(&pass.x)?;
+        let x = uses.read_x(&pass.x, &plan.extent)?;
         let residual = uses.read_rows(pass.residual.as_ref())?;
         let keep = uses.read(pass.keep.as_ref())?;
         let (eps, group_eps) = (pass.eps, plan.extent.group_eps());
@@ -405,8 +397,9 @@ impl Forward<'_> {
             group_eps: group_eps.into(),
             ..Default::default()
         };
-        // SAFETY: x, the residual, the sum and y have the plan's rows and columns, the mask its
-        // rows, weight, bias and ψ² its columns. All that is read holds values: with wide groups
+        // SAFETY: x, the residual, the sum and y have the plan's rows and columns, x where the plan
+        // has them and the others packed, the mask its rows, weight, bias and ψ² its channels. With
+        // wide groups or a residual x is packed. All that is read holds values: with wide groups
         // the launch above has written r, and the sum if it is read in place of x. y, and the
         // sum where it is written, are allocations of their own. `partials`, `kept`, 1/D and r
         // are parts of `saved`, or null where it has none.
@@ -536,7 +529,7 @@ impl Forward<'_> {
             x: match residual_out {
                 // `launch_rows` has written it.
                 Some(sum) => uses.write(sum)?.data,
-                None => uses.read_rows(&pass.x)?,
+                None => uses.read_x(&pass.x, &plan.extent)?,
             },
             y: uses.write(y)?.data,
             weight: uses.read_vector(pass.weight())?,
@@ -652,7 +645,7 @@ impl Backward<'_> {
         let workspace = self.workspace(workspace, &mut uses);
         let partials = when(takes_sums, workspace.partials);
         let params = self.rows_params(dx, partials, &workspace, Correction::Nu(nu), &mut uses)?;
-        // SAFETY: x and dy have the plan's rows and columns, the mask its rows, the weight and ν
+        // SAFETY: x and dy have the plan's rows and columns, x where the plan has them, the mask its rows, the weight and ν
         // its columns, and all of them hold values. dx is an allocation of its own, with the shape
         // of x. The rest are parts of `saved`, which the forward has written, and of the workspace.
         unsafe { self.loaded.normalize_bwd(self.plan, params) }
@@ -702,12 +695,12 @@ impl Backward<'_> {
         let saved = plan.saved(uses.hold(self.saved.device_ptr(loaded.stream)));
         let workspace = self.workspace(workspace, &mut uses);
         let announcement = announcement_of(totals, &mut uses)?;
-        let [dweight, dbias] = of_parameters.write(plan.extent.cols, &mut uses)?;
+        let [dweight, dbias] = of_parameters.write(plan.extent.channels(), &mut uses)?;
         let params = UpdateNuParams {
             partials: workspace.partials,
             totals: totals_in(announcement.message),
-            cols: plan.extent.cols as i64,
-            chunks: plan.chunks() as i64,
+            cols: plan.extent.channels() as i64,
+            chunks: plan.partials() as i64,
             weight: uses.read_vector(self.pass.weight())?,
             weight_offset: self.pass.weight_offset(),
             inv_d: saved.inv_d,
@@ -748,7 +741,7 @@ impl Backward<'_> {
         let dx = uses.write(dx)?.data;
         let workspace = self.workspace(workspace, &mut uses);
         let params = self.rows_params(dx, 0, &workspace, Correction::Lambda, &mut uses)?;
-        // SAFETY: x and dy have the plan's rows and columns, the mask its rows, the weight its
+        // SAFETY: x and dy have the plan's rows and columns, x where the plan has them, the mask its rows, the weight its
         // columns, and all of them hold values. Λ is a part of the workspace, in which `update_nu`
         // has written a number a column in the dtype of the sums. dx is an allocation of its own,
         // with the shape of x. The rest are parts of `saved`, which the forward has written, and of
@@ -770,7 +763,7 @@ impl Backward<'_> {
     {
         let (plan, pass) = (self.plan, self.pass);
         // In the order of `Locks`: rows, the weight, and last ν.
-        let x = uses.read_rows(&pass.x)?;
+        let x = uses.read_x(&pass.x, &plan.extent)?;
         let dy = uses.read_rows(self.dy)?;
         let keep = uses.read(pass.backward_keep())?;
         let weight = uses.read_vector(pass.weight())?;
