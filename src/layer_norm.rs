@@ -113,23 +113,20 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<Layer
 /// ```
 #[derive(Clone)]
 pub struct LayerNorm {
-    weight: Tensor,
-    bias: Option<Tensor>,
+    affine: Affine,
     remove_mean: bool,
     eps: f64,
-    /// γ is 1 + `weight`.
-    unit_offset: bool,
 }
 
 impl fmt::Debug for LayerNorm {
     /// As candle's layer, and `unit_offset` if it is set.
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let mut layer = f.debug_struct("LayerNorm");
-        layer.field("weight", &self.weight);
-        layer.field("bias", &self.bias);
+        layer.field("weight", &self.affine.weight);
+        layer.field("bias", &self.affine.bias);
         layer.field("remove_mean", &self.remove_mean);
         layer.field("eps", &self.eps);
-        if self.unit_offset {
+        if self.unit_offset() {
             layer.field("unit_offset", &true);
         }
         layer.finish()
@@ -144,20 +141,17 @@ impl LayerNorm {
     /// moment and does not follow the variable, so build such a layer in each forward, as
     /// [`RmsNorm::new`](crate::RmsNorm::new) explains.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
-        Self {
-            bias: Some(bias),
-            ..Self::new_no_bias(weight, eps)
-        }
+        let mut layer = Self::new_no_bias(weight, eps);
+        layer.affine.bias = Some(bias);
+        layer
     }
 
     /// Builds a layer from its weight, `[size]`, without a bias.
     pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
         Self {
-            weight,
-            bias: None,
+            affine: Affine::new(weight, None),
             remove_mean: true,
             eps,
-            unit_offset: false,
         }
     }
 
@@ -178,23 +172,23 @@ impl LayerNorm {
     /// [`layer_norm`] makes ones.
     #[must_use]
     pub fn with_unit_offset(mut self) -> Self {
-        self.unit_offset = true;
+        self.affine.offset = 1.;
         self
     }
 
     /// `true` if γ is 1 + [`weight`](Self::weight).
     pub fn unit_offset(&self) -> bool {
-        self.unit_offset
+        self.affine.offset != 0.
     }
 
     /// γ, `[size]`; γ − 1 [with a unit offset](Self::with_unit_offset).
     pub fn weight(&self) -> &Tensor {
-        &self.weight
+        &self.affine.weight
     }
 
     /// β, `[size]`.
     pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
+        self.affine.bias.as_ref()
     }
 
     /// ε.
@@ -210,7 +204,7 @@ impl LayerNorm {
 
     /// The number of channels.
     pub fn size(&self) -> usize {
-        self.weight.elem_count()
+        self.affine.weight.elem_count()
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum, in one fused pass. In a
@@ -267,11 +261,12 @@ impl LayerNorm {
             false => None,
         };
         Ok(Self {
-            weight,
-            bias,
+            affine: Affine {
+                offset: if unit_offset { 1. } else { 0. },
+                ..Affine::new(weight, bias)
+            },
             remove_mean,
             eps,
-            unit_offset,
         })
     }
 
@@ -282,19 +277,12 @@ impl LayerNorm {
             true => RowNorm::Centred { eps },
             false => RowNorm::Groups { count: 1, eps },
         };
-        Pass::of_rows(name, xs, norm, Some(self.affine()))
+        Pass::of_rows(name, xs, norm, Some(self.affine.clone()))
     }
 
     /// Checks weight and bias, because the constructors accept any tensors.
     pub(crate) fn check_parameters(&self, name: &str) -> Result<()> {
-        check_affine(name, &self.affine())
-    }
-
-    fn affine(&self) -> Affine {
-        Affine {
-            offset: if self.unit_offset { 1. } else { 0. },
-            ..Affine::new(&self.weight, self.bias.as_ref())
-        }
+        check_affine(name, &self.affine)
     }
 }
 

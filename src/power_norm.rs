@@ -94,8 +94,7 @@ const LAYER: &str = "power_norm";
 /// ```
 #[derive(Clone)]
 pub struct PowerNorm {
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
+    affine: Option<Affine>,
     state: Arc<State>,
     device: DeviceKind,
     mode: Mode,
@@ -163,8 +162,7 @@ impl PowerNorm {
             }
         }
         Ok(Self {
-            weight,
-            bias,
+            affine: weight.map(|weight| Affine::new(weight, bias)),
             device: DeviceKind::of(state.device())?,
             state: Arc::new(state),
             mode: match trainable {
@@ -369,12 +367,12 @@ impl PowerNorm {
 
     /// γ, `[size]`; `None` without `affine`.
     pub fn weight(&self) -> Option<&Tensor> {
-        self.weight.as_ref()
+        self.affine.as_ref().map(|affine| &affine.weight)
     }
 
     /// β, `[size]`; `None` without `affine` or `bias`.
     pub fn bias(&self) -> Option<&Tensor> {
-        self.bias.as_ref()
+        self.affine.as_ref()?.bias.as_ref()
     }
 
     /// A copy of ψ², the running mean square of each channel, `[size]`. The method is named like
@@ -502,7 +500,7 @@ impl PowerNorm {
             true => rows.force_contiguous(),
             false => Ok(rows.clone()),
         };
-        let affine = (self.weight()).map(|weight| Affine::new(weight, self.bias()));
+        let affine = self.affine.clone();
         let mut pass = Pass::of_channels(&self.device, LAYER, &apart(xs)?, affine, channels)?;
         if let Some(residual) = residual {
             pass = pass.with_residual(&apart(residual)?)?;

@@ -58,11 +58,12 @@ pub(crate) struct Affine {
 }
 
 impl Affine {
-    pub fn new(weight: &Tensor, bias: Option<&Tensor>) -> Self {
+    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        let offset = 0.;
         Self {
-            weight: weight.clone(),
-            offset: 0.,
-            bias: bias.cloned(),
+            weight,
+            offset,
+            bias,
         }
     }
 }
@@ -497,7 +498,7 @@ mod tests {
                 "test",
                 xs,
                 CENTRED,
-                Some(Affine::new(weight, bias)),
+                Some(Affine::new(weight.clone(), bias.cloned())),
             ))
         };
         for shape in [&[2][..], &[3, 2], &[0, 2], &[1, 1, 1, 2]] {
@@ -629,7 +630,7 @@ mod tests {
         };
         let x = zeros(&[3, 2], DType::F32)?;
         let of = |len: usize| {
-            let affine = Affine::new(&zeros(&[len], DType::F32)?, None);
+            let affine = Affine::new(zeros(&[len], DType::F32)?, None);
             Pass::of_channels(&DeviceKind::Cpu, "test", &x, Some(affine), channels()?)
         };
         of(2)?;
@@ -641,7 +642,7 @@ mod tests {
     fn no_storage_is_locked_twice() -> Result<()> {
         let all = Tensor::arange(0f32, 12., CPU)?;
         let rows = |start| all.narrow(0, start, 4)?.reshape((2, 2));
-        let affine = Affine::new(&all.narrow(0, 8, 2)?, Some(&all.narrow(0, 10, 2)?));
+        let affine = Affine::new(all.narrow(0, 8, 2)?, Some(all.narrow(0, 10, 2)?));
         // The parameters share a storage with the residual alone, or with the rows too.
         let own = rows(0)?.force_contiguous()?;
         let pass = Pass::of_rows("test", &own, CENTRED, Some(affine.clone()))?;
@@ -673,7 +674,7 @@ mod tests {
         let var = |shape: &[usize]| candle::Var::zeros(shape, DType::F32, CPU);
         let (weight, bias, residual) = (zeros(&[2], DType::F32)?, var(&[2])?, var(&[3, 2])?);
         let tracked = |bias: Option<&Tensor>| {
-            let affine = Affine::new(&weight, bias);
+            let affine = Affine::new(weight.clone(), bias.cloned());
             Pass::of_rows("test", &xs, CENTRED, Some(affine))
         };
         assert!(!tracked(None)?.tracked);

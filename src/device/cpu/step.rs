@@ -509,7 +509,7 @@ mod tests {
     /// A pass over rows of one channel, with γ = 3 and β = 1, and an ε that no result shows.
     fn pass(x: &[f64], kind: ForwardKind, recipe: Recipe) -> Result<Pass> {
         let tensor = |values: &[f64]| Tensor::from_slice(values, values.len(), &Device::Cpu);
-        let affine = Affine::new(&tensor(&[3.])?, Some(&tensor(&[1.])?));
+        let affine = Affine::new(tensor(&[3.])?, Some(tensor(&[1.])?));
         let channels = Channels {
             phi: tensor(&[f64::NAN])?,
             kind,
@@ -642,7 +642,7 @@ mod tests {
     fn phi_moves_after_what_can_fail() -> Result<()> {
         for kind in [ForwardKind::BatchStatistic, ForwardKind::RunningStatistic] {
             let mut pass = pass(&[6., 2.], kind, Recipe::Paper)?;
-            pass.affine = Some(Affine::new(&Tensor::new(&[3u8], &Device::Cpu)?, None));
+            pass.affine = Some(Affine::new(Tensor::new(&[3u8], &Device::Cpu)?, None));
             let mut outside = Outside::new(4., 5.)?;
             let Err(error) = run_forward(&mut pass, &mut outside) else {
                 panic!("a forward with a weight of U8")
