@@ -87,7 +87,7 @@ enum Dtype : int64_t {
 // A number for each channel, in a dtype that is known only at launch, because parameters and state
 // may have another dtype than the input.
 struct Vector {
-  void *data; // [cols], or null
+  void *data; // [channels], or null
   Dtype dtype;
 };
 
@@ -103,13 +103,13 @@ struct Number {
 //
 // A thread owns N pieces of V adjacent columns, all in one group. The pieces of a group are dealt
 // round-robin to `span` adjacent lanes (threadIdx.x), N to each. A tile is the set of columns that
-// one block owns (blockIdx.x). A chunk is the set of rows that one block owns: block y has the rows
-// from y*chunk_rows on, and deals them round-robin to its rows of threads (threadIdx.y).
+// one block owns (blockIdx.x). A chunk is the set of rows that one block owns (blockIdx.y), which
+// deals them round-robin to its rows of threads (threadIdx.y): chunk_rows of a run, or the rest.
 //
 // x may be a view. Then a row may have several heads: adjacent columns that are normalized by
 // themselves, by the same weight and bias. To the kernels they are groups of one row. And the rows
-// may come in runs: rows of a run have one stride, a chunk is a part of one run, and the first rows
-// of runs have a stride of their own, in two dimensions.
+// may come in runs, each of them in one stride. Runs begin at strides of their own, in two
+// dimensions.
 struct Tiling {
   int64_t rows;
   int64_t cols;
@@ -120,9 +120,8 @@ struct Tiling {
   int64_t chunk_rows;
   int32_t inner_runs;
   int32_t run_chunks;      // chunks of a run
-  int32_t x_step;          // elements of x from a thread's row to its next row; negative if reversed
-  int32_t channels;        // columns of a head, which all heads share weight and bias of. Usually
-                           // a row is one head
+  int32_t x_step;          // elements of x from a thread's row to its next; negative if reversed
+  int32_t channels;        // columns of a head. Usually a row is one head
   int32_t groups;          // of the group scaling, in all heads; 1 without group scaling
   int32_t group_len;       // cols / groups
   int32_t span;            // lanes that share a group's part of a tile
@@ -148,7 +147,7 @@ enum GroupRmsOrigin : int32_t {
 // `group_rms_inv` is [rows, groups, LAYER_NORM_STATISTICS].
 struct NormalizeParams {
   Tiling tiling;
-  const void *x;        // [rows, cols] T, rows x_stride apart
+  const void *x;        // [rows, cols] T, a view as in the tiling
   const void *residual; // [rows, cols] T, added to x first; or null
   void *residual_out;   // [rows, cols] T, x + residual, written; null without a residual
   void *y;              // [rows, cols] T, written; null: only sums are wanted
@@ -156,7 +155,7 @@ struct NormalizeParams {
   Vector weight;        // null: 1
   Vector bias;          // null: 0
   Vector phi;           // D^2 - eps; null: 1/D is read from inv_d or, without that, is 1
-  void *inv_d;          // [cols] A, 1/D: written if phi is given, else read; or null
+  void *inv_d;          // [channels] A, 1/D: written if phi is given, else read; or null
   void *group_rms_inv;  // [rows, groups] A, r: read if GIVEN, else written; or null
   void *partials;       // [chunks, cols] A, sums of x~^2 over kept rows, written; or null
   int64_t *kept;        // [chunks], numbers of kept rows, written; or null
@@ -226,14 +225,14 @@ struct UpdatePhiParams {
 // LAYER_NORM_MEANS_BWD].
 struct NormalizeBwdParams {
   Tiling tiling;
-  const void *x;       // [rows, cols] T, rows x_stride apart
+  const void *x;       // [rows, cols] T, a view as in the tiling
   const void *dy;      // [rows, cols] T
   void *dx;            // [rows, cols] T, written; null: only sums are wanted
   const uint8_t *keep; // [rows], 0 for a padded row; null: all rows are kept
   Vector weight;       // null: 1
   Vector correction;   // nu or Lambda, divided by correction_scale; null: 0
-  const void *inv_d;   // [cols] A, 1/D of the forward; null: 1
-  const void *batch_phi; // [cols] A: dx is divided by sqrt(batch_phi + eps); null: by D
+  const void *inv_d;   // [channels] A, 1/D of the forward; null: 1
+  const void *batch_phi; // [channels] A: dx is divided by sqrt(batch_phi + eps); null: by D
   const void *count;     // [1] A; 0: no row is kept, so correction and batch_phi do not apply;
                          // null: they apply
   const void *group_rms_inv; // [rows, groups] A, r of the forward; not read if NO_GROUPS
@@ -249,7 +248,7 @@ struct NormalizeBwdParams {
 
 // The argument of update_nu.
 struct UpdateNuParams {
-  const void *partials; // [chunks, 2, cols] A
+  const void *partials; // [chunks, 2, cols] A; a chunk for each chunk and head of normalize_bwd
   const double *totals; // [cols], sums of dy x~ over the whole batch; null: the partials have the
                         // whole batch
   int64_t cols;

@@ -3,9 +3,9 @@
 // has a pass subtract each row's mean first. A group is then a whole row and D is 1, and there is
 // no mask and no statistic of columns.
 //
-// Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. T is the
-// dtype of the input, and A the dtype of the sums. All arrays are packed, except that `normalize`
-// and `normalize_bwd` read an x whose rows lie `x_stride` elements apart. kernels/params.cuh
+// Symbols are the paper's: X~ is the input after group scaling, X^ = X~/D, g = weight * dy. T is
+// the dtype of the input, and A the dtype of the sums. All arrays are packed, except that x of
+// `normalize` and `normalize_bwd` may be a view (Tiling). kernels/params.cuh
 // says which pointers may be null. src/device/cuda/plan.rs explains how rows and columns are cut
 // (piece, lane, span, tile, chunk, stage, ring), with an example. No kernel waits for the host,
 // adds in an order that depends on timing, or reads what another block of the same launch writes.
@@ -46,9 +46,9 @@ template <typename T, int N> struct Columns {
   // The first column of piece n.
   __device__ __forceinline__ int64_t col(int n) const { return first + n * stride; }
 
-  // The head that the thread's columns are in.
+  // The head that the thread's columns are in. Divisions are for views only.
   __device__ __forceinline__ int head(const Tiling &tiling) const {
-    return static_cast<int>(first / tiling.channels);
+    return tiling.cols == tiling.channels ? 0 : static_cast<int>(first) / tiling.channels;
   }
 
   // The columns of piece n, V at most.
@@ -79,15 +79,20 @@ template <typename T, int N> struct Columns {
 
 // The run of rows that this block's chunk is a part of.
 __device__ __forceinline__ int run_of_block(const Tiling &tiling) {
-  return static_cast<int>(blockIdx.y) / tiling.run_chunks;
+  const int chunk = static_cast<int>(blockIdx.y);
+  return tiling.run_rows == tiling.rows ? 0 : chunk / tiling.run_chunks;
 }
 
 // Where x would start if all its rows lay as those of this block's run.
 template <typename T>
 __device__ __forceinline__ const T *x_of_block(const Tiling &tiling, const void *x) {
-  const int run = run_of_block(tiling), outer = run / tiling.inner_runs;
-  const int64_t offset = outer * tiling.x_outer + (run - outer * tiling.inner_runs) * tiling.x_inner;
-  return static_cast<const T *>(x) + offset - run * tiling.run_rows * tiling.x_stride;
+  int64_t offset = 0;
+  if (tiling.run_rows != tiling.rows) {
+    const int run = run_of_block(tiling), outer = run / tiling.inner_runs;
+    offset = outer * tiling.x_outer + (run - outer * tiling.inner_runs) * tiling.x_inner -
+             run * tiling.run_rows * tiling.x_stride;
+  }
+  return static_cast<const T *>(x) + offset;
 }
 
 // The rows of this thread: every blockDim.y-th row of the block's chunk, from the first on or, if
@@ -116,11 +121,9 @@ struct Rows {
     stride = static_cast<int>(blockDim.y);
     // Unsigned: a chunk may have nearly 2^31 rows.
     iterations = (static_cast<unsigned>(rows) + stride - 1) / stride;
-    // Unsigned: a thread with one row may have a stride of 2^31 elements and more, which it does
-    // not use.
-    const unsigned signed_stride = direction * stride;
-    stride_elements = static_cast<int>(signed_stride * static_cast<unsigned>(tiling.cols));
-    stride_groups = static_cast<int>(signed_stride * static_cast<unsigned>(tiling.groups));
+    const int signed_stride = direction * stride;
+    stride_elements = signed_stride * static_cast<int>(tiling.cols);
+    stride_groups = signed_stride * tiling.groups;
   }
 
   // The thread's row of this iteration, or the row that is `skipped` rows of the block further on.
@@ -312,16 +315,15 @@ template <typename T, int N> struct GroupSum {
   }
 };
 
-// Writes the `which`-th of SUMS sums of this block's columns to partials[chunks, heads, SUMS,
-// channels]. The block's first row of threads calls this, each thread with its sums.
+// Writes the sums of this block's columns to partials[chunks, heads, SUMS, channels], as the
+// `which`-th of SUMS. The block's first row of threads calls this, each thread with its sums.
 template <int SUMS, typename T, int N>
 __device__ __forceinline__ void store_sums(const Sum<T> *sums, void *partials, int which,
                                            const Tiling &tiling, const Columns<T, N> &columns) {
   using A = Sum<T>;
-  const int head = columns.head(tiling);
-  // Where this head's sums begin, less the columns before the head.
-  A *to = static_cast<A *>(partials) + blockIdx.y * tiling.cols * SUMS +
-          (static_cast<int64_t>(head) * (SUMS - 1) + which) * tiling.channels;
+  // Less the columns before the head.
+  const int64_t before = static_cast<int64_t>(columns.head(tiling)) * (SUMS - 1) + which;
+  A *to = static_cast<A *>(partials) + (blockIdx.y * SUMS * tiling.cols + before * tiling.channels);
   each<N>([&](int n) {
 #pragma unroll
     for (int q = 0; q < PIECE<T>; q += PIECE<A>) {
@@ -426,8 +428,8 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 // Determinism: bitwise.
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_d [channels];
 //        group_rms_inv[rows, groups, STATISTICS] A if GIVEN.
-// Writes y, residual_out [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64, inv_d[channels] A
-//        if phi is given, group_rms_inv[rows, groups, STATISTICS] A unless GIVEN; each unless null,
+// Writes y, residual_out [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64,
+//        inv_d[channels] A if phi is given, group_rms_inv[rows, groups, STATISTICS] A unless GIVEN; each unless null,
 //        overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups*STATISTICS + chunks*cols)*sizeof(A); half of
 //        the first without y, and as much again with a residual.
@@ -437,9 +439,9 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 //        a tree over the block's rows.
 // Requires rows >= 1, cols >= 1, whole warps a block, packed rows but of x.
 //        If vectorized, x, its rows, residual, residual_out, y and partials are 16-byte aligned.
-//        If cols > channels: no phi, inv_d, kept or partials, and groups within a head.
+//        If cols > channels: no phi, inv_d, kept, and no partials of `normalize`.
 //        If a group that the block reduces spans warps, blockDim.x is a multiple of 32.
-//        Either blockDim.y*cols and blockDim.y*x_stride < 2^31, or a thread has one row.
+//        blockDim.y*cols and blockDim.y*x_stride < 2^31.
 // Launcher: plan.rs::rows_launch.
 template <typename T, int N, bool CENTRED = false>
 __device__ __forceinline__ void normalize(const NormalizeParams &p) {
@@ -892,8 +894,8 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.
 // Thread owns N pieces of every blockDim.y-th row in its chunk.
 // Reduction: as in normalize.
-// Requires rows >= 1, cols >= 1, packed rows but of x; x, its rows, dy, dx, partials 16-byte aligned
-//        if vectorized; inv_d, group_rms_inv, count by the forward; blocks and heads as for
+// Requires rows >= 1, cols >= 1, packed rows but of x; x, its rows, dy, dx, partials 16-byte
+//        aligned if vectorized; inv_d, group_rms_inv, count by the forward; blocks and heads as for
 //        `normalize`.
 // Launcher: plan.rs::rows_launch.
 template <typename T, int N, bool CENTRED = false>
@@ -1023,6 +1025,8 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
   if (p.partials != nullptr) {
     sum_block_rows(sums, reinterpret_cast<A *>(shared_memory));
     if (threadIdx.y == 0) {
+      // Computed again, because it would take registers in the loop.
+      const Columns<T, N> columns(tiling);
       store_sums<2>(sums, p.partials, 0, tiling, columns);
       store_sums<2>(sums + N * V, p.partials, 1, tiling, columns);
     }
@@ -1039,7 +1043,8 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
 // Launch ceil(cols/lanes), block lanes x chunks, smem 12 B a thread.
 // Thread owns one column of every blockDim.y-th chunk.
 // Reduction: registers, then a smem tree.
-// Requires partials by `normalize_bwd`, totals by `sum_partials`.
+// Requires partials by `normalize_bwd`, of which each chunk and head is a chunk here; totals by
+//        `sum_partials`.
 // Launcher: plan.rs::channels_launch.
 template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuParams &p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];

@@ -711,7 +711,7 @@ impl RowNorm {
 pub type View = fn(&Tensor) -> Result<Tensor>;
 
 /// Views for norms of rows by themselves, each with the shape of its base.
-pub const ROW_VIEWS: [(&str, &[usize], View); 14] = [
+pub const ROW_VIEWS: [(&str, &[usize], View); 15] = [
     ("the heads of queries", &[3, 5, 2, 4, 64], |base| {
         base.narrow(2, 1, 1)?.squeeze(2)
     }),
@@ -726,6 +726,9 @@ pub const ROW_VIEWS: [(&str, &[usize], View); 14] = [
         &[1, 40, 6, 64],
         |base| base.narrow(2, 1, 4)?.transpose(1, 2),
     ),
+    ("heads of the first tokens", &[2, 40, 3, 4, 48], |base| {
+        base.narrow(1, 0, 36)?.narrow(2, 1, 1)?.squeeze(2)
+    }),
     ("heads before few tokens", &[3, 5, 6, 64], |base| {
         base.narrow(2, 1, 4)?.transpose(1, 2)
     }),

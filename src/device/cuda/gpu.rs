@@ -196,7 +196,8 @@ impl Loaded<'_> {
     ///    that this stream waits for.
     /// 5. `launch` and the `tiling` in `params`, if the kernel has one, come from one call of a
     ///    [`LaunchPlan`](super::plan::LaunchPlan), for the number of arrays and of sums that the
-    ///    addresses in `params` imply. The plan has the shape of those arrays.
+    ///    addresses in `params` imply. The plan has the shape of those arrays, and x lies as in its
+    ///    extent.
     pub unsafe fn launch<P: DeviceRepr>(&self, launch: &Launch<P>, params: &P) -> Result<()> {
         let entry = launch.entry();
         let Some((_, function)) = self.functions.iter().find(|(loaded, _)| *loaded == entry) else {
@@ -230,7 +231,7 @@ impl Loaded<'_> {
 /// Returns rows in a layout that kernels read, copied if need be: packed, from a 16-byte boundary.
 pub(in crate::device) fn readable(rows: &Tensor) -> Result<Tensor> {
     let rows = rows.contiguous()?;
-    match is_on_boundary(&rows) {
+    match begins_on_boundary(&rows) {
         true => Ok(rows),
         false => rows.force_contiguous(),
     }
@@ -244,14 +245,14 @@ pub(in crate::device) fn readable_x(
     norm: RowNorm,
 ) -> Result<Tensor> {
     let has_rows = x.elem_count() > 0;
-    match has_rows && is_on_boundary(x) && kernels.extent(x, norm).is_ok() {
+    match has_rows && begins_on_boundary(x) && kernels.extent(x, norm).is_ok() {
         true => Ok(x.clone()),
         false => readable(x),
     }
 }
 
 /// Kernels access rows 16 bytes at a time.
-fn is_on_boundary(rows: &Tensor) -> bool {
+fn begins_on_boundary(rows: &Tensor) -> bool {
     (rows.layout().start_offset() * rows.dtype().size_in_bytes()).is_multiple_of(PIECE_BYTES)
 }
 
@@ -366,6 +367,7 @@ impl<'u, 't> Uses<'u, 't> {
         if extent.is_packed() {
             return self.read_rows(x);
         }
+        debug_assert!(!x.is_contiguous(), "packed rows are no view");
         on_boundary(self.read_storage(x)? + start(x.layout(), x.dtype()))
     }
 

@@ -46,6 +46,17 @@
 //! SMs. All blocks run at the same time, and a pass takes as long as its longest chunk. That is why
 //! all chunks except the last have the same number of rows.
 //!
+//! # Views
+//!
+//! A pass that normalizes rows by themselves, without a residual, reads x where it is if it is a view
+//! that kernels can walk ([`Extent::of_view`]):
+//!
+//! - **Head**: the channels of the layer, where a row has several of them side by side, which are
+//!   normalized by themselves. To the kernels they are groups of one row. Each has a part of the
+//!   partial sums of its own, and the second launch adds up those of all heads too.
+//! - **Run**: rows in one stride, where not all rows are. A chunk is a part of one run, so that a
+//!   thread comes to its next row by one addition.
+//!
 //! # An example
 //!
 //! A forward of 5000×768 in bf16 with one group, on an H100: 132 SMs, 227 KiB of shared memory.
@@ -294,17 +305,16 @@ impl Extent {
             ..
         } = self.x;
         let whole = |elements: usize| elements.is_multiple_of(piece_len(self.dtype));
-        let is_cut = |direction| {
-            Cut::new(self, direction, true).is_ok_and(|cut| {
-                cut.group_scaling == GroupRmsOrigin::InTile && cut.chunks <= MAX_CHUNKS
-            })
+        let owns_groups = |direction, takes_sums| {
+            Cut::new(self, direction, takes_sums)
+                .is_ok_and(|cut| cut.group_scaling == GroupRmsOrigin::InTile)
         };
         let is_long = self.x.runs == 1 || self.rows / self.x.runs >= MIN_RUN_ROWS;
         self.is_vectorized()
             && is_long
             && [stride, inner, outer].into_iter().all(whole)
-            && is_cut(Direction::Forward)
-            && is_cut(Direction::Backward)
+            && owns_groups(Direction::Forward, false)
+            && owns_groups(Direction::Backward, true)
     }
 
     /// C.
@@ -390,10 +400,10 @@ pub struct Cut {
 
 impl Cut {
     /// Cuts a pass, which `takes_sums` of its columns or not. The cut depends on nothing else but
-    /// shape, dtype and GPU, so that two runs add the same terms in the same order.
+    /// shape, strides, dtype and GPU, so that two runs add the same terms in the same order.
     ///
-    /// Returns an error for a shape that the kernels cannot count: they count channels, and the
-    /// rows of a chunk, in 32 bits.
+    /// Returns an error for a shape that the kernels cannot count: they count channels, the rows of
+    /// a chunk, and the elements from a thread's row to its next, in 32 bits, and chunks in 16.
     pub fn new(extent: &Extent, direction: Direction, takes_sums: bool) -> Result<Self, Error> {
         let Extent { rows, cols, .. } = *extent;
         let too_large = Error::TooLarge { rows, cols };
@@ -405,9 +415,10 @@ impl Cut {
             false => FEWEST_OF_EVALUATION,
         };
         let cut = Self::of_countable(extent, direction, fewest);
-        match i32::try_from(cut.chunk_rows) {
-            Ok(_) => Ok(cut),
-            Err(_) => Err(too_large),
+        let counts = i32::try_from(cut.chunk_rows).is_ok() && cut.chunks <= MAX_CHUNKS;
+        match counts && cut.has_short_steps() {
+            true => Ok(cut),
+            false => Err(too_large),
         }
     }
 
@@ -419,22 +430,25 @@ impl Cut {
             .unwrap_or_else(|| Self::parts_of_groups(extent, pieces));
         let chunks = (extent.limits.multiprocessors / cut.tiles).max(1);
         let chunk_rows = extent.rows.div_ceil(chunks).max(fewest.chunk_rows);
-        // Equal parts of each run.
+        // Equal parts of each run, so that the multiprocessors, in turns, have the fewest rows. A
+        // block also prepares its coefficients, in the time of a few rows.
         let run_rows = extent.rows / extent.x.runs;
         let chunk_rows = match extent.x.runs {
             1 => chunk_rows,
-            _ => run_rows.div_ceil(run_rows.div_ceil(chunk_rows)),
+            runs => {
+                let work = |&parts: &usize| {
+                    let turns = (runs * parts).div_ceil(chunks);
+                    turns * (run_rows.div_ceil(parts) + fewest.chunk_rows)
+                };
+                let parts = (1..=(run_rows / fewest.chunk_rows).clamp(1, chunks)).min_by_key(work);
+                run_rows.div_ceil(parts.unwrap_or(1))
+            }
         };
         // Rows of threads stay a power of two, for the tree that adds up their sums.
         while cut.gains_by_doubling(chunk_rows, fewest.thread_rows) {
             cut.rows *= 2;
         }
-        // Kernels count the elements from a thread's row to its next row in 32 bits. If there are
-        // more, a thread has one row.
-        cut.chunk_rows = match i32::try_from(cut.rows * extent.cols.max(extent.x.stride)) {
-            Ok(_) => chunk_rows,
-            Err(_) => cut.rows,
-        };
+        cut.chunk_rows = chunk_rows;
         cut.chunks = extent.x.runs * run_rows.div_ceil(cut.chunk_rows);
         cut
     }
@@ -467,9 +481,12 @@ impl Cut {
     fn parts_of_groups(extent: &Extent, max_pieces: usize) -> Self {
         let pieces = max_pieces.min(1 << extent.group_pieces().ilog2());
         let group_lanes = extent.group_pieces().div_ceil(pieces);
+        // Eight rows of threads fill warps of a multiple of four lanes. Kernels could not count from
+        // a row to the eighth after it where rows are this wide: these have one row of threads.
+        let is_huge = extent.cols > i32::MAX as usize / 8;
         let lanes = |parts: usize| match group_lanes.div_ceil(parts) {
             few if few < 4 => few.next_power_of_two(),
-            lanes => lanes.next_multiple_of(4),
+            lanes => lanes.next_multiple_of(if is_huge { WARP } else { 4 }),
         };
         // Lanes for each row on the busiest multiprocessor. It has several tiles in turn, or a part
         // of the rows of one tile.
@@ -525,7 +542,16 @@ impl Cut {
         };
         let idle = chunk_rows.next_multiple_of(doubled.rows) - chunk_rows;
         let is_busy = idle * IDLE_SHARE <= chunk_rows || doubled.threads() <= ROW_THREADS / 2;
-        doubled.rows * thread_rows <= chunk_rows && is_busy && doubled.has_room(MIN_PREFETCHED)
+        doubled.rows * thread_rows <= chunk_rows
+            && is_busy
+            && doubled.has_room(MIN_PREFETCHED)
+            && doubled.has_short_steps()
+    }
+
+    /// Kernels can count the elements from a thread's row to its next row.
+    fn has_short_steps(&self) -> bool {
+        let stride = self.extent.cols.max(self.extent.x.stride);
+        i32::try_from(self.rows.saturating_mul(stride)).is_ok()
     }
 
     /// A multiprocessor has room for such a block and `arrays` prefetched rows.
@@ -780,7 +806,7 @@ pub struct SavedLayout {
 pub struct Workspace {
     /// Λ, `[C]`.
     pub lambda: Address,
-    /// Sums of dy x̃ and of dy, chunk by chunk.
+    /// Sums of dy x̃ and of dy, chunk by chunk and head by head.
     pub partials: Address,
     /// Means over each row and group, one or in a pass of LayerNorm two. Exists if groups are wider
     /// than a block.
@@ -906,7 +932,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Bytes of a number for each channel.
+    /// Bytes of a number for each column.
     fn row_bytes(&self) -> u64 {
         self.extent.cols as u64 * self.sum_bytes()
     }
@@ -1861,15 +1887,42 @@ mod tests {
         assert_eq!(launch.block, (8, (CHANNEL_THREADS / 8) as u32));
     }
 
-    /// From a row of a thread to its next row a kernel counts elements in 32 bits. Where there are
-    /// more, each thread has one row.
+    /// From a row of a thread to its next row a kernel counts elements in 32 bits. Where there would
+    /// be more, a block has fewer rows of threads; a view with too long a stride is copied.
     #[test]
-    fn threads_of_the_widest_rows_have_one_row() {
-        for (cols, has_one) in [(1 << 20, false), (1 << 27, false), (1 << 29, true)] {
+    fn steps_fit_in_32_bits() {
+        for (cols, rows) in [
+            (1 << 20, 8),
+            (1 << 27, 8),
+            (1 << 29, 2),
+            (1 << 30, 1),
+            (i32::MAX as usize, 1),
+        ] {
             let [forward, _] = plans((Dtype::F32, 100_000, cols, None), H100).unwrap();
-            let cut = forward.cut;
-            assert_eq!(cut.rows == cut.chunk_rows, has_one, "{cut:?}");
-            assert_eq!(i32::try_from(cut.rows * cols).is_err(), has_one, "{cut:?}");
+            assert_eq!(forward.cut.rows, rows, "{:?}", forward.cut);
+        }
+        for (bits, is_walked) in [(26, true), (27, false)] {
+            let norm = RowNorm::Centred { eps: 1e-5 };
+            let strides = [1 << bits, 1];
+            let extent = Extent::of_view(Dtype::Bf16, (&[32, 64], &strides), norm, H100);
+            assert_eq!(extent.is_some(), is_walked, "{extent:?}");
+        }
+    }
+
+    /// Parts of runs leave no multiprocessor idle for long.
+    #[test]
+    fn runs_are_cut_evenly() {
+        for (runs, run_rows, parts, part_rows) in [
+            (20, 4096, 13, 316),
+            (128, 512, 1, 512),
+            (4, 100, 25, 4),
+            (200, 256, 5, 52),
+        ] {
+            let norm = RowNorm::Centred { eps: 1e-5 };
+            let (dims, strides) = ([runs, run_rows, 128], [128, 128 * runs * 3, 1]);
+            let extent = Extent::of_view(Dtype::Bf16, (&dims, &strides), norm, H100).unwrap();
+            let cut = Cut::new(&extent, Direction::Backward, true).unwrap();
+            assert_eq!((cut.chunks, cut.chunk_rows), (runs * parts, part_rows));
         }
     }
 

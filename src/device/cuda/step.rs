@@ -370,9 +370,9 @@ impl Forward<'_> {
                 group_eps: group_eps.into(),
                 ..Default::default()
             };
-            // SAFETY: x, the residual and the sum have the plan's rows and columns, and x and
-            // the residual hold values. The sum is an allocation of its own, and `group_rms_inv`
-            // a part of `saved` with room for each group.
+            // SAFETY: x, the residual and the sum have the plan's rows and columns, packed because
+            // groups are wide, and x and the residual hold values. The sum is an allocation of its
+            // own, and `group_rms_inv` a part of `saved` with room for each group.
             unsafe { loaded.reduce_groups(plan, params) }?;
         }
 
@@ -400,9 +400,9 @@ impl Forward<'_> {
         // SAFETY: x, the residual, the sum and y have the plan's rows and columns, x where the plan
         // has them and the others packed, the mask its rows, weight, bias and ψ² its channels. With
         // wide groups or a residual x is packed. All that is read holds values: with wide groups
-        // the launch above has written r, and the sum if it is read in place of x. y, and the
-        // sum where it is written, are allocations of their own. `partials`, `kept`, 1/D and r
-        // are parts of `saved`, or null where it has none.
+        // the launch above has written r, and the sum if it is read in place of x. y, and the sum
+        // where it is written, are allocations of their own. `partials`, `kept`, 1/D and r are
+        // parts of `saved`, or null where it has none.
         unsafe { loaded.normalize(plan, params) }?;
 
         // The sums over all rows, if Γ is a mean over all: without y and a mask.
@@ -415,9 +415,9 @@ impl Forward<'_> {
                 group_eps: group_eps.into(),
                 ..Default::default()
             };
-            // SAFETY: x, or the sum, which an earlier launch has written, has the plan's rows
-            // and columns. r and `all_partials` are parts of `saved`. r of wide groups, which is
-            // read, was written by the first launch, and other r is written here once more.
+            // SAFETY: x, or the sum, which an earlier launch has written, has the plan's rows and
+            // columns. r and `all_partials` are parts of `saved`. r of wide groups, which is read,
+            // was written by the first launch, and other r is written here once more.
             unsafe { loaded.normalize(plan, params) }?;
         }
         Ok(())
@@ -529,7 +529,7 @@ impl Forward<'_> {
             x: match residual_out {
                 // `launch_rows` has written it.
                 Some(sum) => uses.write(sum)?.data,
-                None => uses.read_x(&pass.x, &plan.extent)?,
+                None => uses.read_rows(&pass.x)?,
             },
             y: uses.write(y)?.data,
             weight: uses.read_vector(pass.weight())?,
@@ -645,9 +645,10 @@ impl Backward<'_> {
         let workspace = self.workspace(workspace, &mut uses);
         let partials = when(takes_sums, workspace.partials);
         let params = self.rows_params(dx, partials, &workspace, Correction::Nu(nu), &mut uses)?;
-        // SAFETY: x and dy have the plan's rows and columns, x where the plan has them, the mask its rows, the weight and ν
-        // its columns, and all of them hold values. dx is an allocation of its own, with the shape
-        // of x. The rest are parts of `saved`, which the forward has written, and of the workspace.
+        // SAFETY: x and dy have the plan's rows and columns, x where the plan has them, the mask
+        // its rows, the weight and ν its channels, and all of them hold values. x is packed if
+        // groups are wide. dx is an allocation of its own, with the shape of x. The rest are parts
+        // of `saved`, which the forward has written, and of the workspace.
         unsafe { self.loaded.normalize_bwd(self.plan, params) }
     }
 
@@ -715,7 +716,7 @@ impl Backward<'_> {
         };
         let launch = |params: &UpdateNuParams| {
             // SAFETY: the weight, the gradients and ν, which `in_place` holds, have the plan's
-            // columns, and the message the length of `LaunchPlan::message_len`. The rest are parts
+            // channels, and the message the length of `LaunchPlan::message_len`. The rest are parts
             // of `saved`, which the forward has written, and of the workspace, whose chunks
             // `launch_rows` has written; without rows there are no chunks. All are allocations or
             // parts of their own. The launch is the plan's, and the kernel has no tiling.
@@ -741,11 +742,11 @@ impl Backward<'_> {
         let dx = uses.write(dx)?.data;
         let workspace = self.workspace(workspace, &mut uses);
         let params = self.rows_params(dx, 0, &workspace, Correction::Lambda, &mut uses)?;
-        // SAFETY: x and dy have the plan's rows and columns, x where the plan has them, the mask its rows, the weight its
-        // columns, and all of them hold values. Λ is a part of the workspace, in which `update_nu`
-        // has written a number a column in the dtype of the sums. dx is an allocation of its own,
-        // with the shape of x. The rest are parts of `saved`, which the forward has written, and of
-        // the workspace.
+        // SAFETY: x and dy have the plan's rows and columns, x where the plan has them, the mask
+        // its rows, the weight its channels, and all of them hold values. x is packed if groups are
+        // wide. Λ is a part of the workspace, in which `update_nu` has written a number a column in
+        // the dtype of the sums. dx is an allocation of its own, with the shape of x. The rest are
+        // parts of `saved`, which the forward has written, and of the workspace.
         unsafe { self.loaded.normalize_bwd(self.plan, params) }
     }
 
