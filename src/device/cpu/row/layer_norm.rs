@@ -6,12 +6,15 @@
 //! dx = r (dx̃ − mean(dx̃) − x̃ · mean(dx̃ x̃))      with dx̃ = gain ⊙ dy
 //! ```
 //!
-//! A row is usually read three times, from the first-level cache after the first time: for the
-//! mean, for the squared deviations from the mean, and for the output.
+//! A row is usually read twice, the second time from the first-level cache: for μ and r, and for the
+//! output.
 //!
-//! The mean is computed twice. In f32 a mean of 1e4 is rounded by up to 0.0005, which for rows with
-//! a deviation of 1 is half a thousandth of x̃. So the second walk also takes the mean of the
-//! deviations from the rounded mean, `rest`, and μ is `mean + rest`. For example, in f32
+//! Σ x² and Σ x would give both in one walk, but if the mean is large beside the deviation, σ² is a
+//! small difference of large numbers. So the walk sums deviations from a number near the mean, and
+//! their squares. This number is the mean of the first [`SAMPLE`] columns, `mean`. With the mean of
+//! the deviations from it, `rest`, μ is `mean + rest`, and σ² is the mean of the squares − `rest²`.
+//! Neither is rounded as a single number would be: in f32 a mean of 1e4 is rounded by up to 0.0005,
+//! which for rows with a deviation of 1 is half a thousandth of x̃. For example, in f32
 //!
 //! ```text
 //! x                  16777216, 16777216, 16777218      2²⁴, where f32 has every second integer
@@ -21,10 +24,13 @@
 //! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the mean of the squares of x − μ
 //! ```
 //!
-//! In a row whose values are nearly the same, the rounding errors of a long sum can leave the first
-//! mean several standard deviations away. Then both squares in the variance are large, and their
-//! difference is noise. So if `rest` is more than a tenth of the standard deviation, the mean is
-//! computed again in f64, and the second walk is repeated.
+//! If `rest` is more than half the root of the mean square, σ² would again be a small difference.
+//! Then the walk is repeated, up to twice:
+//!
+//! 1. The first columns lie elsewhere than the row. For a random row they rarely do: their mean is
+//!    an eighth of a deviation away from μ, on average. The second walk is from `mean + rest`.
+//! 2. The row's values are nearly the same, so that the rounding errors of the sums leave even that
+//!    number several deviations away from μ. The third walk is from a mean computed in f64.
 
 use super::group_scaling::Scaler;
 use super::output::{RowWriter, write_row};
@@ -93,7 +99,7 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
 /// Statistics of a row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowStats<A> {
-    /// μ, as `mean + rest`: the mean, rounded, and the mean of the deviations from it.
+    /// μ, as `mean + rest`: a number near it, and the mean of the deviations from that.
     mean: A,
     rest: A,
     /// r = 1/√(σ² + ε).
@@ -118,7 +124,7 @@ impl<A: Accumulator> Scaler<A> {
     /// μ and r of a row.
     #[inline(always)]
     fn centre<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T]) -> RowStats<A> {
-        let mut mean = RoundedMean::new(simd, self, x);
+        let mut mean = NearMean::new(simd, x);
         loop {
             let [rest, squares] = sum_spans!(simd, 4, 0..x.len(), |at, rest, squares| {
                 let deviation = at.load(x) - at.splat(mean.value);
@@ -140,7 +146,7 @@ impl<A: Accumulator> Scaler<A> {
         [x, dy]: [&[T]; 2],
         gain: &[A],
     ) -> (RowStats<A>, [A; 2]) {
-        let mut mean = RoundedMean::new(simd, self, x);
+        let mut mean = NearMean::new(simd, x);
         loop {
             let sums = sum_spans!(simd, 2, 0..x.len(), |at, rest, squares, total, products| {
                 let deviation = at.load(x) - at.splat(mean.value);
@@ -175,7 +181,7 @@ impl<A: Accumulator> Scaler<A> {
         mean_square: A,
     ) -> RowStats<A> {
         // Never negative:
-        // - `rest²` is a hundredth of the mean square at most, or
+        // - `rest²` is a quarter of the mean square at most, or
         // - the mean is from f64, and `rest` about half the distance to the next float at most. Then
         //   every value on that side is as far away as that float, which makes the mean square
         //   about twice `rest²` at least.
@@ -188,44 +194,60 @@ impl<A: Accumulator> Scaler<A> {
     }
 }
 
-/// The rounded mean of a row, from which deviations are taken.
-struct RoundedMean<A> {
+/// The number of columns whose mean is the first number that deviations are taken from.
+const SAMPLE: usize = 64;
+
+/// A number near the mean of a row, from which deviations are taken.
+struct NearMean<A> {
     value: A,
-    has_moved: bool,
+    /// How often it has been replaced.
+    moves: u8,
 }
 
-impl<A: Accumulator> RoundedMean<A> {
-    /// Terms are divided before they are added, so that no sum overflows.
+impl<A: Accumulator> NearMean<A> {
+    /// The mean of the first columns.
     #[inline(always)]
-    fn new<S: Simd, T: Element<Acc = A>>(simd: S, scaler: &Scaler<A>, x: &[T]) -> Self {
-        let [value] = sum_spans!(simd, 4, 0..x.len(), |at, mean| {
-            mean = at.load(x).mul_add(at.splat(scaler.inv_len), mean);
-        });
-        Self {
-            value,
-            has_moved: false,
-        }
+    fn new<S: Simd, T: Element<Acc = A>>(simd: S, x: &[T]) -> Self {
+        // Their number is a constant in most rows, so that the loops over them are unrolled.
+        let value = match x.first_chunk::<SAMPLE>() {
+            Some(first) => mean(simd, first),
+            None => mean(simd, x),
+        };
+        Self { value, moves: 0 }
     }
 
-    /// Replaces the mean if it is off by more than a tenth of the deviation, or if the squares
-    /// overflowed, perhaps only because it is off. Returns whether the sums must be taken again,
-    /// which happens once at most.
+    /// Replaces the number if it is too far from the mean, or if the squares overflowed, perhaps
+    /// only because it is. Returns whether the sums must be taken again, which happens twice at
+    /// most.
     #[inline(always)]
     fn moves<T: Element<Acc = A>>(&mut self, x: &[T], rest: A, mean_square: A) -> bool {
-        let moves = !self.has_moved && is_far(rest, mean_square);
+        let moves = self.moves < 2 && is_far(rest, mean_square);
         if moves {
-            self.value = mean_from_first(x);
-            self.has_moved = true;
+            self.value = match self.moves {
+                0 => self.value + rest,
+                _ => mean_from_first(x),
+            };
+            self.moves += 1;
         }
         moves
     }
 }
 
-/// `rest` is more than a tenth of the root of the mean square, or that has overflowed.
+/// The mean of some columns. Terms are divided before they are added, so that no sum overflows.
+#[inline(always)]
+fn mean<S: Simd, A: Accumulator, T: Element<Acc = A>>(simd: S, x: &[T]) -> A {
+    let share = A::from_f64(x.len() as f64).recip();
+    let [mean] = sum_spans!(simd, 4, 0..x.len(), |at, mean| {
+        mean = at.load(x).mul_add(at.splat(share), mean);
+    });
+    mean
+}
+
+/// `rest` is more than half the root of the mean square, or that has overflowed.
 #[inline(always)]
 fn is_far<A: Accumulator>(rest: A, mean_square: A) -> bool {
-    let ten_rests = A::from_f64(10.) * rest;
-    ten_rests * ten_rests > mean_square || !mean_square.is_finite()
+    let two_rests = rest + rest;
+    two_rests * two_rests > mean_square || !mean_square.is_finite()
 }
 
 /// The mean, in f64: the first value, and the mean of the distances to it. So it is exact for equal
@@ -323,8 +345,40 @@ mod tests {
 
     #[test]
     fn a_first_mean() {
-        let scaler = Scaler::<f32>::new(3, 0.);
-        assert_close(RoundedMean::new(Scalar, &scaler, &[1f32, 2., 6.]).value, 3.);
+        assert_close(NearMean::new(Scalar, &[1f32, 2., 6.]).value, 3.);
+        let mut x = [5f32; 2 * SAMPLE];
+        x[SAMPLE..].fill(7.);
+        assert_eq!(NearMean::new(Scalar, &x).value, 5.);
+    }
+
+    /// The first columns lie a deviation or four away from μ, so that the second walk begins at μ.
+    #[test]
+    fn first_columns_that_lie_elsewhere() {
+        for elsewhere in [512, 64] {
+            let x: Vec<f32> = (0..1024)
+                .map(|i| if i < elsewhere { 3. } else { 7. } + (i % 2) as f32)
+                .collect();
+            let dy: Vec<f32> = (0..1024).map(|i| x[i] - (i % 3) as f32).collect();
+            let gain = [0.5; 1024];
+            let mean_of = |f: &dyn Fn(usize) -> f64| (0..1024).map(f).sum::<f64>() / 1024.;
+            let mean = mean_of(&|i| f64::from(x[i]));
+            let variance = mean_of(&|i| (f64::from(x[i]) - mean).powi(2));
+            let rstd = variance.sqrt().recip();
+            let mean_dx = mean_of(&|i| 0.5 * f64::from(dy[i]));
+            let mean_dx_x = mean_of(&|i| 0.5 * f64::from(dy[i]) * rstd * (f64::from(x[i]) - mean));
+            for level in Level::all() {
+                let forward = level.run(Centre { x: &x, eps: 0. });
+                let (x, dy, gain) = (&x, &dy, &gain);
+                let (backward, means) = level.run(CentreBwd { x, dy, gain });
+                for stats in [forward, backward] {
+                    assert_close(stats.mean, mean as f32);
+                    assert!(stats.rest.abs() < 1e-6, "{:e}", stats.rest);
+                    assert_close(stats.rstd, rstd as f32);
+                }
+                assert_close(means[0], mean_dx as f32);
+                assert_close(means[1], mean_dx_x as f32);
+            }
+        }
     }
 
     #[test]
@@ -336,12 +390,12 @@ mod tests {
     }
 
     #[test]
-    fn a_tenth_of_the_deviation_is_far() {
+    fn half_a_deviation_is_far() {
         for (rest, mean_square, far) in [
-            (0.09, 1., false),
-            (0.11, 1., true),
-            (-0.11, 1., true),
-            (0.19, 4., false),
+            (0.49, 1., false),
+            (0.51, 1., true),
+            (-0.51, 1., true),
+            (0.99, 4., false),
             (0., 0., false),
             (0., f32::INFINITY, true),
             (0., f32::NAN, true),

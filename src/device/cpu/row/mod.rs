@@ -5,8 +5,8 @@
 //! row is walked twice, or more often:
 //!
 //! 1. *Along the row.* Group scaling sums the squares of each group for `r = 1/√(mean(x²) + ε)`, a
-//!    backward two more sums; LayerNorm takes the mean first. These are [`sum_spans!`]. Rows that
-//!    are not normalized by themselves skip this walk.
+//!    backward two more sums; LayerNorm sums deviations too, and takes the mean of a few columns
+//!    first. These are [`sum_spans!`]. Rows that are not normalized by themselves skip this walk.
 //! 2. *Down the columns.* The row is read again, now from the first-level cache. Block by block,
 //!    the output is computed and written, and x̃² or dy x̃ is added to the column sums of the row's
 //!    chunk. This is [`for_spans!`].
