@@ -48,14 +48,14 @@
 //!
 //! # Views
 //!
-//! A pass that normalizes rows by themselves, without a residual, reads x where it is if it is a view
-//! that kernels can walk ([`Extent::of_view`]):
+//! A pass that normalizes rows by themselves, without a residual, reads some views of x in place
+//! ([`Extent::of_view`]). It takes two more words:
 //!
-//! - **Head**: the channels of the layer, where a row has several of them side by side, which are
-//!   normalized by themselves. To the kernels they are groups of one row. Each has a part of the
-//!   partial sums of its own, and the second launch adds up those of all heads too.
-//! - **Run**: rows in one stride, where not all rows are. A chunk is a part of one run, so that a
-//!   thread comes to its next row by one addition.
+//! - **Head**: C adjacent columns of a row that has several times C, which are normalized by
+//!   themselves. To the kernels heads are groups of one row. Each head leaves partial sums of its
+//!   own, and the second launch adds them up over chunks and heads.
+//! - **Run**: rows that follow each other in one stride, where not all rows do. A chunk is a part of
+//!   one run, so that a thread comes to its next row by one addition.
 //!
 //! # An example
 //!
