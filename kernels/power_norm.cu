@@ -429,8 +429,8 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
 // Reads  x, residual [rows, cols] T, keep[rows] u8, weight, bias, phi or inv_d [channels];
 //        group_rms_inv[rows, groups, STATISTICS] A if GIVEN.
 // Writes y, residual_out [rows, cols] T, partials[chunks, cols] A, kept[chunks] i64,
-//        inv_d[channels] A if phi is given, group_rms_inv[rows, groups, STATISTICS] A unless GIVEN; each unless null,
-//        overwrites.
+//        inv_d[channels] A if phi is given, group_rms_inv[rows, groups, STATISTICS] A unless
+//        GIVEN; each unless null, overwrites.
 // Bytes  2*rows*cols*sizeof(T) + rows + (rows*groups*STATISTICS + chunks*cols)*sizeof(A); half of
 //        the first without y, and as much again with a residual.
 // Launch (tiles, chunks), block lanes x rows, smem as in Shared.

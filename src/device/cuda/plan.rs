@@ -440,7 +440,10 @@ impl Cut {
                     let turns = (runs * parts).div_ceil(chunks);
                     turns * (run_rows.div_ceil(parts) + fewest.chunk_rows)
                 };
-                let parts = (1..=(run_rows / fewest.chunk_rows).clamp(1, chunks)).min_by_key(work);
+                let most = (run_rows / fewest.chunk_rows)
+                    .min(chunks)
+                    .min(MAX_CHUNKS / runs);
+                let parts = (1..=most).min_by_key(work);
                 run_rows.div_ceil(parts.unwrap_or(1))
             }
         };
@@ -482,7 +485,7 @@ impl Cut {
         let pieces = max_pieces.min(1 << extent.group_pieces().ilog2());
         let group_lanes = extent.group_pieces().div_ceil(pieces);
         // Eight rows of threads fill warps of a multiple of four lanes. Kernels could not count from
-        // a row to the eighth after it where rows are this wide: these have one row of threads.
+        // a row to the eighth after it where rows are this wide. So blocks begin with one.
         let is_huge = extent.cols > i32::MAX as usize / 8;
         let lanes = |parts: usize| match group_lanes.div_ceil(parts) {
             few if few < 4 => few.next_power_of_two(),
@@ -1233,7 +1236,12 @@ mod tests {
             of(&[2, 2, 2, 99, 64], &[1 << 20, 1 << 18, 1 << 16, 128, 1]),
             None
         );
-        // More runs than blocks.
+        // As many runs as blocks, and more.
+        let many = of(&[40_000, 2500, 8], &[8, 8 * 120_000, 1]);
+        assert_eq!(
+            many,
+            Some(((100_000_000, 1, 960_000), (40_000, 40_000, 8, 0)))
+        );
         assert_eq!(of(&[1 << 16, 16, 64], &[1 << 12, 128, 1]), None);
     }
 

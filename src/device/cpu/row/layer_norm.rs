@@ -27,8 +27,8 @@
 //! If `rest` is more than half the root of the mean square, σ² would again be a small difference.
 //! Then the walk is repeated, up to twice:
 //!
-//! 1. The first columns lie elsewhere than the row. For a random row they rarely do: their mean is
-//!    an eighth of a deviation away from μ, on average. The second walk is from `mean + rest`.
+//! 1. The first columns lie elsewhere than the row. For a random row they rarely do: the deviation
+//!    of their mean from μ is an eighth of the row's. The second walk is from `mean + rest`.
 //! 2. The row's values are nearly the same, so that the rounding errors of the sums leave even that
 //!    number several deviations away from μ. The third walk is from a mean computed in f64.
 
