@@ -205,14 +205,15 @@ struct NearMean<A> {
 }
 
 impl<A: Accumulator> NearMean<A> {
-    /// The mean of the first columns.
+    /// The mean of the first columns. Terms are divided before they are added, so that no sum
+    /// overflows.
     #[inline(always)]
     fn new<S: Simd, T: Element<Acc = A>>(simd: S, x: &[T]) -> Self {
-        // Their number is a constant in most rows, so that the loops over them are unrolled.
-        let value = match x.first_chunk::<SAMPLE>() {
-            Some(first) => mean(simd, first),
-            None => mean(simd, x),
-        };
+        let sample = x.len().min(SAMPLE);
+        let share = A::from_f64(sample as f64).recip();
+        let [value] = sum_spans!(simd, 4, 0..sample, |at, mean| {
+            mean = at.load(x).mul_add(at.splat(share), mean);
+        });
         Self { value, moves: 0 }
     }
 
@@ -231,16 +232,6 @@ impl<A: Accumulator> NearMean<A> {
         }
         moves
     }
-}
-
-/// The mean of some columns. Terms are divided before they are added, so that no sum overflows.
-#[inline(always)]
-fn mean<S: Simd, A: Accumulator, T: Element<Acc = A>>(simd: S, x: &[T]) -> A {
-    let share = A::from_f64(x.len() as f64).recip();
-    let [mean] = sum_spans!(simd, 4, 0..x.len(), |at, mean| {
-        mean = at.load(x).mul_add(at.splat(share), mean);
-    });
-    mean
 }
 
 /// `rest` is more than half the root of the mean square, or that has overflowed.
