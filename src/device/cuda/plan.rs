@@ -274,7 +274,7 @@ impl Extent {
                 x,
                 ..Self::packed(dtype, all / heads, heads * channels, norm, limits)
             };
-            (levels.len() <= 3 && extent.is_walked()).then_some(extent)
+            (levels.len() <= 3 && extent.is_read_in_place()).then_some(extent)
         };
         let by_rows = || of(1, &levels);
         match levels[..] {
@@ -295,9 +295,9 @@ impl Extent {
         self.x.heads == 1 && self.x.runs == 1 && self.x.stride == self.cols
     }
 
-    /// The kernels read x where it is: they access whole pieces, its blocks own whole groups, and
-    /// its runs are long enough.
-    fn is_walked(&self) -> bool {
+    /// The kernels can read x where it is: all pieces are whole, blocks own whole groups, and runs are
+    /// long enough.
+    fn is_read_in_place(&self) -> bool {
         let XLayout {
             stride,
             inner,
@@ -1083,7 +1083,7 @@ impl LaunchPlan {
         let mut tiling = self.cut.tiling(arrays);
         if self.is_second_walk(sums) {
             tiling.reversed = 1;
-            tiling.x_step = tiling.x_step.wrapping_neg();
+            tiling.x_step = -tiling.x_step;
         }
         tiling
     }
@@ -1183,7 +1183,7 @@ mod tests {
 
     /// Which views are read where they are, and as what.
     #[test]
-    fn views_are_walked() {
+    fn views_are_read_in_place() {
         let of = |dims: &[usize], strides: &[usize]| {
             let norm = RowNorm::Centred { eps: 1e-5 };
             let extent = Extent::of_view(Dtype::Bf16, (dims, strides), norm, H100)?;
@@ -1909,11 +1909,11 @@ mod tests {
             let [forward, _] = plans((Dtype::F32, 100_000, cols, None), H100).unwrap();
             assert_eq!(forward.cut.rows, rows, "{:?}", forward.cut);
         }
-        for (bits, is_walked) in [(26, true), (27, false)] {
+        for (bits, is_read_in_place) in [(26, true), (27, false)] {
             let norm = RowNorm::Centred { eps: 1e-5 };
             let strides = [1 << bits, 1];
             let extent = Extent::of_view(Dtype::Bf16, (&[32, 64], &strides), norm, H100);
-            assert_eq!(extent.is_some(), is_walked, "{extent:?}");
+            assert_eq!(extent.is_some(), is_read_in_place, "{extent:?}");
         }
     }
 
