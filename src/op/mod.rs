@@ -4,16 +4,17 @@
 //!
 //! 1. The layer makes a [`Pass`], which checks the arguments, and calls [`normalize`] or
 //!    [`add_and_normalize`] with it. PowerNorm passes the state that a training step moves, too.
-//! 2. [`Step::forward`] runs the forward on the tensors' [device](crate::device), and moves ψ² and
+//! 2. [`step::forward`] runs the forward on the tensors' [device](crate::device), and moves ψ² and
 //!    t.
 //! 3. candle runs the custom op. Its output exists already, and the op gives it a place in the
 //!    graph.
-//! 4. A backward comes back through the op to [`Step::backward`], which moves ν.
+//! 4. A backward comes back through the op to [`step::backward`], which moves ν.
 
 mod residual;
 pub(crate) mod step;
 
-use self::step::{Step, Training};
+use self::step::Training;
+use crate::device::Saved;
 use crate::device::pass::{Affine, Pass};
 use crate::ranks::Turn;
 use candle::{CustomOp1, CustomOp2, CustomOp3, Result, Shape, Storage, Tensor};
@@ -25,8 +26,8 @@ pub(crate) fn normalize(
     training: Option<Training>,
     turn: Option<Turn>,
 ) -> Result<Tensor> {
-    let (step, outputs) = Step::forward(pass, training, turn)?;
-    NormOp::apply(step, outputs.y)
+    let (saved, training, outputs) = step::forward(pass, training, turn)?;
+    NormOp::apply(saved, training, outputs.y)
 }
 
 /// Returns the normalized sum of the rows and the residual of a pass, and the sum.
@@ -36,12 +37,12 @@ pub(crate) fn add_and_normalize(
     turn: Option<Turn>,
 ) -> Result<(Tensor, Tensor)> {
     let (x, residual) = (pass.x().clone(), pass.residual().cloned());
-    let (step, outputs) = Step::forward(pass, training, turn)?;
+    let (saved, training, outputs) = step::forward(pass, training, turn)?;
     let (Some(residual), Some(computed)) = (residual, outputs.residual_out) else {
         unreachable!("a forward with a residual writes the sum")
     };
     let sum = residual::sum(&x, &residual, computed)?;
-    let y = NormOp::apply(step.of_sum(sum.clone())?, outputs.y)?;
+    let y = NormOp::apply(saved.of_sum(sum.clone())?, training, outputs.y)?;
     Ok((y, sum))
 }
 
@@ -99,15 +100,20 @@ use forwards;
 /// bias.
 struct NormOp {
     output: Computed,
-    step: Step,
+    saved: Saved,
+    /// `None` unless the forward counted as a step.
+    training: Option<Training>,
 }
 
 impl NormOp {
-    /// The output tensor of a step whose output is `y`.
-    fn apply(step: Step, y: Storage) -> Result<Tensor> {
-        let (x, affine) = (step.pass().x().clone(), step.pass().affine().cloned());
-        let output = Computed::new(y, x.shape());
-        let op = Self { output, step };
+    /// The output tensor of a forward whose output is `y`.
+    fn apply(saved: Saved, training: Option<Training>, y: Storage) -> Result<Tensor> {
+        let (x, affine) = (saved.pass().x().clone(), saved.pass().affine().cloned());
+        let op = Self {
+            output: Computed::new(y, x.shape()),
+            saved,
+            training,
+        };
         match affine {
             Some(Affine {
                 weight,
@@ -121,12 +127,12 @@ impl NormOp {
 
     /// The layer's name, which candle's errors show.
     fn layer(&self) -> &'static str {
-        self.step.pass().layer()
+        self.saved.pass().layer()
     }
 
     /// The gradients of the rows, the weight and the bias.
     fn backward(&self, x: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let gradients = self.step.backward(dy)?;
+        let gradients = step::backward(&self.saved, self.training.as_ref(), dy)?;
         let gradients = [gradients.input, gradients.weight, gradients.bias];
         match KEEPS_GRAPH_OF_GRADIENTS.with(|keeps| *keeps) {
             false => Ok(gradients),

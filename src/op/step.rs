@@ -31,49 +31,32 @@ pub(crate) struct Training {
     pub step_count: usize,
 }
 
-/// A forward that ran, and what its backward needs.
-pub(crate) struct Step {
-    saved: Saved,
-    /// `None` unless the forward counted as a step.
+/// Runs a forward, which moves ψ² and t if it is a training step. `turn` is its turn among the
+/// ranks, if there are others. What the backward needs is returned with the outputs: the training
+/// only if the forward counted as a step.
+pub(super) fn forward(
+    pass: Pass,
     training: Option<Training>,
+    turn: Option<Turn>,
+) -> Result<(Saved, Option<Training>, Outputs)> {
+    let mut env = StepEnv::new(training.as_ref(), turn);
+    let (saved, outputs) = pass.forward(&mut env)?;
+    let counted = env.counted;
+    drop(env);
+    Ok((saved, training.filter(|_| counted), outputs))
 }
 
-impl Step {
-    /// Runs a forward, which moves ψ² and t if it is a training step. `turn` is its turn among the
-    /// ranks, if there are others.
-    pub fn forward(
-        pass: Pass,
-        training: Option<Training>,
-        turn: Option<Turn>,
-    ) -> Result<(Self, Outputs)> {
-        let mut env = StepEnv::new(training.as_ref(), turn);
-        let (saved, outputs) = pass.forward(&mut env)?;
-        let counted = env.counted;
-        drop(env);
-        let training = training.filter(|_| counted);
-        Ok((Self { saved, training }, outputs))
-    }
-
-    /// The pass of the forward.
-    pub fn pass(&self) -> &Pass {
-        self.saved.pass()
-    }
-
-    /// The same step, whose backward reads the sum of the input and its residual from `sum`.
-    pub fn of_sum(self, sum: Tensor) -> Result<Self> {
-        let saved = self.saved.of_sum(sum)?;
-        Ok(Self { saved, ..self })
-    }
-
-    /// Runs a backward from `dy`, the gradient of the output. It moves ν if the forward counted as
-    /// a step.
-    pub fn backward(&self, dy: &Tensor) -> Result<Gradients> {
-        let training = self.training.as_ref();
-        let ranks = training.and_then(|training| training.ranks.as_ref());
-        // From here on a failure tells the other ranks.
-        let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
-        (self.saved).backward(dy, &mut StepEnv::new(training, turn))
-    }
+/// Runs a backward from `dy`, the gradient of the output. It moves ν if the forward counted as a
+/// step.
+pub(super) fn backward(
+    saved: &Saved,
+    training: Option<&Training>,
+    dy: &Tensor,
+) -> Result<Gradients> {
+    let ranks = training.and_then(|training| training.ranks.as_ref());
+    // From here on a failure tells the other ranks.
+    let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
+    saved.backward(dy, &mut StepEnv::new(training, turn))
 }
 
 /// The [`Env`] of one forward or one backward.
@@ -278,8 +261,8 @@ mod tests {
             };
             let pass = Pass::of_channels(&DeviceKind::Cpu, "test", &xs, None, channels)?;
             let training = training(&state, Purpose::Training);
-            let (step, _) = Step::forward(pass, Some(training), None)?;
-            assert_eq!(step.training.is_some(), rows > 0);
+            let (_, training, _) = forward(pass, Some(training), None)?;
+            assert_eq!(training.is_some(), rows > 0);
         }
         assert_eq!(state.steps()?, 5);
         Ok(())

@@ -226,12 +226,13 @@ impl<A: Accumulator> Scaler<A> {
     /// Sets r of each group of a row.
     #[inline(always)]
     fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
+        let no_mean = [A::zero(); 2];
         for (columns, group) in groups.each_mut() {
             let [squares] = sum_spans!(simd, 4, columns.clone(), |at, squares| {
                 let x = at.load(x);
                 squares = x.mul_add(x, squares);
             });
-            group.inv_rms = self.inv_rms(&x[columns], [A::zero(); 2], squares * self.inv_len);
+            group.inv_rms = self.inv_rms(&x[columns], no_mean, squares * self.inv_len);
         }
     }
 
@@ -244,6 +245,7 @@ impl<A: Accumulator> Scaler<A> {
         [gain, decay]: [&[A]; 2],
         groups: &mut Groups<A>,
     ) {
+        let no_mean = [A::zero(); 2];
         for (columns, group) in groups.each_mut() {
             let sums = sum_spans!(
                 simd,
@@ -259,7 +261,7 @@ impl<A: Accumulator> Scaler<A> {
                 }
             );
             let [squares, gain_dy_x, decay_x2] = sums;
-            let inv_rms = self.inv_rms(&x[columns.clone()], [A::zero(); 2], squares * self.inv_len);
+            let inv_rms = self.inv_rms(&x[columns.clone()], no_mean, squares * self.inv_len);
             let mut total = inv_rms * (gain_dy_x - inv_rms * decay_x2);
             if !total.is_finite() {
                 total = total_of_huge(inv_rms, [x, dy], [gain, decay], columns);

@@ -13,9 +13,9 @@
 //! ```
 //!
 //! The proof that `finish` needs rests on three promises, each kept in one place. Only a writer can
-//! set a count, and it counts the rows that are whole. A [`NewRow`] is only ever appended to, so it
-//! is whole once it has as many values as slots. And a store writes every element that it is given,
-//! by the contract of [`Element`].
+//! set a count, and it counts the rows that are whole. An [`OpenRow`] is only ever appended to, so
+//! it is whole once it has as many values as slots. And a store writes every element that it is
+//! given, by the contract of [`Element`].
 //!
 //! Large outputs are written past the caches, with non-temporal stores (`non_temporal.rs`).
 #![allow(unsafe_code)]
@@ -231,13 +231,13 @@ impl<'a, T: Element> RowWriter<'a, T> {
     ///
     /// If the part has no room for another row.
     #[inline(always)]
-    pub fn cached_row(&mut self, cols: usize) -> NewRow<'_, T, false> {
+    pub fn cached_row(&mut self, cols: usize) -> OpenRow<'_, T, false> {
         self.row(cols)
     }
 
     #[inline(always)]
-    fn row<const NON_TEMPORAL: bool>(&mut self, cols: usize) -> NewRow<'_, T, NON_TEMPORAL> {
-        NewRow {
+    fn row<const NON_TEMPORAL: bool>(&mut self, cols: usize) -> OpenRow<'_, T, NON_TEMPORAL> {
+        OpenRow {
             slots: &mut self.part.slots[self.filled..][..cols],
             len: 0,
             filled: &mut self.filled,
@@ -277,13 +277,13 @@ impl<T> Drop for RowWriter<'_, T> {
 
 /// A writer's next row, with the stores of its part.
 pub(crate) enum NextRow<'a, T> {
-    Cached(NewRow<'a, T, false>),
+    Cached(OpenRow<'a, T, false>),
     #[cfg(target_arch = "x86_64")]
-    NonTemporal(NewRow<'a, T, true>),
+    NonTemporal(OpenRow<'a, T, true>),
 }
 
 /// A row that is written from the front.
-pub(crate) struct NewRow<'a, T, const NON_TEMPORAL: bool> {
+pub(crate) struct OpenRow<'a, T, const NON_TEMPORAL: bool> {
     slots: &'a mut [MaybeUninit<T>],
     /// The number of slots with a value.
     len: usize,
@@ -291,7 +291,7 @@ pub(crate) struct NewRow<'a, T, const NON_TEMPORAL: bool> {
     filled: &'a mut usize,
 }
 
-impl<T: Element, const NON_TEMPORAL: bool> NewRow<'_, T, NON_TEMPORAL> {
+impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
     /// The number of columns that have been written.
     #[inline(always)]
     pub fn len(&self) -> usize {
@@ -335,7 +335,7 @@ impl<T: Element, const NON_TEMPORAL: bool> NewRow<'_, T, NON_TEMPORAL> {
 }
 
 /// `write_row!(writer, cols, |row| body)` writes the next row of a [`RowWriter`]: the body appends
-/// all columns to `row`, a [`NewRow`].
+/// all columns to `row`, an [`OpenRow`].
 ///
 /// The kind of stores is tested once a row, and the body compiled for each: a test in each block
 /// would cost a tenth of the time.
