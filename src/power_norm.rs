@@ -127,7 +127,8 @@ impl Module for PowerNorm {
     ///
     /// As in [`PowerNorm::forward_t`].
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.run(xs, None, None, self.mode.purpose(), op::normalize)
+        let (pass, training, turn) = self.pass(xs, None, None, self.mode.purpose())?;
+        op::normalize(pass, training, turn)
     }
 }
 
@@ -211,7 +212,8 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        self.run(xs, None, None, Purpose::of(train), op::normalize)
+        let (pass, training, turn) = self.pass(xs, None, None, Purpose::of(train))?;
+        op::normalize(pass, training, turn)
     }
 
     /// Normalizes `xs`, `[.., size]`, and leaves padding out of the statistics. The layer's
@@ -236,7 +238,8 @@ impl PowerNorm {
         xs: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<Tensor> {
-        self.run(xs, None, keep.into(), self.mode.purpose(), op::normalize)
+        let (pass, training, turn) = self.pass(xs, None, keep.into(), self.mode.purpose())?;
+        op::normalize(pass, training, turn)
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -259,7 +262,8 @@ impl PowerNorm {
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
         let (residual, purpose) = (Some(residual), self.mode.purpose());
-        self.run(xs, residual, keep.into(), purpose, op::add_and_normalize)
+        let (pass, training, turn) = self.pass(xs, residual, keep.into(), purpose)?;
+        op::add_and_normalize(pass, training, turn)
     }
 
     /// The same layer, which follows `mode` from now on. Give one `Mode` to all layers of a model.
@@ -461,16 +465,15 @@ impl PowerNorm {
         }
     }
 
-    /// Runs a forward by `op`, which gets the checked pass and, unless this is an evaluation, the
-    /// state that it moves and its turn among the ranks.
-    fn run<R>(
+    /// The checked pass of a forward and, unless it is an evaluation, the state that it moves and
+    /// its turn among the ranks.
+    fn pass(
         &self,
         xs: &Tensor,
         residual: Option<&Tensor>,
         keep: Option<&Tensor>,
         asked: Purpose,
-        op: impl FnOnce(Pass, Option<Training>, Option<Turn>) -> Result<R>,
-    ) -> Result<R> {
+    ) -> Result<(Pass, Option<Training>, Option<Turn<'_>>)> {
         let (purpose, config) = (self.purpose(asked), self.config());
         let exchange = match purpose {
             Purpose::Evaluation => None,
@@ -517,7 +520,7 @@ impl PowerNorm {
             ranks: self.ranks.clone(),
             step_count,
         });
-        op(pass, training, turn)
+        Ok((pass, training, turn))
     }
 }
 
@@ -609,31 +612,28 @@ mod tests {
         Ok(())
     }
 
-    /// Runs `check` on the pass, and the rest, of a forward of `layer`.
-    fn pass_of<R>(
+    /// The pass of a forward, and the state that it moves.
+    fn pass_of(
         layer: &PowerNorm,
         xs: &Tensor,
         purpose: Purpose,
-        check: impl FnOnce(Pass, Option<Training>) -> R,
-    ) -> Result<R> {
-        layer.run(xs, None, None, purpose, |pass, training, turn| {
-            assert!(turn.is_none());
-            Ok(check(pass, training))
-        })
+    ) -> Result<(Pass, Option<Training>)> {
+        let (pass, training, turn) = layer.pass(xs, None, None, purpose)?;
+        assert!(turn.is_none());
+        Ok((pass, training))
     }
 
     #[test]
     fn a_step_has_the_layers_state() -> Result<()> {
         let layer = layer(true)?;
         let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
-        pass_of(&layer, &xs, Purpose::Training, |_, training| {
-            let training = training.unwrap();
-            assert!(Arc::ptr_eq(&training.state, &layer.state));
-            assert_eq!(training.step_count, 4);
-        })?;
-        pass_of(&layer, &xs, Purpose::Evaluation, |_, training| {
-            assert!(training.is_none());
-        })
+        let (_, training) = pass_of(&layer, &xs, Purpose::Training)?;
+        let training = training.unwrap();
+        assert!(Arc::ptr_eq(&training.state, &layer.state));
+        assert_eq!(training.step_count, 4);
+        let (_, training) = pass_of(&layer, &xs, Purpose::Evaluation)?;
+        assert!(training.is_none());
+        Ok(())
     }
 
     /// t is 4: the next step is the last of a warm-up of 5, and comes after one of 4.
@@ -651,10 +651,8 @@ mod tests {
                 warmup_steps,
                 ..Default::default()
             };
-            let layer = layer_of(config, true)?;
-            pass_of(&layer, &xs, purpose, |pass, _| {
-                assert_eq!(pass.kind(), expected, "{purpose:?}");
-            })?;
+            let (pass, _) = pass_of(&layer_of(config, true)?, &xs, purpose)?;
+            assert_eq!(pass.kind(), expected, "{purpose:?}");
         }
         Ok(())
     }
@@ -666,9 +664,8 @@ mod tests {
         let (own, _) = layer.state.begin(true)?;
         let rows = own.reshape((1, 2))?;
         for purpose in [Purpose::Evaluation, Purpose::Training] {
-            pass_of(&layer, &rows, purpose, |pass, _| {
-                assert!(!layer.state.owns(pass.x()), "{purpose:?}");
-            })?;
+            let (pass, _) = pass_of(&layer, &rows, purpose)?;
+            assert!(!layer.state.owns(pass.x()), "{purpose:?}");
         }
         Ok(())
     }

@@ -10,8 +10,7 @@
 //! - `keep` has the shape of `x` without its last dimension, is contiguous and `U8`.
 //! - γ, β and ψ² have C numbers and are contiguous. γ and β have the dtype of `x` or `F32`.
 //! - All of them are on one device, and the device reads the rows in their layout
-//!   ([`DeviceKind::readable`], and [`DeviceKind::readable_x`] for `x` without residual and ψ²).
-//!   Rows, residual, γ and β are in different storages, and so are the
+//!   ([`DeviceKind::readable`]). Rows, residual, γ and β are in different storages, and so are the
 //!   gradient of the output, γ and β. That rows are no view of ψ² or ν is PowerNorm's to see to,
 //!   which knows its state (`power_norm.rs`).
 //! - C is a multiple of the number of groups. LayerNorm has neither a mask nor ψ².
@@ -117,7 +116,8 @@ impl Pass {
             None => (x.dims().last().copied().unwrap_or_default(), x.device()),
         };
         let shape = (size, own.clone());
-        Self::checked(DeviceKind::of(x.device())?, layer, x, shape, norm, affine)
+        let device = DeviceKind::of(x.device())?;
+        Self::checked(device, layer, x, shape, norm, Some(norm), affine)
     }
 
     /// A forward of PowerNorm, which divides each channel by D.
@@ -131,9 +131,8 @@ impl Pass {
         let Channels { phi, eps, .. } = channels;
         let norm = RowNorm::of_groups(channels.groups, eps);
         let shape = (phi.elem_count(), phi.device().clone());
-        let pass = Self::checked(device.clone(), layer, x, shape, norm, affine)?;
+        let pass = Self::checked(device.clone(), layer, x, shape, norm, None, affine)?;
         Ok(Self {
-            x: device.readable(&pass.x)?,
             phi: Some(phi),
             kind: channels.kind,
             recipe: channels.recipe,
@@ -143,13 +142,14 @@ impl Pass {
     }
 
     /// The pass of one device and row normalization, for an input and parameters of `size` channels
-    /// on `own`.
+    /// on `own`. `alone` is the same normalization if there is no D ([`DeviceKind::readable`]).
     fn checked(
         device: DeviceKind,
         layer: &'static str,
         x: &Tensor,
         (size, own): (usize, Device),
         norm: RowNorm,
+        alone: Option<RowNorm>,
         affine: Option<Affine>,
     ) -> Result<Self> {
         if let Some(affine) = &affine {
@@ -177,7 +177,7 @@ impl Pass {
             [Some(weight), bias.as_ref()].into_iter().flatten()
         });
         let tracked = of_affine.chain([x]).any(Tensor::track_op);
-        let x = device.readable_x(x, norm)?;
+        let x = device.readable(x, alone)?;
         let packed = |affine: Affine| -> Result<_> {
             let weight = apart(affine.weight.contiguous()?, [Some(&x)])?;
             let others = [Some(&x), Some(&weight)];
@@ -220,9 +220,9 @@ impl Pass {
         }
         check_device(layer, "residual", residual.device(), x.device())?;
         self.tracked |= residual.track_op();
-        self.x = self.device.readable(x)?;
+        self.x = self.device.readable(x, None)?;
         let others = [Some(&self.x), self.weight(), self.bias()];
-        self.residual = Some(apart(self.device.readable(residual)?, others)?);
+        self.residual = Some(apart(self.device.readable(residual, None)?, others)?);
         Ok(self)
     }
 
@@ -324,7 +324,7 @@ impl Pass {
         }
         check_device(layer, "the gradient", dy.device(), x.device())?;
         apart(
-            self.device.readable(dy)?,
+            self.device.readable(dy, None)?,
             [Some(x), self.weight(), self.bias()],
         )
     }

@@ -65,24 +65,16 @@ impl DeviceKind {
         }
     }
 
-    /// Returns rows in a layout that this device reads, copied if need be.
-    pub(super) fn readable(&self, rows: &Tensor) -> Result<Tensor> {
+    /// Returns rows in a layout that this device reads, copied if need be. `alone` is the
+    /// normalization of a pass without a residual and D, for its x: kernels of a GPU read more views
+    /// there.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(super) fn readable(&self, rows: &Tensor, alone: Option<RowNorm>) -> Result<Tensor> {
         match self {
             Self::Cpu => cpu::readable(rows),
             #[cfg(feature = "cuda")]
-            Self::Cuda(_) => cuda::readable(rows),
+            Self::Cuda(kernels) => cuda::readable(kernels, rows, alone),
             Self::Composed => rows.contiguous(),
-        }
-    }
-
-    /// The same for the rows of a pass of `norm` alone, without a residual and D. Kernels of a GPU
-    /// read more views there.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub(super) fn readable_x(&self, x: &Tensor, norm: RowNorm) -> Result<Tensor> {
-        match self {
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::readable_x(kernels, x, norm),
-            _ => self.readable(x),
         }
     }
 

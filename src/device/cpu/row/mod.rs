@@ -64,7 +64,7 @@ pub(crate) fn add_residual<'a, S: Simd, T: Element>(
     residual_out: &'a mut RowWriter<T>,
 ) -> &'a [T] {
     let residual = &residual[..x.len()];
-    let mut row = residual_out.cached_row(x.len());
+    let mut row = residual_out.row::<false>(x.len());
     for_spans!(simd, 1, 0..x.len(), row, |at| {
         at.load(x) + at.load(residual)
     });

@@ -211,32 +211,19 @@ impl<'a, T: Element> RowWriter<'a, T> {
         }
     }
 
-    /// The next row, of `cols` slots, as [`write_row!`] writes it.
+    #[inline(always)]
+    pub fn stores(&self) -> Stores {
+        self.part.stores
+    }
+
+    /// The next row, of `cols` slots, which [`write_row!`] writes with the stores of the part.
     ///
     /// # Panics
     ///
-    /// If the part has no room for another row.
+    /// If the part has other stores, or no room for another row.
     #[inline(always)]
-    pub fn next_row(&mut self, cols: usize) -> NextRow<'_, T> {
-        match self.part.stores {
-            Stores::Cached => NextRow::Cached(self.row(cols)),
-            #[cfg(target_arch = "x86_64")]
-            Stores::NonTemporal => NextRow::NonTemporal(self.row(cols)),
-        }
-    }
-
-    /// The next row, of `cols` slots, written through the caches whatever the part's stores are.
-    ///
-    /// # Panics
-    ///
-    /// If the part has no room for another row.
-    #[inline(always)]
-    pub fn cached_row(&mut self, cols: usize) -> OpenRow<'_, T, false> {
-        self.row(cols)
-    }
-
-    #[inline(always)]
-    fn row<const NON_TEMPORAL: bool>(&mut self, cols: usize) -> OpenRow<'_, T, NON_TEMPORAL> {
+    pub fn row<const NON_TEMPORAL: bool>(&mut self, cols: usize) -> OpenRow<'_, T, NON_TEMPORAL> {
+        assert_eq!(NON_TEMPORAL, self.part.stores != Stores::Cached);
         OpenRow {
             slots: &mut self.part.slots[self.filled..][..cols],
             len: 0,
@@ -275,13 +262,6 @@ impl<T> Drop for RowWriter<'_, T> {
     }
 }
 
-/// A writer's next row, with the stores of its part.
-pub(crate) enum NextRow<'a, T> {
-    Cached(OpenRow<'a, T, false>),
-    #[cfg(target_arch = "x86_64")]
-    NonTemporal(OpenRow<'a, T, true>),
-}
-
 /// A row that is written from the front.
 pub(crate) struct OpenRow<'a, T, const NON_TEMPORAL: bool> {
     slots: &'a mut [MaybeUninit<T>],
@@ -308,7 +288,7 @@ impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
         let width = Span::<S, T::Acc, K>::WIDTH;
         let slots = &mut self.slots[self.len..][..width];
         if NON_TEMPORAL {
-            // SAFETY: rows with such stores are made by `next_row` alone, for parts with them. The
+            // SAFETY: `RowWriter::row` makes rows with such stores only for parts with them. The
             // writer borrows the part mutably and stays on this thread, and `last` rejects such
             // parts. The drop of the writer executes a fence, and without that drop the part's
             // count stays 0, so that `finish` panics before anyone reads.
@@ -341,13 +321,15 @@ impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
 /// would cost a tenth of the time.
 macro_rules! write_row {
     ($writer:expr, $cols:expr, |$row:ident| $body:expr) => {
-        match $writer.next_row($cols) {
-            $crate::device::cpu::row::output::NextRow::Cached(mut $row) => {
+        match $writer.stores() {
+            $crate::device::cpu::row::output::Stores::Cached => {
+                let mut $row = $writer.row::<false>($cols);
                 $body;
                 $row.end();
             }
             #[cfg(target_arch = "x86_64")]
-            $crate::device::cpu::row::output::NextRow::NonTemporal(mut $row) => {
+            $crate::device::cpu::row::output::Stores::NonTemporal => {
+                let mut $row = $writer.row::<true>($cols);
                 $body;
                 $row.end();
             }
@@ -498,7 +480,7 @@ pub(crate) mod tests {
         let mut output = Output::<f32>::new(5, 5, Stores::Cached);
         for part in output.parts() {
             let mut writer = RowWriter::new(part);
-            let mut row = writer.cached_row(5);
+            let mut row = writer.row::<false>(5);
             let three = pulp::Scalar;
             for_spans!(three, 1, 0..3, row, |at| at.splat(1.));
             row.end();
@@ -512,9 +494,9 @@ pub(crate) mod tests {
         for part in output.parts() {
             let mut writer = RowWriter::new(part);
             writer
-                .cached_row(2)
+                .row::<false>(2)
                 .push(Lanes::<pulp::Scalar, f32, 1>::splat(pulp::Scalar, 1.));
-            let mut row = writer.cached_row(2);
+            let mut row = writer.row::<false>(2);
             for_spans!(pulp::Scalar, 1, 0..2, row, |at| at.splat(3.));
             row.end();
         }
@@ -527,7 +509,7 @@ pub(crate) mod tests {
         let mut output = Output::<f32>::new(4, 4, Stores::Cached);
         for part in output.parts() {
             let mut writer = RowWriter::new(part);
-            let mut row = writer.cached_row(2);
+            let mut row = writer.row::<false>(2);
             for_spans!(pulp::Scalar, 1, 0..3, row, |at| at.splat(1.));
         }
     }

@@ -297,12 +297,12 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             }
         };
         let (scaler, mut groups) = (scaler.as_ref(), Groups::new(cols, rows.group_len()));
-        // Padded rows have the second sums, if there are any.
+        // Where a row's sums begin. Those of padded rows come second. Where there are none, because
+        // padding counts for nothing or no sums are wanted, `get_mut` below returns `None`.
         let first = |index| if rows.keeps(index) { 0 } else { cols };
         if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
             for index in chunk.range {
                 let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
-                // `None` if no sums are wanted, because there are none then.
                 let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
                 let groups = &mut groups;
                 group_scaling::forward_row(simd, x, scaler, groups, y, coefficients, squares);
