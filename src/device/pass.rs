@@ -10,9 +10,10 @@
 //! - `keep` has the shape of `x` without its last dimension, is contiguous and `U8`.
 //! - γ, β and ψ² have C numbers and are contiguous. γ and β have the dtype of `x` or `F32`.
 //! - All of them are on one device, and the device reads the rows in their layout
-//!   ([`DeviceKind::readable`]). Rows, residual, γ and β are in different storages, and so are the
-//!   gradient of the output, γ and β. That rows are no view of ψ² or ν is PowerNorm's to see to,
-//!   which knows its state (`power_norm.rs`).
+//!   ([`DeviceKind::readable`]). The `x` of a pass with neither residual nor ψ² may be a view of more
+//!   kinds ([`DeviceKind::readable_x`]). Rows, residual, γ and β are in different storages, and so
+//!   are the gradient of the output, γ and β. That rows are no view of ψ² or ν is PowerNorm's to see
+//!   to, which knows its state (`power_norm.rs`).
 //! - C is a multiple of the number of groups. LayerNorm has neither a mask nor ψ².
 
 use super::pick::DeviceKind;
@@ -117,7 +118,9 @@ impl Pass {
         };
         let shape = (size, own.clone());
         let device = DeviceKind::of(x.device())?;
-        Self::checked(device, layer, x, shape, norm, Some(norm), affine)
+        let pass = Self::checked(device, layer, x, shape, norm, affine)?;
+        let x = pass.device.readable_x(x, norm)?;
+        Ok(Self { x, ..pass })
     }
 
     /// A forward of PowerNorm, which divides each channel by D.
@@ -131,8 +134,9 @@ impl Pass {
         let Channels { phi, eps, .. } = channels;
         let norm = RowNorm::of_groups(channels.groups, eps);
         let shape = (phi.elem_count(), phi.device().clone());
-        let pass = Self::checked(device.clone(), layer, x, shape, norm, None, affine)?;
+        let pass = Self::checked(device.clone(), layer, x, shape, norm, affine)?;
         Ok(Self {
+            x: device.readable(x)?,
             phi: Some(phi),
             kind: channels.kind,
             recipe: channels.recipe,
@@ -142,14 +146,13 @@ impl Pass {
     }
 
     /// The pass of one device and row normalization, for an input and parameters of `size` channels
-    /// on `own`. `alone` is the same normalization if there is no D ([`DeviceKind::readable`]).
+    /// on `own`. The caller brings `x` into a layout that the device reads.
     fn checked(
         device: DeviceKind,
         layer: &'static str,
         x: &Tensor,
         (size, own): (usize, Device),
         norm: RowNorm,
-        alone: Option<RowNorm>,
         affine: Option<Affine>,
     ) -> Result<Self> {
         if let Some(affine) = &affine {
@@ -177,10 +180,9 @@ impl Pass {
             [Some(weight), bias.as_ref()].into_iter().flatten()
         });
         let tracked = of_affine.chain([x]).any(Tensor::track_op);
-        let x = device.readable(x, alone)?;
         let packed = |affine: Affine| -> Result<_> {
-            let weight = apart(affine.weight.contiguous()?, [Some(&x)])?;
-            let others = [Some(&x), Some(&weight)];
+            let weight = apart(affine.weight.contiguous()?, [Some(x)])?;
+            let others = [Some(x), Some(&weight)];
             let bias = (affine.bias).map(|bias| apart(bias.contiguous()?, others));
             Ok(Affine {
                 bias: bias.transpose()?,
@@ -190,7 +192,7 @@ impl Pass {
         };
         Ok(Self {
             affine: affine.map(packed).transpose()?,
-            x,
+            x: x.clone(),
             residual: None,
             keep: None,
             phi: None,
@@ -220,9 +222,9 @@ impl Pass {
         }
         check_device(layer, "residual", residual.device(), x.device())?;
         self.tracked |= residual.track_op();
-        self.x = self.device.readable(x, None)?;
+        self.x = self.device.readable(x)?;
         let others = [Some(&self.x), self.weight(), self.bias()];
-        self.residual = Some(apart(self.device.readable(residual, None)?, others)?);
+        self.residual = Some(apart(self.device.readable(residual)?, others)?);
         Ok(self)
     }
 
@@ -324,7 +326,7 @@ impl Pass {
         }
         check_device(layer, "the gradient", dy.device(), x.device())?;
         apart(
-            self.device.readable(dy, None)?,
+            self.device.readable(dy)?,
             [Some(x), self.weight(), self.bias()],
         )
     }

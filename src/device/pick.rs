@@ -65,16 +65,24 @@ impl DeviceKind {
         }
     }
 
-    /// Returns rows in a layout that this device reads, copied if need be. `alone` is the
-    /// normalization of a pass without a residual and D, for its x: kernels of a GPU read more views
-    /// there.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub(super) fn readable(&self, rows: &Tensor, alone: Option<RowNorm>) -> Result<Tensor> {
+    /// Returns rows in a layout that this device reads, copied if need be.
+    pub(super) fn readable(&self, rows: &Tensor) -> Result<Tensor> {
         match self {
             Self::Cpu => cpu::readable(rows),
             #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::readable(kernels, rows, alone),
+            Self::Cuda(_) => cuda::readable(rows),
             Self::Composed => rows.contiguous(),
+        }
+    }
+
+    /// The same for the `x` of a pass of `norm` alone, with neither residual nor D. Kernels of a GPU
+    /// read more views there.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(super) fn readable_x(&self, x: &Tensor, norm: RowNorm) -> Result<Tensor> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(kernels) => cuda::readable_x(kernels, x, norm),
+            _ => self.readable(x),
         }
     }
 

@@ -162,6 +162,7 @@ pub(crate) enum Exchange {
 
 /// A rank's turn in an exchange. A turn that ends without a [`sum`](Self::sum), because the call
 /// failed or panicked, tells the other ranks so.
+#[must_use]
 pub(crate) struct Turn<'a> {
     member: &'a Member,
     exchange: Exchange,

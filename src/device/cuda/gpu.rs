@@ -229,24 +229,25 @@ impl Loaded<'_> {
 }
 
 /// Returns rows in a layout that kernels read, copied if need be: packed, from a 16-byte boundary.
-/// `alone` is the normalization of a pass without a residual and D, of whose x kernels also read
-/// some views where they are.
-pub(in crate::device) fn readable(
-    kernels: &Kernels,
-    rows: &Tensor,
-    alone: Option<RowNorm>,
-) -> Result<Tensor> {
-    if let Some(norm) = alone
-        && rows.elem_count() > 0
-        && begins_on_boundary(rows)
-        && kernels.extent(rows, norm).is_ok()
-    {
-        return Ok(rows.clone());
-    }
+pub(in crate::device) fn readable(rows: &Tensor) -> Result<Tensor> {
     let rows = rows.contiguous()?;
     match begins_on_boundary(&rows) {
         true => Ok(rows),
         false => rows.force_contiguous(),
+    }
+}
+
+/// Returns the x of a pass that normalizes rows by themselves and has no residual, in a layout that
+/// kernels read, copied if need be. They read some views where they are.
+pub(in crate::device) fn readable_x(
+    kernels: &Kernels,
+    x: &Tensor,
+    norm: RowNorm,
+) -> Result<Tensor> {
+    let has_rows = x.elem_count() > 0;
+    match has_rows && begins_on_boundary(x) && kernels.extent(x, norm).is_ok() {
+        true => Ok(x.clone()),
+        false => readable(x),
     }
 }
 

@@ -211,23 +211,26 @@ impl<'a, T: Element> RowWriter<'a, T> {
         }
     }
 
+    /// The stores of the part.
     #[inline(always)]
     pub fn stores(&self) -> Stores {
         self.part.stores
     }
 
-    /// The next row, of `cols` slots, which [`write_row!`] writes with the stores of the part.
+    /// The next row, of `cols` slots. [`write_row!`] picks the stores, which are the part's.
     ///
     /// # Panics
     ///
     /// If the part has other stores, or no room for another row.
     #[inline(always)]
     pub fn row<const NON_TEMPORAL: bool>(&mut self, cols: usize) -> OpenRow<'_, T, NON_TEMPORAL> {
-        assert_eq!(NON_TEMPORAL, self.part.stores != Stores::Cached);
+        let stores = self.part.stores;
+        assert!(NON_TEMPORAL == (stores != Stores::Cached), "other stores");
         OpenRow {
             slots: &mut self.part.slots[self.filled..][..cols],
             len: 0,
             filled: &mut self.filled,
+            stays: PhantomData,
         }
     }
 
@@ -269,6 +272,8 @@ pub(crate) struct OpenRow<'a, T, const NON_TEMPORAL: bool> {
     len: usize,
     /// That of the writer, to which a whole row is added.
     filled: &'a mut usize,
+    /// Makes the row `!Send`, as its writer is.
+    stays: PhantomData<*mut ()>,
 }
 
 impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
@@ -288,10 +293,12 @@ impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
         let width = Span::<S, T::Acc, K>::WIDTH;
         let slots = &mut self.slots[self.len..][..width];
         if NON_TEMPORAL {
-            // SAFETY: `RowWriter::row` makes rows with such stores only for parts with them. The
-            // writer borrows the part mutably and stays on this thread, and `last` rejects such
-            // parts. The drop of the writer executes a fence, and without that drop the part's
-            // count stays 0, so that `finish` panics before anyone reads.
+            // SAFETY: `RowWriter::row` makes rows with such stores only for parts with them, which
+            // only x86-64 has. The writer borrows the part mutably, and `last` rejects such parts.
+            // The writer and its rows stay on this thread. The drop of the writer executes a fence,
+            // and without that drop the part's count stays 0, so that `finish` panics before anyone
+            // reads. The slots of a row that is left before its end are written again, by this
+            // thread, which sees its own stores in order.
             #[cfg(target_arch = "x86_64")]
             unsafe {
                 non_temporal::write(values, slots)
@@ -511,6 +518,26 @@ pub(crate) mod tests {
             let mut writer = RowWriter::new(part);
             let mut row = writer.row::<false>(2);
             for_spans!(pulp::Scalar, 1, 0..3, row, |at| at.splat(1.));
+        }
+    }
+
+    /// The proof of non-temporal stores rests on this.
+    #[test]
+    #[should_panic(expected = "other stores")]
+    fn a_row_of_other_stores_is_no_row() {
+        let mut output = Output::<f32>::new(2, 2, Stores::Cached);
+        for part in output.parts() {
+            RowWriter::new(part).row::<true>(2);
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    #[should_panic(expected = "other stores")]
+    fn a_cached_row_of_other_stores_is_no_row() {
+        let mut output = Output::<f32>::new(2, 2, Stores::NonTemporal);
+        for part in output.parts() {
+            RowWriter::new(part).row::<false>(2);
         }
     }
 

@@ -297,8 +297,8 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             }
         };
         let (scaler, mut groups) = (scaler.as_ref(), Groups::new(cols, rows.group_len()));
-        // Where a row's sums begin. Those of padded rows come second. Where there are none, because
-        // padding counts for nothing or no sums are wanted, `get_mut` below returns `None`.
+        // A padded row's sums come second. If padding does not count, or no sums are wanted, the
+        // range is out of bounds, and `get_mut` returns `None`.
         let first = |index| if rows.keeps(index) { 0 } else { cols };
         if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
             for index in chunk.range {
