@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Draws speed.svg of the README, from the record of times on a CPU and the guide's table of memory,
-and axes.svg of docs/paper.md.
+"""Draws speed.svg of the README, from the records of times on a CPU and of what a model asks of a GPU
+and from the guide's table of memory, and axes.svg of docs/paper.md.
 
     python3 docs/pictures/draw.py           draws them
     python3 docs/pictures/draw.py --check   fails if they show anything else
@@ -14,7 +14,8 @@ from svg import box, path, picture, text
 
 FOLDER = Path(__file__).parent
 PERFORMANCE = FOLDER.parent / "guide" / "performance.md"
-CPU = FOLDER.parent.parent / "benches" / "results" / "cpu.md"
+RESULTS = FOLDER.parent.parent / "benches" / "results"
+CPU, MODEL = RESULTS / "cpu.md", RESULTS / "model.md"
 CELL, ROWS, COLUMNS = 16, 6, 8
 
 
@@ -82,14 +83,20 @@ def axes():
     return picture(FOLDER / "axes", 664, top + 30, title, description, parts)
 
 
+def table(markdown):
+    """The first table: its header, and its rows."""
+    lines = markdown[markdown.index("\n|") :].lstrip().split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [rows[0], *rows[2:]]
+
+
 def times(threads=1):
     """Milliseconds of a forward and backward in f32, from the record: the median, the smallest and
     the largest run, by the record's name of a layer."""
     section = f"\n### train_step_through_autograd, t{threads}\n"
-    table = CPU.read_text().split(section)[1].lstrip().split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    header, *rows = table(CPU.read_text().split(section)[1])
     [cells] = [row for row in rows if row[:2] == ["f32", "4096x512"]]
-    for name, cell in zip(rows[0][2:], cells[2:]):
+    for name, cell in zip(header[2:], cells[2:]):
         found = re.match(r"([\d.]+) \[([\d.]+)–([\d.]+)\]", cell)
         if found:
             yield name, [float(number) / 1000 for number in found.groups()]
@@ -98,12 +105,20 @@ def times(threads=1):
 def memory():
     """Bytes that a layer keeps for its backward, from the guide: by layer, in f32 and in bf16."""
     section = PERFORMANCE.read_text().split("\n## Memory\n")[1]
-    table = section[section.index("\n|") :].lstrip().split("\n\n")[0]
-    for line in table.splitlines()[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for cells in table(section)[1:]:
         numbers = [int(re.match(r"[\d,]+", cell)[0].replace(",", "")) for cell in cells[1:]]
         for name in re.findall(r"PowerNorm|`\w+`", cells[0]):
             yield name.strip("`"), numbers
+
+
+def counted(dtype):
+    """Launches of kernels and MiB of their sectors that the normalizations add to a step of a model
+    without any, counted on softgpu: by layer."""
+    header, *rows = table(MODEL.read_text().split(f"\n### {dtype}\n")[1])
+    columns = [header.index(name) for name in ("launches", "of sectors")]
+    numbers = {row[0].strip("`"): [float(row[column]) for column in columns] for row in rows}
+    none = numbers.pop("none")
+    return {name: [a - b for a, b in zip(of, none)] for name, of in numbers.items()}
 
 
 # A bar's name, its layer in the record of times, and its layer in the table of memory.
@@ -115,62 +130,76 @@ BARS = [
     ("PyTorch LayerNorm", "torch_layer_norm", None),
     ("PyTorch RMSNorm*", "torch_rms_norm", None),
 ]
-LEFT, WIDTH = 186, 150  # of the bars
+LEFT, WIDTH = 186, 144  # of the bars
 
 
-def panel(top, heading, bars, shown):
-    """Bars with a heading. `bars` has a name, a color, a length and its smallest and largest."""
+def panel(top, heading, bars):
+    """Bars with a heading: each has a name, a label, a length and its smallest and largest."""
     parts = [text(12, top, heading, 15, weight="bold")]
     longest = max(high for *_, high in bars)
+    color = lambda name: {"candle": "grey", "PyTorch": "gold"}.get(name.split()[0], "blue")
     x = lambda value: LEFT + WIDTH * value / longest
-    for name, color, value, low, high in bars:
+    for name, label, value, low, high in bars:
         top += 26
         parts.append(text(LEFT - 8, top, name, 14, "end"))
-        parts.append(box(LEFT, top - 13, max(x(value) - LEFT, 1.5), 17, color))
+        parts.append(box(LEFT, top - 13, max(x(value) - LEFT, 1.5), 17, color(name)))
         if low != high:
             middle = top - 4.5
             parts.append(path(f"M{x(low):.1f} {middle}H{x(high):.1f}", "ink-line"))
             parts.append(path(f"M{x(low):.1f} {middle - 4}v8M{x(high):.1f} {middle - 4}v8", "ink-line"))
-        parts.append(text(x(high) + 6, top, shown(value, low, high), 14))
+        parts.append(text(x(high) + 6, top, label, 14))
     return parts, top
 
 
 def speed():
     """Narrow, with large letters, so that a phone shows it."""
-    of, kept = dict(times()), dict(memory())
-    color = lambda name: {"candle": "grey", "PyTorch": "gold"}.get(name.split()[0], "blue")
+    of, kept, added = dict(times()), dict(memory()), counted("f32")
     parts = [text(12, 26, "LayerNorm and RMSNorm in training", 17, weight="bold")]
     legend = ((12, "blue", "this crate"), (122, "grey", "candle"), (208, "gold", "PyTorch"))
     for x, key, label in legend:
         parts += [box(x, 42, 13, 13, key), text(x + 19, 54, label, 14)]
     parts.append(text(312, 54, "lower is better", 14))
 
-    bars = [(name, color(name), *of[record]) for name, record, _ in BARS]
-    heading = "Forward and backward, with autograd: ms"
-    more, top = panel(88, heading, bars, lambda value, low, high: f"{value:.1f} ({low:.1f} to {high:.1f})")
-    parts += more
-
+    panels = [("CPU, f32: forward and backward with autograd, ms", [])]
+    for name, record, _ in BARS:
+        value, low, high = of[record]
+        label = f"{value:.1f} ({low:.1f} to {high:.1f})"
+        panels[-1][1].append((name, label, value, low, high))
     names = [(name, layer) for name, _, layer in BARS if layer]
-    for dtype, column in (("f32", 0), ("bf16", 1)):
-        bars = [(n, color(n), *[kept[layer][column] / 1e6] * 3) for n, layer in names]
-        shown = lambda value, *_: f"{value:.0f} MB" if value > 1 else f"{value * 1000:.1f} kB"
-        more, top = panel(top + 38, f"Kept for the backward, in {dtype}", bars, shown)
+    panels.append(("CPU, f32: kept for the backward", []))
+    for name, layer in names:
+        size = kept[layer][0] / 1e6
+        label = f"{size:.0f} MB" if size > 1 else f"{size * 1000:.1f} kB"
+        panels[-1][1].append((name, label, *[size] * 3))
+    panels.append(("GPU, f32: added to a step of a GPT", []))
+    for name, layer in names:
+        launches, traffic = added[layer]
+        label = f"{traffic:.0f} MiB, {launches:.0f} launches"
+        panels[-1][1].append((name, label, *[traffic] * 3))
+    top = 50
+    for heading, bars in panels:
+        more, top = panel(top + 38, heading, bars)
         parts += more
 
     notes = [
-        "Inputs of 4096 × 512. Times: f32, one thread of an AMD EPYC",
-        "(Zen 5), 2026-11-27; median and range of five runs. candle's",
-        "fused layers are left out, because they have no gradient.",
+        "CPU: inputs of 4096 × 512, one thread of an AMD EPYC (Zen 5),",
+        "2026-11-27; times are the median and the range of five runs.",
+        "GPU: counted on an emulator, 2026-11-28, not timed. Traffic of",
+        "kernels, autograd and AdamW included, that five normalizations",
+        "add to a GPT of 2 blocks of 384 channels on 256 tokens.",
+        "candle's fused layers are left out: they have no gradient.",
         "* PyTorch runs it as several operations on a CPU.",
     ]
     parts += [text(12, top + 34 + 19 * i, line, 14) for i, line in enumerate(notes)]
     described = ", ".join(f"{name.strip('*')} {of[record][0]:.1f} ms" for name, record, _ in BARS)
+    traffic = ", ".join(f"{name} {added[layer][1]:.0f} MiB" for name, layer in names)
     description = (
         f"Bars. A forward and backward of 4096 × 512 in f32 on one thread takes: {described}. For "
-        "the backward this crate's layers keep 4.8 kB, and candle's slow ones 17 to 42 MB."
+        "the backward this crate's layers keep 4.8 kB, and candle's slow ones 17 to 34 MB. On a GPU "
+        f"five normalizations add to a step of a GPT in f32: {traffic}."
     )
-    title = "LayerNorm and RMSNorm in training on a CPU: time and memory"
-    return picture(FOLDER / "speed", 500, top + 109, title, description, parts)
+    title = "LayerNorm and RMSNorm in training: time and memory on a CPU, traffic on a GPU"
+    return picture(FOLDER / "speed", 500, top + 166, title, description, parts)
 
 
 for file, drawn in (axes() | speed()).items():
