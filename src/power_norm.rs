@@ -466,8 +466,8 @@ impl PowerNorm {
     }
 
     /// The checked pass of a forward and, unless it is an evaluation, the state that it moves and
-    /// its turn among the ranks, which goes to the op with the rest: a turn that is dropped tells the
-    /// other ranks that this call failed.
+    /// its turn among the ranks, which goes to the op with the rest: a turn that is dropped tells
+    /// the other ranks that this call failed.
     fn pass(
         &self,
         xs: &Tensor,

@@ -10,10 +10,10 @@
 //! - `keep` has the shape of `x` without its last dimension, is contiguous and `U8`.
 //! - γ, β and ψ² have C numbers and are contiguous. γ and β have the dtype of `x` or `F32`.
 //! - All of them are on one device, and the device reads the rows in their layout
-//!   ([`DeviceKind::readable`]). The `x` of a pass with neither residual nor ψ² may be a view of more
-//!   kinds ([`DeviceKind::readable_x`]). Rows, residual, γ and β are in different storages, and so
-//!   are the gradient of the output, γ and β. That rows are no view of ψ² or ν is PowerNorm's to see
-//!   to, which knows its state (`power_norm.rs`).
+//!   ([`DeviceKind::readable`]). The `x` of a pass with neither residual nor ψ² may be a view of
+//!   more kinds ([`DeviceKind::readable_x`]). Rows, residual, γ and β are in different storages,
+//!   and so are the gradient of the output, γ and β. That rows are no view of ψ² or ν is
+//!   PowerNorm's to see to, which knows its state (`power_norm.rs`).
 //! - C is a multiple of the number of groups. LayerNorm has neither a mask nor ψ².
 
 use super::pick::DeviceKind;

@@ -75,8 +75,8 @@ impl DeviceKind {
         }
     }
 
-    /// The same for the `x` of a pass of `norm` alone, with neither residual nor D. Kernels of a GPU
-    /// read more views there.
+    /// The same for the `x` of a pass of `norm` alone, with neither residual nor D. Kernels of a
+    /// GPU read more views there.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub(super) fn readable_x(&self, x: &Tensor, norm: RowNorm) -> Result<Tensor> {
         match self {
