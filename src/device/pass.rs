@@ -603,6 +603,18 @@ mod tests {
         Ok(())
     }
 
+    /// A backward reads as many numbers of the sum as the input had.
+    #[test]
+    fn a_sum_is_as_the_input() -> Result<()> {
+        let pass = || of_rows(&zeros(&[3, 2], DType::F32)?, CENTRED);
+        pass()?.of_sum(Tensor::ones((3, 2), DType::F32, CPU)?)?;
+        for (shape, dtype) in [([3, 2], DType::F64), ([2, 3], DType::F32)] {
+            let error = text(pass()?.of_sum(zeros(&shape, dtype)?));
+            assert!(error.contains("a sum like the input"), "{error}");
+        }
+        Ok(())
+    }
+
     /// Devices trust this check: a GPU would read beyond the end of a smaller gradient.
     #[test]
     fn a_gradient_is_as_the_output() -> Result<()> {
@@ -683,6 +695,7 @@ mod tests {
         assert!(!tracked(None)?.tracked);
         assert!(tracked(Some(&bias))?.tracked);
         assert!(tracked(None)?.with_residual(&residual)?.tracked);
+        assert!(tracked(Some(&bias))?.with_residual(&residual)?.tracked);
         Ok(())
     }
 

@@ -144,6 +144,7 @@ mod tests {
     use crate::config::{ForwardKind, PowerNormConfig, Recipe};
     use crate::device::pass::Channels;
     use crate::device::pick::DeviceKind;
+    use crate::ranks::{Communicator, Ranks};
     use candle::{DType, Device};
 
     const CPU: &Device = &Device::Cpu;
@@ -243,6 +244,36 @@ mod tests {
         let mut env = env(None);
         assert!(!env.has_ranks());
         assert_eq!(env.exchange(sums)?.to_vec1::<f64>()?, [1., 2.]);
+        Ok(())
+    }
+
+    /// Another rank that brings the same.
+    struct Twin;
+
+    impl Communicator for Twin {
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_reduce_sum(&self, tensor: &Tensor) -> Result<Tensor> {
+            tensor * 2.
+        }
+    }
+
+    /// Before an exchange, which takes the turn.
+    #[test]
+    fn a_turn_is_announced() -> Result<()> {
+        let state = state(1e-5.into())?;
+        let training = training(&state, Purpose::Training);
+        let member = Member::join(&Ranks::new(Twin), 2, &1e-5.into(), CPU.clone()).unwrap();
+        let turn = || member.turn(Exchange::Forward);
+        let mut env = StepEnv::new(Some(&training), Some(turn()));
+        let announcement = env.announcement().unwrap();
+        assert_eq!(announcement.numbers, turn().announced(4));
+        assert_eq!(announcement.ranks, 2);
+        let sums = Tensor::new(&[1f64, 2., 3.], CPU)?;
+        assert_eq!(env.exchange(sums)?.to_vec1::<f64>()?, [2., 4., 6.]);
+        assert!(env.has_ranks() && env.announcement().is_none());
         Ok(())
     }
 

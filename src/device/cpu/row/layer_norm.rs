@@ -342,6 +342,21 @@ mod tests {
         assert_eq!(NearMean::new(Scalar, &x).value, 5.);
     }
 
+    /// First by what the walk found, then to the mean in f64, and then no more.
+    #[test]
+    fn a_number_near_the_mean_moves_twice() {
+        let x = [1f32, 2., 6.];
+        let of = |value| NearMean { value, moves: 0 };
+        let mut mean = of(1.);
+        for (moves, value) in [(true, 5.), (true, 3.), (false, 3.)] {
+            assert_eq!(mean.moves(&x, 4., 1.), moves);
+            assert_eq!(mean.value, value);
+        }
+        let mut near = of(2.75);
+        assert!(!near.moves(&x, 0.25, 1.));
+        assert_eq!(near.value, 2.75);
+    }
+
     /// The first columns lie a deviation or four away from μ, so that the second walk begins at μ.
     #[test]
     fn first_columns_that_lie_elsewhere() {
