@@ -316,6 +316,9 @@ fn folds_of_row_normalizations_that_would_be_wrong_are_rejected() -> Result<()> 
         LayerNorm::rms_norm(ones(&[3, 4])?, 1e-5).fold_into(&next),
         text,
     );
+    let norm = LayerNorm::new_no_bias(ones(&[0])?, 1e-5);
+    let text = "a size of at least 1, got 0";
+    rejected_by("layer_norm", norm.fold_into(&next), text);
     let norm = LayerNorm::new(ones(&[SIZE])?, ones(&[OUT])?, 1e-5);
     let text = "a bias of shape [12] (as the weight), got [5]: reshape it";
     rejected_by("layer_norm", norm.fold_into(&next), text);

@@ -227,7 +227,7 @@ fn first_derivatives() -> Vec<(&'static str, Var, Tensor)> {
         GroupScaling::new(2, 1e-5).unwrap().forward(&xs[2]).unwrap(),
         norm.forward_residual(&xs[3], &xs[3], None).unwrap().0,
     ];
-    let names = ["PowerNorm", "RmsNorm", "GroupScaling", "a residual"];
+    let names = ["power_norm", "rms_norm", "group_scaling", "power_norm"];
     (names.into_iter().zip(xs).zip(outputs))
         .map(|((name, xs), y)| (name, xs, y))
         .collect()
@@ -247,8 +247,11 @@ fn a_gradient_has_no_gradient() {
         match keeps {
             true => {
                 let text = message(penalty.backward());
-                let expected = "got one through the gradients of another backward";
-                assert!(text.contains(expected), "{name}: {text}");
+                let expected = format!(
+                    "{name}: expected a backward from a loss, \
+                     got one through the gradients of another backward"
+                );
+                assert!(text.contains(&expected), "{name}: {text}");
             }
             false => assert!(penalty.backward().unwrap().get(&xs).is_none(), "{name}"),
         }
