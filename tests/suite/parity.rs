@@ -228,4 +228,6 @@ fn switches_are_read() {
         let expected = format!("expected {switch} to be {values}, got");
         assert!(!passed && text.contains(&expected), "{switch}: {text}");
     }
+    let (passed, text) = run_with("CANDLE_POWERNORM_HUGE_PAGES", "0", &["parity::every_rank"]);
+    assert!(passed, "{text}");
 }

@@ -549,8 +549,13 @@ mod tests {
             eps: 1e-20,
         };
         let coefficients = [vec![1., 1., 5., 5.], vec![0., 1., 0., 1.]];
-        let (written, sums) = forward(&rows(&x, 4, norm), Some(&coefficients), true);
+        let rows = rows(&x, 4, norm);
+        let (written, sums) = forward(&rows, Some(&coefficients), true);
         assert_close(&written.y.unwrap(), &[1., 2., 7., 2., 1., 2., 0., 1.]);
+        assert_close(&sums.unwrap().kept, &[2., 2., 1.96, 0.04]);
+        // The sums alone.
+        let (written, sums) = forward(&rows, None, true);
+        assert!(written.y.is_none());
         assert_close(&sums.unwrap().kept, &[2., 2., 1.96, 0.04]);
     }
 
@@ -650,6 +655,10 @@ mod tests {
         let (dx, sums) = backward(&rows, &matrix(&dy, 2), Some(&coefficients), sums);
         assert_close(&dx.unwrap(), &[-0.08, 0.56]);
         assert_close(&sums, &[1.4, 0.6]);
+        // The sums alone.
+        let (dx, same) = backward(&rows, &matrix(&dy, 2), None, BackwardSums::DyX);
+        assert!(dx.is_none());
+        assert_eq!(same, sums);
     }
 
     /// μ of [1, 3, 8] is 4, and the mean of [9, 1, 16] is 26/3.
