@@ -502,7 +502,7 @@ pub(crate) mod tests {
             let mut writer = RowWriter::new(part);
             writer
                 .row::<false>(2)
-                .push(Lanes::<pulp::Scalar, f32, 1>::splat(pulp::Scalar, 1.));
+                .push(Span::<_, f32, 1>::new(pulp::Scalar, 0).splat(1.));
             let mut row = writer.row::<false>(2);
             for_spans!(pulp::Scalar, 1, 0..2, row, |at| at.splat(3.));
             row.end();

@@ -75,7 +75,10 @@ impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
     /// `value` in every column.
     #[inline(always)]
     pub fn splat(self, value: A) -> Lanes<S, A, K> {
-        Lanes::splat(self.simd, value)
+        Lanes {
+            simd: self.simd,
+            vectors: [A::splat(self.simd, value); K],
+        }
     }
 
     /// These columns of an array of a row.
@@ -105,12 +108,6 @@ pub(crate) struct Lanes<S: Simd, A: Accumulator, const K: usize> {
 }
 
 impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
-    #[inline(always)]
-    pub fn splat(simd: S, value: A) -> Self {
-        let vectors = [A::splat(simd, value); K];
-        Self { simd, vectors }
-    }
-
     /// Writes as many columns of an output, rounded to its dtype.
     #[inline(always)]
     pub fn write<T: Element<Acc = A>>(self, columns: &mut [MaybeUninit<T>]) {
@@ -189,9 +186,9 @@ mod tests {
         type Output = f32;
 
         fn with_simd<S: Simd>(self, simd: S) -> f32 {
-            let [x, rounded] =
-                [12, 11].map(|bits| Lanes::<S, f32, 1>::splat(simd, 1. + 0.5f32.powi(bits)));
-            (x.mul_add(x, rounded * Lanes::splat(simd, -1.))).total()
+            let at = Span::<S, f32, 1>::new(simd, 0);
+            let [x, rounded] = [12, 11].map(|bits| at.splat(1. + 0.5f32.powi(bits)));
+            x.mul_add(x, rounded * at.splat(-1.)).total()
         }
     }
 
